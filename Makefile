@@ -1,0 +1,23 @@
+# Each target makes .venv first if it is missing. CONSTRAINTS= (empty) takes the newest versions the ranges allow.
+PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
+BIN := .venv/bin
+
+quickstart: .venv/ready  ## every row a CPU can run, offline, then the report
+	$(BIN)/python -m qa_lib sweep --scale smoke
+	$(BIN)/python -m qa_lib report
+
+test: lint  ## unit tests, every notebook, the driver under faults
+	$(BIN)/python -m pytest
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.venv/ready: requirements.txt $(CONSTRAINTS)
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -q -r requirements.txt -r tests/requirements.txt $(addprefix -c ,$(CONSTRAINTS))
+	touch $@
+
+.PHONY: quickstart test lint

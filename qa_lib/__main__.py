@@ -1,0 +1,53 @@
+"""The command line: python -m qa_lib VERB ... Each verb is a module with EXAMPLE, add_arguments and main."""
+
+import argparse
+import difflib
+import importlib
+import sys
+
+from qa_lib.data import UserError
+from qa_lib.variants import SpecError
+
+VERBS = {
+    "variants": ("qa_lib.variants", "list the rows: what each changes, and why"),
+    "run": ("qa_lib.fit", "train, measure and evaluate one row in this process"),
+    "sweep": ("qa_lib.sweep", "run many rows, each through its notebook, one process a run"),
+    "report": ("qa_lib.report", "draw tables and figures from the records"),
+    "predict": ("qa_lib.predict", "answer a file of questions, or one, with a checkpoint"),
+    "score": ("qa_lib.score", "score predictions by the official SQuAD v2 rules"),
+}
+
+
+def main(argv: list[str]) -> int:
+    """Run one verb; the user's mistakes end as one line and exit code 2."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: python -m qa_lib VERB ...\n\nverbs:")
+        print("\n".join(f"  {verb:10}{text}" for verb, (_, text) in VERBS.items()))
+        print("\nexample: python -m qa_lib sweep --help")
+        return 0 if argv else 2
+    verb = argv[0]
+    if verb not in VERBS:
+        close = difflib.get_close_matches(verb, VERBS, 1, 0.3)
+        print(f"error: unknown verb {verb!r}" + (f"; did you mean {close[0]!r}?" if close else ""), file=sys.stderr)
+        return 2
+    name, text = VERBS[verb]
+    try:
+        module = importlib.import_module(name)
+        parser = argparse.ArgumentParser(
+            prog=f"python -m qa_lib {verb}",
+            description=text,
+            epilog=module.EXAMPLE,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(parser)
+        return module.main(parser.parse_args(argv[1:]))
+    except (UserError, SpecError) as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; finished runs are kept", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,168 @@
+"""What the records of a group say, in sentences computed from them: titles of figures, captions, the list of findings.
+
+A sentence that no record supports raises NotMeasured with the reason. With several micro-batches there is a line for
+each, since ratios hold within one only.
+"""
+
+import pandas as pd
+
+from qa_lib import tables
+from qa_lib.tables import BASELINE, NotMeasured, factor, number, points, share
+
+PEER = "A0"  # drawn beside the ladder, no rung of it
+LADDER = ("A1", "A2", "A3", "A4-nb", "A4")  # each rung adds one change to the rung before
+CPU_CAVEAT = "CPU speeds prove the plumbing only and say nothing about GPUs"
+
+
+def seeds_of(lines: pd.DataFrame) -> str:
+    """'n = 1 seed' or 'n = 1–3 seeds': how many runs are behind each line that has any."""
+    counts = lines.loc[lines["n"] > 0, "n"]
+    if counts.empty:
+        return "no finished run"
+    low, high = counts.min(), counts.max()
+    return f"n = {low if low == high else f'{low}–{high}'} {'seed' if high == 1 else 'seeds'}"
+
+
+def caption(runs: pd.DataFrame, lines: pd.DataFrame) -> str:
+    """What has to stand beside every figure and table of a group: where from, how many, and what not to conclude."""
+    group = runs["group"].iloc[0]
+    sizes = ", ".join(map(str, sorted(set(lines["micro_batch"]))))
+    commits = runs["code.commit"].fillna("unknown").str[:7]
+    code = sorted(set(commits.where(~runs["code.dirty"].eq(True), commits + " with changes")))
+    parts = [f"Group {group}", f"micro-batch {sizes}", seeds_of(lines), f"code {', '.join(code)}"]
+    if lines["n"].max() >= 3:
+        parts.append("± and whiskers: t-based 95 % interval over seeds, where n ≥ 3")
+    parts += sorted({note for notes in runs["spec.adjusted"] for note in notes})
+    if group.startswith("cpu-"):
+        parts.append(CPU_CAVEAT)
+    return " · ".join(parts) + "."
+
+
+def sizes_of(lines: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """The lines of each micro-batch with its name, which is empty if there is only one."""
+    parts = list(lines.groupby("micro_batch"))
+    return [(f"micro-batch {size}" if len(parts) > 1 else "", part) for size, part in parts]
+
+
+def _each_size(lines: pd.DataFrame, sentence) -> str:
+    """sentence(lines of one micro-batch) for all of them that have one, a line each. Raises NotMeasured if none has."""
+    found, problem = [], None
+    for size, part in sizes_of(lines):
+        try:
+            found.append(f"{size}: ".capitalize() * bool(size) + sentence(part))
+        except NotMeasured as nothing:
+            problem = nothing
+    if not found:
+        raise problem
+    return ";\n".join(found)
+
+
+def _line(part: pd.DataFrame, variant: str, *measures: str) -> pd.Series:
+    """The one line of a row, which must have these measures."""
+    lines = part[part["variant"] == variant].dropna(subset=measures)
+    if lines.empty:
+        raise NotMeasured(f"{variant} has no measured {', '.join(measures)}")
+    return lines.iloc[0]
+
+
+def speed_finding(lines: pd.DataFrame) -> str:
+    """How far the ladder reaches, and the peer beside it."""
+
+    def sentence(part: pd.DataFrame) -> str:
+        base = _line(part, BASELINE, "features_per_s")
+        top = [name for name in LADDER if part.loc[part["variant"] == name, "features_per_s"].notna().any()][-1]
+        if top == BASELINE:
+            return f"{BASELINE} trains {number(base['features_per_s'])} features/s; no other rung has finished"
+        said = f"{top} trains {factor(_line(part, top)['ratio'])} the features/s of {BASELINE}"
+        peer = part[part["variant"] == PEER].dropna(subset=["ratio"])
+        return said + (f", transformers.Trainer ({PEER}) {factor(peer['ratio'].iloc[0])}" if len(peer) else "")
+
+    return _each_size(lines, sentence)
+
+
+def quality_finding(lines: pd.DataFrame) -> str:
+    """The quickest row that keeps the baseline's F1."""
+
+    def sentence(part: pd.DataFrame) -> str:
+        base = _line(part, BASELINE, "f1", "train_s")
+        close = part[part["delta_f1"] >= -1].dropna(subset=["train_s"])
+        quickest = close.loc[close["train_s"].idxmin()]
+        if quickest["variant"] == BASELINE:
+            return f"No row within 1 F1 of {BASELINE} trains in less time than it"
+        part_of = share(quickest["train_s"] / base["train_s"])
+        return f"Quickest within 1 F1 of {BASELINE}: {quickest['variant']}, in {part_of} of its training time"
+
+    return _each_size(lines, sentence)
+
+
+def memory_finding(lines: pd.DataFrame) -> str:
+    """The row with the smallest peak, and what it costs in step time."""
+
+    def sentence(part: pd.DataFrame) -> str:
+        part = part.dropna(subset=["peak_mib", "step_ms"])
+        if part.empty:
+            raise NotMeasured("peak GPU memory was not measured: these runs had no GPU, whose allocator counts it")
+        least = part.loc[part["peak_mib"].idxmin()]
+        said = f"{least['variant']} peaks lowest: {number(least['peak_mib'])} MiB"
+        base = part[part["variant"] == BASELINE]
+        if base.empty or least["variant"] == BASELINE:
+            return said
+        memory, time = (share(least[name] / base[name].iloc[0]) for name in ("peak_mib", "step_ms"))
+        return f"{said}, {memory} of {BASELINE}'s, at {time} of its step time"
+
+    return _each_size(lines, sentence)
+
+
+def peft_finding(lines: pd.DataFrame) -> str:
+    """The PEFT row with the best F1."""
+
+    def sentence(part: pd.DataFrame) -> str:
+        rows = part[part["family"] == "B"].dropna(subset=["f1", "ratio", "trainable"])
+        if rows.empty:
+            raise NotMeasured("no PEFT row (B*) has measured speed and F1")
+        best = rows.loc[rows["f1"].idxmax()]
+        change, trained = points(best["delta_f1"], sign="+"), share(best["trainable"] / best["params"])
+        return (
+            f"Best F1 of PEFT: {best['variant']}, {change} F1 and {factor(best['ratio'])} the speed of {BASELINE}; "
+            f"{trained} of parameters train"
+        )
+
+    return _each_size(lines, sentence)
+
+
+def cost_finding(runs: pd.DataFrame) -> str:
+    """What all runs of the group took together, and the longest."""
+    rows = tables.cost_table(runs)
+    total = rows.iloc[-1]
+    if not total["runs"]:
+        raise NotMeasured("no run has a measured wall time")
+    longest = rows.loc[rows["wall_s"][:-1].idxmax()]
+    minutes = f"{total['wall_s'] / 60:.1f} min" if total["wall_s"] >= 90 else f"{total['wall_s']:.0f} s"
+    runs_s = "run" if total["runs"] == 1 else "runs"
+    return (
+        f"{total['runs']} {runs_s} took {minutes} in all; {longest['row']} took longest, {number(longest['wall_s'])} s"
+    )
+
+
+def failed_join_finding(lines: pd.DataFrame) -> str:
+    """What the wrong join of row A4-b costs against the same training joined by id."""
+
+    def sentence(part: pd.DataFrame) -> str:
+        wrong, right = (points(_line(part, name, "f1")["f1"]) for name in ("A4-b", "A4"))
+        return f"Joining sorted predictions by position (A4-b) gives F1 {wrong} where A4 has {right}"
+
+    return _each_size(lines, sentence)
+
+
+def findings(runs: pd.DataFrame) -> str:
+    """What a group's records say, as a Markdown list: a sentence a figure, the rows without a result, the caption."""
+    lines = tables.summarise(runs)
+    said = []
+    of_lines = (speed_finding, quality_finding, memory_finding, peft_finding, failed_join_finding)
+    for finding, source in [*((finding, lines) for finding in of_lines), (cost_finding, runs)]:
+        try:
+            said += finding(source).split(";\n")
+        except NotMeasured as problem:
+            said.append(f"Not known here: {problem}")
+    said += [f"{line['variant']}: {line['note']}" for line in lines.to_dict("records") if line["note"]]
+    return "\n".join(f"- {sentence}." for sentence in said) + f"\n\n{caption(runs, lines)}"

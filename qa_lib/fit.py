@@ -1,0 +1,174 @@
+"""One run from spec to record: the function behind the notebooks, the command line and the sweep."""
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from qa_lib import measure, record
+from qa_lib.batches import Batches
+from qa_lib.data import Source, open_source
+from qa_lib.decode import decode
+from qa_lib.features import Features, build_features
+from qa_lib.model import Tokenizer, build_model, build_tokenizer, save_model
+from qa_lib.plan import add_source_arguments, plan
+from qa_lib.predict import predict_logits
+from qa_lib.score import score
+from qa_lib.train import Checkpoint, train
+from qa_lib.trainer import train_with_trainer
+from qa_lib.variants import Spec
+
+
+@dataclass
+class Data:
+    """A run's two sources and their features; `validation` is None where the scale measures no quality."""
+
+    tokenizer: Tokenizer
+    source: Source
+    features: Features
+    validation: Source | None
+    validation_features: Features | None
+
+
+def load_data(spec: Spec) -> Data:
+    """Tokenizer, sources and features of a run, from the cache where they are in it."""
+    tokenizer = build_tokenizer(spec.model_source)
+    limits = (spec.scale.max_length, spec.scale.stride)
+    source = open_source(spec.data_source, "train")
+    validation = open_source(spec.data_source, "validation") if spec.scale.quality else None
+    return Data(
+        tokenizer,
+        source,
+        build_features(source, tokenizer, *limits),
+        validation,
+        build_features(validation, tokenizer, *limits) if validation else None,
+    )
+
+
+def fit(
+    spec: Spec, runs: str | Path = "runs", data: Data | None = None, model: torch.nn.Module | None = None, say=print
+) -> dict:
+    """Train, measure and evaluate one spec; write its run folder below `runs` and return the record.
+
+    `data` and `model` are what load_data and build_model return, for callers that have them already. A row that
+    cannot run here ends as `skipped`, one that runs out of memory as `oom`: both are results and return normally.
+    Anything else that fails is recorded as `error` and raised. Raises RunTaken while another process has the run.
+    """
+    run_dir = Path(runs) / spec.run_path
+    with record.lock(run_dir):
+        entry = record.new_record(spec, measure.environment())
+        record.write_record(run_dir, entry)
+        if spec.skip:
+            say(f"{spec.variant}: skipped, {spec.skip}")
+            return record.finish(run_dir, entry, "skipped", {"kind": "skipped", "message": spec.skip})
+        try:
+            _fill(entry, spec, run_dir, data, model, say)
+        except (Exception, KeyboardInterrupt) as problem:
+            out = _out_of_memory(problem)
+            error = {"kind": type(problem).__name__, "message": str(problem).split("\n")[0]}
+            entry = record.finish(run_dir, entry, "oom" if out else "error", error | {"step": _last_step(run_dir)})
+            if not out:
+                raise
+            say(f"{spec.variant}: out of memory after step {entry['error']['step']}")
+            return entry
+        return record.finish(run_dir, entry, "ok")
+
+
+def _fill(entry: dict, spec: Spec, run_dir: Path, data: Data | None, model, say) -> None:
+    """Do the run's work and put what it measured into `entry`."""
+    begin = time.perf_counter()
+    device = measure.device()
+    data = data or load_data(spec)
+    model = model or build_model(spec)
+    batches = Batches(data.features, spec)
+    entry["spec"] |= {"planned_steps": batches.steps, "n_train": len(data.features)}
+    entry["spec"]["n_eval"] = len(data.validation.examples) if data.validation else None
+    entry["data"]["n"] = int(data.features.example.max()) + 1  # without parsing the questions again
+    parameters = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    entry["model"] |= {
+        "params_total": sum(n for n, _ in parameters),
+        "params_trainable": sum(n for n, trains in parameters if trains),
+    }
+    dtype = torch.float16 if spec.settings.precision == "fp16" else torch.float32
+    peak = measure.matrix_rate(device, dtype)
+    record.write_record(run_dir, entry)
+    entry["time"]["prepare_s"] = time.perf_counter() - begin
+
+    run = train_with_trainer if spec.settings.engine == "trainer" else train
+    optimizer, meter, first = run(model, batches, spec, device, run_dir, say)
+    speed, clock = meter.summary(measure.StepCost(model), peak)
+    entry["speed"] |= speed
+    entry["time"] |= clock | {"resumed_from_step": first or None, "steps": first + clock["steps"]}
+    if spec.settings.compile == "none":
+        entry["time"]["compile_s"] = None  # nothing was compiled: the slow first steps have other reasons
+    entry["memory"] |= measure.memory(model, optimizer, device)
+
+    if data.validation:
+        clock = time.perf_counter()
+        entry["quality"] |= evaluate(model, data, spec, device, run_dir)
+        entry["time"]["eval_s"] = time.perf_counter() - clock
+        save_model(model, data.tokenizer, run_dir / "model")
+    Checkpoint.path_of(run_dir).unlink(missing_ok=True)
+    entry["time"]["wall_s"] = time.perf_counter() - begin
+
+
+def evaluate(model: torch.nn.Module, data: Data, spec: Spec, device: torch.device, run_dir: Path) -> dict:
+    """Answer the validation questions with a model on `device`; the record's `quality`, and the three answer files."""
+    model.eval()
+    dtype = torch.float16 if spec.settings.precision == "fp16" else None
+    rows = predict_logits(
+        model, data.validation_features, device, autocast_dtype=dtype, join=spec.settings.join, progress=False
+    )
+    examples = data.validation.examples
+    answers = decode(data.validation_features, examples, *rows)
+    answers.write(run_dir / "answers")
+    found = score(examples, answers.predictions, answers.null_odds)
+    always_null = score(examples, dict.fromkeys(answers.predictions, ""))
+    return {
+        "exact": found["exact"],
+        "f1": found["f1"],
+        "has_answer_exact": found.get("HasAns_exact"),
+        "has_answer_f1": found.get("HasAns_f1"),
+        "no_answer_f1": found.get("NoAns_f1"),
+        "best_exact": found["best_exact"],
+        "best_exact_threshold": found["best_exact_thresh"],
+        "best_f1": found["best_f1"],
+        "best_f1_threshold": found["best_f1_thresh"],
+        "always_null_f1": always_null["f1"],
+        "n": found["total"],
+    }
+
+
+def _out_of_memory(problem: BaseException) -> bool:
+    """PyTorch has a class for the GPU's memory, and only a message for the host's."""
+    return isinstance(problem, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(problem, RuntimeError) and "can't allocate memory" in str(problem)
+    )
+
+
+def _last_step(run_dir: Path) -> int | None:
+    """The last step that steps.jsonl knows of."""
+    path = run_dir / "steps.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return json.loads(lines[-1])["step"] if lines else None
+
+
+EXAMPLE = "example: python -m qa_lib run A3 --scale smoke --seed 0"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `python -m qa_lib run`."""
+    parser.add_argument("variant", metavar="VARIANT", help="a row of `python -m qa_lib variants`")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    add_source_arguments(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run one row here, whatever its record says, and print the record."""
+    (spec,) = plan([args.variant], args.scale, [args.seed], args.data, args.model, args.micro_batch)
+    entry = fit(spec, args.runs)
+    print(json.dumps(entry, indent=1))
+    return 0

@@ -1,0 +1,177 @@
+"""Run a question-answering model over features, and answer a file or a single question with it."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from qa_lib.data import DataError, Source, UserError, first_line, open_source, read_json
+from qa_lib.decode import decode
+from qa_lib.features import Features, build_features
+
+EXAMPLE = 'python -m qa_lib predict --model DIR --question "Who wrote it?" --context "It was written by Ada."'
+
+ONE = "question"  # the id of the one question of a command line
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+
+
+def predict_logits(
+    model,
+    features: Features,
+    device: torch.device | str = "cpu",
+    *,
+    batch_tokens: int = 16_384,
+    pad_to: int | None = None,
+    autocast_dtype: torch.dtype | None = None,
+    progress: bool = False,
+    join: str = "id",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits of all n windows: (feature ids int64 [n], start and end logits float32 [n, longest window]) on `device`.
+
+    `model` is called like `BertForQuestionAnswering` and is on `device` already. Batches hold windows of similar
+    length, longest first, of at most `batch_tokens` tokens with padding, and are padded to `pad_to`, or else to their
+    longest window, rounded up to a multiple of 8. `autocast_dtype` switches autocast on. Row r belongs to window
+    ids[r]; beyond that window's length the logits are NaN, so that rows given to other windows do not pass `decode`.
+    `join` is "id", or "position" for the fault of row A4-b.
+    """
+    lengths = features.lengths
+    order = np.argsort(-lengths, kind="stable")
+    # What gathering batches of unequal width leaves beyond a row's own, in transformers' Trainer as here.
+    start, end = torch.full((2, len(features), lengths.max()), -100.0, device=device)
+    autocast = torch.autocast(torch.device(device).type, autocast_dtype) if autocast_dtype else nullcontext()
+    training = getattr(model, "training", False)
+    if training:
+        model.eval()
+    done = 0
+    with torch.inference_mode(), autocast:
+        for rows in _batches(order, lengths, batch_tokens, pad_to, progress):
+            width = int(lengths[rows].max())
+            batch = features.batch(rows, pad_to or min(features.max_length, -(-width // 8) * 8))
+            output = model(**{name: torch.from_numpy(batch[name]).to(device) for name in INPUTS})
+            start[done : done + len(rows), :width] = output.start_logits[:, :width]
+            end[done : done + len(rows), :width] = output.end_logits[:, :width]
+            done += len(rows)
+    if training:
+        model.train()
+    if join == "position":
+        # The fault of row A4-b, kept on purpose: rows sorted by length are handed out as if they never had been, and
+        # without the NaN that would give them away.
+        return torch.arange(len(features)), start, end
+    beyond = torch.arange(start.shape[1], device=device) >= torch.from_numpy(lengths[order]).to(device)[:, None]
+    return torch.from_numpy(order), start.masked_fill_(beyond, torch.nan), end.masked_fill_(beyond, torch.nan)
+
+
+def _batches(order, lengths, batch_tokens: int, pad_to: int | None, progress: bool) -> Iterator[np.ndarray]:
+    """The windows `order` in batches of at most `batch_tokens` tokens, padding included, and at least one window."""
+    from tqdm import tqdm
+
+    with tqdm(total=len(order), unit="window", disable=not progress) as bar:
+        first = 0
+        while first < len(order):
+            rows = order[first : first + max(1, batch_tokens // int(pad_to or lengths[order[first]]))]
+            yield rows
+            first += len(rows)
+            bar.update(len(rows))
+
+
+def load_qa_model(folder: str | Path) -> tuple:
+    """The model and the tokenizer that `save_pretrained` wrote to `folder`; code and pickles in it are never run.
+
+    Raises `UserError` if the folder holds no question-answering model like BERT's in safetensors, or no tokenizer.
+    """
+    from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+    from transformers.utils import logging
+
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder")
+    files = {path.name for path in folder.iterdir()}
+    if "config.json" not in files:
+        raise UserError(f"{folder}: no config.json, so not a model's folder")
+    config = read_json(folder / "config.json")
+    kinds = config.get("architectures") if isinstance(config, dict) else None
+    if not isinstance(kinds, list) or not any(str(kind).endswith("ForQuestionAnswering") for kind in kinds):
+        raise UserError(f"{folder}: not a question-answering model (architectures: {kinds!r:.80})")
+    if not files & {"model.safetensors", "model.safetensors.index.json"}:
+        pickled = sorted(name for name in files if name.endswith((".bin", ".pt", ".pth", ".ckpt")))
+        found = f"only {pickled[0]}, a pickle, which could run any code when loaded" if pickled else "no weights"
+        raise UserError(f"{folder}: {found}; model.safetensors is needed")
+    if not files & {"tokenizer.json", "vocab.txt"}:
+        raise UserError(f"{folder}: no tokenizer (tokenizer.json or vocab.txt)")
+    local = {"local_files_only": True, "trust_remote_code": False}
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what is wrong with the folder is told below, in a line
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **local)
+        model, loading = AutoModelForQuestionAnswering.from_pretrained(
+            folder, use_safetensors=True, output_loading_info=True, **local
+        )
+    except Exception as error:  # whatever the libraries make of a damaged folder
+        raise UserError(f"{folder}: cannot be loaded: {first_line(error)}") from None
+    finally:
+        logging.set_verbosity(verbosity)
+    if loading["missing_keys"]:
+        raise UserError(f"{folder}: the weights lack {sorted(loading['missing_keys'])[0]}, which would be left random")
+    if "token_type_ids" not in inspect.signature(model.forward).parameters:
+        raise UserError(f"{folder}: {type(model).__name__} takes no token_type_ids, so it does not read as BERT does")
+    if len(tokenizer) > model.config.vocab_size:
+        raise UserError(f"{folder}: {len(tokenizer)} tokens in the tokenizer, {model.config.vocab_size} in the model")
+    return model.eval(), tokenizer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("data", nargs="?", metavar="DATA.json", help="a file, or any other source, to answer whole")
+    parser.add_argument(
+        "--model", required=True, metavar="DIR", help="a model's folder, with safetensors and tokenizer"
+    )
+    parser.add_argument("--out", metavar="DIR", help="where the file's predictions, n-best lists and null odds go")
+    parser.add_argument("--question", metavar="TEXT", help="one question, answered on the terminal")
+    parser.add_argument("--context", metavar="TEXT", help="the paragraph that the one question is about")
+    parser.add_argument("--fix-spans", action="store_true", help="move misplaced gold answers to their only occurrence")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Write the three prediction files, or print the answer to one question as JSON (an empty one: no answer)."""
+    one = args.question is not None and args.context is not None and args.data is None and args.out is None
+    file = args.question is None and args.context is None and args.data is not None and args.out is not None
+    if not one and not file:
+        raise UserError("predict takes either DATA.json and --out, or --question and --context")
+    if file and Path(args.out).exists() and not Path(args.out).is_dir():
+        raise UserError(f"{args.out}: exists and is no folder")
+    source = (
+        open_source(args.data, "validation", args.fix_spans) if file else _one_question(args.question, args.context)
+    )
+    examples = source.examples  # bad data is told before the model takes its seconds to load
+    model, tokenizer = load_qa_model(args.model)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    # The recipe's 384 and 128, or what a model with fewer positions allows.
+    max_length = min(384, model.config.max_position_embeddings)
+    features = build_features(source, tokenizer, max_length, min(128, max_length // 3), cache=None if file else False)
+    logits = predict_logits(model.to(device), features, device, progress=file and sys.stderr.isatty())
+    try:
+        answers = decode(features, examples, *logits)
+    except DataError as error:
+        raise DataError(f"{source.name}: {error}") from None
+    if file:
+        print("\n".join(map(str, answers.write(args.out))))
+    else:
+        (best,) = answers.nbest.values()
+        text = answers.predictions[ONE]
+        chance = next(entry["probability"] for entry in best if entry["text"] == text)
+        print(
+            json.dumps({"answer": text, "probability": chance, "null_odds": answers.null_odds[ONE]}, ensure_ascii=False)
+        )
+    return 0
+
+
+def _one_question(question: str, context: str) -> Source:
+    entry = {"id": ONE, "question": question, "answers": [], "is_impossible": True}
+    return Source("command line", "validation", False, str, lambda: [("command line", "", context, entry)])

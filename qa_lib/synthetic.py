@@ -1,0 +1,90 @@
+"""SQuAD v2-shaped text that a tiny BERT can learn in 300 steps, so that everything runs offline.
+
+The question's first word names a kind of phrase (who, where, when, what); a paragraph holds at most one phrase of each
+kind between filler words, and a third of the questions ask for a kind that is absent. Learnable, and not by position.
+"""
+
+import random
+
+_PHRASES = {
+    "who": (
+        "alice boris clara david elena farid greta henry irene jonas".split(),
+        "archer baker carter dyer fisher mason miller potter smith turner".split(),
+    ),
+    "where": (
+        "north south east west upper lower old new inner outer".split(),
+        "bergen cairo delhi lisbon lyon osaka porto quito turin vienna".split(),
+    ),
+    "when": (
+        "january march april june july august october november december".split(),
+        [str(year) for year in range(1900, 1960, 4)],
+    ),
+    "what": (
+        "red blue green silver golden wooden broken heavy little plain".split(),
+        "anchor basket candle drum engine flute hammer kettle lantern mirror".split(),
+    ),
+}
+_ASKED = {"who": "who came ?", "where": "where was it ?", "when": "when was that ?", "what": "what was brought ?"}
+_FILLER = (
+    "and then as it was said there many of them had gone while others still waited near by but no one knew how long "
+    "this would last so they went on with their work until late because little else could be done at all for now"
+).split()
+_PUNCTUATION = [".", ",", "?"]
+
+# A BERT of 109 thousand parameters, enough for this text.
+TINY_CONFIG = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 128,
+    "initializer_range": 0.1,  # the usual 0.02 is for wider layers: this one would not start to learn in 300 steps
+    "max_position_embeddings": 512,
+}
+
+
+def vocabulary() -> list[str]:
+    """Every WordPiece the generator needs, special tokens first, in a fixed order."""
+    words = {word for pools in _PHRASES.values() for pool in pools for word in pool}
+    words.update(_FILLER, " ".join(_ASKED.values()).split(), _PUNCTUATION)
+    return ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted(words)]
+
+
+def synthetic_squad(n: int, seed: int) -> dict:
+    """A data set of `n` questions, two to a paragraph, in the official nested JSON layout."""
+    draw = random.Random(seed)
+    questions, paragraphs = 0, []
+    while questions < n:
+        paragraphs.append(_paragraph(draw, f"{seed}-{len(paragraphs)}", min(2, n - questions)))
+        questions += len(paragraphs[-1]["qas"])
+    return {"version": "v2.0", "data": [{"title": f"Synthetic {seed}", "paragraphs": paragraphs}]}
+
+
+def _paragraph(draw: random.Random, name: str, n_questions: int) -> dict:
+    kinds = list(_PHRASES)
+    draw.shuffle(kinds)
+    asked = kinds[:n_questions]
+    absent = {kind for kind in asked if draw.random() < 1 / 3}
+    # Lengths are skewed as in real text: most paragraphs short, a few longer than one window.
+    slots = min(120, int(draw.lognormvariate(3.1, 0.6)) + 8)
+    phrases = [kind for kind in kinds if kind not in absent]
+    places = dict(zip(sorted(draw.sample(range(slots), len(phrases))), phrases, strict=True))
+    text, answers = "", {}
+    for slot in range(slots):
+        if slot in places:
+            words = " ".join(draw.choice(pool) for pool in _PHRASES[places[slot]])
+            answers[places[slot]] = {"text": words, "answer_start": len(text)}
+        else:
+            words = draw.choice(_FILLER)
+        text += words + (draw.choice([". ", ", "]) if draw.random() < 0.12 else " ")
+    return {
+        "context": text.rstrip(),
+        "qas": [
+            {
+                "id": f"{name}-{kind}",
+                "question": _ASKED[kind],
+                "answers": [answers[kind]] if kind in answers else [],
+                "is_impossible": kind not in answers,
+            }
+            for kind in asked
+        ],
+    }

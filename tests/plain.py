@@ -1,0 +1,85 @@
+"""Plain loops that say what the vectorised code must give: the windowing recipe's labels and the double loop."""
+
+import numpy as np
+
+
+def overflow(tokenizer, questions: list[str], contexts: list[str], max_length: int, stride: int):
+    """The windows that the fast tokenizer itself cuts."""
+    return tokenizer(
+        questions,
+        contexts,
+        truncation="only_second",
+        max_length=max_length,
+        stride=stride,
+        return_overflowing_tokens=True,
+        return_offsets_mapping=True,
+    )
+
+
+def plain_positions(offsets, first: int, last: int, answers) -> tuple[int, int]:
+    """Start and end label of one window whose context tokens are first..last, by the reference recipe's search.
+
+    The one difference: the search for the start stops at the window's last context token.
+    """
+    if not answers or last < first:
+        return 0, 0
+    text, begin = answers[0]
+    finish = begin + len(text)
+    if not (offsets[first][0] <= begin and offsets[last][1] >= finish):
+        return 0, 0
+    start, end = first, last
+    while start + 1 <= last and offsets[start + 1][0] <= begin:
+        start += 1
+    while end - 1 >= first and offsets[end - 1][1] >= finish:
+        end -= 1
+    return start, end
+
+
+def plain_answers(features, examples, start_logits, end_logits, n_best=20, max_answer_length=30, null_threshold=0.0):
+    """Predictions, null odds and n-best lists by a double loop over the n-best start and end positions.
+
+    Row i of the float32 logits belongs to window i. Sorting is stable, so ties go to what was found first.
+    """
+    windows = {}
+    for i, example in enumerate(features.example.tolist()):
+        windows.setdefault(example, []).append(i)
+    spans = features.context_span.tolist()
+    predictions, odds, lists = {}, {}, {}
+    for number, example in enumerate(examples):
+        null, found = None, []
+        for i in windows[number]:
+            first, stop = spans[i]
+            offsets = features.offsets(i).tolist()
+            start, end = start_logits[i, : len(offsets)], end_logits[i, : len(offsets)]
+            if null is None or start[0] + end[0] < null["score"]:
+                null = {"score": start[0] + end[0], "text": "", "start_logit": start[0], "end_logit": end[0]}
+            best_ends = np.argsort(-end, kind="stable")[:n_best].tolist()
+            for s in np.argsort(-start, kind="stable")[:n_best].tolist():
+                for e in best_ends:
+                    if s < first or e < first or s >= stop or e >= stop:
+                        continue
+                    if e < s or e - s + 1 > max_answer_length:
+                        continue
+                    text = example.context[offsets[s][0] : offsets[e][1]]
+                    span = {"score": start[s] + end[e], "text": text, "start_logit": start[s], "end_logit": end[e]}
+                    found.append(span)
+        found.sort(key=lambda span: span["score"], reverse=True)
+        best = next((span for span in found[:n_best] if span["text"]), None)
+        odd = float(null["start_logit"] + null["end_logit"] - best["start_logit"] - best["end_logit"]) if best else 1e30
+        odds[example.id] = odd
+        predictions[example.id] = "" if odd > null_threshold else best["text"]
+        entries = sorted([*found, null], key=lambda span: span["score"], reverse=True)[:n_best]
+        if not any(span is null for span in entries):
+            entries.append(null)
+        scores = np.array([span["score"] for span in entries], np.float64)
+        weights = np.exp(scores - scores.max())
+        lists[example.id] = [
+            {
+                "text": span["text"],
+                "probability": float(weight),
+                "start_logit": float(span["start_logit"]),
+                "end_logit": float(span["end_logit"]),
+            }
+            for span, weight in zip(entries, weights / weights.sum(), strict=True)
+        ]
+    return predictions, odds, lists

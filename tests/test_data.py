@@ -1,0 +1,309 @@
+"""Every source gives the same examples; every broken one a single line that names file, article and question."""
+
+import json
+import shutil
+
+import datasets
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from qa_lib.data import DataError, Example, UserError, open_source
+from tests.material import SQUAD, document, needs_squad, question, write
+
+CONTEXT = "The Rhine flows north. The Rhône flows south. 🙂 Both rise in the Alps."
+GOLD = ("north", CONTEXT.index("north"))
+GOOD = document((CONTEXT, [question("q1", "Where does the Rhine flow?", GOLD), question("q2", "Why?")]))
+EXPECTED = [
+    Example("q1", "Rivers", "Where does the Rhine flow?", CONTEXT, (GOLD,)),
+    Example("q2", "Rivers", "Why?", CONTEXT),
+]
+
+
+def flat(splits=("train", "validation")):
+    """The hub's layout of EXPECTED."""
+    rows = [
+        {
+            "id": e.id,
+            "title": e.title,
+            "context": e.context,
+            "question": e.question,
+            "answers": {"text": [text for text, _ in e.answers], "answer_start": [start for _, start in e.answers]},
+        }
+        for e in EXPECTED
+    ]
+    answers = {"text": datasets.List(datasets.Value("string")), "answer_start": datasets.List(datasets.Value("int32"))}
+    columns = {name: datasets.Value("string") for name in ("id", "title", "context", "question")}
+    table = datasets.Dataset.from_list(rows, features=datasets.Features({**columns, "answers": answers}))
+    return datasets.DatasetDict(dict.fromkeys(splits, table))
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_files_and_folders_in_the_nested_layout(tmp_path, split):
+    file = write(tmp_path / "any.json", GOOD)
+    assert open_source(file, split).examples == EXPECTED
+    for name in {"train": ("train.json", "train-v2.0.json"), "validation": ("validation.json", "dev-v2.0.json")}[split]:
+        folder = tmp_path / name.removesuffix(".json")
+        folder.mkdir()
+        write(folder / name, GOOD)
+        assert open_source(str(folder), split).examples == EXPECTED
+        other = "validation" if split == "train" else "train"
+        with pytest.raises(DataError, match=r"no (validation|train)\.json or .* in this folder"):
+            open_source(folder, other)
+
+
+def test_saved_datasets(tmp_path):
+    flat().save_to_disk(tmp_path / "both")
+    flat()["train"].save_to_disk(tmp_path / "one")
+    assert open_source(tmp_path / "both", "validation").examples == EXPECTED
+    assert open_source(tmp_path / "one", "validation").examples == EXPECTED
+    flat(("train",)).save_to_disk(tmp_path / "train-only")
+    with pytest.raises(DataError, match="without the split 'validation'"):
+        open_source(tmp_path / "train-only", "validation")
+    source = open_source(tmp_path / "one", "train")
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    assert source.sha256 == open_source(tmp_path / "copy", "train").sha256
+    next((tmp_path / "copy").glob("*.arrow")).write_bytes(b"junk")
+    broken = open_source(tmp_path / "copy", "train")
+    assert broken.sha256 != source.sha256
+    with pytest.raises(DataError, match="copy"):
+        broken.examples  # noqa: B018
+
+
+def test_hub_is_asked_for_data_and_never_for_code(monkeypatch):
+    asked = []
+
+    def load(name, **options):
+        asked.append((name, options))
+        return flat()[options["split"]]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    source = open_source("squad_v2", "validation")
+    assert asked == []
+    assert source.examples == EXPECTED and len(source.sha256) == 64
+    assert asked == [("squad_v2", {"split": "validation"})]
+    assert open_source("someone/squad", "train").examples == EXPECTED
+
+    def fail(name, **options):
+        raise ConnectionError("no network\nat all")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(DataError, match=r"^'squad_v2': no such file .*no network\)$"):
+        open_source("squad_v2", "train").examples  # noqa: B018
+
+
+def test_flat_data_of_another_kind_is_refused(tmp_path):
+    flat()["train"].remove_columns("answers").save_to_disk(tmp_path / "poor")
+    with pytest.raises(DataError, match="poor: not the flat SQuAD layout, no column answers"):
+        open_source(tmp_path / "poor", "train").examples  # noqa: B018
+    datasets.Dataset.from_list([{"id": "a", "question": "b", "context": "c", "answers": "d"}]).save_to_disk(
+        tmp_path / "odd"
+    )
+    with pytest.raises(DataError, match="odd: article '', question 'a': answers without"):
+        open_source(tmp_path / "odd", "train").examples  # noqa: B018
+
+
+def test_synthetic_source():
+    train, validation = open_source("synthetic:50", "train"), open_source("synthetic:50", "validation")
+    assert len(train.examples) == len(validation.examples) == 50
+    assert train.examples != validation.examples and train.sha256 != validation.sha256
+    assert train.sha256 == open_source("synthetic:50", "train").sha256 != open_source("synthetic:51", "train").sha256
+    for wrong in ("synthetic:", "synthetic:0", "synthetic:-1", "synthetic:x", "synthetic:" + "9" * 5000):
+        with pytest.raises(DataError, match="synthetic:2000"):
+            open_source(wrong, "train")
+
+
+@pytest.mark.parametrize("name", ["missing.json", "a/b/c", "/no/such/folder", "tests/mistyped", "", "\0", "x" * 5000])
+def test_a_source_that_is_not_there(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tests").mkdir()
+    with pytest.raises(DataError, match="no such file"):
+        open_source(name, "train").examples  # noqa: B018
+    with pytest.raises(DataError, match="no split"):
+        open_source(name, "test")
+
+
+def test_one_paragraph_is_one_object(tmp_path):
+    for source in (open_source(write(tmp_path / "a.json", GOOD), "train"), _saved(tmp_path)):
+        first, second = source.examples
+        assert first.context is second.context
+
+
+def _saved(tmp_path):
+    flat()["train"].save_to_disk(tmp_path / "flat")
+    return open_source(tmp_path / "flat", "train")
+
+
+def test_hash_is_of_the_content_and_parses_nothing(tmp_path):
+    source = open_source(write(tmp_path / "a.json", GOOD), "train")
+    copy = open_source(write(tmp_path / "b.json", GOOD), "validation")
+    assert source.sha256 == copy.sha256 and "examples" not in vars(source)
+    (tmp_path / "b.json").write_text("{broken")
+    assert open_source(tmp_path / "b.json", "train").sha256 != source.sha256
+
+
+def test_version_1_has_no_is_impossible(tmp_path):
+    entry = question("q1", "Where?", GOLD)
+    del entry["is_impossible"]
+    old = document((CONTEXT, [entry])) | {"version": "1.1"}
+    (example,) = open_source(write(tmp_path / "a.json", old), "train").examples
+    assert example.answers == (GOLD,) and not example.impossible
+
+
+def test_what_is_odd_but_fine(tmp_path):
+    empty = document(("", [question("a", "")]), (CONTEXT, []), ("  ", [question("b", "  x", id="b")]))
+    file = tmp_path / "bom.json"
+    file.write_bytes(b"\xef\xbb\xbf" + json.dumps(empty).encode())
+    assert [e.question for e in open_source(file, "train").examples] == ["", "  x"]
+
+
+ONE = "article 0 'Rivers', question 'q1'"
+BAD = {
+    "no entry": (document((CONTEXT, [17])), "article 0 'Rivers': a question that is not an object"),
+    "no id": (document((CONTEXT, [{"question": "x"}])), "article 0 'Rivers': no question id"),
+    "id no text": (document((CONTEXT, [question(7, "x")])), "article 0 'Rivers': no question id"),
+    "no question": (document((CONTEXT, [question("q1", None)])), f"{ONE}: no question"),
+    "no context": (document((None, [question("q1", "x")])), "article 0 'Rivers': no context"),
+    "no answers": (document((CONTEXT, [{"id": "q1", "question": "x"}])), f"{ONE}: no list under 'answers'"),
+    "answers no list": (document((CONTEXT, [question("q1", "x", answers={})])), f"{ONE}: no list under 'answers'"),
+    "no start": (
+        document((CONTEXT, [question("q1", "x", answers=[{"text": "The"}], is_impossible=False)])),
+        f"{ONE}: an answer without",
+    ),
+    "true start": (document((CONTEXT, [question("q1", "x", ("h", True))])), f"{ONE}: an answer without"),
+    "empty answer": (document((CONTEXT, [question("q1", "x", ("", 3))])), f"{ONE}: an answer of no text"),
+    "impossible with answers": (
+        document((CONTEXT, [question("q1", "x", GOLD, is_impossible=True)])),
+        f"{ONE}: is_impossible is true, but it has 1 answers",
+    ),
+    "possible without": (
+        document((CONTEXT, [question("q1", "x", is_impossible=False)])),
+        f"{ONE}: no answers, but is_impossible is not true",
+    ),
+    "impossible no truth": (
+        document((CONTEXT, [question("q1", "x", is_impossible="no")])),
+        f"{ONE}: is_impossible is neither",
+    ),
+    "double id": (
+        document((CONTEXT, [question("q1", "x")]), ("Other.", [question("q1", "y")])),
+        f"{ONE}: the same id",
+    ),
+    "misplaced": (document((CONTEXT, [question("q1", "x", ("north", 3))])), f"1 answers are not .*{ONE}: 'north' at 3"),
+    "from the end": (document((CONTEXT, [question("q1", "x", ("Alps.", -5))])), f"{ONE}: 'Alps.' at -5"),
+    "past the end": (document((CONTEXT, [question("q1", "x", ("Alps.", 10**30))])), f"{ONE}: 'Alps.' at 1000"),
+    "half a character": (document((CONTEXT, [question("q1", "x \ud83d")])), f"{ONE}: the question holds half"),
+    "half in the context": (
+        document(("a \udc80", [question("q1", "x")])),
+        "article 0 'Rivers': the context holds half",
+    ),
+    "1 MB paragraph": (document(("word " * 200_000, [question("q1", "x")])), "a paragraph of 1,000,000 characters"),
+    "empty": (document(), "an empty data set"),
+    "no questions": (document((CONTEXT, [])), "an empty data set"),
+    "list": ([], "no list under 'data'"),
+    "data no list": ({"data": {}}, "no list under 'data'"),
+    "flat JSON": ({"data": [{"id": "q1", "question": "x", "context": "y"}]}, "article 0: .*no list under 'paragraphs'"),
+    "no qas": ({"data": [{"title": "A", "paragraphs": [{"context": "x"}]}]}, "'A', paragraph 0: .*under 'qas'"),
+    "title no text": ({"data": [{"title": 3, "paragraphs": []}]}, "article 0: no title"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_layout_is_one_line_that_names_the_place(tmp_path, name):
+    content, message = BAD[name]
+    file = write(tmp_path / "data.json", content)
+    with pytest.raises(DataError, match=message) as caught:
+        open_source(file, "train").examples  # noqa: B018
+    assert str(caught.value).startswith(f"{file}: ")
+    assert "\n" not in str(caught.value)
+    str(caught.value).encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b'{"data": [}', b"\xff\xfe\xfa", b"\x80", b"[" * 200_000, b"1" * 5000, b'{"data": "\xc3("}'],
+    ids=["empty", "cut", "wrong", "bytes", "byte", "deep", "long number", "bad UTF-8"],
+)
+def test_broken_json(tmp_path, content):
+    file = tmp_path / "data.json"
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=r"data\.json: not JSON") as caught:
+        open_source(file, "train").examples  # noqa: B018
+    assert "\n" not in str(caught.value)
+
+
+def test_misplaced_answers_are_counted_listed_and_repaired_where_they_occur_once(tmp_path, caplog):
+    start = CONTEXT.index("south")
+    once = question("once", "x", ("south", start - 1), GOLD)
+    twice, never = question("twice", "x", ("flows", 2)), question("never", "x", ("west", 4))
+    file = write(tmp_path / "data.json", document((CONTEXT, [once, twice, never])))
+    with pytest.raises(DataError, match="3 answers") as caught:
+        open_source(file, "train").examples  # noqa: B018
+    assert "--fix-spans repairs the 1" in str(caught.value)
+    assert all(f"question '{key}'" in str(caught.value) for key in ("once", "twice", "never"))
+    with pytest.raises(DataError, match="2 answers") as caught:
+        open_source(file, "train", fix_spans=True).examples  # noqa: B018
+    assert "'once'" not in str(caught.value) and "--fix-spans" not in str(caught.value)
+
+    file = write(tmp_path / "data.json", document((CONTEXT, [once])))
+    (example,) = open_source(file, "train", fix_spans=True).examples
+    assert example.answers == (("south", start), GOLD)
+    assert "moved 1 answers" in caplog.text
+
+
+def test_many_misplaced_answers_stay_one_readable_line(tmp_path):
+    entries = [question(f"q{i}", "x", ("north", 1)) for i in range(500)]
+    with pytest.raises(DataError, match=r"500 answers .*; and 480 more$") as caught:
+        open_source(write(tmp_path / "data.json", document((CONTEXT, entries))), "train").examples  # noqa: B018
+    assert len(str(caught.value)) < 3_000
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("\ud800"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+QUICK = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def read(file, fix_spans):
+    """The examples, or None after an error that a user can read; anything else fails the test."""
+    try:
+        return open_source(file, "train", fix_spans).examples
+    except UserError as error:
+        assert str(file) in str(error) and "\n" not in str(error)
+        return None
+
+
+@QUICK
+@given(st.data(), st.booleans())
+def test_fuzz_one_part_of_a_good_file_becomes_anything(tmp_path, data, fix_spans):
+    broken = json.loads(json.dumps(GOOD))
+    holder, keys = broken, [None]
+    while isinstance(holder, (dict, list)) and holder:
+        key = data.draw(st.sampled_from(sorted(holder) if isinstance(holder, dict) else range(len(holder))))
+        if not isinstance(holder[key], (dict, list)) or not data.draw(st.booleans()):
+            holder[key] = data.draw(ANYTHING)
+            break
+        keys.append(key)
+        holder = holder[key]
+    examples = read(write(tmp_path / "data.json", broken), fix_spans)
+    for example in examples or []:
+        for text, start in example.answers:
+            assert example.context[start : start + len(text)] == text != ""
+
+
+@QUICK
+@given(st.binary(max_size=50) | ANYTHING.map(lambda value: json.dumps(value).encode()), st.integers(0, 400))
+def test_fuzz_bytes(tmp_path, noise, place):
+    file, good = tmp_path / "data.json", json.dumps(GOOD).encode()
+    for content in (noise, good[:place], good[:place] + noise + good[place + len(noise) :]):
+        file.write_bytes(content)
+        read(file, False)
+
+
+@needs_squad
+def test_real_files_hold_what_their_readme_says():
+    train, validation = (open_source(SQUAD, split).examples for split in ("train", "validation"))
+    assert [len(part) for part in (train, validation)] == [19_017, 6_078]
+    assert [sum(e.impossible for e in part) for part in (train, validation)] == [4_929, 3_168]
+    assert [len({id(e.context) for e in part}) for part in (train, validation)] == [3_093, 646]

@@ -1,0 +1,249 @@
+"""The vectorised decoder beside the plain double loop, its guards, and its files."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qa_lib.data import DataError, Example, UserError, open_source
+from qa_lib.decode import decode
+from qa_lib.features import build_features
+from tests.bench_data import best_of
+from tests.material import SQUAD, needs_squad, trained_tokenizer
+from tests.plain import plain_answers
+from tests.test_features import EDGES, TEXT, Given
+
+EXAMPLES = [Example(f"q{i}", "Rivers", "where is it", (TEXT * 2)[i : 9 * i + 3]) for i in range(40)]
+EXAMPLES += [Example(f"e{i}", "Rivers", "x", text) for i, text in enumerate(EDGES)]
+
+
+@pytest.fixture(scope="module")
+def features():
+    built = build_features(Given(EXAMPLES), trained_tokenizer([TEXT] * 3, 300), 24, 6, cache=False)
+    assert len(built) > len(EXAMPLES) + 20
+    return built
+
+
+def logits(features, seed=0, width=0, kind=torch.float32, scale=3.0):
+    """Random start and end logits [n, longest window + width]."""
+    draw = torch.Generator().manual_seed(seed)
+    shape = (2, len(features), int(features.lengths.max()) + width)
+    return (torch.randn(shape, generator=draw) * scale).to(kind)
+
+
+def assert_same_as_the_loop(features, examples, start, end, **options):
+    found = decode(features, examples, torch.arange(len(features)), start, end, **options)
+    plain = plain_answers(features, examples, start.float().numpy(), end.float().numpy(), **options)
+    assert found.predictions == plain[0]
+    assert found.null_odds == plain[1]
+    assert list(found.nbest) == list(plain[2])
+    for key, wanted in plain[2].items():
+        got = [entry | {"probability": pytest.approx(entry["probability"], abs=1e-6)} for entry in found.nbest[key]]
+        assert wanted == got, key
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"n_best": 1},
+        {"n_best": 3, "max_answer_length": 2},
+        {"n_best": 50, "max_answer_length": 1, "null_threshold": -2.5},
+        {"max_answer_length": 1000, "null_threshold": 4.0},
+    ],
+    ids=str,
+)
+def test_same_as_the_double_loop(features, options):
+    for seed in range(3):
+        found = assert_same_as_the_loop(features, EXAMPLES, *logits(features, seed), **options)
+        assert 0 < sum(text == "" for text in found.predictions.values()) < len(EXAMPLES)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.int8])
+def test_ties_go_to_what_the_loop_finds_first(features, kind):
+    """Half precision and whole numbers give equal logits, and equal sums of unequal ones, by the dozen."""
+    for seed in range(3):
+        start, end = logits(features, seed, kind=kind, scale=2.0)
+        if kind == torch.int8:
+            start, end = start.float(), end.float()
+        assert_same_as_the_loop(features, EXAMPLES, start, end, n_best=5)
+    zeros = torch.zeros_like(start)
+    zeros[::2] = -0.0
+    assert_same_as_the_loop(features, EXAMPLES, zeros, zeros, n_best=4)
+
+
+def test_windows_beyond_one_call(features, monkeypatch):
+    monkeypatch.setattr("qa_lib.decode.WINDOWS_PER_CALL", 7)
+    assert_same_as_the_loop(features, EXAMPLES, *logits(features))
+
+
+@needs_squad
+def test_same_as_the_double_loop_on_real_paragraphs():
+    examples = open_source(SQUAD, "validation").examples[:1500]
+    tokenizer = trained_tokenizer({example.context for example in examples}, 3000)
+    features = build_features(Given(examples), tokenizer, 200, 64, cache=False)
+    assert_same_as_the_loop(features, examples, *logits(features))
+
+
+def peaked(features, seed=0):
+    """Logits as of a model: low everywhere, high around the first gold answer or at [CLS]."""
+    start, end = logits(features, seed, scale=0.5) - 6
+    rows = torch.arange(len(features))
+    start[rows, torch.from_numpy(features.start_positions).long()] += 10
+    end[rows, torch.from_numpy(features.end_positions).long()] += 10
+    return start, end
+
+
+@needs_squad
+def test_sure_logits_give_the_gold_answers():
+    examples = open_source(SQUAD, "validation").examples[:2000]
+    tokenizer = trained_tokenizer({example.context for example in examples}, 3000)
+    features = build_features(Given(examples), tokenizer, 384, 128, cache=False)
+    found = decode(features, examples, torch.arange(len(features)), *peaked(features), max_answer_length=200)
+    right = sum(found.predictions[e.id] == (e.answers[0][0] if e.answers else "") for e in examples)
+    assert right > 0.97 * len(examples)
+    assert all((found.null_odds[e.id] > 0) == e.impossible for e in examples if not found.nbest[e.id][0]["text"])
+
+
+def test_padding_is_never_looked_at_and_rows_are_joined_by_id(features):
+    start, end = logits(features)
+    wanted = decode(features, EXAMPLES, torch.arange(len(features)), start, end)
+    for seed, junk in enumerate((float("nan"), float("inf"), 1e9, -100.0)):
+        wide = logits(features, width=9)
+        wide[:] = junk
+        for row, length in enumerate(features.lengths):
+            wide[0, row, :length], wide[1, row, :length] = start[row, :length], end[row, :length]
+        order = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed))
+        found = decode(features, EXAMPLES, order, *wide[:, order])
+        assert (found.predictions, found.null_odds) == (wanted.predictions, wanted.null_odds)
+        assert found.nbest == wanted.nbest
+
+
+def test_the_callers_logits_and_threads_are_left_alone(features):
+    start, end = logits(features)
+    before, threads = (start.clone(), end.clone()), torch.get_num_threads()
+    decode(features, EXAMPLES, torch.arange(len(features)), start, end)
+    assert torch.equal(before[0], start) and torch.equal(before[1], end)
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("spoil", ["missing", "double", "unknown", "negative", "shape"])
+def test_ids_that_are_not_each_window_once_are_refused(features, spoil):
+    start, end = logits(features)
+    ids = torch.arange(len(features))
+    if spoil == "missing":
+        ids, start, end = ids[1:], start[1:], end[1:]
+    elif spoil == "shape":
+        ids = ids[:, None]
+    else:
+        ids[3] = {"double": 4, "unknown": len(features), "negative": -1}[spoil]
+    with pytest.raises(ValueError):
+        decode(features, EXAMPLES, ids, start, end)
+    with pytest.raises(ValueError, match="logits of shape"):
+        decode(features, EXAMPLES, torch.arange(len(features)), *logits(features)[:, :, :-1])
+
+
+def test_other_examples_than_the_features_are_refused(features):
+    rows = torch.arange(len(features)), *logits(features)
+    for wrong in (EXAMPLES[::-1], EXAMPLES[1:], [*EXAMPLES[:-1], Example("other", "", "x", EDGES[-1])]):
+        with pytest.raises(ValueError, match="these examples are not the ones"):
+            decode(features, wrong, *rows)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_inside_a_window_names_the_question(features, value):
+    start, end = logits(features)
+    row = len(features) // 2
+    end[row, features.lengths[row] - 1] = value
+    key = EXAMPLES[features.example[row]].id
+    with pytest.raises(
+        DataError, match=f"^article 'Rivers', question '{key}': NaN or infinite logits in window {row} "
+    ):
+        decode(features, EXAMPLES, torch.arange(len(features)), start, end)
+
+
+def test_minus_infinity_is_a_logit_like_any_other(features):
+    start, end = logits(features)
+    start[:, 1::2] = -torch.inf
+    start[::3] = -torch.inf
+    found = decode(features, EXAMPLES, torch.arange(len(features)), start, end)
+    assert np.isfinite(list(found.null_odds.values())).all()
+    json.dumps(found.nbest, allow_nan=False)
+
+
+def test_a_question_without_any_allowed_span_has_no_answer():
+    example = Example("q", "", "where", "")
+    features = build_features(Given([example]), trained_tokenizer([TEXT] * 3, 300), 24, 6, cache=False)
+    found = decode(features, [example], torch.tensor([0]), *logits(features) - 50, null_threshold=1000)
+    assert (found.predictions, found.null_odds) == ({"q": ""}, {"q": pytest.approx(1e30)})
+    assert [(entry["text"], entry["probability"]) for entry in found.nbest["q"]] == [("", 1.0)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(1, 30), st.integers(1, 30))
+def test_any_logits(features, seed, kind, n_best, longest):
+    start, end = logits(features, seed, kind=kind)
+    assert_same_as_the_loop(features, EXAMPLES, start, end, n_best=n_best, max_answer_length=longest)
+
+
+def test_files(features, tmp_path):
+    found = decode(features, EXAMPLES, torch.arange(len(features)), *logits(features))
+    paths = found.write(tmp_path / "new" / "out")
+    assert [path.name for path in paths] == ["predictions.json", "nbest_predictions.json", "null_odds.json"]
+    assert sorted(os.listdir(tmp_path / "new" / "out")) == sorted(path.name for path in paths)
+    read = [json.loads(path.read_text()) for path in paths]
+    assert read == [found.predictions, found.nbest, found.null_odds]
+    assert list(read[1]["q9"][0]) == ["text", "probability", "start_logit", "end_logit"]
+    for entries in read[1].values():
+        assert sum(entry["probability"] for entry in entries) == pytest.approx(1)
+    before = [path.read_bytes() for path in paths]
+    found.write(tmp_path / "new" / "out")
+    assert [path.read_bytes() for path in paths] == before
+
+
+def test_a_write_that_fails_leaves_what_was_there(features, tmp_path, monkeypatch):
+    found = decode(features, EXAMPLES, torch.arange(len(features)), *logits(features))
+    found.write(tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    write_text = Path.write_text
+
+    def full(path, text):
+        if path.name == "null_odds.json":
+            raise OSError(28, "No space left on device")
+        return write_text(path, text)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    found.predictions["q1"] = "changed"
+    with pytest.raises(UserError, match="out: No space left"):
+        found.write(tmp_path / "out")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file"):
+        found.write(tmp_path / "file")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_same_on_the_gpu(features):
+    for kind in (torch.float32, torch.bfloat16):
+        start, end = logits(features, kind=kind)
+        here = decode(features, EXAMPLES, torch.arange(len(features)), start, end)
+        there = decode(features, EXAMPLES, torch.arange(len(features)).cuda(), start.cuda(), end.cuda())
+        assert (here.predictions, here.null_odds, here.nbest) == (there.predictions, there.null_odds, there.nbest)
+
+
+def test_six_times_as_fast_as_the_loop():
+    words = TEXT.split()
+    contexts = [" ".join(words[(i + k) % len(words)] for k in range(100)) for i in range(len(words))]
+    examples = [Example(str(i), "", "where is it", contexts[i % len(contexts)]) for i in range(3000)]
+    features = build_features(Given(examples), trained_tokenizer([TEXT] * 3, 300), cache=False)
+    start, end = logits(features)
+    theirs, _ = best_of(2, lambda: plain_answers(features, examples, start.numpy(), end.numpy()))
+    ours, _ = best_of(7, lambda: decode(features, examples, torch.arange(len(features)), start, end))
+    assert theirs / ours > 6, f"{theirs:.3f} s against {ours:.3f} s"
+    assert ours * 12_000 / len(features) < 0.6

@@ -1,0 +1,229 @@
+"""Each knob does what its row says: seen at the effect, not at the setting."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers.models.bert import modeling_bert
+
+from qa_lib import trainer
+from qa_lib.model import build_model, build_tokenizer, save_model
+from qa_lib.plan import plan
+from qa_lib.variants import VARIANTS, Machine
+
+CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
+
+
+def spec_of(variant):
+    return plan([variant], "smoke", data="synthetic:40", machine=CPU)[0]
+
+
+def inputs():
+    torch.manual_seed(0)
+    ids = torch.randint(5, 100, (2, 32))
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "token_type_ids": torch.zeros_like(ids),
+        "start_positions": torch.tensor([3, 4]),
+        "end_positions": torch.tensor([5, 6]),
+    }
+
+
+def with_gradient(variant):
+    """Names of the parameters that hold a gradient after a backward pass."""
+    model = build_model(spec_of(variant)).train()
+    model(**inputs()).loss.backward()
+    return {name for name, p in model.named_parameters() if p.grad is not None}, model
+
+
+def layer(i):
+    return f"bert.encoder.layer.{i}."
+
+
+def test_full_fine_tuning_reaches_every_parameter():
+    names, model = with_gradient("A1")
+    assert names == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("variant", "modules"), [("B1", 2), ("B1-all", 6)])
+def test_lora_trains_its_factors_and_the_head(variant, modules):
+    names, _ = with_gradient(variant)
+    factors = {name for name in names if ".lora_" in name}
+    assert names - factors == {name for name in names if "qa_outputs" in name}
+    assert len(names - factors) == 2
+    assert len(factors) == 2 * modules * 2  # two factors a module, two layers
+    if variant == "B1":
+        assert all(".query." in name or ".value." in name for name in factors)
+    shapes = {p.shape[0] for name, p in with_gradient(variant)[1].named_parameters() if ".lora_A" in name}
+    assert shapes == {8}
+
+
+def test_bitfit_trains_biases_and_the_head():
+    names, model = with_gradient("B2")
+    biases = {name for name, _ in model.named_parameters() if name.endswith(".bias")}
+    assert names == biases | {"qa_outputs.weight"}
+
+
+def test_b3_freezes_the_embeddings_and_the_bottom():
+    names, _ = with_gradient("B3")
+    assert not any(name.startswith(("bert.embeddings.", layer(0))) for name in names)
+    assert any(name.startswith(layer(1)) for name in names)
+
+
+def test_b3_last4_freezes_the_top_alone():
+    names, _ = with_gradient("B3-last4")
+    assert not any(name.startswith(layer(1)) for name in names)
+    assert any(name.startswith(layer(0)) for name in names)
+    assert any(name.startswith("bert.embeddings.") for name in names)
+
+
+def test_frozen_layers_of_bert_base_are_the_seeds_numbers():
+    from transformers import BertConfig, BertForQuestionAnswering
+
+    from qa_lib.model import apply_recipe
+    from qa_lib.variants import RECIPES
+
+    def trained_layers(recipe):
+        config = BertConfig(num_hidden_layers=12, hidden_size=16, num_attention_heads=2, intermediate_size=16)
+        model = apply_recipe(BertForQuestionAnswering(config), RECIPES[recipe])
+        names = [name for name, p in model.named_parameters() if p.requires_grad and ".layer." in name]
+        return sorted({int(name.split(".")[3]) for name in names})
+
+    assert trained_layers("freeze-bottom-10") == [10, 11]
+    assert trained_layers("freeze-last-4") == list(range(8))
+
+
+@pytest.mark.parametrize(("variant", "eager", "fused"), [("A1", 2, 0), ("A2", 0, 2)])
+def test_the_attention_function_is_the_rows(variant, eager, fused, monkeypatch):
+    calls = {"eager": 0, "sdpa": 0}
+    real_eager, real_sdpa = modeling_bert.eager_attention_forward, torch.nn.functional.scaled_dot_product_attention
+
+    def count(name, function):
+        def counted(*args, **kwargs):
+            calls[name] += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+    monkeypatch.setattr(modeling_bert, "eager_attention_forward", count("eager", real_eager))
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", count("sdpa", real_sdpa))
+    build_model(spec_of(variant))(**inputs())
+    assert calls == {"eager": eager, "sdpa": fused}
+
+
+def gradients(model):
+    torch.manual_seed(1)
+    model.zero_grad()
+    model(**inputs()).loss.backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_checkpointing_recomputes_and_changes_no_gradient_with_dropout_on():
+    calls = {}
+
+    def counted(name):
+        model = build_model(spec_of(name)).train()
+        calls[name] = 0
+
+        def count(*_):
+            calls[name] += 1
+
+        model.bert.encoder.layer[0].attention.register_forward_hook(count)
+        return gradients(model)
+
+    plain, recomputed = counted("A2"), counted("C2")
+    assert calls == {"A2": 1, "C2": 2}
+    assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
+
+
+@pytest.mark.parametrize("variant", ["A3", "D1", "D1-cudagraphs"])
+def test_the_compile_backend_is_the_rows(variant, monkeypatch, tmp_path):
+    from qa_lib import train as module
+
+    asked = []
+
+    def spy(model, backend, dynamic):
+        asked.append((backend, dynamic))
+        return model
+
+    monkeypatch.setattr(torch, "compile", spy)
+    run(module.train, variant, tmp_path)
+    assert asked == [(VARIANTS[variant].settings.compile, False)]
+
+
+def test_dynamic_padding_compiles_symbolic_shapes_once(tmp_path):
+    """Other lengths than the first one must not compile again: seen at the compiler's own counter."""
+    from torch._dynamo.testing import CompileCounter
+
+    from qa_lib import train as module
+
+    counter = CompileCounter()
+    spec = dataclasses.replace(spec_of("A4"), settings=dataclasses.replace(spec_of("A4").settings, compile=counter))
+    run(module.train, spec, tmp_path)
+    assert counter.frame_count == 1
+
+
+def run(train, spec, folder, steps=6):
+    from qa_lib.batches import Batches
+    from qa_lib.data import open_source
+    from qa_lib.features import build_features
+
+    spec = spec_of(spec) if isinstance(spec, str) else spec
+    spec = dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, steps=steps, checkpoint_every=0))
+    features = build_features(open_source("synthetic:60", "train"), build_tokenizer("tiny"), 96, 32)
+    model = build_model(spec)
+    result = train(model, Batches(features, spec), spec, torch.device("cpu"), folder, lambda _: None)
+    return model, result
+
+
+def test_a0_is_the_same_recipe_through_transformers_trainer(tmp_path, monkeypatch):
+    from transformers import Trainer
+
+    seen = {}
+    real = Trainer.train
+
+    def spy(self):
+        seen["arguments"] = self.args
+        return real(self)
+
+    monkeypatch.setattr(Trainer, "train", spy)
+    model, (_, meter, _) = run(trainer.train_with_trainer, "A0", tmp_path)
+    arguments, spec = seen["arguments"], spec_of("A0")
+    assert arguments.gradient_accumulation_steps == spec.accumulation
+    assert arguments.learning_rate == spec.scale.learning_rate
+    assert arguments.max_grad_norm == 1.0
+    meter.flush()
+    assert len(meter.times) == 6
+    assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 6
+    untouched = build_model(spec)
+    assert not torch.equal(model.qa_outputs.weight, untouched.qa_outputs.weight)
+
+
+def test_lora_is_saved_merged_as_a_plain_checkpoint(tmp_path):
+    from transformers import AutoModelForQuestionAnswering
+
+    model = build_model(spec_of("B1-all")).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B" in name:
+                parameter.normal_(std=0.1)
+        expected = model(**inputs()).start_logits
+    save_model(model, build_tokenizer("tiny"), tmp_path / "model")
+    again = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "model").eval()
+    with torch.no_grad():
+        assert torch.allclose(again(**inputs()).start_logits, expected, atol=1e-5)
+    assert not list((tmp_path / "model").glob("*.bin"))
+
+
+def test_a_folder_without_weights_is_random_for_speed_and_refused_for_quality(tmp_path):
+    model = build_model(spec_of("A1"))
+    save_model(model, build_tokenizer("tiny"), tmp_path / "bare")
+    (tmp_path / "bare" / "model.safetensors").unlink()
+
+    def spec(scale):
+        return plan(["A2"], scale, data="synthetic:40", model=str(tmp_path / "bare"), machine=CPU)[0]
+
+    assert build_model(spec("bench")).config.hidden_size == 64
+    with pytest.raises(FileNotFoundError, match=r"no model\.safetensors"):
+        build_model(spec("local"))

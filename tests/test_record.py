@@ -1,0 +1,146 @@
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from qa_lib import record
+from qa_lib.plan import plan
+from qa_lib.variants import Machine
+
+ENV = {"python": "3", "gpu": None}
+
+
+@pytest.fixture
+def spec():
+    return plan(["A1"], "smoke", data="synthetic:40", machine=Machine())[0]
+
+
+def test_a_new_record_knows_its_run_and_has_null_for_what_is_not_measured(spec, tmp_path):
+    entry = record.new_record(spec, ENV)
+    assert entry["status"] == "running"
+    assert entry["spec"]["hash"] == spec.hash
+    assert entry["spec"]["settings"]["attention"] == "eager"
+    assert set(entry["speed"].values()) == {None}
+    record.write_record(tmp_path / "run", entry)
+    assert record.read_record(tmp_path / "run") == entry
+
+
+def test_finish_is_terminal_and_keeps_what_was_measured(spec, tmp_path):
+    entry = record.new_record(spec, ENV)
+    entry["speed"]["features_per_s"] = 12.5
+    done = record.finish(tmp_path, entry, "oom", {"kind": "OutOfMemoryError", "message": "no", "step": 3})
+    assert record.read_record(tmp_path) == done
+    assert done["status"] in record.TERMINAL
+    assert done["speed"]["features_per_s"] == 12.5
+    assert done["error"] == {"kind": "OutOfMemoryError", "message": "no", "step": 3}
+    assert done["time"]["ended"]
+
+
+def test_load_runs_is_a_row_a_run_with_dotted_columns(spec, tmp_path):
+    for seed, status in ((0, "ok"), (1, "skipped")):
+        (one,) = plan(["A1"], "smoke", [seed], data="synthetic:40", machine=Machine())
+        record.finish(tmp_path / one.run_path, record.new_record(one, ENV), status)
+    runs = record.load_runs(tmp_path)
+    assert list(runs["spec.seed"]) == [0, 1]
+    assert list(runs["status"]) == ["ok", "skipped"]
+    assert runs["speed.features_per_s"].isna().all()
+    assert list(runs["spec.settings.attention"]) == ["eager", "eager"]
+    assert record.load_runs(tmp_path / "nothing").empty
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"schema": "other/9"}', "schema 'other/9' is not known"),
+        ("{}", "schema None is not known"),
+        ("[]", "schema None is not known"),
+        ('{"schema": "qa_li', "not readable as JSON"),
+    ],
+)
+def test_a_record_that_cannot_be_trusted_is_refused_by_name(content, message, tmp_path):
+    folder = tmp_path / "cpu-smoke" / "A1-s0-abcdef"
+    folder.mkdir(parents=True)
+    (folder / "record.json").write_text(content)
+    with pytest.raises(record.RecordError, match=f"A1-s0-abcdef/record.json.*{message}"):
+        record.load_runs(tmp_path)
+
+
+def test_a_number_that_is_none_is_refused(spec, tmp_path):
+    entry = record.new_record(spec, ENV)
+    entry["speed"]["mfu"] = float("nan")
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        record.write_record(tmp_path, entry)
+
+
+def test_a_full_disk_keeps_the_old_record_and_says_so(spec, tmp_path):
+    """In a real process that may write no file beyond 4 KiB: the kernel refuses the write as a full disk does."""
+    record.write_record(tmp_path, record.new_record(spec, ENV))
+    before = (tmp_path / "record.json").read_bytes()
+    code = f"""
+        import resource, pathlib
+        from qa_lib import record
+        folder = pathlib.Path({str(tmp_path)!r})
+        entry = record.read_record(folder)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        entry["error"]["message"] = "x" * 100_000
+        record.write_record(folder, entry)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert "RecordError: cannot write" in done.stderr
+    assert "what was there before is intact" in done.stderr
+    assert (tmp_path / "record.json").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_a_reader_never_sees_a_torn_record(spec, tmp_path):
+    """A writer in another process replaces the record without pause while this one reads."""
+    record.write_record(tmp_path, record.new_record(spec, ENV))
+    code = f"""
+        import pathlib, time
+        from qa_lib import record
+        folder = pathlib.Path({str(tmp_path)!r})
+        entry, end = record.read_record(folder), time.monotonic() + 2
+        while time.monotonic() < end:
+            for length in (10, 100_000):
+                entry["error"]["message"] = "x" * length
+                record.write_record(folder, entry)
+    """
+    writer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
+    lengths = set()
+    while writer.poll() is None:
+        lengths.add(len(record.read_record(tmp_path)["error"]["message"] or ""))
+    assert writer.returncode == 0
+    assert {10, 100_000} <= lengths <= {0, 10, 100_000}
+
+
+def test_a_lock_is_held_against_others_and_freed_by_death(tmp_path):
+    code = f"""
+        import pathlib, time
+        from qa_lib import record
+        with record.lock(pathlib.Path({str(tmp_path)!r})):
+            print("held", flush=True)
+            time.sleep(60)
+    """
+    holder = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE)
+    assert holder.stdout.readline() == b"held\n"
+    assert record.is_locked(tmp_path)
+    with pytest.raises(record.RunTaken, match="another process"), record.lock(tmp_path):
+        pass
+    holder.kill()
+    holder.wait()
+    assert not record.is_locked(tmp_path)
+    with record.lock(tmp_path):
+        pass
+
+
+def test_records_name_the_code_they_come_from():
+    version = record.code_version()
+    inside = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=os.path.dirname(__file__))
+    assert version["commit"] == (inside.stdout.strip() if inside.returncode == 0 else None)
+
+
+def test_records_are_plain_json(spec):
+    assert json.loads(json.dumps(record.new_record(spec, ENV)))["schema"] == record.SCHEMA

@@ -1,0 +1,239 @@
+"""The official SQuAD v2.0 figures, to the last digit."""
+
+import json
+import random
+import subprocess
+import sys
+from argparse import ArgumentParser
+from fractions import Fraction
+from types import SimpleNamespace
+
+import pytest
+
+from qa_lib.data import DataError, Example, UserError, open_source
+from qa_lib.score import add_arguments, f1, main, normalise, score
+from tests.material import SQUAD, document, needs_squad, question, write
+
+EXAMPLES = [
+    Example("one", "A", "", "", (("the Rhine", 0), ("Rhine river", 4), ("Rhine", 4))),
+    Example("two", "A", "", "", (("a b c d", 0),)),
+    Example("bare", "A", "", "", (("The", 0), ("--", 0))),
+    Example("none", "B", "", ""),
+    Example("void", "B", "", ""),
+]
+PREDICTIONS = {"one": "The Rhine.", "two": "b d d x", "bare": "", "none": "", "void": "something"}
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("The  Quick,\tbrown-FOX!", "quick brownfox"),
+        ("a an the A An THE", ""),
+        ("theatre an-other a.b", "theatre another ab"),
+        ("U.S. $1,000", "us 1000"),
+        ("“Café” – ½\u00a0the", "“café” – ½"),
+        ("", ""),
+    ],
+)
+def test_normalise(text, plain):
+    assert normalise(text) == plain
+
+
+@pytest.mark.parametrize(
+    ("gold", "predicted", "value"),
+    [
+        ("x y", "y x", 1.0),
+        ("x x y", "x z", Fraction(2 * 1, 5)),
+        ("x x y", "x x x", Fraction(2 * 2, 6)),
+        ("x", "y", 0),
+        ("", "", 1),
+        ("", "y", 0),
+        ("x", "", 0),
+    ],
+)
+def test_f1(gold, predicted, value):
+    assert f1(gold.split(), predicted.split()) == pytest.approx(float(value), abs=1e-15)
+
+
+def test_worked_by_hand():
+    """two: its gold is b c d ("a" is an article), so 2 of 4 words are right and 2 of 3 found: F1 4/7."""
+    found = score(EXAMPLES, PREDICTIONS)
+    assert list(found) == [f"{p}{k}" for p in ("", "HasAns_", "NoAns_") for k in ("exact", "f1", "total")]
+    assert (found["total"], found["HasAns_total"], found["NoAns_total"]) == (5, 3, 2)
+    assert (found["exact"], found["HasAns_exact"], found["NoAns_exact"]) == (60.0, 100 * 2 / 3, 50.0)
+    assert found["f1"] == pytest.approx(100 * (3 + 4 / 7) / 5)
+    assert found["HasAns_f1"] == pytest.approx(100 * (2 + 4 / 7) / 3)
+    assert found["NoAns_f1"] == 50.0
+
+
+def test_no_answer_probabilities():
+    chances = {"one": 0.2, "two": 0.9, "bare": 0.1, "none": 0.7, "void": 0.6}
+    found = score(EXAMPLES, PREDICTIONS, chances, 0.5)
+    assert (found["HasAns_exact"], found["NoAns_exact"], found["exact"]) == (100 * 2 / 3, 100.0, 80.0)
+    # Silent on all: 2. Then bare +1, one +1; void -1, none 0; two +0 or +4/7.
+    assert (found["best_exact"], found["best_exact_thresh"]) == (80.0, 0.2)
+    assert (found["best_f1"], found["best_f1_thresh"]) == (80.0, 0.2)
+    assert score(EXAMPLES, PREDICTIONS, chances)["exact"] == 60.0
+    silent = score(EXAMPLES, PREDICTIONS, dict.fromkeys(PREDICTIONS, 1.0) | {"void": 0.0}, 0.99)
+    assert (silent["exact"], silent["best_exact_thresh"]) == (20.0, 1.0)
+
+
+def test_ties_of_probabilities_keep_their_files_order():
+    examples = [
+        Example("yes", "", "", "", (("x", 0),)),
+        Example("no", "", "", ""),
+        Example("also", "", "", "", (("y", 0),)),
+    ]
+    texts = {"yes": "x", "no": "z", "also": "y"}
+    for order, best in ((["yes", "also", "no"], 300.0 / 3), (["no", "yes", "also"], 200.0 / 3)):
+        assert score(examples, texts, dict.fromkeys(order, 0.5))["best_exact"] == best
+
+
+def test_groups_that_are_empty_are_left_out():
+    assert not any(key.startswith("NoAns") for key in score(EXAMPLES[:3], {e.id: "" for e in EXAMPLES[:3]}))
+    assert not any(key.startswith("HasAns") for key in score(EXAMPLES[3:], {e.id: "" for e in EXAMPLES[3:]}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"two": ...}, "no prediction for 1 of 5 questions, the first: article 'A', question 'two'"),
+        ({"other": "x"}, "a prediction for 1 questions that the data does not have, the first: 'other'"),
+        ({"none": None}, "article 'B', question 'none': None is no prediction"),
+        ({"none": ["x"]}, "is no prediction"),
+    ],
+)
+def test_predictions_that_do_not_fit(change, message):
+    given = {key: value for key, value in (PREDICTIONS | change).items() if value is not ...}
+    with pytest.raises(DataError, match=message):
+        score(EXAMPLES, given)
+
+
+@pytest.mark.parametrize("change", [{"two": ...}, {"other": 0.5}, {"two": "0.5"}, {"two": float("nan")}, {"two": True}])
+def test_probabilities_that_do_not_fit(change):
+    given = {key: value for key, value in (dict.fromkeys(PREDICTIONS, 0.5) | change).items() if value is not ...}
+    with pytest.raises(DataError, match="no-answer probability"):
+        score(EXAMPLES, PREDICTIONS, given)
+    with pytest.raises(DataError, match="no questions"):
+        score([], {})
+
+
+def noisy(examples, seed):
+    """Predictions from right to wrong to empty, and probabilities with many ties in an order of their own."""
+    draw = random.Random(seed)
+    texts, chances = {}, {}
+    for example in draw.sample(examples, len(examples)):
+        words = example.context.split() or [""]
+        at = draw.randrange(len(words))
+        gold = draw.choice(example.answers)[0] if example.answers else ""
+        texts[example.id] = draw.choice(["", gold, f"{gold} {words[at]}", " ".join(words[at : at + 4])])
+        chances[example.id] = round(draw.gauss(0, 2), draw.choice([0, 1, 9]))
+    return texts, chances
+
+
+@needs_squad
+def test_last_digit_beside_the_adaptation_in_transformers():
+    """Up to 5.17 transformers carries the official script, adapted; here on a whole file and in any order of ids."""
+    official = pytest.importorskip("transformers.data.metrics.squad_metrics", reason="left out of newer transformers")
+    examples = open_source(SQUAD, "validation").examples
+    asked = [SimpleNamespace(qas_id=e.id, answers=[{"text": text} for text, _ in e.answers]) for e in examples]
+    for seed, threshold in enumerate((1.0, 0.0, -1.5)):
+        texts, chances = noisy(examples, seed)
+        wanted = official.squad_evaluate(asked, texts, chances, threshold)
+        assert score(examples, texts, chances, threshold) == dict(wanted)
+
+
+@needs_squad
+def test_sums_run_in_the_datas_order():
+    examples = open_source(SQUAD, "validation").examples
+    texts, _ = noisy(examples, 0)
+    total = 0
+    values = []
+    for example in examples:
+        golds = [normalise(text).split() for text, _ in example.answers] or [[]]
+        values.append(max(f1(gold, normalise(texts[example.id]).split()) for gold in golds))
+    total = sum(values)
+    assert score(examples, texts)["f1"] == 100.0 * total / len(examples)
+    assert abs(total - float(sum(map(Fraction, values)))) < 1e-6
+
+
+def run(*words):
+    parser = ArgumentParser()
+    add_arguments(parser)
+    return main(parser.parse_args([str(word) for word in words]))
+
+
+@pytest.fixture
+def files(tmp_path):
+    text = "The Rhine flows"
+    data = document((text, [question("q1", "x", ("Rhine", 4)), question("q2", "y")]))
+    return SimpleNamespace(
+        data=write(tmp_path / "data.json", data),
+        texts=write(tmp_path / "predictions.json", {"q1": "the Rhine", "q2": "north"}),
+        odds=write(tmp_path / "odds.json", {"q1": -3, "q2": 4.5}),
+        folder=tmp_path,
+    )
+
+
+def test_command_line(files, capsys):
+    assert run(files.data, files.texts) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        **{"exact": 50.0, "f1": 50.0, "total": 2, "HasAns_exact": 100.0, "HasAns_f1": 100.0, "HasAns_total": 1},
+        **{"NoAns_exact": 0.0, "NoAns_f1": 0.0, "NoAns_total": 1},
+    }
+    assert run(files.data, files.texts, "--na-prob", files.odds, "--na-threshold", "4") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["exact"], found["best_f1"], found["best_f1_thresh"]) == (100.0, 100.0, -3)
+    assert list(found)[-4:] == ["best_exact", "best_exact_thresh", "best_f1", "best_f1_thresh"]
+
+
+def test_command_line_errors_name_the_file(files):
+    for content, message in (
+        ({"q1": ""}, "predictions.json for .*data.json: no prediction for 1 .*question 'q2'"),
+        ({"q1": "", "q2": "", "q3": ""}, "predictions.json for .*'q3'"),
+        (["q1"], "predictions.json: not an object"),
+    ):
+        write(files.texts, content)
+        with pytest.raises(UserError, match=message):
+            run(files.data, files.texts)
+    for path, message in ((files.folder / "none.json", "none.json: No such file"), (files.folder, "Is a directory")):
+        with pytest.raises(UserError, match=message):
+            run(files.data, path)
+    files.texts.write_text('{"q1": ')
+    with pytest.raises(UserError, match=r"predictions\.json: not JSON"):
+        run(files.data, files.texts)
+
+
+def test_misplaced_golds_can_be_scored_after_the_fix(files, capsys):
+    write(files.data, document(("The Rhine flows", [question("q1", "x", ("Rhine", 0)), question("q2", "y")])))
+    with pytest.raises(UserError, match="--fix-spans"):
+        run(files.data, files.texts)
+    assert run(files.data, files.texts, "--fix-spans") == 0
+    assert json.loads(capsys.readouterr().out)["HasAns_exact"] == 100.0
+
+
+def test_metric_needs_no_network():
+    from qa_lib.score import SquadV2
+
+    references = [
+        {"id": e.id, "answers": {"text": [t for t, _ in e.answers], "answer_start": [s for _, s in e.answers]}}
+        for e in EXAMPLES
+    ]
+    odds = {"one": 0.25, "two": 0.75, "bare": 0.125, "none": 0.625, "void": 0.5}
+    texts = [
+        {"id": key, "prediction_text": text, "no_answer_probability": odds[key]} for key, text in PREDICTIONS.items()
+    ]
+    metric = SquadV2()
+    assert metric.compute(predictions=texts, references=references) == score(EXAMPLES, PREDICTIONS, odds)
+    for text, reference in zip(texts, references, strict=True):
+        metric.add(prediction=text, reference=reference)
+    assert metric.compute(no_answer_threshold=0.3) == score(EXAMPLES, PREDICTIONS, odds, 0.3)
+    with pytest.raises(DataError, match="no prediction for 1 of 5"):
+        metric.compute(predictions=[*texts[1:], texts[1]], references=references)
+
+
+def test_scoring_imports_neither_evaluate_nor_torch():
+    code = (
+        "import sys, qa_lib.score; print([m for m in ('evaluate', 'datasets', 'torch', 'numpy') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
