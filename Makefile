@@ -14,10 +14,12 @@ lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-.venv/ready: requirements.txt $(CONSTRAINTS)
+.venv/ready: requirements.txt tests/requirements.txt $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv .venv
+	@echo "Installing into .venv; once, for a few minutes."
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(BIN)/python -m pip install -q -r requirements.txt -r tests/requirements.txt $(addprefix -c ,$(CONSTRAINTS))
-	touch $@
+	@touch $@
 
 .PHONY: quickstart test lint

@@ -58,16 +58,18 @@ class Batches:
             return limit
         return min(limit, int(-(-self.features.lengths[indices].max() // 8) * 8))
 
+    def rows(self, micro_batches: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """What a step processes, in tokens: the lengths of its features, and of the rows that are computed."""
+        padded = [np.full(len(m), self.padded_length(m)) for m in micro_batches]
+        return self.features.lengths[np.concatenate(micro_batches)], np.concatenate(padded)
+
+    def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Model inputs, int64: [micro_batch, padded_length], and [micro_batch] for the positions."""
+        return self.features.batch(indices, self.padded_length(indices))
+
     def collate(self, indices: np.ndarray, device: torch.device) -> dict[str, torch.Tensor]:
-        """Model inputs on the device, int64: [micro_batch, padded_length], and [micro_batch] for the positions."""
-        arrays = self.features.batch(indices, self.padded_length(indices))
-        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        """`arrays` on the device; the copy to a GPU does not wait."""
+        tensors = {name: torch.from_numpy(array) for name, array in self.arrays(indices).items()}
         if device.type == "cuda":
             tensors = {name: t.pin_memory().to(device, non_blocking=True) for name, t in tensors.items()}
         return tensors
-
-    def counts(self, micro_batches: list[np.ndarray]) -> tuple[int, np.ndarray, np.ndarray]:
-        """What a step processes: number of features, their lengths, and the padded lengths of their rows (tokens)."""
-        padded = np.concatenate([np.full(len(m), self.padded_length(m)) for m in micro_batches])
-        indices = np.concatenate(micro_batches)
-        return len(indices), self.features.lengths[indices], padded

@@ -109,7 +109,7 @@ def open_source(source: str | os.PathLike, split: str, fix_spans: bool = False) 
         raise DataError(f"{name}: no {wanted} in this folder, and no data set saved by save_to_disk")
     # A misspelt file in a folder that is there should not go looking for a data set of that name on the hub.
     local = name.endswith(".json") or ("/" in name and path.parent.is_dir())
-    if not local and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
+    if not local and re.fullmatch(r"[\w-][\w.-]{0,95}(/[\w.-]{1,95})?", name):
         return _hub(name, split, fix_spans)
     raise DataError(f"{name!r}: no such file or folder")
 

@@ -20,7 +20,7 @@ from qa_lib.data import DataError, Example, UserError
 from qa_lib.features import Features, examples_sha256
 
 WINDOWS_PER_CALL = 2_048  # the tables of n_best x n_best spans stay small enough for a CPU's cache
-LOWEST = -1e30  # stands in for -inf, so that sums stay finite and no difference is NaN
+LOWEST = -1e30  # stands in for a score of -inf, so that no difference is infinite or NaN
 SPAN = np.dtype([("begin", "i4"), ("end", "i4"), ("start_logit", "f4"), ("end_logit", "f4")])
 
 
@@ -199,7 +199,7 @@ def _window_spans(start, end, context, n_best: int, max_answer_length: int) -> t
     score = (start_logit[:, :, None] + end_logit[:, None, :]).flatten(1)
     score.masked_fill_((length < 0) | (length >= max_answer_length), -torch.inf)
     # All spans as good as the n-th best: ties may leave a few too many, which the ranking by question cuts off.
-    chosen = score >= _nth_greatest(score, n_best).clamp(min=3 * LOWEST)
+    chosen = score >= _nth_greatest(score, n_best).clamp(min=torch.finfo(torch.float32).min)
     window, pair = chosen.nonzero(as_tuple=True)
     of_start, of_end = pair // end.shape[1], pair % end.shape[1]
     tokens = (start[window, of_start].long(), end[window, of_end].long())
@@ -221,7 +221,7 @@ def _best_positions(values: torch.Tensor, k: int, context: torch.Tensor) -> tupl
     place = chosen.nonzero()[:, 1].view(-1, k)
     best, order = values.gather(1, place).sort(dim=1, descending=True, stable=True)
     place = place.gather(1, order)
-    best = best.clamp(min=LOWEST).masked_fill((place < context[:, :1]) | (place >= context[:, 1:]), -torch.inf)
+    best = best.masked_fill((place < context[:, :1]) | (place >= context[:, 1:]), -torch.inf)
     return best, place.to(torch.int16)
 
 

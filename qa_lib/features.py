@@ -11,10 +11,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -22,12 +19,11 @@ import numpy as np
 import tokenizers
 
 from qa_lib.data import DataError, Example, Source, UserError
+from qa_lib.tokenise import bare, check_layout, distinct, ranges, tokenise
 
 log = logging.getLogger(__name__)
 
-LAYOUT = 1  # of the cached files; raise it when they, or what is in them, change
-TEXTS_PER_CALL = 2_000  # one call's encodings take some 150 bytes a token, so not all texts at once
-WORDS_PER_ROW = 256
+LAYOUT = 2  # of the cached files; raise it when they, or what is in them, change
 WINDOWS_PER_CALL = 8_192
 
 
@@ -145,8 +141,8 @@ def build_features(
         )
     if max_length < 4 or not 0 <= stride < max_length - 3:
         raise UserError(f"max_length {max_length} with stride {stride}: 0 <= stride < max_length - 3 is needed")
-    with _bare(tokenizer.backend_tokenizer) as backend:
-        _check_layout(tokenizer, backend)
+    with bare(tokenizer.backend_tokenizer) as backend:
+        check_layout(tokenizer, backend)
         if cache is False:
             return Features(*_build(source, tokenizer, backend, max_length, stride))
         folder = (_default_cache() if cache is None else Path(cache)) / _key(
@@ -159,108 +155,12 @@ def build_features(
         return features
 
 
-@contextmanager
-def _bare(backend) -> Iterator:
-    """The tokenizer without the truncation and padding that earlier calls left switched on; they are put back."""
-    truncation, padding = backend.truncation, backend.padding
-    backend.no_truncation()
-    backend.no_padding()
-    try:
-        yield backend
-    finally:
-        if truncation is not None:
-            backend.enable_truncation(**truncation)
-        if padding is not None:
-            backend.enable_padding(**padding)
-
-
-def _check_layout(tokenizer, backend) -> None:
-    """Refuse tokenizers that do not join a pair as BERT does: the windows are assembled in that form."""
-    question, context = (backend.encode(text, add_special_tokens=False).ids for text in ("who", "he"))
-    cls, sep, pad = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id
-    if None in (cls, sep, pad) or backend.encode("who", "he").ids != [cls, *question, sep, *context, sep]:
-        raise UserError(f"{type(tokenizer).__name__} does not join texts as [CLS] question [SEP] context [SEP]")
-
-
-def _tokenise(backend, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """ids int32 [T], starts int64 [len(texts) + 1] and offsets int32 [T, 2] of all texts, without special tokens.
-
-    Where a blank always ends a token, texts are cut at blanks and each distinct word is tokenised once.
-    """
-    if not _splits_at_blanks(backend):
-        return _encode(backend, texts)
-    index: defaultdict[str, int] = defaultdict(count().__next__)
-    word, size, words = [], [], []
-    for first in range(0, len(texts), TEXTS_PER_CALL):
-        parts = [text.split(" ") for text in texts[first : first + TEXTS_PER_CALL]]
-        words += map(len, parts)
-        parts = list(chain.from_iterable(parts))
-        word.append(np.fromiter(map(index.__getitem__, parts), np.int64, len(parts)))
-        size.append(np.fromiter(map(len, parts), np.int64, len(parts)) + 1)
-    ids, starts, offsets = _encode_words(backend, list(index))
-
-    word, size = np.concatenate(word), np.concatenate(size)
-    first_word = np.cumsum(words) - words
-    begin = np.cumsum(size) - size  # of each word, in characters, over all texts joined by blanks
-    begin -= np.repeat(begin[first_word], words)
-    lengths = np.diff(starts)[word]
-    source = _ranges(starts[word], lengths)
-    text_starts = np.concatenate([[0], np.cumsum(lengths)])[np.append(first_word, len(word))]
-    return ids[source], text_starts, offsets[source] + np.repeat(begin.astype(np.int32), lengths)[:, None]
-
-
-def _encode_words(backend, words: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """As `_encode` for words without blanks: joined to rows, as a call costs more than a word, and told apart after."""
-    rows = [" ".join(words[first : first + WORDS_PER_ROW]) for first in range(0, len(words), WORDS_PER_ROW)]
-    ids, starts, offsets = _encode(backend, rows)
-    size = np.fromiter(map(len, words), np.int64, len(words)) + 1
-    begin = np.cumsum(size) - size
-    row_begin = begin[::WORDS_PER_ROW]
-    word = np.searchsorted(begin, offsets[:, 0] + np.repeat(row_begin, np.diff(starts)), "right") - 1
-    offsets -= (begin - np.repeat(row_begin, WORDS_PER_ROW)[: len(words)])[word, None].astype(np.int32)
-    return ids, np.searchsorted(word, np.arange(len(words) + 1)), offsets
-
-
-def _splits_at_blanks(backend) -> bool:
-    """Whether tokens on both sides of a blank are what they are without the other side, as in BERT's own pipeline."""
-    parts = json.loads(backend.to_str())
-    kinds = [(parts[name] or {}).get("type") for name in ("normalizer", "pre_tokenizer", "model")]
-    plain = not any(t["lstrip"] or t["rstrip"] or " " in t["content"] for t in parts["added_tokens"])
-    return plain and kinds == ["BertNormalizer", "BertPreTokenizer", "WordPiece"]
-
-
-def _encode(backend, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What `_tokenise` gives, by the tokenizer alone."""
-    ids, offsets, lengths = [], [], [0]
-    for first in range(0, len(texts), TEXTS_PER_CALL):
-        encodings = backend.encode_batch(texts[first : first + TEXTS_PER_CALL], add_special_tokens=False)
-        parts = [encoding.ids for encoding in encodings]
-        lengths += map(len, parts)
-        ids.append(np.fromiter(chain.from_iterable(parts), np.int32))
-        pairs = chain.from_iterable(encoding.offsets for encoding in encodings)
-        offsets.append(np.fromiter(chain.from_iterable(pairs), np.int32, 2 * len(ids[-1])).reshape(-1, 2))
-    return np.concatenate(ids), np.cumsum(lengths), np.concatenate(offsets)
-
-
-def _ranges(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """begins[0], begins[0] + 1, ... (lengths[0] numbers), then the same from begins[1], and so on."""
-    ends = np.cumsum(lengths)
-    return np.repeat(begins - (ends - lengths), lengths) + np.arange(ends[-1])
-
-
-def _distinct(texts: Iterable[str]) -> tuple[list[str], np.ndarray]:
-    """The distinct texts in order of appearance, and for every text its index among them."""
-    index: defaultdict[str, int] = defaultdict(count().__next__)
-    which = np.fromiter(map(index.__getitem__, texts), np.int64)
-    return list(index), which
-
-
 def _build(source: Source, tokenizer, backend, max_length: int, stride: int) -> tuple[dict[str, np.ndarray], dict]:
     examples = source.examples
     # The reference recipe strips blanks in front of questions: some are so long that they alone would fill a window.
     questions = (example.question.lstrip() for example in examples)
-    texts, which = _distinct(chain(questions, (example.context for example in examples)))
-    ids, starts, offsets = _tokenise(backend, texts)
+    texts, which = distinct(chain(questions, (example.context for example in examples)))
+    ids, starts, offsets = tokenise(backend, texts)
 
     question, context = which[: len(examples)], which[len(examples) :]
     question_length, context_length = np.diff(starts)[question], np.diff(starts)[context]
@@ -316,7 +216,7 @@ def _assemble(arrays: dict[str, np.ndarray], pool: np.ndarray, taken: np.ndarray
     begins = np.stack([0 * one, arrays["question_from"] + 2, one, arrays["context_from"] + 2, one], axis=1)
     for row in range(0, len(taken), WINDOWS_PER_CALL):
         rows = slice(row, row + WINDOWS_PER_CALL)
-        source = _ranges(begins[rows].ravel(), lengths[rows].ravel())
+        source = ranges(begins[rows].ravel(), lengths[rows].ravel())
         target = arrays["starts"][row]
         tokens[target : target + len(source)] = pool[source]
     return tokens

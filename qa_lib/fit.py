@@ -10,14 +10,16 @@ import torch
 
 from qa_lib import measure, record
 from qa_lib.batches import Batches
+from qa_lib.checkpoint import Checkpoint
 from qa_lib.data import Source, open_source
 from qa_lib.decode import decode
 from qa_lib.features import Features, build_features
 from qa_lib.model import Tokenizer, build_model, build_tokenizer, save_model
+from qa_lib.packing import PackedBatches
 from qa_lib.plan import add_source_arguments, plan
 from qa_lib.predict import predict_logits
 from qa_lib.score import score
-from qa_lib.train import Checkpoint, train
+from qa_lib.train import DTYPES, train
 from qa_lib.trainer import train_with_trainer
 from qa_lib.variants import Spec
 
@@ -83,7 +85,7 @@ def _fill(entry: dict, spec: Spec, run_dir: Path, data: Data | None, model, say)
     device = measure.device()
     data = data or load_data(spec)
     model = model or build_model(spec)
-    batches = Batches(data.features, spec)
+    batches = (PackedBatches if spec.settings.padding == "packed" else Batches)(data.features, spec)
     entry["spec"] |= {"planned_steps": batches.steps, "n_train": len(data.features)}
     entry["spec"]["n_eval"] = len(data.validation.examples) if data.validation else None
     entry["data"]["n"] = int(data.features.example.max()) + 1  # without parsing the questions again
@@ -92,8 +94,7 @@ def _fill(entry: dict, spec: Spec, run_dir: Path, data: Data | None, model, say)
         "params_total": sum(n for n, _ in parameters),
         "params_trainable": sum(n for n, trains in parameters if trains),
     }
-    dtype = torch.float16 if spec.settings.precision == "fp16" else torch.float32
-    peak = measure.matrix_rate(device, dtype)
+    peak = measure.matrix_rate(device, DTYPES[spec.settings.precision])
     record.write_record(run_dir, entry)
     entry["time"]["prepare_s"] = time.perf_counter() - begin
 
@@ -118,10 +119,9 @@ def _fill(entry: dict, spec: Spec, run_dir: Path, data: Data | None, model, say)
 def evaluate(model: torch.nn.Module, data: Data, spec: Spec, device: torch.device, run_dir: Path) -> dict:
     """Answer the validation questions with a model on `device`; the record's `quality`, and the three answer files."""
     model.eval()
-    dtype = torch.float16 if spec.settings.precision == "fp16" else None
-    rows = predict_logits(
-        model, data.validation_features, device, autocast_dtype=dtype, join=spec.settings.join, progress=False
-    )
+    dtype = DTYPES[spec.settings.precision]
+    autocast = None if dtype == torch.float32 else dtype
+    rows = predict_logits(model, data.validation_features, device, autocast_dtype=autocast, join=spec.settings.join)
     examples = data.validation.examples
     answers = decode(data.validation_features, examples, *rows)
     answers.write(run_dir / "answers")

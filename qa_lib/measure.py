@@ -17,6 +17,7 @@ import torch
 from qa_lib.variants import Machine, hardware_name
 
 MIB = 2**20
+PEAK_FROM = 3  # steps before the peak counts: compilation is over, and the capture of a graph (graph.WARM_UP) is not
 
 
 def device() -> torch.device:
@@ -141,19 +142,19 @@ class Meter:
         """Start the next step's clock now: what happened since the last step (a checkpoint, say) is not a step."""
         self.clock = Stopwatch(self.device)
 
-    def step(self, features: int, real_lengths: np.ndarray, computed_lengths: np.ndarray) -> None:
-        """One optimizer step is done: `features` questions in rows of the given lengths (tokens), padded ones apart."""
+    def step(self, real_lengths: np.ndarray, computed_lengths: np.ndarray) -> None:
+        """One optimizer step is done: its features' lengths, and those of the rows that were computed (tokens)."""
         self.laps.append(self.clock.lap())
         self.counts.append(
             (
-                features,
+                len(real_lengths),
                 real_lengths.sum(),
                 np.square(real_lengths, dtype=np.int64).sum(),
                 computed_lengths.sum(),
                 np.square(computed_lengths, dtype=np.int64).sum(),
             )
         )
-        if len(self.times) == self.warm_up - 1 and self.device.type == "cuda":
+        if len(self.counts) == PEAK_FROM and self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
     def flush(self) -> list[float]:
@@ -227,7 +228,7 @@ class StepCost:
 
 
 def memory(model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict:
-    """The record's `memory` in MiB: peaks since the warm-up, and the bytes of what persists between steps.
+    """The record's `memory` in MiB: peaks since the first steps, and the bytes of what persists between steps.
 
     Gradients are counted as one of each trainable parameter's size, since they are freed between steps.
     """

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoTokenize
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
+from qa_lib.packing import attention_name
 from qa_lib.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.variants import RECIPES, Recipe, Spec
 
@@ -40,6 +41,8 @@ def build_model(spec: Spec) -> torch.nn.Module:
 
 def _pretrained(spec: Spec) -> torch.nn.Module:
     attention = spec.settings.attention
+    if spec.settings.padding == "packed":
+        attention = attention_name(attention)
     if spec.model_source == "tiny":
         config = BertConfig(vocab_size=len(vocabulary()), **TINY_CONFIG)
         return AutoModelForQuestionAnswering.from_config(config, attn_implementation=attention)

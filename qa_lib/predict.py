@@ -7,7 +7,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -52,10 +52,10 @@ def predict_logits(
         model.eval()
     done = 0
     with torch.inference_mode(), autocast:
-        for rows in _batches(order, lengths, batch_tokens, pad_to, progress):
-            width = int(lengths[rows].max())
-            batch = features.batch(rows, pad_to or min(features.max_length, -(-width // 8) * 8))
+        for rows, width in _batches(order, features, batch_tokens, pad_to, progress):
+            batch = features.batch(rows, width)
             output = model(**{name: torch.from_numpy(batch[name]).to(device) for name in INPUTS})
+            width = min(width, start.shape[1])
             start[done : done + len(rows), :width] = output.start_logits[:, :width]
             end[done : done + len(rows), :width] = output.end_logits[:, :width]
             done += len(rows)
@@ -69,17 +69,34 @@ def predict_logits(
     return torch.from_numpy(order), start.masked_fill_(beyond, torch.nan), end.masked_fill_(beyond, torch.nan)
 
 
-def _batches(order, lengths, batch_tokens: int, pad_to: int | None, progress: bool) -> Iterator[np.ndarray]:
-    """The windows `order` in batches of at most `batch_tokens` tokens, padding included, and at least one window."""
+def _batches(order, features, batch_tokens: int, pad_to: int | None, progress: bool) -> Iterator[tuple]:
+    """The windows `order` in batches, each with the length to pad to; at least one window in each."""
     from tqdm import tqdm
 
     with tqdm(total=len(order), unit="window", disable=not progress) as bar:
         first = 0
         while first < len(order):
-            rows = order[first : first + max(1, batch_tokens // int(pad_to or lengths[order[first]]))]
-            yield rows
+            width = pad_to or min(features.max_length, -(-int(features.lengths[order[first]]) // 8) * 8)
+            rows = order[first : first + max(1, batch_tokens // width)]
+            yield rows, width
             first += len(rows)
             bar.update(len(rows))
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without transformers' loading bar and report: what is wrong with a folder is told in one line instead."""
+    from transformers.utils import logging
+
+    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bar:
+            logging.enable_progress_bar()
 
 
 def load_qa_model(folder: str | Path) -> tuple:
@@ -88,7 +105,6 @@ def load_qa_model(folder: str | Path) -> tuple:
     Raises `UserError` if the folder holds no question-answering model like BERT's in safetensors, or no tokenizer.
     """
     from transformers import AutoModelForQuestionAnswering, AutoTokenizer
-    from transformers.utils import logging
 
     folder = Path(folder)
     if not folder.is_dir():
@@ -107,17 +123,14 @@ def load_qa_model(folder: str | Path) -> tuple:
     if not files & {"tokenizer.json", "vocab.txt"}:
         raise UserError(f"{folder}: no tokenizer (tokenizer.json or vocab.txt)")
     local = {"local_files_only": True, "trust_remote_code": False}
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # what is wrong with the folder is told below, in a line
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **local)
-        model, loading = AutoModelForQuestionAnswering.from_pretrained(
-            folder, use_safetensors=True, output_loading_info=True, **local
-        )
+        with _silent():
+            tokenizer = AutoTokenizer.from_pretrained(folder, **local)
+            model, loading = AutoModelForQuestionAnswering.from_pretrained(
+                folder, use_safetensors=True, output_loading_info=True, **local
+            )
     except Exception as error:  # whatever the libraries make of a damaged folder
         raise UserError(f"{folder}: cannot be loaded: {first_line(error)}") from None
-    finally:
-        logging.set_verbosity(verbosity)
     if loading["missing_keys"]:
         raise UserError(f"{folder}: the weights lack {sorted(loading['missing_keys'])[0]}, which would be left random")
     if "token_type_ids" not in inspect.signature(model.forward).parameters:

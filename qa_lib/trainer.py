@@ -1,14 +1,16 @@
-"""Row A0: the same recipe through transformers.Trainer, timed by the same meter."""
+"""The A0 rows: the same recipe through transformers.Trainer, timed by the same meter."""
 
 from pathlib import Path
 
 import numpy as np
 import torch
+from datasets import Dataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from qa_lib.batches import Batches
 from qa_lib.measure import Meter
-from qa_lib.train import CLIP, LOG_EVERY, StepLog, learning_rate
+from qa_lib.steplog import LOG_EVERY, StepLog
+from qa_lib.train import CLIP, learning_rate
 from qa_lib.variants import Spec
 
 
@@ -33,14 +35,17 @@ def train_with_trainer(
         use_cpu=device.type == "cpu",
         dataloader_drop_last=True,
         remove_unused_columns=False,
+        train_sampling_strategy="group_by_length" if spec.settings.order == "bucketed" else "random",
+        torch_compile=spec.settings.compile != "none",
+        torch_compile_backend=spec.settings.compile if spec.settings.compile != "none" else None,
         save_strategy="no",
         logging_strategy="no",
         disable_tqdm=True,
         report_to="none",
     )
-    trainer = _MeteredTrainer(
-        model=model, args=arguments, train_dataset=np.arange(len(batches.features)), data_collator=_Collator(batches)
-    )
+    lengths = batches.features.lengths
+    numbers = Dataset.from_dict({"feature": range(len(lengths)), "length": lengths})
+    trainer = _MeteredTrainer(model=model, args=arguments, train_dataset=numbers, data_collator=_Collator(batches))
     trainer.add_callback(_Steps(trainer, meter, log))
     trainer.remove_callback(PrinterCallback)
     trainer.train()
@@ -53,8 +58,8 @@ class _Collator:
     def __init__(self, batches: Batches):
         self.batches, self.seen = batches, []
 
-    def __call__(self, indices) -> dict[str, torch.Tensor]:
-        self.seen.append(np.array(indices))
+    def __call__(self, numbers: list[dict]) -> dict[str, torch.Tensor]:
+        self.seen.append(np.array([number["feature"] for number in numbers]))
         return self.batches.collate(self.seen[-1], torch.device("cpu"))
 
 
@@ -80,7 +85,7 @@ class _Steps(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         collator, parts = self.trainer.data_collator, self.trainer.parts
         micro_batches = [collator.seen.pop(0) for _ in parts]
-        self.meter.step(*collator.batches.counts(micro_batches))
+        self.meter.step(*collator.batches.rows(micro_batches))
         self.log.add(sum(parts), self.trainer.optimizer.param_groups[0]["lr"])
         parts.clear()
         if state.global_step % LOG_EVERY == 0 or state.global_step == args.max_steps:

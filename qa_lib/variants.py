@@ -28,13 +28,14 @@ class Settings:
     """Every knob of a run. The defaults are row A1, the baseline of the seeds."""
 
     engine: str = "loop"  # loop: the visible loop of train.py | trainer: transformers.Trainer
-    precision: str = "fp16"  # fp16: autocast and GradScaler | fp32
-    attention: str = "eager"  # attn_implementation of transformers: eager | sdpa
+    precision: str = "fp16"  # autocast to fp16 (with GradScaler) or bf16 | fp32
+    attention: str = "eager"  # eager | sdpa; packed rows: flash | efficient | blockmask, sdpa takes what the GPU has
     compile: str = "none"  # none | a backend name of torch.compile
-    padding: str = "max"  # max: to the scale's max_length | longest: to the longest of the micro-batch
+    padding: str = "max"  # max: to the scale's max_length | longest: of the micro-batch | packed: none, end to end
     order: str = "random"  # random | bucketed: micro-batches of like length, in random order
     trainable: str = "all"  # a key of RECIPES
-    optimizer: str = "adamw"  # adamw | adamw8bit
+    optimizer: str = "adamw"  # adamw | fused: one kernel, no wait for the device | adamw8bit
+    step: str = "eager"  # eager: kernel by kernel | graph: the whole step replayed as one CUDA graph
     checkpointing: bool = False  # recompute the layers' activations in the backward pass
     join: str = "id"  # predictions to questions: by id | by position, the fault of A4-b
     micro_batch: int = 8  # features in one forward pass
@@ -95,6 +96,16 @@ VARIANTS = {
             "A1",
             {"engine": "trainer"},
             "What most people would run: the same recipe through transformers.Trainer.",
+        ),
+        Variant("A0-sdpa", "A0", {"attention": "sdpa"}, "The Trainer with fused attention, which is its default."),
+        Variant(
+            "A0-nb", "A0-sdpa", {"padding": "longest"}, "The Trainer with its usual collator: padded to the longest."
+        ),
+        Variant(
+            "A0-best", "A0-nb", {"order": "bucketed"}, "The Trainer with all that pays: batches of like length, too."
+        ),
+        Variant(
+            "A0-compile", "A0-best", {"compile": "inductor"}, "Whether torch.compile helps the Trainer at its best."
         ),
         Variant(
             "A2",
@@ -161,9 +172,25 @@ VARIANTS = {
             {"compile": "nvfuser"},
             "The backend the proposal names; torch.compile has none any more.",
         ),
+        Variant(
+            "E1", "A3", {"padding": "packed"}, "No padding at all: features end to end in rows of one static length."
+        ),
+        Variant(
+            "E1-efficient", "E1", {"attention": "efficient"}, "The kernel that a T4 has, in FlashAttention's place."
+        ),
+        Variant(
+            "E2",
+            "E1",
+            {"optimizer": "fused"},
+            "AdamW as one kernel, with rate and step count on the device: no waiting.",
+        ),
+        Variant("E3", "E2", {"step": "graph"}, "The whole step is one launch, so that a slow host no longer matters."),
+        Variant(
+            "E5", "E3", {"precision": "bf16"}, "No loss scaling; the same matrix rate on this generation of chips."
+        ),
     ]
 }
-FAMILIES = {"A": "systems", "B": "peft", "C": "memory", "D": "backends"}  # family -> notebook
+FAMILIES = {"A": "systems", "B": "peft", "C": "memory", "D": "backends", "E": "beyond"}  # family -> notebook
 
 
 @dataclass(frozen=True)
@@ -243,8 +270,10 @@ def needs(settings: Settings) -> list[str]:
         found.append("compiler")
     elif settings.compile != "none":
         found.append(f"backend {settings.compile}")
-    if settings.compile == "cudagraphs":
+    if settings.compile == "cudagraphs" or settings.attention == "efficient":
         found.append("cuda")
+    if settings.attention == "flash" or settings.precision == "bf16":
+        found.append("sm80")
     if settings.optimizer == "adamw8bit":
         found.append("bitsandbytes")
     return found
@@ -255,6 +284,8 @@ def missing(settings: Settings, machine: Machine) -> str | None:
     for need in needs(settings):
         if need == "cuda" and not machine.gpus:
             return "needs a CUDA GPU"
+        if need == "sm80" and machine.sm < 80:
+            return "needs a GPU of compute capability 8.0 or newer (bf16 and FlashAttention)"
         if need == "compiler" and not machine.compiler:
             return "torch.compile needs a C++ compiler (g++), or Triton with a GPU"
         if need == "bitsandbytes" and not machine.bitsandbytes:
@@ -266,9 +297,18 @@ def missing(settings: Settings, machine: Machine) -> str | None:
 
 def adjust(settings: Settings, machine: Machine) -> tuple[Settings, list[str]]:
     """The settings as this machine runs them, and a sentence for each that had to change."""
-    if settings.precision == "fp16" and not machine.gpus:
-        return dataclasses.replace(settings, precision="fp32"), ["precision: fp32, since fp16 autocast needs a GPU"]
-    return settings, []
+    changes, said = {}, []
+    if not machine.gpus:
+        if settings.precision != "fp32":
+            changes["precision"] = "fp32"
+            said.append(f"precision: fp32, since {settings.precision} autocast needs a GPU")
+        if settings.step == "graph":
+            changes["step"] = "eager"
+            said.append("step: eager, since a CUDA graph needs a GPU")
+    if settings.padding == "packed" and settings.attention == "sdpa":
+        changes["attention"] = "flash" if machine.sm >= 80 else "efficient" if machine.gpus else "blockmask"
+        said.append(f"attention: {changes['attention']}, the kernel for packed rows here")
+    return dataclasses.replace(settings, **changes), said
 
 
 @dataclass(frozen=True)

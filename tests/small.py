@@ -1,45 +1,82 @@
-"""A lab small enough for tests of the driver: a scale of 40 steps, and a notebook that a test may spoil.
+"""A lab small enough for tests of the driver: a scale of 40 steps, a run without a model, and a notebook to spoil.
 
-`python -m tests.small VERB ...` is `python -m qa_lib VERB ...` with both in place; the notebook is $SMALL_NOTEBOOK.
+`python -m tests.small VERB ...` is `python -m qa_lib VERB ...` with $SMALL_NOTEBOOK for every family's notebook,
+$SMALL_MACHINE for what the driver's probe found, and, if it is set, $SMALL_TIME_LIMIT.
 """
 
 import dataclasses
+import json
 import os
 import sys
+import time
 from pathlib import Path
 
-import nbformat
-
-from qa_lib import sweep, variants
+from qa_lib import record, variants
 from qa_lib.__main__ import main
+from qa_lib.plan import plan
 
+STEPS = 40
 variants.SCALES["test"] = dataclasses.replace(
-    variants.SCALES["smoke"], name="test", data="synthetic:80", steps=40, measure_from=5, checkpoint_every=10
+    variants.SCALES["smoke"], name="test", data="synthetic:80", steps=STEPS, measure_from=5, checkpoint_every=10
 )
 
 PARAMETERS = 'variant = "A1"\nscale = "test"\nseed = 0\ndata = ""\nmodel = ""\nmicro_batch = 0\nruns = "runs"'
-FIT = """
-import tests.small
-from qa_lib.fit import fit
-from qa_lib.plan import plan
-
-(spec,) = plan([variant], scale, [seed], data, model, micro_batch)
-fit(spec, runs=runs)
-"""
+SPEC = (
+    "from tests import small\nspec, pause, say = small.spec(variant, scale, seed, data, model, micro_batch), 0, print\n"
+)
+PRETEND = "small.pretend(spec, runs, pause)"
+FIT = "from qa_lib.fit import fit\nfit(spec, runs=runs, say=say)"
 
 
-def write_notebook(path: Path, before: str = "", tag: str = "parameters", parameters: str = PARAMETERS) -> Path:
-    """A notebook with a parameters cell, a cell that runs `before`, and one that fits."""
+def probed() -> tuple[variants.Machine, dict]:
+    """What the driver's probe found, without asking again: it would import torch."""
+    machine, env = json.loads(os.environ["SMALL_MACHINE"])
+    return variants.Machine(**machine | {"backends": tuple(machine["backends"])}), env
+
+
+def spec(variant, scale, seed, data, model, micro_batch) -> variants.Spec:
+    """The spec that the driver made of the same words."""
+    (found,) = plan([variant], scale, [seed], data, model, micro_batch, probed()[0])
+    return found
+
+
+def pretend(spec: variants.Spec, runs: str, pause: float = 0.0) -> None:
+    """What fit does to a run's folder, without a model: for faults that do not depend on training.
+
+    steps.jsonl is only ever added to, so that a run that was done twice shows.
+    """
+    run_dir, begin = Path(runs, spec.run_path), time.perf_counter()
+    with record.lock(run_dir):
+        entry = record.new_record(spec, {})
+        entry["spec"] |= {"planned_steps": STEPS, "n_train": 80, "n_eval": 80}
+        record.write_record(run_dir, entry)
+        for step in range(1, STEPS + 1):
+            with (run_dir / "steps.jsonl").open("a") as stream:
+                stream.write(json.dumps({"step": step}) + "\n")
+            time.sleep(pause)
+        entry["time"] |= {"steps": STEPS, "wall_s": time.perf_counter() - begin}
+        entry["quality"]["n"] = 80
+        record.finish(run_dir, entry, "ok")
+
+
+def write_notebook(
+    path: Path, before: str = "", work: str = PRETEND, tag: str = "parameters", parameters: str = PARAMETERS
+) -> None:
+    """A notebook with a parameters cell, a cell that makes the spec and then does `before`, and one that works."""
+    import nbformat  # slow, and of no use in a kernel
+
     notebook = nbformat.v4.new_notebook()
-    notebook.cells = [nbformat.v4.new_code_cell(source) for source in (parameters, before, FIT)]
+    notebook.cells = [nbformat.v4.new_code_cell(source) for source in (parameters, SPEC + before, work)]
     notebook.cells[0].metadata["tags"] = [tag]
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(notebook, path)
-    return path
 
 
 if __name__ == "__main__":
+    from qa_lib import sweep
+
     sweep.notebook_of = lambda variant: Path(os.environ["SMALL_NOTEBOOK"])
+    sweep.probe = probed
     if "SMALL_TIME_LIMIT" in os.environ:
         limited = dataclasses.replace(variants.SCALES["test"], time_limit_s=int(os.environ["SMALL_TIME_LIMIT"]))
         variants.SCALES["test"] = limited

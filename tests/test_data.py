@@ -117,7 +117,7 @@ def test_synthetic_source():
 def test_a_source_that_is_not_there(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tests").mkdir()
-    with pytest.raises(DataError, match="no such file"):
+    with pytest.raises(DataError, match=r"no such file or folder$"):
         open_source(name, "train").examples  # noqa: B018
     with pytest.raises(DataError, match="no split"):
         open_source(name, "test")

@@ -136,6 +136,16 @@ def test_an_answer_in_a_windows_last_token_starts_there(small):
     assert (features.start_positions == last).any() and (features.start_positions <= last).all()
 
 
+def test_tokens_that_share_a_character_may_be_parted_by_a_windows_edge():
+    """A Hangul syllable is taken apart into letters, which are tokens with one and the same offset."""
+    tokenizer = trained_tokenizer(["각흙가나각 x"], 1)
+    context = "각흙가나" * 9
+    assert len(tokenizer(context, add_special_tokens=False)["input_ids"]) > 2 * len(context)
+    examples = [Example(f"{i}-{n}", "", "x", context, ((context[i : i + n], i),)) for i in range(33) for n in (1, 2, 3)]
+    for max_length in range(16, 22):
+        check(examples, tokenizer, max_length, 7)
+
+
 def test_the_reader_and_the_windows_together(tmp_path, small):
     file = write(
         tmp_path / "a.json", document((TEXT, [question("q", "where", ("Rotterdam", TEXT.index("Rotterdam")))]))

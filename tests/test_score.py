@@ -67,13 +67,14 @@ def test_worked_by_hand():
 
 
 def test_no_answer_probabilities():
-    chances = {"one": 0.2, "two": 0.9, "bare": 0.1, "none": 0.7, "void": 0.6}
+    chances = {"one": 0.2, "two": 0.9, "bare": 0.1, "none": 0.3, "void": 0.6}
     found = score(EXAMPLES, PREDICTIONS, chances, 0.5)
     assert (found["HasAns_exact"], found["NoAns_exact"], found["exact"]) == (100 * 2 / 3, 100.0, 80.0)
-    # Silent on all: 2. Then bare +1, one +1; void -1, none 0; two +0 or +4/7.
+    # Silent on all: 2. Then bare +1, one +1, none 0; void -1; two +0 or +4/7. The lowest threshold of the best counts.
     assert (found["best_exact"], found["best_exact_thresh"]) == (80.0, 0.2)
     assert (found["best_f1"], found["best_f1_thresh"]) == (80.0, 0.2)
     assert score(EXAMPLES, PREDICTIONS, chances)["exact"] == 60.0
+    assert score(EXAMPLES, PREDICTIONS, chances, 0.6)["NoAns_exact"] == 50.0  # silent above it, not at it
     silent = score(EXAMPLES, PREDICTIONS, dict.fromkeys(PREDICTIONS, 1.0) | {"void": 0.0}, 0.99)
     assert (silent["exact"], silent["best_exact_thresh"]) == (20.0, 1.0)
 

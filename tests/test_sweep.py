@@ -1,5 +1,9 @@
-"""The driver under faults, each with real processes."""
+"""The driver under faults, each with real processes.
 
+Where a fault does not depend on training, the kernel only writes a run's files (small.pretend) and imports no torch.
+"""
+
+import dataclasses
 import json
 import os
 import re
@@ -11,31 +15,40 @@ from pathlib import Path
 
 import pytest
 
-from qa_lib import record
-from tests.small import PARAMETERS, write_notebook
+from qa_lib import record, sweep
+from tests.small import FIT, PARAMETERS, PRETEND, STEPS, write_notebook
 
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.fixture(scope="session")
+def machine():
+    """The driver's own probe of this machine, once."""
+    found, env = sweep.probe()
+    return json.dumps([dataclasses.asdict(found), env])
+
+
 @pytest.fixture
-def lab(tmp_path):
-    return Lab(tmp_path)
+def lab(tmp_path, machine):
+    return Lab(tmp_path, machine)
 
 
 class Lab:
-    def __init__(self, folder):
+    def __init__(self, folder, machine):
         self.runs, self.notebook = folder / "runs", folder / "notebook.ipynb"
+        self.environment = os.environ | {"SMALL_NOTEBOOK": str(self.notebook), "SMALL_MACHINE": machine}
         write_notebook(self.notebook)
 
-    def start(self, *words, verb="sweep", **environment):
-        command = [sys.executable, "-m", "tests.small", verb, *words, "--scale", "test", "--runs", str(self.runs)]
-        environment = os.environ | {"SMALL_NOTEBOOK": str(self.notebook)} | environment
+    def start(self, *words, **environment):
+        command = [sys.executable, "-m", "tests.small", "sweep", *words, "--scale", "test", "--runs", str(self.runs)]
+        # A session of its own, so that Ctrl-C can reach all of it and nothing else.
         return subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+            command, cwd=ROOT, env=self.environment | environment, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
 
-    def run(self, *words, **more):
-        process = self.start(*words, **more)
+    def run(self, *words, **environment):
+        process = self.start(*words, **environment)
         out, err = process.communicate(timeout=240)
         return process.returncode, out, err
 
@@ -46,100 +59,98 @@ class Lab:
     def statuses(self):
         return {name: entry["status"] for name, entry in self.records().items()}
 
-    def wait_for(self, condition, timeout=90):
-        end = time.monotonic() + timeout
-        while not condition():
-            assert time.monotonic() < end, "waited in vain"
+    def wait_for_step(self, variant, step):
+        """Wait until that row's steps.jsonl has so many lines; the process that holds the run's lock."""
+        end = time.monotonic() + 90
+        while time.monotonic() < end:
+            for path in self.runs.glob(f"*/{variant}-s0-*/steps.jsonl"):
+                if path.read_bytes().count(b"\n") >= step:
+                    return self.holder(path.with_name(".lock"))
             time.sleep(0.05)
+        raise AssertionError(f"{variant} never came to step {step}")
 
-    def running(self, variant):
-        """Wait until that row's kernel has begun to train; its process id."""
-
-        def trains():
-            return [p for p in self.runs.glob(f"*/{variant}-s0-*/steps.jsonl") if p.stat().st_size]
-
-        self.wait_for(trains)
-        return self.kernel()
-
-    def kernel(self):
-        """The process that holds a run's lock."""
-        for path in self.runs.glob("*/*/.lock"):
-            for fd in Path("/proc").glob("[0-9]*/fd/*"):
-                try:
-                    if os.path.samefile(fd, path):
-                        return int(fd.parts[2])
-                except OSError:
-                    continue
-        raise AssertionError("no kernel holds a lock")
-
-
-SLOW = (
-    "import time, qa_lib.batches as b; real = b.Batches.step; "
-    "b.Batches.step = lambda self, n: (time.sleep({}), real(self, n))[1]"
-)
+    def holder(self, lock):
+        for fd in Path("/proc").glob("[0-9]*/fd/*"):
+            try:
+                if os.path.samefile(fd, lock):
+                    return int(fd.parts[2])
+            except OSError:
+                continue
+        raise AssertionError(f"no process holds {lock}")
 
 
 def test_a_killed_kernel_is_a_row_and_only_it_runs_again(lab):
-    write_notebook(lab.notebook, before=SLOW.format(0.15))
+    """A1 trains, hangs at step 20 and is killed there; the next sweep takes it up from its checkpoint."""
+    hang = "if variant == 'A1':\n    import time\n    say = lambda line: time.sleep(600) if ' 20/' in line else None"
+    work = f"if variant == 'A1':\n    {FIT}\nelse:\n    {PRETEND}".replace("\nfit", "\n    fit")
+    write_notebook(lab.notebook, before=hang, work=work)
     process = lab.start("--variants", "A1,A2")
-    os.kill(lab.running("A1"), signal.SIGKILL)
-    out, err = process.communicate(timeout=120)
+    os.kill(lab.wait_for_step("A1", 20), signal.SIGKILL)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert lab.statuses() == {"A1": "killed", "A2": "ok"}
-    assert "killed" in err
-    assert "ended" in lab.records()["A1"]["error"]["message"]
+    assert re.search(r"A1-s0-\w+: killed, the notebook ended", err)
     kept = lab.records()["A2"]
-    write_notebook(lab.notebook)
+    write_notebook(lab.notebook, work=FIT)
     code, out, _ = lab.run("--variants", "A1,A2")
     assert code == 0
     assert lab.statuses() == {"A1": "ok", "A2": "ok"}
     assert lab.records()["A2"] == kept
     assert out.count("seed 0: ok") == 1
-    assert lab.records()["A1"]["time"]["steps"] == 40
+    done = lab.records()["A1"]["time"]
+    assert (done["steps"], done["resumed_from_step"]) == (STEPS, 10)
 
 
-def test_a_notebook_without_its_parameters_tag_is_refused_by_name(lab):
-    write_notebook(lab.notebook, tag="other")
-    code, _, err = lab.run("--variants", "A2")
-    assert code == 2
-    assert re.search(r"notebook\.ipynb: 0 cells are tagged 'parameters'", err)
-    assert "Traceback" not in err
-    assert not lab.records()
-    write_notebook(lab.notebook, parameters=PARAMETERS.replace("seed = 0\n", ""))
-    code, _, err = lab.run("--variants", "A2")
-    assert code == 2
-    assert "notebook.ipynb: its parameters cell does not set seed" in err
-
-
-def test_a_notebook_that_runs_another_row_is_not_believed(lab):
-    write_notebook(lab.notebook, before='variant = "A1"')
-    code, _, _ = lab.run("--variants", "A2")
+def test_out_of_memory_is_a_result_and_a_broken_loss_is_an_error(lab):
+    """A real allocation fails in A1's third step, and a weight of A2 becomes NaN before its 12th."""
+    spoil = """
+import torch
+from qa_lib.model import build_model
+net, calls = build_model(spec), []
+def hook(module, *inputs):
+    calls.append(1)
+    if variant == "A1" and len(calls) == 5:
+        torch.zeros(2**50)
+    if variant == "A2" and len(calls) == 23:
+        net.qa_outputs.weight.data.fill_(float("nan"))
+net.register_forward_pre_hook(hook)"""
+    write_notebook(lab.notebook, before=spoil, work=FIT.replace("spec,", "spec, model=net,"))
+    code, _, _ = lab.run("--variants", "A1,A2")
     assert code == 1
-    assert lab.statuses()["A2"] == "killed"
+    assert lab.statuses() == {"A1": "oom", "A2": "error"}
+    assert "allocate" in lab.records()["A1"]["error"]["message"]
+    broken = lab.records()["A2"]
+    assert (broken["error"]["kind"], broken["error"]["message"]) == ("NonFiniteLoss", "loss is nan at step 12")
+    assert "NonFiniteLoss" in (lab.runs / broken["group"] / broken["run_id"] / "log.txt").read_text()
+
+    write_notebook(lab.notebook)
+    assert lab.run("--variants", "A1")[0] == 0
+    assert lab.statuses()["A1"] == "oom"  # a result, not run again ...
+    assert lab.run("--variants", "A1", "--retry", "oom")[0] == 0
+    assert lab.statuses()["A1"] == "ok"  # ... unless asked
 
 
 def test_two_sweeps_share_the_work(lab):
+    write_notebook(lab.notebook, before="pause = 0.03")
     sweeps = [lab.start("--variants", "A1,A2,D1-nvfuser") for _ in range(2)]
     outputs = [process.communicate(timeout=240) for process in sweeps]
     assert [process.returncode for process in sweeps] == [0, 0], outputs
     assert lab.statuses() == {"A1": "ok", "A2": "ok", "D1-nvfuser": "skipped"}
     logs = "".join(path.read_text() for path in lab.runs.glob("*/*/steps.jsonl"))
     steps = [json.loads(line)["step"] for line in logs.splitlines()]
-    assert sorted(steps) == sorted([*range(1, 41)] * 2)
+    assert sorted(steps) == sorted([*range(1, STEPS + 1)] * 2)
 
 
 def test_ctrl_c_keeps_what_is_finished(lab):
-    write_notebook(
-        lab.notebook, before="if variant == 'A2': " + SLOW.format(0.5).replace("; ", "\nif variant == 'A2': ")
-    )
+    write_notebook(lab.notebook, before="pause = 30 if variant == 'A2' else 0")
     process = lab.start("--variants", "A1,A2")
-    kernel = lab.running("A2")
-    process.send_signal(signal.SIGINT)
+    kernel = lab.wait_for_step("A2", 1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the driver and to papermill
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "finished runs are kept" in err
-    assert "Traceback" not in err
+    assert err == "stopped; finished runs are kept\n"
     assert lab.statuses() == {"A1": "ok", "A2": "killed"}
+    assert lab.records()["A2"]["error"]["message"] == "the sweep was stopped"
     assert not Path(f"/proc/{kernel}").exists()
     first = lab.records()["A1"]
     write_notebook(lab.notebook)
@@ -149,73 +160,33 @@ def test_ctrl_c_keeps_what_is_finished(lab):
 
 
 def test_a_run_over_its_time_limit_is_killed_with_the_limit_named(lab):
-    write_notebook(lab.notebook, before="import time; time.sleep(300)")
+    write_notebook(lab.notebook, before="import time\ntime.sleep(300)")
     begin = time.monotonic()
-    code, _, _ = lab.run("--variants", "A1", SMALL_TIME_LIMIT="4")
+    code, _, _ = lab.run("--variants", "A1", SMALL_TIME_LIMIT="3")
     assert code == 1
     assert time.monotonic() - begin < 60
-    assert lab.records()["A1"]["error"]["message"] == "over its time limit of 4 s"
+    assert lab.records()["A1"]["error"]["message"] == "over its time limit of 3 s"
 
 
-def test_out_of_memory_is_a_result(lab):
-    """The kernel itself limits its address space, so that a real allocation fails in the middle of training."""
-    limit = (
-        "import resource, tests.small, qa_lib.fit, qa_lib.train as t\n"
-        "import torch\n"
-        "real = t.learning_rate\n"
-        "def late(spec, step, steps):\n"
-        "    if step == 3:\n"
-        "        torch.zeros(2**50)\n"
-        "    return real(spec, step, steps)\n"
-        "t.learning_rate = late"
-    )
-    write_notebook(lab.notebook, before=limit)
-    code, _, _ = lab.run("--variants", "A1")
-    entry = lab.records()["A1"]
-    assert (code, entry["status"]) == (0, "oom")
-    assert "allocate" in entry["error"]["message"]
-    write_notebook(lab.notebook)
-    assert lab.run("--variants", "A1")[0] == 0
-    assert lab.statuses() == {"A1": "oom"}  # a result, not run again ...
-    assert lab.run("--variants", "A1", "--retry", "oom")[0] == 0
-    assert lab.statuses() == {"A1": "ok"}  # ... unless asked
+def test_a_notebook_that_runs_another_row_is_not_believed(lab):
+    write_notebook(lab.notebook, parameters=PARAMETERS, before="spec = small.spec('A1', *'test 0'.split(), '', '', 0)")
+    code, _, _ = lab.run("--variants", "A2")
+    assert code == 1
+    assert lab.statuses()["A2"] == "killed"
 
 
-def test_an_error_in_a_run_is_recorded_with_its_step_and_resumes_nothing_broken(lab):
-    nan = (
-        "import qa_lib.train as t, tests.small\n"
-        "real = t.learning_rate\n"
-        "t.learning_rate = lambda spec, step, steps: float('nan') if step == 12 else real(spec, step, steps)"
-    )
-    write_notebook(lab.notebook, before=nan)
-    code, _, _ = lab.run("--variants", "A1")
-    entry = lab.records()["A1"]
-    assert (code, entry["status"], entry["error"]["kind"]) == (1, "error", "NonFiniteLoss")
-    assert "at step 14" in entry["error"]["message"]
-    assert "NonFiniteLoss" in (lab.runs / entry["group"] / entry["run_id"] / "log.txt").read_text()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--variants", "A9"), "unknown variant 'A9'; did you mean 'A"),
-        (("--family", "Z"), "unknown family 'Z'"),
-        (("--data", "/nowhere/squad.json"), "squad.json"),
-        (("--model", "./nowhere"), "does not exist"),
-    ],
-)
-def test_a_wrong_word_is_one_clear_line(lab, words, message):
-    code, _, err = lab.run(*words)
+def test_a_notebook_without_its_parameters_tag_is_refused_by_name(lab):
+    write_notebook(lab.notebook, tag="other")
+    code, _, err = lab.run("--variants", "A2")
     assert code == 2
-    assert message in err
-    assert err.count("\n") == 1
+    assert re.fullmatch(r"error: .*notebook\.ipynb: 0 cells are tagged 'parameters', and exactly one must be\n", err)
+    assert not lab.records()
 
 
-def test_an_unknown_scale_suggests_the_nearest():
-    command = [sys.executable, "-m", "qa_lib", "sweep", "--scale", "smok"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "unknown scale 'smok'; did you mean 'smoke'?" in done.stderr
+def test_a_notebook_that_does_not_take_a_parameter_is_refused_by_name(lab):
+    write_notebook(lab.notebook, parameters=PARAMETERS.replace("seed = 0\n", ""))
+    with pytest.raises(sweep.NotebookError, match=r"notebook\.ipynb: its parameters cell does not set seed"):
+        sweep.check_notebook(lab.notebook, {"variant": "A2", "seed": 0})
 
 
 def test_plan_says_what_would_run_and_runs_nothing(lab):
@@ -227,11 +198,49 @@ def test_plan_says_what_would_run_and_runs_nothing(lab):
     assert not lab.runs.exists()
 
 
-def test_overhead_of_a_run_beyond_imports_is_small(lab):
+def test_a_run_costs_little_beyond_imports_and_a_record_of_an_unknown_schema_is_refused(lab):
     """Kernel start, papermill and record together: what the notebook took beyond the run and the imports."""
-    assert lab.run("--variants", "A1")[0] == 0
-    done = lab.records()["A1"]["time"]
     begin = time.monotonic()
-    imports = "import papermill.cli; import qa_lib.fit"
-    subprocess.run([sys.executable, "-c", imports], cwd=ROOT, check=True)
-    assert done["notebook_s"] - done["wall_s"] - (time.monotonic() - begin) < 3.0
+    subprocess.run([sys.executable, "-c", "import papermill.cli, tests.small"], cwd=ROOT, check=True)
+    imports = time.monotonic() - begin
+    assert lab.run("--variants", "A1")[0] == 0
+    done = lab.records()["A1"]
+    assert done["time"]["notebook_s"] - done["time"]["wall_s"] - imports < 3.0
+
+    path = lab.runs / done["group"] / done["run_id"] / "record.json"
+    path.write_text(path.read_text().replace(record.SCHEMA, "qa_lib/99"))
+    before = path.read_bytes()
+    code, _, err = lab.run("--variants", "A1")
+    assert code == 2
+    assert re.fullmatch(r"error: .*/record\.json: schema 'qa_lib/99' is not known .*\n", err)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--scale", "smoke", "--variants", "A9"), "unknown variant 'A9'; did you mean 'A"),
+        (("--scale", "smok"), "unknown scale 'smok'; did you mean 'smoke'?"),
+    ],
+)
+def test_an_unknown_word_is_one_line_that_suggests_the_nearest(words, message):
+    command = [sys.executable, "-m", "qa_lib", "sweep", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--family", "Z"), "unknown family 'Z'"),
+        (("--data", "/nowhere/squad.json"), "squad.json"),
+        (("--model", "./nowhere"), "does not exist"),
+    ],
+)
+def test_a_wrong_word_is_one_clear_line(lab, words, message):
+    code, _, err = lab.run(*words)
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1

@@ -1,0 +1,41 @@
+"""A whole optimizer step as one CUDA graph: one launch for the host, however many kernels there are."""
+
+from collections.abc import Callable
+
+import torch
+
+WARM_UP = 3  # steps before the capture: the compiler, cuBLAS and the optimizer's state must have settled
+
+
+class GraphedStep:
+    """Calls `step(inputs) -> loss` for WARM_UP times, then captures it, and replays the graph from then on.
+
+    `inputs` is a list of dicts of device tensors whose shapes stay the same; `step` must not wait for the device. Each
+    call is a real step on its own inputs: a capture runs nothing, and the first replay follows it at once. Dropout
+    draws new numbers in every replay, as PyTorch's generator is registered with the graph.
+    """
+
+    def __init__(self, step: Callable[[list[dict]], torch.Tensor]):
+        self.step, self.calls, self.stream = step, 0, torch.cuda.Stream()
+
+    def __call__(self, inputs: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        self.calls += 1
+        if self.calls <= WARM_UP:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                loss = self.step(inputs)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return loss
+        if self.calls == WARM_UP + 1:
+            self.inputs = [{name: tensor.clone() for name, tensor in part.items()} for part in inputs]
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=self.stream):
+                self.loss = self.step(self.inputs)
+        else:
+            torch._foreach_copy_(_tensors(self.inputs), _tensors(inputs))
+        self.graph.replay()
+        return self.loss.clone()
+
+
+def _tensors(inputs: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+    return [tensor for part in inputs for tensor in part.values()]

@@ -1,0 +1,66 @@
+"""steps.jsonl: what a run says of itself while it runs."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from qa_lib.record import RecordError
+from qa_lib.variants import Spec
+
+LOG_EVERY = 10  # steps between two looks at the loss; each look waits for the device
+
+
+class NonFiniteLoss(RuntimeError):
+    """The loss is NaN or infinite and no smaller GradScaler scale can help. `step` counts from 1."""
+
+    def __init__(self, step: int, loss: float):
+        super().__init__(f"loss is {loss} at step {step}")
+        self.step = step
+
+
+class StepLog:
+    """steps.jsonl of a run. Losses stay on the device until `write`, so that logging does not stall a step."""
+
+    def __init__(self, run_dir: Path, spec: Spec, steps: int, begin: int, device: torch.device, scaler, say):
+        self.path, self.steps, self.written, self.scaler, self.say = run_dir / "steps.jsonl", steps, begin, scaler, say
+        self.pending = []
+        self.label = f"{spec.variant} seed {spec.seed}"
+        earlier = self.path.read_text().splitlines(keepends=True)[:begin] if begin and self.path.exists() else []
+        self._append("".join(earlier), mode="w")
+
+    def add(self, loss: torch.Tensor, rate: float) -> None:
+        """Note a step's mean loss (a scalar on the device, not read yet) and its learning rate."""
+        self.pending.append((loss, rate))
+
+    def write(self, seconds: list[float]) -> None:
+        """Write the noted steps with their durations; raise NonFiniteLoss if one cannot be excused.
+
+        GradScaler is meant to skip steps that overflow in fp16, and halves its scale each time; only when it has
+        come down to 1 and the loss still is not finite, the run is lost. In fp32 there is nothing to skip.
+        """
+        lines, broken = [], None
+        excused = self.scaler.is_enabled() and self.scaler.get_scale() > 1.0
+        for (loss, rate), duration in zip(self.pending, seconds, strict=True):
+            self.written += 1
+            value = float(loss)
+            finite = value - value == 0.0
+            lines.append(
+                {"step": self.written, "loss": value if finite else None, "lr": rate, "ms": round(1e3 * duration, 4)}
+            )
+            if not finite and not excused and broken is None:
+                broken = NonFiniteLoss(self.written, value)
+        self._append("".join(json.dumps(line) + "\n" for line in lines))
+        self.pending.clear()
+        if broken:
+            raise broken
+        tenth = max(LOG_EVERY, self.steps // 10 // LOG_EVERY * LOG_EVERY)
+        if self.written % tenth == 0 or self.written == self.steps:
+            self.say(f"{self.label}: step {self.written}/{self.steps}, loss {value:.3f}")
+
+    def _append(self, text: str, mode: str = "a") -> None:
+        try:
+            with self.path.open(mode) as stream:
+                stream.write(text)
+        except OSError as problem:
+            raise RecordError(f"cannot write {self.path}: {problem.strerror}") from problem

@@ -1,0 +1,200 @@
+"""Packed rows are the same mathematics as padded ones, and no segment sees its neighbour."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from qa_lib.batches import Batches
+from qa_lib.data import open_source
+from qa_lib.features import build_features
+from qa_lib.fit import fit
+from qa_lib.model import build_model, build_tokenizer
+from qa_lib.packing import KERNELS, Packed, PackedBatches, deal
+from qa_lib.plan import plan
+from qa_lib.variants import VARIANTS, Machine, Spec
+from tests.test_train import without_dropout
+
+CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
+T4 = dataclasses.replace(CPU, hardware="t4", gpus=1, sm=75)
+H200 = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Each kernel here with its floating-point type and the relative error that the type allows.
+KINDS = [("blockmask", torch.float32, 1e-5)]
+if DEVICE.type == "cuda":
+    KINDS += [("efficient", torch.float32, 1e-5), ("efficient", torch.float16, 2e-3)]
+    if torch.cuda.get_device_capability() >= (8, 0):
+        KINDS += [("flash", torch.float16, 2e-3), ("flash", torch.bfloat16, 2e-2)]
+
+
+@pytest.fixture(scope="module")
+def features():
+    return build_features(open_source("synthetic:200", "train"), build_tokenizer("tiny"), 96, 32)
+
+
+def spec_of(variant="E1", machine=CPU, attention=None, **scale) -> Spec:
+    (spec,) = plan([variant], "smoke", data="synthetic:200", machine=machine)
+    settings = dataclasses.replace(spec.settings, compile="none", attention=attention or spec.settings.attention)
+    scale = dataclasses.replace(spec.scale, **{"steps": 8} | scale)
+    return dataclasses.replace(spec, settings=settings, scale=scale)
+
+
+def relative(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+def test_dealing_balances_and_loses_nothing():
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(20, 385, 32 * 100)
+    groups = deal(draw.permutation(len(lengths)), lengths, 32)
+    assert groups.shape == (100, 32)
+    assert sorted(groups.ravel()) == list(range(len(lengths)))
+    totals = lengths[groups].sum(1)
+    random_totals = lengths.reshape(100, 32).sum(1)
+    assert totals.max() - totals.min() < 20 < random_totals.max() - random_totals.min()
+
+
+def test_every_row_has_one_shape_and_nearly_no_padding(features):
+    batches = PackedBatches(features, spec_of())
+    rows = [batches.arrays(m) for step in range(8) for m in batches.step(step)]
+    shapes = {tuple((name, array.shape) for name, array in row.items()) for row in rows}
+    assert len(shapes) == 1
+    assert rows[0]["input_ids"].shape == (1, batches.budget)
+    real = sum(features.lengths[m].sum() for step in range(8) for m in batches.step(step))
+    assert real / (len(rows) * batches.budget) > 0.8
+    for row in rows:
+        segments = np.diff(row["cu_seqlens"])
+        assert row["cu_seqlens"][-1] == batches.budget
+        assert segments.min() >= 0
+        assert segments.max() <= 96
+
+
+def test_an_epoch_sees_each_feature_once_and_the_next_in_another_order(features):
+    batches = PackedBatches(features, spec_of())
+    first, second = batches._epoch(0), batches._epoch(1)
+    assert len(np.unique(first)) == first.size == len(features) // 8 * 8
+    assert not np.array_equal(first, second)
+    assert np.array_equal(first, PackedBatches(features, spec_of())._epoch(0))
+
+
+def packed_and_padded(features, kind, dtype, device=DEVICE):
+    """A model, one micro-batch both ways, and the spec: on the device, without dropout, in training mode."""
+    spec = spec_of(attention=kind)
+    batches = PackedBatches(features, spec)
+    indices = batches.step(0)[0]
+    model = without_dropout(build_model(spec)).to(device, dtype).train()
+    padded_spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, padding="max"))
+    padded = Batches(features, padded_spec).collate(indices, device)
+    return model, batches.collate(indices, device), padded, features.lengths[indices]
+
+
+def padded_loss(model, inputs, lengths):
+    """The padded row's loss with its softmax over the question's own tokens."""
+    output = model(**{k: v for k, v in inputs.items() if not k.endswith("_positions")})
+    inside = torch.arange(output.start_logits.shape[1], device=DEVICE) < torch.tensor(lengths, device=DEVICE)[:, None]
+    losses = [
+        torch.nn.functional.cross_entropy(logits.float().masked_fill(~inside, -torch.inf), inputs[name])
+        for logits, name in ((output.start_logits, "start_positions"), (output.end_logits, "end_positions"))
+    ]
+    return sum(losses) / 2, output, inside
+
+
+@pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
+def test_logits_loss_and_gradients_are_those_of_padded_rows(features, kind, dtype, error):
+    model, packed, padded, lengths = packed_and_padded(features, kind, dtype)
+    loss, output, inside = padded_loss(model, padded, lengths)
+    loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    found = Packed(model, 96)(**packed)
+    found.loss.backward()
+    total = lengths.sum()
+    assert relative(found.start_logits[0, :total].float(), output.start_logits[inside].float()) < error
+    assert relative(found.end_logits[0, :total].float(), output.end_logits[inside].float()) < error
+    assert found.loss.item() == pytest.approx(loss.item(), rel=error)
+    largest = max(g.norm() for g in expected.values())
+    for name, p in model.named_parameters():
+        # Gradients that are 0 but for rounding (of a bias that shifts a whole softmax) are measured by the largest.
+        assert (p.grad - expected[name]).norm() < error * max(expected[name].norm(), 1e-2 * largest), name
+
+
+@pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
+def test_no_segment_sees_its_neighbour(features, kind, dtype, error):
+    model, packed, _, lengths = packed_and_padded(features, kind, dtype)
+    ends = np.concatenate([[0], lengths.cumsum()])
+    with torch.no_grad():
+        before = Packed(model, 96)(**packed).start_logits[0]
+        for changed in (0, 3, len(lengths) - 1):
+            other = {name: tensor.clone() for name, tensor in packed.items()}
+            span = slice(ends[changed] + 1, ends[changed + 1] - 1)
+            other["input_ids"][0, span] = 7
+            after = Packed(model, 96)(**other).start_logits[0]
+            same = torch.ones(len(before), dtype=torch.bool, device=DEVICE)
+            same[ends[changed] : ends[changed + 1]] = False
+            assert torch.equal(before[same], after[same])
+            assert not torch.equal(before[~same], after[~same])
+
+
+@pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
+def test_a_long_tail_leaks_nothing(features, kind, dtype, error):
+    """A budget far beyond the tokens: the padding is many segments, and no gradient is touched by it."""
+    spec = spec_of(attention=kind)
+    model = without_dropout(build_model(spec)).to(DEVICE, dtype).train()
+
+    def gradients(extra):
+        batches = PackedBatches(features, spec)
+        batches.budget += extra
+        batches.tails = -(-(batches.budget - 8) // 96)
+        model.zero_grad()
+        Packed(model, 96)(**batches.collate(batches.step(0)[0], DEVICE)).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    for near, far in zip(gradients(0), gradients(64 * 12), strict=True):
+        assert torch.isfinite(far).all()
+        assert (near - far).norm() <= error * near.norm() + 1e-6
+
+
+@pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
+def test_attention_dropout_keeps_its_rate(kind, dtype, error):
+    """With values of one, the output is the share of attention that is kept, over the share that should be."""
+    torch.manual_seed(0)
+    tokens, heads = 960, 4
+    query, key = (torch.randn(tokens, heads, 32, device=DEVICE, dtype=dtype) for _ in range(2))
+    ones = torch.ones(tokens, heads, 32, device=DEVICE, dtype=dtype)
+    cu = torch.arange(0, tokens + 1, 96, device=DEVICE, dtype=torch.int32)
+    kept = KERNELS[kind](query, key, ones, cu, 96, 0.1, 0.2).float()
+    assert kept.mean().item() == pytest.approx(1.0, abs=0.01)
+    assert kept.std() > 0.01
+    again = KERNELS[kind](query, key, ones, cu, 96, 0.1, 0.2).float()
+    assert not torch.equal(kept, again)
+    assert torch.allclose(KERNELS[kind](query, key, ones, cu, 96, 0.0, 0.2).float(), torch.ones_like(kept), atol=1e-3)
+
+
+def test_the_kernel_is_chosen_by_capability_and_named():
+    def kernel(variant, machine):
+        (spec,) = plan([variant], "smoke", data="synthetic:40", machine=machine)
+        return spec.settings.attention, spec.skip, " ".join(spec.adjusted)
+
+    assert kernel("E1", CPU)[:2] == ("blockmask", None)
+    assert kernel("E1", T4)[:2] == ("efficient", None)
+    assert kernel("E1", H200)[:2] == ("flash", None)
+    assert "flash" in kernel("E1", H200)[2]
+    assert kernel("E1-efficient", H200)[:2] == ("efficient", None)
+    assert "CUDA" in kernel("E1-efficient", CPU)[1]
+    assert "8.0" in kernel("E5", T4)[1]
+    assert kernel("E3", CPU)[1] is None
+    assert "CUDA graph" in kernel("E3", CPU)[2]
+
+
+def test_beyond_rows_run_and_end_to_end(tmp_path):
+    """The whole path on this machine, through fit: packed training, padded evaluation."""
+    spec = dataclasses.replace(
+        spec_of("E2", steps=20), scale=dataclasses.replace(spec_of().scale, steps=20, measure_from=5)
+    )
+    entry = fit(spec, tmp_path, say=lambda _: None)
+    assert entry["status"] == "ok"
+    assert entry["time"]["steps"] == 20
+    assert entry["quality"]["n"] == 200
+    assert entry["speed"]["pad_fraction"] < 0.2
+    assert VARIANTS["E2"].settings.padding == "packed"

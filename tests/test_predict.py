@@ -1,0 +1,289 @@
+"""Logits that do not depend on batching, model folders that are refused, and the command line."""
+
+import io
+import json
+import shutil
+from argparse import ArgumentParser
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    BertConfig,
+    BertForQuestionAnswering,
+    BertModel,
+    DistilBertConfig,
+    DistilBertForQuestionAnswering,
+)
+
+from qa_lib.data import DataError, Example, UserError
+from qa_lib.decode import decode
+from qa_lib.features import build_features
+from qa_lib.predict import add_arguments, load_qa_model, main, predict_logits
+from tests.material import document, question, trained_tokenizer, write
+from tests.test_features import TEXT, Given
+
+EXAMPLES = [Example(f"q{i}", "Rivers", "where is it"[: i % 9], (TEXT * 2)[i : 9 * i + 3]) for i in range(40)]
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return trained_tokenizer([TEXT] * 3, 300)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=48, **SMALL)
+    built = BertForQuestionAnswering(config)
+    with torch.no_grad():
+        built.qa_outputs.weight *= 50  # a fresh model's logits nearly tie
+    return built.eval()
+
+
+@pytest.fixture(scope="module")
+def features(tokenizer):
+    return build_features(Given(EXAMPLES), tokenizer, 40, 10, cache=False)
+
+
+@pytest.fixture
+def folder(tmp_path, model, tokenizer):
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def answers(model, features, examples, **options):
+    return decode(features, examples, *predict_logits(model, features, **options))
+
+
+def test_shape_and_join(model, features):
+    ids, start, end = predict_logits(model, features)
+    assert start.shape == end.shape == (len(features), features.lengths.max())
+    assert sorted(ids.tolist()) == list(range(len(features))) != ids.tolist()
+    lengths = features.lengths[ids.numpy()]
+    assert (np.diff(lengths) <= 0).all() and lengths[0] > lengths[-1]
+    for row, length in enumerate(lengths):
+        assert start[row, :length].isfinite().all() and start[row, length:].isnan().all()
+    batch = features.batch([7], 40)
+    wanted = model(
+        **{name: torch.from_numpy(batch[name]) for name in ("input_ids", "attention_mask", "token_type_ids")}
+    )
+    row, length = ids.tolist().index(7), features.lengths[7]
+    assert torch.allclose(start[row, :length], wanted.start_logits[0, :length], atol=1e-4)
+    assert torch.allclose(end[row, :length], wanted.end_logits[0, :length], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options", [{"batch_tokens": 1}, {"batch_tokens": 100}, {"pad_to": 48}, {"batch_tokens": 77, "pad_to": 41}], ids=str
+)
+def test_batch_size_and_padding_change_nothing(model, features, options):
+    one, other = answers(model, features, EXAMPLES), answers(model, features, EXAMPLES, **options)
+    assert one.predictions == other.predictions
+    assert list(one.null_odds.values()) == pytest.approx(list(other.null_odds.values()), abs=1e-3)
+
+
+def test_order_of_the_questions_changes_nothing(model, features, tokenizer):
+    wanted = answers(model, features, EXAMPLES).predictions
+    assert len(set(wanted.values())) > 10
+    for seed in range(3):
+        mixed = [EXAMPLES[i] for i in np.random.default_rng(seed).permutation(len(EXAMPLES))]
+        other = build_features(Given(mixed), tokenizer, 40, 10, cache=False)
+        assert answers(model, other, mixed, batch_tokens=150 * (seed + 1)).predictions == wanted
+
+
+def test_the_models_mode_is_put_back_and_no_graph_is_kept(model, features):
+    model.train()
+    _, start, _ = predict_logits(model, features)
+    assert model.training and not start.requires_grad
+    _, again, _ = predict_logits(model.eval(), features)
+    assert not model.training and torch.equal(start.nan_to_num(), again.nan_to_num())  # no dropout in either
+
+
+def test_autocast(model, features):
+    _, start, _ = predict_logits(model, features)
+    _, half, _ = predict_logits(model, features, autocast_dtype=torch.bfloat16)
+    assert half.dtype == torch.float32
+    inside = ~start.isnan()
+    assert 0 < (half - start)[inside].abs().max() < 0.1 * start[inside].abs().max()
+
+
+def test_batches_hold_what_they_may(features):
+    seen = []
+
+    def model(input_ids, attention_mask, token_type_ids):
+        seen.append(tuple(input_ids.shape))
+        logits = torch.zeros(input_ids.shape)
+        return type("Output", (), {"start_logits": logits, "end_logits": logits})
+
+    predict_logits(model, features, batch_tokens=120)
+    assert sum(n for n, _ in seen) == len(features)
+    assert max(n * width for n, width in seen) <= 120
+    assert seen == sorted(seen, key=lambda shape: -shape[1]) and {width % 8 for _, width in seen} == {0}
+
+
+def test_progress_is_shown_only_where_asked_for(model, features, capsys):
+    predict_logits(model, features)
+    assert capsys.readouterr() == ("", "")
+    predict_logits(model, features, progress=True)
+    assert f"{len(features)}/{len(features)}" in capsys.readouterr().err
+
+
+def run(*words):
+    parser = ArgumentParser()
+    add_arguments(parser)
+    return main(parser.parse_args([str(word) for word in words]))
+
+
+DATA = document((TEXT, [question("q1", "where", ("Rotterdam", TEXT.index("Rotterdam"))), question("q2", "why?")]))
+
+
+def test_a_file_is_answered(folder, tmp_path, capsys):
+    data = write(tmp_path / "data.json", DATA)
+    assert run("--model", folder, data, "--out", tmp_path / "out") == 0
+    shown = capsys.readouterr()
+    names = ["predictions.json", "nbest_predictions.json", "null_odds.json"]
+    assert shown.out.split() == [str(tmp_path / "out" / name) for name in names]
+    assert shown.err == ""  # no terminal, no bar
+    read = [json.loads((tmp_path / "out" / name).read_text()) for name in names]
+    assert all(list(part) == ["q1", "q2"] for part in read)
+    assert all(text in TEXT for text in read[0].values())
+
+
+def test_a_question_is_answered(folder, capsys):
+    assert run("--model", folder, "--question", "  where", "--context", TEXT) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["answer", "probability", "null_odds"]
+    assert found["answer"] in TEXT and 0 < found["probability"] <= 1
+    assert (found["null_odds"] > 0) == (found["answer"] == "")
+    assert run("--model", folder, "--question", "", "--context", "") == 0
+    assert json.loads(capsys.readouterr().out)["answer"] == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *[
+            (),
+            ("data.json",),
+            ("--out", "x"),
+            ("data.json", "--question", "x"),
+            ("--question", "x"),
+            ("--context", "x"),
+        ],
+        ("data.json", "--out", "x", "--question", "q", "--context", "c"),
+        ("--question", "q", "--context", "c", "--out", "x"),
+    ],
+)
+def test_one_thing_or_the_other(words, folder):
+    with pytest.raises(UserError, match=r"either DATA\.json and --out, or"):
+        run("--model", folder, *words)
+
+
+def test_bad_input_writes_nothing(folder, tmp_path, capsys):
+    data, out = tmp_path / "data.json", tmp_path / "out"
+    long = "river " * 60
+    bad = {
+        "data.json: not JSON": None,
+        "data.json: article 0 'Rivers', question 'q1': the same id": document(
+            (TEXT, [question("q1", "x"), question("q1", "y")])
+        ),
+        "data.json: an empty data set": document(),
+        "data.json: article 'Rivers', question 'q1': its .* tokens leave 0 of 48": document(
+            (TEXT, [question("q1", long)])
+        ),
+    }
+    for message, content in bad.items():
+        write(data, content) if content else data.write_text("{")
+        with pytest.raises(UserError, match=message) as caught:
+            run("--model", folder, data, "--out", out)
+        assert "\n" not in str(caught.value) and not out.exists()
+    with pytest.raises(UserError, match="a paragraph of 1,000,000 characters"):
+        run("--model", folder, "--question", "x", "--context", "word " * 200_000)
+    out.write_text("mine")
+    with pytest.raises(UserError, match="out: exists and is no folder"):
+        run("--model", folder, write(data, DATA), "--out", out)
+    assert out.read_text() == "mine"
+    assert capsys.readouterr().out == ""
+
+
+def test_nan_logits_name_file_article_and_question(folder, tmp_path):
+    weights = load_file(folder / "model.safetensors")
+    weights["qa_outputs.bias"][:] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    data = write(tmp_path / "data.json", DATA)
+    with pytest.raises(DataError, match=r"data\.json: article 'Rivers', question 'q1': NaN") as caught:
+        run("--model", folder, data, "--out", tmp_path / "out")
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def spoil_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    write(folder / "config.json", config | changes)
+
+
+def drop_head(folder):
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {k: v for k, v in weights.items() if "qa_outputs" not in k}, folder / "model.safetensors", {"format": "pt"}
+    )
+
+
+def only_pickle(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def drop_tokenizer(folder):
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+def no_bert(folder):
+    DistilBertForQuestionAnswering(
+        DistilBertConfig(vocab_size=300, dim=32, n_layers=1, n_heads=2, hidden_dim=32)
+    ).save_pretrained(folder)
+
+
+def bare_bert(folder):
+    BertModel(BertConfig(vocab_size=300, **SMALL)).save_pretrained(folder)
+
+
+def few_words(folder):
+    BertForQuestionAnswering(BertConfig(vocab_size=20, **SMALL)).save_pretrained(folder)
+
+
+def own_code(folder):
+    (folder / "evil.py").write_text("open('ran', 'w')")
+    auto = {"AutoModelForQuestionAnswering": "evil.Model", "AutoConfig": "evil.Config"}
+    spoil_config(folder, model_type="evil", auto_map=auto)
+
+
+REFUSED = {
+    "no such folder": lambda folder: shutil.rmtree(folder),
+    "no config.json": lambda folder: (folder / "config.json").unlink(),
+    "not JSON": lambda folder: (folder / "config.json").write_text("{"),
+    r"not a question-answering model \(architectures: \['BertModel'\]\)": bare_bert,
+    r"not a question-answering model \(architectures: None\)": lambda folder: spoil_config(folder, architectures=None),
+    "only pytorch_model.bin, a pickle": only_pickle,
+    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
+    r"no tokenizer \(": drop_tokenizer,
+    "cannot be loaded": lambda folder: (folder / "model.safetensors").write_bytes(b"noise"),
+    "cannot be loaded: .*": own_code,
+    "the weights lack qa_outputs.bias": drop_head,
+    "DistilBertForQuestionAnswering takes no token_type_ids": no_bert,
+    "tokens in the tokenizer, 20 in the model": few_words,
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_model_folders_that_are_refused(folder, message, monkeypatch, capfd):
+    monkeypatch.chdir(folder.parent)
+    REFUSED[message](folder)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))  # whoever asks whether to trust code hears yes
+    with pytest.raises(UserError, match=f"model.*: .*{message}") as caught:
+        load_qa_model(folder)
+    assert "\n" not in str(caught.value) and not (folder.parent / "ran").exists()
+    assert "LOAD REPORT" not in capfd.readouterr().err
