@@ -162,7 +162,9 @@ EXAMPLE = "example: python -m qa_lib run A3 --scale smoke --seed 0"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib run`."""
     parser.add_argument("variant", metavar="VARIANT", help="a row of `python -m qa_lib variants`")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of new weights, order and dropout (default: 0)"
+    )
     add_source_arguments(parser)
 
 

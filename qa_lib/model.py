@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoTokenizer, BertConfig, BertTokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
+from qa_lib.fuse import fuse_projections, split_projections
 from qa_lib.packing import attention_name
 from qa_lib.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.variants import RECIPES, Recipe, Spec
@@ -36,6 +38,8 @@ def build_model(spec: Spec) -> torch.nn.Module:
         # transformers 5.23 renames it, and warns of the old name.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
+    if spec.settings.projections == "fused":
+        fuse_projections(model)
     return apply_recipe(model, RECIPES[spec.settings.trainable])
 
 
@@ -66,15 +70,14 @@ def apply_recipe(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
     if recipe.kind == "all":
         return model
     if recipe.kind == "lora":
-        # The task type makes peft train and keep a copy of the answer head.
+        # Injected into the model itself: peft's own wrapper for question answering drops token_type_ids and
+        # position_ids on their way to the model.
         config = LoraConfig(
-            task_type=TaskType.QUESTION_ANS,
-            r=recipe.rank,
-            lora_alpha=2 * recipe.rank,
-            lora_dropout=0.1,
-            target_modules=list(recipe.targets),
+            r=recipe.rank, lora_alpha=2 * recipe.rank, lora_dropout=0.1, target_modules=list(recipe.targets)
         )
-        return get_peft_model(model, config)
+        inject_adapter_in_model(config, model)
+        model.qa_outputs.requires_grad_(True)
+        return model
     frozen = _frozen_modules(model, recipe) if recipe.kind == "top" else ()
     for name, parameter in model.named_parameters():
         if recipe.kind == "biases":
@@ -96,8 +99,11 @@ def _frozen_modules(model: torch.nn.Module, recipe: Recipe) -> tuple[str, ...]:
 
 def save_model(model: torch.nn.Module, tokenizer: Tokenizer, folder: Path) -> None:
     """A plain checkpoint that transformers loads: adapters merged, safetensors, tokenizer beside it."""
-    if isinstance(model, PeftModel):
-        model = model.merge_and_unload()
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LoraLayer):
+            module.merge()
+            model.set_submodule(name, module.get_base_layer())
+    split_projections(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

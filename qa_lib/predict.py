@@ -17,7 +17,7 @@ from qa_lib.data import DataError, Source, UserError, first_line, open_source, r
 from qa_lib.decode import decode
 from qa_lib.features import Features, build_features
 
-EXAMPLE = 'python -m qa_lib predict --model DIR --question "Who wrote it?" --context "It was written by Ada."'
+EXAMPLE = 'example: python -m qa_lib predict --model DIR --question "Who wrote it?" --context "It was written by Ada."'
 
 ONE = "question"  # the id of the one question of a command line
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from qa_lib.data import DataError, Example, open_source, read_json
 
-EXAMPLE = "python -m qa_lib score validation.json answers/predictions.json --na-prob answers/null_odds.json"
+EXAMPLE = "example: python -m qa_lib score validation.json answers/predictions.json --na-prob answers/null_odds.json"
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -155,12 +155,3 @@ def _read_by_id(path: str) -> dict:
     if not isinstance(content, dict):
         raise DataError(f"{path}: not an object of question id -> value")
     return content
-
-
-def __getattr__(name: str):
-    # `evaluate` takes seconds to import, which neither the command line nor a training run should wait for.
-    if name == "SquadV2":
-        from qa_lib.metric import SquadV2
-
-        return SquadV2
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -293,7 +293,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rows = parser.add_mutually_exclusive_group()
     rows.add_argument("--variants", metavar="A1,A4", help="these rows only (default: all)")
     rows.add_argument("--family", metavar="A", help="the rows of one family")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="N")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0], metavar="N", help="a run of every row for each (0)"
+    )
     add_source_arguments(parser)
     parser.add_argument("--gpus", type=int, nargs="+", metavar="N", help="cards to use, one run on each at a time")
     parser.add_argument("--plan", action="store_true", help="say what would run, and run nothing")

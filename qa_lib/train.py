@@ -7,6 +7,7 @@ import torch
 from qa_lib.batches import Batches
 from qa_lib.checkpoint import Checkpoint
 from qa_lib.graph import GraphedStep
+from qa_lib.master import MasterAdamW
 from qa_lib.measure import Meter
 from qa_lib.packing import Packed
 from qa_lib.steplog import LOG_EVERY, StepLog
@@ -34,6 +35,8 @@ def build_optimizer(model: torch.nn.Module, spec: Spec) -> torch.optim.Optimizer
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     lr = learning_rate(spec, 0, 1)
+    if spec.settings.weights == "half":
+        return MasterAdamW(trained, lr=torch.tensor(lr, device=trained[0].device))
     if spec.settings.optimizer == "adamw":
         return torch.optim.AdamW(trained, lr=lr, weight_decay=0.0)
     if spec.settings.optimizer == "fused":
@@ -71,10 +74,11 @@ def train(
     """
     settings, steps = spec.settings, batches.steps
     torch.manual_seed(spec.seed)
-    model.to(device).train()
+    half = settings.weights == "half"
+    model.to(device, DTYPES[settings.precision] if half else None).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = build_optimizer(model, spec)
-    autocast = {"device_type": device.type, "dtype": DTYPES[settings.precision]}
+    mixed = settings.precision != "fp32" and not half
     # bf16 has the range of fp32, so that only fp16 needs its loss scaled.
     scaler = torch.amp.GradScaler(device.type, init_scale=INITIAL_SCALE, enabled=settings.precision == "fp16")
     # The compiled callable shares the model's weights; evaluation goes on with the plain one. Where padding varies,
@@ -87,7 +91,7 @@ def train(
         """Forward and backward of every micro-batch, then one update; the mean loss, on the device."""
         loss = torch.zeros((), device=device)
         for inputs in micro_batches:
-            with torch.autocast(**autocast, enabled=settings.precision != "fp32"):
+            with torch.autocast(device.type, DTYPES[settings.precision], enabled=mixed):
                 part = forward(**inputs).loss / len(micro_batches)
             scaler.scale(part).backward()
             loss += part.detach()

@@ -30,11 +30,13 @@ class Settings:
     engine: str = "loop"  # loop: the visible loop of train.py | trainer: transformers.Trainer
     precision: str = "fp16"  # autocast to fp16 (with GradScaler) or bf16 | fp32
     attention: str = "eager"  # eager | sdpa; packed rows: flash | efficient | blockmask, sdpa takes what the GPU has
+    projections: str = "separate"  # query, key and value: separate | fused into one matrix product
     compile: str = "none"  # none | a backend name of torch.compile
     padding: str = "max"  # max: to the scale's max_length | longest: of the micro-batch | packed: none, end to end
     order: str = "random"  # random | bucketed: micro-batches of like length, in random order
     trainable: str = "all"  # a key of RECIPES
     optimizer: str = "adamw"  # adamw | fused: one kernel, no wait for the device | adamw8bit
+    weights: str = "fp32"  # fp32: cast where used | half: kept in the precision's type, fp32 masters in the optimizer
     step: str = "eager"  # eager: kernel by kernel | graph: the whole step replayed as one CUDA graph
     checkpointing: bool = False  # recompute the layers' activations in the backward pass
     join: str = "id"  # predictions to questions: by id | by position, the fault of A4-b
@@ -186,7 +188,27 @@ VARIANTS = {
         ),
         Variant("E3", "E2", {"step": "graph"}, "The whole step is one launch, so that a slow host no longer matters."),
         Variant(
-            "E5", "E3", {"precision": "bf16"}, "No loss scaling; the same matrix rate on this generation of chips."
+            "E4", "E3", {"precision": "bf16"}, "No loss scaling; the same matrix rate on this generation of chips."
+        ),
+        Variant(
+            "E5",
+            "E4",
+            {"weights": "half"},
+            "Weights, gradients and residual stream in bf16 over fp32 masters: no casts, and half the bytes.",
+        ),
+        Variant(
+            "E6", "E5", {"projections": "fused"}, "Query, key and value in one product: wider tiles, fewer kernels."
+        ),
+        Variant("EC1", "E1", {"optimizer": "adamw8bit"}, "Packed rows with 8-bit moments: towards the least memory."),
+        Variant(
+            "EC2", "EC1", {"checkpointing": True}, "The leanest full fine-tune: packed, 8-bit moments, recomputed."
+        ),
+        Variant("EB1-lean", "EC2", {"trainable": "lora-all"}, "The leanest row of all: LoRA on top of that."),
+        Variant("EB1", "E5", {"trainable": "lora-qv"}, "Does LoRA still pay once the step is fused and captured?"),
+        Variant("EB1-all", "E5", {"trainable": "lora-all"}, "And LoRA on every linear layer?"),
+        Variant("EB2", "E5", {"trainable": "biases"}, "And biases alone?"),
+        Variant(
+            "EB3", "E5", {"trainable": "freeze-bottom-10"}, "And freezing, which shortens the backward pass itself?"
         ),
     ]
 }
@@ -302,6 +324,9 @@ def adjust(settings: Settings, machine: Machine) -> tuple[Settings, list[str]]:
         if settings.precision != "fp32":
             changes["precision"] = "fp32"
             said.append(f"precision: fp32, since {settings.precision} autocast needs a GPU")
+        if settings.weights == "half":
+            changes["weights"] = "fp32"
+            said.append("weights: fp32, as the precision")
         if settings.step == "graph":
             changes["step"] = "eager"
             said.append("step: eager, since a CUDA graph needs a GPU")

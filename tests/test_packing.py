@@ -182,7 +182,7 @@ def test_the_kernel_is_chosen_by_capability_and_named():
     assert "flash" in kernel("E1", H200)[2]
     assert kernel("E1-efficient", H200)[:2] == ("efficient", None)
     assert "CUDA" in kernel("E1-efficient", CPU)[1]
-    assert "8.0" in kernel("E5", T4)[1]
+    assert "8.0" in kernel("E4", T4)[1]
     assert kernel("E3", CPU)[1] is None
     assert "CUDA graph" in kernel("E3", CPU)[2]
 
@@ -198,3 +198,24 @@ def test_beyond_rows_run_and_end_to_end(tmp_path):
     assert entry["quality"]["n"] == 200
     assert entry["speed"]["pad_fraction"] < 0.2
     assert VARIANTS["E2"].settings.padding == "packed"
+
+
+def test_fused_projections_are_the_same_function_and_come_apart_again(tmp_path):
+    from transformers import AutoModelForQuestionAnswering
+
+    from qa_lib.model import save_model
+
+    torch.manual_seed(0)
+    ids = torch.randint(5, 100, (2, 40))
+    separate = without_dropout(build_model(spec_of("E1")))
+    settings = dataclasses.replace(spec_of("E1").settings, projections="fused")
+    fused = without_dropout(build_model(dataclasses.replace(spec_of("E1"), settings=settings)))
+    assert not any(".query." in name for name, _ in fused.named_parameters())
+    expected = separate(input_ids=ids).start_logits
+    assert torch.allclose(fused(input_ids=ids).start_logits, expected, atol=1e-5)
+    with torch.no_grad():
+        fused.bert.encoder.layer[0].attention.self.qkv.weight.mul_(1.5)
+    changed = fused(input_ids=ids).start_logits
+    save_model(fused, build_tokenizer("tiny"), tmp_path / "model")
+    again = without_dropout(AutoModelForQuestionAnswering.from_pretrained(tmp_path / "model"))
+    assert torch.allclose(again(input_ids=ids).start_logits, changed, atol=1e-5)

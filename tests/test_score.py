@@ -214,7 +214,7 @@ def test_misplaced_golds_can_be_scored_after_the_fix(files, capsys):
 
 
 def test_metric_needs_no_network():
-    from qa_lib.score import SquadV2
+    from qa_lib.metric import SquadV2
 
     references = [
         {"id": e.id, "answers": {"text": [t for t, _ in e.answers], "answer_start": [s for _, s in e.answers]}}

@@ -37,6 +37,7 @@ class Lab:
     def __init__(self, folder, machine):
         self.runs, self.notebook = folder / "runs", folder / "notebook.ipynb"
         self.environment = os.environ | {"SMALL_NOTEBOOK": str(self.notebook), "SMALL_MACHINE": machine}
+        self.environment["OMP_NUM_THREADS"] = "1"  # two threads wait for each other on a busy machine
         write_notebook(self.notebook)
 
     def start(self, *words, **environment):

@@ -1,0 +1,49 @@
+"""AdamW for weights in half precision: fp32 masters and moments beside them, updated in one pass."""
+
+import torch
+
+
+class MasterAdamW(torch.optim.Optimizer):
+    """AdamW without weight decay (Kingma and Ba 2015, Loshchilov and Hutter 2019) over fp32 copies of the parameters.
+
+    Small steps would be lost in bf16's 8 bits of mantissa; the master keeps them, and the parameter is its rounding.
+    All arithmetic is compiled into few kernels that read gradient, master and moments once. Nothing waits for the
+    device: rate and step count are tensors on it.
+    """
+
+    def __init__(self, parameters, lr: torch.Tensor, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8):
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {
+                    "master": parameter.detach().float().clone(),
+                    "exp_avg": torch.zeros_like(parameter, dtype=torch.float32),
+                    "exp_avg_sq": torch.zeros_like(parameter, dtype=torch.float32),
+                    "step": torch.zeros((), device=parameter.device),
+                }
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            states = [self.state[p] for p in parameters]
+            columns = [[state[name] for state in states] for name in ("master", "exp_avg", "exp_avg_sq", "step")]
+            gradients = [p.grad for p in parameters]
+            _update(parameters, gradients, *columns, group["lr"], *group["betas"], group["eps"])
+
+
+@torch.compile(dynamic=False)
+def _update(parameters, gradients, masters, means, squares, steps, lr, beta1, beta2, eps) -> None:
+    torch._foreach_add_(steps, 1)
+    gradients = [g.float() for g in gradients]
+    torch._foreach_lerp_(means, gradients, 1 - beta1)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+    step = steps[0]  # all parameters are updated in every step
+    size = lr / (1 - beta1**step)
+    roots = torch._foreach_sqrt(torch._foreach_div(squares, 1 - beta2**step))
+    torch._foreach_add_(roots, eps)
+    moves = torch._foreach_mul(torch._foreach_div(means, roots), size)
+    torch._foreach_sub_(masters, moves)
+    torch._foreach_copy_(parameters, masters)

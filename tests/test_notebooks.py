@@ -1,0 +1,259 @@
+"""The notebooks: clean as files, and right when they are executed at smoke scale, by the sweep and by hand."""
+
+import ast
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from qa_lib import record
+from qa_lib.data import open_source
+from qa_lib.plan import plan
+from qa_lib.variants import FAMILIES, find_variant
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+ROWS = ("A1", "B3", "C2-8", "D1", "E1")  # one of each family, the quick ones
+FIGURES = 4  # of the report without a GPU: no peak memory
+MAX_CODE_CELLS = 10
+MAX_BYTES = 500_000
+
+
+def read(path):
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(path, without=()):
+    cells = [cell for cell in read(path).cells if cell.cell_type == "code"]
+    return [cell for cell in cells if not set(tags(cell)) & set(without)]
+
+
+def tags(cell):
+    return cell.metadata.get("tags", [])
+
+
+def tagged(path, tag):
+    return [cell.source for cell in code_cells(path) if tag in tags(cell)]
+
+
+def images(path):
+    outputs = [output for cell in code_cells(path) for output in cell.outputs]
+    return sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+def test_every_family_has_its_notebook():
+    assert {f"{name}.ipynb" for name in (*FAMILIES.values(), "explore", "report")} <= {p.name for p in NOTEBOOKS}
+
+
+every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+@every_notebook
+def test_a_notebook_is_stored_clean(path):
+    """No outputs, no traces of a run, ids that do not change when the notebook is written again."""
+    notebook = read(path)
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+    ids = [cell.id for cell in notebook.cells]
+    assert len(set(ids)) == len(ids)
+    assert [name for name in ids if re.fullmatch("[0-9a-f]{8}", name)] == []  # what nbformat draws at random
+    for cell in notebook.cells:
+        assert set(cell.metadata) <= {"tags"}
+        if cell.cell_type == "code":
+            assert (cell.outputs, cell.execution_count) == ([], None)
+
+
+@every_notebook
+def test_a_notebook_reads_as_prose_and_hides_no_code(path):
+    cells = read(path).cells
+    assert cells[0].source.startswith("# ")
+    assert len(code_cells(path)) <= MAX_CODE_CELLS
+    for before, cell in zip([None, *cells], cells, strict=False):
+        if cell.cell_type == "code":
+            prose = [line for line in before.source.splitlines() if not line.startswith("#")]
+            assert before.cell_type == "markdown" and re.search(r"\w+ \w+.*[.:]$", "\n".join(prose), re.S), cell.source
+    statements = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.For, ast.While, ast.If, ast.Match, ast.Try)
+    for cell in code_cells(path, without=["bootstrap"]):
+        assert [ast.unparse(n) for n in ast.walk(ast.parse(cell.source)) if isinstance(n, statements)] == []
+
+
+@every_notebook
+def test_a_notebook_has_one_bootstrap_and_one_cell_of_plain_parameters(path):
+    assert tags(code_cells(path)[0]) == ["bootstrap"]
+    assert tagged(path, "bootstrap") == tagged(NOTEBOOKS[0], "bootstrap")
+    (parameters,) = tagged(path, "parameters")
+    for line in ast.parse(parameters).body:
+        assert isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant), ast.unparse(line)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_notebook_begins_with_a_row_of_its_family(family):
+    values = {}
+    exec(tagged(ROOT / "notebooks" / f"{FAMILIES[family]}.ipynb", "parameters")[0], values)
+    assert find_variant(values["variant"]).family == family
+    assert values["scale"] == "smoke"
+
+
+# The bootstrap cell, as a program in folders of its own.
+
+
+def bootstrap(folder, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", tagged(NOTEBOOKS[0], "bootstrap")[0] + "\nprint(os.getcwd())"],
+        cwd=folder, env=os.environ | environment, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", [ROOT, ROOT / "notebooks"], ids=["root", "notebooks"])
+def test_the_bootstrap_finds_the_repository(folder):
+    assert bootstrap(folder).stdout == f"{ROOT}\n"
+
+
+def test_the_bootstrap_outside_the_repository_says_what_to_do(tmp_path):
+    done = bootstrap(tmp_path)
+    assert done.returncode == 1
+    assert "checkout" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_bootstrap_installs_what_is_missing_and_leaves_torch_alone(tmp_path):
+    """As in Colab, with a pip of our own that only notes what it is asked for."""
+    (tmp_path / "qa_lib").mkdir()
+    (tmp_path / "pip").mkdir()
+    (tmp_path / "pip" / "__init__.py").touch()
+    (tmp_path / "pip" / "__main__.py").write_text("import sys; print('pip', *sys.argv[1:])")
+    (tmp_path / "requirements.txt").write_text("torch>=99\nnot_there>=1.0,<2\nnumpy>=1\nneither-there>=3\n")
+    done = bootstrap(tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.stdout.splitlines() == ["pip install -q not_there>=1.0,<2 neither-there>=3", str(tmp_path)]
+
+
+# Executed, at smoke scale.
+
+
+class Swept:
+    """A runs folder and how to call the command line on it, offline."""
+
+    def __init__(self, folder):
+        self.folder, self.runs = folder, folder / "runs"
+        # One thread: as quick for so small a model, and on a busy machine many times quicker than two that wait.
+        fixed = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "QA_LIB_CACHE": str(folder / "cache")}
+        self.environment = os.environ | fixed
+
+    def call(self, *words, cwd=ROOT):
+        """The outcome of `python -m WORDS` and the seconds it took; it must succeed."""
+        begin = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", *map(str, words)], cwd=cwd, env=self.environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done, time.monotonic() - begin
+
+    def sweep(self):
+        return self.call("qa_lib", "sweep", "--scale", "smoke", "--variants", ",".join(ROWS), "--runs", self.runs)
+
+    def files(self):
+        return {path: path.read_bytes() for path in self.runs.glob("*/*/*") if path.is_file()}
+
+    def folder_of(self, variant):
+        (found,) = self.runs.glob(f"*/{variant}-s0-*")
+        return found
+
+
+@pytest.fixture(scope="session")
+def swept(tmp_path_factory):
+    lab = Swept(tmp_path_factory.mktemp("swept"))
+    done, _ = lab.sweep()
+    assert done.stdout.count(": ok, ") == len(ROWS)
+    return lab
+
+
+@pytest.mark.parametrize("variant", ROWS)
+def test_a_row_through_its_notebook_leaves_the_record_that_was_asked_for(swept, variant):
+    (spec,) = plan([variant], "smoke")
+    folder = swept.folder_of(variant)
+    entry = record.read_record(folder)
+    assert folder == swept.runs / spec.run_path
+    assert (entry["run_id"], entry["group"], entry["status"]) == (spec.run_id, spec.group, "ok")
+    assert entry["error"] == {"kind": None, "message": None, "step": None}
+    assert entry["spec"]["hash"] == spec.hash
+    assert entry["spec"]["settings"] == dataclasses.asdict(spec.asked)
+    assert entry["spec"]["adjusted"] == spec.adjusted
+    assert entry["time"]["steps"] == entry["spec"]["planned_steps"] == spec.scale.steps
+    steps = [json.loads(line)["step"] for line in (folder / "steps.jsonl").read_text().splitlines()]
+    assert steps == [*range(1, spec.scale.steps + 1)]
+    questions = len(open_source(spec.data_source, "validation").examples)
+    assert entry["quality"]["n"] == entry["spec"]["n_eval"] == questions
+    answers = json.loads((folder / "answers" / "predictions.json").read_text())
+    assert len(answers) == questions
+
+
+@pytest.mark.parametrize("variant", ROWS)
+def test_an_executed_notebook_is_small_and_names_no_machine(swept, variant):
+    path = swept.folder_of(variant) / "notebook.ipynb"
+    assert path.stat().st_size < MAX_BYTES
+    assert images(path) == 1
+    text = path.read_text()
+    assert re.findall(r"(?<![\w.<])/(?:home|root|tmp|usr|opt|Users|work)/[^\"\\ ]*", text) == []
+    assert str(ROOT) not in text
+    assert str(Path.home()) not in text
+
+
+def test_the_baseline_learns_the_smoke_task(swept):
+    quality = record.read_record(swept.folder_of("A1"))["quality"]
+    assert quality["f1"] >= 90
+    assert 30 <= quality["always_null_f1"] <= 50
+
+
+def test_a_second_sweep_runs_nothing_again(swept):
+    before = swept.files()
+    done, seconds = swept.sweep()
+    assert done.stdout == ""
+    assert seconds < 15
+    assert swept.files() == before
+
+
+def test_the_report_notebook_draws_from_these_runs(swept):
+    group = swept.folder_of("A1").parent.name
+    out = swept.folder / "report.ipynb"
+    swept.call("papermill", "notebooks/report.ipynb", out, "-p", "runs", swept.runs, "-p", "group", group)
+    cells = code_cells(out)
+    shown = "".join(
+        output.data["text/markdown"] for c in cells for output in c.outputs if "text/markdown" in output.get("data", {})
+    )
+    assert all(variant in shown for variant in ROWS)
+    assert images(out) == FIGURES + (group != "cpu-smoke")
+    assert out.stat().st_size < 2 * MAX_BYTES
+
+
+def test_the_explore_notebook_needs_no_run_and_no_model(swept):
+    out = swept.folder / "explore.ipynb"
+    swept.call("papermill", "notebooks/explore.ipynb", out)
+    assert images(out) == 1
+    assert out.stat().st_size < MAX_BYTES
+
+
+def test_a_notebook_works_by_hand_in_its_own_folder(swept):
+    """As in the README, from the folder that Jupyter opens it in."""
+    runs = swept.folder / "by-hand"
+    words = "-p variant A1 -p scale smoke".split()
+    swept.call(
+        "papermill", "systems.ipynb", swept.folder / "out.ipynb", *words, "-p", "runs", runs, cwd=ROOT / "notebooks"
+    )
+    (folder,) = runs.glob("*/*")
+    entry = record.read_record(folder)
+    assert (entry["status"], entry["spec"]["hash"]) == ("ok", plan(["A1"], "smoke")[0].hash)
+    assert entry["quality"]["f1"] >= 90
+
+
+def test_the_model_of_a_run_answers_a_question(swept):
+    words = ["--question", "who came ?", "--context", "then alice baker came ."]
+    done, _ = swept.call("qa_lib", "predict", "--model", swept.folder_of("A1") / "model", *words)
+    assert json.loads(done.stdout)["answer"] == "alice baker"

@@ -1,0 +1,83 @@
+"""What the README tells people to type exists: verbs, options, names, make targets, notebooks and their parameters."""
+
+import argparse
+import ast
+import importlib
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from qa_lib.__main__ import VERBS
+from qa_lib.variants import SCALES, find_family, find_scale, find_variant
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def commands():
+    """Every command line in README's shell blocks and in its inline code."""
+    lines = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines()]
+    lines += re.findall(r"`((?:make|python -m|papermill|pip) [^`\n]+)`", README)
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def test_the_readme_has_commands_of_every_kind():
+    found = commands()
+    assert len(found) >= 8
+    assert {words[0] for words in found} == {"make", "python", "papermill", "pip"}
+    assert {words[3] for words in found if words[0] == "python"} == set(VERBS)
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_a_command_of_the_readme_is_one_that_exists(words):
+    {"make": make, "python": python, "papermill": papermill, "pip": pip}[words[0]](words)
+
+
+def make(words):
+    done = subprocess.run([words[0], "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def python(words):
+    assert words[1:3] == ["-m", "qa_lib"]
+    module = importlib.import_module(VERBS[words[3]][0])
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    args = vars(parser.parse_args(words[4:]))
+    if args.get("scale"):
+        find_scale(args["scale"])
+    if args.get("family"):
+        find_family(args["family"])
+    if words[3] in ("run", "sweep"):
+        for name in filter(None, [args.get("variant"), *(args.get("variants") or "").split(",")]):
+            find_variant(name)
+
+
+def papermill(words):
+    notebook, _, *rest = words[1:]
+    cells = nbformat.read(ROOT / notebook, as_version=4).cells
+    (source,) = [cell.source for cell in cells if "parameters" in cell.metadata.get("tags", [])]
+    known = {line.targets[0].id for line in ast.parse(source).body}
+    assert rest[::3] == ["-p"] * (len(rest) // 3)
+    assert set(rest[1::3]) <= known
+
+
+def pip(words):
+    assert words[:3] == ["pip", "install", "-r"]
+    assert (ROOT / words[3]).is_file()
+
+
+def test_the_readme_names_every_scale_and_every_notebook():
+    for name in SCALES:
+        assert f"| `{name}` |" in README
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        assert f"`{path.stem}`" in README
+
+
+def test_links_and_pictures_of_the_readme_are_there():
+    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", README)
+    assert [target for target in targets if not (ROOT / target).exists()] == []
