@@ -22,9 +22,9 @@ from matplotlib.transforms import Bbox
 from PIL import Image
 
 from qa_lib import findings, tables
-from qa_lib.findings import LADDER, PEER
+from qa_lib.findings import LADDER, PEERS
 from qa_lib.tables import BASELINE, NotMeasured, ReportError, factor, number
-from qa_lib.variants import FAMILIES
+from qa_lib.variants import FAMILIES, VARIANTS
 
 WIDTH = 9.0  # inches: 900 px at 100 dpi, the width of a README
 DPI = 150
@@ -32,9 +32,9 @@ _COLORBLIND = sns.color_palette("colorblind")  # safe for the common colour-visi
 GREY = "0.6"
 # A family that is not here, of a record by another version, is a grey cross.
 COLORS = defaultdict(
-    lambda: GREY, {family: _COLORBLIND[index] for family, index in zip("ABCD", (0, 1, 2, 4), strict=True)}
+    lambda: GREY, {family: _COLORBLIND[index] for family, index in zip("ABCDE", (0, 1, 2, 4, 3), strict=True)}
 )
-MARKERS = defaultdict(lambda: "X", zip("ABCD", "os^D", strict=True))
+MARKERS = defaultdict(lambda: "X", zip("ABCDE", "os^DP", strict=True))
 # Labels are tried at these offsets from their point, in points, nearest first; the first NEAR need no line to it.
 _AROUND = ((8, 0), (-8, 0), (6, 9), (6, -9), (-6, 9), (-6, -9))
 OFFSETS = [(x * r, y * r) for r in (1, 2, 3, 4.5, 6) for x, y in _AROUND]
@@ -72,19 +72,20 @@ def show(figure_of: Callable[[pd.DataFrame], Figure], runs: pd.DataFrame):
 
 @style()
 def fig_ladder(runs: pd.DataFrame) -> Figure:
-    """Training speed rung by rung, from A1 to A4, each with its factor to the rung before and to A1; A0 beside."""
+    """Training speed rung by rung, each with its factor to A1 and to the row it changes; the Trainer beside."""
     lines = _lines(runs)
     title = findings.speed_finding(lines)
-    figure, panels = _panels(runs, lines[lines["variant"].isin([PEER, *LADDER])], title, lambda part: 0.52 * len(part))
+    figure, panels = _panels(
+        runs, lines[lines["variant"].isin([*PEERS, *LADDER])], title, lambda part: 0.52 * len(part)
+    )
     ends = pd.concat([part["features_per_s"] + part["features_per_s±"].fillna(0) for _, part in panels])
     for axis, part in panels:
-        rows = part.set_index("variant").reindex([name for name in (PEER, *LADDER) if name in set(part["variant"])])
+        rows = part.set_index("variant").reindex([name for name in (*PEERS, *LADDER) if name in set(part["variant"])])
         rows["label"] = [f"{name}   {_wrapped(text)}" for name, text in rows["change"].items()]
-        colors = {line["label"]: GREY if name == PEER else COLORS["A"] for name, line in rows.iterrows()}
+        colors = {line["label"]: GREY if name in PEERS else COLORS[line["family"]] for name, line in rows.iterrows()}
         sns.barplot(
             rows, x="features_per_s", y="label", hue="label", palette=colors, saturation=1, errorbar=None, ax=axis
         )
-        before = None
         for height, (name, line) in enumerate(rows.iterrows()):
             speed, half = line["features_per_s"], line["features_per_s±"]
             if pd.isna(speed):
@@ -93,10 +94,9 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
             said = f"{number(speed)}/s"
             if name != BASELINE:
                 said += f"   {factor(line['ratio'])} vs {BASELINE}"
-            if name in LADDER:
-                if before not in (None, BASELINE):
-                    said += f"   {factor(speed / rows.loc[before, 'features_per_s'])} vs {before}"
-                before = name
+            parent = VARIANTS[name].parent
+            if parent != BASELINE and parent in rows.index and pd.notna(rows.loc[parent, "features_per_s"]):
+                said += f"   {factor(speed / rows.loc[parent, 'features_per_s'])} vs {parent}"
             if pd.notna(half):
                 axis.errorbar(speed, height, xerr=half, color="black", capsize=3, linewidth=1)
             _say(axis, speed + (0 if pd.isna(half) else half), height, said)
@@ -196,6 +196,8 @@ def _panels(runs, lines, title, height, one=False):
     figure = Figure(figsize=(WIDTH, sum(heights) + 0.75 * len(parts) + 1.0), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(parts), squeeze=False, height_ratios=heights)[:, 0]
+    if runs["group"].iloc[0].startswith("cpu-"):
+        title = f"On a CPU: {title}"
     wrapped = "\n".join(textwrap.fill(line, 90) for line in title.split("\n"))
     figure.suptitle(wrapped, x=0.01, ha="left", fontsize=12, fontweight="bold")
     note = textwrap.fill(findings.caption(runs, lines), 148)

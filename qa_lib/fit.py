@@ -61,6 +61,8 @@ def fit(
     """
     run_dir = Path(runs) / spec.run_path
     with record.lock(run_dir):
+        if spec.scale.threads:
+            torch.set_num_threads(spec.scale.threads)
         entry = record.new_record(spec, measure.environment())
         record.write_record(run_dir, entry)
         if spec.skip:
@@ -70,7 +72,8 @@ def fit(
             _fill(entry, spec, run_dir, data, model, say)
         except (Exception, KeyboardInterrupt) as problem:
             out = _out_of_memory(problem)
-            error = {"kind": type(problem).__name__, "message": str(problem).split("\n")[0]}
+            message = "stopped by the user" if isinstance(problem, KeyboardInterrupt) else str(problem).split("\n")[0]
+            error = {"kind": type(problem).__name__, "message": message}
             entry = record.finish(run_dir, entry, "oom" if out else "error", error | {"step": _last_step(run_dir)})
             if not out:
                 raise
@@ -172,5 +175,8 @@ def main(args: argparse.Namespace) -> int:
     """Run one row here, whatever its record says, and print the record."""
     (spec,) = plan([args.variant], args.scale, [args.seed], args.data, args.model, args.micro_batch)
     entry = fit(spec, args.runs)
-    print(json.dumps(entry, indent=1))
+    speed, f1 = entry["speed"]["features_per_s"], entry["quality"]["f1"]
+    figures = [f"{speed:.1f} features/s"] * (speed is not None) + [f"F1 {f1:.2f}"] * (f1 is not None)
+    print(", ".join([f"{spec.variant}: {entry['status']}", *figures]))
+    print(args.runs / spec.run_path / "record.json")
     return 0

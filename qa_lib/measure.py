@@ -60,6 +60,7 @@ def environment() -> dict:
         "sm": gpu.major * 10 + gpu.minor if gpu else None,
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
         "ram_mib": round(psutil.virtual_memory().total / MIB),
     }
 

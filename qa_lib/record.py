@@ -105,7 +105,7 @@ def new_record(spec: Spec, env: dict) -> dict:
 
 
 def code_version() -> dict:
-    """{commit, dirty} of the checkout this package lies in; nulls outside one."""
+    """{commit, dirty} of the checkout this package lies in; outside one, the commit that $QA_LIB_COMMIT names."""
 
     def git(*words: str) -> str:
         return subprocess.run(
@@ -119,7 +119,7 @@ def code_version() -> dict:
             "dirty": bool(git("status", "--porcelain", "--", ":/qa_lib", ":/notebooks", ":/requirements.txt")),
         }
     except (OSError, subprocess.SubprocessError):
-        return {"commit": None, "dirty": None}
+        return {"commit": os.environ.get("QA_LIB_COMMIT"), "dirty": None}
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -20,7 +20,18 @@ EXAMPLE = "example: python -m qa_lib report --runs runs --figures figures"
 README = Path("README.md")
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 FIRST_GROUP = "h200-bench"  # what the README shows if it is there
-README_COLUMNS = ("row", "what it changes", "micro-batch", "features/s", "× A1", "peak MiB", "F1", "ΔF1 vs A1", "note")
+README_COLUMNS = (
+    "row",
+    "what it changes",
+    "micro-batch",
+    "features/s",
+    "× A1",
+    "MFU",
+    "peak MiB",
+    "F1",
+    "ΔF1 vs A1",
+    "note",
+)
 _CODE = [Path(__file__).with_name(f"{name}.py") for name in ("report", "tables", "findings", "figures")]
 
 

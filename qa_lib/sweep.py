@@ -17,14 +17,13 @@ import time
 from collections import deque
 from pathlib import Path
 
-import nbformat
 import psutil
 from tqdm import tqdm
 
 from qa_lib import record
 from qa_lib.data import UserError
 from qa_lib.plan import add_source_arguments, plan
-from qa_lib.variants import FAMILIES, VARIANTS, Machine, Spec, find_family, find_variant
+from qa_lib.variants import FAMILIES, VARIANTS, Machine, Spec, find_family, find_scale, find_variant
 
 ROOT = Path(__file__).resolve().parent.parent
 POLL_S = 0.2
@@ -57,13 +56,14 @@ def notebook_of(variant: str) -> Path:
 def check_notebook(path: Path, parameters: dict) -> None:
     """Refuse a notebook that would not take the parameters: papermill would run its defaults without a word."""
     try:
-        cells = nbformat.read(ROOT / path, as_version=4).cells
-    except Exception as problem:
+        cells = json.loads((ROOT / path).read_text(encoding="utf-8"))["cells"]
+        tagged = [cell for cell in cells if "parameters" in cell["metadata"].get("tags", [])]
+        sources = ["".join(cell["source"]) for cell in tagged]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise NotebookError(f"{path}: not a readable notebook ({problem})") from problem
-    tagged = [cell for cell in cells if "parameters" in cell.metadata.get("tags", [])]
     if len(tagged) != 1:
         raise NotebookError(f"{path}: {len(tagged)} cells are tagged 'parameters', and exactly one must be")
-    names = {node.id for node in ast.walk(ast.parse(tagged[0].source)) if isinstance(node, ast.Name)}
+    names = {node.id for node in ast.walk(ast.parse(sources[0])) if isinstance(node, ast.Name)}
     if absent := sorted(set(parameters) - names):
         raise NotebookError(f"{path}: its parameters cell does not set {', '.join(absent)}")
 
@@ -82,6 +82,8 @@ class Job:
             # -r keeps a text a text: a model folder named 1e3 must not become a number.
             command += ["-r" if isinstance(value, str) else "-p", name, str(value)]
         environment = os.environ | QUIET | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)})
+        if spec.scale.threads:
+            environment["OMP_NUM_THREADS"] = str(spec.scale.threads)
         with open(self.dir / "log.txt", "w") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
@@ -187,7 +189,7 @@ def sweep(
     """
     for notebook, parameters in {notebook_of(s.variant): notebook_parameters(s, runs) for s in specs}.items():
         check_notebook(notebook, parameters)
-    slots: list[int | None] = list(gpus) if gpus else [None]
+    free: list[int | None] = list(gpus) if gpus else [None] * side_by_side(specs)
     again = {"oom": {"oom"}, "": set()}[retry]
     queue = deque(s for s in specs if force or not is_finished(s, runs, again))
     active: list[Job] = []
@@ -205,13 +207,13 @@ def sweep(
         with bar:
             while queue or active:
                 for _ in range(len(queue)):
-                    if len(active) == len(slots):
+                    if not free:
                         break
                     spec = queue.popleft()
-                    gpu = next(slot for slot in slots if slot not in [job.gpu for job in active])
-                    outcome = _start(spec, runs, env, gpu, force, again)
+                    outcome = _start(spec, runs, env, free[-1], force, again)
                     if isinstance(outcome, Job):
                         active.append(outcome)
+                        free.pop()
                     elif outcome:
                         finished(spec, outcome)
                     else:
@@ -225,6 +227,7 @@ def sweep(
                     limit = f"over its time limit of {job.spec.scale.time_limit_s} s" if late else None
                     entry = job.settle(limit)
                     active.remove(job)
+                    free.append(job.gpu)
                     if entry:
                         finished(job.spec, entry)
                     else:
@@ -237,6 +240,12 @@ def sweep(
             job.settle("the sweep was stopped")
         raise
     return [record.read_record(runs / spec.run_path) for spec in specs]
+
+
+def side_by_side(specs: list[Spec]) -> int:
+    """How many runs at a time: one, but on a CPU as many as the cores allow where a run takes few of them."""
+    threads = {spec.scale.threads for spec in specs if spec.hardware == "cpu"}
+    return max(1, min(8, (os.cpu_count() or 1) // max(threads))) if threads and None not in threads else 1
 
 
 def _start(spec: Spec, runs: Path, env: dict, gpu: int | None, force: bool, again: set[str]) -> Job | dict | None:
@@ -305,10 +314,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Plan and run a sweep; exit code 1 when a run failed."""
-    names = args.variants.split(",") if args.variants else find_family(args.family) if args.family else list(VARIANTS)
+    asked = [name.strip() for name in (args.variants or "").split(",") if name.strip()]
+    names = asked or (find_family(args.family) if args.family else list(VARIANTS))
     for name in names:
         find_variant(name)
+    find_scale(args.scale)
     machine, env = probe()
+    if absent := [gpu for gpu in args.gpus or [] if not 0 <= gpu < machine.gpus]:
+        raise UserError(f"--gpus {absent[0]}: this machine has {machine.gpus} GPUs")
     specs = plan(names, args.scale, args.seeds, args.data, args.model, args.micro_batch, machine)
     if args.plan:
         again = {args.retry} - {""}

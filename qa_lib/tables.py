@@ -25,6 +25,7 @@ MEASURES = {  # name in `lines` -> value of a record
     "step_ms": "time.step_ms.median",
     "step_p10_ms": "time.step_ms.p10",
     "step_p90_ms": "time.step_ms.p90",
+    "mfu": "speed.mfu",
     "peak_mib": "memory.peak_alloc_mib",
     "exact": "quality.exact",
     "f1": "quality.f1",
@@ -112,6 +113,7 @@ def summarise(runs: pd.DataFrame) -> pd.DataFrame:
                 "note": _note(rows[variant]),
                 "n": len(row),
                 "ratio": means["features_per_s"] / base["features_per_s"].mean(),
+                "break_even": _break_even(means, base.mean()),
                 "delta_f1": means["f1"] - base["f1"].mean(),
                 "delta_f1±": interval(row["f1"] - base["f1"]) if paired else math.nan,
             }
@@ -136,6 +138,14 @@ def _measured(row: pd.DataFrame) -> pd.DataFrame:
     values = pd.DataFrame({name: row[column].astype(float) for name, column in MEASURES.items()})
     values.loc[row["time.resumed_from_step"].notna(), WHOLE_RUN] = math.nan
     return values
+
+
+def _break_even(row: pd.Series, base: pd.Series) -> float:
+    """Optimizer steps after which a row has made up for its compilation against the baseline; inf if it never does."""
+    if pd.isna(row["compile_s"]):
+        return math.nan
+    saved = (base["step_ms"] - row["step_ms"]) / 1e3
+    return row["compile_s"] / saved if saved > 0 else math.inf
 
 
 def _status(row: pd.DataFrame) -> str:
@@ -209,12 +219,14 @@ COLUMNS = {  # heading -> text of one of `lines`
     "features/s": lambda line: number(line["features_per_s"], line["features_per_s±"]),
     "× A1": lambda line: number(line["ratio"]),
     "step ms [p10–p90]": _step,
+    "MFU": lambda line: share(line["mfu"]) if pd.notna(line["mfu"]) else MISSING,
     "peak MiB": lambda line: number(line["peak_mib"]),
     "exact": lambda line: points(line["exact"], line["exact±"]),
     "F1": lambda line: points(line["f1"], line["f1±"]),
     "ΔF1 vs A1": lambda line: points(line["delta_f1"], line["delta_f1±"], "+"),
     "trainable": lambda line: count(line["trainable"]),
     "compile s": lambda line: number(line["compile_s"]),
+    "break-even step": lambda line: "never" if line["break_even"] == math.inf else number(line["break_even"]),
     "wall s": lambda line: number(line["wall_s"]),
     "note": lambda line: line["note"] or MISSING,
 }

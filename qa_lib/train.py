@@ -19,8 +19,12 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def learning_rate(spec: Spec, step: int, steps: int) -> float:
-    """Linear warm-up from 0, then linear decay to 0, for a step counted from 0; the recipe's factor included."""
-    peak = spec.scale.learning_rate * RECIPES[spec.settings.trainable].lr_factor
+    """Linear warm-up from 0, then linear decay to 0, for a step counted from 0; the recipe's factor included.
+
+    The factor is for pretrained weights; the tiny model's own rate, from scratch, is high as it is.
+    """
+    factor = 1.0 if spec.model_source == "tiny" else RECIPES[spec.settings.trainable].lr_factor
+    peak = spec.scale.learning_rate * factor
     warmup = int(spec.scale.warmup * steps)
     if step < warmup:
         return peak * (step + 1) / warmup

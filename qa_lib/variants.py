@@ -197,14 +197,22 @@ VARIANTS = {
             "Weights, gradients and residual stream in bf16 over fp32 masters: no casts, and half the bytes.",
         ),
         Variant(
-            "E6", "E5", {"projections": "fused"}, "Query, key and value in one product: wider tiles, fewer kernels."
+            "E-best",
+            "E5",
+            {"projections": "fused"},
+            "The recommended stack. Query, key and value in one product: wider tiles, fewer kernels.",
         ),
         Variant("EC1", "E1", {"optimizer": "adamw8bit"}, "Packed rows with 8-bit moments: towards the least memory."),
         Variant(
             "EC2", "EC1", {"checkpointing": True}, "The leanest full fine-tune: packed, 8-bit moments, recomputed."
         ),
         Variant("EB1-lean", "EC2", {"trainable": "lora-all"}, "The leanest row of all: LoRA on top of that."),
-        Variant("EB1", "E5", {"trainable": "lora-qv"}, "Does LoRA still pay once the step is fused and captured?"),
+        Variant(
+            "EB1",
+            "E5",
+            {"trainable": "lora-qv"},
+            "Does LoRA still pay once the step is fused and captured?",
+        ),
         Variant("EB1-all", "E5", {"trainable": "lora-all"}, "And LoRA on every linear layer?"),
         Variant("EB2", "E5", {"trainable": "biases"}, "And biases alone?"),
         Variant(
@@ -233,12 +241,13 @@ class Scale:
     quality: bool  # evaluate, and keep the model; without it random initialisation will do
     checkpoint_every: int  # optimizer steps; 0: never
     time_limit_s: int
+    threads: int | None = None  # of a run on a CPU; None: all of them
 
 
 SCALES = {
     scale.name: scale
     for scale in [
-        Scale("smoke", "tiny", "synthetic:1600", 96, 32, 16, 4e-3, 0.1, 400, None, 30, True, 100, 300),
+        Scale("smoke", "tiny", "synthetic:1600", 96, 32, 16, 4e-3, 0.1, 400, None, 30, True, 100, 300, 1),
         Scale("bench", "bert-base-uncased", "squad_v2", 384, 128, 32, 3e-5, 0.1, 600, None, 100, False, 0, 3600),
         Scale("full", "bert-base-uncased", "squad_v2", 384, 128, 32, 3e-5, 0.1, None, 3, 100, True, 500, 6 * 3600),
         Scale("local", "", "", 384, 128, 32, 3e-5, 0.1, None, 3, 100, True, 500, 6 * 3600),
@@ -404,10 +413,12 @@ def resolve(
     SpecError where the micro-batch does not divide the scale's effective batch.
     """
     row, size = find_variant(variant), find_scale(scale)
+    if seed < 0:
+        raise SpecError(f"seed {seed} is negative")
     asked = row.settings
     if micro_batch:
         asked = dataclasses.replace(asked, micro_batch=micro_batch)
-    if size.effective_batch % asked.micro_batch:
+    if asked.micro_batch < 1 or size.effective_batch % asked.micro_batch:
         raise SpecError(
             f"micro-batch {asked.micro_batch} does not divide the effective batch {size.effective_batch} "
             f"of scale {scale!r}"
@@ -474,5 +485,5 @@ def main(args: argparse.Namespace) -> int:
         return 0
     for row in VARIANTS.values():
         change = ", ".join(f"{key} = {value}" for key, value in row.change.items()) or "baseline"
-        print(f"{row.name:14}{row.parent or '-':7}{change:32}{row.why}")
+        print(f"{row.name:14}{row.parent or '-':9}{change:32}{row.why}")
     return 0

@@ -17,7 +17,13 @@ from qa_lib.plan import plan
 
 STEPS = 40
 variants.SCALES["test"] = dataclasses.replace(
-    variants.SCALES["smoke"], name="test", data="synthetic:80", steps=STEPS, measure_from=5, checkpoint_every=10
+    variants.SCALES["smoke"],
+    name="test",
+    threads=None,
+    data="synthetic:80",
+    steps=STEPS,
+    measure_from=5,
+    checkpoint_every=10,
 )
 
 PARAMETERS = 'variant = "A1"\nscale = "test"\nseed = 0\ndata = ""\nmodel = ""\nmicro_batch = 0\nruns = "runs"'
