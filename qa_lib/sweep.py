@@ -118,6 +118,7 @@ class Job:
         another process works on it."""
         try:
             with record.lock(self.dir):
+                scrub(self.dir)
                 return self._judge(reason)
         except record.RunTaken:
             return None
@@ -137,6 +138,18 @@ class Job:
             return record.finish(self.dir, entry, "error", {"kind": "IncompleteRun", "message": fault})
         record.write_record(self.dir, entry)
         return entry
+
+
+def scrub(run_dir: Path) -> None:
+    """Take this machine's folders out of a run's notebook and log, where warnings and tracebacks have put them."""
+    places = {str(ROOT): ".", sys.prefix: "<python>", sys.base_prefix: "<python>", str(Path.home()): "~"}
+    for path in (run_dir / "notebook.ipynb", run_dir / "log.txt"):
+        if path.exists():
+            text = clean = path.read_text(encoding="utf-8", errors="replace")
+            for place, name in sorted(places.items(), key=lambda item: -len(item[0])):
+                clean = clean.replace(place + "/", name + "/") if len(place) > 1 else clean
+            if clean != text:
+                record.write_atomically(path, clean)
 
 
 def _fault(entry: dict, spec: Spec) -> str | None:

@@ -6,6 +6,7 @@ import importlib
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
@@ -81,3 +82,9 @@ def test_the_readme_names_every_scale_and_every_notebook():
 def test_links_and_pictures_of_the_readme_are_there():
     targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", README)
     assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
+def test_the_results_in_the_readme_and_the_figures_are_those_of_the_committed_records():
+    command = [sys.executable, "-m", "qa_lib", "report", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
