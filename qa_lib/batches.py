@@ -6,6 +6,7 @@ import torch
 from qa_lib.data import UserError
 from qa_lib.variants import Spec
 
+ROUND = 32  # padded lengths are multiples of this: a GPU prepares its attention anew for each length it meets
 BUCKET = 50  # micro-batches that are sorted by length together; more would make the order less random
 
 
@@ -52,11 +53,11 @@ class Batches:
         ]
 
     def padded_length(self, indices: np.ndarray) -> int:
-        """Tokens in each row of this micro-batch: the limit, or the longest rounded up to 8 (tensor cores want it)."""
+        """Tokens in each row of this micro-batch: the limit, or the longest rounded up to one of few lengths."""
         limit = self.spec.scale.max_length
         if self.spec.settings.padding == "max":
             return limit
-        return min(limit, int(-(-self.features.lengths[indices].max() // 8) * 8))
+        return min(limit, int(-(-self.features.lengths[indices].max() // ROUND) * ROUND))
 
     def rows(self, micro_batches: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """What a step processes, in tokens: the lengths of its features, and of the rows that are computed."""

@@ -45,8 +45,9 @@ class Checkpoint:
         }
         temporary = self.path.with_suffix(".partial")
         try:
-            # A copy each, since optimizers may let several states share storage, which safetensors refuses.
-            tensors = {name: t.clone().contiguous() for name, t in tensors.items()}
+            # A copy each, since optimizers may let several states share storage, which safetensors refuses; on the
+            # host, since a copy on the GPU would count in the run's memory.
+            tensors = {name: t.to("cpu", copy=True).contiguous() for name, t in tensors.items()}
             safetensors.torch.save_file(tensors, temporary, {"state": json.dumps(metadata)})
             temporary.replace(self.path)
         except (OSError, safetensors.SafetensorError) as problem:
@@ -57,11 +58,14 @@ class Checkpoint:
         """Restore the state if this run left one; the number of steps already done, 0 without a checkpoint."""
         if not self.path.exists():
             return 0
-        with safe_open(self.path, "pt") as stored:
-            state = json.loads(stored.metadata()["state"])
-            if state["hash"] != self.hash:
-                return 0
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (not a dict)
+        try:
+            with safe_open(self.path, "pt") as stored:
+                state = json.loads(stored.metadata()["state"])
+                tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (not a dict)
+        except (safetensors.SafetensorError, OSError):
+            return 0  # torn by a power cut: begin anew
+        if state["hash"] != self.hash:
+            return 0
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:

@@ -90,7 +90,7 @@ def speed_finding(lines: pd.DataFrame) -> str:
         if peers.empty:
             return said
         best = peers.loc[peers["ratio"].idxmax()]
-        return f"{said}, transformers.Trainer at its best ({best['variant']}) {factor(best['ratio'])}"
+        return f"{said}, transformers.Trainer ({best['variant']}) {factor(best['ratio'])}"
 
     return _each_size(lines, sentence)
 

@@ -1,7 +1,6 @@
 """One run from spec to record: the function behind the notebooks, the command line and the sweep."""
 
 import argparse
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,10 +73,11 @@ def fit(
             out = _out_of_memory(problem)
             message = "stopped by the user" if isinstance(problem, KeyboardInterrupt) else str(problem).split("\n")[0]
             error = {"kind": type(problem).__name__, "message": message}
-            entry = record.finish(run_dir, entry, "oom" if out else "error", error | {"step": _last_step(run_dir)})
+            step = getattr(problem, "step", None)
+            entry = record.finish(run_dir, entry, "oom" if out else "error", error | {"step": step})
             if not out:
                 raise
-            say(f"{spec.variant}: out of memory after step {entry['error']['step']}")
+            say(f"{spec.variant}: out of memory " + ("before the first step" if step is None else f"in step {step}"))
             return entry
         return record.finish(run_dir, entry, "ok")
 
@@ -108,6 +108,9 @@ def _fill(entry: dict, spec: Spec, run_dir: Path, data: Data | None, model, say)
     entry["time"] |= clock | {"resumed_from_step": first or None, "steps": first + clock["steps"]}
     if spec.settings.compile == "none":
         entry["time"]["compile_s"] = None  # nothing was compiled: the slow first steps have other reasons
+    else:
+        hits = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]
+        entry["time"]["compile_cached"] = hits > 0  # an earlier run has paid a part of it
     entry["memory"] |= measure.memory(model, optimizer, device)
 
     if data.validation:
@@ -145,18 +148,16 @@ def evaluate(model: torch.nn.Module, data: Data, spec: Spec, device: torch.devic
     }
 
 
-def _out_of_memory(problem: BaseException) -> bool:
-    """PyTorch has a class for the GPU's memory, and only a message for the host's."""
-    return isinstance(problem, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(problem, RuntimeError) and "can't allocate memory" in str(problem)
+def _out_of_memory(problem: BaseException | None) -> bool:
+    """PyTorch has a class for the GPU's memory, and only a message for the host's. The end of a failed graph capture
+    raises an error of its own over it."""
+    if problem is None:
+        return False
+    return (
+        isinstance(problem, torch.OutOfMemoryError | MemoryError)
+        or (isinstance(problem, RuntimeError) and "can't allocate memory" in str(problem))
+        or _out_of_memory(problem.__context__)
     )
-
-
-def _last_step(run_dir: Path) -> int | None:
-    """The last step that steps.jsonl knows of."""
-    path = run_dir / "steps.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return json.loads(lines[-1])["step"] if lines else None
 
 
 EXAMPLE = "example: python -m qa_lib run A3 --scale smoke --seed 0"

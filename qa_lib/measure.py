@@ -84,17 +84,18 @@ def _cpu_name() -> str | None:
 @functools.cache
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Measured TFLOP/s of one large square product on random data: the ceiling that MFU is a share of."""
-    size, repeats = (8192, 10) if device.type == "cuda" else (1024, 5)
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    times = []
-    for _ in range(repeats + 2):
+    size, products = (8192, 30) if device.type == "cuda" else (1024, 3)
+    a, b, out = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(3))
+    rates = []
+    for _ in range(4):  # the first is warm-up
         clock = Stopwatch(device)
-        a @ b
-        times.append(clock.seconds())
-    del a, b
+        for _ in range(products):
+            torch.matmul(a, b, out=out)
+        rates.append(2 * size**3 * products / clock.seconds() / 1e12)
+    del a, b, out
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return 2 * size**3 / float(np.median(times[2:])) / 1e12
+    return max(rates[1:])
 
 
 class Stopwatch:
@@ -131,11 +132,13 @@ def elapsed(lap) -> float:
 
 
 class Meter:
-    """Times every optimizer step and counts what it processed; steps before `measure_from` are warm-up."""
+    """Times every optimizer step and counts what it processed; the first `warm_up` of this process are not measured.
 
-    def __init__(self, device: torch.device, first_step: int, measure_from: int):
-        self.device = device
-        self.warm_up = max(0, measure_from - first_step)
+    The GPU's memory peak counts from step `peak_from` on, after which compilation allocates no more.
+    """
+
+    def __init__(self, device: torch.device, warm_up: int, peak_from: int = PEAK_FROM):
+        self.device, self.warm_up, self.peak_from = device, warm_up, peak_from
         self.laps, self.times, self.counts = [], [], []
         self.resume()
 
@@ -155,7 +158,7 @@ class Meter:
                 np.square(computed_lengths, dtype=np.int64).sum(),
             )
         )
-        if len(self.counts) == PEAK_FROM and self.device.type == "cuda":
+        if len(self.counts) == self.peak_from and self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
     def flush(self) -> list[float]:

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoTokenize
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
+from qa_lib.data import UserError
 from qa_lib.fuse import fuse_projections, split_projections
 from qa_lib.packing import attention_name
 from qa_lib.synthetic import TINY_CONFIG, vocabulary
@@ -30,7 +31,7 @@ def build_model(spec: Spec) -> torch.nn.Module:
     """The spec's model on the CPU in fp32, seeded, ready to train; not compiled yet.
 
     A folder with a config but no model.safetensors gives random weights where the scale measures no quality, and
-    FileNotFoundError where it does.
+    UserError where it does; so does a model that is no BERT.
     """
     torch.manual_seed(spec.seed)
     model = _pretrained(spec)
@@ -50,11 +51,13 @@ def _pretrained(spec: Spec) -> torch.nn.Module:
     if spec.model_source == "tiny":
         config = BertConfig(vocab_size=len(vocabulary()), **TINY_CONFIG)
         return AutoModelForQuestionAnswering.from_config(config, attn_implementation=attention)
+    config = AutoConfig.from_pretrained(spec.model_source, trust_remote_code=False)
+    if config.model_type != "bert":
+        raise UserError(f"{spec.model_source}: a model of type {config.model_type!r}; this lab trains BERT alone")
     folder = Path(spec.model_source)
     if folder.is_dir() and not (folder / "model.safetensors").exists():
         if spec.scale.quality:
-            raise FileNotFoundError(f"{folder} holds no model.safetensors, and scale {spec.scale.name} needs weights")
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            raise UserError(f"{folder} holds no model.safetensors, and scale {spec.scale.name} needs weights")
         return AutoModelForQuestionAnswering.from_config(config, attn_implementation=attention)
     return AutoModelForQuestionAnswering.from_pretrained(
         spec.model_source,
@@ -99,6 +102,7 @@ def _frozen_modules(model: torch.nn.Module, recipe: Recipe) -> tuple[str, ...]:
 
 def save_model(model: torch.nn.Module, tokenizer: Tokenizer, folder: Path) -> None:
     """A plain checkpoint that transformers loads: adapters merged, safetensors, tokenizer beside it."""
+    model.float()  # an adapter's change can be below the resolution of half-precision weights
     for name, module in list(model.named_modules()):
         if isinstance(module, LoraLayer):
             module.merge()

@@ -52,7 +52,8 @@ class PackedBatches(Batches):
 
     def _drawn(self, epoch: int) -> np.ndarray:
         order = super()._drawn(epoch)
-        windows = np.array_split(order, range(WINDOW, len(order), WINDOW))
+        # Windows of like size: a small one at the end could not be balanced, and would set the budget of all.
+        windows = np.array_split(order, max(1, len(order) // WINDOW))
         dealt = [deal(window.ravel(), self.features.lengths, self.size) for window in windows]
         return np.random.default_rng([self.spec.seed, epoch, 1]).permutation(np.concatenate(dealt))
 

@@ -26,7 +26,18 @@ TERMINAL = (*FINISHED, "error", "killed")
 
 _SECTIONS = {
     "error": ("kind", "message", "step"),
-    "time": ("started", "ended", "prepare_s", "compile_s", "train_s", "eval_s", "wall_s", "steps", "resumed_from_step"),
+    "time": (
+        "started",
+        "ended",
+        "prepare_s",
+        "compile_s",
+        "compile_cached",
+        "train_s",
+        "eval_s",
+        "wall_s",
+        "steps",
+        "resumed_from_step",
+    ),
     "speed": (
         "features_per_s",
         "tokens_per_s",
@@ -195,23 +206,15 @@ def _flat(value: dict, prefix: str = "") -> dict:
 
 
 @contextlib.contextmanager
-def lock(run_dir: Path):
-    """Hold the run's folder while working in it; RunTaken if another process does. Freed when the holder dies."""
+def lock(run_dir: Path, name: str = ".lock"):
+    """Hold the run's folder while working in it; RunTaken if another process does. Freed when the holder dies.
+
+    `.lock` is held by who writes the record; a driver holds `.driver.lock` from before its kernel starts to the end.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
-    with open(run_dir / ".lock", "w") as stream:
+    with open(run_dir / name, "w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunTaken(f"{run_dir}: another process is working on this run") from None
         yield
-
-
-def is_locked(run_dir: Path) -> bool:
-    """Whether some process works on the run at this moment."""
-    if not (run_dir / ".lock").exists():
-        return False
-    try:
-        with lock(run_dir):
-            return False
-    except RunTaken:
-        return True

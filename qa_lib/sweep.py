@@ -71,8 +71,8 @@ def check_notebook(path: Path, parameters: dict) -> None:
 class Job:
     """One run in a subprocess: started, watched, and judged by its record."""
 
-    def __init__(self, spec: Spec, runs: Path, gpu: int | None):
-        self.spec, self.gpu = spec, gpu
+    def __init__(self, spec: Spec, runs: Path, gpu: int | None, claim: contextlib.ExitStack):
+        self.spec, self.gpu, self.claim = spec, gpu, claim
         self.dir = runs / spec.run_path
         self.begin = time.monotonic()
         notebook, parameters = notebook_of(spec.variant), notebook_parameters(spec, runs)
@@ -117,7 +117,7 @@ class Job:
         """Judge the ended run and return its record; `reason` says why the driver ended it. None: not ours to judge,
         another process works on it."""
         try:
-            with record.lock(self.dir):
+            with self.claim, record.lock(self.dir):
                 scrub(self.dir)
                 return self._judge(reason)
         except record.RunTaken:
@@ -142,7 +142,13 @@ class Job:
 
 def scrub(run_dir: Path) -> None:
     """Take this machine's folders out of a run's notebook and log, where warnings and tracebacks have put them."""
-    places = {str(ROOT): ".", sys.prefix: "<python>", sys.base_prefix: "<python>", str(Path.home()): "~"}
+    places = {
+        str(ROOT): ".",
+        sys.prefix: "<python>",
+        sys.base_prefix: "<python>",
+        str(Path.home()): "~",
+        "/usr/local": "<system>",
+    }
     for path in (run_dir / "notebook.ipynb", run_dir / "log.txt"):
         if path.exists():
             text = clean = path.read_text(encoding="utf-8", errors="replace")
@@ -264,22 +270,24 @@ def side_by_side(specs: list[Spec]) -> int:
 def _start(spec: Spec, runs: Path, env: dict, gpu: int | None, force: bool, again: set[str]) -> Job | dict | None:
     """Begin a run: a Job; or a record if there is nothing to do; or None if another process has the run."""
     path = runs / spec.run_path
-    try:
-        with record.lock(path):
-            if not force and is_finished(spec, runs, again):  # another sweep may have just done it
-                return record.read_record(path)
-            if force:
-                for old in path.iterdir():
-                    if old.name != ".lock":
-                        shutil.rmtree(old) if old.is_dir() else old.unlink()
-            entry = record.new_record(spec, env)
-            if spec.skip:
-                return record.finish(path, entry, "skipped", {"kind": "skipped", "message": spec.skip})
-            # So that a kernel that dies before its first line leaves no older result standing.
-            record.write_record(path, entry)
-    except record.RunTaken:
-        return None
-    return Job(spec, runs, gpu)
+    with contextlib.ExitStack() as claim:
+        try:
+            claim.enter_context(record.lock(path, ".driver.lock"))
+            with record.lock(path):
+                if not force and is_finished(spec, runs, again):  # another sweep may have just done it
+                    return record.read_record(path)
+                if force:
+                    for old in path.iterdir():
+                        if not old.name.endswith(".lock"):
+                            shutil.rmtree(old) if old.is_dir() else old.unlink()
+                entry = record.new_record(spec, env)
+                if spec.skip:
+                    return record.finish(path, entry, "skipped", {"kind": "skipped", "message": spec.skip})
+                # So that a kernel that dies before its first line leaves no older result standing.
+                record.write_record(path, entry)
+        except record.RunTaken:
+            return None
+        return Job(spec, runs, gpu, claim.pop_all())
 
 
 def _show(bar: tqdm, done: int, active: list[Job]) -> None:

@@ -137,6 +137,8 @@ def _measured(row: pd.DataFrame) -> pd.DataFrame:
     row = row[row["status"] == "ok"].set_index("spec.seed")
     values = pd.DataFrame({name: row[column].astype(float) for name, column in MEASURES.items()})
     values.loc[row["time.resumed_from_step"].notna(), WHOLE_RUN] = math.nan
+    if "time.compile_cached" in row:  # what an earlier run has compiled is not this row's price
+        values.loc[row["time.compile_cached"].eq(True), "compile_s"] = math.nan
     return values
 
 

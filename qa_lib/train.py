@@ -8,7 +8,7 @@ from qa_lib.batches import Batches
 from qa_lib.checkpoint import Checkpoint
 from qa_lib.graph import GraphedStep
 from qa_lib.master import MasterAdamW
-from qa_lib.measure import Meter
+from qa_lib.measure import PEAK_FROM, Meter
 from qa_lib.packing import Packed
 from qa_lib.steplog import LOG_EVERY, StepLog
 from qa_lib.variants import RECIPES, Spec
@@ -86,7 +86,7 @@ def train(
     # bf16 has the range of fp32, so that only fp16 needs its loss scaled.
     scaler = torch.amp.GradScaler(device.type, init_scale=INITIAL_SCALE, enabled=settings.precision == "fp16")
     # The compiled callable shares the model's weights; evaluation goes on with the plain one. Where padding varies,
-    # shapes are symbolic from the start, so that a new length does not compile again.
+    # shapes are symbolic from the start, so that a new length compiles again at most where it fuses differently.
     forward = Packed(model, spec.scale.max_length) if settings.padding == "packed" else model
     if settings.compile != "none":
         forward = torch.compile(forward, backend=settings.compile, dynamic=settings.padding == "longest")
@@ -110,13 +110,19 @@ def train(
     checkpoint = Checkpoint(run_dir, spec, model, optimizer, scaler, device)
     begin = checkpoint.load()
     log = StepLog(run_dir, spec, steps, begin, device, scaler, say)
-    meter = Meter(device, begin, spec.scale.measure_from)
+    # The cudagraphs backend records its graphs in the first step; a replay allocates nothing that would be seen.
+    peak_from = 0 if settings.compile == "cudagraphs" else PEAK_FROM
+    meter = Meter(device, spec.scale.measure_from, peak_from)
 
     for step in range(begin, steps):
         rate = learning_rate(spec, step, steps)
         set_rate(optimizer, rate)
         micro_batches = batches.step(step)
-        loss = take_step([batches.collate(indices, device) for indices in micro_batches])
+        try:
+            loss = take_step([batches.collate(indices, device) for indices in micro_batches])
+        except BaseException as problem:
+            problem.step = step + 1  # for the record
+            raise
         meter.step(*batches.rows(micro_batches))
         log.add(loss, rate)
         done = step + 1

@@ -18,7 +18,7 @@ def train_with_trainer(
     model: torch.nn.Module, batches: Batches, spec: Spec, device: torch.device, run_dir: Path, say=print
 ) -> tuple[torch.optim.Optimizer, Meter, int]:
     """As train.train, but by transformers.Trainer: its own order, optimizer (fused AdamW) and schedule; no resume."""
-    meter = Meter(device, 0, spec.scale.measure_from)
+    meter = Meter(device, spec.scale.measure_from)
     log = StepLog(run_dir, spec, batches.steps, 0, device, torch.amp.GradScaler(enabled=False), say)
     arguments = TrainingArguments(
         output_dir=str(run_dir),
@@ -43,6 +43,7 @@ def train_with_trainer(
         disable_tqdm=True,
         report_to="none",
     )
+    arguments._n_gpu = 1  # with more in sight the Trainer would take them all, and multiply the batch
     lengths = batches.features.lengths
     numbers = Dataset.from_dict({"feature": range(len(lengths)), "length": lengths})
     trainer = _MeteredTrainer(model=model, args=arguments, train_dataset=numbers, data_collator=_Collator(batches))

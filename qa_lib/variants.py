@@ -214,9 +214,9 @@ VARIANTS = {
             "Does LoRA still pay once the step is fused and captured?",
         ),
         Variant("EB1-all", "E5", {"trainable": "lora-all"}, "And LoRA on every linear layer?"),
-        Variant("EB2", "E5", {"trainable": "biases"}, "And biases alone?"),
+        Variant("EB2", "E-best", {"trainable": "biases"}, "And biases alone?"),
         Variant(
-            "EB3", "E5", {"trainable": "freeze-bottom-10"}, "And freezing, which shortens the backward pass itself?"
+            "EB3", "E-best", {"trainable": "freeze-bottom-10"}, "And freezing, which shortens the backward pass itself?"
         ),
     ]
 }

@@ -7,6 +7,7 @@ import torch
 from transformers.models.bert import modeling_bert
 
 from qa_lib import trainer
+from qa_lib.data import UserError
 from qa_lib.model import build_model, build_tokenizer, save_model
 from qa_lib.plan import plan
 from qa_lib.variants import VARIANTS, Machine
@@ -233,5 +234,5 @@ def test_a_folder_without_weights_is_random_for_speed_and_refused_for_quality(tm
         return plan(["A2"], scale, data="synthetic:40", model=str(tmp_path / "bare"), machine=CPU)[0]
 
     assert build_model(spec("bench")).config.hidden_size == 64
-    with pytest.raises(FileNotFoundError, match=r"no model\.safetensors"):
+    with pytest.raises(UserError, match=r"no model\.safetensors"):
         build_model(spec("local"))

@@ -126,12 +126,10 @@ def test_a_lock_is_held_against_others_and_freed_by_death(tmp_path):
     """
     holder = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE)
     assert holder.stdout.readline() == b"held\n"
-    assert record.is_locked(tmp_path)
     with pytest.raises(record.RunTaken, match="another process"), record.lock(tmp_path):
         pass
     holder.kill()
     holder.wait()
-    assert not record.is_locked(tmp_path)
     with record.lock(tmp_path):
         pass
 
