@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import importlib
+import os
 import sys
 
 from qa_lib.data import UserError
@@ -44,6 +45,9 @@ def main(argv: list[str]) -> int:
     except (UserError, SpecError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever reads the output, `head` say, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("stopped; finished runs are kept", file=sys.stderr)
         return 130

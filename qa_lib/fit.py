@@ -176,8 +176,8 @@ def main(args: argparse.Namespace) -> int:
     """Run one row here, whatever its record says, and print the record."""
     (spec,) = plan([args.variant], args.scale, [args.seed], args.data, args.model, args.micro_batch)
     entry = fit(spec, args.runs)
-    speed, f1 = entry["speed"]["features_per_s"], entry["quality"]["f1"]
-    figures = [f"{speed:.1f} features/s"] * (speed is not None) + [f"F1 {f1:.2f}"] * (f1 is not None)
+    measured = {"features/s": entry["speed"]["features_per_s"], "F1": entry["quality"]["f1"]}
+    figures = [f"{name} {value:.2f}" for name, value in measured.items() if value is not None]
     print(", ".join([f"{spec.variant}: {entry['status']}", *figures]))
     print(args.runs / spec.run_path / "record.json")
     return 0

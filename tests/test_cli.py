@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,3 +81,15 @@ def test_how_a_verb_may_end(problem, code, message, monkeypatch, capsys):
     monkeypatch.setattr(variants, "main", fails)
     assert cli.main(["variants"]) == code
     assert capsys.readouterr().err == message
+
+
+def test_run_says_what_was_measured_and_no_more(monkeypatch, capsys):
+    from qa_lib import fit
+    from qa_lib.__main__ import main
+
+    entry = {"status": "ok", "speed": {"features_per_s": None}, "quality": {"f1": 81.5}}
+    monkeypatch.setattr(fit, "fit", lambda spec, runs: entry)
+    assert main(["run", "A1", "--scale", "smoke"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "A1: ok, F1 81.50"
+    assert re.fullmatch(r"runs/[a-z0-9-]+/A1-s0-[0-9a-f]{6}/record\.json", second)

@@ -12,7 +12,7 @@ from qa_lib.features import build_features
 from qa_lib.model import build_model, build_tokenizer
 from qa_lib.packing import PackedBatches
 from qa_lib.plan import plan
-from qa_lib.steplog import NonFiniteLoss
+from qa_lib.steplog import NonFiniteLoss, StepLog
 from qa_lib.train import build_optimizer, learning_rate, train
 from qa_lib.variants import Machine
 
@@ -249,3 +249,28 @@ def test_step_cost_is_the_usual_formula_and_less_where_less_trains():
     assert recomputing.flops(tokens, squares, recompute=True) == pytest.approx(
         expected + 2 * tokens * 2 * layer + 4 * 2 * 64 * squares
     )
+
+
+class Scaler:
+    """A GradScaler as far as the log asks it."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    def is_enabled(self):
+        return True
+
+    def get_scale(self):
+        return self.scale
+
+
+def test_an_overflow_is_excused_while_the_scaler_can_still_back_off(tmp_path):
+    def write(losses, scale):
+        log = StepLog(tmp_path, spec_of("A1"), 20, 0, DEVICE, Scaler(scale), quiet)
+        for loss in losses:
+            log.add(torch.tensor(loss), 1e-3)
+        log.write([0.01] * len(losses))
+
+    write([1.0, float("inf"), 1.0], scale=2.0**15)
+    with pytest.raises(NonFiniteLoss, match="inf at step 2"):
+        write([1.0, float("inf"), 1.0], scale=1.0)
