@@ -7,6 +7,7 @@ compile and to capture, and hardly any padding. Attention runs within segments (
 
 import numpy as np
 import torch
+from torch import library
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -132,7 +133,7 @@ def efficient(query, key, value, cu_seqlens, max_seqlen, dropout, scale):
 
 # Inductor cannot trace this op's backward in torch 2.11 ("multiple values for argument 'scale'"), so that it is wrapped
 # as one that the compiler does not look into.
-@torch.library.custom_op("qa_lib::efficient_attention", mutates_args=())
+@library.custom_op("qa_lib::efficient_attention", mutates_args=())
 def _efficient(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -157,7 +158,7 @@ def _(query, key, value, cu_seqlens, max_seqlen, dropout, scale):
     return torch.empty_like(query, memory_format=torch.contiguous_format), logsumexp, random, random.clone()
 
 
-@torch.library.custom_op("qa_lib::efficient_attention_backward", mutates_args=())
+@library.custom_op("qa_lib::efficient_attention_backward", mutates_args=())
 def _efficient_backward(
     grad: torch.Tensor,
     query: torch.Tensor,
