@@ -21,7 +21,9 @@ LADDER = (
     "E3",
     "E4",
     "E5",
+    "E6",
     "E-best",
+    "E-fp8",
 )  # each but E1 changes the rung before
 CPU_CAVEAT = "CPU speeds prove the plumbing only and say nothing about GPUs"
 

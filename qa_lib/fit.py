@@ -86,6 +86,8 @@ def _fill(entry: dict, spec: Spec, run_dir: Path, data: Data | None, model, say)
     """Do the run's work and put what it measured into `entry`."""
     begin = time.perf_counter()
     device = measure.device()
+    if spec.scale.limit_gib and device.type == "cuda":
+        measure.limit_memory(spec.scale.limit_gib)
     data = data or load_data(spec)
     model = model or build_model(spec)
     batches = (PackedBatches if spec.settings.padding == "packed" else Batches)(data.features, spec)

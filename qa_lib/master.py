@@ -8,11 +8,13 @@ class MasterAdamW(torch.optim.Optimizer):
 
     Small steps would be lost in bf16's 8 bits of mantissa; the master keeps them, and the parameter is its rounding.
     All arithmetic is compiled into few kernels that read gradient, master and moments once. Nothing waits for the
-    device: rate and step count are tensors on it.
+    device: rate and step count are tensors on it. Gradients are taken as if clipped to the norm `max_norm`, which
+    saves clip_grad_norm_ its pass over them.
     """
 
-    def __init__(self, parameters, lr: torch.Tensor, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8):
+    def __init__(self, parameters, lr: torch.Tensor, max_norm: float, betas=(0.9, 0.999), eps: float = 1e-8):
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps})
+        self.max_norm = max_norm
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = {
@@ -25,18 +27,21 @@ class MasterAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None) -> None:
         """One update of every parameter that has a gradient."""
+        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norms = torch._foreach_norm([p.grad for p in every], 2, dtype=torch.float32)
+        share = (self.max_norm / (torch.stack(norms).norm() + 1e-6)).clamp(max=1.0)  # as in clip_grad_norm_
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             states = [self.state[p] for p in parameters]
             columns = [[state[name] for state in states] for name in ("master", "exp_avg", "exp_avg_sq", "step")]
             gradients = [p.grad for p in parameters]
-            _update(parameters, gradients, *columns, group["lr"], *group["betas"], group["eps"])
+            _update(parameters, gradients, *columns, share, group["lr"], *group["betas"], group["eps"])
 
 
 @torch.compile(dynamic=False)
-def _update(parameters, gradients, masters, means, squares, steps, lr, beta1, beta2, eps) -> None:
+def _update(parameters, gradients, masters, means, squares, steps, share, lr, beta1, beta2, eps) -> None:
     torch._foreach_add_(steps, 1)
-    gradients = [g.float() for g in gradients]
+    gradients = [g.float() * share for g in gradients]
     torch._foreach_lerp_(means, gradients, 1 - beta1)
     torch._foreach_mul_(squares, beta2)
     torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)

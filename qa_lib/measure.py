@@ -25,6 +25,11 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def limit_memory(gib: float) -> None:
+    """Let this process allocate so much of the GPU's memory and no more; what exceeds it ends as out of memory."""
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / torch.cuda.get_device_properties(0).total_memory))
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -138,7 +143,7 @@ class Meter:
     """
 
     def __init__(self, device: torch.device, warm_up: int, peak_from: int = PEAK_FROM):
-        self.device, self.warm_up, self.peak_from = device, warm_up, peak_from
+        self.device, self.warm_up, self.peak_from = device, warm_up, min(peak_from, warm_up)
         self.laps, self.times, self.counts = [], [], []
         self.resume()
 

@@ -12,6 +12,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
 from qa_lib.data import UserError
+from qa_lib.dropout import use_hash_dropout
+from qa_lib.fp8 import use_float8
 from qa_lib.fuse import fuse_projections, split_projections
 from qa_lib.packing import attention_name
 from qa_lib.synthetic import TINY_CONFIG, vocabulary
@@ -41,6 +43,10 @@ def build_model(spec: Spec) -> torch.nn.Module:
         enable({"use_reentrant": False})
     if spec.settings.projections == "fused":
         fuse_projections(model)
+    if spec.settings.dropout == "hash":
+        use_hash_dropout(model)
+    if spec.settings.feed_forward == "fp8":
+        use_float8(model)
     return apply_recipe(model, RECIPES[spec.settings.trainable])
 
 

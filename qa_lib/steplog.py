@@ -1,6 +1,7 @@
 """steps.jsonl: what a run says of itself while it runs."""
 
 import json
+import time
 from pathlib import Path
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from qa_lib.record import RecordError
 from qa_lib.variants import Spec
 
-LOG_EVERY = 10  # steps between two looks at the loss; each look waits for the device
+LOOK_EVERY_S = 1.0  # seconds between two looks at the loss; each look waits for the device
 
 
 class NonFiniteLoss(RuntimeError):
@@ -24,7 +25,7 @@ class StepLog:
 
     def __init__(self, run_dir: Path, spec: Spec, steps: int, begin: int, device: torch.device, scaler, say):
         self.path, self.steps, self.written, self.scaler, self.say = run_dir / "steps.jsonl", steps, begin, scaler, say
-        self.pending = []
+        self.pending, self.said, self.looked = [], begin, time.monotonic()
         self.label = f"{spec.variant} seed {spec.seed}"
         earlier = self.path.read_text().splitlines(keepends=True)[:begin] if begin and self.path.exists() else []
         self._append("".join(earlier), mode="w")
@@ -32,6 +33,11 @@ class StepLog:
     def add(self, loss: torch.Tensor, rate: float) -> None:
         """Note a step's mean loss (a scalar on the device, not read yet) and its learning rate."""
         self.pending.append((loss, rate))
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for `write`; the last step is for the caller to know."""
+        return time.monotonic() - self.looked >= LOOK_EVERY_S
 
     def write(self, seconds: list[float]) -> None:
         """Write the noted steps with their durations; raise NonFiniteLoss if one cannot be excused.
@@ -54,8 +60,9 @@ class StepLog:
         self.pending.clear()
         if broken:
             raise broken
-        tenth = max(LOG_EVERY, self.steps // 10 // LOG_EVERY * LOG_EVERY)
-        if self.written % tenth == 0 or self.written == self.steps:
+        self.looked = time.monotonic()
+        if self.written - self.said >= self.steps / 10 or self.written == self.steps:
+            self.said = self.written
             self.say(f"{self.label}: step {self.written}/{self.steps}, loss {value:.3f}")
 
     def _append(self, text: str, mode: str = "a") -> None:

@@ -6,11 +6,12 @@ import torch
 
 from qa_lib.batches import Batches
 from qa_lib.checkpoint import Checkpoint
+from qa_lib.dropout import renew
 from qa_lib.graph import GraphedStep
 from qa_lib.master import MasterAdamW
 from qa_lib.measure import PEAK_FROM, Meter
 from qa_lib.packing import Packed
-from qa_lib.steplog import LOG_EVERY, StepLog
+from qa_lib.steplog import StepLog
 from qa_lib.variants import RECIPES, Spec
 
 CLIP = 1.0  # gradient norm
@@ -40,7 +41,7 @@ def build_optimizer(model: torch.nn.Module, spec: Spec) -> torch.optim.Optimizer
     trained = [p for p in model.parameters() if p.requires_grad]
     lr = learning_rate(spec, 0, 1)
     if spec.settings.weights == "half":
-        return MasterAdamW(trained, lr=torch.tensor(lr, device=trained[0].device))
+        return MasterAdamW(trained, lr=torch.tensor(lr, device=trained[0].device), max_norm=CLIP)
     if spec.settings.optimizer == "adamw":
         return torch.optim.AdamW(trained, lr=lr, weight_decay=0.0)
     if spec.settings.optimizer == "fused":
@@ -95,12 +96,15 @@ def train(
         """Forward and backward of every micro-batch, then one update; the mean loss, on the device."""
         loss = torch.zeros((), device=device)
         for inputs in micro_batches:
+            if settings.dropout == "hash":
+                renew(model)
             with torch.autocast(device.type, DTYPES[settings.precision], enabled=mixed):
                 part = forward(**inputs).loss / len(micro_batches)
             scaler.scale(part).backward()
             loss += part.detach()
         scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(trained, CLIP)
+        if not half:  # that optimizer clips as it reads the gradients
+            torch.nn.utils.clip_grad_norm_(trained, CLIP)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -127,7 +131,7 @@ def train(
         log.add(loss, rate)
         done = step + 1
         saves = spec.scale.checkpoint_every and done % spec.scale.checkpoint_every == 0 and done < steps
-        if done % LOG_EVERY == 0 or done == steps or saves:
+        if log.due or done == steps or saves:
             log.write(meter.flush())
             if saves:
                 checkpoint.save(done)

@@ -9,7 +9,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from qa_lib.batches import Batches
 from qa_lib.measure import Meter
-from qa_lib.steplog import LOG_EVERY, StepLog
+from qa_lib.steplog import StepLog
 from qa_lib.train import CLIP, learning_rate
 from qa_lib.variants import Spec
 
@@ -89,6 +89,6 @@ class _Steps(TrainerCallback):
         self.meter.step(*collator.batches.rows(micro_batches))
         self.log.add(sum(parts), self.trainer.optimizer.param_groups[0]["lr"])
         parts.clear()
-        if state.global_step % LOG_EVERY == 0 or state.global_step == args.max_steps:
+        if self.log.due or state.global_step == args.max_steps:
             self.log.write(self.meter.flush())
             self.meter.resume()

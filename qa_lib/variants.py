@@ -31,6 +31,8 @@ class Settings:
     precision: str = "fp16"  # autocast to fp16 (with GradScaler) or bf16 | fp32
     attention: str = "eager"  # eager | sdpa; packed rows: flash | efficient | blockmask, sdpa takes what the GPU has
     projections: str = "separate"  # query, key and value: separate | fused into one matrix product
+    dropout: str = "philox"  # random bits of the hidden states' dropout: philox, PyTorch's generator | hash
+    feed_forward: str = "native"  # its products in the precision's type: native | fp8
     compile: str = "none"  # none | a backend name of torch.compile
     padding: str = "max"  # max: to the scale's max_length | longest: of the micro-batch | packed: none, end to end
     order: str = "random"  # random | bucketed: micro-batches of like length, in random order
@@ -197,10 +199,28 @@ VARIANTS = {
             "Weights, gradients and residual stream in bf16 over fp32 masters: no casts, and half the bytes.",
         ),
         Variant(
-            "E-best",
+            "E6",
             "E5",
             {"projections": "fused"},
-            "The recommended stack. Query, key and value in one product: wider tiles, fewer kernels.",
+            "Query, key and value in one product: wider tiles, fewer kernels.",
+        ),
+        Variant(
+            "E-best",
+            "E6",
+            {"dropout": "hash"},
+            "The recommended stack. Random bits for dropout at a tenth of the instructions.",
+        ),
+        Variant(
+            "E-fp8",
+            "E-best",
+            {"feed_forward": "fp8"},
+            "Half of the multiplications in 8-bit floats, where the chip has them.",
+        ),
+        Variant(
+            "E-t4",
+            "E3",
+            {"projections": "fused"},
+            "The recommended stack for a GPU without bf16 and FlashAttention, such as a T4.",
         ),
         Variant("EC1", "E1", {"optimizer": "adamw8bit"}, "Packed rows with 8-bit moments: towards the least memory."),
         Variant(
@@ -232,7 +252,7 @@ class Scale:
     data: str  # synthetic:N | a hub name | "" where --data must name a file or folder
     max_length: int
     stride: int
-    effective_batch: int  # features per optimizer step
+    effective_batch: int | None  # features per optimizer step; None: one micro-batch, however large
     learning_rate: float
     warmup: float  # share of the steps in which the learning rate rises
     steps: int | None  # optimizer steps ...
@@ -242,6 +262,7 @@ class Scale:
     checkpoint_every: int  # optimizer steps; 0: never
     time_limit_s: int
     threads: int | None = None  # of a run on a CPU; None: all of them
+    limit_gib: float | None = None  # GPU memory that the run may take; None: all there is
 
 
 SCALES = {
@@ -249,6 +270,10 @@ SCALES = {
     for scale in [
         Scale("smoke", "tiny", "synthetic:1600", 96, 32, 16, 4e-3, 0.1, 400, None, 30, True, 100, 300, 1),
         Scale("bench", "bert-base-uncased", "squad_v2", 384, 128, 32, 3e-5, 0.1, 600, None, 100, False, 0, 3600),
+        # The seeds' protocol for memory: one step to settle, one to measure, each of one micro-batch.
+        Scale("vram", "bert-base-uncased", "squad_v2", 384, 128, None, 3e-5, 0.1, 2, None, 1, False, 0, 900),
+        # For the search of the largest micro-batch under a cap on memory.
+        Scale("fit", "bert-base-uncased", "squad_v2", 384, 128, None, 3e-5, 0.1, 60, None, 30, False, 0, 900),
         Scale("full", "bert-base-uncased", "squad_v2", 384, 128, 32, 3e-5, 0.1, None, 3, 100, True, 500, 6 * 3600),
         Scale("local", "", "", 384, 128, 32, 3e-5, 0.1, None, 3, 100, True, 500, 6 * 3600),
     ]
@@ -305,6 +330,8 @@ def needs(settings: Settings) -> list[str]:
         found.append("cuda")
     if settings.attention == "flash" or settings.precision == "bf16":
         found.append("sm80")
+    if settings.feed_forward == "fp8":
+        found.append("sm89")
     if settings.optimizer == "adamw8bit":
         found.append("bitsandbytes")
     return found
@@ -317,6 +344,8 @@ def missing(settings: Settings, machine: Machine) -> str | None:
             return "needs a CUDA GPU"
         if need == "sm80" and machine.sm < 80:
             return "needs a GPU of compute capability 8.0 or newer (bf16 and FlashAttention)"
+        if need == "sm89" and machine.sm < 89:
+            return "needs a GPU of compute capability 8.9 or newer (8-bit floats)"
         if need == "compiler" and not machine.compiler:
             return "torch.compile needs a C++ compiler (g++), or Triton with a GPU"
         if need == "bitsandbytes" and not machine.bitsandbytes:
@@ -393,7 +422,7 @@ class Spec:
     @property
     def accumulation(self) -> int:
         """Micro-batches per optimizer step."""
-        return max(1, self.scale.effective_batch // self.settings.micro_batch)
+        return (self.scale.effective_batch or self.settings.micro_batch) // self.settings.micro_batch
 
 
 def resolve(
@@ -418,7 +447,7 @@ def resolve(
     asked = row.settings
     if micro_batch:
         asked = dataclasses.replace(asked, micro_batch=micro_batch)
-    if asked.micro_batch < 1 or size.effective_batch % asked.micro_batch:
+    if asked.micro_batch < 1 or (size.effective_batch or asked.micro_batch) % asked.micro_batch:
         raise SpecError(
             f"micro-batch {asked.micro_batch} does not divide the effective batch {size.effective_batch} "
             f"of scale {scale!r}"

@@ -1,0 +1,75 @@
+"""Dropout by a hash keeps the rate, scales what it keeps, and draws anew when told to."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from qa_lib.dropout import HashDropout, Seeds, renew
+from qa_lib.model import build_model
+from qa_lib.plan import plan
+from qa_lib.variants import Machine
+
+P = 0.1
+
+
+def seeds_of(*values):
+    seeds = Seeds(len(values))
+    seeds.values = torch.tensor(values, dtype=torch.int32)
+    return seeds
+
+
+def patterns(seeds, shape=(1024, 768)):
+    """Which elements each seed keeps, less their mean: float [seeds, elements]."""
+    seeds = seeds_of(*seeds)
+    kept = [HashDropout(P, seeds, number)(torch.ones(shape)) != 0 for number in range(len(seeds.values))]
+    return torch.stack(kept).flatten(1).float() - (1 - P)
+
+
+def test_rate_and_scale():
+    values = torch.randn(512, 768) + 3
+    dropped = HashDropout(P, seeds_of(7), 0)(values)
+    kept = dropped != 0
+    assert 1 - kept.float().mean().item() == pytest.approx(P, abs=0.002)  # 4 standard deviations
+    assert torch.allclose(dropped[kept], values[kept] / (1 - P))
+
+
+def test_patterns_of_seeds_neighbours_rows_and_columns_are_unrelated():
+    kept = patterns([5, 6, 99, 5 + 768, 2**31 - 1])
+    noise = 1 / kept.shape[1] ** 0.5
+    related = kept @ kept.T / kept.shape[1] / (P * (1 - P))
+    assert (related - torch.eye(len(kept))).abs().max() < 5 * noise
+    for distance in (1, 2, 64, 768, 1536):
+        assert (kept[0, distance:] * kept[0, :-distance]).mean().abs() / (P * (1 - P)) < 5 * noise
+    one = kept[0].view(1024, 768)
+    for axis, n in ((0, 1024), (1, 768)):
+        assert one.mean(axis).std().item() == pytest.approx((P * (1 - P) / n) ** 0.5, rel=0.15)
+
+
+def test_gradients_pass_where_values_do_and_evaluation_drops_nothing():
+    dropout = HashDropout(P, seeds_of(3), 0)
+    x = torch.ones(64, 64, requires_grad=True)
+    y = dropout(x)
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach())
+    assert dropout.eval()(x) is x
+
+
+def test_every_layer_has_its_own_and_renewal_changes_all_reproducibly():
+    (spec,) = plan(["E1"], "smoke", machine=Machine(backends=("inductor",), compiler=True))
+    model = build_model(dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, dropout="hash")))
+    found = [module for module in model.modules() if isinstance(module, HashDropout)]
+    assert len(found) == 1 + 2 * model.config.num_hidden_layers
+    # Moving the model must not part the layers' seeds from those that are renewed.
+    model.to(torch.bfloat16).to("meta").to_empty(device="cpu")
+    seeds = found[0].seeds.values
+    assert all(module.seeds.values is seeds for module in found) and seeds.dtype == torch.int32
+    torch.manual_seed(0)
+    renew(model)
+    first = seeds.clone()
+    assert len(set(first.tolist())) == len(found)
+    renew(model)
+    assert not (seeds == first).any()
+    torch.manual_seed(0)
+    renew(model)
+    assert torch.equal(seeds, first)

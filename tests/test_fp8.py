@@ -1,0 +1,43 @@
+"""Products in 8-bit floats against the same in bf16; PyTorch has a CPU form of the product for this."""
+
+import pytest
+import torch
+
+from qa_lib.fp8 import Float8Linear
+
+
+def relative(a, b):
+    return ((a - b).float().norm() / b.float().norm()).item()
+
+
+@pytest.fixture
+def pair():
+    torch.manual_seed(0)
+    x = torch.randn(2, 32, 64).bfloat16()
+    native = torch.nn.Linear(64, 128).bfloat16()
+    torch.nn.init.normal_(native.weight, std=0.02)  # as in BERT
+    eighth = Float8Linear(64, 128).bfloat16()
+    eighth.load_state_dict(native.state_dict())
+    return x, native, eighth
+
+
+def run(layer, x, grad):
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y.backward(grad)
+    return y.detach(), x.grad, layer.weight.grad, layer.bias.grad
+
+
+def test_values_and_gradients_are_close_to_those_in_bf16(pair):
+    x, native, eighth = pair
+    grad = torch.randn(2, 32, 128).bfloat16() * 1e-4
+    values, by_x, by_weight, by_bias = zip(run(eighth, x, grad), run(native, x, grad), strict=True)
+    assert 0.005 < relative(*values) < 0.05  # e4m3 keeps 4 bits: it is not the same product
+    assert 0.005 < relative(*by_x) < 0.08  # e5m2 keeps 3
+    assert torch.equal(*by_weight)
+    assert relative(*by_bias) < 0.01
+
+
+def test_values_beyond_the_range_saturate(pair):
+    x, _, eighth = pair
+    assert eighth(x * 1000).isfinite().all()
