@@ -113,6 +113,7 @@ def _fill(entry: dict, spec: Spec, run_dir: Path, data: Data | None, model, say)
     else:
         hits = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]
         entry["time"]["compile_cached"] = hits > 0  # an earlier run has paid a part of it
+    entry["energy"]["joules_per_feature"] = meter.joules_per_feature()
     entry["memory"] |= measure.memory(model, optimizer, device)
 
     if data.validation:

@@ -1,5 +1,6 @@
 """What a run costs: step times, memory, arithmetic, and the machine it ran on."""
 
+import contextlib
 import functools
 import importlib.metadata
 import os
@@ -103,6 +104,48 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     return max(rates[1:])
 
 
+@functools.cache
+def _energy_counter(device: torch.device):
+    """A function that reads the GPU's energy counter in millijoules; None where NVML does not answer."""
+    try:
+        import pynvml  # a GPU's machine has it, and others need not
+
+        pynvml.nvmlInit()
+        # By identity, since NVML does not follow CUDA_VISIBLE_DEVICES.
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except Exception:  # the package, the driver, the permission or the counter is missing
+        return None
+    return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+
+
+def joules(device: torch.device) -> float | None:
+    """What a GPU has used since its driver was loaded, in joules; None where it does not say."""
+    counter = _energy_counter(device) if device.type == "cuda" else None
+    return counter() / 1e3 if counter else None
+
+
+class Watch:
+    """What a run tells of itself while it trains: its phases, as ranges that profilers show, and its finished steps.
+
+    Profiles derive from it; as it is, it only names the ranges for torch.profiler and, by NVTX, for Nsight Systems.
+    """
+
+    @contextlib.contextmanager
+    def phase(self, name: str):
+        """Around the forward pass, the backward pass and the optimizer of each step."""
+        with torch.profiler.record_function(name), nvtx(name):
+            yield
+
+    def finished(self, steps: int) -> None:
+        """After each step, with the number of those done."""
+
+
+def nvtx(name: str):
+    """An NVTX range where there is a GPU, else nothing."""
+    return torch.cuda.nvtx.range(name) if torch.cuda.is_available() else contextlib.nullcontext()
+
+
 class Stopwatch:
     """Seconds since construction, on the device's own clock."""
 
@@ -145,6 +188,7 @@ class Meter:
     def __init__(self, device: torch.device, warm_up: int, peak_from: int = PEAK_FROM):
         self.device, self.warm_up, self.peak_from = device, warm_up, min(peak_from, warm_up)
         self.laps, self.times, self.counts = [], [], []
+        self.joules_before = None
         self.resume()
 
     def resume(self) -> None:
@@ -165,6 +209,10 @@ class Meter:
         )
         if len(self.counts) == self.peak_from and self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
+        if len(self.counts) == self.warm_up and self.device.type == "cuda":
+            torch.cuda.synchronize()  # so that what the warm-up still has to do is not counted
+            self.joules_before = joules(self.device)
+            self.resume()
 
     def flush(self) -> list[float]:
         """Wait for the device; the seconds of each step since the last flush."""
@@ -172,6 +220,13 @@ class Meter:
         self.laps.clear()
         self.times += fresh
         return fresh
+
+    def joules_per_feature(self) -> float | None:
+        """Energy of the GPU over the measured steps by its own counter; None where there is none or it stood still."""
+        self.flush()
+        now = joules(self.device)
+        used = now - self.joules_before if now and self.joules_before else 0.0
+        return used / sum(count[0] for count in self.counts[self.warm_up :]) if used else None
 
     def summary(self, cost: "StepCost", peak_tflops: float) -> tuple[dict, dict]:
         """The record's `speed`, and of `time`: compile_s, train_s, steps and step_ms.

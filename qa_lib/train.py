@@ -9,7 +9,7 @@ from qa_lib.checkpoint import Checkpoint
 from qa_lib.dropout import renew
 from qa_lib.graph import GraphedStep
 from qa_lib.master import MasterAdamW
-from qa_lib.measure import PEAK_FROM, Meter
+from qa_lib.measure import PEAK_FROM, Meter, Watch
 from qa_lib.packing import Packed
 from qa_lib.steplog import StepLog
 from qa_lib.variants import RECIPES, Spec
@@ -70,14 +70,20 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def train(
-    model: torch.nn.Module, batches: Batches, spec: Spec, device: torch.device, run_dir: Path, say=print
+    model: torch.nn.Module,
+    batches: Batches,
+    spec: Spec,
+    device: torch.device,
+    run_dir: Path,
+    say=print,
+    watch: Watch | None = None,
 ) -> tuple[torch.optim.Optimizer, Meter, int]:
     """Train `model` in place for all of the batches' steps; resumes from the run's checkpoint if there is one.
 
     Writes steps.jsonl (a line a step: step, loss, lr, ms) and, as often as the scale says, a checkpoint into
     `run_dir`. Returns the optimizer, the meter, and the step it began at. Raises NonFiniteLoss.
     """
-    settings, steps = spec.settings, batches.steps
+    settings, steps, watch = spec.settings, batches.steps, watch or Watch()
     torch.manual_seed(spec.seed)
     half = settings.weights == "half"
     model.to(device, DTYPES[settings.precision] if half else None).train()
@@ -98,16 +104,18 @@ def train(
         for inputs in micro_batches:
             if settings.dropout == "hash":
                 renew(model)
-            with torch.autocast(device.type, DTYPES[settings.precision], enabled=mixed):
+            with watch.phase("forward"), torch.autocast(device.type, DTYPES[settings.precision], enabled=mixed):
                 part = forward(**inputs).loss / len(micro_batches)
-            scaler.scale(part).backward()
+            with watch.phase("backward"):
+                scaler.scale(part).backward()
             loss += part.detach()
-        scaler.unscale_(optimizer)
-        if not half:  # that optimizer clips as it reads the gradients
-            torch.nn.utils.clip_grad_norm_(trained, CLIP)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        with watch.phase("optimizer"):
+            scaler.unscale_(optimizer)
+            if not half:  # that optimizer clips as it reads the gradients
+                torch.nn.utils.clip_grad_norm_(trained, CLIP)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
         return loss
 
     take_step = GraphedStep(optimizer_step) if settings.step == "graph" else optimizer_step
@@ -136,4 +144,5 @@ def train(
             if saves:
                 checkpoint.save(done)
             meter.resume()
+        watch.finished(done)
     return optimizer, meter, begin

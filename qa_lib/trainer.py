@@ -8,14 +8,20 @@ from datasets import Dataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from qa_lib.batches import Batches
-from qa_lib.measure import Meter
+from qa_lib.measure import Meter, Watch
 from qa_lib.steplog import StepLog
 from qa_lib.train import CLIP, learning_rate
 from qa_lib.variants import Spec
 
 
 def train_with_trainer(
-    model: torch.nn.Module, batches: Batches, spec: Spec, device: torch.device, run_dir: Path, say=print
+    model: torch.nn.Module,
+    batches: Batches,
+    spec: Spec,
+    device: torch.device,
+    run_dir: Path,
+    say=print,
+    watch: Watch | None = None,
 ) -> tuple[torch.optim.Optimizer, Meter, int]:
     """As train.train, but by transformers.Trainer: its own order, optimizer (fused AdamW) and schedule; no resume."""
     meter = Meter(device, spec.scale.measure_from)
@@ -47,7 +53,7 @@ def train_with_trainer(
     lengths = batches.features.lengths
     numbers = Dataset.from_dict({"feature": range(len(lengths)), "length": lengths})
     trainer = _MeteredTrainer(model=model, args=arguments, train_dataset=numbers, data_collator=_Collator(batches))
-    trainer.add_callback(_Steps(trainer, meter, log))
+    trainer.add_callback(_Steps(trainer, meter, log, watch or Watch()))
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     return trainer.optimizer, meter, 0
@@ -77,8 +83,8 @@ class _MeteredTrainer(Trainer):
 
 
 class _Steps(TrainerCallback):
-    def __init__(self, trainer: _MeteredTrainer, meter: Meter, log: StepLog):
-        self.trainer, self.meter, self.log = trainer, meter, log
+    def __init__(self, trainer: _MeteredTrainer, meter: Meter, log: StepLog, watch: Watch):
+        self.trainer, self.meter, self.log, self.watch = trainer, meter, log, watch
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.meter.resume()
@@ -92,3 +98,4 @@ class _Steps(TrainerCallback):
         if self.log.due or state.global_step == args.max_steps:
             self.log.write(self.meter.flush())
             self.meter.resume()
+        self.watch.finished(state.global_step)
