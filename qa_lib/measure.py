@@ -119,6 +119,19 @@ def _energy_counter(device: torch.device):
     return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
 
 
+@functools.cache
+def copy_rate(device: torch.device) -> float:
+    """Measured GB/s (10^9 bytes, read and written) of copying a tensor far larger than the caches."""
+    source = torch.zeros(2**28 if device.type == "cuda" else 2**24, device=device)
+    target, rates = torch.empty_like(source), []
+    for _ in range(4):  # the first is warm-up
+        clock = Stopwatch(device)
+        for _ in range(5):
+            target.copy_(source)
+        rates.append(10 * source.nbytes / clock.seconds() / 1e9)
+    return max(rates[1:])
+
+
 def joules(device: torch.device) -> float | None:
     """What a GPU has used since its driver was loaded, in joules; None where it does not say."""
     counter = _energy_counter(device) if device.type == "cuda" else None

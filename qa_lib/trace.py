@@ -1,0 +1,189 @@
+"""What a profiler's trace says about a training step: every piece of work with its phase and its part of the model.
+
+A trace is the JSON of torch.profiler, which Perfetto opens as well. On a GPU the work is its kernels and copies, on a
+CPU the operators' own time. Needs no torch.
+"""
+
+import bisect
+import difflib
+import gzip
+import json
+from pathlib import Path
+
+import pandas as pd
+
+PHASES = ("forward", "backward", "optimizer")
+PARTS = ("embeddings", "attention", "feed-forward", "norms and elementwise", "loss", "optimizer", "copies")
+_ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
+_LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset")
+_PRODUCTS = ("gemm", "nvjet", "splitkreduce", "cublas", "cutlass", "mm", "linear", "matmul", "dot")
+_COPIES = {"aten::copy_", "aten::_to_copy", "aten::to", "aten::clone", "aten::contiguous", "aten::fill_", "aten::zero_"}
+
+
+def read(path: Path) -> list[dict]:
+    """The events of a trace file, gzipped or not."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as stream:
+        return json.load(stream)["traceEvents"]
+
+
+def part_of(kernel: str, op: str, sizes: list[tuple[int, ...]], phase: str, hidden: int, intermediate: int) -> str:
+    """The part of a BERT that a piece of work belongs to, one of PARTS.
+
+    `kernel` is its name, `op` the operator that launched it and `sizes` the shapes of that operator's inputs: matrix
+    products are told apart by the model's `hidden` and `intermediate` widths alone, whichever kernel ran them.
+    """
+    name, caller = kernel.lower(), op.lower()
+    widths = {size for shape in sizes for size in shape}
+    if phase == "optimizer":
+        return "optimizer"
+    if name.startswith(("memcpy", "memset")):
+        return "copies"
+    if any(word in name + caller for word in ("nll_loss", "log_softmax", "cross_entropy")):
+        return "loss"
+    if any(word in name + caller for word in ("flash", "fmha", "attention", "softmax", "bmm")):
+        return "attention"
+    if "embedding" in name + caller and "layer_norm" not in name:
+        return "embeddings"
+    if not name.startswith("triton") and any(word in name or word in caller.split("::")[-1] for word in _PRODUCTS):
+        if intermediate in widths:
+            return "feed-forward"
+        # The answer head has two outputs.
+        return "loss" if 2 in widths and hidden in widths else "attention"
+    return "copies" if op in _COPIES else "norms and elementwise"
+
+
+def work(events: list[dict], hidden: int, intermediate: int) -> pd.DataFrame:
+    """A row for each piece of work in order of time: step, start_ms (within its step), ms, name, phase, part.
+
+    Steps are the ranges named "step", phases those in PHASES; work outside of steps is left out. What a CUDA graph
+    launches has no operator and no phase: its phase is "" and its part a guess by name; see `label_like`.
+    """
+    ranges = [e for e in events if _ranges(e)]
+    steps = sorted((e["ts"], e["ts"] + e["dur"]) for e in ranges if e["name"] == "step")
+    if not steps:
+        return pd.DataFrame(columns=["step", "start_ms", "ms", "name", "phase", "part"])
+    phases = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in ranges if e["name"] in PHASES)
+    if not phases:  # the Trainer's loop has no ranges of ours, but PyTorch names its own
+        own = (("Optimizer.step", "optimizer"), ("autograd::engine::evaluate_function", "backward"))
+        phases = sorted(
+            (e["ts"], e["ts"] + e["dur"], phase) for e in ranges for name, phase in own if e["name"].startswith(name)
+        )
+    ops = [e for e in events if e.get("ph") == "X" and e.get("cat") == "cpu_op"]
+    rows = []
+    for begin, ms, name, caller, sizes, launched in (
+        _kernels(events, ops) if any(e.get("cat") == "kernel" for e in events) else _own_times(ops)
+    ):
+        step = _inside(steps, launched)
+        if step is None:
+            continue
+        at = _inside(phases, launched)
+        graph = "GraphLaunch" in caller
+        phase = phases[at][2] if at is not None else "" if graph else "forward"
+        part = part_of(name, caller, sizes, phase, hidden, intermediate)
+        rows.append((step, begin / 1e3, ms, name, phase, part))
+    table = pd.DataFrame(rows, columns=["step", "start_ms", "ms", "name", "phase", "part"])
+    table["start_ms"] -= table.groupby("step")["start_ms"].transform("min")
+    return table
+
+
+def _ranges(event: dict) -> bool:
+    """Whether an event is a range or operator on the CPU; a range has a copy on the GPU's side of the trace."""
+    return event.get("ph") == "X" and event.get("cat") in ("user_annotation", "cpu_op")
+
+
+def _inside(spans: list[tuple], moment: float) -> int | None:
+    """The index of the latest begun span that holds a moment."""
+    index = bisect.bisect_right(spans, (moment, float("inf"))) - 1
+    return index if index >= 0 and moment < spans[index][1] else None
+
+
+def _kernels(events, ops):
+    """Of all work on the GPU: begin in us, ms, name, the launching operator's name and input shapes (of a graph's the
+    runtime call and none), and when it was launched."""
+    calls = {
+        e["args"]["correlation"]: e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver") and "args" in e
+    }
+    by_id = {e["args"]["External id"]: e for e in ops if "External id" in e.get("args", {})}
+    for e in sorted((e for e in events if e.get("cat") in _ON_GPU), key=lambda e: e["ts"]):
+        call = calls.get(e["args"].get("correlation"))
+        if call is None:
+            continue
+        op = by_id.get(e["args"].get("External id"), {})
+        caller = call["name"] if "GraphLaunch" in call["name"] else op.get("name", "")
+        yield e["ts"], e["dur"] / 1e3, e["name"], caller, _sizes(op), call["ts"]
+
+
+def _own_times(ops):
+    """As `_kernels` for a CPU: each operator without the time of those that it calls."""
+    ops = sorted(ops, key=lambda e: (e["ts"], -e["dur"]))
+    own = [e["dur"] for e in ops]
+    stacks: dict[int, list[int]] = {}
+    for index, e in enumerate(ops):
+        stack = stacks.setdefault(e["tid"], [])
+        while stack and ops[stack[-1]]["ts"] + ops[stack[-1]]["dur"] <= e["ts"]:
+            stack.pop()
+        if stack:
+            own[stack[-1]] -= e["dur"]
+        stack.append(index)
+    for e, us in zip(ops, own, strict=True):
+        yield e["ts"], max(0.0, us) / 1e3, e["name"], e["name"], _sizes(e), e["ts"]
+
+
+def _sizes(op: dict) -> list[tuple[int, ...]]:
+    shapes = op.get("args", {}).get("Input Dims", [])
+    return [tuple(shape) for shape in shapes if shape and all(isinstance(size, int) for size in shape)]
+
+
+def label_like(replayed: pd.DataFrame, launched: pd.DataFrame) -> pd.DataFrame:
+    """`replayed` work of a CUDA graph with the phases and parts of the same kernels `launched` one by one.
+
+    The graph replays what was launched in the same order, so that equal runs of names belong together; a kernel
+    without a counterpart takes the phase of the one before it.
+    """
+    known = launched[launched["step"] == launched["step"].max()]
+    labelled = []
+    for _, step in replayed.groupby("step"):
+        step = step.copy()
+        phases, parts = [None] * len(step), list(step["part"])
+        matcher = difflib.SequenceMatcher(None, list(step["name"]), list(known["name"]), autojunk=False)
+        for mine, theirs, size in matcher.get_matching_blocks():
+            phases[mine : mine + size] = known["phase"].iloc[theirs : theirs + size]
+            parts[mine : mine + size] = known["part"].iloc[theirs : theirs + size]
+        step["phase"], step["part"] = pd.Series(phases, index=step.index).ffill().fillna("forward"), parts
+        labelled.append(step)
+    return pd.concat(labelled) if labelled else replayed
+
+
+def summary(work: pd.DataFrame, events: list[dict], step_ms: float) -> dict:
+    """Means over the steps: busy_ms, busy_share of `step_ms` (which was timed without a profiler), launches_per_step
+    (calls by the host, None on a CPU), kernels_per_step, parts {phase: {part: ms}} and the heaviest kernels."""
+    kept = sorted(set(work["step"]))
+    steps = max(1, len(kept))
+    parts = work.groupby(["phase", "part"])["ms"].sum() / steps
+    kernels = work.groupby(["name", "phase", "part"])["ms"].agg(["sum", "count"]).sort_values("sum", ascending=False)
+    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == "step" and _ranges(e))
+    spans = [spans[step] for step in kept]
+    launches = sum(
+        e["name"].startswith(_LAUNCHES) and any(a <= e["ts"] < b for a, b in spans)
+        for e in events
+        if e.get("cat") in ("cuda_runtime", "cuda_driver")
+    )
+    gpu = any(e.get("cat") == "kernel" for e in events)
+    busy = float(work["ms"].sum() / steps)
+    return {
+        "step_ms": step_ms,
+        "busy_ms": busy,
+        "busy_share": min(1.0, busy / step_ms),
+        "launches_per_step": launches / steps if gpu else None,
+        "kernels_per_step": len(work) / steps if gpu else None,
+        "parts": {
+            phase: {part: float(parts.get((phase, part), 0.0)) for part in PARTS if parts.get((phase, part), 0.0)}
+            for phase in PHASES
+        },
+        "kernels": [
+            {"name": name[:160], "phase": phase, "part": part, "ms": float(row["sum"] / steps),
+             "count": float(row["count"] / steps)}
+            for (name, phase, part), row in kernels.head(25).iterrows()
+        ],
+    }  # fmt: skip
