@@ -4,14 +4,10 @@ Titles are sentences computed by qa_lib.findings; a figure whose values no recor
 same records twice gives the same bytes.
 """
 
-import io
 import math
 import textwrap
-from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 
-import matplotlib.style
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
@@ -19,55 +15,17 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
-from PIL import Image
 
-from qa_lib import findings, tables
+from qa_lib import anatomy, findings, tables
+from qa_lib.canvas import COLORS, GREY, MARKERS, WIDTH, show, style
 from qa_lib.findings import LADDER, PEERS
 from qa_lib.tables import BASELINE, NotMeasured, ReportError, factor, number
 from qa_lib.variants import FAMILIES, VARIANTS
 
-WIDTH = 9.0  # inches: 900 px at 100 dpi, the width of a README
-DPI = 150
-_COLORBLIND = sns.color_palette("colorblind")  # safe for the common colour-vision deficiencies
-GREY = "0.6"
-# A family that is not here, of a record by another version, is a grey cross.
-COLORS = defaultdict(
-    lambda: GREY, {family: _COLORBLIND[index] for family, index in zip("ABCDE", (0, 1, 2, 4, 3), strict=True)}
-)
-MARKERS = defaultdict(lambda: "X", zip("ABCDE", "os^DP", strict=True))
 # Labels are tried at these offsets from their point, in points, nearest first; the first NEAR need no line to it.
 _AROUND = ((8, 0), (-8, 0), (6, 9), (6, -9), (-6, 9), (-6, -9))
 OFFSETS = [(x * r, y * r) for r in (1, 2, 3, 4.5, 6) for x, y in _AROUND]
 NEAR = len(_AROUND)
-
-
-def style():
-    """The context in which all figures are made and saved; a user's own matplotlibrc has no say in it."""
-    theme = sns.axes_style("whitegrid") | {"font.family": "DejaVu Sans", "axes.spines.right": False}
-    return matplotlib.style.context(["default", theme | {"font.size": 10, "axes.labelsize": 10}])
-
-
-def png(figure: Figure) -> bytes:
-    """A figure as PNG without date and software version, so that equal figures are equal bytes.
-
-    In 64 colours, which nobody sees in these figures and which makes files and executed notebooks a third as large.
-    """
-    drawn, stream = io.BytesIO(), io.BytesIO()
-    with style():
-        figure.savefig(drawn, format="png", dpi=DPI)
-    image = Image.open(drawn).convert("RGB").quantize(64, dither=Image.Dither.NONE)
-    image.save(stream, "png", optimize=True, dpi=(DPI, DPI))
-    return stream.getvalue()
-
-
-def show(figure_of: Callable[[pd.DataFrame], Figure], runs: pd.DataFrame):
-    """For a notebook: the figure as an image, or the sentence that says why there is none."""
-    from IPython import display  # notebooks have it; the command line need not
-
-    try:
-        return display.Image(png(figure_of(runs)), width=round(100 * WIDTH))
-    except NotMeasured as reason:
-        return display.Markdown(f"*No figure: {reason}.*")
 
 
 @style()
@@ -148,7 +106,16 @@ def fig_cost(runs: pd.DataFrame) -> Figure:
     return figure
 
 
-FIGURES = {"ladder": fig_ladder, "f1-time": fig_f1_time, "memory": fig_memory, "peft": fig_peft, "cost": fig_cost}
+FIGURES = {
+    "ladder": fig_ladder,
+    "f1-time": fig_f1_time,
+    "memory": fig_memory,
+    "peft": fig_peft,
+    "timeline": anatomy.fig_timeline,
+    "phases": anatomy.fig_phases,
+    "roofline": anatomy.fig_roofline,
+    "cost": fig_cost,
+}
 
 
 @style()

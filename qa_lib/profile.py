@@ -27,7 +27,6 @@ from qa_lib.train import DTYPES, train
 from qa_lib.trainer import train_with_trainer
 from qa_lib.variants import Spec
 
-SCHEMA = "qa_lib-profile/1"
 WARM, TIMED, PROFILED = 12, 20, 3  # steps: to settle, for the step's length, under the profiler
 POINTS = 400  # of the allocator's timeline
 
@@ -110,13 +109,27 @@ def _train(spec: Spec, data, device, watch: Watch):
     """Train from new weights under a watch; (model, optimizer, meter)."""
     with tempfile.TemporaryDirectory() as folder:
         model = build_model(spec)
+        if spec.settings.compile == "none" and device.type == "cuda":
+            _name_parts(model)
         batches = (PackedBatches if spec.settings.padding == "packed" else Batches)(data.features, spec)
         run = train_with_trainer if spec.settings.engine == "trainer" else train
         optimizer, meter, _ = run(model, batches, spec, device, Path(folder), lambda _: None, watch)
         return model, optimizer, meter
 
 
-def profile(spec: Spec, runs: Path, say=print) -> dict:
+def _name_parts(model: torch.nn.Module) -> None:
+    """NVTX ranges around the parts of an eager BERT's forward pass, for Nsight Systems; a compiler would merge them."""
+    parts = {"embeddings": [model.bert.embeddings], "loss": [model.qa_outputs]}
+    layers = model.bert.encoder.layer
+    parts["attention"] = [layer.attention for layer in layers]
+    parts["feed-forward"] = [part for layer in layers for part in (layer.intermediate, layer.output)]
+    for name, modules in parts.items():
+        for module in modules:
+            module.register_forward_pre_hook(lambda *_, name=name: torch.cuda.nvtx.range_push(name))
+            module.register_forward_hook(lambda *_: torch.cuda.nvtx.range_pop())
+
+
+def profile(spec: Spec, runs: str | Path, say=print) -> dict:
     """Profile a spec and write profile.json and trace.json.gz into its run's folder; returns the profile.
 
     On failure nothing is written: an earlier profile stays whole. Raises UserError for a row that cannot run here.
@@ -125,7 +138,7 @@ def profile(spec: Spec, runs: Path, say=print) -> dict:
         raise UserError(f"{spec.variant} cannot run here: {spec.skip}")
     if spec.scale.threads:
         torch.set_num_threads(spec.scale.threads)
-    device, run_dir = measure.device(), runs / spec.run_path
+    device, run_dir = measure.device(), Path(runs) / spec.run_path
     data = load_data(spec)
     # The same kernels one by one, for what a graph hides: who launched them, and when memory was taken.
     open_spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, step="eager"))
@@ -139,7 +152,7 @@ def profile(spec: Spec, runs: Path, say=print) -> dict:
         say(f"{spec.variant}: the same kernels one by one, to name them")
         found = trace.label_like(found, _time(open_spec, data, device, 4)[0])
     entry = {
-        "schema": SCHEMA,
+        "schema": record.PROFILE_SCHEMA,
         "run_id": spec.run_id,
         "group": spec.group,
         "spec": {"variant": spec.variant, "scale": spec.scale.name, "seed": spec.seed, "hash": spec.hash,
@@ -161,9 +174,9 @@ def profile(spec: Spec, runs: Path, say=print) -> dict:
     return entry
 
 
-def save(entry: dict, runs: Path) -> None:
+def save(entry: dict, runs: str | Path) -> None:
     """Write profile.json into its run's folder."""
-    path = runs / entry["group"] / entry["run_id"] / "profile.json"
+    path = Path(runs) / entry["group"] / entry["run_id"] / "profile.json"
     record.write_atomically(path, json.dumps(entry, allow_nan=False) + "\n")
 
 
@@ -191,7 +204,7 @@ def _one_step(found) -> list[list]:
     joined = []
     for row in found[found["step"] == found["step"].max()].itertuples():
         end = row.start_ms + row.ms
-        if joined and joined[-1][2:] == [row.phase, row.part] and row.start_ms - sum(joined[-1][:2]) < 0.02:
+        if joined and joined[-1][2:] == [row.phase, row.part] and row.start_ms - sum(joined[-1][:2]) < 0.005:
             joined[-1][1] = end - joined[-1][0]
         else:
             joined.append([row.start_ms, row.ms, row.phase, row.part])

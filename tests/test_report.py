@@ -13,7 +13,7 @@ import pandas as pd
 import papermill
 import pytest
 
-from qa_lib import figures, findings, record, report, tables
+from qa_lib import canvas, figures, findings, record, report, tables
 from qa_lib.variants import FAMILIES, VARIANTS, Machine, resolve
 
 ROOT = Path(__file__).parents[1]
@@ -284,7 +284,7 @@ def test_every_figure_has_a_title_axis_labels_and_a_caption_or_a_reason(runs, ma
         if name in ("ladder", "cost"):
             assert all(axis.get_xlim()[0] == 0 for axis in figure.axes), "bars start at 0"
         if machine is GPU:
-            assert figures.png(figure_of(chosen)) == figures.png(figure), "equal records are equal bytes"
+            assert canvas.png(figure_of(chosen)) == canvas.png(figure), "equal records are equal bytes"
 
 
 def test_a_figure_of_several_groups_is_refused(runs):

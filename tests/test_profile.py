@@ -1,0 +1,173 @@
+"""Profiles: a trace's events to phases and parts, Nsight Compute's pages to numbers, and a whole profile on a CPU."""
+
+import json
+
+import pytest
+import torch
+
+from qa_lib import ncu, profile, trace
+from qa_lib.plan import plan
+from qa_lib.record import RecordError, read_profile
+from qa_lib.variants import Machine
+
+HIDDEN, WIDE = 768, 3072
+
+
+def cpu(name, ts, dur, sizes=(), number=None, cat="cpu_op"):
+    args = {"Input Dims": [list(size) for size in sizes], "External id": number}
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": 1, "args": args}
+
+
+def launched(name, ts, dur, at, call, number=None, graph=False):
+    """A runtime call at time `at` and the kernel that it launched, which ran from ts on."""
+    runtime = "cudaGraphLaunch" if graph else "cudaLaunchKernel"
+    yield {
+        "ph": "X",
+        "cat": "cuda_runtime",
+        "name": runtime,
+        "ts": at,
+        "dur": 1,
+        "tid": 1,
+        "args": {"correlation": call},
+    }
+    args = {"correlation": call, "External id": number}
+    yield {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur, "tid": 7, "args": args}
+
+
+def gpu_trace():
+    """Two steps of four kernels each; the device runs 1,000 us behind the host."""
+    events = []
+    for step in (0, 1):
+        base, call = 5000 * step, 10 * step
+        events += [
+            cpu("step", base, 4000, cat="user_annotation"),
+            cpu("forward", base + 10, 900, cat="user_annotation"),
+            cpu("backward", base + 1000, 900, cat="user_annotation"),
+            cpu("optimizer", base + 2000, 900, cat="user_annotation"),
+            cpu("aten::addmm", base + 20, 10, [(HIDDEN,), (64, WIDE), (WIDE, HIDDEN)], call),
+            cpu("aten::mm", base + 1020, 10, [(64, HIDDEN), (HIDDEN, HIDDEN)], call + 1),
+            cpu("aten::native_layer_norm", base + 40, 10, [(64, HIDDEN)], call + 2),
+            cpu("aten::mul", base + 2020, 10, [(HIDDEN, WIDE)], call + 3),
+        ]
+        for kernel, at, offset in (
+            ("nvjet_tst", 25, 0),
+            ("nvjet_ntt", 1025, 1),
+            ("norm_kernel", 45, 2),
+            ("adam", 2025, 3),
+        ):
+            events += launched(kernel, base + at + 1000, 100, base + at, call + offset, call + offset)
+    return events
+
+
+def test_a_kernel_belongs_to_the_phase_and_part_that_launched_it():
+    work = trace.work(gpu_trace(), HIDDEN, WIDE)
+    found = {(row.name, row.phase, row.part) for row in work.itertuples()}
+    assert found == {
+        ("nvjet_tst", "forward", "feed-forward"),
+        ("nvjet_ntt", "backward", "attention"),
+        ("norm_kernel", "forward", "norms and elementwise"),
+        ("adam", "optimizer", "optimizer"),
+    }
+    assert list(work["step"]) == [0] * 4 + [1] * 4
+    assert work["start_ms"].tolist()[:2] == pytest.approx([0.0, 0.02])
+    one = work[work["step"] > 0]
+    summary = trace.summary(one, gpu_trace(), step_ms=0.5)
+    assert summary["launches_per_step"] == summary["kernels_per_step"] == 4
+    assert summary["busy_ms"] == pytest.approx(0.4) and summary["busy_share"] == pytest.approx(0.8)
+    assert summary["parts"]["forward"] == pytest.approx({"feed-forward": 0.1, "norms and elementwise": 0.1})
+
+
+def test_kernels_of_a_graph_take_the_labels_of_those_launched_one_by_one():
+    known = trace.work(gpu_trace(), HIDDEN, WIDE)
+    events = [cpu("step", 0, 4000, cat="user_annotation")]
+    for index, name in enumerate([*known["name"][:4], "unknown"]):
+        events += launched(name, 1000 + 100 * index, 50, 100, 1, graph=True)
+    replayed = trace.work(events, HIDDEN, WIDE)
+    assert set(replayed["phase"]) == {""}
+    labelled = trace.label_like(replayed, known)
+    assert labelled["part"].tolist()[:4] == known["part"].tolist()[:4]
+    assert labelled["phase"].tolist() == [*known["phase"][:4], "optimizer"]
+    assert trace.summary(labelled, events, 1.0)["launches_per_step"] == 5  # one call each, in this made-up trace
+
+
+@pytest.mark.parametrize(
+    ("kernel", "op", "sizes", "phase", "part"),
+    [
+        ("void pytorch_flash::flash_fwd_kernel", "aten::_flash_attention_forward", [], "forward", "attention"),
+        ("cutlass_80_gemm", "aten::bmm", [(96, 384, 64), (96, 64, 384)], "backward", "attention"),
+        ("triton_per_fused_add_native_dropout_native_layer_norm_5", "", [], "forward", "norms and elementwise"),
+        ("triton_poi_fused_gelu_2", "", [], "forward", "norms and elementwise"),
+        ("vectorized_elementwise_kernel", "aten::copy_", [(WIDE, HIDDEN)], "forward", "copies"),
+        ("Memcpy HtoD", "", [], "forward", "copies"),
+        ("sort", "aten::embedding_dense_backward", [(64, HIDDEN)], "backward", "embeddings"),
+        ("nll_loss_forward", "aten::nll_loss_forward", [(8, 384)], "forward", "loss"),
+        ("splitKreduce_kernel", "aten::addmm", [(2,), (64, HIDDEN), (HIDDEN, 2)], "forward", "loss"),
+        ("multi_tensor_apply_kernel", "aten::_foreach_norm", [], "optimizer", "optimizer"),
+    ],
+)
+def test_parts(kernel, op, sizes, phase, part):
+    assert trace.part_of(kernel, op, sizes, phase, HIDDEN, WIDE) == part
+
+
+def test_on_a_cpu_an_operator_is_charged_its_own_time_alone():
+    events = [
+        cpu("step", 0, 1000, cat="user_annotation"),
+        cpu("forward", 0, 1000, cat="user_annotation"),
+        cpu("aten::linear", 100, 300, [(64, HIDDEN), (HIDDEN, HIDDEN)]),
+        cpu("aten::addmm", 150, 200, [(64, HIDDEN), (HIDDEN, HIDDEN)]),
+    ]
+    assert trace.work(events, HIDDEN, WIDE)["ms"].tolist() == pytest.approx([0.1, 0.2])
+
+
+PAGE = f"""==PROF== Connected to process 7
+"ID","Process ID","Kernel Name","gpu__time_duration.sum","{ncu.METRICS["sm_share"]}","dram__bytes.sum"
+"","","","nsecond","%","byte"
+"0","7","gemm","2,000","90.0","1,000,000"
+"1","7","gemm","6,000","50.0","3,000,000"
+"2","7","norm","1,000","10.0","n/a"
+"""
+
+
+def test_nsight_computes_page_is_summed_by_kernel_and_averaged_by_time():
+    gemm, norm = ncu.parse(PAGE)
+    assert (gemm["name"], gemm["count"], gemm["us"], gemm["dram_bytes"]) == ("gemm", 2, 8.0, 4e6)
+    assert gemm["sm_share"] == pytest.approx((90 * 2 + 50 * 6) / 8)
+    assert norm["dram_bytes"] is None and gemm["occupancy"] is None
+    assert ncu.parse("==ERROR== ERR_NVGPUCTRPERM\n") == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_without_a_gpu_counters_are_refused_in_one_line():
+    said = []
+    (spec,) = plan(["A1"], "smoke", data="synthetic:200", machine=Machine())
+    assert ncu.measure(spec, "runs", said.append) is None
+    assert len(said) == 1 and "no GPU" in said[0]
+
+
+def test_a_profile_of_a_row_on_this_machine(tmp_path):
+    (spec,) = plan(["E1-efficient" if torch.cuda.is_available() else "A2"], "smoke", data="synthetic:200")
+    profile.profile(spec, tmp_path, lambda _: None)
+    found = read_profile(tmp_path / spec.run_path)
+    time = found["time"]
+    for phase, part in (("forward", "attention"), ("backward", "feed-forward"), ("optimizer", "optimizer")):
+        assert time["parts"][phase][part] > 0
+    assert time["busy_ms"] == pytest.approx(sum(sum(parts.values()) for parts in time["parts"].values()))
+    assert {entry[2] for entry in found["timeline"]} == {"forward", "backward", "optimizer"}
+    events = trace.read(tmp_path / spec.run_path / "trace.json.gz")
+    assert sum(event.get("name") == "step" and event.get("ph") == "X" for event in events) >= profile.PROFILED
+
+
+def test_a_profile_that_fails_leaves_the_older_one_whole(tmp_path, monkeypatch):
+    (spec,) = plan(["A2"], "smoke", data="synthetic:200")
+    folder = tmp_path / spec.run_path
+    folder.mkdir(parents=True)
+    (folder / "profile.json").write_text("older")
+    monkeypatch.setattr(profile, "build_model", lambda _: (_ for _ in ()).throw(RuntimeError("no model")))
+    with pytest.raises(RuntimeError, match="no model"):
+        profile.profile(spec, tmp_path, lambda _: None)
+    assert [(p.name, p.read_text()) for p in folder.iterdir()] == [("profile.json", "older")]
+    with pytest.raises(RecordError, match=r"profile\.json: not readable"):
+        read_profile(folder)
+    (folder / "profile.json").write_text(json.dumps({"schema": "other"}))
+    with pytest.raises(RecordError, match="not a profile of this version"):
+        read_profile(folder)
