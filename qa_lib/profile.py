@@ -125,8 +125,9 @@ def _name_parts(model: torch.nn.Module) -> None:
     parts["feed-forward"] = [part for layer in layers for part in (layer.intermediate, layer.output)]
     for name, modules in parts.items():
         for module in modules:
-            module.register_forward_pre_hook(lambda *_, name=name: torch.cuda.nvtx.range_push(name))
-            module.register_forward_hook(lambda *_: torch.cuda.nvtx.range_pop())
+            # A hook must return None, or its value would be taken for the module's.
+            module.register_forward_pre_hook(lambda *_, name=name: [None, torch.cuda.nvtx.range_push(name)][0])
+            module.register_forward_hook(lambda *_: [None, torch.cuda.nvtx.range_pop()][0])
 
 
 def profile(spec: Spec, runs: str | Path, say=print) -> dict:
