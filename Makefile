@@ -9,6 +9,9 @@ quickstart: .venv/ready  ## every row of the seeds, offline on a CPU, then the r
 	$(BIN)/python -m qa_lib sweep --scale smoke --variants $(ROWS)
 	$(BIN)/python -m qa_lib report
 
+app: .venv/ready  ## ask the last smoke run's checkpoint in the browser; and the dashboard
+	$(BIN)/python -m qa_lib app
+
 test: lint  ## unit tests, every notebook, the driver under faults
 	$(BIN)/python -m pytest
 
@@ -24,4 +27,4 @@ lint: .venv/ready
 	$(BIN)/python -m pip install -q -r requirements.txt -r tests/requirements.txt $(addprefix -c ,$(CONSTRAINTS))
 	@touch $@
 
-.PHONY: quickstart test lint
+.PHONY: quickstart app test lint

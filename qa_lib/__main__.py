@@ -13,7 +13,9 @@ VERBS = {
     "variants": ("qa_lib.variants", "list the rows: what each changes, and why"),
     "run": ("qa_lib.fit", "train, measure and evaluate one row in this process"),
     "sweep": ("qa_lib.sweep", "run many rows, each through its notebook, one process a run"),
+    "profile": ("qa_lib.profile", "where a row's step spends its time and memory"),
     "report": ("qa_lib.report", "draw tables and figures from the records"),
+    "app": ("qa_lib.app", "ask checkpoints in the browser, and read the dashboard"),
     "predict": ("qa_lib.predict", "answer a file of questions, or one, with a checkpoint"),
     "score": ("qa_lib.score", "score predictions by the official SQuAD v2 rules"),
 }

@@ -48,7 +48,8 @@ class Answers:
             self.null_odds[example.id] = odd
 
     @cached_property
-    def nbest(self) -> dict[str, list[dict]]:
+    def _ranking(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Of each question: the scores of its spans, that of the null answer, its place among them, spans to list."""
         n_best = self._spans.shape[1]
         filled = np.arange(n_best) < self._counts[:, None]
         scores = np.where(filled, self._spans["start_logit"] + self._spans["end_logit"], -np.inf)
@@ -56,7 +57,18 @@ class Answers:
         # The null answer comes after the spans it ties with, and pushes out the last span unless it is last itself.
         place = (scores >= null[:, None]).sum(1)
         kept = np.where(place < n_best, np.minimum(self._counts, n_best - 1), self._counts)
-        scores = np.where(np.arange(n_best) < kept[:, None], scores, -np.inf)
+        return np.where(np.arange(n_best) < kept[:, None], scores, -np.inf), null, place, kept
+
+    def places(self, i: int) -> list[tuple[int, int] | None]:
+        """First character, and one past the last, of each entry of question i's n-best list; None for no answer."""
+        _, _, place, kept = self._ranking
+        found: list = self._spans[["begin", "end"]][i, : kept[i]].tolist()
+        found.insert(place[i], None)
+        return found
+
+    @cached_property
+    def nbest(self) -> dict[str, list[dict]]:
+        scores, null, place, kept = self._ranking
         scores = np.column_stack([scores, null]).astype(np.float64)
         weights = np.exp(scores - scores.max(1, keepdims=True))
         chances = (weights / weights.sum(1, keepdims=True)).tolist()

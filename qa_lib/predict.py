@@ -7,7 +7,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +16,10 @@ import torch
 from qa_lib.data import DataError, Source, UserError, first_line, open_source, read_json
 from qa_lib.decode import decode
 from qa_lib.features import Features, build_features
+from qa_lib.record import RecordError, read_record
 
 EXAMPLE = 'example: python -m qa_lib predict --model DIR --question "Who wrote it?" --context "It was written by Ada."'
 
-ONE = "question"  # the id of the one question of a command line
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
@@ -140,6 +140,26 @@ def load_qa_model(folder: str | Path) -> tuple:
     return model.eval(), tokenizer
 
 
+def window_lengths(folder: str | Path, model) -> tuple[int, int]:
+    """Tokens of a window and of its overlap for a model of `folder`: those of the run beside whose record it lies,
+    or else the recipe's 384 and 128; or what a model with fewer positions allows."""
+    max_length, stride = 384, 128
+    with suppress(RecordError, KeyError, TypeError):
+        scale = read_record(Path(folder).resolve().parent)["spec"]["scale"]
+        max_length, stride = int(scale["max_length"]), int(scale["stride"])
+    max_length = min(max_length, model.config.max_position_embeddings)
+    return max_length, min(stride, max_length // 3)
+
+
+def asked(pairs: list[tuple[str, str]]) -> Source:
+    """A source of (question, paragraph) pairs that somebody typed, with their numbers as ids."""
+    entries = [
+        ("what was asked", "", context, {"id": str(i), "question": question, "answers": [], "is_impossible": True})
+        for i, (question, context) in enumerate(pairs)
+    ]
+    return Source("what was asked", "validation", False, str, lambda: entries)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("data", nargs="?", metavar="DATA.json", help="a file, or any other source, to answer whole")
     parser.add_argument(
@@ -159,15 +179,12 @@ def main(args: argparse.Namespace) -> int:
         raise UserError("predict takes either DATA.json and --out, or --question and --context")
     if file and Path(args.out).exists() and not Path(args.out).is_dir():
         raise UserError(f"{args.out}: exists and is no folder")
-    source = (
-        open_source(args.data, "validation", args.fix_spans) if file else _one_question(args.question, args.context)
-    )
+    source = open_source(args.data, "validation", args.fix_spans) if file else asked([(args.question, args.context)])
     examples = source.examples  # bad data is told before the model takes its seconds to load
     model, tokenizer = load_qa_model(args.model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    # The recipe's 384 and 128, or what a model with fewer positions allows.
-    max_length = min(384, model.config.max_position_embeddings)
-    features = build_features(source, tokenizer, max_length, min(128, max_length // 3), cache=None if file else False)
+    lengths = window_lengths(args.model, model)
+    features = build_features(source, tokenizer, *lengths, cache=None if file else False)
     logits = predict_logits(model.to(device), features, device, progress=file and sys.stderr.isatty())
     try:
         answers = decode(features, examples, *logits)
@@ -176,15 +193,7 @@ def main(args: argparse.Namespace) -> int:
     if file:
         print("\n".join(map(str, answers.write(args.out))))
     else:
-        (best,) = answers.nbest.values()
-        text = answers.predictions[ONE]
+        (best,), (text,), (odds,) = answers.nbest.values(), answers.predictions.values(), answers.null_odds.values()
         chance = next(entry["probability"] for entry in best if entry["text"] == text)
-        print(
-            json.dumps({"answer": text, "probability": chance, "null_odds": answers.null_odds[ONE]}, ensure_ascii=False)
-        )
+        print(json.dumps({"answer": text, "probability": chance, "null_odds": odds}, ensure_ascii=False))
     return 0
-
-
-def _one_question(question: str, context: str) -> Source:
-    entry = {"id": ONE, "question": question, "answers": [], "is_impossible": True}
-    return Source("command line", "validation", False, str, lambda: [("command line", "", context, entry)])

@@ -32,7 +32,8 @@ README_COLUMNS = (
     "ΔF1 vs A1",
     "note",
 )
-_CODE = [Path(__file__).with_name(f"{name}.py") for name in ("report", "tables", "findings", "figures")]
+_MODULES = ("report", "tables", "findings", "canvas", "anatomy", "figures")
+_CODE = [Path(__file__).with_name(f"{name}.py") for name in _MODULES]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the records (default: runs)")
     parser.add_argument("--figures", type=Path, default=Path("figures"), help="folder to draw into (default: figures)")
     either = parser.add_mutually_exclusive_group()
+    either.add_argument("--html", type=Path, metavar="OUT.html", help="write all of it as one self-contained page")
     either.add_argument("--readme", action="store_true", help="also rewrite the result block of README.md")
     either.add_argument(
         "--check", action="store_true", help="write nothing; fail if figures or README.md are behind the committed runs"
@@ -48,6 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Draw what is not up to date, print every group's table and where its figures are; 1 if a check fails."""
+    if args.html:
+        from qa_lib import page  # its templates are of use here alone
+
+        content = page.static(args.runs, args.html, lambda runs, group: pictures(runs, args.figures / group)).encode()
+        write_atomically(args.html, content)
+        print(f"{args.html}: {len(content) / 1e6:.1f} MB")
+        return 0
     runs = load_runs(args.runs)
     if args.check:
         problems = check(runs, args.runs, args.figures)
@@ -78,6 +87,10 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def _bytes(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
+
+
 def manifest(runs: pd.DataFrame) -> dict:
     """Of a group's runs, all that figures and tables depend on and the tables themselves; not yet the figures."""
     lines = tables.summarise(runs)
@@ -90,7 +103,7 @@ def manifest(runs: pd.DataFrame) -> dict:
     }
     records = {
         run["run_id"]: {
-            "sha256": _sha256((run["path"] / "record.json").read_bytes()),
+            "sha256": _sha256(b"".join(_bytes(run["path"] / name) for name in ("record.json", "profile.json"))),
             "status": run["status"],
             "commit": run["code.commit"] if pd.notna(run["code.commit"]) else None,
             "dirty": run["code.dirty"] if pd.notna(run["code.dirty"]) else None,
@@ -132,22 +145,38 @@ def outdated(runs: pd.DataFrame, folder: Path) -> str | None:
     return None
 
 
-def draw(runs: pd.DataFrame, folder: Path) -> bool:
-    """Draw a group's figures and manifest into `folder` unless they show these runs already; whether it drew."""
-    if outdated(runs, folder) is None:
-        return False
-    from qa_lib import figures  # seaborn takes a second to import, which an up-to-date report need not wait for
+def _render(runs: pd.DataFrame) -> tuple[dict[str, tuple[str, bytes]], dict[str, str]]:
+    """Title and PNG of each figure of a group, and for each that no record supports the reason; both by name."""
+    from qa_lib import canvas, figures  # seaborn takes a second to import, which an up-to-date report need not wait for
 
-    new = manifest(runs) | {"figures": {}, "not_drawn": {}}
+    drawn, not_drawn = {}, {}
     for name, figure_of in figures.FIGURES.items():
         try:
             figure = figure_of(runs)
         except tables.NotMeasured as reason:
-            new["not_drawn"][name] = str(reason)
+            not_drawn[name] = str(reason)
             continue
-        content = figures.png(figure)
+        drawn[name] = " ".join(figure.get_suptitle().split()), canvas.png(figure)
+    return drawn, not_drawn
+
+
+def pictures(runs: pd.DataFrame, folder: Path) -> tuple[dict[str, tuple[str, bytes]], dict[str, str]]:
+    """What `_render` gives, read from `folder` if its figures show these runs; nothing is written."""
+    if outdated(runs, folder):
+        return _render(runs)
+    found = _read_manifest(folder)
+    drawn = {name: (figure["title"], (folder / name).read_bytes()) for name, figure in found["figures"].items()}
+    return {name.removesuffix(".png"): picture for name, picture in drawn.items()}, found["not_drawn"]
+
+
+def draw(runs: pd.DataFrame, folder: Path) -> bool:
+    """Draw a group's figures and manifest into `folder` unless they show these runs already; whether it drew."""
+    if outdated(runs, folder) is None:
+        return False
+    drawn, not_drawn = _render(runs)
+    new = manifest(runs) | {"figures": {}, "not_drawn": not_drawn}
+    for name, (title, content) in drawn.items():
         write_atomically(folder / f"{name}.png", content)
-        title = " ".join(figure.get_suptitle().split())
         new["figures"][f"{name}.png"] = {"title": title, "sha256": _sha256(content), "runs": list(new["records"])}
     for name in _read_manifest(folder).get("figures", {}).keys() - new["figures"].keys():
         (folder / name).unlink(missing_ok=True)

@@ -1,0 +1,286 @@
+"""The app: ask a checkpoint questions about a paragraph, compare two, and read the dashboard. For one's own machine."""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import re
+import socket
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+import nbformat
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from qa_lib import page, report
+from qa_lib.ask import Busy, Desk, QuestionTooLong
+from qa_lib.data import MAX_CONTEXT, UserError, open_source, read_json
+from qa_lib.predict import load_qa_model
+from qa_lib.record import RecordError, read_record
+
+EXAMPLE = "example: python -m qa_lib app --model runs/cpu-smoke/A1-s0-*/model"
+FIGURES = Path("figures")  # what report draws into; read where it is up to date
+MAX_QUESTION = 1_000
+MAX_BODY = 6 * MAX_CONTEXT  # bytes; JSON spells a character in at most as many, but for emoji that nobody escapes
+TINY_VOCABULARY = 1_000  # fewer words than any language has: a model of the synthetic text
+TOO_LONG = f"The paragraph is longer than {MAX_CONTEXT:,} characters, the limit."
+ENGLISH = (
+    "The lighthouse of Westerkamp was built in 1887 by the engineer Ada Brandt, after three ships had been lost on the "
+    "sandbank in a single winter. Its lamp first burned rapeseed oil; electricity came in 1926. The tower is 42 metres "
+    "high and has 212 steps. Since 1978 no keeper has lived there, and the light is controlled from the harbour office "
+    "in Niendorf. Every summer some nine thousand visitors climb to the gallery, from where the island of Holm can be "
+    "seen on a clear day."
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A checkpoint that can be asked. `key` is what the page calls it by; no path ever leaves the server."""
+
+    key: str
+    name: str
+    folder: Path
+
+    @property
+    def examples(self) -> str:
+        """Which examples suit it: synthetic or english."""
+        with contextlib.suppress(UserError, TypeError, AttributeError):
+            if read_json(self.folder / "config.json").get("vocab_size", TINY_VOCABULARY) < TINY_VOCABULARY:
+                return "synthetic"
+        return "english"
+
+
+def offered(runs: Path) -> list[Choice]:
+    """The checkpoints of the runs that ended ok: those of the smoke scale first, then the newest first."""
+    found = []
+    for weights in runs.glob("*/*/model/model.safetensors"):
+        folder = weights.parent.parent
+        with contextlib.suppress(RecordError, KeyError, TypeError):
+            record = read_record(folder)
+            if record["status"] == "ok":
+                smoke = record["spec"]["scale"]["name"] == "smoke"
+                found.append((smoke, str(record["time"]["ended"]), Choice(_key(folder), folder.name, weights.parent)))
+    return [choice for *_, choice in sorted(found, key=lambda entry: entry[:2], reverse=True)]
+
+
+def _key(folder: Path) -> str:
+    return f"{folder.parent.name}/{folder.name}"
+
+
+def named(folders: list[Path]) -> list[Choice]:
+    """The checkpoints that the user named, by their folders' names, or by their runs'."""
+    found = []
+    for i, folder in enumerate(folders):
+        whole = folder.resolve()
+        run = whole.name == "model" and (whole.parent / "record.json").is_file()
+        found.append(Choice(f"model {i + 1}", whole.parent.name if run else whole.name, folder))
+    return found
+
+
+def examples() -> dict[str, list[dict]]:
+    """Questions to click: {name, question, context} for models of the synthetic text and for those of English."""
+    generated = open_source("synthetic:200", "validation").examples
+    short = [example for example in generated if len(example.context) < 250]
+    chosen = {
+        "answered": next(example for example in short if example.answers),
+        "another": next(example for example in reversed(short) if example.answers),
+        "no answer": next(example for example in short if example.impossible),
+        "long paragraph": max(generated, key=lambda example: bool(example.answers) * len(example.context)),
+    }
+    asked = {
+        "a name": ("Who built the lighthouse?", ENGLISH),
+        "a year": ("When was the lamp electrified?", ENGLISH),
+        "a number": ("How many steps does the tower have?", ENGLISH),
+        "no answer": ("Which colour is the roof painted?", ENGLISH),
+    }
+    return {
+        "synthetic": [
+            {"name": name, "question": example.question, "context": example.context} for name, example in chosen.items()
+        ],
+        "english": [{"name": name, "question": question, "context": text} for name, (question, text) in asked.items()],
+    }
+
+
+def create_app(models: list[Path], runs: Path, hosts: list[str]) -> Starlette:
+    """The app over checkpoints and runs; it answers requests for `hosts` alone, so that no foreign page can ask it."""
+    desk, given, shown = Desk(), named(models), examples()
+    drawing, drawn = threading.Lock(), {}
+
+    def choices() -> dict[str, Choice]:
+        return {choice.key: choice for choice in [*given, *offered(runs)]}
+
+    def home(request: Request) -> Response:
+        return _page(
+            *page.render("ask", "'self'", choices=[*choices().values()], given=given, setup={"examples": shown})
+        )
+
+    def dashboard(request: Request) -> Response:
+        files = [*runs.glob("*/*/record.json"), *FIGURES.glob("*/manifest.json")]
+        state = frozenset((path, path.stat().st_mtime_ns, path.stat().st_size) for path in files)
+        with drawing:  # matplotlib is not for two threads at once
+            if drawn.get("state") != state:
+                drawn.update(page=page.dashboard(runs, pictures, notebook_of, app=True), state=state)
+            return _page(*drawn["page"])
+
+    def pictures(chosen, group: str):
+        return report.pictures(chosen, FIGURES / group)
+
+    def notebook_of(folder: Path) -> str:
+        return f"/runs/{quote(_key(folder))}/notebook"
+
+    def notebook(request: Request) -> Response:
+        """A run's notebook, found in the list of runs: what the address says is compared, never opened."""
+        wanted = "{group}/{run_id}".format(**request.path_params)
+        found = [path for path in runs.glob("*/*/notebook.ipynb") if _key(path.parent) == wanted]
+        if not found:
+            return PlainTextResponse("no such run, or none with a notebook", 404)
+        # It holds whatever its run printed: no script runs in it, and it loads nothing.
+        policy = "sandbox; default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+        try:
+            return _page(notebook_html(found[0]), policy)
+        except (ValueError, KeyError, AttributeError, TypeError):
+            return PlainTextResponse("this notebook cannot be read", 500)
+
+    async def ask(request: Request) -> Response:
+        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+            return _refuse(415, "form", "JSON is expected")  # which a form of a foreign page cannot send
+        body = await _body(request)
+        if body is None:
+            return _refuse(413, "context", TOO_LONG)
+        try:
+            entry = json.loads(body)
+            question, context, key = (entry[name] for name in ("question", "context", "model"))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return _refuse(400, "form", "question, context and model are expected")
+        if problem := check(question, context):
+            return _refuse(422, *problem)
+        choice = (await run_in_threadpool(choices)).get(key) if isinstance(key, str) else None
+        if choice is None:
+            return _refuse(404, "model", "There is no such model, or no longer; load the page again.")
+        try:
+            return JSONResponse(await asyncio.wrap_future(desk.ask(choice.folder, question, context)))
+        except Busy as problem:
+            return _refuse(503, "form", str(problem), {"Retry-After": "1"})
+        except QuestionTooLong as problem:
+            return _refuse(422, "question", f"The question is {problem}.")
+        except UserError as problem:
+            reason = str(problem).removeprefix(f"{choice.folder}: ").replace(str(choice.folder), choice.name)
+            return _refuse(422, "model", page.without_paths(f"{choice.name} cannot be asked: {reason}"))
+
+    return Starlette(
+        routes=[
+            Route("/", home),
+            Route("/ask", ask, methods=["POST"]),
+            Route("/dashboard", dashboard),
+            Route("/runs/{group}/{run_id}/notebook", notebook),
+        ],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)],
+    )
+
+
+def check(question: object, context: object) -> tuple[str, str] | None:
+    """The field and what is wrong with it, or None."""
+    if not isinstance(context, str) or not context.strip():
+        return "context", "Write or paste a paragraph, in which the answer is looked for."
+    if len(context) > MAX_CONTEXT:
+        return "context", TOO_LONG
+    if not isinstance(question, str) or not question.strip():
+        return "question", "Write a question."
+    if len(question) > MAX_QUESTION:
+        return "question", f"The question is longer than {MAX_QUESTION:,} characters, the limit."
+    for field, text in (("context", context), ("question", question)):
+        if re.search("[\ud800-\udfff]", text):
+            return field, "This text holds half a character, which no tokenizer takes."
+    return None
+
+
+async def _body(request: Request) -> bytes | None:
+    """The request's body, or None if it is too long: no more than MAX_BODY of it is ever held.
+
+    The rest is read and dropped, up to a limit, since a browser hears no answer while it still sends.
+    """
+    body, size = bytearray(), 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > 64 * MAX_BODY:
+            return None
+        if size <= MAX_BODY:
+            body += chunk
+    return bytes(body) if size <= MAX_BODY else None
+
+
+def _page(html: str, policy: str) -> Response:
+    headers = {
+        "Content-Security-Policy": f"{policy}; frame-ancestors 'none'",
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-store",
+    }
+    return HTMLResponse(html, headers=headers)
+
+
+def _refuse(status: int, field: str, message: str, headers: dict | None = None) -> Response:
+    return JSONResponse({"field": field, "message": message}, status, headers)
+
+
+def notebook_html(path: Path) -> str:
+    """An executed notebook as a page, without its scripts' addresses and without this machine's paths in outputs."""
+    from nbconvert import HTMLExporter  # a second, for the few who look
+
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            for holder, key in _texts(output):
+                holder[key] = page.without_paths(re.sub(r"\x1b\[[\d;]*m", "", holder[key]))
+    exporter = HTMLExporter(template_name="classic", require_js_url="", mathjax_url="", jquery_url="")
+    return exporter.from_notebook_node(notebook)[0]
+
+
+def _texts(output: dict):
+    """Where in an output text is held: (holder, key) pairs."""
+    yield from ((output, key) for key in ("text", "evalue") if key in output)
+    yield from ((output.get("traceback", []), i) for i in range(len(output.get("traceback", []))))
+    data = output.get("data", {})
+    yield from ((data, key) for key in data if key.startswith("text/") and isinstance(data[key], str))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `python -m qa_lib app`."""
+    parser.add_argument(
+        "--model", type=Path, action="append", default=[], metavar="DIR", help="a model's folder; may be repeated"
+    )
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the records (default: runs)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
+    parser.add_argument("--port", type=int, default=8600, metavar="N", help="0 takes a free one (default: 8600)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Serve until interrupted. Raises UserError for a folder that holds no such model, and for a port that is taken."""
+    for folder in args.model:
+        load_qa_model(folder)
+    try:
+        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+        listener = socket.create_server((args.host, args.port), family=family, backlog=128)
+    except (OSError, OverflowError) as problem:
+        reason = getattr(problem, "strerror", None) or problem
+        raise UserError(f"cannot listen on {args.host}, port {args.port}: {reason}; --port takes another") from None
+    # Asked to listen beyond this machine, the app cannot know by what names it will be called.
+    local = ["127.0.0.1", "localhost"]
+    hosts = local if args.host in local else ["*"]
+    app = create_app(args.model, args.runs, hosts)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False, limit_concurrency=512, lifespan="off"
+    )
+    print(f"http://{args.host}:{listener.getsockname()[1]}  (Ctrl-C stops it)", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listener])
+    return 0
