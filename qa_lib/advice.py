@@ -1,0 +1,88 @@
+"""What to run on a card of so much memory: tables from the records of the bench, vram and fit scales."""
+
+import pandas as pd
+
+from qa_lib import tables
+from qa_lib.tables import NotMeasured, number
+from qa_lib.variants import RECIPES, VARIANTS
+
+SIZES_GIB = (1, 1.5, 2, 3, 4, 6, 8, 12, 14.9, 24)  # 14.9: a T4
+CONTEXT_GIB = 0.5  # a process takes this beside what PyTorch reserves
+
+
+def vram_table(runs: pd.DataFrame) -> pd.DataFrame:
+    """Peaks of one step at micro-batch 8 after one to settle, the seeds' protocol, ours beside their T4's.
+
+    `runs` of one group at scale vram. Raises NotMeasured where no run has a peak.
+    """
+    ours = runs[runs["memory.peak_alloc_mib"].notna() & (runs["spec.settings.micro_batch"] == 8)]
+    if ours.empty:
+        raise NotMeasured("no run at scale vram has a peak: GPU memory is counted by the GPU's allocator")
+    theirs = pd.read_csv(tables.PUBLISHED, comment="#").set_index("row")
+    ours = ours.drop_duplicates("spec.variant", keep="last").set_index("spec.variant")
+    rows = [name for name in VARIANTS if name in ours.index]
+    table = pd.DataFrame({"row": rows, "what it changes": [tables.change(name) for name in rows]})
+    for kind, column in (("allocated", "peak_alloc_mib"), ("reserved", "peak_reserved_mib")):
+        peak = ours.loc[rows, f"memory.{column}"].astype(float)
+        seeds = theirs[column].reindex(rows)
+        table[f"{kind} MiB"] = peak.map(number).to_numpy()
+        table[f"T4: {kind} MiB"] = seeds.map(number).to_numpy()
+        table[f"{kind}, ours over theirs"] = (peak / seeds).map(number).to_numpy()
+    return table
+
+
+def largest_batches(runs: pd.DataFrame) -> pd.DataFrame:
+    """Of a group that `fit-batch` made: each row's largest micro-batch that fitted, and its best speed at any."""
+    lines = []
+    for name in VARIANTS:
+        tries = runs[(runs["spec.variant"] == name) & (runs["status"] == "ok")]
+        if tries.empty:
+            continue
+        most, best = (tries.loc[tries[column].astype(float).idxmax()] for column in
+                      ("spec.settings.micro_batch", "speed.features_per_s"))  # fmt: skip
+        lines.append(
+            {
+                "row": name,
+                "what it changes": tables.change(name),
+                "largest micro-batch": str(most["spec.settings.micro_batch"]),
+                "reserved MiB": number(most["memory.peak_reserved_mib"]),
+                "best features/s": number(best["speed.features_per_s"]),
+                "at micro-batch": str(best["spec.settings.micro_batch"]),
+            }
+        )
+    if not lines:
+        raise NotMeasured("no try of fit-batch has fitted in this group")
+    return pd.DataFrame(lines)
+
+
+def decision_table(runs: pd.DataFrame) -> pd.DataFrame:
+    """For cards of SIZES_GIB: the quickest full fine-tune and the quickest adapter that were measured to fit.
+
+    From `runs` of one group, by peak reserved memory plus CONTEXT_GIB. Speeds are those of the GPU that ran them.
+    """
+    measured = runs[(runs["status"] == "ok") & runs["memory.peak_reserved_mib"].notna()]
+    if measured.empty:
+        raise NotMeasured("no run of this group has reserved GPU memory, so none can be recommended")
+    kinds = measured["spec.variant"].map(lambda name: RECIPES[VARIANTS[name].settings.trainable].kind)
+    needed = measured["memory.peak_reserved_mib"].astype(float) / 1024 + CONTEXT_GIB
+    lines = []
+    for size in SIZES_GIB:
+        line = {"you have": f"{size:g} GiB"}
+        for want, wanted in (("train everything", kinds == "all"), ("train adapters", kinds == "lora")):
+            fitting = measured[wanted & (needed <= size)]
+            if fitting.empty:
+                line |= {want: tables.MISSING, f"{want}: features/s": tables.MISSING}
+                continue
+            best = fitting.loc[fitting["speed.features_per_s"].astype(float).idxmax()]
+            line[want] = f"{best['spec.variant']}, micro-batch {best['spec.settings.micro_batch']}"
+            line[f"{want}: features/s"] = number(best["speed.features_per_s"])
+        lines.append(line)
+    return pd.DataFrame(lines)
+
+
+def as_markdown(table_of, runs: pd.DataFrame) -> str:
+    """For a notebook: a table of this module, or the sentence that says why there is none."""
+    try:
+        return tables.markdown(table_of(runs))
+    except NotMeasured as reason:
+        return f"*No table: {reason}.*"
