@@ -80,8 +80,28 @@ def decision_table(runs: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def as_markdown(table_of, runs: pd.DataFrame) -> str:
-    """For a notebook: a table of this module, or the sentence that says why there is none."""
+def recipes(runs: pd.DataFrame, group: str) -> str:
+    """For a notebook: the tables of a group's hardware as Markdown, each with what it says, or why it is not there.
+
+    `runs` are all records; the seeds' protocol and the searches of fit-batch are groups of their own.
+    """
+    hardware = group.rsplit("-", 1)[0]
+    said = "**What to run on a card of so much memory**, from this group; the speeds are those of the GPU that ran it."
+    parts = [said, _or_why(decision_table, runs[runs["group"] == group])]
+    said = "**The seeds' protocol**: one step at micro-batch 8 after one to settle. *T4* is theirs, the rest is ours."
+    parts += [said, _or_why(vram_table, runs[runs["group"] == f"{hardware}-vram"])]
+    for name in sorted(set(runs["group"])):
+        if name.startswith(f"{hardware}-fit-"):
+            limit, sm = runs.loc[runs["group"] == name, "spec.scale.limit_gib"].iloc[0], name.rsplit("-sm", 1)[-1]
+            parts += [
+                f"**The largest micro-batch within {limit:g} GiB**, with the allocator capped to that and with what "
+                f"compute capability {int(sm) / 10:g} offers. The speeds are not those of such a card.",
+                _or_why(largest_batches, runs[runs["group"] == name]),
+            ]
+    return "\n\n".join(parts)
+
+
+def _or_why(table_of, runs: pd.DataFrame) -> str:
     try:
         return tables.markdown(table_of(runs))
     except NotMeasured as reason:

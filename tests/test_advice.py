@@ -1,0 +1,58 @@
+"""Tables of advice from made-up runs: what fits is recommended, the quickest of it, and nothing else."""
+
+import pandas as pd
+import pytest
+
+from qa_lib import advice
+from qa_lib.tables import NotMeasured
+
+COLUMNS = ("group", "spec.variant", "spec.settings.micro_batch", "status", "speed.features_per_s",
+           "memory.peak_alloc_mib", "memory.peak_reserved_mib", "spec.scale.limit_gib")  # fmt: skip
+
+
+def runs(*rows):
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+BENCH = runs(
+    ("gpu-bench", "A1", 8, "ok", 100.0, 4000.0, 4300.0, None),
+    ("gpu-bench", "A1", 32, "ok", 300.0, 11000.0, 11500.0, None),
+    ("gpu-bench", "E-best", 32, "ok", 3000.0, 3300.0, 3700.0, None),
+    ("gpu-bench", "EB1", 32, "ok", 3500.0, 1700.0, 1900.0, None),
+    ("gpu-bench", "C2", 32, "oom", None, None, None, None),
+)
+
+
+def test_the_quickest_that_fits_with_room_for_the_context():
+    table = advice.decision_table(BENCH).set_index("you have")
+    assert table.loc["3 GiB", "train everything"] == "–"
+    assert table.loc["3 GiB", "train adapters"] == "EB1, micro-batch 32"
+    assert table.loc["4 GiB", "train everything"] == "–", "3,700 MiB and the context are more than 4 GiB"
+    assert table.loc["6 GiB", "train everything"] == "E-best, micro-batch 32"
+    with pytest.raises(NotMeasured):
+        advice.decision_table(BENCH[BENCH["status"] == "oom"])
+
+
+def test_the_seeds_protocol_stands_beside_their_numbers():
+    ours = runs(
+        ("gpu-vram", "A3", 8, "ok", 1.0, 3000.0, 3200.0, None),
+        ("gpu-vram", "E1", 8, "ok", 1.0, 2400.0, 2500.0, None),
+        ("gpu-vram", "C1", 32, "ok", 1.0, 5000.0, 5200.0, None),
+    )
+    table = advice.vram_table(ours).set_index("row")
+    assert list(table.index) == ["A3", "E1"]
+    assert table.loc["A3", "T4: allocated MiB"] == "3,087" and table.loc["A3", "allocated, ours over theirs"] == "0.97"
+    assert table.loc["E1", "T4: allocated MiB"] == "–"
+
+
+def test_recipes_show_each_search_under_its_limit():
+    fits = runs(
+        ("gpu-fit-14.9gib-sm75", "A1", 32, "ok", 90.0, 11000.0, 11500.0, 14.9),
+        ("gpu-fit-14.9gib-sm75", "A1", 40, "ok", 80.0, 13000.0, 14500.0, 14.9),
+        ("gpu-fit-14.9gib-sm75", "A1", 48, "oom", None, None, None, 14.9),
+    )
+    table = advice.largest_batches(fits).iloc[0]
+    assert (table["largest micro-batch"], table["best features/s"], table["at micro-batch"]) == ("40", "90.0", "32")
+    said = advice.recipes(pd.concat([BENCH, fits]), "gpu-bench")
+    assert "within 14.9 GiB" in said and "compute capability 7.5" in said and "not those of such a card" in said
+    assert "no run at scale vram" in said
