@@ -123,13 +123,16 @@ def new_record(spec: Spec, env: dict) -> dict:
 
 
 def code_version() -> dict:
-    """{commit, dirty} of the checkout this package lies in; outside one, the commit that $QA_LIB_COMMIT names."""
+    """{commit, dirty} of the checkout this package lies in; or the commit that $QA_LIB_COMMIT names, where the code was
+    copied without its history, or onto an older one."""
 
     def git(*words: str) -> str:
         return subprocess.run(
             ["git", "-C", str(Path(__file__).parent), *words], capture_output=True, text=True, check=True, timeout=20
         ).stdout.strip()
 
+    if named := os.environ.get("QA_LIB_COMMIT"):
+        return {"commit": named, "dirty": None}
     try:
         # Runs and figures are what the code writes; only a change of the code itself makes a checkout dirty.
         return {
@@ -137,7 +140,7 @@ def code_version() -> dict:
             "dirty": bool(git("status", "--porcelain", "--", ":/qa_lib", ":/notebooks", ":/requirements.txt")),
         }
     except (OSError, subprocess.SubprocessError):
-        return {"commit": os.environ.get("QA_LIB_COMMIT"), "dirty": None}
+        return {"commit": None, "dirty": None}
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
