@@ -60,7 +60,7 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
             _say(axis, speed + (0 if pd.isna(half) else half), height, said)
         axis.set(xlabel="features/s in training (longer is faster)", ylabel="row and its change")
         # One scale for all panels, with room for the words behind the longest bar and its whisker.
-        axis.set_xlim(0, 1.7 * ends.max())
+        axis.set_xlim(0, 1.9 * ends.max())
         axis.grid(False, axis="y")
     return figure
 

@@ -23,8 +23,6 @@ HEADINGS = (
     "row",
     "what it changes",
     "micro-batch",
-    "status",
-    "n",
     "features/s",
     "× A1",
     "step ms [p10–p90]",
@@ -33,13 +31,15 @@ HEADINGS = (
     "F1",
     "ΔF1 vs A1",
     "trainable",
+    "n",
+    "status",
     "note",
 )
 # Figures with a section of their own, in this order; what else there is comes after them under its own name.
 SECTIONS = {
     "ladder": "Step by step: A1 → A4 → E",
     "peft": "PEFT against full fine-tuning",
-    "memory": "GPU memory against step time",
+    "memory": "GPU memory (VRAM) against step time",
 }
 NUMBERS = {  # of a run, in its row's panel
     "tokens/s": "speed.real_tokens_per_s",
@@ -102,7 +102,7 @@ def dashboard(
         except Exception as problem:  # whatever a spoilt record leads to: the other groups are to be seen
             reason = without_paths(str(problem)) or type(problem).__name__
             groups.append({"name": name, "problem": reason, "broken": _broken(bad)})
-    return render("dashboard", groups=groups, families=FAMILIES, ladder=findings.LADDER, app=app)
+    return render("dashboard", groups=groups, families=FAMILIES, ladder=(*findings.PEERS, *findings.LADDER), app=app)
 
 
 def _group(runs: pd.DataFrame, name: str, bad: dict[Path, str], pictures: Pictures, link) -> dict:

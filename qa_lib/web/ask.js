@@ -85,7 +85,8 @@ function card(reply, name, context) {
     choice.title = entry.text ? "Show its place" : "";
     choice.addEventListener("click", () => mark(part(".paragraph"), context, entry));
     row.insertCell().append(choice);
-    for (const text of [entry.score.toFixed(2), `${(100 * entry.probability).toFixed(1)} %`]) {
+    const percent = entry.probability < 0.001 ? "< 0.1 %" : `${(100 * entry.probability).toFixed(1)} %`;
+    for (const text of [entry.score.toFixed(2).replace("-", "−"), percent]) {
       const cell = row.insertCell();
       cell.className = "number";
       cell.textContent = text;
@@ -106,7 +107,8 @@ function decide() {
     node.querySelector(".answer").classList.toggle("none", none);
     node.querySelector(".margin").textContent = !best
       ? "No span of this paragraph may be an answer."
-      : `“No answer” scores ${reply.margin.toFixed(2)} against the best span, ${by} ${none ? "over" : "under"} the threshold.`;
+      : `“No answer” scores ${Math.abs(reply.margin).toFixed(2)} ${reply.margin > 0 ? "above" : "below"} the best span: ` +
+        `${by} ${none ? "over" : "under"} the threshold.`;
     mark(node.querySelector(".paragraph"), context, none ? {} : best);
   }
 }
