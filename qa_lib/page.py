@@ -114,6 +114,7 @@ def _group(runs: pd.DataFrame, name: str, bad: dict[Path, str], pictures: Pictur
     images = [
         {
             "name": key,
+            "own": key in SECTIONS,
             "heading": SECTIONS.get(key, key.replace("-", " ").capitalize()),
             "title": drawn[key][0] if key in drawn else None,
             "source": "data:image/png;base64," + base64.b64encode(drawn[key][1]).decode() if key in drawn else None,

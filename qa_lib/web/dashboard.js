@@ -19,6 +19,7 @@ function filter() {
 document.addEventListener("click", (event) => {
   const row = event.target.closest("tr[data-panel]");
   if (row) document.querySelector(`dialog[data-of="${CSS.escape(row.dataset.panel)}"]`).showModal();
+  event.target.closest("figure")?.classList.toggle("large");
   if (event.target instanceof HTMLDialogElement) event.target.close(); // on what is dark around it
 });
 for (const id of ["group", "rows", "search"]) byId(id)?.addEventListener("input", filter);
