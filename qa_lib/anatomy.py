@@ -6,6 +6,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from qa_lib.canvas import GREY, WIDTH, style
@@ -210,7 +211,9 @@ def roofline(rows: dict[str, dict]) -> Figure:
             ops = sum(kernel[key] or 0.0 for key in ("fp16_ops", "bf16_ops", "fp8_ops"))
             if not kernel["us"] or not kernel["dram_bytes"]:
                 continue
+            attention = any(word in kernel["name"].lower() for word in ("flash", "fmha", "attention"))
             entry = {"row": name, "us": kernel["us"], "GB/s": kernel["dram_bytes"] / kernel["us"] / 1e3}
+            entry["kind"] = "attention" if attention else "products" if ops else "the rest"
             if ops:
                 products.append(entry | {"intensity": ops / kernel["dram_bytes"], "TFLOP/s": ops / kernel["us"] / 1e6})
             else:
@@ -227,14 +230,17 @@ def roofline(rows: dict[str, dict]) -> Figure:
     figure = _figure(title, _note(first), 4.2)
     left, right = figure.subplots(1, 2)
     left.plot([1, roof / slope * 1e3, 1e4], [slope / 1e3, roof, roof], color="0.3", linewidth=1)
-    sizes = (5, 300)
-    for axis, data, column in ((left, products, "intensity"), (right, others, "us")):
-        y = "TFLOP/s" if axis is left else "GB/s"
-        sns.scatterplot(data, x=column, y=y, hue="row", size="us", sizes=sizes, alpha=0.6, ax=axis, legend=axis is left)
-        axis.set_xscale("log")
+    palette = dict(zip(("products", "attention", "the rest"), sns.color_palette("colorblind"), strict=False))
+    look = {"hue": "kind", "style": "row", "size": "us", "sizes": (10, 300), "alpha": 0.6, "palette": palette}
+    sns.scatterplot(products, x="intensity", y="TFLOP/s", legend=False, ax=left, **look)
+    sns.scatterplot(others, x="us", y="GB/s", legend=False, ax=right, **look)
+    left.set_xscale("log")
     left.set_yscale("log")
     left.set(xlabel="operations per byte of DRAM", ylabel="TFLOP/s on the tensor cores")
     right.axhline(slope, color="0.3", linewidth=1)
     right.set(xlabel="µs a step in kernels without products", ylabel="GB/s of DRAM", ylim=(0, 1.1 * slope))
-    left.legend(fontsize=8)
+    rows_marks = [Line2D([], [], color="0.4", marker=mark, linestyle="", label=name)
+                  for name, mark in zip(rows, "oXs^Dv", strict=False)]  # fmt: skip
+    handles = [Patch(color=color, alpha=0.6, label=kind) for kind, color in palette.items()]
+    left.legend(handles=[*handles, *rows_marks], fontsize=8)
     return figure

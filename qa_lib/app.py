@@ -116,10 +116,13 @@ def examples() -> dict[str, list[dict]]:
 def create_app(models: list[Path], runs: Path, hosts: list[str]) -> Starlette:
     """The app over checkpoints and runs; it answers requests for `hosts` alone, so that no foreign page can ask it."""
     desk, given, shown = Desk(), named(models), examples()
+    known: dict[str, Choice] = {}  # every checkpoint seen so far: asking does not read all records again
     drawing, drawn = threading.Lock(), {}
 
     def choices() -> dict[str, Choice]:
-        return {choice.key: choice for choice in [*given, *offered(runs)]}
+        found = {choice.key: choice for choice in [*given, *offered(runs)]}
+        known.update(found)
+        return found
 
     def home(request: Request) -> Response:
         return _page(
@@ -166,7 +169,7 @@ def create_app(models: list[Path], runs: Path, hosts: list[str]) -> Starlette:
             return _refuse(400, "form", "question, context and model are expected")
         if problem := check(question, context):
             return _refuse(422, *problem)
-        choice = (await run_in_threadpool(choices)).get(key) if isinstance(key, str) else None
+        choice = known.get(str(key)) or (await run_in_threadpool(choices)).get(str(key))
         if choice is None:
             return _refuse(404, "model", "There is no such model, or no longer; load the page again.")
         try:
@@ -274,7 +277,9 @@ def main(args: argparse.Namespace) -> int:
         load_qa_model(folder)
     try:
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-        listener = socket.create_server((args.host, args.port), family=family, backlog=128)
+        listener = socket.create_server((args.host, args.port), family=family, backlog=512)
+        # asyncio does it for sockets of its own only: answers would wait 40 ms for the asker's delayed ACK.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except (OSError, OverflowError) as problem:
         reason = getattr(problem, "strerror", None) or problem
         raise UserError(f"cannot listen on {args.host}, port {args.port}: {reason}; --port takes another") from None

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 
 from qa_lib.data import DataError
-from qa_lib.decode import LOWEST, decode
+from qa_lib.decode import LOWEST, decode, one_thread
 from qa_lib.features import build_features
 from qa_lib.predict import asked, load_qa_model, predict_logits, window_lengths
 
@@ -36,19 +37,25 @@ class QuestionTooLong(DataError):
 
 @dataclass(frozen=True)
 class Model:
-    """A loaded checkpoint, ready to answer, with the tokens of its windows and of their overlap."""
+    """A loaded checkpoint, ready to answer, with the tokens of its windows and of their overlap.
+
+    A `small` one is kept to one thread, for the reason that decoding is: beside busy cores the tiny model took 175 ms
+    with two and 2 with one.
+    """
 
     model: torch.nn.Module
     tokenizer: object
     max_length: int
     stride: int
+    small: bool
 
 
 def load(folder: Path) -> Model:
     """The checkpoint in `folder`, warmed up. Raises UserError for what load_qa_model refuses."""
     model, tokenizer = load_qa_model(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded = Model(model.to(device), tokenizer, *window_lengths(folder, model))
+    small = model.num_parameters() < 10_000_000
+    loaded = Model(model.to(device), tokenizer, *window_lengths(folder, model), small)
     for words in (1, 4 * loaded.max_length):  # so that no asker waits for what happens the first time
         answer(loaded, [("who", "she " * words)])
     return loaded
@@ -70,7 +77,8 @@ def answer(loaded: Model, questions: list[tuple[str, str]]) -> list[dict]:
     except DataError:
         raise QuestionTooLong(f"too long for this model, which reads {loaded.max_length} tokens at a time") from None
     clock.append(time.perf_counter())
-    logits = predict_logits(loaded.model, features, loaded.model.device, batch_tokens=BATCH_TOKENS)
+    with one_thread() if loaded.small else nullcontext():
+        logits = predict_logits(loaded.model, features, loaded.model.device, batch_tokens=BATCH_TOKENS)
     if loaded.model.device.type == "cuda":
         torch.cuda.synchronize()
     clock.append(time.perf_counter())

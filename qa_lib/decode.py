@@ -108,7 +108,7 @@ class Answers:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """On a CPU the tables are too small for threads to gain much, and where cores are busy they wait for each other:
     12,000 windows took 0.17 s with one thread and anything from 0.09 to 2.5 s with two."""
     threads = torch.get_num_threads()
@@ -119,7 +119,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-@_one_thread()
+@one_thread()
 def decode(
     features: Features,
     examples: list[Example],

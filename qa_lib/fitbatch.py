@@ -21,26 +21,24 @@ CLOSE = 0.06  # the search ends when the next size up is at most this much large
 def largest(first: int, fits: Callable[[int], bool], most: int = 4096) -> int:
     """The largest multiple of STEP, at most `most`, for which `fits` holds, to within CLOSE; 0 if none does.
 
-    Begins at `first` and doubles or halves until sizes that fit and that do not enclose the answer, then bisects.
-    `fits` must hold for every size below one for which it holds.
+    Begins at `first`, which should be near, and goes up or down in steps that double until sizes that fit and that do
+    not enclose the answer; then bisects. `fits` must hold for every size below one for which it holds.
     """
-    size = max(STEP, min(most, first // STEP * STEP))
+    size, stride = max(STEP, min(most, first // STEP * STEP)), CLOSE
     good, bad = 0, most + STEP
-    while True:
+    while bad - good > max(STEP, CLOSE * good):
         if fits(size):
             good = size
         else:
             bad = size
-        if bad - good <= max(STEP, CLOSE * good):
-            return good
-        if not good:
-            size = bad // 2 // STEP * STEP or STEP
-        elif bad > most:
-            size = min(most, 2 * good)
+        if good and bad <= most:
+            size = (good + bad) // 2
         else:
-            size = (good + bad) // 2 // STEP * STEP
-        if size in (good, bad):
-            return good
+            size = size * (1 + stride) if good else size / (1 + stride)
+            stride *= 2
+        # A multiple of STEP strictly between what is known.
+        size = min(max(int(size) // STEP * STEP, good + STEP), bad - STEP)
+    return good
 
 
 def specs_for(variant: str, limit_gib: float, sm: int, data: str, model: str) -> Callable[[int], Spec]:

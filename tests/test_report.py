@@ -13,7 +13,7 @@ import pandas as pd
 import papermill
 import pytest
 
-from qa_lib import canvas, figures, findings, record, report, tables
+from qa_lib import anatomy, canvas, figures, findings, record, report, tables
 from qa_lib.variants import FAMILIES, VARIANTS, Machine, resolve
 
 ROOT = Path(__file__).parents[1]
@@ -264,6 +264,57 @@ def test_numbers_are_written_with_three_digits():
     assert [tables.count(value) for value in (70, 75_330, 999_600, 108_893_186)] == ["70", "75.3 k", "1 M", "109 M"]
 
 
+NEEDS_GPU = {"memory", "timeline", "phases", "roofline"}
+
+
+def made_profile(run):
+    """What `profile` writes beside a run, with numbers of no meaning."""
+    spans = [[0.0, 2.0, "forward", "attention"], [2.5, 3.0, "backward", "loss"], [6.0, 1.0, "optimizer", "optimizer"]]
+    kernel = {"name": "gemm", "count": 2, "us": 9.0, "sm_share": 70.0, "occupancy": 20.0, "tensor_share": 60.0}
+    parts = {phase: {part: ms} for _, ms, phase, part in spans}
+    memory = {
+        "params_mib": 4.0,
+        "optimizer_mib": 8.0,
+        "grads_mib": 4.0,
+        "activations_mib": 9.0,
+        "workspace_mib": 2.0,
+        "peak_mib": 23.0,
+        "peak_phase": "backward",
+        "reserved_mib": 25.0,
+        "fragmentation_mib": 2.0,
+        "phases": {"forward": 22.0, "backward": 23.0, "optimizer": 16.0},
+        "timeline": [[0.0, 12.0], [1.0, 23.0]],
+    }
+    return {
+        "schema": record.PROFILE_SCHEMA, "run_id": run["run_id"], "group": run["group"],
+        "spec": {"variant": run["spec.variant"]}, "code": {"commit": "0123456", "dirty": False},
+        "env": {"gpu": "A GPU", "cpu": "a CPU"},
+        "time": {"step_ms": 7.5, "busy_ms": 6.0, "busy_share": 0.8, "launches_per_step": 900.0, "parts": parts},
+        "timeline": spans, "memory": memory, "ceilings": {"matrix_tflops": 700.0, "copy_gb_per_s": 4000.0},
+        "ncu": [kernel | {"dram_bytes": 1e6, "fp16_ops": 4e9, "bf16_ops": 0.0, "fp8_ops": None},
+                kernel | {"name": "norm", "dram_bytes": 2e6, "fp16_ops": 0.0, "bf16_ops": 0.0, "fp8_ops": 0.0}],
+    }  # fmt: skip
+
+
+def test_profiles_are_drawn_as_they_were_measured():
+    profiles = {name: made_profile({"run_id": name, "group": "g", "spec.variant": name}) for name in ("A1", "E1")}
+    profiles["E1"]["time"] |= {"step_ms": 2.5, "busy_ms": 2.5, "busy_share": 1.0, "launches_per_step": 40.0}
+    said = {make.__name__: " ".join(make(profiles).get_suptitle().split()) for make in
+            (anatomy.timeline, anatomy.fig_parts, anatomy.phases, anatomy.fig_allocator, anatomy.roofline)}  # fmt: skip
+    first, second = said["timeline"].split("; ")
+    assert first == "A step of A1: 7.50 ms, 80.0 % busy, 900 launches"
+    assert second == "a step of E1: 2.50 ms, 100 % busy, 40 launches"
+    assert "×3.00 as fast as A1's" in said["fig_parts"]
+    assert said["phases"] == "A1 peaks at 23.0 MiB, in its backward pass"
+    # 4e9 operations in 9 us are 444 TFLOP/s of 700; 2e6 bytes in 9 us are 222 GB/s of 4,000.
+    assert "63.5 % of the matrix rate" in said["roofline"] and "5.56 % of the copy bandwidth" in said["roofline"]
+    for profile in profiles.values():
+        profile |= {"memory": None, "ncu": None}
+    for make_figure in (anatomy.phases, anatomy.fig_allocator, anatomy.roofline):
+        with pytest.raises(tables.NotMeasured):
+            make_figure(profiles)
+
+
 @pytest.mark.parametrize("machine", [CPU, GPU])
 def test_every_figure_has_a_title_axis_labels_and_a_caption_or_a_reason(runs, machine):
     for variant in ("A0", "A1", "A3", "A4", "B1", "C2"):
@@ -271,12 +322,19 @@ def test_every_figure_has_a_title_axis_labels_and_a_caption_or_a_reason(runs, ma
             make(runs, variant, seed, machine=machine, micro_batch=4, speed=100.0 + seed + len(variant))
     group = f"{machine.hardware}-smoke"
     chosen = tables.select(record.load_runs(runs), group)
+    for run in chosen.to_dict("records"):
+        if machine is GPU and run["spec.variant"] in ("A1", "A3"):
+            (run["path"] / "profile.json").write_text(json.dumps(made_profile(run)))
     for name, figure_of in figures.FIGURES.items():
-        if machine is CPU and name == "memory":
-            with pytest.raises(tables.NotMeasured, match="no GPU"):
+        if machine is CPU and name in NEEDS_GPU:
+            with pytest.raises(tables.NotMeasured, match=r"no GPU|no run of this group has a profile"):
                 figure_of(chosen)
             continue
         figure = figure_of(chosen)
+        if name in NEEDS_GPU - {"memory"}:
+            assert len(figure.get_suptitle()) > 10 and group in figure.get_supxlabel()
+            assert canvas.png(figure_of(chosen)) == canvas.png(figure), "equal records are equal bytes"
+            continue
         assert len(figure.get_suptitle()) > 10 and group in figure.get_supxlabel()
         assert (findings.CPU_CAVEAT in " ".join(figure.get_supxlabel().split())) is (machine is CPU)
         for axis in figure.axes:
@@ -297,7 +355,7 @@ def test_a_micro_batch_without_any_speed_does_not_break_the_ladder(runs):
     make(runs, "A1", micro_batch=4, status="oom", error={"kind": "OutOfMemoryError", "message": "too large"})
     figure = figures.fig_ladder(tables.select(record.load_runs(runs), "cpu-smoke"))
     assert [text.get_text() for text in figure.axes[0].texts] == ["oom: too large"]
-    assert figure.axes[1].get_xlim() == figure.axes[0].get_xlim() == (0, 340)
+    assert figure.axes[1].get_xlim() == figure.axes[0].get_xlim() == (0, 380)
 
 
 def test_the_ladder_says_the_factors_and_why_a_rung_is_empty(runs):
@@ -442,9 +500,10 @@ def test_the_notebook_runs_and_shows_the_figures_and_tables(runs, tmp_path):
     )
     cells = nbformat.read(tmp_path / "out.ipynb", 4).cells
     shown = {cell.id: [output.get("data", {}) for output in cell.get("outputs", [])] for cell in cells}
-    assert [name for name in ("systems", "quality", "peft", "cost") if "image/png" in shown[name][0]] == [
-        "systems", "quality", "peft", "cost",
-    ]  # fmt: skip
+    assert all("image/png" in shown[name][0] for name in ("systems", "quality", "peft"))
+    assert "image/png" in shown["published"][1]
+    assert "no run of this group has a profile" in shown["anatomy"][0]["text/markdown"]
+    assert "seeds' protocol" in shown["memory"][2]["text/markdown"]
     assert "no GPU" in shown["memory"][0]["text/markdown"]
     assert "A4 trains ×2.00" in shown["findings"][0]["text/markdown"]
     assert "no backend named" in shown["backends"][0]["text/markdown"]
