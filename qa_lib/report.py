@@ -212,6 +212,8 @@ def results(runs: pd.DataFrame, runs_dir: Path, figures_dir: Path) -> str:
         picture = Path(os.path.relpath(figures_dir / group / "ladder.png", README.parent)).as_posix()
         table = tables.markdown(tables.result_table(lines, README_COLUMNS))
         blocks += [f"**{finding}.**", f"![{finding}]({picture})", table, findings.caption(chosen, lines)]
+        if timeline := _read_manifest(figures_dir / group).get("figures", {}).get("timeline.png"):
+            blocks.append(f"![{timeline['title']}]({picture.replace('ladder', 'timeline')})")
     return "\n\n".join(blocks)
 
 
