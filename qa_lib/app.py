@@ -120,7 +120,9 @@ def create_app(models: list[Path], runs: Path, hosts: list[str]) -> Starlette:
     drawing, drawn = threading.Lock(), {}
 
     def choices() -> dict[str, Choice]:
-        found = {choice.key: choice for choice in [*given, *offered(runs)]}
+        twice = {choice.folder.resolve() for choice in given}
+        others = (choice for choice in offered(runs) if choice.folder.resolve() not in twice)
+        found = {choice.key: choice for choice in [*given, *others]}
         known.update(found)
         return found
 
