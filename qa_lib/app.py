@@ -132,7 +132,7 @@ def create_app(models: list[Path], runs: Path, hosts: list[str]) -> Starlette:
         )
 
     def dashboard(request: Request) -> Response:
-        files = [*runs.glob("*/*/record.json"), *FIGURES.glob("*/manifest.json")]
+        files = [*runs.glob("*/*/record.json"), *runs.glob("*/*/profile.json"), *FIGURES.glob("*/manifest.json")]
         state = frozenset((path, path.stat().st_mtime_ns, path.stat().st_size) for path in files)
         with drawing:  # matplotlib is not for two threads at once
             if drawn.get("state") != state:
