@@ -16,6 +16,7 @@ VERBS = {
     "profile": ("qa_lib.profile", "where a row's step spends its time and memory"),
     "memory": ("qa_lib.budget", "predict a row's GPU memory, without a GPU"),
     "fit-batch": ("qa_lib.fitbatch", "find a row's largest micro-batch under a cap on GPU memory"),
+    "tune": ("qa_lib.tune", "try other learning rates and trainable parts for a row"),
     "report": ("qa_lib.report", "draw tables and figures from the records"),
     "app": ("qa_lib.app", "ask checkpoints in the browser, and read the dashboard"),
     "predict": ("qa_lib.predict", "answer a file of questions, or one, with a checkpoint"),

@@ -4,7 +4,7 @@ import pandas as pd
 
 from qa_lib import tables
 from qa_lib.tables import NotMeasured, number
-from qa_lib.variants import RECIPES, VARIANTS
+from qa_lib.variants import VARIANTS, find_recipe
 
 SIZES_GIB = (1, 1.5, 2, 3, 4, 6, 8, 12, 14.9, 24)  # 14.9: a T4
 CONTEXT_GIB = 0.5  # a process takes this beside what PyTorch reserves
@@ -63,7 +63,7 @@ def decision_table(runs: pd.DataFrame) -> pd.DataFrame:
     measured = runs[(runs["status"] == "ok") & runs["memory.peak_reserved_mib"].notna()]
     if measured.empty:
         raise NotMeasured("no run of this group has reserved GPU memory, so none can be recommended")
-    kinds = measured["spec.variant"].map(lambda name: RECIPES[VARIANTS[name].settings.trainable].kind)
+    kinds = measured["spec.variant"].map(lambda name: find_recipe(VARIANTS[name].settings.trainable).kind)
     needed = measured["memory.peak_reserved_mib"].astype(float) / 1024 + CONTEXT_GIB
     lines = []
     for size in SIZES_GIB:

@@ -19,7 +19,7 @@ from qa_lib.packing import PackedBatches
 from qa_lib.plan import add_source_arguments, plan
 from qa_lib.record import RecordError, read_record
 from qa_lib.synthetic import TINY_CONFIG, vocabulary
-from qa_lib.variants import RECIPES, Machine, Spec
+from qa_lib.variants import Machine, Spec
 
 LIBRARIES_MIB = 120  # measured on one H200: workspaces of cuBLAS, and inputs
 RESERVED = 1.05  # measured on one H200: what the allocator reserves over its peak, 3 to 8 % more
@@ -28,7 +28,7 @@ SMALL = 4096  # tensors of fewer elements keep 32-bit moments in the 8-bit optim
 
 def layer_bytes(spec: Spec) -> float:
     """Bytes a layer keeps for its backward pass, per token and hidden width, without the attention scores."""
-    settings, recipe = spec.settings, RECIPES[spec.settings.trainable]
+    settings, recipe = spec.settings, spec.recipe
     compiled = settings.compile not in ("none", "cudagraphs")
     residual = 2 if settings.weights == "half" else 4  # autocast's layer norms give fp32
     # The inputs of the two layer norms and two dropout masks; query, key, value and the attention's output in half
@@ -59,7 +59,7 @@ def predict(spec: Spec) -> dict:
         else AutoConfig.from_pretrained(spec.model_source, trust_remote_code=False)
     )
     with torch.device("meta"):
-        model = apply_recipe(AutoModelForQuestionAnswering.from_config(config), RECIPES[settings.trainable])
+        model = apply_recipe(AutoModelForQuestionAnswering.from_config(config), spec.recipe)
     total = sum(p.numel() for p in model.parameters())
     trained = [(name, p.numel()) for name, p in model.named_parameters() if p.requires_grad]
     count, hidden, layers = sum(n for _, n in trained), config.hidden_size, config.num_hidden_layers

@@ -1,6 +1,8 @@
 """One run from spec to record: the function behind the notebooks, the command line and the sweep."""
 
 import argparse
+import contextlib
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,9 @@ from qa_lib.score import score
 from qa_lib.train import DTYPES, train
 from qa_lib.trainer import train_with_trainer
 from qa_lib.variants import Spec
+
+
+SHARE = "QA_LIB_SHARE"  # an environment variable: where it is set, other runs train on this GPU at the same time
 
 
 @dataclass
@@ -99,10 +104,24 @@ def _fill(entry: dict, spec: Spec, run_dir: Path, data: Data | None, model, say)
         "params_total": sum(n for n, _ in parameters),
         "params_trainable": sum(n for n, trains in parameters if trains),
     }
-    peak = measure.matrix_rate(device, DTYPES[spec.settings.precision])
     record.write_record(run_dir, entry)
-    entry["time"]["prepare_s"] = time.perf_counter() - begin
+    shared = device.type == "cuda" and os.environ.get(SHARE)
+    with contextlib.nullcontext(0.0) if shared else measure.turn(device, say) as waited_s:
+        begin += waited_s
+        _work(entry, spec, run_dir, data, model, batches, device, begin, say)
+    Checkpoint.path_of(run_dir).unlink(missing_ok=True)
+    entry["time"]["wall_s"] = time.perf_counter() - begin
+    if shared:
+        entry["spec"]["adjusted"] = [*spec.adjusted, "times: not recorded, since other runs shared the GPU"]
+        for section, kept in (("speed", ()), ("energy", ()), ("time", ("started", "steps", "resumed_from_step"))):
+            entry[section] |= {key: None for key in entry[section] if key not in (*kept, "step_ms")}
+        entry["time"]["step_ms"] = dict.fromkeys(entry["time"]["step_ms"])
 
+
+def _work(entry, spec, run_dir, data, model, batches, device, begin, say) -> None:
+    """What must not be timed beside another run: training and evaluation, measured from `begin`."""
+    peak = measure.matrix_rate(device, DTYPES[spec.settings.precision])
+    entry["time"]["prepare_s"] = time.perf_counter() - begin
     run = train_with_trainer if spec.settings.engine == "trainer" else train
     optimizer, meter, first = run(model, batches, spec, device, run_dir, say)
     speed, clock = meter.summary(measure.StepCost(model), peak)
@@ -121,8 +140,6 @@ def _fill(entry: dict, spec: Spec, run_dir: Path, data: Data | None, model, say)
         entry["quality"] |= evaluate(model, data, spec, device, run_dir)
         entry["time"]["eval_s"] = time.perf_counter() - clock
         save_model(model, data.tokenizer, run_dir / "model")
-    Checkpoint.path_of(run_dir).unlink(missing_ok=True)
-    entry["time"]["wall_s"] = time.perf_counter() - begin
 
 
 def evaluate(model: torch.nn.Module, data: Data, spec: Spec, device: torch.device, run_dir: Path) -> dict:

@@ -2,16 +2,13 @@
 
 import argparse
 import dataclasses
-import multiprocessing
 from collections.abc import Callable
 
 from qa_lib import measure
+from qa_lib.attempt import attempt
 from qa_lib.budget import predict
 from qa_lib.data import UserError
-from qa_lib.fit import fit
 from qa_lib.plan import add_source_arguments, plan
-from qa_lib.record import read_record
-from qa_lib.sweep import is_finished
 from qa_lib.variants import SCALES, Spec
 
 STEP = 8  # features: sizes are multiples of this
@@ -52,22 +49,6 @@ def specs_for(variant: str, limit_gib: float, sm: int, data: str, model: str) ->
         return dataclasses.replace(spec, scale=scale)
 
     return spec_of
-
-
-def _run(spec: Spec, runs) -> None:
-    fit(spec, runs, say=lambda _: None)
-
-
-def attempt(spec: Spec, runs) -> dict:
-    """The record of a try: of an earlier one, or of a fresh process, so that nothing of it is left in memory."""
-    if not is_finished(spec, runs, set()):
-        process = multiprocessing.get_context("spawn").Process(target=_run, args=(spec, runs))
-        process.start()
-        process.join()
-    entry = read_record(runs / spec.run_path)
-    if entry["status"] not in ("ok", "oom"):
-        raise UserError(f"{spec.run_id}: {entry['status']}, {entry['error']['message']}")
-    return entry
 
 
 EXAMPLE = "example: python -m qa_lib fit-batch A3 --limit-gib 14.9 --sm 75 --data squad/ --model bert/"

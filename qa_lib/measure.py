@@ -1,6 +1,7 @@
 """What a run costs: step times, memory, arithmetic, and the machine it ran on."""
 
 import contextlib
+import fcntl
 import functools
 import importlib.metadata
 import os
@@ -8,6 +9,7 @@ import platform
 import resource
 import shutil
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -29,6 +31,26 @@ def device() -> torch.device:
 def limit_memory(gib: float) -> None:
     """Let this process allocate so much of the GPU's memory and no more; what exceeds it ends as out of memory."""
     torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / torch.cuda.get_device_properties(0).total_memory))
+
+
+@contextlib.contextmanager
+def turn(device: torch.device, say=print):
+    """Hold the GPU: one run at a time trains on it, while others prepare, so that none is timed beside another.
+
+    Yields the seconds waited. On a CPU nobody waits: its runs have threads of their own.
+    """
+    begin = time.perf_counter()
+    if device.type != "cuda":
+        yield 0.0
+        return
+    path = Path(tempfile.gettempdir(), f"qa_lib-{os.getuid()}-{torch.cuda.get_device_properties(0).uuid}.lock")
+    with open(path, "a") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("waiting for the GPU, on which another run trains")
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        yield time.perf_counter() - begin
 
 
 def _version(package: str) -> str | None:

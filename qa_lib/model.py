@@ -17,7 +17,7 @@ from qa_lib.fp8 import use_float8
 from qa_lib.fuse import fuse_projections, split_projections
 from qa_lib.packing import attention_name
 from qa_lib.synthetic import TINY_CONFIG, vocabulary
-from qa_lib.variants import RECIPES, Recipe, Spec
+from qa_lib.variants import Recipe, Spec
 
 transformers_logging.disable_progress_bar()  # bars that are redrawn inside a run fill its notebook
 
@@ -47,7 +47,7 @@ def build_model(spec: Spec) -> torch.nn.Module:
         use_hash_dropout(model)
     if spec.settings.feed_forward == "fp8":
         use_float8(model)
-    return apply_recipe(model, RECIPES[spec.settings.trainable])
+    return apply_recipe(model, spec.recipe)
 
 
 def _pretrained(spec: Spec) -> torch.nn.Module:

@@ -75,7 +75,7 @@ def identify_model(source: str) -> dict:
 def add_source_arguments(parser: argparse.ArgumentParser, scale: bool = True) -> None:
     """Options that `run`, `sweep` and others share; those that have a scale of their own take no `scale`."""
     if scale:
-        parser.add_argument("--scale", required=True, metavar="S", help="smoke, bench, vram, full or local")
+        parser.add_argument("--scale", required=True, metavar="S", help="smoke, bench, vram, quality, full or local")
     parser.add_argument("--data", default="", metavar="DIR", help="questions: a folder, a file, or a hub name")
     parser.add_argument("--model", default="", metavar="DIR", help="checkpoint: a folder or a hub name")
     parser.add_argument("--micro-batch", type=int, metavar="N", help="features in one forward pass (rows: 8)")

@@ -71,7 +71,7 @@ def check_notebook(path: Path, parameters: dict) -> None:
 class Job:
     """One run in a subprocess: started, watched, and judged by its record."""
 
-    def __init__(self, spec: Spec, runs: Path, gpu: int | None, claim: contextlib.ExitStack):
+    def __init__(self, spec: Spec, runs: Path, gpu: int | None, share: bool, claim: contextlib.ExitStack):
         self.spec, self.gpu, self.claim = spec, gpu, claim
         self.dir = runs / spec.run_path
         self.begin = time.monotonic()
@@ -82,6 +82,7 @@ class Job:
             # -r keeps a text a text: a model folder named 1e3 must not become a number.
             command += ["-r" if isinstance(value, str) else "-p", name, str(value)]
         environment = os.environ | QUIET | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)})
+        environment |= {"QA_LIB_SHARE": "1"} if share else {}
         if spec.scale.threads:
             environment["OMP_NUM_THREADS"] = str(spec.scale.threads)
         with open(self.dir / "log.txt", "w") as log:
@@ -199,12 +200,19 @@ def is_finished(spec: Spec, runs: Path, retry: set[str]) -> bool:
 
 
 def sweep(
-    specs: list[Spec], runs: Path, env: dict, gpus: list[int] | None = None, force: bool = False, retry: str = ""
+    specs: list[Spec],
+    runs: Path,
+    env: dict,
+    gpus: list[int] | None = None,
+    force: bool = False,
+    retry: str = "",
+    share: bool = False,
 ) -> list[dict]:
     """Run what is not finished yet and return every spec's record, in order.
 
-    `gpus` are the cards to use, one run on each at a time. `force` drops finished records first, `retry` names one
-    more status to run again. Ctrl-C ends the runs in progress, keeps the finished ones, and is raised on.
+    `gpus` are the cards to use, a process for each time a card is named; they take turns in training, so that one
+    prepares while another is timed. `share` lets them train at once and records no times. `force` drops finished records first,
+    `retry` names one more status to run again. Ctrl-C ends the runs in progress, keeps the finished ones, and is raised on.
     """
     for notebook, parameters in {notebook_of(s.variant): notebook_parameters(s, runs) for s in specs}.items():
         check_notebook(notebook, parameters)
@@ -229,7 +237,7 @@ def sweep(
                     if not free:
                         break
                     spec = queue.popleft()
-                    outcome = _start(spec, runs, env, free[-1], force, again)
+                    outcome = _start(spec, runs, env, free[-1], force, again, share)
                     if isinstance(outcome, Job):
                         active.append(outcome)
                         free.pop()
@@ -267,7 +275,7 @@ def side_by_side(specs: list[Spec]) -> int:
     return max(1, min(8, (os.cpu_count() or 1) // max(threads))) if threads and None not in threads else 1
 
 
-def _start(spec: Spec, runs: Path, env: dict, gpu: int | None, force: bool, again: set[str]) -> Job | dict | None:
+def _start(spec, runs, env, gpu, force, again, share) -> Job | dict | None:
     """Begin a run: a Job; or a record if there is nothing to do; or None if another process has the run."""
     path = runs / spec.run_path
     with contextlib.ExitStack() as claim:
@@ -287,7 +295,7 @@ def _start(spec: Spec, runs: Path, env: dict, gpu: int | None, force: bool, agai
                 record.write_record(path, entry)
         except record.RunTaken:
             return None
-        return Job(spec, runs, gpu, claim.pop_all())
+        return Job(spec, runs, gpu, share, claim.pop_all())
 
 
 def _show(bar: tqdm, done: int, active: list[Job]) -> None:
@@ -327,7 +335,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seeds", type=int, nargs="+", default=[0], metavar="N", help="a run of every row for each (0)"
     )
     add_source_arguments(parser)
-    parser.add_argument("--gpus", type=int, nargs="+", metavar="N", help="cards to use, one run on each at a time")
+    parser.add_argument(
+        "--gpus", type=int, nargs="+", metavar="N", help="cards to use; one named twice prepares a run meanwhile"
+    )
+    parser.add_argument(
+        "--share", action="store_true", help="train at once on a card that is named twice; records no times"
+    )
     parser.add_argument("--plan", action="store_true", help="say what would run, and run nothing")
     parser.add_argument("--force", action="store_true", help="run again what is finished, too")
     parser.add_argument("--retry", choices=["oom"], default="", help="run again what ended with this status, too")
@@ -351,7 +364,7 @@ def main(args: argparse.Namespace) -> int:
             state = "finished" if not args.force and is_finished(spec, args.runs, again) else state
             print(f"{spec.group}/{spec.run_id:24} {state}")
         return 0
-    entries = sweep(specs, args.runs, env, args.gpus, args.force, args.retry)
+    entries = sweep(specs, args.runs, env, args.gpus, args.force, args.retry, args.share)
     failed = [spec for spec, entry in zip(specs, entries, strict=True) if entry["status"] in ("error", "killed")]
     for spec in failed:
         entry = record.read_record(args.runs / spec.run_path)

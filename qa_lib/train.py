@@ -12,7 +12,7 @@ from qa_lib.master import MasterAdamW
 from qa_lib.measure import PEAK_FROM, Meter, Watch
 from qa_lib.packing import Packed
 from qa_lib.steplog import StepLog
-from qa_lib.variants import RECIPES, Spec
+from qa_lib.variants import Spec
 
 CLIP = 1.0  # gradient norm
 INITIAL_SCALE = 2.0**16  # GradScaler's own default
@@ -24,7 +24,7 @@ def learning_rate(spec: Spec, step: int, steps: int) -> float:
 
     The factor is for pretrained weights; the tiny model's own rate, from scratch, is high as it is.
     """
-    factor = 1.0 if spec.model_source == "tiny" else RECIPES[spec.settings.trainable].lr_factor
+    factor = 1.0 if spec.model_source == "tiny" else spec.recipe.lr_factor
     peak = spec.scale.learning_rate * factor
     warmup = int(spec.scale.warmup * steps)
     if step < warmup:

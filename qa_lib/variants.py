@@ -36,7 +36,7 @@ class Settings:
     compile: str = "none"  # none | a backend name of torch.compile
     padding: str = "max"  # max: to the scale's max_length | longest: of the micro-batch | packed: none, end to end
     order: str = "random"  # random | bucketed: micro-batches of like length, in random order
-    trainable: str = "all"  # a key of RECIPES
+    trainable: str = "all"  # a recipe, see find_recipe
     optimizer: str = "adamw"  # adamw | fused: one kernel, no wait for the device | adamw8bit
     weights: str = "fp32"  # fp32: cast where used | half: kept in the precision's type, fp32 masters in the optimizer
     step: str = "eager"  # eager: kernel by kernel | graph: the whole step replayed as one CUDA graph
@@ -274,6 +274,8 @@ SCALES = {
         Scale("vram", "bert-base-uncased", "squad_v2", 384, 128, None, 3e-5, 0.1, 2, None, 1, False, 0, 900),
         # For the search of the largest micro-batch under a cap on memory.
         Scale("fit", "bert-base-uncased", "squad_v2", 384, 128, None, 3e-5, 0.1, 60, None, 30, False, 0, 900),
+        # For differences between rows with intervals over seeds; 2e-4 was the best of five rates for A1 (group *-tune).
+        Scale("quality", "", "", 384, 128, 32, 2e-4, 0.1, None, 3, 100, True, 0, 3600),
         Scale("full", "bert-base-uncased", "squad_v2", 384, 128, 32, 3e-5, 0.1, None, 3, 100, True, 500, 6 * 3600),
         Scale("local", "", "", 384, 128, 32, 3e-5, 0.1, None, 3, 100, True, 500, 6 * 3600),
     ]
@@ -305,6 +307,18 @@ def find_family(name: str) -> list[str]:
     if name not in FAMILIES:
         raise UnknownName(_nearest("family", name, FAMILIES))
     return [row.name for row in VARIANTS.values() if row.family == name]
+
+
+def find_recipe(name: str) -> Recipe:
+    """A recipe of RECIPES; or LoRA of any rank on the same targets, named like 'lora-all-r32', at the scale's own
+    learning rate. UnknownName otherwise."""
+    if found := re.fullmatch(r"(lora-[a-z]+)-r([1-9]\d*)", name):
+        family, rank = found.groups()
+        if family in RECIPES:
+            return dataclasses.replace(RECIPES[family], rank=int(rank), lr_factor=1.0)
+    if name not in RECIPES:
+        raise UnknownName(_nearest("trainable", name, RECIPES))
+    return RECIPES[name]
 
 
 @dataclass(frozen=True)
@@ -405,6 +419,10 @@ class Spec:
             "model": self.model,
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    @property
+    def recipe(self) -> Recipe:
+        return find_recipe(self.settings.trainable)
 
     @property
     def group(self) -> str:

@@ -1,0 +1,34 @@
+"""One run in a fresh process, for searches that need no notebook."""
+
+import multiprocessing
+import os
+from pathlib import Path
+
+from qa_lib.data import UserError
+from qa_lib.fit import SHARE, fit
+from qa_lib.record import FINISHED, read_record
+from qa_lib.sweep import is_finished
+from qa_lib.variants import Spec
+
+
+def _fit(spec: Spec, runs: Path, gpu: int | None, shared: bool) -> None:
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)  # read when CUDA is first used, which is later than this
+    if shared:
+        os.environ[SHARE] = "1"
+    fit(spec, runs, say=lambda _: None)
+
+
+def attempt(spec: Spec, runs: Path, gpu: int | None = None, shared: bool = False) -> dict:
+    """The record of a try: of an earlier one, or of a fresh process, so that nothing of it is left in memory.
+
+    Raises UserError where it failed. An out-of-memory is a result.
+    """
+    if not is_finished(spec, runs, set()):
+        process = multiprocessing.get_context("spawn").Process(target=_fit, args=(spec, runs, gpu, shared))
+        process.start()
+        process.join()
+    entry = read_record(runs / spec.run_path)
+    if entry["status"] not in FINISHED:
+        raise UserError(f"{spec.run_id}: {entry['status']}, {entry['error']['message']}")
+    return entry
