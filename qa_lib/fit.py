@@ -24,7 +24,6 @@ from qa_lib.train import DTYPES, train
 from qa_lib.trainer import train_with_trainer
 from qa_lib.variants import Spec
 
-
 SHARE = "QA_LIB_SHARE"  # an environment variable: where it is set, other runs train on this GPU at the same time
 
 
