@@ -211,8 +211,9 @@ def sweep(
     """Run what is not finished yet and return every spec's record, in order.
 
     `gpus` are the cards to use, a process for each time a card is named; they take turns in training, so that one
-    prepares while another is timed. `share` lets them train at once and records no times. `force` drops finished records first,
-    `retry` names one more status to run again. Ctrl-C ends the runs in progress, keeps the finished ones, and is raised on.
+    prepares while another is timed. `share` lets them train at once and records no times. `force` drops finished
+    records first, `retry` names one more status to run again. Ctrl-C ends the runs in progress, keeps the finished
+    ones, and is raised on.
     """
     for notebook, parameters in {notebook_of(s.variant): notebook_parameters(s, runs) for s in specs}.items():
         check_notebook(notebook, parameters)
