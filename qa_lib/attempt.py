@@ -7,13 +7,13 @@ from pathlib import Path
 from qa_lib.data import UserError
 from qa_lib.fit import SHARE, fit
 from qa_lib.record import FINISHED, read_record
-from qa_lib.sweep import is_finished
+from qa_lib.sweep import card, is_finished
 from qa_lib.variants import Spec
 
 
 def _fit(spec: Spec, runs: Path, gpu: int | None, shared: bool) -> None:
     if gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)  # read when CUDA is first used, which is later than this
+        os.environ["CUDA_VISIBLE_DEVICES"] = card(gpu)  # read when CUDA is first used, which is later than this
     if shared:
         os.environ[SHARE] = "1"
     fit(spec, runs, say=lambda _: None)

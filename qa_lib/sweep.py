@@ -68,6 +68,12 @@ def check_notebook(path: Path, parameters: dict) -> None:
         raise NotebookError(f"{path}: its parameters cell does not set {', '.join(absent)}")
 
 
+def card(gpu: int) -> str:
+    """What CUDA_VISIBLE_DEVICES must be for a process to see only this one of the cards that are visible here."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[gpu].strip() if visible else str(gpu)
+
+
 class Job:
     """One run in a subprocess: started, watched, and judged by its record."""
 
@@ -81,7 +87,7 @@ class Job:
         for name, value in parameters.items():
             # -r keeps a text a text: a model folder named 1e3 must not become a number.
             command += ["-r" if isinstance(value, str) else "-p", name, str(value)]
-        environment = os.environ | QUIET | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)})
+        environment = os.environ | QUIET | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": card(gpu)})
         environment |= {"QA_LIB_SHARE": "1"} if share else {}
         if spec.scale.threads:
             environment["OMP_NUM_THREADS"] = str(spec.scale.threads)

@@ -245,3 +245,11 @@ def test_a_wrong_word_is_one_clear_line(lab, words, message):
     assert code == 2
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("visible", "gpu", "named"), [(None, 1, "1"), ("2,3", 1, "3"), ("GPU-5c", 0, "GPU-5c")])
+def test_a_card_is_counted_among_the_visible_ones(monkeypatch, visible, gpu, named):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert sweep.card(gpu) == named
