@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from qa_lib import tables
+from qa_lib import evidence, tables
 from qa_lib.tables import NotMeasured, number
 from qa_lib.variants import VARIANTS, find_recipe
 
@@ -32,12 +32,14 @@ def vram_table(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def largest_batches(runs: pd.DataFrame) -> pd.DataFrame:
-    """Of a group that `fit-batch` made: each row's largest micro-batch that fitted, and its best speed at any."""
+    """Of a group that `fit-batch` made: each row's largest micro-batch that fitted, the smallest that did not, and the
+    best speed at any. Raises NotMeasured where nothing fitted."""
     lines = []
     for name in VARIANTS:
         tries = runs[(runs["spec.variant"] == name) & (runs["status"] == "ok")]
         if tries.empty:
             continue
+        failed = runs[(runs["spec.variant"] == name) & (runs["status"] == "oom")]["spec.settings.micro_batch"]
         most, best = (tries.loc[tries[column].astype(float).idxmax()] for column in
                       ("spec.settings.micro_batch", "speed.features_per_s"))  # fmt: skip
         lines.append(
@@ -45,6 +47,7 @@ def largest_batches(runs: pd.DataFrame) -> pd.DataFrame:
                 "row": name,
                 "what it changes": tables.change(name),
                 "largest micro-batch": str(most["spec.settings.micro_batch"]),
+                "too large": str(failed.min()) if len(failed) else tables.MISSING,
                 "reserved MiB": number(most["memory.peak_reserved_mib"]),
                 "best features/s": number(best["speed.features_per_s"]),
                 "at micro-batch": str(best["spec.settings.micro_batch"]),
@@ -55,14 +58,21 @@ def largest_batches(runs: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def decision_table(runs: pd.DataFrame) -> pd.DataFrame:
-    """For cards of SIZES_GIB: the quickest full fine-tune and the quickest adapter that were measured to fit.
+def decision_table(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
+    """For cards of SIZES_GIB: the quickest full fine-tune and the quickest adapter that were measured to fit, without
+    rows whose F1 was shown to be more than evidence.MARGIN off the baseline's.
 
-    From `runs` of one group, by peak reserved memory plus CONTEXT_GIB. Speeds are those of the GPU that ran them.
+    From `runs` of one group, by peak reserved memory plus CONTEXT_GIB; `quality` are runs with F1, or none. Speeds are
+    those of the GPU that ran them. Raises NotMeasured.
     """
     measured = runs[(runs["status"] == "ok") & runs["memory.peak_reserved_mib"].notna()]
     if measured.empty:
         raise NotMeasured("no run of this group has reserved GPU memory, so none can be recommended")
+    try:
+        f1 = evidence.equivalence(quality).set_index("variant")
+    except NotMeasured:
+        f1 = pd.DataFrame(columns=["delta", "half", "verdict"])
+    measured = measured[~measured["spec.variant"].isin(f1.index[f1["verdict"] == "beyond"])]
     kinds = measured["spec.variant"].map(lambda name: find_recipe(VARIANTS[name].settings.trainable).kind)
     needed = measured["memory.peak_reserved_mib"].astype(float) / 1024 + CONTEXT_GIB
     lines = []
@@ -71,10 +81,14 @@ def decision_table(runs: pd.DataFrame) -> pd.DataFrame:
         for want, wanted in (("train everything", kinds == "all"), ("train adapters", kinds == "lora")):
             fitting = measured[wanted & (needed <= size)]
             if fitting.empty:
-                line |= {want: tables.MISSING, f"{want}: features/s": tables.MISSING}
+                line |= dict.fromkeys((want, f"{want}: ΔF1", f"{want}: features/s"), tables.MISSING)
                 continue
             best = fitting.loc[fitting["speed.features_per_s"].astype(float).idxmax()]
-            line[want] = f"{best['spec.variant']}, micro-batch {best['spec.settings.micro_batch']}"
+            name = best["spec.variant"]
+            line[want] = f"{name}, micro-batch {best['spec.settings.micro_batch']}"
+            line[f"{want}: ΔF1"] = (
+                tables.points(*f1.loc[name, ["delta", "half"]], "+") if name in f1.index else "not known"
+            )
             line[f"{want}: features/s"] = number(best["speed.features_per_s"])
         lines.append(line)
     return pd.DataFrame(lines)
@@ -87,22 +101,16 @@ def recipes(runs: pd.DataFrame, group: str) -> str:
     """
     hardware = group.rsplit("-", 1)[0]
     said = "**What to run on a card of so much memory**, from this group; the speeds are those of the GPU that ran it."
-    parts = [said, _or_why(decision_table, runs[runs["group"] == group])]
+    quality = evidence.quality_runs(runs, group)
+    parts = [said, tables.or_why(lambda part: decision_table(part, quality), runs[runs["group"] == group])]
     said = "**The seeds' protocol**: one step at micro-batch 8 after one to settle. *T4* is theirs, the rest is ours."
-    parts += [said, _or_why(vram_table, runs[runs["group"] == f"{hardware}-vram"])]
+    parts += [said, tables.or_why(vram_table, runs[runs["group"] == f"{hardware}-vram"])]
     for name in sorted(set(runs["group"])):
         if name.startswith(f"{hardware}-fit-"):
             limit, sm = runs.loc[runs["group"] == name, "spec.scale.limit_gib"].iloc[0], name.rsplit("-sm", 1)[-1]
             parts += [
                 f"**The largest micro-batch within {limit:g} GiB**, with the allocator capped to that and with what "
                 f"compute capability {int(sm) / 10:g} offers. The speeds are not those of such a card.",
-                _or_why(largest_batches, runs[runs["group"] == name]),
+                tables.or_why(largest_batches, runs[runs["group"] == name]),
             ]
     return "\n\n".join(parts)
-
-
-def _or_why(table_of, runs: pd.DataFrame) -> str:
-    try:
-        return tables.markdown(table_of(runs))
-    except NotMeasured as reason:
-        return f"*No table: {reason}.*"

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
 
-from qa_lib import anatomy, findings, tables
+from qa_lib import anatomy, evidence, findings, tables
 from qa_lib.canvas import COLORS, GREY, MARKERS, WIDTH, show, style
 from qa_lib.findings import LADDER, PEERS
 from qa_lib.tables import BASELINE, NotMeasured, ReportError, factor, number
@@ -83,12 +83,43 @@ def fig_memory(runs: pd.DataFrame) -> Figure:
 
 @style()
 def fig_peft(runs: pd.DataFrame) -> Figure:
-    """F1 against speed for the PEFT rows, labelled with the share of parameters that train; A1 and A3 to compare."""
+    """F1 against the share of parameters that train, for the PEFT rows; A1 and A3 to compare."""
     lines = _lines(runs)
     title = findings.peft_finding(lines)
     rows = tables.family_lines(lines, "B").copy()
-    rows["text"] = rows["variant"] + " (" + (rows["trainable"] / rows["params"]).map(tables.share) + " train)"
-    return _scatter(runs, rows, title, ("features_per_s", "features/s in training"), ("f1", "F1"))
+    rows["share"] = 100 * rows["trainable"] / rows["params"]
+    rows["text"] = rows["variant"] + " (" + (rows["share"] / 100).map(tables.share) + ")"
+    return _scatter(runs, rows, title, ("share", "parameters that train, in % of all (log)"), ("f1", "F1"), log=True)
+
+
+@style()
+def fig_equivalence(runs: pd.DataFrame) -> Figure:
+    """F1 of each row minus the baseline's with its 90 % interval over seeds, and the margin that counts as equal.
+
+    Rows far off are left to the table. Raises NotMeasured where the spread over seeds is not known.
+    """
+    title = evidence.equivalence_finding(runs)
+    every = evidence.equivalence(runs)
+    rows = every[every["delta"].abs() < 4 * evidence.MARGIN].reset_index(drop=True)
+    figure, ((axis, _),) = _panels(runs, _lines(runs), title, lambda _: 0.26 * len(rows), one=True)
+    color = {"within": COLORS["A"], "open": GREY, "beyond": COLORS["B"]}
+    for height, row in rows.iterrows():
+        axis.errorbar(row["delta"], height, xerr=row["half"], fmt="o", color=color[row["verdict"]], capsize=3)
+        _say(
+            axis,
+            row["delta"] + row["half"],
+            height,
+            f"{tables.points(row['delta'], row['half'], '+')} (n = {row['n']})",
+        )
+    axis.axvspan(-evidence.MARGIN, evidence.MARGIN, color="0.92", zorder=0)
+    axis.axvline(0, color="0.4", linewidth=1)
+    axis.set_yticks(range(len(rows)), rows["variant"])
+    axis.set(xlabel=f"F1 minus {BASELINE}'s, 90 % interval; the band is ± {evidence.MARGIN:g} F1", ylabel="row")
+    reach = (rows["delta"].abs() + rows["half"]).max()
+    axis.set_xlim(-1.1 * reach, 1.7 * reach)
+    axis.invert_yaxis()
+    axis.grid(False, axis="y")
+    return figure
 
 
 @style()
@@ -108,6 +139,7 @@ def fig_cost(runs: pd.DataFrame) -> Figure:
 
 FIGURES = {
     "ladder": fig_ladder,
+    "equivalence": fig_equivalence,
     "f1-time": fig_f1_time,
     "memory": fig_memory,
     "peft": fig_peft,
@@ -174,7 +206,7 @@ def _panels(runs, lines, title, height, one=False):
     return figure, [(axis, part) for axis, (_, part) in zip(axes, parts, strict=True)]
 
 
-def _scatter(runs, lines, title, x: tuple[str, str], y: tuple[str, str]) -> Figure:
+def _scatter(runs, lines, title, x: tuple[str, str], y: tuple[str, str], log: bool = False) -> Figure:
     """Points (column, axis label) of all lines that have both, labelled by `text` or else the row's name."""
     lines = lines.dropna(subset=[x[0], y[0]])
     figure, panels = _panels(runs, lines, title, lambda _: 4.2)
@@ -188,7 +220,7 @@ def _scatter(runs, lines, title, x: tuple[str, str], y: tuple[str, str]) -> Figu
             _, (across, up) = _place(line, x[0], y[0])
             style_of = {"color": COLORS[line["family"]], "capsize": 2, "linewidth": 1}
             axis.errorbar(line[x[0]], line[y[0]], up or None, across or None, **style_of)
-        axis.set(xlabel=x[1], ylabel=y[1])
+        axis.set(xlabel=x[1], ylabel=y[1], xscale="log" if log else "linear")
         axis.margins(0.1)
         handles, names = axis.get_legend_handles_labels()
         axis.legend(handles, [f"{name}: {FAMILIES.get(name, name)}" for name in names], fontsize=8)

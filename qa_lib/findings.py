@@ -25,6 +25,7 @@ LADDER = (
     "E-best",
     "E-fp8",
 )  # each but E1 changes the rung before
+RECOMMENDED = "E-best"  # the row that sentences speak of, where it was run
 CPU_CAVEAT = "CPU speeds prove the plumbing only and say nothing about GPUs"
 
 
@@ -84,7 +85,8 @@ def speed_finding(lines: pd.DataFrame) -> str:
 
     def sentence(part: pd.DataFrame) -> str:
         base = _line(part, BASELINE, "features_per_s")
-        top = [name for name in LADDER if part.loc[part["variant"] == name, "features_per_s"].notna().any()][-1]
+        rungs = [name for name in LADDER if part.loc[part["variant"] == name, "features_per_s"].notna().any()]
+        top = RECOMMENDED if RECOMMENDED in rungs else rungs[-1]
         if top == BASELINE:
             return f"{BASELINE} trains {number(base['features_per_s'])} features/s; no other rung has finished"
         said = f"{top} trains {factor(_line(part, top)['ratio'])} the features/s of {BASELINE}"
@@ -134,15 +136,14 @@ def peft_finding(lines: pd.DataFrame) -> str:
     """The PEFT row with the best F1."""
 
     def sentence(part: pd.DataFrame) -> str:
-        rows = part[part["family"] == "B"].dropna(subset=["f1", "ratio", "trainable"])
+        rows = part[part["family"] == "B"].dropna(subset=["f1", "trainable"])
         if rows.empty:
-            raise NotMeasured("no PEFT row (B*) has measured speed and F1")
+            raise NotMeasured("no PEFT row (B*) has a measured F1")
         best = rows.loc[rows["f1"].idxmax()]
-        change, trained = points(best["delta_f1"], sign="+"), share(best["trainable"] / best["params"])
-        return (
-            f"Best F1 of PEFT: {best['variant']}, {change} F1 and {factor(best['ratio'])} the speed of {BASELINE}; "
-            f"{trained} of parameters train"
-        )
+        said = f"Best F1 of PEFT: {best['variant']}, {points(best['delta_f1'], sign='+')} F1 against {BASELINE}"
+        if pd.notna(best["ratio"]):
+            said += f" at {factor(best['ratio'])} its speed"
+        return f"{said}; {share(best['trainable'] / best['params'])} of parameters train"
 
     return _each_size(lines, sentence)
 

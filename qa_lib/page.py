@@ -94,6 +94,7 @@ def dashboard(
     broken: dict[Path, str] = {}
     runs = load_runs(runs_dir, broken)
     names = {*runs["group"], *(folder.parent.name for folder in broken)}
+    names = {name for name in names if not tables.is_search(name)}
     groups = []
     for name in sorted(names, key=lambda name: (name.startswith("cpu-"), name)):
         bad = {folder: text for folder, text in broken.items() if folder.parent.name == name}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from qa_lib import findings, tables
+from qa_lib import evidence, findings, tables
 from qa_lib.record import load_runs, write_atomically
 from qa_lib.tables import ReportError
 
@@ -20,19 +20,22 @@ EXAMPLE = "example: python -m qa_lib report --runs runs --figures figures"
 README = Path("README.md")
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 FIRST_GROUP = "h200-bench"  # what the README shows if it is there
-README_COLUMNS = (
-    "row",
-    "what it changes",
-    "micro-batch",
-    "features/s",
-    "× A1",
-    "MFU",
-    "peak MiB",
-    "F1",
-    "ΔF1 vs A1",
-    "note",
+README_COLUMNS = ("row", "what it changes", "features/s", "× A1", "MFU", "peak MiB", "ΔF1 vs A1", "note")
+README_ROWS = (
+    *findings.PEERS,
+    *findings.LADDER,
+    "B1",
+    "B1-all",
+    "B2",
+    "B3",
+    "C1",
+    "C2",
+    "D1",
+    "E-t4",
+    "EC2",
+    "EB1-lean",
 )
-_MODULES = ("report", "tables", "findings", "canvas", "anatomy", "figures")
+_MODULES = ("report", "tables", "evidence", "findings", "canvas", "anatomy", "figures")
 _CODE = [Path(__file__).with_name(f"{name}.py") for name in _MODULES]
 
 
@@ -66,6 +69,9 @@ def main(args: argparse.Namespace) -> int:
         raise ReportError(f"no record below {args.runs}: run something first, for example make quickstart")
     failed = []
     for group in sorted(set(runs["group"])):
+        if tables.is_search(group):
+            print(f"\n{group}: tries of a search, shown in the report of their hardware's other groups")
+            continue
         try:
             chosen = tables.select(runs, group)
             lines = tables.summarise(chosen)
@@ -186,7 +192,8 @@ def draw(runs: pd.DataFrame, folder: Path) -> bool:
 
 
 def committed_groups(runs: Path) -> list[str]:
-    """The groups below `runs` that git tracks: only those may README.md quote. Raises ReportError without git."""
+    """The groups below `runs` that git tracks, without searches: only those may README.md quote. Raises ReportError
+    without git."""
     if not runs.is_dir():
         return []
     command = ["git", "-C", str(runs), "ls-files", "-z", "--", "*/record.json"]
@@ -194,11 +201,15 @@ def committed_groups(runs: Path) -> list[str]:
         listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError) as problem:
         raise ReportError(f"cannot ask git which groups of {runs} are committed: {problem}") from problem
-    return sorted({Path(name).parts[0] for name in listed.split("\0") if len(Path(name).parts) == 3})
+    groups = {Path(name).parts[0] for name in listed.split("\0") if len(Path(name).parts) == 3}
+    return sorted(group for group in groups if not tables.is_search(group))
 
 
 def results(runs: pd.DataFrame, runs_dir: Path, figures_dir: Path) -> str:
-    """The result block of README.md: for the reference groups the ladder, the table and their caption, as Markdown."""
+    """The result block of README.md: for the reference groups the ladder, the table and their caption, as Markdown.
+
+    Of the largest micro-batch and README_ROWS alone; the rendered report has the others.
+    """
     groups = committed_groups(runs_dir)
     if FIRST_GROUP in groups:
         groups = [FIRST_GROUP]
@@ -210,11 +221,26 @@ def results(runs: pd.DataFrame, runs_dir: Path, figures_dir: Path) -> str:
         lines = tables.summarise(chosen)
         finding = " ".join(findings.speed_finding(lines).split())
         picture = Path(os.path.relpath(figures_dir / group / "ladder.png", README.parent)).as_posix()
-        table = tables.markdown(tables.result_table(lines, README_COLUMNS))
-        blocks += [f"**{finding}.**", f"![{finding}]({picture})", table, findings.caption(chosen, lines)]
+        shown = lines[(lines["micro_batch"] == lines["micro_batch"].max()) & lines["variant"].isin(README_ROWS)]
+        shown, said = _with_f1(shown, evidence.quality_runs(runs, group))
+        table = tables.markdown(tables.result_table(shown, README_COLUMNS))
+        blocks += [f"**{finding}.**", f"![{finding}]({picture})", table, findings.caption(chosen, shown) + said]
         if timeline := _read_manifest(figures_dir / group).get("figures", {}).get("timeline.png"):
             blocks.append(f"![{timeline['title']}]({picture.replace('ladder', 'timeline')})")
     return "\n\n".join(blocks)
+
+
+def _with_f1(lines: pd.DataFrame, quality: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    """The lines with the differences in F1 that `quality` shows, and where these come from."""
+    try:
+        found = evidence.equivalence(quality).set_index("variant")
+    except tables.NotMeasured as reason:
+        return lines, f" ΔF1: {reason}."
+    values = {"delta_f1": found["delta"], "delta_f1±": found["half"]}
+    lines = lines.assign(**{name: lines["variant"].map(column) for name, column in values.items()})
+    model, features = quality["model.name"].iloc[0], quality["spec.n_train"].max()
+    said = f" ΔF1: group {quality['group'].iloc[0]}, {model} on {features:,.0f} features, with 90 % intervals"
+    return lines, f"{said} over {findings.seeds_of(tables.summarise(quality)).removeprefix('n = ')}."
 
 
 def _readme() -> str:

@@ -6,8 +6,10 @@ measured is NaN in both and "–" in text.
 """
 
 import math
+import re
 import textwrap
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
@@ -19,6 +21,18 @@ BASELINE = "A1"
 PUBLISHED = Path(__file__).with_name("published.csv")
 PUBLISHED_MICRO_BATCH = 8
 MISSING = "–"
+# Columns of words, which are set to the left.
+LEFT = {
+    "row",
+    "what it changes",
+    "status",
+    "note",
+    "arithmetic",
+    "claim of the seeds",
+    "measured here",
+    "verdict",
+    "why",
+}
 
 MEASURES = {  # name in `lines` -> value of a record
     "features_per_s": "speed.features_per_s",
@@ -73,6 +87,17 @@ def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     return chosen.reset_index(drop=True)
 
 
+def is_search(group: str) -> bool:
+    """Whether a group holds the tries of a search (`fit-batch`, `tune`), of which no row is compared with another."""
+    return re.search(r"-(fit-.*|tune)$", group) is not None
+
+
+def sibling(runs: pd.DataFrame, group: str, scale: str) -> pd.DataFrame:
+    """The runs on the group's hardware at another scale; without rows where there are none."""
+    name = f"{group.rsplit('-', 1)[0]}-{scale}"
+    return select(runs, name) if (runs["group"] == name).any() else runs[:0]
+
+
 def change(variant: str) -> str:
     """What a row changes, as its parent and the one setting: 'A1 + attention: sdpa'."""
     row = VARIANTS.get(variant)
@@ -92,8 +117,8 @@ def summarise(runs: pd.DataFrame) -> pd.DataFrame:
 
     Columns: micro_batch, variant, family, change, status, note, n (runs that ended ok) and, over these, each of
     MEASURES as the mean with `<name>±` beside it (see `interval`); ratio, features/s over the baseline's at the same
-    micro-batch; delta_f1, F1 minus the baseline's, with `delta_f1±` over the differences of equal seeds where both
-    rows have the same ones. Raises ReportError where a micro-batch has no baseline.
+    micro-batch, and delta_f1, F1 minus the baseline's, with `ratio±` and `delta_f1±` over equal seeds where both rows
+    have the same ones. Raises ReportError where a micro-batch has no baseline.
     """
     order = {name: index for index, name in enumerate(VARIANTS)}
     lines = []
@@ -113,6 +138,7 @@ def summarise(runs: pd.DataFrame) -> pd.DataFrame:
                 "note": _note(rows[variant]),
                 "n": len(row),
                 "ratio": means["features_per_s"] / base["features_per_s"].mean(),
+                "ratio±": interval(row["features_per_s"] / base["features_per_s"]) if paired else math.nan,
                 "break_even": _break_even(means, base.mean()),
                 "delta_f1": means["f1"] - base["f1"].mean(),
                 "delta_f1±": interval(row["f1"] - base["f1"]) if paired else math.nan,
@@ -219,7 +245,7 @@ COLUMNS = {  # heading -> text of one of `lines`
     "status": lambda line: line["status"],
     "n": lambda line: str(line["n"]),
     "features/s": lambda line: number(line["features_per_s"], line["features_per_s±"]),
-    "× A1": lambda line: number(line["ratio"]),
+    "× A1": lambda line: number(line["ratio"], line["ratio±"]),
     "step ms [p10–p90]": _step,
     "MFU": lambda line: share(line["mfu"]) if pd.notna(line["mfu"]) else MISSING,
     "peak MiB": lambda line: number(line["peak_mib"]),
@@ -302,9 +328,16 @@ def markdown(table: pd.DataFrame) -> str:
     if table.empty:
         return "*No row of this table has been run.*"
     text = table.astype(str).map(lambda cell: cell.replace("|", "\\|"))
-    left = {"row", "what it changes", "status", "note"}
-    rule = ["---" if name in left else "---:" for name in text]
+    rule = ["---" if name in LEFT else "---:" for name in text]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [list(text), rule, *text.to_numpy().tolist()])
+
+
+def or_why(table_of: Callable[..., pd.DataFrame], *sources) -> str:
+    """table_of(*sources) as Markdown; or the reason, where it is not measured."""
+    try:
+        return markdown(table_of(*sources))
+    except NotMeasured as reason:
+        return f"*No table: {reason}.*"
 
 
 def terminal(table: pd.DataFrame) -> str:
@@ -312,7 +345,6 @@ def terminal(table: pd.DataFrame) -> str:
     text = table.astype(str)
     widths = {name: max(len(name), *text[name].str.len()) for name in text}
     widths["note"] = 0
-    left = {"row", "what it changes", "status", "note"}
     rows = [dict(zip(text, text, strict=True)), *text.to_dict("records")]
-    aligned = [[f"{row[name]:{'<' if name in left else '>'}{widths[name]}}" for name in text] for row in rows]
+    aligned = [[f"{row[name]:{'<' if name in LEFT else '>'}{widths[name]}}" for name in text] for row in rows]
     return "\n".join("  ".join(cells).rstrip() for cells in aligned)

@@ -1,0 +1,164 @@
+"""Whether rows keep the baseline's quality, how long that takes, and which tries led to the learning rates.
+
+`runs` are those of one group at a scale that measures quality, as record.load_runs() gives them.
+"""
+
+import math
+from dataclasses import dataclass
+
+import pandas as pd
+
+from qa_lib import tables
+from qa_lib.tables import BASELINE, MISSING, NotMeasured, number, points
+from qa_lib.variants import VARIANTS, find_recipe
+
+MARGIN = 1.0  # points of F1 within which a row counts as good as the baseline
+# Student's t at 95 % for 4, 5, ... 30 degrees of freedom (any table of the distribution); more use the last one.
+T_95 = (2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740, 1.734,
+        1.729, 1.725, 1.721, 1.717, 1.714, 1.711, 1.708, 1.706, 1.703, 1.701, 1.699, 1.697)  # fmt: skip
+METRICS = {"F1": "quality.f1", "F1 at best threshold": "quality.best_f1"}
+FULL_FEATURES, FULL_EPOCHS = 131_754, 3  # of all of SQuAD v2's training questions at 384/128, and the seeds' epochs
+TIMED = ("A0", "A1", "A4", "E-best")
+
+
+def quality_runs(runs: pd.DataFrame, group: str) -> pd.DataFrame:
+    """Of all records, those that say what the rows of a group are worth: of scale `quality` on the same hardware, or
+    else the group's own."""
+    found = tables.sibling(runs, group, "quality")
+    return tables.select(runs, group) if found.empty else found
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The F1 of each row's runs, and their spread over seeds: pooled over all rows, as in an analysis of variance,
+    since a few seeds tell little about one row's own."""
+
+    rows: dict[str, pd.Series]
+    spread: float
+    t: float
+
+    @classmethod
+    def of(cls, runs: pd.DataFrame, column: str = METRICS["F1"]) -> "Scores":
+        """Raises NotMeasured where too few runs are repeated to tell the spread."""
+        runs = runs[(runs["status"] == "ok") & runs[column].notna()]
+        found = {name: part[column].astype(float) for name, part in runs.groupby("spec.variant")}
+        freedom = sum(len(part) - 1 for part in found.values())
+        if freedom < 4:
+            raise NotMeasured("too few rows have an F1 of several seeds to tell its spread")
+        spread = math.sqrt(sum(((part - part.mean()) ** 2).sum() for part in found.values()) / freedom)
+        return cls(found, spread, T_95[min(freedom - 4, len(T_95) - 1)])
+
+    def difference(self, variant: str, base: str = BASELINE) -> tuple[float, float]:
+        """Mean F1 of a row minus another's, and half the 90 % interval. Raises NotMeasured."""
+        for name in (variant, base):
+            if name not in self.rows:
+                raise NotMeasured(f"{name} has no F1")
+        one, other = self.rows[variant], self.rows[base]
+        return one.mean() - other.mean(), self.t * self.spread * math.sqrt(1 / len(one) + 1 / len(other))
+
+
+def verdict(difference: tuple[float, float], margin: float = MARGIN) -> str:
+    """Two one-sided t-tests at 5 % each (Schuirmann 1987): "within" where the whole interval lies inside ± margin,
+    "beyond" where all of it lies outside, else "open"."""
+    delta, half = difference
+    return "within" if abs(delta) + half < margin else "beyond" if abs(delta) - half > margin else "open"
+
+
+def equivalence(runs: pd.DataFrame, metric: str = "F1") -> pd.DataFrame:
+    """Each row's F1 against the baseline's, in table order: variant, n, f1, delta, half, verdict.
+
+    Raises NotMeasured without a baseline, or where the spread over seeds is not known.
+    """
+    scores = Scores.of(runs, METRICS[metric])
+    lines = []
+    for name in (name for name in VARIANTS if name in scores.rows and name != BASELINE):
+        delta, half = scores.difference(name)
+        part = scores.rows[name]
+        line = {"variant": name, "n": len(part), "f1": part.mean(), "delta": delta, "half": half}
+        lines.append(line | {"verdict": verdict((delta, half))})
+    return pd.DataFrame(lines)
+
+
+def equivalence_finding(runs: pd.DataFrame) -> str:
+    """How many rows are shown to be as good as the baseline."""
+    rows = equivalence(runs).set_index("variant")["verdict"]
+    within = rows[rows == "within"].index
+    said = f"Within {MARGIN:g} F1 of {BASELINE}, shown by its 90 % interval: {', '.join(within) or 'no row yet'}"
+    return f"{said}; beyond: {', '.join(rows[rows == 'beyond'].index) or 'none'}"
+
+
+def equivalence_table(runs: pd.DataFrame) -> pd.DataFrame:
+    """`equivalence` as text, with the other scores beside it: at the best threshold, and by kind of question."""
+    at_zero, at_best = (equivalence(runs, metric).set_index("variant") for metric in METRICS)
+    done = runs[runs["status"] == "ok"].groupby("spec.variant")
+    columns = {"exact": "exact", "F1": "f1", "F1 at best threshold": "best_f1", "HasAns F1": "has_answer_f1",
+               "NoAns F1": "no_answer_f1"}  # fmt: skip
+    lines = []
+    for name in (name for name in VARIANTS if name in done.groups):
+        part = done.get_group(name)
+        line = {"row": name, "what it changes": tables.change(name), "n": str(len(part))}
+        line |= {head: points(part[f"quality.{key}"].astype(float).mean()) for head, key in columns.items()}
+        for head, tested in (("ΔF1 vs A1", at_zero), ("at best threshold: ΔF1", at_best)):
+            line[head] = points(*tested.loc[name, ["delta", "half"]], "+") if name in tested.index else MISSING
+        told = {"within": "yes", "beyond": "no", "open": "cannot be told"}
+        line[f"within {MARGIN:g} F1"] = told[at_zero.loc[name, "verdict"]] if name in at_zero.index else MISSING
+        lines.append(line)
+    return pd.DataFrame(lines)
+
+
+def time_to_quality(runs: pd.DataFrame) -> pd.DataFrame:
+    """Seconds from raw JSON to a scored model, of runs that had a GPU to themselves. Raises NotMeasured."""
+    whole = runs[(runs["status"] == "ok") & runs["time.eval_s"].notna() & runs["time.resumed_from_step"].isna()]
+    whole = whole[whole["spec.variant"].isin(TIMED)].drop_duplicates("spec.variant")
+    if whole.empty:
+        raise NotMeasured(f"none of {', '.join(TIMED)} was timed from beginning to end in this group")
+    lines = []
+    for run in sorted(whole.to_dict("records"), key=lambda run: TIMED.index(run["spec.variant"])):
+        compile_s = run["time.compile_s"] if pd.notna(run["time.compile_s"]) else 0.0
+        parts = {
+            "features and model": run["time.prepare_s"],
+            "compile": compile_s,
+            "train": run["time.train_s"] - compile_s,
+            "answer and score": run["time.eval_s"],
+            "in all": run["time.wall_s"],
+        }
+        line = {"row": run["spec.variant"]} | {f"{name}, s": number(value) for name, value in parts.items()}
+        lines.append(line | {"F1": points(run["quality.f1"])})
+    return pd.DataFrame(lines)
+
+
+def projection(lines: pd.DataFrame, micro_batch: int = 32) -> pd.DataFrame:
+    """Training time on the full data set from a bench group's speeds, with the arithmetic; data and scoring are not
+    part of that scale. `lines` of tables.summarise. Raises NotMeasured."""
+    part = lines[(lines["micro_batch"] == micro_batch) & lines["features_per_s"].notna()].set_index("variant")
+    rows = [name for name in TIMED if name in part.index and BASELINE in part.index]
+    if not rows:
+        raise NotMeasured(f"no row has a measured speed at micro-batch {micro_batch} to project from")
+    features, table = FULL_FEATURES * FULL_EPOCHS, []
+    for name in rows:
+        speed, compile_s = part.loc[name, ["features_per_s", "compile_s"]].fillna(0.0)
+        seconds = features / speed + compile_s
+        table.append({
+            "row": name,
+            "arithmetic": f"{FULL_FEATURES:,} × {FULL_EPOCHS} ÷ {number(speed)}/s"
+                          + (f" + {number(compile_s)} s" if compile_s else ""),
+            "minutes": number(seconds / 60),
+            "of A1's time": tables.share(seconds * part.loc[BASELINE, "features_per_s"] / features),
+        })  # fmt: skip
+    return pd.DataFrame(table)
+
+
+def tries_table(runs: pd.DataFrame) -> pd.DataFrame:
+    """Every try of `python -m qa_lib tune`, the best of each row first. Raises NotMeasured."""
+    if runs.empty:
+        raise NotMeasured("no try of python -m qa_lib tune is recorded on this hardware")
+    table = pd.DataFrame({
+        "row": runs["spec.variant"],
+        "trainable": runs["spec.settings.trainable"],
+        "learning rate": [f"{rate * find_recipe(name).lr_factor:.2g}" for rate, name in
+                          zip(runs["spec.scale.learning_rate"], runs["spec.settings.trainable"], strict=True)],
+        "seed": runs["spec.seed"].astype(str),
+        "F1": runs["quality.f1"].astype(float),
+    })  # fmt: skip
+    table = table.sort_values(["row", "F1"], ascending=[True, False], kind="stable").reset_index(drop=True)
+    return table.assign(F1=table["F1"].map(points))
