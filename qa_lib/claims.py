@@ -176,8 +176,9 @@ CLAIMS: dict[str, Callable[[Facts], Finding]] = {
 
 
 def facts_of(runs: pd.DataFrame, group: str) -> Facts:
-    """The facts in all records that go with a bench group: its lines, and its hardware's other groups."""
-    lines = tables.summarise(tables.select(runs, group))
+    """The facts in all records of a group's hardware; where it has no bench group, the group's own speeds."""
+    bench = tables.sibling(runs, group, "bench")
+    lines = tables.summarise(tables.select(runs, group) if bench.empty else bench)
     return Facts(lines, quality_runs(runs, group), tables.sibling(runs, group, "vram"))
 
 

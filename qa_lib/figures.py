@@ -101,7 +101,8 @@ def fig_equivalence(runs: pd.DataFrame) -> Figure:
     title = evidence.equivalence_finding(runs)
     every = evidence.equivalence(runs)
     rows = every[every["delta"].abs() < 4 * evidence.MARGIN].reset_index(drop=True)
-    figure, ((axis, _),) = _panels(runs, _lines(runs), title, lambda _: 0.26 * len(rows), one=True)
+    whiskers = "whiskers: 90 % interval by the spread over seeds pooled over rows; the grey band counts as equal"
+    figure, ((axis, _),) = _panels(runs, _lines(runs), title, lambda _: 0.26 * len(rows) + 0.3, True, whiskers)
     color = {"within": COLORS["A"], "open": GREY, "beyond": COLORS["B"]}
     for height, row in rows.iterrows():
         axis.errorbar(row["delta"], height, xerr=row["half"], fmt="o", color=color[row["verdict"]], capsize=3)
@@ -114,8 +115,8 @@ def fig_equivalence(runs: pd.DataFrame) -> Figure:
     axis.axvspan(-evidence.MARGIN, evidence.MARGIN, color="0.92", zorder=0)
     axis.axvline(0, color="0.4", linewidth=1)
     axis.set_yticks(range(len(rows)), rows["variant"])
-    axis.set(xlabel=f"F1 minus {BASELINE}'s, 90 % interval; the band is ± {evidence.MARGIN:g} F1", ylabel="row")
-    reach = (rows["delta"].abs() + rows["half"]).max()
+    axis.set(xlabel=f"F1 minus {BASELINE}'s (band: ± {evidence.MARGIN:g})", ylabel="row", ylim=(-0.7, len(rows) - 0.3))
+    reach = max(evidence.MARGIN, (rows["delta"].abs() + rows["half"]).max())
     axis.set_xlim(-1.1 * reach, 1.7 * reach)
     axis.invert_yaxis()
     axis.grid(False, axis="y")
@@ -185,7 +186,7 @@ def _lines(runs: pd.DataFrame) -> pd.DataFrame:
     return tables.summarise(runs)
 
 
-def _panels(runs, lines, title, height, one=False):
+def _panels(runs, lines, title, height, one=False, whiskers=findings.WHISKERS):
     """A figure with title and caption, and a pair (axes, lines) for each micro-batch, or one for all of them.
 
     `height(lines)` is that of a panel's content in inches.
@@ -199,7 +200,7 @@ def _panels(runs, lines, title, height, one=False):
         title = f"On a CPU: {title}"
     wrapped = "\n".join(textwrap.fill(line, 90) for line in title.split("\n"))
     figure.suptitle(wrapped, x=0.01, ha="left", fontsize=12, fontweight="bold")
-    note = textwrap.fill(findings.caption(runs, lines), 148)
+    note = textwrap.fill(findings.caption(runs, lines, whiskers), 148)
     figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color="0.35")
     for axis, (size, _) in zip(axes, parts, strict=True):
         axis.set_title(size, loc="left", fontsize=10)

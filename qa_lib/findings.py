@@ -6,7 +6,7 @@ each, since ratios hold within one only.
 
 import pandas as pd
 
-from qa_lib import tables
+from qa_lib import evidence, tables
 from qa_lib.tables import BASELINE, NotMeasured, factor, number, points, share
 
 PEERS = ("A0", "A0-best", "A0-compile")  # drawn beside the ladder, no rungs of it
@@ -38,7 +38,10 @@ def seeds_of(lines: pd.DataFrame) -> str:
     return f"n = {low if low == high else f'{low}–{high}'} {'seed' if high == 1 else 'seeds'}"
 
 
-def caption(runs: pd.DataFrame, lines: pd.DataFrame) -> str:
+WHISKERS = "± and whiskers: t-based 95 % interval over seeds, where n ≥ 3"
+
+
+def caption(runs: pd.DataFrame, lines: pd.DataFrame, whiskers: str = WHISKERS) -> str:
     """What has to stand beside every figure and table of a group: where from, how many, and what not to conclude."""
     group = runs["group"].iloc[0]
     sizes = ", ".join(map(str, sorted(set(lines["micro_batch"]))))
@@ -46,7 +49,7 @@ def caption(runs: pd.DataFrame, lines: pd.DataFrame) -> str:
     code = sorted(set(commits.where(~runs["code.dirty"].eq(True), commits + " with changes")))
     parts = [f"Group {group}", f"micro-batch {sizes}", seeds_of(lines), f"code {', '.join(code)}"]
     if lines["n"].max() >= 3:
-        parts.append("± and whiskers: t-based 95 % interval over seeds, where n ≥ 3")
+        parts.append(whiskers)
     parts += sorted({note for notes in runs["spec.adjusted"] for note in notes})
     if group.startswith("cpu-"):
         parts.append(CPU_CAVEAT)
@@ -118,9 +121,12 @@ def memory_finding(lines: pd.DataFrame) -> str:
     """The row with the smallest peak, and what it costs in step time."""
 
     def sentence(part: pd.DataFrame) -> str:
-        part = part.dropna(subset=["peak_mib", "step_ms"])
+        part = part.dropna(subset=["peak_mib"])
         if part.empty:
             raise NotMeasured("peak GPU memory was not measured: these runs had no GPU, whose allocator counts it")
+        part = part.dropna(subset=["step_ms"])
+        if part.empty:
+            raise NotMeasured("no row has a step time beside its peak memory: other runs shared the GPU")
         least = part.loc[part["peak_mib"].idxmin()]
         said = f"{least['variant']} peaks lowest: {number(least['peak_mib'])} MiB"
         base = part[part["variant"] == BASELINE]
@@ -172,12 +178,18 @@ def failed_join_finding(lines: pd.DataFrame) -> str:
     return _each_size(lines, sentence)
 
 
-def findings(runs: pd.DataFrame) -> str:
-    """What a group's records say, as a Markdown list: a sentence a figure, the rows without a result, the caption."""
+def findings(runs: pd.DataFrame, judged: pd.DataFrame | None = None) -> str:
+    """What a group's records say, as a Markdown list: a sentence a figure, the rows without a result, the caption.
+
+    `judged` are the runs that tell quality, where these do not.
+    """
     lines = tables.summarise(runs)
+    judged = runs if judged is None else judged
+    scores = tables.summarise(judged)
+    sources = [(speed_finding, lines), (memory_finding, lines), (evidence.equivalence_finding, judged)]
+    sources += [(finding, scores) for finding in (quality_finding, peft_finding, failed_join_finding)]
     said = []
-    of_lines = (speed_finding, quality_finding, memory_finding, peft_finding, failed_join_finding)
-    for finding, source in [*((finding, lines) for finding in of_lines), (cost_finding, runs)]:
+    for finding, source in [*sources, (cost_finding, runs)]:
         try:
             said += finding(source).split(";\n")
         except NotMeasured as problem:

@@ -111,10 +111,16 @@ def _fill(entry: dict, spec: Spec, run_dir: Path, data: Data | None, model, say)
     Checkpoint.path_of(run_dir).unlink(missing_ok=True)
     entry["time"]["wall_s"] = time.perf_counter() - begin
     if shared:
-        entry["spec"]["adjusted"] = [*spec.adjusted, "times: not recorded, since other runs shared the GPU"]
-        for section, kept in (("speed", ()), ("energy", ()), ("time", ("started", "steps", "resumed_from_step"))):
-            entry[section] |= {key: None for key in entry[section] if key not in (*kept, "step_ms")}
-        entry["time"]["step_ms"] = dict.fromkeys(entry["time"]["step_ms"])
+        forget_times(entry, spec)
+
+
+def forget_times(entry: dict, spec: Spec) -> None:
+    """Make null in a record what other runs on the same GPU have disturbed, and say so."""
+    entry["spec"]["adjusted"] = [*spec.adjusted, "times: not recorded, since other runs shared the GPU"]
+    kept = {"time": ("started", "ended", "steps", "resumed_from_step")}
+    for section in ("speed", "energy", "time"):
+        entry[section] |= {key: None for key in entry[section] if key not in kept.get(section, ())}
+    entry["time"]["step_ms"] = dict.fromkeys(("n", "median", "p10", "p90"))
 
 
 def _work(entry, spec, run_dir, data, model, batches, device, begin, say) -> None:

@@ -47,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     either.add_argument("--html", type=Path, metavar="OUT.html", help="write all of it as one self-contained page")
     either.add_argument("--readme", action="store_true", help="also rewrite the result block of README.md")
     either.add_argument(
+        "--notebook", action="store_true", help="also execute notebooks/report.ipynb and keep its outputs"
+    )
+    either.add_argument(
         "--check", action="store_true", help="write nothing; fail if figures or README.md are behind the committed runs"
     )
 
@@ -84,6 +87,11 @@ def main(args: argparse.Namespace) -> int:
     if args.readme:
         write_atomically(README, with_results(_readme(), runs, args.runs, args.figures))
         print(f"Results written into {README}")
+    if args.notebook:
+        from qa_lib import render  # starts a kernel, which no other use of this module needs
+
+        render.render()
+        print(f"{render.NOTEBOOK} executed and kept with its outputs")
     if failed:
         raise ReportError("; ".join(failed))
     return 0

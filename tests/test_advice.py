@@ -11,7 +11,14 @@ COLUMNS = ("group", "spec.variant", "spec.settings.micro_batch", "status", "spee
 
 
 def runs(*rows):
-    return pd.DataFrame(rows, columns=COLUMNS)
+    frame = pd.DataFrame(rows, columns=COLUMNS)
+    return frame.assign(**{"time.started": "", "run_id": frame["spec.variant"], "spec.seed": 0, "quality.f1": None})
+
+
+def judged(**f1):
+    """Runs with these F1 of the rows' seeds."""
+    rows = [("gpu-quality", name, 32, "ok", None, None, None, None) for name, seeds in f1.items() for _ in seeds]
+    return runs(*rows).assign(**{"quality.f1": [value for seeds in f1.values() for value in seeds]})
 
 
 BENCH = runs(
@@ -29,8 +36,19 @@ def test_the_quickest_that_fits_with_room_for_the_context():
     assert table.loc["3 GiB", "train adapters"] == "EB1, micro-batch 32"
     assert table.loc["4 GiB", "train everything"] == "–", "3,700 MiB and the context are more than 4 GiB"
     assert table.loc["6 GiB", "train everything"] == "E-best, micro-batch 32"
+    assert table.loc["6 GiB", "train everything: ΔF1"] == "not known"
     with pytest.raises(NotMeasured):
         advice.decision_table(BENCH[BENCH["status"] == "oom"], BENCH[:0])
+
+
+def test_a_row_that_loses_quality_is_not_recommended():
+    worse = judged(A1=(60.0, 60.2, 60.1), EB1=(50.0, 50.2, 50.1))
+    table = advice.decision_table(BENCH, worse).set_index("you have")
+    assert set(table["train adapters"]) == {"–"}
+    same = judged(A1=(60.0, 60.2, 60.1), EB1=(60.0, 60.2, 60.1))
+    table = advice.decision_table(BENCH, same).set_index("you have")
+    assert table.loc["3 GiB", "train adapters"] == "EB1, micro-batch 32"
+    assert table.loc["3 GiB", "train adapters: ΔF1"].startswith("+0.00 ± 0.1")
 
 
 def test_the_seeds_protocol_stands_beside_their_numbers():
@@ -53,6 +71,7 @@ def test_recipes_show_each_search_under_its_limit():
     )
     table = advice.largest_batches(fits).iloc[0]
     assert (table["largest micro-batch"], table["best features/s"], table["at micro-batch"]) == ("40", "90.0", "32")
+    assert table["too large"] == "48"
     said = advice.recipes(pd.concat([BENCH, fits]), "gpu-bench")
     assert "within 14.9 GiB" in said and "compute capability 7.5" in said and "not those of such a card" in said
     assert "no run at scale vram" in said

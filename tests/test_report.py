@@ -437,7 +437,7 @@ def test_the_readme_block_is_generated_and_checked(readme, runs, capsys):
     text = readme.read_text()
     assert text.startswith("# Title\n") and text.endswith("\n\ntail\n")
     assert "](figures/cpu-smoke/ladder.png)" in text and "| A4 | A4-nb + order: bucketed | 200 | 2.00 |" in text
-    assert findings.CPU_CAVEAT in text and "skipped: no backend named" in text
+    assert findings.CPU_CAVEAT in text and "D1-nvfuser" not in text, "of the rows a selection"
     assert call("--check") == 0
     assert call("--readme") == 0 and readme.read_text() == text
     make(runs, "A4", speed=250.0)
@@ -500,12 +500,14 @@ def test_the_notebook_runs_and_shows_the_figures_and_tables(runs, tmp_path):
     )
     cells = nbformat.read(tmp_path / "out.ipynb", 4).cells
     shown = {cell.id: [output.get("data", {}) for output in cell.get("outputs", [])] for cell in cells}
-    assert all("image/png" in shown[name][0] for name in ("systems", "quality", "peft"))
-    assert "image/png" in shown["published"][1]
+    assert all("image/png" in shown[name][0] for name in ("systems", "time", "peft"))
+    assert "too few rows" in shown["quality"][0]["text/markdown"], "one seed tells no spread"
+    assert "image/png" in shown["published"][2] and "cannot be told" in shown["published"][0]["text/markdown"]
+    assert "× 3 ÷" not in shown["time"][2]["text/markdown"], "no projection from micro-batch 8"
     assert "no run of this group has a profile" in shown["anatomy"][0]["text/markdown"]
     assert "seeds' protocol" in shown["memory"][2]["text/markdown"]
     assert "no GPU" in shown["memory"][0]["text/markdown"]
     assert "A4 trains ×2.00" in shown["findings"][0]["text/markdown"]
-    assert "no backend named" in shown["backends"][0]["text/markdown"]
-    assert "T4: samples/s" in shown["published"][0]["text/markdown"]
+    assert "no backend named" in shown["systems"][2]["text/markdown"]
+    assert "T4: samples/s" in shown["published"][1]["text/markdown"]
     assert (tmp_path / "out.ipynb").stat().st_size < 500_000

@@ -116,7 +116,7 @@ def imports_of(module: Path) -> set[str]:
 ORDER = (
     "variants data synthetic tokenise features batches packing fuse dropout fp8 model measure record steplog "
     "checkpoint graph master plan train trainer decode predict score metric fit budget trace ncu profile sweep "
-    "attempt fitbatch tune tables evidence claims advice findings canvas anatomy figures page report ask app"
+    "attempt fitbatch tune tables evidence claims advice findings canvas anatomy figures render page report ask app"
 ).split()
 ALLOWED_BACK = {("data", "synthetic")}  # the generator is one of the sources
 

@@ -1,0 +1,137 @@
+"""Equivalence, claims, projections and tries from made-up runs whose answers are known."""
+
+import math
+
+import pandas as pd
+import pytest
+
+from qa_lib import claims, evidence, tables
+from qa_lib.claims import FAILS, HOLDS, OPEN, Facts
+from qa_lib.tables import NotMeasured
+from qa_lib.variants import VARIANTS
+
+
+def quality(**f1):
+    """Runs of rows ('A4_b' is A4-b) with these F1, one a seed; the score at the best threshold is 5 higher."""
+    rows = [(name.replace("_", "-"), seed, value) for name, values in f1.items() for seed, value in enumerate(values)]
+    frame = pd.DataFrame(rows, columns=["spec.variant", "spec.seed", "quality.f1"]).assign(
+        status="ok", group="h-quality"
+    )
+    for name in ("exact", "best_f1", "has_answer_f1", "no_answer_f1"):
+        frame[f"quality.{name}"] = frame["quality.f1"] + 5 * (name == "best_f1")
+    return frame
+
+
+def bench(**speeds):
+    """Lines of a bench group: features/s of each row at micro-batches 8 and 32, and 1,000 MiB but for PEFT rows."""
+    rows = [
+        {"variant": name.replace("_", "-"), "micro_batch": size, "features_per_s": speed, "compile_s": 30.0,
+         "peak_mib": 500.0 if name.startswith("EB") else 1000.0}
+        for name, speed in speeds.items() for size in (8, 32)
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+NO_VRAM = pd.DataFrame(columns=["spec.variant", "spec.settings.micro_batch", "memory.peak_alloc_mib"])
+
+
+def test_the_interval_is_that_of_two_means_with_a_pooled_spread():
+    # Three rows of two seeds that differ by 2: variance 2 each, so pooled; 3 degrees of freedom are too few, 4 are not.
+    few = quality(A1=(50.0, 52.0), A2=(50.0, 52.0), A3=(50.0, 52.0))
+    with pytest.raises(NotMeasured, match="too few"):
+        evidence.Scores.of(few)
+    scores = evidence.Scores.of(quality(A1=(50.0, 52.0), A2=(51.0, 53.0), A3=(50.0, 52.0), A4=(50.0, 52.0)))
+    assert scores.spread == pytest.approx(math.sqrt(2))
+    delta, half = scores.difference("A2")
+    assert (delta, half) == (1.0, pytest.approx(2.132 * math.sqrt(2) * math.sqrt(1 / 2 + 1 / 2)))
+    with pytest.raises(NotMeasured, match="B1"):
+        scores.difference("B1")
+
+
+@pytest.mark.parametrize(
+    ("difference", "told"),
+    [
+        ((0.2, 0.7), "within"),
+        ((0.2, 0.9), "open"),
+        ((0.0, 3.0), "open"),
+        ((-3.0, 1.5), "beyond"),
+        ((1.5, 0.4), "beyond"),
+    ],
+)
+def test_no_difference_found_is_not_equality_shown(difference, told):
+    assert evidence.verdict(difference) == told
+
+
+def test_rows_are_judged_against_the_baseline_and_shown_in_table_order():
+    runs = quality(E1=(60.1, 60.0, 59.9), A4_b=(20.0, 20.1, 20.2), A1=(60.0, 60.2, 59.8), A2=(60.5,))
+    found = evidence.equivalence(runs)
+    assert list(found["variant"]) == [name for name in VARIANTS if name in {"A2", "A4-b", "E1"}]
+    assert dict(zip(found["variant"], found["verdict"], strict=True)) == {
+        "A2": "within",
+        "A4-b": "beyond",
+        "E1": "within",
+    }
+    assert "shown by its 90 % interval: A2, E1; beyond: A4-b" in evidence.equivalence_finding(runs)
+    table = evidence.equivalence_table(runs).set_index("row")
+    assert list(table["within 1 F1"]) == ["–", "yes", "no", "yes"]
+    assert table.loc["E1", "F1 at best threshold"] == "65.00"
+    with pytest.raises(NotMeasured, match="A1 has no F1"):
+        evidence.equivalence(runs[runs["spec.variant"] != "A1"])
+
+
+def test_a_projection_shows_its_arithmetic():
+    table = evidence.projection(bench(A1=100.0, E_best=500.0)).set_index("row")
+    seconds = 131_754 * 3 / 500 + 30
+    assert table.loc["E-best", "arithmetic"] == "131,754 × 3 ÷ 500/s + 30.0 s"
+    assert table.loc["E-best", "minutes"] == tables.number(seconds / 60)
+    assert table.loc["E-best", "of A1's time"] == tables.share(seconds / (131_754 * 3 / 100))
+    with pytest.raises(NotMeasured):
+        evidence.projection(bench(E1=1.0))
+
+
+def test_only_runs_that_were_alone_on_the_gpu_have_a_time_to_quality():
+    runs = quality(A1=(50.0, 51.0), A4=(50.0,)).assign(**{
+        "time.eval_s": [None, 4.0, 4.0], "time.resumed_from_step": [None, None, 7.0], "time.prepare_s": 2.0,
+        "time.compile_s": None, "time.train_s": 20.0, "time.wall_s": 26.0,
+    })  # fmt: skip
+    (line,) = evidence.time_to_quality(runs).to_dict("records")
+    assert (line["row"], line["train, s"], line["compile, s"], line["in all, s"], line["F1"]) == (
+        "A1", "20.0", "0.00", "26.0", "51.00")  # fmt: skip
+
+
+def test_tries_that_lost_are_kept_and_the_best_stands_first():
+    runs = quality(A1=(50.0, 52.0), B1_all=(40.0,)).assign(**{
+        "spec.settings.trainable": ["all", "all", "lora-all"], "spec.scale.learning_rate": [1e-4, 2e-4, 2e-4],
+    })  # fmt: skip
+    table = evidence.tries_table(runs)
+    assert list(table["learning rate"]) == ["0.0002", "0.0001", "0.0015"]
+    assert list(table["F1"]) == ["52.00", "50.00", "40.00"]
+
+
+def test_every_claim_gets_a_verdict_that_follows_the_records():
+    speeds = {name.replace("-", "_"): 100.0 for name in VARIANTS} | {"A4": 150.0, "E_best": 300.0, "EB1": 310.0,
+              "EB1_all": 200.0, "EB2": 400.0, "EB3": 900.0, "D1": 80.0}  # fmt: skip
+    alike = dict.fromkeys(("A1", "A3", "A4", "B1_all", "C1", "C2", "D1"), (60.0, 60.2, 60.1))
+    runs = quality(**alike, B1=(38.0, 38.2, 38.1), B2=(41.0, 41.2, 41.1), A4_b=(25.0, 25.2, 25.1))
+    table = claims.claims_table(Facts(bench(**speeds), runs, NO_VRAM)).set_index("claim of the seeds")["verdict"]
+    told = dict(table)
+    said = "\n".join(f"{key}: {value}" for key, value in told.items())
+    assert f"faster by 17 %: **{HOLDS}**; better F1: **{OPEN}**" in said, "equal is no better"
+    assert f"LoRA as they set it: **{HOLDS}**; LoRA at its best: **{FAILS}**; BitFit: **{HOLDS}**" in said
+    assert f"speed, LoRA on query and value: **{HOLDS}**; speed, LoRA on every linear layer: **{FAILS}**" in said
+    assert f"a wrong join suffices: **{HOLDS}**" in said
+    assert f"aot_eager equals Inductor: speed: **{FAILS}**; F1: **{HOLDS}**" in said
+    assert told["8-bit AdamW keeps accuracy at 20 % less memory"] == f"**{OPEN}**", "no run at scale vram"
+    vram = pd.DataFrame([("A3", 8, 1000.0), ("C1", 8, 800.0), ("C2", 8, 640.0)], columns=list(NO_VRAM))
+    slower = bench(**speeds).assign(peak_mib=lambda lines: lines["variant"].map({"C2": 600.0}).fillna(1000.0))
+    table = claims.claims_table(Facts(slower, runs, vram)).set_index("claim of the seeds")["verdict"]
+    assert (
+        table["8-bit AdamW keeps accuracy at 20 % less memory"]
+        == f"memory at their batch: **{HOLDS}**; accuracy: **{HOLDS}**"
+    )
+    assert f"memory by a third: **{HOLDS}**; costs 2 F1: **{FAILS}**" in table.to_list()
+
+
+def test_a_claim_without_records_cannot_be_told():
+    table = claims.claims_table(Facts(bench(A1=1.0), quality(), NO_VRAM))
+    assert set(table["verdict"]) == {f"**{OPEN}**"} and table["why"].str.startswith("Not measured").all()

@@ -1,0 +1,118 @@
+"""Searches: the points they try, and how runs share a GPU or take turns on it."""
+
+import argparse
+import threading
+import time
+import types
+
+import pytest
+import torch
+
+from qa_lib import fit, measure, tune
+from qa_lib.data import UserError
+from qa_lib.plan import plan
+from qa_lib.variants import Machine, UnknownName, find_recipe
+
+CPU = Machine(backends=("inductor",), bitsandbytes=True, compiler=True)
+
+
+def call(*words):
+    parser = argparse.ArgumentParser()
+    tune.add_arguments(parser)
+    return tune.main(parser.parse_args(list(words)))
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """The specs that would have run; the score is best at a rate of 2e-3, and worst with rank 32."""
+    specs = []
+
+    def attempt(spec, runs, gpu, shared):
+        specs.append((spec, gpu, shared))
+        score = 90 - 1e4 * abs(spec.scale.learning_rate - 2e-3) - spec.recipe.rank
+        return {"status": "ok", "quality": {"f1": score}}
+
+    monkeypatch.setattr(tune, "attempt", attempt)
+    return specs
+
+
+def test_every_point_is_a_run_of_its_own_in_a_group_of_tries():
+    (spec,) = plan(["B1-all"], "smoke", machine=CPU)
+    points = tune.points([spec], [1e-3, 2e-3], ["lora-all-r8", "lora-qv-r32"])
+    assert len({point.hash for point in points} | {spec.hash}) == 5
+    assert {point.group for point in points} == {"cpu-tune"}
+    assert [(p.scale.learning_rate, p.asked.trainable, p.recipe.rank) for p in points][:2] == [
+        (1e-3, "lora-all-r8", 8), (1e-3, "lora-qv-r32", 32)]  # fmt: skip
+    assert [p.asked.trainable for p in tune.points([spec], [], [])] == ["lora-all"]
+    with pytest.raises(UnknownName, match="lora-any-r8"):
+        tune.points([spec], [], ["lora-any-r8"])
+
+
+def test_a_tried_rank_trains_at_the_rate_that_was_asked_for():
+    named, tried = find_recipe("lora-all"), find_recipe("lora-all-r32")
+    assert (tried.targets, tried.rank, tried.lr_factor) == (named.targets, 32, 1.0)
+    assert named.lr_factor > 1
+
+
+def test_the_best_point_is_named(tried, capsys):
+    rates = ("--learning-rate", "1e-3", "2e-3", "4e-3")
+    assert call("B1-all", "--scale", "smoke", "--trainable", "lora-all-r8", "lora-all-r32", *rates) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert len(out) == 7 and out[-1] == "best: lora-all-r8, learning rate 0.002, F1 82.00"
+    assert [gpu for _, gpu, _ in tried] == [None] * 6
+
+
+def test_a_card_that_is_named_twice_is_shared(tried):
+    call("A1", "--scale", "smoke", "--learning-rate", "1e-3", "2e-3", "--gpus", "0", "0")
+    assert {(gpu, shared) for _, gpu, shared in tried} == {(0, True)}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("A1", "--scale", "smoke", "--learning-rate", "2"), "learning-rate 2"),
+        (("A1", "--scale", "bench", "--data", "synthetic:80", "--model", "tiny"), "no quality"),
+    ],
+)
+def test_bad_searches_are_refused_by_name(tried, words, said):
+    with pytest.raises(UserError, match=said):
+        call(*words)
+    assert not tried
+
+
+def test_runs_on_one_gpu_take_turns(monkeypatch, tmp_path):
+    monkeypatch.setattr(measure.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid="GPU-1"))
+    gpu, said, waited = types.SimpleNamespace(type="cuda"), [], []
+
+    def second():
+        with measure.turn(gpu, said.append) as seconds:
+            waited.append(seconds)
+
+    with measure.turn(gpu, said.append) as seconds:
+        assert seconds < 0.1
+        other = threading.Thread(target=second)
+        other.start()
+        time.sleep(0.5)
+        assert not waited
+    other.join()
+    assert waited[0] >= 0.4 and len(said) == 1
+    with measure.turn(torch.device("cpu"), said.append) as seconds:
+        assert seconds == 0.0
+
+
+def test_a_run_beside_others_records_no_times(monkeypatch, tmp_path):
+    monkeypatch.setenv(fit.SHARE, "1")
+    (spec,) = plan(["A1"], "smoke", machine=CPU, data="synthetic:80")
+    entry = fit.fit(spec, tmp_path, say=lambda _: None)
+    assert entry["time"]["wall_s"] > 0, "on a CPU each run has its own threads"
+    fit.forget_times(entry, spec)
+    assert entry["speed"]["features_per_s"] is None and entry["energy"]["joules_per_feature"] is None
+    assert {key for key, value in entry["time"].items() if value is not None} == {
+        "started",
+        "ended",
+        "steps",
+        "step_ms",
+    }
+    assert set(entry["time"]["step_ms"].values()) == {None}
+    assert entry["quality"]["f1"] is not None and "shared the GPU" in entry["spec"]["adjusted"][-1]
