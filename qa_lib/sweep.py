@@ -27,6 +27,7 @@ from qa_lib.variants import FAMILIES, VARIANTS, Machine, Spec, find_family, find
 
 ROOT = Path(__file__).resolve().parent.parent
 POLL_S = 0.2
+STILLBORN = "Kernel died before replying"  # kernels that start together can race for a port; the run never began
 # Warnings and redrawn bars would fill the notebooks that the runs leave behind.
 QUIET = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
 
@@ -227,6 +228,7 @@ def sweep(
     again = {"oom": {"oom"}, "": set()}[retry]
     queue = deque(s for s in specs if force or not is_finished(s, runs, again))
     active: list[Job] = []
+    reborn: set[str] = set()  # runs that were given a second kernel
     done = len(specs) - len(queue)
     layout = "{l_bar}{bar}| {n:.1f}/{total} rows [{elapsed}<{remaining}]{postfix}"
     bar = tqdm(total=len(specs), initial=done, disable=None, bar_format=layout, desc="sweep", mininterval=0.5)
@@ -262,10 +264,13 @@ def sweep(
                     entry = job.settle(limit)
                     active.remove(job)
                     free.append(job.gpu)
-                    if entry:
+                    stillborn = entry and entry["status"] == "killed" and STILLBORN in entry["error"]["message"]
+                    if entry and not (stillborn and job.spec.hash not in reborn):
                         finished(job.spec, entry)
-                    else:
-                        queue.append(job.spec)
+                        continue
+                    if stillborn:
+                        reborn.add(job.spec.hash)
+                    queue.append(job.spec)
                 _show(bar, done, active)
             bar.n = done
     except BaseException:
