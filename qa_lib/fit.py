@@ -29,28 +29,27 @@ SHARE = "QA_LIB_SHARE"  # an environment variable: where it is set, other runs t
 
 @dataclass
 class Data:
-    """A run's two sources and their features; `validation` is None where the scale measures no quality."""
+    """A run's two sources and their features, and what loading them took in seconds; `validation` is None where the
+    scale measures no quality."""
 
     tokenizer: Tokenizer
     source: Source
     features: Features
     validation: Source | None
     validation_features: Features | None
+    load_s: float
 
 
 def load_data(spec: Spec) -> Data:
     """Tokenizer, sources and features of a run, from the cache where they are in it."""
+    begin = time.perf_counter()
     tokenizer = build_tokenizer(spec.model_source)
     limits = (spec.scale.max_length, spec.scale.stride)
     source = open_source(spec.data_source, "train")
     validation = open_source(spec.data_source, "validation") if spec.scale.quality else None
-    return Data(
-        tokenizer,
-        source,
-        build_features(source, tokenizer, *limits),
-        validation,
-        build_features(validation, tokenizer, *limits) if validation else None,
-    )
+    features = build_features(source, tokenizer, *limits)
+    validation_features = build_features(validation, tokenizer, *limits) if validation else None
+    return Data(tokenizer, source, features, validation, validation_features, time.perf_counter() - begin)
 
 
 def fit(
@@ -88,7 +87,8 @@ def fit(
 
 def _fill(entry: dict, spec: Spec, run_dir: Path, data: Data | None, model, say) -> None:
     """Do the run's work and put what it measured into `entry`."""
-    begin = time.perf_counter()
+    # Data that the caller has loaded already are a part of the run's time as well.
+    begin = time.perf_counter() - (data.load_s if data else 0.0)
     device = measure.device()
     if spec.scale.limit_gib and device.type == "cuda":
         measure.limit_memory(spec.scale.limit_gib)

@@ -1,6 +1,7 @@
-"""Searches: the points they try, and how runs share a GPU or take turns on it."""
+"""Searches: the points they try; how runs share a GPU or take turns on it, and which times they record."""
 
 import argparse
+import dataclasses
 import threading
 import time
 import types
@@ -116,3 +117,13 @@ def test_a_run_beside_others_records_no_times(monkeypatch, tmp_path):
     }
     assert set(entry["time"]["step_ms"].values()) == {None}
     assert entry["quality"]["f1"] is not None and "shared the GPU" in entry["spec"]["adjusted"][-1]
+
+
+def test_data_that_were_loaded_before_count_as_time_of_the_run(tmp_path):
+    (spec,) = plan(["A1"], "smoke", machine=CPU, data="synthetic:80")
+    spec = dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, steps=2, measure_from=1))
+    data = fit.load_data(spec)
+    assert data.load_s > 0
+    data.load_s = 100.0
+    entry = fit.fit(spec, tmp_path, data=data, say=lambda _: None)
+    assert entry["time"]["prepare_s"] > 100 and entry["time"]["wall_s"] > entry["time"]["prepare_s"]
