@@ -13,6 +13,7 @@ from qa_lib.canvas import GREY, WIDTH, style
 from qa_lib.record import read_profile
 from qa_lib.tables import NotMeasured, factor, number, share
 from qa_lib.trace import PARTS, PHASES
+from qa_lib.variants import VARIANTS
 
 PART_COLORS = dict(zip(PARTS, sns.color_palette("colorblind", len(PARTS)), strict=True))
 HELD = ("parameters", "optimizer state", "activations", "gradients and workspace", "reserved, not used")
@@ -21,10 +22,12 @@ PHASE_MARKS = dict(zip(PHASES, ("|", "x", "d"), strict=True))
 
 
 def profiles(runs: pd.DataFrame) -> pd.DataFrame:
-    """The profiles beside the runs of a group: variant, micro_batch, profile. Raises NotMeasured if there is none."""
+    """The profiles beside the runs of a group, in table order: variant, micro_batch, profile. Raises NotMeasured if
+    there is none."""
+    order = {name: place for place, name in enumerate(VARIANTS)}
     found = [
         {"variant": run["spec.variant"], "micro_batch": run["spec.settings.micro_batch"], "profile": profile}
-        for run in runs.to_dict("records")
+        for run in sorted(runs.to_dict("records"), key=lambda run: order.get(run["spec.variant"], len(order)))
         if (profile := read_profile(run["path"]))
     ]
     if not found:

@@ -52,8 +52,11 @@ class Facts:
         return float(peaks[variant]) / float(peaks[base])
 
     def f1(self, variant: str, base: str = BASELINE) -> tuple[float, float]:
-        """F1 of a row minus another's, and half the 90 % interval."""
-        return Scores.of(self.quality).difference(variant, base)
+        """F1 of a row minus another's, and half the 90 % interval; NaN where it was not measured."""
+        try:
+            return Scores.of(self.quality).difference(variant, base)
+        except NotMeasured:
+            return math.nan, math.nan
 
 
 def between(difference: tuple[float, float], low: float, high: float) -> str:
@@ -69,7 +72,7 @@ def _is(truth: bool) -> str:
 
 
 def _points(difference: tuple[float, float]) -> str:
-    return f"{points(*difference, '+')} F1"
+    return "F1 not measured" if math.isnan(difference[0]) else f"{points(*difference, '+')} F1"
 
 
 def _less(ratio: float) -> str:

@@ -263,10 +263,12 @@ COLUMNS = {  # heading -> text of one of `lines`
 
 
 def result_table(lines: pd.DataFrame, headings=tuple(COLUMNS)) -> pd.DataFrame:
-    """`lines` as text under these headings; without the columns that hold no value, or only one micro-batch."""
+    """`lines` as text under these headings; without the columns that say nothing: no value, one micro-batch, all ok."""
     table = pd.DataFrame([{name: COLUMNS[name](line) for name in headings} for line in lines.to_dict("records")])
     if lines["micro_batch"].nunique() == 1:
         table = table.drop(columns="micro-batch", errors="ignore")
+    if lines["status"].eq("ok").all():
+        table = table.drop(columns="status", errors="ignore")
     return table.loc[:, (table != MISSING).any()]
 
 
@@ -330,6 +332,8 @@ def markdown(table: pd.DataFrame) -> str:
     if table.empty:
         return "*No row of this table has been run.*"
     text = table.astype(str).map(lambda cell: cell.replace("|", "\\|"))
+    for name in set(text) - LEFT:
+        text[name] = text[name].str.replace(" ", "\u00a0")  # "609 ± 6" stays in one line
     rule = ["---" if name in LEFT else "---:" for name in text]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [list(text), rule, *text.to_numpy().tolist()])
 

@@ -134,4 +134,5 @@ def test_every_claim_gets_a_verdict_that_follows_the_records():
 
 def test_a_claim_without_records_cannot_be_told():
     table = claims.claims_table(Facts(bench(A1=1.0), quality(), NO_VRAM))
-    assert set(table["verdict"]) == {f"**{OPEN}**"} and table["why"].str.startswith("Not measured").all()
+    assert table["verdict"].str.contains(OPEN).all()
+    assert not table["verdict"].str.contains(rf"\*\*{HOLDS}|{FAILS}").any()
