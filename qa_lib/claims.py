@@ -54,7 +54,7 @@ class Facts:
     def f1(self, variant: str, base: str = BASELINE) -> tuple[float, float]:
         """F1 of a row minus another's, and half the 90 % interval; NaN where it was not measured."""
         try:
-            return Scores.of(self.quality).difference(variant, base)
+            return Scores(self.quality).difference(variant, base)
         except NotMeasured:
             return math.nan, math.nan
 
@@ -147,7 +147,7 @@ def _checkpointing(facts: Facts) -> Finding:
 
 
 def _join(facts: Facts) -> Finding:
-    wrong, loss = (Scores.of(facts.quality).rows.get(name) for name in ("A4-b", "A4"))
+    wrong, loss = (Scores(facts.quality).rows.get(name) for name in ("A4-b", "A4"))
     if wrong is None or loss is None:
         raise NotMeasured("A4-b and A4 have no F1")
     return (

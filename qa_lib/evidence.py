@@ -4,8 +4,8 @@
 """
 
 import math
-from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 
 from qa_lib import tables
@@ -28,33 +28,38 @@ def quality_runs(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     return tables.select(runs, group) if found.empty else found
 
 
-@dataclass(frozen=True)
 class Scores:
-    """The F1 of each row's runs, and their spread over seeds: pooled over all rows, as in an analysis of variance,
-    since a few seeds tell little about one row's own."""
+    """F1 as the sum of a row's part, a seed's part and noise, fitted by least squares: a randomised block design.
 
-    rows: dict[str, pd.Series]
-    spread: float
-    t: float
+    A seed sets the new answer head and the order of the data, and moves all rows alike; taking its part out narrows
+    the intervals. The noise is pooled over all rows, since a few seeds tell little about one row's own. With the same
+    seeds in every row, a difference is the mean of those of equal seeds.
+    """
 
-    @classmethod
-    def of(cls, runs: pd.DataFrame, column: str = METRICS["F1"]) -> "Scores":
-        """Raises NotMeasured where too few runs are repeated to tell the spread."""
+    def __init__(self, runs: pd.DataFrame, column: str = METRICS["F1"]):
+        """Raises NotMeasured where too few runs are repeated to tell the noise."""
         runs = runs[(runs["status"] == "ok") & runs[column].notna()]
-        found = {name: part[column].astype(float) for name, part in runs.groupby("spec.variant")}
-        freedom = sum(len(part) - 1 for part in found.values())
+        self.rows = {name: part[column].astype(float) for name, part in runs.groupby("spec.variant")}
+        self._place = {name: place for place, name in enumerate(self.rows)}
+        seeds = pd.get_dummies(runs["spec.seed"], drop_first=True)
+        design = np.hstack([pd.get_dummies(runs["spec.variant"])[list(self.rows)], seeds]).astype(float)
+        values = runs[column].to_numpy(float)
+        freedom = len(runs) - int(np.linalg.matrix_rank(design)) if len(runs) else 0
         if freedom < 4:
             raise NotMeasured("too few rows have an F1 of several seeds to tell its spread")
-        spread = math.sqrt(sum(((part - part.mean()) ** 2).sum() for part in found.values()) / freedom)
-        return cls(found, spread, T_95[min(freedom - 4, len(T_95) - 1)])
+        self._inverse = np.linalg.pinv(design.T @ design)
+        self._parts = self._inverse @ design.T @ values
+        self.noise = math.sqrt(((values - design @ self._parts) ** 2).sum() / freedom)
+        self.t = T_95[min(freedom - 4, len(T_95) - 1)]
 
     def difference(self, variant: str, base: str = BASELINE) -> tuple[float, float]:
-        """Mean F1 of a row minus another's, and half the 90 % interval. Raises NotMeasured."""
-        for name in (variant, base):
+        """F1 of a row minus another's, and half the 90 % interval. Raises NotMeasured for a row without F1."""
+        contrast = np.zeros(len(self._parts))
+        for name, sign in ((variant, 1.0), (base, -1.0)):
             if name not in self.rows:
                 raise NotMeasured(f"{name} has no F1")
-        one, other = self.rows[variant], self.rows[base]
-        return one.mean() - other.mean(), self.t * self.spread * math.sqrt(1 / len(one) + 1 / len(other))
+            contrast[self._place[name]] += sign
+        return float(contrast @ self._parts), self.t * self.noise * math.sqrt(contrast @ self._inverse @ contrast)
 
 
 def verdict(difference: tuple[float, float], margin: float = MARGIN) -> str:
@@ -69,7 +74,7 @@ def equivalence(runs: pd.DataFrame, metric: str = "F1") -> pd.DataFrame:
 
     Raises NotMeasured without a baseline, or where the spread over seeds is not known.
     """
-    scores = Scores.of(runs, METRICS[metric])
+    scores = Scores(runs, METRICS[metric])
     lines = []
     for name in (name for name in VARIANTS if name in scores.rows and name != BASELINE):
         delta, half = scores.difference(name)

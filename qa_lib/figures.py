@@ -101,7 +101,7 @@ def fig_equivalence(runs: pd.DataFrame) -> Figure:
     title = evidence.equivalence_finding(runs)
     every = evidence.equivalence(runs)
     rows = every[every["delta"].abs() < 4 * evidence.MARGIN].reset_index(drop=True)
-    whiskers = "whiskers: 90 % interval by the spread over seeds pooled over rows; the grey band counts as equal"
+    whiskers = "whiskers: 90 % interval, by what rows and seeds leave unexplained; the grey band counts as equal"
     figure, ((axis, _),) = _panels(runs, _lines(runs), title, lambda _: 0.26 * len(rows) + 0.3, True, whiskers)
     color = {"within": COLORS["A"], "open": GREY, "beyond": COLORS["B"]}
     for height, row in rows.iterrows():
