@@ -1,5 +1,6 @@
 """One run in a fresh process, for searches that need no notebook."""
 
+import contextlib
 import multiprocessing
 import os
 from pathlib import Path
@@ -16,7 +17,8 @@ def _fit(spec: Spec, runs: Path, gpu: int | None, shared: bool) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = card(gpu)  # read when CUDA is first used, which is later than this
     if shared:
         os.environ[SHARE] = "1"
-    fit(spec, runs, say=lambda _: None)
+    with contextlib.suppress(KeyboardInterrupt):  # the record says it, and so does the search
+        fit(spec, runs, say=lambda _: None)
 
 
 def attempt(spec: Spec, runs: Path, gpu: int | None = None, shared: bool = False) -> dict:
