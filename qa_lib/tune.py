@@ -8,6 +8,7 @@ import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
+from qa_lib import measure
 from qa_lib.attempt import attempt
 from qa_lib.data import UserError
 from qa_lib.plan import add_source_arguments, plan
@@ -60,7 +61,10 @@ def main(args: argparse.Namespace) -> int:
     """Run every point, print each as it ends, and then the best."""
     if bad := [rate for rate in args.learning_rate if not 0 < rate < 1]:
         raise UserError(f"--learning-rate {bad[0]:g} is not between 0 and 1")
-    specs = plan([args.variant], args.scale, args.seeds, args.data, args.model, args.micro_batch)
+    machine = measure.machine()
+    if absent := [gpu for gpu in args.gpus or [] if not 0 <= gpu < machine.gpus]:
+        raise UserError(f"--gpus {absent[0]}: this machine has {machine.gpus} GPUs")
+    specs = plan([args.variant], args.scale, args.seeds, args.data, args.model, args.micro_batch, machine)
     if not specs[0].scale.quality:
         raise UserError(f"scale {args.scale!r} measures no quality, by which points are compared")
     slots, names = SimpleQueue(), args.gpus or [None]

@@ -63,7 +63,8 @@ def test_the_best_point_is_named(tried, capsys):
     assert [gpu for _, gpu, _ in tried] == [None] * 6
 
 
-def test_a_card_that_is_named_twice_is_shared(tried):
+def test_a_card_that_is_named_twice_is_shared(tried, monkeypatch):
+    monkeypatch.setattr(measure, "machine", lambda: dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90))
     call("A1", "--scale", "smoke", "--learning-rate", "1e-3", "2e-3", "--gpus", "0", "0")
     assert {(gpu, shared) for _, gpu, shared in tried} == {(0, True)}
 
@@ -72,6 +73,8 @@ def test_a_card_that_is_named_twice_is_shared(tried):
     ("words", "said"),
     [
         (("A1", "--scale", "smoke", "--learning-rate", "2"), "learning-rate 2"),
+        (("A1", "--scale", "smoke", "--gpus", "5"), "--gpus 5: this machine has"),
+        (("A1", "--scale", "quality"), "has no data of its own"),
         (("A1", "--scale", "bench", "--data", "synthetic:80", "--model", "tiny"), "no quality"),
     ],
 )
