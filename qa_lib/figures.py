@@ -34,7 +34,7 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
     lines = _lines(runs)
     title = findings.speed_finding(lines)
     figure, panels = _panels(
-        runs, lines[lines["variant"].isin([*PEERS, *LADDER])], title, lambda part: 0.52 * len(part)
+        runs, lines[lines["variant"].isin([*PEERS, *LADDER])], title, lambda part: 0.36 * len(part)
     )
     ends = pd.concat([part["features_per_s"] + part["features_per_s±"].fillna(0) for _, part in panels])
     for axis, part in panels:

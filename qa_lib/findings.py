@@ -57,8 +57,9 @@ def caption(runs: pd.DataFrame, lines: pd.DataFrame, whiskers: str = WHISKERS) -
 
 
 def sizes_of(lines: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """The lines of each micro-batch with its name, which is empty if there is only one."""
-    parts = list(lines.groupby("micro_batch"))
+    """The lines of each micro-batch with its name, which is empty if there is only one; the largest first, since it
+    keeps the GPU busiest."""
+    parts = list(lines.groupby("micro_batch"))[::-1]
     return [(f"micro-batch {size}" if len(parts) > 1 else "", part) for size, part in parts]
 
 

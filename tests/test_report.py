@@ -354,7 +354,7 @@ def test_a_figure_of_several_groups_is_refused(runs):
 def test_a_micro_batch_without_any_speed_does_not_break_the_ladder(runs):
     make(runs, "A1", micro_batch=4, status="oom", error={"kind": "OutOfMemoryError", "message": "too large"})
     figure = figures.fig_ladder(tables.select(record.load_runs(runs), "cpu-smoke"))
-    assert [text.get_text() for text in figure.axes[0].texts] == ["oom: too large"]
+    assert [text.get_text() for text in figure.axes[1].texts] == ["oom: too large"]
     assert figure.axes[1].get_xlim() == figure.axes[0].get_xlim() == (0, 380)
 
 
