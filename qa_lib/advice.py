@@ -49,7 +49,7 @@ def largest_batches(runs: pd.DataFrame) -> pd.DataFrame:
                 "largest micro-batch": str(most["spec.settings.micro_batch"]),
                 "too large": str(failed.min()) if len(failed) else tables.MISSING,
                 "reserved MiB": number(most["memory.peak_reserved_mib"]),
-                "best features/s": number(best["speed.features_per_s"]),
+                "best features/s tried": number(best["speed.features_per_s"]),
                 "at micro-batch": str(best["spec.settings.micro_batch"]),
             }
         )
@@ -60,7 +60,8 @@ def largest_batches(runs: pd.DataFrame) -> pd.DataFrame:
 
 def decision_table(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
     """For cards of SIZES_GIB: the quickest full fine-tune and the quickest adapter that were measured to fit, without
-    rows whose F1 was shown to be more than evidence.MARGIN off the baseline's.
+    rows whose F1 was shown to be more than evidence.MARGIN off the baseline's, and of unknown F1 only where none of
+    known F1 fits.
 
     From `runs` of one group, by peak reserved memory plus CONTEXT_GIB; `quality` are runs with F1, or none. Speeds are
     those of the GPU that ran them. Raises NotMeasured.
@@ -80,6 +81,8 @@ def decision_table(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
         line = {"you have": f"{size:g} GiB"}
         for want, wanted in (("train everything", kinds == "all"), ("train adapters", kinds == "lora")):
             fitting = measured[wanted & (needed <= size)]
+            known = fitting["spec.variant"].isin([*f1.index, tables.BASELINE] if len(f1) else [])
+            fitting = fitting[known] if known.any() else fitting
             if fitting.empty:
                 line |= dict.fromkeys((want, f"{want}: ΔF1", f"{want}: features/s"), tables.MISSING)
                 continue
@@ -100,7 +103,11 @@ def recipes(runs: pd.DataFrame, group: str) -> str:
     `runs` are all records; the seeds' protocol and the searches of fit-batch are groups of their own.
     """
     hardware = group.rsplit("-", 1)[0]
-    said = "**What to run on a card of so much memory**, from this group; the speeds are those of the GPU that ran it."
+    said = (
+        f"**What to run on a card of so much memory**, from this group: reserved memory and {CONTEXT_GIB:g} GiB for "
+        "the process must fit. The speeds are those of the GPU that ran it, and a row needs what its settings need: a "
+        "T4 has no bf16 and no 8-bit floats, so see the last table for one."
+    )
     quality = evidence.quality_runs(runs, group)
     parts = [said, tables.or_why(lambda part: decision_table(part, quality), runs[runs["group"] == group])]
     said = "**The seeds' protocol**: one step at micro-batch 8 after one to settle. *T4* is theirs, the rest is ours."

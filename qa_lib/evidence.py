@@ -13,6 +13,7 @@ from qa_lib.tables import BASELINE, MISSING, NotMeasured, number, points
 from qa_lib.variants import VARIANTS, find_recipe
 
 MARGIN = 1.0  # points of F1 within which a row counts as good as the baseline
+FAULTY = {name for name, row in VARIANTS.items() if row.settings.join != "id"}
 # Student's t at 95 % for 4, 5, ... 30 degrees of freedom (any table of the distribution); more use the last one.
 T_95 = (2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740, 1.734,
         1.729, 1.725, 1.721, 1.717, 1.714, 1.711, 1.708, 1.706, 1.703, 1.701, 1.699, 1.697)  # fmt: skip
@@ -31,14 +32,15 @@ def quality_runs(runs: pd.DataFrame, group: str) -> pd.DataFrame:
 class Scores:
     """F1 as the sum of a row's part, a seed's part and noise, fitted by least squares: a randomised block design.
 
-    A seed sets the new answer head and the order of the data, and moves all rows alike; taking its part out narrows
-    the intervals. The noise is pooled over all rows, since a few seeds tell little about one row's own. With the same
-    seeds in every row, a difference is the mean of those of equal seeds.
+    A seed sets the new answer head and the order of the data, and is assumed to move all rows alike. The noise is
+    pooled over all rows, since a few seeds tell little about one row's own. With the same seeds in every row, a
+    difference is the mean of those of equal seeds. Rows with a fault in their scoring (A4-b) are left out: they are no
+    trainings of their own.
     """
 
     def __init__(self, runs: pd.DataFrame, column: str = METRICS["F1"]):
         """Raises NotMeasured where too few runs are repeated to tell the noise."""
-        runs = runs[(runs["status"] == "ok") & runs[column].notna()]
+        runs = runs[(runs["status"] == "ok") & runs[column].notna() & ~runs["spec.variant"].isin(FAULTY)]
         self.rows = {name: part[column].astype(float) for name, part in runs.groupby("spec.variant")}
         self._place = {name: place for place, name in enumerate(self.rows)}
         seeds = pd.get_dummies(runs["spec.seed"], drop_first=True)
@@ -47,7 +49,8 @@ class Scores:
         freedom = len(runs) - int(np.linalg.matrix_rank(design)) if len(runs) else 0
         if freedom < 4:
             raise NotMeasured("too few rows have an F1 of several seeds to tell its spread")
-        self._inverse = np.linalg.pinv(design.T @ design)
+        self._gram = design.T @ design
+        self._inverse = np.linalg.pinv(self._gram)
         self._parts = self._inverse @ design.T @ values
         self.noise = math.sqrt(((values - design @ self._parts) ** 2).sum() / freedom)
         self.t = T_95[min(freedom - 4, len(T_95) - 1)]
@@ -59,6 +62,8 @@ class Scores:
             if name not in self.rows:
                 raise NotMeasured(f"{name} has no F1")
             contrast[self._place[name]] += sign
+        if not np.allclose(contrast @ self._inverse @ self._gram, contrast):
+            raise NotMeasured(f"{variant} and {base} share no seed, directly or through other rows")
         return float(contrast @ self._parts), self.t * self.noise * math.sqrt(contrast @ self._inverse @ contrast)
 
 
@@ -108,12 +113,19 @@ def equivalence_table(runs: pd.DataFrame) -> pd.DataFrame:
         told = {"within": "yes", "beyond": "no", "open": "cannot be told"}
         line[f"within {MARGIN:g} F1"] = told[at_zero.loc[name, "verdict"]] if name in at_zero.index else MISSING
         lines.append(line)
-    return pd.DataFrame(lines)
+    null = points(runs["quality.always_null_f1"].astype(float).mean())
+    blank = dict.fromkeys(lines[0], MISSING) | {"row": "none", "what it changes": "never answers", "F1": null}
+    return pd.DataFrame([blank | {"F1 at best threshold": null}, *lines])
 
 
 def time_to_quality(runs: pd.DataFrame) -> pd.DataFrame:
-    """Seconds from raw JSON to a scored model, of runs that had a GPU to themselves. Raises NotMeasured."""
+    """Seconds from raw JSON to a scored model, of runs that had a GPU to themselves and found no compiled code.
+
+    Raises NotMeasured.
+    """
     whole = runs[(runs["status"] == "ok") & runs["time.eval_s"].notna() & runs["time.resumed_from_step"].isna()]
+    if "time.compile_cached" in whole:
+        whole = whole[~whole["time.compile_cached"].eq(True)]
     whole = whole[whole["spec.variant"].isin(TIMED)].drop_duplicates("spec.variant")
     if whole.empty:
         raise NotMeasured(f"none of {', '.join(TIMED)} was timed from beginning to end in this group")

@@ -129,7 +129,7 @@ def memory_finding(lines: pd.DataFrame) -> str:
         if part.empty:
             raise NotMeasured("no row has a step time beside its peak memory: other runs shared the GPU")
         least = part.loc[part["peak_mib"].idxmin()]
-        said = f"{least['variant']} peaks lowest: {number(least['peak_mib'])} MiB"
+        said = f"{least['variant']} peaks lowest of {len(part)} rows: {number(least['peak_mib'])} MiB"
         base = part[part["variant"] == BASELINE]
         if base.empty or least["variant"] == BASELINE:
             return said

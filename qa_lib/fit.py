@@ -1,7 +1,6 @@
 """One run from spec to record: the function behind the notebooks, the command line and the sweep."""
 
 import argparse
-import contextlib
 import os
 import time
 from dataclasses import dataclass
@@ -73,7 +72,8 @@ def fit(
         try:
             _fill(entry, spec, run_dir, data, model, say)
         except (Exception, KeyboardInterrupt) as problem:
-            out = _out_of_memory(problem)
+            # Beside others it may be they who filled the memory: an error, which is run again, and no result.
+            out = _out_of_memory(problem) and not _shares(measure.device())
             message = "stopped by the user" if isinstance(problem, KeyboardInterrupt) else str(problem).split("\n")[0]
             error = {"kind": type(problem).__name__, "message": message}
             step = getattr(problem, "step", None)
@@ -104,14 +104,18 @@ def _fill(entry: dict, spec: Spec, run_dir: Path, data: Data | None, model, say)
         "params_trainable": sum(n for n, trains in parameters if trains),
     }
     record.write_record(run_dir, entry)
-    shared = device.type == "cuda" and os.environ.get(SHARE)
-    with contextlib.nullcontext(0.0) if shared else measure.turn(device, say) as waited_s:
+    shared = _shares(device)
+    with measure.turn(device, shared, say) as waited_s:
         begin += waited_s
         _work(entry, spec, run_dir, data, model, batches, device, begin, say)
     Checkpoint.path_of(run_dir).unlink(missing_ok=True)
     entry["time"]["wall_s"] = time.perf_counter() - begin
     if shared:
         forget_times(entry, spec)
+
+
+def _shares(device: torch.device) -> bool:
+    return device.type == "cuda" and bool(os.environ.get(SHARE))
 
 
 def forget_times(entry: dict, spec: Spec) -> None:

@@ -34,8 +34,9 @@ def limit_memory(gib: float) -> None:
 
 
 @contextlib.contextmanager
-def turn(device: torch.device, say=print):
-    """Hold the GPU: one run at a time trains on it, while others prepare, so that none is timed beside another.
+def turn(device: torch.device, shared: bool = False, say=print):
+    """Hold the GPU: one run at a time trains on it, while others prepare, so that none is timed beside another; or
+    any number of `shared` ones, which are not timed.
 
     Yields the seconds waited. On a CPU nobody waits: its runs have threads of their own.
     """
@@ -44,12 +45,13 @@ def turn(device: torch.device, say=print):
         yield 0.0
         return
     path = Path(tempfile.gettempdir(), f"qa_lib-{os.getuid()}-{torch.cuda.get_device_properties(0).uuid}.lock")
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     with open(path, "a") as stream:
         try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(stream, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             say("waiting for the GPU, on which another run trains")
-            fcntl.flock(stream, fcntl.LOCK_EX)
+            fcntl.flock(stream, kind)
         yield time.perf_counter() - begin
 
 

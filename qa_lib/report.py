@@ -232,7 +232,11 @@ def results(runs: pd.DataFrame, runs_dir: Path, figures_dir: Path) -> str:
         shown = lines[(lines["micro_batch"] == lines["micro_batch"].max()) & lines["variant"].isin(README_ROWS)]
         shown, said = _with_f1(shown, evidence.quality_runs(runs, group))
         table = tables.markdown(tables.result_table(shown, README_COLUMNS))
-        blocks += [f"**{finding}.**", f"![{finding}]({picture})", table, findings.caption(chosen, shown) + said]
+        try:
+            kept = f"{evidence.equivalence_finding(evidence.quality_runs(runs, group))}."
+        except tables.NotMeasured as reason:
+            kept = f"Whether rows keep the baseline's quality is not known here: {reason}."
+        blocks += [f"**{finding}.**", kept, f"![{finding}]({picture})", table, findings.caption(chosen, shown) + said]
         if timeline := _read_manifest(figures_dir / group).get("figures", {}).get("timeline.png"):
             blocks.append(f"![{timeline['title']}]({picture.replace('ladder', 'timeline')})")
     return "\n\n".join(blocks)
@@ -246,9 +250,12 @@ def _with_f1(lines: pd.DataFrame, quality: pd.DataFrame) -> tuple[pd.DataFrame, 
         return lines, f" ΔF1: {reason}."
     values = {"delta_f1": found["delta"], "delta_f1±": found["half"]}
     lines = lines.assign(**{name: lines["variant"].map(column) for name, column in values.items()})
+    null = tables.points(quality["quality.always_null_f1"].astype(float).mean())
     model, features = quality["model.name"].iloc[0], quality["spec.n_train"].max()
-    said = f" ΔF1: group {quality['group'].iloc[0]}, {model} on {features:,.0f} features, with 90 % intervals"
-    return lines, f"{said} over {findings.seeds_of(tables.summarise(quality)).removeprefix('n = ')}."
+    said = (
+        f" ΔF1: group {quality['group'].iloc[0]}, {model} on {features:,.0f} features (never answering scores {null})"
+    )
+    return lines, f"{said}, 90 % intervals over {findings.seeds_of(tables.summarise(quality)).removeprefix('n = ')}."
 
 
 def _readme() -> str:

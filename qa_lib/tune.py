@@ -5,8 +5,11 @@ How the learning rate of scale `quality` and the recipes of the LoRA rows were f
 
 import argparse
 import dataclasses
+import math
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
+
+import pandas as pd
 
 from qa_lib import measure
 from qa_lib.attempt import attempt
@@ -71,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
     for name in names:
         slots.put(name)
 
-    def run(spec: Spec) -> tuple[float, str]:
+    def run(spec: Spec) -> tuple[str, float]:
         gpu = slots.get()
         try:
             entry = attempt(spec, args.runs, gpu, len(set(names)) < len(names))
@@ -80,9 +83,10 @@ def main(args: argparse.Namespace) -> int:
         f1 = entry["quality"]["f1"]
         said = f"{spec.settings.trainable}, learning rate {spec.scale.learning_rate * spec.recipe.lr_factor:g}"
         print(f"  {spec.run_id} {said}: " + (entry["status"] if f1 is None else f"F1 {f1:.2f}"), flush=True)
-        return (-1.0 if f1 is None else f1), said
+        return said, math.nan if f1 is None else f1
 
     with ThreadPoolExecutor(len(names)) as pool:
-        f1, said = max(pool.map(run, points(specs, args.learning_rate, args.trainable)))
-    print(f"best: {said}, F1 {f1:.2f}" if f1 >= 0 else "no point was measured")
+        found = pd.DataFrame(pool.map(run, points(specs, args.learning_rate, args.trainable)), columns=["point", "f1"])
+    means = found.dropna().groupby("point")["f1"].mean()  # over seeds
+    print("no point was measured" if means.empty else f"best: {means.idxmax()}, F1 {means.max():.2f}")
     return 0

@@ -70,7 +70,11 @@ def test_recipes_show_each_search_under_its_limit():
         ("gpu-fit-14.9gib-sm75", "A1", 48, "oom", None, None, None, 14.9),
     )
     table = advice.largest_batches(fits).iloc[0]
-    assert (table["largest micro-batch"], table["best features/s"], table["at micro-batch"]) == ("40", "90.0", "32")
+    assert (table["largest micro-batch"], table["best features/s tried"], table["at micro-batch"]) == (
+        "40",
+        "90.0",
+        "32",
+    )
     assert table["too large"] == "48"
     said = advice.recipes(pd.concat([BENCH, fits]), "gpu-bench")
     assert "within 14.9 GiB" in said and "compute capability 7.5" in said and "not those of such a card" in said

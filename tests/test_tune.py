@@ -90,10 +90,12 @@ def test_runs_on_one_gpu_take_turns(monkeypatch, tmp_path):
     gpu, said, waited = types.SimpleNamespace(type="cuda"), [], []
 
     def second():
-        with measure.turn(gpu, said.append) as seconds:
+        with measure.turn(gpu, say=said.append) as seconds:
             waited.append(seconds)
 
-    with measure.turn(gpu, said.append) as seconds:
+    with measure.turn(gpu, shared=True) as _, measure.turn(gpu, shared=True) as seconds:
+        assert seconds < 0.1, "those that are not timed do not wait for each other"
+    with measure.turn(gpu, say=said.append) as seconds:
         assert seconds < 0.1
         other = threading.Thread(target=second)
         other.start()
@@ -101,7 +103,7 @@ def test_runs_on_one_gpu_take_turns(monkeypatch, tmp_path):
         assert not waited
     other.join()
     assert waited[0] >= 0.4 and len(said) == 1
-    with measure.turn(torch.device("cpu"), said.append) as seconds:
+    with measure.turn(torch.device("cpu"), say=said.append) as seconds:
         assert seconds == 0.0
 
 
