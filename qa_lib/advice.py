@@ -33,13 +33,16 @@ def vram_table(runs: pd.DataFrame) -> pd.DataFrame:
 
 def largest_batches(runs: pd.DataFrame) -> pd.DataFrame:
     """Of a group that `fit-batch` made: each row's largest micro-batch that fitted, the smallest that did not, and the
-    best speed at any. Raises NotMeasured where nothing fitted."""
-    lines = []
+    best speed at any; last the rows that cannot run there, and why. Raises NotMeasured where nothing fitted."""
+    lines, skipped = [], []
     for name in VARIANTS:
-        tries = runs[(runs["spec.variant"] == name) & (runs["status"] == "ok")]
+        row = runs[runs["spec.variant"] == name]
+        tries = row[row["status"] == "ok"]
         if tries.empty:
+            reasons = row[row["status"] == "skipped"]["error.message"]
+            skipped += [{"row": name, "what it changes": tables.change(name), "note": why} for why in reasons]
             continue
-        failed = runs[(runs["spec.variant"] == name) & (runs["status"] == "oom")]["spec.settings.micro_batch"]
+        failed = row[row["status"] == "oom"]["spec.settings.micro_batch"]
         most, best = (tries.loc[tries[column].astype(float).idxmax()] for column in
                       ("spec.settings.micro_batch", "speed.features_per_s"))  # fmt: skip
         lines.append(
@@ -55,7 +58,7 @@ def largest_batches(runs: pd.DataFrame) -> pd.DataFrame:
         )
     if not lines:
         raise NotMeasured("no try of fit-batch has fitted in this group")
-    return pd.DataFrame(lines)
+    return pd.DataFrame(lines + skipped).fillna(tables.MISSING)
 
 
 def decision_table(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:

@@ -68,8 +68,11 @@ def test_recipes_show_each_search_under_its_limit():
         ("gpu-fit-14.9gib-sm75", "A1", 32, "ok", 90.0, 11000.0, 11500.0, 14.9),
         ("gpu-fit-14.9gib-sm75", "A1", 40, "ok", 80.0, 13000.0, 14500.0, 14.9),
         ("gpu-fit-14.9gib-sm75", "A1", 48, "oom", None, None, None, 14.9),
-    )
-    table = advice.largest_batches(fits).iloc[0]
+        ("gpu-fit-14.9gib-sm75", "E4", 8, "skipped", None, None, None, 14.9),
+    ).assign(**{"error.message": "needs bf16"})
+    table = advice.largest_batches(fits)
+    assert list(table.iloc[1][["row", "largest micro-batch", "note"]]) == ["E4", "–", "needs bf16"]
+    table = table.iloc[0]
     assert (table["largest micro-batch"], table["best features/s tried"], table["at micro-batch"]) == (
         "40",
         "90.0",
