@@ -60,7 +60,7 @@ class Recipe:
 RECIPES = {
     "all": Recipe("all"),
     "lora-qv": Recipe("lora", targets=("query", "value")),
-    "lora-all": Recipe("lora", lr_factor=7.5, targets=("query", "key", "value", "dense")),
+    "lora-all": Recipe("lora", lr_factor=5.0, targets=("query", "key", "value", "dense")),
     "biases": Recipe("biases", lr_factor=30.0),
     "freeze-bottom-10": Recipe("top", frozen=(10, 12)),
     "freeze-last-4": Recipe("top", frozen=(4, 12), frozen_side="top"),
