@@ -17,7 +17,7 @@ FAULTY = {name for name, row in VARIANTS.items() if row.settings.join != "id"}
 # Student's t at 95 % for 4, 5, ... 30 degrees of freedom (any table of the distribution); more use the last one.
 T_95 = (2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740, 1.734,
         1.729, 1.725, 1.721, 1.717, 1.714, 1.711, 1.708, 1.706, 1.703, 1.701, 1.699, 1.697)  # fmt: skip
-METRICS = {"F1": "quality.f1", "F1 at best threshold": "quality.best_f1"}
+METRICS = ("quality.f1", "quality.best_f1")  # at threshold 0, and at the best one
 FULL_FEATURES, FULL_EPOCHS = 131_754, 3  # of all of SQuAD v2's training questions at 384/128, and the seeds' epochs
 TIMED = ("A0", "A1", "A4", "E-best")
 
@@ -38,7 +38,7 @@ class Scores:
     trainings of their own.
     """
 
-    def __init__(self, runs: pd.DataFrame, column: str = METRICS["F1"]):
+    def __init__(self, runs: pd.DataFrame, column: str = "quality.f1"):
         """Raises NotMeasured where too few runs are repeated to tell the noise."""
         runs = runs[(runs["status"] == "ok") & runs[column].notna() & ~runs["spec.variant"].isin(FAULTY)]
         self.rows = {name: part[column].astype(float) for name, part in runs.groupby("spec.variant")}
@@ -74,18 +74,22 @@ def verdict(difference: tuple[float, float], margin: float = MARGIN) -> str:
     return "within" if abs(delta) + half < margin else "beyond" if abs(delta) - half > margin else "open"
 
 
-def equivalence(runs: pd.DataFrame, metric: str = "F1") -> pd.DataFrame:
-    """Each row's F1 against the baseline's, in table order: variant, n, f1, delta, half, verdict.
+def equivalence(runs: pd.DataFrame) -> pd.DataFrame:
+    """Each row's F1 against the baseline's, in table order: variant, n; f1, delta, half at threshold 0; best_delta,
+    best_half at the best one; verdict.
 
-    Raises NotMeasured without a baseline, or where the spread over seeds is not known.
+    The verdict is on both, since a model that never answers can have a passable F1 at threshold 0. Raises NotMeasured
+    without a baseline, or where the spread over seeds is not known.
     """
-    scores = Scores(runs, METRICS[metric])
+    at_zero, at_best = (Scores(runs, column) for column in METRICS)
     lines = []
-    for name in (name for name in VARIANTS if name in scores.rows and name != BASELINE):
-        delta, half = scores.difference(name)
-        part = scores.rows[name]
-        line = {"variant": name, "n": len(part), "f1": part.mean(), "delta": delta, "half": half}
-        lines.append(line | {"verdict": verdict((delta, half))})
+    for name in (name for name in VARIANTS if name in at_zero.rows and name != BASELINE):
+        both = [scores.difference(name) for scores in (at_zero, at_best)]
+        told = {verdict(difference) for difference in both}
+        part = at_zero.rows[name]
+        line = {"variant": name, "n": len(part), "f1": part.mean()}
+        line |= dict(zip(("delta", "half", "best_delta", "best_half"), (*both[0], *both[1]), strict=True))
+        lines.append(line | {"verdict": next(v for v in ("beyond", "open", "within") if v in told)})
     return pd.DataFrame(lines)
 
 
@@ -93,26 +97,25 @@ def equivalence_finding(runs: pd.DataFrame) -> str:
     """How many rows are shown to be as good as the baseline."""
     rows = equivalence(runs).set_index("variant")["verdict"]
     within = rows[rows == "within"].index
-    said = f"Within {MARGIN:g} F1 of {BASELINE}, shown by its 90 % interval: {', '.join(within) or 'no row yet'}"
+    said = f"Within {MARGIN:g} F1 of {BASELINE}, shown by 90 % intervals: {', '.join(within) or 'no row yet'}"
     return f"{said}; beyond: {', '.join(rows[rows == 'beyond'].index) or 'none'}"
 
 
 def equivalence_table(runs: pd.DataFrame) -> pd.DataFrame:
-    """`equivalence` as text, with the other scores beside it: at the best threshold, and by kind of question."""
-    at_zero, at_best = (equivalence(runs, metric).set_index("variant") for metric in METRICS)
+    """`equivalence` as text, with the scores by kind of question beside it."""
+    tested = equivalence(runs).set_index("variant")
     done = runs[runs["status"] == "ok"].groupby("spec.variant")
     columns = {"exact": "exact", "F1": "f1", "F1 at best threshold": "best_f1", "HasAns F1": "has_answer_f1",
                "NoAns F1": "no_answer_f1"}  # fmt: skip
+    told = {"within": "yes", "beyond": "no", "open": "cannot be told"}
     lines = []
     for name in (name for name in VARIANTS if name in done.groups):
-        part = done.get_group(name)
+        part, known = done.get_group(name), name in tested.index
         line = {"row": name, "what it changes": tables.change(name), "n": str(len(part))}
         line |= {head: points(part[f"quality.{key}"].astype(float).mean()) for head, key in columns.items()}
-        for head, tested in (("ΔF1 vs A1", at_zero), ("at best threshold: ΔF1", at_best)):
-            line[head] = points(*tested.loc[name, ["delta", "half"]], "+") if name in tested.index else MISSING
-        told = {"within": "yes", "beyond": "no", "open": "cannot be told"}
-        line[f"within {MARGIN:g} F1"] = told[at_zero.loc[name, "verdict"]] if name in at_zero.index else MISSING
-        lines.append(line)
+        for head, which in (("ΔF1 vs A1", ["delta", "half"]), ("at best threshold: ΔF1", ["best_delta", "best_half"])):
+            line[head] = points(*tested.loc[name, which], "+") if known else MISSING
+        lines.append(line | {f"within {MARGIN:g} F1": told[tested.loc[name, "verdict"]] if known else MISSING})
     null = points(runs["quality.always_null_f1"].astype(float).mean())
     blank = dict.fromkeys(lines[0], MISSING) | {"row": "none", "what it changes": "never answers", "F1": null}
     return pd.DataFrame([blank | {"F1 at best threshold": null}, *lines])
@@ -169,13 +172,14 @@ def tries_table(runs: pd.DataFrame) -> pd.DataFrame:
     """Every try of `python -m qa_lib tune`, the best of each row first. Raises NotMeasured."""
     if runs.empty:
         raise NotMeasured("no try of python -m qa_lib tune is recorded on this hardware")
-    table = pd.DataFrame({
-        "row": runs["spec.variant"],
-        "trainable": runs["spec.settings.trainable"],
-        "learning rate": [f"{rate * find_recipe(name).lr_factor:.2g}" for rate, name in
-                          zip(runs["spec.scale.learning_rate"], runs["spec.settings.trainable"], strict=True)],
-        "seed": runs["spec.seed"].astype(str),
-        "F1": runs["quality.f1"].astype(float),
-    })  # fmt: skip
-    table = table.sort_values(["row", "F1"], ascending=[True, False], kind="stable").reset_index(drop=True)
-    return table.assign(F1=table["F1"].map(points))
+    rates = [f"{rate * find_recipe(name).lr_factor:.2g}" for rate, name in
+             zip(runs["spec.scale.learning_rate"], runs["spec.settings.trainable"], strict=True)]  # fmt: skip
+    tries = runs.assign(rate=rates, f1=runs["quality.f1"].astype(float)).dropna(subset="f1")
+    lines = []
+    for (row, trainable, rate), part in tries.groupby(["spec.variant", "spec.settings.trainable", "rate"]):
+        part = part.sort_values("spec.seed")
+        line = {"row": row, "trainable": trainable, "learning rate": rate, "mean": part["f1"].mean()}
+        line["F1 of each seed"] = " · ".join(map(points, part["f1"]))
+        lines.append(line | {"seeds": " · ".join(map(str, part["spec.seed"]))})
+    table = pd.DataFrame(lines).sort_values(["row", "mean"], ascending=[True, False]).reset_index(drop=True)
+    return table.rename(columns={"mean": "F1"}).assign(F1=table["mean"].map(points))

@@ -7,7 +7,6 @@ compile and to capture, and hardly any padding. Attention runs within segments (
 
 import numpy as np
 import torch
-from torch import library
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -126,83 +125,71 @@ def flash(query, key, value, cu_seqlens, max_seqlen, dropout, scale):
     )[0]
 
 
+class _Efficient(torch.autograd.Function):
+    """Memory-efficient attention over segments that are padded for it alone; what is kept for backward is not.
+
+    PyTorch's op also takes cu_seqlens, but then its forward pass drops out by another pattern than its backward pass
+    (it begins every segment and head at the same random number), and training fails without a word.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, index, inside, place, dropout, scale):
+        padded = (_pad(t, index) for t in (query, key, value))
+        output, *rest = torch.ops.aten._scaled_dot_product_efficient_attention(
+            *padded, _bias(query, inside), True, dropout, scale=scale
+        )
+        output = _unpad(output, place)
+        ctx.save_for_backward(query, key, value, output, index, inside, place, *rest)
+        ctx.dropout, ctx.scale = dropout, scale
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, value, output, index, inside, place, *rest = ctx.saved_tensors
+        grad = _pad(grad, index).masked_fill(~inside[:, None, :, None], 0.0)
+        padded = (_pad(t, index) for t in (query, key, value))
+        grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            grad, *padded, _bias(query, inside), _pad(output, index), *rest, ctx.dropout, [True, True, True, False],
+            scale=ctx.scale,
+        )  # fmt: skip
+        return *(_unpad(g, place) for g in grads[:3]), None, None, None, None, None
+
+
+def _pad(packed: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """[tokens, heads, width] -> [segments, heads, length, width]; beyond a segment's end stands any token."""
+    return packed[index].transpose(1, 2)
+
+
+def _unpad(padded: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    return padded.transpose(1, 2).flatten(0, 1)[place]
+
+
+def _bias(query: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+    """What is added to the scores, [segments, heads, length, length]: -inf for keys beyond their segment's end."""
+    bias = torch.zeros(inside.shape, dtype=query.dtype, device=query.device).masked_fill(~inside, -torch.inf)
+    return bias[:, None, None].expand(-1, query.shape[1], inside.shape[1], -1)
+
+
 def efficient(query, key, value, cu_seqlens, max_seqlen, dropout, scale):
-    """Memory-efficient attention by PyTorch's own op, for sm_50 and newer (a T4 is sm_75)."""
-    return _efficient(query, key, value, cu_seqlens, max_seqlen, dropout, scale)[0]
+    """PyTorch's memory-efficient kernel, for sm_50 and newer (a T4 is sm_75)."""
+    length = -(-max_seqlen // 8) * 8  # the kernel wants an aligned bias
+    begin, end = cu_seqlens[:-1, None], cu_seqlens[1:, None]
+    index = begin + torch.arange(length, device=query.device, dtype=cu_seqlens.dtype)
+    inside = index < end
+    segment = _segments(query, cu_seqlens)
+    place = torch.arange(len(query), device=query.device) - cu_seqlens[segment] + segment * length
+    return _Efficient.apply(query, key, value, index.clamp(max=len(query) - 1), inside, place, dropout, scale)
 
 
-# Inductor cannot trace this op's backward in torch 2.11 ("multiple values for argument 'scale'"), so that it is wrapped
-# as one that the compiler does not look into.
-@library.custom_op("qa_lib::efficient_attention", mutates_args=())
-def _efficient(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    dropout: float,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    output, logsumexp, seed, offset, _, _ = torch.ops.aten._efficient_attention_forward(
-        query[None], key[None], value[None], None, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout, 0, True,
-        scale=scale,
-    )  # fmt: skip
-    return output[0].contiguous(), logsumexp, seed.clone(), offset.clone()
-
-
-@_efficient.register_fake
-def _(query, key, value, cu_seqlens, max_seqlen, dropout, scale):
-    rows = -(-max_seqlen // 32) * 32
-    logsumexp = query.new_empty((len(cu_seqlens) - 1, query.shape[1], rows), dtype=torch.float32)
-    random = query.new_empty((), dtype=torch.int64)
-    return torch.empty_like(query, memory_format=torch.contiguous_format), logsumexp, random, random.clone()
-
-
-@library.custom_op("qa_lib::efficient_attention_backward", mutates_args=())
-def _efficient_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    logsumexp: torch.Tensor,
-    seed: torch.Tensor,
-    offset: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    dropout: float,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grads = torch.ops.aten._efficient_attention_backward(
-        grad[None].contiguous(), query[None], key[None], value[None], None, output[None], cu_seqlens, cu_seqlens,
-        max_seqlen, max_seqlen, logsumexp, dropout, seed, offset, 0, False, scale=scale,
-    )  # fmt: skip
-    return tuple(g[0].contiguous() for g in grads[:3])
-
-
-@_efficient_backward.register_fake
-def _(grad, query, key, value, *_):
-    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value))
-
-
-def _keep(ctx, inputs, output):
-    query, key, value, cu_seqlens, ctx.max_seqlen, ctx.dropout, ctx.scale = inputs
-    ctx.save_for_backward(query, key, value, *output, cu_seqlens)
-
-
-def _differentiate(ctx, grad, *_):
-    *saved, cu_seqlens = ctx.saved_tensors
-    grads = _efficient_backward(grad, *saved, cu_seqlens, ctx.max_seqlen, ctx.dropout, ctx.scale)
-    return *grads, None, None, None, None
-
-
-_efficient.register_autograd(_differentiate, setup_context=_keep)
+def _segments(packed: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """The segment of each token, int64 [tokens]."""
+    tokens = torch.arange(len(packed), device=packed.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens[1:], tokens, right=True)
 
 
 def blockmask(query, key, value, cu_seqlens, max_seqlen, dropout, scale):
     """SDPA under a mask [tokens, tokens] that is true within segments: any device and dtype, quadratic in the row."""
-    tokens = torch.arange(len(query), device=query.device, dtype=cu_seqlens.dtype)
-    segment = torch.searchsorted(cu_seqlens[1:], tokens, right=True)
+    segment = _segments(query, cu_seqlens)
     query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
     mask = segment[:, None] == segment
     return F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale)[0].transpose(0, 1)

@@ -18,7 +18,8 @@ def runs(*rows):
 def judged(**f1):
     """Runs with these F1 of the rows' seeds."""
     rows = [("gpu-quality", name, 32, "ok", None, None, None, None) for name, seeds in f1.items() for _ in seeds]
-    return runs(*rows).assign(**{"quality.f1": [value for seeds in f1.values() for value in seeds]})
+    values = [value for seeds in f1.values() for value in seeds]
+    return runs(*rows).assign(**{"quality.f1": values, "quality.best_f1": values})
 
 
 BENCH = runs(

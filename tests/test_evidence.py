@@ -8,7 +8,7 @@ import pytest
 from qa_lib import claims, evidence, tables
 from qa_lib.claims import FAILS, HOLDS, OPEN, Facts
 from qa_lib.tables import NotMeasured
-from qa_lib.variants import VARIANTS
+from qa_lib.variants import VARIANTS, find_recipe
 
 
 def quality(**f1):
@@ -74,6 +74,12 @@ def test_no_difference_found_is_not_equality_shown(difference, told):
     assert evidence.verdict(difference) == told
 
 
+def test_a_model_that_never_answers_is_not_as_good_as_one_that_does():
+    runs = quality(A1=(60.0, 60.2, 60.1), A2=(60.1, 60.0, 60.2), A3=(60.0, 60.1, 60.2))
+    runs.loc[runs["spec.variant"] == "A3", "quality.best_f1"] = 60.1  # threshold 0 by chance, and nothing to gain
+    assert list(evidence.equivalence(runs)["verdict"]) == ["within", "beyond"]
+
+
 def test_rows_are_judged_against_the_baseline_and_shown_in_table_order():
     runs = quality(
         E1=(60.1, 60.0, 59.9), A4_b=(1.0, 9.0, 5.0), A1=(60.0, 60.2, 59.8), A2=(60.5,), B2=(20.0, 20.1, 20.2)
@@ -85,7 +91,7 @@ def test_rows_are_judged_against_the_baseline_and_shown_in_table_order():
         "B2": "beyond",
         "E1": "within",
     }
-    assert "shown by its 90 % interval: A2, E1; beyond: B2" in evidence.equivalence_finding(runs)
+    assert "shown by 90 % intervals: A2, E1; beyond: B2" in evidence.equivalence_finding(runs)
     table = evidence.equivalence_table(runs).set_index("row")
     assert list(table["within 1 F1"]) == ["–", "–", "yes", "–", "no", "yes"]
     assert table.loc["none", "what it changes"] == "never answers"
@@ -119,9 +125,11 @@ def test_tries_that_lost_are_kept_and_the_best_stands_first():
     runs = quality(A1=(50.0, 52.0), B1_all=(40.0,)).assign(**{
         "spec.settings.trainable": ["all", "all", "lora-all"], "spec.scale.learning_rate": [1e-4, 2e-4, 2e-4],
     })  # fmt: skip
-    table = evidence.tries_table(runs)
-    assert list(table["learning rate"]) == ["0.0002", "0.0001", "0.0015"]
-    assert list(table["F1"]) == ["52.00", "50.00", "40.00"]
+    again = runs[:1].assign(**{"spec.seed": 1, "quality.f1": 51.0})
+    table = evidence.tries_table(pd.concat([runs, again]))
+    assert list(table["learning rate"]) == ["0.0002", "0.0001", f"{2e-4 * find_recipe('lora-all').lr_factor:g}"]
+    assert list(table["F1"]) == ["52.00", "50.50", "40.00"], "means over seeds"
+    assert table["F1 of each seed"][1] == "50.00 · 51.00"
 
 
 def test_every_claim_gets_a_verdict_that_follows_the_records():

@@ -36,7 +36,7 @@ def make(runs, variant, seed=0, *, machine=CPU, scale="smoke", status="ok", erro
         entry["time"] |= {"wall_s": 9600 / speed + 4.0, "resumed_from_step": values.get("resumed")}
         entry["time"]["step_ms"] = {"n": 270, "median": step, "p10": 0.9 * step, "p90": 1.2 * step}
         f1 = values.get("f1", 30.0 if variant == "A4-b" else 95.0)
-        entry["quality"] |= {"f1": f1, "exact": f1, "n": 400}
+        entry["quality"] |= {"f1": f1, "best_f1": f1, "exact": f1, "n": 400}
         entry["memory"]["peak_alloc_mib"] = values.get("peak", 2000.0 if machine is GPU else None)
         entry["model"] |= {"params_total": 75_000, "params_trainable": 750 if variant == "B1" else 75_000}
     folder = runs / spec.run_path
