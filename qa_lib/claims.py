@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from qa_lib import tables
-from qa_lib.evidence import Scores, quality_runs
+from qa_lib.evidence import compare, quality_runs
 from qa_lib.tables import BASELINE, NotMeasured, factor, points
 from qa_lib.variants import VARIANTS
 
@@ -56,7 +56,7 @@ class Facts:
     def f1(self, variant: str, base: str = BASELINE) -> tuple[float, float]:
         """F1 of a row minus another's, and half the 90 % interval; NaN where it was not measured."""
         try:
-            return Scores(self.quality).difference(variant, base)
+            return compare(self.quality, variant, base)
         except NotMeasured:
             return math.nan, math.nan
 

@@ -33,7 +33,7 @@ class Scores:
     """F1 as the sum of a row's part, a seed's part and noise, fitted by least squares: a randomised block design.
 
     A seed sets the new answer head and the order of the data, and is assumed to move all rows alike. The noise is
-    pooled over all rows, since a few seeds tell little about one row's own. With the same seeds in every row, a
+    pooled over the rows given, since a few seeds tell little about one row's own. With the same seeds in every row, a
     difference is the mean of those of equal seeds. Rows with a fault in their scoring (A4-b) are left out: they are no
     trainings of their own.
     """
@@ -67,6 +67,14 @@ class Scores:
         return float(contrast @ self._parts), self.t * self.noise * math.sqrt(contrast @ self._inverse @ contrast)
 
 
+def compare(runs: pd.DataFrame, variant: str, base: str = BASELINE, column: str = "quality.f1") -> tuple[float, float]:
+    """F1 of a row minus another's, and half the 90 % interval, its noise pooled over rows of its kind: those that train
+    a part of the model vary more than full fine-tunes. Raises NotMeasured."""
+    part = {name: find_recipe(row.settings.trainable).kind != "all" for name, row in VARIANTS.items()}
+    alike = (runs["spec.variant"].map(part) == part[variant]) | (runs["spec.variant"] == base)
+    return Scores(runs[alike], column).difference(variant, base)
+
+
 def verdict(difference: tuple[float, float], margin: float = MARGIN) -> str:
     """Two one-sided t-tests at 5 % each (Schuirmann 1987): "within" where the whole interval lies inside ± margin,
     "beyond" where all of it lies outside, else "open"."""
@@ -78,18 +86,23 @@ def equivalence(runs: pd.DataFrame) -> pd.DataFrame:
     """Each row's F1 against the baseline's, in table order: variant, n; f1, delta, half at threshold 0; best_delta,
     best_half at the best one; verdict.
 
-    The verdict is on both, since a model that never answers can have a passable F1 at threshold 0. Raises NotMeasured
-    without a baseline, or where the spread over seeds is not known.
+    The verdict is on both, since a model that never answers can have a passable F1 at threshold 0. Rows whose kind is
+    not repeated often enough are left out. Raises NotMeasured where none is left.
     """
-    at_zero, at_best = (Scores(runs, column) for column in METRICS)
-    lines = []
-    for name in (name for name in VARIANTS if name in at_zero.rows and name != BASELINE):
-        both = [scores.difference(name) for scores in (at_zero, at_best)]
+    scored, lines, reason = runs[(runs["status"] == "ok") & runs["quality.f1"].notna()], [], f"{BASELINE} has no F1"
+    for name in (name for name in VARIANTS if name in set(scored["spec.variant"]) - FAULTY - {BASELINE}):
+        try:
+            both = [compare(runs, name, column=column) for column in METRICS]
+        except NotMeasured as problem:
+            reason = problem
+            continue
         told = {verdict(difference) for difference in both}
-        part = at_zero.rows[name]
-        line = {"variant": name, "n": len(part), "f1": part.mean()}
+        f1 = scored.loc[scored["spec.variant"] == name, "quality.f1"].astype(float)
+        line = {"variant": name, "n": len(f1), "f1": f1.mean()}
         line |= dict(zip(("delta", "half", "best_delta", "best_half"), (*both[0], *both[1]), strict=True))
         lines.append(line | {"verdict": next(v for v in ("beyond", "open", "within") if v in told)})
+    if not lines:
+        raise NotMeasured(str(reason))
     return pd.DataFrame(lines)
 
 
