@@ -50,7 +50,8 @@ def caption(runs: pd.DataFrame, lines: pd.DataFrame, whiskers: str = WHISKERS) -
     parts = [f"Group {group}", f"micro-batch {sizes}", seeds_of(lines), f"code {', '.join(code)}"]
     if lines["n"].max() >= 3:
         parts.append(whiskers)
-    parts += sorted({note for notes in runs["spec.adjusted"] for note in notes})
+    notes = runs["spec.adjusted"].explode().dropna().value_counts().sort_index()
+    parts += [note if n == len(runs) else f"{note} ({n} of {len(runs)} runs)" for note, n in notes.items()]
     if group.startswith("cpu-"):
         parts.append(CPU_CAVEAT)
     return " · ".join(parts) + "."

@@ -172,7 +172,7 @@ def _bias(query: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
 
 def efficient(query, key, value, cu_seqlens, max_seqlen, dropout, scale):
     """PyTorch's memory-efficient kernel, for sm_50 and newer (a T4 is sm_75)."""
-    length = -(-max_seqlen // 8) * 8  # the kernel wants an aligned bias
+    length = -(-max_seqlen // 16) * 16  # the kernel wants an aligned bias
     begin, end = cu_seqlens[:-1, None], cu_seqlens[1:, None]
     index = begin + torch.arange(length, device=query.device, dtype=cu_seqlens.dtype)
     inside = index < end
