@@ -62,9 +62,9 @@ def largest_batches(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def decision_table(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
-    """For cards of SIZES_GIB: the quickest full fine-tune and the quickest adapter that were measured to fit, without
-    rows whose F1 was shown to be more than evidence.MARGIN off the baseline's, and of unknown F1 only where none of
-    known F1 fits.
+    """For cards of SIZES_GIB: the quickest full fine-tune and the quickest adapter that were measured to fit. Rows of
+    unknown F1 stand only where none of known F1 fits, and of rows that were shown to be more than evidence.MARGIN off
+    the baseline's F1 the one with the most, where nothing else fits.
 
     From `runs` of one group, by peak reserved memory plus CONTEXT_GIB; `quality` are runs with F1, or none. Speeds are
     those of the GPU that ran them. Raises NotMeasured.
@@ -75,8 +75,14 @@ def decision_table(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
     try:
         f1 = evidence.equivalence(quality).set_index("variant")
     except NotMeasured:
-        f1 = pd.DataFrame(columns=["delta", "half", "verdict"])
-    measured = measured[~measured["spec.variant"].isin(f1.index[f1["verdict"] == "beyond"])]
+        f1 = pd.DataFrame(columns=["delta", "half", "verdict"], dtype=object)
+    verdict = measured["spec.variant"].map(f1["verdict"])
+    verdict = verdict.mask((measured["spec.variant"] == tables.BASELINE) & bool(len(f1)), "within")
+    speed = measured["speed.features_per_s"].astype(float)
+    measured = measured.assign(
+        doubt=verdict.map({"within": 0, "open": 0, "beyond": 2}).fillna(1),
+        merit=speed.where(verdict != "beyond", measured["spec.variant"].map(f1["delta"]).astype(float)),
+    )
     kinds = measured["spec.variant"].map(lambda name: find_recipe(VARIANTS[name].settings.trainable).kind)
     needed = measured["memory.peak_reserved_mib"].astype(float) / 1024 + CONTEXT_GIB
     lines = []
@@ -84,12 +90,10 @@ def decision_table(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
         line = {"you have": f"{size:g} GiB"}
         for want, wanted in (("train everything", kinds == "all"), ("train adapters", kinds == "lora")):
             fitting = measured[wanted & (needed <= size)]
-            known = fitting["spec.variant"].isin([*f1.index, tables.BASELINE] if len(f1) else [])
-            fitting = fitting[known] if known.any() else fitting
             if fitting.empty:
                 line |= dict.fromkeys((want, f"{want}: ΔF1", f"{want}: features/s"), tables.MISSING)
                 continue
-            best = fitting.loc[fitting["speed.features_per_s"].astype(float).idxmax()]
+            best = fitting.sort_values(["doubt", "merit"], ascending=[True, False]).iloc[0]
             name = best["spec.variant"]
             line[want] = f"{name}, micro-batch {best['spec.settings.micro_batch']}"
             line[f"{want}: ΔF1"] = (
@@ -108,8 +112,9 @@ def recipes(runs: pd.DataFrame, group: str) -> str:
     hardware = group.rsplit("-", 1)[0]
     said = (
         f"**What to run on a card of so much memory**, from this group: reserved memory and {CONTEXT_GIB:g} GiB for "
-        "the process must fit. The speeds are those of the GPU that ran it, and a row needs what its settings need: a "
-        "T4 has no bf16 and no 8-bit floats, so see the last table for one."
+        "the process must fit. A row that loses F1 stands only where nothing else fits. The speeds are those of the "
+        "GPU that ran it, and a row needs what its settings need: a T4 has no bf16 and no 8-bit floats, so see the "
+        "last table for one."
     )
     quality = evidence.quality_runs(runs, group)
     parts = [said, tables.or_why(lambda part: decision_table(part, quality), runs[runs["group"] == group])]

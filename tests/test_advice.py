@@ -42,10 +42,15 @@ def test_the_quickest_that_fits_with_room_for_the_context():
         advice.decision_table(BENCH[BENCH["status"] == "oom"], BENCH[:0])
 
 
-def test_a_row_that_loses_quality_is_not_recommended():
-    worse = judged(A1=(60.0, 60.2, 60.1), EB1=(50.0, 50.2, 50.1))
-    table = advice.decision_table(BENCH, worse).set_index("you have")
-    assert set(table["train adapters"]) == {"–"}
+def test_a_row_that_loses_quality_is_recommended_only_where_no_other_fits():
+    worse = judged(A1=(60.0, 60.2, 60.1), EB1=(50.0, 50.2, 50.1), B1=(48.0, 48.2, 48.1))
+    quicker = pd.concat([BENCH, runs(("gpu-bench", "B1", 32, "ok", 9000.0, 1500.0, 1600.0, None))])
+    table = advice.decision_table(quicker, worse).set_index("you have")
+    assert table.loc["3 GiB", "train adapters"] == "EB1, micro-batch 32", "the one that loses least"
+    assert table.loc["3 GiB", "train adapters: ΔF1"].startswith("−10.00")
+    other = pd.concat([BENCH, runs(("gpu-bench", "EB1-all", 32, "ok", 90.0, 1500.0, 1600.0, None))])
+    table = advice.decision_table(other, worse).set_index("you have")
+    assert table.loc["3 GiB", "train adapters"] == "EB1-all, micro-batch 32", "of unknown quality"
     same = judged(A1=(60.0, 60.2, 60.1), EB1=(60.0, 60.2, 60.1))
     table = advice.decision_table(BENCH, same).set_index("you have")
     assert table.loc["3 GiB", "train adapters"] == "EB1, micro-batch 32"
