@@ -5,6 +5,7 @@ import multiprocessing
 import os
 from pathlib import Path
 
+from qa_lib import measure
 from qa_lib.data import UserError
 from qa_lib.fit import SHARE, fit
 from qa_lib.record import FINISHED, read_record
@@ -12,22 +13,24 @@ from qa_lib.sweep import card, is_finished
 from qa_lib.variants import Spec
 
 
-def _fit(spec: Spec, runs: Path, gpu: int | None, shared: bool) -> None:
+def _fit(spec: Spec, runs: Path, gpu: int | None, shared: bool, sm: int) -> None:
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = card(gpu)  # read when CUDA is first used, which is later than this
     if shared:
         os.environ[SHARE] = "1"
+    measure.imitate(sm)
     with contextlib.suppress(KeyboardInterrupt):  # the record says it, and so does the search
         fit(spec, runs, say=lambda _: None)
 
 
-def attempt(spec: Spec, runs: Path, gpu: int | None = None, shared: bool = False) -> dict:
+def attempt(spec: Spec, runs: Path, gpu: int | None = None, shared: bool = False, sm: int = 90) -> dict:
     """The record of a try: of an earlier one, or of a fresh process, so that nothing of it is left in memory.
 
-    Raises UserError where it failed. An out-of-memory is a result.
+    `sm` is the compute capability x 10 whose attention kernels it may use. Raises UserError where it failed. An
+    out-of-memory is a result.
     """
     if not is_finished(spec, runs, set()):
-        process = multiprocessing.get_context("spawn").Process(target=_fit, args=(spec, runs, gpu, shared))
+        process = multiprocessing.get_context("spawn").Process(target=_fit, args=(spec, runs, gpu, shared, sm))
         process.start()
         process.join()
     entry = read_record(runs / spec.run_path)

@@ -47,7 +47,8 @@ def specs_for(variant: str, limit_gib: float, sm: int, data: str, model: str) ->
 
     def spec_of(micro_batch: int) -> Spec:
         (spec,) = plan([variant], "fit", [0], data, model, micro_batch, machine)
-        return dataclasses.replace(spec, scale=scale)
+        limits = [f"attention kernels: those of compute capability {sm / 10:g}"] if sm < here.sm else []
+        return dataclasses.replace(spec, scale=scale, adjusted=spec.adjusted + limits)
 
     return spec_of
 
@@ -70,13 +71,13 @@ def main(args: argparse.Namespace) -> int:
     for variant in args.variants:
         spec_of = specs_for(variant, args.limit_gib, args.sm, args.data, args.model)
         if skip := spec_of(STEP).skip:
-            attempt(spec_of(STEP), args.runs)  # for the record
+            attempt(spec_of(STEP), args.runs, sm=args.sm)  # for the record
             print(f"{variant}: skipped, {skip}", flush=True)
             continue
         tries = {}
 
         def fits(size: int, variant=variant, spec_of=spec_of, tries=tries) -> bool:
-            entry = tries[size] = attempt(spec_of(size), args.runs)
+            entry = tries[size] = attempt(spec_of(size), args.runs, sm=args.sm)
             speed, reserved = entry["speed"]["features_per_s"], entry["memory"]["peak_reserved_mib"]
             ok = entry["status"] == "ok"
             print(f"  {variant} micro-batch {size}: " + (f"{speed:.0f} features/s, {reserved:.0f} MiB reserved"

@@ -33,6 +33,14 @@ def limit_memory(gib: float) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / torch.cuda.get_device_properties(0).total_memory))
 
 
+def imitate(sm: int) -> None:
+    """Leave PyTorch's attention in this process the kernels that a GPU of that capability has: FlashAttention and
+    cuDNN's need 8.0."""
+    if sm < 80:
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 @contextlib.contextmanager
 def turn(device: torch.device, shared: bool = False, say=print):
     """Hold the GPU: one run at a time trains on it, while others prepare, so that none is timed beside another; or

@@ -96,7 +96,8 @@ def test_the_search_finds_the_largest_that_fits_in_few_tries(limit, first):
 
 
 def test_close_to_the_limit_a_smaller_batch_is_tried_for_speed(monkeypatch, tmp_path, capsys):
-    def attempt(spec, runs):
+    def attempt(spec, runs, sm):
+        assert sm == 75
         size = spec.settings.micro_batch
         if size > 200:
             return {"status": "oom", "speed": {"features_per_s": None}, "memory": {"peak_reserved_mib": None}}
@@ -111,7 +112,19 @@ def test_close_to_the_limit_a_smaller_batch_is_tried_for_speed(monkeypatch, tmp_
     monkeypatch.setattr(fitbatch, "specs_for", specs_for)
     monkeypatch.setattr(fitbatch, "_guess", lambda *_: 190)
     monkeypatch.setattr(fitbatch.measure, "device", lambda: torch.device("cuda"))
-    assert main(["fit-batch", "A3", "E4", "--limit-gib", "14.9", "--runs", str(tmp_path)]) == 0
+    assert main(["fit-batch", "A3", "E4", "--limit-gib", "14.9", "--sm", "75", "--runs", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "A3 micro-batch 208: out of memory" in out and "E4: skipped, needs a GPU" in out
     assert "A3: largest micro-batch 200, best 1600 features/s" in out
+
+
+def test_an_older_gpu_is_left_the_attention_kernels_that_it_has():
+    switches = torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.cudnn_sdp_enabled
+    try:
+        fitbatch.measure.imitate(80)
+        assert all(enabled() for enabled in switches)
+        fitbatch.measure.imitate(75)
+        assert not any(enabled() for enabled in switches) and torch.backends.cuda.mem_efficient_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+        torch.backends.cuda.enable_cudnn_sdp(True)
