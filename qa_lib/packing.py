@@ -7,6 +7,7 @@ compile and to capture, and hardly any padding. Attention runs within segments (
 
 import numpy as np
 import torch
+from torch import library
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -125,60 +126,102 @@ def flash(query, key, value, cu_seqlens, max_seqlen, dropout, scale):
     )[0]
 
 
-class _Efficient(torch.autograd.Function):
-    """Memory-efficient attention over segments that are padded for it alone; what is kept for backward is not.
-
-    PyTorch's op also takes cu_seqlens, but then its forward pass drops out by another pattern than its backward pass
-    (it begins every segment and head at the same random number), and training fails without a word.
-    """
-
-    @staticmethod
-    def forward(ctx, query, key, value, index, inside, place, dropout, scale):
-        padded = (_pad(t, index) for t in (query, key, value))
-        output, *rest = torch.ops.aten._scaled_dot_product_efficient_attention(
-            *padded, _bias(query, inside), True, dropout, scale=scale
-        )
-        output = _unpad(output, place)
-        ctx.save_for_backward(query, key, value, output, index, inside, place, *rest)
-        ctx.dropout, ctx.scale = dropout, scale
-        return output
-
-    @staticmethod
-    def backward(ctx, grad):
-        query, key, value, output, index, inside, place, *rest = ctx.saved_tensors
-        grad = _pad(grad, index).masked_fill(~inside[:, None, :, None], 0.0)
-        padded = (_pad(t, index) for t in (query, key, value))
-        grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            grad, *padded, _bias(query, inside), _pad(output, index), *rest, ctx.dropout, [True, True, True, False],
-            scale=ctx.scale,
-        )  # fmt: skip
-        return *(_unpad(g, place) for g in grads[:3]), None, None, None, None, None
-
-
-def _pad(packed: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """[tokens, heads, width] -> [segments, heads, length, width]; beyond a segment's end stands any token."""
-    return packed[index].transpose(1, 2)
-
-
-def _unpad(padded: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    return padded.transpose(1, 2).flatten(0, 1)[place]
-
-
-def _bias(query: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-    """What is added to the scores, [segments, heads, length, length]: -inf for keys beyond their segment's end."""
-    bias = torch.zeros(inside.shape, dtype=query.dtype, device=query.device).masked_fill(~inside, -torch.inf)
-    return bias[:, None, None].expand(-1, query.shape[1], inside.shape[1], -1)
-
-
 def efficient(query, key, value, cu_seqlens, max_seqlen, dropout, scale):
-    """PyTorch's memory-efficient kernel, for sm_50 and newer (a T4 is sm_75)."""
-    length = -(-max_seqlen // 16) * 16  # the kernel wants an aligned bias
-    begin, end = cu_seqlens[:-1, None], cu_seqlens[1:, None]
-    index = begin + torch.arange(length, device=query.device, dtype=cu_seqlens.dtype)
-    inside = index < end
-    segment = _segments(query, cu_seqlens)
-    place = torch.arange(len(query), device=query.device) - cu_seqlens[segment] + segment * length
-    return _Efficient.apply(query, key, value, index.clamp(max=len(query) - 1), inside, place, dropout, scale)
+    """PyTorch's memory-efficient kernel, for sm_50 and newer (a T4 is sm_75), over segments padded for it alone.
+
+    The kernel also takes cu_seqlens, but then its forward pass drops out by another pattern than its backward pass (it
+    begins every segment and head at the same random number), and training fails without a word.
+    """
+    return _efficient(query, key, value, cu_seqlens, max_seqlen, dropout, scale)[0]
+
+
+# Operators of their own, which the compiler does not look into: it would keep what is padded for the backward pass.
+@library.custom_op("qa_lib::efficient_attention", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def _efficient(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout: float,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = _Rows(cu_seqlens, max_seqlen, query)
+    output, logsumexp, seed, offset = torch.ops.aten._scaled_dot_product_efficient_attention(
+        *map(rows.pad, (query, key, value)), rows.bias, True, dropout, scale=scale
+    )
+    return rows.unpad(output), logsumexp, seed.clone(), offset.clone()
+
+
+@_efficient.register_fake
+def _(query, key, value, cu_seqlens, max_seqlen, dropout, scale):
+    steps = -(-max_seqlen // 32) * 32
+    logsumexp = query.new_empty((len(cu_seqlens) - 1, query.shape[1], steps), dtype=torch.float32)
+    random = query.new_empty((), dtype=torch.int64)
+    return torch.empty_like(query, memory_format=torch.contiguous_format), logsumexp, random, random.clone()
+
+
+@library.custom_op("qa_lib::efficient_attention_backward", mutates_args=())
+def _efficient_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    logsumexp: torch.Tensor,
+    seed: torch.Tensor,
+    offset: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout: float,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = _Rows(cu_seqlens, max_seqlen, query)
+    grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        rows.pad(grad).masked_fill(~rows.inside[:, None, :, None], 0.0), *map(rows.pad, (query, key, value)), rows.bias,
+        rows.pad(output), logsumexp, seed, offset, dropout, [True, True, True, False], scale=scale,
+    )  # fmt: skip
+    return tuple(map(rows.unpad, grads[:3]))
+
+
+@_efficient_backward.register_fake
+def _(grad, query, key, value, *_):
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value))
+
+
+def _keep(ctx, inputs, output):
+    query, key, value, cu_seqlens, ctx.max_seqlen, ctx.dropout, ctx.scale = inputs
+    ctx.save_for_backward(query, key, value, *output, cu_seqlens)
+
+
+def _differentiate(ctx, grad, *_):
+    *saved, cu_seqlens = ctx.saved_tensors
+    grads = _efficient_backward(grad, *saved, cu_seqlens, ctx.max_seqlen, ctx.dropout, ctx.scale)
+    return *grads, None, None, None, None
+
+
+_efficient.register_autograd(_differentiate, setup_context=_keep)
+
+
+class _Rows:
+    """Between tensors [tokens, heads, width] of packed segments and [segments, heads, length, width] of padded ones."""
+
+    def __init__(self, cu_seqlens: torch.Tensor, longest: int, like: torch.Tensor):
+        length = -(-longest // 16) * 16  # the kernel wants an aligned bias
+        index = cu_seqlens[:-1, None] + torch.arange(length, device=like.device, dtype=cu_seqlens.dtype)
+        self.inside = index < cu_seqlens[1:, None]
+        self.index = index.clamp(max=len(like) - 1)
+        segment = _segments(like, cu_seqlens)
+        self.place = torch.arange(len(like), device=like.device) - cu_seqlens[segment] + segment * length
+        bias = torch.zeros(index.shape, dtype=like.dtype, device=like.device).masked_fill(~self.inside, -torch.inf)
+        self.bias = bias[:, None, None].expand(-1, like.shape[1], length, -1)  # added to the scores
+
+    def pad(self, packed: torch.Tensor) -> torch.Tensor:
+        """Beyond a segment's end stands any token."""
+        return packed[self.index].transpose(1, 2)
+
+    def unpad(self, padded: torch.Tensor) -> torch.Tensor:
+        return padded.transpose(1, 2).flatten(0, 1)[self.place]
 
 
 def _segments(packed: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:

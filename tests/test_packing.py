@@ -1,10 +1,14 @@
 """Packed rows are the same mathematics as padded ones, and no segment sees its neighbour."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import checkpoint
 
 from qa_lib.batches import Batches
 from qa_lib.data import open_source
@@ -45,9 +49,12 @@ def gpu_ops_without_a_gpu():
     def forward(query, key, value, bias, lse, dropout=0.0, causal=False, *, scale):
         seed = torch.randint(2**31, ())
         share, kept = shares(query, key, bias, dropout, scale, seed)
-        return laid((share * kept) @ value), query.new_zeros(query.shape[:3]), seed, seed.clone()
+        lse = torch.full((*query.shape[:2], -(-query.shape[2] // 32) * 32), torch.nan)
+        return laid((share * kept) @ value), lse, seed, seed.clone()
 
     def backward(grad, query, key, value, bias, out, lse, seed, offset, dropout, mask, causal=False, *, scale):
+        assert out.transpose(1, 2).is_contiguous() and lse.dtype == torch.float32, "which the kernel takes for granted"
+        assert bias.dtype == query.dtype and bias.stride(-1) == 1 and bias.shape[-1] % 16 == 0
         share, kept = shares(query, key, bias, dropout, scale, seed)
         slope = share * ((grad @ value.mT) * kept - (grad * out).sum(-1, keepdim=True)) * scale
         return *map(laid, (slope @ key, slope.mT @ query, (share * kept).mT @ grad)), bias.new_empty(0)
@@ -217,15 +224,33 @@ def test_the_compiler_traces_it_whole(features, kind, dtype, error):
     assert relative(found, gradients(Packed(model, 96))) < error
 
 
+def plainly(step):
+    return step
+
+
+def recomputed(step):
+    """As under gradient checkpointing, compiled."""
+    return torch.compile(lambda v: checkpoint(step, v * 1.0, use_reentrant=False), backend="aot_eager", fullgraph=True)
+
+
+def by_inductor(step):
+    return torch.compile(step, fullgraph=True)
+
+
+WAYS = [plainly, recomputed] + ([by_inductor] if DEVICE.type == "cuda" else [])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("longest", [96, 80])
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
-def test_the_backward_pass_drops_what_the_forward_pass_dropped(kind, dtype, error):
+def test_the_backward_pass_drops_what_the_forward_pass_dropped(kind, dtype, error, longest, way):
     """For one pattern the output is linear in the values, so that <grad, A v> = <A' grad, v>; A' by the backward pass.
 
     PyTorch's memory-efficient kernel breaks this where it is given cu_seqlens, and models then fail to train."""
-    query, key, value, grad = (torch.randn(480, 4, 32, device=DEVICE, dtype=dtype) for _ in range(4))
-    cu = torch.tensor([0, 96, 150, 150, 246, 342, 384, 480], device=DEVICE, dtype=torch.int32)
+    query, key, value, grad = (torch.randn(400, 4, 32, device=DEVICE, dtype=dtype) for _ in range(4))
+    cu = torch.tensor([0, 80, 134, 134, 214, 294, 320, 400], device=DEVICE, dtype=torch.int32)
     value.requires_grad_()
-    output = KERNELS[kind](query, key, value, cu, 96, 0.5, 0.2)
+    output = way(lambda v: KERNELS[kind](query, key, v, cu, longest, 0.5, 0.2))(value)
     (back,) = torch.autograd.grad(output, value, grad)
     for segment in range(7):
         part = slice(cu[segment], cu[segment + 1])
@@ -233,6 +258,67 @@ def test_the_backward_pass_drops_what_the_forward_pass_dropped(kind, dtype, erro
         again = (back[part].float() * value[part].float()).sum((0, 2))
         noise = (grad[part].float() * output[part].float()).norm()
         assert ((there - again).abs() <= 20 * error * noise + 1e-6).all(), segment
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA GPU")
+@pytest.mark.parametrize(("kind", "dtype", "error"), KINDS[1:])
+def test_a_captured_step_drops_anew_and_alike_in_both_passes(kind, dtype, error):
+    query, key, value, grad = (torch.randn(480, 4, 32, device=DEVICE, dtype=dtype) for _ in range(4))
+    cu = torch.arange(0, 481, 96, device=DEVICE, dtype=torch.int32)
+    value.requires_grad_()
+
+    def step():
+        output = KERNELS[kind](query, key, value, cu, 96, 0.5, 0.2)
+        return output.detach(), *torch.autograd.grad(output, value, grad)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output, back = step()
+    seen = []
+    for _ in range(2):
+        graph.replay()
+        there, again = (grad.float() * output.float()).sum(), (back.float() * value.float()).sum()
+        assert (there - again).abs() <= 20 * error * (grad.float() * output.float()).norm()
+        seen.append(output.clone())
+    assert not torch.equal(*seen)
+
+
+@pytest.mark.parametrize(("kind", "dtype", "error"), KINDS[1:])
+def test_with_dropout_all_gradients_are_those_of_the_pattern_that_was_drawn(kind, dtype, error):
+    """The pattern is read off the output for values that are the identity: one segment of as many tokens as a head is
+    wide."""
+    query, key, grad = (torch.randn(64, 1, 64, device=DEVICE, dtype=dtype).requires_grad_() for _ in range(3))
+    value = torch.eye(64, device=DEVICE, dtype=dtype)[:, None].requires_grad_()
+    cu = torch.tensor([0, 64], device=DEVICE, dtype=torch.int32)
+    output = KERNELS[kind](query, key, value, cu, 64, 0.5, 0.1)
+    found = torch.autograd.grad(output, (query, key, value), grad)
+    kept = (output[:, 0] != 0).double() / 0.5
+    q, k, v = (t.detach()[:, 0].double().requires_grad_() for t in (query, key, value))
+    expected = torch.autograd.grad((torch.softmax(q @ k.T * 0.1, -1) * kept) @ v, (q, k, v), grad[:, 0].double())
+    for one, other in zip(found, expected, strict=True):
+        assert relative(one[:, 0].double(), other) < 10 * error
+
+
+def test_nothing_padded_is_kept_for_the_backward_pass():
+    query, key, value = (torch.randn(480, 4, 32, device=DEVICE, requires_grad=True) for _ in range(3))
+    cu = torch.tensor([0, 20, 40, 480], device=DEVICE, dtype=torch.int32)
+    kept = []
+
+    def remember(graph, _):
+        (last,) = (node for node in graph.graph.nodes if node.op == "output")
+        kept.extend(tuple(node.meta["val"].shape) for node in last.all_input_nodes)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=remember,
+        bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
+    )
+    step = torch.compile(lambda q: KERNELS["efficient"](q, key, value, cu, 440, 0.1, 0.2), backend=backend)
+    step(query).sum().backward()
+    assert (480, 4, 32) in kept
+    assert max(np.prod(shape) for shape in kept) == 480 * 4 * 32
 
 
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
