@@ -1,7 +1,7 @@
 """The seeds' claims, each beside what the records say about it, and whether it holds.
 
-A verdict on F1 follows from the 90 % interval, one on speed or memory from whether the measured ratio passes the bound
-that is named in it; such a ratio is often of one run. The claims are about one T4,
+A verdict on F1 (at threshold 0, as theirs) follows from the 90 % interval, one on speed or memory from whether the
+measured ratio passes the bound that is named in it; such a ratio is often of one run. The claims are about one T4,
 BERT-base and the full data set; ours is another GPU and, for quality, a smaller model on a part of the data. So a
 verdict is on a claim's direction and rough size, and "cannot be told" where an interval covers both answers.
 """
@@ -69,6 +69,14 @@ def between(difference: tuple[float, float], low: float, high: float) -> str:
     return FAILS if value + half < low or high < value - half else OPEN
 
 
+def costs(difference: tuple[float, float], loss: float) -> str:
+    """Whether a loss of so much is what the difference shows: holds if its interval contains that and excludes none."""
+    value, half = difference
+    if abs(value + loss) > half:
+        return FAILS
+    return HOLDS if value + half < 0 else OPEN
+
+
 def _is(truth: bool) -> str:
     return HOLDS if truth else FAILS
 
@@ -105,9 +113,11 @@ def _peft_quality(facts: Facts) -> Finding:
         f"LoRA as they set it (B1) {_points(theirs)}; on every linear layer with a rate of its own (B1-all) "
         f"{_points(ours)}; BitFit (B2) {_points(bias)}",
         {
-            "LoRA as they set it": between(theirs, -math.inf, -2),
-            "LoRA at its best": between(ours, -math.inf, -2),
-            "BitFit": between(bias, -math.inf, -2),
+            "LoRA as they set it loses more than 2": between(theirs, -math.inf, -2),
+            "it loses about 22": between(theirs, -26, -18),
+            "LoRA on every layer loses more than 2": between(ours, -math.inf, -2),
+            "BitFit loses more than 2": between(bias, -math.inf, -2),
+            "it loses about 19": between(bias, -23, -15),
         },
         "An adapter needs a larger learning rate and more targets; BitFit's rate was not searched to its end.",
     )
@@ -136,7 +146,7 @@ def _adam8(facts: Facts) -> Finding:
     first, large, loss = facts.first_peak("C1", "A3"), facts.peak("C1", "A3"), facts.f1("C1", "A3")
     return (
         f"C1 against A3: {_less(first)} memory by their protocol, {_less(large)} at micro-batch 32; {_points(loss)}",
-        {"at least 15 % less, by their protocol": _is(first < 0.85), "accuracy": between(loss, -1, 1)},
+        {"at least 15 % less, by their protocol": _is(first < 0.85), "within 1 F1": between(loss, -1, 1)},
         "What it saves is a fixed amount, so that its share falls as the batch grows.",
     )
 
@@ -148,7 +158,7 @@ def _checkpointing(facts: Facts) -> Finding:
         {
             "at least 28 % less, by their protocol": _is(first < 0.72),
             "at micro-batch 32": _is(large < 0.72),
-            "costs 2 F1": between(loss, -3, -1),
+            "costs 2 F1": costs(loss, 2),
         },
         "A test shows equal gradients, bit for bit with dropout on (a small model, not compiled).",
     )
@@ -161,7 +171,7 @@ def _join(facts: Facts) -> Finding:
     wrong, right = f1["A4-b"], f1["A4"]
     return (
         f"The training of A4 (F1 {points(right)}), its predictions joined by position: F1 {points(wrong)}",
-        {"wrong labels": OPEN, "a wrong join suffices": _is(wrong < right - 20)},
+        {"wrong labels (not tested)": OPEN, "a wrong join suffices": _is(wrong < right - 20)},
         "Their run is gone; its low training loss (0.79) speaks for a wrong join and against wrong labels.",
     )
 
@@ -170,7 +180,7 @@ def _backends(facts: Facts) -> Finding:
     small, large, loss = facts.speed("D1", "A3", 8), facts.speed("D1", "A3"), facts.f1("D1", "A3")
     return (
         f"D1 {factor(small)} the speed of A3 at micro-batch 8, {factor(large)} at 32; {_points(loss)}",
-        {"at least 95 % of the speed": _is(min(small, large) > 0.95), "F1": between(loss, -1, 1)},
+        {"at least 95 % of the speed": _is(min(small, large) > 0.95), "within 1 F1": between(loss, -1, 1)},
         "Whether a T4's longer kernels hide what fusing saves was not measured.",
     )
 

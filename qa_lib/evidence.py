@@ -3,9 +3,6 @@
 `runs` are those of one group at a scale that measures quality, as record.load_runs() gives them.
 """
 
-import math
-
-import numpy as np
 import pandas as pd
 
 from qa_lib import tables
@@ -14,9 +11,6 @@ from qa_lib.variants import VARIANTS, find_recipe
 
 MARGIN = 1.0  # points of F1 within which a row counts as good as the baseline
 FAULTY = {name for name, row in VARIANTS.items() if row.settings.join != "id"}
-# Student's t at 95 % for 4, 5, ... 30 degrees of freedom (any table of the distribution); more use the last one.
-T_95 = (2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740, 1.734,
-        1.729, 1.725, 1.721, 1.717, 1.714, 1.711, 1.708, 1.706, 1.703, 1.701, 1.699, 1.697)  # fmt: skip
 METRICS = ("quality.f1", "quality.best_f1")  # at threshold 0, and at the best one
 FULL_FEATURES, FULL_EPOCHS = 131_754, 3  # of all of SQuAD v2's training questions at 384/128, and the seeds' epochs
 TIMED = ("A0", "A1", "A4", "E-best")
@@ -29,89 +23,66 @@ def quality_runs(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     return tables.select(runs, group) if found.empty else found
 
 
-class Scores:
-    """F1 as the sum of a row's part, a seed's part and noise, fitted by least squares: a randomised block design.
-
-    A seed sets the new answer head and the order of the data, and is assumed to move all rows alike. The noise is
-    pooled over the rows given, since a few seeds tell little about one row's own. With the same seeds in every row, a
-    difference is the mean of those of equal seeds. Rows with a fault in their scoring (A4-b) are left out: they are no
-    trainings of their own.
-    """
-
-    def __init__(self, runs: pd.DataFrame, column: str = "quality.f1"):
-        """Raises NotMeasured where too few runs are repeated to tell the noise."""
-        runs = runs[(runs["status"] == "ok") & runs[column].notna() & ~runs["spec.variant"].isin(FAULTY)]
-        self.rows = {name: part[column].astype(float) for name, part in runs.groupby("spec.variant")}
-        self._place = {name: place for place, name in enumerate(self.rows)}
-        seeds = pd.get_dummies(runs["spec.seed"], drop_first=True)
-        design = np.hstack([pd.get_dummies(runs["spec.variant"])[list(self.rows)], seeds]).astype(float)
-        values = runs[column].to_numpy(float)
-        freedom = len(runs) - int(np.linalg.matrix_rank(design)) if len(runs) else 0
-        if freedom < 4:
-            raise NotMeasured("too few rows have an F1 of several seeds to tell its spread")
-        self._gram = design.T @ design
-        self._inverse = np.linalg.pinv(self._gram)
-        self._parts = self._inverse @ design.T @ values
-        self.noise = math.sqrt(((values - design @ self._parts) ** 2).sum() / freedom)
-        self.t = T_95[min(freedom - 4, len(T_95) - 1)]
-
-    def difference(self, variant: str, base: str = BASELINE) -> tuple[float, float]:
-        """F1 of a row minus another's, and half the 90 % interval. Raises NotMeasured for a row without F1."""
-        contrast = np.zeros(len(self._parts))
-        for name, sign in ((variant, 1.0), (base, -1.0)):
-            if name not in self.rows:
-                raise NotMeasured(f"{name} has no F1")
-            contrast[self._place[name]] += sign
-        if not np.allclose(contrast @ self._inverse @ self._gram, contrast):
-            raise NotMeasured(f"{variant} and {base} share no seed, directly or through other rows")
-        return float(contrast @ self._parts), self.t * self.noise * math.sqrt(contrast @ self._inverse @ contrast)
-
-
 def compare(runs: pd.DataFrame, variant: str, base: str = BASELINE, column: str = "quality.f1") -> tuple[float, float]:
-    """F1 of a row minus another's, and half the 90 % interval, its noise pooled over rows of its kind: those that train
-    a part of the model vary more than full fine-tunes. Raises NotMeasured."""
-    part = {name: find_recipe(row.settings.trainable).kind != "all" for name, row in VARIANTS.items()}
-    alike = (runs["spec.variant"].map(part) == part[variant]) | (runs["spec.variant"] == base)
-    return Scores(runs[alike], column).difference(variant, base)
+    """F1 of a row minus another's, the mean over the seeds that both have, and half its t-based 90 % interval; NaN for
+    that where there are fewer than three. Raises NotMeasured where a row has no F1 or none of those seeds."""
+    scored = runs[(runs["status"] == "ok") & runs[column].notna()]
+    rows = {name: part.set_index("spec.seed")[column].astype(float) for name, part in scored.groupby("spec.variant")}
+    if absent := [name for name in (variant, base) if name not in rows]:
+        raise NotMeasured(f"{absent[0]} has no F1")
+    differences = (rows[variant] - rows[base]).dropna()
+    if differences.empty:
+        raise NotMeasured(f"{variant} and {base} have no seed in common")
+    return float(differences.mean()), float(tables.interval(differences, 90))
 
 
 def verdict(difference: tuple[float, float], margin: float = MARGIN) -> str:
     """Two one-sided t-tests at 5 % each (Schuirmann 1987): "within" where the whole interval lies inside ± margin,
-    "beyond" where all of it lies outside, else "open"."""
+    "beyond" where all of it lies outside, else "open", as without an interval."""
     delta, half = difference
     return "within" if abs(delta) + half < margin else "beyond" if abs(delta) - half > margin else "open"
 
 
 def equivalence(runs: pd.DataFrame) -> pd.DataFrame:
-    """Each row's F1 against the baseline's, in table order: variant, n; f1, delta, half at threshold 0; best_delta,
+    """Each row's F1 against the baseline's, in table order: variant, n, f1; delta, half at threshold 0; best_delta,
     best_half at the best one; verdict.
 
-    The verdict is on both, since a model that never answers can have a passable F1 at threshold 0. Rows whose kind is
-    not repeated often enough are left out. Raises NotMeasured where none is left.
+    The verdict is on both, since a model that never answers can have a passable F1 at threshold 0. A row with a fault
+    in its scoring (A4-b) is no training of its own and left out. Raises NotMeasured where no row has an interval.
     """
-    scored, lines, reason = runs[(runs["status"] == "ok") & runs["quality.f1"].notna()], [], f"{BASELINE} has no F1"
-    for name in (name for name in VARIANTS if name in set(scored["spec.variant"]) - FAULTY - {BASELINE}):
+    scored = runs[(runs["status"] == "ok") & runs["quality.f1"].notna()].groupby("spec.variant")["quality.f1"]
+    if BASELINE not in scored.groups:
+        raise NotMeasured(f"{BASELINE} has no F1")
+    lines = []
+    for name in (name for name in VARIANTS if name in set(scored.groups) - FAULTY - {BASELINE}):
         try:
             both = [compare(runs, name, column=column) for column in METRICS]
-        except NotMeasured as problem:
-            reason = problem
+        except NotMeasured:  # no seed in common
             continue
         told = {verdict(difference) for difference in both}
-        f1 = scored.loc[scored["spec.variant"] == name, "quality.f1"].astype(float)
+        f1 = scored.get_group(name).astype(float)
         line = {"variant": name, "n": len(f1), "f1": f1.mean()}
         line |= dict(zip(("delta", "half", "best_delta", "best_half"), (*both[0], *both[1]), strict=True))
         lines.append(line | {"verdict": next(v for v in ("beyond", "open", "within") if v in told)})
-    if not lines:
-        raise NotMeasured(str(reason))
-    return pd.DataFrame(lines)
+    table = pd.DataFrame(lines)
+    if table.empty or table["half"].isna().all():
+        raise NotMeasured(f"no row has an F1 of three seeds in common with {BASELINE}, which an interval takes")
+    return table
 
 
 def equivalence_finding(runs: pd.DataFrame) -> str:
     """How many rows are shown to be as good as the baseline."""
-    rows = equivalence(runs).set_index("variant")["verdict"]
-    within = rows[rows == "within"].index
-    said = f"Within {MARGIN:g} F1 of {BASELINE}, shown by 90 % intervals: {', '.join(within) or 'no row yet'}"
-    return f"{said}; beyond: {', '.join(rows[rows == 'beyond'].index) or 'none'}"
+    rows = equivalence(runs).dropna(subset="half").set_index("variant")
+    within, beyond = (rows.index[rows["verdict"] == told] for told in ("within", "beyond"))
+    return (
+        f"Within {MARGIN:g} F1 of {BASELINE} at threshold 0 and at the best one, each shown by a 90 % interval over "
+        f"{_span(rows.loc[within, 'n'])} seeds: {', '.join(within) or 'no row yet'}; "
+        f"beyond it at one of them: {', '.join(beyond) or 'none'}"
+    )
+
+
+def _span(counts: pd.Series) -> str:
+    return "–".join(map(str, sorted({counts.min(), counts.max()}))) if len(counts) else "3"
 
 
 def equivalence_table(runs: pd.DataFrame) -> pd.DataFrame:

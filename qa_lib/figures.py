@@ -97,12 +97,12 @@ def fig_equivalence(runs: pd.DataFrame) -> Figure:
     """F1 of each row minus the baseline's with its 90 % interval over seeds, at threshold 0 and below it at the best
     threshold, and the margin that counts as equal.
 
-    Rows far off are left to the table. Raises NotMeasured where the spread over seeds is not known.
+    Rows far off, and those without an interval, are left to the table. Raises NotMeasured where none has one.
     """
     title = evidence.equivalence_finding(runs)
-    every = evidence.equivalence(runs)
+    every = evidence.equivalence(runs).dropna(subset=["half", "best_half"])
     rows = every[every["delta"].abs() < 4 * evidence.MARGIN].reset_index(drop=True)
-    whiskers = "whiskers: 90 % interval, by what rows and seeds leave unexplained; within the band counts as equal"
+    whiskers = "whiskers: t-based 90 % interval over equal seeds; within the band counts as equal"
     figure, ((axis, _),) = _panels(runs, _lines(runs), title, lambda _: 0.3 * len(rows) + 0.3, True, whiskers)
     color = {"within": COLORS["A"], "open": GREY, "beyond": COLORS["B"]}
     for height, row in rows.iterrows():

@@ -20,7 +20,7 @@ EXAMPLE = "example: python -m qa_lib report --runs runs --figures figures"
 README = Path("README.md")
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 FIRST_GROUP = "h200-bench"  # what the README shows if it is there
-README_COLUMNS = ("row", "what it changes", "features/s", "× A1", "MFU", "peak MiB", "ΔF1 vs A1", "note")
+README_COLUMNS = ("row", "what it changes", "features/s", "× A1", "MFU", "peak MiB", "note")
 README_ROWS = (
     *findings.PEERS,
     *findings.LADDER,
@@ -230,32 +230,36 @@ def results(runs: pd.DataFrame, runs_dir: Path, figures_dir: Path) -> str:
         finding = " ".join(findings.speed_finding(lines).split())
         picture = Path(os.path.relpath(figures_dir / group / "ladder.png", README.parent)).as_posix()
         shown = lines[(lines["micro_batch"] == lines["micro_batch"].max()) & lines["variant"].isin(README_ROWS)]
-        shown, said = _with_f1(shown, evidence.quality_runs(runs, group))
-        table = tables.markdown(tables.result_table(shown, README_COLUMNS))
+        table, said = _with_f1(shown, evidence.quality_runs(runs, group))
         try:
             kept = f"{evidence.equivalence_finding(evidence.quality_runs(runs, group))}."
         except tables.NotMeasured as reason:
             kept = f"Whether rows keep the baseline's quality is not known here: {reason}."
-        blocks += [f"**{finding}.**", kept, f"![{finding}]({picture})", table, findings.caption(chosen, shown) + said]
+        blocks += [f"**{finding}.**", kept, f"![{finding}]({picture})", tables.markdown(table)]
+        blocks.append(findings.caption(chosen, shown) + said)
         if timeline := _read_manifest(figures_dir / group).get("figures", {}).get("timeline.png"):
             blocks.append(f"![{timeline['title']}]({picture.replace('ladder', 'timeline')})")
     return "\n\n".join(blocks)
 
 
 def _with_f1(lines: pd.DataFrame, quality: pd.DataFrame) -> tuple[pd.DataFrame, str]:
-    """The lines with the differences in F1 that `quality` shows, and where these come from."""
+    """The table of `lines` with the differences in F1 that `quality` shows, and where these come from."""
+    table = tables.result_table(lines, README_COLUMNS)
     try:
         found = evidence.equivalence(quality).set_index("variant")
     except tables.NotMeasured as reason:
-        return lines, f" ΔF1: {reason}."
-    values = {"delta_f1": found["delta"], "delta_f1±": found["half"]}
-    lines = lines.assign(**{name: lines["variant"].map(column) for name, column in values.items()})
+        return table, f" ΔF1: {reason}."
+    found = found.reindex(lines["variant"])
+    for head, at in (("ΔF1 vs A1", ""), ("ΔF1 at best threshold", "best_")):
+        pairs = zip(found[f"{at}delta"], found[f"{at}half"], strict=True)
+        table[head] = [tables.points(delta, half, "+") for delta, half in pairs]
+    table["n (F1)"] = found["n"].map(lambda n: tables.MISSING if pd.isna(n) else f"{n:.0f}").to_numpy()
     null = tables.points(quality["quality.always_null_f1"].astype(float).mean())
     model, features = quality["model.name"].iloc[0], quality["spec.n_train"].max()
     said = (
         f" ΔF1: group {quality['group'].iloc[0]}, {model} on {features:,.0f} features (never answering scores {null})"
     )
-    return lines, f"{said}, 90 % intervals over {findings.seeds_of(tables.summarise(quality)).removeprefix('n = ')}."
+    return table, f"{said}, means over equal seeds with t-based 90 % intervals where n ≥ 3."
 
 
 def _readme() -> str:

@@ -53,8 +53,12 @@ MEASURES = {  # name in `lines` -> value of a record
 WHOLE_RUN = ["compile_s", "train_s", "wall_s"]  # a resumed run timed only its last part
 # What must be equal within a group, or a ratio would compare different work.
 IDENTITY = ("spec.scale.", "data.name", "data.sha256", "model.name", "model.revision")
-# Student's t at 97.5 % for 2, 3, ... degrees of freedom (any table of the distribution); more seeds use the last one.
-T_975 = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
+# Student's t for two-sided intervals of a level in percent, for 2, 3, ... degrees of freedom (any table of the
+# distribution); more seeds use the last one.
+STUDENT = {
+    95: (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120),
+    90: (2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753, 1.746),
+}
 
 
 class ReportError(UserError):
@@ -107,10 +111,10 @@ def change(variant: str) -> str:
     return " + ".join([row.parent or "baseline", *(f"{key}: {value}" for key, value in row.change.items())])
 
 
-def interval(values: pd.Series) -> float:
-    """Half the width of the t-based 95 % interval of the mean over seeds; NaN below three values."""
-    n = values.count()
-    return T_975[min(n - 3, len(T_975) - 1)] * values.std() / math.sqrt(n) if n >= 3 else math.nan
+def interval(values: pd.Series, level: int = 95) -> float:
+    """Half the width of the t-based interval of the mean over seeds, at a level of STUDENT; NaN below three values."""
+    n, table = values.count(), STUDENT[level]
+    return table[min(n - 3, len(table) - 1)] * values.std() / math.sqrt(n) if n >= 3 else math.nan
 
 
 def summarise(runs: pd.DataFrame) -> pd.DataFrame:
@@ -118,8 +122,8 @@ def summarise(runs: pd.DataFrame) -> pd.DataFrame:
 
     Columns: micro_batch, variant, family, change, status, note, n (runs that ended ok) and, over these, each of
     MEASURES as the mean with `<name>±` beside it (see `interval`); ratio, features/s over the baseline's at the same
-    micro-batch, and delta_f1, F1 minus the baseline's, with `ratio±` and `delta_f1±` over equal seeds where both rows
-    have the same ones. Raises ReportError where a micro-batch has no baseline.
+    micro-batch, with `ratio±` over equal seeds where both rows have the same ones; and delta_f1 with `delta_f1±`, F1
+    minus the baseline's over the seeds that both have. Raises ReportError where a micro-batch has no baseline.
     """
     order = {name: index for index, name in enumerate(VARIANTS)}
     lines = []
@@ -141,8 +145,8 @@ def summarise(runs: pd.DataFrame) -> pd.DataFrame:
                 "ratio": means["features_per_s"] / base["features_per_s"].mean(),
                 "ratio±": interval(row["features_per_s"] / base["features_per_s"]) if paired else math.nan,
                 "break_even": _break_even(means, base.mean()),
-                "delta_f1": means["f1"] - base["f1"].mean(),
-                "delta_f1±": interval(row["f1"] - base["f1"]) if paired else math.nan,
+                "delta_f1": (row["f1"] - base["f1"]).mean(),
+                "delta_f1±": interval(row["f1"] - base["f1"]) if variant != BASELINE else math.nan,
             }
             lines.append(line | dict(means) | {f"{name}±": interval(row[name]) for name in MEASURES})
     return pd.DataFrame(lines)

@@ -19,7 +19,8 @@ def judged(**f1):
     """Runs with these F1 of the rows' seeds."""
     rows = [("gpu-quality", name, 32, "ok", None, None, None, None) for name, seeds in f1.items() for _ in seeds]
     values = [value for seeds in f1.values() for value in seeds]
-    return runs(*rows).assign(**{"quality.f1": values, "quality.best_f1": values})
+    numbers = [number for seeds in f1.values() for number in range(len(seeds))]
+    return runs(*rows).assign(**{"quality.f1": values, "quality.best_f1": values, "spec.seed": numbers})
 
 
 BENCH = runs(
@@ -51,7 +52,7 @@ def test_a_row_that_loses_quality_is_recommended_only_where_no_other_fits():
     other = pd.concat([BENCH, runs(("gpu-bench", "EB1-all", 32, "ok", 90.0, 1500.0, 1600.0, None))])
     table = advice.decision_table(other, worse).set_index("you have")
     assert table.loc["3 GiB", "train adapters"] == "EB1-all, micro-batch 32", "of unknown quality"
-    same = judged(A1=(60.0, 60.2, 60.1), EB1=(60.0, 60.2, 60.1))
+    same = judged(A1=(60.0, 60.2, 60.1), EB1=(60.1, 60.1, 60.1))
     table = advice.decision_table(BENCH, same).set_index("you have")
     assert table.loc["3 GiB", "train adapters"] == "EB1, micro-batch 32"
     assert table.loc["3 GiB", "train adapters: ΔF1"].startswith("+0.00 ± 0.1")
