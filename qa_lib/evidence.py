@@ -23,17 +23,25 @@ def quality_runs(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     return tables.select(runs, group) if found.empty else found
 
 
-def compare(runs: pd.DataFrame, variant: str, base: str = BASELINE, column: str = "quality.f1") -> tuple[float, float]:
-    """F1 of a row minus another's, the mean over the seeds that both have, and half its t-based 90 % interval; NaN for
-    that where there are fewer than three. Raises NotMeasured where a row has no F1 or none of those seeds."""
+def differences(runs: pd.DataFrame, variant: str, base: str = BASELINE, column: str = "quality.f1") -> pd.Series:
+    """F1 of a row minus another's, for each seed that both have. Raises NotMeasured where there is none."""
     scored = runs[(runs["status"] == "ok") & runs[column].notna()]
     rows = {name: part.set_index("spec.seed")[column].astype(float) for name, part in scored.groupby("spec.variant")}
     if absent := [name for name in (variant, base) if name not in rows]:
         raise NotMeasured(f"{absent[0]} has no F1")
-    differences = (rows[variant] - rows[base]).dropna()
-    if differences.empty:
+    found = (rows[variant] - rows[base]).dropna()
+    if found.empty:
         raise NotMeasured(f"{variant} and {base} have no seed in common")
-    return float(differences.mean()), float(tables.interval(differences, 90))
+    return found
+
+
+def compare(runs: pd.DataFrame, variant: str, base: str = BASELINE) -> tuple[float, float]:
+    """The mean of `differences` and half its t-based 90 % interval, NaN below three seeds."""
+    return _mean(differences(runs, variant, base))
+
+
+def _mean(found: pd.Series) -> tuple[float, float]:
+    return float(found.mean()), float(tables.interval(found, 90))
 
 
 def verdict(difference: tuple[float, float], margin: float = MARGIN) -> str:
@@ -44,24 +52,24 @@ def verdict(difference: tuple[float, float], margin: float = MARGIN) -> str:
 
 
 def equivalence(runs: pd.DataFrame) -> pd.DataFrame:
-    """Each row's F1 against the baseline's, in table order: variant, n, f1; delta, half at threshold 0; best_delta,
-    best_half at the best one; verdict.
+    """Each row's F1 against the baseline's, in table order: variant, n (seeds that both have); delta, half at threshold
+    0; best_delta, best_half at the best one; verdict.
 
     The verdict is on both, since a model that never answers can have a passable F1 at threshold 0. A row with a fault
     in its scoring (A4-b) is no training of its own and left out. Raises NotMeasured where no row has an interval.
     """
-    scored = runs[(runs["status"] == "ok") & runs["quality.f1"].notna()].groupby("spec.variant")["quality.f1"]
-    if BASELINE not in scored.groups:
+    scored = set(runs.loc[(runs["status"] == "ok") & runs["quality.f1"].notna(), "spec.variant"])
+    if BASELINE not in scored:
         raise NotMeasured(f"{BASELINE} has no F1")
     lines = []
-    for name in (name for name in VARIANTS if name in set(scored.groups) - FAULTY - {BASELINE}):
+    for name in (name for name in VARIANTS if name in scored - FAULTY - {BASELINE}):
         try:
-            both = [compare(runs, name, column=column) for column in METRICS]
+            found = [differences(runs, name, column=column) for column in METRICS]
         except NotMeasured:  # no seed in common
             continue
+        both = [_mean(part) for part in found]
         told = {verdict(difference) for difference in both}
-        f1 = scored.get_group(name).astype(float)
-        line = {"variant": name, "n": len(f1), "f1": f1.mean()}
+        line = {"variant": name, "n": len(found[0])}
         line |= dict(zip(("delta", "half", "best_delta", "best_half"), (*both[0], *both[1]), strict=True))
         lines.append(line | {"verdict": next(v for v in ("beyond", "open", "within") if v in told)})
     table = pd.DataFrame(lines)
@@ -74,15 +82,12 @@ def equivalence_finding(runs: pd.DataFrame) -> str:
     """How many rows are shown to be as good as the baseline."""
     rows = equivalence(runs).dropna(subset="half").set_index("variant")
     within, beyond = (rows.index[rows["verdict"] == told] for told in ("within", "beyond"))
+    seeds = sorted({rows["n"].min(), rows["n"].max()})
     return (
         f"Within {MARGIN:g} F1 of {BASELINE} at threshold 0 and at the best one, each shown by a 90 % interval over "
-        f"{_span(rows.loc[within, 'n'])} seeds: {', '.join(within) or 'no row yet'}; "
+        f"{'–'.join(map(str, seeds))} seeds: {', '.join(within) or 'no row yet'}; "
         f"beyond it at one of them: {', '.join(beyond) or 'none'}"
     )
-
-
-def _span(counts: pd.Series) -> str:
-    return "–".join(map(str, sorted({counts.min(), counts.max()}))) if len(counts) else "3"
 
 
 def equivalence_table(runs: pd.DataFrame) -> pd.DataFrame:
