@@ -122,10 +122,13 @@ def recipes(runs: pd.DataFrame, group: str) -> str:
     parts += [said, tables.or_why(vram_table, runs[runs["group"] == f"{hardware}-vram"])]
     for name in sorted(set(runs["group"])):
         if name.startswith(f"{hardware}-fit-"):
-            limit, sm = runs.loc[runs["group"] == name, "spec.scale.limit_gib"].iloc[0], name.rsplit("-sm", 1)[-1]
+            tries = runs[runs["group"] == name]
+            limit, sm = tries["spec.scale.limit_gib"].iloc[0], name.rsplit("-sm", 1)[-1]
+            absent = [row for row in VARIANTS if row not in set(tries["spec.variant"])]
             parts += [
                 f"**The largest micro-batch within {limit:g} GiB**, with the allocator capped to that and with what "
-                f"compute capability {int(sm) / 10:g} offers. The speeds are not those of such a card.",
-                tables.or_why(largest_batches, runs[runs["group"] == name]),
+                f"compute capability {int(sm) / 10:g} offers. The speeds are not those of such a card."
+                + (f" Not searched: {', '.join(absent)}." if absent else ""),
+                tables.or_why(largest_batches, tries),
             ]
     return "\n\n".join(parts)

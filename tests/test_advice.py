@@ -88,4 +88,4 @@ def test_recipes_show_each_search_under_its_limit():
     assert table["too large"] == "48"
     said = advice.recipes(pd.concat([BENCH, fits]), "gpu-bench")
     assert "within 14.9 GiB" in said and "compute capability 7.5" in said and "not those of such a card" in said
-    assert "no run at scale vram" in said
+    assert "no run at scale vram" in said and "Not searched: A0, " in said and "E4, " not in said
