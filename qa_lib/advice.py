@@ -69,7 +69,7 @@ def decision_table(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
     From `runs` of one group, by peak reserved memory plus CONTEXT_GIB; `quality` are runs with F1, or none. Speeds are
     those of the GPU that ran them. Raises NotMeasured.
     """
-    measured = runs[(runs["status"] == "ok")].dropna(subset=["memory.peak_reserved_mib", "speed.features_per_s"])
+    measured = runs[runs["status"] == "ok"].dropna(subset=["memory.peak_reserved_mib", "speed.features_per_s"])
     if measured.empty:
         raise NotMeasured("no run of this group has both GPU memory and speed, so none can be recommended")
     try:

@@ -11,9 +11,8 @@ from matplotlib.patches import Patch
 
 from qa_lib.canvas import GREY, WIDTH, style
 from qa_lib.record import read_profile
-from qa_lib.tables import NotMeasured, factor, number, share
+from qa_lib.tables import NotMeasured, factor, number, place, share
 from qa_lib.trace import PARTS, PHASES
-from qa_lib.variants import VARIANTS
 
 PART_COLORS = dict(zip(PARTS, sns.color_palette("colorblind", len(PARTS)), strict=True))
 HELD = ("parameters", "optimizer state", "activations", "gradients and workspace", "reserved, not used")
@@ -24,10 +23,9 @@ PHASE_MARKS = dict(zip(PHASES, ("|", "x", "d"), strict=True))
 def profiles(runs: pd.DataFrame) -> pd.DataFrame:
     """The profiles beside the runs of a group, in table order: variant, micro_batch, profile. Raises NotMeasured if
     there is none."""
-    order = {name: place for place, name in enumerate(VARIANTS)}
     found = [
         {"variant": run["spec.variant"], "micro_batch": run["spec.settings.micro_batch"], "profile": profile}
-        for run in sorted(runs.to_dict("records"), key=lambda run: order.get(run["spec.variant"], len(order)))
+        for run in sorted(runs.to_dict("records"), key=lambda run: place(run["spec.variant"]))
         if (profile := read_profile(run["path"]))
     ]
     if not found:

@@ -41,9 +41,9 @@ class Facts:
         """Features/s of a row over another's."""
         return self.line(variant, micro_batch)["features_per_s"] / self.line(base, micro_batch)["features_per_s"]
 
-    def peak(self, variant: str, base: str, micro_batch: int = 32) -> float:
-        """Peak allocated memory of a row over another's, in the bench group."""
-        return self.line(variant, micro_batch)["peak_mib"] / self.line(base, micro_batch)["peak_mib"]
+    def peak(self, variant: str, base: str) -> float:
+        """Peak allocated memory of a row over another's at micro-batch 32, in the bench group."""
+        return self.line(variant, 32)["peak_mib"] / self.line(base, 32)["peak_mib"]
 
     def first_peak(self, variant: str, base: str) -> float:
         """The same by the seeds' protocol: one step of 8 features to settle, one measured."""

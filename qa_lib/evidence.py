@@ -13,6 +13,7 @@ MARGIN = 1.0  # points of F1 within which a row counts as good as the baseline
 FAULTY = {name for name, row in VARIANTS.items() if row.settings.join != "id"}
 METRICS = ("quality.f1", "quality.best_f1")  # at threshold 0, and at the best one
 FULL_FEATURES, FULL_EPOCHS = 131_754, 3  # of all of SQuAD v2's training questions at 384/128, and the seeds' epochs
+PROJECTED = 32  # micro-batch
 TIMED = ("A0", "A1", "A4", "E-best")
 
 
@@ -44,11 +45,11 @@ def _mean(found: pd.Series) -> tuple[float, float]:
     return float(found.mean()), float(tables.interval(found, 90))
 
 
-def verdict(difference: tuple[float, float], margin: float = MARGIN) -> str:
-    """Two one-sided t-tests at 5 % each (Schuirmann 1987): "within" where the whole interval lies inside ± margin,
+def verdict(difference: tuple[float, float]) -> str:
+    """Two one-sided t-tests at 5 % each (Schuirmann 1987): "within" where the whole interval lies inside ± MARGIN,
     "beyond" where all of it lies outside, else "open", as without an interval."""
     delta, half = difference
-    return "within" if abs(delta) + half < margin else "beyond" if abs(delta) - half > margin else "open"
+    return "within" if abs(delta) + half < MARGIN else "beyond" if abs(delta) - half > MARGIN else "open"
 
 
 def equivalence(runs: pd.DataFrame) -> pd.DataFrame:
@@ -78,9 +79,9 @@ def equivalence(runs: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
-def equivalence_finding(runs: pd.DataFrame) -> str:
-    """How many rows are shown to be as good as the baseline."""
-    rows = equivalence(runs).dropna(subset="half").set_index("variant")
+def equivalence_finding(table: pd.DataFrame) -> str:
+    """Which rows of `equivalence` are shown to be as good as the baseline, and which are not."""
+    rows = table.dropna(subset="half").set_index("variant")
     within, beyond = (rows.index[rows["verdict"] == told] for told in ("within", "beyond"))
     seeds = sorted({rows["n"].min(), rows["n"].max()})
     return (
@@ -136,13 +137,13 @@ def time_to_quality(runs: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def projection(lines: pd.DataFrame, micro_batch: int = 32) -> pd.DataFrame:
+def projection(lines: pd.DataFrame) -> pd.DataFrame:
     """Training time on the full data set from a bench group's speeds, with the arithmetic; data and scoring are not
     part of that scale. `lines` of tables.summarise. Raises NotMeasured."""
-    part = lines[(lines["micro_batch"] == micro_batch) & lines["features_per_s"].notna()].set_index("variant")
+    part = lines[(lines["micro_batch"] == PROJECTED) & lines["features_per_s"].notna()].set_index("variant")
     rows = [name for name in TIMED if name in part.index and BASELINE in part.index]
     if not rows:
-        raise NotMeasured(f"no row has a measured speed at micro-batch {micro_batch} to project from")
+        raise NotMeasured(f"no row has a measured speed at micro-batch {PROJECTED} to project from")
     features, table = FULL_FEATURES * FULL_EPOCHS, []
     for name in rows:
         speed, compile_s = part.loc[name, ["features_per_s", "compile_s"]].fillna(0.0)
@@ -158,12 +159,13 @@ def projection(lines: pd.DataFrame, micro_batch: int = 32) -> pd.DataFrame:
 
 
 def tries_table(runs: pd.DataFrame) -> pd.DataFrame:
-    """Every try of `python -m qa_lib tune`, the best of each row first. Raises NotMeasured."""
+    """The points of `python -m qa_lib tune`, means over seeds, the best of each row first. Raises NotMeasured."""
+    runs = runs[runs["quality.f1"].notna()]
     if runs.empty:
-        raise NotMeasured("no try of python -m qa_lib tune is recorded on this hardware")
+        raise NotMeasured("no try of python -m qa_lib tune has an F1 on this hardware")
     rates = [f"{rate * find_recipe(name).lr_factor:.2g}" for rate, name in
              zip(runs["spec.scale.learning_rate"], runs["spec.settings.trainable"], strict=True)]  # fmt: skip
-    tries = runs.assign(rate=rates, f1=runs["quality.f1"].astype(float)).dropna(subset="f1")
+    tries = runs.assign(rate=rates, f1=runs["quality.f1"].astype(float))
     lines = []
     for (row, trainable, rate), part in tries.groupby(["spec.variant", "spec.settings.trainable", "rate"]):
         part = part.sort_values("spec.seed")

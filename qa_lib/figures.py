@@ -99,8 +99,9 @@ def fig_equivalence(runs: pd.DataFrame) -> Figure:
 
     Rows far off, and those without an interval, are left to the table. Raises NotMeasured where none has one.
     """
-    title = evidence.equivalence_finding(runs)
-    every = evidence.equivalence(runs).dropna(subset=["half", "best_half"])
+    table = evidence.equivalence(runs)
+    title = evidence.equivalence_finding(table)
+    every = table.dropna(subset=["half", "best_half"])
     rows = every[every["delta"].abs() < 4 * evidence.MARGIN].reset_index(drop=True)
     whiskers = "whiskers: t-based 90 % interval over equal seeds; within the band counts as equal"
     figure, ((axis, _),) = _panels(runs, _lines(runs), title, lambda _: 0.3 * len(rows) + 0.3, True, whiskers)

@@ -192,9 +192,9 @@ def findings(runs: pd.DataFrame, judged: pd.DataFrame | None = None) -> str:
     `judged` are the runs that tell quality, where these do not.
     """
     lines = tables.summarise(runs)
-    judged = runs if judged is None else judged
-    scores = tables.summarise(judged)
-    sources = [(speed_finding, lines), (memory_finding, lines), (evidence.equivalence_finding, judged)]
+    judged, scores = (runs, lines) if judged is None else (judged, tables.summarise(judged))
+    sources = [(speed_finding, lines), (memory_finding, lines)]
+    sources += [(lambda scored: evidence.equivalence_finding(evidence.equivalence(scored)), judged)]
     sources += [(finding, scores) for finding in (quality_finding, peft_finding, failed_join_finding)]
     said = []
     for finding, source in [*sources, (cost_finding, runs)]:

@@ -47,7 +47,7 @@ def specs_for(variant: str, limit_gib: float, sm: int, data: str, model: str) ->
 
     def spec_of(micro_batch: int) -> Spec:
         (spec,) = plan([variant], "fit", [0], data, model, micro_batch, machine)
-        limits = [f"attention kernels: those of compute capability {sm / 10:g}"] if sm < here.sm else []
+        limits = [f"attention kernels: those of compute capability {sm / 10:g}"] if sm < measure.NEWER_ATTENTION else []
         return dataclasses.replace(spec, scale=scale, adjusted=spec.adjusted + limits)
 
     return spec_of

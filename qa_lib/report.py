@@ -230,11 +230,7 @@ def results(runs: pd.DataFrame, runs_dir: Path, figures_dir: Path) -> str:
         finding = " ".join(findings.speed_finding(lines).split())
         picture = Path(os.path.relpath(figures_dir / group / "ladder.png", README.parent)).as_posix()
         shown = lines[(lines["micro_batch"] == lines["micro_batch"].max()) & lines["variant"].isin(README_ROWS)]
-        table, said = _with_f1(shown, evidence.quality_runs(runs, group))
-        try:
-            kept = f"{evidence.equivalence_finding(evidence.quality_runs(runs, group))}."
-        except tables.NotMeasured as reason:
-            kept = f"Whether rows keep the baseline's quality is not known here: {reason}."
+        table, kept, said = _with_f1(shown, evidence.quality_runs(runs, group))
         blocks += [f"**{finding}.**", kept, f"![{finding}]({picture})", tables.markdown(table)]
         blocks.append(findings.caption(chosen, shown) + said)
         if timeline := _read_manifest(figures_dir / group).get("figures", {}).get("timeline.png"):
@@ -242,14 +238,14 @@ def results(runs: pd.DataFrame, runs_dir: Path, figures_dir: Path) -> str:
     return "\n\n".join(blocks)
 
 
-def _with_f1(lines: pd.DataFrame, quality: pd.DataFrame) -> tuple[pd.DataFrame, str]:
-    """The table of `lines` with the differences in F1 that `quality` shows, and where these come from."""
+def _with_f1(lines: pd.DataFrame, quality: pd.DataFrame) -> tuple[pd.DataFrame, str, str]:
+    """The table of `lines` with the differences in F1 that `quality` shows, what they say, and where they come from."""
     table = tables.result_table(lines, README_COLUMNS)
     try:
-        found = evidence.equivalence(quality).set_index("variant")
+        tested = evidence.equivalence(quality)
     except tables.NotMeasured as reason:
-        return table, f" ΔF1: {reason}."
-    found = found.reindex(lines["variant"])
+        return table, f"Whether rows keep the baseline's quality is not known here: {reason}.", ""
+    found = tested.set_index("variant").reindex(lines["variant"])
     for head, at in (("ΔF1 vs A1", ""), ("ΔF1 at best threshold", "best_")):
         pairs = zip(found[f"{at}delta"], found[f"{at}half"], strict=True)
         table[head] = [tables.points(delta, half, "+") for delta, half in pairs]
@@ -259,7 +255,8 @@ def _with_f1(lines: pd.DataFrame, quality: pd.DataFrame) -> tuple[pd.DataFrame, 
     said = (
         f" ΔF1: group {quality['group'].iloc[0]}, {model} on {features:,.0f} features (never answering scores {null})"
     )
-    return table, f"{said}, means over equal seeds with t-based 90 % intervals where n ≥ 3."
+    said += ", means over equal seeds with t-based 90 % intervals where n ≥ 3."
+    return table, f"{evidence.equivalence_finding(tested)}.", said
 
 
 def _readme() -> str:

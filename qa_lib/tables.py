@@ -111,6 +111,11 @@ def change(variant: str) -> str:
     return " + ".join([row.parent or "baseline", *(f"{key}: {value}" for key, value in row.change.items())])
 
 
+def place(variant: str) -> tuple[int, str]:
+    """A key that sorts rows in the order of the variants table, unknown ones last."""
+    return (list(VARIANTS).index(variant) if variant in VARIANTS else len(VARIANTS)), variant
+
+
 def interval(values: pd.Series, level: int = 95) -> float:
     """Half the width of the t-based interval of the mean over seeds, at a level of STUDENT; NaN below three values."""
     n, table = values.count(), STUDENT[level]
@@ -125,12 +130,11 @@ def summarise(runs: pd.DataFrame) -> pd.DataFrame:
     micro-batch, with `ratio±` over equal seeds where both rows have the same ones; and delta_f1 with `delta_f1±`, F1
     minus the baseline's over the seeds that both have. Raises ReportError where a micro-batch has no baseline.
     """
-    order = {name: index for index, name in enumerate(VARIANTS)}
     lines = []
     for micro_batch, part in runs.groupby("spec.settings.micro_batch"):
         rows = dict(list(part.groupby("spec.variant")))
         base = _measured(_baseline(rows, part["group"].iloc[0], micro_batch))
-        for variant in sorted(rows, key=lambda name: (order.get(name, len(order)), name)):
+        for variant in sorted(rows, key=place):
             row = _measured(rows[variant])
             means = row.mean()
             paired = variant != BASELINE and set(row.index) == set(base.index)
@@ -322,11 +326,10 @@ def published_table(lines: pd.DataFrame, group: str) -> pd.DataFrame:
 
 def cost_table(runs: pd.DataFrame) -> pd.DataFrame:
     """Seconds that each row's runs took, those that were measured whole, and the sum of all rows in the last line."""
-    order = {name: index for index, name in enumerate(VARIANTS)}
     wall_s = runs["time.wall_s"].astype(float).mask(runs["time.resumed_from_step"].notna())
     seconds = wall_s.groupby(runs["spec.variant"])
     rows = pd.DataFrame({"runs": seconds.count(), "wall_s": seconds.sum()})
-    rows = rows[rows["runs"] > 0].sort_index(key=lambda names: names.map(lambda name: order.get(name, len(order))))
+    rows = rows[rows["runs"] > 0].sort_index(key=lambda names: names.map(place))
     rows.loc["total"] = rows.sum()
     return rows.rename_axis("row").reset_index().astype({"runs": int})
 

@@ -97,7 +97,7 @@ def test_rows_are_judged_against_the_baseline_and_shown_in_table_order():
         "E1": "within",
     }
     said = "90 % interval over 3 seeds: A3, E1; beyond it at one of them: B2, B3"
-    assert said in evidence.equivalence_finding(runs)
+    assert said in evidence.equivalence_finding(found)
     table = evidence.equivalence_table(runs).set_index("row")
     told = ["–", "–", *2 * ["cannot be told"], "yes", "–", "cannot be told", "no", "no", "yes"]
     assert list(table["within 1 F1"]) == told and table.loc["A2", "ΔF1 vs A1"] == "+0.50"
@@ -137,6 +137,8 @@ def test_tries_that_lost_are_kept_and_the_best_stands_first():
     assert list(table["learning rate"]) == ["0.0002", "0.0001", f"{2e-4 * find_recipe('lora-all').lr_factor:g}"]
     assert list(table["F1"]) == ["52.00", "50.50", "40.00"], "means over seeds"
     assert table["F1 of each seed"][1] == "50.00 · 51.00"
+    with pytest.raises(NotMeasured):
+        evidence.tries_table(runs.assign(**{"quality.f1": None}))
 
 
 def test_every_claim_gets_a_verdict_that_follows_the_records():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import library
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
@@ -59,11 +60,11 @@ def gpu_ops_without_a_gpu():
         slope = share * ((grad @ value.mT) * kept - (grad * out).sum(-1, keepdim=True)) * scale
         return *map(laid, (slope @ key, slope.mT @ query, (share * kept).mT @ grad)), bias.new_empty(0)
 
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_scaled_dot_product_efficient_attention", forward, "CPU")
-    library.impl("_scaled_dot_product_efficient_attention_backward", backward, "CPU")
+    stand_ins = library.Library("aten", "IMPL")
+    stand_ins.impl("_scaled_dot_product_efficient_attention", forward, "CPU")
+    stand_ins.impl("_scaled_dot_product_efficient_attention_backward", backward, "CPU")
     yield
-    library._destroy()
+    stand_ins._destroy()
 
 
 @pytest.fixture(scope="module")
