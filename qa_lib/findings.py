@@ -116,7 +116,7 @@ def quality_finding(lines: pd.DataFrame) -> str:
         part_of = share(quickest["train_s"] / base["train_s"])
         return (
             f"Of {len(close)} timed rows with a mean F1 within 1 of {BASELINE}'s or above it, {quickest['variant']} is "
-            f"the quickest: {part_of} of its training time, compilation included"
+            f"the quickest: {part_of} of {BASELINE}'s training time, compilation included"
         )
 
     return _each_size(lines, sentence)

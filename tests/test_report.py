@@ -372,7 +372,7 @@ def test_the_ladder_says_the_factors_and_why_a_rung_is_empty(runs):
 def test_findings_name_what_is_known_and_what_is_not(runs):
     make(runs, "B3", speed=900.0, f1=93.9)  # quicker still, but more than 1 F1 below
     text = findings.findings(tables.select(record.load_runs(runs), "cpu-smoke"))
-    assert "rows with a mean F1 within 1 of A1's or above it, B1 is the quickest: 33.3 % of its" in text
+    assert "rows with a mean F1 within 1 of A1's or above it, B1 is the quickest: 33.3 % of A1's" in text
     assert "Joining sorted predictions by position (A4-b) gives F1 30.00 where A4 has 95.00" in text
     assert "Not known here: peak GPU memory" in text and "C1: oom: CUDA out of memory" in text
     assert findings.CPU_CAVEAT in text and "n = 1 seed" in text
