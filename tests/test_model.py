@@ -47,8 +47,8 @@ def test_full_fine_tuning_reaches_every_parameter():
     assert names == {name for name, _ in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("variant", "modules"), [("B1", 2), ("B1-all", 6)])
-def test_lora_trains_its_factors_and_the_head(variant, modules):
+@pytest.mark.parametrize(("variant", "modules", "rank"), [("B1", 2, 8), ("B1-all", 6, 32)])
+def test_lora_trains_its_factors_and_the_head(variant, modules, rank):
     names, _ = with_gradient(variant)
     factors = {name for name in names if ".lora_" in name}
     assert names - factors == {"qa_outputs.weight", "qa_outputs.bias"}
@@ -56,7 +56,7 @@ def test_lora_trains_its_factors_and_the_head(variant, modules):
     if variant == "B1":
         assert all(".query." in name or ".value." in name for name in factors)
     shapes = {p.shape[0] for name, p in with_gradient(variant)[1].named_parameters() if ".lora_A" in name}
-    assert shapes == {8}
+    assert shapes == {rank}
 
 
 def test_bitfit_trains_biases_and_the_head():
