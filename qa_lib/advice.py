@@ -31,9 +31,26 @@ def vram_table(runs: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
-def largest_batches(runs: pd.DataFrame) -> pd.DataFrame:
-    """Of a group that `fit-batch` made: each row's largest micro-batch that fitted, the smallest that did not, and the
-    best speed at any; last the rows that cannot run there, and why. Raises NotMeasured where nothing fitted."""
+def _f1(quality: pd.DataFrame) -> pd.DataFrame:
+    """What each row's F1 is worth: columns text, the difference to the baseline's at threshold 0, and lost, points of
+    F1 in the mean at the worse of both thresholds. Without rows where that was not measured."""
+    try:
+        found = evidence.equivalence(quality).set_index("variant")
+    except NotMeasured:
+        return pd.DataFrame(columns=["text", "lost"], dtype=object)
+    text = [tables.points(*difference, "+") for difference in found[["delta", "half"]].to_numpy()]
+    found = found.assign(text=text, lost=-found[["delta", "best_delta"]].min(axis=1))[["text", "lost"]]
+    found.loc[tables.BASELINE] = (tables.points(0.0, sign="+"), 0.0)
+    return found
+
+
+def largest_batches(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
+    """Of a group that `fit-batch` made: each row's largest micro-batch that fitted, the smallest that did not, the best
+    speed at any, and what its F1 is by `quality`; last the rows that cannot run there, and why.
+
+    Raises NotMeasured where nothing fitted.
+    """
+    f1 = _f1(quality)["text"]
     lines, skipped = [], []
     for name in VARIANTS:
         row = runs[runs["spec.variant"] == name]
@@ -54,6 +71,7 @@ def largest_batches(runs: pd.DataFrame) -> pd.DataFrame:
                 "reserved MiB": number(most["memory.peak_reserved_mib"]),
                 "best features/s tried": number(best["speed.features_per_s"]),
                 "at micro-batch": str(best["spec.settings.micro_batch"]),
+                f"ΔF1 vs {tables.BASELINE}": f1.get(name, "not known"),
             }
         )
     if not lines:
@@ -61,47 +79,63 @@ def largest_batches(runs: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines + skipped).fillna(tables.MISSING)
 
 
+def _best_first(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
+    """Runs with memory and speed in the order in which decision_table() prefers them, with the `kind` of what trains;
+    `f1` by _f1(). Raises NotMeasured."""
+    measured = runs[runs["status"] == "ok"].dropna(subset=["memory.peak_reserved_mib", "speed.features_per_s"])
+    if measured.empty:
+        raise NotMeasured("no run of this group has both GPU memory and speed, so none can be recommended")
+    lost = measured["spec.variant"].map(f1["lost"]).astype(float)
+    lossy = lost > evidence.MARGIN
+    merit = measured["speed.features_per_s"].astype(float).where(~lossy, -lost)
+    kinds = measured["spec.variant"].map(lambda name: find_recipe(VARIANTS[name].settings.trainable).kind)
+    measured = measured.assign(doubt=lost.isna() + 2 * lossy, merit=merit, kind=kinds)
+    return measured.sort_values(["doubt", "merit"], ascending=[True, False])
+
+
 def decision_table(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
     """For cards of SIZES_GIB: the quickest full fine-tune and the quickest adapter that were measured to fit. Rows of
-    unknown F1 stand only where none of known F1 fits, and of rows that were shown to be more than evidence.MARGIN off
-    the baseline's F1 the one with the most, where nothing else fits.
+    unknown F1 stand only where none of known F1 fits, and of rows that lost more than evidence.MARGIN F1 in the mean,
+    at either threshold, the one that lost least, where nothing else fits.
 
     From `runs` of one group, by peak reserved memory plus CONTEXT_GIB; `quality` are runs with F1, or none. Speeds are
     those of the GPU that ran them. Raises NotMeasured.
     """
-    measured = runs[runs["status"] == "ok"].dropna(subset=["memory.peak_reserved_mib", "speed.features_per_s"])
-    if measured.empty:
-        raise NotMeasured("no run of this group has both GPU memory and speed, so none can be recommended")
-    try:
-        f1 = evidence.equivalence(quality).set_index("variant")
-    except NotMeasured:
-        f1 = pd.DataFrame(columns=["delta", "half", "verdict"], dtype=object)
-    verdict = measured["spec.variant"].map(f1["verdict"])
-    verdict = verdict.mask((measured["spec.variant"] == tables.BASELINE) & bool(len(f1)), "within")
-    speed = measured["speed.features_per_s"].astype(float)
-    measured = measured.assign(
-        doubt=verdict.map({"within": 0, "open": 0, "beyond": 2}).fillna(1),
-        merit=speed.where(verdict != "beyond", measured["spec.variant"].map(f1["delta"]).astype(float)),
-    )
-    kinds = measured["spec.variant"].map(lambda name: find_recipe(VARIANTS[name].settings.trainable).kind)
+    f1 = _f1(quality)
+    measured = _best_first(runs, f1)
     needed = measured["memory.peak_reserved_mib"].astype(float) / 1024 + CONTEXT_GIB
     lines = []
     for size in SIZES_GIB:
         line = {"you have": f"{size:g} GiB"}
-        for want, wanted in (("train everything", kinds == "all"), ("train adapters", kinds == "lora")):
-            fitting = measured[wanted & (needed <= size)]
+        for want, wanted in (("train everything", "all"), ("train adapters", "lora")):
+            fitting = measured[(measured["kind"] == wanted) & (needed <= size)]
             if fitting.empty:
                 line |= dict.fromkeys((want, f"{want}: ΔF1", f"{want}: features/s"), tables.MISSING)
                 continue
-            best = fitting.sort_values(["doubt", "merit"], ascending=[True, False]).iloc[0]
+            best = fitting.iloc[0]
             name = best["spec.variant"]
             line[want] = f"{name}, micro-batch {best['spec.settings.micro_batch']}"
-            line[f"{want}: ΔF1"] = (
-                tables.points(*f1.loc[name, ["delta", "half"]], "+") if name in f1.index else "not known"
-            )
+            line[f"{want}: ΔF1"] = f1["text"].get(name, "not known")
             line[f"{want}: features/s"] = number(best["speed.features_per_s"])
         lines.append(line)
     return pd.DataFrame(lines)
+
+
+def _quickest(tries: pd.DataFrame, f1: pd.DataFrame) -> str:
+    """A sentence on the row to take under the limits of a search, or nothing."""
+    try:
+        ranked = _best_first(tries, f1)
+    except NotMeasured:
+        return ""
+    ranked = ranked[(ranked["kind"] == "all") & (ranked["doubt"] == 0)]
+    if ranked.empty:
+        return ""
+    best = ranked.iloc[0]
+    return (
+        f" Quickest there, of the rows that train everything and lost no more than {evidence.MARGIN:g} F1: "
+        f"{best['spec.variant']} at micro-batch {best['spec.settings.micro_batch']}, "
+        f"{number(best['speed.features_per_s'])} features/s."
+    )
 
 
 def recipes(runs: pd.DataFrame, group: str) -> str:
@@ -112,9 +146,9 @@ def recipes(runs: pd.DataFrame, group: str) -> str:
     hardware = group.rsplit("-", 1)[0]
     said = (
         f"**What to run on a card of so much memory**, from this group: reserved memory and {CONTEXT_GIB:g} GiB for "
-        "the process must fit. A row that loses F1 stands only where nothing else fits. The speeds are those of the "
-        "GPU that ran it, and a row needs what its settings need: a T4 has no bf16 and no 8-bit floats, so see the "
-        "last table for one."
+        f"the process must fit. A row that lost more than {evidence.MARGIN:g} F1 in the mean stands only where nothing "
+        "else fits. The speeds are those of the GPU that ran it, and a row needs what its settings need: a T4 has no "
+        "bf16 and no 8-bit floats, so see the last table for one."
     )
     quality = evidence.quality_runs(runs, group)
     parts = [said, tables.or_why(lambda part: decision_table(part, quality), runs[runs["group"] == group])]
@@ -128,7 +162,8 @@ def recipes(runs: pd.DataFrame, group: str) -> str:
             parts += [
                 f"**The largest micro-batch within {limit:g} GiB**, with the allocator capped to that and with what "
                 f"compute capability {int(sm) / 10:g} offers. The speeds are not those of such a card."
-                + (f" Not searched: {', '.join(absent)}." if absent else ""),
-                tables.or_why(largest_batches, tries),
+                + (f" Not searched: {', '.join(absent)}." if absent else "")
+                + _quickest(tries, _f1(quality)),
+                tables.or_why(lambda part: largest_batches(part, quality), tries),
             ]
     return "\n\n".join(parts)

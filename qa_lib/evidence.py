@@ -7,10 +7,11 @@ import pandas as pd
 
 from qa_lib import tables
 from qa_lib.tables import BASELINE, MISSING, NotMeasured, number, points
-from qa_lib.variants import VARIANTS, find_recipe
+from qa_lib.variants import SCALES, VARIANTS, find_recipe
 
 MARGIN = 1.0  # points of F1 within which a row counts as good as the baseline
 FAULTY = {name for name, row in VARIANTS.items() if row.settings.join != "id"}
+VERDICTS = {"beyond": "no", "open": "cannot be told", "no worse": "no worse, perhaps better", "within": "yes"}
 METRICS = ("quality.f1", "quality.best_f1")  # at threshold 0, and at the best one
 FULL_FEATURES, FULL_EPOCHS = 131_754, 3  # of all of SQuAD v2's training questions at 384/128, and the seeds' epochs
 PROJECTED = 32  # micro-batch
@@ -46,10 +47,12 @@ def _mean(found: pd.Series) -> tuple[float, float]:
 
 
 def verdict(difference: tuple[float, float]) -> str:
-    """Two one-sided t-tests at 5 % each (Schuirmann 1987): "within" where the whole interval lies inside ± MARGIN,
-    "beyond" where all of it lies outside, else "open", as without an interval."""
+    """Two one-sided t-tests at 5 % each (Schuirmann 1987): "within" where the whole interval lies inside ± MARGIN, "no
+    worse" where it passes the upper bound alone, "beyond" where all of it lies outside, else "open", as without one."""
     delta, half = difference
-    return "within" if abs(delta) + half < MARGIN else "beyond" if abs(delta) - half > MARGIN else "open"
+    if abs(delta) - half > MARGIN:
+        return "beyond"
+    return "open" if not delta - half > -MARGIN else "within" if delta + half < MARGIN else "no worse"
 
 
 def equivalence(runs: pd.DataFrame) -> pd.DataFrame:
@@ -72,7 +75,7 @@ def equivalence(runs: pd.DataFrame) -> pd.DataFrame:
         told = {verdict(difference) for difference in both}
         line = {"variant": name, "n": len(found[0])}
         line |= dict(zip(("delta", "half", "best_delta", "best_half"), (*both[0], *both[1]), strict=True))
-        lines.append(line | {"verdict": next(v for v in ("beyond", "open", "within") if v in told)})
+        lines.append(line | {"verdict": next(v for v in VERDICTS if v in told)})
     table = pd.DataFrame(lines)
     if table.empty or table["half"].isna().all():
         raise NotMeasured(f"no row has an F1 of three seeds in common with {BASELINE}, which an interval takes")
@@ -82,12 +85,14 @@ def equivalence(runs: pd.DataFrame) -> pd.DataFrame:
 def equivalence_finding(table: pd.DataFrame) -> str:
     """Which rows of `equivalence` are shown to be as good as the baseline, and which are not."""
     rows = table.dropna(subset="half").set_index("variant")
-    within, beyond = (rows.index[rows["verdict"] == told] for told in ("within", "beyond"))
+    within, no_worse, beyond = (", ".join(rows.index[rows["verdict"] == told]) for told in
+                                ("within", "no worse", "beyond"))  # fmt: skip
     seeds = sorted({rows["n"].min(), rows["n"].max()})
     return (
         f"Within {MARGIN:g} F1 of {BASELINE} at threshold 0 and at the best one, each shown by a 90 % interval over "
-        f"{'–'.join(map(str, seeds))} seeds: {', '.join(within) or 'no row yet'}; "
-        f"beyond it at one of them: {', '.join(beyond) or 'none'}"
+        f"{'–'.join(map(str, seeds))} seeds: {within or 'no row yet'}"
+        + f"; no worse by it, perhaps better: {no_worse}" * bool(no_worse)
+        + f"; beyond it at one of them: {beyond or 'none'}"
     )
 
 
@@ -97,7 +102,6 @@ def equivalence_table(runs: pd.DataFrame) -> pd.DataFrame:
     done = runs[runs["status"] == "ok"].groupby("spec.variant")
     columns = {"exact": "exact", "F1": "f1", "F1 at best threshold": "best_f1", "HasAns F1": "has_answer_f1",
                "NoAns F1": "no_answer_f1"}  # fmt: skip
-    told = {"within": "yes", "beyond": "no", "open": "cannot be told"}
     lines = []
     for name in (name for name in VARIANTS if name in done.groups):
         part, known = done.get_group(name), name in tested.index
@@ -105,7 +109,7 @@ def equivalence_table(runs: pd.DataFrame) -> pd.DataFrame:
         line |= {head: points(part[f"quality.{key}"].astype(float).mean()) for head, key in columns.items()}
         for head, which in (("ΔF1 vs A1", ["delta", "half"]), ("at best threshold: ΔF1", ["best_delta", "best_half"])):
             line[head] = points(*tested.loc[name, which], "+") if known else MISSING
-        lines.append(line | {f"within {MARGIN:g} F1": told[tested.loc[name, "verdict"]] if known else MISSING})
+        lines.append(line | {f"within {MARGIN:g} F1": VERDICTS[tested.loc[name, "verdict"]] if known else MISSING})
     null = points(runs["quality.always_null_f1"].astype(float).mean())
     blank = dict.fromkeys(lines[0], MISSING) | {"row": "none", "what it changes": "never answers", "F1": null}
     return pd.DataFrame([blank | {"F1 at best threshold": null}, *lines])
@@ -158,19 +162,36 @@ def projection(lines: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(table)
 
 
-def tries_table(runs: pd.DataFrame) -> pd.DataFrame:
-    """The points of `python -m qa_lib tune`, means over seeds, the best of each row first. Raises NotMeasured."""
+def tries_table(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
+    """The points of `python -m qa_lib tune`, the best of each row first by its mean F1 at the best threshold.
+
+    Points were tried with different seeds, so each is compared with the baseline's runs of its own seeds at the rate
+    of scale `quality`, be they tries too or in `quality`. Raises NotMeasured.
+    """
     runs = runs[runs["quality.f1"].notna()]
     if runs.empty:
         raise NotMeasured("no try of python -m qa_lib tune has an F1 on this hardware")
     rates = [f"{rate * find_recipe(name).lr_factor:.2g}" for rate, name in
              zip(runs["spec.scale.learning_rate"], runs["spec.settings.trainable"], strict=True)]  # fmt: skip
-    tries = runs.assign(rate=rates, f1=runs["quality.f1"].astype(float))
+    default = (runs["spec.scale.learning_rate"] == SCALES["quality"].learning_rate) & (
+        runs["spec.settings.trainable"] == VARIANTS[BASELINE].settings.trainable
+    )
+    base = pd.concat([part[part["spec.variant"] == BASELINE] for part in (quality, runs[default])])
+    base = base.drop_duplicates("spec.seed")
     lines = []
-    for (row, trainable, rate), part in tries.groupby(["spec.variant", "spec.settings.trainable", "rate"]):
+    for (row, trainable, rate), part in runs.assign(rate=rates).groupby(
+        ["spec.variant", "spec.settings.trainable", "rate"]
+    ):
         part = part.sort_values("spec.seed")
-        line = {"row": row, "trainable": trainable, "learning rate": rate, "mean": part["f1"].mean()}
-        line["F1 of each seed"] = " · ".join(map(points, part["f1"]))
+        scores = part["quality.best_f1"].astype(float)
+        line = {"row": row, "trainable": trainable, "learning rate": rate, "merit": scores.mean()}
+        line |= {"F1": points(part["quality.f1"].astype(float).mean()), "F1 at best threshold": points(scores.mean())}
+        both = pd.concat([part.assign(**{"spec.variant": "try"}), base])
+        for head, column in zip((f"ΔF1 vs {BASELINE}", "at best threshold: ΔF1"), METRICS, strict=True):
+            try:
+                line[head] = points(*_mean(differences(both, "try", column=column)), "+")
+            except NotMeasured:  # the baseline has none of these seeds
+                line[head] = MISSING
         lines.append(line | {"seeds": " · ".join(map(str, part["spec.seed"]))})
-    table = pd.DataFrame(lines).sort_values(["row", "mean"], ascending=[True, False]).reset_index(drop=True)
-    return table.rename(columns={"mean": "F1"}).assign(F1=table["mean"].map(points))
+    table = pd.DataFrame(lines).sort_values(["row", "merit"], ascending=[True, False]).reset_index(drop=True)
+    return table.drop(columns="merit")

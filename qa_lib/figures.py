@@ -105,7 +105,7 @@ def fig_equivalence(runs: pd.DataFrame) -> Figure:
     rows = every[every["delta"].abs() < 4 * evidence.MARGIN].reset_index(drop=True)
     whiskers = "whiskers: t-based 90 % interval over equal seeds; within the band counts as equal"
     figure, ((axis, _),) = _panels(runs, _lines(runs), title, lambda _: 0.3 * len(rows) + 0.3, True, whiskers)
-    color = {"within": COLORS["A"], "open": GREY, "beyond": COLORS["B"]}
+    color = {"within": COLORS["A"], "no worse": COLORS["A"], "open": GREY, "beyond": COLORS["B"]}
     for height, row in rows.iterrows():
         ink = color[row["verdict"]]
         axis.errorbar(row["delta"], height - 0.15, xerr=row["half"], fmt="o", color=ink, capsize=2, markersize=5)

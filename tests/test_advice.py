@@ -52,6 +52,10 @@ def test_a_row_that_loses_quality_is_recommended_only_where_no_other_fits():
     other = pd.concat([BENCH, runs(("gpu-bench", "EB1-all", 32, "ok", 90.0, 1500.0, 1600.0, None))])
     table = advice.decision_table(other, worse).set_index("you have")
     assert table.loc["3 GiB", "train adapters"] == "EB1-all, micro-batch 32", "of unknown quality"
+    thrice = judged(A1=(60.0, 60.2, 60.1), EB1=(58.5,), B1=(60.0, 60.2, 60.1))
+    slower = pd.concat([BENCH, runs(("gpu-bench", "B1", 32, "ok", 90.0, 1500.0, 1600.0, None))])
+    table = advice.decision_table(slower, thrice).set_index("you have")
+    assert table.loc["3 GiB", "train adapters"] == "B1, micro-batch 32", "EB1 lost 1.5 in its one run"
     same = judged(A1=(60.0, 60.2, 60.1), EB1=(60.1, 60.1, 60.1))
     table = advice.decision_table(BENCH, same).set_index("you have")
     assert table.loc["3 GiB", "train adapters"] == "EB1, micro-batch 32"
@@ -77,7 +81,7 @@ def test_recipes_show_each_search_under_its_limit():
         ("gpu-fit-14.9gib-sm75", "A1", 48, "oom", None, None, None, 14.9),
         ("gpu-fit-14.9gib-sm75", "E4", 8, "skipped", None, None, None, 14.9),
     ).assign(**{"error.message": "needs bf16"})
-    table = advice.largest_batches(fits)
+    table = advice.largest_batches(fits, BENCH[:0])
     assert list(table.iloc[1][["row", "largest micro-batch", "note"]]) == ["E4", "–", "needs bf16"]
     table = table.iloc[0]
     assert (table["largest micro-batch"], table["best features/s tried"], table["at micro-batch"]) == (
@@ -86,6 +90,13 @@ def test_recipes_show_each_search_under_its_limit():
         "32",
     )
     assert table["too large"] == "48"
+    assert table["ΔF1 vs A1"] == "not known"
     said = advice.recipes(pd.concat([BENCH, fits]), "gpu-bench")
+    assert "Quickest there" not in said, "no row's F1 is known"
+    worse = judged(A1=(60.0, 60.2, 60.1), B3=(50.0, 50.2, 50.1), A2=(60.0, 60.2, 60.1))
+    more = runs(("gpu-fit-14.9gib-sm75", "B3", 32, "ok", 900.0, 11000.0, 11500.0, 14.9),
+                ("gpu-fit-14.9gib-sm75", "A2", 32, "ok", 200.0, 11000.0, 11500.0, 14.9))  # fmt: skip
+    with_f1 = advice.recipes(pd.concat([BENCH, fits, more, worse]), "gpu-bench")
+    assert "lost no more than 1 F1: A2 at micro-batch 32, 200 features/s." in with_f1
     assert "within 14.9 GiB" in said and "compute capability 7.5" in said and "not those of such a card" in said
     assert "no run at scale vram" in said and "Not searched: A0, " in said and "E4, " not in said

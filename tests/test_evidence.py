@@ -64,10 +64,12 @@ def test_too_few_runs_tell_no_spread(f1):
     ("difference", "told"),
     [
         ((0.2, 0.7), "within"),
-        ((0.2, 0.9), "open"),
+        ((0.2, 0.9), "no worse"),
+        ((-0.2, 0.9), "open"),
         ((0.0, 3.0), "open"),
         ((-3.0, 1.5), "beyond"),
         ((1.5, 0.4), "beyond"),
+        ((1.5, 0.6), "no worse"),
     ],
 )
 def test_no_difference_found_is_not_equality_shown(difference, told):
@@ -77,7 +79,15 @@ def test_no_difference_found_is_not_equality_shown(difference, told):
 def test_a_model_that_never_answers_is_not_as_good_as_one_that_does():
     runs = quality(A1=(60.0, 60.2, 60.1), A2=(60.1, 60.0, 60.2), A3=(60.0, 60.1, 60.2))
     runs.loc[runs["spec.variant"] == "A3", "quality.best_f1"] = 60.1  # threshold 0 by chance, and nothing to gain
-    assert list(evidence.equivalence(runs)["verdict"]) == ["within", "beyond"]
+    found = evidence.equivalence(runs)
+    assert list(found["verdict"]) == ["within", "beyond"]
+    assert "no worse" not in evidence.equivalence_finding(found)
+    better = quality(A1=(60.0, 60.2, 60.1), A2=(61.0, 61.3, 60.9))
+    found = evidence.equivalence(better)
+    assert list(found["verdict"]) == ["no worse"]
+    assert "no row yet; no worse by it, perhaps better: A2; beyond it at one of them: none" in (
+        evidence.equivalence_finding(found)
+    )
 
 
 def test_rows_are_judged_against_the_baseline_and_shown_in_table_order():
@@ -132,13 +142,16 @@ def test_tries_that_lost_are_kept_and_the_best_stands_first():
     runs = quality(A1=(50.0, 52.0), B1_all=(40.0,)).assign(**{
         "spec.settings.trainable": ["all", "all", "lora-all"], "spec.scale.learning_rate": [1e-4, 2e-4, 2e-4],
     })  # fmt: skip
-    again = runs[:1].assign(**{"spec.seed": 1, "quality.f1": 51.0})
-    table = evidence.tries_table(pd.concat([runs, again]))
+    again = runs[:1].assign(**{"spec.seed": 1, "quality.f1": 51.0, "quality.best_f1": 56.0})
+    table = evidence.tries_table(pd.concat([runs, again]), quality(A1=(54.0,)))
     assert list(table["learning rate"]) == ["0.0002", "0.0001", f"{2e-4 * find_recipe('lora-all').lr_factor:g}"]
     assert list(table["F1"]) == ["52.00", "50.50", "40.00"], "means over seeds"
-    assert table["F1 of each seed"][1] == "50.00 · 51.00"
+    assert list(table["F1 at best threshold"]) == ["57.00", "55.50", "45.00"]
+    # Seed 0 of the baseline at the default rate is among the runs for quality, seed 1 among the tries.
+    assert list(table["ΔF1 vs A1"]) == ["+0.00", "−2.50", "−14.00"] and table["seeds"][1] == "0 · 1"
+    assert list(evidence.tries_table(runs, quality())["ΔF1 vs A1"]) == ["+0.00", "–", "–"], "no seed in common"
     with pytest.raises(NotMeasured):
-        evidence.tries_table(runs.assign(**{"quality.f1": None}))
+        evidence.tries_table(runs.assign(**{"quality.f1": None}), quality())
 
 
 def test_every_claim_gets_a_verdict_that_follows_the_records():
