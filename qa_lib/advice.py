@@ -80,16 +80,19 @@ def largest_batches(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
 
 
 def _best_first(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
-    """Runs with memory and speed in the order in which decision_table() prefers them, with the `kind` of what trains;
-    `f1` by _f1(). Raises NotMeasured."""
-    measured = runs[runs["status"] == "ok"].dropna(subset=["memory.peak_reserved_mib", "speed.features_per_s"])
+    """Rows at each micro-batch in the order in which decision_table() prefers them: variant, size, speed (features/s),
+    reserved (MiB, the most of all seeds), and the kind of what trains; `f1` by _f1(). Raises NotMeasured."""
+    columns = {"spec.variant": "variant", "spec.settings.micro_batch": "size", "speed.features_per_s": "speed",
+               "memory.peak_reserved_mib": "reserved"}  # fmt: skip
+    measured = runs.loc[runs["status"] == "ok", list(columns)].rename(columns=columns).dropna()
     if measured.empty:
         raise NotMeasured("no run of this group has both GPU memory and speed, so none can be recommended")
-    lost = measured["spec.variant"].map(f1["lost"]).astype(float)
+    measured = measured.astype({"speed": float, "reserved": float}).groupby(["variant", "size"], as_index=False)
+    measured = measured.agg({"speed": "mean", "reserved": "max"})
+    lost = measured["variant"].map(f1["lost"]).astype(float)
     lossy = lost > evidence.MARGIN
-    merit = measured["speed.features_per_s"].astype(float).where(~lossy, -lost)
-    kinds = measured["spec.variant"].map(lambda name: find_recipe(VARIANTS[name].settings.trainable).kind)
-    measured = measured.assign(doubt=lost.isna() + 2 * lossy, merit=merit, kind=kinds)
+    kinds = measured["variant"].map(lambda name: find_recipe(VARIANTS[name].settings.trainable).kind)
+    measured = measured.assign(doubt=lost.isna() + 2 * lossy, merit=measured["speed"].where(~lossy, -lost), kind=kinds)
     return measured.sort_values(["doubt", "merit"], ascending=[True, False])
 
 
@@ -103,7 +106,7 @@ def decision_table(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
     """
     f1 = _f1(quality)
     measured = _best_first(runs, f1)
-    needed = measured["memory.peak_reserved_mib"].astype(float) / 1024 + CONTEXT_GIB
+    needed = measured["reserved"] / 1024 + CONTEXT_GIB
     lines = []
     for size in SIZES_GIB:
         line = {"you have": f"{size:g} GiB"}
@@ -113,10 +116,9 @@ def decision_table(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
                 line |= dict.fromkeys((want, f"{want}: ΔF1", f"{want}: features/s"), tables.MISSING)
                 continue
             best = fitting.iloc[0]
-            name = best["spec.variant"]
-            line[want] = f"{name}, micro-batch {best['spec.settings.micro_batch']}"
-            line[f"{want}: ΔF1"] = f1["text"].get(name, "not known")
-            line[f"{want}: features/s"] = number(best["speed.features_per_s"])
+            line[want] = f"{best['variant']}, micro-batch {best['size']}"
+            line[f"{want}: ΔF1"] = f1["text"].get(best["variant"], "not known")
+            line[f"{want}: features/s"] = number(best["speed"])
         lines.append(line)
     return pd.DataFrame(lines)
 
@@ -132,9 +134,9 @@ def _quickest(tries: pd.DataFrame, f1: pd.DataFrame) -> str:
         return ""
     best = ranked.iloc[0]
     return (
-        f" Quickest there, of the rows that train everything and lost no more than {evidence.MARGIN:g} F1: "
-        f"{best['spec.variant']} at micro-batch {best['spec.settings.micro_batch']}, "
-        f"{number(best['speed.features_per_s'])} features/s."
+        f" Quickest there, of the rows that train everything and lost no more than {evidence.MARGIN:g} F1 in the mean "
+        f"at either threshold (at the scale's own batch): {best['variant']} at micro-batch {best['size']}, "
+        f"{number(best['speed'])} features/s."
     )
 
 
@@ -146,9 +148,10 @@ def recipes(runs: pd.DataFrame, group: str) -> str:
     hardware = group.rsplit("-", 1)[0]
     said = (
         f"**What to run on a card of so much memory**, from this group: reserved memory and {CONTEXT_GIB:g} GiB for "
-        f"the process must fit. A row that lost more than {evidence.MARGIN:g} F1 in the mean stands only where nothing "
-        "else fits. The speeds are those of the GPU that ran it, and a row needs what its settings need: a T4 has no "
-        "bf16 and no 8-bit floats, so see the last table for one."
+        f"the process must fit. A row that lost more than {evidence.MARGIN:g} F1 in the mean, at threshold 0 or at the "
+        "best one, stands only where nothing else fits; the table shows threshold 0. The speeds are those of the GPU "
+        "that ran it, and a row needs what its settings need: a T4 has no bf16 and no 8-bit floats, so see the last "
+        "table for one."
     )
     quality = evidence.quality_runs(runs, group)
     parts = [said, tables.or_why(lambda part: decision_table(part, quality), runs[runs["group"] == group])]
@@ -160,8 +163,10 @@ def recipes(runs: pd.DataFrame, group: str) -> str:
             limit, sm = tries["spec.scale.limit_gib"].iloc[0], name.rsplit("-sm", 1)[-1]
             absent = [row for row in VARIANTS if row not in set(tries["spec.variant"])]
             parts += [
-                f"**The largest micro-batch within {limit:g} GiB**, with the allocator capped to that and with what "
-                f"compute capability {int(sm) / 10:g} offers. The speeds are not those of such a card."
+                f"**The largest micro-batch within {limit:g} GiB**, with the allocator capped to that (the process "
+                f"takes about {CONTEXT_GIB:g} GiB beside it) and with what compute capability {int(sm) / 10:g} offers. "
+                "The speeds, of one short run each, are not those of such a card, and the F1 of packed rows is that of "
+                "the kernel which the GPU of the runs for quality has."
                 + (f" Not searched: {', '.join(absent)}." if absent else "")
                 + _quickest(tries, _f1(quality)),
                 tables.or_why(lambda part: largest_batches(part, quality), tries),

@@ -3,6 +3,8 @@
 `runs` are those of one group at a scale that measures quality, as record.load_runs() gives them.
 """
 
+import math
+
 import pandas as pd
 
 from qa_lib import tables
@@ -48,9 +50,9 @@ def _mean(found: pd.Series) -> tuple[float, float]:
 
 def verdict(difference: tuple[float, float]) -> str:
     """Two one-sided t-tests at 5 % each (Schuirmann 1987): "within" where the whole interval lies inside ± MARGIN, "no
-    worse" where it passes the upper bound alone, "beyond" where all of it lies outside, else "open", as without one."""
+    worse" where it lies above the lower bound, "beyond" where it lies below it, else "open", as without an interval."""
     delta, half = difference
-    if abs(delta) - half > MARGIN:
+    if delta + half < -MARGIN:
         return "beyond"
     return "open" if not delta - half > -MARGIN else "within" if delta + half < MARGIN else "no worse"
 
@@ -85,14 +87,15 @@ def equivalence(runs: pd.DataFrame) -> pd.DataFrame:
 def equivalence_finding(table: pd.DataFrame) -> str:
     """Which rows of `equivalence` are shown to be as good as the baseline, and which are not."""
     rows = table.dropna(subset="half").set_index("variant")
-    within, no_worse, beyond = (", ".join(rows.index[rows["verdict"] == told]) for told in
-                                ("within", "no worse", "beyond"))  # fmt: skip
-    seeds = sorted({rows["n"].min(), rows["n"].max()})
+    named = {told: ", ".join(rows.index[rows["verdict"] == told]) for told in VERDICTS}
+    shown = rows[rows["verdict"].isin(["within", "no worse"])]["n"]
+    seeds = "–".join(map(str, sorted({shown.min(), shown.max()}))) + " seeds" if len(shown) else "three seeds or more"
     return (
         f"Within {MARGIN:g} F1 of {BASELINE} at threshold 0 and at the best one, each shown by a 90 % interval over "
-        f"{'–'.join(map(str, seeds))} seeds: {within or 'no row yet'}"
-        + f"; no worse by it, perhaps better: {no_worse}" * bool(no_worse)
-        + f"; beyond it at one of them: {beyond or 'none'}"
+        f"{seeds}: {named['within'] or 'no row yet'}"
+        + f"; no worse, perhaps better: {named['no worse']}" * bool(named["no worse"])
+        + f"; cannot be told: {named['open']}" * bool(named["open"])
+        + f"; worse at one of them: {named['beyond'] or 'none'}"
     )
 
 
@@ -163,7 +166,7 @@ def projection(lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def tries_table(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
-    """The points of `python -m qa_lib tune`, the best of each row first by its mean F1 at the best threshold.
+    """The points of `python -m qa_lib tune`, the best of each row first by the last difference.
 
     Points were tried with different seeds, so each is compared with the baseline's runs of its own seeds at the rate
     of scale `quality`, be they tries too or in `quality`. Raises NotMeasured.
@@ -183,15 +186,16 @@ def tries_table(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
         ["spec.variant", "spec.settings.trainable", "rate"]
     ):
         part = part.sort_values("spec.seed")
-        scores = part["quality.best_f1"].astype(float)
-        line = {"row": row, "trainable": trainable, "learning rate": rate, "merit": scores.mean()}
-        line |= {"F1": points(part["quality.f1"].astype(float).mean()), "F1 at best threshold": points(scores.mean())}
+        line = {"row": row, "trainable": trainable, "learning rate": rate}
+        for head, column in zip(("F1", "F1 at best threshold"), METRICS, strict=True):
+            line[head] = points(part[column].astype(float).mean())
         both = pd.concat([part.assign(**{"spec.variant": "try"}), base])
         for head, column in zip((f"ΔF1 vs {BASELINE}", "at best threshold: ΔF1"), METRICS, strict=True):
             try:
-                line[head] = points(*_mean(differences(both, "try", column=column)), "+")
+                found = _mean(differences(both, "try", column=column))
             except NotMeasured:  # the baseline has none of these seeds
-                line[head] = MISSING
+                found = math.nan, math.nan
+            line |= {head: points(*found, "+"), "merit": found[0]}
         lines.append(line | {"seeds": " · ".join(map(str, part["spec.seed"]))})
     table = pd.DataFrame(lines).sort_values(["row", "merit"], ascending=[True, False]).reset_index(drop=True)
     return table.drop(columns="merit")

@@ -153,8 +153,9 @@ def peft_finding(lines: pd.DataFrame) -> str:
         if (rows["n"] >= 3).any():
             rows = rows[rows["n"] >= 3]
         best = rows.loc[rows["f1"].idxmax()]
-        delta = points(best["delta_f1"], best["delta_f1±"], "+")
-        said = f"Best F1 of PEFT: {best['variant']}, {delta} F1 against {BASELINE}"
+        said = (
+            f"Best F1 of PEFT: {best['variant']}, {points(best['delta_f1'], sign='+')} against {BASELINE} in the mean"
+        )
         if pd.notna(best["ratio"]):
             said += f" at {factor(best['ratio'])} its speed"
         return f"{said}; {share(best['trainable'] / best['params'])} of parameters train"
@@ -196,10 +197,12 @@ def findings(runs: pd.DataFrame, judged: pd.DataFrame | None = None) -> str:
     sources = [(speed_finding, lines), (memory_finding, lines)]
     sources += [(lambda scored: evidence.equivalence_finding(evidence.equivalence(scored)), judged)]
     sources += [(finding, scores) for finding in (quality_finding, peft_finding, failed_join_finding)]
+    elsewhere = set(judged["group"]) - set(runs["group"])
     said = []
     for finding, source in [*sources, (cost_finding, runs)]:
+        where = f"{min(elsewhere)}: " if elsewhere and (source is judged or source is scores) else ""
         try:
-            said += finding(source).split(";\n")
+            said += [where + sentence for sentence in finding(source).split(";\n")]
         except NotMeasured as problem:
             said.append(f"Not known here: {problem}")
     said += [f"{line['variant']}: {line['note']}" for line in lines.to_dict("records") if line["note"]]

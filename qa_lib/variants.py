@@ -224,7 +224,7 @@ VARIANTS = {
             "E-t4",
             "E3",
             {"projections": "fused"},
-            "The recommended stack for a GPU without bf16 and FlashAttention, such as a T4.",
+            "What is left of the stack on a GPU without bf16 and FlashAttention, such as a T4.",
         ),
         Variant("EC1", "E1", {"optimizer": "adamw8bit"}, "Packed rows with 8-bit moments: towards the least memory."),
         Variant(

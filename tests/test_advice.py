@@ -62,6 +62,13 @@ def test_a_row_that_loses_quality_is_recommended_only_where_no_other_fits():
     assert table.loc["3 GiB", "train adapters: ΔF1"].startswith("+0.00 ± 0.1")
 
 
+def test_a_row_fits_where_all_its_seeds_do():
+    twice = pd.concat([BENCH, runs(("gpu-bench", "EB1", 32, "ok", 1500.0, 2700.0, 3000.0, None))])
+    table = advice.decision_table(twice, BENCH[:0]).set_index("you have")
+    assert list(table["train adapters"][["3 GiB", "4 GiB"]]) == ["–", "EB1, micro-batch 32"]
+    assert table.loc["4 GiB", "train adapters: features/s"] == "2,500"
+
+
 def test_the_seeds_protocol_stands_beside_their_numbers():
     ours = runs(
         ("gpu-vram", "A3", 8, "ok", 1.0, 3000.0, 3200.0, None),
@@ -97,6 +104,6 @@ def test_recipes_show_each_search_under_its_limit():
     more = runs(("gpu-fit-14.9gib-sm75", "B3", 32, "ok", 900.0, 11000.0, 11500.0, 14.9),
                 ("gpu-fit-14.9gib-sm75", "A2", 32, "ok", 200.0, 11000.0, 11500.0, 14.9))  # fmt: skip
     with_f1 = advice.recipes(pd.concat([BENCH, fits, more, worse]), "gpu-bench")
-    assert "lost no more than 1 F1: A2 at micro-batch 32, 200 features/s." in with_f1
+    assert "lost no more than 1 F1" in with_f1 and ": A2 at micro-batch 32, 200 features/s." in with_f1
     assert "within 14.9 GiB" in said and "compute capability 7.5" in said and "not those of such a card" in said
     assert "no run at scale vram" in said and "Not searched: A0, " in said and "E4, " not in said
