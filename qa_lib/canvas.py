@@ -13,7 +13,7 @@ from PIL import Image
 from qa_lib.tables import NotMeasured
 
 WIDTH = 9.0  # inches: 900 px at 100 dpi, the width of a README
-DPI = 150
+DPI = 150  # of files; a notebook shows 100
 _COLORBLIND = sns.color_palette("colorblind")  # safe for the common colour-vision deficiencies
 GREY = "0.6"
 # A family that is not here, of a record by another version, is a grey cross.
@@ -29,16 +29,16 @@ def style():
     return matplotlib.style.context(["default", theme | {"font.size": 10, "axes.labelsize": 10}])
 
 
-def png(figure: Figure) -> bytes:
+def png(figure: Figure, dpi: int = DPI) -> bytes:
     """A figure as PNG without date and software version, so that equal figures are equal bytes.
 
     In 64 colours, which nobody sees in these figures and which makes files and executed notebooks a third as large.
     """
     drawn, stream = io.BytesIO(), io.BytesIO()
     with style():
-        figure.savefig(drawn, format="png", dpi=DPI)
+        figure.savefig(drawn, format="png", dpi=dpi)
     image = Image.open(drawn).convert("RGB").quantize(64, dither=Image.Dither.NONE)
-    image.save(stream, "png", optimize=True, dpi=(DPI, DPI))
+    image.save(stream, "png", optimize=True, dpi=(dpi, dpi))
     return stream.getvalue()
 
 
@@ -47,6 +47,6 @@ def show(figure_of: Callable[[pd.DataFrame], Figure], runs: pd.DataFrame):
     from IPython import display  # notebooks have it; the command line need not
 
     try:
-        return display.Image(png(figure_of(runs)), width=round(100 * WIDTH))
+        return display.Image(png(figure_of(runs), 100), width=round(100 * WIDTH))
     except NotMeasured as reason:
         return display.Markdown(f"*No figure: {reason}.*")

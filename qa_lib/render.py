@@ -1,4 +1,4 @@
-"""The report notebook with its outputs, as the repository keeps it for those who only read."""
+"""The report notebook executed, as the repository keeps it beside the runs for those who only read."""
 
 import tempfile
 from pathlib import Path
@@ -9,15 +9,15 @@ from traitlets.config import Config
 
 from qa_lib.record import write_atomically
 
-NOTEBOOK = Path("notebooks/report.ipynb")
+NOTEBOOK, RENDERED = Path("notebooks/report.ipynb"), Path("runs/h200-report.ipynb")
 
 
-def rendered(path: Path = NOTEBOOK) -> str:
+def rendered() -> str:
     """The notebook executed in this folder, as the text of a file: its outputs, and no trace of when or where.
 
     Raises nbclient's CellExecutionError, which names the cell.
     """
-    notebook = nbformat.read(path, as_version=4)
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
         # Over files of its own: the kernel listens on no port.
         config = Config(KernelManager={"transport": "ipc", "ip": f"{folder}/kernel"})
@@ -33,6 +33,6 @@ def rendered(path: Path = NOTEBOOK) -> str:
     return nbformat.writes(notebook).rstrip() + "\n"
 
 
-def render(path: Path = NOTEBOOK) -> None:
-    """Execute the notebook and keep it in its place."""
-    write_atomically(path, rendered(path))
+def render() -> None:
+    """Execute the notebook and keep what came out as RENDERED."""
+    write_atomically(RENDERED, rendered())

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     either.add_argument("--html", type=Path, metavar="OUT.html", help="write all of it as one self-contained page")
     either.add_argument("--readme", action="store_true", help="also rewrite the result block of README.md")
     either.add_argument(
-        "--notebook", action="store_true", help="also execute notebooks/report.ipynb and keep its outputs"
+        "--notebook", action="store_true", help="also execute notebooks/report.ipynb into runs/h200-report.ipynb"
     )
     either.add_argument(
         "--check", action="store_true", help="write nothing; fail if figures or README.md are behind the committed runs"
@@ -91,7 +91,7 @@ def main(args: argparse.Namespace) -> int:
         from qa_lib import render  # starts a kernel, which no other use of this module needs
 
         render.render()
-        print(f"{render.NOTEBOOK} executed and kept with its outputs")
+        print(f"{render.NOTEBOOK} executed into {render.RENDERED}")
     if failed:
         raise ReportError("; ".join(failed))
     return 0

@@ -57,7 +57,7 @@ every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: pat
 
 @every_notebook
 def test_a_notebook_is_stored_clean(path):
-    """No outputs but the report's, no traces of a run, ids that do not change when the notebook is written again."""
+    """No outputs, no traces of a run, ids that do not change when the notebook is written again."""
     notebook = read(path)
     nbformat.validate(notebook)
     assert notebook.metadata.kernelspec.name == "python3"
@@ -69,7 +69,7 @@ def test_a_notebook_is_stored_clean(path):
         assert set(cell.metadata) <= {"tags"}
         if cell.cell_type == "code":
             assert cell.execution_count is None
-            assert path.stem == "report" or cell.outputs == []
+            assert cell.outputs == []
 
 
 @every_notebook
@@ -250,10 +250,10 @@ def outputs_of(notebook):
 def test_the_report_is_kept_as_the_committed_records_render_it(monkeypatch):
     """Its pictures are drawn by whichever fonts are here; the figures' manifest ties them to records."""
     monkeypatch.chdir(ROOT)
-    kept, now = (outputs_of(nbformat.reads(text, 4)) for text in (render.NOTEBOOK.read_text(), render.rendered()))
+    kept, now = (outputs_of(nbformat.reads(text, 4)) for text in (render.RENDERED.read_text(), render.rendered()))
     assert kept == now, "run python -m qa_lib report --notebook"
     assert sum(count for _, count in kept.values()) >= 8
-    assert render.NOTEBOOK.stat().st_size < 2 * MAX_BYTES
+    assert render.RENDERED.stat().st_size < MAX_BYTES
 
 
 def test_the_explore_notebook_needs_no_run_and_no_model(swept):
