@@ -31,26 +31,25 @@ def vram_table(runs: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
-def _f1(quality: pd.DataFrame) -> pd.DataFrame:
-    """What each row's F1 is worth: columns text, the difference to the baseline's at threshold 0, and lost, points of
-    F1 in the mean at the worse of both thresholds. Without rows where that was not measured."""
+def worth(quality: pd.DataFrame) -> pd.DataFrame:
+    """What each row's F1 is worth, by runs that have one: columns text, the difference to the baseline's at threshold
+    0, and lost, points of F1 in the mean at the worse of both thresholds. Without rows where that was not measured."""
     try:
-        found = evidence.equivalence(quality).set_index("variant")
+        tested = evidence.equivalence(quality)
     except NotMeasured:
         return pd.DataFrame(columns=["text", "lost"], dtype=object)
-    text = [tables.points(*difference, "+") for difference in found[["delta", "half"]].to_numpy()]
-    found = found.assign(text=text, lost=-found[["delta", "best_delta"]].min(axis=1))[["text", "lost"]]
+    found = pd.DataFrame({"text": evidence.as_text(tested)})
+    found["lost"] = -tested.set_index("variant")[["delta", "best_delta"]].min(axis=1)
     found.loc[tables.BASELINE] = (tables.points(0.0, sign="+"), 0.0)
     return found
 
 
-def largest_batches(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
+def largest_batches(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
     """Of a group that `fit-batch` made: each row's largest micro-batch that fitted, the smallest that did not, the best
-    speed at any, and what its F1 is by `quality`; last the rows that cannot run there, and why.
+    speed at any, and its F1 by worth(); last the rows that cannot run there, and why.
 
     Raises NotMeasured where nothing fitted.
     """
-    f1 = _f1(quality)["text"]
     lines, skipped = [], []
     for name in VARIANTS:
         row = runs[runs["spec.variant"] == name]
@@ -71,7 +70,7 @@ def largest_batches(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
                 "reserved MiB": number(most["memory.peak_reserved_mib"]),
                 "best features/s tried": number(best["speed.features_per_s"]),
                 "at micro-batch": str(best["spec.settings.micro_batch"]),
-                f"ΔF1 vs {tables.BASELINE}": f1.get(name, "not known"),
+                f"ΔF1 vs {tables.BASELINE}": f1["text"].get(name, "not known"),
             }
         )
     if not lines:
@@ -81,7 +80,7 @@ def largest_batches(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
 
 def _best_first(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
     """Rows at each micro-batch in the order in which decision_table() prefers them: variant, size, speed (features/s),
-    reserved (MiB, the most of all seeds), and the kind of what trains; `f1` by _f1(). Raises NotMeasured."""
+    reserved (MiB, the most of all seeds), and the kind of what trains; `f1` by worth(). Raises NotMeasured."""
     columns = {"spec.variant": "variant", "spec.settings.micro_batch": "size", "speed.features_per_s": "speed",
                "memory.peak_reserved_mib": "reserved"}  # fmt: skip
     measured = runs.loc[runs["status"] == "ok", list(columns)].rename(columns=columns).dropna()
@@ -96,15 +95,14 @@ def _best_first(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
     return measured.sort_values(["doubt", "merit"], ascending=[True, False])
 
 
-def decision_table(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
+def decision_table(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
     """For cards of SIZES_GIB: the quickest full fine-tune and the quickest adapter that were measured to fit. Rows of
     unknown F1 stand only where none of known F1 fits, and of rows that lost more than evidence.MARGIN F1 in the mean,
     at either threshold, the one that lost least, where nothing else fits.
 
-    From `runs` of one group, by peak reserved memory plus CONTEXT_GIB; `quality` are runs with F1, or none. Speeds are
-    those of the GPU that ran them. Raises NotMeasured.
+    From `runs` of one group, by peak reserved memory plus CONTEXT_GIB; `f1` by worth(). Speeds are those of the GPU
+    that ran them. Raises NotMeasured.
     """
-    f1 = _f1(quality)
     measured = _best_first(runs, f1)
     needed = measured["reserved"] / 1024 + CONTEXT_GIB
     lines = []
@@ -153,8 +151,8 @@ def recipes(runs: pd.DataFrame, group: str) -> str:
         "that ran it, and a row needs what its settings need: a T4 has no bf16 and no 8-bit floats, so see the last "
         "table for one."
     )
-    quality = evidence.quality_runs(runs, group)
-    parts = [said, tables.or_why(lambda part: decision_table(part, quality), runs[runs["group"] == group])]
+    f1 = worth(evidence.quality_runs(runs, group))
+    parts = [said, tables.or_why(lambda part: decision_table(part, f1), runs[runs["group"] == group])]
     said = "**The seeds' protocol**: one step at micro-batch 8 after one to settle. *T4* is theirs, the rest is ours."
     parts += [said, tables.or_why(vram_table, runs[runs["group"] == f"{hardware}-vram"])]
     for name in sorted(set(runs["group"])):
@@ -168,7 +166,7 @@ def recipes(runs: pd.DataFrame, group: str) -> str:
                 "The speeds, of one short run each, are not those of such a card, and the F1 of packed rows is that of "
                 "the kernel which the GPU of the runs for quality has."
                 + (f" Not searched: {', '.join(absent)}." if absent else "")
-                + _quickest(tries, _f1(quality)),
-                tables.or_why(lambda part: largest_batches(part, quality), tries),
+                + _quickest(tries, f1),
+                tables.or_why(lambda part: largest_batches(part, f1), tries),
             ]
     return "\n\n".join(parts)

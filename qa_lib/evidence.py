@@ -84,6 +84,12 @@ def equivalence(runs: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
+def as_text(tested: pd.DataFrame, at: str = "") -> pd.Series:
+    """The differences of `equivalence` by variant, at threshold 0 or, `at` being "best_", at the best one."""
+    numbers = tested[["variant", f"{at}delta", f"{at}half"]].itertuples(index=False)
+    return pd.Series({name: points(delta, half, "+") for name, delta, half in numbers}, dtype=object)
+
+
 def equivalence_finding(table: pd.DataFrame) -> str:
     """Which rows of `equivalence` are shown to be as good as the baseline, and which are not."""
     rows = table.dropna(subset="half").set_index("variant")
@@ -101,18 +107,18 @@ def equivalence_finding(table: pd.DataFrame) -> str:
 
 def equivalence_table(runs: pd.DataFrame) -> pd.DataFrame:
     """`equivalence` as text, with the scores by kind of question beside it."""
-    tested = equivalence(runs).set_index("variant")
+    tested = equivalence(runs)
+    told = {f"ΔF1 vs {BASELINE}": as_text(tested), "at best threshold: ΔF1": as_text(tested, "best_")}
+    told[f"within {MARGIN:g} F1"] = tested.set_index("variant")["verdict"].map(VERDICTS)
     done = runs[runs["status"] == "ok"].groupby("spec.variant")
     columns = {"exact": "exact", "F1": "f1", "F1 at best threshold": "best_f1", "HasAns F1": "has_answer_f1",
                "NoAns F1": "no_answer_f1"}  # fmt: skip
     lines = []
     for name in (name for name in VARIANTS if name in done.groups):
-        part, known = done.get_group(name), name in tested.index
+        part = done.get_group(name)
         line = {"row": name, "what it changes": tables.change(name), "n": str(len(part))}
         line |= {head: points(part[f"quality.{key}"].astype(float).mean()) for head, key in columns.items()}
-        for head, which in (("ΔF1 vs A1", ["delta", "half"]), ("at best threshold: ΔF1", ["best_delta", "best_half"])):
-            line[head] = points(*tested.loc[name, which], "+") if known else MISSING
-        lines.append(line | {f"within {MARGIN:g} F1": VERDICTS[tested.loc[name, "verdict"]] if known else MISSING})
+        lines.append(line | {head: texts.get(name, MISSING) for head, texts in told.items()})
     null = points(runs["quality.always_null_f1"].astype(float).mean())
     blank = dict.fromkeys(lines[0], MISSING) | {"row": "none", "what it changes": "never answers", "F1": null}
     return pd.DataFrame([blank | {"F1 at best threshold": null}, *lines])

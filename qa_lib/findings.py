@@ -194,13 +194,12 @@ def findings(runs: pd.DataFrame, judged: pd.DataFrame | None = None) -> str:
     """
     lines = tables.summarise(runs)
     judged, scores = (runs, lines) if judged is None else (judged, tables.summarise(judged))
-    sources = [(speed_finding, lines), (memory_finding, lines)]
-    sources += [(lambda scored: evidence.equivalence_finding(evidence.equivalence(scored)), judged)]
-    sources += [(finding, scores) for finding in (quality_finding, peft_finding, failed_join_finding)]
-    elsewhere = set(judged["group"]) - set(runs["group"])
+    where = "".join(f"{group}: " for group in set(judged["group"]) - set(runs["group"]))  # one group at most
+    sources = [("", speed_finding, lines), ("", memory_finding, lines)]
+    sources += [(where, lambda scored: evidence.equivalence_finding(evidence.equivalence(scored)), judged)]
+    sources += [(where, finding, scores) for finding in (quality_finding, peft_finding, failed_join_finding)]
     said = []
-    for finding, source in [*sources, (cost_finding, runs)]:
-        where = f"{min(elsewhere)}: " if elsewhere and (source is judged or source is scores) else ""
+    for where, finding, source in [*sources, ("", cost_finding, runs)]:
         try:
             said += [where + sentence for sentence in finding(source).split(";\n")]
         except NotMeasured as problem:

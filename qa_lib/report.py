@@ -245,11 +245,10 @@ def _with_f1(lines: pd.DataFrame, quality: pd.DataFrame) -> tuple[pd.DataFrame, 
         tested = evidence.equivalence(quality)
     except tables.NotMeasured as reason:
         return table, f"Whether rows keep the baseline's quality is not known here: {reason}.", ""
-    found = tested.set_index("variant").reindex(lines["variant"])
-    for head, at in (("ΔF1 vs A1", ""), ("ΔF1 at best threshold", "best_")):
-        pairs = zip(found[f"{at}delta"], found[f"{at}half"], strict=True)
-        table[head] = [tables.points(delta, half, "+") for delta, half in pairs]
-    table["n (F1)"] = found["n"].map(lambda n: tables.MISSING if pd.isna(n) else f"{n:.0f}").to_numpy()
+    columns = {"ΔF1 vs A1": evidence.as_text(tested), "ΔF1 at best threshold": evidence.as_text(tested, "best_")}
+    columns["n (F1)"] = tested.set_index("variant")["n"].astype(str)
+    for head, texts in columns.items():
+        table[head] = table["row"].map(texts).fillna(tables.MISSING)
     null = tables.points(quality["quality.always_null_f1"].astype(float).mean())
     model, features = quality["model.name"].iloc[0], quality["spec.n_train"].max()
     said = (

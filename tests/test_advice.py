@@ -30,41 +30,42 @@ BENCH = runs(
     ("gpu-bench", "EB1", 32, "ok", 3500.0, 1700.0, 1900.0, None),
     ("gpu-bench", "C2", 32, "oom", None, None, None, None),
 )
+UNKNOWN = advice.worth(BENCH)  # no F1 in it
 
 
 def test_the_quickest_that_fits_with_room_for_the_context():
-    table = advice.decision_table(BENCH, BENCH[:0]).set_index("you have")
+    table = advice.decision_table(BENCH, UNKNOWN).set_index("you have")
     assert table.loc["3 GiB", "train everything"] == "–"
     assert table.loc["3 GiB", "train adapters"] == "EB1, micro-batch 32"
     assert table.loc["4 GiB", "train everything"] == "–", "3,700 MiB and the context are more than 4 GiB"
     assert table.loc["6 GiB", "train everything"] == "E-best, micro-batch 32"
     assert table.loc["6 GiB", "train everything: ΔF1"] == "not known"
     with pytest.raises(NotMeasured):
-        advice.decision_table(BENCH[BENCH["status"] == "oom"], BENCH[:0])
+        advice.decision_table(BENCH[BENCH["status"] == "oom"], UNKNOWN)
 
 
 def test_a_row_that_loses_quality_is_recommended_only_where_no_other_fits():
     worse = judged(A1=(60.0, 60.2, 60.1), EB1=(50.0, 50.2, 50.1), B1=(48.0, 48.2, 48.1))
     quicker = pd.concat([BENCH, runs(("gpu-bench", "B1", 32, "ok", 9000.0, 1500.0, 1600.0, None))])
-    table = advice.decision_table(quicker, worse).set_index("you have")
+    table = advice.decision_table(quicker, advice.worth(worse)).set_index("you have")
     assert table.loc["3 GiB", "train adapters"] == "EB1, micro-batch 32", "the one that loses least"
     assert table.loc["3 GiB", "train adapters: ΔF1"].startswith("−10.00")
     other = pd.concat([BENCH, runs(("gpu-bench", "EB1-all", 32, "ok", 90.0, 1500.0, 1600.0, None))])
-    table = advice.decision_table(other, worse).set_index("you have")
+    table = advice.decision_table(other, advice.worth(worse)).set_index("you have")
     assert table.loc["3 GiB", "train adapters"] == "EB1-all, micro-batch 32", "of unknown quality"
     thrice = judged(A1=(60.0, 60.2, 60.1), EB1=(58.5,), B1=(60.0, 60.2, 60.1))
     slower = pd.concat([BENCH, runs(("gpu-bench", "B1", 32, "ok", 90.0, 1500.0, 1600.0, None))])
-    table = advice.decision_table(slower, thrice).set_index("you have")
+    table = advice.decision_table(slower, advice.worth(thrice)).set_index("you have")
     assert table.loc["3 GiB", "train adapters"] == "B1, micro-batch 32", "EB1 lost 1.5 in its one run"
     same = judged(A1=(60.0, 60.2, 60.1), EB1=(60.1, 60.1, 60.1))
-    table = advice.decision_table(BENCH, same).set_index("you have")
+    table = advice.decision_table(BENCH, advice.worth(same)).set_index("you have")
     assert table.loc["3 GiB", "train adapters"] == "EB1, micro-batch 32"
     assert table.loc["3 GiB", "train adapters: ΔF1"].startswith("+0.00 ± 0.1")
 
 
 def test_a_row_fits_where_all_its_seeds_do():
     twice = pd.concat([BENCH, runs(("gpu-bench", "EB1", 32, "ok", 1500.0, 2700.0, 3000.0, None))])
-    table = advice.decision_table(twice, BENCH[:0]).set_index("you have")
+    table = advice.decision_table(twice, UNKNOWN).set_index("you have")
     assert list(table["train adapters"][["3 GiB", "4 GiB"]]) == ["–", "EB1, micro-batch 32"]
     assert table.loc["4 GiB", "train adapters: features/s"] == "2,500"
 
@@ -88,7 +89,7 @@ def test_recipes_show_each_search_under_its_limit():
         ("gpu-fit-14.9gib-sm75", "A1", 48, "oom", None, None, None, 14.9),
         ("gpu-fit-14.9gib-sm75", "E4", 8, "skipped", None, None, None, 14.9),
     ).assign(**{"error.message": "needs bf16"})
-    table = advice.largest_batches(fits, BENCH[:0])
+    table = advice.largest_batches(fits, UNKNOWN)
     assert list(table.iloc[1][["row", "largest micro-batch", "note"]]) == ["E4", "–", "needs bf16"]
     table = table.iloc[0]
     assert (table["largest micro-batch"], table["best features/s tried"], table["at micro-batch"]) == (
