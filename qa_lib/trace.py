@@ -31,7 +31,8 @@ def part_of(kernel: str, op: str, sizes: list[tuple[int, ...]], phase: str, hidd
     """The part of a BERT that a piece of work belongs to, one of PARTS.
 
     `kernel` is its name, `op` the operator that launched it and `sizes` the shapes of that operator's inputs: matrix
-    products are told apart by the model's `hidden` and `intermediate` widths alone, whichever kernel ran them.
+    products are told apart by the model's `hidden` and `intermediate` widths alone, whichever kernel ran them. Lookups
+    that the compiler fused with the layer norm behind them count as that.
     """
     name, caller = kernel.lower(), op.lower()
     widths = {size for shape in sizes for size in shape}
@@ -43,7 +44,8 @@ def part_of(kernel: str, op: str, sizes: list[tuple[int, ...]], phase: str, hidd
         return "loss"
     if any(word in name + caller for word in ("flash", "fmha", "attention", "softmax", "bmm")):
         return "attention"
-    if "embedding" in name + caller and "layer_norm" not in name:
+    # A lookup reaches the GPU by index_select, which nothing else in a BERT calls.
+    if ("embedding" in name + caller and "layer_norm" not in name) or caller == "aten::index_select":
         return "embeddings"
     if not name.startswith("triton") and any(word in name or word in caller.split("::")[-1] for word in _PRODUCTS):
         if intermediate in widths:

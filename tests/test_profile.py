@@ -99,6 +99,7 @@ def test_kernels_of_a_graph_take_the_labels_of_those_launched_one_by_one():
         ("triton_poi_fused_gelu_2", "", [], "forward", "norms and elementwise"),
         ("vectorized_elementwise_kernel", "aten::copy_", [(WIDE, HIDDEN)], "forward", "copies"),
         ("Memcpy HtoD", "", [], "forward", "copies"),
+        ("void vectorized_gather_kernel<16, long>", "aten::index_select", [(30522, HIDDEN)], "forward", "embeddings"),
         ("sort", "aten::embedding_dense_backward", [(64, HIDDEN)], "backward", "embeddings"),
         ("nll_loss_forward", "aten::nll_loss_forward", [(8, 384)], "forward", "loss"),
         ("splitKreduce_kernel", "aten::addmm", [(2,), (64, HIDDEN), (HIDDEN, 2)], "forward", "loss"),
