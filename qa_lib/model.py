@@ -11,11 +11,11 @@ from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoTokenize
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
+from qa_lib.attention import attention_name
 from qa_lib.data import UserError
 from qa_lib.dropout import use_hash_dropout
 from qa_lib.fp8 import use_float8
 from qa_lib.fuse import fuse_projections, split_projections
-from qa_lib.packing import attention_name
 from qa_lib.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.variants import Recipe, Spec
 

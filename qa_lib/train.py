@@ -94,7 +94,7 @@ def train(
     scaler = torch.amp.GradScaler(device.type, init_scale=INITIAL_SCALE, enabled=settings.precision == "fp16")
     # The compiled callable shares the model's weights; evaluation goes on with the plain one. Where padding varies,
     # shapes are symbolic from the start, so that a new length compiles again at most where it fuses differently.
-    forward = Packed(model, spec.scale.max_length) if settings.padding == "packed" else model
+    forward = Packed(model, batches.limits) if settings.padding == "packed" else model
     if settings.compile != "none":
         forward = torch.compile(forward, backend=settings.compile, dynamic=settings.padding == "longest")
 

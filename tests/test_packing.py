@@ -11,12 +11,13 @@ from torch import library
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
+from qa_lib.attention import KERNELS, Segments, lay_out
 from qa_lib.batches import Batches
 from qa_lib.data import open_source
 from qa_lib.features import build_features
 from qa_lib.fit import fit
 from qa_lib.model import build_model, build_tokenizer
-from qa_lib.packing import KERNELS, Packed, PackedBatches, deal
+from qa_lib.packing import Packed, PackedBatches, deal
 from qa_lib.plan import plan
 from qa_lib.variants import Machine, Spec
 from tests.test_train import without_dropout
@@ -79,6 +80,14 @@ def spec_of(variant="E1", machine=CPU, attention=None, **scale) -> Spec:
     return dataclasses.replace(spec, settings=settings, scale=scale)
 
 
+def segments(ends, limits) -> Segments:
+    """Of a row cut at `ends`; one limit stands for all segments."""
+    ends = np.array(ends, dtype=np.int32)
+    limits = limits if isinstance(limits, list) else [limits] * (len(ends) - 1)
+    layout = {name: torch.from_numpy(array).to(DEVICE) for name, array in lay_out(ends, limits).items()}
+    return Segments(torch.from_numpy(ends).to(DEVICE), limits, **layout)
+
+
 def relative(a, b):
     return ((a - b).norm() / b.norm()).item()
 
@@ -109,6 +118,27 @@ def test_every_row_has_one_shape_and_nearly_no_padding(features):
         assert segments.max() <= 96
 
 
+def test_each_segment_has_a_limit_that_holds_in_every_row(features):
+    batches = PackedBatches(features, spec_of(attention="efficient"))
+    rows = [batches.arrays(m) for step in range(batches.steps) for m in batches.step(step)]
+    lengths = np.array([np.diff(row["cu_seqlens"]) for row in rows])
+    assert (lengths <= batches.limits).all() and not np.mod(batches.limits, 16).any()
+    assert batches.limits[: batches.size] == sorted(batches.limits[: batches.size], reverse=True)
+    needed = (np.array(batches.limits) - lengths.max(0)).max()
+    assert needed < 64, "no limit is an alignment too high"
+    assert {row["slots"].shape for row in rows} == {(sum(batches.limits),)}
+
+
+def test_a_layout_brings_every_token_to_its_place_and_back():
+    ends, limits = np.array([0, 5, 5, 20, 23]), [16, 16, 32, 16]
+    layout = lay_out(ends, limits)
+    slots, bias, place = layout["slots"], layout["bias"], layout["place"]
+    assert list(slots[place]) == list(range(23)) and (bias[place] == 0).all() and (bias == 0).sum() == 23
+    assert list(np.flatnonzero(bias == 0)) == [*range(5), *range(32, 47), *range(64, 67)]
+    with pytest.raises(ValueError, match="beyond their limits"):
+        lay_out(ends, [16, 16, 14, 16])
+
+
 def test_an_epoch_sees_each_feature_once_and_the_next_in_another_order(features):
     batches = PackedBatches(features, spec_of())
     first, second = batches._epoch(0), batches._epoch(1)
@@ -118,14 +148,14 @@ def test_an_epoch_sees_each_feature_once_and_the_next_in_another_order(features)
 
 
 def packed_and_padded(features, kind, dtype, device=DEVICE):
-    """A model, one micro-batch both ways, and the spec: on the device, without dropout, in training mode."""
+    """A model, one micro-batch both ways, and its lengths: on the device, without dropout, in training mode."""
     spec = spec_of(attention=kind)
     batches = PackedBatches(features, spec)
     indices = batches.step(0)[0]
     model = without_dropout(build_model(spec)).to(device, dtype).train()
     padded_spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, padding="max"))
     padded = Batches(features, padded_spec).collate(indices, device)
-    return model, batches.collate(indices, device), padded, features.lengths[indices]
+    return Packed(model, batches.limits), batches.collate(indices, device), padded, features.lengths[indices]
 
 
 def padded_loss(model, inputs, lengths):
@@ -142,11 +172,11 @@ def padded_loss(model, inputs, lengths):
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
 def test_logits_loss_and_gradients_are_those_of_padded_rows(features, kind, dtype, error):
     model, packed, padded, lengths = packed_and_padded(features, kind, dtype)
-    loss, output, inside = padded_loss(model, padded, lengths)
+    loss, output, inside = padded_loss(model.model, padded, lengths)
     loss.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    found = Packed(model, 96)(**packed)
+    found = model(**packed)
     found.loss.backward()
     total = lengths.sum()
     assert relative(found.start_logits[0, :total].float(), output.start_logits[inside].float()) < error
@@ -163,12 +193,12 @@ def test_no_segment_sees_its_neighbour(features, kind, dtype, error):
     model, packed, _, lengths = packed_and_padded(features, kind, dtype)
     ends = np.concatenate([[0], lengths.cumsum()])
     with torch.no_grad():
-        before = Packed(model, 96)(**packed).start_logits[0]
+        before = model(**packed).start_logits[0]
         for changed in (0, 3, len(lengths) - 1):
             other = {name: tensor.clone() for name, tensor in packed.items()}
             span = slice(ends[changed] + 1, ends[changed + 1] - 1)
             other["input_ids"][0, span] = 7
-            after = Packed(model, 96)(**other).start_logits[0]
+            after = model(**other).start_logits[0]
             same = torch.ones(len(before), dtype=torch.bool, device=DEVICE)
             same[ends[changed] : ends[changed + 1]] = False
             assert torch.equal(before[same], after[same])
@@ -184,11 +214,11 @@ def test_a_long_tail_leaks_nothing(features, kind, dtype, error):
     def gradients(extra):
         batches = PackedBatches(features, spec)
         batches.budget += extra
-        batches.tails = -(-(batches.budget - 8) // 96)
+        batches.least = 8
         segments = np.diff(batches.arrays(batches.step(0)[0])["cu_seqlens"])
         assert segments.max() <= 96 and segments.sum() == batches.budget
         model.zero_grad()
-        Packed(model, 96)(**batches.collate(batches.step(0)[0], DEVICE)).loss.backward()
+        Packed(model, batches.limits)(**batches.collate(batches.step(0)[0], DEVICE)).loss.backward()
         return [p.grad.clone() for p in model.parameters()]
 
     for near, far in zip(gradients(0), gradients(64 * 12), strict=True):
@@ -203,13 +233,13 @@ def test_attention_dropout_keeps_its_rate(kind, dtype, error):
     tokens, heads = 960, 4
     query, key = (torch.randn(tokens, heads, 32, device=DEVICE, dtype=dtype) for _ in range(2))
     ones = torch.ones(tokens, heads, 32, device=DEVICE, dtype=dtype)
-    cu = torch.arange(0, tokens + 1, 96, device=DEVICE, dtype=torch.int32)
-    kept = KERNELS[kind](query, key, ones, cu, 96, 0.1, 0.2).float()
+    cut = segments(range(0, tokens + 1, 96), 96)
+    kept = KERNELS[kind](query, key, ones, cut, 0.1, 0.2).float()
     assert kept.mean().item() == pytest.approx(1.0, abs=0.01)
     assert kept.std() > 0.01
-    again = KERNELS[kind](query, key, ones, cu, 96, 0.1, 0.2).float()
+    again = KERNELS[kind](query, key, ones, cut, 0.1, 0.2).float()
     assert not torch.equal(kept, again)
-    assert torch.allclose(KERNELS[kind](query, key, ones, cu, 96, 0.0, 0.2).float(), torch.ones_like(kept), atol=1e-3)
+    assert torch.allclose(KERNELS[kind](query, key, ones, cut, 0.0, 0.2).float(), torch.ones_like(kept), atol=1e-3)
 
 
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
@@ -221,8 +251,8 @@ def test_the_compiler_traces_it_whole(features, kind, dtype, error):
         step(**packed).loss.backward()
         return torch.cat([p.grad.flatten().float() for p in model.parameters()])
 
-    found = gradients(torch.compile(Packed(model, 96), backend="aot_eager", fullgraph=True))
-    assert relative(found, gradients(Packed(model, 96))) < error
+    found = gradients(torch.compile(model, backend="aot_eager", fullgraph=True))
+    assert relative(found, gradients(model)) < error
 
 
 def plainly(step):
@@ -242,19 +272,20 @@ WAYS = [plainly, recomputed] + ([by_inductor] if DEVICE.type == "cuda" else [])
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("longest", [96, 80])
+@pytest.mark.parametrize("limits", [96, 80, [80, 64, 64, 80, 80, 32, 80]])
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
-def test_the_backward_pass_drops_what_the_forward_pass_dropped(kind, dtype, error, longest, way):
+def test_the_backward_pass_drops_what_the_forward_pass_dropped(kind, dtype, error, limits, way):
     """For one pattern the output is linear in the values, so that <grad, A v> = <A' grad, v>; A' by the backward pass.
 
     PyTorch's memory-efficient kernel breaks this where it is given cu_seqlens, and models then fail to train."""
     query, key, value, grad = (torch.randn(400, 4, 32, device=DEVICE, dtype=dtype) for _ in range(4))
-    cu = torch.tensor([0, 80, 134, 134, 214, 294, 320, 400], device=DEVICE, dtype=torch.int32)
+    ends = [0, 80, 134, 134, 214, 294, 320, 400]
+    cut = segments(ends, limits)
     value.requires_grad_()
-    output = way(lambda v: KERNELS[kind](query, key, v, cu, longest, 0.5, 0.2))(value)
+    output = way(lambda v: KERNELS[kind](query, key, v, cut, 0.5, 0.2))(value)
     (back,) = torch.autograd.grad(output, value, grad)
     for segment in range(7):
-        part = slice(cu[segment], cu[segment + 1])
+        part = slice(*ends[segment : segment + 2])
         there = (grad[part].float() * output[part].float()).sum((0, 2))
         again = (back[part].float() * value[part].float()).sum((0, 2))
         noise = (grad[part].float() * output[part].float()).norm()
@@ -265,11 +296,11 @@ def test_the_backward_pass_drops_what_the_forward_pass_dropped(kind, dtype, erro
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS[1:])
 def test_a_captured_step_drops_anew_and_alike_in_both_passes(kind, dtype, error):
     query, key, value, grad = (torch.randn(480, 4, 32, device=DEVICE, dtype=dtype) for _ in range(4))
-    cu = torch.arange(0, 481, 96, device=DEVICE, dtype=torch.int32)
+    cut = segments(range(0, 481, 96), 96)
     value.requires_grad_()
 
     def step():
-        output = KERNELS[kind](query, key, value, cu, 96, 0.5, 0.2)
+        output = KERNELS[kind](query, key, value, cut, 0.5, 0.2)
         return output.detach(), *torch.autograd.grad(output, value, grad)
 
     step()
@@ -291,8 +322,8 @@ def test_with_dropout_all_gradients_are_those_of_the_pattern_that_was_drawn(kind
     wide."""
     query, key, grad = (torch.randn(64, 1, 64, device=DEVICE, dtype=dtype).requires_grad_() for _ in range(3))
     value = torch.eye(64, device=DEVICE, dtype=dtype)[:, None].requires_grad_()
-    cu = torch.tensor([0, 64], device=DEVICE, dtype=torch.int32)
-    output = KERNELS[kind](query, key, value, cu, 64, 0.5, 0.1)
+    cut = segments([0, 64], 64)
+    output = KERNELS[kind](query, key, value, cut, 0.5, 0.1)
     found = torch.autograd.grad(output, (query, key, value), grad)
     kept = (output[:, 0] != 0).double() / 0.5
     q, k, v = (t.detach()[:, 0].double().requires_grad_() for t in (query, key, value))
@@ -303,7 +334,7 @@ def test_with_dropout_all_gradients_are_those_of_the_pattern_that_was_drawn(kind
 
 def test_nothing_padded_is_kept_for_the_backward_pass():
     query, key, value = (torch.randn(480, 4, 32, device=DEVICE, requires_grad=True) for _ in range(3))
-    cu = torch.tensor([0, 20, 40, 480], device=DEVICE, dtype=torch.int32)
+    cut = segments([0, 20, 40, 480], 448)
     kept = []
 
     def remember(graph, _):
@@ -316,7 +347,7 @@ def test_nothing_padded_is_kept_for_the_backward_pass():
         bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
         partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
     )
-    step = torch.compile(lambda q: KERNELS["efficient"](q, key, value, cu, 440, 0.1, 0.2), backend=backend)
+    step = torch.compile(lambda q: KERNELS["efficient"](q, key, value, cut, 0.1, 0.2), backend=backend)
     step(query).sum().backward()
     assert (480, 4, 32) in kept
     assert max(np.prod(shape) for shape in kept) == 480 * 4 * 32
@@ -325,8 +356,8 @@ def test_nothing_padded_is_kept_for_the_backward_pass():
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
 def test_no_two_heads_or_segments_drop_by_one_pattern(kind, dtype, error):
     even = torch.zeros(480, 4, 32, device=DEVICE, dtype=dtype)  # equal scores: the output is the share that is kept
-    cu = torch.arange(0, 481, 96, device=DEVICE, dtype=torch.int32)
-    kept = KERNELS[kind](even, even, torch.ones_like(even), cu, 96, 0.5, 0.2)[:, :, 0].float()
+    cut = segments(range(0, 481, 96), 96)
+    kept = KERNELS[kind](even, even, torch.ones_like(even), cut, 0.5, 0.2)[:, :, 0].float()
     patterns = kept.view(5, 96, 4).transpose(1, 2).reshape(20, 96)
     close = torch.corrcoef(patterns) - torch.eye(20, device=DEVICE)
     assert close.abs().max() < 0.6

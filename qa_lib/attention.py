@@ -1,0 +1,207 @@
+"""Attention within the segments of a packed row, by whichever kernel the GPU has, registered with transformers.
+
+Kernels take query, key and value [tokens, heads, width], `Segments`, dropout and the scale of the scores.
+"""
+
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import library
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+
+class Segments(NamedTuple):
+    """Where the features of a packed row lie, and where they go when each is padded to its limit."""
+
+    cu_seqlens: torch.Tensor  # int32 [segments + 1]: where each segment begins and the last one ends
+    limits: list[int]  # at most so many tokens in each, multiples of 16 and the same for every row of a run
+    slots: torch.Tensor | None = None  # of lay_out(), for the kernel that pads
+    bias: torch.Tensor | None = None
+    place: torch.Tensor | None = None
+
+
+def lay_out(cu_seqlens: np.ndarray, limits: list[int]) -> dict[str, np.ndarray]:
+    """The segments each padded to its limit, one after another, in sum(limits) places: slots, the token at each (int64;
+    any token where there is padding), bias, 0 or -inf there (float32), and place, where each token went (int64)."""
+    if (np.diff(cu_seqlens) > limits).any():
+        raise ValueError(f"segments of {np.diff(cu_seqlens).tolist()} tokens are beyond their limits {limits}")
+    first = np.cumsum(limits) - limits
+    slots = np.arange(sum(limits)) + np.repeat(cu_seqlens[:-1] - first, limits)
+    inside = slots < np.repeat(cu_seqlens[1:], limits)
+    place = np.empty(cu_seqlens[-1], dtype=np.int64)
+    place[slots[inside]] = np.flatnonzero(inside)
+    bias = np.where(inside, 0, -np.inf).astype(np.float32)
+    return {"slots": np.minimum(slots, len(place) - 1), "bias": bias, "place": place}
+
+
+def flash(query, key, value, segments, dropout, scale):
+    """FlashAttention by PyTorch's own op, for sm_80 and newer; fp16 or bf16."""
+    ends, longest = segments.cu_seqlens, max(segments.limits)
+    return torch.ops.aten._flash_attention_forward(
+        query, key, value, ends, ends, longest, longest, dropout, False, False, scale=scale
+    )[0]
+
+
+def efficient(query, key, value, segments, dropout, scale):
+    """PyTorch's memory-efficient kernel, for sm_50 and newer (a T4 is sm_75), over segments padded for it alone.
+
+    The kernel also takes cu_seqlens, but then its forward pass drops out by another pattern than its backward pass (it
+    begins every segment and head at the same random number), and training fails without a word.
+    """
+    _, limits, *layout = segments
+    return _efficient(query, key, value, *layout, limits, dropout, scale)[0]
+
+
+def _classes(limits: list[int]) -> list[tuple[slice, tuple[int, int]]]:
+    """Neighbours of one limit, which one call of the kernel takes: their places, and their number and limit."""
+    found, begin = [], 0
+    for limit, same in groupby(limits):
+        count = len(list(same))
+        found.append((slice(begin, begin + count * limit), (count, limit)))
+        begin += count * limit
+    return found
+
+
+def _heads_first(padded: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """[segments x limit, heads, width] as [segments, heads, limit, width]."""
+    return padded.unflatten(0, shape).transpose(1, 2)
+
+
+def _scores(bias: torch.Tensor, shape: tuple[int, int], heads: int) -> torch.Tensor:
+    """The bias of keys [segments x limit] as one of scores [segments, heads, limit, limit]."""
+    return bias.view(shape[0], 1, 1, shape[1]).expand(-1, heads, shape[1], -1)
+
+
+def _tokens(padded: list[torch.Tensor], place: torch.Tensor) -> torch.Tensor:
+    """The reverse of `_heads_first` for all classes, without the padding: [tokens, heads, width]."""
+    return torch.cat([part.transpose(1, 2).flatten(0, 1) for part in padded])[place]
+
+
+def _steps(limit: int) -> int:
+    """Entries that the kernel keeps for the softmax of a segment and head."""
+    return -(-limit // 32) * 32
+
+
+# Operators of their own, which the compiler does not look into: it would keep what is padded for the backward pass.
+@library.custom_op("qa_lib::efficient_attention", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def _efficient(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slots: torch.Tensor,
+    bias: torch.Tensor,
+    place: torch.Tensor,
+    limits: list[int],
+    dropout: float,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    padded, bias, heads = [t[slots] for t in (query, key, value)], bias.to(query.dtype), query.shape[1]
+    calls = [
+        torch.ops.aten._scaled_dot_product_efficient_attention(
+            *(_heads_first(t[part], shape) for t in padded), _scores(bias[part], shape, heads), True, dropout,
+            scale=scale,
+        )
+        for part, shape in _classes(limits)
+    ]  # fmt: skip
+    outputs, logsumexps, seeds, offsets = zip(*calls, strict=True)
+    kept = torch.cat([t.flatten() for t in logsumexps]), torch.stack(seeds), torch.stack(offsets)
+    return _tokens(outputs, place), *kept
+
+
+@_efficient.register_fake
+def _(query, key, value, slots, bias, place, limits, dropout, scale):
+    logsumexp = query.new_empty(query.shape[1] * sum(map(_steps, limits)), dtype=torch.float32)
+    random = query.new_empty(len(_classes(limits)), dtype=torch.int64)
+    return torch.empty_like(query, memory_format=torch.contiguous_format), logsumexp, random, random.clone()
+
+
+@library.custom_op("qa_lib::efficient_attention_backward", mutates_args=())
+def _efficient_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    logsumexp: torch.Tensor,
+    seeds: torch.Tensor,
+    offsets: torch.Tensor,
+    slots: torch.Tensor,
+    bias: torch.Tensor,
+    place: torch.Tensor,
+    limits: list[int],
+    dropout: float,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad, *padded, output = (t[slots] for t in (grad, query, key, value, output))
+    grad = grad.masked_fill((bias < 0)[:, None, None], 0.0)
+    bias, heads = bias.to(query.dtype), query.shape[1]
+    classes = _classes(limits)
+    sizes = [heads * count * _steps(limit) for _, (count, limit) in classes]
+    calls = [
+        torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            *(_heads_first(t[part], shape) for t in (grad, *padded)), _scores(bias[part], shape, heads),
+            _heads_first(output[part], shape), sums.view(shape[0], heads, -1), seed, offset, dropout,
+            [True, True, True, False], scale=scale,
+        )[:3]
+        for (part, shape), sums, seed, offset in zip(classes, logsumexp.split(sizes), seeds, offsets, strict=True)
+    ]  # fmt: skip
+    return tuple(_tokens(grads, place) for grads in zip(*calls, strict=True))
+
+
+@_efficient_backward.register_fake
+def _(grad, query, key, value, *_):
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value))
+
+
+def _keep(ctx, inputs, output):
+    query, key, value, *layout, ctx.limits, ctx.dropout, ctx.scale = inputs
+    ctx.save_for_backward(query, key, value, *output, *layout)
+
+
+def _differentiate(ctx, grad, *_):
+    grads = _efficient_backward(grad, *ctx.saved_tensors, ctx.limits, ctx.dropout, ctx.scale)
+    return *grads, *(None,) * 6
+
+
+_efficient.register_autograd(_differentiate, setup_context=_keep)
+
+
+def blockmask(query, key, value, segments, dropout, scale):
+    """SDPA under a mask [tokens, tokens] that is true within segments: any device and dtype, quadratic in the row."""
+    tokens = torch.arange(len(query), device=query.device, dtype=segments.cu_seqlens.dtype)
+    segment = torch.searchsorted(segments.cu_seqlens[1:], tokens, right=True)
+    query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
+    mask = segment[:, None] == segment
+    return F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale)[0].transpose(0, 1)
+
+
+def _interface(kernel):
+    def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, segments=None, **kwargs):
+        """An attention function of transformers: tensors [batch, heads, tokens, width] in, [batch, tokens, heads,
+        width] out. Rows without segments, as in evaluation, are padded ones and go to SDPA."""
+        if segments is None:
+            return sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+            )
+        query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
+        return kernel(query, key, value, segments, dropout, scaling)[None], None
+
+    return attention
+
+
+KERNELS = {"flash": flash, "efficient": efficient, "blockmask": blockmask}
+
+
+def attention_name(kernel: str) -> str:
+    """The name that a kernel for packed rows has in transformers, which takes any with "flash" in it for its own."""
+    return "packed-" + kernel.replace("flash", "fa")
+
+
+for _name, _kernel in KERNELS.items():
+    AttentionInterface.register(attention_name(_name), _interface(_kernel))
+    AttentionMaskInterface.register(attention_name(_name), sdpa_mask)
