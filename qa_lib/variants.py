@@ -422,6 +422,8 @@ class Spec:
             "data": self.data,
             "model": self.model,
         }
+        if self.asked.trainable != "all":  # a name does not say which rank and rate it stood for
+            content["recipe"] = dataclasses.asdict(find_recipe(self.asked.trainable))
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     @property

@@ -40,7 +40,7 @@ def test_no_two_rows_are_the_same_run():
     assert len({row.settings for row in VARIANTS.values()}) == len(VARIANTS)
 
 
-def test_hash_follows_everything_that_defines_a_run_and_nothing_else():
+def test_hash_follows_everything_that_defines_a_run_and_nothing_else(monkeypatch):
     def spec(variant="A1", scale="smoke", seed=0, machine=CPU, **more):
         return plan([variant], scale, [seed], machine=machine, **more)[0]
 
@@ -49,6 +49,9 @@ def test_hash_follows_everything_that_defines_a_run_and_nothing_else():
     assert spec(machine=GPU).hash == base.hash
     assert len({s.hash for s in (base, spec("A2"), spec(seed=1), spec(micro_batch=16), spec(data="synthetic:40"))}) == 5
     assert base.run_id == f"A1-s0-{base.hash[:6]}"
+    before = spec("B1").hash
+    monkeypatch.setitem(RECIPES, "lora-qv", dataclasses.replace(RECIPES["lora-qv"], rank=9))
+    assert spec("B1").hash != before, "the same name for another recipe"
     assert (base.group, spec(machine=GPU).group) == ("cpu-smoke", "h200-smoke")
 
 
