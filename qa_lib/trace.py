@@ -16,7 +16,8 @@ PHASES = ("forward", "backward", "optimizer")
 PARTS = ("embeddings", "attention", "feed-forward", "norms and elementwise", "loss", "optimizer", "copies")
 _ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset")
-_PRODUCTS = ("gemm", "nvjet", "splitkreduce", "cublas", "cutlass", "mm", "linear", "matmul", "dot")
+_PRODUCTS = ("mm", "linear", "matmul", "dot")  # in operators' names
+_PRODUCT_KERNELS = ("gemm", "nvjet", "splitkreduce", "cublas", "cutlass")
 _COPIES = {"aten::copy_", "aten::_to_copy", "aten::to", "aten::clone", "aten::contiguous", "aten::fill_", "aten::zero_"}
 
 
@@ -31,8 +32,8 @@ def part_of(kernel: str, op: str, sizes: list[tuple[int, ...]], phase: str, hidd
     """The part of a BERT that a piece of work belongs to, one of PARTS.
 
     `kernel` is its name, `op` the operator that launched it and `sizes` the shapes of that operator's inputs: matrix
-    products are told apart by the model's `hidden` and `intermediate` widths alone, whichever kernel ran them. Lookups
-    that the compiler fused with the layer norm behind them count as that.
+    products are told apart by the model's `hidden` and `intermediate` widths alone, whichever kernel ran them. A layer
+    norm that the compiler fused with the lookups before it counts as embeddings.
     """
     name, caller = kernel.lower(), op.lower()
     widths = {size for shape in sizes for size in shape}
@@ -44,10 +45,9 @@ def part_of(kernel: str, op: str, sizes: list[tuple[int, ...]], phase: str, hidd
         return "loss"
     if any(word in name + caller for word in ("flash", "fmha", "attention", "softmax", "bmm")):
         return "attention"
-    # A lookup reaches the GPU by index_select, which nothing else in a BERT calls.
-    if ("embedding" in name + caller and "layer_norm" not in name) or caller == "aten::index_select":
+    if "embedding" in name + caller:
         return "embeddings"
-    if not name.startswith("triton") and any(word in name or word in caller.split("::")[-1] for word in _PRODUCTS):
+    if any(word in name for word in _PRODUCT_KERNELS) or any(word in caller.split("::")[-1] for word in _PRODUCTS):
         if intermediate in widths:
             return "feed-forward"
         # The answer head has two outputs.
@@ -72,6 +72,8 @@ def work(events: list[dict], hidden: int, intermediate: int) -> pd.DataFrame:
             (e["ts"], e["ts"] + e["dur"], phase) for e in ranges for name, phase in own if e["name"].startswith(name)
         )
     ops = [e for e in events if e.get("ph") == "X" and e.get("cat") == "cpu_op"]
+    # Which operators a lookup calls in turn differs between versions of PyTorch.
+    lookups = sorted((e["ts"], e["ts"] + e["dur"]) for e in ops if e["name"] == "aten::embedding")
     rows = []
     for begin, ms, name, caller, sizes, launched in (
         _kernels(events, ops) if any(e.get("cat") == "kernel" for e in events) else _own_times(ops)
@@ -82,7 +84,8 @@ def work(events: list[dict], hidden: int, intermediate: int) -> pd.DataFrame:
         at = _inside(phases, launched)
         graph = "GraphLaunch" in caller
         phase = phases[at][2] if at is not None else "" if graph else "forward"
-        part = part_of(name, caller, sizes, phase, hidden, intermediate)
+        op = caller if _inside(lookups, launched) is None else "aten::embedding"
+        part = part_of(name, op, sizes, phase, hidden, intermediate)
         rows.append((step, begin / 1e3, ms, name, phase, part))
     table = pd.DataFrame(rows, columns=["step", "start_ms", "ms", "name", "phase", "part"])
     table["start_ms"] -= table.groupby("step")["start_ms"].transform("min")

@@ -77,6 +77,21 @@ def test_a_kernel_belongs_to_the_phase_and_part_that_launched_it():
     assert summary["parts"]["forward"] == pytest.approx({"feed-forward": 0.1, "norms and elementwise": 0.1})
 
 
+def test_whatever_a_lookup_calls_counts_as_embeddings():
+    events = [
+        cpu("step", 0, 4000, cat="user_annotation"),
+        cpu("forward", 0, 4000, cat="user_annotation"),
+        cpu("aten::embedding", 100, 50, [(30522, HIDDEN), (64,)], 1),
+        cpu("aten::gather", 110, 30, [(30522, HIDDEN), (64,)], 2),
+        cpu("aten::gather", 200, 30, [(1, 512), (1, 64)], 3),
+        *launched("gather_kernel", 1000, 20, 120, 2, 2),
+        *launched("gather_kernel", 1100, 5, 210, 3, 3),
+    ]
+    assert trace.work(events, HIDDEN, WIDE)["part"].tolist() == ["embeddings", "norms and elementwise"]
+    on_a_cpu = trace.work(events[:4], HIDDEN, WIDE)
+    assert on_a_cpu["part"].tolist() == ["embeddings"] * 2
+
+
 def test_kernels_of_a_graph_take_the_labels_of_those_launched_one_by_one():
     known = trace.work(gpu_trace(), HIDDEN, WIDE)
     events = [cpu("step", 0, 4000, cat="user_annotation")]
@@ -99,7 +114,8 @@ def test_kernels_of_a_graph_take_the_labels_of_those_launched_one_by_one():
         ("triton_poi_fused_gelu_2", "", [], "forward", "norms and elementwise"),
         ("vectorized_elementwise_kernel", "aten::copy_", [(WIDE, HIDDEN)], "forward", "copies"),
         ("Memcpy HtoD", "", [], "forward", "copies"),
-        ("void vectorized_gather_kernel<16, long>", "aten::index_select", [(30522, HIDDEN)], "forward", "embeddings"),
+        ("triton_per_fused_add_embedding_native_layer_norm_0", "", [], "forward", "embeddings"),
+        ("GammaBetaBackwardCUDAKernel", "aten::native_layer_norm_backward", [], "backward", "norms and elementwise"),
         ("sort", "aten::embedding_dense_backward", [(64, HIDDEN)], "backward", "embeddings"),
         ("nll_loss_forward", "aten::nll_loss_forward", [(8, 384)], "forward", "loss"),
         ("splitKreduce_kernel", "aten::addmm", [(2,), (64, HIDDEN), (HIDDEN, 2)], "forward", "loss"),
