@@ -39,6 +39,7 @@ def worth(quality: pd.DataFrame) -> pd.DataFrame:
     except NotMeasured:
         return pd.DataFrame(columns=["text", "lost"], dtype=object)
     found = pd.DataFrame({"text": evidence.as_text(tested)})
+    found["text"] += " (n = " + tested.set_index("variant")["n"].astype(str) + ")"
     found["lost"] = -tested.set_index("variant")[["delta", "best_delta"]].min(axis=1)
     found.loc[tables.BASELINE] = (tables.points(0.0, sign="+"), 0.0)
     return found
@@ -130,11 +131,11 @@ def _quickest(tries: pd.DataFrame, f1: pd.DataFrame) -> str:
     ranked = ranked[(ranked["kind"] == "all") & (ranked["doubt"] == 0)]
     if ranked.empty:
         return ""
-    best = ranked.iloc[0]
+    best, *others = ranked.drop_duplicates("variant").itertuples()
+    said = [f"{row.variant} at micro-batch {row.size}, {number(row.speed)} features/s" for row in (best, *others[:1])]
     return (
         f" Quickest there, of the rows that train everything and lost no more than {evidence.MARGIN:g} F1 in the mean "
-        f"at either threshold (at the scale's own batch): {best['variant']} at micro-batch {best['size']}, "
-        f"{number(best['speed'])} features/s."
+        f"at either threshold (at the scale's own batch): {', before '.join(said)}."
     )
 
 
@@ -153,7 +154,10 @@ def recipes(runs: pd.DataFrame, group: str) -> str:
     )
     f1 = worth(evidence.quality_runs(runs, group))
     parts = [said, tables.or_why(lambda part: decision_table(part, f1), runs[runs["group"] == group])]
-    said = "**The seeds' protocol**: one step at micro-batch 8 after one to settle. *T4* is theirs, the rest is ours."
+    said = (
+        "**The seeds' protocol**: one step at micro-batch 8 after one to settle. *T4* is theirs, the rest is ours. A "
+        "row that pads to the longest of a batch shows the one batch it drew; graphs are captured only after these steps."
+    )
     parts += [said, tables.or_why(vram_table, runs[runs["group"] == f"{hardware}-vram"])]
     for name in sorted(set(runs["group"])):
         if name.startswith(f"{hardware}-fit-"):
@@ -163,10 +167,12 @@ def recipes(runs: pd.DataFrame, group: str) -> str:
             parts += [
                 f"**The largest micro-batch within {limit:g} GiB**, with the allocator capped to that (the process "
                 f"takes about {CONTEXT_GIB:g} GiB beside it) and with what compute capability {int(sm) / 10:g} offers. "
-                "The speeds, of one short run each, are not those of such a card, and the F1 of packed rows is that of "
-                "the kernel which the GPU of the runs for quality has."
+                "The speeds, of one short run each, are not those of such a card, and rows that pad to the longest of "
+                "a batch vary by several percent with what they draw in it. The F1 of packed rows is that of the kernel "
+                "which the GPU of the runs for quality has."
                 + (f" Not searched: {', '.join(absent)}." if absent else "")
-                + _quickest(tries, f1),
+                + _quickest(tries, f1)
+                + f" Code {tables.commits(tries)}.",
                 tables.or_why(lambda part: largest_batches(part, f1), tries),
             ]
     return "\n\n".join(parts)

@@ -50,8 +50,10 @@ def _with(rows: dict[str, dict], what: str, why_not: str) -> dict[str, dict]:
     return found
 
 
-def _note(profile: dict) -> str:
-    note = f"Group {profile['group']} · code {str(profile['code']['commit'])[:7]}"
+def _note(rows: dict[str, dict]) -> str:
+    code = sorted({str(profile["code"]["commit"])[:7] for profile in rows.values()})
+    profile = next(iter(rows.values()))
+    note = f"Group {profile['group']} · code {', '.join(code)}"
     if not profile["env"]["gpu"]:
         return note + " · on a CPU: operators' own times under the profiler, which proves the plumbing only."
     return f"{note} · {profile['env']['gpu']}, host {profile['env']['cpu']}."
@@ -84,7 +86,7 @@ def fig_timeline(runs: pd.DataFrame) -> Figure:
 def timeline(rows: dict[str, dict], where: str = "") -> Figure:
     """One step of each of some profiles {name: profile}, on one axis."""
     title = "; ".join(f"a step of {name}: {_said(profile)}" for name, profile in rows.items())
-    figure = _figure(title[0].upper() + title[1:] + where, _note(next(iter(rows.values()))), 1.4 + 1.35 * len(rows), 1)
+    figure = _figure(title[0].upper() + title[1:] + where, _note(rows), 1.4 + 1.35 * len(rows), 1)
     end = max(max(start + ms for start, ms, *_ in profile["timeline"]) for profile in rows.values())
     for axis, (name, profile) in zip(figure.subplots(len(rows), squeeze=False)[:, 0], rows.items(), strict=True):
         for height, phase in enumerate(reversed(PHASES)):
@@ -131,7 +133,7 @@ def fig_parts(rows: dict[str, dict]) -> Figure:
          for name in rows],
         columns=["part", "row", "ms"],
     )  # fmt: skip
-    figure = _figure(title, _note(last), 1.5 + 0.3 * (len(order) + 1))
+    figure = _figure(title, _note(rows), 1.5 + 0.3 * (len(order) + 1))
     axis = figure.subplots()
     palette = dict(zip(names, [GREY, sns.color_palette("colorblind")[3]][-len(names) :], strict=True))
     sns.barplot(long, x="ms", y="part", hue="row", palette=palette, saturation=1, errorbar=None, ax=axis)
@@ -155,7 +157,7 @@ def phases(rows: dict[str, dict]) -> Figure:
     title = f"{most} peaks at {number(peaks[most])} MiB, in its {rows[most]['memory']['peak_phase']} pass"
     if least != most:
         title += f"; {least} at {number(peaks[least])}, in its {rows[least]['memory']['peak_phase']}"
-    figure = _figure(title, _note(next(iter(rows.values()))), 1.8 + 0.36 * len(rows), 2)
+    figure = _figure(title, _note(rows), 1.8 + 0.36 * len(rows), 2)
     axis = figure.subplots()
     for height, profile in enumerate(rows.values()):
         memory = profile["memory"]
@@ -182,7 +184,7 @@ def phases(rows: dict[str, dict]) -> Figure:
 def fig_allocator(rows: dict[str, dict]) -> Figure:
     """Memory allocated over one step, a line for each of some profiles {name: profile} that have it."""
     rows = _with(rows, "memory", "GPU memory is counted by the GPU's allocator, which a CPU has not")
-    figure = _figure("Memory allocated in the course of one step", _note(next(iter(rows.values()))), 3.2)
+    figure = _figure("Memory allocated in the course of one step", _note(rows), 3.2)
     axis = figure.subplots()
     for name, profile in rows.items():
         ms, mib = zip(*profile["memory"]["timeline"], strict=True)
@@ -228,7 +230,7 @@ def roofline(rows: dict[str, dict]) -> Figure:
         f"Products and attention run at {share(rate / roof)} of the matrix rate, "
         f"the rest at {share(width / slope)} of the copy bandwidth (means by time)"
     )
-    figure = _figure(title, _note(first), 4.2)
+    figure = _figure(title, _note(rows), 4.2)
     left, right = figure.subplots(1, 2)
     left.plot([1, roof / slope * 1e3, 1e4], [slope / 1e3, roof, roof], color="0.3", linewidth=1)
     palette = dict(zip(("products", "attention", "the rest"), sns.color_palette("colorblind"), strict=False))

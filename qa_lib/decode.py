@@ -27,7 +27,8 @@ SPAN = np.dtype([("begin", "i4"), ("end", "i4"), ("start_logit", "f4"), ("end_lo
 class Answers:
     """Decoded answers of a data set, by question id.
 
-    `predictions[id]` is the answer's text, "" for none. `null_odds[id]` is the null score minus the score of the best
+    `predictions[id]` is the answer's text, "" for none; `texts[id]` is that of the best span, whatever the null score,
+    which a search for the best threshold needs. `null_odds[id]` is the null score minus the score of the best
     non-empty span (logits; higher means more surely no answer; 1e30 if no span was allowed at all). `nbest[id]` lists
     {text, probability, start_logit, end_logit}, best first, with the null answer (text "") among them; it is built
     when first asked for. The probabilities are a softmax over the list, as in the reference script (transformers'
@@ -41,10 +42,12 @@ class Answers:
         odds = (nulls.sum(1) - best["start_logit"] - best["end_logit"]).astype(np.float64)
         odds[best["end"] <= best["begin"]] = -LOWEST
         self.predictions: dict[str, str] = {}
+        self.texts: dict[str, str] = {}
         self.null_odds: dict[str, float] = {}
         rows = zip(examples, best["begin"].tolist(), best["end"].tolist(), odds.tolist(), strict=True)
         for example, begin, end, odd in rows:
-            self.predictions[example.id] = "" if odd > limit else example.context[begin:end]
+            self.texts[example.id] = example.context[begin:end]
+            self.predictions[example.id] = "" if odd > limit else self.texts[example.id]
             self.null_odds[example.id] = odd
 
     @cached_property

@@ -30,7 +30,11 @@ def quality_runs(runs: pd.DataFrame, group: str) -> pd.DataFrame:
 def differences(runs: pd.DataFrame, variant: str, base: str = BASELINE, column: str = "quality.f1") -> pd.Series:
     """F1 of a row minus another's, for each seed that both have. Raises NotMeasured where there is none."""
     scored = runs[(runs["status"] == "ok") & runs[column].notna()]
-    rows = {name: part.set_index("spec.seed")[column].astype(float) for name, part in scored.groupby("spec.variant")}
+    # A seed may have run at several micro-batches, of one effective batch.
+    rows = {
+        name: part.groupby("spec.seed")[column].agg(lambda found: found.astype(float).mean())
+        for name, part in scored.groupby("spec.variant")
+    }
     if absent := [name for name in (variant, base) if name not in rows]:
         raise NotMeasured(f"{absent[0]} has no F1")
     found = (rows[variant] - rows[base]).dropna()

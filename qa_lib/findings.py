@@ -8,6 +8,7 @@ import pandas as pd
 
 from qa_lib import evidence, tables
 from qa_lib.tables import BASELINE, NotMeasured, factor, number, points, share
+from qa_lib.variants import VARIANTS
 
 PEERS = ("A0", "A0-best", "A0-compile")  # drawn beside the ladder, no rungs of it
 LADDER = (
@@ -45,9 +46,7 @@ def caption(runs: pd.DataFrame, lines: pd.DataFrame, whiskers: str = WHISKERS) -
     """What has to stand beside every figure and table of a group: where from, how many, and what not to conclude."""
     group = runs["group"].iloc[0]
     sizes = ", ".join(map(str, sorted(set(lines["micro_batch"]))))
-    commits = runs["code.commit"].fillna("unknown").str[:7]
-    code = sorted(set(commits.where(~runs["code.dirty"].eq(True), commits + " with changes")))
-    parts = [f"Group {group}", f"micro-batch {sizes}", seeds_of(lines), f"code {', '.join(code)}"]
+    parts = [f"Group {group}", f"micro-batch {sizes}", seeds_of(lines), f"code {tables.commits(runs)}"]
     if lines["n"].max() >= 3:
         parts.append(whiskers)
     notes = runs["spec.adjusted"].explode().dropna().value_counts().sort_index()
@@ -123,17 +122,19 @@ def quality_finding(lines: pd.DataFrame) -> str:
 
 
 def memory_finding(lines: pd.DataFrame) -> str:
-    """The row with the smallest peak, and what it costs in step time."""
+    """Of the rows that train everything, the one with the smallest peak, and what it costs in step time."""
 
     def sentence(part: pd.DataFrame) -> str:
         part = part.dropna(subset=["peak_mib"])
         if part.empty:
             raise NotMeasured("peak GPU memory was not measured: these runs had no GPU, whose allocator counts it")
-        part = part.dropna(subset=["step_ms"])
+        every = part["variant"].map(lambda name: name in VARIANTS and VARIANTS[name].settings.trainable == "all")
+        part = part[every].dropna(subset=["step_ms"])
         if part.empty:
             raise NotMeasured("no row has a step time beside its peak memory: other runs shared the GPU")
         least = part.loc[part["peak_mib"].idxmin()]
-        said = f"{least['variant']} peaks lowest of {len(part)} rows: {number(least['peak_mib'])} MiB"
+        said = f"{least['variant']} peaks lowest of {len(part)} rows that train everything: "
+        said += f"{number(least['peak_mib'])} MiB"
         base = part[part["variant"] == BASELINE]
         if base.empty or least["variant"] == BASELINE:
             return said

@@ -160,8 +160,8 @@ def evaluate(model: torch.nn.Module, data: Data, spec: Spec, device: torch.devic
     examples = data.validation.examples
     answers = decode(data.validation_features, examples, *rows)
     answers.write(run_dir / "answers")
-    found = score(examples, answers.predictions, answers.null_odds)
-    always_null = score(examples, dict.fromkeys(answers.predictions, ""))
+    found = score(examples, answers.texts, answers.null_odds, 0.0)
+    always_null = score(examples, dict.fromkeys(answers.texts, ""))
     return {
         "exact": found["exact"],
         "f1": found["f1"],

@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def plan(
     micro_batch: int | None = None,
     machine: Machine | None = None,
 ) -> list[Spec]:
-    """The specs of variants x seeds at a scale, in that order: all rows with the first seed come first.
+    """The specs of variants x seeds at a scale, in that order: all rows with the first seed come first, each once.
 
     `data` and `model` (paths, or hub names) replace the scale's own; `machine` is this one unless given. Raises
     UserError for a file or folder that is not there, SpecError for a name that is unknown.
@@ -40,8 +41,8 @@ def plan(
     sources = {"data_source": data, "model_source": model}
     return [
         resolve(variant, scale, seed, machine, **identities, **sources, micro_batch=micro_batch)
-        for seed in seeds
-        for variant in variants
+        for seed in dict.fromkeys(seeds)
+        for variant in dict.fromkeys(variants)
     ]
 
 
@@ -79,4 +80,13 @@ def add_source_arguments(parser: argparse.ArgumentParser, scale: bool = True) ->
     parser.add_argument("--data", default="", metavar="DIR", help="questions: a folder, a file, or a hub name")
     parser.add_argument("--model", default="", metavar="DIR", help="checkpoint: a folder or a hub name")
     parser.add_argument("--micro-batch", type=int, metavar="N", help="features in one forward pass (rows: 8)")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where records go (%(default)s)")
+    parser.add_argument("--runs", type=_folder, default=Path("runs"), metavar="DIR", help="where records go (runs)")
+
+
+def _folder(text: str) -> Path:
+    """A path that is a folder or can become one."""
+    path = Path(text)
+    nearest = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{nearest} is no folder that can be written to")
+    return path

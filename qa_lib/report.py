@@ -249,12 +249,16 @@ def _with_f1(lines: pd.DataFrame, quality: pd.DataFrame) -> tuple[pd.DataFrame, 
     columns["n (F1)"] = tested.set_index("variant")["n"].astype(str)
     for head, texts in columns.items():
         table[head] = table["row"].map(texts).fillna(tables.MISSING)
-    null = tables.points(quality["quality.always_null_f1"].astype(float).mean())
-    model, features = quality["model.name"].iloc[0], quality["spec.n_train"].max()
-    said = (
-        f" ΔF1: group {quality['group'].iloc[0]}, {model} on {features:,.0f} features (never answering scores {null})"
+    of = quality[(quality["spec.variant"] == tables.BASELINE) & (quality["status"] == "ok")].filter(like="quality.")
+    null, at_0, best = (
+        tables.points(of[f"quality.{name}"].astype(float).mean()) for name in ("always_null_f1", "f1", "best_f1")
     )
-    said += ", means over equal seeds with t-based 90 % intervals where n ≥ 3."
+    said = (
+        f" ΔF1: group {quality['group'].iloc[0]}, code {tables.commits(quality)}, {quality['model.name'].iloc[0]} on "
+        f"{quality['spec.n_train'].max():,.0f} features, scored on {of['quality.n'].max():,.0f} questions (never "
+        f"answering scores {null}, A1 {at_0} and at the best threshold {best}), means over equal seeds with t-based "
+        "90 % intervals where n ≥ 3."
+    )
     return table, f"{evidence.equivalence_finding(tested)}.", said
 
 

@@ -361,6 +361,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Plan and run a sweep; exit code 1 when a run failed."""
     asked = [name.strip() for name in (args.variants or "").split(",") if name.strip()]
+    if args.variants is not None and not asked:
+        raise UserError(f"--variants {args.variants!r} names no row")
     names = asked or (find_family(args.family) if args.family else list(VARIANTS))
     for name in names:
         find_variant(name)

@@ -103,6 +103,12 @@ def sibling(runs: pd.DataFrame, group: str, scale: str) -> pd.DataFrame:
     return select(runs, name) if (runs["group"] == name).any() else runs[:0]
 
 
+def commits(runs: pd.DataFrame) -> str:
+    """Which versions of the code the runs are of."""
+    names = runs["code.commit"].fillna("unknown").str[:7]
+    return ", ".join(sorted(set(names.where(~runs["code.dirty"].eq(True), names + " with changes"))))
+
+
 def change(variant: str) -> str:
     """What a row changes, as its parent and the one setting: 'A1 + attention: sdpa'."""
     row = VARIANTS.get(variant)

@@ -287,7 +287,8 @@ SCALES = {
 
 
 def _nearest(kind: str, name: str, known) -> str:
-    close = difflib.get_close_matches(name, known, 1, 0.3)
+    folded = {word.casefold(): word for word in known}
+    close = [folded[word] for word in difflib.get_close_matches(name.casefold(), folded, 1, 0.3)]
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"unknown {kind} {name!r}{hint} (known: {', '.join(known)})"
 

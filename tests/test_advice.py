@@ -12,7 +12,8 @@ COLUMNS = ("group", "spec.variant", "spec.settings.micro_batch", "status", "spee
 
 def runs(*rows):
     frame = pd.DataFrame(rows, columns=COLUMNS)
-    return frame.assign(**{"time.started": "", "run_id": frame["spec.variant"], "spec.seed": 0, "quality.f1": None})
+    return frame.assign(**{"time.started": "", "run_id": frame["spec.variant"], "spec.seed": 0, "quality.f1": None,
+                           "code.commit": "abcdef123", "code.dirty": False})  # fmt: skip
 
 
 def judged(**f1):
@@ -105,6 +106,10 @@ def test_recipes_show_each_search_under_its_limit():
     more = runs(("gpu-fit-14.9gib-sm75", "B3", 32, "ok", 900.0, 11000.0, 11500.0, 14.9),
                 ("gpu-fit-14.9gib-sm75", "A2", 32, "ok", 200.0, 11000.0, 11500.0, 14.9))  # fmt: skip
     with_f1 = advice.recipes(pd.concat([BENCH, fits, more, worse]), "gpu-bench")
-    assert "lost no more than 1 F1" in with_f1 and ": A2 at micro-batch 32, 200 features/s." in with_f1
+    assert (
+        "lost no more than 1 F1" in with_f1
+        and ": A2 at micro-batch 32, 200 features/s, before A1 at micro-batch 32, 90.0 features/s. Code abcdef1."
+        in with_f1
+    )
     assert "within 14.9 GiB" in said and "compute capability 7.5" in said and "not those of such a card" in said
     assert "no run at scale vram" in said and "Not searched: A0, " in said and "E4, " not in said

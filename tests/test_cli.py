@@ -57,6 +57,8 @@ def test_without_a_verb_the_usage_is_shown_and_the_exit_code_is_2(capsys):
         (["run", "A1", "--scale", "local"], "scale 'local' has no data of its own: give --data (a path)"),
         (["run", "A1", "--scale", "smoke", "--micro-batch", "5"], "micro-batch 5 does not divide"),
         (["report", "--runs", "nowhere"], "no record below nowhere"),
+        (["run", "e-bst", "--scale", "smoke"], "unknown variant 'e-bst'; did you mean 'E-best'?"),
+        (["sweep", "--variants", "", "--scale", "smoke"], "--variants '' names no row"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
@@ -65,6 +67,13 @@ def test_a_mistake_is_one_line(words, message, capsys):
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith(f"error: {message}")
+
+
+def test_records_do_not_go_into_a_file(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", "A1", "--scale", "smoke", "--runs", str(ROOT / "README.md" / "x")])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith("README.md is no folder that can be written to\n")
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qa_lib import fit
 from qa_lib.data import DataError, Example, UserError, open_source
 from qa_lib.decode import decode
 from qa_lib.features import build_features
+from qa_lib.fit import load_data
+from qa_lib.plan import plan
+from qa_lib.variants import Machine
 from tests.bench_data import best_of
 from tests.material import SQUAD, needs_squad, trained_tokenizer
 from tests.plain import plain_answers
@@ -110,6 +114,17 @@ def test_sure_logits_give_the_gold_answers():
     right = sum(found.predictions[e.id] == (e.answers[0][0] if e.answers else "") for e in examples)
     assert right > 0.97 * len(examples)
     assert all((found.null_odds[e.id] > 0) == e.impossible for e in examples if not found.nbest[e.id][0]["text"])
+
+
+def test_a_model_that_answers_too_rarely_has_a_better_threshold_above_zero(monkeypatch, tmp_path):
+    (spec,) = plan(["A1"], "smoke", data="synthetic:200", machine=Machine())
+    questions = load_data(spec)
+    features = questions.validation_features
+    start, end = peaked(features)
+    start[:, 0] += 30
+    monkeypatch.setattr(fit, "predict_logits", lambda *_, **__: (torch.arange(len(features)), start, end))
+    found = fit.evaluate(torch.nn.Identity(), questions, spec, torch.device("cpu"), tmp_path)
+    assert found["f1"] == found["always_null_f1"] < found["best_f1"] and found["best_f1_threshold"] > 0
 
 
 def test_padding_is_never_looked_at_and_rows_are_joined_by_id(features):

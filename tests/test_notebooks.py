@@ -16,7 +16,7 @@ import pytest
 from qa_lib import record, render
 from qa_lib.data import open_source
 from qa_lib.plan import plan
-from qa_lib.variants import FAMILIES, find_variant
+from qa_lib.variants import FAMILIES, SCALES, find_family, find_variant
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -98,9 +98,14 @@ def test_a_notebook_has_one_bootstrap_and_one_cell_of_plain_parameters(path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_notebook_begins_with_a_row_of_its_family(family):
     values = {}
-    exec(tagged(ROOT / "notebooks" / f"{FAMILIES[family]}.ipynb", "parameters")[0], values)
+    path = ROOT / "notebooks" / f"{FAMILIES[family]}.ipynb"
+    exec(tagged(path, "parameters")[0], values)
     assert find_variant(values["variant"]).family == family
     assert values["scale"] == "smoke"
+    (said,) = (cell.source for cell in read(path).cells if cell.source.startswith("What to run."))
+    named = re.findall("`(.+?)`", said)
+    assert named[: len(find_family(family))] == find_family(family)
+    assert set(SCALES) & set(named) == {"smoke", "local", "bench", "quality", "full"}
 
 
 # The bootstrap cell, as a program in folders of its own.
@@ -125,15 +130,15 @@ def test_the_bootstrap_outside_the_repository_says_what_to_do(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_the_bootstrap_installs_what_is_missing_and_leaves_torch_alone(tmp_path):
+def test_the_bootstrap_installs_what_is_missing_or_old_and_leaves_torch_alone(tmp_path):
     """As in Colab, with a pip of our own that only notes what it is asked for."""
     (tmp_path / "qa_lib").mkdir()
     (tmp_path / "pip").mkdir()
     (tmp_path / "pip" / "__init__.py").touch()
     (tmp_path / "pip" / "__main__.py").write_text("import sys; print('pip', *sys.argv[1:])")
-    (tmp_path / "requirements.txt").write_text("torch>=99\nnot_there>=1.0,<2\nnumpy>=1\nneither-there>=3\n")
+    (tmp_path / "requirements.txt").write_text("torch>=99\nnot_there>=1.0,<2\nnumpy>=1\npandas<0.1\nneither-there>=3\n")
     done = bootstrap(tmp_path, PYTHONPATH=str(tmp_path))
-    assert done.stdout.splitlines() == ["pip install -q not_there>=1.0,<2 neither-there>=3", str(tmp_path)]
+    assert done.stdout.splitlines() == ["pip install -q not_there>=1.0,<2 pandas<0.1 neither-there>=3", str(tmp_path)]
 
 
 # Executed, at smoke scale.

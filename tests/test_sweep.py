@@ -194,7 +194,7 @@ def test_a_notebook_that_does_not_take_a_parameter_is_refused_by_name(lab):
 
 
 def test_plan_says_what_would_run_and_runs_nothing(lab):
-    code, out, _ = lab.run("--plan", "--variants", "A1,D1-nvfuser", "--seeds", "0", "1")
+    code, out, _ = lab.run("--plan", "--variants", "A1,D1-nvfuser,A1", "--seeds", "0", "1", "0")
     assert code == 0
     assert out.splitlines()[0].split()[1] == "run"
     assert out.count("skip: this PyTorch has no torch.compile backend named 'nvfuser'") == 2
