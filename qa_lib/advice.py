@@ -156,7 +156,7 @@ def recipes(runs: pd.DataFrame, group: str) -> str:
     parts = [said, tables.or_why(lambda part: decision_table(part, f1), runs[runs["group"] == group])]
     said = (
         "**The seeds' protocol**: one step at micro-batch 8 after one to settle. *T4* is theirs, the rest is ours. A "
-        "row that pads to the longest of a batch shows the one batch it drew; graphs are captured only after these steps."
+        "row that pads to the longest of a batch shows the one batch it drew; no graph is captured so early."
     )
     parts += [said, tables.or_why(vram_table, runs[runs["group"] == f"{hardware}-vram"])]
     for name in sorted(set(runs["group"])):
@@ -168,8 +168,8 @@ def recipes(runs: pd.DataFrame, group: str) -> str:
                 f"**The largest micro-batch within {limit:g} GiB**, with the allocator capped to that (the process "
                 f"takes about {CONTEXT_GIB:g} GiB beside it) and with what compute capability {int(sm) / 10:g} offers. "
                 "The speeds, of one short run each, are not those of such a card, and rows that pad to the longest of "
-                "a batch vary by several percent with what they draw in it. The F1 of packed rows is that of the kernel "
-                "which the GPU of the runs for quality has."
+                "a batch vary by several percent with what they draw in it. The F1 of packed rows is that of the "
+                "kernel which the GPU of the runs for quality has."
                 + (f" Not searched: {', '.join(absent)}." if absent else "")
                 + _quickest(tries, f1)
                 + f" Code {tables.commits(tries)}.",
