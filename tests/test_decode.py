@@ -100,8 +100,8 @@ def peaked(features, seed=0):
     """Logits as of a model: low everywhere, high around the first gold answer or at [CLS]."""
     start, end = logits(features, seed, scale=0.5) - 6
     rows = torch.arange(len(features))
-    start[rows, torch.from_numpy(features.start_positions).long()] += 10
-    end[rows, torch.from_numpy(features.end_positions).long()] += 10
+    start[rows, torch.tensor(features.start_positions).long()] += 10
+    end[rows, torch.tensor(features.end_positions).long()] += 10
     return start, end
 
 
