@@ -38,9 +38,9 @@ def worth(quality: pd.DataFrame) -> pd.DataFrame:
         tested = evidence.equivalence(quality)
     except NotMeasured:
         return pd.DataFrame(columns=["text", "lost"], dtype=object)
-    found = pd.DataFrame({"text": evidence.as_text(tested)})
-    found["text"] += " (n = " + tested.set_index("variant")["n"].astype(str) + ")"
-    found["lost"] = -tested.set_index("variant")[["delta", "best_delta"]].min(axis=1)
+    rows = tested.set_index("variant")
+    found = pd.DataFrame({"text": evidence.as_text(tested) + " (n = " + rows["n"].astype(str) + ")"})
+    found["lost"] = -rows[["delta", "best_delta"]].min(axis=1)
     found.loc[tables.BASELINE] = (tables.points(0.0, sign="+"), 0.0)
     return found
 

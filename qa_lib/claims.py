@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from qa_lib import tables
-from qa_lib.evidence import compare, quality_runs
+from qa_lib.evidence import compare, quality_runs, tries_of
 from qa_lib.tables import BASELINE, NotMeasured, factor, points
 from qa_lib.variants import VARIANTS
 
@@ -209,8 +209,7 @@ def facts_of(runs: pd.DataFrame, group: str) -> Facts:
     """The facts in all records of a group's hardware; where it has no bench group, the group's own speeds."""
     bench = tables.sibling(runs, group, "bench")
     lines = tables.summarise(tables.select(runs, group) if bench.empty else bench)
-    tries = runs[runs["group"] == f"{group.rsplit('-', 1)[0]}-tune"]
-    return Facts(lines, quality_runs(runs, group), tables.sibling(runs, group, "vram"), tries)
+    return Facts(lines, quality_runs(runs, group), tables.sibling(runs, group, "vram"), tries_of(runs, group))
 
 
 def claims_table(facts: Facts) -> pd.DataFrame:

@@ -27,14 +27,16 @@ def quality_runs(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     return tables.select(runs, group) if found.empty else found
 
 
+def tries_of(runs: pd.DataFrame, group: str) -> pd.DataFrame:
+    """Of all records, the tries of `python -m qa_lib tune` on the hardware of a group."""
+    return runs[runs["group"] == f"{group.rsplit('-', 1)[0]}-tune"]
+
+
 def differences(runs: pd.DataFrame, variant: str, base: str = BASELINE, column: str = "quality.f1") -> pd.Series:
     """F1 of a row minus another's, for each seed that both have. Raises NotMeasured where there is none."""
     scored = runs[(runs["status"] == "ok") & runs[column].notna()]
     # A seed may have run at several micro-batches, of one effective batch.
-    rows = {
-        name: part.groupby("spec.seed")[column].agg(lambda found: found.astype(float).mean())
-        for name, part in scored.groupby("spec.variant")
-    }
+    rows = scored[column].astype(float).groupby([scored["spec.variant"], scored["spec.seed"]]).mean()
     if absent := [name for name in (variant, base) if name not in rows]:
         raise NotMeasured(f"{absent[0]} has no F1")
     found = (rows[variant] - rows[base]).dropna()

@@ -5,6 +5,8 @@ of tokens, and each is laid end to end in a row of `budget` tokens, the same for
 compile and to capture, and hardly any padding. Attention runs within segments (`cu_seqlens`), softmax and loss as well.
 """
 
+from functools import cached_property
+
 import numpy as np
 import torch
 from torch.nn import functional as F
@@ -53,7 +55,7 @@ class PackedBatches(Batches):
         # Features are dealt longest first, so that the k-th of a micro-batch is about as long as the k-th of any other.
         self.longest = np.max([part.max(0) for part in lengths], axis=0)
 
-    @property
+    @cached_property
     def limits(self) -> list[int]:
         """No segment of any row has more tokens: those of the features, then those of the padding."""
         most = self.spec.scale.max_length

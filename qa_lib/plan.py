@@ -80,7 +80,9 @@ def add_source_arguments(parser: argparse.ArgumentParser, scale: bool = True) ->
     parser.add_argument("--data", default="", metavar="DIR", help="questions: a folder, a file, or a hub name")
     parser.add_argument("--model", default="", metavar="DIR", help="checkpoint: a folder or a hub name")
     parser.add_argument("--micro-batch", type=int, metavar="N", help="features in one forward pass (rows: 8)")
-    parser.add_argument("--runs", type=_folder, default=Path("runs"), metavar="DIR", help="where records go (runs)")
+    parser.add_argument(
+        "--runs", type=_folder, default=Path("runs"), metavar="DIR", help="where records go (%(default)s)"
+    )
 
 
 def _folder(text: str) -> Path:

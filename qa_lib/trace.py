@@ -47,7 +47,10 @@ def part_of(kernel: str, op: str, sizes: list[tuple[int, ...]], phase: str, hidd
         return "attention"
     if "embedding" in name + caller:
         return "embeddings"
-    if any(word in name for word in _PRODUCT_KERNELS) or any(word in caller.split("::")[-1] for word in _PRODUCTS):
+    # What the compiler fused bears the names of products it follows.
+    if not name.startswith("triton") and (
+        any(word in name for word in _PRODUCT_KERNELS) or any(word in caller.split("::")[-1] for word in _PRODUCTS)
+    ):
         if intermediate in widths:
             return "feed-forward"
         # The answer head has two outputs.

@@ -112,6 +112,13 @@ def test_kernels_of_a_graph_take_the_labels_of_those_launched_one_by_one():
         ("cutlass_80_gemm", "aten::bmm", [(96, 384, 64), (96, 64, 384)], "backward", "attention"),
         ("triton_per_fused_add_native_dropout_native_layer_norm_5", "", [], "forward", "norms and elementwise"),
         ("triton_poi_fused_gelu_2", "", [], "forward", "norms and elementwise"),
+        (
+            "triton_poi_fused_addmm_gelu_2",
+            "triton_poi_fused_addmm_gelu_2",
+            [(64, WIDE)],
+            "forward",
+            "norms and elementwise",
+        ),
         ("vectorized_elementwise_kernel", "aten::copy_", [(WIDE, HIDDEN)], "forward", "copies"),
         ("Memcpy HtoD", "", [], "forward", "copies"),
         ("triton_per_fused_add_embedding_native_layer_norm_0", "", [], "forward", "embeddings"),
