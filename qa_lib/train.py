@@ -97,6 +97,12 @@ def train(
     forward = Packed(model, batches.limits) if settings.padding == "packed" else model
     if settings.compile != "none":
         forward = torch.compile(forward, backend=settings.compile, dynamic=settings.padding == "longest")
+    # That backend returns gradients in memory which its next replay writes over; further micro-batches must add to
+    # tensors of our own, which then stay for the whole run.
+    own_gradients = settings.compile == "cudagraphs" and spec.accumulation > 1
+    if own_gradients:
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
 
     def optimizer_step(micro_batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
         """Forward and backward of every micro-batch, then one update; the mean loss, on the device."""
@@ -115,7 +121,7 @@ def train(
                 torch.nn.utils.clip_grad_norm_(trained, CLIP)
             scaler.step(optimizer)
             scaler.update()
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=not own_gradients)
         return loss
 
     take_step = GraphedStep(optimizer_step) if settings.step == "graph" else optimizer_step
