@@ -7,6 +7,7 @@ class MasterAdamW(torch.optim.Optimizer):
     """AdamW without weight decay (Kingma and Ba 2015, Loshchilov and Hutter 2019) over fp32 copies of the parameters.
 
     Small steps would be lost in bf16's 8 bits of mantissa; the master keeps them, and the parameter is its rounding.
+    It begins as the parameter is when the optimizer is made, so with the bits that a cast to half precision has left.
     All arithmetic is compiled into few kernels that read gradient, master and moments once. Nothing waits for the
     device: rate and step count are tensors on it. Gradients are taken as if clipped to the norm `max_norm`, which
     saves clip_grad_norm_ its pass over them.
