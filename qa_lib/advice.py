@@ -4,10 +4,11 @@ import pandas as pd
 
 from qa_lib import evidence, tables
 from qa_lib.tables import NotMeasured, number
-from qa_lib.variants import VARIANTS, find_recipe
+from qa_lib.variants import SCALES, VARIANTS, find_recipe
 
 SIZES_GIB = (1, 1.5, 2, 3, 4, 6, 8, 12, 14.9, 24)  # 14.9: a T4
 CONTEXT_GIB = 0.5  # a process takes this beside what PyTorch reserves
+SCATTER = 0.06  # by so much a try's speed depends on the lengths that it draws, counted over 30 seeds
 
 
 def vram_table(runs: pd.DataFrame) -> pd.DataFrame:
@@ -33,13 +34,15 @@ def vram_table(runs: pd.DataFrame) -> pd.DataFrame:
 
 def worth(quality: pd.DataFrame) -> pd.DataFrame:
     """What each row's F1 is worth, by runs that have one: columns text, the difference to the baseline's at threshold
-    0, and lost, points of F1 in the mean at the worse of both thresholds. Without rows where that was not measured."""
+    0 or at the best one, whichever is worse in the mean, and lost, the points of that. Without rows where it was not
+    measured."""
     try:
         tested = evidence.equivalence(quality)
     except NotMeasured:
         return pd.DataFrame(columns=["text", "lost"], dtype=object)
     rows = tested.set_index("variant")
-    found = pd.DataFrame({"text": evidence.as_text(tested) + " (n = " + rows["n"].astype(str) + ")"})
+    text = evidence.as_text(tested).where(rows["delta"] <= rows["best_delta"], evidence.as_text(tested, "best_"))
+    found = pd.DataFrame({"text": text + " (n = " + rows["n"].astype(str) + ")"})
     found["lost"] = -rows[["delta", "best_delta"]].min(axis=1)
     found.loc[tables.BASELINE] = (tables.points(0.0, sign="+"), 0.0)
     return found
@@ -93,7 +96,7 @@ def _best_first(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
     lossy = lost > evidence.MARGIN
     kinds = measured["variant"].map(lambda name: find_recipe(VARIANTS[name].settings.trainable).kind)
     measured = measured.assign(doubt=lost.isna() + 2 * lossy, merit=measured["speed"].where(~lossy, -lost), kind=kinds)
-    return measured.sort_values(["doubt", "merit"], ascending=[True, False])
+    return measured.sort_values(["doubt", "merit", "speed"], ascending=[True, False, False])
 
 
 def decision_table(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
@@ -131,11 +134,16 @@ def _quickest(tries: pd.DataFrame, f1: pd.DataFrame) -> str:
     ranked = ranked[(ranked["kind"] == "all") & (ranked["doubt"] == 0)]
     if ranked.empty:
         return ""
-    best, *others = ranked.drop_duplicates("variant").itertuples()
-    said = [f"{row.variant} at micro-batch {row.size}, {number(row.speed)} features/s" for row in (best, *others[:1])]
+    ranked = ranked.drop_duplicates("variant")
+    alike = ranked[ranked["speed"] >= (1 - SCATTER) * ranked["speed"].max()]
+    said = [f"{row.variant} at micro-batch {row.size}, {number(row.speed)} features/s" for row in alike.itertuples()]
     return (
         f" Quickest there, of the rows that train everything and lost no more than {evidence.MARGIN:g} F1 in the mean "
-        f"at either threshold (at the scale's own batch): {', before '.join(said)}."
+        f"at either threshold (at the scale's own batch): {'; '.join(said)}"
+        + f"; closer to each other than such tries can tell, {100 * SCATTER:.0f} %"
+        * (len(said) > 1)
+        + ". A try makes one micro-batch a step, while a training's must divide its effective batch: at scale full, "
+        f"{SCALES['full'].effective_batch} is the largest."
     )
 
 
@@ -148,7 +156,7 @@ def recipes(runs: pd.DataFrame, group: str) -> str:
     said = (
         f"**What to run on a card of so much memory**, from this group: reserved memory and {CONTEXT_GIB:g} GiB for "
         f"the process must fit. A row that lost more than {evidence.MARGIN:g} F1 in the mean, at threshold 0 or at the "
-        "best one, stands only where nothing else fits; the table shows threshold 0. The speeds are those of the GPU "
+        "best one, stands only where nothing else fits; ΔF1 is the worse of both. The speeds are those of the GPU "
         "that ran it, and a row needs what its settings need: a T4 has no bf16 and no 8-bit floats, so see the last "
         "table for one."
     )
@@ -169,7 +177,7 @@ def recipes(runs: pd.DataFrame, group: str) -> str:
                 f"takes about {CONTEXT_GIB:g} GiB beside it) and with what compute capability {int(sm) / 10:g} offers. "
                 "The speeds, of one short run each, are not those of such a card, and rows that pad to the longest of "
                 "a batch vary by several percent with what they draw in it. The F1 of packed rows is that of the "
-                "kernel which the GPU of the runs for quality has."
+                "kernel which the GPU of the runs for quality has; ΔF1 is at the worse threshold again."
                 + (f" Not searched: {', '.join(absent)}." if absent else "")
                 + _quickest(tries, f1)
                 + f" Code {tables.commits(tries)}.",

@@ -101,7 +101,9 @@ def timeline(rows: dict[str, dict], where: str = "") -> Figure:
         axis.set_xlim(0, 1.01 * end)
         axis.set_title(name, loc="left", fontsize=10)
         axis.grid(False, axis="y")
-    axis.set_xlabel("ms of a step under the profiler (white: the device waits)")
+    axis.set_xlabel(
+        "ms of a step under the profiler, which holds the host back; the title's are without (white: waiting)"
+    )
     _legend(figure, {part for profile in rows.values() for *_, part in profile["timeline"]})
     return figure
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from qa_lib import measure
 from qa_lib.data import UserError
-from qa_lib.fit import SHARE, fit
 from qa_lib.record import FINISHED, read_record
 from qa_lib.sweep import card, is_finished
 from qa_lib.variants import Spec
@@ -16,9 +15,12 @@ from qa_lib.variants import Spec
 def _fit(spec: Spec, runs: Path, gpu: int | None, shared: bool, sm: int) -> None:
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = card(gpu)  # read when CUDA is first used, which is later than this
+    # Not before: bitsandbytes, which it imports, asks CUDA for its cards.
+    from qa_lib.fit import SHARE, fit
+
+    measure.imitate(sm)
     if shared:
         os.environ[SHARE] = "1"
-    measure.imitate(sm)
     with contextlib.suppress(KeyboardInterrupt):  # the record says it, and so does the search
         fit(spec, runs, say=lambda _: None)
 

@@ -268,7 +268,10 @@ def _hub(name: str, split: str, fix_spans: bool) -> Source:
             return datasets.load_dataset(name, split=split)
         except Exception as error:  # offline, unknown, gated, a script: the library says which
             reason = f"{type(error).__name__}: {first_line(error)}"
-            raise DataError(f"{name!r}: no such file or folder, nor to be had from the hub ({reason})") from None
+            raise DataError(
+                f"{name!r}: no such file or folder, nor to be had from the hub ({reason}): "
+                "--data takes a file or a folder in SQuAD's format"
+            ) from None
 
     loaded = cache(table)
 

@@ -107,7 +107,7 @@ def equivalence_finding(table: pd.DataFrame) -> str:
         f"{seeds}: {named['within'] or 'no row yet'}"
         + f"; no worse, perhaps better: {named['no worse']}" * bool(named["no worse"])
         + f"; cannot be told: {named['open']}" * bool(named["open"])
-        + f"; worse at one of them: {named['beyond'] or 'none'}"
+        + f"; worse at one or both: {named['beyond'] or 'none'}"
     )
 
 
@@ -152,7 +152,7 @@ def time_to_quality(runs: pd.DataFrame) -> pd.DataFrame:
             "in all": run["time.wall_s"],
         }
         line = {"row": run["spec.variant"]} | {f"{name}, s": number(value) for name, value in parts.items()}
-        lines.append(line | {"F1": points(run["quality.f1"])})
+        lines.append(line | {"F1 of this run": points(run["quality.f1"])})
     return pd.DataFrame(lines)
 
 

@@ -31,7 +31,7 @@ NEAR = len(_AROUND)
 @style()
 def fig_ladder(runs: pd.DataFrame) -> Figure:
     """Training speed rung by rung, each with its factor to A1 and to the row it changes; the Trainer beside."""
-    lines = _lines(runs)
+    lines = _timed(runs)
     title = findings.speed_finding(lines)
     figure, panels = _panels(
         runs, lines[lines["variant"].isin([*PEERS, *LADDER])], title, lambda part: 0.36 * len(part)
@@ -76,7 +76,7 @@ def fig_f1_time(runs: pd.DataFrame) -> Figure:
 @style()
 def fig_memory(runs: pd.DataFrame) -> Figure:
     """Peak GPU memory against step time, a point a row. Raises NotMeasured where no GPU was used."""
-    lines = _lines(runs)
+    lines = _timed(runs)
     title = findings.memory_finding(lines)
     return _scatter(runs, lines, title, ("step_ms", "median step in ms"), ("peak_mib", "peak GPU memory in MiB"))
 
@@ -129,9 +129,9 @@ def fig_equivalence(runs: pd.DataFrame) -> Figure:
 @style()
 def fig_cost(runs: pd.DataFrame) -> Figure:
     """What each row took from start to record, all its runs together."""
-    title = findings.cost_finding(runs)
+    lines, title = _timed(runs), findings.cost_finding(runs)
     rows = tables.cost_table(runs).iloc[:-1]
-    figure, ((axis, _),) = _panels(runs, _lines(runs), title, lambda _: 0.26 * len(rows), one=True)
+    figure, ((axis, _),) = _panels(runs, lines, title, lambda _: 0.26 * len(rows), one=True)
     sns.barplot(rows, x="wall_s", y="row", color=COLORS["A"], saturation=1, errorbar=None, ax=axis)
     for height, row in enumerate(rows.itertuples()):
         _say(axis, row.wall_s, height, f"{number(row.wall_s)} s" + (f" ({row.runs} runs)" if row.runs > 1 else ""))
@@ -187,6 +187,15 @@ def _lines(runs: pd.DataFrame) -> pd.DataFrame:
     if len(groups) != 1:
         raise ReportError(f"a figure shows one group, not {', '.join(groups) or 'none'}")
     return tables.summarise(runs)
+
+
+def _timed(runs: pd.DataFrame) -> pd.DataFrame:
+    """_lines() of a group that is about time. Raises NotMeasured where most runs shared the GPU: a few that did not
+    must not stand for it."""
+    lines, done = _lines(runs), runs[runs["status"] == "ok"]
+    if len(done) and done["time.steps"].notna().any() and done["time.wall_s"].notna().mean() < 0.5:
+        raise NotMeasured("most runs of this group shared the GPU, and such runs record no times")
+    return lines
 
 
 def _panels(runs, lines, title, height, one=False, whiskers=findings.WHISKERS):

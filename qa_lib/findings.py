@@ -98,7 +98,8 @@ def speed_finding(lines: pd.DataFrame) -> str:
         if peers.empty:
             return said
         best = peers.loc[peers["ratio"].idxmax()]
-        return f"{said}, transformers.Trainer ({best['variant']}) {factor(best['ratio'])}"
+        name = "plain transformers.Trainer" if best["variant"] == PEERS[0] else "transformers.Trainer"
+        return f"{said}, {name} ({best['variant']}) {factor(best['ratio'])}"
 
     return _each_size(lines, sentence)
 
@@ -159,7 +160,7 @@ def peft_finding(lines: pd.DataFrame) -> str:
         )
         if pd.notna(best["ratio"]):
             said += f" at {factor(best['ratio'])} its speed"
-        return f"{said}; {share(best['trainable'] / best['params'])} of parameters train"
+        return f"{said}; {share(best['trainable'] / best['params'])} of its model's parameters train"
 
     return _each_size(lines, sentence)
 
@@ -174,7 +175,8 @@ def cost_finding(runs: pd.DataFrame) -> str:
     minutes = f"{total['wall_s'] / 60:.1f} min" if total["wall_s"] >= 90 else f"{total['wall_s']:.0f} s"
     runs_s = "run" if total["runs"] == 1 else "runs"
     return (
-        f"{total['runs']} {runs_s} took {minutes} in all; {longest['row']} took longest, {number(longest['wall_s'])} s"
+        f"{total['runs']} {runs_s} took {minutes} in all; {longest['row']} took longest, {number(longest['wall_s'])} s "
+        f"for its {longest['runs']}"
     )
 
 

@@ -23,6 +23,7 @@ from qa_lib.train import DTYPES, train
 from qa_lib.trainer import train_with_trainer
 from qa_lib.variants import Spec
 
+USED = "used_by_a_run"  # an attribute of models that have been trained
 SHARE = "QA_LIB_SHARE"  # an environment variable: where it is set, other runs train on this GPU at the same time
 
 
@@ -56,9 +57,10 @@ def fit(
 ) -> dict:
     """Train, measure and evaluate one spec; write its run folder below `runs` and return the record.
 
-    `data` and `model` are what load_data and build_model return, for callers that have them already. A row that
-    cannot run here ends as `skipped`, one that runs out of memory as `oom`: both are results and return normally.
-    Anything else that fails is recorded as `error` and raised. Raises RunTaken while another process has the run.
+    `data` and `model` are what load_data and build_model return, for callers that have them already; a model that was
+    trained before is built anew, so that a notebook's cell can be run again. A row that cannot run here ends as
+    `skipped`, one that runs out of memory as `oom`: both are results and return normally. Anything else that fails is
+    recorded as `error` and raised. Raises RunTaken while another process has the run.
     """
     run_dir = Path(runs) / spec.run_path
     with record.lock(run_dir):
@@ -93,7 +95,9 @@ def _fill(entry: dict, spec: Spec, run_dir: Path, data: Data | None, model, say)
     if spec.scale.limit_gib and device.type == "cuda":
         measure.limit_memory(spec.scale.limit_gib)
     data = data or load_data(spec)
-    model = model or build_model(spec)
+    if model is None or getattr(model, USED, False):
+        model = build_model(spec)
+    setattr(model, USED, True)
     batches = (PackedBatches if spec.settings.padding == "packed" else Batches)(data.features, spec)
     entry["spec"] |= {"planned_steps": batches.steps, "n_train": len(data.features)}
     entry["spec"]["n_eval"] = len(data.validation.examples) if data.validation else None
@@ -131,6 +135,9 @@ def _work(entry, spec, run_dir, data, model, batches, device, begin, say) -> Non
     """What must not be timed beside another run: training and evaluation, measured from `begin`."""
     peak = measure.matrix_rate(device, DTYPES[spec.settings.precision])
     entry["time"]["prepare_s"] = time.perf_counter() - begin
+    # Dynamo counts what it compiled for all models of a process, and soon leaves the rest uncompiled.
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     run = train_with_trainer if spec.settings.engine == "trainer" else train
     optimizer, meter, first = run(model, batches, spec, device, run_dir, say)
     speed, clock = meter.summary(measure.StepCost(model), peak)
@@ -177,14 +184,17 @@ def evaluate(model: torch.nn.Module, data: Data, spec: Spec, device: torch.devic
     }
 
 
+NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
 def _out_of_memory(problem: BaseException | None) -> bool:
-    """PyTorch has a class for the GPU's memory, and only a message for the host's. The end of a failed graph capture
-    raises an error of its own over it."""
+    """PyTorch has a class for what its GPU allocator is refused, and only messages for the host's memory, the driver's,
+    cuBLAS's and Triton's. The end of a failed graph capture raises an error of its own over it."""
     if problem is None:
         return False
     return (
         isinstance(problem, torch.OutOfMemoryError | MemoryError)
-        or (isinstance(problem, RuntimeError) and "can't allocate memory" in str(problem))
+        or (isinstance(problem, RuntimeError) and any(words in str(problem) for words in NO_MEMORY))
         or _out_of_memory(problem.__context__)
     )
 

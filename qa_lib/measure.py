@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import torch
 
+from qa_lib.record import WAITING
 from qa_lib.variants import Machine, hardware_name
 
 MIB = 2**20
@@ -60,7 +61,7 @@ def turn(device: torch.device, shared: bool = False, say=print):
         try:
             fcntl.flock(stream, kind | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("waiting for the GPU, on which another run trains")
+            say(WAITING)
             fcntl.flock(stream, kind)
         yield time.perf_counter() - begin
 

@@ -33,7 +33,7 @@ def build_model(spec: Spec) -> torch.nn.Module:
     """The spec's model on the CPU in fp32, seeded, ready to train; not compiled yet.
 
     A folder with a config but no model.safetensors gives random weights where the scale measures no quality, and
-    UserError where it does; so does a model that is no BERT.
+    UserError where it does; so does a model that is no BERT, or one for shorter features.
     """
     torch.manual_seed(spec.seed)
     model = _pretrained(spec)
@@ -60,6 +60,11 @@ def _pretrained(spec: Spec) -> torch.nn.Module:
     config = AutoConfig.from_pretrained(spec.model_source, trust_remote_code=False)
     if config.model_type != "bert":
         raise UserError(f"{spec.model_source}: a model of type {config.model_type!r}; this lab trains BERT alone")
+    if spec.scale.max_length > config.max_position_embeddings:
+        raise UserError(
+            f"{spec.model_source} takes {config.max_position_embeddings} tokens at most, and scale {spec.scale.name} "
+            f"makes features of {spec.scale.max_length}"
+        )
     folder = Path(spec.model_source)
     if folder.is_dir() and not (folder / "model.safetensors").exists():
         if spec.scale.quality:

@@ -57,23 +57,24 @@ class TimeWatch(Watch):
 
 
 class MemoryWatch(Watch):
-    """The GPU allocator's peak in each phase of step `at`, what was allocated between them, and every change of it."""
+    """Of step `at`: the GPU allocator's peak in each phase, the most that a forward pass left, and every change."""
 
     def __init__(self, at: int):
         self.at, self.steps = at, 0
-        self.peaks, self.bounds, self.timeline = {}, [], []
+        self.peaks, self.kept, self.timeline = {}, 0, []
 
     @contextlib.contextmanager
     def phase(self, name: str):
         seen = self.steps + 1 == self.at
         if seen:
-            self.bounds.append(torch.cuda.memory_allocated())
+            before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
         with super().phase(name):
             yield
         if seen:
             self.peaks[name] = max(self.peaks.get(name, 0), torch.cuda.max_memory_allocated())
-            self.bounds.append(torch.cuda.memory_allocated())
+            if name == "forward":
+                self.kept = max(self.kept, torch.cuda.memory_allocated() - before)
 
     def finished(self, steps: int) -> None:
         self.steps = steps
@@ -108,6 +109,7 @@ def _short(spec: Spec, steps: int) -> Spec:
 def _train(spec: Spec, data, device, watch: Watch):
     """Train from new weights under a watch; (model, optimizer, meter)."""
     with tempfile.TemporaryDirectory() as folder:
+        torch._dynamo.reset()  # as in fit: earlier models of this process must not count
         model = build_model(spec)
         if spec.settings.compile == "none" and device.type == "cuda":
             _name_parts(model)
@@ -223,8 +225,7 @@ def _memory(spec: Spec, data, device) -> dict:
     watch = MemoryWatch(6)
     model, optimizer, _ = _train(_short(spec, watch.at), data, device, watch)
     lasting = measure.memory(model, optimizer, device)
-    forward = [after - before for before, after in zip(watch.bounds[::2], watch.bounds[1::2], strict=True)]
-    activations, reserved = max(forward) / MIB, watch.reserved / MIB
+    activations, reserved = watch.kept / MIB, watch.reserved / MIB
     at_peak = max(watch.peaks, key=watch.peaks.get)
     peak = watch.peaks[at_peak] / MIB
     # In the optimizer's phase the activations are gone and the gradients complete.

@@ -22,6 +22,7 @@ from qa_lib.variants import Spec
 
 SCHEMA = "qa_lib/1"
 PROFILE_SCHEMA = "qa_lib-profile/1"
+WAITING = "waiting for the GPU, on which another run trains"  # a run's word in its log, which its driver looks for
 FINISHED = ("ok", "oom", "skipped")  # not run again
 TERMINAL = (*FINISHED, "error", "killed")
 

@@ -81,7 +81,7 @@ class Job:
     def __init__(self, spec: Spec, runs: Path, gpu: int | None, share: bool, claim: contextlib.ExitStack):
         self.spec, self.gpu, self.claim = spec, gpu, claim
         self.dir = runs / spec.run_path
-        self.begin = time.monotonic()
+        self.begin, self.trains, self.launched = time.monotonic(), None, time.time()
         notebook, parameters = notebook_of(spec.variant), notebook_parameters(spec, runs)
         command = [sys.executable, "-m", "papermill", str(notebook), str(_relative(self.dir / "notebook.ipynb"))]
         command += ["--kernel", "python3", "--no-progress-bar", "--log-output", "--cwd", "."]
@@ -97,7 +97,15 @@ class Job:
 
     @property
     def over_time(self) -> bool:
-        return time.monotonic() - self.begin > self.spec.scale.time_limit_s
+        """Whether it has had more than its time, not counting what it waited for the GPU while others trained on it."""
+        now = time.monotonic()
+        if self.trains is None:
+            with contextlib.suppress(OSError):
+                if (self.dir / "steps.jsonl").stat().st_mtime > self.launched:  # begun anew when its turn has come
+                    self.trains = now
+        if now - (self.trains or self.begin) <= self.spec.scale.time_limit_s:
+            return False
+        return self.trains is not None or record.WAITING not in (self.dir / "log.txt").read_text(errors="replace")
 
     def progress(self) -> tuple[int, int | None]:
         """Steps done and planned, as far as the run's files tell."""
@@ -138,7 +146,7 @@ class Job:
     def _judge(self, reason: str | None) -> dict:
         entry = record.read_record(self.dir)
         entry["time"]["notebook_s"] = round(time.monotonic() - self.begin, 3)
-        if reason or entry["status"] == "running":
+        if entry["status"] == "running":  # else it had its result before it was ended
             code = self.process.returncode
             reason = reason or f"the notebook ended (exit code {code}) before the run did: {self._last_words()}"
             return record.finish(self.dir, entry, "killed", {"kind": "killed", "message": reason})
@@ -198,11 +206,13 @@ def _relative(path: str | Path) -> Path:
 
 
 def is_finished(spec: Spec, runs: Path, retry: set[str]) -> bool:
-    """Whether a sweep may pass over this run."""
+    """Whether a sweep may pass over this run. One that was skipped is not finished once the machine can do it."""
     path = runs / spec.run_path
     if not (path / "record.json").exists():
         return False
     entry = record.read_record(path)
+    if entry["status"] == "skipped" and not spec.skip:
+        return False
     return entry["status"] in record.FINISHED and entry["status"] not in retry and _fault(entry, spec) is None
 
 

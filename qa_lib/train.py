@@ -51,12 +51,16 @@ def build_optimizer(model: torch.nn.Module, spec: Spec) -> torch.optim.Optimizer
         return torch.optim.AdamW(trained, lr=rate, weight_decay=0.0, fused=True, capturable=cuda)
     import bitsandbytes  # only these rows need it, and its import is slow
 
+    # One for the whole process, by the place of a parameter in its optimizer: it must forget an earlier model's, and
+    # keep no module alive.
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    manager.initialize()
     optimizer = bitsandbytes.optim.AdamW8bit(trained, lr=lr, weight_decay=0.0)
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):
-            bitsandbytes.optim.GlobalOptimManager.get_instance().register_module_override(
-                module, "weight", {"optim_bits": 32}
-            )
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
+    optimizer.check_overrides()
+    manager.module_weight_config_triple.clear()
     return optimizer
 
 

@@ -64,6 +64,15 @@ def test_a_row_that_loses_quality_is_recommended_only_where_no_other_fits():
     assert table.loc["3 GiB", "train adapters: ΔF1"].startswith("+0.00 ± 0.1")
 
 
+def test_of_a_lossy_rows_sizes_the_quicker_is_taken_and_its_worse_threshold_shown():
+    f1 = judged(A1=(60.0, 60.2, 60.1), EB1=(59.9, 60.1, 60.0))
+    f1.loc[f1["spec.variant"] == "EB1", "quality.best_f1"] -= 2
+    smaller = runs(("gpu-bench", "EB1", 8, "ok", 900.0, 1000.0, 1100.0, None))
+    table = advice.decision_table(pd.concat([smaller, BENCH]), advice.worth(f1)).set_index("you have")
+    assert list(table["train adapters"][["2 GiB", "3 GiB"]]) == ["EB1, micro-batch 8", "EB1, micro-batch 32"]
+    assert table.loc["3 GiB", "train adapters: ΔF1"].startswith("−2.10")
+
+
 def test_a_row_fits_where_all_its_seeds_do():
     twice = pd.concat([BENCH, runs(("gpu-bench", "EB1", 32, "ok", 1500.0, 2700.0, 3000.0, None))])
     table = advice.decision_table(twice, UNKNOWN).set_index("you have")
@@ -108,8 +117,11 @@ def test_recipes_show_each_search_under_its_limit():
     with_f1 = advice.recipes(pd.concat([BENCH, fits, more, worse]), "gpu-bench")
     assert (
         "lost no more than 1 F1" in with_f1
-        and ": A2 at micro-batch 32, 200 features/s, before A1 at micro-batch 32, 90.0 features/s. Code abcdef1."
-        in with_f1
+        and ": A2 at micro-batch 32, 200 features/s. A try makes one micro-batch a step" in with_f1
+        and "at scale full, 32 is the largest. Code abcdef1." in with_f1
     )
+    close = runs(("gpu-fit-14.9gib-sm75", "C2", 32, "ok", 190.0, 11000.0, 11500.0, 14.9))
+    close = advice.recipes(pd.concat([BENCH, fits, more, close, worse, judged(C2=(60.0, 60.2, 60.1))]), "gpu-bench")
+    assert ": A2 at micro-batch 32, 200 features/s; C2 at micro-batch 32, 190 features/s; closer" in close
     assert "within 14.9 GiB" in said and "compute capability 7.5" in said and "not those of such a card" in said
     assert "no run at scale vram" in said and "Not searched: A0, " in said and "E4, " not in said

@@ -168,6 +168,18 @@ def test_without_a_gpu_counters_are_refused_in_one_line():
     assert len(said) == 1 and "no GPU" in said[0]
 
 
+def test_what_gradients_take_is_not_taken_for_activations(monkeypatch):
+    held = iter((100, 160, 160, 575, 575, 635, 635, 540))  # MiB before and after: two micro-batches
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(held))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 600)
+    watch = profile.MemoryWatch(1)
+    for phase in ("forward", "backward") * 2:
+        with watch.phase(phase):
+            pass
+    assert watch.kept == 60 and watch.peaks == {"forward": 600, "backward": 600}
+
+
 def test_a_profile_of_a_row_on_this_machine(tmp_path):
     (spec,) = plan(["E1-efficient" if torch.cuda.is_available() else "A2"], "smoke", data="synthetic:200")
     profile.profile(spec, tmp_path, lambda _: None)

@@ -172,6 +172,46 @@ def test_a_run_over_its_time_limit_is_killed_with_the_limit_named(lab):
     assert lab.records()["A1"]["error"]["message"] == "over its time limit of 3 s"
 
 
+def test_a_run_that_had_its_result_keeps_it_however_it_is_ended(lab):
+    write_notebook(lab.notebook, work=PRETEND + "\nimport time\ntime.sleep(300)")
+    process = lab.start("--variants", "A1")
+    end = time.monotonic() + 90
+    while lab.statuses() != {"A1": "ok"}:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # while its notebook goes on
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert lab.statuses() == {"A1": "ok"}
+
+
+def test_what_is_waited_for_the_gpu_is_no_part_of_the_limit(tmp_path, monkeypatch):
+    (spec,) = plan(["A1"], "smoke", machine=Machine())
+    now = [0.0]
+    monkeypatch.setattr(sweep.time, "monotonic", lambda: now[0])
+    job = sweep.Job.__new__(sweep.Job)
+    job.spec, job.dir, job.begin, job.trains, job.launched = spec, tmp_path, 0.0, None, time.time() - 60
+    limit = spec.scale.time_limit_s
+    (tmp_path / "log.txt").write_text("reading\n")
+    now[0] = limit + 1
+    assert job.over_time, "it hangs before it trains"
+    (tmp_path / "log.txt").write_text(f"reading\n{record.WAITING}\n")
+    assert not job.over_time
+    now[0] = 3 * limit
+    (tmp_path / "steps.jsonl").touch()
+    assert not job.over_time, "its turn has just come"
+    now[0] = 4 * limit + 1
+    assert job.over_time
+
+
+def test_what_was_skipped_is_run_once_the_machine_can(tmp_path):
+    without, able = (plan(["C2-8"], "smoke", machine=Machine(bitsandbytes=has))[0] for has in (False, True))
+    entry = record.new_record(without, {})
+    record.finish(tmp_path / without.run_path, entry, "skipped", {"kind": "skipped", "message": without.skip})
+    assert without.hash == able.hash
+    assert sweep.is_finished(without, tmp_path, set()) and not sweep.is_finished(able, tmp_path, set())
+
+
 def test_a_notebook_that_runs_another_row_is_not_believed(lab):
     write_notebook(lab.notebook, parameters=PARAMETERS, before="spec = small.spec('A1', *'test 0'.split(), '', '', 0)")
     code, _, _ = lab.run("--variants", "A2")

@@ -1,5 +1,7 @@
 import dataclasses
+import gc
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -231,6 +233,17 @@ def test_the_8bit_optimizer_keeps_small_tensors_and_embeddings_in_32_bits(featur
         small = parameter.numel() < 4096 or "embeddings" in name
         assert dtypes[name] == (torch.float32 if small else torch.uint8), name
     assert torch.uint8 in dtypes.values()
+    # Of the next model another parameter is in each place, and nothing keeps this one alive.
+    kept = weakref.ref(model.bert.embeddings.word_embeddings)
+    del model, optimizer, names, parameter
+    gc.collect()
+    assert kept() is None
+    (lora,) = plan(["EB1-lean"], "smoke", data="synthetic:120", machine=CPU)
+    model = build_model(lora)
+    optimizer = build_optimizer(model, lora)
+    manager = type(optimizer.mng).get_instance()
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    assert set(manager.pid2config) <= embeddings and not manager.index2config, "frozen embeddings have no place"
     assert isinstance(build_optimizer(build_model(spec_of("A1")), spec_of("A1")), torch.optim.AdamW)
 
 

@@ -1,0 +1,78 @@
+"""One run after another in one process, as in a notebook's kernel: each must be as it would be alone."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from qa_lib.data import UserError
+from qa_lib.fit import _out_of_memory, fit
+from qa_lib.model import build_model, build_tokenizer, save_model
+from qa_lib.plan import plan
+from qa_lib.variants import Machine
+
+CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
+
+
+def short(variant, micro_batch=None):
+    """A row at smoke scale with few steps and no quality, so that nothing is saved."""
+    (spec,) = plan([variant], "smoke", data="synthetic:40", machine=CPU, micro_batch=micro_batch)
+    scale = {"steps": 3, "measure_from": 1, "checkpoint_every": 0, "quality": False}
+    return dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, **scale))
+
+
+def losses(spec, runs):
+    return [json.loads(line)["loss"] for line in (runs / spec.run_path / "steps.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("variant", ["A1", "B1"])
+def test_a_model_that_was_trained_before_is_built_anew(variant, tmp_path):
+    spec = short(variant)
+    model = build_model(spec)
+    fit(spec, tmp_path, model=model, say=lambda _: None)
+    first = losses(spec, tmp_path)
+    save_model(model, build_tokenizer("tiny"), tmp_path / "model")  # which takes the adapters out
+    entry = fit(spec, tmp_path, model=model, say=lambda _: None)
+    assert losses(spec, tmp_path) == first
+    trains = sum(p.numel() for p in build_model(spec).parameters() if p.requires_grad)
+    assert entry["model"]["params_trainable"] == trains
+
+
+@torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True)
+def test_every_model_of_a_process_is_compiled(tmp_path):
+    for micro_batch in (4, 8):
+        assert fit(short("D1", micro_batch), tmp_path, say=lambda _: None)["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("problem", "told"),
+    [
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("out of resource: shared memory"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_memory_runs_out_in_many_words(problem, told):
+    assert _out_of_memory(problem) is told
+
+
+def test_a_model_for_shorter_features_is_refused(tmp_path):
+    save_model(build_model(short("A1")), build_tokenizer("tiny"), tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 64}))
+    (spec,) = plan(["A1"], "local", data="synthetic:40", model=str(tmp_path / "model"), machine=CPU)
+    with pytest.raises(UserError, match=r"takes 64 tokens at most, and scale local makes features of 384"):
+        build_model(spec)
+
+
+def test_a_try_chooses_its_card_before_anything_asks_cuda():
+    """The module that a new process imports first must not import bitsandbytes, which looks for cards at once."""
+    asked = "import sys, qa_lib.attempt; print([name for name in ('bitsandbytes', 'peft') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, env=os.environ, check=True)
+    assert done.stdout == "[]\n"
