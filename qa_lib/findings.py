@@ -176,7 +176,7 @@ def cost_finding(runs: pd.DataFrame) -> str:
     runs_s = "run" if total["runs"] == 1 else "runs"
     return (
         f"{total['runs']} {runs_s} took {minutes} in all; {longest['row']} took longest, {number(longest['wall_s'])} s "
-        f"for its {longest['runs']}"
+        f"for {longest['runs']} of them"
     )
 
 

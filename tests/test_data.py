@@ -88,7 +88,7 @@ def test_hub_is_asked_for_data_and_never_for_code(monkeypatch):
         raise ConnectionError("no network\nat all")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(DataError, match=r"^'squad_v2': no such file .*no network\)$"):
+    with pytest.raises(DataError, match=r"^'squad_v2': no such file .*no network\): --data takes a file or a folder"):
         open_source("squad_v2", "train").examples  # noqa: B018
 
 

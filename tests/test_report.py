@@ -363,10 +363,18 @@ def test_the_ladder_says_the_factors_and_why_a_rung_is_empty(runs):
     make(runs, "A3", status="skipped", error={"kind": "skipped", "message": "needs a compiler"})
     figure = figures.fig_ladder(tables.select(record.load_runs(runs), "cpu-smoke"))
     said = [text.get_text() for text in figure.axes[0].texts]
-    title = "On a CPU: A4 trains ×2.00 the features/s of A1, transformers.Trainer (A0) ×0.95"
+    title = "On a CPU: A4 trains ×2.00 the features/s of A1, plain transformers.Trainer (A0) ×0.95"
     assert " ".join(figure.get_suptitle().split()) == title
     assert "160/s   ×1.60 vs A1" in said and "200/s   ×2.00 vs A1   ×1.25 vs A4-nb" in said
     assert "skipped: needs a compiler" in said
+
+
+def test_a_few_timed_runs_do_not_stand_for_a_group_that_shared_the_gpu(runs):
+    group = tables.select(record.load_runs(runs), "cpu-smoke")
+    group.loc[group["spec.variant"] != "A1", "time.wall_s"] = None
+    for figure_of in (figures.fig_ladder, figures.fig_memory, figures.fig_cost):
+        with pytest.raises(tables.NotMeasured, match="shared the GPU"):
+            figure_of(group)
 
 
 def test_findings_name_what_is_known_and_what_is_not(runs):
