@@ -1,7 +1,5 @@
 """Figures of profiles: a step as a timeline, memory by phase, kernels under the roofline, a row beside its parent."""
 
-import textwrap
-
 import pandas as pd
 import seaborn as sns
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -9,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from qa_lib.canvas import GREY, WIDTH, style
+from qa_lib.canvas import GREY, WIDTH, style, wrap
 from qa_lib.record import read_profile
 from qa_lib.tables import NotMeasured, factor, number, place, share
 from qa_lib.trace import PARTS, PHASES
@@ -37,8 +35,8 @@ def _figure(title: str, note: str, height: float, legend: int = 0) -> Figure:
     """An empty figure with title and caption, and room below them for a legend of so many lines."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(textwrap.fill(title, 90), x=0.01, ha="left", fontsize=12, fontweight="bold")
-    figure.supxlabel(textwrap.fill(note, 148) + 2 * legend * "\n", x=0.01, ha="left", fontsize=8, color="0.35")
+    figure.suptitle(wrap(title, 90), x=0.01, ha="left", fontsize=12, fontweight="bold")
+    figure.supxlabel(wrap(note, 148) + 2 * legend * "\n", x=0.01, ha="left", fontsize=8, color="0.35")
     return figure
 
 

@@ -1,6 +1,7 @@
 """What all figures share: size, colours, style, and their way into files and notebooks."""
 
 import io
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -27,6 +28,11 @@ def style():
     """The context in which all figures are made and saved; a user's own matplotlibrc has no say in it."""
     theme = sns.axes_style("whitegrid") | {"font.family": "DejaVu Sans", "axes.spines.right": False}
     return matplotlib.style.context(["default", theme | {"font.size": 10, "axes.labelsize": 10}])
+
+
+def wrap(text: str, width: int) -> str:
+    """Lines of at most so many letters; a number stays with its percent sign."""
+    return "\n".join(textwrap.fill(line.replace(" %", "\u00a0%"), width) for line in text.split("\n"))
 
 
 def png(figure: Figure, dpi: int = DPI) -> bytes:

@@ -5,7 +5,6 @@ same records twice gives the same bytes.
 """
 
 import math
-import textwrap
 from pathlib import Path
 
 import pandas as pd
@@ -17,7 +16,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
 
 from qa_lib import anatomy, evidence, findings, tables
-from qa_lib.canvas import COLORS, GREY, MARKERS, WIDTH, show, style
+from qa_lib.canvas import COLORS, GREY, MARKERS, WIDTH, show, style, wrap
 from qa_lib.findings import LADDER, PEERS
 from qa_lib.tables import BASELINE, NotMeasured, ReportError, factor, number
 from qa_lib.variants import FAMILIES, VARIANTS
@@ -39,7 +38,7 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
     ends = pd.concat([part["features_per_s"] + part["features_per_s±"].fillna(0) for _, part in panels])
     for axis, part in panels:
         rows = part.set_index("variant").reindex([name for name in (*PEERS, *LADDER) if name in set(part["variant"])])
-        rows["label"] = [f"{name}   {_wrapped(text)}" for name, text in rows["change"].items()]
+        rows["label"] = [f"{name}   {wrap(text, 28)}" for name, text in rows["change"].items()]
         colors = {line["label"]: GREY if name in PEERS else COLORS[line["family"]] for name, line in rows.iterrows()}
         sns.barplot(
             rows, x="features_per_s", y="label", hue="label", palette=colors, saturation=1, errorbar=None, ax=axis
@@ -210,9 +209,8 @@ def _panels(runs, lines, title, height, one=False, whiskers=findings.WHISKERS):
     axes = figure.subplots(len(parts), squeeze=False, height_ratios=heights)[:, 0]
     if runs["group"].iloc[0].startswith("cpu-"):
         title = f"On a CPU: {title}"
-    wrapped = "\n".join(textwrap.fill(line, 90) for line in title.split("\n"))
-    figure.suptitle(wrapped, x=0.01, ha="left", fontsize=12, fontweight="bold")
-    note = textwrap.fill(findings.caption(runs, lines, whiskers), 148)
+    figure.suptitle(wrap(title, 90), x=0.01, ha="left", fontsize=12, fontweight="bold")
+    note = wrap(findings.caption(runs, lines, whiskers), 148)
     figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color="0.35")
     for axis, (size, _) in zip(axes, parts, strict=True):
         axis.set_title(size, loc="left", fontsize=10)
@@ -288,7 +286,3 @@ def _say(axis: Axes, x: float, y: float, text: str) -> None:
     note = axis.annotate(text, (x, y), (5, 0), textcoords="offset points", va="center", fontsize=9)
     note.set_in_layout(False)
     note.set_path_effects([withStroke(linewidth=3, foreground="white")])  # legible across grid lines
-
-
-def _wrapped(change: str) -> str:
-    return textwrap.fill(change, 28)
