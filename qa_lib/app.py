@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import ipaddress
 import json
 import re
 import socket
@@ -30,7 +31,7 @@ from qa_lib.record import RecordError, read_record
 EXAMPLE = "example: python -m qa_lib app --model runs/cpu-smoke/A1-s0-*/model"
 FIGURES = Path("figures")  # what report draws into; read where it is up to date
 MAX_QUESTION = 1_000
-MAX_BODY = 6 * MAX_CONTEXT  # bytes; JSON spells a character in at most as many, but for emoji that nobody escapes
+MAX_BODY = 12 * (MAX_CONTEXT + MAX_QUESTION) + 10_000  # bytes; JSON may spell an emoji in as many; and what is around
 TINY_VOCABULARY = 1_000  # fewer words than any language has: a model of the synthetic text
 TOO_LONG = f"The paragraph is longer than {MAX_CONTEXT:,} characters, the limit."
 ENGLISH = (
@@ -273,6 +274,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8600, metavar="N", help="0 takes a free one (default: 8600)")
 
 
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
 def main(args: argparse.Namespace) -> int:
     """Serve until interrupted. Raises UserError for a folder that holds no such model, and for a port that is taken."""
     for folder in args.model:
@@ -286,8 +293,7 @@ def main(args: argparse.Namespace) -> int:
         reason = getattr(problem, "strerror", None) or problem
         raise UserError(f"cannot listen on {args.host}, port {args.port}: {reason}; --port takes another") from None
     # Asked to listen beyond this machine, the app cannot know by what names it will be called.
-    local = ["127.0.0.1", "localhost"]
-    hosts = local if args.host in local else ["*"]
+    hosts = ["127.0.0.1", "localhost", "["] if _is_loopback(args.host) else ["*"]  # of [::1]:8000 the "[" is compared
     app = create_app(args.model, args.runs, hosts)
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, limit_concurrency=512, lifespan="off"

@@ -20,6 +20,7 @@ from qa_lib.features import build_features
 from qa_lib.predict import asked, load_qa_model, predict_logits, window_lengths
 
 LOADED = 4  # models kept in memory
+MOST_WINDOWS = 2_000  # of what is answered at once: the longest paragraph and a question of a sentence take some 400
 WAITING = 64  # questions that may wait; the next is told that the app is busy
 # Questions answered together, and the characters of their paragraphs if they are more than one. 50 askers on two cores
 # had 2,800 answers a second from the tiny model instead of 530, and from BERT-base 5.2 instead of 4.6: more only where
@@ -32,7 +33,7 @@ class Busy(RuntimeError):
 
 
 class QuestionTooLong(DataError):
-    """A question that leaves its paragraph no room in a window."""
+    """A question that leaves its paragraph no room in a window, or so little that it is cut into very many."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,11 @@ def load(folder: Path) -> Model:
     return loaded
 
 
+def _written(folder: Path) -> int:
+    """When the newest of a checkpoint's weights were written, in ns; 0 if there are none, which is for load to say."""
+    return max((path.stat().st_mtime_ns for path in folder.glob("*.safetensors")), default=0)
+
+
 def answer(loaded: Model, questions: list[tuple[str, str]]) -> list[dict]:
     """Answers to (question, paragraph) pairs, as JSON can hold them, computed together.
 
@@ -76,6 +82,8 @@ def answer(loaded: Model, questions: list[tuple[str, str]]) -> list[dict]:
         features = build_features(source, loaded.tokenizer, loaded.max_length, loaded.stride, cache=False)
     except DataError:
         raise QuestionTooLong(f"too long for this model, which reads {loaded.max_length} tokens at a time") from None
+    if len(features) > MOST_WINDOWS:
+        raise QuestionTooLong(f"so long that this model would read its paragraph in {len(features):,} pieces")
     clock.append(time.perf_counter())
     with one_thread() if loaded.small else nullcontext():
         logits = predict_logits(loaded.model, features, loaded.model.device, batch_tokens=BATCH_TOKENS)
@@ -130,7 +138,8 @@ class Desk:
     def __init__(self):
         self._waiting: deque[_Job] = deque()
         self._changed = threading.Condition()
-        self._load = lru_cache(LOADED)(load)
+        # By the time of its weights as well: a run that is done again overwrites them.
+        self._load = lru_cache(LOADED)(lambda folder, _: load(folder))
         threading.Thread(target=self._work, name="desk", daemon=True).start()
 
     def ask(self, folder: Path, question: str, context: str) -> Future:
@@ -167,7 +176,7 @@ class Desk:
         if not jobs:
             return
         try:
-            loaded = self._load(jobs[0].folder)
+            loaded = self._load(jobs[0].folder, _written(jobs[0].folder))
             begin = time.perf_counter()  # what loading took is waiting, too
             results = answer(loaded, [(job.question, job.context) for job in jobs])
         except DataError as problem:

@@ -76,6 +76,17 @@ class Source:
         return build_examples(self._rows(), self.name, self.fix_spans)
 
 
+def unlabelled(source: Source) -> Source:
+    """The same questions without their gold answers, which then need be neither there nor right: for prediction."""
+
+    def rows() -> Iterator[tuple]:
+        for place, title, context, entry in source._rows():
+            blank = {"answers": [], "is_impossible": True}
+            yield place, title, context, entry | blank if isinstance(entry, dict) else entry
+
+    return Source(source.name, source.split, False, lambda: f"{source.sha256} unlabelled", rows)
+
+
 def open_source(source: str | os.PathLike, split: str, fix_spans: bool = False) -> Source:
     """Find the data set `source`; nothing is parsed yet.
 

@@ -89,9 +89,10 @@ class Answers:
         return found
 
     def write(self, folder: str | os.PathLike) -> list[Path]:
-        """Write predictions.json, nbest_predictions.json and null_odds.json: all whole, or none of them at all."""
+        """Write predictions.json, texts.json, nbest_predictions.json and null_odds.json: all whole, or none of them."""
         files = {
             "predictions.json": self.predictions,
+            "texts.json": self.texts,
             "nbest_predictions.json": self.nbest,
             "null_odds.json": self.null_odds,
         }

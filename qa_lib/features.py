@@ -286,7 +286,7 @@ def _load(folder: Path) -> Features | None:
         return Features(arrays, meta)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # NumPy has many for a file that it cannot read, and all mean the same
         log.warning("%s: damaged, made anew (%s)", folder, error)
         return None
 

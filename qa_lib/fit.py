@@ -159,7 +159,7 @@ def _work(entry, spec, run_dir, data, model, batches, device, begin, say) -> Non
 
 
 def evaluate(model: torch.nn.Module, data: Data, spec: Spec, device: torch.device, run_dir: Path) -> dict:
-    """Answer the validation questions with a model on `device`; the record's `quality`, and the three answer files."""
+    """Answer the validation questions with a model on `device`; the record's `quality`, and the four answer files."""
     model.eval()
     dtype = DTYPES[spec.settings.precision]
     autocast = None if dtype == torch.float32 else dtype

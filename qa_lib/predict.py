@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from qa_lib.data import DataError, Source, UserError, first_line, open_source, read_json
+from qa_lib.data import DataError, Source, UserError, first_line, open_source, read_json, unlabelled
 from qa_lib.decode import decode
 from qa_lib.features import Features, build_features
 from qa_lib.record import RecordError, read_record
@@ -165,21 +165,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", required=True, metavar="DIR", help="a model's folder, with safetensors and tokenizer"
     )
-    parser.add_argument("--out", metavar="DIR", help="where the file's predictions, n-best lists and null odds go")
+    parser.add_argument(
+        "--out", metavar="DIR", help="where predictions, best spans, n-best lists and null odds of the file go"
+    )
     parser.add_argument("--question", metavar="TEXT", help="one question, answered on the terminal")
     parser.add_argument("--context", metavar="TEXT", help="the paragraph that the one question is about")
-    parser.add_argument("--fix-spans", action="store_true", help="move misplaced gold answers to their only occurrence")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write the three prediction files, or print the answer to one question as JSON (an empty one: no answer)."""
+    """Write the four prediction files, or print the answer to one question as JSON (an empty one: no answer)."""
     one = args.question is not None and args.context is not None and args.data is None and args.out is None
     file = args.question is None and args.context is None and args.data is not None and args.out is not None
     if not one and not file:
         raise UserError("predict takes either DATA.json and --out, or --question and --context")
     if file and Path(args.out).exists() and not Path(args.out).is_dir():
         raise UserError(f"{args.out}: exists and is no folder")
-    source = open_source(args.data, "validation", args.fix_spans) if file else asked([(args.question, args.context)])
+    source = unlabelled(open_source(args.data, "validation")) if file else asked([(args.question, args.context)])
     examples = source.examples  # bad data is told before the model takes its seconds to load
     model, tokenizer = load_qa_model(args.model)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import string
 from collections import Counter
@@ -16,7 +15,9 @@ from collections.abc import Mapping
 
 from qa_lib.data import DataError, Example, open_source, read_json
 
-EXAMPLE = "example: python -m qa_lib score validation.json answers/predictions.json --na-prob answers/null_odds.json"
+EXAMPLE = """examples:
+  python -m qa_lib score validation.json answers/predictions.json
+  python -m qa_lib score validation.json answers/texts.json --na-prob answers/null_odds.json --na-threshold 0"""
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -89,7 +90,7 @@ def _check(examples: list[Example], given: Mapping, what: str, good) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value  # no NaN
 
 
 def _averages(examples: list[Example], exact: dict[str, float], overlap: dict[str, float]) -> dict[str, float | int]:

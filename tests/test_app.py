@@ -19,8 +19,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from qa_lib.__main__ import main
-from qa_lib.app import create_app
-from qa_lib.ask import WAITING, Busy, Desk
+from qa_lib.app import MAX_QUESTION, _is_loopback, create_app
+from qa_lib.ask import WAITING, Busy, Desk, QuestionTooLong, answer, load
 from qa_lib.data import MAX_CONTEXT, open_source
 from qa_lib.fit import fit
 from qa_lib.page import dashboard
@@ -226,6 +226,45 @@ def test_what_is_too_much_is_refused_and_the_rest_answered(runs, questions):
             accepted.append(desk.ask(folder, "who came ?", questions[0].context))
     assert len(accepted) >= WAITING
     assert {future.result(60)["answer"] for future in accepted} == {accepted[0].result()["answer"]}
+
+
+def test_a_question_that_would_cut_its_paragraph_into_very_many_pieces_is_refused(runs):
+    (folder,) = runs.glob("cpu-smoke/A1-*/model")
+    loaded = load(folder)
+    length = loaded.max_length - loaded.stride - 4  # leaves a window one token more than the overlap
+    with pytest.raises(QuestionTooLong, match=r"in \d,\d{3} pieces"):
+        answer(loaded, [("who " * length, "she " * 3_000)])
+    assert answer(loaded, [("who came", "she " * 3_000)])[0]["windows"] < 100
+
+
+def test_a_checkpoint_that_was_written_again_is_loaded_again(runs, tmp_path):
+    old, new = (next(runs.glob(f"cpu-smoke/{name}-*/model")) for name in ("A1", "A2"))
+    folder, desk = tmp_path / "model", Desk()
+    shutil.copytree(old, folder)
+
+    def margin(of):
+        return desk.ask(of, "who", "it was she").result(60)["margin"]
+
+    first, other = margin(folder), margin(new)
+    assert first != other
+    shutil.copyfile(new / "model.safetensors", folder / "model.safetensors")
+    assert margin(folder) == other
+
+
+def test_every_paragraph_within_the_limit_fits_into_a_request(runs):
+    client = TestClient(create_app([], runs, ["testserver"]))
+    emoji = "\U0001f600"
+    asked = json.dumps({"model": key_of(runs), "question": MAX_QUESTION * emoji, "context": MAX_CONTEXT * emoji})
+    assert asked.isascii() and len(asked) > 12 * MAX_CONTEXT  # as clients escape it that know ASCII alone
+    assert client.post("/ask", content=asked, headers={"content-type": "application/json"}).status_code != 413
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("127.0.0.2", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False)],
+)
+def test_only_this_machines_names_are_answered_where_only_it_is_reached(host, loopback):
+    assert _is_loopback(host) is loopback
 
 
 def test_busy_is_said_to_the_asker(runs, monkeypatch):

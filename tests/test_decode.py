@@ -211,12 +211,17 @@ def test_any_logits(features, seed, kind, n_best, longest):
 def test_files(features, tmp_path):
     found = decode(features, EXAMPLES, torch.arange(len(features)), *logits(features))
     paths = found.write(tmp_path / "new" / "out")
-    assert [path.name for path in paths] == ["predictions.json", "nbest_predictions.json", "null_odds.json"]
+    assert [path.name for path in paths] == [
+        "predictions.json",
+        "texts.json",
+        "nbest_predictions.json",
+        "null_odds.json",
+    ]
     assert sorted(os.listdir(tmp_path / "new" / "out")) == sorted(path.name for path in paths)
     read = [json.loads(path.read_text()) for path in paths]
-    assert read == [found.predictions, found.nbest, found.null_odds]
-    assert list(read[1]["q9"][0]) == ["text", "probability", "start_logit", "end_logit"]
-    for entries in read[1].values():
+    assert read == [found.predictions, found.texts, found.nbest, found.null_odds]
+    assert list(read[2]["q9"][0]) == ["text", "probability", "start_logit", "end_logit"]
+    for entries in read[2].values():
         assert sum(entry["probability"] for entry in entries) == pytest.approx(1)
     before = [path.read_bytes() for path in paths]
     found.write(tmp_path / "new" / "out")

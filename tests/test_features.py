@@ -288,7 +288,7 @@ def test_an_entry_for_each_thing_that_matters(file, tmp_path, small):
     assert len(list(store.iterdir())) == 7
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "meta", "noise"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "meta", "noise", "empty", "zip"])
 def test_a_damaged_entry_is_made_anew(file, tmp_path, small, damage, caplog):
     store = tmp_path / "store"
     first = build_features(open_source(file, "train"), small, 64, 16, cache=store)
@@ -302,7 +302,7 @@ def test_a_damaged_entry_is_made_anew(file, tmp_path, small, damage, caplog):
     else:
         content = tokens.read_bytes()
         tokens.unlink()
-        tokens.write_bytes(content[:-8] if damage == "cut" else b"noise")
+        tokens.write_bytes({"cut": content[:-8], "noise": b"noise", "empty": b"", "zip": b"PK\x03\x04"}[damage])
     for _ in range(2):
         assert np.array_equal(build_features(open_source(file, "train"), small, 64, 16, cache=store).tokens, expected)
     assert list(store.iterdir()) == [entry]

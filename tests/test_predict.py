@@ -144,12 +144,26 @@ def test_a_file_is_answered(folder, tmp_path, capsys):
     data = write(tmp_path / "data.json", DATA)
     assert run("--model", folder, data, "--out", tmp_path / "out") == 0
     shown = capsys.readouterr()
-    names = ["predictions.json", "nbest_predictions.json", "null_odds.json"]
+    names = ["predictions.json", "texts.json", "nbest_predictions.json", "null_odds.json"]
     assert shown.out.split() == [str(tmp_path / "out" / name) for name in names]
     assert shown.err == ""  # no terminal, no bar
     read = [json.loads((tmp_path / "out" / name).read_text()) for name in names]
     assert all(list(part) == ["q1", "q2"] for part in read)
     assert all(text in TEXT for text in read[0].values())
+
+
+def test_questions_need_no_gold_answers_to_be_answered(folder, tmp_path):
+    labelled = write(tmp_path / "labelled.json", DATA)
+    bare = json.loads(labelled.read_text())
+    first, second = bare["data"][0]["paragraphs"][0]["qas"]
+    del first["answers"], first["is_impossible"]
+    second["answers"], second["is_impossible"] = [{"text": "nowhere to be found", "answer_start": 3}], False
+    data = tmp_path / "bare.json"
+    data.write_text(json.dumps(bare))
+    for file in (labelled, data):
+        assert run("--model", folder, file, "--out", tmp_path / file.stem) == 0
+    answers = [[path.read_text() for path in sorted((tmp_path / name).iterdir())] for name in ("labelled", "bare")]
+    assert answers[0] == answers[1]
 
 
 def test_a_question_is_answered(folder, capsys):

@@ -119,6 +119,11 @@ def test_probabilities_that_do_not_fit(change):
         score([], {})
 
 
+def test_a_number_of_any_size_is_one():
+    huge = dict.fromkeys(PREDICTIONS, 0.5) | {"two": 10**400}
+    assert score(EXAMPLES, PREDICTIONS, huge) == score(EXAMPLES, PREDICTIONS, huge | {"two": 1e300})
+
+
 def noisy(examples, seed):
     """Predictions from right to wrong to empty, and probabilities with many ties in an order of their own."""
     draw = random.Random(seed)
