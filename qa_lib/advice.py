@@ -161,15 +161,15 @@ def recipes(runs: pd.DataFrame, group: str) -> str:
         "table for one."
     )
     f1 = worth(evidence.quality_runs(runs, group))
-    parts = [said, tables.or_why(lambda part: decision_table(part, f1), runs[runs["group"] == group])]
+    parts = [said, tables.or_why(lambda part: decision_table(part, f1), tables.select(runs, group))]
     said = (
         "**The seeds' protocol**: one step at micro-batch 8 after one to settle. *T4* is theirs, the rest is ours. A "
         "row that pads to the longest of a batch shows the one batch it drew; no graph is captured so early."
     )
-    parts += [said, tables.or_why(vram_table, runs[runs["group"] == f"{hardware}-vram"])]
+    parts += [said, tables.or_why(vram_table, tables.sibling(runs, group, "vram"))]
     for name in sorted(set(runs["group"])):
         if name.startswith(f"{hardware}-fit-"):
-            tries = runs[runs["group"] == name]
+            tries = tables.select(runs, name)
             limit, sm = tries["spec.scale.limit_gib"].iloc[0], name.rsplit("-sm", 1)[-1]
             absent = [row for row in VARIANTS if row not in set(tries["spec.variant"])]
             parts += [

@@ -166,11 +166,12 @@ def projection(lines: pd.DataFrame) -> pd.DataFrame:
     features, table = FULL_FEATURES * FULL_EPOCHS, []
     for name in rows:
         speed, compile_s = part.loc[name, ["features_per_s", "compile_s"]].fillna(0.0)
+        unknown = not compile_s and VARIANTS[name].settings.compile != "none"
         seconds = features / speed + compile_s
         table.append({
             "row": name,
             "arithmetic": f"{FULL_FEATURES:,} × {FULL_EPOCHS} ÷ {number(speed)}/s"
-                          + (f" + {number(compile_s)} s" if compile_s else ""),
+                          + (f" + {number(compile_s)} s" if compile_s else " + compilation, not measured" * unknown),
             "minutes": number(seconds / 60),
             "of A1's time": tables.share(seconds * part.loc[BASELINE, "features_per_s"] / features),
         })  # fmt: skip
@@ -186,7 +187,7 @@ def tries_table(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
     runs = runs[runs["quality.f1"].notna()]
     if runs.empty:
         raise NotMeasured("no try of python -m qa_lib tune has an F1 on this hardware")
-    rates = [f"{rate * find_recipe(name).lr_factor:.2g}" for rate, name in
+    rates = [f"{rate * find_recipe(name).lr_factor:g}" for rate, name in
              zip(runs["spec.scale.learning_rate"], runs["spec.settings.trainable"], strict=True)]  # fmt: skip
     default = (runs["spec.scale.learning_rate"] == SCALES["quality"].learning_rate) & (
         runs["spec.settings.trainable"] == VARIANTS[BASELINE].settings.trainable
@@ -194,9 +195,9 @@ def tries_table(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
     base = pd.concat([part[part["spec.variant"] == BASELINE] for part in (quality, runs[default])])
     base = base.drop_duplicates("spec.seed")
     lines = []
-    for (row, trainable, rate), part in runs.assign(rate=rates).groupby(
-        ["spec.variant", "spec.settings.trainable", "rate"]
-    ):
+    point = ["spec.variant", "spec.settings.trainable", "rate"]
+    runs = runs.assign(rate=rates).sort_values("time.started").drop_duplicates([*point, "spec.seed"], keep="last")
+    for (row, trainable, rate), part in runs.groupby(point):
         part = part.sort_values("spec.seed")
         line = {"row": row, "trainable": trainable, "learning rate": rate}
         for head, column in zip(("F1", "F1 at best threshold"), METRICS, strict=True):

@@ -1,6 +1,7 @@
 """One run from spec to record: the function behind the notebooks, the command line and the sweep."""
 
 import argparse
+import gc
 import os
 import time
 from dataclasses import dataclass
@@ -95,8 +96,12 @@ def _fill(entry: dict, spec: Spec, run_dir: Path, data: Data | None, model, say)
     if spec.scale.limit_gib and device.type == "cuda":
         measure.limit_memory(spec.scale.limit_gib)
     data = data or load_data(spec)
-    if model is None or getattr(model, USED, False):
-        model = build_model(spec)
+    if getattr(model, USED, False):
+        model.to("cpu")  # the caller's name keeps it, and its weights would count as this run's memory
+        gc.collect()
+        torch.cuda.empty_cache()
+        model = None
+    model = model or build_model(spec)
     setattr(model, USED, True)
     batches = (PackedBatches if spec.settings.padding == "packed" else Batches)(data.features, spec)
     entry["spec"] |= {"planned_steps": batches.steps, "n_train": len(data.features)}

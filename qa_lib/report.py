@@ -35,7 +35,7 @@ README_ROWS = (
     "EC2",
     "EB1-lean",
 )
-_MODULES = ("report", "tables", "evidence", "findings", "canvas", "anatomy", "figures")
+_MODULES = ("report", "tables", "evidence", "findings", "canvas", "trace", "anatomy", "figures")
 _CODE = [Path(__file__).with_name(f"{name}.py") for name in _MODULES]
 
 

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -286,7 +287,9 @@ def sweep(
     except BaseException:
         for job in active:
             job.kill()
-            job.settle("the sweep was stopped")
+        for job in active:
+            with contextlib.suppress(Exception):  # a full disk, say: what is raised is what came first
+                job.settle("the sweep was stopped")
         raise
     return [record.read_record(runs / spec.run_path) for spec in specs]
 
@@ -388,6 +391,7 @@ def main(args: argparse.Namespace) -> int:
             state = "finished" if not args.force and is_finished(spec, args.runs, again) else state
             print(f"{spec.group}/{spec.run_id:24} {state}")
         return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's way of Ctrl-C
     entries = sweep(specs, args.runs, env, args.gpus, args.force, args.retry, args.share)
     failed = [spec for spec, entry in zip(specs, entries, strict=True) if entry["status"] in ("error", "killed")]
     for spec in failed:

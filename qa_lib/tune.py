@@ -74,19 +74,32 @@ def main(args: argparse.Namespace) -> int:
     for name in names:
         slots.put(name)
 
+    failed = []
+
     def run(spec: Spec) -> tuple[str, float]:
+        said = f"{spec.settings.trainable}, learning rate {spec.scale.learning_rate * spec.recipe.lr_factor:g}"
         gpu = slots.get()
         try:
             entry = attempt(spec, args.runs, gpu, len(set(names)) < len(names))
+        except UserError as problem:  # a rate too high for this point says nothing about the others
+            failed.append(spec)
+            print(f"  {said}: {problem}", flush=True)
+            return said, math.nan
         finally:
             slots.put(gpu)
-        f1 = entry["quality"]["f1"]
-        said = f"{spec.settings.trainable}, learning rate {spec.scale.learning_rate * spec.recipe.lr_factor:g}"
-        print(f"  {spec.run_id} {said}: " + (entry["status"] if f1 is None else f"F1 {f1:.2f}"), flush=True)
-        return said, math.nan if f1 is None else f1
+        f1, best = entry["quality"]["f1"], entry["quality"]["best_f1"]
+        result = entry["status"] if f1 is None else f"F1 {f1:.2f}, at the best threshold {best:.2f}"
+        print(f"  {spec.run_id} {said}: {result}", flush=True)
+        return said, math.nan if f1 is None else best
 
     with ThreadPoolExecutor(len(names)) as pool:
         found = pd.DataFrame(pool.map(run, points(specs, args.learning_rate, args.trainable)), columns=["point", "f1"])
-    means = found.dropna().groupby("point")["f1"].mean()  # over seeds
-    print("no point was measured" if means.empty else f"best: {means.idxmax()}, F1 {means.max():.2f}")
-    return 0
+    means = (
+        found.groupby("point")["f1"].agg(lambda seeds: seeds.mean(skipna=False)).dropna()
+    )  # of points with all seeds
+    print(
+        "no point was measured with every seed"
+        if means.empty
+        else f"best: {means.idxmax()}, F1 {means.max():.2f} at the best threshold"
+    )
+    return 1 if failed else 0

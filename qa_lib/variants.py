@@ -278,7 +278,7 @@ SCALES = {
         Scale("vram", "bert-base-uncased", "squad_v2", 384, 128, None, 3e-5, 0.1, 2, None, 1, False, 0, 900),
         # For the search of the largest micro-batch under a cap on memory.
         Scale("fit", "bert-base-uncased", "squad_v2", 384, 128, None, 3e-5, 0.1, 60, None, 30, False, 0, 900),
-        # For differences between rows with intervals over seeds; 2e-4 was the best of five rates for A1 (group *-tune).
+        # For differences between rows with intervals over seeds; 2e-4 was the best rate tried for A1 (group *-tune).
         Scale("quality", "", "", 384, 128, 32, 2e-4, 0.1, None, 3, 100, True, 0, 3600),
         Scale("full", "bert-base-uncased", "squad_v2", 384, 128, 32, 3e-5, 0.1, None, 3, 100, True, 500, 6 * 3600),
         Scale("local", "", "", 384, 128, 32, 3e-5, 0.1, None, 3, 100, True, 500, 6 * 3600),

@@ -130,6 +130,8 @@ def test_a_projection_shows_its_arithmetic():
     assert table.loc["E-best", "arithmetic"] == "131,754 × 3 ÷ 500/s + 30.0 s"
     assert table.loc["E-best", "minutes"] == tables.number(seconds / 60)
     assert table.loc["E-best", "of A1's time"] == tables.share(seconds / (131_754 * 3 / 100))
+    cached = evidence.projection(bench(A1=100.0, E_best=500.0).assign(compile_s=None)).set_index("row")["arithmetic"]
+    assert cached["E-best"].endswith("÷ 500/s + compilation, not measured") and cached["A1"].endswith("÷ 100/s")
     with pytest.raises(NotMeasured):
         evidence.projection(bench(E1=1.0))
 
@@ -147,12 +149,18 @@ def test_only_runs_that_were_alone_on_the_gpu_have_a_time_to_quality():
 def test_tries_that_lost_are_kept_and_the_best_stands_first():
     runs = quality(A1=(50.0, 52.0), B1_all=(40.0,)).assign(**{
         "spec.settings.trainable": ["all", "all", "lora-all"], "spec.scale.learning_rate": [1e-4, 2e-4, 2e-4],
+        "time.started": "2026-01-02",
     })  # fmt: skip
     again = runs[:1].assign(**{"spec.seed": 1, "quality.f1": 51.0, "quality.best_f1": 56.0})
     table = evidence.tries_table(pd.concat([runs, again]), quality(A1=(54.0,)))
     assert list(table["learning rate"]) == ["0.0002", "0.0001", f"{2e-4 * find_recipe('lora-all').lr_factor:g}"]
     assert list(table["F1"]) == ["52.00", "50.50", "40.00"], "means over seeds"
     assert list(table["F1 at best threshold"]) == ["57.00", "55.50", "45.00"]
+    older = runs.assign(**{"quality.f1": 1.0, "time.started": "2026-01-01"})
+    near = runs[:1].assign(**{"spec.scale.learning_rate": 1.04e-4})
+    table = evidence.tries_table(pd.concat([older, runs, near]), quality(A1=(54.0,)))
+    assert sorted(table["F1"]) == ["40.00", "50.00", "50.00", "52.00"], "the newest counts, and each rate is a point"
+    table = evidence.tries_table(pd.concat([runs, again]), quality(A1=(54.0,)))
     # Seed 0 of the baseline at the default rate is among the runs for quality, seed 1 among the tries.
     assert list(table["ΔF1 vs A1"]) == ["+0.00", "−2.50", "−14.00"] and table["seeds"][1] == "0 · 1"
     assert list(evidence.tries_table(runs, quality())["ΔF1 vs A1"]) == ["+0.00", "–", "–"], "no seed in common"

@@ -163,6 +163,37 @@ def test_ctrl_c_keeps_what_is_finished(lab):
     assert lab.records()["A1"] == first
 
 
+def test_a_driver_that_is_asked_to_end_ends_its_runs(lab):
+    write_notebook(lab.notebook, before="pause = 30")
+    process = lab.start("--variants", "A1")
+    kernel = lab.wait_for_step("A1", 1)
+    process.terminate()  # the driver alone, as batch systems do
+    process.communicate(timeout=60)
+    assert process.returncode == 130 and lab.statuses() == {"A1": "killed"}
+    assert not Path(f"/proc/{kernel}").exists()
+
+
+def test_all_runs_are_ended_even_where_one_cannot_be_judged(tmp_path, monkeypatch):
+    done = []
+
+    class Job(types.SimpleNamespace):
+        over_time, process = False, types.SimpleNamespace(poll=lambda: 1)
+
+        def __init__(self, spec, gpu):
+            super().__init__(spec=spec, gpu=gpu, kill=lambda: done.append(f"kill {spec.variant}"))
+
+        def settle(self, _=None):
+            done.append(f"settle {self.spec.variant}")
+            if self.spec.variant == "A1":
+                raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sweep, "Job", Job)
+    monkeypatch.setattr(sweep, "_start", lambda spec, runs, env, gpu, *_: Job(spec, gpu))
+    with pytest.raises(OSError, match="No space"):
+        sweep.sweep(plan(["A1", "A2"], "smoke", machine=Machine(compiler=True)), tmp_path, {}, [0, 1])
+    assert done[-4:] == ["kill A1", "kill A2", "settle A1", "settle A2"]
+
+
 def test_a_run_over_its_time_limit_is_killed_with_the_limit_named(lab):
     write_notebook(lab.notebook, before="import time\ntime.sleep(300)")
     begin = time.monotonic()

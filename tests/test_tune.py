@@ -25,13 +25,17 @@ def call(*words):
 
 @pytest.fixture
 def tried(monkeypatch):
-    """The specs that would have run; the score is best at a rate of 2e-3, and worst with rank 32."""
+    """The specs that would have run; the score at the best threshold is best at a rate of 2e-3, and worst with rank 32;
+    at 4e-3 seed 1 fails, and at threshold 0 that rate looks best."""
     specs = []
 
     def attempt(spec, runs, gpu, shared):
         specs.append((spec, gpu, shared))
-        score = 90 - 1e4 * abs(spec.scale.learning_rate - 2e-3) - spec.recipe.rank
-        return {"status": "ok", "quality": {"f1": score}}
+        rate = spec.scale.learning_rate
+        if (rate, spec.seed) == (4e-3, 1):
+            raise UserError(f"{spec.run_id}: error, loss is nan at step 12")
+        score = 90 - 1e4 * abs(rate - 2e-3) - spec.recipe.rank
+        return {"status": "ok", "quality": {"f1": 1e4 * rate, "best_f1": score}}
 
     monkeypatch.setattr(tune, "attempt", attempt)
     return specs
@@ -59,8 +63,17 @@ def test_the_best_point_is_named(tried, capsys):
     rates = ("--learning-rate", "1e-3", "2e-3", "4e-3")
     assert call("B1-all", "--scale", "smoke", "--trainable", "lora-all-r8", "lora-all-r32", *rates) == 0
     out = capsys.readouterr().out.splitlines()
-    assert len(out) == 7 and out[-1] == "best: lora-all-r8, learning rate 0.002, F1 82.00"
+    assert len(out) == 7
+    assert out[-1] == "best: lora-all-r8, learning rate 0.002, F1 82.00 at the best threshold"
     assert [gpu for _, gpu, _ in tried] == [None] * 6
+
+
+def test_a_point_that_fails_ends_no_search_and_is_not_the_best(tried, capsys):
+    rates = ("--learning-rate", "4e-3", "1e-3", "--seeds", "0", "1")
+    assert call("B1-all", "--scale", "smoke", "--trainable", "lora-all-r8", *rates) == 1
+    out = capsys.readouterr().out
+    assert "loss is nan at step 12" in out and len(tried) == 4
+    assert out.splitlines()[-1] == "best: lora-all-r8, learning rate 0.001, F1 72.00 at the best threshold"
 
 
 def test_a_card_that_is_named_twice_is_shared(tried, monkeypatch):
