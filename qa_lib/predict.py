@@ -18,7 +18,9 @@ from qa_lib.decode import decode
 from qa_lib.features import Features, build_features
 from qa_lib.record import RecordError, read_record
 
-EXAMPLE = 'example: python -m qa_lib predict --model DIR --question "Who wrote it?" --context "It was written by Ada."'
+EXAMPLE = """examples:
+  python -m qa_lib predict --model DIR --question "Who wrote it?" --context "It was written by Ada."
+  python -m qa_lib predict --model DIR dev-v2.0.json --out answers/"""
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 

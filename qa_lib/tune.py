@@ -80,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
         said = f"{spec.settings.trainable}, learning rate {spec.scale.learning_rate * spec.recipe.lr_factor:g}"
         gpu = slots.get()
         try:
-            entry = attempt(spec, args.runs, gpu, len(set(names)) < len(names))
+            entry = attempt(spec, args.runs, gpu, names.count(gpu) > 1)
         except UserError as problem:  # a rate too high for this point says nothing about the others
             failed.append(spec)
             print(f"  {said}: {problem}", flush=True)
