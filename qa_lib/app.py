@@ -274,10 +274,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8600, metavar="N", help="0 takes a free one (default: 8600)")
 
 
-def _is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
+def _names(host: str) -> list[str]:
+    """By what names the app may be called when it listens on `host`: any where others than this machine reach it, since
+    it cannot know them."""
+    try:
+        local = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # another name
+        local = False
+    return ["127.0.0.1", "localhost", host, f"[{host}]"] if local else ["*"]  # in brackets: IPv6
 
 
 def main(args: argparse.Namespace) -> int:
@@ -292,9 +296,7 @@ def main(args: argparse.Namespace) -> int:
     except (OSError, OverflowError) as problem:
         reason = getattr(problem, "strerror", None) or problem
         raise UserError(f"cannot listen on {args.host}, port {args.port}: {reason}; --port takes another") from None
-    # Asked to listen beyond this machine, the app cannot know by what names it will be called.
-    hosts = ["127.0.0.1", "localhost", "["] if _is_loopback(args.host) else ["*"]  # of [::1]:8000 the "[" is compared
-    app = create_app(args.model, args.runs, hosts)
+    app = create_app(args.model, args.runs, _names(args.host))
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, limit_concurrency=512, lifespan="off"
     )

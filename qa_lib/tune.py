@@ -94,12 +94,10 @@ def main(args: argparse.Namespace) -> int:
 
     with ThreadPoolExecutor(len(names)) as pool:
         found = pd.DataFrame(pool.map(run, points(specs, args.learning_rate, args.trainable)), columns=["point", "f1"])
-    means = (
-        found.groupby("point")["f1"].agg(lambda seeds: seeds.mean(skipna=False)).dropna()
-    )  # of points with all seeds
-    print(
-        "no point was measured with every seed"
-        if means.empty
-        else f"best: {means.idxmax()}, F1 {means.max():.2f} at the best threshold"
-    )
+    # Over seeds, of points that have them all.
+    means = found.groupby("point")["f1"].agg(lambda seeds: seeds.mean(skipna=False)).dropna()
+    best = "no point was measured with every seed"
+    if not means.empty:
+        best = f"best: {means.idxmax()}, F1 {means.max():.2f} at the best threshold"
+    print(best)
     return 1 if failed else 0

@@ -19,7 +19,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from qa_lib.__main__ import main
-from qa_lib.app import MAX_QUESTION, _is_loopback, create_app
+from qa_lib.app import MAX_QUESTION, _names, create_app
 from qa_lib.ask import WAITING, Busy, Desk, QuestionTooLong, answer, load
 from qa_lib.data import MAX_CONTEXT, open_source
 from qa_lib.fit import fit
@@ -260,11 +260,14 @@ def test_every_paragraph_within_the_limit_fits_into_a_request(runs):
 
 
 @pytest.mark.parametrize(
-    ("host", "loopback"),
-    [("127.0.0.1", True), ("127.0.0.2", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False)],
+    ("host", "local"),
+    [("127.0.0.1", True), ("127.0.0.2", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("lab", False)],
 )
-def test_only_this_machines_names_are_answered_where_only_it_is_reached(host, loopback):
-    assert _is_loopback(host) is loopback
+def test_where_only_this_machine_reaches_it_no_other_names_are_answered(runs, host, local):
+    client = TestClient(create_app([], runs, _names(host)))
+    own = f"[{host}]:8600" if ":" in host else f"{host}:8600"
+    assert client.get("/", headers={"host": own}).status_code == 200
+    assert client.get("/", headers={"host": "foreign.example"}).status_code == (400 if local else 200)
 
 
 def test_busy_is_said_to_the_asker(runs, monkeypatch):

@@ -82,24 +82,9 @@ def test_a_card_that_is_named_twice_is_shared(tried, monkeypatch):
     assert {(gpu, shared) for _, gpu, shared in tried} == {(0, True)}
     tried.clear()
     monkeypatch.setattr(measure, "machine", lambda: dataclasses.replace(CPU, hardware="h200", gpus=2, sm=90))
-    call(
-        "A1",
-        "--scale",
-        "smoke",
-        "--learning-rate",
-        "1e-3",
-        "2e-3",
-        "3e-3",
-        "--seeds",
-        "0",
-        "2",
-        "--gpus",
-        "0",
-        "0",
-        "1",
-    )
-    assert {(gpu, shared) for _, gpu, shared in tried} <= {(0, True), (1, False)}, (
-        "the second card has one run at a time"
+    call(*"A1 --scale smoke --learning-rate 1e-3 2e-3 3e-3 --seeds 0 2 --gpus 0 0 1".split())
+    assert {(gpu, shared) for _, gpu, shared in tried} == {(0, True), (1, False)}, (
+        "one run at a time on the second card"
     )
 
 
