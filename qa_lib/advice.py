@@ -175,8 +175,9 @@ def recipes(runs: pd.DataFrame, group: str) -> str:
             parts += [
                 f"**The largest micro-batch within {limit:g} GiB**, with the allocator capped to that (the process "
                 f"takes about {CONTEXT_GIB:g} GiB beside it) and with what compute capability {int(sm) / 10:g} offers. "
-                "The speeds, of one short run each, are not those of such a card, and rows that pad to the longest of "
-                "a batch vary by several percent with what they draw in it. The F1 of packed rows is that of the "
+                "The speeds, of one short run each, are not those of such a card; rows that pad to the longest of a "
+                "batch vary by several percent with what they draw in it, and rows that launch kernel by kernel lose "
+                "most where other searches keep the host busy. The F1 of packed rows is that of the "
                 "kernel which the GPU of the runs for quality has; ΔF1 is at the worse threshold again."
                 + (f" Not searched: {', '.join(absent)}." if absent else "")
                 + _quickest(tries, f1)
