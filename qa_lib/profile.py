@@ -7,7 +7,6 @@ a few steps of its own, and takes the step's length from those before the profil
 import argparse
 import contextlib
 import dataclasses
-import functools
 import gc
 import gzip
 import json
@@ -33,19 +32,14 @@ POINTS = 400  # of the allocator's timeline
 
 
 class TimeWatch(Watch):
-    """Profiles PROFILED steps after `warm` others, with a range "step" around each.
+    """Profiles PROFILED steps after `warm` others, with a range "step" around each."""
 
-    What is meant for profilers alone begins with the profiled steps, since it costs the host time that would count
-    as the step's.
-    """
-
-    def __init__(self, warm: int, device: torch.device, name_parts=lambda: None):
+    def __init__(self, warm: int, device: torch.device):
         activities = [torch.profiler.ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self.profiler = torch.profiler.profile(activities=activities, record_shapes=True)
         self.warm, self.device, self.range = warm, device, contextlib.ExitStack()
-        self.name_parts = name_parts
 
     def finished(self, steps: int) -> None:
         self.range.close()
@@ -55,7 +49,6 @@ class TimeWatch(Watch):
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         if steps == self.warm:
-            self.name_parts()
             self.profiler.start()
         if steps == self.warm + PROFILED + 1:
             self.profiler.stop()
@@ -113,17 +106,17 @@ def _short(spec: Spec, steps: int) -> Spec:
     return dataclasses.replace(spec, scale=scale)
 
 
-def _build(spec: Spec) -> torch.nn.Module:
-    torch._dynamo.reset()  # as in fit: earlier models of this process must not count
-    return build_model(spec)
-
-
-def _train(spec: Spec, model: torch.nn.Module, data, device, watch: Watch) -> tuple:
-    """Train a new model under a watch; (optimizer, meter)."""
+def _train(spec: Spec, data, device, watch: Watch):
+    """Train from new weights under a watch; (model, optimizer, meter)."""
     with tempfile.TemporaryDirectory() as folder:
+        torch._dynamo.reset()  # as in fit: earlier models of this process must not count
+        model = build_model(spec)
+        if spec.settings.compile == "none" and device.type == "cuda":
+            _name_parts(model)
         batches = (PackedBatches if spec.settings.padding == "packed" else Batches)(data.features, spec)
         run = train_with_trainer if spec.settings.engine == "trainer" else train
-        return run(model, batches, spec, device, Path(folder), lambda _: None, watch)[:2]
+        optimizer, meter, _ = run(model, batches, spec, device, Path(folder), lambda _: None, watch)
+        return model, optimizer, meter
 
 
 def _name_parts(model: torch.nn.Module) -> None:
@@ -193,10 +186,8 @@ def save(entry: dict, runs: str | Path) -> None:
 def _time(spec: Spec, data, device, warm: int) -> tuple:
     """The work of PROFILED steps after `warm` others, the trace's events, the median length of the last of those
     others in ms, and the trace's file."""
-    model = _build(spec)
-    named = device.type == "cuda" and spec.settings.compile == "none"
-    watch = TimeWatch(warm, device, functools.partial(_name_parts, model) if named else lambda: None)
-    _, meter = _train(_short(spec, warm + PROFILED + 1), model, data, device, watch)
+    watch = TimeWatch(warm, device)
+    model, _, meter = _train(_short(spec, warm + PROFILED + 1), data, device, watch)
     events, packed = _events(watch)
     found = trace.work(events, model.config.hidden_size, model.config.intermediate_size)
     timed = sorted(meter.times[max(0, warm - TIMED) : warm])
@@ -231,8 +222,8 @@ def _memory(spec: Spec, data, device) -> dict:
     """
     gc.collect()
     torch.cuda.empty_cache()
-    model, watch = _build(spec), MemoryWatch(6)
-    optimizer, _ = _train(_short(spec, watch.at), model, data, device, watch)
+    watch = MemoryWatch(6)
+    model, optimizer, _ = _train(_short(spec, watch.at), data, device, watch)
     lasting = measure.memory(model, optimizer, device)
     activations, reserved = watch.kept / MIB, watch.reserved / MIB
     at_peak = max(watch.peaks, key=watch.peaks.get)
@@ -271,8 +262,7 @@ def main(args: argparse.Namespace) -> int:
     """Profile one row here, print where its step goes and where the files are."""
     (spec,) = plan([args.variant], args.scale, [0], args.data, args.model, args.micro_batch)
     if args.one_step:
-        short = functools.partial(_short, spec)
-        ncu.one_step(lambda watch: _train(short(watch.at), _build(spec), load_data(spec), measure.device(), watch))
+        ncu.one_step(lambda watch: _train(_short(spec, watch.at), load_data(spec), measure.device(), watch))
         return 0
     entry = profile(spec, args.runs)
     if args.ncu:

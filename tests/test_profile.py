@@ -207,12 +207,3 @@ def test_a_profile_that_fails_leaves_the_older_one_whole(tmp_path, monkeypatch):
     (folder / "profile.json").write_text(json.dumps({"schema": "other"}))
     with pytest.raises(RecordError, match="not a profile of this version"):
         read_profile(folder)
-
-
-def test_what_is_meant_for_profilers_alone_begins_after_the_timed_steps():
-    seen = []
-    watch = profile.TimeWatch(3, torch.device("cpu"), lambda: seen.append(steps))
-    for steps in range(1, 3 + profile.PROFILED + 2):
-        watch.finished(steps)
-    assert seen == [3]
-    assert [e["name"] for e in profile._events(watch)[0]].count("step") == profile.PROFILED
