@@ -7,6 +7,8 @@ from qa_lib.tables import NotMeasured, number
 from qa_lib.variants import SCALES, VARIANTS, find_recipe
 
 SIZES_GIB = (1, 1.5, 2, 3, 4, 6, 8, 12, 14.9, 24)  # 14.9: a T4
+# What may be recommended: by what trains, how many points of F1 a row may have lost in the mean (the project's goals).
+ALLOWED = {"all": evidence.MARGIN, "lora": 2.0}
 CONTEXT_GIB = 0.5  # a process takes this beside what PyTorch reserves
 SCATTER = 0.06  # by so much a try's speed depends on the lengths that it draws, counted over 30 seeds
 
@@ -83,8 +85,8 @@ def largest_batches(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
 
 
 def _best_first(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
-    """Rows at each micro-batch in the order in which decision_table() prefers them: variant, size, speed (features/s),
-    reserved (MiB, the most of all seeds), and the kind of what trains; `f1` by worth(). Raises NotMeasured."""
+    """Rows of the kinds in ALLOWED at each micro-batch, as decision_table() prefers them: variant, size, speed
+    (features/s), reserved (MiB, the most of all seeds), kind; `f1` by worth(). Raises NotMeasured."""
     columns = {"spec.variant": "variant", "spec.settings.micro_batch": "size", "speed.features_per_s": "speed",
                "memory.peak_reserved_mib": "reserved"}  # fmt: skip
     measured = runs.loc[runs["status"] == "ok", list(columns)].rename(columns=columns).dropna()
@@ -92,17 +94,18 @@ def _best_first(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
         raise NotMeasured("no run of this group has both GPU memory and speed, so none can be recommended")
     measured = measured.astype({"speed": float, "reserved": float}).groupby(["variant", "size"], as_index=False)
     measured = measured.agg({"speed": "mean", "reserved": "max"})
+    measured["kind"] = measured["variant"].map(lambda name: find_recipe(VARIANTS[name].settings.trainable).kind)
+    measured = measured[measured["kind"].isin(ALLOWED)]
     lost = measured["variant"].map(f1["lost"]).astype(float)
-    lossy = lost > evidence.MARGIN
-    kinds = measured["variant"].map(lambda name: find_recipe(VARIANTS[name].settings.trainable).kind)
-    measured = measured.assign(doubt=lost.isna() + 2 * lossy, merit=measured["speed"].where(~lossy, -lost), kind=kinds)
+    lossy = lost > measured["kind"].map(ALLOWED)
+    measured = measured.assign(doubt=lost.isna() + 2 * lossy, merit=measured["speed"].where(~lossy, -lost))
     return measured.sort_values(["doubt", "merit", "speed"], ascending=[True, False, False])
 
 
 def decision_table(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
     """For cards of SIZES_GIB: the quickest full fine-tune and the quickest adapter that were measured to fit. Rows of
-    unknown F1 stand only where none of known F1 fits, and of rows that lost more than evidence.MARGIN F1 in the mean,
-    at either threshold, the one that lost least, where nothing else fits.
+    unknown F1 stand only where none of known F1 fits, and of rows that lost more than ALLOWED in the mean, at either
+    threshold, the one that lost least, where nothing else fits.
 
     From `runs` of one group, by peak reserved memory plus CONTEXT_GIB; `f1` by worth(). Speeds are those of the GPU
     that ran them. Raises NotMeasured.
@@ -112,7 +115,7 @@ def decision_table(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
     lines = []
     for size in SIZES_GIB:
         line = {"you have": f"{size:g} GiB"}
-        for want, wanted in (("train everything", "all"), ("train adapters", "lora")):
+        for want, wanted in zip(("train everything", "train adapters"), ALLOWED, strict=True):
             fitting = measured[(measured["kind"] == wanted) & (needed <= size)]
             if fitting.empty:
                 line |= dict.fromkeys((want, f"{want}: ΔF1", f"{want}: features/s"), tables.MISSING)
@@ -138,7 +141,7 @@ def _quickest(tries: pd.DataFrame, f1: pd.DataFrame) -> str:
     alike = ranked[ranked["speed"] >= (1 - SCATTER) * ranked["speed"].max()]
     said = [f"{row.variant} at micro-batch {row.size}, {number(row.speed)} features/s" for row in alike.itertuples()]
     return (
-        f" Quickest there, of the rows that train everything and lost no more than {evidence.MARGIN:g} F1 in the mean "
+        f" Quickest there, of the rows that train everything and lost no more than {ALLOWED['all']:g} F1 in the mean "
         f"at either threshold (at the scale's own batch): {'; '.join(said)}"
         + f"; closer to each other than such tries can tell, {100 * SCATTER:.0f} %"
         * (len(said) > 1)
@@ -155,10 +158,10 @@ def recipes(runs: pd.DataFrame, group: str) -> str:
     hardware = group.rsplit("-", 1)[0]
     said = (
         f"**What to run on a card of so much memory**, from this group: reserved memory and {CONTEXT_GIB:g} GiB for "
-        f"the process must fit. A row that lost more than {evidence.MARGIN:g} F1 in the mean, at threshold 0 or at the "
-        "best one, stands only where nothing else fits; ΔF1 is the worse of both. The speeds are those of the GPU "
-        "that ran it, and a row needs what its settings need: a T4 has no bf16 and no 8-bit floats, so see the last "
-        "table for one."
+        f"the process must fit. A row that lost more than {ALLOWED['all']:g} F1 in the mean (an adapter: "
+        f"{ALLOWED['lora']:g}), at threshold 0 or at the best one, stands only where nothing else fits; ΔF1 is the "
+        "worse of both. The speeds are those of the GPU that ran it, and a row needs what its settings need: a T4 has "
+        "no bf16 and no 8-bit floats, so see the last table for one."
     )
     f1 = worth(evidence.quality_runs(runs, group))
     parts = [said, tables.or_why(lambda part: decision_table(part, f1), tables.select(runs, group))]

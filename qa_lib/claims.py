@@ -139,7 +139,8 @@ def _peft_quality(facts: Facts) -> Finding:
             "it loses about 19": about(bias, 19),
         },
         "An adapter needs a larger learning rate and more targets; BitFit's rate was not searched to its end. "
-        f"Theirs had 26.5 F1 to lose before never answering would have been better, ours {points(room)}.",
+        f"Theirs had 26.5 F1 to lose before never answering would have been better, ours {points(room)} at the best "
+        "threshold.",
     )
 
 

@@ -181,8 +181,8 @@ def projection(lines: pd.DataFrame) -> pd.DataFrame:
 def tries_table(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
     """The points of `python -m qa_lib tune`, the best of each row first by the last difference.
 
-    Points were tried with different seeds, so each is compared with the baseline's runs of its own seeds at the rate
-    of scale `quality`, be they tries too or in `quality`. Raises NotMeasured.
+    Points may have been tried with different seeds, so each is compared with the baseline's runs of its own seeds at
+    the rate of scale `quality`, be they tries too or in `quality`. Raises NotMeasured.
     """
     runs = runs[runs["quality.f1"].notna()]
     if runs.empty:
