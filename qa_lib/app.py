@@ -300,7 +300,8 @@ def main(args: argparse.Namespace) -> int:
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, limit_concurrency=512, lifespan="off"
     )
-    print(f"http://{args.host}:{listener.getsockname()[1]}  (Ctrl-C stops it)", flush=True)
+    host = f"[{args.host}]" if family == socket.AF_INET6 else args.host
+    print(f"http://{host}:{listener.getsockname()[1]}  (Ctrl-C stops it)", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listener])
     return 0
