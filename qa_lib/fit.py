@@ -10,13 +10,12 @@ from pathlib import Path
 import torch
 
 from qa_lib import measure, record
-from qa_lib.batches import Batches
 from qa_lib.checkpoint import Checkpoint
 from qa_lib.data import Source, open_source
 from qa_lib.decode import decode
 from qa_lib.features import Features, build_features
 from qa_lib.model import Tokenizer, build_model, build_tokenizer, save_model
-from qa_lib.packing import PackedBatches
+from qa_lib.packing import batches_of
 from qa_lib.plan import add_source_arguments, plan
 from qa_lib.predict import predict_logits
 from qa_lib.score import score
@@ -103,7 +102,7 @@ def _fill(entry: dict, spec: Spec, run_dir: Path, data: Data | None, model, say)
         model = None
     model = model or build_model(spec)
     setattr(model, USED, True)
-    batches = (PackedBatches if spec.settings.padding == "packed" else Batches)(data.features, spec)
+    batches = batches_of(data.features, spec)
     entry["spec"] |= {"planned_steps": batches.steps, "n_train": len(data.features)}
     entry["spec"]["n_eval"] = len(data.validation.examples) if data.validation else None
     entry["data"]["n"] = int(data.features.example.max()) + 1  # without parsing the questions again
@@ -136,15 +135,20 @@ def forget_times(entry: dict, spec: Spec) -> None:
     entry["time"]["step_ms"] = dict.fromkeys(("n", "median", "p10", "p90"))
 
 
-def _work(entry, spec, run_dir, data, model, batches, device, begin, say) -> None:
-    """What must not be timed beside another run: training and evaluation, measured from `begin`."""
-    peak = measure.matrix_rate(device, DTYPES[spec.settings.precision])
-    entry["time"]["prepare_s"] = time.perf_counter() - begin
+def train_afresh(model, batches, spec: Spec, device: torch.device, run_dir: Path, say=print, watch=None) -> tuple:
+    """train() of the spec's engine, as the first of its process: nothing is compiled yet, nothing counted."""
     # Dynamo counts what it compiled for all models of a process, and soon leaves the rest uncompiled.
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     run = train_with_trainer if spec.settings.engine == "trainer" else train
-    optimizer, meter, first = run(model, batches, spec, device, run_dir, say)
+    return run(model, batches, spec, device, run_dir, say, watch)
+
+
+def _work(entry, spec, run_dir, data, model, batches, device, begin, say) -> None:
+    """What must not be timed beside another run: training and evaluation, measured from `begin`."""
+    peak = measure.matrix_rate(device, DTYPES[spec.settings.precision])
+    entry["time"]["prepare_s"] = time.perf_counter() - begin
+    optimizer, meter, first = train_afresh(model, batches, spec, device, run_dir, say)
     speed, clock = meter.summary(measure.StepCost(model), peak)
     entry["speed"] |= speed
     entry["time"] |= clock | {"resumed_from_step": first or None, "steps": first + clock["steps"]}

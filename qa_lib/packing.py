@@ -15,6 +15,7 @@ from transformers.modeling_outputs import QuestionAnsweringModelOutput
 from qa_lib.attention import Segments, lay_out
 from qa_lib.batches import Batches
 from qa_lib.data import UserError
+from qa_lib.features import Features
 from qa_lib.variants import Spec
 
 WINDOW = 256  # micro-batches that are dealt together: more are better balanced, fewer are more random
@@ -96,6 +97,11 @@ class PackedBatches(Batches):
         if self.spec.settings.attention == "efficient":
             packed |= lay_out(packed["cu_seqlens"], self.limits)
         return packed | {name: batch[name] for name in ("start_positions", "end_positions")}
+
+
+def batches_of(features: Features, spec: Spec) -> Batches:
+    """The spec's micro-batches, packed or padded."""
+    return (PackedBatches if spec.settings.padding == "packed" else Batches)(features, spec)
 
 
 class Packed(torch.nn.Module):

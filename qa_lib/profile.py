@@ -16,15 +16,13 @@ from pathlib import Path
 import torch
 
 from qa_lib import measure, ncu, record, trace
-from qa_lib.batches import Batches
 from qa_lib.data import UserError
-from qa_lib.fit import load_data
+from qa_lib.fit import load_data, train_afresh
 from qa_lib.measure import MIB, Watch
 from qa_lib.model import build_model
-from qa_lib.packing import PackedBatches
+from qa_lib.packing import batches_of
 from qa_lib.plan import add_source_arguments, plan
-from qa_lib.train import DTYPES, train
-from qa_lib.trainer import train_with_trainer
+from qa_lib.train import DTYPES
 from qa_lib.variants import Spec
 
 WARM, TIMED, PROFILED = 12, 20, 3  # steps: to settle, for the step's length, under the profiler
@@ -109,13 +107,11 @@ def _short(spec: Spec, steps: int) -> Spec:
 def _train(spec: Spec, data, device, watch: Watch):
     """Train from new weights under a watch; (model, optimizer, meter)."""
     with tempfile.TemporaryDirectory() as folder:
-        torch._dynamo.reset()  # as in fit: earlier models of this process must not count
         model = build_model(spec)
         if spec.settings.compile == "none" and device.type == "cuda":
             _name_parts(model)
-        batches = (PackedBatches if spec.settings.padding == "packed" else Batches)(data.features, spec)
-        run = train_with_trainer if spec.settings.engine == "trainer" else train
-        optimizer, meter, _ = run(model, batches, spec, device, Path(folder), lambda _: None, watch)
+        batches = batches_of(data.features, spec)
+        optimizer, meter, _ = train_afresh(model, batches, spec, device, Path(folder), lambda _: None, watch)
         return model, optimizer, meter
 
 

@@ -12,7 +12,7 @@ from qa_lib.checkpoint import Checkpoint
 from qa_lib.data import open_source
 from qa_lib.features import build_features
 from qa_lib.model import build_model, build_tokenizer
-from qa_lib.packing import PackedBatches
+from qa_lib.packing import batches_of
 from qa_lib.plan import plan
 from qa_lib.steplog import NonFiniteLoss, StepLog
 from qa_lib.train import build_optimizer, learning_rate, train
@@ -43,10 +43,6 @@ def trained(spec, features, run_dir, model=None):
     model = model or build_model(spec)
     optimizer, meter, begin = train(model, batches_of(features, spec), spec, DEVICE, run_dir, quiet)
     return model, optimizer, meter, begin
-
-
-def batches_of(features, spec):
-    return (PackedBatches if spec.settings.padding == "packed" else Batches)(features, spec)
 
 
 def weights(model):
