@@ -6,21 +6,21 @@ import importlib
 import os
 import sys
 
-from qa_lib.data import UserError
+from qa_lib.data.squad import UserError
 from qa_lib.variants import SpecError
 
 VERBS = {
     "variants": ("qa_lib.variants", "list the rows: what each changes, and why"),
-    "run": ("qa_lib.fit", "train, measure and evaluate one row in this process"),
-    "sweep": ("qa_lib.sweep", "run many rows, each through its notebook, one process a run"),
-    "profile": ("qa_lib.profile", "where a row's step spends its time and memory"),
-    "memory": ("qa_lib.budget", "predict a row's GPU memory, without a GPU"),
-    "fit-batch": ("qa_lib.fitbatch", "find a row's largest micro-batch under a cap on GPU memory"),
-    "tune": ("qa_lib.tune", "try other learning rates and trainable parts for a row"),
-    "report": ("qa_lib.report", "draw tables and figures from the records"),
+    "run": ("qa_lib.run.fit", "train, measure and evaluate one row in this process"),
+    "sweep": ("qa_lib.run.sweep", "run many rows, each through its notebook, one process a run"),
+    "profile": ("qa_lib.run.profile", "where a row's step spends its time and memory"),
+    "memory": ("qa_lib.run.budget", "predict a row's GPU memory, without a GPU"),
+    "fit-batch": ("qa_lib.run.fitbatch", "find a row's largest micro-batch under a cap on GPU memory"),
+    "tune": ("qa_lib.run.tune", "try other learning rates and trainable parts for a row"),
+    "report": ("qa_lib.report.publish", "draw tables and figures from the records"),
     "app": ("qa_lib.app", "ask checkpoints in the browser, and read the dashboard"),
-    "predict": ("qa_lib.predict", "answer a file of questions, or one, with a checkpoint"),
-    "score": ("qa_lib.score", "score predictions by the official SQuAD v2 rules"),
+    "predict": ("qa_lib.score.predict", "answer a file of questions, or one, with a checkpoint"),
+    "score": ("qa_lib.score.f1", "score predictions by the official SQuAD v2 rules"),
 }
 
 

@@ -22,11 +22,12 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from qa_lib import page, report
-from qa_lib.ask import Busy, Desk, QuestionTooLong
-from qa_lib.data import MAX_CONTEXT, UserError, open_source, read_json
-from qa_lib.predict import load_qa_model
+from qa_lib.data.squad import MAX_CONTEXT, UserError, open_source, read_json
 from qa_lib.record import RecordError, read_record
+from qa_lib.report import page
+from qa_lib.report import publish as report
+from qa_lib.score.ask import Busy, Desk, QuestionTooLong
+from qa_lib.score.predict import load_qa_model
 
 EXAMPLE = "example: python -m qa_lib app --model runs/cpu-smoke/A1-s0-*/model"
 FIGURES = Path("figures")  # what report draws into; read where it is up to date

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from qa_lib.data import UserError
+from qa_lib.data.squad import UserError
 from qa_lib.variants import Spec
 
 SCHEMA = "qa_lib/1"

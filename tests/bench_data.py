@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from qa_lib.data import open_source
-from qa_lib.decode import decode
-from qa_lib.features import build_features
-from qa_lib.score import score
+from qa_lib.data.squad import open_source
+from qa_lib.data.windows import build_features
+from qa_lib.score.decode import decode
+from qa_lib.score.f1 import score
 from tests.material import SQUAD, real_tokenizer
 from tests.plain import overflow, plain_answers
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from qa_lib import record, variants
 from qa_lib.__main__ import main
-from qa_lib.plan import plan
+from qa_lib.run.plan import plan
 
 STEPS = 40
 variants.SCALES["test"] = dataclasses.replace(
@@ -31,7 +31,7 @@ SPEC = (
     "from tests import small\nspec, pause, say = small.spec(variant, scale, seed, data, model, micro_batch), 0, print\n"
 )
 PRETEND = "small.pretend(spec, runs, pause)"
-FIT = "from qa_lib.fit import fit\nfit(spec, runs=runs, say=say)"
+FIT = "from qa_lib.run.fit import fit\nfit(spec, runs=runs, say=say)"
 
 
 def probed() -> tuple[variants.Machine, dict]:
@@ -79,7 +79,7 @@ def write_notebook(
 
 
 if __name__ == "__main__":
-    from qa_lib import sweep
+    from qa_lib.run import sweep
 
     sweep.notebook_of = lambda variant: Path(os.environ["SMALL_NOTEBOOK"])
     sweep.probe = probed

@@ -3,8 +3,8 @@
 import pandas as pd
 import pytest
 
-from qa_lib import advice
-from qa_lib.tables import NotMeasured
+from qa_lib.report import cards as advice
+from qa_lib.report.tables import NotMeasured
 
 COLUMNS = ("group", "spec.variant", "spec.settings.micro_batch", "status", "speed.features_per_s",
            "memory.peak_alloc_mib", "memory.peak_reserved_mib", "spec.scale.limit_gib")  # fmt: skip

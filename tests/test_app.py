@@ -20,12 +20,12 @@ from starlette.testclient import TestClient
 
 from qa_lib.__main__ import main
 from qa_lib.app import MAX_QUESTION, _names, create_app
-from qa_lib.ask import WAITING, Busy, Desk, QuestionTooLong, answer, load
-from qa_lib.data import MAX_CONTEXT, open_source
-from qa_lib.fit import fit
-from qa_lib.page import dashboard
-from qa_lib.plan import plan
+from qa_lib.data.squad import MAX_CONTEXT, open_source
 from qa_lib.record import read_record
+from qa_lib.report.page import dashboard
+from qa_lib.run.fit import fit
+from qa_lib.run.plan import plan
+from qa_lib.score.ask import WAITING, Busy, Desk, QuestionTooLong, answer, load
 
 ROOT = Path(__file__).parent.parent
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -272,7 +272,7 @@ def test_where_only_this_machine_reaches_it_no_other_names_are_answered(runs, ho
 
 def test_busy_is_said_to_the_asker(runs, monkeypatch):
     client = TestClient(create_app([], runs, ["testserver"]))
-    monkeypatch.setattr("qa_lib.ask.WAITING", 0)
+    monkeypatch.setattr("qa_lib.score.ask.WAITING", 0)
     reply = client.post("/ask", json={"question": "who ?", "context": "text", "model": key_of(runs)})
     assert reply.status_code == 503 and reply.json()["message"].startswith("busy")
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import BertConfig
 
-from qa_lib import fitbatch
 from qa_lib.__main__ import main
-from qa_lib.budget import gpu_of, predict
-from qa_lib.data import UserError
-from qa_lib.fitbatch import CLOSE, STEP, largest
-from qa_lib.plan import plan
+from qa_lib.data.squad import UserError
 from qa_lib.record import load_runs
+from qa_lib.run import fitbatch
+from qa_lib.run.budget import gpu_of, predict
+from qa_lib.run.fitbatch import CLOSE, STEP, largest
+from qa_lib.run.plan import plan
 from qa_lib.variants import Machine
 
 GROUP = Path(__file__).parent.parent / "runs" / "h200-bench"
@@ -47,7 +47,7 @@ def test_the_group_holds_every_kind_of_row():
 def test_within_a_tenth_of_the_measured_peak(variant, size, peak, bert_base, monkeypatch):
     spec = spec_of(variant, bert_base, size)
     if spec.settings.padding == "packed":
-        monkeypatch.setattr("qa_lib.budget._tokens", lambda _: TOKENS[size])
+        monkeypatch.setattr("qa_lib.run.budget._tokens", lambda _: TOKENS[size])
     wrong = predict(spec)["peak_mib"] / peak - 1
     assert abs(wrong) < 0.10 or ((variant, size) in TOO_LOW and wrong > -0.2)
 

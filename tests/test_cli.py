@@ -11,7 +11,7 @@ import pytest
 
 from qa_lib import __main__ as cli
 from qa_lib import variants
-from qa_lib.data import UserError
+from qa_lib.data.squad import UserError
 
 ROOT = Path(__file__).parent.parent
 
@@ -93,8 +93,8 @@ def test_how_a_verb_may_end(problem, code, message, monkeypatch, capsys):
 
 
 def test_run_says_what_was_measured_and_no_more(monkeypatch, capsys):
-    from qa_lib import fit
     from qa_lib.__main__ import main
+    from qa_lib.run import fit
 
     entry = {"status": "ok", "speed": {"features_per_s": None}, "quality": {"f1": 81.5}}
     monkeypatch.setattr(fit, "fit", lambda spec, runs: entry)

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qa_lib import fit
-from qa_lib.data import DataError, Example, UserError, open_source
-from qa_lib.decode import decode
-from qa_lib.features import build_features
-from qa_lib.fit import load_data
-from qa_lib.plan import plan
+from qa_lib.data.squad import DataError, Example, UserError, open_source
+from qa_lib.data.windows import build_features
+from qa_lib.run import fit
+from qa_lib.run.fit import load_data
+from qa_lib.run.plan import plan
+from qa_lib.score.decode import decode
 from qa_lib.variants import Machine
 from tests.bench_data import best_of
 from tests.material import SQUAD, needs_squad, trained_tokenizer
@@ -84,7 +84,7 @@ def test_ties_go_to_what_the_loop_finds_first(features, kind):
 
 
 def test_windows_beyond_one_call(features, monkeypatch):
-    monkeypatch.setattr("qa_lib.decode.WINDOWS_PER_CALL", 7)
+    monkeypatch.setattr("qa_lib.score.decode.WINDOWS_PER_CALL", 7)
     assert_same_as_the_loop(features, EXAMPLES, *logits(features))
 
 

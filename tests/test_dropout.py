@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from qa_lib.dropout import HashDropout, Seeds, renew
-from qa_lib.model import build_model
-from qa_lib.plan import plan
+from qa_lib.model.build import build_model
+from qa_lib.model.dropout import HashDropout, Seeds, renew
+from qa_lib.run.plan import plan
 from qa_lib.variants import Machine
 
 P = 0.1

@@ -5,9 +5,10 @@ import math
 import pandas as pd
 import pytest
 
-from qa_lib import claims, evidence, tables
-from qa_lib.claims import FAILS, HOLDS, OPEN, Facts
-from qa_lib.tables import NotMeasured
+from qa_lib.report import claims, tables
+from qa_lib.report import quality as evidence
+from qa_lib.report.claims import FAILS, HOLDS, OPEN, Facts
+from qa_lib.report.tables import NotMeasured
 from qa_lib.variants import VARIANTS, find_recipe
 
 

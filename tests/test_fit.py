@@ -9,10 +9,10 @@ import sys
 import pytest
 import torch
 
-from qa_lib.data import UserError
-from qa_lib.fit import _out_of_memory, fit
-from qa_lib.model import build_model, build_tokenizer, save_model
-from qa_lib.plan import plan
+from qa_lib.data.squad import UserError
+from qa_lib.model.build import build_model, build_tokenizer, save_model
+from qa_lib.run.fit import _out_of_memory, fit
+from qa_lib.run.plan import plan
 from qa_lib.variants import Machine
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
@@ -73,6 +73,6 @@ def test_a_model_for_shorter_features_is_refused(tmp_path):
 
 def test_a_try_chooses_its_card_before_anything_asks_cuda():
     """The module that a new process imports first must not import bitsandbytes, which looks for cards at once."""
-    asked = "import sys, qa_lib.attempt; print([name for name in ('bitsandbytes', 'peft') if name in sys.modules])"
+    asked = "import sys, qa_lib.run.launch; print([name for name in ('bitsandbytes', 'peft') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, env=os.environ, check=True)
     assert done.stdout == "[]\n"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qa_lib.fp8 import Float8Linear
+from qa_lib.model.fp8 import Float8Linear
 
 
 def relative(a, b):

@@ -22,11 +22,11 @@ import numpy as np
 import pytest
 import torch
 
-from qa_lib.data import DataError, open_source
-from qa_lib.decode import decode
-from qa_lib.features import build_features
-from qa_lib.predict import predict_logits
-from qa_lib.score import score
+from qa_lib.data.squad import DataError, open_source
+from qa_lib.data.windows import build_features
+from qa_lib.score.decode import decode
+from qa_lib.score.f1 import score
+from qa_lib.score.predict import predict_logits
 from tests.material import SQUAD, trained_tokenizer
 
 SEEDS = {"exact": 25.82, "f1": 26.87, "loss": 0.794}

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers.models.bert import modeling_bert
 
-from qa_lib import trainer
-from qa_lib.data import UserError
-from qa_lib.model import build_model, build_tokenizer, save_model
-from qa_lib.plan import plan
+from qa_lib.data.squad import UserError
+from qa_lib.model.build import build_model, build_tokenizer, save_model
+from qa_lib.run.plan import plan
+from qa_lib.train import trainer
 from qa_lib.variants import VARIANTS, Machine
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
@@ -81,7 +81,7 @@ def test_b3_last4_freezes_the_top_alone():
 def test_frozen_layers_of_bert_base_are_the_seeds_numbers():
     from transformers import BertConfig, BertForQuestionAnswering
 
-    from qa_lib.model import apply_recipe
+    from qa_lib.model.build import apply_recipe
     from qa_lib.variants import RECIPES
 
     def trained_layers(recipe):
@@ -139,7 +139,7 @@ def test_checkpointing_recomputes_and_changes_no_gradient_with_dropout_on():
 
 @pytest.mark.parametrize("variant", ["A3", "D1", "D1-cudagraphs"])
 def test_the_compile_backend_is_the_rows(variant, monkeypatch, tmp_path):
-    from qa_lib import train as module
+    from qa_lib.train import loop as module
 
     asked = []
 
@@ -156,7 +156,7 @@ def test_dynamic_padding_compiles_symbolic_shapes_once(tmp_path):
     """Other lengths than the first one must not compile again: seen at the compiler's own counter."""
     from torch._dynamo.testing import CompileCounter
 
-    from qa_lib import train as module
+    from qa_lib.train import loop as module
 
     counter = CompileCounter()
     spec = dataclasses.replace(spec_of("A4"), settings=dataclasses.replace(spec_of("A4").settings, compile=counter))
@@ -165,9 +165,9 @@ def test_dynamic_padding_compiles_symbolic_shapes_once(tmp_path):
 
 
 def run(train, spec, folder, steps=6):
-    from qa_lib.batches import Batches
-    from qa_lib.data import open_source
-    from qa_lib.features import build_features
+    from qa_lib.data.batches import Batches
+    from qa_lib.data.squad import open_source
+    from qa_lib.data.windows import build_features
 
     spec = spec_of(spec) if isinstance(spec, str) else spec
     spec = dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, steps=steps, checkpoint_every=0))

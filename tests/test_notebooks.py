@@ -13,9 +13,10 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from qa_lib import record, render
-from qa_lib.data import open_source
-from qa_lib.plan import plan
+from qa_lib import record
+from qa_lib.data.squad import open_source
+from qa_lib.report import render
+from qa_lib.run.plan import plan
 from qa_lib.variants import FAMILIES, SCALES, find_family, find_variant
 
 ROOT = Path(__file__).parent.parent

@@ -11,14 +11,14 @@ from torch import library
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
-from qa_lib.attention import KERNELS, Segments, lay_out
-from qa_lib.batches import Batches
-from qa_lib.data import open_source
-from qa_lib.features import build_features
-from qa_lib.fit import fit
-from qa_lib.model import build_model, build_tokenizer
-from qa_lib.packing import Packed, PackedBatches, deal
-from qa_lib.plan import plan
+from qa_lib.data.batches import Batches
+from qa_lib.data.packing import Packed, PackedBatches, deal
+from qa_lib.data.squad import open_source
+from qa_lib.data.windows import build_features
+from qa_lib.model.attention import KERNELS, Segments, lay_out
+from qa_lib.model.build import build_model, build_tokenizer
+from qa_lib.run.fit import fit
+from qa_lib.run.plan import plan
 from qa_lib.variants import Machine, Spec
 from tests.test_train import without_dropout
 
@@ -394,7 +394,7 @@ def test_beyond_rows_run_and_end_to_end(tmp_path):
 def test_fused_projections_are_the_same_function_and_come_apart_again(tmp_path):
     from transformers import AutoModelForQuestionAnswering
 
-    from qa_lib.model import save_model
+    from qa_lib.model.build import save_model
 
     torch.manual_seed(0)
     ids = torch.randint(5, 100, (2, 40))
@@ -416,7 +416,7 @@ def test_fused_projections_are_the_same_function_and_come_apart_again(tmp_path):
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_captured_step_is_the_eager_step(features, precision, tmp_path):
     """Ten steps without dropout, three of them eager and seven replayed, against ten eager ones."""
-    from qa_lib.train import train
+    from qa_lib.train.loop import train
 
     def weights(step):
         spec = spec_of("E3", machine=H200, steps=10, checkpoint_every=0, measure_from=2)

@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
-from qa_lib import ncu, profile, trace
-from qa_lib.plan import plan
+from qa_lib.measure import ncu, trace
 from qa_lib.record import RecordError, read_profile
+from qa_lib.run import profile
+from qa_lib.run.plan import plan
 from qa_lib.variants import Machine
 
 HIDDEN, WIDE = 768, 3072

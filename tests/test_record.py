@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from qa_lib import record
-from qa_lib.plan import plan
+from qa_lib.run.plan import plan
 from qa_lib.variants import Machine
 
 ENV = {"python": "3", "gpu": None}

@@ -13,7 +13,12 @@ import pandas as pd
 import papermill
 import pytest
 
-from qa_lib import anatomy, canvas, figures, findings, record, report, tables
+from qa_lib import record
+from qa_lib.report import figures, tables
+from qa_lib.report import profiles as anatomy
+from qa_lib.report import publish as report
+from qa_lib.report import sentences as findings
+from qa_lib.report import style as canvas
 from qa_lib.variants import FAMILIES, VARIANTS, Machine, resolve
 
 ROOT = Path(__file__).parents[1]
@@ -489,8 +494,8 @@ def test_a_readme_without_markers_and_a_folder_without_git_are_clear_errors(read
 
 def test_a_whole_report_never_imports_torch(runs):
     program = (
-        "import argparse, sys; from qa_lib import report; parser = argparse.ArgumentParser(); "
-        "report.add_arguments(parser); report.main(parser.parse_args([])); import qa_lib.figures; "
+        "import argparse, sys; from qa_lib.report import publish as report; parser = argparse.ArgumentParser(); "
+        "report.add_arguments(parser); report.main(parser.parse_args([])); import qa_lib.report.figures; "
         "print(sorted(name for name in sys.modules if name.split('.')[0] in ('torch', 'transformers', 'datasets')))"
     )
     found = subprocess.run(

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from qa_lib import record, sweep
-from qa_lib.plan import plan
+from qa_lib import record
+from qa_lib.run import sweep
+from qa_lib.run.plan import plan
 from qa_lib.variants import Machine
 from tests.small import FIT, PARAMETERS, PRETEND, STEPS, write_notebook
 
@@ -109,7 +110,7 @@ def test_out_of_memory_is_a_result_and_a_broken_loss_is_an_error(lab):
     """A real allocation fails in A1's third step, and a weight of A2 becomes NaN before its 12th."""
     spoil = """
 import torch
-from qa_lib.model import build_model
+from qa_lib.model.build import build_model
 net, calls = build_model(spec), []
 def hook(module, *inputs):
     calls.append(1)

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from qa_lib.batches import Batches
-from qa_lib.checkpoint import Checkpoint
-from qa_lib.data import open_source
-from qa_lib.features import build_features
-from qa_lib.model import build_model, build_tokenizer
-from qa_lib.packing import batches_of
-from qa_lib.plan import plan
-from qa_lib.steplog import NonFiniteLoss, StepLog
-from qa_lib.train import build_optimizer, learning_rate, train
+from qa_lib.data.batches import Batches
+from qa_lib.data.packing import batches_of
+from qa_lib.data.squad import open_source
+from qa_lib.data.windows import build_features
+from qa_lib.model.build import build_model, build_tokenizer
+from qa_lib.run.plan import plan
+from qa_lib.train.checkpoint import Checkpoint
+from qa_lib.train.loop import build_optimizer, learning_rate, train
+from qa_lib.train.steplog import NonFiniteLoss, StepLog
 from qa_lib.variants import Machine
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
@@ -112,7 +112,9 @@ def test_accumulated_micro_batches_make_the_step_of_the_whole_batch(
         )
         folder = tmp_path / str(micro_batch)
         folder.mkdir()
-        monkeypatch.setattr("qa_lib.train.learning_rate", lambda *_: 0.0)  # so that every step has the same weights
+        monkeypatch.setattr(
+            "qa_lib.train.loop.learning_rate", lambda *_: 0.0
+        )  # so that every step has the same weights
         train(model, batches_of(features, spec), spec, device, folder, quiet)
         return seen
 
@@ -244,7 +246,7 @@ def test_the_8bit_optimizer_keeps_small_tensors_and_embeddings_in_32_bits(featur
 
 
 def test_the_meter_counts_what_was_trained(features, tmp_path):
-    from qa_lib.measure import StepCost
+    from qa_lib.measure.meter import StepCost
 
     spec = spec_of("A1", steps=10, measure_from=4)
     model, _, meter, _ = trained(spec, features, tmp_path)
@@ -259,7 +261,7 @@ def test_the_meter_counts_what_was_trained(features, tmp_path):
 
 
 def test_step_cost_is_the_usual_formula_and_less_where_less_trains():
-    from qa_lib.measure import StepCost
+    from qa_lib.measure.meter import StepCost
 
     full = StepCost(build_model(spec_of("A1")))
     layer = 4 * (64 * 64 + 64) + 2 * 64 * 128 + 128 + 64 + 4 * 64

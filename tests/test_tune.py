@@ -9,9 +9,10 @@ import types
 import pytest
 import torch
 
-from qa_lib import fit, measure, tune
-from qa_lib.data import UserError
-from qa_lib.plan import plan
+from qa_lib.data.squad import UserError
+from qa_lib.measure import meter as measure
+from qa_lib.run import fit, tune
+from qa_lib.run.plan import plan
 from qa_lib.variants import Machine, UnknownName, find_recipe
 
 CPU = Machine(backends=("inductor",), bitsandbytes=True, compiler=True)

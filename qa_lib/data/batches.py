@@ -1,0 +1,76 @@
+"""Which features make up which micro-batch: a pure function of the seed and the step, so that a run can resume."""
+
+import numpy as np
+import torch
+
+from qa_lib.data.squad import UserError
+from qa_lib.variants import Spec
+
+ROUND = 32  # padded lengths are multiples of this: a GPU prepares its attention anew for each length it meets
+BUCKET = 50  # micro-batches that are sorted by length together; more would make the order less random
+
+
+class Batches:
+    """The micro-batches of every optimizer step of a run.
+
+    Each epoch is a permutation of the features, cut into full micro-batches (the remainder is left out, another one
+    each epoch), so that every micro-batch has the same number of rows. With `order` bucketed, spans of BUCKET
+    micro-batches are sorted by length before the cut and all micro-batches shuffled after it.
+    """
+
+    def __init__(self, features, spec: Spec):
+        self.features, self.spec = features, spec
+        self.size = spec.settings.micro_batch
+        self._epochs: dict[int, np.ndarray] = {}
+        self.per_epoch = len(features) // self.size
+        if not self.per_epoch:
+            raise UserError(f"{len(features)} features are too few for a micro-batch of {self.size}")
+        epochs = spec.scale.epochs
+        self.steps = spec.scale.steps or max(1, epochs * self.per_epoch // spec.accumulation)
+
+    def _epoch(self, epoch: int) -> np.ndarray:
+        if epoch not in self._epochs:
+            # A step can straddle two epochs, so that the one before is kept.
+            self._epochs = {key: kept for key, kept in self._epochs.items() if key == epoch - 1}
+            self._epochs[epoch] = self._drawn(epoch)
+        return self._epochs[epoch]
+
+    def _drawn(self, epoch: int) -> np.ndarray:
+        draw = np.random.default_rng([self.spec.seed, epoch])
+        order = draw.permutation(len(self.features))[: self.per_epoch * self.size]
+        if self.spec.settings.order == "bucketed":
+            lengths = self.features.lengths
+            spans = np.array_split(order, range(BUCKET * self.size, len(order), BUCKET * self.size))
+            order = np.concatenate([span[np.argsort(lengths[span], kind="stable")] for span in spans])
+            return draw.permutation(order.reshape(self.per_epoch, self.size))
+        return order.reshape(self.per_epoch, self.size)
+
+    def step(self, step: int) -> list[np.ndarray]:
+        """The features of each micro-batch of an optimizer step, counted from 0: int arrays [micro_batch]."""
+        first = step * self.spec.accumulation
+        return [
+            self._epoch(i // self.per_epoch)[i % self.per_epoch] for i in range(first, first + self.spec.accumulation)
+        ]
+
+    def padded_length(self, indices: np.ndarray) -> int:
+        """Tokens in each row of this micro-batch: the limit, or the longest rounded up to one of few lengths."""
+        limit = self.spec.scale.max_length
+        if self.spec.settings.padding == "max":
+            return limit
+        return min(limit, int(-(-self.features.lengths[indices].max() // ROUND) * ROUND))
+
+    def rows(self, micro_batches: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """What a step processes, in tokens: the lengths of its features, and of the rows that are computed."""
+        padded = [np.full(len(m), self.padded_length(m)) for m in micro_batches]
+        return self.features.lengths[np.concatenate(micro_batches)], np.concatenate(padded)
+
+    def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Model inputs, int64: [micro_batch, padded_length], and [micro_batch] for the positions."""
+        return self.features.batch(indices, self.padded_length(indices))
+
+    def collate(self, indices: np.ndarray, device: torch.device) -> dict[str, torch.Tensor]:
+        """`arrays` on the device; the copy to a GPU does not wait."""
+        tensors = {name: torch.from_numpy(array) for name, array in self.arrays(indices).items()}
+        if device.type == "cuda":
+            tensors = {name: t.pin_memory().to(device, non_blocking=True) for name, t in tensors.items()}
+        return tensors

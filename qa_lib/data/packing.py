@@ -1,0 +1,140 @@
+"""Training without padding: several features in one row of one static length, isolated from one another.
+
+A micro-batch keeps its number of features. Features are dealt to micro-batches so that all have nearly the same number
+of tokens, and each is laid end to end in a row of `budget` tokens, the same for every step of a run: one shape to
+compile and to capture, and hardly any padding. Attention runs within segments (`cu_seqlens`), softmax and loss as well.
+"""
+
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+from transformers.modeling_outputs import QuestionAnsweringModelOutput
+
+from qa_lib.data.batches import Batches
+from qa_lib.data.squad import UserError
+from qa_lib.data.windows import Features
+from qa_lib.model.attention import Segments, lay_out
+from qa_lib.variants import Spec
+
+WINDOW = 256  # micro-batches that are dealt together: more are better balanced, fewer are more random
+ALIGN = 64  # the budget and limits of segments are multiples of this many tokens, for whole tiles in matrix products
+
+
+def deal(order: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
+    """Features `order` (n x size of them) in n groups of `size` with nearly equal sums of `lengths`: int [n, size].
+
+    Longest first, in rounds that give each group one feature, the longest of the round to the group that has least so
+    far (the greedy rule for balanced partition of Graham 1969, with equal numbers).
+    """
+    rounds = order[np.argsort(-lengths[order], kind="stable")].reshape(size, -1)
+    groups, totals = np.empty_like(rounds), np.zeros(rounds.shape[1], dtype=np.int64)
+    for row, chunk in zip(groups, rounds, strict=True):
+        row[np.argsort(totals, kind="stable")] = chunk
+        totals += lengths[row]
+    return groups.T
+
+
+def _aligned(tokens: int) -> int:
+    return int(-(-tokens // ALIGN) * ALIGN)
+
+
+class PackedBatches(Batches):
+    """Micro-batches as packed rows: `size` features end to end, then padding up to `budget` tokens.
+
+    The padding is cut into segments of its own of at most max_length tokens: a kernel given a longer one would leave
+    part of its output unwritten.
+    """
+
+    def __init__(self, features, spec: Spec):
+        super().__init__(features, spec)
+        epochs = -(-self.steps * spec.accumulation // self.per_epoch)
+        lengths = [features.lengths[self._drawn(epoch)] for epoch in range(epochs)]
+        totals = np.concatenate([part.sum(1) for part in lengths])
+        self.budget, self.least = _aligned(totals.max()), int(totals.min())
+        # Features are dealt longest first, so that the k-th of a micro-batch is about as long as the k-th of any other.
+        self.longest = np.max([part.max(0) for part in lengths], axis=0)
+
+    @cached_property
+    def limits(self) -> list[int]:
+        """No segment of any row has more tokens: those of the features, then those of the padding."""
+        most = self.spec.scale.max_length
+        return [
+            _aligned(n) for n in (*self.longest, *(min(most, n) for n in range(self.budget - self.least, 0, -most)))
+        ]
+
+    def _drawn(self, epoch: int) -> np.ndarray:
+        order = super()._drawn(epoch)
+        # Windows of like size: a small one at the end could not be balanced, and would set the budget of all.
+        windows = np.array_split(order, max(1, len(order) // WINDOW))
+        dealt = [deal(window.ravel(), self.features.lengths, self.size) for window in windows]
+        return np.random.default_rng([self.spec.seed, epoch, 1]).permutation(np.concatenate(dealt))
+
+    def rows(self, micro_batches: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        lengths = [self.features.lengths[m] for m in micro_batches]
+        # Attention pays for a segment's own length alone, the rest of the model for the whole row.
+        tails = [[self.budget - part.sum()] for part in lengths]
+        return np.concatenate(lengths), np.concatenate([*lengths, *tails])
+
+    def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """A packed row, int64: input_ids, token_type_ids and position_ids [1, budget]; cu_seqlens int32 [segments + 1],
+        where each segment begins and the last one ends; start_positions and end_positions [size] within segments; what
+        lay_out() gives, for the kernel that pads."""
+        limit, lengths = self.spec.scale.max_length, self.features.lengths[indices]
+        if (total := lengths.sum()) > self.budget:
+            raise UserError(f"features of {total} tokens do not fit into a row of {self.budget}")
+        batch = self.features.batch(indices, int(lengths.max()))
+        real = batch["attention_mask"].astype(bool)
+        rows = {"position_ids": np.broadcast_to(np.arange(real.shape[1]), real.shape)} | batch
+        packed = {}
+        for name in ("input_ids", "token_type_ids", "position_ids"):
+            packed[name] = np.zeros((1, self.budget), dtype=np.int64)
+            packed[name][0, :total] = rows[name][real]
+        tails = len(self.limits) - self.size
+        ends = np.minimum(total + limit * np.arange(1, tails + 1), self.budget)
+        packed["cu_seqlens"] = np.concatenate([[0], lengths.cumsum(), ends]).astype(np.int32)
+        if self.spec.settings.attention == "efficient":
+            packed |= lay_out(packed["cu_seqlens"], self.limits)
+        return packed | {name: batch[name] for name in ("start_positions", "end_positions")}
+
+
+def batches_of(features: Features, spec: Spec) -> Batches:
+    """The spec's micro-batches, packed or padded."""
+    return (PackedBatches if spec.settings.padding == "packed" else Batches)(features, spec)
+
+
+class Packed(torch.nn.Module):
+    """A question-answering model called with packed rows: the loss is the mean over features, as it is with padding."""
+
+    def __init__(self, model: torch.nn.Module, limits: list[int]):
+        super().__init__()
+        self.model, self.limits = model, limits
+
+    def forward(self, input_ids, token_type_ids, position_ids, cu_seqlens, start_positions, end_positions, **layout):
+        """Tensors as PackedBatches.arrays gives them; the output has `loss` and logits [1, budget]."""
+        output = self.model(
+            input_ids=input_ids,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            segments=Segments(cu_seqlens, self.limits, **layout),
+        )
+        losses = [
+            segment_loss(logits[0], positions, cu_seqlens, max(self.limits))
+            for logits, positions in ((output.start_logits, start_positions), (output.end_logits, end_positions))
+        ]
+        return QuestionAnsweringModelOutput(
+            loss=(losses[0] + losses[1]) / 2, start_logits=output.start_logits, end_logits=output.end_logits
+        )
+
+
+def segment_loss(logits: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:
+    """Mean cross-entropy of `positions` [n] under a softmax over each of the first n segments of `logits` [tokens].
+
+    BertForQuestionAnswering's own loss also counts the padding in its softmax; here there is none to count.
+    """
+    n = len(positions)
+    begin, end = cu_seqlens[:n, None], cu_seqlens[1 : n + 1, None]
+    index = begin + torch.arange(longest, device=logits.device)
+    rows = logits[index.clamp(max=len(logits) - 1)].float().masked_fill(index >= end, -torch.inf)
+    return F.cross_entropy(rows, positions)

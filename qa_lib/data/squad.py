@@ -1,0 +1,357 @@
+"""Where questions come from: SQuAD files, folders, saved datasets, the hub and the generator, as one in-memory form.
+
+Everything downstream sees a list of `Example` and nothing else, so each format ends here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+# The longest paragraph of SQuAD has about 4,000 characters. One of 100,000 is a file that was never cut into
+# paragraphs: each of its questions would become hundreds of windows, so it is refused instead of crawled through.
+MAX_CONTEXT = 100_000
+# Of many bad answers a message shows this many; the count in front of them is always the full one.
+MAX_LISTED = 20
+OFFICIAL_NAMES = {"train": ("train.json", "train-v2.0.json"), "validation": ("validation.json", "dev-v2.0.json")}
+SYNTHETIC_SEEDS = {"train": 0, "validation": 1}
+
+
+class UserError(ValueError):
+    """An error that the user can mend; its message is a single line, and the command line prints nothing else."""
+
+
+class DataError(UserError):
+    """A data set that cannot be used; the message names file, article and question id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One question about one paragraph.
+
+    `answers` holds (text, first character in `context`) for each gold answer; none means that it has no answer.
+    Questions about the same paragraph share one `context` object.
+    """
+
+    id: str
+    title: str
+    question: str
+    context: str
+    answers: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def impossible(self) -> bool:
+        return not self.answers
+
+
+class Source:
+    """A data set that is read when first used.
+
+    `name` is what the user asked for (a path, as given), `split` is "train" or "validation". `sha256` is the hash of
+    the content as stored (hex) and never parses it; `examples` parses once. Both raise `DataError`.
+    """
+
+    def __init__(self, name: str, split: str, fix_spans: bool, digest: Callable[[], str], rows: Callable[[], Iterable]):
+        self.name = name
+        self.split = split
+        self.fix_spans = fix_spans
+        self._digest = digest
+        self._rows = rows
+
+    @cached_property
+    def sha256(self) -> str:
+        return self._digest()
+
+    @cached_property
+    def examples(self) -> list[Example]:
+        return build_examples(self._rows(), self.name, self.fix_spans)
+
+
+def unlabelled(source: Source) -> Source:
+    """The same questions without their gold answers, which then need be neither there nor right: for prediction."""
+
+    def rows() -> Iterator[tuple]:
+        for place, title, context, entry in source._rows():
+            blank = {"answers": [], "is_impossible": True}
+            yield place, title, context, entry | blank if isinstance(entry, dict) else entry
+
+    return Source(source.name, source.split, False, lambda: f"{source.sha256} unlabelled", rows)
+
+
+def open_source(source: str | os.PathLike, split: str, fix_spans: bool = False) -> Source:
+    """Find the data set `source`; nothing is parsed yet.
+
+    `source` is one of
+      - "synthetic:2000": 2,000 generated questions (the two splits use different seeds),
+      - a .json file in the official nested layout, v1.1 or v2.0,
+      - a folder with train.json / validation.json, or the official train-v2.0.json / dev-v2.0.json,
+      - a folder that `datasets` wrote with save_to_disk (a Dataset, or a DatasetDict holding the split),
+      - a name on the Hugging Face hub, such as "squad_v2".
+    `fix_spans` moves an answer that is not the text at its `answer_start` to that text's only occurrence.
+    Raises `DataError` if there is no such data set, and on first use of the result if its content is bad.
+    """
+    if split not in OFFICIAL_NAMES:
+        raise DataError(f"{split!r} is no split: train or validation")
+    name, path = os.fspath(source), Path(source)
+    if name.startswith("synthetic:"):
+        return _synthetic(name, split, fix_spans)
+    try:
+        is_file, is_folder = path.is_file(), path.is_dir()
+    except (OSError, ValueError):  # a name too long or with a null byte is no path
+        is_file = is_folder = False
+    if is_file:
+        return _nested(path, split, fix_spans)
+    if is_folder and name:
+        for file in OFFICIAL_NAMES[split]:
+            if (path / file).is_file():
+                return _nested(path / file, split, fix_spans)
+        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            return _saved(path, split, fix_spans)
+        wanted = " or ".join(OFFICIAL_NAMES[split])
+        raise DataError(f"{name}: no {wanted} in this folder, and no data set saved by save_to_disk")
+    # A misspelt file in a folder that is there should not go looking for a data set of that name on the hub.
+    local = name.endswith(".json") or ("/" in name and path.parent.is_dir())
+    if not local and re.fullmatch(r"[\w-][\w.-]{0,95}(/[\w.-]{1,95})?", name):
+        return _hub(name, split, fix_spans)
+    raise DataError(f"{name!r}: no such file or folder")
+
+
+def build_examples(rows: Iterable[tuple[str, str, object, object]], name: str, fix_spans: bool) -> list[Example]:
+    """Check raw questions and turn them into examples; `name` is the file named in errors.
+
+    `rows` yields (place, title, context, question entry), the entry as in the official layout; `place` names the
+    article in errors. Raises `DataError` at the first bad entry, except for misplaced answers, which are collected
+    over the whole data set so that the message can count and list them.
+    """
+    examples, seen, misplaced, repaired = [], {}, [], 0
+    context_checked: object = ...  # not None, which a broken file may hold in its place
+    for place, title, context, entry in rows:
+        if context is not context_checked:
+            _check_text(context, place, "context")
+            if len(context) > MAX_CONTEXT:
+                raise DataError(f"{place}: a paragraph of {len(context):,} characters; the limit is {MAX_CONTEXT:,}")
+            context_checked = context
+        if not isinstance(entry, dict):
+            raise DataError(f"{place}: a question that is not an object")
+        key = entry.get("id")
+        _check_text(key, place, "question id")
+        if key in seen:
+            raise DataError(f"{place}, question {key!r}: the same id as a question of {seen[key]}")
+        seen[key] = place
+        _check_text(entry.get("question"), f"{place}, question {key!r}", "question")
+        answers = []
+        for text, start in _answers(entry, place, key):
+            # A negative start would count from the end of the paragraph and could even match there.
+            if start < 0 or not context.startswith(text, start):
+                only = context.find(text)
+                once = only >= 0 and context.find(text, only + 1) < 0
+                if not (fix_spans and once):
+                    misplaced.append((f"{place}, question {key!r}: {text[:60]!r} at {start}", once))
+                    continue
+                start = only
+                repaired += 1
+            answers.append((text, start))
+        examples.append(Example(key, title, entry["question"], context, tuple(answers)))
+    if misplaced:
+        raise DataError(_misplaced_message(misplaced, name))
+    if not examples:
+        raise DataError(f"{name}: an empty data set, not one question in it")
+    if repaired:
+        log.warning("%s: moved %d answers to the only place where their text occurs", name, repaired)
+    return examples
+
+
+def _answers(entry: dict, place: str, key: str) -> Iterator[tuple[str, int]]:
+    """The (text, start) pairs of one entry, which must agree with its is_impossible."""
+    answers, impossible = entry.get("answers"), entry.get("is_impossible", False)
+    if not isinstance(answers, list):
+        raise DataError(f"{place}, question {key!r}: no list under 'answers'")
+    if not isinstance(impossible, bool):
+        raise DataError(f"{place}, question {key!r}: is_impossible is neither true nor false")
+    if impossible and answers:
+        raise DataError(f"{place}, question {key!r}: is_impossible is true, but it has {len(answers)} answers")
+    if not impossible and not answers:
+        raise DataError(f"{place}, question {key!r}: no answers, but is_impossible is not true")
+    for answer in answers:
+        text, start = (answer.get("text"), answer.get("answer_start")) if isinstance(answer, dict) else (None, None)
+        if not isinstance(text, str) or type(start) is not int:
+            raise DataError(f"{place}, question {key!r}: an answer without a text or a whole number as answer_start")
+        _check_text(text, f"{place}, question {key!r}", "answer")
+        if not text:
+            raise DataError(f"{place}, question {key!r}: an answer of no text")
+        yield text, start
+
+
+def _check_text(value: object, place: str, what: str) -> None:
+    if not isinstance(value, str):
+        raise DataError(f"{place}: no {what}, or one that is not a text")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair; no tokenizer takes it
+            raise DataError(f"{place}: the {what} holds half a character at {error.start}") from None
+
+
+def _misplaced_message(misplaced: list[tuple[str, bool]], name: str) -> str:
+    once = sum(fixable for _, fixable in misplaced)
+    shown = "; ".join(text.removeprefix(f"{name}: ") for text, _ in misplaced[:MAX_LISTED])
+    more = f"; and {len(misplaced) - MAX_LISTED} more" if len(misplaced) > MAX_LISTED else ""
+    hint = f" (--fix-spans repairs the {once} that occur exactly once)" if once else ""
+    return f"{name}: {len(misplaced)} answers are not the text at their answer_start{hint}: {shown}{more}"
+
+
+def read_json(path: str | os.PathLike) -> object:
+    """Parse the JSON file `path`. Raises `DataError` if it cannot be read or is not JSON."""
+    try:
+        return json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None
+    except RecursionError:
+        raise DataError(f"{path}: not JSON that can be read: nested too deeply") from None
+    except ValueError as error:  # broken JSON, broken UTF-8, a number of thousands of digits
+        raise DataError(f"{path}: not JSON: {error}") from None
+
+
+def _nested(path: Path, split: str, fix_spans: bool) -> Source:
+    def digest() -> str:
+        return _hash_files([path])
+
+    def rows() -> Iterator[tuple]:
+        return nested_rows(read_json(path), str(path))
+
+    return Source(str(path), split, fix_spans, digest, rows)
+
+
+def _synthetic(name: str, split: str, fix_spans: bool) -> Source:
+    count = name.removeprefix("synthetic:")
+    if not (count.isascii() and count.isdigit() and 0 < int(count[:10]) <= 10_000_000):
+        raise DataError(f"{name!r}: write synthetic: and a number of questions, as in synthetic:2000")
+    from qa_lib.data.synthetic import synthetic_squad
+
+    def document() -> dict:
+        return synthetic_squad(int(count), SYNTHETIC_SEEDS[split])
+
+    def digest() -> str:
+        return hashlib.sha256(json.dumps(document(), sort_keys=True).encode()).hexdigest()
+
+    return Source(name, split, fix_spans, digest, lambda: nested_rows(document(), name))
+
+
+def _saved(folder: Path, split: str, fix_spans: bool) -> Source:
+    """A folder of save_to_disk. Only its Arrow files are hashed: the fingerprints beside them differ between copies."""
+    part = folder
+    if (folder / "dataset_dict.json").is_file():
+        part = folder / split
+        if not part.is_dir():
+            raise DataError(f"{folder}: a saved DatasetDict without the split {split!r}")
+
+    def digest() -> str:
+        return _hash_files(sorted(part.glob("*.arrow")))
+
+    def rows() -> Iterator[tuple]:
+        import datasets
+
+        try:
+            table = datasets.load_from_disk(str(part))
+        except Exception as error:  # whatever Arrow or datasets make of a damaged folder
+            raise DataError(f"{folder}: not a data set that datasets can load: {first_line(error)}") from None
+        return flat_rows(table, str(folder))
+
+    return Source(str(folder), split, fix_spans, digest, rows)
+
+
+def _hub(name: str, split: str, fix_spans: bool) -> Source:
+    """A data set of the hub, never with remote code."""
+
+    def table():
+        import datasets
+
+        try:
+            return datasets.load_dataset(name, split=split)
+        except Exception as error:  # offline, unknown, gated, a script: the library says which
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise DataError(
+                f"{name!r}: no such file or folder, nor to be had from the hub ({reason}): "
+                "--data takes a file or a folder in SQuAD's format"
+            ) from None
+
+    loaded = cache(table)
+
+    def digest() -> str:
+        return hashlib.sha256(f"{name} {split} {loaded()._fingerprint}".encode()).hexdigest()
+
+    return Source(name, split, fix_spans, digest, lambda: flat_rows(loaded(), name))
+
+
+def nested_rows(document: object, name: str) -> Iterator[tuple[str, str, object, object]]:
+    """The rows for `build_examples` out of the official layout: data[].paragraphs[].qas[]."""
+    for a, article in enumerate(_list(document, "data", name)):
+        place = f"{name}: article {a}"
+        paragraphs = _list(article, "paragraphs", place)
+        title = article.get("title", "")
+        _check_text(title, place, "title")
+        place += f" {title[:80]!r}"
+        for p, paragraph in enumerate(paragraphs):
+            entries = _list(paragraph, "qas", f"{place}, paragraph {p}")
+            for entry in entries:
+                yield place, title, paragraph.get("context"), entry
+
+
+def _list(holder: object, key: str, place: str) -> list:
+    value = holder.get(key) if isinstance(holder, dict) else None
+    if not isinstance(value, list):
+        raise DataError(f"{place}: not the SQuAD layout, no list under {key!r}")
+    return value
+
+
+def flat_rows(table, name: str, chunk: int = 10_000) -> Iterator[tuple[str, str, object, object]]:
+    """The rows for `build_examples` out of the hub's flat layout, one question a row, no answers if impossible.
+
+    `table` is a `datasets.Dataset`. Equal paragraphs come out as one object, as in the nested layout.
+    """
+    missing = {"id", "question", "context", "answers"} - set(getattr(table, "column_names", ()))
+    if missing:
+        raise DataError(f"{name}: not the flat SQuAD layout, no column {', '.join(sorted(missing))}")
+    contexts: dict[object, object] = {}
+    for first in range(0, len(table), chunk):
+        rows = table[first : first + chunk]
+        titles = rows.get("title") or [""] * len(rows["id"])
+        for title, context, question, key, answers in zip(
+            titles, rows["context"], rows["question"], rows["id"], rows["answers"], strict=True
+        ):
+            _check_text(title, f"{name}: question {key!r}", "title")
+            place = f"{name}: article {title[:80]!r}"
+            try:
+                pairs = zip(answers["text"], answers["answer_start"], strict=True)
+                pairs = [{"text": text, "answer_start": start} for text, start in pairs]
+                context = contexts.setdefault(context, context)
+            except (TypeError, KeyError, ValueError):
+                raise DataError(
+                    f"{place}, question {key!r}: answers without text and answer_start side by side"
+                ) from None
+            yield place, title, context, {"id": key, "question": question, "answers": pairs, "is_impossible": not pairs}
+
+
+def _hash_files(paths: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        try:
+            with open(path, "rb") as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}") from None
+    return digest.hexdigest()
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,291 @@
+"""The figures of the report: `fig_*(runs) -> Figure`, each from the runs of one group, with a panel a micro-batch.
+
+Titles are sentences computed by qa_lib.findings; a figure whose values no record holds raises NotMeasured. Drawing the
+same records twice gives the same bytes.
+"""
+
+import math
+from pathlib import Path
+
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+from matplotlib.transforms import Bbox
+
+from qa_lib.report import profiles as anatomy
+from qa_lib.report import quality as evidence
+from qa_lib.report import sentences as findings
+from qa_lib.report import tables
+from qa_lib.report.sentences import LADDER, PEERS
+from qa_lib.report.style import COLORS, GREY, MARKERS, WIDTH, show, style, wrap
+from qa_lib.report.tables import BASELINE, NotMeasured, ReportError, factor, number
+from qa_lib.variants import FAMILIES, VARIANTS
+
+# Labels are tried at these offsets from their point, in points, nearest first; the first NEAR need no line to it.
+_AROUND = ((8, 0), (-8, 0), (6, 9), (6, -9), (-6, 9), (-6, -9))
+OFFSETS = [(x * r, y * r) for r in (1, 2, 3, 4.5, 6) for x, y in _AROUND]
+NEAR = len(_AROUND)
+
+
+@style()
+def fig_ladder(runs: pd.DataFrame) -> Figure:
+    """Training speed rung by rung, each with its factor to A1 and to the row it changes; the Trainer beside."""
+    lines = _timed(runs)
+    title = findings.speed_finding(lines)
+    figure, panels = _panels(
+        runs, lines[lines["variant"].isin([*PEERS, *LADDER])], title, lambda part: 0.36 * len(part)
+    )
+    ends = pd.concat([part["features_per_s"] + part["features_per_s±"].fillna(0) for _, part in panels])
+    for axis, part in panels:
+        rows = part.set_index("variant").reindex([name for name in (*PEERS, *LADDER) if name in set(part["variant"])])
+        rows["label"] = [f"{name}   {wrap(text, 28)}" for name, text in rows["change"].items()]
+        colors = {line["label"]: GREY if name in PEERS else COLORS[line["family"]] for name, line in rows.iterrows()}
+        sns.barplot(
+            rows, x="features_per_s", y="label", hue="label", palette=colors, saturation=1, errorbar=None, ax=axis
+        )
+        for height, (name, line) in enumerate(rows.iterrows()):
+            speed, half = line["features_per_s"], line["features_per_s±"]
+            if pd.isna(speed):
+                _say(axis, 0, height, line["note"] or "not measured")
+                continue
+            said = f"{number(speed)}/s"
+            if name != BASELINE:
+                said += f"   {factor(line['ratio'])} vs {BASELINE}"
+            parent = VARIANTS[name].parent
+            if parent != BASELINE and parent in rows.index and pd.notna(rows.loc[parent, "features_per_s"]):
+                said += f"   {factor(speed / rows.loc[parent, 'features_per_s'])} vs {parent}"
+            if pd.notna(half):
+                axis.errorbar(speed, height, xerr=half, color="black", capsize=3, linewidth=1)
+            _say(axis, speed + (0 if pd.isna(half) else half), height, said)
+        axis.set(xlabel="features/s in training (longer is faster)", ylabel="row and its change")
+        # One scale for all panels, with room for the words behind the longest bar and its whisker.
+        axis.set_xlim(0, 1.9 * ends.max())
+        axis.grid(False, axis="y")
+    return figure
+
+
+@style()
+def fig_f1_time(runs: pd.DataFrame) -> Figure:
+    """F1 against training time, a point a row."""
+    lines = _lines(runs)
+    title = findings.quality_finding(lines)
+    return _scatter(runs, lines, title, ("train_s", "training time in s (compilation included)"), ("f1", "F1"))
+
+
+@style()
+def fig_memory(runs: pd.DataFrame) -> Figure:
+    """Peak GPU memory against step time, a point a row. Raises NotMeasured where no GPU was used."""
+    lines = _timed(runs)
+    title = findings.memory_finding(lines)
+    return _scatter(runs, lines, title, ("step_ms", "median step in ms"), ("peak_mib", "peak GPU memory in MiB"))
+
+
+@style()
+def fig_peft(runs: pd.DataFrame) -> Figure:
+    """F1 against the share of parameters that train, for the PEFT rows; A1 and A3 to compare."""
+    lines = _lines(runs)
+    title = findings.peft_finding(lines)
+    rows = tables.family_lines(lines, "B").copy()
+    rows["share"] = 100 * rows["trainable"] / rows["params"]
+    rows["text"] = rows["variant"] + " (" + (rows["share"] / 100).map(tables.share) + ")"
+    return _scatter(runs, rows, title, ("share", "parameters that train, in % of all (log)"), ("f1", "F1"), log=True)
+
+
+@style()
+def fig_equivalence(runs: pd.DataFrame) -> Figure:
+    """F1 of each row minus the baseline's with its 90 % interval over seeds, at threshold 0 and below it at the best
+    threshold, and the margin that counts as equal.
+
+    Rows far off, and those without an interval, are left to the table. Raises NotMeasured where none has one.
+    """
+    table = evidence.equivalence(runs)
+    title = evidence.equivalence_finding(table)
+    every = table.dropna(subset=["half", "best_half"])
+    rows = every[every["delta"].abs() < 4 * evidence.MARGIN].reset_index(drop=True)
+    whiskers = "whiskers: t-based 90 % interval over equal seeds; within the band counts as equal"
+    figure, ((axis, _),) = _panels(runs, _lines(runs), title, lambda _: 0.3 * len(rows) + 0.3, True, whiskers)
+    color = {"within": COLORS["A"], "no worse": COLORS["A"], "open": GREY, "beyond": COLORS["B"]}
+    for height, row in rows.iterrows():
+        ink = color[row["verdict"]]
+        axis.errorbar(row["delta"], height - 0.15, xerr=row["half"], fmt="o", color=ink, capsize=2, markersize=5)
+        axis.errorbar(row["best_delta"], height + 0.2, xerr=row["best_half"], fmt="o", color=ink, capsize=2,
+                      markersize=4, markerfacecolor="white", linewidth=1)  # fmt: skip
+        said = f"{tables.points(row['delta'], row['half'], '+')} (n = {row['n']})"
+        _say(axis, max(row["delta"] + row["half"], row["best_delta"] + row["best_half"]), height, said)
+    axis.axvspan(-evidence.MARGIN, evidence.MARGIN, color="0.92", zorder=0)
+    axis.axvline(0, color="0.4", linewidth=1)
+    axis.set_yticks(range(len(rows)), rows["variant"])
+    label = f"F1 minus {BASELINE}'s at threshold 0 (filled) and at the best one (hollow); band: ± {evidence.MARGIN:g}"
+    axis.set(xlabel=label, ylabel="row", ylim=(-0.7, len(rows) - 0.3))
+    spans = [rows[f"{at}delta"].abs() + rows[f"{at}half"] for at in ("", "best_")]
+    reach = max(evidence.MARGIN, *(span.max() for span in spans))
+    axis.set_xlim(-1.1 * reach, 1.7 * reach)
+    axis.invert_yaxis()
+    axis.grid(False, axis="y")
+    return figure
+
+
+@style()
+def fig_cost(runs: pd.DataFrame) -> Figure:
+    """What each row took from start to record, all its runs together."""
+    lines, title = _timed(runs), findings.cost_finding(runs)
+    rows = tables.cost_table(runs).iloc[:-1]
+    figure, ((axis, _),) = _panels(runs, lines, title, lambda _: 0.26 * len(rows), one=True)
+    sns.barplot(rows, x="wall_s", y="row", color=COLORS["A"], saturation=1, errorbar=None, ax=axis)
+    for height, row in enumerate(rows.itertuples()):
+        _say(axis, row.wall_s, height, f"{number(row.wall_s)} s" + (f" ({row.runs} runs)" if row.runs > 1 else ""))
+    axis.set(xlabel="wall time in s: data, training, evaluation", ylabel="row")
+    axis.set_xlim(0, 1.18 * rows["wall_s"].max())
+    axis.grid(False, axis="y")
+    return figure
+
+
+FIGURES = {
+    "ladder": fig_ladder,
+    "equivalence": fig_equivalence,
+    "f1-time": fig_f1_time,
+    "memory": fig_memory,
+    "peft": fig_peft,
+    "timeline": anatomy.fig_timeline,
+    "phases": anatomy.fig_phases,
+    "roofline": anatomy.fig_roofline,
+    "cost": fig_cost,
+}
+
+
+@style()
+def fig_run(record: dict, run_dir: Path) -> Figure:
+    """One run as it went: loss and duration of each optimizer step, with the step from which it was timed.
+
+    Raises NotMeasured for a run that took no step.
+    """
+    path = run_dir / "steps.jsonl"
+    steps = pd.read_json(path, lines=True) if record["status"] == "ok" else pd.DataFrame()
+    if steps.empty:
+        raise NotMeasured(f"{record['run_id']} is {record['status']}: {record['error']['message']}")
+    figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    title = f"{record['run_id']}: loss {steps['loss'].iloc[-20:].mean():.2f} at the end"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    begin = record["spec"]["scale"]["measure_from"]
+    for axis, column, name in zip(figure.subplots(1, 2), ("loss", "ms"), ("training loss", "step in ms"), strict=True):
+        sns.lineplot(steps, x="step", y=column, color=COLORS["A"], linewidth=1, ax=axis)
+        axis.axvline(begin, color="0.4", linestyle="--", linewidth=1)
+        axis.set(xlabel="optimizer step (timed right of the dashed line)", ylabel=name)
+    axis.set_yscale("log")
+    return figure
+
+
+def show_run(record: dict, runs: str | Path):
+    """For a notebook: fig_run of the run that `record` is of, below the folder `runs`."""
+    return show(lambda _: fig_run(record, Path(runs, record["group"], record["run_id"])), None)
+
+
+def _lines(runs: pd.DataFrame) -> pd.DataFrame:
+    groups = sorted(set(runs["group"]))
+    if len(groups) != 1:
+        raise ReportError(f"a figure shows one group, not {', '.join(groups) or 'none'}")
+    return tables.summarise(runs)
+
+
+def _timed(runs: pd.DataFrame) -> pd.DataFrame:
+    """_lines() of a group that is about time. Raises NotMeasured where most runs shared the GPU: a few that did not
+    must not stand for it."""
+    lines, done = _lines(runs), runs[runs["status"] == "ok"]
+    if len(done) and done["time.wall_s"].notna().mean() < 0.5:
+        raise NotMeasured("most runs of this group shared the GPU, and such runs record no times")
+    return lines
+
+
+def _panels(runs, lines, title, height, one=False, whiskers=findings.WHISKERS):
+    """A figure with title and caption, and a pair (axes, lines) for each micro-batch, or one for all of them.
+
+    `height(lines)` is that of a panel's content in inches.
+    """
+    parts = [("", lines)] if one else findings.sizes_of(lines)
+    heights = [height(part) for _, part in parts]
+    figure = Figure(figsize=(WIDTH, sum(heights) + 0.75 * len(parts) + 1.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(parts), squeeze=False, height_ratios=heights)[:, 0]
+    if runs["group"].iloc[0].startswith("cpu-"):
+        title = f"On a CPU: {title}"
+    figure.suptitle(wrap(title, 90), x=0.01, ha="left", fontsize=12, fontweight="bold")
+    note = wrap(findings.caption(runs, lines, whiskers), 148)
+    figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color="0.35")
+    for axis, (size, _) in zip(axes, parts, strict=True):
+        axis.set_title(size, loc="left", fontsize=10)
+    return figure, [(axis, part) for axis, (_, part) in zip(axes, parts, strict=True)]
+
+
+def _scatter(runs, lines, title, x: tuple[str, str], y: tuple[str, str], log: bool = False) -> Figure:
+    """Points (column, axis label) of all lines that have both, labelled by `text` or else the row's name."""
+    lines = lines.dropna(subset=[x[0], y[0]])
+    figure, panels = _panels(runs, lines, title, lambda _: 4.2)
+    for axis, part in panels:
+        families = sorted(set(part["family"]))
+        sns.scatterplot(
+            part, x=x[0], y=y[0], hue="family", style="family", hue_order=families, style_order=families,
+            palette=[COLORS[name] for name in families], markers=[MARKERS[name] for name in families], s=70, ax=axis,
+        )  # fmt: skip
+        for line in part.to_dict("records"):
+            _, (across, up) = _place(line, x[0], y[0])
+            style_of = {"color": COLORS[line["family"]], "capsize": 2, "linewidth": 1}
+            axis.errorbar(line[x[0]], line[y[0]], up or None, across or None, **style_of)
+        axis.set(xlabel=x[1], ylabel=y[1], xscale="log" if log else "linear")
+        axis.margins(0.1)
+        handles, names = axis.get_legend_handles_labels()
+        axis.legend(handles, [f"{name}: {FAMILIES.get(name, name)}" for name in names], fontsize=8)
+    figure.canvas.draw()  # the layout is settled by drawing, and only then do data have places in pixels
+    for axis, part in panels:
+        _label(
+            axis, [(line.get("text", line["variant"]), *_place(line, x[0], y[0])) for line in part.to_dict("records")]
+        )
+    return figure
+
+
+def _place(line: dict, x: str, y: str) -> tuple[tuple[float, float], tuple[float, float]]:
+    """A line's point and the half lengths of its whiskers, 0 where it has none; in data coordinates."""
+    halves = (line.get(f"{name}±", math.nan) for name in (x, y))
+    return (line[x], line[y]), tuple(0.0 if pd.isna(half) else half for half in halves)
+
+
+def _label(axis: Axes, points: list[tuple]) -> None:
+    """Write each (text, point, whiskers) beside its point at the first free place; with a line to it if further off."""
+    renderer, pixel = axis.figure.canvas.get_renderer(), axis.figure.dpi / 72
+    taken = [axis.get_legend().get_window_extent(renderer)]
+    for _, (x, y), (across, up) in points:
+        for ends, pad in (([(x, y)] * 2, 5), ([(x - across, y), (x + across, y)], 2), ([(x, y - up), (x, y + up)], 2)):
+            taken.append(Bbox(axis.transData.transform(ends)).padded(pad * pixel))
+    for text, point, _ in sorted(points, key=lambda entry: entry[1]):
+        px, py = axis.transData.transform(point)
+        note = axis.annotate(
+            text, point, (0, 0), textcoords="offset points", fontsize=9, va="center",
+            arrowprops={"arrowstyle": "-", "color": "0.5", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4},
+        )  # fmt: skip
+        note.set_in_layout(False)
+        size = note.get_window_extent(renderer)
+        boxes = [
+            Bbox.from_bounds(
+                px + dx * pixel - size.width * (dx < 0), py + dy * pixel - size.height / 2, size.width, size.height
+            )
+            for dx, dy in OFFSETS
+        ]
+        crowds = [sum(map(box.overlaps, taken)) + 10 * (not _inside(box, axis.bbox)) for box in boxes]
+        best = crowds.index(min(crowds))  # the nearest of the free places, or else the least crowded
+        note.set_position(OFFSETS[best])
+        note.set_ha("right" if OFFSETS[best][0] < 0 else "left")
+        note.arrow_patch.set_visible(best >= NEAR)
+        taken.append(boxes[best])
+
+
+def _inside(box: Bbox, frame: Bbox) -> bool:
+    return frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
+
+
+def _say(axis: Axes, x: float, y: float, text: str) -> None:
+    note = axis.annotate(text, (x, y), (5, 0), textcoords="offset points", va="center", fontsize=9)
+    note.set_in_layout(False)
+    note.set_path_effects([withStroke(linewidth=3, foreground="white")])  # legible across grid lines

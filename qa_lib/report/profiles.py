@@ -1,0 +1,249 @@
+"""Figures of profiles: a step as a timeline, memory by phase, kernels under the roofline, a row beside its parent."""
+
+import pandas as pd
+import seaborn as sns
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from qa_lib.measure.trace import PARTS, PHASES
+from qa_lib.record import read_profile
+from qa_lib.report.style import GREY, WIDTH, style, wrap
+from qa_lib.report.tables import NotMeasured, factor, number, place, share
+
+PART_COLORS = dict(zip(PARTS, sns.color_palette("colorblind", len(PARTS)), strict=True))
+HELD = ("parameters", "optimizer state", "activations", "gradients and workspace", "reserved, not used")
+HELD_COLORS = [*sns.color_palette("colorblind", 4), "0.85"]
+PHASE_MARKS = dict(zip(PHASES, ("|", "x", "d"), strict=True))
+
+
+def profiles(runs: pd.DataFrame) -> pd.DataFrame:
+    """The profiles beside the runs of a group, in table order: variant, micro_batch, profile. Raises NotMeasured if
+    there is none."""
+    found = [
+        {"variant": run["spec.variant"], "micro_batch": run["spec.settings.micro_batch"], "profile": profile}
+        for run in sorted(runs.to_dict("records"), key=lambda run: place(run["spec.variant"]))
+        if (profile := read_profile(run["path"]))
+    ]
+    if not found:
+        raise NotMeasured("no run of this group has a profile: python -m qa_lib profile ROW --scale S makes one")
+    return pd.DataFrame(found)
+
+
+def _figure(title: str, note: str, height: float, legend: int = 0) -> Figure:
+    """An empty figure with title and caption, and room below them for a legend of so many lines."""
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(wrap(title, 90), x=0.01, ha="left", fontsize=12, fontweight="bold")
+    figure.supxlabel(wrap(note, 148) + 2 * legend * "\n", x=0.01, ha="left", fontsize=8, color="0.35")
+    return figure
+
+
+def _with(rows: dict[str, dict], what: str, why_not: str) -> dict[str, dict]:
+    """Those of some profiles that have something. Raises NotMeasured if none has."""
+    found = {name: profile for name, profile in rows.items() if profile[what]}
+    if not found:
+        raise NotMeasured(why_not)
+    return found
+
+
+def _note(rows: dict[str, dict]) -> str:
+    code = sorted({str(profile["code"]["commit"])[:7] for profile in rows.values()})
+    profile = next(iter(rows.values()))
+    note = f"Group {profile['group']} · code {', '.join(code)}"
+    if not profile["env"]["gpu"]:
+        return note + " · on a CPU: operators' own times under the profiler, which proves the plumbing only."
+    return f"{note} · {profile['env']['gpu']}, host {profile['env']['cpu']}."
+
+
+def _said(profile: dict) -> str:
+    time = profile["time"]
+    launches = f", {time['launches_per_step']:,.0f} launches" if time["launches_per_step"] is not None else ""
+    return f"{number(time['step_ms'])} ms, {share(time['busy_share'])} busy{launches}"
+
+
+@style()
+def fig_timeline(runs: pd.DataFrame) -> Figure:
+    """One step of the baseline and one of the quickest profiled row, on one axis, coloured by part of the model.
+
+    At the micro-batch that both were profiled with, the largest if there are several.
+    """
+    found = profiles(runs)
+    both = found.groupby("micro_batch").filter(lambda part: "A1" in set(part["variant"]) and len(part) > 1)
+    if both.empty:
+        raise NotMeasured("no profile of A1 beside another row's at the same micro-batch")
+    size = both["micro_batch"].max()
+    rows = {row.variant: row.profile for row in found[found["micro_batch"] == size].itertuples()}
+    best = min((name for name in rows if name != "A1"), key=lambda name: rows[name]["time"]["step_ms"])
+    best = "E-best" if "E-best" in rows else best
+    return timeline({"A1": rows["A1"], best: rows[best]}, f" (micro-batch {size})")
+
+
+@style()
+def timeline(rows: dict[str, dict], where: str = "") -> Figure:
+    """One step of each of some profiles {name: profile}, on one axis."""
+    title = "; ".join(f"a step of {name}: {_said(profile)}" for name, profile in rows.items())
+    figure = _figure(title[0].upper() + title[1:] + where, _note(rows), 1.4 + 1.35 * len(rows), 1)
+    end = max(max(start + ms for start, ms, *_ in profile["timeline"]) for profile in rows.values())
+    for axis, (name, profile) in zip(figure.subplots(len(rows), squeeze=False)[:, 0], rows.items(), strict=True):
+        for height, phase in enumerate(reversed(PHASES)):
+            spans = [entry for entry in profile["timeline"] if entry[2] == phase]
+            axis.broken_barh(
+                [(start, ms) for start, ms, *_ in spans],
+                (height - 0.42, 0.84),
+                facecolors=[PART_COLORS[part] for *_, part in spans],
+                linewidth=0,
+            )
+        axis.set_yticks(range(len(PHASES)), reversed(PHASES))
+        axis.set_xlim(0, 1.01 * end)
+        axis.set_title(name, loc="left", fontsize=10)
+        axis.grid(False, axis="y")
+    axis.set_xlabel(
+        "ms of a step under the profiler, which holds the host back; the title's are without (white: waiting)"
+    )
+    _legend(figure, {part for profile in rows.values() for *_, part in profile["timeline"]})
+    return figure
+
+
+def _legend(figure: Figure, parts: set[str]) -> None:
+    handles = [Patch(color=PART_COLORS[part], label=part) for part in PARTS if part in parts]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
+
+
+@style()
+def fig_parts(rows: dict[str, dict]) -> Figure:
+    """Where the steps of some profiles {name: profile} go, by part: forward and backward apart, and waiting."""
+    first, *_, last = rows.values()
+    ratio = factor(first["time"]["step_ms"] / last["time"]["step_ms"])
+    names = list(rows)
+    title = f"{names[-1]}'s step: {_said(last)}; {ratio} as fast as {names[0]}'s ({_said(first)})"
+    table = {}
+    for name, profile in rows.items():
+        time = profile["time"]
+        for phase, parts in time["parts"].items():
+            for part, ms in parts.items():
+                label = part if phase == part else f"{part}, {phase}"
+                table.setdefault(label, {})[name] = ms
+        table.setdefault("waiting", {})[name] = max(0.0, time["step_ms"] - time["busy_ms"])
+    waiting = table.pop("waiting")
+    order = sorted(table, key=lambda label: -max(table[label].values()))
+    long = pd.DataFrame(
+        [(label, name, (table | {"waiting": waiting})[label].get(name, 0.0)) for label in [*order, "waiting"]
+         for name in rows],
+        columns=["part", "row", "ms"],
+    )  # fmt: skip
+    figure = _figure(title, _note(rows), 1.5 + 0.3 * (len(order) + 1))
+    axis = figure.subplots()
+    palette = dict(zip(names, [GREY, sns.color_palette("colorblind")[3]][-len(names) :], strict=True))
+    sns.barplot(long, x="ms", y="part", hue="row", palette=palette, saturation=1, errorbar=None, ax=axis)
+    axis.set(xlabel="ms a step", ylabel="")
+    axis.grid(False, axis="y")
+    return figure
+
+
+@style()
+def fig_phases(runs: pd.DataFrame) -> Figure:
+    """What fills the memory at its peak, a bar a profiled row, and the peak of each phase of the step."""
+    return phases({f"{row.variant}, mb {row.micro_batch}": row.profile for row in profiles(runs).itertuples()})
+
+
+@style()
+def phases(rows: dict[str, dict]) -> Figure:
+    """As fig_phases, for some profiles {name: profile}; those without memory are left out."""
+    rows = _with(rows, "memory", "GPU memory is counted by the GPU's allocator, which a CPU has not")
+    peaks = {name: profile["memory"]["peak_mib"] for name, profile in rows.items()}
+    least, most = min(peaks, key=peaks.get), max(peaks, key=peaks.get)
+    title = f"{most} peaks at {number(peaks[most])} MiB, in its {rows[most]['memory']['peak_phase']} pass"
+    if least != most:
+        title += f"; {least} at {number(peaks[least])}, in its {rows[least]['memory']['peak_phase']}"
+    figure = _figure(title, _note(rows), 1.8 + 0.36 * len(rows), 2)
+    axis = figure.subplots()
+    for height, profile in enumerate(rows.values()):
+        memory = profile["memory"]
+        held = [memory[f"{key}_mib"] for key in ("params", "optimizer", "activations", "workspace", "fragmentation")]
+        if memory["peak_phase"] == "optimizer":  # the activations are gone by then
+            held[2:4] = 0.0, memory["grads_mib"] + memory["workspace_mib"]
+        left = 0.0
+        for mib, color in zip(held, HELD_COLORS, strict=True):
+            axis.barh(height, mib, left=left, color=color, height=0.7)
+            left += mib
+        for phase, mib in memory["phases"].items():
+            axis.plot(mib, height, PHASE_MARKS[phase], color="black", markersize=7)
+    axis.set_yticks(range(len(rows)), rows)
+    axis.invert_yaxis()
+    axis.set_xlabel("MiB")
+    axis.grid(False, axis="y")
+    handles = [Patch(color=color, label=label) for label, color in zip(HELD, HELD_COLORS, strict=True)]
+    marks = [axis.plot([], [], mark, color="black", label=f"peak of {phase}")[0] for phase, mark in PHASE_MARKS.items()]
+    figure.legend(handles=[*handles, *marks], loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    return figure
+
+
+@style()
+def fig_allocator(rows: dict[str, dict]) -> Figure:
+    """Memory allocated over one step, a line for each of some profiles {name: profile} that have it."""
+    rows = _with(rows, "memory", "GPU memory is counted by the GPU's allocator, which a CPU has not")
+    figure = _figure("Memory allocated in the course of one step", _note(rows), 3.2)
+    axis = figure.subplots()
+    for name, profile in rows.items():
+        ms, mib = zip(*profile["memory"]["timeline"], strict=True)
+        axis.plot(ms, mib, label=name, linewidth=1)
+    axis.set(xlabel="ms since the step's first allocation, on the host's clock", ylabel="MiB")
+    axis.set_ylim(0)
+    axis.legend(fontsize=8)
+    return figure
+
+
+@style()
+def fig_roofline(runs: pd.DataFrame) -> Figure:
+    """The heaviest kernels of the rows whose hardware counters were read, under the measured ceilings."""
+    return roofline({f"{row.variant}, mb {row.micro_batch}": row.profile for row in profiles(runs).itertuples()})
+
+
+@style()
+def roofline(rows: dict[str, dict]) -> Figure:
+    """Arithmetic on the tensor cores against bytes of DRAM, a point a kernel, as large as its time; and how much of
+    the copy bandwidth the kernels without such arithmetic reach (Williams, Waterman and Patterson 2009)."""
+    rows = _with(rows, "ncu", "no hardware counters were read: python -m qa_lib profile ROW --ncu does, on a GPU")
+    first = next(iter(rows.values()))
+    roof, slope = first["ceilings"]["matrix_tflops"], first["ceilings"]["copy_gb_per_s"]
+    products, others = [], []
+    for name, profile in rows.items():
+        for kernel in profile["ncu"]:
+            ops = sum(kernel[key] or 0.0 for key in ("fp16_ops", "bf16_ops", "fp8_ops"))
+            if not kernel["us"] or not kernel["dram_bytes"]:
+                continue
+            attention = any(word in kernel["name"].lower() for word in ("flash", "fmha", "attention"))
+            entry = {"row": name, "us": kernel["us"], "GB/s": kernel["dram_bytes"] / kernel["us"] / 1e3}
+            entry["kind"] = "attention" if attention else "products" if ops else "the rest"
+            if ops:
+                products.append(entry | {"intensity": ops / kernel["dram_bytes"], "TFLOP/s": ops / kernel["us"] / 1e6})
+            else:
+                others.append(entry)
+    products, others = pd.DataFrame(products), pd.DataFrame(others)
+    if products.empty or others.empty:
+        raise NotMeasured("the counters that were read hold no products, or nothing beside them")
+    rate = (products["TFLOP/s"] * products["us"]).sum() / products["us"].sum()
+    width = (others["GB/s"] * others["us"]).sum() / others["us"].sum()
+    title = (
+        f"Products and attention run at {share(rate / roof)} of the matrix rate, "
+        f"the rest at {share(width / slope)} of the copy bandwidth (means by time)"
+    )
+    figure = _figure(title, _note(rows), 4.2)
+    left, right = figure.subplots(1, 2)
+    left.plot([1, roof / slope * 1e3, 1e4], [slope / 1e3, roof, roof], color="0.3", linewidth=1)
+    palette = dict(zip(("products", "attention", "the rest"), sns.color_palette("colorblind"), strict=False))
+    look = {"hue": "kind", "style": "row", "size": "us", "sizes": (10, 300), "alpha": 0.6, "palette": palette}
+    sns.scatterplot(products, x="intensity", y="TFLOP/s", legend=False, ax=left, **look)
+    sns.scatterplot(others, x="us", y="GB/s", legend=False, ax=right, **look)
+    left.set_xscale("log")
+    left.set_yscale("log")
+    left.set(xlabel="operations per byte of DRAM", ylabel="TFLOP/s on the tensor cores")
+    right.axhline(slope, color="0.3", linewidth=1)
+    right.set(xlabel="µs a step in kernels without products", ylabel="GB/s of DRAM", ylim=(0, 1.1 * slope))
+    rows_marks = [Line2D([], [], color="0.4", marker=mark, linestyle="", label=name)
+                  for name, mark in zip(rows, "oXs^Dv", strict=False)]  # fmt: skip
+    handles = [Patch(color=color, alpha=0.6, label=kind) for kind, color in palette.items()]
+    left.legend(handles=[*handles, *rows_marks], fontsize=8)
+    return figure

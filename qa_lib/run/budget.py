@@ -1,0 +1,167 @@
+"""How much GPU memory a row will take, from its spec alone: before a card is rented, and without one.
+
+Bytes kept for the backward pass are counted in units of tokens x hidden width, layer by layer: what autograd saves in
+an eager layer under autocast, or what the compiler's partitioner keeps of it. Weights, gradients and optimizer state
+follow from the model's shapes. Terms that are measured and not derived say so. Adapters under recomputation are the
+one case known to come out low: EB1-lean at micro-batch 32 by 19 %.
+"""
+
+import argparse
+
+import torch
+from transformers import AutoConfig, AutoModelForQuestionAnswering, BertConfig
+
+from qa_lib.data.packing import PackedBatches
+from qa_lib.data.squad import UserError
+from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
+from qa_lib.measure.meter import MIB
+from qa_lib.model.build import apply_recipe
+from qa_lib.record import RecordError, read_record
+from qa_lib.run.fit import load_data
+from qa_lib.run.plan import add_source_arguments, plan
+from qa_lib.variants import Machine, Spec
+
+LIBRARIES_MIB = 120  # measured on one H200: workspaces of cuBLAS, and inputs
+RESERVED = 1.05  # measured on one H200: what the allocator reserves over its peak, 3 to 8 % more
+SMALL = 4096  # tensors of fewer elements keep 32-bit moments in the 8-bit optimizer
+
+
+def layer_bytes(spec: Spec) -> float:
+    """Bytes a layer keeps for its backward pass, per token and hidden width, without the attention scores."""
+    settings, recipe = spec.settings, spec.recipe
+    compiled = settings.compile not in ("none", "cudagraphs")
+    residual = 2 if settings.weights == "half" else 4  # autocast's layer norms give fp32
+    # The inputs of the two layer norms and two dropout masks; query, key, value and the attention's output in half
+    # precision (its input and the output product's are one tensor); the input of GELU, four times as wide.
+    kept = 2 * residual + 2 * 1 + 4 * 2 + 4 * 2
+    if recipe.kind in ("all", "top"):
+        # The inputs of the products, for the gradients of weights: of query, key and value (without a compiler each
+        # has its own half-precision copy), of the feed-forward's first product, and of its second, GELU's output.
+        kept += (2 if compiled else 6) + 2 + 4 * 2
+    if recipe.kind == "lora":
+        # Each adapter drops out on a copy of its input of its own: 2 bytes and a mask, for a width of 1 or 4.
+        inputs = {"query": 1, "key": 1, "value": 1, "dense": 1 + 1 + 4}
+        kept += 3 * sum(inputs[target] for target in recipe.targets)
+    return kept
+
+
+def predict(spec: Spec) -> dict:
+    """MiB of params, grads, optimizer, activations and workspace, the peak and its phase, and what is reserved.
+
+    For a model that trains in half precision, that is, on a GPU. Raises UserError for a spec without one.
+    """
+    settings = spec.settings
+    if settings.precision == "fp32":
+        raise UserError(f"{spec.variant}: the budget is of GPU memory, and this one is planned for a CPU")
+    config = (
+        BertConfig(vocab_size=len(vocabulary()), **TINY_CONFIG)
+        if spec.model_source == "tiny"
+        else AutoConfig.from_pretrained(spec.model_source, trust_remote_code=False)
+    )
+    with torch.device("meta"):
+        model = apply_recipe(AutoModelForQuestionAnswering.from_config(config), spec.recipe)
+    total = sum(p.numel() for p in model.parameters())
+    trained = [(name, p.numel()) for name, p in model.named_parameters() if p.requires_grad]
+    count, hidden, layers = sum(n for _, n in trained), config.hidden_size, config.num_hidden_layers
+    half = settings.weights == "half"
+    params, grads = (2 if half else 4) * total, (2 if half else 4) * count
+    optimizer = 12 * count if half else 8 * count  # two moments, and the masters of half-precision weights
+    if settings.optimizer == "adamw8bit":
+        optimizer = sum(8 * n if n < SMALL or "embeddings" in name else 2 * n for name, n in trained)
+
+    numbers = [int(name.split(".layer.")[1].split(".")[0]) for name, _ in trained if ".encoder.layer." in name]
+    embeddings = any("embeddings" in name for name, _ in trained)
+    bottom = 0 if embeddings else min(numbers, default=layers)
+    deep = layers - bottom  # gradients pass through so many
+    tokens = _tokens(spec)
+    unit = tokens * hidden
+    eager_attention = settings.attention == "eager" and settings.padding != "packed"
+    scores = tokens * config.num_attention_heads * spec.scale.max_length if eager_attention else 0
+    compiled = settings.compile not in ("none", "cudagraphs")
+    # Softmax in fp32, its half-precision dropout and the mask of that.
+    layer = layer_bytes(spec) * unit + 7 * scores
+    inputs = deep * (2 if half else 4) * unit
+    kept = inputs + layer if settings.checkpointing else deep * layer
+    if embeddings:
+        kept += 9 * unit  # layer norm, dropout, sum
+    # At the start of the backward pass, beside all that is kept: compiled, the gradients of GELU's input and of the
+    # residual; eager, measured, about three times as much and the gradients of the scores.
+    temporary = 12 * unit if compiled else 34 * unit + 2 * scores
+    encoder = sum(p.numel() for name, p in model.named_parameters() if ".encoder.layer." in name)
+    # Autocast's copies of the weights that gradients pass through; one layer's at a time where layers are recomputed.
+    casts = 0 if half else 2 * encoder * (1 if settings.checkpointing else deep) / layers
+    again = spec.accumulation > 1  # the gradients of earlier micro-batches are there in the next one's passes
+    lasting = params + optimizer + LIBRARIES_MIB * MIB
+    foreach = 4 * count if settings.optimizer == "adamw" and not half else 0  # its denominators, all at once
+    phases = {
+        "forward and backward": lasting + casts + kept + temporary + again * grads,
+        # A compiled backward pass returns its gradients beside those that it adds to.
+        "end of backward": lasting + grads + (grads if again and compiled else 0),
+        "optimizer": lasting + grads + foreach,
+    }
+    phase = max(phases, key=phases.get)
+    return {
+        "params_mib": params / MIB,
+        "grads_mib": grads / MIB,
+        "optimizer_mib": optimizer / MIB,
+        "activations_mib": kept / MIB,
+        "workspace_mib": LIBRARIES_MIB + (casts + temporary) / MIB,
+        "peak_mib": phases[phase] / MIB,
+        "reserved_mib": RESERVED * phases[phase] / MIB,
+        "phase": phase,
+    }
+
+
+def _tokens(spec: Spec) -> int:
+    """Tokens of a micro-batch; where padding is less than the limit this takes the data's lengths."""
+    if spec.settings.padding == "packed":
+        return PackedBatches(load_data(spec).features, spec).budget
+    return spec.settings.micro_batch * spec.scale.max_length  # a batch of the longest comes up in any epoch
+
+
+def gpu_of(sm: int) -> Machine:
+    """A GPU of that compute capability with everything installed, for plans made where there is none."""
+    backends = ("inductor", "aot_eager", "cudagraphs")
+    return Machine("gpu", gpus=1, sm=sm, backends=backends, bitsandbytes=True, compiler=True)
+
+
+EXAMPLE = "example: python -m qa_lib memory A1 C1 C2 E-best --scale bench --data squad/ --model bert/ --micro-batch 32"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `python -m qa_lib memory`."""
+    parser.add_argument("variants", metavar="VARIANT", nargs="+", help="rows of `python -m qa_lib variants`")
+    parser.add_argument(
+        "--sm", type=int, default=90, metavar="N", help="the GPU's compute capability x 10 (default: 90)"
+    )
+    add_source_arguments(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the budget of each row for a GPU of that kind, and what a record here measured."""
+    specs = plan(args.variants, args.scale, [0], args.data, args.model, args.micro_batch, gpu_of(args.sm))
+    heads = ("params", "grads", "optimizer", "activations", "workspace", "peak", "reserved")
+    print(f"{'row':12}" + "".join(f"{head:>12}" for head in heads) + "    measured  peak in")
+    for spec in specs:
+        if spec.skip:
+            print(f"{spec.variant:12}{spec.skip}")
+            continue
+        found = predict(spec)
+        print(
+            f"{spec.variant:12}" + "".join(f"{found[f'{head}_mib']:12,.0f}" for head in heads)
+            + f"{_measured(spec, args.runs):>12}  {found['phase']}"
+        )  # fmt: skip
+    print("MiB of GPU memory; beside it a process has a CUDA context of 300 to 600 MiB.")
+    return 0
+
+
+def _measured(spec: Spec, runs) -> str:
+    """The peak of a finished run of this spec on whichever GPU, as text."""
+    for folder in sorted(runs.glob(f"*-{spec.scale.name}/{spec.run_id}")):
+        try:
+            peak = read_record(folder)["memory"]["peak_alloc_mib"]
+        except RecordError:
+            continue
+        if peak:
+            return f"{peak:,.0f}"
+    return "–"

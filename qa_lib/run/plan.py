@@ -1,0 +1,96 @@
+"""From names to specs: which data and model a scale means here, and what identifies them."""
+
+import argparse
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from qa_lib.data.squad import UserError, open_source
+from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
+from qa_lib.variants import Machine, Spec, find_scale, resolve
+
+_MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "vocab.txt")
+
+
+def plan(
+    variants: Iterable[str],
+    scale: str,
+    seeds: Iterable[int] = (0,),
+    data: str = "",
+    model: str = "",
+    micro_batch: int | None = None,
+    machine: Machine | None = None,
+) -> list[Spec]:
+    """The specs of variants x seeds at a scale, in that order: all rows with the first seed come first, each once.
+
+    `data` and `model` (paths, or hub names) replace the scale's own; `machine` is this one unless given. Raises
+    UserError for a file or folder that is not there, SpecError for a name that is unknown.
+    """
+    size = find_scale(scale)
+    data, model = data or size.data, model or size.model
+    for name, value in (("data", data), ("model", model)):
+        if not value:
+            raise UserError(f"scale {scale!r} has no {name} of its own: give --{name} (a path)")
+    if machine is None:
+        from qa_lib.measure import (
+            meter as measure,  # imports torch, which a driver that passes its machine does without
+        )
+
+        machine = measure.machine()
+    identities = {"data": identify_data(data, size.quality), "model": identify_model(model)}
+    sources = {"data_source": data, "model_source": model}
+    return [
+        resolve(variant, scale, seed, machine, **identities, **sources, micro_batch=micro_batch)
+        for seed in dict.fromkeys(seeds)
+        for variant in dict.fromkeys(variants)
+    ]
+
+
+def identify_data(source: str, with_validation: bool) -> dict:
+    """{name, sha256} of the questions a run uses; the name is never a machine's path."""
+    splits = ["train", "validation"] if with_validation else ["train"]
+    hashes = [open_source(source, split).sha256 for split in splits]
+    digest = hashlib.sha256("".join(hashes).encode()).hexdigest()
+    return {"name": Path(source).name if Path(source).exists() else source, "sha256": digest}
+
+
+def identify_model(source: str) -> dict:
+    """{name, revision}: a folder's files by content, the tiny model by its definition, a hub's name as it is."""
+    if source == "tiny":
+        definition = json.dumps([TINY_CONFIG, vocabulary()])
+        return {"name": "tiny", "revision": hashlib.sha256(definition.encode()).hexdigest()[:12]}
+    folder = Path(source)
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise UserError(f"{folder}: not a model folder, it holds no config.json")
+        digest = hashlib.sha256()
+        for name in _MODEL_FILES:
+            if (folder / name).exists():
+                digest.update((folder / name).read_bytes())
+        return {"name": folder.name, "revision": digest.hexdigest()[:12]}
+    if source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise UserError(f"model folder {source} does not exist")
+    return {"name": source, "revision": "main"}
+
+
+def add_source_arguments(parser: argparse.ArgumentParser, scale: bool = True) -> None:
+    """Options that `run`, `sweep` and others share; those that have a scale of their own take no `scale`."""
+    if scale:
+        parser.add_argument("--scale", required=True, metavar="S", help="smoke, bench, vram, quality, full or local")
+    parser.add_argument("--data", default="", metavar="DIR", help="questions: a folder, a file, or a hub name")
+    parser.add_argument("--model", default="", metavar="DIR", help="checkpoint: a folder or a hub name")
+    parser.add_argument("--micro-batch", type=int, metavar="N", help="features in one forward pass (rows: 8)")
+    parser.add_argument(
+        "--runs", type=_folder, default=Path("runs"), metavar="DIR", help="where records go (%(default)s)"
+    )
+
+
+def _folder(text: str) -> Path:
+    """A path that is a folder or can become one."""
+    path = Path(text)
+    nearest = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{nearest} is no folder that can be written to")
+    return path

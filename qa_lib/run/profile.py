@@ -1,0 +1,277 @@
+"""Where one row's step spends its time and memory: a profile of a few steady steps, kept beside the run's record.
+
+A run that is timed is not profiled and a profile is not timed, so that neither disturbs the other: the profile trains
+a few steps of its own, and takes the step's length from those before the profiler starts.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import gzip
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+
+from qa_lib import record
+from qa_lib.data.packing import batches_of
+from qa_lib.data.squad import UserError
+from qa_lib.measure import meter as measure
+from qa_lib.measure import ncu, trace
+from qa_lib.measure.meter import MIB, Watch
+from qa_lib.model.build import build_model
+from qa_lib.run.fit import load_data, train_afresh
+from qa_lib.run.plan import add_source_arguments, plan
+from qa_lib.train.loop import DTYPES
+from qa_lib.variants import Spec
+
+WARM, TIMED, PROFILED = 12, 20, 3  # steps: to settle, for the step's length, under the profiler
+POINTS = 400  # of the allocator's timeline
+
+
+class TimeWatch(Watch):
+    """Profiles PROFILED steps after `warm` others, with a range "step" around each."""
+
+    def __init__(self, warm: int, device: torch.device):
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self.profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+        self.warm, self.device, self.range = warm, device, contextlib.ExitStack()
+
+    def finished(self, steps: int) -> None:
+        self.range.close()
+        # One more than is kept: the first step under the profiler pays for its start.
+        if not self.warm <= steps <= self.warm + PROFILED + 1:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        if steps == self.warm:
+            self.profiler.start()
+        if steps == self.warm + PROFILED + 1:
+            self.profiler.stop()
+        elif steps > self.warm:
+            self.range.enter_context(torch.profiler.record_function("step"))
+
+
+class MemoryWatch(Watch):
+    """Of step `at`: the GPU allocator's peak in each phase, the most that a forward pass left, and every change."""
+
+    def __init__(self, at: int):
+        self.at, self.steps = at, 0
+        self.peaks, self.kept, self.timeline = {}, 0, []
+
+    @contextlib.contextmanager
+    def phase(self, name: str):
+        seen = self.steps + 1 == self.at
+        if seen:
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        with super().phase(name):
+            yield
+        if seen:
+            self.peaks[name] = max(self.peaks.get(name, 0), torch.cuda.max_memory_allocated())
+            if name == "forward":
+                self.kept = max(self.kept, torch.cuda.memory_allocated() - before)
+
+    def finished(self, steps: int) -> None:
+        self.steps = steps
+        if steps == self.at - 1:
+            torch.cuda.synchronize()
+            self.base = torch.cuda.memory_allocated()
+            torch.cuda.memory._record_memory_history(context=None, max_entries=200_000)
+        elif steps == self.at:
+            self.timeline = _timeline(torch.cuda.memory._snapshot()["device_traces"][0], self.base)
+            torch.cuda.memory._record_memory_history(enabled=None)
+            self.reserved = torch.cuda.memory_reserved()
+
+
+def _timeline(entries: list[dict], base: int) -> list[tuple[float, float]]:
+    """(ms, MiB allocated) over a step, of at most POINTS points that keep the highest of what they stand for."""
+    changes = {"alloc": 1, "free_completed": -1}
+    entries = [entry for entry in entries if entry["action"] in changes]
+    points, now = [], base
+    for entry in entries:
+        now += changes[entry["action"]] * entry["size"]
+        points.append(((entry["time_us"] - entries[0]["time_us"]) / 1e3, now / MIB))
+    every = -(-len(points) // POINTS) if points else 1
+    return [max(points[i : i + every], key=lambda point: point[1]) for i in range(0, len(points), every)]
+
+
+def _short(spec: Spec, steps: int) -> Spec:
+    """The spec with so many steps and nothing after them; its run folder stays that of `spec`."""
+    scale = dataclasses.replace(spec.scale, steps=steps, epochs=None, measure_from=WARM, checkpoint_every=0)
+    return dataclasses.replace(spec, scale=scale)
+
+
+def _train(spec: Spec, data, device, watch: Watch):
+    """Train from new weights under a watch; (model, optimizer, meter)."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = build_model(spec)
+        if spec.settings.compile == "none" and device.type == "cuda":
+            _name_parts(model)
+        batches = batches_of(data.features, spec)
+        optimizer, meter, _ = train_afresh(model, batches, spec, device, Path(folder), lambda _: None, watch)
+        return model, optimizer, meter
+
+
+def _name_parts(model: torch.nn.Module) -> None:
+    """NVTX ranges around the parts of an eager BERT's forward pass, for Nsight Systems; a compiler would merge them."""
+    parts = {"embeddings": [model.bert.embeddings], "loss": [model.qa_outputs]}
+    layers = model.bert.encoder.layer
+    parts["attention"] = [layer.attention for layer in layers]
+    parts["feed-forward"] = [part for layer in layers for part in (layer.intermediate, layer.output)]
+    for name, modules in parts.items():
+        for module in modules:
+            # A hook must return None, or its value would be taken for the module's.
+            module.register_forward_pre_hook(lambda *_, name=name: [None, torch.cuda.nvtx.range_push(name)][0])
+            module.register_forward_hook(lambda *_: [None, torch.cuda.nvtx.range_pop()][0])
+
+
+def profile(spec: Spec, runs: str | Path, say=print) -> dict:
+    """Profile a spec and write profile.json and trace.json.gz into its run's folder; returns the profile.
+
+    On failure nothing is written: an earlier profile stays whole. Raises UserError for a row that cannot run here.
+    """
+    if spec.skip:
+        raise UserError(f"{spec.variant} cannot run here: {spec.skip}")
+    if spec.scale.threads:
+        torch.set_num_threads(spec.scale.threads)
+    device, run_dir = measure.device(), Path(runs) / spec.run_path
+    data = load_data(spec)
+    # The same kernels one by one, for what a graph hides: who launched them, and when memory was taken.
+    open_spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, step="eager"))
+    memory = None
+    if device.type == "cuda" and spec.settings.engine == "loop":
+        say(f"{spec.variant}: one step under the allocator's eyes")
+        memory = _memory(open_spec, data, device)  # first, while nothing else is allocated
+    say(f"{spec.variant}: {WARM + TIMED} steps, then {PROFILED} under the profiler")
+    found, events, step_ms, packed = _time(spec, data, device, WARM + TIMED)
+    if spec.settings.step == "graph":
+        say(f"{spec.variant}: the same kernels one by one, to name them")
+        found = trace.label_like(found, _time(open_spec, data, device, 4)[0])
+    entry = {
+        "schema": record.PROFILE_SCHEMA,
+        "run_id": spec.run_id,
+        "group": spec.group,
+        "spec": {"variant": spec.variant, "scale": spec.scale.name, "seed": spec.seed, "hash": spec.hash,
+                 "micro_batch": spec.settings.micro_batch, "adjusted": spec.adjusted},
+        "code": record.code_version(),
+        "env": measure.environment(),
+        "time": trace.summary(found, events, step_ms),
+        "timeline": _one_step(found),
+        "memory": memory,
+        "ceilings": {
+            "matrix_tflops": measure.matrix_rate(device, DTYPES[spec.settings.precision]),
+            "copy_gb_per_s": measure.copy_rate(device),
+        },
+        "ncu": None,
+    }  # fmt: skip
+    run_dir.mkdir(parents=True, exist_ok=True)
+    record.write_atomically(run_dir / "trace.json.gz", packed)
+    save(entry, runs)
+    return entry
+
+
+def save(entry: dict, runs: str | Path) -> None:
+    """Write profile.json into its run's folder."""
+    path = Path(runs) / entry["group"] / entry["run_id"] / "profile.json"
+    record.write_atomically(path, json.dumps(entry, allow_nan=False) + "\n")
+
+
+def _time(spec: Spec, data, device, warm: int) -> tuple:
+    """The work of PROFILED steps after `warm` others, the trace's events, the median length of the last of those
+    others in ms, and the trace's file."""
+    watch = TimeWatch(warm, device)
+    model, _, meter = _train(_short(spec, warm + PROFILED + 1), data, device, watch)
+    events, packed = _events(watch)
+    found = trace.work(events, model.config.hidden_size, model.config.intermediate_size)
+    timed = sorted(meter.times[max(0, warm - TIMED) : warm])
+    return found[found["step"] > 0], events, 1e3 * timed[len(timed) // 2], packed
+
+
+def _events(watch: TimeWatch) -> tuple[list[dict], bytes]:
+    """The trace's events, and its file gzipped."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        watch.profiler.export_chrome_trace(str(path))
+        return trace.read(path), gzip.compress(path.read_bytes(), 6)
+
+
+def _one_step(found) -> list[list]:
+    """[start ms, ms, phase, part] of the last profiled step's work, neighbours of one part joined."""
+    joined = []
+    for row in found[found["step"] == found["step"].max()].itertuples():
+        end = row.start_ms + row.ms
+        if joined and joined[-1][2:] == [row.phase, row.part] and row.start_ms - sum(joined[-1][:2]) < 0.005:
+            joined[-1][1] = end - joined[-1][0]
+        else:
+            joined.append([row.start_ms, row.ms, row.phase, row.part])
+    return [[round(start, 4), round(ms, 4), phase, part] for start, ms, phase, part in joined]
+
+
+def _memory(spec: Spec, data, device) -> dict:
+    """MiB by what it is for and by phase, and the allocator's timeline of a step.
+
+    `activations` is what the step's forward pass left for its backward pass; `workspace` is the rest of the peak:
+    gradients that are there already, buffers, temporaries. `fragmentation` is what is reserved above the peak.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    watch = MemoryWatch(6)
+    model, optimizer, _ = _train(_short(spec, watch.at), data, device, watch)
+    lasting = measure.memory(model, optimizer, device)
+    activations, reserved = watch.kept / MIB, watch.reserved / MIB
+    at_peak = max(watch.peaks, key=watch.peaks.get)
+    peak = watch.peaks[at_peak] / MIB
+    # In the optimizer's phase the activations are gone and the gradients complete.
+    held = lasting["grads_mib"] if at_peak == "optimizer" else activations
+    return {
+        "params_mib": lasting["params_mib"],
+        "optimizer_mib": lasting["optimizer_mib"],
+        "grads_mib": lasting["grads_mib"],
+        "activations_mib": activations,
+        "workspace_mib": max(0.0, peak - lasting["params_mib"] - lasting["optimizer_mib"] - held),
+        "peak_mib": peak,
+        "peak_phase": at_peak,
+        "reserved_mib": reserved,
+        "fragmentation_mib": max(0.0, reserved - peak),
+        "phases": {name: value / MIB for name, value in watch.peaks.items()},
+        "timeline": [[round(ms, 3), round(mib, 1)] for ms, mib in watch.timeline],
+    }
+
+
+EXAMPLE = """examples:
+  python -m qa_lib profile A1 --scale smoke
+  python -m qa_lib profile E-best --scale bench --data squad/ --micro-batch 32 --ncu"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `python -m qa_lib profile`."""
+    parser.add_argument("variant", metavar="VARIANT", help="a row of `python -m qa_lib variants`")
+    parser.add_argument("--ncu", action="store_true", help="also read the GPU's counters, with Nsight Compute")
+    parser.add_argument("--one-step", action="store_true", help=argparse.SUPPRESS)  # what Nsight Compute runs
+    add_source_arguments(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Profile one row here, print where its step goes and where the files are."""
+    (spec,) = plan([args.variant], args.scale, [0], args.data, args.model, args.micro_batch)
+    if args.one_step:
+        ncu.one_step(lambda watch: _train(_short(spec, watch.at), load_data(spec), measure.device(), watch))
+        return 0
+    entry = profile(spec, args.runs)
+    if args.ncu:
+        entry["ncu"] = ncu.measure(spec, args.runs, print)
+        save(entry, args.runs)
+    time = entry["time"]
+    print(f"step {time['step_ms']:.2f} ms, busy {100 * time['busy_share']:.0f} %", end="")
+    print(f", {time['launches_per_step']:.0f} launches" if time["launches_per_step"] is not None else "")
+    for phase, parts in time["parts"].items():
+        print(f"  {phase:10}" + ", ".join(f"{part} {ms:.2f} ms" for part, ms in parts.items()))
+    if entry["memory"]:
+        print("  peak MiB  " + ", ".join(f"{name} {mib:.0f}" for name, mib in entry["memory"]["phases"].items()))
+    print(args.runs / spec.run_path / "profile.json")
+    return 0

@@ -1,0 +1,158 @@
+"""Exact match and F1 by the rules of the official SQuAD v2.0 evaluation (Rajpurkar, Jia, Liang 2018).
+
+Figures agree with the official script's to the last digit: sums run over the questions in the data's order with
+Python's `sum`, and scores are int or float where that script has them so (from Python 3.12, `sum` tells them apart).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping
+
+from qa_lib.data.squad import DataError, Example, open_source, read_json
+
+EXAMPLE = """examples:
+  python -m qa_lib score validation.json answers/predictions.json
+  python -m qa_lib score validation.json answers/texts.json --na-prob answers/null_odds.json --na-threshold 0"""
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+
+
+def normalise(text: str) -> str:
+    """Lower case, without punctuation (ASCII's) and English articles, single blanks."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def f1(gold: list[str], predicted: list[str]) -> float:
+    """Harmonic mean of precision and recall over words, counted with their repetitions; both empty is a match."""
+    if not gold or not predicted:
+        return int(gold == predicted)
+    shared = sum((Counter(gold) & Counter(predicted)).values())
+    if not shared:
+        return 0
+    precision, recall = shared / len(predicted), shared / len(gold)
+    return 2 * precision * recall / (precision + recall)
+
+
+def score(
+    examples: list[Example],
+    predictions: Mapping[str, str],
+    na_probs: Mapping[str, float] | None = None,
+    na_threshold: float = 1.0,
+) -> dict[str, float | int]:
+    """Score `predictions` (question id -> answer, "" for none) with the official keys; scores in percent.
+
+    exact, f1 and total over all questions, with the prefixes HasAns_ and NoAns_ over those with and without an answer
+    (left out where there are none). With `na_probs` (question id -> how sure it is that there is no answer, on any
+    scale) a question above `na_threshold` counts as not answered, and best_exact, best_f1 and their _thresh are what
+    the best threshold would give.
+    Raises `DataError` unless predictions, and probabilities if given, are for exactly the questions of `examples`.
+    """
+    _check(examples, predictions, "prediction", lambda value: isinstance(value, str))
+    exact, overlap = {}, {}
+    for example in examples:
+        predicted = normalise(predictions[example.id])
+        words = predicted.split()
+        # Gold answers of nothing but articles and punctuation do not count; without any, no answer is the right one.
+        golds = {gold for gold in (normalise(text) for text, _ in example.answers) if gold} or {""}
+        exact[example.id] = int(predicted in golds)
+        overlap[example.id] = max(f1(gold.split(), words) for gold in golds)
+    if na_probs is None:
+        return _averages(examples, exact, overlap)
+
+    _check(examples, na_probs, "no-answer probability", _is_number)
+    silenced = {example.id: float(example.impossible) for example in examples if na_probs[example.id] > na_threshold}
+    found = _averages(examples, exact | silenced, overlap | silenced)
+    for name, scores in (("exact", exact), ("f1", overlap)):
+        found[f"best_{name}"], found[f"best_{name}_thresh"] = _best_threshold(examples, predictions, scores, na_probs)
+    return found
+
+
+def _check(examples: list[Example], given: Mapping, what: str, good) -> None:
+    titles = {example.id: example.title for example in examples}
+    if not titles:
+        raise DataError("no questions to score")
+    missing = [key for key in titles if key not in given]
+    if missing:
+        where = f"article {titles[missing[0]][:80]!r}, question {missing[0]!r}"
+        raise DataError(f"no {what} for {len(missing)} of {len(titles)} questions, the first: {where}")
+    unknown = [key for key in given if key not in titles]
+    if unknown:
+        raise DataError(f"a {what} for {len(unknown)} questions that the data does not have, the first: {unknown[0]!r}")
+    for key, value in given.items():
+        if not good(value):
+            raise DataError(f"article {titles[key][:80]!r}, question {key!r}: {value!r:.80} is no {what}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value  # no NaN
+
+
+def _averages(examples: list[Example], exact: dict[str, float], overlap: dict[str, float]) -> dict[str, float | int]:
+    groups = {
+        "": examples,
+        "HasAns_": [example for example in examples if example.answers],
+        "NoAns_": [example for example in examples if example.impossible],
+    }
+    found = {}
+    for prefix, group in groups.items():
+        if group:
+            found[f"{prefix}exact"] = 100.0 * sum(exact[example.id] for example in group) / len(group)
+            found[f"{prefix}f1"] = 100.0 * sum(overlap[example.id] for example in group) / len(group)
+            found[f"{prefix}total"] = len(group)
+    return found
+
+
+def _best_threshold(examples, predictions, scores, na_probs) -> tuple[float, float]:
+    """The best score (percent) over thresholds on `na_probs`, and the lowest threshold that reaches it.
+
+    The threshold rises through the questions in order of probability (ties in the order of `na_probs`): each one that
+    comes to be answered adds its score, or takes back the point that silence had on a question without an answer.
+    """
+    impossible = {example.id: example.impossible for example in examples}
+    current = best = sum(impossible.values())
+    threshold = 0.0
+    for key in sorted(na_probs, key=na_probs.get):
+        if not impossible[key]:
+            current += scores[key]
+        elif predictions[key]:
+            current -= 1
+        if current > best:
+            best, threshold = current, na_probs[key]
+    return 100.0 * best / len(scores), threshold
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("data", metavar="DATA.json", help="questions with their gold answers, SQuAD v1.1 or v2.0")
+    parser.add_argument("predictions", metavar="PREDICTIONS.json", help="question id -> answer, empty for none")
+    parser.add_argument("--na-prob", metavar="FILE", help="question id -> how sure it is that there is no answer")
+    parser.add_argument(
+        "--na-threshold", type=float, default=1.0, metavar="X", help="above it, no answer (default 1.0)"
+    )
+    parser.add_argument("--fix-spans", action="store_true", help="move misplaced gold answers to their only occurrence")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the official keys as JSON."""
+    examples = open_source(args.data, "validation", args.fix_spans).examples
+    predictions = _read_by_id(args.predictions)
+    na_probs = _read_by_id(args.na_prob) if args.na_prob else None
+    try:
+        found = score(examples, predictions, na_probs, args.na_threshold)
+    except DataError as error:
+        names = ", ".join(filter(None, (args.predictions, args.na_prob)))
+        raise DataError(f"{names} for {args.data}: {error}") from None
+    print(json.dumps(found, indent=2))
+    return 0
+
+
+def _read_by_id(path: str) -> dict:
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: not an object of question id -> value")
+    return content

@@ -1,0 +1,47 @@
+"""The SQuAD v2 score as an `evaluate.Metric` that is here, not on the hub: nothing is downloaded."""
+
+from __future__ import annotations
+
+import datasets
+import evaluate
+
+from qa_lib.data.squad import Example
+from qa_lib.score.f1 import score
+
+_ANSWERS = {"text": datasets.List(datasets.Value("string")), "answer_start": datasets.List(datasets.Value("int32"))}
+
+
+class SquadV2(evaluate.Metric):
+    """`compute` takes what the hub's "squad_v2" metric takes and gives the keys of `qa_lib.score.score`.
+
+    predictions: {id, prediction_text, no_answer_probability}; references: {id, answers: {text, answer_start}}, the
+    answers' texts empty for a question without one; no_answer_threshold: probability above which a question counts as
+    not answered.
+    """
+
+    def _info(self) -> evaluate.MetricInfo:
+        features = {
+            "predictions": {
+                "id": datasets.Value("string"),
+                "prediction_text": datasets.Value("string"),
+                "no_answer_probability": datasets.Value("float32"),
+            },
+            "references": {"id": datasets.Value("string"), "answers": _ANSWERS},
+        }
+        return evaluate.MetricInfo(
+            description="Exact match and F1 by the official rules of SQuAD v2.0.",
+            citation="Rajpurkar, Jia, Liang: Know What You Don't Know: Unanswerable Questions for SQuAD (2018)",
+            inputs_description=self.__doc__,
+            features=datasets.Features(features),
+        )
+
+    def _compute(self, predictions: list[dict], references: list[dict], no_answer_threshold: float = 1.0) -> dict:
+        examples = [
+            Example(
+                row["id"], "", "", "", tuple(zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True))
+            )
+            for row in references
+        ]
+        texts = {row["id"]: row["prediction_text"] for row in predictions}
+        chances = {row["id"]: row["no_answer_probability"] for row in predictions}
+        return score(examples, texts, chances, no_answer_threshold)

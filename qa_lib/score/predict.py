@@ -1,0 +1,202 @@
+"""Run a question-answering model over features, and answer a file or a single question with it."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from qa_lib.data.squad import DataError, Source, UserError, first_line, open_source, read_json, unlabelled
+from qa_lib.data.windows import Features, build_features
+from qa_lib.record import RecordError, read_record
+from qa_lib.score.decode import decode
+
+EXAMPLE = """examples:
+  python -m qa_lib predict --model DIR --question "Who wrote it?" --context "It was written by Ada."
+  python -m qa_lib predict --model DIR dev-v2.0.json --out answers/"""
+
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+
+
+def predict_logits(
+    model,
+    features: Features,
+    device: torch.device | str = "cpu",
+    *,
+    batch_tokens: int = 16_384,
+    pad_to: int | None = None,
+    autocast_dtype: torch.dtype | None = None,
+    progress: bool = False,
+    join: str = "id",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits of all n windows: (feature ids int64 [n], start and end logits float32 [n, longest window]) on `device`.
+
+    `model` is called like `BertForQuestionAnswering` and is on `device` already. Batches hold windows of similar
+    length, longest first, of at most `batch_tokens` tokens with padding, and are padded to `pad_to`, or else to their
+    longest window, rounded up to a multiple of 8. `autocast_dtype` switches autocast on. Row r belongs to window
+    ids[r]; beyond that window's length the logits are NaN, so that rows given to other windows do not pass `decode`.
+    `join` is "id", or "position" for the fault of row A4-b.
+    """
+    lengths = features.lengths
+    order = np.argsort(-lengths, kind="stable")
+    # What gathering batches of unequal width leaves beyond a row's own, in transformers' Trainer as here.
+    start, end = torch.full((2, len(features), lengths.max()), -100.0, device=device)
+    autocast = torch.autocast(torch.device(device).type, autocast_dtype) if autocast_dtype else nullcontext()
+    training = getattr(model, "training", False)
+    if training:
+        model.eval()
+    done = 0
+    with torch.inference_mode(), autocast:
+        for rows, width in _batches(order, features, batch_tokens, pad_to, progress):
+            batch = features.batch(rows, width)
+            output = model(**{name: torch.from_numpy(batch[name]).to(device) for name in INPUTS})
+            width = min(width, start.shape[1])
+            start[done : done + len(rows), :width] = output.start_logits[:, :width]
+            end[done : done + len(rows), :width] = output.end_logits[:, :width]
+            done += len(rows)
+    if training:
+        model.train()
+    if join == "position":
+        # The fault of row A4-b, kept on purpose: rows sorted by length are handed out as if they never had been, and
+        # without the NaN that would give them away.
+        return torch.arange(len(features)), start, end
+    beyond = torch.arange(start.shape[1], device=device) >= torch.from_numpy(lengths[order]).to(device)[:, None]
+    return torch.from_numpy(order), start.masked_fill_(beyond, torch.nan), end.masked_fill_(beyond, torch.nan)
+
+
+def _batches(order, features, batch_tokens: int, pad_to: int | None, progress: bool) -> Iterator[tuple]:
+    """The windows `order` in batches, each with the length to pad to; at least one window in each."""
+    from tqdm import tqdm
+
+    with tqdm(total=len(order), unit="window", disable=not progress) as bar:
+        first = 0
+        while first < len(order):
+            width = pad_to or min(features.max_length, -(-int(features.lengths[order[first]]) // 8) * 8)
+            rows = order[first : first + max(1, batch_tokens // width)]
+            yield rows, width
+            first += len(rows)
+            bar.update(len(rows))
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without transformers' loading bar and report: what is wrong with a folder is told in one line instead."""
+    from transformers.utils import logging
+
+    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bar:
+            logging.enable_progress_bar()
+
+
+def load_qa_model(folder: str | Path) -> tuple:
+    """The model and the tokenizer that `save_pretrained` wrote to `folder`; code and pickles in it are never run.
+
+    Raises `UserError` if the folder holds no question-answering model like BERT's in safetensors, or no tokenizer.
+    """
+    from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder")
+    files = {path.name for path in folder.iterdir()}
+    if "config.json" not in files:
+        raise UserError(f"{folder}: no config.json, so not a model's folder")
+    config = read_json(folder / "config.json")
+    kinds = config.get("architectures") if isinstance(config, dict) else None
+    if not isinstance(kinds, list) or not any(str(kind).endswith("ForQuestionAnswering") for kind in kinds):
+        raise UserError(f"{folder}: not a question-answering model (architectures: {kinds!r:.80})")
+    if not files & {"model.safetensors", "model.safetensors.index.json"}:
+        pickled = sorted(name for name in files if name.endswith((".bin", ".pt", ".pth", ".ckpt")))
+        found = f"only {pickled[0]}, a pickle, which could run any code when loaded" if pickled else "no weights"
+        raise UserError(f"{folder}: {found}; model.safetensors is needed")
+    if not files & {"tokenizer.json", "vocab.txt"}:
+        raise UserError(f"{folder}: no tokenizer (tokenizer.json or vocab.txt)")
+    local = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        with _silent():
+            tokenizer = AutoTokenizer.from_pretrained(folder, **local)
+            model, loading = AutoModelForQuestionAnswering.from_pretrained(
+                folder, use_safetensors=True, output_loading_info=True, **local
+            )
+    except Exception as error:  # whatever the libraries make of a damaged folder
+        raise UserError(f"{folder}: cannot be loaded: {first_line(error)}") from None
+    if loading["missing_keys"]:
+        raise UserError(f"{folder}: the weights lack {sorted(loading['missing_keys'])[0]}, which would be left random")
+    if "token_type_ids" not in inspect.signature(model.forward).parameters:
+        raise UserError(f"{folder}: {type(model).__name__} takes no token_type_ids, so it does not read as BERT does")
+    if len(tokenizer) > model.config.vocab_size:
+        raise UserError(f"{folder}: {len(tokenizer)} tokens in the tokenizer, {model.config.vocab_size} in the model")
+    return model.eval(), tokenizer
+
+
+def window_lengths(folder: str | Path, model) -> tuple[int, int]:
+    """Tokens of a window and of its overlap for a model of `folder`: those of the run beside whose record it lies,
+    or else the recipe's 384 and 128; or what a model with fewer positions allows."""
+    max_length, stride = 384, 128
+    with suppress(RecordError, KeyError, TypeError):
+        scale = read_record(Path(folder).resolve().parent)["spec"]["scale"]
+        max_length, stride = int(scale["max_length"]), int(scale["stride"])
+    max_length = min(max_length, model.config.max_position_embeddings)
+    return max_length, min(stride, max_length // 3)
+
+
+def asked(pairs: list[tuple[str, str]]) -> Source:
+    """A source of (question, paragraph) pairs that somebody typed, with their numbers as ids."""
+    entries = [
+        ("what was asked", "", context, {"id": str(i), "question": question, "answers": [], "is_impossible": True})
+        for i, (question, context) in enumerate(pairs)
+    ]
+    return Source("what was asked", "validation", False, str, lambda: entries)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("data", nargs="?", metavar="DATA.json", help="a file, or any other source, to answer whole")
+    parser.add_argument(
+        "--model", required=True, metavar="DIR", help="a model's folder, with safetensors and tokenizer"
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", help="where predictions, best spans, n-best lists and null odds of the file go"
+    )
+    parser.add_argument("--question", metavar="TEXT", help="one question, answered on the terminal")
+    parser.add_argument("--context", metavar="TEXT", help="the paragraph that the one question is about")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Write the four prediction files, or print the answer to one question as JSON (an empty one: no answer)."""
+    one = args.question is not None and args.context is not None and args.data is None and args.out is None
+    file = args.question is None and args.context is None and args.data is not None and args.out is not None
+    if not one and not file:
+        raise UserError("predict takes either DATA.json and --out, or --question and --context")
+    if file and Path(args.out).exists() and not Path(args.out).is_dir():
+        raise UserError(f"{args.out}: exists and is no folder")
+    source = unlabelled(open_source(args.data, "validation")) if file else asked([(args.question, args.context)])
+    examples = source.examples  # bad data is told before the model takes its seconds to load
+    model, tokenizer = load_qa_model(args.model)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    lengths = window_lengths(args.model, model)
+    features = build_features(source, tokenizer, *lengths, cache=None if file else False)
+    logits = predict_logits(model.to(device), features, device, progress=file and sys.stderr.isatty())
+    try:
+        answers = decode(features, examples, *logits)
+    except DataError as error:
+        raise DataError(f"{source.name}: {error}") from None
+    if file:
+        print("\n".join(map(str, answers.write(args.out))))
+    else:
+        (best,), (text,), (odds,) = answers.nbest.values(), answers.predictions.values(), answers.null_odds.values()
+        chance = next(entry["probability"] for entry in best if entry["text"] == text)
+        print(json.dumps({"answer": text, "probability": chance, "null_odds": odds}, ensure_ascii=False))
+    return 0

@@ -1,0 +1,101 @@
+"""The A0 rows: the same recipe through transformers.Trainer, timed by the same meter."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from qa_lib.data.batches import Batches
+from qa_lib.measure.meter import Meter, Watch
+from qa_lib.train.loop import CLIP, learning_rate
+from qa_lib.train.steplog import StepLog
+from qa_lib.variants import Spec
+
+
+def train_with_trainer(
+    model: torch.nn.Module,
+    batches: Batches,
+    spec: Spec,
+    device: torch.device,
+    run_dir: Path,
+    say=print,
+    watch: Watch | None = None,
+) -> tuple[torch.optim.Optimizer, Meter, int]:
+    """As train.train, but by transformers.Trainer: its own order, optimizer (fused AdamW) and schedule; no resume."""
+    meter = Meter(device, spec.scale.measure_from)
+    log = StepLog(run_dir, spec, batches.steps, 0, device, torch.amp.GradScaler(enabled=False), say)
+    arguments = TrainingArguments(
+        output_dir=str(run_dir),
+        max_steps=batches.steps,
+        per_device_train_batch_size=spec.settings.micro_batch,
+        gradient_accumulation_steps=spec.accumulation,
+        learning_rate=learning_rate(spec, 0, 1),
+        lr_scheduler_type="linear",
+        warmup_steps=int(spec.scale.warmup * batches.steps),
+        weight_decay=0.0,
+        max_grad_norm=CLIP,
+        fp16=spec.settings.precision == "fp16",
+        seed=spec.seed,
+        use_cpu=device.type == "cpu",
+        dataloader_drop_last=True,
+        remove_unused_columns=False,
+        train_sampling_strategy="group_by_length" if spec.settings.order == "bucketed" else "random",
+        torch_compile=spec.settings.compile != "none",
+        torch_compile_backend=spec.settings.compile if spec.settings.compile != "none" else None,
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        report_to="none",
+    )
+    arguments._n_gpu = 1  # with more in sight the Trainer would take them all, and multiply the batch
+    lengths = batches.features.lengths
+    numbers = Dataset.from_dict({"feature": range(len(lengths)), "length": lengths})
+    trainer = _MeteredTrainer(model=model, args=arguments, train_dataset=numbers, data_collator=_Collator(batches))
+    trainer.add_callback(_Steps(trainer, meter, log, watch or Watch()))
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return trainer.optimizer, meter, 0
+
+
+class _Collator:
+    """Feature numbers to model inputs, remembering which they were."""
+
+    def __init__(self, batches: Batches):
+        self.batches, self.seen = batches, []
+
+    def __call__(self, numbers: list[dict]) -> dict[str, torch.Tensor]:
+        self.seen.append(np.array([number["feature"] for number in numbers]))
+        return self.batches.collate(self.seen[-1], torch.device("cpu"))
+
+
+class _MeteredTrainer(Trainer):
+    """Keeps the loss of each micro-batch of the step; the last step of an epoch may have fewer of them."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.parts = []
+
+    def training_step(self, *args, **kwargs):
+        self.parts.append(super().training_step(*args, **kwargs))
+        return self.parts[-1]
+
+
+class _Steps(TrainerCallback):
+    def __init__(self, trainer: _MeteredTrainer, meter: Meter, log: StepLog, watch: Watch):
+        self.trainer, self.meter, self.log, self.watch = trainer, meter, log, watch
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.meter.resume()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        collator, parts = self.trainer.data_collator, self.trainer.parts
+        micro_batches = [collator.seen.pop(0) for _ in parts]
+        self.meter.step(*collator.batches.rows(micro_batches))
+        self.log.add(sum(parts), self.trainer.optimizer.param_groups[0]["lr"])
+        parts.clear()
+        if self.log.due or state.global_step == args.max_steps:
+            self.log.write(self.meter.flush())
+            self.meter.resume()
+        self.watch.finished(state.global_step)
