@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 
-from qa_lib.data.squad import UserError
+from qa_lib.errors import UserError
 from qa_lib.variants import SpecError
 
 VERBS = {

@@ -22,7 +22,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from qa_lib.data.squad import MAX_CONTEXT, UserError, open_source, read_json
+from qa_lib.data.squad import MAX_CONTEXT, open_source, read_json
+from qa_lib.errors import UserError
 from qa_lib.record import RecordError, read_record
 from qa_lib.report import page
 from qa_lib.report import publish as report

@@ -11,13 +11,14 @@ import sys
 import time
 from pathlib import Path
 
-from qa_lib import record, variants
+from qa_lib import record
 from qa_lib.__main__ import main
 from qa_lib.run.plan import plan
+from qa_lib.spec import SCALES, Machine, Spec
 
 STEPS = 40
-variants.SCALES["test"] = dataclasses.replace(
-    variants.SCALES["smoke"],
+SCALES["test"] = dataclasses.replace(
+    SCALES["smoke"],
     name="test",
     threads=None,
     data="synthetic:80",
@@ -34,19 +35,19 @@ PRETEND = "small.pretend(spec, runs, pause)"
 FIT = "from qa_lib.run.fit import fit\nfit(spec, runs=runs, say=say)"
 
 
-def probed() -> tuple[variants.Machine, dict]:
+def probed() -> tuple[Machine, dict]:
     """What the driver's probe found, without asking again: it would import torch."""
     machine, env = json.loads(os.environ["SMALL_MACHINE"])
-    return variants.Machine(**machine | {"backends": tuple(machine["backends"])}), env
+    return Machine(**machine | {"backends": tuple(machine["backends"])}), env
 
 
-def spec(variant, scale, seed, data, model, micro_batch) -> variants.Spec:
+def spec(variant, scale, seed, data, model, micro_batch) -> Spec:
     """The spec that the driver made of the same words."""
     (found,) = plan([variant], scale, [seed], data, model, micro_batch, probed()[0])
     return found
 
 
-def pretend(spec: variants.Spec, runs: str, pause: float = 0.0) -> None:
+def pretend(spec: Spec, runs: str, pause: float = 0.0) -> None:
     """What fit does to a run's folder, without a model: for faults that do not depend on training.
 
     steps.jsonl is only ever added to, so that a run that was done twice shows.
@@ -84,6 +85,6 @@ if __name__ == "__main__":
     sweep.notebook_of = lambda variant: Path(os.environ["SMALL_NOTEBOOK"])
     sweep.probe = probed
     if "SMALL_TIME_LIMIT" in os.environ:
-        limited = dataclasses.replace(variants.SCALES["test"], time_limit_s=int(os.environ["SMALL_TIME_LIMIT"]))
-        variants.SCALES["test"] = limited
+        limited = dataclasses.replace(SCALES["test"], time_limit_s=int(os.environ["SMALL_TIME_LIMIT"]))
+        SCALES["test"] = limited
     sys.exit(main(sys.argv[1:]))

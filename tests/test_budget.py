@@ -8,13 +8,13 @@ import torch
 from transformers import BertConfig
 
 from qa_lib.__main__ import main
-from qa_lib.data.squad import UserError
-from qa_lib.record import load_runs
+from qa_lib.errors import UserError
+from qa_lib.report.runs import load_runs
 from qa_lib.run import fitbatch
 from qa_lib.run.budget import gpu_of, predict
 from qa_lib.run.fitbatch import CLOSE, STEP, largest
 from qa_lib.run.plan import plan
-from qa_lib.variants import Machine
+from qa_lib.spec import Machine
 
 GROUP = Path(__file__).parent.parent / "runs" / "h200-bench"
 TOKENS = {8: 1472, 32: 5632}  # in a packed micro-batch, which the lengths of SQuAD v2's features decide

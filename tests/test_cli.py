@@ -11,7 +11,7 @@ import pytest
 
 from qa_lib import __main__ as cli
 from qa_lib import variants
-from qa_lib.data.squad import UserError
+from qa_lib.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 

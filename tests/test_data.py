@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from qa_lib.data.squad import DataError, Example, UserError, open_source
+from qa_lib.data.squad import DataError, Example, open_source
+from qa_lib.errors import UserError
 from tests.material import SQUAD, document, needs_squad, question, write
 
 CONTEXT = "The Rhine flows north. The Rhône flows south. 🙂 Both rise in the Alps."

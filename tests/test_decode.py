@@ -10,13 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qa_lib.data.squad import DataError, Example, UserError, open_source
+from qa_lib.data.load import load_data
+from qa_lib.data.squad import DataError, Example, open_source
 from qa_lib.data.windows import build_features
-from qa_lib.run import fit
-from qa_lib.run.fit import load_data
+from qa_lib.errors import UserError
 from qa_lib.run.plan import plan
 from qa_lib.score.decode import decode
-from qa_lib.variants import Machine
+from qa_lib.score.evaluate import evaluate
+from qa_lib.spec import Machine
 from tests.bench_data import best_of
 from tests.material import SQUAD, needs_squad, trained_tokenizer
 from tests.plain import plain_answers
@@ -122,8 +123,9 @@ def test_a_model_that_answers_too_rarely_has_a_better_threshold_above_zero(monke
     features = questions.validation_features
     start, end = peaked(features)
     start[:, 0] += 30
-    monkeypatch.setattr(fit, "predict_logits", lambda *_, **__: (torch.arange(len(features)), start, end))
-    found = fit.evaluate(torch.nn.Identity(), questions, spec, torch.device("cpu"), tmp_path)
+    rows = torch.arange(len(features)), start, end
+    monkeypatch.setattr("qa_lib.score.evaluate.predict_logits", lambda *_, **__: rows)
+    found = evaluate(torch.nn.Identity(), questions, spec, torch.device("cpu"), tmp_path)
     assert found["f1"] == found["always_null_f1"] < found["best_f1"] and found["best_f1_threshold"] > 0
 
 

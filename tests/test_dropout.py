@@ -8,7 +8,7 @@ import torch
 from qa_lib.model.build import build_model
 from qa_lib.model.dropout import HashDropout, Seeds, renew
 from qa_lib.run.plan import plan
-from qa_lib.variants import Machine
+from qa_lib.spec import Machine
 
 P = 0.1
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from qa_lib.data.squad import DataError, Example, UserError, open_source
+from qa_lib.data.squad import DataError, Example, open_source
 from qa_lib.data.windows import Features, build_features
+from qa_lib.errors import UserError
 from tests.bench_data import best_of
 from tests.material import SQUAD, document, needs_squad, question, real_tokenizer, trained_tokenizer, write
 from tests.plain import overflow, plain_positions

@@ -9,11 +9,12 @@ import sys
 import pytest
 import torch
 
-from qa_lib.data.squad import UserError
-from qa_lib.model.build import build_model, build_tokenizer, save_model
+from qa_lib.data.tokenise import build_tokenizer
+from qa_lib.errors import UserError
+from qa_lib.model.build import build_model, save_model
 from qa_lib.run.fit import _out_of_memory, fit
 from qa_lib.run.plan import plan
-from qa_lib.variants import Machine
+from qa_lib.spec import Machine
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
 

@@ -6,11 +6,13 @@ import pytest
 import torch
 from transformers.models.bert import modeling_bert
 
-from qa_lib.data.squad import UserError
-from qa_lib.model.build import build_model, build_tokenizer, save_model
+from qa_lib.data.tokenise import build_tokenizer
+from qa_lib.errors import UserError
+from qa_lib.model.build import build_model, save_model
 from qa_lib.run.plan import plan
+from qa_lib.spec import Machine
 from qa_lib.train import trainer
-from qa_lib.variants import VARIANTS, Machine
+from qa_lib.variants import VARIANTS
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
 

@@ -17,7 +17,8 @@ from qa_lib import record
 from qa_lib.data.squad import open_source
 from qa_lib.report import render
 from qa_lib.run.plan import plan
-from qa_lib.variants import FAMILIES, SCALES, find_family, find_variant
+from qa_lib.spec import SCALES
+from qa_lib.variants import FAMILIES, find_family, find_variant
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

@@ -12,14 +12,16 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 from qa_lib.data.batches import Batches
-from qa_lib.data.packing import Packed, PackedBatches, deal
+from qa_lib.data.packing import PackedBatches, deal, lay_out
 from qa_lib.data.squad import open_source
+from qa_lib.data.tokenise import build_tokenizer
 from qa_lib.data.windows import build_features
-from qa_lib.model.attention import KERNELS, Segments, lay_out
-from qa_lib.model.build import build_model, build_tokenizer
+from qa_lib.model.attention import KERNELS, Segments
+from qa_lib.model.build import build_model
+from qa_lib.model.packed import Packed
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
-from qa_lib.variants import Machine, Spec
+from qa_lib.spec import Machine, Spec
 from tests.test_train import without_dropout
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)

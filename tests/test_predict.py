@@ -17,8 +17,9 @@ from transformers import (
     DistilBertForQuestionAnswering,
 )
 
-from qa_lib.data.squad import DataError, Example, UserError
+from qa_lib.data.squad import DataError, Example
 from qa_lib.data.windows import build_features
+from qa_lib.errors import UserError
 from qa_lib.score.decode import decode
 from qa_lib.score.predict import add_arguments, load_qa_model, main, predict_logits
 from tests.material import document, question, trained_tokenizer, write

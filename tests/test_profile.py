@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from qa_lib.measure import ncu, trace
-from qa_lib.record import RecordError, read_profile
+from qa_lib.record import RecordError
+from qa_lib.report.runs import read_profile
 from qa_lib.run import profile
 from qa_lib.run.plan import plan
-from qa_lib.variants import Machine
+from qa_lib.spec import Machine
 
 HIDDEN, WIDE = 768, 3072
 

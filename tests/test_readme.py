@@ -13,7 +13,8 @@ import nbformat
 import pytest
 
 from qa_lib.__main__ import VERBS
-from qa_lib.variants import SCALES, find_family, find_scale, find_variant
+from qa_lib.spec import SCALES, find_scale
+from qa_lib.variants import find_family, find_variant
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -7,8 +7,9 @@ import textwrap
 import pytest
 
 from qa_lib import record
+from qa_lib.report.runs import load_runs
 from qa_lib.run.plan import plan
-from qa_lib.variants import Machine
+from qa_lib.spec import Machine
 
 ENV = {"python": "3", "gpu": None}
 
@@ -43,12 +44,12 @@ def test_load_runs_is_a_row_a_run_with_dotted_columns(spec, tmp_path):
     for seed, status in ((0, "ok"), (1, "skipped")):
         (one,) = plan(["A1"], "smoke", [seed], data="synthetic:40", machine=Machine())
         record.finish(tmp_path / one.run_path, record.new_record(one, ENV), status)
-    runs = record.load_runs(tmp_path)
+    runs = load_runs(tmp_path)
     assert list(runs["spec.seed"]) == [0, 1]
     assert list(runs["status"]) == ["ok", "skipped"]
     assert runs["speed.features_per_s"].isna().all()
     assert list(runs["spec.settings.attention"]) == ["eager", "eager"]
-    assert record.load_runs(tmp_path / "nothing").empty
+    assert load_runs(tmp_path / "nothing").empty
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_a_record_that_cannot_be_trusted_is_refused_by_name(content, message, tm
     folder.mkdir(parents=True)
     (folder / "record.json").write_text(content)
     with pytest.raises(record.RecordError, match=f"A1-s0-abcdef/record.json.*{message}"):
-        record.load_runs(tmp_path)
+        load_runs(tmp_path)
 
 
 def test_a_number_that_is_none_is_refused(spec, tmp_path):

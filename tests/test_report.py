@@ -19,7 +19,9 @@ from qa_lib.report import profiles as anatomy
 from qa_lib.report import publish as report
 from qa_lib.report import sentences as findings
 from qa_lib.report import style as canvas
-from qa_lib.variants import FAMILIES, VARIANTS, Machine, resolve
+from qa_lib.report.runs import load_runs
+from qa_lib.spec import Machine, resolve
+from qa_lib.variants import FAMILIES, VARIANTS
 
 ROOT = Path(__file__).parents[1]
 GPU = Machine("h200", gpus=1, sm=90, backends=("inductor", "aot_eager", "cudagraphs"), bitsandbytes=True, compiler=True)
@@ -50,7 +52,7 @@ def make(runs, variant, seed=0, *, machine=CPU, scale="smoke", status="ok", erro
 
 
 def lines_of(runs, group="cpu-smoke"):
-    return tables.summarise(tables.select(record.load_runs(runs), group)).set_index(["micro_batch", "variant"])
+    return tables.summarise(tables.select(load_runs(runs), group)).set_index(["micro_batch", "variant"])
 
 
 def call(*words):
@@ -182,7 +184,7 @@ def test_a_resumed_run_has_no_time_of_the_whole(runs):
     line = lines_of(runs).loc[8, "A4"]
     assert math.isnan(line["train_s"]) and math.isnan(line["wall_s"]) and line["features_per_s"] == 200.0
     assert "resumed at step 100" in line["note"]
-    assert "A4" not in set(tables.cost_table(tables.select(record.load_runs(runs), "cpu-smoke"))["row"])
+    assert "A4" not in set(tables.cost_table(tables.select(load_runs(runs), "cpu-smoke"))["row"])
 
 
 def test_the_newest_of_two_runs_of_one_row_and_seed_counts(runs):
@@ -214,7 +216,7 @@ def test_a_record_of_an_unknown_schema_is_refused_by_name(runs):
 
 def test_an_unknown_group_and_no_records_at_all_are_clear_errors(runs, tmp_path):
     with pytest.raises(tables.ReportError, match=r"'gpu'.*cpu-smoke"):
-        tables.select(record.load_runs(runs), "gpu")
+        tables.select(load_runs(runs), "gpu")
     with pytest.raises(tables.ReportError, match="no record below"):
         call("--runs", str(tmp_path / "nowhere"))
 
@@ -226,7 +228,7 @@ def test_a_row_that_this_version_does_not_know_is_shown(runs):
     path.write_text(json.dumps(entry))
     table = tables.result_table(lines_of(runs).reset_index()).set_index("row")
     assert table.index[-1] == "Z9" and table.loc["Z9", "what it changes"] == "–"
-    figure = figures.fig_f1_time(tables.select(record.load_runs(runs), "cpu-smoke"))
+    figure = figures.fig_f1_time(tables.select(load_runs(runs), "cpu-smoke"))
     assert "Z9" in {text.get_text() for text in figure.axes[0].texts}
 
 
@@ -258,7 +260,7 @@ def test_published_training_times_agree_with_published_throughput():
 
 def test_the_cost_is_what_all_runs_took(runs):
     make(runs, "A1", seed=1)
-    chosen = tables.select(record.load_runs(runs), "cpu-smoke")
+    chosen = tables.select(load_runs(runs), "cpu-smoke")
     costs = tables.cost_table(chosen).set_index("row")
     assert costs.loc["A1"].tolist() == [2, 200.0]
     assert costs.loc["total", "runs"] == 10 and costs.loc["total", "wall_s"] == costs["wall_s"].iloc[:-1].sum()
@@ -327,7 +329,7 @@ def test_every_figure_has_a_title_axis_labels_and_a_caption_or_a_reason(runs, ma
         for seed in range(3):
             make(runs, variant, seed, machine=machine, micro_batch=4, speed=100.0 + seed + len(variant))
     group = f"{machine.hardware}-smoke"
-    chosen = tables.select(record.load_runs(runs), group)
+    chosen = tables.select(load_runs(runs), group)
     for run in chosen.to_dict("records"):
         if machine is GPU and run["spec.variant"] in ("A1", "A3"):
             (run["path"] / "profile.json").write_text(json.dumps(made_profile(run)))
@@ -354,19 +356,19 @@ def test_every_figure_has_a_title_axis_labels_and_a_caption_or_a_reason(runs, ma
 def test_a_figure_of_several_groups_is_refused(runs):
     make(runs, "A1", machine=GPU)
     with pytest.raises(tables.ReportError, match="cpu-smoke, h200-smoke"):
-        figures.fig_ladder(record.load_runs(runs))
+        figures.fig_ladder(load_runs(runs))
 
 
 def test_a_micro_batch_without_any_speed_does_not_break_the_ladder(runs):
     make(runs, "A1", micro_batch=4, status="oom", error={"kind": "OutOfMemoryError", "message": "too large"})
-    figure = figures.fig_ladder(tables.select(record.load_runs(runs), "cpu-smoke"))
+    figure = figures.fig_ladder(tables.select(load_runs(runs), "cpu-smoke"))
     assert [text.get_text() for text in figure.axes[1].texts] == ["oom: too large"]
     assert figure.axes[1].get_xlim() == figure.axes[0].get_xlim() == (0, 380)
 
 
 def test_the_ladder_says_the_factors_and_why_a_rung_is_empty(runs):
     make(runs, "A3", status="skipped", error={"kind": "skipped", "message": "needs a compiler"})
-    figure = figures.fig_ladder(tables.select(record.load_runs(runs), "cpu-smoke"))
+    figure = figures.fig_ladder(tables.select(load_runs(runs), "cpu-smoke"))
     said = [text.get_text() for text in figure.axes[0].texts]
     title = "On a CPU: A4 trains ×2.00 the features/s of A1, plain transformers.Trainer (A0) ×0.95"
     assert " ".join(figure.get_suptitle().split()) == title
@@ -375,7 +377,7 @@ def test_the_ladder_says_the_factors_and_why_a_rung_is_empty(runs):
 
 
 def test_a_few_timed_runs_do_not_stand_for_a_group_that_shared_the_gpu(runs):
-    group = tables.select(record.load_runs(runs), "cpu-smoke")
+    group = tables.select(load_runs(runs), "cpu-smoke")
     group.loc[group["spec.variant"] != "A1", "time.wall_s"] = None
     for figure_of in (figures.fig_ladder, figures.fig_memory, figures.fig_cost):
         with pytest.raises(tables.NotMeasured, match="shared the GPU"):
@@ -384,7 +386,7 @@ def test_a_few_timed_runs_do_not_stand_for_a_group_that_shared_the_gpu(runs):
 
 def test_findings_name_what_is_known_and_what_is_not(runs):
     make(runs, "B3", speed=900.0, f1=93.9)  # quicker still, but more than 1 F1 below
-    text = findings.findings(tables.select(record.load_runs(runs), "cpu-smoke"))
+    text = findings.findings(tables.select(load_runs(runs), "cpu-smoke"))
     assert "rows with a mean F1 within 1 of A1's or above it, B1 is the quickest: 33.3 % of A1's" in text
     assert "Joining sorted predictions by position (A4-b) gives F1 30.00 where A4 has 95.00" in text
     assert "Not known here: peak GPU memory" in text and "C1: oom: CUDA out of memory" in text

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from qa_lib.data.squad import DataError, Example, UserError, open_source
+from qa_lib.data.squad import DataError, Example, open_source
+from qa_lib.errors import UserError
 from qa_lib.score.f1 import add_arguments, f1, main, normalise, score
 from tests.material import SQUAD, document, needs_squad, question, write
 

@@ -19,7 +19,7 @@ import pytest
 from qa_lib import record
 from qa_lib.run import sweep
 from qa_lib.run.plan import plan
-from qa_lib.variants import Machine
+from qa_lib.spec import Machine
 from tests.small import FIT, PARAMETERS, PRETEND, STEPS, write_notebook
 
 ROOT = Path(__file__).parent.parent

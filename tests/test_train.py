@@ -8,15 +8,17 @@ import pytest
 import torch
 
 from qa_lib.data.batches import Batches
-from qa_lib.data.packing import batches_of
+from qa_lib.data.load import batches_of
 from qa_lib.data.squad import open_source
+from qa_lib.data.tokenise import build_tokenizer
 from qa_lib.data.windows import build_features
-from qa_lib.model.build import build_model, build_tokenizer
+from qa_lib.model.build import build_model
 from qa_lib.run.plan import plan
+from qa_lib.spec import Machine
 from qa_lib.train.checkpoint import Checkpoint
-from qa_lib.train.loop import build_optimizer, learning_rate, train
+from qa_lib.train.loop import train
+from qa_lib.train.optim import build_optimizer, learning_rate
 from qa_lib.train.steplog import NonFiniteLoss, StepLog
-from qa_lib.variants import Machine
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
 DEVICE = torch.device("cpu")
@@ -246,7 +248,7 @@ def test_the_8bit_optimizer_keeps_small_tensors_and_embeddings_in_32_bits(featur
 
 
 def test_the_meter_counts_what_was_trained(features, tmp_path):
-    from qa_lib.measure.meter import StepCost
+    from qa_lib.measure.cost import StepCost
 
     spec = spec_of("A1", steps=10, measure_from=4)
     model, _, meter, _ = trained(spec, features, tmp_path)
@@ -261,7 +263,7 @@ def test_the_meter_counts_what_was_trained(features, tmp_path):
 
 
 def test_step_cost_is_the_usual_formula_and_less_where_less_trains():
-    from qa_lib.measure.meter import StepCost
+    from qa_lib.measure.cost import StepCost
 
     full = StepCost(build_model(spec_of("A1")))
     layer = 4 * (64 * 64 + 64) + 2 * 64 * 128 + 128 + 64 + 4 * 64

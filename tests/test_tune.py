@@ -9,11 +9,14 @@ import types
 import pytest
 import torch
 
-from qa_lib.data.squad import UserError
-from qa_lib.measure import meter as measure
+from qa_lib.data.load import load_data
+from qa_lib.errors import UserError
+from qa_lib.measure import machine
+from qa_lib.measure.machine import turn
 from qa_lib.run import fit, tune
 from qa_lib.run.plan import plan
-from qa_lib.variants import Machine, UnknownName, find_recipe
+from qa_lib.spec import Machine
+from qa_lib.variants import UnknownName, find_recipe
 
 CPU = Machine(backends=("inductor",), bitsandbytes=True, compiler=True)
 
@@ -78,11 +81,11 @@ def test_a_point_that_fails_ends_no_search_and_is_not_the_best(tried, capsys):
 
 
 def test_a_card_that_is_named_twice_is_shared(tried, monkeypatch):
-    monkeypatch.setattr(measure, "machine", lambda: dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90))
+    monkeypatch.setattr(tune, "this_machine", lambda: dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90))
     call("A1", "--scale", "smoke", "--learning-rate", "1e-3", "2e-3", "--gpus", "0", "0")
     assert {(gpu, shared) for _, gpu, shared in tried} == {(0, True)}
     tried.clear()
-    monkeypatch.setattr(measure, "machine", lambda: dataclasses.replace(CPU, hardware="h200", gpus=2, sm=90))
+    monkeypatch.setattr(tune, "this_machine", lambda: dataclasses.replace(CPU, hardware="h200", gpus=2, sm=90))
     call(*"A1 --scale smoke --learning-rate 1e-3 2e-3 3e-3 --seeds 0 2 --gpus 0 0 1".split())
     assert {(gpu, shared) for _, gpu, shared in tried} == {(0, True), (1, False)}, (
         "one run at a time on the second card"
@@ -105,17 +108,17 @@ def test_bad_searches_are_refused_by_name(tried, words, said):
 
 
 def test_runs_on_one_gpu_take_turns(monkeypatch, tmp_path):
-    monkeypatch.setattr(measure.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid="GPU-1"))
     gpu, said, waited = types.SimpleNamespace(type="cuda"), [], []
 
     def second():
-        with measure.turn(gpu, say=said.append) as seconds:
+        with turn(gpu, say=said.append) as seconds:
             waited.append(seconds)
 
-    with measure.turn(gpu, shared=True) as _, measure.turn(gpu, shared=True) as seconds:
+    with turn(gpu, shared=True) as _, turn(gpu, shared=True) as seconds:
         assert seconds < 0.1, "those that are not timed do not wait for each other"
-    with measure.turn(gpu, say=said.append) as seconds:
+    with turn(gpu, say=said.append) as seconds:
         assert seconds < 0.1
         other = threading.Thread(target=second)
         other.start()
@@ -123,7 +126,7 @@ def test_runs_on_one_gpu_take_turns(monkeypatch, tmp_path):
         assert not waited
     other.join()
     assert waited[0] >= 0.4 and len(said) == 1
-    with measure.turn(torch.device("cpu"), say=said.append) as seconds:
+    with turn(torch.device("cpu"), say=said.append) as seconds:
         assert seconds == 0.0
 
 
@@ -147,7 +150,7 @@ def test_a_run_beside_others_records_no_times(monkeypatch, tmp_path):
 def test_data_that_were_loaded_before_count_as_time_of_the_run(tmp_path):
     (spec,) = plan(["A1"], "smoke", machine=CPU, data="synthetic:80")
     spec = dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, steps=2, measure_from=1))
-    data = fit.load_data(spec)
+    data = load_data(spec)
     assert data.load_s > 0
     data.load_s = 100.0
     entry = fit.fit(spec, tmp_path, data=data, say=lambda _: None)

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from qa_lib.data.squad import UserError
-from qa_lib.variants import Spec
+from qa_lib.errors import UserError
+from qa_lib.spec import Spec
 
 ROUND = 32  # padded lengths are multiples of this: a GPU prepares its attention anew for each length it meets
 BUCKET = 50  # micro-batches that are sorted by length together; more would make the order less random

@@ -8,15 +8,10 @@ compile and to capture, and hardly any padding. Attention runs within segments (
 from functools import cached_property
 
 import numpy as np
-import torch
-from torch.nn import functional as F
-from transformers.modeling_outputs import QuestionAnsweringModelOutput
 
 from qa_lib.data.batches import Batches
-from qa_lib.data.squad import UserError
-from qa_lib.data.windows import Features
-from qa_lib.model.attention import Segments, lay_out
-from qa_lib.variants import Spec
+from qa_lib.errors import UserError
+from qa_lib.spec import Spec
 
 WINDOW = 256  # micro-batches that are dealt together: more are better balanced, fewer are more random
 ALIGN = 64  # the budget and limits of segments are multiples of this many tokens, for whole tiles in matrix products
@@ -99,42 +94,15 @@ class PackedBatches(Batches):
         return packed | {name: batch[name] for name in ("start_positions", "end_positions")}
 
 
-def batches_of(features: Features, spec: Spec) -> Batches:
-    """The spec's micro-batches, packed or padded."""
-    return (PackedBatches if spec.settings.padding == "packed" else Batches)(features, spec)
-
-
-class Packed(torch.nn.Module):
-    """A question-answering model called with packed rows: the loss is the mean over features, as it is with padding."""
-
-    def __init__(self, model: torch.nn.Module, limits: list[int]):
-        super().__init__()
-        self.model, self.limits = model, limits
-
-    def forward(self, input_ids, token_type_ids, position_ids, cu_seqlens, start_positions, end_positions, **layout):
-        """Tensors as PackedBatches.arrays gives them; the output has `loss` and logits [1, budget]."""
-        output = self.model(
-            input_ids=input_ids,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            segments=Segments(cu_seqlens, self.limits, **layout),
-        )
-        losses = [
-            segment_loss(logits[0], positions, cu_seqlens, max(self.limits))
-            for logits, positions in ((output.start_logits, start_positions), (output.end_logits, end_positions))
-        ]
-        return QuestionAnsweringModelOutput(
-            loss=(losses[0] + losses[1]) / 2, start_logits=output.start_logits, end_logits=output.end_logits
-        )
-
-
-def segment_loss(logits: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:
-    """Mean cross-entropy of `positions` [n] under a softmax over each of the first n segments of `logits` [tokens].
-
-    BertForQuestionAnswering's own loss also counts the padding in its softmax; here there is none to count.
-    """
-    n = len(positions)
-    begin, end = cu_seqlens[:n, None], cu_seqlens[1 : n + 1, None]
-    index = begin + torch.arange(longest, device=logits.device)
-    rows = logits[index.clamp(max=len(logits) - 1)].float().masked_fill(index >= end, -torch.inf)
-    return F.cross_entropy(rows, positions)
+def lay_out(cu_seqlens: np.ndarray, limits: list[int]) -> dict[str, np.ndarray]:
+    """The segments each padded to its limit, one after another, in sum(limits) places: slots, the token at each (int64;
+    any token where there is padding), bias, 0 or -inf there (float32), and place, where each token went (int64)."""
+    if (np.diff(cu_seqlens) > limits).any():
+        raise ValueError(f"segments of {np.diff(cu_seqlens).tolist()} tokens are beyond their limits {limits}")
+    first = np.cumsum(limits) - limits
+    slots = np.arange(sum(limits)) + np.repeat(cu_seqlens[:-1] - first, limits)
+    inside = slots < np.repeat(cu_seqlens[1:], limits)
+    place = np.empty(cu_seqlens[-1], dtype=np.int64)
+    place[slots[inside]] = np.flatnonzero(inside)
+    bias = np.where(inside, 0, -np.inf).astype(np.float32)
+    return {"slots": np.minimum(slots, len(place) - 1), "bias": bias, "place": place}

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
+from qa_lib.errors import UserError, first_line
+
 log = logging.getLogger(__name__)
 
 # The longest paragraph of SQuAD has about 4,000 characters. One of 100,000 is a file that was never cut into
@@ -24,10 +26,6 @@ MAX_CONTEXT = 100_000
 MAX_LISTED = 20
 OFFICIAL_NAMES = {"train": ("train.json", "train-v2.0.json"), "validation": ("validation.json", "dev-v2.0.json")}
 SYNTHETIC_SEEDS = {"train": 0, "validation": 1}
-
-
-class UserError(ValueError):
-    """An error that the user can mend; its message is a single line, and the command line prints nothing else."""
 
 
 class DataError(UserError):
@@ -351,7 +349,3 @@ def _hash_files(paths: list[Path]) -> str:
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}") from None
     return digest.hexdigest()
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -9,8 +9,11 @@ from contextlib import contextmanager
 from itertools import chain, count
 
 import numpy as np
+from transformers import AutoTokenizer, BertTokenizer
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from qa_lib.data.squad import UserError
+from qa_lib.data.synthetic import vocabulary
+from qa_lib.errors import UserError
 
 TEXTS_PER_CALL = 2_000  # one call's encodings take some 150 bytes a token, so not all texts at once
 WORDS_PER_ROW = 256
@@ -110,3 +113,10 @@ def distinct(texts: Iterable[str]) -> tuple[list[str], np.ndarray]:
     index: defaultdict[str, int] = defaultdict(count().__next__)
     which = np.fromiter(map(index.__getitem__, texts), np.int64)
     return list(index), which
+
+
+def build_tokenizer(source: str) -> Tokenizer:
+    """The tokenizer of a run: of the synthetic text for "tiny", else of a folder or hub name. Never remote code."""
+    if source == "tiny":
+        return BertTokenizer(vocab={word: index for index, word in enumerate(vocabulary())})
+    return AutoTokenizer.from_pretrained(source, trust_remote_code=False)

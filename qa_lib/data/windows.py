@@ -18,8 +18,9 @@ from typing import Literal
 import numpy as np
 import tokenizers
 
-from qa_lib.data.squad import DataError, Example, Source, UserError
+from qa_lib.data.squad import DataError, Example, Source
 from qa_lib.data.tokenise import bare, check_layout, distinct, ranges, tokenise
+from qa_lib.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -1,142 +1,17 @@
 """What a run costs: step times, memory, arithmetic, and the machine it ran on."""
 
 import contextlib
-import fcntl
 import functools
-import importlib.metadata
-import os
-import platform
 import resource
-import shutil
-import subprocess
-import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 
-from qa_lib.record import WAITING
-from qa_lib.variants import Machine, hardware_name
+from qa_lib.measure.cost import StepCost
 
 MIB = 2**20
 PEAK_FROM = 3  # steps before the peak counts: compilation is over, and the capture of a graph (graph.WARM_UP) is not
-
-
-def device() -> torch.device:
-    """The device that runs train on: the first visible GPU, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def limit_memory(gib: float) -> None:
-    """Let this process allocate so much of the GPU's memory and no more; what exceeds it ends as out of memory."""
-    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / torch.cuda.get_device_properties(0).total_memory))
-
-
-NEWER_ATTENTION = 80  # the compute capability x 10 that FlashAttention and cuDNN's attention need
-
-
-def imitate(sm: int) -> None:
-    """Leave PyTorch's attention in this process the kernels that a GPU of that capability has."""
-    if sm < NEWER_ATTENTION:
-        torch.backends.cuda.enable_flash_sdp(False)
-        torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-@contextlib.contextmanager
-def turn(device: torch.device, shared: bool = False, say=print):
-    """Hold the GPU: one run at a time trains on it, while others prepare, so that none is timed beside another; or
-    any number of `shared` ones, which are not timed.
-
-    Yields the seconds waited. On a CPU nobody waits: its runs have threads of their own.
-    """
-    begin = time.perf_counter()
-    if device.type != "cuda":
-        yield 0.0
-        return
-    path = Path(tempfile.gettempdir(), f"qa_lib-{os.getuid()}-{torch.cuda.get_device_properties(0).uuid}.lock")
-    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    with open(path, "a") as stream:
-        try:
-            fcntl.flock(stream, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(WAITING)
-            fcntl.flock(stream, kind)
-        yield time.perf_counter() - begin
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def machine() -> Machine:
-    """What decides which rows can run here."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    sm = int("{}{}".format(*torch.cuda.get_device_capability())) if gpus else 0
-    compiler = any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++")))
-    return Machine(
-        hardware=hardware_name(torch.cuda.get_device_name() if gpus else None),
-        gpus=gpus,
-        sm=sm,
-        backends=tuple(torch._dynamo.list_backends(exclude_tags=())),
-        bitsandbytes=_version("bitsandbytes") is not None,
-        compiler=_version("triton") is not None and sm >= 70 if gpus else bool(compiler),
-    )
-
-
-def environment() -> dict:
-    """The record's `env`: versions and hardware; null where there is no GPU."""
-    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
-    return {
-        "python": platform.python_version(),
-        **{name: _version(name) for name in ("torch", "transformers", "peft", "bitsandbytes")},
-        "cuda": torch.version.cuda,
-        "gpu": gpu.name if gpu else None,
-        "gpu_mem_mib": round(gpu.total_memory / MIB) if gpu else None,
-        "driver": _driver() if gpu else None,
-        "sm": gpu.major * 10 + gpu.minor if gpu else None,
-        "cpu": _cpu_name(),
-        "cpu_count": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "ram_mib": round(psutil.virtual_memory().total / MIB),
-    }
-
-
-def _driver() -> str | None:
-    try:
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return None
-
-
-def _cpu_name() -> str | None:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or None
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
-
-
-@functools.cache
-def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Measured TFLOP/s of one large square product on random data: the ceiling that MFU is a share of."""
-    size, products = (8192, 30) if device.type == "cuda" else (1024, 3)
-    a, b, out = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(3))
-    rates = []
-    for _ in range(4):  # the first is warm-up
-        clock = Stopwatch(device)
-        for _ in range(products):
-            torch.matmul(a, b, out=out)
-        rates.append(2 * size**3 * products / clock.seconds() / 1e12)
-    del a, b, out
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return max(rates[1:])
 
 
 @functools.cache
@@ -152,19 +27,6 @@ def _energy_counter(device: torch.device):
     except Exception:  # the package, the driver, the permission or the counter is missing
         return None
     return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-
-
-@functools.cache
-def copy_rate(device: torch.device) -> float:
-    """Measured GB/s (10^9 bytes, read and written) of copying a tensor far larger than the caches."""
-    source = torch.zeros(2**28 if device.type == "cuda" else 2**24, device=device)
-    target, rates = torch.empty_like(source), []
-    for _ in range(4):  # the first is warm-up
-        clock = Stopwatch(device)
-        for _ in range(5):
-            target.copy_(source)
-        rates.append(10 * source.nbytes / clock.seconds() / 1e9)
-    return max(rates[1:])
 
 
 def joules(device: torch.device) -> float | None:
@@ -276,7 +138,7 @@ class Meter:
         used = now - self.joules_before if now and self.joules_before else 0.0
         return used / sum(count[0] for count in self.counts[self.warm_up :]) if used else None
 
-    def summary(self, cost: "StepCost", peak_tflops: float) -> tuple[dict, dict]:
+    def summary(self, cost: StepCost, peak_tflops: float) -> tuple[dict, dict]:
         """The record's `speed`, and of `time`: compile_s, train_s, steps and step_ms.
 
         compile_s is by how much the warm-up steps exceeded as many median steps: compilation, capture, first
@@ -305,38 +167,6 @@ class Meter:
             "step_ms": {"n": len(measured), "median": median, "p10": p10, "p90": p90},
         }
         return speed, clock
-
-
-class StepCost:
-    """Arithmetic of one training step, from the model's shapes and from what of it trains.
-
-    A forward pass takes 2 FLOPs a parameter and token; the gradient by activations as much, from the top down to the
-    lowest layer that trains; the gradient by weights as much for what trains. Attention scores and their use take
-    4 x hidden x length^2 a layer forward and twice that backward. With all parameters training this is the usual
-    6 x parameters x tokens + 12 x layers x hidden x sum of length^2 (Kaplan et al. 2020, PaLM's appendix B).
-    Embeddings and the answer head are not counted.
-    """
-
-    def __init__(self, model: torch.nn.Module):
-        encoder = {name: p for name, p in model.named_parameters() if ".encoder.layer." in name}
-        base = {name: p for name, p in encoder.items() if ".lora_" not in name}
-        self.parameters = sum(p.numel() for p in base.values())
-        self.trained = sum(p.numel() for p in encoder.values() if p.requires_grad and p.ndim > 1)
-        self.layers, self.hidden = model.config.num_hidden_layers, model.config.hidden_size
-        embeddings = any(p.requires_grad for name, p in model.named_parameters() if ".embeddings." in name)
-        training = [
-            int(name.split(".encoder.layer.")[1].split(".")[0]) for name, p in encoder.items() if p.requires_grad
-        ]
-        lowest = 0 if embeddings else min(training, default=self.layers)
-        self.passed = 1 - lowest / self.layers  # share of the layers that gradients pass through
-        self.recomputed = any(getattr(m, "gradient_checkpointing", False) for m in model.modules()) * self.passed
-
-    def flops(self, tokens: float, squares: float, recompute: bool = False) -> float:
-        """FLOPs for so many tokens in rows whose squared lengths sum to `squares`; with `recompute`, as executed."""
-        again = self.recomputed if recompute else 0.0
-        linear = 2 * tokens * (self.parameters * (1 + self.passed + again) + self.trained)
-        attention = 4 * self.layers * self.hidden * squares * (1 + 2 * self.passed + again)
-        return linear + attention
 
 
 def memory(model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from qa_lib.measure.meter import Watch
-from qa_lib.variants import Spec
+from qa_lib.spec import Spec
 
 SETTLE = 5  # steps before the one whose kernels are counted
 HOW = "Nsight Compute is part of the CUDA toolkit (https://developer.nvidia.com/nsight-compute); put `ncu` on the PATH"

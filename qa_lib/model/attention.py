@@ -6,7 +6,6 @@ Kernels take query, key and value [tokens, heads, width], `Segments`, dropout an
 from itertools import groupby
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import library
 from torch.nn import functional as F
@@ -23,20 +22,6 @@ class Segments(NamedTuple):
     slots: torch.Tensor | None = None  # of lay_out(), for the kernel that pads
     bias: torch.Tensor | None = None
     place: torch.Tensor | None = None
-
-
-def lay_out(cu_seqlens: np.ndarray, limits: list[int]) -> dict[str, np.ndarray]:
-    """The segments each padded to its limit, one after another, in sum(limits) places: slots, the token at each (int64;
-    any token where there is padding), bias, 0 or -inf there (float32), and place, where each token went (int64)."""
-    if (np.diff(cu_seqlens) > limits).any():
-        raise ValueError(f"segments of {np.diff(cu_seqlens).tolist()} tokens are beyond their limits {limits}")
-    first = np.cumsum(limits) - limits
-    slots = np.arange(sum(limits)) + np.repeat(cu_seqlens[:-1] - first, limits)
-    inside = slots < np.repeat(cu_seqlens[1:], limits)
-    place = np.empty(cu_seqlens[-1], dtype=np.int64)
-    place[slots[inside]] = np.flatnonzero(inside)
-    bias = np.where(inside, 0, -np.inf).astype(np.float32)
-    return {"slots": np.minimum(slots, len(place) - 1), "bias": bias, "place": place}
 
 
 def flash(query, key, value, segments, dropout, scale):

@@ -1,32 +1,28 @@
 """The model of a run: a BERT with a question-answering head, the row's attention and the row's trainable parameters."""
 
+import logging
 import re
+import warnings
 from pathlib import Path
 
 import pandas as pd
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
-from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoTokenizer, BertConfig, BertTokenizer
+from transformers import AutoConfig, AutoModelForQuestionAnswering, BertConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
-from qa_lib.data.squad import UserError
 from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
+from qa_lib.errors import UserError
 from qa_lib.model.attention import attention_name
 from qa_lib.model.dropout import use_hash_dropout
 from qa_lib.model.fp8 import use_float8
 from qa_lib.model.projections import fuse_projections, split_projections
-from qa_lib.variants import Recipe, Spec
+from qa_lib.spec import Spec
+from qa_lib.variants import Recipe
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 transformers_logging.disable_progress_bar()  # bars that are redrawn inside a run fill its notebook
-
-
-def build_tokenizer(source: str) -> Tokenizer:
-    """The tokenizer of a run: of the synthetic text for "tiny", else of a folder or hub name. Never remote code."""
-    if source == "tiny":
-        return BertTokenizer(vocab={word: index for index, word in enumerate(vocabulary())})
-    return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
 
 
 def build_model(spec: Spec) -> torch.nn.Module:
@@ -84,6 +80,12 @@ def apply_recipe(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
     if recipe.kind == "all":
         return model
     if recipe.kind == "lora":
+        # peft asks transformers by a name that transformers 5.23 deprecates, and imports bitsandbytes, which warns of
+        # a 4-bit CPU kernel that nothing here uses.
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+        from peft import LoraConfig, inject_adapter_in_model
+
         # Injected into the model itself: peft's own wrapper for question answering drops token_type_ids and
         # position_ids on their way to the model.
         config = LoraConfig(
@@ -115,7 +117,7 @@ def save_model(model: torch.nn.Module, tokenizer: Tokenizer, folder: Path) -> No
     """A plain checkpoint that transformers loads: adapters merged, safetensors, tokenizer beside it."""
     model.float()  # an adapter's change can be below the resolution of half-precision weights
     for name, module in list(model.named_modules()):
-        if isinstance(module, LoraLayer):
+        if hasattr(module, "get_base_layer"):  # a LoraLayer
             module.merge()
             model.set_submodule(name, module.get_base_layer())
     split_projections(model)

@@ -5,7 +5,8 @@ import pandas as pd
 from qa_lib.report import quality as evidence
 from qa_lib.report import tables
 from qa_lib.report.tables import NotMeasured, number
-from qa_lib.variants import SCALES, VARIANTS, find_recipe
+from qa_lib.spec import SCALES
+from qa_lib.variants import VARIANTS, find_recipe
 
 SIZES_GIB = (1, 1.5, 2, 3, 4, 6, 8, 12, 14.9, 24)  # 14.9: a T4
 # What may be recommended: by what trains, how many points of F1 a row may have lost in the mean (the project's goals).

@@ -14,9 +14,9 @@ from pathlib import Path
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from qa_lib.record import load_runs
 from qa_lib.report import sentences as findings
 from qa_lib.report import tables
+from qa_lib.report.runs import load_runs
 from qa_lib.variants import FAMILIES, VARIANTS, Settings
 
 WEB = Path(__file__).with_name("web")

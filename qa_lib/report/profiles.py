@@ -8,7 +8,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from qa_lib.measure.trace import PARTS, PHASES
-from qa_lib.record import read_profile
+from qa_lib.report.runs import read_profile
 from qa_lib.report.style import GREY, WIDTH, style, wrap
 from qa_lib.report.tables import NotMeasured, factor, number, place, share
 

@@ -13,10 +13,11 @@ from pathlib import Path
 import pandas as pd
 
 from qa_lib.measure import trace
-from qa_lib.record import load_runs, write_atomically
+from qa_lib.record import write_atomically
 from qa_lib.report import quality as evidence
 from qa_lib.report import sentences as findings
 from qa_lib.report import tables
+from qa_lib.report.runs import load_runs
 from qa_lib.report.tables import ReportError
 
 EXAMPLE = "example: python -m qa_lib report --runs runs --figures figures"

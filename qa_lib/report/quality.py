@@ -9,7 +9,8 @@ import pandas as pd
 
 from qa_lib.report import tables
 from qa_lib.report.tables import BASELINE, MISSING, NotMeasured, number, points
-from qa_lib.variants import SCALES, VARIANTS, find_recipe
+from qa_lib.spec import SCALES
+from qa_lib.variants import VARIANTS, find_recipe
 
 MARGIN = 1.0  # points of F1 within which a row counts as good as the baseline
 FAULTY = {name for name, row in VARIANTS.items() if row.settings.join != "id"}

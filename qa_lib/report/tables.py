@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from qa_lib.data.squad import UserError
+from qa_lib.errors import UserError
 from qa_lib.variants import FAMILIES, VARIANTS
 
 BASELINE = "A1"

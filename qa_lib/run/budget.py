@@ -11,15 +11,15 @@ import argparse
 import torch
 from transformers import AutoConfig, AutoModelForQuestionAnswering, BertConfig
 
+from qa_lib.data.load import load_data
 from qa_lib.data.packing import PackedBatches
-from qa_lib.data.squad import UserError
 from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
+from qa_lib.errors import UserError
 from qa_lib.measure.meter import MIB
 from qa_lib.model.build import apply_recipe
 from qa_lib.record import RecordError, read_record
-from qa_lib.run.fit import load_data
 from qa_lib.run.plan import add_source_arguments, plan
-from qa_lib.variants import Machine, Spec
+from qa_lib.spec import Machine, Spec
 
 LIBRARIES_MIB = 120  # measured on one H200: workspaces of cuBLAS, and inputs
 RESERVED = 1.05  # measured on one H200: what the allocator reserves over its peak, 3 to 8 % more

@@ -4,53 +4,23 @@ import argparse
 import gc
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from qa_lib import record
-from qa_lib.data.packing import batches_of
-from qa_lib.data.squad import Source, open_source
-from qa_lib.data.windows import Features, build_features
-from qa_lib.measure import meter as measure
-from qa_lib.model.build import Tokenizer, build_model, build_tokenizer, save_model
+from qa_lib.data.load import Data, batches_of, load_data
+from qa_lib.measure.cost import StepCost
+from qa_lib.measure.machine import environment, limit_memory, matrix_rate, train_device, turn
+from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.run.plan import add_source_arguments, plan
-from qa_lib.score.decode import decode
-from qa_lib.score.f1 import score
-from qa_lib.score.predict import predict_logits
+from qa_lib.score.evaluate import evaluate
+from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint
-from qa_lib.train.loop import DTYPES, train
-from qa_lib.train.trainer import train_with_trainer
-from qa_lib.variants import Spec
+from qa_lib.train.engine import train_afresh
 
 USED = "used_by_a_run"  # an attribute of models that have been trained
 SHARE = "QA_LIB_SHARE"  # an environment variable: where it is set, other runs train on this GPU at the same time
-
-
-@dataclass
-class Data:
-    """A run's two sources and their features, and what loading them took in seconds; `validation` is None where the
-    scale measures no quality."""
-
-    tokenizer: Tokenizer
-    source: Source
-    features: Features
-    validation: Source | None
-    validation_features: Features | None
-    load_s: float
-
-
-def load_data(spec: Spec) -> Data:
-    """Tokenizer, sources and features of a run, from the cache where they are in it."""
-    begin = time.perf_counter()
-    tokenizer = build_tokenizer(spec.model_source)
-    limits = (spec.scale.max_length, spec.scale.stride)
-    source = open_source(spec.data_source, "train")
-    validation = open_source(spec.data_source, "validation") if spec.scale.quality else None
-    features = build_features(source, tokenizer, *limits)
-    validation_features = build_features(validation, tokenizer, *limits) if validation else None
-    return Data(tokenizer, source, features, validation, validation_features, time.perf_counter() - begin)
 
 
 def fit(
@@ -67,7 +37,7 @@ def fit(
     with record.lock(run_dir):
         if spec.scale.threads:
             torch.set_num_threads(spec.scale.threads)
-        entry = record.new_record(spec, measure.environment())
+        entry = record.new_record(spec, environment())
         record.write_record(run_dir, entry)
         if spec.skip:
             say(f"{spec.variant}: skipped, {spec.skip}")
@@ -76,7 +46,7 @@ def fit(
             _fill(entry, spec, run_dir, data, model, say)
         except (Exception, KeyboardInterrupt) as problem:
             # Beside others it may be they who filled the memory: an error, which is run again, and no result.
-            out = _out_of_memory(problem) and not _shares(measure.device())
+            out = _out_of_memory(problem) and not _shares(train_device())
             message = "stopped by the user" if isinstance(problem, KeyboardInterrupt) else str(problem).split("\n")[0]
             error = {"kind": type(problem).__name__, "message": message}
             step = getattr(problem, "step", None)
@@ -92,9 +62,9 @@ def _fill(entry: dict, spec: Spec, run_dir: Path, data: Data | None, model, say)
     """Do the run's work and put what it measured into `entry`."""
     # Data that the caller has loaded already are a part of the run's time as well.
     begin = time.perf_counter() - (data.load_s if data else 0.0)
-    device = measure.device()
+    device = train_device()
     if spec.scale.limit_gib and device.type == "cuda":
-        measure.limit_memory(spec.scale.limit_gib)
+        limit_memory(spec.scale.limit_gib)
     data = data or load_data(spec)
     if getattr(model, USED, False):
         model.to("cpu")  # the caller's name keeps it, and its weights would count as this run's memory
@@ -114,7 +84,7 @@ def _fill(entry: dict, spec: Spec, run_dir: Path, data: Data | None, model, say)
     }
     record.write_record(run_dir, entry)
     shared = _shares(device)
-    with measure.turn(device, shared, say) as waited_s:
+    with turn(device, shared, say) as waited_s:
         begin += waited_s
         _work(entry, spec, run_dir, data, model, batches, device, begin, say)
     Checkpoint.path_of(run_dir).unlink(missing_ok=True)
@@ -136,21 +106,12 @@ def forget_times(entry: dict, spec: Spec) -> None:
     entry["time"]["step_ms"] = dict.fromkeys(("n", "median", "p10", "p90"))
 
 
-def train_afresh(model, batches, spec: Spec, device: torch.device, run_dir: Path, say=print, watch=None) -> tuple:
-    """train() of the spec's engine, as the first of its process: nothing is compiled yet, nothing counted."""
-    # Dynamo counts what it compiled for all models of a process, and soon leaves the rest uncompiled.
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    run = train_with_trainer if spec.settings.engine == "trainer" else train
-    return run(model, batches, spec, device, run_dir, say, watch)
-
-
 def _work(entry, spec, run_dir, data, model, batches, device, begin, say) -> None:
     """What must not be timed beside another run: training and evaluation, measured from `begin`."""
-    peak = measure.matrix_rate(device, DTYPES[spec.settings.precision])
+    peak = matrix_rate(device, DTYPES[spec.settings.precision])
     entry["time"]["prepare_s"] = time.perf_counter() - begin
     optimizer, meter, first = train_afresh(model, batches, spec, device, run_dir, say)
-    speed, clock = meter.summary(measure.StepCost(model), peak)
+    speed, clock = meter.summary(StepCost(model), peak)
     entry["speed"] |= speed
     entry["time"] |= clock | {"resumed_from_step": first or None, "steps": first + clock["steps"]}
     if spec.settings.compile == "none":
@@ -159,39 +120,13 @@ def _work(entry, spec, run_dir, data, model, batches, device, begin, say) -> Non
         hits = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]
         entry["time"]["compile_cached"] = hits > 0  # an earlier run has paid a part of it
     entry["energy"]["joules_per_feature"] = meter.joules_per_feature()
-    entry["memory"] |= measure.memory(model, optimizer, device)
+    entry["memory"] |= meter.memory(model, optimizer, device)
 
     if data.validation:
         clock = time.perf_counter()
         entry["quality"] |= evaluate(model, data, spec, device, run_dir)
         entry["time"]["eval_s"] = time.perf_counter() - clock
         save_model(model, data.tokenizer, run_dir / "model")
-
-
-def evaluate(model: torch.nn.Module, data: Data, spec: Spec, device: torch.device, run_dir: Path) -> dict:
-    """Answer the validation questions with a model on `device`; the record's `quality`, and the four answer files."""
-    model.eval()
-    dtype = DTYPES[spec.settings.precision]
-    autocast = None if dtype == torch.float32 else dtype
-    rows = predict_logits(model, data.validation_features, device, autocast_dtype=autocast, join=spec.settings.join)
-    examples = data.validation.examples
-    answers = decode(data.validation_features, examples, *rows)
-    answers.write(run_dir / "answers")
-    found = score(examples, answers.texts, answers.null_odds, 0.0)
-    always_null = score(examples, dict.fromkeys(answers.texts, ""))
-    return {
-        "exact": found["exact"],
-        "f1": found["f1"],
-        "has_answer_exact": found.get("HasAns_exact"),
-        "has_answer_f1": found.get("HasAns_f1"),
-        "no_answer_f1": found.get("NoAns_f1"),
-        "best_exact": found["best_exact"],
-        "best_exact_threshold": found["best_exact_thresh"],
-        "best_f1": found["best_f1"],
-        "best_f1_threshold": found["best_f1_thresh"],
-        "always_null_f1": always_null["f1"],
-        "n": found["total"],
-    }
 
 
 NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")

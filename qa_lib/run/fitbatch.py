@@ -4,12 +4,12 @@ import argparse
 import dataclasses
 from collections.abc import Callable
 
-from qa_lib.data.squad import UserError
-from qa_lib.measure import meter as measure
+from qa_lib.errors import UserError
+from qa_lib.measure.machine import NEWER_ATTENTION, this_machine, train_device
 from qa_lib.run.budget import predict
 from qa_lib.run.launch import attempt
 from qa_lib.run.plan import add_source_arguments, plan
-from qa_lib.variants import SCALES, Spec
+from qa_lib.spec import SCALES, Spec
 
 STEP = 8  # features: sizes are multiples of this
 CLOSE = 0.06  # the search ends when the next size up is at most this much larger
@@ -41,13 +41,13 @@ def largest(first: int, fits: Callable[[int], bool], most: int = 4096) -> int:
 
 def specs_for(variant: str, limit_gib: float, sm: int, data: str, model: str) -> Callable[[int], Spec]:
     """micro-batch -> the spec of a try, as a GPU of capability `sm` (at most this one's) would run it."""
-    here = measure.machine()
+    here = this_machine()
     machine = dataclasses.replace(here, sm=min(sm, here.sm))
     scale = dataclasses.replace(SCALES["fit"], name=f"fit-{limit_gib:g}gib-sm{machine.sm}", limit_gib=limit_gib)
 
     def spec_of(micro_batch: int) -> Spec:
         (spec,) = plan([variant], "fit", [0], data, model, micro_batch, machine)
-        limits = [f"attention kernels: those of compute capability {sm / 10:g}"] if sm < measure.NEWER_ATTENTION else []
+        limits = [f"attention kernels: those of compute capability {sm / 10:g}"] if sm < NEWER_ATTENTION else []
         return dataclasses.replace(spec, scale=scale, adjusted=spec.adjusted + limits)
 
     return spec_of
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Search each row's largest micro-batch and print every try."""
-    if measure.device().type != "cuda":
+    if train_device().type != "cuda":
         raise UserError("fit-batch tries on a GPU, and there is none here; `python -m qa_lib memory` predicts without")
     for variant in args.variants:
         spec_of = specs_for(variant, args.limit_gib, args.sm, args.data, args.model)

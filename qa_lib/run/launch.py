@@ -5,11 +5,11 @@ import multiprocessing
 import os
 from pathlib import Path
 
-from qa_lib.data.squad import UserError
-from qa_lib.measure import meter as measure
+from qa_lib.errors import UserError
+from qa_lib.measure.machine import imitate
 from qa_lib.record import FINISHED, read_record
 from qa_lib.run.sweep import card, is_finished
-from qa_lib.variants import Spec
+from qa_lib.spec import Spec
 
 
 def _fit(spec: Spec, runs: Path, gpu: int | None, shared: bool, sm: int) -> None:
@@ -18,7 +18,7 @@ def _fit(spec: Spec, runs: Path, gpu: int | None, shared: bool, sm: int) -> None
     # Not before: bitsandbytes, which it imports, asks CUDA for its cards.
     from qa_lib.run.fit import SHARE, fit
 
-    measure.imitate(sm)
+    imitate(sm)
     if shared:
         os.environ[SHARE] = "1"
     with contextlib.suppress(KeyboardInterrupt):  # the record says it, and so does the search

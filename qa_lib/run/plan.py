@@ -7,9 +7,10 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from qa_lib.data.squad import UserError, open_source
+from qa_lib.data.squad import open_source
 from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
-from qa_lib.variants import Machine, Spec, find_scale, resolve
+from qa_lib.errors import UserError
+from qa_lib.spec import Machine, Spec, find_scale, resolve
 
 _MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "vocab.txt")
 
@@ -34,11 +35,9 @@ def plan(
         if not value:
             raise UserError(f"scale {scale!r} has no {name} of its own: give --{name} (a path)")
     if machine is None:
-        from qa_lib.measure import (
-            meter as measure,  # imports torch, which a driver that passes its machine does without
-        )
+        from qa_lib.measure.machine import this_machine  # imports torch, which a driver does without
 
-        machine = measure.machine()
+        machine = this_machine()
     identities = {"data": identify_data(data, size.quality), "model": identify_model(model)}
     sources = {"data_source": data, "model_source": model}
     return [

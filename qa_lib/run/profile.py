@@ -16,16 +16,15 @@ from pathlib import Path
 import torch
 
 from qa_lib import record
-from qa_lib.data.packing import batches_of
-from qa_lib.data.squad import UserError
-from qa_lib.measure import meter as measure
-from qa_lib.measure import ncu, trace
+from qa_lib.data.load import batches_of, load_data
+from qa_lib.errors import UserError
+from qa_lib.measure import meter, ncu, trace
+from qa_lib.measure.machine import copy_rate, environment, matrix_rate, train_device
 from qa_lib.measure.meter import MIB, Watch
-from qa_lib.model.build import build_model
-from qa_lib.run.fit import load_data, train_afresh
+from qa_lib.model.build import DTYPES, build_model
 from qa_lib.run.plan import add_source_arguments, plan
-from qa_lib.train.loop import DTYPES
-from qa_lib.variants import Spec
+from qa_lib.spec import Spec
+from qa_lib.train.engine import train_afresh
 
 WARM, TIMED, PROFILED = 12, 20, 3  # steps: to settle, for the step's length, under the profiler
 POINTS = 400  # of the allocator's timeline
@@ -139,7 +138,7 @@ def profile(spec: Spec, runs: str | Path, say=print) -> dict:
         raise UserError(f"{spec.variant} cannot run here: {spec.skip}")
     if spec.scale.threads:
         torch.set_num_threads(spec.scale.threads)
-    device, run_dir = measure.device(), Path(runs) / spec.run_path
+    device, run_dir = train_device(), Path(runs) / spec.run_path
     data = load_data(spec)
     # The same kernels one by one, for what a graph hides: who launched them, and when memory was taken.
     open_spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, step="eager"))
@@ -159,13 +158,13 @@ def profile(spec: Spec, runs: str | Path, say=print) -> dict:
         "spec": {"variant": spec.variant, "scale": spec.scale.name, "seed": spec.seed, "hash": spec.hash,
                  "micro_batch": spec.settings.micro_batch, "adjusted": spec.adjusted},
         "code": record.code_version(),
-        "env": measure.environment(),
+        "env": environment(),
         "time": trace.summary(found, events, step_ms),
         "timeline": _one_step(found),
         "memory": memory,
         "ceilings": {
-            "matrix_tflops": measure.matrix_rate(device, DTYPES[spec.settings.precision]),
-            "copy_gb_per_s": measure.copy_rate(device),
+            "matrix_tflops": matrix_rate(device, DTYPES[spec.settings.precision]),
+            "copy_gb_per_s": copy_rate(device),
         },
         "ncu": None,
     }  # fmt: skip
@@ -222,7 +221,7 @@ def _memory(spec: Spec, data, device) -> dict:
     torch.cuda.empty_cache()
     watch = MemoryWatch(6)
     model, optimizer, _ = _train(_short(spec, watch.at), data, device, watch)
-    lasting = measure.memory(model, optimizer, device)
+    lasting = meter.memory(model, optimizer, device)
     activations, reserved = watch.kept / MIB, watch.reserved / MIB
     at_peak = max(watch.peaks, key=watch.peaks.get)
     peak = watch.peaks[at_peak] / MIB
@@ -260,7 +259,7 @@ def main(args: argparse.Namespace) -> int:
     """Profile one row here, print where its step goes and where the files are."""
     (spec,) = plan([args.variant], args.scale, [0], args.data, args.model, args.micro_batch)
     if args.one_step:
-        ncu.one_step(lambda watch: _train(_short(spec, watch.at), load_data(spec), measure.device(), watch))
+        ncu.one_step(lambda watch: _train(_short(spec, watch.at), load_data(spec), train_device(), watch))
         return 0
     entry = profile(spec, args.runs)
     if args.ncu:

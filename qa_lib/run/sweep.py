@@ -22,9 +22,10 @@ import psutil
 from tqdm import tqdm
 
 from qa_lib import record
-from qa_lib.data.squad import UserError
+from qa_lib.errors import UserError
 from qa_lib.run.plan import add_source_arguments, plan
-from qa_lib.variants import FAMILIES, VARIANTS, Machine, Spec, find_family, find_scale, find_variant
+from qa_lib.spec import Machine, Spec, find_scale
+from qa_lib.variants import FAMILIES, VARIANTS, find_family, find_variant
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.2
@@ -40,8 +41,8 @@ class NotebookError(UserError):
 def probe() -> tuple[Machine, dict]:
     """This machine and its environment, asked in a process of its own: the driver must not hold a GPU."""
     code = (
-        "import dataclasses, json; from qa_lib.measure import meter as measure;"
-        "print(json.dumps([dataclasses.asdict(measure.machine()), measure.environment()]))"
+        "import dataclasses, json; from qa_lib.measure import machine as measure;"
+        "print(json.dumps([dataclasses.asdict(this_machine()), environment()]))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:

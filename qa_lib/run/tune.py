@@ -11,11 +11,12 @@ from queue import SimpleQueue
 
 import pandas as pd
 
-from qa_lib.data.squad import UserError
-from qa_lib.measure import meter as measure
+from qa_lib.errors import UserError
+from qa_lib.measure.machine import this_machine
 from qa_lib.run.launch import attempt
 from qa_lib.run.plan import add_source_arguments, plan
-from qa_lib.variants import Spec, find_recipe
+from qa_lib.spec import Spec
+from qa_lib.variants import find_recipe
 
 
 def points(specs: list[Spec], rates: list[float], trainables: list[str]) -> list[Spec]:
@@ -64,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
     """Run every point, print each as it ends, and then the best."""
     if bad := [rate for rate in args.learning_rate if not 0 < rate < 1]:
         raise UserError(f"--learning-rate {bad[0]:g} is not between 0 and 1")
-    machine = measure.machine()
+    machine = this_machine()
     if absent := [gpu for gpu in args.gpus or [] if not 0 <= gpu < machine.gpus]:
         raise UserError(f"--gpus {absent[0]}: this machine has {machine.gpus} GPUs")
     specs = plan([args.variant], args.scale, args.seeds, args.data, args.model, args.micro_batch, machine)

@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from qa_lib.data.squad import DataError, Example, UserError
+from qa_lib.data.squad import DataError, Example
 from qa_lib.data.windows import Features, examples_sha256
+from qa_lib.errors import UserError
 
 WINDOWS_PER_CALL = 2_048  # the tables of n_best x n_best spans stay small enough for a CPU's cache
 LOWEST = -1e30  # stands in for a score of -inf, so that no difference is infinite or NaN

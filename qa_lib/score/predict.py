@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from qa_lib.data.squad import DataError, Source, UserError, first_line, open_source, read_json, unlabelled
+from qa_lib.data.squad import DataError, Source, open_source, read_json, unlabelled
 from qa_lib.data.windows import Features, build_features
+from qa_lib.errors import UserError, first_line
 from qa_lib.record import RecordError, read_record
 from qa_lib.score.decode import decode
 

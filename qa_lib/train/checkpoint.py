@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 
 from qa_lib.record import RecordError
-from qa_lib.variants import Spec
+from qa_lib.spec import Spec
 
 
 class Checkpoint:

@@ -1,6 +1,10 @@
 """AdamW for weights in half precision: fp32 masters and moments beside them, updated in one pass."""
 
+import logging
+
 import torch
+
+from qa_lib.spec import Spec
 
 
 class MasterAdamW(torch.optim.Optimizer):
@@ -53,3 +57,62 @@ def _update(parameters, gradients, masters, means, squares, steps, share, lr, be
     moves = torch._foreach_mul(torch._foreach_div(means, roots), size)
     torch._foreach_sub_(masters, moves)
     torch._foreach_copy_(parameters, masters)
+
+
+CLIP = 1.0  # gradient norm
+
+
+def learning_rate(spec: Spec, step: int, steps: int) -> float:
+    """Linear warm-up from 0, then linear decay to 0, for a step counted from 0; the recipe's factor included.
+
+    The factor is for pretrained weights; the tiny model's own rate, from scratch, is high as it is.
+    """
+    factor = 1.0 if spec.model_source == "tiny" else spec.recipe.lr_factor
+    peak = spec.scale.learning_rate * factor
+    warmup = int(spec.scale.warmup * steps)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * (steps - step) / max(1, steps - warmup)
+
+
+def build_optimizer(model: torch.nn.Module, spec: Spec) -> torch.optim.Optimizer:
+    """AdamW without weight decay, as in the seeds, over what trains; in 8 bits for row C1.
+
+    The 8-bit rule: both moments of tensors with at least 4,096 elements are 8-bit in blocks; smaller tensors and
+    every embedding keep 32-bit moments, as bitsandbytes advises (embedding gradients are sparse and uneven).
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    lr = learning_rate(spec, 0, 1)
+    if spec.settings.weights == "half":
+        return MasterAdamW(trained, lr=torch.tensor(lr, device=trained[0].device), max_norm=CLIP)
+    if spec.settings.optimizer == "adamw":
+        return torch.optim.AdamW(trained, lr=lr, weight_decay=0.0)
+    if spec.settings.optimizer == "fused":
+        # Capturable: step count and rate stay on the device, and no step waits for it.
+        cuda = trained[0].device.type == "cuda"
+        rate = torch.tensor(lr, device=trained[0].device) if cuda else lr
+        return torch.optim.AdamW(trained, lr=rate, weight_decay=0.0, fused=True, capturable=cuda)
+    # On import it warns of a 4-bit CPU kernel that nothing here uses.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    import bitsandbytes  # only these rows need it, and its import is slow
+
+    # One for the whole process, by the place of a parameter in its optimizer: it must forget an earlier model's, and
+    # keep no module alive.
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    manager.initialize()
+    optimizer = bitsandbytes.optim.AdamW8bit(trained, lr=lr, weight_decay=0.0)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
+    optimizer.check_overrides()
+    manager.module_weight_config_triple.clear()
+    return optimizer
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give every parameter group this learning rate, in place where a graph reads it from the device."""
+    for group in optimizer.param_groups:
+        if torch.is_tensor(group["lr"]):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from qa_lib.record import RecordError
-from qa_lib.variants import Spec
+from qa_lib.spec import Spec
 
 LOOK_EVERY_S = 1.0  # seconds between two looks at the loss; each look waits for the device
 

@@ -9,9 +9,9 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from qa_lib.data.batches import Batches
 from qa_lib.measure.meter import Meter, Watch
-from qa_lib.train.loop import CLIP, learning_rate
+from qa_lib.spec import Spec
+from qa_lib.train.optim import CLIP, learning_rate
 from qa_lib.train.steplog import StepLog
-from qa_lib.variants import Spec
 
 
 def train_with_trainer(

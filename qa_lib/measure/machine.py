@@ -1,0 +1,148 @@
+"""The machine: its device, what it can do, whose turn on its GPU it is, and its measured ceilings."""
+
+import contextlib
+import fcntl
+import functools
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+from qa_lib.measure.meter import MIB, Stopwatch
+from qa_lib.record import WAITING
+from qa_lib.spec import Machine, hardware_name
+
+
+def train_device() -> torch.device:
+    """The device that runs train on: the first visible GPU, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def limit_memory(gib: float) -> None:
+    """Let this process allocate so much of the GPU's memory and no more; what exceeds it ends as out of memory."""
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / torch.cuda.get_device_properties(0).total_memory))
+
+
+NEWER_ATTENTION = 80  # the compute capability x 10 that FlashAttention and cuDNN's attention need
+
+
+def imitate(sm: int) -> None:
+    """Leave PyTorch's attention in this process the kernels that a GPU of that capability has."""
+    if sm < NEWER_ATTENTION:
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+@contextlib.contextmanager
+def turn(device: torch.device, shared: bool = False, say=print):
+    """Hold the GPU: one run at a time trains on it, while others prepare, so that none is timed beside another; or
+    any number of `shared` ones, which are not timed.
+
+    Yields the seconds waited. On a CPU nobody waits: its runs have threads of their own.
+    """
+    begin = time.perf_counter()
+    if device.type != "cuda":
+        yield 0.0
+        return
+    path = Path(tempfile.gettempdir(), f"qa_lib-{os.getuid()}-{torch.cuda.get_device_properties(0).uuid}.lock")
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    with open(path, "a") as stream:
+        try:
+            fcntl.flock(stream, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(WAITING)
+            fcntl.flock(stream, kind)
+        yield time.perf_counter() - begin
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def this_machine() -> Machine:
+    """What decides which rows can run here."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    sm = int("{}{}".format(*torch.cuda.get_device_capability())) if gpus else 0
+    compiler = any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++")))
+    return Machine(
+        hardware=hardware_name(torch.cuda.get_device_name() if gpus else None),
+        gpus=gpus,
+        sm=sm,
+        backends=tuple(torch._dynamo.list_backends(exclude_tags=())),
+        bitsandbytes=_version("bitsandbytes") is not None,
+        compiler=_version("triton") is not None and sm >= 70 if gpus else bool(compiler),
+    )
+
+
+def environment() -> dict:
+    """The record's `env`: versions and hardware; null where there is no GPU."""
+    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    return {
+        "python": platform.python_version(),
+        **{name: _version(name) for name in ("torch", "transformers", "peft", "bitsandbytes")},
+        "cuda": torch.version.cuda,
+        "gpu": gpu.name if gpu else None,
+        "gpu_mem_mib": round(gpu.total_memory / MIB) if gpu else None,
+        "driver": _driver() if gpu else None,
+        "sm": gpu.major * 10 + gpu.minor if gpu else None,
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "ram_mib": round(psutil.virtual_memory().total / MIB),
+    }
+
+
+def _driver() -> str | None:
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
+
+
+def _cpu_name() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or None
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
+
+
+@functools.cache
+def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Measured TFLOP/s of one large square product on random data: the ceiling that MFU is a share of."""
+    size, products = (8192, 30) if device.type == "cuda" else (1024, 3)
+    a, b, out = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(3))
+    rates = []
+    for _ in range(4):  # the first is warm-up
+        clock = Stopwatch(device)
+        for _ in range(products):
+            torch.matmul(a, b, out=out)
+        rates.append(2 * size**3 * products / clock.seconds() / 1e12)
+    del a, b, out
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return max(rates[1:])
+
+
+@functools.cache
+def copy_rate(device: torch.device) -> float:
+    """Measured GB/s (10^9 bytes, read and written) of copying a tensor far larger than the caches."""
+    source = torch.zeros(2**28 if device.type == "cuda" else 2**24, device=device)
+    target, rates = torch.empty_like(source), []
+    for _ in range(4):  # the first is warm-up
+        clock = Stopwatch(device)
+        for _ in range(5):
+            target.copy_(source)
+        rates.append(10 * source.nbytes / clock.seconds() / 1e9)
+    return max(rates[1:])
