@@ -7,7 +7,6 @@ import os
 import sys
 
 from qa_lib.errors import UserError
-from qa_lib.variants import SpecError
 
 VERBS = {
     "variants": ("qa_lib.variants", "list the rows: what each changes, and why"),
@@ -47,7 +46,7 @@ def main(argv: list[str]) -> int:
         )
         module.add_arguments(parser)
         return module.main(parser.parse_args(argv[1:]))
-    except (UserError, SpecError) as problem:
+    except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # whoever reads the output, `head` say, has had enough

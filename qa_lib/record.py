@@ -2,6 +2,9 @@
 
 `status` goes running -> ok | oom | error | killed | skipped. A number that was not measured is null, never 0. The
 notebook beside it is a log; nothing but the record counts as a result.
+
+In memory a record is the dict that its JSON says. The dataclasses below are its schema: the sections, their values and
+the types of these, checked whenever a record is read.
 """
 
 import contextlib
@@ -13,65 +16,160 @@ import json
 import os
 import subprocess
 import tempfile
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import get_type_hints
 
 from qa_lib.errors import UserError
-from qa_lib.spec import Spec
+from qa_lib.spec import TRAINER_OPTIMIZER, Spec, hardware_name
 
-SCHEMA = "qa_lib/1"
+SCHEMA, FIRST_SCHEMA = "qa_lib/2", "qa_lib/1"
 PROFILE_SCHEMA = "qa_lib-profile/1"
-WAITING = "waiting for the GPU, on which another run trains"  # a run's word in its log, which its driver looks for
+WAITING = "waiting for the GPU, on which another run trains"
 FINISHED = ("ok", "oom", "skipped")  # not run again
 TERMINAL = (*FINISHED, "error", "killed")
 
-_SECTIONS = {
-    "error": ("kind", "message", "step"),
-    "time": (
-        "started",
-        "ended",
-        "prepare_s",
-        "compile_s",
-        "compile_cached",
-        "train_s",
-        "eval_s",
-        "wall_s",
-        "steps",
-        "resumed_from_step",
-    ),
-    "speed": (
-        "features_per_s",
-        "tokens_per_s",
-        "real_tokens_per_s",
-        "pad_fraction",
-        "mfu",
-        "hfu",
-        "peak_tflops_measured",
-    ),
-    "memory": (
-        "peak_alloc_mib",
-        "peak_reserved_mib",
-        "params_mib",
-        "grads_mib",
-        "optimizer_mib",
-        "activations_mib",
-        "host_rss_mib",
-    ),
-    "energy": ("joules_per_feature",),
-    "quality": (
-        "exact",
-        "f1",
-        "has_answer_exact",
-        "has_answer_f1",
-        "no_answer_f1",
-        "best_exact",
-        "best_exact_threshold",
-        "best_f1",
-        "best_f1_threshold",
-        "always_null_f1",
-        "n",
-    ),
-    "model": ("name", "revision", "params_total", "params_trainable"),
+Number = int | float | None
+
+
+@dataclass
+class Error:
+    """Why a run did not end ok; `step` counts from 1."""
+
+    kind: str | None = None
+    message: str | None = None
+    step: int | None = None
+
+
+@dataclass
+class StepTime:
+    """Milliseconds of the `n` measured optimizer steps."""
+
+    n: Number = None
+    median: Number = None
+    p10: Number = None
+    p90: Number = None
+
+
+@dataclass
+class Time:
+    """When, and how many seconds what took; `steps` that were trained, in all processes that worked on the run."""
+
+    started: str = ""
+    ended: str | None = None
+    prepare_s: Number = None
+    compile_s: Number = None
+    compile_cached: bool | None = None
+    train_s: Number = None
+    eval_s: Number = None
+    wall_s: Number = None
+    notebook_s: Number = None
+    steps: int | None = None
+    resumed_from_step: int | None = None
+    step_ms: StepTime = field(default_factory=StepTime)
+
+
+@dataclass
+class Speed:
+    """Rates over the measured steps; `mfu` and `hfu` are shares of the matrix rate that the run measured itself."""
+
+    features_per_s: Number = None
+    tokens_per_s: Number = None
+    real_tokens_per_s: Number = None
+    pad_fraction: Number = None
+    mfu: Number = None
+    hfu: Number = None
+    peak_tflops_measured: Number = None
+
+
+@dataclass
+class Memory:
+    """MiB of the GPU's memory, and the process's peak on the host."""
+
+    peak_alloc_mib: Number = None
+    peak_reserved_mib: Number = None
+    params_mib: Number = None
+    grads_mib: Number = None
+    optimizer_mib: Number = None
+    activations_mib: Number = None
+    host_rss_mib: Number = None
+
+
+@dataclass
+class Energy:
+    joules_per_feature: Number = None
+
+
+@dataclass
+class Model:
+    """The model's identity and its parameters."""
+
+    name: object = None
+    revision: object = None
+    params_total: Number = None
+    params_trainable: Number = None
+
+
+@dataclass
+class Task:
+    """What a run is scored by: `metric` names the score in `quality` that rows are compared by, `label` is how people
+    write it, and `scores` are all that `quality` holds."""
+
+    name: str = "qa"
+    metric: str = "f1"
+    label: str = "F1"
+    higher_is_better: bool = True
+    scores: list = field(default_factory=list)
+
+
+TASKS = {
+    "qa": Task(
+        scores="exact f1 has_answer_exact has_answer_f1 no_answer_f1 best_exact best_exact_threshold best_f1 "
+        "best_f1_threshold always_null_f1 n".split()
+    )
 }
+
+
+@dataclass
+class Asked:
+    """What of the spec tables and figures rely on; `settings` and `scale` hold more than is named here."""
+
+    variant: str = ""
+    seed: int = 0
+    hash: str = ""
+    hardware: str = ""
+    world: int = 1
+    search: str = ""
+    sm: int | None = None
+    scale: dict = field(default_factory=dict)
+    settings: dict = field(default_factory=dict)
+    adjusted: list = field(default_factory=list)
+    planned_steps: int | None = None
+    n_train: int | None = None
+    n_eval: int | None = None
+
+
+@dataclass
+class Record:
+    """A whole record; `code`, `env`, `data` and `quality` are dicts of plain values."""
+
+    run_id: str = ""
+    group: str = ""
+    status: str = "running"
+    schema: str = SCHEMA
+    spec: Asked = field(default_factory=Asked)
+    code: dict = field(default_factory=dict)
+    env: dict = field(default_factory=dict)
+    data: dict = field(default_factory=dict)
+    model: Model = field(default_factory=Model)
+    task: Task = field(default_factory=Task)
+    error: Error = field(default_factory=Error)
+    time: Time = field(default_factory=Time)
+    speed: Speed = field(default_factory=Speed)
+    memory: Memory = field(default_factory=Memory)
+    energy: Energy = field(default_factory=Energy)
+    quality: dict = field(default_factory=dict)
 
 
 class RecordError(UserError):
@@ -88,30 +186,31 @@ def now() -> str:
 
 def new_record(spec: Spec, env: dict) -> dict:
     """A record of status `running`: what is known before the work begins, and null for everything else."""
-    record = {name: dict.fromkeys(keys) for name, keys in _SECTIONS.items()}
-    record["time"] |= {"started": now(), "step_ms": dict.fromkeys(("n", "median", "p10", "p90"))}
-    record["model"] |= {"name": spec.model["name"], "revision": spec.model["revision"]}
-    return {
-        "schema": SCHEMA,
-        "run_id": spec.run_id,
-        "group": spec.group,
-        "status": "running",
-        "spec": {
-            "variant": spec.variant,
-            "scale": dataclasses.asdict(spec.scale),
-            "seed": spec.seed,
-            "hash": spec.hash,
-            "settings": dataclasses.asdict(spec.asked),
-            "adjusted": spec.adjusted,
-            "planned_steps": None,
-            "n_train": None,
-            "n_eval": None,
-        },
-        "code": code_version(),
-        "env": env,
-        "data": spec.data | {"n": None},
-        **record,
-    }
+    task = TASKS[spec.scale.task]
+    record = Record(
+        run_id=spec.run_id,
+        group=spec.group,
+        spec=Asked(
+            variant=spec.variant,
+            seed=spec.seed,
+            hash=spec.hash,
+            hardware=spec.hardware,
+            world=spec.world,
+            search=spec.search,
+            sm=spec.sm,
+            scale=dataclasses.asdict(spec.scale),
+            settings=dataclasses.asdict(spec.asked),
+            adjusted=spec.adjusted,
+        ),
+        code=code_version(),
+        env=env,
+        data=spec.data | {"n": None},
+        model=Model(spec.model["name"], spec.model["revision"]),
+        task=task,
+        time=Time(started=now()),
+        quality=dict.fromkeys(task.scores),
+    )
+    return dataclasses.asdict(record)
 
 
 def code_version() -> dict:
@@ -173,7 +272,8 @@ def finish(run_dir: Path, record: dict, status: str, error: dict | None = None) 
 
 
 def read_record(run_dir: Path) -> dict:
-    """The record of a run's folder. Raises RecordError when it is absent, broken, or of another schema."""
+    """The record of a run's folder, in today's form. Raises RecordError when it is absent, broken, of a schema that is
+    not known, or holds a value of another type than the schema says."""
     path = run_dir / "record.json"
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -182,9 +282,60 @@ def read_record(run_dir: Path) -> dict:
     except (OSError, ValueError) as problem:
         raise RecordError(f"{path}: not readable as JSON ({problem})") from problem
     schema = record.get("schema") if isinstance(record, dict) else None
-    if schema != SCHEMA:
+    if schema not in (SCHEMA, FIRST_SCHEMA):
         raise RecordError(f"{path}: schema {schema!r} is not known to this version, which reads {SCHEMA!r}")
+    try:
+        if schema == FIRST_SCHEMA:
+            record = _renewed(record)
+        _check(record, Record)
+        _require(record["spec"]["settings"].get("micro_batch"), int, "spec.settings.micro_batch")
+        _require(record["spec"]["scale"].get("name"), str, "spec.scale.name")
+    except (TypeError, KeyError, AttributeError) as problem:
+        raise RecordError(f"{path}: {problem}") from None
     return record
+
+
+def _check(values: dict, section: type, prefix: str = "") -> None:
+    """Hold values against a dataclass of the schema, and put null where a value that may be null is absent.
+
+    Raises TypeError, which names the value by its path.
+    """
+    _require(values, dict, prefix or "the record")
+    for name, kind in _types(section).items():
+        if dataclasses.is_dataclass(kind):
+            _check(values.get(name), kind, f"{prefix}{name}.")
+        elif name not in values and isinstance(None, kind):
+            values[name] = None
+        else:
+            _require(values.get(name), kind, f"{prefix}{name}")
+
+
+_types = cache(get_type_hints)
+
+
+def _require(value: object, kind, key: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{key} is {str(value)[:40]!r}")
+
+
+def _renewed(record: dict) -> dict:
+    """A record of the first schema in today's form; where it says less than what ran, `adjusted` says what did.
+
+    That schema knew half-precision weights as a setting beside the optimizer, and wrote `fused` for the optimizer with
+    masters that came with them; and `adamw` for transformers.Trainer, which took its own.
+    """
+    spec, settings, scale = record["spec"], record["spec"]["settings"], record["spec"]["scale"]
+    half, on_gpu = settings.pop("weights") == "half", record["env"]["gpu"] is not None
+    settings["optimizer"] = "master" if half else settings["optimizer"]
+    if half and on_gpu:
+        spec["adjusted"].append("optimizer: master, which the record calls fused with half weights")
+    if settings["engine"] == "trainer":
+        spec["adjusted"].append(TRAINER_OPTIMIZER)
+    search = "tune" if scale["name"] == "tune" else "fit-batch" if scale["name"].startswith("fit-") else ""
+    sm = int(scale["name"].rpartition("-sm")[2]) if search == "fit-batch" else None
+    spec |= {"hardware": hardware_name(record["env"]["gpu"]), "world": 1, "search": search, "sm": sm}
+    scale["task"] = "qa"
+    return record | {"schema": SCHEMA, "task": dataclasses.asdict(TASKS["qa"])}
 
 
 @contextlib.contextmanager

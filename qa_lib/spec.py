@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,43 +24,50 @@ from qa_lib.variants import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Scale:
     """How much work, on what. Learning-rate schedule and effective batch belong here, so that rows stay comparable."""
 
     name: str
-    model: str  # tiny | a hub name | "" where --model must name a folder
-    data: str  # synthetic:N | a hub name | "" where --data must name a file or folder
-    max_length: int
-    stride: int
-    effective_batch: int | None  # features per optimizer step; None: one micro-batch, however large
-    learning_rate: float
-    warmup: float  # share of the steps in which the learning rate rises
-    steps: int | None  # optimizer steps ...
-    epochs: int | None  # ... or passes over the training features
-    measure_from: int  # steps before this one are warm-up and not timed
-    quality: bool  # evaluate, and keep the model; without it random initialisation will do
-    checkpoint_every: int  # optimizer steps; 0: never
-    time_limit_s: int
+    task: str = "qa"  # a name of run/tasks.py
+    model: str = "bert-base-uncased"  # tiny | a hub name | "" where --model must name a folder
+    data: str = "squad_v2"  # synthetic:N | a hub name | "" where --data must name a file or folder
+    max_length: int = 384  # tokens of a feature
+    stride: int = 128  # tokens that neighbouring features of a paragraph share
+    effective_batch: int | None = 32  # features per optimizer step; None: one micro-batch, however large
+    learning_rate: float = 3e-5
+    recipe_rates: bool = True  # recipes multiply the rate; not for a model that starts from random weights
+    warmup: float = 0.1  # share of the steps in which the learning rate rises
+    steps: int | None = None  # optimizer steps ...
+    epochs: int | None = None  # ... or passes over the training features
+    measure_from: int = 100  # steps before this one are warm-up and not timed
+    quality: bool = False  # evaluate, and keep the model; without it random initialisation will do
+    checkpoint_every: int = 0  # optimizer steps; 0: never
+    time_limit_s: int = 3600
     threads: int | None = None  # of a run on a CPU; None: all of them
     limit_gib: float | None = None  # GPU memory that the run may take; None: all there is
 
 
+_TO_COMPARE = {"epochs": 3, "quality": True}  # three epochs, scored
 SCALES = {
     scale.name: scale
     for scale in [
-        Scale("smoke", "tiny", "synthetic:1600", 96, 32, 16, 4e-3, 0.1, 400, None, 30, True, 100, 300, 1),
-        Scale("bench", "bert-base-uncased", "squad_v2", 384, 128, 32, 3e-5, 0.1, 600, None, 100, False, 0, 3600),
+        Scale(
+            name="smoke", model="tiny", data="synthetic:1600", max_length=96, stride=32, effective_batch=16,
+            learning_rate=4e-3, recipe_rates=False, steps=400, measure_from=30, quality=True, checkpoint_every=100,
+            time_limit_s=300, threads=1,
+        ),
+        Scale(name="bench", steps=600),
         # The seeds' protocol for memory: one step to settle, one to measure, each of one micro-batch.
-        Scale("vram", "bert-base-uncased", "squad_v2", 384, 128, None, 3e-5, 0.1, 2, None, 1, False, 0, 900),
+        Scale(name="vram", effective_batch=None, steps=2, measure_from=1, time_limit_s=900),
         # For the search of the largest micro-batch under a cap on memory.
-        Scale("fit", "bert-base-uncased", "squad_v2", 384, 128, None, 3e-5, 0.1, 60, None, 30, False, 0, 900),
+        Scale(name="fit", effective_batch=None, steps=60, measure_from=30, time_limit_s=900),
         # For differences between rows with intervals over seeds; 2e-4 was the best rate tried for A1 (group *-tune).
-        Scale("quality", "", "", 384, 128, 32, 2e-4, 0.1, None, 3, 100, True, 0, 3600),
-        Scale("full", "bert-base-uncased", "squad_v2", 384, 128, 32, 3e-5, 0.1, None, 3, 100, True, 500, 6 * 3600),
-        Scale("local", "", "", 384, 128, 32, 3e-5, 0.1, None, 3, 100, True, 500, 6 * 3600),
+        Scale(name="quality", model="", data="", learning_rate=2e-4, **_TO_COMPARE),
+        Scale(name="full", checkpoint_every=500, time_limit_s=6 * 3600, **_TO_COMPARE),
+        Scale(name="local", model="", data="", checkpoint_every=500, time_limit_s=6 * 3600, **_TO_COMPARE),
     ]
-}
+}  # fmt: skip
 
 
 def find_scale(name: str) -> Scale:
@@ -71,7 +79,7 @@ def find_scale(name: str) -> Scale:
 
 @dataclass(frozen=True)
 class Machine:
-    """What decides whether a row can run here. Filled by measure.machine(); kept free of torch for the driver."""
+    """What decides whether a row can run here. Filled by measure/machine.py; kept free of torch for the driver."""
 
     hardware: str = "cpu"  # first half of a group's name
     gpus: int = 0
@@ -81,48 +89,65 @@ class Machine:
     compiler: bool = False  # Inductor can generate code: a C++ compiler, or Triton with a GPU
 
 
-def missing(settings: Settings, machine: Machine) -> str | None:
-    """Why these settings cannot run on the machine, in one sentence; None if they can."""
-    for need in needs(settings):
-        if need == "cuda" and not machine.gpus:
-            return "needs a CUDA GPU"
-        if need == "sm80" and machine.sm < 80:
-            return "needs a GPU of compute capability 8.0 or newer (bf16 and FlashAttention)"
-        if need == "sm89" and machine.sm < 89:
-            return "needs a GPU of compute capability 8.9 or newer (8-bit floats)"
-        if need == "compiler" and not machine.compiler:
-            return "torch.compile needs a C++ compiler (g++), or Triton with a GPU"
-        if need == "bitsandbytes" and not machine.bitsandbytes:
-            return "needs the package bitsandbytes"
-        if need.startswith("backend ") and need.removeprefix("backend ") not in machine.backends:
-            return f"this PyTorch has no torch.compile backend named {need.removeprefix('backend ')!r}"
-    return None
+def hardware_name(gpu: str | None) -> str:
+    """A GPU's marketing name as part of a folder name: 'NVIDIA H200' is 'h200', no GPU is 'cpu'."""
+    if not gpu:
+        return "cpu"
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"NVIDIA|Tesla|GeForce", "", gpu).strip().lower()).strip("-")
+
+
+def missing(settings: Settings, machine: Machine, lacks: Mapping[str, str] | None = None) -> str | None:
+    """Why these settings cannot run on the machine, in one sentence; None if they can.
+
+    `lacks` is what the model's architecture does not have: {one of variants.needs: why}.
+    """
+    backend = settings.compile
+    reasons = {
+        "cuda": (machine.gpus > 0, "needs a CUDA GPU"),
+        "sm80": (machine.sm >= 80, "needs a GPU of compute capability 8.0 or newer (bf16 and FlashAttention)"),
+        "sm89": (machine.sm >= 89, "needs a GPU of compute capability 8.9 or newer (8-bit floats)"),
+        "compiler": (machine.compiler, "torch.compile needs a C++ compiler (g++), or Triton with a GPU"),
+        "bitsandbytes": (machine.bitsandbytes, "needs the package bitsandbytes"),
+        f"backend {backend}": (
+            backend in machine.backends, f"this PyTorch has no torch.compile backend named {backend!r}"
+        ),
+    } | {need: (False, why) for need, why in (lacks or {}).items()}  # fmt: skip
+    return next((why for need in needs(settings) for met, why in [reasons.get(need, (True, ""))] if not met), None)
 
 
 def adjust(settings: Settings, machine: Machine) -> tuple[Settings, list[str]]:
     """The settings as this machine runs them, and a sentence for each that had to change."""
     changes, said = {}, []
-    if not machine.gpus:
+    if not machine.gpus and settings.feed_forward == "native":  # nothing makes 8-bit products run there
         if settings.precision != "fp32":
             changes["precision"] = "fp32"
             said.append(f"precision: fp32, since {settings.precision} autocast needs a GPU")
-        if settings.weights == "half":
-            changes["weights"] = "fp32"
-            said.append("weights: fp32, as the precision")
+        if settings.half_weights:
+            changes["optimizer"] = "fused"
+            said.append("optimizer: fused, since fp32 weights need no masters")
         if settings.step == "graph":
             changes["step"] = "eager"
             said.append("step: eager, since a CUDA graph needs a GPU")
+    if settings.engine == "trainer" and settings.optimizer != "fused":
+        changes["optimizer"] = "fused"
+        said.append(TRAINER_OPTIMIZER)
     if settings.padding == "packed" and settings.attention == "sdpa":
         changes["attention"] = "flash" if machine.sm >= 80 else "efficient" if machine.gpus else "blockmask"
         said.append(f"attention: {changes['attention']}, the kernel for packed rows here")
     return dataclasses.replace(settings, **changes), said
 
 
+TRAINER_OPTIMIZER = "optimizer: fused, which transformers.Trainer takes by itself"
+
+
 @dataclass(frozen=True)
 class Spec:
     """One run, completely. `data` and `model` are identities: {name, sha256} and {name, revision}.
 
+    `asked` are the row's settings, `settings` what this machine makes of them, each change said in `adjusted`.
     `data_source` and `model_source` say where to load from; paths differ between machines, so they are not hashed.
+    `search` names the verb of whose search the run is a try ("tune", "fit-batch"), and `sm` the compute capability x 10
+    whose kernels that search allowed; "" and None otherwise.
     """
 
     variant: str
@@ -137,19 +162,24 @@ class Spec:
     model: dict
     data_source: str
     model_source: str
+    world: int = 1  # processes, one a GPU
+    search: str = ""
+    sm: int | None = None
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the canonical JSON of what defines the run."""
+        """SHA-256 of the canonical JSON of what defines the run; a field at its default adds nothing to it."""
         content = {
-            "settings": dataclasses.asdict(self.asked),
-            "scale": dataclasses.asdict(self.scale),
+            "settings": _canonical(_as_first_named(self.asked), _FIRST_SETTINGS),
+            "scale": _canonical(dataclasses.asdict(self.scale), _FIRST_SCALE, Scale(name="")),
             "seed": self.seed,
             "data": self.data,
             "model": self.model,
         }
         if self.asked.trainable != "all":  # a name does not say which rank and rate it stood for
             content["recipe"] = dataclasses.asdict(find_recipe(self.asked.trainable))
+        if self.world != 1:
+            content["world"] = self.world
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     @property
@@ -158,7 +188,8 @@ class Spec:
 
     @property
     def group(self) -> str:
-        return f"{self.hardware}-{self.scale.name}"
+        """The folder that holds this run and those it is compared with; what they have in common is in the record."""
+        return "-".join([self.hardware, self.scale.name] + [self.scale.task] * (self.scale.task != "qa"))
 
     @property
     def run_id(self) -> str:
@@ -171,8 +202,35 @@ class Spec:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per optimizer step."""
-        return (self.scale.effective_batch or self.settings.micro_batch) // self.settings.micro_batch
+        """Micro-batches per optimizer step of each process."""
+        together = self.settings.micro_batch * self.world
+        return (self.scale.effective_batch or together) // together
+
+
+# The fields that the first records hashed, whatever their values. They stay in every hash, so that those runs
+# keep their names; a field that came later is hashed only where it differs from its default.
+_FIRST_SETTINGS = (
+    "engine precision attention projections dropout feed_forward compile padding order trainable optimizer weights "
+    "step checkpointing join micro_batch"
+).split()
+_FIRST_SCALE = (
+    "name model data max_length stride effective_batch learning_rate warmup steps epochs measure_from quality "
+    "checkpoint_every time_limit_s threads limit_gib"
+).split()
+
+
+def _as_first_named(settings: Settings) -> dict:
+    """Settings by the names of the first records, which knew half-precision weights as a setting of their own and
+    called the optimizer that comes with them fused."""
+    values = dataclasses.asdict(settings)
+    values["weights"] = "half" if settings.half_weights else "fp32"
+    return values | ({"optimizer": "fused"} if settings.half_weights else {})
+
+
+def _canonical(values: dict, first: list[str], defaults: object = None) -> dict:
+    """Of a dataclass's values those that a hash covers: the `first` fields, and what differs from its default."""
+    defaults = defaults or Settings()
+    return {name: value for name, value in values.items() if name in first or value != getattr(defaults, name)}
 
 
 def resolve(
@@ -185,19 +243,20 @@ def resolve(
     data_source: str,
     model_source: str,
     micro_batch: int | None = None,
+    lacks: Mapping[str, str] | None = None,
 ) -> Spec:
     """Variant x scale x seed to the spec of one run on this machine.
 
-    `data` and `model` are identities and `*_source` where to load them from (see Spec). Raises UnknownName, and
-    SpecError where the micro-batch does not divide the scale's effective batch.
+    `data` and `model` are identities and `*_source` where to load them from (see Spec); `lacks` is for `missing`.
+    Raises UnknownName, and SpecError for a seed or a micro-batch that cannot be.
     """
     row, size = find_variant(variant), find_scale(scale)
-    if seed < 0:
-        raise SpecError(f"seed {seed} is negative")
+    if not 0 <= seed < 2**63:
+        raise SpecError(f"seed {seed} is not between 0 and 2^63 - 1")
     asked = row.settings
-    if micro_batch:
+    if micro_batch is not None:
         asked = dataclasses.replace(asked, micro_batch=micro_batch)
-    if asked.micro_batch < 1 or (size.effective_batch or asked.micro_batch) % asked.micro_batch:
+    if (size.effective_batch or asked.micro_batch) % asked.micro_batch:
         raise SpecError(
             f"micro-batch {asked.micro_batch} does not divide the effective batch {size.effective_batch} "
             f"of scale {scale!r}"
@@ -210,7 +269,7 @@ def resolve(
         asked=asked,
         settings=settings,
         adjusted=adjusted,
-        skip=missing(settings, machine),
+        skip=missing(settings, machine, lacks),
         hardware=machine.hardware,
         data=data,
         model=model,
@@ -226,7 +285,7 @@ def describe(spec: Spec) -> str:
     lines = [f"**{row.name}** at scale **{spec.scale.name}**, seed {spec.seed}. {row.why}", ""]
     lines += [
         "| setting | " + (f"{row.parent} | " if base else "") + f"{row.name} |",
-        "|---|---|" + "---|" * bool(base),
+        "|---|---|" + ("---|" if base else ""),
     ]
     for key, value in dataclasses.asdict(spec.asked).items():
         before = f"{getattr(base, key)} | " if base else ""
@@ -235,10 +294,3 @@ def describe(spec: Spec) -> str:
     lines += [f"\nAdjusted to this machine: {note}." for note in spec.adjusted]
     lines += [f"\n**Skipped here**: {spec.skip}."] if spec.skip else []
     return "\n".join(lines)
-
-
-def hardware_name(gpu: str | None) -> str:
-    """A GPU's marketing name as part of a folder name: 'NVIDIA H200' is 'h200', no GPU is 'cpu'."""
-    if not gpu:
-        return "cpu"
-    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"NVIDIA|Tesla|GeForce", "", gpu).strip().lower()).strip("-")

@@ -1,8 +1,8 @@
-"""What is compared: the variants table, the scales, and the spec that one run is made of.
+"""The rows that are compared: what each one changes, and why.
 
-A `Variant` names its parent and the one `Settings` field it changes. A variant, a `Scale` and a seed, together with
-the identity of data and model, resolve to a frozen `Spec`; its hash names the run. Standard library only, so that the
-driver and the tests can plan a sweep without importing torch.
+A `Variant` names its parent and the one `Settings` field that it changes; following the parents gives all its settings.
+`Settings` are checked where they are made: a value that does not exist, and two values that do not go together, are
+errors, so that nothing is recorded that did not run. To add a row, add a line to VARIANTS.
 """
 
 import argparse
@@ -10,44 +10,131 @@ import dataclasses
 import difflib
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Literal, get_args, get_type_hints
+
+from qa_lib.errors import UserError
 
 
-class SpecError(ValueError):
+class SpecError(UserError):
     """A run that cannot be specified as asked."""
 
 
 class UnknownName(SpecError):
-    """A variant, scale, family or setting that does not exist; the message suggests the nearest."""
+    """A variant, scale, family, setting or value that does not exist; the message suggests the nearest."""
+
+
+def nearest(kind: str, name: str, known: Iterable[str]) -> str:
+    """The message of an UnknownName: what was asked for, what may have been meant, and what there is."""
+    folded = {word.casefold(): word for word in known}
+    close = [folded[word] for word in difflib.get_close_matches(name.casefold(), folded, 1, 0.3)]
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"unknown {kind} {name!r}{hint} (known: {', '.join(folded.values())})"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Every knob of a run. The defaults are row A1, the baseline of the seeds."""
+    """Every knob of a run; the defaults are row A1, the baseline of the seeds.
 
-    engine: str = "loop"  # loop: the visible loop of train.py | trainer: transformers.Trainer
-    precision: str = "fp16"  # autocast to fp16 (with GradScaler) or bf16 | fp32
-    attention: str = "eager"  # eager | sdpa; packed rows: flash | efficient | blockmask, sdpa takes what the GPU has
-    projections: str = "separate"  # query, key and value: separate | fused into one matrix product
-    dropout: str = "philox"  # random bits of the hidden states' dropout: philox, PyTorch's generator | hash
-    feed_forward: str = "native"  # its products in the precision's type: native | fp8
-    compile: str = "none"  # none | a backend name of torch.compile
-    padding: str = "max"  # max: to the scale's max_length | longest: of the micro-batch | packed: none, end to end
-    order: str = "random"  # random | bucketed: micro-batches of like length, in random order
-    trainable: str = "all"  # a recipe, see find_recipe
-    optimizer: str = "adamw"  # adamw | fused: one kernel, no wait for the device | adamw8bit
-    weights: str = "fp32"  # fp32: cast where used | half: kept in the precision's type, fp32 masters in the optimizer
-    step: str = "eager"  # eager: kernel by kernel | graph: the whole step replayed as one CUDA graph
-    checkpointing: bool = False  # recompute the layers' activations in the backward pass
-    join: str = "id"  # predictions to questions: by id | by position, the fault of A4-b
-    micro_batch: int = 8  # features in one forward pass
+    Raises UnknownName for a value that does not exist and SpecError for two that do not go together (CONFLICTS).
+    """
+
+    # loop: the visible loop of train/loop.py | trainer: transformers.Trainer
+    engine: Literal["loop", "trainer"] = "loop"
+    # autocast to fp16 (with GradScaler) or bf16 | fp32: no autocast
+    precision: Literal["fp16", "bf16", "fp32"] = "fp16"
+    # For padded rows eager | sdpa; for packed rows flash | efficient | blockmask, where sdpa takes what the GPU has.
+    attention: Literal["eager", "sdpa", "flash", "efficient", "blockmask"] = "eager"
+    # query, key and value: separate | fused into one matrix product
+    projections: Literal["separate", "fused"] = "separate"
+    # random bits of the hidden states' dropout: philox, PyTorch's generator | hash of the element's number
+    dropout: Literal["philox", "hash"] = "philox"
+    # products of the feed-forward blocks: native, in the precision's type | fp8
+    feed_forward: Literal["native", "fp8"] = "native"
+    # a backend of torch.compile
+    compile: Literal["none", "inductor", "aot_eager", "cudagraphs", "nvfuser"] = "none"
+    # max: to the scale's max_length | longest: of the micro-batch | packed: none, features laid end to end
+    padding: Literal["max", "longest", "packed"] = "max"
+    # random | bucketed: micro-batches of like length, in random order
+    order: Literal["random", "bucketed"] = "random"
+    # which parameters train: a name that find_recipe knows
+    trainable: str = "all"
+    # adamw: PyTorch's default | fused: one kernel, no wait for the device | adamw8bit: moments in 8 bits |
+    # master: weights and gradients in half precision, fp32 masters in the optimizer
+    optimizer: Literal["adamw", "fused", "adamw8bit", "master"] = "adamw"
+    # eager: kernel by kernel | graph: the whole step replayed as one CUDA graph
+    step: Literal["eager", "graph"] = "eager"
+    # recompute the layers' activations in the backward pass
+    checkpointing: bool = False
+    # predictions to questions: by id | by position, the fault of A4-b
+    join: Literal["id", "position"] = "id"
+    # features in one forward pass
+    micro_batch: int = 8
+
+    def __post_init__(self):
+        for name, values in choices().items():
+            if getattr(self, name) not in values:
+                raise UnknownName(nearest(name, str(getattr(self, name)), map(str, values)))
+        find_recipe(self.trainable)
+        if type(self.micro_batch) is not int or self.micro_batch < 1:
+            raise SpecError(f"micro_batch {self.micro_batch!r} is not a whole number of features, 1 or more")
+        for one, other, why in CONFLICTS:
+            if _matches(self, one) and _matches(self, other):
+                said = (f"{name} {getattr(self, name)!r}" for name, _ in (one, other))
+                raise SpecError(f"{' and '.join(said)} do not go together: {why}")
+
+    @property
+    def half_weights(self) -> bool:
+        """Whether weights and gradients are kept in half precision."""
+        return self.optimizer == "master"
+
+
+@cache
+def choices() -> dict[str, tuple]:
+    """The values of each setting that has a fixed list of them."""
+    hints = get_type_hints(Settings)
+    found = {field.name: get_args(hints[field.name]) for field in dataclasses.fields(Settings)}
+    return {name: values for name, values in found.items() if values} | {"checkpointing": (False, True)}
+
+
+def _matches(settings: Settings, condition: tuple[str, str]) -> bool:
+    """Whether a setting has one of the values that a condition names: 'lora*', 'flash|efficient', '!packed'."""
+    name, pattern = condition
+    value = str(getattr(settings, name))
+    found = any(fnmatchcase(value, part) for part in pattern.removeprefix("!").split("|"))
+    return found != pattern.startswith("!")
+
+
+# Two settings that do not go together, and why. '!x' is any value but x.
+CONFLICTS = (
+    (("padding", "packed"), ("attention", "eager"), "attention within segments takes a kernel that knows them"),
+    (("attention", "flash|efficient|blockmask"), ("padding", "!packed"), "these are the kernels for packed rows"),
+    (("attention", "flash"), ("precision", "fp32"), "FlashAttention computes in half precision alone"),
+    (("padding", "packed"), ("order", "bucketed"), "packed rows are dealt by length already, and padding has no say"),
+    (("optimizer", "master"), ("precision", "!bf16"), "GradScaler takes no fp16 gradients, and fp32 needs no masters"),
+    (("feed_forward", "fp8"), ("precision", "!bf16"), "the 8-bit products give bf16"),
+    (("feed_forward", "fp8"), ("optimizer", "!master"), "the 8-bit products take weights in bf16"),
+    (("projections", "fused"), ("trainable", "lora*"), "the adapters' query, key and value are fused away"),
+    (("step", "graph"), ("optimizer", "adamw|adamw8bit"), "their step counts are on the host, which a graph replays"),
+    (("step", "graph"), ("padding", "longest"), "a graph replays one shape"),
+    (("step", "graph"), ("compile", "cudagraphs"), "graphs do not nest"),
+    (("compile", "cudagraphs"), ("padding", "longest"), "a graph replays one shape"),
+    (("engine", "trainer"), ("padding", "packed"), "transformers.Trainer calls the model with padded rows"),
+    (("engine", "trainer"), ("dropout", "hash"), "nothing renews the seeds of its dropout"),
+    (("engine", "trainer"), ("optimizer", "adamw8bit|master"), "transformers.Trainer builds its own fused AdamW here"),
+    (("engine", "trainer"), ("step", "graph"), "transformers.Trainer has no captured step"),
+    (("engine", "trainer"), ("compile", "cudagraphs"), "its gradients of several micro-batches overwrite each other"),
+)
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Which parameters train. `lr_factor` multiplies the scale's learning rate, since PEFT wants a larger one."""
 
-    kind: str  # all | lora | biases | top
+    kind: Literal["all", "lora", "biases", "top"]
     lr_factor: float = 1.0
     targets: str | tuple[str, ...] = ()  # lora: peft's target_modules
     rank: int = 8  # lora: r; alpha is 2 r
@@ -64,6 +151,19 @@ RECIPES = {
     "freeze-bottom-10": Recipe("top", frozen=(10, 12)),
     "freeze-last-4": Recipe("top", frozen=(4, 12), frozen_side="top"),
 }
+
+
+@cache
+def find_recipe(name: str) -> Recipe:
+    """A recipe of RECIPES; or LoRA of any rank on the same targets, named like 'lora-all-r32', at the scale's own
+    learning rate. UnknownName otherwise."""
+    if found := re.fullmatch(r"(lora-[a-z]+)-r([1-9]\d*)", name):
+        family, rank = found.groups()
+        if family in RECIPES:
+            return dataclasses.replace(RECIPES[family], rank=int(rank), lr_factor=1.0)
+    if name not in RECIPES:
+        raise UnknownName(nearest("trainable", name, RECIPES))
+    return RECIPES[name]
 
 
 @dataclass(frozen=True)
@@ -85,171 +185,109 @@ class Variant:
         return dataclasses.replace(base, **self.change)
 
 
-VARIANTS = {
-    row.name: row
-    for row in [
-        Variant(
-            "A1",
-            None,
-            {},
-            "The baseline: fp16, eager attention, every feature padded to the limit, AdamW, no compiler.",
-        ),
-        Variant(
-            "A0",
-            "A1",
-            {"engine": "trainer"},
-            "What most people would run: the same recipe through transformers.Trainer.",
-        ),
-        Variant("A0-sdpa", "A0", {"attention": "sdpa"}, "The Trainer with fused attention, which is its default."),
-        Variant(
-            "A0-nb", "A0-sdpa", {"padding": "longest"}, "The Trainer with its usual collator: padded to the longest."
-        ),
-        Variant(
-            "A0-best", "A0-nb", {"order": "bucketed"}, "The Trainer with all that pays: batches of like length, too."
-        ),
-        Variant(
-            "A0-compile", "A0-best", {"compile": "inductor"}, "Whether torch.compile helps the Trainer at its best."
-        ),
-        Variant(
-            "A2",
-            "A1",
-            {"attention": "sdpa"},
-            "Fused attention keeps the score matrix out of memory and saves launches.",
-        ),
-        Variant(
-            "A3", "A2", {"compile": "inductor"}, "The compiler fuses elementwise work and removes Python from the step."
-        ),
-        Variant(
+def _row(name: str, parent: str | None, why: str, **change) -> tuple[str, Variant]:
+    return name, Variant(name, parent, change, why)
+
+
+VARIANTS = dict(
+    [
+        _row("A1", None, "The baseline: fp16, eager attention, every feature padded to the limit, AdamW, no compiler."),
+        _row("A0", "A1", "What most people would run: the same recipe through transformers.Trainer.", engine="trainer"),
+        _row("A0-sdpa", "A0", "The Trainer with fused attention, which is its default.", attention="sdpa"),
+        _row("A0-nb", "A0-sdpa", "The Trainer with its usual collator: padded to the longest.", padding="longest"),
+        _row("A0-best", "A0-nb", "The Trainer with all that pays: batches of like length, too.", order="bucketed"),
+        _row("A0-compile", "A0-best", "Whether torch.compile helps the Trainer at its best.", compile="inductor"),
+        _row("A2", "A1", "Fused attention keeps the score matrix out of memory and saves launches.", attention="sdpa"),
+        _row("A3", "A2", "The compiler fuses elementwise work and removes Python from the step.", compile="inductor"),
+        _row(
             "A4-nb",
             "A3",
-            {"padding": "longest"},
             "Padding only to the longest of the batch; in random order one long feature spoils it.",
+            padding="longest",
         ),
-        Variant(
+        _row(
             "A4",
             "A4-nb",
-            {"order": "bucketed"},
             "Batches of like length make dynamic padding pay: half of a padded batch is not text.",
+            order="bucketed",
         ),
-        Variant(
+        _row(
             "A4-b",
             "A4",
-            {"join": "position"},
             "The seeds' failed ablation on purpose: sorted predictions joined to unsorted questions.",
+            join="position",
         ),
-        Variant(
+        _row(
             "B1",
             "A3",
-            {"trainable": "lora-qv"},
             "LoRA r=8 on query and value at the full fine-tune's rate, as in the seeds.",
+            trainable="lora-qv",
         ),
-        Variant(
+        _row(
             "B1-all",
             "A3",
-            {"trainable": "lora-all"},
             "LoRA r=32 on every linear layer at five times the full fine-tune's rate.",
+            trainable="lora-all",
         ),
-        Variant("B2", "A3", {"trainable": "biases"}, "BitFit: only biases and the answer head train."),
-        Variant(
+        _row("B2", "A3", "BitFit: only biases and the answer head train.", trainable="biases"),
+        _row(
             "B3",
             "A3",
-            {"trainable": "freeze-bottom-10"},
             "The bottom 10 of 12 layers and the embeddings frozen: the backward pass stops early.",
+            trainable="freeze-bottom-10",
         ),
-        Variant(
+        _row(
             "B3-last4",
             "A3",
-            {"trainable": "freeze-last-4"},
             "The last 4 of 12 layers frozen, as the proposal wrote: gradients still pass through them.",
+            trainable="freeze-last-4",
         ),
-        Variant("C1", "A3", {"optimizer": "adamw8bit"}, "Adam's two moments in 8 bits instead of 32."),
-        Variant("C2-8", "A2", {"optimizer": "adamw8bit"}, "The 8-bit optimizer alone, without the compiler."),
-        Variant("C2", "A3", {"checkpointing": True}, "Activations are recomputed instead of kept: memory for time."),
-        Variant("D1", "A3", {"compile": "aot_eager"}, "The compiler's graph capture without its code generation."),
-        Variant(
-            "D1-cudagraphs",
-            "A3",
-            {"compile": "cudagraphs"},
-            "Launch overhead alone: captured graphs of unfused kernels.",
-        ),
-        Variant(
-            "D1-nvfuser",
-            "A3",
-            {"compile": "nvfuser"},
-            "The backend the proposal names; torch.compile has none any more.",
-        ),
-        Variant(
-            "E1", "A3", {"padding": "packed"}, "No padding at all: features end to end in rows of one static length."
-        ),
-        Variant(
-            "E1-efficient", "E1", {"attention": "efficient"}, "The kernel that a T4 has, in FlashAttention's place."
-        ),
-        Variant(
-            "E2",
-            "E1",
-            {"optimizer": "fused"},
-            "AdamW as one kernel, with rate and step count on the device: no waiting.",
-        ),
-        Variant("E3", "E2", {"step": "graph"}, "The whole step is one launch, so that a slow host no longer matters."),
-        Variant(
-            "E4", "E3", {"precision": "bf16"}, "No loss scaling; the same matrix rate on this generation of chips."
-        ),
-        Variant(
+        _row("C1", "A3", "Adam's two moments in 8 bits instead of 32.", optimizer="adamw8bit"),
+        _row("C2-8", "A2", "The 8-bit optimizer alone, without the compiler.", optimizer="adamw8bit"),
+        _row("C2", "A3", "Activations are recomputed instead of kept: memory for time.", checkpointing=True),
+        _row("D1", "A3", "The compiler's graph capture without its code generation.", compile="aot_eager"),
+        _row("D1-cudagraphs", "A3", "Launch overhead alone: captured graphs of unfused kernels.", compile="cudagraphs"),
+        _row("D1-nvfuser", "A3", "The backend the proposal names; torch.compile has none any more.", compile="nvfuser"),
+        _row("E1", "A3", "No padding at all: features end to end in rows of one static length.", padding="packed"),
+        _row("E1-efficient", "E1", "The kernel that a T4 has, in FlashAttention's place.", attention="efficient"),
+        _row("E2", "E1", "AdamW as one kernel, with rate and step count on the device: no waiting.", optimizer="fused"),
+        _row("E3", "E2", "The whole step is one launch, so that a slow host no longer matters.", step="graph"),
+        _row("E4", "E3", "No loss scaling; the same matrix rate on this generation of chips.", precision="bf16"),
+        _row(
             "E5",
             "E4",
-            {"weights": "half"},
             "Weights, gradients and residual stream in bf16 over fp32 masters: no casts, and half the bytes.",
+            optimizer="master",
         ),
-        Variant(
-            "E6",
-            "E5",
-            {"projections": "fused"},
-            "Query, key and value in one product: wider tiles, fewer kernels.",
-        ),
-        Variant(
+        _row("E6", "E5", "Query, key and value in one product: wider tiles, fewer kernels.", projections="fused"),
+        _row(
             "E-best",
             "E6",
-            {"dropout": "hash"},
             "The recommended stack. Random bits for dropout at a tenth of the instructions.",
+            dropout="hash",
         ),
-        Variant(
+        _row(
             "E-fp8",
             "E-best",
-            {"feed_forward": "fp8"},
             "Half of the multiplications in 8-bit floats, where the chip has them.",
+            feed_forward="fp8",
         ),
-        Variant(
+        _row(
             "E-t4",
             "E3",
-            {"projections": "fused"},
             "What is left of the stack on a GPU without bf16 and FlashAttention, such as a T4.",
+            projections="fused",
         ),
-        Variant("EC1", "E1", {"optimizer": "adamw8bit"}, "Packed rows with 8-bit moments: towards the least memory."),
-        Variant(
-            "EC2", "EC1", {"checkpointing": True}, "The leanest full fine-tune: packed, 8-bit moments, recomputed."
-        ),
-        Variant("EB1-lean", "EC2", {"trainable": "lora-all"}, "The leanest row of all: LoRA on top of that."),
-        Variant(
-            "EB1",
-            "E5",
-            {"trainable": "lora-qv"},
-            "Does LoRA still pay once the step is fused and captured?",
-        ),
-        Variant("EB1-all", "E5", {"trainable": "lora-all"}, "And LoRA on every linear layer?"),
-        Variant("EB2", "E-best", {"trainable": "biases"}, "And biases alone?"),
-        Variant(
-            "EB3", "E-best", {"trainable": "freeze-bottom-10"}, "And freezing, which shortens the backward pass itself?"
-        ),
+        _row("EC1", "E1", "Packed rows with 8-bit moments: towards the least memory.", optimizer="adamw8bit"),
+        _row("EC2", "EC1", "The leanest full fine-tune: packed, 8-bit moments, recomputed.", checkpointing=True),
+        _row("EB1-lean", "EC2", "The leanest row of all: LoRA on top of that.", trainable="lora-all"),
+        _row("EB1", "E5", "Does LoRA still pay once the step is fused and captured?", trainable="lora-qv"),
+        _row("EB1-all", "E5", "And LoRA on every linear layer?", trainable="lora-all"),
+        _row("EB2", "E-best", "And biases alone?", trainable="biases"),
+        _row("EB3", "E-best", "And freezing, which shortens the backward pass itself?", trainable="freeze-bottom-10"),
     ]
-}
+)
 FAMILIES = {"A": "systems", "B": "peft", "C": "memory", "D": "backends", "E": "beyond"}  # family -> notebook
-
-
-def nearest(kind: str, name: str, known) -> str:
-    folded = {word.casefold(): word for word in known}
-    close = [folded[word] for word in difflib.get_close_matches(name.casefold(), folded, 1, 0.3)]
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"unknown {kind} {name!r}{hint} (known: {', '.join(known)})"
 
 
 def find_variant(name: str) -> Variant:
@@ -266,34 +304,19 @@ def find_family(name: str) -> list[str]:
     return [row.name for row in VARIANTS.values() if row.family == name]
 
 
-def find_recipe(name: str) -> Recipe:
-    """A recipe of RECIPES; or LoRA of any rank on the same targets, named like 'lora-all-r32', at the scale's own
-    learning rate. UnknownName otherwise."""
-    if found := re.fullmatch(r"(lora-[a-z]+)-r([1-9]\d*)", name):
-        family, rank = found.groups()
-        if family in RECIPES:
-            return dataclasses.replace(RECIPES[family], rank=int(rank), lr_factor=1.0)
-    if name not in RECIPES:
-        raise UnknownName(nearest("trainable", name, RECIPES))
-    return RECIPES[name]
-
-
 def needs(settings: Settings) -> list[str]:
-    """What a machine must have for these settings, by name."""
-    found = []
-    if settings.compile == "inductor":
-        found.append("compiler")
-    elif settings.compile != "none":
-        found.append(f"backend {settings.compile}")
-    if settings.compile == "cudagraphs" or settings.attention == "efficient":
-        found.append("cuda")
-    if settings.attention == "flash" or settings.precision == "bf16":
-        found.append("sm80")
-    if settings.feed_forward == "fp8":
-        found.append("sm89")
-    if settings.optimizer == "adamw8bit":
-        found.append("bitsandbytes")
-    return found
+    """What machine and model must have for these settings, by name; spec.missing says what the names mean."""
+    wanted = {
+        "compiler": settings.compile == "inductor",
+        f"backend {settings.compile}": settings.compile not in ("none", "inductor"),
+        "cuda": settings.compile == "cudagraphs" or settings.attention == "efficient",
+        "sm89": settings.feed_forward == "fp8",
+        "sm80": settings.attention == "flash" or settings.precision == "bf16",
+        "bitsandbytes": settings.optimizer == "adamw8bit",
+        "fused attention": settings.attention != "eager",
+        "packed rows": settings.padding == "packed",
+    }
+    return [need for need, asked in wanted.items() if asked]
 
 
 EXAMPLE = "example: python -m qa_lib variants --json | jq '.[] | select(.family == \"B\")'"

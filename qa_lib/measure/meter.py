@@ -169,7 +169,7 @@ class Meter:
         return speed, clock
 
 
-def memory(model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict:
+def memory_use(model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict:
     """The record's `memory` in MiB: peaks since the first steps, and the bytes of what persists between steps.
 
     Gradients are counted as one of each trainable parameter's size, since they are freed between steps.

@@ -30,7 +30,7 @@ def layer_bytes(spec: Spec) -> float:
     """Bytes a layer keeps for its backward pass, per token and hidden width, without the attention scores."""
     settings, recipe = spec.settings, spec.recipe
     compiled = settings.compile not in ("none", "cudagraphs")
-    residual = 2 if settings.weights == "half" else 4  # autocast's layer norms give fp32
+    residual = 2 if settings.half_weights else 4  # autocast's layer norms give fp32
     # The inputs of the two layer norms and two dropout masks; query, key, value and the attention's output in half
     # precision (its input and the output product's are one tensor); the input of GELU, four times as wide.
     kept = 2 * residual + 2 * 1 + 4 * 2 + 4 * 2
@@ -63,7 +63,7 @@ def predict(spec: Spec) -> dict:
     total = sum(p.numel() for p in model.parameters())
     trained = [(name, p.numel()) for name, p in model.named_parameters() if p.requires_grad]
     count, hidden, layers = sum(n for _, n in trained), config.hidden_size, config.num_hidden_layers
-    half = settings.weights == "half"
+    half = settings.half_weights
     params, grads = (2 if half else 4) * total, (2 if half else 4) * count
     optimizer = 12 * count if half else 8 * count  # two moments, and the masters of half-precision weights
     if settings.optimizer == "adamw8bit":

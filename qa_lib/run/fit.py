@@ -120,7 +120,7 @@ def _work(entry, spec, run_dir, data, model, batches, device, begin, say) -> Non
         hits = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]
         entry["time"]["compile_cached"] = hits > 0  # an earlier run has paid a part of it
     entry["energy"]["joules_per_feature"] = meter.joules_per_feature()
-    entry["memory"] |= meter.memory(model, optimizer, device)
+    entry["memory"] |= memory_use(model, optimizer, device)
 
     if data.validation:
         clock = time.perf_counter()

@@ -18,9 +18,9 @@ import torch
 from qa_lib import record
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.errors import UserError
-from qa_lib.measure import meter, ncu, trace
+from qa_lib.measure import ncu, trace
 from qa_lib.measure.machine import copy_rate, environment, matrix_rate, train_device
-from qa_lib.measure.meter import MIB, Watch
+from qa_lib.measure.meter import MIB, Watch, memory_use
 from qa_lib.model.build import DTYPES, build_model
 from qa_lib.run.plan import add_source_arguments, plan
 from qa_lib.spec import Spec
@@ -221,7 +221,7 @@ def _memory(spec: Spec, data, device) -> dict:
     torch.cuda.empty_cache()
     watch = MemoryWatch(6)
     model, optimizer, _ = _train(_short(spec, watch.at), data, device, watch)
-    lasting = meter.memory(model, optimizer, device)
+    lasting = memory_use(model, optimizer, device)
     activations, reserved = watch.kept / MIB, watch.reserved / MIB
     at_peak = max(watch.peaks, key=watch.peaks.get)
     peak = watch.peaks[at_peak] / MIB

@@ -34,7 +34,7 @@ def train(
     """
     settings, steps, watch = spec.settings, batches.steps, watch or Watch()
     torch.manual_seed(spec.seed)
-    half = settings.weights == "half"
+    half = settings.half_weights
     model.to(device, DTYPES[settings.precision] if half else None).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = build_optimizer(model, spec)

@@ -63,11 +63,8 @@ CLIP = 1.0  # gradient norm
 
 
 def learning_rate(spec: Spec, step: int, steps: int) -> float:
-    """Linear warm-up from 0, then linear decay to 0, for a step counted from 0; the recipe's factor included.
-
-    The factor is for pretrained weights; the tiny model's own rate, from scratch, is high as it is.
-    """
-    factor = 1.0 if spec.model_source == "tiny" else spec.recipe.lr_factor
+    """Linear warm-up from 0, then linear decay to 0, for a step counted from 0; the recipe's factor included."""
+    factor = spec.recipe.lr_factor if spec.scale.recipe_rates else 1.0
     peak = spec.scale.learning_rate * factor
     warmup = int(spec.scale.warmup * steps)
     if step < warmup:
@@ -83,7 +80,7 @@ def build_optimizer(model: torch.nn.Module, spec: Spec) -> torch.optim.Optimizer
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     lr = learning_rate(spec, 0, 1)
-    if spec.settings.weights == "half":
+    if spec.settings.half_weights:
         return MasterAdamW(trained, lr=torch.tensor(lr, device=trained[0].device), max_norm=CLIP)
     if spec.settings.optimizer == "adamw":
         return torch.optim.AdamW(trained, lr=lr, weight_decay=0.0)
