@@ -12,6 +12,7 @@ from qa_lib import record
 from qa_lib.data.load import Data, batches_of, load_data
 from qa_lib.measure.cost import StepCost
 from qa_lib.measure.machine import environment, limit_memory, matrix_rate, train_device, turn
+from qa_lib.measure.meter import memory_use
 from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.run.plan import add_source_arguments, plan
 from qa_lib.score.evaluate import evaluate
