@@ -8,7 +8,6 @@ the types of these, checked whenever a record is read.
 """
 
 import contextlib
-import copy
 import dataclasses
 import datetime
 import fcntl
@@ -262,8 +261,7 @@ def write_record(run_dir: Path, record: dict) -> None:
 
 
 def finish(run_dir: Path, record: dict, status: str, error: dict | None = None) -> dict:
-    """A copy of `record` with a terminal status, written to disk."""
-    record = copy.deepcopy(record)
+    """Give a record its terminal status, and write it."""
     record["status"] = status
     record["error"] |= error or {}
     record["time"]["ended"] = now()

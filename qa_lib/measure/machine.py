@@ -16,7 +16,6 @@ import psutil
 import torch
 
 from qa_lib.measure.meter import MIB, Stopwatch
-from qa_lib.record import WAITING
 from qa_lib.spec import Machine, hardware_name
 
 
@@ -41,7 +40,7 @@ def imitate(sm: int) -> None:
 
 
 @contextlib.contextmanager
-def turn(device: torch.device, shared: bool = False, say=print):
+def turn(device: torch.device, shared: bool = False, waits=lambda: None):
     """Hold the GPU: one run at a time trains on it, while others prepare, so that none is timed beside another; or
     any number of `shared` ones, which are not timed.
 
@@ -57,7 +56,7 @@ def turn(device: torch.device, shared: bool = False, say=print):
         try:
             fcntl.flock(stream, kind | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(WAITING)
+            waits()
             fcntl.flock(stream, kind)
         yield time.perf_counter() - begin
 

@@ -25,14 +25,14 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 transformers_logging.disable_progress_bar()  # bars that are redrawn inside a run fill its notebook
 
 
-def build_model(spec: Spec) -> torch.nn.Module:
+def build_model(spec: Spec, head: type = AutoModelForQuestionAnswering) -> torch.nn.Module:
     """The spec's model on the CPU in fp32, seeded, ready to train; not compiled yet.
 
     A folder with a config but no model.safetensors gives random weights where the scale measures no quality, and
     UserError where it does; so does a model that is no BERT, or one for shorter features.
     """
     torch.manual_seed(spec.seed)
-    model = _pretrained(spec)
+    model = _pretrained(spec, head)
     if spec.settings.checkpointing:
         # transformers 5.23 renames it, and warns of the old name.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
@@ -46,13 +46,13 @@ def build_model(spec: Spec) -> torch.nn.Module:
     return apply_recipe(model, spec.recipe)
 
 
-def _pretrained(spec: Spec) -> torch.nn.Module:
+def _pretrained(spec: Spec, head: type) -> torch.nn.Module:
     attention = spec.settings.attention
     if spec.settings.padding == "packed":
         attention = attention_name(attention)
     if spec.model_source == "tiny":
         config = BertConfig(vocab_size=len(vocabulary()), **TINY_CONFIG)
-        return AutoModelForQuestionAnswering.from_config(config, attn_implementation=attention)
+        return head.from_config(config, attn_implementation=attention)
     config = AutoConfig.from_pretrained(spec.model_source, trust_remote_code=False)
     if config.model_type != "bert":
         raise UserError(f"{spec.model_source}: a model of type {config.model_type!r}; this lab trains BERT alone")
@@ -65,8 +65,8 @@ def _pretrained(spec: Spec) -> torch.nn.Module:
     if folder.is_dir() and not (folder / "model.safetensors").exists():
         if spec.scale.quality:
             raise UserError(f"{folder} holds no model.safetensors, and scale {spec.scale.name} needs weights")
-        return AutoModelForQuestionAnswering.from_config(config, attn_implementation=attention)
-    return AutoModelForQuestionAnswering.from_pretrained(
+        return head.from_config(config, attn_implementation=attention)
+    return head.from_pretrained(
         spec.model_source,
         attn_implementation=attention,
         dtype=torch.float32,

@@ -43,8 +43,12 @@ def use_hash_dropout(model: nn.Module) -> None:
     seeds = Seeds(len(owners))
     for number, owner in enumerate(owners):
         owner.dropout = HashDropout(owner.dropout.p, seeds, number)
+    model.dropout_seeds = seeds
 
 
 def renew(model: nn.Module) -> None:
-    """Draw new seeds for a model's hash dropouts, from PyTorch's generator on its device; before each forward pass."""
-    model.bert.embeddings.dropout.seeds.values.random_()
+    """Draw new seeds for a model's hash dropouts, from PyTorch's generator on its device; before each forward pass.
+
+    Does nothing to a model without them."""
+    if hasattr(model, "dropout_seeds"):
+        model.dropout_seeds.values.random_()

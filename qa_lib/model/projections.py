@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from transformers.models.bert.modeling_bert import ALL_ATTENTION_FUNCTIONS, BertSelfAttention
+from transformers.models.bert.modeling_bert import ALL_ATTENTION_FUNCTIONS, BertSelfAttention, eager_attention_forward
 
 
 class FusedSelfAttention(nn.Module):
@@ -41,7 +41,7 @@ class FusedSelfAttention(nn.Module):
         """As BertSelfAttention.forward, for an encoder: hidden_states [batch, tokens, hidden]."""
         shape = hidden_states.shape[:-1]
         parts = self.qkv(hidden_states).view(*shape, 3, -1, self.width).transpose(1, 3).unbind(2)
-        attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.dropout.p if self.training else 0.0
         output, weights = attention(self, *parts, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
         return output.reshape(*shape, -1).contiguous(), weights

@@ -11,12 +11,14 @@ from qa_lib.record import FINISHED, read_record
 from qa_lib.run.sweep import card, is_finished
 from qa_lib.spec import Spec
 
+SHARE = "QA_LIB_SHARE"  # set where other runs train on the same GPU at the same time
+
 
 def _fit(spec: Spec, runs: Path, gpu: int | None, shared: bool, sm: int) -> None:
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = card(gpu)  # read when CUDA is first used, which is later than this
     # Not before: bitsandbytes, which it imports, asks CUDA for its cards.
-    from qa_lib.run.fit import SHARE, fit
+    from qa_lib.run.fit import fit
 
     imitate(sm)
     if shared:

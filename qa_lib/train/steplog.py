@@ -1,6 +1,7 @@
-"""steps.jsonl: what a run says of itself while it runs."""
+"""steps.jsonl: what a run says of itself while it runs, and what ends it early."""
 
 import json
+import math
 import time
 from pathlib import Path
 
@@ -12,18 +13,26 @@ from qa_lib.spec import Spec
 LOOK_EVERY_S = 1.0  # seconds between two looks at the loss; each look waits for the device
 
 
-class NonFiniteLoss(RuntimeError):
-    """The loss is NaN or infinite and no smaller GradScaler scale can help. `step` counts from 1."""
+class StepFailed(RuntimeError):
+    """An optimizer step that could not be done; `step` counts from 1, and the cause says why."""
 
-    def __init__(self, step: int, loss: float):
-        super().__init__(f"loss is {loss} at step {step}")
+    def __init__(self, step: int, message: str = "an error in the step"):
+        super().__init__(f"{message} at step {step}")
         self.step = step
 
 
-class StepLog:
-    """steps.jsonl of a run. Losses stay on the device until `write`, so that logging does not stall a step."""
+class NonFiniteLoss(StepFailed):
+    """The loss is NaN or infinite and no smaller GradScaler scale can help."""
 
-    def __init__(self, run_dir: Path, spec: Spec, steps: int, begin: int, device: torch.device, scaler, say):
+
+class StepLog:
+    """steps.jsonl of a run: a line a step with its number, loss, learning rate (lr) and milliseconds (ms).
+
+    Losses stay on the device until `write`, so that logging does not stall a step. `begin` is the number of steps that
+    an earlier process has done; its lines are kept.
+    """
+
+    def __init__(self, run_dir: Path, spec: Spec, steps: int, begin: int, scaler: torch.amp.GradScaler, say):
         self.path, self.steps, self.written, self.scaler, self.say = run_dir / "steps.jsonl", steps, begin, scaler, say
         self.pending, self.said, self.looked = [], begin, time.monotonic()
         self.label = f"{spec.variant} seed {spec.seed}"
@@ -50,12 +59,12 @@ class StepLog:
         for (loss, rate), duration in zip(self.pending, seconds, strict=True):
             self.written += 1
             value = float(loss)
-            finite = value - value == 0.0
+            finite = math.isfinite(value)
             lines.append(
                 {"step": self.written, "loss": value if finite else None, "lr": rate, "ms": round(1e3 * duration, 4)}
             )
             if not finite and not excused and broken is None:
-                broken = NonFiniteLoss(self.written, value)
+                broken = NonFiniteLoss(self.written, f"loss is {value}")
         self._append("".join(json.dumps(line) + "\n" for line in lines))
         self.pending.clear()
         if broken:
