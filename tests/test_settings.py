@@ -21,7 +21,7 @@ from qa_lib.model.dropout import HashDropout
 from qa_lib.model.projections import FusedSelfAttention
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, adjust, missing
-from qa_lib.train import engine, masters
+from qa_lib.train import engine, loop, masters, trainer
 from qa_lib.train.masters import MasterAdamW
 from qa_lib.variants import CONFLICTS, VARIANTS, Settings, SpecError, choices
 
@@ -85,8 +85,8 @@ class Seen:
         monkeypatch.setattr(torch, "compile", spy_compile)
         monkeypatch.setattr(masters, "_update", masters._update._torchdynamo_orig_callable)  # Inductor takes seconds
         monkeypatch.setattr(Trainer, "train", spy_train)
-        for name, train in list(engine.ENGINES.items()):
-            monkeypatch.setitem(engine.ENGINES, name, self._noting(name, train))
+        for name, module in (("loop", loop), ("trainer", trainer)):
+            monkeypatch.setattr(module, "train", self._noting(name, module.train))
         before = {name: p.detach().clone() for name, p in build_model(spec).named_parameters()}
         self.model, self.batches = build_model(spec), batches_of(data.features, spec)
         self.model.get_input_embeddings().register_forward_hook(self._look)
