@@ -45,7 +45,7 @@ def layer_bytes(spec: Spec) -> float:
     return kept
 
 
-def predict(spec: Spec) -> dict:
+def estimate(spec: Spec) -> dict:
     """MiB of params, grads, optimizer, activations and workspace, the peak and its phase, and what is reserved.
 
     For a model that trains in half precision, that is, on a GPU. Raises UserError for a spec without one.
@@ -146,7 +146,7 @@ def main(args: argparse.Namespace) -> int:
         if spec.skip:
             print(f"{spec.variant:12}{spec.skip}")
             continue
-        found = predict(spec)
+        found = estimate(spec)
         print(
             f"{spec.variant:12}" + "".join(f"{found[f'{head}_mib']:12,.0f}" for head in heads)
             + f"{_measured(spec, args.runs):>12}  {found['phase']}"
