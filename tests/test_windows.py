@@ -17,6 +17,7 @@ from qa_lib.errors import UserError
 from tests.bench_data import best_of
 from tests.material import SQUAD, document, needs_squad, question, real_tokenizer, trained_tokenizer, write
 from tests.plain import overflow, plain_positions
+from tests.tiny import byte_level_tokenizer
 
 TEXT = (
     "The river Rhine, 1,233 km long, flows north through naïve cafés and e\u0301clairs; its mouth lies near Rotterdam. "
@@ -240,6 +241,34 @@ def test_tokenizers_that_cannot_be_cut_at_blanks_give_the_same_as_their_own_over
         else:
             tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split("e", "isolated")
         check(examples, tokenizer, 50, 10)
+
+
+@pytest.mark.parametrize("add_prefix_space", [False, True])
+def test_windows_of_a_byte_level_tokenizer_are_its_own_overflow(add_prefix_space):
+    """RoBERTa's: four special tokens, no token types, blanks that belong to words, several tokens for a character."""
+    tokenizer = byte_level_tokenizer([TEXT] * 3, add_prefix_space=add_prefix_space)
+    examples = [Example(f"e{i}{j}", "", q, f"{c} {c}") for i, q in enumerate(EDGES) for j, c in enumerate(EDGES)]
+    examples = [example for example in examples if len(example.question) < 8]
+    for start, length in itertools.product(range(0, len(TEXT) - 8), (1, 3, 8)):
+        answer = (TEXT[start : start + length], start)
+        examples.append(Example(f"a{start}-{length}", "", "  Where does it", TEXT, (answer,)))
+    features = check(examples, tokenizer, 60, 9)
+    assert len(features) > len(examples)
+    assert (features.tokens[features.starts[:-1]] == tokenizer.cls_token_id).all()
+    batch = features.batch(np.array([0, len(features) - 1]), 60)
+    assert set(batch) == {"input_ids", "attention_mask", "start_positions", "end_positions"}
+    assert batch["input_ids"][0, -1] == tokenizer.pad_token_id == 1
+    crowded = Example("q7", "Rivers", "river " * 30, "river")
+    with pytest.raises(DataError, match=r"question 'q7': its \d+ tokens leave 0 of 20 .* stride 4 \(1 such"):
+        build_features(Given([crowded]), tokenizer, 20, 4, cache=False)
+
+
+def test_the_quick_way_gives_what_the_tokenizers_own_overflow_gives(small, monkeypatch):
+    examples = [Example(f"{i}", "", "  where is it", TEXT * 2, ((TEXT[i : i + 5], i),)) for i in range(60)]
+    quick = build_features(Given(examples), small, 50, 10, cache=False)
+    monkeypatch.setattr("qa_lib.data.windows.splits_at_blanks", lambda _: False)
+    monkeypatch.setattr("qa_lib.data.windows.QUESTIONS_PER_CALL", 7)
+    assert same(quick, build_features(Given(examples), small, 50, 10, cache=False))
 
 
 def test_another_way_to_join_a_pair(small):

@@ -83,7 +83,7 @@ class PackedBatches(Batches):
         real = batch["attention_mask"].astype(bool)
         rows = {"position_ids": np.broadcast_to(np.arange(real.shape[1]), real.shape)} | batch
         packed = {}
-        for name in ("input_ids", "token_type_ids", "position_ids"):
+        for name in [name for name in ("input_ids", "token_type_ids", "position_ids") if name in rows]:
             packed[name] = np.zeros((1, self.budget), dtype=np.int64)
             packed[name][0, :total] = rows[name][real]
         tails = len(self.limits) - self.size
