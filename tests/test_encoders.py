@@ -44,7 +44,7 @@ def one_thread():
 
 
 def spec_of(variant, folder, **settings):
-    """A row at the smoke scale with three steps, not compiled by Inductor, which takes its time; D1 stands for the compiled rows."""
+    """A row at the smoke scale with three steps; without Inductor, which is slow: D1 stands for compiled rows."""
     (spec,) = plan([variant], "smoke", [0], "synthetic:40", folder, machine=CPU)
     assert spec.skip is None
     if spec.settings.compile == "inductor":

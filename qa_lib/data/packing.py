@@ -1,8 +1,10 @@
-"""Training without padding: several features in one row of one static length, isolated from one another.
+"""Training without padding: several features in one row of one static length, isolated from one another (row E1).
 
-A micro-batch keeps its number of features. Features are dealt to micro-batches so that all have nearly the same number
-of tokens, and each is laid end to end in a row of `budget` tokens, the same for every step of a run: one shape to
-compile and to capture, and hardly any padding. Attention runs within segments (`cu_seqlens`), softmax and loss as well.
+Half of a batch that is padded to 384 tokens is not text. Packing (Krell et al. 2021) lays features end to end instead.
+Here a micro-batch keeps its number of features, so that the training stays the same: features are dealt to
+micro-batches so that all have nearly the same number of tokens (`deal`), and each is one row of `budget` tokens, the
+same for every step of a run. That is one shape to compile and to capture as a CUDA graph, with hardly any padding.
+Attention runs within segments (`cu_seqlens`, model/attention.py), softmax and loss as well (model/packed.py).
 """
 
 from functools import cached_property

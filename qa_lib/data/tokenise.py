@@ -88,17 +88,11 @@ def tokenise(backend, texts: list[str]) -> Pieces:
     """The tokens of all texts; where a blank always ends a token, each distinct word is tokenised once."""
     if not splits_at_blanks(backend):
         return _encode(backend, texts)
-    index: defaultdict[str, int] = defaultdict(count().__next__)
-    word, size, words = [], [], []
-    for first in range(0, len(texts), TEXTS_PER_CALL):
-        parts = [text.split(" ") for text in texts[first : first + TEXTS_PER_CALL]]
-        words += map(len, parts)
-        parts = list(chain.from_iterable(parts))
-        word.append(np.fromiter(map(index.__getitem__, parts), np.int64, len(parts)))
-        size.append(np.fromiter(map(len, parts), np.int64, len(parts)) + 1)
-    ids, starts, offsets = _encode_words(backend, list(index))
+    words = np.array([text.count(" ") + 1 for text in texts])
+    known, word = distinct(chain.from_iterable(text.split(" ") for text in texts))
+    ids, starts, offsets = _encode_words(backend, known)
 
-    word, size = np.concatenate(word), np.concatenate(size)
+    size = np.array([len(text) + 1 for text in known])[word]
     first_word = np.cumsum(words) - words
     begin = np.cumsum(size) - size  # of each word, in characters, over all texts joined by blanks
     begin -= np.repeat(begin[first_word], words)
@@ -112,7 +106,7 @@ def _encode_words(backend, words: list[str]) -> Pieces:
     """As `_encode` for words without blanks: joined to rows, as a call costs more than a word, and told apart after."""
     rows = [" ".join(words[first : first + WORDS_PER_ROW]) for first in range(0, len(words), WORDS_PER_ROW)]
     ids, starts, offsets = _encode(backend, rows)
-    size = np.fromiter(map(len, words), np.int64, len(words)) + 1
+    size = np.array([len(word) + 1 for word in words])
     begin = np.cumsum(size) - size
     row_begin = begin[::WORDS_PER_ROW]
     word = np.searchsorted(begin, offsets[:, 0] + np.repeat(row_begin, np.diff(starts)), "right") - 1

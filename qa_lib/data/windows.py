@@ -54,7 +54,6 @@ class Features:
     start_positions: np.ndarray  # int64 [n]: first and last token of the first gold answer; 0 and 0 where there is
     end_positions: np.ndarray  # int64 [n]: none, or none wholly inside the window
     max_length: int
-    stride: int
     pad_token: int
     segments: bool  # whether token types go with the windows: 0 up to the context, and 1 from there
     n_examples: int
@@ -170,7 +169,7 @@ def _build(source: Source, tokenizer, layout: Layout, max_length: int, stride: i
     positions = _answer_positions(examples, offsets, starts, example, context_span)
     return Features(
         *(tokens, offsets, starts, example, context_span, *positions),
-        *(max_length, stride, layout.pad, layout.segments, len(examples), examples_sha256(examples)),
+        *(max_length, layout.pad, layout.segments, len(examples), examples_sha256(examples)),
     )
 
 
@@ -282,15 +281,14 @@ def _store(folder: Path, features: Features) -> Features:
     meta = {name: value for name, value in vars(features).items() if name not in arrays}
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix="tmp-", dir=folder.parent))
-        try:
+        with tempfile.TemporaryDirectory(prefix="tmp-", dir=folder.parent) as work:
+            entry = Path(work, "entry")
+            entry.mkdir()
             for name, array in arrays.items():
-                np.save(work / f"{name}.npy", array)
-            (work / "meta.json").write_text(json.dumps(meta))
+                np.save(entry / f"{name}.npy", array)
+            (entry / "meta.json").write_text(json.dumps(meta))
             shutil.rmtree(folder, ignore_errors=True)  # a damaged entry, or a neighbour's equal one
-            work.rename(folder)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+            entry.rename(folder)
     except OSError as error:
         log.warning("%s: features not cached (%s)", folder, error)
         return features

@@ -71,11 +71,7 @@ def _pretrained(spec: Spec) -> torch.nn.Module:
     if bare or source == "tiny":
         return AutoModelForQuestionAnswering.from_config(config, attn_implementation=attention)
     return AutoModelForQuestionAnswering.from_pretrained(
-        source,
-        attn_implementation=attention,
-        dtype=torch.float32,
-        use_safetensors=True,
-        trust_remote_code=False,
+        source, attn_implementation=attention, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
     )
 
 
