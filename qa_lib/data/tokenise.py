@@ -124,15 +124,13 @@ def splits_at_blanks(backend) -> bool:
 
 def _encode(backend, texts: list[str]) -> Pieces:
     """What `tokenise` gives, by the tokenizer alone."""
-    ids, offsets, lengths = [], [], [0]
+    ids, offsets = [], []
     for first in range(0, len(texts), TEXTS_PER_CALL):
-        encodings = backend.encode_batch(texts[first : first + TEXTS_PER_CALL], add_special_tokens=False)
-        parts = [encoding.ids for encoding in encodings]
-        lengths += map(len, parts)
-        ids.append(np.fromiter(chain.from_iterable(parts), np.int32))
-        pairs = chain.from_iterable(encoding.offsets for encoding in encodings)
-        offsets.append(np.fromiter(chain.from_iterable(pairs), np.int32, 2 * len(ids[-1])).reshape(-1, 2))
-    return Pieces(np.concatenate(ids), np.cumsum(lengths), np.concatenate(offsets))
+        for encoding in backend.encode_batch(texts[first : first + TEXTS_PER_CALL], add_special_tokens=False):
+            ids.append(np.array(encoding.ids, np.int32))
+            offsets.append(np.array(encoding.offsets, np.int32).reshape(-1, 2))
+    starts = np.cumsum([0, *map(len, ids)])
+    return Pieces(np.concatenate(ids), starts, np.concatenate(offsets))
 
 
 def ranges(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
