@@ -16,6 +16,7 @@ from qa_lib.errors import UserError
 from qa_lib.spec import Spec
 
 WINDOW = 256  # micro-batches that are dealt together: more are better balanced, fewer are more random
+PER_TOKEN = ("input_ids", "token_type_ids", "position_ids")  # what a packed row has for each token, where it is given
 ALIGN = 64  # the budget and limits of segments are multiples of this many tokens, for whole tiles in matrix products
 
 
@@ -75,7 +76,7 @@ class PackedBatches(Batches):
         return np.concatenate(lengths), np.concatenate([*lengths, *tails])
 
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """A packed row, int64: input_ids, token_type_ids and position_ids [1, budget]; cu_seqlens int32 [segments + 1],
+        """A packed row, int64: what PER_TOKEN names [1, budget]; cu_seqlens int32 [segments + 1],
         where each segment begins and the last one ends; start_positions and end_positions [size] within segments; what
         lay_out() gives, for the kernel that pads."""
         limit, lengths = self.spec.scale.max_length, self.features.lengths[indices]
@@ -84,10 +85,9 @@ class PackedBatches(Batches):
         batch = self.features.batch(indices, int(lengths.max()))
         real = batch["attention_mask"].astype(bool)
         rows = {"position_ids": np.broadcast_to(np.arange(real.shape[1]), real.shape)} | batch
-        packed = {}
-        for name in [name for name in ("input_ids", "token_type_ids", "position_ids") if name in rows]:
-            packed[name] = np.zeros((1, self.budget), dtype=np.int64)
-            packed[name][0, :total] = rows[name][real]
+        packed = {name: np.zeros((1, self.budget), dtype=np.int64) for name in PER_TOKEN if name in rows}
+        for name, row in packed.items():
+            row[0, :total] = rows[name][real]
         tails = len(self.limits) - self.size
         ends = np.minimum(total + limit * np.arange(1, tails + 1), self.budget)
         packed["cu_seqlens"] = np.concatenate([[0], lengths.cumsum(), ends]).astype(np.int32)
