@@ -9,9 +9,10 @@ from transformers import BertConfig
 
 from qa_lib.__main__ import main
 from qa_lib.errors import UserError
+from qa_lib.measure.machine import imitate
 from qa_lib.report.runs import load_runs
 from qa_lib.run import fitbatch
-from qa_lib.run.budget import gpu_of, predict
+from qa_lib.run.budget import estimate, gpu_of
 from qa_lib.run.fitbatch import CLOSE, STEP, largest
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
@@ -48,12 +49,12 @@ def test_within_a_tenth_of_the_measured_peak(variant, size, peak, bert_base, mon
     spec = spec_of(variant, bert_base, size)
     if spec.settings.padding == "packed":
         monkeypatch.setattr("qa_lib.run.budget._tokens", lambda _: TOKENS[size])
-    wrong = predict(spec)["peak_mib"] / peak - 1
+    wrong = estimate(spec)["peak_mib"] / peak - 1
     assert abs(wrong) < 0.10 or ((variant, size) in TOO_LOW and wrong > -0.2)
 
 
 def test_optimizer_state_is_that_of_the_shapes(bert_base):
-    state = {name: predict(spec_of(name, bert_base, 8))["optimizer_mib"] for name in ("A1", "C1", "B1")}
+    state = {name: estimate(spec_of(name, bert_base, 8))["optimizer_mib"] for name in ("A1", "C1", "B1")}
     assert state["A1"] == pytest.approx(831, abs=1) and state["C1"] == pytest.approx(347, abs=3) and state["B1"] < 3
 
 
@@ -76,7 +77,7 @@ def test_the_verb_prints_rows_and_skips_and_refuses_a_cpu(bert_base, capsys):
     assert "A1" in printed and "forward and backward" in printed and "8.0 or newer" in printed
     (spec,) = plan(["A1"], "bench", [0], "synthetic:100", bert_base, machine=Machine())
     with pytest.raises(UserError, match="planned for a CPU"):
-        predict(spec)
+        estimate(spec)
 
 
 @pytest.mark.parametrize("limit", [0, 7, 8, 20, 100, 333, 1000, 4096, 9000])
@@ -111,7 +112,7 @@ def test_close_to_the_limit_a_smaller_batch_is_tried_for_speed(monkeypatch, tmp_
     monkeypatch.setattr(fitbatch, "attempt", attempt)
     monkeypatch.setattr(fitbatch, "specs_for", specs_for)
     monkeypatch.setattr(fitbatch, "_guess", lambda *_: 190)
-    monkeypatch.setattr(fitbatch.measure, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(fitbatch, "train_device", lambda: torch.device("cuda"))
     assert main(["fit-batch", "A3", "E4", "--limit-gib", "14.9", "--sm", "75", "--runs", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "A3 micro-batch 208: out of memory" in out and "E4: skipped, needs a GPU" in out
@@ -121,9 +122,9 @@ def test_close_to_the_limit_a_smaller_batch_is_tried_for_speed(monkeypatch, tmp_
 def test_an_older_gpu_is_left_the_attention_kernels_that_it_has():
     switches = torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.cudnn_sdp_enabled
     try:
-        fitbatch.measure.imitate(80)
+        imitate(80)
         assert all(enabled() for enabled in switches)
-        fitbatch.measure.imitate(75)
+        imitate(75)
         assert not any(enabled() for enabled in switches) and torch.backends.cuda.mem_efficient_sdp_enabled()
     finally:
         torch.backends.cuda.enable_flash_sdp(True)

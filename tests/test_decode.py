@@ -21,7 +21,7 @@ from qa_lib.spec import Machine
 from tests.bench_data import best_of
 from tests.material import SQUAD, needs_squad, trained_tokenizer
 from tests.plain import plain_answers
-from tests.test_features import EDGES, TEXT, Given
+from tests.test_windows import EDGES, TEXT, Given
 
 EXAMPLES = [Example(f"q{i}", "Rivers", "where is it", (TEXT * 2)[i : 9 * i + 3]) for i in range(40)]
 EXAMPLES += [Example(f"e{i}", "Rivers", "x", text) for i, text in enumerate(EDGES)]

@@ -23,7 +23,7 @@ from qa_lib.errors import UserError
 from qa_lib.score.decode import decode
 from qa_lib.score.predict import add_arguments, load_qa_model, main, predict_logits
 from tests.material import document, question, trained_tokenizer, write
-from tests.test_features import TEXT, Given
+from tests.test_windows import TEXT, Given
 
 EXAMPLES = [Example(f"q{i}", "Rivers", "where is it"[: i % 9], (TEXT * 2)[i : 9 * i + 3]) for i in range(40)]
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from qa_lib.errors import UserError
 from qa_lib.measure.machine import NEWER_ATTENTION, this_machine, train_device
-from qa_lib.run.budget import predict
+from qa_lib.run.budget import estimate
 from qa_lib.run.launch import attempt
 from qa_lib.run.plan import add_source_arguments, plan
 from qa_lib.spec import SCALES, Spec
@@ -94,6 +94,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _guess(spec_of: Callable[[int], Spec], limit_gib: float) -> int:
-    """The micro-batch whose predicted budget fills the limit, which grows with it in a straight line."""
-    low, high = (predict(spec_of(size))["reserved_mib"] for size in (32, 64))
+    """The micro-batch whose estimated budget fills the limit, which grows with it in a straight line."""
+    low, high = (estimate(spec_of(size))["reserved_mib"] for size in (32, 64))
     return int(32 + 32 * (1024 * limit_gib - low) / (high - low))

@@ -7,9 +7,10 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from qa_lib.data.squad import open_source
+from qa_lib.data.squad import open_source, read_json
 from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.errors import UserError
+from qa_lib.model.encoders import find_encoder
 from qa_lib.spec import Machine, Spec, find_scale, resolve
 
 _MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "vocab.txt")
@@ -40,8 +41,10 @@ def plan(
         machine = this_machine()
     identities = {"data": identify_data(data, size.quality), "model": identify_model(model)}
     sources = {"data_source": data, "model_source": model}
+    architecture = model_type(model)
+    lacks = find_encoder(architecture, model).lacks if architecture else None
     return [
-        resolve(variant, scale, seed, machine, **identities, **sources, micro_batch=micro_batch)
+        resolve(variant, scale, seed, machine, **identities, **sources, micro_batch=micro_batch, lacks=lacks)
         for seed in dict.fromkeys(seeds)
         for variant in dict.fromkeys(variants)
     ]
@@ -72,6 +75,18 @@ def identify_model(source: str) -> dict:
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise UserError(f"model folder {source} does not exist")
     return {"name": source, "revision": "main"}
+
+
+def model_type(source: str) -> str | None:
+    """The architecture that a model's config.json names; None for a model of the hub that is not on this machine."""
+    if source == "tiny":
+        return "bert"
+    path = Path(source, "config.json")
+    if not Path(source).is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        path = try_to_load_from_cache(source, "config.json")  # a path, None, or a mark that the hub has no such file
+    return read_json(path).get("model_type") if isinstance(path, str | Path) else None
 
 
 def add_source_arguments(parser: argparse.ArgumentParser, scale: bool = True) -> None:
