@@ -1,11 +1,11 @@
 """Runs in processes of their own: started on cards of their own, ended with all their children, judged by the record.
 
-This is the one scheduler, of `sweep`, `tune` and `fit-batch` alike. A thread for each run that may go on at a time takes
-cards, starts the process and waits for its end. The record is the result: neither an exit code nor papermill's metadata
-tells a dead kernel, or a notebook that ran another row, from success. A run counts when its record is where it must be,
-has the asked hash, is terminal and complete.
+This is the one scheduler, of `sweep`, `tune` and `fit-batch` alike: a thread for each run that may go on at a time takes
+a set of cards, starts the process and waits for its end. Neither an exit code nor papermill's metadata can tell a dead
+kernel, or a notebook that ran another row, from success; a run counts when its record is where it must be, has the asked
+hash, is terminal and complete.
 
-This module never imports torch: who starts runs must hold no GPU, and a child chooses its cards before CUDA is asked.
+This module never imports torch: a driver must hold no GPU, and a child sees its cards before anything asks CUDA.
 """
 
 import argparse
@@ -211,11 +211,10 @@ class Launcher:
     def _work(self, spec: Spec, run_dir: Path, cards: tuple[int, ...]) -> dict:
         """The record of a run that has its process now. Raises RunTaken if another process works on it."""
         begin = time.monotonic()
-        shared = self.share and any(self.gpus.count(gpu) > 1 for gpu in cards)
         with open(run_dir / "log.txt", "w") as log:
             process = subprocess.Popen(
                 self.command(spec, self.runs),
-                env=environment(cards, shared, spec.scale.threads),
+                env=environment(cards, self._shares(cards), spec.scale.threads),
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -228,6 +227,10 @@ class Launcher:
         with record.lock(run_dir):
             scrub(run_dir)
             return judge(spec, run_dir, reason, process.returncode, time.monotonic() - begin)
+
+    def _shares(self, cards: tuple[int, ...]) -> bool:
+        """Whether other runs of ours train on one of these cards at the same time."""
+        return self.share and any(self.gpus.count(gpu) > 1 for gpu in cards)
 
     def _watch(self, process: subprocess.Popen, spec: Spec) -> str | None:
         """Wait until the process has ended, or must be ended: then the reason.

@@ -120,7 +120,7 @@ def _parts_of(model: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
 
 
 def _name_parts(model: torch.nn.Module) -> None:
-    """NVTX ranges around the parts of an eager model's forward pass, for Nsight Systems; a compiler would merge them."""
+    """NVTX ranges around the parts of an eager forward pass, for Nsight Systems; a compiler would merge them."""
 
     def begin(name: str, *_) -> None:  # a hook's value, if not None, would be taken for the module's
         torch.cuda.nvtx.range_push(name)
