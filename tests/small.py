@@ -80,7 +80,7 @@ def write_notebook(
 
 
 if __name__ == "__main__":
-    from qa_lib.run import launch, sweep
+    from qa_lib.run import sweep
 
     sweep.notebook_of = lambda variant: Path(os.environ["SMALL_NOTEBOOK"])
     sweep.probe = probed

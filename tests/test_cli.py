@@ -63,8 +63,10 @@ def test_without_a_verb_the_usage_is_shown_and_the_exit_code_is_2(capsys):
         (["run", "e-bst", "--scale", "smoke"], "unknown variant 'e-bst'; did you mean 'E-best'?"),
         (["sweep", "--variants", "", "--scale", "smoke"], "--variants names no row"),
         (["sweep", "--family", "peft", "--scale", "smok"], "unknown scale 'smok'"),
-        (["run", "A1", "--scale", "quality", "--data", "nowhere.json", "--model", "no/such/model", "--seed", "-1"],
-         "seed -1 is not between 0 and"),
+        (
+            ["run", "A1", "--scale", "quality", "--data", "nowhere.json", "--model", "no/such/model", "--seed", "-1"],
+            "seed -1 is not between 0 and",
+        ),
         (["run", "A1", "--scale", "smoke", "--data", "nowhere.json", "--micro-batch", "5"], "micro-batch 5 does not"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",

@@ -5,6 +5,7 @@ import dataclasses
 import threading
 import time
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from qa_lib.data.load import load_data
 from qa_lib.errors import UserError
 from qa_lib.measure import machine
 from qa_lib.measure.machine import turn
-from qa_lib.run import fit, launch, tune
+from qa_lib.run import fit, fitbatch, launch, tune
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 from qa_lib.variants import UnknownName, find_recipe
 
+ROOT = Path(__file__).parent.parent
 CPU = Machine(backends=("inductor",), bitsandbytes=True, compiler=True)
 
 
@@ -91,9 +93,7 @@ def test_a_card_that_is_named_twice_is_shared(tried, monkeypatch):
     tried.clear()
     monkeypatch.setattr(tune, "probe", lambda: (dataclasses.replace(CPU, hardware="h200", gpus=2, sm=90), {}))
     call(*"A1 --scale smoke --learning-rate 1e-3 2e-3 3e-3 --seeds 0 2 --gpus 0 0 1".split())
-    assert {(gpu, shared) for _, gpu, shared in tried} == {(0, "1"), (1, None)}, (
-        "one run at a time on the second card"
-    )
+    assert {(gpu, shared) for _, gpu, shared in tried} == {(0, "1"), (1, None)}, "one run at a time on the second card"
 
 
 @pytest.mark.parametrize(
@@ -159,3 +159,27 @@ def test_data_that_were_loaded_before_count_as_time_of_the_run(tmp_path):
     data.load_s = 100.0
     entry = fit.fit(spec, tmp_path, data=data, say=lambda _: None)
     assert entry["time"]["prepare_s"] > 100 and entry["time"]["wall_s"] > entry["time"]["prepare_s"]
+
+
+@pytest.mark.parametrize("group", ["h200-tune", "h200-fit-14.9gib-sm75"])
+def test_committed_tries_keep_their_names(group):
+    """What the verbs would run today under the conditions of a committed try has its hash and its folder."""
+    gpu = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90, backends=("inductor", "aot_eager", "cudagraphs"))
+    names = []
+    for path in sorted((ROOT / "runs" / group).glob("*/record.json")):
+        kept = record.read_record(path.parent)
+        asked, scale = kept["spec"]["settings"], kept["spec"]["scale"]
+        identity = {"data": {k: kept["data"][k] for k in ("name", "sha256")}}
+        identity["model"] = {k: kept["model"][k] for k in ("name", "revision")}
+        row = (kept["spec"]["variant"], "tiny", "synthetic:80")
+        if group == "h200-tune":
+            found = plan([row[0]], "quality", [kept["spec"]["seed"]], row[2], row[1], asked["micro_batch"], gpu)
+            (spec,) = tune.points(found, [scale["learning_rate"]], [asked["trainable"]])
+        else:
+            words = argparse.Namespace(limit_gib=14.9, sm=75, data=row[2], model=row[1])
+            spec = fitbatch.specs_for(row[0], words, gpu)(asked["micro_batch"])
+        spec = dataclasses.replace(spec, **identity)
+        assert (spec.search, spec.sm) == (kept["spec"]["search"], kept["spec"]["sm"])
+        assert str(spec.run_path) == f"{group}/{path.parent.name}"
+        names.append(spec.run_id)
+    assert len(names) > 50

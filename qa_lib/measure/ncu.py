@@ -22,8 +22,7 @@ METRICS = {  # our name -> Nsight Compute's
     "bf16_ops": "sm__ops_path_tensor_src_bf16_dst_fp32.sum",
     "fp8_ops": "sm__ops_path_tensor_src_fp8.sum",
 }
-UNITS = {"nsecond": 1e-3, "ns": 1e-3, "usecond": 1.0, "us": 1.0, "msecond": 1e3, "ms": 1e3, "Kbyte": 1e3, "Mbyte": 1e6,
-         "Gbyte": 1e9}  # fmt: skip
+MICRO = {"nsecond": 1e-3, "ns": 1e-3}  # time comes in nanoseconds, for which versions have different names
 
 
 class OneStep(Watch):
@@ -76,7 +75,7 @@ def parse(text: str) -> list[dict]:
     for name, metric in METRICS.items():
         if metric in page:
             numbers = pd.to_numeric(rows[metric].str.replace(",", ""), errors="coerce")
-            read[name] = numbers * UNITS.get(units[metric], 1.0)
+            read[name] = numbers * MICRO.get(units[metric], 1.0)
     us = read["us"].fillna(0.0)
     shares = [name for name in METRICS if name.endswith(("share", "occupancy"))]
     read[shares] = read[shares].mul(us, axis=0)

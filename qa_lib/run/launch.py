@@ -1,9 +1,9 @@
-"""Runs in processes of their own: started on cards of their own, ended with all their children, judged by the record.
+"""Runs in processes of their own: started on their cards, ended with all their children, judged by their records.
 
-This is the one scheduler, of `sweep`, `tune` and `fit-batch` alike: a thread for each run that may go on at a time takes
-a set of cards, starts the process and waits for its end. Neither an exit code nor papermill's metadata can tell a dead
-kernel, or a notebook that ran another row, from success; a run counts when its record is where it must be, has the asked
-hash, is terminal and complete.
+This is the one scheduler, of `sweep`, `tune` and `fit-batch` alike: a thread for each run that may go on at a time
+takes a set of cards, starts the process and waits for its end. Neither an exit code nor papermill's metadata can tell a
+dead kernel, or a notebook that ran another row, from success; a run counts when its record is where it must be, has the
+asked hash, is terminal and complete.
 
 This module never imports torch: a driver must hold no GPU, and a child sees its cards before anything asks CUDA.
 """
@@ -21,7 +21,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -73,13 +74,8 @@ def spec_from(parts: str) -> Spec:
     return Spec(**values | {name: kind(**values[name]) for name, kind in kinds.items()})
 
 
-def plain_command(spec: Spec, runs: Path) -> list[str]:
-    """The command of a run without a notebook."""
-    return call("qa_lib.run.launch:fit_plainly", spec, runs)
-
-
 def fit_plainly(spec: Spec, runs: str) -> None:
-    """What plain_command does in the run's own process."""
+    """A run without a notebook, in the process that is its own."""
     from qa_lib.measure.machine import imitate
     from qa_lib.run.fit import fit
 
@@ -88,17 +84,21 @@ def fit_plainly(spec: Spec, runs: str) -> None:
     fit(spec, runs)
 
 
-def card(gpu: int) -> str:
-    """What CUDA_VISIBLE_DEVICES must be for a process to see only this one of the cards that are visible here."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",")[gpu].strip() if visible else str(gpu)
+plain_command = partial(call, "qa_lib.run.launch:fit_plainly")  # (spec, runs) -> the command of such a run
 
 
 def environment(cards: tuple[int, ...] = (), shared: bool = False, threads: int | None = None) -> dict[str, str]:
-    """The environment of a run's process; without `cards` it sees all that are visible here."""
-    changes = {"CUDA_VISIBLE_DEVICES": ",".join(map(card, cards)), SHARE: "1" if shared else ""}
-    changes["OMP_NUM_THREADS"] = str(threads or "")
-    return os.environ | QUIET | {name: value for name, value in changes.items() if value}
+    """The environment of a run's process; it sees these of the cards that are visible here, or without `cards` all."""
+    changes = dict(QUIET)
+    if cards:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else range(max(cards) + 1)
+        changes["CUDA_VISIBLE_DEVICES"] = ",".join(str(names[gpu]).strip() for gpu in cards)
+    if shared:
+        changes[SHARE] = "1"
+    if threads:
+        changes["OMP_NUM_THREADS"] = str(threads)
+    return os.environ | changes
 
 
 @dataclass
@@ -118,13 +118,12 @@ class Launcher:
     force: bool = False
     again: tuple[str, ...] = ()
     command: Callable[[Spec, Path], list[str]] = plain_command
+    active: list[Spec] = field(default_factory=list)  # whose processes are at work
+    stopped: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self):
-        self.active: list[Spec] = []  # whose processes are at work
-        self.stopped = threading.Event()
-        for gpu in self.gpus or []:
-            if not 0 <= gpu < self.machine.gpus:
-                raise UserError(f"--gpus {gpu}: this machine has {self.machine.gpus} GPUs")
+        if absent := [gpu for gpu in self.gpus or [] if not 0 <= gpu < self.machine.gpus]:
+            raise UserError(f"--gpus {absent[0]}: this machine has {self.machine.gpus} GPUs")
 
     def is_finished(self, spec: Spec) -> bool:
         """Whether this run may be passed over. One that was skipped is not finished once the machine can do it."""
@@ -136,12 +135,7 @@ class Launcher:
             return False
         return entry["status"] in record.FINISHED and entry["status"] not in self.again and _fault(entry, spec) is None
 
-    def run_all(
-        self,
-        specs: list[Spec],
-        ended: Callable[[Spec, dict], None] = lambda spec, entry: None,
-        look: Callable[[], None] = lambda: None,
-    ) -> list[dict]:
+    def run_all(self, specs: list[Spec], ended=lambda spec, entry: None, look=lambda: None) -> list[dict]:
         """Run what is not finished and return every spec's record, in order.
 
         `ended` is called with each run that ends, `look` every POLL_S seconds. Ctrl-C, and any other error here, ends
@@ -258,11 +252,8 @@ def side_by_side(specs: list[Spec]) -> int:
 
 def kill(process: subprocess.Popen) -> None:
     """End a process and all below it; a notebook's kernel lives in a session of its own."""
-    try:
-        head = psutil.Process(process.pid)
-        family = [*head.children(recursive=True), head]
-    except psutil.NoSuchProcess:
-        family = []
+    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    process.kill()
     for member in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()

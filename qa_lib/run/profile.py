@@ -134,9 +134,10 @@ def _name_parts(model: torch.nn.Module) -> None:
             module.register_forward_hook(end)
 
 
-def profile(spec: Spec, runs: str | Path, say=print) -> dict:
+def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dict:
     """Profile a spec and write profile.json and trace.json.gz into its run's folder; returns the profile.
 
+    `count` asks for the GPU's counters as well, which take minutes; see `counters`.
     On failure nothing is written: an earlier profile stays whole. Raises UserError for a row that cannot run here.
     """
     if spec.skip:
@@ -171,18 +172,11 @@ def profile(spec: Spec, runs: str | Path, say=print) -> dict:
             "matrix_tflops": matrix_rate(device, DTYPES[spec.settings.precision]),
             "copy_gb_per_s": copy_rate(device),
         },
-        "ncu": None,
+        "ncu": counters(spec, say) if count else None,
     }  # fmt: skip
-    run_dir.mkdir(parents=True, exist_ok=True)
     record.write_atomically(run_dir / "trace.json.gz", packed)
-    save(entry, runs)
+    record.write_atomically(run_dir / "profile.json", json.dumps(entry, allow_nan=False) + "\n")
     return entry
-
-
-def save(entry: dict, runs: str | Path) -> None:
-    """Write profile.json into its run's folder."""
-    path = Path(runs) / entry["group"] / entry["run_id"] / "profile.json"
-    record.write_atomically(path, json.dumps(entry, allow_nan=False) + "\n")
 
 
 def _time(spec: Spec, data, device, warm: int) -> tuple:
@@ -229,9 +223,7 @@ def _memory(spec: Spec, data, device) -> dict:
     # In the optimizer's phase the activations are gone and the gradients complete.
     held = lasting["grads_mib"] if at_peak == "optimizer" else activations
     return {
-        "params_mib": lasting["params_mib"],
-        "optimizer_mib": lasting["optimizer_mib"],
-        "grads_mib": lasting["grads_mib"],
+        **{name: lasting[name] for name in ("params_mib", "optimizer_mib", "grads_mib")},
         "activations_mib": activations,
         "workspace_mib": max(0.0, peak - lasting["params_mib"] - lasting["optimizer_mib"] - held),
         "peak_mib": peak,
@@ -269,10 +261,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Profile one row here, print where its step goes and where the files are."""
     (spec,) = plan([args.variant], args.scale, [0], args.data, args.model, args.micro_batch)
-    entry = profile(spec, args.runs)
-    if args.ncu:
-        entry["ncu"] = counters(spec)
-        save(entry, args.runs)
+    entry = profile(spec, args.runs, count=args.ncu)
     time = entry["time"]
     print(f"step {time['step_ms']:.2f} ms, busy {100 * time['busy_share']:.0f} %", end="")
     print(f", {time['launches_per_step']:.0f} launches" if time["launches_per_step"] is not None else "")
