@@ -1,8 +1,8 @@
 """The record: what a run was, what it measured, how it ended. One JSON file a run, replaced atomically.
 
 `status` goes starting -> running -> ok | oom | error | killed | skipped; a driver writes the first, and a run that has
-to wait for its GPU is `waiting` meanwhile. A number that was not measured is null, never 0. The notebook beside it is a log; nothing but
-the record counts as a result.
+to wait for its GPU is `waiting` meanwhile. A number that was not measured is null, never 0. The notebook beside it is a
+log; nothing but the record counts as a result.
 
 In memory a record is the dict that its JSON says. The dataclasses below are its schema: the sections, their values and
 the types of these, checked whenever a record is read.
