@@ -36,13 +36,13 @@ def main(argv: list[str]) -> int:
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # whoever reads the output, `head` say, has had enough
-        _close_output()
-        return 0
     except OSError as problem:
-        if problem.errno != errno.ENOSPC:
+        if problem.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        _close_output()
+        # What is left to print goes nowhere, or Python would fail at it once more on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if problem.errno == errno.EPIPE:  # whoever reads the output, `head` say, has had enough
+            return 0
         print(f"error: {problem.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -70,11 +70,6 @@ def _run(argv: list[str]) -> int:
     )
     module.add_arguments(parser)
     return module.main(parser.parse_args(argv[1:]))
-
-
-def _close_output() -> None:
-    """What is left to print goes nowhere, or Python would fail at it once more on its way out."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

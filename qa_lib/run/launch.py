@@ -204,14 +204,10 @@ class Launcher:
 
     def _work(self, spec: Spec, run_dir: Path, cards: tuple[int, ...]) -> dict:
         """The record of a run that has its process now. Raises RunTaken if another process works on it."""
-        begin = time.monotonic()
+        begin, command = time.monotonic(), self.command(spec, self.runs)
+        env = environment(cards, self._shares(cards), spec.scale.threads)
         with open(run_dir / "log.txt", "w") as log:
-            process = subprocess.Popen(
-                self.command(spec, self.runs),
-                env=environment(cards, self._shares(cards), spec.scale.threads),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+            process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
         self.active.append(spec)
         try:
             reason = self._watch(process, spec)
