@@ -1,7 +1,8 @@
 """The record: what a run was, what it measured, how it ended. One JSON file a run, replaced atomically.
 
-`status` goes running -> ok | oom | error | killed | skipped. A number that was not measured is null, never 0. The
-notebook beside it is a log; nothing but the record counts as a result.
+`status` goes starting -> running -> ok | oom | error | killed | skipped; a driver writes the first, and a run that has
+to wait for its GPU is `waiting` meanwhile. A number that was not measured is null, never 0. The notebook beside it is a
+log; nothing but the record counts as a result.
 
 In memory a record is the dict that its JSON says. The dataclasses below are its schema: the sections, their values and
 the types of these, checked whenever a record is read.
@@ -25,7 +26,6 @@ from qa_lib.spec import TRAINER_OPTIMIZER, Spec, hardware_name
 
 SCHEMA, FIRST_SCHEMA = "qa_lib/2", "qa_lib/1"
 PROFILE_SCHEMA = "qa_lib-profile/1"
-WAITING = "waiting for the GPU, on which another run trains"
 FINISHED = ("ok", "oom", "skipped")  # not run again
 TERMINAL = (*FINISHED, "error", "killed")
 

@@ -1,12 +1,12 @@
 """The predicted budget against peaks that were measured, and the search that starts from it."""
 
-import types
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import BertConfig
 
+from qa_lib import record
 from qa_lib.__main__ import main
 from qa_lib.errors import UserError
 from qa_lib.measure.machine import imitate
@@ -97,23 +97,21 @@ def test_the_search_finds_the_largest_that_fits_in_few_tries(limit, first):
 
 
 def test_close_to_the_limit_a_smaller_batch_is_tried_for_speed(monkeypatch, tmp_path, capsys):
-    def attempt(spec, runs, sm):
-        assert sm == 75
-        size = spec.settings.micro_batch
-        if size > 200:
-            return {"status": "oom", "speed": {"features_per_s": None}, "memory": {"peak_reserved_mib": None}}
-        speed = 10.0 * size if size < 180 else 900.0  # the allocator begins to free and ask again
-        return {"status": "ok", "speed": {"features_per_s": speed}, "memory": {"peak_reserved_mib": 70.0 * size}}
+    def run_all(self, specs):
+        (spec,) = specs
+        entry, size = record.new_record(spec, {}), spec.settings.micro_batch
+        assert (spec.search, spec.sm, spec.group) == ("fit-batch", 75, "h200-fit-14.9gib-sm75")
+        if spec.skip or size > 200:
+            return [entry | {"status": "skipped" if spec.skip else "oom"}]
+        entry["speed"]["features_per_s"] = 10.0 * size if size < 180 else 900.0  # the allocator frees and asks again
+        entry["memory"]["peak_reserved_mib"] = 70.0 * size
+        return [entry | {"status": "ok"}]
 
-    def specs_for(variant, *_):
-        skip = "needs a GPU of compute capability 8.0" if variant == "E4" else None
-        return lambda size: types.SimpleNamespace(skip=skip, settings=types.SimpleNamespace(micro_batch=size))
-
-    monkeypatch.setattr(fitbatch, "attempt", attempt)
-    monkeypatch.setattr(fitbatch, "specs_for", specs_for)
+    monkeypatch.setattr(fitbatch.Launcher, "run_all", run_all)
+    monkeypatch.setattr(fitbatch, "probe", lambda: (Machine(hardware="h200", gpus=1, sm=90, compiler=True), {}))
     monkeypatch.setattr(fitbatch, "_guess", lambda *_: 190)
-    monkeypatch.setattr(fitbatch, "train_device", lambda: torch.device("cuda"))
-    assert main(["fit-batch", "A3", "E4", "--limit-gib", "14.9", "--sm", "75", "--runs", str(tmp_path)]) == 0
+    where = ["--data", "synthetic:80", "--model", "tiny", "--runs", str(tmp_path)]
+    assert main(["fit-batch", "A3,E4", "--limit-gib", "14.9", "--sm", "75", *where]) == 0
     out = capsys.readouterr().out
     assert "A3 micro-batch 208: out of memory" in out and "E4: skipped, needs a GPU" in out
     assert "A3: largest micro-batch 200, best 1600 features/s" in out

@@ -20,7 +20,7 @@ from qa_lib.model.fp8 import Float8Linear, use_float8
 from qa_lib.model.packed import Packed
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
-from qa_lib.train.engine import train_afresh
+from qa_lib.train.engine import train
 from qa_lib.variants import RECIPES
 from tests.test_train import without_dropout
 from tests.tiny import checkpoint
@@ -59,7 +59,7 @@ def test_rows_train(kind, variant, folders, tmp_path):
     spec = spec_of(variant, folders[kind])
     data, model = load_data(spec), build_model(spec)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    train_afresh(model, batches_of(data.features, spec), spec, DEVICE, tmp_path, lambda _: None)
+    train(model, batches_of(data.features, spec), spec, DEVICE, tmp_path, lambda _: None)
     losses = [json.loads(line)["loss"] for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert len(losses) == 3 and all(map(torch.isfinite, torch.tensor(losses))) and len(set(losses)) == 3
     for name, parameter in model.named_parameters():

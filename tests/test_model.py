@@ -160,10 +160,8 @@ def test_dynamic_padding_compiles_symbolic_shapes_once(tmp_path, monkeypatch):
 
     from qa_lib.train import loop as module
 
-    counter, compiled = CompileCounter(), torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda model, backend, dynamic: compiled(model, backend=counter, dynamic=dynamic)
-    )
+    counter, compile_ = CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **options: compile_(model, **options | {"backend": counter}))
     run(module.train, "A4", tmp_path)
     assert counter.frame_count == 1
 
@@ -192,7 +190,7 @@ def test_a0_is_the_same_recipe_through_transformers_trainer(tmp_path, monkeypatc
         return real(self)
 
     monkeypatch.setattr(Trainer, "train", spy)
-    model, (_, meter, _) = run(trainer.train_with_trainer, "A0", tmp_path)
+    model, (_, meter, *_) = run(trainer.train, "A0", tmp_path)
     arguments, spec = seen["arguments"], spec_of("A0")
     assert arguments.gradient_accumulation_steps == spec.accumulation
     assert arguments.learning_rate == spec.scale.learning_rate
