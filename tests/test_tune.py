@@ -134,21 +134,11 @@ def test_runs_on_one_gpu_take_turns(monkeypatch, tmp_path):
         assert seconds == 0.0
 
 
-def test_a_run_beside_others_records_no_times(monkeypatch, tmp_path):
+def test_runs_on_a_cpu_never_disturb_each_other(monkeypatch, tmp_path):
     monkeypatch.setenv(launch.SHARE, "1")
     (spec,) = plan(["A1"], "smoke", machine=CPU, data="synthetic:80")
     entry = fit.fit(spec, tmp_path, say=lambda _: None)
-    assert entry["time"]["wall_s"] > 0, "on a CPU each run has its own threads"
-    fit.forget_times(entry, spec)
-    assert entry["speed"]["features_per_s"] is None and entry["energy"]["joules_per_feature"] is None
-    assert {key for key, value in entry["time"].items() if value is not None} == {
-        "started",
-        "ended",
-        "steps",
-        "step_ms",
-    }
-    assert set(entry["time"]["step_ms"].values()) == {None}
-    assert entry["quality"]["f1"] is not None and "shared the GPU" in entry["spec"]["adjusted"][-1]
+    assert entry["time"]["wall_s"] > 0, "each run has its own threads, so times are recorded"
 
 
 def test_data_that_were_loaded_before_count_as_time_of_the_run(tmp_path):
