@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -16,7 +17,7 @@ import torch
 
 from qa_lib.data.squad import DataError
 from qa_lib.data.windows import build_features
-from qa_lib.score.decode import LOWEST, decode, one_thread
+from qa_lib.score.decode import LOWEST, decode
 from qa_lib.score.predict import asked, load_qa_model, predict_logits, window_lengths
 
 LOADED = 4  # models kept in memory
@@ -62,6 +63,17 @@ def load(folder: Path) -> Model:
     return loaded
 
 
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """PyTorch with so many threads on the CPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _written(folder: Path) -> int:
     """When the newest of a checkpoint's weights were written, in ns; 0 if there are none, which is for load to say."""
     return max((path.stat().st_mtime_ns for path in folder.glob("*.safetensors")), default=0)
@@ -85,7 +97,7 @@ def answer(loaded: Model, questions: list[tuple[str, str]]) -> list[dict]:
     if len(features) > MOST_WINDOWS:
         raise QuestionTooLong(f"so long that this model would read its paragraph in {len(features):,} pieces")
     clock.append(time.perf_counter())
-    with one_thread() if loaded.small else nullcontext():
+    with _threads(1 if loaded.small else torch.get_num_threads()):
         logits = predict_logits(loaded.model, features, loaded.model.device, batch_tokens=BATCH_TOKENS)
     if loaded.model.device.type == "cuda":
         torch.cuda.synchronize()
