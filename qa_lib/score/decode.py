@@ -22,7 +22,6 @@ import tempfile
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,19 +32,7 @@ from qa_lib.errors import UserError
 
 WINDOWS_PER_CALL = 2_048  # so that the tables of n_best x n_best spans stay small
 LOWEST = -1e30  # stands in for a score of -inf, so that no difference is infinite or NaN
-
-
-class Entry(NamedTuple):
-    """One answer of a question: its score, its characters in the paragraph (both None for no answer), its logits."""
-
-    score: float
-    begin: int | None
-    end: int | None
-    start_logit: float
-    end_logit: float
-
-    def text(self, context: str) -> str:
-        return "" if self.begin is None else context[self.begin : self.end]
+Span = tuple[float, int | None, int | None, float, float]  # score, characters begin to end or None, start and end logit
 
 
 class Answers:
@@ -59,47 +46,52 @@ class Answers:
     run_qa), which also adds the null answer where it is not among the best.
     """
 
-    def __init__(
-        self, examples: list[Example], spans: list[list[tuple]], nulls: list[Entry], n_best: int, limit: float
-    ):
-        # Of each question its `n_best` best spans, best first, and its null answer. Spans are tuples of Entry's fields:
-        # to make a quarter of a million entries at once takes longer than to find them.
+    def __init__(self, examples: list[Example], spans: list[list[Span]], nulls: list[Span], n_best: int, limit: float):
+        # Of each question its `n_best` best spans, best first, and its null answer.
         self._n_best, self._questions = n_best, list(zip(examples, spans, nulls, strict=True))
         self.predictions: dict[str, str] = {}
         self.texts: dict[str, str] = {}
         self.null_odds: dict[str, float] = {}
         for example, found, null in self._questions:
-            best = next((Entry(*span) for span in found if span[1] < span[2]), null)
-            odds = np.float32(null.score) - np.float32(best.start_logit) - np.float32(best.end_logit)
+            best = next((span for span in found if span[1] < span[2]), null)
+            _, begin, end, start_logit, end_logit = best
+            odds = np.float32(null[0]) - np.float32(start_logit) - np.float32(end_logit)
             self.null_odds[example.id] = -LOWEST if best is null else float(odds)
-            self.texts[example.id] = best.text(example.context)
+            self.texts[example.id] = example.context[begin:end] if end else ""
             self.predictions[example.id] = "" if self.null_odds[example.id] > limit else self.texts[example.id]
 
-    def entries(self, i: int) -> list[Entry]:
-        """The n-best list of question i. The null answer comes after the spans that it ties with, and is listed always:
-        it pushes out the last span, unless it comes last itself."""
-        _, spans, null = self._questions[i]
-        entries = [Entry(*span) for span in spans]
-        place = sum(entry.score >= null.score for entry in entries)
-        return [*entries[:place], null, *entries[place:]][: max(self._n_best, place + 1)]
+    def entries(self, i: int) -> list[dict]:
+        """The n-best list of question i with places: {text, probability, start_logit, end_logit, score, begin, end},
+        where begin and end are characters of the paragraph, None for no answer.
+
+        The null answer comes after the spans that it ties with, and is listed always: it pushes out the last span,
+        unless it comes last itself.
+        """
+        example, spans, null = self._questions[i]
+        place = sum(span[0] >= null[0] for span in spans)
+        listed = [*spans[:place], null, *spans[place:]][: max(self._n_best, place + 1)]
+        weights = [math.exp(span[0] - listed[0][0]) for span in listed]
+        total = sum(weights)
+        return [
+            {
+                "text": example.context[begin:end] if end else "",
+                "probability": weight / total,
+                "start_logit": start_logit,
+                "end_logit": end_logit,
+                "score": score,
+                "begin": begin,
+                "end": end,
+            }
+            for weight, (score, begin, end, start_logit, end_logit) in zip(weights, listed, strict=True)
+        ]
 
     @cached_property
     def nbest(self) -> dict[str, list[dict]]:
-        found = {}
-        for i, (example, *_) in enumerate(self._questions):
-            entries = self.entries(i)
-            weights = [math.exp(entry.score - entries[0].score) for entry in entries]
-            total = sum(weights)
-            found[example.id] = [
-                {
-                    "text": entry.text(example.context),
-                    "probability": weight / total,
-                    "start_logit": entry.start_logit,
-                    "end_logit": entry.end_logit,
-                }
-                for entry, weight in zip(entries, weights, strict=True)
-            ]
-        return found
+        kept = ("text", "probability", "start_logit", "end_logit")
+        return {
+            example.id: [{key: entry[key] for key in kept} for entry in self.entries(i)]
+            for i, (example, *_) in enumerate(self._questions)
+        }
 
     def write(self, folder: str | os.PathLike) -> list[Path]:
         """Write predictions.json, texts.json, nbest_predictions.json and null_odds.json: all whole, or none of them."""
@@ -168,7 +160,7 @@ def decode(
     order = np.lexsort((start + end, features.example))
     _, first = np.unique(features.example[order], return_index=True)  # of each question its lowest null score
     lows = zip(*(column[order[first]].tolist() for column in (start + end, start, end)), strict=True)
-    null_answers = [Entry(score, None, None, start_logit, end_logit) for score, start_logit, end_logit in lows]
+    null_answers = [(score, None, None, start_logit, end_logit) for score, start_logit, end_logit in lows]
     return Answers(examples, best, null_answers, n_best, null_threshold)
 
 
@@ -181,13 +173,9 @@ def _rows_by_id(features, examples, feature_ids, start_logits, end_logits) -> np
     if shape != tuple(end_logits.shape) or len(shape) != 2 or shape[0] != n or shape[1] < features.lengths.max():
         raise ValueError(f"logits of shape {shape} and {tuple(end_logits.shape)} for {n} windows")
     ids = torch.as_tensor(feature_ids).cpu().numpy()
-    if ids.shape != (n,) or ids.min() < 0 or ids.max() >= n:
-        raise ValueError(f"feature ids must be a list of {n} numbers from 0 to {n - 1}, one a row of the logits")
-    rows = np.full(n, -1)
-    rows[ids] = np.arange(n)
-    if (rows < 0).any():
-        raise ValueError(f"{(rows < 0).sum()} windows have no row in the logits, as other ids come twice")
-    return rows
+    if not np.array_equal(np.sort(ids), np.arange(n)):
+        raise ValueError(f"feature ids must be the numbers 0 to {n - 1}, each once, one a row of the logits")
+    return np.argsort(ids)
 
 
 def _inside(logits: np.ndarray, outside: np.ndarray, first: int, features, examples) -> np.ndarray:
