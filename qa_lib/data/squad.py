@@ -208,7 +208,7 @@ def _misplaced_message(misplaced: list[tuple[str, bool]], name: str) -> str:
 
 
 def read_json(path: str | os.PathLike, **options) -> object:
-    """Parse the JSON file `path`, with `options` of json.loads. Raises `DataError` if it cannot be read or is not JSON."""
+    """Parse a JSON file; `options` are those of json.loads. Raises `DataError` if it cannot be read or is not JSON."""
     try:
         return json.loads(Path(path).read_bytes(), **options)
     except OSError as error:
