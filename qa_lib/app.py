@@ -38,7 +38,7 @@ MAX_BODY = 12 * (MAX_CONTEXT + MAX_QUESTION) + 10_000  # bytes; JSON may spell a
 BODY_SECONDS = 5  # in which a request's body has to arrive: one that is half sent holds a place that others want
 GONE = 499  # the status of an answer that nobody hears, as nginx has it
 TINY_VOCABULARY = 1_000  # fewer words than any language has: a model of the synthetic text
-TOO_LONG = "The {} is longer than {:,} characters, the limit."
+TOO_LONG = f"The paragraph is longer than {MAX_CONTEXT:,} characters, the limit."
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,12 @@ def examples() -> dict[str, list[dict]]:
     short = [example for example in generated if len(example.context) < 250]
     answered = [example for example in short if example.answers]
     longest = max((example for example in generated if example.answers), key=lambda example: len(example.context))
+    impossible = next(example for example in short if example.impossible)
+    first, another = _chip(answered[0]), _chip(answered[-1], " (another)")
+    english = open_source(page.WEB / "english.json", "validation").examples
     return {
-        "synthetic": [
-            _chip(answered[0]),
-            _chip(answered[-1], " (another)"),
-            _chip(next(example for example in short if example.impossible)),
-            _chip(longest, " (long paragraph)"),
-        ],
-        "english": [_chip(example) for example in open_source(page.WEB / "english.json", "validation").examples],
+        "synthetic": [first, another, _chip(impossible), _chip(longest, " (long paragraph)")],
+        "english": [_chip(example) for example in english],
     }
 
 
@@ -165,7 +163,7 @@ def create_app(models: list[Path], runs: Path, hosts: list[str]) -> Starlette:
         except (ClientDisconnect, asyncio.CancelledError):
             return Response(status_code=GONE)
         if body is None:
-            return _refuse(413, "context", TOO_LONG.format("paragraph", MAX_CONTEXT))
+            return _refuse(413, "context", TOO_LONG)
         try:
             entry = json.loads(body)
             question, context, key = entry["question"], entry["context"], str(entry["model"])
@@ -208,20 +206,15 @@ def create_app(models: list[Path], runs: Path, hosts: list[str]) -> Starlette:
 
 def check(question: object, context: object) -> tuple[str, str] | None:
     """The field and what is wrong with it, or None."""
-    for field, name, text, limit, empty in (
-        (
-            "context",
-            "paragraph",
-            context,
-            MAX_CONTEXT,
-            "Write or paste a paragraph, in which the answer is looked for.",
-        ),
-        ("question", "question", question, MAX_QUESTION, "Write a question."),
-    ):
-        if not isinstance(text, str) or not text.strip():
-            return field, empty
-        if len(text) > limit:
-            return field, TOO_LONG.format(name, limit)
+    if not isinstance(context, str) or not context.strip():
+        return "context", "Write or paste a paragraph, in which the answer is looked for."
+    if len(context) > MAX_CONTEXT:
+        return "context", TOO_LONG
+    if not isinstance(question, str) or not question.strip():
+        return "question", "Write a question."
+    if len(question) > MAX_QUESTION:
+        return "question", f"The question is longer than {MAX_QUESTION:,} characters, the limit."
+    for field, text in (("context", context), ("question", question)):
         if re.search("[\ud800-\udfff]", text):
             return field, "This text holds half a character, which no tokenizer takes."
     return None
@@ -291,9 +284,8 @@ def _cleaned(text: str | list[str]) -> str | list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib app`."""
-    parser.add_argument(
-        "--model", type=Path, action="append", default=[], metavar="DIR", help="a model's folder; may be repeated"
-    )
+    repeated = {"action": "append", "default": [], "metavar": "DIR"}
+    parser.add_argument("--model", type=Path, help="a model's folder; may be repeated", **repeated)
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the records (default: runs)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     parser.add_argument("--port", type=int, default=8600, metavar="N", help="0 takes a free one (default: 8600)")

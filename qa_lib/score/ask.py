@@ -67,9 +67,9 @@ def _written(folder: Path) -> int:
 def answer(loaded: Model, questions: list[tuple[str, str]]) -> list[dict]:
     """Answers to (question, paragraph) pairs, as JSON can hold them, computed together.
 
-    `nbest` is what Answers.entries gives. `margin` is the null score minus that of the best
-    span (None if no span was allowed), `windows` how many the paragraph was cut into, of at most `window_tokens`;
-    `ms` the milliseconds that tokenising, model and decoding took, for all questions `together`.
+    `nbest` is what Answers.entries gives; `margin` the null score minus that of the best span (None if no span was
+    allowed); `windows` how many the paragraph was cut into, of at most `window_tokens`; `ms` the milliseconds that
+    tokenising, model and decoding took, for all questions `together`.
     Raises QuestionTooLong where one leaves its paragraph no room, DataError for a model whose logits are NaN.
     """
     source = asked(questions)
@@ -147,14 +147,9 @@ class Desk:
         """Wait for a question; it and those for the same model that may go with it, no longer waiting."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting)
-            first = self._waiting[0]
-            jobs, characters = [], 0
-            for job in self._waiting:
-                characters += len(job.context)
-                if job.folder == first.folder and (not jobs or characters <= TOGETHER_CHARACTERS):
-                    jobs.append(job)
-                if len(jobs) == TOGETHER:
-                    break
+            jobs = [job for job in self._waiting if job.folder == self._waiting[0].folder][:TOGETHER]
+            while len(jobs) > 1 and sum(len(job.context) for job in jobs) > TOGETHER_CHARACTERS:
+                jobs.pop()
             self._waiting = [job for job in self._waiting if job not in jobs]
         return [job for job in jobs if job.result.set_running_or_notify_cancel()]
 

@@ -18,7 +18,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -90,22 +90,6 @@ def _batches(order, features, batch_tokens: int, pad_to: int | None, progress: b
             bar.update(len(rows))
 
 
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Without transformers' loading bar and report: what is wrong with a folder is told in one line instead."""
-    from transformers.utils import logging
-
-    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bar:
-            logging.enable_progress_bar()
-
-
 def load_qa_model(folder: str | Path) -> tuple:
     """The model, in eval mode, and the tokenizer that `save_pretrained` wrote to `folder`.
 
@@ -113,23 +97,28 @@ def load_qa_model(folder: str | Path) -> tuple:
     and tokenizer do not belong together, or if it asks for code, pickles, kernels or files of other folders.
     """
     from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoTokenizer
+    from transformers.utils import logging
 
     folder = Path(folder)
     files = _weight_files(folder)
     options = {"local_files_only": True, "trust_remote_code": False}
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what is wrong with a folder is told in one line instead
+    logging.disable_progress_bar()
     try:
-        with _silent():
-            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-            options["attn_implementation"] = "sdpa"  # the config may name one that transformers would download
-            config = AutoConfig.from_pretrained(folder, **options)
-            _check_sizes(folder, config, tokenizer, files)
-            model, loading = AutoModelForQuestionAnswering.from_pretrained(
-                folder, config=config, use_safetensors=True, output_loading_info=True, **options
-            )
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        options["attn_implementation"] = "sdpa"  # the config may name one that transformers would download
+        config = AutoConfig.from_pretrained(folder, **options)
+        _check_sizes(folder, config, tokenizer, files)
+        model, loading = AutoModelForQuestionAnswering.from_pretrained(
+            folder, config=config, use_safetensors=True, output_loading_info=True, **options
+        )
     except UserError:
         raise
     except Exception as error:  # whatever the libraries make of a damaged folder
         raise UserError(f"{folder}: cannot be loaded: {first_line(error)}") from None
+    finally:
+        logging.set_verbosity(verbosity)
     if loading["missing_keys"]:
         raise UserError(f"{folder}: the weights lack {sorted(loading['missing_keys'])[0]}, which would be left random")
     return model.eval(), tokenizer
@@ -190,11 +179,13 @@ def _check_sizes(folder: Path, config, tokenizer, files: list[Path]) -> None:
     if "token_type_ids" not in inspect.signature(model.forward).parameters:
         raise UserError(f"{folder}: {type(model).__name__} takes no token_type_ids, so it does not read as BERT does")
     for name, parameter in model.named_parameters():
-        if name in stored and stored[name].get_shape() != list(parameter.shape):
-            shapes = f"{stored[name].get_shape()} in the weights, {list(parameter.shape)} by config.json"
-            raise UserError(f"{folder}: {name} is {shapes}")
-        if name in stored and stored[name].get_dtype() not in ("F64", "F32", "F16", "BF16"):
-            raise UserError(f"{folder}: {name} holds {stored[name].get_dtype()}, no floating-point numbers")
+        if name not in stored:
+            continue  # said after loading, which knows older names as well
+        shape, kind = stored[name].get_shape(), stored[name].get_dtype()
+        if shape != list(parameter.shape):
+            raise UserError(f"{folder}: {name} is {shape} in the weights, {list(parameter.shape)} by config.json")
+        if kind not in ("F64", "F32", "F16", "BF16"):
+            raise UserError(f"{folder}: {name} holds {kind}, no floating-point numbers")
 
 
 def window_lengths(folder: str | Path, model) -> tuple[int, int]:
@@ -219,12 +210,8 @@ def asked(pairs: list[tuple[str, str]]) -> Source:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("data", nargs="?", metavar="DATA.json", help="a file, or any other source, to answer whole")
-    parser.add_argument(
-        "--model", required=True, metavar="DIR", help="a model's folder, with safetensors and tokenizer"
-    )
-    parser.add_argument(
-        "--out", metavar="DIR", help="where predictions, best spans, n-best lists and null odds of the file go"
-    )
+    parser.add_argument("--model", required=True, metavar="DIR", help="a folder with safetensors and tokenizer")
+    parser.add_argument("--out", metavar="DIR", help="folder for predictions, best spans, n-best lists, null odds")
     parser.add_argument("--question", metavar="TEXT", help="one question, answered on the terminal")
     parser.add_argument("--context", metavar="TEXT", help="the paragraph that the one question is about")
 
