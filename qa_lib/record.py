@@ -277,7 +277,7 @@ def read_record(run_dir: Path) -> dict:
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RecordError(f"{path}: no record") from None
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise RecordError(f"{path}: not readable as JSON ({problem})") from problem
     schema = record.get("schema") if isinstance(record, dict) else None
     if schema not in (SCHEMA, FIRST_SCHEMA):
@@ -298,7 +298,7 @@ def _check(values: dict, section: type, prefix: str = "") -> None:
 
     Raises TypeError, which names the value by its path.
     """
-    _require(values, dict, prefix or "the record")
+    _require(values, dict, prefix.removesuffix(".") or "the record")
     for name, kind in _types(section).items():
         if dataclasses.is_dataclass(kind):
             _check(values.get(name), kind, f"{prefix}{name}.")

@@ -206,10 +206,10 @@ def _misplaced_message(misplaced: list[tuple[str, bool]], name: str) -> str:
     return f"{name}: {len(misplaced)} answers are not the text at their answer_start{hint}: {shown}{more}"
 
 
-def read_json(path: str | os.PathLike) -> object:
-    """Parse the JSON file `path`. Raises `DataError` if it cannot be read or is not JSON."""
+def read_json(path: str | os.PathLike, **options) -> object:
+    """Parse a JSON file; `options` are those of json.loads. Raises `DataError` if it cannot be read or is not JSON."""
     try:
-        return json.loads(Path(path).read_bytes())
+        return json.loads(Path(path).read_bytes(), **options)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
     except RecursionError:
