@@ -122,6 +122,19 @@ class Task:
     scores: list = field(default_factory=list)
 
 
+@dataclass
+class Parallel:
+    """How several processes shared a run, `world` of them at its end, all with the whole model (`replicas`); null for a
+    run of one. Lists have a value for each process, in order of their ranks."""
+
+    world: int | None = None
+    replicas: int | None = None
+    backend: str | None = None
+    rank_peak_mib: list | None = None
+    rank_step_ms: list | None = None
+    weights_equal: bool | None = None
+
+
 TASKS = {
     "qa": Task(
         scores="exact f1 has_answer_exact has_answer_f1 no_answer_f1 best_exact best_exact_threshold best_f1 "
@@ -168,6 +181,7 @@ class Record:
     speed: Speed = field(default_factory=Speed)
     memory: Memory = field(default_factory=Memory)
     energy: Energy = field(default_factory=Energy)
+    parallel: Parallel = field(default_factory=Parallel)
     quality: dict = field(default_factory=dict)
 
 
@@ -333,7 +347,8 @@ def _renewed(record: dict) -> dict:
     sm = int(scale["name"].rpartition("-sm")[2]) if search == "fit-batch" else None
     spec |= {"hardware": hardware_name(record["env"]["gpu"]), "world": 1, "search": search, "sm": sm}
     scale["task"] = "qa"
-    return record | {"schema": SCHEMA, "task": dataclasses.asdict(TASKS["qa"])}
+    shared = dataclasses.asdict(Parallel())
+    return record | {"schema": SCHEMA, "task": dataclasses.asdict(TASKS["qa"]), "parallel": shared}
 
 
 @contextlib.contextmanager
