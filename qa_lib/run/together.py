@@ -111,7 +111,7 @@ def tell_fault(spec: Spec, run_dir: Path, exit_codes: dict[int, int]) -> None:
         with contextlib.suppress(OSError):
             faults[rank] = json.loads(fault_path(run_dir, rank).read_text())
             fault_path(run_dir, rank).unlink()
-    killed = [rank for rank, code in exit_codes.items() if code < 0]
+    killed = [rank for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM]  # not by torchrun
     if killed:
         name = signal.Signals(-exit_codes[killed[0]]).name
         status, error = "killed", {"kind": name, "message": f"process {killed[0]} of {spec.world} was ended by {name}"}
