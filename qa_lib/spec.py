@@ -279,7 +279,7 @@ def resolve(
     if size.effective_batch and size.effective_batch // asked.micro_batch % world:
         raise SpecError(
             f"{world} processes do not divide the {size.effective_batch // asked.micro_batch} micro-batches of a step "
-            f"at scale {scale!r}: take a micro-batch of {size.effective_batch}/{world} or a divisor of that"
+            f"at scale {scale!r}, which are {size.effective_batch} features by {asked.micro_batch}"
         )
     settings, adjusted = adjust(asked, machine)
     return Spec(

@@ -85,7 +85,7 @@ def trained(case: dict, run_dir: Path, ranks: Ranks | None = None) -> dict:
         if isinstance(module, Dropout | HashDropout):
             module.p = 0.0
     try:
-        optimizer, meter, begin, refused = train(model, batches, spec, DEVICE, run_dir, lambda _: None, None, ranks)
+        optimizer, _, begin, refused = train(model, batches, spec, DEVICE, run_dir, lambda _: None, None, ranks)
     except KeyboardInterrupt:
         return {}
     model = gathered(model, lambda: build_model(spec))

@@ -75,3 +75,17 @@ def test_a_sharded_optimizer_is_half_of_it(shared):
     )
     assert sharded < 0.51 * flat
     assert whole == pytest.approx(fsdp, rel=0.01), "numbers of elements of DTensors are those of the whole"
+
+
+@pytest.mark.parametrize("row", ["P1", "P-sharded", "P-fsdp"])
+def test_a_run_that_four_began_goes_on_with_two(row, tmp_path):
+    """Its steps are those of one process throughout: the same micro-batches, and optimizer state in other shares."""
+    case = {"row": row, "world": 4, "scale": {"checkpoint_every": 5}, "name": "run"}
+    launch([case | {"stop": 10}], 4, tmp_path)
+    assert (tmp_path / "run" / "checkpoint.safetensors").exists()
+    launch([case], 2, tmp_path)
+    first, second, *_ = found_by_ranks(tmp_path / "run")
+    assert (first["begin"], first["refused"]) == (10, None)
+    assert first["weights"] == second["weights"]
+    trained(case, tmp_path / "alone")
+    np.testing.assert_allclose(losses_of(tmp_path / "run"), losses_of(tmp_path / "alone"), rtol=1e-4)
