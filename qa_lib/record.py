@@ -123,16 +123,31 @@ class Task:
 
 
 @dataclass
+class Noise:
+    """Of the gradient over all data the square norm, and the variance that a feature adds (measure/goodput.py); means
+    over the last thousand or so of `steps`."""
+
+    sqr: Number = None
+    var: Number = None
+    steps: int | None = None
+
+
+@dataclass
 class Parallel:
     """How several processes shared a run, `world` of them at its end, all with the whole model (`replicas`); null for a
-    run of one. Lists have a value for each process, in order of their ranks."""
+    run of one. Lists have a value for each process, in order of their ranks; `allreduce_gbs` is the bus bandwidth of
+    one reduction, `goodput` features a second times `efficiency` (measure/goodput.py)."""
 
     world: int | None = None
     replicas: int | None = None
     backend: str | None = None
+    allreduce_gbs: Number = None
     rank_peak_mib: list | None = None
     rank_step_ms: list | None = None
     weights_equal: bool | None = None
+    noise: Noise = field(default_factory=Noise)
+    efficiency: Number = None
+    goodput: Number = None
 
 
 TASKS = {

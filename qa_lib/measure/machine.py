@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from qa_lib.measure.meter import MIB, Stopwatch
 from qa_lib.spec import Machine, hardware_name
@@ -142,6 +143,14 @@ def copy_rate(device: torch.device) -> float:
     source = torch.zeros(2**28 if device.type == "cuda" else 2**24, device=device)
     target = torch.empty_like(source)
     return 10 * source.nbytes / _quickest(lambda: target.copy_(source), 5, device) / 1e9
+
+
+def reduce_rate(device: torch.device) -> float:
+    """Measured GB/s (10^9 bytes) of averaging gradients over the processes, all of which call this together: the bus
+    bandwidth of nccl-tests, 2 (n - 1) / n times the bytes by the time, which does not depend on the number n."""
+    gradients = torch.zeros(2**27 if device.type == "cuda" else 2**20, device=device, dtype=torch.bfloat16)
+    seconds = _quickest(lambda: dist.all_reduce(gradients), 10, device)
+    return 10 * 2 * (1 - 1 / dist.get_world_size()) * gradients.nbytes / seconds / 1e9
 
 
 def _quickest(work: Callable[[], object], times: int, device: torch.device) -> float:

@@ -18,7 +18,8 @@ import torch
 from qa_lib import record
 from qa_lib.data.load import Data, batches_of
 from qa_lib.measure.cost import StepCost
-from qa_lib.measure.machine import environment, limit_memory, matrix_rate, train_device, turn
+from qa_lib.measure.goodput import efficiency, noise
+from qa_lib.measure.machine import environment, limit_memory, matrix_rate, reduce_rate, train_device, turn
 from qa_lib.measure.meter import Meter, memory_use
 from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.record import Speed
@@ -30,7 +31,7 @@ from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint, digest_of
 from qa_lib.train.compilation import found_in_cache
 from qa_lib.train.engine import train
-from qa_lib.train.parallel import Ranks, gathered
+from qa_lib.train.parallel import FORGET, Ranks, gathered
 from qa_lib.train.steplog import StepFailed
 
 
@@ -76,7 +77,8 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
                 _note_training(entry, meter, done_before, refused)
                 entry["memory"] = dataclasses.asdict(memory_use(model, optimizer, device))
                 model = gathered(model, lambda: build_model(spec, task.head).to(device))
-                joules = _note_sharing(entry, meter, model, ranks) if ranks.world > 1 else meter.joules_per_feature()
+                several = ranks.world > 1
+                joules = _note_sharing(entry, spec, meter, model, ranks) if several else meter.joules_per_feature()
             if not ranks.first:
                 return entry
             if not shared:
@@ -180,7 +182,20 @@ def _note_training(entry: dict, meter: Meter, done_before: int, refused: str | N
         entry["spec"]["adjusted"] = [*entry["spec"]["adjusted"], f"checkpoint: {refused}"]
 
 
-def _note_sharing(entry: dict, meter: Meter, model: torch.nn.Module, ranks: Ranks) -> float | None:
+def _note_noise(entry: dict, norms: np.ndarray, steps: int, spec: Spec, world: int) -> None:
+    """Put into a record the gradient noise scale, where the row sees its gradients in one piece and no loss scale is on
+    them, and the efficiency of its batch."""
+    if not norms.any() or spec.settings.precision == "fp16":
+        return
+    # The running means began at 0.
+    own, mean = (float(norm) / (1 - (1 - FORGET) ** steps) for norm in norms)
+    batch = spec.micro_batches * spec.settings.micro_batch
+    found = noise(own, mean, world, batch // world)
+    entry["parallel"]["noise"] = dataclasses.asdict(found) | {"steps": steps}
+    entry["parallel"]["efficiency"] = efficiency(found, batch)
+
+
+def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module, ranks: Ranks) -> float | None:
     """Put into a record what several processes have each measured, and let the meter count the features of all.
 
     All processes call this together; the joules per feature of all their GPUs.
@@ -191,6 +206,8 @@ def _note_sharing(entry: dict, meter: Meter, model: torch.nn.Module, ranks: Rank
         "peak_mib": entry["memory"]["peak_alloc_mib"],
         "step_ms": meter.step_ms().median,
         "weights": digest_of({name: p.detach().cpu() for name, p in model.named_parameters()}),
+        "norms": ranks.norms.tolist(),
+        "allreduce_gbs": reduce_rate(ranks.device),
     }
     found = ranks.gather(own)
     meter.counts = list(np.sum([each["counts"] for each in found], axis=0))
@@ -199,11 +216,13 @@ def _note_sharing(entry: dict, meter: Meter, model: torch.nn.Module, ranks: Rank
         "world": ranks.world,
         "replicas": ranks.world,
         "backend": ranks.backend,
+        "allreduce_gbs": own["allreduce_gbs"],
         "rank_peak_mib": None if None in peaks else peaks,
         "rank_step_ms": [each["step_ms"] for each in found],
         "weights_equal": len({each["weights"] for each in found}) == 1,
     }
-    if ranks.world != entry["spec"]["world"]:
+    _note_noise(entry, np.mean([each["norms"] for each in found], axis=0), len(meter.times), spec, ranks.world)
+    if ranks.world != spec.world:
         entry["spec"]["adjusted"] = [*entry["spec"]["adjusted"], f"world: {ranks.world} processes at the end"]
     joules = [each["joules"] for each in found]
     return None if None in joules else sum(joules) / ranks.world  # each has worked on as many features
@@ -214,6 +233,8 @@ def _note_times(entry: dict, spec: Spec, meter: Meter, joules: float | None, spe
     entry["speed"] = dataclasses.asdict(speed)
     entry["time"] |= {"step_ms": dataclasses.asdict(meter.step_ms()), "train_s": sum(meter.times)}
     entry["energy"]["joules_per_feature"] = joules
+    if entry["parallel"]["efficiency"]:
+        entry["parallel"]["goodput"] = entry["parallel"]["efficiency"] * speed.features_per_s
     if spec.settings.compile != "none":  # else nothing was compiled, and slow first steps have other reasons
         entry["time"] |= {"compile_s": meter.compile_s(), "compile_cached": found_in_cache()}
 

@@ -34,6 +34,7 @@ from qa_lib.spec import Spec
 from qa_lib.variants import SpecError
 
 SILENCE = timedelta(minutes=5)  # after which a process that waits for the others gives up
+FORGET = 1e-3  # weight of a step in the running means of gradient norms, as in AdaptDL
 TURN = timedelta(days=30)  # a run may wait so long for other runs on its GPUs
 # PyTorch 2.13 warns of names that 2.11 knows alone.
 warnings.filterwarnings("ignore", message=r".*(_tensor|broadcast_buffers)` is deprecated", category=FutureWarning)
@@ -48,6 +49,7 @@ class Ranks:
 
     def __init__(self, device: torch.device):
         self.device, self.rank, self.world, self.store = device, 0, 1, None
+        self.norms = torch.zeros(2, device=device)  # see note_norms
         if dist.is_torchelastic_launched():
             self.store, self.rank, self.world = next(rendezvous("env://"))
         if device.type == "cuda":
@@ -103,6 +105,11 @@ class Ranks:
             dist.all_reduce(tensor)
             tensor /= self.world
         return tensor
+
+    def note_norms(self, own: torch.Tensor, mean: torch.Tensor) -> None:
+        """Keep for the gradient noise scale the square norms of this process's gradient and of that of all (scalars):
+        running means of the last 1 / FORGET steps. Nothing waits for the device."""
+        self.norms.lerp_(torch.stack([own, mean]), FORGET)
 
     def gather(self, value) -> list:
         """What each process gave, in order of their ranks."""
@@ -180,7 +187,9 @@ class Flat(Alone):
     """All gradients end to end in one tensor, averaged by one call, whose parts are the gradients from then on."""
 
     def reduce(self):
-        flat = self.ranks.mean(torch.cat([p.grad.flatten() for p in self.parameters]))
+        flat = torch.cat([p.grad.flatten() for p in self.parameters])
+        own = square_norm(flat)
+        self.ranks.note_norms(own, square_norm(self.ranks.mean(flat)))
         for parameter, part in zip(self.parameters, flat.split([p.numel() for p in self.parameters]), strict=True):
             parameter.grad = part.view_as(parameter)
 
@@ -213,6 +222,8 @@ class Sharded(Alone):
         dist.reduce_scatter_tensor(self.share.grad, flat, dist.ReduceOp.AVG if nccl else dist.ReduceOp.SUM)
         if not nccl:
             self.share.grad /= self.ranks.world
+        # The mean of this over the processes is the square norm of all shares together.
+        self.ranks.note_norms(square_norm(flat), self.ranks.world * square_norm(self.share.grad))
         for parameter in self.trained:
             parameter.grad = None
 
@@ -257,6 +268,10 @@ class FSDP(Alone):
 
 
 SHARING = {"none": Alone, "ddp": DDP, "ddp-bf16": DDPInHalf, "flat": Flat, "sharded": Sharded, "fsdp": FSDP}
+
+
+def square_norm(gradients: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(gradients, dtype=torch.float32).square()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
