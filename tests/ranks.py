@@ -99,5 +99,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with Ranks(DEVICE) as ranks:
         for case in json.loads((folder / "cases.json").read_text()):
-            found = trained(case, folder / case["name"], ranks)
+            ranks.norms.zero_()
+            found = trained(case, folder / case["name"], ranks) | {"norms": ranks.norms.tolist()}
             (folder / case["name"] / f"rank-{ranks.rank}.json").write_text(json.dumps(found))

@@ -69,6 +69,18 @@ def test_two_processes_make_the_steps_of_one(name, shared, tmp_path):
     assert first["weights"] == second["weights"]
 
 
+def test_ways_to_reduce_see_one_noise_scale(shared):
+    """Square norms of each process's gradient and of the mean of all, which the noise scale is made of."""
+    flat, sharded, ddp = (
+        np.mean([rank["norms"] for rank in found_by_ranks(shared / name)], axis=0)
+        for name in ("flat", "sharded", "ddp")
+    )
+    assert flat == pytest.approx(sharded, rel=1e-3)
+    own, mean = flat
+    assert own / 2 < mean < own, "two gradients that partly agree"
+    assert not ddp.any(), "which never has its gradients in one piece"
+
+
 def test_a_sharded_optimizer_is_half_of_it(shared):
     flat, sharded, fsdp, whole = (
         found_by_ranks(shared / name)[0]["state"] for name in ("flat", "sharded", "fsdp", "ddp")

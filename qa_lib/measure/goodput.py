@@ -1,9 +1,9 @@
 """Gradient noise scale, statistical efficiency and goodput: what a larger batch is worth (rows of family P).
 
-A step of twice the features is not twice the progress: the gradient of a batch is that of all data plus noise, and once
-the noise is small, less of it helps little. McCandlish et al. (2018) measure this by the noise scale
-phi = tr(S) / |G|^2, where G is the mean of the features' gradients and S their covariance: a batch below phi features is
-mostly noise, one above it mostly signal. Pollux (Qiao et al. 2021) makes of it the efficiency of a batch, its progress by
+A step of twice the features is not twice the progress: the gradient of a batch is that of all data plus noise, and
+once the noise is small, less of it helps little. McCandlish et al. (2018) measure this by the noise scale phi = tr(S)
+/ |G|^2, where G is the mean of the features' gradients and S their covariance: a batch below phi features is mostly
+noise, one above it mostly signal. Pollux (Qiao et al. 2021) makes of it the efficiency of a batch, its progress by
 feature relative to a batch of reference, and goodput, features a second times that efficiency. phi belongs to weights
 and data: how a batch is spread over GPUs does not change it.
 
