@@ -183,6 +183,14 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
+def duration(seconds: float) -> str:
+    """'42 s', '12 min', '3 h 05 min'."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
 def new_record(spec: Spec, env: dict) -> dict:
     """A record of status `running`: what is known before the work begins, and null for everything else."""
     task = TASKS[spec.scale.task]
@@ -249,10 +257,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except OSError as problem:
-        if temporary:
+        raise RecordError(f"cannot write {path}: {problem.strerror}; what was there before is intact") from problem
+    finally:
+        if temporary:  # which is `path` by now, unless something came between
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
-        raise RecordError(f"cannot write {path}: {problem.strerror}; what was there before is intact") from problem
 
 
 def write_record(run_dir: Path, record: dict) -> None:

@@ -12,14 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from qa_lib import record
 from qa_lib.data.load import Data, batches_of
+from qa_lib.errors import first_line, stopped_by
 from qa_lib.measure.cost import StepCost
 from qa_lib.measure.machine import environment, limit_memory, matrix_rate, train_device, turn
 from qa_lib.measure.meter import Meter, memory_use
 from qa_lib.model.build import DTYPES, build_model, save_model
-from qa_lib.run.launch import SHARE
+from qa_lib.run.launch import SHARE, with_driver
 from qa_lib.run.plan import add_source_arguments, plan
 from qa_lib.run.tasks import TASKS
 from qa_lib.spec import Spec
@@ -64,7 +66,7 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
             if spec.scale.quality:
                 entry["quality"] |= task.evaluate(model, data, spec, device, run_dir)
                 evaluated = time.perf_counter()
-                save_model(model, data.tokenizer, run_dir / "model")
+                _save(model, data, run_dir / "model")
         if shared:
             entry["spec"]["adjusted"] = [*entry["spec"]["adjusted"], "times: not recorded, others shared the GPU"]
         else:
@@ -77,14 +79,18 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
 def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
     """The life of a run's record: yields it as `running`, and ends it by what happens meanwhile.
 
-    What is raised inside makes it `error`, out of memory `oom`; only the latter is swallowed. Holds the run's lock.
+    What is raised inside makes it `error`, a signal or Ctrl-C `killed`, out of memory `oom`; only the latter is
+    swallowed. Holds the run's lock. Where a driver started this process, it ends with that driver.
     """
-    with record.lock(run_dir):
+    with with_driver(), record.lock(run_dir):
         entry = record.new_record(spec, environment())
-        record.write_record(run_dir, entry)
         try:
+            record.write_record(run_dir, entry)
             yield entry
-        except (Exception, KeyboardInterrupt) as problem:
+        except KeyboardInterrupt as stop:
+            record.finish(run_dir, entry, "killed", {"kind": "killed", "message": stopped_by(stop)})
+            raise
+        except Exception as problem:
             error = _told(problem)
             # Beside others it may be they who filled the memory: an error, which is run again, and no result.
             if not _out_of_memory(problem) or _shares(train_device()):
@@ -124,6 +130,14 @@ def _set_status(entry: dict, run_dir: Path, status: str) -> None:
         record.write_record(run_dir, entry)
 
 
+def _save(model: torch.nn.Module, data: Data, folder: Path) -> None:
+    """Keep the trained model. Raises RecordError when the disk is full."""
+    try:
+        save_model(model, data.tokenizer, folder)
+    except (OSError, SafetensorError) as problem:
+        raise record.RecordError(f"cannot write {folder}: {first_line(problem)}") from problem
+
+
 def _note_sizes(entry: dict, data: Data, model: torch.nn.Module, steps: int) -> None:
     """Put into a record how much there is: steps, features, questions, parameters."""
     entry["spec"] |= {"planned_steps": steps, "n_train": len(data.features)}
@@ -158,8 +172,7 @@ def _told(problem: BaseException) -> dict:
     step = problem.step if isinstance(problem, StepFailed) else None
     if isinstance(problem, StepFailed) and problem.__cause__ is not None:
         problem = problem.__cause__
-    message = "stopped by the user" if isinstance(problem, KeyboardInterrupt) else str(problem).split("\n")[0]
-    return {"kind": type(problem).__name__, "message": message, "step": step}
+    return {"kind": type(problem).__name__, "message": str(problem).split("\n")[0], "step": step}
 
 
 NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")

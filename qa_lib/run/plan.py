@@ -118,11 +118,11 @@ def add_source_arguments(parser: argparse.ArgumentParser, scale: bool = True) ->
         parser.add_argument("--scale", required=True, metavar="S", help=", ".join(SCALES))
     parser.add_argument("--data", default="", metavar="DIR", help="questions: a folder, a file, or a hub name")
     parser.add_argument("--model", default="", metavar="DIR", help="checkpoint: a folder or a hub name")
-    parser.add_argument("--micro-batch", type=_one_or_more, metavar="N", help="features in one forward pass (rows: 8)")
+    parser.add_argument("--micro-batch", type=one_or_more, metavar="N", help="features in one forward pass (rows: 8)")
     parser.add_argument("--runs", type=_folder, default="runs", metavar="DIR", help="where records go (%(default)s)")
 
 
-def _one_or_more(text: str) -> int:
+def one_or_more(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
     return int(text)
