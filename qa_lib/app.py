@@ -341,7 +341,10 @@ def _names(host: str) -> list[str]:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Serve until a signal comes, and then give requests in work three seconds. Raises UserError for a folder that holds no such model, and for a port that is taken."""
+    """Serve until a signal comes, and then give requests in work three seconds.
+
+    Raises UserError for a folder that holds no such model, and for a port that is taken.
+    """
     if not args.host.strip():
         raise UserError("--host is empty, which would listen to everybody: leave it out, or write 0.0.0.0 to mean that")
     for folder in args.model:
