@@ -1,6 +1,6 @@
 """The dashboard as one self-contained page: every group's tables and figures, and a panel for each of its rows.
 
-The app serves it and `report --html` writes it. What it shows comes from tables, findings and the report's figures.
+The app serves it and `report --html` writes it. What it shows comes from tables, sentences and the report's figures.
 """
 
 import base64
@@ -14,28 +14,15 @@ from pathlib import Path
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from qa_lib.report import sentences as findings
-from qa_lib.report import tables
-from qa_lib.report.runs import load_runs
+from qa_lib.report.runs import AXES, AXIS_NAMES, load_runs, on_cpu, searches, select
+from qa_lib.report.sentences import LADDER, PEERS, caption
+from qa_lib.report.tables import family_lines, result_table, summarise
+from qa_lib.report.text import MISSING, number, points
 from qa_lib.variants import FAMILIES, VARIANTS, Settings
 
 WEB = Path(__file__).with_name("web")
-HEADINGS = (
-    "row",
-    "what it changes",
-    "micro-batch",
-    "features/s",
-    "× A1",
-    "step ms [p10–p90]",
-    "MFU",
-    "peak MiB",
-    "F1",
-    "ΔF1 vs A1",
-    "trainable",
-    "n",
-    "status",
-    "note",
-)
+HEADINGS = ("row", "what it changes", *(axis.label for axis in AXES), "features/s", "× A1", "step ms [p10–p90]", "MFU",
+            "peak MiB", "{score}", "Δ{score} vs A1", "trainable", "n", "status", "note")  # fmt: skip
 # Figures with a section of their own, in this order; what else there is comes after them under its own name.
 SECTIONS = {
     "ladder": "Step by step: A1 → A4 → E",
@@ -94,45 +81,44 @@ def dashboard(
     """
     broken: dict[Path, str] = {}
     runs = load_runs(runs_dir, broken)
-    names = {*runs["group"], *(folder.parent.name for folder in broken)}
-    names = {name for name in names if not tables.is_search(name)}
+    names = {*runs["group"], *(folder.parent.name for folder in broken)} - searches(runs)
     groups = []
-    for name in sorted(names, key=lambda name: (name.startswith("cpu-"), name)):
+    for name in sorted(names):
         bad = {folder: text for folder, text in broken.items() if folder.parent.name == name}
+        shown = {"name": name, "cpu": False, "problem": None, "broken": _broken(bad)}
         try:
-            groups.append(_group(runs, name, bad, pictures, link))
+            shown |= _group(runs, name, bad, pictures, link)
         except Exception as problem:  # whatever a spoilt record leads to: the other groups are to be seen
-            reason = without_paths(str(problem)) or type(problem).__name__
-            groups.append({"name": name, "problem": reason, "broken": _broken(bad)})
-    return render("dashboard", groups=groups, families=FAMILIES, ladder=(*findings.PEERS, *findings.LADDER), app=app)
+            shown["problem"] = without_paths(str(problem)) or type(problem).__name__
+        groups.append(shown)
+    groups.sort(key=lambda group: group["cpu"])
+    return render("dashboard", groups=groups, families=FAMILIES, ladder=(*PEERS, *LADDER), app=app)
 
 
 def _group(runs: pd.DataFrame, name: str, bad: dict[Path, str], pictures: Pictures, link) -> dict:
     """What the template shows of one group. Raises ReportError where its runs do not go together."""
-    chosen = tables.select(runs, name)
-    lines = tables.summarise(chosen)
+    chosen = select(runs, name)
+    lines = summarise(chosen)
     drawn, absent = pictures(chosen, name)
     order = [*SECTIONS, *(key for key in (*drawn, *absent) if key not in SECTIONS)]
-    images = [
-        {
+    images = []
+    for key in order:
+        title, content = drawn.get(key, (None, b""))
+        images.append({
             "name": key,
             "own": key in SECTIONS,
             "heading": SECTIONS.get(key, key.replace("-", " ").capitalize()),
-            "title": drawn[key][0] if key in drawn else None,
-            "source": "data:image/png;base64," + base64.b64encode(drawn[key][1]).decode() if key in drawn else None,
+            "title": title,
+            "source": f"data:image/png;base64,{base64.b64encode(content).decode()}" if content else None,
             "absent": absent.get(key, "not among the report's figures"),
-        }
-        for key in order
-    ]
+        })  # fmt: skip
     return {
-        "name": name,
-        "problem": None,
-        "caption": findings.caption(chosen, lines),
+        "cpu": on_cpu(chosen),
+        "caption": caption(chosen, lines),
         "images": images,
         "table": _table(chosen, lines, bad),
-        "peft": _table(chosen, tables.family_lines(lines, "B"), {}),
+        "peft": _table(chosen, family_lines(lines, "B"), {}),
         "panels": [_panel(variant, part, link) for variant, part in chosen.groupby("spec.variant", sort=False)],
-        "broken": _broken(bad),
     }
 
 
@@ -140,22 +126,18 @@ def _table(chosen: pd.DataFrame, lines: pd.DataFrame, bad: dict[Path, str]) -> d
     """{headings, rows}: the lines as text with the real tokens per second; each row with its variant and any mark."""
     if lines.empty:
         return {"headings": [], "rows": []}
-    text = tables.result_table(lines, HEADINGS)
-    ok = chosen[chosen["status"] == "ok"]
-    speed = ok.groupby(["spec.variant", "spec.settings.micro_batch"])["speed.real_tokens_per_s"].mean()
-    tokens = [speed.get(key, float("nan")) for key in zip(lines["variant"], lines["micro_batch"], strict=True)]
+    text = result_table(lines, HEADINGS)
     if "features/s" in text:
-        text.insert(list(text).index("features/s"), "tokens/s", [tables.number(value) for value in tokens])
+        ok = chosen[chosen["status"] == "ok"].rename(columns={"spec.variant": "variant"})
+        key = [*AXIS_NAMES, "variant"]
+        tokens = lines[key].join(ok.groupby(key)["speed.real_tokens_per_s"].mean(), on=key)
+        text.insert(list(text).index("features/s"), "tokens/s", tokens["speed.real_tokens_per_s"].map(number).to_list())
     marked = {_variant(folder) for folder in bad}
     rows = [
-        {
-            "variant": variant,
-            "family": variant[0],
-            "marked": variant in marked,
-            "cells": [without_paths(c) for c in cells],
-        }
+        {"variant": variant, "family": variant[0], "marked": variant in marked,
+         "cells": [without_paths(cell) for cell in cells]}
         for variant, cells in zip(lines["variant"], text.astype(str).to_numpy().tolist(), strict=True)
-    ]
+    ]  # fmt: skip
     return {"headings": list(text), "rows": rows}
 
 
@@ -178,19 +160,19 @@ def _run(run: dict, href: str | None) -> dict:
     message, commit = (run[key] if pd.notna(run[key]) else "" for key in ("error.message", "code.commit"))
     pairs = {
         "seed": str(run["spec.seed"]),
-        "micro-batch": str(run["spec.settings.micro_batch"]),
+        "micro-batch": str(run["micro_batch"]),
         "status": run["status"],
-        **{name: tables.number(run.get(key)) for name, key in NUMBERS.items()},
-        "exact": tables.points(run.get("quality.exact")),
-        "F1": tables.points(run.get("quality.f1")),
-        "code": commit[:7] or tables.MISSING,
-        "message": without_paths(message) or tables.MISSING,
+        **{name: number(run.get(key)) for name, key in NUMBERS.items()},
+        "exact": points(run.get("quality.exact")),
+        run["task.label"]: points(run.get(f"quality.{run['task.metric']}")),
+        "code": commit[:7] or MISSING,
+        "message": without_paths(message) or MISSING,
     }
     folder: Path = run["path"]
     there = (folder / "notebook.ipynb").is_file()
     return {
         "id": folder.name,
-        "pairs": [(name, text) for name, text in pairs.items() if text != tables.MISSING],
+        "pairs": [(name, text) for name, text in pairs.items() if text != MISSING],
         "notebook": f"{folder.parent.name}/{folder.name}/notebook.ipynb" if there else None,
         "href": href if there else None,
     }
@@ -199,11 +181,7 @@ def _run(run: dict, href: str | None) -> dict:
 def _broken(bad: dict[Path, str]) -> list[dict]:
     """A marked row for each record that cannot be read."""
     return [
-        {
-            "variant": _variant(folder),
-            "id": folder.name,
-            "reason": without_paths(text.replace(f"{folder}{os.sep}", "")),
-        }
+        {"variant": _variant(folder), "id": folder.name, "reason": without_paths(text.replace(f"{folder}{os.sep}", ""))}
         for folder, text in bad.items()
     ]
 

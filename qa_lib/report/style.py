@@ -8,10 +8,11 @@ from collections.abc import Callable
 import matplotlib.style
 import pandas as pd
 import seaborn as sns
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
-from qa_lib.report.tables import NotMeasured
+from qa_lib.report.runs import NotMeasured
 
 WIDTH = 9.0  # inches: 900 px at 100 dpi, the width of a README
 DPI = 150  # of files; a notebook shows 100
@@ -33,6 +34,16 @@ def style():
 def wrap(text: str, width: int) -> str:
     """Lines of at most so many letters; a number stays with its percent sign."""
     return "\n".join(textwrap.fill(line.replace(" %", "\u00a0%"), width) for line in text.split("\n"))
+
+
+def new_figure(title: str, note: str, height: float) -> Figure:
+    """An empty figure with a title and, below it, a caption; `height` in inches."""
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(wrap(title, 90), x=0.01, ha="left", fontsize=12, fontweight="bold")
+    if note:
+        figure.supxlabel(wrap(note, 148), x=0.01, ha="left", fontsize=8, color="0.35")
+    return figure
 
 
 def png(figure: Figure, dpi: int = DPI) -> bytes:
