@@ -35,17 +35,16 @@ def vram_table(runs: pd.DataFrame) -> pd.DataFrame:
     ours = runs[runs["memory.peak_alloc_mib"].notna() & (runs["micro_batch"] == 8)]
     if ours.empty:
         raise NotMeasured("no run at scale vram has a peak: GPU memory is counted by the GPU's allocator")
-    theirs = published()
     ours = ours.drop_duplicates("spec.variant", keep="last").set_index("spec.variant")
     rows = [name for name in VARIANTS if name in ours.index]
-    table = pd.DataFrame({"row": rows, "what it changes": [change(name) for name in rows]})
-    for kind, column in (("allocated", "peak_alloc_mib"), ("reserved", "peak_reserved_mib")):
-        peak = ours.loc[rows, f"memory.{column}"].astype(float)
-        seeds = theirs[column].reindex(rows)
-        table[f"{kind} MiB"] = peak.map(number).to_numpy()
-        table[f"T4: {kind} MiB"] = seeds.map(number).to_numpy()
-        table[f"{kind}, ours over theirs"] = (peak / seeds).map(number).to_numpy()
-    return table
+    ours, theirs = ours.loc[rows], published().reindex(rows)
+    table = pd.DataFrame({"what it changes": [change(name) for name in rows]}, index=pd.Index(rows, name="row"))
+    for kind, column, name in (("allocated", "memory.peak_alloc_mib", "peak_mib"),
+                               ("reserved", "memory.peak_reserved_mib", "peak_reserved_mib")):  # fmt: skip
+        table[f"{kind} MiB"] = ours[column].map(number)
+        table[f"T4: {kind} MiB"] = theirs[name].map(number)
+        table[f"{kind}, ours over theirs"] = (ours[column].astype(float) / theirs[name]).map(number)
+    return table.reset_index()
 
 
 def worth(quality: pd.DataFrame) -> pd.DataFrame:

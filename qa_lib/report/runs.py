@@ -7,6 +7,7 @@ table and the seed, is an axis (AXES). Runs that agree in every axis are a cell,
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import pandas as pd
@@ -16,12 +17,10 @@ from qa_lib.record import PROFILE_SCHEMA, RecordError, read_record
 from qa_lib.variants import VARIANTS
 
 BASELINE = "A1"  # the row that ratios and differences refer to
-PUBLISHED = Path(__file__).with_name("published.csv")  # what the seeds published
-# What must be equal within a group, or a ratio would compare different work.
-IDENTITY = ("spec.hardware", "spec.scale.", "spec.search", "spec.sm", "data.name", "data.sha256", "task.name",
-            "task.metric")  # fmt: skip
 TASK = ["task.name", "task.metric", "task.label", "task.higher_is_better"]
-LENGTH = "spec.scale.max_length"  # the one field of a scale that may differ
+LENGTH, MICRO_BATCH = "spec.scale.max_length", "spec.settings.micro_batch"
+# What must be equal within a group, or a ratio would compare different work; but for LENGTH.
+IDENTITY = ("spec.hardware", "spec.scale.", "spec.search", "spec.sm", "data.name", "data.sha256", *TASK[:2])
 
 
 class ReportError(UserError):
@@ -34,7 +33,7 @@ class NotMeasured(ReportError):
 
 @dataclass(frozen=True)
 class Axis:
-    """What may differ within a group: a column of runs and lines, its name for people, and how to find it in runs."""
+    """What may differ within a group: a column of runs and lines, its name for people, and its value for all runs."""
 
     name: str
     label: str
@@ -54,10 +53,10 @@ def _precision(runs: pd.DataFrame) -> pd.Series:
 
 AXES = (
     Axis("model", "model", _model),
-    Axis("world", "world size", lambda runs: runs["spec.world"]),
+    Axis("world", "world size", itemgetter("spec.world")),
     Axis("precision", "precision", _precision),
-    Axis("length", "length", lambda runs: runs[LENGTH]),
-    Axis("micro_batch", "micro-batch", lambda runs: runs["spec.settings.micro_batch"]),
+    Axis("length", "length", itemgetter(LENGTH)),
+    Axis("micro_batch", "micro-batch", itemgetter(MICRO_BATCH)),
 )
 AXIS_NAMES = [axis.name for axis in AXES]
 
@@ -100,8 +99,11 @@ def read_profile(run_dir: Path) -> dict | None:
 
 
 def published() -> pd.DataFrame:
-    """The seeds' numbers by row."""
-    return pd.read_csv(PUBLISHED, comment="#").set_index("row")
+    """The seeds' numbers by row, with the names of `lines`."""
+    names = {"f1": "score", "train_samples_per_s": "features_per_s", "peak_alloc_mib": "peak_mib"}
+    table = pd.read_csv(Path(__file__).with_name("published.csv"), comment="#", index_col="row").rename(columns=names)
+    base = table.loc[BASELINE]
+    return table.assign(ratio=table["features_per_s"] / base["features_per_s"], delta=table["score"] - base["score"])
 
 
 def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
@@ -116,13 +118,11 @@ def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     chosen = chosen.sort_values(["time.started", "run_id"])
     chosen = chosen.drop_duplicates(["spec.variant", "spec.seed", *AXIS_NAMES], keep="last")
     for column in (name for name in chosen if name.startswith(IDENTITY) and name != LENGTH):
-        values = [None if pd.isna(value) else value for value in chosen[column]]
-        first, *others = dict.fromkeys(values)
+        one, *others = chosen.drop_duplicates(column)[["run_id", column]].to_numpy()
         if others:
-            one, other = (chosen["run_id"].iloc[values.index(value)] for value in (first, others[0]))
             raise ReportError(
-                f"group {group!r} mixes runs that cannot be compared: {column} is {first!r} in {one} and "
-                f"{others[0]!r} in {other}; move the older runs away"
+                f"group {group!r} mixes runs that cannot be compared: {column} is {one[1]!r} in {one[0]} and "
+                f"{others[0][1]!r} in {others[0][0]}; move the older runs away"
             )
     return chosen.reset_index(drop=True)
 
@@ -156,12 +156,11 @@ def cells(table: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     varying = [axis for axis in AXES if axis.name in table and table[axis.name].nunique(dropna=False) > 1]
     if not varying:
         return [("", table)]
-    parts = table.groupby([axis.name for axis in varying], dropna=False)
-    labelled = [
-        (", ".join(f"{axis.label} {value}" for axis, value in zip(varying, values, strict=True)), part)
-        for values, part in parts
-    ]
-    return labelled[::-1]
+    found = []
+    for values, part in table.groupby([axis.name for axis in varying], dropna=False):
+        label = ", ".join(f"{axis.label} {value}" for axis, value in zip(varying, values, strict=True))
+        found.append((label, part))
+    return found[::-1]
 
 
 def in_cells(table: pd.DataFrame, function: Callable) -> list[tuple]:
