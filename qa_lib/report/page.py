@@ -6,7 +6,6 @@ The app serves it and `report --html` writes it. What it shows comes from tables
 import base64
 import dataclasses
 import hashlib
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from qa_lib.report.runs import AXES, AXIS_NAMES, load_runs, on_cpu, searches, se
 from qa_lib.report.sentences import LADDER, PEERS, caption
 from qa_lib.report.tables import family_lines, result_table, summarise
 from qa_lib.report.text import MISSING, number, points
-from qa_lib.variants import FAMILIES, VARIANTS, Settings
+from qa_lib.variants import FAMILIES, VARIANTS
 
 WEB = Path(__file__).with_name("web")
 HEADINGS = ("row", "what it changes", *(axis.label for axis in AXES), "features/s", "× A1", "step ms [p10–p90]", "MFU",
@@ -81,49 +80,42 @@ def dashboard(
     """
     broken: dict[Path, str] = {}
     runs = load_runs(runs_dir, broken)
-    names = {*runs["group"], *(folder.parent.name for folder in broken)} - searches(runs)
     groups = []
-    for name in sorted(names):
+    for name in sorted({*runs["group"], *(folder.parent.name for folder in broken)} - searches(runs)):
         bad = {folder: text for folder, text in broken.items() if folder.parent.name == name}
-        shown = {"name": name, "cpu": False, "problem": None, "broken": _broken(bad)}
+        group = {"name": name, "cpu": False, "problem": None, "broken": bad}
         try:
-            shown |= _group(runs, name, bad, pictures, link)
+            group |= _group(runs, name, pictures, link)
         except Exception as problem:  # whatever a spoilt record leads to: the other groups are to be seen
-            shown["problem"] = without_paths(str(problem)) or type(problem).__name__
-        groups.append(shown)
+            group["problem"] = str(problem) or type(problem).__name__
+        groups.append(group)
     groups.sort(key=lambda group: group["cpu"])
-    return render("dashboard", groups=groups, families=FAMILIES, ladder=(*PEERS, *LADDER), app=app)
+    names = {"families": FAMILIES, "ladder": (*PEERS, *LADDER), "variants": VARIANTS, "sections": SECTIONS}
+    return render("dashboard", groups=groups, app=app, **names)
 
 
-def _group(runs: pd.DataFrame, name: str, bad: dict[Path, str], pictures: Pictures, link) -> dict:
+def _group(runs: pd.DataFrame, name: str, pictures: Pictures, link) -> dict:
     """What the template shows of one group. Raises ReportError where its runs do not go together."""
     chosen = select(runs, name)
     lines = summarise(chosen)
     drawn, absent = pictures(chosen, name)
-    order = [*SECTIONS, *(key for key in (*drawn, *absent) if key not in SECTIONS)]
-    images = []
-    for key in order:
-        title, content = drawn.get(key, (None, b""))
-        images.append({
-            "name": key,
-            "own": key in SECTIONS,
-            "heading": SECTIONS.get(key, key.replace("-", " ").capitalize()),
-            "title": title,
-            "source": f"data:image/png;base64,{base64.b64encode(content).decode()}" if content else None,
-            "absent": absent.get(key, "not among the report's figures"),
-        })  # fmt: skip
     return {
         "cpu": on_cpu(chosen),
         "caption": caption(chosen, lines),
-        "images": images,
-        "table": _table(chosen, lines, bad),
-        "peft": _table(chosen, family_lines(lines, "B"), {}),
-        "panels": [_panel(variant, part, link) for variant, part in chosen.groupby("spec.variant", sort=False)],
+        "drawn": drawn,
+        "absent": absent,
+        "images": dict.fromkeys([*SECTIONS, *drawn, *absent]),
+        "table": _table(chosen, lines),
+        "peft": _table(chosen, family_lines(lines, "B")),
+        "panels": {
+            variant: [_run(run, link) for run in part.to_dict("records")]
+            for variant, part in chosen.groupby("spec.variant", sort=False)
+        },
     }
 
 
-def _table(chosen: pd.DataFrame, lines: pd.DataFrame, bad: dict[Path, str]) -> dict:
-    """{headings, rows}: the lines as text with the real tokens per second; each row with its variant and any mark."""
+def _table(chosen: pd.DataFrame, lines: pd.DataFrame) -> dict:
+    """{headings, rows}: the lines as text with the real tokens per second; each row as its variant and its cells."""
     if lines.empty:
         return {"headings": [], "rows": []}
     text = result_table(lines, HEADINGS)
@@ -132,33 +124,14 @@ def _table(chosen: pd.DataFrame, lines: pd.DataFrame, bad: dict[Path, str]) -> d
         key = [*AXIS_NAMES, "variant"]
         tokens = lines[key].join(ok.groupby(key)["speed.real_tokens_per_s"].mean(), on=key)
         text.insert(list(text).index("features/s"), "tokens/s", tokens["speed.real_tokens_per_s"].map(number).to_list())
-    marked = {_variant(folder) for folder in bad}
-    rows = [
-        {"variant": variant, "family": variant[0], "marked": variant in marked,
-         "cells": [without_paths(cell) for cell in cells]}
-        for variant, cells in zip(lines["variant"], text.astype(str).to_numpy().tolist(), strict=True)
-    ]  # fmt: skip
-    return {"headings": list(text), "rows": rows}
+    rows = zip(lines["variant"], text.astype(str).to_numpy().tolist(), strict=True)
+    return {"headings": list(text), "rows": list(rows)}
 
 
-def _panel(variant: str, part: pd.DataFrame, link) -> dict:
-    """What a row changes and why, and its runs."""
-    row = VARIANTS.get(variant)
-    own = dataclasses.asdict(row.settings if row else Settings())
-    parent = dataclasses.asdict(VARIANTS[row.parent].settings) if row and row.parent else own
-    return {
-        "variant": variant,
-        "why": row.why if row else "A row of another version of the table.",
-        "parent": row.parent if row else None,
-        "settings": [(key, parent[key], own[key]) for key in own] if row else [],
-        "runs": [_run(run, link(run["path"])) for run in part.to_dict("records")],
-    }
-
-
-def _run(run: dict, href: str | None) -> dict:
-    """A run's main numbers as (name, text) pairs, and where its notebook is."""
+def _run(run: dict, link: Callable[[Path], str | None]) -> dict:
+    """A run's main numbers as text by name, and where its notebook is."""
     message, commit = (run[key] if pd.notna(run[key]) else "" for key in ("error.message", "code.commit"))
-    pairs = {
+    texts = {
         "seed": str(run["spec.seed"]),
         "micro-batch": str(run["micro_batch"]),
         "status": run["status"],
@@ -170,22 +143,18 @@ def _run(run: dict, href: str | None) -> dict:
     }
     folder: Path = run["path"]
     there = (folder / "notebook.ipynb").is_file()
-    return {
-        "id": folder.name,
-        "pairs": [(name, text) for name, text in pairs.items() if text != MISSING],
-        "notebook": f"{folder.parent.name}/{folder.name}/notebook.ipynb" if there else None,
-        "href": href if there else None,
-    }
+    texts = {name: text for name, text in texts.items() if text != MISSING}
+    return {"folder": folder, "texts": texts, "there": there, "href": link(folder) if there else None}
 
 
-def _broken(bad: dict[Path, str]) -> list[dict]:
-    """A marked row for each record that cannot be read."""
-    return [
-        {"variant": _variant(folder), "id": folder.name, "reason": without_paths(text.replace(f"{folder}{os.sep}", ""))}
-        for folder, text in bad.items()
-    ]
-
-
-def _variant(folder: Path) -> str:
+def variant_of(folder: Path) -> str:
     """The row that a run's folder is named for."""
     return re.sub(r"-s\d+-[0-9a-f]+$", "", folder.name)
+
+
+_TEMPLATES.filters |= {
+    "variant_of": variant_of,
+    "without_paths": without_paths,
+    "settings": lambda row: dataclasses.asdict(row.settings),
+    "base64": lambda content: base64.b64encode(content).decode(),
+}
