@@ -12,9 +12,9 @@ from qa_lib.report.runs import (
     score_name,
     select,
     sibling,
-    usual,
+    usual,  # fmt: skip
 )
-from qa_lib.report.tables import change
+from qa_lib.report.tables import change, place
 from qa_lib.report.text import MISSING, gain, number, or_why, say
 from qa_lib.spec import SCALES
 from qa_lib.variants import VARIANTS, find_recipe
@@ -35,16 +35,15 @@ def vram_table(runs: pd.DataFrame) -> pd.DataFrame:
     ours = runs[runs["memory.peak_alloc_mib"].notna() & (runs["micro_batch"] == 8)]
     if ours.empty:
         raise NotMeasured("no run at scale vram has a peak: GPU memory is counted by the GPU's allocator")
-    ours = ours.drop_duplicates("spec.variant", keep="last").set_index("spec.variant")
-    rows = [name for name in VARIANTS if name in ours.index]
-    ours, theirs = ours.loc[rows], published().reindex(rows)
-    table = pd.DataFrame({"what it changes": [change(name) for name in rows]}, index=pd.Index(rows, name="row"))
+    ours = _in_order(ours.drop_duplicates("spec.variant", keep="last").set_index("spec.variant"))
+    theirs = published().reindex(ours.index)
+    table = pd.DataFrame({"what it changes": map(change, ours.index)}, index=ours.index)
     for kind, column, name in (("allocated", "memory.peak_alloc_mib", "peak_mib"),
                                ("reserved", "memory.peak_reserved_mib", "peak_reserved_mib")):  # fmt: skip
         table[f"{kind} MiB"] = ours[column].map(number)
         table[f"T4: {kind} MiB"] = theirs[name].map(number)
-        table[f"{kind}, ours over theirs"] = (ours[column].astype(float) / theirs[name]).map(number)
-    return table.reset_index()
+        table[f"{kind}, ours over theirs"] = (ours[column] / theirs[name]).map(number)
+    return table.rename_axis("row").reset_index()
 
 
 def worth(quality: pd.DataFrame) -> pd.DataFrame:
@@ -69,31 +68,29 @@ def largest_batches(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
 
     Raises NotMeasured where nothing fitted.
     """
-    runs = usual(runs)
-    lines, skipped = [], []
-    for name in VARIANTS:
-        row = runs[runs["spec.variant"] == name]
-        tries = row[row["status"] == "ok"]
-        if tries.empty:
-            reasons = row[row["status"] == "skipped"]["error.message"]
-            skipped += [{"row": name, "what it changes": change(name), "note": why} for why in reasons]
-            continue
-        failed = row[row["status"] == "oom"]["micro_batch"]
-        most = tries.loc[tries["micro_batch"].idxmax()]
-        best = tries.loc[tries["speed.features_per_s"].astype(float).idxmax()]
-        lines.append({
-            "row": name,
-            "what it changes": change(name),
-            "largest micro-batch": str(most["micro_batch"]),
-            "too large": str(failed.min()) if len(failed) else MISSING,
-            "reserved MiB": number(most["memory.peak_reserved_mib"]),
-            "best features/s tried": number(best["speed.features_per_s"]),
-            "at micro-batch": str(best["micro_batch"]),
-            f"Δ{score_name(runs)} vs {BASELINE}": f1["text"].get(name, "not known"),
-        })  # fmt: skip
-    if not lines:
+    runs = usual(runs).set_index("spec.variant").astype({"speed.features_per_s": float})
+    fitted = runs[runs["status"] == "ok"]
+    if fitted.empty:
         raise NotMeasured("no try of fit-batch has fitted in this group")
-    return pd.DataFrame(lines + skipped).fillna(MISSING)
+    most, best = (fitted.sort_values(column, kind="stable").groupby(level=0).tail(1) for column in
+                  ("micro_batch", "speed.features_per_s"))  # fmt: skip
+    failed = runs.loc[runs["status"] == "oom", "micro_batch"].groupby(level=0).min()
+    table = pd.DataFrame({
+        "largest micro-batch": most["micro_batch"].astype(str),
+        "too large": failed.reindex(most.index).map("{:.0f}".format, na_action="ignore"),
+        "reserved MiB": most["memory.peak_reserved_mib"].map(number),
+        "best features/s tried": best["speed.features_per_s"].map(number),
+        "at micro-batch": best["micro_batch"].astype(str),
+    })  # fmt: skip
+    table[f"Δ{score_name(runs)} vs {BASELINE}"] = [f1["text"].get(name, "not known") for name in table.index]
+    skipped = runs.loc[(runs["status"] == "skipped") & ~runs.index.isin(table.index), "error.message"]
+    table = pd.concat([_in_order(table), _in_order(skipped.to_frame("note"))]).fillna(MISSING)
+    table.insert(0, "what it changes", [change(name) for name in table.index])
+    return table.rename_axis("row").reset_index()
+
+
+def _in_order(table: pd.DataFrame) -> pd.DataFrame:
+    return table.sort_index(key=lambda names: names.map(place))
 
 
 def _best_first(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:

@@ -8,7 +8,6 @@ verdict is on a claim's direction and rough size, and "cannot be told" where an 
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pandas as pd
@@ -52,10 +51,19 @@ class Facts:
     def first_peak(self, variant: str, base: str) -> float:
         """The same by the seeds' protocol: one step of 8 features to settle, one measured."""
         measured = self.vram[self.vram["micro_batch"] == 8].dropna(subset=["memory.peak_alloc_mib"])
-        peaks = measured.drop_duplicates("spec.variant", keep="last").set_index("spec.variant")["memory.peak_alloc_mib"]
-        if absent := [name for name in (variant, base) if name not in peaks.index]:
+        peaks = measured.groupby("spec.variant")["memory.peak_alloc_mib"].last()
+        if absent := [name for name in (variant, base) if name not in peaks]:
             raise NotMeasured(f"{absent[0]} has no peak at scale vram")
-        return float(peaks[variant]) / float(peaks[base])
+        return peaks[variant] / peaks[base]
+
+    def speeds(self, variant: str, base: str = BASELINE) -> dict[str, float]:
+        """speed() at both micro-batches."""
+        return {"small": self.speed(variant, base, 8), "large": self.speed(variant, base)}
+
+    def savings(self, variant: str, base: str) -> dict:
+        """What a row that spares memory leaves of it, and what it costs in F1."""
+        first, large = self.first_peak(variant, base), self.peak(variant, base)
+        return {"first": first, "large": large, "loss": self.f1(variant, base)}
 
     def f1(self, variant: str, base: str = BASELINE) -> tuple[float, float]:
         """F1 of a row minus another's, and half the 90 % interval; NaN where it was not measured."""
@@ -97,14 +105,14 @@ def _is(truth: bool) -> str:
 
 
 def _stack(facts: Facts) -> Finding:
-    values = {"small": facts.speed("A4", micro_batch=8), "large": facts.speed("A4"), "gain": facts.f1("A4")}
+    values = facts.speeds("A4") | {"gain": facts.f1("A4")}
     faster = min(values["small"], values["large"]) > 1.17
     return values, {"faster by 17 % at both": _is(faster), "better F1": between(values["gain"], 0, math.inf)}
 
 
 def _range(facts: Facts) -> Finding:
-    small, large, best = facts.speed("A4", micro_batch=8), facts.speed("A4"), facts.speed("E-best")
-    return {"small": small, "large": large, "best": best}, {"reachable": _is(large > 1.3)}
+    values = facts.speeds("A4") | {"best": facts.speed("E-best")}
+    return values, {"reachable": _is(values["large"] > 1.3)}
 
 
 def _peft_quality(facts: Facts) -> Finding:
@@ -125,9 +133,9 @@ def _peft_quality(facts: Facts) -> Finding:
 
 def _peft_pays(facts: Facts) -> Finding:
     pairs = [(name, VARIANTS[name].parent) for name in ("EB1", "EB1-all", "EB2", "EB3")]
-    speeds = [facts.speed(*pair) for pair in pairs]
-    peaks = [facts.peak(*pair) for pair in pairs]
-    return {"rows": [(*pair, *both) for pair, *both in zip(pairs, speeds, peaks, strict=True)]}, {
+    rows = [(*pair, facts.speed(*pair), facts.peak(*pair)) for pair in pairs]
+    speeds, peaks = [row[2] for row in rows], [row[3] for row in rows]
+    return {"rows": rows}, {
         "memory": _is(max(peaks) < 1),
         "speed, LoRA on query and value": _is(speeds[0] > 1),
         "speed, LoRA on every linear layer": _is(speeds[1] > 1),
@@ -136,17 +144,17 @@ def _peft_pays(facts: Facts) -> Finding:
 
 
 def _adam8(facts: Facts) -> Finding:
-    first, large, loss = facts.first_peak("C1", "A3"), facts.peak("C1", "A3"), facts.f1("C1", "A3")
-    verdicts = {"at least 15 % less, by their protocol": _is(first < 0.85), "within 1 F1": between(loss, -1, 1)}
-    return {"first": first, "large": large, "loss": loss}, verdicts
+    found = facts.savings("C1", "A3")
+    less = _is(found["first"] < 0.85)
+    return found, {"at least 15 % less, by their protocol": less, "within 1 F1": between(found["loss"], -1, 1)}
 
 
 def _checkpointing(facts: Facts) -> Finding:
-    first, large, loss = facts.first_peak("C2", "A3"), facts.peak("C2", "A3"), facts.f1("C2", "A3")
-    return {"first": first, "large": large, "loss": loss}, {
-        "at least 28 % less, by their protocol": _is(first < 0.72),
-        "at micro-batch 32": _is(large < 0.72),
-        "costs 2 F1": costs(loss, 2),
+    found = facts.savings("C2", "A3")
+    return found, {
+        "at least 28 % less, by their protocol": _is(found["first"] < 0.72),
+        "at micro-batch 32": _is(found["large"] < 0.72),
+        "costs 2 F1": costs(found["loss"], 2),
     }
 
 
@@ -159,22 +167,13 @@ def _join(facts: Facts) -> Finding:
 
 
 def _backends(facts: Facts) -> Finding:
-    small, large, loss = facts.speed("D1", "A3", 8), facts.speed("D1", "A3"), facts.f1("D1", "A3")
-    verdicts = {"at least 95 % of the speed": _is(min(small, large) > 0.95), "within 1 F1": between(loss, -1, 1)}
-    return {"small": small, "large": large, "loss": loss}, verdicts
+    values = facts.speeds("D1", "A3") | {"loss": facts.f1("D1", "A3")}
+    as_fast = min(values["small"], values["large"]) > 0.95
+    return values, {"at least 95 % of the speed": _is(as_fast), "within 1 F1": between(values["loss"], -1, 1)}
 
 
-# Name of the claim's texts in texts/claims.md.j2 -> what checks it.
-CLAIMS: dict[str, Callable[[Facts], Finding]] = {
-    "stack": _stack,
-    "range": _range,
-    "peft_quality": _peft_quality,
-    "peft_pays": _peft_pays,
-    "adam8": _adam8,
-    "checkpointing": _checkpointing,
-    "join": _join,
-    "backends": _backends,
-}
+# In the order in which they are shown; each is named as its texts in texts/claims.md.j2 are.
+CLAIMS = (_stack, _range, _peft_quality, _peft_pays, _adam8, _checkpointing, _join, _backends)
 
 
 def facts_of(runs: pd.DataFrame, group: str) -> Facts:
@@ -190,7 +189,8 @@ def claims_table(facts: Facts) -> pd.DataFrame:
     if facts.bench["task.name"].iloc[0] != "qa":
         raise NotMeasured("the seeds' claims are about question answering")
     lines = []
-    for name, check in CLAIMS.items():
+    for check in CLAIMS:
+        name = check.__name__.lstrip("_")
         try:
             values, verdicts = check(facts)
             measured, why = say(f"claims.{name}", **values), say(f"claims.{name}_why", **values)

@@ -4,7 +4,6 @@ Titles are sentences computed by sentences.py; a figure whose values no record h
 same records twice gives the same bytes.
 """
 
-import math
 from pathlib import Path
 
 import pandas as pd
@@ -17,7 +16,7 @@ from matplotlib.transforms import Bbox
 from qa_lib.report import profiles, quality, sentences
 from qa_lib.report.runs import BASELINE, NotMeasured, ReportError, cells, in_cells, on_cpu, score_name
 from qa_lib.report.sentences import LADDER, PEERS
-from qa_lib.report.style import COLORS, GREY, MARKERS, new_figure, show, style, wrap
+from qa_lib.report.style import COLORS, GREY, MARKERS, bars, new_figure, show, style, wrap
 from qa_lib.report.tables import cost_table, family_lines, summarise
 from qa_lib.report.text import factor, gain, number, share
 from qa_lib.variants import FAMILIES, VARIANTS
@@ -40,7 +39,7 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
         rows = part.set_index("variant").reindex([name for name in (*PEERS, *LADDER) if name in set(part["variant"])])
         rows["label"] = [f"{name}   {wrap(text, 28)}" for name, text in rows["change"].items()]
         colors = {line["label"]: GREY if name in PEERS else COLORS[line["family"]] for name, line in rows.iterrows()}
-        _bars(axis, rows, "features_per_s", "label", hue="label", palette=colors)
+        bars(axis, rows, "features_per_s", "label", hue="label", palette=colors)
         for height, (name, line) in enumerate(rows.iterrows()):
             speed, half = line["features_per_s"], line["features_per_s±"]
             if pd.isna(speed):
@@ -134,7 +133,7 @@ def fig_cost(runs: pd.DataFrame) -> Figure:
     lines, title = _timed(runs), sentences.cost_finding(runs)
     rows = cost_table(runs).iloc[:-1]
     figure, (axis,) = _panels(runs, lines, title, [("", rows)], lambda rows: 0.26 * len(rows))
-    _bars(axis, rows, "wall_s", "row", color=COLORS["A"])
+    bars(axis, rows, "wall_s", "row", color=COLORS["A"])
     for height, row in enumerate(rows.itertuples()):
         _say(axis, row.wall_s, height, f"{number(row.wall_s)} s" + (f" ({row.runs} runs)" if row.runs > 1 else ""))
     limits = (0, 1.18 * rows["wall_s"].max())
@@ -213,16 +212,14 @@ def _panels(runs, lines, title, parts, height, whiskers=sentences.WHISKERS) -> t
     return figure, list(axes)
 
 
-def _bars(axis: Axes, rows: pd.DataFrame, x: str, y: str, **colors) -> None:
-    sns.barplot(rows, x=x, y=y, saturation=1, errorbar=None, ax=axis, **colors)
-    axis.grid(False, axis="y")
-
-
 def _scatter(runs, lines, title, x: tuple[str, str], y: tuple[str, str], log: bool = False) -> Figure:
     """Points (column, axis label) of all lines that have both, labelled by `text` or else the row's name."""
-    lines = lines.dropna(subset=[x[0], y[0]])
-    parts = cells(lines)
-    figure, axes = _panels(runs, lines, title, parts, lambda _: 4.2)
+    points = lines.dropna(subset=[x[0], y[0]]).reset_index(drop=True)
+    # The half lengths of a point's whiskers, 0 where it has none.
+    for name, (column, _) in (("across", x), ("up", y)):
+        points[name] = points[f"{column}±"].fillna(0.0) if f"{column}±" in points else 0.0
+    parts = cells(points)
+    figure, axes = _panels(runs, points, title, parts, lambda _: 4.2)
     for axis, (_, part) in zip(axes, parts, strict=True):
         families = sorted(set(part["family"]))
         sns.scatterplot(
@@ -230,48 +227,42 @@ def _scatter(runs, lines, title, x: tuple[str, str], y: tuple[str, str], log: bo
             palette=[COLORS[name] for name in families], markers=[MARKERS[name] for name in families], s=70, ax=axis,
         )  # fmt: skip
         for line in part.to_dict("records"):
-            _, (across, up) = _place(line, x[0], y[0])
             color = COLORS[line["family"]]
-            axis.errorbar(line[x[0]], line[y[0]], up or None, across or None, color=color, capsize=2, linewidth=1)
+            whiskers = line["up"] or None, line["across"] or None
+            axis.errorbar(line[x[0]], line[y[0]], *whiskers, color=color, capsize=2, linewidth=1)
         axis.set(xlabel=x[1], ylabel=y[1], xscale="log" if log else "linear")
         axis.margins(0.1)
         handles, names = axis.get_legend_handles_labels()
         axis.legend(handles, [f"{name}: {FAMILIES.get(name, name)}" for name in names], fontsize=8)
     figure.canvas.draw()  # the layout is settled by drawing, and only then do data have places in pixels
     for axis, (_, part) in zip(axes, parts, strict=True):
-        rows = part.to_dict("records")
-        _label(axis, [(line.get("text", line["variant"]), *_place(line, x[0], y[0])) for line in rows])
+        texts = part["text"] if "text" in part else part["variant"]
+        _label(axis, list(zip(part[x[0]], part[y[0]], part["across"], part["up"], texts, strict=True)))
     return figure
 
 
-def _place(line: dict, x: str, y: str) -> tuple[tuple[float, float], tuple[float, float]]:
-    """A line's point and the half lengths of its whiskers, 0 where it has none; in data coordinates."""
-    halves = (line.get(f"{name}±", math.nan) for name in (x, y))
-    return (line[x], line[y]), tuple(0.0 if pd.isna(half) else half for half in halves)
-
-
 def _label(axis: Axes, points: list[tuple]) -> None:
-    """Write each (text, point, whiskers) beside its point at the first free place; with a line to it if further off."""
+    """Write the text of each (x, y, across, up, text) beside its point at the first free place; with a line to it if
+    further off."""
     renderer, pixel = axis.figure.canvas.get_renderer(), axis.figure.dpi / 72
     taken = [axis.get_legend().get_window_extent(renderer)]
-    for _, (x, y), (across, up) in points:
-        for ends, pad in (([(x, y)] * 2, 5), ([(x - across, y), (x + across, y)], 2), ([(x, y - up), (x, y + up)], 2)):
-            taken.append(Bbox(axis.transData.transform(ends)).padded(pad * pixel))
-    for text, point, _ in sorted(points, key=lambda entry: entry[1]):
-        px, py = axis.transData.transform(point)
+    for x, y, across, up, _ in points:
+        for dx, dy, pad in ((0, 0, 5), (across, 0, 2), (0, up, 2)):
+            ends = axis.transData.transform([(x - dx, y - dy), (x + dx, y + dy)])
+            taken.append(Bbox(ends).padded(pad * pixel))
+    for x, y, *_, text in sorted(points):
+        px, py = axis.transData.transform((x, y))
         note = axis.annotate(
-            text, point, (0, 0), textcoords="offset points", fontsize=9, va="center",
+            text, (x, y), (0, 0), textcoords="offset points", fontsize=9, va="center",
             arrowprops={"arrowstyle": "-", "color": "0.5", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4},
         )  # fmt: skip
         note.set_in_layout(False)
         size = note.get_window_extent(renderer)
-        boxes = [
-            Bbox.from_bounds(
-                px + dx * pixel - size.width * (dx < 0), py + dy * pixel - size.height / 2, size.width, size.height
-            )
-            for dx, dy in OFFSETS
-        ]
-        crowds = [sum(map(box.overlaps, taken)) + 10 * (not _inside(box, axis.bbox)) for box in boxes]
+        boxes = []
+        for dx, dy in OFFSETS:
+            left = px + dx * pixel - (size.width if dx < 0 else 0)
+            boxes.append(Bbox.from_bounds(left, py + dy * pixel - size.height / 2, size.width, size.height))
+        crowds = [sum(map(box.overlaps, taken)) + (0 if _inside(box, axis.bbox) else 10) for box in boxes]
         best = crowds.index(min(crowds))  # the nearest of the free places, or else the least crowded
         note.set_position(OFFSETS[best])
         note.set_ha("right" if OFFSETS[best][0] < 0 else "left")

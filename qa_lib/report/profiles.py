@@ -1,5 +1,6 @@
 """Figures of profiles: a step as a timeline, memory by phase, kernels under the roofline, a row beside its parent."""
 
+import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
@@ -9,11 +10,10 @@ from matplotlib.patches import Patch
 from qa_lib.measure.trace import PARTS, PHASES
 from qa_lib.report.runs import AXIS_NAMES, BASELINE, NotMeasured, cells, read_profile
 from qa_lib.report.sentences import RECOMMENDED
-from qa_lib.report.style import GREY, new_figure, style
+from qa_lib.report.style import COLORBLIND, GREY, bars, new_figure, style
 from qa_lib.report.tables import place
 from qa_lib.report.text import factor, number, share
 
-COLORBLIND = sns.color_palette("colorblind")
 PART_COLORS = dict(zip(PARTS, sns.color_palette("colorblind", len(PARTS)), strict=True))
 HELD = ("parameters", "optimizer state", "activations", "gradients and workspace", "reserved, not used")
 HELD_COLORS = [*COLORBLIND[:4], "0.85"]
@@ -33,6 +33,10 @@ def profiles(runs: pd.DataFrame) -> pd.DataFrame:
         if label:
             found.loc[part.index, "name"] += f", {label}"
     return found
+
+
+def _by_name(runs: pd.DataFrame) -> dict[str, dict]:
+    return profiles(runs).set_index("name")["profile"].to_dict()
 
 
 def _figure(title: str, rows: dict[str, dict], height: float, legend: int = 0) -> Figure:
@@ -63,7 +67,6 @@ def _said(profile: dict) -> str:
     return f"{number(time['step_ms'])} ms, {share(time['busy_share'])} busy{launches}"
 
 
-@style()
 def fig_timeline(runs: pd.DataFrame) -> Figure:
     """One step of the baseline and one of the recommended row, or else of the quickest profiled one, on one axis,
     coloured by part of the model. Of the cell in which both were profiled, that with the largest micro-batch."""
@@ -83,30 +86,24 @@ def timeline(rows: dict[str, dict], where: str = "") -> Figure:
     """One step of each of some profiles {name: profile}, on one axis."""
     title = "; ".join(f"a step of {name}: {_said(profile)}" for name, profile in rows.items())
     figure = _figure(title[0].upper() + title[1:] + where, rows, 1.4 + 1.35 * len(rows), 1)
-    end = max(max(start + ms for start, ms, *_ in profile["timeline"]) for profile in rows.values())
-    for axis, (name, profile) in zip(figure.subplots(len(rows), squeeze=False)[:, 0], rows.items(), strict=True):
+    columns = ["start", "ms", "phase", "part"]
+    spans = {name: pd.DataFrame(profile["timeline"], columns=columns) for name, profile in rows.items()}
+    every = pd.concat(spans.values())
+    for axis, (name, table) in zip(figure.subplots(len(rows), squeeze=False)[:, 0], spans.items(), strict=True):
         for height, phase in enumerate(reversed(PHASES)):
-            spans = [entry for entry in profile["timeline"] if entry[2] == phase]
-            axis.broken_barh(
-                [(start, ms) for start, ms, *_ in spans],
-                (height - 0.42, 0.84),
-                facecolors=[PART_COLORS[part] for *_, part in spans],
-                linewidth=0,
-            )
+            part = table[table["phase"] == phase]
+            colors = [PART_COLORS[part_of_model] for part_of_model in part["part"]]
+            axis.broken_barh(part[["start", "ms"]].to_numpy(), (height - 0.42, 0.84), facecolors=colors, linewidth=0)
         axis.set_yticks(range(len(PHASES)), reversed(PHASES))
-        axis.set_xlim(0, 1.01 * end)
+        axis.set_xlim(0, 1.01 * (every["start"] + every["ms"]).max())
         axis.set_title(name, loc="left", fontsize=10)
         axis.grid(False, axis="y")
     axis.set_xlabel(
         "ms of a step under the profiler, which holds the host back; the title's are without (white: waiting)"
     )
-    _legend(figure, {part for profile in rows.values() for *_, part in profile["timeline"]})
-    return figure
-
-
-def _legend(figure: Figure, parts: set[str]) -> None:
-    handles = [Patch(color=PART_COLORS[part], label=part) for part in PARTS if part in parts]
+    handles = [Patch(color=PART_COLORS[part], label=part) for part in PARTS if part in set(every["part"])]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
+    return figure
 
 
 @style()
@@ -116,29 +113,26 @@ def fig_parts(rows: dict[str, dict]) -> Figure:
     ratio = factor(first["time"]["step_ms"] / last["time"]["step_ms"])
     names = list(rows)
     title = f"{names[-1]}'s step: {_said(last)}; {ratio} as fast as {names[0]}'s ({_said(first)})"
-    bars = []
+    spans = []
     for name, profile in rows.items():
         time = profile["time"]
         for phase, parts in time["parts"].items():
-            bars += [(part if phase == part else f"{part}, {phase}", name, ms) for part, ms in parts.items()]
-        bars.append(("waiting", name, max(0.0, time["step_ms"] - time["busy_ms"])))
-    table = pd.DataFrame(bars, columns=["part", "row", "ms"])
+            spans += [(part if phase == part else f"{part}, {phase}", name, ms) for part, ms in parts.items()]
+        spans.append(("waiting", name, max(0.0, time["step_ms"] - time["busy_ms"])))
+    table = pd.DataFrame(spans, columns=["part", "row", "ms"])
     longest = table[table["part"] != "waiting"].groupby("part", sort=False)["ms"].max()
     order = [*longest.sort_values(ascending=False, kind="stable").index, "waiting"]
     figure = _figure(title, rows, 1.5 + 0.3 * len(order))
     axis = figure.subplots()
     palette = dict(zip(names, [GREY, COLORBLIND[3]][-len(names) :], strict=True))
-    look = {"order": order, "hue": "row", "palette": palette, "saturation": 1, "errorbar": None}
-    sns.barplot(table, x="ms", y="part", ax=axis, **look)
+    bars(axis, table, "ms", "part", order=order, hue="row", palette=palette)
     axis.set(xlabel="ms a step", ylabel="")
-    axis.grid(False, axis="y")
     return figure
 
 
-@style()
 def fig_phases(runs: pd.DataFrame) -> Figure:
     """What fills the memory at its peak, a bar a profiled row, and the peak of each phase of the step."""
-    return phases(profiles(runs).set_index("name")["profile"].to_dict())
+    return phases(_by_name(runs))
 
 
 @style()
@@ -163,9 +157,8 @@ def phases(rows: dict[str, dict]) -> Figure:
             left += mib
         for phase, mib in memory["phases"].items():
             axis.plot(mib, height, PHASE_MARKS[phase], color="black", markersize=7)
-    axis.set_yticks(range(len(rows)), rows)
+    axis.set(xlabel="MiB", yticks=range(len(rows)), yticklabels=rows)
     axis.invert_yaxis()
-    axis.set_xlabel("MiB")
     axis.grid(False, axis="y")
     handles = [Patch(color=color, label=label) for label, color in zip(HELD, HELD_COLORS, strict=True)]
     marks = [axis.plot([], [], mark, color="black", label=f"peak of {phase}")[0] for phase, mark in PHASE_MARKS.items()]
@@ -180,18 +173,15 @@ def fig_allocator(rows: dict[str, dict]) -> Figure:
     figure = _figure("Memory allocated in the course of one step", rows, 3.2)
     axis = figure.subplots()
     for name, profile in rows.items():
-        ms, mib = zip(*profile["memory"]["timeline"], strict=True)
-        axis.plot(ms, mib, label=name, linewidth=1)
-    axis.set(xlabel="ms since the step's first allocation, on the host's clock", ylabel="MiB")
-    axis.set_ylim(0)
+        axis.plot(*zip(*profile["memory"]["timeline"], strict=True), label=name, linewidth=1)
+    axis.set(xlabel="ms since the step's first allocation, on the host's clock", ylabel="MiB", ylim=(0, None))
     axis.legend(fontsize=8)
     return figure
 
 
-@style()
 def fig_roofline(runs: pd.DataFrame) -> Figure:
     """The heaviest kernels of the rows whose hardware counters were read, under the measured ceilings."""
-    return roofline(profiles(runs).set_index("name")["profile"].to_dict())
+    return roofline(_by_name(runs))
 
 
 @style()
@@ -201,24 +191,21 @@ def roofline(rows: dict[str, dict]) -> Figure:
     rows = _with(rows, "ncu", "no hardware counters were read: python -m qa_lib profile ROW --ncu does, on a GPU")
     first = next(iter(rows.values()))
     roof, slope = first["ceilings"]["matrix_tflops"], first["ceilings"]["copy_gb_per_s"]
-    products, others = [], []
-    for name, profile in rows.items():
-        for kernel in profile["ncu"]:
-            ops = sum(kernel[key] or 0.0 for key in ("fp16_ops", "bf16_ops", "fp8_ops"))
-            if not kernel["us"] or not kernel["dram_bytes"]:
-                continue
-            attention = any(word in kernel["name"].lower() for word in ("flash", "fmha", "attention"))
-            entry = {"row": name, "us": kernel["us"], "GB/s": kernel["dram_bytes"] / kernel["us"] / 1e3}
-            entry["kind"] = "attention" if attention else "products" if ops else "the rest"
-            if ops:
-                products.append(entry | {"intensity": ops / kernel["dram_bytes"], "TFLOP/s": ops / kernel["us"] / 1e6})
-            else:
-                others.append(entry)
-    products, others = pd.DataFrame(products), pd.DataFrame(others)
+    kernels = pd.concat([pd.DataFrame(profile["ncu"]).assign(row=name) for name, profile in rows.items()])
+    kernels = kernels[(kernels["us"] > 0) & (kernels["dram_bytes"] > 0)]
+    ops = kernels[["fp16_ops", "bf16_ops", "fp8_ops"]].astype(float).sum(axis=1)
+    attention = kernels["name"].str.contains("flash|fmha|attention", case=False)
+    kernels = kernels.assign(**{
+        "kind": np.select([attention, ops > 0], ["attention", "products"], "the rest"),
+        "intensity": ops / kernels["dram_bytes"],
+        "TFLOP/s": ops / kernels["us"] / 1e6,
+        "GB/s": kernels["dram_bytes"] / kernels["us"] / 1e3,
+    })  # fmt: skip
+    products, others = kernels[ops > 0], kernels[ops == 0]
     if products.empty or others.empty:
         raise NotMeasured("the counters that were read hold no products, or nothing beside them")
-    rate = (products["TFLOP/s"] * products["us"]).sum() / products["us"].sum()
-    width = (others["GB/s"] * others["us"]).sum() / others["us"].sum()
+    rate = np.average(products["TFLOP/s"], weights=products["us"])
+    width = np.average(others["GB/s"], weights=others["us"])
     title = (
         f"Products and attention run at {share(rate / roof)} of the matrix rate, "
         f"the rest at {share(width / slope)} of the copy bandwidth (means by time)"

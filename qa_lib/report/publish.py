@@ -15,17 +15,7 @@ import pandas as pd
 from qa_lib.record import write_atomically
 from qa_lib.report import quality
 from qa_lib.report.gallery import draw, outdated, pictures, read_manifest
-from qa_lib.report.runs import (
-    BASELINE,
-    NotMeasured,
-    ReportError,
-    commits,
-    load_runs,
-    score_name,
-    searches,
-    select,
-    usual,
-)
+from qa_lib.report.runs import BASELINE, NotMeasured, ReportError, commits, load_runs, searches, select, usual
 from qa_lib.report.sentences import LADDER, PEERS, caption, equivalence_finding, speed_finding
 from qa_lib.report.tables import result_table, summarise
 from qa_lib.report.text import MISSING, markdown, say, terminal
@@ -83,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"\n{terminal(result_table(lines))}\n\n{caption(chosen, lines)}")
         print(f"Figures: {args.figures / group} ({'drawn' if drawn else 'up to date'})")
     if args.readme:
-        write_atomically(README, with_results(_readme(), runs, args.runs, args.figures))
+        write_atomically(README, with_results(runs, args.runs, args.figures)[1])
         print(f"Results written into {README}")
     if args.notebook:
         write_atomically(RENDERED, rendered())
@@ -141,34 +131,30 @@ def _with_quality(lines: pd.DataFrame, judged: pd.DataFrame) -> tuple[pd.DataFra
         tested = quality.equivalence(judged)
     except NotMeasured as reason:
         return table, say("readme.unknown", reason=reason), ""
-    score = score_name(judged)
-    table[f"Δ{score} vs A1"] = table["row"].map(quality.as_text(tested))
-    table[f"Δ{score} at best threshold"] = table["row"].map(quality.as_text(tested, "best_"))
-    table[f"n ({score})"] = table["row"].map(tested.set_index("variant")["n"].astype(str))
+    table[f"ΔF1 vs {BASELINE}"] = table["row"].map(quality.as_text(tested))
+    table["ΔF1 at best threshold"] = table["row"].map(quality.as_text(tested, "best_"))
+    table["n (F1)"] = table["row"].map(tested.set_index("variant")["n"].astype(str))
     base = judged[(judged["spec.variant"] == BASELINE) & (judged["status"] == "ok")]
-    means = base[["quality.always_null_f1", *quality.METRICS]].astype(float).mean()
+    means = base.filter(like="quality.").mean(numeric_only=True)
     said = say(
         "readme.quality", group=judged["group"].iloc[0], code=commits(judged), model=judged["model.name"].iloc[0],
-        n_train=judged["spec.n_train"].max(), n_eval=base["quality.n"].max(), null=means.iloc[0], at_0=means.iloc[1],
-        best=means.iloc[2], score=score, baseline=BASELINE,
+        n_train=judged["spec.n_train"].max(), n_eval=base["quality.n"].max(), means=means, baseline=BASELINE,
     )  # fmt: skip
     return table.fillna(MISSING), f"{equivalence_finding(judged)}.", said
 
 
-def _readme() -> str:
+def with_results(runs: pd.DataFrame, runs_dir: Path, figures_dir: Path) -> tuple[str, str]:
+    """README.md's text, and the same with its result block made anew. Raises ReportError where there is no such file or
+    no such block."""
     try:
-        return README.read_text(encoding="utf-8")
+        text = README.read_text(encoding="utf-8")
     except OSError as problem:
         raise ReportError(f"cannot read {README} in this folder: {problem.strerror}") from problem
-
-
-def with_results(text: str, runs: pd.DataFrame, runs_dir: Path, figures_dir: Path) -> str:
-    """README.md's text with its result block made anew. Raises ReportError when the block's markers are not there."""
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
         raise ReportError(f"{README} has no block between {BEGIN} and {END}")
-    return f"{head}{BEGIN}\n{results(runs, runs_dir, figures_dir)}\n{END}{tail}"
+    return text, f"{head}{BEGIN}\n{results(runs, runs_dir, figures_dir)}\n{END}{tail}"
 
 
 def check(runs: pd.DataFrame, runs_dir: Path, figures_dir: Path) -> list[str]:
@@ -177,8 +163,8 @@ def check(runs: pd.DataFrame, runs_dir: Path, figures_dir: Path) -> list[str]:
     for group in committed_groups(runs, runs_dir):
         if reason := outdated(select(runs, group), figures_dir / group):
             problems.append(f"{figures_dir / group} is not up to date ({reason}): run python -m qa_lib report")
-    text = _readme()
-    if with_results(text, runs, runs_dir, figures_dir) != text:
+    before, after = with_results(runs, runs_dir, figures_dir)
+    if before != after:
         problems.append(f"{README} is not up to date: run python -m qa_lib report --readme")
     return problems
 

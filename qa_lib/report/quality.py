@@ -18,7 +18,8 @@ from qa_lib.variants import VARIANTS, find_recipe
 MARGIN = 1.0  # points of F1 within which a row counts as good as the baseline
 FAULTY = {name for name, row in VARIANTS.items() if row.settings.join != "id"}
 VERDICTS = {"beyond": "no", "open": "cannot be told", "no worse": "no worse, perhaps better", "within": "yes"}
-METRICS = ("quality.f1", "quality.best_f1")  # at threshold 0, and at the best one
+HEADS = {"F1": "quality.f1", "F1 at best threshold": "quality.best_f1"}
+METRICS = tuple(HEADS.values())  # at threshold 0, and at the best one
 FULL_FEATURES, FULL_EPOCHS = 131_754, 3  # of all of SQuAD v2's training questions at 384/128, and the seeds' epochs
 PROJECTED = 32  # micro-batch
 TIMED = ("A0", "A1", "A4", "E-best")
@@ -56,12 +57,9 @@ def differences(runs: pd.DataFrame, variant: str, base: str = BASELINE, column: 
     return found
 
 
-def compare(runs: pd.DataFrame, variant: str, base: str = BASELINE) -> tuple[float, float]:
+def compare(runs: pd.DataFrame, variant: str, base: str = BASELINE, column: str = METRICS[0]) -> tuple[float, float]:
     """The mean of `differences` and half its t-based 90 % interval, NaN below three seeds."""
-    return _mean(differences(runs, variant, base))
-
-
-def _mean(found: pd.Series) -> tuple[float, float]:
+    found = differences(runs, variant, base, column)
     return float(found.mean()), float(interval(found, 90))
 
 
@@ -90,13 +88,12 @@ def equivalence(runs: pd.DataFrame) -> pd.DataFrame:
     lines = []
     for name in (name for name in VARIANTS if name in scored - FAULTY - {BASELINE}):
         try:
-            at_0, at_best = (differences(runs, name, column=column) for column in METRICS)
+            at_0, at_best = (compare(runs, name, column=column) for column in METRICS)
         except NotMeasured:  # no seed in common
             continue
-        (delta, half), (best_delta, best_half) = _mean(at_0), _mean(at_best)
-        told = {verdict((delta, half)), verdict((best_delta, best_half))}
+        told = {verdict(at_0), verdict(at_best)}
         worst = next(word for word in VERDICTS if word in told)
-        lines.append((name, len(at_0), delta, half, best_delta, best_half, worst))
+        lines.append((name, len(differences(runs, name)), *at_0, *at_best, worst))
     table = pd.DataFrame(lines, columns=["variant", "n", "delta", "half", "best_delta", "best_half", "verdict"])
     if table["half"].isna().all():
         raise NotMeasured(f"no row has an F1 of three seeds in common with {BASELINE}, which an interval takes")
@@ -105,8 +102,7 @@ def equivalence(runs: pd.DataFrame) -> pd.DataFrame:
 
 def as_text(tested: pd.DataFrame, at: str = "") -> pd.Series:
     """The differences of `equivalence` by variant, at threshold 0 or, `at` being "best_", at the best one."""
-    numbers = tested[["variant", f"{at}delta", f"{at}half"]].itertuples(index=False)
-    return pd.Series({name: gain(delta, half) for name, delta, half in numbers}, dtype=object)
+    return tested.set_index("variant").apply(lambda row: gain(row[f"{at}delta"], row[f"{at}half"]), axis=1)
 
 
 def equivalence_table(runs: pd.DataFrame) -> pd.DataFrame:
@@ -119,20 +115,20 @@ def equivalence_table(runs: pd.DataFrame) -> pd.DataFrame:
 
 def _equivalence_table(runs: pd.DataFrame) -> pd.DataFrame:
     tested = equivalence(runs)
-    told = {f"ΔF1 vs {BASELINE}": as_text(tested), "at best threshold: ΔF1": as_text(tested, "best_")}
-    told[f"within {MARGIN:g} F1"] = tested.set_index("variant")["verdict"].map(VERDICTS)
-    done = runs[runs["status"] == "ok"].groupby("spec.variant")
     columns = {"exact": "exact", "F1": "f1", "F1 at best threshold": "best_f1", "HasAns F1": "has_answer_f1",
                "NoAns F1": "no_answer_f1"}  # fmt: skip
-    lines = []
-    for name in (name for name in VARIANTS if name in done.groups):
-        part = done.get_group(name)
-        line = {"row": name, "what it changes": change(name), "n": str(len(part))}
-        line |= {head: points(part[f"quality.{key}"].astype(float).mean()) for head, key in columns.items()}
-        lines.append(line | {head: texts.get(name, MISSING) for head, texts in told.items()})
+    done = runs[runs["status"] == "ok"].groupby("spec.variant")
+    rows = [name for name in VARIANTS if name in done.groups]
+    table = pd.DataFrame({"what it changes": map(change, rows), "n": done.size()[rows].astype(str)}, index=rows)
+    for head, key in columns.items():
+        table[head] = done[f"quality.{key}"].mean().map(points)
+    table[f"ΔF1 vs {BASELINE}"] = as_text(tested)
+    table["at best threshold: ΔF1"] = as_text(tested, "best_")
+    table[f"within {MARGIN:g} F1"] = tested.set_index("variant")["verdict"].map(VERDICTS)
     null = points(runs["quality.always_null_f1"].astype(float).mean())
-    blank = dict.fromkeys(lines[0], MISSING) | {"row": "none", "what it changes": "never answers", "F1": null}
-    return pd.DataFrame([blank | {"F1 at best threshold": null}, *lines])
+    never = {"what it changes": "never answers", "F1": null, "F1 at best threshold": null}
+    table = pd.concat([pd.DataFrame(never, index=["none"]), table])[list(table)]
+    return table.fillna(MISSING).rename_axis("row").reset_index()
 
 
 def time_to_quality(runs: pd.DataFrame) -> pd.DataFrame:
@@ -142,23 +138,21 @@ def time_to_quality(runs: pd.DataFrame) -> pd.DataFrame:
     """
     runs = usual(runs)
     whole = runs[(runs["status"] == "ok") & runs["time.eval_s"].notna() & runs["time.resumed_from_step"].isna()]
-    whole = whole[whole["spec.variant"].isin(TIMED) & ~whole["time.compile_cached"].eq(True)]
-    whole = whole.drop_duplicates("spec.variant")
+    whole = whole[~whole["time.compile_cached"].eq(True)].drop_duplicates("spec.variant").set_index("spec.variant")
+    whole = whole.loc[[name for name in TIMED if name in whole.index]]
     if whole.empty:
         raise NotMeasured(f"none of {', '.join(TIMED)} was timed from beginning to end in this group")
-    lines = []
-    for run in sorted(whole.to_dict("records"), key=lambda run: TIMED.index(run["spec.variant"])):
-        compile_s = run["time.compile_s"] if pd.notna(run["time.compile_s"]) else 0.0
-        parts = {
-            "features and model": run["time.prepare_s"],
-            "compile": compile_s,
-            "train": run["time.train_s"] - compile_s,
-            "answer and score": run["time.eval_s"],
-            "in all": run["time.wall_s"],
-        }
-        line = {"row": run["spec.variant"]} | {f"{name}, s": number(value) for name, value in parts.items()}
-        lines.append(line | {f"{run['task.label']} of this run": points(run[f"quality.{run['task.metric']}"])})
-    return pd.DataFrame(lines)
+    compile_s = whole["time.compile_s"].astype(float).fillna(0.0)
+    seconds = {
+        "features and model, s": whole["time.prepare_s"],
+        "compile, s": compile_s,
+        "train, s": whole["time.train_s"] - compile_s,
+        "answer and score, s": whole["time.eval_s"],
+        "in all, s": whole["time.wall_s"],
+    }
+    table = pd.DataFrame(seconds).astype(float).map(number)
+    table[f"{score_name(whole)} of this run"] = whole[f"quality.{whole['task.metric'].iloc[0]}"].map(points)
+    return table.rename_axis("row").reset_index()
 
 
 def projection(lines: pd.DataFrame) -> pd.DataFrame:
@@ -168,11 +162,10 @@ def projection(lines: pd.DataFrame) -> pd.DataFrame:
         raise NotMeasured("the projection is to SQuAD v2's training questions, and this is another task")
     part = usual(lines)
     part = part[(part["micro_batch"] == PROJECTED) & part["features_per_s"].notna()].set_index("variant")
-    rows = [name for name in TIMED if name in part.index and BASELINE in part.index]
-    if not rows:
+    if BASELINE not in part.index:
         raise NotMeasured(f"no row has a measured speed at micro-batch {PROJECTED} to project from")
     features, table = FULL_FEATURES * FULL_EPOCHS, []
-    for name in rows:
+    for name in (name for name in TIMED if name in part.index):
         speed, compile_s = part.loc[name, ["features_per_s", "compile_s"]].fillna(0.0)
         arithmetic = f"{FULL_FEATURES:,} × {FULL_EPOCHS} ÷ {number(speed)}/s"
         if compile_s:
@@ -193,31 +186,26 @@ def tries_table(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
     """
     require_answers(runs)
     runs, quality = usual(runs), usual(quality)
-    if runs.empty or runs[METRICS[0]].isna().all():
+    runs = runs[runs[METRICS[0]].notna()] if len(runs) else runs
+    if runs.empty:
         raise NotMeasured("no try of python -m qa_lib tune has an F1 on this hardware")
-    runs = runs[runs[METRICS[0]].notna()]
-    rates = [f"{rate * find_recipe(name).lr_factor:g}" for rate, name in
-             zip(runs["spec.scale.learning_rate"], runs["spec.settings.trainable"], strict=True)]  # fmt: skip
-    default = (runs["spec.scale.learning_rate"] == SCALES["quality"].learning_rate) & (
-        runs["spec.settings.trainable"] == VARIANTS[BASELINE].settings.trainable
-    )
-    base = pd.concat([part[part["spec.variant"] == BASELINE] for part in (quality, runs[default])])
-    base = base.drop_duplicates("spec.seed")
+    rate, trainable = runs["spec.scale.learning_rate"], runs["spec.settings.trainable"]
+    factors = trainable.map(lambda name: find_recipe(name).lr_factor)
+    runs = runs.assign(rate=(rate * factors).map("{:g}".format)).sort_values("time.started")
+    default = (rate == SCALES["quality"].learning_rate) & (trainable == VARIANTS[BASELINE].settings.trainable)
+    base = pd.concat([quality, runs[default]]).query(f"`spec.variant` == '{BASELINE}'").drop_duplicates("spec.seed")
     lines = []
     point = ["spec.variant", "spec.settings.trainable", "rate"]
-    runs = runs.assign(rate=rates).sort_values("time.started").drop_duplicates([*point, "spec.seed"], keep="last")
-    for (row, trainable, rate), part in runs.groupby(point):
-        part = part.sort_values("spec.seed")
-        line = {"row": row, "trainable": trainable, "learning rate": rate}
-        for head, column in zip(("F1", "F1 at best threshold"), METRICS, strict=True):
-            line[head] = points(part[column].astype(float).mean())
+    for names, part in runs.drop_duplicates([*point, "spec.seed"], keep="last").groupby(point):
+        line = dict(zip(("row", "trainable", "learning rate"), names, strict=True))
+        line |= {head: points(part[column].astype(float).mean()) for head, column in HEADS.items()}
         both = pd.concat([part.assign(**{"spec.variant": "try"}), base])
         for head, column in zip((f"ΔF1 vs {BASELINE}", "at best threshold: ΔF1"), METRICS, strict=True):
             try:
-                found = _mean(differences(both, "try", column=column))
+                found = compare(both, "try", column=column)
             except NotMeasured:  # the baseline has none of these seeds
                 found = math.nan, math.nan
             line |= {head: gain(*found), "merit": found[0]}
-        lines.append(line | {"seeds": " · ".join(map(str, part["spec.seed"]))})
-    table = pd.DataFrame(lines).sort_values(["row", "merit"], ascending=[True, False]).reset_index(drop=True)
-    return table.drop(columns="merit")
+        lines.append(line | {"seeds": " · ".join(map(str, sorted(part["spec.seed"])))})
+    table = pd.DataFrame(lines).sort_values(["row", "merit"], ascending=[True, False])
+    return table.drop(columns="merit").reset_index(drop=True)
