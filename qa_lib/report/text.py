@@ -86,7 +86,9 @@ def terminal(table: pd.DataFrame) -> str:
 
 
 _TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).with_name("texts")), undefined=StrictUndefined)
-_TEMPLATES.filters |= {function.__name__: function for function in (number, factor, share, points, gain)}
+_TEMPLATES.globals["inf"] = math.inf
+FILTERS = _TEMPLATES.filters
+FILTERS |= {function.__name__: function for function in (number, factor, share, points, gain)}
 
 
 def say(text: str, **values) -> str:
