@@ -70,14 +70,13 @@ def dashboard(
     groups = []
     for name in sorted({*runs["group"], *(folder.parent.name for folder in broken)} - searches(runs)):
         bad = {folder: text for folder, text in broken.items() if folder.parent.name == name}
-        group = {"name": name, "cpu": False, "problem": None, "broken": bad}
+        group = {"name": name, "cpu": on_cpu(runs[runs["group"] == name]), "problem": None, "broken": bad}
         try:
             group["content"] = _group(group, runs, pictures, link)
-            group["cpu"] = on_cpu(runs[runs["group"] == name])
         except Exception as problem:  # whatever a spoilt record leads to: the other groups are to be seen
             group["problem"] = str(problem) or type(problem).__name__
         groups.append(group)
-    groups.sort(key=lambda group: group["cpu"])
+    groups.sort(key=lambda group: group["cpu"])  # GPUs first
     return render("dashboard", groups=groups, families=FAMILIES, app=app)
 
 

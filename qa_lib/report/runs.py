@@ -134,7 +134,7 @@ def searches(runs: pd.DataFrame) -> set[str]:
 
 def on_cpu(runs: pd.DataFrame) -> bool:
     """Whether a group's runs had no GPU."""
-    return runs["spec.hardware"].eq("cpu").all()
+    return len(runs) > 0 and runs["spec.hardware"].eq("cpu").all()
 
 
 def neighbours(runs: pd.DataFrame, group: str) -> pd.DataFrame:
