@@ -2,8 +2,10 @@
 
 import argparse
 import difflib
+import errno
 import importlib
 import os
+import signal
 import sys
 
 from qa_lib.errors import UserError
@@ -25,6 +27,30 @@ VERBS = {
 
 def main(argv: list[str]) -> int:
     """Run one verb; the user's mistakes end as one line and exit code 2."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's way of Ctrl-C
+    try:
+        try:
+            return _run(argv)
+        finally:
+            print(end="", flush=True)  # while it can still be told that the disk is full
+    except UserError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    except OSError as problem:
+        if problem.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        # What is left to print goes nowhere, or Python would fail at it once more on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if problem.errno == errno.EPIPE:  # whoever reads the output, `head` say, has had enough
+            return 0
+        print(f"error: {problem.strerror}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; finished runs are kept", file=sys.stderr)
+        return 130
+
+
+def _run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: python -m qa_lib VERB ...\n\nverbs:")
         print("\n".join(f"  {verb:10}{text}" for verb, (_, text) in VERBS.items()))
@@ -33,28 +59,17 @@ def main(argv: list[str]) -> int:
     verb = argv[0]
     if verb not in VERBS:
         close = difflib.get_close_matches(verb, VERBS, 1, 0.3)
-        print(f"error: unknown verb {verb!r}" + (f"; did you mean {close[0]!r}?" if close else ""), file=sys.stderr)
-        return 2
+        raise UserError(f"unknown verb {verb!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
     name, text = VERBS[verb]
-    try:
-        module = importlib.import_module(name)
-        parser = argparse.ArgumentParser(
-            prog=f"python -m qa_lib {verb}",
-            description=text,
-            epilog=module.EXAMPLE,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add_arguments(parser)
-        return module.main(parser.parse_args(argv[1:]))
-    except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # whoever reads the output, `head` say, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        print("stopped; finished runs are kept", file=sys.stderr)
-        return 130
+    module = importlib.import_module(name)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m qa_lib {verb}",
+        description=text,
+        epilog=module.EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    return module.main(parser.parse_args(argv[1:]))
 
 
 if __name__ == "__main__":

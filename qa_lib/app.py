@@ -8,7 +8,8 @@ import json
 import re
 import socket
 import threading
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -18,11 +19,11 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from qa_lib.data.squad import MAX_CONTEXT, open_source, read_json
+from qa_lib.data.squad import MAX_CONTEXT, Example, open_source, read_json
 from qa_lib.errors import UserError
 from qa_lib.record import RecordError, read_record
 from qa_lib.report import page
@@ -34,15 +35,10 @@ EXAMPLE = "example: python -m qa_lib app --model runs/cpu-smoke/A1-s0-*/model"
 FIGURES = Path("figures")  # what report draws into; read where it is up to date
 MAX_QUESTION = 1_000
 MAX_BODY = 12 * (MAX_CONTEXT + MAX_QUESTION) + 10_000  # bytes; JSON may spell an emoji in as many; and what is around
+BODY_SECONDS = 5  # in which a request's body has to arrive: one that is half sent holds a place that others want
+GONE = 499  # the status of an answer that nobody hears, as nginx has it
 TINY_VOCABULARY = 1_000  # fewer words than any language has: a model of the synthetic text
 TOO_LONG = f"The paragraph is longer than {MAX_CONTEXT:,} characters, the limit."
-ENGLISH = (
-    "The lighthouse of Westerkamp was built in 1887 by the engineer Ada Brandt, after three ships had been lost on the "
-    "sandbank in a single winter. Its lamp first burned rapeseed oil; electricity came in 1926. The tower is 42 metres "
-    "high and has 212 steps. Since 1978 no keeper has lived there, and the light is controlled from the harbour office "
-    "in Niendorf. Every summer some nine thousand visitors climb to the gallery, from where the island of Holm can be "
-    "seen on a clear day."
-)
 
 
 @dataclass(frozen=True)
@@ -80,12 +76,11 @@ def _key(folder: Path) -> str:
 
 
 def named(folders: list[Path]) -> list[Choice]:
-    """The checkpoints that the user named, by their folders' names, or by their runs'."""
+    """The checkpoints that the user named, by their folders' names, or by those of their runs."""
     found = []
-    for i, folder in enumerate(folders):
+    for i, folder in enumerate(folders, 1):
         whole = folder.resolve()
-        run = whole.name == "model" and (whole.parent / "record.json").is_file()
-        found.append(Choice(f"model {i + 1}", whole.parent.name if run else whole.name, folder))
+        found.append(Choice(f"model {i}", (whole.parent if whole.name == "model" else whole).name, folder))
     return found
 
 
@@ -93,27 +88,20 @@ def examples() -> dict[str, list[dict]]:
     """Questions to click: {name, question, context} for models of the synthetic text and for those of English."""
     generated = open_source("synthetic:200", "validation").examples
     short = [example for example in generated if len(example.context) < 250]
-    chosen = {
-        "": next(example for example in short if example.answers),
-        " (another)": next(example for example in reversed(short) if example.answers),
-        " (no answer)": next(example for example in short if example.impossible),
-        " (long paragraph)": max(generated, key=lambda example: bool(example.answers) * len(example.context)),
-    }
-    english = {
-        "Who built the lighthouse?": "",
-        "When was the lamp electrified?": "",
-        "How many steps does the tower have?": "",
-        "Which colour is the roof painted?": " (no answer)",
-    }
+    answered = [example for example in short if example.answers]
+    longest = max((example for example in generated if example.answers), key=lambda example: len(example.context))
+    impossible = next(example for example in short if example.impossible)
+    first, another = _chip(answered[0]), _chip(answered[-1], " (another)")
+    english = open_source(page.WEB / "english.json", "validation").examples
     return {
-        "synthetic": [
-            {"name": example.question + kind, "question": example.question, "context": example.context}
-            for kind, example in chosen.items()
-        ],
-        "english": [
-            {"name": question + kind, "question": question, "context": ENGLISH} for question, kind in english.items()
-        ],
+        "synthetic": [first, another, _chip(impossible), _chip(longest, " (long paragraph)")],
+        "english": [_chip(example) for example in english],
     }
+
+
+def _chip(example: Example, note: str = "") -> dict:
+    note = " (no answer)" if example.impossible else note
+    return {"name": example.question + note, "question": example.question, "context": example.context}
 
 
 def create_app(models: list[Path], runs: Path, hosts: list[str]) -> Starlette:
@@ -122,24 +110,27 @@ def create_app(models: list[Path], runs: Path, hosts: list[str]) -> Starlette:
     known: dict[str, Choice] = {}  # every checkpoint seen so far: asking does not read all records again
     drawing, drawn = threading.Lock(), {}
 
-    def choices() -> dict[str, Choice]:
+    def choices() -> list[Choice]:
         twice = {choice.folder.resolve() for choice in given}
-        others = (choice for choice in offered(runs) if choice.folder.resolve() not in twice)
-        found = {choice.key: choice for choice in [*given, *others]}
-        known.update(found)
-        return found
+        listed = [*given, *(choice for choice in offered(runs) if choice.folder.resolve() not in twice)]
+        times = Counter(choice.name for choice in listed)
+        for i, choice in enumerate(listed):
+            if times[choice.name] > 1:
+                listed[i] = replace(choice, name=f"{choice.name} ({choice.key})")
+        known.update((choice.key, choice) for choice in listed)
+        return listed
 
     def home(request: Request) -> Response:
-        return _page(
-            *page.render("ask", "'self'", choices=[*choices().values()], given=given, setup={"examples": shown})
-        )
+        listed = choices()
+        setup = {"examples": shown}
+        return _page(*page.render("ask", "'self'", choices=listed, given=listed[: len(given)], setup=setup))
 
     def dashboard(request: Request) -> Response:
         files = [*runs.glob("*/*/record.json"), *runs.glob("*/*/profile.json"), *FIGURES.glob("*/manifest.json")]
-        state = frozenset((path, path.stat().st_mtime_ns, path.stat().st_size) for path in files)
+        state = frozenset((path, _written(path)) for path in files)
         with drawing:  # matplotlib is not for two threads at once
             if drawn.get("state") != state:
-                drawn.update(page=page.dashboard(runs, pictures, notebook_of, app=True), state=state)
+                drawn.update(state=state, page=page.dashboard(runs, pictures, notebook_of, app=True))
             return _page(*drawn["page"])
 
     def pictures(chosen, group: str):
@@ -158,36 +149,49 @@ def create_app(models: list[Path], runs: Path, hosts: list[str]) -> Starlette:
         policy = "sandbox; default-src 'none'; img-src data:; style-src 'unsafe-inline'"
         try:
             return _page(notebook_html(found[0]), policy)
-        except (ValueError, KeyError, AttributeError, TypeError):
+        except Exception:  # whatever a spoilt notebook leads to, or one that is gone by now
             return PlainTextResponse("this notebook cannot be read", 500)
 
     async def ask(request: Request) -> Response:
         if request.headers.get("content-type", "").partition(";")[0] != "application/json":
             return _refuse(415, "form", "JSON is expected")  # which a form of a foreign page cannot send
-        body = await _body(request)
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await _body(request)
+        except TimeoutError:
+            return _refuse(408, "form", "The question did not arrive in time.")
+        except (ClientDisconnect, asyncio.CancelledError):
+            return Response(status_code=GONE)
         if body is None:
             return _refuse(413, "context", TOO_LONG)
         try:
             entry = json.loads(body)
-            question, context, key = (entry[name] for name in ("question", "context", "model"))
+            question, context, key = entry["question"], entry["context"], str(entry["model"])
         except (ValueError, KeyError, TypeError, RecursionError):
             return _refuse(400, "form", "question, context and model are expected")
         if problem := check(question, context):
             return _refuse(422, *problem)
-        choice = known.get(str(key)) or (await run_in_threadpool(choices)).get(str(key))
+        if key not in known:
+            await run_in_threadpool(choices)
+        choice = known.get(key)
         if choice is None:
             return _refuse(404, "model", "There is no such model, or no longer; load the page again.")
         try:
-            return JSONResponse(await asyncio.wrap_future(desk.ask(choice.folder, question, context)))
+            answer = asyncio.wrap_future(desk.ask(choice.folder, question, context))
+            leaving = asyncio.create_task(_left(request))
+            leaving.add_done_callback(lambda _: answer.cancel())  # which drops the question, unless it is in work
+            return JSONResponse(await answer)
+        except asyncio.CancelledError:  # by the asker, or as the app ends
+            return Response(status_code=GONE)
         except Busy as problem:
             return _refuse(503, "form", str(problem), {"Retry-After": "1"})
         except QuestionTooLong as problem:
             return _refuse(422, "question", f"The question is {problem}.")
-        except UserError as problem:
+        except (UserError, OSError) as problem:
             reason = str(problem).removeprefix(f"{choice.folder}: ").replace(str(choice.folder), choice.name)
             return _refuse(422, "model", page.without_paths(f"{choice.name} cannot be asked: {reason}"))
 
-    for choice in [*choices().values()][:1]:
+    for choice in choices()[:1]:
         desk.ask(choice.folder, "who", "it was she")  # loaded while the page is being read
     return Starlette(
         routes=[
@@ -231,6 +235,19 @@ async def _body(request: Request) -> bytes | None:
     return bytes(body) if size <= MAX_BODY else None
 
 
+async def _left(request: Request) -> None:
+    """Wait until the asker, whose request has been read, closes the connection or has the answer."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _written(path: Path) -> int:
+    """When a file was written, in ns; 0 if it is gone: runs come and go while the app looks at them."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime_ns
+    return 0
+
+
 def _page(html: str, policy: str) -> Response:
     headers = {
         "Content-Security-Policy": f"{policy}; frame-ancestors 'none'",
@@ -250,27 +267,25 @@ def notebook_html(path: Path) -> str:
     from nbconvert import HTMLExporter  # a second, for the few who look
 
     notebook = nbformat.read(path, as_version=4)
-    for cell in notebook.cells:
-        for output in cell.get("outputs", []):
-            for holder, key in _texts(output):
-                holder[key] = page.without_paths(re.sub(r"\x1b\[[\d;]*m", "", holder[key]))
+    for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
+        data = output.get("data", {})
+        output |= {key: _cleaned(output[key]) for key in ("text", "evalue", "traceback") if key in output}
+        data |= {key: _cleaned(data[key]) for key in data if key.startswith("text/")}
     exporter = HTMLExporter(template_name="classic", require_js_url="", mathjax_url="", jquery_url="")
     return exporter.from_notebook_node(notebook)[0]
 
 
-def _texts(output: dict):
-    """Where in an output text is held: (holder, key) pairs."""
-    yield from ((output, key) for key in ("text", "evalue") if key in output)
-    yield from ((output.get("traceback", []), i) for i in range(len(output.get("traceback", []))))
-    data = output.get("data", {})
-    yield from ((data, key) for key in data if key.startswith("text/") and isinstance(data[key], str))
+def _cleaned(text: str | list[str]) -> str | list[str]:
+    """A text of an output, or its lines, without terminal colours and paths."""
+    if isinstance(text, list):
+        return [_cleaned(line) for line in text]
+    return page.without_paths(re.sub(r"\x1b\[[\d;]*m", "", text))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib app`."""
-    parser.add_argument(
-        "--model", type=Path, action="append", default=[], metavar="DIR", help="a model's folder; may be repeated"
-    )
+    repeated = {"action": "append", "default": [], "metavar": "DIR"}
+    parser.add_argument("--model", type=Path, help="a model's folder; may be repeated", **repeated)
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the records (default: runs)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     parser.add_argument("--port", type=int, default=8600, metavar="N", help="0 takes a free one (default: 8600)")
@@ -288,6 +303,8 @@ def _names(host: str) -> list[str]:
 
 def main(args: argparse.Namespace) -> int:
     """Serve until interrupted. Raises UserError for a folder that holds no such model, and for a port that is taken."""
+    if not args.host.strip():
+        raise UserError("--host is empty, which would listen to everybody: leave it out, or write 0.0.0.0 to mean that")
     for folder in args.model:
         load_qa_model(folder)
     try:
@@ -299,9 +316,8 @@ def main(args: argparse.Namespace) -> int:
         reason = getattr(problem, "strerror", None) or problem
         raise UserError(f"cannot listen on {args.host}, port {args.port}: {reason}; --port takes another") from None
     app = create_app(args.model, args.runs, _names(args.host))
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, limit_concurrency=512, lifespan="off"
-    )
+    quiet = {"log_level": "warning", "access_log": False, "server_header": False, "lifespan": "off"}
+    config = uvicorn.Config(app, limit_concurrency=512, timeout_graceful_shutdown=2, **quiet)
     host = f"[{args.host}]" if family == socket.AF_INET6 else args.host
     print(f"http://{host}:{listener.getsockname()[1]}  (Ctrl-C stops it)", flush=True)
     with contextlib.suppress(KeyboardInterrupt):

@@ -1,14 +1,14 @@
 """The record: what a run was, what it measured, how it ended. One JSON file a run, replaced atomically.
 
-`status` goes running -> ok | oom | error | killed | skipped. A number that was not measured is null, never 0. The
-notebook beside it is a log; nothing but the record counts as a result.
+`status` goes starting -> running -> ok | oom | error | killed | skipped; a driver writes the first, and a run that has
+to wait for its GPU is `waiting` meanwhile. A number that was not measured is null, never 0. The notebook beside it is a
+log; nothing but the record counts as a result.
 
 In memory a record is the dict that its JSON says. The dataclasses below are its schema: the sections, their values and
 the types of these, checked whenever a record is read.
 """
 
 import contextlib
-import copy
 import dataclasses
 import datetime
 import fcntl
@@ -26,7 +26,6 @@ from qa_lib.spec import TRAINER_OPTIMIZER, Spec, hardware_name
 
 SCHEMA, FIRST_SCHEMA = "qa_lib/2", "qa_lib/1"
 PROFILE_SCHEMA = "qa_lib-profile/1"
-WAITING = "waiting for the GPU, on which another run trains"
 FINISHED = ("ok", "oom", "skipped")  # not run again
 TERMINAL = (*FINISHED, "error", "killed")
 
@@ -262,8 +261,7 @@ def write_record(run_dir: Path, record: dict) -> None:
 
 
 def finish(run_dir: Path, record: dict, status: str, error: dict | None = None) -> dict:
-    """A copy of `record` with a terminal status, written to disk."""
-    record = copy.deepcopy(record)
+    """Give a record its terminal status, and write it."""
     record["status"] = status
     record["error"] |= error or {}
     record["time"]["ended"] = now()
@@ -279,7 +277,7 @@ def read_record(run_dir: Path) -> dict:
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RecordError(f"{path}: no record") from None
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise RecordError(f"{path}: not readable as JSON ({problem})") from problem
     schema = record.get("schema") if isinstance(record, dict) else None
     if schema not in (SCHEMA, FIRST_SCHEMA):
@@ -300,7 +298,7 @@ def _check(values: dict, section: type, prefix: str = "") -> None:
 
     Raises TypeError, which names the value by its path.
     """
-    _require(values, dict, prefix or "the record")
+    _require(values, dict, prefix.removesuffix(".") or "the record")
     for name, kind in _types(section).items():
         if dataclasses.is_dataclass(kind):
             _check(values.get(name), kind, f"{prefix}{name}.")

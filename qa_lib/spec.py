@@ -118,7 +118,8 @@ def missing(settings: Settings, machine: Machine, lacks: Mapping[str, str] | Non
 def adjust(settings: Settings, machine: Machine) -> tuple[Settings, list[str]]:
     """The settings as this machine runs them, and a sentence for each that had to change."""
     changes, said = {}, []
-    if not machine.gpus and settings.feed_forward == "native":  # nothing makes 8-bit products run there
+    gpu_alone = settings.feed_forward == "fp8" or settings.attention in ("flash", "efficient")
+    if not machine.gpus and not gpu_alone:
         if settings.precision != "fp32":
             changes["precision"] = "fp32"
             said.append(f"precision: fp32, since {settings.precision} autocast needs a GPU")

@@ -153,7 +153,6 @@ RECIPES = {
 }
 
 
-@cache
 def find_recipe(name: str) -> Recipe:
     """A recipe of RECIPES; or LoRA of any rank on the same targets, named like 'lora-all-r32', at the scale's own
     learning rate. UnknownName otherwise."""

@@ -49,7 +49,7 @@ def plain_answers(features, examples, start_logits, end_logits, n_best=20, max_a
         null, found = None, []
         for i in windows[number]:
             first, stop = spans[i]
-            offsets = features.offsets(i).tolist()
+            offsets = features.offsets[features.starts[i] : features.starts[i + 1]].tolist()
             start, end = start_logits[i, : len(offsets)], end_logits[i, : len(offsets)]
             if null is None or start[0] + end[0] < null["score"]:
                 null = {"score": start[0] + end[0], "text": "", "start_logit": start[0], "end_logit": end[0]}

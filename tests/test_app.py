@@ -8,8 +8,11 @@ import json
 import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -51,18 +54,23 @@ def runs(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def server(runs):
-    """The app as a user starts it, without --model: (address, process, seconds it took to open)."""
-    begin = time.monotonic()
+def started(runs, *words):
+    """The app as a user starts it: (process, its first line)."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "qa_lib", "app", "--runs", str(runs), "--port", "0"],
+        [sys.executable, "-m", "qa_lib", "app", "--runs", str(runs), "--port", "0", *words],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    line = process.stdout.readline()
+    return process, process.stdout.readline()
+
+
+@pytest.fixture(scope="module")
+def server(runs):
+    """The app without --model: (address, process, seconds it took to open)."""
+    begin = time.monotonic()
+    process, line = started(runs)
     address = ADDRESS.search(line)
     assert address, line
     CLIENT.get(address.group()).raise_for_status()
@@ -154,9 +162,9 @@ def test_without_a_checkpoint_the_page_says_how_to_get_one(tmp_path):
     [
         ("A2", lambda record: "{", ".json: not readable as JSON"),
         ("A2", lambda record: json.dumps(record | {"speed": {"features_per_s": "fast"}}), "features_per_s is"),
-        ("A2", lambda record: json.dumps(record | {"spec": None}), "spec.variant is"),
+        ("A2", lambda record: json.dumps(record | {"spec": None}), "spec is"),
         ("A1", lambda record: json.dumps(record | {"schema": "other/9"}), "the baseline A1 has no record"),
-        ("A1", lambda record: json.dumps(record | {"time": []}), "time.started is"),
+        ("A1", lambda record: json.dumps(record | {"time": []}), "time is"),
         ("A2", lambda record: json.dumps(record | {"spec": record["spec"] | {"adjusted": [{}]}}), "cannot be shown"),
     ],
     ids="cut-short text-for-number no-spec other-schema list-for-object notes".split(),
@@ -275,6 +283,119 @@ def test_busy_is_said_to_the_asker(runs, monkeypatch):
     monkeypatch.setattr("qa_lib.score.ask.WAITING", 0)
     reply = client.post("/ask", json={"question": "who ?", "context": "text", "model": key_of(runs)})
     assert reply.status_code == 503 and reply.json()["message"].startswith("busy")
+
+
+def half_sent(server, size=10_000):
+    """A connection over which a question is being sent and no more comes."""
+    host, port = server[0].removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    head = f"POST /ask HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
+    connection.sendall(head.encode() + b'{"question": "wh')
+    return connection
+
+
+def test_questions_of_askers_who_left_are_dropped(runs, monkeypatch):
+    """While one question is in work, others come, and their askers leave: they are never begun."""
+    seen, gate = [], threading.Event()
+
+    def slow(loaded, questions):
+        seen.extend(question for question, _ in questions)
+        gate.wait(20)
+        return [{"answer": "", "ms": {}} for _ in questions]
+
+    app = create_app([], runs, ["testserver"])
+    monkeypatch.setattr("qa_lib.score.ask.answer", slow)
+
+    async def scenario():
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://testserver") as client:
+
+            def post(question):
+                body = {"question": question, "context": "text", "model": key_of(runs)}
+                return asyncio.ensure_future(client.post("/ask", json=body, timeout=60))
+
+            first = post("first")
+            while "first" not in seen:
+                await asyncio.sleep(0.05)
+            leaving = [post(f"left {i}") for i in range(5)]
+            last = post("last")
+            await asyncio.sleep(0.3)
+            for asker in leaving:
+                asker.cancel()
+            await asyncio.sleep(0.1)
+            gate.set()
+            return (await first).status_code, (await last).status_code
+
+    assert asyncio.run(scenario()) == (200, 200)
+    assert [question for question in seen if question.startswith(("first", "left", "last"))] == ["first", "last"]
+
+
+def test_an_asker_who_closes_the_connection_has_left(runs):
+    """As the server reports it: the request, then that nobody listens any more."""
+    app, sent = create_app([], runs, ["testserver"]), []
+    body = json.dumps({"question": "who ?", "context": "a " * 40_000, "model": key_of(runs)}).encode()
+    messages = iter([{"type": "http.request", "body": body}, {"type": "http.disconnect"}])
+    headers = [(b"host", b"testserver"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/ask", "query_string": b"", "headers": headers}
+
+    async def receive():
+        return next(messages)
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 499
+
+
+def test_who_leaves_or_stops_while_sending_is_borne_in_silence(runs):
+    process, line = started(runs)
+    server = ADDRESS.search(line).group(), process
+    half_sent(server).close()
+    stopped = [half_sent(server) for _ in range(20)]
+    assert CLIENT.get(server[0]).status_code == 200
+    assert stopped[0].recv(100).startswith(b"HTTP/1.1 408 ")
+    waiting = half_sent(server)
+    time.sleep(0.3)
+    begin = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=20)
+    assert time.monotonic() - begin < 3
+    assert "Traceback" not in said
+    for connection in (*stopped, waiting):
+        connection.close()
+
+
+def test_an_empty_host_is_refused(capsys):
+    assert main(["app", "--host", "", "--port", "0"]) == 2
+    assert "--host is empty" in capsys.readouterr().err
+
+
+def test_models_of_one_name_are_told_apart(runs, tmp_path):
+    (model,) = runs.glob("cpu-smoke/A1-*/model")
+    for name in ("one/bert", "other/bert", "third"):
+        shutil.copytree(model, tmp_path / name)
+    html = TestClient(create_app([tmp_path / "one/bert", tmp_path / "other/bert", tmp_path / "third"], tmp_path, ["*"]))
+    names = re.findall(r"<option value=\"model \d\"[^>]*>(.*?)</option>", html.get("/").text)
+    assert names == ["bert (model 1)", "bert (model 2)", "third"] * 2
+
+
+def test_the_pages_outlive_runs_that_vanish_and_records_that_are_nested_deeply(runs, tmp_path, monkeypatch):
+    folder = tmp_path / "runs" / "cpu-smoke"
+    shutil.copytree(next(runs.glob("cpu-smoke/A1-*")), folder / "A1-s0-aaaaaa")
+    shutil.copytree(next(runs.glob("cpu-smoke/A1-*")), folder / "A1-s1-bbbbbb")
+    (folder / "A1-s1-bbbbbb" / "record.json").write_text("[" * 100_000)
+    client = TestClient(create_app([], tmp_path / "runs", ["testserver"]))
+    assert client.get("/").status_code == client.get("/dashboard").status_code == 200
+    glob = Path.glob
+    gone = folder / "A1-s2-cccccc" / "record.json"
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: [*glob(path, pattern), gone])
+    assert client.get("/dashboard").status_code == 200
+    monkeypatch.undo()
+    key = "cpu-smoke/A1-s0-aaaaaa"
+    shutil.rmtree(folder)
+    reply = client.post("/ask", json={"question": "who ?", "context": "text", "model": key})
+    assert reply.status_code in (200, 422)  # asked already, so in memory; or gone
 
 
 def test_the_static_page_is_whole_and_small_and_loads_nothing(runs, tmp_path):

@@ -1,17 +1,18 @@
 """The predicted budget against peaks that were measured, and the search that starts from it."""
 
-import types
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import BertConfig
 
+from qa_lib import record
 from qa_lib.__main__ import main
 from qa_lib.errors import UserError
+from qa_lib.measure.machine import imitate
 from qa_lib.report.runs import load_runs
 from qa_lib.run import fitbatch
-from qa_lib.run.budget import gpu_of, predict
+from qa_lib.run.budget import estimate, gpu_of
 from qa_lib.run.fitbatch import CLOSE, STEP, largest
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
@@ -48,12 +49,12 @@ def test_within_a_tenth_of_the_measured_peak(variant, size, peak, bert_base, mon
     spec = spec_of(variant, bert_base, size)
     if spec.settings.padding == "packed":
         monkeypatch.setattr("qa_lib.run.budget._tokens", lambda _: TOKENS[size])
-    wrong = predict(spec)["peak_mib"] / peak - 1
+    wrong = estimate(spec)["peak_mib"] / peak - 1
     assert abs(wrong) < 0.10 or ((variant, size) in TOO_LOW and wrong > -0.2)
 
 
 def test_optimizer_state_is_that_of_the_shapes(bert_base):
-    state = {name: predict(spec_of(name, bert_base, 8))["optimizer_mib"] for name in ("A1", "C1", "B1")}
+    state = {name: estimate(spec_of(name, bert_base, 8))["optimizer_mib"] for name in ("A1", "C1", "B1")}
     assert state["A1"] == pytest.approx(831, abs=1) and state["C1"] == pytest.approx(347, abs=3) and state["B1"] < 3
 
 
@@ -76,7 +77,7 @@ def test_the_verb_prints_rows_and_skips_and_refuses_a_cpu(bert_base, capsys):
     assert "A1" in printed and "forward and backward" in printed and "8.0 or newer" in printed
     (spec,) = plan(["A1"], "bench", [0], "synthetic:100", bert_base, machine=Machine())
     with pytest.raises(UserError, match="planned for a CPU"):
-        predict(spec)
+        estimate(spec)
 
 
 @pytest.mark.parametrize("limit", [0, 7, 8, 20, 100, 333, 1000, 4096, 9000])
@@ -96,23 +97,21 @@ def test_the_search_finds_the_largest_that_fits_in_few_tries(limit, first):
 
 
 def test_close_to_the_limit_a_smaller_batch_is_tried_for_speed(monkeypatch, tmp_path, capsys):
-    def attempt(spec, runs, sm):
-        assert sm == 75
-        size = spec.settings.micro_batch
-        if size > 200:
-            return {"status": "oom", "speed": {"features_per_s": None}, "memory": {"peak_reserved_mib": None}}
-        speed = 10.0 * size if size < 180 else 900.0  # the allocator begins to free and ask again
-        return {"status": "ok", "speed": {"features_per_s": speed}, "memory": {"peak_reserved_mib": 70.0 * size}}
+    def run_all(self, specs):
+        (spec,) = specs
+        entry, size = record.new_record(spec, {}), spec.settings.micro_batch
+        assert (spec.search, spec.sm, spec.group) == ("fit-batch", 75, "h200-fit-14.9gib-sm75")
+        if spec.skip or size > 200:
+            return [entry | {"status": "skipped" if spec.skip else "oom"}]
+        entry["speed"]["features_per_s"] = 10.0 * size if size < 180 else 900.0  # the allocator frees and asks again
+        entry["memory"]["peak_reserved_mib"] = 70.0 * size
+        return [entry | {"status": "ok"}]
 
-    def specs_for(variant, *_):
-        skip = "needs a GPU of compute capability 8.0" if variant == "E4" else None
-        return lambda size: types.SimpleNamespace(skip=skip, settings=types.SimpleNamespace(micro_batch=size))
-
-    monkeypatch.setattr(fitbatch, "attempt", attempt)
-    monkeypatch.setattr(fitbatch, "specs_for", specs_for)
+    monkeypatch.setattr(fitbatch.Launcher, "run_all", run_all)
+    monkeypatch.setattr(fitbatch, "probe", lambda: (Machine(hardware="h200", gpus=1, sm=90, compiler=True), {}))
     monkeypatch.setattr(fitbatch, "_guess", lambda *_: 190)
-    monkeypatch.setattr(fitbatch.measure, "device", lambda: torch.device("cuda"))
-    assert main(["fit-batch", "A3", "E4", "--limit-gib", "14.9", "--sm", "75", "--runs", str(tmp_path)]) == 0
+    where = ["--data", "synthetic:80", "--model", "tiny", "--runs", str(tmp_path)]
+    assert main(["fit-batch", "A3,E4", "--limit-gib", "14.9", "--sm", "75", *where]) == 0
     out = capsys.readouterr().out
     assert "A3 micro-batch 208: out of memory" in out and "E4: skipped, needs a GPU" in out
     assert "A3: largest micro-batch 200, best 1600 features/s" in out
@@ -121,9 +120,9 @@ def test_close_to_the_limit_a_smaller_batch_is_tried_for_speed(monkeypatch, tmp_
 def test_an_older_gpu_is_left_the_attention_kernels_that_it_has():
     switches = torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.cudnn_sdp_enabled
     try:
-        fitbatch.measure.imitate(80)
+        imitate(80)
         assert all(enabled() for enabled in switches)
-        fitbatch.measure.imitate(75)
+        imitate(75)
         assert not any(enabled() for enabled in switches) and torch.backends.cuda.mem_efficient_sdp_enabled()
     finally:
         torch.backends.cuda.enable_flash_sdp(True)

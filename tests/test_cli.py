@@ -12,6 +12,9 @@ import pytest
 from qa_lib import __main__ as cli
 from qa_lib import variants
 from qa_lib.errors import UserError
+from qa_lib.run import sweep
+from qa_lib.run.plan import plan
+from qa_lib.spec import Machine
 
 ROOT = Path(__file__).parent.parent
 
@@ -58,7 +61,13 @@ def test_without_a_verb_the_usage_is_shown_and_the_exit_code_is_2(capsys):
         (["run", "A1", "--scale", "smoke", "--micro-batch", "5"], "micro-batch 5 does not divide"),
         (["report", "--runs", "nowhere"], "no record below nowhere"),
         (["run", "e-bst", "--scale", "smoke"], "unknown variant 'e-bst'; did you mean 'E-best'?"),
-        (["sweep", "--variants", "", "--scale", "smoke"], "--variants '' names no row"),
+        (["sweep", "--variants", "", "--scale", "smoke"], "--variants names no row"),
+        (["sweep", "--family", "peft", "--scale", "smok"], "unknown scale 'smok'"),
+        (
+            ["run", "A1", "--scale", "quality", "--data", "nowhere.json", "--model", "no/such/model", "--seed", "-1"],
+            "seed -1 is not between 0 and",
+        ),
+        (["run", "A1", "--scale", "smoke", "--data", "nowhere.json", "--micro-batch", "5"], "micro-batch 5 does not"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
@@ -74,6 +83,49 @@ def test_records_do_not_go_into_a_file(capsys):
         cli.main(["run", "A1", "--scale", "smoke", "--runs", str(ROOT / "README.md" / "x")])
     assert ended.value.code == 2
     assert capsys.readouterr().err.endswith("README.md is no folder that can be written to\n")
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_where_it_is_the_default(tmp_path, monkeypatch, capsys):
+    (tmp_path / "runs").write_text("a file")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        cli.main(["run", "A1", "--scale", "smoke"])
+    assert "is no folder that can be written to" in capsys.readouterr().err
+
+
+def test_a_micro_batch_has_one_feature_or_more(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", "A1", "--scale", "smoke", "--micro-batch", "0"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith("argument --micro-batch: 0 is not 1 or more\n")
+    assert plan(["A1"], "smoke", micro_batch=0) == plan(["A1"], "smoke"), "of a notebook 0 means the row's own"
+
+
+@pytest.mark.parametrize("words", [["A1,A4", "0,1"], ["A1 A4", "0 1"], ["A1, A4", "0 ,1"]])
+def test_a_list_takes_commas_and_spaces(words):
+    parser = argparse.ArgumentParser()
+    sweep.add_arguments(parser)
+    variants, seeds = (text.split(" ") for text in words)
+    args = parser.parse_args(["--scale", "smoke", "--variants", *variants, "--seeds", *seeds])
+    assert (args.variants, args.seeds) == (["A1", "A4"], [0, 1])
+
+
+def test_a_family_has_a_letter_and_a_name(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sweep, "probe", lambda: (Machine(), {}))
+    planned = []
+    for family in ("C", "memory"):
+        assert cli.main(["sweep", "--plan", "--scale", "smoke", "--family", family, "--runs", str(tmp_path)]) == 0
+        planned.append(capsys.readouterr().out)
+    assert planned[0] == planned[1] and "C2-8-s0" in planned[0]
+
+
+@pytest.mark.parametrize("words", ["", "--help", "sweep --help", "variants"])
+def test_output_that_nobody_reads_or_no_disk_takes_is_no_traceback(words):
+    command = f"{sys.executable} -m qa_lib {words}"
+    done = subprocess.run(["bash", "-c", f"{command} | true"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == ""
+    done = subprocess.run(["bash", "-c", f"{command} > /dev/full"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: No space left on device\n")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """One run after another in one process, as in a notebook's kernel: each must be as it would be alone."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -9,12 +10,15 @@ import sys
 import pytest
 import torch
 
+from qa_lib import record
 from qa_lib.data.tokenise import build_tokenizer
 from qa_lib.errors import UserError
 from qa_lib.model.build import build_model, save_model
 from qa_lib.run.fit import _out_of_memory, fit
 from qa_lib.run.plan import plan
+from qa_lib.run.tasks import TASKS
 from qa_lib.spec import Machine
+from qa_lib.train.steplog import StepFailed
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
 
@@ -31,13 +35,11 @@ def losses(spec, runs):
 
 
 @pytest.mark.parametrize("variant", ["A1", "B1"])
-def test_a_model_that_was_trained_before_is_built_anew(variant, tmp_path):
+def test_a_cell_that_is_run_again_trains_a_new_model(variant, tmp_path):
     spec = short(variant)
-    model = build_model(spec)
-    fit(spec, tmp_path, model=model, say=lambda _: None)
+    fit(spec, tmp_path, say=lambda _: None)
     first = losses(spec, tmp_path)
-    save_model(model, build_tokenizer("tiny"), tmp_path / "model")  # which takes the adapters out
-    entry = fit(spec, tmp_path, model=model, say=lambda _: None)
+    entry = fit(spec, tmp_path, say=lambda _: None)
     assert losses(spec, tmp_path) == first
     trains = sum(p.numel() for p in build_model(spec).parameters() if p.requires_grad)
     assert entry["model"]["params_trainable"] == trains
@@ -77,3 +79,69 @@ def test_a_try_chooses_its_card_before_anything_asks_cuda():
     asked = "import sys, qa_lib.run.launch; print([name for name in ('bitsandbytes', 'peft') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, env=os.environ, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_a_second_task_brings_its_own_scores(tmp_path, monkeypatch):
+    """The seam: a task of a metric of which less is better, with the same data and head."""
+    scored = record.Task(name="toy", metric="nats", label="nats a token", higher_is_better=False, scores=["nats", "n"])
+    monkeypatch.setitem(record.TASKS, "toy", scored)
+    monkeypatch.setitem(
+        TASKS, "toy", dataclasses.replace(TASKS["qa"], scored=scored, evaluate=lambda *_: {"nats": 1.5, "n": 20})
+    )
+    spec = short("A1")
+    spec = dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, task="toy", quality=True))
+    fit(spec, tmp_path, say=lambda _: None)
+    entry = record.read_record(tmp_path / "cpu-smoke-toy" / spec.run_id)
+    assert entry["quality"] == {"nats": 1.5, "n": 20}
+    assert (entry["task"]["metric"], entry["task"]["higher_is_better"]) == ("nats", False)
+
+
+def test_a_run_that_waits_says_so_in_its_record(tmp_path, monkeypatch):
+    seen = []
+
+    @contextlib.contextmanager
+    def busy(device, shared, waits):
+        waits()
+        seen.append(record.read_record(tmp_path / spec.run_path)["status"])
+        yield 1000.0
+
+    spec = short("A1")
+    monkeypatch.setattr("qa_lib.run.fit.turn", busy)
+    entry = fit(spec, tmp_path, say=lambda _: None)
+    assert seen == ["waiting"] and entry["status"] == "ok"
+    assert entry["time"]["wall_s"] < 0, "what was waited is no time of the run"
+
+
+def test_a_run_beside_others_records_no_times(tmp_path, monkeypatch):
+    monkeypatch.setattr("qa_lib.run.fit._shares", lambda device: True)
+    entry = fit(short("A1"), tmp_path, say=lambda _: None)
+    assert set(entry["speed"].values()) == set(entry["energy"].values()) == {None}
+    known = {name for name, value in entry["time"].items() if value is not None} - {"step_ms"}
+    assert known == {"started", "ended", "steps"} and set(entry["time"]["step_ms"].values()) == {None}
+    assert "others shared the GPU" in entry["spec"]["adjusted"][-1]
+
+
+@pytest.mark.parametrize(
+    ("problem", "status", "step"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "oom", 2),
+        (ValueError("a fault\nin two lines"), "error", 2),
+    ],
+)
+def test_what_ends_a_run_is_in_its_record(problem, status, step, tmp_path, monkeypatch):
+    calls = []
+
+    def broken(optimizer):
+        calls.append(optimizer)
+        if len(calls) == step:
+            raise problem
+
+    monkeypatch.setattr("qa_lib.train.loop.clip", broken)
+    spec = short("A1")
+    with contextlib.nullcontext() if status == "oom" else pytest.raises(StepFailed):
+        fit(spec, tmp_path, say=lambda _: None)
+    entry = record.read_record(tmp_path / spec.run_path)
+    assert entry["status"] == status
+    assert entry["error"] == {
+        "kind": type(problem).__name__, "message": str(problem).split("\n")[0], "step": step,
+    }  # fmt: skip

@@ -25,6 +25,7 @@ import torch
 from qa_lib.data.squad import DataError, open_source
 from qa_lib.data.windows import build_features
 from qa_lib.score.decode import decode
+from qa_lib.score.evaluate import joined_by_position
 from qa_lib.score.f1 import score
 from qa_lib.score.predict import predict_logits
 from tests.material import SQUAD, trained_tokenizer
@@ -81,7 +82,7 @@ def test_rightly_joined_the_model_is_healthy(lab):
 
 def test_wrongly_joined_it_scores_what_independence_gives(lab):
     """The fault as row A4-b has it."""
-    found, nulls = evaluated(lab, predict_logits(lab.model, lab.features, join="position"))
+    found, nulls = evaluated(lab, joined_by_position(*predict_logits(lab.model, lab.features)))
     assert found["exact"] == pytest.approx(100 * nulls * no_answer(lab), abs=3)
     assert found["exact"] <= found["f1"] < found["exact"] + 10
     assert found["NoAns_exact"] == pytest.approx(100 * nulls, abs=4) and found["HasAns_exact"] < 5

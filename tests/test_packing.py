@@ -155,7 +155,9 @@ def packed_and_padded(features, kind, dtype, device=DEVICE):
     batches = PackedBatches(features, spec)
     indices = batches.step(0)[0]
     model = without_dropout(build_model(spec)).to(device, dtype).train()
-    padded_spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, padding="max"))
+    padded_spec = dataclasses.replace(
+        spec, settings=dataclasses.replace(spec.settings, padding="max", attention="sdpa")
+    )
     padded = Batches(features, padded_spec).collate(indices, device)
     return Packed(model, batches.limits), batches.collate(indices, device), padded, features.lengths[indices]
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 from argparse import ArgumentParser
 
@@ -21,9 +22,9 @@ from qa_lib.data.squad import DataError, Example
 from qa_lib.data.windows import build_features
 from qa_lib.errors import UserError
 from qa_lib.score.decode import decode
-from qa_lib.score.predict import add_arguments, load_qa_model, main, predict_logits
+from qa_lib.score.predict import INDEX, add_arguments, load_qa_model, main, predict_logits, window_lengths
 from tests.material import document, question, trained_tokenizer, write
-from tests.test_features import TEXT, Given
+from tests.test_windows import TEXT, Given
 
 EXAMPLES = [Example(f"q{i}", "Rivers", "where is it"[: i % 9], (TEXT * 2)[i : 9 * i + 3]) for i in range(40)]
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -270,6 +271,71 @@ def few_words(folder):
     BertForQuestionAnswering(BertConfig(vocab_size=20, **SMALL)).save_pretrained(folder)
 
 
+def many_layers(folder):
+    spoil_config(folder, num_hidden_layers=10**6)
+
+
+def indexed(folder, target, content=None):
+    """Weights found through an index, which names `target`."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    write(folder / INDEX, {"metadata": {}, "weight_map": dict.fromkeys(weights, target)})
+    return weights
+
+
+def index_names_pickle(folder):
+    torch.save(indexed(folder, "x.bin"), folder / "x.bin")
+
+
+def index_names_outside(folder):
+    save_file(indexed(folder, "../outside.safetensors"), folder.parent / "outside.safetensors", {"format": "pt"})
+
+
+def index_names_link_outside(folder):
+    save_file(indexed(folder, "in.safetensors"), folder.parent / "outside.safetensors", {"format": "pt"})
+    (folder / "in.safetensors").symlink_to("../outside.safetensors")
+
+
+def index_names_pipe(folder):
+    indexed(folder, "pipe.safetensors")
+    os.mkfifo(folder / "pipe.safetensors")
+
+
+def broken_index(folder):
+    indexed(folder, "x.safetensors")
+    write(folder / INDEX, {"weight_map": None})
+
+
+def weights_are_a_device(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("/dev/zero")
+
+
+def config_is_a_pipe(folder):
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+
+
+def whole_numbers(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights = {name: value.to(torch.int32) for name, value in weights.items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def three_labels(folder):
+    BertForQuestionAnswering(BertConfig(vocab_size=300, num_labels=3, **SMALL)).save_pretrained(folder)
+
+
+def one_token_type(folder):
+    BertForQuestionAnswering(BertConfig(vocab_size=300, type_vocab_size=1, **SMALL)).save_pretrained(folder)
+
+
+def sparse_tokens(folder):
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"]["zebra"] = 5_000
+    write(folder / "tokenizer.json", content)
+
+
 def own_code(folder):
     (folder / "evil.py").write_text("open('ran', 'w')")
     auto = {"AutoModelForQuestionAnswering": "evil.Model", "AutoConfig": "evil.Config"}
@@ -290,6 +356,22 @@ REFUSED = {
     "the weights lack qa_outputs.bias": drop_head,
     "DistilBertForQuestionAnswering takes no token_type_ids": no_bert,
     "tokens in the tokenizer, 20 in the model": few_words,
+    "5001 tokens in the tokenizer": sparse_tokens,
+    "1000000 layers in config.json, 2 in the weights": many_layers,
+    "3 labels in config.json": three_labels,
+    "the model has one token type": one_token_type,
+    "token_type_embeddings.weight is .*, .* by config.json": lambda folder: spoil_config(folder, type_vocab_size=9),
+    "word_embeddings.weight is .*, .* by config.json": lambda folder: spoil_config(folder, vocab_size=10**7),
+    "config.json has quantization_config": lambda folder: spoil_config(folder, quantization_config={"load_in_8bit": 1}),
+    "config.json has transformers_weights": lambda folder: spoil_config(folder, transformers_weights="x.bin"),
+    "embeddings.weight holds I32": whole_numbers,
+    "names 'x.bin', which is no safetensors file of this folder": index_names_pickle,
+    "names '../outside.safetensors'": index_names_outside,
+    "names 'in.safetensors'": index_names_link_outside,
+    "names 'pipe.safetensors'": index_names_pipe,
+    "names 'nothing'": broken_index,
+    "no weights; model.safetensors is needed": weights_are_a_device,
+    "no config.json, so": config_is_a_pipe,
 }
 
 
@@ -302,3 +384,23 @@ def test_model_folders_that_are_refused(folder, message, monkeypatch, capfd):
         load_qa_model(folder)
     assert "\n" not in str(caught.value) and not (folder.parent / "ran").exists()
     assert "LOAD REPORT" not in capfd.readouterr().err
+
+
+def test_weights_in_parts_are_loaded(folder, model):
+    weights = indexed(folder, "part-1.safetensors")
+    save_file(weights, folder / "part-1.safetensors", {"format": "pt"})
+    loaded, _ = load_qa_model(folder)
+    assert torch.equal(loaded.qa_outputs.weight, model.qa_outputs.weight)
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_no_kernel_is_fetched_for_a_config_that_asks_for_one(folder, key, monkeypatch):
+    spoil_config(folder, **{key: "kernels-community/flash-attn2@main"})
+    monkeypatch.setattr("transformers.integrations.hub_kernels.get_kernel", lambda *_, **__: pytest.fail("fetched"))
+    loaded, _ = load_qa_model(folder)
+    assert loaded.config._attn_implementation == "sdpa"
+
+
+def test_a_record_that_says_nonsense_gives_the_recipes_windows(folder, model):
+    write(folder.parent / "record.json", {"schema": "qa_lib/1", "spec": {"scale": {"max_length": "abc", "stride": 1}}})
+    assert window_lengths(folder, model) == (48, 16)

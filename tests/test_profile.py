@@ -42,7 +42,7 @@ def gpu_trace():
     for step in (0, 1):
         base, call = 5000 * step, 10 * step
         events += [
-            cpu("step", base, 4000, cat="user_annotation"),
+            cpu(f"ProfilerStep#{step + 5}", base, 4000, cat="user_annotation"),
             cpu("forward", base + 10, 900, cat="user_annotation"),
             cpu("backward", base + 1000, 900, cat="user_annotation"),
             cpu("optimizer", base + 2000, 900, cat="user_annotation"),
@@ -72,8 +72,7 @@ def test_a_kernel_belongs_to_the_phase_and_part_that_launched_it():
     }
     assert list(work["step"]) == [0] * 4 + [1] * 4
     assert work["start_ms"].tolist()[:2] == pytest.approx([0.0, 0.02])
-    one = work[work["step"] > 0]
-    summary = trace.summary(one, gpu_trace(), step_ms=0.5)
+    summary = trace.summary(work, gpu_trace(), step_ms=0.5)
     assert summary["launches_per_step"] == summary["kernels_per_step"] == 4
     assert summary["busy_ms"] == pytest.approx(0.4) and summary["busy_share"] == pytest.approx(0.8)
     assert summary["parts"]["forward"] == pytest.approx({"feed-forward": 0.1, "norms and elementwise": 0.1})
@@ -81,7 +80,7 @@ def test_a_kernel_belongs_to_the_phase_and_part_that_launched_it():
 
 def test_whatever_a_lookup_calls_counts_as_embeddings():
     events = [
-        cpu("step", 0, 4000, cat="user_annotation"),
+        cpu("ProfilerStep#5", 0, 4000, cat="user_annotation"),
         cpu("forward", 0, 4000, cat="user_annotation"),
         cpu("aten::embedding", 100, 50, [(30522, HIDDEN), (64,)], 1),
         cpu("aten::gather", 110, 30, [(30522, HIDDEN), (64,)], 2),
@@ -96,7 +95,7 @@ def test_whatever_a_lookup_calls_counts_as_embeddings():
 
 def test_kernels_of_a_graph_take_the_labels_of_those_launched_one_by_one():
     known = trace.work(gpu_trace(), HIDDEN, WIDE)
-    events = [cpu("step", 0, 4000, cat="user_annotation")]
+    events = [cpu("ProfilerStep#5", 0, 4000, cat="user_annotation")]
     for index, name in enumerate([*known["name"][:4], "unknown"]):
         events += launched(name, 1000 + 100 * index, 50, 100, 1, graph=True)
     replayed = trace.work(events, HIDDEN, WIDE)
@@ -137,7 +136,7 @@ def test_parts(kernel, op, sizes, phase, part):
 
 def test_on_a_cpu_an_operator_is_charged_its_own_time_alone():
     events = [
-        cpu("step", 0, 1000, cat="user_annotation"),
+        cpu("ProfilerStep#5", 0, 1000, cat="user_annotation"),
         cpu("forward", 0, 1000, cat="user_annotation"),
         cpu("aten::linear", 100, 300, [(64, HIDDEN), (HIDDEN, HIDDEN)]),
         cpu("aten::addmm", 150, 200, [(64, HIDDEN), (HIDDEN, HIDDEN)]),
@@ -166,7 +165,7 @@ def test_nsight_computes_page_is_summed_by_kernel_and_averaged_by_time():
 def test_without_a_gpu_counters_are_refused_in_one_line():
     said = []
     (spec,) = plan(["A1"], "smoke", data="synthetic:200", machine=Machine())
-    assert ncu.measure(spec, "runs", said.append) is None
+    assert profile.counters(spec, said.append) is None
     assert len(said) == 1 and "no GPU" in said[0]
 
 
@@ -192,7 +191,8 @@ def test_a_profile_of_a_row_on_this_machine(tmp_path):
     assert time["busy_ms"] == pytest.approx(sum(sum(parts.values()) for parts in time["parts"].values()))
     assert {entry[2] for entry in found["timeline"]} == {"forward", "backward", "optimizer"}
     events = trace.read(tmp_path / spec.run_path / "trace.json.gz")
-    assert sum(event.get("name") == "step" and event.get("ph") == "X" for event in events) >= profile.PROFILED
+    steps = {event["name"] for event in events if event.get("name", "").startswith("ProfilerStep#")}
+    assert len(steps) == profile.PROFILED == trace.work(events, 1, 2)["step"].nunique()
 
 
 def test_a_profile_that_fails_leaves_the_older_one_whole(tmp_path, monkeypatch):

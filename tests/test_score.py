@@ -111,13 +111,29 @@ def test_predictions_that_do_not_fit(change, message):
         score(EXAMPLES, given)
 
 
-@pytest.mark.parametrize("change", [{"two": ...}, {"other": 0.5}, {"two": "0.5"}, {"two": float("nan")}, {"two": True}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"two": ...},
+        {"other": 0.5},
+        {"two": "0.5"},
+        {"two": float("nan")},
+        {"two": float("inf")},
+        {"two": -float("inf")},
+        {"two": True},
+    ],
+)
 def test_probabilities_that_do_not_fit(change):
     given = {key: value for key, value in (dict.fromkeys(PREDICTIONS, 0.5) | change).items() if value is not ...}
     with pytest.raises(DataError, match="no-answer probability"):
         score(EXAMPLES, PREDICTIONS, given)
     with pytest.raises(DataError, match="no questions"):
         score([], {})
+
+
+def test_a_threshold_that_is_no_number_is_refused():
+    with pytest.raises(DataError, match="threshold is NaN"):
+        score(EXAMPLES, PREDICTIONS, dict.fromkeys(PREDICTIONS, 0.5), float("nan"))
 
 
 def test_a_number_of_any_size_is_one():
@@ -206,6 +222,18 @@ def test_command_line_errors_name_the_file(files):
     for path, message in ((files.folder / "none.json", "none.json: No such file"), (files.folder, "Is a directory")):
         with pytest.raises(UserError, match=message):
             run(files.data, path)
+    for text, message in (
+        ('{"q1": "Rhine", "q2": "", "q1": ""}', "predictions.json: question 'q1' comes 2 times$"),
+        ('{"q1": ' + "9" * 4000 + "}", "predictions.json: not JSON: a whole number of 4,000 digits$"),
+        ('{"q1": ' + "9" * 5000 + "}", "a whole number of 5,000 digits$"),
+    ):
+        files.texts.write_text(text)
+        with pytest.raises(UserError, match=message):
+            run(files.data, files.texts)
+    files.odds.write_text('{"q1": Infinity, "q2": 0}')
+    write(files.texts, {"q1": "", "q2": ""})
+    with pytest.raises(UserError, match="question 'q1': inf is no no-answer probability"):
+        run(files.data, files.texts, "--na-prob", files.odds)
     files.texts.write_text('{"q1": ')
     with pytest.raises(UserError, match=r"predictions\.json: not JSON"):
         run(files.data, files.texts)

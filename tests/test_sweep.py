@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from qa_lib import record
-from qa_lib.run import sweep
+from qa_lib.errors import UserError
+from qa_lib.run import launch, sweep
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 from tests.small import FIT, PARAMETERS, PRETEND, STEPS, write_notebook
@@ -28,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture(scope="session")
 def machine():
     """The driver's own probe of this machine, once."""
-    found, env = sweep.probe()
+    found, env = launch.probe()
     return json.dumps([dataclasses.asdict(found), env])
 
 
@@ -94,7 +95,7 @@ def test_a_killed_kernel_is_a_row_and_only_it_runs_again(lab):
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert lab.statuses() == {"A1": "killed", "A2": "ok"}
-    assert re.search(r"A1-s0-\w+: killed, the notebook ended", err)
+    assert re.search(r"A1-s0-\w+: killed, its process ended", err)
     kept = lab.records()["A2"]
     write_notebook(lab.notebook, work=FIT)
     code, out, _ = lab.run("--variants", "A1,A2")
@@ -155,7 +156,7 @@ def test_ctrl_c_keeps_what_is_finished(lab):
     assert process.returncode == 130
     assert err == "stopped; finished runs are kept\n"
     assert lab.statuses() == {"A1": "ok", "A2": "killed"}
-    assert lab.records()["A2"]["error"]["message"] == "the sweep was stopped"
+    assert lab.records()["A2"]["error"]["message"] == "the driver was stopped"
     assert not Path(f"/proc/{kernel}").exists()
     first = lab.records()["A1"]
     write_notebook(lab.notebook)
@@ -175,24 +176,26 @@ def test_a_driver_that_is_asked_to_end_ends_its_runs(lab):
 
 
 def test_all_runs_are_ended_even_where_one_cannot_be_judged(tmp_path, monkeypatch):
+    """A1's process ends at once and its record cannot be written; A2's goes on until it is killed."""
     done = []
 
-    class Job(types.SimpleNamespace):
-        over_time, process = False, types.SimpleNamespace(poll=lambda: 1)
+    def start(command, **_):
+        variant = launch.spec_from(command[4]).variant
+        return types.SimpleNamespace(variant=variant, poll=lambda: 1 if variant == "A1" else None, returncode=1)
 
-        def __init__(self, spec, gpu):
-            super().__init__(spec=spec, gpu=gpu, kill=lambda: done.append(f"kill {spec.variant}"))
+    def judge(spec, run_dir, reason, *_):
+        if spec.variant == "A1":
+            raise OSError(28, "No space left on device")
+        done.append(f"judge {spec.variant}: {reason}")
+        return record.read_record(run_dir)
 
-        def settle(self, _=None):
-            done.append(f"settle {self.spec.variant}")
-            if self.spec.variant == "A1":
-                raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(sweep, "Job", Job)
-    monkeypatch.setattr(sweep, "_start", lambda spec, runs, env, gpu, *_: Job(spec, gpu))
+    monkeypatch.setattr(launch, "subprocess", types.SimpleNamespace(Popen=start, STDOUT=None))
+    monkeypatch.setattr(launch, "kill", lambda process: done.append(f"kill {process.variant}"))
+    monkeypatch.setattr(launch, "judge", judge)
+    machine = Machine(gpus=2, sm=90, compiler=True)
     with pytest.raises(OSError, match="No space"):
-        sweep.sweep(plan(["A1", "A2"], "smoke", machine=Machine(compiler=True)), tmp_path, {}, [0, 1])
-    assert done[-4:] == ["kill A1", "kill A2", "settle A1", "settle A2"]
+        launch.Launcher(tmp_path, machine, {}, [0, 1]).run_all(plan(["A1", "A2"], "smoke", machine=machine))
+    assert done == ["kill A1", "kill A2", "judge A2: the driver was stopped"]
 
 
 def test_a_run_over_its_time_limit_is_killed_with_the_limit_named(lab):
@@ -218,22 +221,23 @@ def test_a_run_that_had_its_result_keeps_it_however_it_is_ended(lab):
 
 
 def test_what_is_waited_for_the_gpu_is_no_part_of_the_limit(tmp_path, monkeypatch):
+    """The clock goes on by 50 s a look; a run of 300 s may be running for six looks, and waiting for any number."""
     (spec,) = plan(["A1"], "smoke", machine=Machine())
-    now = [0.0]
-    monkeypatch.setattr(sweep.time, "monotonic", lambda: now[0])
-    job = sweep.Job.__new__(sweep.Job)
-    job.spec, job.dir, job.begin, job.trains, job.launched = spec, tmp_path, 0.0, None, time.time() - 60
-    limit = spec.scale.time_limit_s
-    (tmp_path / "log.txt").write_text("reading\n")
-    now[0] = limit + 1
-    assert job.over_time, "it hangs before it trains"
-    (tmp_path / "log.txt").write_text(f"reading\n{record.WAITING}\n")
-    assert not job.over_time
-    now[0] = 3 * limit
-    (tmp_path / "steps.jsonl").touch()
-    assert not job.over_time, "its turn has just come"
-    now[0] = 4 * limit + 1
-    assert job.over_time
+    monkeypatch.setattr(launch.time, "monotonic", iter(range(0, 100_000, 50)).__next__)
+    monkeypatch.setattr(launch, "POLL_S", 0)
+    entry, looks = record.new_record(spec, {}), []
+
+    def hung(statuses):
+        """How often a process that does not end by itself was looked at, and why it had to be ended."""
+        looks.clear()
+        process = types.SimpleNamespace(poll=lambda: looks.append(0))
+        left = iter(statuses)
+        monkeypatch.setattr(record, "read_record", lambda _: entry | {"status": next(left)})
+        return launch.Launcher(tmp_path, Machine(), {})._watch(process, spec), len(looks)
+
+    late = "over its time limit of 300 s"
+    assert hung(["starting"] * 2 + ["running"] * 9) == (late, 7)
+    assert hung(["running"] * 3 + ["waiting"] * 50 + ["running"] * 9) == (late, 57)
 
 
 def test_what_was_skipped_is_run_once_the_machine_can(tmp_path):
@@ -241,7 +245,8 @@ def test_what_was_skipped_is_run_once_the_machine_can(tmp_path):
     entry = record.new_record(without, {})
     record.finish(tmp_path / without.run_path, entry, "skipped", {"kind": "skipped", "message": without.skip})
     assert without.hash == able.hash
-    assert sweep.is_finished(without, tmp_path, set()) and not sweep.is_finished(able, tmp_path, set())
+    launcher = launch.Launcher(tmp_path, Machine(), {})
+    assert launcher.is_finished(without) and not launcher.is_finished(able)
 
 
 def test_a_notebook_that_runs_another_row_is_not_believed(lab):
@@ -327,31 +332,53 @@ def test_a_card_is_counted_among_the_visible_ones(monkeypatch, visible, gpu, nam
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert sweep.card(gpu) == named
+    assert launch.environment((gpu,))["CUDA_VISIBLE_DEVICES"] == named
+
+
+def test_runs_of_two_cards_get_pairs_and_never_one_card_twice(tmp_path):
+    machine = Machine(gpus=4, sm=90, compiler=True)
+    wide = [dataclasses.replace(spec, world=2) for spec in plan(["A1", "A2", "A3"], "smoke", machine=machine)]
+    seen = []
+
+    class Pairs(launch.Launcher):
+        def _work(self, spec, run_dir, cards):
+            seen.append(launch.environment(cards)["CUDA_VISIBLE_DEVICES"])
+            return record.finish(run_dir, record.new_record(spec, {}), "oom")
+
+    assert [e["status"] for e in Pairs(tmp_path, machine, {}, [0, 1, 2, 3]).run_all(wide)] == ["oom"] * 3
+    assert len(seen) == 3 and set(seen) <= {"0,1", "2,3"}
+    for gpus in ([0], [0, 0]):
+        with pytest.raises(UserError, match="a run takes 2 different cards"):
+            Pairs(tmp_path, machine, {}, gpus).run_all(wide)
+    with pytest.raises(UserError, match="--gpus 4: this machine has 4 GPUs"):
+        Pairs(tmp_path, machine, {}, [4])
 
 
 @pytest.mark.parametrize(("deaths", "status"), [(1, "ok"), (2, "killed")])
-def test_a_kernel_that_dies_at_birth_is_given_one_more_life(tmp_path, monkeypatch, deaths, status):
-    (spec,) = plan(["A1"], "smoke", machine=Machine(compiler=True))
-    outcomes = ["killed"] * deaths + ["ok"]
-    started = []
+def test_a_kernel_that_dies_before_its_run_begins_is_given_one_more_life(lab, tmp_path, deaths, status):
+    lives = tmp_path / "lives"
+    die = f"""
+from pathlib import Path
+import os, signal
+lives = Path({str(lives)!r})
+lives.open("a").write("1")
+if lives.stat().st_size <= {deaths}:
+    os.kill(os.getpid(), signal.SIGKILL)"""
+    write_notebook(lab.notebook, before=die)
+    assert lab.run("--variants", "A1")[0] == (status != "ok")
+    assert lab.statuses() == {"A1": status} and lives.read_text() == "11"
 
-    class Job(types.SimpleNamespace):
-        gpu, over_time = None, False
-        process = types.SimpleNamespace(poll=lambda: 1)
 
-        def __init__(self, spec, runs, *_):
-            started.append(spec)
-            super().__init__(spec=spec, kill=lambda: None, settle=lambda _: settle(spec, runs))
-
-    def settle(spec, runs):
-        outcome = outcomes.pop(0)
-        error = {"kind": "killed", "message": f"exit code 1: RuntimeError: {sweep.STILLBORN} to kernel_info"}
-        return record.finish(
-            runs / spec.run_path, record.new_record(spec, {}), outcome, error if outcome != "ok" else None
-        )
-
-    monkeypatch.setattr(sweep, "Job", Job)
-    monkeypatch.setattr(sweep, "_start", lambda spec, runs, *_: Job(spec, runs))
-    (entry,) = sweep.sweep([spec], tmp_path, {})
-    assert (entry["status"], len(started)) == (status, 2)
+def test_a_try_runs_in_a_process_of_its_own_with_the_spec_that_was_asked_for(tmp_path, machine):
+    found, env = launch.Machine(), {}
+    (spec,) = plan(["A2"], "smoke", data="synthetic:80", machine=found)
+    scale = dataclasses.replace(spec.scale, name="tune", steps=6, measure_from=2, learning_rate=1.0 / 3)
+    spec = dataclasses.replace(spec, scale=scale, search="tune", sm=75)
+    assert launch.spec_from(launch.call("any:thing", spec)[4]) == spec
+    ended = []
+    launcher = launch.Launcher(tmp_path, found, env)
+    (entry,) = launcher.run_all([spec], lambda *pair: ended.append(pair))
+    assert (entry["status"], entry["spec"]["hash"], entry["time"]["steps"]) == ("ok", spec.hash, 6)
+    assert (entry["spec"]["search"], entry["spec"]["sm"], entry["time"]["notebook_s"]) == ("tune", 75, None)
+    assert ended == [(spec, entry)]
+    assert launcher.run_all([spec]) == [entry], "it is not run again"

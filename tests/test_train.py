@@ -6,6 +6,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from qa_lib.data.batches import Batches
 from qa_lib.data.load import batches_of
@@ -43,8 +44,7 @@ def spec_of(variant, micro_batch=None, machine=CPU, **scale):
 def trained(spec, features, run_dir, model=None):
     run_dir.mkdir(exist_ok=True)
     model = model or build_model(spec)
-    optimizer, meter, begin = train(model, batches_of(features, spec), spec, DEVICE, run_dir, quiet)
-    return model, optimizer, meter, begin
+    return model, *train(model, batches_of(features, spec), spec, DEVICE, run_dir, quiet)
 
 
 def weights(model):
@@ -60,10 +60,8 @@ def test_learning_rate_rises_to_its_peak_and_falls_to_zero():
     assert rates[-1] == pytest.approx(spec.scale.learning_rate / 90)
     lora = spec_of("B1-all", warmup=0.0)
     assert learning_rate(lora, 0, 100) == spec.scale.learning_rate
-    pretrained = dataclasses.replace(lora, model_source="bert-base-uncased")
-    assert (
-        learning_rate(pretrained, 0, 100) == lora.recipe.lr_factor * spec.scale.learning_rate > spec.scale.learning_rate
-    )
+    pretrained = spec_of("B1-all", warmup=0.0, recipe_rates=True)
+    assert learning_rate(pretrained, 0, 100) == 5 * spec.scale.learning_rate
 
 
 def test_each_epoch_is_another_permutation_in_full_micro_batches(features):
@@ -114,9 +112,8 @@ def test_accumulated_micro_batches_make_the_step_of_the_whole_batch(
         )
         folder = tmp_path / str(micro_batch)
         folder.mkdir()
-        monkeypatch.setattr(
-            "qa_lib.train.loop.learning_rate", lambda *_: 0.0
-        )  # so that every step has the same weights
+        # So that every step has the same weights.
+        monkeypatch.setattr("qa_lib.train.loop.learning_rate", lambda *_: 0.0)
         train(model, batches_of(features, spec), spec, device, folder, quiet)
         return seen
 
@@ -135,7 +132,7 @@ def without_dropout(model):
 def test_resume_is_exact_from_any_checkpoint(variant, features, tmp_path):
     spec = spec_of(variant, checkpoint_every=1)
     if variant == "E5":  # a CPU would adjust it away, but can do it
-        half = dataclasses.replace(spec.settings, weights="half", precision="bf16")
+        half = dataclasses.replace(spec.settings, optimizer="master", precision="bf16")
         spec = dataclasses.replace(spec, settings=half)
     if spec.settings.compile != "none":  # the compiler is not what is tested here, and takes a minute
         spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, compile="none"))
@@ -146,8 +143,8 @@ def test_resume_is_exact_from_any_checkpoint(variant, features, tmp_path):
         run_dir.mkdir()
         with pytest.raises(KeyboardInterrupt):
             train(build_model(spec), killed, spec, DEVICE, run_dir, quiet)
-        model, _, _, begin = trained(spec, features, run_dir)
-        assert begin == stop
+        model, _, _, begin, refused = trained(spec, features, run_dir)
+        assert begin == stop and refused is None
         for name, tensor in weights(model).items():
             assert torch.equal(tensor, whole[name]), f"{name} differs after a resume at step {stop}"
         steps = [json.loads(line)["step"] for line in (run_dir / "steps.jsonl").read_text().splitlines()]
@@ -177,7 +174,55 @@ def test_a_checkpoint_of_another_run_is_not_taken(features, tmp_path):
         train(build_model(spec), KillAfter(Batches(features, spec), 4), spec, DEVICE, run_dir, quiet)
     assert Checkpoint.path_of(run_dir).exists()
     other = dataclasses.replace(spec, seed=1)
-    assert trained(other, features, run_dir)[3] == 0
+    assert trained(other, features, run_dir)[3:] == (0, "began anew, since its checkpoint is of another run")
+    assert (run_dir / "checkpoint.refused").exists()
+
+
+def flip(path):
+    """One bit of the last tensor."""
+    content = bytearray(path.read_bytes())
+    content[-1000] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "a flipped bit": (flip, "its digest is not that"),
+    "half of it zeroed": (
+        lambda p: p.write_bytes(p.read_bytes()[: p.stat().st_size // 2].ljust(p.stat().st_size)),
+        "is",
+    ),
+    "cut off": (lambda p: p.write_bytes(p.read_bytes()[:5000]), "cannot be read"),
+    "empty": (lambda p: p.write_bytes(b""), "cannot be read"),
+    "without metadata": (lambda p: save_file({"x": torch.ones(3)}, p), "cannot be read"),
+    "with other metadata": (lambda p: save_file({"x": torch.ones(3)}, p, {"state": "{}"}), "cannot be read"),
+    "with metadata that are no JSON": (lambda p: save_file({"x": torch.ones(3)}, p, {"state": "{"}), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_run_begins_anew(damage, features, tmp_path):
+    spec = spec_of("A1", checkpoint_every=2)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        train(build_model(spec), KillAfter(Batches(features, spec), 4), spec, DEVICE, run_dir, quiet)
+    spoil, said = DAMAGE[damage]
+    spoil(Checkpoint.path_of(run_dir))
+    whole = weights(trained(spec, features, tmp_path / "whole")[0])
+    model, _, _, begin, refused = trained(spec, features, run_dir)
+    assert begin == 0 and said in refused and (run_dir / "checkpoint.refused").exists()
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(model).items())
+
+
+def test_a_checkpoint_of_other_code_is_not_gone_on_from(features, tmp_path, monkeypatch):
+    spec = spec_of("A1", checkpoint_every=2)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        train(build_model(spec), KillAfter(Batches(features, spec), 4), spec, DEVICE, run_dir, quiet)
+    monkeypatch.setattr("qa_lib.train.checkpoint.code_digest", lambda: "of a changed line")
+    begin, refused = trained(spec, features, run_dir)[3:]
+    assert begin == 0 and "is of other code (commit" in refused
 
 
 def test_a_full_disk_leaves_the_older_checkpoint(features, tmp_path, monkeypatch):
@@ -225,7 +270,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_the_step(features, tmp_pat
 
 def test_the_8bit_optimizer_keeps_small_tensors_and_embeddings_in_32_bits(features, tmp_path):
     spec = spec_of("C2-8", steps=2)
-    model, optimizer, _, _ = trained(spec, features, tmp_path)
+    model, optimizer, *_ = trained(spec, features, tmp_path)
     names = {p: name for name, p in model.named_parameters()}
     dtypes = {names[p]: state["state1"].dtype for p, state in optimizer.state.items()}
     assert set(dtypes) == {name for name, p in model.named_parameters() if p.requires_grad}
@@ -251,15 +296,15 @@ def test_the_meter_counts_what_was_trained(features, tmp_path):
     from qa_lib.measure.cost import StepCost
 
     spec = spec_of("A1", steps=10, measure_from=4)
-    model, _, meter, _ = trained(spec, features, tmp_path)
-    speed, clock = meter.summary(StepCost(model), peak_tflops=1.0)
-    assert clock["steps"] == 10
-    assert clock["step_ms"]["n"] == 6
-    assert clock["step_ms"]["p10"] <= clock["step_ms"]["median"] <= clock["step_ms"]["p90"]
-    assert speed["tokens_per_s"] == pytest.approx(96 * speed["features_per_s"])
+    model, _, meter, *_ = trained(spec, features, tmp_path)
+    speed, clock = meter.speed(StepCost(model), matrix_tflops=1.0), meter.step_ms()
+    assert len(meter.times) == 10
+    assert clock.n == 6
+    assert clock.p10 <= clock.median <= clock.p90
+    assert speed.tokens_per_s == pytest.approx(96 * speed.features_per_s)
     used = [features.lengths[m] for step in range(4, 10) for m in Batches(features, spec).step(step)]
-    assert speed["pad_fraction"] == pytest.approx(1 - np.concatenate(used).sum() / (6 * 16 * 96))
-    assert 0 < speed["mfu"] < speed["hfu"]
+    assert speed.pad_fraction == pytest.approx(1 - np.concatenate(used).sum() / (6 * 16 * 96))
+    assert 0 < speed.mfu < speed.hfu
 
 
 def test_step_cost_is_the_usual_formula_and_less_where_less_trains():
@@ -296,7 +341,7 @@ class Scaler:
 
 def test_an_overflow_is_excused_while_the_scaler_can_still_back_off(tmp_path):
     def write(losses, scale):
-        log = StepLog(tmp_path, spec_of("A1"), 20, 0, DEVICE, Scaler(scale), quiet)
+        log = StepLog(tmp_path, spec_of("A1"), 20, 0, Scaler(scale), quiet)
         for loss in losses:
             log.add(torch.tensor(loss), 1e-3)
         log.write([0.01] * len(losses))

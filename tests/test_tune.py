@@ -5,19 +5,22 @@ import dataclasses
 import threading
 import time
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
+from qa_lib import record
 from qa_lib.data.load import load_data
 from qa_lib.errors import UserError
 from qa_lib.measure import machine
 from qa_lib.measure.machine import turn
-from qa_lib.run import fit, tune
+from qa_lib.run import fit, fitbatch, launch, tune
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 from qa_lib.variants import UnknownName, find_recipe
 
+ROOT = Path(__file__).parent.parent
 CPU = Machine(backends=("inductor",), bitsandbytes=True, compiler=True)
 
 
@@ -28,20 +31,23 @@ def call(*words):
 
 
 @pytest.fixture
-def tried(monkeypatch):
+def tried(monkeypatch, tmp_path):
     """The specs that would have run; the score at the best threshold is best at a rate of 2e-3, and worst with rank 32;
     at 4e-3 seed 1 fails, and at threshold 0 that rate looks best."""
     specs = []
 
-    def attempt(spec, runs, gpu, shared):
-        specs.append((spec, gpu, shared))
-        rate = spec.scale.learning_rate
+    def work(self, spec, run_dir, cards):
+        specs.append((spec, *cards, launch.environment(cards, self._shares(cards)).get(launch.SHARE)))
+        rate, entry = spec.scale.learning_rate, record.new_record(spec, {})
         if (rate, spec.seed) == (4e-3, 1):
-            raise UserError(f"{spec.run_id}: error, loss is nan at step 12")
+            return record.finish(run_dir, entry, "error", {"message": "loss is nan at step 12"})
         score = 90 - 1e4 * abs(rate - 2e-3) - spec.recipe.rank
-        return {"status": "ok", "quality": {"f1": 1e4 * rate, "best_f1": score}}
+        entry["quality"] |= {"f1": 1e4 * rate, "best_f1": score}
+        return record.finish(run_dir, entry, "ok")
 
-    monkeypatch.setattr(tune, "attempt", attempt)
+    monkeypatch.setattr(launch.Launcher, "_work", work)
+    monkeypatch.setattr(tune, "probe", lambda: (CPU, {}))
+    monkeypatch.chdir(tmp_path)  # where runs go unless they are told
     return specs
 
 
@@ -69,7 +75,7 @@ def test_the_best_point_is_named(tried, capsys):
     out = capsys.readouterr().out.splitlines()
     assert len(out) == 7
     assert out[-1] == "best: lora-all-r8, learning rate 0.002, F1 82.00 at the best threshold"
-    assert [gpu for _, gpu, _ in tried] == [None] * 6
+    assert [cards for _, *cards in tried] == [[None]] * 6
 
 
 def test_a_point_that_fails_ends_no_search_and_is_not_the_best(tried, capsys):
@@ -81,15 +87,13 @@ def test_a_point_that_fails_ends_no_search_and_is_not_the_best(tried, capsys):
 
 
 def test_a_card_that_is_named_twice_is_shared(tried, monkeypatch):
-    monkeypatch.setattr(tune, "this_machine", lambda: dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90))
+    monkeypatch.setattr(tune, "probe", lambda: (dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90), {}))
     call("A1", "--scale", "smoke", "--learning-rate", "1e-3", "2e-3", "--gpus", "0", "0")
-    assert {(gpu, shared) for _, gpu, shared in tried} == {(0, True)}
+    assert {(gpu, shared) for _, gpu, shared in tried} == {(0, "1")}
     tried.clear()
-    monkeypatch.setattr(tune, "this_machine", lambda: dataclasses.replace(CPU, hardware="h200", gpus=2, sm=90))
+    monkeypatch.setattr(tune, "probe", lambda: (dataclasses.replace(CPU, hardware="h200", gpus=2, sm=90), {}))
     call(*"A1 --scale smoke --learning-rate 1e-3 2e-3 3e-3 --seeds 0 2 --gpus 0 0 1".split())
-    assert {(gpu, shared) for _, gpu, shared in tried} == {(0, True), (1, False)}, (
-        "one run at a time on the second card"
-    )
+    assert {(gpu, shared) for _, gpu, shared in tried} == {(0, "1"), (1, None)}, "one run at a time on the second card"
 
 
 @pytest.mark.parametrize(
@@ -113,12 +117,12 @@ def test_runs_on_one_gpu_take_turns(monkeypatch, tmp_path):
     gpu, said, waited = types.SimpleNamespace(type="cuda"), [], []
 
     def second():
-        with turn(gpu, say=said.append) as seconds:
+        with turn(gpu, waits=lambda: said.append(0)) as seconds:
             waited.append(seconds)
 
     with turn(gpu, shared=True) as _, turn(gpu, shared=True) as seconds:
         assert seconds < 0.1, "those that are not timed do not wait for each other"
-    with turn(gpu, say=said.append) as seconds:
+    with turn(gpu, waits=lambda: said.append(0)) as seconds:
         assert seconds < 0.1
         other = threading.Thread(target=second)
         other.start()
@@ -126,25 +130,15 @@ def test_runs_on_one_gpu_take_turns(monkeypatch, tmp_path):
         assert not waited
     other.join()
     assert waited[0] >= 0.4 and len(said) == 1
-    with turn(torch.device("cpu"), say=said.append) as seconds:
+    with turn(torch.device("cpu"), waits=lambda: said.append(0)) as seconds:
         assert seconds == 0.0
 
 
-def test_a_run_beside_others_records_no_times(monkeypatch, tmp_path):
-    monkeypatch.setenv(fit.SHARE, "1")
+def test_runs_on_a_cpu_never_disturb_each_other(monkeypatch, tmp_path):
+    monkeypatch.setenv(launch.SHARE, "1")
     (spec,) = plan(["A1"], "smoke", machine=CPU, data="synthetic:80")
     entry = fit.fit(spec, tmp_path, say=lambda _: None)
-    assert entry["time"]["wall_s"] > 0, "on a CPU each run has its own threads"
-    fit.forget_times(entry, spec)
-    assert entry["speed"]["features_per_s"] is None and entry["energy"]["joules_per_feature"] is None
-    assert {key for key, value in entry["time"].items() if value is not None} == {
-        "started",
-        "ended",
-        "steps",
-        "step_ms",
-    }
-    assert set(entry["time"]["step_ms"].values()) == {None}
-    assert entry["quality"]["f1"] is not None and "shared the GPU" in entry["spec"]["adjusted"][-1]
+    assert entry["time"]["wall_s"] > 0, "each run has its own threads, so times are recorded"
 
 
 def test_data_that_were_loaded_before_count_as_time_of_the_run(tmp_path):
@@ -155,3 +149,27 @@ def test_data_that_were_loaded_before_count_as_time_of_the_run(tmp_path):
     data.load_s = 100.0
     entry = fit.fit(spec, tmp_path, data=data, say=lambda _: None)
     assert entry["time"]["prepare_s"] > 100 and entry["time"]["wall_s"] > entry["time"]["prepare_s"]
+
+
+@pytest.mark.parametrize("group", ["h200-tune", "h200-fit-14.9gib-sm75"])
+def test_committed_tries_keep_their_names(group):
+    """What the verbs would run today under the conditions of a committed try has its hash and its folder."""
+    gpu = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90, backends=("inductor", "aot_eager", "cudagraphs"))
+    names = []
+    for path in sorted((ROOT / "runs" / group).glob("*/record.json")):
+        kept = record.read_record(path.parent)
+        asked, scale = kept["spec"]["settings"], kept["spec"]["scale"]
+        identity = {"data": {k: kept["data"][k] for k in ("name", "sha256")}}
+        identity["model"] = {k: kept["model"][k] for k in ("name", "revision")}
+        row = (kept["spec"]["variant"], "tiny", "synthetic:80")
+        if group == "h200-tune":
+            found = plan([row[0]], "quality", [kept["spec"]["seed"]], row[2], row[1], asked["micro_batch"], gpu)
+            (spec,) = tune.points(found, [scale["learning_rate"]], [asked["trainable"]])
+        else:
+            words = argparse.Namespace(limit_gib=14.9, sm=75, data=row[2], model=row[1])
+            spec = fitbatch.specs_for(row[0], words, gpu)(asked["micro_batch"])
+        spec = dataclasses.replace(spec, **identity)
+        assert (spec.search, spec.sm) == (kept["spec"]["search"], kept["spec"]["sm"])
+        assert str(spec.run_path) == f"{group}/{path.parent.name}"
+        names.append(spec.run_id)
+    assert len(names) > 50

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from qa_lib import variants
+from qa_lib.record import read_record
 from qa_lib.run.plan import plan
-from qa_lib.spec import SCALES, Machine
+from qa_lib.spec import SCALES, Machine, Scale, Spec
 from qa_lib.variants import FAMILIES, RECIPES, VARIANTS, Settings, SpecError, UnknownName
 
 PACKAGE = Path(variants.__file__).parent
@@ -54,6 +55,52 @@ def test_hash_follows_everything_that_defines_a_run_and_nothing_else(monkeypatch
     monkeypatch.setitem(RECIPES, "lora-qv", dataclasses.replace(RECIPES["lora-qv"], rank=9))
     assert spec("B1").hash != before, "the same name for another recipe"
     assert (base.group, spec(machine=GPU).group) == ("cpu-smoke", "h200-smoke")
+
+
+RUNS = PACKAGE.parent / "runs"
+
+
+def spec_of_record(entry: dict) -> Spec:
+    """The spec that a committed run's record was made of, its settings from the table of today."""
+    asked, scale = entry["spec"]["settings"], entry["spec"]["scale"]
+    row = dataclasses.replace(VARIANTS[entry["spec"]["variant"]].settings, micro_batch=asked["micro_batch"])
+    if entry["spec"]["search"] == "tune":
+        row = dataclasses.replace(row, trainable=asked["trainable"])
+    return Spec(
+        variant=entry["spec"]["variant"], scale=Scale(**scale), seed=entry["spec"]["seed"], asked=row, settings=row,
+        adjusted=[], skip=None, hardware=entry["spec"]["hardware"],
+        data={key: entry["data"][key] for key in ("name", "sha256")},
+        model={key: entry["model"][key] for key in ("name", "revision")}, data_source="", model_source="",
+    )  # fmt: skip
+
+
+def test_every_committed_run_keeps_its_name():
+    """Each committed record is read, and its run's id made anew from the table of rows."""
+    folders = [path.parent for path in sorted(RUNS.glob("h200-*/*/record.json"))]
+    if not folders:
+        pytest.skip("no committed runs beside the package")
+    assert len(folders) >= 587
+    for folder in folders:
+        spec = spec_of_record(read_record(folder))
+        assert (spec.group, spec.run_id) == (folder.parent.name, folder.name)
+
+
+def test_a_new_setting_or_scale_field_at_its_default_moves_no_hash(monkeypatch):
+    """The dataclasses of tomorrow: one more field each, whose default means "as before"."""
+    (today,) = plan(["E-best"], "smoke", machine=CPU)
+    wider = dataclasses.make_dataclass("Settings", [("parallel", str, "none")], bases=(Settings,), frozen=True)
+    scale = dataclasses.make_dataclass("Scale", [("replicas", int, 1)], bases=(Scale,), frozen=True, kw_only=True)
+    monkeypatch.setattr("qa_lib.spec.Settings", wider)
+    monkeypatch.setattr("qa_lib.spec.Scale", scale)
+
+    def tomorrow(settings=None, scales=None):
+        asked = wider(**dataclasses.asdict(today.asked), **settings or {})
+        grown = scale(**dataclasses.asdict(today.scale), **scales or {})
+        return dataclasses.replace(today, asked=asked, scale=grown).hash
+
+    assert tomorrow() == today.hash
+    assert len({today.hash, tomorrow({"parallel": "ddp"}), tomorrow(scales={"replicas": 2})}) == 3
+    assert dataclasses.replace(today, world=2).hash != today.hash
 
 
 def test_a_cpu_cannot_do_fp16_and_says_so():
@@ -124,6 +171,16 @@ MAY_IMPORT = {
 TORCH_FREE = "errors variants spec record run.plan run.sweep run.launch measure.trace report".split()
 
 
+NO_TORCH = """
+import sys
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "torch":
+            raise ImportError("torch was asked for")
+sys.meta_path.insert(0, NoTorch())
+"""
+
+
 def imports_of(module: Path) -> list[tuple[int, str]]:
     """(line, module) of everything that a file imports, also inside functions; names imported from it appended."""
     found = []
@@ -179,6 +236,6 @@ def test_specs_driver_and_report_do_without_torch():
         if path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".").startswith(tuple(TORCH_FREE))
     ]
     assert len(names) > 15
-    code = f"import sys; sys.modules['torch'] = None\nimport {', '.join(names)}"
+    code = f"{NO_TORCH}\nimport {', '.join(names)}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,8 +1,10 @@
-"""Training without padding: several features in one row of one static length, isolated from one another.
+"""Training without padding: several features in one row of one static length, isolated from one another (row E1).
 
-A micro-batch keeps its number of features. Features are dealt to micro-batches so that all have nearly the same number
-of tokens, and each is laid end to end in a row of `budget` tokens, the same for every step of a run: one shape to
-compile and to capture, and hardly any padding. Attention runs within segments (`cu_seqlens`), softmax and loss as well.
+Half of a batch that is padded to 384 tokens is not text. Packing (Krell et al. 2021) lays features end to end instead.
+Here a micro-batch keeps its number of features, so that the training stays the same: features are dealt to
+micro-batches so that all have nearly the same number of tokens (`deal`), and each is one row of `budget` tokens, the
+same for every step of a run. That is one shape to compile and to capture as a CUDA graph, with hardly any padding.
+Attention runs within segments (`cu_seqlens`, model/attention.py), softmax and loss as well (model/packed.py).
 """
 
 from functools import cached_property
@@ -14,6 +16,7 @@ from qa_lib.errors import UserError
 from qa_lib.spec import Spec
 
 WINDOW = 256  # micro-batches that are dealt together: more are better balanced, fewer are more random
+PER_TOKEN = ("input_ids", "token_type_ids", "position_ids")  # what a packed row has for each token, where it is given
 ALIGN = 64  # the budget and limits of segments are multiples of this many tokens, for whole tiles in matrix products
 
 
@@ -73,7 +76,7 @@ class PackedBatches(Batches):
         return np.concatenate(lengths), np.concatenate([*lengths, *tails])
 
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """A packed row, int64: input_ids, token_type_ids and position_ids [1, budget]; cu_seqlens int32 [segments + 1],
+        """A packed row, int64: what PER_TOKEN names [1, budget]; cu_seqlens int32 [segments + 1],
         where each segment begins and the last one ends; start_positions and end_positions [size] within segments; what
         lay_out() gives, for the kernel that pads."""
         limit, lengths = self.spec.scale.max_length, self.features.lengths[indices]
@@ -82,10 +85,9 @@ class PackedBatches(Batches):
         batch = self.features.batch(indices, int(lengths.max()))
         real = batch["attention_mask"].astype(bool)
         rows = {"position_ids": np.broadcast_to(np.arange(real.shape[1]), real.shape)} | batch
-        packed = {}
-        for name in ("input_ids", "token_type_ids", "position_ids"):
-            packed[name] = np.zeros((1, self.budget), dtype=np.int64)
-            packed[name][0, :total] = rows[name][real]
+        packed = {name: np.zeros((1, self.budget), dtype=np.int64) for name in PER_TOKEN if name in rows}
+        for name, row in packed.items():
+            row[0, :total] = rows[name][real]
         tails = len(self.limits) - self.size
         ends = np.minimum(total + limit * np.arange(1, tails + 1), self.budget)
         packed["cu_seqlens"] = np.concatenate([[0], lengths.cumsum(), ends]).astype(np.int32)

@@ -12,9 +12,10 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 
+from qa_lib.data.synthetic import synthetic_squad
 from qa_lib.errors import UserError, first_line
 
 log = logging.getLogger(__name__)
@@ -51,34 +52,35 @@ class Example:
         return not self.answers
 
 
+@dataclass
 class Source:
     """A data set that is read when first used.
 
     `name` is what the user asked for (a path, as given), `split` is "train" or "validation". `sha256` is the hash of
-    the content as stored (hex) and never parses it; `examples` parses once. Both raise `DataError`.
+    the content as stored (hex) and never parses it; `examples` parses once. Both raise `DataError`. `digest` and `rows`
+    (see build_examples) are how.
     """
 
-    def __init__(self, name: str, split: str, fix_spans: bool, digest: Callable[[], str], rows: Callable[[], Iterable]):
-        self.name = name
-        self.split = split
-        self.fix_spans = fix_spans
-        self._digest = digest
-        self._rows = rows
+    name: str
+    split: str
+    fix_spans: bool
+    digest: Callable[[], str]
+    rows: Callable[[], Iterable[tuple]]
 
     @cached_property
     def sha256(self) -> str:
-        return self._digest()
+        return self.digest()
 
     @cached_property
     def examples(self) -> list[Example]:
-        return build_examples(self._rows(), self.name, self.fix_spans)
+        return build_examples(self.rows(), self.name, self.fix_spans)
 
 
 def unlabelled(source: Source) -> Source:
     """The same questions without their gold answers, which then need be neither there nor right: for prediction."""
 
     def rows() -> Iterator[tuple]:
-        for place, title, context, entry in source._rows():
+        for place, title, context, entry in source.rows():
             blank = {"answers": [], "is_impossible": True}
             yield place, title, context, entry | blank if isinstance(entry, dict) else entry
 
@@ -100,62 +102,59 @@ def open_source(source: str | os.PathLike, split: str, fix_spans: bool = False) 
     if split not in OFFICIAL_NAMES:
         raise DataError(f"{split!r} is no split: train or validation")
     name, path = os.fspath(source), Path(source)
-    if name.startswith("synthetic:"):
-        return _synthetic(name, split, fix_spans)
     try:
-        is_file, is_folder = path.is_file(), path.is_dir()
+        is_file, is_folder = path.is_file(), path.is_dir() and bool(name)
     except (OSError, ValueError):  # a name too long or with a null byte is no path
         is_file = is_folder = False
-    if is_file:
-        return _nested(path, split, fix_spans)
-    if is_folder and name:
-        for file in OFFICIAL_NAMES[split]:
-            if (path / file).is_file():
-                return _nested(path / file, split, fix_spans)
-        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-            return _saved(path, split, fix_spans)
-        wanted = " or ".join(OFFICIAL_NAMES[split])
-        raise DataError(f"{name}: no {wanted} in this folder, and no data set saved by save_to_disk")
     # A misspelt file in a folder that is there should not go looking for a data set of that name on the hub.
     local = name.endswith(".json") or ("/" in name and path.parent.is_dir())
-    if not local and re.fullmatch(r"[\w-][\w.-]{0,95}(/[\w.-]{1,95})?", name):
-        return _hub(name, split, fix_spans)
-    raise DataError(f"{name!r}: no such file or folder")
+    if name.startswith("synthetic:"):
+        content = _synthetic(name, split)
+    elif is_file:
+        name, content = str(path), _nested(path)
+    elif is_folder:
+        found = next((path / file for file in OFFICIAL_NAMES[split] if (path / file).is_file()), None)
+        name, content = (str(found), _nested(found)) if found else (str(path), _saved(path, split))
+    elif not local and re.fullmatch(r"[\w-][\w.-]{0,95}(/[\w.-]{1,95})?", name):
+        content = _hub(name, split)
+    else:
+        raise DataError(f"{name!r}: no such file or folder")
+    return Source(name, split, fix_spans, *content)
 
 
 def build_examples(rows: Iterable[tuple[str, str, object, object]], name: str, fix_spans: bool) -> list[Example]:
     """Check raw questions and turn them into examples; `name` is the file named in errors.
 
-    `rows` yields (place, title, context, question entry), the entry as in the official layout; `place` names the
-    article in errors. Raises `DataError` at the first bad entry, except for misplaced answers, which are collected
+    `rows` yields (article, title, context, question entry), the entry as in the official layout; `article` names the
+    place in errors. Raises `DataError` at the first bad entry, except for misplaced answers, which are collected
     over the whole data set so that the message can count and list them.
     """
     examples, seen, misplaced, repaired = [], {}, [], 0
     context_checked: object = ...  # not None, which a broken file may hold in its place
-    for place, title, context, entry in rows:
+    for article, title, context, entry in rows:
         if context is not context_checked:
-            _check_text(context, place, "context")
+            _check_text(context, article, "context")
             if len(context) > MAX_CONTEXT:
-                raise DataError(f"{place}: a paragraph of {len(context):,} characters; the limit is {MAX_CONTEXT:,}")
+                raise DataError(f"{article}: a paragraph of {len(context):,} characters; the limit is {MAX_CONTEXT:,}")
             context_checked = context
         if not isinstance(entry, dict):
-            raise DataError(f"{place}: a question that is not an object")
+            raise DataError(f"{article}: a question that is not an object")
         key = entry.get("id")
-        _check_text(key, place, "question id")
+        _check_text(key, article, "question id")
+        place = f"{article}, question {key!r}"
         if key in seen:
-            raise DataError(f"{place}, question {key!r}: the same id as a question of {seen[key]}")
-        seen[key] = place
-        _check_text(entry.get("question"), f"{place}, question {key!r}", "question")
+            raise DataError(f"{place}: the same id as a question of {seen[key]}")
+        seen[key] = article
+        _check_text(entry.get("question"), place, "question")
         answers = []
-        for text, start in _answers(entry, place, key):
+        for text, start in _answers(entry, place):
             # A negative start would count from the end of the paragraph and could even match there.
             if start < 0 or not context.startswith(text, start):
-                only = context.find(text)
-                once = only >= 0 and context.find(text, only + 1) < 0
+                once = text in context and context.find(text) == context.rfind(text)
                 if not (fix_spans and once):
-                    misplaced.append((f"{place}, question {key!r}: {text[:60]!r} at {start}", once))
+                    misplaced.append((f"{place}: {text[:60]!r} at {start}", once))
                     continue
-                start = only
+                start = context.find(text)
                 repaired += 1
             answers.append((text, start))
         examples.append(Example(key, title, entry["question"], context, tuple(answers)))
@@ -168,24 +167,24 @@ def build_examples(rows: Iterable[tuple[str, str, object, object]], name: str, f
     return examples
 
 
-def _answers(entry: dict, place: str, key: str) -> Iterator[tuple[str, int]]:
+def _answers(entry: dict, place: str) -> Iterator[tuple[str, int]]:
     """The (text, start) pairs of one entry, which must agree with its is_impossible."""
     answers, impossible = entry.get("answers"), entry.get("is_impossible", False)
     if not isinstance(answers, list):
-        raise DataError(f"{place}, question {key!r}: no list under 'answers'")
+        raise DataError(f"{place}: no list under 'answers'")
     if not isinstance(impossible, bool):
-        raise DataError(f"{place}, question {key!r}: is_impossible is neither true nor false")
+        raise DataError(f"{place}: is_impossible is neither true nor false")
     if impossible and answers:
-        raise DataError(f"{place}, question {key!r}: is_impossible is true, but it has {len(answers)} answers")
+        raise DataError(f"{place}: is_impossible is true, but it has {len(answers)} answers")
     if not impossible and not answers:
-        raise DataError(f"{place}, question {key!r}: no answers, but is_impossible is not true")
+        raise DataError(f"{place}: no answers, but is_impossible is not true")
     for answer in answers:
         text, start = (answer.get("text"), answer.get("answer_start")) if isinstance(answer, dict) else (None, None)
         if not isinstance(text, str) or type(start) is not int:
-            raise DataError(f"{place}, question {key!r}: an answer without a text or a whole number as answer_start")
-        _check_text(text, f"{place}, question {key!r}", "answer")
+            raise DataError(f"{place}: an answer without a text or a whole number as answer_start")
+        _check_text(text, place, "answer")
         if not text:
-            raise DataError(f"{place}, question {key!r}: an answer of no text")
+            raise DataError(f"{place}: an answer of no text")
         yield text, start
 
 
@@ -207,10 +206,10 @@ def _misplaced_message(misplaced: list[tuple[str, bool]], name: str) -> str:
     return f"{name}: {len(misplaced)} answers are not the text at their answer_start{hint}: {shown}{more}"
 
 
-def read_json(path: str | os.PathLike) -> object:
-    """Parse the JSON file `path`. Raises `DataError` if it cannot be read or is not JSON."""
+def read_json(path: str | os.PathLike, **options) -> object:
+    """Parse a JSON file; `options` are those of json.loads. Raises `DataError` if it cannot be read or is not JSON."""
     try:
-        return json.loads(Path(path).read_bytes())
+        return json.loads(Path(path).read_bytes(), **options)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
     except RecursionError:
@@ -219,41 +218,36 @@ def read_json(path: str | os.PathLike) -> object:
         raise DataError(f"{path}: not JSON: {error}") from None
 
 
-def _nested(path: Path, split: str, fix_spans: bool) -> Source:
-    def digest() -> str:
-        return _hash_files([path])
-
-    def rows() -> Iterator[tuple]:
-        return nested_rows(read_json(path), str(path))
-
-    return Source(str(path), split, fix_spans, digest, rows)
+# How the content of a source is hashed, and how its questions are read: the last two arguments of Source.
+Content = tuple[Callable[[], str], Callable[[], Iterable]]
 
 
-def _synthetic(name: str, split: str, fix_spans: bool) -> Source:
+def _nested(path: Path) -> Content:
+    return lambda: _hash_files([path]), lambda: nested_rows(read_json(path), str(path))
+
+
+def _synthetic(name: str, split: str) -> Content:
     count = name.removeprefix("synthetic:")
     if not (count.isascii() and count.isdigit() and 0 < int(count[:10]) <= 10_000_000):
         raise DataError(f"{name!r}: write synthetic: and a number of questions, as in synthetic:2000")
-    from qa_lib.data.synthetic import synthetic_squad
-
-    def document() -> dict:
-        return synthetic_squad(int(count), SYNTHETIC_SEEDS[split])
+    document = partial(synthetic_squad, int(count), SYNTHETIC_SEEDS[split])
 
     def digest() -> str:
         return hashlib.sha256(json.dumps(document(), sort_keys=True).encode()).hexdigest()
 
-    return Source(name, split, fix_spans, digest, lambda: nested_rows(document(), name))
+    return digest, lambda: nested_rows(document(), name)
 
 
-def _saved(folder: Path, split: str, fix_spans: bool) -> Source:
+def _saved(folder: Path, split: str) -> Content:
     """A folder of save_to_disk. Only its Arrow files are hashed: the fingerprints beside them differ between copies."""
     part = folder
     if (folder / "dataset_dict.json").is_file():
         part = folder / split
         if not part.is_dir():
             raise DataError(f"{folder}: a saved DatasetDict without the split {split!r}")
-
-    def digest() -> str:
-        return _hash_files(sorted(part.glob("*.arrow")))
+    elif not (folder / "state.json").is_file():
+        wanted = " or ".join(OFFICIAL_NAMES[split])
+        raise DataError(f"{folder}: no {wanted} in this folder, and no data set saved by save_to_disk")
 
     def rows() -> Iterator[tuple]:
         import datasets
@@ -264,12 +258,13 @@ def _saved(folder: Path, split: str, fix_spans: bool) -> Source:
             raise DataError(f"{folder}: not a data set that datasets can load: {first_line(error)}") from None
         return flat_rows(table, str(folder))
 
-    return Source(str(folder), split, fix_spans, digest, rows)
+    return lambda: _hash_files(sorted(part.glob("*.arrow"))), rows
 
 
-def _hub(name: str, split: str, fix_spans: bool) -> Source:
+def _hub(name: str, split: str) -> Content:
     """A data set of the hub, never with remote code."""
 
+    @cache
     def table():
         import datasets
 
@@ -282,12 +277,10 @@ def _hub(name: str, split: str, fix_spans: bool) -> Source:
                 "--data takes a file or a folder in SQuAD's format"
             ) from None
 
-    loaded = cache(table)
-
     def digest() -> str:
-        return hashlib.sha256(f"{name} {split} {loaded()._fingerprint}".encode()).hexdigest()
+        return hashlib.sha256(f"{name} {split} {table()._fingerprint}".encode()).hexdigest()
 
-    return Source(name, split, fix_spans, digest, lambda: flat_rows(loaded(), name))
+    return digest, lambda: flat_rows(table(), name)
 
 
 def nested_rows(document: object, name: str) -> Iterator[tuple[str, str, object, object]]:
@@ -343,9 +336,7 @@ def _hash_files(paths: list[Path]) -> str:
     digest = hashlib.sha256()
     for path in paths:
         try:
-            with open(path, "rb") as file:
-                while block := file.read(1 << 20):
-                    digest.update(block)
+            digest.update(path.read_bytes())
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}") from None
     return digest.hexdigest()

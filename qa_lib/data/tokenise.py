@@ -1,12 +1,22 @@
-"""Tokens and character offsets of many texts at once, each distinct text and word tokenised once, in flat arrays."""
+"""Tokens and character offsets of many texts at once, each distinct text and word tokenised once, in flat arrays.
+
+Text is repetitive: half of all words are a few hundred different ones, and a paragraph of SQuAD comes with some seven
+questions. A WordPiece tokenizer (Schuster and Nakajima 2012, BERT's) cuts at blanks before anything else, so that the
+tokens of a word are the same wherever it stands: they are looked up once and copied from then on, with offsets moved
+to where the word is. Tokenizers for which that does not hold take each text whole. Here is also what a tokenizer says
+about itself: how it joins a question and a context, and whether it gives token types. All rows share this.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain, count
+from typing import NamedTuple
 
 import numpy as np
 from transformers import AutoTokenizer, BertTokenizer
@@ -34,54 +44,77 @@ def bare(backend) -> Iterator:
             backend.enable_padding(**padding)
 
 
-def check_layout(tokenizer, backend) -> None:
-    """Refuse tokenizers that do not join a pair as BERT does: the windows are assembled in that form."""
-    question, context = (backend.encode(text, add_special_tokens=False).ids for text in ("who", "he"))
-    cls, sep, pad = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id
-    if None in (cls, sep, pad) or backend.encode("who", "he").ids != [cls, *question, sep, *context, sep]:
-        raise UserError(f"{type(tokenizer).__name__} does not join texts as [CLS] question [SEP] context [SEP]")
+@dataclass(frozen=True)
+class Layout:
+    """How a tokenizer joins a question and a context: the special tokens before, between and after them (BERT's [CLS],
+    [SEP], [SEP]), the token that pads, and whether token types go with them, 0 up to the context and 1 from there."""
+
+    before: list[int]
+    between: list[int]
+    after: list[int]
+    pad: int
+    segments: bool
+
+    @property
+    def size(self) -> int:
+        """Special tokens in a window."""
+        return len(self.before) + len(self.between) + len(self.after)
 
 
-def tokenise(backend, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """ids int32 [T], starts int64 [len(texts) + 1] and offsets int32 [T, 2] of all texts, without special tokens.
+def find_layout(tokenizer, backend) -> Layout:
+    """What the tokenizer does with a pair of texts; UserError where no window can be made of that."""
+    pair = backend.encode("who", "he")
+    whose = "".join("-" if text is None else str(text) for text in pair.sequence_ids)
+    parts = re.fullmatch("(-+)(0+)(-*)(1+)(-*)", whose)
+    if not parts or tokenizer.pad_token_id is None:
+        raise UserError(
+            f"{type(tokenizer).__name__} does not join texts as a special token (where no answer points), question, "
+            "context; or it has no token that pads"
+        )
+    before, _, between, _, after = (pair.ids[slice(*parts.span(group))] for group in range(1, 6))
+    segments = "token_type_ids" in tokenizer.model_input_names and 1 in pair.type_ids
+    return Layout(before, between, after, tokenizer.pad_token_id, segments)
 
-    Where a blank always ends a token, texts are cut at blanks and each distinct word is tokenised once.
-    """
-    if not _splits_at_blanks(backend):
+
+class Pieces(NamedTuple):
+    """The tokens of many texts, without special tokens."""
+
+    ids: np.ndarray  # int32 [T]
+    starts: np.ndarray  # int64 [texts + 1]: where each text's tokens begin
+    offsets: np.ndarray  # int32 [T, 2]: first character of each token in its text, and one past its last
+
+
+def tokenise(backend, texts: list[str]) -> Pieces:
+    """The tokens of all texts; where a blank always ends a token, each distinct word is tokenised once."""
+    if not splits_at_blanks(backend):
         return _encode(backend, texts)
-    index: defaultdict[str, int] = defaultdict(count().__next__)
-    word, size, words = [], [], []
-    for first in range(0, len(texts), TEXTS_PER_CALL):
-        parts = [text.split(" ") for text in texts[first : first + TEXTS_PER_CALL]]
-        words += map(len, parts)
-        parts = list(chain.from_iterable(parts))
-        word.append(np.fromiter(map(index.__getitem__, parts), np.int64, len(parts)))
-        size.append(np.fromiter(map(len, parts), np.int64, len(parts)) + 1)
-    ids, starts, offsets = _encode_words(backend, list(index))
+    words = np.array([text.count(" ") + 1 for text in texts])
+    known, word = distinct(chain.from_iterable(text.split(" ") for text in texts))
+    ids, starts, offsets = _encode_words(backend, known)
 
-    word, size = np.concatenate(word), np.concatenate(size)
+    size = np.array([len(text) + 1 for text in known])[word]
     first_word = np.cumsum(words) - words
     begin = np.cumsum(size) - size  # of each word, in characters, over all texts joined by blanks
     begin -= np.repeat(begin[first_word], words)
     lengths = np.diff(starts)[word]
     source = ranges(starts[word], lengths)
     text_starts = np.concatenate([[0], np.cumsum(lengths)])[np.append(first_word, len(word))]
-    return ids[source], text_starts, offsets[source] + np.repeat(begin.astype(np.int32), lengths)[:, None]
+    return Pieces(ids[source], text_starts, offsets[source] + np.repeat(begin.astype(np.int32), lengths)[:, None])
 
 
-def _encode_words(backend, words: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _encode_words(backend, words: list[str]) -> Pieces:
     """As `_encode` for words without blanks: joined to rows, as a call costs more than a word, and told apart after."""
     rows = [" ".join(words[first : first + WORDS_PER_ROW]) for first in range(0, len(words), WORDS_PER_ROW)]
     ids, starts, offsets = _encode(backend, rows)
-    size = np.fromiter(map(len, words), np.int64, len(words)) + 1
+    size = np.array([len(word) + 1 for word in words])
     begin = np.cumsum(size) - size
     row_begin = begin[::WORDS_PER_ROW]
     word = np.searchsorted(begin, offsets[:, 0] + np.repeat(row_begin, np.diff(starts)), "right") - 1
     offsets -= (begin - np.repeat(row_begin, WORDS_PER_ROW)[: len(words)])[word, None].astype(np.int32)
-    return ids, np.searchsorted(word, np.arange(len(words) + 1)), offsets
+    return Pieces(ids, np.searchsorted(word, np.arange(len(words) + 1)), offsets)
 
 
-def _splits_at_blanks(backend) -> bool:
+def splits_at_blanks(backend) -> bool:
     """Whether tokens on both sides of a blank are what they are without the other side, as in BERT's own pipeline."""
     parts = json.loads(backend.to_str())
     kinds = [(parts[name] or {}).get("type") for name in ("normalizer", "pre_tokenizer", "model")]
@@ -89,17 +122,15 @@ def _splits_at_blanks(backend) -> bool:
     return plain and kinds == ["BertNormalizer", "BertPreTokenizer", "WordPiece"]
 
 
-def _encode(backend, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _encode(backend, texts: list[str]) -> Pieces:
     """What `tokenise` gives, by the tokenizer alone."""
-    ids, offsets, lengths = [], [], [0]
+    ids, offsets = [], []
     for first in range(0, len(texts), TEXTS_PER_CALL):
-        encodings = backend.encode_batch(texts[first : first + TEXTS_PER_CALL], add_special_tokens=False)
-        parts = [encoding.ids for encoding in encodings]
-        lengths += map(len, parts)
-        ids.append(np.fromiter(chain.from_iterable(parts), np.int32))
-        pairs = chain.from_iterable(encoding.offsets for encoding in encodings)
-        offsets.append(np.fromiter(chain.from_iterable(pairs), np.int32, 2 * len(ids[-1])).reshape(-1, 2))
-    return np.concatenate(ids), np.cumsum(lengths), np.concatenate(offsets)
+        for encoding in backend.encode_batch(texts[first : first + TEXTS_PER_CALL], add_special_tokens=False):
+            ids.append(np.array(encoding.ids, np.int32))
+            offsets.append(np.array(encoding.offsets, np.int32).reshape(-1, 2))
+    starts = np.cumsum([0, *map(len, ids)])
+    return Pieces(np.concatenate(ids), starts, np.concatenate(offsets))
 
 
 def ranges(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 import torch
 
+from qa_lib.model.encoders import layers_of, layers_passed
+
 
 class StepCost:
     """Arithmetic of one training step, from the model's shapes and from what of it trains.
@@ -10,21 +12,16 @@ class StepCost:
     lowest layer that trains; the gradient by weights as much for what trains. Attention scores and their use take
     4 x hidden x length^2 a layer forward and twice that backward. With all parameters training this is the usual
     6 x parameters x tokens + 12 x layers x hidden x sum of length^2 (Kaplan et al. 2020, PaLM's appendix B).
-    Embeddings and the answer head are not counted.
+    Embeddings, the answer head and the adapters' own forward pass are not counted.
     """
 
     def __init__(self, model: torch.nn.Module):
-        encoder = {name: p for name, p in model.named_parameters() if ".encoder.layer." in name}
-        base = {name: p for name, p in encoder.items() if ".lora_" not in name}
-        self.parameters = sum(p.numel() for p in base.values())
-        self.trained = sum(p.numel() for p in encoder.values() if p.requires_grad and p.ndim > 1)
-        self.layers, self.hidden = model.config.num_hidden_layers, model.config.hidden_size
-        embeddings = any(p.requires_grad for name, p in model.named_parameters() if ".embeddings." in name)
-        training = [
-            int(name.split(".encoder.layer.")[1].split(".")[0]) for name, p in encoder.items() if p.requires_grad
-        ]
-        lowest = 0 if embeddings else min(training, default=self.layers)
-        self.passed = 1 - lowest / self.layers  # share of the layers that gradients pass through
+        layers = layers_of(model)
+        named = [(name, p) for layer in layers for name, p in layer.named_parameters()]
+        self.parameters = sum(p.numel() for name, p in named if ".lora_" not in name)
+        self.trained = sum(p.numel() for _, p in named if p.requires_grad and p.ndim > 1)
+        self.layers, self.hidden = len(layers), model.config.hidden_size
+        self.passed = layers_passed(model) / self.layers  # share of the layers that gradients pass through
         self.recomputed = any(getattr(m, "gradient_checkpointing", False) for m in model.modules()) * self.passed
 
     def flops(self, tokens: float, squares: float, recompute: bool = False) -> float:

@@ -10,13 +10,13 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import torch
 
 from qa_lib.measure.meter import MIB, Stopwatch
-from qa_lib.record import WAITING
 from qa_lib.spec import Machine, hardware_name
 
 
@@ -41,11 +41,12 @@ def imitate(sm: int) -> None:
 
 
 @contextlib.contextmanager
-def turn(device: torch.device, shared: bool = False, say=print):
+def turn(device: torch.device, shared: bool = False, waits: Callable[[], None] = lambda: None):
     """Hold the GPU: one run at a time trains on it, while others prepare, so that none is timed beside another; or
     any number of `shared` ones, which are not timed.
 
-    Yields the seconds waited. On a CPU nobody waits: its runs have threads of their own.
+    `waits` is called before it waits for others, if it must. Yields the seconds waited. On a CPU nobody waits: its runs
+    have threads of their own.
     """
     begin = time.perf_counter()
     if device.type != "cuda":
@@ -57,7 +58,7 @@ def turn(device: torch.device, shared: bool = False, say=print):
         try:
             fcntl.flock(stream, kind | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(WAITING)
+            waits()
             fcntl.flock(stream, kind)
         yield time.perf_counter() - begin
 
@@ -123,26 +124,27 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Measured TFLOP/s of one large square product on random data: the ceiling that MFU is a share of."""
     size, products = (8192, 30) if device.type == "cuda" else (1024, 3)
     a, b, out = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(3))
-    rates = []
-    for _ in range(4):  # the first is warm-up
-        clock = Stopwatch(device)
-        for _ in range(products):
-            torch.matmul(a, b, out=out)
-        rates.append(2 * size**3 * products / clock.seconds() / 1e12)
-    del a, b, out
+    seconds = _quickest(lambda: torch.matmul(a, b, out=out), products, device)
+    a = b = out = None  # and the memory goes back
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return max(rates[1:])
+    return 2 * size**3 * products / seconds / 1e12
 
 
 @functools.cache
 def copy_rate(device: torch.device) -> float:
     """Measured GB/s (10^9 bytes, read and written) of copying a tensor far larger than the caches."""
     source = torch.zeros(2**28 if device.type == "cuda" else 2**24, device=device)
-    target, rates = torch.empty_like(source), []
-    for _ in range(4):  # the first is warm-up
+    target = torch.empty_like(source)
+    return 10 * source.nbytes / _quickest(lambda: target.copy_(source), 5, device) / 1e9
+
+
+def _quickest(work: Callable[[], object], times: int, device: torch.device) -> float:
+    """Seconds that `work` takes, done so many times: the least of three measurements after one to warm up."""
+    seconds = []
+    for _ in range(4):
         clock = Stopwatch(device)
-        for _ in range(5):
-            target.copy_(source)
-        rates.append(10 * source.nbytes / clock.seconds() / 1e9)
-    return max(rates[1:])
+        for _ in range(times):
+            work()
+        seconds.append(clock.seconds())
+    return min(seconds[1:])

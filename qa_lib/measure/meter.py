@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from qa_lib.measure.cost import StepCost
+from qa_lib.record import Memory, Speed, StepTime
 
 MIB = 2**20
 PEAK_FROM = 3  # steps before the peak counts: compilation is over, and the capture of a graph (graph.WARM_UP) is not
@@ -138,55 +139,62 @@ class Meter:
         used = now - self.joules_before if now and self.joules_before else 0.0
         return used / sum(count[0] for count in self.counts[self.warm_up :]) if used else None
 
-    def summary(self, cost: StepCost, peak_tflops: float) -> tuple[dict, dict]:
-        """The record's `speed`, and of `time`: compile_s, train_s, steps and step_ms.
+    def step_ms(self) -> StepTime:
+        """Milliseconds of the measured steps."""
+        self.flush()
+        measured = self.times[self.warm_up :]
+        if not measured:
+            return StepTime()
+        p10, median, p90 = (1e3 * float(np.percentile(measured, q)) for q in (10, 50, 90))
+        return StepTime(len(measured), median, p10, p90)
 
-        compile_s is by how much the warm-up steps exceeded as many median steps: compilation, capture, first
-        allocations. MFU counts the arithmetic that the real tokens need, HFU all that was computed; both are shares
-        of the measured matrix rate.
+    def compile_s(self) -> float | None:
+        """By how much the warm-up steps exceeded as many median steps: compilation, capture, first allocations."""
+        median = self.step_ms().median
+        if not self.warm_up or median is None:
+            return None
+        return max(0.0, sum(self.times[: self.warm_up]) - self.warm_up * median / 1e3)
+
+    def speed(self, cost: StepCost, matrix_tflops: float) -> Speed:
+        """Rates over the measured steps.
+
+        MFU counts the arithmetic that the real tokens need, HFU all that was computed; both are shares of
+        `matrix_tflops`, the measured matrix rate.
         """
         self.flush()
         measured, counts = self.times[self.warm_up :], np.array(self.counts[self.warm_up :], dtype=np.float64)
-        clock = {"train_s": sum(self.times), "steps": len(self.times)}
         if not measured:
-            return {}, clock
+            return Speed()
         features, real, real_squares, computed, computed_squares = counts.sum(0) / sum(measured)
-        p10, median, p90 = (1e3 * float(np.percentile(measured, q)) for q in (10, 50, 90))
-        speed = {
-            "features_per_s": features,
-            "tokens_per_s": computed,
-            "real_tokens_per_s": real,
-            "pad_fraction": 1 - real / computed,
-            "mfu": cost.flops(real, real_squares) / (peak_tflops * 1e12),
-            "hfu": cost.flops(computed, computed_squares, recompute=True) / (peak_tflops * 1e12),
-            "peak_tflops_measured": peak_tflops,
-        }
-        excess = sum(self.times[: self.warm_up]) - self.warm_up * median / 1e3
-        clock |= {
-            "compile_s": max(0.0, excess) if self.warm_up else None,
-            "step_ms": {"n": len(measured), "median": median, "p10": p10, "p90": p90},
-        }
-        return speed, clock
+        return Speed(
+            features_per_s=features,
+            tokens_per_s=computed,
+            real_tokens_per_s=real,
+            pad_fraction=1 - real / computed,
+            mfu=cost.flops(real, real_squares) / (matrix_tflops * 1e12),
+            hfu=cost.flops(computed, computed_squares, recompute=True) / (matrix_tflops * 1e12),
+            peak_tflops_measured=matrix_tflops,
+        )
 
 
-def memory_use(model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict:
-    """The record's `memory` in MiB: peaks since the first steps, and the bytes of what persists between steps.
+def memory_use(model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Memory:
+    """What the GPU's memory holds: peaks since the first steps, and the bytes of what persists between steps.
 
-    Gradients are counted as one of each trainable parameter's size, since they are freed between steps.
+    Gradients are counted as one of each trainable parameter's size, since they are freed between steps; activations
+    are what the peak holds beside all that persists.
     """
     state = [v for values in optimizer.state.values() for v in values.values() if torch.is_tensor(v)]
-    gpu = device.type == "cuda"
-    found = {
-        "peak_alloc_mib": torch.cuda.max_memory_allocated() / MIB if gpu else None,
-        "peak_reserved_mib": torch.cuda.max_memory_reserved() / MIB if gpu else None,
-        "params_mib": _mib(model.parameters()),
-        "grads_mib": _mib(p for p in model.parameters() if p.requires_grad),
-        "optimizer_mib": _mib(state),
-        "host_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    }
-    if gpu:
-        persistent = found["params_mib"] + found["grads_mib"] + found["optimizer_mib"]
-        found["activations_mib"] = max(0.0, found["peak_alloc_mib"] - persistent)
+    found = Memory(
+        params_mib=_mib(model.parameters()),
+        grads_mib=_mib(p for p in model.parameters() if p.requires_grad),
+        optimizer_mib=_mib(state),
+        host_rss_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    )
+    if device.type == "cuda":
+        found.peak_alloc_mib = torch.cuda.max_memory_allocated() / MIB
+        found.peak_reserved_mib = torch.cuda.max_memory_reserved() / MIB
+        persistent = found.params_mib + found.grads_mib + found.optimizer_mib
+        found.activations_mib = max(0.0, found.peak_alloc_mib - persistent)
     return found
 
 

@@ -1,17 +1,14 @@
 """Hardware counters of one step's kernels by Nsight Compute, where it is installed and may read them."""
 
-import csv
 import io
-import os
+import re
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
+import pandas as pd
 import torch
 
 from qa_lib.measure.meter import Watch
-from qa_lib.spec import Spec
 
 SETTLE = 5  # steps before the one whose kernels are counted
 HOW = "Nsight Compute is part of the CUDA toolkit (https://developer.nvidia.com/nsight-compute); put `ncu` on the PATH"
@@ -25,8 +22,7 @@ METRICS = {  # our name -> Nsight Compute's
     "bf16_ops": "sm__ops_path_tensor_src_bf16_dst_fp32.sum",
     "fp8_ops": "sm__ops_path_tensor_src_fp8.sum",
 }
-UNITS = {"nsecond": 1e-3, "ns": 1e-3, "usecond": 1.0, "us": 1.0, "msecond": 1e3, "ms": 1e3, "Kbyte": 1e3, "Mbyte": 1e6,
-         "Gbyte": 1e9}  # fmt: skip
+MICRO = {"nsecond": 1e-3, "ns": 1e-3}  # time comes in nanoseconds, for which versions have different names
 
 
 class OneStep(Watch):
@@ -42,14 +38,12 @@ class OneStep(Watch):
             torch.cuda.cudart().cudaProfilerStop()
 
 
-def one_step(run) -> None:
-    """What Nsight Compute runs: `run(watch)` trains `watch.at` steps."""
-    run(OneStep())
-
-
-def measure(spec: Spec, runs: Path, say) -> list[dict] | None:
+def measure(command: list[str], environment: dict[str, str], say=print) -> list[dict] | None:
     """The heaviest kernels of one step with METRICS, the longest in sum first; None, with a line why, where the
-    counters cannot be read. A graph's kernels are counted one by one."""
+    counters cannot be read.
+
+    `command` trains OneStep.at steps under a OneStep. A graph's kernels are counted one by one.
+    """
     if not torch.cuda.is_available():
         say("no GPU here, so no hardware counters")
         return None
@@ -57,14 +51,10 @@ def measure(spec: Spec, runs: Path, say) -> list[dict] | None:
     if not tool:
         say(f"no `ncu` here, so no hardware counters. {HOW}")
         return None
-    command = [tool, "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
-    command += ["--profile-from-start", "off", "--target-processes", "application-only", "--graph-profiling", "node"]
-    command += ["--metrics", ",".join(METRICS.values())]
-    command += [sys.executable, "-m", "qa_lib", "profile", spec.variant, "--one-step", "--scale", spec.scale.name]
-    command += ["--data", spec.data_source, "--model", spec.model_source, "--runs", str(runs)]
-    command += ["--micro-batch", str(spec.settings.micro_batch)]
-    say(f"{spec.variant}: Nsight Compute runs every kernel of a step several times; this takes minutes")
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TQDM_DISABLE": "1"})
+    options = f"--csv --page raw --print-units base --clock-control none --metrics {','.join(METRICS.values())}"
+    options += " --profile-from-start off --target-processes application-only --graph-profiling node"
+    say("Nsight Compute runs every kernel of a step several times; this takes minutes")
+    done = subprocess.run([tool, *options.split(), *command], capture_output=True, text=True, env=environment)
     kernels = parse(done.stdout)
     if not kernels:
         words = [line for line in (done.stdout + done.stderr).splitlines() if "ERROR" in line or "Error" in line]
@@ -76,35 +66,22 @@ def measure(spec: Spec, runs: Path, say) -> list[dict] | None:
 def parse(text: str) -> list[dict]:
     """Nsight Compute's raw CSV page to a dict a kernel name: count, and METRICS summed (time, bytes, operations) or
     averaged by time (shares, in percent); the longest in sum first. A metric that was not read is None."""
-    lines = text.splitlines()
-    begin = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
-    if begin is None:
+    begin = re.search('^"ID"', text, re.MULTILINE)
+    if not begin:
         return []
-    rows = list(csv.DictReader(io.StringIO("\n".join(lines[begin:]))))
-    units, found = rows[0], {}
-    for row in rows[1:]:
-        values = {name: _number(row.get(metric), units.get(metric, "")) for name, metric in METRICS.items()}
-        found.setdefault(row["Kernel Name"][:160], []).append(values)
-    kernels = [{"name": name, "count": len(each)} | _combined(each) for name, each in found.items()]
-    return sorted(kernels, key=lambda kernel: -(kernel["us"] or 0.0))[:40]
-
-
-def _number(text: str | None, unit: str) -> float | None:
-    try:
-        return float((text or "").replace(",", "")) * UNITS.get(unit, 1.0)
-    except ValueError:
-        return None
-
-
-def _combined(each: list[dict]) -> dict:
-    total = sum(values["us"] or 0.0 for values in each)
-    combined = {}
-    for name in METRICS:
-        known = [values for values in each if values[name] is not None]
-        if not known:
-            combined[name] = None
-        elif name.endswith(("share", "occupancy")):
-            combined[name] = sum(values[name] * (values["us"] or 0.0) for values in known) / total if total else None
-        else:
-            combined[name] = sum(values[name] for values in known)
-    return combined
+    page = pd.read_csv(io.StringIO(text[begin.start() :]), dtype=str)
+    units, rows = page.iloc[0], page.iloc[1:]
+    read = pd.DataFrame(index=rows.index, columns=[*METRICS], dtype=float)
+    for name, metric in METRICS.items():
+        if metric in page:
+            numbers = pd.to_numeric(rows[metric].str.replace(",", ""), errors="coerce")
+            read[name] = numbers * MICRO.get(units[metric], 1.0)
+    us = read["us"].fillna(0.0)
+    shares = [name for name in METRICS if name.endswith(("share", "occupancy"))]
+    read[shares] = read[shares].mul(us, axis=0)
+    by_name = rows["Kernel Name"].str[:160]
+    found = read.groupby(by_name, sort=False).sum(min_count=1)
+    found[shares] = found[shares].div(us.groupby(by_name, sort=False).sum(), axis=0)
+    found.insert(0, "count", by_name.value_counts())
+    found = found.sort_values("us", ascending=False, kind="stable").head(40)
+    return found.astype(object).where(found.notna(), None).rename_axis("name").reset_index().to_dict("records")

@@ -13,6 +13,8 @@ from pathlib import Path
 import pandas as pd
 
 PHASES = ("forward", "backward", "optimizer")
+STEP = {"ProfilerStep#": "step"}
+_PHASES_OF_PYTORCH = {"Optimizer.step": "optimizer", "autograd::engine::evaluate_function": "backward"}
 PARTS = ("embeddings", "attention", "feed-forward", "norms and elementwise", "loss", "optimizer", "copies")
 _ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset")
@@ -61,32 +63,23 @@ def part_of(kernel: str, op: str, sizes: list[tuple[int, ...]], phase: str, hidd
 def work(events: list[dict], hidden: int, intermediate: int) -> pd.DataFrame:
     """A row for each piece of work in order of time: step, start_ms (within its step), ms, name, phase, part.
 
-    Steps are the ranges named "step", phases those in PHASES; work outside of steps is left out. What a CUDA graph
+    Steps are the profiler's own ranges, phases those in PHASES; work outside of steps is left out. What a CUDA graph
     launches has no operator and no phase: its phase is "" and its part a guess by name; see `label_like`.
     """
-    ranges = [e for e in events if _ranges(e)]
-    steps = sorted((e["ts"], e["ts"] + e["dur"]) for e in ranges if e["name"] == "step")
-    if not steps:
-        return pd.DataFrame(columns=["step", "start_ms", "ms", "name", "phase", "part"])
-    phases = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in ranges if e["name"] in PHASES)
-    if not phases:  # the Trainer's loop has no ranges of ours, but PyTorch names its own
-        own = (("Optimizer.step", "optimizer"), ("autograd::engine::evaluate_function", "backward"))
-        phases = sorted(
-            (e["ts"], e["ts"] + e["dur"], phase) for e in ranges for name, phase in own if e["name"].startswith(name)
-        )
+    steps = _spans(events, STEP)
+    # The Trainer's loop has no ranges of ours, but PyTorch names its own.
+    phases = _spans(events, dict(zip(PHASES, PHASES, strict=True))) or _spans(events, _PHASES_OF_PYTORCH)
     ops = [e for e in events if e.get("ph") == "X" and e.get("cat") == "cpu_op"]
     # Which operators a lookup calls in turn differs between versions of PyTorch.
     lookups = sorted((e["ts"], e["ts"] + e["dur"]) for e in ops if e["name"] == "aten::embedding")
     rows = []
-    for begin, ms, name, caller, sizes, launched in (
-        _kernels(events, ops) if any(e.get("cat") == "kernel" for e in events) else _own_times(ops)
-    ):
-        step = _inside(steps, launched)
+    for begin, ms, name, caller, sizes, launched in _kernels(events, ops) if _on_gpu(events) else _own_times(ops):
+        step, at = _inside(steps, launched), _inside(phases, launched)
         if step is None:
             continue
-        at = _inside(phases, launched)
-        graph = "GraphLaunch" in caller
-        phase = phases[at][2] if at is not None else "" if graph else "forward"
+        phase = "" if "GraphLaunch" in caller else "forward"
+        if at is not None:
+            phase = phases[at][2]
         op = caller if _inside(lookups, launched) is None else "aten::embedding"
         part = part_of(name, op, sizes, phase, hidden, intermediate)
         rows.append((step, begin / 1e3, ms, name, phase, part))
@@ -95,15 +88,26 @@ def work(events: list[dict], hidden: int, intermediate: int) -> pd.DataFrame:
     return table
 
 
-def _ranges(event: dict) -> bool:
-    """Whether an event is a range or operator on the CPU; a range has a copy on the GPU's side of the trace."""
-    return event.get("ph") == "X" and event.get("cat") in ("user_annotation", "cpu_op")
+def _spans(events: list[dict], labels: dict[str, str]) -> list[tuple[float, float, str]]:
+    """(begin, end, label) of the ranges and operators on the CPU whose names begin like a key of `labels`, in order of
+    time. A range has a copy on the GPU's side of the trace, which is left out."""
+    return sorted(
+        (e["ts"], e["ts"] + e["dur"], label)
+        for e in events
+        if e.get("ph") == "X" and e.get("cat") in ("user_annotation", "cpu_op")
+        for name, label in labels.items()
+        if e["name"].startswith(name)
+    )
 
 
 def _inside(spans: list[tuple], moment: float) -> int | None:
     """The index of the latest begun span that holds a moment."""
     index = bisect.bisect_right(spans, (moment, float("inf"))) - 1
     return index if index >= 0 and moment < spans[index][1] else None
+
+
+def _on_gpu(events: list[dict]) -> bool:
+    return any(e.get("cat") == "kernel" for e in events)
 
 
 def _kernels(events, ops):
@@ -150,34 +154,26 @@ def label_like(replayed: pd.DataFrame, launched: pd.DataFrame) -> pd.DataFrame:
     without a counterpart takes the phase of the one before it.
     """
     known = launched[launched["step"] == launched["step"].max()]
+    replayed = replayed.assign(phase=None)
+    columns = [replayed.columns.get_loc(name) for name in ("phase", "part")]
     labelled = []
     for _, step in replayed.groupby("step"):
-        step = step.copy()
-        phases, parts = [None] * len(step), list(step["part"])
         matcher = difflib.SequenceMatcher(None, list(step["name"]), list(known["name"]), autojunk=False)
         for mine, theirs, size in matcher.get_matching_blocks():
-            phases[mine : mine + size] = known["phase"].iloc[theirs : theirs + size]
-            parts[mine : mine + size] = known["part"].iloc[theirs : theirs + size]
-        step["phase"], step["part"] = pd.Series(phases, index=step.index).ffill().fillna("forward"), parts
-        labelled.append(step)
+            step.iloc[mine : mine + size, columns] = known.iloc[theirs : theirs + size, columns]
+        labelled.append(step.assign(phase=step["phase"].ffill().fillna("forward")))
     return pd.concat(labelled) if labelled else replayed
 
 
 def summary(work: pd.DataFrame, events: list[dict], step_ms: float) -> dict:
     """Means over the steps: busy_ms, busy_share of `step_ms` (which was timed without a profiler), launches_per_step
     (calls by the host, None on a CPU), kernels_per_step, parts {phase: {part: ms}} and the heaviest kernels."""
-    kept = sorted(set(work["step"]))
-    steps = max(1, len(kept))
+    steps, gpu = max(1, work["step"].nunique()), _on_gpu(events)
     parts = work.groupby(["phase", "part"])["ms"].sum() / steps
     kernels = work.groupby(["name", "phase", "part"])["ms"].agg(["sum", "count"]).sort_values("sum", ascending=False)
-    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == "step" and _ranges(e))
-    spans = [spans[step] for step in kept]
-    launches = sum(
-        e["name"].startswith(_LAUNCHES) and any(a <= e["ts"] < b for a, b in spans)
-        for e in events
-        if e.get("cat") in ("cuda_runtime", "cuda_driver")
-    )
-    gpu = any(e.get("cat") == "kernel" for e in events)
+    spans = _spans(events, STEP)
+    calls = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver") and e["name"].startswith(_LAUNCHES)]
+    launches = sum(_inside(spans, e["ts"]) is not None for e in calls)
     busy = float(work["ms"].sum() / steps)
     return {
         "step_ms": step_ms,
@@ -186,12 +182,10 @@ def summary(work: pd.DataFrame, events: list[dict], step_ms: float) -> dict:
         "launches_per_step": launches / steps if gpu else None,
         "kernels_per_step": len(work) / steps if gpu else None,
         "parts": {
-            phase: {part: float(parts.get((phase, part), 0.0)) for part in PARTS if parts.get((phase, part), 0.0)}
-            for phase in PHASES
+            phase: {part: float(parts[phase, part]) for part in PARTS if parts.get((phase, part))} for phase in PHASES
         },
         "kernels": [
-            {"name": name[:160], "phase": phase, "part": part, "ms": float(row["sum"] / steps),
-             "count": float(row["count"] / steps)}
-            for (name, phase, part), row in kernels.head(25).iterrows()
+            {"name": name[:160], "phase": phase, "part": part, "ms": total / steps, "count": count / steps}
+            for (name, phase, part), total, count in kernels.head(25).itertuples()
         ],
-    }  # fmt: skip
+    }

@@ -1,6 +1,13 @@
 """Attention within the segments of a packed row, by whichever kernel the GPU has, registered with transformers.
 
-Kernels take query, key and value [tokens, heads, width], `Segments`, dropout and the scale of the scores.
+A packed row holds many features, and a token must attend to its own feature's tokens alone. A mask over the whole row
+would do that and cost as much as attention over the whole row: quadratic in its length. FlashAttention (Dao et al.
+2022, 2023) is told where segments end, computes nothing across them, and never writes the scores to memory: row E1.
+A T4 lacks it and has PyTorch's memory-efficient kernel (Rabe and Staats 2021), which is called on segments padded for
+it alone: rows E1-efficient and E-t4. A CPU takes the mask. The padded rows' own kernels, eager in A1 and SDPA in A2,
+are transformers' and PyTorch's.
+
+Kernels here take query, key and value [tokens, heads, width], `Segments`, dropout and the scale of the scores.
 """
 
 from itertools import groupby
@@ -43,7 +50,8 @@ def efficient(query, key, value, segments, dropout, scale):
 
 
 def _classes(limits: list[int]) -> list[tuple[slice, tuple[int, int]]]:
-    """Neighbours of one limit, which one call of the kernel takes: their places, and their number and limit."""
+    """Neighbouring segments that have the same limit form a run, which one call of the kernel takes. Of each run: its
+    slice of the padded tokens, and the number of its segments and their limit."""
     found, begin = [], 0
     for limit, same in groupby(limits):
         count = len(list(same))
@@ -72,19 +80,17 @@ def _steps(limit: int) -> int:
     return -(-limit // 32) * 32
 
 
+_OPTIONS = "Tensor slots, Tensor bias, Tensor place, SymInt[] limits, float dropout, float scale"
+
+
 # Operators of their own, which the compiler does not look into: it would keep what is padded for the backward pass.
-@library.custom_op("qa_lib::efficient_attention", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
-def _efficient(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    slots: torch.Tensor,
-    bias: torch.Tensor,
-    place: torch.Tensor,
-    limits: list[int],
-    dropout: float,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+@library.custom_op(
+    "qa_lib::efficient_attention",
+    mutates_args=(),
+    tags=(torch.Tag.nondeterministic_seeded,),
+    schema=f"(Tensor query, Tensor key, Tensor value, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _efficient(query, key, value, slots, bias, place, limits, dropout, scale):
     padded, bias, heads = [t[slots] for t in (query, key, value)], bias.to(query.dtype), query.shape[1]
     calls = [
         torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -105,23 +111,15 @@ def _(query, key, value, slots, bias, place, limits, dropout, scale):
     return torch.empty_like(query, memory_format=torch.contiguous_format), logsumexp, random, random.clone()
 
 
-@library.custom_op("qa_lib::efficient_attention_backward", mutates_args=())
+@library.custom_op(
+    "qa_lib::efficient_attention_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor logsumexp, Tensor seeds, "
+    f"Tensor offsets, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+)
 def _efficient_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    logsumexp: torch.Tensor,
-    seeds: torch.Tensor,
-    offsets: torch.Tensor,
-    slots: torch.Tensor,
-    bias: torch.Tensor,
-    place: torch.Tensor,
-    limits: list[int],
-    dropout: float,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad, query, key, value, output, logsumexp, seeds, offsets, slots, bias, place, limits, dropout, scale
+):
     grad, *padded, output = (t[slots] for t in (grad, query, key, value, output))
     grad = grad.masked_fill((bias < 0)[:, None, None], 0.0)
     bias, heads = bias.to(query.dtype), query.shape[1]

@@ -1,13 +1,12 @@
-"""The model of a run: a BERT with a question-answering head, the row's attention and the row's trainable parameters."""
+"""The model of a run: an encoder with a question-answering head, the row's attention and its trainable parameters."""
 
 import logging
-import re
 import warnings
 from pathlib import Path
 
 import pandas as pd
 import torch
-from transformers import AutoConfig, AutoModelForQuestionAnswering, BertConfig
+from transformers import AutoConfig, AutoModelForQuestionAnswering, BertConfig, PreTrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -15,6 +14,7 @@ from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.errors import UserError
 from qa_lib.model.attention import attention_name
 from qa_lib.model.dropout import use_hash_dropout
+from qa_lib.model.encoders import embeddings_of, encoder_of, find_encoder, layers_of, most_tokens
 from qa_lib.model.fp8 import use_float8
 from qa_lib.model.projections import fuse_projections, split_projections
 from qa_lib.spec import Spec
@@ -25,14 +25,14 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 transformers_logging.disable_progress_bar()  # bars that are redrawn inside a run fill its notebook
 
 
-def build_model(spec: Spec) -> torch.nn.Module:
+def build_model(spec: Spec, head: type = AutoModelForQuestionAnswering) -> torch.nn.Module:
     """The spec's model on the CPU in fp32, seeded, ready to train; not compiled yet.
 
     A folder with a config but no model.safetensors gives random weights where the scale measures no quality, and
-    UserError where it does; so does a model that is no BERT, or one for shorter features.
+    UserError where it does; so does an encoder that is not in the table, or one for shorter features.
     """
     torch.manual_seed(spec.seed)
-    model = _pretrained(spec)
+    model = _pretrained(spec, head)
     if spec.settings.checkpointing:
         # transformers 5.23 renames it, and warns of the old name.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
@@ -46,39 +46,38 @@ def build_model(spec: Spec) -> torch.nn.Module:
     return apply_recipe(model, spec.recipe)
 
 
-def _pretrained(spec: Spec) -> torch.nn.Module:
-    attention = spec.settings.attention
+def model_config(source: str) -> PreTrainedConfig:
+    """The configuration of "tiny", of a folder or of a hub name. UserError for an unknown encoder."""
+    if source == "tiny":
+        return BertConfig(vocab_size=len(vocabulary()), **TINY_CONFIG)
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    find_encoder(config.model_type, source)
+    return config
+
+
+def _pretrained(spec: Spec, head: type) -> torch.nn.Module:
+    source, config, attention = spec.model_source, model_config(spec.model_source), spec.settings.attention
     if spec.settings.padding == "packed":
         attention = attention_name(attention)
-    if spec.model_source == "tiny":
-        config = BertConfig(vocab_size=len(vocabulary()), **TINY_CONFIG)
-        return AutoModelForQuestionAnswering.from_config(config, attn_implementation=attention)
-    config = AutoConfig.from_pretrained(spec.model_source, trust_remote_code=False)
-    if config.model_type != "bert":
-        raise UserError(f"{spec.model_source}: a model of type {config.model_type!r}; this lab trains BERT alone")
-    if spec.scale.max_length > config.max_position_embeddings:
+    if spec.scale.max_length > most_tokens(config):
         raise UserError(
-            f"{spec.model_source} takes {config.max_position_embeddings} tokens at most, and scale {spec.scale.name} "
+            f"{source} takes {most_tokens(config)} tokens at most, and scale {spec.scale.name} "
             f"makes features of {spec.scale.max_length}"
         )
-    folder = Path(spec.model_source)
-    if folder.is_dir() and not (folder / "model.safetensors").exists():
-        if spec.scale.quality:
-            raise UserError(f"{folder} holds no model.safetensors, and scale {spec.scale.name} needs weights")
-        return AutoModelForQuestionAnswering.from_config(config, attn_implementation=attention)
-    return AutoModelForQuestionAnswering.from_pretrained(
-        spec.model_source,
-        attn_implementation=attention,
-        dtype=torch.float32,
-        use_safetensors=True,
-        trust_remote_code=False,
+    folder = Path(source)
+    bare = folder.is_dir() and not (folder / "model.safetensors").exists()
+    if bare and spec.scale.quality:
+        raise UserError(f"{folder} holds no model.safetensors, and scale {spec.scale.name} needs weights")
+    if bare or source == "tiny":
+        return head.from_config(config, attn_implementation=attention)
+    return head.from_pretrained(
+        source, attn_implementation=attention, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
     )
 
 
 def apply_recipe(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
     """Leave gradients on for the recipe's parameters alone; the answer head always trains."""
-    if recipe.kind == "all":
-        return model
+    head = model.get_submodule(encoder_of(model).head)
     if recipe.kind == "lora":
         # peft asks transformers by a name that transformers 5.23 deprecates, and imports bitsandbytes, which warns of
         # a 4-bit CPU kernel that nothing here uses.
@@ -92,25 +91,25 @@ def apply_recipe(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
             r=recipe.rank, lora_alpha=2 * recipe.rank, lora_dropout=0.1, target_modules=list(recipe.targets)
         )
         inject_adapter_in_model(config, model)
-        model.qa_outputs.requires_grad_(True)
-        return model
-    frozen = _frozen_modules(model, recipe) if recipe.kind == "top" else ()
-    for name, parameter in model.named_parameters():
-        if recipe.kind == "biases":
-            parameter.requires_grad = name.endswith(".bias") or name.startswith("qa_outputs")
-        else:
-            parameter.requires_grad = not name.startswith(frozen)
+        head.requires_grad_(True)
+    elif recipe.kind == "biases":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad = name.endswith(".bias")
+        head.requires_grad_(True)
+    elif recipe.kind == "top":
+        for module in _frozen_modules(model, recipe):
+            module.requires_grad_(False)
     return model
 
 
-def _frozen_modules(model: torch.nn.Module, recipe: Recipe) -> tuple[str, ...]:
-    """Name prefixes of what is frozen. The share is of 12 layers; a shallower model keeps the proportion."""
-    depth = model.config.num_hidden_layers
+def _frozen_modules(model: torch.nn.Module, recipe: Recipe) -> list[torch.nn.Module]:
+    """What is frozen. The share is of 12 layers; a shallower model keeps the proportion."""
+    layers = layers_of(model)
     numerator, denominator = recipe.frozen
-    count = depth * numerator // denominator
+    count = len(layers) * numerator // denominator
     if recipe.frozen_side == "bottom":
-        return ("bert.embeddings.", *(f"bert.encoder.layer.{i}." for i in range(count)))
-    return tuple(f"bert.encoder.layer.{i}." for i in range(depth - max(1, count), depth))
+        return embeddings_of(model) + layers[:count]
+    return layers[-max(1, count) :]
 
 
 def save_model(model: torch.nn.Module, tokenizer: Tokenizer, folder: Path) -> None:
@@ -127,12 +126,11 @@ def save_model(model: torch.nn.Module, tokenizer: Tokenizer, folder: Path) -> No
 
 def trainable_summary(model: torch.nn.Module) -> pd.DataFrame:
     """Parameters by part of the model, in all and trainable, for display."""
-    parts: dict[str, list[int]] = {}
-    for name, parameter in model.named_parameters():
-        found = re.search(r"embeddings|layer\.\d+|qa_outputs", name)
-        counts = parts.setdefault(found.group() if found else "other", [0, 0])
-        counts[0] += parameter.numel()
-        counts[1] += parameter.numel() * parameter.requires_grad
-    table = pd.DataFrame.from_dict(parts, orient="index", columns=["parameters", "trainable"])
-    table.loc["all"] = table.sum()
-    return table
+    parts = {"embeddings": embeddings_of(model)}
+    parts |= {f"layer {number}": [layer] for number, layer in enumerate(layers_of(model))}
+    parts |= {"answer head": [model.get_submodule(encoder_of(model).head)], "all": [model]}
+    rows = {}
+    for name, modules in parts.items():
+        parameters = [p for module in modules for p in module.parameters()]
+        rows[name] = [sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)]
+    return pd.DataFrame.from_dict(rows, orient="index", columns=["parameters", "trainable"])

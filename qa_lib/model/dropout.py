@@ -1,12 +1,19 @@
-"""Dropout whose random bits come from a hash of the element's number, not from PyTorch's generator.
+"""Dropout whose random bits come from a hash of the element's number, not from PyTorch's generator (row E-best).
 
-Compiled, PyTorch's dropout calls its Philox generator for every element, ten rounds of which one in four results is
-used: more time than the layer norm it is fused into. A 32-bit hash takes a tenth of the instructions, and the backward
-pass computes it again rather than read a mask.
+Dropout (Srivastava et al. 2014) needs a random bit for every element of the hidden states. PyTorch takes them from
+Philox (Salmon et al. 2011), ten rounds of multiplications for each. Compiled, dropout is fused into a kernel with a
+layer norm, calls Philox for every element and uses one result in four: more time than the norm itself. A 32-bit hash of
+the element's number and a seed is as good for this purpose at a tenth of the instructions, and the backward pass
+computes it again rather than read a mask from memory.
+
+Seeds are drawn anew before each forward pass, from PyTorch's generator on the device, so that a run stays a function
+of its seed and a captured graph draws other patterns in each replay.
 """
 
 import torch
 from torch import nn
+
+from qa_lib.model.encoders import embeddings_of, encoder_of, layers_of
 
 
 class Seeds(nn.Module):
@@ -37,14 +44,19 @@ class HashDropout(nn.Module):
 
 
 def use_hash_dropout(model: nn.Module) -> None:
-    """Replace the dropouts of a BERT's hidden states, in place; attention's own is its kernel's affair."""
-    layers = model.bert.encoder.layer
-    owners = [model.bert.embeddings, *(part for layer in layers for part in (layer.attention.output, layer.output))]
+    """Replace the dropouts of the hidden states, in place; attention's own is its kernel's affair."""
+    owners = [(embeddings_of(model)[0], "dropout")]
+    owners += [(layer, name) for layer in layers_of(model) for name in encoder_of(model).dropouts]
     seeds = Seeds(len(owners))
-    for number, owner in enumerate(owners):
-        owner.dropout = HashDropout(owner.dropout.p, seeds, number)
+    for number, (owner, name) in enumerate(owners):
+        owner.set_submodule(name, HashDropout(owner.get_submodule(name).p, seeds, number))
+    model.dropout_seeds = seeds
 
 
 def renew(model: nn.Module) -> None:
-    """Draw new seeds for a model's hash dropouts, from PyTorch's generator on its device; before each forward pass."""
-    model.bert.embeddings.dropout.seeds.values.random_()
+    """Draw new seeds for a model's hash dropouts, from PyTorch's generator on its device; before each forward pass.
+
+    Does nothing to a model without them.
+    """
+    if hasattr(model, "dropout_seeds"):
+        model.dropout_seeds.values.random_()

@@ -1,7 +1,16 @@
-"""Feed-forward products in 8-bit floats, on GPUs that have them (sm_89 and newer)."""
+"""Feed-forward products in 8-bit floats, on GPUs that have them, sm_89 and newer (row E-fp8).
+
+Tensor cores multiply 8-bit floats at twice the rate of bf16, and the feed-forward block's two products are two thirds
+of a layer's multiplications. An 8-bit float has 2 or 3 bits of mantissa and little range, so that operands are scaled
+into it first (Micikevicius et al. 2022): e4m3 (4 bits of exponent, 3 of mantissa) holds activations and weights, and
+e5m2, with more range, gradients. Sums are taken in fp32, and the result is bf16. The gradient by the weights stays in
+bf16: it is summed over thousands of tokens, and its error would go straight into the update.
+"""
 
 import torch
 from torch import nn
+
+from qa_lib.model.encoders import encoder_of, layers_of
 
 # Powers of two that move values into the range of their format; fixed, since finding each tensor's maximum costs as
 # much as the product saves. Layer norm and GELU keep activations within ±28, weights stay within ±7; gradients of a
@@ -42,11 +51,19 @@ def _scaled(a, b, scale: float, bias=None):
 class Float8Linear(nn.Linear):
     """nn.Linear for bf16 inputs and weights whose products are taken in 8-bit floats."""
 
+    @classmethod
+    def of(cls, native: nn.Linear) -> "Float8Linear":
+        """The 8-bit form of `native`, on its own weights."""
+        eighth = cls(native.in_features, native.out_features, device="meta")
+        eighth.weight, eighth.bias = native.weight, native.bias
+        return eighth
+
     def forward(self, x):
         return _Product.apply(x, self.weight, self.bias)
 
 
 def use_float8(model: nn.Module) -> None:
-    """Give the feed-forward products of every layer of a BERT 8-bit operands, in place; weights stay as they are."""
-    for layer in model.bert.encoder.layer:
-        layer.intermediate.dense.__class__ = layer.output.dense.__class__ = Float8Linear
+    """Give the feed-forward products of every layer 8-bit operands, in place; weights stay as they are."""
+    for layer in layers_of(model):
+        for name in encoder_of(model).products:
+            layer.set_submodule(name, Float8Linear.of(layer.get_submodule(name)))

@@ -1,60 +1,68 @@
-"""Query, key and value of a BERT layer as one matrix product of three times the width."""
+"""Query, key and value of a layer as one matrix product of three times the width (rows E6 and E-t4).
+
+Self-attention (Vaswani et al. 2017) multiplies the same hidden states by three matrices. Three products of width 768
+leave a large GPU partly idle: each has few tiles to spread over its multiprocessors, each is a launch, and each reads
+the hidden states anew. One product with the three matrices side by side gives the same numbers from one launch.
+Training changes only in the order of rounding. A checkpoint must look like any other, so that the matrices are taken
+apart again before it is saved.
+"""
 
 import torch
 from torch import nn
-from transformers.models.bert.modeling_bert import ALL_ATTENTION_FUNCTIONS, BertSelfAttention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.bert.modeling_bert import eager_attention_forward
+
+from qa_lib.model.encoders import encoder_of, layers_of
 
 
 class FusedSelfAttention(nn.Module):
-    """BertSelfAttention with one product for the three projections; `split` gives the original back."""
+    """The self-attention of a BERT-like encoder with one product for the three projections `names`; `split` gives the
+    original back."""
 
-    def __init__(self, separate: BertSelfAttention):
+    def __init__(self, separate: nn.Module, names: tuple[str, ...]):
         super().__init__()
-        self.config, self.separate = separate.config, [separate.to("meta")]  # in a list, so as not to be a submodule
+        parts = [separate.get_submodule(name) for name in names]
+        self.qkv = nn.Linear(parts[0].in_features, sum(part.out_features for part in parts))
+        with torch.no_grad():
+            self.qkv.weight.copy_(torch.cat([part.weight for part in parts]))
+            self.qkv.bias.copy_(torch.cat([part.bias for part in parts]))
+        self.config, self.names = separate.config, names
         self.dropout, self.scaling, self.width = separate.dropout, separate.scaling, separate.attention_head_size
         self.is_causal = separate.is_causal
+        self.separate = [separate.to("meta")]  # without its weights, and in a list, so as not to be a submodule
 
-    @classmethod
-    def of(cls, separate: BertSelfAttention) -> "FusedSelfAttention":
-        """The fused form, with the weights of `separate`, which loses its own."""
-        parts = [getattr(separate, name) for name in ("query", "key", "value")]
-        joined = nn.Linear(parts[0].in_features, sum(part.out_features for part in parts))
+    def split(self) -> nn.Module:
+        """The original module with this one's weights."""
+        separate = self.separate[0].to_empty(device=self.qkv.weight.device).to(self.qkv.weight.dtype)
+        parts = zip(self.names, self.qkv.weight.chunk(3), self.qkv.bias.chunk(3), strict=True)
         with torch.no_grad():
-            joined.weight.copy_(torch.cat([part.weight for part in parts]))
-            joined.bias.copy_(torch.cat([part.bias for part in parts]))
-        fused = cls(separate)
-        fused.qkv = joined
-        return fused
-
-    def split(self) -> BertSelfAttention:
-        """BertSelfAttention with this module's weights."""
-        (separate,) = self.separate
-        separate = separate.to_empty(device=self.qkv.weight.device).to(self.qkv.weight.dtype)
-        with torch.no_grad():
-            for index, name in enumerate(("query", "key", "value")):
-                part = getattr(separate, name)
-                part.weight.copy_(self.qkv.weight.chunk(3)[index])
-                part.bias.copy_(self.qkv.bias.chunk(3)[index])
+            for name, weight, bias in parts:
+                separate.get_submodule(name).weight.copy_(weight)
+                separate.get_submodule(name).bias.copy_(bias)
         return separate
 
     def forward(self, hidden_states, attention_mask=None, past_key_values=None, **kwargs):
-        """As BertSelfAttention.forward, for an encoder: hidden_states [batch, tokens, hidden]."""
+        """As the original's forward, for an encoder: hidden_states [batch, tokens, hidden]."""
         shape = hidden_states.shape[:-1]
         parts = self.qkv(hidden_states).view(*shape, 3, -1, self.width).transpose(1, 3).unbind(2)
-        attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.dropout.p if self.training else 0.0
         output, weights = attention(self, *parts, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
         return output.reshape(*shape, -1).contiguous(), weights
 
 
 def fuse_projections(model: nn.Module) -> None:
-    """Fuse the three projections of every layer of a BERT, in place."""
-    for layer in model.bert.encoder.layer:
-        layer.attention.self = FusedSelfAttention.of(layer.attention.self)
+    """Fuse the three projections of every layer, in place."""
+    encoder = encoder_of(model)
+    for layer in layers_of(model):
+        separate = layer.get_submodule(encoder.self_attention)
+        layer.set_submodule(encoder.self_attention, FusedSelfAttention(separate, encoder.projections))
 
 
 def split_projections(model: nn.Module) -> None:
     """Undo `fuse_projections`, in place; does nothing to other models."""
-    for layer in model.bert.encoder.layer:
-        if isinstance(layer.attention.self, FusedSelfAttention):
-            layer.attention.self = layer.attention.self.split()
+    name = encoder_of(model).self_attention
+    for layer in layers_of(model):
+        fused = layer.get_submodule(name)
+        if isinstance(fused, FusedSelfAttention):
+            layer.set_submodule(name, fused.split())

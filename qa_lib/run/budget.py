@@ -7,16 +7,18 @@ one case known to come out low: EB1-lean at micro-batch 32 by 19 %.
 """
 
 import argparse
+from contextlib import suppress
+from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForQuestionAnswering, BertConfig
+from transformers import AutoModelForQuestionAnswering
 
 from qa_lib.data.load import load_data
 from qa_lib.data.packing import PackedBatches
-from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.errors import UserError
 from qa_lib.measure.meter import MIB
-from qa_lib.model.build import apply_recipe
+from qa_lib.model.build import apply_recipe, model_config
+from qa_lib.model.encoders import embeddings_of, layers_of, layers_passed, trains
 from qa_lib.record import RecordError, read_record
 from qa_lib.run.plan import add_source_arguments, plan
 from qa_lib.spec import Machine, Spec
@@ -26,10 +28,14 @@ RESERVED = 1.05  # measured on one H200: what the allocator reserves over its pe
 SMALL = 4096  # tensors of fewer elements keep 32-bit moments in the 8-bit optimizer
 
 
+def _fuses(spec: Spec) -> bool:
+    """Whether a compiler decides what is kept; the cudagraphs backend runs PyTorch's own kernels."""
+    return spec.settings.compile not in ("none", "cudagraphs")
+
+
 def layer_bytes(spec: Spec) -> float:
     """Bytes a layer keeps for its backward pass, per token and hidden width, without the attention scores."""
     settings, recipe = spec.settings, spec.recipe
-    compiled = settings.compile not in ("none", "cudagraphs")
     residual = 2 if settings.half_weights else 4  # autocast's layer norms give fp32
     # The inputs of the two layer norms and two dropout masks; query, key, value and the attention's output in half
     # precision (its input and the output product's are one tensor); the input of GELU, four times as wide.
@@ -37,7 +43,7 @@ def layer_bytes(spec: Spec) -> float:
     if recipe.kind in ("all", "top"):
         # The inputs of the products, for the gradients of weights: of query, key and value (without a compiler each
         # has its own half-precision copy), of the feed-forward's first product, and of its second, GELU's output.
-        kept += (2 if compiled else 6) + 2 + 4 * 2
+        kept += (2 if _fuses(spec) else 6) + 2 + 4 * 2
     if recipe.kind == "lora":
         # Each adapter drops out on a copy of its input of its own: 2 bytes and a mask, for a width of 1 or 4.
         inputs = {"query": 1, "key": 1, "value": 1, "dense": 1 + 1 + 4}
@@ -45,7 +51,7 @@ def layer_bytes(spec: Spec) -> float:
     return kept
 
 
-def predict(spec: Spec) -> dict:
+def estimate(spec: Spec) -> dict:
     """MiB of params, grads, optimizer, activations and workspace, the peak and its phase, and what is reserved.
 
     For a model that trains in half precision, that is, on a GPU. Raises UserError for a spec without one.
@@ -53,43 +59,36 @@ def predict(spec: Spec) -> dict:
     settings = spec.settings
     if settings.precision == "fp32":
         raise UserError(f"{spec.variant}: the budget is of GPU memory, and this one is planned for a CPU")
-    config = (
-        BertConfig(vocab_size=len(vocabulary()), **TINY_CONFIG)
-        if spec.model_source == "tiny"
-        else AutoConfig.from_pretrained(spec.model_source, trust_remote_code=False)
-    )
+    config = model_config(spec.model_source)
     with torch.device("meta"):
         model = apply_recipe(AutoModelForQuestionAnswering.from_config(config), spec.recipe)
-    total = sum(p.numel() for p in model.parameters())
-    trained = [(name, p.numel()) for name, p in model.named_parameters() if p.requires_grad]
-    count, hidden, layers = sum(n for _, n in trained), config.hidden_size, config.num_hidden_layers
-    half = settings.half_weights
-    params, grads = (2 if half else 4) * total, (2 if half else 4) * count
+    layers, deep = layers_of(model), layers_passed(model)
+    embeddings_train = any(map(trains, embeddings_of(model)))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    count, half = sum(p.numel() for p in trained), settings.half_weights
+    each = 2 if half else 4  # bytes of a weight, and of an element of the residual stream
+    params, grads = each * sum(p.numel() for p in model.parameters()), each * count
     optimizer = 12 * count if half else 8 * count  # two moments, and the masters of half-precision weights
     if settings.optimizer == "adamw8bit":
-        optimizer = sum(8 * n if n < SMALL or "embeddings" in name else 2 * n for name, n in trained)
-
-    numbers = [int(name.split(".layer.")[1].split(".")[0]) for name, _ in trained if ".encoder.layer." in name]
-    embeddings = any("embeddings" in name for name, _ in trained)
-    bottom = 0 if embeddings else min(numbers, default=layers)
-    deep = layers - bottom  # gradients pass through so many
+        wide = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+        optimizer = sum((8 if p.numel() < SMALL or p in wide else 2) * p.numel() for p in trained)
     tokens = _tokens(spec)
-    unit = tokens * hidden
+    unit = tokens * config.hidden_size
     eager_attention = settings.attention == "eager" and settings.padding != "packed"
     scores = tokens * config.num_attention_heads * spec.scale.max_length if eager_attention else 0
-    compiled = settings.compile not in ("none", "cudagraphs")
+    compiled = _fuses(spec)
     # Softmax in fp32, its half-precision dropout and the mask of that.
     layer = layer_bytes(spec) * unit + 7 * scores
-    inputs = deep * (2 if half else 4) * unit
+    inputs = deep * each * unit
     kept = inputs + layer if settings.checkpointing else deep * layer
-    if embeddings:
+    if embeddings_train:
         kept += 9 * unit  # layer norm, dropout, sum
     # At the start of the backward pass, beside all that is kept: compiled, the gradients of GELU's input and of the
     # residual; eager, measured, about three times as much and the gradients of the scores.
     temporary = 12 * unit if compiled else 34 * unit + 2 * scores
-    encoder = sum(p.numel() for name, p in model.named_parameters() if ".encoder.layer." in name)
     # Autocast's copies of the weights that gradients pass through; one layer's at a time where layers are recomputed.
-    casts = 0 if half else 2 * encoder * (1 if settings.checkpointing else deep) / layers
+    one_layer = sum(p.numel() for p in layers[0].parameters())
+    casts = 0 if half else 2 * one_layer * (1 if settings.checkpointing else deep)
     again = spec.accumulation > 1  # the gradients of earlier micro-batches are there in the next one's passes
     lasting = params + optimizer + LIBRARIES_MIB * MIB
     foreach = 4 * count if settings.optimizer == "adamw" and not half else 0  # its denominators, all at once
@@ -100,16 +99,16 @@ def predict(spec: Spec) -> dict:
         "optimizer": lasting + grads + foreach,
     }
     phase = max(phases, key=phases.get)
-    return {
-        "params_mib": params / MIB,
-        "grads_mib": grads / MIB,
-        "optimizer_mib": optimizer / MIB,
-        "activations_mib": kept / MIB,
-        "workspace_mib": LIBRARIES_MIB + (casts + temporary) / MIB,
-        "peak_mib": phases[phase] / MIB,
-        "reserved_mib": RESERVED * phases[phase] / MIB,
-        "phase": phase,
+    sizes = {
+        "params": params,
+        "grads": grads,
+        "optimizer": optimizer,
+        "activations": kept,
+        "workspace": LIBRARIES_MIB * MIB + casts + temporary,
+        "peak": phases[phase],
+        "reserved": RESERVED * phases[phase],
     }
+    return {f"{name}_mib": size / MIB for name, size in sizes.items()} | {"phase": phase}
 
 
 def _tokens(spec: Spec) -> int:
@@ -131,9 +130,7 @@ EXAMPLE = "example: python -m qa_lib memory A1 C1 C2 E-best --scale bench --data
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib memory`."""
     parser.add_argument("variants", metavar="VARIANT", nargs="+", help="rows of `python -m qa_lib variants`")
-    parser.add_argument(
-        "--sm", type=int, default=90, metavar="N", help="the GPU's compute capability x 10 (default: 90)"
-    )
+    parser.add_argument("--sm", type=int, default=90, metavar="N", help="its compute capability x 10 (default: 90)")
     add_source_arguments(parser)
 
 
@@ -146,7 +143,7 @@ def main(args: argparse.Namespace) -> int:
         if spec.skip:
             print(f"{spec.variant:12}{spec.skip}")
             continue
-        found = predict(spec)
+        found = estimate(spec)
         print(
             f"{spec.variant:12}" + "".join(f"{found[f'{head}_mib']:12,.0f}" for head in heads)
             + f"{_measured(spec, args.runs):>12}  {found['phase']}"
@@ -155,13 +152,10 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(spec: Spec, runs) -> str:
+def _measured(spec: Spec, runs: Path) -> str:
     """The peak of a finished run of this spec on whichever GPU, as text."""
     for folder in sorted(runs.glob(f"*-{spec.scale.name}/{spec.run_id}")):
-        try:
-            peak = read_record(folder)["memory"]["peak_alloc_mib"]
-        except RecordError:
-            continue
-        if peak:
-            return f"{peak:,.0f}"
+        with suppress(RecordError):
+            if peak := read_record(folder)["memory"]["peak_alloc_mib"]:
+                return f"{peak:,.0f}"
     return "–"

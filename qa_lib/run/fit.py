@@ -1,81 +1,132 @@
-"""One run from spec to record: the function behind the notebooks, the command line and the sweep."""
+"""One run from spec to record: the function behind the notebooks, the command line and the sweep.
+
+`fit` is a line of stations: load, build, batches, turn, train, evaluate, save. `recording` is the life of its record.
+"""
 
 import argparse
-import gc
+import contextlib
+import dataclasses
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from qa_lib import record
-from qa_lib.data.load import Data, batches_of, load_data
+from qa_lib.data.load import Data, batches_of
 from qa_lib.measure.cost import StepCost
 from qa_lib.measure.machine import environment, limit_memory, matrix_rate, train_device, turn
-from qa_lib.measure.meter import memory_use
+from qa_lib.measure.meter import Meter, memory_use
 from qa_lib.model.build import DTYPES, build_model, save_model
+from qa_lib.run.launch import SHARE
 from qa_lib.run.plan import add_source_arguments, plan
-from qa_lib.score.evaluate import evaluate
+from qa_lib.run.tasks import TASKS
 from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint
-from qa_lib.train.engine import train_afresh
+from qa_lib.train.compilation import found_in_cache
+from qa_lib.train.engine import train
+from qa_lib.train.steplog import StepFailed
 
-USED = "used_by_a_run"  # an attribute of models that have been trained
-SHARE = "QA_LIB_SHARE"  # an environment variable: where it is set, other runs train on this GPU at the same time
 
-
-def fit(
-    spec: Spec, runs: str | Path = "runs", data: Data | None = None, model: torch.nn.Module | None = None, say=print
-) -> dict:
+def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=print) -> dict:
     """Train, measure and evaluate one spec; write its run folder below `runs` and return the record.
 
-    `data` and `model` are what load_data and build_model return, for callers that have them already; a model that was
-    trained before is built anew, so that a notebook's cell can be run again. A row that cannot run here ends as
+    `data` is what the task's `load` returns, for callers that have it already. A row that cannot run here ends as
     `skipped`, one that runs out of memory as `oom`: both are results and return normally. Anything else that fails is
     recorded as `error` and raised. Raises RunTaken while another process has the run.
     """
-    run_dir = Path(runs) / spec.run_path
+    run_dir, task = Path(runs) / spec.run_path, TASKS[spec.scale.task]
+    with recording(spec, run_dir, say) as entry:
+        if spec.skip:
+            return entry
+        begin = time.perf_counter()
+        device = _prepare_device(spec)
+        data = data or task.load(spec)
+        begin = min(begin, time.perf_counter() - data.load_s)  # what the caller has loaded is this run's time as well
+        model = build_model(spec, task.head)
+        batches = batches_of(data.features, spec)
+        _note_sizes(entry, data, model, batches.steps)
+        record.write_record(run_dir, entry)
+
+        shared = _shares(device)
+        with turn(device, shared, lambda: _set_status(entry, run_dir, "waiting")) as waited_s:
+            _set_status(entry, run_dir, "running")
+            begin += waited_s
+            matrix_tflops = matrix_rate(device, DTYPES[spec.settings.precision])
+            prepared = time.perf_counter()
+            optimizer, meter, done_before, refused = train(model, batches, spec, device, run_dir, say)
+            _note_training(entry, meter, done_before, refused)
+            entry["memory"] = dataclasses.asdict(memory_use(model, optimizer, device))
+            if not shared:
+                _note_times(entry, spec, meter, StepCost(model), matrix_tflops)
+            trained = time.perf_counter()
+            if spec.scale.quality:
+                entry["quality"] |= task.evaluate(model, data, spec, device, run_dir)
+                evaluated = time.perf_counter()
+                save_model(model, data.tokenizer, run_dir / "model")
+        if shared:
+            entry["spec"]["adjusted"] = [*entry["spec"]["adjusted"], "times: not recorded, others shared the GPU"]
+        else:
+            entry["time"] |= {"prepare_s": prepared - begin, "wall_s": time.perf_counter() - begin}
+            entry["time"]["eval_s"] = evaluated - trained if spec.scale.quality else None
+    return entry
+
+
+@contextlib.contextmanager
+def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
+    """The life of a run's record: yields it as `running`, and ends it by what happens meanwhile.
+
+    What is raised inside makes it `error`, out of memory `oom`; only the latter is swallowed. Holds the run's lock.
+    """
     with record.lock(run_dir):
-        if spec.scale.threads:
-            torch.set_num_threads(spec.scale.threads)
         entry = record.new_record(spec, environment())
         record.write_record(run_dir, entry)
-        if spec.skip:
-            say(f"{spec.variant}: skipped, {spec.skip}")
-            return record.finish(run_dir, entry, "skipped", {"kind": "skipped", "message": spec.skip})
         try:
-            _fill(entry, spec, run_dir, data, model, say)
+            yield entry
         except (Exception, KeyboardInterrupt) as problem:
+            error = _told(problem)
             # Beside others it may be they who filled the memory: an error, which is run again, and no result.
-            out = _out_of_memory(problem) and not _shares(train_device())
-            message = "stopped by the user" if isinstance(problem, KeyboardInterrupt) else str(problem).split("\n")[0]
-            error = {"kind": type(problem).__name__, "message": message}
-            step = getattr(problem, "step", None)
-            entry = record.finish(run_dir, entry, "oom" if out else "error", error | {"step": step})
-            if not out:
+            if not _out_of_memory(problem) or _shares(train_device()):
+                record.finish(run_dir, entry, "error", error)
                 raise
-            say(f"{spec.variant}: out of memory " + ("before the first step" if step is None else f"in step {step}"))
-            return entry
-        return record.finish(run_dir, entry, "ok")
+            record.finish(run_dir, entry, "oom", error)
+            say(
+                f"{spec.variant}: out of memory " + (f"in step {error['step']}" if error["step"] else "before training")
+            )
+        else:
+            if spec.skip:
+                say(f"{spec.variant}: skipped, {spec.skip}")
+                record.finish(run_dir, entry, "skipped", {"kind": "skipped", "message": spec.skip})
+            else:
+                record.finish(run_dir, entry, "ok")
+                Checkpoint.path_of(run_dir).unlink(missing_ok=True)
 
 
-def _fill(entry: dict, spec: Spec, run_dir: Path, data: Data | None, model, say) -> None:
-    """Do the run's work and put what it measured into `entry`."""
-    # Data that the caller has loaded already are a part of the run's time as well.
-    begin = time.perf_counter() - (data.load_s if data else 0.0)
+def _prepare_device(spec: Spec) -> torch.device:
+    """The device that the run trains on, with the threads or the memory that its scale allows."""
     device = train_device()
+    if spec.scale.threads:
+        torch.set_num_threads(spec.scale.threads)
     if spec.scale.limit_gib and device.type == "cuda":
         limit_memory(spec.scale.limit_gib)
-    data = data or load_data(spec)
-    if getattr(model, USED, False):
-        model.to("cpu")  # the caller's name keeps it, and its weights would count as this run's memory
-        gc.collect()
-        torch.cuda.empty_cache()
-        model = None
-    model = model or build_model(spec)
-    setattr(model, USED, True)
-    batches = batches_of(data.features, spec)
-    entry["spec"] |= {"planned_steps": batches.steps, "n_train": len(data.features)}
+    return device
+
+
+def _shares(device: torch.device) -> bool:
+    """Whether other runs train on this GPU at the same time."""
+    return device.type == "cuda" and bool(os.environ.get(SHARE))
+
+
+def _set_status(entry: dict, run_dir: Path, status: str) -> None:
+    if entry["status"] != status:
+        entry["status"] = status
+        record.write_record(run_dir, entry)
+
+
+def _note_sizes(entry: dict, data: Data, model: torch.nn.Module, steps: int) -> None:
+    """Put into a record how much there is: steps, features, questions, parameters."""
+    entry["spec"] |= {"planned_steps": steps, "n_train": len(data.features)}
     entry["spec"]["n_eval"] = len(data.validation.examples) if data.validation else None
     entry["data"]["n"] = int(data.features.example.max()) + 1  # without parsing the questions again
     parameters = [(p.numel(), p.requires_grad) for p in model.parameters()]
@@ -83,51 +134,32 @@ def _fill(entry: dict, spec: Spec, run_dir: Path, data: Data | None, model, say)
         "params_total": sum(n for n, _ in parameters),
         "params_trainable": sum(n for n, trains in parameters if trains),
     }
-    record.write_record(run_dir, entry)
-    shared = _shares(device)
-    with turn(device, shared, say) as waited_s:
-        begin += waited_s
-        _work(entry, spec, run_dir, data, model, batches, device, begin, say)
-    Checkpoint.path_of(run_dir).unlink(missing_ok=True)
-    entry["time"]["wall_s"] = time.perf_counter() - begin
-    if shared:
-        forget_times(entry, spec)
 
 
-def _shares(device: torch.device) -> bool:
-    return device.type == "cuda" and bool(os.environ.get(SHARE))
+def _note_training(entry: dict, meter: Meter, done_before: int, refused: str | None) -> None:
+    """Put into a record how many steps were trained, and what became of an earlier process's."""
+    meter.flush()
+    entry["time"] |= {"steps": done_before + len(meter.times), "resumed_from_step": done_before or None}
+    if refused:
+        entry["spec"]["adjusted"] = [*entry["spec"]["adjusted"], f"checkpoint: {refused}"]
 
 
-def forget_times(entry: dict, spec: Spec) -> None:
-    """Make null in a record what other runs on the same GPU have disturbed, and say so."""
-    entry["spec"]["adjusted"] = [*spec.adjusted, "times: not recorded, since other runs shared the GPU"]
-    kept = {"time": ("started", "ended", "steps", "resumed_from_step")}
-    for section in ("speed", "energy", "time"):
-        entry[section] |= {key: None for key in entry[section] if key not in kept.get(section, ())}
-    entry["time"]["step_ms"] = dict.fromkeys(("n", "median", "p10", "p90"))
-
-
-def _work(entry, spec, run_dir, data, model, batches, device, begin, say) -> None:
-    """What must not be timed beside another run: training and evaluation, measured from `begin`."""
-    peak = matrix_rate(device, DTYPES[spec.settings.precision])
-    entry["time"]["prepare_s"] = time.perf_counter() - begin
-    optimizer, meter, first = train_afresh(model, batches, spec, device, run_dir, say)
-    speed, clock = meter.summary(StepCost(model), peak)
-    entry["speed"] |= speed
-    entry["time"] |= clock | {"resumed_from_step": first or None, "steps": first + clock["steps"]}
-    if spec.settings.compile == "none":
-        entry["time"]["compile_s"] = None  # nothing was compiled: the slow first steps have other reasons
-    else:
-        hits = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]
-        entry["time"]["compile_cached"] = hits > 0  # an earlier run has paid a part of it
+def _note_times(entry: dict, spec: Spec, meter: Meter, cost: StepCost, matrix_tflops: float) -> None:
+    """Put into a record what was timed: speed, step times, compilation, energy."""
+    entry["speed"] = dataclasses.asdict(meter.speed(cost, matrix_tflops))
+    entry["time"] |= {"step_ms": dataclasses.asdict(meter.step_ms()), "train_s": sum(meter.times)}
     entry["energy"]["joules_per_feature"] = meter.joules_per_feature()
-    entry["memory"] |= memory_use(model, optimizer, device)
+    if spec.settings.compile != "none":  # else nothing was compiled, and slow first steps have other reasons
+        entry["time"] |= {"compile_s": meter.compile_s(), "compile_cached": found_in_cache()}
 
-    if data.validation:
-        clock = time.perf_counter()
-        entry["quality"] |= evaluate(model, data, spec, device, run_dir)
-        entry["time"]["eval_s"] = time.perf_counter() - clock
-        save_model(model, data.tokenizer, run_dir / "model")
+
+def _told(problem: BaseException) -> dict:
+    """A record's `error` of what ended a run."""
+    step = problem.step if isinstance(problem, StepFailed) else None
+    if isinstance(problem, StepFailed) and problem.__cause__ is not None:
+        problem = problem.__cause__
+    message = "stopped by the user" if isinstance(problem, KeyboardInterrupt) else str(problem).split("\n")[0]
+    return {"kind": type(problem).__name__, "message": message, "step": step}
 
 
 NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")

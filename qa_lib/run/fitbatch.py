@@ -5,11 +5,12 @@ import dataclasses
 from collections.abc import Callable
 
 from qa_lib.errors import UserError
-from qa_lib.measure.machine import NEWER_ATTENTION, this_machine, train_device
-from qa_lib.run.budget import predict
-from qa_lib.run.launch import attempt
-from qa_lib.run.plan import add_source_arguments, plan
-from qa_lib.spec import SCALES, Spec
+from qa_lib.measure.machine import NEWER_ATTENTION
+from qa_lib.record import FINISHED
+from qa_lib.run.budget import estimate
+from qa_lib.run.launch import Launcher, probe
+from qa_lib.run.plan import add_several, add_source_arguments, plan
+from qa_lib.spec import SCALES, Machine, Spec
 
 STEP = 8  # features: sizes are multiples of this
 CLOSE = 0.06  # the search ends when the next size up is at most this much larger
@@ -39,16 +40,16 @@ def largest(first: int, fits: Callable[[int], bool], most: int = 4096) -> int:
     return good
 
 
-def specs_for(variant: str, limit_gib: float, sm: int, data: str, model: str) -> Callable[[int], Spec]:
-    """micro-batch -> the spec of a try, as a GPU of capability `sm` (at most this one's) would run it."""
-    here = this_machine()
-    machine = dataclasses.replace(here, sm=min(sm, here.sm))
-    scale = dataclasses.replace(SCALES["fit"], name=f"fit-{limit_gib:g}gib-sm{machine.sm}", limit_gib=limit_gib)
+def specs_for(variant: str, args: argparse.Namespace, machine: Machine) -> Callable[[int], Spec]:
+    """micro-batch -> the spec of a try, as a GPU of capability --sm (at most this one's) would run it."""
+    older = dataclasses.replace(machine, sm=min(args.sm, machine.sm))
+    name = f"fit-{args.limit_gib:g}gib-sm{older.sm}"
+    scale = dataclasses.replace(SCALES["fit"], name=name, limit_gib=args.limit_gib)
+    limits = [f"attention kernels: those of compute capability {args.sm / 10:g}"] if args.sm < NEWER_ATTENTION else []
 
     def spec_of(micro_batch: int) -> Spec:
-        (spec,) = plan([variant], "fit", [0], data, model, micro_batch, machine)
-        limits = [f"attention kernels: those of compute capability {sm / 10:g}"] if sm < NEWER_ATTENTION else []
-        return dataclasses.replace(spec, scale=scale, adjusted=spec.adjusted + limits)
+        (spec,) = plan([variant], "fit", [0], args.data, args.model, micro_batch, older)
+        return dataclasses.replace(spec, scale=scale, adjusted=spec.adjusted + limits, search="fit-batch", sm=older.sm)
 
     return spec_of
 
@@ -58,7 +59,7 @@ EXAMPLE = "example: python -m qa_lib fit-batch A3 --limit-gib 14.9 --sm 75 --dat
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib fit-batch`."""
-    parser.add_argument("variants", metavar="VARIANT", nargs="+", help="rows of `python -m qa_lib variants`")
+    add_several(parser, "variants", str, "VARIANT", "rows of `python -m qa_lib variants`")
     parser.add_argument("--limit-gib", type=float, required=True, metavar="G", help="GPU memory to stay within")
     parser.add_argument("--sm", type=int, default=90, metavar="N", help="use only what such a GPU has (a T4: 75)")
     add_source_arguments(parser, scale=False)
@@ -66,34 +67,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Search each row's largest micro-batch and print every try."""
-    if train_device().type != "cuda":
+    machine, env = probe()
+    if not machine.gpus:
         raise UserError("fit-batch tries on a GPU, and there is none here; `python -m qa_lib memory` predicts without")
+    launcher = Launcher(args.runs, machine, env)
     for variant in args.variants:
-        spec_of = specs_for(variant, args.limit_gib, args.sm, args.data, args.model)
-        if skip := spec_of(STEP).skip:
-            attempt(spec_of(STEP), args.runs, sm=args.sm)  # for the record
-            print(f"{variant}: skipped, {skip}", flush=True)
-            continue
-        tries = {}
-
-        def fits(size: int, variant=variant, spec_of=spec_of, tries=tries) -> bool:
-            entry = tries[size] = attempt(spec_of(size), args.runs, sm=args.sm)
-            speed, reserved = entry["speed"]["features_per_s"], entry["memory"]["peak_reserved_mib"]
-            ok = entry["status"] == "ok"
-            print(f"  {variant} micro-batch {size}: " + (f"{speed:.0f} features/s, {reserved:.0f} MiB reserved"
-                  if ok else "out of memory"), flush=True)  # fmt: skip
-            return ok
-
-        best = largest(_guess(spec_of, args.limit_gib), fits)
-        if best > STEP:
-            fits(max(STEP, int(ROOM * best) // STEP * STEP))
-        speeds = [entry["speed"]["features_per_s"] for entry in tries.values() if entry["status"] == "ok"]
-        print(f"{variant}: " + (f"largest micro-batch {best}, best {max(speeds):.0f} features/s" if best
-              else f"does not fit into {args.limit_gib:g} GiB"), flush=True)  # fmt: skip
+        print(f"{variant}: {search(variant, specs_for(variant, args, machine), args.limit_gib, launcher)}", flush=True)
     return 0
 
 
+def search(variant: str, spec_of: Callable[[int], Spec], limit_gib: float, launcher: Launcher) -> str:
+    """Try until the largest micro-batch is known, and say what was found. Raises UserError for a try that failed."""
+    if skip := spec_of(STEP).skip:
+        launcher.run_all([spec_of(STEP)])  # for the record
+        return f"skipped, {skip}"
+    speeds = []
+
+    def fits(size: int) -> bool:
+        spec = spec_of(size)
+        (entry,) = launcher.run_all([spec])
+        if entry["status"] not in FINISHED:
+            raise UserError(f"{spec.run_id}: {entry['status']}, {entry['error']['message']}")
+        result = "out of memory"
+        if entry["status"] == "ok":
+            speeds.append(entry["speed"]["features_per_s"])
+            result = f"{speeds[-1]:.0f} features/s, {entry['memory']['peak_reserved_mib']:.0f} MiB reserved"
+        print(f"  {variant} micro-batch {size}: {result}", flush=True)
+        return entry["status"] == "ok"
+
+    best = largest(_guess(spec_of, limit_gib), fits)
+    if best > STEP:
+        fits(max(STEP, int(ROOM * best) // STEP * STEP))
+    if not best:
+        return f"does not fit into {limit_gib:g} GiB"
+    return f"largest micro-batch {best}, best {max(speeds):.0f} features/s"
+
+
 def _guess(spec_of: Callable[[int], Spec], limit_gib: float) -> int:
-    """The micro-batch whose predicted budget fills the limit, which grows with it in a straight line."""
-    low, high = (predict(spec_of(size))["reserved_mib"] for size in (32, 64))
+    """The micro-batch whose estimated budget fills the limit, which grows with it in a straight line."""
+    low, high = (estimate(spec_of(size))["reserved_mib"] for size in (32, 64))
     return int(32 + 32 * (1024 * limit_gib - low) / (high - low))

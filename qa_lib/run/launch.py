@@ -1,41 +1,307 @@
-"""One run in a fresh process, for searches that need no notebook."""
+"""Runs in processes of their own: started on their cards, ended with all their children, judged by their records.
 
+This is the one scheduler, of `sweep`, `tune` and `fit-batch` alike: a thread for each run that may go on at a time
+takes a set of cards, starts the process and waits for its end. Neither an exit code nor papermill's metadata can tell a
+dead kernel, or a notebook that ran another row, from success; a run counts when its record is where it must be, has the
+asked hash, is terminal and complete.
+
+This module never imports torch: a driver must hold no GPU, and a child sees its cards before anything asks CUDA.
+"""
+
+import argparse
 import contextlib
-import multiprocessing
+import dataclasses
+import json
 import os
+import pkgutil
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
+import psutil
+
+from qa_lib import record
 from qa_lib.errors import UserError
-from qa_lib.measure.machine import imitate
-from qa_lib.record import FINISHED, read_record
-from qa_lib.run.sweep import card, is_finished
-from qa_lib.spec import Spec
+from qa_lib.run.plan import add_several
+from qa_lib.spec import Machine, Scale, Spec
+from qa_lib.variants import Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+POLL_S = 0.2
+SHARE = "QA_LIB_SHARE"  # an environment variable: where it is set, other runs train on this GPU at the same time
+# Warnings and redrawn bars would fill the notebooks and logs that the runs leave behind.
+QUIET = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+STARTING = "starting"  # status of a record that the driver wrote; the run replaces it when it begins
+NEVER_BEGAN = "NeverBegan"  # kind of the error where a process ended before that
 
 
-def _fit(spec: Spec, runs: Path, gpu: int | None, shared: bool, sm: int) -> None:
-    if gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = card(gpu)  # read when CUDA is first used, which is later than this
-    # Not before: bitsandbytes, which it imports, asks CUDA for its cards.
-    from qa_lib.run.fit import SHARE, fit
+def add_gpus(parser: argparse.ArgumentParser) -> None:
+    """The option --gpus, which Launcher checks."""
+    add_several(parser, "--gpus", int, "N", "cards to use; one that is named twice has two runs at a time")
 
-    imitate(sm)
+
+def probe() -> tuple[Machine, dict]:
+    """This machine and its environment, asked in a process of its own, since the driver must not hold a GPU."""
+    code = (
+        "import dataclasses, json; from qa_lib.measure.machine import environment, this_machine;"
+        "print(json.dumps([dataclasses.asdict(this_machine()), environment()]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"this Python cannot load the lab: {done.stderr.strip().splitlines()[-1]}")
+    machine, env = json.loads(done.stdout.splitlines()[-1])
+    return Machine(**machine | {"backends": tuple(machine["backends"])}), env
+
+
+def call(function: str, spec: Spec, *words) -> list[str]:
+    """The command of a fresh Python that calls a function, named like "qa_lib.run.fit:fit", with the spec and words."""
+    parts = json.dumps(dataclasses.asdict(spec))
+    return [sys.executable, "-m", "qa_lib.run.launch", function, parts, *map(str, words)]
+
+
+def spec_from(parts: str) -> Spec:
+    """The spec whose parts `call` wrote as JSON."""
+    values = json.loads(parts)
+    kinds = {"scale": Scale, "asked": Settings, "settings": Settings}
+    return Spec(**values | {name: kind(**values[name]) for name, kind in kinds.items()})
+
+
+def fit_plainly(spec: Spec, runs: str) -> None:
+    """A run without a notebook, in the process that is its own."""
+    from qa_lib.measure.machine import imitate
+    from qa_lib.run.fit import fit
+
+    if spec.sm:
+        imitate(spec.sm)
+    fit(spec, runs)
+
+
+plain_command = partial(call, "qa_lib.run.launch:fit_plainly")  # (spec, runs) -> the command of such a run
+
+
+def environment(cards: tuple[int, ...] = (), shared: bool = False, threads: int | None = None) -> dict[str, str]:
+    """The environment of a run's process; it sees these of the cards that are visible here, or without `cards` all."""
+    changes = dict(QUIET)
+    if cards:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else range(max(cards) + 1)
+        changes["CUDA_VISIBLE_DEVICES"] = ",".join(str(names[gpu]).strip() for gpu in cards)
     if shared:
-        os.environ[SHARE] = "1"
-    with contextlib.suppress(KeyboardInterrupt):  # the record says it, and so does the search
-        fit(spec, runs, say=lambda _: None)
+        changes[SHARE] = "1"
+    if threads:
+        changes["OMP_NUM_THREADS"] = str(threads)
+    return os.environ | changes
 
 
-def attempt(spec: Spec, runs: Path, gpu: int | None = None, shared: bool = False, sm: int = 90) -> dict:
-    """The record of a try: of an earlier one, or of a fresh process, so that nothing of it is left in memory.
+@dataclass
+class Launcher:
+    """Runs specs in processes of their own, as many at a time as cards are named.
 
-    `sm` is the compute capability x 10 whose attention kernels it may use. Raises UserError where it failed. An
-    out-of-memory is a result.
+    Runs on one card take turns in training, so that one prepares while another is timed; with `share` they train at
+    once, and record no times. `force` drops finished records first, `again` are statuses that are run again as well.
+    `command` makes the command of a run. Raises UserError for a card that the machine does not have.
     """
-    if not is_finished(spec, runs, set()):
-        process = multiprocessing.get_context("spawn").Process(target=_fit, args=(spec, runs, gpu, shared, sm))
-        process.start()
-        process.join()
-    entry = read_record(runs / spec.run_path)
-    if entry["status"] not in FINISHED:
-        raise UserError(f"{spec.run_id}: {entry['status']}, {entry['error']['message']}")
+
+    runs: Path
+    machine: Machine
+    env: dict
+    gpus: list[int] | None = None
+    share: bool = False
+    force: bool = False
+    again: tuple[str, ...] = ()
+    command: Callable[[Spec, Path], list[str]] = plain_command
+    active: list[Spec] = field(default_factory=list)  # whose processes are at work
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self):
+        if absent := [gpu for gpu in self.gpus or [] if not 0 <= gpu < self.machine.gpus]:
+            raise UserError(f"--gpus {absent[0]}: this machine has {self.machine.gpus} GPUs")
+
+    def is_finished(self, spec: Spec) -> bool:
+        """Whether this run may be passed over. One that was skipped is not finished once the machine can do it."""
+        path = self.runs / spec.run_path
+        if self.force or not (path / "record.json").exists():
+            return False
+        entry = record.read_record(path)
+        if entry["status"] == "skipped" and not spec.skip:
+            return False
+        return entry["status"] in record.FINISHED and entry["status"] not in self.again and _fault(entry, spec) is None
+
+    def run_all(self, specs: list[Spec], ended=lambda spec, entry: None, look=lambda: None) -> list[dict]:
+        """Run what is not finished and return every spec's record, in order.
+
+        `ended` is called with each run that ends, `look` every POLL_S seconds. Ctrl-C, and any other error here, ends
+        the runs at work, keeps the finished ones, and is raised on.
+        """
+        sets = self._card_sets(specs)
+        self.free, entries = SimpleQueue(), {}
+        for cards in sets:
+            self.free.put(cards)
+        pool = ThreadPoolExecutor(len(sets))
+        try:
+            pending = {pool.submit(self._run, spec): spec for spec in specs}
+            while pending:
+                for future in wait(pending, POLL_S, FIRST_COMPLETED).done:
+                    spec, entry = pending.pop(future), future.result()
+                    if entry:
+                        entries[spec.run_path] = entry
+                        ended(spec, entry)
+                    else:
+                        pending[pool.submit(self._run, spec)] = spec  # another process works on it: look again later
+                look()
+        except BaseException:
+            self.stopped.set()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+        return [entries[spec.run_path] for spec in specs]
+
+    def _card_sets(self, specs: list[Spec]) -> list[tuple[int, ...]]:
+        """What runs at a time get: as many cards each as the largest takes, or () for all that are visible."""
+        world, gpus = max((spec.world for spec in specs), default=1), self.gpus or []
+        sets = [tuple(gpus[i : i + world]) for i in range(0, len(gpus) - world + 1, world)]
+        if gpus and not all(len(set(cards)) == world for cards in sets or [()]):
+            raise UserError(f"--gpus {' '.join(map(str, gpus))}: a run takes {world} different cards")
+        return sets or [()] * side_by_side(specs)
+
+    def _run(self, spec: Spec) -> dict | None:
+        """One run from its claim to its record; None while another process works on it."""
+        run_dir, cards = self.runs / spec.run_path, self.free.get()
+        try:
+            with record.lock(run_dir, ".driver.lock"):
+                entry = self._prepare(spec, run_dir) or self._work(spec, run_dir, cards)
+                if entry["error"]["kind"] == NEVER_BEGAN:  # kernels that start together can race for a port: once more
+                    entry = self._prepare(spec, run_dir) or self._work(spec, run_dir, cards)
+                return entry
+        except record.RunTaken:
+            self.stopped.wait(POLL_S)
+            return None
+        finally:
+            self.free.put(cards)
+
+    def _prepare(self, spec: Spec, run_dir: Path) -> dict | None:
+        """The record, where there is nothing to do; else None, with the folder ready for the run's process."""
+        with record.lock(run_dir):
+            if self.is_finished(spec):  # another driver may have just done it
+                return record.read_record(run_dir)
+            if self.force:
+                for old in run_dir.iterdir():
+                    if not old.name.endswith(".lock"):
+                        shutil.rmtree(old) if old.is_dir() else old.unlink()
+            entry = record.new_record(spec, self.env)
+            if spec.skip:
+                return record.finish(run_dir, entry, "skipped", {"kind": "skipped", "message": spec.skip})
+            # So that a process that dies before its first line leaves no older result standing.
+            record.write_record(run_dir, entry | {"status": STARTING})
+
+    def _work(self, spec: Spec, run_dir: Path, cards: tuple[int, ...]) -> dict:
+        """The record of a run that has its process now. Raises RunTaken if another process works on it."""
+        begin, command = time.monotonic(), self.command(spec, self.runs)
+        env = environment(cards, self._shares(cards), spec.scale.threads)
+        with open(run_dir / "log.txt", "w") as log:
+            process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+        self.active.append(spec)
+        try:
+            reason = self._watch(process, spec)
+        finally:
+            self.active.remove(spec)
+            kill(process)
+        with record.lock(run_dir):
+            scrub(run_dir)
+            return judge(spec, run_dir, reason, process.returncode, time.monotonic() - begin)
+
+    def _shares(self, cards: tuple[int, ...]) -> bool:
+        """Whether other runs of ours train on one of these cards at the same time."""
+        return self.share and any(self.gpus.count(gpu) > 1 for gpu in cards)
+
+    def _watch(self, process: subprocess.Popen, spec: Spec) -> str | None:
+        """Wait until the process has ended, or must be ended: then the reason.
+
+        What a run waits for the GPU, while others train on it, is no part of its time.
+        """
+        seen, used = time.monotonic(), 0.0
+        while process.poll() is None:
+            if self.stopped.wait(POLL_S):
+                return "the driver was stopped"
+            now = time.monotonic()
+            if record.read_record(self.runs / spec.run_path)["status"] != "waiting":
+                used += now - seen
+            seen = now
+            if used > spec.scale.time_limit_s:
+                return f"over its time limit of {spec.scale.time_limit_s} s"
+        return None
+
+
+def side_by_side(specs: list[Spec]) -> int:
+    """How many runs at a time: one, but on a CPU as many as the cores allow where a run takes few of them."""
+    threads = {spec.scale.threads for spec in specs if spec.hardware == "cpu"}
+    return max(1, min(8, (os.cpu_count() or 1) // max(threads))) if threads and None not in threads else 1
+
+
+def kill(process: subprocess.Popen) -> None:
+    """End a process and all below it; a notebook's kernel lives in a session of its own."""
+    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    process.kill()
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()
+    psutil.wait_procs(family, timeout=10)
+
+
+def scrub(run_dir: Path) -> None:
+    """Take this machine's folders out of a run's notebook and log, where warnings and tracebacks have put them."""
+    python = dict.fromkeys((sys.prefix, sys.base_prefix), "<python>")
+    places = {str(ROOT): ".", str(Path.home()): "~", "/usr/local": "<system>"} | python
+    for path in (run_dir / "notebook.ipynb", run_dir / "log.txt"):
+        if path.exists():
+            text = clean = path.read_text(encoding="utf-8", errors="replace")
+            for place, name in sorted(places.items(), key=lambda item: -len(item[0])):
+                clean = clean.replace(place + "/", name + "/") if len(place) > 1 else clean
+            if clean != text:
+                record.write_atomically(path, clean)
+
+
+def judge(spec: Spec, run_dir: Path, reason: str | None, code: int, seconds: float) -> dict:
+    """The record of a run whose process has ended; `reason` says why the driver ended it, `code` is its exit code."""
+    entry = record.read_record(run_dir)
+    if (run_dir / "notebook.ipynb").exists():
+        entry["time"]["notebook_s"] = round(seconds, 3)
+    if entry["status"] not in record.TERMINAL:  # else it had its result before it was ended
+        kind = NEVER_BEGAN if entry["status"] == STARTING and not reason else "killed"
+        reason = reason or f"its process ended (exit code {code}) before the run did: {_last_words(run_dir)}"
+        return record.finish(run_dir, entry, "killed", {"kind": kind, "message": reason})
+    if fault := _fault(entry, spec):
+        return record.finish(run_dir, entry, "error", {"kind": "IncompleteRun", "message": fault})
+    record.write_record(run_dir, entry)
     return entry
+
+
+def _last_words(run_dir: Path) -> str:
+    lines = (run_dir / "log.txt").read_text(errors="replace").split("\n")
+    return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "no word in log.txt")
+
+
+def _fault(entry: dict, spec: Spec) -> str | None:
+    """What is wrong with a terminal record, if anything."""
+    if entry["spec"]["hash"] != spec.hash:
+        return f"the record is of another run ({entry['run_id']})"
+    if entry["status"] == "ok":
+        steps, planned = entry["time"]["steps"], entry["spec"]["planned_steps"]
+        if steps != planned:
+            return f"{steps} of {planned} steps were trained"
+        if entry["quality"]["n"] != entry["spec"]["n_eval"]:
+            return f"{entry['quality']['n']} of {entry['spec']['n_eval']} questions were answered"
+    return None
+
+
+if __name__ == "__main__":  # the child that `call` starts
+    pkgutil.resolve_name(sys.argv[1])(spec_from(sys.argv[2]), *sys.argv[3:])

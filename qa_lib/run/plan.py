@@ -2,23 +2,25 @@
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
-from qa_lib.data.squad import open_source
+from qa_lib.data.squad import open_source, read_json
 from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.errors import UserError
-from qa_lib.spec import Machine, Spec, find_scale, resolve
+from qa_lib.model.encoders import find_encoder
+from qa_lib.spec import SCALES, Machine, Spec, find_scale, resolve
 
 _MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "vocab.txt")
 
 
 def plan(
-    variants: Iterable[str],
+    variants: Sequence[str],
     scale: str,
-    seeds: Iterable[int] = (0,),
+    seeds: Sequence[int] = (0,),
     data: str = "",
     model: str = "",
     micro_batch: int | None = None,
@@ -26,8 +28,9 @@ def plan(
 ) -> list[Spec]:
     """The specs of variants x seeds at a scale, in that order: all rows with the first seed come first, each once.
 
-    `data` and `model` (paths, or hub names) replace the scale's own; `machine` is this one unless given. Raises
-    UserError for a file or folder that is not there, SpecError for a name that is unknown.
+    `data` and `model` (paths, or hub names) replace the scale's own, and `micro_batch` the row's, unless it is 0;
+    `machine` is this one unless given. Raises SpecError for a name or number that cannot be, before files and the hub
+    are asked, and UserError for a file or folder that is not there.
     """
     size = find_scale(scale)
     data, model = data or size.data, model or size.model
@@ -38,13 +41,19 @@ def plan(
         from qa_lib.measure.machine import this_machine  # imports torch, which a driver does without
 
         machine = this_machine()
-    identities = {"data": identify_data(data, size.quality), "model": identify_model(model)}
-    sources = {"data_source": data, "model_source": model}
-    return [
-        resolve(variant, scale, seed, machine, **identities, **sources, micro_batch=micro_batch)
-        for seed in dict.fromkeys(seeds)
-        for variant in dict.fromkeys(variants)
-    ]
+
+    def resolved(**found) -> list[Spec]:
+        sources = {"data_source": data, "model_source": model, "micro_batch": micro_batch or None}
+        return [
+            resolve(variant, scale, seed, machine, **sources, **found)
+            for seed in dict.fromkeys(seeds)
+            for variant in dict.fromkeys(variants)
+        ]
+
+    resolved(data={}, model={})  # names and numbers are checked before a file or the hub is touched
+    architecture = model_type(model)
+    lacks = find_encoder(architecture, model).lacks if architecture else None
+    return resolved(data=identify_data(data, size.quality), model=identify_model(model), lacks=lacks)
 
 
 def identify_data(source: str, with_validation: bool) -> dict:
@@ -74,16 +83,49 @@ def identify_model(source: str) -> dict:
     return {"name": source, "revision": "main"}
 
 
+def model_type(source: str) -> str | None:
+    """The architecture that a model's config.json names; None for a model of the hub that is not on this machine."""
+    if source == "tiny":
+        return "bert"
+    path = Path(source, "config.json")
+    if not Path(source).is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        path = try_to_load_from_cache(source, "config.json")  # a path, None, or a mark that the hub has no such file
+    return read_json(path).get("model_type") if isinstance(path, str | Path) else None
+
+
+class _Joined(argparse.Action):
+    """Joins the lists that the words of an option have become."""
+
+    def __call__(self, parser, namespace, lists, option=None):
+        setattr(namespace, self.dest, list(itertools.chain(*lists)))
+
+
+def add_several(parser: argparse.ArgumentParser, name: str, kind: type, metavar: str, help: str, default=None) -> None:
+    """An option that takes several words, with commas or spaces between them."""
+
+    def values(text: str) -> list:
+        return [kind(word) for word in text.replace(",", " ").split()]
+
+    values.__name__ = kind.__name__  # argparse shows it for a word that is no value
+    parser.add_argument(name, nargs="+", type=values, action=_Joined, metavar=metavar, default=default, help=help)
+
+
 def add_source_arguments(parser: argparse.ArgumentParser, scale: bool = True) -> None:
     """Options that `run`, `sweep` and others share; those that have a scale of their own take no `scale`."""
     if scale:
-        parser.add_argument("--scale", required=True, metavar="S", help="smoke, bench, vram, quality, full or local")
+        parser.add_argument("--scale", required=True, metavar="S", help=", ".join(SCALES))
     parser.add_argument("--data", default="", metavar="DIR", help="questions: a folder, a file, or a hub name")
     parser.add_argument("--model", default="", metavar="DIR", help="checkpoint: a folder or a hub name")
-    parser.add_argument("--micro-batch", type=int, metavar="N", help="features in one forward pass (rows: 8)")
-    parser.add_argument(
-        "--runs", type=_folder, default=Path("runs"), metavar="DIR", help="where records go (%(default)s)"
-    )
+    parser.add_argument("--micro-batch", type=_one_or_more, metavar="N", help="features in one forward pass (rows: 8)")
+    parser.add_argument("--runs", type=_folder, default="runs", metavar="DIR", help="where records go (%(default)s)")
+
+
+def _one_or_more(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return int(text)
 
 
 def _folder(text: str) -> Path:

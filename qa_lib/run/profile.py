@@ -7,8 +7,8 @@ a few steps of its own, and takes the step's length from those before the profil
 import argparse
 import contextlib
 import dataclasses
+import functools
 import gc
-import gzip
 import json
 import tempfile
 from pathlib import Path
@@ -18,41 +18,33 @@ import torch
 from qa_lib import record
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.errors import UserError
-from qa_lib.measure import ncu, trace
-from qa_lib.measure.machine import copy_rate, environment, matrix_rate, train_device
+from qa_lib.measure import machine, ncu, trace
+from qa_lib.measure.machine import copy_rate, matrix_rate, train_device
 from qa_lib.measure.meter import MIB, Watch, memory_use
 from qa_lib.model.build import DTYPES, build_model
+from qa_lib.model.encoders import parts_of
+from qa_lib.run.launch import call, environment
 from qa_lib.run.plan import add_source_arguments, plan
 from qa_lib.spec import Spec
-from qa_lib.train.engine import train_afresh
+from qa_lib.train.engine import train
 
 WARM, TIMED, PROFILED = 12, 20, 3  # steps: to settle, for the step's length, under the profiler
 POINTS = 400  # of the allocator's timeline
 
 
 class TimeWatch(Watch):
-    """Profiles PROFILED steps after `warm` others, with a range "step" around each."""
+    """Profiles PROFILED steps after `warm` others and one more, which pays for the profiler's start."""
 
     def __init__(self, warm: int, device: torch.device):
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self.profiler = torch.profiler.profile(activities=activities, record_shapes=True)
-        self.warm, self.device, self.range = warm, device, contextlib.ExitStack()
+        self.warm, self.device = warm, device
+        self.steps = warm + 1 + PROFILED
+        schedule = torch.profiler.schedule(skip_first=warm, wait=0, warmup=1, active=PROFILED, repeat=1)
+        self.profiler = torch.profiler.profile(schedule=schedule, record_shapes=True)
 
     def finished(self, steps: int) -> None:
-        self.range.close()
-        # One more than is kept: the first step under the profiler pays for its start.
-        if not self.warm <= steps <= self.warm + PROFILED + 1:
-            return
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        if steps == self.warm:
-            self.profiler.start()
-        if steps == self.warm + PROFILED + 1:
-            self.profiler.stop()
-        elif steps > self.warm:
-            self.range.enter_context(torch.profiler.record_function("step"))
+        if self.device.type == "cuda" and steps >= self.warm:
+            torch.cuda.synchronize()  # so that a step's kernels run within its range
+        self.profiler.step()
 
 
 class MemoryWatch(Watch):
@@ -82,7 +74,8 @@ class MemoryWatch(Watch):
             self.base = torch.cuda.memory_allocated()
             torch.cuda.memory._record_memory_history(context=None, max_entries=200_000)
         elif steps == self.at:
-            self.timeline = _timeline(torch.cuda.memory._snapshot()["device_traces"][0], self.base)
+            snapshot = torch.cuda.memory._snapshot()
+            self.timeline = _timeline(snapshot["device_traces"][torch.cuda.current_device()], self.base)
             torch.cuda.memory._record_memory_history(enabled=None)
             self.reserved = torch.cuda.memory_reserved()
 
@@ -112,26 +105,29 @@ def _train(spec: Spec, data, device, watch: Watch):
         if spec.settings.compile == "none" and device.type == "cuda":
             _name_parts(model)
         batches = batches_of(data.features, spec)
-        optimizer, meter, _ = train_afresh(model, batches, spec, device, Path(folder), lambda _: None, watch)
+        optimizer, meter, *_ = train(model, batches, spec, device, Path(folder), lambda _: None, watch)
         return model, optimizer, meter
 
 
 def _name_parts(model: torch.nn.Module) -> None:
-    """NVTX ranges around the parts of an eager BERT's forward pass, for Nsight Systems; a compiler would merge them."""
-    parts = {"embeddings": [model.bert.embeddings], "loss": [model.qa_outputs]}
-    layers = model.bert.encoder.layer
-    parts["attention"] = [layer.attention for layer in layers]
-    parts["feed-forward"] = [part for layer in layers for part in (layer.intermediate, layer.output)]
-    for name, modules in parts.items():
+    """NVTX ranges around the parts of an eager forward pass, for Nsight Systems; a compiler would merge them."""
+
+    def begin(name: str, *_) -> None:  # a hook's value, if not None, would be taken for the module's
+        torch.cuda.nvtx.range_push(name)
+
+    def end(*_) -> None:
+        torch.cuda.nvtx.range_pop()
+
+    for name, modules in parts_of(model).items():
         for module in modules:
-            # A hook must return None, or its value would be taken for the module's.
-            module.register_forward_pre_hook(lambda *_, name=name: [None, torch.cuda.nvtx.range_push(name)][0])
-            module.register_forward_hook(lambda *_: [None, torch.cuda.nvtx.range_pop()][0])
+            module.register_forward_pre_hook(functools.partial(begin, name))
+            module.register_forward_hook(end)
 
 
-def profile(spec: Spec, runs: str | Path, say=print) -> dict:
+def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dict:
     """Profile a spec and write profile.json and trace.json.gz into its run's folder; returns the profile.
 
+    `count` asks for the GPU's counters as well, which take minutes; see `counters`.
     On failure nothing is written: an earlier profile stays whole. Raises UserError for a row that cannot run here.
     """
     if spec.skip:
@@ -158,7 +154,7 @@ def profile(spec: Spec, runs: str | Path, say=print) -> dict:
         "spec": {"variant": spec.variant, "scale": spec.scale.name, "seed": spec.seed, "hash": spec.hash,
                  "micro_batch": spec.settings.micro_batch, "adjusted": spec.adjusted},
         "code": record.code_version(),
-        "env": environment(),
+        "env": machine.environment(),
         "time": trace.summary(found, events, step_ms),
         "timeline": _one_step(found),
         "memory": memory,
@@ -166,37 +162,26 @@ def profile(spec: Spec, runs: str | Path, say=print) -> dict:
             "matrix_tflops": matrix_rate(device, DTYPES[spec.settings.precision]),
             "copy_gb_per_s": copy_rate(device),
         },
-        "ncu": None,
+        "ncu": counters(spec, say) if count else None,
     }  # fmt: skip
-    run_dir.mkdir(parents=True, exist_ok=True)
     record.write_atomically(run_dir / "trace.json.gz", packed)
-    save(entry, runs)
+    record.write_atomically(run_dir / "profile.json", json.dumps(entry, allow_nan=False) + "\n")
     return entry
-
-
-def save(entry: dict, runs: str | Path) -> None:
-    """Write profile.json into its run's folder."""
-    path = Path(runs) / entry["group"] / entry["run_id"] / "profile.json"
-    record.write_atomically(path, json.dumps(entry, allow_nan=False) + "\n")
 
 
 def _time(spec: Spec, data, device, warm: int) -> tuple:
     """The work of PROFILED steps after `warm` others, the trace's events, the median length of the last of those
-    others in ms, and the trace's file."""
+    others in ms, and the trace's file, gzipped."""
     watch = TimeWatch(warm, device)
-    model, _, meter = _train(_short(spec, warm + PROFILED + 1), data, device, watch)
-    events, packed = _events(watch)
+    with watch.profiler:
+        model, _, meter = _train(_short(spec, watch.steps), data, device, watch)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json.gz")
+        watch.profiler.export_chrome_trace(str(path))
+        events, packed = trace.read(path), path.read_bytes()
     found = trace.work(events, model.config.hidden_size, model.config.intermediate_size)
     timed = sorted(meter.times[max(0, warm - TIMED) : warm])
-    return found[found["step"] > 0], events, 1e3 * timed[len(timed) // 2], packed
-
-
-def _events(watch: TimeWatch) -> tuple[list[dict], bytes]:
-    """The trace's events, and its file gzipped."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        watch.profiler.export_chrome_trace(str(path))
-        return trace.read(path), gzip.compress(path.read_bytes(), 6)
+    return found, events, 1e3 * timed[len(timed) // 2], packed
 
 
 def _one_step(found) -> list[list]:
@@ -221,16 +206,14 @@ def _memory(spec: Spec, data, device) -> dict:
     torch.cuda.empty_cache()
     watch = MemoryWatch(6)
     model, optimizer, _ = _train(_short(spec, watch.at), data, device, watch)
-    lasting = memory_use(model, optimizer, device)
+    lasting = dataclasses.asdict(memory_use(model, optimizer, device))
     activations, reserved = watch.kept / MIB, watch.reserved / MIB
     at_peak = max(watch.peaks, key=watch.peaks.get)
     peak = watch.peaks[at_peak] / MIB
     # In the optimizer's phase the activations are gone and the gradients complete.
     held = lasting["grads_mib"] if at_peak == "optimizer" else activations
     return {
-        "params_mib": lasting["params_mib"],
-        "optimizer_mib": lasting["optimizer_mib"],
-        "grads_mib": lasting["grads_mib"],
+        **{name: lasting[name] for name in ("params_mib", "optimizer_mib", "grads_mib")},
         "activations_mib": activations,
         "workspace_mib": max(0.0, peak - lasting["params_mib"] - lasting["optimizer_mib"] - held),
         "peak_mib": peak,
@@ -242,6 +225,17 @@ def _memory(spec: Spec, data, device) -> dict:
     }
 
 
+def counters(spec: Spec, say=print) -> list[dict] | None:
+    """What Nsight Compute reads of one step of the spec, in a process of its own; see ncu.measure."""
+    return ncu.measure(call("qa_lib.run.profile:count_one_step", spec), environment(), say)
+
+
+def count_one_step(spec: Spec) -> None:
+    """What runs under Nsight Compute."""
+    watch = ncu.OneStep()
+    _train(_short(spec, watch.at), load_data(spec), train_device(), watch)
+
+
 EXAMPLE = """examples:
   python -m qa_lib profile A1 --scale smoke
   python -m qa_lib profile E-best --scale bench --data squad/ --micro-batch 32 --ncu"""
@@ -251,20 +245,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib profile`."""
     parser.add_argument("variant", metavar="VARIANT", help="a row of `python -m qa_lib variants`")
     parser.add_argument("--ncu", action="store_true", help="also read the GPU's counters, with Nsight Compute")
-    parser.add_argument("--one-step", action="store_true", help=argparse.SUPPRESS)  # what Nsight Compute runs
     add_source_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     """Profile one row here, print where its step goes and where the files are."""
     (spec,) = plan([args.variant], args.scale, [0], args.data, args.model, args.micro_batch)
-    if args.one_step:
-        ncu.one_step(lambda watch: _train(_short(spec, watch.at), load_data(spec), train_device(), watch))
-        return 0
-    entry = profile(spec, args.runs)
-    if args.ncu:
-        entry["ncu"] = ncu.measure(spec, args.runs, print)
-        save(entry, args.runs)
+    entry = profile(spec, args.runs, count=args.ncu)
     time = entry["time"]
     print(f"step {time['step_ms']:.2f} ms, busy {100 * time['busy_share']:.0f} %", end="")
     print(f", {time['launches_per_step']:.0f} launches" if time["launches_per_step"] is not None else "")

@@ -5,18 +5,15 @@ How the learning rate of scale `quality` and the recipes of the LoRA rows were f
 
 import argparse
 import dataclasses
-import math
-from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
+import itertools
 
 import pandas as pd
 
 from qa_lib.errors import UserError
-from qa_lib.measure.machine import this_machine
-from qa_lib.run.launch import attempt
-from qa_lib.run.plan import add_source_arguments, plan
+from qa_lib.record import FINISHED
+from qa_lib.run.launch import Launcher, add_gpus, probe
+from qa_lib.run.plan import add_several, add_source_arguments, plan
 from qa_lib.spec import Spec
-from qa_lib.variants import find_recipe
 
 
 def points(specs: list[Spec], rates: list[float], trainables: list[str]) -> list[Spec]:
@@ -25,16 +22,17 @@ def points(specs: list[Spec], rates: list[float], trainables: list[str]) -> list
     Raises UnknownName for a trainable part that does not exist.
     """
     found = []
-    for rate in rates or [None]:
-        for trainable in trainables or [None]:
-            for spec in specs:
-                scale = dataclasses.replace(spec.scale, name="tune", learning_rate=rate or spec.scale.learning_rate)
-                change = {"trainable": trainable} if trainable else {}
-                if trainable:
-                    find_recipe(trainable)
-                asked, settings = (dataclasses.replace(s, **change) for s in (spec.asked, spec.settings))
-                found.append(dataclasses.replace(spec, scale=scale, asked=asked, settings=settings))
+    for rate, trainable, spec in itertools.product(rates or [None], trainables or [None], specs):
+        scale = dataclasses.replace(spec.scale, name="tune", learning_rate=rate or spec.scale.learning_rate)
+        part = trainable or spec.asked.trainable
+        asked, settings = (dataclasses.replace(each, trainable=part) for each in (spec.asked, spec.settings))
+        found.append(dataclasses.replace(spec, scale=scale, asked=asked, settings=settings, search="tune"))
     return found
+
+
+def name_of(point: Spec) -> str:
+    """What the runs of a point have in common, whatever their seed."""
+    return f"{point.settings.trainable}, learning rate {point.scale.learning_rate * point.recipe.lr_factor:g}"
 
 
 EXAMPLE = """examples:
@@ -46,59 +44,39 @@ EXAMPLE = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib tune`."""
     parser.add_argument("variant", metavar="VARIANT", help="a row of `python -m qa_lib variants`")
-    parser.add_argument(
-        "--learning-rate", type=float, nargs="+", default=[], metavar="X", help="of the scale (its own)"
-    )
-    parser.add_argument(
-        "--trainable", nargs="+", default=[], metavar="NAME", help="such as lora-all-r32 (the row's own)"
-    )
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[0], metavar="N", help="a run of every point for each (0)"
-    )
-    parser.add_argument(
-        "--gpus", type=int, nargs="+", metavar="N", help="cards to use, as often at once as it is named"
-    )
+    add_several(parser, "--learning-rate", float, "X", "of the scale (its own)", default=[])
+    add_several(parser, "--trainable", str, "NAME", "such as lora-all-r32 (the row's own)", default=[])
+    add_several(parser, "--seeds", int, "N", "a run of every point for each (0)", default=[0])
+    add_gpus(parser)
     add_source_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run every point, print each as it ends, and then the best."""
+    """Run every point, print each as it ends, and then the best; exit code 1 when one failed."""
     if bad := [rate for rate in args.learning_rate if not 0 < rate < 1]:
         raise UserError(f"--learning-rate {bad[0]:g} is not between 0 and 1")
-    machine = this_machine()
-    if absent := [gpu for gpu in args.gpus or [] if not 0 <= gpu < machine.gpus]:
-        raise UserError(f"--gpus {absent[0]}: this machine has {machine.gpus} GPUs")
+    machine, env = probe()
+    launcher = Launcher(args.runs, machine, env, args.gpus, share=True)
     specs = plan([args.variant], args.scale, args.seeds, args.data, args.model, args.micro_batch, machine)
     if not specs[0].scale.quality:
         raise UserError(f"scale {args.scale!r} measures no quality, by which points are compared")
-    slots, names = SimpleQueue(), args.gpus or [None]
-    for name in names:
-        slots.put(name)
-
-    failed = []
-
-    def run(spec: Spec) -> tuple[str, float]:
-        said = f"{spec.settings.trainable}, learning rate {spec.scale.learning_rate * spec.recipe.lr_factor:g}"
-        gpu = slots.get()
-        try:
-            entry = attempt(spec, args.runs, gpu, names.count(gpu) > 1)
-        except UserError as problem:  # a rate too high for this point says nothing about the others
-            failed.append(spec)
-            print(f"  {said}: {problem}", flush=True)
-            return said, math.nan
-        finally:
-            slots.put(gpu)
-        f1, best = entry["quality"]["f1"], entry["quality"]["best_f1"]
-        result = entry["status"] if f1 is None else f"F1 {f1:.2f}, at the best threshold {best:.2f}"
-        print(f"  {spec.run_id} {said}: {result}", flush=True)
-        return said, math.nan if f1 is None else best
-
-    with ThreadPoolExecutor(len(names)) as pool:
-        found = pd.DataFrame(pool.map(run, points(specs, args.learning_rate, args.trainable)), columns=["point", "f1"])
+    tries = points(specs, args.learning_rate, args.trainable)
+    entries = launcher.run_all(tries, _tell)
+    scores = [entry["quality"]["best_f1"] if entry["status"] == "ok" else None for entry in entries]
+    found = pd.DataFrame({"point": map(name_of, tries), "f1": scores}).astype({"f1": float})
     # Over seeds, of points that have them all.
     means = found.groupby("point")["f1"].agg(lambda seeds: seeds.mean(skipna=False)).dropna()
     best = "no point was measured with every seed"
     if not means.empty:
         best = f"best: {means.idxmax()}, F1 {means.max():.2f} at the best threshold"
     print(best)
-    return 1 if failed else 0
+    # A rate too high for one point says nothing about the others.
+    return 0 if all(entry["status"] in FINISHED for entry in entries) else 1
+
+
+def _tell(point: Spec, entry: dict) -> None:
+    """A line about a try that has ended."""
+    result = f"{entry['status']}, {entry['error']['message']}"
+    if entry["status"] == "ok":
+        result = f"F1 {entry['quality']['f1']:.2f}, at the best threshold {entry['quality']['best_f1']:.2f}"
+    print(f"  {point.run_id} {name_of(point)}: {result}", flush=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -16,7 +14,7 @@ import torch
 
 from qa_lib.data.squad import DataError
 from qa_lib.data.windows import build_features
-from qa_lib.score.decode import LOWEST, decode, one_thread
+from qa_lib.score.decode import LOWEST, decode
 from qa_lib.score.predict import asked, load_qa_model, predict_logits, window_lengths
 
 LOADED = 4  # models kept in memory
@@ -40,8 +38,7 @@ class QuestionTooLong(DataError):
 class Model:
     """A loaded checkpoint, ready to answer, with the tokens of its windows and of their overlap.
 
-    A `small` one is kept to one thread, for the reason that decoding is: beside busy cores the tiny model took 175 ms
-    with two and 2 with one.
+    A `small` one is kept to one thread: beside busy cores the tiny model took 175 ms with two and 2 with one.
     """
 
     model: torch.nn.Module
@@ -70,10 +67,9 @@ def _written(folder: Path) -> int:
 def answer(loaded: Model, questions: list[tuple[str, str]]) -> list[dict]:
     """Answers to (question, paragraph) pairs, as JSON can hold them, computed together.
 
-    `nbest` lists {text, begin, end, score, probability}, best first: characters of the paragraph and the sum of both
-    logits; for no answer text is "" and begin and end are None. `margin` is the null score minus that of the best
-    span (None if no span was allowed), `windows` how many the paragraph was cut into, of at most `window_tokens`;
-    `ms` the milliseconds that tokenising, model and decoding took, for all questions `together`.
+    `nbest` is what Answers.entries gives; `margin` the null score minus that of the best span (None if no span was
+    allowed); `windows` how many the paragraph was cut into, of at most `window_tokens`; `ms` the milliseconds that
+    tokenising, model and decoding took, for all questions `together`.
     Raises QuestionTooLong where one leaves its paragraph no room, DataError for a model whose logits are NaN.
     """
     source = asked(questions)
@@ -85,39 +81,27 @@ def answer(loaded: Model, questions: list[tuple[str, str]]) -> list[dict]:
     if len(features) > MOST_WINDOWS:
         raise QuestionTooLong(f"so long that this model would read its paragraph in {len(features):,} pieces")
     clock.append(time.perf_counter())
-    with one_thread() if loaded.small else nullcontext():
-        logits = predict_logits(loaded.model, features, loaded.model.device, batch_tokens=BATCH_TOKENS)
+    logits = predict_logits(loaded.model, features, loaded.model.device, batch_tokens=BATCH_TOKENS)
     if loaded.model.device.type == "cuda":
         torch.cuda.synchronize()
     clock.append(time.perf_counter())
     answers = decode(features, examples, *logits)
-    nbest = answers.nbest
+    nbest = [answers.entries(i) for i in range(len(examples))]
     clock.append(time.perf_counter())
     spent = [1000 * (end - begin) for begin, end in pairwise(clock)]
-    found = []
-    for i, (key, entries) in enumerate(nbest.items()):
-        places = (place or (None, None) for place in answers.places(i))
-        found.append(
-            {
-                "answer": answers.predictions[key],
-                "margin": answers.null_odds[key] if answers.null_odds[key] < -LOWEST else None,
-                "nbest": [
-                    {
-                        "text": entry["text"],
-                        "begin": begin,
-                        "end": end,
-                        "score": entry["start_logit"] + entry["end_logit"],
-                        "probability": entry["probability"],
-                    }
-                    for entry, (begin, end) in zip(entries, places, strict=True)
-                ],
-                "windows": int((features.example == i).sum()),
-                "window_tokens": loaded.max_length,
-                "ms": dict(zip(("tokenise", "model", "decode"), spent, strict=True)),
-                "together": len(questions),
-            }
-        )
-    return found
+    odds = answers.null_odds
+    return [
+        {
+            "answer": answers.predictions[example.id],
+            "margin": odds[example.id] if odds[example.id] < -LOWEST else None,
+            "nbest": nbest[i],
+            "windows": int((features.example == i).sum()),
+            "window_tokens": loaded.max_length,
+            "ms": dict(zip(("tokenise", "model", "decode"), spent, strict=True)),
+            "together": len(questions),
+        }
+        for i, example in enumerate(examples)
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,16 +120,19 @@ class Desk:
     """
 
     def __init__(self):
-        self._waiting: deque[_Job] = deque()
+        self._waiting: list[_Job] = []
+        self._threads = torch.get_num_threads()
         self._changed = threading.Condition()
         # By the time of its weights as well: a run that is done again overwrites them.
         self._load = lru_cache(LOADED)(lambda folder, _: load(folder))
         threading.Thread(target=self._work, name="desk", daemon=True).start()
 
     def ask(self, folder: Path, question: str, context: str) -> Future:
-        """A future of what `answer` gives for the question, with `wait` in its `ms`. Raises Busy."""
+        """A future of what `answer` gives for the question, with `wait` in its `ms`; whoever cancels it in time spares
+        the work. Raises Busy."""
         job = _Job(folder, question, context, Future(), time.perf_counter())
         with self._changed:
+            self._waiting = [other for other in self._waiting if not other.result.cancelled()]  # whose askers have left
             if len(self._waiting) >= WAITING:
                 raise Busy(f"busy: {WAITING} questions are waiting already; try again in a moment")
             self._waiting.append(job)
@@ -160,15 +147,10 @@ class Desk:
         """Wait for a question; it and those for the same model that may go with it, no longer waiting."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting)
-            first = self._waiting[0]
-            jobs, characters = [], 0
-            for job in self._waiting:
-                characters += len(job.context)
-                if job.folder == first.folder and (not jobs or characters <= TOGETHER_CHARACTERS):
-                    jobs.append(job)
-                if len(jobs) == TOGETHER:
-                    break
-            self._waiting = deque(job for job in self._waiting if job not in jobs)
+            jobs = [job for job in self._waiting if job.folder == self._waiting[0].folder][:TOGETHER]
+            while len(jobs) > 1 and sum(len(job.context) for job in jobs) > TOGETHER_CHARACTERS:
+                jobs.pop()
+            self._waiting = [job for job in self._waiting if job not in jobs]
         return [job for job in jobs if job.result.set_running_or_notify_cancel()]
 
     def _answer(self, jobs: list[_Job]) -> None:
@@ -177,6 +159,7 @@ class Desk:
             return
         try:
             loaded = self._load(jobs[0].folder, _written(jobs[0].folder))
+            torch.set_num_threads(1 if loaded.small else self._threads)
             begin = time.perf_counter()  # what loading took is waiting, too
             results = answer(loaded, [(job.question, job.context) for job in jobs])
         except DataError as problem:

@@ -1,16 +1,26 @@
-"""From logits to answers: best spans, n-best lists and no-answer scores, for all windows at once.
+"""From logits to answers: the best spans of every question, its n-best list, and how surely it has no answer.
 
-Works where the logits are, CPU or GPU; only the few candidates that are left come back to the host.
+A model gives each token of a window two logits: the answer begins here, the answer ends here. An answer is a pair of
+tokens, scored by the sum of its two logits. Of a window's 384 x 384 pairs only those between the 20 best starts and
+the 20 best ends are looked at, and of these only those that run forwards, lie in the paragraph and are short: so does
+the reference recipe (run_qa of transformers, after Devlin et al. 2019). A question's windows then compete in one
+list. "No answer" is a pair as well, [CLS] to [CLS]; of a question's windows the one that believes in it least
+speaks for all, and SQuAD v2 answers nothing where that score is higher than the best span's by a threshold.
+
+The recipe's double loop in Python takes three times as long as what is here: each step is one call of NumPy for
+thousands of windows. Two sorts find starts and ends, one table holds their sums, one sort ranks what is left, question
+by question: half a second for SQuAD's validation set. Ties go to what the loop finds first, so that both give the same
+lists. Every row's answers, and the app's, come from here.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +30,9 @@ from qa_lib.data.squad import DataError, Example
 from qa_lib.data.windows import Features, examples_sha256
 from qa_lib.errors import UserError
 
-WINDOWS_PER_CALL = 2_048  # the tables of n_best x n_best spans stay small enough for a CPU's cache
+WINDOWS_PER_CALL = 2_048  # so that the tables of n_best x n_best spans stay small
 LOWEST = -1e30  # stands in for a score of -inf, so that no difference is infinite or NaN
-SPAN = np.dtype([("begin", "i4"), ("end", "i4"), ("start_logit", "f4"), ("end_logit", "f4")])
+Span = tuple[float, int | None, int | None, float, float]  # score, characters begin to end or None, start and end logit
 
 
 class Answers:
@@ -36,58 +46,52 @@ class Answers:
     run_qa), which also adds the null answer where it is not among the best.
     """
 
-    def __init__(self, examples: list[Example], spans: np.ndarray, counts: np.ndarray, nulls: np.ndarray, limit: float):
-        # `spans` SPAN [questions, n_best], best first, of which `counts` are filled; `nulls` float32 [questions, 2].
-        self._examples, self._spans, self._counts, self._nulls = examples, spans, counts, nulls
-        best = spans[np.arange(len(spans)), (spans["end"] > spans["begin"]).argmax(1)]
-        odds = (nulls.sum(1) - best["start_logit"] - best["end_logit"]).astype(np.float64)
-        odds[best["end"] <= best["begin"]] = -LOWEST
+    def __init__(self, examples: list[Example], spans: list[list[Span]], nulls: list[Span], n_best: int, limit: float):
+        # Of each question its `n_best` best spans, best first, and its null answer.
+        self._n_best, self._questions = n_best, list(zip(examples, spans, nulls, strict=True))
         self.predictions: dict[str, str] = {}
         self.texts: dict[str, str] = {}
         self.null_odds: dict[str, float] = {}
-        rows = zip(examples, best["begin"].tolist(), best["end"].tolist(), odds.tolist(), strict=True)
-        for example, begin, end, odd in rows:
-            self.texts[example.id] = example.context[begin:end]
-            self.predictions[example.id] = "" if odd > limit else self.texts[example.id]
-            self.null_odds[example.id] = odd
+        for example, found, null in self._questions:
+            best = next((span for span in found if span[1] < span[2]), null)
+            _, begin, end, start_logit, end_logit = best
+            odds = np.float32(null[0]) - np.float32(start_logit) - np.float32(end_logit)
+            self.null_odds[example.id] = -LOWEST if best is null else float(odds)
+            self.texts[example.id] = example.context[begin:end] if end else ""
+            self.predictions[example.id] = "" if self.null_odds[example.id] > limit else self.texts[example.id]
 
-    @cached_property
-    def _ranking(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Of each question: the scores of its spans, that of the null answer, its place among them, spans to list."""
-        n_best = self._spans.shape[1]
-        filled = np.arange(n_best) < self._counts[:, None]
-        scores = np.where(filled, self._spans["start_logit"] + self._spans["end_logit"], -np.inf)
-        null = self._nulls.sum(1)
-        # The null answer comes after the spans it ties with, and pushes out the last span unless it is last itself.
-        place = (scores >= null[:, None]).sum(1)
-        kept = np.where(place < n_best, np.minimum(self._counts, n_best - 1), self._counts)
-        return np.where(np.arange(n_best) < kept[:, None], scores, -np.inf), null, place, kept
+    def entries(self, i: int) -> list[dict]:
+        """The n-best list of question i with places: {text, probability, start_logit, end_logit, score, begin, end},
+        where begin and end are characters of the paragraph, None for no answer.
 
-    def places(self, i: int) -> list[tuple[int, int] | None]:
-        """First character, and one past the last, of each entry of question i's n-best list; None for no answer."""
-        _, _, place, kept = self._ranking
-        found: list = self._spans[["begin", "end"]][i, : kept[i]].tolist()
-        found.insert(place[i], None)
-        return found
+        The null answer comes after the spans that it ties with, and is listed always: it pushes out the last span,
+        unless it comes last itself.
+        """
+        example, spans, null = self._questions[i]
+        place = sum(span[0] >= null[0] for span in spans)
+        listed = [*spans[:place], null, *spans[place:]][: max(self._n_best, place + 1)]
+        weights = [math.exp(span[0] - listed[0][0]) for span in listed]
+        total = sum(weights)
+        return [
+            {
+                "text": example.context[begin:end] if end else "",
+                "probability": weight / total,
+                "start_logit": start_logit,
+                "end_logit": end_logit,
+                "score": score,
+                "begin": begin,
+                "end": end,
+            }
+            for weight, (score, begin, end, start_logit, end_logit) in zip(weights, listed, strict=True)
+        ]
 
     @cached_property
     def nbest(self) -> dict[str, list[dict]]:
-        scores, null, place, kept = self._ranking
-        scores = np.column_stack([scores, null]).astype(np.float64)
-        weights = np.exp(scores - scores.max(1, keepdims=True))
-        chances = (weights / weights.sum(1, keepdims=True)).tolist()
-        columns = self._spans.tolist(), self._nulls.tolist(), place.tolist(), kept.tolist()
-        found = {}
-        for example, chance, spans, ends, at, k in zip(self._examples, chances, *columns, strict=True):
-            text, (null_start, null_end) = example.context, ends
-            entries = [
-                {"text": text[begin:end], "probability": p, "start_logit": start_logit, "end_logit": end_logit}
-                for (begin, end, start_logit, end_logit), p in zip(spans[:k], chance[:k], strict=True)
-            ]
-            null_entry = {"text": "", "probability": chance[-1], "start_logit": null_start, "end_logit": null_end}
-            entries.insert(at, null_entry)
-            found[example.id] = entries
-        return found
+        kept = ("text", "probability", "start_logit", "end_logit")
+        return {
+            example.id: [{key: entry[key] for key in kept} for entry in self.entries(i)]
+            for i, (example, *_) in enumerate(self._questions)
+        }
 
     def write(self, folder: str | os.PathLike) -> list[Path]:
         """Write predictions.json, texts.json, nbest_predictions.json and null_odds.json: all whole, or none of them."""
@@ -112,19 +116,6 @@ class Answers:
         return [folder / name for name in files]
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """On a CPU the tables are too small for threads to gain much, and where cores are busy they wait for each other:
-    12,000 windows took 0.17 s with one thread and anything from 0.09 to 2.5 s with two."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@one_thread()
 def decode(
     features: Features,
     examples: list[Example],
@@ -147,37 +138,33 @@ def decode(
     `DataError` if a logit inside a window is NaN or infinite (also what rows under wrong ids from `predict_logits`
     lead to, as it leaves NaN beyond each window's length).
     """
-    order = _rows_by_id(features, examples, feature_ids, start_logits, end_logits).to(start_logits.device)
-    lengths = torch.from_numpy(features.lengths).to(order.device)
-    context = torch.from_numpy(features.context_span).to(order.device)
-    found, nulls = [], []
+    rows = _rows_by_id(features, examples, feature_ids, start_logits, end_logits)
+    both = [logits.float().cpu().numpy() for logits in (start_logits, end_logits)]
+    spans, nulls = [], []
     for first in range(0, len(features), WINDOWS_PER_CALL):
         windows = slice(first, first + WINDOWS_PER_CALL)
-        outside = torch.arange(start_logits.shape[1], device=order.device) >= lengths[windows, None]
-        start, end = (
-            _inside(logits[order[windows]], outside, first, features, examples) for logits in (start_logits, end_logits)
-        )
-        window, *rest = _window_spans(start, end, context[windows], n_best, max_answer_length)
-        found.append((window + first, *rest))
-        nulls.append(torch.stack([start[:, 0], end[:, 0]], dim=1).clamp(min=LOWEST))
-    window, begin, end, start_logit, end_logit = (torch.cat(column) for column in zip(*found, strict=True))
-    nulls = torch.cat(nulls)
-    example = torch.from_numpy(features.example.astype(np.int64)).to(order.device)
+        outside = np.arange(start_logits.shape[1]) >= features.lengths[windows, None]
+        start, end = (_inside(logits[rows[windows]], outside, first, features, examples) for logits in both)
+        window, *columns = _window_spans(start, end, features.context_span[windows], n_best, max_answer_length)
+        spans.append((window + first, *columns))
+        nulls.append((start[:, 0].clip(min=LOWEST), end[:, 0].clip(min=LOWEST)))
+    window, first, last, start, end = map(np.concatenate, zip(*spans, strict=True))
+    question = features.example[window]
+    order = np.lexsort((-(start + end), question))  # question by question, best first, ties as they came
+    columns = (start + end, *features.characters(window, first, last), start, end)
+    ranked = list(zip(*(column[order].tolist() for column in columns), strict=True))
+    bounds = np.searchsorted(question[order], np.arange(len(examples) + 1)).tolist()
+    best = [ranked[begin : min(stop, begin + n_best)] for begin, stop in pairwise(bounds)]
 
-    best, rank = _rank_by_example(start_logit + end_logit, example[window])
-    best, rank = best[rank < n_best], rank[rank < n_best]
-    columns = (example[window], window, begin, end, start_logit, end_logit)
-    question, window, begin, end, *chosen = (column[best].cpu().numpy() for column in columns)
-    spans = np.zeros((len(examples), n_best), SPAN)
-    values = (*features.characters(window, begin, end), *chosen)
-    for field, value in zip(SPAN.names, values, strict=True):
-        spans[field][question, rank.cpu().numpy()] = value
-    counts = np.bincount(question, minlength=len(examples))
-    lowest, rank = _rank_by_example(-nulls.sum(1), example)
-    return Answers(examples, spans, counts, nulls[lowest[rank == 0]].cpu().numpy(), null_threshold)
+    start, end = map(np.concatenate, zip(*nulls, strict=True))
+    order = np.lexsort((start + end, features.example))
+    _, first = np.unique(features.example[order], return_index=True)  # of each question its lowest null score
+    lows = zip(*(column[order[first]].tolist() for column in (start + end, start, end)), strict=True)
+    null_answers = [(score, None, None, start_logit, end_logit) for score, start_logit, end_logit in lows]
+    return Answers(examples, best, null_answers, n_best, null_threshold)
 
 
-def _rows_by_id(features, examples, feature_ids, start_logits, end_logits) -> torch.Tensor:
+def _rows_by_id(features, examples, feature_ids, start_logits, end_logits) -> np.ndarray:
     """The row of each window: the guard that logits are joined by id and by nothing else."""
     if len(examples) != features.n_examples or examples_sha256(examples) != features.examples_sha256:
         raise ValueError("these examples are not the ones, or not in the order, that the features were built from")
@@ -185,21 +172,18 @@ def _rows_by_id(features, examples, feature_ids, start_logits, end_logits) -> to
     shape = tuple(start_logits.shape)
     if shape != tuple(end_logits.shape) or len(shape) != 2 or shape[0] != n or shape[1] < features.lengths.max():
         raise ValueError(f"logits of shape {shape} and {tuple(end_logits.shape)} for {n} windows")
-    ids = torch.as_tensor(feature_ids).cpu().long()
-    if ids.shape != (n,) or ids.min() < 0 or ids.max() >= n:
-        raise ValueError(f"feature ids must be a list of {n} numbers from 0 to {n - 1}, one a row of the logits")
-    rows = torch.full((n,), -1)
-    rows[ids] = torch.arange(n)
-    if (rows < 0).any():
-        raise ValueError(f"{int((rows < 0).sum())} windows have no row in the logits, as other ids come twice")
-    return rows
+    ids = torch.as_tensor(feature_ids).cpu().numpy()
+    if not np.array_equal(np.sort(ids), np.arange(n)):
+        raise ValueError(f"feature ids must be the numbers 0 to {n - 1}, each once, one a row of the logits")
+    return np.argsort(ids)
 
 
-def _inside(logits, outside, first: int, features, examples) -> torch.Tensor:
-    """Logits, which may be overwritten, as float32 with -inf beyond the windows; `first` numbers the first window."""
-    values = logits.float().masked_fill_(outside, -torch.inf)
-    if not (values < torch.inf).all():
-        window = first + int((~(values < torch.inf)).any(1).nonzero()[0])
+def _inside(logits: np.ndarray, outside: np.ndarray, first: int, features, examples) -> np.ndarray:
+    """The logits with -inf beyond the windows, of which `first` is the number of the first one."""
+    values = np.where(outside, -np.inf, logits)
+    wrong = ~(values < np.inf).all(axis=1)
+    if wrong.any():
+        window = first + int(wrong.argmax())
         example = examples[features.example[window]]
         raise DataError(
             f"article {example.title[:80]!r}, question {example.id!r}: NaN or infinite logits in window {window} "
@@ -208,58 +192,31 @@ def _inside(logits, outside, first: int, features, examples) -> torch.Tensor:
     return values
 
 
-def _window_spans(start, end, context, n_best: int, max_answer_length: int) -> tuple[torch.Tensor, ...]:
-    """Each window's best spans, window by window: window, first token, last token, start and end logit, all [k]."""
+def _window_spans(start, end, context, n_best: int, max_answer_length: int) -> tuple[np.ndarray, ...]:
+    """Each window's `n_best` best spans, and those that tie with the last of them, by rank of start and of end:
+    window, first and last token, start and end logit, all [k].
+
+    `start` and `end` are the logits [windows, L], `context` [windows, 2] says where the paragraph lies.
+    """
     start_logit, start = _best_positions(start, n_best, context)
     end_logit, end = _best_positions(end, n_best, context)
-    length = (end[:, None, :] - start[:, :, None]).flatten(1)
-    score = (start_logit[:, :, None] + end_logit[:, None, :]).flatten(1)
-    score.masked_fill_((length < 0) | (length >= max_answer_length), -torch.inf)
-    # All spans as good as the n-th best: ties may leave a few too many, which the ranking by question cuts off.
-    chosen = score >= _nth_greatest(score, n_best).clamp(min=torch.finfo(torch.float32).min)
-    window, pair = chosen.nonzero(as_tuple=True)
-    of_start, of_end = pair // end.shape[1], pair % end.shape[1]
-    tokens = (start[window, of_start].long(), end[window, of_end].long())
-    return window, *tokens, start_logit[window, of_start], end_logit[window, of_end]
+    length = end[:, None, :] - start[:, :, None]
+    score = start_logit[:, :, None] + end_logit[:, None, :]
+    score[(length < 0) | (length >= max_answer_length)] = -np.inf
+    score = score.reshape(len(score), -1)
+    n_best = min(n_best, score.shape[1])
+    least = np.partition(score, -n_best, axis=1)[:, -n_best, None]
+    window, pair = np.nonzero((score >= least) & (score > -np.inf))
+    of_start, of_end = np.divmod(pair, end.shape[1])
+    starts, ends = (window, of_start), (window, of_end)
+    return window, start[starts], end[ends], start_logit[starts], end_logit[ends]
 
 
-def _best_positions(values: torch.Tensor, k: int, context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k greatest logits of each window and their positions (int16), greatest first, equal ones from left to right.
+def _best_positions(logits: np.ndarray, k: int, context: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The k greatest logits of each window and their positions, greatest first, equal ones from left to right.
 
     The reference script spends places on [CLS] and the question too, so they are only now struck out, by -inf.
     """
-    k = min(k, values.shape[1])
-    # torch.topk leaves the order of equal values open, and with it which of them it takes.
-    chosen = values >= _nth_greatest(values, k)
-    many = (chosen.sum(1) > k).nonzero()[:, 0]
-    if len(many):
-        kept = values[many].argsort(dim=1, descending=True, stable=True)[:, :k]
-        chosen[many] = torch.zeros_like(chosen[many]).scatter_(1, kept, True)
-    place = chosen.nonzero()[:, 1].view(-1, k)
-    best, order = values.gather(1, place).sort(dim=1, descending=True, stable=True)
-    place = place.gather(1, order)
-    best = best.masked_fill((place < context[:, :1]) | (place >= context[:, 1:]), -torch.inf)
-    return best, place.to(torch.int16)
-
-
-def _nth_greatest(values: torch.Tensor, n: int) -> torch.Tensor:
-    """The n-th greatest value of each row, or the least where the row is shorter; [rows, 1]."""
-    n = min(n, values.shape[1])
-    if values.is_cpu:  # numpy's partition is some five times as fast as torch's topk there
-        return torch.from_numpy(np.partition(values.numpy(), -n, axis=1)[:, -n, None])
-    return values.topk(n).values[:, -1:]
-
-
-def _rank_by_example(scores: torch.Tensor, example: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """An order that goes example by example, best score first, and each entry's rank within its example; both [k].
-
-    Equal scores stay in the order they came in. Sorts once, by whole numbers: the example above a float32's bits,
-    which are turned so that they rise as the score falls.
-    """
-    bits = (scores + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
-    falling = torch.where(bits < 0, bits, bits ^ 0x7FFFFFFF).long() & 0xFFFFFFFF
-    order = ((example << 32) | falling).argsort(stable=True)
-    example = example[order]
-    counts = torch.bincount(example)
-    rank = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[example]
-    return order, rank
+    place = np.argsort(-logits, axis=1, kind="stable")[:, :k]
+    outside = (place < context[:, :1]) | (place >= context[:, 1:])
+    return np.where(outside, -np.inf, np.take_along_axis(logits, place, axis=1)), place

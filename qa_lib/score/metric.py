@@ -8,7 +8,9 @@ import evaluate
 from qa_lib.data.squad import Example
 from qa_lib.score.f1 import score
 
-_ANSWERS = {"text": datasets.List(datasets.Value("string")), "answer_start": datasets.List(datasets.Value("int32"))}
+_TEXT = datasets.Value("string")
+_PREDICTION = {"id": _TEXT, "prediction_text": _TEXT, "no_answer_probability": datasets.Value("float32")}
+_ANSWERS = {"text": datasets.List(_TEXT), "answer_start": datasets.List(datasets.Value("int32"))}
 
 
 class SquadV2(evaluate.Metric):
@@ -20,14 +22,7 @@ class SquadV2(evaluate.Metric):
     """
 
     def _info(self) -> evaluate.MetricInfo:
-        features = {
-            "predictions": {
-                "id": datasets.Value("string"),
-                "prediction_text": datasets.Value("string"),
-                "no_answer_probability": datasets.Value("float32"),
-            },
-            "references": {"id": datasets.Value("string"), "answers": _ANSWERS},
-        }
+        features = {"predictions": _PREDICTION, "references": {"id": _TEXT, "answers": _ANSWERS}}
         return evaluate.MetricInfo(
             description="Exact match and F1 by the official rules of SQuAD v2.0.",
             citation="Rajpurkar, Jia, Liang: Know What You Don't Know: Unanswerable Questions for SQuAD (2018)",
@@ -36,12 +31,10 @@ class SquadV2(evaluate.Metric):
         )
 
     def _compute(self, predictions: list[dict], references: list[dict], no_answer_threshold: float = 1.0) -> dict:
-        examples = [
-            Example(
-                row["id"], "", "", "", tuple(zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True))
-            )
-            for row in references
-        ]
+        examples = []
+        for row in references:
+            answers = zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)
+            examples.append(Example(row["id"], "", "", "", tuple(answers)))
         texts = {row["id"]: row["prediction_text"] for row in predictions}
         chances = {row["id"]: row["no_answer_probability"] for row in predictions}
         return score(examples, texts, chances, no_answer_threshold)

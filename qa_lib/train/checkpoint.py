@@ -1,26 +1,41 @@
-"""What an unfinished run needs to go on exactly where it was."""
+"""What an unfinished run needs to go on exactly where it was, and whether it may be believed."""
 
+import hashlib
 import json
+import os
+from functools import cache
 from pathlib import Path
 
 import safetensors.torch
 import torch
 from safetensors import safe_open
 
-from qa_lib.record import RecordError
+from qa_lib.record import RecordError, code_version
 from qa_lib.spec import Spec
+
+# What decides how a training goes on. A run that is resumed by other code would be neither the one nor the other.
+CODE = ("data", "model", "train", "variants.py", "spec.py")
+
+
+class NotBelieved(Exception):
+    """A checkpoint that must not be gone on from; the message says why."""
 
 
 class Checkpoint:
     """All that the rest of a run depends on, in one safetensors file that is replaced atomically.
 
-    Trained parameters, optimizer state, GradScaler, random-number states and the step. Frozen parameters are not in
-    it: the seed or the pretrained checkpoint gives them again.
+    Trained parameters, optimizer state, GradScaler, random-number states and the step; beside them the run's hash, the
+    code's and a digest of the tensors, by which `load` knows a file that is damaged, of another run or of other code.
+    Frozen parameters are not in it: the seed or the pretrained checkpoint gives them again.
     """
 
     def __init__(self, run_dir: Path, spec: Spec, model, optimizer, scaler, device: torch.device):
-        self.path, self.hash = self.path_of(run_dir), spec.hash
+        self.path, self.hash, self.every = self.path_of(run_dir), spec.hash, spec.scale.checkpoint_every
         self.model, self.optimizer, self.scaler, self.device = model, optimizer, scaler, device
+
+    def is_due(self, step: int, steps: int) -> bool:
+        """Whether the state after `step` of `steps` is to be kept; after the last nothing is left to do."""
+        return bool(self.every) and step % self.every == 0 and step < steps
 
     def save(self, step: int) -> None:
         """Write the state after `step` optimizer steps. Raises RecordError when the disk is full."""
@@ -35,37 +50,60 @@ class Checkpoint:
         tensors["rng.cpu"] = torch.get_rng_state()
         if self.device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(self.device)
+        on_cpu = [name for name, tensor in tensors.items() if tensor.device.type == "cpu"]
+        # A copy each, since optimizers may let several states share storage, which safetensors refuses; on the host,
+        # since a copy on the GPU would count in the run's memory.
+        tensors = {name: t.to("cpu", copy=True).contiguous() for name, t in tensors.items()}
         metadata = {
             "hash": self.hash,
+            "code": code_digest(),
+            "commit": code_version()["commit"],
+            "digest": digest_of(tensors),
             "step": step,
             "optimizer": plain,
             "scaler": self.scaler.state_dict(),
             # AdamW keeps its step counts on the CPU, where they must come back.
-            "on_cpu": [name for name, tensor in tensors.items() if tensor.device.type == "cpu"],
+            "on_cpu": on_cpu,
         }
         temporary = self.path.with_suffix(".partial")
         try:
-            # A copy each, since optimizers may let several states share storage, which safetensors refuses; on the
-            # host, since a copy on the GPU would count in the run's memory.
-            tensors = {name: t.to("cpu", copy=True).contiguous() for name, t in tensors.items()}
             safetensors.torch.save_file(tensors, temporary, {"state": json.dumps(metadata)})
+            with open(temporary, "rb") as stream:
+                os.fsync(stream.fileno())
             temporary.replace(self.path)
         except (OSError, safetensors.SafetensorError) as problem:
             temporary.unlink(missing_ok=True)
             raise RecordError(f"cannot write {self.path}: {problem}; the checkpoint before it is intact") from problem
 
-    def load(self) -> int:
-        """Restore the state if this run left one; the number of steps already done, 0 without a checkpoint."""
+    def load(self) -> tuple[int, str | None]:
+        """Restore the state if this run left one: the number of steps already done, 0 without a checkpoint; and, where
+        there was one that is not believed, why. That one is set aside as checkpoint.refused."""
         if not self.path.exists():
-            return 0
+            return 0, None
+        try:
+            return self._restore(*self._read()), None
+        except NotBelieved as reason:
+            self.path.replace(self.path.with_suffix(".refused"))
+            return 0, f"began anew, since its checkpoint {reason}"
+
+    def _read(self) -> tuple[dict, dict[str, torch.Tensor]]:
+        """The file's metadata and tensors. Raises NotBelieved."""
         try:
             with safe_open(self.path, "pt") as stored:
                 state = json.loads(stored.metadata()["state"])
                 tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (not a dict)
-        except (safetensors.SafetensorError, OSError):
-            return 0  # torn by a power cut: begin anew
-        if state["hash"] != self.hash:
-            return 0
+            found = {name: state[name] for name in ("hash", "code", "digest", "commit")}
+        except Exception as problem:  # whatever safetensors, JSON and this layout make of a damaged file
+            raise NotBelieved(f"cannot be read ({type(problem).__name__})") from None
+        if found["hash"] != self.hash:
+            raise NotBelieved("is of another run")
+        if found["code"] != code_digest():
+            raise NotBelieved(f"is of other code (commit {str(found['commit'])[:7]})")
+        if found["digest"] != digest_of(tensors):
+            raise NotBelieved("is damaged: its digest is not that of its tensors")
+        return state, tensors
+
+    def _restore(self, state: dict, tensors: dict[str, torch.Tensor]) -> int:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
@@ -93,3 +131,25 @@ class Checkpoint:
     def path_of(run_dir: Path) -> Path:
         """Where a run's checkpoint lies while it is unfinished."""
         return run_dir / "checkpoint.safetensors"
+
+
+def digest_of(tensors: dict[str, torch.Tensor]) -> str:
+    """SHA-256 (hex) over names, types, shapes and bytes of tensors on the CPU."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+@cache
+def code_digest() -> str:
+    """SHA-256 (hex) over the sources in CODE."""
+    package = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for name in CODE:
+        path = package / name
+        for source in [path] if path.is_file() else sorted(path.glob("*.py")):
+            digest.update(source.read_bytes())
+    return digest.hexdigest()

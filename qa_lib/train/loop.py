@@ -1,21 +1,56 @@
-"""The training loop: every row but A0 runs through `train`."""
+"""The training loop. Every row but A0 runs through `train`; what a row changes is in the technique's own file.
+
+`OptimizerStep` is the step that textbooks show, forward, backward, clip, step; `train` repeats it and keeps books.
+"""
 
 from pathlib import Path
 
 import torch
 
 from qa_lib.data.batches import Batches
-from qa_lib.measure.meter import PEAK_FROM, Meter, Watch
-from qa_lib.model.build import DTYPES
+from qa_lib.measure.meter import Meter, Watch
 from qa_lib.model.dropout import renew
 from qa_lib.model.packed import Packed
 from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint
-from qa_lib.train.graph import GraphedStep
-from qa_lib.train.optim import CLIP, build_optimizer, learning_rate, set_rate
-from qa_lib.train.steplog import StepLog
+from qa_lib.train.compilation import compiled, own_gradients, peak_from
+from qa_lib.train.graph import captured
+from qa_lib.train.optim import build_optimizer, clip, learning_rate, set_rate, trained
+from qa_lib.train.precision import Precision
+from qa_lib.train.steplog import StepFailed, StepLog
 
-INITIAL_SCALE = 2.0**16  # GradScaler's own default
+
+class OptimizerStep:
+    """Forward and backward pass of every micro-batch, then one update of the weights."""
+
+    def __init__(self, model, batches: Batches, spec: Spec, precision: Precision, watch: Watch):
+        self.model, self.precision, self.watch = model, precision, watch
+        forward = Packed(model, batches.limits) if spec.settings.padding == "packed" else model
+        self.forward = compiled(forward, spec.settings)
+        self.optimizer = build_optimizer(model, spec)
+        self.keep_gradients = own_gradients(spec)
+        if self.keep_gradients:
+            for parameter in trained(model):
+                parameter.grad = torch.zeros_like(parameter)
+
+    def __call__(self, micro_batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        """One step on model inputs that are on the device; the mean loss, which stays there."""
+        scaler, optimizer, watch = self.precision.scaler, self.optimizer, self.watch
+        mean_loss = torch.zeros((), device=self.precision.device)
+        for inputs in micro_batches:
+            renew(self.model)
+            with watch.phase("forward"), self.precision.autocast():
+                loss = self.forward(**inputs).loss / len(micro_batches)
+            with watch.phase("backward"):
+                scaler.scale(loss).backward()
+            mean_loss += loss.detach()
+        with watch.phase("optimizer"):
+            scaler.unscale_(optimizer)
+            clip(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=not self.keep_gradients)
+        return mean_loss
 
 
 def train(
@@ -26,78 +61,37 @@ def train(
     run_dir: Path,
     say=print,
     watch: Watch | None = None,
-) -> tuple[torch.optim.Optimizer, Meter, int]:
+) -> tuple[torch.optim.Optimizer, Meter, int, str | None]:
     """Train `model` in place for all of the batches' steps; resumes from the run's checkpoint if there is one.
 
-    Writes steps.jsonl (a line a step: step, loss, lr, ms) and, as often as the scale says, a checkpoint into
-    `run_dir`. Returns the optimizer, the meter, and the step it began at. Raises NonFiniteLoss.
+    Writes steps.jsonl and, as often as the scale says, a checkpoint into `run_dir`. Returns the optimizer, the meter,
+    the number of steps that were done before, and why a checkpoint was not believed, if one was not. Raises StepFailed.
     """
-    settings, steps, watch = spec.settings, batches.steps, watch or Watch()
     torch.manual_seed(spec.seed)
-    half = settings.half_weights
-    model.to(device, DTYPES[settings.precision] if half else None).train()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = build_optimizer(model, spec)
-    mixed = settings.precision != "fp32" and not half
-    # bf16 has the range of fp32, so that only fp16 needs its loss scaled.
-    scaler = torch.amp.GradScaler(device.type, init_scale=INITIAL_SCALE, enabled=settings.precision == "fp16")
-    # The compiled callable shares the model's weights; evaluation goes on with the plain one. Where padding varies,
-    # shapes are symbolic from the start, so that a new length compiles again at most where it fuses differently.
-    forward = Packed(model, batches.limits) if settings.padding == "packed" else model
-    if settings.compile != "none":
-        forward = torch.compile(forward, backend=settings.compile, dynamic=settings.padding == "longest")
-    # That backend returns gradients in memory which its next replay writes over; further micro-batches must add to
-    # tensors of our own, which then stay for the whole run.
-    own_gradients = settings.compile == "cudagraphs" and spec.accumulation > 1
-    if own_gradients:
-        for parameter in trained:
-            parameter.grad = torch.zeros_like(parameter)
+    watch, precision = watch or Watch(), Precision(spec.settings, device)
+    model.to(device, precision.weights).train()
+    step = OptimizerStep(model, batches, spec, precision, watch)
+    take_step = captured(step, spec.settings)
+    checkpoint = Checkpoint(run_dir, spec, model, step.optimizer, precision.scaler, device)
+    begin, refused = checkpoint.load()
+    log = StepLog(run_dir, spec, batches.steps, begin, precision.scaler, say)
+    meter = Meter(device, spec.scale.measure_from, peak_from(spec.settings))
 
-    def optimizer_step(micro_batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-        """Forward and backward of every micro-batch, then one update; the mean loss, on the device."""
-        loss = torch.zeros((), device=device)
-        for inputs in micro_batches:
-            if settings.dropout == "hash":
-                renew(model)
-            with watch.phase("forward"), torch.autocast(device.type, DTYPES[settings.precision], enabled=mixed):
-                part = forward(**inputs).loss / len(micro_batches)
-            with watch.phase("backward"):
-                scaler.scale(part).backward()
-            loss += part.detach()
-        with watch.phase("optimizer"):
-            scaler.unscale_(optimizer)
-            if not half:  # that optimizer clips as it reads the gradients
-                torch.nn.utils.clip_grad_norm_(trained, CLIP)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad(set_to_none=not own_gradients)
-        return loss
-
-    take_step = GraphedStep(optimizer_step) if settings.step == "graph" else optimizer_step
-    checkpoint = Checkpoint(run_dir, spec, model, optimizer, scaler, device)
-    begin = checkpoint.load()
-    log = StepLog(run_dir, spec, steps, begin, device, scaler, say)
-    # The cudagraphs backend records its graphs in the first step; a replay allocates nothing that would be seen.
-    peak_from = 0 if settings.compile == "cudagraphs" else PEAK_FROM
-    meter = Meter(device, spec.scale.measure_from, peak_from)
-
-    for step in range(begin, steps):
-        rate = learning_rate(spec, step, steps)
-        set_rate(optimizer, rate)
-        micro_batches = batches.step(step)
+    for number in range(begin + 1, batches.steps + 1):
+        rate = learning_rate(spec, number - 1, batches.steps)
+        set_rate(step.optimizer, rate)
+        micro_batches = batches.step(number - 1)
         try:
-            loss = take_step([batches.collate(indices, device) for indices in micro_batches])
-        except BaseException as problem:
-            problem.step = step + 1  # for the record
-            raise
+            loss = take_step([batches.collate(features, device) for features in micro_batches])
+        except Exception as problem:
+            raise StepFailed(number) from problem
         meter.step(*batches.rows(micro_batches))
         log.add(loss, rate)
-        done = step + 1
-        saves = spec.scale.checkpoint_every and done % spec.scale.checkpoint_every == 0 and done < steps
-        if log.due or done == steps or saves:
+        saves = checkpoint.is_due(number, batches.steps)
+        if log.due or saves or number == batches.steps:
             log.write(meter.flush())
             if saves:
-                checkpoint.save(done)
+                checkpoint.save(number)
             meter.resume()
-        watch.finished(done)
-    return optimizer, meter, begin
+        watch.finished(number)
+    return step.optimizer, meter, begin, refused

@@ -1,6 +1,7 @@
-"""steps.jsonl: what a run says of itself while it runs."""
+"""steps.jsonl: what a run says of itself while it runs, and what ends it early."""
 
 import json
+import math
 import time
 from pathlib import Path
 
@@ -10,23 +11,35 @@ from qa_lib.record import RecordError
 from qa_lib.spec import Spec
 
 LOOK_EVERY_S = 1.0  # seconds between two looks at the loss; each look waits for the device
+SAY_EVERY_S = 60.0  # a line of progress comes at each tenth of the steps, and at the latest after so many seconds
 
 
-class NonFiniteLoss(RuntimeError):
-    """The loss is NaN or infinite and no smaller GradScaler scale can help. `step` counts from 1."""
+class StepFailed(RuntimeError):
+    """An optimizer step that could not be done; `step` counts from 1, and the cause says why."""
 
-    def __init__(self, step: int, loss: float):
-        super().__init__(f"loss is {loss} at step {step}")
+    def __init__(self, step: int, message: str = "an error in the step"):
+        super().__init__(f"{message} at step {step}")
         self.step = step
 
 
-class StepLog:
-    """steps.jsonl of a run. Losses stay on the device until `write`, so that logging does not stall a step."""
+class NonFiniteLoss(StepFailed):
+    """The loss is NaN or infinite and no smaller GradScaler scale can help."""
 
-    def __init__(self, run_dir: Path, spec: Spec, steps: int, begin: int, device: torch.device, scaler, say):
+
+class StepLog:
+    """steps.jsonl of a run: a line a step with its number, loss, learning rate (lr) and milliseconds (ms).
+
+    Losses stay on the device until `write`, so that logging does not stall a step. `begin` is the number of steps that
+    an earlier process has done; its lines are kept.
+    """
+
+    def __init__(self, run_dir: Path, spec: Spec, steps: int, begin: int, scaler: torch.amp.GradScaler, say):
         self.path, self.steps, self.written, self.scaler, self.say = run_dir / "steps.jsonl", steps, begin, scaler, say
-        self.pending, self.said, self.looked = [], begin, time.monotonic()
-        self.label = f"{spec.variant} seed {spec.seed}"
+        self.pending, self.said = [], begin
+        self.started = self.looked = self.said_at = time.monotonic()
+        self.label, self.features = f"{spec.variant} seed {spec.seed}", spec.accumulation * spec.settings.micro_batch
+        if spec.settings.compile != "none":
+            self.say(f"{self.label}: compiling, then {steps - begin} steps")
         earlier = self.path.read_text().splitlines(keepends=True)[:begin] if begin and self.path.exists() else []
         self._append("".join(earlier), mode="w")
 
@@ -50,20 +63,30 @@ class StepLog:
         for (loss, rate), duration in zip(self.pending, seconds, strict=True):
             self.written += 1
             value = float(loss)
-            finite = value - value == 0.0
+            finite = math.isfinite(value)
             lines.append(
                 {"step": self.written, "loss": value if finite else None, "lr": rate, "ms": round(1e3 * duration, 4)}
             )
             if not finite and not excused and broken is None:
-                broken = NonFiniteLoss(self.written, value)
+                broken = NonFiniteLoss(self.written, f"loss is {value}")
         self._append("".join(json.dumps(line) + "\n" for line in lines))
         self.pending.clear()
         if broken:
             raise broken
         self.looked = time.monotonic()
-        if self.written - self.said >= self.steps / 10 or self.written == self.steps:
-            self.said = self.written
-            self.say(f"{self.label}: step {self.written}/{self.steps}, loss {value:.3f}")
+        tenth = self.written - self.said >= self.steps / 10
+        if tenth or self.written == self.steps or self.looked - self.said_at >= SAY_EVERY_S:
+            self.say(f"{self.label}: {self._progress(value)}")
+            self.said, self.said_at = self.written, self.looked
+
+    def _progress(self, loss: float) -> str:
+        """Where the run is: step, loss, speed since the last line, time since the first step, time that is left."""
+        per_step = (self.looked - self.said_at) / (self.written - self.said)
+        left, taken = (self.steps - self.written) * per_step, self.looked - self.started
+        return (
+            f"step {self.written}/{self.steps}, loss {loss:.3f}, {self.features / per_step:.0f} features/s, "
+            f"{_duration(taken)} so far, {_duration(left)} left"
+        )
 
     def _append(self, text: str, mode: str = "a") -> None:
         try:
@@ -71,3 +94,11 @@ class StepLog:
                 stream.write(text)
         except OSError as problem:
             raise RecordError(f"cannot write {self.path}: {problem.strerror}") from problem
+
+
+def _duration(seconds: float) -> str:
+    """'42 s', '12 min', '3 h 05 min'."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"

@@ -1,4 +1,9 @@
-"""The A0 rows: the same recipe through transformers.Trainer, timed by the same meter."""
+"""The A0 rows: the same recipe through transformers.Trainer, timed by the same meter.
+
+This is the peer that the loop is measured against: what most people would run, with its own order of the data, its own
+optimizer (fused AdamW) and its own schedule. Its rows take what the Trainer offers and no more; what it has not, packed
+rows or a captured step, is refused by variants.CONFLICTS. It does not resume.
+"""
 
 from pathlib import Path
 
@@ -14,7 +19,7 @@ from qa_lib.train.optim import CLIP, learning_rate
 from qa_lib.train.steplog import StepLog
 
 
-def train_with_trainer(
+def train(
     model: torch.nn.Module,
     batches: Batches,
     spec: Spec,
@@ -22,28 +27,31 @@ def train_with_trainer(
     run_dir: Path,
     say=print,
     watch: Watch | None = None,
-) -> tuple[torch.optim.Optimizer, Meter, int]:
-    """As train.train, but by transformers.Trainer: its own order, optimizer (fused AdamW) and schedule; no resume."""
+) -> tuple[torch.optim.Optimizer, Meter, int, None]:
+    """As loop.train."""
+    settings = spec.settings
     meter = Meter(device, spec.scale.measure_from)
-    log = StepLog(run_dir, spec, batches.steps, 0, device, torch.amp.GradScaler(enabled=False), say)
+    log = StepLog(run_dir, spec, batches.steps, 0, torch.amp.GradScaler(enabled=False), say)
     arguments = TrainingArguments(
         output_dir=str(run_dir),
         max_steps=batches.steps,
-        per_device_train_batch_size=spec.settings.micro_batch,
+        per_device_train_batch_size=settings.micro_batch,
         gradient_accumulation_steps=spec.accumulation,
         learning_rate=learning_rate(spec, 0, 1),
         lr_scheduler_type="linear",
         warmup_steps=int(spec.scale.warmup * batches.steps),
+        optim="adamw_torch_fused",
         weight_decay=0.0,
         max_grad_norm=CLIP,
-        fp16=spec.settings.precision == "fp16",
+        fp16=settings.precision == "fp16",
+        bf16=settings.precision == "bf16",
         seed=spec.seed,
         use_cpu=device.type == "cpu",
         dataloader_drop_last=True,
         remove_unused_columns=False,
-        train_sampling_strategy="group_by_length" if spec.settings.order == "bucketed" else "random",
-        torch_compile=spec.settings.compile != "none",
-        torch_compile_backend=spec.settings.compile if spec.settings.compile != "none" else None,
+        train_sampling_strategy="group_by_length" if settings.order == "bucketed" else "random",
+        torch_compile=settings.compile != "none",
+        torch_compile_backend=settings.compile if settings.compile != "none" else None,
         save_strategy="no",
         logging_strategy="no",
         disable_tqdm=True,
@@ -56,7 +64,7 @@ def train_with_trainer(
     trainer.add_callback(_Steps(trainer, meter, log, watch or Watch()))
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    return trainer.optimizer, meter, 0
+    return trainer.optimizer, meter, 0, None
 
 
 class _Collator:

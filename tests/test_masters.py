@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from qa_lib.train.optim import MasterAdamW
+from qa_lib.train.masters import MasterAdamW
 
 SHAPES = [(33, 17), (128,), (4, 5, 6)]
 

@@ -17,6 +17,7 @@ from qa_lib.errors import UserError
 from tests.bench_data import best_of
 from tests.material import SQUAD, document, needs_squad, question, real_tokenizer, trained_tokenizer, write
 from tests.plain import overflow, plain_positions
+from tests.tiny import byte_level_tokenizer
 
 TEXT = (
     "The river Rhine, 1,233 km long, flows north through naïve cafés and e\u0301clairs; its mouth lies near Rotterdam. "
@@ -53,13 +54,17 @@ def check(examples: list[Example], tokenizer, max_length: int, stride: int) -> F
     assert features.lengths.max() <= max_length
     assert np.array_equal(features.tokens, flat(wanted["input_ids"]))
     assert np.array_equal(features.example, wanted["overflow_to_sample_mapping"])
-    types = features.batch(np.arange(n), max_length)["token_type_ids"]
-    assert np.array_equal(types[np.arange(max_length) < features.lengths[:, None]], flat(wanted["token_type_ids"]))
+    assert np.array_equal(features.offsets, np.concatenate(wanted["offset_mapping"]))
+    batch = features.batch(np.arange(n), max_length)
+    if "token_type_ids" in batch:
+        types = batch["token_type_ids"][np.arange(max_length) < features.lengths[:, None]]
+        assert np.array_equal(types, flat(wanted["token_type_ids"]))
+    else:  # models take all types for 0 where there are none
+        assert not any(map(any, wanted.get("token_type_ids", [])))
     spans = features.context_span.tolist()
     for i in range(n):
         offsets, (first, stop) = wanted["offset_mapping"][i], spans[i]
-        assert np.array_equal(features.offsets(i), offsets)
-        assert (wanted.sequence_ids(i).count(1), features.question_length[i]) == (stop - first, first - 2)
+        assert [place for place, text in enumerate(wanted.sequence_ids(i)) if text == 1] == list(range(first, stop))
         positions = plain_positions(offsets, first, stop - 1, examples[features.example[i]].answers)
         assert (features.start_positions[i], features.end_positions[i]) == positions
     return features
@@ -238,6 +243,43 @@ def test_tokenizers_that_cannot_be_cut_at_blanks_give_the_same_as_their_own_over
         check(examples, tokenizer, 50, 10)
 
 
+@pytest.mark.parametrize("add_prefix_space", [False, True])
+def test_windows_of_a_byte_level_tokenizer_are_its_own_overflow(add_prefix_space):
+    """RoBERTa's: four special tokens, no token types, blanks that belong to words, several tokens for a character."""
+    tokenizer = byte_level_tokenizer([TEXT] * 3, add_prefix_space=add_prefix_space)
+    examples = [Example(f"e{i}{j}", "", q, f"{c} {c}") for i, q in enumerate(EDGES) for j, c in enumerate(EDGES)]
+    examples = [example for example in examples if len(example.question) < 8]
+    for start, length in itertools.product(range(0, len(TEXT) - 8), (1, 3, 8)):
+        answer = (TEXT[start : start + length], start)
+        examples.append(Example(f"a{start}-{length}", "", "  Where does it", TEXT, (answer,)))
+    features = check(examples, tokenizer, 60, 9)
+    assert len(features) > len(examples)
+    assert (features.tokens[features.starts[:-1]] == tokenizer.cls_token_id).all()
+    batch = features.batch(np.array([0, len(features) - 1]), 60)
+    assert set(batch) == {"input_ids", "attention_mask", "start_positions", "end_positions"}
+    assert batch["input_ids"][0, -1] == tokenizer.pad_token_id == 1
+    crowded = Example("q7", "Rivers", "river " * 30, "river")
+    with pytest.raises(DataError, match=r"question 'q7': its \d+ tokens leave 0 of 20 .* stride 4 \(1 such"):
+        build_features(Given([crowded]), tokenizer, 20, 4, cache=False)
+
+
+def test_the_quick_way_gives_what_the_tokenizers_own_overflow_gives(small, monkeypatch):
+    examples = [Example(f"{i}", "", "  where is it", TEXT * 2, ((TEXT[i : i + 5], i),)) for i in range(60)]
+    quick = build_features(Given(examples), small, 50, 10, cache=False)
+    monkeypatch.setattr("qa_lib.data.windows.splits_at_blanks", lambda _: False)
+    monkeypatch.setattr("qa_lib.data.windows.QUESTIONS_PER_CALL", 7)
+    assert same(quick, build_features(Given(examples), small, 50, 10, cache=False))
+
+
+def test_another_way_to_join_a_pair(small):
+    tokenizer = trained_tokenizer([TEXT] * 3, 300)
+    ends = [("[CLS]", tokenizer.cls_token_id), ("[SEP]", tokenizer.sep_token_id)]
+    template = TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] [SEP] $B [SEP]", ends)
+    tokenizer.backend_tokenizer.post_processor = template
+    features = check([Example("q", "", "where", TEXT, ((TEXT[20:30], 20),))], tokenizer, 50, 10)
+    assert "token_type_ids" not in features.batch(np.array([0]), 50)
+
+
 def test_tokenizers_and_lengths_that_cannot_work(small):
     source = Given([Example("q", "", "where", TEXT)])
     for lengths in ((3, 0), (20, 17), (20, -1)):
@@ -245,11 +287,10 @@ def test_tokenizers_and_lengths_that_cannot_work(small):
             build_features(source, small, *lengths, cache=False)
     with pytest.raises(UserError, match="no fast tokenizer"):
         build_features(source, object(), cache=False)
-    pairless = trained_tokenizer([TEXT] * 3, 300)
-    ends = [("[CLS]", pairless.cls_token_id), ("[SEP]", pairless.sep_token_id)]
-    pairless.backend_tokenizer.post_processor = TemplateProcessing("[CLS] $A", "[CLS] $A [SEP] [SEP] $B [SEP]", ends)
-    with pytest.raises(UserError, match=r"does not join texts as \[CLS\]"):
-        build_features(source, pairless, cache=False)
+    bare = trained_tokenizer([TEXT] * 3, 300)
+    bare.backend_tokenizer.post_processor = TemplateProcessing("$A", "$A [SEP] $B", [("[SEP]", bare.sep_token_id)])
+    with pytest.raises(UserError, match="does not join texts as a special token"):
+        build_features(source, bare, cache=False)
 
 
 def same(a: Features, b: Features) -> bool:

@@ -1,0 +1,96 @@
+"""The encoders that the lab trains: where each keeps its layers, embeddings and answer head, and what it lacks.
+
+BERT (Devlin et al. 2018), RoBERTa (Liu et al. 2019) and ELECTRA (Clark et al. 2020) are one architecture under three
+names in transformers, and differ in what is written down here. Whatever changes or counts a part of a model (fused
+projections, dropout, 8-bit products, frozen layers, FLOPs, memory, profiles) finds it by this table, so that another
+encoder is another entry. How a question and its context are joined, and whether token types go with them, is not here:
+the tokenizer says that (data/tokenise.py).
+
+No torch is imported: a driver reads `lacks` to skip the rows that an architecture cannot run.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from qa_lib.errors import UserError
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """One architecture. Names are those of submodules, of the question-answering model or of one of its layers."""
+
+    layers: str
+    embeddings: tuple[str, ...]  # the first has the dropout; modules that a configuration leaves out may be named
+    head: str = "qa_outputs"
+    # In each layer. RECIPES of variants.py address adapters by the last part of these names.
+    attention: str = "attention"  # with its output product and norm
+    self_attention: str = "attention.self"
+    projections: tuple[str, str, str] = ("query", "key", "value")  # in self_attention
+    feed_forward: tuple[str, ...] = ("intermediate", "output")
+    products: tuple[str, ...] = ("intermediate.dense", "output.dense")  # of the feed-forward block
+    dropouts: tuple[str, ...] = ("attention.output.dropout", "output.dropout")  # of the hidden states
+    positions_after_padding: bool = False  # positions count from padding's token id + 1, and not from 0
+    lacks: Mapping[str, str] = field(default_factory=dict)  # what variants.needs names -> why it is not there
+
+
+ENCODERS = {
+    "bert": Encoder("bert.encoder.layer", ("bert.embeddings",)),
+    "roberta": Encoder("roberta.encoder.layer", ("roberta.embeddings",), positions_after_padding=True),
+    # Its small models have narrower embeddings, and a product that widens them.
+    "electra": Encoder("electra.encoder.layer", ("electra.embeddings", "electra.embeddings_project")),
+}
+
+
+def find_encoder(model_type: str, source: str) -> Encoder:
+    """The entry for a `model_type` of transformers; UserError, which names `source`, if there is none."""
+    if model_type not in ENCODERS:
+        raise UserError(f"{source}: a model of type {model_type!r}; this lab trains {', '.join(ENCODERS)}")
+    return ENCODERS[model_type]
+
+
+def encoder_of(model) -> Encoder:
+    """The entry of a model that was built."""
+    return ENCODERS[model.config.model_type]
+
+
+def first_position(config) -> int:
+    """The position id of a row's first token, from a model's configuration."""
+    return config.pad_token_id + 1 if ENCODERS[config.model_type].positions_after_padding else 0
+
+
+def most_tokens(config) -> int:
+    """How long a row may be: one token a position id."""
+    return config.max_position_embeddings - first_position(config)
+
+
+def layers_of(model) -> list:
+    """The layers, from the bottom up."""
+    return list(model.get_submodule(encoder_of(model).layers))
+
+
+def embeddings_of(model) -> list:
+    """The modules below the layers."""
+    return [module for name, module in model.named_modules() if name in encoder_of(model).embeddings]
+
+
+def parts_of(model) -> dict[str, list]:
+    """The modules of a forward pass by the part of the model that they belong to, for profiles."""
+    encoder, layers = encoder_of(model), layers_of(model)
+    return {
+        "embeddings": embeddings_of(model),
+        "attention": [layer.get_submodule(encoder.attention) for layer in layers],
+        "feed-forward": [layer.get_submodule(name) for layer in layers for name in encoder.feed_forward],
+        "loss": [model.get_submodule(encoder.head)],
+    }
+
+
+def trains(module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def layers_passed(model) -> int:
+    """How many layers gradients pass through on their way down to the lowest parameter that trains."""
+    layers = layers_of(model)
+    if any(map(trains, embeddings_of(model))):
+        return len(layers)
+    return max((len(layers) - number for number, layer in enumerate(layers) if trains(layer)), default=0)

@@ -1,0 +1,29 @@
+"""What kinds of work the lab trains for. A task is its data, its model's head and its score; the rest is shared.
+
+Question answering is the first. Another one takes an entry here, one in record.TASKS (the names of its scores, which
+the report reads), a loader in data/, an evaluation in score/, and a scale that names it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transformers import AutoModelForQuestionAnswering
+
+from qa_lib import record
+from qa_lib.data.load import load_data
+from qa_lib.score.evaluate import evaluate
+
+
+@dataclass(frozen=True)
+class Task:
+    """`load(spec)` gives a run's data, `head` is transformers' class for the model, and `evaluate(model, data, spec,
+    device, run_dir)` gives the record's `quality`; `scored` says by which of these scores rows are compared, and
+    whether more is better."""
+
+    load: Callable
+    head: type
+    evaluate: Callable
+    scored: record.Task
+
+
+TASKS = {"qa": Task(load_data, AutoModelForQuestionAnswering, evaluate, record.TASKS["qa"])}

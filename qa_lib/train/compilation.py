@@ -1,0 +1,49 @@
+"""torch.compile around the forward pass, by backend (rows A3 and D).
+
+`inductor` traces the model into one graph, fuses elementwise work into few kernels that read and write memory once, and
+takes Python out of the step. `aot_eager` traces and differentiates the graph but runs its kernels as they are, which
+shows what tracing alone contributes; `cudagraphs` replays those kernels as CUDA graphs, which shows what launches cost.
+"""
+
+import torch
+
+from qa_lib.measure.meter import PEAK_FROM
+from qa_lib.spec import Spec
+from qa_lib.variants import Settings
+
+
+def compiled(model: torch.nn.Module, settings: Settings):
+    """The model's compiled form, which shares its weights; or the model.
+
+    Where padding varies, shapes are symbolic from the start, so that a new length compiles again at most where it fuses
+    differently.
+    """
+    if settings.compile == "none":
+        return model
+    return torch.compile(model, backend=settings.compile, dynamic=settings.padding == "longest")
+
+
+def forget_compiled() -> None:
+    """Start as in a new process: Dynamo counts what it compiled for all models, and soon leaves the rest uncompiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def found_in_cache() -> bool:
+    """Whether an earlier run has compiled a part of what this process has."""
+    return torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"] > 0
+
+
+def own_gradients(spec: Spec) -> bool:
+    """Whether gradients need memory of their own, for the whole run.
+
+    The cudagraphs backend returns them in memory which its next replay writes over, and a further micro-batch must add
+    to them.
+    """
+    return spec.settings.compile == "cudagraphs" and spec.accumulation > 1
+
+
+def peak_from(settings: Settings) -> int:
+    """The step after which compilation allocates no more; the cudagraphs backend records its graphs in the first, and a
+    replay allocates nothing that would be seen."""
+    return 0 if settings.compile == "cudagraphs" else PEAK_FROM

@@ -1,0 +1,277 @@
+"""Settings cannot lie: every value, and every two values of different settings, are refused or their effect is seen.
+
+A step is trained on the CPU with a tiny BERT, compiled rows by Dynamo's own `eager` backend in place of the one that
+is asked for: which code Inductor makes of them is seen in the sweeps at scale smoke, row by row. What only a GPU can do
+is skipped with its reason, or adjusted and said. `join` acts on predictions alone and has tests of its own.
+"""
+
+import dataclasses
+import itertools
+import re
+
+import numpy as np
+import pytest
+import torch
+from transformers import Trainer
+
+from qa_lib import spec as specs
+from qa_lib.data.load import batches_of, load_data
+from qa_lib.model.build import build_model
+from qa_lib.model.dropout import HashDropout
+from qa_lib.model.projections import FusedSelfAttention
+from qa_lib.run.plan import plan
+from qa_lib.spec import Machine, adjust, missing
+from qa_lib.train import engine, loop, masters, trainer
+from qa_lib.train.masters import MasterAdamW
+from qa_lib.variants import CONFLICTS, VARIANTS, Settings, SpecError, choices
+
+CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
+RECIPES = ("all", "lora-qv", "lora-all-r4", "biases", "freeze-bottom-10", "freeze-last-4")
+VALUES = choices() | {"trainable": RECIPES, "micro_batch": (8, 4)}
+# What a value needs of other settings; where the pair under test does not set them itself, these are set with it.
+COMPANIONS = {
+    ("padding", "packed"): {"attention": "sdpa"},
+    ("attention", "flash"): {"padding": "packed"},
+    ("attention", "efficient"): {"padding": "packed"},
+    ("attention", "blockmask"): {"padding": "packed"},
+    ("optimizer", "master"): {"precision": "bf16"},
+    ("feed_forward", "fp8"): {"precision": "bf16", "optimizer": "master"},
+    ("step", "graph"): {"optimizer": "fused"},
+}
+
+
+def asked_for(**values) -> Settings:
+    """Settings with these values and the companions that they need. Raises SpecError."""
+    needed = {}
+    for pair in values.items():
+        needed |= COMPANIONS.get(pair, {})
+    return Settings(**needed | values)
+
+
+@pytest.fixture(scope="module")
+def data():
+    (spec,) = plan(["A1"], "smoke", data="synthetic:60", machine=CPU)
+    return load_data(spec)
+
+
+def here(asked: Settings) -> tuple[Settings, str | None]:
+    """What this CPU makes of the settings, and why it cannot run them. bf16 it leaves to GPUs, but can do."""
+    settings, _ = adjust(asked, CPU)
+    skip = missing(settings, CPU)
+    if asked.precision == "bf16" and not skip:
+        settings = dataclasses.replace(settings, precision="bf16", optimizer=asked.optimizer)
+    return settings, skip
+
+
+class Seen:
+    """One training step under these settings, and what was seen of it."""
+
+    def __init__(self, settings: Settings, asked: Settings, data, folder, monkeypatch):
+        (spec,) = plan(["A1"], "smoke", data="synthetic:60", machine=CPU)
+        scale = dataclasses.replace(spec.scale, steps=1, effective_batch=8, measure_from=0, checkpoint_every=0)
+        self.spec = spec = dataclasses.replace(spec, scale=scale, asked=asked, settings=settings)
+        self.compiled, self.shapes, self.autocast, self.trainer_order = [], [], set(), None
+        self.engines = []
+        compile_, train_ = torch.compile, Trainer.train
+
+        def spy_compile(model, **options):
+            self.compiled.append(options["backend"])
+            return compile_(model, **options | {"backend": "eager"})
+
+        def spy_train(trainer):
+            self.trainer_order = trainer.args.train_sampling_strategy
+            return train_(trainer)
+
+        monkeypatch.setattr(torch, "compile", spy_compile)
+        monkeypatch.setattr(masters, "_update", masters._update._torchdynamo_orig_callable)  # Inductor takes seconds
+        monkeypatch.setattr(Trainer, "train", spy_train)
+        for name, module in (("loop", loop), ("trainer", trainer)):
+            monkeypatch.setattr(module, "train", self._noting(name, module.train))
+        before = {name: p.detach().clone() for name, p in build_model(spec).named_parameters()}
+        self.model, self.batches = build_model(spec), batches_of(data.features, spec)
+        self.model.get_input_embeddings().register_forward_hook(self._look)
+        folder.mkdir()
+        self.optimizer = engine.train(self.model, self.batches, spec, torch.device("cpu"), folder, lambda _: None)[0]
+        after = dict(self.model.named_parameters())
+        self.moved = {
+            name for name, p in after.items() if not torch.equal(p.detach().float(), before[name].to(p.dtype).float())
+        }
+        self.trains = {name for name, p in after.items() if p.requires_grad}
+
+    def _noting(self, name, train):
+        def noted(*arguments):
+            self.engines.append(name)
+            return train(*arguments)
+
+        return noted
+
+    def _look(self, module, inputs, output):
+        self.shapes.append(tuple(inputs[0].shape))
+        self.autocast.add(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
+
+    def has(self, kind) -> bool:
+        return any(isinstance(module, kind) for module in self.model.modules())
+
+    def spread(self) -> float:
+        """Mean difference of lengths within a micro-batch, over an epoch."""
+        epoch = range(self.batches.per_epoch // self.spec.accumulation)
+        micro_batches = [m for step in epoch for m in self.batches.step(step)]
+        return float(np.mean([np.ptp(self.batches.features.lengths[m]) for m in micro_batches]))
+
+
+def trains_as_named(seen: Seen, recipe: str) -> bool:
+    names = seen.trains
+    head = {name for name in names if name.startswith("qa_outputs")}
+    every = {name for name, _ in seen.model.named_parameters()}
+    expected = {
+        "all": every,
+        "lora-qv": {name for name in every if ".lora_" in name and ("query" in name or "value" in name)} | head,
+        "lora-all-r4": {name for name in every if ".lora_" in name} | head,
+        "biases": {name for name in every if name.endswith(".bias")} | head,
+        "freeze-bottom-10": {name for name in every if "embeddings" not in name and ".layer.0." not in name},
+        "freeze-last-4": {name for name in every if ".layer.1." not in name},
+    }[recipe]
+    return bool(head) and names == expected and seen.moved <= names and len(seen.moved) > len(names) / 3
+
+
+def attends(seen: Seen, kernel: str) -> bool:
+    return seen.model.config._attn_implementation == ("packed-" * (seen.spec.settings.padding == "packed")) + kernel
+
+
+def pads(seen: Seen, padding: str) -> bool:
+    rows, width = seen.shapes[0]
+    limit = seen.spec.scale.max_length
+    if padding == "packed":
+        return rows == 1 and width == seen.batches.budget
+    return width == limit if padding == "max" else width < limit or seen.batches.features.lengths.max() > limit - 32
+
+
+def ordered(seen: Seen, order: str) -> bool:
+    if seen.spec.settings.engine == "trainer":
+        return seen.trainer_order == {"random": "random", "bucketed": "group_by_length"}[order]
+    return (seen.spread() < 15) == (order == "bucketed")
+
+
+OPTIMIZERS = {
+    "adamw": lambda optimizer: type(optimizer) is torch.optim.AdamW and not optimizer.defaults["fused"],
+    "fused": lambda optimizer: "AdamW" in repr(optimizer) and optimizer.defaults["fused"],
+    "adamw8bit": lambda optimizer: type(optimizer).__name__ == "AdamW8bit",
+    "master": lambda optimizer: isinstance(optimizer, MasterAdamW),
+}
+DTYPES = {"bf16": torch.bfloat16, "fp32": None}
+EFFECTS = {  # setting -> whether its value was seen at work
+    "engine": lambda seen, value: seen.engines == [value],
+    "precision": lambda seen, value: seen.autocast == {None if seen.spec.settings.half_weights else DTYPES[value]},
+    "attention": attends,
+    "projections": lambda seen, value: seen.has(FusedSelfAttention) == (value == "fused"),
+    "dropout": lambda seen, value: (
+        seen.has(HashDropout) == (value == "hash")
+        and (value == "philox" or bool(seen.model.dropout_seeds.values.any()))
+    ),
+    "feed_forward": lambda seen, value: value == "native",
+    "compile": lambda seen, value: seen.compiled == ([] if value == "none" else [value]),
+    "padding": pads,
+    "order": ordered,
+    "trainable": trains_as_named,
+    "optimizer": lambda seen, value: OPTIMIZERS[value](getattr(seen.optimizer, "optimizer", seen.optimizer)),
+    "step": lambda seen, value: value == "eager",
+    "checkpointing": lambda seen, value: seen.model.is_gradient_checkpointing is value,
+    "join": lambda seen, value: True,
+    "micro_batch": lambda seen, value: len(seen.batches.step(0)[0]) == value and len(seen.shapes) == 8 // value,
+}
+
+
+def check(asked: Settings, names, data, folder, monkeypatch) -> str:
+    """'trained' after a step in which the named settings were seen at work; or why this machine skips it."""
+    settings, skip = here(asked)
+    if skip:
+        return skip
+    with monkeypatch.context() as patch:
+        seen = Seen(settings, asked, data, folder, patch)
+    for name in names:
+        assert EFFECTS[name](seen, getattr(settings, name)), f"{name} {getattr(settings, name)!r} had no effect"
+    return "trained"
+
+
+def test_every_setting_has_values_and_an_effect_to_look_for():
+    fields = {field.name for field in dataclasses.fields(Settings)}
+    assert set(VALUES) == set(EFFECTS) == fields
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_every_value_of_every_setting_trains_a_step_or_says_why_not(name, data, tmp_path, monkeypatch):
+    trained = 0
+    for number, value in enumerate(VALUES[name]):
+        asked = asked_for(**{name: value})
+        outcome = check(asked, [name], data, tmp_path / str(number), monkeypatch)
+        trained += outcome == "trained"
+        assert outcome == "trained" or "needs a" in outcome or "no torch.compile backend" in outcome
+    assert trained
+
+
+PAIRS = list(itertools.combinations(VALUES, 2))
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda name: name)
+def test_two_settings_together_train_a_step_or_refuse(one, other, data, tmp_path, monkeypatch):
+    default = Settings()
+    for number, (a, b) in enumerate(itertools.product(VALUES[one], VALUES[other])):
+        if a == getattr(default, one) or b == getattr(default, other):
+            continue  # one value beside the defaults: the test above
+        try:
+            asked = asked_for(**{one: a, other: b})
+        except SpecError as refusal:
+            assert "do not go together" in str(refusal)
+            continue
+        check(asked, [one, other], data, tmp_path / str(number), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"optimizer": "lion"}, "unknown optimizer 'lion'"),
+        ({"padding": "longst"}, "unknown padding 'longst'; did you mean 'longest'?"),
+        ({"attention": "SDPA"}, "unknown attention 'SDPA'; did you mean 'sdpa'?"),
+        ({"trainable": "lora-vq"}, "unknown trainable 'lora-vq'; did you mean 'lora-qv'?"),
+        ({"checkpointing": "yes"}, "unknown checkpointing 'yes'"),
+        ({"micro_batch": 0}, "micro_batch 0 is not a whole number"),
+    ],
+)
+def test_an_unknown_value_is_refused_with_the_nearest(change, said):
+    with pytest.raises(SpecError, match=re.escape(said)):
+        Settings(**change)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"engine": "trainer", "optimizer": "adamw8bit"}, ["engine 'trainer'", "optimizer 'adamw8bit'", "fused AdamW"]),
+        ({"projections": "fused", "trainable": "lora-all"}, ["projections 'fused'", "trainable 'lora-all'", "away"]),
+        ({"feed_forward": "fp8", "precision": "bf16"}, ["feed_forward 'fp8'", "optimizer 'adamw'", "weights in bf16"]),
+        ({"optimizer": "master"}, ["optimizer 'master'", "precision 'fp16'"]),
+    ],
+)
+def test_a_conflict_names_both_settings_and_the_reason(change, words):
+    with pytest.raises(SpecError) as refusal:
+        Settings(**change)
+    assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_every_conflict_is_about_settings_and_values_that_exist():
+    for *conditions, why in CONFLICTS:
+        assert why and not why.endswith(".")
+        for name, pattern in conditions:
+            for part in pattern.removeprefix("!").split("|"):
+                assert any(value == part or part == "lora*" for value in map(str, VALUES[name])), (name, part)
+
+
+def test_rows_after_e5_name_the_optimizer_that_trains_them():
+    for name in ("E5", "E6", "E-best", "E-fp8", "EB1", "EB1-all", "EB2", "EB3"):
+        assert VARIANTS[name].settings.optimizer == "master", name
+
+
+def test_what_the_machine_changes_is_said():
+    assert adjust(VARIANTS["A0"].settings, dataclasses.replace(CPU, gpus=1, sm=90))[1] == [specs.TRAINER_OPTIMIZER]
+    settings, said = adjust(VARIANTS["E-best"].settings, CPU)
+    assert (settings.precision, settings.optimizer, settings.step) == ("fp32", "fused", "eager")
+    assert [note.split(":")[0] for note in said] == ["precision", "optimizer", "step", "attention"]

@@ -1,0 +1,42 @@
+"""Tiny checkpoints of every encoder in the table, with random weights and a tokenizer of their own kind."""
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import AutoConfig, AutoModelForQuestionAnswering, RobertaTokenizer
+
+from qa_lib.data.squad import open_source
+from qa_lib.data.synthetic import TINY_CONFIG
+from qa_lib.data.tokenise import build_tokenizer
+
+# What differs between the encoders: ELECTRA's embeddings may be narrower than its layers.
+SHAPES = {
+    "bert": {},
+    "roberta": {"max_position_embeddings": 514, "type_vocab_size": 1},
+    "electra": {"embedding_size": 32},
+}
+
+
+def byte_level_tokenizer(texts, size: int = 400, **options) -> RobertaTokenizer:
+    """A RoBERTa tokenizer (`<s> question </s></s> context </s>`, blanks belong to words) learnt from `texts`."""
+    learner = ByteLevelBPETokenizer()
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    learner.train_from_iterator(texts, vocab_size=size, special_tokens=special, show_progress=False)
+    model = json.loads(learner.to_str())["model"]
+    return RobertaTokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]], **options)
+
+
+def checkpoint(model_type: str, folder: Path) -> str:
+    """Write the checkpoint of a tiny model of that type, with a tokenizer for the synthetic text; its folder."""
+    tokenizer = build_tokenizer("tiny")
+    if model_type == "roberta":
+        tokenizer = byte_level_tokenizer(example.context for example in open_source("synthetic:60", "train").examples)
+    config = AutoConfig.for_model(
+        model_type, **TINY_CONFIG | SHAPES[model_type], vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id
+    )
+    torch.manual_seed(0)
+    AutoModelForQuestionAnswering.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
