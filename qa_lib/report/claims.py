@@ -127,9 +127,9 @@ FILTERS |= {verdict.__name__: verdict for verdict in (between, costs, about, hol
 
 def facts_of(runs: pd.DataFrame, group: str) -> Facts:
     """The facts in all records of a group's hardware; where it has no bench group, the group's own speeds."""
-    bench, vram = (usual(sibling(runs, group, scale)) for scale in ("bench", "vram"))
-    lines = summarise(usual(select(runs, group)) if bench.empty else bench)
-    return Facts(lines, usual(quality_runs(runs, group)), vram, usual(tries_of(runs, group)))
+    bench, vram = (sibling(runs, group, scale) for scale in ("bench", "vram"))
+    lines = summarise(select(runs, group) if bench.empty else bench)
+    return Facts(*map(usual, (lines, quality_runs(runs, group), vram, tries_of(runs, group))))
 
 
 def claims_table(facts: Facts) -> pd.DataFrame:
