@@ -161,7 +161,7 @@ def test_the_cost_of_a_step_is_what_pytorch_counts(kind, recipe, checkpointing, 
 
 def test_an_encoder_that_is_not_in_the_table_is_refused_by_name(tmp_path):
     DistilBertConfig().save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="type 'distilbert'; this lab trains bert, roberta, electra"):
+    with pytest.raises(UserError, match="type 'distilbert'; this lab knows bert, roberta, electra"):
         plan(["A1"], "bench", [0], "synthetic:40", str(tmp_path), machine=CPU)
 
 

@@ -44,7 +44,7 @@ ENCODERS = {
 def find_encoder(model_type: str, source: str) -> Encoder:
     """The entry for a `model_type` of transformers; UserError, which names `source`, if there is none."""
     if model_type not in ENCODERS:
-        raise UserError(f"{source}: a model of type {model_type!r}; this lab trains {', '.join(ENCODERS)}")
+        raise UserError(f"{source}: a model of type {model_type!r}; this lab knows {', '.join(ENCODERS)}")
     return ENCODERS[model_type]
 
 

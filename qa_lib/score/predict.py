@@ -13,7 +13,6 @@ folder alone, whose sizes are compared before anything is built from them.
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import re
 import sys
@@ -27,6 +26,7 @@ import torch
 from qa_lib.data.squad import DataError, Source, open_source, read_json, unlabelled
 from qa_lib.data.windows import Features, build_features
 from qa_lib.errors import UserError, first_line
+from qa_lib.model.encoders import find_encoder, most_tokens
 from qa_lib.record import read_record
 from qa_lib.score.decode import decode
 
@@ -160,6 +160,7 @@ def _check_sizes(folder: Path, config, tokenizer, files: list[Path]) -> None:
     from safetensors import safe_open
     from transformers import AutoModelForQuestionAnswering
 
+    find_encoder(config.model_type, str(folder))
     stored = {}
     for file in files:
         with safe_open(file, "pt") as tensors:
@@ -176,8 +177,6 @@ def _check_sizes(folder: Path, config, tokenizer, files: list[Path]) -> None:
         raise UserError(f"{folder}: the tokenizer tells question and paragraph apart, the model has one token type")
     with torch.device("meta"):  # shapes without memory
         model = AutoModelForQuestionAnswering.from_config(config, attn_implementation="sdpa")
-    if "token_type_ids" not in inspect.signature(model.forward).parameters:
-        raise UserError(f"{folder}: {type(model).__name__} takes no token_type_ids, so it does not read as BERT does")
     for name, parameter in model.named_parameters():
         if name not in stored:
             continue  # said after loading, which knows older names as well
@@ -195,7 +194,7 @@ def window_lengths(folder: str | Path, model) -> tuple[int, int]:
     with suppress(ValueError, KeyError, TypeError):  # no record, or one that says something else
         scale = read_record(Path(folder).resolve().parent)["spec"]["scale"]
         max_length, stride = int(scale["max_length"]), int(scale["stride"])
-    max_length = min(max_length, model.config.max_position_embeddings)
+    max_length = min(max_length, most_tokens(model.config))
     return max_length, min(stride, max_length // 3)
 
 
