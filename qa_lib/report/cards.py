@@ -72,7 +72,7 @@ def largest_batches(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
     fitted = runs[runs["status"] == "ok"]
     if fitted.empty:
         raise NotMeasured("no try of fit-batch has fitted in this group")
-    most, best = (fitted.sort_values(column, kind="stable").groupby(level=0).tail(1) for column in
+    most, best = (fitted.sort_values(column, ascending=False, kind="stable").groupby(level=0).head(1) for column in
                   ("micro_batch", "speed.features_per_s"))  # fmt: skip
     failed = runs.loc[runs["status"] == "oom", "micro_batch"].groupby(level=0).min()
     table = pd.DataFrame({

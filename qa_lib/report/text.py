@@ -87,7 +87,7 @@ def terminal(table: pd.DataFrame) -> str:
 
 _TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).with_name("texts")), undefined=StrictUndefined)
 _TEMPLATES.globals["inf"] = math.inf
-FILTERS = _TEMPLATES.filters
+FILTERS = _TEMPLATES.filters  # what texts may call; a module with words of its own adds to them
 FILTERS |= {function.__name__: function for function in (number, factor, share, points, gain)}
 
 
