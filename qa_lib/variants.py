@@ -119,7 +119,7 @@ CONFLICTS = (
     (("feed_forward", "fp8"), ("optimizer", "!master"), "the 8-bit products take weights in bf16"),
     (("projections", "fused"), ("trainable", "lora*"), "the adapters' query, key and value are fused away"),
     (("step", "graph"), ("optimizer", "adamw|adamw8bit"), "their step counts are on the host, which a graph replays"),
-    (("step", "graph"), ("padding", "longest"), "a graph replays one shape"),
+    (("step", "graph"), ("padding", "!packed"), "the mask of padded rows is made on the host, and a graph has no host"),
     (("step", "graph"), ("compile", "cudagraphs"), "graphs do not nest"),
     (("compile", "cudagraphs"), ("padding", "longest"), "a graph replays one shape"),
     (("engine", "trainer"), ("padding", "packed"), "transformers.Trainer calls the model with padded rows"),
