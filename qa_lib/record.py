@@ -296,7 +296,9 @@ def read_record(run_dir: Path) -> dict:
             record = _renewed(record)
         _check(record, Record)
         _require(record["spec"]["settings"].get("micro_batch"), int, "spec.settings.micro_batch")
+        _require(record["spec"]["settings"].get("precision"), str, "spec.settings.precision")
         _require(record["spec"]["scale"].get("name"), str, "spec.scale.name")
+        _require(record["spec"]["scale"].get("max_length"), int, "spec.scale.max_length")
     except (TypeError, KeyError, AttributeError) as problem:
         raise RecordError(f"{path}: {problem}") from None
     return record

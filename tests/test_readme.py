@@ -55,7 +55,7 @@ def python(words):
     if args.get("family"):
         find_family(args["family"])
     if words[3] in ("run", "sweep"):
-        for name in filter(None, [args.get("variant"), *(args.get("variants") or "").split(",")]):
+        for name in filter(None, [args.get("variant"), *(args.get("variants") or [])]):
             find_variant(name)
 
 

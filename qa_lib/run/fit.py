@@ -6,6 +6,7 @@
 import argparse
 import contextlib
 import dataclasses
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -112,6 +113,8 @@ def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
 def _prepare_device(spec: Spec) -> torch.device:
     """The device that the run trains on, with the threads or the memory that its scale allows."""
     device = train_device()
+    gc.collect()  # what an earlier run of this process left would count as this one's memory
+    torch.cuda.empty_cache()
     if spec.scale.threads:
         torch.set_num_threads(spec.scale.threads)
     if spec.scale.limit_gib and device.type == "cuda":
