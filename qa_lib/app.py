@@ -27,7 +27,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from qa_lib.data.squad import MAX_CONTEXT, Example, open_source, read_json
 from qa_lib.errors import UserError
-from qa_lib.record import RecordError, read_record
+from qa_lib.record import RecordError, read_record, run_files
 from qa_lib.report import page
 from qa_lib.report import publish as report
 from qa_lib.score.ask import Busy, Desk, QuestionTooLong
@@ -63,7 +63,7 @@ class Choice:
 def offered(runs: Path) -> list[Choice]:
     """The checkpoints of the runs that ended ok: those of the smoke scale first, then the newest first."""
     found = []
-    for weights in runs.glob("*/*/model/model.safetensors"):
+    for weights in run_files(runs, "model/model.safetensors"):
         folder = weights.parent.parent
         with contextlib.suppress(RecordError, KeyError, TypeError):
             record = read_record(folder)
@@ -128,7 +128,7 @@ def create_app(models: list[Path], runs: Path, hosts: list[str]) -> Starlette:
         return _page(*page.render("ask", "'self'", choices=listed, given=listed[: len(given)], setup=setup))
 
     def dashboard(request: Request) -> Response:
-        files = [*runs.glob("*/*/record.json"), *runs.glob("*/*/profile.json"), *FIGURES.glob("*/manifest.json")]
+        files = [*run_files(runs, "record.json"), *run_files(runs, "profile.json"), *FIGURES.glob("*/manifest.json")]
         state = frozenset((path, _written(path)) for path in files)
         with drawing:  # matplotlib is not for two threads at once
             if drawn.get("state") != state:
@@ -144,7 +144,7 @@ def create_app(models: list[Path], runs: Path, hosts: list[str]) -> Starlette:
     def notebook(request: Request) -> Response:
         """A run's notebook, found in the list of runs: what the address says is compared, never opened."""
         wanted = "{group}/{run_id}".format(**request.path_params)
-        found = [path for path in runs.glob("*/*/notebook.ipynb") if _key(path.parent) == wanted]
+        found = [path for path in run_files(runs, "notebook.ipynb") if _key(path.parent) == wanted]
         if not found:
             return PlainTextResponse("no such run, or none with a notebook", 404)
         # It holds whatever its run printed: no script runs in it, and it loads nothing.

@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass, field
 from functools import cache
+from glob import escape, glob
 from pathlib import Path
 from typing import get_type_hints
 
@@ -276,6 +277,12 @@ def finish(run_dir: Path, record: dict, status: str, error: dict | None = None) 
     record["time"]["ended"] = now()
     write_record(run_dir, record)
     return record
+
+
+def run_files(runs: Path, name: str) -> list[Path]:
+    """The files of that name in the run folders below `runs`; it bears folders that vanish meanwhile, as Path.glob does
+    not."""
+    return [Path(path) for path in glob(f"{escape(str(runs))}/*/*/{name}")]
 
 
 def read_record(run_dir: Path) -> dict:

@@ -560,6 +560,22 @@ def test_nothing_is_redrawn_unless_what_is_shown_changed(runs, quick, capsys, mo
     assert "(drawn)" in capsys.readouterr().out, "titles are sentences, and these have changed"
 
 
+def test_the_newest_group_comes_last_and_one_can_be_asked_for(runs, quick, capsys):
+    make(runs, "A1", machine=GPU)
+    make(runs, "A2", machine=GPU)
+    for path in runs.glob("cpu-smoke/*/record.json"):
+        entry = json.loads(path.read_text())
+        entry["time"]["started"] = "2999-01-01T00:00:00+00:00"
+        path.write_text(json.dumps(entry))
+    call()
+    out = capsys.readouterr().out
+    assert out.index("figures/h200-smoke") < out.index("figures/cpu-smoke")
+    call("--group", "h200-smoke")
+    assert "figures/cpu-smoke" not in capsys.readouterr().out
+    with pytest.raises(ReportError, match=r"no group 'h100' below runs; there are h200-smoke, cpu-smoke"):
+        call("--group", "h100")
+
+
 def test_a_group_without_a_baseline_does_not_hide_the_others(runs, quick, capsys):
     make(runs, "A4", machine=GPU)
     with pytest.raises(ReportError, match="h200-smoke"):

@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `report`."""
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the records (default: runs)")
     parser.add_argument("--figures", type=Path, default=Path("figures"), help="folder to draw into (default: figures)")
+    parser.add_argument("--group", metavar="G", help="this group alone (default: all, the newest last)")
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--html", type=Path, metavar="OUT.html", help="write all of it as one self-contained page")
     either.add_argument("--readme", action="store_true", help="also rewrite the result block of README.md")
@@ -58,8 +59,12 @@ def main(args: argparse.Namespace) -> int:
         return 1 if problems else 0
     if runs.empty and not args.readme:
         raise ReportError(f"no record below {args.runs}: run something first, for example make quickstart")
+    newest = {} if runs.empty else runs.groupby("group")["time.started"].max().to_dict()
+    groups = sorted(newest, key=newest.get)
+    if args.group and args.group not in groups:
+        raise ReportError(f"no group {args.group!r} below {args.runs}; there are {', '.join(groups)}")
     failed = []
-    for group in sorted(set(runs["group"])):
+    for group in [args.group] if args.group else groups:
         if group in searches(runs):
             print(f"\n{group}: tries of a search, shown in the report of their hardware's other groups")
             continue

@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from qa_lib.errors import UserError
-from qa_lib.record import PROFILE_SCHEMA, RecordError, read_record
+from qa_lib.record import PROFILE_SCHEMA, RecordError, read_record, run_files
 from qa_lib.variants import VARIANTS
 
 BASELINE = "A1"  # the row that ratios and differences refer to
@@ -68,7 +68,7 @@ def load_runs(runs: str | Path = "runs", broken: dict[Path, str] | None = None) 
     puts the folder and the message there instead and goes on.
     """
     rows = []
-    for folder in sorted(path.parent for path in Path(runs).glob("*/*/record.json")):
+    for folder in sorted(path.parent for path in run_files(Path(runs), "record.json")):
         try:
             record = read_record(folder)
             if (record["group"], record["run_id"]) != (folder.parent.name, folder.name):
