@@ -88,8 +88,12 @@ def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
         try:
             record.write_record(run_dir, entry)
             yield entry
+            _finish_whole(spec, run_dir, entry, say)
         except KeyboardInterrupt as stop:
-            record.finish(run_dir, entry, "killed", {"kind": "killed", "message": stopped_by(stop)})
+            if entry["status"] in record.FINISHED:  # it had its result when the signal came
+                record.write_record(run_dir, entry)
+            else:
+                record.finish(run_dir, entry, "killed", {"kind": "killed", "message": stopped_by(stop)})
             raise
         except Exception as problem:
             error = _told(problem)
@@ -101,13 +105,16 @@ def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
             say(
                 f"{spec.variant}: out of memory " + (f"in step {error['step']}" if error["step"] else "before training")
             )
-        else:
-            if spec.skip:
-                say(f"{spec.variant}: skipped, {spec.skip}")
-                record.finish(run_dir, entry, "skipped", {"kind": "skipped", "message": spec.skip})
-            else:
-                record.finish(run_dir, entry, "ok")
-                Checkpoint.path_of(run_dir).unlink(missing_ok=True)
+
+
+def _finish_whole(spec: Spec, run_dir: Path, entry: dict, say) -> None:
+    """End the record of a run that nothing has broken off."""
+    if spec.skip:
+        say(f"{spec.variant}: skipped, {spec.skip}")
+        record.finish(run_dir, entry, "skipped", {"kind": "skipped", "message": spec.skip})
+    else:
+        record.finish(run_dir, entry, "ok")
+        Checkpoint.path_of(run_dir).unlink(missing_ok=True)
 
 
 def _prepare_device(spec: Spec) -> torch.device:

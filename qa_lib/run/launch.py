@@ -128,7 +128,7 @@ def _follow(lock: str) -> None:
                 fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                time.sleep(POLL_S)
+                time.sleep(1)
     os.kill(os.getpid(), signal.SIGHUP)
     time.sleep(LAST_S)
     os._exit(1)

@@ -120,7 +120,8 @@ def sweep(specs: list[Spec], launcher: Launcher) -> list[dict]:
         with bar:
             launcher.run_all(todo, ended, look)
     finally:
-        print(f"\n{_summary(specs, launcher.runs)}", flush=True)
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print(f"\n{_summary(specs, launcher.runs)}", flush=True)
     return [record.read_record(launcher.runs / spec.run_path) for spec in specs]
 
 
