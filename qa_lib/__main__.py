@@ -43,14 +43,15 @@ def main(argv: list[str]) -> int:
         if problem.filename:
             print(f"error: {problem.filename}: {problem.strerror}", file=sys.stderr)
             return 2
-        if problem.errno not in (errno.EPIPE, errno.ENOSPC):
+        if problem.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
             raise
         # What is left to print goes nowhere, or Python would fail at it once more on its way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if problem.errno == errno.EPIPE:  # whoever reads the output, `head` say, has had enough
             return 0
-        print(f"error: {problem.strerror}", file=sys.stderr)
-        return 2
+        with contextlib.suppress(OSError):
+            print(f"error: {problem.strerror}", file=sys.stderr, flush=True)
+        return STOPPED if problem.errno == errno.EIO else 2  # EIO: the terminal is gone
     except KeyboardInterrupt as stop:
         with contextlib.suppress(OSError):  # the terminal may be gone
             print(f"{stopped_by(stop)}; finished runs are kept", file=sys.stderr, flush=True)
