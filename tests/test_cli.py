@@ -146,7 +146,7 @@ def test_a_disk_that_fills_while_the_model_is_saved_is_one_line(tmp_path):
     code = (
         "import dataclasses, resource, sys, qa_lib.__main__ as cli; from qa_lib.spec import SCALES;"
         "SCALES['smoke'] = dataclasses.replace(SCALES['smoke'], steps=5, measure_from=1, checkpoint_every=0);"
-        "import qa_lib.run.fit, torch; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000));"
+        "import qa_lib.run.fit, torch; resource.setrlimit(resource.RLIMIT_FSIZE, (290_000, 290_000));"
         "sys.exit(cli.main(sys.argv[1:]))"
     )
     words = ["run", "A1", "--scale", "smoke", "--data", "synthetic:40", "--runs", str(tmp_path)]
