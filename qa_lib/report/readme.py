@@ -122,7 +122,7 @@ def rows(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
         "row": lines["variant"].to_list(),
         "what it is": [say("readme.row", row=name) for name in lines["variant"]],
         "features/s": list(map(number, lines["features_per_s"], lines["features_per_s±"])),
-        f"× {BASELINE}": list(map(number, lines["ratio"], lines["ratio±"])),
+        f"× {BASELINE}": lines["ratio"].map(number).to_list(),
         "GiB reserved": (reserved.astype(float) / 1024).map(number).to_list(),
     })  # fmt: skip
     judged = usual(quality.quality_runs(runs, group))
@@ -133,12 +133,14 @@ def rows(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
     else:
         tested = tested[tested["half"].notna()]
         shown = tested.apply(lambda row: gain(row["best_delta"], row["best_half"]), axis=1)
-        table[f"Δ{score_name(judged)} (seeds)"] = table["row"].map(shown + " (" + tested["n"].astype(str) + ")")
+        table[f"Δ{score_name(judged)}"] = table["row"].map(shown)
+        counts = tested.loc[tested.index.isin(ROWS), "n"]
         base = judged[(judged["spec.variant"] == BASELINE) & (judged["status"] == "ok")]
         source = say(
             "readme.quality", group=judged["group"].iloc[0], code=commits(judged), model=judged["model.name"].iloc[0],
             means=base.filter(like="quality.").mean(numeric_only=True), n_train=judged["spec.n_train"].max(),
             n_eval=base["quality.n"].max(), baseline=BASELINE,
+            seeds=sorted({counts.min(), counts.max()}),
         )  # fmt: skip
     finding = " ".join(speed_finding(every).split())
     picture = say("readme.ladder", finding=finding)
@@ -178,12 +180,14 @@ def groups(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
     for name, part in runs.groupby("group"):
         seconds = part["time.notebook_s"].fillna(part["time.wall_s"]).astype(float).dropna()
         first = part.iloc[0]
-        gpu = f"{first['env.gpu']} ({first['env.gpu_mem_mib'] / 1024:.0f} GiB), " if pd.notna(first["env.gpu"]) else ""
+        hardware = [f"{first['env.cpu_count']} CPU threads"] if "env.cpu_count" in first else []
+        if pd.notna(first["env.gpu"]):
+            hardware.insert(0, f"{first['env.gpu']} ({first['env.gpu_mem_mib'] / 1024:.0f} GiB)")
         took = f"{number(seconds.median())} s ({number(seconds.min())}–{number(seconds.max())})"
         table.append({
             "group": f"`{name}`",
             "model": ", ".join(sorted(set(part["model.name"]))),
-            "hardware": f"{gpu}{first['env.cpu_count']} CPU threads",
+            "hardware": ", ".join(hardware) or "not recorded",
             "runs": str(len(part)),
             "one run": took if len(seconds) else MISSING,
         })  # fmt: skip
