@@ -603,7 +603,7 @@ def test_the_readme_shows_committed_groups_only_and_the_gpu_before_the_cpu(readm
     assert "h200-bench" not in readme.read_text()
     subprocess.run(["git", "add", "runs"], check=True)
     call("--readme")
-    assert "figures/h200-bench/ladder.png" in readme.read_text() and "cpu-smoke" not in readme.read_text()
+    assert "figures/h200-bench/ladder.png" in readme.read_text() and "figures/cpu-smoke" not in readme.read_text()
 
 
 def test_without_committed_runs_the_readme_says_so(readme):

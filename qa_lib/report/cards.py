@@ -102,7 +102,7 @@ def _in_order(table: pd.DataFrame) -> pd.DataFrame:
     return table.sort_index(key=lambda names: names.map(place))
 
 
-def _best_first(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
+def best_first(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
     """Rows of the kinds in ALLOWED at each micro-batch, as decision_table() prefers them: variant, size, speed
     (features/s), reserved (MiB, the most of all seeds), kind; `f1` by worth(). Raises NotMeasured."""
     columns = {"spec.variant": "variant", "micro_batch": "size", "speed.features_per_s": "speed",
@@ -129,7 +129,7 @@ def decision_table(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
     From `runs` of one group, by peak reserved memory plus CONTEXT_GIB; `f1` by worth(). Speeds are those of the GPU
     that ran them. Raises NotMeasured.
     """
-    measured = _best_first(runs, f1)
+    measured = best_first(runs, f1)
     needed = measured["reserved"] / 1024 + CONTEXT_GIB
     lines = []
     for size in SIZES_GIB:
@@ -151,7 +151,7 @@ def runs_on(variant: str, sm: int) -> bool:
 
 
 def quickest_on(ranked: pd.DataFrame, gib: float, sm: int):
-    """The first of `_best_first` that trains everything, fits into so much memory and runs on that capability; None
+    """The first of `best_first` that trains everything, fits into so much memory and runs on that capability; None
     where none does."""
     fits = (ranked["kind"] == "all") & (ranked["reserved"] / 1024 + CONTEXT_GIB <= gib)
     fits &= ranked["variant"].map(lambda name: runs_on(name, sm))
@@ -161,7 +161,7 @@ def quickest_on(ranked: pd.DataFrame, gib: float, sm: int):
 def generation_table(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
     """For each of SIZES_GIB and GENERATIONS the row that decision_table() would choose to train everything; without
     sizes at which nothing changes. Raises NotMeasured."""
-    ranked = _best_first(runs, f1)
+    ranked = best_first(runs, f1)
     lines = []
     for size in SIZES_GIB:
         found = {cards: quickest_on(ranked, size, sm) for sm, cards in GENERATIONS.items()}
@@ -186,7 +186,7 @@ def estimated_minutes(lines: pd.DataFrame, variant: str, measured_on: str, card:
 def _quickest(tries: pd.DataFrame, f1: pd.DataFrame) -> list[dict]:
     """Under the limits of a search, the quickest row that keeps its quality, and those too close to it to tell."""
     try:
-        ranked = _best_first(tries, f1)
+        ranked = best_first(tries, f1)
     except NotMeasured:
         return []
     ranked = ranked[(ranked["kind"] == "all") & (ranked["doubt"] == 0)].drop_duplicates("variant")
