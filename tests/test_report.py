@@ -367,6 +367,14 @@ def test_family_tables_hold_the_family_the_baseline_and_the_parents(runs):
     assert text.markdown(nothing) == "*No row of this table has been run.*"
 
 
+def test_mfu_is_of_the_data_sheet_and_unknown_for_a_card_without_one(runs):
+    measured = {"speed.mfu": 0.4, "speed.peak_tflops_measured": 700.0, "spec.settings.precision": "fp16"}
+    chosen = select(load_runs(runs), "cpu-smoke").assign(**measured)
+    lines = tables.summarise(chosen.assign(**{"env.gpu": "NVIDIA H200"})).set_index("variant")
+    assert lines.loc["A1", "mfu"] == pytest.approx(0.4 * 700 / 989) and lines.loc["A1", "matrix_share"] == 0.4
+    assert tables.summarise(chosen.assign(**{"env.gpu": "Some Card"}))["mfu"].isna().all()
+
+
 def test_the_published_numbers_stand_beside_ours_each_against_its_own_baseline(runs):
     table = tables.published_table(lines_of(runs).reset_index(), "cpu-smoke").set_index("row")
     assert set(table.index) <= set(VARIANTS)
