@@ -16,6 +16,7 @@ import pytest
 
 from qa_lib import record
 from qa_lib.report import cards, claims, figures, gallery, profiles, publish, quality, sentences, style, tables, text
+from qa_lib.report import readme as front
 from qa_lib.report.runs import NotMeasured, ReportError, load_runs, published, select
 from qa_lib.spec import Machine, resolve
 from qa_lib.variants import FAMILIES, VARIANTS
@@ -87,8 +88,9 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def readme(runs, quick):
-    """README.md with an empty block, and the runs in git's index."""
-    Path("README.md").write_text(f"# Title\n\n{publish.BEGIN}\n{publish.END}\n\ntail\n")
+    """README.md with empty blocks, and the runs in git's index."""
+    blocks = "\n\n".join(f"<!-- {name} -->\n<!-- /{name} -->" for name in front.BLOCKS)
+    Path("README.md").write_text(f"# Title\n\n{blocks}\n\ntail\n")
     subprocess.run(["git", "init", "-q"], check=True)
     subprocess.run(["git", "add", "runs"], check=True)
     return Path("README.md")
@@ -596,8 +598,9 @@ def test_the_readme_block_is_generated_and_checked(readme, runs, capsys):
     assert call("--readme") == 0
     text = readme.read_text()
     assert text.startswith("# Title\n") and text.endswith("\n\ntail\n")
-    assert "](figures/cpu-smoke/ladder.png)" in text and "| A4 | A4-nb + order: bucketed | 200 | 2.00 |" in text
-    assert sentences.CPU_CAVEAT in text and "D1-nvfuser" not in text, "of the rows a selection"
+    assert "](figures/cpu-smoke/ladder.png)" in text and "| 200 | 2.00 |" in text
+    assert "A4 trains ×2.00" in text and "not known: no row has a measured speed at micro-batch 32" in text
+    assert sentences.CPU_CAVEAT in text and "\n| A2 |" not in text, "of the rows a selection"
     assert call("--check") == 0
     assert call("--readme") == 0 and readme.read_text() == text
     make(runs, "A4", speed=250.0)
@@ -616,7 +619,7 @@ def test_the_readme_shows_committed_groups_only_and_the_gpu_before_the_cpu(readm
     assert "h200-bench" not in readme.read_text()
     subprocess.run(["git", "add", "runs"], check=True)
     call("--readme")
-    assert "figures/h200-bench/ladder.png" in readme.read_text() and "cpu-smoke" not in readme.read_text()
+    assert "figures/h200-bench/ladder.png" in readme.read_text() and "figures/cpu-smoke" not in readme.read_text()
 
 
 def test_without_committed_runs_the_readme_says_so(readme):

@@ -22,7 +22,7 @@ HEADS = {"F1": "quality.f1", "F1 at best threshold": "quality.best_f1"}
 METRICS = tuple(HEADS.values())  # at threshold 0, and at the best one
 FULL_FEATURES, FULL_EPOCHS = 131_754, 3  # of all of SQuAD v2's training questions at 384/128, and the seeds' epochs
 PROJECTED = 32  # micro-batch
-TIMED = ("A0", "A1", "A4", "E-best")
+TIMED = ("A0", "A0-compile", "A1", "A4", "E-best")
 
 
 def quality_runs(runs: pd.DataFrame, group: str) -> pd.DataFrame:
@@ -155,26 +155,39 @@ def time_to_quality(runs: pd.DataFrame) -> pd.DataFrame:
     return table.rename_axis("row").reset_index()
 
 
-def projection(lines: pd.DataFrame) -> pd.DataFrame:
-    """Training time on the full data set from a bench group's speeds, with the arithmetic; data and scoring are not
-    part of that scale. `lines` of tables.summarise. Raises NotMeasured."""
+def projected(lines: pd.DataFrame, rows=TIMED) -> pd.DataFrame:
+    """Minutes of training on the full data set at a bench group's speeds, a line for each of `rows` that has one.
+
+    Columns: speed (features/s); compile_s, NaN where it was not measured; cold, whether compile_s is of runs that found
+    nothing compiled; minutes of training and compilation. Data and scoring are not part of that scale. `lines` of
+    tables.summarise. Raises NotMeasured.
+    """
     if lines["task.name"].iloc[0] != "qa":
         raise NotMeasured("the projection is to SQuAD v2's training questions, and this is another task")
     part = usual(lines)
     part = part[(part["micro_batch"] == PROJECTED) & part["features_per_s"].notna()].set_index("variant")
     if BASELINE not in part.index:
         raise NotMeasured(f"no row has a measured speed at micro-batch {PROJECTED} to project from")
-    features, table = FULL_FEATURES * FULL_EPOCHS, []
-    for name in (name for name in TIMED if name in part.index):
-        speed, compile_s = part.loc[name, ["features_per_s", "compile_s"]].fillna(0.0)
-        arithmetic = f"{FULL_FEATURES:,} × {FULL_EPOCHS} ÷ {number(speed)}/s"
-        if compile_s:
-            arithmetic += f" + {number(compile_s)} s"
-        elif VARIANTS[name].settings.compile != "none":
+    part = part.loc[[name for name in rows if name in part.index]]
+    cold = part["compile_s"].astype(float)
+    eager = pd.Series([VARIANTS[name].settings.compile == "none" for name in part.index], part.index)
+    compile_s = cold.fillna(part["warm_compile_s"]).mask(eager, 0.0)
+    table = pd.DataFrame({"speed": part["features_per_s"], "compile_s": compile_s, "cold": eager | cold.notna()})
+    table["minutes"] = (FULL_FEATURES * FULL_EPOCHS / table["speed"] + compile_s.fillna(0.0)) / 60
+    return table
+
+
+def projection(lines: pd.DataFrame) -> pd.DataFrame:
+    """`projected` as text, with the arithmetic. Raises NotMeasured."""
+    found, table = projected(lines), []
+    for row in found.itertuples():
+        arithmetic = f"{FULL_FEATURES:,} × {FULL_EPOCHS} ÷ {number(row.speed)}/s"
+        if pd.isna(row.compile_s):
             arithmetic += " + compilation, not measured"
-        seconds = features / speed + compile_s
-        of_base = share(seconds * part.loc[BASELINE, "features_per_s"] / features)
-        table.append((name, arithmetic, number(seconds / 60), of_base))
+        elif row.compile_s:
+            arithmetic += f" + {number(row.compile_s)} s" + ("" if row.cold else ", a part of the code from a cache")
+        of_base = share(row.minutes / found.loc[BASELINE, "minutes"])
+        table.append((row.Index, arithmetic, number(row.minutes), of_base))
     return pd.DataFrame(table, columns=["row", "arithmetic", "minutes", f"of {BASELINE}'s time"])
 
 

@@ -22,7 +22,7 @@ MEASURES = {  # name in `lines` -> value of a record; beside them `score`, the o
     "step_ms": "time.step_ms.median",
     "step_p10_ms": "time.step_ms.p10",
     "step_p90_ms": "time.step_ms.p90",
-    "mfu": "speed.mfu",
+    "matrix_share": "speed.mfu",
     "peak_mib": "memory.peak_alloc_mib",
     "joules": "energy.joules_per_feature",
     "exact": "quality.exact",
@@ -32,6 +32,12 @@ MEASURES = {  # name in `lines` -> value of a record; beside them `score`, the o
     "train_s": "time.train_s",
     "wall_s": "time.wall_s",
 }
+# Dense TFLOP/s of fp16 and bf16 by NVIDIA's data sheets (H100 and H200: half of their 1,979 with sparsity), which MFU
+# is a share of. Cards by PyTorch's name for them; the PCIe cards of a name clock lower and are left out.
+DATA_SHEET_TFLOPS = {
+    "NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100-SXM4-40GB": 312,
+    "NVIDIA L4": 121, "Tesla T4": 65,
+}  # fmt: skip
 WHOLE_RUN = ["compile_s", "train_s", "wall_s"]  # a resumed run timed only its last part
 
 
@@ -104,14 +110,20 @@ def _baseline(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _measured(row: pd.DataFrame) -> pd.DataFrame:
-    """MEASURES and `score` of a row's runs that ended ok, as floats, indexed by seed."""
+    """MEASURES and `score` of a row's runs that ended ok, as floats, indexed by seed; compile_s of runs that found
+    nothing compiled, warm_compile_s of the others, and mfu by the card's data sheet."""
     row = row[row["status"] == "ok"].set_index("spec.seed")
     values = row.reindex(columns=MEASURES.values()).set_axis(list(MEASURES), axis=1)
     values["score"] = [run[f"quality.{run['task.metric']}"] for run in row.to_dict("records")]
     values = values.astype(float)
+    half = row["spec.settings.precision"] != "fp32"
+    peak = row["env.gpu"].map(DATA_SHEET_TFLOPS).astype(float).where(half)
+    values["mfu"] = values["matrix_share"] * row["speed.peak_tflops_measured"].astype(float) / peak
     values.loc[row["time.resumed_from_step"].notna(), WHOLE_RUN] = math.nan
     # What an earlier run has compiled is not this row's price.
-    values.loc[row["time.compile_cached"].eq(True), "compile_s"] = math.nan
+    cached = row["time.compile_cached"].eq(True)
+    values["warm_compile_s"] = values["compile_s"].where(cached)
+    values["compile_s"] = values["compile_s"].mask(cached)
     return values
 
 
@@ -162,6 +174,7 @@ COLUMNS = {  # heading, in which {score} stands for the score's label -> text of
     "features/s": lambda line: number(line["features_per_s"], line["features_per_s±"]),
     "× A1": lambda line: number(line["ratio"], line["ratio±"]),
     "step ms [p10–p90]": _step,
+    "of matrix rate": lambda line: share(line["matrix_share"]),
     "MFU": lambda line: share(line["mfu"]),
     "peak MiB": lambda line: number(line["peak_mib"]),
     "J/feature": lambda line: number(line["joules"]),
