@@ -171,7 +171,7 @@ def test_without_a_checkpoint_the_page_says_how_to_get_one(tmp_path):
 )
 def test_a_corrupt_record_is_marked_and_the_page_lives(runs, tmp_path, variant, spoil, said):
     for path in runs.glob("cpu-smoke/*/record.json"):
-        for group in ("cpu-smoke", "other"):
+        for group in ("cpu-smoke", "another"):
             copy = tmp_path / group / path.parent.name / "record.json"
             copy.parent.mkdir(parents=True)
             copy.write_text(path.read_text().replace('"group": "cpu-smoke"', f'"group": "{group}"'))

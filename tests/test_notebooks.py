@@ -15,7 +15,7 @@ import pytest
 
 from qa_lib import record
 from qa_lib.data.squad import open_source
-from qa_lib.report import render
+from qa_lib.report import publish
 from qa_lib.run.plan import plan
 from qa_lib.spec import SCALES
 from qa_lib.variants import FAMILIES, find_family, find_variant
@@ -257,10 +257,10 @@ def outputs_of(notebook):
 def test_the_report_is_kept_as_the_committed_records_render_it(monkeypatch):
     """Its pictures are drawn by whichever fonts are here; the figures' manifest ties them to records."""
     monkeypatch.chdir(ROOT)
-    kept, now = (outputs_of(nbformat.reads(text, 4)) for text in (render.RENDERED.read_text(), render.rendered()))
+    kept, now = (outputs_of(nbformat.reads(text, 4)) for text in (publish.RENDERED.read_text(), publish.rendered()))
     assert kept == now, "run python -m qa_lib report --notebook"
     assert sum(count for _, count in kept.values()) >= 8
-    assert render.RENDERED.stat().st_size < MAX_BYTES
+    assert publish.RENDERED.stat().st_size < MAX_BYTES
 
 
 def test_the_explore_notebook_needs_no_run_and_no_model(swept):
