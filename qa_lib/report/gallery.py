@@ -36,21 +36,26 @@ def manifest(runs: pd.DataFrame) -> dict:
         "published": published_table(lines, group),
         "cost": cost_table(runs),
     }
-    records = {
+    return {
+        "group": group,
+        "caption": caption(runs, lines),
+        "findings": findings(runs).splitlines(),
+        "records": _records(runs),
+        "tables": {name: table.to_dict("records") for name, table in written.items()},
+    }
+
+
+def _records(runs: pd.DataFrame) -> dict[str, dict]:
+    """By run id, what ties a figure to the records that it was drawn from."""
+    columns = ["run_id", "path", "status", "code.commit", "code.dirty"]
+    return {
         run["run_id"]: {
             "sha256": sha256(b"".join(_bytes(run["path"] / name) for name in ("record.json", "profile.json"))),
             "status": run["status"],
             "commit": run["code.commit"] if pd.notna(run["code.commit"]) else None,
             "dirty": run["code.dirty"] if pd.notna(run["code.dirty"]) else None,
         }
-        for run in runs.to_dict("records")
-    }
-    return {
-        "group": group,
-        "caption": caption(runs, lines),
-        "findings": findings(runs).splitlines(),
-        "records": dict(sorted(records.items())),
-        "tables": {name: table.to_dict("records") for name, table in written.items()},
+        for run in runs[columns].sort_values("run_id").to_dict("records")
     }
 
 
@@ -82,6 +87,10 @@ def outdated(runs: pd.DataFrame, folder: Path) -> str | None:
         return f"other records: {', '.join(records[:3])}{' …' if len(records) > 3 else ''}"
     if differing := [key for key, value in new.items() if old.get(key) != value]:
         return f"other {', '.join(differing)}"
+    return _spoilt(old, folder)
+
+
+def _spoilt(old: dict, folder: Path) -> str | None:
     for name, figure in old["figures"].items():
         if sha256(_bytes(folder / name)) != figure["sha256"]:
             return f"{name} is absent or not the one that was drawn"
@@ -104,10 +113,10 @@ def _drawn(runs: pd.DataFrame) -> Pictures:
 
 def pictures(runs: pd.DataFrame, folder: Path) -> Pictures:
     """Title and PNG of each figure of a group, and for each that no record supports the reason; both by name. Read from
-    `folder` if its figures show these runs; nothing is written."""
-    if outdated(runs, folder):
-        return _drawn(runs)
+    `folder` if its figures are of these records; nothing is written."""
     found = read_manifest(folder)
+    if not found or found["records"] != _records(runs) or _spoilt(found, folder):
+        return _drawn(runs)
     drawn = {name: (figure["title"], (folder / name).read_bytes()) for name, figure in found["figures"].items()}
     return {name.removesuffix(".png"): picture for name, picture in drawn.items()}, found["not_drawn"]
 

@@ -58,9 +58,9 @@ def main(args: argparse.Namespace) -> int:
         return 1 if problems else 0
     if runs.empty and not args.readme:
         raise ReportError(f"no record below {args.runs}: run something first, for example make quickstart")
-    failed = []
+    failed, tries = [], searches(runs)
     for group in sorted(set(runs["group"])):
-        if group in searches(runs):
+        if group in tries:
             print(f"\n{group}: tries of a search, shown in the report of their hardware's other groups")
             continue
         try:

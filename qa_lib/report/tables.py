@@ -8,6 +8,8 @@ measured is NaN in both.
 import math
 import textwrap
 from collections import Counter
+from collections.abc import Callable
+from functools import wraps
 
 import numpy as np
 import pandas as pd
@@ -58,6 +60,22 @@ def interval(values, level: int = 95):
     return half * np.where(n >= 3, 1.0, math.nan)
 
 
+def once(function: Callable[[pd.DataFrame], pd.DataFrame]) -> Callable[[pd.DataFrame], pd.DataFrame]:
+    """Keeps what a function of a table gave last: a group's table, page, sentences and figures ask for the same one
+    after another. By identity, so that nobody may change a table of runs in place."""
+    last = (None, None)
+
+    @wraps(function)
+    def kept(table: pd.DataFrame) -> pd.DataFrame:
+        nonlocal last
+        if last[0] is not table:
+            last = table, function(table)
+        return last[1].copy()
+
+    return kept
+
+
+@once
 def summarise(runs: pd.DataFrame) -> pd.DataFrame:
     """A group's runs, averaged over seeds, cell by cell in the order of the variants table: `lines`.
 

@@ -12,6 +12,7 @@ from qa_lib.data.squad import open_source, read_json
 from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.errors import UserError
 from qa_lib.model.encoders import find_encoder
+from qa_lib.model.folder import look
 from qa_lib.spec import SCALES, Machine, Spec, find_scale, resolve
 
 _MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "vocab.txt")
@@ -71,12 +72,11 @@ def identify_model(source: str) -> dict:
         return {"name": "tiny", "revision": hashlib.sha256(definition.encode()).hexdigest()[:12]}
     folder = Path(source)
     if folder.is_dir():
-        if not (folder / "config.json").exists():
-            raise UserError(f"{folder}: not a model folder, it holds no config.json")
+        _, weights = look(folder)
         digest = hashlib.sha256()
-        for name in _MODEL_FILES:
-            if (folder / name).exists():
-                digest.update((folder / name).read_bytes())
+        for path in [folder / name for name in _MODEL_FILES] + [path for path in weights if path.name not in _MODEL_FILES]:
+            if path.is_file():
+                digest.update(path.read_bytes())
         return {"name": folder.name, "revision": digest.hexdigest()[:12]}
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise UserError(f"model folder {source} does not exist")
