@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-from qa_lib.errors import UserError
+from qa_lib.errors import UserError, printable
 
 VERBS = {
     "variants": ("qa_lib.variants", "list the rows: what each changes, and why"),
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
         finally:
             print(end="", flush=True)  # while it can still be told that the disk is full
     except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {printable(str(problem))}", file=sys.stderr)
         return 2
     except OSError as problem:
         if problem.errno not in (errno.EPIPE, errno.ENOSPC):

@@ -26,7 +26,7 @@ from qa_lib.data.windows import build_features
 from qa_lib.errors import UserError
 from qa_lib.score.decode import decode
 from qa_lib.model.build import build_model, save_model
-from qa_lib.model.folder import INDEX, SUMS, write_digests
+from qa_lib.model.folder import INDEX, SUMS, check_tokenizer, write_digests
 from qa_lib.run.plan import plan
 from qa_lib.score.predict import add_arguments, load_qa_model, main, predict_logits, window_lengths
 from qa_lib.spec import Machine
@@ -479,12 +479,15 @@ def train_from(folder):
     """Plan a run from a folder and build what it trains, as `run` does before the first step."""
     (spec,) = plan(["A2"], "local", data="synthetic:40", model=str(folder), machine=Machine("cpu"))
     spec = replace(spec, scale=replace(spec.scale, max_length=40, stride=10))
-    load_data(spec)
-    return build_model(spec)
+    data, model = load_data(spec), build_model(spec)
+    check_tokenizer(folder, data.tokenizer, model.config)
+    return model
 
 
 def test_training_takes_an_encoder_without_a_head_weights_in_parts_and_half_precision(folder, model):
-    weights = {name.removeprefix("bert."): value.half() for name, value in model.state_dict().items() if "qa" not in name}
+    weights = {
+        name.removeprefix("bert."): value.half() for name, value in model.state_dict().items() if "qa" not in name
+    }
     for path in folder.glob("model*"):
         path.unlink()
     save_file(weights, folder / "part-1.safetensors", {"format": "pt"})

@@ -11,6 +11,7 @@ Looking needs no torch; loading does.
 import contextlib
 import hashlib
 import re
+from functools import lru_cache
 from pathlib import Path
 
 from qa_lib.data.squad import read_json
@@ -66,7 +67,8 @@ def pickle_in(folder: Path) -> str | None:
 def write_digests(folder: Path) -> None:
     """Write SHA256SUMS over the files of a model that was saved."""
     paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name != SUMS)
-    (folder / SUMS).write_text("".join(f"{_sha256(path)}  {path.name}\n" for path in paths))
+    lines = [f"{_sha256(path, path.stat().st_mtime_ns)}  {path.name}\n" for path in paths]
+    (folder / SUMS).write_text("".join(lines))
 
 
 def _check_digests(folder: Path, files: set[str]) -> None:
@@ -75,11 +77,13 @@ def _check_digests(folder: Path, files: set[str]) -> None:
     for line in (folder / SUMS).read_text(errors="replace").splitlines():
         digest, _, name = line.partition("  ")
         # Only files that were listed are read: a name is compared, and never a path to follow.
-        if name not in files or _sha256(folder / name) != digest:
+        if name not in files or _sha256(folder / name, (folder / name).stat().st_mtime_ns) != digest:
             raise UserError(f"{folder}: {name[:80]!r} is not the file that was saved, by its digest in {SUMS}")
 
 
-def _sha256(path: Path) -> str:
+@lru_cache(1000)
+def _sha256(path: Path, _written_ns: int) -> str:
+    """Computed once for each time that a file was written: a folder is looked at several times before a run."""
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -155,7 +159,7 @@ def _check_sizes(folder: Path, config, head: type, files: list[Path]) -> None:
             raise UserError(f"{folder}: {name} holds {kind}, no floating-point numbers")
 
 
-def check_tokenizer(folder: Path, tokenizer, config) -> None:
+def check_tokenizer(folder: str | Path, tokenizer, config) -> None:
     """Whether a tokenizer's tokens and inputs are those of a model. Raises UserError."""
     tokens = max(tokenizer.get_vocab().values(), default=-1) + 1
     if tokens > config.vocab_size:

@@ -6,11 +6,13 @@ and captions. They are not when only the code does.
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import pandas as pd
 
-from qa_lib.record import write_atomically
+from qa_lib.errors import first_line
+from qa_lib.record import strict_json, write_atomically
 from qa_lib.report.runs import NotMeasured
 from qa_lib.report.sentences import caption, findings
 from qa_lib.report.tables import cost_table, family_tables, published_table, result_table, summarise
@@ -23,7 +25,7 @@ def sha256(content: bytes) -> str:
 
 
 def _bytes(path: Path) -> bytes:
-    return path.read_bytes() if path.exists() else b""
+    return path.read_bytes() if path.is_file() else b""
 
 
 def manifest(runs: pd.DataFrame) -> dict:
@@ -66,13 +68,17 @@ def read_manifest(folder: Path) -> dict:
     read or deleted.
     """
     try:
-        found = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = strict_json((folder / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
-    if not isinstance(found, dict) or not {"records", "figures"} <= found.keys():
+    parts = ("records", "figures", "not_drawn")
+    if not isinstance(found, dict) or not all(isinstance(found.get(part), dict) for part in parts):
         return {}
-    inside = {name: entry for name, entry in found["figures"].items()
-              if Path(name).name == name and name.endswith(".png")}  # fmt: skip
+    inside = {
+        name: entry
+        for name, entry in found["figures"].items()
+        if re.fullmatch(r"[\w-]{1,80}\.png", name) and isinstance(entry, dict) and {"title", "sha256"} <= entry.keys()
+    }
     return found | {"figures": inside}
 
 
@@ -106,6 +112,9 @@ def _drawn(runs: pd.DataFrame) -> Pictures:
             figure = figure_of(runs)
         except NotMeasured as reason:
             not_drawn[name] = str(reason)
+            continue
+        except (LookupError, TypeError, ValueError, AttributeError) as problem:  # whatever a spoilt profile leads to
+            not_drawn[name] = f"{type(problem).__name__}: {first_line(problem)}"
             continue
         drawn[name] = " ".join(figure.get_suptitle().split()), style.png(figure)
     return drawn, not_drawn

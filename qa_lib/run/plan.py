@@ -74,7 +74,7 @@ def identify_model(source: str) -> dict:
     if folder.is_dir():
         _, weights = look(folder)
         digest = hashlib.sha256()
-        for path in [folder / name for name in _MODEL_FILES] + [path for path in weights if path.name not in _MODEL_FILES]:
+        for path in dict.fromkeys([*(folder / name for name in _MODEL_FILES), *weights]):
             if path.is_file():
                 digest.update(path.read_bytes())
         return {"name": folder.name, "revision": digest.hexdigest()[:12]}
@@ -87,11 +87,11 @@ def model_type(source: str) -> str | None:
     """The architecture that a model's config.json names; None for a model of the hub that is not on this machine."""
     if source == "tiny":
         return "bert"
-    path = Path(source, "config.json")
-    if not Path(source).is_dir():
-        from huggingface_hub import try_to_load_from_cache
+    if Path(source).is_dir():
+        return look(Path(source))[0].get("model_type")
+    from huggingface_hub import try_to_load_from_cache
 
-        path = try_to_load_from_cache(source, "config.json")  # a path, None, or a mark that the hub has no such file
+    path = try_to_load_from_cache(source, "config.json")  # a path, None, or a mark that the hub has no such file
     return read_json(path).get("model_type") if isinstance(path, str | Path) else None
 
 

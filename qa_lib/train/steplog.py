@@ -40,7 +40,11 @@ class StepLog:
         self.label, self.features = f"{spec.variant} seed {spec.seed}", spec.accumulation * spec.settings.micro_batch
         if spec.settings.compile != "none":
             self.say(f"{self.label}: compiling, then {steps - begin} steps")
-        earlier = self.path.read_text().splitlines(keepends=True)[:begin] if begin and self.path.exists() else []
+        # A log that was cut short or spoilt is no reason not to go on.
+        earlier = (
+            self.path.read_text(errors="replace").splitlines(keepends=True) if begin and self.path.exists() else []
+        )
+        earlier = [line for line in earlier if _is_step(line)][:begin]
         self._append("".join(earlier), mode="w")
 
     def add(self, loss: torch.Tensor, rate: float) -> None:
@@ -94,6 +98,13 @@ class StepLog:
                 stream.write(text)
         except OSError as problem:
             raise RecordError(f"cannot write {self.path}: {problem.strerror}") from problem
+
+
+def _is_step(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _duration(seconds: float) -> str:
