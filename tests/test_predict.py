@@ -24,10 +24,10 @@ from qa_lib.data.load import load_data
 from qa_lib.data.squad import DataError, Example
 from qa_lib.data.windows import build_features
 from qa_lib.errors import UserError
-from qa_lib.score.decode import decode
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.folder import INDEX, SUMS, check_tokenizer, write_digests
 from qa_lib.run.plan import plan
+from qa_lib.score.decode import decode
 from qa_lib.score.predict import add_arguments, load_qa_model, main, predict_logits, window_lengths
 from qa_lib.spec import Machine
 from tests.material import document, question, trained_tokenizer, write
