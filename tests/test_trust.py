@@ -25,7 +25,7 @@ from qa_lib.app import create_app
 from qa_lib.data.squad import open_source
 from qa_lib.errors import UserError
 from qa_lib.model.build import save_model
-from qa_lib.report import figures, gallery, page, profiles, publish
+from qa_lib.report import figures, profiles, publish, style
 from qa_lib.report.runs import load_runs
 from qa_lib.run.launch import Launcher, judge
 from qa_lib.run.sweep import _progress
@@ -92,10 +92,9 @@ class Lab:
         run = self.folders[1]
         load_runs(self.runs, {})
         self.report_or_say()
-        html, _ = page.dashboard(self.runs, lambda runs, group: gallery.pictures(runs, self.figures / group), str)
-        html.encode()
-        for address in (f"/runs/cpu-smoke/{run.name}/notebook", "/dashboard"):
-            assert self.client.get(address).status_code in (200, 500)
+        assert self.client.get("/dashboard").status_code == 200
+        if (run / "notebook.ipynb").read_bytes() != self.kept[run / "notebook.ipynb"]:
+            assert self.client.get(f"/runs/cpu-smoke/{run.name}/notebook").status_code in (200, 500)
         _progress(run)
         after = (run / "record.json").read_bytes()
         launcher = Launcher(self.runs, Machine("cpu"), {})
@@ -130,6 +129,7 @@ class Lab:
 def lab(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "FIGURES", FEW)
+        patch.setattr(style, "png", lambda figure: b"a picture")  # which takes most of the time, and reads nothing
         place = tmp_path_factory.mktemp("trust")
         (place / "lab").mkdir()
         patch.chdir(place / "lab")
@@ -179,7 +179,7 @@ PATHS = ["../x", "../x.png", "../../x", "../../x.png", "../../web", "../../../ke
          "a\nb", "C:\\x", "\\\\host\\x", "x" * 5_000, "\x1b[2J", "\ud800", "~/x", "file:///x", "~"]  # fmt: skip
 
 
-@settings(max_examples=2 * TIMES, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=TIMES, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(chance=st.randoms(use_true_random=False), path=st.sampled_from([*PATHS, "{outside}/x", "{outside}/x.png"]))
 def test_no_string_of_a_file_leads_out_of_its_folder(lab, chance, path, capsys):
     file = chance.choice(lab.files)
@@ -228,7 +228,7 @@ def spoilt(content: bytearray, chance: random.Random, kind: str) -> bytes:
 @pytest.mark.parametrize("number", range(5))
 def test_records_and_what_lies_beside_them_may_hold_anything(lab, number, capsys):
     file, chance = lab.files[number], random.Random(number)
-    for _ in range(TIMES):
+    for _ in range(TIMES // 4):
         mutated(file, chance)
         with limited():
             lab.use()
