@@ -105,8 +105,8 @@ class Energy:
 class Model:
     """The model's identity and its parameters."""
 
-    name: object = None
-    revision: object = None
+    name: str | None = None
+    revision: str | None = None
     params_total: Number = None
     params_trainable: Number = None
 
@@ -285,12 +285,28 @@ def run_files(runs: Path, name: str) -> list[Path]:
     return [Path(path) for path in glob(f"{escape(str(runs))}/*/*/{name}")]
 
 
+def strict_json(text: str) -> object:
+    """JSON whose numbers a table can hold and whose texts can be written: without NaN and infinity, whole numbers of
+    more than 64 bits and halves of characters. Raises ValueError, or RecursionError where it is nested too deeply."""
+
+    def number(digits: str) -> int | float:
+        value = int(digits) if digits.lstrip("-").isdigit() else float(digits)
+        if not -(2**63) <= value < 2**63:
+            raise ValueError(f"the number {digits[:40]} is too large")
+        return value
+
+    found = json.loads(text, parse_int=number, parse_float=number, parse_constant=float)
+    if "\\ud" in text.lower() or "NaN" in text or "Infinity" in text:
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+    return found
+
+
 def read_record(run_dir: Path) -> dict:
     """The record of a run's folder, in today's form. Raises RecordError when it is absent, broken, of a schema that is
     not known, or holds a value of another type than the schema says."""
     path = run_dir / "record.json"
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = strict_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RecordError(f"{path}: no record") from None
     except (OSError, ValueError, RecursionError) as problem:
@@ -306,7 +322,9 @@ def read_record(run_dir: Path) -> dict:
         _require(record["spec"]["settings"].get("precision"), str, "spec.settings.precision")
         _require(record["spec"]["scale"].get("name"), str, "spec.scale.name")
         _require(record["spec"]["scale"].get("max_length"), int, "spec.scale.max_length")
-    except (TypeError, KeyError, AttributeError) as problem:
+        for name in record["task"]["scores"]:
+            _require(record["quality"].get(name), Number, f"quality.{name}")
+    except (TypeError, LookupError, AttributeError, ValueError) as problem:
         raise RecordError(f"{path}: {problem}") from None
     return record
 
@@ -324,6 +342,17 @@ def _check(values: dict, section: type, prefix: str = "") -> None:
             values[name] = None
         else:
             _require(values.get(name), kind, f"{prefix}{name}")
+            _check_inside(values[name], f"{prefix}{name}")
+
+
+def _check_inside(value: object, key: str) -> None:
+    """Raises TypeError unless what a dict or list of a record holds is plain: no column of a table holds another."""
+    if isinstance(value, list):
+        for number, entry in enumerate(value):
+            _require(entry, str, f"{key}[{number}]")
+    elif isinstance(value, dict):
+        for name, entry in value.items():
+            _require(entry, str | bool | Number, f"{key}.{name}")
 
 
 _types = cache(get_type_hints)

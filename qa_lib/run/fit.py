@@ -22,6 +22,7 @@ from qa_lib.measure.cost import StepCost
 from qa_lib.measure.machine import environment, limit_memory, matrix_rate, train_device, turn
 from qa_lib.measure.meter import Meter, memory_use
 from qa_lib.model.build import DTYPES, build_model, save_model
+from qa_lib.model.folder import check_tokenizer
 from qa_lib.run.launch import SHARE, with_driver
 from qa_lib.run.plan import add_source_arguments, plan
 from qa_lib.run.tasks import TASKS
@@ -48,6 +49,7 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
         data = data or task.load(spec)
         begin = min(begin, time.perf_counter() - data.load_s)  # what the caller has loaded is this run's time as well
         model = build_model(spec, task.head)
+        check_tokenizer(spec.model_source, data.tokenizer, model.config)
         batches = batches_of(data.features, spec)
         _note_sizes(entry, data, model, batches.steps)
         record.write_record(run_dir, entry)

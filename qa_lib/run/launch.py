@@ -336,8 +336,9 @@ def _fault(entry: dict, spec: Spec) -> str | None:
         steps, planned = entry["time"]["steps"], entry["spec"]["planned_steps"]
         if steps != planned:
             return f"{steps} of {planned} steps were trained"
-        if entry["quality"]["n"] != entry["spec"]["n_eval"]:
-            return f"{entry['quality']['n']} of {entry['spec']['n_eval']} questions were answered"
+        answered = entry["quality"].get("n")
+        if answered != entry["spec"]["n_eval"]:
+            return f"{answered} of {entry['spec']['n_eval']} questions were answered"
     return None
 
 

@@ -16,7 +16,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from qa_lib import record
-from qa_lib.errors import UserError
+from qa_lib.errors import UserError, printable
 from qa_lib.record import duration
 from qa_lib.run.launch import ROOT, Launcher, add_launcher_arguments, probe
 from qa_lib.run.plan import add_several, add_source_arguments, plan
@@ -147,18 +147,23 @@ def _progress(run_dir: Path) -> tuple[int, int | None]:
         planned = record.read_record(run_dir)["spec"]["planned_steps"]
         with open(run_dir / "steps.jsonl", "rb") as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - 400))
-            return json.loads(stream.read().splitlines()[-1])["step"], planned
-    except (record.RecordError, OSError, ValueError, IndexError, TypeError, KeyError):
+            return int(json.loads(stream.read().splitlines()[-1])["step"]), planned
+    except (record.RecordError, OSError, ValueError, LookupError, TypeError):
         return 0, None
 
 
 def _line(spec: Spec, entry: dict) -> str:
     """One run's outcome in one line."""
-    wall, score, note = entry["time"]["wall_s"], entry["quality"][entry["task"]["metric"]], entry["error"]["message"]
+    wall, score, note = (
+        entry["time"]["wall_s"],
+        entry["quality"].get(entry["task"]["metric"]),
+        entry["error"]["message"],
+    )
     parts = [f"{spec.variant} seed {spec.seed}: {entry['status']}"]
     parts += [f"{wall:.0f} s"] if wall is not None else []
     parts += [f"{entry['task']['label']} {score:.1f}"] if score is not None else []
-    return ", ".join(parts + ([note] if note else []))
+    parts += [text for text in entry["spec"]["adjusted"] if text.startswith("checkpoint: ")]
+    return printable(", ".join(parts + ([note] if note else [])))
 
 
 EXAMPLE = """examples:
@@ -205,5 +210,6 @@ def main(args: argparse.Namespace) -> int:
     entries = sweep(specs, launcher)
     failed = [entry for entry in entries if entry["status"] in ("error", "killed")]
     for entry in failed:
-        print(f"{entry['group']}/{entry['run_id']}: {entry['status']}, {entry['error']['message']}", file=sys.stderr)
+        said = f"{entry['group']}/{entry['run_id']}: {entry['status']}, {entry['error']['message']}"
+        print(printable(said), file=sys.stderr)
     return 1 if failed else 0
