@@ -123,6 +123,34 @@ class Task:
     scores: list = field(default_factory=list)
 
 
+@dataclass
+class Noise:
+    """Of the gradient over all data the square norm, and the variance that a feature adds (measure/goodput.py); means
+    over the last thousand or so of `steps`."""
+
+    sqr: Number = None
+    var: Number = None
+    steps: int | None = None
+
+
+@dataclass
+class Parallel:
+    """How several processes shared a run, `world` of them at its end, all with the whole model (`replicas`); null for a
+    run of one. Lists have a value for each process, in order of their ranks; `allreduce_gbs` is the bus bandwidth of
+    one reduction, `goodput` features a second times `efficiency` (measure/goodput.py)."""
+
+    world: int | None = None
+    replicas: int | None = None
+    backend: str | None = None
+    allreduce_gbs: Number = None
+    rank_peak_mib: list | None = None
+    rank_step_ms: list | None = None
+    weights_equal: bool | None = None
+    noise: Noise = field(default_factory=Noise)
+    efficiency: Number = None
+    goodput: Number = None
+
+
 TASKS = {
     "qa": Task(
         scores="exact f1 has_answer_exact has_answer_f1 no_answer_f1 best_exact best_exact_threshold best_f1 "
@@ -169,6 +197,7 @@ class Record:
     speed: Speed = field(default_factory=Speed)
     memory: Memory = field(default_factory=Memory)
     energy: Energy = field(default_factory=Energy)
+    parallel: Parallel = field(default_factory=Parallel)
     quality: dict = field(default_factory=dict)
 
 
@@ -380,7 +409,8 @@ def _renewed(record: dict) -> dict:
     sm = int(scale["name"].rpartition("-sm")[2]) if search == "fit-batch" else None
     spec |= {"hardware": hardware_name(record["env"]["gpu"]), "world": 1, "search": search, "sm": sm}
     scale["task"] = "qa"
-    return record | {"schema": SCHEMA, "task": dataclasses.asdict(TASKS["qa"])}
+    shared = dataclasses.asdict(Parallel())
+    return record | {"schema": SCHEMA, "task": dataclasses.asdict(TASKS["qa"]), "parallel": shared}
 
 
 @contextlib.contextmanager

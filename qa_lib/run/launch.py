@@ -280,7 +280,7 @@ class Launcher:
 
 def side_by_side(specs: list[Spec]) -> int:
     """How many runs at a time: one, but on a CPU as many as the cores allow where a run takes few of them."""
-    threads = {spec.scale.threads for spec in specs if spec.hardware == "cpu"}
+    threads = {spec.scale.threads and spec.scale.threads * spec.world for spec in specs if spec.hardware == "cpu"}
     return max(1, min(8, (os.cpu_count() or 1) // max(threads))) if threads and None not in threads else 1
 
 

@@ -26,12 +26,13 @@ def plan(
     model: str = "",
     micro_batch: int | None = None,
     machine: Machine | None = None,
+    world: int | None = None,
 ) -> list[Spec]:
     """The specs of variants x seeds at a scale, in that order: all rows with the first seed come first, each once.
 
-    `data` and `model` (paths, or hub names) replace the scale's own, and `micro_batch` the row's, unless it is 0;
-    `machine` is this one unless given. Raises SpecError for a name or number that cannot be, before files and the hub
-    are asked, and UserError for a file or folder that is not there.
+    `data` and `model` (paths, or hub names) replace the scale's own, `micro_batch` and `world` (processes) the row's,
+    unless they are 0; `machine` is this one unless given. Raises SpecError for a name or number that cannot be, before
+    files and the hub are asked, and UserError for a file or folder that is not there.
     """
     size = find_scale(scale)
     data, model = data or size.data, model or size.model
@@ -44,7 +45,12 @@ def plan(
         machine = this_machine()
 
     def resolved(**found) -> list[Spec]:
-        sources = {"data_source": data, "model_source": model, "micro_batch": micro_batch or None}
+        sources = {
+            "data_source": data,
+            "model_source": model,
+            "micro_batch": micro_batch or None,
+            "world": world or None,
+        }
         return [
             resolve(variant, scale, seed, machine, **sources, **found)
             for seed in dict.fromkeys(seeds)
@@ -120,6 +126,11 @@ def add_source_arguments(parser: argparse.ArgumentParser, scale: bool = True) ->
     parser.add_argument("--model", default="", metavar="DIR", help="checkpoint: a folder or a hub name")
     parser.add_argument("--micro-batch", type=one_or_more, metavar="N", help="features in one forward pass (rows: 8)")
     parser.add_argument("--runs", type=_folder, default="runs", metavar="DIR", help="where records go (%(default)s)")
+
+
+def add_world(parser: argparse.ArgumentParser) -> None:
+    """The option --world of those verbs that start processes."""
+    parser.add_argument("--world", type=one_or_more, metavar="N", help="processes of a P row, one a GPU (rows: 2)")
 
 
 def one_or_more(text: str) -> int:

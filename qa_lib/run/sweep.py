@@ -19,7 +19,7 @@ from qa_lib import record
 from qa_lib.errors import UserError, printable
 from qa_lib.record import duration
 from qa_lib.run.launch import ROOT, Launcher, add_launcher_arguments, probe
-from qa_lib.run.plan import add_several, add_source_arguments, plan
+from qa_lib.run.plan import add_several, add_source_arguments, add_world, plan
 from qa_lib.spec import Spec, find_scale
 from qa_lib.variants import FAMILIES, VARIANTS, find_family, find_variant
 
@@ -60,7 +60,7 @@ def notebook_command(spec: Spec, runs: Path) -> list[str]:
 
 def notebook_parameters(spec: Spec, runs: Path) -> dict:
     """What the driver passes to a notebook's parameters cell."""
-    return {
+    values = {
         "variant": spec.variant,
         "scale": spec.scale.name,
         "seed": spec.seed,
@@ -69,6 +69,7 @@ def notebook_parameters(spec: Spec, runs: Path) -> dict:
         "micro_batch": spec.asked.micro_batch,
         "runs": _from_root(runs),
     }
+    return values if spec.asked.parallel == "none" else values | {"world": spec.world}
 
 
 def _from_root(path: str | Path) -> str:
@@ -179,6 +180,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rows.add_argument("--family", metavar="A", help="the rows of one family, by letter or by notebook")
     add_several(parser, "--seeds", int, "N", "a run of every row for each (0)", default=[0])
     add_source_arguments(parser)
+    add_world(parser)
     add_launcher_arguments(parser)
     parser.add_argument("--share", action="store_true", help="runs on one card train at once; records no times")
     parser.add_argument("--plan", action="store_true", help="say what would run, and run nothing")
@@ -201,7 +203,7 @@ def main(args: argparse.Namespace) -> int:
     launcher = Launcher(
         args.runs, machine, env, args.gpus, args.share, args.force, (args.retry,), notebook_command, args.time_limit
     )
-    specs = plan(names, args.scale, args.seeds, args.data, args.model, args.micro_batch, machine)
+    specs = plan(names, args.scale, args.seeds, args.data, args.model, args.micro_batch, machine, args.world)
     if args.plan:
         for spec in specs:
             state = "finished" if launcher.is_finished(spec) else f"skip: {spec.skip}" if spec.skip else "run"
