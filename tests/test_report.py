@@ -216,13 +216,14 @@ def test_the_score_is_the_one_that_the_task_names(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("key", ["group", "run_id"])
-def test_a_record_that_names_another_folder_than_its_own_is_refused(runs, key):
+def test_a_record_that_names_another_folder_than_its_own_is_refused(runs, key, quick, capsys):
     path = make(runs, "A4") / "record.json"
     entry = json.loads(path.read_text())
     path.write_text(json.dumps(entry | {key: "../web"}))
-    with pytest.raises(record.RecordError, match=r"cpu-smoke/A4-s0-.*its record is that of .*\.\./web"):
-        call()
-    assert not Path("web").exists() and not Path("figures").exists()
+    assert call() == 0 and re.search(r"left out.*/A4-s0-.*its record is that of .*\.\./web", capsys.readouterr().err)
+    assert not Path("web").exists() and [path.name for path in Path("figures").iterdir()] == ["cpu-smoke"]
+    with pytest.raises(record.RecordError, match=r"cpu-smoke/A4-s0-"):
+        load_runs(runs)
     broken = {}
     load_runs(runs, broken)
     assert list(broken) == [path.parent]
@@ -333,11 +334,12 @@ def test_a_group_that_mixes_data_or_scales_is_refused(runs, section, key):
         lines_of(runs)
 
 
-def test_a_record_of_an_unknown_schema_is_refused_by_name(runs):
+def test_a_record_of_an_unknown_schema_is_refused_by_name(runs, quick, capsys):
     path = make(runs, "A4") / "record.json"
     path.write_text(path.read_text().replace(record.SCHEMA, "qa_lib/99"))
     with pytest.raises(record.RecordError, match=r"A4-s0-.*record\.json.*qa_lib/99"):
-        call()
+        load_runs(runs)
+    assert call() == 0 and re.search(r"left out: .*A4-s0-.*record\.json.*qa_lib/99", capsys.readouterr().err)
 
 
 def test_an_unknown_group_and_no_records_at_all_are_clear_errors(runs, tmp_path):
@@ -568,6 +570,22 @@ def test_nothing_is_redrawn_unless_what_is_shown_changed(runs, quick, capsys, mo
     monkeypatch.setattr(gallery, "findings", lambda runs: "another sentence")
     call()
     assert "(drawn)" in capsys.readouterr().out, "titles are sentences, and these have changed"
+
+
+def test_the_newest_group_comes_last_and_one_can_be_asked_for(runs, quick, capsys):
+    make(runs, "A1", machine=GPU)
+    make(runs, "A2", machine=GPU)
+    for path in runs.glob("cpu-smoke/*/record.json"):
+        entry = json.loads(path.read_text())
+        entry["time"]["started"] = "2999-01-01T00:00:00+00:00"
+        path.write_text(json.dumps(entry))
+    call()
+    out = capsys.readouterr().out
+    assert out.index("figures/h200-smoke") < out.index("figures/cpu-smoke")
+    call("--group", "h200-smoke")
+    assert "figures/cpu-smoke" not in capsys.readouterr().out
+    with pytest.raises(ReportError, match=r"no group 'h100' below runs; there are h200-smoke, cpu-smoke"):
+        call("--group", "h100")
 
 
 def test_a_group_without_a_baseline_does_not_hide_the_others(runs, quick, capsys):

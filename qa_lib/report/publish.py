@@ -5,11 +5,13 @@ Reads run records and nothing else, and never imports torch.
 """
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 
 import pandas as pd
 
+from qa_lib.errors import UserError, first_line, printable
 from qa_lib.record import write_atomically
 from qa_lib.report.gallery import draw, outdated, pictures
 from qa_lib.report.readme import README, committed_groups, with_results
@@ -26,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `report`."""
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the records (default: runs)")
     parser.add_argument("--figures", type=Path, default=Path("figures"), help="folder to draw into (default: figures)")
+    parser.add_argument("--group", metavar="G", help="this group alone (default: all, the newest last)")
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--html", type=Path, metavar="OUT.html", help="write all of it as one self-contained page")
     either.add_argument("--readme", action="store_true", help="also rewrite the results in README.md")
@@ -44,26 +47,37 @@ def main(args: argparse.Namespace) -> int:
         write_atomically(args.html, content)
         print(f"{args.html}: {len(content) / 1e6:.1f} MB")
         return 0
-    runs = load_runs(args.runs)
+    broken: dict[Path, str] = {}
+    runs = load_runs(args.runs, broken)
     if args.check:
-        problems = check(runs, args.runs, args.figures)
+        problems = [*broken.values(), *check(runs, args.runs, args.figures)]
         print("\n".join(problems) or "README.md and the figures of the committed runs are up to date")
         return 1 if problems else 0
+    for problem in broken.values():
+        print(printable(f"left out: {problem}"), file=sys.stderr)
     if runs.empty and not args.readme:
         raise ReportError(f"no record below {args.runs}: run something first, for example make quickstart")
-    failed = []
-    for group in sorted(set(runs["group"])):
-        if group in searches(runs):
+    newest = {} if runs.empty else runs.groupby("group")["time.started"].max().to_dict()
+    groups = sorted(newest, key=newest.get)
+    if args.group and args.group not in groups:
+        raise ReportError(f"no group {args.group!r} below {args.runs}; there are {', '.join(groups)}")
+    failed, tries = [], searches(runs)
+    for group in [args.group] if args.group else groups:
+        if group in tries:
             print(f"\n{group}: tries of a search, shown in the report of their hardware's other groups")
             continue
         try:
             chosen = select(runs, group)
             lines = summarise(chosen)
             drawn = draw(chosen, args.figures / group)
-        except ReportError as problem:
+            said = printable(f"\n{terminal(result_table(lines))}\n\n{caption(chosen, lines)}")
+        except UserError as problem:
             failed.append(str(problem))
             continue
-        print(f"\n{terminal(result_table(lines))}\n\n{caption(chosen, lines)}")
+        except (LookupError, TypeError, ValueError, AttributeError) as problem:  # whatever a spoilt record leads to
+            failed.append(f"group {group!r} cannot be shown: {type(problem).__name__}, {first_line(problem)}")
+            continue
+        print(said)
         print(f"Figures: {args.figures / group} ({'drawn' if drawn else 'up to date'})")
     if args.readme:
         write_atomically(README, with_results(runs, args.runs, args.figures)[1])

@@ -44,11 +44,16 @@ def require_answers(table: pd.DataFrame) -> None:
         raise NotMeasured(f"no margin of {score_name(table)} is set within which rows count as equal")
 
 
-def differences(runs: pd.DataFrame, variant: str, base: str = BASELINE, column: str = METRICS[0]) -> pd.Series:
-    """F1 of a row minus another's, for each seed that both have. Raises NotMeasured where there is none."""
+def by_seed(runs: pd.DataFrame, column: str = METRICS[0]) -> pd.DataFrame:
+    """F1 of the runs that ended ok: a line for each seed, a column for each row that has any."""
     scored = runs[(runs["status"] == "ok") & runs[column].notna()]
     # A seed may have run at several micro-batches, of one effective batch.
-    rows = scored[column].astype(float).groupby([scored["spec.variant"], scored["spec.seed"]]).mean()
+    return scored[column].astype(float).groupby([scored["spec.seed"], scored["spec.variant"]]).mean().unstack()
+
+
+def differences(runs: pd.DataFrame, variant: str, base: str = BASELINE, column: str = METRICS[0]) -> pd.Series:
+    """F1 of a row minus another's, for each seed that both have. Raises NotMeasured where there is none."""
+    rows = by_seed(runs, column)
     if absent := [name for name in (variant, base) if name not in rows]:
         raise NotMeasured(f"{absent[0]} has no F1")
     found = (rows[variant] - rows[base]).dropna()
@@ -82,19 +87,20 @@ def equivalence(runs: pd.DataFrame) -> pd.DataFrame:
     in its scoring (A4-b) is no training of its own and left out. Raises NotMeasured where no row has an interval.
     """
     require_answers(runs)
-    scored = set(runs.loc[(runs["status"] == "ok") & runs[METRICS[0]].notna(), "spec.variant"])
-    if BASELINE not in scored:
-        raise NotMeasured(f"{BASELINE} has no F1")
-    lines = []
-    for name in (name for name in VARIANTS if name in scored - FAULTY - {BASELINE}):
-        try:
-            at_0, at_best = (compare(runs, name, column=column) for column in METRICS)
-        except NotMeasured:  # no seed in common
-            continue
-        told = {verdict(at_0), verdict(at_best)}
-        worst = next(word for word in VERDICTS if word in told)
-        lines.append((name, len(differences(runs, name)), *at_0, *at_best, worst))
-    table = pd.DataFrame(lines, columns=["variant", "n", "delta", "half", "best_delta", "best_half", "verdict"])
+    columns = {}
+    for at, column in zip(("", "best_"), METRICS, strict=True):
+        rows = by_seed(runs, column)
+        if BASELINE not in rows:
+            raise NotMeasured(f"{BASELINE} has no F1")
+        found = rows.sub(rows[BASELINE], axis="index")
+        columns |= {f"{at}n": found.count(), f"{at}delta": found.mean(), f"{at}half": interval(found, 90)}
+    table = pd.DataFrame(columns).query("n > 0 and best_n > 0")
+    table = table.loc[[name for name in VARIANTS if name in table.index and name not in FAULTY | {BASELINE}]]
+    told = []
+    for row in table.itertuples():
+        both = {verdict((row.delta, row.half)), verdict((row.best_delta, row.best_half))}
+        told.append(next(word for word in VERDICTS if word in both))
+    table = table.drop(columns="best_n").assign(verdict=told).rename_axis("variant").reset_index()
     if table["half"].isna().all():
         raise NotMeasured(f"no row has an F1 of three seeds in common with {BASELINE}, which an interval takes")
     return table

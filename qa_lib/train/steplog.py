@@ -7,10 +7,12 @@ from pathlib import Path
 
 import torch
 
-from qa_lib.record import RecordError
+from qa_lib.record import RecordError, duration
 from qa_lib.spec import Spec
+from qa_lib.train.parallel import Ranks
 
 LOOK_EVERY_S = 1.0  # seconds between two looks at the loss; each look waits for the device
+LOOK_EVERY = 50  # steps between two looks of several processes, whose clocks differ and which must look together
 SAY_EVERY_S = 60.0  # a line of progress comes at each tenth of the steps, and at the latest after so many seconds
 
 
@@ -30,18 +32,21 @@ class StepLog:
     """steps.jsonl of a run: a line a step with its number, loss, learning rate (lr) and milliseconds (ms).
 
     Losses stay on the device until `write`, so that logging does not stall a step. `begin` is the number of steps that
-    an earlier process has done; its lines are kept.
+    an earlier process has done; of its lines those are kept that are whole. Of several `ranks` all note their steps,
+    and the first writes and says.
     """
 
-    def __init__(self, run_dir: Path, spec: Spec, steps: int, begin: int, scaler: torch.amp.GradScaler, say):
-        self.path, self.steps, self.written, self.scaler, self.say = run_dir / "steps.jsonl", steps, begin, scaler, say
+    def __init__(
+        self, run_dir: Path, spec: Spec, steps: int, begin: int, scaler: torch.amp.GradScaler, ranks: Ranks, say
+    ):
+        self.path, self.steps, self.written, self.scaler = run_dir / "steps.jsonl", steps, begin, scaler
+        self.ranks, self.say = ranks, say if ranks.first else lambda _: None
         self.pending, self.said = [], begin
         self.started = self.looked = self.said_at = time.monotonic()
-        self.label, self.features = f"{spec.variant} seed {spec.seed}", spec.accumulation * spec.settings.micro_batch
+        self.label, self.features = f"{spec.variant} seed {spec.seed}", spec.micro_batches * spec.settings.micro_batch
         if spec.settings.compile != "none":
             self.say(f"{self.label}: compiling, then {steps - begin} steps")
-        earlier = self.path.read_text().splitlines(keepends=True)[:begin] if begin and self.path.exists() else []
-        self._append("".join(earlier), mode="w")
+        self._append("".join(_whole_lines(self.path, begin)), mode="w")
 
     def add(self, loss: torch.Tensor, rate: float) -> None:
         """Note a step's mean loss (a scalar on the device, not read yet) and its learning rate."""
@@ -50,6 +55,8 @@ class StepLog:
     @property
     def due(self) -> bool:
         """Whether it is time for `write`; the last step is for the caller to know."""
+        if self.ranks.world > 1:
+            return len(self.pending) >= LOOK_EVERY
         return time.monotonic() - self.looked >= LOOK_EVERY_S
 
     def write(self, seconds: list[float]) -> None:
@@ -60,12 +67,12 @@ class StepLog:
         """
         lines, broken = [], None
         excused = self.scaler.is_enabled() and self.scaler.get_scale() > 1.0
-        for (loss, rate), duration in zip(self.pending, seconds, strict=True):
+        losses = self.ranks.mean(torch.stack([loss for loss, _ in self.pending])).tolist()
+        for value, (_, rate), taken in zip(losses, self.pending, seconds, strict=True):
             self.written += 1
-            value = float(loss)
             finite = math.isfinite(value)
             lines.append(
-                {"step": self.written, "loss": value if finite else None, "lr": rate, "ms": round(1e3 * duration, 4)}
+                {"step": self.written, "loss": value if finite else None, "lr": rate, "ms": round(1e3 * taken, 4)}
             )
             if not finite and not excused and broken is None:
                 broken = NonFiniteLoss(self.written, f"loss is {value}")
@@ -85,10 +92,12 @@ class StepLog:
         left, taken = (self.steps - self.written) * per_step, self.looked - self.started
         return (
             f"step {self.written}/{self.steps}, loss {loss:.3f}, {self.features / per_step:.0f} features/s, "
-            f"{_duration(taken)} so far, {_duration(left)} left"
+            f"{duration(taken)} so far, {duration(left)} left"
         )
 
     def _append(self, text: str, mode: str = "a") -> None:
+        if not self.ranks.first:
+            return
         try:
             with self.path.open(mode) as stream:
                 stream.write(text)
@@ -96,9 +105,12 @@ class StepLog:
             raise RecordError(f"cannot write {self.path}: {problem.strerror}") from problem
 
 
-def _duration(seconds: float) -> str:
-    """'42 s', '12 min', '3 h 05 min'."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+def _whole_lines(path: Path, most: int) -> list[str]:
+    """The first lines of a log, up to the one that a sudden end has cut short or spoilt."""
+    found = []
+    for line in path.read_bytes().split(b"\n")[:most] if path.exists() else []:
+        try:
+            found.append(json.dumps(json.loads(line)) + "\n")
+        except (ValueError, RecursionError):
+            break
+    return found
