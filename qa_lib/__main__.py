@@ -8,7 +8,7 @@ import importlib
 import os
 import sys
 
-from qa_lib.errors import UserError, stoppable, stopped_by
+from qa_lib.errors import UserError, printable, stoppable, stopped_by
 
 VERBS = {
     "variants": ("qa_lib.variants", "list the rows: what each changes, and why"),
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
         finally:
             print(end="", flush=True)  # while it can still be told that the disk is full
     except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {printable(str(problem))}", file=sys.stderr)
         return 2
     except OSError as problem:
         if problem.filename:

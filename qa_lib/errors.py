@@ -1,6 +1,7 @@
 """What ends a command early: mistakes that the user can mend, and signals that ask it to stop."""
 
 import contextlib
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -8,6 +9,12 @@ from collections.abc import Iterator
 
 class UserError(ValueError):
     """An error that the user can mend; its message is a single line, and the command line prints nothing else."""
+
+
+def printable(text: str) -> str:
+    """Text as a terminal may have it: without control characters, which can clear it or set its title, but for line
+    ends and tabs; half characters as question marks."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text).encode(errors="replace").decode()
 
 
 def first_line(error: BaseException) -> str:

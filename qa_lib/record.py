@@ -105,8 +105,8 @@ class Energy:
 class Model:
     """The model's identity and its parameters."""
 
-    name: object = None
-    revision: object = None
+    name: str | None = None
+    revision: str | None = None
     params_total: Number = None
     params_trainable: Number = None
 
@@ -121,6 +121,34 @@ class Task:
     label: str = "F1"
     higher_is_better: bool = True
     scores: list = field(default_factory=list)
+
+
+@dataclass
+class Noise:
+    """Of the gradient over all data the square norm, and the variance that a feature adds (measure/goodput.py); means
+    over the last thousand or so of `steps`."""
+
+    sqr: Number = None
+    var: Number = None
+    steps: int | None = None
+
+
+@dataclass
+class Parallel:
+    """How several processes shared a run, `world` of them at its end, all with the whole model (`replicas`); null for a
+    run of one. Lists have a value for each process, in order of their ranks; `allreduce_gbs` is the bus bandwidth of
+    one reduction, `goodput` features a second times `efficiency` (measure/goodput.py)."""
+
+    world: int | None = None
+    replicas: int | None = None
+    backend: str | None = None
+    allreduce_gbs: Number = None
+    rank_peak_mib: list | None = None
+    rank_step_ms: list | None = None
+    weights_equal: bool | None = None
+    noise: Noise = field(default_factory=Noise)
+    efficiency: Number = None
+    goodput: Number = None
 
 
 TASKS = {
@@ -169,6 +197,7 @@ class Record:
     speed: Speed = field(default_factory=Speed)
     memory: Memory = field(default_factory=Memory)
     energy: Energy = field(default_factory=Energy)
+    parallel: Parallel = field(default_factory=Parallel)
     quality: dict = field(default_factory=dict)
 
 
@@ -285,12 +314,28 @@ def run_files(runs: Path, name: str) -> list[Path]:
     return [Path(path) for path in glob(f"{escape(str(runs))}/*/*/{name}")]
 
 
+def strict_json(text: str) -> object:
+    """JSON whose numbers a table can hold and whose texts can be written: without NaN and infinity, whole numbers of
+    more than 64 bits and halves of characters. Raises ValueError, or RecursionError where it is nested too deeply."""
+
+    def number(digits: str) -> int | float:
+        value = int(digits) if digits.lstrip("-").isdigit() else float(digits)
+        if not -(2**63) <= value < 2**63:
+            raise ValueError(f"the number {digits[:40]} is too large")
+        return value
+
+    found = json.loads(text, parse_int=number, parse_float=number, parse_constant=float)
+    if "\\ud" in text.lower() or "NaN" in text or "Infinity" in text:
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+    return found
+
+
 def read_record(run_dir: Path) -> dict:
     """The record of a run's folder, in today's form. Raises RecordError when it is absent, broken, of a schema that is
     not known, or holds a value of another type than the schema says."""
     path = run_dir / "record.json"
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = strict_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RecordError(f"{path}: no record") from None
     except (OSError, ValueError, RecursionError) as problem:
@@ -306,7 +351,9 @@ def read_record(run_dir: Path) -> dict:
         _require(record["spec"]["settings"].get("precision"), str, "spec.settings.precision")
         _require(record["spec"]["scale"].get("name"), str, "spec.scale.name")
         _require(record["spec"]["scale"].get("max_length"), int, "spec.scale.max_length")
-    except (TypeError, KeyError, AttributeError) as problem:
+        for name in record["task"]["scores"]:
+            _require(record["quality"].get(name), Number, f"quality.{name}")
+    except (TypeError, LookupError, AttributeError, ValueError) as problem:
         raise RecordError(f"{path}: {problem}") from None
     return record
 
@@ -324,6 +371,17 @@ def _check(values: dict, section: type, prefix: str = "") -> None:
             values[name] = None
         else:
             _require(values.get(name), kind, f"{prefix}{name}")
+            _check_inside(values[name], f"{prefix}{name}")
+
+
+def _check_inside(value: object, key: str) -> None:
+    """Raises TypeError unless what a dict or list of a record holds is plain: no column of a table holds another."""
+    if isinstance(value, list):
+        for number, entry in enumerate(value):
+            _require(entry, str, f"{key}[{number}]")
+    elif isinstance(value, dict):
+        for name, entry in value.items():
+            _require(entry, str | bool | Number, f"{key}.{name}")
 
 
 _types = cache(get_type_hints)
@@ -351,7 +409,8 @@ def _renewed(record: dict) -> dict:
     sm = int(scale["name"].rpartition("-sm")[2]) if search == "fit-batch" else None
     spec |= {"hardware": hardware_name(record["env"]["gpu"]), "world": 1, "search": search, "sm": sm}
     scale["task"] = "qa"
-    return record | {"schema": SCHEMA, "task": dataclasses.asdict(TASKS["qa"])}
+    shared = dataclasses.asdict(Parallel())
+    return record | {"schema": SCHEMA, "task": dataclasses.asdict(TASKS["qa"]), "parallel": shared}
 
 
 @contextlib.contextmanager

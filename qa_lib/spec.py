@@ -96,11 +96,13 @@ def hardware_name(gpu: str | None) -> str:
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"NVIDIA|Tesla|GeForce", "", gpu).strip().lower()).strip("-")
 
 
-def missing(settings: Settings, machine: Machine, lacks: Mapping[str, str] | None = None) -> str | None:
-    """Why these settings cannot run on the machine, in one sentence; None if they can.
+def missing(settings: Settings, machine: Machine, lacks: Mapping[str, str] | None = None, world: int = 1) -> str | None:
+    """Why these settings cannot run on the machine in `world` processes, in one sentence; None if they can.
 
     `lacks` is what the model's architecture does not have: {one of variants.needs: why}.
     """
+    if machine.gpus and world > machine.gpus:
+        return f"needs {world} GPUs, and this machine has {machine.gpus}"
     backend = settings.compile
     reasons = {
         "cuda": (machine.gpus > 0, "needs a CUDA GPU"),
@@ -141,6 +143,9 @@ def adjust(settings: Settings, machine: Machine) -> tuple[Settings, list[str]]:
 TRAINER_OPTIMIZER = "optimizer: fused, which transformers.Trainer takes by itself"
 
 
+WORLD = 2  # processes of a parallel row that is asked for without a number
+
+
 @dataclass(frozen=True)
 class Spec:
     """One run, completely. `data` and `model` are identities: {name, sha256} and {name, revision}.
@@ -163,7 +168,7 @@ class Spec:
     model: dict
     data_source: str
     model_source: str
-    world: int = 1  # processes, one a GPU
+    world: int = 1  # processes, one a GPU; a run that is resumed may have fewer or more (train/parallel.py)
     search: str = ""
     sm: int | None = None
 
@@ -202,10 +207,14 @@ class Spec:
         return Path(self.group, self.run_id)
 
     @property
+    def micro_batches(self) -> int:
+        """Micro-batches of an optimizer step, of all processes together."""
+        return (self.scale.effective_batch or self.settings.micro_batch * self.world) // self.settings.micro_batch
+
+    @property
     def accumulation(self) -> int:
         """Micro-batches per optimizer step of each process."""
-        together = self.settings.micro_batch * self.world
-        return (self.scale.effective_batch or together) // together
+        return self.micro_batches // self.world
 
 
 # The fields that the first records hashed, whatever their values. They stay in every hash, so that those runs
@@ -245,11 +254,13 @@ def resolve(
     model_source: str,
     micro_batch: int | None = None,
     lacks: Mapping[str, str] | None = None,
+    world: int | None = None,
 ) -> Spec:
     """Variant x scale x seed to the spec of one run on this machine.
 
-    `data` and `model` are identities and `*_source` where to load them from (see Spec); `lacks` is for `missing`.
-    Raises UnknownName, and SpecError for a seed or a micro-batch that cannot be.
+    `data` and `model` are identities and `*_source` where to load them from (see Spec); `lacks` is for `missing`;
+    without `world` a parallel row has WORLD processes. Raises UnknownName, and SpecError for a seed, a micro-batch or
+    a world that cannot be.
     """
     row, size = find_variant(variant), find_scale(scale)
     if not 0 <= seed < 2**63:
@@ -262,6 +273,14 @@ def resolve(
             f"micro-batch {asked.micro_batch} does not divide the effective batch {size.effective_batch} "
             f"of scale {scale!r}"
         )
+    world = world or (1 if asked.parallel == "none" else WORLD)
+    if world > 1 and asked.parallel == "none":
+        raise SpecError(f"{variant} trains in one process, not in {world}; the rows of family P take several")
+    if size.effective_batch and size.effective_batch // asked.micro_batch % world:
+        raise SpecError(
+            f"{world} processes do not divide the {size.effective_batch // asked.micro_batch} micro-batches of a step "
+            f"at scale {scale!r}, which are {size.effective_batch} features by {asked.micro_batch}"
+        )
     settings, adjusted = adjust(asked, machine)
     return Spec(
         variant=variant,
@@ -270,12 +289,13 @@ def resolve(
         asked=asked,
         settings=settings,
         adjusted=adjusted,
-        skip=missing(settings, machine, lacks),
+        skip=missing(settings, machine, lacks, world),
         hardware=machine.hardware,
         data=data,
         model=model,
         data_source=data_source,
         model_source=model_source,
+        world=world,
     )
 
 

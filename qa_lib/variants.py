@@ -69,6 +69,10 @@ class Settings:
     step: Literal["eager", "graph"] = "eager"
     # recompute the layers' activations in the backward pass
     checkpointing: bool = False
+    # how several processes make one step, each on its share of the micro-batches (train/parallel.py): ddp, PyTorch's
+    # DistributedDataParallel, its gradients sent as they are or in bf16 | flat: one reduction of all gradients |
+    # sharded: a share of the optimizer each | fsdp: a share of weights, gradients and optimizer each
+    parallel: Literal["none", "ddp", "ddp-bf16", "flat", "sharded", "fsdp"] = "none"
     # predictions to questions: by id | by position, the fault of A4-b
     join: Literal["id", "position"] = "id"
     # features in one forward pass
@@ -127,6 +131,12 @@ CONFLICTS = (
     (("engine", "trainer"), ("optimizer", "adamw8bit|master"), "transformers.Trainer builds its own fused AdamW here"),
     (("engine", "trainer"), ("step", "graph"), "transformers.Trainer has no captured step"),
     (("engine", "trainer"), ("compile", "cudagraphs"), "its gradients of several micro-batches overwrite each other"),
+    (("engine", "trainer"), ("parallel", "!none|ddp"), "transformers.Trainer takes DistributedDataParallel"),
+    (("parallel", "!none"), ("compile", "cudagraphs"), "a replay writes over gradients before they are reduced"),
+    (("parallel", "ddp*|fsdp"), ("step", "graph"), "they reduce by hooks of the backward pass, which is not captured"),
+    (("parallel", "fsdp"), ("compile", "!none"), "its layers gather their weights between the compiler's graphs"),
+    (("parallel", "sharded|fsdp"), ("optimizer", "adamw8bit"), "its blocks of 8-bit moments follow whole tensors"),
+    (("parallel", "fsdp"), ("optimizer", "master"), "the compiled update takes whole tensors"),
 )
 
 
@@ -231,9 +241,27 @@ VARIANTS = dict(
         _row("EB1-all", "E5", "And LoRA on every linear layer?", trainable="lora-all"),
         _row("EB2", "E-best", "And biases alone?", trainable="biases"),
         _row("EB3", "E-best", "And freezing, which shortens the backward pass itself?", trainable="freeze-bottom-10"),
+        _row("P0", "A0", "What most people would run on several GPUs: the Trainer under torchrun.", parallel="ddp"),
+        _row(
+            "P1",
+            "A1",
+            "The baseline on several GPUs: gradients are averaged while the backward pass goes on.",
+            parallel="ddp",
+        ),
+        _row("P1-bf16", "P1", "Half the bytes between the GPUs: gradients travel in bf16.", parallel="ddp-bf16"),
+        _row("P-fsdp", "P1", "Each GPU keeps a share of weights, gradients and optimizer.", parallel="fsdp"),
+        _row("P-fast", "E-best", "The whole stack: one reduction inside the captured step.", parallel="flat"),
+        _row("P-sharded", "P-fast", "Each GPU updates its share of the weights alone.", parallel="sharded"),
     ]
 )
-FAMILIES = {"A": "systems", "B": "peft", "C": "memory", "D": "backends", "E": "beyond"}  # family -> notebook
+FAMILIES = {
+    "A": "systems",
+    "B": "peft",
+    "C": "memory",
+    "D": "backends",
+    "E": "beyond",
+    "P": "parallel",
+}  # family -> notebook
 
 
 def find_variant(name: str) -> Variant:

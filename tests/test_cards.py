@@ -51,6 +51,26 @@ def test_the_quickest_that_fits_with_room_for_the_context():
         cards.decision_table(BENCH[BENCH["status"] == "oom"], UNKNOWN)
 
 
+def test_a_card_gets_a_row_whose_kernels_it_has():
+    """E-best needs bf16 and E-fp8 8-bit floats, which an A100 and a T4 lack; A1 needs 11,500 MiB and the context."""
+    more = runs(("gpu-bench", "E-fp8", 32, "ok", 3400.0, 3300.0, 3700.0, None))
+    table = cards.generation_table(pd.concat([BENCH, more]), UNKNOWN).set_index("you have at least")
+    assert table.to_dict("index") == {
+        "6 GiB": {
+            "T4, RTX 20": "A1 at 8",
+            "A100, RTX 30": "E-best at 32",
+            "L4, RTX 40": "E-fp8 at 32",
+            "H100 and newer": "E-fp8 at 32",
+        },
+        "12 GiB": {
+            "T4, RTX 20": "A1 at 32",
+            "A100, RTX 30": "E-best at 32",
+            "L4, RTX 40": "E-fp8 at 32",
+            "H100 and newer": "E-fp8 at 32",
+        },
+    }
+
+
 def test_a_row_that_loses_quality_is_recommended_only_where_no_other_fits():
     worse = judged(A1=(60.0, 60.2, 60.1), EB1=(50.0, 50.2, 50.1), B1=(48.0, 48.2, 48.1))
     quicker = pd.concat([BENCH, runs(("gpu-bench", "B1", 32, "ok", 9000.0, 1500.0, 1600.0, None))])

@@ -131,7 +131,7 @@ def test_a_run_beside_others_records_no_times(tmp_path, monkeypatch):
 def test_what_ends_a_run_is_in_its_record(problem, status, step, tmp_path, monkeypatch):
     calls = []
 
-    def broken(optimizer):
+    def broken(optimizer, across):
         calls.append(optimizer)
         if len(calls) == step:
             raise problem

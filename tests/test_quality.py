@@ -31,7 +31,7 @@ def bench(**speeds):
     """Lines of a bench group: features/s of each row at micro-batches 8 and 32, and 1,000 MiB but for PEFT rows."""
     rows = [
         {"variant": name.replace("_", "-"), "micro_batch": size, "features_per_s": speed, "compile_s": 30.0,
-         "peak_mib": 500.0 if name.startswith("EB") else 1000.0} | QA
+         "warm_compile_s": None, "peak_mib": 500.0 if name.startswith("EB") else 1000.0} | QA
         for name, speed in speeds.items() for size in (8, 32)
     ]  # fmt: skip
     return pd.DataFrame(rows)
@@ -133,8 +133,13 @@ def test_a_projection_shows_its_arithmetic():
     assert table.loc["E-best", "arithmetic"] == "131,754 × 3 ÷ 500/s + 30.0 s"
     assert table.loc["E-best", "minutes"] == text.number(seconds / 60)
     assert table.loc["E-best", "of A1's time"] == text.share(seconds / (131_754 * 3 / 100))
-    cached = judge.projection(bench(A1=100.0, E_best=500.0).assign(compile_s=None)).set_index("row")["arithmetic"]
-    assert cached["E-best"].endswith("÷ 500/s + compilation, not measured") and cached["A1"].endswith("÷ 100/s")
+    unknown = bench(A1=100.0, E_best=500.0).assign(compile_s=None)
+    said = judge.projection(unknown).set_index("row")["arithmetic"]
+    assert said["E-best"].endswith("÷ 500/s + compilation, not measured") and said["A1"].endswith("÷ 100/s")
+    warm = judge.projection(unknown.assign(warm_compile_s=9.0)).set_index("row")
+    assert warm.loc["E-best", "arithmetic"].endswith("÷ 500/s + 9.00 s, a part of the code from a cache")
+    assert warm.loc["E-best", "minutes"] == text.number((seconds - 21) / 60)
+    assert list(judge.projected(unknown.assign(warm_compile_s=9.0))["cold"]) == [True, False]
     with pytest.raises(NotMeasured):
         judge.projection(bench(E1=1.0))
 

@@ -16,6 +16,7 @@ import pytest
 
 from qa_lib import record
 from qa_lib.report import cards, claims, figures, gallery, profiles, publish, quality, sentences, style, tables, text
+from qa_lib.report import readme as front
 from qa_lib.report.runs import NotMeasured, ReportError, load_runs, published, select
 from qa_lib.spec import Machine, resolve
 from qa_lib.variants import FAMILIES, VARIANTS
@@ -87,8 +88,9 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def readme(runs, quick):
-    """README.md with an empty block, and the runs in git's index."""
-    Path("README.md").write_text(f"# Title\n\n{publish.BEGIN}\n{publish.END}\n\ntail\n")
+    """README.md with empty blocks, and the runs in git's index."""
+    blocks = "\n\n".join(f"<!-- {name} -->\n<!-- /{name} -->" for name in front.BLOCKS)
+    Path("README.md").write_text(f"# Title\n\n{blocks}\n\ntail\n")
     subprocess.run(["git", "init", "-q"], check=True)
     subprocess.run(["git", "add", "runs"], check=True)
     return Path("README.md")
@@ -214,13 +216,14 @@ def test_the_score_is_the_one_that_the_task_names(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("key", ["group", "run_id"])
-def test_a_record_that_names_another_folder_than_its_own_is_refused(runs, key):
+def test_a_record_that_names_another_folder_than_its_own_is_refused(runs, key, quick, capsys):
     path = make(runs, "A4") / "record.json"
     entry = json.loads(path.read_text())
     path.write_text(json.dumps(entry | {key: "../web"}))
-    with pytest.raises(record.RecordError, match=r"cpu-smoke/A4-s0-.*its record is that of .*\.\./web"):
-        call()
-    assert not Path("web").exists() and not Path("figures").exists()
+    assert call() == 0 and re.search(r"left out.*/A4-s0-.*its record is that of .*\.\./web", capsys.readouterr().err)
+    assert not Path("web").exists() and [path.name for path in Path("figures").iterdir()] == ["cpu-smoke"]
+    with pytest.raises(record.RecordError, match=r"cpu-smoke/A4-s0-"):
+        load_runs(runs)
     broken = {}
     load_runs(runs, broken)
     assert list(broken) == [path.parent]
@@ -331,11 +334,12 @@ def test_a_group_that_mixes_data_or_scales_is_refused(runs, section, key):
         lines_of(runs)
 
 
-def test_a_record_of_an_unknown_schema_is_refused_by_name(runs):
+def test_a_record_of_an_unknown_schema_is_refused_by_name(runs, quick, capsys):
     path = make(runs, "A4") / "record.json"
     path.write_text(path.read_text().replace(record.SCHEMA, "qa_lib/99"))
     with pytest.raises(record.RecordError, match=r"A4-s0-.*record\.json.*qa_lib/99"):
-        call()
+        load_runs(runs)
+    assert call() == 0 and re.search(r"left out: .*A4-s0-.*record\.json.*qa_lib/99", capsys.readouterr().err)
 
 
 def test_an_unknown_group_and_no_records_at_all_are_clear_errors(runs, tmp_path):
@@ -363,6 +367,14 @@ def test_family_tables_hold_the_family_the_baseline_and_the_parents(runs):
     assert found["systems"]["row"].tolist() == ["A1", "A0", "A2", "A3", "A4-nb", "A4", "A4-b"]
     nothing = tables.family_lines(lines_of(runs).reset_index(), "E")
     assert text.markdown(nothing) == "*No row of this table has been run.*"
+
+
+def test_mfu_is_of_the_data_sheet_and_unknown_for_a_card_without_one(runs):
+    measured = {"speed.mfu": 0.4, "speed.peak_tflops_measured": 700.0, "spec.settings.precision": "fp16"}
+    chosen = select(load_runs(runs), "cpu-smoke").assign(**measured)
+    lines = tables.summarise(chosen.assign(**{"env.gpu": "NVIDIA H200"})).set_index("variant")
+    assert lines.loc["A1", "mfu"] == pytest.approx(0.4 * 700 / 989) and lines.loc["A1", "matrix_share"] == 0.4
+    assert tables.summarise(chosen.assign(**{"env.gpu": "Some Card"}))["mfu"].isna().all()
 
 
 def test_the_published_numbers_stand_beside_ours_each_against_its_own_baseline(runs):
@@ -596,8 +608,9 @@ def test_the_readme_block_is_generated_and_checked(readme, runs, capsys):
     assert call("--readme") == 0
     text = readme.read_text()
     assert text.startswith("# Title\n") and text.endswith("\n\ntail\n")
-    assert "](figures/cpu-smoke/ladder.png)" in text and "| A4 | A4-nb + order: bucketed | 200 | 2.00 |" in text
-    assert sentences.CPU_CAVEAT in text and "D1-nvfuser" not in text, "of the rows a selection"
+    assert "](figures/cpu-smoke/ladder.png)" in text and "| 200 | 2.00 |" in text
+    assert "A4 trains ×2.00" in text and "not known: no row has a measured speed at micro-batch 32" in text
+    assert sentences.CPU_CAVEAT in text and "\n| A2 |" not in text, "of the rows a selection"
     assert call("--check") == 0
     assert call("--readme") == 0 and readme.read_text() == text
     make(runs, "A4", speed=250.0)
@@ -616,7 +629,7 @@ def test_the_readme_shows_committed_groups_only_and_the_gpu_before_the_cpu(readm
     assert "h200-bench" not in readme.read_text()
     subprocess.run(["git", "add", "runs"], check=True)
     call("--readme")
-    assert "figures/h200-bench/ladder.png" in readme.read_text() and "cpu-smoke" not in readme.read_text()
+    assert "figures/h200-bench/ladder.png" in readme.read_text() and "figures/cpu-smoke" not in readme.read_text()
 
 
 def test_without_committed_runs_the_readme_says_so(readme):

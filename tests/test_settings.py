@@ -21,7 +21,7 @@ from qa_lib.model.dropout import HashDropout
 from qa_lib.model.projections import FusedSelfAttention
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, adjust, missing
-from qa_lib.train import engine, loop, masters, trainer
+from qa_lib.train import engine, loop, masters, parallel, trainer
 from qa_lib.train.masters import MasterAdamW
 from qa_lib.variants import CONFLICTS, VARIANTS, Settings, SpecError, choices
 
@@ -85,6 +85,7 @@ class Seen:
         monkeypatch.setattr(torch, "compile", spy_compile)
         monkeypatch.setattr(masters, "_update", masters._update._torchdynamo_orig_callable)  # Inductor takes seconds
         monkeypatch.setattr(Trainer, "train", spy_train)
+        self.shared = self._noted_sharing(monkeypatch)
         for name, module in (("loop", loop), ("trainer", trainer)):
             monkeypatch.setattr(module, "train", self._noting(name, module.train))
         before = {name: p.detach().clone() for name, p in build_model(spec).named_parameters()}
@@ -94,7 +95,9 @@ class Seen:
         self.optimizer = engine.train(self.model, self.batches, spec, torch.device("cpu"), folder, lambda _: None)[0]
         after = dict(self.model.named_parameters())
         self.moved = {
-            name for name, p in after.items() if not torch.equal(p.detach().float(), before[name].to(p.dtype).float())
+            name
+            for name, p in after.items()
+            if not torch.equal(parallel.whole(p.detach()).float(), before[name].to(p.dtype).float())
         }
         self.trains = {name for name, p in after.items() if p.requires_grad}
 
@@ -104,6 +107,17 @@ class Seen:
             return train(*arguments)
 
         return noted
+
+    def _noted_sharing(self, monkeypatch):
+        """The calls by which processes share a step, as they are made."""
+        calls = set()
+        for owner, name in (
+            (parallel, "DistributedDataParallel"), (parallel, "bf16_compress_hook"), (parallel, "fully_shard"),
+            (parallel.Flat, "reduce"), (parallel.dist, "reduce_scatter_tensor"),
+        ):  # fmt: skip
+            real = getattr(owner, name)
+            monkeypatch.setattr(owner, name, lambda *a, real=real, name=name, **k: (calls.add(name), real(*a, **k))[1])
+        return calls
 
     def _look(self, module, inputs, output):
         self.shapes.append(tuple(inputs[0].shape))
@@ -158,6 +172,15 @@ OPTIMIZERS = {
     "adamw8bit": lambda optimizer: type(optimizer).__name__ == "AdamW8bit",
     "master": lambda optimizer: isinstance(optimizer, MasterAdamW),
 }
+
+SHARED = {
+    "none": set(),
+    "ddp": {"DistributedDataParallel"},
+    "ddp-bf16": {"DistributedDataParallel", "bf16_compress_hook"},
+    "flat": {"reduce"},
+    "sharded": {"reduce_scatter_tensor"},
+    "fsdp": {"fully_shard"},
+}
 DTYPES = {"bf16": torch.bfloat16, "fp32": None}
 EFFECTS = {  # setting -> whether its value was seen at work
     "engine": lambda seen, value: seen.engines == [value],
@@ -176,6 +199,7 @@ EFFECTS = {  # setting -> whether its value was seen at work
     "optimizer": lambda seen, value: OPTIMIZERS[value](getattr(seen.optimizer, "optimizer", seen.optimizer)),
     "step": lambda seen, value: value == "eager",
     "checkpointing": lambda seen, value: seen.model.is_gradient_checkpointing is value,
+    "parallel": lambda seen, value: seen.shared == SHARED[value] or seen.spec.settings.engine == "trainer",
     "join": lambda seen, value: True,
     "micro_batch": lambda seen, value: len(seen.batches.step(0)[0]) == value and len(seen.shapes) == 8 // value,
 }

@@ -404,3 +404,11 @@ def test_a_try_runs_in_a_process_of_its_own_with_the_spec_that_was_asked_for(tmp
     assert (entry["spec"]["search"], entry["spec"]["sm"], entry["time"]["notebook_s"]) == ("tune", 75, None)
     assert ended == [(spec, entry)]
     assert launcher.run_all([spec]) == [entry], "it is not run again"
+
+
+def test_a_line_of_the_sweep_says_what_became_of_a_checkpoint_and_holds_no_escapes():
+    spec = plan(["A1"], "smoke", data="synthetic:40", machine=Machine())[0]
+    entry = record.new_record(spec, {}) | {"status": "ok", "error": {"message": "\x1b[2Jodd"}}
+    entry["spec"]["adjusted"] = ["precision: fp32", "checkpoint: began anew, since its checkpoint is damaged"]
+    line = sweep._line(spec, entry)
+    assert line == "A1 seed 0: ok, checkpoint: began anew, since its checkpoint is damaged, [2Jodd"

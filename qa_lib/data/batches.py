@@ -26,7 +26,7 @@ class Batches:
         if not self.per_epoch:
             raise UserError(f"{len(features)} features are too few for a micro-batch of {self.size}")
         epochs = spec.scale.epochs
-        self.steps = spec.scale.steps or max(1, epochs * self.per_epoch // spec.accumulation)
+        self.steps = spec.scale.steps or max(1, epochs * self.per_epoch // spec.micro_batches)
 
     def _epoch(self, epoch: int) -> np.ndarray:
         if epoch not in self._epochs:
@@ -46,10 +46,13 @@ class Batches:
         return order.reshape(self.per_epoch, self.size)
 
     def step(self, step: int) -> list[np.ndarray]:
-        """The features of each micro-batch of an optimizer step, counted from 0: int arrays [micro_batch]."""
-        first = step * self.spec.accumulation
+        """The features of each micro-batch of an optimizer step, counted from 0: int arrays [micro_batch].
+
+        All of them, whichever process works on which: the same step of one process or of many.
+        """
+        first = step * self.spec.micro_batches
         return [
-            self._epoch(i // self.per_epoch)[i % self.per_epoch] for i in range(first, first + self.spec.accumulation)
+            self._epoch(i // self.per_epoch)[i % self.per_epoch] for i in range(first, first + self.spec.micro_batches)
         ]
 
     def padded_length(self, indices: np.ndarray) -> int:

@@ -47,7 +47,7 @@ class PackedBatches(Batches):
 
     def __init__(self, features, spec: Spec):
         super().__init__(features, spec)
-        epochs = -(-self.steps * spec.accumulation // self.per_epoch)
+        epochs = -(-self.steps * spec.micro_batches // self.per_epoch)
         lengths = [features.lengths[self._drawn(epoch)] for epoch in range(epochs)]
         totals = np.concatenate([part.sum(1) for part in lengths])
         self.budget, self.least = _aligned(totals.max()), int(totals.min())

@@ -15,14 +15,17 @@ from pathlib import Path
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from qa_lib.measure.meter import MIB, Stopwatch
 from qa_lib.spec import Machine, hardware_name
 
 
 def train_device() -> torch.device:
-    """The device that runs train on: the first visible GPU, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """The device that runs train on: the first visible GPU, or of several processes each its own; else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(rank)) if (rank := os.environ.get("LOCAL_RANK")) else torch.device("cuda")
 
 
 def limit_memory(gib: float) -> None:
@@ -43,7 +46,7 @@ def imitate(sm: int) -> None:
 @contextlib.contextmanager
 def turn(device: torch.device, shared: bool = False, waits: Callable[[], None] = lambda: None):
     """Hold the GPU: one run at a time trains on it, while others prepare, so that none is timed beside another; or
-    any number of `shared` ones, which are not timed.
+    any number of `shared` ones, which are not timed. The first of several processes holds the GPUs of all of them.
 
     `waits` is called before it waits for others, if it must. Yields the seconds waited. On a CPU nobody waits: its runs
     have threads of their own.
@@ -52,14 +55,17 @@ def turn(device: torch.device, shared: bool = False, waits: Callable[[], None] =
     if device.type != "cuda":
         yield 0.0
         return
-    path = Path(tempfile.gettempdir(), f"qa_lib-{os.getuid()}-{torch.cuda.get_device_properties(0).uuid}.lock")
+    cards = range(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    with open(path, "a") as stream:
-        try:
-            fcntl.flock(stream, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waits()
-            fcntl.flock(stream, kind)
+    with contextlib.ExitStack() as held:
+        # In one order for all runs: two that each hold what the other waits for would wait for ever.
+        for uuid in sorted(str(torch.cuda.get_device_properties(card).uuid) for card in cards):
+            stream = held.enter_context(open(Path(tempfile.gettempdir(), f"qa_lib-{os.getuid()}-{uuid}.lock"), "a"))
+            try:
+                fcntl.flock(stream, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waits()
+                fcntl.flock(stream, kind)
         yield time.perf_counter() - begin
 
 
@@ -137,6 +143,14 @@ def copy_rate(device: torch.device) -> float:
     source = torch.zeros(2**28 if device.type == "cuda" else 2**24, device=device)
     target = torch.empty_like(source)
     return 10 * source.nbytes / _quickest(lambda: target.copy_(source), 5, device) / 1e9
+
+
+def reduce_rate(device: torch.device) -> float:
+    """Measured GB/s (10^9 bytes) of averaging gradients over the processes, all of which call this together: the bus
+    bandwidth of nccl-tests, 2 (n - 1) / n times the bytes by the time, which does not depend on the number n."""
+    gradients = torch.zeros(2**27 if device.type == "cuda" else 2**20, device=device, dtype=torch.bfloat16)
+    seconds = _quickest(lambda: dist.all_reduce(gradients), 10, device)
+    return 10 * 2 * (1 - 1 / dist.get_world_size()) * gradients.nbytes / seconds / 1e9
 
 
 def _quickest(work: Callable[[], object], times: int, device: torch.device) -> float:

@@ -155,24 +155,25 @@ class Meter:
             return None
         return max(0.0, sum(self.times[: self.warm_up]) - self.warm_up * median / 1e3)
 
-    def speed(self, cost: StepCost, matrix_tflops: float) -> Speed:
-        """Rates over the measured steps.
+    def speed(self, cost: StepCost, matrix_tflops: float, devices: int = 1) -> Speed:
+        """Rates over the measured steps, of all devices together.
 
         MFU counts the arithmetic that the real tokens need, HFU all that was computed; both are shares of
-        `matrix_tflops`, the measured matrix rate.
+        `matrix_tflops`, the measured matrix rate of a device.
         """
         self.flush()
         measured, counts = self.times[self.warm_up :], np.array(self.counts[self.warm_up :], dtype=np.float64)
         if not measured:
             return Speed()
+        possible = matrix_tflops * 1e12 * devices
         features, real, real_squares, computed, computed_squares = counts.sum(0) / sum(measured)
         return Speed(
             features_per_s=features,
             tokens_per_s=computed,
             real_tokens_per_s=real,
             pad_fraction=1 - real / computed,
-            mfu=cost.flops(real, real_squares) / (matrix_tflops * 1e12),
-            hfu=cost.flops(computed, computed_squares, recompute=True) / (matrix_tflops * 1e12),
+            mfu=cost.flops(real, real_squares) / possible,
+            hfu=cost.flops(computed, computed_squares, recompute=True) / possible,
             peak_tflops_measured=matrix_tflops,
         )
 
@@ -199,4 +200,6 @@ def memory_use(model: torch.nn.Module, optimizer: torch.optim.Optimizer, device:
 
 
 def _mib(tensors) -> float:
-    return sum(t.numel() * t.element_size() for t in tensors) / MIB
+    # Of what is spread over several GPUs, the part here.
+    own = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
+    return sum(t.numel() * t.element_size() for t in own) / MIB

@@ -2,7 +2,15 @@
 
 import pandas as pd
 
-from qa_lib.report.quality import MARGIN, as_text, equivalence, quality_runs
+from qa_lib.report.quality import (
+    FULL_EPOCHS,
+    FULL_FEATURES,
+    MARGIN,
+    as_text,
+    equivalence,
+    projected,
+    quality_runs,
+)
 from qa_lib.report.runs import (
     BASELINE,
     NotMeasured,
@@ -14,12 +22,13 @@ from qa_lib.report.runs import (
     sibling,
     usual,  # fmt: skip
 )
-from qa_lib.report.tables import change, place
+from qa_lib.report.tables import DATA_SHEET_TFLOPS, change, place
 from qa_lib.report.text import MISSING, gain, number, or_why, say
-from qa_lib.spec import SCALES
-from qa_lib.variants import VARIANTS, find_recipe
+from qa_lib.spec import SCALES, Machine, missing
+from qa_lib.variants import VARIANTS, choices, find_recipe
 
 SIZES_GIB = (1, 1.5, 2, 3, 4, 6, 8, 12, 14.9, 24)  # 14.9: a T4
+GENERATIONS = {75: "T4, RTX 20", 80: "A100, RTX 30", 89: "L4, RTX 40", 90: "H100 and newer"}  # by sm
 # What may be recommended: by what trains, how many points of F1 a row may have lost in the mean (the project's goals).
 ALLOWED = {"all": MARGIN, "lora": 2.0}
 CONTEXT_GIB = 0.5  # a process takes this beside what PyTorch reserves
@@ -93,7 +102,7 @@ def _in_order(table: pd.DataFrame) -> pd.DataFrame:
     return table.sort_index(key=lambda names: names.map(place))
 
 
-def _best_first(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
+def best_first(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
     """Rows of the kinds in ALLOWED at each micro-batch, as decision_table() prefers them: variant, size, speed
     (features/s), reserved (MiB, the most of all seeds), kind; `f1` by worth(). Raises NotMeasured."""
     columns = {"spec.variant": "variant", "micro_batch": "size", "speed.features_per_s": "speed",
@@ -120,7 +129,7 @@ def decision_table(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
     From `runs` of one group, by peak reserved memory plus CONTEXT_GIB; `f1` by worth(). Speeds are those of the GPU
     that ran them. Raises NotMeasured.
     """
-    measured = _best_first(runs, f1)
+    measured = best_first(runs, f1)
     needed = measured["reserved"] / 1024 + CONTEXT_GIB
     lines = []
     for size in SIZES_GIB:
@@ -135,10 +144,49 @@ def decision_table(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
+def runs_on(variant: str, sm: int) -> bool:
+    """Whether a GPU of this compute capability (x 10) has the kernels that a row asks for."""
+    gpu = Machine(gpus=1, sm=sm, backends=choices()["compile"], bitsandbytes=True, compiler=True)
+    return missing(VARIANTS[variant].settings, gpu) is None
+
+
+def quickest_on(ranked: pd.DataFrame, gib: float, sm: int):
+    """The first of `best_first` that trains everything, fits into so much memory and runs on that capability; None
+    where none does."""
+    fits = (ranked["kind"] == "all") & (ranked["reserved"] / 1024 + CONTEXT_GIB <= gib)
+    fits &= ranked["variant"].map(lambda name: runs_on(name, sm))
+    return next(ranked[fits].itertuples(), None)
+
+
+def generation_table(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
+    """For each of SIZES_GIB and GENERATIONS the row that decision_table() would choose to train everything; without
+    sizes at which nothing changes. Raises NotMeasured."""
+    ranked = best_first(runs, f1)
+    lines = []
+    for size in SIZES_GIB:
+        found = {cards: quickest_on(ranked, size, sm) for sm, cards in GENERATIONS.items()}
+        texts = {cards: f"{row.variant} at {row.size}" if row else MISSING for cards, row in found.items()}
+        lines.append({"you have at least": f"{size:g} GiB"} | texts)
+    table = pd.DataFrame(lines).drop_duplicates(list(GENERATIONS.values()))
+    return table[(table[list(GENERATIONS.values())] != MISSING).any(axis=1)]
+
+
+def estimated_minutes(lines: pd.DataFrame, variant: str, measured_on: str, card: str) -> float:
+    """Minutes of the full training on a card that has run nothing, if a row kept its share of the data sheet's peak
+    there; without compilation. `lines` are those of `measured_on`. Raises NotMeasured."""
+    if absent := {measured_on, card} - DATA_SHEET_TFLOPS.keys():
+        raise NotMeasured(f"no data sheet is known of {', '.join(map(str, sorted(absent, key=str)))}")
+    speed = projected(lines, [variant])["speed"]
+    if variant not in speed:
+        raise NotMeasured(f"{variant} has no measured speed")
+    speed = speed[variant] * DATA_SHEET_TFLOPS[card] / DATA_SHEET_TFLOPS[measured_on]
+    return FULL_FEATURES * FULL_EPOCHS / speed / 60
+
+
 def _quickest(tries: pd.DataFrame, f1: pd.DataFrame) -> list[dict]:
     """Under the limits of a search, the quickest row that keeps its quality, and those too close to it to tell."""
     try:
-        ranked = _best_first(tries, f1)
+        ranked = best_first(tries, f1)
     except NotMeasured:
         return []
     ranked = ranked[(ranked["kind"] == "all") & (ranked["doubt"] == 0)].drop_duplicates("variant")

@@ -6,11 +6,13 @@ and captions. They are not when only the code does.
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import pandas as pd
 
-from qa_lib.record import write_atomically
+from qa_lib.errors import first_line
+from qa_lib.record import strict_json, write_atomically
 from qa_lib.report.runs import NotMeasured
 from qa_lib.report.sentences import caption, findings
 from qa_lib.report.tables import cost_table, family_tables, published_table, result_table, summarise
@@ -23,7 +25,7 @@ def sha256(content: bytes) -> str:
 
 
 def _bytes(path: Path) -> bytes:
-    return path.read_bytes() if path.exists() else b""
+    return path.read_bytes() if path.is_file() else b""
 
 
 def manifest(runs: pd.DataFrame) -> dict:
@@ -36,21 +38,26 @@ def manifest(runs: pd.DataFrame) -> dict:
         "published": published_table(lines, group),
         "cost": cost_table(runs),
     }
-    records = {
+    return {
+        "group": group,
+        "caption": caption(runs, lines),
+        "findings": findings(runs).splitlines(),
+        "records": _records(runs),
+        "tables": {name: table.to_dict("records") for name, table in written.items()},
+    }
+
+
+def _records(runs: pd.DataFrame) -> dict[str, dict]:
+    """By run id, what ties a figure to the records that it was drawn from."""
+    columns = ["run_id", "path", "status", "code.commit", "code.dirty"]
+    return {
         run["run_id"]: {
             "sha256": sha256(b"".join(_bytes(run["path"] / name) for name in ("record.json", "profile.json"))),
             "status": run["status"],
             "commit": run["code.commit"] if pd.notna(run["code.commit"]) else None,
             "dirty": run["code.dirty"] if pd.notna(run["code.dirty"]) else None,
         }
-        for run in runs.to_dict("records")
-    }
-    return {
-        "group": group,
-        "caption": caption(runs, lines),
-        "findings": findings(runs).splitlines(),
-        "records": dict(sorted(records.items())),
-        "tables": {name: table.to_dict("records") for name, table in written.items()},
+        for run in runs[columns].sort_values("run_id").to_dict("records")
     }
 
 
@@ -61,13 +68,17 @@ def read_manifest(folder: Path) -> dict:
     read or deleted.
     """
     try:
-        found = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = strict_json((folder / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
-    if not isinstance(found, dict) or not {"records", "figures"} <= found.keys():
+    parts = ("records", "figures", "not_drawn")
+    if not isinstance(found, dict) or not all(isinstance(found.get(part), dict) for part in parts):
         return {}
-    inside = {name: entry for name, entry in found["figures"].items()
-              if Path(name).name == name and name.endswith(".png")}  # fmt: skip
+    inside = {
+        name: entry
+        for name, entry in found["figures"].items()
+        if re.fullmatch(r"[\w-]{1,80}\.png", name) and isinstance(entry, dict) and {"title", "sha256"} <= entry.keys()
+    }
     return found | {"figures": inside}
 
 
@@ -82,6 +93,10 @@ def outdated(runs: pd.DataFrame, folder: Path) -> str | None:
         return f"other records: {', '.join(records[:3])}{' …' if len(records) > 3 else ''}"
     if differing := [key for key, value in new.items() if old.get(key) != value]:
         return f"other {', '.join(differing)}"
+    return _spoilt(old, folder)
+
+
+def _spoilt(old: dict, folder: Path) -> str | None:
     for name, figure in old["figures"].items():
         if sha256(_bytes(folder / name)) != figure["sha256"]:
             return f"{name} is absent or not the one that was drawn"
@@ -98,16 +113,19 @@ def _drawn(runs: pd.DataFrame) -> Pictures:
         except NotMeasured as reason:
             not_drawn[name] = str(reason)
             continue
+        except (LookupError, TypeError, ValueError, AttributeError) as problem:  # whatever a spoilt profile leads to
+            not_drawn[name] = f"{type(problem).__name__}: {first_line(problem)}"
+            continue
         drawn[name] = " ".join(figure.get_suptitle().split()), style.png(figure)
     return drawn, not_drawn
 
 
 def pictures(runs: pd.DataFrame, folder: Path) -> Pictures:
     """Title and PNG of each figure of a group, and for each that no record supports the reason; both by name. Read from
-    `folder` if its figures show these runs; nothing is written."""
-    if outdated(runs, folder):
-        return _drawn(runs)
+    `folder` if its figures are of these records; nothing is written."""
     found = read_manifest(folder)
+    if not found or found["records"] != _records(runs) or _spoilt(found, folder):
+        return _drawn(runs)
     drawn = {name: (figure["title"], (folder / name).read_bytes()) for name, figure in found["figures"].items()}
     return {name.removesuffix(".png"): picture for name, picture in drawn.items()}, found["not_drawn"]
 

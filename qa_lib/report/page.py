@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pandas as pd
@@ -24,6 +25,9 @@ from qa_lib.variants import FAMILIES, VARIANTS
 WEB = Path(__file__).with_name("web")
 HEADINGS = ("row", "what it changes", *(axis.label for axis in AXES), "features/s", "× A1", "step ms [p10–p90]", "MFU",
             "peak MiB", "{score}", "Δ{score} vs A1", "trainable", "n", "status", "note")  # fmt: skip
+PANEL = {"path", "status", "micro_batch", "spec.variant", "spec.seed", "task.metric", "task.label", "code.commit",
+         "error.message", "speed.real_tokens_per_s", "speed.features_per_s", "time.step_ms.median", "time.wall_s",
+         "memory.peak_alloc_mib"}  # fmt: skip
 _TEMPLATES = Environment(
     loader=FileSystemLoader(WEB), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
@@ -85,7 +89,10 @@ def _group(group: dict, runs: pd.DataFrame, pictures: Callable[..., Pictures], l
     chosen = select(runs, group["name"])
     lines = summarise(chosen)
     drawn, absent = pictures(chosen, group["name"])
-    panels = {variant: part.to_dict("records") for variant, part in chosen.groupby("spec.variant", sort=False)}
+    panels: dict[str, list[dict]] = {}
+    columns = [name for name in chosen if name in PANEL or name.startswith("quality.")]
+    for run in chosen[columns].to_dict("records"):  # of few columns: pandas takes its time for each value
+        panels.setdefault(run["spec.variant"], []).append(run)
     tables = {"table": _table(chosen, lines), "peft": _table(chosen, family_lines(lines, "B"))}
     names = {"ladder": (*PEERS, *LADDER), "variants": VARIANTS, "left": LEFT, "link": link}
     template = _TEMPLATES.get_template("group.html")
@@ -115,12 +122,17 @@ def variant_of(folder: Path) -> str:
     return re.sub(r"-s\d+-[0-9a-f]+$", "", folder.name)
 
 
+@cache
+def _settings(variant: str) -> dict:
+    return dataclasses.asdict(VARIANTS[variant].settings)
+
+
 _TEMPLATES.filters |= {
     "number": number,
     "points": points,
     "or_dash": lambda value: MISSING if pd.isna(value) else str(value),
     "variant_of": variant_of,
     "without_paths": without_paths,
-    "settings": lambda row: dataclasses.asdict(row.settings),
+    "settings": lambda row: _settings(row.name),
     "base64": lambda content: base64.b64encode(content).decode(),
 }

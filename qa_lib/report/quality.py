@@ -22,7 +22,7 @@ HEADS = {"F1": "quality.f1", "F1 at best threshold": "quality.best_f1"}
 METRICS = tuple(HEADS.values())  # at threshold 0, and at the best one
 FULL_FEATURES, FULL_EPOCHS = 131_754, 3  # of all of SQuAD v2's training questions at 384/128, and the seeds' epochs
 PROJECTED = 32  # micro-batch
-TIMED = ("A0", "A1", "A4", "E-best")
+TIMED = ("A0", "A0-compile", "A1", "A4", "E-best")
 
 
 def quality_runs(runs: pd.DataFrame, group: str) -> pd.DataFrame:
@@ -44,11 +44,16 @@ def require_answers(table: pd.DataFrame) -> None:
         raise NotMeasured(f"no margin of {score_name(table)} is set within which rows count as equal")
 
 
-def differences(runs: pd.DataFrame, variant: str, base: str = BASELINE, column: str = METRICS[0]) -> pd.Series:
-    """F1 of a row minus another's, for each seed that both have. Raises NotMeasured where there is none."""
+def by_seed(runs: pd.DataFrame, column: str = METRICS[0]) -> pd.DataFrame:
+    """F1 of the runs that ended ok: a line for each seed, a column for each row that has any."""
     scored = runs[(runs["status"] == "ok") & runs[column].notna()]
     # A seed may have run at several micro-batches, of one effective batch.
-    rows = scored[column].astype(float).groupby([scored["spec.variant"], scored["spec.seed"]]).mean()
+    return scored[column].astype(float).groupby([scored["spec.seed"], scored["spec.variant"]]).mean().unstack()
+
+
+def differences(runs: pd.DataFrame, variant: str, base: str = BASELINE, column: str = METRICS[0]) -> pd.Series:
+    """F1 of a row minus another's, for each seed that both have. Raises NotMeasured where there is none."""
+    rows = by_seed(runs, column)
     if absent := [name for name in (variant, base) if name not in rows]:
         raise NotMeasured(f"{absent[0]} has no F1")
     found = (rows[variant] - rows[base]).dropna()
@@ -82,19 +87,20 @@ def equivalence(runs: pd.DataFrame) -> pd.DataFrame:
     in its scoring (A4-b) is no training of its own and left out. Raises NotMeasured where no row has an interval.
     """
     require_answers(runs)
-    scored = set(runs.loc[(runs["status"] == "ok") & runs[METRICS[0]].notna(), "spec.variant"])
-    if BASELINE not in scored:
-        raise NotMeasured(f"{BASELINE} has no F1")
-    lines = []
-    for name in (name for name in VARIANTS if name in scored - FAULTY - {BASELINE}):
-        try:
-            at_0, at_best = (compare(runs, name, column=column) for column in METRICS)
-        except NotMeasured:  # no seed in common
-            continue
-        told = {verdict(at_0), verdict(at_best)}
-        worst = next(word for word in VERDICTS if word in told)
-        lines.append((name, len(differences(runs, name)), *at_0, *at_best, worst))
-    table = pd.DataFrame(lines, columns=["variant", "n", "delta", "half", "best_delta", "best_half", "verdict"])
+    columns = {}
+    for at, column in zip(("", "best_"), METRICS, strict=True):
+        rows = by_seed(runs, column)
+        if BASELINE not in rows:
+            raise NotMeasured(f"{BASELINE} has no F1")
+        found = rows.sub(rows[BASELINE], axis="index")
+        columns |= {f"{at}n": found.count(), f"{at}delta": found.mean(), f"{at}half": interval(found, 90)}
+    table = pd.DataFrame(columns).query("n > 0 and best_n > 0")
+    table = table.loc[[name for name in VARIANTS if name in table.index and name not in FAULTY | {BASELINE}]]
+    told = []
+    for row in table.itertuples():
+        both = {verdict((row.delta, row.half)), verdict((row.best_delta, row.best_half))}
+        told.append(next(word for word in VERDICTS if word in both))
+    table = table.drop(columns="best_n").assign(verdict=told).rename_axis("variant").reset_index()
     if table["half"].isna().all():
         raise NotMeasured(f"no row has an F1 of three seeds in common with {BASELINE}, which an interval takes")
     return table
@@ -155,26 +161,39 @@ def time_to_quality(runs: pd.DataFrame) -> pd.DataFrame:
     return table.rename_axis("row").reset_index()
 
 
-def projection(lines: pd.DataFrame) -> pd.DataFrame:
-    """Training time on the full data set from a bench group's speeds, with the arithmetic; data and scoring are not
-    part of that scale. `lines` of tables.summarise. Raises NotMeasured."""
+def projected(lines: pd.DataFrame, rows=TIMED) -> pd.DataFrame:
+    """Minutes of training on the full data set at a bench group's speeds, a line for each of `rows` that has one.
+
+    Columns: speed (features/s); compile_s, NaN where it was not measured; cold, whether compile_s is of runs that found
+    nothing compiled; minutes of training and compilation. Data and scoring are not part of that scale. `lines` of
+    tables.summarise. Raises NotMeasured.
+    """
     if lines["task.name"].iloc[0] != "qa":
         raise NotMeasured("the projection is to SQuAD v2's training questions, and this is another task")
     part = usual(lines)
     part = part[(part["micro_batch"] == PROJECTED) & part["features_per_s"].notna()].set_index("variant")
     if BASELINE not in part.index:
         raise NotMeasured(f"no row has a measured speed at micro-batch {PROJECTED} to project from")
-    features, table = FULL_FEATURES * FULL_EPOCHS, []
-    for name in (name for name in TIMED if name in part.index):
-        speed, compile_s = part.loc[name, ["features_per_s", "compile_s"]].fillna(0.0)
-        arithmetic = f"{FULL_FEATURES:,} × {FULL_EPOCHS} ÷ {number(speed)}/s"
-        if compile_s:
-            arithmetic += f" + {number(compile_s)} s"
-        elif VARIANTS[name].settings.compile != "none":
+    part = part.loc[[name for name in rows if name in part.index]]
+    cold = part["compile_s"].astype(float)
+    eager = pd.Series([VARIANTS[name].settings.compile == "none" for name in part.index], part.index)
+    compile_s = cold.fillna(part["warm_compile_s"]).mask(eager, 0.0)
+    table = pd.DataFrame({"speed": part["features_per_s"], "compile_s": compile_s, "cold": eager | cold.notna()})
+    table["minutes"] = (FULL_FEATURES * FULL_EPOCHS / table["speed"] + compile_s.fillna(0.0)) / 60
+    return table
+
+
+def projection(lines: pd.DataFrame) -> pd.DataFrame:
+    """`projected` as text, with the arithmetic. Raises NotMeasured."""
+    found, table = projected(lines), []
+    for row in found.itertuples():
+        arithmetic = f"{FULL_FEATURES:,} × {FULL_EPOCHS} ÷ {number(row.speed)}/s"
+        if pd.isna(row.compile_s):
             arithmetic += " + compilation, not measured"
-        seconds = features / speed + compile_s
-        of_base = share(seconds * part.loc[BASELINE, "features_per_s"] / features)
-        table.append((name, arithmetic, number(seconds / 60), of_base))
+        elif row.compile_s:
+            arithmetic += f" + {number(row.compile_s)} s" + ("" if row.cold else ", a part of the code from a cache")
+        of_base = share(row.minutes / found.loc[BASELINE, "minutes"])
+        table.append((row.Index, arithmetic, number(row.minutes), of_base))
     return pd.DataFrame(table, columns=["row", "arithmetic", "minutes", f"of {BASELINE}'s time"])
 
 

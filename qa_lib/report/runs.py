@@ -4,7 +4,6 @@ The runs of a group share hardware, scale, task and data. What may differ among 
 table and the seed, is an axis (AXES). Runs that agree in every axis are a cell, and ratios hold within one cell only.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import itemgetter
@@ -13,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 
 from qa_lib.errors import UserError
-from qa_lib.record import PROFILE_SCHEMA, RecordError, read_record, run_files
+from qa_lib.record import PROFILE_SCHEMA, RecordError, read_record, run_files, strict_json
 from qa_lib.variants import VARIANTS
 
 BASELINE = "A1"  # the row that ratios and differences refer to
@@ -72,7 +71,7 @@ def load_runs(runs: str | Path = "runs", broken: dict[Path, str] | None = None) 
         try:
             record = read_record(folder)
             if (record["group"], record["run_id"]) != (folder.parent.name, folder.name):
-                raise RecordError(f"{folder}: its record is that of {record['group']}/{record['run_id']}")
+                raise RecordError(f"{folder}: its record is that of {record['group'][:40]}/{record['run_id'][:40]}")
             rows.append(record | {"path": folder})
         except RecordError as problem:
             if broken is None:
@@ -88,10 +87,10 @@ def read_profile(run_dir: Path) -> dict | None:
     """The profile beside a run's record; None if it was never profiled. Raises RecordError for one that is broken."""
     path = run_dir / "profile.json"
     try:
-        profile = json.loads(path.read_text(encoding="utf-8"))
+        profile = strict_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise RecordError(f"{path}: not readable as JSON ({problem})") from problem
     if not isinstance(profile, dict) or profile.get("schema") != PROFILE_SCHEMA:
         raise RecordError(f"{path}: not a profile of this version, which reads {PROFILE_SCHEMA!r}")
@@ -118,8 +117,8 @@ def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     chosen = chosen.sort_values(["time.started", "run_id"])
     chosen = chosen.drop_duplicates(["spec.variant", "spec.seed", *AXIS_NAMES], keep="last")
     for column in (name for name in chosen if name.startswith(IDENTITY) and name != LENGTH):
-        one, *others = chosen.drop_duplicates(column)[["run_id", column]].to_numpy()
-        if others:
+        if len(chosen[column].unique()) > 1:
+            one, *others = chosen.drop_duplicates(column)[["run_id", column]].to_numpy()
             raise ReportError(
                 f"group {group!r} mixes runs that cannot be compared: {column} is {one[1]!r} in {one[0]} and "
                 f"{others[0][1]!r} in {others[0][0]}; move the older runs away"

@@ -8,7 +8,10 @@ measured is NaN in both.
 import math
 import textwrap
 from collections import Counter
+from collections.abc import Callable
+from functools import wraps
 
+import numpy as np
 import pandas as pd
 from scipy.special import stdtrit
 
@@ -22,7 +25,7 @@ MEASURES = {  # name in `lines` -> value of a record; beside them `score`, the o
     "step_ms": "time.step_ms.median",
     "step_p10_ms": "time.step_ms.p10",
     "step_p90_ms": "time.step_ms.p90",
-    "mfu": "speed.mfu",
+    "matrix_share": "speed.mfu",
     "peak_mib": "memory.peak_alloc_mib",
     "joules": "energy.joules_per_feature",
     "exact": "quality.exact",
@@ -32,6 +35,12 @@ MEASURES = {  # name in `lines` -> value of a record; beside them `score`, the o
     "train_s": "time.train_s",
     "wall_s": "time.wall_s",
 }
+# Dense TFLOP/s of fp16 and bf16 by NVIDIA's data sheets (H100 and H200: half of their 1,979 with sparsity), which MFU
+# is a share of. Cards by PyTorch's name for them; the PCIe cards of a name clock lower and are left out.
+DATA_SHEET_TFLOPS = {
+    "NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100-SXM4-40GB": 312,
+    "NVIDIA L4": 121, "Tesla T4": 65,
+}  # fmt: skip
 WHOLE_RUN = ["compile_s", "train_s", "wall_s"]  # a resumed run timed only its last part
 
 
@@ -48,13 +57,31 @@ def place(variant: str) -> tuple[int, str]:
     return (list(VARIANTS).index(variant) if variant in VARIANTS else len(VARIANTS)), variant
 
 
-def interval(values: pd.Series, level: int = 95) -> float:
+def interval(values, level: int = 95):
     """Half the width of the interval of the mean over seeds, at a level in percent, by Student's t; NaN below three
-    values. (`stdtrit` is its quantile, as scipy.stats.t.ppf, which takes longer to import.)"""
+    values. Of a Series, of each column of a table, or of each group of a groupby. (`stdtrit` is the quantile of t, as
+    scipy.stats.t.ppf, which takes longer to import.)"""
     n = values.count()
-    return stdtrit(n - 1, 0.5 + level / 200) * values.std() / math.sqrt(n) if n >= 3 else math.nan
+    half = stdtrit(np.maximum(n - 1, 1), 0.5 + level / 200) * values.std() / np.sqrt(np.maximum(n, 1))
+    return half * np.where(n >= 3, 1.0, math.nan)
 
 
+def once(function: Callable[[pd.DataFrame], pd.DataFrame]) -> Callable[[pd.DataFrame], pd.DataFrame]:
+    """Keeps what a function of a table gave last: a group's table, page, sentences and figures ask for the same one
+    after another. By identity, so that nobody may change a table of runs in place."""
+    last = (None, None)
+
+    @wraps(function)
+    def kept(table: pd.DataFrame) -> pd.DataFrame:
+        nonlocal last
+        if last[0] is not table:
+            last = table, function(table)
+        return last[1].copy()
+
+    return kept
+
+
+@once
 def summarise(runs: pd.DataFrame) -> pd.DataFrame:
     """A group's runs, averaged over seeds, cell by cell in the order of the variants table: `lines`.
 
@@ -70,32 +97,52 @@ def summarise(runs: pd.DataFrame) -> pd.DataFrame:
             f"group {runs['group'].iloc[0]!r}, micro-batch {sizes}: the baseline {BASELINE} "
             f"{f'is {found}' if found else 'has no record'}, and every ratio needs it"
         )
-    lines = []
-    for cell, part in runs.groupby(AXIS_NAMES, dropna=False):
-        rows = dict(list(part.groupby("spec.variant")))
-        base = _measured(_baseline(part))
-        alone = "" if len(_baseline(part)) else f"no ratio, since {BASELINE} has no result under these conditions"
-        for variant in sorted(rows, key=place):
-            row = _measured(rows[variant])
-            means = row.mean()
-            other = variant != BASELINE
-            paired = other and set(row.index) == set(base.index)
-            line = dict(zip(AXIS_NAMES, cell, strict=True)) | dict(part[TASK].iloc[0])
-            line |= {
-                "variant": variant,
-                "family": variant[0],
-                "change": change(variant),
-                "status": _status(rows[variant]),
-                "note": "; ".join(filter(None, [_note(rows[variant]), alone])),
-                "n": len(row),
-                "ratio": means["features_per_s"] / base["features_per_s"].mean(),
-                "ratio±": interval(row["features_per_s"] / base["features_per_s"]) if paired else math.nan,
-                "break_even": _break_even(means, base.mean()),
-                "delta": (row["score"] - base["score"]).mean(),
-                "delta±": interval(row["score"] - base["score"]) if other else math.nan,
-            }
-            lines.append(line | dict(means) | {f"{name}±": interval(row[name]) for name in row})
-    return pd.DataFrame(lines)
+    # Whole columns at a time: pandas takes as long for a row of two seeds as for all rows together.
+    cell = runs.groupby(AXIS_NAMES, dropna=False).ngroup().rename("cell")
+    values = _measured(runs, cell)
+    base = values[values.index.get_level_values("row") == BASELINE].droplevel("row")
+    same_seed = base.reindex(values.index.droplevel("row")).set_axis(values.index)
+    values["delta"] = values["score"] - same_seed["score"]
+    values["ratio"] = values["features_per_s"] / same_seed["features_per_s"]
+    values["paired"] = values.index.droplevel("row").isin(base.index).astype(float)
+    rows = values.groupby(level=["cell", "row"])
+    means, halves, n = rows.mean(), interval(rows).add_suffix("±"), rows.size()
+    of_base = base.groupby(level="cell")
+    base_means = of_base.mean().reindex(means.index, level="cell")
+    base_n = of_base.size().reindex(n.index, level="cell")
+    means["ratio"] = means["features_per_s"] / base_means["features_per_s"]
+    means["break_even"] = _break_even(means, base_means)
+    halves["ratio±"] = halves["ratio±"].where((means["paired"] == 1) & (n == base_n))
+    halves.loc[halves.index.get_level_values("row") == BASELINE, ["ratio±", "delta±"]] = math.nan
+
+    lines = _described(runs, cell)
+    numbers = pd.concat([means, halves], axis=1).drop(columns=["paired", "paired±"])
+    return lines.assign(n=n.reindex(lines.index, fill_value=0)).join(numbers).reset_index(drop=True)
+
+
+def _described(runs: pd.DataFrame, cell: pd.Series) -> pd.DataFrame:
+    """The columns of `lines` that are words, and those of AXES and TASK; indexed by cell and row, in table order."""
+    columns = ["status", "error.message", "error.step", "time.resumed_from_step", "spec.seed"]
+    members = {}
+    for key, run in zip(zip(cell, runs["spec.variant"], strict=True), runs[columns].to_dict("records"), strict=True):
+        members.setdefault(key, []).append(run)
+    heads = runs[[*AXIS_NAMES, *TASK]].set_axis(cell)
+    heads = heads[~heads.index.duplicated()].to_dict("index")
+    with_base = set(cell[_baseline(runs).index])
+    alone = f"no ratio, since {BASELINE} has no result under these conditions"
+    keys = sorted(members, key=lambda key: (key[0], place(key[1])))
+    lines = [
+        heads[number]
+        | {
+            "variant": variant,
+            "family": variant[0],
+            "change": change(variant),
+            "status": _status(members[number, variant]),
+            "note": "; ".join(filter(None, [_note(members[number, variant]), "" if number in with_base else alone])),
+        }
+        for number, variant in keys
+    ]
+    return pd.DataFrame(lines, index=pd.MultiIndex.from_tuples(keys, names=["cell", "row"]))
 
 
 def _baseline(runs: pd.DataFrame) -> pd.DataFrame:
@@ -103,35 +150,41 @@ def _baseline(runs: pd.DataFrame) -> pd.DataFrame:
     return runs[(runs["spec.variant"] == BASELINE) & runs["status"].isin(["ok", "oom"])]
 
 
-def _measured(row: pd.DataFrame) -> pd.DataFrame:
-    """MEASURES and `score` of a row's runs that ended ok, as floats, indexed by seed."""
-    row = row[row["status"] == "ok"].set_index("spec.seed")
-    values = row.reindex(columns=MEASURES.values()).set_axis(list(MEASURES), axis=1)
-    values["score"] = [run[f"quality.{run['task.metric']}"] for run in row.to_dict("records")]
+def _measured(runs: pd.DataFrame, cell: pd.Series) -> pd.DataFrame:
+    """MEASURES and `score` of the runs that ended ok, as floats, indexed by cell, row and seed; compile_s of runs that
+    found nothing compiled, warm_compile_s of the others, and mfu by the card's data sheet."""
+    metric = runs["task.metric"].iloc[0]
+    runs = runs[runs["status"] == "ok"]
+    values = runs.reindex(columns=[*MEASURES.values(), f"quality.{metric}"]).set_axis([*MEASURES, "score"], axis=1)
     values = values.astype(float)
-    values.loc[row["time.resumed_from_step"].notna(), WHOLE_RUN] = math.nan
+    half = runs["spec.settings.precision"] != "fp32"
+    peak = runs["env.gpu"].map(DATA_SHEET_TFLOPS).astype(float).where(half)
+    values["mfu"] = values["matrix_share"] * runs["speed.peak_tflops_measured"].astype(float) / peak
+    values.loc[runs["time.resumed_from_step"].notna(), WHOLE_RUN] = math.nan
     # What an earlier run has compiled is not this row's price.
-    values.loc[row["time.compile_cached"].eq(True), "compile_s"] = math.nan
-    return values
+    cached = runs["time.compile_cached"].eq(True)
+    values["warm_compile_s"] = values["compile_s"].where(cached)
+    values["compile_s"] = values["compile_s"].mask(cached)
+    return values.set_index([cell[runs.index], runs["spec.variant"].rename("row"), runs["spec.seed"]])
 
 
-def _break_even(row: pd.Series, base: pd.Series) -> float:
-    """Optimizer steps after which a row has made up for its compilation against the baseline; inf if it never does."""
-    saved = (base["step_ms"] - row["step_ms"]) / 1e3
-    if pd.isna(row["compile_s"]) or pd.isna(saved):
-        return math.nan
-    return row["compile_s"] / saved if saved > 0 else math.inf
+def _break_even(rows: pd.DataFrame, base: pd.DataFrame) -> pd.Series:
+    """Optimizer steps after which each row has made up for its compilation against the baseline; inf if it never
+    does."""
+    saved = (base["step_ms"] - rows["step_ms"]) / 1e3
+    steps = (rows["compile_s"] / saved).mask(saved <= 0, math.inf)
+    return steps.where(rows["compile_s"].notna())
 
 
-def _status(row: pd.DataFrame) -> str:
-    counts = Counter(row["status"])
+def _status(runs: list[dict]) -> str:
+    counts = Counter(run["status"] for run in runs)
     return next(iter(counts)) if len(counts) == 1 else ", ".join(f"{n} {name}" for name, n in counts.items())
 
 
-def _note(row: pd.DataFrame) -> str:
+def _note(runs: list[dict]) -> str:
     """Why a row's runs did not end ok, and which were resumed."""
     reasons = {}
-    for run in row.to_dict("records"):
+    for run in runs:
         if run["status"] != "ok":
             message = run["error.message"] if pd.notna(run["error.message"]) else "not finished"
             text = textwrap.shorten(f"{run['status']}: {message}", 140, placeholder=" …")
@@ -143,7 +196,7 @@ def _note(row: pd.DataFrame) -> str:
             continue
         reasons.setdefault(text, []).append(str(run["spec.seed"]))
     return "; ".join(
-        text if len(seeds) == len(row) else f"seed {', '.join(seeds)} {text}" for text, seeds in reasons.items()
+        text if len(seeds) == len(runs) else f"seed {', '.join(seeds)} {text}" for text, seeds in reasons.items()
     )
 
 
@@ -162,6 +215,7 @@ COLUMNS = {  # heading, in which {score} stands for the score's label -> text of
     "features/s": lambda line: number(line["features_per_s"], line["features_per_s±"]),
     "× A1": lambda line: number(line["ratio"], line["ratio±"]),
     "step ms [p10–p90]": _step,
+    "of matrix rate": lambda line: share(line["matrix_share"]),
     "MFU": lambda line: share(line["mfu"]),
     "peak MiB": lambda line: number(line["peak_mib"]),
     "J/feature": lambda line: number(line["joules"]),

@@ -15,8 +15,9 @@ from qa_lib.report.runs import NotMeasured
 
 MISSING = "–"
 # Columns of words, which are set to the left.
-LEFT = {"row", "what it changes", "model", "precision", "status", "note", "arithmetic", "claim of the seeds",
-        "measured here", "verdict", "why"}  # fmt: skip
+LEFT = {"row", "what it changes", "what it is", "group", "hardware", "you have at least", "model", "precision",
+        "status", "note", "arithmetic", "claim of the seeds", "measured here", "verdict", "why", "question", "answer",
+        "gold"}  # fmt: skip
 
 
 def number(value: float, half: float = math.nan) -> str:

@@ -7,11 +7,13 @@ import argparse
 import contextlib
 import dataclasses
 import gc
+import json
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 
@@ -19,16 +21,21 @@ from qa_lib import record
 from qa_lib.data.load import Data, batches_of
 from qa_lib.errors import first_line, stopped_by
 from qa_lib.measure.cost import StepCost
-from qa_lib.measure.machine import environment, limit_memory, matrix_rate, train_device, turn
+from qa_lib.measure.goodput import efficiency, noise
+from qa_lib.measure.machine import environment, limit_memory, matrix_rate, reduce_rate, train_device, turn
 from qa_lib.measure.meter import Meter, memory_use
 from qa_lib.model.build import DTYPES, build_model, save_model
+from qa_lib.model.folder import check_tokenizer
+from qa_lib.record import Speed
 from qa_lib.run.launch import SHARE, with_driver
-from qa_lib.run.plan import add_source_arguments, plan
+from qa_lib.run.plan import add_source_arguments, add_world, plan
 from qa_lib.run.tasks import TASKS
+from qa_lib.run.together import fault_path, fit_together
 from qa_lib.spec import Spec
-from qa_lib.train.checkpoint import Checkpoint
+from qa_lib.train.checkpoint import Checkpoint, digest_of
 from qa_lib.train.compilation import found_in_cache
 from qa_lib.train.engine import train
+from qa_lib.train.parallel import FORGET, Ranks, gathered
 from qa_lib.train.steplog import StepFailed
 
 
@@ -38,31 +45,50 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
     `data` is what the task's `load` returns, for callers that have it already. A row that cannot run here ends as
     `skipped`, one that runs out of memory as `oom`: both are results and return normally. Anything else that fails is
     recorded as `error` and raised. Raises RunTaken while another process has the run.
+
+    A spec of several processes is given to torchrun, which calls this in each of them; the first has the record.
     """
-    run_dir, task = Path(runs) / spec.run_path, TASKS[spec.scale.task]
-    with recording(spec, run_dir, say) as entry:
+    if spec.world > 1 and not spec.skip and not torch.distributed.is_torchelastic_launched():
+        return fit_together(spec, runs, say)
+    run_dir, task, device = Path(runs) / spec.run_path, TASKS[spec.scale.task], train_device()
+    ranks = Ranks(device)
+    # The first process has the record, and the others a copy that goes nowhere.
+    recorded = recording(spec, run_dir, say) if ranks.first else contextlib.nullcontext(record.new_record(spec, {}))
+    with recorded as entry, _noting_faults(run_dir, ranks):
         if spec.skip:
             return entry
         begin = time.perf_counter()
-        device = _prepare_device(spec)
+        _limit(spec, device)
         data = data or task.load(spec)
         begin = min(begin, time.perf_counter() - data.load_s)  # what the caller has loaded is this run's time as well
         model = build_model(spec, task.head)
+        check_tokenizer(spec.model_source, data.tokenizer, model.config)
         batches = batches_of(data.features, spec)
         _note_sizes(entry, data, model, batches.steps)
-        record.write_record(run_dir, entry)
+        if ranks.first:
+            record.write_record(run_dir, entry)
 
         shared = _shares(device)
-        with turn(device, shared, lambda: _set_status(entry, run_dir, "waiting")) as waited_s:
-            _set_status(entry, run_dir, "running")
+        turns = turn(device, shared, lambda: _set_status(entry, run_dir, "waiting"))
+        with turns if ranks.first else contextlib.nullcontext(0.0) as waited_s:
+            ranks.start()
+            if ranks.first:
+                _set_status(entry, run_dir, "running")
             begin += waited_s
             matrix_tflops = matrix_rate(device, DTYPES[spec.settings.precision])
             prepared = time.perf_counter()
-            optimizer, meter, done_before, refused = train(model, batches, spec, device, run_dir, say)
-            _note_training(entry, meter, done_before, refused)
-            entry["memory"] = dataclasses.asdict(memory_use(model, optimizer, device))
+            with ranks:
+                optimizer, meter, done_before, refused = train(model, batches, spec, device, run_dir, say, ranks=ranks)
+                _note_training(entry, meter, done_before, refused)
+                entry["memory"] = dataclasses.asdict(memory_use(model, optimizer, device))
+                model = gathered(model, lambda: build_model(spec, task.head).to(device))
+                several = ranks.world > 1
+                joules = _note_sharing(entry, spec, meter, model, ranks) if several else meter.joules_per_feature()
+            if not ranks.first:
+                return entry
             if not shared:
-                _note_times(entry, spec, meter, StepCost(model), matrix_tflops)
+                speed = meter.speed(StepCost(model), matrix_tflops, ranks.world)
+                _note_times(entry, spec, meter, joules, speed)
             trained = time.perf_counter()
             if spec.scale.quality:
                 entry["quality"] |= task.evaluate(model, data, spec, device, run_dir)
@@ -117,16 +143,30 @@ def _finish_whole(spec: Spec, run_dir: Path, entry: dict, say) -> None:
         Checkpoint.path_of(run_dir).unlink(missing_ok=True)
 
 
-def _prepare_device(spec: Spec) -> torch.device:
-    """The device that the run trains on, with the threads or the memory that its scale allows."""
-    device = train_device()
-    gc.collect()  # what an earlier run of this process left would count as this one's memory
+@contextlib.contextmanager
+def _noting_faults(run_dir: Path, ranks: Ranks):
+    """Leave what ends one of several processes in the run's folder: together.py finds the one that failed first."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as problem:
+        if ranks.world > 1:
+            fault = {
+                "at": time.time(),
+                "status": "oom" if _out_of_memory(problem) else "error",
+                "error": _told(problem),
+            }
+            record.write_atomically(fault_path(run_dir, ranks.rank), json.dumps(fault))
+        raise
+
+
+def _limit(spec: Spec, device: torch.device) -> None:
+    """Hold this process to the threads and the memory that its scale allows, and forget what an earlier run left."""
+    gc.collect()  # it would count as this run's memory
     torch.cuda.empty_cache()
     if spec.scale.threads:
         torch.set_num_threads(spec.scale.threads)
     if spec.scale.limit_gib and device.type == "cuda":
         limit_memory(spec.scale.limit_gib)
-    return device
 
 
 def _shares(device: torch.device) -> bool:
@@ -168,11 +208,59 @@ def _note_training(entry: dict, meter: Meter, done_before: int, refused: str | N
         entry["spec"]["adjusted"] = [*entry["spec"]["adjusted"], f"checkpoint: {refused}"]
 
 
-def _note_times(entry: dict, spec: Spec, meter: Meter, cost: StepCost, matrix_tflops: float) -> None:
+def _note_noise(entry: dict, norms: np.ndarray, steps: int, spec: Spec, world: int) -> None:
+    """Put into a record the gradient noise scale, where the row sees its gradients in one piece and no loss scale is on
+    them, and the efficiency of its batch."""
+    if not norms.any() or spec.settings.precision == "fp16":
+        return
+    # The running means began at 0.
+    own, mean = (float(norm) / (1 - (1 - FORGET) ** steps) for norm in norms)
+    batch = spec.micro_batches * spec.settings.micro_batch
+    found = noise(own, mean, world, batch // world)
+    entry["parallel"]["noise"] = dataclasses.asdict(found) | {"steps": steps}
+    entry["parallel"]["efficiency"] = efficiency(found, batch)
+
+
+def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module, ranks: Ranks) -> float | None:
+    """Put into a record what several processes have each measured, and let the meter count the features of all.
+
+    All processes call this together; the joules per feature of all their GPUs.
+    """
+    own = {
+        "joules": meter.joules_per_feature(),
+        "counts": meter.counts,
+        "peak_mib": entry["memory"]["peak_alloc_mib"],
+        "step_ms": meter.step_ms().median,
+        "weights": digest_of({name: p.detach().cpu() for name, p in model.named_parameters()}),
+        "norms": ranks.norms.tolist(),
+        "allreduce_gbs": reduce_rate(ranks.device),
+    }
+    found = ranks.gather(own)
+    meter.counts = list(np.sum([each["counts"] for each in found], axis=0))
+    peaks = [each["peak_mib"] for each in found]
+    entry["parallel"] |= {
+        "world": ranks.world,
+        "replicas": ranks.world,
+        "backend": ranks.backend,
+        "allreduce_gbs": own["allreduce_gbs"],
+        "rank_peak_mib": None if None in peaks else peaks,
+        "rank_step_ms": [each["step_ms"] for each in found],
+        "weights_equal": len({each["weights"] for each in found}) == 1,
+    }
+    _note_noise(entry, np.mean([each["norms"] for each in found], axis=0), len(meter.times), spec, ranks.world)
+    if ranks.world != spec.world:
+        entry["spec"]["adjusted"] = [*entry["spec"]["adjusted"], f"world: {ranks.world} processes at the end"]
+    joules = [each["joules"] for each in found]
+    return None if None in joules else sum(joules) / ranks.world  # each has worked on as many features
+
+
+def _note_times(entry: dict, spec: Spec, meter: Meter, joules: float | None, speed: Speed) -> None:
     """Put into a record what was timed: speed, step times, compilation, energy."""
-    entry["speed"] = dataclasses.asdict(meter.speed(cost, matrix_tflops))
+    entry["speed"] = dataclasses.asdict(speed)
     entry["time"] |= {"step_ms": dataclasses.asdict(meter.step_ms()), "train_s": sum(meter.times)}
-    entry["energy"]["joules_per_feature"] = meter.joules_per_feature()
+    entry["energy"]["joules_per_feature"] = joules
+    if entry["parallel"]["efficiency"]:
+        entry["parallel"]["goodput"] = entry["parallel"]["efficiency"] * speed.features_per_s
     if spec.settings.compile != "none":  # else nothing was compiled, and slow first steps have other reasons
         entry["time"] |= {"compile_s": meter.compile_s(), "compile_cached": found_in_cache()}
 
@@ -210,12 +298,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=0, metavar="N", help="of new weights, order and dropout (default: 0)"
     )
     add_source_arguments(parser)
+    add_world(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     """Run one row here, whatever its record says, and print the record."""
-    (spec,) = plan([args.variant], args.scale, [args.seed], args.data, args.model, args.micro_batch)
+    (spec,) = plan([args.variant], args.scale, [args.seed], args.data, args.model, args.micro_batch, world=args.world)
     entry = fit(spec, args.runs)
+    if entry["status"] == "running":  # one of torchrun's processes, and not the first
+        return 0
     measured = {"features/s": entry["speed"]["features_per_s"], "F1": entry["quality"]["f1"]}
     figures = [f"{name} {value:.2f}" for name, value in measured.items() if value is not None]
     print(", ".join([f"{spec.variant}: {entry['status']}", *figures]))

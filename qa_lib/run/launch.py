@@ -280,7 +280,7 @@ class Launcher:
 
 def side_by_side(specs: list[Spec]) -> int:
     """How many runs at a time: one, but on a CPU as many as the cores allow where a run takes few of them."""
-    threads = {spec.scale.threads for spec in specs if spec.hardware == "cpu"}
+    threads = {spec.scale.threads and spec.scale.threads * spec.world for spec in specs if spec.hardware == "cpu"}
     return max(1, min(8, (os.cpu_count() or 1) // max(threads))) if threads and None not in threads else 1
 
 
@@ -336,8 +336,9 @@ def _fault(entry: dict, spec: Spec) -> str | None:
         steps, planned = entry["time"]["steps"], entry["spec"]["planned_steps"]
         if steps != planned:
             return f"{steps} of {planned} steps were trained"
-        if entry["quality"]["n"] != entry["spec"]["n_eval"]:
-            return f"{entry['quality']['n']} of {entry['spec']['n_eval']} questions were answered"
+        answered = entry["quality"].get("n")
+        if answered != entry["spec"]["n_eval"]:
+            return f"{answered} of {entry['spec']['n_eval']} questions were answered"
     return None
 
 

@@ -16,10 +16,10 @@ import pandas as pd
 from tqdm import tqdm
 
 from qa_lib import record
-from qa_lib.errors import UserError
+from qa_lib.errors import UserError, printable
 from qa_lib.record import duration
 from qa_lib.run.launch import ROOT, Launcher, add_launcher_arguments, probe
-from qa_lib.run.plan import add_several, add_source_arguments, plan
+from qa_lib.run.plan import add_several, add_source_arguments, add_world, plan
 from qa_lib.spec import Spec, find_scale
 from qa_lib.variants import FAMILIES, VARIANTS, find_family, find_variant
 
@@ -60,7 +60,7 @@ def notebook_command(spec: Spec, runs: Path) -> list[str]:
 
 def notebook_parameters(spec: Spec, runs: Path) -> dict:
     """What the driver passes to a notebook's parameters cell."""
-    return {
+    values = {
         "variant": spec.variant,
         "scale": spec.scale.name,
         "seed": spec.seed,
@@ -69,6 +69,7 @@ def notebook_parameters(spec: Spec, runs: Path) -> dict:
         "micro_batch": spec.asked.micro_batch,
         "runs": _from_root(runs),
     }
+    return values if spec.asked.parallel == "none" else values | {"world": spec.world}
 
 
 def _from_root(path: str | Path) -> str:
@@ -147,18 +148,23 @@ def _progress(run_dir: Path) -> tuple[int, int | None]:
         planned = record.read_record(run_dir)["spec"]["planned_steps"]
         with open(run_dir / "steps.jsonl", "rb") as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - 400))
-            return json.loads(stream.read().splitlines()[-1])["step"], planned
-    except (record.RecordError, OSError, ValueError, IndexError, TypeError, KeyError):
+            return int(json.loads(stream.read().splitlines()[-1])["step"]), planned
+    except (record.RecordError, OSError, ValueError, LookupError, TypeError):
         return 0, None
 
 
 def _line(spec: Spec, entry: dict) -> str:
     """One run's outcome in one line."""
-    wall, score, note = entry["time"]["wall_s"], entry["quality"][entry["task"]["metric"]], entry["error"]["message"]
+    wall, score, note = (
+        entry["time"]["wall_s"],
+        entry["quality"].get(entry["task"]["metric"]),
+        entry["error"]["message"],
+    )
     parts = [f"{spec.variant} seed {spec.seed}: {entry['status']}"]
     parts += [f"{wall:.0f} s"] if wall is not None else []
     parts += [f"{entry['task']['label']} {score:.1f}"] if score is not None else []
-    return ", ".join(parts + ([note] if note else []))
+    parts += [text for text in entry["spec"]["adjusted"] if text.startswith("checkpoint: ")]
+    return printable(", ".join(parts + ([note] if note else [])))
 
 
 EXAMPLE = """examples:
@@ -174,6 +180,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rows.add_argument("--family", metavar="A", help="the rows of one family, by letter or by notebook")
     add_several(parser, "--seeds", int, "N", "a run of every row for each (0)", default=[0])
     add_source_arguments(parser)
+    add_world(parser)
     add_launcher_arguments(parser)
     parser.add_argument("--share", action="store_true", help="runs on one card train at once; records no times")
     parser.add_argument("--plan", action="store_true", help="say what would run, and run nothing")
@@ -196,7 +203,7 @@ def main(args: argparse.Namespace) -> int:
     launcher = Launcher(
         args.runs, machine, env, args.gpus, args.share, args.force, (args.retry,), notebook_command, args.time_limit
     )
-    specs = plan(names, args.scale, args.seeds, args.data, args.model, args.micro_batch, machine)
+    specs = plan(names, args.scale, args.seeds, args.data, args.model, args.micro_batch, machine, args.world)
     if args.plan:
         for spec in specs:
             state = "finished" if launcher.is_finished(spec) else f"skip: {spec.skip}" if spec.skip else "run"
@@ -205,5 +212,6 @@ def main(args: argparse.Namespace) -> int:
     entries = sweep(specs, launcher)
     failed = [entry for entry in entries if entry["status"] in ("error", "killed")]
     for entry in failed:
-        print(f"{entry['group']}/{entry['run_id']}: {entry['status']}, {entry['error']['message']}", file=sys.stderr)
+        said = f"{entry['group']}/{entry['run_id']}: {entry['status']}, {entry['error']['message']}"
+        print(printable(said), file=sys.stderr)
     return 1 if failed else 0

@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from qa_lib.record import RecordError, code_version
 from qa_lib.spec import Spec
+from qa_lib.train.parallel import Ranks, part, whole
 
 # What decides how a training goes on. A run that is resumed by other code would be neither the one nor the other.
 CODE = ("data", "model", "train", "variants.py", "spec.py")
@@ -29,27 +30,34 @@ class Checkpoint:
     Frozen parameters are not in it: the seed or the pretrained checkpoint gives them again.
     """
 
-    def __init__(self, run_dir: Path, spec: Spec, model, optimizer, scaler, device: torch.device):
+    def __init__(self, run_dir: Path, spec: Spec, model, step, ranks: Ranks):
+        """`step` is the run's loop.OptimizerStep, which has the optimizer, the scaler and how they are shared."""
         self.path, self.hash, self.every = self.path_of(run_dir), spec.hash, spec.scale.checkpoint_every
-        self.model, self.optimizer, self.scaler, self.device = model, optimizer, scaler, device
+        self.model, self.optimizer, self.scaler = model, step.optimizer, step.precision.scaler
+        self.sharing, self.ranks, self.device = step.sharing, ranks, ranks.device
 
     def is_due(self, step: int, steps: int) -> bool:
         """Whether the state after `step` of `steps` is to be kept; after the last nothing is left to do."""
         return bool(self.every) and step % self.every == 0 and step < steps
 
     def save(self, step: int) -> None:
-        """Write the state after `step` optimizer steps. Raises RecordError when the disk is full."""
-        tensors = {f"model.{name}": p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+        """Write the state after `step` optimizer steps, as the one file of all processes. Raises RecordError when the
+        disk is full."""
+        tensors = {f"model.{name}": whole(p.detach()) for name, p in self.model.named_parameters() if p.requires_grad}
         plain = {}
         for index, values in enumerate(self._states()):
             for key, value in values.items():
                 if torch.is_tensor(value):
-                    tensors[f"optimizer.{index}.{key}"] = value
+                    tensors[f"optimizer.{index}.{key}"] = self.sharing.whole(value)
                 else:
                     plain[f"{index}.{key}"] = value
-        tensors["rng.cpu"] = torch.get_rng_state()
+        for rank, state in enumerate(self.ranks.gather(torch.get_rng_state())):
+            tensors[f"rng.cpu.{rank}"] = state
         if self.device.type == "cuda":
-            tensors["rng.cuda"] = torch.cuda.get_rng_state(self.device)
+            for rank, state in enumerate(self.ranks.gather(torch.cuda.get_rng_state(self.device))):
+                tensors[f"rng.cuda.{rank}"] = state
+        if not self.ranks.first:
+            return
         on_cpu = [name for name, tensor in tensors.items() if tensor.device.type == "cpu"]
         # A copy each, since optimizers may let several states share storage, which safetensors refuses; on the host,
         # since a copy on the GPU would count in the run's memory.
@@ -58,13 +66,13 @@ class Checkpoint:
             "hash": self.hash,
             "code": code_digest(),
             "commit": code_version()["commit"],
-            "digest": digest_of(tensors),
             "step": step,
             "optimizer": plain,
             "scaler": self.scaler.state_dict(),
             # AdamW keeps its step counts on the CPU, where they must come back.
             "on_cpu": on_cpu,
         }
+        metadata["digest"] = digest_of(tensors, metadata)
         temporary = self.path.with_suffix(".partial")
         try:
             safetensors.torch.save_file(tensors, temporary, {"state": json.dumps(metadata)})
@@ -78,13 +86,16 @@ class Checkpoint:
     def load(self) -> tuple[int, str | None]:
         """Restore the state if this run left one: the number of steps already done, 0 without a checkpoint; and, where
         there was one that is not believed, why. That one is set aside as checkpoint.refused."""
-        if not self.path.exists():
-            return 0, None
-        try:
-            return self._restore(*self._read()), None
-        except NotBelieved as reason:
+        found, refused = None, None
+        if self.path.exists():
+            try:
+                found = self._read()
+            except NotBelieved as reason:
+                refused = f"began anew, since its checkpoint {reason}"
+        self.ranks.gather(None)  # all have read it before the first sets it aside
+        if refused and self.ranks.first:
             self.path.replace(self.path.with_suffix(".refused"))
-            return 0, f"began anew, since its checkpoint {reason}"
+        return self._restore(*found) if found else 0, refused
 
     def _read(self) -> tuple[dict, dict[str, torch.Tensor]]:
         """The file's metadata and tensors. Raises NotBelieved."""
@@ -99,33 +110,39 @@ class Checkpoint:
             raise NotBelieved("is of another run")
         if found["code"] != code_digest():
             raise NotBelieved(f"is of other code (commit {str(found['commit'])[:7]})")
-        if found["digest"] != digest_of(tensors):
-            raise NotBelieved("is damaged: its digest is not that of its tensors")
+        if state.pop("digest") != digest_of(tensors, state):
+            raise NotBelieved("is damaged: its digest is not that of what it holds")
         return state, tensors
 
     def _restore(self, state: dict, tensors: dict[str, torch.Tensor]) -> int:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
-                    parameter.copy_(tensors[f"model.{name}"])
-        states = self._states()
+                    parameter.copy_(part(tensors[f"model.{name}"], parameter))
+        states, parameters = self._states(), self._parameters()
         for name, tensor in tensors.items():
             if name.startswith("optimizer."):
                 _, index, key = name.split(".", 2)
-                states[int(index)][key] = tensor if name in state["on_cpu"] else tensor.to(self.device)
+                tensor = tensor if name in state["on_cpu"] else tensor.to(self.device)
+                states[int(index)][key] = self.sharing.part(tensor, parameters[int(index)])
         for name, value in state["optimizer"].items():
             index, key = name.split(".", 1)
             states[int(index)][key] = value
         self.scaler.load_state_dict(state["scaler"])
-        torch.set_rng_state(tensors["rng.cpu"])
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(tensors["rng.cuda"], self.device)
+        # A process that the run did not have before draws from its own seed on.
+        if (mine := f"rng.cpu.{self.ranks.rank}") in tensors:
+            torch.set_rng_state(tensors[mine])
+        if (mine := f"rng.cuda.{self.ranks.rank}") in tensors:
+            torch.cuda.set_rng_state(tensors[mine], self.device)
         return state["step"]
 
     def _states(self) -> list[dict]:
         """The optimizer's state of each trained parameter, in order; not through state_dict, whose form bitsandbytes
         changes."""
-        return [self.optimizer.state[p] for group in self.optimizer.param_groups for p in group["params"]]
+        return [self.optimizer.state[p] for p in self._parameters()]
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     @staticmethod
     def path_of(run_dir: Path) -> Path:
@@ -133,9 +150,9 @@ class Checkpoint:
         return run_dir / "checkpoint.safetensors"
 
 
-def digest_of(tensors: dict[str, torch.Tensor]) -> str:
-    """SHA-256 (hex) over names, types, shapes and bytes of tensors on the CPU."""
-    digest = hashlib.sha256()
+def digest_of(tensors: dict[str, torch.Tensor], metadata: dict) -> str:
+    """SHA-256 (hex) over names, types, shapes and bytes of tensors on the CPU, and over what JSON holds beside them."""
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -15,35 +15,37 @@ from qa_lib.variants import Settings
 WARM_UP = 3  # steps before the capture: the compiler, cuBLAS and the optimizer's state must have settled
 
 
-def captured(step: Callable[[list[dict]], torch.Tensor], settings: Settings) -> Callable[[list[dict]], torch.Tensor]:
+def captured(step: Callable[..., torch.Tensor], settings: Settings) -> Callable[..., torch.Tensor]:
     """The step as one CUDA graph where the settings ask for it; else the step."""
     return GraphedStep(step) if settings.step == "graph" else step
 
 
 class GraphedStep:
-    """Calls `step(inputs) -> loss` for WARM_UP times, then captures it, and replays the graph from then on.
+    """Calls `step(inputs, *fixed) -> loss` for WARM_UP times, then captures it, and replays the graph from then on.
 
-    `inputs` is a list of dicts of device tensors whose shapes stay the same; `step` must not wait for the device. Each
-    call is a real step on its own inputs: a capture runs nothing, and the first replay follows it at once. Dropout
-    draws new numbers in every replay, as PyTorch's generator is registered with the graph.
+    `inputs` is a list of dicts of device tensors whose shapes stay the same; what is `fixed` stays as it was at the
+    capture; `step` must not wait for the device. Each call is a real step on its own inputs: a capture runs nothing,
+    and the first replay follows it at once. Dropout draws new numbers in every replay, as PyTorch's generator is
+    registered with the graph.
     """
 
-    def __init__(self, step: Callable[[list[dict]], torch.Tensor]):
+    def __init__(self, step: Callable[..., torch.Tensor]):
         self.step, self.calls, self.stream = step, 0, torch.cuda.Stream()
 
-    def __call__(self, inputs: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    def __call__(self, inputs: list[dict[str, torch.Tensor]], *fixed) -> torch.Tensor:
         self.calls += 1
         if self.calls <= WARM_UP:
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
-                loss = self.step(inputs)
+                loss = self.step(inputs, *fixed)
             torch.cuda.current_stream().wait_stream(self.stream)
             return loss
         if self.calls == WARM_UP + 1:
             self.inputs = [{name: tensor.clone() for name, tensor in part.items()} for part in inputs]
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=self.stream):
-                self.loss = self.step(self.inputs)
+            # Other threads may ask CUDA meanwhile, as NCCL's watchdog does.
+            with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
+                self.loss = self.step(self.inputs, *fixed)
         else:
             torch._foreach_copy_(_tensors(self.inputs), _tensors(inputs))
         self.graph.replay()

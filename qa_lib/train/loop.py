@@ -16,6 +16,7 @@ from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.compilation import compiled, own_gradients, peak_from
 from qa_lib.train.graph import captured
 from qa_lib.train.optim import build_optimizer, clip, learning_rate, set_rate, trained
+from qa_lib.train.parallel import SHARING, Ranks
 from qa_lib.train.precision import Precision
 from qa_lib.train.steplog import StepFailed, StepLog
 
@@ -23,33 +24,43 @@ from qa_lib.train.steplog import StepFailed, StepLog
 class OptimizerStep:
     """Forward and backward pass of every micro-batch, then one update of the weights."""
 
-    def __init__(self, model, batches: Batches, spec: Spec, precision: Precision, watch: Watch):
+    def __init__(self, model, batches: Batches, spec: Spec, precision: Precision, watch: Watch, ranks: Ranks):
         self.model, self.precision, self.watch = model, precision, watch
+        self.sharing = SHARING[spec.settings.parallel](model, ranks)
         forward = Packed(model, batches.limits) if spec.settings.padding == "packed" else model
-        self.forward = compiled(forward, spec.settings)
-        self.optimizer = build_optimizer(model, spec)
+        self.forward = compiled(self.sharing.wrapped(forward), spec.settings)
+        self.optimizer = build_optimizer(model, spec, self.sharing.parameters)
         self.keep_gradients = own_gradients(spec)
         if self.keep_gradients:
             for parameter in trained(model):
                 parameter.grad = torch.zeros_like(parameter)
 
-    def __call__(self, micro_batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-        """One step on model inputs that are on the device; the mean loss, which stays there."""
-        scaler, optimizer, watch = self.precision.scaler, self.optimizer, self.watch
+    def __call__(self, micro_batches: list[dict[str, torch.Tensor]], parts: list[float]) -> torch.Tensor:
+        """One step on model inputs that are on the device; the mean loss, which stays there.
+
+        Each micro-batch is one of `parts` equal parts of what this process does in the step, where all have the same
+        number of features, and counts accordingly more or less where they have not.
+        """
+        scaler, optimizer, watch, sharing = self.precision.scaler, self.optimizer, self.watch, self.sharing
         mean_loss = torch.zeros((), device=self.precision.device)
-        for inputs in micro_batches:
+        for number, (inputs, part) in enumerate(zip(micro_batches, parts, strict=True), 1):
             renew(self.model)
-            with watch.phase("forward"), self.precision.autocast():
-                loss = self.forward(**inputs).loss / len(micro_batches)
-            with watch.phase("backward"):
-                scaler.scale(loss).backward()
+            with sharing.micro_batch(last=number == len(parts)):
+                with watch.phase("forward"), self.precision.autocast():
+                    loss = self.forward(**inputs).loss / part
+                with watch.phase("backward"):
+                    scaler.scale(loss).backward()
             mean_loss += loss.detach()
+        with watch.phase("reduce"):
+            sharing.reduce()
         with watch.phase("optimizer"):
             scaler.unscale_(optimizer)
-            clip(optimizer)
+            sharing.agree(scaler, optimizer)
+            clip(optimizer, sharing.across)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=not self.keep_gradients)
+            sharing.spread()
         return mean_loss
 
 
@@ -61,28 +72,35 @@ def train(
     run_dir: Path,
     say=print,
     watch: Watch | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[torch.optim.Optimizer, Meter, int, str | None]:
     """Train `model` in place for all of the batches' steps; resumes from the run's checkpoint if there is one.
 
     Writes steps.jsonl and, as often as the scale says, a checkpoint into `run_dir`. Returns the optimizer, the meter,
     the number of steps that were done before, and why a checkpoint was not believed, if one was not. Raises StepFailed.
+    `ranks` are the processes that train together: all of them call this, and the first writes.
     """
-    torch.manual_seed(spec.seed)
+    ranks = ranks or Ranks(device)
+    ranks.join(spec)
+    torch.manual_seed(spec.seed + ranks.rank)  # of dropout: the weights have been drawn already
     watch, precision = watch or Watch(), Precision(spec.settings, device)
     model.to(device, precision.weights).train()
-    step = OptimizerStep(model, batches, spec, precision, watch)
+    step = OptimizerStep(model, batches, spec, precision, watch, ranks)
     take_step = captured(step, spec.settings)
-    checkpoint = Checkpoint(run_dir, spec, model, step.optimizer, precision.scaler, device)
+    checkpoint = Checkpoint(run_dir, spec, model, step, ranks)
     begin, refused = checkpoint.load()
-    log = StepLog(run_dir, spec, batches.steps, begin, precision.scaler, say)
+    log = StepLog(run_dir, spec, batches.steps, begin, precision.scaler, ranks, say)
     meter = Meter(device, spec.scale.measure_from, peak_from(spec.settings))
 
     for number in range(begin + 1, batches.steps + 1):
         rate = learning_rate(spec, number - 1, batches.steps)
         set_rate(step.optimizer, rate)
-        micro_batches = batches.step(number - 1)
+        together = batches.step(number - 1)
+        micro_batches = ranks.mine(together)
+        share = sum(map(len, together)) / ranks.world
         try:
-            loss = take_step([batches.collate(features, device) for features in micro_batches])
+            inputs = [batches.collate(features, device) for features in micro_batches]
+            loss = take_step(inputs, [share / len(features) for features in micro_batches])
         except Exception as problem:
             raise StepFailed(number) from problem
         meter.step(*batches.rows(micro_batches))

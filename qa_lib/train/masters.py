@@ -24,6 +24,9 @@ class MasterAdamW(torch.optim.Optimizer):
     def __init__(self, parameters, lr: torch.Tensor, max_norm: float, betas=(0.9, 0.999), eps: float = 1e-8):
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps})
         self.max_norm = max_norm
+        self.across = lambda norm: (
+            norm
+        )  # of all gradients, where this optimizer has a share of them (train/parallel.py)
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = {
@@ -38,7 +41,9 @@ class MasterAdamW(torch.optim.Optimizer):
         """One update of every parameter that has a gradient."""
         every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         norms = torch._foreach_norm([p.grad for p in every], 2, dtype=torch.float32)
-        share = (self.max_norm / (torch.stack(norms).norm() + 1e-6)).clamp(max=1.0)  # as in clip_grad_norm_
+        share = (self.max_norm / (self.across(torch.stack(norms).norm()) + 1e-6)).clamp(
+            max=1.0
+        )  # as in clip_grad_norm_
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             states = [self.state[p] for p in parameters]

@@ -4,6 +4,7 @@ Adding an optimizer takes a function here, its name in variants.Settings, and it
 """
 
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -13,9 +14,10 @@ from qa_lib.train.masters import MasterAdamW
 CLIP = 1.0  # norm of the gradients
 
 
-def build_optimizer(model: torch.nn.Module, spec: Spec) -> torch.optim.Optimizer:
-    """The settings' optimizer over what trains: AdamW without weight decay, as in the seeds, in one of its forms."""
-    return OPTIMIZERS[spec.settings.optimizer](model, trained(model), learning_rate(spec, 0, 1))
+def build_optimizer(model: torch.nn.Module, spec: Spec, parameters: list | None = None) -> torch.optim.Optimizer:
+    """The settings' optimizer over `parameters`, by default all that train: AdamW without weight decay, as in the
+    seeds, in one of its forms."""
+    return OPTIMIZERS[spec.settings.optimizer](model, parameters or trained(model), learning_rate(spec, 0, 1))
 
 
 def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -65,10 +67,17 @@ def _adamw8bit(model, parameters, rate) -> torch.optim.Optimizer:
 OPTIMIZERS = {"adamw": _adamw, "fused": _fused, "adamw8bit": _adamw8bit, "master": _master}
 
 
-def clip(optimizer: torch.optim.Optimizer) -> None:
-    """Scale the gradients down to the norm CLIP; MasterAdamW does so itself while it reads them."""
-    if not isinstance(optimizer, MasterAdamW):
-        torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], CLIP)
+def clip(optimizer: torch.optim.Optimizer, across: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Scale the gradients down to the norm CLIP; MasterAdamW does so itself while it reads them.
+
+    `across` makes the norm of all gradients from that of the optimizer's (see parallel.Alone).
+    """
+    if isinstance(optimizer, MasterAdamW):
+        optimizer.across = across
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = across(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+    torch.nn.utils.clip_grads_with_norm_(parameters, CLIP, norm)
 
 
 def learning_rate(spec: Spec, step: int, steps: int) -> float:

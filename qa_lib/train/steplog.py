@@ -9,8 +9,10 @@ import torch
 
 from qa_lib.record import RecordError, duration
 from qa_lib.spec import Spec
+from qa_lib.train.parallel import Ranks
 
 LOOK_EVERY_S = 1.0  # seconds between two looks at the loss; each look waits for the device
+LOOK_EVERY = 50  # steps between two looks of several processes, whose clocks differ and which must look together
 SAY_EVERY_S = 60.0  # a line of progress comes at each tenth of the steps, and at the latest after so many seconds
 
 
@@ -30,14 +32,18 @@ class StepLog:
     """steps.jsonl of a run: a line a step with its number, loss, learning rate (lr) and milliseconds (ms).
 
     Losses stay on the device until `write`, so that logging does not stall a step. `begin` is the number of steps that
-    an earlier process has done; of its lines those are kept that are whole.
+    an earlier process has done; of its lines those are kept that are whole. Of several `ranks` all note their steps,
+    and the first writes and says.
     """
 
-    def __init__(self, run_dir: Path, spec: Spec, steps: int, begin: int, scaler: torch.amp.GradScaler, say):
-        self.path, self.steps, self.written, self.scaler, self.say = run_dir / "steps.jsonl", steps, begin, scaler, say
+    def __init__(
+        self, run_dir: Path, spec: Spec, steps: int, begin: int, scaler: torch.amp.GradScaler, ranks: Ranks, say
+    ):
+        self.path, self.steps, self.written, self.scaler = run_dir / "steps.jsonl", steps, begin, scaler
+        self.ranks, self.say = ranks, say if ranks.first else lambda _: None
         self.pending, self.said = [], begin
         self.started = self.looked = self.said_at = time.monotonic()
-        self.label, self.features = f"{spec.variant} seed {spec.seed}", spec.accumulation * spec.settings.micro_batch
+        self.label, self.features = f"{spec.variant} seed {spec.seed}", spec.micro_batches * spec.settings.micro_batch
         if spec.settings.compile != "none":
             self.say(f"{self.label}: compiling, then {steps - begin} steps")
         self._append("".join(_whole_lines(self.path, begin)), mode="w")
@@ -49,6 +55,8 @@ class StepLog:
     @property
     def due(self) -> bool:
         """Whether it is time for `write`; the last step is for the caller to know."""
+        if self.ranks.world > 1:
+            return len(self.pending) >= LOOK_EVERY
         return time.monotonic() - self.looked >= LOOK_EVERY_S
 
     def write(self, seconds: list[float]) -> None:
@@ -59,9 +67,9 @@ class StepLog:
         """
         lines, broken = [], None
         excused = self.scaler.is_enabled() and self.scaler.get_scale() > 1.0
-        for (loss, rate), taken in zip(self.pending, seconds, strict=True):
+        losses = self.ranks.mean(torch.stack([loss for loss, _ in self.pending])).tolist()
+        for value, (_, rate), taken in zip(losses, self.pending, seconds, strict=True):
             self.written += 1
-            value = float(loss)
             finite = math.isfinite(value)
             lines.append(
                 {"step": self.written, "loss": value if finite else None, "lr": rate, "ms": round(1e3 * taken, 4)}
@@ -88,6 +96,8 @@ class StepLog:
         )
 
     def _append(self, text: str, mode: str = "a") -> None:
+        if not self.ranks.first:
+            return
         try:
             with self.path.open(mode) as stream:
                 stream.write(text)

@@ -16,6 +16,7 @@ from qa_lib.data.batches import Batches
 from qa_lib.measure.meter import Meter, Watch
 from qa_lib.spec import Spec
 from qa_lib.train.optim import CLIP, learning_rate
+from qa_lib.train.parallel import Ranks
 from qa_lib.train.steplog import StepLog
 
 
@@ -27,16 +28,18 @@ def train(
     run_dir: Path,
     say=print,
     watch: Watch | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[torch.optim.Optimizer, Meter, int, None]:
-    """As loop.train."""
-    settings = spec.settings
+    """As loop.train; under torchrun the Trainer takes DistributedDataParallel by itself."""
+    settings, ranks = spec.settings, ranks or Ranks(device)
+    ranks.join(spec)
     meter = Meter(device, spec.scale.measure_from)
-    log = StepLog(run_dir, spec, batches.steps, 0, torch.amp.GradScaler(enabled=False), say)
+    log = StepLog(run_dir, spec, batches.steps, 0, torch.amp.GradScaler(enabled=False), ranks, say)
     arguments = TrainingArguments(
         output_dir=str(run_dir),
         max_steps=batches.steps,
         per_device_train_batch_size=settings.micro_batch,
-        gradient_accumulation_steps=spec.accumulation,
+        gradient_accumulation_steps=spec.micro_batches // ranks.world,
         learning_rate=learning_rate(spec, 0, 1),
         lr_scheduler_type="linear",
         warmup_steps=int(spec.scale.warmup * batches.steps),

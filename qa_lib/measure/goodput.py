@@ -1,0 +1,35 @@
+"""Gradient noise scale, statistical efficiency and goodput: what a larger batch is worth (rows of family P).
+
+A step of twice the features is not twice the progress: the gradient of a batch is that of all data plus noise, and
+once the noise is small, less of it helps little. McCandlish et al. (2018) measure this by the noise scale phi = tr(S)
+/ |G|^2, where G is the mean of the features' gradients and S their covariance: a batch below phi features is mostly
+noise, one above it mostly signal. Pollux (Qiao et al. 2021) makes of it the efficiency of a batch, its progress by
+feature relative to a batch of reference, and goodput, features a second times that efficiency. phi belongs to weights
+and data: how a batch is spread over GPUs does not change it.
+
+Neither |G|^2 nor tr(S) can be seen, but each process's gradient and their mean are two batches of different size, and
+the expected square of a gradient's norm is |G|^2 + tr(S) / batch. Two sizes give both unknowns. They are averaged over
+steps each by itself and divided then: the ratio of one step is biased and has no mean.
+"""
+
+from qa_lib.record import Noise
+
+REFERENCE = 32  # features of the batch whose efficiency is 1: the effective batch of the seeds' recipe
+
+
+def noise(own: float, mean: float, processes: int, features: int) -> Noise:
+    """|G|^2 (`sqr`) and tr(S) of a feature (`var`), from the mean square norm of the gradients that each of the
+    `processes` has over `features` of its own, and the square norm of their mean; unbiased, so that each may come out
+    negative where steps are few. McCandlish et al., appendix A.1."""
+    sqr = (processes * mean - own) / (processes - 1)
+    var = (own - mean) * processes * features / (processes - 1)
+    return Noise(sqr=sqr, var=var)
+
+
+def efficiency(noise: Noise, batch: int) -> float | None:
+    """Progress by feature with that batch, relative to REFERENCE: (phi + M0) / (phi + M), equation 7 of Pollux. None
+    where the noise has hidden the gradient."""
+    if noise.sqr is None or noise.sqr <= 0 or noise.var < 0:
+        return None
+    phi = noise.var / noise.sqr
+    return (phi + REFERENCE) / (phi + batch)

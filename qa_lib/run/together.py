@@ -1,0 +1,127 @@
+"""One run in several processes: torchrun starts them, ends them together, and its record says which failed first.
+
+`fit_together` starts `supervise` in a process of its own, which is torchrun itself, and torchrun starts `fit_as_one` in
+each of the run's processes. Over several hosts the same command line is given to torchrun by hand on each of them:
+
+    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
+        -m qa_lib run P-fast --scale bench --world 8
+
+No module here imports torch before a run's own process does: see launch.py.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from qa_lib import record
+from qa_lib.errors import UserError
+from qa_lib.run.launch import STARTING, call, environment, kill
+from qa_lib.spec import Spec
+
+GRACE_S = 45  # for the first process to write its record; torchrun itself kills after 30 s what does not end
+
+
+def fault_path(run_dir: Path, rank: int) -> Path:
+    """Where a process leaves what ended it."""
+    return run_dir / f"fault-{rank}.json"
+
+
+def fit_together(spec: Spec, runs: str | Path, say=print) -> dict:
+    """Run a spec in as many processes as it has, and return the record that the first of them wrote.
+
+    Raises RunTaken while others have the run, and UserError for a run that failed in any of its processes. Ctrl-C ends
+    them all.
+    """
+    from qa_lib.measure.machine import environment as described
+
+    run_dir = Path(runs) / spec.run_path
+    with record.lock(run_dir):
+        # So that processes that die before their first line leave no older result standing.
+        record.write_record(run_dir, record.new_record(spec, described()) | {"status": STARTING})
+    threads = spec.scale.threads or max(1, (os.cpu_count() or 1) // spec.world)
+    process = subprocess.Popen(
+        call("qa_lib.run.together:supervise", spec, runs),
+        env=environment(threads=threads) | {"PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        for line in process.stdout:
+            say(line.rstrip("\n"))
+        process.wait()
+    except BaseException:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+        raise
+    finally:
+        kill(process)
+    entry = record.read_record(run_dir)
+    if entry["status"] not in record.TERMINAL:
+        message = f"its processes ended (exit code {process.returncode}) before the run did"
+        entry = record.finish(run_dir, entry, "killed", {"kind": "killed", "message": message})
+    if entry["status"] not in record.FINISHED:
+        raise UserError(f"{spec.run_id}: {entry['status']}, {entry['error']['message']}")
+    return entry
+
+
+def supervise(spec: Spec, runs: str) -> None:
+    """torchrun over the processes of a spec; if one fails it ends the others, and the record says which, and why."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    run_dir = Path(runs) / spec.run_path
+    for old in run_dir.glob("fault-*.json"):
+        old.unlink()
+    fit_as_one = call("qa_lib.run.together:fit_as_one", spec, runs)[1:]  # without the Python
+    try:
+        torchrun(["--standalone", "--nproc-per-node", str(spec.world), *fit_as_one])
+    except ChildFailedError as failed:
+        exit_codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+        tell_fault(spec, run_dir, exit_codes)
+        sys.exit(1)
+    except SignalException:  # the user's, and the first process has said so in the record
+        sys.exit(130)
+
+
+def fit_as_one(spec: Spec, runs: str) -> None:
+    """`fit` in one of the processes that torchrun has started."""
+    from qa_lib.run.fit import fit
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # torchrun's way to end a process whose peer has failed
+    with contextlib.suppress(KeyboardInterrupt):
+        if fit(spec, runs)["status"] != "oom":
+            return
+    sys.exit(1)  # so that torchrun ends the others
+
+
+def tell_fault(spec: Spec, run_dir: Path, exit_codes: dict[int, int]) -> None:
+    """Put into the record which process failed first, by rank, and why: that one lets all the others fail.
+
+    A process that a signal has ended says nothing; of the others each has left its fault and the time of it.
+    """
+    faults = {}
+    for rank in range(spec.world):
+        with contextlib.suppress(OSError):
+            faults[rank] = json.loads(fault_path(run_dir, rank).read_text())
+            fault_path(run_dir, rank).unlink()
+    killed = [rank for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM]  # not by torchrun
+    if killed:
+        name = signal.Signals(-exit_codes[killed[0]]).name
+        status, error = "killed", {"kind": name, "message": f"process {killed[0]} of {spec.world} was ended by {name}"}
+    elif faults:
+        rank, first = min(faults.items(), key=lambda fault: fault[1]["at"])
+        status, error = first["status"], first["error"]
+        error["message"] = f"process {rank} of {spec.world}: {error['message']}"
+    else:
+        rank, code = min(exit_codes.items())
+        status = "killed"
+        error = {"kind": "killed", "message": f"process {rank} of {spec.world} ended with exit code {code}"}
+    with record.lock(run_dir):
+        record.finish(run_dir, record.read_record(run_dir), status, error)

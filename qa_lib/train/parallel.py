@@ -1,0 +1,296 @@
+"""Several processes that make one step together, one a GPU (the rows of family P).
+
+Data parallelism: every process has the model, computes the gradients of its share of a step's micro-batches, and all
+average them before they update their weights, which therefore stay equal. That is the step of one process, in less
+time, plus what the averaging takes. How it is done is what the rows differ in:
+
+- `ddp` (Li et al. 2020): gradients are reduced in buckets while the backward pass still computes others (row P1).
+- `flat`: one reduction of all gradients after the backward pass. Nothing hides it, but it is one call, which a CUDA
+  graph captures with the rest of the step (row P-fast).
+- `sharded` (ZeRO-1, Rajbhandari et al. 2020): each process gets the sum of a share of the gradients alone, updates that
+  share of the weights, and sends it to the others: the same bytes on the way, and an n-th of the optimizer's work and
+  memory (row P-sharded).
+- `fsdp` (ZeRO-3, Zhao et al. 2023): the weights are in shares, too, and each layer gathers its own when it needs them
+  (row P-fsdp).
+
+Process r of n takes micro-batches r, r + n, ... of the step's list, which follows from seed and step whatever n is: a
+run that four began can go on with two.
+"""
+
+import contextlib
+import warnings
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from qa_lib.model.encoders import layers_of
+from qa_lib.spec import Spec
+from qa_lib.variants import SpecError
+
+SILENCE = timedelta(minutes=5)  # after which a process that waits for the others gives up
+FORGET = 1e-3  # weight of a step in the running means of gradient norms, as in AdaptDL
+TURN = timedelta(days=30)  # a run may wait so long for other runs on its GPUs
+# PyTorch 2.13 warns of names that 2.11 knows alone.
+warnings.filterwarnings("ignore", message=r".*(_tensor|broadcast_buffers)` is deprecated", category=FutureWarning)
+
+
+class Ranks:
+    """The processes of a run, as torchrun started them, seen from one of them; or this process alone.
+
+    `rank` counts from 0 to `world` - 1. The first alone writes record, steps.jsonl and checkpoint. `join` makes the
+    process group, which `gather` and `mean` need where there are others; leaving the context ends it.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.rank, self.world, self.store = device, 0, 1, None
+        self.norms = torch.zeros(2, device=device)  # see note_norms
+        if dist.is_torchelastic_launched():
+            self.store, self.rank, self.world = next(rendezvous("env://"))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def backend(self) -> str:
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+    def start(self) -> None:
+        """Called by the first process when the GPUs are its run's; the others wait here until then."""
+        if self.store and self.first:
+            self.store.set("turn", "")
+        elif self.store:
+            self.store.wait(["turn"], TURN)
+
+    def join(self, spec: Spec) -> None:
+        """Make the process group, if the spec's row works in one. Raises SpecError for processes that cannot share a
+        step's micro-batches evenly."""
+        if spec.micro_batches % self.world:
+            raise SpecError(f"{self.world} processes do not divide the {spec.micro_batches} micro-batches of a step")
+        if spec.settings.parallel != "none" and not dist.is_initialized():
+            dist.init_process_group(
+                self.backend,
+                store=self.store or dist.HashStore(),
+                rank=self.rank,
+                world_size=self.world,
+                timeout=SILENCE,
+                # So that NCCL connects now: it could not while a graph is captured.
+                device_id=self.device if self.backend == "nccl" else None,
+            )
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        if dist.is_initialized() and kind is None:  # after an error the others may never come to the end
+            dist.destroy_process_group()
+
+    def mine(self, micro_batches: list) -> list:
+        """This process's share of a step's micro-batches."""
+        return micro_batches[self.rank :: self.world]
+
+    def mean(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, averaged over all processes in place."""
+        if self.world > 1 and self.backend == "nccl":
+            dist.all_reduce(tensor, dist.ReduceOp.AVG)
+        elif self.world > 1:  # gloo sums alone
+            dist.all_reduce(tensor)
+            tensor /= self.world
+        return tensor
+
+    def note_norms(self, own: torch.Tensor, mean: torch.Tensor) -> None:
+        """Keep for the gradient noise scale the square norms of this process's gradient and of that of all (scalars):
+        running means of the last 1 / FORGET steps. Nothing waits for the device."""
+        self.norms.lerp_(torch.stack([own, mean]), FORGET)
+
+    def gather(self, value) -> list:
+        """What each process gave, in order of their ranks."""
+        values = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+
+class Alone:
+    """One process that shares nothing; the base of the ways to share.
+
+    Made when the model is on its device, and before the optimizer, which updates `parameters`.
+    """
+
+    def __init__(self, model: torch.nn.Module, ranks: Ranks):
+        self.model, self.ranks = model, ranks
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def wrapped(self, forward: torch.nn.Module) -> torch.nn.Module:
+        """What is called for a forward pass."""
+        return forward
+
+    def micro_batch(self, last: bool):
+        """A context around forward and backward pass of a micro-batch; `last` says that none follows in the step."""
+        return contextlib.nullcontext()
+
+    def reduce(self) -> None:
+        """After the last backward pass: average the gradients over the processes."""
+
+    def agree(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """After the gradients are unscaled: let all processes know whether one has found an overflow."""
+
+    def across(self, norm: torch.Tensor) -> torch.Tensor:
+        """The norm of all gradients from the norm of those that this process has."""
+        return norm
+
+    def spread(self) -> None:
+        """After the update: give every process all the weights."""
+
+    def whole(self, state: torch.Tensor) -> torch.Tensor:
+        """Optimizer state as one process alone would have it; all processes call this together."""
+        return whole(state)
+
+    def part(self, state: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """The reverse of `whole`, for a parameter of this process's optimizer."""
+        return part(state, parameter) if state.shape == parameter.shape else state
+
+
+class DDP(Alone):
+    """PyTorch's DistributedDataParallel; with accumulation, the last micro-batch's backward pass reduces."""
+
+    hook = None
+
+    def wrapped(self, forward):
+        # Buffers are the seeds of hash dropout, and each process draws its own.
+        self.forward = DistributedDataParallel(forward, broadcast_buffers=False, gradient_as_bucket_view=True)
+        if self.hook:
+            self.forward.register_comm_hook(None, self.hook)
+        return self.forward
+
+    def micro_batch(self, last):
+        return contextlib.nullcontext() if last else self.forward.no_sync()
+
+
+class DDPInHalf(DDP):
+    """Gradients are cast to bf16 on their way, which halves the bytes and rounds the sum to 8 bits of mantissa."""
+
+    @staticmethod
+    def hook(state, bucket):
+        return bf16_compress_hook(state, bucket)  # by its own name DDP takes it on GPUs alone
+
+
+class Flat(Alone):
+    """All gradients end to end in one tensor, averaged by one call, whose parts are the gradients from then on."""
+
+    def reduce(self):
+        flat = torch.cat([p.grad.flatten() for p in self.parameters])
+        own = square_norm(flat)
+        self.ranks.note_norms(own, square_norm(self.ranks.mean(flat)))
+        for parameter, part in zip(self.parameters, flat.split([p.numel() for p in self.parameters]), strict=True):
+            parameter.grad = part.view_as(parameter)
+
+
+class Sharded(Alone):
+    """The trained weights end to end in one tensor, of which each process updates an equal share (ZeRO-1).
+
+    The model's parameters become views of that tensor, and the optimizer's one parameter is the share. AdamW computes
+    element by element, so that where one tensor ends and another begins makes no difference to it.
+    """
+
+    def __init__(self, model, ranks):
+        super().__init__(model, ranks)
+        self.trained = self.parameters
+        self.size = sum(p.numel() for p in self.trained)
+        length = -(-self.size // ranks.world)
+        self.padding = self.trained[0].new_zeros(length * ranks.world - self.size)
+        self.flat = torch.cat([*(p.detach().flatten() for p in self.trained), self.padding])
+        begin = 0
+        for parameter in self.trained:
+            parameter.data = self.flat[begin : begin + parameter.numel()].view_as(parameter)
+            begin += parameter.numel()
+        self.share = torch.nn.Parameter(self.flat.view(ranks.world, length)[ranks.rank])
+        self.parameters = [self.share]
+
+    def reduce(self):
+        flat = torch.cat([*(p.grad.flatten() for p in self.trained), self.padding])
+        self.share.grad = torch.empty_like(self.share)
+        nccl = self.ranks.backend == "nccl"
+        dist.reduce_scatter_tensor(self.share.grad, flat, dist.ReduceOp.AVG if nccl else dist.ReduceOp.SUM)
+        if not nccl:
+            self.share.grad /= self.ranks.world
+        # The mean of this over the processes is the square norm of all shares together.
+        self.ranks.note_norms(square_norm(flat), self.ranks.world * square_norm(self.share.grad))
+        for parameter in self.trained:
+            parameter.grad = None
+
+    def agree(self, scaler, optimizer):
+        if scaler.is_enabled():
+            for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                dist.all_reduce(found, dist.ReduceOp.MAX)
+
+    def across(self, norm):
+        squares = norm.square()
+        dist.all_reduce(squares)
+        return squares.sqrt()
+
+    def spread(self):
+        dist.all_gather_into_tensor(self.flat, self.share.detach())
+
+    def whole(self, state):
+        if state.shape != self.share.shape:  # a step count
+            return state
+        full = state.new_empty(len(self.flat))
+        dist.all_gather_into_tensor(full, state)
+        return full[: self.size]
+
+    def part(self, state, parameter):
+        if state.shape != (self.size,):
+            return state
+        padded = torch.cat([state, state.new_zeros(len(self.padding))])
+        return padded.view(self.ranks.world, -1)[self.ranks.rank].clone()
+
+
+class FSDP(Alone):
+    """PyTorch's fully_shard (FSDP2) over each layer and what is around them."""
+
+    def __init__(self, model, ranks):
+        for module in [*layers_of(model), model]:
+            fully_shard(module, mesh=dist.init_device_mesh(ranks.device.type, (ranks.world,)))
+        super().__init__(model, ranks)
+
+    def micro_batch(self, last):
+        self.model.set_requires_gradient_sync(last)
+        return contextlib.nullcontext()
+
+
+SHARING = {"none": Alone, "ddp": DDP, "ddp-bf16": DDPInHalf, "flat": Flat, "sharded": Sharded, "fsdp": FSDP}
+
+
+def square_norm(gradients: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(gradients, dtype=torch.float32).square()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of which FSDP has left this process a share; all processes call this together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The reverse of `whole`: of a tensor the share that this process has of the parameter `like`."""
+    return distribute_tensor(tensor, like.device_mesh, like.placements) if isinstance(like, DTensor) else tensor
+
+
+def gathered(model: torch.nn.Module, build) -> torch.nn.Module:
+    """The trained model, with whole parameters each in memory of its own: the same, or where parameters are in shares
+    another, which `build()` makes. All processes call this together."""
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        weights = {name: whole(p.detach()) for name, p in model.named_parameters()}
+        model = build()
+        model.load_state_dict(weights, strict=False)  # without the buffers
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model

@@ -1,0 +1,49 @@
+"""Processes of a run of which one fails on purpose: `python -m tests.faulty FUNCTION SPEC RUNS FAULT`.
+
+Takes the place of `python -m qa_lib.run.launch FUNCTION SPEC RUNS`; FAULT is {rank, step, kind} as JSON.
+"""
+
+import json
+import os
+import pkgutil
+import signal
+import sys
+
+from qa_lib.run import launch, together
+
+
+def call(function: str, spec, runs, fault: dict) -> list[str]:
+    """As launch.call, for processes with that fault."""
+    command = launch.call(function, spec, runs)
+    return [command[0], "-m", "tests.faulty", *command[3:], json.dumps(fault)]
+
+
+def fail(kind: str) -> None:
+    import torch
+
+    if kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise {"oom": torch.OutOfMemoryError("CUDA out of memory"), "error": ValueError("a fault")}[kind]
+
+
+def break_step(fault: dict) -> None:
+    """Let this process fail in that step."""
+    from qa_lib.train import loop
+
+    clip, calls = loop.clip, []
+
+    def broken(*arguments):
+        calls.append(None)
+        if len(calls) == fault["step"]:
+            fail(fault["kind"])
+        clip(*arguments)
+
+    loop.clip = broken
+
+
+if __name__ == "__main__":
+    function, parts, runs, fault = *sys.argv[1:4], json.loads(sys.argv[4])
+    together.call = lambda function, spec, runs: call(function, spec, runs, fault)
+    if os.environ.get("RANK") == str(fault.get("rank")):
+        break_step(fault)
+    pkgutil.resolve_name(function)(launch.spec_from(parts), runs)

@@ -1,0 +1,104 @@
+"""What the processes of test_parallel.py do: torchrun starts `python -m tests.ranks FOLDER` in each of them.
+
+Every case in FOLDER/cases.json is trained in fp32 and without dropout, so that what one process and what several
+compute can be held against each other.
+"""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn import Dropout
+
+from qa_lib.data.load import batches_of
+from qa_lib.data.squad import open_source
+from qa_lib.data.tokenise import build_tokenizer
+from qa_lib.data.windows import build_features
+from qa_lib.model.build import build_model
+from qa_lib.model.dropout import HashDropout
+from qa_lib.run.plan import plan
+from qa_lib.spec import Machine
+from qa_lib.train import masters
+from qa_lib.train.checkpoint import digest_of
+from qa_lib.train.engine import train
+from qa_lib.train.parallel import Ranks, gathered
+
+CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
+DEVICE = torch.device("cpu")
+masters._update = masters._update._torchdynamo_orig_callable  # Inductor takes seconds
+
+
+def spec_of(case: dict):
+    """A row at smoke scale with 16 features a step, for the case's number of processes."""
+    scale = {"steps": 20, "checkpoint_every": 0, "measure_from": 2, "quality": False, "learning_rate": 1e-3}
+    world = case.get("world", 2)
+    (spec,) = plan(
+        [case["row"]], "smoke", data="synthetic:120", machine=CPU, micro_batch=16 // max(2, world), world=world
+    )
+    settings = dataclasses.replace(spec.settings, compile="none", **case.get("settings", {}))
+    scale = dataclasses.replace(spec.scale, **scale | case.get("scale", {}))
+    return dataclasses.replace(spec, scale=scale, settings=settings)
+
+
+class Unequal:
+    """Batches whose first micro-batch of each step lacks three features."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def step(self, step):
+        first, *others = self.batches.step(step)
+        return [first[3:], *others]
+
+    def __getattr__(self, name):
+        return getattr(self.batches, name)
+
+
+class StopAfter(Unequal):
+    """Batches that stop the run when the step after `steps` asks for its micro-batches."""
+
+    def __init__(self, batches, steps):
+        self.batches, self.last = batches, steps
+
+    def step(self, step):
+        if step == self.last:
+            raise KeyboardInterrupt
+        return self.batches.step(step)
+
+
+def losses_of(run_dir: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run_dir / "steps.jsonl").read_text().splitlines()]
+
+
+def trained(case: dict, run_dir: Path, ranks: Ranks | None = None) -> dict:
+    """Train a case: where it began, and the digest of the weights of this process."""
+    run_dir.mkdir(exist_ok=True, parents=True)
+    spec = spec_of(case)
+    features = build_features(open_source("synthetic:120", "train"), build_tokenizer("tiny"), 96, 32)
+    batches = batches_of(features, spec)
+    batches = Unequal(batches) if case.get("unequal") else batches
+    batches = StopAfter(batches, case["stop"]) if "stop" in case else batches
+    model = build_model(spec)
+    for module in model.modules():
+        if isinstance(module, Dropout | HashDropout):
+            module.p = 0.0
+    try:
+        optimizer, _, begin, refused = train(model, batches, spec, DEVICE, run_dir, lambda _: None, None, ranks)
+    except KeyboardInterrupt:
+        return {}
+    model = gathered(model, lambda: build_model(spec))
+    weights = digest_of({name: p.detach() for name, p in model.named_parameters()})
+    state = sum(v.numel() for values in optimizer.state.values() for v in values.values() if torch.is_tensor(v))
+    return {"begin": begin, "refused": refused, "weights": weights, "state": state}
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    with Ranks(DEVICE) as ranks:
+        for case in json.loads((folder / "cases.json").read_text()):
+            ranks.norms.zero_()
+            found = trained(case, folder / case["name"], ranks) | {"norms": ranks.norms.tolist()}
+            (folder / case["name"] / f"rank-{ranks.rank}.json").write_text(json.dumps(found))

@@ -1,0 +1,47 @@
+"""Noise scale and efficiency on a problem whose noise scale is known: gradients that are a vector plus normal noise."""
+
+import numpy as np
+import pytest
+
+from qa_lib.measure.goodput import REFERENCE, efficiency, noise
+from qa_lib.record import Noise
+
+SIZE, LENGTH, SPREAD = 200, 3.0, 0.7  # elements of a gradient, norm of the true one, noise of an element
+PHI = SIZE * SPREAD**2 / LENGTH**2
+
+
+def squares(processes: int, features: int, steps: int) -> tuple[float, float]:
+    """Mean square norms, over so many steps, of each process's gradient and of the mean of all."""
+    draw = np.random.default_rng(0)
+    true = np.full(SIZE, LENGTH / SIZE**0.5)
+    own = true + SPREAD / features**0.5 * draw.standard_normal((steps, processes, SIZE))
+    return np.square(own).sum(-1).mean(), np.square(own.mean(1)).sum(-1).mean()
+
+
+@pytest.mark.parametrize(("processes", "features"), [(2, 16), (4, 8), (8, 1)])
+def test_the_noise_scale_is_found_whatever_the_processes(processes, features):
+    found = noise(*squares(processes, features, 5000), processes, features)
+    assert found.sqr == pytest.approx(LENGTH**2, rel=0.02)
+    assert found.var / found.sqr == pytest.approx(PHI, rel=0.04)
+
+
+def test_the_ratio_of_single_steps_would_be_wrong():
+    """Why sqr and var are averaged apart: where noise prevails, the mean ratio is nowhere near."""
+    draw = np.random.default_rng(0)
+    true, ratios = np.full(SIZE, 0.3 / SIZE**0.5), []
+    for _ in range(2000):
+        own = true + SPREAD / 4 * draw.standard_normal((2, SIZE))
+        step = noise(np.square(own).sum(-1).mean(), np.square(own.mean(0)).sum(), 2, 16)
+        ratios.append(step.var / step.sqr)
+    phi = SIZE * SPREAD**2 / 0.3**2
+    assert abs(np.mean(ratios) / phi - 1) > 0.5
+
+
+def test_efficiency_is_1_at_the_reference_and_falls_to_the_share_of_it():
+    found = Noise(sqr=1.0, var=500.0)
+    assert efficiency(found, REFERENCE) == 1
+    assert efficiency(found, 128) == pytest.approx(532 / 628)
+    for batch in (64, 512, 10**6):
+        assert REFERENCE / batch < efficiency(found, batch) < 1
+    assert efficiency(Noise(sqr=-0.1, var=5.0), 64) is None, "noise has hidden the gradient"
+    assert efficiency(Noise(), 64) is None

@@ -1,0 +1,216 @@
+"""Runs of several processes, through torchrun and over gloo: how they begin, fail, stop and go on."""
+
+import contextlib
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+
+import psutil
+import pytest
+import torch
+
+from qa_lib import record
+from qa_lib.errors import UserError
+from qa_lib.measure import machine
+from qa_lib.run import together
+from qa_lib.run.fit import fit
+from qa_lib.run.plan import plan
+from qa_lib.run.together import fault_path, tell_fault
+from qa_lib.spec import Machine
+from qa_lib.train.parallel import Ranks
+from qa_lib.variants import SpecError
+from tests import faulty
+from tests.ranks import losses_of
+
+CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
+LIMIT_S = 120  # in which a failed run must have ended; 15 s on two free cores
+
+
+def short(variant="P1", **scale):
+    (spec,) = plan([variant], "smoke", data="synthetic:120", machine=CPU)
+    scale = {"steps": 30, "measure_from": 5, "checkpoint_every": 10, "quality": False} | scale
+    return dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, **scale))
+
+
+def silent(_):
+    pass
+
+
+def no_process_of_ours_is_left() -> bool:
+    """Whether every torchrun below this process and all that it started are gone."""
+    return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_the_record_is_of_all_processes_and_the_model_of_the_first(tmp_path):
+    spec = short(quality=True)
+    entry = fit(spec, tmp_path, say=silent)
+    run_dir = tmp_path / spec.run_path
+    assert entry == record.read_record(run_dir)
+    assert (entry["status"], entry["spec"]["world"], entry["parallel"]["world"]) == ("ok", 2, 2)
+    assert entry["parallel"]["weights_equal"] is True and entry["parallel"]["backend"] == "gloo"
+    assert len(entry["parallel"]["rank_step_ms"]) == 2
+    assert entry["parallel"]["rank_peak_mib"] is None, "not measured on a CPU"
+    steps = [json.loads(line)["step"] for line in (run_dir / "steps.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 31))
+    # Features of all processes in the time of a step.
+    rate = 16 / entry["time"]["step_ms"]["median"] * 1e3
+    assert entry["speed"]["features_per_s"] == pytest.approx(rate, rel=0.5)
+    assert (run_dir / "model" / "model.safetensors").exists()
+    assert {path.name for path in run_dir.glob("fault*")} == set()
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "kind", "message"),
+    [
+        ({"rank": 1, "step": 15, "kind": "killed"}, "killed", "SIGKILL", "process 1 of 2 was ended by SIGKILL"),
+        ({"rank": 1, "step": 15, "kind": "error"}, "error", "ValueError", "process 1 of 2: a fault"),
+        ({"rank": 0, "step": 15, "kind": "oom"}, "oom", "OutOfMemoryError", "process 0 of 2: CUDA out of memory"),
+        ({"rank": 1, "step": 15, "kind": "oom"}, "oom", "OutOfMemoryError", "process 1 of 2: CUDA out of memory"),
+    ],
+    ids=["killed", "error", "first-oom", "second-oom"],
+)
+def test_one_process_fails_and_all_end_with_its_fault_in_the_record(
+    fault, status, kind, message, tmp_path, monkeypatch
+):
+    spec = short()
+    with monkeypatch.context() as patch:
+        patch.setattr(together, "call", lambda *words: faulty.call(*words, fault))
+        begin = time.monotonic()
+        with contextlib.nullcontext() if status == "oom" else pytest.raises(UserError, match=message):
+            fit(spec, tmp_path, say=silent)
+        assert time.monotonic() - begin < LIMIT_S
+    assert no_process_of_ours_is_left()
+    entry = record.read_record(tmp_path / spec.run_path)
+    assert (entry["status"], entry["error"]["kind"], entry["error"]["message"]) == (status, kind, message)
+    assert entry["error"]["step"] == (None if kind == "SIGKILL" else 15)
+    assert list((tmp_path / spec.run_path).glob("fault*")) == []
+    if kind == "SIGKILL":  # the next call goes on from the last checkpoint, and makes the steps of a run left alone
+        entry = fit(spec, tmp_path, say=silent)
+        assert (entry["status"], entry["time"]["resumed_from_step"], entry["time"]["steps"]) == ("ok", 10, 30)
+        fit(spec, tmp_path / "whole", say=silent)
+        assert losses_of(tmp_path / spec.run_path) == losses_of(tmp_path / "whole" / spec.run_path)
+
+
+def test_ctrl_c_ends_all_processes(tmp_path):
+    spec = short(steps=100_000)
+    command = together.call("qa_lib.run.fit:fit", spec, tmp_path)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for line in process.stdout:
+        if "step" in line:
+            break
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 3  # torchrun and its two
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=LIMIT_S)
+    assert psutil.wait_procs(family, timeout=10)[1] == []
+    entry = record.read_record(tmp_path / spec.run_path)
+    assert (entry["status"], entry["error"]["message"]) == ("error", "stopped by the user")
+
+
+def test_a_run_that_others_work_on_is_not_begun_again(tmp_path):
+    spec = short()
+    with record.lock(tmp_path / spec.run_path), pytest.raises(record.RunTaken):
+        fit(spec, tmp_path, say=silent)
+
+
+def test_the_first_fault_is_the_cause(tmp_path):
+    spec = short()
+    record.write_record(tmp_path, record.new_record(spec, {}))
+
+    def left(rank, at, kind):
+        error = {"kind": kind, "message": kind, "step": 3}
+        fault_path(tmp_path, rank).write_text(json.dumps({"at": at, "status": "error", "error": error}))
+
+    left(0, 20.0, "ConnectionClosed")
+    left(1, 19.5, "OutOfMemory")
+    tell_fault(spec, tmp_path, {0: 1, 1: 1})
+    assert record.read_record(tmp_path)["error"]["message"] == "process 1 of 2: OutOfMemory"
+    left(0, 20.0, "ConnectionClosed")
+    tell_fault(spec, tmp_path, {0: -signal.SIGTERM, 1: -signal.SIGSEGV})
+    assert record.read_record(tmp_path)["error"]["message"] == "process 1 of 2 was ended by SIGSEGV"
+
+
+def test_more_gpus_than_there_are_skip_the_row_with_the_reason(tmp_path):
+    gpu = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90)
+    (spec,) = plan(["P-fast"], "smoke", machine=gpu)
+    assert spec.skip == "needs 2 GPUs, and this machine has 1"
+    assert plan(["P-fast"], "smoke", machine=gpu, world=1)[0].skip is None
+    assert plan(["P-fast"], "smoke", machine=dataclasses.replace(gpu, gpus=2))[0].skip is None
+    assert fit(spec, tmp_path, say=silent)["status"] == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("row", "world", "said"),
+    [
+        ("A1", 2, "A1 trains in one process, not in 2"),
+        (
+            "P1",
+            4,
+            "4 processes do not divide the 2 micro-batches of a step at scale 'smoke', which are 16 features by 8",
+        ),
+        ("P1", 3, "3 processes do not divide"),
+    ],
+)
+def test_processes_that_cannot_share_a_step_are_refused_before_anything_starts(row, world, said):
+    with pytest.raises(SpecError, match=said):
+        plan([row], "smoke", machine=CPU, world=world)
+
+
+def test_the_number_of_processes_is_part_of_the_identity_and_one_is_as_before():
+    two, one = (plan(["P1"], "smoke", machine=CPU, world=world)[0] for world in (2, 1))
+    assert (two.world, two.accumulation, one.accumulation) == (2, 1, 2)
+    assert two.hash != one.hash
+    assert two.micro_batches == one.micro_batches == 2
+
+
+def test_the_first_process_takes_all_cards_in_one_order_whatever_order_they_are_seen_in(monkeypatch, tmp_path):
+    """Two runs on two cards, seen in opposite orders, would each hold what the other waits for."""
+    monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    seen = threading.local()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: types.SimpleNamespace(uuid=seen.order[card]))
+    gpu, holders, most = types.SimpleNamespace(type="cuda"), [], []
+
+    def run(*order):
+        seen.order = order
+        for _ in range(20):
+            with machine.turn(gpu):
+                holders.append(order)
+                most.append(len(holders))
+                time.sleep(0.001)
+                holders.remove(order)
+
+    threads = [threading.Thread(target=run, args=order, daemon=True) for order in (("a", "b"), ("b", "a"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert len(most) == 40 and max(most) == 1
+
+
+def test_the_others_wait_until_the_first_has_its_turn():
+    store = torch.distributed.HashStore()
+    first, second = Ranks(torch.device("cpu")), Ranks(torch.device("cpu"))
+    first.store = second.store = store
+    second.rank = 1
+    waiting = threading.Thread(target=second.start)
+    waiting.start()
+    time.sleep(0.3)
+    assert waiting.is_alive()
+    first.start()
+    waiting.join(timeout=10)
+    assert not waiting.is_alive()
+
+
+def test_run_starts_the_processes_by_itself(tmp_path):
+    words = f"run P1 --scale smoke --world 2 --data synthetic:80 --runs {tmp_path}".split()
+    done = subprocess.run([sys.executable, "-m", "qa_lib", *words], capture_output=True, text=True, timeout=2 * LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert "P1: ok, features/s" in done.stdout
+    (path,) = tmp_path.glob("cpu-smoke/P1-*/record.json")
+    assert record.read_record(path.parent)["parallel"]["weights_equal"] is True
