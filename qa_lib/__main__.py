@@ -1,14 +1,14 @@
 """The command line: python -m qa_lib VERB ... Each verb is a module with EXAMPLE, add_arguments and main."""
 
 import argparse
+import contextlib
 import difflib
 import errno
 import importlib
 import os
-import signal
 import sys
 
-from qa_lib.errors import UserError
+from qa_lib.errors import UserError, printable, stoppable, stopped_by
 
 VERBS = {
     "variants": ("qa_lib.variants", "list the rows: what each changes, and why"),
@@ -25,29 +25,37 @@ VERBS = {
 }
 
 
+STOPPED = 130  # exit code of a verb that a signal ended
+
+
+@stoppable()
 def main(argv: list[str]) -> int:
-    """Run one verb; the user's mistakes end as one line and exit code 2."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's way of Ctrl-C
+    """Run one verb; the user's mistakes end as one line and exit code 2, signals as one line and STOPPED."""
     try:
         try:
             return _run(argv)
         finally:
             print(end="", flush=True)  # while it can still be told that the disk is full
     except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {printable(str(problem))}", file=sys.stderr)
         return 2
     except OSError as problem:
-        if problem.errno not in (errno.EPIPE, errno.ENOSPC):
+        if problem.filename:
+            print(f"error: {problem.filename}: {problem.strerror}", file=sys.stderr)
+            return 2
+        if problem.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
             raise
         # What is left to print goes nowhere, or Python would fail at it once more on its way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if problem.errno == errno.EPIPE:  # whoever reads the output, `head` say, has had enough
             return 0
-        print(f"error: {problem.strerror}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; finished runs are kept", file=sys.stderr)
-        return 130
+        with contextlib.suppress(OSError):
+            print(f"error: {problem.strerror}", file=sys.stderr, flush=True)
+        return STOPPED if problem.errno == errno.EIO else 2  # EIO: the terminal is gone
+    except KeyboardInterrupt as stop:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print(f"{stopped_by(stop)}; finished runs are kept", file=sys.stderr, flush=True)
+        return STOPPED
 
 
 def _run(argv: list[str]) -> int:
@@ -56,6 +64,9 @@ def _run(argv: list[str]) -> int:
         print("\n".join(f"  {verb:10}{text}" for verb, (_, text) in VERBS.items()))
         print("\nexample: python -m qa_lib sweep --help")
         return 0 if argv else 2
+    for word in argv:
+        if any(0xD800 <= ord(letter) < 0xE000 for letter in word):  # how Python holds bytes that are no UTF-8
+            raise UserError(f"{word!a} is not UTF-8, which names of files and everything else have to be here")
     verb = argv[0]
     if verb not in VERBS:
         close = difflib.get_close_matches(verb, VERBS, 1, 0.3)
@@ -73,4 +84,7 @@ def _run(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if code == STOPPED:
+        os._exit(code)  # Python would wait for threads that are in the middle of something
+    sys.exit(code)

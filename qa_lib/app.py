@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import json
 import re
+import signal
 import socket
 import threading
 from collections import Counter
@@ -22,10 +23,11 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from qa_lib.data.squad import MAX_CONTEXT, Example, open_source, read_json
 from qa_lib.errors import UserError
-from qa_lib.record import RecordError, read_record
+from qa_lib.record import RecordError, read_record, run_files
 from qa_lib.report import page
 from qa_lib.report import publish as report
 from qa_lib.score.ask import Busy, Desk, QuestionTooLong
@@ -61,7 +63,7 @@ class Choice:
 def offered(runs: Path) -> list[Choice]:
     """The checkpoints of the runs that ended ok: those of the smoke scale first, then the newest first."""
     found = []
-    for weights in runs.glob("*/*/model/model.safetensors"):
+    for weights in run_files(runs, "model/model.safetensors"):
         folder = weights.parent.parent
         with contextlib.suppress(RecordError, KeyError, TypeError):
             record = read_record(folder)
@@ -126,7 +128,7 @@ def create_app(models: list[Path], runs: Path, hosts: list[str]) -> Starlette:
         return _page(*page.render("ask", "'self'", choices=listed, given=listed[: len(given)], setup=setup))
 
     def dashboard(request: Request) -> Response:
-        files = [*runs.glob("*/*/record.json"), *runs.glob("*/*/profile.json"), *FIGURES.glob("*/manifest.json")]
+        files = [*run_files(runs, "record.json"), *run_files(runs, "profile.json"), *FIGURES.glob("*/manifest.json")]
         state = frozenset((path, _written(path)) for path in files)
         with drawing:  # matplotlib is not for two threads at once
             if drawn.get("state") != state:
@@ -142,7 +144,7 @@ def create_app(models: list[Path], runs: Path, hosts: list[str]) -> Starlette:
     def notebook(request: Request) -> Response:
         """A run's notebook, found in the list of runs: what the address says is compared, never opened."""
         wanted = "{group}/{run_id}".format(**request.path_params)
-        found = [path for path in runs.glob("*/*/notebook.ipynb") if _key(path.parent) == wanted]
+        found = [path for path in run_files(runs, "notebook.ipynb") if _key(path.parent) == wanted]
         if not found:
             return PlainTextResponse("no such run, or none with a notebook", 404)
         # It holds whatever its run printed: no script runs in it, and it loads nothing.
@@ -202,6 +204,43 @@ def create_app(models: list[Path], runs: Path, hosts: list[str]) -> Starlette:
         ],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)],
     )
+
+
+class Connection(H11Protocol):
+    """A connection that is closed when the head of a request is not there in time: it holds a place that others want.
+
+    uvicorn has that timer for the time between two requests; here it also runs before the first, and while a head is
+    half sent.
+    """
+
+    def connection_made(self, transport) -> None:
+        super().connection_made(transport)
+        self._start_timer()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._start_timer()
+
+    def _start_timer(self) -> None:
+        self._unset_keepalive_if_required()
+        wait = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self.timeout_keep_alive_task = wait
+
+
+class Server(uvicorn.Server):
+    """A server that SIGHUP ends as Ctrl-C and SIGTERM do, unless `nohup` has it ignored."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):
+        with super().capture_signals():
+            before = signal.getsignal(signal.SIGHUP)
+            if before is not signal.SIG_IGN:
+                signal.signal(signal.SIGHUP, self.handle_exit)
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGHUP, before)
 
 
 def check(question: object, context: object) -> tuple[str, str] | None:
@@ -302,7 +341,10 @@ def _names(host: str) -> list[str]:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Serve until interrupted. Raises UserError for a folder that holds no such model, and for a port that is taken."""
+    """Serve until a signal comes, and then give requests in work three seconds.
+
+    Raises UserError for a folder that holds no such model, and for a port that is taken.
+    """
     if not args.host.strip():
         raise UserError("--host is empty, which would listen to everybody: leave it out, or write 0.0.0.0 to mean that")
     for folder in args.model:
@@ -317,9 +359,8 @@ def main(args: argparse.Namespace) -> int:
         raise UserError(f"cannot listen on {args.host}, port {args.port}: {reason}; --port takes another") from None
     app = create_app(args.model, args.runs, _names(args.host))
     quiet = {"log_level": "warning", "access_log": False, "server_header": False, "lifespan": "off"}
-    config = uvicorn.Config(app, limit_concurrency=512, timeout_graceful_shutdown=2, **quiet)
+    config = uvicorn.Config(app, http=Connection, limit_concurrency=512, timeout_graceful_shutdown=3, **quiet)
     host = f"[{args.host}]" if family == socket.AF_INET6 else args.host
     print(f"http://{host}:{listener.getsockname()[1]}  (Ctrl-C stops it)", flush=True)
-    with contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listener])
+    Server(config).run(sockets=[listener])
     return 0

@@ -1,9 +1,64 @@
-"""What a user can mend: the base of every error that the command line prints as one line."""
+"""What ends a command early: mistakes that the user can mend, and signals that ask it to stop."""
+
+import contextlib
+import re
+import signal
+import time
+from collections.abc import Iterator
 
 
 class UserError(ValueError):
     """An error that the user can mend; its message is a single line, and the command line prints nothing else."""
 
 
+def printable(text: str) -> str:
+    """Text as a terminal may have it: without control characters, which can clear it or set its title, but for line
+    ends and tabs; half characters as question marks."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text).encode(errors="replace").decode()
+
+
 def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+CTRL_C = "SIGINT (Ctrl-C)"
+SIGNALS = {signal.SIGINT: CTRL_C, signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP (its terminal or driver is gone)"}
+TOGETHER_S = 3  # signals that come within so many seconds are one wish: a closing terminal sends several
+
+
+class Stopped(KeyboardInterrupt):
+    """One of SIGNALS asked this process to end; the message is its name. As Ctrl-C it passes `except Exception`."""
+
+
+def stopped_by(problem: BaseException) -> str:
+    """Words for what stopped a run or a driver; a notebook's Ctrl-C is a KeyboardInterrupt without a message."""
+    if isinstance(problem, KeyboardInterrupt):
+        return f"stopped by {str(problem) or CTRL_C}"
+    return f"stopped by {type(problem).__name__}"
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """Inside, each of SIGNALS raises Stopped in the main thread, which alone may enter.
+
+    A signal that is ignored stays so: that is how `nohup` keeps SIGHUP from a command. What follows within TOGETHER_S
+    is dropped, so that tidying up is not interrupted by the second signal of one wish.
+    """
+    last = -TOGETHER_S
+
+    def stop(number: int, _) -> None:
+        nonlocal last
+        if time.monotonic() - last < TOGETHER_S:
+            return
+        last = time.monotonic()
+        raise Stopped(SIGNALS[signal.Signals(number)])
+
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
+        if before[number] is not signal.SIG_IGN:
+            signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)

@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass, field
 from functools import cache
+from glob import escape, glob
 from pathlib import Path
 from typing import get_type_hints
 
@@ -104,8 +105,8 @@ class Energy:
 class Model:
     """The model's identity and its parameters."""
 
-    name: object = None
-    revision: object = None
+    name: str | None = None
+    revision: str | None = None
     params_total: Number = None
     params_trainable: Number = None
 
@@ -212,6 +213,14 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
+def duration(seconds: float) -> str:
+    """'42 s', '12 min', '3 h 05 min'."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
 def new_record(spec: Spec, env: dict) -> dict:
     """A record of status `running`: what is known before the work begins, and null for everything else."""
     task = TASKS[spec.scale.task]
@@ -278,10 +287,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except OSError as problem:
-        if temporary:
+        raise RecordError(f"cannot write {path}: {problem.strerror}; what was there before is intact") from problem
+    finally:
+        if temporary:  # which is `path` by now, unless something came between
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
-        raise RecordError(f"cannot write {path}: {problem.strerror}; what was there before is intact") from problem
 
 
 def write_record(run_dir: Path, record: dict) -> None:
@@ -298,12 +308,34 @@ def finish(run_dir: Path, record: dict, status: str, error: dict | None = None) 
     return record
 
 
+def run_files(runs: Path, name: str) -> list[Path]:
+    """The files of that name in the run folders below `runs`; it bears folders that vanish meanwhile, as Path.glob does
+    not."""
+    return [Path(path) for path in glob(f"{escape(str(runs))}/*/*/{name}")]
+
+
+def strict_json(text: str) -> object:
+    """JSON whose numbers a table can hold and whose texts can be written: without NaN and infinity, whole numbers of
+    more than 64 bits and halves of characters. Raises ValueError, or RecursionError where it is nested too deeply."""
+
+    def number(digits: str) -> int | float:
+        value = int(digits) if digits.lstrip("-").isdigit() else float(digits)
+        if not -(2**63) <= value < 2**63:
+            raise ValueError(f"the number {digits[:40]} is too large")
+        return value
+
+    found = json.loads(text, parse_int=number, parse_float=number, parse_constant=float)
+    if "\\ud" in text.lower() or "NaN" in text or "Infinity" in text:
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+    return found
+
+
 def read_record(run_dir: Path) -> dict:
     """The record of a run's folder, in today's form. Raises RecordError when it is absent, broken, of a schema that is
     not known, or holds a value of another type than the schema says."""
     path = run_dir / "record.json"
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = strict_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RecordError(f"{path}: no record") from None
     except (OSError, ValueError, RecursionError) as problem:
@@ -316,8 +348,12 @@ def read_record(run_dir: Path) -> dict:
             record = _renewed(record)
         _check(record, Record)
         _require(record["spec"]["settings"].get("micro_batch"), int, "spec.settings.micro_batch")
+        _require(record["spec"]["settings"].get("precision"), str, "spec.settings.precision")
         _require(record["spec"]["scale"].get("name"), str, "spec.scale.name")
-    except (TypeError, KeyError, AttributeError) as problem:
+        _require(record["spec"]["scale"].get("max_length"), int, "spec.scale.max_length")
+        for name in record["task"]["scores"]:
+            _require(record["quality"].get(name), Number, f"quality.{name}")
+    except (TypeError, LookupError, AttributeError, ValueError) as problem:
         raise RecordError(f"{path}: {problem}") from None
     return record
 
@@ -335,6 +371,17 @@ def _check(values: dict, section: type, prefix: str = "") -> None:
             values[name] = None
         else:
             _require(values.get(name), kind, f"{prefix}{name}")
+            _check_inside(values[name], f"{prefix}{name}")
+
+
+def _check_inside(value: object, key: str) -> None:
+    """Raises TypeError unless what a dict or list of a record holds is plain: no column of a table holds another."""
+    if isinstance(value, list):
+        for number, entry in enumerate(value):
+            _require(entry, str, f"{key}[{number}]")
+    elif isinstance(value, dict):
+        for name, entry in value.items():
+            _require(entry, str | bool | Number, f"{key}.{name}")
 
 
 _types = cache(get_type_hints)

@@ -80,10 +80,10 @@ def write_notebook(
 
 
 if __name__ == "__main__":
-    from qa_lib.run import sweep
+    from qa_lib.run import fitbatch, sweep, tune
 
     sweep.notebook_of = lambda variant: Path(os.environ["SMALL_NOTEBOOK"])
-    sweep.probe = probed
+    sweep.probe = tune.probe = fitbatch.probe = probed
     if "SMALL_TIME_LIMIT" in os.environ:
         limited = dataclasses.replace(SCALES["test"], time_limit_s=int(os.environ["SMALL_TIME_LIMIT"]))
         SCALES["test"] = limited

@@ -4,6 +4,7 @@ Each test asks a server of its own session; the browser tests skip where no Chro
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -24,6 +26,7 @@ from starlette.testclient import TestClient
 from qa_lib.__main__ import main
 from qa_lib.app import MAX_QUESTION, _names, create_app
 from qa_lib.data.squad import MAX_CONTEXT, open_source
+from qa_lib.errors import SIGNALS
 from qa_lib.record import read_record
 from qa_lib.report.page import dashboard
 from qa_lib.run.fit import fit
@@ -33,6 +36,7 @@ from qa_lib.score.ask import WAITING, Busy, Desk, QuestionTooLong, answer, load
 ROOT = Path(__file__).parent.parent
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 CLIENT = httpx.Client(timeout=60)  # making one takes longer than an answer
+LOAD_SECONDS = int(os.environ.get("QA_LIB_LOAD_SECONDS", 6))  # 60 for the figures that are reported
 ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
 
 
@@ -165,13 +169,17 @@ def test_without_a_checkpoint_the_page_says_how_to_get_one(tmp_path):
         ("A2", lambda record: json.dumps(record | {"spec": None}), "spec is"),
         ("A1", lambda record: json.dumps(record | {"schema": "other/9"}), "the baseline A1 has no record"),
         ("A1", lambda record: json.dumps(record | {"time": []}), "time is"),
-        ("A2", lambda record: json.dumps(record | {"spec": record["spec"] | {"adjusted": [{}]}}), "cannot be shown"),
+        (
+            "A2",
+            lambda record: json.dumps(record | {"spec": record["spec"] | {"adjusted": [{}]}}),
+            "spec.adjusted[0] is",
+        ),
     ],
     ids="cut-short text-for-number no-spec other-schema list-for-object notes".split(),
 )
 def test_a_corrupt_record_is_marked_and_the_page_lives(runs, tmp_path, variant, spoil, said):
     for path in runs.glob("cpu-smoke/*/record.json"):
-        for group in ("cpu-smoke", "other"):
+        for group in ("cpu-smoke", "another"):
             copy = tmp_path / group / path.parent.name / "record.json"
             copy.parent.mkdir(parents=True)
             copy.write_text(path.read_text().replace('"group": "cpu-smoke"', f'"group": "{group}"'))
@@ -179,7 +187,7 @@ def test_a_corrupt_record_is_marked_and_the_page_lives(runs, tmp_path, variant, 
     spoilt.write_text(spoil(json.loads(spoilt.read_text())))
     html, _ = dashboard(tmp_path, lambda runs, group: ({}, {}), lambda folder: None)
     whole, marked = html.split('data-group="cpu-smoke"')
-    assert said in marked and (spoilt.parent.name in marked or said == "cannot be shown")
+    assert said in marked and spoilt.parent.name in marked
     assert "A1</button>" in whole and "A2</button>" in whole
     assert str(tmp_path) not in html
 
@@ -197,33 +205,65 @@ def test_a_taken_port_is_said_in_one_line(server, capsys):
     assert "--port takes another" in capsys.readouterr().err
 
 
-def test_fifty_askers_get_their_own_answers_and_memory_stays_flat(server, runs, questions):
-    chosen = list({e.answers[0][0]: e for e in questions if e.answers}.values())[:50]
-    assert len(chosen) == 50  # each with an answer of its own
-    alone = {e.id: post(server, runs, e.question, e.context).json()["nbest"][0]["text"] for e in chosen}
-    process, answered = psutil.Process(server[1].pid), 0
+def test_a_crowd_gets_its_own_answers_beside_many_who_hang_up(server, runs, questions):
+    """A hundred askers of paragraphs of any length, for LOAD_SECONDS, beside five hundred who ask and leave."""
+    texts = {e.id: " ".join(other.context for other in questions[i : i + (1, 1, 1, 4, 30)[i % 5]])
+             for i, e in enumerate(questions[:100])}  # fmt: skip
+    bodies = [{"question": e.question, "context": texts[e.id], "model": key_of(runs)} for e in questions[:100]]
+    alone = [CLIENT.post(f"{server[0]}/ask", json=body).json()["answer"] for body in bodies]
+    process, waits, busy, failed, sizes = psutil.Process(server[1].pid), [], 0, [], []
 
-    async def asker(client, example, until):
-        nonlocal answered
-        body = {"question": example.question, "context": example.context, "model": key_of(runs)}
+    async def asker(client, body, answer, until):
+        nonlocal busy
         while time.monotonic() < until:
+            begin = time.monotonic()
             reply = await client.post(f"{server[0]}/ask", json=body)
-            assert reply.status_code == 200
-            assert reply.json()["nbest"][0]["text"] == alone[example.id]
-            answered += 1
+            if reply.status_code == 503:  # said in time, and to be asked again
+                busy += 1
+                await asyncio.sleep(1)
+                continue
+            waits.append(time.monotonic() - begin)
+            found = reply.json()
+            right = all(body["context"][e["begin"] : e["end"]] == e["text"] for e in found["nbest"] if e["text"])
+            if reply.status_code != 200 or not right or found["answer"] != answer:
+                failed.append(found)
 
-    async def load():
-        limits = httpx.Limits(max_connections=400)
+    async def leaver(number, until):
+        """Sends all of a question, or half of it, or half a head, and hangs up: one of 500 in the time there is."""
+        await asyncio.sleep((until - time.monotonic()) * number / 500)
+        host, port = server[0].removeprefix("http://").split(":")
+        body = json.dumps(bodies[number % 100]).encode()
+        head = f"POST /ask HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        request = head.encode() + b"\r\n\r\n" + body
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(request[: (len(request), len(request) // 2, 20)[number % 3]])
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.close()
+
+    async def crowd(seconds):
+        until = time.monotonic() + seconds
+        # Idle connections are left sooner than by the server, which may close one while a question is on its way.
+        limits = httpx.Limits(max_connections=400, keepalive_expiry=1)
         async with httpx.AsyncClient(timeout=60, limits=limits) as client:
-            await asyncio.gather(*(asker(client, e, time.monotonic() + 3) for e in chosen))
-            before = process.memory_info().rss
-            await asyncio.gather(*(asker(client, e, time.monotonic() + 4) for e in chosen))
-            grown = (process.memory_info().rss - before) / 2**20
-        return grown
+            asking = [asker(client, *of, until) for of in zip(bodies, alone, strict=True)]
+            await asyncio.gather(*asking, *(leaver(number, until) for number in range(500)))
+        sizes.append(process.memory_info().rss / 2**20)
 
-    grown = asyncio.run(load())
-    assert answered > 200
-    assert grown < 50  # MiB
+    asyncio.run(crowd(5))  # to warm up
+    waits.clear()
+    asyncio.run(crowd(LOAD_SECONDS))
+    p50, p95 = (sorted(waits)[int(share * len(waits))] for share in (0.5, 0.95))
+    print(
+        f"{len(waits)} answered in {LOAD_SECONDS} s, {busy} times busy, {p50:.2f} s at the median, {p95:.2f} s at p95"
+    )
+    print(f"{max(waits):.2f} s at most; {sizes[0]:.0f} MiB, then {sizes[1]:.0f}")
+    assert failed == []
+    assert len(waits) > 10 * LOAD_SECONDS
+    assert sizes[1] - sizes[0] < 50
+    begin = time.monotonic()
+    assert post(server, runs, questions[0].question, questions[0].context).status_code == 200
+    assert time.monotonic() - begin < 3, "nothing of those who left is waiting"
 
 
 def test_what_is_too_much_is_refused_and_the_rest_answered(runs, questions):
@@ -360,10 +400,90 @@ def test_who_leaves_or_stops_while_sending_is_borne_in_silence(runs):
     begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=20)
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 5
     assert "Traceback" not in said
     for connection in (*stopped, waiting):
         connection.close()
+
+
+def test_connections_that_say_nothing_or_half_a_head_give_their_places_back(runs):
+    process, line = started(runs)
+    server = ADDRESS.search(line).group(), process
+    host, port = server[0].removeprefix("http://").split(":")
+    silent = [socket.create_connection((host, int(port))) for _ in range(520)]  # more than are served at once
+    for connection in silent[::2]:
+        connection.sendall(b"GET / HT")
+    end = time.monotonic() + 15
+    with contextlib.suppress(httpx.TransportError):
+        assert CLIENT.get(server[0]).status_code == 503, "all places are taken"
+    while CLIENT.get(server[0]).status_code != 200:
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    process.terminate()
+    assert "Traceback" not in process.communicate(timeout=10)[0]
+    for connection in silent:
+        connection.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_ends_the_app_and_questions_in_work_are_answered(runs, questions, number):
+    process, line = started(runs)
+    server = ADDRESS.search(line).group(), process
+    post(server, runs, "who ?", "it was she")  # so that the model is in memory
+    long = " ".join(example.context for example in questions[:40])
+    with ThreadPoolExecutor() as pool:
+        asked = [pool.submit(post, server, runs, questions[0].question, long) for _ in range(4)]
+        time.sleep(0.2)
+        begin = time.monotonic()
+        process.send_signal(number)
+        said, _ = process.communicate(timeout=20)
+        assert time.monotonic() - begin < 5
+        assert [future.result().status_code for future in asked] == [200] * 4
+    assert said == f"stopped by {SIGNALS[number]}; finished runs are kept\n" and process.returncode == 130
+
+
+def test_the_app_ends_in_time_while_a_question_takes_long(runs, tmp_path):
+    """A model that computes for half a minute: the asker hears an error, and the thread that answers is left behind."""
+    slow = "import runpy, time, types, qa_lib.score.ask as ask\n"
+    slow += "ask.answer, ask.load = lambda *_: time.sleep(30), lambda folder: types.SimpleNamespace(small=True)\n"
+    slow += "runpy.run_module('qa_lib', run_name='__main__')"
+    process = subprocess.Popen(
+        [sys.executable, "-c", slow, "app", "--runs", str(runs), "--port", "0"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    server = ADDRESS.search(process.stdout.readline()).group(), process
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(post, server, runs, "who ?", "it was she")
+        time.sleep(1)
+        begin = time.monotonic()
+        process.terminate()
+        said, _ = process.communicate(timeout=20)
+        assert time.monotonic() - begin < 5
+        with contextlib.suppress(httpx.TransportError):
+            assert asked.result().status_code == 499
+    assert "Traceback" not in said
+
+
+def test_the_pages_stand_while_run_folders_come_and_go(runs, tmp_path):
+    source, folder = next(runs.glob("cpu-smoke/A1-*")), tmp_path / "runs"
+    shutil.copytree(source, folder / "cpu-smoke" / source.name)
+    client, over = TestClient(create_app([], folder, ["testserver"])), threading.Event()
+
+    def churn(number):
+        copy = folder / f"group{number}" / source.name
+        while not over.is_set():
+            copy.mkdir(parents=True)
+            shutil.copy(source / "record.json", copy)
+            shutil.rmtree(copy.parent)
+
+    with ThreadPoolExecutor() as pool:
+        try:
+            for number in range(3):
+                pool.submit(churn, number)
+            assert [client.get("/dashboard").status_code for _ in range(15)] == [200] * 15
+            assert [client.get("/").status_code for _ in range(100)] == [200] * 100
+        finally:
+            over.set()
 
 
 def test_an_empty_host_is_refused(capsys):

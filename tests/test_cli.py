@@ -12,6 +12,7 @@ import pytest
 from qa_lib import __main__ as cli
 from qa_lib import variants
 from qa_lib.errors import UserError
+from qa_lib.record import read_record
 from qa_lib.run import sweep
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
@@ -67,6 +68,12 @@ def test_without_a_verb_the_usage_is_shown_and_the_exit_code_is_2(capsys):
             ["run", "A1", "--scale", "quality", "--data", "nowhere.json", "--model", "no/such/model", "--seed", "-1"],
             "seed -1 is not between 0 and",
         ),
+        (
+            ["run", "A1", "--scale", "smoke", "--seed", "99999999999999999999"],
+            "seed 99999999999999999999 is not between",
+        ),
+        (["run", "A1", "--scale", "smoke", "--runs", "a\udcff"], "'a\\udcff' is not UTF-8"),
+        (["report", "--group", "a\udcff"], "'a\\udcff' is not UTF-8"),
         (["run", "A1", "--scale", "smoke", "--data", "nowhere.json", "--micro-batch", "5"], "micro-batch 5 does not"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
@@ -128,11 +135,34 @@ def test_output_that_nobody_reads_or_no_disk_takes_is_no_traceback(words):
     assert (done.returncode, done.stderr) == (2, "error: No space left on device\n")
 
 
+def test_a_path_that_is_no_utf_8_is_one_line():
+    command = [sys.executable, "-m", "qa_lib", "run", "A1", "--scale", "smoke", "--runs", b"/tmp/\xff"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "is not UTF-8" in done.stderr
+
+
+def test_a_disk_that_fills_while_the_model_is_saved_is_one_line(tmp_path):
+    """No file may have more bytes than records need: the model has."""
+    code = (
+        "import dataclasses, resource, sys, qa_lib.__main__ as cli; from qa_lib.spec import SCALES;"
+        "SCALES['smoke'] = dataclasses.replace(SCALES['smoke'], steps=5, measure_from=1, checkpoint_every=0);"
+        "import qa_lib.run.fit, torch; resource.setrlimit(resource.RLIMIT_FSIZE, (290_000, 290_000));"
+        "sys.exit(cli.main(sys.argv[1:]))"
+    )
+    words = ["run", "A1", "--scale", "smoke", "--data", "synthetic:40", "--runs", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert re.fullmatch(r"error: cannot write .*/model: .*\n", done.stderr)
+    entry = read_record(next(tmp_path.glob("*/*/record.json")).parent)
+    assert (entry["status"], entry["error"]["kind"]) == ("error", "RecordError")
+
+
 @pytest.mark.parametrize(
     ("problem", "code", "message"),
     [
         (UserError("no such thing"), 2, "error: no such thing\n"),
-        (KeyboardInterrupt(), 130, "stopped; finished runs are kept\n"),
+        (KeyboardInterrupt(), 130, "stopped by SIGINT (Ctrl-C); finished runs are kept\n"),
+        (PermissionError(13, "Permission denied", "runs/x"), 2, "error: runs/x: Permission denied\n"),
     ],
 )
 def test_how_a_verb_may_end(problem, code, message, monkeypatch, capsys):

@@ -15,7 +15,7 @@ import pytest
 
 from qa_lib import record
 from qa_lib.data.squad import open_source
-from qa_lib.report import render
+from qa_lib.report import publish
 from qa_lib.run.plan import plan
 from qa_lib.spec import SCALES
 from qa_lib.variants import FAMILIES, find_family, find_variant
@@ -132,6 +132,20 @@ def test_the_bootstrap_outside_the_repository_says_what_to_do(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_the_bootstrap_in_colab_clones(tmp_path):
+    """With a git of our own that only makes the folder."""
+    program = tmp_path / "bin" / "git"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "$@"\nmkdir -p lab/qa_lib\ntouch lab/requirements.txt\n')
+    program.chmod(0o755)
+    (tmp_path / "google").mkdir()
+    (tmp_path / "google" / "colab.py").touch()
+    (tmp_path / "sitecustomize.py").write_text("import google.colab")
+    done = bootstrap(tmp_path, PYTHONPATH=str(tmp_path), PATH=f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    address, folder = re.fullmatch(r"clone -q --depth 1 (https://github\.com/\S+) lab\n(.*)\n", done.stdout).groups()
+    assert folder == str(tmp_path / "lab") and address in tagged(NOTEBOOKS[0], "bootstrap")[0]
+
+
 def test_the_bootstrap_installs_what_is_missing_or_old_and_leaves_torch_alone(tmp_path):
     """As in Colab, with a pip of our own that only notes what it is asked for."""
     (tmp_path / "qa_lib").mkdir()
@@ -141,6 +155,7 @@ def test_the_bootstrap_installs_what_is_missing_or_old_and_leaves_torch_alone(tm
     (tmp_path / "requirements.txt").write_text("torch>=99\nnot_there>=1.0,<2\nnumpy>=1\npandas<0.1\nneither-there>=3\n")
     done = bootstrap(tmp_path, PYTHONPATH=str(tmp_path))
     assert done.stdout.splitlines() == ["pip install -q not_there>=1.0,<2 pandas<0.1 neither-there>=3", str(tmp_path)]
+    assert "is left alone, but this was tested with >=99" in done.stderr
 
 
 # Executed, at smoke scale.
@@ -257,10 +272,10 @@ def outputs_of(notebook):
 def test_the_report_is_kept_as_the_committed_records_render_it(monkeypatch):
     """Its pictures are drawn by whichever fonts are here; the figures' manifest ties them to records."""
     monkeypatch.chdir(ROOT)
-    kept, now = (outputs_of(nbformat.reads(text, 4)) for text in (render.RENDERED.read_text(), render.rendered()))
+    kept, now = (outputs_of(nbformat.reads(text, 4)) for text in (publish.RENDERED.read_text(), publish.rendered()))
     assert kept == now, "run python -m qa_lib report --notebook"
     assert sum(count for _, count in kept.values()) >= 8
-    assert render.RENDERED.stat().st_size < MAX_BYTES
+    assert publish.RENDERED.stat().st_size < MAX_BYTES
 
 
 def test_the_explore_notebook_needs_no_run_and_no_model(swept):

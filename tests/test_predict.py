@@ -4,7 +4,9 @@ import io
 import json
 import os
 import shutil
+import subprocess
 from argparse import ArgumentParser
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,11 +20,16 @@ from transformers import (
     DistilBertForQuestionAnswering,
 )
 
+from qa_lib.data.load import load_data
 from qa_lib.data.squad import DataError, Example
 from qa_lib.data.windows import build_features
 from qa_lib.errors import UserError
+from qa_lib.model.build import build_model, save_model
+from qa_lib.model.folder import INDEX, SUMS, check_tokenizer, write_digests
+from qa_lib.run.plan import plan
 from qa_lib.score.decode import decode
-from qa_lib.score.predict import INDEX, add_arguments, load_qa_model, main, predict_logits, window_lengths
+from qa_lib.score.predict import add_arguments, load_qa_model, main, predict_logits, window_lengths
+from qa_lib.spec import Machine
 from tests.material import document, question, trained_tokenizer, write
 from tests.test_windows import TEXT, Given
 
@@ -370,7 +377,7 @@ REFUSED = {
     "names 'in.safetensors'": index_names_link_outside,
     "names 'pipe.safetensors'": index_names_pipe,
     "names 'nothing'": broken_index,
-    "no weights; model.safetensors is needed": weights_are_a_device,
+    "model.safetensors is neither a file nor a folder": weights_are_a_device,
     "no config.json, so": config_is_a_pipe,
 }
 
@@ -404,3 +411,107 @@ def test_no_kernel_is_fetched_for_a_config_that_asks_for_one(folder, key, monkey
 def test_a_record_that_says_nonsense_gives_the_recipes_windows(folder, model):
     write(folder.parent / "record.json", {"schema": "qa_lib/1", "spec": {"scale": {"max_length": "abc", "stride": 1}}})
     assert window_lengths(folder, model) == (48, 16)
+
+
+def tokenizer_is_a_pipe(folder):
+    os.mkfifo(folder / "special_tokens_map.json")
+
+
+def listed_in_config(folder):
+    (folder / "config.json").write_text("[]")
+
+
+# What does not need an answer head is refused wherever a folder is given: to answer with, and to train from.
+REFUSED_BY_ALL = [
+    "the weights lack",
+    "1000000 layers in config.json, 2 in the weights",
+    "3 labels in config.json",
+    "token_type_embeddings.weight is .*, .* by config.json",
+    "word_embeddings.weight is .*, .* by config.json",
+    "config.json has quantization_config",
+    "config.json has transformers_weights",
+    "embeddings.weight holds I32",
+    "names 'x.bin', which is no safetensors file of this folder",
+    "names '../outside.safetensors'",
+    "names 'in.safetensors'",
+    "names 'pipe.safetensors'",
+    "names 'nothing'",
+    "model.safetensors is neither a file nor a folder",
+    "no config.json, so",
+    "special_tokens_map.json is neither",
+    "config.json is no JSON object",
+    "cannot be loaded",
+    "tokens in the tokenizer, 20 in the model",
+    "'model.safetensors' is not the file that was saved",
+    "'config.json' is not the file that was saved",
+]
+REFUSED |= {
+    "special_tokens_map.json is neither": tokenizer_is_a_pipe,
+    "config.json is no JSON object": listed_in_config,
+    "'model.safetensors' is not the file that was saved": lambda folder: flip_a_bit(folder / "model.safetensors"),
+    "'config.json' is not the file that was saved": lambda folder: flip_a_bit(folder / "config.json"),
+}
+
+
+def drop_a_layers_bias(folder):
+    weights = load_file(folder / "model.safetensors")
+    del weights["bert.encoder.layer.1.output.dense.bias"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def flip_a_bit(path):
+    write_digests(path.parent)
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("message", REFUSED_BY_ALL)
+def test_training_refuses_what_answering_refuses(folder, message, monkeypatch):
+    spoil = drop_a_layers_bias if message == "the weights lack" else REFUSED[message]
+    spoil(folder)
+    with pytest.raises(UserError, match=f"model.*: .*{message}") as caught:
+        train_from(folder)
+    assert "\n" not in str(caught.value)
+
+
+def train_from(folder):
+    """Plan a run from a folder and build what it trains, as `run` does before the first step."""
+    (spec,) = plan(["A2"], "local", data="synthetic:40", model=str(folder), machine=Machine("cpu"))
+    spec = replace(spec, scale=replace(spec.scale, max_length=40, stride=10))
+    data, model = load_data(spec), build_model(spec)
+    check_tokenizer(folder, data.tokenizer, model.config)
+    return model
+
+
+def test_training_takes_an_encoder_without_a_head_weights_in_parts_and_half_precision(folder, model):
+    weights = {
+        name.removeprefix("bert."): value.half() for name, value in model.state_dict().items() if "qa" not in name
+    }
+    for path in folder.glob("model*"):
+        path.unlink()
+    save_file(weights, folder / "part-1.safetensors", {"format": "pt"})
+    write(folder / INDEX, {"metadata": {}, "weight_map": dict.fromkeys(weights, "part-1.safetensors")})
+    trained = train_from(folder)
+    layer = "bert.encoder.layer.1.output.dense.weight"
+    assert torch.equal(trained.get_parameter(layer), model.get_parameter(layer).half().float())
+    other = plan(["A2"], "local", data="synthetic:40", model=str(folder), machine=Machine("cpu"))[0].model["revision"]
+    flipped = bytearray((folder / "part-1.safetensors").read_bytes())
+    flipped[-5] ^= 1
+    (folder / "part-1.safetensors").write_bytes(flipped)
+    again = plan(["A2"], "local", data="synthetic:40", model=str(folder), machine=Machine("cpu"))[0].model["revision"]
+    assert again != other, "weights in parts count in a run's identity"
+
+
+def test_a_kept_model_holds_digests_that_sha256sum_reads_and_is_replaced_whole(tmp_path, tokenizer):
+    folder = tmp_path / "model"
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=48, **SMALL)
+        save_model(BertForQuestionAnswering(config), tokenizer, folder)
+        load_qa_model(folder)
+    done = subprocess.run(["sha256sum", "-c", SUMS], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0 and "model.safetensors: OK" in done.stdout
+    (folder / SUMS).write_text("../../../dev/zero  ../../../dev/zero\n")
+    with pytest.raises(UserError, match=r"'\.\./\.\./\.\./dev/zero' is not the file that was saved"):
+        load_qa_model(folder)

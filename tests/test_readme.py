@@ -23,20 +23,20 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def commands():
     """Every command line in README's shell blocks and in its inline code."""
     lines = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines()]
-    lines += re.findall(r"`((?:make|python -m|papermill|pip) [^`\n]+)`", README)
+    lines += re.findall(r"`((?:make|python -m|papermill|pip|git clone) [^`\n]+)`", README)
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
 def test_the_readme_has_commands_of_every_kind():
     found = commands()
     assert len(found) >= 8
-    assert {words[0] for words in found} == {"make", "python", "papermill", "pip"}
+    assert {words[0] for words in found} == {"make", "python", "papermill", "pip", "git"}
     assert {words[3] for words in found if words[0] == "python"} == set(VERBS)
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_a_command_of_the_readme_is_one_that_exists(words):
-    {"make": make, "python": python, "papermill": papermill, "pip": pip}[words[0]](words)
+    {"make": make, "python": python, "papermill": papermill, "pip": pip, "git": git}[words[0]](words)
 
 
 def make(words):
@@ -55,7 +55,7 @@ def python(words):
     if args.get("family"):
         find_family(args["family"])
     if words[3] in ("run", "sweep"):
-        for name in filter(None, [args.get("variant"), *(args.get("variants") or "").split(",")]):
+        for name in filter(None, [args.get("variant"), *(args.get("variants") or [])]):
             find_variant(name)
 
 
@@ -71,6 +71,20 @@ def papermill(words):
 def pip(words):
     assert words[:3] == ["pip", "install", "-r"]
     assert (ROOT / words[3]).is_file()
+
+
+def git(words):
+    assert words[1] == "clone"
+
+
+def test_the_repository_has_one_address():
+    """A fork puts its own in place of it everywhere, see the end of README.md."""
+    files = [ROOT / "README.md", ROOT / "CITATION.cff", *ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("runs/*.ipynb")]
+    found = [
+        re.findall(r"(?:github\.com|colab\.research\.google\.com/github)/([\w./-]+)", path.read_text())
+        for path in files
+    ]
+    assert len({address.split("/blob/")[0] for addresses in found for address in addresses}) == 1
 
 
 def test_the_readme_names_every_scale_and_every_notebook():

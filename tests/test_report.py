@@ -1,6 +1,7 @@
 """The report against records made by the real record functions, so that a change of the schema breaks these tests."""
 
 import argparse
+import dataclasses
 import json
 import math
 import re
@@ -14,12 +15,9 @@ import papermill
 import pytest
 
 from qa_lib import record
-from qa_lib.report import figures, tables
-from qa_lib.report import profiles as anatomy
-from qa_lib.report import publish as report
-from qa_lib.report import sentences as findings
-from qa_lib.report import style as canvas
-from qa_lib.report.runs import load_runs
+from qa_lib.report import cards, claims, figures, gallery, profiles, publish, quality, sentences, style, tables, text
+from qa_lib.report import readme as front
+from qa_lib.report.runs import NotMeasured, ReportError, load_runs, published, select
 from qa_lib.spec import Machine, resolve
 from qa_lib.variants import FAMILIES, VARIANTS
 
@@ -29,10 +27,16 @@ CPU = Machine("cpu", backends=("inductor", "aot_eager", "cudagraphs"), bitsandby
 SPEEDS = {"A0": 95.0, "A1": 100.0, "A2": 120.0, "A3": 150.0, "A4-nb": 160.0, "A4": 200.0, "B1": 300.0, "C2": 80.0}
 
 
-def make(runs, variant, seed=0, *, machine=CPU, scale="smoke", status="ok", error=None, micro_batch=8, **values):
+def make(
+    runs, variant, seed=0, *, machine=CPU, scale="smoke", status="ok", error=None, micro_batch=8, model="tiny",
+    length=None, world=1, precision=None, task="qa", **values,
+):  # fmt: skip
     """Write one record as fit would; `values` replace numbers by name, None for not measured. Returns its folder."""
-    data, model = {"name": "synthetic:1600", "sha256": "ab" * 32}, {"name": "tiny", "revision": "1"}
-    spec = resolve(variant, scale, seed, machine, data, model, "synthetic:1600", "tiny", micro_batch)
+    data, identity = {"name": "synthetic:1600", "sha256": "ab" * 32}, {"name": model, "revision": "1"}
+    spec = resolve(variant, scale, seed, machine, data, identity, "synthetic:1600", "tiny", micro_batch)
+    size = dataclasses.replace(spec.scale, task=task, max_length=length or spec.scale.max_length)
+    asked = dataclasses.replace(spec.asked, precision=precision or spec.asked.precision)
+    spec = dataclasses.replace(spec, scale=size, asked=asked, world=world)
     entry = record.new_record(spec, {"python": "3.11", "gpu": None})
     entry["code"] = {"commit": "0123456789abcdef0123456789abcdef01234567", "dirty": False}
     if status == "ok":
@@ -43,7 +47,10 @@ def make(runs, variant, seed=0, *, machine=CPU, scale="smoke", status="ok", erro
         entry["time"] |= {"wall_s": 9600 / speed + 4.0, "resumed_from_step": values.get("resumed")}
         entry["time"]["step_ms"] = {"n": 270, "median": step, "p10": 0.9 * step, "p90": 1.2 * step}
         f1 = values.get("f1", 30.0 if variant == "A4-b" else 95.0)
-        entry["quality"] |= {"f1": f1, "best_f1": f1, "exact": f1, "n": 400}
+        if task == "qa":
+            entry["quality"] |= {"f1": f1, "best_f1": f1, "exact": f1, "n": 400}
+        else:
+            entry["quality"] |= {"perplexity": values.get("perplexity", 20.0)}
         entry["memory"]["peak_alloc_mib"] = values.get("peak", 2000.0 if machine is GPU else None)
         entry["model"] |= {"params_total": 75_000, "params_trainable": 750 if variant == "B1" else 75_000}
     folder = runs / spec.run_path
@@ -52,13 +59,13 @@ def make(runs, variant, seed=0, *, machine=CPU, scale="smoke", status="ok", erro
 
 
 def lines_of(runs, group="cpu-smoke"):
-    return tables.summarise(tables.select(load_runs(runs), group)).set_index(["micro_batch", "variant"])
+    return tables.summarise(select(load_runs(runs), group)).set_index(["micro_batch", "variant"])
 
 
 def call(*words):
     parser = argparse.ArgumentParser()
-    report.add_arguments(parser)
-    return report.main(parser.parse_args(list(words)))
+    publish.add_arguments(parser)
+    return publish.main(parser.parse_args(list(words)))
 
 
 @pytest.fixture
@@ -81,8 +88,9 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def readme(runs, quick):
-    """README.md with an empty block, and the runs in git's index."""
-    Path("README.md").write_text(f"# Title\n\n{report.BEGIN}\n{report.END}\n\ntail\n")
+    """README.md with empty blocks, and the runs in git's index."""
+    blocks = "\n\n".join(f"<!-- {name} -->\n<!-- /{name} -->" for name in front.BLOCKS)
+    Path("README.md").write_text(f"# Title\n\n{blocks}\n\ntail\n")
     subprocess.run(["git", "init", "-q"], check=True)
     subprocess.run(["git", "add", "runs"], check=True)
     return Path("README.md")
@@ -101,7 +109,7 @@ def test_a_mean_over_seeds_is_what_ratios_compare(runs):
     line = lines_of(runs).loc[8, "A4"]
     assert line["n"] == 2 and line["features_per_s"] == 250.0
     assert line["ratio"] == 2.5
-    assert line["f1"] == 96.0 and line["delta_f1"] == 0.0, "A1 has the first seed alone"
+    assert line["score"] == 96.0 and line["delta"] == 0.0, "A1 has the first seed alone"
 
 
 @pytest.mark.parametrize("status", [None, "error", "running"])
@@ -109,14 +117,133 @@ def test_a_missing_baseline_is_an_error_that_names_group_and_baseline(tmp_path, 
     make(tmp_path, "A4")
     if status:
         make(tmp_path, "A1", status=status)
-    with pytest.raises(tables.ReportError, match=r"cpu-smoke.*micro-batch 8.*A1"):
+    with pytest.raises(ReportError, match=r"cpu-smoke.*micro-batch 8.*A1"):
         lines_of(tmp_path)
 
 
 def test_a_baseline_at_another_micro_batch_is_none(runs):
-    make(runs, "A4", micro_batch=2)
-    with pytest.raises(tables.ReportError, match="micro-batch 2"):
-        lines_of(runs)
+    make(runs, "A4", micro_batch=2, speed=70.0)
+    line = lines_of(runs).loc[2, "A4"]
+    assert line["features_per_s"] == 70.0 and "A1 has no result under these conditions" in line["note"]
+    assert line[["ratio", "delta", "break_even"]].isna().all()
+    assert lines_of(runs).loc[8, "A4"]["ratio"] == 2.0 and not lines_of(runs).loc[8, "A4"]["note"]
+    said = sentences.findings(select(load_runs(runs), "cpu-smoke"))
+    assert "- Micro-batch 8: A4 trains ×2.00" in said and "- A4: no ratio" in said
+
+
+def test_a_profile_over_lengths_compares_rows_of_one_length(runs):
+    for length, base, other in ((48, 400.0, 500.0), (192, 50.0, 200.0)):
+        make(runs, "A1", length=length, speed=base)
+        make(runs, "A4", length=length, speed=other)
+    chosen = select(load_runs(runs), "cpu-smoke")
+    lines = tables.summarise(chosen).set_index(["length", "variant"])
+    assert (lines["ratio"][48, "A4"], lines["ratio"][96, "A4"], lines["ratio"][192, "A4"]) == (1.25, 2.0, 4.0)
+    table = tables.result_table(lines.reset_index())
+    assert list(table["length"].unique()) == ["48", "96", "192"] and "micro-batch" not in table
+    figure = figures.fig_ladder(chosen)
+    assert [axis.get_title("left") for axis in figure.axes] == ["length 192", "length 96", "length 48"]
+    assert "length 48, 96, 192 · micro-batch 8" in " ".join(figure.get_supxlabel().split())
+    make(runs, "A1", length=48, micro_batch=4)
+    labels = [axis.get_title("left") for axis in figures.fig_ladder(select(load_runs(runs), "cpu-smoke")).axes]
+    assert "length 48, micro-batch 4" in labels and "length 96, micro-batch 8" in labels
+    assert call() == 0
+
+
+def test_a_second_model_of_a_group_adds_rows_and_changes_none(runs):
+    for seed in range(3):
+        for variant, f1 in (("A1", 90.0), ("A2", 90.1)):
+            make(runs, variant, seed, f1=f1 + seed)
+    before = lines_of(runs)
+    for seed in range(3):
+        for variant, f1 in (("A1", 60.0), ("A2", 58.0)):
+            make(runs, variant, seed, model="other", f1=f1 + seed / 10, speed=10.0)
+    chosen = select(load_runs(runs), "cpu-smoke")
+    lines = tables.summarise(chosen)
+    assert set(lines["model"]) == {"tiny 1", "other 1"}
+    of_first = lines[lines["model"] == "tiny 1"].set_index(["micro_batch", "variant"])
+    pd.testing.assert_frame_equal(of_first, before)
+    assert list(lines.loc[lines["model"] == "other 1", "ratio"]) == [1.0, 1.0]
+    assert lines.loc[lines["model"] == "other 1", "delta"].tolist() == pytest.approx([0.0, -2.0])
+    said = sentences.findings(chosen)
+    assert re.search(r"- Model tiny 1: Within 1 F1 of A1 .*seeds: A2; worse", said)
+    assert re.search(r"- Model other 1: Within 1 F1 of A1 .*no row yet; worse at one or both: A2", said)
+    table = quality.equivalence_table(chosen).set_index("row")
+    assert (
+        table.loc["A2, model other 1", "within 1 F1"] == "no" and table.loc["A2, model tiny 1", "within 1 F1"] == "yes"
+    )
+    assert [axis.get_title("left") for axis in figures.fig_equivalence(chosen).axes] == [
+        "model tiny 1",
+        "model other 1",
+    ]
+    assert call() == 0
+    assert cards.recipes(load_runs(runs), "cpu-smoke") and claims.facts_of(load_runs(runs), "cpu-smoke")
+
+
+def test_gpus_and_a_precision_beyond_the_rows_own_are_axes(runs):
+    make(runs, "A1", precision="bf16", speed=50.0)
+    make(runs, "A4", precision="bf16", speed=150.0)
+    make(runs, "A1", world=2, speed=180.0)
+    make(runs, "A4", world=2, speed=270.0)
+    lines = tables.summarise(select(load_runs(runs), "cpu-smoke")).set_index(["world", "precision", "variant"])
+    ratio = lines["ratio"]
+    assert (ratio[1, "own", "A4"], ratio[1, "bf16", "A4"], ratio[2, "own", "A4"]) == (2.0, 3.0, 1.5)
+    make(runs, "E4")  # bf16 is its own
+    assert "E4" in set(lines_of(runs).query("precision == 'own'").reset_index()["variant"])
+
+
+def test_the_score_is_the_one_that_the_task_names(tmp_path, monkeypatch):
+    task = record.Task("lm", "perplexity", "Perplexity", higher_is_better=False, scores=["perplexity"])
+    monkeypatch.setitem(record.TASKS, "lm", task)
+    monkeypatch.chdir(tmp_path)
+    for variant, perplexity in (("A1", 20.0), ("A2", 21.5), ("A3", 20.0), ("B1", 25.0), ("B2", 22.0)):
+        make(tmp_path / "runs", variant, machine=GPU, scale="bench", task="lm", perplexity=perplexity)
+    every = load_runs(tmp_path / "runs")
+    chosen = select(every, "h200-bench-lm")
+    table = tables.result_table(tables.summarise(chosen)).set_index("row")
+    assert table.loc["A2", ["Perplexity", "ΔPerplexity vs A1"]].tolist() == ["21.50", "+1.50"]
+    assert not [name for name in table if "F1" in name]
+    assert figures.fig_ladder(chosen).get_suptitle() and figures.fig_memory(chosen).get_suptitle()
+    figure = figures.fig_peft(chosen)
+    assert figure.axes[0].get_ylabel() == "Perplexity"
+    assert "Best Perplexity of PEFT: B2, +2.00 against A1" in " ".join(figure.get_suptitle().split())
+    said = sentences.findings(chosen)
+    assert "F1" not in said and "no margin of Perplexity" in said
+    assert call("--figures", "figures") == 0
+    assert "about question answering" in text.or_why(claims.claims_table, claims.facts_of(every, "h200-bench-lm"))
+    for made in (quality.equivalence_table, quality.time_to_quality):
+        assert "No table" in text.or_why(made, chosen) or "Perplexity" in text.or_why(made, chosen)
+    assert "ΔPerplexity" in cards.recipes(every, "h200-bench-lm")
+
+
+@pytest.mark.parametrize("key", ["group", "run_id"])
+def test_a_record_that_names_another_folder_than_its_own_is_refused(runs, key, quick, capsys):
+    path = make(runs, "A4") / "record.json"
+    entry = json.loads(path.read_text())
+    path.write_text(json.dumps(entry | {key: "../web"}))
+    assert call() == 0 and re.search(r"left out.*/A4-s0-.*its record is that of .*\.\./web", capsys.readouterr().err)
+    assert not Path("web").exists() and [path.name for path in Path("figures").iterdir()] == ["cpu-smoke"]
+    with pytest.raises(record.RecordError, match=r"cpu-smoke/A4-s0-"):
+        load_runs(runs)
+    broken = {}
+    load_runs(runs, broken)
+    assert list(broken) == [path.parent]
+
+
+def test_a_manifest_leads_to_no_file_outside_its_folder(runs, quick):
+    call()
+    path = Path("figures/cpu-smoke/manifest.json")
+    manifest = json.loads(path.read_text())
+    kept = [Path("keep.txt"), Path("keep.png"), Path("figures/cpu-smoke/keep.txt")]
+    for file in kept:
+        file.write_text("mine")
+    Path("figures/cpu-smoke/old.png").write_text("an old figure")
+    entry = {"title": "", "sha256": gallery.sha256(b"mine"), "runs": []}
+    names = ["../../keep.txt", "../../keep.png", str(Path("keep.png").resolve()), "keep.txt", "old.png"]
+    path.write_text(json.dumps(manifest | {"figures": dict.fromkeys(names, entry)}))
+    drawn, _ = gallery.pictures(select(load_runs(runs), "cpu-smoke"), path.parent)
+    assert set(drawn) == {"cost"}, "nothing is shown that is not a figure"
+    call()
+    assert all(file.read_text() == "mine" for file in kept) and not Path("figures/cpu-smoke/old.png").exists()
 
 
 def test_a_baseline_out_of_memory_leaves_ratios_open(tmp_path):
@@ -138,7 +265,7 @@ def test_what_was_not_measured_is_a_dash_and_never_zero(runs):
 def test_nulls_do_not_pull_a_mean_down(runs):
     make(runs, "A2", seed=1, f1=None)
     make(runs, "A2", seed=2, f1=93.0)
-    assert lines_of(runs).loc[8, "A2"]["f1"] == 94.0
+    assert lines_of(runs).loc[8, "A2"]["score"] == 94.0
 
 
 def test_rows_without_a_result_are_shown_with_their_reason(runs):
@@ -147,7 +274,7 @@ def test_rows_without_a_result_are_shown_with_their_reason(runs):
     assert table.loc["D1-nvfuser", ["status", "note"]].tolist() == ["skipped", "skipped: no backend named 'nvfuser'"]
     assert table.loc["C1", "note"] == "oom: CUDA out of memory (after step 3)"
     assert table.loc["B2", "note"] == "killed: over its limit of 300 s"
-    assert "no backend named" in tables.terminal(table.reset_index()) and "no backend" in tables.markdown(table)
+    assert "no backend named" in text.terminal(table.reset_index()) and "no backend" in text.markdown(table)
 
 
 def test_of_several_seeds_the_one_that_failed_is_named(runs):
@@ -174,9 +301,9 @@ def test_the_difference_in_f1_has_an_interval_over_equal_seeds(runs):
         make(runs, "A1", seed=seed, f1=base)
         make(runs, "A4", seed=seed, f1=other)
     line = lines_of(runs).loc[8, "A4"]  # differences 1, 2, 3
-    assert line["delta_f1"] == 2.0 and line["delta_f1±"] == pytest.approx(4.303 / math.sqrt(3), abs=1e-3)
+    assert line["delta"] == 2.0 and line["delta±"] == pytest.approx(4.303 / math.sqrt(3), abs=1e-3)
     make(runs, "A4", seed=3, f1=0.0)
-    assert lines_of(runs).loc[8, "A4"]["delta_f1"] == 2.0, "a seed that the baseline has not says nothing"
+    assert lines_of(runs).loc[8, "A4"]["delta"] == 2.0, "a seed that the baseline has not says nothing"
 
 
 def test_a_resumed_run_has_no_time_of_the_whole(runs):
@@ -184,7 +311,7 @@ def test_a_resumed_run_has_no_time_of_the_whole(runs):
     line = lines_of(runs).loc[8, "A4"]
     assert math.isnan(line["train_s"]) and math.isnan(line["wall_s"]) and line["features_per_s"] == 200.0
     assert "resumed at step 100" in line["note"]
-    assert "A4" not in set(tables.cost_table(tables.select(load_runs(runs), "cpu-smoke"))["row"])
+    assert "A4" not in set(tables.cost_table(select(load_runs(runs), "cpu-smoke"))["row"])
 
 
 def test_the_newest_of_two_runs_of_one_row_and_seed_counts(runs):
@@ -197,27 +324,28 @@ def test_the_newest_of_two_runs_of_one_row_and_seed_counts(runs):
     assert lines_of(runs).loc[8, "A4"]["ratio"] == 2.5
 
 
-@pytest.mark.parametrize(("section", "key"), [("model", "revision"), ("data", "sha256"), ("scale", "steps")])
-def test_a_group_that_mixes_models_data_or_scales_is_refused(runs, section, key):
+@pytest.mark.parametrize(("section", "key"), [("scale", "stride"), ("data", "sha256"), ("scale", "steps")])
+def test_a_group_that_mixes_data_or_scales_is_refused(runs, section, key):
     path = make(runs, "A4") / "record.json"
     entry = json.loads(path.read_text())
     (entry["spec"]["scale"] if section == "scale" else entry[section])[key] = 7
     path.write_text(json.dumps(entry))
-    with pytest.raises(tables.ReportError, match=rf"cpu-smoke.*{section}\.{key} is .*A4-s0|A4-s0.*{section}\.{key}"):
+    with pytest.raises(ReportError, match=rf"cpu-smoke.*{section}\.{key} is .*A4-s0|A4-s0.*{section}\.{key}"):
         lines_of(runs)
 
 
-def test_a_record_of_an_unknown_schema_is_refused_by_name(runs):
+def test_a_record_of_an_unknown_schema_is_refused_by_name(runs, quick, capsys):
     path = make(runs, "A4") / "record.json"
     path.write_text(path.read_text().replace(record.SCHEMA, "qa_lib/99"))
     with pytest.raises(record.RecordError, match=r"A4-s0-.*record\.json.*qa_lib/99"):
-        call()
+        load_runs(runs)
+    assert call() == 0 and re.search(r"left out: .*A4-s0-.*record\.json.*qa_lib/99", capsys.readouterr().err)
 
 
 def test_an_unknown_group_and_no_records_at_all_are_clear_errors(runs, tmp_path):
-    with pytest.raises(tables.ReportError, match=r"'gpu'.*cpu-smoke"):
-        tables.select(load_runs(runs), "gpu")
-    with pytest.raises(tables.ReportError, match="no record below"):
+    with pytest.raises(ReportError, match=r"'gpu'.*cpu-smoke"):
+        select(load_runs(runs), "gpu")
+    with pytest.raises(ReportError, match="no record below"):
         call("--runs", str(tmp_path / "nowhere"))
 
 
@@ -228,7 +356,7 @@ def test_a_row_that_this_version_does_not_know_is_shown(runs):
     path.write_text(json.dumps(entry))
     table = tables.result_table(lines_of(runs).reset_index()).set_index("row")
     assert table.index[-1] == "Z9" and table.loc["Z9", "what it changes"] == "–"
-    figure = figures.fig_f1_time(tables.select(load_runs(runs), "cpu-smoke"))
+    figure = figures.fig_f1_time(select(load_runs(runs), "cpu-smoke"))
     assert "Z9" in {text.get_text() for text in figure.axes[0].texts}
 
 
@@ -238,7 +366,15 @@ def test_family_tables_hold_the_family_the_baseline_and_the_parents(runs):
     assert found["peft"]["row"].tolist() == ["A1", "A3", "B1"]
     assert found["systems"]["row"].tolist() == ["A1", "A0", "A2", "A3", "A4-nb", "A4", "A4-b"]
     nothing = tables.family_lines(lines_of(runs).reset_index(), "E")
-    assert tables.markdown(nothing) == "*No row of this table has been run.*"
+    assert text.markdown(nothing) == "*No row of this table has been run.*"
+
+
+def test_mfu_is_of_the_data_sheet_and_unknown_for_a_card_without_one(runs):
+    measured = {"speed.mfu": 0.4, "speed.peak_tflops_measured": 700.0, "spec.settings.precision": "fp16"}
+    chosen = select(load_runs(runs), "cpu-smoke").assign(**measured)
+    lines = tables.summarise(chosen.assign(**{"env.gpu": "NVIDIA H200"})).set_index("variant")
+    assert lines.loc["A1", "mfu"] == pytest.approx(0.4 * 700 / 989) and lines.loc["A1", "matrix_share"] == 0.4
+    assert tables.summarise(chosen.assign(**{"env.gpu": "Some Card"}))["mfu"].isna().all()
 
 
 def test_the_published_numbers_stand_beside_ours_each_against_its_own_baseline(runs):
@@ -253,23 +389,23 @@ def test_the_published_numbers_stand_beside_ours_each_against_its_own_baseline(r
 
 def test_published_training_times_agree_with_published_throughput():
     """Three epochs of 131,754 features: each transcribed pair has to give that number again."""
-    rows = pd.read_csv(tables.PUBLISHED, comment="#").dropna(subset=["train_samples_per_s"])
-    features = rows["train_s"] * rows["train_samples_per_s"]
+    rows = published().dropna(subset=["features_per_s"])
+    features = rows["train_s"] * rows["features_per_s"]
     assert len(rows) == 11 and features.between(0.995 * 3 * 131_754, 1.005 * 3 * 131_754).all()
 
 
 def test_the_cost_is_what_all_runs_took(runs):
     make(runs, "A1", seed=1)
-    chosen = tables.select(load_runs(runs), "cpu-smoke")
+    chosen = select(load_runs(runs), "cpu-smoke")
     costs = tables.cost_table(chosen).set_index("row")
     assert costs.loc["A1"].tolist() == [2, 200.0]
     assert costs.loc["total", "runs"] == 10 and costs.loc["total", "wall_s"] == costs["wall_s"].iloc[:-1].sum()
 
 
 def test_numbers_are_written_with_three_digits():
-    written = [tables.number(value) for value in (1234.5, 123.4, 99.96, 12.34, 9.996, 1.234, float("nan"))]
+    written = [text.number(value) for value in (1234.5, 123.4, 99.96, 12.34, 9.996, 1.234, float("nan"))]
     assert written == ["1,234", "123", "100", "12.3", "10.0", "1.23", "–"]
-    assert [tables.count(value) for value in (70, 75_330, 999_600, 108_893_186)] == ["70", "75.3 k", "1 M", "109 M"]
+    assert [text.count(value) for value in (70, 75_330, 999_600, 108_893_186)] == ["70", "75.3 k", "1 M", "109 M"]
 
 
 NEEDS_GPU = {"memory", "timeline", "phases", "roofline"}
@@ -305,10 +441,10 @@ def made_profile(run):
 
 
 def test_profiles_are_drawn_as_they_were_measured():
-    profiles = {name: made_profile({"run_id": name, "group": "g", "spec.variant": name}) for name in ("A1", "E1")}
-    profiles["E1"]["time"] |= {"step_ms": 2.5, "busy_ms": 2.5, "busy_share": 1.0, "launches_per_step": 40.0}
-    said = {make.__name__: " ".join(make(profiles).get_suptitle().split()) for make in
-            (anatomy.timeline, anatomy.fig_parts, anatomy.phases, anatomy.fig_allocator, anatomy.roofline)}  # fmt: skip
+    made = {name: made_profile({"run_id": name, "group": "g", "spec.variant": name}) for name in ("A1", "E1")}
+    made["E1"]["time"] |= {"step_ms": 2.5, "busy_ms": 2.5, "busy_share": 1.0, "launches_per_step": 40.0}
+    kinds = (profiles.timeline, profiles.fig_parts, profiles.phases, profiles.fig_allocator, profiles.roofline)
+    said = {draw.__name__: " ".join(draw(made).get_suptitle().split()) for draw in kinds}
     first, second = said["timeline"].split("; ")
     assert first == "A step of A1: 7.50 ms, 80.0 % busy, 900 launches"
     assert second == "a step of E1: 2.50 ms, 100 % busy, 40 launches"
@@ -316,11 +452,11 @@ def test_profiles_are_drawn_as_they_were_measured():
     assert said["phases"] == "A1 peaks at 23.0 MiB, in its backward pass"
     # 4e9 operations in 9 us are 444 TFLOP/s of 700; 2e6 bytes in 9 us are 222 GB/s of 4,000.
     assert "63.5 % of the matrix rate" in said["roofline"] and "5.56 % of the copy bandwidth" in said["roofline"]
-    for profile in profiles.values():
+    for profile in made.values():
         profile |= {"memory": None, "ncu": None}
-    for make_figure in (anatomy.phases, anatomy.fig_allocator, anatomy.roofline):
-        with pytest.raises(tables.NotMeasured):
-            make_figure(profiles)
+    for make_figure in (profiles.phases, profiles.fig_allocator, profiles.roofline):
+        with pytest.raises(NotMeasured):
+            make_figure(made)
 
 
 @pytest.mark.parametrize("machine", [CPU, GPU])
@@ -329,46 +465,46 @@ def test_every_figure_has_a_title_axis_labels_and_a_caption_or_a_reason(runs, ma
         for seed in range(3):
             make(runs, variant, seed, machine=machine, micro_batch=4, speed=100.0 + seed + len(variant))
     group = f"{machine.hardware}-smoke"
-    chosen = tables.select(load_runs(runs), group)
+    chosen = select(load_runs(runs), group)
     for run in chosen.to_dict("records"):
         if machine is GPU and run["spec.variant"] in ("A1", "A3"):
             (run["path"] / "profile.json").write_text(json.dumps(made_profile(run)))
     for name, figure_of in figures.FIGURES.items():
         if machine is CPU and name in NEEDS_GPU:
-            with pytest.raises(tables.NotMeasured, match=r"no GPU|no run of this group has a profile"):
+            with pytest.raises(NotMeasured, match=r"no GPU|no run of this group has a profile"):
                 figure_of(chosen)
             continue
         figure = figure_of(chosen)
         if name in NEEDS_GPU - {"memory"}:
             assert len(figure.get_suptitle()) > 10 and group in figure.get_supxlabel()
-            assert canvas.png(figure_of(chosen)) == canvas.png(figure), "equal records are equal bytes"
+            assert style.png(figure_of(chosen)) == style.png(figure), "equal records are equal bytes"
             continue
         assert len(figure.get_suptitle()) > 10 and group in figure.get_supxlabel()
-        assert (findings.CPU_CAVEAT in " ".join(figure.get_supxlabel().split())) is (machine is CPU)
+        assert (sentences.CPU_CAVEAT in " ".join(figure.get_supxlabel().split())) is (machine is CPU)
         for axis in figure.axes:
             assert axis.get_xlabel() and axis.get_ylabel(), name
         if name in ("ladder", "cost"):
             assert all(axis.get_xlim()[0] == 0 for axis in figure.axes), "bars start at 0"
         if machine is GPU:
-            assert canvas.png(figure_of(chosen)) == canvas.png(figure), "equal records are equal bytes"
+            assert style.png(figure_of(chosen)) == style.png(figure), "equal records are equal bytes"
 
 
 def test_a_figure_of_several_groups_is_refused(runs):
     make(runs, "A1", machine=GPU)
-    with pytest.raises(tables.ReportError, match="cpu-smoke, h200-smoke"):
+    with pytest.raises(ReportError, match="cpu-smoke, h200-smoke"):
         figures.fig_ladder(load_runs(runs))
 
 
 def test_a_micro_batch_without_any_speed_does_not_break_the_ladder(runs):
     make(runs, "A1", micro_batch=4, status="oom", error={"kind": "OutOfMemoryError", "message": "too large"})
-    figure = figures.fig_ladder(tables.select(load_runs(runs), "cpu-smoke"))
+    figure = figures.fig_ladder(select(load_runs(runs), "cpu-smoke"))
     assert [text.get_text() for text in figure.axes[1].texts] == ["oom: too large"]
     assert figure.axes[1].get_xlim() == figure.axes[0].get_xlim() == (0, 380)
 
 
 def test_the_ladder_says_the_factors_and_why_a_rung_is_empty(runs):
     make(runs, "A3", status="skipped", error={"kind": "skipped", "message": "needs a compiler"})
-    figure = figures.fig_ladder(tables.select(load_runs(runs), "cpu-smoke"))
+    figure = figures.fig_ladder(select(load_runs(runs), "cpu-smoke"))
     said = [text.get_text() for text in figure.axes[0].texts]
     title = "On a CPU: A4 trains ×2.00 the features/s of A1, plain transformers.Trainer (A0) ×0.95"
     assert " ".join(figure.get_suptitle().split()) == title
@@ -377,40 +513,41 @@ def test_the_ladder_says_the_factors_and_why_a_rung_is_empty(runs):
 
 
 def test_a_few_timed_runs_do_not_stand_for_a_group_that_shared_the_gpu(runs):
-    group = tables.select(load_runs(runs), "cpu-smoke")
+    group = select(load_runs(runs), "cpu-smoke")
     group.loc[group["spec.variant"] != "A1", "time.wall_s"] = None
     for figure_of in (figures.fig_ladder, figures.fig_memory, figures.fig_cost):
-        with pytest.raises(tables.NotMeasured, match="shared the GPU"):
+        with pytest.raises(NotMeasured, match="shared the GPU"):
             figure_of(group)
 
 
 def test_findings_name_what_is_known_and_what_is_not(runs):
     make(runs, "B3", speed=900.0, f1=93.9)  # quicker still, but more than 1 F1 below
-    text = findings.findings(tables.select(load_runs(runs), "cpu-smoke"))
+    text = sentences.findings(select(load_runs(runs), "cpu-smoke"))
     assert "rows with a mean F1 within 1 of A1's or above it, B1 is the quickest: 33.3 % of A1's" in text
     assert "Joining sorted predictions by position (A4-b) gives F1 30.00 where A4 has 95.00" in text
     assert "Not known here: peak GPU memory" in text and "C1: oom: CUDA out of memory" in text
-    assert findings.CPU_CAVEAT in text and "n = 1 seed" in text
+    assert sentences.CPU_CAVEAT in text and "n = 1 seed" in text
 
 
-def test_the_manifest_ties_every_figure_to_records_and_code(runs):
+def test_the_manifest_ties_every_figure_to_records(runs):
     assert call() == 0
     folder = Path("figures/cpu-smoke")
     manifest = json.loads((folder / "manifest.json").read_text())
+    assert "report" not in manifest, "what the code looks like is not shown"
     for run_id, entry in manifest["records"].items():
         content = (runs / "cpu-smoke" / run_id / "record.json").read_bytes()
-        assert entry["sha256"] == report._sha256(content) and entry["commit"].startswith("0123456")
+        assert entry["sha256"] == gallery.sha256(content) and entry["commit"].startswith("0123456")
     assert set(manifest["figures"]) == {path.name for path in folder.glob("*.png")} == {
         "ladder.png", "f1-time.png", "peft.png", "cost.png",
     }  # fmt: skip
     for name, figure in manifest["figures"].items():
-        assert figure["sha256"] == report._sha256((folder / name).read_bytes())
+        assert figure["sha256"] == gallery.sha256((folder / name).read_bytes())
         assert set(figure["runs"]) == set(manifest["records"]) and figure["title"]
     assert "no GPU" in manifest["not_drawn"]["memory"]
     assert manifest["tables"]["results"][1]["row"] == "A0"
 
 
-def test_nothing_is_redrawn_unless_records_or_figures_changed(runs, quick, capsys):
+def test_nothing_is_redrawn_unless_what_is_shown_changed(runs, quick, capsys, monkeypatch):
     path = make(runs, "C2") / "record.json"
     entry = json.loads(path.read_text())
     entry["code"] = {"commit": None, "dirty": None}  # a null among texts becomes NaN in a DataFrame, unequal to itself
@@ -422,7 +559,7 @@ def test_nothing_is_redrawn_unless_records_or_figures_changed(runs, quick, capsy
     capsys.readouterr()
     assert call() == 0
     out = capsys.readouterr().out
-    assert "up to date" in out and "D1-nvfuser" in out and findings.CPU_CAVEAT in out
+    assert "up to date" in out and "D1-nvfuser" in out and sentences.CPU_CAVEAT in out
     assert {path: path.stat().st_mtime_ns for path in Path("figures").rglob("*.*")} == before
     Path("figures/cpu-smoke/cost.png").write_bytes(b"other")
     call()
@@ -430,11 +567,30 @@ def test_nothing_is_redrawn_unless_records_or_figures_changed(runs, quick, capsy
     make(runs, "A4", speed=222.0)
     call()
     assert "(drawn)" in capsys.readouterr().out
+    monkeypatch.setattr(gallery, "findings", lambda runs: "another sentence")
+    call()
+    assert "(drawn)" in capsys.readouterr().out, "titles are sentences, and these have changed"
+
+
+def test_the_newest_group_comes_last_and_one_can_be_asked_for(runs, quick, capsys):
+    make(runs, "A1", machine=GPU)
+    make(runs, "A2", machine=GPU)
+    for path in runs.glob("cpu-smoke/*/record.json"):
+        entry = json.loads(path.read_text())
+        entry["time"]["started"] = "2999-01-01T00:00:00+00:00"
+        path.write_text(json.dumps(entry))
+    call()
+    out = capsys.readouterr().out
+    assert out.index("figures/h200-smoke") < out.index("figures/cpu-smoke")
+    call("--group", "h200-smoke")
+    assert "figures/cpu-smoke" not in capsys.readouterr().out
+    with pytest.raises(ReportError, match=r"no group 'h100' below runs; there are h200-smoke, cpu-smoke"):
+        call("--group", "h100")
 
 
 def test_a_group_without_a_baseline_does_not_hide_the_others(runs, quick, capsys):
     make(runs, "A4", machine=GPU)
-    with pytest.raises(tables.ReportError, match="h200-smoke"):
+    with pytest.raises(ReportError, match="h200-smoke"):
         call()
     assert "cpu-smoke" in capsys.readouterr().out and Path("figures/cpu-smoke/cost.png").exists()
 
@@ -452,8 +608,9 @@ def test_the_readme_block_is_generated_and_checked(readme, runs, capsys):
     assert call("--readme") == 0
     text = readme.read_text()
     assert text.startswith("# Title\n") and text.endswith("\n\ntail\n")
-    assert "](figures/cpu-smoke/ladder.png)" in text and "| A4 | A4-nb + order: bucketed | 200 | 2.00 |" in text
-    assert findings.CPU_CAVEAT in text and "D1-nvfuser" not in text, "of the rows a selection"
+    assert "](figures/cpu-smoke/ladder.png)" in text and "| 200 | 2.00 |" in text
+    assert "A4 trains ×2.00" in text and "not known: no row has a measured speed at micro-batch 32" in text
+    assert sentences.CPU_CAVEAT in text and "\n| A2 |" not in text, "of the rows a selection"
     assert call("--check") == 0
     assert call("--readme") == 0 and readme.read_text() == text
     make(runs, "A4", speed=250.0)
@@ -472,7 +629,7 @@ def test_the_readme_shows_committed_groups_only_and_the_gpu_before_the_cpu(readm
     assert "h200-bench" not in readme.read_text()
     subprocess.run(["git", "add", "runs"], check=True)
     call("--readme")
-    assert "figures/h200-bench/ladder.png" in readme.read_text() and "cpu-smoke" not in readme.read_text()
+    assert "figures/h200-bench/ladder.png" in readme.read_text() and "figures/cpu-smoke" not in readme.read_text()
 
 
 def test_without_committed_runs_the_readme_says_so(readme):
@@ -484,20 +641,20 @@ def test_without_committed_runs_the_readme_says_so(readme):
 
 def test_a_readme_without_markers_and_a_folder_without_git_are_clear_errors(readme, runs):
     readme.write_text("# Title\n")
-    with pytest.raises(tables.ReportError, match="no block between"):
+    with pytest.raises(ReportError, match="no block between"):
         call("--readme")
     readme.unlink()
-    with pytest.raises(tables.ReportError, match=r"cannot read README\.md"):
+    with pytest.raises(ReportError, match=r"cannot read README\.md"):
         call("--check")
     subprocess.run(["rm", "-rf", ".git"], check=True)
-    with pytest.raises(tables.ReportError, match="cannot ask git"):
+    with pytest.raises(ReportError, match="cannot ask git"):
         call("--check")
 
 
 def test_a_whole_report_never_imports_torch(runs):
     program = (
-        "import argparse, sys; from qa_lib.report import publish as report; parser = argparse.ArgumentParser(); "
-        "report.add_arguments(parser); report.main(parser.parse_args([])); import qa_lib.report.figures; "
+        "import argparse, sys; from qa_lib.report import publish; parser = argparse.ArgumentParser(); "
+        "publish.add_arguments(parser); publish.main(parser.parse_args([])); import qa_lib.report.figures; "
         "print(sorted(name for name in sys.modules if name.split('.')[0] in ('torch', 'transformers', 'datasets')))"
     )
     found = subprocess.run(

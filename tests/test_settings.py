@@ -36,7 +36,7 @@ COMPANIONS = {
     ("attention", "blockmask"): {"padding": "packed"},
     ("optimizer", "master"): {"precision": "bf16"},
     ("feed_forward", "fp8"): {"precision": "bf16", "optimizer": "master"},
-    ("step", "graph"): {"optimizer": "fused"},
+    ("step", "graph"): {"optimizer": "fused", "padding": "packed", "attention": "sdpa"},
 }
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from qa_lib import record
-from qa_lib.errors import UserError
+from qa_lib.errors import CTRL_C, UserError
 from qa_lib.run import launch, sweep
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
@@ -111,8 +111,9 @@ def test_out_of_memory_is_a_result_and_a_broken_loss_is_an_error(lab):
     """A real allocation fails in A1's third step, and a weight of A2 becomes NaN before its 12th."""
     spoil = """
 import torch
-from qa_lib.model.build import build_model
-net, calls = build_model(spec), []
+from qa_lib.run import fit as station
+net, calls = station.build_model(spec), []
+station.build_model = lambda *_: net
 def hook(module, *inputs):
     calls.append(1)
     if variant == "A1" and len(calls) == 5:
@@ -120,7 +121,7 @@ def hook(module, *inputs):
     if variant == "A2" and len(calls) == 23:
         net.qa_outputs.weight.data.fill_(float("nan"))
 net.register_forward_pre_hook(hook)"""
-    write_notebook(lab.notebook, before=spoil, work=FIT.replace("spec,", "spec, model=net,"))
+    write_notebook(lab.notebook, before=spoil, work=FIT)
     code, _, _ = lab.run("--variants", "A1,A2")
     assert code == 1
     assert lab.statuses() == {"A1": "oom", "A2": "error"}
@@ -134,6 +135,23 @@ net.register_forward_pre_hook(hook)"""
     assert lab.statuses()["A1"] == "oom"  # a result, not run again ...
     assert lab.run("--variants", "A1", "--retry", "oom")[0] == 0
     assert lab.statuses()["A1"] == "ok"  # ... unless asked
+
+
+def test_what_a_sweep_writes_into_a_file_can_be_read_the_next_morning(lab):
+    write_notebook(lab.notebook, before="pause = 0.03")
+    assert lab.run("--variants", "A2")[0] == 0
+    code, out, _ = lab.run("--variants", "A1,A2,D1-nvfuser", "--seeds", "0")
+    lines = out.splitlines()
+    assert lines[0] == "sweep: 3 runs, 1 finished, 2 to run"
+    told = [line for line in lines if re.match(r"\d\d:\d\d ", line)]
+    assert sum("A1 seed 0 starts" in line for line in told) == 1
+    assert sum(bool(re.search(r"\[\d/3\] A1 seed 0: ok, \d+ s", line)) for line in told) == 1
+    assert sum("left" in line for line in told) == 1, "after the first of two"
+    table = lines[lines.index("") + 1 :]
+    assert table[0].split()[:3] == ["row", "seed", "status"]
+    rows = [line.split()[:3] for line in table[1:4]]
+    assert rows == [["A1", "0", "ok"], ["A2", "0", "ok"], ["D1-nvfuser", "0", "skipped"]]
+    assert (table[4:], code) == (["sweep: 2 ok, 1 skipped"], 0)
 
 
 def test_two_sweeps_share_the_work(lab):
@@ -154,9 +172,9 @@ def test_ctrl_c_keeps_what_is_finished(lab):
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the driver and to papermill
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err == "stopped; finished runs are kept\n"
+    assert err == f"stopped by {CTRL_C}; finished runs are kept\n"
     assert lab.statuses() == {"A1": "ok", "A2": "killed"}
-    assert lab.records()["A2"]["error"]["message"] == "the driver was stopped"
+    assert lab.records()["A2"]["error"]["message"] == f"the driver was stopped by {CTRL_C}"
     assert not Path(f"/proc/{kernel}").exists()
     first = lab.records()["A1"]
     write_notebook(lab.notebook)
@@ -195,13 +213,17 @@ def test_all_runs_are_ended_even_where_one_cannot_be_judged(tmp_path, monkeypatc
     machine = Machine(gpus=2, sm=90, compiler=True)
     with pytest.raises(OSError, match="No space"):
         launch.Launcher(tmp_path, machine, {}, [0, 1]).run_all(plan(["A1", "A2"], "smoke", machine=machine))
-    assert done == ["kill A1", "kill A2", "judge A2: the driver was stopped"]
+    assert done == ["kill A1", "kill A2", "judge A2: the driver was stopped by OSError"]
 
 
-def test_a_run_over_its_time_limit_is_killed_with_the_limit_named(lab):
+@pytest.mark.parametrize("how", ["of its scale", "of the command line"])
+def test_a_run_over_its_time_limit_is_killed_with_the_limit_named(lab, how):
     write_notebook(lab.notebook, before="import time\ntime.sleep(300)")
     begin = time.monotonic()
-    code, _, _ = lab.run("--variants", "A1", SMALL_TIME_LIMIT="3")
+    if how == "of its scale":
+        code, _, _ = lab.run("--variants", "A1", SMALL_TIME_LIMIT="3")
+    else:
+        code, _, _ = lab.run("--variants", "A1", "--time-limit", "3")
     assert code == 1
     assert time.monotonic() - begin < 60
     assert lab.records()["A1"]["error"]["message"] == "over its time limit of 3 s"
@@ -382,3 +404,11 @@ def test_a_try_runs_in_a_process_of_its_own_with_the_spec_that_was_asked_for(tmp
     assert (entry["spec"]["search"], entry["spec"]["sm"], entry["time"]["notebook_s"]) == ("tune", 75, None)
     assert ended == [(spec, entry)]
     assert launcher.run_all([spec]) == [entry], "it is not run again"
+
+
+def test_a_line_of_the_sweep_says_what_became_of_a_checkpoint_and_holds_no_escapes():
+    spec = plan(["A1"], "smoke", data="synthetic:40", machine=Machine())[0]
+    entry = record.new_record(spec, {}) | {"status": "ok", "error": {"message": "\x1b[2Jodd"}}
+    entry["spec"]["adjusted"] = ["precision: fp32", "checkpoint: began anew, since its checkpoint is damaged"]
+    line = sweep._line(spec, entry)
+    assert line == "A1 seed 0: ok, checkpoint: began anew, since its checkpoint is damaged, [2Jodd"

@@ -159,7 +159,7 @@ MAY_IMPORT = {
     "spec": "errors variants",
     "record": "errors variants spec",
     "data": "errors variants spec",
-    "model": "errors variants spec data.synthetic",
+    "model": "errors variants spec data.synthetic data.squad",
     "measure": "errors variants spec record model.encoders",
     "train": "errors variants spec record data model measure",
     "score": "errors variants spec record data model",

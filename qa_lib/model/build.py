@@ -15,6 +15,7 @@ from qa_lib.errors import UserError
 from qa_lib.model.attention import attention_name
 from qa_lib.model.dropout import use_hash_dropout
 from qa_lib.model.encoders import embeddings_of, encoder_of, find_encoder, layers_of, most_tokens
+from qa_lib.model.folder import SUMS, load, look, write_digests
 from qa_lib.model.fp8 import use_float8
 from qa_lib.model.projections import fuse_projections, split_projections
 from qa_lib.spec import Spec
@@ -50,6 +51,8 @@ def model_config(source: str) -> PreTrainedConfig:
     """The configuration of "tiny", of a folder or of a hub name. UserError for an unknown encoder."""
     if source == "tiny":
         return BertConfig(vocab_size=len(vocabulary()), **TINY_CONFIG)
+    if Path(source).is_dir():
+        look(Path(source))
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     find_encoder(config.model_type, source)
     return config
@@ -65,11 +68,13 @@ def _pretrained(spec: Spec, head: type) -> torch.nn.Module:
             f"makes features of {spec.scale.max_length}"
         )
     folder = Path(source)
-    bare = folder.is_dir() and not (folder / "model.safetensors").exists()
+    bare = folder.is_dir() and not look(folder)[1]
     if bare and spec.scale.quality:
         raise UserError(f"{folder} holds no model.safetensors, and scale {spec.scale.name} needs weights")
     if bare or source == "tiny":
         return head.from_config(config, attn_implementation=attention)
+    if folder.is_dir():
+        return load(folder, head, attention, new_head=True, dtype=torch.float32)
     return head.from_pretrained(
         source, attn_implementation=attention, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
     )
@@ -113,15 +118,17 @@ def _frozen_modules(model: torch.nn.Module, recipe: Recipe) -> list[torch.nn.Mod
 
 
 def save_model(model: torch.nn.Module, tokenizer: Tokenizer, folder: Path) -> None:
-    """A plain checkpoint that transformers loads: adapters merged, safetensors, tokenizer beside it."""
+    """A plain checkpoint that transformers loads: adapters merged, safetensors, tokenizer and digests beside it."""
     model.float()  # an adapter's change can be below the resolution of half-precision weights
     for name, module in list(model.named_modules()):
         if hasattr(module, "get_base_layer"):  # a LoraLayer
             module.merge()
             model.set_submodule(name, module.get_base_layer())
     split_projections(model)
+    (folder / SUMS).unlink(missing_ok=True)  # of a model that is replaced
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    write_digests(folder)
 
 
 def trainable_summary(model: torch.nn.Module) -> pd.DataFrame:

@@ -2,15 +2,35 @@
 
 import pandas as pd
 
-from qa_lib.report import quality as evidence
-from qa_lib.report import tables
-from qa_lib.report.tables import NotMeasured, number
-from qa_lib.spec import SCALES
-from qa_lib.variants import VARIANTS, find_recipe
+from qa_lib.report.quality import (
+    FULL_EPOCHS,
+    FULL_FEATURES,
+    MARGIN,
+    as_text,
+    equivalence,
+    projected,
+    quality_runs,
+)
+from qa_lib.report.runs import (
+    BASELINE,
+    NotMeasured,
+    commits,
+    neighbours,
+    published,
+    score_name,
+    select,
+    sibling,
+    usual,  # fmt: skip
+)
+from qa_lib.report.tables import DATA_SHEET_TFLOPS, change, place
+from qa_lib.report.text import MISSING, gain, number, or_why, say
+from qa_lib.spec import SCALES, Machine, missing
+from qa_lib.variants import VARIANTS, choices, find_recipe
 
 SIZES_GIB = (1, 1.5, 2, 3, 4, 6, 8, 12, 14.9, 24)  # 14.9: a T4
+GENERATIONS = {75: "T4, RTX 20", 80: "A100, RTX 30", 89: "L4, RTX 40", 90: "H100 and newer"}  # by sm
 # What may be recommended: by what trains, how many points of F1 a row may have lost in the mean (the project's goals).
-ALLOWED = {"all": evidence.MARGIN, "lora": 2.0}
+ALLOWED = {"all": MARGIN, "lora": 2.0}
 CONTEXT_GIB = 0.5  # a process takes this beside what PyTorch reserves
 SCATTER = 0.06  # by so much a try's speed depends on the lengths that it draws, counted over 30 seeds
 
@@ -20,77 +40,74 @@ def vram_table(runs: pd.DataFrame) -> pd.DataFrame:
 
     `runs` of one group at scale vram. Raises NotMeasured where no run has a peak.
     """
-    ours = runs[runs["memory.peak_alloc_mib"].notna() & (runs["spec.settings.micro_batch"] == 8)]
+    runs = usual(runs)
+    ours = runs[runs["memory.peak_alloc_mib"].notna() & (runs["micro_batch"] == 8)]
     if ours.empty:
         raise NotMeasured("no run at scale vram has a peak: GPU memory is counted by the GPU's allocator")
-    theirs = pd.read_csv(tables.PUBLISHED, comment="#").set_index("row")
-    ours = ours.drop_duplicates("spec.variant", keep="last").set_index("spec.variant")
-    rows = [name for name in VARIANTS if name in ours.index]
-    table = pd.DataFrame({"row": rows, "what it changes": [tables.change(name) for name in rows]})
-    for kind, column in (("allocated", "peak_alloc_mib"), ("reserved", "peak_reserved_mib")):
-        peak = ours.loc[rows, f"memory.{column}"].astype(float)
-        seeds = theirs[column].reindex(rows)
-        table[f"{kind} MiB"] = peak.map(number).to_numpy()
-        table[f"T4: {kind} MiB"] = seeds.map(number).to_numpy()
-        table[f"{kind}, ours over theirs"] = (peak / seeds).map(number).to_numpy()
-    return table
+    ours = _in_order(ours.drop_duplicates("spec.variant", keep="last").set_index("spec.variant"))
+    theirs = published().reindex(ours.index)
+    table = pd.DataFrame({"what it changes": map(change, ours.index)}, index=ours.index)
+    for kind, column, name in (("allocated", "memory.peak_alloc_mib", "peak_mib"),
+                               ("reserved", "memory.peak_reserved_mib", "peak_reserved_mib")):  # fmt: skip
+        table[f"{kind} MiB"] = ours[column].map(number)
+        table[f"T4: {kind} MiB"] = theirs[name].map(number)
+        table[f"{kind}, ours over theirs"] = (ours[column] / theirs[name]).map(number)
+    return table.rename_axis("row").reset_index()
 
 
 def worth(quality: pd.DataFrame) -> pd.DataFrame:
-    """What each row's F1 is worth, by runs that have one: columns text, the difference to the baseline's at threshold
-    0 or at the best one, whichever is worse in the mean, and lost, the points of that. Without rows where it was not
-    measured."""
+    """What each row's score is worth, by runs that have one: columns text, the difference to the baseline's at
+    threshold 0 or at the best one, whichever is worse in the mean, and lost, the points of that. Without rows where it
+    was not measured."""
     try:
-        tested = evidence.equivalence(quality)
+        tested = equivalence(usual(quality))
     except NotMeasured:
         return pd.DataFrame(columns=["text", "lost"], dtype=object)
     rows = tested.set_index("variant")
-    text = evidence.as_text(tested).where(rows["delta"] <= rows["best_delta"], evidence.as_text(tested, "best_"))
+    text = as_text(tested).where(rows["delta"] <= rows["best_delta"], as_text(tested, "best_"))
     found = pd.DataFrame({"text": text + " (n = " + rows["n"].astype(str) + ")"})
     found["lost"] = -rows[["delta", "best_delta"]].min(axis=1)
-    found.loc[tables.BASELINE] = (tables.points(0.0, sign="+"), 0.0)
+    found.loc[BASELINE] = (gain(0.0), 0.0)
     return found
 
 
 def largest_batches(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
     """Of a group that `fit-batch` made: each row's largest micro-batch that fitted, the smallest that did not, the best
-    speed at any, and its F1 by worth(); last the rows that cannot run there, and why.
+    speed at any, and its score by worth(); last the rows that cannot run there, and why.
 
     Raises NotMeasured where nothing fitted.
     """
-    lines, skipped = [], []
-    for name in VARIANTS:
-        row = runs[runs["spec.variant"] == name]
-        tries = row[row["status"] == "ok"]
-        if tries.empty:
-            reasons = row[row["status"] == "skipped"]["error.message"]
-            skipped += [{"row": name, "what it changes": tables.change(name), "note": why} for why in reasons]
-            continue
-        failed = row[row["status"] == "oom"]["spec.settings.micro_batch"]
-        most, best = (tries.loc[tries[column].astype(float).idxmax()] for column in
-                      ("spec.settings.micro_batch", "speed.features_per_s"))  # fmt: skip
-        lines.append(
-            {
-                "row": name,
-                "what it changes": tables.change(name),
-                "largest micro-batch": str(most["spec.settings.micro_batch"]),
-                "too large": str(failed.min()) if len(failed) else tables.MISSING,
-                "reserved MiB": number(most["memory.peak_reserved_mib"]),
-                "best features/s tried": number(best["speed.features_per_s"]),
-                "at micro-batch": str(best["spec.settings.micro_batch"]),
-                f"ΔF1 vs {tables.BASELINE}": f1["text"].get(name, "not known"),
-            }
-        )
-    if not lines:
+    runs = usual(runs).set_index("spec.variant").astype({"speed.features_per_s": float})
+    fitted = runs[runs["status"] == "ok"]
+    if fitted.empty:
         raise NotMeasured("no try of fit-batch has fitted in this group")
-    return pd.DataFrame(lines + skipped).fillna(tables.MISSING)
+    most, best = (fitted.sort_values(column, ascending=False, kind="stable").groupby(level=0).head(1) for column in
+                  ("micro_batch", "speed.features_per_s"))  # fmt: skip
+    failed = runs.loc[runs["status"] == "oom", "micro_batch"].groupby(level=0).min()
+    table = pd.DataFrame({
+        "largest micro-batch": most["micro_batch"].astype(str),
+        "too large": failed.reindex(most.index).map("{:.0f}".format, na_action="ignore"),
+        "reserved MiB": most["memory.peak_reserved_mib"].map(number),
+        "best features/s tried": best["speed.features_per_s"].map(number),
+        "at micro-batch": best["micro_batch"].astype(str),
+    })  # fmt: skip
+    table[f"Δ{score_name(runs)} vs {BASELINE}"] = [f1["text"].get(name, "not known") for name in table.index]
+    skipped = runs.loc[(runs["status"] == "skipped") & ~runs.index.isin(table.index), "error.message"]
+    table = pd.concat([_in_order(table), _in_order(skipped.to_frame("note"))]).fillna(MISSING)
+    table.insert(0, "what it changes", [change(name) for name in table.index])
+    return table.rename_axis("row").reset_index()
 
 
-def _best_first(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
+def _in_order(table: pd.DataFrame) -> pd.DataFrame:
+    return table.sort_index(key=lambda names: names.map(place))
+
+
+def best_first(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
     """Rows of the kinds in ALLOWED at each micro-batch, as decision_table() prefers them: variant, size, speed
     (features/s), reserved (MiB, the most of all seeds), kind; `f1` by worth(). Raises NotMeasured."""
-    columns = {"spec.variant": "variant", "spec.settings.micro_batch": "size", "speed.features_per_s": "speed",
+    columns = {"spec.variant": "variant", "micro_batch": "size", "speed.features_per_s": "speed",
                "memory.peak_reserved_mib": "reserved"}  # fmt: skip
+    runs = usual(runs)
     measured = runs.loc[runs["status"] == "ok", list(columns)].rename(columns=columns).dropna()
     if measured.empty:
         raise NotMeasured("no run of this group has both GPU memory and speed, so none can be recommended")
@@ -106,50 +123,74 @@ def _best_first(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
 
 def decision_table(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
     """For cards of SIZES_GIB: the quickest full fine-tune and the quickest adapter that were measured to fit. Rows of
-    unknown F1 stand only where none of known F1 fits, and of rows that lost more than ALLOWED in the mean, at either
-    threshold, the one that lost least, where nothing else fits.
+    unknown score stand only where none of known score fits, and of rows that lost more than ALLOWED in the mean, at
+    either threshold, the one that lost least, where nothing else fits.
 
     From `runs` of one group, by peak reserved memory plus CONTEXT_GIB; `f1` by worth(). Speeds are those of the GPU
     that ran them. Raises NotMeasured.
     """
-    measured = _best_first(runs, f1)
+    measured = best_first(runs, f1)
     needed = measured["reserved"] / 1024 + CONTEXT_GIB
     lines = []
     for size in SIZES_GIB:
         line = {"you have": f"{size:g} GiB"}
-        for want, wanted in (("train everything", "all"), ("train adapters", "lora")):
-            fitting = measured[(measured["kind"] == wanted) & (needed <= size)]
-            if fitting.empty:
-                line |= dict.fromkeys((want, f"{want}: ΔF1", f"{want}: features/s"), tables.MISSING)
-                continue
-            best = fitting.iloc[0]
-            line[want] = f"{best['variant']}, micro-batch {best['size']}"
-            line[f"{want}: ΔF1"] = f1["text"].get(best["variant"], "not known")
-            line[f"{want}: features/s"] = number(best["speed"])
+        for want, kind in (("train everything", "all"), ("train adapters", "lora")):
+            texts = [MISSING] * 3
+            for best in measured[(measured["kind"] == kind) & (needed <= size)].head(1).itertuples():
+                texts = [f"{best.variant}, micro-batch {best.size}", f1["text"].get(best.variant, "not known"),
+                         number(best.speed)]  # fmt: skip
+            line |= zip((want, f"{want}: Δ{score_name(runs)}", f"{want}: features/s"), texts, strict=True)
         lines.append(line)
     return pd.DataFrame(lines)
 
 
-def _quickest(tries: pd.DataFrame, f1: pd.DataFrame) -> str:
-    """A sentence on the row to take under the limits of a search, or nothing."""
+def runs_on(variant: str, sm: int) -> bool:
+    """Whether a GPU of this compute capability (x 10) has the kernels that a row asks for."""
+    gpu = Machine(gpus=1, sm=sm, backends=choices()["compile"], bitsandbytes=True, compiler=True)
+    return missing(VARIANTS[variant].settings, gpu) is None
+
+
+def quickest_on(ranked: pd.DataFrame, gib: float, sm: int):
+    """The first of `best_first` that trains everything, fits into so much memory and runs on that capability; None
+    where none does."""
+    fits = (ranked["kind"] == "all") & (ranked["reserved"] / 1024 + CONTEXT_GIB <= gib)
+    fits &= ranked["variant"].map(lambda name: runs_on(name, sm))
+    return next(ranked[fits].itertuples(), None)
+
+
+def generation_table(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
+    """For each of SIZES_GIB and GENERATIONS the row that decision_table() would choose to train everything; without
+    sizes at which nothing changes. Raises NotMeasured."""
+    ranked = best_first(runs, f1)
+    lines = []
+    for size in SIZES_GIB:
+        found = {cards: quickest_on(ranked, size, sm) for sm, cards in GENERATIONS.items()}
+        texts = {cards: f"{row.variant} at {row.size}" if row else MISSING for cards, row in found.items()}
+        lines.append({"you have at least": f"{size:g} GiB"} | texts)
+    table = pd.DataFrame(lines).drop_duplicates(list(GENERATIONS.values()))
+    return table[(table[list(GENERATIONS.values())] != MISSING).any(axis=1)]
+
+
+def estimated_minutes(lines: pd.DataFrame, variant: str, measured_on: str, card: str) -> float:
+    """Minutes of the full training on a card that has run nothing, if a row kept its share of the data sheet's peak
+    there; without compilation. `lines` are those of `measured_on`. Raises NotMeasured."""
+    if absent := {measured_on, card} - DATA_SHEET_TFLOPS.keys():
+        raise NotMeasured(f"no data sheet is known of {', '.join(map(str, sorted(absent, key=str)))}")
+    speed = projected(lines, [variant])["speed"]
+    if variant not in speed:
+        raise NotMeasured(f"{variant} has no measured speed")
+    speed = speed[variant] * DATA_SHEET_TFLOPS[card] / DATA_SHEET_TFLOPS[measured_on]
+    return FULL_FEATURES * FULL_EPOCHS / speed / 60
+
+
+def _quickest(tries: pd.DataFrame, f1: pd.DataFrame) -> list[dict]:
+    """Under the limits of a search, the quickest row that keeps its quality, and those too close to it to tell."""
     try:
-        ranked = _best_first(tries, f1)
+        ranked = best_first(tries, f1)
     except NotMeasured:
-        return ""
-    ranked = ranked[(ranked["kind"] == "all") & (ranked["doubt"] == 0)]
-    if ranked.empty:
-        return ""
-    ranked = ranked.drop_duplicates("variant")
-    alike = ranked[ranked["speed"] >= (1 - SCATTER) * ranked["speed"].max()]
-    said = [f"{row.variant} at micro-batch {row.size}, {number(row.speed)} features/s" for row in alike.itertuples()]
-    return (
-        f" Quickest there, of the rows that train everything and lost no more than {ALLOWED['all']:g} F1 in the mean "
-        f"at either threshold (at the scale's own batch): {'; '.join(said)}"
-        + f"; closer to each other than such tries can tell, {100 * SCATTER:.0f} %"
-        * (len(said) > 1)
-        + ". A try makes one micro-batch a step, while a training's must divide its effective batch: at scale full, "
-        f"{SCALES['full'].effective_batch} is the largest."
-    )
+        return []
+    ranked = ranked[(ranked["kind"] == "all") & (ranked["doubt"] == 0)].drop_duplicates("variant")
+    return ranked[ranked["speed"] >= (1 - SCATTER) * ranked["speed"].max()].to_dict("records")
 
 
 def recipes(runs: pd.DataFrame, group: str) -> str:
@@ -157,36 +198,23 @@ def recipes(runs: pd.DataFrame, group: str) -> str:
 
     `runs` are all records; the seeds' protocol and the searches of fit-batch are groups of their own.
     """
-    hardware = group.rsplit("-", 1)[0]
-    said = (
-        f"**What to run on a card of so much memory**, from this group: reserved memory and {CONTEXT_GIB:g} GiB for "
-        f"the process must fit. A row that lost more than {ALLOWED['all']:g} F1 in the mean (an adapter: "
-        f"{ALLOWED['lora']:g}), at threshold 0 or at the best one, stands only where nothing else fits; ΔF1 is the "
-        "worse of both. The speeds are those of the GPU that ran it, and a row needs what its settings need: a T4 has "
-        "no bf16 and no 8-bit floats, so see the last table for one."
-    )
-    f1 = worth(evidence.quality_runs(runs, group))
-    parts = [said, tables.or_why(lambda part: decision_table(part, f1), tables.select(runs, group))]
-    said = (
-        "**The seeds' protocol**: one step at micro-batch 8 after one to settle. *T4* is theirs, the rest is ours. A "
-        "row that pads to the longest of a batch shows the one batch it drew; no graph is captured so early."
-    )
-    parts += [said, tables.or_why(vram_table, tables.sibling(runs, group, "vram"))]
-    for name in sorted(set(runs["group"])):
-        if name.startswith(f"{hardware}-fit-"):
-            tries = tables.select(runs, name)
-            limit, sm = tries["spec.scale.limit_gib"].iloc[0], name.rsplit("-sm", 1)[-1]
-            absent = [row for row in VARIANTS if row not in set(tries["spec.variant"])]
-            parts += [
-                f"**The largest micro-batch within {limit:g} GiB**, with the allocator capped to that (the process "
-                f"takes about {CONTEXT_GIB:g} GiB beside it) and with what compute capability {int(sm) / 10:g} offers. "
-                "The speeds, of one short run each, are not those of such a card; rows that pad to the longest of a "
-                "batch vary by several percent with what they draw in it, and rows that launch kernel by kernel lose "
-                "most where other searches keep the host busy. The F1 of packed rows is that of the "
-                "kernel which the GPU of the runs for quality has; ΔF1 is at the worse threshold again."
-                + (f" Not searched: {', '.join(absent)}." if absent else "")
-                + _quickest(tries, f1)
-                + f" Code {tables.commits(tries)}.",
-                tables.or_why(lambda part: largest_batches(part, f1), tries),
-            ]
+    own = select(runs, group)
+    f1 = worth(quality_runs(runs, group))
+    said = {"context": CONTEXT_GIB, "all": ALLOWED["all"], "score": score_name(own)}
+    parts = [
+        say("cards.card", lora=ALLOWED["lora"], **said),
+        or_why(decision_table, own, f1),
+        say("cards.protocol"),
+        or_why(vram_table, sibling(runs, group, "vram")),
+    ]
+    found = neighbours(runs, group)
+    for name in sorted(set(found.loc[found["spec.search"] == "fit-batch", "group"])):
+        tries = select(runs, name)
+        absent = [row for row in VARIANTS if row not in set(tries["spec.variant"])]
+        limit, sm = tries[["spec.scale.limit_gib", "spec.sm"]].iloc[0]
+        parts += [
+            say("cards.search", limit=limit, sm=sm, absent=absent, quickest=_quickest(tries, f1), scatter=SCATTER,
+                largest=SCALES["full"].effective_batch, code=commits(tries), **said),
+            or_why(largest_batches, tries, f1),
+        ]  # fmt: skip
     return "\n\n".join(parts)

@@ -8,18 +8,27 @@ verdict is on a claim's direction and rough size, and "cannot be told" where an 
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pandas as pd
 
-from qa_lib.report import tables
 from qa_lib.report.quality import compare, quality_runs, tries_of
-from qa_lib.report.tables import BASELINE, NotMeasured, factor, points
+from qa_lib.report.runs import BASELINE, NotMeasured, select, sibling, usual
+from qa_lib.report.tables import summarise
+from qa_lib.report.text import FILTERS, MISSING, say
 from qa_lib.variants import VARIANTS
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot be told"
-Finding = tuple[str, dict[str, str], str]  # what was measured; each part of the claim and its verdict; why
+CLAIMS = {  # macro of texts/claims.md.j2, which says what was measured -> the claim
+    "stack": "SDPA, the compiler and bucketing together train 17 % faster, with better F1",
+    "range": "1.3 to 2.0 times the baseline's speed is reachable",
+    "peft_quality": "LoRA and BitFit underperform on SQuAD v2 (by 22 and 19 F1)",
+    "peft_pays": "PEFT still helps once kernels are fused",
+    "adam8": "8-bit AdamW keeps accuracy at 20 % less memory",
+    "checkpointing": "Gradient checkpointing saves 32 % of memory and costs 2 F1",
+    "join": "A4-b's collapse is a misalignment of labels",
+    "backends": "aot_eager equals Inductor",
+}
 
 
 @dataclass(frozen=True)
@@ -50,11 +59,24 @@ class Facts:
 
     def first_peak(self, variant: str, base: str) -> float:
         """The same by the seeds' protocol: one step of 8 features to settle, one measured."""
-        measured = self.vram[self.vram["spec.settings.micro_batch"] == 8].dropna(subset=["memory.peak_alloc_mib"])
-        peaks = measured.drop_duplicates("spec.variant", keep="last").set_index("spec.variant")["memory.peak_alloc_mib"]
-        if absent := [name for name in (variant, base) if name not in peaks.index]:
+        measured = self.vram[self.vram["micro_batch"] == 8].dropna(subset=["memory.peak_alloc_mib"])
+        peaks = measured.groupby("spec.variant")["memory.peak_alloc_mib"].last()
+        if absent := [name for name in (variant, base) if name not in peaks]:
             raise NotMeasured(f"{absent[0]} has no peak at scale vram")
-        return float(peaks[variant]) / float(peaks[base])
+        return peaks[variant] / peaks[base]
+
+    def against_parent(self, variant: str) -> dict:
+        """A row's name, its parent's, and its speed and peak over the parent's."""
+        parent = VARIANTS[variant].parent
+        found = {"speed": self.speed(variant, parent), "peak": self.peak(variant, parent)}
+        return {"name": variant, "parent": parent} | found
+
+    def score(self, variant: str) -> float:
+        """A row's mean F1. Raises NotMeasured where it has none."""
+        found = self.quality.loc[self.quality["spec.variant"] == variant, "quality.f1"].astype(float).mean()
+        if math.isnan(found):
+            raise NotMeasured(f"{variant} has no F1")
+        return found
 
     def f1(self, variant: str, base: str = BASELINE) -> tuple[float, float]:
         """F1 of a row minus another's, and half the 90 % interval; NaN where it was not measured."""
@@ -91,148 +113,35 @@ def costs(difference: tuple[float, float], loss: float) -> str:
     return HOLDS if value + half < 0 else OPEN
 
 
-def _is(truth: bool) -> str:
+def about(difference: tuple[float, float], loss: float, room: float) -> str:
+    """Whether a loss is of about so much, within 4 points; open where there is not so much to lose (Facts.room)."""
+    return between(difference, -loss - 4, 4 - loss) if room > loss - 4 else OPEN
+
+
+def holds(truth: bool) -> str:
     return HOLDS if truth else FAILS
 
 
-def _points(difference: tuple[float, float]) -> str:
-    return "F1 not measured" if math.isnan(difference[0]) else f"{points(*difference, '+')} F1"
-
-
-def _less(ratio: float) -> str:
-    return f"{100 * (ratio - 1):+.0f} %".replace("-", "−")
-
-
-def _stack(facts: Facts) -> Finding:
-    small, large, gain = facts.speed("A4", micro_batch=8), facts.speed("A4"), facts.f1("A4")
-    return (
-        f"A4 {factor(small)} at micro-batch 8, {factor(large)} at 32; {_points(gain)}",
-        {"faster by 17 % at both": _is(min(small, large) > 1.17), "better F1": between(gain, 0, math.inf)},
-        "Theirs is A4-nb's padding; only the order of the features differs, so no better F1 is to be expected.",
-    )
-
-
-def _range(facts: Facts) -> Finding:
-    small, large, best = facts.speed("A4", micro_batch=8), facts.speed("A4"), facts.speed("E-best")
-    return (
-        f"A4 {factor(small)} at micro-batch 8, {factor(large)} at 32; E-best {factor(best)}",
-        {"reachable": _is(large > 1.3)},
-        "And far from the end: no padding, and one launch a step.",
-    )
-
-
-def _peft_quality(facts: Facts) -> Finding:
-    theirs, ours, bias, room = facts.f1("B1"), facts.fresh("B1-all"), facts.f1("B2"), facts.room()
-
-    def about(difference: tuple[float, float], loss: float) -> str:
-        """Whether a loss is of about so much, within 4 points; open where there is not so much to lose."""
-        return between(difference, -loss - 4, 4 - loss) if room > loss - 4 else OPEN
-
-    return (
-        f"LoRA as they set it (B1) {_points(theirs)}; on every linear layer with a rate of its own (B1-all, "
-        f"on seeds by which it was not chosen) {_points(ours)}; BitFit (B2) {_points(bias)}",
-        {
-            "LoRA as they set it loses more than 2": between(theirs, -math.inf, -2),
-            "it loses about 22": about(theirs, 22),
-            "LoRA on every layer loses more than 2": between(ours, -math.inf, -2),
-            "BitFit loses more than 2": between(bias, -math.inf, -2),
-            "it loses about 19": about(bias, 19),
-        },
-        "An adapter needs a larger learning rate and more targets; BitFit's rate was not searched to its end. "
-        f"Theirs had 26.5 F1 to lose before never answering would have been better, ours {points(room)} at the best "
-        "threshold.",
-    )
-
-
-def _peft_pays(facts: Facts) -> Finding:
-    rows = {name: VARIANTS[name].parent for name in ("EB1", "EB1-all", "EB2", "EB3")}
-    speeds = [facts.speed(name, parent) for name, parent in rows.items()]
-    peaks = [facts.peak(name, parent) for name, parent in rows.items()]
-    said = [
-        f"{row} {factor(s)} of {rows[row]} ({_less(p)} memory)" for row, s, p in zip(rows, speeds, peaks, strict=True)
-    ]
-    return (
-        ", ".join(said),
-        {
-            "memory": _is(max(peaks) < 1),
-            "speed, LoRA on query and value": _is(speeds[0] > 1),
-            "speed, LoRA on every linear layer": _is(speeds[1] > 1),
-            "speed, biases or top layers": _is(min(speeds[2:]) > 1),
-        },
-        "Only what shortens the backward pass or leaves weights without a gradient saves time.",
-    )
-
-
-def _adam8(facts: Facts) -> Finding:
-    first, large, loss = facts.first_peak("C1", "A3"), facts.peak("C1", "A3"), facts.f1("C1", "A3")
-    return (
-        f"C1 against A3: {_less(first)} memory by their protocol, {_less(large)} at micro-batch 32; {_points(loss)}",
-        {"at least 15 % less, by their protocol": _is(first < 0.85), "within 1 F1": between(loss, -1, 1)},
-        "What it saves is a fixed amount, so that its share falls as the batch grows.",
-    )
-
-
-def _checkpointing(facts: Facts) -> Finding:
-    first, large, loss = facts.first_peak("C2", "A3"), facts.peak("C2", "A3"), facts.f1("C2", "A3")
-    return (
-        f"C2 against A3: {_less(first)} memory by their protocol, {_less(large)} at micro-batch 32; {_points(loss)}",
-        {
-            "at least 28 % less, by their protocol": _is(first < 0.72),
-            "at micro-batch 32": _is(large < 0.72),
-            "costs 2 F1": costs(loss, 2),
-        },
-        "A test shows equal gradients, bit for bit with dropout on (a small model, not compiled).",
-    )
-
-
-def _join(facts: Facts) -> Finding:
-    f1 = facts.quality[facts.quality["status"] == "ok"].groupby("spec.variant")["quality.f1"].mean()
-    if {"A4-b", "A4"} - set(f1.dropna().index):
-        raise NotMeasured("A4-b and A4 have no F1")
-    wrong, right = f1["A4-b"], f1["A4"]
-    return (
-        f"The training of A4 (F1 {points(right)}), its predictions joined by position: F1 {points(wrong)}",
-        {"wrong labels (not tested)": OPEN, "a wrong join suffices": _is(wrong < right - 20)},
-        "Their run is gone; its low training loss (0.79) speaks for a wrong join and against wrong labels.",
-    )
-
-
-def _backends(facts: Facts) -> Finding:
-    small, large, loss = facts.speed("D1", "A3", 8), facts.speed("D1", "A3"), facts.f1("D1", "A3")
-    return (
-        f"D1 {factor(small)} the speed of A3 at micro-batch 8, {factor(large)} at 32; {_points(loss)}",
-        {"at least 95 % of the speed": _is(min(small, large) > 0.95), "within 1 F1": between(loss, -1, 1)},
-        "Whether a T4's longer kernels hide what fusing saves was not measured.",
-    )
-
-
-CLAIMS: dict[str, Callable[[Facts], Finding]] = {
-    "SDPA, the compiler and bucketing together train 17 % faster, with better F1": _stack,
-    "1.3 to 2.0 times the baseline's speed is reachable": _range,
-    "LoRA and BitFit underperform on SQuAD v2 (by 22 and 19 F1)": _peft_quality,
-    "PEFT still helps once kernels are fused": _peft_pays,
-    "8-bit AdamW keeps accuracy at 20 % less memory": _adam8,
-    "Gradient checkpointing saves 32 % of memory and costs 2 F1": _checkpointing,
-    "A4-b's collapse is a misalignment of labels": _join,
-    "aot_eager equals Inductor": _backends,
-}
+FILTERS |= {verdict.__name__: verdict for verdict in (between, costs, about, holds)}
 
 
 def facts_of(runs: pd.DataFrame, group: str) -> Facts:
     """The facts in all records of a group's hardware; where it has no bench group, the group's own speeds."""
-    bench = tables.sibling(runs, group, "bench")
-    lines = tables.summarise(tables.select(runs, group) if bench.empty else bench)
-    return Facts(lines, quality_runs(runs, group), tables.sibling(runs, group, "vram"), tries_of(runs, group))
+    bench, vram = (sibling(runs, group, scale) for scale in ("bench", "vram"))
+    lines = summarise(select(runs, group) if bench.empty else bench)
+    return Facts(*map(usual, (lines, quality_runs(runs, group), vram, tries_of(runs, group))))
 
 
 def claims_table(facts: Facts) -> pd.DataFrame:
-    """Every claim: what we measured, whether each part of it holds, and why."""
+    """Every claim: what we measured, whether each part of it holds, and why. Raises NotMeasured for another task than
+    question answering, about which the seeds claim nothing."""
+    if facts.bench["task.name"].iloc[0] != "qa":
+        raise NotMeasured("the seeds' claims are about question answering")
     lines = []
-    for claim, check in CLAIMS.items():
+    for macro, claim in CLAIMS.items():
         try:
-            measured, verdicts, why = check(facts)
+            told = say(f"claims.{macro}", facts=facts).split(" | ")
         except NotMeasured as reason:
-            measured, verdicts, why = "–", {"": OPEN}, f"Not measured: {reason}."
-        said = "; ".join(f"{part}: **{verdict}**".removeprefix(": ") for part, verdict in verdicts.items())
-        lines.append({"claim of the seeds": claim, "measured here": measured, "verdict": said, "why": why})
-    return pd.DataFrame(lines)
+            told = MISSING, f"**{OPEN}**", f"Not measured: {reason}."
+        lines.append((claim, *told))
+    return pd.DataFrame(lines, columns=["claim of the seeds", "measured here", "verdict", "why"])

@@ -1,27 +1,24 @@
-"""The figures of the report: `fig_*(runs) -> Figure`, each from the runs of one group, with a panel a micro-batch.
+"""The figures of the report: `fig_*(runs) -> Figure`, each from the runs of one group, with a panel for each cell.
 
-Titles are sentences computed by qa_lib.findings; a figure whose values no record holds raises NotMeasured. Drawing the
+Titles are sentences computed by sentences.py; a figure whose values no record holds raises NotMeasured. Drawing the
 same records twice gives the same bytes.
 """
 
-import math
 from pathlib import Path
 
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
 
-from qa_lib.report import profiles as anatomy
-from qa_lib.report import quality as evidence
-from qa_lib.report import sentences as findings
-from qa_lib.report import tables
+from qa_lib.report import profiles, quality, sentences
+from qa_lib.report.runs import BASELINE, NotMeasured, ReportError, cells, in_cells, on_cpu, score_name
 from qa_lib.report.sentences import LADDER, PEERS
-from qa_lib.report.style import COLORS, GREY, MARKERS, WIDTH, show, style, wrap
-from qa_lib.report.tables import BASELINE, NotMeasured, ReportError, factor, number
+from qa_lib.report.style import COLORS, GREY, MARKERS, bars, new_figure, show, style, wrap
+from qa_lib.report.tables import cost_table, family_lines, summarise
+from qa_lib.report.text import factor, gain, number, share
 from qa_lib.variants import FAMILIES, VARIANTS
 
 # Labels are tried at these offsets from their point, in points, nearest first; the first NEAR need no line to it.
@@ -34,18 +31,15 @@ NEAR = len(_AROUND)
 def fig_ladder(runs: pd.DataFrame) -> Figure:
     """Training speed rung by rung, each with its factor to A1 and to the row it changes; the Trainer beside."""
     lines = _timed(runs)
-    title = findings.speed_finding(lines)
-    figure, panels = _panels(
-        runs, lines[lines["variant"].isin([*PEERS, *LADDER])], title, lambda part: 0.36 * len(part)
-    )
-    ends = pd.concat([part["features_per_s"] + part["features_per_s±"].fillna(0) for _, part in panels])
-    for axis, part in panels:
+    shown = lines[lines["variant"].isin([*PEERS, *LADDER])]
+    parts = cells(shown)
+    figure, axes = _panels(runs, shown, sentences.speed_finding(lines), parts, lambda part: 0.36 * len(part))
+    end = (shown["features_per_s"] + shown["features_per_s±"].fillna(0)).max()
+    for axis, (_, part) in zip(axes, parts, strict=True):
         rows = part.set_index("variant").reindex([name for name in (*PEERS, *LADDER) if name in set(part["variant"])])
         rows["label"] = [f"{name}   {wrap(text, 28)}" for name, text in rows["change"].items()]
         colors = {line["label"]: GREY if name in PEERS else COLORS[line["family"]] for name, line in rows.iterrows()}
-        sns.barplot(
-            rows, x="features_per_s", y="label", hue="label", palette=colors, saturation=1, errorbar=None, ax=axis
-        )
+        bars(axis, rows, "features_per_s", "label", hue="label", palette=colors)
         for height, (name, line) in enumerate(rows.iterrows()):
             speed, half = line["features_per_s"], line["features_per_s±"]
             if pd.isna(speed):
@@ -60,38 +54,37 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
             if pd.notna(half):
                 axis.errorbar(speed, height, xerr=half, color="black", capsize=3, linewidth=1)
             _say(axis, speed + (0 if pd.isna(half) else half), height, said)
-        axis.set(xlabel="features/s in training (longer is faster)", ylabel="row and its change")
         # One scale for all panels, with room for the words behind the longest bar and its whisker.
-        axis.set_xlim(0, 1.9 * ends.max())
-        axis.grid(False, axis="y")
+        axis.set(xlabel="features/s in training (longer is faster)", ylabel="row and its change", xlim=(0, 1.9 * end))
     return figure
 
 
 @style()
 def fig_f1_time(runs: pd.DataFrame) -> Figure:
-    """F1 against training time, a point a row."""
+    """The score against training time, a point a row."""
     lines = _lines(runs)
-    title = findings.quality_finding(lines)
-    return _scatter(runs, lines, title, ("train_s", "training time in s (compilation included)"), ("f1", "F1"))
+    time = ("train_s", "training time in s (compilation included)")
+    return _scatter(runs, lines, sentences.quality_finding(lines), time, ("score", score_name(lines)))
 
 
 @style()
 def fig_memory(runs: pd.DataFrame) -> Figure:
     """Peak GPU memory against step time, a point a row. Raises NotMeasured where no GPU was used."""
     lines = _timed(runs)
-    title = findings.memory_finding(lines)
-    return _scatter(runs, lines, title, ("step_ms", "median step in ms"), ("peak_mib", "peak GPU memory in MiB"))
+    time, peak = ("step_ms", "median step in ms"), ("peak_mib", "peak GPU memory in MiB")
+    return _scatter(runs, lines, sentences.memory_finding(lines), time, peak)
 
 
 @style()
 def fig_peft(runs: pd.DataFrame) -> Figure:
-    """F1 against the share of parameters that train, for the PEFT rows; A1 and A3 to compare."""
+    """The score against the share of parameters that train, for the PEFT rows; A1 and A3 to compare."""
     lines = _lines(runs)
-    title = findings.peft_finding(lines)
-    rows = tables.family_lines(lines, "B").copy()
+    title = sentences.peft_finding(lines)
+    rows = family_lines(lines, "B").copy()
     rows["share"] = 100 * rows["trainable"] / rows["params"]
-    rows["text"] = rows["variant"] + " (" + (rows["share"] / 100).map(tables.share) + ")"
-    return _scatter(runs, rows, title, ("share", "parameters that train, in % of all (log)"), ("f1", "F1"), log=True)
+    rows["text"] = rows["variant"] + " (" + (rows["share"] / 100).map(share) + ")"
+    part_of = ("share", "parameters that train, in % of all (log)")
+    return _scatter(runs, rows, title, part_of, ("score", score_name(lines)), log=True)
 
 
 @style()
@@ -101,45 +94,50 @@ def fig_equivalence(runs: pd.DataFrame) -> Figure:
 
     Rows far off, and those without an interval, are left to the table. Raises NotMeasured where none has one.
     """
-    table = evidence.equivalence(runs)
-    title = evidence.equivalence_finding(table)
-    every = table.dropna(subset=["half", "best_half"])
-    rows = every[every["delta"].abs() < 4 * evidence.MARGIN].reset_index(drop=True)
+    title = sentences.equivalence_finding(runs)
     whiskers = "whiskers: t-based 90 % interval over equal seeds; within the band counts as equal"
-    figure, ((axis, _),) = _panels(runs, _lines(runs), title, lambda _: 0.3 * len(rows) + 0.3, True, whiskers)
+    parts = in_cells(runs.drop(columns="micro_batch"), _near)
+    figure, axes = _panels(runs, _lines(runs), title, parts, lambda rows: 0.3 * len(rows) + 0.3, whiskers)
     color = {"within": COLORS["A"], "no worse": COLORS["A"], "open": GREY, "beyond": COLORS["B"]}
-    for height, row in rows.iterrows():
-        ink = color[row["verdict"]]
-        axis.errorbar(row["delta"], height - 0.15, xerr=row["half"], fmt="o", color=ink, capsize=2, markersize=5)
-        axis.errorbar(row["best_delta"], height + 0.2, xerr=row["best_half"], fmt="o", color=ink, capsize=2,
-                      markersize=4, markerfacecolor="white", linewidth=1)  # fmt: skip
-        said = f"{tables.points(row['delta'], row['half'], '+')} (n = {row['n']})"
-        _say(axis, max(row["delta"] + row["half"], row["best_delta"] + row["best_half"]), height, said)
-    axis.axvspan(-evidence.MARGIN, evidence.MARGIN, color="0.92", zorder=0)
-    axis.axvline(0, color="0.4", linewidth=1)
-    axis.set_yticks(range(len(rows)), rows["variant"])
-    label = f"F1 minus {BASELINE}'s at threshold 0 (filled) and at the best one (hollow); band: ± {evidence.MARGIN:g}"
-    axis.set(xlabel=label, ylabel="row", ylim=(-0.7, len(rows) - 0.3))
-    spans = [rows[f"{at}delta"].abs() + rows[f"{at}half"] for at in ("", "best_")]
-    reach = max(evidence.MARGIN, *(span.max() for span in spans))
-    axis.set_xlim(-1.1 * reach, 1.7 * reach)
-    axis.invert_yaxis()
-    axis.grid(False, axis="y")
+    margin = quality.MARGIN
+    for axis, (_, rows) in zip(axes, parts, strict=True):
+        for height, row in rows.iterrows():
+            ink = color[row["verdict"]]
+            axis.errorbar(row["delta"], height - 0.15, xerr=row["half"], fmt="o", color=ink, capsize=2, markersize=5)
+            axis.errorbar(row["best_delta"], height + 0.2, xerr=row["best_half"], fmt="o", color=ink, capsize=2,
+                          markersize=4, markerfacecolor="white", linewidth=1)  # fmt: skip
+            said = f"{gain(row['delta'], row['half'])} (n = {row['n']})"
+            _say(axis, max(row["delta"] + row["half"], row["best_delta"] + row["best_half"]), height, said)
+        axis.axvspan(-margin, margin, color="0.92", zorder=0)
+        axis.axvline(0, color="0.4", linewidth=1)
+        axis.set_yticks(range(len(rows)), rows["variant"])
+        label = f"F1 minus {BASELINE}'s at threshold 0 (filled) and at the best one (hollow); band: ± {margin:g}"
+        axis.set(xlabel=label, ylabel="row", ylim=(-0.7, len(rows) - 0.3))
+        spans = [rows[f"{at}delta"].abs() + rows[f"{at}half"] for at in ("", "best_")]
+        reach = max(margin, *(span.max() for span in spans))
+        axis.set_xlim(-1.1 * reach, 1.7 * reach)
+        axis.invert_yaxis()
+        axis.grid(False, axis="y")
     return figure
+
+
+def _near(runs: pd.DataFrame) -> pd.DataFrame:
+    """Of quality.equivalence the rows with an interval, and a difference that a figure has room for."""
+    rows = quality.equivalence(runs).dropna(subset=["half", "best_half"])
+    return rows[rows["delta"].abs() < 4 * quality.MARGIN].reset_index(drop=True)
 
 
 @style()
 def fig_cost(runs: pd.DataFrame) -> Figure:
     """What each row took from start to record, all its runs together."""
-    lines, title = _timed(runs), findings.cost_finding(runs)
-    rows = tables.cost_table(runs).iloc[:-1]
-    figure, ((axis, _),) = _panels(runs, lines, title, lambda _: 0.26 * len(rows), one=True)
-    sns.barplot(rows, x="wall_s", y="row", color=COLORS["A"], saturation=1, errorbar=None, ax=axis)
+    lines, title = _timed(runs), sentences.cost_finding(runs)
+    rows = cost_table(runs).iloc[:-1]
+    figure, (axis,) = _panels(runs, lines, title, [("", rows)], lambda rows: 0.26 * len(rows))
+    bars(axis, rows, "wall_s", "row", color=COLORS["A"])
     for height, row in enumerate(rows.itertuples()):
         _say(axis, row.wall_s, height, f"{number(row.wall_s)} s" + (f" ({row.runs} runs)" if row.runs > 1 else ""))
-    axis.set(xlabel="wall time in s: data, training, evaluation", ylabel="row")
-    axis.set_xlim(0, 1.18 * rows["wall_s"].max())
-    axis.grid(False, axis="y")
+    limits = (0, 1.18 * rows["wall_s"].max())
+    axis.set(xlabel="wall time in s: data, training, evaluation", ylabel="row", xlim=limits)
     return figure
 
 
@@ -149,9 +147,9 @@ FIGURES = {
     "f1-time": fig_f1_time,
     "memory": fig_memory,
     "peft": fig_peft,
-    "timeline": anatomy.fig_timeline,
-    "phases": anatomy.fig_phases,
-    "roofline": anatomy.fig_roofline,
+    "timeline": profiles.fig_timeline,
+    "phases": profiles.fig_phases,
+    "roofline": profiles.fig_roofline,
     "cost": fig_cost,
 }
 
@@ -166,10 +164,8 @@ def fig_run(record: dict, run_dir: Path) -> Figure:
     steps = pd.read_json(path, lines=True) if record["status"] == "ok" else pd.DataFrame()
     if steps.empty:
         raise NotMeasured(f"{record['run_id']} is {record['status']}: {record['error']['message']}")
-    figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
-    FigureCanvasAgg(figure)
     title = f"{record['run_id']}: loss {steps['loss'].iloc[-20:].mean():.2f} at the end"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    figure = new_figure(title, "", 3.2)
     begin = record["spec"]["scale"]["measure_from"]
     for axis, column, name in zip(figure.subplots(1, 2), ("loss", "ms"), ("training loss", "step in ms"), strict=True):
         sns.lineplot(steps, x="step", y=column, color=COLORS["A"], linewidth=1, ax=axis)
@@ -188,7 +184,7 @@ def _lines(runs: pd.DataFrame) -> pd.DataFrame:
     groups = sorted(set(runs["group"]))
     if len(groups) != 1:
         raise ReportError(f"a figure shows one group, not {', '.join(groups) or 'none'}")
-    return tables.summarise(runs)
+    return summarise(runs)
 
 
 def _timed(runs: pd.DataFrame) -> pd.DataFrame:
@@ -200,80 +196,73 @@ def _timed(runs: pd.DataFrame) -> pd.DataFrame:
     return lines
 
 
-def _panels(runs, lines, title, height, one=False, whiskers=findings.WHISKERS):
-    """A figure with title and caption, and a pair (axes, lines) for each micro-batch, or one for all of them.
+def _panels(runs, lines, title, parts, height, whiskers=sentences.WHISKERS) -> tuple[Figure, list[Axes]]:
+    """A figure with title and caption, and the axes of a panel for each (label, content) of `parts`.
 
-    `height(lines)` is that of a panel's content in inches.
+    `height(content)` is that of a panel's content in inches.
     """
-    parts = [("", lines)] if one else findings.sizes_of(lines)
-    heights = [height(part) for _, part in parts]
-    figure = Figure(figsize=(WIDTH, sum(heights) + 0.75 * len(parts) + 1.0), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(len(parts), squeeze=False, height_ratios=heights)[:, 0]
-    if runs["group"].iloc[0].startswith("cpu-"):
+    heights = [height(content) for _, content in parts]
+    if on_cpu(runs):
         title = f"On a CPU: {title}"
-    figure.suptitle(wrap(title, 90), x=0.01, ha="left", fontsize=12, fontweight="bold")
-    note = wrap(findings.caption(runs, lines, whiskers), 148)
-    figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color="0.35")
-    for axis, (size, _) in zip(axes, parts, strict=True):
-        axis.set_title(size, loc="left", fontsize=10)
-    return figure, [(axis, part) for axis, (_, part) in zip(axes, parts, strict=True)]
+    note = sentences.caption(runs, lines, whiskers)
+    figure = new_figure(title, note, sum(heights) + 0.75 * len(parts) + 1.0)
+    axes = figure.subplots(len(parts), squeeze=False, height_ratios=heights)[:, 0]
+    for axis, (label, _) in zip(axes, parts, strict=True):
+        axis.set_title(label, loc="left", fontsize=10)
+    return figure, list(axes)
 
 
 def _scatter(runs, lines, title, x: tuple[str, str], y: tuple[str, str], log: bool = False) -> Figure:
     """Points (column, axis label) of all lines that have both, labelled by `text` or else the row's name."""
-    lines = lines.dropna(subset=[x[0], y[0]])
-    figure, panels = _panels(runs, lines, title, lambda _: 4.2)
-    for axis, part in panels:
+    points = lines.dropna(subset=[x[0], y[0]]).reset_index(drop=True)
+    # The half lengths of a point's whiskers, 0 where it has none.
+    for name, (column, _) in (("across", x), ("up", y)):
+        points[name] = points[f"{column}±"].fillna(0.0) if f"{column}±" in points else 0.0
+    parts = cells(points)
+    figure, axes = _panels(runs, points, title, parts, lambda _: 4.2)
+    for axis, (_, part) in zip(axes, parts, strict=True):
         families = sorted(set(part["family"]))
         sns.scatterplot(
             part, x=x[0], y=y[0], hue="family", style="family", hue_order=families, style_order=families,
             palette=[COLORS[name] for name in families], markers=[MARKERS[name] for name in families], s=70, ax=axis,
         )  # fmt: skip
         for line in part.to_dict("records"):
-            _, (across, up) = _place(line, x[0], y[0])
-            style_of = {"color": COLORS[line["family"]], "capsize": 2, "linewidth": 1}
-            axis.errorbar(line[x[0]], line[y[0]], up or None, across or None, **style_of)
+            color = COLORS[line["family"]]
+            whiskers = line["up"] or None, line["across"] or None
+            axis.errorbar(line[x[0]], line[y[0]], *whiskers, color=color, capsize=2, linewidth=1)
         axis.set(xlabel=x[1], ylabel=y[1], xscale="log" if log else "linear")
         axis.margins(0.1)
         handles, names = axis.get_legend_handles_labels()
         axis.legend(handles, [f"{name}: {FAMILIES.get(name, name)}" for name in names], fontsize=8)
     figure.canvas.draw()  # the layout is settled by drawing, and only then do data have places in pixels
-    for axis, part in panels:
-        _label(
-            axis, [(line.get("text", line["variant"]), *_place(line, x[0], y[0])) for line in part.to_dict("records")]
-        )
+    for axis, (_, part) in zip(axes, parts, strict=True):
+        texts = part["text"] if "text" in part else part["variant"]
+        _label(axis, list(zip(part[x[0]], part[y[0]], part["across"], part["up"], texts, strict=True)))
     return figure
 
 
-def _place(line: dict, x: str, y: str) -> tuple[tuple[float, float], tuple[float, float]]:
-    """A line's point and the half lengths of its whiskers, 0 where it has none; in data coordinates."""
-    halves = (line.get(f"{name}±", math.nan) for name in (x, y))
-    return (line[x], line[y]), tuple(0.0 if pd.isna(half) else half for half in halves)
-
-
 def _label(axis: Axes, points: list[tuple]) -> None:
-    """Write each (text, point, whiskers) beside its point at the first free place; with a line to it if further off."""
+    """Write the text of each (x, y, across, up, text) beside its point at the first free place; with a line to it if
+    further off."""
     renderer, pixel = axis.figure.canvas.get_renderer(), axis.figure.dpi / 72
     taken = [axis.get_legend().get_window_extent(renderer)]
-    for _, (x, y), (across, up) in points:
-        for ends, pad in (([(x, y)] * 2, 5), ([(x - across, y), (x + across, y)], 2), ([(x, y - up), (x, y + up)], 2)):
-            taken.append(Bbox(axis.transData.transform(ends)).padded(pad * pixel))
-    for text, point, _ in sorted(points, key=lambda entry: entry[1]):
-        px, py = axis.transData.transform(point)
+    for x, y, across, up, _ in points:
+        for dx, dy, pad in ((0, 0, 5), (across, 0, 2), (0, up, 2)):
+            ends = axis.transData.transform([(x - dx, y - dy), (x + dx, y + dy)])
+            taken.append(Bbox(ends).padded(pad * pixel))
+    for x, y, *_, text in sorted(points):
+        px, py = axis.transData.transform((x, y))
         note = axis.annotate(
-            text, point, (0, 0), textcoords="offset points", fontsize=9, va="center",
+            text, (x, y), (0, 0), textcoords="offset points", fontsize=9, va="center",
             arrowprops={"arrowstyle": "-", "color": "0.5", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4},
         )  # fmt: skip
         note.set_in_layout(False)
         size = note.get_window_extent(renderer)
-        boxes = [
-            Bbox.from_bounds(
-                px + dx * pixel - size.width * (dx < 0), py + dy * pixel - size.height / 2, size.width, size.height
-            )
-            for dx, dy in OFFSETS
-        ]
-        crowds = [sum(map(box.overlaps, taken)) + 10 * (not _inside(box, axis.bbox)) for box in boxes]
+        boxes = []
+        for dx, dy in OFFSETS:
+            left = px + dx * pixel - (size.width if dx < 0 else 0)
+            boxes.append(Bbox.from_bounds(left, py + dy * pixel - size.height / 2, size.width, size.height))
+        crowds = [sum(map(box.overlaps, taken)) + (0 if _inside(box, axis.bbox) else 10) for box in boxes]
         best = crowds.index(min(crowds))  # the nearest of the free places, or else the least crowded
         note.set_position(OFFSETS[best])
         note.set_ha("right" if OFFSETS[best][0] < 0 else "left")

@@ -1,56 +1,33 @@
 """The dashboard as one self-contained page: every group's tables and figures, and a panel for each of its rows.
 
-The app serves it and `report --html` writes it. What it shows comes from tables, findings and the report's figures.
+The app serves it and `report --html` writes it. What it shows comes from tables, sentences and the report's figures.
 """
 
 import base64
 import dataclasses
 import hashlib
-import os
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
-from qa_lib.report import sentences as findings
-from qa_lib.report import tables
-from qa_lib.report.runs import load_runs
-from qa_lib.variants import FAMILIES, VARIANTS, Settings
+from qa_lib.report.gallery import Pictures
+from qa_lib.report.runs import AXES, AXIS_NAMES, load_runs, on_cpu, searches, select
+from qa_lib.report.sentences import LADDER, PEERS, caption
+from qa_lib.report.tables import family_lines, result_table, summarise
+from qa_lib.report.text import LEFT, MISSING, number, points
+from qa_lib.variants import FAMILIES, VARIANTS
 
 WEB = Path(__file__).with_name("web")
-HEADINGS = (
-    "row",
-    "what it changes",
-    "micro-batch",
-    "features/s",
-    "× A1",
-    "step ms [p10–p90]",
-    "MFU",
-    "peak MiB",
-    "F1",
-    "ΔF1 vs A1",
-    "trainable",
-    "n",
-    "status",
-    "note",
-)
-# Figures with a section of their own, in this order; what else there is comes after them under its own name.
-SECTIONS = {
-    "ladder": "Step by step: A1 → A4 → E",
-    "peft": "PEFT against full fine-tuning",
-    "memory": "GPU memory (VRAM) against step time",
-}
-NUMBERS = {  # of a run, in its row's panel
-    "tokens/s": "speed.real_tokens_per_s",
-    "features/s": "speed.features_per_s",
-    "step ms": "time.step_ms.median",
-    "peak MiB": "memory.peak_alloc_mib",
-    "wall s": "time.wall_s",
-}
-Pictures = Callable[[pd.DataFrame, str], tuple[dict[str, tuple[str, bytes]], dict[str, str]]]
-
+HEADINGS = ("row", "what it changes", *(axis.label for axis in AXES), "features/s", "× A1", "step ms [p10–p90]", "MFU",
+            "peak MiB", "{score}", "Δ{score} vs A1", "trainable", "n", "status", "note")  # fmt: skip
+PANEL = {"path", "status", "micro_batch", "spec.variant", "spec.seed", "task.metric", "task.label", "code.commit",
+         "error.message", "speed.real_tokens_per_s", "speed.features_per_s", "time.step_ms.median", "time.wall_s",
+         "memory.peak_alloc_mib"}  # fmt: skip
 _TEMPLATES = Environment(
     loader=FileSystemLoader(WEB), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
@@ -73,7 +50,7 @@ def without_paths(text: str) -> str:
     return re.sub(r"(?<![\w/:.<])/(?:[\w.+@~-]+/)+([\w.+@~-]*)", r"…/\1", text)
 
 
-def static(runs_dir: Path, out: Path, pictures: Pictures) -> str:
+def static(runs_dir: Path, out: Path, pictures: Callable[..., Pictures]) -> str:
     """The dashboard for a file `out`, with links to those notebooks that lie below its folder."""
     here = out.resolve().parent
 
@@ -85,129 +62,77 @@ def static(runs_dir: Path, out: Path, pictures: Pictures) -> str:
 
 
 def dashboard(
-    runs_dir: Path, pictures: Pictures, link: Callable[[Path], str | None], app: bool = False
+    runs_dir: Path, pictures: Callable[..., Pictures], link: Callable[[Path], str | None], app: bool = False
 ) -> tuple[str, str]:
     """The dashboard of all records below `runs_dir` and its policy, see `render`.
 
-    `pictures(runs, group)` is what report.pictures gives; `link(run folder)` the address of a run's notebook, or None
+    `pictures(runs, group)` is what gallery.pictures gives; `link(run folder)` the address of a run's notebook, or None
     where the page cannot reach it. A record that cannot be read is marked, and a group that cannot be shown says why.
     """
     broken: dict[Path, str] = {}
     runs = load_runs(runs_dir, broken)
-    names = {*runs["group"], *(folder.parent.name for folder in broken)}
-    names = {name for name in names if not tables.is_search(name)}
     groups = []
-    for name in sorted(names, key=lambda name: (name.startswith("cpu-"), name)):
+    for name in sorted({*runs["group"], *(folder.parent.name for folder in broken)} - searches(runs)):
         bad = {folder: text for folder, text in broken.items() if folder.parent.name == name}
+        group = {"name": name, "cpu": on_cpu(runs[runs["group"] == name]), "problem": None, "broken": bad}
         try:
-            groups.append(_group(runs, name, bad, pictures, link))
+            group["content"] = _group(group, runs, pictures, link)
         except Exception as problem:  # whatever a spoilt record leads to: the other groups are to be seen
-            reason = without_paths(str(problem)) or type(problem).__name__
-            groups.append({"name": name, "problem": reason, "broken": _broken(bad)})
-    return render("dashboard", groups=groups, families=FAMILIES, ladder=(*findings.PEERS, *findings.LADDER), app=app)
+            group["problem"] = str(problem) or type(problem).__name__
+        groups.append(group)
+    groups.sort(key=lambda group: group["cpu"])  # GPUs first
+    return render("dashboard", groups=groups, families=FAMILIES, app=app)
 
 
-def _group(runs: pd.DataFrame, name: str, bad: dict[Path, str], pictures: Pictures, link) -> dict:
-    """What the template shows of one group. Raises ReportError where its runs do not go together."""
-    chosen = tables.select(runs, name)
-    lines = tables.summarise(chosen)
-    drawn, absent = pictures(chosen, name)
-    order = [*SECTIONS, *(key for key in (*drawn, *absent) if key not in SECTIONS)]
-    images = [
-        {
-            "name": key,
-            "own": key in SECTIONS,
-            "heading": SECTIONS.get(key, key.replace("-", " ").capitalize()),
-            "title": drawn[key][0] if key in drawn else None,
-            "source": "data:image/png;base64," + base64.b64encode(drawn[key][1]).decode() if key in drawn else None,
-            "absent": absent.get(key, "not among the report's figures"),
-        }
-        for key in order
-    ]
-    return {
-        "name": name,
-        "problem": None,
-        "caption": findings.caption(chosen, lines),
-        "images": images,
-        "table": _table(chosen, lines, bad),
-        "peft": _table(chosen, tables.family_lines(lines, "B"), {}),
-        "panels": [_panel(variant, part, link) for variant, part in chosen.groupby("spec.variant", sort=False)],
-        "broken": _broken(bad),
-    }
+def _group(group: dict, runs: pd.DataFrame, pictures: Callable[..., Pictures], link) -> Markup:
+    """A group's part of the page, without what is broken. Raises ReportError where its runs do not go together."""
+    chosen = select(runs, group["name"])
+    lines = summarise(chosen)
+    drawn, absent = pictures(chosen, group["name"])
+    panels: dict[str, list[dict]] = {}
+    columns = [name for name in chosen if name in PANEL or name.startswith("quality.")]
+    for run in chosen[columns].to_dict("records"):  # of few columns: pandas takes its time for each value
+        panels.setdefault(run["spec.variant"], []).append(run)
+    tables = {"table": _table(chosen, lines), "peft": _table(chosen, family_lines(lines, "B"))}
+    names = {"ladder": (*PEERS, *LADDER), "variants": VARIANTS, "left": LEFT, "link": link}
+    template = _TEMPLATES.get_template("group.html")
+    return Markup(
+        template.render(
+            group=group, drawn=drawn, absent=absent, panels=panels, caption=caption(chosen, lines), **tables, **names
+        )
+    )
 
 
-def _table(chosen: pd.DataFrame, lines: pd.DataFrame, bad: dict[Path, str]) -> dict:
-    """{headings, rows}: the lines as text with the real tokens per second; each row with its variant and any mark."""
+def _table(chosen: pd.DataFrame, lines: pd.DataFrame) -> dict:
+    """{headings, rows}: the lines as text with the real tokens per second; each row as its variant and its cells."""
     if lines.empty:
         return {"headings": [], "rows": []}
-    text = tables.result_table(lines, HEADINGS)
-    ok = chosen[chosen["status"] == "ok"]
-    speed = ok.groupby(["spec.variant", "spec.settings.micro_batch"])["speed.real_tokens_per_s"].mean()
-    tokens = [speed.get(key, float("nan")) for key in zip(lines["variant"], lines["micro_batch"], strict=True)]
+    text = result_table(lines, HEADINGS)
     if "features/s" in text:
-        text.insert(list(text).index("features/s"), "tokens/s", [tables.number(value) for value in tokens])
-    marked = {_variant(folder) for folder in bad}
-    rows = [
-        {
-            "variant": variant,
-            "family": variant[0],
-            "marked": variant in marked,
-            "cells": [without_paths(c) for c in cells],
-        }
-        for variant, cells in zip(lines["variant"], text.astype(str).to_numpy().tolist(), strict=True)
-    ]
-    return {"headings": list(text), "rows": rows}
+        ok = chosen[chosen["status"] == "ok"].rename(columns={"spec.variant": "variant"})
+        key = [*AXIS_NAMES, "variant"]
+        tokens = lines[key].join(ok.groupby(key)["speed.real_tokens_per_s"].mean(), on=key)
+        text.insert(list(text).index("features/s"), "tokens/s", tokens["speed.real_tokens_per_s"].map(number).to_list())
+    rows = zip(lines["variant"], text.astype(str).to_numpy().tolist(), strict=True)
+    return {"headings": list(text), "rows": list(rows)}
 
 
-def _panel(variant: str, part: pd.DataFrame, link) -> dict:
-    """What a row changes and why, and its runs."""
-    row = VARIANTS.get(variant)
-    own = dataclasses.asdict(row.settings if row else Settings())
-    parent = dataclasses.asdict(VARIANTS[row.parent].settings) if row and row.parent else own
-    return {
-        "variant": variant,
-        "why": row.why if row else "A row of another version of the table.",
-        "parent": row.parent if row else None,
-        "settings": [(key, parent[key], own[key]) for key in own] if row else [],
-        "runs": [_run(run, link(run["path"])) for run in part.to_dict("records")],
-    }
-
-
-def _run(run: dict, href: str | None) -> dict:
-    """A run's main numbers as (name, text) pairs, and where its notebook is."""
-    message, commit = (run[key] if pd.notna(run[key]) else "" for key in ("error.message", "code.commit"))
-    pairs = {
-        "seed": str(run["spec.seed"]),
-        "micro-batch": str(run["spec.settings.micro_batch"]),
-        "status": run["status"],
-        **{name: tables.number(run.get(key)) for name, key in NUMBERS.items()},
-        "exact": tables.points(run.get("quality.exact")),
-        "F1": tables.points(run.get("quality.f1")),
-        "code": commit[:7] or tables.MISSING,
-        "message": without_paths(message) or tables.MISSING,
-    }
-    folder: Path = run["path"]
-    there = (folder / "notebook.ipynb").is_file()
-    return {
-        "id": folder.name,
-        "pairs": [(name, text) for name, text in pairs.items() if text != tables.MISSING],
-        "notebook": f"{folder.parent.name}/{folder.name}/notebook.ipynb" if there else None,
-        "href": href if there else None,
-    }
-
-
-def _broken(bad: dict[Path, str]) -> list[dict]:
-    """A marked row for each record that cannot be read."""
-    return [
-        {
-            "variant": _variant(folder),
-            "id": folder.name,
-            "reason": without_paths(text.replace(f"{folder}{os.sep}", "")),
-        }
-        for folder, text in bad.items()
-    ]
-
-
-def _variant(folder: Path) -> str:
+def variant_of(folder: Path) -> str:
     """The row that a run's folder is named for."""
     return re.sub(r"-s\d+-[0-9a-f]+$", "", folder.name)
+
+
+@cache
+def _settings(variant: str) -> dict:
+    return dataclasses.asdict(VARIANTS[variant].settings)
+
+
+_TEMPLATES.filters |= {
+    "number": number,
+    "points": points,
+    "or_dash": lambda value: MISSING if pd.isna(value) else str(value),
+    "variant_of": variant_of,
+    "without_paths": without_paths,
+    "settings": lambda row: _settings(row.name),
+    "base64": lambda content: base64.b64encode(content).decode(),
+}

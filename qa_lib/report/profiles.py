@@ -1,43 +1,47 @@
 """Figures of profiles: a step as a timeline, memory by phase, kernels under the roofline, a row beside its parent."""
 
+import numpy as np
 import pandas as pd
 import seaborn as sns
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from qa_lib.measure.trace import PARTS, PHASES
-from qa_lib.report.runs import read_profile
-from qa_lib.report.style import GREY, WIDTH, style, wrap
-from qa_lib.report.tables import NotMeasured, factor, number, place, share
+from qa_lib.report.runs import AXIS_NAMES, BASELINE, NotMeasured, cells, read_profile
+from qa_lib.report.sentences import RECOMMENDED
+from qa_lib.report.style import COLORBLIND, GREY, bars, new_figure, style
+from qa_lib.report.tables import place
+from qa_lib.report.text import factor, number, share
 
 PART_COLORS = dict(zip(PARTS, sns.color_palette("colorblind", len(PARTS)), strict=True))
 HELD = ("parameters", "optimizer state", "activations", "gradients and workspace", "reserved, not used")
-HELD_COLORS = [*sns.color_palette("colorblind", 4), "0.85"]
+HELD_COLORS = [*COLORBLIND[:4], "0.85"]
 PHASE_MARKS = dict(zip(PHASES, ("|", "x", "d"), strict=True))
 
 
 def profiles(runs: pd.DataFrame) -> pd.DataFrame:
-    """The profiles beside the runs of a group, in table order: variant, micro_batch, profile. Raises NotMeasured if
-    there is none."""
-    found = [
-        {"variant": run["spec.variant"], "micro_batch": run["spec.settings.micro_batch"], "profile": profile}
-        for run in sorted(runs.to_dict("records"), key=lambda run: place(run["spec.variant"]))
-        if (profile := read_profile(run["path"]))
-    ]
-    if not found:
+    """The profiles beside the runs of a group, in table order: AXES, variant, name (of row and cell) and profile.
+    Raises NotMeasured if there is none."""
+    found = runs.assign(variant=runs["spec.variant"], profile=runs["path"].map(read_profile))
+    found = found.loc[found["profile"].notna(), [*AXIS_NAMES, "variant", "profile"]]
+    if found.empty:
         raise NotMeasured("no run of this group has a profile: python -m qa_lib profile ROW --scale S makes one")
-    return pd.DataFrame(found)
+    found = found.sort_values("variant", key=lambda names: names.map(place), kind="stable").reset_index(drop=True)
+    found["name"] = found["variant"] + ", mb " + found["micro_batch"].astype(str)
+    for label, part in cells(found.drop(columns="micro_batch")):
+        if label:
+            found.loc[part.index, "name"] += f", {label}"
+    return found
 
 
-def _figure(title: str, note: str, height: float, legend: int = 0) -> Figure:
-    """An empty figure with title and caption, and room below them for a legend of so many lines."""
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(wrap(title, 90), x=0.01, ha="left", fontsize=12, fontweight="bold")
-    figure.supxlabel(wrap(note, 148) + 2 * legend * "\n", x=0.01, ha="left", fontsize=8, color="0.35")
-    return figure
+def _by_name(runs: pd.DataFrame) -> dict[str, dict]:
+    return profiles(runs).set_index("name")["profile"].to_dict()
+
+
+def _figure(title: str, rows: dict[str, dict], height: float, legend: int = 0) -> Figure:
+    """An empty figure of profiles with title and caption, and room below them for a legend of so many lines."""
+    return new_figure(title, _note(rows) + 2 * legend * "\n", height)
 
 
 def _with(rows: dict[str, dict], what: str, why_not: str) -> dict[str, dict]:
@@ -63,52 +67,43 @@ def _said(profile: dict) -> str:
     return f"{number(time['step_ms'])} ms, {share(time['busy_share'])} busy{launches}"
 
 
-@style()
 def fig_timeline(runs: pd.DataFrame) -> Figure:
-    """One step of the baseline and one of the quickest profiled row, on one axis, coloured by part of the model.
-
-    At the micro-batch that both were profiled with, the largest if there are several.
-    """
-    found = profiles(runs)
-    both = found.groupby("micro_batch").filter(lambda part: "A1" in set(part["variant"]) and len(part) > 1)
-    if both.empty:
+    """One step of the baseline and one of the recommended row, or else of the quickest profiled one, on one axis,
+    coloured by part of the model. Of the cell in which both were profiled, that with the largest micro-batch."""
+    both = [(label, part) for label, part in cells(profiles(runs)) if {BASELINE} < set(part["variant"])]
+    if not both:
         raise NotMeasured("no profile of A1 beside another row's at the same micro-batch")
-    size = both["micro_batch"].max()
-    rows = {row.variant: row.profile for row in found[found["micro_batch"] == size].itertuples()}
-    best = min((name for name in rows if name != "A1"), key=lambda name: rows[name]["time"]["step_ms"])
-    best = "E-best" if "E-best" in rows else best
-    return timeline({"A1": rows["A1"], best: rows[best]}, f" (micro-batch {size})")
+    label, part = both[0]
+    rows = dict(zip(part["variant"], part["profile"], strict=True))
+    others = [name for name in rows if name != BASELINE]
+    best = RECOMMENDED if RECOMMENDED in rows else min(others, key=lambda name: rows[name]["time"]["step_ms"])
+    where = label or f"micro-batch {part['micro_batch'].iloc[0]}"
+    return timeline({BASELINE: rows[BASELINE], best: rows[best]}, f" ({where})")
 
 
 @style()
 def timeline(rows: dict[str, dict], where: str = "") -> Figure:
     """One step of each of some profiles {name: profile}, on one axis."""
     title = "; ".join(f"a step of {name}: {_said(profile)}" for name, profile in rows.items())
-    figure = _figure(title[0].upper() + title[1:] + where, _note(rows), 1.4 + 1.35 * len(rows), 1)
-    end = max(max(start + ms for start, ms, *_ in profile["timeline"]) for profile in rows.values())
-    for axis, (name, profile) in zip(figure.subplots(len(rows), squeeze=False)[:, 0], rows.items(), strict=True):
+    figure = _figure(title[0].upper() + title[1:] + where, rows, 1.4 + 1.35 * len(rows), 1)
+    columns = ["start", "ms", "phase", "part"]
+    spans = {name: pd.DataFrame(profile["timeline"], columns=columns) for name, profile in rows.items()}
+    every = pd.concat(spans.values())
+    for axis, (name, table) in zip(figure.subplots(len(rows), squeeze=False)[:, 0], spans.items(), strict=True):
         for height, phase in enumerate(reversed(PHASES)):
-            spans = [entry for entry in profile["timeline"] if entry[2] == phase]
-            axis.broken_barh(
-                [(start, ms) for start, ms, *_ in spans],
-                (height - 0.42, 0.84),
-                facecolors=[PART_COLORS[part] for *_, part in spans],
-                linewidth=0,
-            )
+            part = table[table["phase"] == phase]
+            colors = [PART_COLORS[part_of_model] for part_of_model in part["part"]]
+            axis.broken_barh(part[["start", "ms"]].to_numpy(), (height - 0.42, 0.84), facecolors=colors, linewidth=0)
         axis.set_yticks(range(len(PHASES)), reversed(PHASES))
-        axis.set_xlim(0, 1.01 * end)
+        axis.set_xlim(0, 1.01 * (every["start"] + every["ms"]).max())
         axis.set_title(name, loc="left", fontsize=10)
         axis.grid(False, axis="y")
     axis.set_xlabel(
         "ms of a step under the profiler, which holds the host back; the title's are without (white: waiting)"
     )
-    _legend(figure, {part for profile in rows.values() for *_, part in profile["timeline"]})
-    return figure
-
-
-def _legend(figure: Figure, parts: set[str]) -> None:
-    handles = [Patch(color=PART_COLORS[part], label=part) for part in PARTS if part in parts]
+    handles = [Patch(color=PART_COLORS[part], label=part) for part in PARTS if part in set(every["part"])]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
+    return figure
 
 
 @style()
@@ -118,34 +113,26 @@ def fig_parts(rows: dict[str, dict]) -> Figure:
     ratio = factor(first["time"]["step_ms"] / last["time"]["step_ms"])
     names = list(rows)
     title = f"{names[-1]}'s step: {_said(last)}; {ratio} as fast as {names[0]}'s ({_said(first)})"
-    table = {}
+    spans = []
     for name, profile in rows.items():
         time = profile["time"]
         for phase, parts in time["parts"].items():
-            for part, ms in parts.items():
-                label = part if phase == part else f"{part}, {phase}"
-                table.setdefault(label, {})[name] = ms
-        table.setdefault("waiting", {})[name] = max(0.0, time["step_ms"] - time["busy_ms"])
-    waiting = table.pop("waiting")
-    order = sorted(table, key=lambda label: -max(table[label].values()))
-    long = pd.DataFrame(
-        [(label, name, (table | {"waiting": waiting})[label].get(name, 0.0)) for label in [*order, "waiting"]
-         for name in rows],
-        columns=["part", "row", "ms"],
-    )  # fmt: skip
-    figure = _figure(title, _note(rows), 1.5 + 0.3 * (len(order) + 1))
+            spans += [(part if phase == part else f"{part}, {phase}", name, ms) for part, ms in parts.items()]
+        spans.append(("waiting", name, max(0.0, time["step_ms"] - time["busy_ms"])))
+    table = pd.DataFrame(spans, columns=["part", "row", "ms"])
+    longest = table[table["part"] != "waiting"].groupby("part", sort=False)["ms"].max()
+    order = [*longest.sort_values(ascending=False, kind="stable").index, "waiting"]
+    figure = _figure(title, rows, 1.5 + 0.3 * len(order))
     axis = figure.subplots()
-    palette = dict(zip(names, [GREY, sns.color_palette("colorblind")[3]][-len(names) :], strict=True))
-    sns.barplot(long, x="ms", y="part", hue="row", palette=palette, saturation=1, errorbar=None, ax=axis)
+    palette = dict(zip(names, [GREY, COLORBLIND[3]][-len(names) :], strict=True))
+    bars(axis, table, "ms", "part", order=order, hue="row", palette=palette)
     axis.set(xlabel="ms a step", ylabel="")
-    axis.grid(False, axis="y")
     return figure
 
 
-@style()
 def fig_phases(runs: pd.DataFrame) -> Figure:
     """What fills the memory at its peak, a bar a profiled row, and the peak of each phase of the step."""
-    return phases({f"{row.variant}, mb {row.micro_batch}": row.profile for row in profiles(runs).itertuples()})
+    return phases(_by_name(runs))
 
 
 @style()
@@ -157,7 +144,7 @@ def phases(rows: dict[str, dict]) -> Figure:
     title = f"{most} peaks at {number(peaks[most])} MiB, in its {rows[most]['memory']['peak_phase']} pass"
     if least != most:
         title += f"; {least} at {number(peaks[least])}, in its {rows[least]['memory']['peak_phase']}"
-    figure = _figure(title, _note(rows), 1.8 + 0.36 * len(rows), 2)
+    figure = _figure(title, rows, 1.8 + 0.36 * len(rows), 2)
     axis = figure.subplots()
     for height, profile in enumerate(rows.values()):
         memory = profile["memory"]
@@ -170,9 +157,8 @@ def phases(rows: dict[str, dict]) -> Figure:
             left += mib
         for phase, mib in memory["phases"].items():
             axis.plot(mib, height, PHASE_MARKS[phase], color="black", markersize=7)
-    axis.set_yticks(range(len(rows)), rows)
+    axis.set(xlabel="MiB", yticks=range(len(rows)), yticklabels=rows)
     axis.invert_yaxis()
-    axis.set_xlabel("MiB")
     axis.grid(False, axis="y")
     handles = [Patch(color=color, label=label) for label, color in zip(HELD, HELD_COLORS, strict=True)]
     marks = [axis.plot([], [], mark, color="black", label=f"peak of {phase}")[0] for phase, mark in PHASE_MARKS.items()]
@@ -184,21 +170,18 @@ def phases(rows: dict[str, dict]) -> Figure:
 def fig_allocator(rows: dict[str, dict]) -> Figure:
     """Memory allocated over one step, a line for each of some profiles {name: profile} that have it."""
     rows = _with(rows, "memory", "GPU memory is counted by the GPU's allocator, which a CPU has not")
-    figure = _figure("Memory allocated in the course of one step", _note(rows), 3.2)
+    figure = _figure("Memory allocated in the course of one step", rows, 3.2)
     axis = figure.subplots()
     for name, profile in rows.items():
-        ms, mib = zip(*profile["memory"]["timeline"], strict=True)
-        axis.plot(ms, mib, label=name, linewidth=1)
-    axis.set(xlabel="ms since the step's first allocation, on the host's clock", ylabel="MiB")
-    axis.set_ylim(0)
+        axis.plot(*zip(*profile["memory"]["timeline"], strict=True), label=name, linewidth=1)
+    axis.set(xlabel="ms since the step's first allocation, on the host's clock", ylabel="MiB", ylim=(0, None))
     axis.legend(fontsize=8)
     return figure
 
 
-@style()
 def fig_roofline(runs: pd.DataFrame) -> Figure:
     """The heaviest kernels of the rows whose hardware counters were read, under the measured ceilings."""
-    return roofline({f"{row.variant}, mb {row.micro_batch}": row.profile for row in profiles(runs).itertuples()})
+    return roofline(_by_name(runs))
 
 
 @style()
@@ -208,38 +191,33 @@ def roofline(rows: dict[str, dict]) -> Figure:
     rows = _with(rows, "ncu", "no hardware counters were read: python -m qa_lib profile ROW --ncu does, on a GPU")
     first = next(iter(rows.values()))
     roof, slope = first["ceilings"]["matrix_tflops"], first["ceilings"]["copy_gb_per_s"]
-    products, others = [], []
-    for name, profile in rows.items():
-        for kernel in profile["ncu"]:
-            ops = sum(kernel[key] or 0.0 for key in ("fp16_ops", "bf16_ops", "fp8_ops"))
-            if not kernel["us"] or not kernel["dram_bytes"]:
-                continue
-            attention = any(word in kernel["name"].lower() for word in ("flash", "fmha", "attention"))
-            entry = {"row": name, "us": kernel["us"], "GB/s": kernel["dram_bytes"] / kernel["us"] / 1e3}
-            entry["kind"] = "attention" if attention else "products" if ops else "the rest"
-            if ops:
-                products.append(entry | {"intensity": ops / kernel["dram_bytes"], "TFLOP/s": ops / kernel["us"] / 1e6})
-            else:
-                others.append(entry)
-    products, others = pd.DataFrame(products), pd.DataFrame(others)
+    kernels = pd.concat([pd.DataFrame(profile["ncu"]).assign(row=name) for name, profile in rows.items()])
+    kernels = kernels[(kernels["us"] > 0) & (kernels["dram_bytes"] > 0)]
+    ops = kernels[["fp16_ops", "bf16_ops", "fp8_ops"]].astype(float).sum(axis=1)
+    attention = kernels["name"].str.contains("flash|fmha|attention", case=False)
+    kernels = kernels.assign(**{
+        "kind": np.select([attention, ops > 0], ["attention", "products"], "the rest"),
+        "intensity": ops / kernels["dram_bytes"],
+        "TFLOP/s": ops / kernels["us"] / 1e6,
+        "GB/s": kernels["dram_bytes"] / kernels["us"] / 1e3,
+    })  # fmt: skip
+    products, others = kernels[ops > 0], kernels[ops == 0]
     if products.empty or others.empty:
         raise NotMeasured("the counters that were read hold no products, or nothing beside them")
-    rate = (products["TFLOP/s"] * products["us"]).sum() / products["us"].sum()
-    width = (others["GB/s"] * others["us"]).sum() / others["us"].sum()
+    rate = np.average(products["TFLOP/s"], weights=products["us"])
+    width = np.average(others["GB/s"], weights=others["us"])
     title = (
         f"Products and attention run at {share(rate / roof)} of the matrix rate, "
         f"the rest at {share(width / slope)} of the copy bandwidth (means by time)"
     )
-    figure = _figure(title, _note(rows), 4.2)
+    figure = _figure(title, rows, 4.2)
     left, right = figure.subplots(1, 2)
     left.plot([1, roof / slope * 1e3, 1e4], [slope / 1e3, roof, roof], color="0.3", linewidth=1)
-    palette = dict(zip(("products", "attention", "the rest"), sns.color_palette("colorblind"), strict=False))
+    palette = dict(zip(("products", "attention", "the rest"), COLORBLIND, strict=False))
     look = {"hue": "kind", "style": "row", "size": "us", "sizes": (10, 300), "alpha": 0.6, "palette": palette}
     sns.scatterplot(products, x="intensity", y="TFLOP/s", legend=False, ax=left, **look)
     sns.scatterplot(others, x="us", y="GB/s", legend=False, ax=right, **look)
-    left.set_xscale("log")
-    left.set_yscale("log")
-    left.set(xlabel="operations per byte of DRAM", ylabel="TFLOP/s on the tensor cores")
+    left.set(xlabel="operations per byte of DRAM", ylabel="TFLOP/s on the tensor cores", xscale="log", yscale="log")
     right.axhline(slope, color="0.3", linewidth=1)
     right.set(xlabel="µs a step in kernels without products", ylabel="GB/s of DRAM", ylim=(0, 1.1 * slope))
     rows_marks = [Line2D([], [], color="0.4", marker=mark, linestyle="", label=name)

@@ -1,43 +1,59 @@
 """Whether rows keep the baseline's quality, how long that takes, and which tries led to the learning rates.
 
-`runs` are those of one group at a scale that measures quality, as record.load_runs() gives them.
+`runs` are those of one group at a scale that measures quality. A difference that is not significant is no evidence of
+equality. So equality is tested as such: by two one-sided t-tests (Schuirmann 1987) over the differences between runs of
+equal seeds, which come to whether their 90 % interval lies within a margin.
 """
 
 import math
 
 import pandas as pd
 
-from qa_lib.report import tables
-from qa_lib.report.tables import BASELINE, MISSING, NotMeasured, number, points
+from qa_lib.report.runs import BASELINE, NotMeasured, in_cells, neighbours, score_name, select, sibling, usual
+from qa_lib.report.tables import change, interval
+from qa_lib.report.text import MISSING, gain, number, points, share
 from qa_lib.spec import SCALES
 from qa_lib.variants import VARIANTS, find_recipe
 
 MARGIN = 1.0  # points of F1 within which a row counts as good as the baseline
 FAULTY = {name for name, row in VARIANTS.items() if row.settings.join != "id"}
 VERDICTS = {"beyond": "no", "open": "cannot be told", "no worse": "no worse, perhaps better", "within": "yes"}
-METRICS = ("quality.f1", "quality.best_f1")  # at threshold 0, and at the best one
+HEADS = {"F1": "quality.f1", "F1 at best threshold": "quality.best_f1"}
+METRICS = tuple(HEADS.values())  # at threshold 0, and at the best one
 FULL_FEATURES, FULL_EPOCHS = 131_754, 3  # of all of SQuAD v2's training questions at 384/128, and the seeds' epochs
 PROJECTED = 32  # micro-batch
-TIMED = ("A0", "A1", "A4", "E-best")
+TIMED = ("A0", "A0-compile", "A1", "A4", "E-best")
 
 
 def quality_runs(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     """Of all records, those that say what the rows of a group are worth: of scale `quality` on the same hardware, or
     else the group's own."""
-    found = tables.sibling(runs, group, "quality")
-    return tables.select(runs, group) if found.empty else found
+    found = sibling(runs, group, "quality")
+    return select(runs, group) if found.empty else found
 
 
 def tries_of(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     """Of all records, the tries of `python -m qa_lib tune` on the hardware of a group."""
-    return runs[runs["group"] == f"{group.rsplit('-', 1)[0]}-tune"]
+    found = neighbours(runs, group)
+    return found[found["spec.search"] == "tune"]
 
 
-def differences(runs: pd.DataFrame, variant: str, base: str = BASELINE, column: str = "quality.f1") -> pd.Series:
-    """F1 of a row minus another's, for each seed that both have. Raises NotMeasured where there is none."""
+def require_answers(table: pd.DataFrame) -> None:
+    """Raises NotMeasured for runs or lines of another task than question answering, for whose F1 the margin is."""
+    if len(table) and table["task.name"].iloc[0] != "qa":
+        raise NotMeasured(f"no margin of {score_name(table)} is set within which rows count as equal")
+
+
+def by_seed(runs: pd.DataFrame, column: str = METRICS[0]) -> pd.DataFrame:
+    """F1 of the runs that ended ok: a line for each seed, a column for each row that has any."""
     scored = runs[(runs["status"] == "ok") & runs[column].notna()]
     # A seed may have run at several micro-batches, of one effective batch.
-    rows = scored[column].astype(float).groupby([scored["spec.variant"], scored["spec.seed"]]).mean()
+    return scored[column].astype(float).groupby([scored["spec.seed"], scored["spec.variant"]]).mean().unstack()
+
+
+def differences(runs: pd.DataFrame, variant: str, base: str = BASELINE, column: str = METRICS[0]) -> pd.Series:
+    """F1 of a row minus another's, for each seed that both have. Raises NotMeasured where there is none."""
+    rows = by_seed(runs, column)
     if absent := [name for name in (variant, base) if name not in rows]:
         raise NotMeasured(f"{absent[0]} has no F1")
     found = (rows[variant] - rows[base]).dropna()
@@ -46,137 +62,139 @@ def differences(runs: pd.DataFrame, variant: str, base: str = BASELINE, column: 
     return found
 
 
-def compare(runs: pd.DataFrame, variant: str, base: str = BASELINE) -> tuple[float, float]:
+def compare(runs: pd.DataFrame, variant: str, base: str = BASELINE, column: str = METRICS[0]) -> tuple[float, float]:
     """The mean of `differences` and half its t-based 90 % interval, NaN below three seeds."""
-    return _mean(differences(runs, variant, base))
-
-
-def _mean(found: pd.Series) -> tuple[float, float]:
-    return float(found.mean()), float(tables.interval(found, 90))
+    found = differences(runs, variant, base, column)
+    return float(found.mean()), float(interval(found, 90))
 
 
 def verdict(difference: tuple[float, float]) -> str:
-    """Two one-sided t-tests at 5 % each (Schuirmann 1987): "within" where the whole interval lies inside ± MARGIN, "no
-    worse" where it lies above the lower bound, "beyond" where it lies below it, else "open", as without an interval."""
+    """What an interval says: "within" where all of it lies inside ± MARGIN, "no worse" where it lies above the lower
+    bound, "beyond" where it lies below it, else "open", as without an interval."""
     delta, half = difference
     if delta + half < -MARGIN:
         return "beyond"
-    return "open" if not delta - half > -MARGIN else "within" if delta + half < MARGIN else "no worse"
+    if not delta - half > -MARGIN:
+        return "open"
+    return "within" if delta + half < MARGIN else "no worse"
 
 
 def equivalence(runs: pd.DataFrame) -> pd.DataFrame:
     """Each row's F1 against the baseline's, in table order: variant, n (seeds that both have); delta, half at threshold
-    0; best_delta, best_half at the best one; verdict.
+    0; best_delta, best_half at the best one; verdict. `runs` are alike in all axes but the micro-batch.
 
     The verdict is on both, since a model that never answers can have a passable F1 at threshold 0. A row with a fault
     in its scoring (A4-b) is no training of its own and left out. Raises NotMeasured where no row has an interval.
     """
-    scored = set(runs.loc[(runs["status"] == "ok") & runs["quality.f1"].notna(), "spec.variant"])
-    if BASELINE not in scored:
-        raise NotMeasured(f"{BASELINE} has no F1")
-    lines = []
-    for name in (name for name in VARIANTS if name in scored - FAULTY - {BASELINE}):
-        try:
-            found = [differences(runs, name, column=column) for column in METRICS]
-        except NotMeasured:  # no seed in common
-            continue
-        both = [_mean(part) for part in found]
-        told = {verdict(difference) for difference in both}
-        line = {"variant": name, "n": len(found[0])}
-        line |= dict(zip(("delta", "half", "best_delta", "best_half"), (*both[0], *both[1]), strict=True))
-        lines.append(line | {"verdict": next(v for v in VERDICTS if v in told)})
-    table = pd.DataFrame(lines)
-    if table.empty or table["half"].isna().all():
+    require_answers(runs)
+    columns = {}
+    for at, column in zip(("", "best_"), METRICS, strict=True):
+        rows = by_seed(runs, column)
+        if BASELINE not in rows:
+            raise NotMeasured(f"{BASELINE} has no F1")
+        found = rows.sub(rows[BASELINE], axis="index")
+        columns |= {f"{at}n": found.count(), f"{at}delta": found.mean(), f"{at}half": interval(found, 90)}
+    table = pd.DataFrame(columns).query("n > 0 and best_n > 0")
+    table = table.loc[[name for name in VARIANTS if name in table.index and name not in FAULTY | {BASELINE}]]
+    told = []
+    for row in table.itertuples():
+        both = {verdict((row.delta, row.half)), verdict((row.best_delta, row.best_half))}
+        told.append(next(word for word in VERDICTS if word in both))
+    table = table.drop(columns="best_n").assign(verdict=told).rename_axis("variant").reset_index()
+    if table["half"].isna().all():
         raise NotMeasured(f"no row has an F1 of three seeds in common with {BASELINE}, which an interval takes")
     return table
 
 
 def as_text(tested: pd.DataFrame, at: str = "") -> pd.Series:
     """The differences of `equivalence` by variant, at threshold 0 or, `at` being "best_", at the best one."""
-    numbers = tested[["variant", f"{at}delta", f"{at}half"]].itertuples(index=False)
-    return pd.Series({name: points(delta, half, "+") for name, delta, half in numbers}, dtype=object)
-
-
-def equivalence_finding(table: pd.DataFrame) -> str:
-    """Which rows of `equivalence` are shown to be as good as the baseline, and which are not."""
-    rows = table.dropna(subset="half").set_index("variant")
-    named = {told: ", ".join(rows.index[rows["verdict"] == told]) for told in VERDICTS}
-    shown = rows[rows["verdict"].isin(["within", "no worse"])]["n"]
-    seeds = "–".join(map(str, sorted({shown.min(), shown.max()}))) + " seeds" if len(shown) else "three seeds or more"
-    return (
-        f"Within {MARGIN:g} F1 of {BASELINE} at threshold 0 and at the best one, each shown by a 90 % interval over "
-        f"{seeds}: {named['within'] or 'no row yet'}"
-        + f"; no worse, perhaps better: {named['no worse']}" * bool(named["no worse"])
-        + f"; cannot be told: {named['open']}" * bool(named["open"])
-        + f"; worse at one or both: {named['beyond'] or 'none'}"
-    )
+    return tested.set_index("variant").apply(lambda row: gain(row[f"{at}delta"], row[f"{at}half"]), axis=1)
 
 
 def equivalence_table(runs: pd.DataFrame) -> pd.DataFrame:
-    """`equivalence` as text, with the scores by kind of question beside it."""
+    """`equivalence` as text, with the scores by kind of question beside it; cell by cell."""
+    tables = in_cells(runs.drop(columns="micro_batch"), _equivalence_table)
+    for label, table in tables:
+        table["row"] = [", ".join(filter(None, [name, label])) for name in table["row"]]
+    return pd.concat([table for _, table in tables])
+
+
+def _equivalence_table(runs: pd.DataFrame) -> pd.DataFrame:
     tested = equivalence(runs)
-    told = {f"ΔF1 vs {BASELINE}": as_text(tested), "at best threshold: ΔF1": as_text(tested, "best_")}
-    told[f"within {MARGIN:g} F1"] = tested.set_index("variant")["verdict"].map(VERDICTS)
-    done = runs[runs["status"] == "ok"].groupby("spec.variant")
     columns = {"exact": "exact", "F1": "f1", "F1 at best threshold": "best_f1", "HasAns F1": "has_answer_f1",
                "NoAns F1": "no_answer_f1"}  # fmt: skip
-    lines = []
-    for name in (name for name in VARIANTS if name in done.groups):
-        part = done.get_group(name)
-        line = {"row": name, "what it changes": tables.change(name), "n": str(len(part))}
-        line |= {head: points(part[f"quality.{key}"].astype(float).mean()) for head, key in columns.items()}
-        lines.append(line | {head: texts.get(name, MISSING) for head, texts in told.items()})
+    done = runs[runs["status"] == "ok"].groupby("spec.variant")
+    rows = [name for name in VARIANTS if name in done.groups]
+    table = pd.DataFrame({"what it changes": map(change, rows), "n": done.size()[rows].astype(str)}, index=rows)
+    for head, key in columns.items():
+        table[head] = done[f"quality.{key}"].mean().map(points)
+    table[f"ΔF1 vs {BASELINE}"] = as_text(tested)
+    table["at best threshold: ΔF1"] = as_text(tested, "best_")
+    table[f"within {MARGIN:g} F1"] = tested.set_index("variant")["verdict"].map(VERDICTS)
     null = points(runs["quality.always_null_f1"].astype(float).mean())
-    blank = dict.fromkeys(lines[0], MISSING) | {"row": "none", "what it changes": "never answers", "F1": null}
-    return pd.DataFrame([blank | {"F1 at best threshold": null}, *lines])
+    never = {"what it changes": "never answers", "F1": null, "F1 at best threshold": null}
+    table = pd.concat([pd.DataFrame(never, index=["none"]), table])[list(table)]
+    return table.fillna(MISSING).rename_axis("row").reset_index()
 
 
 def time_to_quality(runs: pd.DataFrame) -> pd.DataFrame:
-    """Seconds from raw JSON to a scored model, of runs that had a GPU to themselves and found no compiled code.
+    """Seconds from raw data to a scored model, of runs that had a GPU to themselves and found no compiled code.
 
     Raises NotMeasured.
     """
+    runs = usual(runs)
     whole = runs[(runs["status"] == "ok") & runs["time.eval_s"].notna() & runs["time.resumed_from_step"].isna()]
-    if "time.compile_cached" in whole:
-        whole = whole[~whole["time.compile_cached"].eq(True)]
-    whole = whole[whole["spec.variant"].isin(TIMED)].drop_duplicates("spec.variant")
+    whole = whole[~whole["time.compile_cached"].eq(True)].drop_duplicates("spec.variant").set_index("spec.variant")
+    whole = whole.loc[[name for name in TIMED if name in whole.index]]
     if whole.empty:
         raise NotMeasured(f"none of {', '.join(TIMED)} was timed from beginning to end in this group")
-    lines = []
-    for run in sorted(whole.to_dict("records"), key=lambda run: TIMED.index(run["spec.variant"])):
-        compile_s = run["time.compile_s"] if pd.notna(run["time.compile_s"]) else 0.0
-        parts = {
-            "features and model": run["time.prepare_s"],
-            "compile": compile_s,
-            "train": run["time.train_s"] - compile_s,
-            "answer and score": run["time.eval_s"],
-            "in all": run["time.wall_s"],
-        }
-        line = {"row": run["spec.variant"]} | {f"{name}, s": number(value) for name, value in parts.items()}
-        lines.append(line | {"F1 of this run": points(run["quality.f1"])})
-    return pd.DataFrame(lines)
+    compile_s = whole["time.compile_s"].astype(float).fillna(0.0)
+    seconds = {
+        "features and model, s": whole["time.prepare_s"],
+        "compile, s": compile_s,
+        "train, s": whole["time.train_s"] - compile_s,
+        "answer and score, s": whole["time.eval_s"],
+        "in all, s": whole["time.wall_s"],
+    }
+    table = pd.DataFrame(seconds).astype(float).map(number)
+    table[f"{score_name(whole)} of this run"] = whole[f"quality.{whole['task.metric'].iloc[0]}"].map(points)
+    return table.rename_axis("row").reset_index()
+
+
+def projected(lines: pd.DataFrame, rows=TIMED) -> pd.DataFrame:
+    """Minutes of training on the full data set at a bench group's speeds, a line for each of `rows` that has one.
+
+    Columns: speed (features/s); compile_s, NaN where it was not measured; cold, whether compile_s is of runs that found
+    nothing compiled; minutes of training and compilation. Data and scoring are not part of that scale. `lines` of
+    tables.summarise. Raises NotMeasured.
+    """
+    if lines["task.name"].iloc[0] != "qa":
+        raise NotMeasured("the projection is to SQuAD v2's training questions, and this is another task")
+    part = usual(lines)
+    part = part[(part["micro_batch"] == PROJECTED) & part["features_per_s"].notna()].set_index("variant")
+    if BASELINE not in part.index:
+        raise NotMeasured(f"no row has a measured speed at micro-batch {PROJECTED} to project from")
+    part = part.loc[[name for name in rows if name in part.index]]
+    cold = part["compile_s"].astype(float)
+    eager = pd.Series([VARIANTS[name].settings.compile == "none" for name in part.index], part.index)
+    compile_s = cold.fillna(part["warm_compile_s"]).mask(eager, 0.0)
+    table = pd.DataFrame({"speed": part["features_per_s"], "compile_s": compile_s, "cold": eager | cold.notna()})
+    table["minutes"] = (FULL_FEATURES * FULL_EPOCHS / table["speed"] + compile_s.fillna(0.0)) / 60
+    return table
 
 
 def projection(lines: pd.DataFrame) -> pd.DataFrame:
-    """Training time on the full data set from a bench group's speeds, with the arithmetic; data and scoring are not
-    part of that scale. `lines` of tables.summarise. Raises NotMeasured."""
-    part = lines[(lines["micro_batch"] == PROJECTED) & lines["features_per_s"].notna()].set_index("variant")
-    rows = [name for name in TIMED if name in part.index and BASELINE in part.index]
-    if not rows:
-        raise NotMeasured(f"no row has a measured speed at micro-batch {PROJECTED} to project from")
-    features, table = FULL_FEATURES * FULL_EPOCHS, []
-    for name in rows:
-        speed, compile_s = part.loc[name, ["features_per_s", "compile_s"]].fillna(0.0)
-        unknown = not compile_s and VARIANTS[name].settings.compile != "none"
-        seconds = features / speed + compile_s
-        table.append({
-            "row": name,
-            "arithmetic": f"{FULL_FEATURES:,} × {FULL_EPOCHS} ÷ {number(speed)}/s"
-                          + (f" + {number(compile_s)} s" if compile_s else " + compilation, not measured" * unknown),
-            "minutes": number(seconds / 60),
-            "of A1's time": tables.share(seconds * part.loc[BASELINE, "features_per_s"] / features),
-        })  # fmt: skip
-    return pd.DataFrame(table)
+    """`projected` as text, with the arithmetic. Raises NotMeasured."""
+    found, table = projected(lines), []
+    for row in found.itertuples():
+        arithmetic = f"{FULL_FEATURES:,} × {FULL_EPOCHS} ÷ {number(row.speed)}/s"
+        if pd.isna(row.compile_s):
+            arithmetic += " + compilation, not measured"
+        elif row.compile_s:
+            arithmetic += f" + {number(row.compile_s)} s" + ("" if row.cold else ", a part of the code from a cache")
+        of_base = share(row.minutes / found.loc[BASELINE, "minutes"])
+        table.append((row.Index, arithmetic, number(row.minutes), of_base))
+    return pd.DataFrame(table, columns=["row", "arithmetic", "minutes", f"of {BASELINE}'s time"])
 
 
 def tries_table(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
@@ -185,31 +203,28 @@ def tries_table(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
     Points may have been tried with different seeds, so each is compared with the baseline's runs of its own seeds at
     the rate of scale `quality`, be they tries too or in `quality`. Raises NotMeasured.
     """
-    runs = runs[runs["quality.f1"].notna()]
+    require_answers(runs)
+    runs, quality = usual(runs), usual(quality)
+    runs = runs[runs[METRICS[0]].notna()] if len(runs) else runs
     if runs.empty:
         raise NotMeasured("no try of python -m qa_lib tune has an F1 on this hardware")
-    rates = [f"{rate * find_recipe(name).lr_factor:g}" for rate, name in
-             zip(runs["spec.scale.learning_rate"], runs["spec.settings.trainable"], strict=True)]  # fmt: skip
-    default = (runs["spec.scale.learning_rate"] == SCALES["quality"].learning_rate) & (
-        runs["spec.settings.trainable"] == VARIANTS[BASELINE].settings.trainable
-    )
-    base = pd.concat([part[part["spec.variant"] == BASELINE] for part in (quality, runs[default])])
-    base = base.drop_duplicates("spec.seed")
+    rate, trainable = runs["spec.scale.learning_rate"], runs["spec.settings.trainable"]
+    factors = trainable.map(lambda name: find_recipe(name).lr_factor)
+    runs = runs.assign(rate=(rate * factors).map("{:g}".format)).sort_values("time.started")
+    default = (rate == SCALES["quality"].learning_rate) & (trainable == VARIANTS[BASELINE].settings.trainable)
+    base = pd.concat([quality, runs[default]]).query(f"`spec.variant` == '{BASELINE}'").drop_duplicates("spec.seed")
     lines = []
     point = ["spec.variant", "spec.settings.trainable", "rate"]
-    runs = runs.assign(rate=rates).sort_values("time.started").drop_duplicates([*point, "spec.seed"], keep="last")
-    for (row, trainable, rate), part in runs.groupby(point):
-        part = part.sort_values("spec.seed")
-        line = {"row": row, "trainable": trainable, "learning rate": rate}
-        for head, column in zip(("F1", "F1 at best threshold"), METRICS, strict=True):
-            line[head] = points(part[column].astype(float).mean())
+    for names, part in runs.drop_duplicates([*point, "spec.seed"], keep="last").groupby(point):
+        line = dict(zip(("row", "trainable", "learning rate"), names, strict=True))
+        line |= {head: points(part[column].astype(float).mean()) for head, column in HEADS.items()}
         both = pd.concat([part.assign(**{"spec.variant": "try"}), base])
         for head, column in zip((f"ΔF1 vs {BASELINE}", "at best threshold: ΔF1"), METRICS, strict=True):
             try:
-                found = _mean(differences(both, "try", column=column))
+                found = compare(both, "try", column=column)
             except NotMeasured:  # the baseline has none of these seeds
                 found = math.nan, math.nan
-            line |= {head: points(*found, "+"), "merit": found[0]}
-        lines.append(line | {"seeds": " · ".join(map(str, part["spec.seed"]))})
-    table = pd.DataFrame(lines).sort_values(["row", "merit"], ascending=[True, False]).reset_index(drop=True)
-    return table.drop(columns="merit")
+            line |= {head: gain(*found), "merit": found[0]}
+        lines.append(line | {"seeds": " · ".join(map(str, sorted(part["spec.seed"])))})
+    table = pd.DataFrame(lines).sort_values(["row", "merit"], ascending=[True, False])
+    return table.drop(columns="merit").reset_index(drop=True)

@@ -1,39 +1,200 @@
-"""Records as the report reads them: a row a run, in one DataFrame."""
+"""Records as the report reads them: one DataFrame, a row a run; which runs count, and which may be compared.
 
-import json
+The runs of a group share hardware, scale, task and data. What may differ among them, beside the row of the variants
+table and the seed, is an axis (AXES). Runs that agree in every axis are a cell, and ratios hold within one cell only.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import pandas as pd
 
-from qa_lib.record import PROFILE_SCHEMA, RecordError, read_record
+from qa_lib.errors import UserError
+from qa_lib.record import PROFILE_SCHEMA, RecordError, read_record, run_files, strict_json
+from qa_lib.variants import VARIANTS
+
+BASELINE = "A1"  # the row that ratios and differences refer to
+TASK = ["task.name", "task.metric", "task.label", "task.higher_is_better"]
+LENGTH, MICRO_BATCH = "spec.scale.max_length", "spec.settings.micro_batch"
+# What must be equal within a group, or a ratio would compare different work; but for LENGTH.
+IDENTITY = ("spec.hardware", "spec.scale.", "spec.search", "spec.sm", "data.name", "data.sha256", *TASK[:2])
+
+
+class ReportError(UserError):
+    """A report that cannot be made from these records; the message names group and baseline or file."""
+
+
+class NotMeasured(ReportError):
+    """No record holds what a figure or sentence shows; the message says what is missing and why."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What may differ within a group: a column of runs and lines, its name for people, and its value for all runs."""
+
+    name: str
+    label: str
+    value: Callable[[pd.DataFrame], pd.Series]
+
+
+def _model(runs: pd.DataFrame) -> pd.Series:
+    return runs["model.name"].astype(str) + " " + runs["model.revision"].astype(str).str[:7]
+
+
+def _precision(runs: pd.DataFrame) -> pd.Series:
+    """The precision that was asked for where it is not the row's own; rows that differ in precision are compared."""
+    own = runs["spec.variant"].map({name: row.settings.precision for name, row in VARIANTS.items()})
+    asked = runs["spec.settings.precision"]
+    return asked.where(own.notna() & (asked != own), "own")
+
+
+AXES = (
+    Axis("model", "model", _model),
+    Axis("world", "world size", itemgetter("spec.world")),
+    Axis("precision", "precision", _precision),
+    Axis("length", "length", itemgetter(LENGTH)),
+    Axis("micro_batch", "micro-batch", itemgetter(MICRO_BATCH)),
+)
+AXIS_NAMES = [axis.name for axis in AXES]
 
 
 def load_runs(runs: str | Path = "runs", broken: dict[Path, str] | None = None) -> pd.DataFrame:
-    """Every record below `runs`, a row a run, a column a value named by its path ('speed.features_per_s').
+    """Every record below `runs`, a row a run, a column a value named by its path ('speed.features_per_s'), and AXES.
 
     Sorted by group, variant and seed. Raises RecordError for a record that cannot be trusted; where `broken` is given,
     puts the folder and the message there instead and goes on.
     """
     rows = []
-    for folder in sorted(path.parent for path in Path(runs).glob("*/*/record.json")):
+    for folder in sorted(path.parent for path in run_files(Path(runs), "record.json")):
         try:
-            rows.append(read_record(folder) | {"path": folder})
+            record = read_record(folder)
+            if (record["group"], record["run_id"]) != (folder.parent.name, folder.name):
+                raise RecordError(f"{folder}: its record is that of {record['group'][:40]}/{record['run_id'][:40]}")
+            rows.append(record | {"path": folder})
         except RecordError as problem:
             if broken is None:
                 raise
             broken[folder] = str(problem)
-    return pd.json_normalize(rows) if rows else pd.DataFrame(columns=["group", "status", "spec.variant", "spec.seed"])
+    if not rows:
+        return pd.DataFrame(columns=["group", "status", "spec.variant", "spec.seed", *AXIS_NAMES])
+    found = pd.json_normalize(rows)
+    return found.assign(**{axis.name: axis.value(found) for axis in AXES})
 
 
 def read_profile(run_dir: Path) -> dict | None:
     """The profile beside a run's record; None if it was never profiled. Raises RecordError for one that is broken."""
     path = run_dir / "profile.json"
     try:
-        profile = json.loads(path.read_text(encoding="utf-8"))
+        profile = strict_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise RecordError(f"{path}: not readable as JSON ({problem})") from problem
     if not isinstance(profile, dict) or profile.get("schema") != PROFILE_SCHEMA:
         raise RecordError(f"{path}: not a profile of this version, which reads {PROFILE_SCHEMA!r}")
     return profile
+
+
+def published() -> pd.DataFrame:
+    """The seeds' numbers by row, with the names of `lines`."""
+    names = {"f1": "score", "train_samples_per_s": "features_per_s", "peak_alloc_mib": "peak_mib"}
+    table = pd.read_csv(Path(__file__).with_name("published.csv"), comment="#", index_col="row").rename(columns=names)
+    base = table.loc[BASELINE]
+    return table.assign(ratio=table["features_per_s"] / base["features_per_s"], delta=table["score"] - base["score"])
+
+
+def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
+    """The runs of one group that count: for each row, seed and cell the newest.
+
+    Raises ReportError for a group without records, and for one whose runs differ in what they all should share.
+    """
+    chosen = runs[runs["group"] == group]
+    if chosen.empty:
+        known = ", ".join(sorted(set(runs["group"]))) or "none; make quickstart makes cpu-smoke"
+        raise ReportError(f"group {group!r} has no records (groups with records: {known})")
+    chosen = chosen.sort_values(["time.started", "run_id"])
+    chosen = chosen.drop_duplicates(["spec.variant", "spec.seed", *AXIS_NAMES], keep="last")
+    for column in (name for name in chosen if name.startswith(IDENTITY) and name != LENGTH):
+        if len(chosen[column].unique()) > 1:
+            one, *others = chosen.drop_duplicates(column)[["run_id", column]].to_numpy()
+            raise ReportError(
+                f"group {group!r} mixes runs that cannot be compared: {column} is {one[1]!r} in {one[0]} and "
+                f"{others[0][1]!r} in {others[0][0]}; move the older runs away"
+            )
+    return chosen.reset_index(drop=True)
+
+
+def searches(runs: pd.DataFrame) -> set[str]:
+    """The groups that hold the tries of a search (`fit-batch`, `tune`), of which no row is compared with another."""
+    return set(runs.loc[runs["spec.search"] != "", "group"]) if len(runs) else set()
+
+
+def on_cpu(runs: pd.DataFrame) -> bool:
+    """Whether a group's runs had no GPU."""
+    return len(runs) > 0 and runs["spec.hardware"].eq("cpu").all()
+
+
+def neighbours(runs: pd.DataFrame, group: str) -> pd.DataFrame:
+    """All runs that share hardware and task with a group, whatever their scale."""
+    own = runs[runs["group"] == group]
+    return runs[runs["spec.hardware"].isin(own["spec.hardware"]) & runs["task.name"].isin(own["task.name"])]
+
+
+def sibling(runs: pd.DataFrame, group: str, scale: str) -> pd.DataFrame:
+    """The runs that count of the neighbours at another scale; without rows where there are none."""
+    found = neighbours(runs, group)
+    found = found[(found["spec.scale.name"] == scale) & (found["spec.search"] == "")]
+    return found if found.empty else select(found, found["group"].iloc[0])
+
+
+def cells(table: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """(label, part) of each cell of a table that has columns of AXES; the largest micro-batch first, since it keeps the
+    GPU busiest. The label names the axes that vary, 'length 256, micro-batch 8', and is empty for an only cell."""
+    varying = [axis for axis in AXES if axis.name in table and table[axis.name].nunique(dropna=False) > 1]
+    if not varying:
+        return [("", table)]
+    found = []
+    for values, part in table.groupby([axis.name for axis in varying], dropna=False):
+        label = ", ".join(f"{axis.label} {value}" for axis, value in zip(varying, values, strict=True))
+        found.append((label, part))
+    return found[::-1]
+
+
+def in_cells(table: pd.DataFrame, function: Callable) -> list[tuple]:
+    """(label, function(part)) of each of `cells` for which it is known. Raises NotMeasured where it is for none."""
+    found, unknown = [], None
+    for label, part in cells(table):
+        try:
+            found.append((label, function(part)))
+        except NotMeasured as reason:
+            unknown = reason
+    if unknown and not found:
+        raise unknown
+    return found
+
+
+def usual(table: pd.DataFrame) -> pd.DataFrame:
+    """Of runs or lines those that agree with the most others in all axes but the micro-batch: what a table speaks of
+    that shows a row once."""
+    axes = [name for name in AXIS_NAMES if name in table and name != "micro_batch"]
+    if table.empty or not axes:
+        return table
+    return max((part for _, part in table.groupby(axes, dropna=False)), key=len)
+
+
+def score_name(table: pd.DataFrame) -> str:
+    """How the score of runs or lines is called: 'F1'."""
+    return table["task.label"].iloc[0]
+
+
+def direction(table: pd.DataFrame) -> int:
+    """1 where a higher score of runs or lines is the better one, else -1."""
+    return 1 if table["task.higher_is_better"].iloc[0] else -1
+
+
+def commits(runs: pd.DataFrame) -> str:
+    """Which versions of the code the runs are of."""
+    names = runs["code.commit"].fillna("unknown").str[:7]
+    return ", ".join(sorted(set(names.where(~runs["code.dirty"].eq(True), names + " with changes"))))

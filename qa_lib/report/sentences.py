@@ -1,34 +1,26 @@
 """What the records of a group say, in sentences computed from them: titles of figures, captions, the list of findings.
 
-A sentence that no record supports raises NotMeasured with the reason. With several micro-batches there is a line for
-each, since ratios hold within one only.
+The words are in texts/sentences.md.j2. A sentence that no record supports raises NotMeasured with the reason. A group
+of several cells (see runs.AXES) has a line for each, since ratios hold within one only.
 """
+
+from collections.abc import Callable
+from functools import wraps
 
 import pandas as pd
 
-from qa_lib.report import quality as evidence
-from qa_lib.report import tables
-from qa_lib.report.tables import BASELINE, NotMeasured, factor, number, points, share
+from qa_lib.report import quality
+from qa_lib.report.runs import AXES, BASELINE, NotMeasured, commits, direction, in_cells, on_cpu, score_name
+from qa_lib.report.tables import cost_table, summarise
+from qa_lib.report.text import say
 from qa_lib.variants import VARIANTS
 
 PEERS = ("A0", "A0-best", "A0-compile")  # drawn beside the ladder, no rungs of it
-LADDER = (
-    "A1",
-    "A2",
-    "A3",
-    "A4-nb",
-    "A4",
-    "E1",
-    "E2",
-    "E3",
-    "E4",
-    "E5",
-    "E6",
-    "E-best",
-    "E-fp8",
-)  # each but E1 changes the rung before
+# Each but E1 changes the rung before.
+LADDER = ("A1", "A2", "A3", "A4-nb", "A4", "E1", "E2", "E3", "E4", "E5", "E6", "E-best", "E-fp8")
 RECOMMENDED = "E-best"  # the row that sentences speak of, where it was run
 CPU_CAVEAT = "CPU speeds prove the plumbing only and say nothing about GPUs"
+WHISKERS = "± and whiskers: t-based 95 % interval over seeds, where n ≥ 3"
 
 
 def seeds_of(lines: pd.DataFrame) -> str:
@@ -40,155 +32,121 @@ def seeds_of(lines: pd.DataFrame) -> str:
     return f"n = {low if low == high else f'{low}–{high}'} {'seed' if high == 1 else 'seeds'}"
 
 
-WHISKERS = "± and whiskers: t-based 95 % interval over seeds, where n ≥ 3"
-
-
 def caption(runs: pd.DataFrame, lines: pd.DataFrame, whiskers: str = WHISKERS) -> str:
     """What has to stand beside every figure and table of a group: where from, how many, and what not to conclude."""
-    group = runs["group"].iloc[0]
-    sizes = ", ".join(map(str, sorted(set(lines["micro_batch"]))))
-    parts = [f"Group {group}", f"micro-batch {sizes}", seeds_of(lines), f"code {tables.commits(runs)}"]
+    parts = [f"Group {runs['group'].iloc[0]}"]
+    for axis in AXES:
+        values = sorted(set(lines[axis.name]))
+        if len(values) > 1 or axis.name == "micro_batch":
+            parts.append(f"{axis.label} {', '.join(map(str, values))}")
+    parts += [seeds_of(lines), f"code {commits(runs)}"]
     if lines["n"].max() >= 3:
         parts.append(whiskers)
     notes = runs["spec.adjusted"].explode().dropna().value_counts().sort_index()
     parts += [note if n == len(runs) else f"{note} ({n} of {len(runs)} runs)" for note, n in notes.items()]
-    if group.startswith("cpu-"):
+    if on_cpu(runs):
         parts.append(CPU_CAVEAT)
     return " · ".join(parts) + "."
 
 
-def sizes_of(lines: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """The lines of each micro-batch with its name, which is empty if there is only one; the largest first, since it
-    keeps the GPU busiest."""
-    parts = list(lines.groupby("micro_batch"))[::-1]
-    return [(f"micro-batch {size}" if len(parts) > 1 else "", part) for size, part in parts]
+def per_cell(sentence: Callable[[pd.DataFrame], str]) -> Callable[[pd.DataFrame], str]:
+    """Turns a sentence about one cell into one about all cells that have it, a line each."""
+
+    @wraps(sentence)
+    def finding(table: pd.DataFrame) -> str:
+        said = in_cells(table, sentence)
+        return ";\n".join(f"{label[0].upper()}{label[1:]}: {text}" if label else text for label, text in said)
+
+    return finding
 
 
-def _each_size(lines: pd.DataFrame, sentence) -> str:
-    """sentence(lines of one micro-batch) for all of them that have one, a line each. Raises NotMeasured if none has."""
-    found, problem = [], None
-    for size, part in sizes_of(lines):
-        try:
-            found.append(f"{size}: ".capitalize() * bool(size) + sentence(part))
-        except NotMeasured as nothing:
-            problem = nothing
-    if not found:
-        raise problem
-    return ";\n".join(found)
-
-
-def _line(part: pd.DataFrame, variant: str, *measures: str) -> pd.Series:
+def _line(part: pd.DataFrame, variant: str, *measures: str) -> dict:
     """The one line of a row, which must have these measures."""
     lines = part[part["variant"] == variant].dropna(subset=measures)
     if lines.empty:
-        raise NotMeasured(f"{variant} has no measured {', '.join(measures)}")
-    return lines.iloc[0]
+        names = [score_name(part) if name == "score" else name for name in measures]
+        raise NotMeasured(f"{variant} has no measured {', '.join(names)}")
+    return lines.iloc[0].to_dict()
 
 
-def speed_finding(lines: pd.DataFrame) -> str:
+@per_cell
+def speed_finding(part: pd.DataFrame) -> str:
     """How far the ladder reaches, and the peer beside it."""
-
-    def sentence(part: pd.DataFrame) -> str:
-        base = _line(part, BASELINE, "features_per_s")
-        rungs = [name for name in LADDER if part.loc[part["variant"] == name, "features_per_s"].notna().any()]
-        top = RECOMMENDED if RECOMMENDED in rungs else rungs[-1]
-        if top == BASELINE:
-            return f"{BASELINE} trains {number(base['features_per_s'])} features/s; no other rung has finished"
-        said = f"{top} trains {factor(_line(part, top)['ratio'])} the features/s of {BASELINE}"
-        peers = part[part["variant"].isin(PEERS)].dropna(subset=["ratio"])
-        if peers.empty:
-            return said
-        best = peers.loc[peers["ratio"].idxmax()]
-        name = "plain transformers.Trainer" if best["variant"] == PEERS[0] else "transformers.Trainer"
-        return f"{said}, {name} ({best['variant']}) {factor(best['ratio'])}"
-
-    return _each_size(lines, sentence)
+    base = _line(part, BASELINE, "features_per_s")
+    timed = part.dropna(subset="ratio").set_index("variant", drop=False)
+    rungs = [name for name in LADDER if name in timed.index]
+    top = timed.loc[RECOMMENDED if RECOMMENDED in rungs else rungs[-1]].to_dict()
+    peers = timed[timed["variant"].isin(PEERS)]
+    peer = None if peers.empty else peers.loc[peers["ratio"].idxmax()].to_dict()
+    return say("sentences.speed", base=base, top=top, peer=peer, plain=PEERS[0])
 
 
-def quality_finding(lines: pd.DataFrame) -> str:
-    """The quickest row whose mean F1 is close to the baseline's; whether it is equal is for evidence.equivalence."""
-
-    def sentence(part: pd.DataFrame) -> str:
-        base = _line(part, BASELINE, "f1", "train_s")
-        close = part[part["delta_f1"] >= -1].dropna(subset=["train_s"])
-        quickest = close.loc[close["train_s"].idxmin()]
-        if quickest["variant"] == BASELINE:
-            return f"No timed row whose mean F1 is within 1 of {BASELINE}'s or above it trains in less time"
-        part_of = share(quickest["train_s"] / base["train_s"])
-        return (
-            f"Of {len(close)} timed rows with a mean F1 within 1 of {BASELINE}'s or above it, {quickest['variant']} is "
-            f"the quickest: {part_of} of {BASELINE}'s training time, compilation included"
-        )
-
-    return _each_size(lines, sentence)
+@per_cell
+def quality_finding(part: pd.DataFrame) -> str:
+    """The quickest row whose mean score is close to the baseline's; whether it is equal is for quality.equivalence."""
+    quality.require_answers(part)
+    base = _line(part, BASELINE, "score", "train_s")
+    close = part[part["delta"] >= -quality.MARGIN].dropna(subset=["train_s"])
+    quickest = close.loc[close["train_s"].idxmin()].to_dict()
+    return say("sentences.quality", base=base, quickest=quickest, rows=len(close), margin=quality.MARGIN)
 
 
-def memory_finding(lines: pd.DataFrame) -> str:
+@per_cell
+def memory_finding(part: pd.DataFrame) -> str:
     """Of the rows that train everything, the one with the smallest peak, and what it costs in step time."""
-
-    def sentence(part: pd.DataFrame) -> str:
-        part = part.dropna(subset=["peak_mib"])
-        if part.empty:
-            raise NotMeasured("peak GPU memory was not measured: these runs had no GPU, whose allocator counts it")
-        every = part["variant"].map(lambda name: name in VARIANTS and VARIANTS[name].settings.trainable == "all")
-        part = part[every].dropna(subset=["step_ms"])
-        if part.empty:
-            raise NotMeasured("no row has a step time beside its peak memory: other runs shared the GPU")
-        least = part.loc[part["peak_mib"].idxmin()]
-        said = f"{least['variant']} peaks lowest of {len(part)} rows that train everything: "
-        said += f"{number(least['peak_mib'])} MiB"
-        base = part[part["variant"] == BASELINE]
-        if base.empty or least["variant"] == BASELINE:
-            return said
-        memory, time = (share(least[name] / base[name].iloc[0]) for name in ("peak_mib", "step_ms"))
-        return f"{said}, {memory} of {BASELINE}'s, at {time} of its step time"
-
-    return _each_size(lines, sentence)
+    part = part.dropna(subset=["peak_mib"])
+    if part.empty:
+        raise NotMeasured("peak GPU memory was not measured: these runs had no GPU, whose allocator counts it")
+    every = part["variant"].map(lambda name: name in VARIANTS and VARIANTS[name].settings.trainable == "all")
+    part = part[every].dropna(subset=["step_ms"])
+    if part.empty:
+        raise NotMeasured("no row has a step time beside its peak memory: other runs shared the GPU")
+    least = part.loc[part["peak_mib"].idxmin()].to_dict()
+    base = next(iter(part[part["variant"] == BASELINE].to_dict("records")), None)
+    return say("sentences.memory", base=base, least=least, rows=len(part))
 
 
-def peft_finding(lines: pd.DataFrame) -> str:
-    """The PEFT row with the best F1."""
+@per_cell
+def peft_finding(part: pd.DataFrame) -> str:
+    """The PEFT row with the best score."""
+    rows = part[part["family"] == "B"].dropna(subset=["score", "trainable"])
+    if rows.empty:
+        raise NotMeasured(f"no PEFT row (B*) has a measured {score_name(part)}")
+    if (rows["n"] >= 3).any():
+        rows = rows[rows["n"] >= 3]
+    best = rows.loc[(direction(rows) * rows["score"]).idxmax()].to_dict()
+    return say("sentences.peft", best=best, score=score_name(part), baseline=BASELINE)
 
-    def sentence(part: pd.DataFrame) -> str:
-        rows = part[part["family"] == "B"].dropna(subset=["f1", "trainable"])
-        if rows.empty:
-            raise NotMeasured("no PEFT row (B*) has a measured F1")
-        if (rows["n"] >= 3).any():
-            rows = rows[rows["n"] >= 3]
-        best = rows.loc[rows["f1"].idxmax()]
-        said = (
-            f"Best F1 of PEFT: {best['variant']}, {points(best['delta_f1'], sign='+')} against {BASELINE} in the mean"
-        )
-        if pd.notna(best["ratio"]):
-            said += f" at {factor(best['ratio'])} its speed"
-        return f"{said}; {share(best['trainable'] / best['params'])} of its model's parameters train"
 
-    return _each_size(lines, sentence)
+@per_cell
+def failed_join_finding(part: pd.DataFrame) -> str:
+    """What the wrong join of row A4-b costs against the same training joined by id."""
+    wrong, right = (_line(part, name, "score") for name in ("A4-b", "A4"))
+    return say("sentences.failed_join", wrong=wrong, right=right, score=score_name(part))
+
+
+@per_cell
+def _equivalence_finding(runs: pd.DataFrame) -> str:
+    rows = quality.equivalence(runs).dropna(subset="half").set_index("variant")
+    named = {told: ", ".join(rows.index[rows["verdict"] == told]) for told in quality.VERDICTS}
+    shown = rows.loc[rows["verdict"].isin(["within", "no worse"]), "n"]
+    seeds = "three seeds or more"
+    if len(shown):
+        seeds = "–".join(map(str, sorted({shown.min(), shown.max()}))) + " seeds"
+    return say("sentences.equivalence", margin=quality.MARGIN, baseline=BASELINE, seeds=seeds, rows=named)
+
+
+def equivalence_finding(runs: pd.DataFrame) -> str:
+    """Which rows of `runs` are shown to be as good as the baseline, and which are not; over all micro-batches."""
+    return _equivalence_finding(runs.drop(columns="micro_batch"))
 
 
 def cost_finding(runs: pd.DataFrame) -> str:
     """What all runs of the group took together, and the longest."""
-    rows = tables.cost_table(runs)
-    total = rows.iloc[-1]
-    if not total["runs"]:
+    *rows, total = cost_table(runs).to_dict("records")
+    if not rows:
         raise NotMeasured("no run has a measured wall time")
-    longest = rows.loc[rows["wall_s"][:-1].idxmax()]
-    minutes = f"{total['wall_s'] / 60:.1f} min" if total["wall_s"] >= 90 else f"{total['wall_s']:.0f} s"
-    runs_s = "run" if total["runs"] == 1 else "runs"
-    return (
-        f"{total['runs']} {runs_s} took {minutes} in all; {longest['row']} took longest, {number(longest['wall_s'])} s "
-        f"for {longest['runs']} of them"
-    )
-
-
-def failed_join_finding(lines: pd.DataFrame) -> str:
-    """What the wrong join of row A4-b costs against the same training joined by id."""
-
-    def sentence(part: pd.DataFrame) -> str:
-        wrong, right = (points(_line(part, name, "f1")["f1"]) for name in ("A4-b", "A4"))
-        return f"Joining sorted predictions by position (A4-b) gives F1 {wrong} where A4 has {right}"
-
-    return _each_size(lines, sentence)
+    return say("sentences.cost", total=total, longest=max(rows, key=lambda row: row["wall_s"]))
 
 
 def findings(runs: pd.DataFrame, judged: pd.DataFrame | None = None) -> str:
@@ -196,17 +154,23 @@ def findings(runs: pd.DataFrame, judged: pd.DataFrame | None = None) -> str:
 
     `judged` are the runs that tell quality, where these do not.
     """
-    lines = tables.summarise(runs)
-    judged, scores = (runs, lines) if judged is None else (judged, tables.summarise(judged))
-    where = "".join(f"{group}: " for group in set(judged["group"]) - set(runs["group"]))  # one group at most
-    sources = [("", speed_finding, lines), ("", memory_finding, lines)]
-    sources += [(where, lambda scored: evidence.equivalence_finding(evidence.equivalence(scored)), judged)]
-    sources += [(where, finding, scores) for finding in (quality_finding, peft_finding, failed_join_finding)]
+    lines = summarise(runs)
+    judged, scores = (runs, lines) if judged is None else (judged, summarise(judged))
+    group = judged["group"].iloc[0]
+    where = "" if group == runs["group"].iloc[0] else f"{group}: "
+    sources = [
+        ("", speed_finding, lines),
+        ("", memory_finding, lines),
+        (where, equivalence_finding, judged),
+        *((where, finding, scores) for finding in (quality_finding, peft_finding, failed_join_finding)),
+        ("", cost_finding, runs),
+    ]
     said = []
-    for where, finding, source in [*sources, ("", cost_finding, runs)]:
+    for prefix, finding, source in sources:
         try:
-            said += [where + sentence for sentence in finding(source).split(";\n")]
+            said += [prefix + sentence for sentence in finding(source).split(";\n")]
         except NotMeasured as problem:
             said.append(f"Not known here: {problem}")
-    said += [f"{line['variant']}: {line['note']}" for line in lines.to_dict("records") if line["note"]]
+    notes = lines[lines["note"] != ""].groupby("note", sort=False)["variant"].agg(", ".join)
+    said += [f"{rows}: {note}" for note, rows in notes.items()]
     return "\n".join(f"- {sentence}." for sentence in said) + f"\n\n{caption(runs, lines)}"

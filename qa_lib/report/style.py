@@ -8,18 +8,20 @@ from collections.abc import Callable
 import matplotlib.style
 import pandas as pd
 import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
-from qa_lib.report.tables import NotMeasured
+from qa_lib.report.runs import NotMeasured
 
 WIDTH = 9.0  # inches: 900 px at 100 dpi, the width of a README
 DPI = 150  # of files; a notebook shows 100
-_COLORBLIND = sns.color_palette("colorblind")  # safe for the common colour-vision deficiencies
+COLORBLIND = sns.color_palette("colorblind")  # safe for the common colour-vision deficiencies
 GREY = "0.6"
 # A family that is not here, of a record by another version, is a grey cross.
 COLORS = defaultdict(
-    lambda: GREY, {family: _COLORBLIND[index] for family, index in zip("ABCDE", (0, 1, 2, 4, 3), strict=True)}
+    lambda: GREY, {family: COLORBLIND[index] for family, index in zip("ABCDE", (0, 1, 2, 4, 3), strict=True)}
 )
 MARKERS = defaultdict(lambda: "X", zip("ABCDE", "os^DP", strict=True))
 
@@ -33,6 +35,22 @@ def style():
 def wrap(text: str, width: int) -> str:
     """Lines of at most so many letters; a number stays with its percent sign."""
     return "\n".join(textwrap.fill(line.replace(" %", "\u00a0%"), width) for line in text.split("\n"))
+
+
+def new_figure(title: str, note: str, height: float) -> Figure:
+    """An empty figure with a title and, below it, a caption; `height` in inches."""
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(wrap(title, 90), x=0.01, ha="left", fontsize=12, fontweight="bold")
+    if note:
+        figure.supxlabel(wrap(note, 148), x=0.01, ha="left", fontsize=8, color="0.35")
+    return figure
+
+
+def bars(axis: Axes, rows: pd.DataFrame, x: str, y: str, **look) -> None:
+    """Horizontal bars of a table's values, without lines between them."""
+    sns.barplot(rows, x=x, y=y, saturation=1, errorbar=None, ax=axis, **look)
+    axis.grid(False, axis="y")
 
 
 def png(figure: Figure, dpi: int = DPI) -> bytes:

@@ -1,112 +1,47 @@
-"""From records to tables: which runs count, statistics over seeds, ratios to the baseline, and their text.
+"""From runs to tables: means over seeds, ratios to the baseline, and their text.
 
-Two forms go through this module: `runs`, the DataFrame of record.load_runs(), a row a run; and `lines`, the DataFrame
-of `summarise`, a row for each row of the variants table and micro-batch, averaged over seeds. A value that was not
-measured is NaN in both and "–" in text.
+Two forms go through this package: `runs`, the DataFrame of runs.load_runs(), a row a run; and `lines`, the DataFrame of
+`summarise`, a row for each row of the variants table and cell (see runs.AXES), averaged over seeds. What was not
+measured is NaN in both.
 """
 
 import math
-import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
+from functools import wraps
 
+import numpy as np
 import pandas as pd
+from scipy.special import stdtrit
 
-from qa_lib.errors import UserError
+from qa_lib.report.runs import AXES, AXIS_NAMES, BASELINE, TASK, ReportError, published, score_name, select, usual
+from qa_lib.report.text import MISSING, count, gain, markdown, number, points, share
 from qa_lib.variants import FAMILIES, VARIANTS
 
-BASELINE = "A1"
-PUBLISHED = Path(__file__).with_name("published.csv")
 PUBLISHED_MICRO_BATCH = 8
-MISSING = "–"
-# Columns of words, which are set to the left.
-LEFT = {
-    "row",
-    "what it changes",
-    "status",
-    "note",
-    "arithmetic",
-    "claim of the seeds",
-    "measured here",
-    "verdict",
-    "why",
-}
-
-MEASURES = {  # name in `lines` -> value of a record
+MEASURES = {  # name in `lines` -> value of a record; beside them `score`, the one that the task names
     "features_per_s": "speed.features_per_s",
     "step_ms": "time.step_ms.median",
     "step_p10_ms": "time.step_ms.p10",
     "step_p90_ms": "time.step_ms.p90",
-    "mfu": "speed.mfu",
+    "matrix_share": "speed.mfu",
     "peak_mib": "memory.peak_alloc_mib",
     "joules": "energy.joules_per_feature",
     "exact": "quality.exact",
-    "f1": "quality.f1",
     "trainable": "model.params_trainable",
     "params": "model.params_total",
     "compile_s": "time.compile_s",
     "train_s": "time.train_s",
     "wall_s": "time.wall_s",
 }
+# Dense TFLOP/s of fp16 and bf16 by NVIDIA's data sheets (H100 and H200: half of their 1,979 with sparsity), which MFU
+# is a share of. Cards by PyTorch's name for them; the PCIe cards of a name clock lower and are left out.
+DATA_SHEET_TFLOPS = {
+    "NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100-SXM4-40GB": 312,
+    "NVIDIA L4": 121, "Tesla T4": 65,
+}  # fmt: skip
 WHOLE_RUN = ["compile_s", "train_s", "wall_s"]  # a resumed run timed only its last part
-# What must be equal within a group, or a ratio would compare different work.
-IDENTITY = ("spec.scale.", "data.name", "data.sha256", "model.name", "model.revision")
-# Student's t for two-sided intervals of a level in percent, for 2, 3, ... degrees of freedom (any table of the
-# distribution); more seeds use the last one.
-STUDENT = {
-    95: (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120),
-    90: (2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753, 1.746),
-}
-
-
-class ReportError(UserError):
-    """A report that cannot be made from these records; the message names group and baseline or file."""
-
-
-class NotMeasured(ReportError):
-    """No record holds what a figure or sentence shows; the message says what is missing and why."""
-
-
-def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
-    """The runs of one group that count: for each row, seed and micro-batch the newest.
-
-    Raises ReportError for a group without records, and for one whose runs differ in scale, data or model.
-    """
-    chosen = runs[runs["group"] == group]
-    if chosen.empty:
-        known = ", ".join(sorted(set(runs["group"]))) or "none; make quickstart makes cpu-smoke"
-        raise ReportError(f"group {group!r} has no records (groups with records: {known})")
-    chosen = chosen.sort_values(["time.started", "run_id"])
-    chosen = chosen.drop_duplicates(["spec.variant", "spec.seed", "spec.settings.micro_batch"], keep="last")
-    for column in (name for name in chosen if name.startswith(IDENTITY)):
-        values = [None if pd.isna(value) else value for value in chosen[column]]
-        first, *others = dict.fromkeys(values)
-        if others:
-            one, other = (chosen["run_id"].iloc[values.index(value)] for value in (first, others[0]))
-            raise ReportError(
-                f"group {group!r} mixes runs that cannot be compared: {column} is {first!r} in {one} and "
-                f"{others[0]!r} in {other}; move the older runs away"
-            )
-    return chosen.reset_index(drop=True)
-
-
-def is_search(group: str) -> bool:
-    """Whether a group holds the tries of a search (`fit-batch`, `tune`), of which no row is compared with another."""
-    return re.search(r"-(fit-.*|tune)$", group) is not None
-
-
-def sibling(runs: pd.DataFrame, group: str, scale: str) -> pd.DataFrame:
-    """The runs on the group's hardware at another scale; without rows where there are none."""
-    name = f"{group.rsplit('-', 1)[0]}-{scale}"
-    return select(runs, name) if (runs["group"] == name).any() else runs[:0]
-
-
-def commits(runs: pd.DataFrame) -> str:
-    """Which versions of the code the runs are of."""
-    names = runs["code.commit"].fillna("unknown").str[:7]
-    return ", ".join(sorted(set(names.where(~runs["code.dirty"].eq(True), names + " with changes"))))
 
 
 def change(variant: str) -> str:
@@ -122,129 +57,147 @@ def place(variant: str) -> tuple[int, str]:
     return (list(VARIANTS).index(variant) if variant in VARIANTS else len(VARIANTS)), variant
 
 
-def interval(values: pd.Series, level: int = 95) -> float:
-    """Half the width of the t-based interval of the mean over seeds, at a level of STUDENT; NaN below three values."""
-    n, table = values.count(), STUDENT[level]
-    return table[min(n - 3, len(table) - 1)] * values.std() / math.sqrt(n) if n >= 3 else math.nan
+def interval(values, level: int = 95):
+    """Half the width of the interval of the mean over seeds, at a level in percent, by Student's t; NaN below three
+    values. Of a Series, of each column of a table, or of each group of a groupby. (`stdtrit` is the quantile of t, as
+    scipy.stats.t.ppf, which takes longer to import.)"""
+    n = values.count()
+    half = stdtrit(np.maximum(n - 1, 1), 0.5 + level / 200) * values.std() / np.sqrt(np.maximum(n, 1))
+    return half * np.where(n >= 3, 1.0, math.nan)
 
 
+def once(function: Callable[[pd.DataFrame], pd.DataFrame]) -> Callable[[pd.DataFrame], pd.DataFrame]:
+    """Keeps what a function of a table gave last: a group's table, page, sentences and figures ask for the same one
+    after another. By identity, so that nobody may change a table of runs in place."""
+    last = (None, None)
+
+    @wraps(function)
+    def kept(table: pd.DataFrame) -> pd.DataFrame:
+        nonlocal last
+        if last[0] is not table:
+            last = table, function(table)
+        return last[1].copy()
+
+    return kept
+
+
+@once
 def summarise(runs: pd.DataFrame) -> pd.DataFrame:
-    """A group's runs, averaged over seeds, in the order of the variants table: `lines`.
+    """A group's runs, averaged over seeds, cell by cell in the order of the variants table: `lines`.
 
-    Columns: micro_batch, variant, family, change, status, note, n (runs that ended ok) and, over these, each of
-    MEASURES as the mean with `<name>±` beside it (see `interval`); ratio, features/s over the baseline's at the same
-    micro-batch, with `ratio±` over equal seeds where both rows have the same ones; and delta_f1 with `delta_f1±`, F1
-    minus the baseline's over the seeds that both have. Raises ReportError where a micro-batch has no baseline.
+    Columns: AXES, TASK, variant, family, change, status, note, n (runs that ended ok) and, over these, each of MEASURES
+    and `score` as the mean with `<name>±` beside it (see `interval`). Against the baseline of the same cell: ratio, of
+    features/s, with `ratio±` over equal seeds where both rows have the same ones; delta, the score minus the
+    baseline's, with `delta±` over the seeds that both have; break_even. Raises ReportError where no cell has one.
     """
-    lines = []
-    for micro_batch, part in runs.groupby("spec.settings.micro_batch"):
-        rows = dict(list(part.groupby("spec.variant")))
-        base = _measured(_baseline(rows, part["group"].iloc[0], micro_batch))
-        for variant in sorted(rows, key=place):
-            row = _measured(rows[variant])
-            means = row.mean()
-            paired = variant != BASELINE and set(row.index) == set(base.index)
-            line = {
-                "micro_batch": micro_batch,
-                "variant": variant,
-                "family": variant[0],
-                "change": change(variant),
-                "status": _status(rows[variant]),
-                "note": _note(rows[variant]),
-                "n": len(row),
-                "ratio": means["features_per_s"] / base["features_per_s"].mean(),
-                "ratio±": interval(row["features_per_s"] / base["features_per_s"]) if paired else math.nan,
-                "break_even": _break_even(means, base.mean()),
-                "delta_f1": (row["f1"] - base["f1"]).mean(),
-                "delta_f1±": interval(row["f1"] - base["f1"]) if variant != BASELINE else math.nan,
-            }
-            lines.append(line | dict(means) | {f"{name}±": interval(row[name]) for name in MEASURES})
-    return pd.DataFrame(lines)
-
-
-def _baseline(rows: dict[str, pd.DataFrame], group: str, micro_batch: int) -> pd.DataFrame:
-    status = Counter(rows[BASELINE]["status"] if BASELINE in rows else [])
-    # A baseline that does not fit into memory is a result: its ratios are unknown, not an error.
-    if not status["ok"] and not status["oom"]:
-        found = f"is {', '.join(status)}" if status else "has no record"
+    if _baseline(runs).empty:
+        sizes = ", ".join(map(str, sorted(set(runs["micro_batch"]))))
+        found = ", ".join(Counter(runs.loc[runs["spec.variant"] == BASELINE, "status"]))
         raise ReportError(
-            f"group {group!r}, micro-batch {micro_batch}: the baseline {BASELINE} {found}, and every ratio needs it"
+            f"group {runs['group'].iloc[0]!r}, micro-batch {sizes}: the baseline {BASELINE} "
+            f"{f'is {found}' if found else 'has no record'}, and every ratio needs it"
         )
-    return rows[BASELINE]
+    # Whole columns at a time: pandas takes as long for a row of two seeds as for all rows together.
+    cell = runs.groupby(AXIS_NAMES, dropna=False).ngroup().rename("cell")
+    values = _measured(runs, cell)
+    base = values[values.index.get_level_values("row") == BASELINE].droplevel("row")
+    same_seed = base.reindex(values.index.droplevel("row")).set_axis(values.index)
+    values["delta"] = values["score"] - same_seed["score"]
+    values["ratio"] = values["features_per_s"] / same_seed["features_per_s"]
+    values["paired"] = values.index.droplevel("row").isin(base.index).astype(float)
+    rows = values.groupby(level=["cell", "row"])
+    means, halves, n = rows.mean(), interval(rows).add_suffix("±"), rows.size()
+    of_base = base.groupby(level="cell")
+    base_means = of_base.mean().reindex(means.index, level="cell")
+    base_n = of_base.size().reindex(n.index, level="cell")
+    means["ratio"] = means["features_per_s"] / base_means["features_per_s"]
+    means["break_even"] = _break_even(means, base_means)
+    halves["ratio±"] = halves["ratio±"].where((means["paired"] == 1) & (n == base_n))
+    halves.loc[halves.index.get_level_values("row") == BASELINE, ["ratio±", "delta±"]] = math.nan
+
+    lines = _described(runs, cell)
+    numbers = pd.concat([means, halves], axis=1).drop(columns=["paired", "paired±"])
+    return lines.assign(n=n.reindex(lines.index, fill_value=0)).join(numbers).reset_index(drop=True)
 
 
-def _measured(row: pd.DataFrame) -> pd.DataFrame:
-    """MEASURES of a row's runs that ended ok, as floats, indexed by seed."""
-    row = row[row["status"] == "ok"].set_index("spec.seed")
-    values = pd.DataFrame({name: row[column].astype(float) for name, column in MEASURES.items()})
-    values.loc[row["time.resumed_from_step"].notna(), WHOLE_RUN] = math.nan
-    if "time.compile_cached" in row:  # what an earlier run has compiled is not this row's price
-        values.loc[row["time.compile_cached"].eq(True), "compile_s"] = math.nan
-    return values
+def _described(runs: pd.DataFrame, cell: pd.Series) -> pd.DataFrame:
+    """The columns of `lines` that are words, and those of AXES and TASK; indexed by cell and row, in table order."""
+    columns = ["status", "error.message", "error.step", "time.resumed_from_step", "spec.seed"]
+    members = {}
+    for key, run in zip(zip(cell, runs["spec.variant"], strict=True), runs[columns].to_dict("records"), strict=True):
+        members.setdefault(key, []).append(run)
+    heads = runs[[*AXIS_NAMES, *TASK]].set_axis(cell)
+    heads = heads[~heads.index.duplicated()].to_dict("index")
+    with_base = set(cell[_baseline(runs).index])
+    alone = f"no ratio, since {BASELINE} has no result under these conditions"
+    keys = sorted(members, key=lambda key: (key[0], place(key[1])))
+    lines = [
+        heads[number]
+        | {
+            "variant": variant,
+            "family": variant[0],
+            "change": change(variant),
+            "status": _status(members[number, variant]),
+            "note": "; ".join(filter(None, [_note(members[number, variant]), "" if number in with_base else alone])),
+        }
+        for number, variant in keys
+    ]
+    return pd.DataFrame(lines, index=pd.MultiIndex.from_tuples(keys, names=["cell", "row"]))
 
 
-def _break_even(row: pd.Series, base: pd.Series) -> float:
-    """Optimizer steps after which a row has made up for its compilation against the baseline; inf if it never does."""
-    if pd.isna(row["compile_s"]):
-        return math.nan
-    saved = (base["step_ms"] - row["step_ms"]) / 1e3
-    return row["compile_s"] / saved if saved > 0 else math.inf
+def _baseline(runs: pd.DataFrame) -> pd.DataFrame:
+    """The baseline's runs that have a result. That it does not fit into memory is one: ratios are unknown then."""
+    return runs[(runs["spec.variant"] == BASELINE) & runs["status"].isin(["ok", "oom"])]
 
 
-def _status(row: pd.DataFrame) -> str:
-    counts = Counter(row["status"])
+def _measured(runs: pd.DataFrame, cell: pd.Series) -> pd.DataFrame:
+    """MEASURES and `score` of the runs that ended ok, as floats, indexed by cell, row and seed; compile_s of runs that
+    found nothing compiled, warm_compile_s of the others, and mfu by the card's data sheet."""
+    metric = runs["task.metric"].iloc[0]
+    runs = runs[runs["status"] == "ok"]
+    values = runs.reindex(columns=[*MEASURES.values(), f"quality.{metric}"]).set_axis([*MEASURES, "score"], axis=1)
+    values = values.astype(float)
+    half = runs["spec.settings.precision"] != "fp32"
+    peak = runs["env.gpu"].map(DATA_SHEET_TFLOPS).astype(float).where(half)
+    values["mfu"] = values["matrix_share"] * runs["speed.peak_tflops_measured"].astype(float) / peak
+    values.loc[runs["time.resumed_from_step"].notna(), WHOLE_RUN] = math.nan
+    # What an earlier run has compiled is not this row's price.
+    cached = runs["time.compile_cached"].eq(True)
+    values["warm_compile_s"] = values["compile_s"].where(cached)
+    values["compile_s"] = values["compile_s"].mask(cached)
+    return values.set_index([cell[runs.index], runs["spec.variant"].rename("row"), runs["spec.seed"]])
+
+
+def _break_even(rows: pd.DataFrame, base: pd.DataFrame) -> pd.Series:
+    """Optimizer steps after which each row has made up for its compilation against the baseline; inf if it never
+    does."""
+    saved = (base["step_ms"] - rows["step_ms"]) / 1e3
+    steps = (rows["compile_s"] / saved).mask(saved <= 0, math.inf)
+    return steps.where(rows["compile_s"].notna())
+
+
+def _status(runs: list[dict]) -> str:
+    counts = Counter(run["status"] for run in runs)
     return next(iter(counts)) if len(counts) == 1 else ", ".join(f"{n} {name}" for name, n in counts.items())
 
 
-def _note(row: pd.DataFrame) -> str:
+def _note(runs: list[dict]) -> str:
     """Why a row's runs did not end ok, and which were resumed."""
     reasons = {}
-    columns = ["spec.seed", "status", "error.message", "error.step", "time.resumed_from_step"]
-    for run in row[columns].to_dict("records"):
+    for run in runs:
         if run["status"] != "ok":
             message = run["error.message"] if pd.notna(run["error.message"]) else "not finished"
-            at = f" (after step {run['error.step']:.0f})" if pd.notna(run["error.step"]) else ""
-            text = textwrap.shorten(f"{run['status']}: {message}", 140, placeholder=" …") + at
+            text = textwrap.shorten(f"{run['status']}: {message}", 140, placeholder=" …")
+            if pd.notna(run["error.step"]):
+                text += f" (after step {run['error.step']:.0f})"
         elif pd.notna(run["time.resumed_from_step"]):
             text = f"resumed at step {run['time.resumed_from_step']:.0f}, so no time of the whole run"
         else:
             continue
         reasons.setdefault(text, []).append(str(run["spec.seed"]))
     return "; ".join(
-        text if len(seeds) == len(row) else f"seed {', '.join(seeds)} {text}" for text, seeds in reasons.items()
+        text if len(seeds) == len(runs) else f"seed {', '.join(seeds)} {text}" for text, seeds in reasons.items()
     )
-
-
-def number(value: float, half: float = math.nan) -> str:
-    """Three significant digits or all before the point, '–' for NaN; with ± half an interval where there is one."""
-    if pd.isna(value):
-        return MISSING
-    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
-    return f"{value:,.{digits}f}" + (f" ± {half:,.{digits}f}" if pd.notna(half) else "")
-
-
-def factor(value: float) -> str:
-    """A ratio as '×1.52'."""
-    return f"×{number(value)}" if pd.notna(value) else MISSING
-
-
-def count(value: float) -> str:
-    """A number of parameters: '75.3 k', '109 M'."""
-    if pd.isna(value) or value < 1000:
-        return MISSING if pd.isna(value) else f"{value:.0f}"
-    return f"{value / 1e6:.3g} M" if value >= 999_500 else f"{value / 1e3:.3g} k"
-
-
-def share(value: float) -> str:
-    """A part of a whole, or of another row's value, in percent."""
-    return f"{number(100 * value)} %"
-
-
-def points(value: float, half: float = math.nan, sign: str = "") -> str:
-    """A score or a difference of scores, in points of 100."""
-    if pd.isna(value):
-        return MISSING
-    return f"{value:{sign}.2f}".replace("-", "−") + (f" ± {half:.2f}" if pd.notna(half) else "")
 
 
 def _step(line: dict) -> str:
@@ -253,21 +206,22 @@ def _step(line: dict) -> str:
     return f"{number(line['step_ms'])} [{number(line['step_p10_ms'])}–{number(line['step_p90_ms'])}]"
 
 
-COLUMNS = {  # heading -> text of one of `lines`
+COLUMNS = {  # heading, in which {score} stands for the score's label -> text of one of `lines`
     "row": lambda line: line["variant"],
     "what it changes": lambda line: line["change"],
-    "micro-batch": lambda line: str(line["micro_batch"]),
+    **{axis.label: lambda line, name=axis.name: str(line[name]) for axis in AXES},
     "status": lambda line: line["status"],
     "n": lambda line: str(line["n"]),
     "features/s": lambda line: number(line["features_per_s"], line["features_per_s±"]),
     "× A1": lambda line: number(line["ratio"], line["ratio±"]),
     "step ms [p10–p90]": _step,
-    "MFU": lambda line: share(line["mfu"]) if pd.notna(line["mfu"]) else MISSING,
+    "of matrix rate": lambda line: share(line["matrix_share"]),
+    "MFU": lambda line: share(line["mfu"]),
     "peak MiB": lambda line: number(line["peak_mib"]),
     "J/feature": lambda line: number(line["joules"]),
     "exact": lambda line: points(line["exact"], line["exact±"]),
-    "F1": lambda line: points(line["f1"], line["f1±"]),
-    "ΔF1 vs A1": lambda line: points(line["delta_f1"], line["delta_f1±"], "+"),
+    "{score}": lambda line: points(line["score"], line["score±"]),
+    "Δ{score} vs A1": lambda line: gain(line["delta"], line["delta±"]),
     "trainable": lambda line: count(line["trainable"]),
     "compile s": lambda line: number(line["compile_s"]),
     "break-even step": lambda line: "never" if line["break_even"] == math.inf else number(line["break_even"]),
@@ -277,13 +231,13 @@ COLUMNS = {  # heading -> text of one of `lines`
 
 
 def result_table(lines: pd.DataFrame, headings=tuple(COLUMNS)) -> pd.DataFrame:
-    """`lines` as text under these headings; without the columns that say nothing: no value, one micro-batch, all ok."""
+    """`lines` as text under these of COLUMNS; without those that say nothing: no value, an axis at one, all ok."""
     table = pd.DataFrame([{name: COLUMNS[name](line) for name in headings} for line in lines.to_dict("records")])
-    if lines["micro_batch"].nunique() == 1:
-        table = table.drop(columns="micro-batch", errors="ignore")
+    constant = [axis.label for axis in AXES if lines[axis.name].nunique(dropna=False) == 1]
     if lines["status"].eq("ok").all():
-        table = table.drop(columns="status", errors="ignore")
-    return table.loc[:, (table != MISSING).any()]
+        constant.append("status")
+    table = table.drop(columns=constant, errors="ignore")
+    return table.loc[:, (table != MISSING).any()].rename(columns=lambda name: name.format(score=score_name(lines)))
 
 
 def family_lines(lines: pd.DataFrame, family: str) -> pd.DataFrame:
@@ -308,24 +262,21 @@ def family_table(runs: pd.DataFrame, group: str, variant: str) -> str:
 
 
 def published_table(lines: pd.DataFrame, group: str) -> pd.DataFrame:
-    """The seeds' published T4 numbers beside ours at their micro-batch (or our smallest), each against its own A1."""
-    theirs = pd.read_csv(PUBLISHED, comment="#").set_index("row")
+    """The seeds' published T4 numbers beside ours at their micro-batch (or our smallest), each against its own A1;
+    without rows for another task than theirs."""
+    if lines["task.name"].iloc[0] != "qa":
+        return lines[:0]
+    theirs, lines = published(), usual(lines)
     sizes = set(lines["micro_batch"])
     size = PUBLISHED_MICRO_BATCH if PUBLISHED_MICRO_BATCH in sizes else min(sizes)
     ours = lines[lines["micro_batch"] == size].set_index("variant").reindex(theirs.index)
-    speed = theirs["train_samples_per_s"]
-    columns = {
-        "T4: samples/s": speed.map(number),
-        "T4: × A1": (speed / speed[BASELINE]).map(number),
-        "T4: F1": theirs["f1"].map(points),
-        "T4: ΔF1": (theirs["f1"] - theirs["f1"][BASELINE]).map(lambda value: points(value, sign="+")),
-        "T4: peak MiB": theirs["peak_alloc_mib"].map(number),
-        f"{group}: features/s": ours["features_per_s"].map(number),
-        f"{group}: × A1": ours["ratio"].map(number),
-        f"{group}: F1": ours["f1"].map(points),
-        f"{group}: ΔF1": ours["delta_f1"].map(lambda value: points(value, sign="+")),
-        f"{group}: peak MiB": ours["peak_mib"].map(number),
-    }
+    columns = {}
+    for side, part, speed in (("T4", theirs, "samples/s"), (group, ours, "features/s")):
+        columns[f"{side}: {speed}"] = part["features_per_s"].map(number)
+        columns[f"{side}: × {BASELINE}"] = part["ratio"].map(number)
+        columns[f"{side}: F1"] = part["score"].map(points)
+        columns[f"{side}: ΔF1"] = part["delta"].map(gain)
+        columns[f"{side}: peak MiB"] = part["peak_mib"].map(number)
     table = pd.DataFrame(columns).reset_index()
     return table.loc[:, (table != MISSING).any()]
 
@@ -338,32 +289,3 @@ def cost_table(runs: pd.DataFrame) -> pd.DataFrame:
     rows = rows[rows["runs"] > 0].sort_index(key=lambda names: names.map(place))
     rows.loc["total"] = rows.sum()
     return rows.rename_axis("row").reset_index().astype({"runs": int})
-
-
-def markdown(table: pd.DataFrame) -> str:
-    """A table of text as a Markdown table, numbers to the right; a sentence if it has no rows."""
-    if table.empty:
-        return "*No row of this table has been run.*"
-    text = table.astype(str).map(lambda cell: cell.replace("|", "\\|"))
-    for name in set(text) - LEFT:
-        text[name] = text[name].str.replace(" ", "\u00a0")  # "609 ± 6" stays in one line
-    rule = ["---" if name in LEFT else "---:" for name in text]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [list(text), rule, *text.to_numpy().tolist()])
-
-
-def or_why(table_of: Callable[..., pd.DataFrame], *sources) -> str:
-    """table_of(*sources) as Markdown; or the reason, where it is not measured."""
-    try:
-        return markdown(table_of(*sources))
-    except NotMeasured as reason:
-        return f"*No table: {reason}.*"
-
-
-def terminal(table: pd.DataFrame) -> str:
-    """A table of text in columns for a terminal; notes are not padded, so that a long one only wraps its own line."""
-    text = table.astype(str)
-    widths = {name: max(len(name), *text[name].str.len()) for name in text}
-    widths["note"] = 0
-    rows = [dict(zip(text, text, strict=True)), *text.to_dict("records")]
-    aligned = [[f"{row[name]:{'<' if name in LEFT else '>'}{widths[name]}}" for name in text] for row in rows]
-    return "\n".join("  ".join(cells).rstrip() for cells in aligned)

@@ -6,6 +6,7 @@
 import argparse
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import time
@@ -14,16 +15,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from qa_lib import record
 from qa_lib.data.load import Data, batches_of
+from qa_lib.errors import first_line, stopped_by
 from qa_lib.measure.cost import StepCost
 from qa_lib.measure.goodput import efficiency, noise
 from qa_lib.measure.machine import environment, limit_memory, matrix_rate, reduce_rate, train_device, turn
 from qa_lib.measure.meter import Meter, memory_use
 from qa_lib.model.build import DTYPES, build_model, save_model
+from qa_lib.model.folder import check_tokenizer
 from qa_lib.record import Speed
-from qa_lib.run.launch import SHARE
+from qa_lib.run.launch import SHARE, with_driver
 from qa_lib.run.plan import add_source_arguments, add_world, plan
 from qa_lib.run.tasks import TASKS
 from qa_lib.run.together import fault_path, fit_together
@@ -58,6 +62,7 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
         data = data or task.load(spec)
         begin = min(begin, time.perf_counter() - data.load_s)  # what the caller has loaded is this run's time as well
         model = build_model(spec, task.head)
+        check_tokenizer(spec.model_source, data.tokenizer, model.config)
         batches = batches_of(data.features, spec)
         _note_sizes(entry, data, model, batches.steps)
         if ranks.first:
@@ -88,7 +93,7 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
             if spec.scale.quality:
                 entry["quality"] |= task.evaluate(model, data, spec, device, run_dir)
                 evaluated = time.perf_counter()
-                save_model(model, data.tokenizer, run_dir / "model")
+                _save(model, data, run_dir / "model")
         if shared:
             entry["spec"]["adjusted"] = [*entry["spec"]["adjusted"], "times: not recorded, others shared the GPU"]
         else:
@@ -101,14 +106,22 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
 def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
     """The life of a run's record: yields it as `running`, and ends it by what happens meanwhile.
 
-    What is raised inside makes it `error`, out of memory `oom`; only the latter is swallowed. Holds the run's lock.
+    What is raised inside makes it `error`, a signal or Ctrl-C `killed`, out of memory `oom`; only the latter is
+    swallowed. Holds the run's lock. Where a driver started this process, it ends with that driver.
     """
-    with record.lock(run_dir):
+    with with_driver(), record.lock(run_dir):
         entry = record.new_record(spec, environment())
-        record.write_record(run_dir, entry)
         try:
+            record.write_record(run_dir, entry)
             yield entry
-        except (Exception, KeyboardInterrupt) as problem:
+            _finish_whole(spec, run_dir, entry, say)
+        except KeyboardInterrupt as stop:
+            if entry["status"] in record.FINISHED:  # it had its result when the signal came
+                record.write_record(run_dir, entry)
+            else:
+                record.finish(run_dir, entry, "killed", {"kind": "killed", "message": stopped_by(stop)})
+            raise
+        except Exception as problem:
             error = _told(problem)
             # Beside others it may be they who filled the memory: an error, which is run again, and no result.
             if not _out_of_memory(problem) or _shares(train_device()):
@@ -118,13 +131,16 @@ def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
             say(
                 f"{spec.variant}: out of memory " + (f"in step {error['step']}" if error["step"] else "before training")
             )
-        else:
-            if spec.skip:
-                say(f"{spec.variant}: skipped, {spec.skip}")
-                record.finish(run_dir, entry, "skipped", {"kind": "skipped", "message": spec.skip})
-            else:
-                record.finish(run_dir, entry, "ok")
-                Checkpoint.path_of(run_dir).unlink(missing_ok=True)
+
+
+def _finish_whole(spec: Spec, run_dir: Path, entry: dict, say) -> None:
+    """End the record of a run that nothing has broken off."""
+    if spec.skip:
+        say(f"{spec.variant}: skipped, {spec.skip}")
+        record.finish(run_dir, entry, "skipped", {"kind": "skipped", "message": spec.skip})
+    else:
+        record.finish(run_dir, entry, "ok")
+        Checkpoint.path_of(run_dir).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -144,7 +160,9 @@ def _noting_faults(run_dir: Path, ranks: Ranks):
 
 
 def _limit(spec: Spec, device: torch.device) -> None:
-    """Hold this process to the threads and the memory that its scale allows."""
+    """Hold this process to the threads and the memory that its scale allows, and forget what an earlier run left."""
+    gc.collect()  # it would count as this run's memory
+    torch.cuda.empty_cache()
     if spec.scale.threads:
         torch.set_num_threads(spec.scale.threads)
     if spec.scale.limit_gib and device.type == "cuda":
@@ -160,6 +178,14 @@ def _set_status(entry: dict, run_dir: Path, status: str) -> None:
     if entry["status"] != status:
         entry["status"] = status
         record.write_record(run_dir, entry)
+
+
+def _save(model: torch.nn.Module, data: Data, folder: Path) -> None:
+    """Keep the trained model. Raises RecordError when the disk is full."""
+    try:
+        save_model(model, data.tokenizer, folder)
+    except (OSError, SafetensorError) as problem:
+        raise record.RecordError(f"cannot write {folder}: {first_line(problem)}") from problem
 
 
 def _note_sizes(entry: dict, data: Data, model: torch.nn.Module, steps: int) -> None:
@@ -244,8 +270,7 @@ def _told(problem: BaseException) -> dict:
     step = problem.step if isinstance(problem, StepFailed) else None
     if isinstance(problem, StepFailed) and problem.__cause__ is not None:
         problem = problem.__cause__
-    message = "stopped by the user" if isinstance(problem, KeyboardInterrupt) else str(problem).split("\n")[0]
-    return {"kind": type(problem).__name__, "message": message, "step": step}
+    return {"kind": type(problem).__name__, "message": str(problem).split("\n")[0], "step": step}
 
 
 NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")

@@ -11,10 +11,12 @@ This module never imports torch: a driver must hold no GPU, and a child sees its
 import argparse
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import pkgutil
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -22,15 +24,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from queue import SimpleQueue
 
 import psutil
 
 from qa_lib import record
-from qa_lib.errors import UserError
-from qa_lib.run.plan import add_several
+from qa_lib.errors import UserError, stoppable, stopped_by
+from qa_lib.run.plan import add_several, one_or_more
 from qa_lib.spec import Machine, Scale, Spec
 from qa_lib.variants import Settings
 
@@ -41,11 +43,15 @@ SHARE = "QA_LIB_SHARE"  # an environment variable: where it is set, other runs t
 QUIET = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
 STARTING = "starting"  # status of a record that the driver wrote; the run replaces it when it begins
 NEVER_BEGAN = "NeverBegan"  # kind of the error where a process ended before that
+DRIVER_LOCK = ".driver.lock"  # held by the driver of a run from before its process starts to the end
+DRIVER = "QA_LIB_DRIVER"  # an environment variable of a run that has a driver: the path of that lock
+LAST_S = 3  # seconds that a run has to write its record once its driver is gone
 
 
-def add_gpus(parser: argparse.ArgumentParser) -> None:
-    """The option --gpus, which Launcher checks."""
+def add_launcher_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options --gpus, which Launcher checks, and --time-limit."""
     add_several(parser, "--gpus", int, "N", "cards to use; one that is named twice has two runs at a time")
+    parser.add_argument("--time-limit", type=one_or_more, metavar="SECONDS", help="for each run (its scale's)")
 
 
 def probe() -> tuple[Machine, dict]:
@@ -101,13 +107,41 @@ def environment(cards: tuple[int, ...] = (), shared: bool = False, threads: int 
     return os.environ | changes
 
 
+def with_driver() -> contextlib.AbstractContextManager:
+    """Around the work of a run: where a driver started this process, it raises Stopped once that driver is gone. Nobody
+    would wait for the run any more, and it would hold the GPU."""
+    if DRIVER not in os.environ:
+        return contextlib.nullcontext()
+    _follow_driver()
+    return stoppable()
+
+
+@cache  # one thread a process
+def _follow_driver() -> None:
+    threading.Thread(target=_follow, args=(os.environ[DRIVER],), daemon=True).start()
+
+
+def _follow(lock: str) -> None:
+    with open(lock) as stream:
+        while True:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(1)
+    os.kill(os.getpid(), signal.SIGHUP)
+    time.sleep(LAST_S)
+    os._exit(1)
+
+
 @dataclass
 class Launcher:
     """Runs specs in processes of their own, as many at a time as cards are named.
 
     Runs on one card take turns in training, so that one prepares while another is timed; with `share` they train at
     once, and record no times. `force` drops finished records first, `again` are statuses that are run again as well.
-    `command` makes the command of a run. Raises UserError for a card that the machine does not have.
+    `command` makes the command of a run, and `time_limit_s` replaces its scale's limit. Raises UserError for a card
+    that the machine does not have.
     """
 
     runs: Path
@@ -118,8 +152,10 @@ class Launcher:
     force: bool = False
     again: tuple[str, ...] = ()
     command: Callable[[Spec, Path], list[str]] = plain_command
+    time_limit_s: float | None = None
     active: list[Spec] = field(default_factory=list)  # whose processes are at work
     stopped: threading.Event = field(default_factory=threading.Event)
+    why: str = ""  # it was stopped
 
     def __post_init__(self):
         if absent := [gpu for gpu in self.gpus or [] if not 0 <= gpu < self.machine.gpus]:
@@ -138,7 +174,7 @@ class Launcher:
     def run_all(self, specs: list[Spec], ended=lambda spec, entry: None, look=lambda: None) -> list[dict]:
         """Run what is not finished and return every spec's record, in order.
 
-        `ended` is called with each run that ends, `look` every POLL_S seconds. Ctrl-C, and any other error here, ends
+        `ended` is called with each run that ends, `look` every POLL_S seconds. A signal, and any other error here, ends
         the runs at work, keeps the finished ones, and is raised on.
         """
         sets = self._card_sets(specs)
@@ -157,7 +193,8 @@ class Launcher:
                     else:
                         pending[pool.submit(self._run, spec)] = spec  # another process works on it: look again later
                 look()
-        except BaseException:
+        except BaseException as problem:
+            self.why = f"the driver was {stopped_by(problem)}"
             self.stopped.set()
             raise
         finally:
@@ -176,7 +213,7 @@ class Launcher:
         """One run from its claim to its record; None while another process works on it."""
         run_dir, cards = self.runs / spec.run_path, self.free.get()
         try:
-            with record.lock(run_dir, ".driver.lock"):
+            with record.lock(run_dir, DRIVER_LOCK):
                 entry = self._prepare(spec, run_dir) or self._work(spec, run_dir, cards)
                 if entry["error"]["kind"] == NEVER_BEGAN:  # kernels that start together can race for a port: once more
                     entry = self._prepare(spec, run_dir) or self._work(spec, run_dir, cards)
@@ -206,6 +243,7 @@ class Launcher:
         """The record of a run that has its process now. Raises RunTaken if another process works on it."""
         begin, command = time.monotonic(), self.command(spec, self.runs)
         env = environment(cards, self._shares(cards), spec.scale.threads)
+        env[DRIVER] = str((run_dir / DRIVER_LOCK).absolute())
         with open(run_dir / "log.txt", "w") as log:
             process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
         self.active.append(spec)
@@ -227,16 +265,16 @@ class Launcher:
 
         What a run waits for the GPU, while others train on it, is no part of its time.
         """
-        seen, used = time.monotonic(), 0.0
+        seen, used, limit = time.monotonic(), 0.0, self.time_limit_s or spec.scale.time_limit_s
         while process.poll() is None:
             if self.stopped.wait(POLL_S):
-                return "the driver was stopped"
+                return self.why
             now = time.monotonic()
             if record.read_record(self.runs / spec.run_path)["status"] != "waiting":
                 used += now - seen
             seen = now
-            if used > spec.scale.time_limit_s:
-                return f"over its time limit of {spec.scale.time_limit_s} s"
+            if used > limit:
+                return f"over its time limit of {limit} s"
         return None
 
 
@@ -298,8 +336,9 @@ def _fault(entry: dict, spec: Spec) -> str | None:
         steps, planned = entry["time"]["steps"], entry["spec"]["planned_steps"]
         if steps != planned:
             return f"{steps} of {planned} steps were trained"
-        if entry["quality"]["n"] != entry["spec"]["n_eval"]:
-            return f"{entry['quality']['n']} of {entry['spec']['n_eval']} questions were answered"
+        answered = entry["quality"].get("n")
+        if answered != entry["spec"]["n_eval"]:
+            return f"{answered} of {entry['spec']['n_eval']} questions were answered"
     return None
 
 

@@ -12,6 +12,7 @@ from qa_lib.data.squad import open_source, read_json
 from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.errors import UserError
 from qa_lib.model.encoders import find_encoder
+from qa_lib.model.folder import look
 from qa_lib.spec import SCALES, Machine, Spec, find_scale, resolve
 
 _MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "vocab.txt")
@@ -77,12 +78,11 @@ def identify_model(source: str) -> dict:
         return {"name": "tiny", "revision": hashlib.sha256(definition.encode()).hexdigest()[:12]}
     folder = Path(source)
     if folder.is_dir():
-        if not (folder / "config.json").exists():
-            raise UserError(f"{folder}: not a model folder, it holds no config.json")
+        _, weights = look(folder)
         digest = hashlib.sha256()
-        for name in _MODEL_FILES:
-            if (folder / name).exists():
-                digest.update((folder / name).read_bytes())
+        for path in dict.fromkeys([*(folder / name for name in _MODEL_FILES), *weights]):
+            if path.is_file():
+                digest.update(path.read_bytes())
         return {"name": folder.name, "revision": digest.hexdigest()[:12]}
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise UserError(f"model folder {source} does not exist")
@@ -93,11 +93,11 @@ def model_type(source: str) -> str | None:
     """The architecture that a model's config.json names; None for a model of the hub that is not on this machine."""
     if source == "tiny":
         return "bert"
-    path = Path(source, "config.json")
-    if not Path(source).is_dir():
-        from huggingface_hub import try_to_load_from_cache
+    if Path(source).is_dir():
+        return look(Path(source))[0].get("model_type")
+    from huggingface_hub import try_to_load_from_cache
 
-        path = try_to_load_from_cache(source, "config.json")  # a path, None, or a mark that the hub has no such file
+    path = try_to_load_from_cache(source, "config.json")  # a path, None, or a mark that the hub has no such file
     return read_json(path).get("model_type") if isinstance(path, str | Path) else None
 
 
@@ -124,16 +124,16 @@ def add_source_arguments(parser: argparse.ArgumentParser, scale: bool = True) ->
         parser.add_argument("--scale", required=True, metavar="S", help=", ".join(SCALES))
     parser.add_argument("--data", default="", metavar="DIR", help="questions: a folder, a file, or a hub name")
     parser.add_argument("--model", default="", metavar="DIR", help="checkpoint: a folder or a hub name")
-    parser.add_argument("--micro-batch", type=_one_or_more, metavar="N", help="features in one forward pass (rows: 8)")
+    parser.add_argument("--micro-batch", type=one_or_more, metavar="N", help="features in one forward pass (rows: 8)")
     parser.add_argument("--runs", type=_folder, default="runs", metavar="DIR", help="where records go (%(default)s)")
 
 
 def add_world(parser: argparse.ArgumentParser) -> None:
     """The option --world of those verbs that start processes."""
-    parser.add_argument("--world", type=_one_or_more, metavar="N", help="processes of a P row, one a GPU (rows: 2)")
+    parser.add_argument("--world", type=one_or_more, metavar="N", help="processes of a P row, one a GPU (rows: 2)")
 
 
-def _one_or_more(text: str) -> int:
+def one_or_more(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
     return int(text)

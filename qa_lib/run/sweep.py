@@ -5,16 +5,20 @@ The notebook is a log that people can read; the record beside it is the result. 
 
 import argparse
 import ast
+import contextlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
+import pandas as pd
 from tqdm import tqdm
 
 from qa_lib import record
-from qa_lib.errors import UserError
-from qa_lib.run.launch import ROOT, Launcher, add_gpus, probe
+from qa_lib.errors import UserError, printable
+from qa_lib.record import duration
+from qa_lib.run.launch import ROOT, Launcher, add_launcher_arguments, probe
 from qa_lib.run.plan import add_several, add_source_arguments, add_world, plan
 from qa_lib.spec import Spec, find_scale
 from qa_lib.variants import FAMILIES, VARIANTS, find_family, find_variant
@@ -76,23 +80,35 @@ def _from_root(path: str | Path) -> str:
 def sweep(specs: list[Spec], launcher: Launcher) -> list[dict]:
     """Run what is not finished yet and return every spec's record, in order; see Launcher.
 
-    On a terminal a bar shows how far the runs are, elsewhere a line says how each has ended.
+    Says first what there is to do and at the end, however it ends, how every run stands. Meanwhile a bar shows on a
+    terminal how far the runs are; elsewhere a line says when each starts and ends, and how long is left.
     """
     for notebook, parameters in {notebook_of(s.variant): notebook_parameters(s, launcher.runs) for s in specs}.items():
         check_notebook(notebook, parameters)
     todo = [spec for spec in specs if not launcher.is_finished(spec)]
-    done = len(specs) - len(todo)
+    done = before = len(specs) - len(todo)
+    print(f"sweep: {len(specs)} runs, {done} finished, {len(todo)} to run", flush=True)
     layout = "{l_bar}{bar}| {n:.1f}/{total} rows [{elapsed}<{remaining}]{postfix}"
     bar = tqdm(total=len(specs), initial=done, disable=None, bar_format=layout, desc="sweep", mininterval=0.5)
+    begin, started = time.monotonic(), set()
+
+    def tell(line: str) -> None:
+        if bar.disable:
+            print(f"{time.strftime('%H:%M')} {line}", flush=True)
 
     def ended(spec: Spec, entry: dict) -> None:
         nonlocal done
         done += 1
-        if bar.disable:
-            print(f"[{done}/{len(specs)}] {_line(spec, entry)}", flush=True)
+        left = (time.monotonic() - begin) / (done - before) * (len(specs) - done)
+        tell(f"[{done}/{len(specs)}] {_line(spec, entry)}" + (f"; about {duration(left)} left" if left else ""))
 
     def look() -> None:
-        progress = [(spec, *_progress(launcher.runs / spec.run_path)) for spec in list(launcher.active)]
+        active = list(launcher.active)
+        for spec in active:
+            if spec.run_id not in started:
+                started.add(spec.run_id)
+                tell(f"{spec.variant} seed {spec.seed} starts")
+        progress = [(spec, *_progress(launcher.runs / spec.run_path)) for spec in active]
         bar.n = done + sum(step / planned for _, step, planned in progress if planned)
         notes = [
             f"{spec.variant} s{spec.seed} {step}/{planned}" if planned else f"{spec.variant} starts"
@@ -101,9 +117,29 @@ def sweep(specs: list[Spec], launcher: Launcher) -> list[dict]:
         bar.set_postfix_str(", ".join(notes), refresh=False)
         bar.update(0)
 
-    with bar:
-        launcher.run_all(todo, ended, look)
+    try:
+        with bar:
+            launcher.run_all(todo, ended, look)
+    finally:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print(f"\n{_summary(specs, launcher.runs)}", flush=True)
     return [record.read_record(launcher.runs / spec.run_path) for spec in specs]
+
+
+def _summary(specs: list[Spec], runs: Path) -> str:
+    """A table of how every run stands, and how many of each kind there are."""
+    rows = []
+    for spec in specs:
+        row = {"row": spec.variant, "seed": spec.seed, "status": "not begun"}
+        with contextlib.suppress(record.RecordError):
+            entry = record.read_record(runs / spec.run_path)
+            row |= {"status": entry["status"], "seconds": entry["time"]["wall_s"]}
+            row |= {"features/s": entry["speed"]["features_per_s"]}
+            row |= {entry["task"]["label"]: entry["quality"][entry["task"]["metric"]]}
+        rows.append(row)
+    table = pd.DataFrame(rows).dropna(axis=1, how="all")
+    counts = ", ".join(f"{count} {status}" for status, count in table["status"].value_counts().items())
+    return f"{table.to_string(index=False, float_format='{:.1f}'.format, na_rep='–')}\nsweep: {counts}"
 
 
 def _progress(run_dir: Path) -> tuple[int, int | None]:
@@ -112,18 +148,23 @@ def _progress(run_dir: Path) -> tuple[int, int | None]:
         planned = record.read_record(run_dir)["spec"]["planned_steps"]
         with open(run_dir / "steps.jsonl", "rb") as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - 400))
-            return json.loads(stream.read().splitlines()[-1])["step"], planned
-    except (record.RecordError, OSError, ValueError, IndexError):
+            return int(json.loads(stream.read().splitlines()[-1])["step"]), planned
+    except (record.RecordError, OSError, ValueError, LookupError, TypeError):
         return 0, None
 
 
 def _line(spec: Spec, entry: dict) -> str:
     """One run's outcome in one line."""
-    wall, score, note = entry["time"]["wall_s"], entry["quality"][entry["task"]["metric"]], entry["error"]["message"]
+    wall, score, note = (
+        entry["time"]["wall_s"],
+        entry["quality"].get(entry["task"]["metric"]),
+        entry["error"]["message"],
+    )
     parts = [f"{spec.variant} seed {spec.seed}: {entry['status']}"]
     parts += [f"{wall:.0f} s"] if wall is not None else []
     parts += [f"{entry['task']['label']} {score:.1f}"] if score is not None else []
-    return ", ".join(parts + ([note] if note else []))
+    parts += [text for text in entry["spec"]["adjusted"] if text.startswith("checkpoint: ")]
+    return printable(", ".join(parts + ([note] if note else [])))
 
 
 EXAMPLE = """examples:
@@ -140,7 +181,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_several(parser, "--seeds", int, "N", "a run of every row for each (0)", default=[0])
     add_source_arguments(parser)
     add_world(parser)
-    add_gpus(parser)
+    add_launcher_arguments(parser)
     parser.add_argument("--share", action="store_true", help="runs on one card train at once; records no times")
     parser.add_argument("--plan", action="store_true", help="say what would run, and run nothing")
     parser.add_argument("--force", action="store_true", help="run again what is finished, too")
@@ -160,7 +201,7 @@ def main(args: argparse.Namespace) -> int:
     find_scale(args.scale)
     machine, env = probe()
     launcher = Launcher(
-        args.runs, machine, env, args.gpus, args.share, args.force, again=(args.retry,), command=notebook_command
+        args.runs, machine, env, args.gpus, args.share, args.force, (args.retry,), notebook_command, args.time_limit
     )
     specs = plan(names, args.scale, args.seeds, args.data, args.model, args.micro_batch, machine, args.world)
     if args.plan:
@@ -171,5 +212,6 @@ def main(args: argparse.Namespace) -> int:
     entries = sweep(specs, launcher)
     failed = [entry for entry in entries if entry["status"] in ("error", "killed")]
     for entry in failed:
-        print(f"{entry['group']}/{entry['run_id']}: {entry['status']}, {entry['error']['message']}", file=sys.stderr)
+        said = f"{entry['group']}/{entry['run_id']}: {entry['status']}, {entry['error']['message']}"
+        print(printable(said), file=sys.stderr)
     return 1 if failed else 0

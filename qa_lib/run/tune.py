@@ -11,7 +11,7 @@ import pandas as pd
 
 from qa_lib.errors import UserError
 from qa_lib.record import FINISHED
-from qa_lib.run.launch import Launcher, add_gpus, probe
+from qa_lib.run.launch import Launcher, add_launcher_arguments, probe
 from qa_lib.run.plan import add_several, add_source_arguments, plan
 from qa_lib.spec import Spec
 
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_several(parser, "--learning-rate", float, "X", "of the scale (its own)", default=[])
     add_several(parser, "--trainable", str, "NAME", "such as lora-all-r32 (the row's own)", default=[])
     add_several(parser, "--seeds", int, "N", "a run of every point for each (0)", default=[0])
-    add_gpus(parser)
+    add_launcher_arguments(parser)
     add_source_arguments(parser)
 
 
@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
     if bad := [rate for rate in args.learning_rate if not 0 < rate < 1]:
         raise UserError(f"--learning-rate {bad[0]:g} is not between 0 and 1")
     machine, env = probe()
-    launcher = Launcher(args.runs, machine, env, args.gpus, share=True)
+    launcher = Launcher(args.runs, machine, env, args.gpus, share=True, time_limit_s=args.time_limit)
     specs = plan([args.variant], args.scale, args.seeds, args.data, args.model, args.micro_batch, machine)
     if not specs[0].scale.quality:
         raise UserError(f"scale {args.scale!r} measures no quality, by which points are compared")

@@ -6,15 +6,13 @@ window only, and where SQuAD's windows fill 180 of 384 tokens on average, half o
 reasoning as in row A4. Sorting changes the order of the results; each row of logits is returned with the number of the
 window that it belongs to, and nothing after this file goes by position. Row A4-b shows what happens if one does.
 
-A checkpoint is a folder that somebody else may have written. It is read as data: safetensors and JSON, files of this
-folder alone, whose sizes are compared before anything is built from them.
+A checkpoint is a folder that somebody else may have written; model/folder.py says what is believed of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
@@ -23,10 +21,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from qa_lib.data.squad import DataError, Source, open_source, read_json, unlabelled
+from qa_lib.data.squad import DataError, Source, open_source, unlabelled
 from qa_lib.data.windows import Features, build_features
-from qa_lib.errors import UserError, first_line
-from qa_lib.model.encoders import find_encoder, most_tokens
+from qa_lib.errors import UserError
+from qa_lib.model.encoders import most_tokens
+from qa_lib.model.folder import check_tokenizer, in_one_line, load, look, pickle_in
 from qa_lib.record import read_record
 from qa_lib.score.decode import decode
 
@@ -34,7 +33,6 @@ EXAMPLE = """examples:
   python -m qa_lib predict --model DIR --question "Who wrote it?" --context "It was written by Ada."
   python -m qa_lib predict --model DIR dev-v2.0.json --out answers/"""
 
-INDEX = "model.safetensors.index.json"
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
@@ -96,95 +94,24 @@ def load_qa_model(folder: str | Path) -> tuple:
     Raises `UserError` if the folder holds no question-answering model like BERT's in safetensors, if config, weights
     and tokenizer do not belong together, or if it asks for code, pickles, kernels or files of other folders.
     """
-    from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoTokenizer
-    from transformers.utils import logging
+    from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
     folder = Path(folder)
-    files = _weight_files(folder)
-    options = {"local_files_only": True, "trust_remote_code": False}
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # what is wrong with a folder is told in one line instead
-    logging.disable_progress_bar()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-        options["attn_implementation"] = "sdpa"  # the config may name one that transformers would download
-        config = AutoConfig.from_pretrained(folder, **options)
-        _check_sizes(folder, config, tokenizer, files)
-        model, loading = AutoModelForQuestionAnswering.from_pretrained(
-            folder, config=config, use_safetensors=True, output_loading_info=True, **options
-        )
-    except UserError:
-        raise
-    except Exception as error:  # whatever the libraries make of a damaged folder
-        raise UserError(f"{folder}: cannot be loaded: {first_line(error)}") from None
-    finally:
-        logging.set_verbosity(verbosity)
-    if loading["missing_keys"]:
-        raise UserError(f"{folder}: the weights lack {sorted(loading['missing_keys'])[0]}, which would be left random")
-    return model.eval(), tokenizer
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The folder's safetensors, after a look at what else it says and holds. Raises UserError."""
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder")
-    files = {path.name for path in folder.iterdir() if path.is_file()}  # no pipes and devices, which never end
-    if "config.json" not in files:
-        raise UserError(f"{folder}: no config.json, so not a model's folder")
-    config = read_json(folder / "config.json")
-    kinds = config.get("architectures") if isinstance(config, dict) else None
+    config, weights = look(folder)
+    kinds = config.get("architectures")
     if not isinstance(kinds, list) or not any(str(kind).endswith("ForQuestionAnswering") for kind in kinds):
         raise UserError(f"{folder}: not a question-answering model (architectures: {kinds!r:.80})")
-    for key in {"quantization_config", "transformers_weights"} & config.keys():
-        raise UserError(f"{folder}: config.json has {key}; plain weights in model.safetensors are needed")
-    if not files & {"tokenizer.json", "vocab.txt"}:
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
         raise UserError(f"{folder}: no tokenizer (tokenizer.json or vocab.txt)")
-    if "model.safetensors" in files:
-        return [folder / "model.safetensors"]
-    if INDEX not in files:
-        pickled = sorted(name for name in files if name.endswith((".bin", ".pt", ".pth", ".ckpt")))
-        found = f"only {pickled[0]}, a pickle, which could run any code when loaded" if pickled else "no weights"
+    if not weights:
+        pickled = pickle_in(folder)
+        found = f"only {pickled}, a pickle, which could run any code when loaded" if pickled else "no weights"
         raise UserError(f"{folder}: {found}; model.safetensors is needed")
-    index = read_json(folder / INDEX)
-    parts = index.get("weight_map") if isinstance(index, dict) else None
-    names = set(map(str, parts.values())) if isinstance(parts, dict) else {"nothing"}
-    for name in names:
-        linked = (folder / name).resolve().parent != folder.resolve()
-        if not re.fullmatch(r"[\w.-]+\.safetensors", name) or name not in files or linked:
-            raise UserError(f"{folder}: {INDEX} names {name[:80]!r}, which is no safetensors file of this folder")
-    return [folder / name for name in names]
-
-
-def _check_sizes(folder: Path, config, tokenizer, files: list[Path]) -> None:
-    """Hold the config against the headers of the weights before anything of its sizes is built. Raises UserError."""
-    from safetensors import safe_open
-    from transformers import AutoModelForQuestionAnswering
-
-    find_encoder(config.model_type, str(folder))
-    stored = {}
-    for file in files:
-        with safe_open(file, "pt") as tensors:
-            stored |= {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-    layers = len(set(re.findall(r"\.layers?\.(\d+)\.", " ".join(stored))))
-    tokens = max(tokenizer.get_vocab().values(), default=-1) + 1
-    if config.num_hidden_layers != layers:
-        raise UserError(f"{folder}: {config.num_hidden_layers} layers in config.json, {layers} in the weights")
-    if config.num_labels != 2:
-        raise UserError(f"{folder}: {config.num_labels} labels in config.json; an answer has a start and an end")
-    if tokens > config.vocab_size:
-        raise UserError(f"{folder}: {tokens} tokens in the tokenizer, {config.vocab_size} in the model")
-    if "token_type_ids" in tokenizer.model_input_names and getattr(config, "type_vocab_size", 2) < 2:
-        raise UserError(f"{folder}: the tokenizer tells question and paragraph apart, the model has one token type")
-    with torch.device("meta"):  # shapes without memory
-        model = AutoModelForQuestionAnswering.from_config(config, attn_implementation="sdpa")
-    for name, parameter in model.named_parameters():
-        if name not in stored:
-            continue  # said after loading, which knows older names as well
-        shape, kind = stored[name].get_shape(), stored[name].get_dtype()
-        if shape != list(parameter.shape):
-            raise UserError(f"{folder}: {name} is {shape} in the weights, {list(parameter.shape)} by config.json")
-        if kind not in ("F64", "F32", "F16", "BF16"):
-            raise UserError(f"{folder}: {name} holds {kind}, no floating-point numbers")
+    with in_one_line(folder):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    model = load(folder, AutoModelForQuestionAnswering, "sdpa")
+    check_tokenizer(folder, tokenizer, model.config)
+    return model.eval(), tokenizer
 
 
 def window_lengths(folder: str | Path, model) -> tuple[int, int]:

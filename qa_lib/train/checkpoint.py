@@ -66,13 +66,13 @@ class Checkpoint:
             "hash": self.hash,
             "code": code_digest(),
             "commit": code_version()["commit"],
-            "digest": digest_of(tensors),
             "step": step,
             "optimizer": plain,
             "scaler": self.scaler.state_dict(),
             # AdamW keeps its step counts on the CPU, where they must come back.
             "on_cpu": on_cpu,
         }
+        metadata["digest"] = digest_of(tensors, metadata)
         temporary = self.path.with_suffix(".partial")
         try:
             safetensors.torch.save_file(tensors, temporary, {"state": json.dumps(metadata)})
@@ -110,8 +110,8 @@ class Checkpoint:
             raise NotBelieved("is of another run")
         if found["code"] != code_digest():
             raise NotBelieved(f"is of other code (commit {str(found['commit'])[:7]})")
-        if found["digest"] != digest_of(tensors):
-            raise NotBelieved("is damaged: its digest is not that of its tensors")
+        if state.pop("digest") != digest_of(tensors, state):
+            raise NotBelieved("is damaged: its digest is not that of what it holds")
         return state, tensors
 
     def _restore(self, state: dict, tensors: dict[str, torch.Tensor]) -> int:
@@ -150,9 +150,9 @@ class Checkpoint:
         return run_dir / "checkpoint.safetensors"
 
 
-def digest_of(tensors: dict[str, torch.Tensor]) -> str:
-    """SHA-256 (hex) over names, types, shapes and bytes of tensors on the CPU."""
-    digest = hashlib.sha256()
+def digest_of(tensors: dict[str, torch.Tensor], metadata: dict) -> str:
+    """SHA-256 (hex) over names, types, shapes and bytes of tensors on the CPU, and over what JSON holds beside them."""
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from qa_lib.record import RecordError
+from qa_lib.record import RecordError, duration
 from qa_lib.spec import Spec
 from qa_lib.train.parallel import Ranks
 
@@ -32,8 +32,8 @@ class StepLog:
     """steps.jsonl of a run: a line a step with its number, loss, learning rate (lr) and milliseconds (ms).
 
     Losses stay on the device until `write`, so that logging does not stall a step. `begin` is the number of steps that
-    an earlier process has done; its lines are kept. Of several `ranks` all note their steps, and the first
-    writes and says.
+    an earlier process has done; of its lines those are kept that are whole. Of several `ranks` all note their steps,
+    and the first writes and says.
     """
 
     def __init__(
@@ -46,8 +46,7 @@ class StepLog:
         self.label, self.features = f"{spec.variant} seed {spec.seed}", spec.micro_batches * spec.settings.micro_batch
         if spec.settings.compile != "none":
             self.say(f"{self.label}: compiling, then {steps - begin} steps")
-        earlier = self.path.read_text().splitlines(keepends=True)[:begin] if begin and self.path.exists() else []
-        self._append("".join(earlier), mode="w")
+        self._append("".join(_whole_lines(self.path, begin)), mode="w")
 
     def add(self, loss: torch.Tensor, rate: float) -> None:
         """Note a step's mean loss (a scalar on the device, not read yet) and its learning rate."""
@@ -69,11 +68,11 @@ class StepLog:
         lines, broken = [], None
         excused = self.scaler.is_enabled() and self.scaler.get_scale() > 1.0
         losses = self.ranks.mean(torch.stack([loss for loss, _ in self.pending])).tolist()
-        for value, (_, rate), duration in zip(losses, self.pending, seconds, strict=True):
+        for value, (_, rate), taken in zip(losses, self.pending, seconds, strict=True):
             self.written += 1
             finite = math.isfinite(value)
             lines.append(
-                {"step": self.written, "loss": value if finite else None, "lr": rate, "ms": round(1e3 * duration, 4)}
+                {"step": self.written, "loss": value if finite else None, "lr": rate, "ms": round(1e3 * taken, 4)}
             )
             if not finite and not excused and broken is None:
                 broken = NonFiniteLoss(self.written, f"loss is {value}")
@@ -93,7 +92,7 @@ class StepLog:
         left, taken = (self.steps - self.written) * per_step, self.looked - self.started
         return (
             f"step {self.written}/{self.steps}, loss {loss:.3f}, {self.features / per_step:.0f} features/s, "
-            f"{_duration(taken)} so far, {_duration(left)} left"
+            f"{duration(taken)} so far, {duration(left)} left"
         )
 
     def _append(self, text: str, mode: str = "a") -> None:
@@ -106,9 +105,12 @@ class StepLog:
             raise RecordError(f"cannot write {self.path}: {problem.strerror}") from problem
 
 
-def _duration(seconds: float) -> str:
-    """'42 s', '12 min', '3 h 05 min'."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+def _whole_lines(path: Path, most: int) -> list[str]:
+    """The first lines of a log, up to the one that a sudden end has cut short or spoilt."""
+    found = []
+    for line in path.read_bytes().split(b"\n")[:most] if path.exists() else []:
+        try:
+            found.append(json.dumps(json.loads(line)) + "\n")
+        except (ValueError, RecursionError):
+            break
+    return found

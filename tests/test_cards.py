@@ -1,19 +1,25 @@
-"""Tables of advice from made-up runs: what fits is recommended, the quickest of it, and nothing else."""
+"""Cards from made-up runs: what fits is recommended, the quickest of it, and nothing else."""
 
 import pandas as pd
 import pytest
 
-from qa_lib.report import cards as advice
-from qa_lib.report.tables import NotMeasured
+from qa_lib.report import cards
+from qa_lib.report.runs import NotMeasured
 
-COLUMNS = ("group", "spec.variant", "spec.settings.micro_batch", "status", "speed.features_per_s",
+COLUMNS = ("group", "spec.variant", "micro_batch", "status", "speed.features_per_s",
            "memory.peak_alloc_mib", "memory.peak_reserved_mib", "spec.scale.limit_gib")  # fmt: skip
 
 
 def runs(*rows):
     frame = pd.DataFrame(rows, columns=COLUMNS)
-    return frame.assign(**{"time.started": "", "run_id": frame["spec.variant"], "spec.seed": 0, "quality.f1": None,
-                           "code.commit": "abcdef123", "code.dirty": False})  # fmt: skip
+    scale = frame["group"].str.extract(r"gpu-([a-z]+)", expand=False)
+    return frame.assign(**{
+        "time.started": "", "run_id": frame["spec.variant"], "spec.seed": 0, "quality.f1": None, "task.name": "qa",
+        "task.label": "F1", "code.commit": "abcdef123", "code.dirty": False, "spec.hardware": "gpu",
+        "spec.scale.name": scale, "spec.search": scale.where(scale == "fit", "").replace("fit", "fit-batch"),
+        "spec.sm": frame["group"].str.extract(r"sm(\d+)", expand=False).astype(float), "model": "tiny 1", "world": 1,
+        "precision": "own", "length": 384,
+    })  # fmt: skip
 
 
 def judged(**f1):
@@ -31,38 +37,58 @@ BENCH = runs(
     ("gpu-bench", "EB1", 32, "ok", 3500.0, 1700.0, 1900.0, None),
     ("gpu-bench", "C2", 32, "oom", None, None, None, None),
 )
-UNKNOWN = advice.worth(BENCH)  # no F1 in it
+UNKNOWN = cards.worth(BENCH)  # no F1 in it
 
 
 def test_the_quickest_that_fits_with_room_for_the_context():
-    table = advice.decision_table(BENCH, UNKNOWN).set_index("you have")
+    table = cards.decision_table(BENCH, UNKNOWN).set_index("you have")
     assert table.loc["3 GiB", "train everything"] == "–"
     assert table.loc["3 GiB", "train adapters"] == "EB1, micro-batch 32"
     assert table.loc["4 GiB", "train everything"] == "–", "3,700 MiB and the context are more than 4 GiB"
     assert table.loc["6 GiB", "train everything"] == "E-best, micro-batch 32"
     assert table.loc["6 GiB", "train everything: ΔF1"] == "not known"
     with pytest.raises(NotMeasured):
-        advice.decision_table(BENCH[BENCH["status"] == "oom"], UNKNOWN)
+        cards.decision_table(BENCH[BENCH["status"] == "oom"], UNKNOWN)
+
+
+def test_a_card_gets_a_row_whose_kernels_it_has():
+    """E-best needs bf16 and E-fp8 8-bit floats, which an A100 and a T4 lack; A1 needs 11,500 MiB and the context."""
+    more = runs(("gpu-bench", "E-fp8", 32, "ok", 3400.0, 3300.0, 3700.0, None))
+    table = cards.generation_table(pd.concat([BENCH, more]), UNKNOWN).set_index("you have at least")
+    assert table.to_dict("index") == {
+        "6 GiB": {
+            "T4, RTX 20": "A1 at 8",
+            "A100, RTX 30": "E-best at 32",
+            "L4, RTX 40": "E-fp8 at 32",
+            "H100 and newer": "E-fp8 at 32",
+        },
+        "12 GiB": {
+            "T4, RTX 20": "A1 at 32",
+            "A100, RTX 30": "E-best at 32",
+            "L4, RTX 40": "E-fp8 at 32",
+            "H100 and newer": "E-fp8 at 32",
+        },
+    }
 
 
 def test_a_row_that_loses_quality_is_recommended_only_where_no_other_fits():
     worse = judged(A1=(60.0, 60.2, 60.1), EB1=(50.0, 50.2, 50.1), B1=(48.0, 48.2, 48.1))
     quicker = pd.concat([BENCH, runs(("gpu-bench", "B1", 32, "ok", 9000.0, 1500.0, 1600.0, None))])
-    table = advice.decision_table(quicker, advice.worth(worse)).set_index("you have")
+    table = cards.decision_table(quicker, cards.worth(worse)).set_index("you have")
     assert table.loc["3 GiB", "train adapters"] == "EB1, micro-batch 32", "the one that loses least"
     assert table.loc["3 GiB", "train adapters: ΔF1"].startswith("−10.00")
     other = pd.concat([BENCH, runs(("gpu-bench", "EB1-all", 32, "ok", 90.0, 1500.0, 1600.0, None))])
-    table = advice.decision_table(other, advice.worth(worse)).set_index("you have")
+    table = cards.decision_table(other, cards.worth(worse)).set_index("you have")
     assert table.loc["3 GiB", "train adapters"] == "EB1-all, micro-batch 32", "of unknown quality"
     thrice = judged(A1=(60.0, 60.2, 60.1), EB1=(57.5,), B1=(60.0, 60.2, 60.1))
     slower = pd.concat([BENCH, runs(("gpu-bench", "B1", 32, "ok", 90.0, 1500.0, 1600.0, None))])
-    table = advice.decision_table(slower, advice.worth(thrice)).set_index("you have")
+    table = cards.decision_table(slower, cards.worth(thrice)).set_index("you have")
     assert table.loc["3 GiB", "train adapters"] == "B1, micro-batch 32", "EB1 lost 2.5 in its one run"
     little = judged(A1=(60.0, 60.2, 60.1), EB1=(58.5,), B1=(60.0, 60.2, 60.1))
-    table = advice.decision_table(slower, advice.worth(little)).set_index("you have")
+    table = cards.decision_table(slower, cards.worth(little)).set_index("you have")
     assert table.loc["3 GiB", "train adapters"] == "EB1, micro-batch 32", "the quicker, within the 2 F1 of adapters"
     same = judged(A1=(60.0, 60.2, 60.1), EB1=(60.1, 60.1, 60.1))
-    table = advice.decision_table(BENCH, advice.worth(same)).set_index("you have")
+    table = cards.decision_table(BENCH, cards.worth(same)).set_index("you have")
     assert table.loc["3 GiB", "train adapters"] == "EB1, micro-batch 32"
     assert table.loc["3 GiB", "train adapters: ΔF1"].startswith("+0.00 ± 0.1")
 
@@ -71,14 +97,14 @@ def test_of_a_lossy_rows_sizes_the_quicker_is_taken_and_its_worse_threshold_show
     f1 = judged(A1=(60.0, 60.2, 60.1), EB1=(59.9, 60.1, 60.0))
     f1.loc[f1["spec.variant"] == "EB1", "quality.best_f1"] -= 3
     smaller = runs(("gpu-bench", "EB1", 8, "ok", 900.0, 1000.0, 1100.0, None))
-    table = advice.decision_table(pd.concat([smaller, BENCH]), advice.worth(f1)).set_index("you have")
+    table = cards.decision_table(pd.concat([smaller, BENCH]), cards.worth(f1)).set_index("you have")
     assert list(table["train adapters"][["2 GiB", "3 GiB"]]) == ["EB1, micro-batch 8", "EB1, micro-batch 32"]
     assert table.loc["3 GiB", "train adapters: ΔF1"].startswith("−3.10")
 
 
 def test_a_row_fits_where_all_its_seeds_do():
     twice = pd.concat([BENCH, runs(("gpu-bench", "EB1", 32, "ok", 1500.0, 2700.0, 3000.0, None))])
-    table = advice.decision_table(twice, UNKNOWN).set_index("you have")
+    table = cards.decision_table(twice, UNKNOWN).set_index("you have")
     assert list(table["train adapters"][["3 GiB", "4 GiB"]]) == ["–", "EB1, micro-batch 32"]
     assert table.loc["4 GiB", "train adapters: features/s"] == "2,500"
 
@@ -89,7 +115,7 @@ def test_the_seeds_protocol_stands_beside_their_numbers():
         ("gpu-vram", "E1", 8, "ok", 1.0, 2400.0, 2500.0, None),
         ("gpu-vram", "C1", 32, "ok", 1.0, 5000.0, 5200.0, None),
     )
-    table = advice.vram_table(ours).set_index("row")
+    table = cards.vram_table(ours).set_index("row")
     assert list(table.index) == ["A3", "E1"]
     assert table.loc["A3", "T4: allocated MiB"] == "3,087" and table.loc["A3", "allocated, ours over theirs"] == "0.97"
     assert table.loc["E1", "T4: allocated MiB"] == "–"
@@ -102,7 +128,7 @@ def test_recipes_show_each_search_under_its_limit():
         ("gpu-fit-14.9gib-sm75", "A1", 48, "oom", None, None, None, 14.9),
         ("gpu-fit-14.9gib-sm75", "E4", 8, "skipped", None, None, None, 14.9),
     ).assign(**{"error.message": "needs bf16"})
-    table = advice.largest_batches(fits, UNKNOWN)
+    table = cards.largest_batches(fits, UNKNOWN)
     assert list(table.iloc[1][["row", "largest micro-batch", "note"]]) == ["E4", "–", "needs bf16"]
     table = table.iloc[0]
     assert (table["largest micro-batch"], table["best features/s tried"], table["at micro-batch"]) == (
@@ -112,19 +138,19 @@ def test_recipes_show_each_search_under_its_limit():
     )
     assert table["too large"] == "48"
     assert table["ΔF1 vs A1"] == "not known"
-    said = advice.recipes(pd.concat([BENCH, fits]), "gpu-bench")
+    said = cards.recipes(pd.concat([BENCH, fits]), "gpu-bench")
     assert "Quickest there" not in said, "no row's F1 is known"
     worse = judged(A1=(60.0, 60.2, 60.1), B3=(50.0, 50.2, 50.1), A2=(60.0, 60.2, 60.1))
     more = runs(("gpu-fit-14.9gib-sm75", "B3", 32, "ok", 900.0, 11000.0, 11500.0, 14.9),
                 ("gpu-fit-14.9gib-sm75", "A2", 32, "ok", 200.0, 11000.0, 11500.0, 14.9))  # fmt: skip
-    with_f1 = advice.recipes(pd.concat([BENCH, fits, more, worse]), "gpu-bench")
+    with_f1 = cards.recipes(pd.concat([BENCH, fits, more, worse]), "gpu-bench")
     assert (
         "lost no more than 1 F1" in with_f1
         and ": A2 at micro-batch 32, 200 features/s. A try makes one micro-batch a step" in with_f1
         and "at scale full, 32 is the largest. Code abcdef1." in with_f1
     )
     close = runs(("gpu-fit-14.9gib-sm75", "C2", 32, "ok", 190.0, 11000.0, 11500.0, 14.9))
-    close = advice.recipes(pd.concat([BENCH, fits, more, close, worse, judged(C2=(60.0, 60.2, 60.1))]), "gpu-bench")
+    close = cards.recipes(pd.concat([BENCH, fits, more, close, worse, judged(C2=(60.0, 60.2, 60.1))]), "gpu-bench")
     assert ": A2 at micro-batch 32, 200 features/s; C2 at micro-batch 32, 190 features/s; closer" in close
     assert "within 14.9 GiB" in said and "compute capability 7.5" in said and "not those of such a card" in said
     assert "no run at scale vram" in said and "Not searched: A0, " in said and "E4, " not in said

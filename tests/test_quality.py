@@ -5,18 +5,22 @@ import math
 import pandas as pd
 import pytest
 
-from qa_lib.report import claims, tables
-from qa_lib.report import quality as evidence
+from qa_lib.report import claims, text
+from qa_lib.report import quality as judge
 from qa_lib.report.claims import FAILS, HOLDS, OPEN, Facts
-from qa_lib.report.tables import NotMeasured
+from qa_lib.report.runs import NotMeasured
+from qa_lib.report.sentences import equivalence_finding
 from qa_lib.variants import VARIANTS, find_recipe
+
+AXES = {"model": "tiny 1", "world": 1, "precision": "own", "length": 384, "micro_batch": 32}
+QA = {"task.name": "qa", "task.metric": "f1", "task.label": "F1", "task.higher_is_better": True}
 
 
 def quality(**f1):
     """Runs of rows ('A4_b' is A4-b) with these F1, one a seed; the score at the best threshold is 5 higher."""
     rows = [(name.replace("_", "-"), seed, value) for name, values in f1.items() for seed, value in enumerate(values)]
     frame = pd.DataFrame(rows, columns=["spec.variant", "spec.seed", "quality.f1"]).assign(
-        status="ok", group="h-quality"
+        status="ok", group="h-quality", **AXES, **QA
     )
     for name in ("exact", "best_f1", "has_answer_f1", "no_answer_f1", "always_null_f1"):
         frame[f"quality.{name}"] = frame["quality.f1"] + 5 * (name == "best_f1")
@@ -27,44 +31,44 @@ def bench(**speeds):
     """Lines of a bench group: features/s of each row at micro-batches 8 and 32, and 1,000 MiB but for PEFT rows."""
     rows = [
         {"variant": name.replace("_", "-"), "micro_batch": size, "features_per_s": speed, "compile_s": 30.0,
-         "peak_mib": 500.0 if name.startswith("EB") else 1000.0}
+         "warm_compile_s": None, "peak_mib": 500.0 if name.startswith("EB") else 1000.0} | QA
         for name, speed in speeds.items() for size in (8, 32)
     ]  # fmt: skip
     return pd.DataFrame(rows)
 
 
-NO_VRAM = pd.DataFrame(columns=["spec.variant", "spec.settings.micro_batch", "memory.peak_alloc_mib"])
+NO_VRAM = pd.DataFrame(columns=["spec.variant", "micro_batch", "memory.peak_alloc_mib"])
 NO_TRIES = pd.DataFrame(columns=["spec.variant", "spec.seed"])
 
 
 def test_a_difference_is_the_mean_over_equal_seeds():
     # Seeds differ by 10, which says nothing about rows; A1's fourth has no partner.
     runs = quality(A1=(50.0, 60.0, 70.0, 99.0), A2=(51.1, 60.9, 71.0))
-    delta, half = evidence.compare(runs, "A2")
+    delta, half = judge.compare(runs, "A2")
     assert delta == pytest.approx(1.0)
-    assert half == pytest.approx(2.920 * 0.1 / math.sqrt(3)), "of 1.1, 0.9 and 1.0 by Student's t at 2 degrees"
+    assert half == pytest.approx(2.919986 * 0.1 / math.sqrt(3)), "of 1.1, 0.9 and 1.0 by Student's t at 2 degrees"
 
 
 def test_a_seed_counts_once_however_many_micro_batches_it_ran_at():
     runs = quality(A1=(50.0, 60.0, 70.0), A2=(51.1, 60.9, 71.0))
-    assert evidence.compare(pd.concat([runs, runs]), "A2") == pytest.approx(evidence.compare(runs, "A2"))
+    assert judge.compare(pd.concat([runs, runs]), "A2") == pytest.approx(judge.compare(runs, "A2"))
 
 
 def test_fewer_than_three_seeds_give_a_difference_without_an_interval():
     runs = quality(A1=(50.0, 60.0, 70.0), B1=(48.0,))
-    delta, half = evidence.compare(runs, "B1")
+    delta, half = judge.compare(runs, "B1")
     assert delta == -2.0 and math.isnan(half), "the mean of A1 is 12 above B1"
-    assert evidence.verdict((delta, half)) == "open"
+    assert judge.verdict((delta, half)) == "open"
     with pytest.raises(NotMeasured, match="EB1 has no F1"):
-        evidence.compare(runs, "EB1")
+        judge.compare(runs, "EB1")
     with pytest.raises(NotMeasured, match="no seed in common"):
-        evidence.compare(runs.assign(**{"spec.seed": range(4)}), "B1")
+        judge.compare(runs.assign(**{"spec.seed": range(4)}), "B1")
 
 
 @pytest.mark.parametrize("f1", [{"A1": (50.0,)}, {"A1": (50.0, 52.0), "A2": (50.0, 52.0), "A3": (50.0, 52.0)}])
 def test_too_few_runs_tell_no_spread(f1):
     with pytest.raises(NotMeasured, match="three seeds"):
-        evidence.equivalence(quality(**f1))
+        judge.equivalence(quality(**f1))
 
 
 @pytest.mark.parametrize(
@@ -80,21 +84,19 @@ def test_too_few_runs_tell_no_spread(f1):
     ],
 )
 def test_no_difference_found_is_not_equality_shown(difference, told):
-    assert evidence.verdict(difference) == told
+    assert judge.verdict(difference) == told
 
 
 def test_a_model_that_never_answers_is_not_as_good_as_one_that_does():
     runs = quality(A1=(60.0, 60.2, 60.1), A2=(60.1, 60.0, 60.2), A3=(60.0, 60.1, 60.2))
     runs.loc[runs["spec.variant"] == "A3", "quality.best_f1"] = 60.1  # threshold 0 by chance, and nothing to gain
-    found = evidence.equivalence(runs)
+    found = judge.equivalence(runs)
     assert list(found["verdict"]) == ["within", "beyond"]
-    assert "no worse" not in evidence.equivalence_finding(found)
+    assert "no worse" not in equivalence_finding(runs)
     better = quality(A1=(60.0, 60.2, 60.1), A2=(61.0, 61.3, 60.9))
-    found = evidence.equivalence(better)
+    found = judge.equivalence(better)
     assert list(found["verdict"]) == ["no worse"]
-    assert "no row yet; no worse, perhaps better: A2; worse at one or both: none" in (
-        evidence.equivalence_finding(found)
-    )
+    assert "no row yet; no worse, perhaps better: A2; worse at one or both: none" in equivalence_finding(better)
 
 
 def test_rows_are_judged_against_the_baseline_and_shown_in_table_order():
@@ -102,7 +104,7 @@ def test_rows_are_judged_against_the_baseline_and_shown_in_table_order():
         E1=(60.1, 60.0, 59.9), A4_b=(1.0, 9.0, 5.0), A1=(60.0, 60.2, 59.8), A2=(60.5,), B2=(20.0, 20.1, 20.2),
         A0=(90.0, 90.0), A3=(60.0, 60.1, 59.9), B1=(58.0, 62.0, 60.0), B3=(30.0, 34.0, 28.0),
     )  # fmt: skip
-    found = evidence.equivalence(runs)
+    found = judge.equivalence(runs)
     assert list(found["variant"]) == [name for name in VARIANTS if name in set(runs["spec.variant"]) - {"A1", "A4-b"}]
     assert dict(zip(found["variant"], found["verdict"], strict=True)) == {
         "A0": "open",
@@ -114,35 +116,40 @@ def test_rows_are_judged_against_the_baseline_and_shown_in_table_order():
         "E1": "within",
     }
     said = "90 % interval over 3 seeds: A3, E1; cannot be told: B1; worse at one or both: B2, B3"
-    assert said in evidence.equivalence_finding(found)
-    table = evidence.equivalence_table(runs).set_index("row")
+    assert said in equivalence_finding(runs)
+    table = judge.equivalence_table(runs).set_index("row")
     told = ["–", "–", *2 * ["cannot be told"], "yes", "–", "cannot be told", "no", "no", "yes"]
     assert list(table["within 1 F1"]) == told and table.loc["A2", "ΔF1 vs A1"] == "+0.50"
     assert table.loc["none", "what it changes"] == "never answers"
     assert table.loc["E1", "F1 at best threshold"] == "65.00"
     without = quality(A2=(60.0, 60.2, 59.8), A3=(60.0, 60.1, 59.8), A4=(60.0, 60.2, 59.9))
     with pytest.raises(NotMeasured, match="A1 has no F1"):
-        evidence.equivalence(without)
+        judge.equivalence(without)
 
 
 def test_a_projection_shows_its_arithmetic():
-    table = evidence.projection(bench(A1=100.0, E_best=500.0)).set_index("row")
+    table = judge.projection(bench(A1=100.0, E_best=500.0)).set_index("row")
     seconds = 131_754 * 3 / 500 + 30
     assert table.loc["E-best", "arithmetic"] == "131,754 × 3 ÷ 500/s + 30.0 s"
-    assert table.loc["E-best", "minutes"] == tables.number(seconds / 60)
-    assert table.loc["E-best", "of A1's time"] == tables.share(seconds / (131_754 * 3 / 100))
-    cached = evidence.projection(bench(A1=100.0, E_best=500.0).assign(compile_s=None)).set_index("row")["arithmetic"]
-    assert cached["E-best"].endswith("÷ 500/s + compilation, not measured") and cached["A1"].endswith("÷ 100/s")
+    assert table.loc["E-best", "minutes"] == text.number(seconds / 60)
+    assert table.loc["E-best", "of A1's time"] == text.share(seconds / (131_754 * 3 / 100))
+    unknown = bench(A1=100.0, E_best=500.0).assign(compile_s=None)
+    said = judge.projection(unknown).set_index("row")["arithmetic"]
+    assert said["E-best"].endswith("÷ 500/s + compilation, not measured") and said["A1"].endswith("÷ 100/s")
+    warm = judge.projection(unknown.assign(warm_compile_s=9.0)).set_index("row")
+    assert warm.loc["E-best", "arithmetic"].endswith("÷ 500/s + 9.00 s, a part of the code from a cache")
+    assert warm.loc["E-best", "minutes"] == text.number((seconds - 21) / 60)
+    assert list(judge.projected(unknown.assign(warm_compile_s=9.0))["cold"]) == [True, False]
     with pytest.raises(NotMeasured):
-        evidence.projection(bench(E1=1.0))
+        judge.projection(bench(E1=1.0))
 
 
 def test_only_runs_that_were_alone_on_the_gpu_have_a_time_to_quality():
     runs = quality(A1=(50.0, 51.0), A4=(50.0,)).assign(**{
         "time.eval_s": [None, 4.0, 4.0], "time.resumed_from_step": [None, None, 7.0], "time.prepare_s": 2.0,
-        "time.compile_s": None, "time.train_s": 20.0, "time.wall_s": 26.0,
+        "time.compile_s": None, "time.compile_cached": None, "time.train_s": 20.0, "time.wall_s": 26.0,
     })  # fmt: skip
-    (line,) = evidence.time_to_quality(runs).to_dict("records")
+    (line,) = judge.time_to_quality(runs).to_dict("records")
     assert (line["row"], line["train, s"], line["compile, s"], line["in all, s"], line["F1 of this run"]) == (
         "A1", "20.0", "0.00", "26.0", "51.00")  # fmt: skip
 
@@ -153,19 +160,19 @@ def test_tries_that_lost_are_kept_and_the_best_stands_first():
         "time.started": "2026-01-02",
     })  # fmt: skip
     again = runs[:1].assign(**{"spec.seed": 1, "quality.f1": 51.0, "quality.best_f1": 56.0})
-    table = evidence.tries_table(pd.concat([runs, again]), quality(A1=(54.0,)))
+    table = judge.tries_table(pd.concat([runs, again]), quality(A1=(54.0,)))
     assert list(table["learning rate"]) == ["0.0002", "0.0001", f"{2e-4 * find_recipe('lora-all').lr_factor:g}"]
     assert list(table["F1"]) == ["52.00", "50.50", "40.00"], "means over seeds"
     assert list(table["F1 at best threshold"]) == ["57.00", "55.50", "45.00"]
     # Seed 0 of the baseline at the default rate is among the runs for quality, seed 1 among the tries.
     assert list(table["ΔF1 vs A1"]) == ["+0.00", "−2.50", "−14.00"] and table["seeds"][1] == "0 · 1"
-    assert list(evidence.tries_table(runs, quality())["ΔF1 vs A1"]) == ["+0.00", "–", "–"], "no seed in common"
+    assert list(judge.tries_table(runs, quality())["ΔF1 vs A1"]) == ["+0.00", "–", "–"], "no seed in common"
     older = runs.assign(**{"quality.f1": 1.0, "time.started": "2026-01-01"})
     near = runs[:1].assign(**{"spec.scale.learning_rate": 1.04e-4})
-    table = evidence.tries_table(pd.concat([older, runs, near]), quality(A1=(54.0,)))
+    table = judge.tries_table(pd.concat([older, runs, near]), quality(A1=(54.0,)))
     assert sorted(table["F1"]) == ["40.00", "50.00", "50.00", "52.00"], "the newest counts, and each rate is a point"
     with pytest.raises(NotMeasured):
-        evidence.tries_table(runs.assign(**{"quality.f1": None}), quality())
+        judge.tries_table(runs.assign(**{"quality.f1": None}), quality())
 
 
 def test_every_claim_gets_a_verdict_that_follows_the_records():

@@ -1,0 +1,168 @@
+"""A model's folder, which somebody else may have written: read as data, and checked before it is believed.
+
+transformers follows what a folder says: an index may name pickles and files elsewhere, a config may ask for code from
+the hub, for kernels or for a million layers. Training and answering therefore take a folder through this one door. Its
+weights are safetensors within the folder, of the names and sizes that its config says; a folder that this lab has kept
+holds the digests of its files as well (SHA256SUMS, for `sha256sum -c`), by which a flipped bit is found.
+
+Looking needs no torch; loading does.
+"""
+
+import contextlib
+import hashlib
+import re
+from functools import lru_cache
+from pathlib import Path
+
+from qa_lib.data.squad import read_json
+from qa_lib.errors import UserError, first_line
+from qa_lib.model.encoders import find_encoder
+
+INDEX = "model.safetensors.index.json"
+SUMS = "SHA256SUMS"
+
+
+def look(folder: Path) -> tuple[dict, list[Path]]:
+    """The folder's config, and its safetensors: none where it has no weights. Raises UserError for a folder that has no
+    config, is not what SHA256SUMS says, or asks for pickles, code or other folders' files."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder")
+    files = {path.name for path in folder.iterdir() if path.is_file()}  # no pipes and devices, which never end
+    if "config.json" not in files:
+        raise UserError(f"{folder}: no config.json, so not a model's folder")
+    config = read_json(folder / "config.json")
+    if not isinstance(config, dict):
+        raise UserError(f"{folder}: config.json is no JSON object")
+    for key in {"quantization_config", "transformers_weights"} & config.keys():
+        raise UserError(f"{folder}: config.json has {key}; plain weights in model.safetensors are needed")
+    weights = _weights(folder, files)
+    for path in folder.iterdir():
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise UserError(f"{folder}: {path.name} is neither a file nor a folder")
+    _check_digests(folder, files)
+    return config, weights
+
+
+def _weights(folder: Path, files: set[str]) -> list[Path]:
+    if "model.safetensors" in files:
+        return [folder / "model.safetensors"]
+    if INDEX not in files:
+        return []
+    index = read_json(folder / INDEX)
+    parts = index.get("weight_map") if isinstance(index, dict) else None
+    names = sorted(set(map(str, parts.values()))) if isinstance(parts, dict) else ["nothing"]
+    for name in names:
+        linked = name in files and (folder / name).resolve().parent != folder.resolve()
+        if not re.fullmatch(r"[\w.-]+\.safetensors", name) or name not in files or linked:
+            raise UserError(f"{folder}: {INDEX} names {name[:80]!r}, which is no safetensors file of this folder")
+    return [folder / name for name in names]
+
+
+def pickle_in(folder: Path) -> str | None:
+    """The name of weights that nobody should load, where a folder has such."""
+    names = sorted(path.name for path in folder.iterdir())
+    return next((name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))), None)
+
+
+def write_digests(folder: Path) -> None:
+    """Write SHA256SUMS over the files of a model that was saved."""
+    paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name != SUMS)
+    lines = [f"{_sha256(path, path.stat().st_mtime_ns)}  {path.name}\n" for path in paths]
+    (folder / SUMS).write_text("".join(lines))
+
+
+def _check_digests(folder: Path, files: set[str]) -> None:
+    if SUMS not in files:
+        return
+    for line in (folder / SUMS).read_text(errors="replace").splitlines():
+        digest, _, name = line.partition("  ")
+        # Only files that were listed are read: a name is compared, and never a path to follow.
+        if name not in files or _sha256(folder / name, (folder / name).stat().st_mtime_ns) != digest:
+            raise UserError(f"{folder}: {name[:80]!r} is not the file that was saved, by its digest in {SUMS}")
+
+
+@lru_cache(1000)
+def _sha256(path: Path, _written_ns: int) -> str:
+    """Computed once for each time that a file was written: a folder is looked at several times before a run."""
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def in_one_line(folder: Path):
+    """Whatever the libraries make of a damaged folder, as a UserError of one line that names it."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{folder}: cannot be loaded: {first_line(error)}") from None
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def load(folder: Path, head: type, attention: str, new_head: bool = False, **options):
+    """The model of a folder that has weights, by a class of transformers like AutoModelForQuestionAnswering.
+
+    `attention` is ours: a config may name one that transformers would download. `new_head` allows weights without the
+    head's, which are then random. Raises UserError where config and weights do not belong together.
+    """
+    from transformers import AutoConfig
+
+    _, files = look(folder)
+    safe = {"local_files_only": True, "trust_remote_code": False, "attn_implementation": attention}
+    with in_one_line(folder):
+        config = AutoConfig.from_pretrained(folder, **safe)
+        _check_sizes(folder, config, head, files)
+        model, loading = head.from_pretrained(
+            folder, config=config, use_safetensors=True, output_loading_info=True, **safe, **options
+        )
+    lacking = sorted(loading["missing_keys"])
+    if new_head:
+        lacking = [name for name in lacking if name.startswith(f"{model.base_model_prefix}.")]
+    if lacking:
+        raise UserError(f"{folder}: the weights lack {lacking[0]}, which would be left random")
+    return model
+
+
+def _check_sizes(folder: Path, config, head: type, files: list[Path]) -> None:
+    """Hold the config against the headers of the weights before anything of its sizes is built. Raises UserError."""
+    import torch
+    from safetensors import safe_open
+
+    find_encoder(config.model_type, str(folder))
+    stored = {}
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            stored |= {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+    layers = len(set(re.findall(r"\.layers?\.(\d+)\.", " ".join(stored))))
+    if config.num_hidden_layers != layers:
+        raise UserError(f"{folder}: {config.num_hidden_layers} layers in config.json, {layers} in the weights")
+    with torch.device("meta"):  # shapes without memory
+        model = head.from_config(config, attn_implementation="sdpa")
+    if hasattr(model, "qa_outputs") and config.num_labels != 2:
+        raise UserError(f"{folder}: {config.num_labels} labels in config.json; an answer has a start and an end")
+    for name, parameter in model.named_parameters():
+        # An encoder that was saved without a head does without its prefix, too.
+        found = stored.get(name) or stored.get(name.removeprefix(f"{model.base_model_prefix}."))
+        if found is None:
+            continue  # said after loading, which knows older names as well
+        shape, kind = found.get_shape(), found.get_dtype()
+        if shape != list(parameter.shape):
+            raise UserError(f"{folder}: {name} is {shape} in the weights, {list(parameter.shape)} by config.json")
+        if kind not in ("F64", "F32", "F16", "BF16"):
+            raise UserError(f"{folder}: {name} holds {kind}, no floating-point numbers")
+
+
+def check_tokenizer(folder: str | Path, tokenizer, config) -> None:
+    """Whether a tokenizer's tokens and inputs are those of a model. Raises UserError."""
+    tokens = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if tokens > config.vocab_size:
+        raise UserError(f"{folder}: {tokens} tokens in the tokenizer, {config.vocab_size} in the model")
+    if "token_type_ids" in tokenizer.model_input_names and getattr(config, "type_vocab_size", 2) < 2:
+        raise UserError(f"{folder}: the tokenizer tells question and paragraph apart, the model has one token type")

@@ -1,0 +1,159 @@
+"""Asked to end, every verb does one thing: its children end, records say by what, a line says so, in five seconds.
+
+And a driver that had no time to end anything leaves no run that goes on alone. All with real processes.
+"""
+
+import dataclasses
+import fcntl
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from qa_lib import record
+from qa_lib.errors import CTRL_C, SIGNALS
+from qa_lib.run.fit import fit
+from qa_lib.run.plan import plan
+from qa_lib.spec import Machine
+from tests.small import FIT, write_notebook
+
+ROOT = Path(__file__).parent.parent
+CPU = Machine(backends=("inductor",), bitsandbytes=True, compiler=True)
+GPU = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90)  # what fit-batch is told; its try then runs on the CPU
+SYNTHETIC = "--data synthetic:1600 --model tiny"
+WORDS = {
+    "run": "run A1 --scale smoke",
+    "sweep": "sweep --variants A1 --scale smoke",
+    "tune": "tune A1 --scale smoke --learning-rate 1e-3 2e-3",
+    "fit-batch": f"fit-batch A1 --limit-gib 0.2 {SYNTHETIC}",
+}
+SLOW = "import time\nsay = lambda line: time.sleep(60)"  # at a tenth of the steps: long enough for any test
+
+
+class Lab:
+    """A verb at work in a session of its own, as in a terminal of its own."""
+
+    def __init__(self, folder: Path, verb: str, before: tuple[str, ...] = ()):
+        self.runs, notebook, self.family = folder / "runs", folder / "notebook.ipynb", []
+        write_notebook(notebook, before=SLOW, work=FIT)
+        machine = json.dumps([dataclasses.asdict(GPU if verb == "fit-batch" else CPU), {}])
+        self.process = subprocess.Popen(
+            [*before, sys.executable, "-m", "tests.small", *WORDS[verb].split(), "--runs", str(self.runs)],
+            cwd=ROOT, text=True, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=os.environ | {"SMALL_NOTEBOOK": str(notebook), "SMALL_MACHINE": machine, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in (self.process, *self.family):
+            if psutil.pid_exists(process.pid):
+                process.kill()
+
+    def wait_for_steps(self) -> None:
+        """Wait until a run trains, and note the processes that are there then."""
+        self.wait_for(lambda: any(path.stat().st_size for path in self.runs.glob("*/*/steps.jsonl")), 60)
+        self.family = psutil.Process(self.process.pid).children(recursive=True)
+
+    def wait_for(self, condition, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, self.process.poll()
+            time.sleep(0.05)
+
+    def records(self) -> list[dict]:
+        return [record.read_record(path.parent) for path in self.runs.glob("*/*/record.json")]
+
+    @property
+    def alive(self) -> list[psutil.Process]:
+        return [child for child in self.family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
+CASES = [("run", number) for number in SIGNALS] + [("sweep", number) for number in SIGNALS]
+CASES += [("tune", signal.SIGTERM), ("tune", signal.SIGHUP), ("fit-batch", signal.SIGTERM)]
+
+
+@pytest.mark.parametrize(("verb", "number"), CASES, ids=lambda value: getattr(value, "name", value))
+def test_a_signal_ends_children_and_is_named_in_records_and_on_the_terminal(verb, number, tmp_path):
+    with Lab(tmp_path, verb) as lab:
+        lab.wait_for_steps()
+        begin = time.monotonic()
+        lab.process.send_signal(number)  # to the driver alone, as batch systems do
+        _, err = lab.process.communicate(timeout=30)
+        assert time.monotonic() - begin < 5
+        assert lab.process.returncode == 130
+        assert err == f"stopped by {SIGNALS[number]}; finished runs are kept\n"
+        who = "" if verb == "run" else "the driver was "
+        told = [(entry["status"], entry["error"]["message"]) for entry in lab.records()]
+        assert told and set(told) == {("killed", f"{who}stopped by {SIGNALS[number]}")}
+        assert not lab.alive
+
+
+def test_a_closing_terminal_reaches_all_processes_and_comes_twice(tmp_path):
+    with Lab(tmp_path, "tune") as lab:
+        lab.wait_for_steps()
+        for _ in range(2):
+            os.killpg(lab.process.pid, signal.SIGHUP)
+        assert lab.process.communicate(timeout=30)[1].count("\n") == 1
+        assert {entry["status"] for entry in lab.records()} == {"killed"}
+        assert not lab.alive
+
+
+def test_nohup_keeps_a_run_from_sighup_but_not_from_sigterm(tmp_path):
+    with Lab(tmp_path, "run", before=("nohup",)) as lab:
+        lab.wait_for_steps()
+        lab.process.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert lab.process.poll() is None
+        lab.process.terminate()
+        lab.process.communicate(timeout=30)
+        assert lab.records()[0]["error"]["message"] == "stopped by SIGTERM"
+
+
+@pytest.mark.parametrize("verb", ["sweep", "tune"])
+def test_a_run_whose_driver_was_killed_ends_and_says_so(verb, tmp_path):
+    with Lab(tmp_path, verb) as lab:
+        lab.wait_for_steps()
+        lab.process.kill()
+        lab.process.communicate()
+        lab.wait_for(lambda: not lab.alive, 15)
+        told = [(entry["status"], entry["error"]["message"]) for entry in lab.records()]
+        assert told and set(told) == {("killed", f"stopped by {SIGNALS[signal.SIGHUP]}")}
+
+
+def test_ctrl_c_in_a_notebook_is_a_keyboard_interrupt_whose_record_says_killed(tmp_path):
+    def interrupt(line: str) -> None:
+        raise KeyboardInterrupt
+
+    (spec,) = plan(["A1"], "smoke", data="synthetic:80", machine=CPU)
+    with pytest.raises(KeyboardInterrupt):
+        fit(spec, tmp_path, say=interrupt)
+    entry = record.read_record(tmp_path / spec.run_path)
+    assert (entry["status"], entry["error"]["message"]) == ("killed", f"stopped by {CTRL_C}")
+
+
+def test_a_run_ends_with_the_terminal_that_closes(tmp_path):
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "qa_lib", *WORDS["run"].split(), "--runs", str(tmp_path)],
+        cwd=ROOT, start_new_session=True, stdin=slave, stdout=slave, stderr=slave,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(slave)
+    end = time.monotonic() + 90
+    while not any(path.stat().st_size for path in tmp_path.glob("*/*/steps.jsonl")):
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+    os.close(master)
+    assert process.wait(5) == 130
+    entry = record.read_record(next(tmp_path.glob("*/*/record.json")).parent)
+    assert (entry["status"], entry["error"]["message"]) == ("killed", f"stopped by {SIGNALS[signal.SIGHUP]}")

@@ -1,0 +1,338 @@
+"""What files say is compared with where they lie and never followed; whatever they hold, an end is the right result or
+one line that names the culprit.
+
+Some hundred mutations run here; QA_LIB_MUTATIONS=5000 pytest tests/test_trust.py runs so many of each kind.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+from contextlib import contextmanager
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+from transformers import BertConfig, BertForQuestionAnswering
+
+from qa_lib.app import create_app
+from qa_lib.data.squad import open_source
+from qa_lib.errors import UserError
+from qa_lib.model.build import save_model
+from qa_lib.report import figures, profiles, publish, style
+from qa_lib.report.runs import load_runs
+from qa_lib.run.launch import Launcher, judge
+from qa_lib.run.sweep import _progress
+from qa_lib.score.predict import load_qa_model
+from qa_lib.spec import Machine, resolve
+from qa_lib.train.checkpoint import Checkpoint
+from tests.material import document, question, trained_tokenizer, write
+from tests.test_report import CPU, made_profile, make
+
+TIMES = int(os.environ.get("QA_LIB_MUTATIONS", "40"))  # mutations of each kind
+SECONDS = 20  # that any of them may take
+FEW = {"cost": figures.fig_cost, "timeline": profiles.fig_timeline}
+TEXT = "The river Rhine rises in the Alps and ends near Rotterdam, which is a port."
+
+
+@contextmanager
+def limited():
+    """An error instead of a hang."""
+
+    def stop(*_):
+        raise TimeoutError(f"no end within {SECONDS} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+class Lab:
+    """Runs and figures below `place`/lab, with files around them that nobody may touch."""
+
+    def __init__(self, place: Path):
+        self.place, self.runs, self.figures = place, place / "lab" / "runs", place / "lab" / "figures"
+        for name in ("x", "x.png", "lab/x", "lab/x.png", "web/manifest.json", "keep/record.json"):
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_text("mine")
+        self.folders = [make(self.runs, variant) for variant in ("A1", "A2")]
+        for folder in self.folders:
+            run = {"run_id": folder.name, "group": "cpu-smoke", "spec.variant": folder.name[:2]}
+            write(folder / "profile.json", made_profile(run))
+            (folder / "steps.jsonl").write_text('{"step": 1, "loss": 2.0, "lr": 0.1, "ms": 3.0}\n' * 3)
+            cells = [nbformat.v4.new_markdown_cell("![a](x.png)"), nbformat.v4.new_code_cell("1")]
+            cells[1].outputs = [nbformat.v4.new_output("execute_result", {"text/plain": "1", "image/png": "eA=="})]
+            nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / "notebook.ipynb")
+        identity = {"name": "tiny", "revision": "1"}, "synthetic:1600", "tiny"
+        data = {"name": "synthetic:1600", "sha256": "ab" * 32}
+        self.spec = resolve("A2", "smoke", 0, CPU, data, *identity)
+        self.client = TestClient(create_app([], self.runs, ["*"]), raise_server_exceptions=True)
+        self.report()
+        run = self.folders[1]
+        self.files = [run / name for name in ("record.json", "profile.json", "steps.jsonl", "notebook.ipynb")]
+        self.files.append(self.figures / "cpu-smoke" / "manifest.json")
+        self.kept = {path: path.read_bytes() for path in self.place.rglob("*") if path.is_file()}
+
+    def report(self) -> None:
+        parser = argparse.ArgumentParser()
+        publish.add_arguments(parser)
+        publish.main(parser.parse_args(["--runs", str(self.runs), "--figures", str(self.figures)]))
+
+    def use(self) -> None:
+        """All that reads such files. Only UserErrors may come of it, and only of those that have one thing to read."""
+        run = self.folders[1]
+        load_runs(self.runs, {})
+        self.report_or_say()
+        assert self.client.get("/dashboard").status_code == 200
+        if (run / "notebook.ipynb").read_bytes() != self.kept[run / "notebook.ipynb"]:
+            assert self.client.get(f"/runs/cpu-smoke/{run.name}/notebook").status_code in (200, 500)
+        _progress(run)
+        after = (run / "record.json").read_bytes()
+        launcher = Launcher(self.runs, Machine("cpu"), {})
+        for ask in (lambda: launcher.is_finished(self.spec), lambda: judge(self.spec, run, None, 0, 1.0)):
+            try:
+                ask()
+            except UserError as problem:
+                assert "\n" not in str(problem)
+        (run / "record.json").write_bytes(after)
+
+    def report_or_say(self) -> None:
+        try:
+            self.report()
+        except UserError as problem:
+            assert "cpu-smoke" in str(problem)
+
+    def check_and_restore(self, changed: Path) -> None:
+        """Nothing but the file that was changed and the figures is other than it was."""
+        found = {path: path.read_bytes() for path in self.place.rglob("*") if path.is_file()}
+        ours = {changed} | {path for path in {*found, *self.kept} if path.is_relative_to(self.figures / "cpu-smoke")}
+        assert {path: content for path, content in found.items() if path not in ours} == {
+            path: content for path, content in self.kept.items() if path not in ours
+        }
+        for path in found.keys() - self.kept.keys():
+            path.unlink()
+        for path in ours & self.kept.keys():
+            if path.read_bytes() != self.kept[path] if path.exists() else True:
+                path.write_bytes(self.kept[path])
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "FIGURES", FEW)
+        patch.setattr(style, "png", lambda figure: b"a picture")  # which takes most of the time, and reads nothing
+        place = tmp_path_factory.mktemp("trust")
+        (place / "lab").mkdir()
+        patch.chdir(place / "lab")
+        yield Lab(place)
+
+
+def read(path: Path) -> list | dict:
+    text = path.read_text()
+    return [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else json.loads(text)
+
+
+def written(path: Path, content) -> None:
+    lines = content if path.suffix == ".jsonl" and isinstance(content, list) else [content]
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+
+
+def spots(value, way=()):
+    """The ways to every value in a JSON document, and to every key (with True at the end)."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in pairs:
+        yield (*way, key, False)
+        if isinstance(key, str):
+            yield (*way, key, True)
+        yield from spots(inner, (*way, key))
+
+
+def changed(document, way, new):
+    """The document with the value, or the key, at the end of a way replaced."""
+    *above, last, is_key = way
+    inside = document
+    for key in above:
+        inside = inside[key]
+    if is_key:
+        inside[str(new)] = inside.pop(last)
+    else:
+        inside[last] = new
+    return document
+
+
+def at(document, way):
+    for key in way[:-1]:
+        document = document[key]
+    return document
+
+
+PATHS = ["../x", "../x.png", "../../x", "../../x.png", "../../web", "../../../keep", "/", ".", "..", "", "a\0b.png",
+         "a\nb", "C:\\x", "\\\\host\\x", "x" * 5_000, "\x1b[2J", "\ud800", "~/x", "file:///x", "~"]  # fmt: skip
+
+
+@settings(max_examples=TIMES, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(chance=st.randoms(use_true_random=False), path=st.sampled_from([*PATHS, "{outside}/x", "{outside}/x.png"]))
+def test_no_string_of_a_file_leads_out_of_its_folder(lab, chance, path, capsys):
+    file = chance.choice(lab.files)
+    document = read(file)
+    ways = [way for way in spots(document) if way[-1] or isinstance(at(document, way), str)]
+    way = chance.choice(ways)
+    written(file, changed(document, way, path.replace("{outside}", str(lab.place))))
+    with limited():
+        lab.use()
+    assert "\x1b" not in (said := "".join(capsys.readouterr())) and "Traceback" not in said
+    lab.check_and_restore(file)
+
+
+VALUES = [None, True, -1, 0, 1.5, 10**18, "", "text", [], {}, [1], [[]], {"a": {"b": [1]}}, "\ud800", "\x1b]0;x\x07",
+          float("nan"), float("inf"), 10**400]  # fmt: skip
+
+
+def mutated(path: Path, chance: random.Random) -> None:
+    """Another value, no value, or spoilt bytes, in a file of JSON."""
+    content = bytearray(path.read_bytes())
+    kind = chance.choice(["value", "value", "value", "gone", "bit", "cut", "deep", "huge"])
+    if kind in ("value", "gone"):
+        document = read(path)
+        way = chance.choice([way for way in spots(document) if not way[-1]])
+        if kind == "value":
+            written(path, changed(document, way, chance.choice(VALUES)))
+        else:
+            del at(document, (*way[:-2], None))[way[-2]]
+            written(path, document)
+    elif kind == "deep":
+        path.write_bytes(b"[" * 100_000)
+    elif kind == "huge":
+        path.write_bytes(bytes(content).replace(b"0", b"1e999", 1))
+    else:
+        path.write_bytes(spoilt(content, chance, kind))
+
+
+def spoilt(content: bytearray, chance: random.Random, kind: str) -> bytes:
+    place = chance.randrange(len(content))
+    if kind == "cut":
+        return bytes(content[:place])
+    content[place] ^= 1 << chance.randrange(8)
+    return bytes(content)
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_records_and_what_lies_beside_them_may_hold_anything(lab, number, capsys):
+    file, chance = lab.files[number], random.Random(number)
+    for _ in range(TIMES // 4):
+        mutated(file, chance)
+        with limited():
+            lab.use()
+        assert "\x1b" not in (said := "".join(capsys.readouterr())) and "Traceback" not in said
+        lab.check_and_restore(file)
+
+
+def test_one_bad_record_costs_one_row_and_a_sentence(lab, capsys):
+    path = lab.files[0]
+    for value in VALUES[6:]:
+        for way in (("spec", "adjusted", False), ("quality", "f1", False), ("env", "gpu", False)):
+            if (way[1], value) in (("adjusted", []), ("gpu", ""), ("gpu", "text"), ("gpu", "\x1b]0;x\x07")):
+                continue
+            written(path, changed(read(path), way, value))
+            broken = {}
+            assert list(load_runs(lab.runs, broken)["spec.variant"]) == ["A1"], (way, value)
+            (said,) = broken.values()
+            assert str(path) in said and "\n" not in said
+            lab.check_and_restore(path)
+
+
+@pytest.mark.parametrize("escape", ["\x1b[2J", "\x1b]0;title\x07", "\x9b2J"])
+def test_no_terminal_obeys_a_message(lab, escape, capsys):
+    path = lab.files[0]
+    entry = read(path)
+    entry |= {"status": "error", "error": {"kind": "E", "message": f"{escape}boo", "step": 1}}
+    written(path, entry)
+    lab.report()
+    said = capsys.readouterr().out
+    assert "boo" in said and not {"\x1b", "\x07", "\x9b"} & set(said)
+    lab.check_and_restore(path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trust") / "model"
+    tokenizer = trained_tokenizer([TEXT] * 3, 200)
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=48, **small)
+    save_model(BertForQuestionAnswering(config), tokenizer, folder)
+    return folder
+
+
+@pytest.mark.parametrize("digests", [True, False])
+def test_a_model_folder_may_hold_anything(model, tmp_path, digests):
+    """With digests whatever is changed is refused; without, what loads answers without a traceback."""
+    chance, names = random.Random(0), sorted(path.name for path in model.iterdir() if path.name != "SHA256SUMS")
+    for number in range(TIMES):
+        folder = tmp_path / str(number)
+        shutil.copytree(model, folder)
+        if not digests:
+            (folder / "SHA256SUMS").unlink()
+        path = folder / chance.choice(names)
+        before = path.read_bytes()
+        if path.suffix == ".json":
+            mutated(path, chance)
+        else:
+            path.write_bytes(spoilt(bytearray(before), chance, chance.choice(["bit", "cut"])))
+        with limited():
+            try:
+                load_qa_model(folder)
+                assert not digests or path.read_bytes() == before
+            except UserError as problem:
+                assert str(folder) in str(problem) and "\n" not in str(problem)
+
+
+def test_a_checkpoint_may_hold_anything(tmp_path):
+    """One that is changed anywhere is set aside, or says the same."""
+    spec = resolve("A1", "smoke", 0, CPU, {"name": "d"}, {"name": "m"}, "synthetic:40", "tiny")
+
+    def fresh():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        return model, Checkpoint(tmp_path, spec, model, optimizer, scaler, torch.device("cpu"))
+
+    model, kept = fresh()
+    kept.save(7)
+    whole, weights, chance = kept.path.read_bytes(), model.weight.detach().clone(), random.Random(0)
+    for _ in range(4 * TIMES):
+        spoiled = spoilt(bytearray(whole), chance, chance.choice(["bit", "bit", "bit", "cut"]))
+        kept.path.write_bytes(spoiled)
+        model, checkpoint = fresh()
+        with limited():
+            step, refused = checkpoint.load()
+        if refused:
+            assert step == 0 and "began anew" in refused and "\n" not in refused and not kept.path.exists()
+        else:
+            assert step == 7 and torch.equal(model.weight, weights)
+            for found, wanted in zip(checkpoint._states(), kept._states(), strict=True):
+                assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_data_file_may_hold_anything(tmp_path):
+    entries = [question("q1", "where", ("Rotterdam", TEXT.index("Rotterdam"))), question("q2", "why?")]
+    path, chance = tmp_path / "data.json", random.Random(0)
+    for _ in range(4 * TIMES):
+        mutated(write(path, document((TEXT, entries))), chance)
+        with limited():
+            try:
+                for example in open_source(path, "validation").examples:
+                    assert all(example.context[start:].startswith(text) for text, start in example.answers)
+            except UserError as problem:
+                assert "data.json" in str(problem) and "\n" not in str(problem)
