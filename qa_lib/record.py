@@ -136,15 +136,15 @@ class Noise:
 @dataclass
 class Parallel:
     """How several processes shared a run, `world` of them at its end, all with the whole model (`replicas`); null for a
-    run of one. Lists have a value for each process, in order of their ranks; `allreduce_gbs` is the bus bandwidth of
-    one reduction, `goodput` features a second times `efficiency` (measure/goodput.py)."""
+    run of one. `rank_*` have a value for each process, by its rank; `allreduce_gbs` is the bus bandwidth of one
+    reduction, `goodput` features a second times `efficiency` (measure/goodput.py)."""
 
     world: int | None = None
     replicas: int | None = None
     backend: str | None = None
     allreduce_gbs: Number = None
-    rank_peak_mib: list | None = None
-    rank_step_ms: list | None = None
+    rank_peak_mib: dict | None = None
+    rank_step_ms: dict | None = None
     weights_equal: bool | None = None
     noise: Noise = field(default_factory=Noise)
     efficiency: Number = None

@@ -89,7 +89,7 @@ def trained(case: dict, run_dir: Path, ranks: Ranks | None = None) -> dict:
     except KeyboardInterrupt:
         return {}
     model = gathered(model, lambda: build_model(spec))
-    weights = digest_of({name: p.detach() for name, p in model.named_parameters()})
+    weights = digest_of({name: p.detach() for name, p in model.named_parameters()}, {})
     state = sum(v.numel() for values in optimizer.state.values() for v in values.values() if torch.is_tensor(v))
     return {"begin": begin, "refused": refused, "weights": weights, "state": state}
 

@@ -32,6 +32,7 @@ from qa_lib.run.sweep import _progress
 from qa_lib.score.predict import load_qa_model
 from qa_lib.spec import Machine, resolve
 from qa_lib.train.checkpoint import Checkpoint
+from qa_lib.train.parallel import Alone, Ranks
 from tests.material import document, question, trained_tokenizer, write
 from tests.test_report import CPU, made_profile, make
 
@@ -306,7 +307,7 @@ def test_a_checkpoint_may_hold_anything(tmp_path):
         model(torch.ones(3)).sum().backward()
         optimizer.step()
         scaler = torch.amp.GradScaler("cpu", enabled=False)
-        return model, Checkpoint(tmp_path, spec, model, optimizer, scaler, torch.device("cpu"))
+        return model, Checkpoint(tmp_path, spec, model, optimizer, scaler, Alone(model, Ranks(torch.device("cpu"))))
 
     model, kept = fresh()
     kept.save(7)

@@ -148,13 +148,10 @@ def _noting_faults(run_dir: Path, ranks: Ranks):
     """Leave what ends one of several processes in the run's folder: together.py finds the one that failed first."""
     try:
         yield
-    except (Exception, KeyboardInterrupt) as problem:
+    except Exception as problem:
         if ranks.world > 1:
-            fault = {
-                "at": time.time(),
-                "status": "oom" if _out_of_memory(problem) else "error",
-                "error": _told(problem),
-            }
+            status = "oom" if _out_of_memory(problem) else "error"
+            fault = {"at": time.time(), "status": status, "error": _told(problem)}
             record.write_atomically(fault_path(run_dir, ranks.rank), json.dumps(fault))
         raise
 
@@ -231,20 +228,20 @@ def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module,
         "counts": meter.counts,
         "peak_mib": entry["memory"]["peak_alloc_mib"],
         "step_ms": meter.step_ms().median,
-        "weights": digest_of({name: p.detach().cpu() for name, p in model.named_parameters()}),
+        "weights": digest_of({name: p.detach().cpu() for name, p in model.named_parameters()}, {}),
         "norms": ranks.norms.tolist(),
         "allreduce_gbs": reduce_rate(ranks.device),
     }
     found = ranks.gather(own)
     meter.counts = list(np.sum([each["counts"] for each in found], axis=0))
-    peaks = [each["peak_mib"] for each in found]
+    peaks, times = ({str(rank): each[name] for rank, each in enumerate(found)} for name in ("peak_mib", "step_ms"))
     entry["parallel"] |= {
         "world": ranks.world,
         "replicas": ranks.world,
         "backend": ranks.backend,
         "allreduce_gbs": own["allreduce_gbs"],
-        "rank_peak_mib": None if None in peaks else peaks,
-        "rank_step_ms": [each["step_ms"] for each in found],
+        "rank_peak_mib": peaks if ranks.device.type == "cuda" else None,
+        "rank_step_ms": times,
         "weights_equal": len({each["weights"] for each in found}) == 1,
     }
     _note_noise(entry, np.mean([each["norms"] for each in found], axis=0), len(meter.times), spec, ranks.world)

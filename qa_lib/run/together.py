@@ -18,10 +18,11 @@ import sys
 from pathlib import Path
 
 from qa_lib import record
-from qa_lib.errors import UserError
-from qa_lib.run.launch import STARTING, call, environment, kill
+from qa_lib.errors import UserError, stoppable, stopped_by
+from qa_lib.run.launch import STARTING, call, environment, kill, with_driver
 from qa_lib.spec import Spec
 
+STOPPED = "killed"  # kind of the error of a run that a signal has stopped, as fit.recording writes it
 GRACE_S = 45  # for the first process to write its record; torchrun itself kills after 30 s what does not end
 
 
@@ -50,23 +51,33 @@ def fit_together(spec: Spec, runs: str | Path, say=print) -> dict:
         stderr=subprocess.STDOUT,
         text=True,
     )
+    reason = "its processes ended before the run did"
     try:
-        for line in process.stdout:
-            say(line.rstrip("\n"))
-        process.wait()
-    except BaseException:
+        with with_driver():
+            for line in process.stdout:
+                say(line.rstrip("\n"))
+            process.wait()
+    except BaseException as stop:
+        reason = stopped_by(stop)
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
         raise
     finally:
         kill(process)
-    entry = record.read_record(run_dir)
-    if entry["status"] not in record.TERMINAL:
-        message = f"its processes ended (exit code {process.returncode}) before the run did"
-        entry = record.finish(run_dir, entry, "killed", {"kind": "killed", "message": message})
+        entry = _ended(run_dir, reason)
     if entry["status"] not in record.FINISHED:
         raise UserError(f"{spec.run_id}: {entry['status']}, {entry['error']['message']}")
+    return entry
+
+
+def _ended(run_dir: Path, reason: str) -> dict:
+    """The record of a run whose processes have ended; where they were stopped, or have left it as it was, with that
+    reason."""
+    with record.lock(run_dir):
+        entry = record.read_record(run_dir)
+        if entry["status"] not in record.TERMINAL or entry["error"]["kind"] == STOPPED:
+            record.finish(run_dir, entry, "killed", {"kind": STOPPED, "message": reason})
     return entry
 
 
@@ -86,16 +97,18 @@ def supervise(spec: Spec, runs: str) -> None:
         exit_codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
         tell_fault(spec, run_dir, exit_codes)
         sys.exit(1)
-    except SignalException:  # the user's, and the first process has said so in the record
-        sys.exit(130)
+    except SignalException:  # from fit_together, which says so in the record
+        sys.exit(1)
 
 
 def fit_as_one(spec: Spec, runs: str) -> None:
     """`fit` in one of the processes that torchrun has started."""
     from qa_lib.run.fit import fit
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # torchrun's way to end a process whose peer has failed
-    with contextlib.suppress(KeyboardInterrupt):
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        stoppable(),
+    ):  # torchrun ends by SIGTERM a process whose peer has failed
         if fit(spec, runs)["status"] != "oom":
             return
     sys.exit(1)  # so that torchrun ends the others
@@ -123,6 +136,6 @@ def tell_fault(spec: Spec, run_dir: Path, exit_codes: dict[int, int]) -> None:
     else:
         rank, code = min(exit_codes.items())
         message = f"process {rank} of {spec.world} ended with exit code {code}"
-        status, error = "killed", {"kind": "killed", "message": message, "step": None}
+        status, error = "killed", {"kind": "ProcessEnded", "message": message, "step": None}
     with record.lock(run_dir):
         record.finish(run_dir, record.read_record(run_dir), status, error)

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from qa_lib.record import RecordError, code_version
 from qa_lib.spec import Spec
-from qa_lib.train.parallel import Ranks, part, whole
+from qa_lib.train.parallel import Alone, part, whole
 
 # What decides how a training goes on. A run that is resumed by other code would be neither the one nor the other.
 CODE = ("data", "model", "train", "variants.py", "spec.py")
@@ -30,11 +30,11 @@ class Checkpoint:
     Frozen parameters are not in it: the seed or the pretrained checkpoint gives them again.
     """
 
-    def __init__(self, run_dir: Path, spec: Spec, model, step, ranks: Ranks):
-        """`step` is the run's loop.OptimizerStep, which has the optimizer, the scaler and how they are shared."""
+    def __init__(self, run_dir: Path, spec: Spec, model, optimizer, scaler, sharing: Alone):
+        """`sharing` is the way in which the processes of the run share it."""
         self.path, self.hash, self.every = self.path_of(run_dir), spec.hash, spec.scale.checkpoint_every
-        self.model, self.optimizer, self.scaler = model, step.optimizer, step.precision.scaler
-        self.sharing, self.ranks, self.device = step.sharing, ranks, ranks.device
+        self.model, self.optimizer, self.scaler = model, optimizer, scaler
+        self.sharing, self.ranks, self.device = sharing, sharing.ranks, sharing.ranks.device
 
     def is_due(self, step: int, steps: int) -> bool:
         """Whether the state after `step` of `steps` is to be kept; after the last nothing is left to do."""

@@ -87,7 +87,7 @@ def train(
     model.to(device, precision.weights).train()
     step = OptimizerStep(model, batches, spec, precision, watch, ranks)
     take_step = captured(step, spec.settings)
-    checkpoint = Checkpoint(run_dir, spec, model, step, ranks)
+    checkpoint = Checkpoint(run_dir, spec, model, step.optimizer, precision.scaler, step.sharing)
     begin, refused = checkpoint.load()
     log = StepLog(run_dir, spec, batches.steps, begin, precision.scaler, ranks, say)
     meter = Meter(device, spec.scale.measure_from, peak_from(spec.settings))
