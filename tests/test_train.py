@@ -19,6 +19,7 @@ from qa_lib.spec import Machine
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.loop import train
 from qa_lib.train.optim import build_optimizer, learning_rate
+from qa_lib.train.parallel import Ranks
 from qa_lib.train.steplog import NonFiniteLoss, StepLog
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
@@ -343,7 +344,7 @@ class Scaler:
 
 def test_an_overflow_is_excused_while_the_scaler_can_still_back_off(tmp_path):
     def write(losses, scale):
-        log = StepLog(tmp_path, spec_of("A1"), 20, 0, Scaler(scale), quiet)
+        log = StepLog(tmp_path, spec_of("A1"), 20, 0, Scaler(scale), Ranks(DEVICE), quiet)
         for loss in losses:
             log.add(torch.tensor(loss), 1e-3)
         log.write([0.01] * len(losses))
