@@ -114,14 +114,15 @@ def tell_fault(spec: Spec, run_dir: Path, exit_codes: dict[int, int]) -> None:
     killed = [rank for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM]  # not by torchrun
     if killed:
         name = signal.Signals(-exit_codes[killed[0]]).name
-        status, error = "killed", {"kind": name, "message": f"process {killed[0]} of {spec.world} was ended by {name}"}
+        message = f"process {killed[0]} of {spec.world} was ended by {name}"
+        status, error = "killed", {"kind": name, "message": message, "step": None}
     elif faults:
         rank, first = min(faults.items(), key=lambda fault: fault[1]["at"])
         status, error = first["status"], first["error"]
         error["message"] = f"process {rank} of {spec.world}: {error['message']}"
     else:
         rank, code = min(exit_codes.items())
-        status = "killed"
-        error = {"kind": "killed", "message": f"process {rank} of {spec.world} ended with exit code {code}"}
+        message = f"process {rank} of {spec.world} ended with exit code {code}"
+        status, error = "killed", {"kind": "killed", "message": message, "step": None}
     with record.lock(run_dir):
         record.finish(run_dir, record.read_record(run_dir), status, error)
