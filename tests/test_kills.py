@@ -19,11 +19,14 @@ import torch
 from qa_lib import record
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
+from qa_lib.train.parallel import Ranks
 from qa_lib.train.steplog import StepLog
 
 ROOT = Path(__file__).parent.parent
 KILLS = int(os.environ.get("QA_LIB_KILLS", 5))
 SEED = 7  # of the moments
+
+ALONE = Ranks(torch.device("cpu"))
 
 
 class Run:
@@ -87,7 +90,7 @@ def test_a_log_that_was_cut_short_resumes_into_whole_lines(tmp_path, tail):
     (spec,) = plan(["A1"], "smoke", machine=Machine())
     log = tmp_path / "steps.jsonl"
     log.write_bytes(b"".join(b'{"step": %d, "loss": 0.1}\n' % step for step in range(1, 51)) + tail)
-    resumed = StepLog(tmp_path, spec, 400, 100, torch.amp.GradScaler(enabled=False), say=lambda _: None)
+    resumed = StepLog(tmp_path, spec, 400, 100, torch.amp.GradScaler(enabled=False), ALONE, lambda _: None)
     resumed.add(torch.tensor(0.5), 1e-3)
     resumed.write([0.1])
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [*range(1, 51), 101]

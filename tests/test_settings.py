@@ -8,6 +8,7 @@ is skipped with its reason, or adjusted and said. `join` acts on predictions alo
 import dataclasses
 import itertools
 import re
+from fnmatch import fnmatchcase
 
 import numpy as np
 import pytest
@@ -83,7 +84,9 @@ class Seen:
             return train_(trainer)
 
         monkeypatch.setattr(torch, "compile", spy_compile)
-        monkeypatch.setattr(masters, "_update", masters._update._torchdynamo_orig_callable)  # Inductor takes seconds
+        monkeypatch.setattr(
+            masters, "_update", getattr(masters._update, "_torchdynamo_orig_callable", masters._update)
+        )  # Inductor takes seconds
         monkeypatch.setattr(Trainer, "train", spy_train)
         self.shared = self._noted_sharing(monkeypatch)
         for name, module in (("loop", loop), ("trainer", trainer)):
@@ -286,7 +289,7 @@ def test_every_conflict_is_about_settings_and_values_that_exist():
         assert why and not why.endswith(".")
         for name, pattern in conditions:
             for part in pattern.removeprefix("!").split("|"):
-                assert any(value == part or part == "lora*" for value in map(str, VALUES[name])), (name, part)
+                assert any(fnmatchcase(value, part) for value in map(str, VALUES[name])), (name, part)
 
 
 def test_rows_after_e5_name_the_optimizer_that_trains_them():

@@ -150,7 +150,7 @@ class Checkpoint:
         return run_dir / "checkpoint.safetensors"
 
 
-def digest_of(tensors: dict[str, torch.Tensor], metadata: dict) -> str:
+def digest_of(tensors: dict[str, torch.Tensor], metadata: dict | None = None) -> str:
     """SHA-256 (hex) over names, types, shapes and bytes of tensors on the CPU, and over what JSON holds beside them."""
     digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name in sorted(tensors):
