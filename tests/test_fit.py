@@ -67,6 +67,7 @@ def test_memory_runs_out_in_many_words(problem, told):
 
 def test_a_model_for_shorter_features_is_refused(tmp_path):
     save_model(build_model(short("A1")), build_tokenizer("tiny"), tmp_path / "model")
+    (tmp_path / "model" / "SHA256SUMS").unlink()
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 64}))
     (spec,) = plan(["A1"], "local", data="synthetic:40", model=str(tmp_path / "model"), machine=CPU)
