@@ -356,5 +356,5 @@ def test_an_overflow_is_excused_while_the_scaler_can_still_back_off(tmp_path):
 
 def test_a_spoilt_log_is_gone_on_with_and_loses_only_what_cannot_be_read(tmp_path):
     (tmp_path / "steps.jsonl").write_bytes(b'{"step": 1}\n{"st\xff\n[2]\n{"step": 2}\n{"step": 3}\n{"ste')
-    StepLog(tmp_path, spec_of("A1"), 4, 2, torch.amp.GradScaler("cpu", enabled=False), quiet)
+    StepLog(tmp_path, spec_of("A1"), 4, 2, torch.amp.GradScaler("cpu", enabled=False), Ranks(DEVICE), quiet)
     assert (tmp_path / "steps.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
