@@ -77,7 +77,8 @@ def _check_digests(folder: Path, files: set[str]) -> None:
     for line in (folder / SUMS).read_text(errors="replace").splitlines():
         digest, _, name = line.partition("  ")
         # A name is compared, and never a path to follow. That a file is missing is for its reader to say.
-        if name in files and _sha256(folder / name, (folder / name).stat().st_mtime_ns) != digest:
+        changed = name in files and _sha256(folder / name, (folder / name).stat().st_mtime_ns) != digest
+        if changed or Path(name).name != name:
             raise UserError(
                 f"{folder}: {name[:80]!r} is not the file that was saved, by its digest in {SUMS}; "
                 "whoever changed it on purpose deletes that list"
