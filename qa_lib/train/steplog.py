@@ -1,5 +1,6 @@
 """steps.jsonl: what a run says of itself while it runs, and what ends it early."""
 
+import contextlib
 import json
 import math
 import time
@@ -32,7 +33,7 @@ class StepLog:
     """steps.jsonl of a run: a line a step with its number, loss, learning rate (lr) and milliseconds (ms).
 
     Losses stay on the device until `write`, so that logging does not stall a step. `begin` is the number of steps that
-    an earlier process has done; of its lines those are kept that are whole. Of several `ranks` all note their steps,
+    an earlier process has done; of its lines those are kept that can be read. Of several `ranks` all note their steps,
     and the first writes and says.
     """
 
@@ -106,11 +107,10 @@ class StepLog:
 
 
 def _whole_lines(path: Path, most: int) -> list[str]:
-    """The first lines of a log, up to the one that a sudden end has cut short or spoilt."""
+    """The first lines of a log, without those that a sudden end or a fault of the disk has spoilt."""
     found = []
-    for line in path.read_bytes().split(b"\n")[:most] if path.exists() else []:
-        try:
-            found.append(json.dumps(json.loads(line)) + "\n")
-        except (ValueError, RecursionError):
-            break
-    return found
+    for line in path.read_bytes().split(b"\n") if path.exists() else []:
+        with contextlib.suppress(ValueError, RecursionError):
+            step = json.loads(line)
+            found += [json.dumps(step) + "\n"] if isinstance(step, dict) else []
+    return found[:most]
