@@ -340,6 +340,7 @@ def test_an_unknown_word_is_one_line_that_suggests_the_nearest(words, message):
         (("--family", "Z"), "unknown family 'Z'"),
         (("--data", "/nowhere/squad.json"), "squad.json"),
         (("--model", "./nowhere"), "does not exist"),
+        (("--model", "no model"), "neither a folder nor a name of the hub"),
     ],
 )
 def test_a_wrong_word_is_one_clear_line(lab, words, message):

@@ -58,9 +58,10 @@ def plan(
         ]
 
     resolved(data={}, model={})  # names and numbers are checked before a file or the hub is touched
+    identity = identify_model(model)
     architecture = model_type(model)
     lacks = find_encoder(architecture, model).lacks if architecture else None
-    return resolved(data=identify_data(data, size.quality), model=identify_model(model), lacks=lacks)
+    return resolved(data=identify_data(data, size.quality), model=identity, lacks=lacks)
 
 
 def identify_data(source: str, with_validation: bool) -> dict:
@@ -86,6 +87,12 @@ def identify_model(source: str) -> dict:
         return {"name": folder.name, "revision": digest.hexdigest()[:12]}
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise UserError(f"model folder {source} does not exist")
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(source)
+    except HFValidationError as error:
+        raise UserError(f"model {source!r} is neither a folder nor a name of the hub: {error}") from None
     return {"name": source, "revision": "main"}
 
 
