@@ -155,7 +155,14 @@ TASKS = {
     "qa": Task(
         scores="exact f1 has_answer_exact has_answer_f1 no_answer_f1 best_exact best_exact_threshold best_f1 "
         "best_f1_threshold always_null_f1 n".split()
-    )
+    ),
+    "lm": Task(
+        name="lm",
+        metric="word_perplexity",
+        label="perplexity",
+        higher_is_better=False,
+        scores="word_perplexity token_perplexity bits_per_byte nats n words bytes".split(),
+    ),
 }
 
 

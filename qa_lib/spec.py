@@ -35,6 +35,7 @@ class Scale:
     max_length: int = 384  # tokens of a feature
     stride: int = 128  # tokens that neighbouring features of a paragraph share
     effective_batch: int | None = 32  # features per optimizer step; None: one micro-batch, however large
+    batch_tokens: int | None = None  # tokens per optimizer step, in place of effective_batch where features are full
     learning_rate: float = 3e-5
     recipe_rates: bool = True  # recipes multiply the rate; not for a model that starts from random weights
     warmup: float = 0.1  # share of the steps in which the learning rate rises
@@ -47,8 +48,17 @@ class Scale:
     threads: int | None = None  # of a run on a CPU; None: all of them
     limit_gib: float | None = None  # GPU memory that the run may take; None: all there is
 
+    @property
+    def batch(self) -> int | None:
+        """Features per optimizer step; None: one micro-batch."""
+        return self.batch_tokens // self.max_length if self.batch_tokens else self.effective_batch
+
 
 _TO_COMPARE = {"epochs": 3, "quality": True}  # three epochs, scored
+_TEXT = {
+    "task": "lm", "model": "gpt2:L12H768", "data": "Salesforce/wikitext:wikitext-103-raw-v1", "max_length": 1024,
+    "stride": 64, "batch_tokens": 32_768, "learning_rate": 6e-4, "recipe_rates": False,
+}  # fmt: skip
 SCALES = {
     scale.name: scale
     for scale in [
@@ -66,6 +76,21 @@ SCALES = {
         Scale(name="quality", model="", data="", learning_rate=2e-4, **_TO_COMPARE),
         Scale(name="full", checkpoint_every=500, time_limit_s=6 * 3600, **_TO_COMPARE),
         Scale(name="local", model="", data="", checkpoint_every=500, time_limit_s=6 * 3600, **_TO_COMPARE),
+        Scale(
+            name="lm-smoke", task="lm", model="gpt2:L2H64V512", data="synthetic:1600", max_length=64, stride=32,
+            batch_tokens=1024, learning_rate=1e-2, recipe_rates=False, steps=200, measure_from=30, quality=True,
+            checkpoint_every=100, time_limit_s=300, threads=1,
+        ),
+        Scale(name="lm-bench", steps=150, measure_from=50, **_TEXT),
+        # Small enough for differences between rows, sizes and context lengths over seeds.
+        Scale(
+            name="lm-quality",
+            **_TEXT | {"model": "gpt2:L6H384V16384", "data": "", "max_length": 512, "learning_rate": 1e-3} | _TO_COMPARE,
+        ),
+        Scale(
+            name="lm-full", checkpoint_every=500, time_limit_s=6 * 3600,
+            **_TEXT | {"batch_tokens": 131_072} | _TO_COMPARE,
+        ),
     ]
 }  # fmt: skip
 
@@ -75,6 +100,37 @@ def find_scale(name: str) -> Scale:
     if name not in SCALES:
         raise UnknownName(nearest("scale", name, SCALES))
     return SCALES[name]
+
+
+HEAD, BYTES = 64, 256  # width of a head; tokens that a byte-level vocabulary has before it merges any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A GPT-2 of one's own size, with random weights: heads are 64 wide, as in GPT-2 itself, whose small model is
+    'gpt2:L12H768' and whose vocabulary and positions are the defaults."""
+
+    layers: int
+    hidden: int
+    vocabulary: int = 50_257
+    positions: int = 1024
+
+
+def find_shape(model: str) -> Shape | None:
+    """The shape that a name like 'gpt2:L12H768' or 'gpt2:L2H64V512P128' gives: layers, hidden width, tokens of the
+    vocabulary, positions. None for another name, SpecError for a shape that cannot be."""
+    if not model.startswith("gpt2:"):
+        return None
+    pattern = r"gpt2:L(?P<layers>\d+)H(?P<hidden>\d+)(V(?P<vocabulary>\d+))?(P(?P<positions>\d+))?"
+    found = re.fullmatch(pattern, model, re.ASCII)
+    sizes = {name: int(size) for name, size in found.groupdict().items() if size} if found else {}
+    shape = Shape(**{"layers": 0, "hidden": 0} | sizes)
+    if not (shape.layers and shape.hidden and shape.positions) or shape.hidden % HEAD or shape.vocabulary <= BYTES:
+        raise SpecError(
+            f"model {model!r}: a shape is written like gpt2:L12H768V50257P1024, layers, width (a multiple of {HEAD}), "
+            f"vocabulary (more than {BYTES}) and positions, of which the last two may be left out"
+        )
+    return shape
 
 
 @dataclass(frozen=True)
@@ -195,7 +251,8 @@ class Spec:
     @property
     def group(self) -> str:
         """The folder that holds this run and those it is compared with; what they have in common is in the record."""
-        return "-".join([self.hardware, self.scale.name] + [self.scale.task] * (self.scale.task != "qa"))
+        named = {"qa", *self.scale.name.split("-")}  # a scale may name its task itself
+        return "-".join([self.hardware, self.scale.name] + [self.scale.task] * (self.scale.task not in named))
 
     @property
     def run_id(self) -> str:
@@ -209,7 +266,7 @@ class Spec:
     @property
     def micro_batches(self) -> int:
         """Micro-batches of an optimizer step, of all processes together."""
-        return (self.scale.effective_batch or self.settings.micro_batch * self.world) // self.settings.micro_batch
+        return (self.scale.batch or self.settings.micro_batch * self.world) // self.settings.micro_batch
 
     @property
     def accumulation(self) -> int:
@@ -255,12 +312,13 @@ def resolve(
     micro_batch: int | None = None,
     lacks: Mapping[str, str] | None = None,
     world: int | None = None,
+    max_length: int | None = None,
 ) -> Spec:
     """Variant x scale x seed to the spec of one run on this machine.
 
     `data` and `model` are identities and `*_source` where to load them from (see Spec); `lacks` is for `missing`;
-    without `world` a parallel row has WORLD processes. Raises UnknownName, and SpecError for a seed, a micro-batch or
-    a world that cannot be.
+    without `world` a parallel row has WORLD processes; `max_length` replaces the scale's. Raises UnknownName, and
+    SpecError for a row of another task and for a seed, a length, a micro-batch or a world that cannot be.
     """
     row, size = find_variant(variant), find_scale(scale)
     if not 0 <= seed < 2**63:
@@ -268,18 +326,28 @@ def resolve(
     asked = row.settings
     if micro_batch is not None:
         asked = dataclasses.replace(asked, micro_batch=micro_batch)
-    if (size.effective_batch or asked.micro_batch) % asked.micro_batch:
+    if row.task != size.task:
+        raise SpecError(f"{variant} is a row of task {row.task}, and scale {scale!r} of task {size.task}")
+    if size.task == "qa" and asked.step == "graph" and asked.padding != "packed":
+        raise SpecError(f"{variant}: the mask of padded rows is made on the host, and a graph has no host")
+    if max_length:
+        size = dataclasses.replace(size, max_length=max_length)
+    if not size.stride < size.max_length <= (size.batch_tokens or size.max_length):
         raise SpecError(
-            f"micro-batch {asked.micro_batch} does not divide the effective batch {size.effective_batch} "
-            f"of scale {scale!r}"
+            f"{size.max_length} tokens are too few or too many: scale {scale!r} takes more than {size.stride}, which "
+            f"neighbours share, and at most {size.batch_tokens or 'what the model does'}"
+        )
+    if (size.batch or asked.micro_batch) % asked.micro_batch:
+        raise SpecError(
+            f"micro-batch {asked.micro_batch} does not divide the effective batch {size.batch} of scale {scale!r}"
         )
     world = world or (1 if asked.parallel == "none" else WORLD)
     if world > 1 and asked.parallel == "none":
         raise SpecError(f"{variant} trains in one process, not in {world}; the rows of family P take several")
-    if size.effective_batch and size.effective_batch // asked.micro_batch % world:
+    if size.batch and size.batch // asked.micro_batch % world:
         raise SpecError(
-            f"{world} processes do not divide the {size.effective_batch // asked.micro_batch} micro-batches of a step "
-            f"at scale {scale!r}, which are {size.effective_batch} features by {asked.micro_batch}"
+            f"{world} processes do not divide the {size.batch // asked.micro_batch} micro-batches of a step "
+            f"at scale {scale!r}, which are {size.batch} features by {asked.micro_batch}"
         )
     settings, adjusted = adjust(asked, machine)
     return Spec(

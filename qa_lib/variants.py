@@ -62,6 +62,8 @@ class Settings:
     order: Literal["random", "bucketed"] = "random"
     # which parameters train: a name that find_recipe knows
     trainable: str = "all"
+    # what adapters leave frozen: as it is | nf4: in 4 bits by bitsandbytes (QLoRA)
+    frozen: Literal["native", "nf4"] = "native"
     # adamw: PyTorch's default | fused: one kernel, no wait for the device | adamw8bit: moments in 8 bits |
     # master: weights and gradients in half precision, fp32 masters in the optimizer
     optimizer: Literal["adamw", "fused", "adamw8bit", "master"] = "adamw"
@@ -122,8 +124,10 @@ CONFLICTS = (
     (("feed_forward", "fp8"), ("precision", "!bf16"), "the 8-bit products give bf16"),
     (("feed_forward", "fp8"), ("optimizer", "!master"), "the 8-bit products take weights in bf16"),
     (("projections", "fused"), ("trainable", "lora*"), "the adapters' query, key and value are fused away"),
+    (("frozen", "nf4"), ("trainable", "!lora*"), "weights in 4 bits cannot train, so that adapters have to"),
+    (("frozen", "nf4"), ("parallel", "fsdp"), "its shares are of whole numbers"),
     (("step", "graph"), ("optimizer", "adamw|adamw8bit"), "their step counts are on the host, which a graph replays"),
-    (("step", "graph"), ("padding", "!packed"), "the mask of padded rows is made on the host, and a graph has no host"),
+    (("step", "graph"), ("padding", "longest"), "a graph replays one shape"),
     (("step", "graph"), ("compile", "cudagraphs"), "graphs do not nest"),
     (("compile", "cudagraphs"), ("padding", "longest"), "a graph replays one shape"),
     (("engine", "trainer"), ("padding", "packed"), "transformers.Trainer calls the model with padded rows"),
@@ -187,6 +191,11 @@ class Variant:
     @property
     def family(self) -> str:
         return self.name[0]
+
+    @property
+    def task(self) -> str:
+        """The task that the row is for, a name of run/tasks.py."""
+        return "lm" if self.family == "L" else "qa"
 
     @cached_property
     def settings(self) -> Settings:
@@ -252,6 +261,25 @@ VARIANTS = dict(
         _row("P-fsdp", "P1", "Each GPU keeps a share of weights, gradients and optimizer.", parallel="fsdp"),
         _row("P-fast", "E-best", "The whole stack: one reduction inside the captured step.", parallel="flat"),
         _row("P-sharded", "P-fast", "Each GPU updates its share of the weights alone.", parallel="sharded"),
+        _row("L1", "A1", "The baseline of language models: fp32, eager attention, AdamW.", precision="fp32"),
+        _row("L0", "L1", "What most people would run: the same through transformers.Trainer.", engine="trainer"),
+        _row("L0-bf16", "L0", "The Trainer with mixed precision.", precision="bf16"),
+        _row("L0-sdpa", "L0-bf16", "The Trainer with fused attention, which is its default.", attention="sdpa"),
+        _row("L0-compile", "L0-sdpa", "The Trainer with all it offers.", compile="inductor"),
+        _row("L-fp16", "L1", "Mixed precision where there is no bf16, as on a T4.", precision="fp16"),
+        _row("L2", "L1", "Mixed precision: products in bf16, weights in fp32.", precision="bf16"),
+        _row("L3", "L2", "Fused attention skips the half of the scores that no token may see.", attention="sdpa"),
+        _row("L4", "L3", "The compiler fuses elementwise work, the loss over the vocabulary too.", compile="inductor"),
+        _row("L5", "L4", "AdamW as one kernel: no waiting for the device.", optimizer="fused"),
+        _row("L6", "L5", "The whole step is one launch; rows of text all have one length.", step="graph"),
+        _row("L7", "L6", "Weights, gradients, residuals in bf16 over fp32 masters: no casts.", optimizer="master"),
+        _row("L-best", "L7", "The whole stack: dropout's random bits at a tenth of the work.", dropout="hash"),
+        _row("L-recompute", "L4", "Activations are recomputed instead of kept: memory for time.", checkpointing=True),
+        _row("L-8bit", "L4", "Adam's two moments in 8 bits, but for the embeddings'.", optimizer="adamw8bit"),
+        _row("L-lora", "L4", "LoRA r=32 on every product of the layers, over a frozen model.", trainable="lora-all"),
+        _row("L-qlora", "L-lora", "The frozen model in 4 bits, which takes an eighth of the memory.", frozen="nf4"),
+        _row("L-ddp", "L4", "Several GPUs: gradients are averaged during the backward pass.", parallel="ddp"),
+        _row("L-flat", "L-best", "The whole stack on several GPUs: one captured reduction.", parallel="flat"),
     ]
 )
 FAMILIES = {
@@ -261,7 +289,9 @@ FAMILIES = {
     "D": "backends",
     "E": "beyond",
     "P": "parallel",
+    "L": "language",
 }  # family -> notebook
+BASELINES = {"qa": "A1", "lm": "L1"}  # task -> the row that its others are compared with
 
 
 def find_variant(name: str) -> Variant:
@@ -286,7 +316,7 @@ def needs(settings: Settings) -> list[str]:
         "cuda": settings.compile == "cudagraphs" or settings.attention == "efficient",
         "sm89": settings.feed_forward == "fp8",
         "sm80": settings.attention == "flash" or settings.precision == "bf16",
-        "bitsandbytes": settings.optimizer == "adamw8bit",
+        "bitsandbytes": settings.optimizer == "adamw8bit" or settings.frozen == "nf4",
         "fused attention": settings.attention != "eager",
         "packed rows": settings.padding == "packed",
     }

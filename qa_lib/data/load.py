@@ -15,7 +15,8 @@ from qa_lib.spec import Spec
 
 @dataclass
 class Data:
-    """A run's two sources and their features, and what loading them took in seconds; `validation` is None where the
+    """A run's two sources and their features, what loading them took in seconds, and how much there is to train on
+    (`n` questions, or words) and to score (`n_eval` questions, or tokens); what is of validation is None where the
     scale measures no quality."""
 
     tokenizer: Tokenizer
@@ -24,6 +25,8 @@ class Data:
     validation: Source | None
     validation_features: Features | None
     load_s: float
+    n: int
+    n_eval: int | None
 
 
 def load_data(spec: Spec) -> Data:
@@ -35,7 +38,11 @@ def load_data(spec: Spec) -> Data:
     validation = open_source(spec.data_source, "validation") if spec.scale.quality else None
     features = build_features(source, tokenizer, *limits)
     validation_features = build_features(validation, tokenizer, *limits) if validation else None
-    return Data(tokenizer, source, features, validation, validation_features, time.perf_counter() - begin)
+    n = int(features.example.max()) + 1  # without parsing the questions again
+    n_eval = len(validation.examples) if validation else None
+    return Data(
+        tokenizer, source, features, validation, validation_features, time.perf_counter() - begin, n, n_eval
+    )
 
 
 def batches_of(features: Features, spec: Spec) -> Batches:

@@ -223,14 +223,19 @@ Content = tuple[Callable[[], str], Callable[[], Iterable]]
 
 
 def _nested(path: Path) -> Content:
-    return lambda: _hash_files([path]), lambda: nested_rows(read_json(path), str(path))
+    return lambda: hash_files([path]), lambda: nested_rows(read_json(path), str(path))
 
 
-def _synthetic(name: str, split: str) -> Content:
+def generated(name: str, split: str) -> Callable[[], dict]:
+    """What makes the document that a name like "synthetic:2000" asks for. Raises DataError."""
     count = name.removeprefix("synthetic:")
     if not (count.isascii() and count.isdigit() and 0 < int(count[:10]) <= 10_000_000):
         raise DataError(f"{name!r}: write synthetic: and a number of questions, as in synthetic:2000")
-    document = partial(synthetic_squad, int(count), SYNTHETIC_SEEDS[split])
+    return partial(synthetic_squad, int(count), SYNTHETIC_SEEDS[split])
+
+
+def _synthetic(name: str, split: str) -> Content:
+    document = generated(name, split)
 
     def digest() -> str:
         return hashlib.sha256(json.dumps(document(), sort_keys=True).encode()).hexdigest()
@@ -258,18 +263,24 @@ def _saved(folder: Path, split: str) -> Content:
             raise DataError(f"{folder}: not a data set that datasets can load: {first_line(error)}") from None
         return flat_rows(table, str(folder))
 
-    return lambda: _hash_files(sorted(part.glob("*.arrow"))), rows
+    return lambda: hash_files(sorted(part.glob("*.arrow"))), rows
 
 
 def _hub(name: str, split: str) -> Content:
-    """A data set of the hub, never with remote code."""
+    table = hub_table(name, split)
+    return partial(hub_digest, name, split, table), lambda: flat_rows(table(), name)
+
+
+def hub_table(name: str, split: str) -> Callable:
+    """What loads a data set of the hub, or its configuration as in "Salesforce/wikitext:wikitext-2-v1", once and never
+    with remote code. It raises DataError."""
 
     @cache
     def table():
         import datasets
 
         try:
-            return datasets.load_dataset(name, split=split)
+            return datasets.load_dataset(*name.split(":"), split=split)
         except Exception as error:  # offline, unknown, gated, a script: the library says which
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise DataError(
@@ -277,10 +288,12 @@ def _hub(name: str, split: str) -> Content:
                 "--data takes a file or a folder in SQuAD's format"
             ) from None
 
-    def digest() -> str:
-        return hashlib.sha256(f"{name} {split} {table()._fingerprint}".encode()).hexdigest()
+    return table
 
-    return digest, lambda: flat_rows(table(), name)
+
+def hub_digest(name: str, split: str, table: Callable) -> str:
+    """What stands for the content of a data set of the hub."""
+    return hashlib.sha256(f"{name} {split} {table()._fingerprint}".encode()).hexdigest()
 
 
 def nested_rows(document: object, name: str) -> Iterator[tuple[str, str, object, object]]:
@@ -332,7 +345,8 @@ def flat_rows(table, name: str, chunk: int = 10_000) -> Iterator[tuple[str, str,
             yield place, title, context, {"id": key, "question": question, "answers": pairs, "is_impossible": not pairs}
 
 
-def _hash_files(paths: list[Path]) -> str:
+def hash_files(paths: list[Path]) -> str:
+    """SHA-256 (hex) of files, one after another. Raises DataError."""
     digest = hashlib.sha256()
     for path in paths:
         try:

@@ -137,8 +137,8 @@ def build_features(
         if cache is False:
             return _build(source, tokenizer, layout, max_length, stride)
         key = _key(source, backend, layout, max_length, stride)
-        folder = (_default_cache() if cache is None else Path(cache)) / key
-        return _load(folder) or _store(folder, _build(source, tokenizer, layout, max_length, stride))
+        folder = (default_cache() if cache is None else Path(cache)) / key
+        return load_entry(folder, Features) or store_entry(folder, _build(source, tokenizer, layout, max_length, stride))
 
 
 def _build(source: Source, tokenizer, layout: Layout, max_length: int, stride: int) -> Features:
@@ -249,7 +249,7 @@ def _answer_positions(examples: list[Example], offsets, starts, example, context
     return positions
 
 
-def _default_cache() -> Path:
+def default_cache() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("QA_LIB_CACHE") or Path(base) / "qa_lib") / "features"
 
@@ -260,13 +260,13 @@ def _key(source: Source, backend, layout: Layout, max_length: int, stride: int) 
     return hashlib.sha256(json.dumps([*parts, backend.to_str()]).encode()).hexdigest()[:32]
 
 
-def _load(folder: Path) -> Features | None:
-    """The cached features, or None if there are none that can be read."""
+def load_entry(folder: Path, kind: type):
+    """The cached object of a dataclass, its arrays memory-mapped; None if there is none that can be read."""
     try:
         meta = json.loads((folder / "meta.json").read_bytes())
-        names = [field.name for field in fields(Features) if field.name not in meta]
+        names = [field.name for field in fields(kind) if field.name not in meta]
         # As plain arrays over the mapping: indexing np.memmap itself costs several times as much.
-        return Features(**{name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in names}, **meta)
+        return kind(**{name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in names}, **meta)
     except FileNotFoundError:
         return None
     except Exception as error:  # NumPy has many for a file that it cannot read, and all mean the same
@@ -274,11 +274,11 @@ def _load(folder: Path) -> Features | None:
         return None
 
 
-def _store(folder: Path, features: Features) -> Features:
-    """Put a whole cache entry in place at once, and give it as it is read from there; or `features`, if the disk does
-    not let us, which only costs time."""
-    arrays = {name: value for name, value in vars(features).items() if isinstance(value, np.ndarray)}
-    meta = {name: value for name, value in vars(features).items() if name not in arrays}
+def store_entry(folder: Path, made):
+    """Put a whole cache entry in place at once, and give it as it is read from there; or `made`, if the disk does not
+    let us, which only costs time."""
+    arrays = {name: value for name, value in vars(made).items() if isinstance(value, np.ndarray)}
+    meta = {name: value for name, value in vars(made).items() if name not in arrays}
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="tmp-", dir=folder.parent) as work:
@@ -290,6 +290,6 @@ def _store(folder: Path, features: Features) -> Features:
             shutil.rmtree(folder, ignore_errors=True)  # a damaged entry, or a neighbour's equal one
             entry.rename(folder)
     except OSError as error:
-        log.warning("%s: features not cached (%s)", folder, error)
-        return features
-    return _load(folder) or features
+        log.warning("%s: not cached (%s)", folder, error)
+        return made
+    return load_entry(folder, type(made)) or made

@@ -1,4 +1,4 @@
-"""The model of a run: an encoder with a question-answering head, the row's attention and its trainable parameters."""
+"""The model of a run: with its task's head, the row's attention and its trainable parameters."""
 
 import logging
 import warnings
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from transformers import AutoConfig, AutoModelForQuestionAnswering, BertConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForQuestionAnswering, BertConfig, GPT2Config, PreTrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -17,10 +17,12 @@ from qa_lib.model.dropout import use_hash_dropout
 from qa_lib.model.encoders import embeddings_of, encoder_of, find_encoder, layers_of, most_tokens
 from qa_lib.model.folder import SUMS, load, look, write_digests
 from qa_lib.model.fp8 import use_float8
+from qa_lib.model.nf4 import is_nf4, native, use_nf4
 from qa_lib.model.projections import fuse_projections, split_projections
-from qa_lib.spec import Spec
+from qa_lib.spec import HEAD, Spec, find_shape
 from qa_lib.variants import Recipe
 
+ALIGN = 64  # tokens of a vocabulary are made a multiple of this
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 transformers_logging.disable_progress_bar()  # bars that are redrawn inside a run fill its notebook
@@ -34,6 +36,9 @@ def build_model(spec: Spec, head: type = AutoModelForQuestionAnswering) -> torch
     """
     torch.manual_seed(spec.seed)
     model = _pretrained(spec, head)
+    if encoder_of(model).causal:
+        model.config.use_cache = False  # which is for generating
+        model.loss_type = "ForCausalLM"  # what transformers takes for it, after a warning
     if spec.settings.checkpointing:
         # transformers 5.23 renames it, and warns of the old name.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
@@ -44,13 +49,26 @@ def build_model(spec: Spec, head: type = AutoModelForQuestionAnswering) -> torch
         use_hash_dropout(model)
     if spec.settings.feed_forward == "fp8":
         use_float8(model)
+    if spec.settings.frozen == "nf4":
+        use_nf4(model, DTYPES[spec.settings.precision])
     return apply_recipe(model, spec.recipe)
 
 
 def model_config(source: str) -> PreTrainedConfig:
-    """The configuration of "tiny", of a folder or of a hub name. UserError for an unknown encoder."""
+    """The configuration of "tiny", of a shape, a folder or a hub name. UserError for an unknown architecture."""
     if source == "tiny":
         return BertConfig(vocab_size=len(vocabulary()), **TINY_CONFIG)
+    if shape := find_shape(source):
+        return GPT2Config(
+            n_layer=shape.layers,
+            n_embd=shape.hidden,
+            n_head=shape.hidden // HEAD,
+            n_positions=shape.positions,
+            # Whole tiles in the product that is as wide as the vocabulary, a third of a small model's arithmetic.
+            vocab_size=-(-shape.vocabulary // ALIGN) * ALIGN,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
     if Path(source).is_dir():
         look(Path(source))
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
@@ -71,7 +89,7 @@ def _pretrained(spec: Spec, head: type) -> torch.nn.Module:
     bare = folder.is_dir() and not look(folder)[1]
     if bare and spec.scale.quality:
         raise UserError(f"{folder} holds no model.safetensors, and scale {spec.scale.name} needs weights")
-    if bare or source == "tiny":
+    if bare or source == "tiny" or find_shape(source):
         return head.from_config(config, attn_implementation=attention)
     if folder.is_dir():
         return load(folder, head, attention, new_head=True, dtype=torch.float32)
@@ -81,8 +99,9 @@ def _pretrained(spec: Spec, head: type) -> torch.nn.Module:
 
 
 def apply_recipe(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
-    """Leave gradients on for the recipe's parameters alone; the answer head always trains."""
-    head = model.get_submodule(encoder_of(model).head)
+    """Leave gradients on for the recipe's parameters alone; an answer head, which is new, always trains."""
+    encoder = encoder_of(model)
+    head = torch.nn.Module() if encoder.causal else model.get_submodule(encoder.head)
     if recipe.kind == "lora":
         # peft asks transformers by a name that transformers 5.23 deprecates, and imports bitsandbytes, which warns of
         # a 4-bit CPU kernel that nothing here uses.
@@ -92,8 +111,13 @@ def apply_recipe(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
 
         # Injected into the model itself: peft's own wrapper for question answering drops token_type_ids and
         # position_ids on their way to the model.
+        targets = {name for target in recipe.targets for name in encoder.adapters.get(target, target).split()}
         config = LoraConfig(
-            r=recipe.rank, lora_alpha=2 * recipe.rank, lora_dropout=0.1, target_modules=list(recipe.targets)
+            r=recipe.rank,
+            lora_alpha=2 * recipe.rank,
+            lora_dropout=0.1,
+            target_modules=sorted(targets),
+            fan_in_fan_out=encoder.causal,  # GPT-2's weights are [in, out]
         )
         inject_adapter_in_model(config, model)
         head.requires_grad_(True)
@@ -122,8 +146,15 @@ def save_model(model: torch.nn.Module, tokenizer: Tokenizer, folder: Path) -> No
     model.float()  # an adapter's change can be below the resolution of half-precision weights
     for name, module in list(model.named_modules()):
         if hasattr(module, "get_base_layer"):  # a LoraLayer
-            module.merge()
-            model.set_submodule(name, module.get_base_layer())
+            base = module.get_base_layer()
+            if is_nf4(base):
+                base = native(base, module.get_delta_weight("default"))
+            else:
+                module.merge()
+            model.set_submodule(name, base)
+    for name, module in list(model.named_modules()):
+        if is_nf4(module):  # without an adapter
+            model.set_submodule(name, native(module))
     split_projections(model)
     (folder / SUMS).unlink(missing_ok=True)  # of a model that is replaced
     model.save_pretrained(folder)
@@ -135,7 +166,7 @@ def trainable_summary(model: torch.nn.Module) -> pd.DataFrame:
     """Parameters by part of the model, in all and trainable, for display."""
     parts = {"embeddings": embeddings_of(model)}
     parts |= {f"layer {number}": [layer] for number, layer in enumerate(layers_of(model))}
-    parts |= {"answer head": [model.get_submodule(encoder_of(model).head)], "all": [model]}
+    parts |= {"head": [model.get_submodule(encoder_of(model).head)], "all": [model]}
     rows = {}
     for name, modules in parts.items():
         parameters = [p for module in modules for p in module.parameters()]

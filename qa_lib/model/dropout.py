@@ -13,7 +13,7 @@ of its seed and a captured graph draws other patterns in each replay.
 import torch
 from torch import nn
 
-from qa_lib.model.encoders import embeddings_of, encoder_of, layers_of
+from qa_lib.model.encoders import encoder_of, layers_of
 
 
 class Seeds(nn.Module):
@@ -45,7 +45,7 @@ class HashDropout(nn.Module):
 
 def use_hash_dropout(model: nn.Module) -> None:
     """Replace the dropouts of the hidden states, in place; attention's own is its kernel's affair."""
-    owners = [(embeddings_of(model)[0], "dropout")]
+    owners = [(model, encoder_of(model).embeddings_dropout)]
     owners += [(layer, name) for layer in layers_of(model) for name in encoder_of(model).dropouts]
     seeds = Seeds(len(owners))
     for number, (owner, name) in enumerate(owners):

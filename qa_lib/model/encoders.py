@@ -1,10 +1,11 @@
-"""The encoders that the lab trains: where each keeps its layers, embeddings and answer head, and what it lacks.
+"""The models that the lab trains: where each keeps its layers, embeddings and head, and what it lacks.
 
 BERT (Devlin et al. 2018), RoBERTa (Liu et al. 2019) and ELECTRA (Clark et al. 2020) are one architecture under three
 names in transformers, and differ in what is written down here. Whatever changes or counts a part of a model (fused
 projections, dropout, 8-bit products, frozen layers, FLOPs, memory, profiles) finds it by this table, so that another
 encoder is another entry. How a question and its context are joined, and whether token types go with them, is not here:
-the tokenizer says that (data/tokenise.py).
+the tokenizer says that (data/tokenise.py). GPT-2 (Radford et al. 2019) is the decoder among them: it sees what came
+before alone, and its head predicts the next token.
 
 No torch is imported: a driver reads `lacks` to skip the rows that an architecture cannot run.
 """
@@ -17,11 +18,13 @@ from qa_lib.errors import UserError
 
 @dataclass(frozen=True)
 class Encoder:
-    """One architecture. Names are those of submodules, of the question-answering model or of one of its layers."""
+    """One architecture. Names are those of submodules, of the model with its head or of one of its layers."""
 
     layers: str
-    embeddings: tuple[str, ...]  # the first has the dropout; modules that a configuration leaves out may be named
+    embeddings: tuple[str, ...]  # modules that a configuration leaves out may be named
+    embeddings_dropout: str
     head: str = "qa_outputs"
+    causal: bool = False  # a token sees those before it alone, and the head, which is the embeddings, predicts the next
     # In each layer. RECIPES of variants.py address adapters by the last part of these names.
     attention: str = "attention"  # with its output product and norm
     self_attention: str = "attention.self"
@@ -30,15 +33,28 @@ class Encoder:
     products: tuple[str, ...] = ("intermediate.dense", "output.dense")  # of the feed-forward block
     dropouts: tuple[str, ...] = ("attention.output.dropout", "output.dropout")  # of the hidden states
     positions_after_padding: bool = False  # positions count from padding's token id + 1, and not from 0
+    adapters: Mapping[str, str] = field(default_factory=dict)  # names in RECIPES -> what is called otherwise here
     lacks: Mapping[str, str] = field(default_factory=dict)  # what variants.needs names -> why it is not there
 
 
 ENCODERS = {
-    "bert": Encoder("bert.encoder.layer", ("bert.embeddings",)),
-    "roberta": Encoder("roberta.encoder.layer", ("roberta.embeddings",), positions_after_padding=True),
+    "bert": Encoder("bert.encoder.layer", ("bert.embeddings",), "bert.embeddings.dropout"),
+    "roberta": Encoder(
+        "roberta.encoder.layer", ("roberta.embeddings",), "roberta.embeddings.dropout", positions_after_padding=True
+    ),
     # Its small models have narrower embeddings, and a product that widens them.
-    "electra": Encoder("electra.encoder.layer", ("electra.embeddings", "electra.embeddings_project")),
-}
+    "electra": Encoder(
+        "electra.encoder.layer", ("electra.embeddings", "electra.embeddings_project"), "electra.embeddings.dropout"
+    ),
+    "gpt2": Encoder(
+        "transformer.h", ("transformer.wte", "transformer.wpe"), "transformer.drop", "lm_head", causal=True,
+        attention="attn", self_attention="attn", feed_forward=("mlp",), products=("mlp.c_fc", "mlp.c_proj"),
+        dropouts=("attn.resid_dropout", "mlp.dropout"),
+        # Query, key and value are one product in GPT-2.
+        adapters={"query": "c_attn", "key": "c_attn", "value": "c_attn", "dense": "c_proj c_fc"},
+        lacks={"packed rows": "running text has no padding that packing could save"},
+    ),
+}  # fmt: skip
 
 
 def find_encoder(model_type: str, source: str) -> Encoder:

@@ -187,9 +187,8 @@ def _save(model: torch.nn.Module, data: Data, folder: Path) -> None:
 
 def _note_sizes(entry: dict, data: Data, model: torch.nn.Module, steps: int) -> None:
     """Put into a record how much there is: steps, features, questions, parameters."""
-    entry["spec"] |= {"planned_steps": steps, "n_train": len(data.features)}
-    entry["spec"]["n_eval"] = len(data.validation.examples) if data.validation else None
-    entry["data"]["n"] = int(data.features.example.max()) + 1  # without parsing the questions again
+    entry["spec"] |= {"planned_steps": steps, "n_train": len(data.features), "n_eval": data.n_eval}
+    entry["data"]["n"] = data.n
     parameters = [(p.numel(), p.requires_grad) for p in model.parameters()]
     entry["model"] |= {
         "params_total": sum(n for n, _ in parameters),
@@ -304,7 +303,8 @@ def main(args: argparse.Namespace) -> int:
     entry = fit(spec, args.runs)
     if entry["status"] == "running":  # one of torchrun's processes, and not the first
         return 0
-    measured = {"features/s": entry["speed"]["features_per_s"], "F1": entry["quality"]["f1"]}
+    task = entry["task"]
+    measured = {"features/s": entry["speed"]["features_per_s"], task["label"]: entry["quality"][task["metric"]]}
     figures = [f"{name} {value:.2f}" for name, value in measured.items() if value is not None]
     print(", ".join([f"{spec.variant}: {entry['status']}", *figures]))
     print(args.runs / spec.run_path / "record.json")

@@ -10,11 +10,13 @@ from pathlib import Path
 
 from qa_lib.data.squad import open_source, read_json
 from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
+from qa_lib.data.text import open_text
 from qa_lib.errors import UserError
 from qa_lib.model.encoders import find_encoder
 from qa_lib.model.folder import look
-from qa_lib.spec import SCALES, Machine, Spec, find_scale, resolve
+from qa_lib.spec import SCALES, Machine, Spec, find_scale, find_shape, resolve
 
+SOURCES = {"qa": open_source, "lm": open_text}  # task -> what opens its data
 _MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "vocab.txt")
 
 
@@ -27,11 +29,12 @@ def plan(
     micro_batch: int | None = None,
     machine: Machine | None = None,
     world: int | None = None,
+    max_length: int | None = None,
 ) -> list[Spec]:
     """The specs of variants x seeds at a scale, in that order: all rows with the first seed come first, each once.
 
-    `data` and `model` (paths, or hub names) replace the scale's own, `micro_batch` and `world` (processes) the row's,
-    unless they are 0; `machine` is this one unless given. Raises SpecError for a name or number that cannot be, before
+    `data` and `model` (paths, or hub names) replace the scale's own, as does `max_length`; `micro_batch` and `world`
+    (processes) replace the row's; all unless they are 0. `machine` is this one unless given. Raises SpecError for a name or number that cannot be, before
     files and the hub are asked, and UserError for a file or folder that is not there.
     """
     size = find_scale(scale)
@@ -50,6 +53,7 @@ def plan(
             "model_source": model,
             "micro_batch": micro_batch or None,
             "world": world or None,
+            "max_length": max_length or None,
         }
         return [
             resolve(variant, scale, seed, machine, **sources, **found)
@@ -61,22 +65,24 @@ def plan(
     identity = identify_model(model)
     architecture = model_type(model)
     lacks = find_encoder(architecture, model).lacks if architecture else None
-    return resolved(data=identify_data(data, size.quality), model=identity, lacks=lacks)
+    return resolved(data=identify_data(data, size.quality, size.task), model=identity, lacks=lacks)
 
 
-def identify_data(source: str, with_validation: bool) -> dict:
-    """{name, sha256} of the questions a run uses; the name is never a machine's path."""
+def identify_data(source: str, with_validation: bool, task: str = "qa") -> dict:
+    """{name, sha256} of the questions, or text, that a run uses; the name is never a machine's path."""
     splits = ["train", "validation"] if with_validation else ["train"]
-    hashes = [open_source(source, split).sha256 for split in splits]
+    hashes = [SOURCES[task](source, split).sha256 for split in splits]
     digest = hashlib.sha256("".join(hashes).encode()).hexdigest()
     return {"name": Path(source).name if Path(source).exists() else source, "sha256": digest}
 
 
 def identify_model(source: str) -> dict:
-    """{name, revision}: a folder's files by content, the tiny model by its definition, a hub's name as it is."""
+    """{name, revision}: a folder's files by content, the tiny model and shapes by definition, a hub's name as it is."""
     if source == "tiny":
         definition = json.dumps([TINY_CONFIG, vocabulary()])
         return {"name": "tiny", "revision": hashlib.sha256(definition.encode()).hexdigest()[:12]}
+    if shape := find_shape(source):
+        return {"name": source, "revision": hashlib.sha256(repr(shape).encode()).hexdigest()[:12]}
     folder = Path(source)
     if folder.is_dir():
         _, weights = look(folder)
@@ -100,6 +106,8 @@ def model_type(source: str) -> str | None:
     """The architecture that a model's config.json names; None for a model of the hub that is not on this machine."""
     if source == "tiny":
         return "bert"
+    if find_shape(source):
+        return "gpt2"
     if Path(source).is_dir():
         return look(Path(source))[0].get("model_type")
     from huggingface_hub import try_to_load_from_cache
@@ -129,8 +137,8 @@ def add_source_arguments(parser: argparse.ArgumentParser, scale: bool = True) ->
     """Options that `run`, `sweep` and others share; those that have a scale of their own take no `scale`."""
     if scale:
         parser.add_argument("--scale", required=True, metavar="S", help=", ".join(SCALES))
-    parser.add_argument("--data", default="", metavar="DIR", help="questions: a folder, a file, or a hub name")
-    parser.add_argument("--model", default="", metavar="DIR", help="checkpoint: a folder or a hub name")
+    parser.add_argument("--data", default="", metavar="DIR", help="questions or text: a folder, a file, or a hub name")
+    parser.add_argument("--model", default="", metavar="DIR", help="a folder, a hub name, or a shape: gpt2:L12H768")
     parser.add_argument("--micro-batch", type=one_or_more, metavar="N", help="features in one forward pass (rows: 8)")
     parser.add_argument("--runs", type=_folder, default="runs", metavar="DIR", help="where records go (%(default)s)")
 

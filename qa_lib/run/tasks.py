@@ -1,17 +1,19 @@
 """What kinds of work the lab trains for. A task is its data, its model's head and its score; the rest is shared.
 
-Question answering is the first. Another one takes an entry here, one in record.TASKS (the names of its scores, which
-the report reads), a loader in data/, an evaluation in score/, and a scale that names it.
+Question answering is the first, language modelling the second. Another one takes an entry here, one in record.TASKS
+(the names of its scores, which the report reads), one in plan.SOURCES, a loader in data/, an evaluation in score/, and
+a scale that names it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from transformers import AutoModelForQuestionAnswering
+from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering
 
 from qa_lib import record
 from qa_lib.data.load import load_data
-from qa_lib.score.evaluate import evaluate
+from qa_lib.data.tokens import load_text
+from qa_lib.score import evaluate, perplexity
 
 
 @dataclass(frozen=True)
@@ -26,4 +28,7 @@ class Task:
     scored: record.Task
 
 
-TASKS = {"qa": Task(load_data, AutoModelForQuestionAnswering, evaluate, record.TASKS["qa"])}
+TASKS = {
+    "qa": Task(load_data, AutoModelForQuestionAnswering, evaluate.evaluate, record.TASKS["qa"]),
+    "lm": Task(load_text, AutoModelForCausalLM, perplexity.evaluate, record.TASKS["lm"]),
+}

@@ -1,0 +1,161 @@
+"""Text as one flat array of tokens, and windows of it as features: what a language model trains on and is scored by.
+
+Each line becomes tokens by itself, so that it does not matter how much is read at a time. The end token stands before
+the first document and between two; it is what a model that has seen nothing yet begins with. Where no tokenizer is
+given, a byte-level BPE (Sennrich et al. 2016, Radford et al. 2019) is learnt from the training text. Tokenizers and
+arrays are cached by the content that they were made of, and arrays are memory-mapped from there.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+
+import numpy as np
+import tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from qa_lib.data.load import Data
+from qa_lib.data.text import SEPARATOR, TextSource, open_text
+from qa_lib.data.tokenise import bare, build_tokenizer
+from qa_lib.data.windows import default_cache, load_entry, store_entry
+from qa_lib.errors import UserError
+from qa_lib.spec import Spec, find_shape
+
+LAYOUT = 1  # of the cached files; raise it when they, or what is in them, change
+LINES_PER_CALL = 10_000
+END = "<|endoftext|>"
+
+
+@dataclass(eq=False)
+class Text:
+    """A tokenised text, and how much there was of it; a line end counts as a byte."""
+
+    tokens: np.ndarray  # uint16 or uint32 [T]: an end token, and then the text's
+    words: int  # between blanks, and line ends: what WikiText calls its tokens
+    bytes: int  # of UTF-8
+
+
+@dataclass(eq=False)
+class Windows:
+    """A text cut into windows of `max_length` tokens, end to end: features without padding. What is left at its end,
+    of fewer tokens, is left out."""
+
+    text: Text
+    max_length: int
+
+    def __len__(self) -> int:
+        return len(self.text.tokens) // self.max_length
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [n]: tokens of each window."""
+        return np.full(len(self), self.max_length)
+
+    def batch(self, indices: np.ndarray, pad_to: int) -> dict[str, np.ndarray]:
+        """Windows `indices` (b of them) as a model's keyword arguments: input_ids and, equal to them, labels, which
+        transformers' models shift by themselves; int64 [b, max_length]. There is nothing to pad."""
+        places = np.asarray(indices)[:, None] * self.max_length + np.arange(self.max_length)
+        ids = self.text.tokens[places].astype(np.int64)
+        return {"input_ids": ids, "labels": ids}
+
+
+@dataclass
+class Vocabulary:
+    """A tokenizer in the form of its file tokenizer.json."""
+
+    content: str
+
+
+def load_text(spec: Spec) -> Data:
+    """Tokenizer, training windows and validation text of a run, from the cache where they are in it.
+
+    Raises DataError for a text that cannot be read, and UserError for one that is shorter than a window and for a
+    tokenizer without an end token.
+    """
+    begin, length = time.perf_counter(), spec.scale.max_length
+    source = open_text(spec.data_source, "train")
+    validation = open_text(spec.data_source, "validation") if spec.scale.quality else None
+    shape = find_shape(spec.model_source)
+    tokenizer = learn_tokenizer(source, shape.vocabulary) if shape else build_tokenizer(spec.model_source)
+    text = tokenise_text(source, tokenizer)
+    if len(text.tokens) < length:
+        raise UserError(f"{source.name}: a text of {len(text.tokens)} tokens, shorter than a window of {length}")
+    held_out = tokenise_text(validation, tokenizer) if validation else None
+    return Data(
+        tokenizer=tokenizer,
+        source=source,
+        features=Windows(text, length),
+        validation=validation,
+        validation_features=held_out,
+        load_s=time.perf_counter() - begin,
+        n=text.words,
+        n_eval=len(held_out.tokens) - 1 if held_out else None,
+    )
+
+
+def learn_tokenizer(source: TextSource, size: int) -> PreTrainedTokenizerBase:
+    """A byte-level BPE of at most `size` tokens, learnt from the text or found in the cache. The end token has the
+    number 0."""
+    parts = [LAYOUT, tokenizers.__version__, source.sha256, size]
+    folder = _folder("bpe", parts)
+    learnt = load_entry(folder, Vocabulary) or store_entry(folder, Vocabulary(_learn(source, size)))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(learnt.content),
+        bos_token=END,
+        eos_token=END,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def _learn(source: TextSource, size: int) -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(source.lines(), trainer)
+    return tokenizer.to_str()
+
+
+def tokenise_text(source: TextSource, tokenizer: PreTrainedTokenizerBase) -> Text:
+    """The tokens of a text, made once and memory-mapped from the cache. Raises UserError for a text of nothing, and for
+    a tokenizer that has no end token or tells of no fast one."""
+    if tokenizer.eos_token_id is None or not getattr(tokenizer, "is_fast", False):
+        raise UserError(f"{type(tokenizer).__name__} has no end token, with which a text begins, or is no fast tokenizer")
+    with bare(tokenizer.backend_tokenizer) as backend:
+        parts = [LAYOUT, tokenizers.__version__, source.sha256, tokenizer.eos_token_id, backend.to_str()]
+        folder = _folder("tokens", parts)
+        return load_entry(folder, Text) or store_entry(folder, _tokenise(source, backend, tokenizer.eos_token_id))
+
+
+def _tokenise(source: TextSource, backend: Tokenizer, end: int) -> Text:
+    dtype = np.uint16 if backend.get_vocab_size() <= 2**16 else np.uint32
+    pieces, words, size = [np.array([end], dtype)], 0, 0
+    plain, backend.encode_special_tokens = backend.encode_special_tokens, True  # a text may speak of end tokens
+    try:
+        for lines in _chunks(source.lines()):
+            words += sum(len(line.split()) + line.endswith("\n") for line in lines)
+            size += sum(len(line.encode()) for line in lines)
+            encoded = backend.encode_batch_fast(lines, add_special_tokens=False)
+            ids = ([end] if line.strip(" \n") == SEPARATOR else e.ids for line, e in zip(lines, encoded, strict=True))
+            pieces.append(np.fromiter(chain.from_iterable(ids), dtype))
+    finally:
+        backend.encode_special_tokens = plain
+    if not size:
+        raise UserError(f"{source.name}: an empty text")
+    return Text(np.concatenate(pieces), words, size)
+
+
+def _chunks(lines: Iterator[str]) -> Iterator[list[str]]:
+    while chunk := list(islice(lines, LINES_PER_CALL)):
+        yield chunk
+
+
+def _folder(kind: str, parts: list):
+    return default_cache() / f"{kind}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}"
