@@ -67,7 +67,7 @@ def offered(runs: Path) -> list[Choice]:
         folder = weights.parent.parent
         with contextlib.suppress(RecordError, KeyError, TypeError):
             record = read_record(folder)
-            if record["status"] == "ok":
+            if record["status"] == "ok" and record["task"]["name"] == "qa":
                 smoke = record["spec"]["scale"]["name"] == "smoke"
                 found.append((smoke, str(record["time"]["ended"]), Choice(_key(folder), folder.name, weights.parent)))
     return [choice for *_, choice in sorted(found, key=lambda entry: entry[:2], reverse=True)]

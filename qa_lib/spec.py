@@ -77,9 +77,9 @@ SCALES = {
         Scale(name="full", checkpoint_every=500, time_limit_s=6 * 3600, **_TO_COMPARE),
         Scale(name="local", model="", data="", checkpoint_every=500, time_limit_s=6 * 3600, **_TO_COMPARE),
         Scale(
-            name="lm-smoke", task="lm", model="gpt2:L2H64V512", data="synthetic:1600", max_length=64, stride=32,
-            batch_tokens=1024, learning_rate=1e-2, recipe_rates=False, steps=200, measure_from=30, quality=True,
-            checkpoint_every=100, time_limit_s=300, threads=1,
+            name="lm-smoke", task="lm", model="gpt2:L2H64V1024", data="synthetic:1600", max_length=64, stride=32,
+            batch_tokens=1024, learning_rate=5e-3, recipe_rates=False, steps=120, measure_from=30, quality=True,
+            checkpoint_every=60, time_limit_s=300, threads=1,
         ),
         Scale(name="lm-bench", steps=150, measure_from=50, **_TEXT),
         # Small enough for differences between rows, sizes and context lengths over seeds.

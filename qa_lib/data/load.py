@@ -40,9 +40,7 @@ def load_data(spec: Spec) -> Data:
     validation_features = build_features(validation, tokenizer, *limits) if validation else None
     n = int(features.example.max()) + 1  # without parsing the questions again
     n_eval = len(validation.examples) if validation else None
-    return Data(
-        tokenizer, source, features, validation, validation_features, time.perf_counter() - begin, n, n_eval
-    )
+    return Data(tokenizer, source, features, validation, validation_features, time.perf_counter() - begin, n, n_eval)
 
 
 def batches_of(features: Features, spec: Spec) -> Batches:

@@ -6,8 +6,8 @@ are made plain ones, so that words, line ends and bytes are counted as in the or
 """
 
 import gzip
-import json
 import hashlib
+import json
 import os
 import re
 import zlib
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from qa_lib.data.squad import SYNTHETIC_SEEDS, DataError, generated, hash_files, hub_digest, hub_table
+from qa_lib.data.squad import DataError, generated, hash_files, hub_digest, hub_table
 
 ENDINGS = (".txt", ".txt.gz", ".tokens")
 # In a folder: by the name of the split, or as WikiText-103 comes.
@@ -78,7 +78,8 @@ def _lines(path: Path) -> Iterator[str]:
     number = 0
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
-            for number, line in enumerate(stream, 1):
+            for line in stream:
+                number += 1
                 yield line.decode().replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: line {number} is not UTF-8: {error.reason} at byte {error.start} of it") from None

@@ -116,9 +116,7 @@ def _learn(source: TextSource, size: int) -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(source.lines(), trainer)
     return tokenizer.to_str()
 
@@ -127,7 +125,9 @@ def tokenise_text(source: TextSource, tokenizer: PreTrainedTokenizerBase) -> Tex
     """The tokens of a text, made once and memory-mapped from the cache. Raises UserError for a text of nothing, and for
     a tokenizer that has no end token or tells of no fast one."""
     if tokenizer.eos_token_id is None or not getattr(tokenizer, "is_fast", False):
-        raise UserError(f"{type(tokenizer).__name__} has no end token, with which a text begins, or is no fast tokenizer")
+        raise UserError(
+            f"{type(tokenizer).__name__} has no end token, with which a text begins, or is no fast tokenizer"
+        )
     with bare(tokenizer.backend_tokenizer) as backend:
         parts = [LAYOUT, tokenizers.__version__, source.sha256, tokenizer.eos_token_id, backend.to_str()]
         folder = _folder("tokens", parts)

@@ -14,7 +14,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
 
 from qa_lib.report import profiles, quality, sentences
-from qa_lib.report.runs import BASELINE, NotMeasured, ReportError, cells, in_cells, on_cpu, score_name
+from qa_lib.report.runs import BASELINE, NotMeasured, ReportError, baseline, cells, in_cells, on_cpu, score_name
 from qa_lib.report.sentences import LADDER, PEERS
 from qa_lib.report.style import COLORS, GREY, MARKERS, bars, new_figure, show, style, wrap
 from qa_lib.report.tables import cost_table, family_lines, summarise
@@ -30,7 +30,7 @@ NEAR = len(_AROUND)
 @style()
 def fig_ladder(runs: pd.DataFrame) -> Figure:
     """Training speed rung by rung, each with its factor to A1 and to the row it changes; the Trainer beside."""
-    lines = _timed(runs)
+    lines, first = _timed(runs), baseline(runs)
     shown = lines[lines["variant"].isin([*PEERS, *LADDER])]
     parts = cells(shown)
     figure, axes = _panels(runs, shown, sentences.speed_finding(lines), parts, lambda part: 0.36 * len(part))
@@ -46,10 +46,10 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
                 _say(axis, 0, height, line["note"] or "not measured")
                 continue
             said = f"{number(speed)}/s"
-            if name != BASELINE:
-                said += f"   {factor(line['ratio'])} vs {BASELINE}"
+            if name != first:
+                said += f"   {factor(line['ratio'])} vs {first}"
             parent = VARIANTS[name].parent
-            if parent != BASELINE and parent in rows.index and pd.notna(rows.loc[parent, "features_per_s"]):
+            if parent != first and parent in rows.index and pd.notna(rows.loc[parent, "features_per_s"]):
                 said += f"   {factor(speed / rows.loc[parent, 'features_per_s'])} vs {parent}"
             if pd.notna(half):
                 axis.errorbar(speed, height, xerr=half, color="black", capsize=3, linewidth=1)

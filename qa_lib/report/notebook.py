@@ -59,19 +59,23 @@ def advice(env: dict, runs: str | Path = "runs") -> str:
 
 def result(record: dict, runs: str | Path, examples: Sequence = (), count: int = 5) -> str:
     """As Markdown: the score, speed and memory of the run that `record` is of, below the folder `runs`; and its answers
-    to the first of the validation questions `examples`, where it answered any."""
+    to the first of the validation questions `examples`, where it answered any, or how it continued a text."""
     if record["status"] != "ok":
         return f"*{record['run_id']} is {record['status']}: {record['error']['message']}.*"
     task, quality, time = record["task"], record["quality"], record["time"]
     measured = {
         task["label"]: points(quality[task["metric"]]),
         "features/s": number(record["speed"]["features_per_s"]),
+        "tokens/s": number(record["speed"]["tokens_per_s"] if task["name"] == "lm" else None),
         "ms a step": number(time["step_ms"]["median"]),
         "MiB of GPU memory at the peak": number(record["memory"]["peak_alloc_mib"]),
         "s in all": number(time["wall_s"]),
     }
     said = " · ".join(f"**{value}** {name}" for name, value in measured.items() if value != MISSING)
-    answers = Path(runs, record["group"], record["run_id"], "answers", "predictions.json")
+    folder = Path(runs, record["group"], record["run_id"], "answers")
+    answers, written = folder / "predictions.json", folder / "continuations.json"
+    if written.exists():
+        return f"{said}\n\n{markdown(pd.DataFrame(json.loads(written.read_text(encoding='utf-8'))))}"
     if not examples or not answers.exists():
         return said
     given = json.loads(answers.read_text(encoding="utf-8"))

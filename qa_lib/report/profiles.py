@@ -8,7 +8,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from qa_lib.measure.trace import PARTS, PHASES
-from qa_lib.report.runs import AXIS_NAMES, BASELINE, NotMeasured, cells, read_profile
+from qa_lib.report.runs import AXIS_NAMES, NotMeasured, baseline, cells, read_profile
 from qa_lib.report.sentences import RECOMMENDED
 from qa_lib.report.style import COLORBLIND, GREY, bars, new_figure, style
 from qa_lib.report.tables import place
@@ -70,15 +70,16 @@ def _said(profile: dict) -> str:
 def fig_timeline(runs: pd.DataFrame) -> Figure:
     """One step of the baseline and one of the recommended row, or else of the quickest profiled one, on one axis,
     coloured by part of the model. Of the cell in which both were profiled, that with the largest micro-batch."""
-    both = [(label, part) for label, part in cells(profiles(runs)) if {BASELINE} < set(part["variant"])]
+    first = baseline(runs)
+    both = [(label, part) for label, part in cells(profiles(runs)) if {first} < set(part["variant"])]
     if not both:
-        raise NotMeasured("no profile of A1 beside another row's at the same micro-batch")
+        raise NotMeasured(f"no profile of {first} beside another row's at the same micro-batch")
     label, part = both[0]
     rows = dict(zip(part["variant"], part["profile"], strict=True))
-    others = [name for name in rows if name != BASELINE]
+    others = [name for name in rows if name != first]
     best = RECOMMENDED if RECOMMENDED in rows else min(others, key=lambda name: rows[name]["time"]["step_ms"])
     where = label or f"micro-batch {part['micro_batch'].iloc[0]}"
-    return timeline({BASELINE: rows[BASELINE], best: rows[best]}, f" ({where})")
+    return timeline({first: rows[first], best: rows[best]}, f" ({where})")
 
 
 @style()

@@ -13,9 +13,9 @@ import pandas as pd
 
 from qa_lib.errors import UserError
 from qa_lib.record import PROFILE_SCHEMA, RecordError, read_record, run_files, strict_json
-from qa_lib.variants import VARIANTS
+from qa_lib.variants import BASELINES, VARIANTS
 
-BASELINE = "A1"  # the row that ratios and differences refer to
+BASELINE = BASELINES["qa"]  # the row that ratios and differences refer to, in question answering
 TASK = ["task.name", "task.metric", "task.label", "task.higher_is_better"]
 LENGTH, MICRO_BATCH = "spec.scale.max_length", "spec.settings.micro_batch"
 # What must be equal within a group, or a ratio would compare different work; but for LENGTH.
@@ -187,6 +187,11 @@ def usual(table: pd.DataFrame) -> pd.DataFrame:
 def score_name(table: pd.DataFrame) -> str:
     """How the score of runs or lines is called: 'F1'."""
     return table["task.label"].iloc[0]
+
+
+def baseline(table: pd.DataFrame) -> str:
+    """The row that ratios and differences of runs or lines refer to: their task's."""
+    return BASELINES.get(table["task.name"].iloc[0], BASELINE)
 
 
 def direction(table: pd.DataFrame) -> int:

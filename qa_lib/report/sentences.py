@@ -10,14 +10,15 @@ from functools import wraps
 import pandas as pd
 
 from qa_lib.report import quality
-from qa_lib.report.runs import AXES, BASELINE, NotMeasured, commits, direction, in_cells, on_cpu, score_name
+from qa_lib.report.runs import AXES, BASELINE, NotMeasured, baseline, commits, direction, in_cells, on_cpu, score_name
 from qa_lib.report.tables import cost_table, summarise
 from qa_lib.report.text import say
 from qa_lib.variants import VARIANTS
 
 PEERS = ("A0", "A0-best", "A0-compile")  # drawn beside the ladder, no rungs of it
 # Each but E1 changes the rung before.
-LADDER = ("A1", "A2", "A3", "A4-nb", "A4", "E1", "E2", "E3", "E4", "E5", "E6", "E-best", "E-fp8")
+LADDER = ("A1", "A2", "A3", "A4-nb", "A4", "E1", "E2", "E3", "E4", "E5", "E6", "E-best", "E-fp8",
+          "L1", "L2", "L3", "L4", "L5", "L6", "L7", "L-best")  # fmt: skip
 RECOMMENDED = "E-best"  # the row that sentences speak of, where it was run
 CPU_CAVEAT = "CPU speeds prove the plumbing only and say nothing about GPUs"
 WHISKERS = "± and whiskers: t-based 95 % interval over seeds, where n ≥ 3"
@@ -72,7 +73,7 @@ def _line(part: pd.DataFrame, variant: str, *measures: str) -> dict:
 @per_cell
 def speed_finding(part: pd.DataFrame) -> str:
     """How far the ladder reaches, and the peer beside it."""
-    base = _line(part, BASELINE, "features_per_s")
+    base = _line(part, baseline(part), "features_per_s")
     timed = part.dropna(subset="ratio").set_index("variant", drop=False)
     rungs = [name for name in LADDER if name in timed.index]
     top = timed.loc[RECOMMENDED if RECOMMENDED in rungs else rungs[-1]].to_dict()
@@ -85,7 +86,7 @@ def speed_finding(part: pd.DataFrame) -> str:
 def quality_finding(part: pd.DataFrame) -> str:
     """The quickest row whose mean score is close to the baseline's; whether it is equal is for quality.equivalence."""
     quality.require_answers(part)
-    base = _line(part, BASELINE, "score", "train_s")
+    base = _line(part, baseline(part), "score", "train_s")
     close = part[part["delta"] >= -quality.MARGIN].dropna(subset=["train_s"])
     quickest = close.loc[close["train_s"].idxmin()].to_dict()
     return say("sentences.quality", base=base, quickest=quickest, rows=len(close), margin=quality.MARGIN)
@@ -102,7 +103,7 @@ def memory_finding(part: pd.DataFrame) -> str:
     if part.empty:
         raise NotMeasured("no row has a step time beside its peak memory: other runs shared the GPU")
     least = part.loc[part["peak_mib"].idxmin()].to_dict()
-    base = next(iter(part[part["variant"] == BASELINE].to_dict("records")), None)
+    base = next(iter(part[part["variant"] == baseline(part)].to_dict("records")), None)
     return say("sentences.memory", base=base, least=least, rows=len(part))
 
 
@@ -115,7 +116,7 @@ def peft_finding(part: pd.DataFrame) -> str:
     if (rows["n"] >= 3).any():
         rows = rows[rows["n"] >= 3]
     best = rows.loc[(direction(rows) * rows["score"]).idxmax()].to_dict()
-    return say("sentences.peft", best=best, score=score_name(part), baseline=BASELINE)
+    return say("sentences.peft", best=best, score=score_name(part), baseline=baseline(part))
 
 
 @per_cell

@@ -21,9 +21,9 @@ COLORBLIND = sns.color_palette("colorblind")  # safe for the common colour-visio
 GREY = "0.6"
 # A family that is not here, of a record by another version, is a grey cross.
 COLORS = defaultdict(
-    lambda: GREY, {family: COLORBLIND[index] for family, index in zip("ABCDE", (0, 1, 2, 4, 3), strict=True)}
+    lambda: GREY, {family: COLORBLIND[index] for family, index in zip("ABCDEL", (0, 1, 2, 4, 3, 9), strict=True)}
 )
-MARKERS = defaultdict(lambda: "X", zip("ABCDE", "os^DP", strict=True))
+MARKERS = defaultdict(lambda: "X", zip("ABCDEL", "os^DPv", strict=True))
 
 
 def style():

@@ -15,13 +15,25 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtrit
 
-from qa_lib.report.runs import AXES, AXIS_NAMES, BASELINE, TASK, ReportError, published, score_name, select, usual
+from qa_lib.report.runs import (
+    AXES,
+    AXIS_NAMES,
+    BASELINE,
+    TASK,
+    ReportError,
+    baseline,
+    published,
+    score_name,
+    select,
+    usual,
+)
 from qa_lib.report.text import MISSING, count, gain, markdown, number, points, share
 from qa_lib.variants import FAMILIES, VARIANTS
 
 PUBLISHED_MICRO_BATCH = 8
 MEASURES = {  # name in `lines` -> value of a record; beside them `score`, the one that the task names
     "features_per_s": "speed.features_per_s",
+    "tokens_per_s": "speed.tokens_per_s",
     "step_ms": "time.step_ms.median",
     "step_p10_ms": "time.step_ms.p10",
     "step_p90_ms": "time.step_ms.p90",
@@ -90,17 +102,18 @@ def summarise(runs: pd.DataFrame) -> pd.DataFrame:
     features/s, with `ratio±` over equal seeds where both rows have the same ones; delta, the score minus the
     baseline's, with `delta±` over the seeds that both have; break_even. Raises ReportError where no cell has one.
     """
+    first = baseline(runs)
     if _baseline(runs).empty:
         sizes = ", ".join(map(str, sorted(set(runs["micro_batch"]))))
-        found = ", ".join(Counter(runs.loc[runs["spec.variant"] == BASELINE, "status"]))
+        found = ", ".join(Counter(runs.loc[runs["spec.variant"] == first, "status"]))
         raise ReportError(
-            f"group {runs['group'].iloc[0]!r}, micro-batch {sizes}: the baseline {BASELINE} "
+            f"group {runs['group'].iloc[0]!r}, micro-batch {sizes}: the baseline {first} "
             f"{f'is {found}' if found else 'has no record'}, and every ratio needs it"
         )
     # Whole columns at a time: pandas takes as long for a row of two seeds as for all rows together.
     cell = runs.groupby(AXIS_NAMES, dropna=False).ngroup().rename("cell")
     values = _measured(runs, cell)
-    base = values[values.index.get_level_values("row") == BASELINE].droplevel("row")
+    base = values[values.index.get_level_values("row") == first].droplevel("row")
     same_seed = base.reindex(values.index.droplevel("row")).set_axis(values.index)
     values["delta"] = values["score"] - same_seed["score"]
     values["ratio"] = values["features_per_s"] / same_seed["features_per_s"]
@@ -113,7 +126,7 @@ def summarise(runs: pd.DataFrame) -> pd.DataFrame:
     means["ratio"] = means["features_per_s"] / base_means["features_per_s"]
     means["break_even"] = _break_even(means, base_means)
     halves["ratio±"] = halves["ratio±"].where((means["paired"] == 1) & (n == base_n))
-    halves.loc[halves.index.get_level_values("row") == BASELINE, ["ratio±", "delta±"]] = math.nan
+    halves.loc[halves.index.get_level_values("row") == first, ["ratio±", "delta±"]] = math.nan
 
     lines = _described(runs, cell)
     numbers = pd.concat([means, halves], axis=1).drop(columns=["paired", "paired±"])
@@ -129,7 +142,7 @@ def _described(runs: pd.DataFrame, cell: pd.Series) -> pd.DataFrame:
     heads = runs[[*AXIS_NAMES, *TASK]].set_axis(cell)
     heads = heads[~heads.index.duplicated()].to_dict("index")
     with_base = set(cell[_baseline(runs).index])
-    alone = f"no ratio, since {BASELINE} has no result under these conditions"
+    alone = f"no ratio, since {baseline(runs)} has no result under these conditions"
     keys = sorted(members, key=lambda key: (key[0], place(key[1])))
     lines = [
         heads[number]
@@ -147,7 +160,7 @@ def _described(runs: pd.DataFrame, cell: pd.Series) -> pd.DataFrame:
 
 def _baseline(runs: pd.DataFrame) -> pd.DataFrame:
     """The baseline's runs that have a result. That it does not fit into memory is one: ratios are unknown then."""
-    return runs[(runs["spec.variant"] == BASELINE) & runs["status"].isin(["ok", "oom"])]
+    return runs[(runs["spec.variant"] == baseline(runs)) & runs["status"].isin(["ok", "oom"])]
 
 
 def _measured(runs: pd.DataFrame, cell: pd.Series) -> pd.DataFrame:
@@ -206,14 +219,20 @@ def _step(line: dict) -> str:
     return f"{number(line['step_ms'])} [{number(line['step_p10_ms'])}–{number(line['step_p90_ms'])}]"
 
 
-COLUMNS = {  # heading, in which {score} stands for the score's label -> text of one of `lines`
+def _text_speed(line: dict) -> str:
+    """What a language model's speed is told in; of questions, tokens are half padding."""
+    return number(line["tokens_per_s"], line["tokens_per_s±"]) if line["task.name"] == "lm" else MISSING
+
+
+COLUMNS = {  # heading, in which {score} stands for the score's label and {base} for the baseline -> text of a line
     "row": lambda line: line["variant"],
     "what it changes": lambda line: line["change"],
     **{axis.label: lambda line, name=axis.name: str(line[name]) for axis in AXES},
     "status": lambda line: line["status"],
     "n": lambda line: str(line["n"]),
     "features/s": lambda line: number(line["features_per_s"], line["features_per_s±"]),
-    "× A1": lambda line: number(line["ratio"], line["ratio±"]),
+    "tokens/s": _text_speed,
+    "× {base}": lambda line: number(line["ratio"], line["ratio±"]),
     "step ms [p10–p90]": _step,
     "of matrix rate": lambda line: share(line["matrix_share"]),
     "MFU": lambda line: share(line["mfu"]),
@@ -221,7 +240,7 @@ COLUMNS = {  # heading, in which {score} stands for the score's label -> text of
     "J/feature": lambda line: number(line["joules"]),
     "exact": lambda line: points(line["exact"], line["exact±"]),
     "{score}": lambda line: points(line["score"], line["score±"]),
-    "Δ{score} vs A1": lambda line: gain(line["delta"], line["delta±"]),
+    "Δ{score} vs {base}": lambda line: gain(line["delta"], line["delta±"]),
     "trainable": lambda line: count(line["trainable"]),
     "compile s": lambda line: number(line["compile_s"]),
     "break-even step": lambda line: "never" if line["break_even"] == math.inf else number(line["break_even"]),
@@ -237,14 +256,15 @@ def result_table(lines: pd.DataFrame, headings=tuple(COLUMNS)) -> pd.DataFrame:
     if lines["status"].eq("ok").all():
         constant.append("status")
     table = table.drop(columns=constant, errors="ignore")
-    return table.loc[:, (table != MISSING).any()].rename(columns=lambda name: name.format(score=score_name(lines)))
+    names = {"score": score_name(lines), "base": baseline(lines)}
+    return table.loc[:, (table != MISSING).any()].rename(columns=lambda name: name.format(**names))
 
 
 def family_lines(lines: pd.DataFrame, family: str) -> pd.DataFrame:
     """A family's lines and above them, to compare with, the baseline and those that the family's rows change."""
     rows = set(lines.loc[lines["family"] == family, "variant"])
     parents = {VARIANTS[name].parent for name in rows if name in VARIANTS}
-    return lines[lines["variant"].isin(rows | parents | {BASELINE})] if rows else lines[:0]
+    return lines[lines["variant"].isin(rows | parents | {baseline(lines)})] if rows else lines[:0]
 
 
 def family_tables(lines: pd.DataFrame) -> dict[str, pd.DataFrame]:

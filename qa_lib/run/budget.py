@@ -57,6 +57,8 @@ def estimate(spec: Spec) -> dict:
     For a model that trains in half precision, that is, on a GPU. Raises UserError for a spec without one.
     """
     settings = spec.settings
+    if spec.scale.task != "qa":
+        raise UserError(f"{spec.variant}: the budget knows question answering alone")
     if settings.precision == "fp32":
         raise UserError(f"{spec.variant}: the budget is of GPU memory, and this one is planned for a CPU")
     config = model_config(spec.model_source)

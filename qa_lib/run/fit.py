@@ -299,7 +299,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run one row here, whatever its record says, and print the record."""
-    (spec,) = plan([args.variant], args.scale, [args.seed], args.data, args.model, args.micro_batch, world=args.world)
+    sources = (args.data, args.model, args.micro_batch)
+    (spec,) = plan([args.variant], args.scale, [args.seed], *sources, world=args.world, max_length=args.max_length)
     entry = fit(spec, args.runs)
     if entry["status"] == "running":  # one of torchrun's processes, and not the first
         return 0

@@ -146,6 +146,9 @@ def add_source_arguments(parser: argparse.ArgumentParser, scale: bool = True) ->
 def add_world(parser: argparse.ArgumentParser) -> None:
     """The option --world of those verbs that start processes."""
     parser.add_argument("--world", type=one_or_more, metavar="N", help="processes of a P row, one a GPU (rows: 2)")
+    parser.add_argument(
+        "--max-length", type=one_or_more, metavar="N", help="tokens of a feature, or of a text's window"
+    )
 
 
 def one_or_more(text: str) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from qa_lib import record
-from qa_lib.data.load import batches_of, load_data
+from qa_lib.data.load import batches_of
 from qa_lib.errors import UserError
 from qa_lib.measure import machine, ncu, trace
 from qa_lib.measure.machine import copy_rate, matrix_rate, train_device
@@ -25,6 +25,7 @@ from qa_lib.model.build import DTYPES, build_model
 from qa_lib.model.encoders import parts_of
 from qa_lib.run.launch import call, environment
 from qa_lib.run.plan import add_source_arguments, plan
+from qa_lib.run.tasks import TASKS
 from qa_lib.spec import Spec
 from qa_lib.train.engine import train
 
@@ -101,7 +102,7 @@ def _short(spec: Spec, steps: int) -> Spec:
 def _train(spec: Spec, data, device, watch: Watch):
     """Train from new weights under a watch; (model, optimizer, meter)."""
     with tempfile.TemporaryDirectory() as folder:
-        model = build_model(spec)
+        model = build_model(spec, TASKS[spec.scale.task].head)
         if spec.settings.compile == "none" and device.type == "cuda":
             _name_parts(model)
         batches = batches_of(data.features, spec)
@@ -135,7 +136,7 @@ def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dic
     if spec.scale.threads:
         torch.set_num_threads(spec.scale.threads)
     device, run_dir = train_device(), Path(runs) / spec.run_path
-    data = load_data(spec)
+    data = TASKS[spec.scale.task].load(spec)
     # The same kernels one by one, for what a graph hides: who launched them, and when memory was taken.
     open_spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, step="eager"))
     memory = None
@@ -179,7 +180,8 @@ def _time(spec: Spec, data, device, warm: int) -> tuple:
         path = Path(folder, "trace.json.gz")
         watch.profiler.export_chrome_trace(str(path))
         events, packed = trace.read(path), path.read_bytes()
-    found = trace.work(events, model.config.hidden_size, model.config.intermediate_size)
+    hidden = model.config.hidden_size
+    found = trace.work(events, hidden, getattr(model.config, "intermediate_size", 4 * hidden))
     timed = sorted(meter.times[max(0, warm - TIMED) : warm])
     return found, events, 1e3 * timed[len(timed) // 2], packed
 
@@ -233,7 +235,7 @@ def counters(spec: Spec, say=print) -> list[dict] | None:
 def count_one_step(spec: Spec) -> None:
     """What runs under Nsight Compute."""
     watch = ncu.OneStep()
-    _train(_short(spec, watch.at), load_data(spec), train_device(), watch)
+    _train(_short(spec, watch.at), TASKS[spec.scale.task].load(spec), train_device(), watch)
 
 
 EXAMPLE = """examples:

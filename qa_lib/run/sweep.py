@@ -20,7 +20,7 @@ from qa_lib.errors import UserError, printable
 from qa_lib.record import duration
 from qa_lib.run.launch import ROOT, Launcher, add_launcher_arguments, probe
 from qa_lib.run.plan import add_several, add_source_arguments, add_world, plan
-from qa_lib.spec import Spec, find_scale
+from qa_lib.spec import SCALES, Spec, find_scale
 from qa_lib.variants import FAMILIES, VARIANTS, find_family, find_variant
 
 
@@ -69,7 +69,11 @@ def notebook_parameters(spec: Spec, runs: Path) -> dict:
         "micro_batch": spec.asked.micro_batch,
         "runs": _from_root(runs),
     }
-    return values if spec.asked.parallel == "none" else values | {"world": spec.world}
+    if spec.asked.parallel != "none":
+        values["world"] = spec.world
+    if spec.scale.max_length != SCALES[spec.scale.name].max_length:
+        values["max_length"] = spec.scale.max_length
+    return values
 
 
 def _from_root(path: str | Path) -> str:
@@ -193,17 +197,18 @@ def main(args: argparse.Namespace) -> int:
     if args.variants == []:
         raise UserError("--variants names no row")
     letters = {name: letter for letter, name in FAMILIES.items()}
-    names = args.variants or list(VARIANTS)
+    size = find_scale(args.scale)
+    names = args.variants or [row.name for row in VARIANTS.values() if row.task == size.task]
     if args.family:
         names = find_family(letters.get(args.family, args.family))
     for name in names:  # a wrong name is told before this machine is probed, which takes seconds
         find_variant(name)
-    find_scale(args.scale)
     machine, env = probe()
     launcher = Launcher(
         args.runs, machine, env, args.gpus, args.share, args.force, (args.retry,), notebook_command, args.time_limit
     )
-    specs = plan(names, args.scale, args.seeds, args.data, args.model, args.micro_batch, machine, args.world)
+    sources = (args.data, args.model, args.micro_batch, machine, args.world, args.max_length)
+    specs = plan(names, args.scale, args.seeds, *sources)
     if args.plan:
         for spec in specs:
             state = "finished" if launcher.is_finished(spec) else f"skip: {spec.skip}" if spec.skip else "run"

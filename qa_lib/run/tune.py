@@ -58,8 +58,8 @@ def main(args: argparse.Namespace) -> int:
     machine, env = probe()
     launcher = Launcher(args.runs, machine, env, args.gpus, share=True, time_limit_s=args.time_limit)
     specs = plan([args.variant], args.scale, args.seeds, args.data, args.model, args.micro_batch, machine)
-    if not specs[0].scale.quality:
-        raise UserError(f"scale {args.scale!r} measures no quality, by which points are compared")
+    if not specs[0].scale.quality or specs[0].scale.task != "qa":
+        raise UserError(f"scale {args.scale!r} measures no F1, by which points are compared")
     tries = points(specs, args.learning_rate, args.trainable)
     entries = launcher.run_all(tries, _tell)
     scores = [entry["quality"]["best_f1"] if entry["status"] == "ok" else None for entry in entries]
