@@ -85,7 +85,8 @@ SCALES = {
         # Small enough for differences between rows, sizes and context lengths over seeds.
         Scale(
             name="lm-quality",
-            **_TEXT | {"model": "gpt2:L6H384V16384", "data": "", "max_length": 512, "learning_rate": 1e-3} | _TO_COMPARE,
+            **_TEXT | _TO_COMPARE
+            | {"model": "gpt2:L6H384V16384", "data": "", "max_length": 512, "learning_rate": 1e-3},
         ),
         Scale(
             name="lm-full", checkpoint_every=500, time_limit_s=6 * 3600,

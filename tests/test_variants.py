@@ -39,7 +39,7 @@ def test_a_row_is_its_parent_and_one_change(row):
 
 
 def test_no_two_rows_are_the_same_run():
-    assert len({row.settings for row in VARIANTS.values()}) == len(VARIANTS)
+    assert len({(row.task, row.settings) for row in VARIANTS.values()}) == len(VARIANTS)
 
 
 def test_hash_follows_everything_that_defines_a_run_and_nothing_else(monkeypatch):
@@ -141,8 +141,8 @@ def test_unknown_names_suggest_the_nearest():
 def test_scales_are_sound():
     for scale in SCALES.values():
         assert (scale.steps is None) != (scale.epochs is None)
-        assert (scale.effective_batch or Settings().micro_batch) % Settings().micro_batch == 0
-        assert 0 < scale.stride < scale.max_length <= 512
+        assert (scale.batch or Settings().micro_batch) % Settings().micro_batch == 0
+        assert 0 < scale.stride < scale.max_length <= {"qa": 512, "lm": 1024}[scale.task]
 
 
 def test_variants_verb_prints_every_row_as_json():

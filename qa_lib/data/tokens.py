@@ -123,11 +123,9 @@ def _learn(source: TextSource, size: int) -> str:
 
 def tokenise_text(source: TextSource, tokenizer: PreTrainedTokenizerBase) -> Text:
     """The tokens of a text, made once and memory-mapped from the cache. Raises UserError for a text of nothing, and for
-    a tokenizer that has no end token or tells of no fast one."""
+    a tokenizer that is not fast or has no end token."""
     if tokenizer.eos_token_id is None or not getattr(tokenizer, "is_fast", False):
-        raise UserError(
-            f"{type(tokenizer).__name__} has no end token, with which a text begins, or is no fast tokenizer"
-        )
+        raise UserError(f"{type(tokenizer).__name__} is not fast, or has no end token, with which a text begins")
     with bare(tokenizer.backend_tokenizer) as backend:
         parts = [LAYOUT, tokenizers.__version__, source.sha256, tokenizer.eos_token_id, backend.to_str()]
         folder = _folder("tokens", parts)

@@ -138,9 +138,8 @@ def build_features(
             return _build(source, tokenizer, layout, max_length, stride)
         key = _key(source, backend, layout, max_length, stride)
         folder = (default_cache() if cache is None else Path(cache)) / key
-        return load_entry(folder, Features) or store_entry(
-            folder, _build(source, tokenizer, layout, max_length, stride)
-        )
+        found = load_entry(folder, Features)
+        return found or store_entry(folder, _build(source, tokenizer, layout, max_length, stride))
 
 
 def _build(source: Source, tokenizer, layout: Layout, max_length: int, stride: int) -> Features:

@@ -24,9 +24,8 @@ def use_nf4(model: nn.Module, compute: torch.dtype) -> None:
                 continue
             transposed = isinstance(native, Conv1D)  # GPT-2's linear layer, whose weight is [in, out]
             weight = (native.weight.T if transposed else native.weight).detach().contiguous()
-            small = bitsandbytes.nn.Linear4bit(
-                weight.shape[1], weight.shape[0], compute_dtype=compute, quant_type="nf4"
-            )
+            outputs, inputs = weight.shape
+            small = bitsandbytes.nn.Linear4bit(inputs, outputs, compute_dtype=compute, quant_type="nf4")
             small.weight = bitsandbytes.nn.Params4bit(weight, quant_type="nf4", module=small)
             small.bias, small.transposed = native.bias, transposed
             layer.set_submodule(name, small)

@@ -23,8 +23,9 @@ from qa_lib.report.text import LEFT, MISSING, number, points
 from qa_lib.variants import FAMILIES, VARIANTS
 
 WEB = Path(__file__).with_name("web")
-HEADINGS = ("row", "what it changes", *(axis.label for axis in AXES), "features/s", "tokens/s", "× {base}", "step ms [p10–p90]", "MFU",
-            "peak MiB", "{score}", "Δ{score} vs {base}", "trainable", "n", "status", "note")  # fmt: skip
+HEADINGS = ("row", "what it changes", *(axis.label for axis in AXES), "features/s", "tokens/s", "× {base}",
+            "step ms [p10–p90]", "MFU", "peak MiB", "{score}", "Δ{score} vs {base}", "trainable", "n", "status",
+            "note")  # fmt: skip
 PANEL = {"path", "status", "micro_batch", "spec.variant", "spec.seed", "task.metric", "task.label", "code.commit",
          "error.message", "speed.real_tokens_per_s", "speed.features_per_s", "time.step_ms.median", "time.wall_s",
          "memory.peak_alloc_mib"}  # fmt: skip

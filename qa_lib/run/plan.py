@@ -33,9 +33,9 @@ def plan(
 ) -> list[Spec]:
     """The specs of variants x seeds at a scale, in that order: all rows with the first seed come first, each once.
 
-    `data` and `model` (paths, or hub names) replace the scale's own, as does `max_length`; `micro_batch` and `world`
-    (processes) replace the row's; all unless they are 0. `machine` is this one unless given. Raises SpecError for a name or number that cannot be, before
-    files and the hub are asked, and UserError for a file or folder that is not there.
+    `data` and `model` (paths, or hub names) and `max_length` replace the scale's own, `micro_batch` and `world`
+    (processes) the row's, unless they are empty or 0; `machine` is this one unless given. Raises SpecError for a name
+    or number that cannot be, before files and the hub are asked, and UserError for a file or folder that is not there.
     """
     size = find_scale(scale)
     data, model = data or size.data, model or size.model
