@@ -28,6 +28,7 @@ def use_nf4(model: nn.Module, compute: torch.dtype) -> None:
             small = bitsandbytes.nn.Linear4bit(inputs, outputs, compute_dtype=compute, quant_type="nf4")
             small.weight = bitsandbytes.nn.Params4bit(weight, quant_type="nf4", module=small)
             small.bias, small.transposed = native.bias, transposed
+            small.support_avx512bf16_for_cpu = False  # it would round the scales again as soon as a CPU evaluates
             layer.set_submodule(name, small)
     model.is_loaded_in_4bit = True  # peft looks for this
 

@@ -1,0 +1,413 @@
+"""Language modelling, the second task: text to tokens to windows, rows L on a CPU, perplexity held to plain sums."""
+
+import dataclasses
+import gzip
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
+
+from qa_lib import record
+from qa_lib.data import tokens
+from qa_lib.data.batches import Batches
+from qa_lib.data.squad import DataError
+from qa_lib.data.text import open_text
+from qa_lib.data.tokenise import build_tokenizer
+from qa_lib.data.tokens import learn_tokenizer, load_text, tokenise_text
+from qa_lib.errors import UserError
+from qa_lib.measure.cost import StepCost
+from qa_lib.model.build import build_model, model_config
+from qa_lib.report import tables
+from qa_lib.report.notebook import result
+from qa_lib.report.runs import load_runs, select
+from qa_lib.run.fit import fit
+from qa_lib.run.plan import plan
+from qa_lib.score.perplexity import total_nats, windows
+from qa_lib.spec import SCALES, TRAINER_OPTIMIZER, Machine, SpecError, find_shape, resolve
+from qa_lib.variants import BASELINES, VARIANTS
+
+WIKITEXT = Path(__file__).resolve().parents[2] / "shared" / "wikitext"
+CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
+GPU = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90)
+TINY = "gpt2:L2H64V400P80"
+QUIET = {"say": lambda _: None}
+
+
+def short(row="L1", data="synthetic:60", steps=3, **more):
+    """A spec of few steps of two micro-batches of 4 windows, uncompiled."""
+    (spec,) = plan([row], "lm-smoke", data=str(data), model=TINY, micro_batch=4, machine=CPU, **more)
+    scale = dataclasses.replace(spec.scale, steps=steps, batch_tokens=8 * spec.scale.max_length, measure_from=1)
+    settings = dataclasses.replace(spec.settings, compile="none")
+    return dataclasses.replace(spec, scale=scale, settings=settings)
+
+
+def model_of(spec):
+    return build_model(spec, AutoModelForCausalLM)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two documents to train on, one to validate on; and how they were written."""
+    path = tmp_path_factory.mktemp("text")
+    lines = [" = A river = \n", "\n", *(f"the river {word} runs to the sea , and é back .\n" for word in "abcdefgh")]
+    with gzip.open(path / "train.txt.gz", "wt", encoding="utf-8", newline="") as stream:
+        stream.write("".join(lines) * 20 + "\f\n" + "".join(reversed(lines)) * 20)
+    (path / "validation.txt").write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("QA_LIB_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return learn_tokenizer(open_text(folder, "train"), 400)
+
+
+# From text to tokens.
+
+
+def test_a_text_becomes_one_array_that_gives_it_back(folder, tokenizer):
+    source = open_text(folder, "train")
+    text = tokenise_text(source, tokenizer)
+    whole = "".join(source.lines())
+    ends = np.flatnonzero(text.tokens == tokenizer.eos_token_id)
+    assert ends[0] == 0 and len(ends) == 2, "before each document"
+    parts = [tokenizer.decode(part[1:]) for part in np.split(text.tokens, ends[1:])]
+    assert "\f\n".join(parts) == whole
+    assert text.words == len(whole.split()) + whole.count("\n")
+    assert text.bytes == len(whole.encode())
+
+
+def test_it_does_not_matter_how_many_lines_are_read_at_a_time(folder, tokenizer, monkeypatch):
+    source = open_text(folder, "train")
+    before, words, size = vars(tokenise_text(source, tokenizer)).values()
+    monkeypatch.setattr(tokens, "LINES_PER_CALL", 3)
+    after = tokens._tokenise(source, tokenizer.backend_tokenizer, tokenizer.eos_token_id)
+    assert after.tokens.tolist() == before.tolist()
+    assert (after.words, after.bytes) == (words, size)
+
+
+def test_arrays_are_made_once_by_content_and_memory_mapped(folder, tokenizer, tmp_path, monkeypatch):
+    source = open_text(folder, "validation")
+    first = tokenise_text(source, tokenizer)
+    assert isinstance(first.tokens.base, np.memmap) and first.tokens.dtype == np.uint16
+    (tmp_path / "other.txt").write_bytes((folder / "validation.txt").read_bytes())
+    same = open_text(tmp_path / "other.txt", "train")
+    monkeypatch.setattr(same, "lines", lambda: pytest.fail("read again"))
+    assert tokenise_text(same, tokenizer).tokens.tolist() == first.tokens.tolist()
+    assert learn_tokenizer(open_text(folder, "train"), 400).get_vocab() == tokenizer.get_vocab()
+    assert tokens._learn(open_text(folder, "train"), 400) == tokens._learn(open_text(folder, "train"), 400)
+
+
+def test_a_text_that_speaks_of_an_end_token_does_not_end(folder, tokenizer, tmp_path):
+    (tmp_path / "a.txt").write_text(f"the sea {tokens.END} back\n")
+    assert tokenise_text(open_text(tmp_path / "a.txt", "train"), tokenizer).tokens.tolist().count(0) == 1
+
+
+def test_the_hub_gives_the_same_lines_as_the_file(folder, monkeypatch):
+    asked = []
+
+    def load_dataset(*name, split):
+        asked.append((*name, split))
+        lines = (folder / "validation.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+        return Dataset.from_dict({"text": [line.removesuffix("\n") if line == "\n" else line for line in lines]})
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    source = open_text(SCALES["lm-full"].data, "validation")
+    assert list(source.lines()) == list(open_text(folder, "validation").lines())
+    assert asked == [("Salesforce/wikitext", "wikitext-103-raw-v1", "validation")] and len(source.sha256) == 64
+
+
+@pytest.mark.skipif(not WIKITEXT.is_dir(), reason="no ../shared/wikitext beside the repository")
+def test_wikitext_has_as_many_words_as_its_authors_count():
+    lines = list(open_text(WIKITEXT / "wiki.valid.tokens", "train").lines())
+    assert sum(len(line.split()) + 1 for line in lines) == 217_646
+    assert list(open_text(WIKITEXT, "validation").lines()) == lines
+
+
+# Bad input: a clear error, or the right number.
+
+
+def load(folder, tmp_path, **files):
+    """load_text of a folder with the good files, some of them replaced."""
+    tmp_path = tmp_path / "-".join(files)
+    tmp_path.mkdir()
+    for name in ("train.txt.gz", "validation.txt"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    for name, content in files.items():
+        for old in tmp_path.glob(f"{name}.*"):
+            old.unlink()
+        (tmp_path / f"{name}.txt").write_bytes(content)
+    return load_text(short(data=tmp_path))
+
+
+def test_an_empty_text_is_refused(folder, tmp_path):
+    for split in ("train", "validation"):
+        with pytest.raises(UserError, match=f"{split}.txt: an empty text"):
+            load(folder, tmp_path, **{split: b""})
+
+
+def test_a_text_of_one_token_is_too_short_to_train_on_and_long_enough_to_score(folder, tmp_path):
+    with pytest.raises(UserError, match=r"train.txt: a text of 2 tokens, shorter than a window of 64"):
+        load(folder, tmp_path, train=b"a")
+    data = load(folder, tmp_path, train=(b"the sea " * 20 + b"\n") * 9, validation=b"a")
+    assert (data.n_eval, data.validation_features.words, data.validation_features.bytes) == (1, 1, 1)
+    nats = total_nats(
+        model_of(short()).eval(), torch.from_numpy(data.validation_features.tokens.astype("int64")), 64, 32
+    )
+    assert 0 < nats < 20
+
+
+def test_a_context_longer_than_the_validation_text_is_the_text(folder, tmp_path):
+    model = model_of(short()).eval()
+    ids = torch.arange(1, 20)
+    assert total_nats(model, ids, 64, 32) == total_nats(model, ids, 19, 5)
+
+
+def test_windows_line_ends_are_line_ends(folder, tmp_path, tokenizer):
+    whole = (folder / "validation.txt").read_bytes()
+    (tmp_path / "wiki.valid.tokens").write_bytes(whole.replace(b"\n", b"\r\n"))
+    text, plain = (tokenise_text(open_text(path, "validation"), tokenizer) for path in (tmp_path, folder))
+    assert text.tokens.tolist() == plain.tokens.tolist() and (text.words, text.bytes) == (plain.words, plain.bytes)
+
+
+def test_broken_text_is_named_by_its_line(folder, tmp_path):
+    with pytest.raises(DataError, match=r"validation.txt: line 2 is not UTF-8: .* at byte 3 of it"):
+        load(folder, tmp_path, validation=b"the\nsea\xff\n")
+    path = tmp_path / "cut.txt.gz"
+    path.write_bytes((folder / "train.txt.gz").read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"cut.txt.gz: cannot be read after line"):
+        list(open_text(path, "train").lines())
+
+
+def test_what_is_no_text_is_refused(folder, tmp_path):
+    for source, reason in (
+        (tmp_path, "none of train.txt, train.txt.gz"), (tmp_path / "gone.txt", "no such file"),
+        (folder / "train.txt.gz", "one file has no text to validate on"), (__file__, "not one of .txt"),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=re.escape(reason)):
+            open_text(source, "train" if reason[0] == "n" else "validation")
+
+
+def test_a_tokenizer_without_an_end_token_is_refused(folder):
+    with pytest.raises(UserError, match="has no end token, with which a text begins"):
+        tokenise_text(open_text(folder, "validation"), build_tokenizer("tiny"))
+
+
+def test_a_context_above_the_models_positions_is_refused():
+    with pytest.raises(UserError, match=r"takes 80 tokens at most, and scale lm-smoke makes features of 128"):
+        model_of(short(max_length=128))
+
+
+# Sizes, rows and scales.
+
+
+def test_a_shape_is_a_model_by_its_sizes():
+    small, tiny = model_config("gpt2:L12H768"), model_config(TINY)
+    plain = GPT2Config()
+    for name in ("n_layer", "n_embd", "n_head", "n_positions"):
+        assert getattr(small, name) == getattr(plain, name)
+    assert small.vocab_size == 50_304 and (tiny.vocab_size, tiny.n_positions) == (448, 80)
+    with torch.device("meta"):
+        sizes = [AutoModelForCausalLM.from_config(model_config(name)).num_parameters()
+                 for name in ("gpt2:L4H64V4096", "gpt2:L12H768", "gpt2:L24H1024")]  # fmt: skip
+    assert [round(size / 1e6, 1) for size in sizes] == [0.5, 124.5, 354.9]
+    for wrong in ("gpt2:", "gpt2:L2H65", "gpt2:L0H64", "gpt2:L2H64V256", "gpt2:L2H64P0", "gpt2:l2h64", "gpt2:L²H64"):
+        with pytest.raises(SpecError, match="a shape is written like gpt2:L12H768"):
+            find_shape(wrong)
+    assert find_shape("gpt2") is None
+
+
+def test_rows_and_scales_belong_to_a_task():
+    with pytest.raises(SpecError, match="L1 is a row of task lm, and scale 'smoke' of task qa"):
+        plan(["L1"], "smoke", machine=CPU)
+    with pytest.raises(SpecError, match="A1 is a row of task qa"):
+        plan(["A1"], "lm-smoke", machine=CPU)
+    for name, row in VARIANTS.items():
+        assert (row.settings.padding, row.settings.projections) == ("max", "separate") or row.task == "qa", name
+        assert row.settings.step == "eager" or row.settings.padding == "packed" or row.task == "lm", name
+
+
+def test_a_context_length_is_asked_for_and_keeps_the_tokens_of_a_step():
+    specs = [short(max_length=length) for length in (None, 128, 256)]
+    assert len({spec.hash for spec in specs}) == 3 and {spec.group for spec in specs} == {"cpu-lm-smoke"}
+    found = [resolve("L1", "lm-bench", 0, GPU, {}, {}, "", "", max_length=length) for length in (256, 1024)]
+    assert [spec.micro_batches * spec.settings.micro_batch for spec in found] == [128, 32]
+    for length in (10, 32, 2048):
+        with pytest.raises(SpecError, match="tokens are too few or too many"):
+            plan(["L1"], "lm-smoke", machine=CPU, max_length=length)
+
+
+def test_a_gpu_runs_every_row_as_asked_but_those_of_several_gpus():
+    rows = [name for name, row in VARIANTS.items() if row.task == "lm"]
+    for name in rows:
+        spec = resolve(name, "lm-bench", 0, dataclasses.replace(GPU, gpus=2), {}, {}, "", "")
+        assert (spec.skip, spec.adjusted) == (None, [TRAINER_OPTIMIZER] * (spec.settings.engine == "trainer"))
+    asked = VARIANTS["L-best"].settings
+    assert (asked.precision, asked.attention, asked.compile, asked.optimizer, asked.step) == (
+        "bf16", "sdpa", "inductor", "master", "graph"
+    )  # fmt: skip
+
+
+def test_batches_are_windows_and_a_function_of_seed_and_step(folder):
+    spec = short(data=folder)
+    features = load_text(spec).features
+    whole = features.text.tokens
+    one, other = Batches(features, spec), Batches(features, spec)
+    one.step(0)
+    for mine, theirs in zip(one.step(7), other.step(7), strict=True):
+        batch = one.arrays(mine)
+        assert np.array_equal(mine, theirs) and np.array_equal(batch["input_ids"], batch["labels"])
+        for number, row in zip(mine, batch["input_ids"], strict=True):
+            assert row.tolist() == whole[64 * number : 64 * (number + 1)].tolist()
+
+
+def test_the_arithmetic_of_a_step_is_that_of_its_products():
+    spec = short(max_length=64)
+    model = model_of(spec)
+    ids = torch.zeros((4, 64), dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    cost = StepCost(model)
+    matrices = sum(p.numel() for name, p in model.named_parameters() if ".h." in name and p.ndim == 2)
+    vectors = cost.parameters - matrices  # StepCost counts a product with them forward and back
+    masked = 12 * 2 * 64 * 4 * 64**2 / 2  # eager attention computes the masked half, too
+    assert cost.flops(4 * 64, 4 * 64**2) + masked - 4 * 4 * 64 * vectors == counter.get_total_flops()
+
+
+# Runs.
+
+
+@pytest.fixture(scope="module")
+def run(folder, tmp_path_factory):
+    """L1 over the small text, for as long as it takes to learn it."""
+    runs = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("QA_LIB_CACHE", str(tmp_path_factory.mktemp("cache")))
+        spec = short(data=folder, steps=40)
+        fit(spec, runs, **QUIET)
+    return spec, runs
+
+
+def test_a_run_learns_and_leaves_a_whole_record(run, folder):
+    spec, runs = run
+    entry = record.read_record(runs / spec.run_path)
+    quality = entry["quality"]
+    assert (entry["status"], entry["group"], set(quality)) == ("ok", "cpu-lm-smoke", set(entry["task"]["scores"]))
+    whole = (folder / "validation.txt").read_text(encoding="utf-8")
+    assert quality["n"] == entry["spec"]["n_eval"] and quality["words"] == len(whole.split()) + whole.count("\n")
+    assert quality["word_perplexity"] == pytest.approx(math.exp(quality["nats"] / quality["words"]))
+    assert quality["token_perplexity"] == pytest.approx(math.exp(quality["nats"] / quality["n"]))
+    assert quality["bits_per_byte"] == pytest.approx(quality["nats"] / math.log(2) / quality["bytes"])
+    assert quality["token_perplexity"] < 30, "of 400 tokens that an untrained model thinks equally likely"
+    assert entry["speed"]["tokens_per_s"] == entry["speed"]["real_tokens_per_s"] > 0
+
+
+def test_a_run_says_how_it_continues_the_text(run, tmp_path, monkeypatch):
+    spec, runs = run
+    entry = record.read_record(runs / spec.run_path)
+    written = runs / spec.run_path / "answers" / "continuations.json"
+    assert json.loads(written.read_text()) == []  # no line is long enough for a prompt and what follows
+    written.write_text(json.dumps([{"prompt": "the river", "continuation": " runs", "text": "flows"}]))
+    said = result(entry, runs)
+    assert "** perplexity" in said and "** tokens/s" in said and "| the\N{NO-BREAK SPACE}river |" in said
+
+
+def test_the_saved_model_scores_as_the_run_did(run):
+    spec, runs = run
+    path = runs / spec.run_path
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(path / "model"),
+        AutoTokenizer.from_pretrained(path / "model"),
+    )
+    text = tokenise_text(open_text(spec.data_source, "validation"), tokenizer)
+    nats = total_nats(model.eval(), torch.from_numpy(text.tokens.astype("int64")), 64, 32)
+    assert nats == pytest.approx(record.read_record(path)["quality"]["nats"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "row", ["L0", "L3", "L5", "L-best", "L-recompute", "L-8bit", "L-lora", "L-qlora"], ids=lambda row: row
+)
+def test_a_row_trains_what_it_says_and_saves_a_plain_model(row, tmp_path):
+    spec = short(row)
+    before = dict(model_of(spec).named_parameters())
+    entry = fit(spec, tmp_path, **QUIET)
+    assert entry["status"] == "ok" and entry["quality"]["nats"] > 0
+    losses = [json.loads(line)["loss"] for line in (tmp_path / spec.run_path / "steps.jsonl").read_text().splitlines()]
+    assert len(losses) == 3 and losses[0] == pytest.approx(math.log(448), abs=0.3)
+    assert ("lora_A" in " ".join(before)) == (entry["model"]["params_trainable"] < entry["model"]["params_total"])
+    path = tmp_path / spec.run_path / "model"
+    plain, loading = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    text = tokenise_text(open_text(spec.data_source, "validation"), AutoTokenizer.from_pretrained(path))
+    nats = total_nats(plain.eval(), torch.from_numpy(text.tokens.astype("int64")), 64, 32)
+    assert nats == pytest.approx(entry["quality"]["nats"], rel=1e-6)
+
+
+# Perplexity.
+
+
+def test_each_token_is_scored_once_from_enough_context():
+    for count, length, shared in ((2, 8, 4), (8, 8, 4), (9, 8, 4), (100, 8, 1), (101, 8, 7), (1000, 64, 32)):
+        seen = []
+        for begin, scored in windows(count, length, shared):
+            end = min(begin + length, count)
+            assert scored - begin >= (shared if begin else 1)
+            seen += range(scored, end)
+        assert seen == list(range(1, count))
+
+
+@pytest.mark.parametrize(("length", "shared"), [(16, 8), (24, 1), (80, 5)])
+def test_nats_are_those_of_a_plain_loop(length, shared):
+    torch.manual_seed(1)
+    model, text = model_of(short()).double().eval(), torch.randint(0, 400, (150,))
+    total, done = 0.0, 1
+    for begin in [*range(0, 150 - length, length - shared), 150 - length]:
+        with torch.no_grad():
+            logits = model(text[None, begin : begin + length]).logits[0].numpy()
+        for place in range(done - begin, length):
+            row = logits[place - 1]
+            total += math.log(sum(math.exp(value) for value in row)) - row[text[begin + place]]
+        done = begin + length
+    with torch.no_grad():
+        assert total_nats(model, text, length, shared) == pytest.approx(total, rel=1e-9)
+
+
+def test_nats_on_whole_windows_are_transformers_own_loss():
+    """Windows that share one token: what comes of transformers' shifted labels, window by window."""
+    torch.manual_seed(1)
+    model, text = model_of(short()).double().eval(), torch.randint(0, 400, (1 + 3 * 31,))
+    with torch.no_grad():
+        rows = text.unfold(0, 32, 31)
+        loss = model(rows, labels=rows).loss.item()
+        assert total_nats(model, text, 32, 1) == pytest.approx(loss * 3 * 31, rel=1e-6)  # which is summed in fp32
+        plain = F.cross_entropy(model(rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item()
+    assert total_nats(model, text, 32, 1) == pytest.approx(plain, rel=1e-9)
+
+
+# Report.
+
+
+def test_the_report_compares_with_the_tasks_own_baseline(tmp_path):
+    for row, speed, score in (("L1", 10.0, 40.0), ("L2", 30.0, 40.5), ("L-best", 80.0, 39.0)):
+        spec = resolve(
+            row, "lm-quality", 0, GPU, {"name": "text", "sha256": "ab"}, {"name": "m", "revision": "1"}, "", ""
+        )
+        entry = record.new_record(spec, {"gpu": "NVIDIA H200"})
+        entry["speed"] |= {"features_per_s": speed, "tokens_per_s": 512 * speed}
+        entry["quality"] |= {"word_perplexity": score, "n": 5}
+        record.finish(tmp_path / spec.run_path, entry, "ok")
+    lines = tables.summarise(select(load_runs(tmp_path), "h200-lm-quality"))
+    table = tables.result_table(lines).set_index("row")
+    assert table.loc["L-best", ["× L1", "tokens/s", "perplexity", "Δperplexity vs L1"]].tolist() == [
+        "8.00", "40,960", "39.00", "−1.00",
+    ]  # fmt: skip
+    assert BASELINES["lm"] == "L1" and not [name for name in table if "A1" in name or "F1" in name]
