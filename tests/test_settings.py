@@ -19,6 +19,7 @@ from qa_lib import spec as specs
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.model.build import build_model
 from qa_lib.model.dropout import HashDropout
+from qa_lib.model.nf4 import is_nf4
 from qa_lib.model.projections import FusedSelfAttention
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, adjust, missing
@@ -37,6 +38,7 @@ COMPANIONS = {
     ("attention", "blockmask"): {"padding": "packed"},
     ("optimizer", "master"): {"precision": "bf16"},
     ("feed_forward", "fp8"): {"precision": "bf16", "optimizer": "master"},
+    ("frozen", "nf4"): {"trainable": "lora-all-r4"},
     ("step", "graph"): {"optimizer": "fused", "padding": "packed", "attention": "sdpa"},
 }
 
@@ -91,7 +93,8 @@ class Seen:
         self.shared = self._noted_sharing(monkeypatch)
         for name, module in (("loop", loop), ("trainer", trainer)):
             monkeypatch.setattr(module, "train", self._noting(name, module.train))
-        before = {name: p.detach().clone() for name, p in build_model(spec).named_parameters()}
+        # Weights are rounded to 4 bits when they are moved.
+        before = {name: p.detach().clone() for name, p in build_model(spec).to("cpu").named_parameters()}
         self.model, self.batches = build_model(spec), batches_of(data.features, spec)
         self.model.get_input_embeddings().register_forward_hook(self._look)
         folder.mkdir()
@@ -199,6 +202,7 @@ EFFECTS = {  # setting -> whether its value was seen at work
     "padding": pads,
     "order": ordered,
     "trainable": trains_as_named,
+    "frozen": lambda seen, value: any(map(is_nf4, seen.model.modules())) == (value == "nf4"),
     "optimizer": lambda seen, value: OPTIMIZERS[value](getattr(seen.optimizer, "optimizer", seen.optimizer)),
     "step": lambda seen, value: value == "eager",
     "checkpointing": lambda seen, value: seen.model.is_gradient_checkpointing is value,
