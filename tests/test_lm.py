@@ -41,9 +41,9 @@ TINY = "gpt2:L2H64V400P80"
 QUIET = {"say": lambda _: None}
 
 
-def short(row="L1", data="synthetic:60", steps=3, **more):
+def short(row="L1", data="synthetic:60", steps=3, model=TINY, **more):
     """A spec of few steps of two micro-batches of 4 windows, uncompiled."""
-    (spec,) = plan([row], "lm-smoke", data=str(data), model=TINY, micro_batch=4, machine=CPU, **more)
+    (spec,) = plan([row], "lm-smoke", data=str(data), model=model, micro_batch=4, machine=CPU, **more)
     scale = dataclasses.replace(spec.scale, steps=steps, batch_tokens=8 * spec.scale.max_length, measure_from=1)
     settings = dataclasses.replace(spec.settings, compile="none")
     return dataclasses.replace(spec, scale=scale, settings=settings)
@@ -331,6 +331,27 @@ def test_the_saved_model_scores_as_the_run_did(run):
     text = tokenise_text(open_text(spec.data_source, "validation"), tokenizer)
     nats = total_nats(model.eval(), torch.from_numpy(text.tokens.astype("int64")), 64, 32)
     assert nats == pytest.approx(record.read_record(path)["quality"]["nats"], rel=1e-4)
+
+
+def test_a_run_goes_on_from_a_checkpoint_and_its_tokenizer(run, tmp_path):
+    spec, runs = run
+    before = record.read_record(runs / spec.run_path)["quality"]
+    again = short(data=spec.data_source, model=str(runs / spec.run_path / "model"), steps=2)
+    after = fit(again, tmp_path, **QUIET)["quality"]
+    assert after["n"] == before["n"] and after["nats"] < 1.5 * before["nats"]
+    (tmp_path / "bare").mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "bare" / name).write_bytes((runs / spec.run_path / "model" / name).read_bytes())
+    with pytest.raises(UserError, match=r"no model.safetensors, and scale lm-smoke needs weights"):
+        model_of(short(model=str(tmp_path / "bare")))
+
+
+def test_a_model_of_the_other_task_is_refused(run):
+    spec, runs = run
+    with pytest.raises(UserError, match=r"of type 'gpt2'; for qa this lab knows bert"):
+        plan(["A1"], "smoke", model=str(runs / spec.run_path / "model"), machine=CPU)
+    with pytest.raises(UserError, match=r"of type 'bert'; for lm this lab knows gpt2"):
+        short(model="tiny")
 
 
 @pytest.mark.parametrize(

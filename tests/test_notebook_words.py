@@ -45,7 +45,8 @@ class Example:
 
 def test_a_result_shows_what_was_measured_and_five_answers(tmp_path):
     record = {
-        "run_id": "A1-s0-x", "group": "cpu-smoke", "status": "ok", "task": {"label": "F1", "metric": "f1"},
+        "run_id": "A1-s0-x", "group": "cpu-smoke", "status": "ok",
+        "task": {"name": "qa", "label": "F1", "metric": "f1"},
         "quality": {"f1": 98.5}, "speed": {"features_per_s": 120.0}, "memory": {"peak_alloc_mib": None},
         "time": {"step_ms": {"median": None}, "wall_s": 9.0},
     }  # fmt: skip

@@ -54,8 +54,9 @@ def build_model(spec: Spec, head: type = AutoModelForQuestionAnswering) -> torch
     return apply_recipe(model, spec.recipe)
 
 
-def model_config(source: str) -> PreTrainedConfig:
-    """The configuration of "tiny", of a shape, a folder or a hub name. UserError for an unknown architecture."""
+def model_config(source: str, task: str = "qa") -> PreTrainedConfig:
+    """The configuration of "tiny", of a shape, a folder or a hub name. UserError for an architecture that is not known
+    for the task."""
     if source == "tiny":
         return BertConfig(vocab_size=len(vocabulary()), **TINY_CONFIG)
     if shape := find_shape(source):
@@ -72,12 +73,13 @@ def model_config(source: str) -> PreTrainedConfig:
     if Path(source).is_dir():
         look(Path(source))
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    find_encoder(config.model_type, source)
+    find_encoder(config.model_type, source, task)
     return config
 
 
 def _pretrained(spec: Spec, head: type) -> torch.nn.Module:
-    source, config, attention = spec.model_source, model_config(spec.model_source), spec.settings.attention
+    source, task, attention = spec.model_source, spec.scale.task, spec.settings.attention
+    config = model_config(source, task)
     if spec.settings.padding == "packed":
         attention = attention_name(attention)
     if spec.scale.max_length > most_tokens(config):
@@ -92,7 +94,7 @@ def _pretrained(spec: Spec, head: type) -> torch.nn.Module:
     if bare or source == "tiny" or find_shape(source):
         return head.from_config(config, attn_implementation=attention)
     if folder.is_dir():
-        return load(folder, head, attention, new_head=True, dtype=torch.float32)
+        return load(folder, head, attention, new_head=True, task=task, dtype=torch.float32)
     return head.from_pretrained(
         source, attn_implementation=attention, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
     )

@@ -46,6 +46,8 @@ ENCODERS = {
     "electra": Encoder(
         "electra.encoder.layer", ("electra.embeddings", "electra.embeddings_project"), "electra.embeddings.dropout"
     ),
+}
+DECODERS = {
     "gpt2": Encoder(
         "transformer.h", ("transformer.wte", "transformer.wpe"), "transformer.drop", "lm_head", causal=True,
         attention="attn", self_attention="attn", feed_forward=("mlp",), products=("mlp.c_fc", "mlp.c_proj"),
@@ -57,21 +59,29 @@ ENCODERS = {
 }  # fmt: skip
 
 
-def find_encoder(model_type: str, source: str) -> Encoder:
-    """The entry for a `model_type` of transformers; UserError, which names `source`, if there is none."""
-    if model_type not in ENCODERS:
-        raise UserError(f"{source}: a model of type {model_type!r}; this lab knows {', '.join(ENCODERS)}")
-    return ENCODERS[model_type]
+OF_TASK = {"qa": ENCODERS, "lm": DECODERS}
+
+
+def find_encoder(model_type: str, source: str, task: str = "qa") -> Encoder:
+    """The entry for a `model_type` of transformers; UserError, which names `source`, if there is none for the task."""
+    known = OF_TASK[task]
+    if model_type not in known:
+        raise UserError(f"{source}: a model of type {model_type!r}; for {task} this lab knows {', '.join(known)}")
+    return known[model_type]
 
 
 def encoder_of(model) -> Encoder:
     """The entry of a model that was built."""
-    return ENCODERS[model.config.model_type]
+    return _entry(model.config)
+
+
+def _entry(config) -> Encoder:
+    return (ENCODERS | DECODERS)[config.model_type]
 
 
 def first_position(config) -> int:
     """The position id of a row's first token, from a model's configuration."""
-    return config.pad_token_id + 1 if ENCODERS[config.model_type].positions_after_padding else 0
+    return config.pad_token_id + 1 if _entry(config).positions_after_padding else 0
 
 
 def most_tokens(config) -> int:

@@ -110,7 +110,7 @@ def in_one_line(folder: Path):
         logging.set_verbosity(verbosity)
 
 
-def load(folder: Path, head: type, attention: str, new_head: bool = False, **options):
+def load(folder: Path, head: type, attention: str, new_head: bool = False, task: str = "qa", **options):
     """The model of a folder that has weights, by a class of transformers like AutoModelForQuestionAnswering.
 
     `attention` is ours: a config may name one that transformers would download. `new_head` allows weights without the
@@ -122,7 +122,7 @@ def load(folder: Path, head: type, attention: str, new_head: bool = False, **opt
     safe = {"local_files_only": True, "trust_remote_code": False, "attn_implementation": attention}
     with in_one_line(folder):
         config = AutoConfig.from_pretrained(folder, **safe)
-        _check_sizes(folder, config, head, files)
+        _check_sizes(folder, config, head, files, task)
         model, loading = head.from_pretrained(
             folder, config=config, use_safetensors=True, output_loading_info=True, **safe, **options
         )
@@ -134,17 +134,17 @@ def load(folder: Path, head: type, attention: str, new_head: bool = False, **opt
     return model
 
 
-def _check_sizes(folder: Path, config, head: type, files: list[Path]) -> None:
+def _check_sizes(folder: Path, config, head: type, files: list[Path], task: str) -> None:
     """Hold the config against the headers of the weights before anything of its sizes is built. Raises UserError."""
     import torch
     from safetensors import safe_open
 
-    find_encoder(config.model_type, str(folder))
+    find_encoder(config.model_type, str(folder), task)
     stored = {}
     for file in files:
         with safe_open(file, "pt") as tensors:
             stored |= {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-    layers = len(set(re.findall(r"\.layers?\.(\d+)\.", " ".join(stored))))
+    layers = len(set(re.findall(r"\b(?:layers?|h)\.(\d+)\.", " ".join(stored))))
     if config.num_hidden_layers != layers:
         raise UserError(f"{folder}: {config.num_hidden_layers} layers in config.json, {layers} in the weights")
     with torch.device("meta"):  # shapes without memory

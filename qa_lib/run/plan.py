@@ -64,7 +64,7 @@ def plan(
     resolved(data={}, model={})  # names and numbers are checked before a file or the hub is touched
     identity = identify_model(model)
     architecture = model_type(model)
-    lacks = find_encoder(architecture, model).lacks if architecture else None
+    lacks = find_encoder(architecture, model, size.task).lacks if architecture else None
     return resolved(data=identify_data(data, size.quality, size.task), model=identity, lacks=lacks)
 
 
