@@ -283,6 +283,26 @@ def test_the_arithmetic_of_a_step_is_that_of_its_products():
     assert cost.flops(4 * 64, 4 * 64**2) + masked - 4 * 4 * 64 * vectors == counter.get_total_flops()
 
 
+def test_fused_attention_is_told_causal_and_given_no_mask(monkeypatch):
+    """Eager and compiled: with a mask PyTorch would not take FlashAttention. The sums are those of eager attention."""
+    seen, real = [], F.scaled_dot_product_attention
+
+    def spy(*inputs, attn_mask=None, is_causal=False, **more):
+        seen.append((attn_mask is None, is_causal))
+        return real(*inputs, attn_mask=attn_mask, is_causal=is_causal, **more)
+
+    ids = torch.randint(0, 400, (2, 64))
+    with torch.no_grad():
+        expected = model_of(short("L2")).eval()(ids).logits
+        model = model_of(short("L3")).eval()
+        monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+        for forward in (model, torch.compile(model, backend="eager")):
+            assert torch.allclose(forward(ids).logits, expected, atol=1e-5)
+        written = model.generate(ids[:1, :9], max_new_tokens=5, do_sample=False, use_cache=True, pad_token_id=0)
+        plain = model.generate(ids[:1, :9], max_new_tokens=5, do_sample=False, use_cache=False, pad_token_id=0)
+    assert seen[:4] == [(True, True)] * 4 and written.tolist() == plain.tolist()
+
+
 # Runs.
 
 

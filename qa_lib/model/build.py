@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.errors import UserError
-from qa_lib.model.attention import attention_name
+from qa_lib.model.attention import UNMASKED, attention_name
 from qa_lib.model.dropout import use_hash_dropout
 from qa_lib.model.encoders import embeddings_of, encoder_of, find_encoder, layers_of, most_tokens
 from qa_lib.model.folder import SUMS, load, look, write_digests
@@ -82,6 +82,8 @@ def _pretrained(spec: Spec, head: type) -> torch.nn.Module:
     config = model_config(source, task)
     if spec.settings.padding == "packed":
         attention = attention_name(attention)
+    elif task == "lm" and attention == "sdpa" and spec.settings.engine == "loop":
+        attention = UNMASKED
     if spec.scale.max_length > most_tokens(config):
         raise UserError(
             f"{source} takes {most_tokens(config)} tokens at most, and scale {spec.scale.name} "
