@@ -15,7 +15,7 @@ from qa_lib.errors import first_line
 from qa_lib.record import strict_json, write_atomically
 from qa_lib.report.runs import NotMeasured
 from qa_lib.report.sentences import caption, findings
-from qa_lib.report.tables import cost_table, family_tables, published_table, result_table, summarise
+from qa_lib.report.tables import cost_table, published_table, result_table, summarise
 
 Pictures = tuple[dict[str, tuple[str, bytes]], dict[str, str]]  # {name: (title, PNG)}, {name: why it is not drawn}
 
@@ -34,8 +34,7 @@ def manifest(runs: pd.DataFrame) -> dict:
     group = runs["group"].iloc[0]
     written = {
         "results": result_table(lines),
-        **family_tables(lines),
-        "published": published_table(lines, group),
+        "published": published_table(lines),
         "cost": cost_table(runs),
     }
     return {

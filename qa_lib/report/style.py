@@ -71,6 +71,7 @@ def show(figure_of: Callable[[pd.DataFrame], Figure], runs: pd.DataFrame):
     from IPython import display  # notebooks have it; the command line need not
 
     try:
-        return display.Image(png(figure_of(runs), 100), width=round(100 * WIDTH))
+        figure = figure_of(runs)
+        return display.Image(png(figure, 100), width=round(100 * WIDTH), alt=" ".join(figure.get_suptitle().split()))
     except NotMeasured as reason:
         return display.Markdown(f"*No figure: {reason}.*")
