@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, cached_property
 from typing import Literal, get_args, get_type_hints
 
 from qa_lib.errors import UserError
@@ -188,7 +188,7 @@ class Variant:
     def family(self) -> str:
         return self.name[0]
 
-    @property
+    @cached_property
     def settings(self) -> Settings:
         base = VARIANTS[self.parent].settings if self.parent else Settings()
         return dataclasses.replace(base, **self.change)

@@ -544,7 +544,7 @@ def test_the_manifest_ties_every_figure_to_records(runs):
         assert figure["sha256"] == gallery.sha256((folder / name).read_bytes())
         assert set(figure["runs"]) == set(manifest["records"]) and figure["title"]
     assert "no GPU" in manifest["not_drawn"]["memory"]
-    assert manifest["tables"]["results"][1]["row"] == "A0"
+    assert manifest["results"][1]["row"] == "A0"
 
 
 def test_nothing_is_redrawn_unless_what_is_shown_changed(runs, quick, capsys, monkeypatch):

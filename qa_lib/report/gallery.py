@@ -15,7 +15,7 @@ from qa_lib.errors import first_line
 from qa_lib.record import strict_json, write_atomically
 from qa_lib.report.runs import NotMeasured
 from qa_lib.report.sentences import caption, findings
-from qa_lib.report.tables import cost_table, published_table, result_table, summarise
+from qa_lib.report.tables import result_table, summarise
 
 Pictures = tuple[dict[str, tuple[str, bytes]], dict[str, str]]  # {name: (title, PNG)}, {name: why it is not drawn}
 
@@ -29,20 +29,14 @@ def _bytes(path: Path) -> bytes:
 
 
 def manifest(runs: pd.DataFrame) -> dict:
-    """Of a group's runs, all that its figures show, and its tables; not yet the figures."""
+    """Of a group's runs, all that its figures show, and the table of its rows; not yet the figures."""
     lines = summarise(runs)
-    group = runs["group"].iloc[0]
-    written = {
-        "results": result_table(lines),
-        "published": published_table(lines),
-        "cost": cost_table(runs),
-    }
     return {
-        "group": group,
+        "group": runs["group"].iloc[0],
         "caption": caption(runs, lines),
         "findings": findings(runs).splitlines(),
         "records": _records(runs),
-        "tables": {name: table.to_dict("records") for name, table in written.items()},
+        "results": result_table(lines).to_dict("records"),
     }
 
 
