@@ -19,7 +19,7 @@ from qa_lib.report import cards, claims, figures, gallery, profiles, publish, qu
 from qa_lib.report import readme as front
 from qa_lib.report.runs import NotMeasured, ReportError, load_runs, published, select
 from qa_lib.spec import Machine, resolve
-from qa_lib.variants import FAMILIES, VARIANTS
+from qa_lib.variants import VARIANTS
 
 ROOT = Path(__file__).parents[1]
 GPU = Machine("h200", gpus=1, sm=90, backends=("inductor", "aot_eager", "cudagraphs"), bitsandbytes=True, compiler=True)
@@ -87,8 +87,9 @@ def quick(monkeypatch):
 
 
 @pytest.fixture
-def readme(runs, quick):
+def readme(runs, quick, monkeypatch):
     """README.md with empty blocks, and the runs in git's index."""
+    monkeypatch.setitem(figures.FIGURES, "ladder", figures.fig_cost)
     blocks = "\n\n".join(f"<!-- {name} -->\n<!-- /{name} -->" for name in front.BLOCKS)
     Path("README.md").write_text(f"# Title\n\n{blocks}\n\ntail\n")
     subprocess.run(["git", "init", "-q"], check=True)
@@ -168,9 +169,7 @@ def test_a_second_model_of_a_group_adds_rows_and_changes_none(runs):
     assert re.search(r"- Model tiny 1: Within 1 F1 of A1 .*seeds: A2; worse", said)
     assert re.search(r"- Model other 1: Within 1 F1 of A1 .*no row yet; worse at one or both: A2", said)
     table = quality.equivalence_table(chosen).set_index("row")
-    assert (
-        table.loc["A2, model other 1", "within 1 F1"] == "no" and table.loc["A2, model tiny 1", "within 1 F1"] == "yes"
-    )
+    assert table.loc["A2, model other 1", "within 1 F1"] == "✗" and table.loc["A2, model tiny 1", "within 1 F1"] == "✓"
     assert [axis.get_title("left") for axis in figures.fig_equivalence(chosen).axes] == [
         "model tiny 1",
         "model other 1",
@@ -212,7 +211,8 @@ def test_the_score_is_the_one_that_the_task_names(tmp_path, monkeypatch):
     assert "about question answering" in text.or_why(claims.claims_table, claims.facts_of(every, "h200-bench-lm"))
     for made in (quality.equivalence_table, quality.time_to_quality):
         assert "No table" in text.or_why(made, chosen) or "Perplexity" in text.or_why(made, chosen)
-    assert "ΔPerplexity" in cards.recipes(every, "h200-bench-lm")
+    assert "1 Perplexity in the mean" in cards.recipes(every, "h200-bench-lm")
+    assert not {"ΔF1", "ΔPerplexity"} & set(quality.overview(chosen, chosen)), "of which no margin is set"
 
 
 @pytest.mark.parametrize("key", ["group", "run_id"])
@@ -360,13 +360,29 @@ def test_a_row_that_this_version_does_not_know_is_shown(runs):
     assert "Z9" in {text.get_text() for text in figure.axes[0].texts}
 
 
-def test_family_tables_hold_the_family_the_baseline_and_the_parents(runs):
-    found = tables.family_tables(lines_of(runs).reset_index())
-    assert set(found) == set(FAMILIES.values()) - {"beyond", "parallel"}  # none of whose rows is among these runs
-    assert found["peft"]["row"].tolist() == ["A1", "A3", "B1"]
-    assert found["systems"]["row"].tolist() == ["A1", "A0", "A2", "A3", "A4-nb", "A4", "A4-b"]
-    nothing = tables.family_lines(lines_of(runs).reset_index(), "E")
-    assert text.markdown(nothing) == "*No row of this table has been run.*"
+def test_a_familys_lines_are_those_of_the_family_the_baseline_and_the_parents(runs):
+    lines = lines_of(runs).reset_index()
+    assert tables.family_lines(lines, "B")["variant"].tolist() == ["A1", "A3", "B1"]
+    assert tables.family_lines(lines, "A")["variant"].tolist() == ["A1", "A0", "A2", "A3", "A4-nb", "A4", "A4-b"]
+    assert text.markdown(tables.family_lines(lines, "E")) == "*No row of this table has been run.*"
+
+
+def test_the_overview_is_of_the_largest_micro_batch_and_of_rows_that_are_judged(runs):
+    for seed in range(3):
+        make(runs, "A1", seed, f1=90.0 + seed, micro_batch=16, speed=400.0)
+        make(runs, "A4", seed, f1=90.1 + seed, micro_batch=16, speed=800.0)
+    make(runs, "A3", micro_batch=16, f1=90.0)
+    make(runs, "A0", micro_batch=16, f1=90.0)
+    chosen = select(load_runs(runs), "cpu-smoke")
+    chosen["memory.peak_reserved_mib"] = 2048.0 + 1024 * (chosen["spec.seed"] == 2)
+    table = quality.overview(chosen, chosen).set_index("row")
+    assert list(table.index) == ["A1", "A0", "A4"], "A3 has one seed, and so no interval"
+    assert table.loc["A4", ["n", "features/s", "× A1", "GiB reserved", "within 1 F1"]].tolist() == [
+        "3", "800 ± 0", "2.00", "3.00", "✓",
+    ]  # fmt: skip
+    assert table.loc["A4", "ΔF1"].startswith("+0.08 ±") and table.loc["A0", "ΔF1"] == "–"
+    alone = quality.overview(chosen, chosen[chosen["spec.seed"] == 0])
+    assert "A3" in set(alone["row"]) and "ΔF1" not in alone, "without scores all rows are shown"
 
 
 def test_mfu_is_of_the_data_sheet_and_unknown_for_a_card_without_one(runs):
@@ -378,13 +394,15 @@ def test_mfu_is_of_the_data_sheet_and_unknown_for_a_card_without_one(runs):
 
 
 def test_the_published_numbers_stand_beside_ours_each_against_its_own_baseline(runs):
-    table = tables.published_table(lines_of(runs).reset_index(), "cpu-smoke").set_index("row")
+    make(runs, "A1", micro_batch=4)
+    table = tables.published_table(lines_of(runs).reset_index()).set_index("row")
     assert set(table.index) <= set(VARIANTS)
     assert table.loc["A4-nb", ["T4: samples/s", "T4: × A1", "T4: F1", "T4: ΔF1"]].tolist() == [
         "51.6", "1.17", "77.23", "+0.61",
     ]  # fmt: skip
-    assert table.loc["A4-nb", ["cpu-smoke: features/s", "cpu-smoke: × A1"]].tolist() == ["160", "1.60"]
-    assert table.loc["C2-8", "T4: samples/s"] == "–" and table.loc["B3", "cpu-smoke: features/s"] == "–"
+    ours = ["ours at micro-batch 4: × A1", "ours at micro-batch 8: × A1"]
+    assert table.loc["A4-nb", ours].tolist() == ["–", "1.60"]
+    assert table.loc["C2-8", "T4: samples/s"] == "–" and table.loc["B3", ours[1]] == "–"
 
 
 def test_published_training_times_agree_with_published_throughput():
@@ -673,14 +691,34 @@ def test_the_notebook_runs_and_shows_the_figures_and_tables(runs, tmp_path):
     )
     cells = nbformat.read(tmp_path / "out.ipynb", 4).cells
     shown = {cell.id: [output.get("data", {}) for output in cell.get("outputs", [])] for cell in cells}
-    assert all("image/png" in shown[name][0] for name in ("systems", "time", "peft"))
+    assert all("image/png" in shown[name][0] for name in ("systems", "peft"))
     assert "three seeds" in shown["quality"][0]["text/markdown"], "one seed tells no spread"
-    assert "image/png" in shown["published"][2] and "cannot be told" in shown["published"][0]["text/markdown"]
-    assert "× 3 ÷" not in shown["time"][2]["text/markdown"], "no projection from micro-batch 8"
+    claimed, why, theirs = (output["text/markdown"] for output in shown["published"])
+    assert "| ? |" in claimed and "Not measured" in why and "T4: samples/s" in theirs
+    assert "× 3 ÷" not in shown["time"][0]["text/markdown"], "no projection from micro-batch 8"
     assert "no run of this group has a profile" in shown["anatomy"][0]["text/markdown"]
-    assert "seeds' protocol" in shown["memory"][2]["text/markdown"]
+    assert "seeds' protocol" in shown["memory"][1]["text/markdown"]
     assert "no GPU" in shown["memory"][0]["text/markdown"]
-    assert "A4 trains ×2.00" in shown["findings"][0]["text/markdown"]
-    assert "no backend named" in shown["systems"][2]["text/markdown"]
-    assert "T4: samples/s" in shown["published"][1]["text/markdown"]
+    summary, table, _, said = (output["text/markdown"] for output in shown["findings"])
+    assert "not known: no row has a measured speed at micro-batch 32" in summary and "| A4 |" in table
+    assert "A4 trains ×2.00" in said
+    assert "no backend named" in shown["systems"][1]["text/markdown"]
     assert (tmp_path / "out.ipynb").stat().st_size < 500_000
+
+
+def test_the_rendered_report_is_for_a_page_without_code():
+    """In its file; test_notebooks renders it again, which takes a kernel."""
+    notebook = nbformat.read(ROOT / publish.RENDERED, 4)
+    assert "notebooks/report.ipynb" in notebook.cells[0].source
+    assert not any(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    shown = [output.data["text/markdown"] for output in outputs if "text/markdown" in output.data]
+    assert len(shown[0].splitlines()) <= 12 and "Which row to take" in shown[0] and "Not shown" in shown[0]
+    for markdown in shown:
+        for header in re.findall(r"^(\|.*)\n\| ---", markdown, re.M):
+            assert header.count("|") - 1 <= (11 if markdown.startswith("<details>") else 8), header
+    assert all(output.metadata["image/png"]["alt"] for output in outputs if "image/png" in output.data)
+
+
+def test_what_is_folded_is_a_table_still():
+    assert text.folded("More", "| a |\n| --- |") == "<details><summary>More</summary>\n\n| a |\n| --- |\n\n</details>"
