@@ -5,6 +5,7 @@ and cards.py. Where a record is missing, the reason stands in the number's place
 """
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -12,16 +13,7 @@ import pandas as pd
 
 from qa_lib.report import cards, quality
 from qa_lib.report.gallery import read_manifest
-from qa_lib.report.runs import (
-    BASELINE,
-    NotMeasured,
-    ReportError,
-    commits,
-    published,
-    searches,
-    select,
-    usual,
-)
+from qa_lib.report.runs import BASELINE, NotMeasured, ReportError, commits, published, searches, select, usual
 from qa_lib.report.sentences import PEERS, RECOMMENDED, caption, speed_finding
 from qa_lib.report.tables import summarise
 from qa_lib.report.text import MISSING, markdown, number, say
@@ -59,12 +51,10 @@ def with_results(runs: pd.DataFrame, runs_dir: Path, figures_dir: Path) -> tuple
     after = text
     for name, block in BLOCKS.items():
         begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-        head, found, rest = after.partition(begin)
-        _, closed, tail = rest.partition(end)
-        if not found or not closed:
+        if not (found := re.search(f"(?s){begin}.*?{end}", after)):
             raise ReportError(f"{README} has no block between {begin} and {end}")
         content = block(runs, group, figures_dir) if group else say("readme.nothing")
-        after = f"{head}{begin}\n{content}\n{end}{tail}"
+        after = after.replace(found[0], f"{begin}\n{content}\n{end}")
     return text, after
 
 
@@ -73,7 +63,7 @@ def headline(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
     try:
         said = facts(runs, group)
     except NotMeasured as reason:
-        finding = speed_finding(summarise(select(runs, group)))
+        finding = speed_finding(quality.largest_batch(summarise(select(runs, group))))
         return f"**{finding}.**\n\n{say('readme.unknown', reason=reason)}"
     speed = said["speed"]
     gains = [say("readme.gain", row=row, factor=speed[row] / speed[base]) for row, base in GAINS.items()]
@@ -113,15 +103,12 @@ def _judged(runs: pd.DataFrame, group: str) -> dict:
 def rows(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
     """ROWS as a table with where its numbers come from, and two pictures."""
     own = select(runs, group)
-    every = summarise(own)
     judged = usual(quality.quality_runs(runs, group))
-    table = quality.overview(own, judged)
+    table = quality.overview(own, judged).rename(columns={"what it changes": "what it is"})
     table = table[table["row"].isin(ROWS)].drop(columns=f"within {quality.MARGIN:g} F1", errors="ignore")
-    table["what it changes"] = [say("readme.row", row=name) for name in table["row"]]
-    table = table.rename(columns={"what it changes": "what it is"})
-    shown = quality.largest_batch(every)
-    said = caption(own, shown[shown["variant"].isin(ROWS)])
-    parts = [markdown(table), f"{said} {_source(judged)}"]
+    table["what it is"] = [say("readme.row", row=name) for name in table["row"]]
+    shown = quality.largest_batch(summarise(own)).query("variant in @ROWS")
+    parts = [markdown(table), f"{caption(own, shown)} {_source(judged)}"]
     manifest = read_manifest(figures_dir / group).get("figures", {})
     for name in ("ladder", "timeline"):
         if drawn := manifest.get(f"{name}.png"):
