@@ -20,6 +20,7 @@ from qa_lib.report.text import MISSING, count, gain, markdown, number, points, s
 from qa_lib.variants import FAMILIES, VARIANTS
 
 PUBLISHED_MICRO_BATCH = 8
+LEVEL = 90  # percent, of every interval: the test of equality by two one-sided tests is one of 90 %
 MEASURES = {  # name in `lines` -> value of a record; beside them `score`, the one that the task names
     "features_per_s": "speed.features_per_s",
     "step_ms": "time.step_ms.median",
@@ -57,12 +58,12 @@ def place(variant: str) -> tuple[int, str]:
     return (list(VARIANTS).index(variant) if variant in VARIANTS else len(VARIANTS)), variant
 
 
-def interval(values, level: int = 95):
-    """Half the width of the interval of the mean over seeds, at a level in percent, by Student's t; NaN below three
-    values. Of a Series, of each column of a table, or of each group of a groupby. (`stdtrit` is the quantile of t, as
+def interval(values):
+    """Half the width of the interval of the mean over seeds, at LEVEL, by Student's t; NaN below three values. Of a
+    Series, of each column of a table, or of each group of a groupby. (`stdtrit` is the quantile of t, as
     scipy.stats.t.ppf, which takes longer to import.)"""
     n = values.count()
-    half = stdtrit(np.maximum(n - 1, 1), 0.5 + level / 200) * values.std() / np.sqrt(np.maximum(n, 1))
+    half = stdtrit(np.maximum(n - 1, 1), 0.5 + LEVEL / 200) * values.std() / np.sqrt(np.maximum(n, 1))
     return half * np.where(n >= 3, 1.0, math.nan)
 
 
