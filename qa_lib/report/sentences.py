@@ -1,7 +1,7 @@
 """What the records of a group say, in sentences computed from them: titles of figures, captions, the list of findings.
 
-The words are in texts/sentences.md.j2. Each `*_finding` speaks of one cell (see runs.AXES), since ratios hold within one
-only; where no record supports it, it raises NotMeasured with the reason.
+The words are in texts/sentences.md.j2. Each `*_finding` speaks of one cell (see runs.AXES), since ratios hold within
+one only; where no record supports it, it raises NotMeasured with the reason.
 """
 
 import pandas as pd
@@ -104,13 +104,12 @@ def peft_scores(runs: pd.DataFrame) -> pd.DataFrame:
     rows = [name for name in sorted(scores, key=place) if name.startswith("B")]
     if not rows or BASELINE not in scores:
         raise NotMeasured(f"no PEFT row (B*) has a measured {score_name(runs)} beside {BASELINE}'s")
-    delta = scores.sub(scores[BASELINE], axis="index")
+    delta = scores.drop(columns=BASELINE).sub(scores[BASELINE], axis="index")
     done = runs[runs["status"] == "ok"].groupby("spec.variant")
-    table = pd.DataFrame({
-        "score": scores.mean(), "half": interval(scores), "n": scores.count(), "delta": delta.mean(),
-        "delta_half": interval(delta), "share": (done["model.params_trainable"].mean() / done["model.params_total"].mean()),
-    })  # fmt: skip
-    return table.loc[[name for name in (BASELINE, "A3") if name in scores] + rows]
+    trainable = done["model.params_trainable"].mean() / done["model.params_total"].mean()
+    columns = {"score": scores.mean(), "half": interval(scores), "n": scores.count(), "delta": delta.mean(),
+               "delta_half": interval(delta), "share": trainable}  # fmt: skip
+    return pd.DataFrame(columns).loc[[name for name in (BASELINE, "A3") if name in scores] + rows]
 
 
 def peft_finding(runs: pd.DataFrame) -> str:
@@ -123,9 +122,7 @@ def peft_finding(runs: pd.DataFrame) -> str:
         told = quality.equivalence(runs).set_index("variant")["verdict"].get(best)
     except NotMeasured:
         told = None
-    return say(
-        "sentences.peft", best=rows.loc[best], row=best, verdict=told, score=score_name(runs), baseline=BASELINE
-    )
+    return say("sentences.peft", best=rows.loc[best], row=best, verdict=told, score=score_name(runs), baseline=BASELINE)
 
 
 def failed_join_finding(part: pd.DataFrame) -> str:
@@ -142,9 +139,7 @@ def equivalence_finding(runs: pd.DataFrame) -> str:
     seeds = "three seeds or more"
     if len(shown):
         seeds = "–".join(map(str, sorted({shown.min(), shown.max()}))) + " seeds"
-    return say(
-        "sentences.equivalence", margin=quality.MARGIN, baseline=BASELINE, seeds=seeds, rows=named, level=LEVEL
-    )
+    return say("sentences.equivalence", margin=quality.MARGIN, baseline=BASELINE, seeds=seeds, rows=named, level=LEVEL)
 
 
 def equivalence_counts(runs: pd.DataFrame) -> str:
@@ -163,17 +158,24 @@ def cold_costs(runs: pd.DataFrame) -> pd.DataFrame:
     whole = whole[~whole["time.compile_cached"].eq(True)]
     if whole.empty:
         raise NotMeasured("no run that found nothing compiled has a measured wall time")
-    seconds = whole.filter(regex=r"^time\.(prepare|compile|train|eval|wall)_s$").astype(float).fillna(0.0)
-    rows = seconds.rename(columns=lambda name: name[5:-2]).groupby(whole["spec.variant"])
-    parts = rows.mean().assign(train=lambda part: part["train"] - part["compile"], n=rows.size())
-    return parts.sort_index(key=lambda names: names.map(place))
+    columns = {
+        "preparing": "prepare_s",
+        "compiling": "compile_s",
+        "training": "train_s",
+        "scoring": "eval_s",
+        "wall": "wall_s",
+    }
+    seconds = pd.DataFrame({part: whole[f"time.{name}"].astype(float).fillna(0.0) for part, name in columns.items()})
+    seconds["training"] -= seconds["compiling"]
+    rows = seconds.groupby(whole["spec.variant"])
+    return rows.mean().assign(n=rows.size()).sort_index(key=lambda names: names.map(place))
 
 
 def cost_finding(runs: pd.DataFrame) -> str:
     """What a run takes, and what compilation takes of it."""
     rows = cold_costs(runs)
     return say("sentences.cost", low=rows["wall"].min(), high=rows["wall"].max(), rows=len(rows),
-               longest=rows["compile"].max(), row=rows["compile"].idxmax())  # fmt: skip
+               longest=rows["compiling"].max(), row=rows["compiling"].idxmax())  # fmt: skip
 
 
 def findings(runs: pd.DataFrame, judged: pd.DataFrame | None = None) -> str:

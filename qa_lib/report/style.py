@@ -2,7 +2,7 @@
 
 import io
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 
 import matplotlib.style
@@ -49,17 +49,18 @@ def legend(axis: Axes, height: float = 1.0, **look) -> None:
                 columnspacing=1.2, handletextpad=0.5, **look)  # fmt: skip
 
 
-def name_rows(axis: Axes, names: Iterable[str]) -> None:
+def name_rows(axis: Axes, names: Sequence[str]) -> None:
     """The axis as rows 0, 1, ... from the top down, with these names."""
     axis.set_yticks(range(len(names)), names, fontsize=8)
     axis.set_ylim(len(names) - 0.4, -0.6)
     axis.grid(False, axis="y")
 
 
-def columns(axis: Axes, **texts: Iterable[str]) -> None:
-    """Columns right of the axis, each under its head, with a text for each of the rows 0, 1, ..."""
+def columns(axis: Axes, table: dict[str, Iterable[str]]) -> None:
+    """The columns of a table right of the axis, {head: texts}, each text level with one of the rows 0, 1, ..."""
     right = 0.0  # where a column ends, in points from the axis
-    for head, column in texts.items():
+    for head, texts in table.items():
+        column = list(texts)
         right += 5.2 * max(map(len, (head, *column))) + 12
         place = {"textcoords": "offset points", "ha": "right", "fontsize": 8}
         axis.annotate(head, (1, 1), (right, 4), xycoords="axes fraction", color="0.35", **place)
@@ -84,6 +85,7 @@ def name_points(axis: Axes, points: Iterable[tuple[float, float, str]]) -> None:
 def stack(axis: Axes, table: pd.DataFrame, colors: dict[str, str]) -> None:
     """A bar for each row of a table, made of a block for each column."""
     table.plot.barh(stacked=True, ax=axis, color=colors, width=0.7, legend=False, ylabel="")
+    axis.set_xlim(0, 1.02 * table.sum(axis="columns").max())
     name_rows(axis, table.index)
 
 
@@ -95,7 +97,7 @@ def png(figure: Figure, dpi: int = DPI) -> bytes:
     drawn, stream = io.BytesIO(), io.BytesIO()
     with style():
         figure.savefig(drawn, format="png", dpi=dpi)
-    image = Image.open(drawn).convert("RGB").quantize(64, dither=Image.Dither.NONE)
+    image = Image.open(drawn).convert("RGB").quantize(64, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     image.save(stream, "png", optimize=True, dpi=(dpi, dpi))
     return stream.getvalue()
 
