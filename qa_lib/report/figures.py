@@ -14,39 +14,24 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from qa_lib.report import profiles, quality, sentences
+from qa_lib.report import profiles, quality, sentences, style
 from qa_lib.report.runs import AXIS_NAMES, BASELINE, NotMeasured, ReportError, cells, in_cells, on_cpu, score_name
 from qa_lib.report.sentences import LADDER, PEERS
-from qa_lib.report.style import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    RED,
-    columns,
-    legend,
-    name_points,
-    name_rows,
-    new_figure,
-    show,
-    stack,
-    style,
-    wrap,
-)
-from qa_lib.report.tables import summarise
+from qa_lib.report.style import BLUE, GREEN, GREY, ORANGE, RED
+from qa_lib.report.tables import cost_table, summarise
 from qa_lib.report.text import MISSING, gain, number, points, share
 from qa_lib.variants import VARIANTS
 
 
-@style()
+@style.style()
 def fig_ladder(runs: pd.DataFrame) -> Figure:
     """Training speed rung by rung, with its factors to A1 and to the row that it changes; then the Trainer's."""
     lines, order = _timed(runs), [*LADDER, *PEERS]
     shown = lines[lines["variant"].isin(order)].sort_values("variant", key=lambda names: names.map(order.index))
     parts = [(label, part.reset_index(drop=True)) for label, part in cells(shown)]
-    title = sentences.speed_finding(parts[0][1])
-    figure, axes = _panels(runs, shown, title, parts, lambda rows: 0.34 * len(rows))
-    for axis, (_, part) in zip(axes, parts, strict=True):
+    titles = in_cells(shown, sentences.speed_finding)
+    figure, panels = _panels(runs, shown, titles, parts, lambda rows: 0.34 * len(rows))
+    for axis, part in panels:
         speed, half = part["features_per_s"], part["features_per_s±"]
         trainer = part["variant"].isin(PEERS)
         for chosen, color, label in ((~trainer, BLUE, "a plain loop"), (trainer, GREY, "transformers.Trainer")):
@@ -54,17 +39,12 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
         axis.errorbar(speed, part.index, xerr=half, fmt="none", color="black", capsize=3, linewidth=1)
         for height, note in part.loc[speed.isna(), "note"].items():
             axis.text(0, height, " " + textwrap.shorten(note or "not measured", 60), va="center", fontsize=8)
-        table = {
-            "features/s": speed.map(number),
-            f"× {BASELINE}": part["ratio"].map(number),
-            "× row above": _gains(part),
-            "n": part["n"].map(str),
-        }
-        columns(axis, table)
-        name_rows(axis, _in_words(part["variant"]))
+        factors = {f"× {BASELINE}": part["ratio"].map(number), "× row above": _gains(part)}
+        style.columns(axis, {"features/s": speed.map(number)} | factors | {"n": part["n"].map(str)})
+        style.name_rows(axis, _in_words(part["variant"]))
         end = (shown["features_per_s"] + shown["features_per_s±"].fillna(0)).max()  # one scale for all panels
         axis.set(xlabel="features/s in training (longer is faster)", xlim=(0, 1.05 * end))
-    legend(axes[0])
+    style.legend(figure.axes[0])
     return figure
 
 
@@ -79,18 +59,17 @@ def _gains(part: pd.DataFrame) -> list[str]:
 
 
 def _in_words(names) -> list[str]:
-    return [wrap(f"{name}: {VARIANTS[name].why}", 48) for name in names]
+    return [style.wrap(f"{name}: {VARIANTS[name].why}", 48) for name in names]
 
 
-@style()
+@style.style()
 def fig_memory(runs: pd.DataFrame) -> Figure:
     """Peak GPU memory against training speed, a point a row. Named are the full fine-tunes that none beats in both, the
     baseline and the quickest Trainer. Raises NotMeasured where no GPU was used."""
     lines = _timed(runs)
-    parts = cells(lines)
-    title = sentences.memory_finding(parts[0][1])
-    figure, axes = _panels(runs, lines, title, parts, lambda _: 4.0)
-    for axis, (_, part) in zip(axes, parts, strict=True):
+    titles = in_cells(lines, sentences.memory_finding)
+    figure, panels = _panels(runs, lines, titles, cells(lines), lambda _: 4.0)
+    for axis, part in panels:
         part = part.assign(gib=part["peak_mib"] / 1024).dropna(subset=["gib", "features_per_s"])
         part = part.sort_values("features_per_s", ascending=False)
         whole, trainer = sentences.trains_all(part), part["variant"].str.startswith(PEERS[0])
@@ -106,37 +85,36 @@ def fig_memory(runs: pd.DataFrame) -> Figure:
         axis.set(xlim=(0, None), ylim=(0, None))
         named = pd.concat([front, part[part["variant"] == BASELINE], part[trainer][:1]]).drop_duplicates("variant")
         said = [f"{row.variant}: {number(row.gib)} GiB, {number(row.features_per_s)}/s" for row in named.itertuples()]
-        name_points(axis, zip(named["features_per_s"], named["gib"], said, strict=True))
-    legend(axes[0])
+        style.name_points(axis, zip(named["features_per_s"], named["gib"], said, strict=True))
+    style.legend(figure.axes[0])
     return figure
 
 
-@style()
+@style.style()
 def fig_peft(runs: pd.DataFrame) -> Figure:
     """The score of the PEFT rows, A1 and A3 to compare, with the share of parameters that train."""
     whole = runs.drop(columns="micro_batch")
-    parts = in_cells(whole, sentences.peft_scores)
-    title = sentences.peft_finding(cells(whole)[0][1])
-    figure, axes = _panels(runs, _lines(runs), title, parts, lambda rows: 0.34 * len(rows))
+    titles, parts = in_cells(whole, sentences.peft_finding), in_cells(whole, sentences.peft_scores)
+    figure, panels = _panels(runs, _lines(runs), titles, parts, lambda rows: 0.34 * len(rows))
     name = score_name(runs)
-    for axis, (_, rows) in zip(axes, parts, strict=True):
+    for axis, rows in panels:
         axis.errorbar(rows["score"], range(len(rows)), xerr=rows["half"], fmt="o", color=BLUE, capsize=3)
         if name == "F1":
             silent = runs["quality.always_null_f1"].astype(float).mean()
             axis.axvline(silent, color=RED, linestyle="--", label=f"a model that never answers: {points(silent)}")
-        columns(axis, {
+        style.columns(axis, {
             name: map(points, rows["score"], rows["half"]),
             f"against {BASELINE}": map(gain, rows["delta"], rows["delta_half"]),
             "trains": rows["share"].map(share),
             "n": rows["n"].map(str),
         })  # fmt: skip
-        name_rows(axis, _in_words(rows.index))
+        style.name_rows(axis, _in_words(rows.index))
         axis.set_xlabel(f"{name} at the best threshold for “no answer”" if name == "F1" else name)
-    legend(axes[0])
+    style.legend(figure.axes[0])
     return figure
 
 
-@style()
+@style.style()
 def fig_equivalence(runs: pd.DataFrame) -> Figure:
     """F1 of each row minus the baseline's with its interval over seeds, at threshold 0 and at the best one, and the
     margin that counts as equal.
@@ -146,52 +124,45 @@ def fig_equivalence(runs: pd.DataFrame) -> Figure:
     """
     whole, margin = runs.drop(columns="micro_batch"), quality.MARGIN
     parts = [(label, rows.dropna(subset=["half", "best_half"])) for label, rows in in_cells(whole, quality.equivalence)]
-    title = sentences.equivalence_counts(cells(whole)[0][1])
-    figure, axes = _panels(runs, _lines(runs), title, parts, lambda rows: 0.25 * len(rows))
+    titles = in_cells(whole, sentences.equivalence_counts)
+    figure, panels = _panels(runs, _lines(runs), titles, parts, lambda rows: 0.25 * len(rows))
     colors = {"within": BLUE, "no worse": BLUE, "open": ORANGE, "beyond": RED}
-    for axis, (_, tested) in zip(axes, parts, strict=True):
+    for axis, tested in panels:
         near = tested["delta"].abs() < 4 * margin
         rows, far = tested[near].reset_index(drop=True), tested[~near]
         axis.axvspan(-margin, margin, color="0.92", zorder=0, label=f"counts as equal: ± {margin:g} F1")
         axis.axvline(0, color="0.4", linewidth=1)
-        for at, shift, fill, label in (
-            ("", -0.16, None, "at threshold 0"),
-            ("best_", 0.16, "white", "at the best one"),
-        ):
-            look = {"fmt": "o", "capsize": 2, "markersize": 4, "markerfacecolor": fill, "linewidth": 1}
-            for height, row in rows.iterrows():
-                color = colors[row["verdict"]]
-                axis.errorbar(row[f"{at}delta"], height + shift, xerr=row[f"{at}half"], color=color, **look)
-            axis.errorbar([], [], xerr=[], color=BLUE, label=label, **look)
+        table = {}
+        for at, shift, fill, head in (("", -0.16, None, "at threshold 0"), ("best_", 0.16, "white", "at the best one")):
+            delta, half = rows[f"{at}delta"], rows[f"{at}half"]
+            table[head] = map(gain, delta, half)
+            for verdict, of in rows.groupby("verdict").groups.items():
+                axis.errorbar(delta[of], of + shift, xerr=half[of], color=colors[verdict], fmt="o", capsize=2, markersize=4,
+                              markerfacecolor=fill, linewidth=1, label=head if verdict == "within" else None)  # fmt: skip
         axis.plot([], [], "o", color=ORANGE, label="cannot be told")
-        columns(axis, {
-            "at threshold 0": map(gain, rows["delta"], rows["half"]),
-            "at the best one": map(gain, rows["best_delta"], rows["best_half"]),
-            "n": rows["n"].map(str),
-        })  # fmt: skip
-        name_rows(axis, rows["variant"])
+        style.columns(axis, table | {"n": rows["n"].map(str)})
+        style.name_rows(axis, rows["variant"])
         said = f"F1 minus {BASELINE}'s"
         if len(far):
             said += f"\nnot drawn, too far off: {', '.join(far['variant'] + ' ' + far['delta'].map(gain))}"
         axis.set_xlabel(said)
-    legend(axes[0])
+    style.legend(figure.axes[0])
     return figure
 
 
-@style()
+@style.style()
 def fig_cost(runs: pd.DataFrame) -> Figure:
     """What a run of each row takes that finds nothing compiled, by part."""
     lines = _timed(runs)
     shown = runs.merge(lines[AXIS_NAMES].drop_duplicates())
-    parts = in_cells(shown, sentences.cold_costs)
-    title = sentences.cost_finding(cells(shown)[0][1])
-    figure, axes = _panels(runs, lines, title, parts, lambda rows: 0.2 * len(rows))
+    titles, parts = in_cells(shown, sentences.cost_finding), in_cells(shown, cost_table)
+    figure, panels = _panels(runs, lines, titles, parts, lambda rows: 0.2 * len(rows))
     colors = {"preparing": GREY, "compiling": ORANGE, "training": BLUE, "scoring": GREEN}
-    for axis, (_, rows) in zip(axes, parts, strict=True):
-        stack(axis, rows[[part for part in colors if rows[part].any()]], colors)
-        columns(axis, {"s in all": rows["wall"].map(number), "n": rows["n"].map(str)})
+    for axis, rows in panels:
+        style.stack(axis, rows[[part for part in colors if rows[part].any()]], colors)
+        style.columns(axis, {"s in all": rows["wall"].map(number), "n": rows["n"].map(str)})
         axis.set_xlabel("wall time of a run in s; rows of which every run found compiled code are not drawn")
-    legend(axes[0])
+    style.legend(figure.axes[0])
     return figure
 
 
@@ -207,7 +178,7 @@ FIGURES = {
 }
 
 
-@style()
+@style.style()
 def fig_run(record: dict, run_dir: Path) -> Figure:
     """One run as it went: loss and duration of each optimizer step, with the step from which it was timed.
 
@@ -218,7 +189,7 @@ def fig_run(record: dict, run_dir: Path) -> Figure:
     if steps.empty:
         raise NotMeasured(f"{record['run_id']} is {record['status']}: {record['error']['message']}")
     title = f"{record['run_id']}: loss {steps['loss'].iloc[-20:].mean():.2f} at the end"
-    figure = new_figure(title, "", 3.2)
+    figure = style.new_figure(title, "", 3.2)
     begin = record["spec"]["scale"]["measure_from"]
     for axis, column, name in zip(figure.subplots(1, 2), ("loss", "ms"), ("training loss", "step in ms"), strict=True):
         axis.plot(steps["step"], steps[column], color=BLUE, linewidth=1)
@@ -230,7 +201,7 @@ def fig_run(record: dict, run_dir: Path) -> Figure:
 
 def show_run(record: dict, runs: str | Path):
     """For a notebook: fig_run of the run that `record` is of, below the folder `runs`."""
-    return show(lambda _: fig_run(record, Path(runs, record["group"], record["run_id"])), None)
+    return style.show(lambda _: fig_run(record, Path(runs, record["group"], record["run_id"])), None)
 
 
 def _lines(runs: pd.DataFrame) -> pd.DataFrame:
@@ -256,18 +227,19 @@ def _timed(runs: pd.DataFrame) -> pd.DataFrame:
     return lines.merge(base.drop_duplicates(others, keep="last")[AXIS_NAMES])
 
 
-def _panels(runs, lines, title, parts, height) -> tuple[Figure, list[Axes]]:
-    """A figure with title and caption, and the axes of a panel for each (label, content) of `parts`.
+def _panels(runs, lines, titles, parts, height) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]]]:
+    """A figure with caption, and (axis, content) of a panel for each (label, content) of `parts`.
 
-    `title` is about the first of them, `height(content)` that of a panel's content in inches.
+    Of `titles`, (label, sentence) of each cell, the first is the figure's; `height(content)` is in inches.
     """
+    label, title = titles[0]
+    title = ("On a CPU: " if on_cpu(runs) else "") + title + (f" ({label})" if label else "")
     heights = [height(content) for _, content in parts]
-    if on_cpu(runs):
-        title = f"On a CPU: {title}"
-    if len(parts) > 1:
-        title += f" ({parts[0][0]})"
-    figure = new_figure(title, sentences.caption(runs, lines), sum(heights) + 0.75 * len(parts) + 1.0)
-    axes = figure.subplots(len(parts), squeeze=False, height_ratios=heights)[:, 0]
-    for axis, (label, _) in zip(axes, parts, strict=True):
-        axis.set_title(label, loc="right", fontsize=10)
-    return figure, list(axes)
+    figure = style.new_figure(title, sentences.caption(runs, lines), sum(heights) + 0.75 * len(parts) + 1.0)
+    panels = []
+    for axis, (name, content) in zip(
+        figure.subplots(len(parts), height_ratios=heights, squeeze=False).flat, parts, strict=True
+    ):
+        axis.set_title(name, loc="right", fontsize=10)
+        panels.append((axis, content))
+    return figure, panels

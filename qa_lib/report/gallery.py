@@ -15,7 +15,7 @@ from qa_lib.errors import first_line
 from qa_lib.record import strict_json, write_atomically
 from qa_lib.report.runs import NotMeasured
 from qa_lib.report.sentences import caption, findings
-from qa_lib.report.tables import cost_table, family_tables, published_table, result_table, summarise
+from qa_lib.report.tables import result_table, summarise
 
 Pictures = tuple[dict[str, tuple[str, bytes]], dict[str, str]]  # {name: (title, PNG)}, {name: why it is not drawn}
 
@@ -29,35 +29,22 @@ def _bytes(path: Path) -> bytes:
 
 
 def manifest(runs: pd.DataFrame) -> dict:
-    """Of a group's runs, all that its figures show, and its tables; not yet the figures."""
+    """Of a group's runs, all that its figures show; not yet the figures."""
     lines = summarise(runs)
-    group = runs["group"].iloc[0]
-    written = {
-        "results": result_table(lines),
-        **family_tables(lines),
-        "published": published_table(lines, group),
-        "cost": cost_table(runs),
-    }
     return {
-        "group": group,
+        "group": runs["group"].iloc[0],
         "caption": caption(runs, lines),
         "findings": findings(runs).splitlines(),
         "records": _records(runs),
-        "tables": {name: table.to_dict("records") for name, table in written.items()},
+        "results": result_table(lines).to_dict("records"),
     }
 
 
-def _records(runs: pd.DataFrame) -> dict[str, dict]:
-    """By run id, what ties a figure to the records that it was drawn from."""
-    columns = ["run_id", "path", "status", "code.commit", "code.dirty"]
+def _records(runs: pd.DataFrame) -> dict[str, str]:
+    """By run id, the digest of all that is drawn of the run."""
     return {
-        run["run_id"]: {
-            "sha256": sha256(b"".join(_bytes(run["path"] / name) for name in ("record.json", "profile.json"))),
-            "status": run["status"],
-            "commit": run["code.commit"] if pd.notna(run["code.commit"]) else None,
-            "dirty": run["code.dirty"] if pd.notna(run["code.dirty"]) else None,
-        }
-        for run in runs[columns].sort_values("run_id").to_dict("records")
+        run_id: sha256(_bytes(folder / "record.json") + _bytes(folder / "profile.json"))
+        for run_id, folder in sorted(zip(runs["run_id"], runs["path"], strict=True))
     }
 
 
@@ -138,7 +125,7 @@ def draw(runs: pd.DataFrame, folder: Path) -> bool:
     new = manifest(runs) | {"figures": {}, "not_drawn": not_drawn}
     for name, (title, content) in drawn.items():
         write_atomically(folder / f"{name}.png", content)
-        new["figures"][f"{name}.png"] = {"title": title, "sha256": sha256(content), "runs": list(new["records"])}
+        new["figures"][f"{name}.png"] = {"title": title, "sha256": sha256(content)}
     for name in read_manifest(folder).get("figures", {}).keys() - new["figures"].keys():
         (folder / name).unlink(missing_ok=True)
     # Last, so that a manifest never vouches for a figure that was not written.

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from qa_lib.measure.trace import PARTS, PHASES
 from qa_lib.report.runs import AXIS_NAMES, BASELINE, NotMeasured, cells, read_profile
 from qa_lib.report.sentences import RECOMMENDED
-from qa_lib.report.style import BLUE, COLORBLIND, GREEN, ORANGE, columns, legend, name_points, new_figure, stack, style
+from qa_lib.report.style import COLORBLIND, columns, legend, name_points, new_figure, stack, style
 from qa_lib.report.tables import place
 from qa_lib.report.text import number, share
 
@@ -78,33 +78,23 @@ def timeline(rows: dict[str, dict]) -> Figure:
     title = "A step takes " + ", ".join(f"{number(rows[name]['time']['step_ms'])} ms in {name}" for name in rows)
     figure = _figure(title, rows, 1.4 + 1.5 * len(rows))
     longest = max(profile["time"]["step_ms"] for profile in rows.values())
+    wide = longest / 30  # a block that has room for its number; of the narrower ones those that count stand beside
     axes = figure.subplots(len(rows), squeeze=False, sharex=True)[:, 0]
     for axis, (name, profile) in zip(axes, rows.items(), strict=True):
         time = profile["time"]
         table = pd.DataFrame(time["parts"]).T.reindex([*PHASES, "waiting"], columns=[*PARTS, "waiting"]).fillna(0.0)
         table.loc["waiting", "waiting"] = max(0.0, time["step_ms"] - time["busy_ms"])
         took = table.sum(axis="columns")
-        table.insert(0, "_before", took.cumsum() - took)  # an underscore keeps it out of the legend
-        stack(axis, table, {"_before": "none"} | PART_COLORS)
+        begins = took.cumsum() - took
+        stack(axis, pd.concat([begins.rename("_before"), table], axis=1), {"_before": "none"} | PART_COLORS)
         for blocks in axis.containers[1:]:
-            axis.bar_label(
-                blocks, fmt=lambda ms: number(ms) if ms > longest / 30 else "", label_type="center", fontsize=7
-            )
-        for height, phase in enumerate(PHASES):
-            blocks = table.loc[phase].drop("_before")
-            small = blocks[(blocks > longest / 100) & (blocks <= longest / 30)]
-            begin, end = table.loc[phase, "_before"], took[: height + 1].sum()
+            axis.bar_label(blocks, fmt=lambda ms: number(ms) if ms > wide else "", label_type="center", fontsize=7)
+        for height, (phase, begin) in enumerate(begins.items()):
+            narrow = table.loc[phase].where(lambda ms: (ms > wide / 4) & (ms <= wide)).dropna()
+            said = " · ".join(f"{part} {number(ms)}" for part, ms in narrow.items())
+            end = begin + took[phase]
             x, side = (end, "left") if begin < longest - end else (begin, "right")
-            said = " · ".join(f"{part} {number(ms)}" for part, ms in small.items())
-            axis.annotate(
-                said,
-                (x, height),
-                (3 if side == "left" else -3, 0),
-                textcoords="offset points",
-                ha=side,
-                va="center",
-                fontsize=7,
-            )
+            axis.text(x, height, f" {said} ", ha=side, va="center", fontsize=7)
         columns(axis, {"ms": took.map(number)})
         said = f"{name}: {number(time['step_ms'])} ms a step, {share(time['busy_share'])} busy"
         if time["launches_per_step"] is not None:
@@ -175,31 +165,28 @@ def roofline(rows: dict[str, dict]) -> Figure:
     kernels = pd.DataFrame(rows[name]["ncu"])
     kernels = kernels[(kernels["us"] > 0) & (kernels["dram_bytes"] > 0)].sort_values("us", ascending=False)
     ops = kernels[["fp16_ops", "bf16_ops", "fp8_ops"]].astype(float).sum(axis="columns")
-    rate, width = 100 * ops / kernels["us"] / 1e6 / roof, 100 * kernels["dram_bytes"] / kernels["us"] / 1e3 / slope
     if not (ops > 0).any() or (ops > 0).all():
         raise NotMeasured("the counters that were read hold no products, or nothing beside them")
-    means = (
-        np.average(of[chosen], weights=kernels["us"][chosen]) for of, chosen in ((rate, ops > 0), (width, ops == 0))
+    attention = kernels["name"].str.contains("flash|fmha|attention", case=False)
+    kernels = kernels.assign(
+        rate=100 * ops / kernels["us"] / 1e6 / roof,
+        width=100 * kernels["dram_bytes"] / kernels["us"] / 1e3 / slope,
+        kind=np.select([attention, ops > 0], ["attention", "matrix products"], "the rest"),
     )
-    title = "{}: matrix work reaches {:.1f} % of its ceiling, the rest {:.1f} % of its own".format(name, *means)
+    rate = np.average(kernels["rate"][ops > 0], weights=kernels["us"][ops > 0])
+    width = np.average(kernels["width"][ops == 0], weights=kernels["us"][ops == 0])
+    title = f"{name}: matrix work reaches {rate:.1f} % of its ceiling, the rest {width:.1f} % of its own"
     figure = _figure(title, {name: rows[name]}, 4.0)
     axis = figure.subplots()
-    attention = kernels["name"].str.contains("flash|fmha|attention", case=False)
-    for chosen, label, color in (
-        ((ops > 0) & ~attention, "matrix products", BLUE),
-        (attention, "attention", ORANGE),
-        ((ops == 0) & ~attention, "the rest", GREEN),
-    ):
-        size = 400 * kernels["us"][chosen] / kernels["us"].max()
-        axis.scatter(width[chosen], rate[chosen], s=size, color=color, alpha=0.6, label=label, linewidth=0)
+    for (kind, part), color in zip(kernels.groupby("kind"), COLORBLIND, strict=False):
+        size = 400 * part["us"] / kernels["us"].max()
+        axis.scatter(part["width"], part["rate"], s=size, color=color, alpha=0.6, label=kind, linewidth=0)
     axis.set(xlabel="traffic with DRAM, in % of the copy bandwidth measured", xlim=(0, 103), ylim=(-6, 106),
              ylabel="arithmetic on the tensor cores,\nin % of the matrix rate measured")  # fmt: skip
-    heaviest = kernels.head(8)
-    said = [
-        f"{number(us)} µs, {count:.0f} ×: {_short(name)}"
-        for us, count, name in heaviest[["us", "count", "name"]].to_numpy()
-    ]
-    name_points(axis, zip(width.head(8), rate.head(8), said, strict=True))
+    name_points(axis, [
+        (kernel.width, kernel.rate, f"{number(kernel.us)} µs, {kernel.times:.0f} ×: {_short(kernel.name)}")
+        for kernel in kernels.rename(columns={"count": "times"}).head(8).itertuples()
+    ])  # fmt: skip
     legend(axis)
     return figure
 

@@ -87,7 +87,7 @@ def headline(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
             "scored": set(runs.loc[runs["quality.f1"].notna(), "model.name"]),
         }  # fmt: skip
     except NotMeasured as reason:
-        return f"**{speed_finding(every)}.**\n\n{say('readme.unknown', reason=reason)}"
+        return f"**{speed_finding(_of_largest_batch(every))}.**\n\n{say('readme.unknown', reason=reason)}"
     speed = lines["features_per_s"]
     gains = [say("readme.gain", row=row, factor=speed[row] / speed[base]) for row, base in GAINS.items()]
     paragraphs = [say(f"readme.{name}", **said) for name in ("headline", "evidence", "not_shown")]
@@ -142,8 +142,7 @@ def rows(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
             n_eval=base["quality.n"].max(), baseline=BASELINE,
             seeds=sorted({counts.min(), counts.max()}),
         )  # fmt: skip
-    finding = " ".join(speed_finding(every).split())
-    picture = say("readme.ladder", finding=finding)
+    picture = say("readme.ladder", finding=speed_finding(_of_largest_batch(every)))
     parts = [
         markdown(table.fillna(MISSING)),
         f"{caption(own, lines)} {source}",

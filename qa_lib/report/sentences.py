@@ -8,7 +8,7 @@ import pandas as pd
 
 from qa_lib.report import quality
 from qa_lib.report.runs import AXES, BASELINE, NotMeasured, commits, direction, in_cells, on_cpu, score_name
-from qa_lib.report.tables import LEVEL, interval, place, summarise
+from qa_lib.report.tables import LEVEL, cost_table, interval, place, summarise
 from qa_lib.report.text import say
 from qa_lib.variants import VARIANTS
 
@@ -64,15 +64,6 @@ def speed_finding(part: pd.DataFrame) -> str:
     peers = timed[timed["variant"].isin(PEERS)]
     peer = None if peers.empty else peers.loc[peers["ratio"].idxmax()].to_dict()
     return say("sentences.speed", base=base, top=top, peer=peer, plain=PEERS[0])
-
-
-def quality_finding(part: pd.DataFrame) -> str:
-    """The quickest row whose mean score is close to the baseline's; whether it is equal is for quality.equivalence."""
-    quality.require_answers(part)
-    base = _line(part, BASELINE, "score", "train_s")
-    close = part[part["delta"] >= -quality.MARGIN].dropna(subset=["train_s"])
-    quickest = close.loc[close["train_s"].idxmin()].to_dict()
-    return say("sentences.quality", base=base, quickest=quickest, rows=len(close), margin=quality.MARGIN)
 
 
 def trains_all(lines: pd.DataFrame) -> pd.Series:
@@ -149,31 +140,11 @@ def equivalence_counts(runs: pd.DataFrame) -> str:
     return say("sentences.counts", margin=quality.MARGIN, baseline=BASELINE, counts=counts, rows=int(told.sum()))
 
 
-def cold_costs(runs: pd.DataFrame) -> pd.DataFrame:
-    """Seconds of a run that found nothing compiled, the mean of each row's, by part; without resumed runs.
-
-    By row in table order: n; preparing, compiling, training, scoring, wall. Raises NotMeasured where there is none.
-    """
-    whole = runs[runs["time.wall_s"].notna() & runs["time.resumed_from_step"].isna()]
-    whole = whole[~whole["time.compile_cached"].eq(True)]
-    if whole.empty:
-        raise NotMeasured("no run that found nothing compiled has a measured wall time")
-    columns = {
-        "preparing": "prepare_s",
-        "compiling": "compile_s",
-        "training": "train_s",
-        "scoring": "eval_s",
-        "wall": "wall_s",
-    }
-    seconds = pd.DataFrame({part: whole[f"time.{name}"].astype(float).fillna(0.0) for part, name in columns.items()})
-    seconds["training"] -= seconds["compiling"]
-    rows = seconds.groupby(whole["spec.variant"])
-    return rows.mean().assign(n=rows.size()).sort_index(key=lambda names: names.map(place))
-
-
 def cost_finding(runs: pd.DataFrame) -> str:
     """What a run takes, and what compilation takes of it."""
-    rows = cold_costs(runs)
+    rows = cost_table(runs)
+    if rows.empty:
+        raise NotMeasured("no run that found nothing compiled has a measured wall time")
     return say("sentences.cost", low=rows["wall"].min(), high=rows["wall"].max(), rows=len(rows),
                longest=rows["compiling"].max(), row=rows["compiling"].idxmax())  # fmt: skip
 
@@ -192,7 +163,6 @@ def findings(runs: pd.DataFrame, judged: pd.DataFrame | None = None) -> str:
         ("", speed_finding, lines),
         ("", memory_finding, lines),
         (where, equivalence_finding, over_sizes),
-        (where, quality_finding, scores),
         (where, peft_finding, over_sizes),
         (where, failed_join_finding, scores),
         ("", cost_finding, runs),

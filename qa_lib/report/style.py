@@ -43,10 +43,10 @@ def new_figure(title: str, note: str, height: float) -> Figure:
     return figure
 
 
-def legend(axis: Axes, height: float = 1.0, **look) -> None:
+def legend(axis: Axes, height: float = 1.0) -> None:
     """The legend in one line above the axis, where nothing is drawn."""
     axis.legend(loc="lower left", bbox_to_anchor=(-0.01, height), ncols=9, fontsize=8, frameon=False,
-                columnspacing=1.2, handletextpad=0.5, **look)  # fmt: skip
+                columnspacing=1.2, handletextpad=0.5)  # fmt: skip
 
 
 def name_rows(axis: Axes, names: Sequence[str]) -> None:
@@ -74,8 +74,8 @@ def name_points(axis: Axes, points: Iterable[tuple[float, float, str]]) -> None:
     points = sorted(points, key=itemgetter(1))
     low, high = axis.get_ylim()
     steps = 0.07 * (high - low) * np.arange(len(points))
-    heights = np.maximum.accumulate([y for _, y, _ in points] - steps) + steps
-    heights -= max(0.0, heights[-1] - high)
+    heights = np.maximum.accumulate([y for _, y, _ in points] - steps) + steps  # each at its point's or further up
+    heights = np.minimum(heights, high - steps[::-1])
     line = {"arrowstyle": "-", "color": "0.5", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4}
     for (x, y, text), height in zip(points, heights, strict=True):
         axis.annotate(text, (x, y), (1.02, height), textcoords=axis.get_yaxis_transform(), fontsize=8, va="center",

@@ -283,10 +283,14 @@ def published_table(lines: pd.DataFrame, group: str) -> pd.DataFrame:
 
 
 def cost_table(runs: pd.DataFrame) -> pd.DataFrame:
-    """Seconds that each row's runs took, those that were measured whole, and the sum of all rows in the last line."""
-    wall_s = runs["time.wall_s"].astype(float).mask(runs["time.resumed_from_step"].notna())
-    seconds = wall_s.groupby(runs["spec.variant"])
-    rows = pd.DataFrame({"runs": seconds.count(), "wall_s": seconds.sum()})
-    rows = rows[rows["runs"] > 0].sort_index(key=lambda names: names.map(place))
-    rows.loc["total"] = rows.sum()
-    return rows.rename_axis("row").reset_index().astype({"runs": int})
+    """Seconds of a run that found nothing compiled, the mean of each row's, by part; without resumed runs.
+
+    By row in table order: preparing, compiling, training, scoring, wall; n.
+    """
+    whole = runs[runs["time.wall_s"].notna() & runs["time.resumed_from_step"].isna()]
+    whole = whole[~whole["time.compile_cached"].eq(True)]
+    parts = {"preparing": "prepare", "compiling": "compile", "training": "train", "scoring": "eval", "wall": "wall"}
+    seconds = pd.DataFrame({part: whole[f"time.{name}_s"].astype(float).fillna(0.0) for part, name in parts.items()})
+    seconds["training"] -= seconds["compiling"]
+    rows = seconds.groupby(whole["spec.variant"])
+    return rows.mean().assign(n=rows.size()).sort_index(key=lambda names: names.map(place))
