@@ -408,9 +408,6 @@ def test_numbers_are_written_with_three_digits():
     assert [text.count(value) for value in (70, 75_330, 999_600, 108_893_186)] == ["70", "75.3 k", "1 M", "109 M"]
 
 
-NEEDS_GPU = {"memory", "timeline", "phases", "roofline"}
-
-
 def made_profile(run):
     """What `profile` writes beside a run, with numbers of no meaning."""
     spans = [[0.0, 2.0, "forward", "attention"], [2.5, 3.0, "backward", "loss"], [6.0, 1.0, "optimizer", "optimizer"]]
@@ -438,86 +435,6 @@ def made_profile(run):
         "ncu": [kernel | {"dram_bytes": 1e6, "fp16_ops": 4e9, "bf16_ops": 0.0, "fp8_ops": None},
                 kernel | {"name": "norm", "dram_bytes": 2e6, "fp16_ops": 0.0, "bf16_ops": 0.0, "fp8_ops": 0.0}],
     }  # fmt: skip
-
-
-def test_profiles_are_drawn_as_they_were_measured():
-    made = {name: made_profile({"run_id": name, "group": "g", "spec.variant": name}) for name in ("A1", "E1")}
-    made["E1"]["time"] |= {"step_ms": 2.5, "busy_ms": 2.5, "busy_share": 1.0, "launches_per_step": 40.0}
-    kinds = (profiles.timeline, profiles.fig_parts, profiles.phases, profiles.fig_allocator, profiles.roofline)
-    said = {draw.__name__: " ".join(draw(made).get_suptitle().split()) for draw in kinds}
-    first, second = said["timeline"].split("; ")
-    assert first == "A step of A1: 7.50 ms, 80.0 % busy, 900 launches"
-    assert second == "a step of E1: 2.50 ms, 100 % busy, 40 launches"
-    assert "×3.00 as fast as A1's" in said["fig_parts"]
-    assert said["phases"] == "A1 peaks at 23.0 MiB, in its backward pass"
-    # 4e9 operations in 9 us are 444 TFLOP/s of 700; 2e6 bytes in 9 us are 222 GB/s of 4,000.
-    assert "63.5 % of the matrix rate" in said["roofline"] and "5.56 % of the copy bandwidth" in said["roofline"]
-    for profile in made.values():
-        profile |= {"memory": None, "ncu": None}
-    for make_figure in (profiles.phases, profiles.fig_allocator, profiles.roofline):
-        with pytest.raises(NotMeasured):
-            make_figure(made)
-
-
-@pytest.mark.parametrize("machine", [CPU, GPU])
-def test_every_figure_has_a_title_axis_labels_and_a_caption_or_a_reason(runs, machine):
-    for variant in ("A0", "A1", "A3", "A4", "B1", "C2"):
-        for seed in range(3):
-            make(runs, variant, seed, machine=machine, micro_batch=4, speed=100.0 + seed + len(variant))
-    group = f"{machine.hardware}-smoke"
-    chosen = select(load_runs(runs), group)
-    for run in chosen.to_dict("records"):
-        if machine is GPU and run["spec.variant"] in ("A1", "A3"):
-            (run["path"] / "profile.json").write_text(json.dumps(made_profile(run)))
-    for name, figure_of in figures.FIGURES.items():
-        if machine is CPU and name in NEEDS_GPU:
-            with pytest.raises(NotMeasured, match=r"no GPU|no run of this group has a profile"):
-                figure_of(chosen)
-            continue
-        figure = figure_of(chosen)
-        if name in NEEDS_GPU - {"memory"}:
-            assert len(figure.get_suptitle()) > 10 and group in figure.get_supxlabel()
-            assert style.png(figure_of(chosen)) == style.png(figure), "equal records are equal bytes"
-            continue
-        assert len(figure.get_suptitle()) > 10 and group in figure.get_supxlabel()
-        assert (sentences.CPU_CAVEAT in " ".join(figure.get_supxlabel().split())) is (machine is CPU)
-        for axis in figure.axes:
-            assert axis.get_xlabel() and axis.get_ylabel(), name
-        if name in ("ladder", "cost"):
-            assert all(axis.get_xlim()[0] == 0 for axis in figure.axes), "bars start at 0"
-        if machine is GPU:
-            assert style.png(figure_of(chosen)) == style.png(figure), "equal records are equal bytes"
-
-
-def test_a_figure_of_several_groups_is_refused(runs):
-    make(runs, "A1", machine=GPU)
-    with pytest.raises(ReportError, match="cpu-smoke, h200-smoke"):
-        figures.fig_ladder(load_runs(runs))
-
-
-def test_a_micro_batch_without_any_speed_does_not_break_the_ladder(runs):
-    make(runs, "A1", micro_batch=4, status="oom", error={"kind": "OutOfMemoryError", "message": "too large"})
-    figure = figures.fig_ladder(select(load_runs(runs), "cpu-smoke"))
-    assert [text.get_text() for text in figure.axes[1].texts] == ["oom: too large"]
-    assert figure.axes[1].get_xlim() == figure.axes[0].get_xlim() == (0, 380)
-
-
-def test_the_ladder_says_the_factors_and_why_a_rung_is_empty(runs):
-    make(runs, "A3", status="skipped", error={"kind": "skipped", "message": "needs a compiler"})
-    figure = figures.fig_ladder(select(load_runs(runs), "cpu-smoke"))
-    said = [text.get_text() for text in figure.axes[0].texts]
-    title = "On a CPU: A4 trains ×2.00 the features/s of A1, plain transformers.Trainer (A0) ×0.95"
-    assert " ".join(figure.get_suptitle().split()) == title
-    assert "160/s   ×1.60 vs A1" in said and "200/s   ×2.00 vs A1   ×1.25 vs A4-nb" in said
-    assert "skipped: needs a compiler" in said
-
-
-def test_a_few_timed_runs_do_not_stand_for_a_group_that_shared_the_gpu(runs):
-    group = select(load_runs(runs), "cpu-smoke")
-    group.loc[group["spec.variant"] != "A1", "time.wall_s"] = None
-    for figure_of in (figures.fig_ladder, figures.fig_memory, figures.fig_cost):
-        with pytest.raises(NotMeasured, match="shared the GPU"):
-            figure_of(group)
 
 
 def test_findings_name_what_is_known_and_what_is_not(runs):

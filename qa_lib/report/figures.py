@@ -134,11 +134,12 @@ def fig_equivalence(runs: pd.DataFrame) -> Figure:
         axis.axvline(0, color="0.4", linewidth=1)
         table = {}
         for at, shift, fill, head in (("", -0.16, None, "at threshold 0"), ("best_", 0.16, "white", "at the best one")):
-            delta, half = rows[f"{at}delta"], rows[f"{at}half"]
-            table[head] = map(gain, delta, half)
-            for verdict, of in rows.groupby("verdict").groups.items():
-                axis.errorbar(delta[of], of + shift, xerr=half[of], color=colors[verdict], fmt="o", capsize=2, markersize=4,
-                              markerfacecolor=fill, linewidth=1, label=head if verdict == "within" else None)  # fmt: skip
+            table[head] = map(gain, rows[f"{at}delta"], rows[f"{at}half"])
+            look = {"marker": "o", "markersize": 4, "markerfacecolor": fill}
+            for verdict, part in rows.groupby("verdict"):
+                axis.errorbar(part[f"{at}delta"], part.index + shift, xerr=part[f"{at}half"], color=colors[verdict],
+                              linestyle="", capsize=2, elinewidth=1, **look)  # fmt: skip
+            axis.plot([], [], color=BLUE, linestyle="", label=head, **look)
         axis.plot([], [], "o", color=ORANGE, label="cannot be told")
         style.columns(axis, table | {"n": rows["n"].map(str)})
         style.name_rows(axis, rows["variant"])

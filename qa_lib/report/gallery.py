@@ -29,7 +29,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def manifest(runs: pd.DataFrame) -> dict:
-    """Of a group's runs, all that its figures show; not yet the figures."""
+    """Of a group's runs, all that its figures show, and the table of its rows; not yet the figures."""
     lines = summarise(runs)
     return {
         "group": runs["group"].iloc[0],
