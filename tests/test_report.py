@@ -15,9 +15,9 @@ import papermill
 import pytest
 
 from qa_lib import record
-from qa_lib.report import cards, claims, figures, gallery, profiles, publish, quality, sentences, style, tables, text
+from qa_lib.report import cards, claims, figures, gallery, publish, quality, sentences, tables, text
 from qa_lib.report import readme as front
-from qa_lib.report.runs import NotMeasured, ReportError, load_runs, published, select
+from qa_lib.report.runs import ReportError, load_runs, published, select
 from qa_lib.spec import Machine, resolve
 from qa_lib.variants import FAMILIES, VARIANTS
 
@@ -128,7 +128,7 @@ def test_a_baseline_at_another_micro_batch_is_none(runs):
     assert line[["ratio", "delta", "break_even"]].isna().all()
     assert lines_of(runs).loc[8, "A4"]["ratio"] == 2.0 and not lines_of(runs).loc[8, "A4"]["note"]
     said = sentences.findings(select(load_runs(runs), "cpu-smoke"))
-    assert "- Micro-batch 8: A4 trains ×2.00" in said and "- A4: no ratio" in said
+    assert "- Micro-batch 8: A4 trains 2.00× as fast" in said and "- A4: no ratio" in said
 
 
 def test_a_profile_over_lengths_compares_rows_of_one_length(runs):
@@ -141,11 +141,13 @@ def test_a_profile_over_lengths_compares_rows_of_one_length(runs):
     table = tables.result_table(lines.reset_index())
     assert list(table["length"].unique()) == ["48", "96", "192"] and "micro-batch" not in table
     figure = figures.fig_ladder(chosen)
-    assert [axis.get_title("left") for axis in figure.axes] == ["length 192", "length 96", "length 48"]
+    assert [axis.get_title("right") for axis in figure.axes] == ["length 192", "length 96", "length 48"]
     assert "length 48, 96, 192 · micro-batch 8" in " ".join(figure.get_supxlabel().split())
     make(runs, "A1", length=48, micro_batch=4)
-    labels = [axis.get_title("left") for axis in figures.fig_ladder(select(load_runs(runs), "cpu-smoke")).axes]
-    assert "length 48, micro-batch 4" in labels and "length 96, micro-batch 8" in labels
+    chosen = select(load_runs(runs), "cpu-smoke")
+    assert "- Length 48, micro-batch 4: A1 trains" in sentences.findings(chosen)
+    labels = [axis.get_title("right") for axis in figures.fig_ladder(chosen).axes]
+    assert labels == ["length 192", "length 96", "length 48"], "of each length the largest micro-batch alone"
     assert call() == 0
 
 
@@ -171,7 +173,7 @@ def test_a_second_model_of_a_group_adds_rows_and_changes_none(runs):
     assert (
         table.loc["A2, model other 1", "within 1 F1"] == "no" and table.loc["A2, model tiny 1", "within 1 F1"] == "yes"
     )
-    assert [axis.get_title("left") for axis in figures.fig_equivalence(chosen).axes] == [
+    assert [axis.get_title("right") for axis in figures.fig_equivalence(chosen).axes] == [
         "model tiny 1",
         "model other 1",
     ]
@@ -204,8 +206,8 @@ def test_the_score_is_the_one_that_the_task_names(tmp_path, monkeypatch):
     assert not [name for name in table if "F1" in name]
     assert figures.fig_ladder(chosen).get_suptitle() and figures.fig_memory(chosen).get_suptitle()
     figure = figures.fig_peft(chosen)
-    assert figure.axes[0].get_ylabel() == "Perplexity"
-    assert "Best Perplexity of PEFT: B2, +2.00 against A1" in " ".join(figure.get_suptitle().split())
+    assert figure.axes[0].get_xlabel() == "Perplexity"
+    assert "The best PEFT row, B2, has +2.00 Perplexity against A1" in " ".join(figure.get_suptitle().split())
     said = sentences.findings(chosen)
     assert "F1" not in said and "no margin of Perplexity" in said
     assert call("--figures", "figures") == 0
@@ -288,12 +290,12 @@ def test_intervals_need_three_seeds_and_are_those_of_students_t(runs):
     make(runs, "A4", seed=1, speed=210.0)
     assert math.isnan(lines_of(runs).loc[8, "A4"]["features_per_s±"])
     make(runs, "A4", seed=2, speed=220.0)
-    # Mean 210, standard deviation 10, t(2 degrees of freedom, 97.5 %) 4.303: 4.303 * 10 / sqrt(3) = 24.84.
+    # Mean 210, standard deviation 10, t(2 degrees of freedom, 95 %) 2.920: 2.920 * 10 / sqrt(3) = 16.86.
     line = lines_of(runs).loc[8, "A4"]
-    assert line["features_per_s±"] == pytest.approx(24.84, abs=0.01)
-    assert tables.result_table(lines_of(runs).reset_index()).set_index("row").loc["A4", "features/s"] == "210 ± 25"
-    four = pd.Series([1.0, 2.0, 3.0, 4.0])  # standard deviation 1.2910, t(3) 3.182
-    assert tables.interval(four) == pytest.approx(3.182 * 1.2910 / 2, abs=1e-3)
+    assert line["features_per_s±"] == pytest.approx(16.86, abs=0.01)
+    assert tables.result_table(lines_of(runs).reset_index()).set_index("row").loc["A4", "features/s"] == "210 ± 17"
+    four = pd.Series([1.0, 2.0, 3.0, 4.0])  # standard deviation 1.2910, t(3) 2.353
+    assert tables.interval(four) == pytest.approx(2.353 * 1.2910 / 2, abs=1e-3)
 
 
 def test_the_difference_in_f1_has_an_interval_over_equal_seeds(runs):
@@ -301,7 +303,7 @@ def test_the_difference_in_f1_has_an_interval_over_equal_seeds(runs):
         make(runs, "A1", seed=seed, f1=base)
         make(runs, "A4", seed=seed, f1=other)
     line = lines_of(runs).loc[8, "A4"]  # differences 1, 2, 3
-    assert line["delta"] == 2.0 and line["delta±"] == pytest.approx(4.303 / math.sqrt(3), abs=1e-3)
+    assert line["delta"] == 2.0 and line["delta±"] == pytest.approx(2.920 / math.sqrt(3), abs=1e-3)
     make(runs, "A4", seed=3, f1=0.0)
     assert lines_of(runs).loc[8, "A4"]["delta"] == 2.0, "a seed that the baseline has not says nothing"
 
@@ -311,7 +313,7 @@ def test_a_resumed_run_has_no_time_of_the_whole(runs):
     line = lines_of(runs).loc[8, "A4"]
     assert math.isnan(line["train_s"]) and math.isnan(line["wall_s"]) and line["features_per_s"] == 200.0
     assert "resumed at step 100" in line["note"]
-    assert "A4" not in set(tables.cost_table(select(load_runs(runs), "cpu-smoke"))["row"])
+    assert "A4" not in tables.cost_table(select(load_runs(runs), "cpu-smoke")).index
 
 
 def test_the_newest_of_two_runs_of_one_row_and_seed_counts(runs):
@@ -356,8 +358,8 @@ def test_a_row_that_this_version_does_not_know_is_shown(runs):
     path.write_text(json.dumps(entry))
     table = tables.result_table(lines_of(runs).reset_index()).set_index("row")
     assert table.index[-1] == "Z9" and table.loc["Z9", "what it changes"] == "–"
-    figure = figures.fig_f1_time(select(load_runs(runs), "cpu-smoke"))
-    assert "Z9" in {text.get_text() for text in figure.axes[0].texts}
+    figure = figures.fig_cost(select(load_runs(runs), "cpu-smoke"))
+    assert "Z9" in {text.get_text() for text in figure.axes[0].get_yticklabels()}
 
 
 def test_family_tables_hold_the_family_the_baseline_and_the_parents(runs):
@@ -394,12 +396,17 @@ def test_published_training_times_agree_with_published_throughput():
     assert len(rows) == 11 and features.between(0.995 * 3 * 131_754, 1.005 * 3 * 131_754).all()
 
 
-def test_the_cost_is_what_all_runs_took(runs):
-    make(runs, "A1", seed=1)
-    chosen = select(load_runs(runs), "cpu-smoke")
-    costs = tables.cost_table(chosen).set_index("row")
-    assert costs.loc["A1"].tolist() == [2, 200.0]
-    assert costs.loc["total", "runs"] == 10 and costs.loc["total", "wall_s"] == costs["wall_s"].iloc[:-1].sum()
+def test_the_cost_is_that_of_a_run_which_found_nothing_compiled(runs):
+    make(runs, "A1", seed=1, speed=50.0)
+    path = make(runs, "A3", seed=1, speed=1.0) / "record.json"
+    entry = json.loads(path.read_text())
+    entry["time"]["compile_cached"] = True
+    path.write_text(json.dumps(entry))
+    costs = tables.cost_table(select(load_runs(runs), "cpu-smoke"))
+    parts = ["preparing", "compiling", "training", "scoring", "wall", "n"]
+    assert costs.loc["A1", parts].tolist() == [0.0, 1.5, 142.5, 1.0, 148.0, 2]  # 96 and 192 s of training
+    assert costs.loc["A3", ["wall", "n"]].tolist() == [68.0, 1]
+    assert list(costs.index[:3]) == ["A1", "A0", "A2"] and "C1" not in costs.index
 
 
 def test_numbers_are_written_with_three_digits():
@@ -428,7 +435,7 @@ def made_profile(run):
     }
     return {
         "schema": record.PROFILE_SCHEMA, "run_id": run["run_id"], "group": run["group"],
-        "spec": {"variant": run["spec.variant"]}, "code": {"commit": "0123456", "dirty": False},
+        "spec": {"variant": run["spec.variant"], "micro_batch": 8}, "code": {"commit": "0123456", "dirty": False},
         "env": {"gpu": "A GPU", "cpu": "a CPU"},
         "time": {"step_ms": 7.5, "busy_ms": 6.0, "busy_share": 0.8, "launches_per_step": 900.0, "parts": parts},
         "timeline": spans, "memory": memory, "ceilings": {"matrix_tflops": 700.0, "copy_gb_per_s": 4000.0},
@@ -438,9 +445,8 @@ def made_profile(run):
 
 
 def test_findings_name_what_is_known_and_what_is_not(runs):
-    make(runs, "B3", speed=900.0, f1=93.9)  # quicker still, but more than 1 F1 below
     text = sentences.findings(select(load_runs(runs), "cpu-smoke"))
-    assert "rows with a mean F1 within 1 of A1's or above it, B1 is the quickest: 33.3 % of A1's" in text
+    assert "The best PEFT row, B1, has +0.00 F1 against A1." in text
     assert "Joining sorted predictions by position (A4-b) gives F1 30.00 where A4 has 95.00" in text
     assert "Not known here: peak GPU memory" in text and "C1: oom: CUDA out of memory" in text
     assert sentences.CPU_CAVEAT in text and "n = 1 seed" in text
@@ -451,17 +457,17 @@ def test_the_manifest_ties_every_figure_to_records(runs):
     folder = Path("figures/cpu-smoke")
     manifest = json.loads((folder / "manifest.json").read_text())
     assert "report" not in manifest, "what the code looks like is not shown"
-    for run_id, entry in manifest["records"].items():
+    for run_id, digest in manifest["records"].items():
         content = (runs / "cpu-smoke" / run_id / "record.json").read_bytes()
-        assert entry["sha256"] == gallery.sha256(content) and entry["commit"].startswith("0123456")
+        assert digest == gallery.sha256(content)
     assert set(manifest["figures"]) == {path.name for path in folder.glob("*.png")} == {
-        "ladder.png", "f1-time.png", "peft.png", "cost.png",
+        "ladder.png", "peft.png", "cost.png",
     }  # fmt: skip
     for name, figure in manifest["figures"].items():
         assert figure["sha256"] == gallery.sha256((folder / name).read_bytes())
-        assert set(figure["runs"]) == set(manifest["records"]) and figure["title"]
+        assert figure["title"]
     assert "no GPU" in manifest["not_drawn"]["memory"]
-    assert manifest["tables"]["results"][1]["row"] == "A0"
+    assert manifest["results"][1]["row"] == "A0"
 
 
 def test_nothing_is_redrawn_unless_what_is_shown_changed(runs, quick, capsys, monkeypatch):
@@ -526,7 +532,7 @@ def test_the_readme_block_is_generated_and_checked(readme, runs, capsys):
     text = readme.read_text()
     assert text.startswith("# Title\n") and text.endswith("\n\ntail\n")
     assert "](figures/cpu-smoke/ladder.png)" in text and "| 200 | 2.00 |" in text
-    assert "A4 trains ×2.00" in text and "not known: no row has a measured speed at micro-batch 32" in text
+    assert "A4 trains 2.00× as fast" in text and "not known: no row has a measured speed at micro-batch 32" in text
     assert sentences.CPU_CAVEAT in text and "\n| A2 |" not in text, "of the rows a selection"
     assert call("--check") == 0
     assert call("--readme") == 0 and readme.read_text() == text
@@ -590,14 +596,14 @@ def test_the_notebook_runs_and_shows_the_figures_and_tables(runs, tmp_path):
     )
     cells = nbformat.read(tmp_path / "out.ipynb", 4).cells
     shown = {cell.id: [output.get("data", {}) for output in cell.get("outputs", [])] for cell in cells}
-    assert all("image/png" in shown[name][0] for name in ("systems", "time", "peft"))
+    assert all("image/png" in shown[name][0] for name in ("systems", "peft"))
     assert "three seeds" in shown["quality"][0]["text/markdown"], "one seed tells no spread"
     assert "image/png" in shown["published"][2] and "cannot be told" in shown["published"][0]["text/markdown"]
-    assert "× 3 ÷" not in shown["time"][2]["text/markdown"], "no projection from micro-batch 8"
+    assert "× 3 ÷" not in shown["time"][1]["text/markdown"], "no projection from micro-batch 8"
     assert "no run of this group has a profile" in shown["anatomy"][0]["text/markdown"]
     assert "seeds' protocol" in shown["memory"][2]["text/markdown"]
     assert "no GPU" in shown["memory"][0]["text/markdown"]
-    assert "A4 trains ×2.00" in shown["findings"][0]["text/markdown"]
+    assert "A4 trains 2.00× as fast" in shown["findings"][0]["text/markdown"]
     assert "no backend named" in shown["systems"][2]["text/markdown"]
     assert "T4: samples/s" in shown["published"][1]["text/markdown"]
     assert (tmp_path / "out.ipynb").stat().st_size < 500_000
