@@ -62,7 +62,7 @@ def faults(figure):
     markers = [marker for axis in figure.axes for marker in markers_of(axis)]
     found += [f"{text} lies on a marker" for text, box in boxes.items() if any(map(box.overlaps, markers))]
     whole = figure.bbox
-    outside = [text for text, box in boxes.items() if not Bbox.union([box, whole]).bounds == whole.bounds]
+    outside = [text for text, box in boxes.items() if Bbox.union([box, whole]).bounds != whole.bounds]
     found += [f"{text} leaves the figure" for text in outside]
     if figure.get_suptitle().count("\n") > 1:
         found.append("the title has more than two lines")

@@ -81,7 +81,7 @@ def fig_memory(runs: pd.DataFrame) -> Figure:
         ):
             axis.scatter(part["features_per_s"][chosen], part["gib"][chosen], s=40, label=label, **look)
         axis.step(front["features_per_s"], front["gib"], where="post", color=BLUE, zorder=1, linewidth=1)
-        axis.set(xlabel="features/s in training (further right is faster)", ylabel="peak GPU memory in GiB")
+        axis.set(xlabel="features/s in training (further right is faster)", ylabel="peak GPU memory, allocated, in GiB")
         axis.set(xlim=(0, None), ylim=(0, None))
         named = pd.concat([front, part[part["variant"] == BASELINE], part[trainer][:1]]).drop_duplicates("variant")
         said = [f"{row.variant}: {number(row.gib)} GiB, {number(row.features_per_s)}/s" for row in named.itertuples()]
@@ -102,6 +102,7 @@ def fig_peft(runs: pd.DataFrame) -> Figure:
         if name == "F1":
             silent = runs["quality.always_null_f1"].astype(float).mean()
             axis.axvline(silent, color=RED, linestyle="--", label=f"a model that never answers: {points(silent)}")
+            style.legend(axis)
         style.columns(axis, {
             name: map(points, rows["score"], rows["half"]),
             f"against {BASELINE}": map(gain, rows["delta"], rows["delta_half"]),
@@ -110,7 +111,6 @@ def fig_peft(runs: pd.DataFrame) -> Figure:
         })  # fmt: skip
         style.name_rows(axis, _in_words(rows.index))
         axis.set_xlabel(f"{name} at the best threshold for “no answer”" if name == "F1" else name)
-    style.legend(figure.axes[0])
     return figure
 
 
