@@ -65,7 +65,7 @@ def differences(runs: pd.DataFrame, variant: str, base: str = BASELINE, column: 
 def compare(runs: pd.DataFrame, variant: str, base: str = BASELINE, column: str = METRICS[0]) -> tuple[float, float]:
     """The mean of `differences` and half its t-based 90 % interval, NaN below three seeds."""
     found = differences(runs, variant, base, column)
-    return float(found.mean()), float(interval(found, 90))
+    return float(found.mean()), float(interval(found))
 
 
 def verdict(difference: tuple[float, float]) -> str:
@@ -93,7 +93,7 @@ def equivalence(runs: pd.DataFrame) -> pd.DataFrame:
         if BASELINE not in rows:
             raise NotMeasured(f"{BASELINE} has no F1")
         found = rows.sub(rows[BASELINE], axis="index")
-        columns |= {f"{at}n": found.count(), f"{at}delta": found.mean(), f"{at}half": interval(found, 90)}
+        columns |= {f"{at}n": found.count(), f"{at}delta": found.mean(), f"{at}half": interval(found)}
     table = pd.DataFrame(columns).query("n > 0 and best_n > 0")
     table = table.loc[[name for name in VARIANTS if name in table.index and name not in FAULTY | {BASELINE}]]
     told = []

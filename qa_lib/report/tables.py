@@ -19,6 +19,7 @@ from qa_lib.report.runs import AXES, AXIS_NAMES, BASELINE, TASK, ReportError, pu
 from qa_lib.report.text import MISSING, count, gain, markdown, number, points, share
 from qa_lib.variants import VARIANTS
 
+LEVEL = 90  # percent, of every interval: the test of equality by two one-sided tests is one of 90 %
 MEASURES = {  # name in `lines` -> value of a record; beside them `score`, the one that the task names
     "features_per_s": "speed.features_per_s",
     "step_ms": "time.step_ms.median",
@@ -56,12 +57,12 @@ def place(variant: str) -> tuple[int, str]:
     return (list(VARIANTS).index(variant) if variant in VARIANTS else len(VARIANTS)), variant
 
 
-def interval(values, level: int = 95):
-    """Half the width of the interval of the mean over seeds, at a level in percent, by Student's t; NaN below three
-    values. Of a Series, of each column of a table, or of each group of a groupby. (`stdtrit` is the quantile of t, as
+def interval(values):
+    """Half the width of the interval of the mean over seeds, at LEVEL, by Student's t; NaN below three values. Of a
+    Series, of each column of a table, or of each group of a groupby. (`stdtrit` is the quantile of t, as
     scipy.stats.t.ppf, which takes longer to import.)"""
     n = values.count()
-    half = stdtrit(np.maximum(n - 1, 1), 0.5 + level / 200) * values.std() / np.sqrt(np.maximum(n, 1))
+    half = stdtrit(np.maximum(n - 1, 1), 0.5 + LEVEL / 200) * values.std() / np.sqrt(np.maximum(n, 1))
     return half * np.where(n >= 3, 1.0, math.nan)
 
 
@@ -281,10 +282,14 @@ def published_table(lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def cost_table(runs: pd.DataFrame) -> pd.DataFrame:
-    """Seconds that each row's runs took, those that were measured whole, and the sum of all rows in the last line."""
-    wall_s = runs["time.wall_s"].astype(float).mask(runs["time.resumed_from_step"].notna())
-    seconds = wall_s.groupby(runs["spec.variant"])
-    rows = pd.DataFrame({"runs": seconds.count(), "wall_s": seconds.sum()})
-    rows = rows[rows["runs"] > 0].sort_index(key=lambda names: names.map(place))
-    rows.loc["total"] = rows.sum()
-    return rows.rename_axis("row").reset_index().astype({"runs": int})
+    """Seconds of a run that found nothing compiled, the mean of each row's, by part; without resumed runs.
+
+    By row in table order: preparing, compiling, training, scoring, wall; n.
+    """
+    whole = runs[runs["time.wall_s"].notna() & runs["time.resumed_from_step"].isna()]
+    whole = whole[~whole["time.compile_cached"].eq(True)]
+    parts = {"preparing": "prepare", "compiling": "compile", "training": "train", "scoring": "eval", "wall": "wall"}
+    seconds = pd.DataFrame({part: whole[f"time.{name}_s"].astype(float).fillna(0.0) for part, name in parts.items()})
+    seconds["training"] -= seconds["compiling"]
+    rows = seconds.groupby(whole["spec.variant"])
+    return rows.mean().assign(n=rows.size()).sort_index(key=lambda names: names.map(place))
