@@ -47,6 +47,10 @@ class Scale:
     threads: int | None = None  # of a run on a CPU; None: all of them
     limit_gib: float | None = None  # GPU memory that the run may take; None: all there is
 
+    def __post_init__(self):
+        if not 0 < self.learning_rate < 1:
+            raise SpecError(f"learning rate {self.learning_rate:g} is not between 0 and 1")
+
 
 _TO_COMPARE = {"epochs": 3, "quality": True}  # three epochs, scored
 SCALES = {
@@ -253,21 +257,25 @@ def resolve(
     data_source: str,
     model_source: str,
     micro_batch: int | None = None,
-    lacks: Mapping[str, str] | None = None,
     world: int | None = None,
+    epochs: int | None = None,
+    learning_rate: float | None = None,
 ) -> Spec:
     """Variant x scale x seed to the spec of one run on this machine.
 
-    `data` and `model` are identities and `*_source` where to load them from (see Spec); `lacks` is for `missing`;
-    without `world` a parallel row has WORLD processes. Raises UnknownName, and SpecError for a seed, a micro-batch or
-    a world that cannot be.
+    `data` and `model` are identities and `*_source` where to load them from (see Spec). `micro_batch` replaces the
+    row's, `epochs` and `learning_rate` the scale's, unless they are 0 or None; without `world` a parallel row has WORLD
+    processes. Raises UnknownName, and SpecError for a number that cannot be.
     """
-    row, size = find_variant(variant), find_scale(scale)
+    asked, size = find_variant(variant).settings, find_scale(scale)
     if not 0 <= seed < 2**63:
         raise SpecError(f"seed {seed} is not between 0 and 2^63 - 1")
-    asked = row.settings
-    if micro_batch is not None:
+    if micro_batch:
         asked = dataclasses.replace(asked, micro_batch=micro_batch)
+    if epochs:
+        size = dataclasses.replace(size, steps=None, epochs=epochs)
+    if learning_rate:
+        size = dataclasses.replace(size, learning_rate=learning_rate)
     if (size.effective_batch or asked.micro_batch) % asked.micro_batch:
         raise SpecError(
             f"micro-batch {asked.micro_batch} does not divide the effective batch {size.effective_batch} "
@@ -289,7 +297,7 @@ def resolve(
         asked=asked,
         settings=settings,
         adjusted=adjusted,
-        skip=missing(settings, machine, lacks, world),
+        skip=missing(settings, machine, world=world),
         hardware=machine.hardware,
         data=data,
         model=model,

@@ -272,10 +272,11 @@ def find_variant(name: str) -> Variant:
 
 
 def find_family(name: str) -> list[str]:
-    """The names of a family's rows, in table order; UnknownName otherwise."""
-    if name not in FAMILIES:
-        raise UnknownName(nearest("family", name, FAMILIES))
-    return [row.name for row in VARIANTS.values() if row.family == name]
+    """The names of a family's rows, in table order, by its letter or its notebook; UnknownName otherwise."""
+    letters = {word: letter for letter, notebook in FAMILIES.items() for word in (letter, notebook)}
+    if name not in letters:
+        raise UnknownName(nearest("family", name, letters))
+    return [row.name for row in VARIANTS.values() if row.family == letters[name]]
 
 
 def needs(settings: Settings) -> list[str]:
