@@ -17,6 +17,7 @@ from qa_lib.model.folder import look
 from qa_lib.spec import SCALES, Machine, Spec, find_scale, missing, resolve
 from qa_lib.variants import find_family, find_variant
 
+ANSWER_S = 5  # seconds in which the hub has to answer
 _MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "vocab.txt")
 
 
@@ -53,6 +54,7 @@ def plan(
         for seed in dict.fromkeys(seeds)
         for variant in dict.fromkeys(variants)
     ]
+    go_offline_without_network(data, model)
     found = {"model": identify_model(model)}
     architecture = model_type(model)
     found["data"] = identify_data(data, size.quality)
@@ -60,6 +62,21 @@ def plan(
     return [
         dataclasses.replace(spec, **found, skip=missing(spec.settings, machine, lacks, spec.world)) for spec in specs
     ]
+
+
+def go_offline_without_network(*sources: str) -> None:
+    """Where one of the sources is a name of the hub and the hub does not answer, let its library look into its cache
+    alone, here and in the processes started from here: it would ask again for half a minute."""
+    if all(source == "tiny" or source.startswith("synthetic:") or Path(source).exists() for source in sources):
+        return
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=ANSWER_S)
+    except Exception:  # of whichever library it uses
+        constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = True, "1"
 
 
 def identify_data(source: str, with_validation: bool) -> dict:

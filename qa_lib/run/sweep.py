@@ -19,11 +19,10 @@ from tqdm import tqdm
 from qa_lib import record
 from qa_lib.errors import UserError, printable
 from qa_lib.record import duration
-from qa_lib.run.launch import ROOT, Launcher, add_launcher_arguments, probe
+from qa_lib.run.launch import ROOT, Launcher, add_launcher_arguments, probe, say_idle
 from qa_lib.run.plan import add_rows, add_run_arguments, add_several, add_source_arguments, plan, rows_of
 from qa_lib.spec import SCALES, Spec, find_scale
 from qa_lib.variants import FAMILIES, VARIANTS, find_variant
-
 
 NOT_BEGUN = "not begun"  # of a run without a record
 
@@ -214,6 +213,7 @@ def main(args: argparse.Namespace) -> int:
     names = list(VARIANTS) if args.variants is args.family is None else rows_of(args)
     find_scale(args.scale)
     machine, env = probe()
+    say_idle(machine, args.gpus)
     launcher = Launcher(
         args.runs, machine, env, args.gpus, args.share, args.force, (args.retry,), notebook_command, args.time_limit
     )
