@@ -290,36 +290,21 @@ def resolve(
             f"at scale {scale!r}, which are {size.effective_batch} features by {asked.micro_batch}"
         )
     settings, adjusted = adjust(asked, machine)
-    return Spec(
-        variant=variant,
-        scale=size,
-        seed=seed,
-        asked=asked,
-        settings=settings,
-        adjusted=adjusted,
-        skip=missing(settings, machine, world=world),
-        hardware=machine.hardware,
-        data=data,
-        model=model,
-        data_source=data_source,
-        model_source=model_source,
-        world=world,
-    )
+    skip = missing(settings, machine, world=world)
+    what_and_where = (data, model, data_source, model_source)
+    return Spec(variant, size, seed, asked, settings, adjusted, skip, machine.hardware, *what_and_where, world)
 
 
 def describe(spec: Spec) -> str:
     """What a notebook shows of its row, as Markdown: why it exists and how its settings differ from its parent's."""
     row = VARIANTS[spec.variant]
-    base = VARIANTS[row.parent].settings if row.parent else None
+    base = dataclasses.asdict(VARIANTS[row.parent].settings) if row.parent else {}
     lines = [f"**{row.name}** at scale **{spec.scale.name}**, seed {spec.seed}. {row.why}", ""]
-    lines += [
-        "| setting | " + (f"{row.parent} | " if base else "") + f"{row.name} |",
-        "|---|---|" + ("---|" if base else ""),
-    ]
+    lines += [f"| setting | {row.parent or '–'} | {row.name} |", "|---|---|---|"]
     for key, value in dataclasses.asdict(spec.asked).items():
-        before = f"{getattr(base, key)} | " if base else ""
-        mark = "**" if base and getattr(base, key) != value else ""
-        lines.append(f"| {key} | {before}{mark}{value}{mark} |")
+        before = base.get(key, "–")
+        mark = "**" if base and before != value else ""
+        lines.append(f"| {key} | {before} | {mark}{value}{mark} |")
     lines += [f"\nAdjusted to this machine: {note}." for note in spec.adjusted]
     lines += [f"\n**Skipped here**: {spec.skip}."] if spec.skip else []
     return "\n".join(lines)

@@ -130,12 +130,7 @@ def _follow_driver() -> None:
 
 def _follow(lock: str) -> None:
     with open(lock) as stream:
-        while True:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(1)
+        fcntl.flock(stream, fcntl.LOCK_SH)  # waits until the driver has let it go
     os.kill(os.getpid(), signal.SIGHUP)
     time.sleep(LAST_S)
     os._exit(1)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from qa_lib.data.squad import open_source, read_json
+from qa_lib.data.squad import hash_files, open_source, read_json
 from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.errors import UserError
 from qa_lib.model.encoders import find_encoder
@@ -95,11 +95,8 @@ def identify_model(source: str) -> dict:
     folder = Path(source)
     if folder.is_dir():
         _, weights = look(folder)
-        digest = hashlib.sha256()
-        for path in dict.fromkeys([*(folder / name for name in _MODEL_FILES), *weights]):
-            if path.is_file():
-                digest.update(path.read_bytes())
-        return {"name": folder.name, "revision": digest.hexdigest()[:12]}
+        paths = dict.fromkeys([*(folder / name for name in _MODEL_FILES), *weights])
+        return {"name": folder.name, "revision": hash_files(filter(Path.is_file, paths))[:12]}
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise UserError(f"model folder {source} does not exist")
     from huggingface_hub.utils import HFValidationError, validate_repo_id
