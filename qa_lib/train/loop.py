@@ -65,7 +65,7 @@ class OptimizerStep:
 
 
 def train(model, batches: Batches, spec: Spec, device, run_dir: Path, say=print, watch=None, ranks=None) -> tuple:
-    """Train `model` (a torch.nn.Module) in place on a torch.device, for all of the batches' steps; resumes from the run's
+    """Train `model` (a torch.nn.Module) in place on a torch.device for all of the batches' steps; go on from the run's
     checkpoint if there is one.
 
     Writes steps.jsonl and, as often as the scale says, a checkpoint into `run_dir`. Returns the optimizer, the meter,
