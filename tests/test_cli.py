@@ -6,8 +6,9 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import venv
-from importlib.util import find_spec
+from importlib.metadata import distributions
 from pathlib import Path
 
 import huggingface_hub as hub
@@ -177,12 +178,15 @@ def test_an_error_of_a_library_that_has_no_number_is_one_line(monkeypatch, capsy
     assert capsys.readouterr().err == "error: We couldn't connect to the hub.\n"
 
 
-@pytest.mark.skipif(not find_spec("setuptools") or not find_spec("pip"), reason="pip cannot build without setuptools")
+# By what is installed: looking for the module pip lets setuptools change this process's distutils.
+@pytest.mark.skipif(
+    not all(any(distributions(name=name)) for name in ("pip", "setuptools")), reason="pip cannot build here"
+)
 def test_an_installed_checkout_works_from_any_folder(tmp_path):
     """Without network: in an environment of its own, with the setuptools that is here."""
     venv.create(tmp_path / "venv", system_site_packages=True)
     python = str(tmp_path / "venv" / "bin" / "python")
-    environment = os.environ | {"PYTHONPATH": str(Path(find_spec("setuptools").origin).parents[1])}
+    environment = os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")}
     install = ["--no-deps", "--no-build-isolation", "-q", "-e", str(ROOT)]
     subprocess.run([python, "-m", "pip", "install", *install], env=environment, check=True)
     command = [python, "-m", "qa_lib", "variants"]
