@@ -47,6 +47,10 @@ class Scale:
     threads: int | None = None  # of a run on a CPU; None: all of them
     limit_gib: float | None = None  # GPU memory that the run may take; None: all there is
 
+    def __post_init__(self):
+        if not 0 < self.learning_rate < 1:
+            raise SpecError(f"learning rate {self.learning_rate:g} is not between 0 and 1")
+
 
 _TO_COMPARE = {"epochs": 3, "quality": True}  # three epochs, scored
 SCALES = {
@@ -253,21 +257,25 @@ def resolve(
     data_source: str,
     model_source: str,
     micro_batch: int | None = None,
-    lacks: Mapping[str, str] | None = None,
     world: int | None = None,
+    epochs: int | None = None,
+    learning_rate: float | None = None,
 ) -> Spec:
     """Variant x scale x seed to the spec of one run on this machine.
 
-    `data` and `model` are identities and `*_source` where to load them from (see Spec); `lacks` is for `missing`;
-    without `world` a parallel row has WORLD processes. Raises UnknownName, and SpecError for a seed, a micro-batch or
-    a world that cannot be.
+    `data` and `model` are identities and `*_source` where to load them from (see Spec). `micro_batch` replaces the
+    row's, `epochs` and `learning_rate` the scale's, unless they are 0 or None; without `world` a parallel row has WORLD
+    processes. Raises UnknownName, and SpecError for a number that cannot be.
     """
-    row, size = find_variant(variant), find_scale(scale)
+    asked, size = find_variant(variant).settings, find_scale(scale)
     if not 0 <= seed < 2**63:
         raise SpecError(f"seed {seed} is not between 0 and 2^63 - 1")
-    asked = row.settings
-    if micro_batch is not None:
+    if micro_batch:
         asked = dataclasses.replace(asked, micro_batch=micro_batch)
+    if epochs:
+        size = dataclasses.replace(size, steps=None, epochs=epochs)
+    if learning_rate:
+        size = dataclasses.replace(size, learning_rate=learning_rate)
     if (size.effective_batch or asked.micro_batch) % asked.micro_batch:
         raise SpecError(
             f"micro-batch {asked.micro_batch} does not divide the effective batch {size.effective_batch} "
@@ -282,36 +290,21 @@ def resolve(
             f"at scale {scale!r}, which are {size.effective_batch} features by {asked.micro_batch}"
         )
     settings, adjusted = adjust(asked, machine)
-    return Spec(
-        variant=variant,
-        scale=size,
-        seed=seed,
-        asked=asked,
-        settings=settings,
-        adjusted=adjusted,
-        skip=missing(settings, machine, lacks, world),
-        hardware=machine.hardware,
-        data=data,
-        model=model,
-        data_source=data_source,
-        model_source=model_source,
-        world=world,
-    )
+    skip = missing(settings, machine, world=world)
+    what_and_where = (data, model, data_source, model_source)
+    return Spec(variant, size, seed, asked, settings, adjusted, skip, machine.hardware, *what_and_where, world)
 
 
 def describe(spec: Spec) -> str:
     """What a notebook shows of its row, as Markdown: why it exists and how its settings differ from its parent's."""
     row = VARIANTS[spec.variant]
-    base = VARIANTS[row.parent].settings if row.parent else None
+    base = dataclasses.asdict(VARIANTS[row.parent].settings) if row.parent else {}
     lines = [f"**{row.name}** at scale **{spec.scale.name}**, seed {spec.seed}. {row.why}", ""]
-    lines += [
-        "| setting | " + (f"{row.parent} | " if base else "") + f"{row.name} |",
-        "|---|---|" + ("---|" if base else ""),
-    ]
+    lines += [f"| setting | {row.parent or '–'} | {row.name} |", "|---|---|---|"]
     for key, value in dataclasses.asdict(spec.asked).items():
-        before = f"{getattr(base, key)} | " if base else ""
-        mark = "**" if base and getattr(base, key) != value else ""
-        lines.append(f"| {key} | {before}{mark}{value}{mark} |")
+        before = base.get(key, "–")
+        mark = "**" if base and before != value else ""
+        lines.append(f"| {key} | {before} | {mark}{value}{mark} |")
     lines += [f"\nAdjusted to this machine: {note}." for note in spec.adjusted]
     lines += [f"\n**Skipped here**: {spec.skip}."] if spec.skip else []
     return "\n".join(lines)
