@@ -224,11 +224,21 @@ def duration(seconds: float) -> str:
 def new_record(spec: Spec, env: dict) -> dict:
     """A record of status `running`: what is known before the work begins, and null for everything else."""
     task = TASKS[spec.scale.task]
-    same = {name: getattr(spec, name) for name in "variant seed hash hardware world search sm adjusted".split()}
     record = Record(
         run_id=spec.run_id,
         group=spec.group,
-        spec=Asked(**same, scale=dataclasses.asdict(spec.scale), settings=dataclasses.asdict(spec.asked)),
+        spec=Asked(
+            variant=spec.variant,
+            seed=spec.seed,
+            hash=spec.hash,
+            hardware=spec.hardware,
+            world=spec.world,
+            search=spec.search,
+            sm=spec.sm,
+            scale=dataclasses.asdict(spec.scale),
+            settings=dataclasses.asdict(spec.asked),
+            adjusted=spec.adjusted,
+        ),
         code=code_version(),
         env=env,
         data=spec.data | {"n": None},

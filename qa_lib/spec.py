@@ -290,9 +290,21 @@ def resolve(
             f"at scale {scale!r}, which are {size.effective_batch} features by {asked.micro_batch}"
         )
     settings, adjusted = adjust(asked, machine)
-    skip = missing(settings, machine, world=world)
-    what_and_where = (data, model, data_source, model_source)
-    return Spec(variant, size, seed, asked, settings, adjusted, skip, machine.hardware, *what_and_where, world)
+    return Spec(
+        variant=variant,
+        scale=size,
+        seed=seed,
+        asked=asked,
+        settings=settings,
+        adjusted=adjusted,
+        skip=missing(settings, machine, world=world),
+        hardware=machine.hardware,
+        data=data,
+        model=model,
+        data_source=data_source,
+        model_source=model_source,
+        world=world,
+    )
 
 
 def describe(spec: Spec) -> str:

@@ -64,9 +64,17 @@ class OptimizerStep:
         return mean_loss
 
 
-def train(model, batches: Batches, spec: Spec, device, run_dir: Path, say=print, watch=None, ranks=None) -> tuple:
-    """Train `model` (a torch.nn.Module) in place on a torch.device for all of the batches' steps; go on from the run's
-    checkpoint if there is one.
+def train(
+    model: torch.nn.Module,
+    batches: Batches,
+    spec: Spec,
+    device: torch.device,
+    run_dir: Path,
+    say=print,
+    watch: Watch | None = None,
+    ranks: Ranks | None = None,
+) -> tuple[torch.optim.Optimizer, Meter, int, str | None]:
+    """Train `model` in place for all of the batches' steps; resumes from the run's checkpoint if there is one.
 
     Writes steps.jsonl and, as often as the scale says, a checkpoint into `run_dir`. Returns the optimizer, the meter,
     the number of steps that were done before, and why a checkpoint was not believed, if one was not. Raises StepFailed.

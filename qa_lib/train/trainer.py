@@ -20,7 +20,16 @@ from qa_lib.train.parallel import Ranks
 from qa_lib.train.steplog import StepLog
 
 
-def train(model, batches: Batches, spec: Spec, device, run_dir: Path, say=print, watch=None, ranks=None) -> tuple:
+def train(
+    model: torch.nn.Module,
+    batches: Batches,
+    spec: Spec,
+    device: torch.device,
+    run_dir: Path,
+    say=print,
+    watch: Watch | None = None,
+    ranks: Ranks | None = None,
+) -> tuple[torch.optim.Optimizer, Meter, int, None]:
     """As loop.train; under torchrun the Trainer takes DistributedDataParallel by itself."""
     settings, ranks = spec.settings, ranks or Ranks(device)
     ranks.join(spec)
