@@ -31,13 +31,25 @@ from qa_lib.record import RecordError, read_record, run_files
 from qa_lib.report import page
 from qa_lib.report import publish as report
 from qa_lib.score.ask import Busy, Desk, QuestionTooLong
-from qa_lib.score.predict import load_qa_model
+from qa_lib.score.predict import find_folder, load_qa_model
 
-EXAMPLE = "example: python -m qa_lib app --model runs/cpu-smoke/A1-s0-*/model"
+EXAMPLE = """examples:
+  python -m qa_lib app --model deepset/bert-base-cased-squad2        # of the hub: safetensors alone, no code
+  python -m qa_lib app --model my-bert/ --model runs/cpu-smoke/A1-s0-1a2b3c/    # two side by side
+On another machine: ssh -L 8600:localhost:8600 MACHINE, start it there, and open the address it prints here.
+In Colab, whose proxy calls it by another name and shows it in a frame, both of which --host 0.0.0.0 allows:
+  get_ipython().system_raw("python -m qa_lib app --host 0.0.0.0 &")
+  from google.colab import output; output.serve_kernel_port_as_iframe(8600, height=900)    # ten seconds later
+Without a browser, where a model is "model 1" for the first --model, or a run's GROUP/RUN:
+  curl http://127.0.0.1:8600/ask -H "Content-Type: application/json" \\
+    -d '{"model": "model 1", "question": "Who wrote it?", "context": "It was written by Ada."}'
+answers in JSON: answer, margin (over it, no answer beats the best span by so much), nbest, windows, ms; or field and
+message, with a status of 4xx or 503."""
 FIGURES = Path("figures")  # what report draws into; read where it is up to date
 MAX_QUESTION = 1_000
 MAX_BODY = 12 * (MAX_CONTEXT + MAX_QUESTION) + 10_000  # bytes; JSON may spell an emoji in as many; and what is around
 BODY_SECONDS = 5  # in which a request's body has to arrive: one that is half sent holds a place that others want
+HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
 GONE = 499  # the status of an answer that nobody hears, as nginx has it
 TINY_VOCABULARY = 1_000  # fewer words than any language has: a model of the synthetic text
 TOO_LONG = f"The paragraph is longer than {MAX_CONTEXT:,} characters, the limit."
@@ -45,11 +57,14 @@ TOO_LONG = f"The paragraph is longer than {MAX_CONTEXT:,} characters, the limit.
 
 @dataclass(frozen=True)
 class Choice:
-    """A checkpoint that can be asked. `key` is what the page calls it by; no path ever leaves the server."""
+    """A checkpoint that can be asked. `key` is what the page calls it by; no path ever leaves the server. `f1` is its
+    best one and `threshold` the margin of "no answer" that it takes; None where no record tells."""
 
     key: str
     name: str
     folder: Path
+    f1: float | None = None
+    threshold: float | None = None
 
     @property
     def examples(self) -> str:
@@ -61,28 +76,39 @@ class Choice:
 
 
 def offered(runs: Path) -> list[Choice]:
-    """The checkpoints of the runs that ended ok: those of the smoke scale first, then the newest first."""
+    """The checkpoints of the runs that ended ok, the best F1 first; after all others those of synthetic text, whose
+    F1 is of another kind."""
     found = []
     for weights in run_files(runs, "model/model.safetensors"):
-        folder = weights.parent.parent
         with contextlib.suppress(RecordError, KeyError, TypeError):
-            record = read_record(folder)
-            if record["status"] == "ok":
-                smoke = record["spec"]["scale"]["name"] == "smoke"
-                found.append((smoke, str(record["time"]["ended"]), Choice(_key(folder), folder.name, weights.parent)))
-    return [choice for *_, choice in sorted(found, key=lambda entry: entry[:2], reverse=True)]
+            found.append(_of_run(weights.parent, _key(weights.parent.parent)))
+    return sorted(found, key=lambda choice: (choice.examples == "synthetic", -(choice.f1 or 0), choice.name))
+
+
+def _of_run(folder: Path, key: str) -> Choice:
+    """The checkpoint of a run that ended ok. Raises RecordError, KeyError or TypeError for what is none."""
+    record = read_record(folder.resolve().parent)
+    spec, f1 = record["spec"], record["quality"].get("best_f1")
+    if record["status"] != "ok":
+        raise RecordError(f"{folder}: its run ended {record['status']}")
+    words = [f"{spec['variant']}-s{spec['seed']}", spec["scale"]["name"], *([f"F1 {f1:.1f}"] if f1 is not None else [])]
+    return Choice(key, " · ".join(words), folder, f1, record["quality"].get("best_f1_threshold"))
 
 
 def _key(folder: Path) -> str:
     return f"{folder.parent.name}/{folder.name}"
 
 
-def named(folders: list[Path]) -> list[Choice]:
-    """The checkpoints that the user named, by their folders' names, or by those of their runs."""
+def named(models: list[str | Path]) -> list[Choice]:
+    """The checkpoints that the user named: folders, of runs or models, and names of the hub. Raises UserError."""
     found = []
-    for i, folder in enumerate(folders, 1):
-        whole = folder.resolve()
-        found.append(Choice(f"model {i}", (whole.parent if whole.name == "model" else whole).name, folder))
+    for i, model in enumerate(models, 1):
+        folder, path = find_folder(model), Path(model).resolve()
+        try:
+            found.append(_of_run(folder, f"model {i}"))
+        except (RecordError, KeyError, TypeError):
+            name = (path.parent if path.name == "model" else path).name if path.exists() else str(model)
+            found.append(Choice(f"model {i}", name, folder))
     return found
 
 
@@ -90,27 +116,28 @@ def examples() -> dict[str, list[dict]]:
     """Questions to click: {name, question, context} for models of the synthetic text and for those of English."""
     generated = open_source("synthetic:200", "validation").examples
     short = [example for example in generated if len(example.context) < 250]
-    answered = [example for example in short if example.answers]
+    answered = [example for example in short if example.answers][:2]
     longest = max((example for example in generated if example.answers), key=lambda example: len(example.context))
     impossible = next(example for example in short if example.impossible)
-    first, another = _chip(answered[0]), _chip(answered[-1], " (another)")
     english = open_source(page.WEB / "english.json", "validation").examples
-    return {
-        "synthetic": [first, another, _chip(impossible), _chip(longest, " (long paragraph)")],
-        "english": [_chip(example) for example in english],
-    }
+    chosen = {"synthetic": [*answered, impossible, longest], "english": english}
+    return {kind: [_chip(example) for example in found] for kind, found in chosen.items()}
 
 
-def _chip(example: Example, note: str = "") -> dict:
-    note = " (no answer)" if example.impossible else note
-    return {"name": example.question + note, "question": example.question, "context": example.context}
+def _chip(example: Example) -> dict:
+    notes = " (no answer)" if example.impossible else " (long paragraph)" if len(example.context) > 1_000 else ""
+    return {"name": example.question + notes, "question": example.question, "context": example.context}
 
 
-def create_app(models: list[Path], runs: Path, hosts: list[str]) -> Starlette:
+def create_app(models: list[str | Path], runs: Path, hosts: list[str]) -> Starlette:
     """The app over checkpoints and runs; it answers requests for `hosts` alone, so that no foreign page can ask it."""
-    desk, given, shown = Desk(), named(models), examples()
+    desk, given, setup = Desk(), named(models), {"examples": examples()}
     known: dict[str, Choice] = {}  # every checkpoint seen so far: asking does not read all records again
     drawing, drawn = threading.Lock(), {}
+    frames = "*" if "*" in hosts else "'none'"  # who may call it by any name may show it in a frame, as Colab does
+
+    def shown(html: str, policy: str) -> Response:
+        return HTMLResponse(html, headers=HEADERS | {"Content-Security-Policy": f"{policy}; frame-ancestors {frames}"})
 
     def choices() -> list[Choice]:
         twice = {choice.folder.resolve() for choice in given}
@@ -124,8 +151,7 @@ def create_app(models: list[Path], runs: Path, hosts: list[str]) -> Starlette:
 
     def home(request: Request) -> Response:
         listed = choices()
-        setup = {"examples": shown}
-        return _page(*page.render("ask", "'self'", choices=listed, given=listed[: len(given)], setup=setup))
+        return shown(*page.render("ask", "'self'", choices=listed, given=listed[: len(given)], setup=setup))
 
     def dashboard(request: Request) -> Response:
         files = [*run_files(runs, "record.json"), *run_files(runs, "profile.json"), *FIGURES.glob("*/manifest.json")]
@@ -133,7 +159,7 @@ def create_app(models: list[Path], runs: Path, hosts: list[str]) -> Starlette:
         with drawing:  # matplotlib is not for two threads at once
             if drawn.get("state") != state:
                 drawn.update(state=state, page=page.dashboard(runs, pictures, notebook_of, app=True))
-            return _page(*drawn["page"])
+            return shown(*drawn["page"])
 
     def pictures(chosen, group: str):
         return report.pictures(chosen, FIGURES / group)
@@ -150,7 +176,7 @@ def create_app(models: list[Path], runs: Path, hosts: list[str]) -> Starlette:
         # It holds whatever its run printed: no script runs in it, and it loads nothing.
         policy = "sandbox; default-src 'none'; img-src data:; style-src 'unsafe-inline'"
         try:
-            return _page(notebook_html(found[0]), policy)
+            return shown(notebook_html(found[0]), policy)
         except Exception:  # whatever a spoilt notebook leads to, or one that is gone by now
             return PlainTextResponse("this notebook cannot be read", 500)
 
@@ -287,16 +313,6 @@ def _written(path: Path) -> int:
     return 0
 
 
-def _page(html: str, policy: str) -> Response:
-    headers = {
-        "Content-Security-Policy": f"{policy}; frame-ancestors 'none'",
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-store",
-    }
-    return HTMLResponse(html, headers=headers)
-
-
 def _refuse(status: int, field: str, message: str, headers: dict | None = None) -> Response:
     return JSONResponse({"field": field, "message": message}, status, headers)
 
@@ -323,8 +339,8 @@ def _cleaned(text: str | list[str]) -> str | list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib app`."""
-    repeated = {"action": "append", "default": [], "metavar": "DIR"}
-    parser.add_argument("--model", type=Path, help="a model's folder; may be repeated", **repeated)
+    repeated = {"action": "append", "default": [], "metavar": "M"}
+    parser.add_argument("--model", help="a model's or a run's folder, or a hub name; may be repeated", **repeated)
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the records (default: runs)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     parser.add_argument("--port", type=int, default=8600, metavar="N", help="0 takes a free one (default: 8600)")
@@ -343,12 +359,12 @@ def _names(host: str) -> list[str]:
 def main(args: argparse.Namespace) -> int:
     """Serve until a signal comes, and then give requests in work three seconds.
 
-    Raises UserError for a folder that holds no such model, and for a port that is taken.
+    Raises UserError for a name that leads to no such model, and for a port that is taken.
     """
     if not args.host.strip():
         raise UserError("--host is empty, which would listen to everybody: leave it out, or write 0.0.0.0 to mean that")
-    for folder in args.model:
-        load_qa_model(folder)
+    for model in args.model:
+        load_qa_model(find_folder(model))
     try:
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         listener = socket.create_server((args.host, args.port), family=family, backlog=512)
