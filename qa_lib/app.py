@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import math
 import re
 import signal
 import socket
@@ -25,7 +26,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from qa_lib.data.squad import MAX_CONTEXT, Example, open_source, read_json
+from qa_lib.data.squad import MAX_CONTEXT, Example, open_source
 from qa_lib.errors import UserError
 from qa_lib.record import RecordError, read_record, run_files
 from qa_lib.report import page
@@ -34,45 +35,39 @@ from qa_lib.score.ask import Busy, Desk, QuestionTooLong
 from qa_lib.score.predict import find_folder, load_qa_model
 
 EXAMPLE = """examples:
-  python -m qa_lib app --model deepset/bert-base-cased-squad2        # of the hub: safetensors alone, no code
-  python -m qa_lib app --model my-bert/ --model runs/cpu-smoke/A1-s0-1a2b3c/    # two side by side
-On another machine: ssh -L 8600:localhost:8600 MACHINE, start it there, and open the address it prints here.
-In Colab, whose proxy calls it by another name and shows it in a frame, both of which --host 0.0.0.0 allows:
+  python -m qa_lib app --model deepset/minilm-uncased-squad2          # of the hub: safetensors alone, and no code
+  python -m qa_lib app --model my-bert/ --model runs/h200-local/A3-s0-1a2b3c/   # two side by side
+On another machine: ssh -L 8600:localhost:8600 MACHINE, start it there, and open http://localhost:8600 here.
+In Colab, whose proxy needs it to answer to any name and in a frame, as it does where --host lets others in:
   get_ipython().system_raw("python -m qa_lib app --host 0.0.0.0 &")
-  from google.colab import output; output.serve_kernel_port_as_iframe(8600, height=900)    # ten seconds later
-Without a browser, where a model is "model 1" for the first --model, or a run's GROUP/RUN:
+  from google.colab import output; output.serve_kernel_port_as_iframe(8600, height=900)   # some seconds later
+Without a browser; a model is called "model 1" (the first --model) or, of the runs, by its folders "GROUP/RUN":
   curl http://127.0.0.1:8600/ask -H "Content-Type: application/json" \\
     -d '{"model": "model 1", "question": "Who wrote it?", "context": "It was written by Ada."}'
-answers in JSON: answer, margin (over it, no answer beats the best span by so much), nbest, windows, ms; or field and
-message, with a status of 4xx or 503."""
+The reply is JSON: answer, margin of "no answer", nbest, ms and others; or what is wrong: field and message."""
 FIGURES = Path("figures")  # what report draws into; read where it is up to date
 MAX_QUESTION = 1_000
 MAX_BODY = 12 * (MAX_CONTEXT + MAX_QUESTION) + 10_000  # bytes; JSON may spell an emoji in as many; and what is around
 BODY_SECONDS = 5  # in which a request's body has to arrive: one that is half sent holds a place that others want
 HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
 GONE = 499  # the status of an answer that nobody hears, as nginx has it
-TINY_VOCABULARY = 1_000  # fewer words than any language has: a model of the synthetic text
 TOO_LONG = f"The paragraph is longer than {MAX_CONTEXT:,} characters, the limit."
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A checkpoint that can be asked. `key` is what the page calls it by; no path ever leaves the server. `f1` is its
-    best one and `threshold` the margin of "no answer" that it takes; None where no record tells."""
+    """A checkpoint that can be asked. `key` is what the page calls it by; no path ever leaves the server.
+
+    `f1` is its best one and `threshold` the margin of "no answer" that goes with it, NaN where no record tells;
+    `examples` says which suit it, english or synthetic.
+    """
 
     key: str
     name: str
     folder: Path
-    f1: float | None = None
-    threshold: float | None = None
-
-    @property
-    def examples(self) -> str:
-        """Which examples suit it: synthetic or english."""
-        with contextlib.suppress(UserError, TypeError, AttributeError):
-            if read_json(self.folder / "config.json").get("vocab_size", TINY_VOCABULARY) < TINY_VOCABULARY:
-                return "synthetic"
-        return "english"
+    f1: float = math.nan
+    threshold: float = math.nan
+    examples: str = "english"
 
 
 def offered(runs: Path) -> list[Choice]:
@@ -80,23 +75,24 @@ def offered(runs: Path) -> list[Choice]:
     F1 is of another kind."""
     found = []
     for weights in run_files(runs, "model/model.safetensors"):
-        with contextlib.suppress(RecordError, KeyError, TypeError):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
             found.append(_of_run(weights.parent, _key(weights.parent.parent)))
-    return sorted(found, key=lambda choice: (choice.examples == "synthetic", -(choice.f1 or 0), choice.name))
+    return sorted(found, key=lambda choice: (choice.examples == "synthetic", -choice.f1, choice.name))
 
 
 def _of_run(folder: Path, key: str) -> Choice:
-    """The checkpoint of a run that ended ok. Raises RecordError, KeyError or TypeError for what is none."""
+    """The checkpoint of a run that ended ok. Raises ValueError, KeyError or TypeError where no record says so."""
     record = read_record(folder.resolve().parent)
-    spec, f1 = record["spec"], record["quality"].get("best_f1")
+    spec, quality = record["spec"], record["quality"]
     if record["status"] != "ok":
         raise RecordError(f"{folder}: its run ended {record['status']}")
-    words = [f"{spec['variant']}-s{spec['seed']}", spec["scale"]["name"], *([f"F1 {f1:.1f}"] if f1 is not None else [])]
-    return Choice(key, " · ".join(words), folder, f1, record["quality"].get("best_f1_threshold"))
+    name = f"{spec['variant']}-s{spec['seed']} · {spec['scale']['name']} · F1 {quality['best_f1']:.1f}"
+    kind = "synthetic" if str(record["data"]["name"]).startswith("synthetic") else "english"
+    return Choice(key, name, folder, float(quality["best_f1"]), float(quality["best_f1_threshold"]), kind)
 
 
-def _key(folder: Path) -> str:
-    return f"{folder.parent.name}/{folder.name}"
+def _key(run: Path) -> str:
+    return f"{run.parent.name}/{run.name}"
 
 
 def named(models: list[str | Path]) -> list[Choice]:
@@ -106,7 +102,7 @@ def named(models: list[str | Path]) -> list[Choice]:
         folder, path = find_folder(model), Path(model).resolve()
         try:
             found.append(_of_run(folder, f"model {i}"))
-        except (RecordError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             name = (path.parent if path.name == "model" else path).name if path.exists() else str(model)
             found.append(Choice(f"model {i}", name, folder))
     return found
@@ -114,19 +110,17 @@ def named(models: list[str | Path]) -> list[Choice]:
 
 def examples() -> dict[str, list[dict]]:
     """Questions to click: {name, question, context} for models of the synthetic text and for those of English."""
-    generated = open_source("synthetic:200", "validation").examples
-    short = [example for example in generated if len(example.context) < 250]
-    answered = [example for example in short if example.answers][:2]
-    longest = max((example for example in generated if example.answers), key=lambda example: len(example.context))
-    impossible = next(example for example in short if example.impossible)
+    generated = sorted(open_source("synthetic:200", "validation").examples, key=lambda example: len(example.context))
+    answered = [example for example in generated if example.answers]
+    impossible = next(example for example in generated if example.impossible)
     english = open_source(page.WEB / "english.json", "validation").examples
-    chosen = {"synthetic": [*answered, impossible, longest], "english": english}
-    return {kind: [_chip(example) for example in found] for kind, found in chosen.items()}
+    synthetic = [*map(_chip, [*answered[:2], impossible]), _chip(answered[-1], " (long paragraph)")]
+    return {"synthetic": synthetic, "english": [_chip(example) for example in english]}
 
 
-def _chip(example: Example) -> dict:
-    notes = " (no answer)" if example.impossible else " (long paragraph)" if len(example.context) > 1_000 else ""
-    return {"name": example.question + notes, "question": example.question, "context": example.context}
+def _chip(example: Example, note: str = "") -> dict:
+    note = " (no answer)" if example.impossible else note
+    return {"name": example.question + note, "question": example.question, "context": example.context}
 
 
 def create_app(models: list[str | Path], runs: Path, hosts: list[str]) -> Starlette:
@@ -156,16 +150,17 @@ def create_app(models: list[str | Path], runs: Path, hosts: list[str]) -> Starle
     def dashboard(request: Request) -> Response:
         files = [*run_files(runs, "record.json"), *run_files(runs, "profile.json"), *FIGURES.glob("*/manifest.json")]
         state = frozenset((path, _written(path)) for path in files)
+
+        def pictures(chosen, group: str):
+            return report.pictures(chosen, FIGURES / group)
+
+        def link(run: Path) -> str:
+            return f"/runs/{quote(_key(run))}/notebook"
+
         with drawing:  # matplotlib is not for two threads at once
             if drawn.get("state") != state:
-                drawn.update(state=state, page=page.dashboard(runs, pictures, notebook_of, app=True))
+                drawn.update(state=state, page=page.dashboard(runs, pictures, link, app=True))
             return shown(*drawn["page"])
-
-    def pictures(chosen, group: str):
-        return report.pictures(chosen, FIGURES / group)
-
-    def notebook_of(folder: Path) -> str:
-        return f"/runs/{quote(_key(folder))}/notebook"
 
     def notebook(request: Request) -> Response:
         """A run's notebook, found in the list of runs: what the address says is compared, never opened."""
@@ -201,8 +196,7 @@ def create_app(models: list[str | Path], runs: Path, hosts: list[str]) -> Starle
             return _refuse(422, *problem)
         if key not in known:
             await run_in_threadpool(choices)
-        choice = known.get(key)
-        if choice is None:
+        if not (choice := known.get(key)):
             return _refuse(404, "model", "There is no such model, or no longer; load the page again.")
         try:
             answer = asyncio.wrap_future(desk.ask(choice.folder, question, context))
@@ -250,23 +244,7 @@ class Connection(H11Protocol):
 
     def _start_timer(self) -> None:
         self._unset_keepalive_if_required()
-        wait = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
-        self.timeout_keep_alive_task = wait
-
-
-class Server(uvicorn.Server):
-    """A server that SIGHUP ends as Ctrl-C and SIGTERM do, unless `nohup` has it ignored."""
-
-    @contextlib.contextmanager
-    def capture_signals(self):
-        with super().capture_signals():
-            before = signal.getsignal(signal.SIGHUP)
-            if before is not signal.SIG_IGN:
-                signal.signal(signal.SIGHUP, self.handle_exit)
-            try:
-                yield
-            finally:
-                signal.signal(signal.SIGHUP, before)
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
 
 def check(question: object, context: object) -> tuple[str, str] | None:
@@ -339,8 +317,7 @@ def _cleaned(text: str | list[str]) -> str | list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib app`."""
-    repeated = {"action": "append", "default": [], "metavar": "M"}
-    parser.add_argument("--model", help="a model's or a run's folder, or a hub name; may be repeated", **repeated)
+    parser.add_argument("--model", action="append", default=[], metavar="M", help="folder or hub name; repeatable")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the records (default: runs)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     parser.add_argument("--port", type=int, default=8600, metavar="N", help="0 takes a free one (default: 8600)")
@@ -376,7 +353,9 @@ def main(args: argparse.Namespace) -> int:
     app = create_app(args.model, args.runs, _names(args.host))
     quiet = {"log_level": "warning", "access_log": False, "server_header": False, "lifespan": "off"}
     config = uvicorn.Config(app, http=Connection, limit_concurrency=512, timeout_graceful_shutdown=3, **quiet)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as `nohup` has it; else it ends the app as Ctrl-C does
+        uvicorn.server.HANDLED_SIGNALS = {*uvicorn.server.HANDLED_SIGNALS, signal.SIGHUP}
     host = f"[{args.host}]" if family == socket.AF_INET6 else args.host
     print(f"http://{host}:{listener.getsockname()[1]}  (Ctrl-C stops it)", flush=True)
-    Server(config).run(sockets=[listener])
+    uvicorn.Server(config).run(sockets=[listener])
     return 0

@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pandas as pd
@@ -28,9 +27,6 @@ COLUMNS = {"row": "", "what it changes": "wide", "features/s": "", "× A1": "", 
            "MFU": "wide", "peak MiB": "wide", "{score}": "wide", "Δ{score} vs A1": "", "trainable": "more", "n": "wide",
            "status": "wide", "note": "more"}  # fmt: skip
 SMALL = 100e6  # parameters: of fewer than BERT-base has, the page says so
-PANEL = {"path", "status", "micro_batch", "spec.variant", "spec.seed", "task.metric", "task.label", "code.commit",
-         "error.message", "speed.real_tokens_per_s", "speed.features_per_s", "time.step_ms.median", "time.wall_s",
-         "memory.peak_alloc_mib"}  # fmt: skip
 _TEMPLATES = Environment(
     loader=FileSystemLoader(WEB), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
@@ -93,10 +89,7 @@ def _group(group: dict, runs: pd.DataFrame, pictures: Callable[..., Pictures], l
     chosen = select(runs, group["name"])
     lines = summarise(chosen)
     drawn, absent = pictures(chosen, group["name"])
-    panels: dict[str, list[dict]] = {}
-    columns = [name for name in chosen if name in PANEL or name.startswith("quality.")]
-    for run in chosen[columns].to_dict("records"):  # of few columns: pandas takes its time for each value
-        panels.setdefault(run["spec.variant"], []).append(run)
+    panels = {variant: part.to_dict("records") for variant, part in chosen.groupby("spec.variant", sort=False)}
     tables = {"table": _table(lines), "peft": _table(family_lines(lines, "B"))}
     models = chosen.loc[chosen["model.params_total"].astype(float) < SMALL].groupby("model.name")["model.params_total"]
     small = ", ".join(f"{name} ({count(parameters)} parameters)" for name, parameters in models.max().items())
@@ -120,22 +113,12 @@ def _table(lines: pd.DataFrame) -> dict:
     return {"headings": [(name, shown[name]) for name in text], "parts": parts}
 
 
-def variant_of(folder: Path) -> str:
-    """The row that a run's folder is named for."""
-    return re.sub(r"-s\d+-[0-9a-f]+$", "", folder.name)
-
-
-@cache
-def _settings(variant: str) -> dict:
-    return dataclasses.asdict(VARIANTS[variant].settings)
-
-
 _TEMPLATES.filters |= {
     "number": number,
     "points": points,
     "or_dash": lambda value: MISSING if pd.isna(value) else str(value),
-    "variant_of": variant_of,
+    "variant_of": lambda folder: re.sub(r"-s\d+-[0-9a-f]+$", "", folder.name),  # the row that it is named for
     "without_paths": without_paths,
-    "settings": lambda row: _settings(row.name),
+    "settings": lambda row: dataclasses.asdict(row.settings),
     "base64": lambda content: base64.b64encode(content).decode(),
 }
