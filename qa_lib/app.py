@@ -123,9 +123,10 @@ def _chip(example: Example, note: str = "") -> dict:
     return {"name": example.question + note, "question": example.question, "context": example.context}
 
 
-def create_app(models: list[str | Path], runs: Path, hosts: list[str]) -> Starlette:
-    """The app over checkpoints and runs; it answers requests for `hosts` alone, so that no foreign page can ask it."""
-    desk, given, setup = Desk(), named(models), {"examples": examples()}
+def create_app(given: list[Choice], runs: Path, hosts: list[str]) -> Starlette:
+    """The app over `given` checkpoints and those of the runs; it answers requests for `hosts` alone, so that no foreign
+    page can ask it."""
+    desk, setup = Desk(), {"examples": examples()}
     known: dict[str, Choice] = {}  # every checkpoint seen so far: asking does not read all records again
     drawing, drawn = threading.Lock(), {}
     frames = "*" if "*" in hosts else "'none'"  # who may call it by any name may show it in a frame, as Colab does
@@ -340,8 +341,9 @@ def main(args: argparse.Namespace) -> int:
     """
     if not args.host.strip():
         raise UserError("--host is empty, which would listen to everybody: leave it out, or write 0.0.0.0 to mean that")
-    for model in args.model:
-        load_qa_model(find_folder(model))
+    given = named(args.model)
+    for choice in given:
+        load_qa_model(choice.folder)
     try:
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         listener = socket.create_server((args.host, args.port), family=family, backlog=512)
@@ -350,7 +352,7 @@ def main(args: argparse.Namespace) -> int:
     except (OSError, OverflowError) as problem:
         reason = getattr(problem, "strerror", None) or problem
         raise UserError(f"cannot listen on {args.host}, port {args.port}: {reason}; --port takes another") from None
-    app = create_app(args.model, args.runs, _names(args.host))
+    app = create_app(given, args.runs, _names(args.host))
     quiet = {"log_level": "warning", "access_log": False, "server_header": False, "lifespan": "off"}
     config = uvicorn.Config(app, http=Connection, limit_concurrency=512, timeout_graceful_shutdown=3, **quiet)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as `nohup` has it; else it ends the app as Ctrl-C does

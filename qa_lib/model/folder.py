@@ -43,7 +43,7 @@ def find_folder(name: str | Path) -> Path:
         return folder
     except Exception as error:  # of the hub, the network or the disk
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{name}: no such folder, and no model that the hub gives ({reason:.200})") from None
+        raise UserError(f"{name}: no such folder, and no model that the hub gives ({reason:.120})") from None
 
 
 def look(folder: Path) -> tuple[dict, list[Path]]:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from qa_lib.report.gallery import Pictures
 from qa_lib.report.runs import cells, load_runs, score_name, searches, select
@@ -84,8 +83,8 @@ def dashboard(
     return render("dashboard", groups=groups, families=FAMILIES, app=app)
 
 
-def _group(group: dict, runs: pd.DataFrame, pictures: Callable[..., Pictures], link) -> Markup:
-    """A group's part of the page, without what is broken. Raises ReportError where its runs do not go together."""
+def _group(group: dict, runs: pd.DataFrame, pictures: Callable[..., Pictures], link) -> str:
+    """A group's part of the page, as HTML, without what is broken. Raises ReportError where its runs do not go together."""
     chosen = select(runs, group["name"])
     lines = summarise(chosen)
     drawn, absent = pictures(chosen, group["name"])
@@ -94,10 +93,9 @@ def _group(group: dict, runs: pd.DataFrame, pictures: Callable[..., Pictures], l
     models = chosen.loc[chosen["model.params_total"].astype(float) < SMALL].groupby("model.name")["model.params_total"]
     small = ", ".join(f"{name} ({count(parameters)} parameters)" for name, parameters in models.max().items())
     names = {"ladder": (*PEERS, *LADDER), "variants": VARIANTS, "left": LEFT, "link": link, "small": small}
-    words = _TEMPLATES.get_template("group.html").render(
+    return _TEMPLATES.get_template("group.html").render(
         group=group, drawn=drawn, absent=absent, panels=panels, caption=caption(chosen, lines), **tables, **names
     )
-    return Markup(words)
 
 
 def _table(lines: pd.DataFrame) -> dict:
