@@ -31,8 +31,9 @@ function sort(heading) {
   };
   const order = (one, other) => {
     const [a, b] = [value(one), value(other)];
-    if (Number.isNaN(a) || Number.isNaN(b)) return Number.isNaN(a) - Number.isNaN(b) || text(one).localeCompare(text(other));
-    return rising ? a - b : b - a;
+    if (Number.isNaN(a) !== Number.isNaN(b)) return Number.isNaN(a) - Number.isNaN(b);
+    const difference = Number.isNaN(a) ? text(one).localeCompare(text(other)) : a - b;
+    return rising ? difference : -difference;
   };
   for (const body of heading.closest("table").tBodies) body.append(...[...body.querySelectorAll("tr[data-panel]")].sort(order));
 }
