@@ -84,7 +84,7 @@ def dashboard(
 
 
 def _group(group: dict, runs: pd.DataFrame, pictures: Callable[..., Pictures], link) -> str:
-    """A group's part of the page, as HTML, without what is broken. Raises ReportError where its runs do not go together."""
+    """A group's part of the page (HTML), without what is broken. Raises ReportError if its runs do not go together."""
     chosen = select(runs, group["name"])
     lines = summarise(chosen)
     drawn, absent = pictures(chosen, group["name"])
