@@ -6,6 +6,7 @@ Each test asks a server of its own session; the browser tests skip where no Chro
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -16,8 +17,8 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import psutil
@@ -30,11 +31,12 @@ from qa_lib.app import MAX_QUESTION, _names, create_app, examples, named, offere
 from qa_lib.data.squad import MAX_CONTEXT, open_source
 from qa_lib.errors import SIGNALS
 from qa_lib.model.folder import write_digests
-from qa_lib.record import read_record
+from qa_lib.record import new_record, read_record
 from qa_lib.report import figures, style
 from qa_lib.report.page import dashboard
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
+from qa_lib.score import ask
 from qa_lib.score.ask import WAITING, Busy, Desk, QuestionTooLong, answer, load
 from tests.test_report import GPU, make
 
@@ -43,6 +45,8 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 CLIENT = httpx.Client(timeout=60)  # making one takes longer than an answer
 LOAD_SECONDS = int(os.environ.get("QA_LIB_LOAD_SECONDS", 4))  # 60 for the figures that are reported
 HEAD = "qa_outputs.weight"
+FORK = multiprocessing.get_context("forkserver")
+FORK.set_forkserver_preload(["qa_lib.app", "tests.test_app"])
 ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
 
 
@@ -60,7 +64,7 @@ def runs(tmp_path_factory):
     save_file(weights | {HEAD: 1.1 * weights[HEAD]}, other / "model" / "model.safetensors", {"format": "pt"})
     write_digests(other / "model")
     entry = json.loads((other / "record.json").read_text())
-    entry["spec"] |= {"variant": "A2", "hash": second.hash, "settings": asdict(second.settings)}
+    entry["spec"] = new_record(second, {})["spec"]
     entry["quality"] |= {"best_f1": 99.94, "best_f1_threshold": 3.25}
     (other / "record.json").write_text(json.dumps(entry | {"run_id": other.name}))
     broken = folder / "cpu-smoke" / "A3-s0-abcdef"
@@ -75,23 +79,45 @@ def runs(tmp_path_factory):
     return folder
 
 
-def started(runs, *words):
-    """The app as a user starts it: (process, its first line)."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "qa_lib", "app", "--runs", str(runs), "--port", "0", *words],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    return process, process.stdout.readline()
+class Started:
+    """The app in a process of its own, forked from one that has imported it: ten seconds sooner than by a command."""
+
+    def __init__(self, runs, slow=False):
+        self.log = runs.parent / f"log-{time.monotonic_ns()}"
+        self.process = FORK.Process(target=_serve, args=(self.log, runs, slow))
+        self.process.start()
+        end = time.monotonic() + 60
+        while not self.log.exists() or "\n" not in self.log.read_text():
+            assert time.monotonic() < end and self.process.is_alive()
+            time.sleep(0.05)
+        self.line = self.log.read_text()
+        self.address = ADDRESS.search(self.line).group()
+
+    def ended(self, number=signal.SIGTERM):
+        """What it says, and its exit code, when it has been sent a signal; it has five seconds."""
+        os.kill(self.process.pid, number)
+        self.process.join(5)
+        assert self.process.exitcode is not None, "it goes on"
+        return self.log.read_text().removeprefix(self.line), self.process.exitcode
+
+
+def _serve(log, runs, slow):
+    for number in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    if slow:
+        ask.answer, ask.load = lambda *_: time.sleep(30), lambda folder: SimpleNamespace(small=True)
+    os._exit(main(["app", "--runs", str(runs), "--port", "0"]))
 
 
 @pytest.fixture(scope="module")
 def server(runs):
     """The app without --model: (address, process, seconds it took to open)."""
     begin = time.monotonic()
-    process, line = started(runs)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "qa_lib", "app", "--runs", str(runs), "--port", "0"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    line = process.stdout.readline()
     address = ADDRESS.search(line)
     assert address, line
     CLIENT.get(address.group()).raise_for_status()
@@ -407,8 +433,8 @@ def test_an_asker_who_closes_the_connection_has_left(runs):
 
 
 def test_who_leaves_stops_or_says_nothing_is_borne_in_silence_and_gives_the_place_back(runs):
-    process, line = started(runs)
-    server = ADDRESS.search(line).group(), process
+    app = Started(runs)
+    server = (app.address,)
     host, port = server[0].removeprefix("http://").split(":")
     half_sent(server).close()
     stopped = [half_sent(server) for _ in range(20)]
@@ -425,49 +451,32 @@ def test_who_leaves_stops_or_says_nothing_is_borne_in_silence_and_gives_the_plac
     assert stopped[0].recv(100).startswith(b"HTTP/1.1 408 ")
     waiting = half_sent(server)
     time.sleep(0.3)
-    begin = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=20)
-    assert time.monotonic() - begin < 5
-    assert "Traceback" not in said
+    assert "Traceback" not in app.ended()[0]
     for connection in (*silent, *stopped, waiting):
         connection.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_ends_the_app_and_questions_in_work_are_answered(runs, questions, number):
-    process, line = started(runs)
-    server = ADDRESS.search(line).group(), process
+    app = Started(runs)
+    server = (app.address,)
     post(server, runs, "who ?", "it was she")  # so that the model is in memory
     long = " ".join(example.context for example in questions[:40])
     with ThreadPoolExecutor() as pool:
         asked = [pool.submit(post, server, runs, questions[0].question, long) for _ in range(4)]
         time.sleep(0.2)
-        begin = time.monotonic()
-        process.send_signal(number)
-        said, _ = process.communicate(timeout=20)
-        assert time.monotonic() - begin < 5
+        said = app.ended(number)
         assert [future.result().status_code for future in asked] == [200] * 4
-    assert said == f"stopped by {SIGNALS[number]}; finished runs are kept\n" and process.returncode == 130
+    assert said == (f"stopped by {SIGNALS[number]}; finished runs are kept\n", 130)
 
 
 def test_the_app_ends_in_time_while_a_question_takes_long(runs, tmp_path):
     """A model that computes for half a minute: the asker hears an error, and the thread that answers is left behind."""
-    slow = "import runpy, time, types, qa_lib.score.ask as ask\n"
-    slow += "ask.answer, ask.load = lambda *_: time.sleep(30), lambda folder: types.SimpleNamespace(small=True)\n"
-    slow += "runpy.run_module('qa_lib', run_name='__main__')"
-    process = subprocess.Popen(
-        [sys.executable, "-c", slow, "app", "--runs", str(runs), "--port", "0"],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    server = ADDRESS.search(process.stdout.readline()).group(), process
+    app = Started(runs, slow=True)
     with ThreadPoolExecutor() as pool:
-        asked = pool.submit(post, server, runs, "who ?", "it was she")
+        asked = pool.submit(post, (app.address,), runs, "who ?", "it was she")
         time.sleep(1)
-        begin = time.monotonic()
-        process.terminate()
-        said, _ = process.communicate(timeout=20)
-        assert time.monotonic() - begin < 5
+        said, _ = app.ended()
         with contextlib.suppress(httpx.TransportError):
             assert asked.result().status_code == 499
     assert "Traceback" not in said
@@ -631,7 +640,7 @@ def page(browser, server):
     assert notebook or [text for text in problems if "status of 4" not in text] == []
 
 
-def ask(page, question, context):
+def put(page, question, context):
     page.fill("#context", context)
     page.fill("#question", question)
     page.click("#ask")
@@ -646,7 +655,7 @@ def fits(page):
 def test_browser_answer_is_marked_in_its_place_and_the_threshold_decides(page, questions):
     example = next(example for example in questions if example.answers)
     context = f"😀 {example.context}"  # two units of a browser's string, one character here
-    ask(page, example.question, context)
+    put(page, example.question, context)
     assert page.text_content(".paragraph") == context
     best = page.text_content(".answer")
     assert page.text_content("mark") == best != ""
@@ -662,7 +671,7 @@ def test_browser_answer_is_marked_in_its_place_and_the_threshold_decides(page, q
 
 def test_browser_no_answer_is_said_with_its_margin(page, questions):
     for example in [example for example in questions if example.impossible][:10]:
-        ask(page, example.question, example.context)
+        put(page, example.question, example.context)
         if page.text_content(".answer") == "No answer":
             assert re.search(r"scores [\d.]+ (above|below) .*: [\d.]+ over the threshold", page.text_content(".margin"))
             return
@@ -704,17 +713,17 @@ def test_browser_lists_answers_without_the_punctuation_around_them(page):
     reply = {"nbest": nbest, "margin": -2.0, "windows": 1, "window_tokens": 9, "together": 1}
     reply["ms"] = dict.fromkeys(("tokenise", "model", "decode", "wait"), 0.5)
     page.route("**/ask", lambda route: route.fulfill(json=reply))
-    ask(page, "who ?", "with, they and all")
+    put(page, "who ?", "with, they and all")
     assert page.text_content("mark") == "they and"
     assert page.locator(".nbest tbody td:first-child").all_text_contents() == ["they and", "no answer", "."]
     assert page.locator(".nbest button").all_text_contents() == ["they and", "."]  # the rest is no link
 
 
 def test_browser_shows_html_as_text_and_errors_beside_their_fields(page):
-    ask(page, "who ?", '<img src=x onerror="alert(1)"><script>alert(2)</script> then alice came .')
+    put(page, "who ?", '<img src=x onerror="alert(1)"><script>alert(2)</script> then alice came .')
     assert "<script>alert(2)</script>" in page.text_content(".paragraph")
     assert page.locator("#results img, #results script").count() == 0
-    ask(page, " ", "some text")
+    put(page, " ", "some text")
     assert "question" in page.text_content("#question-error").lower()
     assert page.get_attribute("#question", "aria-invalid") == "true"
 
@@ -746,7 +755,7 @@ def test_browser_dashboard_filters_and_opens_a_row(page, server):
 
 def test_browser_on_a_phone_cuts_nothing_off(page, server, questions):
     page.set_viewport_size({"width": 390, "height": 800})
-    ask(page, questions[0].question, questions[0].context)
+    put(page, questions[0].question, questions[0].context)
     assert fits(page)
     page.goto(f"{server[0]}/dashboard#cpu-smoke/ladder", timeout=60_000)
     assert fits(page)

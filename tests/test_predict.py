@@ -221,9 +221,7 @@ def test_a_name_that_is_neither_a_folder_nor_a_hubs_is_one_line(hub, name):
     assert "\n" not in str(caught.value) and name.strip("./") in str(caught.value) and len(str(caught.value)) < 220
 
 
-@pytest.mark.parametrize(
-    "message", ["only pytorch_model.bin, a pickle", "cannot be loaded: .*", "config.json has"]
-)
+@pytest.mark.parametrize("message", ["only pytorch_model.bin, a pickle", "cannot be loaded: .*", "config.json has"])
 def test_what_a_folder_is_refused_for_a_model_of_the_hub_is_too(hub, message, monkeypatch):
     spoil = {"only": only_pickle, "cann": own_code, "conf": REFUSED["config.json has quantization_config"]}[message[:4]]
     for path in hub.iterdir():  # the files themselves, so that they can be changed as those of a folder
