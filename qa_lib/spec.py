@@ -48,6 +48,10 @@ class Scale:
     threads: int | None = None  # of a run on a CPU; None: all of them
     limit_gib: float | None = None  # GPU memory that the run may take; None: all there is
 
+    def __post_init__(self):
+        if not 0 < self.learning_rate < 1:
+            raise SpecError(f"learning rate {self.learning_rate:g} is not between 0 and 1")
+
     @property
     def batch(self) -> int | None:
         """Features per optimizer step; None: one micro-batch."""
@@ -311,26 +315,30 @@ def resolve(
     data_source: str,
     model_source: str,
     micro_batch: int | None = None,
-    lacks: Mapping[str, str] | None = None,
     world: int | None = None,
+    epochs: int | None = None,
+    learning_rate: float | None = None,
     max_length: int | None = None,
 ) -> Spec:
     """Variant x scale x seed to the spec of one run on this machine.
 
-    `data` and `model` are identities and `*_source` where to load them from (see Spec); `lacks` is for `missing`;
-    without `world` a parallel row has WORLD processes; `max_length` replaces the scale's. Raises UnknownName, and
-    SpecError for a row of another task and for a seed, a length, a micro-batch or a world that cannot be.
+    `data` and `model` are identities and `*_source` where to load them from (see Spec). `micro_batch` replaces the
+    row's, `epochs`, `learning_rate` and `max_length` the scale's, unless they are 0 or None; without `world` a parallel
+    row has WORLD processes. Raises UnknownName, and SpecError for a row of another task and a number that cannot be.
     """
-    row, size = find_variant(variant), find_scale(scale)
+    asked, size = find_variant(variant).settings, find_scale(scale)
     if not 0 <= seed < 2**63:
         raise SpecError(f"seed {seed} is not between 0 and 2^63 - 1")
-    asked = row.settings
-    if micro_batch is not None:
+    if micro_batch:
         asked = dataclasses.replace(asked, micro_batch=micro_batch)
-    if row.task != size.task:
-        raise SpecError(f"{variant} is a row of task {row.task}, and scale {scale!r} of task {size.task}")
+    if (task := find_variant(variant).task) != size.task:
+        raise SpecError(f"{variant} is a row of task {task}, and scale {scale!r} of task {size.task}")
     if size.task == "qa" and asked.step == "graph" and asked.padding != "packed":
         raise SpecError(f"{variant}: the mask of padded rows is made on the host, and a graph has no host")
+    if epochs:
+        size = dataclasses.replace(size, steps=None, epochs=epochs)
+    if learning_rate:
+        size = dataclasses.replace(size, learning_rate=learning_rate)
     if max_length:
         size = dataclasses.replace(size, max_length=max_length)
     if not size.stride < size.max_length <= (size.batch_tokens or size.max_length):
@@ -358,7 +366,7 @@ def resolve(
         asked=asked,
         settings=settings,
         adjusted=adjusted,
-        skip=missing(settings, machine, lacks, world),
+        skip=missing(settings, machine, world=world),
         hardware=machine.hardware,
         data=data,
         model=model,
@@ -371,16 +379,13 @@ def resolve(
 def describe(spec: Spec) -> str:
     """What a notebook shows of its row, as Markdown: why it exists and how its settings differ from its parent's."""
     row = VARIANTS[spec.variant]
-    base = VARIANTS[row.parent].settings if row.parent else None
+    base = dataclasses.asdict(VARIANTS[row.parent].settings) if row.parent else {}
     lines = [f"**{row.name}** at scale **{spec.scale.name}**, seed {spec.seed}. {row.why}", ""]
-    lines += [
-        "| setting | " + (f"{row.parent} | " if base else "") + f"{row.name} |",
-        "|---|---|" + ("---|" if base else ""),
-    ]
+    lines += [f"| setting | {row.parent or '–'} | {row.name} |", "|---|---|---|"]
     for key, value in dataclasses.asdict(spec.asked).items():
-        before = f"{getattr(base, key)} | " if base else ""
-        mark = "**" if base and getattr(base, key) != value else ""
-        lines.append(f"| {key} | {before}{mark}{value}{mark} |")
+        before = base.get(key, "–")
+        mark = "**" if base and before != value else ""
+        lines.append(f"| {key} | {before} | {mark}{value}{mark} |")
     lines += [f"\nAdjusted to this machine: {note}." for note in spec.adjusted]
     lines += [f"\n**Skipped here**: {spec.skip}."] if spec.skip else []
     return "\n".join(lines)

@@ -252,12 +252,7 @@ VARIANTS = dict(
         _row("EB2", "E-best", "And biases alone?", trainable="biases"),
         _row("EB3", "E-best", "And freezing, which shortens the backward pass itself?", trainable="freeze-bottom-10"),
         _row("P0", "A0", "What most people would run on several GPUs: the Trainer under torchrun.", parallel="ddp"),
-        _row(
-            "P1",
-            "A1",
-            "The baseline on several GPUs: gradients are averaged while the backward pass goes on.",
-            parallel="ddp",
-        ),
+        _row("P1", "A1", "The baseline on several GPUs: they average gradients while they make them.", parallel="ddp"),
         _row("P1-bf16", "P1", "Half the bytes between the GPUs: gradients travel in bf16.", parallel="ddp-bf16"),
         _row("P-fsdp", "P1", "Each GPU keeps a share of weights, gradients and optimizer.", parallel="fsdp"),
         _row("P-fast", "E-best", "The whole stack: one reduction inside the captured step.", parallel="flat"),
@@ -303,10 +298,11 @@ def find_variant(name: str) -> Variant:
 
 
 def find_family(name: str) -> list[str]:
-    """The names of a family's rows, in table order; UnknownName otherwise."""
-    if name not in FAMILIES:
-        raise UnknownName(nearest("family", name, FAMILIES))
-    return [row.name for row in VARIANTS.values() if row.family == name]
+    """The names of a family's rows, in table order, by its letter or its notebook; UnknownName otherwise."""
+    letters = {word: letter for letter, notebook in FAMILIES.items() for word in (letter, notebook)}
+    if name not in letters:
+        raise UnknownName(nearest("family", name, letters))
+    return [row.name for row in VARIANTS.values() if row.family == letters[name]]
 
 
 def needs(settings: Settings) -> list[str]:

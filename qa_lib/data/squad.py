@@ -345,8 +345,8 @@ def flat_rows(table, name: str, chunk: int = 10_000) -> Iterator[tuple[str, str,
             yield place, title, context, {"id": key, "question": question, "answers": pairs, "is_impossible": not pairs}
 
 
-def hash_files(paths: list[Path]) -> str:
-    """SHA-256 (hex) of files, one after another. Raises DataError."""
+def hash_files(paths: Iterable[Path]) -> str:
+    """SHA-256 (hex) over the bytes of files, one after another. Raises DataError for one that cannot be read."""
     digest = hashlib.sha256()
     for path in paths:
         try:

@@ -189,8 +189,8 @@ for _name, _kernel in KERNELS.items():
     AttentionInterface.register(attention_name(_name), _interface(_kernel))
     AttentionMaskInterface.register(attention_name(_name), sdpa_mask)
 
-# For rows of text, which have no padding: SDPA that is told "causal" and given no mask. Of a compiled model transformers
-# makes the mask all the same, and with one PyTorch does not take FlashAttention.
+# For rows of text, which have no padding: SDPA that is told "causal" and given no mask. For a compiled model
+# transformers makes the mask all the same, and with one PyTorch does not take FlashAttention.
 UNMASKED = "unmasked"
 AttentionInterface.register(UNMASKED, sdpa_attention_forward)
 AttentionMaskInterface.register(UNMASKED, lambda *_, **__: None)
