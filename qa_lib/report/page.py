@@ -22,9 +22,9 @@ from qa_lib.variants import FAMILIES, VARIANTS
 
 WEB = Path(__file__).with_name("web")
 # Columns, and when they are shown: always, where there is room (wide), or if all are asked for (more).
-COLUMNS = {"row": "", "what it changes": "wide", "features/s": "", "tokens/s": "", "× {base}": "", "step ms [p10–p90]": "wide",
-           "MFU": "wide", "peak MiB": "wide", "{score}": "wide", "Δ{score} vs {base}": "", "trainable": "more", "n": "wide",
-           "status": "wide", "note": "more"}  # fmt: skip
+COLUMNS = {"row": "", "what it changes": "wide", "features/s": "", "tokens/s": "", "× {base}": "",
+           "step ms [p10–p90]": "wide", "MFU": "wide", "peak MiB": "wide", "{score}": "wide", "Δ{score} vs {base}": "",
+           "trainable": "more", "n": "wide", "status": "wide", "note": "more"}  # fmt: skip
 SMALL = 100e6  # parameters: of fewer than BERT-base has, the page says so
 _TEMPLATES = Environment(
     loader=FileSystemLoader(WEB), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True

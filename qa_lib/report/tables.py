@@ -251,7 +251,18 @@ COLUMNS = {  # heading, in which {score} stands for the score's label and {base}
 
 AXIS_LABELS = tuple(axis.label for axis in AXES)
 # Headings of two tables of a page's width, which all of them together would overflow.
-SPEED = ("row", "what it changes", *AXIS_LABELS, "status", "n", "features/s", "× A1", "step ms [p10–p90]", "note")
+SPEED = (
+    "row",
+    "what it changes",
+    *AXIS_LABELS,
+    "status",
+    "n",
+    "features/s",
+    "tokens/s",
+    "× {base}",
+    "step ms [p10–p90]",
+    "note",
+)
 COSTS = ("row", *AXIS_LABELS, "of matrix rate", "MFU", "peak MiB", "J/feature", "trainable", "compile s",
          "break-even step", "wall s")  # fmt: skip
 
