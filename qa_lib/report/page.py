@@ -26,6 +26,10 @@ COLUMNS = {"row": "", "what it changes": "wide", "features/s": "", "tokens/s": "
            "step ms [p10–p90]": "wide", "MFU": "wide", "peak MiB": "wide", "{score}": "wide", "Δ{score} vs {base}": "",
            "trainable": "more", "n": "wide", "status": "wide", "note": "more"}  # fmt: skip
 SMALL = 100e6  # parameters: of fewer than BERT-base has, the page says so
+# What the panel of a row shows of its runs, beside their scores.
+PANEL = {"path", "status", "micro_batch", "spec.variant", "spec.seed", "task.metric", "task.label", "code.commit",
+         "error.message", "speed.real_tokens_per_s", "speed.features_per_s", "time.step_ms.median", "time.wall_s",
+         "memory.peak_alloc_mib"}  # fmt: skip
 _TEMPLATES = Environment(
     loader=FileSystemLoader(WEB), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
@@ -96,7 +100,10 @@ def _group(group: dict, runs: pd.DataFrame, pictures: Callable[..., Pictures], l
     chosen = select(runs, group["name"])
     lines = summarise(chosen)
     drawn, absent = pictures(chosen, group["name"])
-    panels = {variant: part.to_dict("records") for variant, part in chosen.groupby("spec.variant", sort=False)}
+    columns = [name for name in chosen if name in PANEL or name.startswith("quality.")]
+    panels: dict[str, list[dict]] = {}
+    for run in chosen[columns].to_dict("records"):  # of few columns: pandas takes its time for each value
+        panels.setdefault(run["spec.variant"], []).append(run)
     tables = {"table": _table(lines), "peft": _table(family_lines(lines, "B"))}
     models = chosen.loc[chosen["model.params_total"].astype(float) < SMALL].groupby("model.name")["model.params_total"]
     small = ", ".join(f"{name} ({count(parameters)} parameters)" for name, parameters in models.max().items())
