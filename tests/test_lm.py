@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from qa_lib import record
+from qa_lib.__main__ import main
 from qa_lib.data import tokens
 from qa_lib.data.batches import Batches
 from qa_lib.data.squad import DataError
@@ -28,11 +29,12 @@ from qa_lib.model.build import build_model, model_config
 from qa_lib.report import tables
 from qa_lib.report.notebook import result
 from qa_lib.report.runs import load_runs, select
+from qa_lib.run import sweep
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.score.perplexity import total_nats, windows
 from qa_lib.spec import SCALES, TRAINER_OPTIMIZER, Machine, SpecError, find_shape, resolve
-from qa_lib.variants import BASELINES, VARIANTS
+from qa_lib.variants import BASELINES, VARIANTS, find_family
 
 WIKITEXT = Path(__file__).resolve().parents[2] / "shared" / "wikitext"
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
@@ -244,6 +246,19 @@ def test_a_context_length_is_asked_for_and_keeps_the_tokens_of_a_step():
     for length in (10, 32, 2048):
         with pytest.raises(SpecError, match="tokens are too few or too many"):
             plan(["L1"], "lm-smoke", machine=CPU, max_length=length)
+
+
+def test_a_sweep_takes_the_rows_of_its_scales_task_and_hands_on_the_length(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(sweep, "probe", lambda: (CPU, {}))
+    monkeypatch.setattr(sweep, "plan", lambda names, *_, **own: asked.append((names, own)) or [])
+    for scale in ("smoke", "lm-smoke"):
+        main(["sweep", "--scale", scale, "--plan", "--runs", str(tmp_path), "--max-length", "128"])
+    (questions, own), (text, _) = asked
+    assert text == find_family("L") and not set(questions) & set(text) and len(questions + text) == len(VARIANTS)
+    assert own["max_length"] == 128
+    assert sweep.notebook_parameters(short(max_length=128), tmp_path)["max_length"] == 128
+    assert "max_length" not in sweep.notebook_parameters(short(), tmp_path)
 
 
 def test_a_gpu_runs_every_row_as_asked_but_those_of_several_gpus():
