@@ -247,7 +247,8 @@ def test_run_says_what_was_measured_and_no_more(monkeypatch, capsys):
     from qa_lib.__main__ import main
     from qa_lib.run import fit
 
-    entry = {"status": "ok", "speed": {"features_per_s": None}, "quality": {"f1": 81.5}}
+    task = {"label": "F1", "metric": "f1"}
+    entry = {"status": "ok", "task": task, "speed": {"features_per_s": None}, "quality": {"f1": 81.5}}
     monkeypatch.setattr(fit, "fit", lambda spec, runs: entry)
     assert main(["run", "A1", "--scale", "smoke"]) == 0
     first, second = capsys.readouterr().out.splitlines()

@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
     launcher = Launcher(args.runs, machine, env, args.gpus, share=True, time_limit_s=args.time_limit)
     specs = plan(rows, args.scale, args.seeds, args.data, args.model, args.micro_batch, machine)
     if not specs[0].scale.quality or specs[0].scale.task != "qa":
-        raise UserError(f"scale {args.scale!r} measures no F1, by which points are compared")
+        raise UserError(f"scale {args.scale!r} measures no quality of answers, by which points are compared")
     tries = points(specs, args.learning_rate, args.trainable)
     entries = launcher.run_all(tries, _tell)
     scores = [entry["quality"]["best_f1"] if entry["status"] == "ok" else None for entry in entries]
