@@ -199,7 +199,7 @@ def test_a_profile_that_fails_leaves_the_older_one_whole(tmp_path, monkeypatch):
     folder = tmp_path / spec.run_path
     folder.mkdir(parents=True)
     (folder / "profile.json").write_text("older")
-    monkeypatch.setattr(profile, "build_model", lambda _: (_ for _ in ()).throw(RuntimeError("no model")))
+    monkeypatch.setattr(profile, "build_model", lambda *_: (_ for _ in ()).throw(RuntimeError("no model")))
     with pytest.raises(RuntimeError, match="no model"):
         profile.profile(spec, tmp_path, lambda _: None)
     assert [(p.name, p.read_text()) for p in folder.iterdir()] == [("profile.json", "older")]
