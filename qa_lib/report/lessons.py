@@ -36,22 +36,18 @@ def taught(record: dict, figure_of: Callable, values_of: Callable):
 def fig_padding(spec, rows: Sequence) -> Figure:
     """The first step of each of `rows`, (spec, its Batches): a line of tokens for each feature, padding grey. The one
     that fills its batches as `spec` does is named."""
-    figure, said = new_figure(" ", "", 4.2), []
-    for axis, (each, batches) in zip(figure.subplots(1, len(rows), sharex=True, sharey=True), rows, strict=True):
-        lengths, padded = batches.rows(batches.step(0))
-        # A gap after each micro-batch.
-        heights = np.arange(len(lengths)) + np.arange(len(lengths)) // batches.size
+    steps = [(each, batches, *batches.rows(batches.step(0))) for each, batches in rows]
+    said = [f"{share(1 - lengths.sum() / padded.sum())} in {each.variant}" for each, _, lengths, padded in steps]
+    figure = new_figure(f"Padding takes {', '.join(said)}", "", 4.2)
+    axes = figure.subplots(1, len(rows), sharex=True, sharey=True)
+    for axis, (each, batches, lengths, padded) in zip(axes, steps, strict=True):
+        heights = -np.arange(len(lengths)) - np.arange(len(lengths)) // batches.size  # a gap after each micro-batch
+        axis.barh(heights, padded, height=1.0, color=PADDING, linewidth=0)
         axis.barh(heights, lengths, height=1.0, color=COLORS["A"], linewidth=0)
-        axis.barh(heights, padded - lengths, left=lengths, height=1.0, color=PADDING, linewidth=0)
         ours = all(getattr(each.settings, key) == getattr(spec.settings, key) for key in ("padding", "order"))
-        part = share(1 - lengths.sum() / padded.sum())
-        axis.set_title(f"{each.variant}: {part} padding" + ", as this row" * ours, loc="left", fontsize=10)
+        axis.set_title(each.variant + ": as this row" * ours, loc="left", fontsize=10)
         axis.set(xlabel="tokens (grey: padding)", yticks=[])
-        axis.grid(False)
-        said.append(f"{part} in {each.variant}")
-    figure.axes[0].invert_yaxis()
-    figure.axes[0].set_ylabel("features of a step, by micro-batch")
-    figure.suptitle(f"Padding takes {', '.join(said)}", x=0.01, ha="left", fontsize=12, fontweight="bold")
+    axes[0].set_ylabel("features of a step, by micro-batch")
     return figure
 
 
@@ -61,21 +57,22 @@ def fig_launches(found: tuple[dict, pd.DataFrame]) -> Figure:
     summary, work = found
     on_gpu = summary["kernels_per_step"] is not None
     each = "kernel" if on_gpu else "operator"
-    title = f"One step: {len(work):,} {each}s in {number(summary['step_ms'])} ms"
-    title += f", {summary['launches_per_step']:,.0f} launches" if on_gpu else ""
     heaviest = pd.DataFrame(summary["kernels"]).groupby(["name", "part"], as_index=False)[["ms", "count"]].sum()
-    heaviest = heaviest.nlargest(HEAVIEST, "ms")
-    title += f"; the {len(heaviest)} heaviest take {share(heaviest['ms'].sum() / summary['busy_ms'])} of the work"
-    figure = new_figure(title, "" if on_gpu else "On a CPU: operators' own times under the profiler.", 4.4)
+    heaviest = heaviest.nlargest(HEAVIEST, "ms")[::-1]
+    launches = f", {summary['launches_per_step']:,.0f} launches" if on_gpu else ""
+    title = (
+        f"One step: {len(work):,} {each}s in {number(summary['step_ms'])} ms{launches}; "
+        f"the {len(heaviest)} heaviest take {share(heaviest['ms'].sum() / summary['busy_ms'])} of the work"
+    )
+    note = "" if on_gpu else "On a CPU: operators, and those that they call in turn, by their own times."
+    figure = new_figure(title, note + 2 * "\n", 4.6)
     above, below = figure.subplots(2, 1, height_ratios=[1, 3])
-    above.broken_barh(work[["start_ms", "ms"]].to_numpy(), (0, 1), facecolors=work["part"].map(PART_COLORS))
+    above.broken_barh(work[["start_ms", "ms"]].to_numpy(), (0, 1), facecolors=work["part"].map(PART_COLORS), lw=0)
     above.set(xlabel="ms of the step under the profiler (white: waiting)", yticks=[])
     names = heaviest["name"].str.slice(0, 48) + heaviest["count"].map("  ×{:.0f}".format)
-    bars = below.barh(names, heaviest["ms"], color=heaviest["part"].map(PART_COLORS))
-    below.bar_label(bars, heaviest["ms"].map(number), padding=3)
-    below.set(xlabel=f"ms a step (×: how often the {each} runs)")
-    below.invert_yaxis()
-    below.grid(False, axis="y")
+    colors = heaviest["part"].map(PART_COLORS)
+    below.bar_label(below.barh(range(len(names)), heaviest["ms"], color=colors, tick_label=names), fmt=number)
+    below.set(xlabel=f"ms a step (×: how often the {each} runs)", xlim=(0, 1.1 * heaviest["ms"].max()))
     handles = [Patch(color=color, label=part) for part, color in PART_COLORS.items() if part in set(work["part"])]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
     return figure
@@ -84,37 +81,35 @@ def fig_launches(found: tuple[dict, pd.DataFrame]) -> Figure:
 @style()
 def fig_trained(parts: pd.DataFrame, variant: str) -> Figure:
     """Of model.build.trainable_summary, how much of each part of the model trains in a row."""
-    whole = parts.loc["all"]
-    title = f"{variant} trains {count(whole['trainable'])} of {count(whole['parameters'])} parameters, "
-    figure = new_figure(title + share(whole["trainable"] / whole["parameters"]), "", 0.9 + 0.27 * len(parts))
+    said = [f"{count(row.trainable)} of {count(row.parameters)}" for row in parts.itertuples()]
+    part = share(parts.loc["all", "trainable"] / parts.loc["all", "parameters"])
+    figure = new_figure(f"{variant} trains {said[-1]} parameters, {part}", "", 0.9 + 0.27 * len(parts))
     axis, rows = figure.subplots(), parts.drop(index="all")
-    axis.barh(rows.index, rows["parameters"], color=PADDING)
-    bars = axis.barh(rows.index, rows["trainable"], color=COLORS["B"])
-    said = [f"{count(row.trainable)}, {share(row.trainable / row.parameters)}" for row in rows.itertuples()]
-    axis.bar_label(bars, said, padding=3)
-    axis.set(xlabel="parameters (coloured: they train)", xlim=(0, 1.15 * rows["parameters"].max()))
+    axis.bar_label(axis.barh(rows.index, rows["parameters"], color=PADDING), said[:-1], padding=3)
+    axis.barh(rows.index, rows["trainable"], color=COLORS["B"])
+    axis.set(xlabel="parameters (coloured: they train)", xlim=(0, 1.3 * rows["parameters"].max()))
     axis.invert_yaxis()
-    axis.grid(False, axis="y")
     return figure
 
 
 @style()
 def fig_scores(runs: pd.DataFrame, examples: pd.DataFrame, group: str) -> Figure:
-    """The best F1 against the share that trains, a point a row: of the reader's `group`, and of EXAMPLE's rows in the
-    family and those that they change."""
-    found = {group: runs[runs["group"] == group], f"{EXAMPLE}, an example": examples[examples["group"] == EXAMPLE]}
-    figure = new_figure("How much trains, and what it comes to", "Means over seeds; B, D, E: families of rows.", 3.6)
-    for axis, (name, part) in zip(figure.subplots(1, 2), found.items(), strict=True):
-        part = part[part["status"].eq("ok") & part["spec.variant"].isin([*find_family("B"), BASELINE])]
-        part = part.astype({"quality.best_f1": float, "quality.always_null_f1": float})
-        part = part.assign(share=100 * part["model.params_trainable"] / part["model.params_total"])
-        means = part.groupby("spec.variant")[["share", "quality.best_f1"]].mean()
-        axis.plot(means["share"], means["quality.best_f1"], "o", color=COLORS["B"])
+    """F1 against the share that trains, a point a row: the baseline and family B of the reader's `group`, and of
+    EXAMPLE."""
+    title, note = "How much trains, and what it comes to", "F1 at the best threshold, means over seeds."
+    figure, sources = new_figure(title, note, 3.6), {f"yours: {group}": (runs, group)}
+    sources |= {f"an example: {EXAMPLE}": (examples, EXAMPLE)}
+    for axis, (name, (table, of)) in zip(figure.subplots(1, 2), sources.items(), strict=True):
+        chosen = table["status"].eq("ok") & table["spec.variant"].isin([*find_family("B"), BASELINE])
+        rows = table[chosen & table["group"].eq(of)].rename(columns={"quality.best_f1": "F1"})
+        rows["share"] = 100 * rows["model.params_trainable"] / rows["model.params_total"]
+        means = rows.astype({"F1": float}).groupby("spec.variant")[["share", "F1"]].mean()
+        means.plot.scatter("share", "F1", color=COLORS["B"], s=40, logx=True, ax=axis)
         for row in means.itertuples():
             axis.annotate(row.Index, row[1:], (4, 4), textcoords="offset points", fontsize=8)
-        axis.axhline(part["quality.always_null_f1"].mean(), color=GREY, linestyle="--", linewidth=1)
-        axis.set(xlabel="parameters that train, in % (log)", ylabel="best F1 (dashed: never answering)", xscale="log")
-        axis.set_title(name, loc="left", fontsize=10)
+        axis.axhline(rows["quality.always_null_f1"].mean(), color=GREY, linestyle="--", linewidth=1)
+        axis.margins(x=0.2)
+        axis.set(xlabel="parameters that train, in % (log)", ylabel="F1 (dashed: never answering)", title=name)
     return figure
 
 
@@ -123,57 +118,60 @@ def fig_stack(record: dict, predicted: dict, examples: pd.DataFrame) -> Figure:
     """What lies in memory at the peak: as run.budget.estimate has `predicted` it for the row of `record`, and as it was
     measured in REFERENCE for that row, the one that it changes and the baseline."""
     variant, measured = record["spec"]["variant"], record["memory"]["peak_alloc_mib"]
-    said = f"{number(measured)} MiB measured" if measured else "not measured, for want of a GPU"
+    said = f"{number(measured)} measured" if measured else "not measured without a GPU"
     title = f"{variant} here: {number(predicted['peak_mib'])} MiB at the peak predicted, {said}"
-    row = VARIANTS[variant]
-    rows = examples[(examples["group"] == REFERENCE) & examples["status"].eq("ok") & (examples[MICRO_BATCH] == 32)]
-    means = rows.groupby("spec.variant")[[f"memory.{name}_mib" for name in HELD]].mean().astype(float)
-    means = means.reindex([name for name in dict.fromkeys([BASELINE, row.parent, variant]) if name in means.index])
+    here = {"predicted": _at_peak(predicted)}
+    if measured:
+        here["measured"] = {label: record["memory"][f"{name}_mib"] for name, label in HELD.items()}
+    chosen = examples["group"].eq(REFERENCE) & examples["status"].eq("ok") & examples[MICRO_BATCH].eq(32)
+    chosen &= examples["spec.variant"].isin([BASELINE, VARIANTS[variant].parent, variant])
+    columns = {f"memory.{name}_mib": label for name, label in HELD.items()}
     panels = {
-        f"this run's model, {record['model']['name']}": pd.DataFrame([_at_peak(predicted)], index=["predicted"]),
-        f"{REFERENCE}: measured with BERT-base at micro-batch 32": means.set_axis([*HELD.values()], axis=1),
-    }
-    note = "Activations as measured: all of the peak that is not weights, gradients or optimizer state."
+        f"this run's model, {record['model']['name']}": pd.DataFrame(here).T,
+        f"{REFERENCE}: measured with BERT-base at micro-batch 32": examples[chosen]
+        .groupby("spec.variant")[list(columns)].mean().astype(float).rename(columns=columns).rename_axis(""),
+    }  # fmt: skip
+    note = "Workspace: libraries and temporaries. Measured, it counts as activations: the peak less all that lasts."
     figure = new_figure(title, note + 2 * "\n", 3.6)
     for axis, (name, part) in zip(figure.subplots(2, 1, height_ratios=[1, 2]), panels.items(), strict=True):
-        part.plot.barh(stacked=True, ax=axis, color=COLORBLIND[:5], legend=False, width=0.7)
+        part[::-1].plot.barh(stacked=True, ax=axis, color=COLORBLIND, legend=False, width=0.7)
         axis.set_title(name, loc="left", fontsize=10)
-        axis.set(xlabel="MiB", ylabel="")
-        axis.invert_yaxis()
-        axis.grid(False, axis="y")
+        axis.set_xlabel("MiB")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
     return figure
 
 
 def _at_peak(predicted: dict) -> dict[str, float]:
-    """What an estimate says that is there at its peak. Before the optimizer's step gradients come as activations go."""
-    held = {label: predicted[f"{name}_mib"] for name, label in HELD.items()}
-    if predicted["phase"] != "forward and backward":
-        return held | {
-            "activations": 0.0,
-            "workspace": predicted["peak_mib"] - sum(held.values()) + held["activations"],
-        }
-    held["workspace"] = predicted["workspace_mib"]
-    return held | {"gradients": predicted["peak_mib"] - sum(held.values()) + held["gradients"]}
+    """What an estimate says that is there at its peak: before the end of the backward pass gradients are only those
+    that the peak has room for, and after it there are no activations."""
+    held = {label: predicted[f"{name}_mib"] for name, label in HELD.items()} | {"workspace": predicted["workspace_mib"]}
+    early = predicted["phase"] == "forward and backward"
+    held |= {"gradients": 0.0} if early else {"activations": 0.0, "workspace": 0.0}
+    return held | {"gradients" if early else "workspace": predicted["peak_mib"] - sum(held.values())}
 
 
 @style()
-def fig_kernels(found: tuple[list[str], list[str]]) -> Figure:
-    """The operators of a layer run one by one, and beside them the kernels that the compiler made of them."""
-    operators, kernels = found
-    title = f"One layer's forward pass: {len(operators)} operators become {len(kernels)} kernels"
-    figure = new_figure(
-        title, "Blue: matrix products, which stay as they are. Orange: all else.", 0.8 + 0.21 * len(operators)
-    )
-    for axis, name, names in zip(figure.subplots(1, 2), ("one by one", "compiled"), found, strict=True):
-        colors = [COLORBLIND[0] if "mm" in each else COLORBLIND[1] for each in names]
-        axis.barh(range(len(names)), 1, color=colors, alpha=0.35)
-        for height, each in enumerate(names):
-            axis.text(0.01, height, each, va="center", fontsize=8)
-        axis.set_title(f"{name}: {len(names)}", loc="left", fontsize=10)
-        axis.set(xlim=(0, 1), ylim=(max(map(len, found)), -1))
+def fig_kernels(layer: tuple[list[str], list[str], str]) -> Figure:
+    """Of train.kernels.translated, the operators of a layer, and beside them the kernels made of them."""
+    columns = {"one by one": layer[0], "compiled": layer[1]}
+    title = f"One layer's forward pass: {len(layer[0])} operators become {len(layer[1])} kernels"
+    note, tallest = "Blue: matrix products. Orange: all else.", max(map(len, layer[:2]))
+    figure = new_figure(title, note, 0.8 + 0.21 * tallest)
+    for axis, (name, kernels) in zip(figure.subplots(1, 2), columns.items(), strict=True):
+        colors = [COLORBLIND[0 if "mm" in kernel else 1] for kernel in kernels]
+        axis.bar_label(axis.barh(range(len(kernels)), 1, color=colors, alpha=0.35), kernels, label_type="center")
+        axis.set(xlim=(0, 1), ylim=(tallest, -1), title=f"{name}: {len(kernels)}")
         axis.set_axis_off()
     return figure
+
+
+def excerpt(layer: tuple[list[str], list[str], str], lines: int = 24) -> str:
+    """As Markdown, the beginning of the kernel that inductor made of the GELU, or else of the last that it wrote."""
+    _, kernels, program = layer
+    written = [name.removesuffix(".run") for name in kernels if name.startswith(("cpp_", "triton_"))]
+    name = next((name for name in written if "gelu" in name), written[-1])
+    code = program[program.index(f"\n{name} = ") :].split("\n")
+    return "\n".join(["```", *code[1 : 1 + lines], "...", "```"])
 
 
 @style()
@@ -182,25 +180,20 @@ def fig_packed(spec, batches) -> Figure:
     attend to which. Raises NotMeasured for a row that pads."""
     if spec.settings.padding != "packed":
         raise NotMeasured(f"{spec.variant} packs nothing")
-    ends = batches.arrays(batches.step(0)[0])["cu_seqlens"]
-    features, limit = batches.size, spec.scale.max_length
-    begins, lengths, text = ends[:features], np.diff(ends)[:features], ends[features]
+    ends, limit = batches.arrays(batches.step(0)[0])["cu_seqlens"][: batches.size + 1], spec.scale.max_length
     title = (
-        f"{features} features in a row of {batches.budget:,} tokens: {share(1 - text / batches.budget)} padding; "
-        f"each padded to {limit}: {share(1 - text / (features * limit))}"
+        f"{batches.size} features in a row of {batches.budget:,} tokens: {share(1 - ends[-1] / batches.budget)} "
+        f"padding; each padded to {limit}: {share(1 - ends[-1] / (batches.size * limit))}"
     )
     figure = new_figure(title, "A colour is a feature, grey is padding.", 4.2)
     axes = figure.subplot_mosaic([["packed", "mask"], ["padded", "mask"]], width_ratios=[3, 2], height_ratios=[1, 4])
-    colors = sns.color_palette("husl", features)
-    axes["packed"].barh(0, batches.budget, color=PADDING)
-    axes["packed"].barh([0] * features, lengths, left=begins, color=colors)
-    axes["packed"].set(xlabel="tokens of the packed row", yticks=[])
-    axes["padded"].barh(range(features), limit, color=PADDING)
-    axes["padded"].barh(range(features), lengths, color=colors)
-    axes["padded"].set(xlabel="tokens of padded rows", ylabel="the same features", yticks=[])
+    begins, lengths, rows = ends[:-1], np.diff(ends), -np.arange(batches.size)
+    colors = sns.color_palette("husl", batches.size)
+    for name, widths, height, left in (("packed", batches.budget, 0, begins), ("padded", limit, rows, 0)):
+        axes[name].barh(height, widths, color=PADDING)
+        axes[name].barh(height, lengths, left=left, color=colors)
+        axes[name].set(xlabel=f"tokens, {name}", yticks=[])
     axes["mask"].bar(begins, lengths, lengths, begins, align="edge", color=colors)
     axes["mask"].set(xlim=(0, batches.budget), ylim=(batches.budget, 0), aspect="equal")
-    axes["mask"].set(xlabel="a token (down) attends to these", ylabel="")
-    for axis in axes.values():
-        axis.grid(False)
+    axes["mask"].set_xlabel("a token (down) attends to these")
     return figure

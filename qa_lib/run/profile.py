@@ -32,6 +32,7 @@ from qa_lib.train.engine import train
 
 WARM, TIMED, PROFILED = 12, 20, 3  # steps: to settle, for the step's length, under the profiler
 POINTS = 400  # of the allocator's timeline
+SETTLED = 5  # steps before those that a notebook looks at: it is a picture, and nothing is timed by it
 
 
 class TimeWatch(Watch):
@@ -176,7 +177,7 @@ def steady_step(spec: Spec, data) -> tuple[dict, pd.DataFrame]:
     turn on the GPU, since other runs may be timed there."""
     device = train_device()
     with turn(device, shared=bool(os.environ.get(SHARE))):
-        found, events, step_ms, _ = _time(spec, data, device, WARM)
+        found, events, step_ms, _ = _time(spec, data, device, SETTLED)
     return trace.summary(found, events, step_ms), found[found["step"] == found["step"].max()]
 
 

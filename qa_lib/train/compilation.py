@@ -5,12 +5,7 @@ takes Python out of the step. `aot_eager` traces and differentiates the graph bu
 shows what tracing alone contributes; `cudagraphs` replays those kernels as CUDA graphs, which shows what launches cost.
 """
 
-import re
-
 import torch
-import torch._functorch.config
-from torch._inductor.utils import get_code
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from qa_lib.measure.meter import PEAK_FROM
 from qa_lib.spec import Spec
@@ -52,37 +47,3 @@ def peak_from(settings: Settings) -> int:
     """The step after which compilation allocates no more; the cudagraphs backend records its graphs in the first, and a
     replay allocates nothing that would be seen."""
     return 0 if settings.compile == "cudagraphs" else PEAK_FROM
-
-
-class _Operators(TorchDispatchMode):
-    """Notes the name of every operator that computes something."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if not operator.is_view and operator.overloadpacket.__name__ not in _NO_WORK:
-            self.names.append(operator.overloadpacket.__name__)
-        return operator(*args, **kwargs or {})
-
-
-_NO_WORK = ("_unsafe_view", "empty_like", "empty")
-_CALLS = re.compile(
-    r"^ +(?:buf\d+ = )?((?:extern_kernels|aten|torch\.ops\.aten|cpp_fused|triton)\w*(?:\.\w+)*)\(", re.M
-)
-
-
-def translated(layer: torch.nn.Module, hidden: torch.Tensor) -> tuple[list[str], list[str], str]:
-    """What inductor makes of a layer's forward pass on `hidden` [rows, tokens, width]: the operators of the layer as it
-    is, the kernels that the generated program calls, and that program. Nothing is compiled to machine code."""
-    fresh = (
-        torch._inductor.config.patch(fx_graph_cache=False),
-        torch._functorch.config.patch(enable_autograd_cache=False),
-    )
-    with torch.no_grad(), fresh[0], fresh[1]:
-        with _Operators() as eager:
-            layer(hidden)
-        program = get_code(torch.compile(layer), hidden)[0]
-    forget_compiled()
-    return eager.names, _CALLS.findall(program), program
