@@ -1,7 +1,8 @@
 """SQuAD v2-shaped text that a tiny BERT can learn in 300 steps, so that everything runs offline.
 
 The question's first word names a kind of phrase (who, where, when, what); a paragraph holds at most one phrase of each
-kind between filler words, and a third of the questions ask for a kind that is absent. Learnable, and not by position.
+kind, put between commas into a long sentence, and a third of the questions ask for a kind that is absent. Learnable,
+and not by position.
 """
 
 import random
@@ -25,7 +26,7 @@ _PHRASES = {
     ),
 }
 _ASKED = {"who": "who came ?", "where": "where was it ?", "when": "when was that ?", "what": "what was brought ?"}
-_FILLER = (
+_FILLER = (  # one long sentence, which a paragraph enters somewhere and goes on with
     "and then as it was said there many of them had gone while others still waited near by but no one knew how long "
     "this would last so they went on with their work until late because little else could be done at all for now"
 ).split()
@@ -68,14 +69,15 @@ def _paragraph(draw: random.Random, name: str, n_questions: int) -> dict:
     slots = min(120, int(draw.lognormvariate(3.1, 0.6)) + 8)
     phrases = [kind for kind in kinds if kind not in absent]
     places = dict(zip(sorted(draw.sample(range(slots), len(phrases))), phrases, strict=True))
-    text, answers = "", {}
+    text, answers, begin = "", {}, draw.randrange(len(_FILLER))
     for slot in range(slots):
         if slot in places:
             words = " ".join(draw.choice(pool) for pool in _PHRASES[places[slot]])
             answers[places[slot]] = {"text": words, "answer_start": len(text)}
         else:
-            words = draw.choice(_FILLER)
-        text += words + (draw.choice([". ", ", "]) if draw.random() < 0.12 else " ")
+            words = _FILLER[(begin + slot) % len(_FILLER)]
+        ends = (begin + slot + 1) % len(_FILLER) == 0
+        text += words + (", " if slot in places or slot + 1 in places else ". " if ends else " ")
     return {
         "context": text.rstrip(),
         "qas": [

@@ -159,7 +159,8 @@ def fig_kernels(layer: tuple[list[str], list[str], str]) -> Figure:
     figure = new_figure(title, note, 0.8 + 0.21 * tallest)
     for axis, (name, kernels) in zip(figure.subplots(1, 2), columns.items(), strict=True):
         colors = [COLORBLIND[0 if "mm" in kernel else 1] for kernel in kernels]
-        axis.bar_label(axis.barh(range(len(kernels)), 1, color=colors, alpha=0.35), kernels, label_type="center")
+        boxes = axis.barh(range(len(kernels)), 1, color=colors, alpha=0.35)
+        axis.bar_label(boxes, [kernel[:60] for kernel in kernels], label_type="center", fontsize=8)
         axis.set(xlim=(0, 1), ylim=(tallest, -1), title=f"{name}: {len(kernels)}")
         axis.set_axis_off()
     return figure

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +16,8 @@ from qa_lib.report.runs import NotMeasured, ReportError, load_runs, select
 from qa_lib.report.tables import summarise
 from qa_lib.report.text import MISSING, markdown, number, points, say
 from qa_lib.variants import UnknownName, nearest
+
+SQUAD_FOLDERS = ("squad", "../shared/squad")
 
 
 def check_parameters(cells: Sequence[str]) -> None:
@@ -55,6 +58,20 @@ def advice(env: dict, runs: str | Path = "runs") -> str:
     except NotMeasured:
         pass
     return say("notebook.advice", gpu=env["gpu"], gib=gib, row=row, minutes=minutes, measured=env["gpu"] == gpu)
+
+
+def text_in_reach(scale: str, data: str, model: str) -> tuple[str, str, str, str]:
+    """Scale, data and model for a look at text, those that are given, and as Markdown what is looked at: else SQuAD v2
+    where a folder or Colab's network has it, or generated text. Without BERT's vocabulary a word counts as a token."""
+    from huggingface_hub import try_to_load_from_cache  # takes a while, and only this needs it
+
+    online = "google.colab" in sys.modules
+    folders = [folder for folder in SQUAD_FOLDERS if Path(folder).is_dir()]
+    found = data or (folders[0] if folders else "squad_v2" if online else "")
+    scale = scale or ("full" if found else "smoke")
+    whole_words = found and not (model or online or try_to_load_from_cache("bert-base-uncased", "vocab.txt"))
+    said = say("notebook.text", data=Path(found).name, whole_words=whole_words)
+    return scale, found, "tiny" if whole_words else model, said
 
 
 def result(record: dict, runs: str | Path, examples: Sequence = (), count: int = 5) -> str:
