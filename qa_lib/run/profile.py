@@ -31,6 +31,7 @@ from qa_lib.spec import Spec
 from qa_lib.train.engine import train
 
 WARM, TIMED, PROFILED = 12, 20, 3  # steps: to settle, for the step's length, under the profiler
+os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # or the profiler writes a line when it starts and one when it stops
 POINTS = 400  # of the allocator's timeline
 SETTLED = 5  # steps before those that a notebook looks at: it is a picture, and nothing is timed by it
 
