@@ -28,7 +28,10 @@ def data():
 
 
 def titles(figure):
-    return [figure.get_suptitle(), *(axis.get_title("left") or axis.get_title() for axis in figure.axes)]
+    return [
+        figure.get_suptitle().replace("\u00a0", " ").replace("\n", " "),
+        *(axis.get_title("left") or axis.get_title() for axis in figure.axes),
+    ]
 
 
 def test_padding_is_of_the_first_step_and_marks_the_way_that_the_row_fills(data):
@@ -43,7 +46,7 @@ def test_a_packed_row_has_a_block_for_each_feature_and_other_rows_have_none(data
     a1, e1 = smoke("A1", "E1")
     batches = batches_of(data.features, e1)
     figure = lessons.fig_packed(e1, batches)
-    assert f"{batches.size} features in a row of {batches.budget:,} tokens" in figure.get_suptitle().replace("\n", " ")
+    assert f"{batches.size} features in a row of {batches.budget:,} tokens" in titles(figure)[0]
     (mask,) = (axis for axis in figure.axes if "attends" in axis.get_xlabel())
     lengths = data.features.lengths[batches.step(0)[0]]
     assert [(block.get_width(), block.get_height()) for block in mask.patches] == [(n, n) for n in lengths]
@@ -55,7 +58,7 @@ def test_a_packed_row_has_a_block_for_each_feature_and_other_rows_have_none(data
 def test_what_trains_and_how_good_it_is():
     parts = trainable_summary(build_model(smoke("B3")[0]))
     share = parts.loc["all", "trainable"] / parts.loc["all", "parameters"]
-    assert f"{100 * share:.1f} %" in lessons.fig_trained(parts, "B3").get_suptitle()
+    assert f"{100 * share:.1f} %" in titles(lessons.fig_trained(parts, "B3"))[0]
     every = load_runs()
     figure = lessons.fig_scores(every, every, "cpu-none")  # the reader has run nothing
     named = [{text.get_text() for text in axis.texts} for axis in figure.axes]
