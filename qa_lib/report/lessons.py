@@ -57,8 +57,7 @@ def fig_launches(found: tuple[dict, pd.DataFrame]) -> Figure:
     summary, work = found
     on_gpu = summary["kernels_per_step"] is not None
     each = "kernel" if on_gpu else "operator"
-    heaviest = pd.DataFrame(summary["kernels"]).groupby(["name", "part"], as_index=False)[["ms", "count"]].sum()
-    heaviest = heaviest.nlargest(HEAVIEST, "ms")[::-1]
+    heaviest = pd.DataFrame(summary["kernels"][:HEAVIEST])[::-1]
     launches = f", {summary['launches_per_step']:,.0f} launches" if on_gpu else ""
     title = (
         f"One step: {len(work):,} {each}s in {number(summary['step_ms'])} ms{launches}; "
