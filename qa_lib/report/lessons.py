@@ -102,7 +102,7 @@ def fig_scores(runs: pd.DataFrame, examples: pd.DataFrame, group: str) -> Figure
         chosen = table["status"].eq("ok") & table["spec.variant"].isin([*find_family("B"), BASELINE])
         rows = table[chosen & table["group"].eq(of)].rename(columns={"quality.best_f1": "F1"})
         rows["share"] = 100 * rows["model.params_trainable"] / rows["model.params_total"]
-        means = rows.astype({"F1": float}).groupby("spec.variant")[["share", "F1"]].mean()
+        means = rows.astype({"F1": float}).groupby("spec.variant")[["share", "F1"]].mean().dropna()
         means.plot.scatter("share", "F1", color=COLORS["B"], s=40, logx=True, ax=axis)
         for row in means.itertuples():
             axis.annotate(row.Index, row[1:], (4, 4), textcoords="offset points", fontsize=8)
