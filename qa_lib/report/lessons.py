@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 from qa_lib.report.profiles import PART_COLORS
 from qa_lib.report.readme import REFERENCE
 from qa_lib.report.runs import BASELINE, MICRO_BATCH, NotMeasured
-from qa_lib.report.style import COLORBLIND, COLORS, GREY, new_figure, show, style
+from qa_lib.report.style import BLUE, COLORBLIND, GREY, ORANGE, new_figure, show, style
 from qa_lib.report.text import count, number, share
 from qa_lib.variants import VARIANTS, find_family
 
@@ -43,7 +43,7 @@ def fig_padding(spec, rows: Sequence) -> Figure:
     for axis, (each, batches, lengths, padded) in zip(axes, steps, strict=True):
         heights = -np.arange(len(lengths)) - np.arange(len(lengths)) // batches.size  # a gap after each micro-batch
         axis.barh(heights, padded, height=1.0, color=PADDING, linewidth=0)
-        axis.barh(heights, lengths, height=1.0, color=COLORS["A"], linewidth=0)
+        axis.barh(heights, lengths, height=1.0, color=BLUE, linewidth=0)
         ours = all(getattr(each.settings, key) == getattr(spec.settings, key) for key in ("padding", "order"))
         axis.set_title(each.variant + ": as this row" * ours, loc="left", fontsize=10)
         axis.set(xlabel="tokens (grey: padding)", yticks=[])
@@ -85,7 +85,7 @@ def fig_trained(parts: pd.DataFrame, variant: str) -> Figure:
     figure = new_figure(f"{variant} trains {said[-1]} parameters, {part}", "", 0.9 + 0.27 * len(parts))
     axis, rows = figure.subplots(), parts.drop(index="all")
     axis.bar_label(axis.barh(rows.index, rows["parameters"], color=PADDING), said[:-1], padding=3)
-    axis.barh(rows.index, rows["trainable"], color=COLORS["B"])
+    axis.barh(rows.index, rows["trainable"], color=ORANGE)
     axis.set(xlabel="parameters (coloured: they train)", xlim=(0, 1.3 * rows["parameters"].max()))
     axis.invert_yaxis()
     return figure
@@ -103,7 +103,7 @@ def fig_scores(runs: pd.DataFrame, examples: pd.DataFrame, group: str) -> Figure
         rows = table[chosen & table["group"].eq(of)].rename(columns={"quality.best_f1": "F1"})
         rows["share"] = 100 * rows["model.params_trainable"] / rows["model.params_total"]
         means = rows.astype({"F1": float}).groupby("spec.variant")[["share", "F1"]].mean().dropna()
-        means.plot.scatter("share", "F1", color=COLORS["B"], s=40, logx=True, ax=axis)
+        means.plot.scatter("share", "F1", color=ORANGE, s=40, logx=True, ax=axis)
         for row in means.itertuples():
             axis.annotate(row.Index, row[1:], (4, 4), textcoords="offset points", fontsize=8)
         axis.axhline(rows["quality.always_null_f1"].mean(), color=GREY, linestyle="--", linewidth=1)
