@@ -45,8 +45,9 @@ class HashDropout(nn.Module):
 
 def use_hash_dropout(model: nn.Module) -> None:
     """Replace the dropouts of the hidden states, in place; attention's own is its kernel's affair."""
-    owners = [(model, encoder_of(model).embeddings_dropout)]
-    owners += [(layer, name) for layer in layers_of(model) for name in encoder_of(model).dropouts]
+    encoder = encoder_of(model)
+    owners = [(model, encoder.embeddings_dropout or f"{encoder.embeddings[0]}.dropout")]
+    owners += [(layer, name) for layer in layers_of(model) for name in encoder.dropouts]
     seeds = Seeds(len(owners))
     for number, (owner, name) in enumerate(owners):
         owner.set_submodule(name, HashDropout(owner.get_submodule(name).p, seeds, number))

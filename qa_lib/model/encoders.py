@@ -22,8 +22,8 @@ class Encoder:
 
     layers: str
     embeddings: tuple[str, ...]  # modules that a configuration leaves out may be named
-    embeddings_dropout: str
     head: str = "qa_outputs"
+    embeddings_dropout: str = ""  # where it is not `dropout` in the first of the embeddings
     causal: bool = False  # a token sees those before it alone, and the head, which is the embeddings, predicts the next
     # In each layer. RECIPES of variants.py address adapters by the last part of these names.
     attention: str = "attention"  # with its output product and norm
@@ -38,18 +38,14 @@ class Encoder:
 
 
 ENCODERS = {
-    "bert": Encoder("bert.encoder.layer", ("bert.embeddings",), "bert.embeddings.dropout"),
-    "roberta": Encoder(
-        "roberta.encoder.layer", ("roberta.embeddings",), "roberta.embeddings.dropout", positions_after_padding=True
-    ),
+    "bert": Encoder("bert.encoder.layer", ("bert.embeddings",)),
+    "roberta": Encoder("roberta.encoder.layer", ("roberta.embeddings",), positions_after_padding=True),
     # Its small models have narrower embeddings, and a product that widens them.
-    "electra": Encoder(
-        "electra.encoder.layer", ("electra.embeddings", "electra.embeddings_project"), "electra.embeddings.dropout"
-    ),
+    "electra": Encoder("electra.encoder.layer", ("electra.embeddings", "electra.embeddings_project")),
 }
 DECODERS = {
     "gpt2": Encoder(
-        "transformer.h", ("transformer.wte", "transformer.wpe"), "transformer.drop", "lm_head", causal=True,
+        "transformer.h", ("transformer.wte", "transformer.wpe"), "lm_head", "transformer.drop", causal=True,
         attention="attn", self_attention="attn", feed_forward=("mlp",), products=("mlp.c_fc", "mlp.c_proj"),
         dropouts=("attn.resid_dropout", "mlp.dropout"),
         # Query, key and value are one product in GPT-2.
@@ -66,7 +62,7 @@ def find_encoder(model_type: str, source: str, task: str = "qa") -> Encoder:
     """The entry for a `model_type` of transformers; UserError, which names `source`, if there is none for the task."""
     known = OF_TASK[task]
     if model_type not in known:
-        raise UserError(f"{source}: a model of type {model_type!r}; for {task} this lab knows {', '.join(known)}")
+        raise UserError(f"{source}: a model of type {model_type!r}; this lab knows {', '.join(known)} for task {task}")
     return known[model_type]
 
 
