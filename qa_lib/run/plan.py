@@ -27,11 +27,12 @@ def plan(
     micro_batch: int | None = None,
     machine: Machine | None = None,
     world: int | None = None,
+    stages: int | None = None,
 ) -> list[Spec]:
     """The specs of variants x seeds at a scale, in that order: all rows with the first seed come first, each once.
 
-    `data` and `model` (paths, or hub names) replace the scale's own, `micro_batch` and `world` (processes) the row's,
-    unless they are 0; `machine` is this one unless given. Raises SpecError for a name or number that cannot be, before
+    `data` and `model` (paths, or hub names) replace the scale's own, `micro_batch`, `world` (processes) and `stages` (of
+    a pipeline) the row's, unless they are 0; `machine` is this one unless given. Raises SpecError for a name or number that cannot be, before
     files and the hub are asked, and UserError for a file or folder that is not there.
     """
     size = find_scale(scale)
@@ -50,6 +51,7 @@ def plan(
             "model_source": model,
             "micro_batch": micro_batch or None,
             "world": world or None,
+            "stages": stages or None,
         }
         return [
             resolve(variant, scale, seed, machine, **sources, **found)
@@ -59,9 +61,13 @@ def plan(
 
     resolved(data={}, model={})  # names and numbers are checked before a file or the hub is touched
     identity = identify_model(model)
-    architecture = model_type(model)
-    lacks = find_encoder(architecture, model).lacks if architecture else None
-    return resolved(data=identify_data(data, size.quality), model=identity, lacks=lacks)
+    found = {"model": identity, "data": identify_data(data, size.quality)}
+    config = model_config(model)
+    if config.get("model_type"):
+        found["lacks"] = find_encoder(config["model_type"], model).lacks
+        # 0, which everything divides, where it does not say.
+        found["shape"] = {"layers": config.get("num_hidden_layers", 0), "heads": config.get("num_attention_heads", 0)}
+    return resolved(**found)
 
 
 def identify_data(source: str, with_validation: bool) -> dict:
@@ -96,16 +102,16 @@ def identify_model(source: str) -> dict:
     return {"name": source, "revision": "main"}
 
 
-def model_type(source: str) -> str | None:
-    """The architecture that a model's config.json names; None for a model of the hub that is not on this machine."""
+def model_config(source: str) -> dict:
+    """What a model's config.json says; nothing for a model of the hub that is not on this machine."""
     if source == "tiny":
-        return "bert"
+        return {"model_type": "bert", **TINY_CONFIG}
     if Path(source).is_dir():
-        return look(Path(source))[0].get("model_type")
+        return look(Path(source))[0]
     from huggingface_hub import try_to_load_from_cache
 
     path = try_to_load_from_cache(source, "config.json")  # a path, None, or a mark that the hub has no such file
-    return read_json(path).get("model_type") if isinstance(path, str | Path) else None
+    return read_json(path) if isinstance(path, str | Path) else {}
 
 
 class _Joined(argparse.Action):
@@ -136,8 +142,9 @@ def add_source_arguments(parser: argparse.ArgumentParser, scale: bool = True) ->
 
 
 def add_world(parser: argparse.ArgumentParser) -> None:
-    """The option --world of those verbs that start processes."""
+    """The options --world and --stages of those verbs that start processes."""
     parser.add_argument("--world", type=one_or_more, metavar="N", help="processes of a P row, one a GPU (rows: 2)")
+    parser.add_argument("--stages", type=one_or_more, metavar="N", help="of them in one pipeline (rows: all)")
 
 
 def one_or_more(text: str) -> int:

@@ -69,7 +69,7 @@ def notebook_parameters(spec: Spec, runs: Path) -> dict:
         "micro_batch": spec.asked.micro_batch,
         "runs": _from_root(runs),
     }
-    return values if spec.asked.parallel == "none" else values | {"world": spec.world}
+    return values if spec.asked.parallel == "none" else values | {"world": spec.world, "stages": spec.stages}
 
 
 def _from_root(path: str | Path) -> str:
@@ -203,7 +203,8 @@ def main(args: argparse.Namespace) -> int:
     launcher = Launcher(
         args.runs, machine, env, args.gpus, args.share, args.force, (args.retry,), notebook_command, args.time_limit
     )
-    specs = plan(names, args.scale, args.seeds, args.data, args.model, args.micro_batch, machine, args.world)
+    shared = {"machine": machine, "world": args.world, "stages": args.stages}
+    specs = plan(names, args.scale, args.seeds, args.data, args.model, args.micro_batch, **shared)
     if args.plan:
         for spec in specs:
             state = "finished" if launcher.is_finished(spec) else f"skip: {spec.skip}" if spec.skip else "run"
