@@ -50,10 +50,13 @@ class Tensor(Alone):
             own.grad, parameter.grad = local(parameter.grad), None
 
     def across(self, norm):
-        shares = torch.stack([square_norm(own.grad) for own, p in self.of.items() if is_cut(p)]).sum()
-        of_all = shares.clone()
-        dist.all_reduce(of_all)
-        return (norm.square() - shares + of_all).sqrt()
+        # Not from `norm`, whose rounding differs by process: all must scale by the same number.
+        alike, shares = (
+            torch.stack([square_norm(own.grad) for own, p in self.of.items() if is_cut(p) == cut]).sum()
+            for cut in (False, True)
+        )
+        dist.all_reduce(shares)
+        return (alike + shares).sqrt()
 
     def whole(self, state, parameter):
         like = self.of[parameter]
