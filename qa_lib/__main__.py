@@ -8,7 +8,7 @@ import importlib
 import os
 import sys
 
-from qa_lib.errors import UserError, printable, stoppable, stopped_by
+from qa_lib.errors import UserError, first_line, printable, stoppable, stopped_by
 
 VERBS = {
     "variants": ("qa_lib.variants", "list the rows: what each changes, and why"),
@@ -18,6 +18,7 @@ VERBS = {
     "memory": ("qa_lib.run.budget", "predict a row's GPU memory, without a GPU"),
     "fit-batch": ("qa_lib.run.fitbatch", "find a row's largest micro-batch under a cap on GPU memory"),
     "tune": ("qa_lib.run.tune", "try other learning rates and trainable parts for a row"),
+    "export": ("qa_lib.run.export", "records as CSV, runs for TensorBoard or Weights & Biases"),
     "report": ("qa_lib.report.publish", "draw tables and figures from the records"),
     "app": ("qa_lib.app", "ask checkpoints in the browser, and read the dashboard"),
     "predict": ("qa_lib.score.predict", "answer a file of questions, or one, with a checkpoint"),
@@ -40,8 +41,9 @@ def main(argv: list[str]) -> int:
         print(f"error: {printable(str(problem))}", file=sys.stderr)
         return 2
     except OSError as problem:
-        if problem.filename:
-            print(f"error: {problem.filename}: {problem.strerror}", file=sys.stderr)
+        if problem.filename or problem.errno is None:  # transformers raises those without a number
+            said = f"{problem.filename}: {problem.strerror}" if problem.filename else first_line(problem)
+            print(f"error: {printable(said)}", file=sys.stderr)
             return 2
         if problem.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
             raise

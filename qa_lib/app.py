@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import math
 import re
 import signal
 import socket
@@ -25,80 +26,96 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from qa_lib.data.squad import MAX_CONTEXT, Example, open_source, read_json
+from qa_lib.data.squad import MAX_CONTEXT, Example, open_source
 from qa_lib.errors import UserError
 from qa_lib.record import RecordError, read_record, run_files
 from qa_lib.report import page
 from qa_lib.report import publish as report
 from qa_lib.score.ask import Busy, Desk, QuestionTooLong
-from qa_lib.score.predict import load_qa_model
+from qa_lib.score.predict import find_folder, load_qa_model
 
-EXAMPLE = "example: python -m qa_lib app --model runs/cpu-smoke/A1-s0-*/model"
+EXAMPLE = """examples:
+  python -m qa_lib app --model deepset/minilm-uncased-squad2          # of the hub: safetensors alone, and no code
+  python -m qa_lib app --model my-bert/ --model runs/h200-local/A3-s0-1a2b3c/   # two side by side
+On another machine: ssh -L 8600:localhost:8600 MACHINE, start it there, and open http://localhost:8600 here.
+In Colab, whose proxy needs it to answer to any name and in a frame, as it does where --host lets others in:
+  get_ipython().system_raw("python -m qa_lib app --host 0.0.0.0 &")
+  from google.colab import output; output.serve_kernel_port_as_iframe(8600, height=900)   # some seconds later
+Without a browser; a model is called "model 1" (the first --model) or, of the runs, by its folders "GROUP/RUN":
+  curl http://127.0.0.1:8600/ask -H "Content-Type: application/json" \\
+    -d '{"model": "model 1", "question": "Who wrote it?", "context": "It was written by Ada."}'
+The reply is JSON: answer, margin of "no answer", nbest, ms and others; or what is wrong: field and message."""
 FIGURES = Path("figures")  # what report draws into; read where it is up to date
 MAX_QUESTION = 1_000
 MAX_BODY = 12 * (MAX_CONTEXT + MAX_QUESTION) + 10_000  # bytes; JSON may spell an emoji in as many; and what is around
 BODY_SECONDS = 5  # in which a request's body has to arrive: one that is half sent holds a place that others want
+HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
 GONE = 499  # the status of an answer that nobody hears, as nginx has it
-TINY_VOCABULARY = 1_000  # fewer words than any language has: a model of the synthetic text
 TOO_LONG = f"The paragraph is longer than {MAX_CONTEXT:,} characters, the limit."
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A checkpoint that can be asked. `key` is what the page calls it by; no path ever leaves the server."""
+    """A checkpoint that can be asked. `key` is what the page calls it by; no path ever leaves the server.
+
+    `f1` is its best one and `threshold` the margin of "no answer" that goes with it, NaN where no record tells;
+    `examples` says which suit it, english or synthetic.
+    """
 
     key: str
     name: str
     folder: Path
-
-    @property
-    def examples(self) -> str:
-        """Which examples suit it: synthetic or english."""
-        with contextlib.suppress(UserError, TypeError, AttributeError):
-            if read_json(self.folder / "config.json").get("vocab_size", TINY_VOCABULARY) < TINY_VOCABULARY:
-                return "synthetic"
-        return "english"
+    f1: float = math.nan
+    threshold: float = math.nan
+    examples: str = "english"
 
 
 def offered(runs: Path) -> list[Choice]:
-    """The checkpoints of the runs that ended ok: those of the smoke scale first, then the newest first."""
+    """The checkpoints of the runs that ended ok, the best F1 first; after all others those of synthetic text, whose
+    F1 is of another kind."""
     found = []
     for weights in run_files(runs, "model/model.safetensors"):
-        folder = weights.parent.parent
-        with contextlib.suppress(RecordError, KeyError, TypeError):
-            record = read_record(folder)
-            if record["status"] == "ok":
-                smoke = record["spec"]["scale"]["name"] == "smoke"
-                found.append((smoke, str(record["time"]["ended"]), Choice(_key(folder), folder.name, weights.parent)))
-    return [choice for *_, choice in sorted(found, key=lambda entry: entry[:2], reverse=True)]
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            found.append(_of_run(weights.parent, _key(weights.parent.parent)))
+    return sorted(found, key=lambda choice: (choice.examples == "synthetic", -choice.f1, choice.name))
 
 
-def _key(folder: Path) -> str:
-    return f"{folder.parent.name}/{folder.name}"
+def _of_run(folder: Path, key: str) -> Choice:
+    """The checkpoint of a run that ended ok. Raises ValueError, KeyError or TypeError where no record says so."""
+    record = read_record(folder.resolve().parent)
+    spec, quality = record["spec"], record["quality"]
+    if record["status"] != "ok":
+        raise RecordError(f"{folder}: its run ended {record['status']}")
+    name = f"{spec['variant']}-s{spec['seed']} · {spec['scale']['name']} · F1 {quality['best_f1']:.1f}"
+    kind = "synthetic" if str(record["data"]["name"]).startswith("synthetic") else "english"
+    return Choice(key, name, folder, float(quality["best_f1"]), float(quality["best_f1_threshold"]), kind)
 
 
-def named(folders: list[Path]) -> list[Choice]:
-    """The checkpoints that the user named, by their folders' names, or by those of their runs."""
+def _key(run: Path) -> str:
+    return f"{run.parent.name}/{run.name}"
+
+
+def named(models: list[str | Path]) -> list[Choice]:
+    """The checkpoints that the user named: folders, of runs or models, and names of the hub. Raises UserError."""
     found = []
-    for i, folder in enumerate(folders, 1):
-        whole = folder.resolve()
-        found.append(Choice(f"model {i}", (whole.parent if whole.name == "model" else whole).name, folder))
+    for i, model in enumerate(models, 1):
+        folder, path = find_folder(model), Path(model).resolve()
+        try:
+            found.append(_of_run(folder, f"model {i}"))
+        except (ValueError, KeyError, TypeError):
+            name = (path.parent if path.name == "model" else path).name if path.exists() else str(model)
+            found.append(Choice(f"model {i}", name, folder))
     return found
 
 
 def examples() -> dict[str, list[dict]]:
     """Questions to click: {name, question, context} for models of the synthetic text and for those of English."""
-    generated = open_source("synthetic:200", "validation").examples
-    short = [example for example in generated if len(example.context) < 250]
-    answered = [example for example in short if example.answers]
-    longest = max((example for example in generated if example.answers), key=lambda example: len(example.context))
-    impossible = next(example for example in short if example.impossible)
-    first, another = _chip(answered[0]), _chip(answered[-1], " (another)")
+    generated = sorted(open_source("synthetic:200", "validation").examples, key=lambda example: len(example.context))
+    answered = [example for example in generated if example.answers]
+    impossible = next(example for example in generated if example.impossible)
     english = open_source(page.WEB / "english.json", "validation").examples
-    return {
-        "synthetic": [first, another, _chip(impossible), _chip(longest, " (long paragraph)")],
-        "english": [_chip(example) for example in english],
-    }
+    synthetic = [*map(_chip, [*answered[:2], impossible]), _chip(answered[-1], " (long paragraph)")]
+    return {"synthetic": synthetic, "english": [_chip(example) for example in english]}
 
 
 def _chip(example: Example, note: str = "") -> dict:
@@ -106,11 +123,16 @@ def _chip(example: Example, note: str = "") -> dict:
     return {"name": example.question + note, "question": example.question, "context": example.context}
 
 
-def create_app(models: list[Path], runs: Path, hosts: list[str]) -> Starlette:
-    """The app over checkpoints and runs; it answers requests for `hosts` alone, so that no foreign page can ask it."""
-    desk, given, shown = Desk(), named(models), examples()
+def create_app(given: list[Choice], runs: Path, hosts: list[str]) -> Starlette:
+    """The app over `given` checkpoints and those of the runs; it answers requests for `hosts` alone, so that no foreign
+    page can ask it."""
+    desk, setup = Desk(), {"examples": examples()}
     known: dict[str, Choice] = {}  # every checkpoint seen so far: asking does not read all records again
     drawing, drawn = threading.Lock(), {}
+    frames = "*" if "*" in hosts else "'none'"  # who may call it by any name may show it in a frame, as Colab does
+
+    def shown(html: str, policy: str) -> Response:
+        return HTMLResponse(html, headers=HEADERS | {"Content-Security-Policy": f"{policy}; frame-ancestors {frames}"})
 
     def choices() -> list[Choice]:
         twice = {choice.folder.resolve() for choice in given}
@@ -124,22 +146,22 @@ def create_app(models: list[Path], runs: Path, hosts: list[str]) -> Starlette:
 
     def home(request: Request) -> Response:
         listed = choices()
-        setup = {"examples": shown}
-        return _page(*page.render("ask", "'self'", choices=listed, given=listed[: len(given)], setup=setup))
+        return shown(*page.render("ask", "'self'", choices=listed, given=listed[: len(given)], setup=setup))
 
     def dashboard(request: Request) -> Response:
         files = [*run_files(runs, "record.json"), *run_files(runs, "profile.json"), *FIGURES.glob("*/manifest.json")]
         state = frozenset((path, _written(path)) for path in files)
+
+        def pictures(chosen, group: str):
+            return report.pictures(chosen, FIGURES / group)
+
+        def link(run: Path) -> str:
+            return f"/runs/{quote(_key(run))}/notebook"
+
         with drawing:  # matplotlib is not for two threads at once
             if drawn.get("state") != state:
-                drawn.update(state=state, page=page.dashboard(runs, pictures, notebook_of, app=True))
-            return _page(*drawn["page"])
-
-    def pictures(chosen, group: str):
-        return report.pictures(chosen, FIGURES / group)
-
-    def notebook_of(folder: Path) -> str:
-        return f"/runs/{quote(_key(folder))}/notebook"
+                drawn.update(state=state, page=page.dashboard(runs, pictures, link, app=True))
+            return shown(*drawn["page"])
 
     def notebook(request: Request) -> Response:
         """A run's notebook, found in the list of runs: what the address says is compared, never opened."""
@@ -150,7 +172,7 @@ def create_app(models: list[Path], runs: Path, hosts: list[str]) -> Starlette:
         # It holds whatever its run printed: no script runs in it, and it loads nothing.
         policy = "sandbox; default-src 'none'; img-src data:; style-src 'unsafe-inline'"
         try:
-            return _page(notebook_html(found[0]), policy)
+            return shown(notebook_html(found[0]), policy)
         except Exception:  # whatever a spoilt notebook leads to, or one that is gone by now
             return PlainTextResponse("this notebook cannot be read", 500)
 
@@ -175,8 +197,7 @@ def create_app(models: list[Path], runs: Path, hosts: list[str]) -> Starlette:
             return _refuse(422, *problem)
         if key not in known:
             await run_in_threadpool(choices)
-        choice = known.get(key)
-        if choice is None:
+        if not (choice := known.get(key)):
             return _refuse(404, "model", "There is no such model, or no longer; load the page again.")
         try:
             answer = asyncio.wrap_future(desk.ask(choice.folder, question, context))
@@ -224,23 +245,7 @@ class Connection(H11Protocol):
 
     def _start_timer(self) -> None:
         self._unset_keepalive_if_required()
-        wait = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
-        self.timeout_keep_alive_task = wait
-
-
-class Server(uvicorn.Server):
-    """A server that SIGHUP ends as Ctrl-C and SIGTERM do, unless `nohup` has it ignored."""
-
-    @contextlib.contextmanager
-    def capture_signals(self):
-        with super().capture_signals():
-            before = signal.getsignal(signal.SIGHUP)
-            if before is not signal.SIG_IGN:
-                signal.signal(signal.SIGHUP, self.handle_exit)
-            try:
-                yield
-            finally:
-                signal.signal(signal.SIGHUP, before)
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
 
 def check(question: object, context: object) -> tuple[str, str] | None:
@@ -287,16 +292,6 @@ def _written(path: Path) -> int:
     return 0
 
 
-def _page(html: str, policy: str) -> Response:
-    headers = {
-        "Content-Security-Policy": f"{policy}; frame-ancestors 'none'",
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-store",
-    }
-    return HTMLResponse(html, headers=headers)
-
-
 def _refuse(status: int, field: str, message: str, headers: dict | None = None) -> Response:
     return JSONResponse({"field": field, "message": message}, status, headers)
 
@@ -323,8 +318,7 @@ def _cleaned(text: str | list[str]) -> str | list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib app`."""
-    repeated = {"action": "append", "default": [], "metavar": "DIR"}
-    parser.add_argument("--model", type=Path, help="a model's folder; may be repeated", **repeated)
+    parser.add_argument("--model", action="append", default=[], metavar="M", help="folder or hub name; repeatable")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the records (default: runs)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     parser.add_argument("--port", type=int, default=8600, metavar="N", help="0 takes a free one (default: 8600)")
@@ -343,12 +337,13 @@ def _names(host: str) -> list[str]:
 def main(args: argparse.Namespace) -> int:
     """Serve until a signal comes, and then give requests in work three seconds.
 
-    Raises UserError for a folder that holds no such model, and for a port that is taken.
+    Raises UserError for a name that leads to no such model, and for a port that is taken.
     """
     if not args.host.strip():
         raise UserError("--host is empty, which would listen to everybody: leave it out, or write 0.0.0.0 to mean that")
-    for folder in args.model:
-        load_qa_model(folder)
+    given = named(args.model)
+    for choice in given:
+        load_qa_model(choice.folder)
     try:
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         listener = socket.create_server((args.host, args.port), family=family, backlog=512)
@@ -357,10 +352,12 @@ def main(args: argparse.Namespace) -> int:
     except (OSError, OverflowError) as problem:
         reason = getattr(problem, "strerror", None) or problem
         raise UserError(f"cannot listen on {args.host}, port {args.port}: {reason}; --port takes another") from None
-    app = create_app(args.model, args.runs, _names(args.host))
+    app = create_app(given, args.runs, _names(args.host))
     quiet = {"log_level": "warning", "access_log": False, "server_header": False, "lifespan": "off"}
     config = uvicorn.Config(app, http=Connection, limit_concurrency=512, timeout_graceful_shutdown=3, **quiet)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as `nohup` has it; else it ends the app as Ctrl-C does
+        uvicorn.server.HANDLED_SIGNALS = {*uvicorn.server.HANDLED_SIGNALS, signal.SIGHUP}
     host = f"[{args.host}]" if family == socket.AF_INET6 else args.host
     print(f"http://{host}:{listener.getsockname()[1]}  (Ctrl-C stops it)", flush=True)
-    Server(config).run(sockets=[listener])
+    uvicorn.Server(config).run(sockets=[listener])
     return 0

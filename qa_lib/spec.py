@@ -47,6 +47,10 @@ class Scale:
     threads: int | None = None  # of a run on a CPU; None: all of them
     limit_gib: float | None = None  # GPU memory that the run may take; None: all there is
 
+    def __post_init__(self):
+        if not 0 < self.learning_rate < 1:
+            raise SpecError(f"learning rate {self.learning_rate:g} is not between 0 and 1")
+
 
 _TO_COMPARE = {"epochs": 3, "quality": True}  # three epochs, scored
 SCALES = {
@@ -284,34 +288,37 @@ def resolve(
     data_source: str,
     model_source: str,
     micro_batch: int | None = None,
-    lacks: Mapping[str, str] | None = None,
     world: int | None = None,
     stages: int | None = None,
-    shape: Mapping[str, int] | None = None,
+    epochs: int | None = None,
+    learning_rate: float | None = None,
 ) -> Spec:
     """Variant x scale x seed to the spec of one run on this machine.
 
-    `data` and `model` are identities and `*_source` where to load them from (see Spec); `lacks` is for `missing`;
-    without `world` a parallel row has WORLD processes, and without `stages` they are one pipeline, if any; `shape` is for
-    `unshared`. Raises UnknownName, and SpecError for a seed, a micro-batch, a world or stages that cannot be.
+    `data` and `model` are identities and `*_source` where to load them from (see Spec). `micro_batch` replaces the
+    row's, `epochs` and `learning_rate` the scale's, unless they are 0 or None; without `world` a parallel row has WORLD
+    processes, and without `stages` a pipeline goes through all of them. Raises UnknownName, and SpecError for a number
+    that cannot be.
     """
-    row, size = find_variant(variant), find_scale(scale)
+    asked, size = find_variant(variant).settings, find_scale(scale)
     if not 0 <= seed < 2**63:
         raise SpecError(f"seed {seed} is not between 0 and 2^63 - 1")
-    asked = row.settings
-    if micro_batch is not None:
+    if micro_batch:
         asked = dataclasses.replace(asked, micro_batch=micro_batch)
+    if epochs:
+        size = dataclasses.replace(size, steps=None, epochs=epochs)
+    if learning_rate:
+        size = dataclasses.replace(size, learning_rate=learning_rate)
     if (size.effective_batch or asked.micro_batch) % asked.micro_batch:
         raise SpecError(
             f"micro-batch {asked.micro_batch} does not divide the effective batch {size.effective_batch} "
             f"of scale {scale!r}"
         )
     world = world or (1 if asked.parallel == "none" else max(WORLD, stages or 1))
-    pipeline = asked.parallel == "pipeline"
-    stages = stages or (world if pipeline else 1)
+    stages = stages or (world if asked.parallel == "pipeline" else 1)
     if world > 1 and asked.parallel == "none":
         raise SpecError(f"{variant} trains in one process, not in {world}; the rows of family P take several")
-    if stages > 1 and not pipeline:
+    if stages > 1 and asked.parallel != "pipeline":
         raise SpecError(f"{variant} is no pipeline and has no stages")
     settings, adjusted = adjust(asked, machine)
     spec = Spec(
@@ -321,7 +328,7 @@ def resolve(
         asked=asked,
         settings=settings,
         adjusted=adjusted,
-        skip=missing(settings, machine, lacks, world),
+        skip=missing(settings, machine, world=world),
         hardware=machine.hardware,
         data=data,
         model=model,
@@ -331,23 +338,19 @@ def resolve(
         stages=stages,
     )
     replicas(spec, world)
-    unfit = spec.skip is None and shape and unshared(spec, shape)
-    return dataclasses.replace(spec, skip=unfit) if unfit else spec
+    return spec
 
 
 def describe(spec: Spec) -> str:
     """What a notebook shows of its row, as Markdown: why it exists and how its settings differ from its parent's."""
     row = VARIANTS[spec.variant]
-    base = VARIANTS[row.parent].settings if row.parent else None
+    base = dataclasses.asdict(VARIANTS[row.parent].settings) if row.parent else {}
     lines = [f"**{row.name}** at scale **{spec.scale.name}**, seed {spec.seed}. {row.why}", ""]
-    lines += [
-        "| setting | " + (f"{row.parent} | " if base else "") + f"{row.name} |",
-        "|---|---|" + ("---|" if base else ""),
-    ]
+    lines += [f"| setting | {row.parent or '–'} | {row.name} |", "|---|---|---|"]
     for key, value in dataclasses.asdict(spec.asked).items():
-        before = f"{getattr(base, key)} | " if base else ""
-        mark = "**" if base and getattr(base, key) != value else ""
-        lines.append(f"| {key} | {before}{mark}{value}{mark} |")
+        before = base.get(key, "–")
+        mark = "**" if base and before != value else ""
+        lines.append(f"| {key} | {before} | {mark}{value}{mark} |")
     lines += [f"\nAdjusted to this machine: {note}." for note in spec.adjusted]
     lines += [f"\n**Skipped here**: {spec.skip}."] if spec.skip else []
     return "\n".join(lines)

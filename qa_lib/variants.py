@@ -71,8 +71,8 @@ class Settings:
     checkpointing: bool = False
     # how several processes make one step, each on its share of the micro-batches (train/parallel.py): ddp, PyTorch's
     # DistributedDataParallel, its gradients sent as they are or in bf16 | flat: one reduction of all gradients |
-    # sharded: a share of the optimizer each | fsdp: a share of weights, gradients and optimizer each | pipeline: some of
-    # the layers each (train/pipeline.py) | tensor: a share of every layer's products each (train/tensor.py)
+    # sharded: a share of the optimizer each | fsdp: a share of weights, gradients and optimizer each | pipeline: some
+    # of the layers each (train/pipeline.py) | tensor: a share of every layer's products each (train/tensor.py)
     parallel: Literal["none", "ddp", "ddp-bf16", "flat", "sharded", "fsdp", "pipeline", "tensor"] = "none"
     # in which order a pipeline's stages take micro-batches: gpipe, all forward, then all backward | 1f1b, backward as
     # early as can be | interleaved: 1f1b with two parts of the layers a process
@@ -267,12 +267,7 @@ VARIANTS = dict(
         _row("EB2", "E-best", "And biases alone?", trainable="biases"),
         _row("EB3", "E-best", "And freezing, which shortens the backward pass itself?", trainable="freeze-bottom-10"),
         _row("P0", "A0", "What most people would run on several GPUs: the Trainer under torchrun.", parallel="ddp"),
-        _row(
-            "P1",
-            "A1",
-            "The baseline on several GPUs: gradients are averaged while the backward pass goes on.",
-            parallel="ddp",
-        ),
+        _row("P1", "A1", "The baseline on several GPUs: they average gradients while they make them.", parallel="ddp"),
         _row("P1-bf16", "P1", "Half the bytes between the GPUs: gradients travel in bf16.", parallel="ddp-bf16"),
         _row("P-fsdp", "P1", "Each GPU keeps a share of weights, gradients and optimizer.", parallel="fsdp"),
         _row("P-fast", "E-best", "The whole stack: one reduction inside the captured step.", parallel="flat"),
@@ -285,14 +280,8 @@ VARIANTS = dict(
         _row("P-tensor", "E5-eager", "Each GPU has a share of every matrix product.", parallel="tensor"),
     ]
 )
-FAMILIES = {
-    "A": "systems",
-    "B": "peft",
-    "C": "memory",
-    "D": "backends",
-    "E": "beyond",
-    "P": "parallel",
-}  # family -> notebook
+# family -> notebook
+FAMILIES = {"A": "systems", "B": "peft", "C": "memory", "D": "backends", "E": "beyond", "P": "parallel"}
 
 
 def find_variant(name: str) -> Variant:
@@ -303,10 +292,11 @@ def find_variant(name: str) -> Variant:
 
 
 def find_family(name: str) -> list[str]:
-    """The names of a family's rows, in table order; UnknownName otherwise."""
-    if name not in FAMILIES:
-        raise UnknownName(nearest("family", name, FAMILIES))
-    return [row.name for row in VARIANTS.values() if row.family == name]
+    """The names of a family's rows, in table order, by its letter or its notebook; UnknownName otherwise."""
+    letters = {word: letter for letter, notebook in FAMILIES.items() for word in (letter, notebook)}
+    if name not in letters:
+        raise UnknownName(nearest("family", name, letters))
+    return [row.name for row in VARIANTS.values() if row.family == letters[name]]
 
 
 def needs(settings: Settings) -> list[str]:

@@ -1,5 +1,6 @@
 """The predicted budget against peaks that were measured, and the search that starts from it."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from qa_lib.__main__ import main
 from qa_lib.errors import UserError
 from qa_lib.measure.machine import imitate
 from qa_lib.report.runs import load_runs
-from qa_lib.run import fitbatch
+from qa_lib.run import budget, fitbatch
 from qa_lib.run.budget import estimate, gpu_of
 from qa_lib.run.fitbatch import CLOSE, STEP, largest
 from qa_lib.run.plan import plan
@@ -30,7 +31,7 @@ MEASURED = [
 
 @pytest.fixture(scope="module")
 def bert_base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bert-base")
+    folder = tmp_path_factory.mktemp("bert-base", numbered=False)
     BertConfig().save_pretrained(folder)
     return str(folder)
 
@@ -48,7 +49,7 @@ def test_the_group_holds_every_kind_of_row():
 def test_within_a_tenth_of_the_measured_peak(variant, size, peak, bert_base, monkeypatch):
     spec = spec_of(variant, bert_base, size)
     if spec.settings.padding == "packed":
-        monkeypatch.setattr("qa_lib.run.budget._tokens", lambda _: TOKENS[size])
+        monkeypatch.setattr("qa_lib.run.budget._tokens", lambda *_: TOKENS[size])
     wrong = estimate(spec)["peak_mib"] / peak - 1
     assert abs(wrong) < 0.10 or ((variant, size) in TOO_LOW and wrong > -0.2)
 
@@ -78,6 +79,18 @@ def test_the_verb_prints_rows_and_skips_and_refuses_a_cpu(bert_base, capsys):
     (spec,) = plan(["A1"], "bench", [0], "synthetic:100", bert_base, machine=Machine())
     with pytest.raises(UserError, match="planned for a CPU"):
         estimate(spec)
+
+
+def test_without_data_rows_are_packed_by_the_lengths_of_squad(bert_base, monkeypatch, capsys):
+    """As the data themselves decided it; the verb reads none, and shows what a record of these settings measured."""
+    for size, tokens in TOKENS.items():
+        packed = dataclasses.replace(spec_of("E-best", bert_base, size), data_source="nowhere")
+        assert abs(budget._tokens(packed, budget.SquadLengths()) - tokens) <= 64
+    monkeypatch.setattr(budget, "load_data", None)
+    words = "memory E-best --scale bench --micro-batch 32 --model".split()
+    assert main([*words, bert_base, "--runs", str(GROUP.parent)]) == 0
+    row = capsys.readouterr().out.splitlines()[1].split()
+    assert row[0] == "E-best" and abs(int(row[8].replace(",", "")) - int(row[6].replace(",", ""))) < 500
 
 
 @pytest.mark.parametrize("limit", [0, 7, 8, 20, 100, 333, 1000, 4096, 9000])

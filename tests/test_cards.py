@@ -18,7 +18,7 @@ def runs(*rows):
         "task.label": "F1", "code.commit": "abcdef123", "code.dirty": False, "spec.hardware": "gpu",
         "spec.scale.name": scale, "spec.search": scale.where(scale == "fit", "").replace("fit", "fit-batch"),
         "spec.sm": frame["group"].str.extract(r"sm(\d+)", expand=False).astype(float), "model": "tiny 1", "world": 1,
-        "precision": "own", "length": 384,
+        "precision": "own", "length": 384, "training": "3e-05",
     })  # fmt: skip
 
 
@@ -40,22 +40,33 @@ BENCH = runs(
 UNKNOWN = cards.worth(BENCH)  # no F1 in it
 
 
+def take(runs, f1, gib, sm=90):
+    """What is recommended on a card of so much memory and this compute capability."""
+    row = cards.quickest_on(cards.best_first(runs, f1), gib, sm)
+    return row and f"{row.variant} at {row.size}"
+
+
 def test_the_quickest_that_fits_with_room_for_the_context():
-    table = cards.decision_table(BENCH, UNKNOWN).set_index("you have")
-    assert table.loc["3 GiB", "train everything"] == "–"
-    assert table.loc["3 GiB", "train adapters"] == "EB1, micro-batch 32"
-    assert table.loc["4 GiB", "train everything"] == "–", "3,700 MiB and the context are more than 4 GiB"
-    assert table.loc["6 GiB", "train everything"] == "E-best, micro-batch 32"
-    assert table.loc["6 GiB", "train everything: ΔF1"] == "not known"
+    assert take(BENCH, UNKNOWN, 2) is None
+    assert take(BENCH, UNKNOWN, 3) == "EB1 at 32", "an adapter, where no full fine-tune fits"
+    assert take(BENCH, UNKNOWN, 4) == "EB1 at 32", "3,700 MiB and the context are more than 4 GiB"
+    assert take(BENCH, UNKNOWN, 6) == "E-best at 32", "a full fine-tune, though the adapter is quicker"
     with pytest.raises(NotMeasured):
-        cards.decision_table(BENCH[BENCH["status"] == "oom"], UNKNOWN)
+        cards.generation_table(BENCH[BENCH["status"] == "oom"], UNKNOWN)
 
 
 def test_a_card_gets_a_row_whose_kernels_it_has():
-    """E-best needs bf16 and E-fp8 8-bit floats, which an A100 and a T4 lack; A1 needs 11,500 MiB and the context."""
+    """E-best and EB1 need bf16 and E-fp8 8-bit floats, which an A100 and a T4 lack; A1 needs 11,500 MiB and the
+    context."""
     more = runs(("gpu-bench", "E-fp8", 32, "ok", 3400.0, 3300.0, 3700.0, None))
     table = cards.generation_table(pd.concat([BENCH, more]), UNKNOWN).set_index("you have at least")
     assert table.to_dict("index") == {
+        "3 GiB": {
+            "T4, RTX 20": "–",
+            "A100, RTX 30": "EB1 at 32",
+            "L4, RTX 40": "EB1 at 32",
+            "H100 and newer": "EB1 at 32",
+        },
         "6 GiB": {
             "T4, RTX 20": "A1 at 8",
             "A100, RTX 30": "E-best at 32",
@@ -72,41 +83,34 @@ def test_a_card_gets_a_row_whose_kernels_it_has():
 
 
 def test_a_row_that_loses_quality_is_recommended_only_where_no_other_fits():
-    worse = judged(A1=(60.0, 60.2, 60.1), EB1=(50.0, 50.2, 50.1), B1=(48.0, 48.2, 48.1))
+    worse = cards.worth(judged(A1=(60.0, 60.2, 60.1), EB1=(50.0, 50.2, 50.1), B1=(48.0, 48.2, 48.1)))
     quicker = pd.concat([BENCH, runs(("gpu-bench", "B1", 32, "ok", 9000.0, 1500.0, 1600.0, None))])
-    table = cards.decision_table(quicker, cards.worth(worse)).set_index("you have")
-    assert table.loc["3 GiB", "train adapters"] == "EB1, micro-batch 32", "the one that loses least"
-    assert table.loc["3 GiB", "train adapters: ΔF1"].startswith("−10.00")
+    assert take(quicker, worse, 3) == "EB1 at 32", "the one that loses least"
+    assert worse["text"]["EB1"].startswith("−10.00")
     other = pd.concat([BENCH, runs(("gpu-bench", "EB1-all", 32, "ok", 90.0, 1500.0, 1600.0, None))])
-    table = cards.decision_table(other, cards.worth(worse)).set_index("you have")
-    assert table.loc["3 GiB", "train adapters"] == "EB1-all, micro-batch 32", "of unknown quality"
+    assert take(other, worse, 3) == "EB1-all at 32", "of unknown quality"
     thrice = judged(A1=(60.0, 60.2, 60.1), EB1=(57.5,), B1=(60.0, 60.2, 60.1))
     slower = pd.concat([BENCH, runs(("gpu-bench", "B1", 32, "ok", 90.0, 1500.0, 1600.0, None))])
-    table = cards.decision_table(slower, cards.worth(thrice)).set_index("you have")
-    assert table.loc["3 GiB", "train adapters"] == "B1, micro-batch 32", "EB1 lost 2.5 in its one run"
+    assert take(slower, cards.worth(thrice), 3) == "B1 at 32", "EB1 lost 2.5 in its one run"
     little = judged(A1=(60.0, 60.2, 60.1), EB1=(58.5,), B1=(60.0, 60.2, 60.1))
-    table = cards.decision_table(slower, cards.worth(little)).set_index("you have")
-    assert table.loc["3 GiB", "train adapters"] == "EB1, micro-batch 32", "the quicker, within the 2 F1 of adapters"
-    same = judged(A1=(60.0, 60.2, 60.1), EB1=(60.1, 60.1, 60.1))
-    table = cards.decision_table(BENCH, cards.worth(same)).set_index("you have")
-    assert table.loc["3 GiB", "train adapters"] == "EB1, micro-batch 32"
-    assert table.loc["3 GiB", "train adapters: ΔF1"].startswith("+0.00 ± 0.1")
+    assert take(slower, cards.worth(little), 3) == "EB1 at 32", "the quicker, within the 2 F1 of adapters"
+    same = cards.worth(judged(A1=(60.0, 60.2, 60.1), EB1=(60.1, 60.1, 60.1)))
+    assert take(BENCH, same, 3) == "EB1 at 32" and same["text"]["EB1"].startswith("+0.00 ± 0.1")
 
 
-def test_of_a_lossy_rows_sizes_the_quicker_is_taken_and_its_worse_threshold_shown():
+def test_of_a_lossy_rows_sizes_the_quicker_is_taken_and_its_worse_threshold_counts():
     f1 = judged(A1=(60.0, 60.2, 60.1), EB1=(59.9, 60.1, 60.0))
     f1.loc[f1["spec.variant"] == "EB1", "quality.best_f1"] -= 3
-    smaller = runs(("gpu-bench", "EB1", 8, "ok", 900.0, 1000.0, 1100.0, None))
-    table = cards.decision_table(pd.concat([smaller, BENCH]), cards.worth(f1)).set_index("you have")
-    assert list(table["train adapters"][["2 GiB", "3 GiB"]]) == ["EB1, micro-batch 8", "EB1, micro-batch 32"]
-    assert table.loc["3 GiB", "train adapters: ΔF1"].startswith("−3.10")
+    f1 = cards.worth(f1)
+    smaller = pd.concat([runs(("gpu-bench", "EB1", 8, "ok", 900.0, 1000.0, 1100.0, None)), BENCH])
+    assert [take(smaller, f1, 2), take(smaller, f1, 3)] == ["EB1 at 8", "EB1 at 32"]
+    assert f1["text"]["EB1"].startswith("−3.10")
 
 
 def test_a_row_fits_where_all_its_seeds_do():
     twice = pd.concat([BENCH, runs(("gpu-bench", "EB1", 32, "ok", 1500.0, 2700.0, 3000.0, None))])
-    table = cards.decision_table(twice, UNKNOWN).set_index("you have")
-    assert list(table["train adapters"][["3 GiB", "4 GiB"]]) == ["–", "EB1, micro-batch 32"]
-    assert table.loc["4 GiB", "train adapters: features/s"] == "2,500"
+    assert [take(twice, UNKNOWN, 3), take(twice, UNKNOWN, 4)] == [None, "EB1 at 32"]
+    assert cards.quickest_on(cards.best_first(twice, UNKNOWN), 4, 90).speed == 2500
 
 
 def test_the_seeds_protocol_stands_beside_their_numbers():
@@ -139,18 +143,16 @@ def test_recipes_show_each_search_under_its_limit():
     assert table["too large"] == "48"
     assert table["ΔF1 vs A1"] == "not known"
     said = cards.recipes(pd.concat([BENCH, fits]), "gpu-bench")
-    assert "Quickest there" not in said, "no row's F1 is known"
+    assert "no row is known to keep its F1" in said and "found quickest" not in said
     worse = judged(A1=(60.0, 60.2, 60.1), B3=(50.0, 50.2, 50.1), A2=(60.0, 60.2, 60.1))
     more = runs(("gpu-fit-14.9gib-sm75", "B3", 32, "ok", 900.0, 11000.0, 11500.0, 14.9),
                 ("gpu-fit-14.9gib-sm75", "A2", 32, "ok", 200.0, 11000.0, 11500.0, 14.9))  # fmt: skip
     with_f1 = cards.recipes(pd.concat([BENCH, fits, more, worse]), "gpu-bench")
-    assert (
-        "lost no more than 1 F1" in with_f1
-        and ": A2 at micro-batch 32, 200 features/s. A try makes one micro-batch a step" in with_f1
-        and "at scale full, 32 is the largest. Code abcdef1." in with_f1
-    )
+    assert "take `A2`, for a full training at micro-batch 32 or below" in with_f1
+    assert "lost no more than 1 F1 in the mean, A2 (200 features/s at micro-batch 32). The speeds are" in with_f1
+    assert "at scale full is 32" in with_f1 and "Code abcdef1." in with_f1
     close = runs(("gpu-fit-14.9gib-sm75", "C2", 32, "ok", 190.0, 11000.0, 11500.0, 14.9))
     close = cards.recipes(pd.concat([BENCH, fits, more, close, worse, judged(C2=(60.0, 60.2, 60.1))]), "gpu-bench")
-    assert ": A2 at micro-batch 32, 200 features/s; C2 at micro-batch 32, 190 features/s; closer" in close
+    assert "A2 (200 features/s at micro-batch 32), C2 (190 features/s at micro-batch 32): closer" in close
     assert "within 14.9 GiB" in said and "compute capability 7.5" in said and "not those of such a card" in said
     assert "no run at scale vram" in said and "Not searched: A0, " in said and "E4, " not in said

@@ -2,11 +2,16 @@
 
 import argparse
 import importlib
+import os
 import re
 import subprocess
 import sys
+import sysconfig
+import venv
+from importlib.metadata import distributions
 from pathlib import Path
 
+import huggingface_hub as hub
 import pytest
 
 from qa_lib import __main__ as cli
@@ -14,7 +19,7 @@ from qa_lib import variants
 from qa_lib.errors import UserError
 from qa_lib.record import read_record
 from qa_lib.run import sweep
-from qa_lib.run.plan import plan
+from qa_lib.run.plan import plan, rows_of
 from qa_lib.spec import Machine
 
 ROOT = Path(__file__).parent.parent
@@ -62,7 +67,11 @@ def test_without_a_verb_the_usage_is_shown_and_the_exit_code_is_2(capsys):
         (["run", "A1", "--scale", "smoke", "--micro-batch", "5"], "micro-batch 5 does not divide"),
         (["report", "--runs", "nowhere"], "no record below nowhere"),
         (["run", "e-bst", "--scale", "smoke"], "unknown variant 'e-bst'; did you mean 'E-best'?"),
-        (["sweep", "--variants", "", "--scale", "smoke"], "--variants names no row"),
+        (["sweep", "--variants", "", "--scale", "smoke"], "no row is named"),
+        (["memory", "--scale", "bench"], "no row is named"),
+        (["tune", "--family", "Z", "--scale", "smoke"], "unknown family 'Z'"),
+        (["run", "A1", "--scale", "smoke", "--learning-rate", "2"], "learning rate 2 is not between 0 and 1"),
+        (["run", "E-best", "--scale", "full", "--micro-batch", "24"], "micro-batch 24 does not divide"),
         (["sweep", "--family", "peft", "--scale", "smok"], "unknown scale 'smok'"),
         (
             ["run", "A1", "--scale", "quality", "--data", "nowhere.json", "--model", "no/such/model", "--seed", "-1"],
@@ -124,6 +133,65 @@ def test_a_family_has_a_letter_and_a_name(monkeypatch, tmp_path, capsys):
         assert cli.main(["sweep", "--plan", "--scale", "smoke", "--family", family, "--runs", str(tmp_path)]) == 0
         planned.append(capsys.readouterr().out)
     assert planned[0] == planned[1] and "C2-8-s0" in planned[0]
+
+
+@pytest.mark.parametrize("verb", ["memory", "fit-batch", "tune", "sweep"])
+@pytest.mark.parametrize("words", [["A1,C1", "--family", "C"], ["A1", "C1", "--family", "memory"]], ids=" ".join)
+def test_every_verb_of_several_rows_takes_them_in_the_same_ways(verb, words):
+    parser = argparse.ArgumentParser()
+    importlib.import_module(cli.VERBS[verb][0]).add_arguments(parser)
+    first = ["--variants"] if verb == "sweep" else []
+    more = ["--limit-gib", "9"] if verb == "fit-batch" else ["--scale", "smoke"]
+    assert rows_of(parser.parse_args([*first, *words, *more])) == ["A1", "C1", "C1", "C2-8", "C2"]
+
+
+@pytest.fixture
+def no_hub(monkeypatch):
+    """A hub that refuses connections; the number of times that somebody has tried."""
+    tries = []
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "get_session", lambda: tries.append(0))  # an AttributeError follows
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    return tries
+
+
+def test_without_the_hub_a_data_set_of_it_is_one_line_and_no_retries(no_hub, capsys):
+    assert cli.main(["run", "A1", "--scale", "bench"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "'squad_v2': no such file or folder, nor to be had from the hub" in err
+    assert len(no_hub) == 1 and hub.constants.HF_HUB_OFFLINE
+
+
+def test_the_hub_is_not_asked_for_what_is_here_nor_before_the_arithmetic(no_hub, tmp_path):
+    plan(["A1"], "smoke", machine=Machine())
+    with pytest.raises(UserError, match="does not divide"):
+        plan(["A1"], "full", micro_batch=24, machine=Machine())
+    assert not no_hub
+
+
+def test_an_error_of_a_library_that_has_no_number_is_one_line(monkeypatch, capsys):
+    def fails(args):
+        raise OSError("We couldn't connect to the hub.\nCheck your connection.")
+
+    monkeypatch.setattr(variants, "main", fails)
+    assert cli.main(["variants"]) == 2
+    assert capsys.readouterr().err == "error: We couldn't connect to the hub.\n"
+
+
+# By what is installed: looking for the module pip lets setuptools change this process's distutils.
+@pytest.mark.skipif(
+    not all(any(distributions(name=name)) for name in ("pip", "setuptools")), reason="pip cannot build here"
+)
+def test_an_installed_checkout_works_from_any_folder(tmp_path):
+    """Without network: in an environment of its own, with the setuptools that is here."""
+    venv.create(tmp_path / "venv", system_site_packages=True)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    environment = os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")}
+    install = ["--no-deps", "--no-build-isolation", "-q", "-e", str(ROOT)]
+    subprocess.run([python, "-m", "pip", "install", *install], env=environment, check=True)
+    command = [python, "-m", "qa_lib", "variants"]
+    done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()[0]) == (0, "A1"), done.stderr
 
 
 @pytest.mark.parametrize("words", ["", "--help", "sweep --help", "variants"])

@@ -7,10 +7,12 @@ import shutil
 import subprocess
 from argparse import ArgumentParser
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers import (
     BertConfig,
@@ -25,7 +27,7 @@ from qa_lib.data.squad import DataError, Example
 from qa_lib.data.windows import build_features
 from qa_lib.errors import UserError
 from qa_lib.model.build import build_model, save_model
-from qa_lib.model.folder import INDEX, SUMS, check_tokenizer, write_digests
+from qa_lib.model.folder import INDEX, SUMS, check_tokenizer, find_folder, write_digests
 from qa_lib.run.plan import plan
 from qa_lib.score.decode import decode
 from qa_lib.score.predict import add_arguments, load_qa_model, main, predict_logits, window_lengths
@@ -183,6 +185,76 @@ def test_a_question_is_answered(folder, capsys):
     assert (found["null_odds"] > 0) == (found["answer"] == "")
     assert run("--model", folder, "--question", "", "--context", "") == 0
     assert json.loads(capsys.readouterr().out)["answer"] == ""
+
+
+@pytest.fixture
+def hub(folder, tmp_path, monkeypatch):
+    """A cache of the hub that holds the folder's model as lab/bert, as the hub's client keeps it: by links."""
+    repository = tmp_path / "cache" / "models--lab--bert"
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    shutil.copytree(folder, repository / "blobs")
+    for path in (repository / "blobs").iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return snapshot
+
+
+def test_a_name_of_the_hub_answers_as_its_folder_does(hub, folder, capsys):
+    said = []
+    for name in ("lab/bert", folder):
+        assert run("--model", name, "--question", "where", "--context", TEXT) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    Path("lab/bert").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"lab/bert: no config\.json"):  # a folder of that name comes first
+        run("--model", "lab/bert", "--question", "where", "--context", TEXT)
+
+
+@pytest.mark.parametrize("name", ["lab/none", "my-brt", "./my-bert", "/no/such/folder", "runs/x/y/"])
+def test_a_name_that_is_neither_a_folder_nor_a_hubs_is_one_line(hub, name):
+    with pytest.raises(UserError, match="no such folder") as caught:
+        run("--model", name, "--question", "where", "--context", TEXT)
+    assert "\n" not in str(caught.value) and name.strip("./") in str(caught.value) and len(str(caught.value)) < 220
+
+
+@pytest.mark.parametrize("message", ["only pytorch_model.bin, a pickle", "cannot be loaded: .*", "config.json has"])
+def test_what_a_folder_is_refused_for_a_model_of_the_hub_is_too(hub, message, monkeypatch):
+    spoil = {"only": only_pickle, "cann": own_code, "conf": REFUSED["config.json has quantization_config"]}[message[:4]]
+    for path in hub.iterdir():  # the files themselves, so that they can be changed as those of a folder
+        content = path.read_bytes()
+        path.unlink()
+        path.write_bytes(content)
+    spoil(hub)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    with pytest.raises(UserError, match=message):
+        run("--model", "lab/bert", "--question", "where", "--context", TEXT)
+    assert not Path("ran").exists()
+
+
+def test_only_safetensors_and_texts_are_asked_of_the_hub(hub, monkeypatch):
+    asked = {}
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: asked.update(options) or hub)
+    assert find_folder("lab/bert") == hub
+    files = [
+        "config.json",
+        "model-1.safetensors",
+        "vocab.txt",
+        "pytorch_model.bin",
+        "evil.py",
+        "onnx/model.safetensors",
+    ]
+    assert list(filter_repo_objects(files, **asked)) == files[:3]
+
+
+def test_a_runs_folder_means_the_model_in_it(folder, capsys):
+    for name in (folder, folder.parent):
+        assert run("--model", name, "--question", "where", "--context", TEXT) == 0
+    one, other = capsys.readouterr().out.splitlines()
+    assert one == other
 
 
 @pytest.mark.parametrize(

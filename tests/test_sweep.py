@@ -377,6 +377,30 @@ def test_runs_of_two_cards_get_pairs_and_never_one_card_twice(tmp_path):
         Pairs(tmp_path, machine, {}, [4])
 
 
+def test_the_command_at_the_end_is_told_the_counts_and_its_failure_is_said(tmp_path, capfd):
+    specs = plan(["A1", "D1-nvfuser"], "smoke", data="synthetic:40", machine=Machine())
+    record.finish(tmp_path / specs[0].run_path, record.new_record(specs[0], {}), "oom")
+    command = "echo told $QA_LIB_OOM $QA_LIB_SKIPPED $QA_LIB_OK $QA_LIB_NOT_BEGUN; exit 3"
+    entries = sweep.sweep(specs, launch.Launcher(tmp_path, Machine(), {}), command)
+    assert [entry["status"] for entry in entries] == ["oom", "skipped"]
+    out, err = capfd.readouterr()
+    assert out.endswith("told 1 1 0 0\n") and err.endswith("ended with exit code 3\n")
+
+
+def test_gpus_that_stay_idle_are_named(capsys):
+    for gpus in (None, [0]):
+        launch.say_idle(Machine(gpus=3), gpus)
+    launch.say_idle(Machine(gpus=1), None)
+    assert re.fullmatch("one of 3 GPUs .*--gpus 0 1 2 uses all\n", capsys.readouterr().out)
+
+
+def test_a_rate_of_ones_own_reaches_the_notebook(tmp_path):
+    (usual,), (own,) = (plan(["A1"], "smoke", machine=Machine(), **more) for more in ({}, {"learning_rate": 1e-3}))
+    given = [sweep.notebook_parameters(spec, tmp_path) for spec in (usual, own)]
+    assert "learning_rate" not in given[0] and given[1] == given[0] | {"learning_rate": 1e-3}
+    sweep.check_notebook(sweep.notebook_of("A1"), given[1] | {"epochs": 2})
+
+
 @pytest.mark.parametrize(("deaths", "status"), [(1, "ok"), (2, "killed")])
 def test_a_kernel_that_dies_before_its_run_begins_is_given_one_more_life(lab, tmp_path, deaths, status):
     lives = tmp_path / "lives"

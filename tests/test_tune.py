@@ -74,7 +74,7 @@ def test_the_best_point_is_named(tried, capsys):
     assert call("B1-all", "--scale", "smoke", "--trainable", "lora-all-r8", "lora-all-r32", *rates) == 0
     out = capsys.readouterr().out.splitlines()
     assert len(out) == 7
-    assert out[-1] == "best: lora-all-r8, learning rate 0.002, F1 82.00 at the best threshold"
+    assert out[-1] == "B1-all, best: lora-all-r8, learning rate 0.002, F1 82.00 at the best threshold"
     assert [cards for _, *cards in tried] == [[None]] * 6
 
 
@@ -83,7 +83,7 @@ def test_a_point_that_fails_ends_no_search_and_is_not_the_best(tried, capsys):
     assert call("B1-all", "--scale", "smoke", "--trainable", "lora-all-r8", *rates) == 1
     out = capsys.readouterr().out
     assert "loss is nan at step 12" in out and len(tried) == 4
-    assert out.splitlines()[-1] == "best: lora-all-r8, learning rate 0.001, F1 72.00 at the best threshold"
+    assert out.splitlines()[-1] == "B1-all, best: lora-all-r8, learning rate 0.001, F1 72.00 at the best threshold"
 
 
 def test_a_card_that_is_named_twice_is_shared(tried, monkeypatch):
@@ -99,7 +99,7 @@ def test_a_card_that_is_named_twice_is_shared(tried, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("A1", "--scale", "smoke", "--learning-rate", "2"), "learning-rate 2"),
+        (("A1", "--scale", "smoke", "--learning-rate", "2"), "learning rate 2 is not"),
         (("A1", "--scale", "smoke", "--gpus", "5"), "--gpus 5: this machine has"),
         (("A1", "--scale", "quality"), "has no data of its own"),
         (("A1", "--scale", "bench", "--data", "synthetic:80", "--model", "tiny"), "no quality"),
@@ -137,6 +137,7 @@ def test_runs_on_one_gpu_take_turns(monkeypatch, tmp_path):
 def test_runs_on_a_cpu_never_disturb_each_other(monkeypatch, tmp_path):
     monkeypatch.setenv(launch.SHARE, "1")
     (spec,) = plan(["A1"], "smoke", machine=CPU, data="synthetic:80")
+    spec = dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, steps=2, measure_from=1))
     entry = fit.fit(spec, tmp_path, say=lambda _: None)
     assert entry["time"]["wall_s"] > 0, "each run has its own threads, so times are recorded"
 

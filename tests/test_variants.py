@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from qa_lib import variants
+from qa_lib import record, variants
 from qa_lib.record import read_record
+from qa_lib.report.runs import cells, load_runs, select
 from qa_lib.run.plan import plan
 from qa_lib.spec import SCALES, Machine, Scale, Spec
 from qa_lib.variants import FAMILIES, RECIPES, VARIANTS, Settings, SpecError, UnknownName
@@ -55,6 +56,26 @@ def test_hash_follows_everything_that_defines_a_run_and_nothing_else(monkeypatch
     monkeypatch.setitem(RECIPES, "lora-qv", dataclasses.replace(RECIPES["lora-qv"], rank=9))
     assert spec("B1").hash != before, "the same name for another recipe"
     assert (base.group, spec(machine=GPU).group) == ("cpu-smoke", "h200-smoke")
+
+
+def test_a_rate_and_a_number_of_epochs_of_ones_own_are_part_of_the_run(tmp_path):
+    def spec(**own):
+        return plan(["A1"], "smoke", machine=CPU, **own)[0]
+
+    assert (
+        spec(epochs=0, learning_rate=0.0).hash == spec(learning_rate=SCALES["smoke"].learning_rate).hash == spec().hash
+    )
+    own = [spec(), spec(epochs=2), spec(learning_rate=1e-3), spec(epochs=2, learning_rate=1e-3)]
+    assert len({each.hash for each in own}) == 4
+    assert (own[1].scale.steps, own[1].scale.epochs) == (None, 2)
+    for rate in (-1.0, 1.0, float("nan")):
+        with pytest.raises(SpecError, match="is not between 0 and 1"):
+            spec(learning_rate=rate)
+    for rate in (1e-4, 2e-4):
+        (one,) = plan(["A1"], "local", data="synthetic:40", model="tiny", machine=CPU, learning_rate=rate)
+        record.finish(tmp_path / one.run_path, record.new_record(one, {"gpu": None}), "ok")
+    chosen = select(load_runs(tmp_path), "cpu-local")
+    assert [label for label, _ in cells(chosen)] == ["training 3 epochs at 0.0002", "training 3 epochs at 0.0001"]
 
 
 RUNS = PACKAGE.parent / "runs"

@@ -223,7 +223,7 @@ Content = tuple[Callable[[], str], Callable[[], Iterable]]
 
 
 def _nested(path: Path) -> Content:
-    return lambda: _hash_files([path]), lambda: nested_rows(read_json(path), str(path))
+    return lambda: hash_files([path]), lambda: nested_rows(read_json(path), str(path))
 
 
 def _synthetic(name: str, split: str) -> Content:
@@ -258,7 +258,7 @@ def _saved(folder: Path, split: str) -> Content:
             raise DataError(f"{folder}: not a data set that datasets can load: {first_line(error)}") from None
         return flat_rows(table, str(folder))
 
-    return lambda: _hash_files(sorted(part.glob("*.arrow"))), rows
+    return lambda: hash_files(sorted(part.glob("*.arrow"))), rows
 
 
 def _hub(name: str, split: str) -> Content:
@@ -332,7 +332,8 @@ def flat_rows(table, name: str, chunk: int = 10_000) -> Iterator[tuple[str, str,
             yield place, title, context, {"id": key, "question": question, "answers": pairs, "is_impossible": not pairs}
 
 
-def _hash_files(paths: list[Path]) -> str:
+def hash_files(paths: Iterable[Path]) -> str:
+    """SHA-256 (hex) over the bytes of files, one after another. Raises DataError for one that cannot be read."""
     digest = hashlib.sha256()
     for path in paths:
         try:

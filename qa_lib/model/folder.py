@@ -22,6 +22,30 @@ INDEX = "model.safetensors.index.json"
 SUMS = "SHA256SUMS"
 
 
+def find_folder(name: str | Path) -> Path:
+    """The folder that is meant by a path, where a run's means the model/ in it, or by a name of the hub: what has to be
+    known of that model lies in the hub's cache afterwards, and is looked at like any other folder.
+
+    Raises UserError for a name that is neither, and where the hub cannot be reached; a path that leads nowhere is for
+    `look` to tell.
+    """
+    folder = Path(name)
+    if folder.exists():
+        run = (folder / "model").is_dir() and not (folder / "config.json").exists()
+        return folder / "model" if run else folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    files = {"allow_patterns": ["*.json", "*.txt", "model*.safetensors"], "ignore_patterns": ["*/*"]}
+    try:
+        return Path(snapshot_download(str(name), **files))
+    except HFValidationError:  # so it is a path
+        return folder
+    except Exception as error:  # of the hub, the network or the disk
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"{name}: no such folder, and no model that the hub gives ({reason:.120})") from None
+
+
 def look(folder: Path) -> tuple[dict, list[Path]]:
     """The folder's config, and its safetensors: none where it has no weights. Raises UserError for a folder that has no
     config, is not what SHA256SUMS says, or asks for pickles, code or other folders' files."""

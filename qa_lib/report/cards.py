@@ -2,35 +2,17 @@
 
 import pandas as pd
 
-from qa_lib.report.quality import (
-    FULL_EPOCHS,
-    FULL_FEATURES,
-    MARGIN,
-    as_text,
-    equivalence,
-    projected,
-    quality_runs,
-)
-from qa_lib.report.runs import (
-    BASELINE,
-    NotMeasured,
-    commits,
-    neighbours,
-    published,
-    score_name,
-    select,
-    sibling,
-    usual,  # fmt: skip
-)
-from qa_lib.report.tables import DATA_SHEET_TFLOPS, change, place
-from qa_lib.report.text import MISSING, gain, number, or_why, say
+from qa_lib.report.quality import FULL_EPOCHS, FULL_FEATURES, MARGIN, as_text, equivalence, projected, quality_runs
+from qa_lib.report.runs import BASELINE, NotMeasured, commits, neighbours, published, score_name, select, sibling, usual
+from qa_lib.report.tables import DATA_SHEET_TFLOPS, place
+from qa_lib.report.text import MISSING, folded, gain, number, or_why, say
 from qa_lib.spec import SCALES, Machine, missing
 from qa_lib.variants import VARIANTS, choices, find_recipe
 
 SIZES_GIB = (1, 1.5, 2, 3, 4, 6, 8, 12, 14.9, 24)  # 14.9: a T4
 GENERATIONS = {75: "T4, RTX 20", 80: "A100, RTX 30", 89: "L4, RTX 40", 90: "H100 and newer"}  # by sm
 # What may be recommended: by what trains, how many points of F1 a row may have lost in the mean (the project's goals).
-ALLOWED = {"all": MARGIN, "lora": 2.0}
+ALLOWED = {"all": MARGIN, "lora": 2.0}  # in the order of preference, which is that of the alphabet
 CONTEXT_GIB = 0.5  # a process takes this beside what PyTorch reserves
 SCATTER = 0.06  # by so much a try's speed depends on the lengths that it draws, counted over 30 seeds
 
@@ -46,7 +28,7 @@ def vram_table(runs: pd.DataFrame) -> pd.DataFrame:
         raise NotMeasured("no run at scale vram has a peak: GPU memory is counted by the GPU's allocator")
     ours = _in_order(ours.drop_duplicates("spec.variant", keep="last").set_index("spec.variant"))
     theirs = published().reindex(ours.index)
-    table = pd.DataFrame({"what it changes": map(change, ours.index)}, index=ours.index)
+    table = pd.DataFrame(index=ours.index)
     for kind, column, name in (("allocated", "memory.peak_alloc_mib", "peak_mib"),
                                ("reserved", "memory.peak_reserved_mib", "peak_reserved_mib")):  # fmt: skip
         table[f"{kind} MiB"] = ours[column].map(number)
@@ -94,7 +76,6 @@ def largest_batches(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
     table[f"Δ{score_name(runs)} vs {BASELINE}"] = [f1["text"].get(name, "not known") for name in table.index]
     skipped = runs.loc[(runs["status"] == "skipped") & ~runs.index.isin(table.index), "error.message"]
     table = pd.concat([_in_order(table), _in_order(skipped.to_frame("note"))]).fillna(MISSING)
-    table.insert(0, "what it changes", [change(name) for name in table.index])
     return table.rename_axis("row").reset_index()
 
 
@@ -103,8 +84,12 @@ def _in_order(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def best_first(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the kinds in ALLOWED at each micro-batch, as decision_table() prefers them: variant, size, speed
-    (features/s), reserved (MiB, the most of all seeds), kind; `f1` by worth(). Raises NotMeasured."""
+    """Rows of the kinds in ALLOWED at each micro-batch, the one to prefer first: variant, size, speed (features/s, the
+    mean of all seeds), reserved (MiB, the most of them), kind, doubt (0: keeps its score, 1: not known, 2: does not).
+
+    Full fine-tunes stand before adapters. Among either the quickest is preferred; then those of unknown score; last
+    those that lost more than ALLOWED in the mean, the least lossy of them first. `f1` by worth(). Raises NotMeasured.
+    """
     columns = {"spec.variant": "variant", "micro_batch": "size", "speed.features_per_s": "speed",
                "memory.peak_reserved_mib": "reserved"}  # fmt: skip
     runs = usual(runs)
@@ -118,30 +103,7 @@ def best_first(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
     lost = measured["variant"].map(f1["lost"]).astype(float)
     lossy = lost > measured["kind"].map(ALLOWED)
     measured = measured.assign(doubt=lost.isna() + 2 * lossy, merit=measured["speed"].where(~lossy, -lost))
-    return measured.sort_values(["doubt", "merit", "speed"], ascending=[True, False, False])
-
-
-def decision_table(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
-    """For cards of SIZES_GIB: the quickest full fine-tune and the quickest adapter that were measured to fit. Rows of
-    unknown score stand only where none of known score fits, and of rows that lost more than ALLOWED in the mean, at
-    either threshold, the one that lost least, where nothing else fits.
-
-    From `runs` of one group, by peak reserved memory plus CONTEXT_GIB; `f1` by worth(). Speeds are those of the GPU
-    that ran them. Raises NotMeasured.
-    """
-    measured = best_first(runs, f1)
-    needed = measured["reserved"] / 1024 + CONTEXT_GIB
-    lines = []
-    for size in SIZES_GIB:
-        line = {"you have": f"{size:g} GiB"}
-        for want, kind in (("train everything", "all"), ("train adapters", "lora")):
-            texts = [MISSING] * 3
-            for best in measured[(measured["kind"] == kind) & (needed <= size)].head(1).itertuples():
-                texts = [f"{best.variant}, micro-batch {best.size}", f1["text"].get(best.variant, "not known"),
-                         number(best.speed)]  # fmt: skip
-            line |= zip((want, f"{want}: Δ{score_name(runs)}", f"{want}: features/s"), texts, strict=True)
-        lines.append(line)
-    return pd.DataFrame(lines)
+    return measured.sort_values(["kind", "doubt", "merit", "speed"], ascending=[True, True, False, False])
 
 
 def runs_on(variant: str, sm: int) -> bool:
@@ -151,16 +113,15 @@ def runs_on(variant: str, sm: int) -> bool:
 
 
 def quickest_on(ranked: pd.DataFrame, gib: float, sm: int):
-    """The first of `best_first` that trains everything, fits into so much memory and runs on that capability; None
-    where none does."""
-    fits = (ranked["kind"] == "all") & (ranked["reserved"] / 1024 + CONTEXT_GIB <= gib)
+    """The first of `best_first` that fits into so much memory and runs on that capability; None where none does."""
+    fits = ranked["reserved"] / 1024 + CONTEXT_GIB <= gib
     fits &= ranked["variant"].map(lambda name: runs_on(name, sm))
     return next(ranked[fits].itertuples(), None)
 
 
 def generation_table(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
-    """For each of SIZES_GIB and GENERATIONS the row that decision_table() would choose to train everything; without
-    sizes at which nothing changes. Raises NotMeasured."""
+    """For each of SIZES_GIB and GENERATIONS the row to take, an adapter where no full fine-tune fits; without sizes at
+    which nothing changes. Speeds are those of the GPU that ran them; `f1` by worth(). Raises NotMeasured."""
     ranked = best_first(runs, f1)
     lines = []
     for size in SIZES_GIB:
@@ -194,7 +155,8 @@ def _quickest(tries: pd.DataFrame, f1: pd.DataFrame) -> list[dict]:
 
 
 def recipes(runs: pd.DataFrame, group: str) -> str:
-    """For a notebook: the tables of a group's hardware as Markdown, each with what it says, or why it is not there.
+    """For a notebook: which row to take on which card, and folded below it the tables of a group's hardware, each with
+    what it says, or why it is not there; as Markdown.
 
     `runs` are all records; the seeds' protocol and the searches of fit-batch are groups of their own.
     """
@@ -203,18 +165,23 @@ def recipes(runs: pd.DataFrame, group: str) -> str:
     said = {"context": CONTEXT_GIB, "all": ALLOWED["all"], "score": score_name(own)}
     parts = [
         say("cards.card", lora=ALLOWED["lora"], **said),
-        or_why(decision_table, own, f1),
-        say("cards.protocol"),
-        or_why(vram_table, sibling(runs, group, "vram")),
+        or_why(generation_table, own, f1),
+        folded(
+            "Memory by the seeds' protocol", say("cards.protocol"), or_why(vram_table, sibling(runs, group, "vram"))
+        ),
     ]
     found = neighbours(runs, group)
     for name in sorted(set(found.loc[found["spec.search"] == "fit-batch", "group"])):
         tries = select(runs, name)
         absent = [row for row in VARIANTS if row not in set(tries["spec.variant"])]
         limit, sm = tries[["spec.scale.limit_gib", "spec.sm"]].iloc[0]
+        largest = SCALES["full"].effective_batch
+        room = say("cards.search", limit=limit, sm=sm, absent=absent, code=commits(tries), **said)
+        quickest = _quickest(tries, f1)
         parts += [
-            say("cards.search", limit=limit, sm=sm, absent=absent, quickest=_quickest(tries, f1), scatter=SCATTER,
-                largest=SCALES["full"].effective_batch, code=commits(tries), **said),
-            or_why(largest_batches, tries, f1),
-        ]  # fmt: skip
+            say("cards.take", limit=limit, sm=sm, quickest=quickest, scatter=SCATTER, largest=largest, **said),
+            folded(
+                f"The largest micro-batch of each row within {limit:g} GiB", room, or_why(largest_batches, tries, f1)
+            ),
+        ]
     return "\n\n".join(parts)

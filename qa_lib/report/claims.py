@@ -3,7 +3,7 @@
 A verdict on F1 (at threshold 0, as theirs) follows from the 90 % interval, one on speed or memory from whether the
 measured ratio passes the bound that is named in it; such a ratio is often of one run. The claims are about one T4,
 BERT-base and the full data set; ours is another GPU and, for quality, a smaller model on a part of the data. So a
-verdict is on a claim's direction and rough size, and "cannot be told" where an interval covers both answers.
+verdict is on a claim's direction and rough size, and cannot be told ("?") where an interval covers both answers.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from qa_lib.report.tables import summarise
 from qa_lib.report.text import FILTERS, MISSING, say
 from qa_lib.variants import VARIANTS
 
-HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot be told"
+HOLDS, FAILS, OPEN = "✓", "✗", "?"  # holds, does not hold, cannot be told
 CLAIMS = {  # macro of texts/claims.md.j2, which says what was measured -> the claim
     "stack": "SDPA, the compiler and bucketing together train 17 % faster, with better F1",
     "range": "1.3 to 2.0 times the baseline's speed is reachable",
@@ -133,15 +133,28 @@ def facts_of(runs: pd.DataFrame, group: str) -> Facts:
 
 
 def claims_table(facts: Facts) -> pd.DataFrame:
-    """Every claim: what we measured, whether each part of it holds, and why. Raises NotMeasured for another task than
+    """A line for each part of each claim: what was measured and the verdict. Raises NotMeasured for another task than
     question answering, about which the seeds claim nothing."""
+    lines = []
+    for claim, parts, _ in _told(facts):
+        lines += [(claim if part is parts[0] else "", *part.split(" | ")) for part in parts]
+    return pd.DataFrame(lines, columns=["claim of the seeds", "of it", "measured here", "holds"])
+
+
+def reasons_table(facts: Facts) -> pd.DataFrame:
+    """What explains the verdicts on each claim. Raises NotMeasured as `claims_table` does."""
+    return pd.DataFrame([(claim, why) for claim, _, why in _told(facts)], columns=["claim of the seeds", "why"])
+
+
+def _told(facts: Facts) -> list[tuple[str, list[str], str]]:
+    """Each claim, its parts as texts/claims.md.j2 writes them, and what explains it."""
     if facts.bench["task.name"].iloc[0] != "qa":
         raise NotMeasured("the seeds' claims are about question answering")
-    lines = []
+    told = []
     for macro, claim in CLAIMS.items():
         try:
-            told = say(f"claims.{macro}", facts=facts).split(" | ")
+            *parts, why = say(f"claims.{macro}", facts=facts).split(" ; ")
         except NotMeasured as reason:
-            told = MISSING, f"**{OPEN}**", f"Not measured: {reason}."
-        lines.append((claim, *told))
-    return pd.DataFrame(lines, columns=["claim of the seeds", "measured here", "verdict", "why"])
+            parts, why = [f"all of it | {MISSING} | {OPEN}"], f"Not measured: {reason}."
+        told.append((claim, parts, why))
+    return told

@@ -1,150 +1,175 @@
-"""The figures of the report: `fig_*(runs) -> Figure`, each from the runs of one group, with a panel for each cell.
+"""The figures of the report: `fig_*(runs) -> Figure`, each from the runs of one group: of the largest micro-batch that
+the baseline has, with a panel for each length, model and so on. The tables have the rest.
 
 Titles are sentences computed by sentences.py; a figure whose values no record holds raises NotMeasured. Drawing the
 same records twice gives the same bytes.
 """
 
+import math
+import textwrap
+from itertools import pairwise
 from pathlib import Path
 
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patheffects import withStroke
-from matplotlib.transforms import Bbox
 
-from qa_lib.report import profiles, quality, sentences
-from qa_lib.report.runs import BASELINE, NotMeasured, ReportError, cells, in_cells, on_cpu, score_name
+from qa_lib.report import profiles, quality, sentences, style
+from qa_lib.report.runs import AXIS_NAMES, BASELINE, NotMeasured, ReportError, cells, in_cells, on_cpu, score_name
 from qa_lib.report.sentences import LADDER, PEERS
-from qa_lib.report.style import COLORS, GREY, MARKERS, bars, new_figure, show, style, wrap
-from qa_lib.report.tables import cost_table, family_lines, summarise
-from qa_lib.report.text import factor, gain, number, share
-from qa_lib.variants import FAMILIES, VARIANTS
-
-# Labels are tried at these offsets from their point, in points, nearest first; the first NEAR need no line to it.
-_AROUND = ((8, 0), (-8, 0), (6, 9), (6, -9), (-6, 9), (-6, -9))
-OFFSETS = [(x * r, y * r) for r in (1, 2, 3, 4.5, 6) for x, y in _AROUND]
-NEAR = len(_AROUND)
+from qa_lib.report.style import BLUE, GREEN, GREY, ORANGE, RED
+from qa_lib.report.tables import cost_table, summarise
+from qa_lib.report.text import MISSING, gain, number, points, share
+from qa_lib.variants import VARIANTS
 
 
-@style()
+@style.style()
 def fig_ladder(runs: pd.DataFrame) -> Figure:
-    """Training speed rung by rung, each with its factor to A1 and to the row it changes; the Trainer beside."""
-    lines = _timed(runs)
-    shown = lines[lines["variant"].isin([*PEERS, *LADDER])]
-    parts = cells(shown)
-    figure, axes = _panels(runs, shown, sentences.speed_finding(lines), parts, lambda part: 0.36 * len(part))
-    end = (shown["features_per_s"] + shown["features_per_s±"].fillna(0)).max()
-    for axis, (_, part) in zip(axes, parts, strict=True):
-        rows = part.set_index("variant").reindex([name for name in (*PEERS, *LADDER) if name in set(part["variant"])])
-        rows["label"] = [f"{name}   {wrap(text, 28)}" for name, text in rows["change"].items()]
-        colors = {line["label"]: GREY if name in PEERS else COLORS[line["family"]] for name, line in rows.iterrows()}
-        bars(axis, rows, "features_per_s", "label", hue="label", palette=colors)
-        for height, (name, line) in enumerate(rows.iterrows()):
-            speed, half = line["features_per_s"], line["features_per_s±"]
-            if pd.isna(speed):
-                _say(axis, 0, height, line["note"] or "not measured")
-                continue
-            said = f"{number(speed)}/s"
-            if name != BASELINE:
-                said += f"   {factor(line['ratio'])} vs {BASELINE}"
-            parent = VARIANTS[name].parent
-            if parent != BASELINE and parent in rows.index and pd.notna(rows.loc[parent, "features_per_s"]):
-                said += f"   {factor(speed / rows.loc[parent, 'features_per_s'])} vs {parent}"
-            if pd.notna(half):
-                axis.errorbar(speed, height, xerr=half, color="black", capsize=3, linewidth=1)
-            _say(axis, speed + (0 if pd.isna(half) else half), height, said)
-        # One scale for all panels, with room for the words behind the longest bar and its whisker.
-        axis.set(xlabel="features/s in training (longer is faster)", ylabel="row and its change", xlim=(0, 1.9 * end))
+    """Training speed rung by rung, with its factors to A1 and to the row that it changes; then the Trainer's."""
+    lines, order = _timed(runs), [*LADDER, *PEERS]
+    shown = lines[lines["variant"].isin(order)].sort_values("variant", key=lambda names: names.map(order.index))
+    parts = [(label, part.reset_index(drop=True)) for label, part in cells(shown)]
+    titles = in_cells(shown, sentences.speed_finding)
+    figure, panels = _panels(runs, shown, titles, parts, lambda rows: 0.34 * len(rows))
+    for axis, part in panels:
+        speed, half = part["features_per_s"], part["features_per_s±"]
+        trainer = part["variant"].isin(PEERS)
+        for chosen, color, label in ((~trainer, BLUE, "a plain loop"), (trainer, GREY, "transformers.Trainer")):
+            axis.barh(part.index[chosen], speed[chosen], color=color, label=label, height=0.7)
+        axis.errorbar(speed, part.index, xerr=half, fmt="none", color="black", capsize=3, linewidth=1)
+        for height, note in part.loc[speed.isna(), "note"].items():
+            axis.text(0, height, " " + textwrap.shorten(note or "not measured", 60), va="center", fontsize=8)
+        factors = {f"× {BASELINE}": part["ratio"].map(number), "× row above": _gains(part)}
+        style.columns(axis, {"features/s": speed.map(number)} | factors | {"n": part["n"].map(str)})
+        style.name_rows(axis, _in_words(part["variant"]))
+        end = (shown["features_per_s"] + shown["features_per_s±"].fillna(0)).max()  # one scale for all panels
+        axis.set(xlabel="features/s in training (longer is faster)", xlim=(0, 1.05 * end))
+    style.legend(figure.axes[0])
     return figure
 
 
-@style()
-def fig_f1_time(runs: pd.DataFrame) -> Figure:
-    """The score against training time, a point a row."""
-    lines = _lines(runs)
-    time = ("train_s", "training time in s (compilation included)")
-    return _scatter(runs, lines, sentences.quality_finding(lines), time, ("score", score_name(lines)))
+def _gains(part: pd.DataFrame) -> list[str]:
+    """The speed of each line over that of the row which it changes; this is named where it does not stand above."""
+    speed, said = part.set_index("variant")["features_per_s"], []
+    for above, name in pairwise(["", *speed.index]):
+        parent = VARIANTS[name].parent
+        ratio = number(speed[name] / speed.get(parent, math.nan))
+        said.append(ratio if parent == above or ratio == MISSING else f"{ratio} ({parent})")
+    return said
 
 
-@style()
+def _in_words(names) -> list[str]:
+    return [style.wrap(f"{name}: {VARIANTS[name].why}", 48) for name in names]
+
+
+@style.style()
 def fig_memory(runs: pd.DataFrame) -> Figure:
-    """Peak GPU memory against step time, a point a row. Raises NotMeasured where no GPU was used."""
+    """Peak GPU memory against training speed, a point a row. Named are the full fine-tunes that none beats in both, the
+    baseline and the quickest Trainer. Raises NotMeasured where no GPU was used."""
     lines = _timed(runs)
-    time, peak = ("step_ms", "median step in ms"), ("peak_mib", "peak GPU memory in MiB")
-    return _scatter(runs, lines, sentences.memory_finding(lines), time, peak)
-
-
-@style()
-def fig_peft(runs: pd.DataFrame) -> Figure:
-    """The score against the share of parameters that train, for the PEFT rows; A1 and A3 to compare."""
-    lines = _lines(runs)
-    title = sentences.peft_finding(lines)
-    rows = family_lines(lines, "B").copy()
-    rows["share"] = 100 * rows["trainable"] / rows["params"]
-    rows["text"] = rows["variant"] + " (" + (rows["share"] / 100).map(share) + ")"
-    part_of = ("share", "parameters that train, in % of all (log)")
-    return _scatter(runs, rows, title, part_of, ("score", score_name(lines)), log=True)
-
-
-@style()
-def fig_equivalence(runs: pd.DataFrame) -> Figure:
-    """F1 of each row minus the baseline's with its 90 % interval over seeds, at threshold 0 and below it at the best
-    threshold, and the margin that counts as equal.
-
-    Rows far off, and those without an interval, are left to the table. Raises NotMeasured where none has one.
-    """
-    title = sentences.equivalence_finding(runs)
-    whiskers = "whiskers: t-based 90 % interval over equal seeds; within the band counts as equal"
-    parts = in_cells(runs.drop(columns="micro_batch"), _near)
-    figure, axes = _panels(runs, _lines(runs), title, parts, lambda rows: 0.3 * len(rows) + 0.3, whiskers)
-    color = {"within": COLORS["A"], "no worse": COLORS["A"], "open": GREY, "beyond": COLORS["B"]}
-    margin = quality.MARGIN
-    for axis, (_, rows) in zip(axes, parts, strict=True):
-        for height, row in rows.iterrows():
-            ink = color[row["verdict"]]
-            axis.errorbar(row["delta"], height - 0.15, xerr=row["half"], fmt="o", color=ink, capsize=2, markersize=5)
-            axis.errorbar(row["best_delta"], height + 0.2, xerr=row["best_half"], fmt="o", color=ink, capsize=2,
-                          markersize=4, markerfacecolor="white", linewidth=1)  # fmt: skip
-            said = f"{gain(row['delta'], row['half'])} (n = {row['n']})"
-            _say(axis, max(row["delta"] + row["half"], row["best_delta"] + row["best_half"]), height, said)
-        axis.axvspan(-margin, margin, color="0.92", zorder=0)
-        axis.axvline(0, color="0.4", linewidth=1)
-        axis.set_yticks(range(len(rows)), rows["variant"])
-        label = f"F1 minus {BASELINE}'s at threshold 0 (filled) and at the best one (hollow); band: ± {margin:g}"
-        axis.set(xlabel=label, ylabel="row", ylim=(-0.7, len(rows) - 0.3))
-        spans = [rows[f"{at}delta"].abs() + rows[f"{at}half"] for at in ("", "best_")]
-        reach = max(margin, *(span.max() for span in spans))
-        axis.set_xlim(-1.1 * reach, 1.7 * reach)
-        axis.invert_yaxis()
-        axis.grid(False, axis="y")
+    titles = in_cells(lines, sentences.memory_finding)
+    figure, panels = _panels(runs, lines, titles, cells(lines), lambda _: 4.0)
+    for axis, part in panels:
+        part = part.assign(gib=part["peak_mib"] / 1024).dropna(subset=["gib", "features_per_s"])
+        part = part.sort_values("features_per_s", ascending=False)
+        whole, trainer = sentences.trains_all(part), part["variant"].str.startswith(PEERS[0])
+        front = part[whole][part["gib"][whole] < part["gib"][whole].cummin().shift(fill_value=math.inf)]
+        for chosen, label, look in (
+            (trainer, "transformers.Trainer", {"color": GREY, "marker": "s"}),
+            (whole & ~trainer, "trains everything, in a plain loop", {"color": BLUE}),
+            (~whole, "trains a part (PEFT)", {"facecolor": "white", "edgecolor": RED, "marker": "^"}),
+        ):
+            axis.scatter(part["features_per_s"][chosen], part["gib"][chosen], s=40, label=label, **look)
+        axis.step(front["features_per_s"], front["gib"], where="post", color=BLUE, zorder=1, linewidth=1)
+        axis.set(xlabel="features/s in training (further right is faster)", ylabel="peak GPU memory, allocated, in GiB")
+        axis.set(xlim=(0, None), ylim=(0, None))
+        named = pd.concat([front, part[part["variant"] == BASELINE], part[trainer][:1]]).drop_duplicates("variant")
+        said = [f"{row.variant}: {number(row.gib)} GiB, {number(row.features_per_s)}/s" for row in named.itertuples()]
+        style.name_points(axis, zip(named["features_per_s"], named["gib"], said, strict=True))
+    style.legend(figure.axes[0])
     return figure
 
 
-def _near(runs: pd.DataFrame) -> pd.DataFrame:
-    """Of quality.equivalence the rows with an interval, and a difference that a figure has room for."""
-    rows = quality.equivalence(runs).dropna(subset=["half", "best_half"])
-    return rows[rows["delta"].abs() < 4 * quality.MARGIN].reset_index(drop=True)
+@style.style()
+def fig_peft(runs: pd.DataFrame) -> Figure:
+    """The score of the PEFT rows, A1 and A3 to compare, with the share of parameters that train."""
+    whole = runs.drop(columns="micro_batch")
+    titles, parts = in_cells(whole, sentences.peft_finding), in_cells(whole, sentences.peft_scores)
+    figure, panels = _panels(runs, _lines(runs), titles, parts, lambda rows: 0.34 * len(rows))
+    name = score_name(runs)
+    for axis, rows in panels:
+        axis.errorbar(rows["score"], range(len(rows)), xerr=rows["half"], fmt="o", color=BLUE, capsize=3)
+        if name == "F1":
+            silent = runs["quality.always_null_f1"].astype(float).mean()
+            axis.axvline(silent, color=RED, linestyle="--", label=f"a model that never answers: {points(silent)}")
+            style.legend(axis)
+        style.columns(axis, {
+            name: map(points, rows["score"], rows["half"]),
+            f"against {BASELINE}": map(gain, rows["delta"], rows["delta_half"]),
+            "trains": rows["share"].map(share),
+            "n": rows["n"].map(str),
+        })  # fmt: skip
+        style.name_rows(axis, _in_words(rows.index))
+        axis.set_xlabel(f"{name} at the best threshold for “no answer”" if name == "F1" else name)
+    return figure
 
 
-@style()
+@style.style()
+def fig_equivalence(runs: pd.DataFrame) -> Figure:
+    """F1 of each row minus the baseline's with its interval over seeds, at threshold 0 and at the best one, and the
+    margin that counts as equal.
+
+    Rows far off are named below, those without an interval are left to the table. Raises NotMeasured where none has
+    one.
+    """
+    whole, margin = runs.drop(columns="micro_batch"), quality.MARGIN
+    parts = [(label, rows.dropna(subset=["half", "best_half"])) for label, rows in in_cells(whole, quality.equivalence)]
+    titles = in_cells(whole, sentences.equivalence_counts)
+    figure, panels = _panels(runs, _lines(runs), titles, parts, lambda rows: 0.25 * len(rows))
+    colors = {"within": BLUE, "no worse": BLUE, "open": ORANGE, "beyond": RED}
+    for axis, tested in panels:
+        near = tested["delta"].abs() < 4 * margin
+        rows, far = tested[near].reset_index(drop=True), tested[~near]
+        axis.axvspan(-margin, margin, color="0.92", zorder=0, label=f"counts as equal: ± {margin:g} F1")
+        axis.axvline(0, color="0.4", linewidth=1)
+        table = {}
+        for at, shift, fill, head in (("", -0.16, None, "at threshold 0"), ("best_", 0.16, "white", "at the best one")):
+            table[head] = map(gain, rows[f"{at}delta"], rows[f"{at}half"])
+            look = {"marker": "o", "markersize": 4, "markerfacecolor": fill}
+            for verdict, part in rows.groupby("verdict"):
+                axis.errorbar(part[f"{at}delta"], part.index + shift, xerr=part[f"{at}half"], color=colors[verdict],
+                              linestyle="", capsize=2, elinewidth=1, **look)  # fmt: skip
+            axis.plot([], [], color=BLUE, linestyle="", label=head, **look)
+        axis.plot([], [], "o", color=ORANGE, label="cannot be told")
+        style.columns(axis, table | {"n": rows["n"].map(str)})
+        style.name_rows(axis, rows["variant"])
+        said = f"F1 minus {BASELINE}'s"
+        if len(far):
+            said += f"\nnot drawn, too far off: {', '.join(far['variant'] + ' ' + far['delta'].map(gain))}"
+        axis.set_xlabel(said)
+    style.legend(figure.axes[0])
+    return figure
+
+
+@style.style()
 def fig_cost(runs: pd.DataFrame) -> Figure:
-    """What each row took from start to record, all its runs together."""
-    lines, title = _timed(runs), sentences.cost_finding(runs)
-    rows = cost_table(runs).iloc[:-1]
-    figure, (axis,) = _panels(runs, lines, title, [("", rows)], lambda rows: 0.26 * len(rows))
-    bars(axis, rows, "wall_s", "row", color=COLORS["A"])
-    for height, row in enumerate(rows.itertuples()):
-        _say(axis, row.wall_s, height, f"{number(row.wall_s)} s" + (f" ({row.runs} runs)" if row.runs > 1 else ""))
-    limits = (0, 1.18 * rows["wall_s"].max())
-    axis.set(xlabel="wall time in s: data, training, evaluation", ylabel="row", xlim=limits)
+    """What a run of each row takes that finds nothing compiled, by part."""
+    lines = _timed(runs)
+    shown = runs.merge(lines[AXIS_NAMES].drop_duplicates())
+    titles, parts = in_cells(shown, sentences.cost_finding), in_cells(shown, cost_table)
+    figure, panels = _panels(runs, lines, titles, parts, lambda rows: 0.2 * len(rows))
+    colors = {"preparing": GREY, "compiling": ORANGE, "training": BLUE, "scoring": GREEN}
+    for axis, rows in panels:
+        style.stack(axis, rows[[part for part in colors if rows[part].any()]], colors)
+        style.columns(axis, {"s in all": rows["wall"].map(number), "n": rows["n"].map(str)})
+        axis.set_xlabel("wall time of a run in s; rows of which every run found compiled code are not drawn")
+    style.legend(figure.axes[0])
     return figure
 
 
 FIGURES = {
     "ladder": fig_ladder,
     "equivalence": fig_equivalence,
-    "f1-time": fig_f1_time,
     "memory": fig_memory,
     "peft": fig_peft,
     "timeline": profiles.fig_timeline,
@@ -154,7 +179,7 @@ FIGURES = {
 }
 
 
-@style()
+@style.style()
 def fig_run(record: dict, run_dir: Path) -> Figure:
     """One run as it went: loss and duration of each optimizer step, with the step from which it was timed.
 
@@ -165,10 +190,10 @@ def fig_run(record: dict, run_dir: Path) -> Figure:
     if steps.empty:
         raise NotMeasured(f"{record['run_id']} is {record['status']}: {record['error']['message']}")
     title = f"{record['run_id']}: loss {steps['loss'].iloc[-20:].mean():.2f} at the end"
-    figure = new_figure(title, "", 3.2)
+    figure = style.new_figure(title, "", 3.2)
     begin = record["spec"]["scale"]["measure_from"]
     for axis, column, name in zip(figure.subplots(1, 2), ("loss", "ms"), ("training loss", "step in ms"), strict=True):
-        sns.lineplot(steps, x="step", y=column, color=COLORS["A"], linewidth=1, ax=axis)
+        axis.plot(steps["step"], steps[column], color=BLUE, linewidth=1)
         axis.axvline(begin, color="0.4", linestyle="--", linewidth=1)
         axis.set(xlabel="optimizer step (timed right of the dashed line)", ylabel=name)
     axis.set_yscale("log")
@@ -177,7 +202,7 @@ def fig_run(record: dict, run_dir: Path) -> Figure:
 
 def show_run(record: dict, runs: str | Path):
     """For a notebook: fig_run of the run that `record` is of, below the folder `runs`."""
-    return show(lambda _: fig_run(record, Path(runs, record["group"], record["run_id"])), None)
+    return style.show(lambda _: fig_run(record, Path(runs, record["group"], record["run_id"])), None)
 
 
 def _lines(runs: pd.DataFrame) -> pd.DataFrame:
@@ -188,93 +213,34 @@ def _lines(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _timed(runs: pd.DataFrame) -> pd.DataFrame:
-    """_lines() of a group that is about time. Raises NotMeasured where most runs shared the GPU: a few that did not
-    must not stand for it."""
+    """The lines of the largest micro-batch at which the baseline has a speed, for each length, model and so on.
+
+    Raises NotMeasured where there is none, and where most runs shared the GPU: a few that did not must not stand for
+    the group.
+    """
     lines, done = _lines(runs), runs[runs["status"] == "ok"]
     if len(done) and done["time.wall_s"].notna().mean() < 0.5:
         raise NotMeasured("most runs of this group shared the GPU, and such runs record no times")
-    return lines
+    base = lines[(lines["variant"] == BASELINE) & lines["features_per_s"].notna()].sort_values("micro_batch")
+    if base.empty:
+        raise NotMeasured(f"{BASELINE} has no measured features_per_s")
+    others = [name for name in AXIS_NAMES if name != "micro_batch"]
+    return lines.merge(base.drop_duplicates(others, keep="last")[AXIS_NAMES])
 
 
-def _panels(runs, lines, title, parts, height, whiskers=sentences.WHISKERS) -> tuple[Figure, list[Axes]]:
-    """A figure with title and caption, and the axes of a panel for each (label, content) of `parts`.
+def _panels(runs, lines, titles, parts, height) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]]]:
+    """A figure with caption, and (axis, content) of a panel for each (label, content) of `parts`.
 
-    `height(content)` is that of a panel's content in inches.
+    Of `titles`, (label, sentence) of each cell, the first is the figure's; `height(content)` is in inches.
     """
+    label, title = titles[0]
+    title = ("On a CPU: " if on_cpu(runs) else "") + title + (f" ({label})" if label else "")
     heights = [height(content) for _, content in parts]
-    if on_cpu(runs):
-        title = f"On a CPU: {title}"
-    note = sentences.caption(runs, lines, whiskers)
-    figure = new_figure(title, note, sum(heights) + 0.75 * len(parts) + 1.0)
-    axes = figure.subplots(len(parts), squeeze=False, height_ratios=heights)[:, 0]
-    for axis, (label, _) in zip(axes, parts, strict=True):
-        axis.set_title(label, loc="left", fontsize=10)
-    return figure, list(axes)
-
-
-def _scatter(runs, lines, title, x: tuple[str, str], y: tuple[str, str], log: bool = False) -> Figure:
-    """Points (column, axis label) of all lines that have both, labelled by `text` or else the row's name."""
-    points = lines.dropna(subset=[x[0], y[0]]).reset_index(drop=True)
-    # The half lengths of a point's whiskers, 0 where it has none.
-    for name, (column, _) in (("across", x), ("up", y)):
-        points[name] = points[f"{column}±"].fillna(0.0) if f"{column}±" in points else 0.0
-    parts = cells(points)
-    figure, axes = _panels(runs, points, title, parts, lambda _: 4.2)
-    for axis, (_, part) in zip(axes, parts, strict=True):
-        families = sorted(set(part["family"]))
-        sns.scatterplot(
-            part, x=x[0], y=y[0], hue="family", style="family", hue_order=families, style_order=families,
-            palette=[COLORS[name] for name in families], markers=[MARKERS[name] for name in families], s=70, ax=axis,
-        )  # fmt: skip
-        for line in part.to_dict("records"):
-            color = COLORS[line["family"]]
-            whiskers = line["up"] or None, line["across"] or None
-            axis.errorbar(line[x[0]], line[y[0]], *whiskers, color=color, capsize=2, linewidth=1)
-        axis.set(xlabel=x[1], ylabel=y[1], xscale="log" if log else "linear")
-        axis.margins(0.1)
-        handles, names = axis.get_legend_handles_labels()
-        axis.legend(handles, [f"{name}: {FAMILIES.get(name, name)}" for name in names], fontsize=8)
-    figure.canvas.draw()  # the layout is settled by drawing, and only then do data have places in pixels
-    for axis, (_, part) in zip(axes, parts, strict=True):
-        texts = part["text"] if "text" in part else part["variant"]
-        _label(axis, list(zip(part[x[0]], part[y[0]], part["across"], part["up"], texts, strict=True)))
-    return figure
-
-
-def _label(axis: Axes, points: list[tuple]) -> None:
-    """Write the text of each (x, y, across, up, text) beside its point at the first free place; with a line to it if
-    further off."""
-    renderer, pixel = axis.figure.canvas.get_renderer(), axis.figure.dpi / 72
-    taken = [axis.get_legend().get_window_extent(renderer)]
-    for x, y, across, up, _ in points:
-        for dx, dy, pad in ((0, 0, 5), (across, 0, 2), (0, up, 2)):
-            ends = axis.transData.transform([(x - dx, y - dy), (x + dx, y + dy)])
-            taken.append(Bbox(ends).padded(pad * pixel))
-    for x, y, *_, text in sorted(points):
-        px, py = axis.transData.transform((x, y))
-        note = axis.annotate(
-            text, (x, y), (0, 0), textcoords="offset points", fontsize=9, va="center",
-            arrowprops={"arrowstyle": "-", "color": "0.5", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4},
-        )  # fmt: skip
-        note.set_in_layout(False)
-        size = note.get_window_extent(renderer)
-        boxes = []
-        for dx, dy in OFFSETS:
-            left = px + dx * pixel - (size.width if dx < 0 else 0)
-            boxes.append(Bbox.from_bounds(left, py + dy * pixel - size.height / 2, size.width, size.height))
-        crowds = [sum(map(box.overlaps, taken)) + (0 if _inside(box, axis.bbox) else 10) for box in boxes]
-        best = crowds.index(min(crowds))  # the nearest of the free places, or else the least crowded
-        note.set_position(OFFSETS[best])
-        note.set_ha("right" if OFFSETS[best][0] < 0 else "left")
-        note.arrow_patch.set_visible(best >= NEAR)
-        taken.append(boxes[best])
-
-
-def _inside(box: Bbox, frame: Bbox) -> bool:
-    return frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
-
-
-def _say(axis: Axes, x: float, y: float, text: str) -> None:
-    note = axis.annotate(text, (x, y), (5, 0), textcoords="offset points", va="center", fontsize=9)
-    note.set_in_layout(False)
-    note.set_path_effects([withStroke(linewidth=3, foreground="white")])  # legible across grid lines
+    figure = style.new_figure(title, sentences.caption(runs, lines), sum(heights) + 0.75 * len(parts) + 1.0)
+    panels = []
+    for axis, (name, content) in zip(
+        figure.subplots(len(parts), height_ratios=heights, squeeze=False).flat, parts, strict=True
+    ):
+        axis.set_title(name, loc="right", fontsize=10)
+        panels.append((axis, content))
+    return figure, panels

@@ -40,17 +40,11 @@ def manifest(runs: pd.DataFrame) -> dict:
     }
 
 
-def _records(runs: pd.DataFrame) -> dict[str, dict]:
-    """By run id, what ties a figure to the records that it was drawn from."""
-    columns = ["run_id", "path", "status", "code.commit", "code.dirty"]
+def _records(runs: pd.DataFrame) -> dict[str, str]:
+    """By run id, the digest of all that is drawn of the run."""
     return {
-        run["run_id"]: {
-            "sha256": sha256(b"".join(_bytes(run["path"] / name) for name in ("record.json", "profile.json"))),
-            "status": run["status"],
-            "commit": run["code.commit"] if pd.notna(run["code.commit"]) else None,
-            "dirty": run["code.dirty"] if pd.notna(run["code.dirty"]) else None,
-        }
-        for run in runs[columns].sort_values("run_id").to_dict("records")
+        run_id: sha256(_bytes(folder / "record.json") + _bytes(folder / "profile.json"))
+        for run_id, folder in sorted(zip(runs["run_id"], runs["path"], strict=True))
     }
 
 
@@ -131,7 +125,7 @@ def draw(runs: pd.DataFrame, folder: Path) -> bool:
     new = manifest(runs) | {"figures": {}, "not_drawn": not_drawn}
     for name, (title, content) in drawn.items():
         write_atomically(folder / f"{name}.png", content)
-        new["figures"][f"{name}.png"] = {"title": title, "sha256": sha256(content), "runs": list(new["records"])}
+        new["figures"][f"{name}.png"] = {"title": title, "sha256": sha256(content)}
     for name in read_manifest(folder).get("figures", {}).keys() - new["figures"].keys():
         (folder / name).unlink(missing_ok=True)
     # Last, so that a manifest never vouches for a figure that was not written.

@@ -10,11 +10,13 @@ import pandas as pd
 
 from qa_lib.report import cards
 from qa_lib.report.quality import projected, quality_runs
-from qa_lib.report.readme import REFERENCE
+from qa_lib.report.readme import REFERENCE, facts
 from qa_lib.report.runs import NotMeasured, ReportError, load_runs, select
 from qa_lib.report.tables import summarise
 from qa_lib.report.text import MISSING, markdown, number, points, say
 from qa_lib.variants import UnknownName, nearest
+
+SUMMARY = ("memory", "quality", "take", "costs")  # macros of texts/notebook.md.j2
 
 
 def check_parameters(cells: Sequence[str]) -> None:
@@ -55,6 +57,21 @@ def advice(env: dict, runs: str | Path = "runs") -> str:
     except NotMeasured:
         pass
     return say("notebook.advice", gpu=env["gpu"], gib=gib, row=row, minutes=minutes, measured=env["gpu"] == gpu)
+
+
+def summary(runs: pd.DataFrame, group: str) -> str:
+    """For the report, as Markdown: what was found, which row to take, what it costs and what no run has shown; or why
+    the records of this group do not tell. `runs` are all records."""
+    try:
+        said = facts(runs, group)
+        table = cards.generation_table(select(runs, group), cards.worth(quality_runs(runs, group)))
+    except NotMeasured as reason:
+        return say("readme.unknown", reason=reason)
+    enough, *rows = table.iloc[-1]  # of the largest card
+    cards_of = pd.Series(table.columns[1:]).groupby(rows, sort=False).agg(" or ".join).to_dict()
+    found = [say(f"notebook.{name}", enough=enough, cards_of=cards_of, **said) for name in SUMMARY]
+    listed = "\n".join(f"- {line}" for line in [*found, say("readme.not_shown", **said)])
+    return f"{say('readme.headline', **said)}\n\n{listed}"
 
 
 def result(record: dict, runs: str | Path, examples: Sequence = (), count: int = 5) -> str:

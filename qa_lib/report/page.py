@@ -8,26 +8,24 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from qa_lib.report.gallery import Pictures
-from qa_lib.report.runs import AXES, AXIS_NAMES, load_runs, on_cpu, searches, select
+from qa_lib.report.runs import cells, load_runs, score_name, searches, select
 from qa_lib.report.sentences import LADDER, PEERS, caption
 from qa_lib.report.tables import family_lines, result_table, summarise
-from qa_lib.report.text import LEFT, MISSING, number, points
+from qa_lib.report.text import LEFT, MISSING, count, number, points
 from qa_lib.variants import FAMILIES, VARIANTS
 
 WEB = Path(__file__).with_name("web")
-HEADINGS = ("row", "what it changes", *(axis.label for axis in AXES), "features/s", "× A1", "step ms [p10–p90]", "MFU",
-            "peak MiB", "{score}", "Δ{score} vs A1", "trainable", "n", "status", "note")  # fmt: skip
-PANEL = {"path", "status", "micro_batch", "spec.variant", "spec.seed", "task.metric", "task.label", "code.commit",
-         "error.message", "speed.real_tokens_per_s", "speed.features_per_s", "time.step_ms.median", "time.wall_s",
-         "memory.peak_alloc_mib"}  # fmt: skip
+# Columns, and when they are shown: always, where there is room (wide), or if all are asked for (more).
+COLUMNS = {"row": "", "what it changes": "wide", "features/s": "", "× A1": "", "step ms [p10–p90]": "wide",
+           "MFU": "wide", "peak MiB": "wide", "{score}": "wide", "Δ{score} vs A1": "", "trainable": "more", "n": "wide",
+           "status": "wide", "note": "more"}  # fmt: skip
+SMALL = 100e6  # parameters: of fewer than BERT-base has, the page says so
 _TEMPLATES = Environment(
     loader=FileSystemLoader(WEB), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
@@ -74,65 +72,51 @@ def dashboard(
     groups = []
     for name in sorted({*runs["group"], *(folder.parent.name for folder in broken)} - searches(runs)):
         bad = {folder: text for folder, text in broken.items() if folder.parent.name == name}
-        group = {"name": name, "cpu": on_cpu(runs[runs["group"] == name]), "problem": None, "broken": bad}
+        group = {"name": name, "problem": None, "broken": bad}
         try:
             group["content"] = _group(group, runs, pictures, link)
         except Exception as problem:  # whatever a spoilt record leads to: the other groups are to be seen
             group["problem"] = str(problem) or type(problem).__name__
         groups.append(group)
-    groups.sort(key=lambda group: group["cpu"])  # GPUs first
+    newest = {} if runs.empty else runs.groupby("group")["time.started"].max().to_dict()
+    groups.sort(key=lambda group: str(newest.get(group["name"], "")), reverse=True)
     return render("dashboard", groups=groups, families=FAMILIES, app=app)
 
 
-def _group(group: dict, runs: pd.DataFrame, pictures: Callable[..., Pictures], link) -> Markup:
-    """A group's part of the page, without what is broken. Raises ReportError where its runs do not go together."""
+def _group(group: dict, runs: pd.DataFrame, pictures: Callable[..., Pictures], link) -> str:
+    """A group's part of the page (HTML), without what is broken. Raises ReportError if its runs do not go together."""
     chosen = select(runs, group["name"])
     lines = summarise(chosen)
     drawn, absent = pictures(chosen, group["name"])
-    panels: dict[str, list[dict]] = {}
-    columns = [name for name in chosen if name in PANEL or name.startswith("quality.")]
-    for run in chosen[columns].to_dict("records"):  # of few columns: pandas takes its time for each value
-        panels.setdefault(run["spec.variant"], []).append(run)
-    tables = {"table": _table(chosen, lines), "peft": _table(chosen, family_lines(lines, "B"))}
-    names = {"ladder": (*PEERS, *LADDER), "variants": VARIANTS, "left": LEFT, "link": link}
-    template = _TEMPLATES.get_template("group.html")
-    return Markup(
-        template.render(
-            group=group, drawn=drawn, absent=absent, panels=panels, caption=caption(chosen, lines), **tables, **names
-        )
+    panels = {variant: part.to_dict("records") for variant, part in chosen.groupby("spec.variant", sort=False)}
+    tables = {"table": _table(lines), "peft": _table(family_lines(lines, "B"))}
+    models = chosen.loc[chosen["model.params_total"].astype(float) < SMALL].groupby("model.name")["model.params_total"]
+    small = ", ".join(f"{name} ({count(parameters)} parameters)" for name, parameters in models.max().items())
+    names = {"ladder": (*PEERS, *LADDER), "variants": VARIANTS, "left": LEFT, "link": link, "small": small}
+    return _TEMPLATES.get_template("group.html").render(
+        group=group, drawn=drawn, absent=absent, panels=panels, caption=caption(chosen, lines), **tables, **names
     )
 
 
-def _table(chosen: pd.DataFrame, lines: pd.DataFrame) -> dict:
-    """{headings, rows}: the lines as text with the real tokens per second; each row as its variant and its cells."""
+def _table(lines: pd.DataFrame) -> dict:
+    """{headings: (text, when it is shown), parts: (label of the cell, its rows: (variant, texts))} of the lines."""
     if lines.empty:
-        return {"headings": [], "rows": []}
-    text = result_table(lines, HEADINGS)
-    if "features/s" in text:
-        ok = chosen[chosen["status"] == "ok"].rename(columns={"spec.variant": "variant"})
-        key = [*AXIS_NAMES, "variant"]
-        tokens = lines[key].join(ok.groupby(key)["speed.real_tokens_per_s"].mean(), on=key)
-        text.insert(list(text).index("features/s"), "tokens/s", tokens["speed.real_tokens_per_s"].map(number).to_list())
-    rows = zip(lines["variant"], text.astype(str).to_numpy().tolist(), strict=True)
-    return {"headings": list(text), "rows": list(rows)}
-
-
-def variant_of(folder: Path) -> str:
-    """The row that a run's folder is named for."""
-    return re.sub(r"-s\d+-[0-9a-f]+$", "", folder.name)
-
-
-@cache
-def _settings(variant: str) -> dict:
-    return dataclasses.asdict(VARIANTS[variant].settings)
+        return {"headings": [], "parts": []}
+    text = result_table(lines, COLUMNS).astype(str).set_axis(lines.index)
+    shown = {name.format(score=score_name(lines)): when for name, when in COLUMNS.items()}
+    parts = [
+        (label, list(zip(part["variant"], text.loc[part.index].to_numpy().tolist(), strict=True)))
+        for label, part in cells(lines)
+    ]
+    return {"headings": [(name, shown[name]) for name in text], "parts": parts}
 
 
 _TEMPLATES.filters |= {
     "number": number,
     "points": points,
     "or_dash": lambda value: MISSING if pd.isna(value) else str(value),
-    "variant_of": variant_of,
+    "variant_of": lambda folder: re.sub(r"-s\d+-[0-9a-f]+$", "", folder.name),  # the row that it is named for
     "without_paths": without_paths,
-    "settings": lambda row: _settings(row.name),
+    "settings": lambda row: dataclasses.asdict(row.settings),
     "base64": lambda content: base64.b64encode(content).decode(),
 }

@@ -1,23 +1,22 @@
-"""Figures of profiles: a step as a timeline, memory by phase, kernels under the roofline, a row beside its parent."""
+"""Figures of profiles: a step by phase and part, memory by what fills it, kernels against the hardware's ceilings."""
 
 import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 
 from qa_lib.measure.trace import PARTS, PHASES
 from qa_lib.report.runs import AXIS_NAMES, BASELINE, NotMeasured, cells, read_profile
 from qa_lib.report.sentences import RECOMMENDED
-from qa_lib.report.style import COLORBLIND, GREY, bars, new_figure, style
+from qa_lib.report.style import COLORBLIND, columns, legend, name_points, new_figure, stack, style
 from qa_lib.report.tables import place
-from qa_lib.report.text import factor, number, share
+from qa_lib.report.text import number, share
 
-PART_COLORS = dict(zip(PARTS, sns.color_palette("colorblind", len(PARTS)), strict=True))
-HELD = ("parameters", "optimizer state", "activations", "gradients and workspace", "reserved, not used")
-HELD_COLORS = [*COLORBLIND[:4], "0.85"]
-PHASE_MARKS = dict(zip(PHASES, ("|", "x", "d"), strict=True))
+PART_COLORS = dict(zip(PARTS, sns.color_palette("colorblind", len(PARTS)), strict=True)) | {"waiting": "0.9"}
+# What fills memory: words for it, and the keys of a profile.
+HELD = {"parameters": "params", "optimizer state": "optimizer", "activations": "activations",
+        "gradients and workspace": "workspace", "reserved, not used": "fragmentation"}  # fmt: skip
+HELD_COLORS = dict(zip(HELD, [*COLORBLIND[:4], "0.85"], strict=True))
 
 
 def profiles(runs: pd.DataFrame) -> pd.DataFrame:
@@ -28,8 +27,8 @@ def profiles(runs: pd.DataFrame) -> pd.DataFrame:
     if found.empty:
         raise NotMeasured("no run of this group has a profile: python -m qa_lib profile ROW --scale S makes one")
     found = found.sort_values("variant", key=lambda names: names.map(place), kind="stable").reset_index(drop=True)
-    found["name"] = found["variant"] + ", mb " + found["micro_batch"].astype(str)
-    for label, part in cells(found.drop(columns="micro_batch")):
+    found["name"] = found["variant"]
+    for label, part in cells(found):
         if label:
             found.loc[part.index, "name"] += f", {label}"
     return found
@@ -37,11 +36,6 @@ def profiles(runs: pd.DataFrame) -> pd.DataFrame:
 
 def _by_name(runs: pd.DataFrame) -> dict[str, dict]:
     return profiles(runs).set_index("name")["profile"].to_dict()
-
-
-def _figure(title: str, rows: dict[str, dict], height: float, legend: int = 0) -> Figure:
-    """An empty figure of profiles with title and caption, and room below them for a legend of so many lines."""
-    return new_figure(title, _note(rows) + 2 * legend * "\n", height)
 
 
 def _with(rows: dict[str, dict], what: str, why_not: str) -> dict[str, dict]:
@@ -52,86 +46,68 @@ def _with(rows: dict[str, dict], what: str, why_not: str) -> dict[str, dict]:
     return found
 
 
-def _note(rows: dict[str, dict]) -> str:
+def _figure(title: str, rows: dict[str, dict], height: float) -> Figure:
+    """An empty figure of profiles with title and caption."""
     code = sorted({str(profile["code"]["commit"])[:7] for profile in rows.values()})
+    sizes = sorted({profile["spec"]["micro_batch"] for profile in rows.values()})
     profile = next(iter(rows.values()))
-    note = f"Group {profile['group']} · code {', '.join(code)}"
-    if not profile["env"]["gpu"]:
-        return note + " · on a CPU: operators' own times under the profiler, which proves the plumbing only."
-    return f"{note} · {profile['env']['gpu']}, host {profile['env']['cpu']}."
-
-
-def _said(profile: dict) -> str:
-    time = profile["time"]
-    launches = f", {time['launches_per_step']:,.0f} launches" if time["launches_per_step"] is not None else ""
-    return f"{number(time['step_ms'])} ms, {share(time['busy_share'])} busy{launches}"
+    note = f"Group {profile['group']} · micro-batch {', '.join(map(str, sizes))} · code {', '.join(code)}"
+    if profile["env"]["gpu"]:
+        note += f" · {profile['env']['gpu']}, host {profile['env']['cpu']}."
+    else:
+        note += " · on a CPU: operators' own times under the profiler, which proves the plumbing only."
+    return new_figure(title, note, height)
 
 
 def fig_timeline(runs: pd.DataFrame) -> Figure:
-    """One step of the baseline and one of the recommended row, or else of the quickest profiled one, on one axis,
-    coloured by part of the model. Of the cell in which both were profiled, that with the largest micro-batch."""
-    both = [(label, part) for label, part in cells(profiles(runs)) if {BASELINE} < set(part["variant"])]
+    """A step of the baseline and one of the recommended row, or else of the quickest profiled one. Of the cell in which
+    both were profiled, that with the largest micro-batch."""
+    both = [part for _, part in cells(profiles(runs)) if {BASELINE} < set(part["variant"])]
     if not both:
         raise NotMeasured("no profile of A1 beside another row's at the same micro-batch")
-    label, part = both[0]
-    rows = dict(zip(part["variant"], part["profile"], strict=True))
+    rows = dict(zip(both[0]["variant"], both[0]["profile"], strict=True))
     others = [name for name in rows if name != BASELINE]
     best = RECOMMENDED if RECOMMENDED in rows else min(others, key=lambda name: rows[name]["time"]["step_ms"])
-    where = label or f"micro-batch {part['micro_batch'].iloc[0]}"
-    return timeline({BASELINE: rows[BASELINE], best: rows[best]}, f" ({where})")
+    return timeline({BASELINE: rows[BASELINE], best: rows[best]})
 
 
 @style()
-def timeline(rows: dict[str, dict], where: str = "") -> Figure:
-    """One step of each of some profiles {name: profile}, on one axis."""
-    title = "; ".join(f"a step of {name}: {_said(profile)}" for name, profile in rows.items())
-    figure = _figure(title[0].upper() + title[1:] + where, rows, 1.4 + 1.35 * len(rows), 1)
-    columns = ["start", "ms", "phase", "part"]
-    spans = {name: pd.DataFrame(profile["timeline"], columns=columns) for name, profile in rows.items()}
-    every = pd.concat(spans.values())
-    for axis, (name, table) in zip(figure.subplots(len(rows), squeeze=False)[:, 0], spans.items(), strict=True):
-        for height, phase in enumerate(reversed(PHASES)):
-            part = table[table["phase"] == phase]
-            colors = [PART_COLORS[part_of_model] for part_of_model in part["part"]]
-            axis.broken_barh(part[["start", "ms"]].to_numpy(), (height - 0.42, 0.84), facecolors=colors, linewidth=0)
-        axis.set_yticks(range(len(PHASES)), reversed(PHASES))
-        axis.set_xlim(0, 1.01 * (every["start"] + every["ms"]).max())
-        axis.set_title(name, loc="left", fontsize=10)
-        axis.grid(False, axis="y")
-    axis.set_xlabel(
-        "ms of a step under the profiler, which holds the host back; the title's are without (white: waiting)"
-    )
-    handles = [Patch(color=PART_COLORS[part], label=part) for part in PARTS if part in set(every["part"])]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
-    return figure
-
-
-@style()
-def fig_parts(rows: dict[str, dict]) -> Figure:
-    """Where the steps of some profiles {name: profile} go, by part: forward and backward apart, and waiting."""
-    first, *_, last = rows.values()
-    ratio = factor(first["time"]["step_ms"] / last["time"]["step_ms"])
-    names = list(rows)
-    title = f"{names[-1]}'s step: {_said(last)}; {ratio} as fast as {names[0]}'s ({_said(first)})"
-    spans = []
-    for name, profile in rows.items():
+def timeline(rows: dict[str, dict]) -> Figure:
+    """A step of each of some profiles {name: profile} as it was without the profiler, one phase after the other; of a
+    phase its parts with their times summed, since layers take turns."""
+    title = "A step takes " + ", ".join(f"{number(rows[name]['time']['step_ms'])} ms in {name}" for name in rows)
+    figure = _figure(title, rows, 1.4 + 1.5 * len(rows))
+    longest = max(profile["time"]["step_ms"] for profile in rows.values())
+    wide = longest / 30  # a block that has room for its number; of the narrower ones those that count stand beside
+    axes = figure.subplots(len(rows), squeeze=False, sharex=True)[:, 0]
+    for axis, (name, profile) in zip(axes, rows.items(), strict=True):
         time = profile["time"]
-        for phase, parts in time["parts"].items():
-            spans += [(part if phase == part else f"{part}, {phase}", name, ms) for part, ms in parts.items()]
-        spans.append(("waiting", name, max(0.0, time["step_ms"] - time["busy_ms"])))
-    table = pd.DataFrame(spans, columns=["part", "row", "ms"])
-    longest = table[table["part"] != "waiting"].groupby("part", sort=False)["ms"].max()
-    order = [*longest.sort_values(ascending=False, kind="stable").index, "waiting"]
-    figure = _figure(title, rows, 1.5 + 0.3 * len(order))
-    axis = figure.subplots()
-    palette = dict(zip(names, [GREY, COLORBLIND[3]][-len(names) :], strict=True))
-    bars(axis, table, "ms", "part", order=order, hue="row", palette=palette)
-    axis.set(xlabel="ms a step", ylabel="")
+        table = pd.DataFrame(time["parts"]).T.reindex([*PHASES, "waiting"], columns=[*PARTS, "waiting"]).fillna(0.0)
+        table.loc["waiting", "waiting"] = max(0.0, time["step_ms"] - time["busy_ms"])
+        took = table.sum(axis="columns")
+        begins = took.cumsum() - took
+        stack(axis, pd.concat([begins.rename("_before"), table], axis=1), {"_before": "none"} | PART_COLORS)
+        for blocks in axis.containers[1:]:
+            axis.bar_label(blocks, fmt=lambda ms: number(ms) if ms > wide else "", label_type="center", fontsize=7)
+        for height, (phase, begin) in enumerate(begins.items()):
+            narrow = table.loc[phase].where(lambda ms: (ms > wide / 4) & (ms <= wide)).dropna()
+            said = " · ".join(f"{part} {number(ms)}" for part, ms in narrow.items())
+            end = begin + took[phase]
+            x, side = (end, "left") if begin < longest - end else (begin, "right")
+            axis.text(x, height, f" {said} ", ha=side, va="center", fontsize=7)
+        columns(axis, {"ms": took.map(number)})
+        said = f"{name}: {number(time['step_ms'])} ms a step, {share(time['busy_share'])} busy"
+        if time["launches_per_step"] is not None:
+            said += f", {time['launches_per_step']:,.0f} launches"
+        axis.set_title(said, loc="left", fontsize=10)
+        axis.set_xlim(0, longest)
+    axis.set_xlabel("ms since the step began")
+    legend(axes[0], 1.2)
     return figure
 
 
 def fig_phases(runs: pd.DataFrame) -> Figure:
-    """What fills the memory at its peak, a bar a profiled row, and the peak of each phase of the step."""
+    """What fills the memory at its peak, a bar a profiled row."""
     return phases(_by_name(runs))
 
 
@@ -139,30 +115,23 @@ def fig_phases(runs: pd.DataFrame) -> Figure:
 def phases(rows: dict[str, dict]) -> Figure:
     """As fig_phases, for some profiles {name: profile}; those without memory are left out."""
     rows = _with(rows, "memory", "GPU memory is counted by the GPU's allocator, which a CPU has not")
-    peaks = {name: profile["memory"]["peak_mib"] for name, profile in rows.items()}
-    least, most = min(peaks, key=peaks.get), max(peaks, key=peaks.get)
-    title = f"{most} peaks at {number(peaks[most])} MiB, in its {rows[most]['memory']['peak_phase']} pass"
+    memory = pd.DataFrame({name: profile["memory"] for name, profile in rows.items()}).T
+    table = memory[[f"{key}_mib" for key in HELD.values()]].astype(float).set_axis([*HELD], axis=1) / 1024
+    ended = memory["peak_phase"] == "optimizer"  # the activations are gone by then
+    table.loc[ended, "gradients and workspace"] += memory["grads_mib"].astype(float) / 1024
+    table.loc[ended, "activations"] = 0.0
+    peaks = memory["peak_mib"].astype(float)
+    least, most = peaks.idxmin(), peaks.idxmax()
+    largest = table.loc[most].idxmax()
+    title = f"{largest.capitalize()} fill {share(1024 * table.loc[most, largest] / peaks[most])} of {most}'s peak"
     if least != most:
-        title += f"; {least} at {number(peaks[least])}, in its {rows[least]['memory']['peak_phase']}"
-    figure = _figure(title, rows, 1.8 + 0.36 * len(rows), 2)
+        title += f"; {least} peaks at {share(peaks[least] / peaks[most])} of it"
+    figure = _figure(title, rows, 1.4 + 0.3 * len(rows))
     axis = figure.subplots()
-    for height, profile in enumerate(rows.values()):
-        memory = profile["memory"]
-        held = [memory[f"{key}_mib"] for key in ("params", "optimizer", "activations", "workspace", "fragmentation")]
-        if memory["peak_phase"] == "optimizer":  # the activations are gone by then
-            held[2:4] = 0.0, memory["grads_mib"] + memory["workspace_mib"]
-        left = 0.0
-        for mib, color in zip(held, HELD_COLORS, strict=True):
-            axis.barh(height, mib, left=left, color=color, height=0.7)
-            left += mib
-        for phase, mib in memory["phases"].items():
-            axis.plot(mib, height, PHASE_MARKS[phase], color="black", markersize=7)
-    axis.set(xlabel="MiB", yticks=range(len(rows)), yticklabels=rows)
-    axis.invert_yaxis()
-    axis.grid(False, axis="y")
-    handles = [Patch(color=color, label=label) for label, color in zip(HELD, HELD_COLORS, strict=True)]
-    marks = [axis.plot([], [], mark, color="black", label=f"peak of {phase}")[0] for phase, mark in PHASE_MARKS.items()]
-    figure.legend(handles=[*handles, *marks], loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    stack(axis, table, HELD_COLORS)
+    columns(axis, {"peaks in the": memory["peak_phase"] + " pass"})
+    axis.set_xlabel("GPU memory at the peak in GiB")
+    legend(axis)
     return figure
 
 
@@ -180,48 +149,49 @@ def fig_allocator(rows: dict[str, dict]) -> Figure:
 
 
 def fig_roofline(runs: pd.DataFrame) -> Figure:
-    """The heaviest kernels of the rows whose hardware counters were read, under the measured ceilings."""
+    """The kernels of the quickest row whose hardware counters were read, against the measured ceilings."""
     return roofline(_by_name(runs))
 
 
 @style()
 def roofline(rows: dict[str, dict]) -> Figure:
-    """Arithmetic on the tensor cores against bytes of DRAM, a point a kernel, as large as its time; and how much of
-    the copy bandwidth the kernels without such arithmetic reach (Williams, Waterman and Patterson 2009)."""
+    """Of the quickest of some profiles that has counters, each kernel's arithmetic on the tensor cores as a share of
+    the measured matrix rate, against its traffic with DRAM as a share of the measured copy bandwidth; a point as large
+    as its time, and the eight longest named. What is far from both ceilings waits (Williams, Waterman and Patterson
+    2009, whose roof is at 100 % of each)."""
     rows = _with(rows, "ncu", "no hardware counters were read: python -m qa_lib profile ROW --ncu does, on a GPU")
-    first = next(iter(rows.values()))
-    roof, slope = first["ceilings"]["matrix_tflops"], first["ceilings"]["copy_gb_per_s"]
-    kernels = pd.concat([pd.DataFrame(profile["ncu"]).assign(row=name) for name, profile in rows.items()])
-    kernels = kernels[(kernels["us"] > 0) & (kernels["dram_bytes"] > 0)]
-    ops = kernels[["fp16_ops", "bf16_ops", "fp8_ops"]].astype(float).sum(axis=1)
-    attention = kernels["name"].str.contains("flash|fmha|attention", case=False)
-    kernels = kernels.assign(**{
-        "kind": np.select([attention, ops > 0], ["attention", "products"], "the rest"),
-        "intensity": ops / kernels["dram_bytes"],
-        "TFLOP/s": ops / kernels["us"] / 1e6,
-        "GB/s": kernels["dram_bytes"] / kernels["us"] / 1e3,
-    })  # fmt: skip
-    products, others = kernels[ops > 0], kernels[ops == 0]
-    if products.empty or others.empty:
+    name = min(rows, key=lambda name: rows[name]["time"]["step_ms"])
+    roof, slope = (rows[name]["ceilings"][key] for key in ("matrix_tflops", "copy_gb_per_s"))
+    kernels = pd.DataFrame(rows[name]["ncu"])
+    kernels = kernels[(kernels["us"] > 0) & (kernels["dram_bytes"] > 0)].sort_values("us", ascending=False)
+    ops = kernels[["fp16_ops", "bf16_ops", "fp8_ops"]].astype(float).sum(axis="columns")
+    if not (ops > 0).any() or (ops > 0).all():
         raise NotMeasured("the counters that were read hold no products, or nothing beside them")
-    rate = np.average(products["TFLOP/s"], weights=products["us"])
-    width = np.average(others["GB/s"], weights=others["us"])
-    title = (
-        f"Products and attention run at {share(rate / roof)} of the matrix rate, "
-        f"the rest at {share(width / slope)} of the copy bandwidth (means by time)"
+    attention = kernels["name"].str.contains("flash|fmha|attention", case=False)
+    kernels = kernels.assign(
+        rate=100 * ops / kernels["us"] / 1e6 / roof,
+        width=100 * kernels["dram_bytes"] / kernels["us"] / 1e3 / slope,
+        kind=np.select([attention, ops > 0], ["attention", "matrix products"], "the rest"),
     )
-    figure = _figure(title, rows, 4.2)
-    left, right = figure.subplots(1, 2)
-    left.plot([1, roof / slope * 1e3, 1e4], [slope / 1e3, roof, roof], color="0.3", linewidth=1)
-    palette = dict(zip(("products", "attention", "the rest"), COLORBLIND, strict=False))
-    look = {"hue": "kind", "style": "row", "size": "us", "sizes": (10, 300), "alpha": 0.6, "palette": palette}
-    sns.scatterplot(products, x="intensity", y="TFLOP/s", legend=False, ax=left, **look)
-    sns.scatterplot(others, x="us", y="GB/s", legend=False, ax=right, **look)
-    left.set(xlabel="operations per byte of DRAM", ylabel="TFLOP/s on the tensor cores", xscale="log", yscale="log")
-    right.axhline(slope, color="0.3", linewidth=1)
-    right.set(xlabel="µs a step in kernels without products", ylabel="GB/s of DRAM", ylim=(0, 1.1 * slope))
-    rows_marks = [Line2D([], [], color="0.4", marker=mark, linestyle="", label=name)
-                  for name, mark in zip(rows, "oXs^Dv", strict=False)]  # fmt: skip
-    handles = [Patch(color=color, alpha=0.6, label=kind) for kind, color in palette.items()]
-    left.legend(handles=[*handles, *rows_marks], fontsize=8)
+    rate = np.average(kernels["rate"][ops > 0], weights=kernels["us"][ops > 0])
+    width = np.average(kernels["width"][ops == 0], weights=kernels["us"][ops == 0])
+    title = f"{name}: matrix work reaches {rate:.1f} % of its ceiling, the rest {width:.1f} % of its own"
+    figure = _figure(title, {name: rows[name]}, 4.0)
+    axis = figure.subplots()
+    for (kind, part), color in zip(kernels.groupby("kind"), COLORBLIND, strict=False):
+        size = 400 * part["us"] / kernels["us"].max()
+        axis.scatter(part["width"], part["rate"], s=size, color=color, alpha=0.6, label=kind, linewidth=0)
+    axis.set(xlabel="traffic with DRAM, in % of the copy bandwidth measured", xlim=(0, 103), ylim=(-6, 106),
+             ylabel="arithmetic on the tensor cores,\nin % of the matrix rate measured")  # fmt: skip
+    name_points(axis, [
+        (kernel.width, kernel.rate, f"{number(kernel.us)} µs, {kernel.times:.0f} ×: {_short(kernel.name)}")
+        for kernel in kernels.rename(columns={"count": "times"}).head(8).itertuples()
+    ])  # fmt: skip
+    legend(axis)
     return figure
+
+
+def _short(kernel: str) -> str:
+    """The beginning and the end of a kernel's name, without its template arguments."""
+    name = kernel.split("<")[0].split("::")[-1].removeprefix("void ")
+    return name if len(name) < 34 else f"{name[:18]}…{name[-14:]}"

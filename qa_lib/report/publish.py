@@ -104,7 +104,7 @@ def check(runs: pd.DataFrame, runs_dir: Path, figures_dir: Path) -> list[str]:
 
 def rendered() -> str:
     """The report's notebook executed in this folder, as the repository keeps it beside the runs for those who only
-    read: the text of a file with its outputs, and no trace of when or where.
+    read: the text of a file with its outputs, without code, and with no trace of when or where.
 
     Raises nbclient's CellExecutionError, which names the cell.
     """
@@ -117,12 +117,13 @@ def rendered() -> str:
         # Over files of its own: the kernel listens on no port.
         config = Config(KernelManager={"transport": "ipc", "ip": f"{folder}/kernel"})
         NotebookClient(notebook, config=config, kernel_name="python3", resources={"metadata": {"path": "."}}).execute()
+    notebook.cells = [cell for cell in notebook.cells if "tags" not in cell.metadata]  # those with a tag only prepare
+    notebook.cells[0].source += f"\n\n*The code of this page is in [{NOTEBOOK}](../{NOTEBOOK}).*"
     for cell in notebook.cells:
-        cell.metadata.pop("execution", None)
+        cell.metadata.clear()
         if cell.cell_type == "code":
-            cell.execution_count = None
-            cell.outputs = [output for output in cell.outputs if output.output_type != "stream"]
-            for output in cell.outputs:
-                if "execution_count" in output:
-                    output.execution_count = None
+            # Emptied, since no tag hides code from GitHub's view.
+            cell.source, cell.execution_count = "", None
+            cell.metadata["jupyter"] = {"source_hidden": True}
+            cell.outputs = [output for output in cell.outputs if output.output_type == "display_data"]
     return nbformat.writes(notebook).rstrip() + "\n"

@@ -10,14 +10,14 @@ import math
 import pandas as pd
 
 from qa_lib.report.runs import BASELINE, NotMeasured, in_cells, neighbours, score_name, select, sibling, usual
-from qa_lib.report.tables import change, interval
+from qa_lib.report.tables import interval, summarise
 from qa_lib.report.text import MISSING, gain, number, points, share
 from qa_lib.spec import SCALES
 from qa_lib.variants import VARIANTS, find_recipe
 
 MARGIN = 1.0  # points of F1 within which a row counts as good as the baseline
 FAULTY = {name for name, row in VARIANTS.items() if row.settings.join != "id"}
-VERDICTS = {"beyond": "no", "open": "cannot be told", "no worse": "no worse, perhaps better", "within": "yes"}
+VERDICTS = {"beyond": "✗", "open": "?", "no worse": "✓+", "within": "✓"}
 HEADS = {"F1": "quality.f1", "F1 at best threshold": "quality.best_f1"}
 METRICS = tuple(HEADS.values())  # at threshold 0, and at the best one
 FULL_FEATURES, FULL_EPOCHS = 131_754, 3  # of all of SQuAD v2's training questions at 384/128, and the seeds' epochs
@@ -65,7 +65,7 @@ def differences(runs: pd.DataFrame, variant: str, base: str = BASELINE, column: 
 def compare(runs: pd.DataFrame, variant: str, base: str = BASELINE, column: str = METRICS[0]) -> tuple[float, float]:
     """The mean of `differences` and half its t-based 90 % interval, NaN below three seeds."""
     found = differences(runs, variant, base, column)
-    return float(found.mean()), float(interval(found, 90))
+    return float(found.mean()), float(interval(found))
 
 
 def verdict(difference: tuple[float, float]) -> str:
@@ -93,7 +93,7 @@ def equivalence(runs: pd.DataFrame) -> pd.DataFrame:
         if BASELINE not in rows:
             raise NotMeasured(f"{BASELINE} has no F1")
         found = rows.sub(rows[BASELINE], axis="index")
-        columns |= {f"{at}n": found.count(), f"{at}delta": found.mean(), f"{at}half": interval(found, 90)}
+        columns |= {f"{at}n": found.count(), f"{at}delta": found.mean(), f"{at}half": interval(found)}
     table = pd.DataFrame(columns).query("n > 0 and best_n > 0")
     table = table.loc[[name for name in VARIANTS if name in table.index and name not in FAULTY | {BASELINE}]]
     told = []
@@ -121,20 +121,49 @@ def equivalence_table(runs: pd.DataFrame) -> pd.DataFrame:
 
 def _equivalence_table(runs: pd.DataFrame) -> pd.DataFrame:
     tested = equivalence(runs)
-    columns = {"exact": "exact", "F1": "f1", "F1 at best threshold": "best_f1", "HasAns F1": "has_answer_f1",
-               "NoAns F1": "no_answer_f1"}  # fmt: skip
     done = runs[runs["status"] == "ok"].groupby("spec.variant")
     rows = [name for name in VARIANTS if name in done.groups]
-    table = pd.DataFrame({"what it changes": map(change, rows), "n": done.size()[rows].astype(str)}, index=rows)
-    for head, key in columns.items():
-        table[head] = done[f"quality.{key}"].mean().map(points)
+    table = pd.DataFrame({"n": done.size()[rows].astype(str)})
+    for head, column in (HEADS | {"HasAns F1": "quality.has_answer_f1", "NoAns F1": "quality.no_answer_f1"}).items():
+        table[head] = done[column].mean().map(points)
     table[f"ΔF1 vs {BASELINE}"] = as_text(tested)
     table["at best threshold: ΔF1"] = as_text(tested, "best_")
     table[f"within {MARGIN:g} F1"] = tested.set_index("variant")["verdict"].map(VERDICTS)
     null = points(runs["quality.always_null_f1"].astype(float).mean())
-    never = {"what it changes": "never answers", "F1": null, "F1 at best threshold": null}
-    table = pd.concat([pd.DataFrame(never, index=["none"]), table])[list(table)]
-    return table.fillna(MISSING).rename_axis("row").reset_index()
+    never = pd.DataFrame(dict.fromkeys(HEADS, null), index=["never answers"])
+    return pd.concat([never, table])[list(table)].fillna(MISSING).rename_axis("row").reset_index()
+
+
+def largest_batch(table: pd.DataFrame) -> pd.DataFrame:
+    """Of runs or lines, those of the usual conditions at the largest micro-batch, which keeps the GPU busiest."""
+    table = usual(table)
+    return table[table["micro_batch"] == table["micro_batch"].max()]
+
+
+def overview(runs: pd.DataFrame, judged: pd.DataFrame) -> pd.DataFrame:
+    """Rows of a group at its largest micro-batch as text: what they change, speed, memory (the most of all seeds), and
+    by the runs `judged` the score at the best threshold against the baseline's.
+
+    Where such scores are known, these are the rows of three seeds or more, the baseline and transformers.Trainer's.
+    """
+    lines = largest_batch(summarise(runs)).set_index("variant")
+    reserved = largest_batch(runs).groupby("spec.variant")["memory.peak_reserved_mib"].max().astype(float) / 1024
+    table = lines[["change"]].set_axis(["what it changes"], axis="columns")
+    table["n"] = lines["n"].astype(str)
+    table["features/s"] = list(map(number, lines["features_per_s"], lines["features_per_s±"]))
+    table[f"× {BASELINE}"] = lines["ratio"].map(number)
+    table["GiB reserved"] = reserved.map(number)
+    try:
+        tested = equivalence(usual(judged)).dropna(subset="half")
+    except NotMeasured:  # the columns are left out, and the table of quality says why
+        pass
+    else:
+        table[f"Δ{score_name(judged)}"] = as_text(tested, "best_")
+        table[f"within {MARGIN:g} F1"] = tested.set_index("variant")["verdict"].map(VERDICTS)
+        trainer = [name for name, row in VARIANTS.items() if row.settings.engine == "trainer"]
+        table = table[table.index.isin([BASELINE, *trainer, *tested["variant"]])]
+    table = table.fillna(MISSING).rename_axis("row").reset_index()
+    return table.loc[:, (table != MISSING).any()]
 
 
 def time_to_quality(runs: pd.DataFrame) -> pd.DataFrame:

@@ -5,6 +5,7 @@ and cards.py. Where a record is missing, the reason stands in the number's place
 """
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -12,20 +13,10 @@ import pandas as pd
 
 from qa_lib.report import cards, quality
 from qa_lib.report.gallery import read_manifest
-from qa_lib.report.runs import (
-    BASELINE,
-    NotMeasured,
-    ReportError,
-    commits,
-    published,
-    score_name,
-    searches,
-    select,
-    usual,
-)
+from qa_lib.report.runs import BASELINE, NotMeasured, ReportError, commits, published, searches, select, usual
 from qa_lib.report.sentences import PEERS, RECOMMENDED, caption, speed_finding
 from qa_lib.report.tables import summarise
-from qa_lib.report.text import MISSING, gain, markdown, number, say
+from qa_lib.report.text import MISSING, markdown, number, say
 
 README = Path("README.md")
 REFERENCE = "h200-bench"  # the group that the README shows if it is there
@@ -60,44 +51,43 @@ def with_results(runs: pd.DataFrame, runs_dir: Path, figures_dir: Path) -> tuple
     after = text
     for name, block in BLOCKS.items():
         begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-        head, found, rest = after.partition(begin)
-        _, closed, tail = rest.partition(end)
-        if not found or not closed:
+        if not (found := re.search(f"(?s){begin}.*?{end}", after)):
             raise ReportError(f"{README} has no block between {begin} and {end}")
         content = block(runs, group, figures_dir) if group else say("readme.nothing")
-        after = f"{head}{begin}\n{content}\n{end}{tail}"
+        after = after.replace(found[0], f"{begin}\n{content}\n{end}")
     return text, after
 
 
 def headline(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
     """The result in minutes on named hardware, with what was not shown; and the techniques with what each gains."""
-    own = select(runs, group)
-    every = summarise(own)
     try:
-        minutes = quality.projected(every)
-        lines = _of_largest_batch(every).set_index("variant")
-        wanted = {PLAIN, BEST_PEER, RECOMMENDED, LEAN, *GAINS, *GAINS.values()}
-        if absent := sorted(wanted - set(lines.index)):
-            raise NotMeasured(f"{', '.join(absent)} have not been run")
-        said = {
-            "plain": minutes.loc[PLAIN], "peer": minutes.loc[BEST_PEER], "best": minutes.loc[RECOMMENDED],
-            "baseline": lines.loc[BASELINE], "stack": lines.loc[RECOMMENDED], "lean": lines.loc[LEAN],
-            "gpu": own["env.gpu"].iloc[0], "gpus": sorted(set(runs["env.gpu"].dropna())),
-            "model": own["model.name"].iloc[0], "judged": _judged(runs, group), "margin": quality.MARGIN,
-            "scored": set(runs.loc[runs["quality.f1"].notna(), "model.name"]),
-        }  # fmt: skip
+        said = facts(runs, group)
     except NotMeasured as reason:
-        return f"**{speed_finding(every)}.**\n\n{say('readme.unknown', reason=reason)}"
-    speed = lines["features_per_s"]
+        finding = speed_finding(quality.largest_batch(summarise(select(runs, group))))
+        return f"**{finding}.**\n\n{say('readme.unknown', reason=reason)}"
+    speed = said["speed"]
     gains = [say("readme.gain", row=row, factor=speed[row] / speed[base]) for row, base in GAINS.items()]
-    paragraphs = [say(f"readme.{name}", **said) for name in ("headline", "evidence", "not_shown")]
-    paragraphs.append(say("readme.together", factor=speed[RECOMMENDED] / speed[BASELINE]))
+    paragraphs = [say(f"readme.{name}", **said) for name in ("headline", "evidence", "not_shown", "together")]
     return "\n\n".join([*paragraphs, "\n".join(f"- {line}" for line in gains)])
 
 
-def _of_largest_batch(lines: pd.DataFrame) -> pd.DataFrame:
-    lines = usual(lines)
-    return lines[lines["micro_batch"] == lines["micro_batch"].max()]
+def facts(runs: pd.DataFrame, group: str) -> dict:
+    """What the first sentences of README.md and of the report say of a bench group, by the names of the macros in
+    texts/readme.md.j2. Raises NotMeasured."""
+    own = select(runs, group)
+    every = summarise(own)
+    minutes = quality.projected(every)
+    lines = quality.largest_batch(every).set_index("variant", drop=False)
+    wanted = {PLAIN, BEST_PEER, RECOMMENDED, LEAN, *GAINS, *GAINS.values()}
+    if absent := sorted(wanted - set(lines.index)):
+        raise NotMeasured(f"{', '.join(absent)} have not been run")
+    return {
+        "plain": minutes.loc[PLAIN], "peer": minutes.loc[BEST_PEER], "best": minutes.loc[RECOMMENDED],
+        "baseline": lines.loc[BASELINE], "stack": lines.loc[RECOMMENDED], "lean": lines.loc[LEAN],
+        "speed": lines["features_per_s"], "gpu": own["env.gpu"].iloc[0], "gpus": sorted(set(runs["env.gpu"].dropna())),
+        "model": own["model.name"].iloc[0], "judged": _judged(runs, group), "margin": quality.MARGIN,
+        "scored": set(runs.loc[runs["quality.f1"].notna(), "model.name"]),
+    }  # fmt: skip
 
 
 def _judged(runs: pd.DataFrame, group: str) -> dict:
@@ -111,52 +101,36 @@ def _judged(runs: pd.DataFrame, group: str) -> dict:
 
 
 def rows(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
-    """The ladder as a picture, and ROWS as a table with where its numbers come from."""
+    """ROWS as a table with where its numbers come from, and two pictures."""
     own = select(runs, group)
-    every = summarise(own)
-    lines = _of_largest_batch(every)
-    lines = lines[lines["variant"].isin(ROWS)]
-    reserved = own.groupby(["micro_batch", "spec.variant"])["memory.peak_reserved_mib"].max()
-    reserved = reserved.reindex(list(zip(lines["micro_batch"], lines["variant"], strict=True)))
-    table = pd.DataFrame({
-        "row": lines["variant"].to_list(),
-        "what it is": [say("readme.row", row=name) for name in lines["variant"]],
-        "features/s": list(map(number, lines["features_per_s"], lines["features_per_s±"])),
-        f"× {BASELINE}": lines["ratio"].map(number).to_list(),
-        "GiB reserved": (reserved.astype(float) / 1024).map(number).to_list(),
-    })  # fmt: skip
     judged = usual(quality.quality_runs(runs, group))
-    try:
-        tested = quality.equivalence(judged).set_index("variant")
-    except NotMeasured as reason:
-        source = say("readme.unknown", reason=reason)
-    else:
-        tested = tested[tested["half"].notna()]
-        shown = tested.apply(lambda row: gain(row["best_delta"], row["best_half"]), axis=1)
-        table[f"Δ{score_name(judged)}"] = table["row"].map(shown)
-        counts = tested.loc[tested.index.isin(ROWS), "n"]
-        base = judged[(judged["spec.variant"] == BASELINE) & (judged["status"] == "ok")]
-        source = say(
-            "readme.quality", group=judged["group"].iloc[0], code=commits(judged), model=judged["model.name"].iloc[0],
-            means=base.filter(like="quality.").mean(numeric_only=True), n_train=judged["spec.n_train"].max(),
-            n_eval=base["quality.n"].max(), baseline=BASELINE,
-            seeds=sorted({counts.min(), counts.max()}),
-        )  # fmt: skip
-    finding = " ".join(speed_finding(every).split())
-    picture = say("readme.ladder", finding=finding)
-    parts = [
-        markdown(table.fillna(MISSING)),
-        f"{caption(own, lines)} {source}",
-        f"![{picture}]({_address(figures_dir, group, 'ladder.png')})",
-    ]
-    if timeline := read_manifest(figures_dir / group).get("figures", {}).get("timeline.png"):
-        alt = say("readme.timeline", title=timeline["title"])
-        parts.append(f"![{alt}]({_address(figures_dir, group, 'timeline.png')})")
+    table = quality.overview(own, judged).rename(columns={"what it changes": "what it is"})
+    table = table[table["row"].isin(ROWS)].drop(columns=f"within {quality.MARGIN:g} F1", errors="ignore")
+    table["what it is"] = [say("readme.row", row=name) for name in table["row"]]
+    shown = quality.largest_batch(summarise(own)).query("variant in @ROWS")
+    parts = [markdown(table), f"{caption(own, shown)} {_source(judged)}"]
+    manifest = read_manifest(figures_dir / group).get("figures", {})
+    for name in ("ladder", "timeline"):
+        if drawn := manifest.get(f"{name}.png"):
+            alt = say(f"readme.{name}", title=drawn["title"])
+            address = os.path.relpath(figures_dir / group / f"{name}.png", README.parent)
+            parts.append(f"![{alt}]({Path(address).as_posix()})")
     return "\n\n".join(parts)
 
 
-def _address(figures_dir: Path, group: str, name: str) -> str:
-    return Path(os.path.relpath(figures_dir / group / name, README.parent)).as_posix()
+def _source(judged: pd.DataFrame) -> str:
+    """Where the table's differences in quality come from."""
+    try:
+        tested = quality.equivalence(judged).dropna(subset="half").set_index("variant")
+    except NotMeasured as reason:
+        return say("readme.unknown", reason=reason)
+    counts = tested.loc[tested.index.isin(ROWS), "n"]
+    base = judged[(judged["spec.variant"] == BASELINE) & (judged["status"] == "ok")]
+    return say(
+        "readme.quality", group=judged["group"].iloc[0], code=commits(judged), model=judged["model.name"].iloc[0],
+        means=base.filter(like="quality.").mean(numeric_only=True), n_train=judged["spec.n_train"].max(),
+        n_eval=base["quality.n"].max(), baseline=BASELINE, seeds=sorted({counts.min(), counts.max()}),
+    )  # fmt: skip
 
 
 def card(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:

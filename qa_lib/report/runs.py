@@ -18,7 +18,9 @@ from qa_lib.variants import VARIANTS
 BASELINE = "A1"  # the row that ratios and differences refer to
 TASK = ["task.name", "task.metric", "task.label", "task.higher_is_better"]
 LENGTH, MICRO_BATCH = "spec.scale.max_length", "spec.settings.micro_batch"
-# What must be equal within a group, or a ratio would compare different work; but for LENGTH.
+EPOCHS, RATE = "spec.scale.epochs", "spec.scale.learning_rate"
+AXIS_COLUMNS = (LENGTH, EPOCHS, RATE)
+# What must be equal within a group, or a ratio would compare different work; but for AXIS_COLUMNS.
 IDENTITY = ("spec.hardware", "spec.scale.", "spec.search", "spec.sm", "data.name", "data.sha256", *TASK[:2])
 
 
@@ -50,11 +52,18 @@ def _precision(runs: pd.DataFrame) -> pd.Series:
     return asked.where(own.notna() & (asked != own), "own")
 
 
+def _training(runs: pd.DataFrame) -> pd.Series:
+    """How many epochs, where a scale counts them, at which learning rate: '3 epochs at 0.0002'."""
+    epochs = runs[EPOCHS].map("{:g} epochs at ".format, na_action="ignore").fillna("")
+    return epochs + runs[RATE].map("{:g}".format)
+
+
 AXES = (
     Axis("model", "model", _model),
     Axis("world", "world size", itemgetter("spec.world")),
     Axis("precision", "precision", _precision),
     Axis("length", "length", itemgetter(LENGTH)),
+    Axis("training", "training", _training),
     Axis("micro_batch", "micro-batch", itemgetter(MICRO_BATCH)),
 )
 AXIS_NAMES = [axis.name for axis in AXES]
@@ -116,7 +125,7 @@ def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
         raise ReportError(f"group {group!r} has no records (groups with records: {known})")
     chosen = chosen.sort_values(["time.started", "run_id"])
     chosen = chosen.drop_duplicates(["spec.variant", "spec.seed", *AXIS_NAMES], keep="last")
-    for column in (name for name in chosen if name.startswith(IDENTITY) and name != LENGTH):
+    for column in (name for name in chosen if name.startswith(IDENTITY) and name not in AXIS_COLUMNS):
         if len(chosen[column].unique()) > 1:
             one, *others = chosen.drop_duplicates(column)[["run_id", column]].to_numpy()
             raise ReportError(

@@ -1,17 +1,14 @@
 """What the records of a group say, in sentences computed from them: titles of figures, captions, the list of findings.
 
-The words are in texts/sentences.md.j2. A sentence that no record supports raises NotMeasured with the reason. A group
-of several cells (see runs.AXES) has a line for each, since ratios hold within one only.
+The words are in texts/sentences.md.j2. Each `*_finding` speaks of one cell (see runs.AXES), since ratios hold within
+one only; where no record supports it, it raises NotMeasured with the reason.
 """
-
-from collections.abc import Callable
-from functools import wraps
 
 import pandas as pd
 
 from qa_lib.report import quality
 from qa_lib.report.runs import AXES, BASELINE, NotMeasured, commits, direction, in_cells, on_cpu, score_name
-from qa_lib.report.tables import cost_table, summarise
+from qa_lib.report.tables import LEVEL, cost_table, interval, place, summarise
 from qa_lib.report.text import say
 from qa_lib.variants import VARIANTS
 
@@ -20,7 +17,7 @@ PEERS = ("A0", "A0-best", "A0-compile")  # drawn beside the ladder, no rungs of 
 LADDER = ("A1", "A2", "A3", "A4-nb", "A4", "E1", "E2", "E3", "E4", "E5", "E6", "E-best", "E-fp8")
 RECOMMENDED = "E-best"  # the row that sentences speak of, where it was run
 CPU_CAVEAT = "CPU speeds prove the plumbing only and say nothing about GPUs"
-WHISKERS = "± and whiskers: t-based 95 % interval over seeds, where n ≥ 3"
+WHISKERS = f"± and whiskers: t-based {LEVEL} % interval over seeds, where n ≥ 3"
 
 
 def seeds_of(lines: pd.DataFrame) -> str:
@@ -32,7 +29,7 @@ def seeds_of(lines: pd.DataFrame) -> str:
     return f"n = {low if low == high else f'{low}–{high}'} {'seed' if high == 1 else 'seeds'}"
 
 
-def caption(runs: pd.DataFrame, lines: pd.DataFrame, whiskers: str = WHISKERS) -> str:
+def caption(runs: pd.DataFrame, lines: pd.DataFrame) -> str:
     """What has to stand beside every figure and table of a group: where from, how many, and what not to conclude."""
     parts = [f"Group {runs['group'].iloc[0]}"]
     for axis in AXES:
@@ -41,23 +38,12 @@ def caption(runs: pd.DataFrame, lines: pd.DataFrame, whiskers: str = WHISKERS) -
             parts.append(f"{axis.label} {', '.join(map(str, values))}")
     parts += [seeds_of(lines), f"code {commits(runs)}"]
     if lines["n"].max() >= 3:
-        parts.append(whiskers)
+        parts.append(WHISKERS)
     notes = runs["spec.adjusted"].explode().dropna().value_counts().sort_index()
     parts += [note if n == len(runs) else f"{note} ({n} of {len(runs)} runs)" for note, n in notes.items()]
     if on_cpu(runs):
         parts.append(CPU_CAVEAT)
     return " · ".join(parts) + "."
-
-
-def per_cell(sentence: Callable[[pd.DataFrame], str]) -> Callable[[pd.DataFrame], str]:
-    """Turns a sentence about one cell into one about all cells that have it, a line each."""
-
-    @wraps(sentence)
-    def finding(table: pd.DataFrame) -> str:
-        said = in_cells(table, sentence)
-        return ";\n".join(f"{label[0].upper()}{label[1:]}: {text}" if label else text for label, text in said)
-
-    return finding
 
 
 def _line(part: pd.DataFrame, variant: str, *measures: str) -> dict:
@@ -69,7 +55,6 @@ def _line(part: pd.DataFrame, variant: str, *measures: str) -> dict:
     return lines.iloc[0].to_dict()
 
 
-@per_cell
 def speed_finding(part: pd.DataFrame) -> str:
     """How far the ladder reaches, and the peer beside it."""
     base = _line(part, BASELINE, "features_per_s")
@@ -81,72 +66,87 @@ def speed_finding(part: pd.DataFrame) -> str:
     return say("sentences.speed", base=base, top=top, peer=peer, plain=PEERS[0])
 
 
-@per_cell
-def quality_finding(part: pd.DataFrame) -> str:
-    """The quickest row whose mean score is close to the baseline's; whether it is equal is for quality.equivalence."""
-    quality.require_answers(part)
-    base = _line(part, BASELINE, "score", "train_s")
-    close = part[part["delta"] >= -quality.MARGIN].dropna(subset=["train_s"])
-    quickest = close.loc[close["train_s"].idxmin()].to_dict()
-    return say("sentences.quality", base=base, quickest=quickest, rows=len(close), margin=quality.MARGIN)
+def trains_all(lines: pd.DataFrame) -> pd.Series:
+    """Which lines are of rows that train every parameter."""
+    return lines["variant"].map(lambda name: name in VARIANTS and VARIANTS[name].settings.trainable == "all")
 
 
-@per_cell
 def memory_finding(part: pd.DataFrame) -> str:
-    """Of the rows that train everything, the one with the smallest peak, and what it costs in step time."""
+    """Of the rows that train everything, the one with the smallest peak, and its speed."""
     part = part.dropna(subset=["peak_mib"])
     if part.empty:
         raise NotMeasured("peak GPU memory was not measured: these runs had no GPU, whose allocator counts it")
-    every = part["variant"].map(lambda name: name in VARIANTS and VARIANTS[name].settings.trainable == "all")
-    part = part[every].dropna(subset=["step_ms"])
+    part = part[trains_all(part)].dropna(subset=["ratio"])
     if part.empty:
-        raise NotMeasured("no row has a step time beside its peak memory: other runs shared the GPU")
+        raise NotMeasured("no row has a speed beside its peak memory: other runs shared the GPU")
     least = part.loc[part["peak_mib"].idxmin()].to_dict()
-    base = next(iter(part[part["variant"] == BASELINE].to_dict("records")), None)
-    return say("sentences.memory", base=base, least=least, rows=len(part))
+    return say("sentences.memory", base=_line(part, BASELINE, "peak_mib"), least=least)
 
 
-@per_cell
-def peft_finding(part: pd.DataFrame) -> str:
-    """The PEFT row with the best score."""
-    rows = part[part["family"] == "B"].dropna(subset=["score", "trainable"])
-    if rows.empty:
-        raise NotMeasured(f"no PEFT row (B*) has a measured {score_name(part)}")
+def peft_scores(runs: pd.DataFrame) -> pd.DataFrame:
+    """The score of the PEFT rows, the baseline and the row they start from, over all micro-batches of one cell; of
+    question answering F1 at the best threshold, since at threshold 0 silence does as well.
+
+    By row in table order: score, half, n; delta, delta_half against the baseline over equal seeds; share, of parameters
+    that train.
+    """
+    qa = runs["task.name"].iloc[0] == "qa"
+    scores = quality.by_seed(runs, quality.METRICS[1] if qa else f"quality.{runs['task.metric'].iloc[0]}")
+    rows = [name for name in sorted(scores, key=place) if name.startswith("B")]
+    if not rows or BASELINE not in scores:
+        raise NotMeasured(f"no PEFT row (B*) has a measured {score_name(runs)} beside {BASELINE}'s")
+    delta = scores.drop(columns=BASELINE).sub(scores[BASELINE], axis="index")
+    done = runs[runs["status"] == "ok"].groupby("spec.variant")
+    trainable = done["model.params_trainable"].mean() / done["model.params_total"].mean()
+    columns = {"score": scores.mean(), "half": interval(scores), "n": scores.count(), "delta": delta.mean(),
+               "delta_half": interval(delta), "share": trainable}  # fmt: skip
+    return pd.DataFrame(columns).loc[[name for name in (BASELINE, "A3") if name in scores] + rows]
+
+
+def peft_finding(runs: pd.DataFrame) -> str:
+    """The PEFT row with the best score, and whether it is as good as the baseline."""
+    rows = peft_scores(runs).filter(like="B", axis="index")
     if (rows["n"] >= 3).any():
         rows = rows[rows["n"] >= 3]
-    best = rows.loc[(direction(rows) * rows["score"]).idxmax()].to_dict()
-    return say("sentences.peft", best=best, score=score_name(part), baseline=BASELINE)
+    best = (direction(runs) * rows["score"]).idxmax()
+    try:
+        told = quality.equivalence(runs).set_index("variant")["verdict"].get(best)
+    except NotMeasured:
+        told = None
+    return say("sentences.peft", best=rows.loc[best], row=best, verdict=told, score=score_name(runs), baseline=BASELINE)
 
 
-@per_cell
 def failed_join_finding(part: pd.DataFrame) -> str:
     """What the wrong join of row A4-b costs against the same training joined by id."""
     wrong, right = (_line(part, name, "score") for name in ("A4-b", "A4"))
     return say("sentences.failed_join", wrong=wrong, right=right, score=score_name(part))
 
 
-@per_cell
-def _equivalence_finding(runs: pd.DataFrame) -> str:
+def equivalence_finding(runs: pd.DataFrame) -> str:
+    """Which rows are shown to be as good as the baseline, and which are not; over all micro-batches."""
     rows = quality.equivalence(runs).dropna(subset="half").set_index("variant")
     named = {told: ", ".join(rows.index[rows["verdict"] == told]) for told in quality.VERDICTS}
     shown = rows.loc[rows["verdict"].isin(["within", "no worse"]), "n"]
     seeds = "three seeds or more"
     if len(shown):
         seeds = "–".join(map(str, sorted({shown.min(), shown.max()}))) + " seeds"
-    return say("sentences.equivalence", margin=quality.MARGIN, baseline=BASELINE, seeds=seeds, rows=named)
+    return say("sentences.equivalence", margin=quality.MARGIN, baseline=BASELINE, seeds=seeds, rows=named, level=LEVEL)
 
 
-def equivalence_finding(runs: pd.DataFrame) -> str:
-    """Which rows of `runs` are shown to be as good as the baseline, and which are not; over all micro-batches."""
-    return _equivalence_finding(runs.drop(columns="micro_batch"))
+def equivalence_counts(runs: pd.DataFrame) -> str:
+    """equivalence_finding with numbers of rows in place of their names."""
+    told = quality.equivalence(runs).dropna(subset="half")["verdict"].value_counts()
+    counts = {verdict: int(told.get(verdict, 0)) for verdict in quality.VERDICTS}
+    return say("sentences.counts", margin=quality.MARGIN, baseline=BASELINE, counts=counts, rows=int(told.sum()))
 
 
 def cost_finding(runs: pd.DataFrame) -> str:
-    """What all runs of the group took together, and the longest."""
-    *rows, total = cost_table(runs).to_dict("records")
-    if not rows:
-        raise NotMeasured("no run has a measured wall time")
-    return say("sentences.cost", total=total, longest=max(rows, key=lambda row: row["wall_s"]))
+    """What a run takes, and what compilation takes of it."""
+    rows = cost_table(runs)
+    if rows.empty:
+        raise NotMeasured("no run that found nothing compiled has a measured wall time")
+    return say("sentences.cost", low=rows["wall"].min(), high=rows["wall"].max(), rows=len(rows),
+               longest=rows["compiling"].max(), row=rows["compiling"].idxmax())  # fmt: skip
 
 
 def findings(runs: pd.DataFrame, judged: pd.DataFrame | None = None) -> str:
@@ -158,19 +158,22 @@ def findings(runs: pd.DataFrame, judged: pd.DataFrame | None = None) -> str:
     judged, scores = (runs, lines) if judged is None else (judged, summarise(judged))
     group = judged["group"].iloc[0]
     where = "" if group == runs["group"].iloc[0] else f"{group}: "
+    over_sizes = judged.drop(columns="micro_batch")
     sources = [
         ("", speed_finding, lines),
         ("", memory_finding, lines),
-        (where, equivalence_finding, judged),
-        *((where, finding, scores) for finding in (quality_finding, peft_finding, failed_join_finding)),
+        (where, equivalence_finding, over_sizes),
+        (where, peft_finding, over_sizes),
+        (where, failed_join_finding, scores),
         ("", cost_finding, runs),
     ]
     said = []
     for prefix, finding, source in sources:
         try:
-            said += [prefix + sentence for sentence in finding(source).split(";\n")]
+            told = in_cells(source, finding)
         except NotMeasured as problem:
-            said.append(f"Not known here: {problem}")
+            told = [("", f"Not known here: {problem}")]
+        said += [prefix + (f"{label[0].upper()}{label[1:]}: " if label else "") + text for label, text in told]
     notes = lines[lines["note"] != ""].groupby("note", sort=False)["variant"].agg(", ".join)
     said += [f"{rows}: {note}" for note, rows in notes.items()]
     return "\n".join(f"- {sentence}." for sentence in said) + f"\n\n{caption(runs, lines)}"

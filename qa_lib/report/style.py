@@ -2,10 +2,11 @@
 
 import io
 import textwrap
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 
 import matplotlib.style
+import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
@@ -18,12 +19,8 @@ from qa_lib.report.runs import NotMeasured
 WIDTH = 9.0  # inches: 900 px at 100 dpi, the width of a README
 DPI = 150  # of files; a notebook shows 100
 COLORBLIND = sns.color_palette("colorblind")  # safe for the common colour-vision deficiencies
+BLUE, ORANGE, GREEN, RED, *_ = COLORBLIND
 GREY = "0.6"
-# A family that is not here, of a record by another version, is a grey cross.
-COLORS = defaultdict(
-    lambda: GREY, {family: COLORBLIND[index] for family, index in zip("ABCDE", (0, 1, 2, 4, 3), strict=True)}
-)
-MARKERS = defaultdict(lambda: "X", zip("ABCDE", "os^DP", strict=True))
 
 
 def style():
@@ -34,23 +31,62 @@ def style():
 
 def wrap(text: str, width: int) -> str:
     """Lines of at most so many letters; a number stays with its percent sign."""
-    return "\n".join(textwrap.fill(line.replace(" %", "\u00a0%"), width) for line in text.split("\n"))
+    return textwrap.fill(text.replace(" %", "\u00a0%"), width)
 
 
 def new_figure(title: str, note: str, height: float) -> Figure:
     """An empty figure with a title and, below it, a caption; `height` in inches."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(wrap(title, 90), x=0.01, ha="left", fontsize=12, fontweight="bold")
-    if note:
-        figure.supxlabel(wrap(note, 148), x=0.01, ha="left", fontsize=8, color="0.35")
+    figure.suptitle(wrap(title, 84), x=0.01, ha="left", fontsize=12, fontweight="bold")
+    figure.supxlabel(wrap(note, 148), x=0.01, ha="left", fontsize=8, color="0.35")
     return figure
 
 
-def bars(axis: Axes, rows: pd.DataFrame, x: str, y: str, **look) -> None:
-    """Horizontal bars of a table's values, without lines between them."""
-    sns.barplot(rows, x=x, y=y, saturation=1, errorbar=None, ax=axis, **look)
+def legend(axis: Axes, height: float = 1.0) -> None:
+    """The legend in one line above the axis, where nothing is drawn."""
+    axis.legend(loc="lower left", bbox_to_anchor=(-0.01, height), ncols=9, fontsize=8, frameon=False,
+                columnspacing=1.2, handletextpad=0.5)  # fmt: skip
+
+
+def name_rows(axis: Axes, names: Sequence[str]) -> None:
+    """The axis as rows 0, 1, ... from the top down, with these names."""
+    axis.set_yticks(range(len(names)), names, fontsize=8)
+    axis.set_ylim(len(names) - 0.4, -0.6)
     axis.grid(False, axis="y")
+
+
+def columns(axis: Axes, table: dict[str, Iterable[str]]) -> None:
+    """The columns of a table right of the axis, {head: texts}, each text level with one of the rows 0, 1, ..."""
+    right = 0.0  # where a column ends, in points from the axis
+    for head, texts in table.items():
+        column = list(texts)
+        right += 5.2 * max(map(len, (head, *column))) + 12
+        place = {"textcoords": "offset points", "ha": "right", "fontsize": 8}
+        axis.annotate(head, (1, 1), (right, 4), xycoords="axes fraction", color="0.35", **place)
+        for height, text in enumerate(column):
+            axis.annotate(text, (1, height), (right, 0), xycoords=axis.get_yaxis_transform(), va="center", **place)
+
+
+def name_points(axis: Axes, points: Iterable[tuple[float, float, str]]) -> None:
+    """The texts of some (x, y, text) in a column right of the axis, in the order of their heights and apart from each
+    other, with a line from each to its point."""
+    points = sorted(points, key=itemgetter(1))
+    low, high = axis.get_ylim()
+    steps = 0.07 * (high - low) * np.arange(len(points))
+    heights = np.maximum.accumulate([y for _, y, _ in points] - steps) + steps  # each at its point's or further up
+    heights = np.minimum(heights, high - steps[::-1])
+    line = {"arrowstyle": "-", "color": "0.5", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4}
+    for (x, y, text), height in zip(points, heights, strict=True):
+        axis.annotate(text, (x, y), (1.02, height), textcoords=axis.get_yaxis_transform(), fontsize=8, va="center",
+                      arrowprops=line | {"relpos": (0, 0.5)})  # fmt: skip
+
+
+def stack(axis: Axes, table: pd.DataFrame, colors: dict[str, str]) -> None:
+    """A bar for each row of a table, made of a block for each column."""
+    table.plot.barh(stacked=True, ax=axis, color=colors, width=0.7, legend=False, ylabel="")
+    axis.set_xlim(0, 1.02 * table.sum(axis="columns").max())
+    name_rows(axis, table.index)
 
 
 def png(figure: Figure, dpi: int = DPI) -> bytes:
@@ -61,7 +97,7 @@ def png(figure: Figure, dpi: int = DPI) -> bytes:
     drawn, stream = io.BytesIO(), io.BytesIO()
     with style():
         figure.savefig(drawn, format="png", dpi=dpi)
-    image = Image.open(drawn).convert("RGB").quantize(64, dither=Image.Dither.NONE)
+    image = Image.open(drawn).convert("RGB").quantize(64, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     image.save(stream, "png", optimize=True, dpi=(dpi, dpi))
     return stream.getvalue()
 
@@ -71,6 +107,7 @@ def show(figure_of: Callable[[pd.DataFrame], Figure], runs: pd.DataFrame):
     from IPython import display  # notebooks have it; the command line need not
 
     try:
-        return display.Image(png(figure_of(runs), 100), width=round(100 * WIDTH))
+        figure = figure_of(runs)
+        return display.Image(png(figure, 100), width=round(100 * WIDTH), alt=" ".join(figure.get_suptitle().split()))
     except NotMeasured as reason:
         return display.Markdown(f"*No figure: {reason}.*")

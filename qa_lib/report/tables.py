@@ -17,9 +17,9 @@ from scipy.special import stdtrit
 
 from qa_lib.report.runs import AXES, AXIS_NAMES, BASELINE, TASK, ReportError, published, score_name, select, usual
 from qa_lib.report.text import MISSING, count, gain, markdown, number, points, share
-from qa_lib.variants import FAMILIES, VARIANTS
+from qa_lib.variants import VARIANTS
 
-PUBLISHED_MICRO_BATCH = 8
+LEVEL = 90  # percent, of every interval: the test of equality by two one-sided tests is one of 90 %
 MEASURES = {  # name in `lines` -> value of a record; beside them `score`, the one that the task names
     "features_per_s": "speed.features_per_s",
     "step_ms": "time.step_ms.median",
@@ -57,12 +57,12 @@ def place(variant: str) -> tuple[int, str]:
     return (list(VARIANTS).index(variant) if variant in VARIANTS else len(VARIANTS)), variant
 
 
-def interval(values, level: int = 95):
-    """Half the width of the interval of the mean over seeds, at a level in percent, by Student's t; NaN below three
-    values. Of a Series, of each column of a table, or of each group of a groupby. (`stdtrit` is the quantile of t, as
+def interval(values):
+    """Half the width of the interval of the mean over seeds, at LEVEL, by Student's t; NaN below three values. Of a
+    Series, of each column of a table, or of each group of a groupby. (`stdtrit` is the quantile of t, as
     scipy.stats.t.ppf, which takes longer to import.)"""
     n = values.count()
-    half = stdtrit(np.maximum(n - 1, 1), 0.5 + level / 200) * values.std() / np.sqrt(np.maximum(n, 1))
+    half = stdtrit(np.maximum(n - 1, 1), 0.5 + LEVEL / 200) * values.std() / np.sqrt(np.maximum(n, 1))
     return half * np.where(n >= 3, 1.0, math.nan)
 
 
@@ -230,6 +230,13 @@ COLUMNS = {  # heading, in which {score} stands for the score's label -> text of
 }
 
 
+AXIS_LABELS = tuple(axis.label for axis in AXES)
+# Headings of two tables of a page's width, which all of them together would overflow.
+SPEED = ("row", "what it changes", *AXIS_LABELS, "status", "n", "features/s", "× A1", "step ms [p10–p90]", "note")
+COSTS = ("row", *AXIS_LABELS, "of matrix rate", "MFU", "peak MiB", "J/feature", "trainable", "compile s",
+         "break-even step", "wall s")  # fmt: skip
+
+
 def result_table(lines: pd.DataFrame, headings=tuple(COLUMNS)) -> pd.DataFrame:
     """`lines` as text under these of COLUMNS; without those that say nothing: no value, an axis at one, all ok."""
     table = pd.DataFrame([{name: COLUMNS[name](line) for name in headings} for line in lines.to_dict("records")])
@@ -247,11 +254,6 @@ def family_lines(lines: pd.DataFrame, family: str) -> pd.DataFrame:
     return lines[lines["variant"].isin(rows | parents | {BASELINE})] if rows else lines[:0]
 
 
-def family_tables(lines: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """A table for each family that has a line: 'systems', 'peft', 'memory', 'backends' and what may come."""
-    return {FAMILIES.get(name, name): result_table(family_lines(lines, name)) for name in sorted(set(lines["family"]))}
-
-
 def family_table(runs: pd.DataFrame, group: str, variant: str) -> str:
     """For a notebook: the finished rows of a variant's family in its group, as Markdown; or why there is no table."""
     try:
@@ -261,31 +263,33 @@ def family_table(runs: pd.DataFrame, group: str, variant: str) -> str:
     return markdown(result_table(family_lines(lines, VARIANTS[variant].family)))
 
 
-def published_table(lines: pd.DataFrame, group: str) -> pd.DataFrame:
-    """The seeds' published T4 numbers beside ours at their micro-batch (or our smallest), each against its own A1;
+def published_table(lines: pd.DataFrame) -> pd.DataFrame:
+    """The seeds' published T4 numbers, and beside their ratios ours at each micro-batch, each against its own A1;
     without rows for another task than theirs."""
     if lines["task.name"].iloc[0] != "qa":
         return lines[:0]
-    theirs, lines = published(), usual(lines)
-    sizes = set(lines["micro_batch"])
-    size = PUBLISHED_MICRO_BATCH if PUBLISHED_MICRO_BATCH in sizes else min(sizes)
-    ours = lines[lines["micro_batch"] == size].set_index("variant").reindex(theirs.index)
-    columns = {}
-    for side, part, speed in (("T4", theirs, "samples/s"), (group, ours, "features/s")):
-        columns[f"{side}: {speed}"] = part["features_per_s"].map(number)
-        columns[f"{side}: × {BASELINE}"] = part["ratio"].map(number)
-        columns[f"{side}: F1"] = part["score"].map(points)
-        columns[f"{side}: ΔF1"] = part["delta"].map(gain)
-        columns[f"{side}: peak MiB"] = part["peak_mib"].map(number)
-    table = pd.DataFrame(columns).reset_index()
-    return table.loc[:, (table != MISSING).any()]
+    theirs = published()
+    table = pd.DataFrame({
+        "T4: samples/s": theirs["features_per_s"].map(number),
+        "T4: F1": theirs["score"].map(points),
+        "T4: ΔF1": theirs["delta"].map(gain),
+        f"T4: × {BASELINE}": theirs["ratio"].map(number),
+    })  # fmt: skip
+    for size, part in usual(lines).groupby("micro_batch"):
+        ours = part.set_index("variant")["ratio"].reindex(theirs.index)
+        table[f"ours at micro-batch {size}: × {BASELINE}"] = ours.map(number)
+    return table.reset_index()
 
 
 def cost_table(runs: pd.DataFrame) -> pd.DataFrame:
-    """Seconds that each row's runs took, those that were measured whole, and the sum of all rows in the last line."""
-    wall_s = runs["time.wall_s"].astype(float).mask(runs["time.resumed_from_step"].notna())
-    seconds = wall_s.groupby(runs["spec.variant"])
-    rows = pd.DataFrame({"runs": seconds.count(), "wall_s": seconds.sum()})
-    rows = rows[rows["runs"] > 0].sort_index(key=lambda names: names.map(place))
-    rows.loc["total"] = rows.sum()
-    return rows.rename_axis("row").reset_index().astype({"runs": int})
+    """Seconds of a run that found nothing compiled, the mean of each row's, by part; without resumed runs.
+
+    By row in table order: preparing, compiling, training, scoring, wall; n.
+    """
+    whole = runs[runs["time.wall_s"].notna() & runs["time.resumed_from_step"].isna()]
+    whole = whole[~whole["time.compile_cached"].eq(True)]
+    parts = {"preparing": "prepare", "compiling": "compile", "training": "train", "scoring": "eval", "wall": "wall"}
+    seconds = pd.DataFrame({part: whole[f"time.{name}_s"].astype(float).fillna(0.0) for part, name in parts.items()})
+    seconds["training"] -= seconds["compiling"]
+    rows = seconds.groupby(whole["spec.variant"])
+    return rows.mean().assign(n=rows.size()).sort_index(key=lambda names: names.map(place))

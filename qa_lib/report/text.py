@@ -16,8 +16,8 @@ from qa_lib.report.runs import NotMeasured
 MISSING = "–"
 # Columns of words, which are set to the left.
 LEFT = {"row", "what it changes", "what it is", "group", "hardware", "you have at least", "model", "precision",
-        "status", "note", "arithmetic", "claim of the seeds", "measured here", "verdict", "why", "question", "answer",
-        "gold"}  # fmt: skip
+        "status", "note", "arithmetic", "claim of the seeds", "of it", "holds", "measured here", "why", "question",
+        "answer", "gold"}  # fmt: skip
 
 
 def number(value: float, half: float = math.nan) -> str:
@@ -74,6 +74,11 @@ def or_why(table_of: Callable[..., pd.DataFrame], *sources) -> str:
         return markdown(table_of(*sources))
     except NotMeasured as reason:
         return f"*No table: {reason}.*"
+
+
+def folded(title: str, *parts: str) -> str:
+    """Paragraphs and tables under a title that is clicked on to see them, in Markdown."""
+    return "\n\n".join([f"<details><summary>{title}</summary>", *parts, "</details>"])
 
 
 def terminal(table: pd.DataFrame) -> str:

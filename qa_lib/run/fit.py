@@ -28,7 +28,7 @@ from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.folder import check_tokenizer
 from qa_lib.record import Speed
 from qa_lib.run.launch import SHARE, with_driver
-from qa_lib.run.plan import add_source_arguments, add_world, plan
+from qa_lib.run.plan import add_run_arguments, add_source_arguments, plan
 from qa_lib.run.tasks import TASKS
 from qa_lib.run.together import fault_path, fit_together
 from qa_lib.spec import Spec
@@ -305,12 +305,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=0, metavar="N", help="of new weights, order and dropout (default: 0)"
     )
     add_source_arguments(parser)
-    add_world(parser)
+    add_run_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     """Run one row here, whatever its record says, and print the record."""
     counts = {"micro_batch": args.micro_batch, "world": args.world, "stages": args.stages}
+    counts |= {"epochs": args.epochs, "learning_rate": args.learning_rate}
     (spec,) = plan([args.variant], args.scale, [args.seed], args.data, args.model, **counts)
     entry = fit(spec, args.runs)
     if entry["status"] == "running":  # one of torchrun's processes, and not the first

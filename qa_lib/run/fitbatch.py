@@ -9,7 +9,7 @@ from qa_lib.measure.machine import NEWER_ATTENTION
 from qa_lib.record import FINISHED
 from qa_lib.run.budget import estimate
 from qa_lib.run.launch import Launcher, probe
-from qa_lib.run.plan import add_several, add_source_arguments, plan
+from qa_lib.run.plan import add_rows, add_source_arguments, plan, rows_of
 from qa_lib.spec import SCALES, Machine, Spec
 
 STEP = 8  # features: sizes are multiples of this
@@ -59,7 +59,7 @@ EXAMPLE = "example: python -m qa_lib fit-batch A3 --limit-gib 14.9 --sm 75 --dat
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib fit-batch`."""
-    add_several(parser, "variants", str, "VARIANT", "rows of `python -m qa_lib variants`")
+    add_rows(parser, "variants")
     parser.add_argument("--limit-gib", type=float, required=True, metavar="G", help="GPU memory to stay within")
     parser.add_argument("--sm", type=int, default=90, metavar="N", help="use only what such a GPU has (a T4: 75)")
     add_source_arguments(parser, scale=False)
@@ -67,11 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Search each row's largest micro-batch and print every try."""
+    rows = rows_of(args)
     machine, env = probe()
     if not machine.gpus:
         raise UserError("fit-batch tries on a GPU, and there is none here; `python -m qa_lib memory` predicts without")
     launcher = Launcher(args.runs, machine, env)
-    for variant in args.variants:
+    for variant in rows:
         print(f"{variant}: {search(variant, specs_for(variant, args, machine), args.limit_gib, launcher)}", flush=True)
     return 0
 

@@ -54,6 +54,13 @@ def add_launcher_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-limit", type=one_or_more, metavar="SECONDS", help="for each run (its scale's)")
 
 
+def say_idle(machine: Machine, gpus: list[int] | None) -> None:
+    """Say so where GPUs stay idle that nobody has spoken of."""
+    if machine.gpus > 1 and not gpus:
+        cards = " ".join(map(str, range(machine.gpus)))
+        print(f"one of {machine.gpus} GPUs has work at a time (rows of family P take more); --gpus {cards} uses all")
+
+
 def probe() -> tuple[Machine, dict]:
     """This machine and its environment, asked in a process of its own, since the driver must not hold a GPU."""
     code = (
@@ -123,12 +130,7 @@ def _follow_driver() -> None:
 
 def _follow(lock: str) -> None:
     with open(lock) as stream:
-        while True:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(1)
+        fcntl.flock(stream, fcntl.LOCK_SH)  # waits until the driver has let it go
     os.kill(os.getpid(), signal.SIGHUP)
     time.sleep(LAST_S)
     os._exit(1)

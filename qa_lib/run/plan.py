@@ -1,6 +1,7 @@
 """From names to specs: which data and model a scale means here, and what identifies them."""
 
 import argparse
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -8,13 +9,15 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from qa_lib.data.squad import open_source, read_json
+from qa_lib.data.squad import hash_files, open_source, read_json
 from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.errors import UserError
 from qa_lib.model.encoders import find_encoder
 from qa_lib.model.folder import look
-from qa_lib.spec import SCALES, Machine, Spec, find_scale, resolve
+from qa_lib.spec import SCALES, Machine, Spec, find_scale, missing, resolve, unshared
+from qa_lib.variants import find_family, find_variant
 
+ANSWER_S = 5  # seconds in which the hub has to answer
 _MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "vocab.txt")
 
 
@@ -28,12 +31,15 @@ def plan(
     machine: Machine | None = None,
     world: int | None = None,
     stages: int | None = None,
+    epochs: int | None = None,
+    learning_rate: float | None = None,
 ) -> list[Spec]:
     """The specs of variants x seeds at a scale, in that order: all rows with the first seed come first, each once.
 
-    `data` and `model` (paths, or hub names) replace the scale's own, `micro_batch`, `world` (processes) and `stages` (of
-    a pipeline) the row's, unless they are 0; `machine` is this one unless given. Raises SpecError for a name or number that cannot be, before
-    files and the hub are asked, and UserError for a file or folder that is not there.
+    `data` and `model` (paths, or hub names), `epochs` and `learning_rate` replace the scale's own, `micro_batch`,
+    `world` (processes) and `stages` (of a pipeline) the row's, unless they are empty or 0; `machine` is this one unless
+    given. Raises SpecError for a name or number that cannot be, before files and the hub are asked, and UserError for
+    what is not to be had.
     """
     size = find_scale(scale)
     data, model = data or size.data, model or size.model
@@ -45,29 +51,40 @@ def plan(
 
         machine = this_machine()
 
-    def resolved(**found) -> list[Spec]:
-        sources = {
-            "data_source": data,
-            "model_source": model,
-            "micro_batch": micro_batch or None,
-            "world": world or None,
-            "stages": stages or None,
-        }
-        return [
-            resolve(variant, scale, seed, machine, **sources, **found)
-            for seed in dict.fromkeys(seeds)
-            for variant in dict.fromkeys(variants)
-        ]
-
-    resolved(data={}, model={})  # names and numbers are checked before a file or the hub is touched
-    identity = identify_model(model)
-    found = {"model": identity, "data": identify_data(data, size.quality)}
+    own = {"world": world, "stages": stages, "epochs": epochs, "learning_rate": learning_rate}
+    specs = [
+        resolve(variant, scale, seed, machine, {}, {}, data, model, micro_batch, **own)
+        for seed in dict.fromkeys(seeds)
+        for variant in dict.fromkeys(variants)
+    ]
+    go_offline_without_network(data, model)
+    found = {"model": identify_model(model)}
     config = model_config(model)
-    if config.get("model_type"):
-        found["lacks"] = find_encoder(config["model_type"], model).lacks
-        # 0, which everything divides, where it does not say.
-        found["shape"] = {"layers": config.get("num_hidden_layers", 0), "heads": config.get("num_attention_heads", 0)}
-    return resolved(**found)
+    found["data"] = identify_data(data, size.quality)
+    lacks = find_encoder(config["model_type"], model).lacks if "model_type" in config else None
+    # 0, which everything divides, where it does not say.
+    shape = {"layers": config.get("num_hidden_layers", 0), "heads": config.get("num_attention_heads", 0)}
+    return [
+        dataclasses.replace(
+            spec, **found, skip=missing(spec.settings, machine, lacks, spec.world) or unshared(spec, shape)
+        )
+        for spec in specs
+    ]
+
+
+def go_offline_without_network(*sources: str) -> None:
+    """Where one of the sources is a name of the hub and the hub does not answer, let its library look into its cache
+    alone, here and in the processes started from here: it would ask again for half a minute."""
+    if all(source == "tiny" or source.startswith("synthetic:") or Path(source).exists() for source in sources):
+        return
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=ANSWER_S)
+    except Exception:  # of whichever library it uses
+        constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = True, "1"
 
 
 def identify_data(source: str, with_validation: bool) -> dict:
@@ -86,11 +103,8 @@ def identify_model(source: str) -> dict:
     folder = Path(source)
     if folder.is_dir():
         _, weights = look(folder)
-        digest = hashlib.sha256()
-        for path in dict.fromkeys([*(folder / name for name in _MODEL_FILES), *weights]):
-            if path.is_file():
-                digest.update(path.read_bytes())
-        return {"name": folder.name, "revision": digest.hexdigest()[:12]}
+        paths = dict.fromkeys([*(folder / name for name in _MODEL_FILES), *weights])
+        return {"name": folder.name, "revision": hash_files(filter(Path.is_file, paths))[:12]}
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise UserError(f"model folder {source} does not exist")
     from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -121,14 +135,28 @@ class _Joined(argparse.Action):
         setattr(namespace, self.dest, list(itertools.chain(*lists)))
 
 
-def add_several(parser: argparse.ArgumentParser, name: str, kind: type, metavar: str, help: str, default=None) -> None:
-    """An option that takes several words, with commas or spaces between them."""
+def add_several(parser: argparse.ArgumentParser, name: str, kind: type, metavar: str, help: str, **more) -> None:
+    """An option that takes several words, with commas or spaces between them; `more` are options of add_argument."""
 
     def values(text: str) -> list:
         return [kind(word) for word in text.replace(",", " ").split()]
 
     values.__name__ = kind.__name__  # argparse shows it for a word that is no value
-    parser.add_argument(name, nargs="+", type=values, action=_Joined, metavar=metavar, default=default, help=help)
+    parser.add_argument(name, **{"nargs": "+"} | more, type=values, action=_Joined, metavar=metavar, help=help)
+
+
+def add_rows(parser: argparse.ArgumentParser, name: str, help: str = "rows of `python -m qa_lib variants`") -> None:
+    """Rows by their names, as the option or argument `name`, and by their family; see rows_of."""
+    add_several(parser, name, str, "VARIANT", help, **{} if name.startswith("-") else {"nargs": "*"})
+    parser.add_argument("--family", metavar="A", help="the rows of one family, by letter or by notebook")
+
+
+def rows_of(args: argparse.Namespace) -> list[str]:
+    """The names of the rows that were asked for. Raises UnknownName, and UserError where none was."""
+    names = [*(args.variants or []), *(find_family(args.family) if args.family else [])]
+    if not names:
+        raise UserError("no row is named: give rows of `python -m qa_lib variants`, or a --family")
+    return [find_variant(name).name for name in names]
 
 
 def add_source_arguments(parser: argparse.ArgumentParser, scale: bool = True) -> None:
@@ -141,10 +169,14 @@ def add_source_arguments(parser: argparse.ArgumentParser, scale: bool = True) ->
     parser.add_argument("--runs", type=_folder, default="runs", metavar="DIR", help="where records go (%(default)s)")
 
 
-def add_world(parser: argparse.ArgumentParser) -> None:
-    """The options --world and --stages of those verbs that start processes."""
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `run` and `sweep`: what a run may have otherwise than its row and its scale say."""
     parser.add_argument("--world", type=one_or_more, metavar="N", help="processes of a P row, one a GPU (rows: 2)")
     parser.add_argument("--stages", type=one_or_more, metavar="N", help="of them in one pipeline (rows: all)")
+    parser.add_argument("--epochs", type=one_or_more, metavar="N", help="passes over the data (its scale's)")
+    parser.add_argument(
+        "--learning-rate", type=float, metavar="X", help="its peak, before a recipe's factor (its scale's)"
+    )
 
 
 def one_or_more(text: str) -> int:

@@ -8,6 +8,7 @@ import ast
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,10 +19,12 @@ from tqdm import tqdm
 from qa_lib import record
 from qa_lib.errors import UserError, printable
 from qa_lib.record import duration
-from qa_lib.run.launch import ROOT, Launcher, add_launcher_arguments, probe
-from qa_lib.run.plan import add_several, add_source_arguments, add_world, plan
-from qa_lib.spec import Spec, find_scale
-from qa_lib.variants import FAMILIES, VARIANTS, find_family, find_variant
+from qa_lib.run.launch import ROOT, Launcher, add_launcher_arguments, probe, say_idle
+from qa_lib.run.plan import add_rows, add_run_arguments, add_several, add_source_arguments, plan, rows_of
+from qa_lib.spec import SCALES, Spec, find_scale
+from qa_lib.variants import FAMILIES, VARIANTS, find_variant
+
+NOT_BEGUN = "not begun"  # of a run without a record
 
 
 class NotebookError(UserError):
@@ -69,7 +72,10 @@ def notebook_parameters(spec: Spec, runs: Path) -> dict:
         "micro_batch": spec.asked.micro_batch,
         "runs": _from_root(runs),
     }
-    return values if spec.asked.parallel == "none" else values | {"world": spec.world, "stages": spec.stages}
+    if spec.asked.parallel != "none":
+        values |= {"world": spec.world, "stages": spec.stages}
+    trained = {"epochs": spec.scale.epochs, "learning_rate": spec.scale.learning_rate}
+    return values | {name: value for name, value in trained.items() if value != getattr(SCALES[spec.scale.name], name)}
 
 
 def _from_root(path: str | Path) -> str:
@@ -77,11 +83,12 @@ def _from_root(path: str | Path) -> str:
     return os.path.relpath(Path(path).resolve(), ROOT)
 
 
-def sweep(specs: list[Spec], launcher: Launcher) -> list[dict]:
+def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -> list[dict]:
     """Run what is not finished yet and return every spec's record, in order; see Launcher.
 
     Says first what there is to do and at the end, however it ends, how every run stands. Meanwhile a bar shows on a
-    terminal how far the runs are; elsewhere a line says when each starts and ends, and how long is left.
+    terminal how far the runs are; elsewhere a line says when each starts and ends, and how long is left. Last comes the
+    command `on_finish`.
     """
     for notebook, parameters in {notebook_of(s.variant): notebook_parameters(s, launcher.runs) for s in specs}.items():
         check_notebook(notebook, parameters)
@@ -121,16 +128,28 @@ def sweep(specs: list[Spec], launcher: Launcher) -> list[dict]:
         with bar:
             launcher.run_all(todo, ended, look)
     finally:
+        summary, counts = _summary(specs, launcher.runs)
         with contextlib.suppress(OSError):  # the terminal may be gone
-            print(f"\n{_summary(specs, launcher.runs)}", flush=True)
+            print(f"\n{summary}", flush=True)
+        if on_finish:
+            _finish(on_finish, counts)
     return [record.read_record(launcher.runs / spec.run_path) for spec in specs]
 
 
-def _summary(specs: list[Spec], runs: Path) -> str:
+def _finish(command: str, counts: dict[str, int]) -> None:
+    """Run a command of the user's, with the number of runs of each status in its environment: QA_LIB_OK=3 and others;
+    if it fails, say so."""
+    numbers = dict.fromkeys([*record.TERMINAL, NOT_BEGUN], 0) | counts
+    names = {f"QA_LIB_{status.upper().replace(' ', '_')}": str(count) for status, count in numbers.items()}
+    if code := subprocess.run(command, shell=True, env=os.environ | names).returncode:
+        print(f"--on-finish: {command!r} ended with exit code {code}", file=sys.stderr, flush=True)
+
+
+def _summary(specs: list[Spec], runs: Path) -> tuple[str, dict[str, int]]:
     """A table of how every run stands, and how many of each kind there are."""
     rows = []
     for spec in specs:
-        row = {"row": spec.variant, "seed": spec.seed, "status": "not begun"}
+        row = {"row": spec.variant, "seed": spec.seed, "status": NOT_BEGUN}
         with contextlib.suppress(record.RecordError):
             entry = record.read_record(runs / spec.run_path)
             row |= {"status": entry["status"], "seconds": entry["time"]["wall_s"]}
@@ -138,8 +157,9 @@ def _summary(specs: list[Spec], runs: Path) -> str:
             row |= {entry["task"]["label"]: entry["quality"][entry["task"]["metric"]]}
         rows.append(row)
     table = pd.DataFrame(rows).dropna(axis=1, how="all")
-    counts = ", ".join(f"{count} {status}" for status, count in table["status"].value_counts().items())
-    return f"{table.to_string(index=False, float_format='{:.1f}'.format, na_rep='–')}\nsweep: {counts}"
+    counts = table["status"].value_counts().to_dict()
+    said = ", ".join(f"{count} {status}" for status, count in counts.items())
+    return f"{table.to_string(index=False, float_format='{:.1f}'.format, na_rep='–')}\nsweep: {said}", counts
 
 
 def _progress(run_dir: Path) -> tuple[int, int | None]:
@@ -175,42 +195,36 @@ EXAMPLE = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib sweep`."""
-    rows = parser.add_mutually_exclusive_group()
-    add_several(rows, "--variants", str, "A1", "these rows only (default: all)")
-    rows.add_argument("--family", metavar="A", help="the rows of one family, by letter or by notebook")
+    add_rows(parser, "--variants", "these rows only (default: all)")
     add_several(parser, "--seeds", int, "N", "a run of every row for each (0)", default=[0])
     add_source_arguments(parser)
-    add_world(parser)
+    add_run_arguments(parser)
     add_launcher_arguments(parser)
     parser.add_argument("--share", action="store_true", help="runs on one card train at once; records no times")
     parser.add_argument("--plan", action="store_true", help="say what would run, and run nothing")
     parser.add_argument("--force", action="store_true", help="run again what is finished, too")
+    parser.add_argument("--on-finish", metavar="COMMAND", help="run by the shell at the end, however the sweep ends")
     parser.add_argument("--retry", choices=["oom"], default="", help="run again what ended with this status, too")
 
 
 def main(args: argparse.Namespace) -> int:
     """Plan and run a sweep; exit code 1 when a run failed."""
-    if args.variants == []:
-        raise UserError("--variants names no row")
-    letters = {name: letter for letter, name in FAMILIES.items()}
-    names = args.variants or list(VARIANTS)
-    if args.family:
-        names = find_family(letters.get(args.family, args.family))
-    for name in names:  # a wrong name is told before this machine is probed, which takes seconds
-        find_variant(name)
+    # A wrong name is told before this machine is probed, which takes seconds.
+    names = list(VARIANTS) if args.variants is args.family is None else rows_of(args)
     find_scale(args.scale)
     machine, env = probe()
+    say_idle(machine, args.gpus)
     launcher = Launcher(
         args.runs, machine, env, args.gpus, args.share, args.force, (args.retry,), notebook_command, args.time_limit
     )
-    shared = {"machine": machine, "world": args.world, "stages": args.stages}
-    specs = plan(names, args.scale, args.seeds, args.data, args.model, args.micro_batch, **shared)
+    own = {name: getattr(args, name) for name in ("world", "stages", "epochs", "learning_rate")}
+    specs = plan(names, args.scale, args.seeds, args.data, args.model, args.micro_batch, machine, **own)
     if args.plan:
         for spec in specs:
             state = "finished" if launcher.is_finished(spec) else f"skip: {spec.skip}" if spec.skip else "run"
             print(f"{spec.group}/{spec.run_id:24} {state}")
         return 0
-    entries = sweep(specs, launcher)
+    entries = sweep(specs, launcher, args.on_finish)
     failed = [entry for entry in entries if entry["status"] in ("error", "killed")]
     for entry in failed:
         said = f"{entry['group']}/{entry['run_id']}: {entry['status']}, {entry['error']['message']}"

@@ -11,8 +11,8 @@ import pandas as pd
 
 from qa_lib.errors import UserError
 from qa_lib.record import FINISHED
-from qa_lib.run.launch import Launcher, add_launcher_arguments, probe
-from qa_lib.run.plan import add_several, add_source_arguments, plan
+from qa_lib.run.launch import Launcher, add_launcher_arguments, probe, say_idle
+from qa_lib.run.plan import add_rows, add_several, add_source_arguments, plan, rows_of
 from qa_lib.spec import Spec
 
 
@@ -23,7 +23,9 @@ def points(specs: list[Spec], rates: list[float], trainables: list[str]) -> list
     """
     found = []
     for rate, trainable, spec in itertools.product(rates or [None], trainables or [None], specs):
-        scale = dataclasses.replace(spec.scale, name="tune", learning_rate=rate or spec.scale.learning_rate)
+        scale = dataclasses.replace(
+            spec.scale, name="tune", learning_rate=spec.scale.learning_rate if rate is None else rate
+        )
         part = trainable or spec.asked.trainable
         asked, settings = (dataclasses.replace(each, trainable=part) for each in (spec.asked, spec.settings))
         found.append(dataclasses.replace(spec, scale=scale, asked=asked, settings=settings, search="tune"))
@@ -43,7 +45,7 @@ EXAMPLE = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib tune`."""
-    parser.add_argument("variant", metavar="VARIANT", help="a row of `python -m qa_lib variants`")
+    add_rows(parser, "variants")
     add_several(parser, "--learning-rate", float, "X", "of the scale (its own)", default=[])
     add_several(parser, "--trainable", str, "NAME", "such as lora-all-r32 (the row's own)", default=[])
     add_several(parser, "--seeds", int, "N", "a run of every point for each (0)", default=[0])
@@ -52,24 +54,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run every point, print each as it ends, and then the best; exit code 1 when one failed."""
-    if bad := [rate for rate in args.learning_rate if not 0 < rate < 1]:
-        raise UserError(f"--learning-rate {bad[0]:g} is not between 0 and 1")
+    """Run every point, print each as it ends, and then each row's best; exit code 1 when one failed."""
+    rows = rows_of(args)
     machine, env = probe()
+    say_idle(machine, args.gpus)
     launcher = Launcher(args.runs, machine, env, args.gpus, share=True, time_limit_s=args.time_limit)
-    specs = plan([args.variant], args.scale, args.seeds, args.data, args.model, args.micro_batch, machine)
+    specs = plan(rows, args.scale, args.seeds, args.data, args.model, args.micro_batch, machine)
     if not specs[0].scale.quality:
         raise UserError(f"scale {args.scale!r} measures no quality, by which points are compared")
     tries = points(specs, args.learning_rate, args.trainable)
     entries = launcher.run_all(tries, _tell)
     scores = [entry["quality"]["best_f1"] if entry["status"] == "ok" else None for entry in entries]
-    found = pd.DataFrame({"point": map(name_of, tries), "f1": scores}).astype({"f1": float})
-    # Over seeds, of points that have them all.
-    means = found.groupby("point")["f1"].agg(lambda seeds: seeds.mean(skipna=False)).dropna()
-    best = "no point was measured with every seed"
-    if not means.empty:
-        best = f"best: {means.idxmax()}, F1 {means.max():.2f} at the best threshold"
-    print(best)
+    found = pd.DataFrame({"row": [each.variant for each in tries], "point": map(name_of, tries), "f1": scores})
+    for row, own in found.astype({"f1": float}).groupby("row", sort=False):
+        # Over seeds, of points that have them all.
+        means = own.groupby("point")["f1"].agg(lambda seeds: seeds.mean(skipna=False)).dropna()
+        if means.empty:
+            print(f"{row}: no point was measured with every seed")
+        else:
+            print(f"{row}, best: {means.idxmax()}, F1 {means.max():.2f} at the best threshold")
     # A rate too high for one point says nothing about the others.
     return 0 if all(entry["status"] in FINISHED for entry in entries) else 1
 

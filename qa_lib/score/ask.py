@@ -141,7 +141,8 @@ class Desk:
 
     def _work(self) -> None:
         while True:
-            self._answer(self._next())
+            if jobs := self._next():
+                self._answer(jobs)
 
     def _next(self) -> list[_Job]:
         """Wait for a question; it and those for the same model that may go with it, no longer waiting."""
@@ -155,8 +156,6 @@ class Desk:
 
     def _answer(self, jobs: list[_Job]) -> None:
         """Answer these jobs together; where one of them cannot be answered, each alone."""
-        if not jobs:
-            return
         try:
             loaded = self._load(jobs[0].folder, _written(jobs[0].folder))
             torch.set_num_threads(1 if loaded.small else self._threads)

@@ -25,13 +25,14 @@ from qa_lib.data.squad import DataError, Source, open_source, unlabelled
 from qa_lib.data.windows import Features, build_features
 from qa_lib.errors import UserError
 from qa_lib.model.encoders import most_tokens
-from qa_lib.model.folder import check_tokenizer, in_one_line, load, look, pickle_in
+from qa_lib.model.folder import check_tokenizer, find_folder, in_one_line, load, look, pickle_in
 from qa_lib.record import read_record
 from qa_lib.score.decode import decode
 
 EXAMPLE = """examples:
-  python -m qa_lib predict --model DIR --question "Who wrote it?" --context "It was written by Ada."
-  python -m qa_lib predict --model DIR dev-v2.0.json --out answers/"""
+  python -m qa_lib predict --model my-bert/ --question "Who wrote it?" --context "It was written by Ada."
+  python -m qa_lib predict --model runs/h200-local/A3-s0-1a2b3c/ dev-v2.0.json --out answers/
+  python -m qa_lib predict --model deepset/bert-base-cased-squad2 dev-v2.0.json --out answers/"""
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
@@ -136,7 +137,7 @@ def asked(pairs: list[tuple[str, str]]) -> Source:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("data", nargs="?", metavar="DATA.json", help="a file, or any other source, to answer whole")
-    parser.add_argument("--model", required=True, metavar="DIR", help="a folder with safetensors and tokenizer")
+    parser.add_argument("--model", required=True, metavar="M", help="a model's or a run's folder, or a hub name")
     parser.add_argument("--out", metavar="DIR", help="folder for predictions, best spans, n-best lists, null odds")
     parser.add_argument("--question", metavar="TEXT", help="one question, answered on the terminal")
     parser.add_argument("--context", metavar="TEXT", help="the paragraph that the one question is about")
@@ -144,17 +145,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Write the four prediction files, or print the answer to one question as JSON (an empty one: no answer)."""
-    one = args.question is not None and args.context is not None and args.data is None and args.out is None
-    file = args.question is None and args.context is None and args.data is not None and args.out is not None
-    if not one and not file:
+    given = [value is not None for value in (args.data, args.out, args.question, args.context)]
+    file = given == [True, True, False, False]
+    if not file and given != [False, False, True, True]:
         raise UserError("predict takes either DATA.json and --out, or --question and --context")
     if file and Path(args.out).exists() and not Path(args.out).is_dir():
         raise UserError(f"{args.out}: exists and is no folder")
     source = unlabelled(open_source(args.data, "validation")) if file else asked([(args.question, args.context)])
     examples = source.examples  # bad data is told before the model takes its seconds to load
-    model, tokenizer = load_qa_model(args.model)
+    folder = find_folder(args.model)
+    model, tokenizer = load_qa_model(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    lengths = window_lengths(args.model, model)
+    lengths = window_lengths(folder, model)
     features = build_features(source, tokenizer, *lengths, cache=None if file else False)
     logits = predict_logits(model.to(device), features, device, progress=file and sys.stderr.isatty())
     try:

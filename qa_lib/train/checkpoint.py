@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
+from qa_lib.data.squad import hash_files
 from qa_lib.record import RecordError, code_version
 from qa_lib.spec import Spec
 from qa_lib.train.parallel import Alone, part, whole
@@ -53,11 +54,11 @@ class Checkpoint:
                     plain[f"{index}.{key}"] = value
         on_cpu = {name: None for name, tensor in tensors.items() if tensor.device.type == "cpu"}
         tensors, plain, on_cpu = map(self.ranks.united, (tensors, plain, on_cpu))
-        for rank, state in enumerate(self.ranks.gather(torch.get_rng_state())):
-            tensors[f"rng.cpu.{rank}"] = state
+        drawn = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
-            for rank, state in enumerate(self.ranks.gather(torch.cuda.get_rng_state(self.device))):
-                tensors[f"rng.cuda.{rank}"] = state
+            drawn["cuda"] = torch.cuda.get_rng_state(self.device)
+        for rank, states in enumerate(self.ranks.gather(drawn)):
+            tensors |= {f"rng.{kind}.{rank}": state for kind, state in states.items()}
         if not self.ranks.first:
             return
         # A copy each, since optimizers may let several states share storage, which safetensors refuses; on the host,
@@ -163,9 +164,5 @@ def digest_of(tensors: dict[str, torch.Tensor], metadata: dict | None = None) ->
 def code_digest() -> str:
     """SHA-256 (hex) over the sources in CODE."""
     package = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for name in CODE:
-        path = package / name
-        for source in [path] if path.is_file() else sorted(path.glob("*.py")):
-            digest.update(source.read_bytes())
-    return digest.hexdigest()
+    paths = (package / name for name in CODE)
+    return hash_files(source for path in paths for source in ([path] if path.is_file() else sorted(path.glob("*.py"))))

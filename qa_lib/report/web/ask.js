@@ -3,7 +3,6 @@
 const byId = (id) => document.getElementById(id);
 const setup = JSON.parse(byId("setup").textContent);
 let asked = 0; // answers to an older question are dropped
-let cards = [];
 
 function element(tag, text, className) {
   const made = document.createElement(tag);
@@ -45,29 +44,21 @@ async function ask(event) {
   byId("ask").disabled = false;
   byId("ask").textContent = "Ask";
   const failed = replies.find((reply) => reply.failed);
-  byId("results").hidden = Boolean(failed);
   if (failed) {
+    byId("results").replaceChildren();
     say(failed.field, failed.message);
     if (failed.field !== "form") byId(failed.field).focus();
     return;
   }
-  cards = replies.map((reply, i) => card(reply, models[i].selectedOptions[0].text, context));
-  byId("cards").replaceChildren(...cards.map((made) => made.node));
-  fitThreshold(replies);
-  decide();
+  byId("results").replaceChildren(...replies.map((reply, i) => card(reply, models[i].selectedOptions[0], context)));
+  // Below the form, on a narrow page, nobody would see it.
+  if (document.querySelector(".answer").getBoundingClientRect().bottom > innerHeight) byId("results").scrollIntoView();
 }
 
-/** A range that reaches beyond every margin, so that both answers can be had from the slider. */
-function fitThreshold(replies) {
-  const reach = Math.max(10, ...replies.map((reply) => Math.ceil(Math.abs(reply.margin ?? 0)) + 1));
-  byId("threshold").min = -reach;
-  byId("threshold").max = reach;
-}
-
-function card(reply, name, context) {
+function card(reply, option, context) {
   const node = byId("card").content.cloneNode(true).firstElementChild;
   const part = (selector) => node.querySelector(selector);
-  part(".name").textContent = name;
+  part(".name").textContent = option.text;
   const { tokenise, model, decode, wait } = reply.ms;
   for (const [key, spent] of Object.entries({ tokenise, model, decode })) {
     part(`.bar .${key}`).style.flexGrow = spent;
@@ -78,39 +69,59 @@ function card(reply, name, context) {
   part(".latency").append(`in all ${(tokenise + model + decode).toFixed(1)} ms`);
   const cut = reply.windows > 1 ? `Cut into ${reply.windows} windows` : "One window";
   part(".windows").textContent = `${cut} of at most ${reply.window_tokens} tokens${waited}${together}`;
-  for (const entry of reply.nbest) {
+  const seen = new Set();
+  const nbest = reply.nbest.map(trimmed).filter(({ text }) => !seen.has(text) && seen.add(text));
+  for (const entry of nbest) {
     const row = part(".nbest tbody").insertRow();
-    const choice = element("button", entry.text || "no answer");
-    choice.type = "button";
-    choice.title = entry.text ? "Show its place" : "";
-    choice.addEventListener("click", () => mark(part(".paragraph"), context, entry));
+    const choice = element(entry.text ? "button" : "em", entry.text || "no answer");
+    if (entry.text) {
+      choice.type = "button";
+      choice.title = "Show its place";
+      choice.addEventListener("click", () => mark(part(".paragraph"), context, entry));
+    }
     row.insertCell().append(choice);
     const percent = entry.probability < 0.001 ? "< 0.1 %" : `${(100 * entry.probability).toFixed(1)} %`;
-    for (const text of [entry.score.toFixed(2).replace("-", "−"), percent]) {
+    for (const text of [signed(entry.score, 2), percent]) {
       const cell = row.insertCell();
       cell.className = "number";
       cell.textContent = text;
     }
   }
-  return { node, reply, context };
+  const [slider, best, own] = [part("input"), nbest.find((entry) => entry.text), Number(option.dataset.threshold)];
+  slider.max = Math.max(10, Math.ceil(Math.abs(reply.margin ?? 0)) + 1); // beyond the margin: both answers can be had
+  slider.min = -slider.max;
+  slider.value = Number.isFinite(own) ? own : 0;
+  part(".own").textContent = Number.isFinite(own)
+    ? "It starts where this model’s F1 was best, on the questions that its run was scored on."
+    : "It starts at 0: where this model’s F1 is best, no record says.";
+  slider.addEventListener("input", () => decide(part, reply, best, context));
+  part(".margin").textContent = "No span of this paragraph may be an answer.";
+  decide(part, reply, best, context);
+  return node;
 }
 
-/** The threshold acts on what is here already: nothing is asked again. */
-function decide() {
-  const threshold = Number(byId("threshold").value);
-  byId("threshold-value").textContent = threshold.toFixed(1);
-  for (const { node, reply, context } of cards) {
-    const best = reply.nbest.find((entry) => entry.text);
-    const none = !best || reply.margin > threshold;
-    const by = best ? Math.abs(reply.margin - threshold).toFixed(2) : "";
-    node.querySelector(".answer").textContent = none ? "No answer" : best.text;
-    node.querySelector(".answer").classList.toggle("none", none);
-    node.querySelector(".margin").textContent = !best
-      ? "No span of this paragraph may be an answer."
-      : `“No answer” scores ${Math.abs(reply.margin).toFixed(2)} ${reply.margin > 0 ? "above" : "below"} the best span: ` +
-        `${by} ${none ? "over" : "under"} the threshold.`;
-    mark(node.querySelector(".paragraph"), context, none ? {} : best);
+/** Where the threshold stands: that acts on what is here already, and nothing is asked again. */
+function decide(part, reply, best, context) {
+  const threshold = Number(part("input").value);
+  part("output").textContent = signed(threshold, 1);
+  const none = !best || reply.margin > threshold;
+  part(".answer").textContent = none ? "No answer" : best.text;
+  part(".answer").classList.toggle("none", none);
+  if (best) {
+    const side = reply.margin > 0 ? "above" : "below";
+    const by = Math.abs(reply.margin - threshold).toFixed(2);
+    part(".margin").textContent =
+      `“No answer” scores ${Math.abs(reply.margin).toFixed(2)} ${side} the best span: ${by} ${none ? "over" : "under"} the threshold.`;
   }
+  mark(part(".paragraph"), context, none ? {} : best);
+}
+
+const signed = (value, digits) => value.toFixed(digits).replace("-", "−");
+
+/** A span without the punctuation around it, which the scores do not count either. */
+function trimmed({ text, begin, end, ...rest }) {
+  const [front, back] = [/^[\s,.;:]+(?=.)/, /[\s,;:]+$/].map((around) => text.match(around)?.[0].length ?? 0);
+  return { ...rest, text: text.slice(front, text.length - back), begin: begin + front, end: end && end - back };
 }
 
 /** The paragraph with one entry's characters marked; they are counted in code points, strings here are not. */
@@ -125,21 +136,21 @@ function mark(box, context, { begin, end }) {
 function offerExamples() {
   const kind = byId("model").selectedOptions[0]?.dataset.examples;
   byId("tiny").hidden = kind !== "synthetic";
-  const chips = (setup.examples[kind] ?? []).map(({ name, question, context }) => {
-    const chip = element("button", name);
+  const fill = ({ question, context }) => {
+    [byId("question").value, byId("context").value] = [question, context];
+  };
+  const chips = (setup.examples[kind] ?? []).map((example) => {
+    const chip = element("button", example.name);
     chip.type = "button";
-    chip.addEventListener("click", () => {
-      byId("question").value = question;
-      byId("context").value = context;
-      ask();
-    });
+    chip.addEventListener("click", () => ask(fill(example)));
     return chip;
   });
   byId("examples").replaceChildren(...chips);
+  const ours = Object.values(setup.examples).flat().some(({ context }) => context === byId("context").value);
+  if (chips.length && (ours || !byId("context").value)) fill(setup.examples[kind][0]); // over nothing of the user's
 }
 
 byId("form").addEventListener("submit", ask);
-byId("threshold").addEventListener("input", decide);
 byId("model").addEventListener("change", offerExamples);
 byId("context").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) ask(event);

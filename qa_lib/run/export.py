@@ -1,0 +1,91 @@
+"""Records in the formats of other tools: a table, or each run's curves and figures for those that draw them."""
+
+import argparse
+import importlib
+import json
+from pathlib import Path
+
+import pandas as pd
+
+from qa_lib.errors import UserError
+from qa_lib.record import read_record, run_files, write_atomically
+
+STEP_VALUES = ("loss", "lr", "ms")  # of a line of steps.jsonl
+
+EXAMPLE = """examples:
+  python -m qa_lib export --csv runs.csv
+  python -m qa_lib export --tensorboard logs/      then: tensorboard --logdir logs/
+  python -m qa_lib export --wandb logs/            then: wandb sync logs/wandb/offline-run-*"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `python -m qa_lib export`."""
+    parser.add_argument("--runs", type=Path, default="runs", metavar="DIR", help="folder of the records (%(default)s)")
+    parser.add_argument("--group", default="", metavar="G", help="this group alone (default: all)")
+    to = parser.add_mutually_exclusive_group(required=True)
+    to.add_argument("--csv", type=Path, metavar="OUT.csv", help="a line a run, a column a value of its record")
+    to.add_argument("--tensorboard", type=Path, metavar="DIR", help="event files; needs the package tensorboard")
+    to.add_argument("--wandb", type=Path, metavar="DIR", help="offline runs; needs the package wandb, and no account")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Write what was asked for and say how many runs are in it."""
+    folders = sorted(path.parent for path in run_files(args.runs, "record.json"))
+    records = {folder: read_record(folder) for folder in folders if args.group in ("", folder.parent.name)}
+    if not records:
+        raise UserError(f"no record of {args.group or 'any group'} below {args.runs}")
+    if args.csv:
+        write_atomically(args.csv, pd.json_normalize([*records.values()]).to_csv(index=False))
+    else:
+        write = to_tensorboard if args.tensorboard else to_wandb
+        for folder, record in records.items():
+            write(record, steps_of(folder), args.tensorboard or args.wandb)
+    print(f"{args.csv or args.tensorboard or args.wandb}: {len(records)} runs")
+    return 0
+
+
+def steps_of(run_dir: Path) -> list[dict]:
+    """The lines of a run's step log; none where it has no log."""
+    log = run_dir / "steps.jsonl"
+    return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
+
+
+def figures_of(record: dict) -> dict[str, float]:
+    """The numbers that a run has measured, named as in its record: 'speed/features_per_s'."""
+    parts = {name: record[name] for name in ("speed", "memory", "energy", "quality", "time")}
+    values = pd.json_normalize(parts, sep="/").iloc[0].to_dict()
+    return {name: value for name, value in values.items() if type(value) in (int, float) and value == value}
+
+
+def to_tensorboard(record: dict, steps: list[dict], folder: Path) -> None:
+    """A run as a folder of event files: its steps as curves, its figures at its last step."""
+    writer = package("torch.utils.tensorboard", "tensorboard").SummaryWriter(
+        folder / record["group"] / record["run_id"]
+    )
+    with writer:
+        for line in steps:
+            for name in STEP_VALUES:
+                if line[name] is not None:
+                    writer.add_scalar(name, line[name], line["step"])
+        for name, value in figures_of(record).items():
+            writer.add_scalar(name, value, record["time"]["steps"])
+
+
+def to_wandb(record: dict, steps: list[dict], folder: Path) -> None:
+    """A run as an offline run of Weights & Biases: the spec as its config, its figures as its summary."""
+    folder.mkdir(parents=True, exist_ok=True)
+    run = package("wandb", "wandb").init(
+        project=record["group"], name=record["run_id"], config=record["spec"], dir=folder, mode="offline"
+    )
+    for line in steps:
+        run.log({name: line[name] for name in STEP_VALUES}, step=line["step"])
+    run.summary.update(figures_of(record))
+    run.finish()
+
+
+def package(module: str, name: str):
+    """A module of a package that is no requirement. Raises UserError where it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise UserError(f"this needs a package that is not installed: pip install {name}") from None
