@@ -137,7 +137,7 @@ class Noise:
 class Parallel:
     """How several processes shared a run, `world` of them at its end, which have `replicas` models; null for a run of
     one. A pipeline has `stages`, a `schedule` and a `bubble`, the share of a step in which the process that waits most
-    does so, beside what the formula says (train/pipeline.py). `link` is how the GPUs are connected (measure/machine.py);
+    does so, beside what the formula says (train/pipeline.py). `link` is how the GPUs are connected: machine.link();
     `rank_*` have a value for each process, by its rank; `allreduce_gbs` is the bus bandwidth of one reduction,
     `goodput` features a second times `efficiency` (measure/goodput.py)."""
 

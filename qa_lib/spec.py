@@ -233,8 +233,8 @@ def replicas(spec: Spec, world: int) -> int:
     each, rest = divmod(spec.micro_batches, shares)
     if rest:
         raise SpecError(
-            f"{world} processes do not divide the {spec.micro_batches} micro-batches of a step at scale {scale.name!r}, "
-            f"which are {scale.effective_batch} features by {spec.settings.micro_batch}"
+            f"{world} processes do not divide the {spec.micro_batches} micro-batches of a step at scale "
+            f"{scale.name!r}, which are {scale.effective_batch} features by {spec.settings.micro_batch}"
         )
     if (schedule == "1f1b" and each < stages) or (schedule == "interleaved" and each % stages):
         wanted = "at least as many micro-batches as" if schedule == "1f1b" else "a multiple in micro-batches of"

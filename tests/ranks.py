@@ -77,7 +77,7 @@ def losses_of(run_dir: Path) -> list[float]:
 
 
 class FirstGradients(dict):
-    """The gradients of a run's first step as the optimizer takes them, by their parameter's number in the whole model."""
+    """The gradients of a run's first step as the optimizer takes them, by their number in the whole model."""
 
     def __call__(self, optimizer, across) -> None:
         if not self:
@@ -118,5 +118,6 @@ if __name__ == "__main__":
     with Ranks(DEVICE) as ranks:
         for case in json.loads((folder / "cases.json").read_text()):
             ranks.norms.zero_()
+            ranks.waits.clear()
             found = trained(case, folder / case["name"], ranks) | {"norms": ranks.norms.tolist()}
             (folder / case["name"] / f"rank-{ranks.rank}.json").write_text(json.dumps(found))

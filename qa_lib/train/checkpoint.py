@@ -139,7 +139,7 @@ class Checkpoint:
         return state["step"]
 
     def _parameters(self) -> dict[int, torch.Tensor]:
-        """The optimizer's parameters by their numbers in the whole model. Their states are taken one by one, not through
+        """The optimizer's parameters by their numbers in the whole model. Their states are read one by one, and not by
         state_dict, whose form bitsandbytes changes."""
         parameters = (p for group in self.optimizer.param_groups for p in group["params"])
         return {self.sharing.place(number): parameter for number, parameter in enumerate(parameters)}

@@ -35,46 +35,44 @@ SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": Schedu
 
 
 def bubble(stages: int, micro_batches: int, chunks: int = 1) -> float:
-    """The share of a step in which a process waits, if all parts of the model take equally long and messages no time."""
+    """The share of a step in which a process waits, if parts of the model take equally long and messages no time."""
     return (stages - 1) / (chunks * micro_batches + stages - 1)
 
 
 class Pipeline(Flat):
-    """One stage, which has `chunks` parts of the layers; the first part has the embeddings, the last the answer head."""
+    """One stage, which has `chunks` parts of the layers; the first part has the embeddings, the last the head."""
 
     def __init__(self, model: nn.Module, ranks: Ranks, settings: Settings):
         """Leaves of the model what this stage has, other modules empty. SpecError where layers cannot be divided."""
-        encoder, layers, chunks = encoder_of(model), layers_of(model), settings.chunks
-        size, rest = divmod(len(layers), ranks.stages * chunks)
+        encoder, layers, self.count = encoder_of(model), layers_of(model), ranks.stages * settings.chunks
+        size, rest = divmod(len(layers), self.count)
         if rest:
-            raise SpecError(f"a model of {len(layers)} layers has no {ranks.stages * chunks} equal parts")
+            raise SpecError(f"a model of {len(layers)} layers has no {self.count} equal parts")
         mesh = dist.init_device_mesh(
             ranks.device.type, (ranks.replicas, ranks.stages), mesh_dim_names=("replica", "stage")
         )
         self.peers, self.line = mesh.get_group("replica"), mesh.get_group("stage")
-        stage, last = mesh.get_local_rank("stage"), ranks.stages * chunks - 1
-        self.numbers = range(stage, last + 1, ranks.stages)  # of the parts that are here
-        everywhere = [name for name, p in model.named_parameters() if p.requires_grad]
-        modules = [(name, 0) for name in encoder.embeddings] + [(encoder.head, last)]
-        modules += [(f"{encoder.layers}.{number}", number // size) for number in range(len(layers))]
-        for name, number in modules:
-            if number not in self.numbers and name in dict(model.named_modules()):
+        self.numbers = range(mesh.get_local_rank("stage"), self.count, ranks.stages)  # of the parts that are here
+        names = [name for name, _ in model.named_parameters()]
+        part_of = dict.fromkeys(encoder.embeddings, 0) | {encoder.head: self.count - 1}
+        part_of |= {f"{encoder.layers}.{number}": number // size for number in range(len(layers))}
+        for name in part_of.keys() & dict(model.named_modules()).keys():
+            if part_of[name] not in self.numbers:
                 model.set_submodule(name, nn.Identity())
         super().__init__(model, ranks, settings)
-        self.places = [everywhere.index(name) for name, p in model.named_parameters() if p.requires_grad]
-        self.schedule = None
+        self.places = [names.index(name) for name, _ in model.named_parameters()]
+        self.inputs, self.laps, self.schedule = [], [], None
 
     def wrapped(self, forward: Packed) -> Packed:
-        count = self.ranks.stages * self.settings.chunks
-        self.parts = {number: compiled(Part(forward, number, count), self.settings) for number in self.numbers}
+        self.parts = {number: compiled(Part(forward, number, self.count), self.settings) for number in self.numbers}
         return forward
 
     def passes(self, micro_batches: list[dict], parts: list[float]) -> torch.Tensor:
         """As OptimizerStep.passes; but the last stage alone has the loss, which therefore counts for all of them."""
         if not self.schedule:
             self._lay(len(micro_batches), micro_batches[0]["input_ids"].shape)
-        self.shares, self.loss, self.laps[:] = parts, torch.zeros((), device=self.ranks.device), []
-        self.inputs[:] = micro_batches
+        self.inputs[:], self.laps[:], self.shares = micro_batches, [], parts
+        self.loss = torch.zeros((), device=self.ranks.device)
         clock = Stopwatch(self.ranks.device)
         self.schedule.step(target=torch.arange(len(parts)), return_outputs=False)
         self.ranks.waits.append((self.laps[:], clock.lap()))
@@ -82,19 +80,17 @@ class Pipeline(Flat):
 
     def _lay(self, micro_batches: int, shape: torch.Size) -> None:
         """Make the stages and their schedule for packed rows of that shape, [1, tokens]."""
-        self.inputs, self.laps = [], []
-        autocast, count = Precision(self.settings, self.ranks.device).autocast, self.ranks.stages * self.settings.chunks
-        weights = next(self.model.parameters())
-        hidden = weights.new_empty(*shape, self.model.config.hidden_size, device="meta", requires_grad=True)
-        stages = [
-            Stage(part, number, count, self.ranks.device, hidden if number else (), hidden, group=self.line)
-            for number, part in self.parts.items()
-        ]
-        for stage in stages:
-            stage.inputs, stage.laps, stage.autocast = self.inputs, self.laps, autocast
-        several = self.settings.schedule == "interleaved"
+        device, width = self.ranks.device, self.model.config.hidden_size
+        # What they send each other; hidden states come from layer norms, which give the type of their weights.
+        hidden = self.parameters[0].new_empty(*shape, width, device="meta", requires_grad=True)
+        stages = []
+        for number, part in self.parts.items():
+            stage = Stage(part, number, self.count, device, hidden if number else (), hidden, group=self.line)
+            stage.inputs, stage.laps = self.inputs, self.laps
+            stage.autocast = Precision(self.settings, device).autocast
+            stages.append(stage)
         self.schedule = SCHEDULES[self.settings.schedule](
-            stages if several else stages[0], micro_batches, self._note_loss, scale_grads=False
+            stages if self.settings.chunks > 1 else stages[0], micro_batches, self._note_loss, scale_grads=False
         )
 
     def _note_loss(self, loss: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
@@ -114,8 +110,8 @@ class Pipeline(Flat):
 
 
 class Part(nn.Module):
-    """Part `number` of `count` of a model over packed rows: hidden states in and out, both [1, tokens, width]; the first
-    takes none, and the last gives the loss."""
+    """Part `number` of `count` of a model over packed rows: hidden states in and out, both [1, tokens, width]; the
+    first takes none, and the last gives the loss."""
 
     def __init__(self, forward: Packed, number: int, count: int):
         super().__init__()
@@ -147,7 +143,7 @@ class Part(nn.Module):
 
 
 class Stage(PipelineStage):
-    """PyTorch's stage, which takes its `inputs` by the number of the micro-batch, and notes in `laps` when it computes."""
+    """PyTorch's stage, which takes `inputs` by the micro-batch's number, and notes in `laps` how long it computes."""
 
     def forward_one_chunk(self, number, args, kwargs=None, *rest, **options):
         clock = Stopwatch(self.device)
