@@ -289,9 +289,9 @@ def resolve(
     model_source: str,
     micro_batch: int | None = None,
     world: int | None = None,
-    stages: int | None = None,
     epochs: int | None = None,
     learning_rate: float | None = None,
+    stages: int | None = None,
 ) -> Spec:
     """Variant x scale x seed to the spec of one run on this machine.
 

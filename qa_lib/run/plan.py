@@ -30,9 +30,9 @@ def plan(
     micro_batch: int | None = None,
     machine: Machine | None = None,
     world: int | None = None,
-    stages: int | None = None,
     epochs: int | None = None,
     learning_rate: float | None = None,
+    stages: int | None = None,
 ) -> list[Spec]:
     """The specs of variants x seeds at a scale, in that order: all rows with the first seed come first, each once.
 
@@ -51,7 +51,7 @@ def plan(
 
         machine = this_machine()
 
-    own = {"world": world, "stages": stages, "epochs": epochs, "learning_rate": learning_rate}
+    own = {"world": world, "epochs": epochs, "learning_rate": learning_rate, "stages": stages}
     specs = [
         resolve(variant, scale, seed, machine, {}, {}, data, model, micro_batch, **own)
         for seed in dict.fromkeys(seeds)
