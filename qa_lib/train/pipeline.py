@@ -61,7 +61,7 @@ class Pipeline(Flat):
                 model.set_submodule(name, nn.Identity())
         super().__init__(model, ranks, settings)
         self.places = [names.index(name) for name, _ in model.named_parameters()]
-        self.inputs, self.laps, self.schedule = [], [], None
+        self.micro_batches, self.laps, self.schedule = [], [], None
 
     def wrapped(self, forward: Packed) -> Packed:
         self.parts = {number: compiled(Part(forward, number, self.count), self.settings) for number in self.numbers}
@@ -71,7 +71,7 @@ class Pipeline(Flat):
         """As OptimizerStep.passes; but the last stage alone has the loss, which therefore counts for all of them."""
         if not self.schedule:
             self._lay(len(micro_batches), micro_batches[0]["input_ids"].shape)
-        self.inputs[:], self.laps[:], self.shares = micro_batches, [], parts
+        self.micro_batches[:], self.laps[:], self.shares = micro_batches, [], parts
         self.loss = torch.zeros((), device=self.ranks.device)
         clock = Stopwatch(self.ranks.device)
         self.schedule.step(target=torch.arange(len(parts)), return_outputs=False)
@@ -81,12 +81,15 @@ class Pipeline(Flat):
     def _lay(self, micro_batches: int, shape: torch.Size) -> None:
         """Make the stages and their schedule for packed rows of that shape, [1, tokens]."""
         device, width = self.ranks.device, self.model.config.hidden_size
-        # What they send each other; hidden states come from layer norms, which give the type of their weights.
+        # What goes in and comes out. Hidden states come from layer norms, which give the type of their weights.
         hidden = self.parameters[0].new_empty(*shape, width, device="meta", requires_grad=True)
+        loss = torch.empty((), device="meta", requires_grad=True)
         stages = []
         for number, part in self.parts.items():
-            stage = Stage(part, number, self.count, device, hidden if number else (), hidden, group=self.line)
-            stage.inputs, stage.laps = self.inputs, self.laps
+            given = hidden if number else ()
+            made = hidden if number < self.count - 1 else loss
+            stage = Stage(part, number, self.count, device, given, made, group=self.line)
+            stage.micro_batches, stage.laps = self.micro_batches, self.laps
             stage.autocast = Precision(self.settings, device).autocast
             stages.append(stage)
         self.schedule = SCHEDULES[self.settings.schedule](
@@ -143,12 +146,12 @@ class Part(nn.Module):
 
 
 class Stage(PipelineStage):
-    """PyTorch's stage, which takes `inputs` by the micro-batch's number, and notes in `laps` how long it computes."""
+    """PyTorch's stage, which takes one of `micro_batches` by its number, and notes in `laps` how long it computes."""
 
     def forward_one_chunk(self, number, args, kwargs=None, *rest, **options):
         clock = Stopwatch(self.device)
         with self.autocast():
-            output = super().forward_one_chunk(number, args, self.inputs[number], *rest, **options)
+            output = super().forward_one_chunk(number, args, self.micro_batches[number], *rest, **options)
         self.laps.append(clock.lap())
         return output
 
