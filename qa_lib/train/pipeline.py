@@ -13,8 +13,18 @@ small, but with them their matrix products.
 - `interleaved` (Narayanan et al. 2021): a process has two parts of the layers, one from each half of the model, so that
   the first micro-batch reaches the last process after half the time: (p - 1) / (2 m + p - 1), for twice the messages.
 
-Stage s of p is on rank r p + s of replica r. Replicas average their gradients as `flat` does, each stage with those
-that have the same layers.
+Two processes and four micro-batches, if a backward pass takes twice as long as a forward pass: digits are forward
+passes, letters backward passes, and dots waiting. Of `interleaved` 4 to 7 and e to h are those of the upper half.
+
+    gpipe        process 0  0123...aabbccdd              waits for 3 of 15
+                 process 1  .0123aabbccdd..
+    1f1b         process 0  01..aa2bb3cc.dd              3 of 15
+                 process 1  .0aa1bb2cc3dd..
+    interleaved  process 0  01452.ee3ff6aa7bb.gg.hhccdd  3 of 27, each half as long
+                 process 1  .014ee5ff2aa3bb6gg7hhccdd..
+
+Stage s of replica r is on rank r p + s. Replicas average their gradients as `flat` does, each stage with those that
+have the same layers.
 """
 
 import torch
