@@ -1,6 +1,7 @@
 # Each target makes .venv first if it is missing. CONSTRAINTS= (empty) takes the newest versions the ranges allow.
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
+WORKERS ?= 2
 BIN := .venv/bin
 # The seeds' matrix, and three rows of two processes; `python -m qa_lib sweep --scale smoke` runs the rows beyond it, too.
 ROWS := A1,A0,A2,A3,A4-nb,A4,A4-b,B1,B1-all,B2,B3,B3-last4,C1,C2-8,C2,D1,D1-cudagraphs,D1-nvfuser,P1,P-fsdp,P-1f1b
@@ -13,7 +14,8 @@ app: .venv/ready  ## ask the last smoke run's checkpoint in the browser; and the
 	$(BIN)/python -m qa_lib app
 
 test: lint  ## unit tests, every notebook, the driver under faults
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not alone"
+	$(BIN)/python -m pytest -m alone
 
 lint: .venv/ready
 	$(BIN)/ruff check .

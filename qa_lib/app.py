@@ -158,9 +158,10 @@ def create_app(given: list[Choice], runs: Path, hosts: list[str]) -> Starlette:
         def link(run: Path) -> str:
             return f"/runs/{quote(_key(run))}/notebook"
 
+        wanted = request.query_params.get("group", "")
         with drawing:  # matplotlib is not for two threads at once
-            if drawn.get("state") != state:
-                drawn.update(state=state, page=page.dashboard(runs, pictures, link, app=True))
+            if drawn.get("state") != (state, wanted):
+                drawn.update(state=(state, wanted), page=page.dashboard(runs, pictures, link, True, wanted))
             return shown(*drawn["page"])
 
     def notebook(request: Request) -> Response:

@@ -4,6 +4,8 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: threads of several workers wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)

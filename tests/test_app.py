@@ -582,6 +582,11 @@ def test_the_dashboard_opens_on_the_newest_group_and_keeps_cells_apart(tmp_path)
     assert "micro-batch 16" in large and "micro-batch 8" in small
     assert all(part.count("data-panel") == 2 for part in (large, small))
     assert 'class="more number"' in results and 'href="#cpu-smoke/ladder"' in second
+    # The app sends one group at a time, so that of fifty the first is there as soon as an only one would be.
+    for wanted, shown in (("", newer.parent.name), ("cpu-smoke", "cpu-smoke"), ("none", newer.parent.name)):
+        html, _ = dashboard(tmp_path, lambda runs, group: ({}, {}), lambda folder: None, True, wanted)
+        assert re.findall('<section .*?data-group="(.*?)"', html) == [shown]
+        assert html.count("<option>") + html.count("<option selected>") >= 2 and f"<option selected>{shown}<" in html
 
 
 def test_the_pages_outlive_runs_that_vanish_and_records_that_are_nested_deeply(runs, tmp_path, monkeypatch):

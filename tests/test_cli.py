@@ -42,6 +42,7 @@ def test_every_option_says_what_it_is_for(verb):
     assert [action.dest for action in parser._actions if not action.help] == []
 
 
+@pytest.mark.alone
 def test_help_lists_the_verbs_quickly():
     """In a real process, and without torch or pandas."""
     code = (

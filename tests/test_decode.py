@@ -260,6 +260,7 @@ def test_same_on_the_gpu(features):
         assert (here.predictions, here.null_odds, here.nbest) == (there.predictions, there.null_odds, there.nbest)
 
 
+@pytest.mark.alone
 def test_twice_as_fast_as_the_loop_and_more_on_a_quiet_machine():
     words = TEXT.split()
     contexts = [" ".join(words[(i + k) % len(words)] for k in range(100)) for i in range(len(words))]

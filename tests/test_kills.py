@@ -23,7 +23,7 @@ from qa_lib.train.parallel import Ranks
 from qa_lib.train.steplog import StepLog
 
 ROOT = Path(__file__).parent.parent
-KILLS = int(os.environ.get("QA_LIB_KILLS", 5))
+KILLS = int(os.environ.get("QA_LIB_KILLS", 3))
 SEED = 7  # of the moments
 
 ALONE = Ranks(torch.device("cpu"))

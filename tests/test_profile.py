@@ -189,7 +189,6 @@ def test_a_profile_of_a_row_on_this_machine(tmp_path):
     for phase, part in (("forward", "attention"), ("backward", "feed-forward"), ("optimizer", "optimizer")):
         assert time["parts"][phase][part] > 0
     assert time["busy_ms"] == pytest.approx(sum(sum(parts.values()) for parts in time["parts"].values()))
-    assert {entry[2] for entry in found["timeline"]} == {"forward", "backward", "optimizer"}
     events = trace.read(tmp_path / spec.run_path / "trace.json.gz")
     steps = {event["name"] for event in events if event.get("name", "").startswith("ProfilerStep#")}
     assert len(steps) == profile.PROFILED == trace.work(events, 1, 2)["step"].nunique()

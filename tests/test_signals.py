@@ -78,11 +78,13 @@ class Lab:
         return [child for child in self.family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
 
-CASES = [("run", number) for number in SIGNALS] + [("sweep", number) for number in SIGNALS]
-CASES += [("tune", signal.SIGTERM), ("tune", signal.SIGHUP), ("fit-batch", signal.SIGTERM)]
+# All signals go through errors.stoppable, and all verbs with processes of their own through launch.Launcher.
+CASES = [("run", number) for number in SIGNALS]
+CASES += [("sweep", signal.SIGINT), ("tune", signal.SIGHUP), ("fit-batch", signal.SIGTERM)]
 
 
 @pytest.mark.parametrize(("verb", "number"), CASES, ids=lambda value: getattr(value, "name", value))
+@pytest.mark.alone
 def test_a_signal_ends_children_and_is_named_in_records_and_on_the_terminal(verb, number, tmp_path):
     with Lab(tmp_path, verb) as lab:
         lab.wait_for_steps()

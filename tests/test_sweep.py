@@ -301,6 +301,7 @@ def test_plan_says_what_would_run_and_runs_nothing(lab):
     assert not lab.runs.exists()
 
 
+@pytest.mark.alone
 def test_a_run_costs_little_beyond_imports_and_a_record_of_an_unknown_schema_is_refused(lab):
     """Kernel start, papermill and record together: what the notebook took beyond the run and the imports."""
     begin = time.monotonic()

@@ -379,6 +379,7 @@ def many(n: int, tokenizer_words: list[str]) -> list[Example]:
     return [Example(str(i), "", asked[i], contexts[i % len(contexts)]) for i in range(n)]
 
 
+@pytest.mark.alone
 def test_ten_times_as_fast_as_datasets_map():
     """On random words the paragraphs differ more than in real text, so the real ratio is higher; see bench_data."""
     import datasets
@@ -399,6 +400,7 @@ def test_ten_times_as_fast_as_datasets_map():
     assert theirs / ours > 10, f"{theirs:.2f} s against {ours:.2f} s"
 
 
+@pytest.mark.alone
 def test_a_cached_start_is_quick(tmp_path, small):
     text = json.dumps(
         document(*[(f"{TEXT} {i}", [question(f"{i}-{k}", f"where {k}") for k in range(7)]) for i in range(2000)])

@@ -26,6 +26,10 @@ COLUMNS = {"row": "", "what it changes": "wide", "features/s": "", "× A1": "", 
            "MFU": "wide", "peak MiB": "wide", "{score}": "wide", "Δ{score} vs A1": "", "trainable": "more", "n": "wide",
            "status": "wide", "note": "more"}  # fmt: skip
 SMALL = 100e6  # parameters: of fewer than BERT-base has, the page says so
+# What the panel of a row shows of its runs, beside their scores.
+PANEL = {"path", "status", "micro_batch", "spec.variant", "spec.seed", "task.metric", "task.label", "code.commit",
+         "error.message", "speed.real_tokens_per_s", "speed.features_per_s", "time.step_ms.median", "time.wall_s",
+         "memory.peak_alloc_mib"}  # fmt: skip
 _TEMPLATES = Environment(
     loader=FileSystemLoader(WEB), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
@@ -60,17 +64,27 @@ def static(runs_dir: Path, out: Path, pictures: Callable[..., Pictures]) -> str:
 
 
 def dashboard(
-    runs_dir: Path, pictures: Callable[..., Pictures], link: Callable[[Path], str | None], app: bool = False
+    runs_dir: Path,
+    pictures: Callable[..., Pictures],
+    link: Callable[[Path], str | None],
+    app: bool = False,
+    wanted: str = "",
 ) -> tuple[str, str]:
-    """The dashboard of all records below `runs_dir` and its policy, see `render`.
+    """The dashboard of the records below `runs_dir`, newest group first, and its policy, see `render`.
 
+    A file has all groups; the `app` sends one at a time, which takes a fiftieth of the time where there are fifty: the
+    `wanted` one, or else the newest.
     `pictures(runs, group)` is what gallery.pictures gives; `link(run folder)` the address of a run's notebook, or None
     where the page cannot reach it. A record that cannot be read is marked, and a group that cannot be shown says why.
     """
     broken: dict[Path, str] = {}
     runs = load_runs(runs_dir, broken)
+    newest = {} if runs.empty else runs.groupby("group")["time.started"].max().to_dict()
+    names = {*newest, *(folder.parent.name for folder in broken)} - searches(runs)
+    names = sorted(names, key=lambda name: (str(newest.get(name, "")), name), reverse=True)
+    shown = [wanted if wanted in names else names[0]] if app and names else names
     groups = []
-    for name in sorted({*runs["group"], *(folder.parent.name for folder in broken)} - searches(runs)):
+    for name in shown:
         bad = {folder: text for folder, text in broken.items() if folder.parent.name == name}
         group = {"name": name, "problem": None, "broken": bad}
         try:
@@ -78,9 +92,7 @@ def dashboard(
         except Exception as problem:  # whatever a spoilt record leads to: the other groups are to be seen
             group["problem"] = str(problem) or type(problem).__name__
         groups.append(group)
-    newest = {} if runs.empty else runs.groupby("group")["time.started"].max().to_dict()
-    groups.sort(key=lambda group: str(newest.get(group["name"], "")), reverse=True)
-    return render("dashboard", groups=groups, families=FAMILIES, app=app)
+    return render("dashboard", names=names, groups=groups, families=FAMILIES, app=app)
 
 
 def _group(group: dict, runs: pd.DataFrame, pictures: Callable[..., Pictures], link) -> str:
@@ -88,7 +100,10 @@ def _group(group: dict, runs: pd.DataFrame, pictures: Callable[..., Pictures], l
     chosen = select(runs, group["name"])
     lines = summarise(chosen)
     drawn, absent = pictures(chosen, group["name"])
-    panels = {variant: part.to_dict("records") for variant, part in chosen.groupby("spec.variant", sort=False)}
+    columns = [name for name in chosen if name in PANEL or name.startswith("quality.")]
+    panels: dict[str, list[dict]] = {}
+    for run in chosen[columns].to_dict("records"):  # of few columns: pandas takes its time for each value
+        panels.setdefault(run["spec.variant"], []).append(run)
     tables = {"table": _table(lines), "peft": _table(family_lines(lines, "B"))}
     models = chosen.loc[chosen["model.params_total"].astype(float) < SMALL].groupby("model.name")["model.params_total"]
     small = ", ".join(f"{name} ({count(parameters)} parameters)" for name, parameters in models.max().items())

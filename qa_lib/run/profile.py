@@ -156,7 +156,6 @@ def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dic
         "code": record.code_version(),
         "env": machine.environment(),
         "time": trace.summary(found, events, step_ms),
-        "timeline": _one_step(found),
         "memory": memory,
         "ceilings": {
             "matrix_tflops": matrix_rate(device, DTYPES[spec.settings.precision]),
@@ -182,18 +181,6 @@ def _time(spec: Spec, data, device, warm: int) -> tuple:
     found = trace.work(events, model.config.hidden_size, model.config.intermediate_size)
     timed = sorted(meter.times[max(0, warm - TIMED) : warm])
     return found, events, 1e3 * timed[len(timed) // 2], packed
-
-
-def _one_step(found) -> list[list]:
-    """[start ms, ms, phase, part] of the last profiled step's work, neighbours of one part joined."""
-    joined = []
-    for row in found[found["step"] == found["step"].max()].itertuples():
-        end = row.start_ms + row.ms
-        if joined and joined[-1][2:] == [row.phase, row.part] and row.start_ms - sum(joined[-1][:2]) < 0.005:
-            joined[-1][1] = end - joined[-1][0]
-        else:
-            joined.append([row.start_ms, row.ms, row.phase, row.part])
-    return [[round(start, 4), round(ms, 4), phase, part] for start, ms, phase, part in joined]
 
 
 def _memory(spec: Spec, data, device) -> dict:

@@ -38,13 +38,20 @@ function sort(heading) {
   for (const body of heading.closest("table").tBodies) body.append(...[...body.querySelectorAll("tr[data-panel]")].sort(order));
 }
 
+/** Show the chosen group; the app, which sends one at a time, is asked for it. */
+function choose(hash = "") {
+  const name = byId("group").value;
+  if (document.querySelector(`.group[data-group="${CSS.escape(name)}"]`)) filter();
+  else location.href = `?group=${encodeURIComponent(name)}${hash}`;
+}
+
 /** An address that ends in #group or #group/figure opens that group. */
 function follow() {
   const place = decodeURIComponent(location.hash.slice(1));
   const [name] = place.split("/");
   if (![...byId("group").options].some((option) => option.value === name)) return;
   byId("group").value = name;
-  filter();
+  choose(location.hash);
   byId(place)?.scrollIntoView();
 }
 
@@ -56,7 +63,8 @@ document.addEventListener("click", (event) => {
   event.target.closest("figure")?.classList.toggle("large");
   if (event.target instanceof HTMLDialogElement) event.target.close(); // on what is dark around it
 });
-for (const id of ["group", "rows", "search"]) byId(id)?.addEventListener("input", filter);
+for (const id of ["rows", "search"]) byId(id)?.addEventListener("input", filter);
+byId("group")?.addEventListener("input", () => choose());
 if (byId("group")) {
   filter();
   follow();
