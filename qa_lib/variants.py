@@ -161,6 +161,7 @@ CONFLICTS = (
     (("parallel", "pipeline|tensor"), ("step", "graph"), "what they send within a step is not captured"),
     (("parallel", "pipeline|tensor"), ("trainable", "!all"), "adapters and frozen layers are not cut into shares"),
     (("parallel", "tensor"), ("projections", "fused"), "a share of the fused product is no share of the heads"),
+    (("parallel", "tensor"), ("feed_forward", "fp8"), "the 8-bit products take whole weights"),
 )
 
 

@@ -132,9 +132,10 @@ class Checkpoint:
                     own[name.removeprefix(f"{index}.")] = value
         self.scaler.load_state_dict(state["scaler"])
         # A process that the run did not have before draws from its own seed on.
-        if (mine := f"rng.cpu.{self.ranks.rank}") in tensors:
+        rank = 0 if self.sharing.draws_alike else self.ranks.rank
+        if (mine := f"rng.cpu.{rank}") in tensors:
             torch.set_rng_state(tensors[mine])
-        if (mine := f"rng.cuda.{self.ranks.rank}") in tensors:
+        if (mine := f"rng.cuda.{rank}") in tensors:
             torch.cuda.set_rng_state(tensors[mine], self.device)
         return state["step"]
 

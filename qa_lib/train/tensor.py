@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from qa_lib.model.encoders import encoder_of, layers_of
-from qa_lib.train.parallel import Alone, Ranks, part, square_norm, whole
+from qa_lib.train.parallel import Alone, Ranks, Sharded, part, square_norm, whole
 from qa_lib.variants import Settings, SpecError
 
 
@@ -25,6 +25,7 @@ class Tensor(Alone):
     """The model's products cut by PyTorch's DTensor, and an optimizer over what of them is here."""
 
     draws_alike = True
+    agree = Sharded.agree
 
     def __init__(self, model: torch.nn.Module, ranks: Ranks, settings: Settings):
         """SpecError where the processes do not divide the heads."""
