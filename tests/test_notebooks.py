@@ -10,19 +10,21 @@ import sys
 import time
 from pathlib import Path
 
+import huggingface_hub
 import nbformat
 import pytest
 
 from qa_lib import record
 from qa_lib.data.squad import open_source
 from qa_lib.report import publish
+from qa_lib.report.notebook import text_in_reach
 from qa_lib.run.plan import plan
 from qa_lib.spec import SCALES
 from qa_lib.variants import FAMILIES, find_family, find_variant
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-ROWS = ("A1", "B3", "C2-8", "D1", "E1")  # one of each family, the quick ones
+ROWS = {"A1": 3, "B3": 3, "C2-8": 2, "D1": 2, "E1": 2}  # a quick row of each family, and its notebook's pictures
 FIGURES = 2  # of the report without a GPU: no peak memory
 MAX_CODE_CELLS = 10
 MAX_BYTES = 500_000
@@ -222,7 +224,7 @@ def test_a_row_through_its_notebook_leaves_the_record_that_was_asked_for(swept, 
 def test_an_executed_notebook_is_small_and_names_no_machine(swept, variant):
     path = swept.folder_of(variant) / "notebook.ipynb"
     assert path.stat().st_size < MAX_BYTES
-    assert images(path) == 1
+    assert images(path) == ROWS[variant]
     text = path.read_text()
     assert re.findall(r"(?<![\w.<])/(?:home|root|tmp|usr|opt|Users|work)/[^\"\\ ]*", text) == []
     assert str(ROOT) not in text
@@ -280,9 +282,24 @@ def test_the_report_is_kept_as_the_committed_records_render_it(monkeypatch):
 
 def test_the_explore_notebook_needs_no_run_and_no_model(swept):
     out = swept.folder / "explore.ipynb"
-    swept.call("papermill", "notebooks/explore.ipynb", out)
+    swept.call("papermill", "notebooks/explore.ipynb", out, "-p", "data", "synthetic:400", "-p", "scale", "smoke")
     assert images(out) == 1
     assert out.stat().st_size < MAX_BYTES
+
+
+def test_explore_looks_at_real_text_where_it_is_in_reach(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    scale, data, model, said = text_in_reach("", "", "")
+    assert (scale, data, model) == ("smoke", "", "") and "Generated" in said
+    assert text_in_reach("bench", "mine/", "my-bert/")[:3] == ("bench", "mine/", "my-bert/")
+    Path("squad").mkdir()
+    scale, data, model, said = text_in_reach("", "", "")
+    assert (scale, data, model) == ("full", "squad", "tiny") and "each word counts" in said
+    monkeypatch.setitem(sys.modules, "google.colab", None)
+    assert text_in_reach("", "", "")[:3] == ("full", "squad", "")
+    Path("squad").rmdir()
+    assert text_in_reach("", "", "")[:3] == ("full", "squad_v2", "")
 
 
 def test_a_notebook_works_by_hand_in_its_own_folder(swept):

@@ -354,6 +354,21 @@ def test_an_overflow_is_excused_while_the_scaler_can_still_back_off(tmp_path):
         write([1.0, float("inf"), 1.0], scale=1.0)
 
 
+def test_the_time_left_does_not_count_compilation(tmp_path, monkeypatch):
+    now, said = [0.0], []
+    monkeypatch.setattr("qa_lib.train.steplog.time.monotonic", lambda: now[0])
+    log = StepLog(
+        tmp_path, spec_of("A3"), 10, 0, torch.amp.GradScaler("cpu", enabled=False), Ranks(DEVICE), said.append
+    )
+    for clock in (84.0, 86.0):  # the first step compiles
+        now[0] = clock
+        log.add(torch.tensor(1.0), 0.1)
+        log.write([1.0])
+    compiling, progress = said
+    assert "compiling" in compiling
+    assert "step 2/10" in progress and "86 s so far, 16 s left" in progress
+
+
 def test_a_spoilt_log_is_gone_on_with_and_loses_only_what_cannot_be_read(tmp_path):
     (tmp_path / "steps.jsonl").write_bytes(b'{"step": 1}\n{"st\xff\n[2]\n{"step": 2}\n{"step": 3}\n{"ste')
     StepLog(tmp_path, spec_of("A1"), 4, 2, torch.amp.GradScaler("cpu", enabled=False), Ranks(DEVICE), quiet)

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from qa_lib.report.text import MISSING, markdown, number, points, say
 from qa_lib.variants import UnknownName, nearest
 
 SUMMARY = ("memory", "quality", "take", "costs")  # macros of texts/notebook.md.j2
+SQUAD = Path("squad")  # where a look at text finds SQuAD's files, if they are there
 
 
 def check_parameters(cells: Sequence[str]) -> None:
@@ -72,6 +74,19 @@ def summary(runs: pd.DataFrame, group: str) -> str:
     found = [say(f"notebook.{name}", enough=enough, cards_of=cards_of, **said) for name in SUMMARY]
     listed = "\n".join(f"- {line}" for line in [*found, say("readme.not_shown", **said)])
     return f"{say('readme.headline', **said)}\n\n{listed}"
+
+
+def text_in_reach(scale: str, data: str, model: str) -> tuple[str, str, str, str]:
+    """Scale, data and model for a look at text, those that are given, and as Markdown what is looked at: else SQuAD v2
+    where a folder or Colab's network has it, or generated text. Without BERT's vocabulary a word counts as a token."""
+    from huggingface_hub import try_to_load_from_cache  # takes a while, and only this needs it
+
+    online = "google.colab" in sys.modules
+    found = data or (str(SQUAD) if SQUAD.is_dir() else "squad_v2" if online else "")
+    scale = scale or ("full" if found else "smoke")
+    whole_words = found and not (model or online or try_to_load_from_cache("bert-base-uncased", "vocab.txt"))
+    said = say("notebook.text", data=Path(found).name, whole_words=whole_words)
+    return scale, found, "tiny" if whole_words else model, said
 
 
 def result(record: dict, runs: str | Path, examples: Sequence = (), count: int = 5) -> str:

@@ -10,26 +10,30 @@ import dataclasses
 import functools
 import gc
 import json
+import os
 import tempfile
 from pathlib import Path
 
+import pandas as pd
 import torch
 
 from qa_lib import record
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.errors import UserError
 from qa_lib.measure import machine, ncu, trace
-from qa_lib.measure.machine import copy_rate, matrix_rate, train_device
+from qa_lib.measure.machine import copy_rate, matrix_rate, train_device, turn
 from qa_lib.measure.meter import MIB, Watch, memory_use
 from qa_lib.model.build import DTYPES, build_model
 from qa_lib.model.encoders import parts_of
-from qa_lib.run.launch import call, environment
+from qa_lib.run.launch import SHARE, call, environment
 from qa_lib.run.plan import add_source_arguments, plan
 from qa_lib.spec import Spec
 from qa_lib.train.engine import train
 
 WARM, TIMED, PROFILED = 12, 20, 3  # steps: to settle, for the step's length, under the profiler
+os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # or the profiler writes a line when it starts and one when it stops
 POINTS = 400  # of the allocator's timeline
+SETTLED = 5  # steps before those that a notebook looks at: it is a picture, and nothing is timed by it
 
 
 class TimeWatch(Watch):
@@ -166,6 +170,15 @@ def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dic
     record.write_atomically(run_dir / "trace.json.gz", packed)
     record.write_atomically(run_dir / "profile.json", json.dumps(entry, allow_nan=False) + "\n")
     return entry
+
+
+def steady_step(spec: Spec, data) -> tuple[dict, pd.DataFrame]:
+    """For a picture in a notebook: trace.summary of a few steady steps, and trace.work of the last of them. Takes its
+    turn on the GPU, since other runs may be timed there."""
+    device = train_device()
+    with turn(device, shared=bool(os.environ.get(SHARE))):
+        found, events, step_ms, _ = _time(spec, data, device, SETTLED)
+    return trace.summary(found, events, step_ms), found[found["step"] == found["step"].max()]
 
 
 def _time(spec: Spec, data, device, warm: int) -> tuple:

@@ -45,7 +45,8 @@ class StepLog:
         self.pending, self.said = [], begin
         self.started = self.looked = self.said_at = time.monotonic()
         self.label, self.features = f"{spec.variant} seed {spec.seed}", spec.micro_batches * spec.settings.micro_batch
-        if spec.settings.compile != "none":
+        self.compiling = spec.settings.compile != "none"
+        if self.compiling:
             self.say(f"{self.label}: compiling, then {steps - begin} steps")
         self._append("".join(_whole_lines(self.path, begin)), mode="w")
 
@@ -82,6 +83,9 @@ class StepLog:
         if broken:
             raise broken
         self.looked = time.monotonic()
+        if self.compiling and self.written < self.steps:
+            # These steps' time is the compiler's, and foretells nothing.
+            self.compiling, self.said, self.said_at = False, self.written, self.looked
         tenth = self.written - self.said >= self.steps / 10
         if tenth or self.written == self.steps or self.looked - self.said_at >= SAY_EVERY_S:
             self.say(f"{self.label}: {self._progress(value)}")
