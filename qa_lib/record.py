@@ -135,13 +135,20 @@ class Noise:
 
 @dataclass
 class Parallel:
-    """How several processes shared a run, `world` of them at its end, all with the whole model (`replicas`); null for a
-    run of one. `rank_*` have a value for each process, by its rank; `allreduce_gbs` is the bus bandwidth of one
-    reduction, `goodput` features a second times `efficiency` (measure/goodput.py)."""
+    """How several processes shared a run, `world` of them at its end, which have `replicas` models; null for a run of
+    one. A pipeline has `stages`, a `schedule` and a `bubble`, the share of a step in which the process that waits most
+    does so, beside what the formula says (train/pipeline.py). `link` is how the GPUs are connected: machine.link();
+    `rank_*` have a value for each process, by its rank; `allreduce_gbs` is the bus bandwidth of one reduction,
+    `goodput` features a second times `efficiency` (measure/goodput.py)."""
 
     world: int | None = None
     replicas: int | None = None
+    stages: int | None = None
+    schedule: str | None = None
+    bubble: Number = None
+    bubble_formula: Number = None
     backend: str | None = None
+    link: str | None = None
     allreduce_gbs: Number = None
     rank_peak_mib: dict | None = None
     rank_step_ms: dict | None = None
@@ -175,6 +182,7 @@ class Asked:
     hash: str = ""
     hardware: str = ""
     world: int = 1
+    stages: int | None = None
     search: str = ""
     sm: int | None = None
     scale: dict = field(default_factory=dict)
@@ -240,6 +248,7 @@ def new_record(spec: Spec, env: dict) -> dict:
             hash=spec.hash,
             hardware=spec.hardware,
             world=spec.world,
+            stages=spec.stages,
             search=spec.search,
             sm=spec.sm,
             scale=dataclasses.asdict(spec.scale),

@@ -230,6 +230,7 @@ class Spec:
     data_source: str
     model_source: str
     world: int = 1  # processes, one a GPU; a run that is resumed may have fewer or more (train/parallel.py)
+    stages: int = 1  # processes that a micro-batch passes through, where they make up pipelines
     search: str = ""
     sm: int | None = None
 
@@ -245,8 +246,7 @@ class Spec:
         }
         if self.asked.trainable != "all":  # a name does not say which rank and rate it stood for
             content["recipe"] = dataclasses.asdict(find_recipe(self.asked.trainable))
-        if self.world != 1:
-            content["world"] = self.world
+        content |= {name: number for name in ("world", "stages") if (number := getattr(self, name)) != 1}
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     @property
@@ -271,12 +271,43 @@ class Spec:
     @property
     def micro_batches(self) -> int:
         """Micro-batches of an optimizer step, of all processes together."""
-        return (self.scale.batch or self.settings.micro_batch * self.world) // self.settings.micro_batch
+        if self.scale.batch:
+            return self.scale.batch // self.settings.micro_batch
+        return 1 if self.settings.parallel == "tensor" else self.world
 
     @property
     def accumulation(self) -> int:
         """Micro-batches per optimizer step of each process."""
-        return self.micro_batches // self.world
+        return self.micro_batches // replicas(self, self.world)
+
+
+def replicas(spec: Spec, world: int) -> int:
+    """In how many shares `world` processes work on a step's micro-batches: the processes of a pipeline share one, and
+    those of a tensor-parallel run take all. Raises SpecError for processes that cannot share a step evenly."""
+    stages, schedule, scale = spec.stages, spec.settings.schedule, spec.scale
+    if world % stages:
+        raise SpecError(f"{world} processes do not make up pipelines of {stages}")
+    shares = 1 if spec.settings.parallel == "tensor" else world // stages
+    each, rest = divmod(spec.micro_batches, shares)
+    if rest:
+        raise SpecError(
+            f"{world} processes do not divide the {spec.micro_batches} micro-batches of a step at scale "
+            f"{scale.name!r}, which are {scale.batch} features by {spec.settings.micro_batch}"
+        )
+    if (schedule == "1f1b" and each < stages) or (schedule == "interleaved" and each % stages):
+        wanted = "at least as many micro-batches as" if schedule == "1f1b" else "a multiple in micro-batches of"
+        raise SpecError(f"{schedule} takes {wanted} the {stages} stages, and a pipeline has {each} in a step")
+    return shares
+
+
+def unshared(spec: Spec, shape: Mapping[str, int]) -> str | None:
+    """Why the spec's processes cannot share a model of so many `layers` and attention `heads`; None if they can."""
+    way, parts = spec.settings.parallel, spec.stages * spec.settings.chunks
+    if way == "pipeline" and shape["layers"] % parts:
+        return f"a model of {shape['layers']} layers has no {parts} equal parts"
+    if way == "tensor" and shape["heads"] % spec.world:
+        return f"{spec.world} processes do not divide the {shape['heads']} heads of attention"
+    return None
 
 
 # The fields that the first records hashed, whatever their values. They stay in every hash, so that those runs
@@ -318,13 +349,15 @@ def resolve(
     world: int | None = None,
     epochs: int | None = None,
     learning_rate: float | None = None,
+    stages: int | None = None,
     max_length: int | None = None,
 ) -> Spec:
     """Variant x scale x seed to the spec of one run on this machine.
 
     `data` and `model` are identities and `*_source` where to load them from (see Spec). `micro_batch` replaces the
     row's, `epochs`, `learning_rate` and `max_length` the scale's, unless they are 0 or None; without `world` a parallel
-    row has WORLD processes. Raises UnknownName, and SpecError for a row of another task and a number that cannot be.
+    row has WORLD processes, and without `stages` a pipeline goes through all of them. Raises UnknownName, and SpecError
+    for a row of another task and a number that cannot be.
     """
     asked, size = find_variant(variant).settings, find_scale(scale)
     if not 0 <= seed < 2**63:
@@ -350,16 +383,14 @@ def resolve(
         raise SpecError(
             f"micro-batch {asked.micro_batch} does not divide the effective batch {size.batch} of scale {scale!r}"
         )
-    world = world or (1 if asked.parallel == "none" else WORLD)
+    world = world or (1 if asked.parallel == "none" else max(WORLD, stages or 1))
+    stages = stages or (world if asked.parallel == "pipeline" else 1)
     if world > 1 and asked.parallel == "none":
         raise SpecError(f"{variant} trains in one process, not in {world}; the rows of family P take several")
-    if size.batch and size.batch // asked.micro_batch % world:
-        raise SpecError(
-            f"{world} processes do not divide the {size.batch // asked.micro_batch} micro-batches of a step "
-            f"at scale {scale!r}, which are {size.batch} features by {asked.micro_batch}"
-        )
+    if stages > 1 and asked.parallel != "pipeline":
+        raise SpecError(f"{variant} is no pipeline and has no stages")
     settings, adjusted = adjust(asked, machine)
-    return Spec(
+    spec = Spec(
         variant=variant,
         scale=size,
         seed=seed,
@@ -373,7 +404,10 @@ def resolve(
         data_source=data_source,
         model_source=model_source,
         world=world,
+        stages=stages,
     )
+    replicas(spec, world)
+    return spec
 
 
 def describe(spec: Spec) -> str:

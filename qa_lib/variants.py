@@ -73,8 +73,12 @@ class Settings:
     checkpointing: bool = False
     # how several processes make one step, each on its share of the micro-batches (train/parallel.py): ddp, PyTorch's
     # DistributedDataParallel, its gradients sent as they are or in bf16 | flat: one reduction of all gradients |
-    # sharded: a share of the optimizer each | fsdp: a share of weights, gradients and optimizer each
-    parallel: Literal["none", "ddp", "ddp-bf16", "flat", "sharded", "fsdp"] = "none"
+    # sharded: a share of the optimizer each | fsdp: a share of weights, gradients and optimizer each | pipeline: some
+    # of the layers each (train/pipeline.py) | tensor: a share of every layer's products each (train/tensor.py)
+    parallel: Literal["none", "ddp", "ddp-bf16", "flat", "sharded", "fsdp", "pipeline", "tensor"] = "none"
+    # in which order a pipeline's stages take micro-batches: gpipe, all forward, then all backward | 1f1b, backward as
+    # early as can be | interleaved: 1f1b with two parts of the layers a process
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "gpipe"
     # predictions to questions: by id | by position, the fault of A4-b
     join: Literal["id", "position"] = "id"
     # features in one forward pass
@@ -96,6 +100,11 @@ class Settings:
     def half_weights(self) -> bool:
         """Whether weights and gradients are kept in half precision."""
         return self.optimizer == "master"
+
+    @property
+    def chunks(self) -> int:
+        """Parts of the layers that each process of a pipeline has."""
+        return 2 if self.schedule == "interleaved" else 1
 
 
 @cache
@@ -126,7 +135,7 @@ CONFLICTS = (
     (("projections", "fused"), ("trainable", "lora*"), "the adapters' query, key and value are fused away"),
     (("frozen", "nf4"), ("trainable", "!lora*"), "weights in 4 bits cannot train, so that adapters have to"),
     (("frozen", "nf4"), ("feed_forward", "fp8"), "both are about the same products"),
-    (("frozen", "nf4"), ("parallel", "fsdp"), "it shares out floating-point weights"),
+    (("frozen", "nf4"), ("parallel", "fsdp|tensor|pipeline"), "they share out floating-point weights"),
     (("step", "graph"), ("optimizer", "adamw|adamw8bit"), "their step counts are on the host, which a graph replays"),
     (("step", "graph"), ("padding", "longest"), "a graph replays one shape"),
     (("step", "graph"), ("compile", "cudagraphs"), "graphs do not nest"),
@@ -140,8 +149,24 @@ CONFLICTS = (
     (("parallel", "!none"), ("compile", "cudagraphs"), "a replay writes over gradients before they are reduced"),
     (("parallel", "ddp*|fsdp"), ("step", "graph"), "they reduce by hooks of the backward pass, which is not captured"),
     (("parallel", "fsdp"), ("compile", "!none"), "its layers gather their weights between the compiler's graphs"),
-    (("parallel", "sharded|fsdp"), ("optimizer", "adamw8bit"), "its blocks of 8-bit moments follow whole tensors"),
+    (
+        ("parallel", "sharded|fsdp|tensor"),
+        ("optimizer", "adamw8bit"),
+        "its blocks of 8-bit moments follow whole tensors",
+    ),
     (("parallel", "fsdp"), ("optimizer", "master"), "the compiled update takes whole tensors"),
+    (("schedule", "!gpipe"), ("parallel", "!pipeline"), "a schedule is a pipeline's order"),
+    (("parallel", "pipeline"), ("padding", "!packed"), "its stages hand on packed rows, which are all of one shape"),
+    (("parallel", "pipeline"), ("precision", "fp16"), "GradScaler scales the loss, which the last stage alone has"),
+    (
+        ("parallel", "pipeline"),
+        ("dropout", "hash"),
+        "the next micro-batch's seeds come before this one's backward pass",
+    ),
+    (("parallel", "pipeline|tensor"), ("step", "graph"), "what they send within a step is not captured"),
+    (("parallel", "pipeline|tensor"), ("trainable", "!all"), "adapters and frozen layers are not cut into shares"),
+    (("parallel", "tensor"), ("projections", "fused"), "a share of the fused product is no share of the heads"),
+    (("parallel", "tensor"), ("feed_forward", "fp8"), "the 8-bit products take whole weights"),
 )
 
 
@@ -240,6 +265,7 @@ VARIANTS = dict(
         _row("E3", "E2", "The whole step is one launch, so that a slow host no longer matters.", step="graph"),
         _row("E4", "E3", "No loss scaling; the same matrix rate on this generation of chips.", precision="bf16"),
         _row("E5", "E4", "Weights, gradients, residuals in bf16 over fp32 masters: no casts.", optimizer="master"),
+        _row("E5-eager", "E5", "What the capture alone gives; and where pipelines begin.", step="eager"),
         _row("E6", "E5", "Query, key and value in one product: wider tiles, fewer kernels.", projections="fused"),
         _row("E-best", "E6", "The recommended stack: dropout's random bits at a tenth of the work.", dropout="hash"),
         _row("E-fp8", "E-best", "Half of the products in 8-bit floats, where the chip has them.", feed_forward="fp8"),
@@ -257,6 +283,12 @@ VARIANTS = dict(
         _row("P-fsdp", "P1", "Each GPU keeps a share of weights, gradients and optimizer.", parallel="fsdp"),
         _row("P-fast", "E-best", "The whole stack: one reduction inside the captured step.", parallel="flat"),
         _row("P-sharded", "P-fast", "Each GPU updates its share of the weights alone.", parallel="sharded"),
+        _row(
+            "P-gpipe", "E5-eager", "Each GPU has some of the layers, and hands on micro-batches.", parallel="pipeline"
+        ),
+        _row("P-1f1b", "P-gpipe", "Backward as early as can be: fewer activations are kept.", schedule="1f1b"),
+        _row("P-interleaved", "P-1f1b", "Two parts of the layers a GPU: it waits less.", schedule="interleaved"),
+        _row("P-tensor", "E5-eager", "Each GPU has a share of every matrix product.", parallel="tensor"),
         _row("L1", "A1", "The baseline of language models: fp32, eager attention, AdamW.", precision="fp32"),
         _row("L0", "L1", "What most people would run: the same through transformers.Trainer.", engine="trainer"),
         _row("L0-bf16", "L0", "The Trainer with mixed precision.", precision="bf16"),

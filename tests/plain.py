@@ -43,7 +43,7 @@ def plain_answers(features, examples, start_logits, end_logits, n_best=20, max_a
     windows = {}
     for i, example in enumerate(features.example.tolist()):
         windows.setdefault(example, []).append(i)
-    spans = features.context_span.tolist()
+    spans = features.context.tolist()
     predictions, odds, lists = {}, {}, {}
     for number, example in enumerate(examples):
         null, found = None, []

@@ -14,15 +14,17 @@ from torch.nn import Dropout
 
 from qa_lib.data.load import batches_of
 from qa_lib.data.squad import open_source
+from qa_lib.data.synthetic import TINY_CONFIG
 from qa_lib.data.tokenise import build_tokenizer
 from qa_lib.data.windows import build_features
 from qa_lib.model.build import build_model
 from qa_lib.model.dropout import HashDropout
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
-from qa_lib.train import masters
+from qa_lib.train import loop, masters
 from qa_lib.train.checkpoint import digest_of
 from qa_lib.train.engine import train
+from qa_lib.train.optim import clip
 from qa_lib.train.parallel import Ranks, gathered
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
@@ -31,12 +33,14 @@ masters._update = masters._update._torchdynamo_orig_callable  # Inductor takes s
 
 
 def spec_of(case: dict):
-    """A row at smoke scale with 16 features a step, for the case's number of processes."""
+    """A row at smoke scale with 16 features a step, for the case's number of processes, and a model of its shape."""
+    TINY_CONFIG.update({"num_hidden_layers": 2, "num_attention_heads": 2} | case.get("shape", {}))
     scale = {"steps": 20, "checkpoint_every": 0, "measure_from": 2, "quality": False, "learning_rate": 1e-3}
     world = case.get("world", 2)
     (spec,) = plan(
-        [case["row"]], "smoke", data="synthetic:120", machine=CPU, micro_batch=16 // max(2, world), world=world
-    )
+        [case["row"]], "smoke", data="synthetic:120", machine=CPU, micro_batch=16 // max(case.get("parts", 2), world),
+        world=world, stages=case.get("stages"),
+    )  # fmt: skip
     settings = dataclasses.replace(spec.settings, compile="none", **case.get("settings", {}))
     scale = dataclasses.replace(spec.scale, **scale | case.get("scale", {}))
     return dataclasses.replace(spec, scale=scale, settings=settings)
@@ -72,6 +76,17 @@ def losses_of(run_dir: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run_dir / "steps.jsonl").read_text().splitlines()]
 
 
+class FirstGradients(dict):
+    """The gradients of a run's first step as the optimizer takes them, by their number in the whole model."""
+
+    def __call__(self, optimizer, across) -> None:
+        if not self:
+            sharing = across.__self__
+            own = {sharing.place(n): sharing.whole(p.grad, p).clone() for n, p in enumerate(sharing.parameters)}
+            self.update(sharing.ranks.united(own))
+        clip(optimizer, across)
+
+
 def trained(case: dict, run_dir: Path, ranks: Ranks | None = None) -> dict:
     """Train a case: where it began, and the digest of the weights of this process."""
     run_dir.mkdir(exist_ok=True, parents=True)
@@ -84,14 +99,17 @@ def trained(case: dict, run_dir: Path, ranks: Ranks | None = None) -> dict:
     for module in model.modules():
         if isinstance(module, Dropout | HashDropout):
             module.p = 0.0
+    loop.clip = FirstGradients()
     try:
         optimizer, _, begin, refused = train(model, batches, spec, DEVICE, run_dir, lambda _: None, None, ranks)
     except KeyboardInterrupt:
         return {}
-    model = gathered(model, lambda: build_model(spec))
+    torch.save(dict(loop.clip), run_dir / "gradients.pt")  # the same of all processes
+    model = gathered(model, lambda: build_model(spec), ranks or Ranks(DEVICE))
     weights = digest_of({name: p.detach() for name, p in model.named_parameters()}, {})
     state = sum(v.numel() for values in optimizer.state.values() for v in values.values() if torch.is_tensor(v))
-    return {"begin": begin, "refused": refused, "weights": weights, "state": state}
+    bubble = ranks.bubble() if ranks else None
+    return {"begin": begin, "refused": refused, "weights": weights, "state": state, "bubble": bubble}
 
 
 if __name__ == "__main__":
@@ -100,5 +118,6 @@ if __name__ == "__main__":
     with Ranks(DEVICE) as ranks:
         for case in json.loads((folder / "cases.json").read_text()):
             ranks.norms.zero_()
+            ranks.waits.clear()
             found = trained(case, folder / case["name"], ranks) | {"norms": ranks.norms.tolist()}
             (folder / case["name"] / f"rank-{ranks.rank}.json").write_text(json.dumps(found))

@@ -4,6 +4,7 @@ In fp32 and without dropout nothing differs but the order of sums, so that the l
 the tolerances below are relative and many times what was seen.
 """
 
+import functools
 import json
 import os
 import subprocess
@@ -11,10 +12,15 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
+from qa_lib.train.pipeline import bubble
 from tests.ranks import losses_of, trained
 
 LIMIT_S = 240  # of a launch, which takes 30 s on two free cores
+# For rows that cut the model: four layers and heads, and four micro-batches a step.
+CUT = {"shape": {"num_hidden_layers": 4, "num_attention_heads": 4}, "parts": 4}
+UNCUT = CUT | {"row": "E5-eager", "world": 1}
 BF16 = {"precision": "bf16", "optimizer": "master"}
 # name -> (the case, the same in one process, relative tolerance of each step's loss)
 CASES = {
@@ -31,6 +37,13 @@ CASES = {
     "flat-unequal": ({"row": "P-fast", "unequal": True}, None, 1e-4),
     "sharded-unequal": ({"row": "P-sharded", "unequal": True}, None, 1e-4),
     "fsdp-unequal": ({"row": "P-fast", "unequal": True, "settings": {"parallel": "fsdp"}}, None, 1e-4),
+    "gpipe": ({"row": "P-gpipe"} | CUT, UNCUT, 1e-4),
+    "1f1b": ({"row": "P-1f1b"} | CUT, UNCUT, 1e-4),
+    "interleaved": ({"row": "P-interleaved"} | CUT, UNCUT, 1e-4),
+    "interleaved-unequal": ({"row": "P-interleaved", "unequal": True} | CUT, UNCUT | {"unequal": True}, 1e-4),
+    "1f1b-masters": ({"row": "P-1f1b", "settings": BF16} | CUT, UNCUT | {"settings": BF16}, 0.05),
+    "tensor": ({"row": "P-tensor"} | CUT, UNCUT, 1e-4),
+    "tensor-unequal": ({"row": "P-tensor", "unequal": True} | CUT, UNCUT | {"unequal": True}, 1e-4),
     # Within an epoch: at its end the Trainer leaves out more features with more processes.
     "trainer": ({"row": "P0", "scale": {"steps": 7}}, {"row": "A0", "world": 1, "scale": {"steps": 7}}, 1e-4),
 }
@@ -48,6 +61,23 @@ def launch(cases: list[dict], world: int, folder) -> None:
     assert done.returncode == 0, done.stderr[:6000]
 
 
+@pytest.fixture(scope="module")
+def by_one(tmp_path_factory):
+    """Trains a case in this process, or takes the folder in which that was done before."""
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more are slower for a model of this size
+
+    @functools.cache
+    def folder_of(case: str):
+        folder = tmp_path_factory.mktemp("one")
+        trained(json.loads(case), folder)
+        return folder
+
+    yield lambda case: folder_of(json.dumps(case, sort_keys=True))
+    torch.set_num_threads(threads)
+
+
 def found_by_ranks(folder) -> list[dict]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
 
@@ -60,13 +90,32 @@ def shared(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_processes_make_the_steps_of_one(name, shared, tmp_path):
+def test_two_processes_make_the_steps_of_one(name, shared, by_one):
     case, alone, tolerance = CASES[name]
     # Without another row for it, the same case: one process takes all of a step's micro-batches.
-    trained(alone or case, tmp_path / "alone")
-    np.testing.assert_allclose(losses_of(shared / name), losses_of(tmp_path / "alone"), rtol=tolerance)
+    one = by_one(alone or case)
+    np.testing.assert_allclose(losses_of(shared / name), losses_of(one), rtol=tolerance)
     first, second = found_by_ranks(shared / name)
     assert first["weights"] == second["weights"]
+
+
+@pytest.mark.parametrize("name", [name for name, (case, _, _) in CASES.items() if "parts" in case])
+def test_a_model_in_parts_has_the_gradients_of_the_whole(name, shared, by_one):
+    """Each parameter's, before they are clipped: AdamW hides a gradient that is too large by a factor."""
+    _, alone, tolerance = CASES[name]
+    found, expected = (torch.load(folder / "gradients.pt") for folder in (shared / name, by_one(alone)))
+    assert found.keys() == expected.keys() and len(found) > 60
+    # Keys' biases have none but what rounding leaves.
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
+    for number, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[number], rtol=tolerance, atol=tolerance * largest)
+
+
+@pytest.mark.parametrize(("name", "formula"), [("gpipe", 1 / 5), ("1f1b", 1 / 5), ("interleaved", 1 / 9)])
+def test_a_stage_waits_at_least_as_long_as_the_formula_says(name, formula, shared):
+    assert bubble(2, 4, 2 if name == "interleaved" else 1) == pytest.approx(formula)
+    waits = [rank["bubble"] for rank in found_by_ranks(shared / name)]
+    assert formula / 2 < max(waits) < 1, "less where the stages are not equally long"
 
 
 def test_ways_to_reduce_see_one_noise_scale(shared):
@@ -89,15 +138,27 @@ def test_a_sharded_optimizer_is_half_of_it(shared):
     assert whole == pytest.approx(fsdp, rel=0.01), "numbers of elements of DTensors are those of the whole"
 
 
-@pytest.mark.parametrize("row", ["P1", "P-sharded", "P-fsdp"])
-def test_a_run_that_four_began_goes_on_with_two(row, tmp_path):
+BEGUN = {"world": 4, "scale": {"checkpoint_every": 5}}
+FOUR = {row: BEGUN | {"row": row, "name": row} for row in ("P1", "P-sharded", "P-fsdp")}
+FOUR |= {row: BEGUN | CUT | {"row": row, "name": row} for row in ("P-1f1b", "P-tensor")}
+FOUR["P-1f1b"]["stages"] = 2
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """Runs that four processes broke off at step 10 and two ended: of pipelines two, and then one."""
+    folder = tmp_path_factory.mktemp("four")
+    launch([case | {"stop": 10} for case in FOUR.values()], 4, folder)
+    assert len(list(folder.glob("*/checkpoint.safetensors"))) == len(FOUR)
+    launch(list(FOUR.values()), 2, folder)
+    return folder
+
+
+@pytest.mark.parametrize("row", FOUR)
+def test_a_run_that_four_began_goes_on_with_two(row, resumed, by_one):
     """Its steps are those of one process throughout: the same micro-batches, and optimizer state in other shares."""
-    case = {"row": row, "world": 4, "scale": {"checkpoint_every": 5}, "name": "run"}
-    launch([case | {"stop": 10}], 4, tmp_path)
-    assert (tmp_path / "run" / "checkpoint.safetensors").exists()
-    launch([case], 2, tmp_path)
-    first, second, *_ = found_by_ranks(tmp_path / "run")
+    first, second, *_ = found_by_ranks(resumed / row)
     assert (first["begin"], first["refused"]) == (10, None)
     assert first["weights"] == second["weights"]
-    trained(case, tmp_path / "alone")
-    np.testing.assert_allclose(losses_of(tmp_path / "run"), losses_of(tmp_path / "alone"), rtol=1e-4)
+    alone = by_one(UNCUT if "parts" in FOUR[row] else FOUR[row])
+    np.testing.assert_allclose(losses_of(resumed / row), losses_of(alone), rtol=1e-4)

@@ -69,8 +69,8 @@ def papermill(words):
 
 
 def pip(words):
-    assert words[:3] == ["pip", "install", "-r"]
-    assert (ROOT / words[3]).is_file()
+    assert words == ["pip", "install", "-e", "."]
+    assert "[project]" in (ROOT / "pyproject.toml").read_text()
 
 
 def git(words):

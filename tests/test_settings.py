@@ -23,7 +23,7 @@ from qa_lib.model.nf4 import is_nf4
 from qa_lib.model.projections import FusedSelfAttention
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, adjust, missing
-from qa_lib.train import engine, loop, masters, parallel, trainer
+from qa_lib.train import engine, loop, masters, parallel, pipeline, tensor, trainer
 from qa_lib.train.masters import MasterAdamW
 from qa_lib.variants import CONFLICTS, VARIANTS, Settings, SpecError, choices
 
@@ -31,6 +31,7 @@ CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=Tr
 RECIPES = ("all", "lora-qv", "lora-all-r4", "biases", "freeze-bottom-10", "freeze-last-4")
 VALUES = choices() | {"trainable": RECIPES, "micro_batch": (8, 4)}
 # What a value needs of other settings; where the pair under test does not set them itself, these are set with it.
+PIPELINE = {"padding": "packed", "attention": "sdpa", "precision": "bf16"}
 COMPANIONS = {
     ("padding", "packed"): {"attention": "sdpa"},
     ("attention", "flash"): {"padding": "packed"},
@@ -40,6 +41,9 @@ COMPANIONS = {
     ("feed_forward", "fp8"): {"precision": "bf16", "optimizer": "master"},
     ("frozen", "nf4"): {"trainable": "lora-all-r4"},
     ("step", "graph"): {"optimizer": "fused", "padding": "packed", "attention": "sdpa"},
+    ("parallel", "pipeline"): PIPELINE,
+    ("schedule", "1f1b"): PIPELINE | {"parallel": "pipeline"},
+    ("schedule", "interleaved"): PIPELINE | {"parallel": "pipeline"},
 }
 
 
@@ -119,10 +123,15 @@ class Seen:
         calls = set()
         for owner, name in (
             (parallel, "DistributedDataParallel"), (parallel, "bf16_compress_hook"), (parallel, "fully_shard"),
-            (parallel.Flat, "reduce"), (parallel.dist, "reduce_scatter_tensor"),
+            (parallel.Flat, "reduce"), (parallel.dist, "reduce_scatter_tensor"), (pipeline.Pipeline, "passes"),
+            (tensor, "parallelize_module"),
         ):  # fmt: skip
             real = getattr(owner, name)
             monkeypatch.setattr(owner, name, lambda *a, real=real, name=name, **k: (calls.add(name), real(*a, **k))[1])
+        for name, real in pipeline.SCHEDULES.items():
+            monkeypatch.setitem(
+                pipeline.SCHEDULES, name, lambda *a, real=real, name=name, **k: (calls.add(name), real(*a, **k))[1]
+            )
         return calls
 
     def _look(self, module, inputs, output):
@@ -186,6 +195,8 @@ SHARED = {
     "flat": {"reduce"},
     "sharded": {"reduce_scatter_tensor"},
     "fsdp": {"fully_shard"},
+    "pipeline": {"passes"},
+    "tensor": {"parallelize_module"},
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": None}
 EFFECTS = {  # setting -> whether its value was seen at work
@@ -198,7 +209,7 @@ EFFECTS = {  # setting -> whether its value was seen at work
         and (value == "philox" or bool(seen.model.dropout_seeds.values.any()))
     ),
     "feed_forward": lambda seen, value: value == "native",
-    "compile": lambda seen, value: seen.compiled == ([] if value == "none" else [value]),
+    "compile": lambda seen, value: seen.compiled == [value] * (value != "none") * seen.spec.settings.chunks,
     "padding": pads,
     "order": ordered,
     "trainable": trains_as_named,
@@ -206,7 +217,8 @@ EFFECTS = {  # setting -> whether its value was seen at work
     "optimizer": lambda seen, value: OPTIMIZERS[value](getattr(seen.optimizer, "optimizer", seen.optimizer)),
     "step": lambda seen, value: value == "eager",
     "checkpointing": lambda seen, value: seen.model.is_gradient_checkpointing is value,
-    "parallel": lambda seen, value: seen.shared == SHARED[value] or seen.spec.settings.engine == "trainer",
+    "parallel": lambda seen, value: seen.shared - {*pipeline.SCHEDULES} == SHARED[value] or seen.engines == ["trainer"],
+    "schedule": lambda seen, value: value in seen.shared or seen.spec.settings.parallel != "pipeline",
     "join": lambda seen, value: True,
     "micro_batch": lambda seen, value: len(seen.batches.step(0)[0]) == value and len(seen.shapes) == 8 // value,
 }

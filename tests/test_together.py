@@ -145,20 +145,55 @@ def test_more_gpus_than_there_are_skip_the_row_with_the_reason(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "world", "said"),
+    ("row", "counts", "said"),
     [
-        ("A1", 2, "A1 trains in one process, not in 2"),
+        ("A1", {"world": 2}, "A1 trains in one process, not in 2"),
         (
             "P1",
-            4,
+            {"world": 4},
             "4 processes do not divide the 2 micro-batches of a step at scale 'smoke', which are 16 features by 8",
         ),
-        ("P1", 3, "3 processes do not divide"),
+        ("P1", {"world": 3}, "3 processes do not divide"),
+        ("P1", {"stages": 2}, "P1 is no pipeline"),
+        ("P-gpipe", {"world": 3, "stages": 2}, "3 processes do not make up pipelines of 2"),
+        ("P-1f1b", {"world": 4}, "1f1b takes at least as many micro-batches as the 4 stages, and a pipeline has 2"),
+        ("P-interleaved", {"micro_batch": 16}, "a multiple in micro-batches of the 2 stages, and a pipeline has 1"),
     ],
 )
-def test_processes_that_cannot_share_a_step_are_refused_before_anything_starts(row, world, said):
+def test_processes_that_cannot_share_a_step_are_refused_before_anything_starts(row, counts, said):
     with pytest.raises(SpecError, match=said):
-        plan([row], "smoke", machine=CPU, world=world)
+        plan([row], "smoke", machine=CPU, **counts)
+
+
+@pytest.mark.parametrize(
+    ("row", "world", "said"),
+    [
+        ("P-interleaved", 2, "a model of 2 layers has no 4 equal parts"),
+        ("P-tensor", 4, "4 processes do not divide the 2 heads of attention"),
+        ("P-gpipe", 2, None),
+        ("P-tensor", 2, None),
+    ],
+)
+def test_a_model_that_cannot_be_divided_skips_the_row_with_the_reason(row, world, said):
+    assert plan([row], "smoke", machine=CPU, world=world)[0].skip == said
+
+
+def test_stages_are_part_of_the_identity():
+    """Two pipelines of two, and one of four, whatever was asked for by a number and what by its absence."""
+    two, four, same = (
+        plan(["P-gpipe"], "smoke", machine=CPU, micro_batch=2, world=4, stages=stages)[0] for stages in (2, 4, None)
+    )
+    assert (two.stages, two.accumulation, four.accumulation) == (2, 4, 8)
+    assert two.hash != four.hash == same.hash
+    assert plan(["P-gpipe"], "smoke", machine=CPU, micro_batch=2, stages=4)[0].hash == four.hash
+
+
+def test_the_link_is_that_of_the_first_two_gpus(monkeypatch):
+    table = "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV18\t0-31\nGPU1\tNV18\t X \t0-31\n\nLegend:\n"
+    monkeypatch.setattr(machine, "_nvidia_smi", lambda *words: table if words == ("topo", "-m") else "")
+    assert machine.link() == "NV18"
+    monkeypatch.setattr(machine, "_nvidia_smi", lambda *words: "")
+    assert machine.link() is None
 
 
 def test_the_number_of_processes_is_part_of_the_identity_and_one_is_as_before():

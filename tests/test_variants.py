@@ -109,7 +109,7 @@ def test_every_committed_run_keeps_its_name():
 def test_a_new_setting_or_scale_field_at_its_default_moves_no_hash(monkeypatch):
     """The dataclasses of tomorrow: one more field each, whose default means "as before"."""
     (today,) = plan(["E-best"], "smoke", machine=CPU)
-    wider = dataclasses.make_dataclass("Settings", [("schedule", str, "none")], bases=(Settings,), frozen=True)
+    wider = dataclasses.make_dataclass("Settings", [("offload", str, "none")], bases=(Settings,), frozen=True)
     scale = dataclasses.make_dataclass("Scale", [("replicas", int, 1)], bases=(Scale,), frozen=True, kw_only=True)
     monkeypatch.setattr("qa_lib.spec.Settings", wider)
     monkeypatch.setattr("qa_lib.spec.Scale", scale)
@@ -120,7 +120,7 @@ def test_a_new_setting_or_scale_field_at_its_default_moves_no_hash(monkeypatch):
         return dataclasses.replace(today, asked=asked, scale=grown).hash
 
     assert tomorrow() == today.hash
-    assert len({today.hash, tomorrow({"schedule": "gpipe"}), tomorrow(scales={"replicas": 2})}) == 3
+    assert len({today.hash, tomorrow({"offload": "cpu"}), tomorrow(scales={"replicas": 2})}) == 3
     assert dataclasses.replace(today, world=2).hash != today.hash
 
 

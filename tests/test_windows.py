@@ -61,7 +61,7 @@ def check(examples: list[Example], tokenizer, max_length: int, stride: int) -> F
         assert np.array_equal(types, flat(wanted["token_type_ids"]))
     else:  # models take all types for 0 where there are none
         assert not any(map(any, wanted.get("token_type_ids", [])))
-    spans = features.context_span.tolist()
+    spans = features.context.tolist()
     for i in range(n):
         offsets, (first, stop) = wanted["offset_mapping"][i], spans[i]
         assert [place for place, text in enumerate(wanted.sequence_ids(i)) if text == 1] == list(range(first, stop))
@@ -138,7 +138,7 @@ def test_an_answer_in_a_windows_last_token_starts_there(small):
     context = " ".join(["river"] * 40)
     examples = [Example(str(i), "", "flows", context, (("river", 6 * i),)) for i in range(40)]
     features = check(examples, small, 20, 4)
-    last = features.context_span[:, 1] - 1
+    last = features.context[:, 1] - 1
     assert (features.start_positions == last).any() and (features.start_positions <= last).all()
 
 
@@ -202,7 +202,7 @@ def test_batches(small):
         **dict.fromkeys(("start_positions", "end_positions"), (np.int64, (4,))),
     }
     for i, row in enumerate(rows):
-        length, (first, stop) = features.lengths[row], features.context_span[row]
+        length, (first, stop) = features.lengths[row], features.context[row]
         ids = features.tokens[features.starts[row] : features.starts[row + 1]]
         assert batch["input_ids"][i].tolist() == [*ids, *[small.pad_token_id] * (56 - length)]
         assert batch["attention_mask"][i].tolist() == [1] * length + [0] * (56 - length)

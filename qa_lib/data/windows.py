@@ -67,11 +67,6 @@ class Features:
         """int64 [n]: tokens of each window, special tokens included."""
         return np.diff(self.starts)
 
-    @property
-    def context_span(self) -> np.ndarray:
-        """`context` as a copy that may be written to, which PyTorch wants."""
-        return self.context.copy()
-
     def characters(self, rows: np.ndarray, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """First character, and one past the last, of the context text between two token positions, per window.
 

@@ -110,11 +110,23 @@ def environment() -> dict:
 
 
 def _driver() -> str | None:
+    said = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").split()
+    return said[0] if said else None
+
+
+def link() -> str | None:
+    """How this host's first two GPUs are connected, as nvidia-smi names it: NV18 is 18 NVLinks, PIX one PCIe switch,
+    SYS the way through both processors. None where it does not say."""
+    rows = [line.split() for line in _nvidia_smi("topo", "-m").splitlines()]
+    return next((row[2] for row in rows if row[:2] == ["GPU0", "X"]), None)
+
+
+def _nvidia_smi(*words: str) -> str:
+    """What nvidia-smi prints; nothing where it is not there or fails."""
     try:
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return None
+        return subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, check=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def _cpu_name() -> str | None:

@@ -1,4 +1,4 @@
-"""What a run costs: step times, memory, arithmetic, and the machine it ran on."""
+"""What a run costs: step times, speed, memory and energy."""
 
 import contextlib
 import functools
@@ -44,7 +44,7 @@ class Watch:
 
     @contextlib.contextmanager
     def phase(self, name: str):
-        """Around the forward pass, the backward pass and the optimizer of each step."""
+        """Around the forward pass, the backward pass, the reduction over processes and the optimizer of each step."""
         with torch.profiler.record_function(name), nvtx(name):
             yield
 

@@ -14,6 +14,8 @@ import pandas as pd
 
 PHASES = ("forward", "backward", "optimizer")
 STEP = {"ProfilerStep#": "step"}
+# Ranges of train/loop.py; what several processes do between backward pass and update counts as the optimizer's.
+_PHASES_OF_THE_LOOP = {name: name for name in PHASES} | {"reduce": "optimizer"}
 _PHASES_OF_PYTORCH = {"Optimizer.step": "optimizer", "autograd::engine::evaluate_function": "backward"}
 PARTS = ("embeddings", "attention", "feed-forward", "norms and elementwise", "loss", "optimizer", "copies")
 _ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -68,7 +70,7 @@ def work(events: list[dict], hidden: int, intermediate: int) -> pd.DataFrame:
     """
     steps = _spans(events, STEP)
     # The Trainer's loop has no ranges of ours, but PyTorch names its own.
-    phases = _spans(events, dict(zip(PHASES, PHASES, strict=True))) or _spans(events, _PHASES_OF_PYTORCH)
+    phases = _spans(events, _PHASES_OF_THE_LOOP) or _spans(events, _PHASES_OF_PYTORCH)
     ops = [e for e in events if e.get("ph") == "X" and e.get("cat") == "cpu_op"]
     # Which operators a lookup calls in turn differs between versions of PyTorch.
     lookups = sorted((e["ts"], e["ts"] + e["dur"]) for e in ops if e["name"] == "aten::embedding")

@@ -25,7 +25,7 @@ class Segments(NamedTuple):
     """Where the features of a packed row lie, and where they go when each is padded to its limit."""
 
     cu_seqlens: torch.Tensor  # int32 [segments + 1]: where each segment begins and the last one ends
-    limits: list[int]  # at most so many tokens in each, multiples of 16 and the same for every row of a run
+    limits: list[int]  # at most so many tokens in each, multiples of packing.ALIGN and the same for every row of a run
     slots: torch.Tensor | None = None  # of lay_out(), for the kernel that pads
     bias: torch.Tensor | None = None
     place: torch.Tensor | None = None

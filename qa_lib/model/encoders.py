@@ -29,6 +29,7 @@ class Encoder:
     attention: str = "attention"  # with its output product and norm
     self_attention: str = "attention.self"
     projections: tuple[str, str, str] = ("query", "key", "value")  # in self_attention
+    attention_output: str = "attention.output.dense"  # the product after it
     feed_forward: tuple[str, ...] = ("intermediate", "output")
     products: tuple[str, ...] = ("intermediate.dense", "output.dense")  # of the feed-forward block
     dropouts: tuple[str, ...] = ("attention.output.dropout", "output.dropout")  # of the hidden states

@@ -31,10 +31,14 @@ class Packed(torch.nn.Module):
             segments=Segments(cu_seqlens, self.limits, **layout),
         )
         starts, ends = output.start_logits, output.end_logits
-        longest = max(self.limits)
-        start_loss = segment_loss(starts[0], start_positions, cu_seqlens, longest)
-        end_loss = segment_loss(ends[0], end_positions, cu_seqlens, longest)
-        return QuestionAnsweringModelOutput(loss=(start_loss + end_loss) / 2, start_logits=starts, end_logits=ends)
+        loss = span_loss(starts, ends, start_positions, end_positions, cu_seqlens, max(self.limits))
+        return QuestionAnsweringModelOutput(loss=loss, start_logits=starts, end_logits=ends)
+
+
+def span_loss(starts, ends, start_positions, end_positions, cu_seqlens, longest: int) -> torch.Tensor:
+    """The loss of a packed row from its logits [1, tokens], for positions as `segment_loss` takes them."""
+    start_loss = segment_loss(starts[0], start_positions, cu_seqlens, longest)
+    return (start_loss + segment_loss(ends[0], end_positions, cu_seqlens, longest)) / 2
 
 
 def segment_loss(logits: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:

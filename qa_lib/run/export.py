@@ -1,6 +1,7 @@
 """Records in the formats of other tools: a table, or each run's curves and figures for those that draw them."""
 
 import argparse
+import contextlib
 import importlib
 import json
 from pathlib import Path
@@ -45,9 +46,12 @@ def main(args: argparse.Namespace) -> int:
 
 
 def steps_of(run_dir: Path) -> list[dict]:
-    """The lines of a run's step log; none where it has no log."""
-    log = run_dir / "steps.jsonl"
-    return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
+    """The whole lines of a run's step log, without one that is being written; none where it has no log."""
+    log, steps = run_dir / "steps.jsonl", []
+    for line in log.read_bytes().splitlines() if log.exists() else []:
+        with contextlib.suppress(ValueError):
+            steps.append(json.loads(line))
+    return steps
 
 
 def figures_of(record: dict) -> dict[str, float]:

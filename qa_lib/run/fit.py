@@ -22,7 +22,7 @@ from qa_lib.data.load import Data, batches_of
 from qa_lib.errors import first_line, stopped_by
 from qa_lib.measure.cost import StepCost
 from qa_lib.measure.goodput import efficiency, noise
-from qa_lib.measure.machine import environment, limit_memory, matrix_rate, reduce_rate, train_device, turn
+from qa_lib.measure.machine import environment, limit_memory, link, matrix_rate, reduce_rate, train_device, turn
 from qa_lib.measure.meter import Meter, memory_use
 from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.folder import check_tokenizer
@@ -36,6 +36,7 @@ from qa_lib.train.checkpoint import Checkpoint, digest_of
 from qa_lib.train.compilation import found_in_cache
 from qa_lib.train.engine import train
 from qa_lib.train.parallel import FORGET, Ranks, gathered
+from qa_lib.train.pipeline import bubble
 from qa_lib.train.steplog import StepFailed
 
 
@@ -81,7 +82,7 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
                 optimizer, meter, done_before, refused = train(model, batches, spec, device, run_dir, say, ranks=ranks)
                 _note_training(entry, meter, done_before, refused)
                 entry["memory"] = dataclasses.asdict(memory_use(model, optimizer, device))
-                model = gathered(model, lambda: build_model(spec, task.head).to(device))
+                model = gathered(model, lambda: build_model(spec, task.head).to(device), ranks)
                 several = ranks.world > 1
                 joules = _note_sharing(entry, spec, meter, model, ranks) if several else meter.joules_per_feature()
             if not ranks.first:
@@ -204,7 +205,7 @@ def _note_training(entry: dict, meter: Meter, done_before: int, refused: str | N
         entry["spec"]["adjusted"] = [*entry["spec"]["adjusted"], f"checkpoint: {refused}"]
 
 
-def _note_noise(entry: dict, norms: np.ndarray, steps: int, spec: Spec, world: int) -> None:
+def _note_noise(entry: dict, norms: np.ndarray, steps: int, spec: Spec, replicas: int) -> None:
     """Put into a record the gradient noise scale, where the row sees its gradients in one piece and no loss scale is on
     them, and the efficiency of its batch."""
     if not norms.any() or spec.settings.precision == "fp16":
@@ -212,7 +213,7 @@ def _note_noise(entry: dict, norms: np.ndarray, steps: int, spec: Spec, world: i
     # The running means began at 0.
     own, mean = (float(norm) / (1 - (1 - FORGET) ** steps) for norm in norms)
     batch = spec.micro_batches * spec.settings.micro_batch
-    found = noise(own, mean, world, batch // world)
+    found = noise(own, mean, replicas, batch // replicas)
     entry["parallel"]["noise"] = dataclasses.asdict(found) | {"steps": steps}
     entry["parallel"]["efficiency"] = efficiency(found, batch)
 
@@ -230,24 +231,33 @@ def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module,
         "weights": digest_of({name: p.detach().cpu() for name, p in model.named_parameters()}, {}),
         "norms": ranks.norms.tolist(),
         "allreduce_gbs": reduce_rate(ranks.device),
+        "bubble": ranks.bubble(),
     }
     found = ranks.gather(own)
-    meter.counts = list(np.sum([each["counts"] for each in found], axis=0))
+    # The processes of one replica have all counted the same features.
+    meter.counts = list(np.sum([each["counts"] for each in found], axis=0) * ranks.replicas // ranks.world)
     peaks, times = ({str(rank): each[name] for rank, each in enumerate(found)} for name in ("peak_mib", "step_ms"))
     entry["parallel"] |= {
         "world": ranks.world,
-        "replicas": ranks.world,
+        "replicas": ranks.replicas,
         "backend": ranks.backend,
+        "link": link() if ranks.device.type == "cuda" else None,
         "allreduce_gbs": own["allreduce_gbs"],
         "rank_peak_mib": peaks if ranks.device.type == "cuda" else None,
         "rank_step_ms": times,
         "weights_equal": len({each["weights"] for each in found}) == 1,
     }
-    _note_noise(entry, np.mean([each["norms"] for each in found], axis=0), len(meter.times), spec, ranks.world)
+    if ranks.stages > 1:
+        entry["parallel"] |= {"stages": ranks.stages, "schedule": spec.settings.schedule}
+        formula = bubble(ranks.stages, spec.micro_batches // ranks.replicas, spec.settings.chunks)
+        entry["parallel"] |= {"bubble": max(each["bubble"] for each in found), "bubble_formula": formula}
+    # The square norms of a pipeline's stages add up.
+    norms = np.sum([each["norms"] for each in found], axis=0) / ranks.replicas
+    _note_noise(entry, norms, len(meter.times), spec, ranks.replicas)
     if ranks.world != spec.world:
         entry["spec"]["adjusted"] = [*entry["spec"]["adjusted"], f"world: {ranks.world} processes at the end"]
     joules = [each["joules"] for each in found]
-    return None if None in joules else sum(joules) / ranks.world  # each has worked on as many features
+    return None if None in joules else sum(joules) / ranks.replicas  # each has worked on as many features
 
 
 def _note_times(entry: dict, spec: Spec, meter: Meter, joules: float | None, speed: Speed) -> None:

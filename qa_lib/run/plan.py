@@ -15,7 +15,7 @@ from qa_lib.data.text import open_text
 from qa_lib.errors import UserError
 from qa_lib.model.encoders import find_encoder
 from qa_lib.model.folder import look
-from qa_lib.spec import SCALES, Machine, Spec, find_scale, find_shape, missing, resolve
+from qa_lib.spec import HEAD, SCALES, Machine, Spec, find_scale, find_shape, missing, resolve, unshared
 from qa_lib.variants import find_family, find_variant
 
 SOURCES = {"qa": open_source, "lm": open_text}  # task -> what opens its data
@@ -34,14 +34,15 @@ def plan(
     world: int | None = None,
     epochs: int | None = None,
     learning_rate: float | None = None,
+    stages: int | None = None,
     max_length: int | None = None,
 ) -> list[Spec]:
     """The specs of variants x seeds at a scale, in that order: all rows with the first seed come first, each once.
 
     `data` and `model` (paths, or hub names), `epochs`, `learning_rate` and `max_length` replace the scale's own,
-    `micro_batch` and `world` (processes) the row's, unless they are empty or 0; `machine` is this one unless given.
-    Raises SpecError for a name or number that cannot be, before files and the hub are asked, and UserError for what is
-    not to be had.
+    `micro_batch`, `world` (processes) and `stages` (of a pipeline) the row's, unless they are empty or 0; `machine` is
+    this one unless given. Raises SpecError for a name or number that cannot be, before files and the hub are asked, and
+    UserError for what is not to be had.
     """
     size = find_scale(scale)
     data, model = data or size.data, model or size.model
@@ -53,20 +54,24 @@ def plan(
 
         machine = this_machine()
 
+    own = {"world": world, "epochs": epochs, "learning_rate": learning_rate, "stages": stages, "max_length": max_length}
     specs = [
-        resolve(
-            variant, scale, seed, machine, {}, {}, data, model, micro_batch, world, epochs, learning_rate, max_length
-        )
+        resolve(variant, scale, seed, machine, {}, {}, data, model, micro_batch, **own)
         for seed in dict.fromkeys(seeds)
         for variant in dict.fromkeys(variants)
     ]
     go_offline_without_network(data, model)
     found = {"model": identify_model(model)}
-    architecture = model_type(model)
+    config = model_config(model)
     found["data"] = identify_data(data, size.quality, size.task)
-    lacks = find_encoder(architecture, model, size.task).lacks if architecture else None
+    lacks = find_encoder(config["model_type"], model, size.task).lacks if "model_type" in config else None
+    # 0, which everything divides, where it does not say.
+    shape = {"layers": config.get("num_hidden_layers", 0), "heads": config.get("num_attention_heads", 0)}
     return [
-        dataclasses.replace(spec, **found, skip=missing(spec.settings, machine, lacks, spec.world)) for spec in specs
+        dataclasses.replace(
+            spec, **found, skip=missing(spec.settings, machine, lacks, spec.world) or unshared(spec, shape)
+        )
+        for spec in specs
     ]
 
 
@@ -117,18 +122,19 @@ def identify_model(source: str) -> dict:
     return {"name": source, "revision": "main"}
 
 
-def model_type(source: str) -> str | None:
-    """The architecture that a model's config.json names; None for a model of the hub that is not on this machine."""
+def model_config(source: str) -> dict:
+    """What a model's config.json says; nothing for a model of the hub that is not on this machine."""
     if source == "tiny":
-        return "bert"
-    if find_shape(source):
-        return "gpt2"
+        return {"model_type": "bert", **TINY_CONFIG}
+    if shape := find_shape(source):
+        heads = shape.hidden // HEAD
+        return {"model_type": "gpt2", "num_hidden_layers": shape.layers, "num_attention_heads": heads}
     if Path(source).is_dir():
-        return look(Path(source))[0].get("model_type")
+        return look(Path(source))[0]
     from huggingface_hub import try_to_load_from_cache
 
     path = try_to_load_from_cache(source, "config.json")  # a path, None, or a mark that the hub has no such file
-    return read_json(path).get("model_type") if isinstance(path, str | Path) else None
+    return read_json(path) if isinstance(path, str | Path) else {}
 
 
 class _Joined(argparse.Action):
@@ -175,6 +181,7 @@ def add_source_arguments(parser: argparse.ArgumentParser, scale: bool = True) ->
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `run` and `sweep`: what a run may have otherwise than its row and its scale say."""
     parser.add_argument("--world", type=one_or_more, metavar="N", help="processes of a P row, one a GPU (rows: 2)")
+    parser.add_argument("--stages", type=one_or_more, metavar="N", help="of them in one pipeline (rows: all)")
     parser.add_argument("--epochs", type=one_or_more, metavar="N", help="passes over the data (its scale's)")
     parser.add_argument(
         "--learning-rate", type=float, metavar="X", help="its peak, before a recipe's factor (its scale's)"
@@ -186,7 +193,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def own_of(args: argparse.Namespace) -> dict:
     """What add_run_arguments has read, as `plan` takes it."""
-    return {name: getattr(args, name) for name in ("world", "epochs", "learning_rate", "max_length")}
+    return {name: getattr(args, name) for name in ("world", "stages", "epochs", "learning_rate", "max_length")}
 
 
 def one_or_more(text: str) -> int:

@@ -137,6 +137,8 @@ def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dic
     """
     if spec.skip:
         raise UserError(f"{spec.variant} cannot run here: {spec.skip}")
+    if spec.world > 1:
+        raise UserError(f"{spec.variant} runs in {spec.world} processes, and a profile is of one")
     if spec.scale.threads:
         torch.set_num_threads(spec.scale.threads)
     device, run_dir = train_device(), Path(runs) / spec.run_path
@@ -253,7 +255,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Profile one row here, print where its step goes and where the files are."""
     (spec,) = plan([args.variant], args.scale, [0], args.data, args.model, args.micro_batch)
-    entry = profile(spec, args.runs, count=args.ncu)
+    with turn(train_device()):  # other runs may be timed on this GPU
+        entry = profile(spec, args.runs, count=args.ncu)
     time = entry["time"]
     print(f"step {time['step_ms']:.2f} ms, busy {100 * time['busy_share']:.0f} %", end="")
     print(f", {time['launches_per_step']:.0f} launches" if time["launches_per_step"] is not None else "")

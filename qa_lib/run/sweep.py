@@ -73,7 +73,7 @@ def notebook_parameters(spec: Spec, runs: Path) -> dict:
         "runs": _from_root(runs),
     }
     if spec.asked.parallel != "none":
-        values["world"] = spec.world
+        values |= {"world": spec.world} | ({"stages": spec.stages} if spec.stages > 1 else {})
     own = {name: getattr(spec.scale, name) for name in ("epochs", "learning_rate", "max_length")}
     return values | {name: value for name, value in own.items() if value != getattr(SCALES[spec.scale.name], name)}
 

@@ -6,7 +6,7 @@ each of the run's processes. Over several hosts the same command line is given t
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
         -m qa_lib run P-fast --scale bench --world 8
 
-No module here imports torch before a run's own process does: see launch.py.
+torch is imported where it is needed and not at the top: the processes that only start others need none.
 """
 
 import contextlib
@@ -105,10 +105,8 @@ def fit_as_one(spec: Spec, runs: str) -> None:
     """`fit` in one of the processes that torchrun has started."""
     from qa_lib.run.fit import fit
 
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        stoppable(),
-    ):  # torchrun ends by SIGTERM a process whose peer has failed
+    # torchrun ends by SIGTERM a process whose peer has failed.
+    with contextlib.suppress(KeyboardInterrupt), stoppable():
         if fit(spec, runs)["status"] != "oom":
             return
     sys.exit(1)  # so that torchrun ends the others

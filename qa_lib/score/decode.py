@@ -145,7 +145,7 @@ def decode(
         windows = slice(first, first + WINDOWS_PER_CALL)
         outside = np.arange(start_logits.shape[1]) >= features.lengths[windows, None]
         start, end = (_inside(logits[rows[windows]], outside, first, features, examples) for logits in both)
-        window, *columns = _window_spans(start, end, features.context_span[windows], n_best, max_answer_length)
+        window, *columns = _window_spans(start, end, features.context[windows].copy(), n_best, max_answer_length)
         spans.append((window + first, *columns))
         nulls.append((start[:, 0].clip(min=LOWEST), end[:, 0].clip(min=LOWEST)))
     window, first, last, start, end = map(np.concatenate, zip(*spans, strict=True))

@@ -14,7 +14,7 @@ _ANSWERS = {"text": datasets.List(_TEXT), "answer_start": datasets.List(datasets
 
 
 class SquadV2(evaluate.Metric):
-    """`compute` takes what the hub's "squad_v2" metric takes and gives the keys of `qa_lib.score.score`.
+    """`compute` takes what the hub's "squad_v2" metric takes and gives the keys of `qa_lib.score.f1.score`.
 
     predictions: {id, prediction_text, no_answer_probability}; references: {id, answers: {text, answer_start}}, the
     answers' texts empty for a question without one; no_answer_threshold: probability above which a question counts as

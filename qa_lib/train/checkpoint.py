@@ -46,12 +46,14 @@ class Checkpoint:
         disk is full."""
         tensors = {f"model.{name}": whole(p.detach()) for name, p in self.model.named_parameters() if p.requires_grad}
         plain = {}
-        for index, values in enumerate(self._states()):
-            for key, value in values.items():
+        for index, parameter in self._parameters().items():
+            for key, value in self.optimizer.state[parameter].items():
                 if torch.is_tensor(value):
-                    tensors[f"optimizer.{index}.{key}"] = self.sharing.whole(value)
+                    tensors[f"optimizer.{index}.{key}"] = self.sharing.whole(value, parameter)
                 else:
                     plain[f"{index}.{key}"] = value
+        on_cpu = {name: None for name, tensor in tensors.items() if tensor.device.type == "cpu"}
+        tensors, plain, on_cpu = map(self.ranks.united, (tensors, plain, on_cpu))
         drawn = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             drawn["cuda"] = torch.cuda.get_rng_state(self.device)
@@ -59,7 +61,6 @@ class Checkpoint:
             tensors |= {f"rng.{kind}.{rank}": state for kind, state in states.items()}
         if not self.ranks.first:
             return
-        on_cpu = [name for name, tensor in tensors.items() if tensor.device.type == "cpu"]
         # A copy each, since optimizers may let several states share storage, which safetensors refuses; on the host,
         # since a copy on the GPU would count in the run's memory.
         tensors = {name: t.to("cpu", copy=True).contiguous() for name, t in tensors.items()}
@@ -71,7 +72,7 @@ class Checkpoint:
             "optimizer": plain,
             "scaler": self.scaler.state_dict(),
             # AdamW keeps its step counts on the CPU, where they must come back.
-            "on_cpu": on_cpu,
+            "on_cpu": list(on_cpu),
         }
         metadata["digest"] = digest_of(tensors, metadata)
         temporary = self.path.with_suffix(".partial")
@@ -120,30 +121,29 @@ class Checkpoint:
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
                     parameter.copy_(part(tensors[f"model.{name}"], parameter))
-        states, parameters = self._states(), self._parameters()
-        for name, tensor in tensors.items():
-            if name.startswith("optimizer."):
-                _, index, key = name.split(".", 2)
-                tensor = tensor if name in state["on_cpu"] else tensor.to(self.device)
-                states[int(index)][key] = self.sharing.part(tensor, parameters[int(index)])
-        for name, value in state["optimizer"].items():
-            index, key = name.split(".", 1)
-            states[int(index)][key] = value
+        for index, parameter in self._parameters().items():
+            own, prefix = self.optimizer.state[parameter], f"optimizer.{index}."
+            for name, tensor in tensors.items():
+                if name.startswith(prefix):
+                    tensor = tensor if name in state["on_cpu"] else tensor.to(self.device)
+                    own[name.removeprefix(prefix)] = self.sharing.part(tensor, parameter)
+            for name, value in state["optimizer"].items():
+                if name.startswith(f"{index}."):
+                    own[name.removeprefix(f"{index}.")] = value
         self.scaler.load_state_dict(state["scaler"])
         # A process that the run did not have before draws from its own seed on.
-        if (mine := f"rng.cpu.{self.ranks.rank}") in tensors:
+        rank = 0 if self.sharing.draws_alike else self.ranks.rank
+        if (mine := f"rng.cpu.{rank}") in tensors:
             torch.set_rng_state(tensors[mine])
-        if (mine := f"rng.cuda.{self.ranks.rank}") in tensors:
+        if (mine := f"rng.cuda.{rank}") in tensors:
             torch.cuda.set_rng_state(tensors[mine], self.device)
         return state["step"]
 
-    def _states(self) -> list[dict]:
-        """The optimizer's state of each trained parameter, in order; not through state_dict, whose form bitsandbytes
-        changes."""
-        return [self.optimizer.state[p] for p in self._parameters()]
-
-    def _parameters(self) -> list[torch.Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+    def _parameters(self) -> dict[int, torch.Tensor]:
+        """The optimizer's parameters by their numbers in the whole model. Their states are read one by one, and not by
+        state_dict, whose form bitsandbytes changes."""
+        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+        return {self.sharing.place(number): parameter for number, parameter in enumerate(parameters)}
 
     @staticmethod
     def path_of(run_dir: Path) -> Path:

@@ -10,8 +10,7 @@ ENGINES = {"loop": "qa_lib.train.loop", "trainer": "qa_lib.train.trainer"}
 
 
 def train(model, batches, spec, device, run_dir, say=print, watch=None, ranks=None) -> tuple:
-    """What the `train` of the spec's engine returns (see loop.train), as the first of its process: nothing is compiled
-    yet, nothing counted."""
+    """Forget what an earlier run of this process has compiled, then train with the spec's engine; see loop.train."""
     forget_compiled()
     engine = importlib.import_module(ENGINES[spec.settings.engine])
     if ranks:

@@ -13,12 +13,25 @@ from qa_lib.model.dropout import renew
 from qa_lib.model.packed import Packed
 from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint
-from qa_lib.train.compilation import compiled, own_gradients, peak_from
+from qa_lib.train.compilation import own_gradients, peak_from
 from qa_lib.train.graph import captured
 from qa_lib.train.optim import build_optimizer, clip, learning_rate, set_rate, trained
-from qa_lib.train.parallel import SHARING, Ranks
+from qa_lib.train.parallel import DDP, FSDP, Alone, DDPInHalf, Flat, Ranks, Sharded
+from qa_lib.train.pipeline import Pipeline
 from qa_lib.train.precision import Precision
 from qa_lib.train.steplog import StepFailed, StepLog
+from qa_lib.train.tensor import Tensor
+
+SHARING = {
+    "none": Alone,
+    "ddp": DDP,
+    "ddp-bf16": DDPInHalf,
+    "flat": Flat,
+    "sharded": Sharded,
+    "fsdp": FSDP,
+    "pipeline": Pipeline,
+    "tensor": Tensor,
+}
 
 
 class OptimizerStep:
@@ -26,9 +39,9 @@ class OptimizerStep:
 
     def __init__(self, model, batches: Batches, spec: Spec, precision: Precision, watch: Watch, ranks: Ranks):
         self.model, self.precision, self.watch = model, precision, watch
-        self.sharing = SHARING[spec.settings.parallel](model, ranks)
+        self.sharing = SHARING[spec.settings.parallel](model, ranks, spec.settings)
         forward = Packed(model, batches.limits) if spec.settings.padding == "packed" else model
-        self.forward = compiled(self.sharing.wrapped(forward), spec.settings)
+        self.forward = self.sharing.wrapped(forward)
         self.optimizer = build_optimizer(model, spec, self.sharing.parameters)
         self.keep_gradients = own_gradients(spec)
         if self.keep_gradients:
@@ -42,15 +55,7 @@ class OptimizerStep:
         number of features, and counts accordingly more or less where they have not.
         """
         scaler, optimizer, watch, sharing = self.precision.scaler, self.optimizer, self.watch, self.sharing
-        mean_loss = torch.zeros((), device=self.precision.device)
-        for number, (inputs, part) in enumerate(zip(micro_batches, parts, strict=True), 1):
-            renew(self.model)
-            with sharing.micro_batch(last=number == len(parts)):
-                with watch.phase("forward"), self.precision.autocast():
-                    loss = self.forward(**inputs).loss / part
-                with watch.phase("backward"):
-                    scaler.scale(loss).backward()
-            mean_loss += loss.detach()
+        mean_loss = (sharing.passes or self.passes)(micro_batches, parts)
         with watch.phase("reduce"):
             sharing.reduce()
         with watch.phase("optimizer"):
@@ -61,6 +66,19 @@ class OptimizerStep:
             scaler.update()
             optimizer.zero_grad(set_to_none=not self.keep_gradients)
             sharing.spread()
+        return mean_loss
+
+    def passes(self, micro_batches, parts) -> torch.Tensor:
+        """Forward and backward pass of one micro-batch after the other; the mean loss."""
+        mean_loss = torch.zeros((), device=self.precision.device)
+        for number, (inputs, part) in enumerate(zip(micro_batches, parts, strict=True), 1):
+            renew(self.model)
+            with self.sharing.micro_batch(last=number == len(parts)):
+                with self.watch.phase("forward"), self.precision.autocast():
+                    loss = self.forward(**inputs).loss / part
+                with self.watch.phase("backward"):
+                    self.precision.scaler.scale(loss).backward()
+            mean_loss += loss.detach()
         return mean_loss
 
 
@@ -82,10 +100,11 @@ def train(
     """
     ranks = ranks or Ranks(device)
     ranks.join(spec)
-    torch.manual_seed(spec.seed + ranks.rank)  # of dropout: the weights have been drawn already
     watch, precision = watch or Watch(), Precision(spec.settings, device)
     model.to(device, precision.weights).train()
     step = OptimizerStep(model, batches, spec, precision, watch, ranks)
+    # Of dropout: the weights have been drawn already.
+    torch.manual_seed(spec.seed + (0 if step.sharing.draws_alike else ranks.rank))
     take_step = captured(step, spec.settings)
     checkpoint = Checkpoint(run_dir, spec, model, step.optimizer, precision.scaler, step.sharing)
     begin, refused = checkpoint.load()
@@ -97,7 +116,7 @@ def train(
         set_rate(step.optimizer, rate)
         together = batches.step(number - 1)
         micro_batches = ranks.mine(together)
-        share = sum(map(len, together)) / ranks.world
+        share = sum(map(len, together)) / ranks.replicas
         try:
             inputs = [batches.collate(features, device) for features in micro_batches]
             loss = take_step(inputs, [share / len(features) for features in micro_batches])

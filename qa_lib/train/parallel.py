@@ -14,9 +14,11 @@ time, plus what the averaging takes. How it is done is what the rows differ in:
   (row P-fsdp).
 
 Process r of n takes micro-batches r, r + n, ... of the step's list, which follows from seed and step whatever n is: a
-run that four began can go on with two.
+run that four began can go on with two. Where the model itself is divided (pipeline.py, tensor.py), the processes that
+have one model between them are a replica, and n counts replicas.
 """
 
+import collections
 import contextlib
 import warnings
 from datetime import timedelta
@@ -29,11 +31,14 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from qa_lib.measure.meter import elapsed
 from qa_lib.model.encoders import layers_of
-from qa_lib.spec import Spec
-from qa_lib.variants import SpecError
+from qa_lib.spec import Spec, replicas
+from qa_lib.train.compilation import compiled
+from qa_lib.variants import Settings
 
 SILENCE = timedelta(minutes=5)  # after which a process that waits for the others gives up
+KEPT = 100  # steps that a pipeline's bubble is measured over, the last
 FORGET = 1e-3  # weight of a step in the running means of gradient norms, as in AdaptDL
 TURN = timedelta(days=30)  # a run may wait so long for other runs on its GPUs
 # PyTorch 2.13 warns of names that 2.11 knows alone.
@@ -44,12 +49,15 @@ class Ranks:
     """The processes of a run, as torchrun started them, seen from one of them; or this process alone.
 
     `rank` counts from 0 to `world` - 1. The first alone writes record, steps.jsonl and checkpoint. `join` makes the
-    process group, which `gather` and `mean` need where there are others; leaving the context ends it.
+    process group, which `gather` and `mean` need where there are others; leaving the context ends it. Neighbours make
+    up a pipeline of `stages`; there are `replicas` of the model.
     """
 
     def __init__(self, device: torch.device):
         self.device, self.rank, self.world, self.store = device, 0, 1, None
+        self.stages = self.replicas = 1
         self.norms = torch.zeros(2, device=device)  # see note_norms
+        self.waits = collections.deque(maxlen=KEPT)  # see bubble
         if dist.is_torchelastic_launched():
             self.store, self.rank, self.world = next(rendezvous("env://"))
         if device.type == "cuda":
@@ -73,8 +81,7 @@ class Ranks:
     def join(self, spec: Spec) -> None:
         """Make the process group, if the spec's row works in one. Raises SpecError for processes that cannot share a
         step's micro-batches evenly."""
-        if spec.micro_batches % self.world:
-            raise SpecError(f"{self.world} processes do not divide the {spec.micro_batches} micro-batches of a step")
+        self.stages, self.replicas = spec.stages, replicas(spec, self.world)
         if spec.settings.parallel != "none" and not dist.is_initialized():
             dist.init_process_group(
                 self.backend,
@@ -95,21 +102,34 @@ class Ranks:
 
     def mine(self, micro_batches: list) -> list:
         """This process's share of a step's micro-batches."""
-        return micro_batches[self.rank :: self.world]
+        return micro_batches[self.rank * self.replicas // self.world :: self.replicas]
 
-    def mean(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, averaged over all processes in place."""
+    def mean(self, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        """The tensor, averaged in place over all processes, or over those of a group."""
         if self.world > 1 and self.backend == "nccl":
-            dist.all_reduce(tensor, dist.ReduceOp.AVG)
+            dist.all_reduce(tensor, dist.ReduceOp.AVG, group)
         elif self.world > 1:  # gloo sums alone
-            dist.all_reduce(tensor)
-            tensor /= self.world
+            dist.all_reduce(tensor, group=group)
+            tensor /= dist.get_world_size(group)
         return tensor
 
     def note_norms(self, own: torch.Tensor, mean: torch.Tensor) -> None:
         """Keep for the gradient noise scale the square norms of this process's gradient and of that of all (scalars):
         running means of the last 1 / FORGET steps. Nothing waits for the device."""
         self.norms.lerp_(torch.stack([own, mean]), FORGET)
+
+    def bubble(self) -> float | None:
+        """The share of the last KEPT steps in which this stage of a pipeline did not compute; waits for the device."""
+        steps = [(sum(map(elapsed, laps)), elapsed(whole)) for laps, whole in self.waits]
+        return 1 - sum(busy for busy, _ in steps) / sum(all for _, all in steps) if steps else None
+
+    def united(self, own: dict) -> dict:
+        """What the stages of this process's pipeline gave, in one dict, tensors on the CPU; without stages, its own."""
+        if self.stages == 1:
+            return own
+        found = self.gather({key: value.cpu() if torch.is_tensor(value) else value for key, value in own.items()})
+        first = self.rank - self.rank % self.stages
+        return {key: value for part in found[first : first + self.stages] for key, value in part.items()}
 
     def gather(self, value) -> list:
         """What each process gave, in order of their ranks."""
@@ -125,13 +145,16 @@ class Alone:
     Made when the model is on its device, and before the optimizer, which updates `parameters`.
     """
 
-    def __init__(self, model: torch.nn.Module, ranks: Ranks):
-        self.model, self.ranks = model, ranks
+    passes = None  # what makes the passes of all of a step's micro-batches, where they are not made one by one
+    draws_alike = False  # whether all processes draw the same random numbers
+
+    def __init__(self, model: torch.nn.Module, ranks: Ranks, settings: Settings):
+        self.model, self.ranks, self.settings = model, ranks, settings
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
     def wrapped(self, forward: torch.nn.Module) -> torch.nn.Module:
-        """What is called for a forward pass."""
-        return forward
+        """What is called for a forward pass, compiled."""
+        return compiled(forward, self.settings)
 
     def micro_batch(self, last: bool):
         """A context around forward and backward pass of a micro-batch; `last` says that none follows in the step."""
@@ -150,8 +173,12 @@ class Alone:
     def spread(self) -> None:
         """After the update: give every process all the weights."""
 
-    def whole(self, state: torch.Tensor) -> torch.Tensor:
-        """Optimizer state as one process alone would have it; all processes call this together."""
+    def place(self, number: int) -> int:
+        """The number of one of `parameters` among those that a process alone would train."""
+        return number
+
+    def whole(self, state: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """Optimizer state of a parameter as one process alone would have it; all processes call this together."""
         return whole(state)
 
     def part(self, state: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -169,7 +196,7 @@ class DDP(Alone):
         self.forward = DistributedDataParallel(forward, broadcast_buffers=False, gradient_as_bucket_view=True)
         if self.hook:
             self.forward.register_comm_hook(None, self.hook)
-        return self.forward
+        return super().wrapped(self.forward)
 
     def micro_batch(self, last):
         return contextlib.nullcontext() if last else self.forward.no_sync()
@@ -186,10 +213,12 @@ class DDPInHalf(DDP):
 class Flat(Alone):
     """All gradients end to end in one tensor, averaged by one call, whose parts are the gradients from then on."""
 
+    peers = None  # the group of processes that have these parameters; all
+
     def reduce(self):
         flat = torch.cat([p.grad.flatten() for p in self.parameters])
         own = square_norm(flat)
-        self.ranks.note_norms(own, square_norm(self.ranks.mean(flat)))
+        self.ranks.note_norms(own, square_norm(self.ranks.mean(flat, self.peers)))
         for parameter, part in zip(self.parameters, flat.split([p.numel() for p in self.parameters]), strict=True):
             parameter.grad = part.view_as(parameter)
 
@@ -201,8 +230,8 @@ class Sharded(Alone):
     element by element, so that where one tensor ends and another begins makes no difference to it.
     """
 
-    def __init__(self, model, ranks):
-        super().__init__(model, ranks)
+    def __init__(self, model, ranks, settings):
+        super().__init__(model, ranks, settings)
         self.trained = self.parameters
         self.size = sum(p.numel() for p in self.trained)
         length = -(-self.size // ranks.world)
@@ -233,14 +262,12 @@ class Sharded(Alone):
                 dist.all_reduce(found, dist.ReduceOp.MAX)
 
     def across(self, norm):
-        squares = norm.square()
-        dist.all_reduce(squares)
-        return squares.sqrt()
+        return total_norm(norm)
 
     def spread(self):
         dist.all_gather_into_tensor(self.flat, self.share.detach())
 
-    def whole(self, state):
+    def whole(self, state, parameter):
         if state.shape != self.share.shape:  # a step count
             return state
         full = state.new_empty(len(self.flat))
@@ -257,17 +284,21 @@ class Sharded(Alone):
 class FSDP(Alone):
     """PyTorch's fully_shard (FSDP2) over each layer and what is around them."""
 
-    def __init__(self, model, ranks):
+    def __init__(self, model, ranks, settings):
         for module in [*layers_of(model), model]:
             fully_shard(module, mesh=dist.init_device_mesh(ranks.device.type, (ranks.world,)))
-        super().__init__(model, ranks)
+        super().__init__(model, ranks, settings)
 
     def micro_batch(self, last):
         self.model.set_requires_gradient_sync(last)
         return contextlib.nullcontext()
 
 
-SHARING = {"none": Alone, "ddp": DDP, "ddp-bf16": DDPInHalf, "flat": Flat, "sharded": Sharded, "fsdp": FSDP}
+def total_norm(norm: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """The norm of what the processes of a group have each a part of, from the norm of this one's."""
+    squares = norm.square()
+    dist.all_reduce(squares, group=group)
+    return squares.sqrt()
 
 
 def square_norm(gradients: torch.Tensor) -> torch.Tensor:
@@ -275,7 +306,7 @@ def square_norm(gradients: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor of which FSDP has left this process a share; all processes call this together."""
+    """The tensor of which this process has a share; all processes call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -284,11 +315,11 @@ def part(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(tensor, like.device_mesh, like.placements) if isinstance(like, DTensor) else tensor
 
 
-def gathered(model: torch.nn.Module, build) -> torch.nn.Module:
-    """The trained model, with whole parameters each in memory of its own: the same, or where parameters are in shares
-    another, which `build()` makes. All processes call this together."""
-    if any(isinstance(p, DTensor) for p in model.parameters()):
-        weights = {name: whole(p.detach()) for name, p in model.named_parameters()}
+def gathered(model: torch.nn.Module, build, ranks: Ranks) -> torch.nn.Module:
+    """The trained model, with whole parameters each in memory of its own: the same, or where it was in shares another,
+    which `build()` makes. All processes call this together."""
+    if ranks.stages > 1 or any(isinstance(p, DTensor) for p in model.parameters()):
+        weights = ranks.united({name: whole(p.detach()) for name, p in model.named_parameters()})
         model = build()
         model.load_state_dict(weights, strict=False)  # without the buffers
     for parameter in model.parameters():

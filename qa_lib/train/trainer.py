@@ -87,8 +87,10 @@ class _MeteredTrainer(Trainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.parts = []
+        self.rate = 0.0  # of the step: when the callback is called, the scheduler has set the next one's
 
     def training_step(self, *args, **kwargs):
+        self.rate = self.optimizer.param_groups[0]["lr"]
         self.parts.append(super().training_step(*args, **kwargs))
         return self.parts[-1]
 
@@ -104,7 +106,7 @@ class _Steps(TrainerCallback):
         collator, parts = self.trainer.data_collator, self.trainer.parts
         micro_batches = [collator.seen.pop(0) for _ in parts]
         self.meter.step(*collator.batches.rows(micro_batches))
-        self.log.add(sum(parts), self.trainer.optimizer.param_groups[0]["lr"])
+        self.log.add(sum(parts), self.trainer.rate)
         parts.clear()
         if self.log.due or state.global_step == args.max_steps:
             self.log.write(self.meter.flush())

@@ -1,0 +1,171 @@
+"""Each process has some of the layers, and micro-batches pass through all of them (rows P-gpipe to P-interleaved).
+
+A pipeline of p stages (GPipe, Huang et al. 2019) needs no process to hold the whole model, and sends no gradients but
+those of hidden states: a few MiB a micro-batch, where data parallelism sends all of the weights' gradients. Its price
+is waiting. The last stage has nothing to do until the first micro-batch comes, and the first nothing after its last
+forward pass until gradients come back: of m micro-batches' time, p - 1 are lost at either end together. That share of a
+step, the bubble, is (p - 1) / (m + p - 1): a fifth with two stages and four micro-batches. More micro-batches make it
+small, but with them their matrix products.
+
+- `gpipe`: all micro-batches forward, then all backward. A stage keeps the activations of all m.
+- `1f1b` (PipeDream, Narayanan et al. 2019): a stage begins the backward pass of a micro-batch as soon as it can. The
+  bubble is the same, but at most p micro-batches' activations are kept, however large m is.
+- `interleaved` (Narayanan et al. 2021): a process has two parts of the layers, one from each half of the model, so that
+  the first micro-batch reaches the last process after half the time: (p - 1) / (2 m + p - 1), for twice the messages.
+
+Two processes and four micro-batches, if a backward pass takes twice as long as a forward pass: digits are forward
+passes, letters backward passes, and dots waiting. Of `interleaved` 4 to 7 and e to h are those of the upper half.
+
+    gpipe        process 0  0123...aabbccdd              waits for 3 of 15
+                 process 1  .0123aabbccdd..
+    1f1b         process 0  01..aa2bb3cc.dd              3 of 15
+                 process 1  .0aa1bb2cc3dd..
+    interleaved  process 0  01452.ee3ff6aa7bb.gg.hhccdd  3 of 27, each half as long
+                 process 1  .014ee5ff2aa3bb6gg7hhccdd..
+
+Stage s of replica r is on rank r p + s. Replicas average their gradients as `flat` does, each stage with those that
+have the same layers.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from qa_lib.measure.meter import Stopwatch
+from qa_lib.model.attention import Segments
+from qa_lib.model.encoders import embeddings_of, encoder_of, layers_of
+from qa_lib.model.packed import Packed, span_loss
+from qa_lib.train.compilation import compiled
+from qa_lib.train.parallel import Flat, Ranks, total_norm
+from qa_lib.train.precision import Precision
+from qa_lib.variants import Settings, SpecError
+
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+
+
+def bubble(stages: int, micro_batches: int, chunks: int = 1) -> float:
+    """The share of a step in which a process waits, if parts of the model take equally long and messages no time."""
+    return (stages - 1) / (chunks * micro_batches + stages - 1)
+
+
+class Pipeline(Flat):
+    """One stage, which has `chunks` parts of the layers; the first part has the embeddings, the last the head."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks, settings: Settings):
+        """Leaves of the model what this stage has, other modules empty. SpecError where layers cannot be divided."""
+        encoder, layers, self.count = encoder_of(model), layers_of(model), ranks.stages * settings.chunks
+        size, rest = divmod(len(layers), self.count)
+        if rest:
+            raise SpecError(f"a model of {len(layers)} layers has no {self.count} equal parts")
+        mesh = dist.init_device_mesh(
+            ranks.device.type, (ranks.replicas, ranks.stages), mesh_dim_names=("replica", "stage")
+        )
+        self.peers, self.line = mesh.get_group("replica"), mesh.get_group("stage")
+        self.numbers = range(mesh.get_local_rank("stage"), self.count, ranks.stages)  # of the parts that are here
+        names = [name for name, _ in model.named_parameters()]
+        part_of = dict.fromkeys(encoder.embeddings, 0) | {encoder.head: self.count - 1}
+        part_of |= {f"{encoder.layers}.{number}": number // size for number in range(len(layers))}
+        for name in part_of.keys() & dict(model.named_modules()).keys():
+            if part_of[name] not in self.numbers:
+                model.set_submodule(name, nn.Identity())
+        super().__init__(model, ranks, settings)
+        self.places = [names.index(name) for name, _ in model.named_parameters()]
+        self.micro_batches, self.laps, self.schedule = [], [], None
+
+    def wrapped(self, forward: Packed) -> Packed:
+        self.parts = {number: compiled(Part(forward, number, self.count), self.settings) for number in self.numbers}
+        return forward
+
+    def passes(self, micro_batches: list[dict], parts: list[float]) -> torch.Tensor:
+        """As OptimizerStep.passes; but the last stage alone has the loss, which therefore counts for all of them."""
+        if not self.schedule:
+            self._lay(len(micro_batches), micro_batches[0]["input_ids"].shape)
+        self.micro_batches[:], self.laps[:], self.shares = micro_batches, [], parts
+        self.loss = torch.zeros((), device=self.ranks.device)
+        clock = Stopwatch(self.ranks.device)
+        self.schedule.step(target=torch.arange(len(parts)), return_outputs=False)
+        self.ranks.waits.append((self.laps[:], clock.lap()))
+        return self.loss * self.ranks.stages
+
+    def _lay(self, micro_batches: int, shape: torch.Size) -> None:
+        """Make the stages and their schedule for packed rows of that shape, [1, tokens]."""
+        device, width = self.ranks.device, self.model.config.hidden_size
+        # What goes in and comes out. Hidden states come from layer norms, which give the type of their weights.
+        hidden = self.parameters[0].new_empty(*shape, width, device="meta", requires_grad=True)
+        loss = torch.empty((), device="meta", requires_grad=True)
+        stages = []
+        for number, part in self.parts.items():
+            given = hidden if number else ()
+            made = hidden if number < self.count - 1 else loss
+            stage = Stage(part, number, self.count, device, given, made, group=self.line)
+            stage.micro_batches, stage.laps = self.micro_batches, self.laps
+            stage.autocast = Precision(self.settings, device).autocast
+            stages.append(stage)
+        self.schedule = SCHEDULES[self.settings.schedule](
+            stages if self.settings.chunks > 1 else stages[0], micro_batches, self._note_loss, scale_grads=False
+        )
+
+    def _note_loss(self, loss: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        loss = loss / self.shares[int(number)]
+        self.loss += loss.detach()
+        return loss
+
+    def reduce(self):
+        if self.ranks.replicas > 1:
+            super().reduce()
+
+    def across(self, norm):
+        return total_norm(norm, self.line)
+
+    def place(self, number):
+        return self.places[number]
+
+
+class Part(nn.Module):
+    """Part `number` of `count` of a model over packed rows: hidden states in and out, both [1, tokens, width]; the
+    first takes none, and the last gives the loss."""
+
+    def __init__(self, forward: Packed, number: int, count: int):
+        super().__init__()
+        model, layers = forward.model, layers_of(forward.model)
+        size = len(layers) // count
+        self.limits, self.first_position = forward.limits, forward.first_position
+        self.embeddings = nn.ModuleList(embeddings_of(model) if number == 0 else [])
+        self.layers = nn.ModuleList(layers[number * size : (number + 1) * size])
+        self.head = model.get_submodule(encoder_of(model).head) if number == count - 1 else None
+
+    def forward(
+        self, hidden=None, *, input_ids, position_ids, cu_seqlens, start_positions, end_positions, token_type_ids=None,
+        **layout,
+    ):  # fmt: skip
+        """Keywords as Packed.forward takes them."""
+        for number, module in enumerate(self.embeddings):
+            if number:
+                hidden = module(hidden)
+            else:
+                positions = position_ids + self.first_position
+                hidden = module(input_ids=input_ids, token_type_ids=token_type_ids, position_ids=positions)
+        segments = Segments(cu_seqlens, self.limits, **layout)
+        for layer in self.layers:
+            hidden = layer(hidden, segments=segments)
+        if self.head is None:
+            return hidden
+        starts, ends = self.head(hidden).unbind(-1)
+        return span_loss(starts, ends, start_positions, end_positions, cu_seqlens, max(self.limits))
+
+
+class Stage(PipelineStage):
+    """PyTorch's stage, which takes one of `micro_batches` by its number, and notes in `laps` how long it computes."""
+
+    def forward_one_chunk(self, number, args, kwargs=None, *rest, **options):
+        clock = Stopwatch(self.device)
+        with self.autocast():
+            output = super().forward_one_chunk(number, args, self.micro_batches[number], *rest, **options)
+        self.laps.append(clock.lap())
+        return output
+
+    def backward_one_chunk(self, *args, **options):
+        clock = Stopwatch(self.device)
+        super().backward_one_chunk(*args, **options)
+        self.laps.append(clock.lap())

@@ -1,0 +1,80 @@
+"""Each process has a share of the matrix products of every layer (row P-tensor).
+
+A layer's two blocks are each a product that widens, something element by element or head by head, and a product that
+narrows. Megatron-LM (Shoeybi et al. 2019) cuts the first by columns, so that each process has some of the heads, or of
+the feed-forward block's units, and the second by rows, so that each has a part of every sum: one all-reduce a block
+adds them up. Everything between is computed nowhere twice; embeddings, norms and dropout of the hidden states are
+computed everywhere, from the same random numbers. All processes see all micro-batches.
+
+What it costs is those sums: each of the layer's two blocks sends the hidden states once in the forward pass, and their
+gradients once for every product that reads them in the backward pass (four, with query, key and value apart), and none
+of it can wait. It is made for models that do not fit elsewhere; one of this size is quicker by any other way.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from qa_lib.model.encoders import encoder_of, layers_of
+from qa_lib.train.parallel import Alone, Ranks, Sharded, part, square_norm, whole
+from qa_lib.variants import Settings, SpecError
+
+
+class Tensor(Alone):
+    """The model's products cut by PyTorch's DTensor, and an optimizer over what of them is here."""
+
+    draws_alike = True
+    agree = Sharded.agree
+
+    def __init__(self, model: torch.nn.Module, ranks: Ranks, settings: Settings):
+        """SpecError where the processes do not divide the heads."""
+        if model.config.num_attention_heads % ranks.world:
+            raise SpecError(
+                f"{ranks.world} processes do not divide {model.config.num_attention_heads} heads of attention"
+            )
+        encoder = encoder_of(model)
+        widening, narrowing = encoder.products
+        ways = {f"{encoder.self_attention}.{name}": ColwiseParallel() for name in encoder.projections}
+        ways |= {encoder.attention_output: RowwiseParallel(), widening: ColwiseParallel(), narrowing: RowwiseParallel()}
+        mesh = dist.init_device_mesh(ranks.device.type, (ranks.world,))
+        for layer in layers_of(model):
+            parallelize_module(layer, mesh, ways)
+        super().__init__(model, ranks, settings)
+        self.trained = self.parameters
+        # Plain tensors on the same memory: no optimizer takes lists of both kinds.
+        self.parameters = [torch.nn.Parameter(local(p.detach())) for p in self.trained]
+        self.of = dict(zip(self.parameters, self.trained, strict=True))
+
+    def reduce(self):
+        for own, parameter in self.of.items():
+            own.grad, parameter.grad = local(parameter.grad), None
+
+    def across(self, norm):
+        # Not from `norm`, whose rounding differs by process: all must scale by the same number.
+        alike, shares = (
+            torch.stack([square_norm(own.grad) for own, p in self.of.items() if is_cut(p) == cut]).sum()
+            for cut in (False, True)
+        )
+        dist.all_reduce(shares)
+        return (alike + shares).sqrt()
+
+    def whole(self, state, parameter):
+        like = self.of[parameter]
+        if state.shape != parameter.shape or not isinstance(like, DTensor):
+            return state
+        return whole(DTensor.from_local(state, like.device_mesh, like.placements))
+
+    def part(self, state, parameter):
+        like = self.of[parameter]
+        return local(part(state, like)) if state.shape == like.shape else state
+
+
+def is_cut(parameter: torch.Tensor) -> bool:
+    """Whether each process has a share of it; the biases of narrowing products are DTensors, and everywhere whole."""
+    return isinstance(parameter, DTensor) and parameter.placements[0].is_shard()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor is in this process's memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
