@@ -10,7 +10,7 @@ quickstart: .venv/ready  ## every row of the seeds and three parallel ones, offl
 	$(BIN)/python -m qa_lib sweep --scale smoke --variants $(ROWS)
 	$(BIN)/python -m qa_lib report
 
-app: .venv/ready  ## ask the last smoke run's checkpoint in the browser; and the dashboard
+app: .venv/ready  ## ask the best of your runs' models in the browser; and the dashboard
 	$(BIN)/python -m qa_lib app
 
 test: lint  ## unit tests, every notebook, the driver under faults

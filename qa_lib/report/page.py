@@ -106,7 +106,7 @@ def _group(group: dict, runs: pd.DataFrame, pictures: Callable[..., Pictures], l
         panels.setdefault(run["spec.variant"], []).append(run)
     tables = {"table": _table(lines), "peft": _table(family_lines(lines, "B"))}
     models = chosen.loc[chosen["model.params_total"].astype(float) < SMALL].groupby("model.name")["model.params_total"]
-    small = ", ".join(f"{name} ({count(parameters)} parameters)" for name, parameters in models.max().items())
+    small = ", ".join(f"{name} ({count(parameters)} parameters)" for name, parameters in models.min().items())
     names = {"ladder": (*PEERS, *LADDER), "variants": VARIANTS, "left": LEFT, "link": link, "small": small}
     return _TEMPLATES.get_template("group.html").render(
         group=group, drawn=drawn, absent=absent, panels=panels, caption=caption(chosen, lines), **tables, **names
