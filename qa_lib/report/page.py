@@ -81,7 +81,7 @@ def dashboard(
     runs = load_runs(runs_dir, broken)
     newest = {} if runs.empty else runs.groupby("group")["time.started"].max().to_dict()
     names = {*newest, *(folder.parent.name for folder in broken)} - searches(runs)
-    names = sorted(names, key=lambda name: (str(newest.get(name, "")), name), reverse=True)
+    names = sorted(sorted(names), key=lambda name: str(newest.get(name, "")), reverse=True)
     shown = [wanted if wanted in names else names[0]] if app and names else names
     groups = []
     for name in shown:
