@@ -11,7 +11,7 @@ quickstart: .venv/ready  ## every row of the seeds, three parallel ones, two of 
 	$(BIN)/python -m qa_lib sweep --scale lm-smoke --variants L1,L3
 	$(BIN)/python -m qa_lib report
 
-app: .venv/ready  ## ask the last smoke run's checkpoint in the browser; and the dashboard
+app: .venv/ready  ## ask the best of your runs' models in the browser; and the dashboard
 	$(BIN)/python -m qa_lib app
 
 test: lint  ## unit tests, every notebook, the driver under faults

@@ -249,9 +249,17 @@ VARIANTS = dict(
         _row("B1", "A3", "LoRA r=8 on query and value at the full rate, as in the seeds.", trainable="lora-qv"),
         _row("B1-all", "A3", "LoRA r=32 on every linear layer, at five times the rate.", trainable="lora-all"),
         _row("B2", "A3", "BitFit: only biases and the answer head train.", trainable="biases"),
-        _row("B3", "A3", "The bottom 10 of 12 layers frozen: a shorter backward pass.", trainable="freeze-bottom-10"),
         _row(
-            "B3-last4", "A3", "The last 4 of 12 frozen: gradients still pass through them.", trainable="freeze-last-4"
+            "B3",
+            "A3",
+            "The bottom layers frozen, 10 of 12: a shorter backward pass.",
+            trainable="freeze-bottom-10",
+        ),
+        _row(
+            "B3-last4",
+            "A3",
+            "The last layers frozen, 4 of 12: gradients pass through them.",
+            trainable="freeze-last-4",
         ),
         _row("C1", "A3", "Adam's two moments in 8 bits instead of 32.", optimizer="adamw8bit"),
         _row("C2-8", "A2", "The 8-bit optimizer alone, without the compiler.", optimizer="adamw8bit"),
@@ -272,7 +280,7 @@ VARIANTS = dict(
         _row("E-t4", "E3", "What is left without bf16 and FlashAttention, as on a T4.", projections="fused"),
         _row("EC1", "E1", "Packed rows with 8-bit moments: towards the least memory.", optimizer="adamw8bit"),
         _row("EC2", "EC1", "The leanest full fine-tune: packed, 8-bit moments, recomputed.", checkpointing=True),
-        _row("EB1-lean", "EC2", "The leanest row of all: LoRA on top of that.", trainable="lora-all"),
+        _row("EB1-lean", "EC2", "LoRA on top of that: the leanest that adapts every layer.", trainable="lora-all"),
         _row("EB1", "E5", "Does LoRA still pay once the step is fused and captured?", trainable="lora-qv"),
         _row("EB1-all", "E5", "And LoRA on every linear layer?", trainable="lora-all"),
         _row("EB2", "E-best", "And biases alone?", trainable="biases"),

@@ -1,10 +1,13 @@
 """What to run on a card of so much memory: tables from the records of the bench, vram and fit scales."""
 
+import math
+
 import pandas as pd
 
 from qa_lib.report.quality import FULL_EPOCHS, FULL_FEATURES, MARGIN, as_text, equivalence, projected, quality_runs
 from qa_lib.report.runs import BASELINE, NotMeasured, commits, neighbours, published, score_name, select, sibling, usual
-from qa_lib.report.tables import DATA_SHEET_TFLOPS, place
+from qa_lib.report.sentences import RECOMMENDED
+from qa_lib.report.tables import DATA_SHEET_TFLOPS, place, summarise
 from qa_lib.report.text import MISSING, folded, gain, number, or_why, say
 from qa_lib.spec import SCALES, Machine, missing
 from qa_lib.variants import VARIANTS, choices, find_recipe
@@ -113,10 +116,13 @@ def runs_on(variant: str, sm: int) -> bool:
 
 
 def quickest_on(ranked: pd.DataFrame, gib: float, sm: int):
-    """The first of `best_first` that fits into so much memory and runs on that capability; None where none does."""
+    """The first of `best_first` that fits into so much memory and runs on that capability, or the recommended row where
+    that is as quick, as far as can be told; None where none does."""
     fits = ranked["reserved"] / 1024 + CONTEXT_GIB <= gib
     fits &= ranked["variant"].map(lambda name: runs_on(name, sm))
-    return next(ranked[fits].itertuples(), None)
+    ranked = ranked[fits]
+    close = (ranked["variant"] == RECOMMENDED) & (ranked["speed"] > (1 - SCATTER) * ranked["speed"].iloc[:1].max())
+    return next(pd.concat([ranked[close], ranked]).itertuples(), None)
 
 
 def generation_table(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
@@ -132,16 +138,21 @@ def generation_table(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
     return table[(table[list(GENERATIONS.values())] != MISSING).any(axis=1)]
 
 
-def estimated_minutes(lines: pd.DataFrame, variant: str, measured_on: str, card: str) -> float:
+def estimated_minutes(runs: pd.DataFrame, group: str, variant: str, card: str, sm: int) -> float:
     """Minutes of the full training on a card that has run nothing, if a row kept its share of the data sheet's peak
-    there; without compilation. `lines` are those of `measured_on`. Raises NotMeasured."""
+    there; without compilation. By the row's best speed in a search with the kernels of that compute capability (x 10),
+    or where there was none, in the group. `runs` are all records. Raises NotMeasured."""
+    own, near = select(runs, group), neighbours(runs, group)
+    measured_on = own["env.gpu"].iloc[0]
     if absent := {measured_on, card} - DATA_SHEET_TFLOPS.keys():
         raise NotMeasured(f"no data sheet is known of {', '.join(map(str, sorted(absent, key=str)))}")
-    speed = projected(lines, [variant])["speed"]
-    if variant not in speed:
+    tries = near[(near["spec.search"] == "fit-batch") & (near["spec.sm"] == sm) & (near["spec.variant"] == variant)]
+    speed = tries["speed.features_per_s"].astype(float).max()
+    if math.isnan(speed):
+        speed = projected(summarise(own), [variant])["speed"].get(variant)
+    if speed is None:
         raise NotMeasured(f"{variant} has no measured speed")
-    speed = speed[variant] * DATA_SHEET_TFLOPS[card] / DATA_SHEET_TFLOPS[measured_on]
-    return FULL_FEATURES * FULL_EPOCHS / speed / 60
+    return FULL_FEATURES * FULL_EPOCHS / (speed * DATA_SHEET_TFLOPS[card] / DATA_SHEET_TFLOPS[measured_on]) / 60
 
 
 def _quickest(tries: pd.DataFrame, f1: pd.DataFrame) -> list[dict]:

@@ -108,6 +108,7 @@ def fig_scores(runs: pd.DataFrame, examples: pd.DataFrame, group: str) -> Figure
             axis.annotate(row.Index, row[1:], (4, 4), textcoords="offset points", fontsize=8)
         axis.axhline(rows["quality.always_null_f1"].mean(), color=GREY, linestyle="--", linewidth=1)
         axis.margins(x=0.2)
+        axis.xaxis.set_major_formatter("{x:g}")
         axis.set(xlabel="parameters that train, in % (log)", ylabel="F1 (dashed: never answering)", title=name)
     return figure
 
@@ -192,7 +193,7 @@ def fig_packed(spec, batches) -> Figure:
     for name, widths, height, left in (("packed", batches.budget, 0, begins), ("padded", limit, rows, 0)):
         axes[name].barh(height, widths, color=PADDING)
         axes[name].barh(height, lengths, left=left, color=colors)
-        axes[name].set(xlabel=f"tokens, {name}", yticks=[])
+        axes[name].set(xlabel=f"tokens, {name}", yticks=[], xlim=(0, batches.budget))
     axes["mask"].bar(begins, lengths, lengths, begins, align="edge", color=colors)
     axes["mask"].set(xlim=(0, batches.budget), ylim=(batches.budget, 0), aspect="equal")
     axes["mask"].set_xlabel("a token (down) attends to these")

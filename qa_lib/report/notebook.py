@@ -55,7 +55,7 @@ def advice(env: dict, runs: str | Path = "runs") -> str:
         if env["gpu"] == gpu:
             minutes = projected(lines, [row.variant])["minutes"].get(row.variant)
         else:
-            minutes = cards.estimated_minutes(lines, row.variant, gpu, env["gpu"])
+            minutes = cards.estimated_minutes(every, REFERENCE, row.variant, env["gpu"], env["sm"])
     except NotMeasured:
         pass
     return say("notebook.advice", gpu=env["gpu"], gib=gib, row=row, minutes=minutes, measured=env["gpu"] == gpu)

@@ -81,7 +81,7 @@ def dashboard(
     runs = load_runs(runs_dir, broken)
     newest = {} if runs.empty else runs.groupby("group")["time.started"].max().to_dict()
     names = {*newest, *(folder.parent.name for folder in broken)} - searches(runs)
-    names = sorted(names, key=lambda name: (str(newest.get(name, "")), name), reverse=True)
+    names = sorted(sorted(names), key=lambda name: str(newest.get(name, "")), reverse=True)
     shown = [wanted if wanted in names else names[0]] if app and names else names
     groups = []
     for name in shown:
@@ -106,7 +106,7 @@ def _group(group: dict, runs: pd.DataFrame, pictures: Callable[..., Pictures], l
         panels.setdefault(run["spec.variant"], []).append(run)
     tables = {"table": _table(lines), "peft": _table(family_lines(lines, "B"))}
     models = chosen.loc[chosen["model.params_total"].astype(float) < SMALL].groupby("model.name")["model.params_total"]
-    small = ", ".join(f"{name} ({count(parameters)} parameters)" for name, parameters in models.max().items())
+    small = ", ".join(f"{name} ({count(parameters)} parameters)" for name, parameters in models.min().items())
     names = {"ladder": (*PEERS, *LADDER), "variants": VARIANTS, "left": LEFT, "link": link, "small": small}
     return _TEMPLATES.get_template("group.html").render(
         group=group, drawn=drawn, absent=absent, panels=panels, caption=caption(chosen, lines), **tables, **names

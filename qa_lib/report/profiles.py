@@ -51,7 +51,8 @@ def _figure(title: str, rows: dict[str, dict], height: float) -> Figure:
     code = sorted({str(profile["code"]["commit"])[:7] for profile in rows.values()})
     sizes = sorted({profile["spec"]["micro_batch"] for profile in rows.values()})
     profile = next(iter(rows.values()))
-    note = f"Group {profile['group']} · micro-batch {', '.join(map(str, sizes))} · code {', '.join(code)}"
+    note = f"Group {profile['group']}, profiled apart from its timed runs · micro-batch {', '.join(map(str, sizes))}"
+    note += f" · code {', '.join(code)}"
     if profile["env"]["gpu"]:
         note += f" · {profile['env']['gpu']}, host {profile['env']['cpu']}."
     else:

@@ -139,7 +139,7 @@ def card(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
     worth = cards.worth(quality.quality_runs(runs, group))
     try:
         table = cards.generation_table(own, worth)
-        minutes = cards.estimated_minutes(summarise(own), "E-t4", own["env.gpu"].iloc[0], "Tesla T4")
+        minutes = cards.estimated_minutes(runs, group, "E-t4", "Tesla T4", 75)
     except NotMeasured as reason:
         return say("readme.unknown", reason=reason)
     theirs = published().loc[BASELINE, "train_s"] / 60

@@ -161,14 +161,15 @@ def main(args: argparse.Namespace) -> int:
     data = "synthetic:1" if squad else args.data  # of SQuAD the lengths are known, and nothing is fetched
     specs = plan(rows_of(args), args.scale, [0], data, args.model, args.micro_batch, gpu_of(args.sm))
     heads = ("params", "grads", "optimizer", "activations", "workspace", "peak", "reserved")
-    print(f"{'row':12}" + "".join(f"{head:>12}" for head in heads) + "    measured  peak in")
+    print(f"{'row':12}{'micro-batch':>11}" + "".join(f"{head:>12}" for head in heads) + "    measured  peak in")
     for spec in specs:
         if spec.skip:
             print(f"{spec.variant:12}{spec.skip}")
             continue
         found = estimate(spec, SquadLengths() if squad else None)
         print(
-            f"{spec.variant:12}" + "".join(f"{found[f'{head}_mib']:12,.0f}" for head in heads)
+            f"{spec.variant:12}{spec.settings.micro_batch:11}"
+            + "".join(f"{found[f'{head}_mib']:12,.0f}" for head in heads)
             + f"{_measured(spec, args.runs):>12}  {found['phase']}"
         )  # fmt: skip
     print("MiB of GPU memory; beside it a process has a CUDA context of 300 to 600 MiB.")
