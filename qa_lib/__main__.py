@@ -2,13 +2,13 @@
 
 import argparse
 import contextlib
-import difflib
 import errno
 import importlib
 import os
 import sys
 
 from qa_lib.errors import UserError, first_line, printable, stoppable, stopped_by
+from qa_lib.variants import nearest
 
 VERBS = {
     "variants": ("qa_lib.variants", "list the rows: what each changes, and why"),
@@ -71,8 +71,7 @@ def _run(argv: list[str]) -> int:
             raise UserError(f"{word!a} is not UTF-8, which names of files and everything else have to be here")
     verb = argv[0]
     if verb not in VERBS:
-        close = difflib.get_close_matches(verb, VERBS, 1, 0.3)
-        raise UserError(f"unknown verb {verb!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+        raise UserError(nearest("verb", verb, VERBS))
     name, text = VERBS[verb]
     module = importlib.import_module(name)
     parser = argparse.ArgumentParser(

@@ -15,7 +15,7 @@ from qa_lib.data.batches import Batches
 from qa_lib.errors import UserError
 from qa_lib.spec import Spec
 
-WINDOW = 256  # micro-batches that are dealt together: more are better balanced, fewer are more random
+DEALT_TOGETHER = 256  # micro-batches that are dealt together: more are better balanced, fewer are more random
 PER_TOKEN = ("input_ids", "token_type_ids", "position_ids")  # what a packed row has for each token, where it is given
 ALIGN = 64  # the budget and limits of segments are multiples of this many tokens, for whole tiles in matrix products
 
@@ -65,7 +65,7 @@ class PackedBatches(Batches):
     def _drawn(self, epoch: int) -> np.ndarray:
         order = super()._drawn(epoch)
         # Windows of like size: a small one at the end could not be balanced, and would set the budget of all.
-        windows = np.array_split(order, max(1, len(order) // WINDOW))
+        windows = np.array_split(order, max(1, len(order) // DEALT_TOGETHER))
         dealt = [deal(window.ravel(), self.features.lengths, self.size) for window in windows]
         return np.random.default_rng([self.spec.seed, epoch, 1]).permutation(np.concatenate(dealt))
 

@@ -25,7 +25,7 @@ from qa_lib.data.windows import default_cache, load_entry, store_entry
 from qa_lib.errors import UserError
 from qa_lib.spec import Spec, find_shape
 
-LAYOUT = 1  # of the cached files; raise it when they, or what is in them, change
+CACHE_VERSION = 1  # of the cached files; raise it when they, or what is in them, change
 LINES_PER_CALL = 10_000
 END = "<|endoftext|>"
 
@@ -100,7 +100,7 @@ def load_text(spec: Spec) -> Data:
 def learn_tokenizer(source: TextSource, size: int) -> PreTrainedTokenizerBase:
     """A byte-level BPE of at most `size` tokens, learnt from the text or found in the cache. The end token has the
     number 0."""
-    parts = [LAYOUT, tokenizers.__version__, source.sha256, size]
+    parts = [CACHE_VERSION, tokenizers.__version__, source.sha256, size]
     folder = _folder("bpe", parts)
     learnt = load_entry(folder, Vocabulary) or store_entry(folder, Vocabulary(_learn(source, size)))
     return PreTrainedTokenizerFast(
@@ -127,7 +127,7 @@ def tokenise_text(source: TextSource, tokenizer: PreTrainedTokenizerBase) -> Tex
     if tokenizer.eos_token_id is None or not getattr(tokenizer, "is_fast", False):
         raise UserError(f"{type(tokenizer).__name__} is not fast, or has no end token, with which a text begins")
     with bare(tokenizer.backend_tokenizer) as backend:
-        parts = [LAYOUT, tokenizers.__version__, source.sha256, tokenizer.eos_token_id, backend.to_str()]
+        parts = [CACHE_VERSION, tokenizers.__version__, source.sha256, tokenizer.eos_token_id, backend.to_str()]
         folder = _folder("tokens", parts)
         return load_entry(folder, Text) or store_entry(folder, _tokenise(source, backend, tokenizer.eos_token_id))
 

@@ -32,7 +32,7 @@ from qa_lib.errors import UserError
 
 log = logging.getLogger(__name__)
 
-LAYOUT = 3  # of the cached files; raise it when they, or what is in them, change
+CACHE_VERSION = 3  # of the cached files; raise it when they, or what is in them, change
 QUESTIONS_PER_CALL = 1_000
 
 # Of which example a window is, its token ids and their offsets, each as arrays to be joined.
@@ -252,7 +252,7 @@ def default_cache() -> Path:
 
 def _key(source: Source, backend, layout: Layout, max_length: int, stride: int) -> str:
     """Hash of all that the windows depend on."""
-    parts = [LAYOUT, tokenizers.__version__, source.sha256, source.fix_spans, asdict(layout), max_length, stride]
+    parts = [CACHE_VERSION, tokenizers.__version__, source.sha256, source.fix_spans, asdict(layout), max_length, stride]
     return hashlib.sha256(json.dumps([*parts, backend.to_str()]).encode()).hexdigest()[:32]
 
 

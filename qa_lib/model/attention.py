@@ -49,7 +49,7 @@ def efficient(query, key, value, segments, dropout, scale):
     return _efficient(query, key, value, *layout, limits, dropout, scale)[0]
 
 
-def _classes(limits: list[int]) -> list[tuple[slice, tuple[int, int]]]:
+def _equal_limits(limits: list[int]) -> list[tuple[slice, tuple[int, int]]]:
     """Neighbouring segments that have the same limit form a run, which one call of the kernel takes. Of each run: its
     slice of the padded tokens, and the number of its segments and their limit."""
     found, begin = [], 0
@@ -71,11 +71,11 @@ def _scores(bias: torch.Tensor, shape: tuple[int, int], heads: int) -> torch.Ten
 
 
 def _tokens(padded: list[torch.Tensor], place: torch.Tensor) -> torch.Tensor:
-    """The reverse of `_heads_first` for all classes, without the padding: [tokens, heads, width]."""
+    """The reverse of `_heads_first` for all runs of equal limits, without the padding: [tokens, heads, width]."""
     return torch.cat([part.transpose(1, 2).flatten(0, 1) for part in padded])[place]
 
 
-def _steps(limit: int) -> int:
+def _logsumexp_length(limit: int) -> int:
     """Entries that the kernel keeps for the softmax of a segment and head."""
     return -(-limit // 32) * 32
 
@@ -97,7 +97,7 @@ def _efficient(query, key, value, slots, bias, place, limits, dropout, scale):
             *(_heads_first(t[part], shape) for t in padded), _scores(bias[part], shape, heads), True, dropout,
             scale=scale,
         )
-        for part, shape in _classes(limits)
+        for part, shape in _equal_limits(limits)
     ]  # fmt: skip
     outputs, logsumexps, seeds, offsets = zip(*calls, strict=True)
     kept = torch.cat([t.flatten() for t in logsumexps]), torch.stack(seeds), torch.stack(offsets)
@@ -106,8 +106,8 @@ def _efficient(query, key, value, slots, bias, place, limits, dropout, scale):
 
 @_efficient.register_fake
 def _(query, key, value, slots, bias, place, limits, dropout, scale):
-    logsumexp = query.new_empty(query.shape[1] * sum(map(_steps, limits)), dtype=torch.float32)
-    random = query.new_empty(len(_classes(limits)), dtype=torch.int64)
+    logsumexp = query.new_empty(query.shape[1] * sum(map(_logsumexp_length, limits)), dtype=torch.float32)
+    random = query.new_empty(len(_equal_limits(limits)), dtype=torch.int64)
     return torch.empty_like(query, memory_format=torch.contiguous_format), logsumexp, random, random.clone()
 
 
@@ -123,8 +123,8 @@ def _efficient_backward(
     grad, *padded, output = (t[slots] for t in (grad, query, key, value, output))
     grad = grad.masked_fill((bias < 0)[:, None, None], 0.0)
     bias, heads = bias.to(query.dtype), query.shape[1]
-    classes = _classes(limits)
-    sizes = [heads * count * _steps(limit) for _, (count, limit) in classes]
+    classes = _equal_limits(limits)
+    sizes = [heads * count * _logsumexp_length(limit) for _, (count, limit) in classes]
     calls = [
         torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             *(_heads_first(t[part], shape) for t in (grad, *padded)), _scores(bias[part], shape, heads),

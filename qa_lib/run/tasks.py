@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering
 
-from qa_lib import record
 from qa_lib.data.load import load_data
 from qa_lib.data.tokens import load_text
 from qa_lib.score import evaluate, perplexity
@@ -19,16 +18,14 @@ from qa_lib.score import evaluate, perplexity
 @dataclass(frozen=True)
 class Task:
     """`load(spec)` gives a run's data, `head` is transformers' class for the model, and `evaluate(model, data, spec,
-    device, run_dir)` gives the record's `quality`; `scored` says by which of these scores rows are compared, and
-    whether more is better."""
+    device, run_dir)` gives the record's `quality`; record.TASKS says by which of these scores rows are compared."""
 
     load: Callable
     head: type
     evaluate: Callable
-    scored: record.Task
 
 
 TASKS = {
-    "qa": Task(load_data, AutoModelForQuestionAnswering, evaluate.evaluate, record.TASKS["qa"]),
-    "lm": Task(load_text, AutoModelForCausalLM, perplexity.evaluate, record.TASKS["lm"]),
+    "qa": Task(load_data, AutoModelForQuestionAnswering, evaluate.evaluate),
+    "lm": Task(load_text, AutoModelForCausalLM, perplexity.evaluate),
 }

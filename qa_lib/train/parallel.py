@@ -72,7 +72,7 @@ class Ranks:
         return "nccl" if self.device.type == "cuda" else "gloo"
 
     def start(self) -> None:
-        """Called by the first process when the GPUs are its run's; the others wait here until then."""
+        """All processes call this: the first, which holds the GPUs by then, releases the others, which wait for it."""
         if self.store and self.first:
             self.store.set("turn", "")
         elif self.store:

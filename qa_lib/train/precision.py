@@ -11,8 +11,6 @@ import torch
 from qa_lib.model.build import DTYPES
 from qa_lib.variants import Settings
 
-INITIAL_SCALE = 2.0**16  # GradScaler's own default
-
 
 class Precision:
     """What the settings' number format means on a device: `weights`, the type the model is cast to (None: as it is), an
@@ -23,7 +21,7 @@ class Precision:
         self.weights = self.dtype if settings.half_weights else None
         self.mixed = settings.precision != "fp32" and not settings.half_weights
         needs_scale = settings.precision == "fp16"
-        self.scaler = torch.amp.GradScaler(device.type, init_scale=INITIAL_SCALE, enabled=needs_scale)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=needs_scale)
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.mixed)
