@@ -38,7 +38,7 @@ wait $!
 SCANCEL = """#!/bin/sh
 here=$(dirname "$0")
 echo "$2" >> "$here/cancelled"
-test -e "$here/job-$2" && kill -TERM -- "-$(cat "$here/job-$2")" 2> /dev/null
+test -e "$here/job-$2" && kill -TERM "-$(cat "$here/job-$2")" 2> /dev/null
 rm -f "$here/job-$2"
 """
 # What a run leaves, without one: `python -c RUN HASH FOLDER SECONDS` goes on for that long.
@@ -62,7 +62,7 @@ def cluster(tmp_path, monkeypatch):
     """The folder of a stand-in for Slurm, whose commands are the only ones found before the system's."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name, text in {"sbatch": SBATCH, "scancel": SCANCEL, "sinfo": "echo gpu:h100:8"}.items():
+    for name, text in {"sbatch": SBATCH, "scancel": SCANCEL, "sinfo": "#!/bin/sh\necho gpu:h100:8"}.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -81,7 +81,8 @@ def specs(*rows, **changes):
 
 
 def asked(cluster):
-    return (cluster / "asked").read_text().splitlines()
+    """What each sbatch was asked for."""
+    return [line for line in (cluster / "asked").read_text().splitlines() if line.startswith("--wait")]
 
 
 def test_a_job_asks_for_what_its_run_takes_and_is_judged_as_a_run_here(cluster, tmp_path):
@@ -103,7 +104,7 @@ def test_what_slurm_refuses_is_in_the_record(cluster, tmp_path):
 
 
 def test_a_job_over_its_limit_is_cancelled_and_the_queue_does_not_count(cluster, tmp_path):
-    (entry,) = launcher(tmp_path, seconds=60, time_limit_s=1).run_all(specs("A1"))
+    (entry,) = launcher(tmp_path, seconds=30, time_limit_s=1).run_all(specs("A1"))
     assert (entry["status"], entry["error"]["message"]) == ("killed", "over its time limit of 1 s")
     assert len((cluster / "cancelled").read_text().splitlines()) == 2, "before it began, and at its end"
     patient = launcher(tmp_path, time_limit_s=1)
@@ -121,7 +122,7 @@ def test_a_driver_that_is_stopped_cancels_its_job(cluster, tmp_path):
             raise Stopped
 
     with pytest.raises(Stopped):
-        launcher(tmp_path, seconds=60).run_all(specs("A1"), look=look)
+        launcher(tmp_path, seconds=30).run_all(specs("A1"), look=look)
     entry = record.read_record(tmp_path / specs("A1")[0].run_path)
     assert (entry["status"], entry["error"]["message"]) == ("killed", "the driver was stopped by Stopped")
     assert not list(cluster.glob("job-*"))
@@ -148,7 +149,7 @@ def test_a_node_is_asked_what_it_is_in_a_job_of_its_kind(cluster, tmp_path, monk
     assert (machine.hardware, machine.gpus, env) == ("h100", 4, {"gpu": "NVIDIA H100"})
     assert "--gpus=1 " in asked(cluster)[0] and not list((tmp_path / "runs").iterdir())
     monkeypatch.setattr(slurm, "PROBE", "import nothing_of_the_kind")
-    with pytest.raises(UserError, match="no node can load the lab: ModuleNotFoundError.*nothing_of_the_kind"):
+    with pytest.raises(UserError, match=r"no node can load the lab: ModuleNotFoundError.*nothing_of_the_kind"):
         slurm.probe(tmp_path / "runs", None)
 
 
@@ -164,7 +165,7 @@ def test_a_job_of_slurm_itself(tmp_path):
     if subprocess.run(["sinfo"], capture_output=True).returncode:
         pytest.skip("no cluster answers")
     begin = time.monotonic()
-    (entry,) = launcher(tmp_path, seconds=60, time_limit_s=1).run_all(specs("A1"))
+    (entry,) = launcher(tmp_path, seconds=30, time_limit_s=1).run_all(specs("A1"))
     assert entry["error"]["message"] == "over its time limit of 1 s" and time.monotonic() - begin < 60
     (entry,) = launcher(tmp_path).run_all(specs("A1"))
     assert entry["status"] == "ok"
