@@ -236,7 +236,7 @@ def test_two_hosts_go_on_together_when_one_has_lost_its_process(tmp_path):
 
 
 def test_a_host_that_nobody_joins_ends_with_the_reason():
-    (alone,) = agents(1, "--rdzv-conf", "join_timeout=1,read_timeout=1", "-m", "qa_lib", "run", "P1")
+    (alone,) = agents(1, "--rdzv-conf", "join_timeout=1", "-m", "qa_lib", "run", "P1")
     said = alone.communicate(timeout=LIMIT_S)[0]
     assert alone.returncode == 1 and said.splitlines()[-1].endswith("RendezvousTimeoutError")
 
