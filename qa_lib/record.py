@@ -434,6 +434,7 @@ def lock(run_dir: Path, name: str = ".lock"):
     """Hold the run's folder while working in it; RunTaken if another process does. Freed when the holder dies.
 
     `.lock` is held by who writes the record; a driver holds `.driver.lock` from before its kernel starts to the end.
+    For other hosts, where the file system hands locks on: run/slurm.py says which do.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     with open(run_dir / name, "w") as stream:

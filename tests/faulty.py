@@ -44,6 +44,6 @@ def break_step(fault: dict) -> None:
 if __name__ == "__main__":
     function, parts, runs, fault = *sys.argv[1:4], json.loads(sys.argv[4])
     together.call = lambda function, spec, runs: call(function, spec, runs, fault)
-    if os.environ.get("RANK") == str(fault.get("rank")):
+    if os.environ.get("RANK") == str(fault.get("rank")) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         break_step(fault)
     pkgutil.resolve_name(function)(launch.spec_from(parts), runs)

@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -240,6 +242,38 @@ def test_the_others_wait_until_the_first_has_its_turn():
     first.start()
     waiting.join(timeout=10)
     assert not waiting.is_alive()
+
+
+def agents(number: int, *options) -> list[subprocess.Popen]:
+    """torchrun on so many hosts of two, as together.py documents it, all of them this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    words = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "test", *options]
+    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", *words]
+    return [
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(number)
+    ]
+
+
+def test_two_hosts_go_on_together_when_one_has_lost_its_process(tmp_path):
+    spec = short()
+    fault = {"rank": 1, "step": 15, "kind": "killed"}
+    work = faulty.call("qa_lib.run.together:fit_as_one", spec, tmp_path, fault)[1:]
+    both = agents(2, "--rdzv-conf", "join_timeout=40", "--max-restarts", "1", *work)
+    said = [agent.communicate(timeout=LIMIT_S)[0] for agent in both]
+    assert [agent.returncode for agent in both] == [0, 0], said
+    entry = record.read_record(tmp_path / spec.run_path)
+    assert (entry["status"], entry["time"]["resumed_from_step"], entry["time"]["steps"]) == ("ok", 10, 30)
+    assert entry["parallel"]["world"] == 2 and entry["parallel"]["weights_equal"] is True
+    assert list((tmp_path / spec.run_path).glob("fault*")) == []
+
+
+def test_a_host_that_nobody_joins_ends_with_the_reason():
+    (alone,) = agents(1, "--rdzv-conf", "join_timeout=1", "-m", "qa_lib", "run", "P1")
+    said = alone.communicate(timeout=LIMIT_S)[0]
+    assert alone.returncode == 1 and said.splitlines()[-1].endswith("RendezvousTimeoutError")
 
 
 def test_run_starts_the_processes_by_itself(tmp_path):

@@ -189,7 +189,7 @@ MAY_IMPORT = {
     "app": "errors record data.squad score report",
     "__main__": "errors",
 }
-TORCH_FREE = "errors variants spec record run.plan run.sweep run.launch measure.trace report".split()
+TORCH_FREE = "errors variants spec record run.plan run.sweep run.slurm run.launch measure.trace report".split()
 
 
 NO_TORCH = """

@@ -141,7 +141,8 @@ def _finish_whole(spec: Spec, run_dir: Path, entry: dict, say) -> None:
         record.finish(run_dir, entry, "skipped", {"kind": "skipped", "message": spec.skip})
     else:
         record.finish(run_dir, entry, "ok")
-        Checkpoint.path_of(run_dir).unlink(missing_ok=True)
+        for old in [Checkpoint.path_of(run_dir), *run_dir.glob("fault-*.json")]:  # of processes that were restarted
+            old.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

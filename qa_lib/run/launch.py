@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from queue import SimpleQueue
+from typing import ClassVar, TextIO
 
 import psutil
 
@@ -61,16 +62,23 @@ def say_idle(machine: Machine, gpus: list[int] | None) -> None:
         print(f"one of {machine.gpus} GPUs has work at a time (rows of family P take more); --gpus {cards} uses all")
 
 
+PROBE = (
+    "import dataclasses, json; from qa_lib.measure.machine import environment, this_machine;"
+    "print(json.dumps([dataclasses.asdict(this_machine()), environment()]))"
+)
+
+
 def probe() -> tuple[Machine, dict]:
     """This machine and its environment, asked in a process of its own, since the driver must not hold a GPU."""
-    code = (
-        "import dataclasses, json; from qa_lib.measure.machine import environment, this_machine;"
-        "print(json.dumps([dataclasses.asdict(this_machine()), environment()]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", PROBE], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"this Python cannot load the lab: {done.stderr.strip().splitlines()[-1]}")
-    machine, env = json.loads(done.stdout.splitlines()[-1])
+    return probed(done.stdout)
+
+
+def probed(said: str) -> tuple[Machine, dict]:
+    """What PROBE has printed."""
+    machine, env = json.loads(said.splitlines()[-1])
     return Machine(**machine | {"backends": tuple(machine["backends"])}), env
 
 
@@ -158,6 +166,7 @@ class Launcher:
     active: list[Spec] = field(default_factory=list)  # whose processes are at work
     stopped: threading.Event = field(default_factory=threading.Event)
     why: str = ""  # it was stopped
+    idle: ClassVar = ("waiting",)  # statuses in which a run's time limit does not count
 
     def __post_init__(self):
         if absent := [gpu for gpu in self.gpus or [] if not 0 <= gpu < self.machine.gpus]:
@@ -243,20 +252,27 @@ class Launcher:
 
     def _work(self, spec: Spec, run_dir: Path, cards: tuple[int, ...]) -> dict:
         """The record of a run that has its process now. Raises RunTaken if another process works on it."""
-        begin, command = time.monotonic(), self.command(spec, self.runs)
-        env = environment(cards, self._shares(cards), spec.scale.threads)
-        env[DRIVER] = str((run_dir / DRIVER_LOCK).absolute())
+        begin, env = time.monotonic(), environment(cards, self._shares(cards), spec.scale.threads)
         with open(run_dir / "log.txt", "w") as log:
-            process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+            process = self._start(spec, run_dir, env, log)
         self.active.append(spec)
         try:
             reason = self._watch(process, spec)
         finally:
             self.active.remove(spec)
-            kill(process)
+            self._end(process, run_dir)
         with record.lock(run_dir):
             scrub(run_dir)
             return judge(spec, run_dir, reason, process.returncode, time.monotonic() - begin)
+
+    def _start(self, spec: Spec, run_dir: Path, env: dict[str, str], log: TextIO) -> subprocess.Popen:
+        """A run's process, which ends with this driver."""
+        env |= {DRIVER: str((run_dir / DRIVER_LOCK).absolute())}
+        return subprocess.Popen(self.command(spec, self.runs), env=env, stdout=log, stderr=subprocess.STDOUT)
+
+    def _end(self, process: subprocess.Popen, run_dir: Path) -> None:
+        """See that nothing of a run is at work any more."""
+        kill(process)
 
     def _shares(self, cards: tuple[int, ...]) -> bool:
         """Whether other runs of ours train on one of these cards at the same time."""
@@ -272,7 +288,7 @@ class Launcher:
             if self.stopped.wait(POLL_S):
                 return self.why
             now = time.monotonic()
-            if record.read_record(self.runs / spec.run_path)["status"] != "waiting":
+            if record.read_record(self.runs / spec.run_path)["status"] not in self.idle:
                 used += now - seen
             seen = now
             if used > limit:

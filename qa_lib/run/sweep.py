@@ -19,6 +19,7 @@ from tqdm import tqdm
 from qa_lib import record
 from qa_lib.errors import UserError, printable
 from qa_lib.record import duration
+from qa_lib.run import slurm
 from qa_lib.run.launch import ROOT, Launcher, add_launcher_arguments, probe, say_idle
 from qa_lib.run.plan import add_rows, add_run_arguments, add_several, add_source_arguments, own_of, plan, rows_of
 from qa_lib.spec import SCALES, Spec, find_scale
@@ -200,6 +201,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_arguments(parser)
     add_run_arguments(parser)
     add_launcher_arguments(parser)
+    parser.add_argument("--launcher", choices=["local", "slurm"], default="local", help="where runs go (%(default)s)")
     parser.add_argument("--share", action="store_true", help="runs on one card train at once; records no times")
     parser.add_argument("--plan", action="store_true", help="say what would run, and run nothing")
     parser.add_argument("--force", action="store_true", help="run again what is finished, too")
@@ -213,11 +215,15 @@ def main(args: argparse.Namespace) -> int:
     task = find_scale(args.scale).task
     every = [row.name for row in VARIANTS.values() if row.task == task]
     names = every if args.variants is args.family is None else rows_of(args)
-    machine, env = probe()
-    say_idle(machine, args.gpus)
-    launcher = Launcher(
+    if args.launcher == "slurm" and (args.gpus or args.share):
+        raise UserError("--gpus and --share are for this machine's cards; Slurm gives each run cards of its own")
+    machine, env = slurm.probe(args.runs, args.world) if args.launcher == "slurm" else probe()
+    kind = {"local": Launcher, "slurm": slurm.SlurmLauncher}[args.launcher]
+    launcher = kind(
         args.runs, machine, env, args.gpus, args.share, args.force, (args.retry,), notebook_command, args.time_limit
     )
+    if args.launcher == "local":
+        say_idle(machine, args.gpus)
     specs = plan(names, args.scale, args.seeds, args.data, args.model, args.micro_batch, machine, **own_of(args))
     if args.plan:
         for spec in specs:

@@ -1,10 +1,21 @@
 """One run in several processes: torchrun starts them, ends them together, and its record says which failed first.
 
 `fit_together` starts `supervise` in a process of its own, which is torchrun itself, and torchrun starts `fit_as_one` in
-each of the run's processes. Over several hosts the same command line is given to torchrun by hand on each of them:
+each of the run's processes. Over several hosts that share the runs folder, torchrun is given the same command line on
+each of them; the first process writes the record. As a job of Slurm on two nodes of four GPUs:
 
-    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
+    #!/bin/bash
+    #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=4 --time=60
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else processes that are restarted wait for those before them
+    head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    srun --kill-on-bad-exit torchrun --nnodes 2 --nproc-per-node 4 --max-restarts 3 \\
+        --rdzv-backend c10d --rdzv-endpoint "$head:29400" --rdzv-id "$SLURM_JOB_ID" \\
+        --rdzv-conf join_timeout=40,read_timeout=20 \\
         -m qa_lib run P-fast --scale bench --world 8
+
+Without Slurm, what `srun` starts is started by hand on each host, with one of them as "$head". The last line but one is
+for hosts that never meet: torchrun then ends within a minute, and its last line says RendezvousTimeoutError where the
+others did not come, or RendezvousConnectionError where the first was not found.
 
 torch is imported where it is needed and not at the top: the processes that only start others need none.
 """

@@ -1,0 +1,171 @@
+"""Runs as jobs of Slurm: against a stand-in for its commands, and against Slurm itself where that is."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from qa_lib import record
+from qa_lib.__main__ import main
+from qa_lib.errors import UserError
+from qa_lib.run import slurm
+from qa_lib.run.plan import plan
+from qa_lib.spec import Machine
+
+# A job is a process of the stand-in: its number is kept by the job's name, its words by one line of a file.
+SBATCH = """#!/bin/sh
+here=$(dirname "$0")
+echo "$@" >> "$here/asked"
+for word in "$@"; do
+  case $word in
+    --output=*) output=${word#*=} ;;
+    --wrap=*) command=${word#*=} ;;
+    --job-name=*) name=${word#*=} ;;
+    --gpus=9) echo "sbatch: error: Requested node configuration is not available" >&2; exit 1 ;;
+  esac
+done
+echo "Submitted batch job 1"
+setsid sh -c "$command" >> "$output" 2>&1 &
+echo $! > "$here/job-$name"
+wait $!
+"""
+SCANCEL = """#!/bin/sh
+here=$(dirname "$0")
+echo "$2" >> "$here/cancelled"
+test -e "$here/job-$2" && kill -TERM "-$(cat "$here/job-$2")" 2> /dev/null
+rm -f "$here/job-$2"
+"""
+# What a run leaves, without one: `python -c RUN HASH FOLDER SECONDS` goes on for that long.
+RUN = """
+import sys, time
+from pathlib import Path
+from qa_lib import record
+run_dir = Path(sys.argv[1])
+entry = record.read_record(run_dir)
+record.write_record(run_dir, entry | {"status": "running"})
+time.sleep(float(sys.argv[2]))
+entry["time"]["steps"] = entry["spec"]["planned_steps"]
+record.finish(run_dir, entry, "ok")
+print("the last word")
+"""
+CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """The folder of a stand-in for Slurm, whose commands are the only ones found before the system's."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in {"sbatch": SBATCH, "scancel": SCANCEL, "sinfo": "#!/bin/sh\necho gpu:h100:8"}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+def launcher(runs, seconds=0.0, **more):
+    def command(spec, runs):
+        return [sys.executable, "-c", RUN, str(runs / spec.run_path), str(seconds)]
+
+    return slurm.SlurmLauncher(runs, CPU, {}, command=command, **more)
+
+
+def specs(*rows, **changes):
+    return [dataclasses.replace(spec, **changes) for spec in plan(rows, "smoke", data="synthetic:40", machine=CPU)]
+
+
+def asked(cluster):
+    """What each sbatch was asked for."""
+    return [line for line in (cluster / "asked").read_text().splitlines() if line.startswith("--wait")]
+
+
+def test_a_job_asks_for_what_its_run_takes_and_is_judged_as_a_run_here(cluster, tmp_path):
+    entries = launcher(tmp_path / "runs").run_all(specs("A1", "P1"))
+    assert [entry["status"] for entry in entries] == ["ok", "ok"]
+    one, two = sorted(asked(cluster), key=lambda line: "P1" in line)
+    assert "--cpus-per-task=1 " in one and "--cpus-per-task=2 " in two and "--time=15 " in one
+    assert "--gpus" not in one + two, "these are runs on CPUs"
+    log = (tmp_path / "runs" / specs("A1")[0].run_path / "log.txt").read_text()
+    assert log == "Submitted batch job 1\nthe last word\n"
+    assert launcher(tmp_path / "runs").run_all(specs("A1", "P1")) == entries
+    assert len(asked(cluster)) == 2, "what is finished is no job again"
+
+
+def test_what_slurm_refuses_is_in_the_record(cluster, tmp_path):
+    (entry,) = launcher(tmp_path).run_all(specs("P1", hardware="h100", world=9))
+    assert entry["status"] == "killed"
+    assert entry["error"]["message"].endswith("sbatch: error: Requested node configuration is not available")
+
+
+def test_a_job_over_its_limit_is_cancelled_and_the_queue_does_not_count(cluster, tmp_path):
+    (entry,) = launcher(tmp_path, seconds=30, time_limit_s=1).run_all(specs("A1"))
+    assert (entry["status"], entry["error"]["message"]) == ("killed", "over its time limit of 1 s")
+    assert len((cluster / "cancelled").read_text().splitlines()) == 2, "before it began, and at its end"
+    patient = launcher(tmp_path, time_limit_s=1)
+    patient.command = lambda spec, runs: ["sh", "-c", "sleep 2"]  # its record says `starting` all the while
+    (entry,) = patient.run_all(specs("A2"))
+    assert "before the run did" in entry["error"]["message"]
+
+
+def test_a_driver_that_is_stopped_cancels_its_job(cluster, tmp_path):
+    class Stopped(Exception):
+        pass
+
+    def look():
+        if any(json.loads(path.read_text())["status"] == "running" for path in tmp_path.glob("*/*/record.json")):
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        launcher(tmp_path, seconds=30).run_all(specs("A1"), look=look)
+    entry = record.read_record(tmp_path / specs("A1")[0].run_path)
+    assert (entry["status"], entry["error"]["message"]) == ("killed", "the driver was stopped by Stopped")
+    assert not list(cluster.glob("job-*"))
+
+
+def test_two_drivers_of_one_folder_submit_each_run_once(cluster, tmp_path):
+    rows, found = specs("A1", "A2", "A3"), []
+    drivers = [
+        threading.Thread(target=lambda: found.append(launcher(tmp_path, 0.5).run_all(rows)), daemon=True)
+        for _ in range(2)
+    ]
+    for driver in drivers:
+        driver.start()
+    for driver in drivers:
+        driver.join(timeout=60)
+    assert found[0] == found[1] and [entry["status"] for entry in found[0]] == ["ok"] * 3
+    assert len(asked(cluster)) == 3
+
+
+def test_a_node_is_asked_what_it_is_in_a_job_of_its_kind(cluster, tmp_path, monkeypatch):
+    said = [dataclasses.asdict(Machine("h100", gpus=1, sm=90)), {"gpu": "NVIDIA H100"}]
+    monkeypatch.setattr(slurm, "PROBE", f"print({json.dumps(said)!r})")
+    machine, env = slurm.probe(tmp_path / "runs", 4)
+    assert (machine.hardware, machine.gpus, env) == ("h100", 4, {"gpu": "NVIDIA H100"})
+    assert "--gpus=1 " in asked(cluster)[0] and not list((tmp_path / "runs").iterdir())
+    monkeypatch.setattr(slurm, "PROBE", "import nothing_of_the_kind")
+    with pytest.raises(UserError, match=r"no node can load the lab: ModuleNotFoundError.*nothing_of_the_kind"):
+        slurm.probe(tmp_path / "runs", None)
+
+
+def test_a_host_without_slurm_and_cards_of_this_machine_are_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = f"sweep --launcher slurm --scale smoke --runs {tmp_path}".split()
+    assert main(words) == 2 and capsys.readouterr().err == "error: sinfo: No such file or directory\n"
+    assert main([*words, "--gpus", "0"]) == 2 and capsys.readouterr().err.startswith("error: --gpus and --share are")
+
+
+@pytest.mark.skipif(not shutil.which("sbatch"), reason="Slurm is not installed")
+def test_a_job_of_slurm_itself(tmp_path):
+    if subprocess.run(["sinfo"], capture_output=True).returncode:
+        pytest.skip("no cluster answers")
+    begin = time.monotonic()
+    (entry,) = launcher(tmp_path, seconds=30, time_limit_s=1).run_all(specs("A1"))
+    assert entry["error"]["message"] == "over its time limit of 1 s" and time.monotonic() - begin < 60
+    (entry,) = launcher(tmp_path).run_all(specs("A1"))
+    assert entry["status"] == "ok"
