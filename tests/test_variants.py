@@ -187,7 +187,7 @@ MAY_IMPORT = {
     "run": "errors variants spec record data model measure train score",
     "report": "errors variants spec record measure.trace",
     "app": "errors record data.squad score report",
-    "__main__": "errors",
+    "__main__": "errors variants",
 }
 TORCH_FREE = "errors variants spec record run.plan run.sweep run.slurm run.launch measure.trace report".split()
 
