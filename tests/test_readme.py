@@ -20,9 +20,13 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+# A line that ends in a backslash goes on in the next.
+BLOCKS = [block.replace("\\\n", "") for block in re.findall(r"```bash\n(.*?)```", README, re.S)]
+
+
 def commands():
     """Every command line in README's shell blocks and in its inline code."""
-    lines = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines()]
+    lines = [line for block in BLOCKS for line in block.splitlines()]
     lines += re.findall(r"`((?:make|python -m|papermill|pip|git clone) [^`\n]+)`", README)
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
