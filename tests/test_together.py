@@ -45,7 +45,8 @@ def silent(_):
 
 def no_process_of_ours_is_left() -> bool:
     """Whether every torchrun below this process and all that it started are gone."""
-    return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE] == []
+    alive = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    return not any("qa_lib.run" in word for process in alive for word in process.cmdline())
 
 
 def test_the_record_is_of_all_processes_and_the_model_of_the_first(tmp_path):

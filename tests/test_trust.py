@@ -307,7 +307,8 @@ def test_a_checkpoint_may_hold_anything(tmp_path):
         model(torch.ones(3)).sum().backward()
         optimizer.step()
         scaler = torch.amp.GradScaler("cpu", enabled=False)
-        return model, Checkpoint(tmp_path, spec, model, optimizer, scaler, Alone(model, Ranks(torch.device("cpu"))))
+        alone = Alone(model, Ranks(torch.device("cpu")), spec.settings)
+        return model, Checkpoint(tmp_path, spec, model, optimizer, scaler, alone)
 
     model, kept = fresh()
     kept.save(7)
