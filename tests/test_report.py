@@ -513,6 +513,23 @@ def test_nothing_is_redrawn_unless_what_is_shown_changed(runs, quick, capsys, mo
     assert "(drawn)" in capsys.readouterr().out, "titles are sentences, and these have changed"
 
 
+def test_of_many_groups_without_figures_the_newest_get_them_at_once(runs, quick, capsys):
+    """Fifty would take minutes; each can be asked for, and keeps its figures up to date from then on."""
+    for path in list(runs.glob("cpu-smoke/*/record.json")):
+        entry = json.loads(path.read_text())
+        for day, group in enumerate(("old", "older", "oldest"), 1):
+            entry |= {"group": group}
+            entry["time"]["started"] = f"2026-01-0{5 - day}T00:00:00+00:00"
+            copy = runs / group / path.parent.name / "record.json"
+            copy.parent.mkdir(parents=True)
+            copy.write_text(json.dumps(entry))
+    call()
+    assert sorted(path.parent.name for path in Path("figures").glob("*/manifest.json")) == ["cpu-smoke", "old"]
+    assert "report --group oldest draws them" in capsys.readouterr().out
+    call("--group", "oldest")
+    assert Path("figures/oldest/manifest.json").exists()
+
+
 def test_the_newest_group_comes_last_and_one_can_be_asked_for(runs, quick, capsys):
     make(runs, "A1", machine=GPU)
     make(runs, "A2", machine=GPU)

@@ -13,7 +13,7 @@ import pandas as pd
 
 from qa_lib.errors import UserError, first_line, printable
 from qa_lib.record import write_atomically
-from qa_lib.report.gallery import draw, outdated, pictures
+from qa_lib.report.gallery import draw, outdated, pictures, read_manifest
 from qa_lib.report.readme import README, committed_groups, with_results
 from qa_lib.report.runs import ReportError, load_runs, searches, select
 from qa_lib.report.sentences import caption
@@ -21,6 +21,7 @@ from qa_lib.report.tables import result_table, summarise
 from qa_lib.report.text import terminal
 
 EXAMPLE = "example: python -m qa_lib report --runs runs --figures figures"
+AT_ONCE = 2  # of the groups that have no figures yet, the newest so many get them; a group takes seconds
 NOTEBOOK, RENDERED = Path("notebooks/report.ipynb"), Path("runs/h200-report.ipynb")
 
 
@@ -62,6 +63,8 @@ def main(args: argparse.Namespace) -> int:
     if args.group and args.group not in groups:
         raise ReportError(f"no group {args.group!r} below {args.runs}; there are {', '.join(groups)}")
     failed, tries = [], searches(runs)
+    bare = [group for group in groups if group not in tries and not read_manifest(args.figures / group)]
+    later = bare[:-AT_ONCE] if not args.group else []
     for group in [args.group] if args.group else groups:
         if group in tries:
             print(f"\n{group}: tries of a search, shown in the report of their hardware's other groups")
@@ -69,7 +72,7 @@ def main(args: argparse.Namespace) -> int:
         try:
             chosen = select(runs, group)
             lines = summarise(chosen)
-            drawn = draw(chosen, args.figures / group)
+            drawn = group not in later and draw(chosen, args.figures / group)
             said = printable(f"\n{terminal(result_table(lines))}\n\n{caption(chosen, lines)}")
         except UserError as problem:
             failed.append(str(problem))
@@ -78,7 +81,10 @@ def main(args: argparse.Namespace) -> int:
             failed.append(f"group {group!r} cannot be shown: {type(problem).__name__}, {first_line(problem)}")
             continue
         print(said)
-        print(f"Figures: {args.figures / group} ({'drawn' if drawn else 'up to date'})")
+        if group in later:
+            print(f"Figures: none yet; python -m qa_lib report --group {group} draws them")
+        else:
+            print(f"Figures: {args.figures / group} ({'drawn' if drawn else 'up to date'})")
     if args.readme:
         write_atomically(README, with_results(runs, args.runs, args.figures)[1])
         print(f"Results written into {README}")
