@@ -57,7 +57,7 @@ def main() -> None:
     args = parser.parse_args()
     runs, figures = args.folder / "runs", args.folder / "figures"
     write(runs, args.records, args.groups)
-    for what in ("report, all drawn", "report again"):
+    for what in ("first report", "report again"):
         print(f"{what}: {timed('report', '--runs', str(runs), '--figures', str(figures)):.1f} s", flush=True)
     file = ("report", "--runs", str(runs), "--figures", str(figures), "--html", str(args.folder / "page.html"))
     print(f"dashboard as a file, all groups: {timed(*file):.1f} s", flush=True)
