@@ -26,6 +26,7 @@ from qa_lib.train.checkpoint import digest_of
 from qa_lib.train.engine import train
 from qa_lib.train.optim import clip
 from qa_lib.train.parallel import Ranks, gathered
+from tests.tiny import StopAfter
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
 DEVICE = torch.device("cpu")
@@ -58,18 +59,6 @@ class Unequal:
 
     def __getattr__(self, name):
         return getattr(self.batches, name)
-
-
-class StopAfter(Unequal):
-    """Batches that stop the run when the step after `steps` asks for its micro-batches."""
-
-    def __init__(self, batches, steps):
-        self.batches, self.last = batches, steps
-
-    def step(self, step):
-        if step == self.last:
-            raise KeyboardInterrupt
-        return self.batches.step(step)
 
 
 def losses_of(run_dir: Path) -> list[float]:

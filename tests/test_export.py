@@ -14,13 +14,16 @@ from qa_lib.spec import Machine
 
 @pytest.fixture
 def runs(tmp_path):
-    """A run of two steps, whose first has no finite loss; and one that was skipped and has no step log."""
+    """A run of two steps, whose first has no finite loss, and of a third whose line was being written; and one that was
+    skipped and has no step log."""
     done, skipped = plan(["A1", "D1-nvfuser"], "smoke", data="synthetic:40", machine=Machine())
     entry = record.new_record(done, {"gpu": None})
     entry["quality"]["f1"], entry["time"]["steps"] = 81.5, 2
     record.finish(tmp_path / done.run_path, entry, "ok")
     lines = [{"step": 1, "loss": None, "lr": 1e-3, "ms": 5.0}, {"step": 2, "loss": 0.5, "lr": 1e-3, "ms": 4.0}]
-    (tmp_path / done.run_path / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / done.run_path / "steps.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "lo'
+    )
     record.finish(tmp_path / skipped.run_path, record.new_record(skipped, {"gpu": None}), "skipped")
     return tmp_path
 

@@ -21,6 +21,7 @@ from qa_lib.train.loop import train
 from qa_lib.train.optim import build_optimizer, learning_rate
 from qa_lib.train.parallel import Ranks
 from qa_lib.train.steplog import NonFiniteLoss, StepLog
+from tests.tiny import StopAfter
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
 DEVICE = torch.device("cpu")
@@ -142,7 +143,7 @@ def test_resume_is_exact_from_any_checkpoint(variant, features, tmp_path):
     whole = weights(trained(spec, features, tmp_path / "whole")[0])
     for stop in (1, 3, 5):
         run_dir = tmp_path / f"stopped-at-{stop}"
-        killed = KillAfter(batches_of(features, spec), stop)
+        killed = StopAfter(batches_of(features, spec), stop)
         run_dir.mkdir()
         with pytest.raises(KeyboardInterrupt):
             train(build_model(spec), killed, spec, DEVICE, run_dir, quiet)
@@ -154,27 +155,12 @@ def test_resume_is_exact_from_any_checkpoint(variant, features, tmp_path):
         assert steps == list(range(1, spec.scale.steps + 1))
 
 
-class KillAfter:
-    """Batches that stop the run when the step after `steps` asks for its micro-batches."""
-
-    def __init__(self, batches, steps):
-        self.batches, self.last = batches, steps
-
-    def step(self, step):
-        if step == self.last:
-            raise KeyboardInterrupt
-        return self.batches.step(step)
-
-    def __getattr__(self, name):
-        return getattr(self.batches, name)
-
-
 def test_a_checkpoint_of_another_run_is_not_taken(features, tmp_path):
     spec = spec_of("A1", checkpoint_every=2)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     with pytest.raises(KeyboardInterrupt):
-        train(build_model(spec), KillAfter(Batches(features, spec), 4), spec, DEVICE, run_dir, quiet)
+        train(build_model(spec), StopAfter(Batches(features, spec), 4), spec, DEVICE, run_dir, quiet)
     assert Checkpoint.path_of(run_dir).exists()
     other = dataclasses.replace(spec, seed=1)
     assert trained(other, features, run_dir)[3:] == (0, "began anew, since its checkpoint is of another run")
@@ -208,7 +194,7 @@ def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_run_begins_anew(dam
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     with pytest.raises(KeyboardInterrupt):
-        train(build_model(spec), KillAfter(Batches(features, spec), 4), spec, DEVICE, run_dir, quiet)
+        train(build_model(spec), StopAfter(Batches(features, spec), 4), spec, DEVICE, run_dir, quiet)
     spoil, said = DAMAGE[damage]
     spoil(Checkpoint.path_of(run_dir))
     whole = weights(trained(spec, features, tmp_path / "whole")[0])
@@ -222,7 +208,7 @@ def test_a_checkpoint_of_other_code_is_not_gone_on_from(features, tmp_path, monk
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     with pytest.raises(KeyboardInterrupt):
-        train(build_model(spec), KillAfter(Batches(features, spec), 4), spec, DEVICE, run_dir, quiet)
+        train(build_model(spec), StopAfter(Batches(features, spec), 4), spec, DEVICE, run_dir, quiet)
     monkeypatch.setattr("qa_lib.train.checkpoint.code_digest", lambda: "of a changed line")
     begin, refused = trained(spec, features, run_dir)[3:]
     assert begin == 0 and "is of other code (commit" in refused

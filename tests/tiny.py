@@ -40,3 +40,18 @@ def checkpoint(model_type: str, folder: Path) -> str:
     AutoModelForQuestionAnswering.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+class StopAfter:
+    """Batches that stop the run when the step after `steps` asks for its micro-batches."""
+
+    def __init__(self, batches, steps):
+        self.batches, self.last = batches, steps
+
+    def step(self, step):
+        if step == self.last:
+            raise KeyboardInterrupt
+        return self.batches.step(step)
+
+    def __getattr__(self, name):
+        return getattr(self.batches, name)

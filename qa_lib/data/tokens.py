@@ -6,8 +6,6 @@ given, a byte-level BPE (Sennrich et al. 2016, Radford et al. 2019) is learnt fr
 arrays are cached by the content that they were made of, and arrays are memory-mapped from there.
 """
 
-import hashlib
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from qa_lib.data.load import Data
 from qa_lib.data.text import SEPARATOR, TextSource, open_text
 from qa_lib.data.tokenise import bare, build_tokenizer
-from qa_lib.data.windows import default_cache, load_entry, store_entry
+from qa_lib.data.windows import cache_key, default_cache, load_entry, store_entry
 from qa_lib.errors import UserError
 from qa_lib.spec import Spec, find_shape
 
@@ -156,4 +154,4 @@ def _chunks(lines: Iterator[str]) -> Iterator[list[str]]:
 
 
 def _folder(kind: str, parts: list):
-    return default_cache() / f"{kind}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}"
+    return default_cache() / f"{kind}-{cache_key(parts)}"

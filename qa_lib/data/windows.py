@@ -253,7 +253,12 @@ def default_cache() -> Path:
 def _key(source: Source, backend, layout: Layout, max_length: int, stride: int) -> str:
     """Hash of all that the windows depend on."""
     parts = [CACHE_VERSION, tokenizers.__version__, source.sha256, source.fix_spans, asdict(layout), max_length, stride]
-    return hashlib.sha256(json.dumps([*parts, backend.to_str()]).encode()).hexdigest()[:32]
+    return cache_key([*parts, backend.to_str()])
+
+
+def cache_key(parts: list) -> str:
+    """The name of a cache entry that is made of these, which JSON takes."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 def load_entry(folder: Path, kind: type):

@@ -17,6 +17,7 @@ from qa_lib.report.runs import NotMeasured
 from qa_lib.report.sentences import caption, findings
 from qa_lib.report.tables import result_table, summarise
 
+MANIFEST = "manifest.json"
 Pictures = tuple[dict[str, tuple[str, bytes]], dict[str, str]]  # {name: (title, PNG)}, {name: why it is not drawn}
 
 
@@ -55,7 +56,7 @@ def read_manifest(folder: Path) -> dict:
     read or deleted.
     """
     try:
-        found = strict_json((folder / "manifest.json").read_text(encoding="utf-8"))
+        found = strict_json((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     parts = ("records", "figures", "not_drawn")
@@ -129,5 +130,5 @@ def draw(runs: pd.DataFrame, folder: Path) -> bool:
     for name in read_manifest(folder).get("figures", {}).keys() - new["figures"].keys():
         (folder / name).unlink(missing_ok=True)
     # Last, so that a manifest never vouches for a figure that was not written.
-    write_atomically(folder / "manifest.json", json.dumps(new, indent=1, ensure_ascii=False) + "\n")
+    write_atomically(folder / MANIFEST, json.dumps(new, indent=1, ensure_ascii=False) + "\n")
     return True

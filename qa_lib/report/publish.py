@@ -13,7 +13,7 @@ import pandas as pd
 
 from qa_lib.errors import UserError, first_line, printable
 from qa_lib.record import write_atomically
-from qa_lib.report.gallery import draw, outdated, pictures, read_manifest
+from qa_lib.report.gallery import MANIFEST, draw, outdated, pictures
 from qa_lib.report.readme import README, committed_groups, with_results
 from qa_lib.report.runs import ReportError, load_runs, searches, select
 from qa_lib.report.sentences import caption
@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
     if args.group and args.group not in groups:
         raise ReportError(f"no group {args.group!r} below {args.runs}; there are {', '.join(groups)}")
     failed, tries = [], searches(runs)
-    bare = [group for group in groups if group not in tries and not read_manifest(args.figures / group)]
+    bare = [group for group in groups if group not in tries and not (args.figures / group / MANIFEST).exists()]
     later = bare[:-AT_ONCE] if not args.group else []
     for group in [args.group] if args.group else groups:
         if group in tries:

@@ -10,6 +10,7 @@ share (the scale's `stride`), or from all there are.
 import json
 import math
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from qa_lib.data.load import Data
 from qa_lib.model.build import DTYPES
 from qa_lib.model.encoders import most_tokens
+from qa_lib.record import write_atomically
 from qa_lib.spec import Spec
 
 BATCH_TOKENS = 16_384  # of windows in one forward pass
@@ -37,9 +39,7 @@ def evaluate(model: torch.nn.Module, data: Data, spec: Spec, device: torch.devic
         tokens = torch.from_numpy(text.tokens.astype("int64"))
         nats = total_nats(model, tokens, spec.scale.max_length, spec.scale.stride)
         written = continuations(model, data.tokenizer, prompts(data.validation.lines()))
-    folder = run_dir / "answers"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "continuations.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    write_atomically(run_dir / "answers" / "continuations.json", json.dumps(written, indent=1) + "\n")
     n = len(tokens) - 1
     return {
         "word_perplexity": _perplexity(nats, text.words),
@@ -87,12 +87,11 @@ def total_nats(model: torch.nn.Module, tokens: torch.Tensor, length: int, shared
 
 def prompts(lines: Iterator[str]) -> list[tuple[str, str]]:
     """The beginnings of the first lines that are long enough, and how the text goes on."""
-    found = []
-    for line in lines:
-        words = line.split()
-        if len(words) >= 2 * PROMPT_WORDS and len(found) < PROMPTS:
-            found.append((" ".join(words[:PROMPT_WORDS]), " ".join(words[PROMPT_WORDS : 2 * PROMPT_WORDS])))
-    return found
+    long_enough = (words for words in map(str.split, lines) if len(words) >= 2 * PROMPT_WORDS)
+    return [
+        (" ".join(words[:PROMPT_WORDS]), " ".join(words[PROMPT_WORDS : 2 * PROMPT_WORDS]))
+        for words in islice(long_enough, PROMPTS)
+    ]
 
 
 def continuations(model: torch.nn.Module, tokenizer, beginnings: list[tuple[str, str]]) -> list[dict]:
