@@ -72,12 +72,16 @@ SCALES = {
             time_limit_s=300, threads=1,
         ),
         Scale(name="bench", steps=600),
+        # Of rows in several processes, which start slowly: as many steps as their speed takes.
+        Scale(name="parallel", steps=150, measure_from=50),
         # The seeds' protocol for memory: one step to settle, one to measure, each of one micro-batch.
         Scale(name="vram", effective_batch=None, steps=2, measure_from=1, time_limit_s=900),
         # For the search of the largest micro-batch under a cap on memory.
         Scale(name="fit", effective_batch=None, steps=60, measure_from=30, time_limit_s=900),
         # For differences between rows with intervals over seeds; 2e-4 was the best rate tried for A1 (group *-tune).
         Scale(name="quality", model="", data="", learning_rate=2e-4, **_TO_COMPARE),
+        # For what a batch is worth: the noise of gradients, steps to one loss (rows of family P, with --batch).
+        Scale(name="slides", model="", data="", learning_rate=2e-4, **_TO_COMPARE),
         Scale(name="full", checkpoint_every=500, time_limit_s=6 * 3600, **_TO_COMPARE),
         Scale(name="local", model="", data="", checkpoint_every=500, time_limit_s=6 * 3600, **_TO_COMPARE),
         Scale(
@@ -351,12 +355,14 @@ def resolve(
     learning_rate: float | None = None,
     stages: int | None = None,
     max_length: int | None = None,
+    batch: int | None = None,
 ) -> Spec:
     """Variant x scale x seed to the spec of one run on this machine.
 
     `data` and `model` are identities and `*_source` where to load them from (see Spec). `micro_batch` replaces the
-    row's, `epochs`, `learning_rate` and `max_length` the scale's, unless they are 0 or None; without `world` a parallel
-    row has WORLD processes, and without `stages` a pipeline goes through all of them. Raises UnknownName, and SpecError
+    row's, `epochs`, `learning_rate`, `max_length` and `batch` (features of an optimizer step) the scale's, unless they
+    are 0 or None; without `world` a parallel row has WORLD processes, and without `stages` a pipeline goes through all
+    of them. Raises UnknownName, and SpecError
     for a row of another task and a number that cannot be.
     """
     asked, size = find_variant(variant).settings, find_scale(scale)
@@ -374,6 +380,8 @@ def resolve(
         size = dataclasses.replace(size, learning_rate=learning_rate)
     if max_length:
         size = dataclasses.replace(size, max_length=max_length)
+    if batch:
+        size = dataclasses.replace(size, effective_batch=batch, batch_tokens=None)
     if not size.stride < size.max_length <= (size.batch_tokens or size.max_length):
         raise SpecError(
             f"{size.max_length} tokens are too few or too many: scale {scale!r} takes more than {size.stride}, which "

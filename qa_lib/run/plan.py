@@ -36,11 +36,13 @@ def plan(
     learning_rate: float | None = None,
     stages: int | None = None,
     max_length: int | None = None,
+    batch: int | None = None,
 ) -> list[Spec]:
     """The specs of variants x seeds at a scale, in that order: all rows with the first seed come first, each once.
 
-    `data` and `model` (paths, or hub names), `epochs`, `learning_rate` and `max_length` replace the scale's own,
-    `micro_batch`, `world` (processes) and `stages` (of a pipeline) the row's, unless they are empty or 0; `machine` is
+    `data` and `model` (paths, or hub names), `epochs`, `learning_rate`, `max_length` and `batch` (features of an
+    optimizer step) replace the scale's own, `micro_batch`, `world` (processes) and `stages` (of a pipeline) the row's,
+    unless they are empty or 0; `machine` is
     this one unless given. Raises SpecError for a name or number that cannot be, before files and the hub are asked, and
     UserError for what is not to be had.
     """
@@ -54,7 +56,8 @@ def plan(
 
         machine = this_machine()
 
-    own = {"world": world, "epochs": epochs, "learning_rate": learning_rate, "stages": stages, "max_length": max_length}
+    own = {"world": world, "epochs": epochs, "learning_rate": learning_rate, "stages": stages}
+    own |= {"max_length": max_length, "batch": batch}
     specs = [
         resolve(variant, scale, seed, machine, {}, {}, data, model, micro_batch, **own)
         for seed in dict.fromkeys(seeds)
@@ -182,6 +185,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `run` and `sweep`: what a run may have otherwise than its row and its scale say."""
     parser.add_argument("--world", type=one_or_more, metavar="N", help="processes of a P row, one a GPU (rows: 2)")
     parser.add_argument("--stages", type=one_or_more, metavar="N", help="of them in one pipeline (rows: all)")
+    parser.add_argument("--batch", type=one_or_more, metavar="N", help="features in an optimizer step (its scale's)")
     parser.add_argument("--epochs", type=one_or_more, metavar="N", help="passes over the data (its scale's)")
     parser.add_argument(
         "--learning-rate", type=float, metavar="X", help="its peak, before a recipe's factor (its scale's)"
@@ -193,7 +197,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def own_of(args: argparse.Namespace) -> dict:
     """What add_run_arguments has read, as `plan` takes it."""
-    return {name: getattr(args, name) for name in ("world", "stages", "epochs", "learning_rate", "max_length")}
+    return {name: getattr(args, name) for name in ("world", "stages", "batch", "epochs", "learning_rate", "max_length")}
 
 
 def one_or_more(text: str) -> int:

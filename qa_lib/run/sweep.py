@@ -75,8 +75,11 @@ def notebook_parameters(spec: Spec, runs: Path) -> dict:
     }
     if spec.asked.parallel != "none":
         values |= {"world": spec.world} | ({"stages": spec.stages} if spec.stages > 1 else {})
-    own = {name: getattr(spec.scale, name) for name in ("epochs", "learning_rate", "max_length")}
-    return values | {name: value for name, value in own.items() if value != getattr(SCALES[spec.scale.name], name)}
+    scale, usual = spec.scale, SCALES[spec.scale.name]
+    if (scale.effective_batch, scale.batch_tokens) != (usual.effective_batch, usual.batch_tokens):
+        values["batch"] = scale.effective_batch
+    own = {name: getattr(scale, name) for name in ("epochs", "learning_rate", "max_length")}
+    return values | {name: value for name, value in own.items() if value != getattr(usual, name)}
 
 
 def _from_root(path: str | Path) -> str:
