@@ -138,8 +138,9 @@ class Parallel:
     """How several processes shared a run, `world` of them at its end, which have `replicas` models; null for a run of
     one. A pipeline has `stages`, a `schedule` and a `bubble`, the share of a step in which the process that waits most
     does so, beside what the formula says (train/pipeline.py). `link` is how the GPUs are connected: machine.link();
-    `rank_*` have a value for each process, by its rank; `allreduce_gbs` is the bus bandwidth of one reduction,
-    `goodput` features a second times `efficiency` (measure/goodput.py)."""
+    `rank_*` have a value for each process, by its rank; `allreduce_gbs` is the bus bandwidth of one reduction; of a
+    step, `busy_ms` is how long a GPU computes and `exposed_ms` how long it only communicates, means over the processes
+    (measure/overlap.py); `goodput` is features a second times `efficiency` (measure/goodput.py)."""
 
     world: int | None = None
     replicas: int | None = None
@@ -150,6 +151,8 @@ class Parallel:
     backend: str | None = None
     link: str | None = None
     allreduce_gbs: Number = None
+    busy_ms: Number = None
+    exposed_ms: Number = None
     rank_peak_mib: dict | None = None
     rank_step_ms: dict | None = None
     weights_equal: bool | None = None

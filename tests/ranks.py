@@ -25,7 +25,8 @@ from qa_lib.train import loop, masters
 from qa_lib.train.checkpoint import digest_of
 from qa_lib.train.engine import train
 from qa_lib.train.optim import clip
-from qa_lib.train.parallel import Ranks, gathered
+from qa_lib.train.parallel import gathered
+from qa_lib.train.ranks import Ranks
 from tests.tiny import StopAfter
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)

@@ -2,9 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 
 from qa_lib.measure.goodput import REFERENCE, efficiency, noise
+from qa_lib.measure.overlap import busy_and_exposed
 from qa_lib.record import Noise
+from qa_lib.train.parallel import Flat, square_norm
+from qa_lib.train.ranks import FORGET, Ranks
+from qa_lib.variants import Settings
 
 SIZE, LENGTH, SPREAD = 200, 3.0, 0.7  # elements of a gradient, norm of the true one, noise of an element
 PHI = SIZE * SPREAD**2 / LENGTH**2
@@ -45,3 +50,47 @@ def test_efficiency_is_1_at_the_reference_and_falls_to_the_share_of_it():
         assert REFERENCE / batch < efficiency(found, batch) < 1
     assert efficiency(Noise(sqr=-0.1, var=5.0), 64) is None, "noise has hidden the gradient"
     assert efficiency(Noise(), 64) is None
+
+
+def test_a_process_alone_compares_its_first_micro_batch_with_all():
+    model, ranks = torch.nn.Linear(3, 1), Ranks(torch.device("cpu"))
+    ranks.parts, ranks.batch = 4, 8
+    sharing, micro_batches = Flat(model, ranks, Settings(precision="fp32")), torch.randn(4, 2, 3)
+    for number, inputs in enumerate(micro_batches, 1):
+        with sharing.micro_batch(last=number == 4):
+            (model(inputs).square().mean() / 4).backward()
+    whole = square_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    sharing.reduce()
+    model.zero_grad()
+    model(micro_batches[0]).square().mean().backward()
+    first = square_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    torch.testing.assert_close(ranks.norms, FORGET * torch.stack([first, whole]))
+    found, expected = ranks.noise(steps=1), noise(float(first), float(whole), 4, 2)
+    assert (found.sqr, found.var, found.steps) == (pytest.approx(expected.sqr), pytest.approx(expected.var), 1)
+
+
+def test_a_process_alone_with_one_micro_batch_says_nothing():
+    model, ranks = torch.nn.Linear(3, 1), Ranks(torch.device("cpu"))
+    sharing = Flat(model, ranks, Settings(precision="fp32"))
+    with sharing.micro_batch(last=True):
+        model(torch.randn(2, 3)).square().mean().backward()
+    sharing.reduce()
+    assert ranks.noise(steps=1) == Noise()
+
+
+def test_what_a_gpu_only_communicates_is_exposed():
+    def kernel(name: str, begin: float, length: float) -> dict:
+        return {"cat": "kernel", "name": name, "ts": begin, "dur": length}
+
+    events = [
+        kernel("ncclDevKernel_AllReduce", 0, 1000),  # alone for its first half
+        kernel("gemm", 500, 700),
+        kernel("gelu", 600, 100),  # beside another kernel on a second stream
+        kernel("ncclDevKernel_SendRecv", 2000, 300),  # after a while in which nothing runs
+        kernel("ncclDevKernel_SendRecv", 2100, 400),
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 2400, "dur": 50},
+        {"cat": "gpu_user_annotation", "name": "forward", "ts": 0, "dur": 9000},
+        {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9000},
+    ]
+    assert busy_and_exposed(events) == (pytest.approx(0.75), pytest.approx(0.95))
+    assert busy_and_exposed([]) == (0, 0)

@@ -19,7 +19,7 @@ import torch
 from qa_lib import record
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
-from qa_lib.train.parallel import Ranks
+from qa_lib.train.ranks import Ranks
 from qa_lib.train.steplog import StepLog
 
 ROOT = Path(__file__).parent.parent

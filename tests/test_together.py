@@ -24,7 +24,7 @@ from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.run.together import fault_path, tell_fault
 from qa_lib.spec import Machine
-from qa_lib.train.parallel import Ranks
+from qa_lib.train.ranks import Ranks
 from qa_lib.variants import SpecError
 from tests import faulty
 from tests.ranks import losses_of

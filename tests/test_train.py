@@ -19,7 +19,7 @@ from qa_lib.spec import Machine
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.loop import train
 from qa_lib.train.optim import build_optimizer, learning_rate
-from qa_lib.train.parallel import Ranks
+from qa_lib.train.ranks import Ranks
 from qa_lib.train.steplog import NonFiniteLoss, StepLog
 from tests.tiny import StopAfter
 

@@ -9,7 +9,8 @@ and data: how a batch is spread over GPUs does not change it.
 
 Neither |G|^2 nor tr(S) can be seen, but each process's gradient and their mean are two batches of different size, and
 the expected square of a gradient's norm is |G|^2 + tr(S) / batch. Two sizes give both unknowns. They are averaged over
-steps each by itself and divided then: the ratio of one step is biased and has no mean.
+steps each by itself and divided then: the ratio of one step is biased and has no mean. A process alone compares its
+first micro-batch with all of them.
 """
 
 from qa_lib.record import Noise
@@ -17,19 +18,22 @@ from qa_lib.record import Noise
 REFERENCE = 32  # features of the batch whose efficiency is 1: the effective batch of the seeds' recipe
 
 
-def noise(own: float, mean: float, processes: int, features: int) -> Noise:
-    """|G|^2 (`sqr`) and tr(S) of a feature (`var`), from the mean square norm of the gradients that each of the
-    `processes` has over `features` of its own, and the square norm of their mean; unbiased, so that each may come out
-    negative where steps are few. McCandlish et al., appendix A.1."""
-    sqr = (processes * mean - own) / (processes - 1)
-    var = (own - mean) * processes * features / (processes - 1)
+def noise(own: float, mean: float, parts: int, features: int) -> Noise:
+    """|G|^2 (`sqr`) and tr(S) of a feature (`var`), from the mean square norm of the gradient of one of a step's equal
+    `parts`, which has so many `features`, and that of the mean of all; unbiased, so that each may come out negative
+    where steps are few. McCandlish et al., appendix A.1."""
+    sqr = (parts * mean - own) / (parts - 1)
+    var = (own - mean) * parts * features / (parts - 1)
     return Noise(sqr=sqr, var=var)
+
+
+def noise_scale(noise: Noise) -> float | None:
+    """phi, in features; None where the noise has hidden the gradient."""
+    return None if noise.sqr is None or noise.sqr <= 0 or noise.var < 0 else noise.var / noise.sqr
 
 
 def efficiency(noise: Noise, batch: int) -> float | None:
     """Progress by feature with that batch, relative to REFERENCE: (phi + M0) / (phi + M), equation 7 of Pollux. None
     where the noise has hidden the gradient."""
-    if noise.sqr is None or noise.sqr <= 0 or noise.var < 0:
-        return None
-    phi = noise.var / noise.sqr
-    return (phi + REFERENCE) / (phi + batch)
+    phi = noise_scale(noise)
+    return None if phi is None else (phi + REFERENCE) / (phi + batch)

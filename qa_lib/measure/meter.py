@@ -99,7 +99,7 @@ class Meter:
     def __init__(self, device: torch.device, warm_up: int, peak_from: int = PEAK_FROM):
         self.device, self.warm_up, self.peak_from = device, warm_up, min(peak_from, warm_up)
         self.laps, self.times, self.counts = [], [], []
-        self.joules_before = None
+        self.joules_before = self.joules_after = None
         self.resume()
 
     def resume(self) -> None:
@@ -125,6 +125,11 @@ class Meter:
             self.joules_before = joules(self.device)
             self.resume()
 
+    def stop(self) -> None:
+        """The last step is done; what comes after it is not measured."""
+        self.flush()
+        self.joules_after = joules(self.device)
+
     def flush(self) -> list[float]:
         """Wait for the device; the seconds of each step since the last flush."""
         fresh = [elapsed(lap) for lap in self.laps]
@@ -134,9 +139,7 @@ class Meter:
 
     def joules_per_feature(self) -> float | None:
         """Energy of the GPU over the measured steps by its own counter; None where there is none or it stood still."""
-        self.flush()
-        now = joules(self.device)
-        used = now - self.joules_before if now and self.joules_before else 0.0
+        used = self.joules_after - self.joules_before if self.joules_after and self.joules_before else 0.0
         return used / sum(count[0] for count in self.counts[self.warm_up :]) if used else None
 
     def step_ms(self) -> StepTime:

@@ -18,7 +18,7 @@ STEP = {"ProfilerStep#": "step"}
 _PHASES_OF_THE_LOOP = {name: name for name in PHASES} | {"reduce": "optimizer"}
 _PHASES_OF_PYTORCH = {"Optimizer.step": "optimizer", "autograd::engine::evaluate_function": "backward"}
 PARTS = ("embeddings", "attention", "feed-forward", "norms and elementwise", "loss", "optimizer", "copies")
-_ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
+ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset")
 _PRODUCTS = ("mm", "linear", "matmul", "dot")  # in operators' names
 _PRODUCT_KERNELS = ("gemm", "nvjet", "splitkreduce", "cublas", "cutlass")
@@ -119,7 +119,7 @@ def _kernels(events, ops):
         e["args"]["correlation"]: e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver") and "args" in e
     }
     by_id = {e["args"]["External id"]: e for e in ops if "External id" in e.get("args", {})}
-    for e in sorted((e for e in events if e.get("cat") in _ON_GPU), key=lambda e: e["ts"]):
+    for e in sorted((e for e in events if e.get("cat") in ON_GPU), key=lambda e: e["ts"]):
         call = calls.get(e["args"].get("correlation"))
         if call is None:
             continue

@@ -21,7 +21,7 @@ from qa_lib import record
 from qa_lib.data.load import Data, batches_of
 from qa_lib.errors import first_line, stopped_by
 from qa_lib.measure.cost import StepCost
-from qa_lib.measure.goodput import efficiency, noise
+from qa_lib.measure.goodput import efficiency
 from qa_lib.measure.machine import environment, limit_memory, link, matrix_rate, reduce_rate, train_device, turn
 from qa_lib.measure.meter import Meter, memory_use
 from qa_lib.model.build import DTYPES, build_model, save_model
@@ -35,8 +35,9 @@ from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint, digest_of
 from qa_lib.train.compilation import found_in_cache
 from qa_lib.train.engine import train
-from qa_lib.train.parallel import FORGET, Ranks, gathered
+from qa_lib.train.parallel import gathered
 from qa_lib.train.pipeline import bubble
+from qa_lib.train.ranks import Ranks
 from qa_lib.train.steplog import StepFailed
 
 
@@ -81,6 +82,7 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
             with ranks:
                 optimizer, meter, done_before, refused = train(model, batches, spec, device, run_dir, say, ranks=ranks)
                 _note_training(entry, meter, done_before, refused)
+                _note_noise(entry, len(meter.times), ranks)
                 entry["memory"] = dataclasses.asdict(memory_use(model, optimizer, device))
                 model = gathered(model, lambda: build_model(spec, task.head).to(device), ranks)
                 several = ranks.world > 1
@@ -206,17 +208,12 @@ def _note_training(entry: dict, meter: Meter, done_before: int, refused: str | N
         entry["spec"]["adjusted"] = [*entry["spec"]["adjusted"], f"checkpoint: {refused}"]
 
 
-def _note_noise(entry: dict, norms: np.ndarray, steps: int, spec: Spec, replicas: int) -> None:
-    """Put into a record the gradient noise scale, where the row sees its gradients in one piece and no loss scale is on
-    them, and the efficiency of its batch."""
-    if not norms.any() or spec.settings.precision == "fp16":
-        return
-    # The running means began at 0.
-    own, mean = (float(norm) / (1 - (1 - FORGET) ** steps) for norm in norms)
-    batch = spec.micro_batches * spec.settings.micro_batch
-    found = noise(own, mean, replicas, batch // replicas)
-    entry["parallel"]["noise"] = dataclasses.asdict(found) | {"steps": steps}
-    entry["parallel"]["efficiency"] = efficiency(found, batch)
+def _note_noise(entry: dict, steps: int, ranks: Ranks) -> None:
+    """Put into a record the gradient noise scale, where the row sees its gradients in one piece, and the efficiency of
+    its batch; all processes call this together."""
+    found = ranks.noise(steps)
+    entry["parallel"]["noise"] = dataclasses.asdict(found)
+    entry["parallel"]["efficiency"] = efficiency(found, ranks.batch)
 
 
 def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module, ranks: Ranks) -> float | None:
@@ -230,9 +227,9 @@ def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module,
         "peak_mib": entry["memory"]["peak_alloc_mib"],
         "step_ms": meter.step_ms().median,
         "weights": digest_of({name: p.detach().cpu() for name, p in model.named_parameters()}, {}),
-        "norms": ranks.norms.tolist(),
         "allreduce_gbs": reduce_rate(ranks.device),
         "bubble": ranks.bubble(),
+        **ranks.overlap,
     }
     found = ranks.gather(own)
     # The processes of one replica have all counted the same features.
@@ -252,9 +249,8 @@ def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module,
         entry["parallel"] |= {"stages": ranks.stages, "schedule": spec.settings.schedule}
         formula = bubble(ranks.stages, spec.micro_batches // ranks.replicas, spec.settings.chunks)
         entry["parallel"] |= {"bubble": max(each["bubble"] for each in found), "bubble_formula": formula}
-    # The square norms of a pipeline's stages add up.
-    norms = np.sum([each["norms"] for each in found], axis=0) / ranks.replicas
-    _note_noise(entry, norms, len(meter.times), spec, ranks.replicas)
+    if ranks.overlap.get("busy_ms"):
+        entry["parallel"] |= {name: np.mean([each[name] for each in found]).item() for name in ranks.overlap}
     if ranks.world != spec.world:
         entry["spec"]["adjusted"] = [*entry["spec"]["adjusted"], f"world: {ranks.world} processes at the end"]
     joules = [each["joules"] for each in found]

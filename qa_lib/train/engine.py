@@ -3,7 +3,7 @@
 import importlib
 
 from qa_lib.train.compilation import forget_compiled
-from qa_lib.train.parallel import Ranks
+from qa_lib.train.ranks import Ranks
 
 # Imported when it is used: that of the Trainer takes seconds, and only the A0 rows need it.
 ENGINES = {"loop": "qa_lib.train.loop", "trainer": "qa_lib.train.trainer"}

@@ -16,9 +16,10 @@ from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.compilation import own_gradients, peak_from
 from qa_lib.train.graph import captured
 from qa_lib.train.optim import build_optimizer, clip, learning_rate, set_rate, trained
-from qa_lib.train.parallel import DDP, FSDP, Alone, DDPInHalf, Flat, Ranks, Sharded
+from qa_lib.train.parallel import DDP, FSDP, Alone, DDPInHalf, Flat, Sharded
 from qa_lib.train.pipeline import Pipeline
 from qa_lib.train.precision import Precision
+from qa_lib.train.ranks import Ranks
 from qa_lib.train.steplog import StepFailed, StepLog
 from qa_lib.train.tensor import Tensor
 
@@ -131,4 +132,7 @@ def train(
                 checkpoint.save(number)
             meter.resume()
         watch.finished(number)
+    meter.stop()
+    if ranks.world > 1 and not spec.scale.quality and begin < batches.steps:  # else they would change what is scored
+        ranks.note_overlap(lambda: take_step(inputs, [share / len(features) for features in micro_batches]))
     return step.optimizer, meter, begin, refused

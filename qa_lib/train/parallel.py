@@ -18,125 +18,23 @@ run that four began can go on with two. Where the model itself is divided (pipel
 have one model between them are a replica, and n counts replicas.
 """
 
-import collections
 import contextlib
 import warnings
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from qa_lib.measure.meter import elapsed
 from qa_lib.model.encoders import layers_of
-from qa_lib.spec import Spec, replicas
 from qa_lib.train.compilation import compiled
+from qa_lib.train.ranks import Ranks
 from qa_lib.variants import Settings
 
-SILENCE = timedelta(minutes=5)  # after which a process that waits for the others gives up
-KEPT = 100  # steps that a pipeline's bubble is measured over, the last
-FORGET = 1e-3  # weight of a step in the running means of gradient norms, as in AdaptDL
-TURN = timedelta(days=30)  # a run may wait so long for other runs on its GPUs
 # PyTorch 2.13 warns of names that 2.11 knows alone.
 warnings.filterwarnings("ignore", message=r".*(_tensor|broadcast_buffers)` is deprecated", category=FutureWarning)
-
-
-class Ranks:
-    """The processes of a run, as torchrun started them, seen from one of them; or this process alone.
-
-    `rank` counts from 0 to `world` - 1. The first alone writes record, steps.jsonl and checkpoint. `join` makes the
-    process group, which `gather` and `mean` need where there are others; leaving the context ends it. Neighbours make
-    up a pipeline of `stages`; there are `replicas` of the model.
-    """
-
-    def __init__(self, device: torch.device):
-        self.device, self.rank, self.world, self.store = device, 0, 1, None
-        self.stages = self.replicas = 1
-        self.norms = torch.zeros(2, device=device)  # see note_norms
-        self.waits = collections.deque(maxlen=KEPT)  # see bubble
-        if dist.is_torchelastic_launched():
-            self.store, self.rank, self.world = next(rendezvous("env://"))
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-
-    @property
-    def first(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def backend(self) -> str:
-        return "nccl" if self.device.type == "cuda" else "gloo"
-
-    def start(self) -> None:
-        """All processes call this: the first, which holds the GPUs by then, releases the others, which wait for it."""
-        if self.store and self.first:
-            self.store.set("turn", "")
-        elif self.store:
-            self.store.wait(["turn"], TURN)
-
-    def join(self, spec: Spec) -> None:
-        """Make the process group, if the spec's row works in one. Raises SpecError for processes that cannot share a
-        step's micro-batches evenly."""
-        self.stages, self.replicas = spec.stages, replicas(spec, self.world)
-        if spec.settings.parallel != "none" and not dist.is_initialized():
-            dist.init_process_group(
-                self.backend,
-                store=self.store or dist.HashStore(),
-                rank=self.rank,
-                world_size=self.world,
-                timeout=SILENCE,
-                # So that NCCL connects now: it could not while a graph is captured.
-                device_id=self.device if self.backend == "nccl" else None,
-            )
-
-    def __enter__(self) -> "Ranks":
-        return self
-
-    def __exit__(self, kind, *_) -> None:
-        if dist.is_initialized() and kind is None:  # after an error the others may never come to the end
-            dist.destroy_process_group()
-
-    def mine(self, micro_batches: list) -> list:
-        """This process's share of a step's micro-batches."""
-        return micro_batches[self.rank * self.replicas // self.world :: self.replicas]
-
-    def mean(self, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-        """The tensor, averaged in place over all processes, or over those of a group."""
-        if self.world > 1 and self.backend == "nccl":
-            dist.all_reduce(tensor, dist.ReduceOp.AVG, group)
-        elif self.world > 1:  # gloo sums alone
-            dist.all_reduce(tensor, group=group)
-            tensor /= dist.get_world_size(group)
-        return tensor
-
-    def note_norms(self, own: torch.Tensor, mean: torch.Tensor) -> None:
-        """Keep for the gradient noise scale the square norms of this process's gradient and of that of all (scalars):
-        running means of the last 1 / FORGET steps. Nothing waits for the device."""
-        self.norms.lerp_(torch.stack([own, mean]), FORGET)
-
-    def bubble(self) -> float | None:
-        """The share of the last KEPT steps in which this stage of a pipeline did not compute; waits for the device."""
-        steps = [(sum(map(elapsed, laps)), elapsed(whole)) for laps, whole in self.waits]
-        return 1 - sum(busy for busy, _ in steps) / sum(all for _, all in steps) if steps else None
-
-    def united(self, own: dict) -> dict:
-        """What the stages of this process's pipeline gave, in one dict, tensors on the CPU; without stages, its own."""
-        if self.stages == 1:
-            return own
-        found = self.gather({key: value.cpu() if torch.is_tensor(value) else value for key, value in own.items()})
-        first = self.rank - self.rank % self.stages
-        return {key: value for part in found[first : first + self.stages] for key, value in part.items()}
-
-    def gather(self, value) -> list:
-        """What each process gave, in order of their ranks."""
-        values = [value] * self.world
-        if self.world > 1:
-            dist.all_gather_object(values, value)
-        return values
 
 
 class Alone:
@@ -215,10 +113,28 @@ class Flat(Alone):
 
     peers = None  # the group of processes that have these parameters; all
 
+    def __init__(self, model, ranks, settings):
+        super().__init__(model, ranks, settings)
+        self.passed, self.first = 0, None  # backward passes of the step; the first one's square norm, if alone
+
+    @contextlib.contextmanager
+    def micro_batch(self, last):
+        yield
+        self.passed += 1
+        if self.ranks.world == self.passed == 1 and not last:
+            self.first = square_norm(self._flat())
+
+    def _flat(self) -> torch.Tensor:
+        return torch.cat([p.grad.flatten() for p in self.parameters])
+
     def reduce(self):
-        flat = torch.cat([p.grad.flatten() for p in self.parameters])
-        own = square_norm(flat)
-        self.ranks.note_norms(own, square_norm(self.ranks.mean(flat, self.peers)))
+        flat = self._flat()
+        # A micro-batch's gradients are those of its part of the step's mean loss.
+        own = square_norm(flat) if self.first is None else self.first * self.passed**2
+        self.passed, self.first = 0, None
+        mean = square_norm(self.ranks.mean(flat, self.peers))
+        if self.settings.precision != "fp16":  # a loss scale is on the gradients
+            self.ranks.note_norms(own, mean)
         for parameter, part in zip(self.parameters, flat.split([p.numel() for p in self.parameters]), strict=True):
             parameter.grad = part.view_as(parameter)
 
@@ -251,8 +167,9 @@ class Sharded(Alone):
         dist.reduce_scatter_tensor(self.share.grad, flat, dist.ReduceOp.AVG if nccl else dist.ReduceOp.SUM)
         if not nccl:
             self.share.grad /= self.ranks.world
-        # The mean of this over the processes is the square norm of all shares together.
-        self.ranks.note_norms(square_norm(flat), self.ranks.world * square_norm(self.share.grad))
+        if self.settings.precision != "fp16":  # as in Flat
+            # The mean of this over the processes is the square norm of all shares together.
+            self.ranks.note_norms(square_norm(flat), self.ranks.world * square_norm(self.share.grad))
         for parameter in self.trained:
             parameter.grad = None
 

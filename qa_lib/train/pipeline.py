@@ -37,8 +37,9 @@ from qa_lib.model.attention import Segments
 from qa_lib.model.encoders import embeddings_of, encoder_of, layers_of
 from qa_lib.model.packed import Packed, span_loss
 from qa_lib.train.compilation import compiled
-from qa_lib.train.parallel import Flat, Ranks, total_norm
+from qa_lib.train.parallel import Flat, total_norm
 from qa_lib.train.precision import Precision
+from qa_lib.train.ranks import Ranks
 from qa_lib.variants import Settings, SpecError
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
+from qa_lib.measure.goodput import noise_scale
 from qa_lib.record import RecordError, duration
 from qa_lib.spec import Spec
-from qa_lib.train.parallel import Ranks
+from qa_lib.train.ranks import Ranks
 
 LOOK_EVERY_S = 1.0  # seconds between two looks at the loss; each look waits for the device
 LOOK_EVERY = 50  # steps between two looks of several processes, whose clocks differ and which must look together
@@ -30,7 +31,8 @@ class NonFiniteLoss(StepFailed):
 
 
 class StepLog:
-    """steps.jsonl of a run: a line a step with its number, loss, learning rate (lr) and milliseconds (ms).
+    """steps.jsonl of a run: a line a step with its number, loss, learning rate (lr) and milliseconds (ms); where the
+    row's gradients show it, some lines have the noise scale so far (phi, in features).
 
     Losses stay on the device until `write`, so that logging does not stall a step. `begin` is the number of steps that
     an earlier process has done; of its lines those are kept that can be read. Of several `ranks` all note their steps,
@@ -42,7 +44,7 @@ class StepLog:
     ):
         self.path, self.steps, self.written, self.scaler = run_dir / "steps.jsonl", steps, begin, scaler
         self.ranks, self.say = ranks, say if ranks.first else lambda _: None
-        self.pending, self.said = [], begin
+        self.pending, self.begin, self.said = [], begin, begin
         self.started = self.looked = self.said_at = time.monotonic()
         self.label, self.features = f"{spec.variant} seed {spec.seed}", spec.micro_batches * spec.settings.micro_batch
         self.compiling = spec.settings.compile != "none"
@@ -78,6 +80,8 @@ class StepLog:
             )
             if not finite and not excused and broken is None:
                 broken = NonFiniteLoss(self.written, f"loss is {value}")
+        if phi := noise_scale(self.ranks.noise(self.written - self.begin)):
+            lines[-1]["phi"] = round(phi, 2)
         self._append("".join(json.dumps(line) + "\n" for line in lines))
         self.pending.clear()
         if broken:

@@ -16,7 +16,7 @@ from qa_lib.data.batches import Batches
 from qa_lib.measure.meter import Meter, Watch
 from qa_lib.spec import Spec
 from qa_lib.train.optim import CLIP, learning_rate
-from qa_lib.train.parallel import Ranks
+from qa_lib.train.ranks import Ranks
 from qa_lib.train.steplog import StepLog
 
 
@@ -67,6 +67,7 @@ def train(
     trainer.add_callback(_Steps(trainer, meter, log, watch or Watch()))
     trainer.remove_callback(PrinterCallback)
     trainer.train()
+    meter.stop()
     return trainer.optimizer, meter, 0, None
 
 

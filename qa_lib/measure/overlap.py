@@ -1,0 +1,53 @@
+"""What communication costs a step: the time in which a GPU runs nothing else (rows of family P).
+
+A reduction that runs beside the backward pass costs nothing but the memory bandwidth it takes; what counts is the rest,
+the exposed part. A GPU that waits for another one counts as communicating, since NCCL's kernels wait by spinning.
+"""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from qa_lib.measure import trace
+
+STEPS = 3  # that are profiled, after one in which the processes wait for each other's profiler
+
+
+def overlap(step: Callable[[], object], device: torch.device) -> dict[str, float | None]:
+    """Milliseconds of a step in which the GPU computes (`busy_ms`) and in which it only communicates (`exposed_ms`), by
+    the profiler; None on a CPU. The processes call this together, with a `step` that they make together."""
+    if device.type != "cuda":
+        return {"busy_ms": None, "exposed_ms": None}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        with profile(
+            activities=[ProfilerActivity.CUDA],
+            schedule=schedule(wait=0, warmup=1, active=STEPS, repeat=1),
+            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+        ) as profiler:
+            for _ in range(1 + STEPS):
+                step()
+                torch.cuda.synchronize()
+                profiler.step()
+        busy, exposed = busy_and_exposed(trace.read(path))
+    return {"busy_ms": busy / STEPS, "exposed_ms": exposed / STEPS}
+
+
+def busy_and_exposed(events: list[dict]) -> tuple[float, float]:
+    """Milliseconds of a trace in which any kernel or copy ran that does not communicate, and in which only those did
+    that do."""
+    ends = []
+    for e in events:
+        if e.get("cat") in trace.ON_GPU:
+            kind = e["name"].lower().startswith("nccl")
+            ends += [(e["ts"], kind, 1), (e["ts"] + e["dur"], kind, -1)]
+    running, spent, before = {True: 0, False: 0}, {True: 0.0, False: 0.0}, 0.0
+    for moment, communicates, change in sorted(ends):
+        if any(running.values()):
+            spent[running[False] == 0] += moment - before
+        running[communicates] += change
+        before = moment
+    return spent[False] / 1e3, spent[True] / 1e3

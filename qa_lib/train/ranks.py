@@ -1,0 +1,140 @@
+"""The processes of a run, as torchrun started them: how they meet, what they tell each other, what each has measured.
+
+What they do to a step's gradients is in parallel.py, and in pipeline.py and tensor.py where they divide the model.
+"""
+
+import collections
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from qa_lib.measure import goodput
+from qa_lib.measure.meter import elapsed
+from qa_lib.measure.overlap import overlap
+from qa_lib.record import Noise
+from qa_lib.spec import Spec, replicas
+
+SILENCE = timedelta(minutes=5)  # after which a process that waits for the others gives up
+KEPT = 100  # steps that a pipeline's bubble is measured over, the last
+FORGET = 1e-3  # weight of a step in the running means of gradient norms, as in AdaptDL
+TURN = timedelta(days=30)  # a run may wait so long for other runs on its GPUs
+
+
+class Ranks:
+    """The processes of a run, as torchrun started them, seen from one of them; or this process alone.
+
+    `rank` counts from 0 to `world` - 1. The first alone writes record, steps.jsonl and checkpoint. `join` makes the
+    process group, which `gather` and `mean` need where there are others; leaving the context ends it. Neighbours make
+    up a pipeline of `stages`; there are `replicas` of the model. `overlap` is what measure/overlap.py has found.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.rank, self.world, self.store = device, 0, 1, None
+        self.stages = self.replicas = self.parts = self.batch = 1
+        self.overlap = {}
+        self.norms = torch.zeros(2, device=device)  # see note_norms
+        self.waits = collections.deque(maxlen=KEPT)  # see bubble
+        if dist.is_torchelastic_launched():
+            self.store, self.rank, self.world = next(rendezvous("env://"))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def backend(self) -> str:
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+    def start(self) -> None:
+        """All processes call this: the first, which holds the GPUs by then, releases the others, which wait for it."""
+        if self.store and self.first:
+            self.store.set("turn", "")
+        elif self.store:
+            self.store.wait(["turn"], TURN)
+
+    def join(self, spec: Spec) -> None:
+        """Make the process group, if the spec's row works in one. Raises SpecError for processes that cannot share a
+        step's micro-batches evenly."""
+        self.stages, self.replicas = spec.stages, replicas(spec, self.world)
+        # The noise scale takes batches of two sizes: the step's, and what each replica has of it, or one its
+        # micro-batches.
+        self.parts = self.replicas if self.replicas > 1 else spec.micro_batches
+        self.batch = spec.micro_batches * spec.settings.micro_batch
+        if spec.settings.parallel != "none" and not dist.is_initialized():
+            dist.init_process_group(
+                self.backend,
+                store=self.store or dist.HashStore(),
+                rank=self.rank,
+                world_size=self.world,
+                timeout=SILENCE,
+                # So that NCCL connects now: it could not while a graph is captured.
+                device_id=self.device if self.backend == "nccl" else None,
+            )
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        if dist.is_initialized() and kind is None:  # after an error the others may never come to the end
+            dist.destroy_process_group()
+
+    def mine(self, micro_batches: list) -> list:
+        """This process's share of a step's micro-batches."""
+        return micro_batches[self.rank * self.replicas // self.world :: self.replicas]
+
+    def mean(self, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        """The tensor, averaged in place over all processes, or over those of a group."""
+        if self.world > 1 and self.backend == "nccl":
+            dist.all_reduce(tensor, dist.ReduceOp.AVG, group)
+        elif self.world > 1:  # gloo sums alone
+            dist.all_reduce(tensor, group=group)
+            tensor /= dist.get_world_size(group)
+        return tensor
+
+    def note_norms(self, own: torch.Tensor, mean: torch.Tensor) -> None:
+        """Keep for the gradient noise scale the square norms of the gradient of this process's part of a step and of
+        the whole step's (scalars): running means of the last 1 / FORGET steps. Nothing waits for the device."""
+        if self.parts > 1:
+            self.norms.lerp_(torch.stack([own, mean]), FORGET)
+
+    def noise(self, steps: int) -> Noise:
+        """What the norms of so many steps say (measure/goodput.py), empty where none were noted. All processes call
+        this together; it waits for the device."""
+        norms = self.mean(self.norms.clone()) * self.stages  # the square norms of a pipeline's stages add up
+        if not norms.any():
+            return Noise()
+        own, mean = (norms / (1 - (1 - FORGET) ** steps)).tolist()  # the running means began at 0
+        found = goodput.noise(own, mean, self.parts, self.batch // self.parts)
+        found.steps = steps
+        return found
+
+    def note_overlap(self, step: Callable[[], object]) -> None:
+        """Measure what communication costs a step, by some more of them, which all processes make together."""
+        waits = self.waits.copy()
+        self.overlap = overlap(step, self.device)
+        self.waits = waits
+
+    def bubble(self) -> float | None:
+        """The share of the last KEPT steps in which this stage of a pipeline did not compute; waits for the device."""
+        steps = [(sum(map(elapsed, laps)), elapsed(whole)) for laps, whole in self.waits]
+        return 1 - sum(busy for busy, _ in steps) / sum(all for _, all in steps) if steps else None
+
+    def united(self, own: dict) -> dict:
+        """What the stages of this process's pipeline gave, in one dict, tensors on the CPU; without stages, its own."""
+        if self.stages == 1:
+            return own
+        found = self.gather({key: value.cpu() if torch.is_tensor(value) else value for key, value in own.items()})
+        first = self.rank - self.rank % self.stages
+        return {key: value for part in found[first : first + self.stages] for key, value in part.items()}
+
+    def gather(self, value) -> list:
+        """What each process gave, in order of their ranks."""
+        values = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value)
+        return values
