@@ -200,7 +200,7 @@ def _note_sizes(entry: dict, data: Data, model: torch.nn.Module, steps: int) -> 
 
 def _note_training(entry: dict, meter: Meter, done_before: int, refused: str | None) -> None:
     """Put into a record how many steps were trained, and what became of an earlier process's."""
-    meter.flush()
+    meter.stop()
     entry["time"] |= {"steps": done_before + len(meter.times), "resumed_from_step": done_before or None}
     if refused:
         entry["spec"]["adjusted"] = [*entry["spec"]["adjusted"], f"checkpoint: {refused}"]
@@ -227,6 +227,7 @@ def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module,
     own = {
         "joules": meter.joules_per_feature(),
         "counts": meter.counts,
+        "samples": meter.samples,
         "peak_mib": entry["memory"]["peak_alloc_mib"],
         "step_ms": meter.step_ms().median,
         "weights": digest_of({name: p.detach().cpu() for name, p in model.named_parameters()}, {}),
@@ -237,6 +238,7 @@ def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module,
     found = ranks.gather(own)
     # The processes of one replica have all counted the same features.
     meter.counts = list(np.sum([each["counts"] for each in found], axis=0) * ranks.replicas // ranks.world)
+    meter.samples = [sample for each in found for sample in each["samples"]]
     peaks, times = ({str(rank): each[name] for rank, each in enumerate(found)} for name in ("peak_mib", "step_ms"))
     entry["parallel"] |= {
         "world": ranks.world,
