@@ -374,7 +374,7 @@ def read_record(run_dir: Path) -> dict:
         _require(record["spec"]["scale"].get("name"), str, "spec.scale.name")
         _require(record["spec"]["scale"].get("max_length"), int, "spec.scale.max_length")
         known = TASKS.get(record["task"]["name"], Task())  # with scores that came after the record
-        for name in {*record["task"]["scores"], *known.scores}:
+        for name in [*record["task"]["scores"], *known.scores]:
             _require(record["quality"].setdefault(name), Number, f"quality.{name}")
     except (TypeError, LookupError, AttributeError, ValueError) as problem:
         raise RecordError(f"{path}: {problem}") from None

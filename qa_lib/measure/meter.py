@@ -7,6 +7,7 @@ import statistics
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -218,9 +219,13 @@ def memory_use(model: torch.nn.Module, optimizer: torch.optim.Optimizer, device:
     """What the GPU's memory holds: peaks since the first steps, and the bytes of what persists between steps.
 
     Gradients are counted as one of each trainable parameter's size, since they are freed between steps; activations
-    are what the peak holds beside all that persists.
+    are what the peak holds beside all that persists. What an optimizer updates in memory of its own, DeepSpeed's masters,
+    is part of its state.
     """
     state = [v for values in optimizer.state.values() for v in values.values() if torch.is_tensor(v)]
+    weights = {t.untyped_storage().data_ptr() for t in _local(model.parameters())}
+    updated = _local(p for group in optimizer.param_groups for p in group["params"])
+    state += [t for t in updated if t.untyped_storage().data_ptr() not in weights]
     found = Memory(
         params_mib=_mib(model.parameters()),
         grads_mib=_mib(p for p in model.parameters() if p.requires_grad),
@@ -235,7 +240,10 @@ def memory_use(model: torch.nn.Module, optimizer: torch.optim.Optimizer, device:
     return found
 
 
+def _local(tensors) -> Iterator[torch.Tensor]:
+    """Of what is spread over several GPUs, the part here."""
+    return (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
+
+
 def _mib(tensors) -> float:
-    # Of what is spread over several GPUs, the part here.
-    own = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
-    return sum(t.numel() * t.element_size() for t in own) / MIB
+    return sum(t.numel() * t.element_size() for t in _local(tensors)) / MIB

@@ -56,7 +56,7 @@ def span_loss(features: Features, ids: torch.Tensor, start: torch.Tensor, end: t
     """
     parts = []
     for logits, positions in ((start, features.start_positions), (end, features.end_positions)):
-        target = torch.from_numpy(positions).to(logits.device)[ids.to(logits.device)]
+        target = torch.from_numpy(positions[ids.cpu().numpy()]).to(logits.device)
         scores = logits.masked_fill(logits.isnan(), -torch.inf)
         parts.append(torch.nn.functional.cross_entropy(scores, target))
     loss = sum(parts).item() / 2
