@@ -80,7 +80,7 @@ class Settings:
     # in which order a pipeline's stages take micro-batches: gpipe, all forward, then all backward | 1f1b, backward as
     # early as can be | interleaved: 1f1b with two parts of the layers a process
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "gpipe"
-    # how the Trainer watches its GPUs: not at all | nvidia-smi: each process asks it after every step, as the slides did
+    # how the Trainer watches its GPUs: not at all | nvidia-smi: each process asks it after every step (the slides)
     polling: Literal["none", "nvidia-smi"] = "none"
     # predictions to questions: by id | by position, the fault of A4-b
     join: Literal["id", "position"] = "id"

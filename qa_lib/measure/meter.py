@@ -219,8 +219,8 @@ def memory_use(model: torch.nn.Module, optimizer: torch.optim.Optimizer, device:
     """What the GPU's memory holds: peaks since the first steps, and the bytes of what persists between steps.
 
     Gradients are counted as one of each trainable parameter's size, since they are freed between steps; activations
-    are what the peak holds beside all that persists. What an optimizer updates in memory of its own, DeepSpeed's masters,
-    is part of its state.
+    are what the peak holds beside all that persists. What an optimizer updates in memory of its own, as DeepSpeed's
+    does, is part of its state.
     """
     state = [v for values in optimizer.state.values() for v in values.values() if torch.is_tensor(v)]
     weights = {t.untyped_storage().data_ptr() for t in _local(model.parameters())}

@@ -49,7 +49,9 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
 
     A spec of several processes is given to torchrun, which calls this in each of them; the first has the record.
     """
-    if spec.world > 1 and not spec.skip and not torch.distributed.is_torchelastic_launched():
+    # DeepSpeed asks for a launcher also of one process, and leaves the next Trainer of the process changed.
+    launched = spec.world > 1 or spec.settings.parallel == "deepspeed"
+    if launched and not spec.skip and not torch.distributed.is_torchelastic_launched():
         return fit_together(spec, runs, say)
     run_dir, task, device = Path(runs) / spec.run_path, TASKS[spec.scale.task], train_device()
     ranks = Ranks(device)
@@ -147,11 +149,11 @@ def _finish_whole(spec: Spec, run_dir: Path, entry: dict, say) -> None:
 
 @contextlib.contextmanager
 def _noting_faults(run_dir: Path, ranks: Ranks):
-    """Leave what ends one of several processes in the run's folder: together.py finds the one that failed first."""
+    """Leave what ends one of torchrun's processes in the run's folder: together.py finds the one that failed first."""
     try:
         yield
     except Exception as problem:
-        if ranks.world > 1:
+        if ranks.store:
             status = "oom" if _out_of_memory(problem) else "error"
             fault = {"at": time.time(), "status": status, "error": _told(problem)}
             record.write_atomically(fault_path(run_dir, ranks.rank), json.dumps(fault))

@@ -4,10 +4,10 @@ This is the peer that the loop is measured against: what most people would run, 
 optimizer (fused AdamW) and its own schedule. Its rows take what the Trainer offers and no more; what it has not, packed
 rows or a captured step, is refused by variants.CONFLICTS. It does not resume.
 
-Under torchrun it takes DistributedDataParallel by itself (row P0). Given a DeepSpeed configuration, it hands the step to
-DeepSpeed's engine (row P0-ds), as the slides did, who took that for a pipeline. What they asked for was ZeRO stage 1
+Under torchrun it takes DistributedDataParallel by itself (row P0). Given a DeepSpeed configuration, it leaves the step
+to DeepSpeed's engine (row P0-ds). Slides that this lab began with took that for a pipeline, but it is ZeRO stage 1
 (Rajbhandari et al. 2020): every process has the whole model and its own micro-batches, and a share of the optimizer.
-DeepSpeed's mixed precision is no autocast: it keeps weights and gradients in half, and its optimizer has masters.
+DeepSpeed's mixed precision is no autocast: weights and gradients are in half precision, and the optimizer has masters.
 """
 
 from pathlib import Path
