@@ -72,7 +72,11 @@ class Time:
 
 @dataclass
 class Speed:
-    """Rates over the measured steps; `mfu` and `hfu` are shares of the matrix rate that the run measured itself."""
+    """Rates over the measured steps; `mfu` and `hfu` are shares of the matrix rate that the run measured itself.
+
+    `utilisation` is the share of the time in which the run's own GPU was busy, by NVML, the mean over the processes;
+    `utilisation_polled` the mean of what nvidia-smi said after each step, over all GPUs of the host (row P0-polled).
+    """
 
     features_per_s: Number = None
     tokens_per_s: Number = None
@@ -81,6 +85,8 @@ class Speed:
     mfu: Number = None
     hfu: Number = None
     peak_tflops_measured: Number = None
+    utilisation: Number = None
+    utilisation_polled: Number = None
 
 
 @dataclass
@@ -164,7 +170,7 @@ class Parallel:
 TASKS = {
     "qa": Task(
         scores="exact f1 has_answer_exact has_answer_f1 no_answer_f1 best_exact best_exact_threshold best_f1 "
-        "best_f1_threshold always_null_f1 n".split()
+        "best_f1_threshold always_null_f1 loss n".split()
     ),
     "lm": Task(
         name="lm",
@@ -370,8 +376,9 @@ def read_record(run_dir: Path) -> dict:
         _require(record["spec"]["settings"].get("precision"), str, "spec.settings.precision")
         _require(record["spec"]["scale"].get("name"), str, "spec.scale.name")
         _require(record["spec"]["scale"].get("max_length"), int, "spec.scale.max_length")
-        for name in record["task"]["scores"]:
-            _require(record["quality"].get(name), Number, f"quality.{name}")
+        known = TASKS.get(record["task"]["name"], Task())  # with scores that came after the record
+        for name in [*record["task"]["scores"], *known.scores]:
+            _require(record["quality"].setdefault(name), Number, f"quality.{name}")
     except (TypeError, LookupError, AttributeError, ValueError) as problem:
         raise RecordError(f"{path}: {problem}") from None
     return record

@@ -151,6 +151,7 @@ class Machine:
     sm: int = 0  # CUDA compute capability x 10, 0 without a GPU
     backends: tuple[str, ...] = ()  # what torch.compile knows
     bitsandbytes: bool = False
+    deepspeed: bool = False
     compiler: bool = False  # Inductor can generate code: a C++ compiler, or Triton with a GPU
 
 
@@ -175,6 +176,7 @@ def missing(settings: Settings, machine: Machine, lacks: Mapping[str, str] | Non
         "sm89": (machine.sm >= 89, "needs a GPU of compute capability 8.9 or newer (8-bit floats)"),
         "compiler": (machine.compiler, "torch.compile needs a C++ compiler (g++), or Triton with a GPU"),
         "bitsandbytes": (machine.bitsandbytes, "needs the package bitsandbytes"),
+        "deepspeed": (machine.deepspeed, "needs the package deepspeed"),
         f"backend {backend}": (
             backend in machine.backends, f"this PyTorch has no torch.compile backend named {backend!r}"
         ),

@@ -74,11 +74,14 @@ class Settings:
     # how several processes make one step, each on its share of the micro-batches (train/parallel.py): ddp, PyTorch's
     # DistributedDataParallel, its gradients sent as they are or in bf16 | flat: one reduction of all gradients |
     # sharded: a share of the optimizer each | fsdp: a share of weights, gradients and optimizer each | pipeline: some
-    # of the layers each (train/pipeline.py) | tensor: a share of every layer's products each (train/tensor.py)
-    parallel: Literal["none", "ddp", "ddp-bf16", "flat", "sharded", "fsdp", "pipeline", "tensor"] = "none"
+    # of the layers each (train/pipeline.py) | tensor: a share of every layer's products each (train/tensor.py) |
+    # deepspeed: a share of the optimizer each, by DeepSpeed under the Trainer (train/trainer.py)
+    parallel: Literal["none", "ddp", "ddp-bf16", "flat", "sharded", "fsdp", "pipeline", "tensor", "deepspeed"] = "none"
     # in which order a pipeline's stages take micro-batches: gpipe, all forward, then all backward | 1f1b, backward as
     # early as can be | interleaved: 1f1b with two parts of the layers a process
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "gpipe"
+    # how the Trainer watches its GPUs: not at all | nvidia-smi: each process asks it after every step (the slides)
+    polling: Literal["none", "nvidia-smi"] = "none"
     # predictions to questions: by id | by position, the fault of A4-b
     join: Literal["id", "position"] = "id"
     # features in one forward pass
@@ -145,7 +148,9 @@ CONFLICTS = (
     (("engine", "trainer"), ("optimizer", "adamw8bit|master"), "transformers.Trainer builds its own fused AdamW here"),
     (("engine", "trainer"), ("step", "graph"), "transformers.Trainer has no captured step"),
     (("engine", "trainer"), ("compile", "cudagraphs"), "its gradients of several micro-batches overwrite each other"),
-    (("engine", "trainer"), ("parallel", "!none|ddp"), "transformers.Trainer takes DistributedDataParallel"),
+    (("engine", "trainer"), ("parallel", "!none|ddp|deepspeed"), "transformers.Trainer takes DDP or DeepSpeed here"),
+    (("engine", "loop"), ("parallel", "deepspeed"), "DeepSpeed's engine is there under transformers.Trainer alone"),
+    (("engine", "loop"), ("polling", "!none"), "it is a callback of transformers.Trainer"),
     (("parallel", "!none"), ("compile", "cudagraphs"), "a replay writes over gradients before they are reduced"),
     (("parallel", "ddp*|fsdp"), ("step", "graph"), "they reduce by hooks of the backward pass, which is not captured"),
     (("parallel", "fsdp"), ("compile", "!none"), "its layers gather their weights between the compiler's graphs"),
@@ -278,6 +283,8 @@ VARIANTS = dict(
         _row("EB2", "E-best", "And biases alone?", trainable="biases"),
         _row("EB3", "E-best", "And freezing, which shortens the backward pass itself?", trainable="freeze-bottom-10"),
         _row("P0", "A0", "What most people would run on several GPUs: the Trainer under torchrun.", parallel="ddp"),
+        _row("P0-ds", "P0", "What the slides called a pipeline: DeepSpeed's ZeRO-1.", parallel="deepspeed"),
+        _row("P0-polled", "P0", "The slides' fault on purpose: nvidia-smi in every step.", polling="nvidia-smi"),
         _row("P1", "A1", "The baseline on several GPUs: they average gradients while they make them.", parallel="ddp"),
         _row("P1-bf16", "P1", "Half the bytes between the GPUs: gradients travel in bf16.", parallel="ddp-bf16"),
         _row("P-fsdp", "P1", "Each GPU keeps a share of weights, gradients and optimizer.", parallel="fsdp"),
@@ -342,10 +349,11 @@ def needs(settings: Settings) -> list[str]:
     wanted = {
         "compiler": settings.compile == "inductor",
         f"backend {settings.compile}": settings.compile not in ("none", "inductor"),
-        "cuda": settings.compile == "cudagraphs" or settings.attention == "efficient",
+        "cuda": settings.compile == "cudagraphs" or settings.attention == "efficient" or settings.polling != "none",
         "sm89": settings.feed_forward == "fp8",
         "sm80": settings.attention == "flash" or settings.precision == "bf16",
         "bitsandbytes": settings.optimizer == "adamw8bit" or settings.frozen == "nf4",
+        "deepspeed": settings.parallel == "deepspeed",
         "fused attention": settings.attention != "eager",
         "packed rows": settings.padding == "packed",
     }

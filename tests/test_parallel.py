@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -47,6 +48,8 @@ CASES = {
     # Within an epoch: at its end the Trainer leaves out more features with more processes.
     "trainer": ({"row": "P0", "scale": {"steps": 7}}, {"row": "A0", "world": 1, "scale": {"steps": 7}}, 1e-4),
 }
+if find_spec("deepspeed"):  # the last one, since a Trainer after it would take DeepSpeed, too
+    CASES["deepspeed"] = ({"row": "P0-ds", "scale": {"steps": 7}}, {"row": "P0", "scale": {"steps": 7}}, 1e-4)
 
 
 def launch(cases: list[dict], world: int, folder) -> None:

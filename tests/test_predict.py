@@ -30,6 +30,7 @@ from qa_lib.model.build import build_model, save_model
 from qa_lib.model.folder import INDEX, SUMS, check_tokenizer, find_folder, write_digests
 from qa_lib.run.plan import plan
 from qa_lib.score.decode import decode
+from qa_lib.score.evaluate import evaluate, span_loss
 from qa_lib.score.predict import add_arguments, load_qa_model, main, predict_logits, window_lengths
 from qa_lib.spec import Machine
 from tests.material import document, question, trained_tokenizer, write
@@ -119,6 +120,38 @@ def test_autocast(model, features):
     assert half.dtype == torch.float32
     inside = ~start.isnan()
     assert 0 < (half - start)[inside].abs().max() < 0.1 * start[inside].abs().max()
+
+
+@pytest.fixture(scope="module")
+def answered():
+    """A model that has learnt nothing, its spec, and questions with answers."""
+    (spec,) = plan(["A1"], "smoke", data="synthetic:40", machine=Machine())
+    torch.manual_seed(0)
+    return build_model(spec).eval(), spec, load_data(spec)
+
+
+def test_held_out_loss_is_what_training_computes_of_each_window(answered, tmp_path):
+    model, spec, data = answered
+    features = data.validation_features
+    with torch.no_grad():
+        losses = []
+        for number, length in enumerate(features.lengths):
+            inputs = {name: torch.from_numpy(array) for name, array in features.batch([number], length).items()}
+            losses.append(model(**inputs).loss.item())
+    assert 0 < (features.end_positions > 0).sum() < len(features)
+    right = evaluate(model, data, spec, torch.device("cpu"), tmp_path)["loss"]
+    assert right == pytest.approx(np.mean(losses), rel=1e-5)
+    wrong = replace(spec, settings=replace(spec.settings, join="position"))
+    assert evaluate(model, data, wrong, torch.device("cpu"), tmp_path)["loss"] == right, "the fault is of answers"
+
+
+def test_an_infinite_held_out_loss_is_null(answered):
+    _, _, data = answered
+    features = data.validation_features
+    ids, start, end = torch.arange(len(features)), *torch.zeros(2, len(features), features.lengths.max())
+    assert span_loss(features, ids, start, end) == pytest.approx(np.log(features.lengths.max()))
+    start[3, features.start_positions[3]] = -torch.inf
+    assert span_loss(features, ids, start, end) is None
 
 
 def test_batches_hold_what_they_may(features):

@@ -40,6 +40,20 @@ def test_finish_is_terminal_and_keeps_what_was_measured(spec, tmp_path):
     assert done["time"]["ended"]
 
 
+def test_an_older_record_has_null_for_a_score_that_came_later(spec, tmp_path):
+    entry = record.new_record(spec, ENV)
+    entry["task"]["scores"].remove("loss")
+    del entry["quality"]["loss"]
+    for name in ("utilisation", "utilisation_polled"):
+        del entry["speed"][name]
+    record.write_record(tmp_path, entry)
+    again = record.read_record(tmp_path)
+    assert (again["quality"]["loss"], again["speed"]["utilisation"]) == (None, None)
+    record.write_record(tmp_path, entry | {"quality": {"loss": "low"}})
+    with pytest.raises(record.RecordError, match=r"quality\.loss is 'low'"):
+        record.read_record(tmp_path)
+
+
 def test_load_runs_is_a_row_a_run_with_dotted_columns(spec, tmp_path):
     for seed, status in ((0, "ok"), (1, "skipped")):
         (one,) = plan(["A1"], "smoke", [seed], data="synthetic:40", machine=Machine())

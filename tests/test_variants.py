@@ -17,6 +17,7 @@ from qa_lib.variants import FAMILIES, RECIPES, VARIANTS, Settings, SpecError, Un
 PACKAGE = Path(variants.__file__).parent
 CPU = Machine(backends=("inductor", "aot_eager", "cudagraphs"), bitsandbytes=True, compiler=True)
 GPU = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90)
+GPU_PAIR = dataclasses.replace(GPU, gpus=2)
 SEEDS_MATRIX = "A0 A1 A2 A3 A4 A4-b A4-nb B1 B1-all B2 B3 B3-last4 C1 C2 C2-8 D1 D1-cudagraphs D1-nvfuser".split()
 
 
@@ -142,6 +143,10 @@ def test_a_cpu_cannot_do_fp16_and_says_so():
         ("D1", CPU, None),
         ("A4", dataclasses.replace(CPU, compiler=False), "C++ compiler"),
         ("C1", dataclasses.replace(CPU, bitsandbytes=False), "bitsandbytes"),
+        ("P0-ds", GPU_PAIR, "needs the package deepspeed"),
+        ("P0-ds", dataclasses.replace(GPU_PAIR, deepspeed=True), None),
+        ("P0-polled", CPU, "CUDA"),
+        ("P0-polled", GPU_PAIR, None),
         ("A2", Machine(), None),
     ],
 )

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 import tempfile
 import time
@@ -17,6 +18,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from qa_lib.errors import UserError
 from qa_lib.measure.meter import MIB, Stopwatch
 from qa_lib.spec import Machine, hardware_name
 
@@ -87,6 +89,7 @@ def this_machine() -> Machine:
         sm=sm,
         backends=tuple(torch._dynamo.list_backends(exclude_tags=())),
         bitsandbytes=_version("bitsandbytes") is not None,
+        deepspeed=_version("deepspeed") is not None,
         compiler=_version("triton") is not None and sm >= 70 if gpus else bool(compiler),
     )
 
@@ -96,7 +99,7 @@ def environment() -> dict:
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     return {
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("torch", "transformers", "peft", "bitsandbytes")},
+        **{name: _version(name) for name in ("torch", "transformers", "peft", "bitsandbytes", "deepspeed")},
         "cuda": torch.version.cuda,
         "gpu": gpu.name if gpu else None,
         "gpu_mem_mib": round(gpu.total_memory / MIB) if gpu else None,
@@ -119,6 +122,17 @@ def link() -> str | None:
     SYS the way through both processors. None where it does not say."""
     rows = [line.split() for line in _nvidia_smi("topo", "-m").splitlines()]
     return next((row[2] for row in rows if row[:2] == ["GPU0", "X"]), None)
+
+
+def polled_utilisation() -> float:
+    """The share of its last sampling period in which a GPU was busy, the mean over all GPUs of this host, whoever uses
+    them: what one call of nvidia-smi says, which starts a program and takes its time. Raises UserError where it does
+    not say."""
+    said = _nvidia_smi("--query-gpu=utilization.gpu", "--format=csv,noheader,nounits").split()
+    try:
+        return statistics.mean(map(int, said)) / 100
+    except ValueError:
+        raise UserError(f"nvidia-smi does not tell the GPUs' utilisation (it says {' '.join(said)[:80]!r})") from None
 
 
 def _nvidia_smi(*words: str) -> str:

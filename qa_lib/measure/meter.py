@@ -3,7 +3,11 @@
 import contextlib
 import functools
 import resource
+import statistics
+import threading
 import time
+import weakref
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -15,25 +19,40 @@ MIB = 2**20
 PEAK_FROM = 3  # steps before the peak counts: compilation is over, and the capture of a graph (graph.WARM_UP) is not
 
 
+SAMPLE_S = 0.1  # between two looks at the GPU's utilisation
+
+
 @functools.cache
-def _energy_counter(device: torch.device):
-    """A function that reads the GPU's energy counter in millijoules; None where NVML does not answer."""
+def _nvml(device: torch.device, question: str):
+    """A function that asks NVML's `question` about the GPU; None where it does not answer."""
     try:
         import pynvml  # a GPU's machine has it, and others need not
 
         pynvml.nvmlInit()
         # By identity, since NVML does not follow CUDA_VISIBLE_DEVICES.
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+        ask = functools.partial(getattr(pynvml, question), handle)
+        ask()
     except Exception:  # the package, the driver, the permission or the counter is missing
         return None
-    return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    return ask
 
 
 def joules(device: torch.device) -> float | None:
     """What a GPU has used since its driver was loaded, in joules; None where it does not say."""
-    counter = _energy_counter(device) if device.type == "cuda" else None
+    counter = _nvml(device, "nvmlDeviceGetTotalEnergyConsumption") if device.type == "cuda" else None
     return counter() / 1e3 if counter else None
+
+
+def sample_utilisation(ask, samples: list[float], done: threading.Event) -> None:
+    """Until `done`, look each SAMPLE_S what share of its last sampling period (1/6 to 1 s, NVML says) the GPU was busy.
+
+    Busy is a GPU on which any kernel runs, however small, and be it one that waits for other GPUs: this says how much
+    of the time the host leaves it idle, and MFU how well it is used.
+    """
+    with contextlib.suppress(Exception):  # NVML's own, should the driver no longer answer
+        while not done.wait(SAMPLE_S):
+            samples.append(ask().gpu / 100)
 
 
 class Watch:
@@ -100,6 +119,9 @@ class Meter:
         self.device, self.warm_up, self.peak_from = device, warm_up, min(peak_from, warm_up)
         self.laps, self.times, self.counts = [], [], []
         self.joules_before = self.joules_after = None
+        self.samples, self.polled = [], []  # shares of time in which the GPU was busy; `polled` has one a step
+        self.measured = threading.Event()
+        weakref.finalize(self, self.measured.set)  # after an error nobody calls stop
         self.resume()
 
     def resume(self) -> None:
@@ -123,12 +145,11 @@ class Meter:
         if len(self.counts) == self.warm_up and self.device.type == "cuda":
             torch.cuda.synchronize()  # so that what the warm-up still has to do is not counted
             self.joules_before = joules(self.device)
+            if ask := _nvml(self.device, "nvmlDeviceGetUtilizationRates"):
+                threading.Thread(
+                    target=sample_utilisation, args=(ask, self.samples, self.measured), daemon=True
+                ).start()
             self.resume()
-
-    def stop(self) -> None:
-        """The last step is done; what comes after it is not measured."""
-        self.flush()
-        self.joules_after = joules(self.device)
 
     def flush(self) -> list[float]:
         """Wait for the device; the seconds of each step since the last flush."""
@@ -136,6 +157,12 @@ class Meter:
         self.laps.clear()
         self.times += fresh
         return fresh
+
+    def stop(self) -> None:
+        """The last step is done; what comes after it is not measured."""
+        self.flush()
+        self.joules_after = joules(self.device)
+        self.measured.set()
 
     def joules_per_feature(self) -> float | None:
         """Energy of the GPU over the measured steps by its own counter; None where there is none or it stood still."""
@@ -178,16 +205,26 @@ class Meter:
             mfu=cost.flops(real, real_squares) / possible,
             hfu=cost.flops(computed, computed_squares, recompute=True) / possible,
             peak_tflops_measured=matrix_tflops,
+            utilisation=_mean(self.samples),
+            utilisation_polled=_mean(self.polled[self.warm_up :]),
         )
+
+
+def _mean(shares: list[float]) -> float | None:
+    return statistics.fmean(shares) if shares else None
 
 
 def memory_use(model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Memory:
     """What the GPU's memory holds: peaks since the first steps, and the bytes of what persists between steps.
 
     Gradients are counted as one of each trainable parameter's size, since they are freed between steps; activations
-    are what the peak holds beside all that persists.
+    are what the peak holds beside all that persists. What an optimizer updates in memory of its own, as DeepSpeed's
+    does, is part of its state.
     """
     state = [v for values in optimizer.state.values() for v in values.values() if torch.is_tensor(v)]
+    weights = {t.untyped_storage().data_ptr() for t in _local(model.parameters())}
+    updated = _local(p for group in optimizer.param_groups for p in group["params"])
+    state += [t for t in updated if t.untyped_storage().data_ptr() not in weights]
     found = Memory(
         params_mib=_mib(model.parameters()),
         grads_mib=_mib(p for p in model.parameters() if p.requires_grad),
@@ -202,7 +239,10 @@ def memory_use(model: torch.nn.Module, optimizer: torch.optim.Optimizer, device:
     return found
 
 
+def _local(tensors) -> Iterator[torch.Tensor]:
+    """Of what is spread over several GPUs, the part here."""
+    return (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
+
+
 def _mib(tensors) -> float:
-    # Of what is spread over several GPUs, the part here.
-    own = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
-    return sum(t.numel() * t.element_size() for t in own) / MIB
+    return sum(t.numel() * t.element_size() for t in _local(tensors)) / MIB

@@ -50,7 +50,9 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
 
     A spec of several processes is given to torchrun, which calls this in each of them; the first has the record.
     """
-    if spec.world > 1 and not spec.skip and not torch.distributed.is_torchelastic_launched():
+    # DeepSpeed asks for a launcher also of one process, and leaves the next Trainer of the process changed.
+    launched = spec.world > 1 or spec.settings.parallel == "deepspeed"
+    if launched and not spec.skip and not torch.distributed.is_torchelastic_launched():
         return fit_together(spec, runs, say)
     run_dir, task, device = Path(runs) / spec.run_path, TASKS[spec.scale.task], train_device()
     ranks = Ranks(device)
@@ -149,11 +151,11 @@ def _finish_whole(spec: Spec, run_dir: Path, entry: dict, say) -> None:
 
 @contextlib.contextmanager
 def _noting_faults(run_dir: Path, ranks: Ranks):
-    """Leave what ends one of several processes in the run's folder: together.py finds the one that failed first."""
+    """Leave what ends one of torchrun's processes in the run's folder: together.py finds the one that failed first."""
     try:
         yield
     except Exception as problem:
-        if ranks.world > 1:
+        if ranks.store:
             status = "oom" if _out_of_memory(problem) else "error"
             fault = {"at": time.time(), "status": status, "error": _told(problem)}
             record.write_atomically(fault_path(run_dir, ranks.rank), json.dumps(fault))
@@ -202,7 +204,6 @@ def _note_sizes(entry: dict, data: Data, model: torch.nn.Module, steps: int) -> 
 
 def _note_training(entry: dict, meter: Meter, done_before: int, refused: str | None) -> None:
     """Put into a record how many steps were trained, and what became of an earlier process's."""
-    meter.flush()
     entry["time"] |= {"steps": done_before + len(meter.times), "resumed_from_step": done_before or None}
     if refused:
         entry["spec"]["adjusted"] = [*entry["spec"]["adjusted"], f"checkpoint: {refused}"]
@@ -224,6 +225,7 @@ def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module,
     own = {
         "joules": meter.joules_per_feature(),
         "counts": meter.counts,
+        "samples": meter.samples,
         "peak_mib": entry["memory"]["peak_alloc_mib"],
         "step_ms": meter.step_ms().median,
         "weights": digest_of({name: p.detach().cpu() for name, p in model.named_parameters()}, {}),
@@ -234,6 +236,7 @@ def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module,
     found = ranks.gather(own)
     # The processes of one replica have all counted the same features.
     meter.counts = list(np.sum([each["counts"] for each in found], axis=0) * ranks.replicas // ranks.world)
+    meter.samples = [sample for each in found for sample in each["samples"]]
     peaks, times = ({str(rank): each[name] for rank, each in enumerate(found)} for name in ("peak_mib", "step_ms"))
     entry["parallel"] |= {
         "world": ranks.world,

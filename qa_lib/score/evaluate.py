@@ -1,10 +1,12 @@
 """Answer the validation questions and score the answers: the record's `quality` for the task "qa"."""
 
+import math
 from pathlib import Path
 
 import torch
 
 from qa_lib.data.load import Data
+from qa_lib.data.windows import Features
 from qa_lib.model.build import DTYPES
 from qa_lib.record import TASKS
 from qa_lib.score.decode import decode
@@ -33,14 +35,32 @@ def evaluate(model: torch.nn.Module, data: Data, spec: Spec, device: torch.devic
     rows = predict_logits(
         model, data.validation_features, device, autocast_dtype=None if dtype == torch.float32 else dtype
     )
+    loss = span_loss(data.validation_features, *rows)
     if spec.settings.join == "position":
         rows = joined_by_position(*rows)
     examples = data.validation.examples
     answers = decode(data.validation_features, examples, *rows)
     answers.write(run_dir / "answers")
     found = score(examples, answers.texts, answers.null_odds, 0.0)
+    found["loss"] = loss
     found["always_null_f1"] = score(examples, dict.fromkeys(answers.texts, ""))["f1"]
     return {name: found.get(OFFICIAL.get(name, name)) for name in TASKS["qa"].scores}
+
+
+def span_loss(features: Features, ids: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> float | None:
+    """The held-out loss: what training minimises, in nats, as the mean over all windows; None if it is not finite.
+
+    `ids`, `start` and `end` are what predict_logits gives. As in training a window's loss is the mean of two cross
+    entropies, of the first gold answer's first and last token, or of [CLS] where it holds none; over the window's own
+    tokens, so that it does not depend on padding.
+    """
+    parts = []
+    for logits, positions in ((start, features.start_positions), (end, features.end_positions)):
+        target = torch.from_numpy(positions[ids.cpu().numpy()]).to(logits.device)
+        scores = logits.masked_fill(logits.isnan(), -torch.inf)
+        parts.append(torch.nn.functional.cross_entropy(scores, target))
+    loss = sum(parts).item() / 2
+    return loss if math.isfinite(loss) else None
 
 
 def joined_by_position(ids: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, ...]:

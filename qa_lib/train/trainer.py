@@ -1,8 +1,13 @@
-"""The A0 rows: the same recipe through transformers.Trainer, timed by the same meter.
+"""The A0 and P0 rows: the same recipe through transformers.Trainer, timed by the same meter.
 
 This is the peer that the loop is measured against: what most people would run, with its own order of the data, its own
 optimizer (fused AdamW) and its own schedule. Its rows take what the Trainer offers and no more; what it has not, packed
 rows or a captured step, is refused by variants.CONFLICTS. It does not resume.
+
+Under torchrun it takes DistributedDataParallel by itself (row P0). Given a DeepSpeed configuration, it leaves the step
+to DeepSpeed's engine (row P0-ds). Slides that this lab began with took that for a pipeline, but it is ZeRO stage 1
+(Rajbhandari et al. 2020): every process has the whole model and its own micro-batches, and a share of the optimizer.
+DeepSpeed's mixed precision is no autocast: weights and gradients are in half precision, and the optimizer has masters.
 """
 
 from pathlib import Path
@@ -13,11 +18,23 @@ from datasets import Dataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from qa_lib.data.batches import Batches
+from qa_lib.measure.machine import polled_utilisation
 from qa_lib.measure.meter import Meter, Watch
 from qa_lib.spec import Spec
 from qa_lib.train.optim import CLIP, learning_rate
 from qa_lib.train.ranks import Ranks
 from qa_lib.train.steplog import StepLog
+
+# "auto" is what the TrainingArguments say. The optimizer is the Trainer's own, so that DeepSpeed compiles none.
+DEEPSPEED = {
+    "zero_optimization": {"stage": 1},
+    "fp16": {"enabled": "auto"},
+    "bf16": {"enabled": "auto"},
+    "gradient_clipping": "auto",
+    "gradient_accumulation_steps": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "train_batch_size": "auto",
+}
 
 
 def train(
@@ -30,7 +47,7 @@ def train(
     watch: Watch | None = None,
     ranks: Ranks | None = None,
 ) -> tuple[torch.optim.Optimizer, Meter, int, None]:
-    """As loop.train; under torchrun the Trainer takes DistributedDataParallel by itself."""
+    """As loop.train."""
     settings, ranks = spec.settings, ranks or Ranks(device)
     ranks.join(spec)
     meter = Meter(device, spec.scale.measure_from)
@@ -57,6 +74,7 @@ def train(
         torch_compile_backend=settings.compile if settings.compile != "none" else None,
         save_strategy="no",
         logging_strategy="no",
+        deepspeed=DEEPSPEED if settings.parallel == "deepspeed" else None,
         disable_tqdm=True,
         report_to="none",
     )
@@ -64,6 +82,8 @@ def train(
     lengths = batches.features.lengths
     numbers = Dataset.from_dict({"feature": range(len(lengths)), "length": lengths})
     trainer = _MeteredTrainer(model=model, args=arguments, train_dataset=numbers, data_collator=_Collator(batches))
+    if settings.polling == "nvidia-smi":
+        trainer.add_callback(_Polling(meter))
     trainer.add_callback(_Steps(trainer, meter, log, watch or Watch()))
     trainer.remove_callback(PrinterCallback)
     trainer.train()
@@ -94,6 +114,16 @@ class _MeteredTrainer(Trainer):
         self.rate = self.optimizer.param_groups[0]["lr"]
         self.parts.append(super().training_step(*args, **kwargs))
         return self.parts[-1]
+
+
+class _Polling(TrainerCallback):
+    """The slides' way to watch the GPUs: every process starts nvidia-smi after every step, and waits for it."""
+
+    def __init__(self, meter: Meter):
+        self.meter = meter
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.meter.polled.append(polled_utilisation())
 
 
 class _Steps(TrainerCallback):

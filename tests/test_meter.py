@@ -1,0 +1,122 @@
+"""How busy the GPU is: NVML asked beside the measured steps, on a GPU that is pretended."""
+
+import sys
+import threading
+import time
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from qa_lib.measure import meter as meters
+from qa_lib.measure.meter import Meter, memory_use, sample_utilisation
+
+GPU = torch.device("cuda", 1)
+LENGTHS = np.array([8, 8])
+FREE = types.SimpleNamespace(flops=lambda *_, **__: 0.0)  # the cost of a step
+
+
+class NVML(types.SimpleNamespace):
+    """pynvml as far as the meter asks it: a GPU that is 75 % busy; it is lost after so many looks."""
+
+    def __init__(self, looks=10**9):
+        super().__init__(looks=looks, handles=[])
+
+    def nvmlInit(self):
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        self.handles.append(uuid)
+        return uuid
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
+        return 1000.0
+
+    def nvmlDeviceGetUtilizationRates(self, handle):
+        self.looks -= 1
+        if self.looks < 0:
+            raise RuntimeError("GPU is lost")
+        return types.SimpleNamespace(gpu=75, memory=20)
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """A GPU without one: NVML answers, and CUDA's clock is the host's."""
+
+    def as_gpu(nvml):
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid="a-uuid"))
+        for name in ("synchronize", "reset_peak_memory_stats"):
+            monkeypatch.setattr(torch.cuda, name, lambda: None)
+        clock = meters.Stopwatch
+        monkeypatch.setattr(meters, "Stopwatch", lambda _: clock(torch.device("cpu")))
+        monkeypatch.setattr(meters, "SAMPLE_S", 0.01)
+        meters._nvml.cache_clear()
+        return nvml
+
+    yield as_gpu
+    meters._nvml.cache_clear()
+
+
+def samplers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if getattr(thread, "_target", None) is sample_utilisation]
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_own_gpu_is_sampled_from_the_warm_ups_end_until_the_last_step(pretend):
+    nvml = pretend(NVML())
+    meter = Meter(GPU, warm_up=2)
+    meter.step(LENGTHS, LENGTHS)
+    assert not samplers()
+    meter.step(LENGTHS, LENGTHS)
+    (thread,) = samplers()
+    assert thread.daemon and set(nvml.handles) == {"GPU-a-uuid"}
+    until(lambda: meter.samples)
+    meter.step(LENGTHS, LENGTHS)
+    meter.stop()
+    until(lambda: not samplers())
+    seen = len(meter.samples)
+    assert meter.speed(FREE, 1.0).utilisation == 0.75
+    assert len(meter.samples) == seen
+
+
+def test_a_run_that_fails_is_sampled_no_more(pretend):
+    pretend(NVML())
+    meter = Meter(GPU, warm_up=1)
+    meter.step(LENGTHS, LENGTHS)
+    assert samplers()
+    del meter
+    until(lambda: not samplers())
+
+
+def test_a_gpu_that_falls_silent_ends_the_samples_and_not_the_run(pretend):
+    pretend(NVML(looks=3))
+    meter = Meter(GPU, warm_up=1)
+    meter.step(LENGTHS, LENGTHS)
+    until(lambda: not samplers())
+    assert meter.samples == [0.75, 0.75], "the first look was to see whether it answers"
+
+
+def test_without_nvml_utilisation_is_null(pretend):
+    pretend(NVML(looks=0))
+    meter = Meter(GPU, warm_up=1)
+    for _ in range(2):
+        meter.step(LENGTHS, LENGTHS)
+    assert not samplers()
+    assert meter.speed(FREE, 1.0).utilisation is None
+
+
+def test_masters_beside_the_model_are_memory_of_the_optimizer():
+    """As DeepSpeed has them: the optimizer updates copies in fp32, and not the model's parameters."""
+    model = torch.nn.Linear(1024, 1024, bias=False).bfloat16()
+    own, copied = (torch.optim.SGD([p]) for p in (model.weight, model.weight.detach().float()))
+    view = torch.optim.SGD([torch.nn.Parameter(model.weight.detach()[:512])])  # a share, as P-sharded has it
+    found = [memory_use(model, optimizer, torch.device("cpu")).optimizer_mib for optimizer in (own, view, copied)]
+    assert found == [0.0, 0.0, 4.0]

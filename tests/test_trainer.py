@@ -1,0 +1,100 @@
+"""The rows through transformers.Trainer that imitate the slides: DeepSpeed, and nvidia-smi after every step.
+
+How DeepSpeed trains is in test_parallel.py, where the package is installed.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from qa_lib.data.load import batches_of, load_data
+from qa_lib.errors import UserError
+from qa_lib.measure import machine
+from qa_lib.measure.cost import StepCost
+from qa_lib.model.build import build_model
+from qa_lib.run import fit as fitting
+from qa_lib.run.plan import plan
+from qa_lib.spec import Machine
+from qa_lib.train import trainer
+
+STEPS, WARM_UP = 5, 2
+# What nvidia-smi says of a host with two GPUs at each step: the mean is 0.1, 0.2, ...
+SAID = [f"{10 * step}\n{30 * step}\n" for step in range(1, STEPS + 1)]
+
+
+def spec_of(variant: str):
+    """A row at smoke scale, made smaller, in one process of a machine that has all it needs but a GPU."""
+    here = Machine(deepspeed=True)
+    (spec,) = plan([variant], "smoke", data="synthetic:60", machine=here, world=1)
+    scale = dataclasses.replace(spec.scale, steps=STEPS, measure_from=WARM_UP, effective_batch=8, quality=False)
+    return dataclasses.replace(spec, scale=scale)
+
+
+@pytest.fixture(scope="module")
+def features():
+    return load_data(spec_of("P0")).features
+
+
+def train(spec, features, folder):
+    model = build_model(spec)
+    _, meter, *_ = trainer.train(model, batches_of(features, spec), spec, torch.device("cpu"), folder, lambda _: None)
+    return model, meter
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """nvidia-smi, which answers with these lines and then no more."""
+    lines, asked = list(SAID), []
+    monkeypatch.setattr(machine, "_nvidia_smi", lambda *words: (asked.append(words), lines.pop(0) if lines else "")[1])
+    monkeypatch.setattr(trainer.Ranks, "join", lambda self, spec: None)  # which would leave a process group behind
+    return asked
+
+
+def test_nvidia_smi_is_asked_once_a_step_and_its_mean_over_all_gpus_kept(said, features, tmp_path):
+    model, meter = train(spec_of("P0-polled"), features, tmp_path)
+    assert meter.polled == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert [words[0] for words in said] == ["--query-gpu=utilization.gpu"] * STEPS
+    assert meter.speed(StepCost(model), 1.0).utilisation_polled == pytest.approx(0.8), "of the measured steps"
+
+
+def test_without_the_setting_nobody_asks(said, features, tmp_path):
+    model, meter = train(spec_of("P0"), features, tmp_path)
+    assert said == []
+    assert meter.speed(StepCost(model), 1.0).utilisation_polled is None
+
+
+@pytest.mark.parametrize("words", ["", "[N/A]\n"])
+def test_a_silent_nvidia_smi_is_named(words, monkeypatch):
+    monkeypatch.setattr(machine, "_nvidia_smi", lambda *_: words)
+    with pytest.raises(UserError, match="nvidia-smi does not tell the GPUs' utilisation"):
+        machine.polled_utilisation()
+
+
+@pytest.mark.parametrize("variant", ["P0", "P0-ds"])
+def test_deepspeed_is_asked_for_zero_1_and_else_takes_the_arguments(variant, said, features, tmp_path, monkeypatch):
+    class Asked(Exception):
+        pass
+
+    def arguments(**asked):
+        raise Asked(asked)
+
+    monkeypatch.setattr(trainer, "TrainingArguments", arguments)
+    with pytest.raises(Asked) as caught:
+        train(spec_of(variant), features, tmp_path)
+    asked = caught.value.args[0]
+    assert (asked["optim"], asked["max_grad_norm"]) == ("adamw_torch_fused", 1.0)
+    if variant == "P0":
+        assert asked["deepspeed"] is None
+    else:
+        assert asked["deepspeed"]["zero_optimization"] == {"stage": 1}
+        assert "optimizer" not in asked["deepspeed"], "DeepSpeed's own would have to be compiled"
+        others = {key: value for key, value in asked["deepspeed"].items() if key != "zero_optimization"}
+        assert all(value in ("auto", {"enabled": "auto"}) for value in others.values())
+
+
+def test_deepspeed_is_launched_in_one_process_too(tmp_path, monkeypatch):
+    launched = []
+    monkeypatch.setattr(fitting, "fit_together", lambda spec, runs, say: launched.append(spec.variant))
+    fitting.fit(spec_of("P0-ds"), tmp_path, say=lambda _: None)
+    assert launched == ["P0-ds"]
