@@ -27,7 +27,7 @@ def train_device() -> torch.device:
     """The device that runs train on: the first visible GPU, or of several processes each its own; else the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", int(rank)) if (rank := os.environ.get("LOCAL_RANK")) else torch.device("cuda")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
 def limit_memory(gib: float) -> None:

@@ -165,7 +165,9 @@ def _noting_faults(run_dir: Path, ranks: Ranks):
 def _limit(spec: Spec, device: torch.device) -> None:
     """Hold this process to the threads and the memory that its scale allows, and forget what an earlier run left."""
     gc.collect()  # it would count as this run's memory
-    torch.cuda.empty_cache()
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps one for each stream that there was
+        torch.cuda.empty_cache()
     if spec.scale.threads:
         torch.set_num_threads(spec.scale.threads)
     if spec.scale.limit_gib and device.type == "cuda":
