@@ -50,8 +50,8 @@ def timed(runs, variant, seed=0, *, ms, world=1, batch=32, **more):
 
 
 def parallel_group(runs):
-    """P-fast takes 2 ms and 0.25 ms for each feature of a GPU, and 1 ms of waiting where there are several; P1 takes 1.6
-    ms for each feature. Three seeds each; a pipeline once."""
+    """P-fast takes 2 ms, 0.25 ms for each feature of a GPU, and 1 ms of waiting where there are several; P1 takes 1.6
+    ms for each feature. Three seeds each; pipelines once."""
     for seed in range(3):
         for batch in (8, 16, 32, 64, 128):
             timed(runs, "E-best", seed, ms=2 + 0.25 * batch, batch=batch, micro_batch=min(batch, 32))

@@ -155,17 +155,17 @@ def at(lines: pd.DataFrame, strong: int | None = None, weak: int | None = None) 
 
 
 def speed_finding(lines: pd.DataFrame) -> str:
-    """What the most GPUs of SHOWN, or else of the quickest row, come to at one batch and at one a GPU."""
-    said = {}
+    """What the most GPUs come to at one batch and at one a GPU, of SHOWN, or else of the quickest row."""
+    found = {}
     for name, sizes in (("strong", strong_batches(lines)), ("weak", weak_batches(lines))):
-        found = at(lines, **{name: sizes[0]}) if sizes else lines[:0]
-        found = found[(found["world"] > 1) & found[name].notna()]
-        found = found[found["variant"] == SHOWN] if SHOWN in set(found["variant"]) else found
-        if len(found):
-            said[name] = found.sort_values(["world", "rate"]).iloc[-1].to_dict()
-    if not said:
+        chosen = at(lines, **{name: sizes[0]}) if sizes else lines[:0]
+        found[name] = chosen[(chosen["world"] > 1) & chosen[name].notna()].sort_values(["world", "rate"])
+    every = pd.concat(found.values())
+    if every.empty:
         raise NotMeasured("no row was run on one GPU and on several at one batch, or at one batch a GPU")
-    return say("scaling.speed", strong=said.get("strong"), weak=said.get("weak"))
+    row = SHOWN if SHOWN in set(every["variant"]) else every.sort_values("rate")["variant"].iloc[-1]
+    own = {name: chosen[chosen["variant"] == row].to_dict("records") for name, chosen in found.items()}
+    return say("scaling.speed", **{name: lines[-1] if lines else None for name, lines in own.items()})
 
 
 def waiting_finding(lines: pd.DataFrame) -> str:

@@ -4,6 +4,8 @@ As in figures.py, titles are sentences computed from the records, and a figure w
 NotMeasured.
 """
 
+import itertools
+
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
@@ -15,7 +17,6 @@ from qa_lib.report.style import BLUE, GREY, ORANGE, RED
 from qa_lib.report.text import number, say
 from qa_lib.variants import VARIANTS
 
-STYLES = {name: style.COLORBLIND[i % 10] for i, name in enumerate(n for n in VARIANTS if n.startswith("P"))}
 BATCHES = np.unique(np.geomspace(REFERENCE, 512, 60).astype(int))
 
 
@@ -23,8 +24,10 @@ def _figure(runs: pd.DataFrame, title: str, said: str, height: float) -> Figure:
     """An empty figure whose caption says what it shows and where from."""
     seeds = runs[runs["status"] == "ok"].groupby("spec.variant")["spec.seed"].nunique()
     parts = [said, f"Group {runs['group'].iloc[0]}", f"{seeds.min()}–{seeds.max()} seeds", f"code {commits(runs)}"]
-    note = " · ".join([*parts, *[sentences.CPU_CAVEAT] * on_cpu(runs)]) + "."
-    return style.new_figure(("On a CPU: " if on_cpu(runs) else "") + title, note, height)
+    if on_cpu(runs):
+        title = f"On a CPU: {title}"
+        parts.append(sentences.CPU_CAVEAT)
+    return style.new_figure(title, " · ".join(parts) + ".", height)
 
 
 @style.style()
@@ -34,30 +37,31 @@ def fig_scaling(runs: pd.DataFrame) -> Figure:
     lines = scaling.scaling(runs)
     panels = [("strong", size) for size in scaling.strong_batches(lines)[:2]]
     panels += [("weak", size) for size in scaling.weak_batches(lines)[:1]]
+    rows = [name for name in lines["variant"].unique() if VARIANTS[name].settings.parallel != "none"]
+    colors = dict(zip(rows, itertools.cycle(style.COLORBLIND)))
     figure = _figure(runs, scaling.speed_finding(lines), "dashed: so many times one GPU; bars: 90 % intervals", 4.2)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, (name, size) in zip(axes, panels, strict=True):
         shown = scaling.at(lines, **{name: size})
-        for variant, part in shown[shown["variant"].isin(STYLES)].groupby("variant", sort=False):
-            for stages, own in part.groupby("stages"):
-                pipeline = scaling.is_pipeline(variant)
-                axis.errorbar(own["world"], own["rate"], own["rate±"], color=STYLES[variant], capsize=3, linewidth=1.2,
-                              marker="s" if pipeline else "o", markersize=4, label=_legend(variant, stages))  # fmt: skip
-        for row, alone in shown.groupby("reference"):
-            ideal = (alone["rate"] / alone[name] / alone["world"]).iloc[0]
-            worlds = np.array([1, shown["world"].max()])
-            axis.plot(worlds, worlds * ideal, "--", color=GREY, linewidth=1, zorder=1, label=f"ideal of {row}")
+        own = shown[shown["variant"].isin(colors)]
+        for (variant, stages), line in own.groupby(["variant", "stages"], sort=False):
+            look = {"marker": "s" if scaling.is_pipeline(variant) else "o", "markersize": 4, "capsize": 3}
+            axis.errorbar(line["world"], line["rate"], line["rate±"], color=colors[variant], linewidth=1.2,
+                          label=_label(variant, stages), **look)  # fmt: skip
+            if len(line) > 1:
+                ideal = line["world"] * (line["rate"] / line[name] / line["world"]).mean()
+                axis.plot(line["world"], ideal, "--", color=colors[variant], linewidth=1, zorder=1)
         axis.set_title(f"{size} features {'in all' if name == 'strong' else 'a GPU'}", loc="left", fontsize=10)
         axis.set(xlabel="GPUs", ylim=(0, None), xticks=sorted(set(lines["world"])))
     axes[0].set_ylabel("features/s of all GPUs")
     handles = {}
     for axis in axes:
         handles |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=8, frameon=False)
+    figure.legend(handles.values(), handles.keys(), loc="outside right center", fontsize=8, frameon=False)
     return figure
 
 
-def _legend(variant: str, stages: int) -> str:
+def _label(variant: str, stages: int) -> str:
     return f"{variant}, {stages} stages" if scaling.is_pipeline(variant) and stages > 1 else variant
 
 
@@ -67,7 +71,11 @@ def fig_waiting(runs: pd.DataFrame) -> Figure:
     that needs most."""
     lines = scaling.scaling(runs)
     shown = scaling.at(lines, strong=next(iter(scaling.strong_batches(lines)), None))
-    shown = shown[shown["variant"].isin(STYLES)].dropna(subset=["step_ms"]).reset_index(drop=True)
+    shown = (
+        shown[shown["variant"].map(scaling.one_gpu) != shown["variant"]]
+        .dropna(subset=["step_ms"])
+        .reset_index(drop=True)
+    )
     if shown.empty:
         raise NotMeasured("no row for several GPUs was timed at one batch on different numbers of them")
     known = shown["waiting_ms"].notna()
@@ -95,7 +103,7 @@ def fig_waiting(runs: pd.DataFrame) -> Figure:
 
 
 def _name(line) -> str:
-    return f"{_legend(line.variant, line.stages)}: {line.world} GPU{'s' if line.world > 1 else ''}"
+    return f"{_label(line.variant, line.stages)}: {line.world} GPU{'s' if line.world > 1 else ''}"
 
 
 @style.style()
@@ -104,7 +112,7 @@ def fig_artefact(runs: pd.DataFrame) -> Figure:
     log = slides.one_log(slides.logs_of(runs))
     loss = log["log"].set_index("step")["loss"]
     again = slides.repeated(loss)
-    title = say("slides.artefact_title", log=log, ratio=log["raw"] / log["again"])
+    title = say("slides.artefact_title", log=log)
     figure = _figure(runs, title, f"the log of {log['run_id']}, batch {log['batch']}", 3.6)
     left, right = figure.subplots(1, 2)
     left.plot(loss.index, loss, color=BLUE, linewidth=0.5, label="each step")
@@ -132,8 +140,7 @@ def fig_noise(runs: pd.DataFrame) -> Figure:
         measured = found.efficiency.query(f"batch > {REFERENCE}")
     except NotMeasured:
         found, measured = None, pd.DataFrame({"mean": [], "half": []})
-    title = say("slides.noise_title", phi=phi["phi"].median(), measured=measured.to_dict("index"),
-                predicted=slides.predicted(runs, measured.index).to_dict())  # fmt: skip
+    title = slides.noise_finding(runs)
     said = f"{slides.SCALED}; lines: mean over seeds in twentieths of the training, bands: their range"
     if found:
         said += f"; measured: features at {REFERENCE} over features at the batch until the loss is {found.loss:.2f}"
@@ -144,13 +151,13 @@ def fig_noise(runs: pd.DataFrame) -> Figure:
         left.plot(over.mean(), color=color, label=f"batch {batch:g}")
         left.fill_between(over.min().index, over.min(), over.max(), color=color, alpha=0.2, linewidth=0)
     left.set(xlabel="share of the training", ylabel="noise scale φ, in features", ylim=(0, None), xlim=(0, 1))
-    right.plot(means.index, means, color=BLUE, label="by the noise scale")
-    right.plot(BATCHES, REFERENCE / BATCHES, ":", color=GREY, label="if a larger batch taught nothing more")
+    right.plot(means.index, means, color=BLUE, label="by φ")
+    right.plot(BATCHES, REFERENCE / BATCHES, ":", color=GREY, label="if more features taught nothing")
     right.errorbar(measured.index, measured["mean"], measured["half"], fmt="o", color=RED, capsize=3, label="measured")
     ticks = [REFERENCE * 2**power for power in range(5)]
     right.set_xscale("log", base=2)
     right.set_xticks(ticks, list(map(str, ticks)))
-    right.set(xlabel="features a step", ylabel=f"progress by feature, {REFERENCE} being 1", ylim=(0, 1.2))
+    right.set(xlabel="features a step", ylabel=f"efficiency, batch {REFERENCE} being 1", ylim=(0, 1.2))
     for axis in (left, right):
         style.legend(axis)
     return figure

@@ -21,6 +21,7 @@ from qa_lib.record import Noise
 from qa_lib.report.claims import reasons, told, verdicts
 from qa_lib.report.runs import NotMeasured, select
 from qa_lib.report.tables import interval
+from qa_lib.report.text import say
 
 EVERY = 50  # steps between two losses of the slides' log (logging_steps)
 PLAIN, POLLED = "P0", "P0-polled"  # the rows that imitate the slides: transformers.Trainer under torchrun
@@ -152,6 +153,18 @@ def reached(runs: pd.DataFrame) -> Reached:
     features = [(curve <= loss).idxmax() * n for curve, n in zip(curves, last, strict=True)]
     table = logs.assign(features=features).groupby(["seed", "batch"])["features"].mean().unstack()
     return Reached(loss, table)
+
+
+def noise_finding(runs: pd.DataFrame) -> str:
+    """The noise scale, and the efficiency of the largest batch that was run beside the one that follows from it."""
+    phi, batch = phi_of(runs)["phi"].median(), None
+    try:
+        measured = reached(runs).efficiency["mean"]
+        batch = measured.index.max()
+        found = {"measured": measured[batch], "predicted": predicted(runs, [batch])[batch]}
+    except NotMeasured:
+        found = {"measured": None, "predicted": None}
+    return say("slides.noise_title", phi=phi, batch=batch, reference=REFERENCE, **found)
 
 
 @dataclass(frozen=True)
