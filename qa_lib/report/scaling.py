@@ -131,6 +131,16 @@ def scaling_table(lines: pd.DataFrame, columns=SPEED) -> pd.DataFrame:
     return table.loc[:, (table != MISSING).any()]
 
 
+def speed_table(runs: pd.DataFrame) -> pd.DataFrame:
+    """The speed of a group's rows on one GPU and on several, as text. Raises NotMeasured."""
+    return scaling_table(scaling(runs))
+
+
+def cost_table(runs: pd.DataFrame) -> pd.DataFrame:
+    """What they wait for, and what memory they take, as text. Raises NotMeasured."""
+    return scaling_table(scaling(runs), COSTS)
+
+
 def strong_batches(lines: pd.DataFrame) -> list[int]:
     """The effective batches at which a row ran on different numbers of GPUs, the one with the most such lines first."""
     return _most(lines, lines["batch"])

@@ -15,7 +15,6 @@ from qa_lib.report import scaling, sentences, slides, style
 from qa_lib.report.runs import NotMeasured, commits, on_cpu
 from qa_lib.report.style import BLUE, GREY, ORANGE, RED
 from qa_lib.report.text import number, say
-from qa_lib.variants import VARIANTS
 
 BATCHES = np.unique(np.geomspace(REFERENCE, 512, 60).astype(int))
 
@@ -37,20 +36,22 @@ def fig_scaling(runs: pd.DataFrame) -> Figure:
     lines = scaling.scaling(runs)
     panels = [("strong", size) for size in scaling.strong_batches(lines)[:2]]
     panels += [("weak", size) for size in scaling.weak_batches(lines)[:1]]
-    rows = [name for name in lines["variant"].unique() if VARIANTS[name].settings.parallel != "none"]
-    colors = dict(zip(rows, itertools.cycle(style.COLORBLIND)))
+    several = lines.loc[lines["variant"].map(scaling.one_gpu) != lines["variant"], ["variant", "stages"]]
+    kinds = several.drop_duplicates().itertuples(index=False, name=None)
+    colors = dict(zip(kinds, itertools.cycle(style.COLORBLIND)))
     figure = _figure(runs, scaling.speed_finding(lines), "dashed: so many times one GPU; bars: 90 % intervals", 4.2)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, (name, size) in zip(axes, panels, strict=True):
         shown = scaling.at(lines, **{name: size})
-        own = shown[shown["variant"].isin(colors)]
-        for (variant, stages), line in own.groupby(["variant", "stages"], sort=False):
+        for (variant, stages), line in shown.groupby(["variant", "stages"], sort=False):
+            if (variant, stages) not in colors:
+                continue
             look = {"marker": "s" if scaling.is_pipeline(variant) else "o", "markersize": 4, "capsize": 3}
-            axis.errorbar(line["world"], line["rate"], line["rate±"], color=colors[variant], linewidth=1.2,
+            axis.errorbar(line["world"], line["rate"], line["rate±"], color=colors[variant, stages], linewidth=1.2,
                           label=_label(variant, stages), **look)  # fmt: skip
             if len(line) > 1:
                 ideal = line["world"] * (line["rate"] / line[name] / line["world"]).mean()
-                axis.plot(line["world"], ideal, "--", color=colors[variant], linewidth=1, zorder=1)
+                axis.plot(line["world"], ideal, "--", color=colors[variant, stages], linewidth=1, zorder=1)
         axis.set_title(f"{size} features {'in all' if name == 'strong' else 'a GPU'}", loc="left", fontsize=10)
         axis.set(xlabel="GPUs", ylim=(0, None), xticks=sorted(set(lines["world"])))
     axes[0].set_ylabel("features/s of all GPUs")

@@ -20,14 +20,18 @@ from qa_lib.measure.goodput import REFERENCE, efficiency
 from qa_lib.record import Noise
 from qa_lib.report.claims import reasons, told, verdicts
 from qa_lib.report.runs import NotMeasured, select
+from qa_lib.report.scaling import at, scaling, strong_batches
 from qa_lib.report.tables import interval
 from qa_lib.report.text import say
+from qa_lib.variants import VARIANTS
 
 EVERY = 50  # steps between two losses of the slides' log (logging_steps)
 PLAIN, POLLED = "P0", "P0-polled"  # the rows that imitate the slides: transformers.Trainer under torchrun
 SCALED = "P-fast"  # the row that was run at several batches
 SPREAD = ("P-fast", "P-sharded", "P-1f1b")  # rows that spread one batch in different ways
 SMOOTH = 0.1  # share of a training that a smoothed loss is the mean of
+DIVIDES = ("pipeline", "tensor")  # ways to share a step in which no GPU has the whole model
+CONCLUSIONS = ("data_first", "pipeline_pays", "batch_costs")  # macros of texts/slides.md.j2
 HYPOTHESES = {  # macro of texts/slides.md.j2, which says what was measured -> the hypothesis
     "steps": "H1: Their “pipelines” were data parallelism",
     "artefact": "H2: Their loss of statistical efficiency is one of logging",
@@ -269,6 +273,27 @@ class Facts:
         }  # fmt: skip
         return {"batch": batch, "rows": rows, "first": first}
 
+    def fastest(self) -> dict:
+        """At one effective batch, on the most GPUs that both kinds ran on: the quickest row that has the whole model on
+        each GPU, and the quickest that divides it: batch, world, whole, divided (lines of scaling). Raises
+        NotMeasured."""
+        lines = scaling(self.speed)
+        found = []
+        for batch in strong_batches(lines):
+            timed = at(lines, strong=batch).dropna(subset=["rate"])
+            timed = timed[timed["world"] > 1]
+            divides = timed["variant"].map(lambda name: VARIANTS[name].settings.parallel in DIVIDES)
+            quickest = timed.loc[timed.groupby(["world", divides])["rate"].idxmax()]
+            both = quickest.groupby("world").filter(lambda part: len(part) == 2)
+            if len(both):
+                whole, divided = both[both["world"] == both["world"].max()].to_dict("records")
+                found.append({"batch": batch, "world": whole["world"], "whole": whole, "divided": divided})
+        if not found:
+            raise NotMeasured(
+                "no row that divides the model ran beside one that does not, at one batch and as many GPUs"
+            )
+        return max(found, key=lambda pair: pair["world"])
+
     def batches(self) -> dict:
         """By batch larger than REFERENCE the efficiency by the noise scale and as measured: phi (its median at the
         reference), loss, rows {batch: (predicted, (log ratio measured over predicted, half), measured)}."""
@@ -291,3 +316,15 @@ def hypotheses_table(facts: Facts) -> pd.DataFrame:
 def reasons_table(facts: Facts) -> pd.DataFrame:
     """What explains the verdicts on each hypothesis."""
     return reasons(told("slides", HYPOTHESES, facts), "hypothesis")
+
+
+def conclusions(facts: Facts) -> str:
+    """What to take from all this, as a Markdown list; each point says so where its numbers are not measured."""
+    said = []
+    for macro in CONCLUSIONS:
+        try:
+            measured = say(f"slides.{macro}_measured", facts=facts)
+        except NotMeasured as reason:
+            measured = f"Not measured yet: {reason}."
+        said.append(f"- {say(f'slides.{macro}')} {measured}")
+    return "\n".join(said)
