@@ -8,6 +8,7 @@ led to such numbers, and is checked on logs and records of our own.
 Logs are the steps.jsonl beside records: a line a step, whose loss is the mean over the step's features.
 """
 
+import contextlib
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +27,8 @@ from qa_lib.report.text import say
 from qa_lib.variants import VARIANTS
 
 EVERY = 50  # steps between two losses of the slides' log (logging_steps)
-PLAIN, POLLED = "P0", "P0-polled"  # the rows that imitate the slides: transformers.Trainer under torchrun
+# The rows that imitate the slides: transformers.Trainer under torchrun, with DeepSpeed, and asking nvidia-smi.
+PLAIN, DEEPSPEED, POLLED = "P0", "P0-ds", "P0-polled"
 SCALED = "P-fast"  # the row that was run at several batches
 SPREAD = ("P-fast", "P-sharded", "P-1f1b")  # rows that spread one batch in different ways
 SMOOTH = 0.1  # share of a training that a smoothed loss is the mean of
@@ -45,10 +47,10 @@ HYPOTHESES = {  # macro of texts/slides.md.j2, which says what was measured -> t
 
 def theirs() -> pd.DataFrame:
     """The slides' table as text, with headings that say whose it is."""
-    table = pd.read_csv(Path(__file__).with_name("slides.csv"), comment="#")
+    table = pd.read_csv(Path(__file__).with_name("slides.csv"), comment="#", dtype=str)
     heads = ("their experiment", "GPUs", "steps", "runtime s", "“samples/s”", "“validation loss”", "“GPU busy” %",
              "“statistical efficiency”", "“goodput”")  # fmt: skip
-    return table.astype(str).set_axis(heads, axis="columns")
+    return table.set_axis(heads, axis="columns")
 
 
 def group_of(runs: pd.DataFrame, group: str) -> pd.DataFrame:
@@ -183,14 +185,14 @@ class Facts:
         """The logs of scale slides."""
         return logs_of(self.slides)
 
-    def imitated(self) -> pd.DataFrame:
-        """By number of GPUs, PLAIN with one number of features a GPU: world, steps (planned), loss (mean over the
+    def imitated(self, row: str = PLAIN) -> pd.DataFrame:
+        """By number of GPUs, a row with one number of features a GPU: world, steps (planned), loss (mean over the
         training), held_out; means over seeds. Raises NotMeasured below two numbers of GPUs."""
-        runs = self.slides[(self.slides["spec.variant"] == PLAIN) & (self.slides["status"] == "ok")]
+        runs = self.slides[(self.slides["spec.variant"] == row) & (self.slides["status"] == "ok")]
         share = runs["batch"] / runs["world"]
         runs = runs[share == share.mode().min()]
         if runs["world"].nunique() < 2:
-            raise NotMeasured(f"{PLAIN} was not run on different numbers of GPUs with one batch a GPU")
+            raise NotMeasured(f"{row} was not run on different numbers of GPUs with one batch a GPU")
         logs = self.logs.set_index("run_id")["loss"]
         table = pd.DataFrame({
             "world": runs["world"],
@@ -199,6 +201,13 @@ class Facts:
             "held_out": runs.reindex(columns=["quality.loss"])["quality.loss"].astype(float),
         })  # fmt: skip
         return table.groupby("world").mean().reset_index()
+
+    def steps(self) -> dict[str, list[dict]]:
+        """`imitated` of PLAIN, and of DEEPSPEED where it was run on different numbers of GPUs."""
+        found = {PLAIN: self.imitated().to_dict("records")}
+        with contextlib.suppress(NotMeasured):  # DeepSpeed is an optional package
+            found[DEEPSPEED] = self.imitated(DEEPSPEED).to_dict("records")
+        return found
 
     def fit(self) -> dict:
         """`imitated`, and the least-squares fit of loss = end + extra / steps to it: end, extra, miss (the largest
