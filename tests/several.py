@@ -3,6 +3,7 @@
 Each number follows from a law that is written here, so that a test can say what a table has to find.
 """
 
+import dataclasses
 import json
 
 import numpy as np
@@ -18,10 +19,14 @@ PHI = 400.0  # features, from the middle of a training on
 FEATURES = 40_000  # of a training
 
 
-def write(runs, variant, scale, seed=0, *, world=1, batch=32, micro_batch=8, stages=None, log=None, **values):
-    """A record that ended ok, with these values by path ('parallel.bubble') and the lines of its log."""
+def write(
+    runs, variant, scale, seed=0, *, world=1, batch=32, micro_batch=8, stages=None, log=None, name="", **values
+):  # fmt: skip
+    """A record that ended ok, with these values by path ('parallel.bubble') and the lines of its log; of a row `name`
+    that is otherwise as `variant`."""
     own = {"world": world, "stages": stages, "batch": batch}
     spec = resolve(variant, scale, seed, GPUS, DATA, MODEL, "squad/", "bert/", micro_batch, **own)
+    spec = dataclasses.replace(spec, variant=name or variant)
     entry = record.new_record(spec, {"python": "3.11", "gpu": "NVIDIA H200"})
     entry["code"] = {"commit": "0123456789abcdef0123456789abcdef01234567", "dirty": False}
     entry["time"]["wall_s"] = 60.0
@@ -88,7 +93,7 @@ def slides_group(runs):
         log = made_log(16 * world, 0, phi=False)
         write(runs, "P0", "slides", world=world, batch=16 * world, micro_batch=16, log=log,
               **more | {"time.step_ms.median": 60.0})  # fmt: skip
-    write(runs, "P0-polled", "slides", world=2, batch=32, micro_batch=16,
+    write(runs, "P0", "slides", name="P0-polled", world=2, batch=32, micro_batch=16,
           **{"time.step_ms.median": 500.0, "speed.utilisation": 0.1, "speed.utilisation_polled": 0.12})  # fmt: skip
     for seed in range(3):
         noise["parallel.noise"]["var"] = 1e-3 * PHI * (1 + 0.02 * seed)

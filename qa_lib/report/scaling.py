@@ -86,6 +86,7 @@ def _compared(rates: pd.Series, line) -> dict:
 def _alone(rates: pd.Series, variant: str, batch: float) -> tuple[str | None, pd.Series]:
     """The row that is a row's one GPU at that batch, and its features/s by seed; without any if nothing was run, or if
     the row is no row for several GPUs."""
+    rates = rates.dropna()
     alone = rates[(rates.index.get_level_values("world") == 1) & (rates.index.get_level_values("batch") == batch)]
     for row in (one_gpu(variant), variant) if one_gpu(variant) != variant else ():
         if row in alone.index.get_level_values("variant"):
@@ -158,10 +159,10 @@ def _most(lines: pd.DataFrame, batch: pd.Series) -> list[int]:
 
 
 def at(lines: pd.DataFrame, strong: int | None = None, weak: int | None = None) -> pd.DataFrame:
-    """The lines of an effective batch, or of so many features a GPU; of each row, world and stages the quickest."""
-    chosen = lines[lines["batch"] == (strong if weak is None else weak * lines["world"])]
-    best = chosen.groupby(["variant", "world", "stages"])["rate"].idxmax().dropna()
-    return chosen.loc[sorted(best)]
+    """The timed lines of an effective batch, or of so many features a GPU; of each row, world and stages the
+    quickest."""
+    chosen = lines[lines["batch"] == (strong if weak is None else weak * lines["world"])].dropna(subset=["rate"])
+    return chosen.loc[sorted(chosen.groupby(["variant", "world", "stages"])["rate"].idxmax())]
 
 
 def speed_finding(lines: pd.DataFrame) -> str:

@@ -71,14 +71,11 @@ def fig_waiting(runs: pd.DataFrame) -> Figure:
     """Where a step's time goes at one effective batch, by row and number of GPUs, and beside it the memory of the GPU
     that needs most."""
     lines = scaling.scaling(runs)
-    shown = scaling.at(lines, strong=next(iter(scaling.strong_batches(lines)), None))
-    shown = (
-        shown[shown["variant"].map(scaling.one_gpu) != shown["variant"]]
-        .dropna(subset=["step_ms"])
-        .reset_index(drop=True)
-    )
+    shared = lines[lines["variant"].map(scaling.one_gpu) != lines["variant"]].dropna(subset=["step_ms"])
+    batches = scaling.strong_batches(lines) or list(shared["batch"].mode())
+    shown = scaling.at(shared, strong=next(iter(batches), None)).reset_index(drop=True)
     if shown.empty:
-        raise NotMeasured("no row for several GPUs was timed at one batch on different numbers of them")
+        raise NotMeasured("no run of a row for several GPUs has its time")
     known = shown["waiting_ms"].notna()
     parts = pd.DataFrame({
         "computing": (shown["step_ms"] - shown["waiting_ms"]).where(known, 0.0),
@@ -87,7 +84,7 @@ def fig_waiting(runs: pd.DataFrame) -> Figure:
     })  # fmt: skip
     parts.index = [_name(line) for line in shown.itertuples()]
     batch = shown["batch"].iloc[0]
-    figure = _figure(runs, scaling.waiting_finding(lines), f"{batch} features a step in all", 1.6 + 0.2 * len(shown))
+    figure = _figure(runs, scaling.waiting_finding(shown), f"{batch} features a step in all", 1.6 + 0.2 * len(shown))
     left, right = figure.subplots(1, 2, width_ratios=[2, 1])
     colors = dict(zip(parts, (BLUE, ORANGE, GREY), strict=True))
     parts = parts.loc[:, parts.any()]
@@ -134,14 +131,15 @@ def fig_artefact(runs: pd.DataFrame) -> Figure:
 def fig_noise(runs: pd.DataFrame) -> Figure:
     """The gradient noise scale over the training, and the efficiency of batches that follows from it beside the
     measured one."""
-    phi, means = slides.phi_of(runs), slides.predicted(runs, BATCHES)
+    logs = slides.logs_of(runs[runs["spec.variant"] == slides.SCALED])
+    phi, means = slides.phi_of(logs), slides.predicted(logs, BATCHES)
     phi = phi.assign(bin=np.ceil(20 * phi["done"]) / 20)
     try:
-        found = slides.reached(runs)
+        found = slides.reached(logs)
         measured = found.efficiency.query(f"batch > {REFERENCE}")
     except NotMeasured:
         found, measured = None, pd.DataFrame({"mean": [], "half": []})
-    title = slides.noise_finding(runs)
+    title = slides.noise_finding(logs)
     said = f"{slides.SCALED}; lines: mean over seeds in twentieths of the training, bands: their range"
     if found:
         said += f"; measured: features at {REFERENCE} over features at the batch until the loss is {found.loss:.2f}"

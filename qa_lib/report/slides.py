@@ -37,7 +37,8 @@ CONCLUSIONS = ("data_first", "pipeline_pays", "batch_costs")  # macros of texts/
 HYPOTHESES = {  # macro of texts/slides.md.j2, which says what was measured -> the hypothesis
     "steps": "H1: Their “pipelines” were data parallelism",
     "artefact": "H2: Their loss of statistical efficiency is one of logging",
-    "spread": "H3: Their formula knows the batch, and nothing of the GPUs",
+    "spread": "H3: Their formula knows nothing of the GPUs",
+    "scatter": "H3: It falls with the batch as noise does",
     "held_out": "H4: Their validation loss was the mean training loss",
     "polling": "H5: Asking nvidia-smi took most of their time",
     "noise": "H6: How a batch is spread does not change the noise scale",
@@ -102,11 +103,11 @@ def one_log(logs: pd.DataFrame) -> dict:
     return candidates.loc[candidates["log"].map(len).idxmax()].to_dict()
 
 
-def phi_of(runs: pd.DataFrame) -> pd.DataFrame:
-    """The running noise scale in features, a line for each of SCALED's logged steps that has one: batch, seed, step,
+def phi_of(logs: pd.DataFrame) -> pd.DataFrame:
+    """The running noise scale in features, of logs_of(): a line for each of SCALED's logged steps that has one: batch, seed, step,
     done (the share of the training), phi. Raises NotMeasured."""
     parts = [pd.DataFrame(columns=["step", "phi", "done", "batch", "seed"], dtype=float)]
-    for log in logs_of(runs[runs["spec.variant"] == SCALED]).to_dict("records"):
+    for log in logs[logs["variant"] == SCALED].to_dict("records"):
         steps = log["log"].reindex(columns=["step", "phi"]).dropna()
         done = steps["step"] / log["log"]["step"].max()
         parts.append(steps.assign(done=done, batch=log["batch"], seed=log["seed"]))
@@ -117,10 +118,10 @@ def phi_of(runs: pd.DataFrame) -> pd.DataFrame:
     return found
 
 
-def predicted(runs: pd.DataFrame, batches) -> pd.Series:
+def predicted(logs: pd.DataFrame, batches) -> pd.Series:
     """The efficiency of batches by the noise scale: the mean over the training of SCALED at batch REFERENCE, or at the
     smallest that was run. Raises NotMeasured."""
-    phi = phi_of(runs)
+    phi = phi_of(logs)
     phi = phi.loc[phi["batch"] == (REFERENCE if REFERENCE in set(phi["batch"]) else phi["batch"].min()), "phi"]
     means = [np.mean([efficiency(Noise(sqr=1.0, var=value), int(batch)) for value in phi]) for batch in batches]
     return pd.Series(means, index=list(batches))
@@ -147,10 +148,10 @@ class Reached:
         return pd.DataFrame({"mean": share.mean(), "half": interval(share)})
 
 
-def reached(runs: pd.DataFrame) -> Reached:
+def reached(logs: pd.DataFrame) -> Reached:
     """Features until the smoothed loss of SCALED is down to the one that the worst of its runs ends with. Raises
     NotMeasured where REFERENCE and a larger batch were not both run."""
-    logs = logs_of(runs[runs["spec.variant"] == SCALED])
+    logs = logs[logs["variant"] == SCALED]
     if REFERENCE not in set(logs["batch"]) or logs["batch"].max() == REFERENCE:
         raise NotMeasured(f"{SCALED} was not run at batch {REFERENCE} and at a larger one")
     curves = [smoothed(log) for log in logs["log"]]
@@ -161,13 +162,13 @@ def reached(runs: pd.DataFrame) -> Reached:
     return Reached(loss, table)
 
 
-def noise_finding(runs: pd.DataFrame) -> str:
+def noise_finding(logs: pd.DataFrame) -> str:
     """The noise scale, and the efficiency of the largest batch that was run beside the one that follows from it."""
-    phi, batch = phi_of(runs)["phi"].median(), None
+    phi, batch = phi_of(logs)["phi"].median(), None
     try:
-        measured = reached(runs).efficiency["mean"]
+        measured = reached(logs).efficiency["mean"]
         batch = measured.index.max()
-        found = {"measured": measured[batch], "predicted": predicted(runs, [batch])[batch]}
+        found = {"measured": measured[batch], "predicted": predicted(logs, [batch])[batch]}
     except NotMeasured:
         found = {"measured": None, "predicted": None}
     return say("slides.noise_title", phi=phi, batch=batch, reference=REFERENCE, **found)
@@ -289,7 +290,7 @@ class Facts:
         lines = scaling(self.speed)
         found = []
         for batch in strong_batches(lines):
-            timed = at(lines, strong=batch).dropna(subset=["rate"])
+            timed = at(lines, strong=batch)
             timed = timed[timed["world"] > 1]
             divides = timed["variant"].map(lambda name: VARIANTS[name].settings.parallel in DIVIDES)
             quickest = timed.loc[timed.groupby(["world", divides])["rate"].idxmax()]
@@ -306,9 +307,9 @@ class Facts:
     def batches(self) -> dict:
         """By batch larger than REFERENCE the efficiency by the noise scale and as measured: phi (its median at the
         reference), loss, rows {batch: (predicted, (log ratio measured over predicted, half), measured)}."""
-        found, phi = reached(self.slides), phi_of(self.slides)
+        found, phi = reached(self.logs), phi_of(self.logs)
         measured = found.efficiency.query(f"batch > {REFERENCE}")
-        told_by_phi = predicted(self.slides, measured.index)
+        told_by_phi = predicted(self.logs, measured.index)
         rows = {
             batch: {"predicted": told_by_phi[batch], "measured": (line.mean, line.half),
                     "ratio": (math.log(line.mean / told_by_phi[batch]), line.half / line.mean)}
