@@ -104,8 +104,8 @@ def one_log(logs: pd.DataFrame) -> dict:
 
 
 def phi_of(logs: pd.DataFrame) -> pd.DataFrame:
-    """The running noise scale in features, of logs_of(): a line for each of SCALED's logged steps that has one: batch, seed, step,
-    done (the share of the training), phi. Raises NotMeasured."""
+    """The running noise scale in features, a line for each of SCALED's logged steps (see logs_of) that has one: batch,
+    seed, step, done (the share of the training), phi. Raises NotMeasured."""
     parts = [pd.DataFrame(columns=["step", "phi", "done", "batch", "seed"], dtype=float)]
     for log in logs[logs["variant"] == SCALED].to_dict("records"):
         steps = log["log"].reindex(columns=["step", "phi"]).dropna()
