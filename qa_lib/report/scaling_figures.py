@@ -111,7 +111,9 @@ def fig_artefact(runs: pd.DataFrame) -> Figure:
     loss = log["log"].set_index("step")["loss"]
     again = slides.repeated(loss)
     title = say("slides.artefact_title", log=log)
-    figure = _figure(runs, title, f"the log of {log['run_id']}, batch {log['batch']}", 3.6)
+    figure = _figure(
+        runs, title, f"the log of {log['run_id']}, batch {log['batch']}; differences of 0 are not drawn", 3.6
+    )
     left, right = figure.subplots(1, 2)
     left.plot(loss.index, loss, color=BLUE, linewidth=0.5, label="each step")
     left.plot(again.index, again, color=ORANGE, linewidth=1.5, label=f"mean of {slides.EVERY} steps, told again")
@@ -140,15 +142,16 @@ def fig_noise(runs: pd.DataFrame) -> Figure:
     except NotMeasured:
         found, measured = None, pd.DataFrame({"mean": [], "half": []})
     title = slides.noise_finding(logs)
-    said = f"{slides.SCALED}; lines: mean over seeds in twentieths of the training, bands: their range"
+    said = f"{slides.SCALED}; medians and quartiles over seeds and steps, in twentieths of the training"
     if found:
         said += f"; measured: features at {REFERENCE} over features at the batch until the loss is {found.loss:.2f}"
     figure = _figure(runs, title, said, 3.6)
     left, right = figure.subplots(1, 2)
     for number_of, (batch, part) in enumerate(phi.groupby("batch")):
         color, over = style.COLORBLIND[number_of % 10], part.groupby("bin")["phi"]
-        left.plot(over.mean(), color=color, label=f"batch {batch:g}")
-        left.fill_between(over.min().index, over.min(), over.max(), color=color, alpha=0.2, linewidth=0)
+        low, middle, high = (over.quantile(share) for share in (0.25, 0.5, 0.75))
+        left.plot(middle, color=color, label=f"batch {batch:g}")
+        left.fill_between(middle.index, low, high, color=color, alpha=0.2, linewidth=0)
     left.set(xlabel="share of the training", ylabel="noise scale φ, in features", ylim=(0, None), xlim=(0, 1))
     right.plot(means.index, means, color=BLUE, label="by φ")
     right.plot(BATCHES, REFERENCE / BATCHES, ":", color=GREY, label="if more features taught nothing")
