@@ -257,5 +257,5 @@ def test_the_notebook_tells_its_story_with_and_without_records(folder, tmp_path,
         )
         exec(source, names)
     said = [each.data for each in shown if isinstance(each.data, str)]
-    assert len(shown) == 6 and sum("Not measured" in text for text in said) == (0 if measured else 1)
-    assert sum("*No figure" in text for text in said) == (0 if measured else 2)
+    assert len(shown) == 10 and sum("Not measured" in text for text in said) == (0 if measured else 2)
+    assert sum("*No figure" in text for text in said) == (0 if measured else 4)

@@ -106,8 +106,8 @@ SPEED = {  # heading -> text of a line
     "features/s": lambda line: number(line["rate"], line["rate±"]),
     "a GPU's": lambda line: number(line["rate"] / line["world"]),
     "step ms": lambda line: number(line["step_ms"]),
-    "strong": lambda line: percent(line["strong"], line["strong±"]),
-    "weak": lambda line: percent(line["weak"], line["weak±"]),
+    "strong": lambda line: share(line["strong"], line["strong±"]),
+    "weak": lambda line: share(line["weak"], line["weak±"]),
     "one GPU": lambda line: line["reference"] if pd.notna(line["reference"]) else MISSING,
 }
 COSTS = {name: SPEED[name] for name in ("row", "GPUs", "stages", "batch", "micro-batch", "step ms")} | {
@@ -119,11 +119,6 @@ COSTS = {name: SPEED[name] for name in ("row", "GPUs", "stages", "batch", "micro
     "GPU busy": lambda line: share(line["utilisation"]),
     "weights equal": lambda line: {1.0: "yes", 0.0: "NO"}.get(line["equal"], MISSING),
 }
-
-
-def percent(value: float, half: float = math.nan) -> str:
-    """A share in percent, with ± half its interval where there is one."""
-    return f"{number(100 * value, 100 * half)} %" if pd.notna(value) else MISSING
 
 
 def scaling_table(lines: pd.DataFrame, columns=SPEED) -> pd.DataFrame:

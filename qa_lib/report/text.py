@@ -40,9 +40,9 @@ def count(value: float) -> str:
     return f"{value / 1e6:.3g} M" if value >= 999_500 else f"{value / 1e3:.3g} k"
 
 
-def share(value: float) -> str:
-    """A part of a whole, or of another row's value, in percent."""
-    return f"{number(100 * value)} %" if pd.notna(value) else MISSING
+def share(value: float, half: float = math.nan) -> str:
+    """A part of a whole, or of another row's value, in percent, with ± half an interval where there is one."""
+    return f"{number(100 * value, 100 * half)} %" if pd.notna(value) else MISSING
 
 
 def points(value: float, half: float = math.nan, sign: str = "") -> str:
