@@ -62,12 +62,14 @@ def test_a_row_without_its_ancestor_is_its_own_one_gpu(lines):
     line = lines.loc["P1", 2, 1, 128]
     assert (line["reference"], line["strong"]) == ("P1", pytest.approx(1)) and math.isnan(line["weak"])
     assert lines.loc["P1", 4, 1, 32]["reference"] == "A1"
+    assert lines.loc["P1", 4, 1, 128]["reference"] == "P1, A1", "A1 ran at batch 32 alone"
 
 
 def test_one_run_has_no_interval_and_a_row_for_one_gpu_no_efficiency(lines):
     pipeline = lines.loc["P-gpipe", 2, 2, 32]
     assert pipeline["strong"] == pytest.approx(20 / (2 * 15)) and math.isnan(pipeline["strong±"])
-    assert lines.loc["E-best", 1, 1, 32][["strong", "weak", "reference"]].isna().all()
+    alone = lines.loc["E-best", 1, 1, 32]
+    assert alone[["strong", "weak"]].isna().all() and alone["reference"] == ""
 
 
 def test_the_one_gpu_takes_the_micro_batch_at_which_it_is_quickest(folder, lines, tmp_path):

@@ -45,8 +45,8 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     Columns: KEYS, n, `rate` (features/s of all GPUs) and `rate±`, the others of MEASURES, peak_mib (of the process with
     the most), waiting_ms (a step's milliseconds in which a GPU does not compute: exposed_ms, or a pipeline's bubble;
     NaN where neither was measured), `strong`, `strong±`, `weak`, `weak±` (shares; ± over equal seeds where both rows
-    have the same ones) and reference, the row that was the one GPU. Raises NotMeasured for runs without any for several
-    GPUs.
+    have the same ones) and reference, the row that was the one GPU, or "A1, P1" if that of `weak` was another. Raises
+    NotMeasured for runs without any for several GPUs.
     """
     done = _alike(runs[(runs["status"] == "ok") & runs["spec.variant"].isin(VARIANTS)])
     if not several(done).any():
@@ -72,15 +72,16 @@ def _alike(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _compared(rates: pd.Series, line) -> dict:
-    """strong, weak and their intervals of a line, and the row that was the one GPU."""
-    own, found = rates.loc[tuple(getattr(line, key) for key in KEYS)], {}
+    """strong, weak and their intervals of a line, and the rows that were the one GPU."""
+    own, found, rows = rates.loc[tuple(getattr(line, key) for key in KEYS)], {}, []
     for name, batch in (("strong", line.batch), ("weak", line.batch / line.world)):
         row, alone = _alone(rates, line.variant, batch)
         ideal = line.world * alone
-        found |= {name: own.mean() / ideal.mean(), f"{name}±": math.nan, "reference": row or found.get("reference")}
+        found |= {name: own.mean() / ideal.mean(), f"{name}±": math.nan}
         if own.index.equals(alone.index):
             found[f"{name}±"] = float(interval(own / ideal))
-    return found
+        rows += [row] if row else []
+    return found | {"reference": ", ".join(dict.fromkeys(rows))}
 
 
 def _alone(rates: pd.Series, variant: str, batch: float) -> tuple[str | None, pd.Series]:
@@ -108,7 +109,7 @@ SPEED = {  # heading -> text of a line
     "step ms": lambda line: number(line["step_ms"]),
     "strong": lambda line: share(line["strong"], line["strong±"]),
     "weak": lambda line: share(line["weak"], line["weak±"]),
-    "one GPU": lambda line: line["reference"] if pd.notna(line["reference"]) else MISSING,
+    "one GPU": lambda line: line["reference"] or MISSING,
 }
 COSTS = {name: SPEED[name] for name in ("row", "GPUs", "stages", "batch", "micro-batch", "step ms")} | {
     "waits ms": lambda line: number(line["exposed_ms"]),
