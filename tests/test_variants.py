@@ -190,11 +190,13 @@ MAY_IMPORT = {
     "train": "errors variants spec record data model measure",
     "score": "errors variants spec record data model",
     "run": "errors variants spec record data model measure train score",
-    "report": "errors variants spec record measure.trace",
+    "report": "errors variants spec record measure.trace measure.goodput",
     "app": "errors record data.squad score report",
     "__main__": "errors variants",
 }
-TORCH_FREE = "errors variants spec record run.plan run.sweep run.slurm run.launch measure.trace report".split()
+TORCH_FREE = (
+    "errors variants spec record run.plan run.sweep run.slurm run.launch measure.trace measure.goodput report".split()
+)
 
 
 NO_TORCH = """

@@ -32,6 +32,9 @@ CLAIMS = {  # macro of texts/claims.md.j2, which says what was measured -> the c
 }
 
 
+Told = tuple[str, list[str], str]  # a claim, its parts "part | what was measured | verdict", and what explains it
+
+
 @dataclass(frozen=True)
 class Facts:
     """What claims are checked against: a bench group's lines (tables.summarise), runs with quality, runs at vram, and
@@ -136,26 +139,39 @@ def facts_of(runs: pd.DataFrame, group: str) -> Facts:
 def claims_table(facts: Facts) -> pd.DataFrame:
     """A line for each part of each claim: what was measured and the verdict. Raises NotMeasured for another task than
     question answering, about which the seeds claim nothing."""
-    lines = []
-    for claim, parts, _ in _told(facts):
-        lines += [(claim if part is parts[0] else "", *part.split(" | ")) for part in parts]
-    return pd.DataFrame(lines, columns=["claim of the seeds", "of it", "measured here", "holds"])
+    return verdicts(_told(facts), "claim of the seeds")
 
 
 def reasons_table(facts: Facts) -> pd.DataFrame:
     """What explains the verdicts on each claim. Raises NotMeasured as `claims_table` does."""
-    return pd.DataFrame([(claim, why) for claim, _, why in _told(facts)], columns=["claim of the seeds", "why"])
+    return reasons(_told(facts), "claim of the seeds")
 
 
-def _told(facts: Facts) -> list[tuple[str, list[str], str]]:
-    """Each claim, its parts as texts/claims.md.j2 writes them, and what explains it."""
+def _told(facts: Facts) -> list[Told]:
     if facts.bench["task.name"].iloc[0] != "qa":
         raise NotMeasured("the seeds' claims are about question answering")
-    told = []
-    for macro, claim in CLAIMS.items():
+    return told("claims", CLAIMS, facts)
+
+
+def told(file: str, claims: dict[str, str], facts) -> list[Told]:
+    """Each of `claims` (by macro) as the macros of texts/`file`.md.j2 tell it from `facts`; open where that raises
+    NotMeasured."""
+    found = []
+    for macro, claim in claims.items():
         try:
-            *parts, why = say(f"claims.{macro}", facts=facts).split(" ; ")
+            *parts, why = say(f"{file}.{macro}", facts=facts).split(" ; ")
         except NotMeasured as reason:
             parts, why = [f"all of it | {MISSING} | {OPEN}"], f"Not measured: {reason}."
-        told.append((claim, parts, why))
-    return told
+        found.append((claim, parts, why))
+    return found
+
+
+def verdicts(claims: list[Told], head: str) -> pd.DataFrame:
+    """A line for each part of each claim."""
+    lines = [(claim if part is parts[0] else "", *part.split(" | ")) for claim, parts, _ in claims for part in parts]
+    return pd.DataFrame(lines, columns=[head, "of it", "measured here", "holds"])
+
+
+def reasons(claims: list[Told], head: str) -> pd.DataFrame:
+    """What explains the verdicts on each claim."""
+    return pd.DataFrame([(claim, why) for claim, _, why in claims], columns=[head, "why"])

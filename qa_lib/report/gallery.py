@@ -13,7 +13,7 @@ import pandas as pd
 
 from qa_lib.errors import first_line
 from qa_lib.record import strict_json, write_atomically
-from qa_lib.report.runs import NotMeasured
+from qa_lib.report.runs import NotMeasured, several
 from qa_lib.report.sentences import caption, findings
 from qa_lib.report.tables import result_table, summarise
 
@@ -92,10 +92,12 @@ def _spoilt(old: dict, folder: Path) -> str | None:
 
 
 def _drawn(runs: pd.DataFrame) -> Pictures:
-    from qa_lib.report import figures, style  # seaborn takes a second, which an up-to-date report need not wait for
+    # Seaborn takes a second, which an up-to-date report need not wait for.
+    from qa_lib.report import figures, scaling_figures, style
 
     drawn, not_drawn = {}, {}
-    for name, figure_of in figures.FIGURES.items():
+    kinds = figures.FIGURES | (scaling_figures.FIGURES if several(runs).any() else {})
+    for name, figure_of in kinds.items():
         try:
             figure = figure_of(runs)
         except NotMeasured as reason:

@@ -14,7 +14,8 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from qa_lib.report.gallery import Pictures
-from qa_lib.report.runs import baseline, cells, load_runs, score_name, searches, select
+from qa_lib.report.runs import baseline, cells, load_runs, score_name, searches, select, several
+from qa_lib.report.scaling import speed_table
 from qa_lib.report.sentences import LADDER, PEERS, caption
 from qa_lib.report.tables import family_lines, result_table, summarise
 from qa_lib.report.text import LEFT, MISSING, count, number, points
@@ -104,7 +105,7 @@ def _group(group: dict, runs: pd.DataFrame, pictures: Callable[..., Pictures], l
     panels: dict[str, list[dict]] = {}
     for run in chosen[columns].to_dict("records"):  # of few columns: pandas takes its time for each value
         panels.setdefault(run["spec.variant"], []).append(run)
-    tables = {"table": _table(lines), "peft": _table(family_lines(lines, "B"))}
+    tables = {"table": _table(lines), "peft": _table(family_lines(lines, "B")), "scaling": _scaling(chosen)}
     models = chosen.loc[chosen["model.params_total"].astype(float) < SMALL].groupby("model.name")["model.params_total"]
     small = ", ".join(f"{name} ({count(parameters)} parameters)" for name, parameters in models.min().items())
     names = {"ladder": (*PEERS, *LADDER), "variants": VARIANTS, "left": LEFT, "link": link, "small": small}
@@ -125,6 +126,17 @@ def _table(lines: pd.DataFrame) -> dict:
         for label, part in cells(lines)
     ]
     return {"headings": [(name, shown[name]) for name in text], "parts": parts}
+
+
+def _scaling(runs: pd.DataFrame) -> dict:
+    """The same of a group's rows on one GPU and on several; without parts where there are none."""
+    if not several(runs[runs["status"] == "ok"]).any():
+        return {"headings": [], "parts": []}
+    text = speed_table(runs)
+    return {
+        "headings": [(name, "") for name in text],
+        "parts": [("", list(zip(text["row"], text.to_numpy().tolist(), strict=True)))],
+    }
 
 
 _TEMPLATES.filters |= {

@@ -19,7 +19,8 @@ BASELINE = BASELINES["qa"]  # the row that ratios and differences refer to, in q
 TASK = ["task.name", "task.metric", "task.label", "task.higher_is_better"]
 LENGTH, MICRO_BATCH = "spec.scale.max_length", "spec.settings.micro_batch"
 EPOCHS, RATE = "spec.scale.epochs", "spec.scale.learning_rate"
-AXIS_COLUMNS = (LENGTH, EPOCHS, RATE)
+BATCH, BATCH_TOKENS = "spec.scale.effective_batch", "spec.scale.batch_tokens"
+AXIS_COLUMNS = (LENGTH, EPOCHS, RATE, BATCH, BATCH_TOKENS)
 # What must be equal within a group, or a ratio would compare different work; but for AXIS_COLUMNS.
 IDENTITY = ("spec.hardware", "spec.scale.", "spec.search", "spec.sm", "data.name", "data.sha256", *TASK[:2])
 
@@ -58,9 +59,22 @@ def _training(runs: pd.DataFrame) -> pd.Series:
     return epochs + runs[RATE].map("{:g}".format)
 
 
+def _batch(runs: pd.DataFrame) -> pd.Series:
+    """Features of an optimizer step; 0 where that is one micro-batch, however large."""
+    tokens, features = (runs.reindex(columns=[name])[name].astype(float) for name in (BATCH_TOKENS, BATCH))
+    return (tokens // runs[LENGTH]).fillna(features).fillna(0).astype(int)
+
+
+def _stages(runs: pd.DataFrame) -> pd.Series:
+    """Processes that a micro-batch passes through; records older than pipelines do not name them."""
+    return runs.reindex(columns=["spec.stages"])["spec.stages"].astype(float).fillna(1).astype(int)
+
+
 AXES = (
     Axis("model", "model", _model),
     Axis("world", "world size", itemgetter("spec.world")),
+    Axis("stages", "stages", _stages),
+    Axis("batch", "effective batch", _batch),
     Axis("precision", "precision", _precision),
     Axis("length", "length", itemgetter(LENGTH)),
     Axis("training", "training", _training),
@@ -138,6 +152,11 @@ def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
 def searches(runs: pd.DataFrame) -> set[str]:
     """The groups that hold the tries of a search (`fit-batch`, `tune`), of which no row is compared with another."""
     return set(runs.loc[runs["spec.search"] != "", "group"]) if len(runs) else set()
+
+
+def several(runs: pd.DataFrame) -> pd.Series:
+    """Which runs are of rows for several GPUs (family P): they are compared with their row on one GPU (scaling.py)."""
+    return runs["spec.variant"].map({name: row.settings.parallel != "none" for name, row in VARIANTS.items()}).eq(True)
 
 
 def on_cpu(runs: pd.DataFrame) -> bool:

@@ -25,6 +25,7 @@ from qa_lib.report.runs import (
     published,
     score_name,
     select,
+    several,
     usual,
 )
 from qa_lib.report.text import MISSING, count, gain, markdown, number, points, share
@@ -100,10 +101,11 @@ def summarise(runs: pd.DataFrame) -> pd.DataFrame:
     Columns: AXES, TASK, variant, family, change, status, note, n (runs that ended ok) and, over these, each of MEASURES
     and `score` as the mean with `<name>±` beside it (see `interval`). Against the baseline of the same cell: ratio, of
     features/s, with `ratio±` over equal seeds where both rows have the same ones; delta, the score minus the
-    baseline's, with `delta±` over the seeds that both have; break_even. Raises ReportError where no cell has one.
+    baseline's, with `delta±` over the seeds that both have; break_even. Raises ReportError where no cell has one, but
+    for a group with rows for several GPUs, whose speed scaling.py compares.
     """
     first = baseline(runs)
-    if _baseline(runs).empty:
+    if _baseline(runs).empty and not several(runs).any():
         sizes = ", ".join(map(str, sorted(set(runs["micro_batch"]))))
         found = ", ".join(Counter(runs.loc[runs["spec.variant"] == first, "status"]))
         raise ReportError(
@@ -141,7 +143,7 @@ def _described(runs: pd.DataFrame, cell: pd.Series) -> pd.DataFrame:
         members.setdefault(key, []).append(run)
     heads = runs[[*AXIS_NAMES, *TASK]].set_axis(cell)
     heads = heads[~heads.index.duplicated()].to_dict("index")
-    with_base = set(cell[_baseline(runs).index])
+    with_base = set(cell if several(runs).any() else cell[_baseline(runs).index])
     alone = f"no ratio, since {baseline(runs)} has no result under these conditions"
     keys = sorted(members, key=lambda key: (key[0], place(key[1])))
     lines = [

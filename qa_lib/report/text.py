@@ -17,7 +17,7 @@ MISSING = "–"
 # Columns of words, which are set to the left.
 LEFT = {"row", "what it changes", "what it is", "group", "hardware", "you have at least", "model", "precision",
         "status", "note", "arithmetic", "claim of the seeds", "of it", "holds", "measured here", "why", "question",
-        "answer", "gold", "paragraph", "text"}  # fmt: skip
+        "answer", "gold", "paragraph", "text", "hypothesis", "their experiment", "one GPU"}  # fmt: skip
 
 
 def number(value: float, half: float = math.nan) -> str:
@@ -40,9 +40,9 @@ def count(value: float) -> str:
     return f"{value / 1e6:.3g} M" if value >= 999_500 else f"{value / 1e3:.3g} k"
 
 
-def share(value: float) -> str:
-    """A part of a whole, or of another row's value, in percent."""
-    return f"{number(100 * value)} %" if pd.notna(value) else MISSING
+def share(value: float, half: float = math.nan) -> str:
+    """A part of a whole, or of another row's value, in percent, with ± half an interval where there is one."""
+    return f"{number(100 * value, 100 * half)} %" if pd.notna(value) else MISSING
 
 
 def points(value: float, half: float = math.nan, sign: str = "") -> str:

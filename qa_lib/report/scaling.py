@@ -1,0 +1,190 @@
+"""What several GPUs come to: speed against one GPU, and what it costs in waiting and memory.
+
+Two questions may be asked of n GPUs. *Strong* scaling keeps the effective batch and asks how much sooner it is done;
+the share of each GPU shrinks, and with it its matrix products. *Weak* scaling keeps what a GPU does in a step, so that
+the effective batch grows, which costs progress by feature (slides.py). The efficiency of either is the speed of n GPUs
+over n times that of one, which works alone on the same batch, or on one GPU's share of it.
+
+The one GPU runs the row that shares nothing: the nearest ancestor of parallel `none`, at the micro-batch at which it is
+quickest, since nobody would take a slower one. Where that has no record, it is the row itself in one process.
+"""
+
+import math
+
+import pandas as pd
+
+from qa_lib.report.runs import NotMeasured, several
+from qa_lib.report.tables import interval, place
+from qa_lib.report.text import MISSING, number, say, share
+from qa_lib.variants import VARIANTS
+
+KEYS = ["variant", "world", "stages", "batch", "micro_batch"]  # what tells lines apart, beside what _alike keeps
+MEASURES = {
+    "rate": "speed.features_per_s",
+    "step_ms": "time.step_ms.median",
+    "exposed_ms": "parallel.exposed_ms",
+    "bubble": "parallel.bubble",
+    "bubble_formula": "parallel.bubble_formula",
+    "allreduce_gbs": "parallel.allreduce_gbs",
+    "utilisation": "speed.utilisation",
+    "equal": "parallel.weights_equal",
+}
+PEAKS = r"memory\.peak_alloc_mib|parallel\.rank_peak_mib\.\d+"
+SHOWN = "P-fast"  # the row that titles speak of, where it was run
+
+
+def one_gpu(variant: str) -> str:
+    """The row that a row for several GPUs is compared with: its nearest ancestor of parallel `none`."""
+    row = VARIANTS[variant]
+    return one_gpu(row.parent) if row.settings.parallel != "none" else variant
+
+
+def scaling(runs: pd.DataFrame) -> pd.DataFrame:
+    """A group's runs that ended ok, averaged over seeds: a line for each of KEYS, in the order of the variants table.
+
+    Columns: KEYS, n, `rate` (features/s of all GPUs) and `rate±`, the others of MEASURES, peak_mib (of the process with
+    the most), waiting_ms (a step's milliseconds in which a GPU does not compute: exposed_ms, or a pipeline's bubble;
+    NaN where neither was measured), `strong`, `strong±`, `weak`, `weak±` (shares; ± over equal seeds where both rows
+    have the same ones) and reference, the row that was the one GPU, or "A1, P1" if that of `weak` was another. Raises
+    NotMeasured for runs without any for several GPUs.
+    """
+    done = _alike(runs[(runs["status"] == "ok") & runs["spec.variant"].isin(VARIANTS)])
+    if not several(done).any():
+        raise NotMeasured("no run of a row for several GPUs (family P) has ended ok")
+    values = done.reindex(columns=MEASURES.values()).set_axis([*MEASURES], axis="columns").astype(float)
+    values["peak_mib"] = done.filter(regex=f"^({PEAKS})$").astype(float).max(axis="columns")
+    keys = done.rename(columns={"spec.variant": "variant", "spec.seed": "seed"})[[*KEYS, "seed"]]
+    values = values.set_index(pd.MultiIndex.from_frame(keys)).sort_index()
+    rows = values.groupby(level=KEYS)
+    lines = rows.mean().assign(**{"n": rows.size(), "rate±": interval(rows["rate"]), "equal": rows["equal"].min()})
+    order = {"key": lambda column: column.map(place) if column.name == "variant" else column}
+    lines = lines.reset_index().sort_values(KEYS, **order)
+    alone = lines["exposed_ms"].where(lines["world"] > 1, 0.0)
+    lines["waiting_ms"] = alone.fillna(lines["bubble"] * lines["step_ms"])
+    compared = [_compared(values["rate"], line) for line in lines.itertuples()]
+    return lines.reset_index(drop=True).join(pd.DataFrame(compared))
+
+
+def _alike(runs: pd.DataFrame) -> pd.DataFrame:
+    """Of runs those that agree with the most others in model, precision, length and training."""
+    parts = [part for _, part in runs.groupby(["model", "precision", "length", "training"], dropna=False)]
+    return max(parts, key=len, default=runs)
+
+
+def _compared(rates: pd.Series, line) -> dict:
+    """strong, weak and their intervals of a line, and the rows that were the one GPU."""
+    own, found, rows = rates.loc[tuple(getattr(line, key) for key in KEYS)], {}, []
+    for name, batch in (("strong", line.batch), ("weak", line.batch / line.world)):
+        row, alone = _alone(rates, line.variant, batch)
+        ideal = line.world * alone
+        found |= {name: own.mean() / ideal.mean(), f"{name}±": math.nan}
+        if own.index.equals(alone.index):
+            found[f"{name}±"] = float(interval(own / ideal))
+        rows += [row] if row else []
+    return found | {"reference": ", ".join(dict.fromkeys(rows))}
+
+
+def _alone(rates: pd.Series, variant: str, batch: float) -> tuple[str | None, pd.Series]:
+    """The row that is a row's one GPU at that batch, and its features/s by seed; without any if nothing was run, or if
+    the row is no row for several GPUs."""
+    rates = rates.dropna()
+    alone = rates[(rates.index.get_level_values("world") == 1) & (rates.index.get_level_values("batch") == batch)]
+    for row in (one_gpu(variant), variant) if one_gpu(variant) != variant else ():
+        if row in alone.index.get_level_values("variant"):
+            sizes = alone.loc[row]
+            quickest = sizes.groupby(level="micro_batch").mean().idxmax()
+            return row, sizes.xs(quickest, level="micro_batch").droplevel(["world", "stages", "batch"])
+    return None, pd.Series(dtype=float)
+
+
+SPEED = {  # heading -> text of a line
+    "row": lambda line: line["variant"],
+    "GPUs": lambda line: str(line["world"]),
+    "stages": lambda line: str(line["stages"]) if line["stages"] > 1 else MISSING,
+    "batch": lambda line: str(line["batch"]),
+    "micro-batch": lambda line: str(line["micro_batch"]),
+    "n": lambda line: str(line["n"]),
+    "features/s": lambda line: number(line["rate"], line["rate±"]),
+    "a GPU's": lambda line: number(line["rate"] / line["world"]),
+    "step ms": lambda line: number(line["step_ms"]),
+    "strong": lambda line: share(line["strong"], line["strong±"]),
+    "weak": lambda line: share(line["weak"], line["weak±"]),
+    "one GPU": lambda line: line["reference"] or MISSING,
+}
+COSTS = {name: SPEED[name] for name in ("row", "GPUs", "stages", "batch", "micro-batch", "step ms")} | {
+    "waits ms": lambda line: number(line["exposed_ms"]),
+    "bubble": lambda line: share(line["bubble"]),
+    "by formula": lambda line: share(line["bubble_formula"]),
+    "GiB a GPU": lambda line: number(line["peak_mib"] / 1024),
+    "all-reduce GB/s": lambda line: number(line["allreduce_gbs"]),
+    "GPU busy": lambda line: share(line["utilisation"]),
+    "weights equal": lambda line: {1.0: "yes", 0.0: "NO"}.get(line["equal"], MISSING),
+}
+
+
+def scaling_table(lines: pd.DataFrame, columns=SPEED) -> pd.DataFrame:
+    """`scaling` as text under these columns, SPEED or COSTS, without those that say nothing."""
+    table = pd.DataFrame([{name: text(line) for name, text in columns.items()} for line in lines.to_dict("records")])
+    return table.loc[:, (table != MISSING).any()]
+
+
+def speed_table(runs: pd.DataFrame) -> pd.DataFrame:
+    """The speed of a group's rows on one GPU and on several, as text. Raises NotMeasured."""
+    return scaling_table(scaling(runs))
+
+
+def cost_table(runs: pd.DataFrame) -> pd.DataFrame:
+    """What they wait for, and what memory they take, as text. Raises NotMeasured."""
+    return scaling_table(scaling(runs), COSTS)
+
+
+def strong_batches(lines: pd.DataFrame) -> list[int]:
+    """The effective batches at which a row ran on different numbers of GPUs, the one with the most such lines first."""
+    return _most(lines, lines["batch"])
+
+
+def weak_batches(lines: pd.DataFrame) -> list[int]:
+    """The same of features a GPU."""
+    return _most(lines, lines["batch"] / lines["world"])
+
+
+def _most(lines: pd.DataFrame, batch: pd.Series) -> list[int]:
+    ran = lines.assign(batch=batch).groupby(["batch", "variant"])["world"].nunique()
+    ran = ran[ran > 1].groupby(level="batch").sum()
+    return [int(size) for size in ran.sort_values(ascending=False, kind="stable").index]
+
+
+def at(lines: pd.DataFrame, strong: int | None = None, weak: int | None = None) -> pd.DataFrame:
+    """The timed lines of an effective batch, or of so many features a GPU; of each row, world and stages the
+    quickest."""
+    chosen = lines[lines["batch"] == (strong if weak is None else weak * lines["world"])].dropna(subset=["rate"])
+    return chosen.loc[sorted(chosen.groupby(["variant", "world", "stages"])["rate"].idxmax())]
+
+
+def speed_finding(lines: pd.DataFrame) -> str:
+    """What the most GPUs come to at one batch and at one a GPU, of SHOWN, or else of the quickest row."""
+    found = {}
+    for name, sizes in (("strong", strong_batches(lines)), ("weak", weak_batches(lines))):
+        chosen = at(lines, **{name: sizes[0]}) if sizes else lines[:0]
+        found[name] = chosen[(chosen["world"] > 1) & chosen[name].notna()].sort_values(["world", "rate"])
+    every = pd.concat(found.values())
+    if every.empty:
+        raise NotMeasured("no row was run on one GPU and on several at one batch, or at one batch a GPU")
+    row = SHOWN if SHOWN in set(every["variant"]) else every.sort_values("rate")["variant"].iloc[-1]
+    own = {name: chosen[chosen["variant"] == row].to_dict("records") for name, chosen in found.items()}
+    return say("scaling.speed", **{name: lines[-1] if lines else None for name, lines in own.items()})
+
+
+def waiting_finding(lines: pd.DataFrame) -> str:
+    """The longest waiting of a row at the batch of strong scaling."""
+    found = lines.dropna(subset=["waiting_ms"])
+    found = found[found["world"] > 1]
+    if found.empty:
+        raise NotMeasured("no run of several GPUs has its waiting measured")
+    shares = found["waiting_ms"] / found["step_ms"]
+    return say("scaling.waiting", most=found.loc[shares.idxmax()].to_dict(), least=found.loc[shares.idxmin()].to_dict())
+
+
+def is_pipeline(variant: str) -> bool:
+    """Whether a row divides the layers, into as many stages as it was asked for."""
+    return VARIANTS[variant].settings.parallel == "pipeline"

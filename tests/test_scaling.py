@@ -1,0 +1,263 @@
+"""What several GPUs come to: efficiencies by made-up laws, the slides' formula, their hypotheses, figures, notebook."""
+
+import math
+import shutil
+
+import nbformat
+import numpy as np
+import pandas as pd
+import pytest
+
+from qa_lib.report import page, scaling, scaling_figures, slides, style, tables
+from qa_lib.report.runs import NotMeasured, ReportError, load_runs, select
+from tests import several
+from tests.test_figures import ROOT, faults
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("several")
+    several.parallel_group(made)
+    several.slides_group(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def every(folder):
+    return load_runs(folder)
+
+
+@pytest.fixture(scope="module")
+def facts(every):
+    return slides.Facts(*(slides.group_of(every, f"h200-{scale}") for scale in ("parallel", "slides")))
+
+
+@pytest.fixture(scope="module")
+def lines(facts):
+    return scaling.scaling(facts.speed).set_index(["variant", "world", "stages", "batch"])
+
+
+# The table.
+
+
+def test_the_one_gpu_is_the_row_that_shares_nothing():
+    ancestors = {"P-fast": "E-best", "P-sharded": "E-best", "P1-bf16": "A1", "P-fsdp": "A1", "P0": "A0"}
+    ancestors |= {"P-interleaved": "E5-eager", "P-tensor": "E5-eager", "E-best": "E-best"}
+    assert {name: scaling.one_gpu(name) for name in ancestors} == ancestors
+
+
+def test_efficiency_is_against_one_gpu_with_the_same_batch_or_with_its_share(lines):
+    alone = {batch: 2 + 0.25 * batch for batch in (8, 16, 32, 64, 128)}  # ms of E-best
+    for world, batch in ((2, 32), (4, 32), (2, 64), (2, 128), (4, 128)):
+        line, ms = lines.loc["P-fast", world, 1, batch], 3 + 0.25 * batch / world
+        assert line["strong"] == pytest.approx(alone[batch] / (world * ms))
+        assert line["weak"] == pytest.approx(alone[batch // world] / ms)
+        assert line[["strong±", "weak±"]].tolist() == pytest.approx([0, 0], abs=1e-9), (
+            "seeds differ, their ratios do not"
+        )
+        assert line["reference"] == "E-best" and line["rate±"] > 0 and line["n"] == 3
+
+
+def test_a_row_without_its_ancestor_is_its_own_one_gpu(lines):
+    line = lines.loc["P1", 2, 1, 128]
+    assert (line["reference"], line["strong"]) == ("P1", pytest.approx(1)) and math.isnan(line["weak"])
+    assert lines.loc["P1", 4, 1, 32]["reference"] == "A1"
+    assert lines.loc["P1", 4, 1, 128]["reference"] == "P1, A1", "A1 ran at batch 32 alone"
+
+
+def test_one_run_has_no_interval_and_a_row_for_one_gpu_no_efficiency(lines):
+    pipeline = lines.loc["P-gpipe", 2, 2, 32]
+    assert pipeline["strong"] == pytest.approx(20 / (2 * 15)) and math.isnan(pipeline["strong±"])
+    alone = lines.loc["E-best", 1, 1, 32]
+    assert alone[["strong", "weak"]].isna().all() and alone["reference"] == ""
+
+
+def test_the_one_gpu_takes_the_micro_batch_at_which_it_is_quickest(folder, lines, tmp_path):
+    shutil.copytree(folder / "h200-parallel", tmp_path / "h200-parallel")
+    for seed in range(3):
+        several.timed(tmp_path, "E-best", seed, ms=40.0, micro_batch=4)
+    again = scaling.scaling(select(load_runs(tmp_path), "h200-parallel"))
+    slow = again[(again["variant"] == "E-best") & (again["batch"] == 32)]
+    assert slow["micro_batch"].tolist() == [4, 32], "two lines, no mean of both"
+    own = again.set_index(["variant", "world", "stages", "batch", "micro_batch"]).loc["P-fast", 2, 1, 32, 8]
+    assert own["strong"] == lines.loc["P-fast", 2, 1, 32]["strong"]
+
+
+def test_waiting_and_memory_are_those_of_a_step_and_of_the_fullest_gpu(lines):
+    assert lines.loc["P-fast", 4, 1, 32]["waiting_ms"] == 1 and lines.loc["P-fast", 1, 1, 32]["waiting_ms"] == 0
+    assert math.isnan(lines.loc["P1", 2, 1, 32]["waiting_ms"]), "nobody measured it"
+    pipeline = lines.loc["P-gpipe", 2, 2, 32]
+    assert pipeline["waiting_ms"] == pytest.approx(0.24 * pipeline["step_ms"])
+    assert lines.loc["P-fast", 4, 1, 32]["peak_mib"] == 3030
+
+
+def test_the_tables_say_only_what_was_measured(facts):
+    speed = scaling.speed_table(facts.speed).set_index(["row", "GPUs", "batch"])
+    line = speed.loc["P-fast", "2", "32"]
+    assert (line["strong"], line["weak"], line["one GPU"]) == ("71.4 ± 0.0 %", "85.7 ± 0.0 %", "E-best")
+    costs = scaling.cost_table(facts.speed)
+    assert "GPU busy" not in costs and set(costs["weights equal"]) == {"yes", "–"}
+    assert costs.set_index("row").loc["P-gpipe", ["bubble", "by formula"]].tolist() == ["24.0 %", "20.0 %"]
+    with pytest.raises(NotMeasured, match="family P"):
+        scaling.scaling(facts.speed[facts.speed["spec.variant"] == "E-best"])
+
+
+def test_runs_that_differ_in_batch_world_or_stages_are_never_averaged(facts):
+    averaged = tables.summarise(facts.speed)
+    keys = ["variant", "world", "stages", "batch", "micro_batch"]
+    assert not averaged.duplicated(keys).any() and averaged["n"].sum() == len(facts.speed)
+    table = averaged.set_index(keys)
+    assert table.loc["P-fast", 1, 1, 32, 8]["ratio"] == pytest.approx(51.2 / 10)
+    assert math.isnan(table.loc["P-fast", 2, 1, 32, 8]["ratio"]) and not averaged["note"].any()
+
+
+def test_only_a_group_with_rows_for_several_gpus_does_without_the_baseline(facts):
+    assert tables.result_table(tables.summarise(facts.slides))["effective batch"].nunique() == 4
+    with pytest.raises(ReportError, match="the baseline A1"):
+        tables.summarise(facts.speed[facts.speed["spec.variant"] == "E-best"].reset_index(drop=True))
+
+
+def test_the_page_has_the_table(folder):
+    drawn = {"scaling": ("a title", b"")}
+    html, _ = page.dashboard(folder, lambda runs, group: (drawn, {}), lambda run: None)
+    assert "Rows of h200-parallel on one GPU and on several" in html and "71.4 ± 0.0 %" in html
+    assert "cannot be shown" not in html
+
+
+# The slides' formula, and what our logs say of it.
+
+
+def test_the_formula_on_a_log_that_falls_evenly():
+    loss = pd.Series(np.arange(500, 0, -1.0))
+    assert slides.formula(loss, 16).tolist() == [1 / 16] * 499
+    again = slides.repeated(loss)
+    assert len(again) == 450 and again.iloc[:50].eq(475.5).all() and again.iloc[50] == 425.5
+    assert slides.formula(again, 1).sum() == 8 * 50, "nine means of fifty steps, told fifty times each"
+
+
+def test_a_committed_log_gives_two_values_two_orders_apart():
+    runs = pd.DataFrame([{
+        "path": ROOT / "runs" / "h200-bench" / "A1-s0-519207", "status": "ok", "batch": 32, "group": "h200-bench",
+        "world": 1, "run_id": "A1-s0-519207", "spec.variant": "A1", "spec.seed": 0,
+    }])  # fmt: skip
+    log = slides.one_log(slides.logs_of(runs))
+    assert log["raw"] * 32 == pytest.approx(0.306, abs=0.001) and 100 < log["raw"] / log["again"] < 250
+
+
+def test_a_smoothed_loss_is_reached_sooner_by_the_batch_that_learns_more(facts):
+    found = slides.reached(facts.logs)
+    assert list(found.features) == [32, 64, 128] and len(found.features) == 3
+    told, laws = found.efficiency, slides.predicted(facts.logs, [32, 64, 128])
+    assert told.loc[32, "mean"] == 1 and laws[32] == 1
+    assert laws[64] == pytest.approx(432 / 464, abs=0.02) and laws[128] == pytest.approx(432 / 528, abs=0.03)
+    assert told.loc[128, "mean"] == pytest.approx(laws[128], rel=0.15)
+
+
+def verdicts_of(facts):
+    """{hypothesis: the verdicts of its parts}."""
+    table = slides.hypotheses_table(facts).replace({"hypothesis": {"": None}}).ffill()
+    return table.groupby(table["hypothesis"].str[:2], sort=False)["holds"].agg("".join).to_dict()
+
+
+def test_each_hypothesis_holds_in_a_world_that_obeys_it(facts):
+    assert verdicts_of(facts) == {"H1": "✓", "H2": "✓", "H3": "✓✓", "H4": "✓✓✓", "H5": "✓✓✓", "H6": "✓✓", "H7": "✓✓"}
+    said = slides.hypotheses_table(facts)["measured here"]
+    assert said[0] == "P0: 2500 on 1, 1250 on 2, 625 on 4 GPUs"
+    conclusions = slides.conclusions(facts)
+    assert conclusions.count("\n") == 2 and "P-fast trains 6,400 features/s; the quickest" in conclusions
+
+
+def put(table, rows, **values):
+    """The runs with other values in the rows that a query names."""
+    changed = table.copy()
+    for column, value in values.items():
+        changed.loc[table.query(rows).index, column.replace("__", ".")] = value
+    return changed
+
+
+P0 = "`spec.variant` == 'P0'"
+ELSEWHERE = {
+    "as many steps on four": (f"{P0} and world == 4", {"spec__planned_steps": 2500.0}, "H1", "✗"),
+    "held-out loss rises, too": (f"{P0} and world == 4", {"quality__loss": 1.3}, "H4", "✓✓✗"),
+    "no held-out loss": (P0, {"quality__loss": math.nan}, "H4", "✓✓?"),
+    "polling costs nothing": ("`spec.variant` == 'P0-polled'", {"time__step_ms__median": 61.0}, "H5", "✗✓✓"),
+    "no utilisation": (P0, {"speed__utilisation": None}, "H5", "✓?✓"),
+    "pipelines are noisier": ("`spec.variant` == 'P-1f1b'", {"parallel__noise__var": 0.8}, "H6", "✓✗"),
+    "noise hides the gradient": ("`spec.variant` == 'P-1f1b'", {"parallel__noise__sqr": -1.0}, "H6", "✓"),
+    "one seed": ("`spec.seed` > 0", {"status": "error"}, "H3", "??"),
+    "one seed of phi": ("`spec.seed` > 0", {"status": "error"}, "H6", "??"),
+}
+
+
+@pytest.mark.parametrize(("rows", "values", "hypothesis", "verdicts"), ELSEWHERE.values(), ids=ELSEWHERE)
+def test_a_hypothesis_fails_or_stays_open_where_records_say_so(facts, rows, values, hypothesis, verdicts):
+    other = slides.Facts(facts.speed, put(facts.slides, rows, **values))
+    assert verdicts_of(other)[hypothesis] == verdicts
+
+
+def test_the_cost_of_a_batch_is_judged_against_the_prediction(facts, monkeypatch):
+    monkeypatch.setattr(slides, "predicted", lambda logs, batches: pd.Series({64: 0.5, 128: 0.8})[list(batches)])
+    assert verdicts_of(facts)["H7"] == "✗✓"
+
+
+def test_where_nothing_was_measured_all_is_open_and_says_why(tmp_path):
+    none = load_runs(tmp_path)
+    facts = slides.Facts(none, none)
+    assert set(slides.hypotheses_table(facts)["holds"]) == {"?"}
+    assert slides.reasons_table(facts)["why"].str.startswith("Not measured: ").all()
+    assert slides.conclusions(facts).count("Not measured yet") == 3
+    for figure_of in scaling_figures.FIGURES.values():
+        with pytest.raises(NotMeasured):
+            figure_of(none)
+
+
+def test_the_slides_own_numbers_are_as_transcribed():
+    table = slides.theirs()
+    assert table.iloc[1].tolist() == [
+        "Pipeline 2 GPUs 2 Stages", "2", "6735", "3148", "70.40", "0.8701", "14.45", "0.0000707", "0.0049",
+    ]  # fmt: skip
+    goodput = table["“samples/s”"].astype(float) * table["“statistical efficiency”"].astype(float)
+    assert goodput.round(4).tolist()[0] == 0.6179, "theirs is throughput times their efficiency"
+
+
+# Figures and notebook.
+
+
+@pytest.mark.parametrize("name", scaling_figures.FIGURES)
+def test_a_figure_can_be_read(facts, name):
+    figure = scaling_figures.FIGURES[name](facts.speed if name in ("scaling", "waiting") else facts.slides)
+    assert not faults(figure)
+    assert "\n" not in figure.get_suptitle() and "code 0123456" in " ".join(figure.get_supxlabel().split())
+    assert all(axis.get_xlabel() for axis in figure.axes)
+
+
+def test_the_scaling_figure_shows_each_batch_with_its_ideal(facts):
+    figure = scaling_figures.fig_scaling(facts.speed)
+    assert [axis.get_title("left") for axis in figure.axes] == [
+        "32 features in all", "128 features in all", "32 features a GPU",
+    ]  # fmt: skip
+    ideal = [line.get_ydata() for line in figure.axes[0].lines if line.get_linestyle() == "--"]
+    assert any(np.allclose(line, np.array([1, 2, 4]) * 3200, rtol=1e-3) for line in ideal)
+    title = "4 GPUs train ×3.64 as fast as one at 32 features each, ×2.00 at 32 in all (P-fast)"
+    assert figure.get_suptitle() == title
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_the_notebook_tells_its_story_with_and_without_records(folder, tmp_path, monkeypatch, measured):
+    """Its cells in this process, and figures that are made but not drawn: papermill would take twenty seconds."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(style, "png", lambda figure, dpi: b"\x89PNG\r\n\x1a\n")
+    shown = []
+    monkeypatch.setattr("IPython.display.display", lambda *objects: shown.extend(objects))
+    cells = [c for c in nbformat.read(ROOT / "notebooks" / "slides.ipynb", 4).cells if c.cell_type == "code"]
+    names = {"In": [cell.source for cell in cells]}
+    for cell in cells[1:]:
+        source = (
+            f"{cell.source}\nruns = {str(folder if measured else tmp_path)!r}"
+            if cell.id == "parameters"
+            else cell.source
+        )
+        exec(source, names)
+    said = [each.data for each in shown if isinstance(each.data, str)]
+    assert len(shown) == 10 and sum("Not measured" in text for text in said) == (0 if measured else 2)
+    assert sum("*No figure" in text for text in said) == (0 if measured else 4)
