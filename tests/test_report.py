@@ -641,7 +641,7 @@ def test_the_notebook_runs_and_shows_the_figures_and_tables(runs, tmp_path):
     assert "no GPU" in shown["memory"][0]["text/markdown"]
     summary, table, source, every, said = (output["text/markdown"] for output in shown["findings"])
     assert "not known: no row has a measured speed at micro-batch 32" in summary and "| A4 |" in table
-    assert "on one" in source and "A3 + " in every
+    assert "on a CPU" in source and "A3 + " in every
     assert "A4 trains 2.00× as fast" in said
     assert "no backend named" in shown["systems"][1]["text/markdown"]
     assert (tmp_path / "out.ipynb").stat().st_size < 500_000
