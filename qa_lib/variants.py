@@ -338,7 +338,7 @@ def find_family(name: str) -> list[str]:
 
 
 def needs(settings: Settings) -> list[str]:
-    """What machine and model must have for these settings, by name; spec.missing says what the names mean."""
+    """What a machine must have for these settings, by name; spec.missing says what the names mean."""
     wanted = {
         "compiler": settings.compile == "inductor",
         f"backend {settings.compile}": settings.compile not in ("none", "inductor"),
@@ -346,8 +346,6 @@ def needs(settings: Settings) -> list[str]:
         "sm89": settings.feed_forward == "fp8",
         "sm80": settings.attention == "flash" or settings.precision == "bf16",
         "bitsandbytes": settings.optimizer == "adamw8bit" or settings.frozen == "nf4",
-        "fused attention": settings.attention != "eager",
-        "packed rows": settings.padding == "packed",
     }
     return [need for need, asked in wanted.items() if asked]
 

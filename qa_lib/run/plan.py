@@ -15,7 +15,7 @@ from qa_lib.data.text import open_text
 from qa_lib.errors import UserError
 from qa_lib.model.encoders import find_encoder
 from qa_lib.model.folder import look
-from qa_lib.spec import HEAD, SCALES, Machine, Spec, find_scale, find_shape, missing, resolve, unshared
+from qa_lib.spec import HEAD, SCALES, Machine, Spec, find_scale, find_shape, resolve, unshared
 from qa_lib.variants import find_family, find_variant
 
 SOURCES = {"qa": open_source, "lm": open_text}  # task -> what opens its data
@@ -67,15 +67,11 @@ def plan(
     found = {"model": identify_model(model)}
     config = model_config(model)
     found["data"] = identify_data(data, size.quality, size.task)
-    lacks = find_encoder(config["model_type"], model, size.task).lacks if "model_type" in config else None
+    if "model_type" in config:
+        find_encoder(config["model_type"], model, size.task)
     # 0, which everything divides, where it does not say.
     shape = {"layers": config.get("num_hidden_layers", 0), "heads": config.get("num_attention_heads", 0)}
-    return [
-        dataclasses.replace(
-            spec, **found, skip=missing(spec.settings, machine, lacks, spec.world) or unshared(spec, shape)
-        )
-        for spec in specs
-    ]
+    return [dataclasses.replace(spec, **found, skip=spec.skip or unshared(spec, shape)) for spec in specs]
 
 
 def go_offline_without_network(*sources: str) -> None:
