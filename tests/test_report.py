@@ -177,7 +177,7 @@ def test_a_second_model_of_a_group_adds_rows_and_changes_none(runs):
         "model other 1",
     ]
     assert call() == 0
-    assert cards.recipes(load_runs(runs), "cpu-smoke") and claims.facts_of(load_runs(runs), "cpu-smoke")
+    assert cards.which_row(load_runs(runs), "cpu-smoke") and claims.facts_of(load_runs(runs), "cpu-smoke")
 
 
 def test_gpus_and_a_precision_beyond_the_rows_own_are_axes(runs):
@@ -213,7 +213,7 @@ def test_the_score_is_the_one_that_the_task_names(tmp_path, monkeypatch):
     assert "about question answering" in text.or_why(claims.claims_table, claims.facts_of(every, "h200-bench-toy"))
     for made in (quality.equivalence_table, quality.time_to_quality):
         assert "No table" in text.or_why(made, chosen) or "Perplexity" in text.or_why(made, chosen)
-    assert "1 Perplexity in the mean" in cards.recipes(every, "h200-bench-toy")
+    assert "1 Perplexity in the mean" in cards.which_row(every, "h200-bench-toy")
     assert not {"ΔF1", "ΔPerplexity"} & set(quality.overview(chosen, chosen)), "of which no margin is set"
 
 

@@ -14,7 +14,7 @@ steps each by itself and divided then: the ratio of one step is biased and has n
 
 from qa_lib.record import Noise
 
-REFERENCE = 32  # features of the batch whose efficiency is 1: the effective batch of the seeds' recipe
+REFERENCE = 32  # features of the batch whose efficiency is 1: the effective batch of the seeds
 
 
 def noise(own: float, mean: float, processes: int, features: int) -> Noise:

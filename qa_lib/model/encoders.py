@@ -75,12 +75,12 @@ def _entry(config) -> Encoder:
 
 
 def first_position(config) -> int:
-    """The position id of a row's first token, from a model's configuration."""
+    """The position id of a sequence's first token, from a model's configuration."""
     return config.pad_token_id + 1 if _entry(config).positions_after_padding else 0
 
 
 def most_tokens(config) -> int:
-    """How long a row may be: one token a position id."""
+    """How long a sequence may be: one token a position id."""
     return config.max_position_embeddings - first_position(config)
 
 

@@ -165,7 +165,7 @@ def _quickest(tries: pd.DataFrame, f1: pd.DataFrame) -> list[dict]:
     return ranked[ranked["speed"] >= (1 - SCATTER) * ranked["speed"].max()].to_dict("records")
 
 
-def recipes(runs: pd.DataFrame, group: str) -> str:
+def which_row(runs: pd.DataFrame, group: str) -> str:
     """For a notebook: which row to take on which card, and folded below it the tables of a group's hardware, each with
     what it says, or why it is not there; as Markdown.
 
