@@ -359,8 +359,7 @@ def resolve(
     `data` and `model` are identities and `*_source` where to load them from (see Spec). `micro_batch` replaces the
     row's, `epochs`, `learning_rate`, `max_length` and `batch` (features of an optimizer step) the scale's, unless they
     are 0 or None; without `world` a parallel row has WORLD processes, and without `stages` a pipeline goes through all
-    of them. Raises UnknownName, and SpecError
-    for a row of another task and a number that cannot be.
+    of them. Raises UnknownName, and SpecError for a row of another task and a number that cannot be.
     """
     asked, size = find_variant(variant).settings, find_scale(scale)
     if not 0 <= seed < 2**63:

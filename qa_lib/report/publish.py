@@ -15,7 +15,7 @@ from qa_lib.errors import UserError, first_line, printable
 from qa_lib.record import write_atomically
 from qa_lib.report.gallery import MANIFEST, draw, outdated, pictures
 from qa_lib.report.readme import README, committed_groups, with_results
-from qa_lib.report.runs import ReportError, load_runs, searches, select
+from qa_lib.report.runs import ReportError, load_runs, newest, searches, select
 from qa_lib.report.sentences import caption
 from qa_lib.report.tables import result_table, summarise
 from qa_lib.report.text import terminal
@@ -58,8 +58,8 @@ def main(args: argparse.Namespace) -> int:
         print(printable(f"left out: {problem}"), file=sys.stderr)
     if runs.empty and not args.readme:
         raise ReportError(f"no record below {args.runs}: run something first, for example make quickstart")
-    newest = {} if runs.empty else runs.groupby("group")["time.started"].max().to_dict()
-    groups = sorted(newest, key=newest.get)
+    began = newest(runs)
+    groups = sorted(began, key=began.get)
     if args.group and args.group not in groups:
         raise ReportError(f"no group {args.group!r} below {args.runs}; there are {', '.join(groups)}")
     failed, tries = [], searches(runs)

@@ -31,20 +31,14 @@ def plan(
     model: str = "",
     micro_batch: int | None = None,
     machine: Machine | None = None,
-    world: int | None = None,
-    epochs: int | None = None,
-    learning_rate: float | None = None,
-    stages: int | None = None,
-    max_length: int | None = None,
-    batch: int | None = None,
+    **own,
 ) -> list[Spec]:
     """The specs of variants x seeds at a scale, in that order: all rows with the first seed come first, each once.
 
-    `data` and `model` (paths, or hub names), `epochs`, `learning_rate`, `max_length` and `batch` (features of an
-    optimizer step) replace the scale's own, `micro_batch`, `world` (processes) and `stages` (of a pipeline) the row's,
-    unless they are empty or 0; `machine` is
-    this one unless given. Raises SpecError for a name or number that cannot be, before files and the hub are asked, and
-    UserError for what is not to be had.
+    `data` and `model` (paths, or hub names) replace the scale's own and `micro_batch` the row's, unless they are empty
+    or 0; `own` are the last arguments of `resolve`, from `world` on; `machine` is this one unless given. Raises
+    SpecError for a name or number that cannot be, before files and the hub are asked, and UserError for what is not to
+    be had.
     """
     size = find_scale(scale)
     data, model = data or size.data, model or size.model
@@ -56,8 +50,6 @@ def plan(
 
         machine = this_machine()
 
-    own = {"world": world, "epochs": epochs, "learning_rate": learning_rate, "stages": stages}
-    own |= {"max_length": max_length, "batch": batch}
     specs = [
         resolve(variant, scale, seed, machine, {}, {}, data, model, micro_batch, **own)
         for seed in dict.fromkeys(seeds)
