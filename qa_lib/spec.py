@@ -162,11 +162,8 @@ def hardware_name(gpu: str | None) -> str:
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"NVIDIA|Tesla|GeForce", "", gpu).strip().lower()).strip("-")
 
 
-def missing(settings: Settings, machine: Machine, lacks: Mapping[str, str] | None = None, world: int = 1) -> str | None:
-    """Why these settings cannot run on the machine in `world` processes, in one sentence; None if they can.
-
-    `lacks` is what the model's architecture does not have: {one of variants.needs: why}.
-    """
+def missing(settings: Settings, machine: Machine, world: int = 1) -> str | None:
+    """Why these settings cannot run on the machine in `world` processes, in one sentence; None if they can."""
     if machine.gpus and world > machine.gpus:
         return f"needs {world} GPUs, and this machine has {machine.gpus}"
     backend = settings.compile
@@ -180,8 +177,8 @@ def missing(settings: Settings, machine: Machine, lacks: Mapping[str, str] | Non
         f"backend {backend}": (
             backend in machine.backends, f"this PyTorch has no torch.compile backend named {backend!r}"
         ),
-    } | {need: (False, why) for need, why in (lacks or {}).items()}  # fmt: skip
-    return next((why for need in needs(settings) for met, why in [reasons.get(need, (True, ""))] if not met), None)
+    }  # fmt: skip
+    return next((why for met, why in map(reasons.get, needs(settings)) if not met), None)
 
 
 def adjust(settings: Settings, machine: Machine) -> tuple[Settings, list[str]]:
@@ -364,8 +361,7 @@ def resolve(
     `data` and `model` are identities and `*_source` where to load them from (see Spec). `micro_batch` replaces the
     row's, `epochs`, `learning_rate`, `max_length` and `batch` (features of an optimizer step) the scale's, unless they
     are 0 or None; without `world` a parallel row has WORLD processes, and without `stages` a pipeline goes through all
-    of them. Raises UnknownName, and SpecError
-    for a row of another task and a number that cannot be.
+    of them. Raises UnknownName, and SpecError for a row of another task and a number that cannot be.
     """
     asked, size = find_variant(variant).settings, find_scale(scale)
     if not 0 <= seed < 2**63:
@@ -407,7 +403,7 @@ def resolve(
         asked=asked,
         settings=settings,
         adjusted=adjusted,
-        skip=missing(settings, machine, world=world),
+        skip=missing(settings, machine, world),
         hardware=machine.hardware,
         data=data,
         model=model,

@@ -233,7 +233,7 @@ def _row(name: str, parent: str | None, why: str, **change) -> tuple[str, Varian
 VARIANTS = dict(
     [
         _row("A1", None, "The baseline: fp16, eager attention, every feature padded to the limit, AdamW, no compiler."),
-        _row("A0", "A1", "What most people would run: the same recipe through transformers.Trainer.", engine="trainer"),
+        _row("A0", "A1", "What most people would run: the same training by transformers.Trainer.", engine="trainer"),
         _row("A0-sdpa", "A0", "The Trainer with fused attention, which is its default.", attention="sdpa"),
         _row("A0-nb", "A0-sdpa", "The Trainer with its usual collator: padded to the longest.", padding="longest"),
         _row("A0-best", "A0-nb", "The Trainer with all that pays: batches of like length, too.", order="bucketed"),
@@ -345,7 +345,7 @@ def find_family(name: str) -> list[str]:
 
 
 def needs(settings: Settings) -> list[str]:
-    """What machine and model must have for these settings, by name; spec.missing says what the names mean."""
+    """What a machine must have for these settings, by name; spec.missing says what the names mean."""
     wanted = {
         "compiler": settings.compile == "inductor",
         f"backend {settings.compile}": settings.compile not in ("none", "inductor"),
@@ -354,8 +354,6 @@ def needs(settings: Settings) -> list[str]:
         "sm80": settings.attention == "flash" or settings.precision == "bf16",
         "bitsandbytes": settings.optimizer == "adamw8bit" or settings.frozen == "nf4",
         "deepspeed": settings.parallel == "deepspeed",
-        "fused attention": settings.attention != "eager",
-        "packed rows": settings.padding == "packed",
     }
     return [need for need, asked in wanted.items() if asked]
 

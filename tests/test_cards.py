@@ -125,7 +125,7 @@ def test_the_seeds_protocol_stands_beside_their_numbers():
     assert table.loc["E1", "T4: allocated MiB"] == "–"
 
 
-def test_recipes_show_each_search_under_its_limit():
+def test_which_row_shows_each_search_under_its_limit():
     fits = runs(
         ("gpu-fit-14.9gib-sm75", "A1", 32, "ok", 90.0, 11000.0, 11500.0, 14.9),
         ("gpu-fit-14.9gib-sm75", "A1", 40, "ok", 80.0, 13000.0, 14500.0, 14.9),
@@ -142,17 +142,17 @@ def test_recipes_show_each_search_under_its_limit():
     )
     assert table["too large"] == "48"
     assert table["ΔF1 vs A1"] == "not known"
-    said = cards.recipes(pd.concat([BENCH, fits]), "gpu-bench")
+    said = cards.which_row(pd.concat([BENCH, fits]), "gpu-bench")
     assert "no row is known to keep its F1" in said and "found quickest" not in said
     worse = judged(A1=(60.0, 60.2, 60.1), B3=(50.0, 50.2, 50.1), A2=(60.0, 60.2, 60.1))
     more = runs(("gpu-fit-14.9gib-sm75", "B3", 32, "ok", 900.0, 11000.0, 11500.0, 14.9),
                 ("gpu-fit-14.9gib-sm75", "A2", 32, "ok", 200.0, 11000.0, 11500.0, 14.9))  # fmt: skip
-    with_f1 = cards.recipes(pd.concat([BENCH, fits, more, worse]), "gpu-bench")
+    with_f1 = cards.which_row(pd.concat([BENCH, fits, more, worse]), "gpu-bench")
     assert "take `A2`, for a full training at micro-batch 32 or below" in with_f1
     assert "lost no more than 1 F1 in the mean, A2 (200 features/s at micro-batch 32). The speeds are" in with_f1
     assert "at scale full is 32" in with_f1 and "Code abcdef1." in with_f1
     close = runs(("gpu-fit-14.9gib-sm75", "C2", 32, "ok", 190.0, 11000.0, 11500.0, 14.9))
-    close = cards.recipes(pd.concat([BENCH, fits, more, close, worse, judged(C2=(60.0, 60.2, 60.1))]), "gpu-bench")
+    close = cards.which_row(pd.concat([BENCH, fits, more, close, worse, judged(C2=(60.0, 60.2, 60.1))]), "gpu-bench")
     assert "A2 (200 features/s at micro-batch 32), C2 (190 features/s at micro-batch 32): closer" in close
     assert "within 14.9 GiB" in said and "compute capability 7.5" in said and "not those of such a card" in said
     assert "no run at scale vram" in said and "Not searched: A0, " in said and "E4, " not in said

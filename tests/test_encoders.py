@@ -15,7 +15,7 @@ from qa_lib.measure.cost import StepCost
 from qa_lib.model import encoders
 from qa_lib.model.build import apply_recipe, build_model, save_model, trainable_summary
 from qa_lib.model.dropout import HashDropout
-from qa_lib.model.encoders import ENCODERS, Encoder, parts_of
+from qa_lib.model.encoders import ENCODERS, parts_of
 from qa_lib.model.fp8 import Float8Linear, use_float8
 from qa_lib.model.packed import Packed
 from qa_lib.run.plan import plan
@@ -163,17 +163,6 @@ def test_an_encoder_that_is_not_in_the_table_is_refused_by_name(tmp_path):
     DistilBertConfig().save_pretrained(tmp_path)
     with pytest.raises(UserError, match="type 'distilbert'; this lab knows bert, roberta, electra"):
         plan(["A1"], "bench", [0], "synthetic:40", str(tmp_path), machine=CPU)
-
-
-def test_rows_that_an_encoder_lacks_are_skipped_with_its_reason(monkeypatch, tmp_path):
-    AutoConfig.for_model("deberta-v2").save_pretrained(tmp_path)
-    why = "its attention is its own in transformers 5"
-    entry = Encoder(
-        "deberta.encoder.layer", ("deberta.embeddings",), lacks={"fused attention": why, "packed rows": why}
-    )
-    monkeypatch.setitem(ENCODERS, "deberta-v2", entry)
-    specs = plan(["A1", "A2", "E1"], "bench", [0], "synthetic:40", str(tmp_path), machine=CPU)
-    assert [spec.skip for spec in specs] == [None, why, why]
 
 
 def test_rows_longer_than_the_positions_are_refused(folders):

@@ -139,12 +139,30 @@ def test_profiles_are_drawn_as_they_were_measured():
     assert said["phases"] == "Activations fill 39.1 % of A1's peak"  # 9 of 23 MiB
     # 4e9 operations in 9 us are 444 TFLOP/s of 700; 2e6 bytes in 9 us are 222 GB/s of 4,000.
     assert "63.5 % of its ceiling" in said["roofline"] and "5.6 % of its own" in said["roofline"]
-    assert any("9.00 µs, 2 ×: gemm" in text.get_text() for text in drawn["roofline"].axes[0].texts)
+    assert any("9.00 µs, 2 ×: matrix products" in text.get_text() for text in drawn["roofline"].axes[0].texts)
     for profile in made.values():
         profile |= {"memory": None, "ncu": None}
     for make_figure in (profiles.phases, profiles.fig_allocator, profiles.roofline):
         with pytest.raises(NotMeasured):
             make_figure(made)
+
+
+def test_kernels_are_named_by_what_they_do_where_the_trace_tells():
+    traced = [
+        {"name": "nvjet_bias", "part": "feed-forward", "phase": "forward"},
+        {"name": "nvjet_bias", "part": "attention", "phase": "forward"},
+        {"name": "void flash_bwd<64, false>", "part": "attention", "phase": "backward"},
+        {"name": "triton_fused_gelu_view_2", "part": "norms and elementwise", "phase": "backward"},
+        {"name": "triton_for_fused_2", "part": "optimizer", "phase": "optimizer"},
+    ]
+    said = {
+        ("nvjet_bias", "matrix products"): "products of feed-forward and attention, forward",
+        ("nvjet_other", "matrix products"): "matrix products",
+        ("void flash_bwd<64, 0>", "attention"): "attention, backward",
+        ("triton_fused_gelu_view_2", "the rest"): "GELU, backward",
+        ("triton_for_fused_2", "the rest"): "optimizer",
+    }
+    assert {key: profiles.kernel_words(*key, traced) for key in said} == said
 
 
 def test_a_figure_of_several_groups_is_refused(tmp_path):

@@ -37,7 +37,7 @@ def titles(figure):
 def test_padding_is_of_the_first_step_and_marks_the_way_that_the_row_fills(data):
     rows = [(spec, batches_of(data.features, spec)) for spec in smoke("A1", "A4-nb", "A4")]
     title, *panels = titles(lessons.fig_padding(smoke("A2")[0], rows))
-    lengths, padded = rows[0][1].rows(rows[0][1].step(0))
+    lengths, padded = rows[0][1].tokens(rows[0][1].step(0))
     assert f"{100 * (1 - lengths.sum() / padded.sum()):.1f} % in A1" in title
     assert panels == ["A1: as this row", "A4-nb", "A4"]
 

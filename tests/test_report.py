@@ -177,7 +177,7 @@ def test_a_second_model_of_a_group_adds_rows_and_changes_none(runs):
         "model other 1",
     ]
     assert call() == 0
-    assert cards.recipes(load_runs(runs), "cpu-smoke") and claims.facts_of(load_runs(runs), "cpu-smoke")
+    assert cards.which_row(load_runs(runs), "cpu-smoke") and claims.facts_of(load_runs(runs), "cpu-smoke")
 
 
 def test_gpus_and_a_precision_beyond_the_rows_own_are_axes(runs):
@@ -213,7 +213,7 @@ def test_the_score_is_the_one_that_the_task_names(tmp_path, monkeypatch):
     assert "about question answering" in text.or_why(claims.claims_table, claims.facts_of(every, "h200-bench-toy"))
     for made in (quality.equivalence_table, quality.time_to_quality):
         assert "No table" in text.or_why(made, chosen) or "Perplexity" in text.or_why(made, chosen)
-    assert "1 Perplexity in the mean" in cards.recipes(every, "h200-bench-toy")
+    assert "1 Perplexity in the mean" in cards.which_row(every, "h200-bench-toy")
     assert not {"ΔF1", "ΔPerplexity"} & set(quality.overview(chosen, chosen)), "of which no margin is set"
 
 
@@ -455,7 +455,8 @@ def made_profile(run):
         "schema": record.PROFILE_SCHEMA, "run_id": run["run_id"], "group": run["group"],
         "spec": {"variant": run["spec.variant"], "micro_batch": 8}, "code": {"commit": "0123456", "dirty": False},
         "env": {"gpu": "A GPU", "cpu": "a CPU"},
-        "time": {"step_ms": 7.5, "busy_ms": 6.0, "busy_share": 0.8, "launches_per_step": 900.0, "parts": parts},
+        "time": {"step_ms": 7.5, "busy_ms": 6.0, "busy_share": 0.8, "launches_per_step": 900.0, "parts": parts,
+                 "kernels": []},
         "timeline": spans, "memory": memory, "ceilings": {"matrix_tflops": 700.0, "copy_gb_per_s": 4000.0},
         "ncu": [kernel | {"dram_bytes": 1e6, "fp16_ops": 4e9, "bf16_ops": 0.0, "fp8_ops": None},
                 kernel | {"name": "norm", "dram_bytes": 2e6, "fp16_ops": 0.0, "bf16_ops": 0.0, "fp8_ops": 0.0}],
@@ -639,8 +640,9 @@ def test_the_notebook_runs_and_shows_the_figures_and_tables(runs, tmp_path):
     assert "no run of this group has a profile" in shown["anatomy"][0]["text/markdown"]
     assert "seeds' protocol" in shown["memory"][1]["text/markdown"]
     assert "no GPU" in shown["memory"][0]["text/markdown"]
-    summary, table, _, said = (output["text/markdown"] for output in shown["findings"])
+    summary, table, source, every, said = (output["text/markdown"] for output in shown["findings"])
     assert "not known: no row has a measured speed at micro-batch 32" in summary and "| A4 |" in table
+    assert "on a CPU" in source and "A3 + " in every
     assert "A4 trains 2.00× as fast" in said
     assert "no backend named" in shown["systems"][1]["text/markdown"]
     assert (tmp_path / "out.ipynb").stat().st_size < 500_000
@@ -650,14 +652,25 @@ def test_the_rendered_report_is_for_a_page_without_code():
     """In its file; test_notebooks renders it again, which takes a kernel."""
     notebook = nbformat.read(ROOT / publish.RENDERED, 4)
     assert "notebooks/report.ipynb" in notebook.cells[0].source
-    assert not any(cell.source for cell in notebook.cells if cell.cell_type == "code")
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    shown = [output.data["text/markdown"] for output in outputs if "text/markdown" in output.data]
-    assert len(shown[0].splitlines()) <= 12 and "Which row to take" in shown[0] and "Not shown" in shown[0]
-    for markdown in shown:
-        for header in re.findall(r"^(\|.*)\n\| ---", markdown, re.M):
-            assert header.count("|") - 1 <= (11 if markdown.startswith("<details>") else 8), header
-    assert all(output.metadata["image/png"]["alt"] for output in outputs if "image/png" in output.data)
+    assert {cell.cell_type for cell in notebook.cells} == {"markdown"}, "a cell of code leaves an empty box"
+    shown = {cell.id: cell.source for cell in notebook.cells}
+    summary, table = shown["findings"].split("<details>")[0].split("\n\n| ")
+    assert len(summary.splitlines()) <= 12 and "Which row to take" in summary and "Not shown" in summary
+    assert 8 <= table.count("\n| ") - 1 <= 10, "the decisions stand first, every row is folded"
+    for source in shown.values():
+        open_page = re.sub(r"(?s)<details>.*?</details>", "", source)
+        for part, most in ((open_page, 8), (source, 11)):
+            for header in re.findall(r"^(\|.*)\n\| ---", part, re.M):
+                assert header.count("|") - 1 <= most, header
+
+
+def test_nbconvert_shows_the_rendered_report_with_words_for_its_pictures():
+    from nbconvert import HTMLExporter  # takes a while to import
+
+    page, _ = HTMLExporter().from_filename(ROOT / publish.RENDERED)
+    pictures = re.findall(r'<img alt="([^"]*)" src="data:image/png;base64,', page)
+    assert len(pictures) >= 5 and len(pictures) == page.count("<img"), "each an attachment that was found"
+    assert all("A1" in words for words in pictures) and "In\xa0[" not in page
 
 
 def test_what_is_folded_is_a_table_still():

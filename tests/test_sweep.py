@@ -356,7 +356,7 @@ def test_a_card_is_counted_among_the_visible_ones(monkeypatch, visible, gpu, nam
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert launch.environment((gpu,))["CUDA_VISIBLE_DEVICES"] == named
+    assert launch.child_env((gpu,))["CUDA_VISIBLE_DEVICES"] == named
 
 
 def test_runs_of_two_cards_get_pairs_and_never_one_card_twice(tmp_path):
@@ -366,7 +366,7 @@ def test_runs_of_two_cards_get_pairs_and_never_one_card_twice(tmp_path):
 
     class Pairs(launch.Launcher):
         def _work(self, spec, run_dir, cards):
-            seen.append(launch.environment(cards)["CUDA_VISIBLE_DEVICES"])
+            seen.append(launch.child_env(cards)["CUDA_VISIBLE_DEVICES"])
             return record.finish(run_dir, record.new_record(spec, {}), "oom")
 
     assert [e["status"] for e in Pairs(tmp_path, machine, {}, [0, 1, 2, 3]).run_all(wide)] == ["oom"] * 3

@@ -37,7 +37,7 @@ def tried(monkeypatch, tmp_path):
     specs = []
 
     def work(self, spec, run_dir, cards):
-        specs.append((spec, *cards, launch.environment(cards, self._shares(cards)).get(launch.SHARE)))
+        specs.append((spec, *cards, launch.child_env(cards, self._shares(cards)).get(launch.SHARE)))
         rate, entry = spec.scale.learning_rate, record.new_record(spec, {})
         if (rate, spec.seed) == (4e-3, 1):
             return record.finish(run_dir, entry, "error", {"message": "loss is nan at step 12"})

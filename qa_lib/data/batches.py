@@ -14,7 +14,7 @@ class Batches:
     """The micro-batches of every optimizer step of a run.
 
     Each epoch is a permutation of the features, cut into full micro-batches (the remainder is left out, another one
-    each epoch), so that every micro-batch has the same number of rows. With `order` bucketed, spans of BUCKET
+    each epoch), so that every micro-batch has as many features. With `order` bucketed, spans of BUCKET
     micro-batches are sorted by length before the cut and all micro-batches shuffled after it.
     """
 
@@ -56,14 +56,14 @@ class Batches:
         ]
 
     def padded_length(self, indices: np.ndarray) -> int:
-        """Tokens in each row of this micro-batch: the limit, or the longest rounded up to one of few lengths."""
+        """Tokens to which these features are padded: the limit, or the longest rounded up to one of few lengths."""
         limit = self.spec.scale.max_length
         if self.spec.settings.padding == "max":
             return limit
         return min(limit, int(-(-self.features.lengths[indices].max() // ROUND) * ROUND))
 
-    def rows(self, micro_batches: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """What a step processes, in tokens: the lengths of its features, and of the rows that are computed."""
+    def tokens(self, micro_batches: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """What a step processes, in tokens: the lengths of its features, and of what is computed for them."""
         padded = [np.full(len(m), self.padded_length(m)) for m in micro_batches]
         return self.features.lengths[np.concatenate(micro_batches)], np.concatenate(padded)
 

@@ -1,9 +1,9 @@
-"""Training without padding: several features in one row of one static length, isolated from one another (row E1).
+"""Training without padding: several features in one packed row of static length, isolated from one another (row E1).
 
 Half of a batch that is padded to 384 tokens is not text. Packing (Krell et al. 2021) lays features end to end instead.
 Here a micro-batch keeps its number of features, so that the training stays the same: features are dealt to
-micro-batches so that all have nearly the same number of tokens (`deal`), and each is one row of `budget` tokens, the
-same for every step of a run. That is one shape to compile and to capture as a CUDA graph, with hardly any padding.
+micro-batches so that all have nearly the same number of tokens (`deal`), and each is one packed row of `budget` tokens,
+the same for every step of a run. That is one shape to compile and to capture as a CUDA graph, with hardly any padding.
 Attention runs within segments (`cu_seqlens`, model/attention.py), softmax and loss as well (model/packed.py).
 """
 
@@ -56,7 +56,7 @@ class PackedBatches(Batches):
 
     @cached_property
     def limits(self) -> list[int]:
-        """No segment of any row has more tokens: those of the features, then those of the padding."""
+        """No segment of any packed row has more tokens: those of the features, then those of the padding."""
         most = self.spec.scale.max_length
         return [
             _aligned(n) for n in (*self.longest, *(min(most, n) for n in range(self.budget - self.least, 0, -most)))
@@ -69,9 +69,9 @@ class PackedBatches(Batches):
         dealt = [deal(window.ravel(), self.features.lengths, self.size) for window in windows]
         return np.random.default_rng([self.spec.seed, epoch, 1]).permutation(np.concatenate(dealt))
 
-    def rows(self, micro_batches: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    def tokens(self, micro_batches: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         lengths = [self.features.lengths[m] for m in micro_batches]
-        # Attention pays for a segment's own length alone, the rest of the model for the whole row.
+        # Attention pays for a segment's own length alone, the rest of the model for the whole packed row.
         tails = [[self.budget - part.sum()] for part in lengths]
         return np.concatenate(lengths), np.concatenate([*lengths, *tails])
 
@@ -81,7 +81,7 @@ class PackedBatches(Batches):
         lay_out() gives, for the kernel that pads."""
         limit, lengths = self.spec.scale.max_length, self.features.lengths[indices]
         if (total := lengths.sum()) > self.budget:
-            raise UserError(f"features of {total} tokens do not fit into a row of {self.budget}")
+            raise UserError(f"features of {total} tokens do not fit into a packed row of {self.budget}")
         batch = self.features.batch(indices, int(lengths.max()))
         real = batch["attention_mask"].astype(bool)
         rows = {"position_ids": np.broadcast_to(np.arange(real.shape[1]), real.shape)} | batch

@@ -139,7 +139,7 @@ def build_features(
 
 def _build(source: Source, tokenizer, layout: Layout, max_length: int, stride: int) -> Features:
     examples, backend = source.examples, tokenizer.backend_tokenizer
-    # The reference recipe strips blanks in front of questions: some are so long that they alone would fill a window.
+    # The reference script strips blanks in front of questions: some are so long that they alone would fill a window.
     questions, contexts = [e.question.lstrip() for e in examples], [e.context for e in examples]
     texts, which = distinct(chain(questions, contexts))
     pieces = tokenise(backend, texts)
@@ -229,7 +229,7 @@ def _answer_positions(examples: list[Example], offsets, starts, example, context
     """Start and end position in every window, int64 [2, n]; 0 where the first gold answer is not wholly inside.
 
     The start is the last token of the context that begins no later than the answer, the end the first that ends no
-    earlier, as in the reference recipe (transformers' run_qa). The accumulations are for tokenizers whose offsets step
+    earlier, as in the reference script (transformers' run_qa). The accumulations are for tokenizers whose offsets step
     back: there the search ends at the first token that is beyond the answer.
     """
     golds = [e.answers[0] if e.answers else ("", 0) for e in examples]

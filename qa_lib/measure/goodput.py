@@ -15,7 +15,7 @@ first micro-batch with all of them.
 
 from qa_lib.record import Noise
 
-REFERENCE = 32  # features of the batch whose efficiency is 1: the effective batch of the seeds' recipe
+REFERENCE = 32  # features of the batch whose efficiency is 1: the effective batch of the seeds
 
 
 def noise(own: float, mean: float, parts: int, features: int) -> Noise:

@@ -63,7 +63,7 @@ def part_of(kernel: str, op: str, sizes: list[tuple[int, ...]], phase: str, hidd
 
 
 def work(events: list[dict], hidden: int, intermediate: int) -> pd.DataFrame:
-    """A row for each piece of work in order of time: step, start_ms (within its step), ms, name, phase, part.
+    """A line for each piece of work in order of time: step, start_ms (within its step), ms, name, phase, part.
 
     Steps are the profiler's own ranges, phases those in PHASES; work outside of steps is left out. What a CUDA graph
     launches has no operator and no phase: its phase is "" and its part a guess by name; see `label_like`.

@@ -1,7 +1,7 @@
 """Attention within the segments of a packed row, by whichever kernel the GPU has, registered with transformers.
 
 A packed row holds many features, and a token must attend to its own feature's tokens alone. A mask over the whole row
-would do that and cost as much as attention over the whole row: quadratic in its length. FlashAttention (Dao et al.
+would do that and cost as much as attention over all of it: quadratic in its length. FlashAttention (Dao et al.
 2022, 2023) is told where segments end, computes nothing across them, and never writes the scores to memory: row E1.
 A T4 lacks it and has PyTorch's memory-efficient kernel (Rabe and Staats 2021), which is called on segments padded for
 it alone: rows E1-efficient and E-t4. A CPU takes the mask. The padded rows' own kernels, eager in A1 and SDPA in A2,
@@ -25,7 +25,9 @@ class Segments(NamedTuple):
     """Where the features of a packed row lie, and where they go when each is padded to its limit."""
 
     cu_seqlens: torch.Tensor  # int32 [segments + 1]: where each segment begins and the last one ends
-    limits: list[int]  # at most so many tokens in each, multiples of packing.ALIGN and the same for every row of a run
+    limits: list[
+        int
+    ]  # at most so many tokens in each, multiples of packing.ALIGN and the same for every packed row of a run
     slots: torch.Tensor | None = None  # of lay_out(), for the kernel that pads
     bias: torch.Tensor | None = None
     place: torch.Tensor | None = None
@@ -155,7 +157,7 @@ _efficient.register_autograd(_differentiate, setup_context=_keep)
 
 
 def blockmask(query, key, value, segments, dropout, scale):
-    """SDPA under a mask [tokens, tokens] that is true within segments: any device and dtype, quadratic in the row."""
+    """SDPA under a mask [tokens, tokens] that is true within segments: any device and dtype, but quadratic."""
     tokens = torch.arange(len(query), device=query.device, dtype=segments.cu_seqlens.dtype)
     segment = torch.searchsorted(segments.cu_seqlens[1:], tokens, right=True)
     query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))

@@ -1,4 +1,4 @@
-"""The models that the lab trains: where each keeps its layers, embeddings and head, and what it lacks.
+"""The models that the lab trains: where each keeps its layers, embeddings and head.
 
 BERT (Devlin et al. 2018), RoBERTa (Liu et al. 2019) and ELECTRA (Clark et al. 2020) are one architecture under three
 names in transformers, and differ in what is written down here. Whatever changes or counts a part of a model (fused
@@ -7,7 +7,7 @@ encoder is another entry. How a question and its context are joined, and whether
 the tokenizer says that (data/tokenise.py). GPT-2 (Radford et al. 2019) is the decoder among them: it sees what came
 before alone, and its head predicts the next token.
 
-No torch is imported: a driver reads `lacks` to skip the rows that an architecture cannot run.
+No torch is imported: a driver looks up whether the lab knows an architecture.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,6 @@ class Encoder:
     dropouts: tuple[str, ...] = ("attention.output.dropout", "output.dropout")  # of the hidden states
     positions_after_padding: bool = False  # positions count from padding's token id + 1, and not from 0
     adapters: Mapping[str, str] = field(default_factory=dict)  # names in RECIPES -> what is called otherwise here
-    lacks: Mapping[str, str] = field(default_factory=dict)  # what variants.needs names -> why it is not there
 
 
 ENCODERS = {
@@ -51,7 +50,6 @@ DECODERS = {
         dropouts=("attn.resid_dropout", "mlp.dropout"),
         # Query, key and value are one product in GPT-2.
         adapters={"query": "c_attn", "key": "c_attn", "value": "c_attn", "dense": "c_proj c_fc"},
-        lacks={"packed rows": "running text has no padding that packing could save"},
     ),
 }  # fmt: skip
 
@@ -77,12 +75,12 @@ def _entry(config) -> Encoder:
 
 
 def first_position(config) -> int:
-    """The position id of a row's first token, from a model's configuration."""
+    """The position id of a sequence's first token, from a model's configuration."""
     return config.pad_token_id + 1 if _entry(config).positions_after_padding else 0
 
 
 def most_tokens(config) -> int:
-    """How long a row may be: one token a position id."""
+    """How long a sequence may be: one token a position id."""
     return config.max_position_embeddings - first_position(config)
 
 

@@ -7,7 +7,7 @@ import pandas as pd
 from qa_lib.report.quality import FULL_EPOCHS, FULL_FEATURES, MARGIN, as_text, equivalence, projected, quality_runs
 from qa_lib.report.runs import BASELINE, NotMeasured, commits, neighbours, published, score_name, select, sibling, usual
 from qa_lib.report.sentences import RECOMMENDED
-from qa_lib.report.tables import DATA_SHEET_TFLOPS, place, summarise
+from qa_lib.report.tables import DATA_SHEET_TFLOPS, in_order, summarise
 from qa_lib.report.text import MISSING, folded, gain, number, or_why, say
 from qa_lib.spec import SCALES, Machine, missing
 from qa_lib.variants import VARIANTS, choices, find_recipe
@@ -29,7 +29,7 @@ def vram_table(runs: pd.DataFrame) -> pd.DataFrame:
     ours = runs[runs["memory.peak_alloc_mib"].notna() & (runs["micro_batch"] == 8)]
     if ours.empty:
         raise NotMeasured("no run at scale vram has a peak: GPU memory is counted by the GPU's allocator")
-    ours = _in_order(ours.drop_duplicates("spec.variant", keep="last").set_index("spec.variant"))
+    ours = in_order(ours.drop_duplicates("spec.variant", keep="last").set_index("spec.variant"))
     theirs = published().reindex(ours.index)
     table = pd.DataFrame(index=ours.index)
     for kind, column, name in (("allocated", "memory.peak_alloc_mib", "peak_mib"),
@@ -78,12 +78,8 @@ def largest_batches(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
     })  # fmt: skip
     table[f"Δ{score_name(runs)} vs {BASELINE}"] = [f1["text"].get(name, "not known") for name in table.index]
     skipped = runs.loc[(runs["status"] == "skipped") & ~runs.index.isin(table.index), "error.message"]
-    table = pd.concat([_in_order(table), _in_order(skipped.to_frame("note"))]).fillna(MISSING)
+    table = pd.concat([in_order(table), in_order(skipped.to_frame("note"))]).fillna(MISSING)
     return table.rename_axis("row").reset_index()
-
-
-def _in_order(table: pd.DataFrame) -> pd.DataFrame:
-    return table.sort_index(key=lambda names: names.map(place))
 
 
 def best_first(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
@@ -165,7 +161,7 @@ def _quickest(tries: pd.DataFrame, f1: pd.DataFrame) -> list[dict]:
     return ranked[ranked["speed"] >= (1 - SCATTER) * ranked["speed"].max()].to_dict("records")
 
 
-def recipes(runs: pd.DataFrame, group: str) -> str:
+def which_row(runs: pd.DataFrame, group: str) -> str:
     """For a notebook: which row to take on which card, and folded below it the tables of a group's hardware, each with
     what it says, or why it is not there; as Markdown.
 

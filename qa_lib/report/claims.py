@@ -1,10 +1,10 @@
 """The seeds' claims, each beside what the records say about it, and whether it holds.
 
 A verdict on F1 follows from the 90 % interval, at the best threshold: at 0 a model that never answers would nearly do.
-One on one on speed or memory from whether the
-measured ratio passes the bound that is named in it; such a ratio is often of one run. The claims are about one T4,
-BERT-base and the full data set; ours is another GPU and, for quality, a smaller model on a part of the data. So a
-verdict is on a claim's direction and rough size, and cannot be told ("?") where an interval covers both answers.
+One on speed or memory follows from whether the measured ratio passes the bound that is named in it; such a ratio is
+often of one run. The claims are about one T4, BERT-base and the full data set; ours is another GPU and, for quality, a
+smaller model on a part of the data. So a verdict is on a claim's direction and rough size, and cannot be told ("?")
+where an interval covers both answers.
 """
 
 import dataclasses

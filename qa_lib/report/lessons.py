@@ -36,7 +36,7 @@ def taught(record: dict, figure_of: Callable, values_of: Callable):
 def fig_padding(spec, rows: Sequence) -> Figure:
     """The first step of each of `rows`, (spec, its Batches): a line of tokens for each feature, padding grey. The one
     that fills its batches as `spec` does is named."""
-    steps = [(each, batches, *batches.rows(batches.step(0))) for each, batches in rows]
+    steps = [(each, batches, *batches.tokens(batches.step(0))) for each, batches in rows]
     said = [f"{share(1 - lengths.sum() / padded.sum())} in {each.variant}" for each, _, lengths, padded in steps]
     figure = new_figure(f"Padding takes {', '.join(said)}", "", 4.2)
     axes = figure.subplots(1, len(rows), sharex=True, sharey=True)

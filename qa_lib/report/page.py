@@ -14,7 +14,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from qa_lib.report.gallery import Pictures
-from qa_lib.report.runs import baseline, cells, load_runs, score_name, searches, select, several
+from qa_lib.report.runs import baseline, cells, load_runs, newest, score_name, searches, select, several
 from qa_lib.report.scaling import speed_table
 from qa_lib.report.sentences import LADDER, PEERS, caption
 from qa_lib.report.tables import family_lines, result_table, summarise
@@ -80,9 +80,9 @@ def dashboard(
     """
     broken: dict[Path, str] = {}
     runs = load_runs(runs_dir, broken)
-    newest = {} if runs.empty else runs.groupby("group")["time.started"].max().to_dict()
-    names = {*newest, *(folder.parent.name for folder in broken)} - searches(runs)
-    names = sorted(sorted(names), key=lambda name: str(newest.get(name, "")), reverse=True)
+    began = newest(runs)
+    names = {*began, *(folder.parent.name for folder in broken)} - searches(runs)
+    names = sorted(sorted(names), key=lambda name: began.get(name, ""), reverse=True)
     shown = [wanted if wanted in names else names[0]] if app and names else names
     groups = []
     for name in shown:

@@ -16,6 +16,8 @@ PART_COLORS = dict(zip(PARTS, sns.color_palette("colorblind", len(PARTS)), stric
 # What fills memory: words for it, and the keys of a profile.
 HELD = {"parameters": "params", "optimizer state": "optimizer", "activations": "activations",
         "gradients and workspace": "workspace", "reserved, not used": "fragmentation"}  # fmt: skip
+# What the compiler fused, by what its kernels' symbols contain.
+OPERATIONS = {"gelu": "GELU", "layer_norm": "layer norm"}
 HELD_COLORS = dict(zip(HELD, [*COLORBLIND[:4], "0.85"], strict=True))
 
 
@@ -186,14 +188,28 @@ def roofline(rows: dict[str, dict]) -> Figure:
     axis.set(xlabel="traffic with DRAM, in % of the copy bandwidth measured", xlim=(0, 103), ylim=(-6, 106),
              ylabel="arithmetic on the tensor cores,\nin % of the matrix rate measured")  # fmt: skip
     name_points(axis, [
-        (kernel.width, kernel.rate, f"{number(kernel.us)} µs, {kernel.times:.0f} ×: {_short(kernel.name)}")
+        (kernel.width, kernel.rate, f"{number(kernel.us)} µs, {kernel.times:.0f} ×: {words}")
         for kernel in kernels.rename(columns={"count": "times"}).head(8).itertuples()
+        for words in [kernel_words(kernel.name, kernel.kind, rows[name]["time"]["kernels"])]
     ])  # fmt: skip
     legend(axis)
     return figure
 
 
-def _short(kernel: str) -> str:
-    """The beginning and the end of a kernel's name, without its template arguments."""
-    name = kernel.split("<")[0].split("::")[-1].removeprefix("void ")
-    return name if len(name) < 34 else f"{name[:18]}…{name[-14:]}"
+def kernel_words(symbol: str, kind: str, traced: list[dict]) -> str:
+    """What a kernel does, in words: its kind, and the parts and phases under which a profile's trace has it; its kind
+    alone where it is not among the heaviest ones, which the trace has kept."""
+    found = [entry for entry in traced if _plain(entry["name"]) == _plain(symbol)]
+    parts, phases = (" and ".join(dict.fromkeys(entry[key] for entry in found)) for key in ("part", "phase"))
+    if kind == "matrix products" and parts:
+        work = f"products of {parts}"
+    elif kind == "the rest":
+        work = " and ".join(words for sign, words in OPERATIONS.items() if sign in symbol) or parts or kind
+    else:
+        work = kind
+    return ", ".join(filter(None, dict.fromkeys([work, phases])))
+
+
+def _plain(symbol: str) -> str:
+    """A kernel's symbol without its template arguments, which profilers write differently."""
+    return symbol.split("<")[0]

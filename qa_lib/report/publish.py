@@ -15,7 +15,7 @@ from qa_lib.errors import UserError, first_line, printable
 from qa_lib.record import write_atomically
 from qa_lib.report.gallery import MANIFEST, draw, outdated, pictures
 from qa_lib.report.readme import README, committed_groups, with_results
-from qa_lib.report.runs import ReportError, load_runs, searches, select
+from qa_lib.report.runs import ReportError, load_runs, newest, searches, select
 from qa_lib.report.sentences import caption
 from qa_lib.report.tables import result_table, summarise
 from qa_lib.report.text import terminal
@@ -58,8 +58,8 @@ def main(args: argparse.Namespace) -> int:
         print(printable(f"left out: {problem}"), file=sys.stderr)
     if runs.empty and not args.readme:
         raise ReportError(f"no record below {args.runs}: run something first, for example make quickstart")
-    newest = {} if runs.empty else runs.groupby("group")["time.started"].max().to_dict()
-    groups = sorted(newest, key=newest.get)
+    began = newest(runs)
+    groups = sorted(began, key=began.get)
     if args.group and args.group not in groups:
         raise ReportError(f"no group {args.group!r} below {args.runs}; there are {', '.join(groups)}")
     failed, tries = [], searches(runs)
@@ -110,7 +110,7 @@ def check(runs: pd.DataFrame, runs_dir: Path, figures_dir: Path) -> list[str]:
 
 def rendered() -> str:
     """The report's notebook executed in this folder, as the repository keeps it beside the runs for those who only
-    read: the text of a file with its outputs, without code, and with no trace of when or where.
+    read: the text of a file of Markdown alone, what the code displayed, with no trace of when or where.
 
     Raises nbclient's CellExecutionError, which names the cell.
     """
@@ -123,13 +123,28 @@ def rendered() -> str:
         # Over files of its own: the kernel listens on no port.
         config = Config(KernelManager={"transport": "ipc", "ip": f"{folder}/kernel"})
         NotebookClient(notebook, config=config, kernel_name="python3", resources={"metadata": {"path": "."}}).execute()
-    notebook.cells = [cell for cell in notebook.cells if "tags" not in cell.metadata]  # those with a tag only prepare
+    shown = [cell for cell in notebook.cells if "tags" not in cell.metadata]  # those with a tag only prepare
+    notebook.cells = [_as_text(cell) for cell in shown]
     notebook.cells[0].source += f"\n\n*The code of this page is in [{NOTEBOOK}](../{NOTEBOOK}).*"
-    for cell in notebook.cells:
-        cell.metadata.clear()
-        if cell.cell_type == "code":
-            # Emptied, since no tag hides code from GitHub's view.
-            cell.source, cell.execution_count = "", None
-            cell.metadata["jupyter"] = {"source_hidden": True}
-            cell.outputs = [output for output in cell.outputs if output.output_type == "display_data"]
     return nbformat.writes(notebook).rstrip() + "\n"
+
+
+def _as_text(cell: dict) -> dict:
+    """A cell of Markdown in place of one of code that was executed: what it displayed, pictures as attachments.
+
+    So the page has no empty box where the code was, and a picture its alternative text: nbconvert drops the one that
+    comes with a cell's output, and GitHub shows attachments, but no picture whose address holds its data.
+    """
+    from nbformat.v4 import new_markdown_cell
+
+    if cell.cell_type == "markdown":
+        return new_markdown_cell(cell.source, id=cell.id)
+    parts, pictures = [], {}
+    for output in cell.outputs:
+        if picture := output.get("data", {}).get("image/png"):
+            name = f"{cell.id}-{len(pictures)}.png"
+            pictures[name] = {"image/png": picture}
+            parts.append(f"![{output.metadata['image/png']['alt']}](attachment:{name})")
+        elif output.output_type == "display_data":
+            parts.append(output.data["text/markdown"])
+    return new_markdown_cell("\n\n".join(parts), id=cell.id, attachments=pictures)

@@ -13,15 +13,17 @@ import pandas as pd
 
 from qa_lib.report import cards, quality
 from qa_lib.report.gallery import read_manifest
-from qa_lib.report.runs import BASELINE, NotMeasured, ReportError, commits, published, searches, select, usual
-from qa_lib.report.sentences import RECOMMENDED, caption, speed_finding
-from qa_lib.report.tables import summarise
+from qa_lib.report.runs import BASELINE, NotMeasured, ReportError, commits, on_cpu, published, searches, select, usual
+from qa_lib.report.sentences import CPU_CAVEAT, RECOMMENDED, speed_finding
+from qa_lib.report.tables import LEVEL, summarise
 from qa_lib.report.text import MISSING, markdown, number, say
+from qa_lib.variants import VARIANTS
 
 README = Path("README.md")
 REFERENCE = "h200-bench"  # the group that the README shows if it is there
 PLAIN, BEST_PEER, LEAN = "A0", "A0-compile", "EC2"
-ROWS = (PLAIN, BEST_PEER, BASELINE, "A4", "E-t4", RECOMMENDED, LEAN)
+# What one may decide for: the rows of the first table, here and in the report.
+ROWS = (PLAIN, BEST_PEER, BASELINE, "A4", "E-t4", RECOMMENDED, "EC1", LEAN, "EB1-lean")
 # The six techniques that gain most: row, the row it is compared with. E5 holds two steps, both of half precision.
 GAINS = {"A2": "A1", "A3": "A2", "E1": "A3", "E2": "E1", "E3": "E2", "E5": "E3"}
 
@@ -104,11 +106,8 @@ def rows(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
     """ROWS as a table with where its numbers come from, and two pictures."""
     own = select(runs, group)
     judged = usual(quality.quality_runs(runs, group))
-    table = quality.overview(own, judged).rename(columns={"what it changes": "what it is"})
-    table = table[table["row"].isin(ROWS)].drop(columns=f"within {quality.MARGIN:g} F1", errors="ignore")
-    table["what it is"] = [say("readme.row", row=name) for name in table["row"]]
-    shown = quality.largest_batch(summarise(own)).query("variant in @ROWS")
-    parts = [markdown(table), f"{caption(own, shown)} {_source(judged)}"]
+    table = decisions(own, judged).drop(columns=f"within {quality.MARGIN:g} F1", errors="ignore")
+    parts = [markdown(table), f"{measured(own)} {_source(judged)}"]
     manifest = read_manifest(figures_dir / group).get("figures", {})
     for name in ("ladder", "timeline"):
         if drawn := manifest.get(f"{name}.png"):
@@ -116,6 +115,22 @@ def rows(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
             address = os.path.relpath(figures_dir / group / f"{name}.png", README.parent)
             parts.append(f"![{alt}]({Path(address).as_posix()})")
     return "\n\n".join(parts)
+
+
+def decisions(runs: pd.DataFrame, judged: pd.DataFrame) -> pd.DataFrame:
+    """Of quality.overview ROWS, or all where none of these ran, and in words what each is."""
+    table = quality.overview(runs, judged).rename(columns={"what it changes": "what it is"})
+    if table["row"].isin(ROWS).any():
+        table = table[table["row"].isin(ROWS)]
+    words = {name: say("readme.row", row=name, why=VARIANTS[name].why) for name in table["row"]}
+    return table.assign(**{"what it is": table["row"].map(words)})
+
+
+def measured(runs: pd.DataFrame) -> str:
+    """Where the speed and memory of `decisions` come from, in a sentence."""
+    first = quality.largest_batch(runs).iloc[0]
+    return say("readme.measured", gpu=None if on_cpu(runs) else first["env.gpu"], group=first["group"],
+               micro_batch=first["micro_batch"], code=commits(runs), level=LEVEL, caveat=CPU_CAVEAT)  # fmt: skip
 
 
 def _source(judged: pd.DataFrame) -> str:

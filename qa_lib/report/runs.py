@@ -149,6 +149,11 @@ def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     return chosen.reset_index(drop=True)
 
 
+def newest(runs: pd.DataFrame) -> dict[str, str]:
+    """Of each group, when its latest run began."""
+    return {} if runs.empty else runs.groupby("group")["time.started"].max().to_dict()
+
+
 def searches(runs: pd.DataFrame) -> set[str]:
     """The groups that hold the tries of a search (`fit-batch`, `tune`), of which no row is compared with another."""
     return set(runs.loc[runs["spec.search"] != "", "group"]) if len(runs) else set()

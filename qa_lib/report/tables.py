@@ -70,6 +70,11 @@ def place(variant: str) -> tuple[int, str]:
     return (list(VARIANTS).index(variant) if variant in VARIANTS else len(VARIANTS)), variant
 
 
+def in_order(table: pd.DataFrame) -> pd.DataFrame:
+    """A table indexed by row, in the order of the variants table."""
+    return table.sort_index(key=lambda names: names.map(place))
+
+
 def interval(values):
     """Half the width of the interval of the mean over seeds, at LEVEL, by Student's t; NaN below three values. Of a
     Series, of each column of a table, or of each group of a groupby. (`stdtrit` is the quantile of t, as
@@ -253,18 +258,8 @@ COLUMNS = {  # heading, in which {score} stands for the score's label and {base}
 
 AXIS_LABELS = tuple(axis.label for axis in AXES)
 # Headings of two tables of a page's width, which all of them together would overflow.
-SPEED = (
-    "row",
-    "what it changes",
-    *AXIS_LABELS,
-    "status",
-    "n",
-    "features/s",
-    "tokens/s",
-    "× {base}",
-    "step ms [p10–p90]",
-    "note",
-)
+SPEED = ("row", "what it changes", *AXIS_LABELS, "status", "n", "features/s", "tokens/s", "× {base}",
+         "step ms [p10–p90]", "note")  # fmt: skip
 COSTS = ("row", *AXIS_LABELS, "of matrix rate", "MFU", "peak MiB", "J/feature", "trainable", "compile s",
          "break-even step", "wall s")  # fmt: skip
 
@@ -325,4 +320,4 @@ def cost_table(runs: pd.DataFrame) -> pd.DataFrame:
     seconds = pd.DataFrame({part: whole[f"time.{name}_s"].astype(float).fillna(0.0) for part, name in parts.items()})
     seconds["training"] -= seconds["compiling"]
     rows = seconds.groupby(whole["spec.variant"])
-    return rows.mean().assign(n=rows.size()).sort_index(key=lambda names: names.map(place))
+    return in_order(rows.mean().assign(n=rows.size()))

@@ -84,13 +84,13 @@ def probed(said: str) -> tuple[Machine, dict]:
 
 def call(function: str, spec: Spec, *words) -> list[str]:
     """The command of a fresh Python that calls a function, named like "qa_lib.run.fit:fit", with the spec and words."""
-    parts = json.dumps(dataclasses.asdict(spec))
-    return [sys.executable, "-m", "qa_lib.run.launch", function, parts, *map(str, words)]
+    written = json.dumps(dataclasses.asdict(spec))
+    return [sys.executable, "-m", "qa_lib.run.launch", function, written, *map(str, words)]
 
 
-def spec_from(parts: str) -> Spec:
-    """The spec whose parts `call` wrote as JSON."""
-    values = json.loads(parts)
+def spec_from(written: str) -> Spec:
+    """The spec that `call` wrote as JSON."""
+    values = json.loads(written)
     kinds = {"scale": Scale, "asked": Settings, "settings": Settings}
     return Spec(**values | {name: kind(**values[name]) for name, kind in kinds.items()})
 
@@ -108,7 +108,7 @@ def fit_plainly(spec: Spec, runs: str) -> None:
 plain_command = partial(call, "qa_lib.run.launch:fit_plainly")  # (spec, runs) -> the command of such a run
 
 
-def environment(cards: tuple[int, ...] = (), shared: bool = False, threads: int | None = None) -> dict[str, str]:
+def child_env(cards: tuple[int, ...] = (), shared: bool = False, threads: int | None = None) -> dict[str, str]:
     """The environment of a run's process; it sees these of the cards that are visible here, or without `cards` all."""
     changes = dict(QUIET)
     if cards:
@@ -252,7 +252,7 @@ class Launcher:
 
     def _work(self, spec: Spec, run_dir: Path, cards: tuple[int, ...]) -> dict:
         """The record of a run that has its process now. Raises RunTaken if another process works on it."""
-        begin, env = time.monotonic(), environment(cards, self._shares(cards), spec.scale.threads)
+        begin, env = time.monotonic(), child_env(cards, self._shares(cards), spec.scale.threads)
         with open(run_dir / "log.txt", "w") as log:
             process = self._start(spec, run_dir, env, log)
         self.active.append(spec)

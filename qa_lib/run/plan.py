@@ -15,7 +15,7 @@ from qa_lib.data.text import open_text
 from qa_lib.errors import UserError
 from qa_lib.model.encoders import find_encoder
 from qa_lib.model.folder import look
-from qa_lib.spec import HEAD, SCALES, Machine, Spec, find_scale, find_shape, missing, resolve, unshared
+from qa_lib.spec import HEAD, SCALES, Machine, Spec, find_scale, find_shape, resolve, unshared
 from qa_lib.variants import find_family, find_variant
 
 SOURCES = {"qa": open_source, "lm": open_text}  # task -> what opens its data
@@ -31,20 +31,14 @@ def plan(
     model: str = "",
     micro_batch: int | None = None,
     machine: Machine | None = None,
-    world: int | None = None,
-    epochs: int | None = None,
-    learning_rate: float | None = None,
-    stages: int | None = None,
-    max_length: int | None = None,
-    batch: int | None = None,
+    **own,
 ) -> list[Spec]:
     """The specs of variants x seeds at a scale, in that order: all rows with the first seed come first, each once.
 
-    `data` and `model` (paths, or hub names), `epochs`, `learning_rate`, `max_length` and `batch` (features of an
-    optimizer step) replace the scale's own, `micro_batch`, `world` (processes) and `stages` (of a pipeline) the row's,
-    unless they are empty or 0; `machine` is
-    this one unless given. Raises SpecError for a name or number that cannot be, before files and the hub are asked, and
-    UserError for what is not to be had.
+    `data` and `model` (paths, or hub names) replace the scale's own and `micro_batch` the row's, unless they are empty
+    or 0; `own` are the last arguments of `resolve`, from `world` on; `machine` is this one unless given. Raises
+    SpecError for a name or number that cannot be, before files and the hub are asked, and UserError for what is not to
+    be had.
     """
     size = find_scale(scale)
     data, model = data or size.data, model or size.model
@@ -56,8 +50,6 @@ def plan(
 
         machine = this_machine()
 
-    own = {"world": world, "epochs": epochs, "learning_rate": learning_rate, "stages": stages}
-    own |= {"max_length": max_length, "batch": batch}
     specs = [
         resolve(variant, scale, seed, machine, {}, {}, data, model, micro_batch, **own)
         for seed in dict.fromkeys(seeds)
@@ -67,15 +59,11 @@ def plan(
     found = {"model": identify_model(model)}
     config = model_config(model)
     found["data"] = identify_data(data, size.quality, size.task)
-    lacks = find_encoder(config["model_type"], model, size.task).lacks if "model_type" in config else None
+    if "model_type" in config:
+        find_encoder(config["model_type"], model, size.task)
     # 0, which everything divides, where it does not say.
     shape = {"layers": config.get("num_hidden_layers", 0), "heads": config.get("num_attention_heads", 0)}
-    return [
-        dataclasses.replace(
-            spec, **found, skip=missing(spec.settings, machine, lacks, spec.world) or unshared(spec, shape)
-        )
-        for spec in specs
-    ]
+    return [dataclasses.replace(spec, **found, skip=spec.skip or unshared(spec, shape)) for spec in specs]
 
 
 def go_offline_without_network(*sources: str) -> None:

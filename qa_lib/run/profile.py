@@ -25,7 +25,7 @@ from qa_lib.measure.machine import copy_rate, matrix_rate, train_device, turn
 from qa_lib.measure.meter import MIB, Watch, memory_use
 from qa_lib.model.build import DTYPES, build_model
 from qa_lib.model.encoders import parts_of
-from qa_lib.run.launch import SHARE, call, environment
+from qa_lib.run.launch import SHARE, call, child_env
 from qa_lib.run.plan import add_source_arguments, plan
 from qa_lib.run.tasks import TASKS
 from qa_lib.spec import Spec
@@ -231,7 +231,7 @@ def _memory(spec: Spec, data, device) -> dict:
 
 def counters(spec: Spec, say=print) -> list[dict] | None:
     """What Nsight Compute reads of one step of the spec, in a process of its own; see ncu.measure."""
-    return ncu.measure(call("qa_lib.run.profile:count_one_step", spec), environment(), say)
+    return ncu.measure(call("qa_lib.run.profile:count_one_step", spec), child_env(), say)
 
 
 def count_one_step(spec: Spec) -> None:

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from qa_lib import record
 from qa_lib.errors import UserError, stoppable, stopped_by
-from qa_lib.run.launch import STARTING, call, environment, kill, with_driver
+from qa_lib.run.launch import STARTING, call, child_env, kill, with_driver
 from qa_lib.spec import Spec
 
 STOPPED = "killed"  # kind of the error of a run that a signal has stopped, as fit.recording writes it
@@ -48,16 +48,16 @@ def fit_together(spec: Spec, runs: str | Path, say=print) -> dict:
     Raises RunTaken while others have the run, and UserError for a run that failed in any of its processes. Ctrl-C ends
     them all.
     """
-    from qa_lib.measure.machine import environment as described
+    from qa_lib.measure.machine import environment
 
     run_dir = Path(runs) / spec.run_path
     with record.lock(run_dir):
         # So that processes that die before their first line leave no older result standing.
-        record.write_record(run_dir, record.new_record(spec, described()) | {"status": STARTING})
+        record.write_record(run_dir, record.new_record(spec, environment()) | {"status": STARTING})
     threads = spec.scale.threads or max(1, (os.cpu_count() or 1) // spec.world)
     process = subprocess.Popen(
         call("qa_lib.run.together:supervise", spec, runs),
-        env=environment(threads=threads) | {"PYTHONUNBUFFERED": "1"},
+        env=child_env(threads=threads) | {"PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,4 +1,4 @@
-"""Tries of one row with other learning rates and other trainable parts, each a run of its own in the group `*-tune`.
+"""Tries of one row with other learning rates and other recipes (what trains), each a run in the group `*-tune`.
 
 How the learning rate of scale `quality` and the recipes of the LoRA rows were found. The points that lost are kept.
 """
@@ -17,17 +17,17 @@ from qa_lib.spec import Spec
 
 
 def points(specs: list[Spec], rates: list[float], trainables: list[str]) -> list[Spec]:
-    """Every spec with every learning rate and trainable part; an empty list stands for the spec's own.
+    """Every spec with every learning rate and recipe (its name); an empty list stands for the spec's own.
 
-    Raises UnknownName for a trainable part that does not exist.
+    Raises UnknownName for a recipe that does not exist.
     """
     found = []
     for rate, trainable, spec in itertools.product(rates or [None], trainables or [None], specs):
         scale = dataclasses.replace(
             spec.scale, name="tune", learning_rate=spec.scale.learning_rate if rate is None else rate
         )
-        part = trainable or spec.asked.trainable
-        asked, settings = (dataclasses.replace(each, trainable=part) for each in (spec.asked, spec.settings))
+        recipe = trainable or spec.asked.trainable
+        asked, settings = (dataclasses.replace(each, trainable=recipe) for each in (spec.asked, spec.settings))
         found.append(dataclasses.replace(spec, scale=scale, asked=asked, settings=settings, search="tune"))
     return found
 

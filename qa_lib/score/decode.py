@@ -3,11 +3,11 @@
 A model gives each token of a window two logits: the answer begins here, the answer ends here. An answer is a pair of
 tokens, scored by the sum of its two logits. Of a window's 384 x 384 pairs only those between the 20 best starts and
 the 20 best ends are looked at, and of these only those that run forwards, lie in the paragraph and are short: so does
-the reference recipe (run_qa of transformers, after Devlin et al. 2019). A question's windows then compete in one
+the reference script (run_qa of transformers, after Devlin et al. 2019). A question's windows then compete in one
 list. "No answer" is a pair as well, [CLS] to [CLS]; of a question's windows the one that believes in it least
 speaks for all, and SQuAD v2 answers nothing where that score is higher than the best span's by a threshold.
 
-The recipe's double loop in Python takes three times as long as what is here: each step is one call of NumPy for
+The script's double loop in Python takes three times as long as what is here: each step is one call of NumPy for
 thousands of windows. Two sorts find starts and ends, one table holds their sums, one sort ranks what is left, question
 by question: half a second for SQuAD's validation set. Ties go to what the loop finds first, so that both give the same
 lists. Every row's answers, and the app's, come from here.

@@ -117,7 +117,7 @@ def load_qa_model(folder: str | Path) -> tuple:
 
 def window_lengths(folder: str | Path, model) -> tuple[int, int]:
     """Tokens of a window and of its overlap for a model of `folder`: those of the run beside whose record it lies,
-    or else the recipe's 384 and 128; or what a model with fewer positions allows."""
+    or else the reference script's 384 and 128; or what a model with fewer positions allows."""
     max_length, stride = 384, 128
     with suppress(ValueError, KeyError, TypeError):  # no record, or one that says something else
         scale = read_record(Path(folder).resolve().parent)["spec"]["scale"]

@@ -123,7 +123,7 @@ def train(
             loss = take_step(inputs, [share / len(features) for features in micro_batches])
         except Exception as problem:
             raise StepFailed(number) from problem
-        meter.step(*batches.rows(micro_batches))
+        meter.step(*batches.tokens(micro_batches))
         log.add(loss, rate)
         saves = checkpoint.is_due(number, batches.steps)
         if log.due or saves or number == batches.steps:

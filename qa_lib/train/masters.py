@@ -24,9 +24,7 @@ class MasterAdamW(torch.optim.Optimizer):
     def __init__(self, parameters, lr: torch.Tensor, max_norm: float, betas=(0.9, 0.999), eps: float = 1e-8):
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps})
         self.max_norm = max_norm
-        self.across = lambda norm: (
-            norm
-        )  # of all gradients, where this optimizer has a share of them (train/parallel.py)
+        self.across = lambda norm: norm  # of all gradients, where it has a share of them (train/parallel.py)
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = {
@@ -41,21 +39,20 @@ class MasterAdamW(torch.optim.Optimizer):
         """One update of every parameter that has a gradient."""
         every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         norms = torch._foreach_norm([p.grad for p in every], 2, dtype=torch.float32)
-        share = (self.max_norm / (self.across(torch.stack(norms).norm()) + 1e-6)).clamp(
-            max=1.0
-        )  # as in clip_grad_norm_
+        norm = self.across(torch.stack(norms).norm())
+        factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)  # as in clip_grad_norm_
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             states = [self.state[p] for p in parameters]
             columns = [[state[name] for state in states] for name in ("master", "exp_avg", "exp_avg_sq", "step")]
             gradients = [p.grad for p in parameters]
-            _update(parameters, gradients, *columns, share, group["lr"], *group["betas"], group["eps"])
+            _update(parameters, gradients, *columns, factor, group["lr"], *group["betas"], group["eps"])
 
 
 @torch.compile(dynamic=False)
-def _update(parameters, gradients, masters, means, squares, steps, share, lr, beta1, beta2, eps) -> None:
+def _update(parameters, gradients, masters, means, squares, steps, factor, lr, beta1, beta2, eps) -> None:
     torch._foreach_add_(steps, 1)
-    gradients = [g.float() * share for g in gradients]
+    gradients = [g.float() * factor for g in gradients]
     torch._foreach_lerp_(means, gradients, 1 - beta1)
     torch._foreach_mul_(squares, beta2)
     torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)

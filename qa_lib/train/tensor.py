@@ -29,7 +29,8 @@ class Tensor(Alone):
     agree = Sharded.agree
 
     def __init__(self, model: torch.nn.Module, ranks: Ranks, settings: Settings):
-        """SpecError where the processes do not divide the heads."""
+        """SpecError where the processes do not divide the heads: of a model that was not here yet when the run was
+        planned, or in a run that more processes resume."""
         if model.config.num_attention_heads % ranks.world:
             raise SpecError(
                 f"{ranks.world} processes do not divide {model.config.num_attention_heads} heads of attention"

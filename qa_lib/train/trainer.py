@@ -1,4 +1,4 @@
-"""The A0 and P0 rows: the same recipe through transformers.Trainer, timed by the same meter.
+"""The A0 and P0 rows: the same training through transformers.Trainer, timed by the same meter.
 
 This is the peer that the loop is measured against: what most people would run, with its own order of the data, its own
 optimizer (fused AdamW) and its own schedule. Its rows take what the Trainer offers and no more; what it has not, packed
@@ -136,7 +136,7 @@ class _Steps(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         collator, parts = self.trainer.data_collator, self.trainer.parts
         micro_batches = [collator.seen.pop(0) for _ in parts]
-        self.meter.step(*collator.batches.rows(micro_batches))
+        self.meter.step(*collator.batches.tokens(micro_batches))
         self.log.add(sum(parts), self.trainer.rate)
         parts.clear()
         if self.log.due or state.global_step == args.max_steps:
