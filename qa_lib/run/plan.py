@@ -16,10 +16,11 @@ from qa_lib.errors import UserError
 from qa_lib.model.encoders import find_encoder
 from qa_lib.model.folder import look
 from qa_lib.spec import HEAD, SCALES, Machine, Spec, find_scale, find_shape, missing, resolve, unshared
-from qa_lib.variants import find_family, find_variant
+from qa_lib.variants import SpecError, find_family, find_variant
 
 SOURCES = {"qa": open_source, "lm": open_text}  # task -> what opens its data
 ANSWER_S = 5  # seconds in which the hub has to answer
+Several = int | Sequence[int] | None  # a size, or those that a sweep tries
 _MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "vocab.txt")
 
 
@@ -29,22 +30,26 @@ def plan(
     seeds: Sequence[int] = (0,),
     data: str = "",
     model: str = "",
-    micro_batch: int | None = None,
+    micro_batch: Several = None,
     machine: Machine | None = None,
-    world: int | None = None,
+    world: Several = None,
     epochs: int | None = None,
     learning_rate: float | None = None,
     stages: int | None = None,
-    max_length: int | None = None,
-    batch: int | None = None,
+    max_length: Several = None,
+    batch: Several = None,
+    left_out: list[str] | None = None,
 ) -> list[Spec]:
     """The specs of variants x seeds at a scale, in that order: all rows with the first seed come first, each once.
 
     `data` and `model` (paths, or hub names), `epochs`, `learning_rate`, `max_length` and `batch` (features of an
     optimizer step) replace the scale's own, `micro_batch`, `world` (processes) and `stages` (of a pipeline) the row's,
-    unless they are empty or 0; `machine` is
-    this one unless given. Raises SpecError for a name or number that cannot be, before files and the hub are asked, and
-    UserError for what is not to be had.
+    unless they are empty or 0; `machine` is this one unless given. A list of sizes gives every row a spec for each, and
+    several lists their product.
+
+    Raises SpecError for a name or number that cannot be, before files and the hub are asked, and UserError for what is
+    not to be had. Where `left_out` is given, sizes that do not go together are told there instead, a sentence for each,
+    as long as their row has others.
     """
     size = find_scale(scale)
     data, model = data or size.data, model or size.model
@@ -56,13 +61,20 @@ def plan(
 
         machine = this_machine()
 
-    own = {"world": world, "epochs": epochs, "learning_rate": learning_rate, "stages": stages}
-    own |= {"max_length": max_length, "batch": batch}
-    specs = [
-        resolve(variant, scale, seed, machine, {}, {}, data, model, micro_batch, **own)
-        for seed in dict.fromkeys(seeds)
-        for variant in dict.fromkeys(variants)
-    ]
+    sizes = _product(max_length=max_length, batch=batch, micro_batch=micro_batch, world=world)
+    own = {"epochs": epochs, "learning_rate": learning_rate, "stages": stages}
+    specs, faults = [], {}
+    for seed, one, variant in itertools.product(dict.fromkeys(seeds), sizes, dict.fromkeys(variants)):
+        try:
+            specs.append(resolve(variant, scale, seed, machine, {}, {}, data, model, **own, **one))
+        except SpecError as problem:
+            if left_out is None:
+                raise
+            faults.setdefault(variant, {})[str(problem)] = problem
+    for variant, problems in faults.items():
+        if variant not in {spec.variant for spec in specs}:
+            raise next(iter(problems.values()))
+        left_out += [f"{variant}: {problem}" for problem in problems]
     go_offline_without_network(data, model)
     found = {"model": identify_model(model)}
     config = model_config(model)
@@ -76,6 +88,12 @@ def plan(
         )
         for spec in specs
     ]
+
+
+def _product(**sizes: Several) -> list[dict]:
+    """Every combination of some sizes, each by its name."""
+    lists = [dict.fromkeys(size if isinstance(size, Sequence) else [size]) for size in sizes.values()]
+    return [dict(zip(sizes, values, strict=True)) for values in itertools.product(*lists)]
 
 
 def go_offline_without_network(*sources: str) -> None:
@@ -171,28 +189,35 @@ def rows_of(args: argparse.Namespace) -> list[str]:
     return [find_variant(name).name for name in names]
 
 
-def add_source_arguments(parser: argparse.ArgumentParser, scale: bool = True) -> None:
-    """Options that `run`, `sweep` and others share; those that have a scale of their own take no `scale`."""
+def add_source_arguments(parser: argparse.ArgumentParser, scale: bool = True, several: bool = False) -> None:
+    """Options that `run`, `sweep` and others share; those that have a scale of their own take no `scale`, and `several`
+    micro-batches may be given to those that try each."""
     if scale:
         parser.add_argument("--scale", required=True, metavar="S", help=", ".join(SCALES))
     parser.add_argument("--data", default="", metavar="DIR", help="questions or text: a folder, a file, or a hub name")
     parser.add_argument("--model", default="", metavar="DIR", help="a folder, a hub name, or a shape: gpt2:L12H768")
-    parser.add_argument("--micro-batch", type=one_or_more, metavar="N", help="features in one forward pass (rows: 8)")
+    _add_size(parser, "--micro-batch", "features in one forward pass (rows: 8)", several)
     parser.add_argument("--runs", type=_folder, default="runs", metavar="DIR", help="where records go (%(default)s)")
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `run` and `sweep`: what a run may have otherwise than its row and its scale say."""
-    parser.add_argument("--world", type=one_or_more, metavar="N", help="processes of a P row, one a GPU (rows: 2)")
+def add_run_arguments(parser: argparse.ArgumentParser, several: bool = False) -> None:
+    """Options of `run` and `sweep`: what a run may have otherwise than its row and its scale say; `several` of a size
+    may be given to the latter."""
+    _add_size(parser, "--world", "processes of a P row, one a GPU (rows: 2)", several)
     parser.add_argument("--stages", type=one_or_more, metavar="N", help="of them in one pipeline (rows: all)")
-    parser.add_argument("--batch", type=one_or_more, metavar="N", help="features in an optimizer step (its scale's)")
+    _add_size(parser, "--batch", "features in an optimizer step (its scale's)", several)
     parser.add_argument("--epochs", type=one_or_more, metavar="N", help="passes over the data (its scale's)")
     parser.add_argument(
         "--learning-rate", type=float, metavar="X", help="its peak, before a recipe's factor (its scale's)"
     )
-    parser.add_argument(
-        "--max-length", type=one_or_more, metavar="N", help="tokens of a feature or window (its scale's)"
-    )
+    _add_size(parser, "--max-length", "tokens of a feature or window (its scale's)", several)
+
+
+def _add_size(parser: argparse.ArgumentParser, name: str, help: str, several: bool) -> None:
+    if several:
+        add_several(parser, name, one_or_more, "N", f"{help}; several: each")
+    else:
+        parser.add_argument(name, type=one_or_more, metavar="N", help=help)
 
 
 def own_of(args: argparse.Namespace) -> dict:
