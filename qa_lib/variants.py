@@ -228,6 +228,7 @@ def _row(name: str, parent: str | None, why: str, **change) -> tuple[str, Varian
 VARIANTS = dict(
     [
         _row("A1", None, "The baseline: fp16, eager attention, every feature padded to the limit, AdamW, no compiler."),
+        _row("A1-fp32", "A1", "What mixed precision is worth: all of it in 32 bits.", precision="fp32"),
         _row("A0", "A1", "What most people would run: the same recipe through transformers.Trainer.", engine="trainer"),
         _row("A0-sdpa", "A0", "The Trainer with fused attention, which is its default.", attention="sdpa"),
         _row("A0-nb", "A0-sdpa", "The Trainer with its usual collator: padded to the longest.", padding="longest"),

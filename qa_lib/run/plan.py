@@ -196,28 +196,37 @@ def add_source_arguments(parser: argparse.ArgumentParser, scale: bool = True, se
         parser.add_argument("--scale", required=True, metavar="S", help=", ".join(SCALES))
     parser.add_argument("--data", default="", metavar="DIR", help="questions or text: a folder, a file, or a hub name")
     parser.add_argument("--model", default="", metavar="DIR", help="a folder, a hub name, or a shape: gpt2:L12H768")
-    _add_size(parser, "--micro-batch", "features in one forward pass (rows: 8)", several)
+    add_size(parser, "--micro-batch", several)
     parser.add_argument("--runs", type=_folder, default="runs", metavar="DIR", help="where records go (%(default)s)")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, several: bool = False) -> None:
     """Options of `run` and `sweep`: what a run may have otherwise than its row and its scale say; `several` of a size
     may be given to the latter."""
-    _add_size(parser, "--world", "processes of a P row, one a GPU (rows: 2)", several)
+    add_size(parser, "--world", several)
     parser.add_argument("--stages", type=one_or_more, metavar="N", help="of them in one pipeline (rows: all)")
-    _add_size(parser, "--batch", "features in an optimizer step (its scale's)", several)
+    add_size(parser, "--batch", several)
     parser.add_argument("--epochs", type=one_or_more, metavar="N", help="passes over the data (its scale's)")
     parser.add_argument(
         "--learning-rate", type=float, metavar="X", help="its peak, before a recipe's factor (its scale's)"
     )
-    _add_size(parser, "--max-length", "tokens of a feature or window (its scale's)", several)
+    add_size(parser, "--max-length", several)
 
 
-def _add_size(parser: argparse.ArgumentParser, name: str, help: str, several: bool) -> None:
+SIZES = {
+    "--micro-batch": "features in one forward pass (rows: 8)",
+    "--batch": "features in an optimizer step (its scale's)",
+    "--max-length": "tokens of a feature or window (its scale's)",
+    "--world": "processes of a P row, one a GPU (rows: 2)",
+}
+
+
+def add_size(parser: argparse.ArgumentParser, name: str, several: bool) -> None:
+    """One of SIZES as an option; it takes several numbers where each is to be tried."""
     if several:
-        add_several(parser, name, one_or_more, "N", f"{help}; several: each")
+        add_several(parser, name, one_or_more, "N", f"{SIZES[name]}; several: each")
     else:
-        parser.add_argument(name, type=one_or_more, metavar="N", help=help)
+        parser.add_argument(name, type=one_or_more, metavar="N", help=SIZES[name])
 
 
 def own_of(args: argparse.Namespace) -> dict:
