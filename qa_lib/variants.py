@@ -228,7 +228,6 @@ def _row(name: str, parent: str | None, why: str, **change) -> tuple[str, Varian
 VARIANTS = dict(
     [
         _row("A1", None, "The baseline: fp16, eager attention, every feature padded to the limit, AdamW, no compiler."),
-        _row("A1-fp32", "A1", "What mixed precision is worth: all of it in 32 bits.", precision="fp32"),
         _row("A0", "A1", "What most people would run: the same recipe through transformers.Trainer.", engine="trainer"),
         _row("A0-sdpa", "A0", "The Trainer with fused attention, which is its default.", attention="sdpa"),
         _row("A0-nb", "A0-sdpa", "The Trainer with its usual collator: padded to the longest.", padding="longest"),
@@ -239,6 +238,7 @@ VARIANTS = dict(
         _row("A4-nb", "A3", "Padding to the longest of a batch, which one long feature spoils.", padding="longest"),
         _row("A4", "A4-nb", "Batches of like length make that pay: half of a batch is padding.", order="bucketed"),
         _row("A4-b", "A4", "The seeds' fault on purpose: sorted predictions, unsorted questions.", join="position"),
+        _row("A1-fp32", "A1", "What mixed precision is worth: all of it in 32 bits.", precision="fp32"),
         _row("B1", "A3", "LoRA r=8 on query and value at the full rate, as in the seeds.", trainable="lora-qv"),
         _row("B1-all", "A3", "LoRA r=32 on every linear layer, at five times the rate.", trainable="lora-all"),
         _row("B2", "A3", "BitFit: only biases and the answer head train.", trainable="biases"),
