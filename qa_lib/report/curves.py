@@ -28,6 +28,7 @@ MEASURES = {  # column of `points` -> value of a record, its name in figures
     "gib": ("memory.peak_alloc_mib", "peak GPU memory, allocated, in GiB"),
     "speed": ("speed.features_per_s", "features/s in training"),
 }
+NONE = "the group has no runs of these rows"
 STRAIGHT = 0.05  # a fit that misses no point by more is a straight line
 
 
@@ -59,9 +60,9 @@ def along(table: pd.DataFrame, size: str) -> tuple[str, pd.DataFrame]:
     """Of `points` those that a curve over one of SIZES shows, with the other at the value that has most of them, and
     that value in words. Raises NotMeasured where the size does not vary."""
     if table.empty:
-        raise NotMeasured("the group has no runs of these rows")
+        raise NotMeasured(NONE)
     (other,) = (name for name in SIZES if name != size)
-    value, part = max(table.groupby(other), key=lambda group: (group[1][size].nunique(), len(group[1])))
+    value, part = max(table.groupby(other), key=lambda group: (group[1][size].nunique(), len(group[1]), group[0]))
     if part[size].nunique() < 2:
         raise NotMeasured(f"all runs of one {other.replace('_', '-')} have one {size.replace('_', '-')}")
     return f"{other.replace('_', '-')} {value}", part
@@ -194,10 +195,11 @@ def _ticks(axis: Axes, sizes: pd.Series) -> None:
 
 
 def _note(runs: pd.DataFrame, where: str) -> str:
-    batch = runs["spec.scale.effective_batch"].iloc[0]
+    batch, tokens = (runs[f"spec.scale.{name}"].iloc[0] for name in ("effective_batch", "batch_tokens"))
     step = "one micro-batch a step" if pd.isna(batch) else f"{batch:g} features a step"
+    step = step if pd.isna(tokens) else f"{tokens:g} tokens a step"
     parts = [f"Group {runs['group'].iloc[0]}", where, step, f"code {commits(runs)}"]
-    parts += [gpu for gpu in sorted(set(runs["env.gpu"].dropna()))] or [CPU_CAVEAT]
+    parts += sorted(set(runs["env.gpu"].dropna())) or [CPU_CAVEAT]
     return " · ".join(parts) + "."
 
 
@@ -215,21 +217,23 @@ def memory_finding(part: pd.DataFrame, size: str, where: str) -> str:
                least=growth.idxmin(), growth=growth)  # fmt: skip
 
 
-def lead(part: pd.DataFrame, size: str = "micro_batch") -> pd.Series:
-    """By what factor the row of the visible loop that is quickest at any size is quicker than the quickest of
-    transformers.Trainer, by size. Empty where no size has both."""
-    speeds = part.pivot(index=size, columns="variant", values="speed")
+def lead(part: pd.DataFrame, size: str = "micro_batch") -> tuple[str, str, pd.Series] | None:
+    """Of the rows of the visible loop the one that is quickest at any size, of transformers.Trainer's the same, and by
+    what factor the first is quicker, by size. None where no size has both."""
+    speeds = part.pivot(index=size, columns="variant", values="speed").dropna(axis="columns", how="all")
     trainer = [VARIANTS[name].settings.engine == "trainer" for name in speeds]
-    loop, other = speeds.loc[:, np.invert(trainer)], speeds.loc[:, trainer]
-    if not (loop.notna().any(axis=None) and other.notna().any(axis=None)):
-        return pd.Series(dtype=float)
-    return (loop[loop.max().idxmax()] / other[other.max().idxmax()]).dropna()
+    if all(trainer) or not any(trainer):
+        return None
+    loop, peer = (speeds.loc[:, chosen].max().idxmax() for chosen in (np.invert(trainer), trainer))
+    factors = (speeds[loop] / speeds[peer]).dropna()
+    return (loop, peer, factors) if len(factors) else None
 
 
 def lead_finding(part: pd.DataFrame, size: str, where: str) -> str:
-    """The quickest row, and its lead over the Trainer at every size."""
+    """The lead over the Trainer at every size; or, where none is known, the quickest row."""
     best = part.loc[part["speed"].idxmax()].to_dict()
-    return say("curves.speed", best=best, size=size, where=where, lead=lead(part, size).to_dict())
+    loop, peer, factors = lead(part, size) or ("", "", pd.Series(dtype=float))
+    return say("curves.speed", best=best, where=where, row=loop, peer=peer, lead=factors.to_dict())
 
 
 def cost_table(table: pd.DataFrame) -> pd.DataFrame:
@@ -252,7 +256,7 @@ def cost_table(table: pd.DataFrame) -> pd.DataFrame:
             "fixed GiB": number(fixed),
             "KiB a token": number(each),
             "line misses by": share(miss),
-            "prediction misses by": share(off.loc[off.abs().idxmax()]) if len(off) else MISSING,
+            "prediction misses by": share(off.loc[off.abs().idxmax()]).replace("-", "−") if len(off) else MISSING,
             f"largest {name}": f"{fitted[size].max():,.0f}" if len(fitted) else MISSING,
             "too large": f"{row.loc[row['oom'], size].min():,.0f}" if row["oom"].any() else MISSING,
             "best features/s": number(best["speed"]) if best is not None else MISSING,
@@ -265,6 +269,8 @@ def cost_table(table: pd.DataFrame) -> pd.DataFrame:
 def steps_table(table: pd.DataFrame) -> pd.DataFrame:
     """Before and after each optimization: every row in `points` against the row that it changes, at the largest size
     that both have run. Raises NotMeasured where no row stands beside its parent."""
+    if table.empty:
+        raise NotMeasured(NONE)
     measured = table[~table["oom"]].set_index(["variant", "length", "micro_batch"])[["gib", "speed"]]
     lines = []
     for variant in dict.fromkeys(table["variant"]):
