@@ -75,7 +75,7 @@ def test_what_is_not_there_is_told(profile, tmp_path):
     make(tmp_path, "A1", machine=CPU)
     every = load_runs(tmp_path)
     alone = curves.profile(every, "cpu-smoke", "A1", lambda runs: pd.Series(math.nan, runs.index))
-    with pytest.raises(NotMeasured, match="have one length"):
+    with pytest.raises(NotMeasured, match="no two runs differ in length alone"):
         curves.fig_curve(alone.runs, alone.points, "length", "gib")
     absent = curves.profile(every, "h200-fit", "A1", None)
     assert "'h200-fit' has no records" in absent.lacking and "--scale lm-fit" in curves.commands([alone, absent])

@@ -15,15 +15,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
-from qa_lib.report.runs import NotMeasured, ReportError, commits, on_cpu, select
+from qa_lib.report.runs import BATCH_TOKENS, NotMeasured, ReportError, commits, on_cpu, select
 from qa_lib.report.sentences import CPU_CAVEAT
 from qa_lib.report.style import COLORBLIND, new_figure, show, style
 from qa_lib.report.tables import change, place
 from qa_lib.report.text import MISSING, factor, number, say, share
 from qa_lib.variants import VARIANTS, find_variant
 
-COLUMNS = ["variant", "length", "micro_batch", "gib", "speed", "tokens", "predicted", "oom"]  # of `points`
-SIZES = {"length": "tokens of a feature or window", "micro_batch": "features in one forward pass (micro-batch)"}
+COLUMNS = ["variant", "length", "batch", "micro_batch", "gib", "speed", "tokens", "predicted", "oom"]  # of `points`
+SIZES = {
+    "length": "tokens of a feature or window",
+    "batch": "features in an optimizer step",
+    "micro_batch": "features in one forward pass (micro-batch)",
+}
 MEASURES = {  # column of `points` -> value of a record, its name in figures
     "gib": ("memory.peak_alloc_mib", "peak GPU memory, allocated, in GiB"),
     "speed": ("speed.features_per_s", "features/s in training"),
@@ -35,10 +39,12 @@ STRAIGHT = 0.05  # a fit that misses no point by more is a straight line
 def points(runs: pd.DataFrame, rows: Sequence[str] = (), predicted: pd.Series | None = None) -> pd.DataFrame:
     """The points of a group's runs, means over seeds, in table order; of these rows of the variants table, or all.
 
-    Columns: variant, length, micro_batch, gib, speed, tokens (computed in a micro-batch), predicted (GiB, where
-    run.budget.predicted is given) and oom, whether every seed ran out of memory. Raises NotMeasured where there is
-    none.
+    Columns: variant; length, batch (0 where a step is one micro-batch, or so many tokens) and micro_batch; gib, speed,
+    tokens (computed in a micro-batch), predicted (GiB, where run.budget.predicted is given) and oom, whether every seed
+    ran out of memory. Raises NotMeasured where there is none.
     """
+    by_tokens = runs.reindex(columns=[BATCH_TOKENS])[BATCH_TOKENS].notna()
+    runs = runs.assign(batch=runs["batch"].mask(by_tokens, 0))
     runs = runs.assign(predicted=math.nan if predicted is None else predicted)
     runs = runs[runs["status"].isin(["ok", "oom"]) & (runs["spec.variant"].isin(rows) | (len(rows) == 0))]
     if runs.empty:
@@ -50,22 +56,23 @@ def points(runs: pd.DataFrame, rows: Sequence[str] = (), predicted: pd.Series | 
     found["tokens"] = packed.where(runs["spec.settings.padding"] == "packed", runs["micro_batch"] * runs["length"])
     found[["gib", "predicted"]] /= 1024
     found["oom"] = (runs["status"] == "oom").astype(float)
-    found = found.groupby([runs["spec.variant"].rename("variant"), runs["length"], runs["micro_batch"]]).mean()
+    found = found.groupby([runs["spec.variant"].rename("variant"), *(runs[size] for size in SIZES)]).mean()
     found["oom"] = found["oom"] == 1
     found = found.reset_index()
     return found.sort_values("variant", key=lambda names: names.map(place), kind="stable").reset_index(drop=True)
 
 
 def along(table: pd.DataFrame, size: str) -> tuple[str, pd.DataFrame]:
-    """Of `points` those that a curve over one of SIZES shows, with the other at the value that has most of them, and
-    that value in words. Raises NotMeasured where the size does not vary."""
+    """Of `points` those that a curve over one of SIZES shows, with the others at the values that have most of them, and
+    those values in words. Raises NotMeasured where the size does not vary."""
     if table.empty:
         raise NotMeasured(NONE)
-    (other,) = (name for name in SIZES if name != size)
-    value, part = max(table.groupby(other), key=lambda group: (group[1][size].nunique(), len(group[1]), group[0]))
+    others = [name for name in SIZES if name != size]
+    values, part = max(table.groupby(others), key=lambda group: (group[1][size].nunique(), len(group[1]), group[0]))
     if part[size].nunique() < 2:
-        raise NotMeasured(f"all runs of one {other.replace('_', '-')} have one {size.replace('_', '-')}")
-    return f"{other.replace('_', '-')} {value}", part
+        raise NotMeasured(f"no two runs differ in {size.replace('_', '-')} alone")
+    given = zip(others, values, strict=True)
+    return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in given if value), part
 
 
 def fit(part: pd.DataFrame) -> tuple[float, float, float]:
@@ -195,10 +202,7 @@ def _ticks(axis: Axes, sizes: pd.Series) -> None:
 
 
 def _note(runs: pd.DataFrame, where: str) -> str:
-    batch, tokens = (runs[f"spec.scale.{name}"].iloc[0] for name in ("effective_batch", "batch_tokens"))
-    step = "one micro-batch a step" if pd.isna(batch) else f"{batch:g} features a step"
-    step = step if pd.isna(tokens) else f"{tokens:g} tokens a step"
-    parts = [f"Group {runs['group'].iloc[0]}", where, step, f"code {commits(runs)}"]
+    parts = [f"Group {runs['group'].iloc[0]}", where, f"code {commits(runs)}"]
     parts += sorted(set(runs["env.gpu"].dropna())) or [CPU_CAVEAT]
     return " · ".join(parts) + "."
 
@@ -239,11 +243,8 @@ def lead_finding(part: pd.DataFrame, size: str, where: str) -> str:
 def cost_table(table: pd.DataFrame) -> pd.DataFrame:
     """Of each row in `points` its fixed cost and cost per token at the length with most micro-batches, how far the line
     and the prediction are off, the largest size that fitted, the smallest that did not, and the best speed."""
-    try:
-        where, part = along(table, "micro_batch")
-    except NotMeasured:
-        where, part = along(table, "length")
-    size = "length" if where.startswith("micro") else "micro_batch"
+    size = "micro_batch" if table["micro_batch"].nunique() > 1 else "length"
+    _, part = along(table, size)
     lines = []
     for variant, row in part.groupby("variant", sort=False):
         fixed, each, miss = fit(row)
@@ -271,7 +272,7 @@ def steps_table(table: pd.DataFrame) -> pd.DataFrame:
     that both have run. Raises NotMeasured where no row stands beside its parent."""
     if table.empty:
         raise NotMeasured(NONE)
-    measured = table[~table["oom"]].set_index(["variant", "length", "micro_batch"])[["gib", "speed"]]
+    measured = table[~table["oom"]].set_index(["variant", *SIZES])[["gib", "speed"]]
     lines = []
     for variant in dict.fromkeys(table["variant"]):
         parent = VARIANTS[variant].parent
@@ -280,13 +281,13 @@ def steps_table(table: pd.DataFrame) -> pd.DataFrame:
         ratios = (measured.loc[variant] / measured.loc[parent]).dropna(how="all")
         if ratios.empty:
             continue
-        length, micro_batch = max(ratios.index, key=math.prod)
-        at = ratios.loc[(length, micro_batch)]
+        sizes = max(ratios.index, key=lambda sizes: (sizes[0] * sizes[2], sizes))
+        at = ratios.loc[sizes]
         lines.append({
             "row": variant,
             "what it changes": change(variant),
-            "length": f"{length:,}",
-            "micro-batch": f"{micro_batch:,}",
+            "length": f"{sizes[0]:,}",
+            "micro-batch": f"{sizes[2]:,}",
             "memory": factor(at["gib"]),
             "speed": factor(at["speed"]),
         })  # fmt: skip

@@ -18,9 +18,9 @@ from qa_lib.variants import BASELINES, VARIANTS
 BASELINE = BASELINES["qa"]  # the row that ratios and differences refer to, in question answering
 TASK = ["task.name", "task.metric", "task.label", "task.higher_is_better"]
 LENGTH, MICRO_BATCH = "spec.scale.max_length", "spec.settings.micro_batch"
-STRIDE = "spec.scale.stride"
 EPOCHS, RATE = "spec.scale.epochs", "spec.scale.learning_rate"
-AXIS_COLUMNS = (LENGTH, EPOCHS, RATE)
+BATCH, BATCH_TOKENS = "spec.scale.effective_batch", "spec.scale.batch_tokens"
+AXIS_COLUMNS = (LENGTH, EPOCHS, RATE, BATCH, BATCH_TOKENS)
 # What must be equal within a group, or a ratio would compare different work; but for AXIS_COLUMNS.
 IDENTITY = ("spec.hardware", "spec.scale.", "spec.search", "spec.sm", "data.name", "data.sha256", *TASK[:2])
 
@@ -59,9 +59,16 @@ def _training(runs: pd.DataFrame) -> pd.Series:
     return epochs + runs[RATE].map("{:g}".format)
 
 
+def _batch(runs: pd.DataFrame) -> pd.Series:
+    """Features of an optimizer step; 0 where that is one micro-batch, however large."""
+    tokens, features = (runs.reindex(columns=[name])[name].astype(float) for name in (BATCH_TOKENS, BATCH))
+    return (tokens // runs[LENGTH]).fillna(features).fillna(0).astype(int)
+
+
 AXES = (
     Axis("model", "model", _model),
     Axis("world", "world size", itemgetter("spec.world")),
+    Axis("batch", "effective batch", _batch),
     Axis("precision", "precision", _precision),
     Axis("length", "length", itemgetter(LENGTH)),
     Axis("training", "training", _training),
@@ -128,7 +135,7 @@ def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     chosen = chosen.drop_duplicates(["spec.variant", "spec.seed", *AXIS_NAMES], keep="last")
     for column in (name for name in chosen if name.startswith(IDENTITY) and name not in AXIS_COLUMNS):
         # A shorter feature may have a shorter stride.
-        for _, part in chosen.groupby("length") if column == STRIDE else [(None, chosen)]:
+        for _, part in chosen.groupby("length") if column == "spec.scale.stride" else [(None, chosen)]:
             if len(part[column].unique()) > 1:
                 one, *others = part.drop_duplicates(column)[["run_id", column]].to_numpy()
                 raise ReportError(
