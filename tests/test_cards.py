@@ -18,7 +18,7 @@ def runs(*rows):
         "task.label": "F1", "code.commit": "abcdef123", "code.dirty": False, "spec.hardware": "gpu",
         "spec.scale.name": scale, "spec.search": scale.where(scale == "fit", "").replace("fit", "fit-batch"),
         "spec.sm": frame["group"].str.extract(r"sm(\d+)", expand=False).astype(float), "model": "tiny 1", "world": 1,
-        "precision": "own", "length": 384, "training": "3e-05",
+        "stages": 1, "batch": 32, "precision": "own", "length": 384, "training": "3e-05",
     })  # fmt: skip
 
 
