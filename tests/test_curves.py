@@ -1,16 +1,20 @@
 """Scaling profiles from records made by the real record functions: lines, fits, out of memory, the lead's size."""
 
 import math
+from pathlib import Path
 
+import nbformat
 import pandas as pd
 import pytest
+from IPython.display import Image, Markdown
 
 from qa_lib.report import curves
 from qa_lib.report.runs import NotMeasured, ReportError, load_runs, select
-from qa_lib.variants import UnknownName
+from qa_lib.variants import VARIANTS, UnknownName
 from tests.test_figures import faults
 from tests.test_report import CPU, GPU, make
 
+ROOT = Path(__file__).parents[1]
 FIXED, KIB = 1.5, 300  # GiB, and KiB a token, of A3
 OOM = {"kind": "OutOfMemoryError", "message": "CUDA out of memory"}
 GROUP = "h200-fit"
@@ -94,3 +98,19 @@ def test_a_stride_may_differ_with_the_length_alone(profile):
     mixed.loc[mixed.index[0], "spec.scale.stride"] = 7
     with pytest.raises(ReportError, match=r"spec.scale.stride is"):
         select(mixed, GROUP)
+
+
+def test_the_notebook_shows_the_committed_search_and_says_what_is_missing(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    shown, space = [], {"In": [""]}
+    monkeypatch.setattr("IPython.display.display", lambda *objects: shown.extend(objects))
+    cells = nbformat.read("notebooks/scaling.ipynb", 4).cells
+    for cell in cells:
+        if cell.cell_type == "code" and "bootstrap" not in cell.metadata.get("tags", []):
+            exec(cell.source, space)
+    text = "\n".join(each.data for each in shown if isinstance(each, Markdown))
+    assert "| A2 | 1.25 | 414 |" in text and "sweep --scale lm-fit" in text
+    assert sum(isinstance(each, Image) for each in shown) == 2
+    rows = [name for key in ("answers_rows", "text_rows") for name in space[key].split()]
+    assert all(f"`{name}`" in "".join(cell.source for cell in cells) for name in ("A1-fp32", "C2", "L3", "L-qlora"))
+    assert set(rows) <= set(VARIANTS)
