@@ -76,7 +76,7 @@ SCALES = {
         Scale(name="parallel", steps=150, measure_from=50),
         # The seeds' protocol for memory: one step to settle, one to measure, each of one micro-batch.
         Scale(name="vram", effective_batch=None, steps=2, measure_from=1, time_limit_s=900),
-        # For the search of the largest micro-batch under a cap on memory.
+        # For curves over micro-batch and length, and the search of the largest micro-batch under a cap on memory.
         Scale(name="fit", effective_batch=None, steps=60, measure_from=30, time_limit_s=900),
         # For differences between rows with intervals over seeds; 2e-4 was the best rate tried for A1 (group *-tune).
         Scale(name="quality", model="", data="", learning_rate=2e-4, **_TO_COMPARE),
@@ -90,6 +90,11 @@ SCALES = {
             checkpoint_every=60, time_limit_s=300, threads=1,
         ),
         Scale(name="lm-bench", steps=150, measure_from=50, **_TEXT),
+        # As `fit`, and with positions for every context length up to 16,384.
+        Scale(
+            name="lm-fit", effective_batch=None, steps=60, measure_from=30, time_limit_s=900,
+            **_TEXT | {"model": "gpt2:L12H768P16384", "batch_tokens": None},
+        ),
         # Small enough for differences between rows, sizes and context lengths over seeds.
         Scale(
             name="lm-quality",
@@ -377,13 +382,21 @@ def resolve(
     if learning_rate:
         size = dataclasses.replace(size, learning_rate=learning_rate)
     if max_length:
-        size = dataclasses.replace(size, max_length=max_length)
+        # Neighbours that would share more than half of their tokens share a third, as 384 tokens do.
+        stride = size.stride if 2 * size.stride <= max_length else max_length // 3
+        size = dataclasses.replace(size, max_length=max_length, stride=stride)
     if batch:
         size = dataclasses.replace(size, effective_batch=batch, batch_tokens=None)
-    if not size.stride < size.max_length <= (size.batch_tokens or size.max_length):
+    if not 0 < size.stride < size.max_length <= (size.batch_tokens or size.max_length):
         raise SpecError(
-            f"{size.max_length} tokens are too few or too many: scale {scale!r} takes more than {size.stride}, which "
-            f"neighbours share, and at most {size.batch_tokens or 'what the model does'}"
+            f"{size.max_length} tokens are too few or too many: a feature of scale {scale!r} has at least 3, and at "
+            f"most {size.batch_tokens or 'what the model takes'}"
+        )
+    if (shape := find_shape(model_source)) and size.max_length > shape.positions:
+        longer = re.sub(r"(P\d+)?$", f"P{size.max_length}", model_source, count=1)
+        raise SpecError(
+            f"{model_source} has positions for {shape.positions} tokens and not for {size.max_length}: give "
+            f"--model {longer}, to all runs that are compared"
         )
     if (size.batch or asked.micro_batch) % asked.micro_batch:
         raise SpecError(

@@ -243,6 +243,7 @@ VARIANTS = dict(
         _row("A4-nb", "A3", "Padding to the longest of a batch, which one long feature spoils.", padding="longest"),
         _row("A4", "A4-nb", "Batches of like length make that pay: half of a batch is padding.", order="bucketed"),
         _row("A4-b", "A4", "The seeds' fault on purpose: sorted predictions, unsorted questions.", join="position"),
+        _row("A1-fp32", "A1", "What mixed precision is worth: all of it in 32 bits.", precision="fp32"),
         _row("B1", "A3", "LoRA r=8 on query and value at the full rate, as in the seeds.", trainable="lora-qv"),
         _row("B1-all", "A3", "LoRA r=32 on every linear layer, at five times the rate.", trainable="lora-all"),
         _row("B2", "A3", "BitFit: only biases and the answer head train.", trainable="biases"),

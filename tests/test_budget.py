@@ -5,22 +5,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig
+from transformers import AutoModelForCausalLM, BertConfig
 
 from qa_lib import record
 from qa_lib.__main__ import main
 from qa_lib.errors import UserError
 from qa_lib.measure.machine import imitate
+from qa_lib.model.build import build_model
 from qa_lib.report.runs import load_runs
 from qa_lib.run import budget, fitbatch
-from qa_lib.run.budget import estimate, gpu_of
+from qa_lib.run.budget import estimate, gpu_of, layer_bytes
 from qa_lib.run.fitbatch import CLOSE, STEP, largest
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 
 GROUP = Path(__file__).parent.parent / "runs" / "h200-bench"
 TOKENS = {8: 1472, 32: 5632}  # in a packed micro-batch, which the lengths of SQuAD v2's features decide
-TOO_LOW = {("EB1-lean", 32)}  # adapters under recomputation: 19 % low
 MEASURED = [
     (run["spec.variant"], run["spec.settings.micro_batch"], run["memory.peak_alloc_mib"])
     for run in load_runs(GROUP.parent)
@@ -50,8 +50,7 @@ def test_within_a_tenth_of_the_measured_peak(variant, size, peak, bert_base, mon
     spec = spec_of(variant, bert_base, size)
     if spec.settings.padding == "packed":
         monkeypatch.setattr("qa_lib.run.budget._tokens", lambda *_: TOKENS[size])
-    wrong = estimate(spec)["peak_mib"] / peak - 1
-    assert abs(wrong) < 0.10 or ((variant, size) in TOO_LOW and wrong > -0.2)
+    assert estimate(spec)["peak_mib"] == pytest.approx(peak, rel=0.1)
 
 
 def test_optimizer_state_is_that_of_the_shapes(bert_base):
@@ -90,8 +89,8 @@ def test_without_data_rows_are_packed_by_the_lengths_of_squad(bert_base, monkeyp
     words = "memory E-best --scale bench --micro-batch 32 --model".split()
     assert main([*words, bert_base, "--runs", str(GROUP.parent)]) == 0
     row = capsys.readouterr().out.splitlines()[1].split()
-    assert row[0] == "E-best" and row[1] == "32"
-    assert abs(int(row[9].replace(",", "")) - int(row[7].replace(",", ""))) < 500
+    assert row[:3] == ["E-best", "384", "32"]
+    assert abs(int(row[10].replace(",", "")) - int(row[8].replace(",", ""))) < 500
 
 
 @pytest.mark.parametrize("limit", [0, 7, 8, 20, 100, 333, 1000, 4096, 9000])
@@ -141,3 +140,83 @@ def test_an_older_gpu_is_left_the_attention_kernels_that_it_has():
     finally:
         torch.backends.cuda.enable_flash_sdp(True)
         torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+# Language models: no GPU has measured one, so what is derived is held against autograd and the shapes.
+
+
+def lm_spec(variant, length=1024, size=1, model="gpt2:L12H768P16384"):
+    (spec,) = plan([variant], "lm-fit", [0], "synthetic:1", model, size, gpu_of(90), max_length=length)
+    return spec
+
+
+def kept_by_autograd(layers, length, model="gpt2:L{}H128V512P128"):
+    """Bytes that autograd keeps of one forward pass of two windows in fp32 with eager attention, here."""
+    torch.manual_seed(0)
+    spec = lm_spec("L1", length, 2, model.format(layers))
+    net = build_model(spec, AutoModelForCausalLM).train()
+    own, kept = {p.untyped_storage().data_ptr() for p in net.parameters()}, {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage  # held, so that no other takes its place
+        return tensor
+
+    ids = torch.zeros((2, length), dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        net(input_ids=ids, labels=ids)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def test_a_layer_keeps_what_autograd_keeps():
+    """The difference of two layers and one; a CPU's dropout masks take 4 bytes an element instead of 1."""
+    for length in (64, 128):
+        found = kept_by_autograd(2, length) - kept_by_autograd(1, length)
+        tokens, hidden, heads = 2 * length, 128, 2
+        wanted = (layer_bytes(lm_spec("L1")) + 2 * 3) * tokens * hidden + (4 + 4 + 1 + 3) * tokens * heads * length
+        assert found == pytest.approx(wanted, rel=0.01)
+
+
+def test_logits_and_scores_grow_as_they_should():
+    peak = {(row, length): estimate(lm_spec(row, length))["peak_mib"] * 2**20
+            for row in ("L1", "L3", "L4", "L-recompute") for length in (8192, 16_384)}  # fmt: skip
+    scores = 12 * 12 * 16_384**2 * 9  # of layers and heads: softmax, its dropout and the mask
+    assert peak["L1", 16_384] > 3 * peak["L1", 8192] and peak["L1", 16_384] > scores
+    logits = 8192 * 50_304
+    eager, compiled = (peak[row, 16_384] - peak[row, 8192] for row in ("L3", "L4"))
+    assert eager > 12 * logits and 4 * logits < compiled < eager / 2
+    assert peak["L-recompute", 16_384] < peak["L4", 16_384] / 1.5
+
+
+def test_weights_of_a_language_model_by_row():
+    params = {name: estimate(lm_spec(name)) for name in ("L4", "L7", "L-8bit", "L-lora", "L-qlora")}
+    mib = {name: found["params_mib"] for name, found in params.items()}
+    assert mib["L7"] == pytest.approx(mib["L4"] / 2) and mib["L-lora"] > mib["L4"]
+    layers = 12 * 12 * 768**2 / 2**20  # elements of their products, in units of 2^20
+    assert mib["L-lora"] - mib["L-qlora"] == pytest.approx((4 - 0.5625) * layers, rel=0.01)
+    assert (
+        params["L-lora"]["grads_mib"] < 20 and params["L-8bit"]["optimizer_mib"] < params["L4"]["optimizer_mib"] / 1.8
+    )
+
+
+def test_runs_are_predicted_from_their_records():
+    """Every try of the search, at sizes far above those that the terms were measured at."""
+    runs = load_runs(GROUP.parent).query("group == 'h200-fit-14.9gib-sm75' and `spec.variant` in ('A2', 'E3', 'C2')")
+    peaks, measured = budget.predicted(runs), runs["memory.peak_alloc_mib"].astype(float)
+    assert len(runs) > 9 and peaks[runs["status"] != "skipped"].notna().all()
+    assert ((peaks / measured).dropna() - 1).abs().max() < 0.1
+    assert budget.predicted(runs[runs["status"] == "ok"], model="tiny").isna().all(), "of another model"
+
+
+def test_the_verb_takes_several_sizes_of_a_language_model(capsys):
+    assert main("memory L1,L-best --scale lm-fit --micro-batch 1 4 --max-length 1024 16384 --runs none".split()) == 0
+    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[1:-1]]
+    assert rows[:2] == [["L1", "1024", "1"], ["L-best", "1024", "1"]] and len(rows) == 8
+
+
+def test_lengths_of_shorter_windows_are_cut_from_those_that_are_known():
+    whole, short = budget.SquadLengths().lengths, budget.SquadLengths(128, 42).lengths
+    assert len(whole) == 131_754 and whole.max() == 384 and short.max() == 128
+    assert len(short) > 2 * len(whole) and short.min() > 0
+    assert (budget.SquadLengths(512, 128).lengths == whole).all()

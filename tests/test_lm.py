@@ -205,8 +205,12 @@ def test_a_tokenizer_without_an_end_token_is_refused(folder):
 
 
 def test_a_context_above_the_models_positions_is_refused():
+    with pytest.raises(SpecError, match="has positions for 80 tokens and not for 128: give --model gpt2:L2H64V400P128"):
+        short(max_length=128)
+    spec = short()
+    longer = dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, max_length=128))
     with pytest.raises(UserError, match=r"takes 80 tokens at most, and scale lm-smoke makes features of 128"):
-        model_of(short(max_length=128))
+        model_of(longer)
 
 
 # Sizes, rows and scales.
@@ -239,11 +243,11 @@ def test_rows_and_scales_belong_to_a_task():
 
 
 def test_a_context_length_is_asked_for_and_keeps_the_tokens_of_a_step():
-    specs = [short(max_length=length) for length in (None, 128, 256)]
+    specs = [short(model="gpt2:L2H64V400", max_length=length) for length in (None, 128, 256)]
     assert len({spec.hash for spec in specs}) == 3 and {spec.group for spec in specs} == {"cpu-lm-smoke"}
     found = [resolve("L1", "lm-bench", 0, GPU, {}, {}, "", "", max_length=length) for length in (256, 1024)]
     assert [spec.micro_batches * spec.settings.micro_batch for spec in found] == [128, 32]
-    for length in (10, 32, 2048):
+    for length in (1, 2, 2048):
         with pytest.raises(SpecError, match="tokens are too few or too many"):
             plan(["L1"], "lm-smoke", machine=CPU, max_length=length)
 
@@ -256,8 +260,8 @@ def test_a_sweep_takes_the_rows_of_its_scales_task_and_hands_on_the_length(monke
         main(["sweep", "--scale", scale, "--plan", "--runs", str(tmp_path), "--max-length", "128"])
     (questions, own), (text, _) = asked
     assert text == find_family("L") and not set(questions) & set(text) and len(questions + text) == len(VARIANTS)
-    assert own["max_length"] == 128
-    assert sweep.notebook_parameters(short(max_length=128), tmp_path)["max_length"] == 128
+    assert own["max_length"] == [128]
+    assert sweep.notebook_parameters(short(max_length=80), tmp_path)["max_length"] == 80
     assert "max_length" not in sweep.notebook_parameters(short(), tmp_path)
 
 
@@ -467,3 +471,13 @@ def test_the_report_compares_with_the_tasks_own_baseline(tmp_path):
         "8.00", "40,960", "39.00", "−1.00",
     ]  # fmt: skip
     assert BASELINES["lm"] == "L1" and not [name for name in table if "A1" in name or "F1" in name]
+
+
+def test_neighbours_of_a_short_length_share_a_third_of_it():
+    """Of lengths for which the scale's own would be more than half; the others keep it, and their runs their names."""
+    found = {
+        (scale, length): resolve(row, scale, 0, GPU, {}, {}, "", "", max_length=length).scale.stride
+        for row, scale, lengths in (("A1", "fit", (128, 256, 512)), ("L1", "lm-fit", (96, 128, 16_384)))
+        for length in lengths
+    }
+    assert list(found.values()) == [42, 128, 128, 32, 64, 64]

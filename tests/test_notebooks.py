@@ -66,7 +66,7 @@ def test_a_notebook_is_stored_clean(path):
     nbformat.validate(notebook)
     assert notebook.metadata.kernelspec.name == "python3"
     # In Colab, a GPU is asked for where something trains.
-    colab = set() if path.stem in ("explore", "report", "slides") else {"accelerator", "colab"}
+    colab = set() if path.stem in ("explore", "report", "scaling", "slides") else {"accelerator", "colab"}
     assert set(notebook.metadata) == {"kernelspec", "language_info"} | colab
     ids = [cell.id for cell in notebook.cells]
     assert len(set(ids)) == len(ids)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from nbconvert.exporters import get_exporter
 
 from qa_lib.__main__ import VERBS
 from qa_lib.spec import SCALES, find_scale
@@ -34,13 +35,14 @@ def commands():
 def test_the_readme_has_commands_of_every_kind():
     found = commands()
     assert len(found) >= 8
-    assert {words[0] for words in found} == {"make", "python", "papermill", "pip", "git"}
+    assert {words[0] for words in found} == {"make", "python", "papermill", "jupyter", "pip", "git"}
     assert {words[3] for words in found if words[0] == "python"} == set(VERBS)
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_a_command_of_the_readme_is_one_that_exists(words):
-    {"make": make, "python": python, "papermill": papermill, "pip": pip, "git": git}[words[0]](words)
+    known = {"make": make, "python": python, "papermill": papermill, "jupyter": jupyter, "pip": pip, "git": git}
+    known[words[0]](words)
 
 
 def make(words):
@@ -70,6 +72,12 @@ def papermill(words):
     known = {line.targets[0].id for line in ast.parse(source).body}
     assert rest[::3] == ["-p"] * (len(rest) // 3)
     assert set(rest[1::3]) <= known
+
+
+def jupyter(words):
+    """Converts what the command before it writes."""
+    assert words[1:4] == ["nbconvert", "--to", "html"] and get_exporter(words[3])
+    assert any(words[-1] == line[2] for line in commands() if line[0] == "papermill")
 
 
 def pip(words):

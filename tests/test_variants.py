@@ -90,7 +90,8 @@ def spec_of_record(entry: dict) -> Spec:
         row = dataclasses.replace(row, trainable=asked["trainable"])
     return Spec(
         variant=entry["spec"]["variant"], scale=Scale(**scale), seed=entry["spec"]["seed"], asked=row, settings=row,
-        adjusted=[], skip=None, hardware=entry["spec"]["hardware"],
+        adjusted=[], skip=None, hardware=entry["spec"]["hardware"], world=entry["spec"]["world"],
+        stages=entry["spec"]["stages"] or 1,
         data={key: entry["data"][key] for key in ("name", "sha256")},
         model={key: entry["model"][key] for key in ("name", "revision")}, data_source="", model_source="",
     )  # fmt: skip
@@ -267,3 +268,27 @@ def test_specs_driver_and_report_do_without_torch():
     code = f"{NO_TORCH}\nimport {', '.join(names)}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+# Several sizes of a row, as a sweep takes them.
+
+
+def test_lists_of_sizes_are_tried_in_every_combination():
+    specs = plan(["A1", "A2"], "fit", [0], "synthetic:40", "tiny", [8, 32], GPU, max_length=[128, 384, 128])
+    assert [(s.variant, s.scale.max_length, s.asked.micro_batch) for s in specs] == [
+        (row, length, size) for length in (128, 384) for size in (8, 32) for row in ("A1", "A2")
+    ]
+    (one,) = plan(["A1"], "fit", [0], "synthetic:40", "tiny", 32, GPU)
+    assert one.hash in {spec.hash for spec in specs} and len({spec.hash for spec in specs}) == 8
+
+
+def test_sizes_that_do_not_go_together_are_left_out_where_others_remain():
+    left_out = []
+    sizes = {"micro_batch": [8, 16], "batch": [8, 32], "world": [1, 2], "machine": CPU, "left_out": left_out}
+    found = plan(["A1"], "smoke", **sizes)
+    assert [(spec.asked.micro_batch, spec.scale.batch) for spec in found] == [(8, 8), (8, 32), (16, 32)]
+    assert len(left_out) == 2 and "A1: micro-batch 16 does not divide the effective batch 8" in left_out[1]
+    with pytest.raises(SpecError, match="micro-batch 5 does not divide"):
+        plan(["A1", "A2"], "smoke", micro_batch=[5, 7], machine=CPU, left_out=[])
+    with pytest.raises(SpecError, match="micro-batch 5 does not divide"):
+        plan(["A1"], "smoke", micro_batch=[5, 8], machine=CPU)

@@ -140,12 +140,14 @@ def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     chosen = chosen.sort_values(["time.started", "run_id"])
     chosen = chosen.drop_duplicates(["spec.variant", "spec.seed", *AXIS_NAMES], keep="last")
     for column in (name for name in chosen if name.startswith(IDENTITY) and name not in AXIS_COLUMNS):
-        if len(chosen[column].unique()) > 1:
-            one, *others = chosen.drop_duplicates(column)[["run_id", column]].to_numpy()
-            raise ReportError(
-                f"group {group!r} mixes runs that cannot be compared: {column} is {one[1]!r} in {one[0]} and "
-                f"{others[0][1]!r} in {others[0][0]}; move the older runs away"
-            )
+        # A shorter feature may have a shorter stride.
+        for _, part in chosen.groupby("length") if column == "spec.scale.stride" else [(None, chosen)]:
+            if len(part[column].unique()) > 1:
+                one, *others = part.drop_duplicates(column)[["run_id", column]].to_numpy()
+                raise ReportError(
+                    f"group {group!r} mixes runs that cannot be compared: {column} is {one[1]!r} in {one[0]} and "
+                    f"{others[0][1]!r} in {others[0][0]}; move the older runs away"
+                )
     return chosen.reset_index(drop=True)
 
 

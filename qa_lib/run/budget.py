@@ -2,8 +2,11 @@
 
 Bytes kept for the backward pass are counted in units of tokens x hidden width, layer by layer: what autograd saves in
 an eager layer under autocast, or what the compiler's partitioner keeps of it. Weights, gradients and optimizer state
-follow from the model's shapes. Terms that are measured and not derived say so. Adapters under recomputation are the
-one case known to come out low: EB1-lean at micro-batch 32 by 19 %.
+follow from the model's shapes. Terms that are measured and not derived say so. Rows that pad to the longest of a batch
+are taken to meet one of full length, which the two steps of scale `vram` need not.
+
+A language model adds its logits, one for each token and word of the vocabulary, which in a small model outweigh the
+layers. What is said of it is derived and checked against autograd on a CPU; no GPU's peak stands behind it yet.
 """
 
 import argparse
@@ -13,18 +16,21 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
-from transformers import AutoModelForQuestionAnswering, BertConfig
+from transformers import BertConfig
 
 from qa_lib.data.load import load_data
 from qa_lib.data.packing import PackedBatches
 from qa_lib.errors import UserError
 from qa_lib.measure.meter import MIB
 from qa_lib.model.build import apply_recipe, model_config
-from qa_lib.model.encoders import embeddings_of, layers_of, layers_passed, trains
+from qa_lib.model.encoders import embeddings_of, encoder_of, layers_of, layers_passed, trains
 from qa_lib.record import RecordError, read_record
-from qa_lib.run.plan import add_rows, add_source_arguments, plan, rows_of
-from qa_lib.spec import Machine, Spec, find_scale
+from qa_lib.run.plan import add_rows, add_size, add_source_arguments, plan, rows_of
+from qa_lib.run.tasks import TASKS
+from qa_lib.spec import Machine, Scale, Spec, adjust, find_scale, find_shape
+from qa_lib.variants import Settings
 
 LIBRARIES_MIB = 120  # measured on one H200: workspaces of cuBLAS, and inputs
 RESERVED = 1.05  # measured on one H200: what the allocator reserves over its peak, 3 to 8 % more
@@ -34,6 +40,9 @@ QUANTILES = (
     37, 78, 96, 107, 114, 119, 124, 128, 132, 135, 139, 142, 146, 150, 154, 157, 161,
     166, 171, 176, 180, 186, 192, 199, 206, 214, 223, 236, 250, 266, 290, 329, 384,
 )  # fmt: skip
+QUESTION = 15  # of these tokens, about: a question and what stands around it, which every window repeats
+RECOMPUTED_ADAPTERS = 5.5  # measured: bytes that each layer with adapters keeps all the same, as layer_bytes has them
+SAME_MODEL = 0.02  # by so much the weights of one model differ, measured and predicted
 SMALL = 4096  # tensors of fewer elements keep 32-bit moments in the 8-bit optimizer
 
 
@@ -42,45 +51,66 @@ def _fuses(spec: Spec) -> bool:
     return spec.settings.compile not in ("none", "cudagraphs")
 
 
-def layer_bytes(spec: Spec) -> float:
-    """Bytes a layer keeps for its backward pass, per token and hidden width, without the attention scores."""
-    settings, recipe = spec.settings, spec.recipe
+def layer_bytes(spec: Spec, trained: bool = True) -> float:
+    """Bytes a layer keeps for its backward pass, per token and hidden width, without the attention scores; `trained` or
+    only passed by gradients."""
+    settings, recipe, causal = spec.settings, spec.recipe, spec.scale.task == "lm"
     residual = 2 if settings.half_weights else 4  # autocast's layer norms give fp32
-    # The inputs of the two layer norms and two dropout masks; query, key, value and the attention's output in half
-    # precision (its input and the output product's are one tensor); the input of GELU, four times as wide.
-    kept = 2 * residual + 2 * 1 + 4 * 2 + 4 * 2
-    if recipe.kind in ("all", "top"):
+    word = 4 if settings.precision == "fp32" else 2  # bytes of what products give
+    # The inputs of the two layer norms and two dropout masks; query, key, value and the attention's output (its input
+    # and the output product's are one tensor); the input of GELU, four times as wide.
+    kept = 2 * residual + 2 * 1 + 4 * word + 4 * word
+    if causal and not _fuses(spec):
+        # GPT-2's GELU is an approximation, written out: its input, tanh of a polynomial, and 1 more than that in fp32,
+        # and half of the input as it is.
+        kept += 4 * 3 * 4
+    if recipe.kind in ("all", "top") and trained:
         # The inputs of the products, for the gradients of weights: of query, key and value (without a compiler each
-        # has its own half-precision copy), of the feed-forward's first product, and of its second, GELU's output.
-        kept += (2 if _fuses(spec) else 6) + 2 + 4 * 2
+        # has its own half-precision copy, unless they are one product), of the feed-forward's first product, and of its
+        # second, GELU's output.
+        shared = _fuses(spec) or causal or settings.precision == "fp32"
+        kept += (1 if shared else 3) * word + word + 4 * word
     if recipe.kind == "lora":
         # Each adapter drops out on a copy of its input of its own: 2 bytes and a mask, for a width of 1 or 4.
         inputs = {"query": 1, "key": 1, "value": 1, "dense": 1 + 1 + 4}
-        kept += 3 * sum(inputs[target] for target in recipe.targets)
+        wide = sum(inputs[target] for target in recipe.targets)
+        kept += 3 * (wide - 2 if causal else wide)  # query, key and value are one product there
     return kept
+
+
+def _weights(model, spec: Spec) -> int:
+    """Bytes of a model's weights on the GPU."""
+    each = 2 if spec.settings.half_weights else 4
+    small = 0
+    if spec.settings.frozen == "nf4":  # of the layers' products: 4 bits, and a scale in fp32 for every 64 (QLoRA)
+        small = sum(p.numel() for layer in layers_of(model) for p in layer.parameters() if _in_nf4(p))
+    return each * (sum(p.numel() for p in model.parameters()) - small) + round((0.5 + 4 / 64) * small)
+
+
+def _in_nf4(parameter) -> bool:
+    return parameter.ndim == 2 and not parameter.requires_grad
 
 
 def estimate(spec: Spec, features=None) -> dict:
     """MiB of params, grads, optimizer, activations and workspace, the peak and its phase, and what is reserved.
 
-    For a model that trains in half precision, that is, on a GPU. `features` are the spec's own unless they are given.
-    Raises UserError for a spec without a GPU.
+    For a model that trains on a GPU. `features` are the spec's own unless they are given. Raises UserError for a spec
+    without a GPU.
     """
-    settings = spec.settings
-    if spec.scale.task != "qa":
-        raise UserError(f"{spec.variant}: the budget knows question answering alone")
-    if settings.precision == "fp32":
+    settings, causal = spec.settings, spec.scale.task == "lm"
+    if spec.hardware == "cpu":
         raise UserError(f"{spec.variant}: the budget is of GPU memory, and this one is planned for a CPU")
     # Its shapes are the defaults of transformers, which need no network.
-    config = BertConfig() if spec.model_source == "bert-base-uncased" else model_config(spec.model_source)
+    source = spec.model_source
+    config = BertConfig() if source == "bert-base-uncased" else model_config(source, spec.scale.task)
     with torch.device("meta"):
-        model = apply_recipe(AutoModelForQuestionAnswering.from_config(config), spec.recipe)
+        model = apply_recipe(TASKS[spec.scale.task].head.from_config(config), spec.recipe)
     layers, deep = layers_of(model), layers_passed(model)
     embeddings_train = any(map(trains, embeddings_of(model)))
     trained = [p for p in model.parameters() if p.requires_grad]
     count, half = sum(p.numel() for p in trained), settings.half_weights
     each = 2 if half else 4  # bytes of a weight, and of an element of the residual stream
-    params, grads = each * sum(p.numel() for p in model.parameters()), each * count
+    params, grads = _weights(model, spec), each * count
     optimizer = 12 * count if half else 8 * count  # two moments, and the masters of half-precision weights
     if settings.optimizer == "adamw8bit":
         wide = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
@@ -89,26 +119,40 @@ def estimate(spec: Spec, features=None) -> dict:
     unit = tokens * config.hidden_size
     eager_attention = settings.attention == "eager" and settings.padding != "packed"
     scores = tokens * config.num_attention_heads * spec.scale.max_length if eager_attention else 0
-    compiled = _fuses(spec)
-    # Softmax in fp32, its half-precision dropout and the mask of that.
-    layer = layer_bytes(spec) * unit + 7 * scores
-    inputs = deep * each * unit
-    kept = inputs + layer if settings.checkpointing else deep * layer
+    compiled, word = _fuses(spec), 4 if settings.precision == "fp32" else 2
+    # Softmax in fp32, its dropout in the products' precision and the mask of that.
+    per_layer = [layer_bytes(spec, trains(one)) * unit + (4 + word + 1) * scores for one in layers[-deep:]]
+    layer = max(per_layer)
+    inputs = deep * (each + RECOMPUTED_ADAPTERS * (spec.recipe.kind == "lora")) * unit
+    kept = inputs + layer if settings.checkpointing else sum(per_layer)
     if embeddings_train:
-        kept += 9 * unit  # layer norm, dropout, sum
+        kept += (1 if causal else 9) * unit  # dropout; and BERT's layer norm and sum
     # At the start of the backward pass, beside all that is kept: compiled, the gradients of GELU's input and of the
-    # residual; eager, measured, about three times as much and the gradients of the scores.
-    temporary = 12 * unit if compiled else 34 * unit + 2 * scores
+    # residual, and measured, twice as much in a layer that is recomputed; eager, measured in half precision, about
+    # three times as much and the gradients of the scores.
+    temporary = (24 if settings.checkpointing else 12) * unit if compiled else 34 * unit + 2 * scores
     # Autocast's copies of the weights that gradients pass through; one layer's at a time where layers are recomputed.
-    one_layer = sum(p.numel() for p in layers[0].parameters())
-    casts = 0 if half else 2 * one_layer * (1 if settings.checkpointing else deep)
+    # Weights in 4 bits are made whole anew for every product.
+    one_layer = sum(p.numel() for p in layers[0].parameters() if not (settings.frozen == "nf4" and _in_nf4(p)))
+    casts = 0 if half or word == 4 else 2 * one_layer * (1 if settings.checkpointing else deep)
     again = spec.accumulation > 1  # the gradients of earlier micro-batches are there in the next one's passes
     lasting = params + optimizer + LIBRARIES_MIB * MIB
     foreach = 4 * count if settings.optimizer == "adamw" and not half else 0  # its denominators, all at once
+    begins, ends = kept + temporary, 0
+    if causal:
+        words = model.get_submodule(encoder_of(model).head).weight
+        casts += 0 if half or word == 4 else 2 * words.numel()
+        # The backward pass begins with the loss, before the layers' own work. Compiled, with the logits and their
+        # gradients; eager, in fp32, with the logarithms of softmax and the gradients of these and of their input.
+        loss = (2 * word if compiled else 3 * 4) * tokens * config.vocab_size
+        loss += (each + word) * unit  # the inputs of the last layer norm and of the head
+        begins = max(begins, kept - (layer if settings.checkpointing else 0) + loss)
+        # The head is the embeddings, which come by their gradients from both ends.
+        ends = each * words.numel() if words.requires_grad else 0
     phases = {
-        "forward and backward": lasting + casts + kept + temporary + again * grads,
+        "forward and backward": lasting + casts + begins + again * grads,
         # A compiled backward pass returns its gradients beside those that it adds to.
-        "end of backward": lasting + grads + (grads if again and compiled else 0),
+        "end of backward": lasting + grads + ends + (grads if again and compiled else 0),
         "optimizer": lasting + grads + foreach,
     }
     phase = max(phases, key=phases.get)
@@ -117,7 +161,7 @@ def estimate(spec: Spec, features=None) -> dict:
         "grads": grads,
         "optimizer": optimizer,
         "activations": kept,
-        "workspace": LIBRARIES_MIB * MIB + casts + temporary,
+        "workspace": LIBRARIES_MIB * MIB + casts + begins - kept,
         "peak": phases[phase],
         "reserved": RESERVED * phases[phase],
     }
@@ -125,13 +169,21 @@ def estimate(spec: Spec, features=None) -> dict:
 
 
 class SquadLengths:
-    """SQuAD v2's training features at 384/128 by their lengths alone, as far as QUANTILES tell."""
+    """SQuAD v2's training features by their lengths alone, as far as QUANTILES tell: windows of at most `max_length`
+    tokens, of which neighbours share `stride`."""
+
+    def __init__(self, max_length: int = 384, stride: int = 128):
+        self.max_length, self.stride = max_length, stride
 
     @cached_property
     def lengths(self) -> np.ndarray:
         """int64 [n]: tokens of each."""
         places, known = np.linspace(0, 1, 131_754), np.linspace(0, 1, len(QUANTILES))
-        return np.interp(places, known, QUANTILES).round().astype(int)
+        whole = np.interp(places, known, QUANTILES).round().astype(int)
+        # A window that is too long becomes full ones, each of which moves on by what it does not share, and a rest.
+        step = self.max_length - QUESTION - self.stride
+        full = np.maximum(0, -(-(whole - self.max_length) // step))
+        return np.concatenate([whole - full * step, np.full(full.sum(), self.max_length)])
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -150,30 +202,74 @@ def gpu_of(sm: int) -> Machine:
     return Machine("gpu", gpus=1, sm=sm, backends=backends, bitsandbytes=True, compiler=True)
 
 
-EXAMPLE = "example: python -m qa_lib memory A1 C1 C2 E-best --scale bench --data squad/ --model bert/ --micro-batch 32"
+def predicted(runs: pd.DataFrame, model: str = "") -> pd.Series:
+    """Of runs (report.runs.load_runs) the peak in MiB that `estimate` gives, by their index; NaN for one on a CPU, and
+    for one whose weights take another size than those of `model`, a folder or a name; without it, the record's own."""
+    peaks, cached = {}, {}
+    for index, folder in runs["path"].items():
+        entry = read_record(folder)
+        spec = _spec_of(entry, model)
+        key = repr((spec.asked, spec.scale))  # of every seed
+        if key not in cached:
+            cached[key] = estimate(spec, _known_lengths(spec)) if spec.hardware != "cpu" else None
+        budget, measured = cached[key], entry["memory"]["params_mib"]
+        if budget and (measured is None or abs(budget["params_mib"] / measured - 1) < SAME_MODEL):
+            peaks[index] = budget["peak_mib"]
+    return pd.Series(peaks, runs.index, dtype=float)
+
+
+def _spec_of(entry: dict, model: str) -> Spec:
+    """A record's spec, as far as memory depends on it."""
+    given, name = entry["spec"], entry["model"]["name"]
+    asked, scale = (
+        kind(**{field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values})
+        for kind, values in ((Settings, given["settings"]), (Scale, given["scale"]))
+    )
+    settings, adjusted = adjust(asked, gpu_of(given["sm"] or entry["env"]["sm"]))
+    source = model or (name if name == "tiny" or find_shape(name) else scale.model)
+    return Spec(
+        variant=given["variant"], scale=scale, seed=given["seed"], asked=asked, settings=settings, adjusted=adjusted,
+        skip=None, hardware=given["hardware"], data=entry["data"], model=entry["model"],
+        data_source=entry["data"]["name"], model_source=source, world=given["world"], stages=given["stages"] or 1,
+    )  # fmt: skip
+
+
+def _known_lengths(spec: Spec) -> SquadLengths | None:
+    """Those of SQuAD v2 for a spec of questions that are not generated."""
+    generated = spec.data_source.startswith("synthetic:")
+    return None if generated else SquadLengths(spec.scale.max_length, spec.scale.stride)
+
+
+EXAMPLE = """examples:
+  python -m qa_lib memory A1 C1 C2 E-best --scale bench --data squad/ --model bert/ --micro-batch 32
+  python -m qa_lib memory L1 L-best --scale lm-fit --max-length 1024 16384"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib memory`."""
     add_rows(parser, "variants")
     parser.add_argument("--sm", type=int, default=90, metavar="N", help="its compute capability x 10 (default: 90)")
-    add_source_arguments(parser)
+    add_source_arguments(parser, several=True)
+    add_size(parser, "--max-length", several=True)
 
 
 def main(args: argparse.Namespace) -> int:
     """Print the budget of each row for a GPU of that kind, and what a record here measured."""
-    squad = not args.data and find_scale(args.scale).data == "squad_v2"
-    data = "synthetic:1" if squad else args.data  # of SQuAD the lengths are known, and nothing is fetched
-    specs = plan(rows_of(args), args.scale, [0], data, args.model, args.micro_batch, gpu_of(args.sm))
+    scale = find_scale(args.scale)
+    known = not args.data and scale.data == "squad_v2"
+    data = "synthetic:1" if known or scale.task == "lm" else args.data  # nothing is fetched that is not asked for
+    gpu = gpu_of(args.sm)
+    specs = plan(rows_of(args), args.scale, [0], data, args.model, args.micro_batch, gpu, max_length=args.max_length)
     heads = ("params", "grads", "optimizer", "activations", "workspace", "peak", "reserved")
-    print(f"{'row':12}{'micro-batch':>11}" + "".join(f"{head:>12}" for head in heads) + "    measured  peak in")
+    print(f"{'row':12}{'length':>7}{'micro-batch':>12}" + "".join(f"{head:>12}" for head in heads), end="")
+    print("    measured  peak in")
     for spec in specs:
         if spec.skip:
             print(f"{spec.variant:12}{spec.skip}")
             continue
-        found = estimate(spec, SquadLengths() if squad else None)
+        found = estimate(spec, SquadLengths(spec.scale.max_length, spec.scale.stride) if known else None)
         print(
-            f"{spec.variant:12}{spec.settings.micro_batch:11}"
+            f"{spec.variant:12}{spec.scale.max_length:7}{spec.settings.micro_batch:12}"
             + "".join(f"{found[f'{head}_mib']:12,.0f}" for head in heads)
             + f"{_measured(spec, args.runs):>12}  {found['phase']}"
         )  # fmt: skip
@@ -188,6 +284,7 @@ def _measured(spec: Spec, runs: Path) -> str:
         with suppress(RecordError):
             entry = read_record(folder)
             same = asked | entry["spec"]["settings"] == asked and entry["model"]["name"] == spec.model["name"]
+            same &= entry["spec"]["scale"]["max_length"] == spec.scale.max_length
             if same and (peak := entry["memory"]["peak_alloc_mib"]):
                 return f"{peak:,.0f}"
     return "–"

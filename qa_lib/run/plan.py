@@ -16,10 +16,11 @@ from qa_lib.errors import UserError
 from qa_lib.model.encoders import find_encoder
 from qa_lib.model.folder import look
 from qa_lib.spec import HEAD, SCALES, Machine, Spec, find_scale, find_shape, resolve, unshared
-from qa_lib.variants import find_family, find_variant
+from qa_lib.variants import SpecError, find_family, find_variant
 
 SOURCES = {"qa": open_source, "lm": open_text}  # task -> what opens its data
 ANSWER_S = 5  # seconds in which the hub has to answer
+Several = int | Sequence[int] | None  # a size, or those that a sweep tries
 _MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "vocab.txt")
 
 
@@ -29,16 +30,23 @@ def plan(
     seeds: Sequence[int] = (0,),
     data: str = "",
     model: str = "",
-    micro_batch: int | None = None,
+    micro_batch: Several = None,
     machine: Machine | None = None,
+    world: Several = None,
+    max_length: Several = None,
+    batch: Several = None,
+    left_out: list[str] | None = None,
     **own,
 ) -> list[Spec]:
     """The specs of variants x seeds at a scale, in that order: all rows with the first seed come first, each once.
 
-    `data` and `model` (paths, or hub names) replace the scale's own and `micro_batch` the row's, unless they are empty
-    or 0; `own` are the last arguments of `resolve`, from `world` on; `machine` is this one unless given. Raises
-    SpecError for a name or number that cannot be, before files and the hub are asked, and UserError for what is not to
-    be had.
+    `data` and `model` (paths, or hub names) replace the scale's own, unless they are empty; `machine` is this one
+    unless given. Sizes and what `own` may hold are arguments of `resolve`; a list in place of a size gives every row a
+    spec for each, and several lists their product.
+
+    Raises SpecError for a name or number that cannot be, before files and the hub are asked, and UserError for what is
+    not to be had. Where `left_out` is given, sizes that do not go together are told there instead, a sentence for each,
+    as long as their row has others.
     """
     size = find_scale(scale)
     data, model = data or size.data, model or size.model
@@ -50,11 +58,19 @@ def plan(
 
         machine = this_machine()
 
-    specs = [
-        resolve(variant, scale, seed, machine, {}, {}, data, model, micro_batch, **own)
-        for seed in dict.fromkeys(seeds)
-        for variant in dict.fromkeys(variants)
-    ]
+    sizes = _product(max_length=max_length, batch=batch, micro_batch=micro_batch, world=world)
+    specs, faults = [], {}
+    for seed, one, variant in itertools.product(dict.fromkeys(seeds), sizes, dict.fromkeys(variants)):
+        try:
+            specs.append(resolve(variant, scale, seed, machine, {}, {}, data, model, **own, **one))
+        except SpecError as problem:
+            if left_out is None:
+                raise
+            faults.setdefault(variant, {})[str(problem)] = problem
+    for variant, problems in faults.items():
+        if variant not in {spec.variant for spec in specs}:
+            raise next(iter(problems.values()))
+        left_out += [f"{variant}: {problem}" for problem in problems]
     go_offline_without_network(data, model)
     found = {"model": identify_model(model)}
     config = model_config(model)
@@ -64,6 +80,12 @@ def plan(
     # 0, which everything divides, where it does not say.
     shape = {"layers": config.get("num_hidden_layers", 0), "heads": config.get("num_attention_heads", 0)}
     return [dataclasses.replace(spec, **found, skip=spec.skip or unshared(spec, shape)) for spec in specs]
+
+
+def _product(**sizes: Several) -> list[dict]:
+    """Every combination of some sizes, each by its name."""
+    lists = [dict.fromkeys(size if isinstance(size, Sequence) else [size]) for size in sizes.values()]
+    return [dict(zip(sizes, values, strict=True)) for values in itertools.product(*lists)]
 
 
 def go_offline_without_network(*sources: str) -> None:
@@ -159,28 +181,44 @@ def rows_of(args: argparse.Namespace) -> list[str]:
     return [find_variant(name).name for name in names]
 
 
-def add_source_arguments(parser: argparse.ArgumentParser, scale: bool = True) -> None:
-    """Options that `run`, `sweep` and others share; those that have a scale of their own take no `scale`."""
+def add_source_arguments(parser: argparse.ArgumentParser, scale: bool = True, several: bool = False) -> None:
+    """Options that `run`, `sweep` and others share; those that have a scale of their own take no `scale`, and `several`
+    micro-batches may be given to those that try each."""
     if scale:
         parser.add_argument("--scale", required=True, metavar="S", help=", ".join(SCALES))
     parser.add_argument("--data", default="", metavar="DIR", help="questions or text: a folder, a file, or a hub name")
     parser.add_argument("--model", default="", metavar="DIR", help="a folder, a hub name, or a shape: gpt2:L12H768")
-    parser.add_argument("--micro-batch", type=one_or_more, metavar="N", help="features in one forward pass (rows: 8)")
+    add_size(parser, "--micro-batch", several)
     parser.add_argument("--runs", type=_folder, default="runs", metavar="DIR", help="where records go (%(default)s)")
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `run` and `sweep`: what a run may have otherwise than its row and its scale say."""
-    parser.add_argument("--world", type=one_or_more, metavar="N", help="processes of a P row, one a GPU (rows: 2)")
+def add_run_arguments(parser: argparse.ArgumentParser, several: bool = False) -> None:
+    """Options of `run` and `sweep`: what a run may have otherwise than its row and its scale say; `several` of a size
+    may be given to the latter."""
+    add_size(parser, "--world", several)
     parser.add_argument("--stages", type=one_or_more, metavar="N", help="of them in one pipeline (rows: all)")
-    parser.add_argument("--batch", type=one_or_more, metavar="N", help="features in an optimizer step (its scale's)")
+    add_size(parser, "--batch", several)
     parser.add_argument("--epochs", type=one_or_more, metavar="N", help="passes over the data (its scale's)")
     parser.add_argument(
         "--learning-rate", type=float, metavar="X", help="its peak, before a recipe's factor (its scale's)"
     )
-    parser.add_argument(
-        "--max-length", type=one_or_more, metavar="N", help="tokens of a feature or window (its scale's)"
-    )
+    add_size(parser, "--max-length", several)
+
+
+SIZES = {
+    "--micro-batch": "features in one forward pass (rows: 8)",
+    "--batch": "features in an optimizer step (its scale's)",
+    "--max-length": "tokens of a feature or window (its scale's)",
+    "--world": "processes of a P row, one a GPU (rows: 2)",
+}
+
+
+def add_size(parser: argparse.ArgumentParser, name: str, several: bool) -> None:
+    """One of SIZES as an option; it takes several numbers where each is to be tried."""
+    if several:
+        add_several(parser, name, one_or_more, "N", f"{SIZES[name]}; several: each")
+    else:
+        parser.add_argument(name, type=one_or_more, metavar="N", help=SIZES[name])
 
 
 def own_of(args: argparse.Namespace) -> dict:

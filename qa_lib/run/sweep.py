@@ -6,6 +6,7 @@ The notebook is a log that people can read; the record beside it is the result. 
 import argparse
 import ast
 import contextlib
+import dataclasses
 import json
 import os
 import subprocess
@@ -22,7 +23,7 @@ from qa_lib.record import duration
 from qa_lib.run import slurm
 from qa_lib.run.launch import ROOT, Launcher, add_launcher_arguments, probe, say_idle
 from qa_lib.run.plan import add_rows, add_run_arguments, add_several, add_source_arguments, own_of, plan, rows_of
-from qa_lib.spec import SCALES, Spec, find_scale
+from qa_lib.spec import SCALES, WORLD, Spec, find_scale
 from qa_lib.variants import FAMILIES, VARIANTS, find_variant
 
 NOT_BEGUN = "not begun"  # of a run without a record
@@ -94,8 +95,8 @@ def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -
     terminal how far the runs are; elsewhere a line says when each starts and ends, and how long is left. Last comes the
     command `on_finish`.
     """
-    for notebook, parameters in {notebook_of(s.variant): notebook_parameters(s, launcher.runs) for s in specs}.items():
-        check_notebook(notebook, parameters)
+    for spec in {(notebook_of(s.variant), *notebook_parameters(s, launcher.runs)): s for s in specs}.values():
+        check_notebook(notebook_of(spec.variant), notebook_parameters(spec, launcher.runs))
     todo = [spec for spec in specs if not launcher.is_finished(spec)]
     done = before = len(specs) - len(todo)
     print(f"sweep: {len(specs)} runs, {done} finished, {len(todo)} to run", flush=True)
@@ -118,7 +119,7 @@ def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -
         for spec in active:
             if spec.run_id not in started:
                 started.add(spec.run_id)
-                tell(f"{spec.variant} seed {spec.seed} starts")
+                tell(f"{_name(spec)} starts")
         progress = [(spec, *_progress(launcher.runs / spec.run_path)) for spec in active]
         bar.n = done + sum(step / planned for _, step, planned in progress if planned)
         notes = [
@@ -153,7 +154,7 @@ def _summary(specs: list[Spec], runs: Path) -> tuple[str, dict[str, int]]:
     """A table of how every run stands, and how many of each kind there are."""
     rows = []
     for spec in specs:
-        row = {"row": spec.variant, "seed": spec.seed, "status": NOT_BEGUN}
+        row = {"row": spec.variant, "seed": spec.seed} | _sizes(spec) | {"status": NOT_BEGUN}
         with contextlib.suppress(record.RecordError):
             entry = record.read_record(runs / spec.run_path)
             row |= {"status": entry["status"], "seconds": entry["time"]["wall_s"]}
@@ -161,6 +162,7 @@ def _summary(specs: list[Spec], runs: Path) -> tuple[str, dict[str, int]]:
             row |= {entry["task"]["label"]: entry["quality"][entry["task"]["metric"]]}
         rows.append(row)
     table = pd.DataFrame(rows).dropna(axis=1, how="all")
+    table = table.drop(columns=[size for size in _sizes(specs[0]) if size in table and table[size].nunique() == 1])
     counts = table["status"].value_counts().to_dict()
     said = ", ".join(f"{count} {status}" for status, count in counts.items())
     return f"{table.to_string(index=False, float_format='{:.1f}'.format, na_rep='–')}\nsweep: {said}", counts
@@ -177,6 +179,24 @@ def _progress(run_dir: Path) -> tuple[int, int | None]:
         return 0, None
 
 
+def _sizes(spec: Spec) -> dict[str, int | None]:
+    """What a sweep may vary of a row beside its seed."""
+    sizes = {"length": spec.scale.max_length, "batch": spec.scale.batch}
+    return sizes | {"micro-batch": spec.asked.micro_batch, "world": spec.world}
+
+
+def _own_sizes(spec: Spec) -> list[str]:
+    """The sizes that are not those of the spec's row or scale: ['length 128']."""
+    asked, scale = find_variant(spec.variant).settings, SCALES.get(spec.scale.name, spec.scale)
+    world = 1 if asked.parallel == "none" else WORLD
+    usual = _sizes(dataclasses.replace(spec, asked=asked, scale=scale, world=world))
+    return [f"{name} {size}" for name, size in _sizes(spec).items() if size != usual[name]]
+
+
+def _name(spec: Spec) -> str:
+    return ", ".join([f"{spec.variant} seed {spec.seed}", *_own_sizes(spec)])
+
+
 def _line(spec: Spec, entry: dict) -> str:
     """One run's outcome in one line."""
     wall, score, note = (
@@ -184,7 +204,7 @@ def _line(spec: Spec, entry: dict) -> str:
         entry["quality"].get(entry["task"]["metric"]),
         entry["error"]["message"],
     )
-    parts = [f"{spec.variant} seed {spec.seed}: {entry['status']}"]
+    parts = [f"{_name(spec)}: {entry['status']}"]
     parts += [f"{wall:.0f} s"] if wall is not None else []
     parts += [f"{entry['task']['label']} {score:.1f}"] if score is not None else []
     parts += [text for text in entry["spec"]["adjusted"] if text.startswith("checkpoint: ")]
@@ -194,15 +214,16 @@ def _line(spec: Spec, entry: dict) -> str:
 EXAMPLE = """examples:
   python -m qa_lib sweep --scale smoke                              every row, offline, on a CPU
   python -m qa_lib sweep --family A --scale bench --seeds 0 1 2 --gpus 0 1
-  python -m qa_lib sweep --variants A1,A4 --scale local --data squad/ --model bert/ --plan"""
+  python -m qa_lib sweep --variants A1,A4 --scale local --data squad/ --model bert/ --plan
+  python -m qa_lib sweep --variants A1,E-best --scale fit --micro-batch 8 32 128 --max-length 128 256 512"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib sweep`."""
     add_rows(parser, "--variants", "these rows only (default: all)")
     add_several(parser, "--seeds", int, "N", "a run of every row for each (0)", default=[0])
-    add_source_arguments(parser)
-    add_run_arguments(parser)
+    add_source_arguments(parser, several=True)
+    add_run_arguments(parser, several=True)
     add_launcher_arguments(parser)
     parser.add_argument("--launcher", choices=["local", "slurm"], default="local", help="where runs go (%(default)s)")
     parser.add_argument("--share", action="store_true", help="runs on one card train at once; records no times")
@@ -220,18 +241,20 @@ def main(args: argparse.Namespace) -> int:
     names = every if args.variants is args.family is None else rows_of(args)
     if args.launcher == "slurm" and (args.gpus or args.share):
         raise UserError("--gpus and --share are for this machine's cards; Slurm gives each run cards of its own")
-    machine, env = slurm.probe(args.runs, args.world) if args.launcher == "slurm" else probe()
+    machine, env = slurm.probe(args.runs, max(args.world or [0])) if args.launcher == "slurm" else probe()
     kind = {"local": Launcher, "slurm": slurm.SlurmLauncher}[args.launcher]
     launcher = kind(
         args.runs, machine, env, args.gpus, args.share, args.force, (args.retry,), notebook_command, args.time_limit
     )
     if args.launcher == "local":
         say_idle(machine, args.gpus)
-    specs = plan(names, args.scale, args.seeds, args.data, args.model, args.micro_batch, machine, **own_of(args))
+    sources, left_out = (args.data, args.model, args.micro_batch, machine), []
+    specs = plan(names, args.scale, args.seeds, *sources, **own_of(args), left_out=left_out)
+    print("".join(f"left out: {reason}\n" for reason in left_out), end="", file=sys.stderr, flush=True)
     if args.plan:
         for spec in specs:
             state = "finished" if launcher.is_finished(spec) else f"skip: {spec.skip}" if spec.skip else "run"
-            print(f"{spec.group}/{spec.run_id:24} {state}")
+            print(f"{spec.group}/{spec.run_id:24} {', '.join([state, *_own_sizes(spec)])}")
         return 0
     entries = sweep(specs, launcher, args.on_finish)
     failed = [entry for entry in entries if entry["status"] in ("error", "killed")]

@@ -1,0 +1,297 @@
+"""Scaling profiles: memory and speed against context length and batch, a line a row of the variants table.
+
+Memory is a fixed cost (weights, gradients, optimizer state) and a cost for each token of a micro-batch, which the
+backward pass keeps. Both are fitted here to what was measured; the budget of run/budget.py, drawn dashed, predicts them
+from the model's shapes. A size that ran out of memory is a cross at the top.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+
+from qa_lib.report.runs import BATCH_TOKENS, NotMeasured, ReportError, commits, on_cpu, select
+from qa_lib.report.sentences import CPU_CAVEAT
+from qa_lib.report.style import COLORBLIND, new_figure, show, style
+from qa_lib.report.tables import change, place
+from qa_lib.report.text import MISSING, factor, number, say, share
+from qa_lib.variants import VARIANTS, find_variant
+
+COLUMNS = ["variant", "length", "batch", "micro_batch", "gib", "speed", "tokens", "predicted", "oom"]  # of `points`
+SIZES = {
+    "length": "tokens of a feature or window",
+    "batch": "features in an optimizer step",
+    "micro_batch": "features in one forward pass (micro-batch)",
+}
+MEASURES = {  # column of `points` -> value of a record, its name in figures
+    "gib": ("memory.peak_alloc_mib", "peak GPU memory, allocated, in GiB"),
+    "speed": ("speed.features_per_s", "features/s in training"),
+}
+NONE = "the group has no runs of these rows"
+STRAIGHT = 0.05  # a fit that misses no point by more is a straight line
+
+
+def points(runs: pd.DataFrame, rows: Sequence[str] = (), predicted: pd.Series | None = None) -> pd.DataFrame:
+    """The points of a group's runs, means over seeds, in table order; of these rows of the variants table, or all.
+
+    Columns: variant; length, batch (0 where a step is one micro-batch, or so many tokens) and micro_batch; gib, speed,
+    tokens (computed in a micro-batch), predicted (GiB, where run.budget.predicted is given) and oom, whether every seed
+    ran out of memory. Raises NotMeasured where there is none.
+    """
+    by_tokens = runs.reindex(columns=[BATCH_TOKENS])[BATCH_TOKENS].notna()
+    runs = runs.assign(batch=runs["batch"].mask(by_tokens, 0))
+    runs = runs.assign(predicted=math.nan if predicted is None else predicted)
+    runs = runs[runs["status"].isin(["ok", "oom"]) & (runs["spec.variant"].isin(rows) | (len(rows) == 0))]
+    if runs.empty:
+        raise NotMeasured(f"no run of {', '.join(rows) or 'this group'} has ended ok or out of memory")
+    values = runs.reindex(columns=[*(column for column, _ in MEASURES.values()), "speed.tokens_per_s", "predicted"])
+    found = values.astype(float).set_axis([*MEASURES, "tokens", "predicted"], axis=1)
+    # A row that pads to the longest of a batch peaks at one of full length; a packed one has as many as it computes.
+    packed = found["tokens"] / found["speed"] * runs["micro_batch"]
+    found["tokens"] = packed.where(runs["spec.settings.padding"] == "packed", runs["micro_batch"] * runs["length"])
+    found[["gib", "predicted"]] /= 1024
+    found["oom"] = (runs["status"] == "oom").astype(float)
+    found = found.groupby([runs["spec.variant"].rename("variant"), *(runs[size] for size in SIZES)]).mean()
+    found["oom"] = found["oom"] == 1
+    found = found.reset_index()
+    return found.sort_values("variant", key=lambda names: names.map(place), kind="stable").reset_index(drop=True)
+
+
+def along(table: pd.DataFrame, size: str) -> tuple[str, pd.DataFrame]:
+    """Of `points` those that a curve over one of SIZES shows, with the others at the values that have most of them, and
+    those values in words. Raises NotMeasured where the size does not vary."""
+    if table.empty:
+        raise NotMeasured(NONE)
+    others = [name for name in SIZES if name != size]
+    values, part = max(table.groupby(others), key=lambda group: (group[1][size].nunique(), len(group[1]), group[0]))
+    if part[size].nunique() < 2:
+        raise NotMeasured(f"no two runs differ in {size.replace('_', '-')} alone")
+    given = zip(others, values, strict=True)
+    return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in given if value), part
+
+
+def fit(part: pd.DataFrame) -> tuple[float, float, float]:
+    """Fixed GiB, KiB a token and the largest relative miss of the straight line through a row's peaks over its tokens,
+    by least squares of relative misses; NaN where fewer than three points tell."""
+    part = part.dropna(subset=["gib", "tokens"])
+    if part["tokens"].nunique() < 3:
+        return math.nan, math.nan, math.nan
+    lines = np.column_stack([np.ones(len(part)), part["tokens"]])
+    weights = 1 / part["gib"].to_numpy()
+    (fixed, each), *_ = np.linalg.lstsq(lines * weights[:, None], np.ones(len(part)), rcond=None)
+    miss = np.abs(lines @ (fixed, each) * weights - 1).max()
+    return float(fixed), float(each * 2**20), float(miss)
+
+
+def _fitted(part: pd.DataFrame) -> str:
+    fixed, each, miss = fit(part)
+    if math.isnan(miss):
+        return ""
+    if miss > STRAIGHT:
+        return ": no straight line"
+    return f": {number(fixed)} GiB + {number(each)} KiB a token"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A group's runs and their points, for a notebook; or why there are none."""
+
+    group: str
+    runs: pd.DataFrame
+    points: pd.DataFrame
+    lacking: str = ""
+
+    def show(self, size: str, measure: str):
+        """fig_curve as an image, or the sentence that says why there is none."""
+        return show(lambda _: fig_curve(self.runs, self.points, size, measure), self.runs)
+
+
+def profile(every: pd.DataFrame, group: str, rows: str, predicted: Callable) -> Profile:
+    """Of all records those of a group and of some rows, named with blanks between them; predicted(runs) gives MiB.
+    Raises UnknownName for a row that does not exist."""
+    names = [find_variant(name).name for name in rows.split()]
+    try:
+        runs = select(every, group)
+        runs = runs[runs["spec.variant"].isin(names) | (len(names) == 0)]
+        return Profile(group, runs, points(runs, names, predicted(runs)))
+    except (NotMeasured, ReportError) as problem:
+        return Profile(group, every[:0], pd.DataFrame(columns=COLUMNS), str(problem))
+
+
+def setup_table(profiles: Sequence[Profile]) -> pd.DataFrame:
+    """What ran in each group that has runs: model, hardware, data, how many runs and of which sizes."""
+    return pd.DataFrame([
+        {
+            "group": each.group,
+            "model": ", ".join(sorted(set(each.runs["model.name"]))),
+            "hardware": each.runs["env.gpu"].fillna("CPU").iloc[0],
+            "data": each.runs["data.name"].iloc[0],
+            "runs": str(len(each.runs)),
+            "lengths": ", ".join(map(str, sorted(set(each.points["length"])))),
+            "micro-batches": f"{each.points['micro_batch'].min()}–{each.points['micro_batch'].max()}",
+        }
+        for each in profiles
+        if not each.lacking
+    ])  # fmt: skip
+
+
+def commands(profiles: Sequence[Profile]) -> str:
+    """As Markdown, for each group without runs why, and the commands that make both tasks' profiles on a GPU."""
+    lacking = [f"*{each.lacking}.*" for each in profiles if each.lacking]
+    return "\n\n".join([*lacking, say("curves.commands")]) if lacking else ""
+
+
+@style()
+def fig_curve(runs: pd.DataFrame, table: pd.DataFrame, size: str, measure: str) -> Figure:
+    """A measure of MEASURES against one of SIZES, from the `points` of a group's runs. Raises NotMeasured."""
+    where, part = along(table, size)
+    if part[measure].notna().sum() == 0:
+        why = "GPU memory is counted by the GPU's allocator" if measure == "gib" else "these runs record no times"
+        raise NotMeasured(f"no run with {where} has one: {why}")
+    label = MEASURES[measure][1]
+    finding = (memory_finding if measure == "gib" else lead_finding)(part, size, where)
+    figure = new_figure(("On a CPU: " if on_cpu(runs) else "") + finding, _note(runs, where), 4.6)
+    axis = figure.subplots()
+    lowest = part[measure].min()
+    for number_of, (variant, row) in enumerate(part.groupby("variant", sort=False)):
+        color = COLORBLIND[number_of % len(COLORBLIND)]
+        row = row.sort_values(size)
+        said = variant + (_fitted(row) if measure == "gib" else "")
+        axis.plot(row[size], row[measure], color=color, label=said, **_look(number_of))
+        if measure == "gib":
+            axis.plot(row[size], row["predicted"], color=color, linestyle="--", linewidth=1)
+        if (failed := row[row["oom"]]).size:
+            # Apart from each other, since many rows end at the same size.
+            height = 0.98 - 0.035 * number_of
+            axis.plot(failed[size].min(), height, "x", color=color, transform=axis.get_xaxis_transform(), markersize=8)
+    if measure == "gib":
+        axis.set_yscale("log", base=2)
+        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_ylim(lowest / 1.5, part[["gib", "predicted"]].max().max() * 1.6)
+        axis.plot([], [], color="0.4", linestyle="--", linewidth=1, label="predicted")
+    else:
+        axis.set_ylim(0, 1.25 * part[measure].max())
+    if part["oom"].any():
+        axis.plot([], [], "x", color="0.4", label="out of memory")
+    _ticks(axis, part[size])
+    axis.set(xlabel=SIZES[size], ylabel=label)
+    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
+    return figure
+
+
+def _look(number_of: int) -> dict:
+    """Markers tell rows apart beyond the number of colours, and where there is no colour."""
+    return {"marker": "osD^vP*X<>"[number_of % 10], "markersize": 4, "linewidth": 1.4}
+
+
+def _ticks(axis: Axes, sizes: pd.Series) -> None:
+    """A logarithmic axis that names the sizes tried, as far as there is room."""
+    axis.set_xscale("log", base=2)
+    shown = []
+    for value in sorted(set(sizes)):
+        if not shown or value > 1.2 * shown[-1]:
+            shown.append(value)
+    axis.xaxis.set_major_locator(FixedLocator(shown))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+
+
+def _note(runs: pd.DataFrame, where: str) -> str:
+    parts = [f"Group {runs['group'].iloc[0]}", where, f"code {commits(runs)}"]
+    parts += sorted(set(runs["env.gpu"].dropna())) or [CPU_CAVEAT]
+    return " · ".join(parts) + "."
+
+
+def memory_finding(part: pd.DataFrame, size: str, where: str) -> str:
+    """By what factor memory grows with a size, in the row in which it grows most and in that in which it does least."""
+    measured = part.dropna(subset=["gib"])
+    low, high = measured[size].min(), measured[size].max()
+    ends = measured.pivot(index="variant", columns=size, values="gib")
+    while high > low and ends[[low, high]].dropna().empty:  # the largest size that a row has reached beside the least
+        high = measured.loc[measured[size] < high, size].max()
+    growth = (ends[high] / ends[low]).dropna()
+    if high == low or growth.empty:
+        raise NotMeasured(f"no row has a peak at two sizes, {where}")
+    return say("curves.memory", where=where, size=size, low=low, high=high, most=growth.idxmax(),
+               least=growth.idxmin(), growth=growth)  # fmt: skip
+
+
+def lead(part: pd.DataFrame, size: str = "micro_batch") -> tuple[str, str, pd.Series] | None:
+    """Of the rows of the visible loop the one that is quickest at any size, of transformers.Trainer's the same, and by
+    what factor the first is quicker, by size. None where no size has both."""
+    speeds = part.pivot(index=size, columns="variant", values="speed").dropna(axis="columns", how="all")
+    trainer = [VARIANTS[name].settings.engine == "trainer" for name in speeds]
+    if all(trainer) or not any(trainer):
+        return None
+    loop, peer = (speeds.loc[:, chosen].max().idxmax() for chosen in (np.invert(trainer), trainer))
+    factors = (speeds[loop] / speeds[peer]).dropna()
+    return (loop, peer, factors) if len(factors) else None
+
+
+def lead_finding(part: pd.DataFrame, size: str, where: str) -> str:
+    """The lead over the Trainer at every size; or, where none is known, the quickest row."""
+    best = part.loc[part["speed"].idxmax()].to_dict()
+    loop, peer, factors = lead(part, size) or ("", "", pd.Series(dtype=float))
+    return say("curves.speed", best=best, where=where, row=loop, peer=peer, lead=factors.to_dict())
+
+
+def cost_table(table: pd.DataFrame) -> pd.DataFrame:
+    """Of each row in `points` its fixed cost and cost per token at the length with most micro-batches, how far the line
+    and the prediction are off, the largest size that fitted, the smallest that did not, and the best speed."""
+    size = "micro_batch" if table["micro_batch"].nunique() > 1 else "length"
+    _, part = along(table, size)
+    lines = []
+    for variant, row in part.groupby("variant", sort=False):
+        fixed, each, miss = fit(row)
+        fitted = row[~row["oom"]]
+        off = (row["predicted"] / row["gib"] - 1).dropna()
+        best = row.loc[row["speed"].idxmax()] if row["speed"].notna().any() else None
+        name = size.replace("_", "-")
+        lines.append({
+            "row": variant,
+            "fixed GiB": number(fixed),
+            "KiB a token": number(each),
+            "line misses by": share(miss),
+            "prediction misses by": share(off.loc[off.abs().idxmax()]).replace("-", "−") if len(off) else MISSING,
+            f"largest {name}": f"{fitted[size].max():,.0f}" if len(fitted) else MISSING,
+            "too large": f"{row.loc[row['oom'], size].min():,.0f}" if row["oom"].any() else MISSING,
+            "best features/s": number(best["speed"]) if best is not None else MISSING,
+            f"at {name}": f"{best[size]:,.0f}" if best is not None else MISSING,
+        })  # fmt: skip
+    found = pd.DataFrame(lines)
+    return found.loc[:, (found != MISSING).any()]
+
+
+def steps_table(table: pd.DataFrame) -> pd.DataFrame:
+    """Before and after each optimization: every row in `points` against the row that it changes, at the largest size
+    that both have run. Raises NotMeasured where no row stands beside its parent."""
+    if table.empty:
+        raise NotMeasured(NONE)
+    measured = table[~table["oom"]].set_index(["variant", *SIZES])[["gib", "speed"]]
+    lines = []
+    for variant in dict.fromkeys(table["variant"]):
+        parent = VARIANTS[variant].parent
+        if not {variant, parent} <= set(measured.index.get_level_values("variant")):
+            continue
+        ratios = (measured.loc[variant] / measured.loc[parent]).dropna(how="all")
+        if ratios.empty:
+            continue
+        sizes = max(ratios.index, key=lambda sizes: (sizes[0] * sizes[2], sizes))
+        at = ratios.loc[sizes]
+        lines.append({
+            "row": variant,
+            "what it changes": change(variant),
+            "length": f"{sizes[0]:,}",
+            "micro-batch": f"{sizes[2]:,}",
+            "memory": factor(at["gib"]),
+            "speed": factor(at["speed"]),
+        })  # fmt: skip
+    if not lines:
+        raise NotMeasured("no row was measured at the same size as the row that it changes")
+    found = pd.DataFrame(lines)
+    return found.loc[:, (found != MISSING).any()]

@@ -1,0 +1,116 @@
+"""Scaling profiles from records made by the real record functions: lines, fits, out of memory, the lead's size."""
+
+import math
+from pathlib import Path
+
+import nbformat
+import pandas as pd
+import pytest
+from IPython.display import Image, Markdown
+
+from qa_lib.report import curves
+from qa_lib.report.runs import NotMeasured, ReportError, load_runs, select
+from qa_lib.variants import VARIANTS, UnknownName
+from tests.test_figures import faults
+from tests.test_report import CPU, GPU, make
+
+ROOT = Path(__file__).parents[1]
+FIXED, KIB = 1.5, 300  # GiB, and KiB a token, of A3
+OOM = {"kind": "OutOfMemoryError", "message": "CUDA out of memory"}
+GROUP = "h200-fit"
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory):
+    """A1, A3 and the Trainer over micro-batches, A3 and the Trainer over lengths; A1 runs out of memory."""
+    folder = tmp_path_factory.mktemp("runs")
+    for size in (8, 16, 32, 64):
+        more = {"machine": GPU, "scale": "fit", "micro_batch": size}
+        make(folder, "A3", **more, peak=1024 * FIXED + KIB * size * 384 / 1024, speed=800.0)
+        make(folder, "A0", **more, peak=2000.0 + 100 * size, speed=200.0 * math.log2(size) / 3)
+        failed = {"status": "oom", "error": OOM} if size > 16 else {}
+        make(folder, "A1", **more, peak=2000.0 + 150 * size, speed=100.0, **failed)
+    for length in (128, 512):
+        for row, peak in (("A3", 1024 * FIXED + KIB * 8 * length / 1024), ("A0", 2800.0)):
+            make(folder, row, machine=GPU, scale="fit", length=length, peak=peak)
+    every = load_runs(folder)
+    return curves.profile(every, GROUP, "", lambda runs: runs["memory.peak_alloc_mib"].astype(float) * 1.05)
+
+
+def test_a_fit_tells_fixed_cost_and_cost_of_a_token(profile):
+    fixed, each, miss = curves.fit(profile.points.query("variant == 'A3'"))
+    assert (fixed, each) == (pytest.approx(FIXED), pytest.approx(KIB)) and miss < 1e-9
+    bent = profile.points.query("variant == 'A3'").assign(gib=lambda row: (row["tokens"] / 1000) ** 2)
+    assert curves.fit(bent)[2] > curves.STRAIGHT
+    assert math.isnan(curves.fit(bent[:2])[0])
+
+
+def test_a_table_has_costs_the_largest_size_and_the_first_too_large(profile):
+    table = curves.cost_table(profile.points).set_index("row")
+    assert (table.loc["A3", "fixed GiB"], table.loc["A3", "KiB a token"]) == ("1.50", "300")
+    assert (table.loc["A1", "largest micro-batch"], table.loc["A1", "too large"]) == ("16", "32")
+    assert table.loc["A3", "too large"] == "–" and table.loc["A3", "prediction misses by"] == "5.00 %"
+
+
+def test_before_and_after_are_taken_at_the_largest_size_of_both(profile):
+    (line,) = curves.steps_table(profile.points).to_dict("records")
+    assert (line["row"], line["micro-batch"], line["memory"]) == ("A0", "16", f"×{3600 / 4400:.2f}")
+
+
+@pytest.mark.parametrize(("size", "measure", "said"), [
+    ("micro_batch", "gib", "From 8 to 64 features, memory grows"), ("length", "gib", "From 128 to 512 tokens"),
+    ("micro_batch", "speed", "A3 over the quickest Trainer, A0: ×4.00 at 8, ×3.00 at 16, ×2.40 at 32, ×2.00 at 64"),
+])  # fmt: skip
+def test_a_curve_can_be_read(profile, size, measure, said):
+    figure = curves.fig_curve(profile.runs, profile.points, size, measure)
+    assert said in " ".join(figure.get_suptitle().split())
+    assert not faults(figure)
+
+
+def test_out_of_memory_is_a_cross_at_the_top_where_it_happened_first(profile):
+    (axis,) = curves.fig_curve(profile.runs, profile.points, "micro_batch", "gib").axes
+    crosses = [line for line in axis.lines if line.get_marker() == "x" and len(line.get_xdata())]
+    assert [list(line.get_xdata()) for line in crosses] == [[32]] and crosses[0].get_ydata()[0] > 0.9
+    dashed = [line for line in axis.lines if line.get_linestyle() == "--" and len(line.get_xdata())]
+    assert len(dashed) == 3 and any("1.50 GiB + 300 KiB a token" in line.get_label() for line in axis.lines)
+
+
+def test_what_is_not_there_is_told(profile, tmp_path):
+    make(tmp_path, "A1", machine=CPU)
+    every = load_runs(tmp_path)
+    alone = curves.profile(every, "cpu-smoke", "A1", lambda runs: pd.Series(math.nan, runs.index))
+    with pytest.raises(NotMeasured, match="no two runs differ in length alone"):
+        curves.fig_curve(alone.runs, alone.points, "length", "gib")
+    absent = curves.profile(every, "h200-fit", "A1", None)
+    assert "'h200-fit' has no records" in absent.lacking and "--scale lm-fit" in curves.commands([alone, absent])
+    assert list(curves.setup_table([alone, absent])["group"]) == ["cpu-smoke"]
+    for table_of in (curves.cost_table, curves.steps_table):
+        with pytest.raises(NotMeasured, match="no runs of these rows"):
+            table_of(absent.points)
+    with pytest.raises(UnknownName, match="did you mean 'E-best'"):
+        curves.profile(every, "cpu-smoke", "E-bets", None)
+
+
+def test_a_stride_may_differ_with_the_length_alone(profile):
+    mixed = profile.runs.copy()
+    mixed.loc[mixed["length"] == 128, "spec.scale.stride"] = 42
+    assert len(select(mixed, GROUP)) == len(mixed)
+    mixed.loc[mixed.index[0], "spec.scale.stride"] = 7
+    with pytest.raises(ReportError, match=r"spec.scale.stride is"):
+        select(mixed, GROUP)
+
+
+def test_the_notebook_shows_the_committed_search_and_says_what_is_missing(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    shown, space = [], {"In": [""]}
+    monkeypatch.setattr("IPython.display.display", lambda *objects: shown.extend(objects))
+    cells = nbformat.read("notebooks/scaling.ipynb", 4).cells
+    for cell in cells:
+        if cell.cell_type == "code" and "bootstrap" not in cell.metadata.get("tags", []):
+            exec(cell.source, space)
+    text = "\n".join(each.data for each in shown if isinstance(each, Markdown))
+    assert "| A2 | 1.25 | 414 |" in text and "sweep --scale lm-fit" in text
+    assert sum(isinstance(each, Image) for each in shown) == 2
+    rows = [name for key in ("answers_rows", "text_rows") for name in space[key].split()]
+    assert all(f"`{name}`" in "".join(cell.source for cell in cells) for name in ("A1-fp32", "C2", "L3", "L-qlora"))
+    assert set(rows) <= set(VARIANTS)
