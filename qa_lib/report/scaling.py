@@ -22,6 +22,7 @@ KEYS = ["variant", "world", "stages", "batch", "micro_batch"]  # what tells line
 MEASURES = {
     "rate": "speed.features_per_s",
     "step_ms": "time.step_ms.median",
+    "busy_ms": "parallel.busy_ms",
     "exposed_ms": "parallel.exposed_ms",
     "bubble": "parallel.bubble",
     "bubble_formula": "parallel.bubble_formula",
@@ -112,6 +113,7 @@ SPEED = {  # heading -> text of a line
     "one GPU": lambda line: line["reference"] or MISSING,
 }
 COSTS = {name: SPEED[name] for name in ("row", "GPUs", "stages", "batch", "micro-batch", "step ms")} | {
+    "computes ms": lambda line: number(line["busy_ms"]),
     "waits ms": lambda line: number(line["exposed_ms"]),
     "bubble": lambda line: share(line["bubble"]),
     "by formula": lambda line: share(line["bubble_formula"]),

@@ -46,12 +46,13 @@ def fig_scaling(runs: pd.DataFrame) -> Figure:
         for (variant, stages), line in shown.groupby(["variant", "stages"], sort=False):
             if (variant, stages) not in colors:
                 continue
+            alone = (line["rate"] / line[name] / line["world"]).mean()  # of the one GPU
+            if line["world"].min() > 1 and alone > 0:
+                line = pd.concat([pd.DataFrame({"world": [1], "rate": [alone]}), line])
             look = {"marker": "s" if scaling.is_pipeline(variant) else "o", "markersize": 4, "capsize": 3}
             axis.errorbar(line["world"], line["rate"], line["rate±"], color=colors[variant, stages], linewidth=1.2,
                           label=_label(variant, stages), **look)  # fmt: skip
-            if len(line) > 1:
-                ideal = line["world"] * (line["rate"] / line[name] / line["world"]).mean()
-                axis.plot(line["world"], ideal, "--", color=colors[variant, stages], linewidth=1, zorder=1)
+            axis.plot(line["world"], line["world"] * alone, "--", color=colors[variant, stages], linewidth=1, zorder=1)
         axis.set_title(f"{size} features {'in all' if name == 'strong' else 'a GPU'}", loc="left", fontsize=10)
         axis.set(xlabel="GPUs", ylim=(0, None), xticks=sorted(set(lines["world"])))
     axes[0].set_ylabel("features/s of all GPUs")
@@ -76,17 +77,19 @@ def fig_waiting(runs: pd.DataFrame) -> Figure:
     shown = scaling.at(shared, strong=next(iter(batches), None)).reset_index(drop=True)
     if shown.empty:
         raise NotMeasured("no run of a row for several GPUs has its time")
-    known = shown["waiting_ms"].notna()
+    rest = shown["step_ms"] - shown["waiting_ms"]
+    computing = shown["busy_ms"].fillna(rest)
     parts = pd.DataFrame({
-        "computing": (shown["step_ms"] - shown["waiting_ms"]).where(known, 0.0),
-        "communicating alone, or waiting for a stage": shown["waiting_ms"].fillna(0.0),
-        "not told apart": shown["step_ms"].where(~known, 0.0),
+        "computing": computing.fillna(0.0),
+        "only communicating or waiting": shown["waiting_ms"].fillna(0.0),
+        "idle: the host launches": (rest - computing).clip(lower=0.0).fillna(0.0),
+        "not told apart": shown["step_ms"].where(computing.isna(), 0.0),
     })  # fmt: skip
     parts.index = [_name(line) for line in shown.itertuples()]
     batch = shown["batch"].iloc[0]
     figure = _figure(runs, scaling.waiting_finding(shown), f"{batch} features a step in all", 1.6 + 0.2 * len(shown))
     left, right = figure.subplots(1, 2, width_ratios=[2, 1])
-    colors = dict(zip(parts, (BLUE, ORANGE, GREY), strict=True))
+    colors = dict(zip(parts, (BLUE, ORANGE, "0.85", GREY), strict=True))
     parts = parts.loc[:, parts.any()]
     style.stack(left, parts, colors)
     style.columns(left, {"ms": shown["step_ms"].map(number), "waits": map(number, shown["waiting_ms"])})
