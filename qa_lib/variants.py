@@ -54,8 +54,8 @@ class Settings:
     dropout: Literal["philox", "hash"] = "philox"
     # products of the feed-forward blocks: native, in the precision's type | fp8
     feed_forward: Literal["native", "fp8"] = "native"
-    # a backend of torch.compile
-    compile: Literal["none", "inductor", "aot_eager", "cudagraphs", "nvfuser"] = "none"
+    # a backend of torch.compile | regions: inductor, for a few layers at a time
+    compile: Literal["none", "inductor", "regions", "aot_eager", "cudagraphs", "nvfuser"] = "none"
     # max: to the scale's max_length | longest: of the micro-batch | packed: none, features laid end to end
     padding: Literal["max", "longest", "packed"] = "max"
     # random | bucketed: micro-batches of like length, in random order
@@ -73,10 +73,13 @@ class Settings:
     checkpointing: bool = False
     # how several processes make one step, each on its share of the micro-batches (train/parallel.py): ddp, PyTorch's
     # DistributedDataParallel, its gradients sent as they are or in bf16 | flat: one reduction of all gradients |
+    # overlap: a reduction for each part of the model, while the backward pass computes the next |
     # sharded: a share of the optimizer each | fsdp: a share of weights, gradients and optimizer each | pipeline: some
     # of the layers each (train/pipeline.py) | tensor: a share of every layer's products each (train/tensor.py) |
     # deepspeed: a share of the optimizer each, by DeepSpeed under the Trainer (train/trainer.py)
-    parallel: Literal["none", "ddp", "ddp-bf16", "flat", "sharded", "fsdp", "pipeline", "tensor", "deepspeed"] = "none"
+    parallel: Literal[
+        "none", "ddp", "ddp-bf16", "flat", "overlap", "sharded", "fsdp", "pipeline", "tensor", "deepspeed"
+    ] = "none"
     # in which order a pipeline's stages take micro-batches: gpipe, all forward, then all backward | 1f1b, backward as
     # early as can be | interleaved: 1f1b with two parts of the layers a process
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "gpipe"
@@ -141,6 +144,8 @@ CONFLICTS = (
     (("frozen", "nf4"), ("parallel", "fsdp|tensor|pipeline"), "they share out floating-point weights"),
     (("step", "graph"), ("optimizer", "adamw|adamw8bit"), "their step counts are on the host, which a graph replays"),
     (("step", "graph"), ("padding", "longest"), "a graph replays one shape"),
+    (("compile", "regions"), ("padding", "!packed"), "the regions hand on packed rows"),
+    (("compile", "regions"), ("parallel", "ddp*|pipeline"), "they call the whole model, or a stage, as one"),
     (("step", "graph"), ("compile", "cudagraphs"), "graphs do not nest"),
     (("compile", "cudagraphs"), ("padding", "longest"), "a graph replays one shape"),
     (("engine", "trainer"), ("padding", "packed"), "transformers.Trainer calls the model with padded rows"),
@@ -274,6 +279,7 @@ VARIANTS = dict(
         _row("E5-eager", "E5", "What the capture alone gives; and where pipelines begin.", step="eager"),
         _row("E6", "E5", "Query, key and value in one product: wider tiles, fewer kernels.", projections="fused"),
         _row("E-best", "E6", "The recommended stack: dropout's random bits at a tenth of the work.", dropout="hash"),
+        _row("E-regions", "E-best", "A quick start: layers are compiled by threes, all as one.", compile="regions"),
         _row("E-fp8", "E-best", "Half of the products in 8-bit floats, where the chip has them.", feed_forward="fp8"),
         _row("E-t4", "E3", "What is left without bf16 and FlashAttention, as on a T4.", projections="fused"),
         _row("EC1", "E1", "Packed rows with 8-bit moments: towards the least memory.", optimizer="adamw8bit"),
@@ -290,6 +296,7 @@ VARIANTS = dict(
         _row("P1-bf16", "P1", "Half the bytes between the GPUs: gradients travel in bf16.", parallel="ddp-bf16"),
         _row("P-fsdp", "P1", "Each GPU keeps a share of weights, gradients and optimizer.", parallel="fsdp"),
         _row("P-fast", "E-best", "The whole stack: one reduction inside the captured step.", parallel="flat"),
+        _row("P-overlap", "E-regions", "Gradients are reduced while others are still computed.", parallel="overlap"),
         _row("P-sharded", "P-fast", "Each GPU updates its share of the weights alone.", parallel="sharded"),
         _row(
             "P-gpipe", "E5-eager", "Each GPU has some of the layers, and hands on micro-batches.", parallel="pipeline"
@@ -348,8 +355,8 @@ def find_family(name: str) -> list[str]:
 def needs(settings: Settings) -> list[str]:
     """What a machine must have for these settings, by name; spec.missing says what the names mean."""
     wanted = {
-        "compiler": settings.compile == "inductor",
-        f"backend {settings.compile}": settings.compile not in ("none", "inductor"),
+        "compiler": settings.compile in ("inductor", "regions"),
+        f"backend {settings.compile}": settings.compile not in ("none", "inductor", "regions"),
         "cuda": settings.compile == "cudagraphs" or settings.attention == "efficient" or settings.polling != "none",
         "sm89": settings.feed_forward == "fp8",
         "sm80": settings.attention == "flash" or settings.precision == "bf16",

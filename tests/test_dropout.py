@@ -6,29 +6,28 @@ import pytest
 import torch
 
 from qa_lib.model.build import build_model
-from qa_lib.model.dropout import HashDropout, Seeds, renew
+from qa_lib.model.dropout import HashDropout, renew
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 
 P = 0.1
 
 
-def seeds_of(*values):
-    seeds = Seeds(len(values))
-    seeds.values = torch.tensor(values, dtype=torch.int32)
-    return seeds
+def dropout_of(seed: int) -> HashDropout:
+    dropout = HashDropout(P)
+    dropout.seed.fill_(seed)
+    return dropout
 
 
 def patterns(seeds, shape=(1024, 768)):
     """Which elements each seed keeps, less their mean: float [seeds, elements]."""
-    seeds = seeds_of(*seeds)
-    kept = [HashDropout(P, seeds, number)(torch.ones(shape)) != 0 for number in range(len(seeds.values))]
+    kept = [dropout_of(seed)(torch.ones(shape)) != 0 for seed in seeds]
     return torch.stack(kept).flatten(1).float() - (1 - P)
 
 
 def test_rate_and_scale():
     values = torch.randn(512, 768) + 3
-    dropped = HashDropout(P, seeds_of(7), 0)(values)
+    dropped = dropout_of(7)(values)
     kept = dropped != 0
     assert 1 - kept.float().mean().item() == pytest.approx(P, abs=0.002)  # 4 standard deviations
     assert torch.allclose(dropped[kept], values[kept] / (1 - P))
@@ -47,7 +46,7 @@ def test_patterns_of_seeds_neighbours_rows_and_columns_are_unrelated():
 
 
 def test_gradients_pass_where_values_do_and_evaluation_drops_nothing():
-    dropout = HashDropout(P, seeds_of(3), 0)
+    dropout = dropout_of(3)
     x = torch.ones(64, 64, requires_grad=True)
     y = dropout(x)
     y.sum().backward()
@@ -60,16 +59,18 @@ def test_every_layer_has_its_own_and_renewal_changes_all_reproducibly():
     model = build_model(dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, dropout="hash")))
     found = [module for module in model.modules() if isinstance(module, HashDropout)]
     assert len(found) == 1 + 2 * model.config.num_hidden_layers
-    # Moving the model must not part the layers' seeds from those that are renewed.
-    model.to(torch.bfloat16).to("meta").to_empty(device="cpu")
-    seeds = found[0].seeds.values
-    assert all(module.seeds.values is seeds for module in found) and seeds.dtype == torch.int32
+    model.to(torch.bfloat16)
+    assert found[0].seed.dtype == torch.int32
+
+    def seeds():
+        return torch.stack([module.seed for module in found])
+
     torch.manual_seed(0)
     renew(model)
-    first = seeds.clone()
+    first = seeds()
     assert len(set(first.tolist())) == len(found)
     renew(model)
-    assert not (seeds == first).any()
+    assert not (seeds() == first).any()
     torch.manual_seed(0)
     renew(model)
-    assert torch.equal(seeds, first)
+    assert torch.equal(seeds(), first)

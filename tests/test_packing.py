@@ -18,7 +18,7 @@ from qa_lib.data.tokenise import build_tokenizer
 from qa_lib.data.windows import build_features
 from qa_lib.model.attention import KERNELS, Segments
 from qa_lib.model.build import build_model
-from qa_lib.model.packed import Packed
+from qa_lib.model.packed import Packed, Regions, regions_of
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, Spec
@@ -190,6 +190,23 @@ def test_logits_loss_and_gradients_are_those_of_padded_rows(features, kind, dtyp
     for name, p in model.named_parameters():
         # Gradients that are 0 but for rounding (of a bias that shifts a whole softmax) are measured by the largest.
         assert (p.grad - expected[name]).norm() < error * max(expected[name].norm(), 1e-2 * largest), name
+
+
+def test_a_model_in_regions_is_the_model(features):
+    """Loss and gradients, and every parameter in one region alone."""
+    packed, inputs, *_ = packed_and_padded(features, "blockmask", torch.float32)
+    parts = []
+    regions = Regions(packed, lambda part: parts.append(part) or part)
+    assert len(parts) == len(regions_of(packed.model)) == 3, "embeddings, two layers, head"
+    found = []
+    for forward in (packed, regions):
+        packed.model.zero_grad()
+        loss = forward(**inputs).loss
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in packed.model.parameters())])
+    torch.testing.assert_close(found[0], found[1])
+    held = [p for part in parts for p in part.parameters()]
+    assert {*held} == {*packed.model.parameters()} and len(held) == len({*held})
 
 
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)

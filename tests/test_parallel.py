@@ -31,11 +31,14 @@ CASES = {
     "fsdp": ({"row": "P-fsdp"}, {"row": "A1", "world": 1}, 1e-4),
     "fsdp-accumulated": ({"row": "P-fsdp", "scale": {"effective_batch": 32}}, None, 1e-4),
     "flat": ({"row": "P-fast"}, {"row": "E-best", "world": 1}, 1e-4),
+    "overlap": ({"row": "P-overlap"}, {"row": "E-best", "world": 1}, 1e-4),
+    "overlap-accumulated": ({"row": "P-overlap", "scale": {"effective_batch": 32}}, None, 1e-4),
     "sharded": ({"row": "P-sharded"}, {"row": "E-best", "world": 1}, 1e-4),
     "sharded-accumulated": ({"row": "P-sharded", "scale": {"effective_batch": 32}}, None, 1e-4),
     "sharded-masters": ({"row": "P-sharded", "settings": BF16}, {"row": "P-fast", "settings": BF16}, 0.05),
     "ddp-unequal": ({"row": "P-fast", "unequal": True, "settings": {"parallel": "ddp"}}, None, 1e-4),
     "flat-unequal": ({"row": "P-fast", "unequal": True}, None, 1e-4),
+    "overlap-unequal": ({"row": "P-overlap", "unequal": True}, None, 1e-4),
     "sharded-unequal": ({"row": "P-sharded", "unequal": True}, None, 1e-4),
     "fsdp-unequal": ({"row": "P-fast", "unequal": True, "settings": {"parallel": "fsdp"}}, None, 1e-4),
     "gpipe": ({"row": "P-gpipe"} | CUT, UNCUT, 1e-4),
@@ -123,11 +126,12 @@ def test_a_stage_waits_at_least_as_long_as_the_formula_says(name, formula, share
 
 def test_ways_to_reduce_see_one_noise_scale(shared):
     """Square norms of each process's gradient and of the mean of all, which the noise scale is made of."""
-    flat, sharded, ddp = (
+    flat, overlap, sharded, ddp = (
         np.mean([rank["norms"] for rank in found_by_ranks(shared / name)], axis=0)
-        for name in ("flat", "sharded", "ddp")
+        for name in ("flat", "overlap", "sharded", "ddp")
     )
     assert flat == pytest.approx(sharded, rel=1e-3)
+    assert flat == pytest.approx(overlap, rel=1e-3)
     own, mean = flat
     assert own / 2 < mean < own, "two gradients that partly agree"
     assert not ddp.any(), "which never has its gradients in one piece"

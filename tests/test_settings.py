@@ -38,6 +38,7 @@ COMPANIONS = {
     ("attention", "flash"): {"padding": "packed"},
     ("attention", "efficient"): {"padding": "packed"},
     ("attention", "blockmask"): {"padding": "packed"},
+    ("compile", "regions"): {"padding": "packed", "attention": "sdpa"},
     ("optimizer", "master"): {"precision": "bf16"},
     ("feed_forward", "fp8"): {"precision": "bf16", "optimizer": "master"},
     ("frozen", "nf4"): {"trainable": "lora-all-r4"},
@@ -127,7 +128,7 @@ class Seen:
         for owner, name in (
             (parallel, "DistributedDataParallel"), (parallel, "bf16_compress_hook"), (parallel, "fully_shard"),
             (parallel.Flat, "reduce"), (parallel.dist, "reduce_scatter_tensor"), (pipeline.Pipeline, "passes"),
-            (tensor, "parallelize_module"),
+            (parallel, "regions_of"), (tensor, "parallelize_module"),
         ):  # fmt: skip
             real = getattr(owner, name)
             monkeypatch.setattr(owner, name, lambda *a, real=real, name=name, **k: (calls.add(name), real(*a, **k))[1])
@@ -191,11 +192,19 @@ OPTIMIZERS = {
     "master": lambda optimizer: isinstance(optimizer, MasterAdamW),
 }
 
+
+def compiles(seen, value: str) -> bool:
+    """By the backend, once for each part that is compiled by itself."""
+    parts = 3 if value == "regions" else seen.spec.settings.chunks
+    return seen.compiled == [value.replace("regions", "inductor")] * parts * (value != "none")
+
+
 SHARED = {
     "none": set(),
     "ddp": {"DistributedDataParallel"},
     "ddp-bf16": {"DistributedDataParallel", "bf16_compress_hook"},
     "flat": {"reduce"},
+    "overlap": {"reduce", "regions_of"},
     "sharded": {"reduce_scatter_tensor"},
     "fsdp": {"fully_shard"},
     "pipeline": {"passes"},
@@ -209,10 +218,10 @@ EFFECTS = {  # setting -> whether its value was seen at work
     "projections": lambda seen, value: seen.has(FusedSelfAttention) == (value == "fused"),
     "dropout": lambda seen, value: (
         seen.has(HashDropout) == (value == "hash")
-        and (value == "philox" or bool(seen.model.dropout_seeds.values.any()))
+        and (value == "philox" or any(m.seed for m in seen.model.modules() if isinstance(m, HashDropout)))
     ),
     "feed_forward": lambda seen, value: value == "native",
-    "compile": lambda seen, value: seen.compiled == [value] * (value != "none") * seen.spec.settings.chunks,
+    "compile": compiles,
     "padding": pads,
     "order": ordered,
     "trainable": trains_as_named,

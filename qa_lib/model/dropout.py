@@ -16,20 +16,13 @@ from torch import nn
 from qa_lib.model.encoders import encoder_of, layers_of
 
 
-class Seeds(nn.Module):
-    """What a model's hash dropouts share: a module, so that moving the model moves it once for all of them."""
-
-    def __init__(self, count: int):
-        super().__init__()
-        self.register_buffer("values", torch.zeros(count, dtype=torch.int32), persistent=False)
-
-
 class HashDropout(nn.Module):
-    """nn.Dropout with rate `p` for tensors of fewer than 2^31 elements; seed `number` decides what it drops."""
+    """nn.Dropout with rate `p` for tensors of fewer than 2^31 elements; its `seed` decides what it drops."""
 
-    def __init__(self, p: float, seeds: Seeds, number: int):
+    def __init__(self, p: float):
         super().__init__()
-        self.p, self.seeds, self.number = p, seeds, number
+        self.p = p
+        self.register_buffer("seed", torch.zeros((), dtype=torch.int32), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or not self.p:
@@ -37,7 +30,7 @@ class HashDropout(nn.Module):
         # The finalizer "lowbias32" (Wellons 2018), with the seed near its start, so that two seeds give unrelated
         # patterns. PyTorch's int32 wraps when it multiplies, and keeps the sign when it shifts, hence the masks.
         bits = torch.arange(x.numel(), device=x.device, dtype=torch.int32).view(x.shape)
-        bits = ((bits ^ ((bits >> 16) & 0xFFFF)) + self.seeds.values[self.number]) * 0x7FEB352D
+        bits = ((bits ^ ((bits >> 16) & 0xFFFF)) + self.seed) * 0x7FEB352D
         bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
         bits = (bits ^ ((bits >> 16) & 0xFFFF)) & 0x7FFFFFFF
         return torch.where(bits >= int(self.p * 2**31), x * (1 / (1 - self.p)), 0.0)
@@ -48,10 +41,8 @@ def use_hash_dropout(model: nn.Module) -> None:
     encoder = encoder_of(model)
     owners = [(model, encoder.embeddings_dropout or f"{encoder.embeddings[0]}.dropout")]
     owners += [(layer, name) for layer in layers_of(model) for name in encoder.dropouts]
-    seeds = Seeds(len(owners))
-    for number, (owner, name) in enumerate(owners):
-        owner.set_submodule(name, HashDropout(owner.get_submodule(name).p, seeds, number))
-    model.dropout_seeds = seeds
+    for owner, name in owners:
+        owner.set_submodule(name, HashDropout(owner.get_submodule(name).p))
 
 
 def renew(model: nn.Module) -> None:
@@ -59,5 +50,7 @@ def renew(model: nn.Module) -> None:
 
     Does nothing to a model without them.
     """
-    if hasattr(model, "dropout_seeds"):
-        model.dropout_seeds.values.random_()
+    seeds = [module.seed for module in model.modules() if isinstance(module, HashDropout)]
+    if seeds:
+        drawn = torch.empty(len(seeds), dtype=torch.int32, device=seeds[0].device).random_()
+        torch._foreach_copy_(seeds, list(drawn.unbind()))

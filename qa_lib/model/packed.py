@@ -3,14 +3,21 @@
 data/packing.py says why rows are packed and how. A model must then do three things that it does not do by itself:
 count positions from the start of each feature, keep attention within it (model/attention.py), and take the softmax of
 the loss over it alone. The loss is then that of padded rows, and a test holds it to that.
+
+`Packed` is the whole model; a `Part` is some of its layers, for a pipeline's stages and for `Regions`, which are
+compiled one by one.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
 from transformers.modeling_outputs import QuestionAnsweringModelOutput
 
 from qa_lib.model.attention import Segments
-from qa_lib.model.encoders import first_position
+from qa_lib.model.encoders import embeddings_of, encoder_of, first_position, layers_of
+
+REGION = 3  # layers that are compiled as one
 
 
 class Packed(torch.nn.Module):
@@ -33,6 +40,63 @@ class Packed(torch.nn.Module):
         starts, ends = output.start_logits, output.end_logits
         loss = span_loss(starts, ends, start_positions, end_positions, cu_seqlens, max(self.limits))
         return QuestionAnsweringModelOutput(loss=loss, start_logits=starts, end_logits=ends)
+
+
+class Part(torch.nn.Module):
+    """Some of the layers of a model over packed rows, with the `embeddings` below them and the `head` above where asked
+    for; hidden states in and out, both [1, tokens, width]. The embeddings take none, and the head gives the loss."""
+
+    def __init__(self, packed: Packed, layers: list, embeddings: bool = False, head: bool = False):
+        super().__init__()
+        model = packed.model
+        self.limits, self.first_position = packed.limits, packed.first_position
+        self.embeddings = torch.nn.ModuleList(embeddings_of(model) if embeddings else [])
+        self.layers = torch.nn.ModuleList(layers)
+        self.head = model.get_submodule(encoder_of(model).head) if head else None
+
+    def forward(
+        self, hidden=None, *, input_ids, position_ids, cu_seqlens, start_positions, end_positions, token_type_ids=None,
+        **layout,
+    ):  # fmt: skip
+        """Keywords as Packed.forward takes them."""
+        for number, module in enumerate(self.embeddings):
+            if number:
+                hidden = module(hidden)
+            else:
+                positions = position_ids + self.first_position
+                hidden = module(input_ids=input_ids, token_type_ids=token_type_ids, position_ids=positions)
+        segments = Segments(cu_seqlens, self.limits, **layout)
+        for layer in self.layers:
+            hidden = layer(hidden, segments=segments)
+        if self.head is None:
+            return hidden
+        starts, ends = self.head(hidden).unbind(-1)
+        return span_loss(starts, ends, start_positions, end_positions, cu_seqlens, max(self.limits))
+
+
+def regions_of(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
+    """The modules of a model in order of the forward pass: the embeddings, every REGION layers, the head."""
+    layers = layers_of(model)
+    groups = [layers[begin : begin + REGION] for begin in range(0, len(layers), REGION)]
+    return [embeddings_of(model), *groups, [model.get_submodule(encoder_of(model).head)]]
+
+
+class Regions(torch.nn.Module):
+    """A packed model as its regions one after the other. `compiled` compiles each; those of layers are alike, so that
+    the compiler makes one program for all of them."""
+
+    def __init__(self, packed: Packed, compiled: Callable[[Part], Callable]):
+        super().__init__()
+        below, above = Part(packed, [], embeddings=True), Part(packed, [], head=True)
+        between = [Part(packed, layers) for layers in regions_of(packed.model)[1:-1]]
+        self.parts = [compiled(part) for part in (below, *between, above)]
+
+    def forward(self, **inputs):
+        """As Packed.forward, without logits."""
+        hidden = None
+        for part in self.parts:
+            hidden = part(hidden, **inputs)
+        return QuestionAnsweringModelOutput(loss=hidden)
 
 
 def span_loss(starts, ends, start_positions, end_positions, cu_seqlens, longest: int) -> torch.Tensor:

@@ -3,11 +3,19 @@
 `inductor` traces the model into one graph, fuses elementwise work into few kernels that read and write memory once, and
 takes Python out of the step. `aot_eager` traces and differentiates the graph but runs its kernels as they are, which
 shows what tracing alone contributes; `cudagraphs` replays those kernels as CUDA graphs, which shows what launches cost.
+
+`regions` is Inductor again, on a few layers of packed rows at a time (row E-regions). All layers are alike, so that one
+program serves every region, and the time before the first step falls with the tracing and code generation. What would
+be fused across a border is lost, and the backward pass comes in pieces, whose gradients can be sent on meanwhile (row
+P-overlap).
 """
+
+from functools import partial
 
 import torch
 
 from qa_lib.measure.meter import PEAK_FROM
+from qa_lib.model.packed import Regions
 from qa_lib.spec import Spec
 from qa_lib.variants import Settings
 
@@ -20,7 +28,9 @@ def compiled(model: torch.nn.Module, settings: Settings):
     """
     if settings.compile == "none":
         return model
-    return torch.compile(model, backend=settings.compile, dynamic=settings.padding == "longest")
+    backend = "inductor" if settings.compile == "regions" else settings.compile
+    by_backend = partial(torch.compile, backend=backend, dynamic=settings.padding == "longest")
+    return Regions(model, by_backend) if settings.compile == "regions" else by_backend(model)
 
 
 def forget_compiled() -> None:

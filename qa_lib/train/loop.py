@@ -16,7 +16,7 @@ from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.compilation import own_gradients, peak_from
 from qa_lib.train.graph import captured
 from qa_lib.train.optim import build_optimizer, clip, learning_rate, set_rate, trained
-from qa_lib.train.parallel import DDP, FSDP, Alone, DDPInHalf, Flat, Sharded
+from qa_lib.train.parallel import DDP, FSDP, Alone, DDPInHalf, Flat, Overlapped, Sharded
 from qa_lib.train.pipeline import Pipeline
 from qa_lib.train.precision import Precision
 from qa_lib.train.ranks import Ranks
@@ -28,6 +28,7 @@ SHARING = {
     "ddp": DDP,
     "ddp-bf16": DDPInHalf,
     "flat": Flat,
+    "overlap": Overlapped,
     "sharded": Sharded,
     "fsdp": FSDP,
     "pipeline": Pipeline,

@@ -7,6 +7,8 @@ time, plus what the averaging takes. How it is done is what the rows differ in:
 - `ddp` (Li et al. 2020): gradients are reduced in buckets while the backward pass still computes others (row P1).
 - `flat`: one reduction of all gradients after the backward pass. Nothing hides it, but it is one call, which a CUDA
   graph captures with the rest of the step (row P-fast).
+- `overlap`: as `flat`, but a part of the model at a time, beginning while the backward pass computes the gradients of
+  the parts below it. Only the embeddings' are left to wait for (row P-overlap).
 - `sharded` (ZeRO-1, Rajbhandari et al. 2020): each process gets the sum of a share of the gradients alone, updates that
   share of the weights, and sends it to the others: the same bytes on the way, and an n-th of the optimizer's work and
   memory (row P-sharded).
@@ -20,6 +22,7 @@ have one model between them are a replica, and n counts replicas.
 
 import contextlib
 import warnings
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,6 +32,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from qa_lib.model.encoders import layers_of
+from qa_lib.model.packed import regions_of
 from qa_lib.train.compilation import compiled
 from qa_lib.train.ranks import Ranks
 from qa_lib.variants import Settings
@@ -135,8 +139,48 @@ class Flat(Alone):
         mean = square_norm(self.ranks.mean(flat, self.peers))
         if self.settings.precision != "fp16":  # a loss scale is on the gradients
             self.ranks.note_norms(own, mean)
-        for parameter, part in zip(self.parameters, flat.split([p.numel() for p in self.parameters]), strict=True):
-            parameter.grad = part.view_as(parameter)
+        lay(flat, self.parameters)
+
+
+class Overlapped(Flat):
+    """The gradients of each of the model's regions in one tensor, whose reduction begins as soon as all are there."""
+
+    def __init__(self, model, ranks, settings):
+        super().__init__(model, ranks, settings)
+        # A parameter of two regions is through with the lower one, and what is in none goes with the embeddings.
+        region_of = dict.fromkeys(self.parameters, 0)
+        for number, region in reversed(list(enumerate(regions_of(model)))):
+            region_of |= {p: number for module in region for p in module.parameters() if p in region_of}
+        self.regions = [[p for p in self.parameters if region_of[p] == n] for n in sorted(set(region_of.values()))]
+        self.sent, self.waits_for = [], None  # (gradients, their region, what waits for them); parameters a region
+        for number, region in enumerate(self.regions if ranks.world > 1 else []):
+            for parameter in region:
+                parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))
+
+    @contextlib.contextmanager
+    def micro_batch(self, last):
+        self.waits_for = list(map(len, self.regions)) if last else None
+        with super().micro_batch(last):
+            yield
+
+    def _arrived(self, number: int, _: torch.Tensor) -> None:
+        if self.waits_for:
+            self.waits_for[number] -= 1
+            if self.waits_for[number] == 0:
+                flat = torch.cat([p.grad.flatten() for p in self.regions[number]])
+                self.sent.append((flat, square_norm(flat), self.regions[number], self.ranks.begin_mean(flat)))
+
+    def reduce(self):
+        if self.ranks.world == 1:
+            return super().reduce()
+        self.passed, mean = 0, []
+        for flat, _, region, end in self.sent:
+            end()
+            mean.append(square_norm(flat))
+            lay(flat, region)
+        if self.settings.precision != "fp16":  # as in Flat
+            self.ranks.note_norms(sum(own for _, own, _, _ in self.sent), sum(mean))
+        self.sent.clear()
 
 
 class Sharded(Alone):
@@ -216,6 +260,12 @@ def total_norm(norm: torch.Tensor, group: dist.ProcessGroup | None = None) -> to
     squares = norm.square()
     dist.all_reduce(squares, group=group)
     return squares.sqrt()
+
+
+def lay(flat: torch.Tensor, parameters: list[torch.nn.Parameter]) -> None:
+    """Let the gradients of some parameters be the parts of a tensor that holds them end to end."""
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter)
 
 
 def square_norm(gradients: torch.Tensor) -> torch.Tensor:

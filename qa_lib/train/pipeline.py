@@ -33,9 +33,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from qa_lib.measure.meter import Stopwatch
-from qa_lib.model.attention import Segments
-from qa_lib.model.encoders import embeddings_of, encoder_of, layers_of
-from qa_lib.model.packed import Packed, span_loss
+from qa_lib.model.encoders import encoder_of, layers_of
+from qa_lib.model.packed import Packed, Part
 from qa_lib.train.compilation import compiled
 from qa_lib.train.parallel import Flat, total_norm
 from qa_lib.train.precision import Precision
@@ -75,7 +74,12 @@ class Pipeline(Flat):
         self.micro_batches, self.laps, self.schedule = [], [], None
 
     def wrapped(self, forward: Packed) -> Packed:
-        self.parts = {number: compiled(Part(forward, number, self.count), self.settings) for number in self.numbers}
+        layers, size = layers_of(self.model), len(layers_of(self.model)) // self.count
+        self.parts = {}
+        for number in self.numbers:
+            ends = {"embeddings": number == 0, "head": number == self.count - 1}
+            part = Part(forward, layers[number * size : (number + 1) * size], **ends)
+            self.parts[number] = compiled(part, self.settings)
         return forward
 
     def passes(self, micro_batches: list[dict], parts: list[float]) -> torch.Tensor:
@@ -121,39 +125,6 @@ class Pipeline(Flat):
 
     def place(self, number):
         return self.places[number]
-
-
-class Part(nn.Module):
-    """Part `number` of `count` of a model over packed rows: hidden states in and out, both [1, tokens, width]; the
-    first takes none, and the last gives the loss."""
-
-    def __init__(self, forward: Packed, number: int, count: int):
-        super().__init__()
-        model, layers = forward.model, layers_of(forward.model)
-        size = len(layers) // count
-        self.limits, self.first_position = forward.limits, forward.first_position
-        self.embeddings = nn.ModuleList(embeddings_of(model) if number == 0 else [])
-        self.layers = nn.ModuleList(layers[number * size : (number + 1) * size])
-        self.head = model.get_submodule(encoder_of(model).head) if number == count - 1 else None
-
-    def forward(
-        self, hidden=None, *, input_ids, position_ids, cu_seqlens, start_positions, end_positions, token_type_ids=None,
-        **layout,
-    ):  # fmt: skip
-        """Keywords as Packed.forward takes them."""
-        for number, module in enumerate(self.embeddings):
-            if number:
-                hidden = module(hidden)
-            else:
-                positions = position_ids + self.first_position
-                hidden = module(input_ids=input_ids, token_type_ids=token_type_ids, position_ids=positions)
-        segments = Segments(cu_seqlens, self.limits, **layout)
-        for layer in self.layers:
-            hidden = layer(hidden, segments=segments)
-        if self.head is None:
-            return hidden
-        starts, ends = self.head(hidden).unbind(-1)
-        return span_loss(starts, ends, start_positions, end_positions, cu_seqlens, max(self.limits))
 
 
 class Stage(PipelineStage):
