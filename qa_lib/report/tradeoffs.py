@@ -1,0 +1,285 @@
+"""Trade-offs: what a larger model, or a longer context, is worth in quality, at equal training data.
+
+Loss falls with the size of a model about as a power of it: a straight line where both axes are logarithmic (Kaplan et
+al. 2020). Such a law is tested by what it was not fitted to. So the largest model is kept out, and the law through the
+others predicts it. Two laws compete: L = a N^-b, which few sizes can carry and which would fall to zero, and
+L = a N^-b + c, whose c is the loss that no size removes (Hoffmann et al. 2022). Each is fitted where there are more
+sizes than it has constants.
+
+All runs see as many tokens of the same text, so that these are laws of size at equal data. Larger models take more
+FLOPs and seconds for it: a point says what its training cost, not the least that its loss could have cost.
+"""
+
+import math
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from scipy.optimize import curve_fit
+
+from qa_lib.report.runs import EPOCHS, RATE, NotMeasured, ReportError, commits, on_cpu, select
+from qa_lib.report.sentences import CPU_CAVEAT
+from qa_lib.report.style import BLUE, GREEN, ORANGE, new_figure, style
+from qa_lib.report.tables import LEVEL, interval
+from qa_lib.report.text import FILTERS, MISSING, count, number, say, share
+from qa_lib.spec import find_shape
+
+SCORES = {  # task -> value of a record, its name; by bytes, tokenizers may differ
+    "lm": ("quality.bits_per_byte", "bits per byte"),
+    "qa": ("quality.best_f1", "F1 at the best threshold"),
+}
+SIZES = {  # what a model's score is held against
+    "layers": "parameters without embeddings",
+    "parameters": "parameters",
+    "flops": "FLOPs of training",
+    "seconds": "seconds of training",
+}
+LAWS = {2: ("a · N^−b", ORANGE, "--"), 3: ("a · N^−b + c", GREEN, ":")}  # by how many constants
+AXES = {**SIZES, "length": "tokens of a window or feature"}
+
+
+def measured(every: pd.DataFrame, group: str, row: str) -> pd.DataFrame:
+    """Of all records the runs of a group and row that show a trade-off, a line a run: of equal training data, and of
+    each model and length at one learning rate, that of the most seeds and among these the best mean.
+
+    Columns beside those of `every`: score, those of SIZES (NaN where they are not known) and rates, which were tried.
+    Raises NotMeasured where the group has none.
+    """
+    try:
+        runs = select(every, group)
+    except ReportError as problem:
+        raise NotMeasured(str(problem)) from None
+    task = runs["task.name"].iloc[0]
+    column, label = SCORES[task]
+    runs = runs[(runs["status"] == "ok") & (runs["spec.variant"] == row) & runs[column].notna()]
+    if runs.empty:
+        raise NotMeasured(f"no run of {row} in group {group} has ended ok with {label}")
+    a_step = runs["batch"] * (runs["length"] if task == "lm" else 1)
+    alike = [runs[EPOCHS], a_step.rename("a step"), runs["precision"], runs["world"]]
+    parts = [part for _, part in runs.groupby(alike, dropna=False)]
+    runs = max(parts, key=lambda part: (len(part[["model", "length"]].drop_duplicates()), len(part)))
+    runs = runs.assign(score=runs[column].astype(float), **_sizes(runs, task))
+    return pd.concat([_tuned(part) for _, part in runs.groupby(["model", "length"])])
+
+
+def _sizes(runs: pd.DataFrame, task: str) -> dict[str, pd.Series]:
+    """The columns of SIZES. FLOPs are counted as in measure/cost.py: 6 for each parameter of the layers and the head
+    and each token, and 6 x layers x hidden x length a token for the half of the attention that is not masked."""
+    parameters = runs["model.params_total"].astype(float)
+    alone = runs["time.train_s"].astype(float) - runs["time.compile_s"].astype(float).fillna(0.0)
+    found = {"parameters": parameters, "seconds": alone.where(runs["time.resumed_from_step"].isna())}
+    shapes = runs["model.name"].map(find_shape)
+    if task != "lm" or shapes.isna().any():
+        return found | {"layers": math.nan, "flops": math.nan}
+    layers, hidden, vocabulary, positions = (
+        shapes.map(lambda shape, name=name: getattr(shape, name))
+        for name in ("layers", "hidden", "vocabulary", "positions")
+    )
+    without = parameters - (vocabulary + positions) * hidden
+    each = 6 * (without + vocabulary * hidden) + 6 * layers * hidden * runs["length"]
+    tokens = runs["time.steps"].astype(float) * runs["batch"] * runs["length"]
+    return found | {"layers": without, "flops": each * tokens}
+
+
+def _tuned(part: pd.DataFrame) -> pd.DataFrame:
+    """Of one model's runs at one length those at its learning rate."""
+    sign = 1 if part["task.higher_is_better"].iloc[0] else -1
+    tries = part.groupby(RATE).agg(seeds=("spec.seed", "nunique"), score=("score", "mean"))
+    best = max(tries.itertuples(), key=lambda tried: (tried.seeds, sign * tried.score)).Index
+    chosen = part[part[RATE] == best].drop_duplicates("spec.seed")
+    return chosen.assign(rates=", ".join(map("{:g}".format, tries.index)))
+
+
+def along(runs: pd.DataFrame, what: str) -> pd.DataFrame:
+    """Of `measured` what a curve over lengths or models shows, in that order: the model of most lengths, or the length
+    of most models."""
+    by, other = ("length", "model") if what == "length" else ("model", "length")
+    part = max((part for _, part in runs.groupby(other)), key=lambda part: (part[by].nunique(), len(part)))
+    return part.sort_values(["length" if what == "length" else "parameters", "spec.seed"], kind="stable")
+
+
+def means(part: pd.DataFrame) -> pd.DataFrame:
+    """A line a model and length, in their order: means over seeds of score and sizes, `score±`, n, rate, rates."""
+    seeds = part.groupby(["model", "length"], sort=False)
+    lines = seeds[["score", *SIZES, RATE]].mean().rename(columns={RATE: "rate"})
+    lines["score±"] = interval(seeds["score"])
+    return lines.assign(n=seeds.size(), rates=seeds["rates"].first()).reset_index()
+
+
+def fit(sizes: np.ndarray, scores: np.ndarray, constants: int) -> tuple[float, float, float, float]:
+    """(unit, a, b, c) of the law a (N / unit)^-b + c of so many constants, 2 without c, by least squares of relative
+    misses. The unit is the geometric mean of the sizes, which tells a and b apart."""
+    logs, unit = np.log(scores), math.exp(np.log(sizes).mean())
+
+    def log_law(size, log_a, b, c=0.0):
+        return np.log(np.exp(log_a) * size**-b + c)
+
+    low, high = [-np.inf, -5.0, 0.0], [np.inf, 5.0, scores.min()]
+    begin = [logs.mean() - math.log(2), 0.3, scores.min() / 2] if constants == 3 else [logs.mean(), 0.1]
+    bounds = (low[:constants], high[:constants])
+    (log_a, b, *c), _ = curve_fit(log_law, sizes / unit, logs, begin, bounds=bounds, max_nfev=10_000)
+    return unit, math.exp(log_a), float(b), float(c[0]) if c else 0.0
+
+
+def value(law: tuple[float, float, float, float], sizes: np.ndarray) -> np.ndarray:
+    """What a law of `fit` says of some sizes."""
+    unit, a, b, c = law
+    return a * (sizes / unit) ** -b + c
+
+
+def laws(runs: pd.DataFrame, size: str) -> pd.DataFrame:
+    """The laws of loss over one of SIZES, a line for each of LAWS that has more models than constants beside the
+    largest, which is kept out: constants, law (of the means over seeds), b, predicted and came, with half the t-based
+    interval of the latter three over fits to one seed each (b±, predicted±, came±), and the model that was kept_out.
+
+    Seeds are drawn together, a fit each, since three values are too few to be drawn from again and again: a bootstrap
+    of them never leaves their range. Raises NotMeasured.
+    """
+    part = along(runs, size)
+    if runs["task.name"].iloc[0] != "lm":
+        raise NotMeasured("laws are fitted to the loss of language models, and this is another task")
+    points = means(part).dropna(subset=["score", size])
+    fitted, last = points.iloc[:-1], points.iloc[-1] if len(points) else None
+    if len(fitted) <= min(LAWS):
+        raise NotMeasured(
+            f"a law takes {min(LAWS) + 1} models with {SIZES[size]} and a larger one that is kept out; "
+            f"there are {len(points)} in all"
+        )
+    by_seed = part.pivot(index="spec.seed", columns="model", values="score").dropna()
+    found = []
+    for constants in (number_of for number_of in LAWS if len(fitted) > number_of):
+        law = fit(fitted[size].to_numpy(), fitted["score"].to_numpy(), constants)
+        each = [
+            fit(fitted[size].to_numpy(), seed[fitted["model"]].to_numpy(), constants) for _, seed in by_seed.iterrows()
+        ]
+        tried = pd.DataFrame({"b": [own[2] for own in each], "predicted": [value(own, last[size]) for own in each]})
+        halves = interval(tried.astype(float))
+        found.append({
+            "constants": constants, "law": law, "b": law[2], "b±": halves["b"],
+            "predicted": value(law, last[size]), "predicted±": halves["predicted"],
+            "came": last["score"], "came±": last["score±"], "kept_out": last["model"],
+        })  # fmt: skip
+    return pd.DataFrame(found)
+
+
+def points_table(runs: pd.DataFrame) -> pd.DataFrame:
+    """`measured` as text: a line a model and length, with what its training took."""
+    lines = means(runs.sort_values(["parameters", "length"], kind="stable"))
+    label = SCORES[runs["task.name"].iloc[0]][1]
+    table = pd.DataFrame({
+        "model": [name.split()[0] for name in lines["model"]],
+        "length": lines["length"].map("{:,}".format),
+        "n": lines["n"].map(str),
+        label: [digits(score, half) for score, half in zip(lines["score"], lines["score±"], strict=True)],
+        "without embeddings": lines["layers"].map(count),
+        "parameters": lines["parameters"].map(count),
+        "FLOPs": lines["flops"].map("{:.3g}".format).where(lines["flops"].notna(), MISSING),
+        "seconds": lines["seconds"].map(number),
+        "learning rate": lines["rate"].map("{:g}".format),
+        "of those tried": lines["rates"],
+    })  # fmt: skip
+    return table.loc[:, (table != MISSING).any()]
+
+
+def law_table(runs: pd.DataFrame) -> pd.DataFrame:
+    """`laws` over each of SIZES as text. Raises NotMeasured where there is none over any."""
+    table, unknown = [], None
+    for size, label in SIZES.items():
+        try:
+            found = laws(runs, size)
+        except NotMeasured as reason:
+            unknown = unknown or reason
+            continue
+        for line in found.to_dict("records"):
+            unit, a, _, c = line["law"]
+            table.append({
+                "N": label,
+                "law": LAWS[line["constants"]][0],
+                "a, at N": f"{digits(a)} at {unit:.3g}",
+                "b": digits(line["b"], line["b±"]),
+                "c": digits(c) if line["constants"] == 3 else MISSING,
+                "predicted": digits(line["predicted"], line["predicted±"]),
+                "came to": digits(line["came"], line["came±"]),
+                "off by": share(line["predicted"] / line["came"] - 1).replace("-", "−"),
+            })  # fmt: skip
+    if not table:
+        raise unknown
+    return pd.DataFrame(table)
+
+
+def digits(value: float, half: float = math.nan) -> str:
+    """A loss or an exponent, whose third decimal counts."""
+    if pd.isna(value):
+        return MISSING
+    return f"{value:.3f}".replace("-", "−") + (f" ± {half:.3f}" if pd.notna(half) else "")
+
+
+FILTERS |= {"digits": digits, "millions": count}
+
+
+def finding(runs: pd.DataFrame) -> str:
+    """What the largest model gains over the smallest, and the longest text over the shortest; and what the law of
+    most constants predicted for the model that was kept out."""
+    ends = {}
+    for what in ("parameters", "length"):
+        lines = means(along(runs, what)).dropna(subset=["score"])
+        ends[what] = lines.iloc[[0, -1]].to_dict("records") if lines[what].nunique() > 1 else []
+    try:
+        law = laws(runs, "layers").iloc[-1].to_dict()
+    except NotMeasured:
+        law = None
+    if not any(ends.values()):
+        raise NotMeasured("no two models and no two lengths were trained alike")
+    return say("tradeoffs.finding", label=SCORES[runs["task.name"].iloc[0]][1], law=law, **ends)
+
+
+@style()
+def fig_tradeoffs(runs: pd.DataFrame) -> Figure:
+    """The score of `measured` runs against each of AXES in which they differ, with the laws over sizes; hollow, the
+    model that these were not fitted to. Raises NotMeasured."""
+    title = finding(runs)
+    known = {what: means(along(runs, what)).dropna(subset=[what]) for what in AXES}
+    shown = {what: lines for what, lines in known.items() if lines[what].nunique() > 1}
+    rows = math.ceil(len(shown) / 3)
+    figure = new_figure(("On a CPU: " if on_cpu(runs) else "") + title, _note(runs), 1.2 + 2.7 * rows)
+    axes = figure.subplots(rows, min(3, len(shown)), sharey=True, squeeze=False).flat
+    for axis, (what, lines) in zip(axes, shown.items(), strict=False):
+        kept_out = draw_laws(axis, runs, what, lines) if what in SIZES else None
+        for chosen, color in ((lines["model"] != kept_out, BLUE), (lines["model"] == kept_out, "white")):
+            axis.errorbar(lines[what][chosen], lines["score"][chosen], lines["score±"][chosen], fmt="o", capsize=3,
+                          color=BLUE, markerfacecolor=color, markersize=5)  # fmt: skip
+        axis.set_xscale("log", base=2 if what == "length" else 10)
+        axis.set_xlabel(AXES[what], fontsize=9)
+        if what == "length":
+            axis.set_xticks(lines["length"], lines["length"].map("{:,}".format))
+            axis.minorticks_off()
+    for axis in list(figure.axes)[len(shown) :]:
+        axis.remove()
+    for axis in figure.axes[::3]:
+        axis.set_ylabel(SCORES[runs["task.name"].iloc[0]][1])
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside upper right", ncols=3, fontsize=8, frameon=False)
+    return figure
+
+
+def draw_laws(axis: Axes, runs: pd.DataFrame, size: str, lines: pd.DataFrame) -> str | None:
+    """The laws over a size as lines; the model that they were not fitted to, or None where there are none."""
+    try:
+        found = laws(runs, size)
+    except NotMeasured:
+        return None
+    reach = np.geomspace(lines[size].min(), lines[size].max())
+    for law in found.itertuples():
+        name, color, look = LAWS[law.constants]
+        axis.plot(reach, value(law.law, reach), look, color=color, linewidth=1.4, label=name, zorder=1)
+    return found["kept_out"].iloc[0]
+
+
+def _note(runs: pd.DataFrame) -> str:
+    parts = [f"Group {runs['group'].iloc[0]}, row {runs['spec.variant'].iloc[0]}"]
+    parts += ["equal training data in every point", f"bars: t-based {LEVEL} % intervals over seeds"]
+    parts += ["hollow: kept out of the laws", f"code {commits(runs)}"]
+    parts += sorted(set(runs["env.gpu"].dropna())) or [CPU_CAVEAT]
+    return " · ".join(parts) + "."
