@@ -11,6 +11,7 @@ FLOPs and seconds for it: a point says what its training cost, not the least tha
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
@@ -20,10 +21,11 @@ from scipy.optimize import curve_fit
 
 from qa_lib.report.runs import EPOCHS, RATE, NotMeasured, ReportError, commits, on_cpu, select
 from qa_lib.report.sentences import CPU_CAVEAT
-from qa_lib.report.style import BLUE, GREEN, ORANGE, new_figure, style
+from qa_lib.report.style import BLUE, GREEN, ORANGE, legend, new_figure, show, style
 from qa_lib.report.tables import LEVEL, interval
-from qa_lib.report.text import FILTERS, MISSING, count, number, say, share
+from qa_lib.report.text import FILTERS, MISSING, count, markdown, number, or_why, points, say, share
 from qa_lib.spec import find_shape
+from qa_lib.variants import find_variant
 
 SCORES = {  # task -> value of a record, its name; by bytes, tokenizers may differ
     "lm": ("quality.bits_per_byte", "bits per byte"),
@@ -35,7 +37,7 @@ SIZES = {  # what a model's score is held against
     "flops": "FLOPs of training",
     "seconds": "seconds of training",
 }
-LAWS = {2: ("a · N^−b", ORANGE, "--"), 3: ("a · N^−b + c", GREEN, ":")}  # by how many constants
+LAWS = {2: ("a·N⁻ᵇ", ORANGE, "--"), 3: ("a·N⁻ᵇ + c", GREEN, ":")}  # by how many constants
 AXES = {**SIZES, "length": "tokens of a window or feature"}
 
 
@@ -139,12 +141,12 @@ def laws(runs: pd.DataFrame, size: str) -> pd.DataFrame:
     part = along(runs, size)
     if runs["task.name"].iloc[0] != "lm":
         raise NotMeasured("laws are fitted to the loss of language models, and this is another task")
-    points = means(part).dropna(subset=["score", size])
-    fitted, last = points.iloc[:-1], points.iloc[-1] if len(points) else None
+    lines = means(part).dropna(subset=["score", size])
+    fitted, last = lines.iloc[:-1], lines.iloc[-1] if len(lines) else None
     if len(fitted) <= min(LAWS):
         raise NotMeasured(
             f"a law takes {min(LAWS) + 1} models with {SIZES[size]} and a larger one that is kept out; "
-            f"there are {len(points)} in all"
+            f"there are {len(lines)} in all"
         )
     by_seed = part.pivot(index="spec.seed", columns="model", values="score").dropna()
     found = []
@@ -171,7 +173,7 @@ def points_table(runs: pd.DataFrame) -> pd.DataFrame:
         "model": [name.split()[0] for name in lines["model"]],
         "length": lines["length"].map("{:,}".format),
         "n": lines["n"].map(str),
-        label: [digits(score, half) for score, half in zip(lines["score"], lines["score±"], strict=True)],
+        label: list(map(_scored(runs), lines["score"], lines["score±"])),
         "without embeddings": lines["layers"].map(count),
         "parameters": lines["parameters"].map(count),
         "FLOPs": lines["flops"].map("{:.3g}".format).where(lines["flops"].notna(), MISSING),
@@ -194,7 +196,7 @@ def law_table(runs: pd.DataFrame) -> pd.DataFrame:
         for line in found.to_dict("records"):
             unit, a, _, c = line["law"]
             table.append({
-                "N": label,
+                "N is": label,
                 "law": LAWS[line["constants"]][0],
                 "a, at N": f"{digits(a)} at {unit:.3g}",
                 "b": digits(line["b"], line["b±"]),
@@ -206,6 +208,11 @@ def law_table(runs: pd.DataFrame) -> pd.DataFrame:
     if not table:
         raise unknown
     return pd.DataFrame(table)
+
+
+def _scored(runs: pd.DataFrame) -> Callable:
+    """How a score of the runs' task is written."""
+    return digits if runs["task.name"].iloc[0] == "lm" else points
 
 
 def digits(value: float, half: float = math.nan) -> str:
@@ -231,7 +238,10 @@ def finding(runs: pd.DataFrame) -> str:
         law = None
     if not any(ends.values()):
         raise NotMeasured("no two models and no two lengths were trained alike")
-    return say("tradeoffs.finding", label=SCORES[runs["task.name"].iloc[0]][1], law=law, **ends)
+    label, told = SCORES[runs["task.name"].iloc[0]][1], _scored(runs)
+    for line in [line for lines in ends.values() for line in lines]:
+        line["score"] = told(line["score"])
+    return say("tradeoffs.finding", label=label, law=law, **ends)
 
 
 @style()
@@ -249,19 +259,23 @@ def fig_tradeoffs(runs: pd.DataFrame) -> Figure:
         for chosen, color in ((lines["model"] != kept_out, BLUE), (lines["model"] == kept_out, "white")):
             axis.errorbar(lines[what][chosen], lines["score"][chosen], lines["score±"][chosen], fmt="o", capsize=3,
                           color=BLUE, markerfacecolor=color, markersize=5)  # fmt: skip
-        axis.set_xscale("log", base=2 if what == "length" else 10)
-        axis.set_xlabel(AXES[what], fontsize=9)
-        if what == "length":
-            axis.set_xticks(lines["length"], lines["length"].map("{:,}".format))
-            axis.minorticks_off()
+        axis.set(xscale="log", xlabel=AXES[what])
+        axis.margins(x=0.12)
+        ticks = lines[what] if what == "length" else lines[what].iloc[[0, len(lines) // 2, -1]]
+        axis.set_xticks(ticks, ticks.map(_in_words(what)), fontsize=8)
+        axis.minorticks_off()
     for axis in list(figure.axes)[len(shown) :]:
         axis.remove()
     for axis in figure.axes[::3]:
         axis.set_ylabel(SCORES[runs["task.name"].iloc[0]][1])
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside upper right", ncols=3, fontsize=8, frameon=False)
+    if figure.axes[0].get_legend_handles_labels()[0]:
+        legend(figure.axes[0])
     return figure
+
+
+def _in_words(what: str) -> Callable[[float], str]:
+    """How a value of one of AXES is written below its axis."""
+    return {"flops": "{:.2g}".format, "seconds": number, "length": "{:,}".format}.get(what, count)
 
 
 def draw_laws(axis: Axes, runs: pd.DataFrame, size: str, lines: pd.DataFrame) -> str | None:
@@ -283,3 +297,16 @@ def _note(runs: pd.DataFrame) -> str:
     parts += ["hollow: kept out of the laws", f"code {commits(runs)}"]
     parts += sorted(set(runs["env.gpu"].dropna())) or [CPU_CAVEAT]
     return " · ".join(parts) + "."
+
+
+def shown(every: pd.DataFrame, group: str, row: str) -> list:
+    """For a notebook: fig_tradeoffs of a group's runs of a row, their table and the laws; or why they are not there."""
+    from IPython.display import Markdown  # notebooks have it; the command line need not
+
+    find_variant(row)
+    try:
+        runs = measured(every, group, row)
+    except NotMeasured as reason:
+        return [Markdown(f"*Not measured: {reason}.*")]
+    parts = [show(fig_tradeoffs, runs), Markdown(markdown(points_table(runs)))]
+    return parts + [Markdown(or_why(law_table, runs))] * (runs["task.name"].iloc[0] == "lm")
