@@ -4,10 +4,11 @@ import math
 
 import pandas as pd
 import pytest
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 from qa_lib import record
 from qa_lib.measure.cost import StepCost
+from qa_lib.model.build import model_config
 from qa_lib.report import tradeoffs
 from qa_lib.report.runs import NotMeasured, load_runs
 from qa_lib.spec import Machine, find_shape, resolve
@@ -32,7 +33,7 @@ def score(law, size):
     return a * (size / 1e6) ** -b + c
 
 
-def write(folder, model, seed, loss, *, rate=1e-3, length=512, epochs=3, train_s=None, **time):
+def write(folder, model, seed, loss, *, rate=1e-3, length=512, epochs=3, total=None, **time):
     """A record of scale lm-quality with this loss, as fit leaves it."""
     source = {"name": model, "revision": "1"}
     own = {"learning_rate": rate, "max_length": length, "epochs": epochs}
@@ -40,8 +41,8 @@ def write(folder, model, seed, loss, *, rate=1e-3, length=512, epochs=3, train_s
     entry = record.new_record(spec, {"python": "3.11", "gpu": "NVIDIA H200"})
     entry["code"] = {"commit": "0123456789abcdef0123456789abcdef01234567", "dirty": False}
     shape, size = find_shape(model), without_embeddings(model)
-    entry["model"]["params_total"] = size + (shape.vocabulary + shape.positions) * shape.hidden
-    entry["time"] |= {"steps": STEPS, "train_s": train_s or size / 1e5 + 5, "compile_s": 5.0} | time
+    entry["model"]["params_total"] = total or size + (shape.vocabulary + shape.positions) * shape.hidden
+    entry["time"] |= {"steps": STEPS, "train_s": size / 1e5 + 5, "compile_s": 5.0} | time
     entry["quality"]["bits_per_byte"] = loss
     record.finish(folder / spec.run_path, entry, "ok")
 
@@ -106,12 +107,14 @@ def test_the_rate_of_most_seeds_and_the_best_mean_counts(plain):
     assert set(lines["n"]) == {3}
 
 
-def test_flops_are_those_that_a_run_is_measured_by(plain):
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=16_384, n_positions=1024, n_embd=128, n_layer=2, n_head=2))
-    run = plain[plain["model.name"] == SHAPES[0]].iloc[0]
+def test_flops_are_those_that_a_run_is_measured_by(tmp_path):
+    model = GPT2LMHeadModel(model_config("gpt2:L2H128V1000", "lm"))  # whose vocabulary is rounded up
+    write(tmp_path, "gpt2:L2H128V1000", 0, 1.5, total=model.num_parameters())
+    run = tradeoffs.measured(load_runs(tmp_path), GROUP, "L-best").iloc[0]
     counted = StepCost(model).flops(TOKENS, TOKENS * 512) * STEPS
-    assert run["flops"] == pytest.approx(counted, rel=2e-3)  # which takes biases for weights
+    assert run["flops"] == pytest.approx(counted)
     assert run["layers"] == sum(p.numel() for p in model.transformer.h.parameters()) + 2 * 128
+    assert run["layers"] == run["parameters"] - 128 * (1024 + model.config.vocab_size)
     assert run["seconds"] == pytest.approx(run["layers"] / 1e5)
 
 

@@ -66,20 +66,21 @@ def measured(every: pd.DataFrame, group: str, row: str) -> pd.DataFrame:
 
 
 def _sizes(runs: pd.DataFrame, task: str) -> dict[str, pd.Series]:
-    """The columns of SIZES. FLOPs are counted as in measure/cost.py: 6 for each parameter of the layers and the head
-    and each token, and 6 x layers x hidden x length a token for the half of the attention that is not masked."""
+    """The columns of SIZES. FLOPs are counted as in measure/cost.py: for each token 6 for each weight of layers and
+    head, 4 for each bias and norm, and 6 x layers x hidden x length for the half of attention that is not masked."""
     parameters = runs["model.params_total"].astype(float)
     alone = runs["time.train_s"].astype(float) - runs["time.compile_s"].astype(float).fillna(0.0)
     found = {"parameters": parameters, "seconds": alone.where(runs["time.resumed_from_step"].isna())}
     shapes = runs["model.name"].map(find_shape)
     if task != "lm" or shapes.isna().any():
         return found | {"layers": math.nan, "flops": math.nan}
-    layers, hidden, vocabulary, positions = (
-        shapes.map(lambda shape, name=name: getattr(shape, name))
-        for name in ("layers", "hidden", "vocabulary", "positions")
+    layers, hidden, positions = (
+        shapes.map(lambda shape, name=name: getattr(shape, name)) for name in ("layers", "hidden", "positions")
     )
-    without = parameters - (vocabulary + positions) * hidden
-    each = 6 * (without + vocabulary * hidden) + 6 * layers * hidden * runs["length"]
+    weights, others = 12 * layers * hidden**2, 13 * layers * hidden  # of a GPT-2's layers; others: biases and norms
+    without = weights + others + 2 * hidden
+    head = parameters - without - positions * hidden
+    each = 6 * (weights + head) + 4 * others + 6 * layers * hidden * runs["length"]
     tokens = runs["time.steps"].astype(float) * runs["batch"] * runs["length"]
     return found | {"layers": without, "flops": each * tokens}
 
@@ -176,7 +177,7 @@ def points_table(runs: pd.DataFrame) -> pd.DataFrame:
         label: list(map(_scored(runs), lines["score"], lines["score±"])),
         "without embeddings": lines["layers"].map(count),
         "parameters": lines["parameters"].map(count),
-        "FLOPs": lines["flops"].map("{:.3g}".format).where(lines["flops"].notna(), MISSING),
+        "FLOPs": lines["flops"].map("{:.2e}".format).where(lines["flops"].notna(), MISSING),
         "seconds": lines["seconds"].map(number),
         "learning rate": lines["rate"].map("{:g}".format),
         "of those tried": lines["rates"],
@@ -198,7 +199,7 @@ def law_table(runs: pd.DataFrame) -> pd.DataFrame:
             table.append({
                 "N is": label,
                 "law": LAWS[line["constants"]][0],
-                "a, at N": f"{digits(a)} at {unit:.3g}",
+                "a, at N": f"{digits(a)} at {_in_words(size)(unit)}",
                 "b": digits(line["b"], line["b±"]),
                 "c": digits(c) if line["constants"] == 3 else MISSING,
                 "predicted": digits(line["predicted"], line["predicted±"]),
@@ -275,7 +276,7 @@ def fig_tradeoffs(runs: pd.DataFrame) -> Figure:
 
 def _in_words(what: str) -> Callable[[float], str]:
     """How a value of one of AXES is written below its axis."""
-    return {"flops": "{:.2g}".format, "seconds": number, "length": "{:,}".format}.get(what, count)
+    return {"flops": "{:.1e}".format, "seconds": number, "length": "{:,}".format}.get(what, count)
 
 
 def draw_laws(axis: Axes, runs: pd.DataFrame, size: str, lines: pd.DataFrame) -> str | None:
