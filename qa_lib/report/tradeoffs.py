@@ -149,13 +149,11 @@ def laws(runs: pd.DataFrame, size: str) -> pd.DataFrame:
             f"a law takes {min(LAWS) + 1} models with {SIZES[size]} and a larger one that is kept out; "
             f"there are {len(lines)} in all"
         )
-    by_seed = part.pivot(index="spec.seed", columns="model", values="score").dropna()
+    by_seed = part.pivot(index="spec.seed", columns="model", values="score")[[*fitted["model"]]].dropna()
     found = []
     for constants in (number_of for number_of in LAWS if len(fitted) > number_of):
         law = fit(fitted[size].to_numpy(), fitted["score"].to_numpy(), constants)
-        each = [
-            fit(fitted[size].to_numpy(), seed[fitted["model"]].to_numpy(), constants) for _, seed in by_seed.iterrows()
-        ]
+        each = [fit(fitted[size].to_numpy(), seed.to_numpy(), constants) for _, seed in by_seed.iterrows()]
         tried = pd.DataFrame({"b": [own[2] for own in each], "predicted": [value(own, last[size]) for own in each]})
         halves = interval(tried.astype(float))
         found.append({
