@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from scipy.optimize import curve_fit
 
 from qa_lib.report.runs import EPOCHS, RATE, NotMeasured, ReportError, commits, on_cpu, select
@@ -133,8 +134,8 @@ def value(law: tuple[float, float, float, float], sizes: np.ndarray) -> np.ndarr
 
 def laws(runs: pd.DataFrame, size: str) -> pd.DataFrame:
     """The laws of loss over one of SIZES, a line for each of LAWS that has more models than constants beside the
-    largest, which is kept out: constants, law (of the means over seeds), b, predicted and came, with half the t-based
-    interval of the latter three over fits to one seed each (b±, predicted±, came±), and the model that was kept_out.
+    largest, which is kept out: constants, law (of the means over seeds), its b and c, predicted and came, each with
+    half its t-based interval (b±, ...; of the first three over fits to one seed each), and the model kept_out.
 
     Seeds are drawn together, a fit each, since three values are too few to be drawn from again and again: a bootstrap
     of them never leaves their range. Raises NotMeasured.
@@ -152,13 +153,14 @@ def laws(runs: pd.DataFrame, size: str) -> pd.DataFrame:
     by_seed = part.pivot(index="spec.seed", columns="model", values="score")[[*fitted["model"]]].dropna()
     found = []
     for constants in (number_of for number_of in LAWS if len(fitted) > number_of):
-        law = fit(fitted[size].to_numpy(), fitted["score"].to_numpy(), constants)
-        each = [fit(fitted[size].to_numpy(), seed.to_numpy(), constants) for _, seed in by_seed.iterrows()]
-        tried = pd.DataFrame({"b": [own[2] for own in each], "predicted": [value(own, last[size]) for own in each]})
-        halves = interval(tried.astype(float))
+        law, *each = (
+            fit(fitted[size].to_numpy(), scores, constants)
+            for scores in [fitted["score"].to_numpy(), *by_seed.to_numpy()]
+        )
+        tried = pd.DataFrame([(b, c, value((unit, a, b, c), last[size])) for unit, a, b, c in each], dtype=float)
+        halves = dict(zip(("b±", "c±", "predicted±"), interval(tried.reindex(columns=range(3))), strict=True))
         found.append({
-            "constants": constants, "law": law, "b": law[2], "b±": halves["b"],
-            "predicted": value(law, last[size]), "predicted±": halves["predicted"],
+            "constants": constants, "law": law, "b": law[2], "c": law[3], "predicted": value(law, last[size]), **halves,
             "came": last["score"], "came±": last["score±"], "kept_out": last["model"],
         })  # fmt: skip
     return pd.DataFrame(found)
@@ -193,13 +195,13 @@ def law_table(runs: pd.DataFrame) -> pd.DataFrame:
             unknown = unknown or reason
             continue
         for line in found.to_dict("records"):
-            unit, a, _, c = line["law"]
+            unit, a, *_ = line["law"]
             table.append({
                 "N is": label,
                 "law": LAWS[line["constants"]][0],
                 "a, at N": f"{digits(a)} at {_in_words(size)(unit)}",
                 "b": digits(line["b"], line["b±"]),
-                "c": digits(c) if line["constants"] == 3 else MISSING,
+                "c": digits(line["c"], line["c±"]) if line["constants"] == 3 else MISSING,
                 "predicted": digits(line["predicted"], line["predicted±"]),
                 "came to": digits(line["came"], line["came±"]),
                 "off by": share(line["predicted"] / line["came"] - 1).replace("-", "−"),
@@ -262,6 +264,10 @@ def fig_tradeoffs(runs: pd.DataFrame) -> Figure:
         axis.margins(x=0.12)
         ticks = lines[what] if what == "length" else lines[what].iloc[[0, len(lines) // 2, -1]]
         axis.set_xticks(ticks, ticks.map(_in_words(what)), fontsize=8)
+        if runs["task.name"].iloc[0] == "lm":  # a power is a straight line
+            axis.set_yscale("log")
+            axis.yaxis.set_major_locator(MaxNLocator(6))
+            axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axis.minorticks_off()
     for axis in list(figure.axes)[len(shown) :]:
         axis.remove()
