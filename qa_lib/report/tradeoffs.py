@@ -1,0 +1,317 @@
+"""Trade-offs: what a larger model, or a longer context, is worth in quality, at equal training data.
+
+Loss falls with the size of a model about as a power of it: a straight line where both axes are logarithmic (Kaplan et
+al. 2020). Such a law is tested by what it was not fitted to. So the largest model is kept out, and the law through the
+others predicts it. Two laws compete: L = a N^-b, which few sizes can carry and which would fall to zero, and
+L = a N^-b + c, whose c is the loss that no size removes (Hoffmann et al. 2022). Each is fitted where there are more
+sizes than it has constants.
+
+All runs see as many tokens of the same text, so that these are laws of size at equal data. Larger models take more
+FLOPs and seconds for it: a point says what its training cost, not the least that its loss could have cost.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+from scipy.optimize import curve_fit
+
+from qa_lib.report.runs import EPOCHS, RATE, NotMeasured, ReportError, commits, on_cpu, select
+from qa_lib.report.sentences import CPU_CAVEAT
+from qa_lib.report.style import BLUE, GREEN, ORANGE, legend, new_figure, show, style
+from qa_lib.report.tables import LEVEL, interval
+from qa_lib.report.text import FILTERS, MISSING, count, markdown, number, or_why, points, say, share
+from qa_lib.spec import find_shape
+from qa_lib.variants import find_variant
+
+SCORES = {  # task -> value of a record, its name; by bytes, tokenizers may differ
+    "lm": ("quality.bits_per_byte", "bits per byte"),
+    "qa": ("quality.best_f1", "F1 at the best threshold"),
+}
+SIZES = {  # what a model's score is held against
+    "layers": "parameters without embeddings",
+    "parameters": "parameters",
+    "flops": "FLOPs of training",
+    "seconds": "seconds of training",
+}
+LAWS = {2: ("a·N⁻ᵇ", ORANGE, "--"), 3: ("a·N⁻ᵇ + c", GREEN, ":")}  # by how many constants
+AXES = {**SIZES, "length": "tokens of a window or feature"}
+
+
+def measured(every: pd.DataFrame, group: str, row: str) -> pd.DataFrame:
+    """Of all records the runs of a group and row that show a trade-off, a line a run: of equal training data, and of
+    each model and length at one learning rate, that of the most seeds and among these the best mean.
+
+    Columns beside those of `every`: score, those of SIZES (NaN where they are not known) and rates, which were tried.
+    Raises NotMeasured where the group has none.
+    """
+    try:
+        runs = select(every, group)
+    except ReportError as problem:
+        raise NotMeasured(str(problem)) from None
+    task = runs["task.name"].iloc[0]
+    column, label = SCORES[task]
+    runs = runs[(runs["status"] == "ok") & (runs["spec.variant"] == row) & runs[column].notna()]
+    if runs.empty:
+        raise NotMeasured(f"no run of {row} in group {group} has ended ok with {label}")
+    a_step = runs["batch"] * (runs["length"] if task == "lm" else 1)
+    alike = [runs[EPOCHS], a_step.rename("a step"), runs["precision"], runs["world"]]
+    parts = [part for _, part in runs.groupby(alike, dropna=False)]
+    runs = max(parts, key=lambda part: (len(part[["model", "length"]].drop_duplicates()), len(part)))
+    runs = runs.assign(score=runs[column].astype(float), **_sizes(runs, task))
+    return pd.concat([_tuned(part) for _, part in runs.groupby(["model", "length"])])
+
+
+def _sizes(runs: pd.DataFrame, task: str) -> dict[str, pd.Series]:
+    """The columns of SIZES. FLOPs are counted as in measure/cost.py: for each token 6 for each weight of layers and
+    head, 4 for each bias and norm, and 6 x layers x hidden x length for the half of attention that is not masked."""
+    parameters = runs["model.params_total"].astype(float)
+    alone = runs["time.train_s"].astype(float) - runs["time.compile_s"].astype(float).fillna(0.0)
+    found = {"parameters": parameters, "seconds": alone.where(runs["time.resumed_from_step"].isna())}
+    shapes = runs["model.name"].map(find_shape)
+    if task != "lm" or shapes.isna().any():
+        return found | {"layers": math.nan, "flops": math.nan}
+    layers, hidden, positions = (
+        shapes.map(lambda shape, name=name: getattr(shape, name)) for name in ("layers", "hidden", "positions")
+    )
+    weights, others = 12 * layers * hidden**2, 13 * layers * hidden  # of a GPT-2's layers; others: biases and norms
+    without = weights + others + 2 * hidden
+    head = parameters - without - positions * hidden
+    each = 6 * (weights + head) + 4 * others + 6 * layers * hidden * runs["length"]
+    tokens = runs["time.steps"].astype(float) * runs["batch"] * runs["length"]
+    return found | {"layers": without, "flops": each * tokens}
+
+
+def _tuned(part: pd.DataFrame) -> pd.DataFrame:
+    """Of one model's runs at one length those at its learning rate."""
+    sign = 1 if part["task.higher_is_better"].iloc[0] else -1
+    tries = part.groupby(RATE).agg(seeds=("spec.seed", "nunique"), score=("score", "mean"))
+    best = max(tries.itertuples(), key=lambda tried: (tried.seeds, sign * tried.score)).Index
+    chosen = part[part[RATE] == best].drop_duplicates("spec.seed")
+    return chosen.assign(rates=", ".join(map("{:g}".format, tries.index)))
+
+
+def along(runs: pd.DataFrame, what: str) -> pd.DataFrame:
+    """Of `measured` what a curve over lengths or models shows, in that order: the model of most lengths, or the length
+    of most models."""
+    by, other = ("length", "model") if what == "length" else ("model", "length")
+    part = max((part for _, part in runs.groupby(other)), key=lambda part: (part[by].nunique(), len(part)))
+    return part.sort_values(["length" if what == "length" else "parameters", "spec.seed"], kind="stable")
+
+
+def means(part: pd.DataFrame) -> pd.DataFrame:
+    """A line a model and length, in their order: means over seeds of score and sizes, `score±`, n, rate, rates."""
+    seeds = part.groupby(["model", "length"], sort=False)
+    lines = seeds[["score", *SIZES, RATE]].mean().rename(columns={RATE: "rate"})
+    lines["score±"] = interval(seeds["score"])
+    return lines.assign(n=seeds.size(), rates=seeds["rates"].first()).reset_index()
+
+
+def fit(sizes: np.ndarray, scores: np.ndarray, constants: int) -> tuple[float, float, float, float]:
+    """(unit, a, b, c) of the law a (N / unit)^-b + c of so many constants, 2 without c, by least squares of relative
+    misses. The unit is the geometric mean of the sizes, which tells a and b apart."""
+    logs, unit = np.log(scores), math.exp(np.log(sizes).mean())
+
+    def log_law(size, log_a, b, c=0.0):
+        return np.log(np.exp(log_a) * size**-b + c)
+
+    low, high = [-np.inf, -5.0, 0.0], [np.inf, 5.0, scores.min()]
+    begin = [logs.mean() - math.log(2), 0.3, scores.min() / 2] if constants == 3 else [logs.mean(), 0.1]
+    bounds = (low[:constants], high[:constants])
+    (log_a, b, *c), _ = curve_fit(log_law, sizes / unit, logs, begin, bounds=bounds, max_nfev=10_000)
+    return unit, math.exp(log_a), float(b), float(c[0]) if c else 0.0
+
+
+def value(law: tuple[float, float, float, float], sizes: np.ndarray) -> np.ndarray:
+    """What a law of `fit` says of some sizes."""
+    unit, a, b, c = law
+    return a * (sizes / unit) ** -b + c
+
+
+def laws(runs: pd.DataFrame, size: str) -> pd.DataFrame:
+    """The laws of loss over one of SIZES, a line for each of LAWS that has more models than constants beside the
+    largest, which is kept out: constants, law (of the means over seeds), its b and c, predicted and came, each with
+    half its t-based interval (b±, ...; of the first three over fits to one seed each), and the model kept_out.
+
+    Seeds are drawn together, a fit each, since three values are too few to be drawn from again and again: a bootstrap
+    of them never leaves their range. Raises NotMeasured.
+    """
+    part = along(runs, size)
+    if runs["task.name"].iloc[0] != "lm":
+        raise NotMeasured("laws are fitted to the loss of language models, and this is another task")
+    lines = means(part).dropna(subset=["score", size])
+    fitted, last = lines.iloc[:-1], lines.iloc[-1] if len(lines) else None
+    if len(fitted) <= min(LAWS):
+        raise NotMeasured(
+            f"a law takes {min(LAWS) + 1} models with {SIZES[size]} and a larger one that is kept out; "
+            f"there are {len(lines)} in all"
+        )
+    by_seed = part.pivot(index="spec.seed", columns="model", values="score")[[*fitted["model"]]].dropna()
+    found = []
+    for constants in (number_of for number_of in LAWS if len(fitted) > number_of):
+        law, *each = (
+            fit(fitted[size].to_numpy(), scores, constants)
+            for scores in [fitted["score"].to_numpy(), *by_seed.to_numpy()]
+        )
+        tried = pd.DataFrame([(b, c, value((unit, a, b, c), last[size])) for unit, a, b, c in each], dtype=float)
+        halves = dict(zip(("b±", "c±", "predicted±"), interval(tried.reindex(columns=range(3))), strict=True))
+        found.append({
+            "constants": constants, "law": law, "b": law[2], "c": law[3], "predicted": value(law, last[size]), **halves,
+            "came": last["score"], "came±": last["score±"], "kept_out": last["model"],
+        })  # fmt: skip
+    return pd.DataFrame(found)
+
+
+def points_table(runs: pd.DataFrame) -> pd.DataFrame:
+    """`measured` as text: a line a model and length, with what its training took."""
+    lines = means(runs.sort_values(["parameters", "length"], kind="stable"))
+    label = SCORES[runs["task.name"].iloc[0]][1]
+    table = pd.DataFrame({
+        "model": [name.split()[0] for name in lines["model"]],
+        "length": lines["length"].map("{:,}".format),
+        "n": lines["n"].map(str),
+        label: list(map(_scored(runs), lines["score"], lines["score±"])),
+        "without embeddings": lines["layers"].map(count),
+        "parameters": lines["parameters"].map(count),
+        "FLOPs": lines["flops"].map("{:.2e}".format).where(lines["flops"].notna(), MISSING),
+        "seconds": lines["seconds"].map(number),
+        "learning rate": lines["rate"].map("{:g}".format),
+        "of those tried": lines["rates"],
+    })  # fmt: skip
+    return table.loc[:, (table != MISSING).any()]
+
+
+def law_table(runs: pd.DataFrame) -> pd.DataFrame:
+    """`laws` over each of SIZES as text. Raises NotMeasured where there is none over any."""
+    table, unknown = [], None
+    for size, label in SIZES.items():
+        try:
+            found = laws(runs, size)
+        except NotMeasured as reason:
+            unknown = unknown or reason
+            continue
+        for line in found.to_dict("records"):
+            unit, a, *_ = line["law"]
+            table.append({
+                "N is": label,
+                "law": LAWS[line["constants"]][0],
+                "a, at N": f"{digits(a)} at {_in_words(size)(unit)}",
+                "b": digits(line["b"], line["b±"]),
+                "c": digits(line["c"], line["c±"]) if line["constants"] == 3 else MISSING,
+                "predicted": digits(line["predicted"], line["predicted±"]),
+                "came to": digits(line["came"], line["came±"]),
+                "off by": share(line["predicted"] / line["came"] - 1).replace("-", "−"),
+            })  # fmt: skip
+    if not table:
+        raise unknown
+    return pd.DataFrame(table)
+
+
+def _scored(runs: pd.DataFrame) -> Callable:
+    """How a score of the runs' task is written."""
+    return digits if runs["task.name"].iloc[0] == "lm" else points
+
+
+def digits(value: float, half: float = math.nan) -> str:
+    """A loss or an exponent, whose third decimal counts."""
+    if pd.isna(value):
+        return MISSING
+    return f"{value:.3f}".replace("-", "−") + (f" ± {half:.3f}" if pd.notna(half) else "")
+
+
+FILTERS |= {"digits": digits, "millions": count}
+
+
+def finding(runs: pd.DataFrame) -> str:
+    """What the largest model gains over the smallest, and the longest text over the shortest; and what the law of
+    most constants predicted for the model that was kept out."""
+    ends = {}
+    for what in ("parameters", "length"):
+        lines = means(along(runs, what)).dropna(subset=["score"])
+        ends[what] = lines.iloc[[0, -1]].to_dict("records") if lines[what].nunique() > 1 else []
+    try:
+        law = laws(runs, "layers").iloc[-1].to_dict()
+    except NotMeasured:
+        law = None
+    if not any(ends.values()):
+        raise NotMeasured("no two models and no two lengths were trained alike")
+    label, told = SCORES[runs["task.name"].iloc[0]][1], _scored(runs)
+    for line in [line for lines in ends.values() for line in lines]:
+        line["score"] = told(line["score"])
+    return say("tradeoffs.finding", label=label, law=law, **ends)
+
+
+@style()
+def fig_tradeoffs(runs: pd.DataFrame) -> Figure:
+    """The score of `measured` runs against each of AXES in which they differ, with the laws over sizes; hollow, the
+    model that these were not fitted to. Raises NotMeasured."""
+    title = finding(runs)
+    known = {what: means(along(runs, what)).dropna(subset=[what]) for what in AXES}
+    shown = {what: lines for what, lines in known.items() if lines[what].nunique() > 1}
+    rows = math.ceil(len(shown) / 3)
+    figure = new_figure(("On a CPU: " if on_cpu(runs) else "") + title, _note(runs), 1.2 + 2.7 * rows)
+    axes = figure.subplots(rows, min(3, len(shown)), sharey=True, squeeze=False).flat
+    for axis, (what, lines) in zip(axes, shown.items(), strict=False):
+        kept_out = draw_laws(axis, runs, what, lines) if what in SIZES else None
+        for chosen, color in ((lines["model"] != kept_out, BLUE), (lines["model"] == kept_out, "white")):
+            axis.errorbar(lines[what][chosen], lines["score"][chosen], lines["score±"][chosen], fmt="o", capsize=3,
+                          color=BLUE, markerfacecolor=color, markersize=5)  # fmt: skip
+        axis.set(xscale="log", xlabel=AXES[what])
+        axis.margins(x=0.12)
+        ticks = lines[what] if what == "length" else lines[what].iloc[[0, len(lines) // 2, -1]]
+        axis.set_xticks(ticks, ticks.map(_in_words(what)), fontsize=8)
+        if runs["task.name"].iloc[0] == "lm":  # a power is a straight line
+            axis.set_yscale("log")
+            axis.yaxis.set_major_locator(MaxNLocator(6))
+            axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.minorticks_off()
+    for axis in list(figure.axes)[len(shown) :]:
+        axis.remove()
+    for axis in figure.axes[::3]:
+        axis.set_ylabel(SCORES[runs["task.name"].iloc[0]][1])
+    if figure.axes[0].get_legend_handles_labels()[0]:
+        legend(figure.axes[0])
+    return figure
+
+
+def _in_words(what: str) -> Callable[[float], str]:
+    """How a value of one of AXES is written below its axis."""
+    return {"flops": "{:.1e}".format, "seconds": number, "length": "{:,}".format}.get(what, count)
+
+
+def draw_laws(axis: Axes, runs: pd.DataFrame, size: str, lines: pd.DataFrame) -> str | None:
+    """The laws over a size as lines; the model that they were not fitted to, or None where there are none."""
+    try:
+        found = laws(runs, size)
+    except NotMeasured:
+        return None
+    reach = np.geomspace(lines[size].min(), lines[size].max())
+    for law in found.itertuples():
+        name, color, look = LAWS[law.constants]
+        axis.plot(reach, value(law.law, reach), look, color=color, linewidth=1.4, label=name, zorder=1)
+    return found["kept_out"].iloc[0]
+
+
+def _note(runs: pd.DataFrame) -> str:
+    parts = [f"Group {runs['group'].iloc[0]}, row {runs['spec.variant'].iloc[0]}"]
+    parts += ["equal training data in every point", f"bars: t-based {LEVEL} % intervals over seeds"]
+    parts += ["hollow: kept out of the laws", f"code {commits(runs)}"]
+    parts += sorted(set(runs["env.gpu"].dropna())) or [CPU_CAVEAT]
+    return " · ".join(parts) + "."
+
+
+def shown(every: pd.DataFrame, group: str, row: str) -> list:
+    """For a notebook: fig_tradeoffs of a group's runs of a row, their table and the laws; or why they are not there."""
+    from IPython.display import Markdown  # notebooks have it; the command line need not
+
+    find_variant(row)
+    try:
+        runs = measured(every, group, row)
+    except NotMeasured as reason:
+        return [Markdown(f"*Not measured: {reason}.*")]
+    parts = [show(fig_tradeoffs, runs), Markdown(markdown(points_table(runs)))]
+    return parts + [Markdown(or_why(law_table, runs))] * (runs["task.name"].iloc[0] == "lm")
