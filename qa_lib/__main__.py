@@ -18,6 +18,7 @@ VERBS = {
     "memory": ("qa_lib.run.budget", "predict a row's GPU memory, without a GPU"),
     "fit-batch": ("qa_lib.run.fitbatch", "find a row's largest micro-batch under a cap on GPU memory"),
     "tune": ("qa_lib.run.tune", "try other learning rates, or other parameters to train, for a row"),
+    "quantize": ("qa_lib.run.quantize", "a run's model in 8 or 4 bits: its F1, size and time to answer"),
     "export": ("qa_lib.run.export", "records as CSV, runs for TensorBoard or Weights & Biases"),
     "report": ("qa_lib.report.publish", "draw tables and figures from the records"),
     "app": ("qa_lib.app", "ask checkpoints in the browser, and read the dashboard"),

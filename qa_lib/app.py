@@ -28,7 +28,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from qa_lib.data.squad import MAX_CONTEXT, Example, open_source
 from qa_lib.errors import UserError
-from qa_lib.record import RecordError, read_record, run_files
+from qa_lib.record import RecordError, read_record, run_files, strict_json
 from qa_lib.report import page
 from qa_lib.report import publish as report
 from qa_lib.score.ask import Busy, Desk, QuestionTooLong
@@ -77,16 +77,22 @@ def offered(runs: Path) -> list[Choice]:
     for weights in run_files(runs, "model/model.safetensors"):
         with contextlib.suppress(ValueError, KeyError, TypeError):
             found.append(_of_run(weights.parent, _key(weights.parent.parent)))
+    for entry in run_files(runs, "model-*/quantized.json"):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            found.append(_of_run(entry.parent, f"{_key(entry.parent.parent)}/{entry.parent.name}"))
     return sorted(found, key=lambda choice: (choice.examples == "synthetic", -choice.f1, choice.name))
 
 
 def _of_run(folder: Path, key: str) -> Choice:
     """The checkpoint of a run that ended ok. Raises ValueError, KeyError or TypeError where no record says so."""
     record = read_record(folder.resolve().parent)
-    spec, quality = record["spec"], record["quality"]
+    spec, quality, width = record["spec"], record["quality"], ""
     if record["status"] != "ok" or record["task"]["name"] != "qa":
         raise RecordError(f"{folder}: its run ended {record['status']}, or answers no questions")
-    name = f"{spec['variant']}-s{spec['seed']} · {spec['scale']['name']} · F1 {quality['best_f1']:.1f}"
+    if (folder / "quantized.json").is_file():  # whose answers are others
+        quantized = strict_json((folder / "quantized.json").read_text(encoding="utf-8"))
+        quality, width = quantized["after"], f" · {quantized['width']}"
+    name = f"{spec['variant']}-s{spec['seed']}{width} · {spec['scale']['name']} · F1 {quality['best_f1']:.1f}"
     kind = "synthetic" if str(record["data"]["name"]).startswith("synthetic") else "english"
     return Choice(key, name, folder, float(quality["best_f1"]), float(quality["best_f1_threshold"]), kind)
 

@@ -27,6 +27,7 @@ from qa_lib.spec import TRAINER_OPTIMIZER, Spec, hardware_name
 
 SCHEMA, FIRST_SCHEMA = "qa_lib/2", "qa_lib/1"
 PROFILE_SCHEMA = "qa_lib-profile/1"
+QUANTIZED_SCHEMA = "qa_lib-quantized/1"
 FINISHED = ("ok", "oom", "skipped")  # not run again
 TERMINAL = (*FINISHED, "error", "killed")
 
@@ -54,7 +55,11 @@ class StepTime:
 
 @dataclass
 class Time:
-    """When, and how many seconds what took; `steps` that were trained, in all processes that worked on the run."""
+    """When, and how many seconds what took; `steps` that were trained, in all processes that worked on the run.
+
+    `data_ms` is the host's time for the inputs of a measured step, the median, of the first process where there are
+    several. Most of it passes while the GPU computes, so that the GPU waits for data that long at most.
+    """
 
     started: str = ""
     ended: str | None = None
@@ -65,6 +70,7 @@ class Time:
     eval_s: Number = None
     wall_s: Number = None
     notebook_s: Number = None
+    data_ms: Number = None
     steps: int | None = None
     resumed_from_step: int | None = None
     step_ms: StepTime = field(default_factory=StepTime)

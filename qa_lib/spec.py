@@ -157,6 +157,7 @@ class Machine:
     backends: tuple[str, ...] = ()  # what torch.compile knows
     bitsandbytes: bool = False
     deepspeed: bool = False
+    torchao: bool = False
     compiler: bool = False  # Inductor can generate code: a C++ compiler, or Triton with a GPU
 
 
@@ -179,6 +180,7 @@ def missing(settings: Settings, machine: Machine, world: int = 1) -> str | None:
         "compiler": (machine.compiler, "torch.compile needs a C++ compiler (g++), or Triton with a GPU"),
         "bitsandbytes": (machine.bitsandbytes, "needs the package bitsandbytes"),
         "deepspeed": (machine.deepspeed, "needs the package deepspeed"),
+        "torchao": (machine.torchao, "needs the package torchao"),
         f"backend {backend}": (
             backend in machine.backends, f"this PyTorch has no torch.compile backend named {backend!r}"
         ),

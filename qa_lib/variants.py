@@ -54,6 +54,8 @@ class Settings:
     dropout: Literal["philox", "hash"] = "philox"
     # products of the feed-forward blocks: native, in the precision's type | fp8
     feed_forward: Literal["native", "fp8"] = "native"
+    # train on the layers' weights rounded to so many bits and activations to 8 (model/quantize.py)
+    rounding: Literal["none", "int8", "int4"] = "none"
     # a backend of torch.compile | regions: inductor, for a few layers at a time
     compile: Literal["none", "inductor", "regions", "aot_eager", "cudagraphs", "nvfuser"] = "none"
     # max: to the scale's max_length | longest: of the micro-batch | packed: none, features laid end to end
@@ -142,6 +144,10 @@ CONFLICTS = (
     (("frozen", "nf4"), ("trainable", "!lora*"), "weights in 4 bits cannot train, so that adapters have to"),
     (("frozen", "nf4"), ("feed_forward", "fp8"), "both are about the same products"),
     (("frozen", "nf4"), ("parallel", "fsdp|tensor|pipeline"), "they share out floating-point weights"),
+    (("rounding", "!none"), ("precision", "!fp32"), "what is rounded is what a CPU will compute, in 32 bits"),
+    (("rounding", "!none"), ("trainable", "lora*"), "an adapter that is merged is rounded with its weight"),
+    (("rounding", "!none"), ("frozen", "nf4"), "both are about the same products"),
+    (("rounding", "!none"), ("parallel", "tensor"), "a share of a row has another scale than the row"),
     (("step", "graph"), ("optimizer", "adamw|adamw8bit"), "their step counts are on the host, which a graph replays"),
     (("step", "graph"), ("padding", "longest"), "a graph replays one shape"),
     (("compile", "regions"), ("padding", "!packed"), "the regions hand on packed rows"),
@@ -249,6 +255,8 @@ VARIANTS = dict(
         _row("A4", "A4-nb", "Batches of like length make that pay: half of a batch is padding.", order="bucketed"),
         _row("A4-b", "A4", "The seeds' fault on purpose: sorted predictions, unsorted questions.", join="position"),
         _row("A1-fp32", "A1", "What mixed precision is worth: all of it in 32 bits.", precision="fp32"),
+        _row("A1-int8", "A1-fp32", "Training that knows that its weights will be whole numbers.", rounding="int8"),
+        _row("A1-int4", "A1-fp32", "The same with 4 bits, of which rounding takes more.", rounding="int4"),
         _row("B1", "A3", "LoRA r=8 on query and value at the full rate, as in the seeds.", trainable="lora-qv"),
         _row("B1-all", "A3", "LoRA r=32 on every linear layer, at five times the rate.", trainable="lora-all"),
         _row("B2", "A3", "BitFit: only biases and the answer head train.", trainable="biases"),
@@ -361,6 +369,7 @@ def needs(settings: Settings) -> list[str]:
         "sm89": settings.feed_forward == "fp8",
         "sm80": settings.attention == "flash" or settings.precision == "bf16",
         "bitsandbytes": settings.optimizer == "adamw8bit" or settings.frozen == "nf4",
+        "torchao": settings.rounding != "none",
         "deepspeed": settings.parallel == "deepspeed",
     }
     return [need for need, asked in wanted.items() if asked]

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import re
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -22,13 +23,15 @@ from qa_lib.model.build import build_model
 from qa_lib.model.dropout import HashDropout
 from qa_lib.model.nf4 import is_nf4
 from qa_lib.model.projections import FusedSelfAttention
+from qa_lib.model.quantize import is_rounding
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, adjust, missing
 from qa_lib.train import engine, loop, masters, parallel, pipeline, tensor, trainer
 from qa_lib.train.masters import MasterAdamW
 from qa_lib.variants import CONFLICTS, VARIANTS, Settings, SpecError, choices
 
-CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
+TORCHAO = find_spec("torchao") is not None
+CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, torchao=TORCHAO, compiler=True)
 RECIPES = ("all", "lora-qv", "lora-all-r4", "biases", "freeze-bottom-10", "freeze-last-4")
 VALUES = choices() | {"trainable": RECIPES, "micro_batch": (8, 4)}
 # What a value needs of other settings; where the pair under test does not set them itself, these are set with it.
@@ -41,6 +44,8 @@ COMPANIONS = {
     ("compile", "regions"): {"padding": "packed", "attention": "sdpa"},
     ("optimizer", "master"): {"precision": "bf16"},
     ("feed_forward", "fp8"): {"precision": "bf16", "optimizer": "master"},
+    ("rounding", "int8"): {"precision": "fp32"},
+    ("rounding", "int4"): {"precision": "fp32"},
     ("frozen", "nf4"): {"trainable": "lora-all-r4"},
     ("step", "graph"): {"optimizer": "fused", "padding": "packed", "attention": "sdpa"},
     ("parallel", "pipeline"): PIPELINE,
@@ -185,6 +190,11 @@ def ordered(seen: Seen, order: str) -> bool:
     return (seen.spread() < 15) == (order == "bucketed")
 
 
+def rounds(seen: Seen, width: str) -> bool:
+    types = {module.weight_fake_quantizer.config.dtype for module in seen.model.modules() if is_rounding(module)}
+    return types == {"none": set(), "int8": {torch.int8}, "int4": {torch.int4}}[width]
+
+
 OPTIMIZERS = {
     "adamw": lambda optimizer: type(optimizer) is torch.optim.AdamW and not optimizer.defaults["fused"],
     "fused": lambda optimizer: "AdamW" in repr(optimizer) and optimizer.defaults["fused"],
@@ -221,6 +231,7 @@ EFFECTS = {  # setting -> whether its value was seen at work
         and (value == "philox" or any(m.seed for m in seen.model.modules() if isinstance(m, HashDropout)))
     ),
     "feed_forward": lambda seen, value: value == "native",
+    "rounding": rounds,
     "compile": compiles,
     "padding": pads,
     "order": ordered,

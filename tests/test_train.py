@@ -13,6 +13,7 @@ from qa_lib.data.load import batches_of
 from qa_lib.data.squad import open_source
 from qa_lib.data.tokenise import build_tokenizer
 from qa_lib.data.windows import build_features
+from qa_lib.measure.meter import Meter
 from qa_lib.model.build import build_model
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
@@ -294,6 +295,28 @@ def test_the_meter_counts_what_was_trained(features, tmp_path):
     used = [features.lengths[m] for step in range(4, 10) for m in Batches(features, spec).step(step)]
     assert speed.pad_fraction == pytest.approx(1 - np.concatenate(used).sum() / (6 * 16 * 96))
     assert 0 < speed.mfu < speed.hfu
+
+
+def test_the_time_for_inputs_is_of_the_host_and_of_the_measured_steps(features, tmp_path, monkeypatch):
+    """On a clock that only the batches move: choosing takes 2 s, collating a micro-batch 3, or 300 in the warm-up."""
+    now, chosen = [0.0], []
+    monkeypatch.setattr("qa_lib.train.loop.time.perf_counter", lambda: now[0])
+    spec = spec_of("A1", steps=4)  # two micro-batches a step
+    batches = batches_of(features, spec)
+
+    def slow(real, seconds):
+        def called(*words):
+            now[0] += seconds()
+            return real(*words)
+
+        return called
+
+    batches.step = slow(batches.step, lambda: chosen.append(0) or 2.0)
+    batches.collate = slow(batches.collate, lambda: 3.0 if len(chosen) > spec.scale.measure_from else 300.0)
+    meter = train(build_model(spec), batches, spec, DEVICE, tmp_path, quiet)[1]
+    assert meter.data_s == [602.0, 602.0, 8.0, 8.0]
+    assert meter.data_ms() == 8000.0
+    assert Meter(DEVICE, warm_up=2).data_ms() is None
 
 
 def test_step_cost_is_the_usual_formula_and_less_where_less_trains():

@@ -90,6 +90,7 @@ def this_machine() -> Machine:
         backends=tuple(torch._dynamo.list_backends(exclude_tags=())),
         bitsandbytes=_version("bitsandbytes") is not None,
         deepspeed=_version("deepspeed") is not None,
+        torchao=_version("torchao") is not None,
         compiler=_version("triton") is not None and sm >= 70 if gpus else bool(compiler),
     )
 
@@ -99,7 +100,7 @@ def environment() -> dict:
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     return {
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("torch", "transformers", "peft", "bitsandbytes", "deepspeed")},
+        **{name: _version(name) for name in ("torch", "transformers", "peft", "bitsandbytes", "deepspeed", "torchao")},
         "cuda": torch.version.cuda,
         "gpu": gpu.name if gpu else None,
         "gpu_mem_mib": round(gpu.total_memory / MIB) if gpu else None,

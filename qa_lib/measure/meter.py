@@ -118,6 +118,7 @@ class Meter:
     def __init__(self, device: torch.device, warm_up: int, peak_from: int = PEAK_FROM):
         self.device, self.warm_up, self.peak_from = device, warm_up, min(peak_from, warm_up)
         self.laps, self.times, self.counts = [], [], []
+        self.data_s = []  # the host's seconds to prepare each step's inputs
         self.joules_before = self.joules_after = None
         self.samples, self.polled = [], []  # shares of time in which the GPU was busy; `polled` has one a step
         self.measured = threading.Event()
@@ -177,6 +178,15 @@ class Meter:
             return StepTime()
         p10, median, p90 = (1e3 * float(np.percentile(measured, q)) for q in (10, 50, 90))
         return StepTime(len(measured), median, p10, p90)
+
+    def data_ms(self) -> float | None:
+        """Milliseconds in which the host chooses and collates the inputs of a measured step: the median.
+
+        Not what the GPU waits. The host prepares the next step while the GPU still computes this one, and where it is
+        ahead of the GPU, that costs nothing. So this only bounds the wait, and data_ms over step_ms its share.
+        """
+        measured = self.data_s[self.warm_up :]
+        return 1e3 * statistics.median(measured) if measured else None
 
     def compile_s(self) -> float | None:
         """By how much the warm-up steps exceeded as many median steps: compilation, capture, first allocations."""

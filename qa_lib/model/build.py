@@ -19,6 +19,7 @@ from qa_lib.model.folder import SUMS, load, look, write_digests
 from qa_lib.model.fp8 import use_float8
 from qa_lib.model.nf4 import is_nf4, native, use_nf4
 from qa_lib.model.projections import fuse_projections, split_projections
+from qa_lib.model.quantize import is_rounding, use_rounding
 from qa_lib.spec import HEAD, Spec, find_shape
 from qa_lib.variants import Recipe
 
@@ -49,6 +50,8 @@ def build_model(spec: Spec, head: type = AutoModelForQuestionAnswering) -> torch
         use_hash_dropout(model)
     if spec.settings.feed_forward == "fp8":
         use_float8(model)
+    if spec.settings.rounding != "none":
+        use_rounding(model, spec.settings.rounding)
     if spec.settings.frozen == "nf4":
         use_nf4(model, DTYPES[spec.settings.precision])
     return apply_recipe(model, spec.recipe)
@@ -159,6 +162,8 @@ def save_model(model: torch.nn.Module, tokenizer: Tokenizer, folder: Path) -> No
     for name, module in list(model.named_modules()):
         if is_nf4(module):  # without an adapter
             model.set_submodule(name, native(module))
+        if is_rounding(module):
+            model.set_submodule(name, module.to_linear())
     split_projections(model)
     (folder / SUMS).unlink(missing_ok=True)  # of a model that is replaced
     model.save_pretrained(folder)

@@ -20,6 +20,7 @@ from qa_lib.model.encoders import find_encoder
 
 INDEX = "model.safetensors.index.json"
 SUMS = "SHA256SUMS"
+QUANTIZED = "quantized.safetensors"  # a name that transformers does not take for plain weights
 
 
 def find_folder(name: str | Path) -> Path:
@@ -68,6 +69,8 @@ def look(folder: Path) -> tuple[dict, list[Path]]:
 
 
 def _weights(folder: Path, files: set[str]) -> list[Path]:
+    if QUANTIZED in files:
+        return [folder / QUANTIZED]
     if "model.safetensors" in files:
         return [folder / "model.safetensors"]
     if INDEX not in files:
@@ -142,11 +145,21 @@ def load(folder: Path, head: type, attention: str, new_head: bool = False, task:
     """
     from transformers import AutoConfig
 
-    _, files = look(folder)
+    found, files = look(folder)
+    quantized = [file.name for file in files] == [QUANTIZED]
+    if quantized and new_head:
+        raise UserError(f"{folder}: its weights are quantized, and train no more")
     safe = {"local_files_only": True, "trust_remote_code": False, "attn_implementation": attention}
     with in_one_line(folder):
         config = AutoConfig.from_pretrained(folder, **safe)
-        _check_sizes(folder, config, head, files, task)
+        _check_sizes(folder, config, head, _sizes(files, found), task)
+        if quantized:
+            from qa_lib.model.quantize import fill_quantized, quantize
+
+            model = head.from_config(config, attn_implementation=attention)
+            quantize(model, found.get("quantized"))
+            fill_quantized(model, folder)
+            return model
         model, loading = head.from_pretrained(
             folder, config=config, use_safetensors=True, output_loading_info=True, **safe, **options
         )
@@ -158,16 +171,28 @@ def load(folder: Path, head: type, attention: str, new_head: bool = False, task:
     return model
 
 
-def _check_sizes(folder: Path, config, head: type, files: list[Path], task: str) -> None:
-    """Hold the config against the headers of the weights before anything of its sizes is built. Raises UserError."""
-    import torch
+def _sizes(files: list[Path], config: dict) -> dict[str, tuple]:
+    """{name: (shape, type)} by the headers of these weights, as if plain where they are quantized."""
     from safetensors import safe_open
 
-    find_encoder(config.model_type, str(folder), task)
     stored = {}
     for file in files:
         with safe_open(file, "pt") as tensors:
-            stored |= {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+            for name in tensors.keys():  # noqa: SIM118
+                part = tensors.get_slice(name)
+                stored[name] = (part.get_shape(), part.get_dtype())
+    if [file.name for file in files] == [QUANTIZED]:
+        from qa_lib.model.quantize import plain_sizes
+
+        return plain_sizes(stored, config.get("quantized"))
+    return stored
+
+
+def _check_sizes(folder: Path, config, head: type, stored: dict[str, tuple], task: str) -> None:
+    """Hold the config against the headers of the weights before anything of its sizes is built. Raises UserError."""
+    import torch
+
+    find_encoder(config.model_type, str(folder), task)
     layers = len(set(re.findall(r"\b(?:layers?|h)\.(\d+)\.", " ".join(stored))))
     if config.num_hidden_layers != layers:
         raise UserError(f"{folder}: {config.num_hidden_layers} layers in config.json, {layers} in the weights")
@@ -180,7 +205,7 @@ def _check_sizes(folder: Path, config, head: type, files: list[Path], task: str)
         found = stored.get(name) or stored.get(name.removeprefix(f"{model.base_model_prefix}."))
         if found is None:
             continue  # said after loading, which knows older names as well
-        shape, kind = found.get_shape(), found.get_dtype()
+        shape, kind = found
         if shape != list(parameter.shape):
             raise UserError(f"{folder}: {name} is {shape} in the weights, {list(parameter.shape)} by config.json")
         if kind not in ("F64", "F32", "F16", "BF16"):

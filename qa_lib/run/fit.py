@@ -266,6 +266,7 @@ def _note_times(entry: dict, spec: Spec, meter: Meter, joules: float | None, spe
     """Put into a record what was timed: speed, step times, compilation, energy."""
     entry["speed"] = dataclasses.asdict(speed)
     entry["time"] |= {"step_ms": dataclasses.asdict(meter.step_ms()), "train_s": sum(meter.times)}
+    entry["time"]["data_ms"] = meter.data_ms()
     entry["energy"]["joules_per_feature"] = joules
     if entry["parallel"]["efficiency"]:
         entry["parallel"]["goodput"] = entry["parallel"]["efficiency"] * speed.features_per_s

@@ -3,6 +3,7 @@
 `OptimizerStep` is the step that textbooks show, forward, backward, clip, step; `train` repeats it and keeps books.
 """
 
+import time
 from pathlib import Path
 
 import torch
@@ -116,11 +117,13 @@ def train(
     for number in range(begin + 1, batches.steps + 1):
         rate = learning_rate(spec, number - 1, batches.steps)
         set_rate(step.optimizer, rate)
+        begun = time.perf_counter()
         together = batches.step(number - 1)
         micro_batches = ranks.mine(together)
         share = sum(map(len, together)) / ranks.replicas
         try:
             inputs = [batches.collate(features, device) for features in micro_batches]
+            meter.data_s.append(time.perf_counter() - begun)
             loss = take_step(inputs, [share / len(features) for features in micro_batches])
         except Exception as problem:
             raise StepFailed(number) from problem

@@ -10,6 +10,7 @@ to DeepSpeed's engine (row P0-ds). Slides that this lab began with took that for
 DeepSpeed's mixed precision is no autocast: weights and gradients are in half precision, and the optimizer has masters.
 """
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -92,14 +93,17 @@ def train(
 
 
 class _Collator:
-    """Feature numbers to model inputs, remembering which they were."""
+    """Feature numbers to model inputs, remembering which they were and how many seconds it took."""
 
     def __init__(self, batches: Batches):
         self.batches, self.seen = batches, []
 
     def __call__(self, numbers: list[dict]) -> dict[str, torch.Tensor]:
-        self.seen.append(np.array([number["feature"] for number in numbers]))
-        return self.batches.collate(self.seen[-1], torch.device("cpu"))
+        begun = time.perf_counter()
+        features = np.array([number["feature"] for number in numbers])
+        inputs = self.batches.collate(features, torch.device("cpu"))
+        self.seen.append((features, time.perf_counter() - begun))
+        return inputs
 
 
 class _MeteredTrainer(Trainer):
@@ -135,7 +139,8 @@ class _Steps(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         collator, parts = self.trainer.data_collator, self.trainer.parts
-        micro_batches = [collator.seen.pop(0) for _ in parts]
+        micro_batches, seconds = zip(*(collator.seen.pop(0) for _ in parts), strict=True)
+        self.meter.data_s.append(sum(seconds))
         self.meter.step(*collator.batches.tokens(micro_batches))
         self.log.add(sum(parts), self.trainer.rate)
         parts.clear()

@@ -1,0 +1,147 @@
+"""Weights in 8 or 4 bits and activations in 8, for answering on a CPU; and training that knows of it (row A1-int8).
+
+A whole number of 8 bits takes a quarter of a float's memory, and processors multiply such numbers several times as
+fast. A weight w becomes round(w / s), with a scale s for each row of a matrix (8 bits) or each GROUP weights of a row
+(4 bits), so that the largest just fits. An activation's scale is found when it is there, token by token ("dynamic").
+Sums are exact, in 32 bits; embeddings, layer norms and the answer head stay as they are.
+
+Rounding a trained model is free and costs some quality. Training can make up for that (Jacob et al. 2018): its forward
+pass rounds as the finished model will, but in floating point, and its backward pass takes rounding for the identity.
+The weights below stay fp32 and are saved as such; rounded afterwards they give the very products they were trained on.
+
+torchao has the arithmetic. Files hold only whole numbers and scales as plain safetensors, and how they are meant is
+said here and not in them. torchao multiplies int8 by int8; its products with 4 bits widen the weights to fp32 first, so
+that these take less room on a disk and more time.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from qa_lib.errors import UserError
+from qa_lib.model.encoders import layers_of
+from qa_lib.model.folder import QUANTIZED, SUMS, write_digests
+
+WIDTHS = ("int8", "int4")
+GROUP = 32  # weights that share a scale in 4 bits
+
+
+def use_rounding(model: nn.Module, width: str) -> None:
+    """Let the products of every layer train on rounded operands, in place; weights keep their names and their fp32.
+
+    Raises UserError without torchao, and for layers whose products cannot be quantized.
+    """
+    qat = _torchao().qat
+    activations = qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
+    if width == "int4":
+        weights = qat.IntxFakeQuantizeConfig(torch.int4, group_size=GROUP)
+    else:
+        weights = qat.IntxFakeQuantizeConfig(torch.int8, "per_channel")
+    _in_layers(model, qat.QATConfig(activation_config=activations, weight_config=weights, step="prepare"))
+
+
+def is_rounding(module: nn.Module) -> bool:
+    return hasattr(module, "weight_fake_quantizer")
+
+
+def quantize(model: nn.Module, width: str) -> None:
+    """Round the weights of every layer's products to `width`, in place: "int8" or "int4"; they train no more.
+
+    Raises UserError for another width, without torchao, and for layers whose products cannot be quantized.
+    """
+    if width not in WIDTHS:
+        raise UserError(f"weights of {width!r}: {' or '.join(WIDTHS)} can be had")
+    ao = _torchao()
+    if width == "int4":
+        scheme = ao.Int8DynamicActivationIntxWeightConfig(torch.int4, ao.PerGroup(GROUP))
+    else:  # asymmetric, as training imitates it; and torchao would change Inductor's settings for all rows
+        scheme = ao.Int8DynamicActivationInt8WeightConfig(ao.MappingType.ASYMMETRIC, set_inductor_config=False)
+    _in_layers(model, scheme)
+    model.config.quantized = width
+
+
+def _torchao():
+    """torchao.quantization. Raises UserError where it is not installed."""
+    try:
+        import torchao.quantization.qat
+    except ImportError:
+        raise UserError("quantized weights need a package that is not installed: pip install torchao") from None
+    return torchao.quantization
+
+
+def _in_layers(model: nn.Module, scheme) -> None:
+    """Apply one of torchao's schemes to the products of every layer."""
+    for layer in layers_of(model):
+        products = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+        if not products:
+            raise UserError(f"{type(model).__name__}: its layers have no torch.nn.Linear, which alone can be quantized")
+        if odd := next((p.in_features for p in products if p.in_features % GROUP), None):
+            raise UserError(f"a product over {odd} features cannot be quantized, which goes by groups of {GROUP}")
+        _torchao().quantize_(layer, scheme)
+
+
+def save_quantized(model: nn.Module, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write a quantized model as a folder: config, tokenizer, and the whole numbers and scales as safetensors."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(exist_ok=True)
+    (folder / SUMS).unlink(missing_ok=True)  # of a model that is replaced
+    tensors = {}
+    for name, value in _parts(model).items():
+        packed = name.endswith(".qdata") and model.config.quantized == "int4"
+        tensors[name] = _pack(value) if packed else value.contiguous()
+    save_file(tensors, folder / QUANTIZED)
+    model.config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    write_digests(folder)
+
+
+def fill_quantized(model: nn.Module, folder: Path) -> None:
+    """Give a quantized model of the same config the numbers of a folder. Raises UserError for one that has others."""
+    from safetensors.torch import load_file
+
+    stored = load_file(folder / QUANTIZED)
+    for name, value in _parts(model).items():
+        found = stored.pop(name, None)
+        if found is not None and found.dtype == torch.uint8:
+            found = _unpack(found)
+        if found is None or (found.shape, found.dtype) != (value.shape, value.dtype):
+            raise UserError(f"{folder}: {QUANTIZED} has no {name} of {list(value.shape)} in {value.dtype}")
+        value.copy_(found)
+    if stored:
+        raise UserError(f"{folder}: {QUANTIZED} has {min(stored)}, which the model by config.json has not")
+
+
+def plain_sizes(stored: dict[str, tuple], width: str) -> dict[str, tuple]:
+    """Of a quantized file's {name: (shape, type)} the same as if its weights were plain."""
+    found = {}
+    for name, (shape, kind) in stored.items():
+        if name.endswith(".qdata"):
+            shape, kind = [*shape[:-1], shape[-1] * (2 if width == "int4" else 1)], "F32"
+        found[name.removesuffix(".qdata")] = (shape, kind)
+    return found
+
+
+def _parts(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that a quantized model is made of; its zero points are all 0."""
+    found = {}
+    for name, value in model.state_dict().items():
+        if hasattr(value, "qdata"):
+            found |= {f"{name}.qdata": value.qdata, f"{name}.scale": value.scale}
+        else:
+            found[name] = value
+    return found
+
+
+def _pack(codes: torch.Tensor) -> torch.Tensor:
+    """Two numbers from -8 to 7 a byte: int8 [n, m] to uint8 [n, m / 2]."""
+    low, high = codes[:, ::2], codes[:, 1::2]
+    return (low & 15 | high << 4).view(torch.uint8)
+
+
+def _unpack(pairs: torch.Tensor) -> torch.Tensor:
+    """The inverse of _pack. A shift to the right keeps the sign."""
+    pairs = pairs.view(torch.int8)
+    return torch.stack([pairs << 4 >> 4, pairs >> 4], dim=-1).flatten(1)

@@ -1,0 +1,113 @@
+"""A trained run's model with weights in 8 or 4 bits, beside the run, and what that changes: F1, size, time to answer.
+
+All of it is computed on the CPU, which such a model is for, by both models on the same questions. The run may have
+trained for it (rows A1-int8 and A1-int4) or not: that is the comparison.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import torch
+
+from qa_lib import record
+from qa_lib.data.squad import Source, open_source
+from qa_lib.data.windows import build_features
+from qa_lib.errors import UserError
+from qa_lib.measure.machine import environment
+from qa_lib.model.folder import look
+from qa_lib.model.quantize import WIDTHS, quantize, save_quantized
+from qa_lib.score.ask import Model, answer
+from qa_lib.score.decode import decode
+from qa_lib.score.f1 import score
+from qa_lib.score.predict import load_qa_model, predict_logits, window_lengths
+
+ASKED, REPEATS = 10, 5  # questions that are timed, one at a time, and how often
+
+
+def quantize_run(run_dir: Path, width: str, data: str = "", say=print) -> dict:
+    """Write the run's model with weights of `width` to model-<width>/ in its folder, and quantized.json there: what
+    this returns. `before` and `after` have the bytes of the weights on disk, F1 as the model answers and at the best
+    threshold for "no answer", and `latency_ms`, from a question to its answer on one thread, the median.
+
+    `data` are the validation questions, by default the run's own. Raises UserError for a run that has no model or
+    answers no questions, for a width that there is not, and without torchao.
+    """
+    entry, plain = record.read_record(run_dir), run_dir / "model"
+    if entry["task"]["name"] != "qa":
+        raise UserError(f"{run_dir}: its task is {entry['task']['name']!r} and not 'qa'")
+    if not plain.is_dir():
+        raise UserError(f"{run_dir}: no model/ in it; a run keeps its model at a scale that measures quality")
+    model, tokenizer = load_qa_model(plain)
+    folder, lengths = run_dir / f"model-{width}", window_lengths(plain, model)
+    small, _ = load_qa_model(plain)
+    quantize(small, width)
+    save_quantized(small, tokenizer, folder)
+    small, _ = load_qa_model(folder)  # what is measured is what was saved
+    before, after = (Model(each, tokenizer, *lengths, small=True) for each in (model, small))
+    source = open_source(data or entry["data"]["name"], "validation")
+    say(f"{entry['run_id']}: {len(source.examples)} questions, twice")
+    found = {
+        "schema": record.QUANTIZED_SCHEMA,
+        "run_id": entry["run_id"],
+        "group": entry["group"],
+        "width": width,
+        "code": record.code_version(),
+        "env": environment(),
+        "data": {"name": source.name, "sha256": source.sha256, "n": len(source.examples)},
+        "before": scored(before, source) | {"weights_bytes": weights_bytes(plain)},
+        "after": scored(after, source) | {"weights_bytes": weights_bytes(folder)},
+    }
+    found["before"]["latency_ms"], found["after"]["latency_ms"] = latencies([before, after], source)
+    record.write_atomically(folder / "quantized.json", json.dumps(found, indent=1, allow_nan=False) + "\n")
+    return found
+
+
+def scored(loaded: Model, source: Source) -> dict[str, float]:
+    """F1 of a model's answers, and the best that a threshold gives."""
+    features = build_features(source, loaded.tokenizer, loaded.max_length, loaded.stride)
+    answers = decode(features, source.examples, *predict_logits(loaded.model, features))
+    found = score(source.examples, answers.texts, answers.null_odds, 0.0)
+    return {"f1": found["f1"], "best_f1": found["best_f1"], "best_f1_threshold": found["best_f1_thresh"]}
+
+
+def weights_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in look(folder)[1])
+
+
+def latencies(models: list[Model], source: Source) -> list[float]:
+    """Each model's milliseconds for a question. They take turns, so that what else the machine does meets both alike,
+    and have one thread, on which they do not wait for busy cores."""
+    asked = [(example.question, example.context) for example in source.examples[:ASKED]]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        times = [[sum(answer(m, [one])[0]["ms"].values()) for m in models] for _ in range(REPEATS) for one in asked]
+    finally:
+        torch.set_num_threads(threads)
+    return [statistics.median(each) for each in zip(*times, strict=True)]
+
+
+EXAMPLE = """example: python -m qa_lib quantize runs/cpu-smoke/A1-int8-s0-1a2b3c --weights int8
+then:    python -m qa_lib predict --model runs/cpu-smoke/A1-int8-s0-1a2b3c/model-int8 ..."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `python -m qa_lib quantize`."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run that has its model")
+    parser.add_argument("--weights", choices=WIDTHS, default="int8", help="bits of a weight (default: %(default)s)")
+    parser.add_argument("--data", default="", metavar="D", help="questions to score by (default: the run's own)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Quantize one run's model, and say what it came to."""
+    found = quantize_run(args.run, args.weights, args.data)
+    print(f"{args.run / f'model-{args.weights}'}:")
+    for name, unit, each in (
+        ("f1", "F1", 1),
+        ("weights_bytes", "MB", 1e6),
+        ("latency_ms", "ms a question on a thread", 1),
+    ):
+        print(f"  {found['before'][name] / each:.2f} -> {found['after'][name] / each:.2f} {unit}")
+    return 0

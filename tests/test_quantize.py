@@ -1,0 +1,198 @@
+"""Models in 8 and 4 bits: what is trained on is what is saved, loaded and answered with. Most needs torchao."""
+
+import dataclasses
+import json
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertForQuestionAnswering, GPT2Config, GPT2LMHeadModel
+
+from qa_lib.__main__ import main
+from qa_lib.app import named, offered
+from qa_lib.errors import UserError
+from qa_lib.model.build import build_model, save_model
+from qa_lib.model.folder import QUANTIZED, SUMS
+from qa_lib.model.quantize import WIDTHS, _pack, _unpack, is_rounding, quantize
+from qa_lib.run.fit import fit
+from qa_lib.run.plan import plan
+from qa_lib.run.quantize import quantize_run
+from qa_lib.score.predict import load_qa_model
+from qa_lib.spec import Machine
+
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs the package torchao")
+
+
+def quiet(_):
+    pass
+
+
+def spec_of(variant):
+    (spec,) = plan([variant], "smoke", data="synthetic:60", machine=Machine(torchao=True))
+    return dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, steps=4, measure_from=1, checkpoint_every=0))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run in fp32 that has its model, and was quantized to both widths where that can be."""
+    folder = tmp_path_factory.mktemp("runs")
+    spec = spec_of("A1-fp32")
+    fit(spec, folder, say=quiet)
+    for width in WIDTHS if find_spec("torchao") else ():
+        quantize_run(folder / spec.run_path, width, say=quiet)
+    return folder
+
+
+@pytest.fixture
+def run(runs):
+    return runs / spec_of("A1-fp32").run_path
+
+
+def logits(model):
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return model.eval()(torch.randint(5, 40, (3, 30))).start_logits
+
+
+def test_two_numbers_of_4_bits_are_a_byte():
+    codes = torch.arange(-8, 8, dtype=torch.int8).repeat(3, 2)
+    assert _pack(codes).shape == (3, 16) and torch.equal(_unpack(_pack(codes)), codes)
+
+
+@needs_torchao
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rounding_in_training_gives_the_answers_of_the_rounded_model(width, tmp_path):
+    spec = spec_of(f"A1-{width}")
+    model = build_model(spec)
+    rounding = [name for name, module in model.named_modules() if is_rounding(module)]
+    assert len(rounding) == 6 * model.config.num_hidden_layers and all(".layer." in name for name in rounding)
+    native = dict(build_model(spec_of("A1-fp32")).named_parameters())
+    assert all(torch.equal(p, native[name]) for name, p in model.named_parameters())
+    trained = logits(model)
+    model(torch.randint(5, 40, (3, 30))).start_logits.square().sum().backward()
+    assert all(p.grad.abs().sum() > 0 for name, p in model.named_parameters() if name.endswith("query.weight"))
+
+    class NoTokenizer:
+        def save_pretrained(self, folder):
+            pass
+
+    save_model(model, NoTokenizer(), tmp_path / "model")
+    plain = BertForQuestionAnswering.from_pretrained(tmp_path / "model")
+    assert not torch.allclose(logits(plain), trained, atol=1e-4), "rounding changes something"
+    quantize(plain, width)
+    assert torch.allclose(logits(plain), trained, atol=1e-5)
+
+
+@needs_torchao
+def test_a_row_trains_and_its_f1_is_that_of_its_quantized_model(tmp_path):
+    spec = spec_of("A1-int8")
+    entry = fit(spec, tmp_path, say=quiet)
+    found = quantize_run(tmp_path / spec.run_path, "int8", say=quiet)
+    assert entry["status"] == "ok" and entry["quality"]["f1"] == found["after"]["f1"]
+
+
+@needs_torchao
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_is_saved_is_what_is_loaded(width, run):
+    model, _ = load_qa_model(run / "model")
+    quantize(model, width)
+    loaded, _ = load_qa_model(run / f"model-{width}")
+    assert torch.equal(logits(loaded), logits(model))
+    found = json.loads((run / f"model-{width}" / "quantized.json").read_text())
+    assert found["width"] == width and found["data"]["n"] == 60
+    assert found["after"]["weights_bytes"] == (run / f"model-{width}" / QUANTIZED).stat().st_size
+    assert found["after"]["weights_bytes"] < 0.6 * found["before"]["weights_bytes"], "embeddings keep their 32 bits"
+    assert found["before"]["f1"] == json.loads((run / "record.json").read_text())["quality"]["f1"]
+    assert min(found[when]["latency_ms"] for when in ("before", "after")) > 0
+
+
+@needs_torchao
+def test_predict_and_the_app_take_it(runs, run, capsys):
+    asked = ["--question", "who wrote it", "--context", "it was written by ada"]
+    assert main(["predict", "--model", str(run / "model-int8"), *asked]) == 0
+    assert "answer" in json.loads(capsys.readouterr().out)
+    choices = {choice.key: choice for choice in offered(runs)}
+    assert [key.rpartition("/")[2] for key in sorted(choices)] == [run.name, "model-int4", "model-int8"]
+    eighth = choices[f"{run.parent.name}/{run.name}/model-int8"]
+    after = json.loads((run / "model-int8" / "quantized.json").read_text())["after"]
+    assert " · int8 · smoke" in eighth.name and eighth.f1 == after["best_f1"]
+    assert named([run / "model-int8"])[0].name == eighth.name
+
+
+def copied(folder, to, config=None, tensors=None):
+    """A quantized folder with another config or other tensors, and without digests, as somebody might write it."""
+    to.mkdir()
+    for path in folder.iterdir():
+        if path.name != SUMS:
+            (to / path.name).write_bytes(path.read_bytes())
+    if config:
+        (to / "config.json").write_text(json.dumps(json.loads((to / "config.json").read_text()) | config))
+    if tensors:
+        save_file({name: t.contiguous() for name, t in tensors(load_file(to / QUANTIZED)).items()}, to / QUANTIZED)
+    return to
+
+
+NAME = "bert.encoder.layer.0.output.dense.weight"
+FAULTS = {
+    "another width": ({"quantized": "int2"}, None, "weights of 'int2': int8 or int4 can be had"),
+    "no width": ({"quantized": None}, None, "weights of None"),
+    "the other width": ({"quantized": "int4"}, None, "by config.json"),
+    "a tensor missing": (None, lambda t: {k: v for k, v in t.items() if k != f"{NAME}.scale"}, f"no {NAME}.scale"),
+    "a tensor more": (None, lambda t: t | {"more": torch.ones(1)}, "has more, which the model"),
+    "another shape": (None, lambda t: t | {f"{NAME}.scale": torch.ones(3, 1)}, f"no {NAME}.scale"),
+    "another type": (None, lambda t: t | {f"{NAME}.qdata": t[f"{NAME}.qdata"].float()}, f"no {NAME}.qdata"),
+}
+
+
+@needs_torchao
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_folder_of_other_numbers_is_refused(fault, run, tmp_path):
+    config, tensors, said = FAULTS[fault]
+    with pytest.raises(UserError) as refusal:
+        load_qa_model(copied(run / "model-int8", tmp_path / "model", config, tensors))
+    assert said in str(refusal.value)
+
+
+@needs_torchao
+def test_a_quantized_model_is_not_trained(run):
+    (spec,) = plan(["A1"], "local", data="synthetic:40", model=str(run / "model-int8"), machine=Machine())
+    with pytest.raises(UserError, match="quantized, and train no more"):
+        build_model(spec)
+
+
+@needs_torchao
+def test_layers_that_cannot_be_quantized_are_named():
+    with pytest.raises(UserError, match=r"GPT2LMHeadModel: its layers have no torch\.nn\.Linear"):
+        quantize(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=40)), "int8")
+    odd = BertConfig(hidden_size=24, num_attention_heads=1, num_hidden_layers=1, intermediate_size=32, vocab_size=40)
+    with pytest.raises(UserError, match="a product over 24 features"):
+        quantize(BertForQuestionAnswering(odd), "int4")
+
+
+def test_a_run_without_a_model_an_unknown_width_and_a_missing_package_are_one_line(run, tmp_path, monkeypatch, capsys):
+    (tmp_path / "record.json").write_bytes((run / "record.json").read_bytes())
+    assert main(["quantize", str(tmp_path)]) == 2
+    assert "no model/ in it" in capsys.readouterr().err
+    entry = json.loads((run / "record.json").read_text())
+    entry["task"]["name"] = "lm"
+    (tmp_path / "record.json").write_text(
+        json.dumps(
+            entry
+            | {
+                "quality": entry["quality"]
+                | dict.fromkeys("word_perplexity token_perplexity bits_per_byte nats n words bytes".split())
+            }
+        )
+    )
+    assert main(["quantize", str(tmp_path)]) == 2
+    assert "its task is 'lm'" in capsys.readouterr().err
+    with pytest.raises(UserError, match="weights of 'int3': int8 or int4 can be had"):
+        quantize_run(run, "int3")
+    for module in ("torchao", "torchao.quantization", "torchao.quantization.qat"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert main(["quantize", str(run)]) == 2
+    assert "pip install torchao" in capsys.readouterr().err
+    with pytest.raises(UserError, match="pip install torchao"):
+        build_model(spec_of("A1-int8"))
