@@ -67,8 +67,9 @@ def measured(every: pd.DataFrame, group: str, row: str) -> pd.DataFrame:
 
 
 def _sizes(runs: pd.DataFrame, task: str) -> dict[str, pd.Series]:
-    """The columns of SIZES. FLOPs are counted as in measure/cost.py: for each token 6 for each weight of layers and
-    head, 4 for each bias and norm, and 6 x layers x hidden x length for the half of attention that is not masked."""
+    """The columns of SIZES. FLOPs are counted as in measure/cost.py, for rows that train all of the model: for each
+    token 6 for each weight of layers and head, 4 for each bias and norm, and 6 x layers x hidden x length for the half
+    of attention that is not masked."""
     parameters = runs["model.params_total"].astype(float)
     alone = runs["time.train_s"].astype(float) - runs["time.compile_s"].astype(float).fillna(0.0)
     found = {"parameters": parameters, "seconds": alone.where(runs["time.resumed_from_step"].isna())}
@@ -92,7 +93,9 @@ def _tuned(part: pd.DataFrame) -> pd.DataFrame:
     tries = part.groupby(RATE).agg(seeds=("spec.seed", "nunique"), score=("score", "mean"))
     best = max(tries.itertuples(), key=lambda tried: (tried.seeds, sign * tried.score)).Index
     chosen = part[part[RATE] == best].drop_duplicates("spec.seed")
-    return chosen.assign(rates=", ".join(map("{:g}".format, tries.index)))
+    at_end = len(tries) > 1 and best in (tries.index[0], tries.index[-1])
+    tried = ", ".join(map("{:g}".format, tries.index))
+    return chosen.assign(rates=tried + (": at the end" if at_end else ""))
 
 
 def along(runs: pd.DataFrame, what: str) -> pd.DataFrame:
@@ -137,8 +140,8 @@ def laws(runs: pd.DataFrame, size: str) -> pd.DataFrame:
     largest, which is kept out: constants, law (of the means over seeds), its b and c, predicted and came, each with
     half its t-based interval (b±, ...; of the first three over fits to one seed each), and the model kept_out.
 
-    Seeds are drawn together, a fit each, since three values are too few to be drawn from again and again: a bootstrap
-    of them never leaves their range. Raises NotMeasured.
+    That is no bootstrap: three seeds, drawn again and again, never leave their own range, and the interval would be too
+    narrow. Raises NotMeasured.
     """
     part = along(runs, size)
     if runs["task.name"].iloc[0] != "lm":
