@@ -38,6 +38,8 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
     """Training speed rung by rung, with its factors to A1 and to the row that it changes; then the Trainer's."""
     lines, order = _timed(runs), [*LADDER, *PEERS]
     shown = lines[lines["variant"].isin(order)].sort_values("variant", key=lambda names: names.map(order.index))
+    if shown["variant"].nunique() < 2:
+        raise NotMeasured("the ladder has one rung")
     parts = [(label, part.reset_index(drop=True)) for label, part in cells(shown)]
     titles = in_cells(shown, sentences.speed_finding)
     figure, panels = _panels(runs, shown, titles, parts, lambda rows: 0.34 * len(rows))

@@ -29,6 +29,11 @@ def _figure(runs: pd.DataFrame, title: str, said: str, height: float) -> Figure:
     return style.new_figure(title, " · ".join(parts) + ".", height)
 
 
+def _whole(runs: pd.DataFrame) -> pd.DataFrame:
+    """Of runs those of whole passes over the data: others measure speed, and learn little."""
+    return runs[runs.reindex(columns=["spec.scale.epochs"])["spec.scale.epochs"].notna()]
+
+
 @style.style()
 def fig_scaling(runs: pd.DataFrame) -> Figure:
     """Features/s against GPUs: at one effective batch, at another, and at one batch a GPU; dashed, so many times the
@@ -110,7 +115,7 @@ def _name(line) -> str:
 @style.style()
 def fig_artefact(runs: pd.DataFrame) -> Figure:
     """The slides' “statistical efficiency” on one log, step by step and as their second script would have seen it."""
-    log = slides.one_log(slides.logs_of(runs))
+    log = slides.one_log(slides.logs_of(_whole(runs)))
     loss = log["log"].set_index("step")["loss"]
     again = slides.repeated(loss)
     title = say("slides.artefact_title", log=log)
@@ -136,7 +141,7 @@ def fig_artefact(runs: pd.DataFrame) -> Figure:
 def fig_noise(runs: pd.DataFrame) -> Figure:
     """The gradient noise scale over the training, and the efficiency of batches that follows from it beside the
     measured one."""
-    logs = slides.logs_of(runs[runs["spec.variant"] == slides.SCALED])
+    logs = slides.logs_of(_whole(runs[runs["spec.variant"] == slides.SCALED]))
     phi, means = slides.phi_of(logs), slides.predicted(logs, BATCHES)
     phi = phi.assign(bin=np.ceil(20 * phi["done"]) / 20)
     try:
