@@ -11,9 +11,20 @@ from pathlib import Path
 
 import pandas as pd
 
-from qa_lib.report import cards, quality
+from qa_lib.report import cards, quality, scaling
 from qa_lib.report.gallery import read_manifest
-from qa_lib.report.runs import BASELINE, NotMeasured, ReportError, commits, on_cpu, published, searches, select, usual
+from qa_lib.report.runs import (
+    BASELINE,
+    NotMeasured,
+    ReportError,
+    commits,
+    on_cpu,
+    published,
+    searches,
+    select,
+    sibling,
+    usual,
+)
 from qa_lib.report.sentences import CPU_CAVEAT, RECOMMENDED, speed_finding
 from qa_lib.report.tables import LEVEL, summarise
 from qa_lib.report.text import MISSING, markdown, number, say
@@ -108,13 +119,30 @@ def rows(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
     judged = usual(quality.quality_runs(runs, group))
     table = decisions(own, judged).drop(columns=f"within {quality.MARGIN:g} F1", errors="ignore")
     parts = [markdown(table), f"{measured(own)} {_source(judged)}"]
-    manifest = read_manifest(figures_dir / group).get("figures", {})
-    for name in ("ladder", "timeline"):
+    return "\n\n".join([*parts, *_pictures(group, figures_dir, "ladder", "timeline")])
+
+
+def several(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
+    """What several GPUs of the group's kind come to, with its picture."""
+    own = sibling(runs, group, "parallel")
+    try:
+        finding = scaling.speed_finding(scaling.scaling(own))
+    except NotMeasured as reason:
+        return say("readme.unknown", reason=reason)
+    name = own["group"].iloc[0]
+    said = say("readme.several", finding=finding, group=name, code=commits(own))
+    return "\n\n".join([said, *_pictures(name, figures_dir, "scaling")])
+
+
+def _pictures(group: str, figures_dir: Path, *names: str) -> list[str]:
+    """Those of a group's figures that were drawn, each with what it shows in words."""
+    manifest, found = read_manifest(figures_dir / group).get("figures", {}), []
+    for name in names:
         if drawn := manifest.get(f"{name}.png"):
             alt = say(f"readme.{name}", title=drawn["title"])
             address = os.path.relpath(figures_dir / group / f"{name}.png", README.parent)
-            parts.append(f"![{alt}]({Path(address).as_posix()})")
-    return "\n\n".join(parts)
+            found.append(f"![{alt}]({Path(address).as_posix()})")
+    return found
 
 
 def decisions(runs: pd.DataFrame, judged: pd.DataFrame) -> pd.DataFrame:
@@ -183,4 +211,4 @@ def groups(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
     return f"{markdown(pd.DataFrame(table))}\n\n{say('readme.groups')}"
 
 
-BLOCKS = {"headline": headline, "rows": rows, "cards": card, "groups": groups}
+BLOCKS = {"headline": headline, "rows": rows, "several": several, "cards": card, "groups": groups}
