@@ -2,7 +2,7 @@
 
 A whole number of 8 bits takes a quarter of a float's memory, and processors have instructions that multiply many such
 numbers at once. A weight w becomes round(w / s), with a scale s for each row of a matrix (8 bits) or each GROUP weights
-of a row (4 bits), so that the largest just fits. An activation's scale is found when it is there, token by token ("dynamic").
+of a row (4 bits), so that the largest just fits. Activations get theirs as they come, token by token ("dynamic").
 Sums are exact, in 32 bits; embeddings, layer norms and the answer head stay as they are.
 
 Rounding a trained model is free and costs some quality. Training can make up for that (Jacob et al. 2018): its forward
