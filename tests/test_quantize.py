@@ -19,7 +19,7 @@ from qa_lib.model.quantize import WIDTHS, _pack, _unpack, is_rounding, quantize
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.run.quantize import quantize_run
-from qa_lib.score.predict import load_qa_model
+from qa_lib.score.predict import answering_device, load_qa_model
 from qa_lib.spec import Machine
 
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs the package torchao")
@@ -95,11 +95,13 @@ def test_a_row_trains_and_its_f1_is_that_of_its_quantized_model(tmp_path):
 
 @needs_torchao
 @pytest.mark.parametrize("width", WIDTHS)
-def test_what_is_saved_is_what_is_loaded(width, run):
+def test_what_is_saved_is_what_is_loaded(width, run, monkeypatch):
     model, _ = load_qa_model(run / "model")
     quantize(model, width)
     loaded, _ = load_qa_model(run / f"model-{width}")
     assert torch.equal(logits(loaded), logits(model))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert answering_device(loaded) == "cpu" and answering_device(load_qa_model(run / "model")[0]) == "cuda"
     found = json.loads((run / f"model-{width}" / "quantized.json").read_text())
     assert found["width"] == width and found["data"]["n"] == 60
     assert found["after"]["weights_bytes"] == (run / f"model-{width}" / QUANTIZED).stat().st_size

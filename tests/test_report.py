@@ -279,6 +279,18 @@ def test_rows_without_a_result_are_shown_with_their_reason(runs):
     assert "no backend named" in text.terminal(table.reset_index()) and "no backend" in text.markdown(table)
 
 
+def test_the_share_of_a_step_for_data_is_told_where_it_was_measured(runs):
+    heading = "waits for data, at most"
+    assert heading not in tables.result_table(lines_of(runs).reset_index()), "as in all earlier records"
+    folder = make(runs, "A4")
+    entry = record.read_record(folder)
+    entry["time"]["data_ms"] = 0.05 * entry["time"]["step_ms"]["median"]
+    record.write_record(folder, entry)
+    table = tables.result_table(lines_of(runs).reset_index()).set_index("row")
+    assert table.loc["A4", heading].startswith("5") and table.loc["A1", heading] == "–"
+    assert heading in tables.result_table(lines_of(runs).reset_index(), tables.COSTS)
+
+
 def test_of_several_seeds_the_one_that_failed_is_named(runs):
     make(runs, "A4", seed=1, status="error", error={"kind": "NonFiniteLoss", "message": "loss is nan at step 7"})
     line = lines_of(runs).loc[8, "A4"]

@@ -141,7 +141,8 @@ def load(folder: Path, head: type, attention: str, new_head: bool = False, task:
     """The model of a folder that has weights, by a class of transformers like AutoModelForQuestionAnswering.
 
     `attention` is ours: a config may name one that transformers would download. `new_head` allows weights without the
-    head's, which are then random. Raises UserError where config and weights do not belong together.
+    head's, which are then random. Quantized weights (model/quantize.py) come back as they were saved, and cannot be
+    trained. Raises UserError where config and weights do not belong together.
     """
     from transformers import AutoConfig
 

@@ -1,17 +1,17 @@
 """Weights in 8 or 4 bits and activations in 8, for answering on a CPU; and training that knows of it (row A1-int8).
 
-A whole number of 8 bits takes a quarter of a float's memory, and processors multiply such numbers several times as
-fast. A weight w becomes round(w / s), with a scale s for each row of a matrix (8 bits) or each GROUP weights of a row
-(4 bits), so that the largest just fits. An activation's scale is found when it is there, token by token ("dynamic").
+A whole number of 8 bits takes a quarter of a float's memory, and processors have instructions that multiply many such
+numbers at once. A weight w becomes round(w / s), with a scale s for each row of a matrix (8 bits) or each GROUP weights
+of a row (4 bits), so that the largest just fits. Activations get theirs as they come, token by token ("dynamic").
 Sums are exact, in 32 bits; embeddings, layer norms and the answer head stay as they are.
 
 Rounding a trained model is free and costs some quality. Training can make up for that (Jacob et al. 2018): its forward
 pass rounds as the finished model will, but in floating point, and its backward pass takes rounding for the identity.
-The weights below stay fp32 and are saved as such; rounded afterwards they give the very products they were trained on.
+The weights stay fp32 meanwhile and are saved as such; rounded afterwards they give the products they were trained on.
 
 torchao has the arithmetic. Files hold only whole numbers and scales as plain safetensors, and how they are meant is
 said here and not in them. torchao multiplies int8 by int8; its products with 4 bits widen the weights to fp32 first, so
-that these take less room on a disk and more time.
+that these save room on a disk, and no time.
 """
 
 from pathlib import Path

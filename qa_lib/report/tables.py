@@ -38,6 +38,7 @@ MEASURES = {  # name in `lines` -> value of a record; beside them `score`, the o
     "step_ms": "time.step_ms.median",
     "step_p10_ms": "time.step_ms.p10",
     "step_p90_ms": "time.step_ms.p90",
+    "data_ms": "time.data_ms",
     "matrix_share": "speed.mfu",
     "peak_mib": "memory.peak_alloc_mib",
     "joules": "energy.joules_per_feature",
@@ -241,6 +242,7 @@ COLUMNS = {  # heading, in which {score} stands for the score's label and {base}
     "tokens/s": _text_speed,
     "× {base}": lambda line: number(line["ratio"], line["ratio±"]),
     "step ms [p10–p90]": _step,
+    "waits for data, at most": lambda line: share(line["data_ms"] / line["step_ms"]),
     "of matrix rate": lambda line: share(line["matrix_share"]),
     "MFU": lambda line: share(line["mfu"]),
     "peak MiB": lambda line: number(line["peak_mib"]),
@@ -260,8 +262,8 @@ AXIS_LABELS = tuple(axis.label for axis in AXES)
 # Headings of two tables of a page's width, which all of them together would overflow.
 SPEED = ("row", "what it changes", *AXIS_LABELS, "status", "n", "features/s", "tokens/s", "× {base}",
          "step ms [p10–p90]", "note")  # fmt: skip
-COSTS = ("row", *AXIS_LABELS, "of matrix rate", "MFU", "peak MiB", "J/feature", "trainable", "compile s",
-         "break-even step", "wall s")  # fmt: skip
+COSTS = ("row", *AXIS_LABELS, "waits for data, at most", "of matrix rate", "MFU", "peak MiB", "J/feature",
+         "trainable", "compile s", "break-even step", "wall s")  # fmt: skip
 
 
 def result_table(lines: pd.DataFrame, headings=tuple(COLUMNS)) -> pd.DataFrame:

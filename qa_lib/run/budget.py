@@ -43,6 +43,7 @@ QUANTILES = (
 QUESTION = 15  # of these tokens, about: a question and what stands around it, which every window repeats
 RECOMPUTED_ADAPTERS = 5.5  # measured: bytes that each layer with adapters keeps all the same, as layer_bytes has them
 SAME_MODEL = 0.02  # by so much the weights of one model differ, measured and predicted
+ROUNDED = "what training on rounded weights keeps for its backward pass is not predicted"
 SMALL = 4096  # tensors of fewer elements keep 32-bit moments in the 8-bit optimizer
 
 
@@ -95,11 +96,13 @@ def estimate(spec: Spec, features=None) -> dict:
     """MiB of params, grads, optimizer, activations and workspace, the peak and its phase, and what is reserved.
 
     For a model that trains on a GPU. `features` are the spec's own unless they are given. Raises UserError for a spec
-    without a GPU.
+    without a GPU, and for one that rounds.
     """
     settings, causal = spec.settings, spec.scale.task == "lm"
     if spec.hardware == "cpu":
         raise UserError(f"{spec.variant}: the budget is of GPU memory, and this one is planned for a CPU")
+    if settings.rounding != "none":
+        raise UserError(f"{spec.variant}: {ROUNDED}")
     # Its shapes are the defaults of transformers, which need no network.
     source = spec.model_source
     config = BertConfig() if source == "bert-base-uncased" else model_config(source, spec.scale.task)
@@ -199,7 +202,7 @@ def _tokens(spec: Spec, features) -> int:
 def gpu_of(sm: int) -> Machine:
     """A GPU of that compute capability with everything installed, for plans made where there is none."""
     backends = ("inductor", "aot_eager", "cudagraphs")
-    return Machine("gpu", gpus=1, sm=sm, backends=backends, bitsandbytes=True, compiler=True)
+    return Machine("gpu", gpus=1, sm=sm, backends=backends, bitsandbytes=True, torchao=True, compiler=True)
 
 
 def predicted(runs: pd.DataFrame, model: str = "") -> pd.Series:
@@ -211,7 +214,8 @@ def predicted(runs: pd.DataFrame, model: str = "") -> pd.Series:
         spec = _spec_of(entry, model)
         key = repr((spec.asked, spec.scale))  # of every seed
         if key not in cached:
-            cached[key] = estimate(spec, _known_lengths(spec)) if spec.hardware != "cpu" else None
+            can = spec.hardware != "cpu" and spec.settings.rounding == "none"
+            cached[key] = estimate(spec, _known_lengths(spec)) if can else None
         budget, measured = cached[key], entry["memory"]["params_mib"]
         if budget and (measured is None or abs(budget["params_mib"] / measured - 1) < SAME_MODEL):
             peaks[index] = budget["peak_mib"]
@@ -264,8 +268,8 @@ def main(args: argparse.Namespace) -> int:
     print(f"{'row':12}{'length':>7}{'micro-batch':>12}" + "".join(f"{head:>12}" for head in heads), end="")
     print("    measured  peak in")
     for spec in specs:
-        if spec.skip:
-            print(f"{spec.variant:12}{spec.skip}")
+        if spec.skip or spec.settings.rounding != "none":
+            print(f"{spec.variant:12}{spec.skip or ROUNDED}")
             continue
         found = estimate(spec, SquadLengths(spec.scale.max_length, spec.scale.stride) if known else None)
         print(

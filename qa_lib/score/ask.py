@@ -15,7 +15,7 @@ import torch
 from qa_lib.data.squad import DataError
 from qa_lib.data.windows import build_features
 from qa_lib.score.decode import LOWEST, decode
-from qa_lib.score.predict import asked, load_qa_model, predict_logits, window_lengths
+from qa_lib.score.predict import answering_device, asked, load_qa_model, predict_logits, window_lengths
 
 LOADED = 4  # models kept in memory
 MOST_WINDOWS = 2_000  # of what is answered at once: the longest paragraph and a question of a sentence take some 400
@@ -51,7 +51,7 @@ class Model:
 def load(folder: Path) -> Model:
     """The checkpoint in `folder`, warmed up. Raises UserError for what load_qa_model refuses."""
     model, tokenizer = load_qa_model(folder)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = answering_device(model)
     small = model.num_parameters() < 10_000_000
     loaded = Model(model.to(device), tokenizer, *window_lengths(folder, model), small)
     for words in (1, 4 * loaded.max_length):  # so that no asker waits for what happens the first time

@@ -115,6 +115,11 @@ def load_qa_model(folder: str | Path) -> tuple:
     return model.eval(), tokenizer
 
 
+def answering_device(model) -> str:
+    """The GPU, if there is one; the CPU for quantized weights, which are for it."""
+    return "cuda" if torch.cuda.is_available() and not hasattr(model.config, "quantized") else "cpu"
+
+
 def window_lengths(folder: str | Path, model) -> tuple[int, int]:
     """Tokens of a window and of its overlap for a model of `folder`: those of the run beside whose record it lies,
     or else the reference script's 384 and 128; or what a model with fewer positions allows."""
@@ -155,7 +160,7 @@ def main(args: argparse.Namespace) -> int:
     examples = source.examples  # bad data is told before the model takes its seconds to load
     folder = find_folder(args.model)
     model, tokenizer = load_qa_model(folder)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = answering_device(model)
     lengths = window_lengths(folder, model)
     features = build_features(source, tokenizer, *lengths, cache=None if file else False)
     logits = predict_logits(model.to(device), features, device, progress=file and sys.stderr.isatty())
