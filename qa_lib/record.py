@@ -58,7 +58,8 @@ class Time:
     """When, and how many seconds what took; `steps` that were trained, in all processes that worked on the run.
 
     `data_ms` is the host's time for the inputs of a measured step, the median, of the first process where there are
-    several. Most of it passes while the GPU computes, so that the GPU waits for data that long at most.
+    several. Most of it passes while the GPU computes, so that the GPU waits for data that long at most. Null where
+    transformers.Trainer fetches them.
     """
 
     started: str = ""
@@ -148,11 +149,12 @@ class Noise:
 @dataclass
 class Parallel:
     """How several processes shared a run, `world` of them at its end, which have `replicas` models; null for a run of
-    one. A pipeline has `stages`, a `schedule` and a `bubble`, the share of a step in which the process that waits most
-    does so, beside what the formula says (train/pipeline.py). `link` is how the GPUs are connected: machine.link();
-    `rank_*` have a value for each process, by its rank; `allreduce_gbs` is the bus bandwidth of one reduction; of a
-    step, `busy_ms` is how long a GPU computes and `exposed_ms` how long it only communicates, means over the processes
-    (measure/overlap.py); `goodput` is features a second times `efficiency` (measure/goodput.py)."""
+    one, but for what its noise says. A pipeline has `stages`, a `schedule` and a `bubble`, the share of a step in which
+    the process that waits most does so, beside what the formula says (train/pipeline.py). `link` is how the GPUs
+    are connected: machine.link(); `rank_*` have a value for each process, by its rank; `allreduce_gbs` is the bus
+    bandwidth of one reduction; of a step, `busy_ms` is how long a GPU computes and `exposed_ms` how long it only
+    communicates, means over the processes (measure/overlap.py); `goodput` is features a second times `efficiency`
+    (measure/goodput.py)."""
 
     world: int | None = None
     replicas: int | None = None

@@ -72,7 +72,7 @@ SCALES = {
             time_limit_s=300, threads=1,
         ),
         Scale(name="bench", steps=600),
-        # Of rows in several processes, which start slowly: as many steps as their speed takes.
+        # Of rows in several processes, which start slowly: enough steps to time.
         Scale(name="parallel", steps=150, measure_from=50),
         # The seeds' protocol for memory: one step to settle, one to measure, each of one micro-batch.
         Scale(name="vram", effective_batch=None, steps=2, measure_from=1, time_limit_s=900),

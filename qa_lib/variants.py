@@ -163,7 +163,7 @@ CONFLICTS = (
     (("engine", "loop"), ("parallel", "deepspeed"), "DeepSpeed's engine is there under transformers.Trainer alone"),
     (("engine", "loop"), ("polling", "!none"), "it is a callback of transformers.Trainer"),
     (("parallel", "!none"), ("compile", "cudagraphs"), "a replay writes over gradients before they are reduced"),
-    (("parallel", "ddp*|fsdp"), ("step", "graph"), "they reduce by hooks of the backward pass, which is not captured"),
+    (("parallel", "ddp*|fsdp"), ("step", "graph"), "their hooks wait on the host, which a graph has not"),
     (("parallel", "fsdp"), ("compile", "!none"), "its layers gather their weights between the compiler's graphs"),
     (("parallel", "sharded|fsdp|tensor"), ("optimizer", "adamw8bit"), "8-bit moments come in blocks of whole tensors"),
     (("parallel", "fsdp"), ("optimizer", "master"), "the compiled update takes whole tensors"),

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from qa_lib.measure.goodput import REFERENCE, efficiency, noise
 from qa_lib.measure.overlap import busy_and_exposed
 from qa_lib.record import Noise
-from qa_lib.train.parallel import Flat, square_norm
+from qa_lib.train.parallel import Flat, Sharded, square_norm
 from qa_lib.train.ranks import FORGET, Ranks
 from qa_lib.variants import Settings
 
@@ -94,3 +95,38 @@ def test_what_a_gpu_only_communicates_is_exposed():
     ]
     assert busy_and_exposed(events) == (pytest.approx(0.75), pytest.approx(0.95))
     assert busy_and_exposed([]) == (0, 0)
+
+
+def test_a_sharded_row_alone_says_nothing_of_noise(monkeypatch):
+    ranks = Ranks(torch.device("cpu"))
+    ranks.parts, ranks.batch = 4, 8
+    monkeypatch.setattr(dist, "reduce_scatter_tensor", lambda out, given, op: out.copy_(given))
+    model = torch.nn.Linear(3, 1)
+    sharing = Sharded(model, ranks, Settings(precision="fp32"))
+    model(torch.randn(2, 3)).square().mean().backward()
+    sharing.reduce()
+    assert ranks.noise(steps=1) == Noise()
+
+
+def test_gradients_that_are_not_finite_leave_no_noise_scale():
+    ranks = Ranks(torch.device("cpu"))
+    ranks.parts, ranks.batch = 4, 8
+    ranks.note_norms(torch.tensor(torch.nan), torch.tensor(1.0))
+    assert ranks.noise(steps=1) == Noise()
+
+
+def test_more_steps_for_the_overlap_change_nothing_that_is_recorded(monkeypatch):
+    ranks = Ranks(torch.device("cpu"))
+    ranks.parts, ranks.batch = 4, 8
+    ranks.note_norms(torch.tensor(2.0), torch.tensor(1.0))
+    before = ranks.noise(steps=1)
+
+    def step():
+        ranks.note_norms(torch.tensor(9.0), torch.tensor(3.0))
+        ranks.waits.append(([], (0.0, 1.0)))
+
+    monkeypatch.setattr(
+        "qa_lib.train.ranks.overlap", lambda step, device: step() or {"busy_ms": 1.0, "exposed_ms": 0.5}
+    )
+    ranks.note_overlap(step)
+    assert (ranks.noise(steps=1), len(ranks.waits), ranks.measured["busy_ms"]) == (before, 0, 1.0)

@@ -25,9 +25,8 @@ class Segments(NamedTuple):
     """Where the features of a packed row lie, and where they go when each is padded to its limit."""
 
     cu_seqlens: torch.Tensor  # int32 [segments + 1]: where each segment begins and the last one ends
-    limits: list[
-        int
-    ]  # at most so many tokens in each, multiples of packing.ALIGN and the same for every packed row of a run
+    # At most so many tokens in each, multiples of packing.ALIGN and the same for every packed row of a run.
+    limits: list[int]
     slots: torch.Tensor | None = None  # of lay_out(), for the kernel that pads
     bias: torch.Tensor | None = None
     place: torch.Tensor | None = None

@@ -14,7 +14,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from qa_lib.report.gallery import Pictures
-from qa_lib.report.runs import baseline, cells, load_runs, newest, score_name, searches, select, several
+from qa_lib.report.runs import NotMeasured, baseline, cells, load_runs, newest, score_name, searches, select
 from qa_lib.report.scaling import speed_table
 from qa_lib.report.sentences import LADDER, PEERS, caption
 from qa_lib.report.tables import family_lines, result_table, summarise
@@ -130,9 +130,10 @@ def _table(lines: pd.DataFrame) -> dict:
 
 def _scaling(runs: pd.DataFrame) -> dict:
     """The same of a group's rows on one GPU and on several; without parts where there are none."""
-    if not several(runs[runs["status"] == "ok"]).any():
+    try:
+        text = speed_table(runs)
+    except NotMeasured:
         return {"headings": [], "parts": []}
-    text = speed_table(runs)
     return {
         "headings": [(name, "") for name in text],
         "parts": [("", list(zip(text["row"], text.to_numpy().tolist(), strict=True)))],

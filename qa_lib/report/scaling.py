@@ -44,10 +44,10 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     """A group's runs that ended ok, averaged over seeds: a line for each of KEYS, in the order of the variants table.
 
     Columns: KEYS, n, `rate` (features/s of all GPUs) and `rate±`, the others of MEASURES, peak_mib (of the process with
-    the most), waiting_ms (a step's milliseconds in which a GPU does not compute: exposed_ms, or a pipeline's bubble;
-    NaN where neither was measured), `strong`, `strong±`, `weak`, `weak±` (shares; ± over equal seeds where both rows
-    have the same ones) and reference, the row that was the one GPU, or "A1, P1" if that of `weak` was another. Raises
-    NotMeasured for runs without any for several GPUs.
+    the most), waiting_ms (a step's milliseconds in which a GPU only communicates, which includes waiting for others in
+    it: exposed_ms, or where that was not measured a pipeline's bubble; else NaN), `strong`, `strong±`, `weak`, `weak±`
+    (shares; ± over equal seeds where both rows have the same ones) and reference, the row that was the one GPU, or "A1,
+    P1" if that of `weak` was another. Raises NotMeasured for runs without any for several GPUs.
     """
     done = _alike(runs[(runs["status"] == "ok") & runs["spec.variant"].isin(VARIANTS)])
     if not several(done).any():

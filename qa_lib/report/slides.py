@@ -271,11 +271,11 @@ class Facts:
         phi = (noise["parallel.noise.var"] / noise["parallel.noise.sqr"]).where((noise > 0).all(axis="columns"))
         table = phi.groupby([done["batch"], done["spec.seed"], done["spec.variant"]]).mean().unstack()
         counts = table.notna().groupby(level="batch").any().sum(axis="columns")
-        first = next((row for row in SPREAD if row in table), None)
-        if counts.max() < 2 or counts.empty or first is None:
+        if counts.empty or counts.max() < 2:
             raise NotMeasured(f"no two of {', '.join(SPREAD)} have a noise scale at one batch")
         batch = counts.idxmax()
         part = table.loc[batch].dropna(axis="columns", how="all")
+        first = next(row for row in SPREAD if row in part)
         logs = np.log(part).sub(np.log(part[first]), axis="index")
         rows = {
             row: {"phi": part[row].mean(), "difference": (logs[row].mean(), float(interval(logs[row])))}

@@ -202,7 +202,9 @@ def _tokens(spec: Spec, features) -> int:
 def gpu_of(sm: int) -> Machine:
     """A GPU of that compute capability with everything installed, for plans made where there is none."""
     backends = ("inductor", "aot_eager", "cudagraphs")
-    return Machine("gpu", gpus=1, sm=sm, backends=backends, bitsandbytes=True, torchao=True, compiler=True)
+    return Machine(
+        "gpu", gpus=1, sm=sm, backends=backends, bitsandbytes=True, deepspeed=True, torchao=True, compiler=True
+    )
 
 
 def predicted(runs: pd.DataFrame, model: str = "") -> pd.Series:
@@ -212,9 +214,9 @@ def predicted(runs: pd.DataFrame, model: str = "") -> pd.Series:
     for index, folder in runs["path"].items():
         entry = read_record(folder)
         spec = _spec_of(entry, model)
-        key = repr((spec.asked, spec.scale))  # of every seed
+        key = repr((spec.asked, spec.settings, spec.scale, spec.model_source, spec.world, spec.stages))  # of every seed
         if key not in cached:
-            can = spec.hardware != "cpu" and spec.settings.rounding == "none"
+            can = spec.hardware != "cpu" and spec.settings.rounding == "none" and spec.model_source
             cached[key] = estimate(spec, _known_lengths(spec)) if can else None
         budget, measured = cached[key], entry["memory"]["params_mib"]
         if budget and (measured is None or abs(budget["params_mib"] / measured - 1) < SAME_MODEL):

@@ -233,7 +233,7 @@ def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module,
         "weights": digest_of({name: p.detach().cpu() for name, p in model.named_parameters()}, {}),
         "allreduce_gbs": reduce_rate(ranks.device),
         "bubble": ranks.bubble(),
-        **ranks.overlap,
+        **ranks.measured,
     }
     found = ranks.gather(own)
     # The processes of one replica have all counted the same features.
@@ -254,8 +254,8 @@ def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module,
         entry["parallel"] |= {"stages": ranks.stages, "schedule": spec.settings.schedule}
         formula = bubble(ranks.stages, spec.micro_batches // ranks.replicas, spec.settings.chunks)
         entry["parallel"] |= {"bubble": max(each["bubble"] for each in found), "bubble_formula": formula}
-    if ranks.overlap.get("busy_ms"):
-        entry["parallel"] |= {name: np.mean([each[name] for each in found]).item() for name in ranks.overlap}
+    if ranks.measured.get("busy_ms"):
+        entry["parallel"] |= {name: np.mean([each[name] for each in found]).item() for name in ranks.measured}
     if ranks.world != spec.world:
         entry["spec"]["adjusted"] = [*entry["spec"]["adjusted"], f"world: {ranks.world} processes at the end"]
     joules = [each["joules"] for each in found]

@@ -173,6 +173,8 @@ class Overlapped(Flat):
     def reduce(self):
         if self.ranks.world == 1:
             return super().reduce()
+        if missing := sum(self.waits_for):
+            raise RuntimeError(f"{missing} of the model's parameters have no gradient, and their regions wait for them")
         self.passed, mean = 0, []
         for flat, _, region, end in self.sent:
             end()
@@ -207,11 +209,10 @@ class Sharded(Alone):
     def reduce(self):
         flat = torch.cat([*(p.grad.flatten() for p in self.trained), self.padding])
         self.share.grad = torch.empty_like(self.share)
-        nccl = self.ranks.backend == "nccl"
-        dist.reduce_scatter_tensor(self.share.grad, flat, dist.ReduceOp.AVG if nccl else dist.ReduceOp.SUM)
-        if not nccl:
+        dist.reduce_scatter_tensor(self.share.grad, flat, self.ranks.average)
+        if self.ranks.average == dist.ReduceOp.SUM:
             self.share.grad /= self.ranks.world
-        if self.settings.precision != "fp16":  # as in Flat
+        if self.ranks.world > 1 and self.settings.precision != "fp16":  # as in Flat
             # The mean of this over the processes is the square norm of all shares together.
             self.ranks.note_norms(square_norm(flat), self.ranks.world * square_norm(self.share.grad))
         for parameter in self.trained:

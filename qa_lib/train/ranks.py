@@ -28,13 +28,14 @@ class Ranks:
 
     `rank` counts from 0 to `world` - 1. The first alone writes record, steps.jsonl and checkpoint. `join` makes the
     process group, which `gather` and `mean` need where there are others; leaving the context ends it. Neighbours make
-    up a pipeline of `stages`; there are `replicas` of the model. `overlap` is what measure/overlap.py has found.
+    up a pipeline of `stages`; there are `replicas` of the model. The noise scale compares one of a step's equal `parts`
+    with all of its `batch` features. `measured` is what measure/overlap.py has found.
     """
 
     def __init__(self, device: torch.device):
         self.device, self.rank, self.world, self.store = device, 0, 1, None
         self.stages = self.replicas = self.parts = self.batch = 1
-        self.overlap = {}
+        self.measured = {}
         self.norms = torch.zeros(2, device=device)  # see note_norms
         self.waits = collections.deque(maxlen=KEPT)  # see bubble
         if dist.is_torchelastic_launched():
@@ -87,23 +88,26 @@ class Ranks:
         """This process's share of a step's micro-batches."""
         return micro_batches[self.rank * self.replicas // self.world :: self.replicas]
 
+    @property
+    def average(self) -> dist.ReduceOp:
+        """How a reduction averages; where it can only add up, what it gives must be divided."""
+        return dist.ReduceOp.AVG if self.backend == "nccl" else dist.ReduceOp.SUM
+
     def mean(self, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
         """The tensor, averaged in place over all processes, or over those of a group."""
-        if self.world > 1 and self.backend == "nccl":
-            dist.all_reduce(tensor, dist.ReduceOp.AVG, group)
-        elif self.world > 1:  # gloo sums alone
-            dist.all_reduce(tensor, group=group)
-            tensor /= dist.get_world_size(group)
+        if self.world > 1:
+            dist.all_reduce(tensor, self.average, group)
+            if self.average == dist.ReduceOp.SUM:
+                tensor /= dist.get_world_size(group)
         return tensor
 
     def begin_mean(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Begin to average the tensor over all processes, in place; what is returned waits for it."""
-        nccl = self.backend == "nccl"
-        work = dist.all_reduce(tensor, dist.ReduceOp.AVG if nccl else dist.ReduceOp.SUM, async_op=True)
+        work = dist.all_reduce(tensor, self.average, async_op=True)
 
         def end() -> None:
             work.wait()
-            if not nccl:  # gloo sums alone
+            if self.average == dist.ReduceOp.SUM:
                 tensor.div_(self.world)
 
         return end
@@ -118,7 +122,7 @@ class Ranks:
         """What the norms of so many steps say (measure/goodput.py), empty where none were noted. All processes call
         this together; it waits for the device."""
         norms = self.mean(self.norms.clone()) * self.stages  # the square norms of a pipeline's stages add up
-        if not norms.any():
+        if not norms.any() or not norms.isfinite().all():
             return Noise()
         own, mean = (norms / (1 - (1 - FORGET) ** steps)).tolist()  # the running means began at 0
         found = goodput.noise(own, mean, self.parts, self.batch // self.parts)
@@ -127,9 +131,10 @@ class Ranks:
 
     def note_overlap(self, step: Callable[[], object]) -> None:
         """Measure what communication costs a step, by some more of them, which all processes make together."""
-        waits = self.waits.copy()
-        self.overlap = overlap(step, self.device)
+        waits, norms = self.waits.copy(), self.norms.clone()
+        self.measured = overlap(step, self.device)
         self.waits = waits
+        self.norms.copy_(norms)  # in place: a captured step writes there
 
     def bubble(self) -> float | None:
         """The share of the last KEPT steps in which this stage of a pipeline did not compute; waits for the device."""

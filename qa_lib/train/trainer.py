@@ -10,7 +10,6 @@ to DeepSpeed's engine (row P0-ds). Slides that this lab began with took that for
 DeepSpeed's mixed precision is no autocast: weights and gradients are in half precision, and the optimizer has masters.
 """
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -93,17 +92,14 @@ def train(
 
 
 class _Collator:
-    """Feature numbers to model inputs, remembering which they were and how many seconds it took."""
+    """Feature numbers to model inputs, remembering which they were."""
 
     def __init__(self, batches: Batches):
         self.batches, self.seen = batches, []
 
     def __call__(self, numbers: list[dict]) -> dict[str, torch.Tensor]:
-        begun = time.perf_counter()
-        features = np.array([number["feature"] for number in numbers])
-        inputs = self.batches.collate(features, torch.device("cpu"))
-        self.seen.append((features, time.perf_counter() - begun))
-        return inputs
+        self.seen.append(np.array([number["feature"] for number in numbers]))
+        return self.batches.collate(self.seen[-1], torch.device("cpu"))
 
 
 class _MeteredTrainer(Trainer):
@@ -139,8 +135,7 @@ class _Steps(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         collator, parts = self.trainer.data_collator, self.trainer.parts
-        micro_batches, seconds = zip(*(collator.seen.pop(0) for _ in parts), strict=True)
-        self.meter.data_s.append(sum(seconds))
+        micro_batches = [collator.seen.pop(0) for _ in parts]
         self.meter.step(*collator.batches.tokens(micro_batches))
         self.log.add(sum(parts), self.trainer.rate)
         parts.clear()
