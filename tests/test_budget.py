@@ -224,3 +224,9 @@ def test_lengths_of_shorter_windows_are_cut_from_those_that_are_known():
     assert len(whole) == 131_754 and whole.max() == 384 and short.max() == 128
     assert len(short) > 2 * len(whole) and short.min() > 0
     assert (budget.SquadLengths(512, 128).lengths == whole).all()
+
+
+def test_windows_that_a_question_fills_are_refused():
+    with pytest.raises(UserError, match="22 tokens are too few for a question and the 7"):
+        SquadLengths(22, 7)
+    assert SquadLengths(23, 7).lengths.max() == 23

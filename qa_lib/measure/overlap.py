@@ -5,6 +5,7 @@ the exposed part. A GPU that waits for another one counts as communicating, sinc
 """
 
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,12 +43,14 @@ def busy_and_exposed(events: list[dict]) -> tuple[float, float]:
     ends = []
     for e in events:
         if e.get("cat") in trace.ON_GPU:
-            kind = e["name"].lower().startswith("nccl")
+            kind = "communication" if e["name"].lower().startswith("nccl") else "work"
             ends += [(e["ts"], kind, 1), (e["ts"] + e["dur"], kind, -1)]
-    running, spent, before = {True: 0, False: 0}, {True: 0.0, False: 0.0}, 0.0
-    for moment, communicates, change in sorted(ends):
-        if any(running.values()):
-            spent[running[False] == 0] += moment - before
-        running[communicates] += change
+    running, busy, exposed, before = Counter(), 0.0, 0.0, 0.0
+    for moment, kind, change in sorted(ends):
+        if running["work"]:
+            busy += moment - before
+        elif running["communication"]:
+            exposed += moment - before
+        running[kind] += change
         before = moment
-    return spent[False] / 1e3, spent[True] / 1e3
+    return busy / 1e3, exposed / 1e3

@@ -147,7 +147,7 @@ def load(folder: Path, head: type, attention: str, new_head: bool = False, task:
     from transformers import AutoConfig
 
     found, files = look(folder)
-    quantized = [file.name for file in files] == [QUANTIZED]
+    quantized = _are_quantized(files)
     if quantized and new_head:
         raise UserError(f"{folder}: its weights are quantized, and train no more")
     safe = {"local_files_only": True, "trust_remote_code": False, "attn_implementation": attention}
@@ -172,6 +172,10 @@ def load(folder: Path, head: type, attention: str, new_head: bool = False, task:
     return model
 
 
+def _are_quantized(files: list[Path]) -> bool:
+    return [file.name for file in files] == [QUANTIZED]
+
+
 def _sizes(files: list[Path], config: dict) -> dict[str, tuple]:
     """{name: (shape, type)} by the headers of these weights, as if plain where they are quantized."""
     from safetensors import safe_open
@@ -182,7 +186,7 @@ def _sizes(files: list[Path], config: dict) -> dict[str, tuple]:
             for name in tensors.keys():  # noqa: SIM118
                 part = tensors.get_slice(name)
                 stored[name] = (part.get_shape(), part.get_dtype())
-    if [file.name for file in files] == [QUANTIZED]:
+    if _are_quantized(files):
         from qa_lib.model.quantize import plain_sizes
 
         return plain_sizes(stored, config.get("quantized"))

@@ -119,7 +119,7 @@ def profile(every: pd.DataFrame, group: str, rows: str, predicted: Callable) -> 
         runs = select(every, group)
         runs = runs[runs["spec.variant"].isin(names) | (len(names) == 0)]
         return Profile(group, runs, points(runs, names, predicted(runs)))
-    except (NotMeasured, ReportError) as problem:
+    except ReportError as problem:
         return Profile(group, every[:0], pd.DataFrame(columns=COLUMNS), str(problem))
 
 

@@ -176,6 +176,9 @@ class SquadLengths:
     tokens, of which neighbours share `stride`."""
 
     def __init__(self, max_length: int = 384, stride: int = 128):
+        """UserError for windows that a question and the shared tokens fill."""
+        if max_length <= QUESTION + stride:
+            raise UserError(f"{max_length} tokens are too few for a question and the {stride} that windows share")
         self.max_length, self.stride = max_length, stride
 
     @cached_property

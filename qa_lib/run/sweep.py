@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
@@ -38,7 +39,7 @@ def notebook_of(variant: str) -> Path:
     return Path("notebooks", f"{FAMILIES[find_variant(variant).family]}.ipynb")
 
 
-def check_notebook(path: Path, parameters: dict) -> None:
+def check_notebook(path: Path, parameters: Iterable[str]) -> None:
     """Refuse a notebook that would not take the parameters: papermill would run its defaults without a word."""
     try:
         cells = json.loads((ROOT / path).read_text(encoding="utf-8"))["cells"]
@@ -95,8 +96,9 @@ def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -
     terminal how far the runs are; elsewhere a line says when each starts and ends, and how long is left. Last comes the
     command `on_finish`.
     """
-    for spec in {(notebook_of(s.variant), *notebook_parameters(s, launcher.runs)): s for s in specs}.values():
-        check_notebook(notebook_of(spec.variant), notebook_parameters(spec, launcher.runs))
+    given = [(notebook_of(spec.variant), notebook_parameters(spec, launcher.runs)) for spec in specs]
+    for notebook, names in dict.fromkeys((notebook, tuple(parameters)) for notebook, parameters in given):
+        check_notebook(notebook, names)
     todo = [spec for spec in specs if not launcher.is_finished(spec)]
     done = before = len(specs) - len(todo)
     print(f"sweep: {len(specs)} runs, {done} finished, {len(todo)} to run", flush=True)

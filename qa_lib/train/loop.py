@@ -121,10 +121,11 @@ def train(
         together = batches.step(number - 1)
         micro_batches = ranks.mine(together)
         share = sum(map(len, together)) / ranks.replicas
+        parts = [share / len(features) for features in micro_batches]
         try:
             inputs = [batches.collate(features, device) for features in micro_batches]
             meter.data_s.append(time.perf_counter() - begun)
-            loss = take_step(inputs, [share / len(features) for features in micro_batches])
+            loss = take_step(inputs, parts)
         except Exception as problem:
             raise StepFailed(number) from problem
         meter.step(*batches.tokens(micro_batches))
@@ -138,5 +139,5 @@ def train(
         watch.finished(number)
     meter.stop()
     if ranks.world > 1 and not spec.scale.quality and begin < batches.steps:  # else they would change what is scored
-        ranks.note_overlap(lambda: take_step(inputs, [share / len(features) for features in micro_batches]))
+        ranks.note_overlap(lambda: take_step(inputs, parts))
     return step.optimizer, meter, begin, refused
