@@ -228,5 +228,5 @@ def test_lengths_of_shorter_windows_are_cut_from_those_that_are_known():
 
 def test_windows_that_a_question_fills_are_refused():
     with pytest.raises(UserError, match="22 tokens are too few for a question and the 7"):
-        SquadLengths(22, 7)
-    assert SquadLengths(23, 7).lengths.max() == 23
+        budget.SquadLengths(22, 7)
+    assert budget.SquadLengths(23, 7).lengths.max() == 23

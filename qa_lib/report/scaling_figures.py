@@ -22,7 +22,8 @@ BATCHES = np.unique(np.geomspace(REFERENCE, 512, 60).astype(int))
 def _figure(runs: pd.DataFrame, title: str, said: str, height: float) -> Figure:
     """An empty figure whose caption says what it shows and where from."""
     seeds = runs[runs["status"] == "ok"].groupby("spec.variant")["spec.seed"].nunique()
-    parts = [said, f"Group {runs['group'].iloc[0]}", f"{seeds.min()}–{seeds.max()} seeds", f"code {commits(runs)}"]
+    counts = "–".join(map(str, sorted({seeds.min(), seeds.max()})))
+    parts = [said, f"Group {runs['group'].iloc[0]}", f"n = {counts} seeds", f"code {commits(runs)}"]
     if on_cpu(runs):
         title = f"On a CPU: {title}"
         parts.append(sentences.CPU_CAVEAT)
@@ -93,18 +94,20 @@ def fig_waiting(runs: pd.DataFrame) -> Figure:
     parts.index = [_name(line) for line in shown.itertuples()]
     batch = shown["batch"].iloc[0]
     figure = _figure(runs, scaling.waiting_finding(shown), f"{batch} features a step in all", 1.6 + 0.2 * len(shown))
-    left, right = figure.subplots(1, 2, width_ratios=[2, 1])
+    memory = shown["peak_mib"] / 1024
+    widths = [2, 1] if memory.notna().any() else [1]  # a CPU has no memory of its own
+    left, *beside = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
     colors = dict(zip(parts, (BLUE, ORANGE, "0.85", GREY), strict=True))
     parts = parts.loc[:, parts.any()]
     style.stack(left, parts, colors)
     style.columns(left, {"ms": shown["step_ms"].map(number), "waits": map(number, shown["waiting_ms"])})
     style.legend(left, 1.03)
     left.set_xlabel("ms a step")
-    memory = shown["peak_mib"] / 1024
-    right.barh(range(len(shown)), memory.fillna(0.0), color=BLUE, height=0.7)
-    style.name_rows(right, [""] * len(shown))
-    style.columns(right, {"GiB": memory.map(number)})
-    right.set(xlabel="peak memory of a GPU, in GiB", xlim=(0, None))
+    for right in beside:
+        right.barh(range(len(shown)), memory.fillna(0.0), color=BLUE, height=0.7)
+        style.name_rows(right, [""] * len(shown))
+        style.columns(right, {"GiB": memory.map(number)})
+        right.set(xlabel="peak memory of a GPU, in GiB", xlim=(0, None))
     return figure
 
 
