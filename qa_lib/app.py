@@ -27,7 +27,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from qa_lib.data.squad import MAX_CONTEXT, Example, open_source
 from qa_lib.errors import UserError
-from qa_lib.record import RecordError, read_record, run_files, strict_json
+from qa_lib.record import read_record, run_files, strict_json
 from qa_lib.report import page
 from qa_lib.report import publish as report
 from qa_lib.score.ask import Busy, Desk, QuestionTooLong
@@ -72,27 +72,26 @@ class Choice:
 def offered(runs: Path) -> list[Choice]:
     """The checkpoints of the runs that ended ok, the best F1 first; after all others those of synthetic text, whose
     F1 is of another kind."""
-    found = []
-    for name in ("model/model.safetensors", "model-*/quantized.json"):
-        for path in run_files(runs, name):
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                found.append(_of_run(path.parent))
-    return sorted(found, key=lambda choice: (choice.examples == "synthetic", -choice.f1, choice.name))
+    names = ("model/model.safetensors", "model-*/quantized.json")
+    found = [_of_run(path.parent) for name in names for path in run_files(runs, name)]
+    return sorted(filter(None, found), key=lambda choice: (choice.examples == "synthetic", -choice.f1, choice.name))
 
 
-def _of_run(folder: Path) -> Choice:
-    """The checkpoint of a run that ended ok. Raises ValueError, KeyError or TypeError where no record says so."""
-    record = read_record(folder.resolve().parent)
-    spec, quality, width = record["spec"], record["quality"], ""
-    if record["status"] != "ok" or record["task"]["name"] != "qa":
-        raise RecordError(f"{folder}: its run ended {record['status']}, or answers no questions")
-    if (folder / "quantized.json").is_file():  # whose answers are others
-        quantized = strict_json((folder / "quantized.json").read_text(encoding="utf-8"))
-        quality, width = quantized["after"], f" · {quantized['width']}"
-    name = f"{spec['variant']}-s{spec['seed']}{width} · {spec['scale']['name']} · F1 {quality['best_f1']:.1f}"
-    kind = "synthetic" if str(record["data"]["name"]).startswith("synthetic") else "english"
-    key = "/".join(folder.parts[-3:]).removesuffix("/model")
-    return Choice(key, name, folder, float(quality["best_f1"]), float(quality["best_f1_threshold"]), kind)
+def _of_run(folder: Path) -> Choice | None:
+    """The checkpoint of a run that ended ok, or None where no record says so."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        record = read_record(folder.resolve().parent)
+        spec, quality, width = record["spec"], record["quality"], ""
+        if record["status"] != "ok" or record["task"]["name"] != "qa":
+            return None
+        if (folder / "quantized.json").is_file():  # whose answers are others
+            quantized = strict_json((folder / "quantized.json").read_text(encoding="utf-8"))
+            quality, width = quantized["after"], f" · {quantized['width']}"
+        name = f"{spec['variant']}-s{spec['seed']}{width} · {spec['scale']['name']} · F1 {quality['best_f1']:.1f}"
+        kind = "synthetic" if str(record["data"]["name"]).startswith("synthetic") else "english"
+        key = "/".join(folder.parts[-3:]).removesuffix("/model")
+        return Choice(key, name, folder, float(quality["best_f1"]), float(quality["best_f1_threshold"]), kind)
+    return None
 
 
 def named(models: list[str | Path]) -> list[Choice]:
@@ -100,11 +99,9 @@ def named(models: list[str | Path]) -> list[Choice]:
     found = []
     for i, model in enumerate(models, 1):
         folder, path = find_folder(model), Path(model).resolve()
-        try:
-            found.append(replace(_of_run(folder), key=f"model {i}"))
-        except (ValueError, KeyError, TypeError):
-            name = (path.parent if path.name == "model" else path).name if path.exists() else str(model)
-            found.append(Choice(f"model {i}", name, folder))
+        load_qa_model(folder)
+        name = (path.parent if path.name == "model" else path).name if path.exists() else str(model)
+        found.append(replace(_of_run(folder) or Choice("", name, folder), key=f"model {i}"))
     return found
 
 
@@ -115,11 +112,13 @@ def examples() -> dict[str, list[dict]]:
     impossible = next(example for example in generated if example.impossible)
     english = open_source(page.WEB / "english.json", "validation").examples
     kinds = {"synthetic": [*answered[:2], impossible, answered[-1]], "english": english}
-    return {kind: [_chip(example) for example in found] for kind, found in kinds.items()}
+    chips = {kind: [_chip(example) for example in found] for kind, found in kinds.items()}
+    chips["synthetic"][-1]["name"] += " (long paragraph)"
+    return chips
 
 
 def _chip(example: Example) -> dict:
-    note = " (no answer)" if example.impossible else " (long paragraph)" if len(example.context) > 1_000 else ""
+    note = " (no answer)" if example.impossible else ""
     return {"name": example.question + note, "question": example.question, "context": example.context}
 
 
@@ -320,8 +319,6 @@ def main(args: argparse.Namespace) -> int:
     if not args.host.strip():
         raise UserError("--host is empty, which would listen to everybody: leave it out, or write 0.0.0.0 to mean that")
     given = named(args.model)
-    for choice in given:
-        load_qa_model(choice.folder)
     try:
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         listener = socket.create_server((args.host, args.port), family=family, backlog=512)

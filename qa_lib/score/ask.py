@@ -1,7 +1,5 @@
 """Ask a checkpoint: one thread loads models and answers all that waits for the same one together."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import Future

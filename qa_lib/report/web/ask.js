@@ -122,6 +122,6 @@ function offerExamples() {
 byId("form").addEventListener("submit", ask);
 byId("model").addEventListener("change", offerExamples);
 byId("context").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) ask(event);
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("ask").click();
 });
 offerExamples();
