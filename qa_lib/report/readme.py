@@ -131,7 +131,7 @@ def several(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
         return say("readme.unknown", reason=reason)
     name = own["group"].iloc[0]
     said = say("readme.several", finding=finding, group=name, code=commits(own))
-    return "\n\n".join([said, *_pictures(name, figures_dir, "scaling")])
+    return scaling.worded("\n\n".join([said, *_pictures(name, figures_dir, "scaling")]), own)
 
 
 def _pictures(group: str, figures_dir: Path, *names: str) -> list[str]:
