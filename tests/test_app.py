@@ -779,6 +779,26 @@ def test_browser_on_a_phone_cuts_nothing_off(page, server, questions):
     assert headings.count() > folded >= 4
 
 
+def test_browser_shows_the_group_that_is_addressed_or_chosen(browser, runs, tmp_path):
+    (record,) = runs.glob("cpu-smoke/A1-*/record.json")
+    for group in ("cpu-smoke", "another"):
+        copy = tmp_path / group / record.parent.name / "record.json"
+        copy.parent.mkdir(parents=True)
+        copy.write_text(record.read_text().replace('"group": "cpu-smoke"', f'"group": "{group}"'))
+    out = tmp_path / "lab.html"
+    out.write_text(dashboard(tmp_path, lambda runs, group: ({}, {}), None)[0])
+    page = browser.new_page()
+    shown = page.locator("section.group:visible")
+    for group in ("cpu-smoke", "another"):
+        page.goto("about:blank")
+        page.goto(f"{out.as_uri()}#{group}/ladder")
+        assert shown.count() == 1 and shown.get_attribute("data-group") == group
+    page.select_option("#group", "cpu-smoke")
+    page.locator("section[data-group=cpu-smoke]:visible").wait_for()
+    assert shown.count() == 1
+    page.close()
+
+
 def test_browser_static_page_works_without_a_server(browser, runs, tmp_path):
     out = tmp_path / "lab.html"
     assert main(["report", "--runs", str(runs), "--figures", str(tmp_path / "figures"), "--html", str(out)]) == 0
