@@ -13,7 +13,6 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from urllib.parse import quote
 
 import nbformat
 import uvicorn
@@ -28,7 +27,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from qa_lib.data.squad import MAX_CONTEXT, Example, open_source
 from qa_lib.errors import UserError
-from qa_lib.record import RecordError, read_record, run_files, strict_json
+from qa_lib.record import read_record, run_files, strict_json
 from qa_lib.report import page
 from qa_lib.report import publish as report
 from qa_lib.score.ask import Busy, Desk, QuestionTooLong
@@ -51,7 +50,7 @@ MAX_BODY = 12 * (MAX_CONTEXT + MAX_QUESTION) + 10_000  # bytes; JSON may spell a
 BODY_SECONDS = 5  # in which a request's body has to arrive: one that is half sent holds a place that others want
 HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
 GONE = 499  # the status of an answer that nobody hears, as nginx has it
-TOO_LONG = f"The paragraph is longer than {MAX_CONTEXT:,} characters, the limit."
+TOO_LONG = "The {} is longer than {:,} characters, the limit."
 
 
 @dataclass(frozen=True)
@@ -73,32 +72,26 @@ class Choice:
 def offered(runs: Path) -> list[Choice]:
     """The checkpoints of the runs that ended ok, the best F1 first; after all others those of synthetic text, whose
     F1 is of another kind."""
-    found = []
-    for weights in run_files(runs, "model/model.safetensors"):
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            found.append(_of_run(weights.parent, _key(weights.parent.parent)))
-    for entry in run_files(runs, "model-*/quantized.json"):
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            found.append(_of_run(entry.parent, f"{_key(entry.parent.parent)}/{entry.parent.name}"))
-    return sorted(found, key=lambda choice: (choice.examples == "synthetic", -choice.f1, choice.name))
+    names = ("model/model.safetensors", "model-*/quantized.json")
+    found = [_of_run(path.parent) for name in names for path in run_files(runs, name)]
+    return sorted(filter(None, found), key=lambda choice: (choice.examples == "synthetic", -choice.f1, choice.name))
 
 
-def _of_run(folder: Path, key: str) -> Choice:
-    """The checkpoint of a run that ended ok. Raises ValueError, KeyError or TypeError where no record says so."""
-    record = read_record(folder.resolve().parent)
-    spec, quality, width = record["spec"], record["quality"], ""
-    if record["status"] != "ok" or record["task"]["name"] != "qa":
-        raise RecordError(f"{folder}: its run ended {record['status']}, or answers no questions")
-    if (folder / "quantized.json").is_file():  # whose answers are others
-        quantized = strict_json((folder / "quantized.json").read_text(encoding="utf-8"))
-        quality, width = quantized["after"], f" · {quantized['width']}"
-    name = f"{spec['variant']}-s{spec['seed']}{width} · {spec['scale']['name']} · F1 {quality['best_f1']:.1f}"
-    kind = "synthetic" if str(record["data"]["name"]).startswith("synthetic") else "english"
-    return Choice(key, name, folder, float(quality["best_f1"]), float(quality["best_f1_threshold"]), kind)
-
-
-def _key(run: Path) -> str:
-    return f"{run.parent.name}/{run.name}"
+def _of_run(folder: Path) -> Choice | None:
+    """The checkpoint of a run that ended ok, or None where no record says so."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        record = read_record(folder.resolve().parent)
+        spec, quality, width = record["spec"], record["quality"], ""
+        if record["status"] != "ok" or record["task"]["name"] != "qa":
+            return None
+        if (folder / "quantized.json").is_file():  # whose answers are others
+            quantized = strict_json((folder / "quantized.json").read_text(encoding="utf-8"))
+            quality, width = quantized["after"], f" · {quantized['width']}"
+        name = f"{spec['variant']}-s{spec['seed']}{width} · {spec['scale']['name']} · F1 {quality['best_f1']:.1f}"
+        kind = "synthetic" if str(record["data"]["name"]).startswith("synthetic") else "english"
+        key = "/".join(folder.parts[-3:]).removesuffix("/model")
+        return Choice(key, name, folder, float(quality["best_f1"]), float(quality["best_f1_threshold"]), kind)
+    return None
 
 
 def named(models: list[str | Path]) -> list[Choice]:
@@ -106,11 +99,9 @@ def named(models: list[str | Path]) -> list[Choice]:
     found = []
     for i, model in enumerate(models, 1):
         folder, path = find_folder(model), Path(model).resolve()
-        try:
-            found.append(_of_run(folder, f"model {i}"))
-        except (ValueError, KeyError, TypeError):
-            name = (path.parent if path.name == "model" else path).name if path.exists() else str(model)
-            found.append(Choice(f"model {i}", name, folder))
+        load_qa_model(folder)
+        name = (path.parent if path.name == "model" else path).name if path.exists() else str(model)
+        found.append(replace(_of_run(folder) or Choice("", name, folder), key=f"model {i}"))
     return found
 
 
@@ -120,19 +111,21 @@ def examples() -> dict[str, list[dict]]:
     answered = [example for example in generated if example.answers]
     impossible = next(example for example in generated if example.impossible)
     english = open_source(page.WEB / "english.json", "validation").examples
-    synthetic = [*map(_chip, [*answered[:2], impossible]), _chip(answered[-1], " (long paragraph)")]
-    return {"synthetic": synthetic, "english": [_chip(example) for example in english]}
+    kinds = {"synthetic": [*answered[:2], impossible, answered[-1]], "english": english}
+    chips = {kind: [_chip(example) for example in found] for kind, found in kinds.items()}
+    chips["synthetic"][-1]["name"] += " (long paragraph)"
+    return chips
 
 
-def _chip(example: Example, note: str = "") -> dict:
-    note = " (no answer)" if example.impossible else note
+def _chip(example: Example) -> dict:
+    note = " (no answer)" if example.impossible else ""
     return {"name": example.question + note, "question": example.question, "context": example.context}
 
 
 def create_app(given: list[Choice], runs: Path, hosts: list[str]) -> Starlette:
     """The app over `given` checkpoints and those of the runs; it answers requests for `hosts` alone, so that no foreign
     page can ask it."""
-    desk, setup = Desk(), {"examples": examples()}
+    desk, chips = Desk(), examples()
     known: dict[str, Choice] = {}  # every checkpoint seen so far: asking does not read all records again
     drawing, drawn = threading.Lock(), {}
     frames = "*" if "*" in hosts else "'none'"  # who may call it by any name may show it in a frame, as Colab does
@@ -143,37 +136,36 @@ def create_app(given: list[Choice], runs: Path, hosts: list[str]) -> Starlette:
     def choices() -> list[Choice]:
         twice = {choice.folder.resolve() for choice in given}
         listed = [*given, *(choice for choice in offered(runs) if choice.folder.resolve() not in twice)]
-        times = Counter(choice.name for choice in listed)
-        for i, choice in enumerate(listed):
-            if times[choice.name] > 1:
-                listed[i] = replace(choice, name=f"{choice.name} ({choice.key})")
+        for name, times in Counter(choice.name for choice in listed).items():
+            if times > 1:
+                listed = [replace(c, name=f"{name} ({c.key})") if c.name == name else c for c in listed]
         known.update((choice.key, choice) for choice in listed)
         return listed
 
     def home(request: Request) -> Response:
         listed = choices()
-        return shown(*page.render("ask", "'self'", choices=listed, given=listed[: len(given)], setup=setup))
+        return shown(*page.render("ask", "'self'", choices=listed, given=listed[: len(given)], examples=chips))
 
     def dashboard(request: Request) -> Response:
+        wanted = request.query_params.get("group", "")
         files = [*run_files(runs, "record.json"), *run_files(runs, "profile.json"), *FIGURES.glob("*/manifest.json")]
-        state = frozenset((path, _written(path)) for path in files)
+        state = {"wanted": wanted}
+        for path in files:
+            with contextlib.suppress(OSError):  # runs come and go while the app looks at them
+                state[path] = path.stat().st_mtime_ns
 
         def pictures(chosen, group: str):
             return report.pictures(chosen, FIGURES / group)
 
-        def link(run: Path) -> str:
-            return f"/runs/{quote(_key(run))}/notebook"
-
-        wanted = request.query_params.get("group", "")
         with drawing:  # matplotlib is not for two threads at once
-            if drawn.get("state") != (state, wanted):
-                drawn.update(state=(state, wanted), page=page.dashboard(runs, pictures, link, True, wanted))
+            if drawn.get("state") != state:
+                drawn.update(state=state, page=page.dashboard(runs, pictures, "/runs", True, wanted))
             return shown(*drawn["page"])
 
     def notebook(request: Request) -> Response:
         """A run's notebook, found in the list of runs: what the address says is compared, never opened."""
-        wanted = "{group}/{run_id}".format(**request.path_params)
-        found = [path for path in run_files(runs, "notebook.ipynb") if _key(path.parent) == wanted]
+        wanted = runs / request.path_params["path"]
+        found = [path for path in run_files(runs, "notebook.ipynb") if path == wanted]
         if not found:
             return PlainTextResponse("no such run, or none with a notebook", 404)
         # It holds whatever its run printed: no script runs in it, and it loads nothing.
@@ -193,8 +185,8 @@ def create_app(given: list[Choice], runs: Path, hosts: list[str]) -> Starlette:
             return _refuse(408, "form", "The question did not arrive in time.")
         except (ClientDisconnect, asyncio.CancelledError):
             return Response(status_code=GONE)
-        if body is None:
-            return _refuse(413, "context", TOO_LONG)
+        if len(body) > MAX_BODY:
+            return _refuse(413, "context", TOO_LONG.format("paragraph", MAX_CONTEXT))
         try:
             entry = json.loads(body)
             question, context, key = entry["question"], entry["context"], str(entry["model"])
@@ -228,18 +220,15 @@ def create_app(given: list[Choice], runs: Path, hosts: list[str]) -> Starlette:
             Route("/", home),
             Route("/ask", ask, methods=["POST"]),
             Route("/dashboard", dashboard),
-            Route("/runs/{group}/{run_id}/notebook", notebook),
+            Route("/runs/{path:path}", notebook),
         ],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)],
     )
 
 
 class Connection(H11Protocol):
-    """A connection that is closed when the head of a request is not there in time: it holds a place that others want.
-
-    uvicorn has that timer for the time between two requests; here it also runs before the first, and while a head is
-    half sent.
-    """
+    """A connection whose place others get when the head of a request is not there in time: uvicorn's timer between two
+    requests also runs before the first, and while a head is half sent."""
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
@@ -257,46 +246,30 @@ class Connection(H11Protocol):
 
 def check(question: object, context: object) -> tuple[str, str] | None:
     """The field and what is wrong with it, or None."""
-    if not isinstance(context, str) or not context.strip():
-        return "context", "Write or paste a paragraph, in which the answer is looked for."
-    if len(context) > MAX_CONTEXT:
-        return "context", TOO_LONG
-    if not isinstance(question, str) or not question.strip():
-        return "question", "Write a question."
-    if len(question) > MAX_QUESTION:
-        return "question", f"The question is longer than {MAX_QUESTION:,} characters, the limit."
-    for field, text in (("context", context), ("question", question)):
+    fields = (("context", "paragraph", context, MAX_CONTEXT), ("question", "question", question, MAX_QUESTION))
+    for field, name, text, most in fields:
+        if not isinstance(text, str) or not text.strip():
+            return field, f"Write or paste a {name}."
+        if len(text) > most:
+            return field, TOO_LONG.format(name, most)
         if re.search("[\ud800-\udfff]", text):
             return field, "This text holds half a character, which no tokenizer takes."
     return None
 
 
-async def _body(request: Request) -> bytes | None:
-    """The request's body, or None if it is too long: no more than MAX_BODY of it is ever held.
-
-    The rest is read and dropped, up to a limit, since a browser hears no answer while it still sends.
-    """
-    body, size = bytearray(), 0
+async def _body(request: Request) -> bytes:
+    """The request's body, cut off behind MAX_BODY: a browser hears no answer while it still sends, so the rest is read
+    and dropped."""
+    body = bytearray()
     async for chunk in request.stream():
-        size += len(chunk)
-        if size > 64 * MAX_BODY:
-            return None
-        if size <= MAX_BODY:
-            body += chunk
-    return bytes(body) if size <= MAX_BODY else None
+        body += chunk[: MAX_BODY + 1 - len(body)]
+    return bytes(body)
 
 
 async def _left(request: Request) -> None:
     """Wait until the asker, whose request has been read, closes the connection or has the answer."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _written(path: Path) -> int:
-    """When a file was written, in ns; 0 if it is gone: runs come and go while the app looks at them."""
-    with contextlib.suppress(OSError):
-        return path.stat().st_mtime_ns
-    return 0
 
 
 def _refuse(status: int, field: str, message: str, headers: dict | None = None) -> Response:
@@ -331,13 +304,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8600, metavar="N", help="0 takes a free one (default: 8600)")
 
 
-def _names(host: str) -> list[str]:
-    """By what names the app may be called when it listens on `host`: any where others than this machine reach it, since
-    it cannot know them."""
-    try:
-        local = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # another name
-        local = False
+def _names(host: str, address: str) -> list[str]:
+    """By what names the app may be called when it listens on `host`, which is `address`: any where others than this
+    machine reach it, since it cannot know them."""
+    local = ipaddress.ip_address(address).is_loopback
     return ["127.0.0.1", "localhost", host, f"[{host}]"] if local else ["*"]  # in brackets: IPv6
 
 
@@ -349,8 +319,6 @@ def main(args: argparse.Namespace) -> int:
     if not args.host.strip():
         raise UserError("--host is empty, which would listen to everybody: leave it out, or write 0.0.0.0 to mean that")
     given = named(args.model)
-    for choice in given:
-        load_qa_model(choice.folder)
     try:
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         listener = socket.create_server((args.host, args.port), family=family, backlog=512)
@@ -359,12 +327,13 @@ def main(args: argparse.Namespace) -> int:
     except (OSError, OverflowError) as problem:
         reason = getattr(problem, "strerror", None) or problem
         raise UserError(f"cannot listen on {args.host}, port {args.port}: {reason}; --port takes another") from None
-    app = create_app(given, args.runs, _names(args.host))
+    address, port = listener.getsockname()[:2]
+    app = create_app(given, args.runs, _names(args.host, address))
     quiet = {"log_level": "warning", "access_log": False, "server_header": False, "lifespan": "off"}
     config = uvicorn.Config(app, http=Connection, limit_concurrency=512, timeout_graceful_shutdown=3, **quiet)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as `nohup` has it; else it ends the app as Ctrl-C does
         uvicorn.server.HANDLED_SIGNALS = {*uvicorn.server.HANDLED_SIGNALS, signal.SIGHUP}
-    host = f"[{args.host}]" if family == socket.AF_INET6 else args.host
-    print(f"http://{host}:{listener.getsockname()[1]}  (Ctrl-C stops it)", flush=True)
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    print(f"http://{host}:{port}  (Ctrl-C stops it)", flush=True)
     uvicorn.Server(config).run(sockets=[listener])
     return 0

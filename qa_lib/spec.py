@@ -24,6 +24,13 @@ from qa_lib.variants import (
 )
 
 
+def stride_of(max_length: int, usual: int) -> int:
+    """Tokens that neighbouring features of `max_length` share: the usual number, but a third of the feature where that
+    would be more than half of it, which would leave a question and new tokens too little room. For the usual 128: 42
+    at 128 tokens, 85 at 255, 128 from 256 on."""
+    return usual if 2 * usual <= max_length else max_length // 3
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scale:
     """How much work, on what. Learning-rate schedule and effective batch belong here, so that rows stay comparable."""
@@ -384,9 +391,7 @@ def resolve(
     if learning_rate:
         size = dataclasses.replace(size, learning_rate=learning_rate)
     if max_length:
-        # Neighbours that would share more than half of their tokens share a third, as 384 tokens do.
-        stride = size.stride if 2 * size.stride <= max_length else max_length // 3
-        size = dataclasses.replace(size, max_length=max_length, stride=stride)
+        size = dataclasses.replace(size, max_length=max_length, stride=stride_of(max_length, size.stride))
     if batch:
         size = dataclasses.replace(size, effective_batch=batch, batch_tokens=None)
     if not 0 < size.stride < size.max_length <= (size.batch_tokens or size.max_length):

@@ -62,7 +62,7 @@ def main() -> None:
     file = ("report", "--runs", str(runs), "--figures", str(figures), "--html", str(args.folder / "page.html"))
     print(f"dashboard as a file, all groups: {timed(*file):.1f} s", flush=True)
     begin = time.perf_counter()
-    page.dashboard(runs, lambda chosen, group: gallery.pictures(chosen, figures / group), lambda run: None, app=True)
+    page.dashboard(runs, lambda chosen, group: gallery.pictures(chosen, figures / group), None, app=True)
     print(f"dashboard as the app first sends it: {time.perf_counter() - begin:.1f} s")
 
 

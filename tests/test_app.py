@@ -193,7 +193,7 @@ def test_models_are_named_by_run_and_never_by_path(server, runs):
 
 
 def test_a_notebook_runs_no_script_and_tells_no_path(server, runs):
-    reply = CLIENT.get(f"{server[0]}/runs/{key_of(runs)}/notebook")
+    reply = CLIENT.get(f"{server[0]}/runs/{key_of(runs)}/notebook.ipynb")
     assert "loss 0.5" in reply.text and "…/cpu-smoke" in reply.text and str(runs) not in reply.text
     assert reply.headers["content-security-policy"].startswith("sandbox; default-src 'none'")
 
@@ -228,7 +228,7 @@ def test_a_corrupt_record_is_marked_and_the_page_lives(runs, tmp_path, variant, 
             copy.write_text(path.read_text().replace('"group": "cpu-smoke"', f'"group": "{group}"'))
     (spoilt,) = tmp_path.glob(f"cpu-smoke/{variant}-*/record.json")
     spoilt.write_text(spoil(json.loads(spoilt.read_text())))
-    html, _ = dashboard(tmp_path, lambda runs, group: ({}, {}), lambda folder: None)
+    html, _ = dashboard(tmp_path, lambda runs, group: ({}, {}), None)
     whole, marked = html.split('data-group="cpu-smoke"')
     assert said in marked and spoilt.parent.name in marked
     assert "A1</button>" in whole and "A2</button>" in whole
@@ -351,11 +351,18 @@ def test_every_paragraph_within_the_limit_fits_into_a_request(runs):
 
 
 @pytest.mark.parametrize(
-    ("host", "local"),
-    [("127.0.0.1", True), ("127.0.0.2", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("lab", False)],
+    ("host", "address", "local"),
+    [
+        ("127.0.0.1", "127.0.0.1", True),
+        ("127.0.0.2", "127.0.0.2", True),
+        ("::1", "::1", True),
+        ("localhost", "127.0.0.1", True),
+        ("0.0.0.0", "0.0.0.0", False),
+        ("lab", "10.0.0.7", False),
+    ],
 )
-def test_where_only_this_machine_reaches_it_no_other_names_are_answered(runs, host, local):
-    client = TestClient(create_app([], runs, _names(host)))
+def test_where_only_this_machine_reaches_it_no_other_names_are_answered(runs, host, address, local):
+    client = TestClient(create_app([], runs, _names(host, address)))
     own = f"[{host}]:8600" if ":" in host else f"{host}:8600"
     assert client.get("/", headers={"host": own}).status_code == 200
     assert client.get("/", headers={"host": "foreign.example"}).status_code == (400 if local else 200)
@@ -558,7 +565,7 @@ def test_the_first_english_example_is_a_paragraph_with_three_questions():
 
 @pytest.mark.parametrize(("host", "frames"), [("127.0.0.1", "'none'"), ("0.0.0.0", "*")])
 def test_a_foreign_page_may_frame_it_only_where_others_may_call_it(runs, host, frames):
-    client = TestClient(create_app([], runs, _names(host)), base_url="http://127.0.0.1")
+    client = TestClient(create_app([], runs, _names(host, host)), base_url="http://127.0.0.1")
     assert client.get("/").headers["content-security-policy"].endswith(f"frame-ancestors {frames}")
 
 
@@ -573,7 +580,7 @@ def test_the_dashboard_opens_on_the_newest_group_and_keeps_cells_apart(tmp_path)
         if path.parent == newer:
             entry["model"] |= {"name": "bert-base", "params_total": 109_000_000}
         path.write_text(json.dumps(entry))
-    html, _ = dashboard(tmp_path, lambda runs, group: ({}, {}), lambda folder: None)
+    html, _ = dashboard(tmp_path, lambda runs, group: ({}, {}), None)
     first, second = re.split("<section ", html)[1:]
     assert f'data-group="{newer.parent.name}"' in first and "smaller than BERT-base" not in first
     assert 'data-group="cpu-smoke"' in second and "tiny (75 k parameters), smaller than BERT-base" in second
@@ -584,7 +591,7 @@ def test_the_dashboard_opens_on_the_newest_group_and_keeps_cells_apart(tmp_path)
     assert 'class="more number"' in results and 'href="#cpu-smoke/ladder"' in second
     # The app sends one group at a time, so that of fifty the first is there as soon as an only one would be.
     for wanted, shown in (("", newer.parent.name), ("cpu-smoke", "cpu-smoke"), ("none", newer.parent.name)):
-        html, _ = dashboard(tmp_path, lambda runs, group: ({}, {}), lambda folder: None, True, wanted)
+        html, _ = dashboard(tmp_path, lambda runs, group: ({}, {}), None, True, wanted)
         assert re.findall('<section .*?data-group="(.*?)"', html) == [shown]
         assert html.count("<option>") + html.count("<option selected>") >= 2 and f"<option selected>{shown}<" in html
 
@@ -639,7 +646,7 @@ def page(browser, server):
     page.on("dialog", lambda dialog: problems.append(dialog.message))
     page.goto(server[0])
     yield page
-    notebook = page.url.endswith("/notebook")  # in whose sandbox a browser complains of every script
+    notebook = page.url.endswith("/notebook.ipynb")  # in whose sandbox a browser complains of every script
     page.close()
     # A refused request is shown by the browser as an error of its own.
     assert notebook or [text for text in problems if "status of 4" not in text] == []
@@ -770,6 +777,26 @@ def test_browser_on_a_phone_cuts_nothing_off(page, server, questions):
     folded = headings.count()
     page.locator("section.group:not([hidden]) input[type=checkbox]").check()
     assert headings.count() > folded >= 4
+
+
+def test_browser_shows_the_group_that_is_addressed_or_chosen(browser, runs, tmp_path):
+    (record,) = runs.glob("cpu-smoke/A1-*/record.json")
+    for group in ("cpu-smoke", "another"):
+        copy = tmp_path / group / record.parent.name / "record.json"
+        copy.parent.mkdir(parents=True)
+        copy.write_text(record.read_text().replace('"group": "cpu-smoke"', f'"group": "{group}"'))
+    out = tmp_path / "lab.html"
+    out.write_text(dashboard(tmp_path, lambda runs, group: ({}, {}), None)[0])
+    page = browser.new_page()
+    shown = page.locator("section.group:visible")
+    for group in ("cpu-smoke", "another"):
+        page.goto("about:blank")
+        page.goto(f"{out.as_uri()}#{group}/ladder")
+        assert shown.count() == 1 and shown.get_attribute("data-group") == group
+    page.select_option("#group", "cpu-smoke")
+    page.locator("section[data-group=cpu-smoke]:visible").wait_for()
+    assert shown.count() == 1
+    page.close()
 
 
 def test_browser_static_page_works_without_a_server(browser, runs, tmp_path):

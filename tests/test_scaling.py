@@ -102,6 +102,18 @@ def test_the_tables_say_only_what_was_measured(facts):
         scaling.scaling(facts.speed[facts.speed["spec.variant"] == "E-best"])
 
 
+def test_on_a_cpu_what_shares_a_step_is_called_processes(facts):
+    runs = facts.speed.assign(**{"spec.hardware": "cpu"})
+    speed, costs = scaling.speed_table(runs), scaling.cost_table(runs)
+    assert {"processes", "a process's", "one process"} <= set(speed) and "GiB a process" in costs
+    for draw in (scaling_figures.fig_scaling, scaling_figures.fig_waiting):
+        figure = draw(runs)
+        texts = [text.get_text() for axis in figure.axes for text in (axis.title, axis.xaxis.label, axis.yaxis.label)]
+        texts += [label.get_text() for axis in figure.axes for label in axis.get_yticklabels()]
+        said = " ".join([figure.get_suptitle(), *texts])
+        assert "GPU" not in said.replace("nothing about GPUs", "") and "process" in said
+
+
 def test_runs_that_differ_in_batch_world_or_stages_are_never_averaged(facts):
     averaged = tables.summarise(facts.speed)
     keys = ["variant", "world", "stages", "batch", "micro_batch"]
@@ -119,7 +131,7 @@ def test_only_a_group_with_rows_for_several_gpus_does_without_the_baseline(facts
 
 def test_the_page_has_the_table(folder):
     drawn = {"scaling": ("a title", b"")}
-    html, _ = page.dashboard(folder, lambda runs, group: (drawn, {}), lambda run: None)
+    html, _ = page.dashboard(folder, lambda runs, group: (drawn, {}), None)
     assert "Rows of h200-parallel on one GPU and on several" in html and "71.4 ± 0.0 %" in html
     assert "cannot be shown" not in html
 

@@ -96,7 +96,7 @@ class Lab:
         self.report_or_say()
         assert self.client.get("/dashboard").status_code == 200
         if (run / "notebook.ipynb").read_bytes() != self.kept[run / "notebook.ipynb"]:
-            assert self.client.get(f"/runs/cpu-smoke/{run.name}/notebook").status_code in (200, 500)
+            assert self.client.get(f"/runs/cpu-smoke/{run.name}/notebook.ipynb").status_code in (200, 500)
         _progress(run)
         after = (run / "record.json").read_bytes()
         launcher = Launcher(self.runs, Machine("cpu"), {})

@@ -47,7 +47,8 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
         speed, half = part["features_per_s"], part["features_per_s±"]
         trainer = part["variant"].isin(PEERS)
         for chosen, color, label in ((~trainer, BLUE, "a plain loop"), (trainer, GREY, "transformers.Trainer")):
-            axis.barh(part.index[chosen], speed[chosen], color=color, label=label, height=0.7)
+            if chosen.any():  # the legend gives bars that are none a colour of their own
+                axis.barh(part.index[chosen], speed[chosen], color=color, label=label, height=0.7)
         axis.errorbar(speed, part.index, xerr=half, fmt="none", color="black", capsize=3, linewidth=1)
         for height, note in part.loc[speed.isna(), "note"].items():
             axis.text(0, height, " " + textwrap.shorten(note or "not measured", 60), va="center", fontsize=8)

@@ -54,20 +54,15 @@ def without_paths(text: str) -> str:
 
 
 def static(runs_dir: Path, out: Path, pictures: Callable[..., Pictures]) -> str:
-    """The dashboard for a file `out`, with links to those notebooks that lie below its folder."""
-    here = out.resolve().parent
-
-    def link(folder: Path) -> str | None:
-        notebook = (folder / "notebook.ipynb").resolve()
-        return notebook.relative_to(here).as_posix() if notebook.is_relative_to(here) else None
-
-    return dashboard(runs_dir, pictures, link)[0]
+    """The dashboard for a file `out`, with links to the runs' notebooks if they lie below its folder."""
+    runs, here = runs_dir.resolve(), out.resolve().parent
+    return dashboard(runs_dir, pictures, runs.relative_to(here).as_posix() if runs.is_relative_to(here) else None)[0]
 
 
 def dashboard(
     runs_dir: Path,
     pictures: Callable[..., Pictures],
-    link: Callable[[Path], str | None],
+    address: str | None,
     app: bool = False,
     wanted: str = "",
 ) -> tuple[str, str]:
@@ -75,8 +70,9 @@ def dashboard(
 
     A file has all groups; the `app` sends one at a time, which takes a fiftieth of the time where there are fifty: the
     `wanted` one, or else the newest.
-    `pictures(runs, group)` is what gallery.pictures gives; `link(run folder)` the address of a run's notebook, or None
-    where the page cannot reach it. A record that cannot be read is marked, and a group that cannot be shown says why.
+    `pictures(runs, group)` is what gallery.pictures gives; `address` that of `runs_dir`, for links to the notebooks, or
+    None where the page cannot reach it. A record that cannot be read is marked, and a group that cannot be shown says
+    why.
     """
     broken: dict[Path, str] = {}
     runs = load_runs(runs_dir, broken)
@@ -89,14 +85,14 @@ def dashboard(
         bad = {folder: text for folder, text in broken.items() if folder.parent.name == name}
         group = {"name": name, "problem": None, "broken": bad}
         try:
-            group["content"] = _group(group, runs, pictures, link)
+            group["content"] = _group(group, runs, pictures, address)
         except Exception as problem:  # whatever a spoilt record leads to: the other groups are to be seen
             group["problem"] = str(problem) or type(problem).__name__
         groups.append(group)
     return render("dashboard", names=names, groups=groups, families=FAMILIES, app=app)
 
 
-def _group(group: dict, runs: pd.DataFrame, pictures: Callable[..., Pictures], link) -> str:
+def _group(group: dict, runs: pd.DataFrame, pictures: Callable[..., Pictures], address: str | None) -> str:
     """A group's part of the page (HTML), without what is broken. Raises ReportError if its runs do not go together."""
     chosen = select(runs, group["name"])
     lines = summarise(chosen)
@@ -108,14 +104,14 @@ def _group(group: dict, runs: pd.DataFrame, pictures: Callable[..., Pictures], l
     tables = {"table": _table(lines), "peft": _table(family_lines(lines, "B")), "scaling": _scaling(chosen)}
     models = chosen.loc[chosen["model.params_total"].astype(float) < SMALL].groupby("model.name")["model.params_total"]
     small = ", ".join(f"{name} ({count(parameters)} parameters)" for name, parameters in models.min().items())
-    names = {"ladder": (*PEERS, *LADDER), "variants": VARIANTS, "left": LEFT, "link": link, "small": small}
+    names = {"ladder": (*PEERS, *LADDER), "variants": VARIANTS, "address": address, "small": small}
     return _TEMPLATES.get_template("group.html").render(
         group=group, drawn=drawn, absent=absent, panels=panels, caption=caption(chosen, lines), **tables, **names
     )
 
 
 def _table(lines: pd.DataFrame) -> dict:
-    """{headings: (text, when it is shown), parts: (label of the cell, its rows: (variant, texts))} of the lines."""
+    """{headings: (text, its CSS classes), parts: (label of the cell, its rows: (variant, texts))} of the lines."""
     if lines.empty:
         return {"headings": [], "parts": []}
     text = result_table(lines, COLUMNS).astype(str).set_axis(lines.index)
@@ -125,7 +121,7 @@ def _table(lines: pd.DataFrame) -> dict:
         (label, list(zip(part["variant"], text.loc[part.index].to_numpy().tolist(), strict=True)))
         for label, part in cells(lines)
     ]
-    return {"headings": [(name, shown[name]) for name in text], "parts": parts}
+    return {"headings": [(name, _style(name, shown[name])) for name in text], "parts": parts}
 
 
 def _scaling(runs: pd.DataFrame) -> dict:
@@ -135,9 +131,14 @@ def _scaling(runs: pd.DataFrame) -> dict:
     except NotMeasured:
         return {"headings": [], "parts": []}
     return {
-        "headings": [(name, "") for name in text],
+        "headings": [(name, _style(name)) for name in text],
         "parts": [("", list(zip(text["row"], text.to_numpy().tolist(), strict=True)))],
     }
+
+
+def _style(heading: str, shown: str = "") -> str:
+    """The CSS classes of a column: when it is shown, and that it holds numbers."""
+    return shown if heading in LEFT else f"{shown} number".strip()
 
 
 _TEMPLATES.filters |= {

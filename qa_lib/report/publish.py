@@ -1,5 +1,5 @@
 """The report: figures with their manifest for every group, the table in the terminal, the results in README.md, and the
-report's notebook executed.
+notebooks over the records executed.
 
 Reads run records and nothing else, and never imports torch.
 """
@@ -22,7 +22,10 @@ from qa_lib.report.text import terminal
 
 EXAMPLE = "example: python -m qa_lib report --runs runs --figures figures"
 AT_ONCE = 2  # of the groups that have no figures yet, the newest so many get them; a group takes seconds
-NOTEBOOK, RENDERED = Path("notebooks/report.ipynb"), Path("runs/h200-report.ipynb")
+# The notebooks that only read records, and the page that each is kept as.
+RENDERED = {
+    Path(f"notebooks/{name}.ipynb"): Path(f"runs/h200-{name}.ipynb") for name in ("report", "slides", "scaling")
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group", metavar="G", help="this group alone (default: all, the newest last)")
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--html", type=Path, metavar="OUT.html", help="write all of it as one self-contained page")
-    either.add_argument("--readme", action="store_true", help="also rewrite the results in README.md")
-    either.add_argument("--notebook", action="store_true", help=f"also execute {NOTEBOOK} into {RENDERED}")
+    either.add_argument("--readme", action="store_true", help="every group, and the results in README.md")
+    either.add_argument("--notebook", action="store_true", help="also execute the notebooks over the records")
     either.add_argument(
         "--check", action="store_true", help="write nothing; fail if figures or README.md are behind the committed runs"
     )
@@ -64,8 +67,8 @@ def main(args: argparse.Namespace) -> int:
         raise ReportError(f"no group {args.group!r} below {args.runs}; there are {', '.join(groups)}")
     failed, tries = [], searches(runs)
     bare = [group for group in groups if group not in tries and not (args.figures / group / MANIFEST).exists()]
-    later = bare[:-AT_ONCE] if not args.group else []
-    for group in [args.group] if args.group else groups:
+    later = [] if args.group or args.readme else bare[:-AT_ONCE]  # README.md shows pictures of several groups
+    for group in [args.group] if args.group and not args.readme else groups:
         if group in tries:
             print(f"\n{group}: tries of a search, shown in the report of their hardware's other groups")
             continue
@@ -89,8 +92,9 @@ def main(args: argparse.Namespace) -> int:
         write_atomically(README, with_results(runs, args.runs, args.figures)[1])
         print(f"Results written into {README}")
     if args.notebook:
-        write_atomically(RENDERED, rendered())
-        print(f"{NOTEBOOK} executed into {RENDERED}")
+        for notebook, kept in RENDERED.items():
+            write_atomically(kept, rendered(notebook))
+            print(f"{notebook} executed into {kept}")
     if failed:
         raise ReportError("; ".join(failed))
     return 0
@@ -108,9 +112,9 @@ def check(runs: pd.DataFrame, runs_dir: Path, figures_dir: Path) -> list[str]:
     return problems
 
 
-def rendered() -> str:
-    """The report's notebook executed in this folder, as the repository keeps it beside the runs for those who only
-    read: the text of a file of Markdown alone, what the code displayed, with no trace of when or where.
+def rendered(path: Path) -> str:
+    """A notebook executed in this folder, as the repository keeps it beside the runs for those who only read: the text
+    of a file of Markdown alone, what the code displayed, with no trace of when or where.
 
     Raises nbclient's CellExecutionError, which names the cell.
     """
@@ -118,14 +122,14 @@ def rendered() -> str:
     from nbclient import NotebookClient
     from traitlets.config import Config
 
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
         # Over files of its own: the kernel listens on no port.
         config = Config(KernelManager={"transport": "ipc", "ip": f"{folder}/kernel"})
         NotebookClient(notebook, config=config, kernel_name="python3", resources={"metadata": {"path": "."}}).execute()
     shown = [cell for cell in notebook.cells if "tags" not in cell.metadata]  # those with a tag only prepare
     notebook.cells = [_as_text(cell) for cell in shown]
-    notebook.cells[0].source += f"\n\n*The code of this page is in [{NOTEBOOK}](../{NOTEBOOK}).*"
+    notebook.cells[0].source += f"\n\n*The code of this page is in [{path}](../{path}).*"
     return nbformat.writes(notebook).rstrip() + "\n"
 
 

@@ -33,8 +33,9 @@ from qa_lib.variants import VARIANTS
 README = Path("README.md")
 REFERENCE = "h200-bench"  # the group that the README shows if it is there
 PLAIN, BEST_PEER, LEAN = "A0", "A0-compile", "EC2"
-# What one may decide for: the rows of the first table, here and in the report.
-ROWS = (PLAIN, BEST_PEER, BASELINE, "A4", "E-t4", RECOMMENDED, "EC1", LEAN, "EB1-lean")
+# What one may decide for: the rows of this page's table, and with two steps between them those of the report's first.
+SHORT = (PLAIN, BEST_PEER, BASELINE, "E-t4", RECOMMENDED, LEAN, "EB1-lean")
+ROWS = (*SHORT, "A4", "EC1")
 # The six techniques that gain most: row, the row it is compared with. E5 holds two steps, both of half precision.
 GAINS = {"A2": "A1", "A3": "A2", "E1": "A3", "E2": "E1", "E3": "E2", "E5": "E3"}
 
@@ -114,11 +115,13 @@ def _judged(runs: pd.DataFrame, group: str) -> dict:
 
 
 def rows(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
-    """ROWS as a table with where its numbers come from, and two pictures."""
+    """SHORT as a table with where its numbers come from, and two pictures."""
     own = select(runs, group)
     judged = usual(quality.quality_runs(runs, group))
-    table = decisions(own, judged).drop(columns=f"within {quality.MARGIN:g} F1", errors="ignore")
-    parts = [markdown(table), f"{measured(own)} {_source(judged)}"]
+    table = decisions(own, judged, SHORT)
+    counts = table.pop("n").astype(int)
+    table = table.drop(columns=f"within {quality.MARGIN:g} F1", errors="ignore")
+    parts = [markdown(table), f"{measured(own, {counts.min(), counts.max()})} {_source(judged)}"]
     return "\n\n".join([*parts, *_pictures(group, figures_dir, "ladder", "timeline")])
 
 
@@ -131,7 +134,7 @@ def several(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
         return say("readme.unknown", reason=reason)
     name = own["group"].iloc[0]
     said = say("readme.several", finding=finding, group=name, code=commits(own))
-    return "\n\n".join([said, *_pictures(name, figures_dir, "scaling")])
+    return scaling.worded("\n\n".join([said, *_pictures(name, figures_dir, "scaling")]), own)
 
 
 def _pictures(group: str, figures_dir: Path, *names: str) -> list[str]:
@@ -145,20 +148,22 @@ def _pictures(group: str, figures_dir: Path, *names: str) -> list[str]:
     return found
 
 
-def decisions(runs: pd.DataFrame, judged: pd.DataFrame) -> pd.DataFrame:
-    """Of quality.overview ROWS, or all where none of these ran, and in words what each is."""
+def decisions(runs: pd.DataFrame, judged: pd.DataFrame, wanted: tuple[str, ...] = ROWS) -> pd.DataFrame:
+    """Of quality.overview the rows `wanted`, or all where none of these ran, and in words what each is."""
     table = quality.overview(runs, judged).rename(columns={"what it changes": "what it is"})
-    if table["row"].isin(ROWS).any():
-        table = table[table["row"].isin(ROWS)]
+    if table["row"].isin(wanted).any():
+        table = table[table["row"].isin(wanted)]
     words = {name: say("readme.row", row=name, why=VARIANTS[name].why) for name in table["row"]}
     return table.assign(**{"what it is": table["row"].map(words)})
 
 
-def measured(runs: pd.DataFrame) -> str:
-    """Where the speed and memory of `decisions` come from, in a sentence."""
+def measured(runs: pd.DataFrame, counts: set[int] | None = None) -> str:
+    """Where the speed and memory of `decisions` come from, in a sentence; with the fewest and most runs of a row where
+    the table has no column for them."""
     first = quality.largest_batch(runs).iloc[0]
     return say("readme.measured", gpu=None if on_cpu(runs) else first["env.gpu"], group=first["group"],
-               micro_batch=first["micro_batch"], code=commits(runs), level=LEVEL, caveat=CPU_CAVEAT)  # fmt: skip
+               micro_batch=first["micro_batch"], code=commits(runs), level=LEVEL, caveat=CPU_CAVEAT,
+               counts=sorted(counts or "n"))  # fmt: skip
 
 
 def _source(judged: pd.DataFrame) -> str:
@@ -167,7 +172,7 @@ def _source(judged: pd.DataFrame) -> str:
         tested = quality.equivalence(judged).dropna(subset="half").set_index("variant")
     except NotMeasured as reason:
         return say("readme.unknown", reason=reason)
-    counts = tested.loc[tested.index.isin(ROWS), "n"]
+    counts = tested.loc[tested.index.isin(SHORT), "n"]
     base = judged[(judged["spec.variant"] == BASELINE) & (judged["status"] == "ok")]
     return say(
         "readme.quality", group=judged["group"].iloc[0], code=commits(judged), model=judged["model.name"].iloc[0],

@@ -13,7 +13,7 @@ import math
 
 import pandas as pd
 
-from qa_lib.report.runs import NotMeasured, several
+from qa_lib.report.runs import NotMeasured, on_cpu, several
 from qa_lib.report.tables import interval, place
 from qa_lib.report.text import MISSING, number, say, share
 from qa_lib.variants import VARIANTS
@@ -130,14 +130,19 @@ def scaling_table(lines: pd.DataFrame, columns=SPEED) -> pd.DataFrame:
     return table.loc[:, (table != MISSING).any()]
 
 
+def worded(text: str, runs: pd.DataFrame) -> str:
+    """A text about GPUs: on a CPU, where each would be, is a process."""
+    return text.replace("GPUs", "processes").replace("GPU", "process") if on_cpu(runs) else text
+
+
 def speed_table(runs: pd.DataFrame) -> pd.DataFrame:
     """The speed of a group's rows on one GPU and on several, as text. Raises NotMeasured."""
-    return scaling_table(scaling(runs))
+    return scaling_table(scaling(runs)).rename(columns=lambda heading: worded(heading, runs))
 
 
 def cost_table(runs: pd.DataFrame) -> pd.DataFrame:
     """What they wait for, and what memory they take, as text. Raises NotMeasured."""
-    return scaling_table(scaling(runs), COSTS)
+    return scaling_table(scaling(runs), COSTS).rename(columns=lambda heading: worded(heading, runs))
 
 
 def strong_batches(lines: pd.DataFrame) -> list[int]:

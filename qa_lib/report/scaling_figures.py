@@ -23,6 +23,7 @@ def _figure(runs: pd.DataFrame, title: str, said: str, height: float) -> Figure:
     """An empty figure whose caption says what it shows and where from."""
     seeds = runs[runs["status"] == "ok"].groupby("spec.variant")["spec.seed"].nunique()
     counts = "–".join(map(str, sorted({seeds.min(), seeds.max()})))
+    title, said = scaling.worded(title, runs), scaling.worded(said, runs)
     parts = [said, f"Group {runs['group'].iloc[0]}", f"n = {counts} seeds", f"code {commits(runs)}"]
     if on_cpu(runs):
         title = f"On a CPU: {title}"
@@ -59,9 +60,10 @@ def fig_scaling(runs: pd.DataFrame) -> Figure:
             axis.errorbar(line["world"], line["rate"], line["rate±"], color=colors[variant, stages], linewidth=1.2,
                           label=_label(variant, stages), **look)  # fmt: skip
             axis.plot(line["world"], line["world"] * alone, "--", color=colors[variant, stages], linewidth=1, zorder=1)
-        axis.set_title(f"{size} features {'in all' if name == 'strong' else 'a GPU'}", loc="left", fontsize=10)
-        axis.set(xlabel="GPUs", ylim=(0, None), xticks=sorted(set(lines["world"])))
-    axes[0].set_ylabel("features/s of all GPUs")
+        of = scaling.worded("in all" if name == "strong" else "a GPU", runs)
+        axis.set_title(f"{size} features {of}", loc="left", fontsize=10)
+        axis.set(xlabel=scaling.worded("GPUs", runs), ylim=(0, None), xticks=sorted(set(lines["world"])))
+    axes[0].set_ylabel(scaling.worded("features/s of all GPUs", runs))
     handles = {}
     for axis in axes:
         handles |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
@@ -91,7 +93,7 @@ def fig_waiting(runs: pd.DataFrame) -> Figure:
         "idle: the host launches": (rest - computing).clip(lower=0.0).fillna(0.0),
         "not told apart": shown["step_ms"].where(computing.isna(), 0.0),
     })  # fmt: skip
-    parts.index = [_name(line) for line in shown.itertuples()]
+    parts.index = [scaling.worded(_name(line), runs) for line in shown.itertuples()]
     batch = shown["batch"].iloc[0]
     figure = _figure(runs, scaling.waiting_finding(shown), f"{batch} features a step in all", 1.6 + 0.2 * len(shown))
     memory = shown["peak_mib"] / 1024
@@ -107,7 +109,7 @@ def fig_waiting(runs: pd.DataFrame) -> Figure:
         right.barh(range(len(shown)), memory.fillna(0.0), color=BLUE, height=0.7)
         style.name_rows(right, [""] * len(shown))
         style.columns(right, {"GiB": memory.map(number)})
-        right.set(xlabel="peak memory of a GPU, in GiB", xlim=(0, None))
+        right.set(xlabel=scaling.worded("peak memory of a GPU, in GiB", runs), xlim=(0, None))
     return figure
 
 

@@ -16,7 +16,8 @@ from qa_lib.report.runs import NotMeasured
 MISSING = "–"
 # Columns of words, which are set to the left.
 LEFT = {"row", "what it changes", "what it is", "group", "hardware", "you have at least", "model", "precision",
-        "status", "note", "arithmetic", "claim of the seeds", "of it", "holds", "measured here", "why", "question",
+        "status", "note", "one process", "arithmetic", "claim of the seeds", "of it", "holds", "measured here", "why",
+        "question",
         "answer", "gold", "paragraph", "text", "hypothesis", "their experiment", "one GPU",
         "N is", "law"}  # fmt: skip
 

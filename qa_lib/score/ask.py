@@ -1,7 +1,5 @@
 """Ask a checkpoint: one thread loads models and answers all that waits for the same one together."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import Future
@@ -141,8 +139,7 @@ class Desk:
 
     def _work(self) -> None:
         while True:
-            if jobs := self._next():
-                self._answer(jobs)
+            self._answer(self._next())
 
     def _next(self) -> list[_Job]:
         """Wait for a question; it and those for the same model that may go with it, no longer waiting."""
@@ -156,20 +153,19 @@ class Desk:
 
     def _answer(self, jobs: list[_Job]) -> None:
         """Answer these jobs together; where one of them cannot be answered, each alone."""
+        if not jobs:  # whose askers have left
+            return
         try:
             loaded = self._load(jobs[0].folder, _written(jobs[0].folder))
             torch.set_num_threads(1 if loaded.small else self._threads)
             begin = time.perf_counter()  # what loading took is waiting, too
             results = answer(loaded, [(job.question, job.context) for job in jobs])
-        except DataError as problem:
-            if len(jobs) == 1:
-                jobs[0].result.set_exception(problem)
-            else:
-                for job in jobs:
-                    self._answer([job])
         except Exception as problem:  # a refused folder, no memory: for the asker to hear; this thread goes on
             for job in jobs:
-                job.result.set_exception(problem)
+                if len(jobs) > 1:
+                    self._answer([job])
+                else:
+                    job.result.set_exception(problem)
         else:
             for job, found in zip(jobs, results, strict=True):
                 found["ms"]["wait"] = 1000 * (begin - job.since)

@@ -28,6 +28,7 @@ from qa_lib.model.encoders import most_tokens
 from qa_lib.model.folder import check_tokenizer, find_folder, in_one_line, load, look, pickle_in
 from qa_lib.record import read_record
 from qa_lib.score.decode import decode
+from qa_lib.spec import stride_of
 
 EXAMPLE = """examples:
   python -m qa_lib predict --model my-bert/ --question "Who wrote it?" --context "It was written by Ada."
@@ -128,7 +129,7 @@ def window_lengths(folder: str | Path, model) -> tuple[int, int]:
         scale = read_record(Path(folder).resolve().parent)["spec"]["scale"]
         max_length, stride = int(scale["max_length"]), int(scale["stride"])
     max_length = min(max_length, most_tokens(model.config))
-    return max_length, min(stride, max_length // 3)
+    return max_length, stride_of(max_length, stride)
 
 
 def asked(pairs: list[tuple[str, str]]) -> Source:

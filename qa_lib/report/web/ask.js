@@ -1,33 +1,23 @@
 "use strict";
 // All that comes from people or models goes into the page by textContent: never as markup.
 const byId = (id) => document.getElementById(id);
-const setup = JSON.parse(byId("setup").textContent);
+const element = (tag, text, more) => Object.assign(document.createElement(tag), { textContent: text, ...more });
+const signed = (value, digits) => value.toFixed(digits).replace("-", "−");
+const examples = JSON.parse(byId("examples-of").textContent);
 let asked = 0; // answers to an older question are dropped
-
-function element(tag, text, className) {
-  const made = document.createElement(tag);
-  made.textContent = text;
-  if (className) made.className = className;
-  return made;
-}
 
 function say(field, message) {
   byId(`${field}-error`).textContent = message;
-  if (field !== "form") byId(field).setAttribute("aria-invalid", message ? "true" : "false");
+  byId(field).setAttribute("aria-invalid", Boolean(message));
 }
 
 async function request(model, question, context) {
+  const headers = { "Content-Type": "application/json" };
   try {
-    const reply = await fetch("/ask", {
-      method: "POST",
-      headers: { "Content-Type": "application/json" },
-      body: JSON.stringify({ model, question, context }),
-    });
-    const busy = reply.status === 503 ? "The app is busy; try again in a moment." : `The server failed (${reply.status}).`;
-    const body = await reply.json().catch(() => ({ message: busy }));
-    return reply.ok ? body : { failed: true, field: body.field ?? "form", message: body.message };
+    const reply = await fetch("/ask", { method: "POST", headers, body: JSON.stringify({ model, question, context }) });
+    return { failed: !reply.ok, ...(await reply.json()) };
   } catch {
-    return { failed: true, field: "form", message: "The server does not answer." };
+    return { failed: true, field: "form", message: "The app does not answer: it has ended, or is busy; try again." };
   }
 }
 
@@ -37,17 +27,15 @@ async function ask(event) {
   const [question, context] = [byId("question").value, byId("context").value];
   const models = [byId("model"), byId("other")].filter((select) => select.value);
   for (const field of ["model", "context", "question", "form"]) say(field, "");
-  byId("ask").disabled = true;
-  byId("ask").textContent = "Asking …";
+  Object.assign(byId("ask"), { disabled: true, textContent: "Asking …" });
   const replies = await Promise.all(models.map((select) => request(select.value, question, context)));
   if (turn !== asked) return;
-  byId("ask").disabled = false;
-  byId("ask").textContent = "Ask";
+  Object.assign(byId("ask"), { disabled: false, textContent: "Ask" });
   const failed = replies.find((reply) => reply.failed);
   if (failed) {
     byId("results").replaceChildren();
     say(failed.field, failed.message);
-    if (failed.field !== "form") byId(failed.field).focus();
+    byId(failed.field).focus();
     return;
   }
   byId("results").replaceChildren(...replies.map((reply, i) => card(reply, models[i].selectedOptions[0], context)));
@@ -59,43 +47,31 @@ function card(reply, option, context) {
   const node = byId("card").content.cloneNode(true).firstElementChild;
   const part = (selector) => node.querySelector(selector);
   part(".name").textContent = option.text;
-  const { tokenise, model, decode, wait } = reply.ms;
-  for (const [key, spent] of Object.entries({ tokenise, model, decode })) {
-    part(`.bar .${key}`).style.flexGrow = spent;
-    part(".latency").append(element("span", key, `key ${key}`), ` ${spent.toFixed(1)} ms  `);
-  }
+  const { wait, ...spent } = reply.ms;
+  const all = Object.values(spent).reduce((sum, ms) => sum + ms);
+  const times = Object.entries({ ...spent, "in all": all }).map(([name, ms]) => `${name} ${ms.toFixed(1)} ms`);
+  part(".latency").textContent = times.join(" · ");
+  const cut = reply.windows > 1 ? `Cut into ${reply.windows} windows` : "One window";
   const waited = wait < 1 ? "" : ` · waited ${wait.toFixed(0)} ms`;
   const together = reply.together > 1 ? ` · answered together with ${reply.together - 1} others` : "";
-  part(".latency").append(`in all ${(tokenise + model + decode).toFixed(1)} ms`);
-  const cut = reply.windows > 1 ? `Cut into ${reply.windows} windows` : "One window";
   part(".windows").textContent = `${cut} of at most ${reply.window_tokens} tokens${waited}${together}`;
   const seen = new Set();
   const nbest = reply.nbest.map(trimmed).filter(({ text }) => !seen.has(text) && seen.add(text));
   for (const entry of nbest) {
-    const row = part(".nbest tbody").insertRow();
-    const choice = element(entry.text ? "button" : "em", entry.text || "no answer");
-    if (entry.text) {
-      choice.type = "button";
-      choice.title = "Show its place";
-      choice.addEventListener("click", () => mark(part(".paragraph"), context, entry));
-    }
-    row.insertCell().append(choice);
     const percent = entry.probability < 0.001 ? "< 0.1 %" : `${(100 * entry.probability).toFixed(1)} %`;
-    for (const text of [signed(entry.score, 2), percent]) {
-      const cell = row.insertCell();
-      cell.className = "number";
-      cell.textContent = text;
-    }
+    const show = { title: "Show its place", onclick: () => mark(part(".paragraph"), context, entry) };
+    const row = part(".nbest tbody").insertRow();
+    row.insertCell().append(entry.text ? element("button", entry.text, show) : element("em", "no answer"));
+    for (const text of [signed(entry.score, 2), percent]) row.append(element("td", text, { className: "number" }));
   }
   const [slider, best, own] = [part("input"), nbest.find((entry) => entry.text), Number(option.dataset.threshold)];
   slider.max = Math.max(10, Math.ceil(Math.abs(reply.margin ?? 0)) + 1); // beyond the margin: both answers can be had
   slider.min = -slider.max;
-  slider.value = Number.isFinite(own) ? own : 0;
-  part(".own").textContent = Number.isFinite(own)
-    ? "It starts where this model’s F1 was best, on the questions that its run was scored on."
-    : "It starts at 0: where this model’s F1 is best, no record says.";
+  slider.value = own || 0;
+  part(".own").textContent = Number.isNaN(own)
+    ? "It starts at 0: where this model’s F1 is best, no record says."
+    : "It starts where this model’s F1 was best, on the questions that its run was scored on.";
   slider.addEventListener("input", () => decide(part, reply, best, context));
-  part(".margin").textContent = "No span of this paragraph may be an answer.";
   decide(part, reply, best, context);
   return node;
 }
@@ -107,16 +83,12 @@ function decide(part, reply, best, context) {
   const none = !best || reply.margin > threshold;
   part(".answer").textContent = none ? "No answer" : best.text;
   part(".answer").classList.toggle("none", none);
-  if (best) {
-    const side = reply.margin > 0 ? "above" : "below";
-    const by = Math.abs(reply.margin - threshold).toFixed(2);
-    part(".margin").textContent =
-      `“No answer” scores ${Math.abs(reply.margin).toFixed(2)} ${side} the best span: ${by} ${none ? "over" : "under"} the threshold.`;
-  }
+  const [margin, over] = [reply.margin, reply.margin - threshold].map((value) => Math.abs(value).toFixed(2));
+  const place = `“No answer” scores ${margin} ${reply.margin > 0 ? "above" : "below"} the best span`;
+  const text = `${place}: ${over} ${none ? "over" : "under"} the threshold.`;
+  part(".margin").textContent = best ? text : "No span of this paragraph may be an answer.";
   mark(part(".paragraph"), context, none ? {} : best);
 }
-
-const signed = (value, digits) => value.toFixed(digits).replace("-", "−");
 
 /** A span without the punctuation around it, which the scores do not count either. */
 function trimmed({ text, begin, end, ...rest }) {
@@ -133,26 +105,23 @@ function mark(box, context, { begin, end }) {
   box.scrollTop = found.offsetTop - box.offsetTop - box.clientHeight / 2;
 }
 
+function fill({ question, context }) {
+  [byId("question").value, byId("context").value] = [question, context];
+}
+
 function offerExamples() {
   const kind = byId("model").selectedOptions[0]?.dataset.examples;
   byId("tiny").hidden = kind !== "synthetic";
-  const fill = ({ question, context }) => {
-    [byId("question").value, byId("context").value] = [question, context];
-  };
-  const chips = (setup.examples[kind] ?? []).map((example) => {
-    const chip = element("button", example.name);
-    chip.type = "button";
-    chip.addEventListener("click", () => ask(fill(example)));
-    return chip;
-  });
-  byId("examples").replaceChildren(...chips);
-  const ours = Object.values(setup.examples).flat().some(({ context }) => context === byId("context").value);
-  if (chips.length && (ours || !byId("context").value)) fill(setup.examples[kind][0]); // over nothing of the user's
+  const suited = examples[kind] ?? [];
+  const chip = (example) => element("button", example.name, { type: "button", onclick: () => ask(fill(example)) });
+  byId("examples").replaceChildren(...suited.map(chip));
+  const ours = ["", ...Object.values(examples).flatMap((all) => all.map(({ context }) => context))];
+  if (suited.length && ours.includes(byId("context").value)) fill(suited[0]); // over nothing of the user's
 }
 
 byId("form").addEventListener("submit", ask);
 byId("model").addEventListener("change", offerExamples);
 byId("context").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) ask(event);
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("ask").click();
 });
 offerExamples();

@@ -2,20 +2,11 @@
 const byId = (id) => document.getElementById(id);
 
 function filter() {
-  const words = byId("search").value.toLowerCase().split(/\s+/).filter(Boolean);
-  for (const group of document.querySelectorAll(".group")) {
-    group.hidden = group.dataset.group !== byId("group").value;
-    for (const row of group.querySelectorAll(".results tr[data-panel]")) {
-      const text = row.textContent.toLowerCase();
-      const kind = byId("rows").value;
-      const fits = kind === "all" || (kind === "ladder" ? row.dataset.ladder === "True" : row.dataset.family === kind);
-      row.hidden = !fits || !words.every((word) => text.includes(word));
-    }
-    for (const body of group.querySelectorAll(".results tbody")) {
-      body.hidden = !body.querySelector("tr[data-panel]:not([hidden])");
-    }
-    const empty = group.querySelector(".empty");
-    if (empty) empty.hidden = Boolean(group.querySelector(".results tr[data-panel]:not([hidden])"));
+  const [kind, words] = [byId("rows").value, byId("search").value.toLowerCase().split(/\s+/)];
+  for (const group of document.querySelectorAll(".group")) group.hidden = group.dataset.group !== byId("group").value;
+  for (const row of document.querySelectorAll(".results tr[data-panel]")) {
+    const text = row.textContent.toLowerCase();
+    row.hidden = !row.classList.contains(kind) || !words.every((word) => text.includes(word));
   }
 }
 
@@ -30,43 +21,33 @@ function sort(heading) {
     return Number(digits?.replace("−", "-")) * ({ k: 1e3, M: 1e6 }[unit] ?? 1);
   };
   const order = (one, other) => {
-    const [a, b] = [value(one), value(other)];
-    if (Number.isNaN(a) !== Number.isNaN(b)) return Number.isNaN(a) - Number.isNaN(b);
-    const difference = Number.isNaN(a) ? text(one).localeCompare(text(other)) : a - b;
-    return rising ? difference : -difference;
+    const [a, b] = rising ? [one, other] : [other, one];
+    return isNaN(value(one)) - isNaN(value(other)) || value(a) - value(b) || text(a).localeCompare(text(b));
   };
-  for (const body of heading.closest("table").tBodies) body.append(...[...body.querySelectorAll("tr[data-panel]")].sort(order));
+  for (const body of heading.closest("table").tBodies) body.append(...[...body.querySelectorAll("[data-panel]")].sort(order));
 }
 
-/** Show the chosen group; the app, which sends one at a time, is asked for it. */
-function choose(hash = "") {
-  const name = byId("group").value;
-  if (document.querySelector(`.group[data-group="${CSS.escape(name)}"]`)) filter();
-  else location.href = `?group=${encodeURIComponent(name)}${hash}`;
-}
-
-/** An address that ends in #group or #group/figure opens that group. */
+/** An address that ends in #group or #group/figure opens that group; the app, which sends one at a time, is asked. */
 function follow() {
   const place = decodeURIComponent(location.hash.slice(1));
-  const [name] = place.split("/");
-  if (![...byId("group").options].some((option) => option.value === name)) return;
-  byId("group").value = name;
-  choose(location.hash);
-  byId(place)?.scrollIntoView();
+  const [group] = place.split("/");
+  if (![...byId("group").options].some(({ value }) => value === group)) return;
+  byId("group").value = group;
+  filter();
+  if (document.querySelector(".group:not([hidden])")) byId(place)?.scrollIntoView();
+  else location.search = new URLSearchParams({ group });
 }
 
 document.addEventListener("click", (event) => {
   const heading = event.target.closest("thead th");
   if (heading) sort(heading);
-  const row = event.target.closest("tr[data-panel]");
-  if (row) document.querySelector(`dialog[data-of="${CSS.escape(row.dataset.panel)}"]`).showModal();
+  const row = event.target.closest("[data-panel]");
+  if (row) byId(`panel/${row.dataset.panel}`).showModal();
   event.target.closest("figure")?.classList.toggle("large");
   if (event.target instanceof HTMLDialogElement) event.target.close(); // on what is dark around it
 });
-for (const id of ["rows", "search"]) byId(id)?.addEventListener("input", filter);
-byId("group")?.addEventListener("input", () => choose());
-if (byId("group")) {
-  filter();
-  follow();
-  addEventListener("hashchange", follow);
-}
+for (const id of ["rows", "search"]) byId(id).addEventListener("input", filter);
+byId("group").addEventListener("input", () => (location.hash = encodeURIComponent(byId("group").value)));
+addEventListener("hashchange", follow);
+filter();
+follow();
