@@ -41,7 +41,9 @@ class MasterAdamW(torch.optim.Optimizer):
     Raises TypeError for parameters that are not in bf16.
     """
 
-    def __init__(self, parameters, lr: torch.Tensor, max_norm: float, betas=(0.9, 0.999), eps=1e-8, moments=torch.float):
+    def __init__(
+        self, parameters, lr: torch.Tensor, max_norm: float, betas=(0.9, 0.999), eps=1e-8, moments=torch.float
+    ):
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps})
         self.max_norm = max_norm
         self.across = lambda norm: norm  # of all gradients, where it has a share of them (train/parallel.py)
@@ -49,7 +51,9 @@ class MasterAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.dtype != torch.bfloat16:
-                    raise TypeError(f"masters are of bf16 parameters, and one of {[*parameter.shape]} is {parameter.dtype}")
+                    raise TypeError(
+                        f"masters are of bf16 parameters, and one of {[*parameter.shape]} is {parameter.dtype}"
+                    )
                 self.state[parameter] = {
                     "rest": torch.zeros_like(parameter, dtype=torch.int16),
                     "exp_avg": torch.zeros_like(parameter, dtype=moments),
@@ -66,12 +70,19 @@ class MasterAdamW(torch.optim.Optimizer):
         norms = torch._foreach_norm([p.grad for p in every], 2, dtype=torch.float32)
         norm = self.across(torch.stack(norms).norm())
         factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)  # as in clip_grad_norm_
+        steps = [self.state[p]["step"] for p in every]
+        torch._foreach_add_(steps, 1)
+        step = steps[0]  # all parameters are updated in every step
         for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            # Here, since the compiler would compute these powers for every element.
+            size, growth = group["lr"] / (1 - torch.pow(beta1, step)), 1 / (1 - torch.pow(beta2, step))
             for parameters in bundles([p for p in group["params"] if p.grad is not None]):
-                states = [self.state[p] for p in parameters]
-                columns = [[state[name] for state in states] for name in states[0]]
+                columns = [
+                    [self.state[p][name] for p in parameters] for name in ("rest", "exp_avg", "exp_avg_sq", "first")
+                ]
                 gradients = [p.grad for p in parameters]
-                _update(parameters, gradients, *columns, factor, group["lr"], *group["betas"], group["eps"])
+                _update(parameters, gradients, *columns, step, factor, size, growth, beta1, beta2, group["eps"])
 
 
 def bundles(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -112,16 +123,14 @@ def randomly_rounded(values: list[torch.Tensor], firsts: list[torch.Tensor], ste
 
 
 @torch.compile(dynamic=False, fullgraph=True)
-def _update(parameters, gradients, rests, means, squares, steps, firsts, factor, lr, beta1, beta2, eps) -> None:
-    torch._foreach_add_(steps, 1)
-    step = steps[0]  # all parameters are updated in every step
+def _update(
+    parameters, gradients, rests, means, squares, firsts, step, factor, size, growth, beta1, beta2, eps
+) -> None:
     gradients = [g.float() * factor for g in gradients]
     new_means = torch._foreach_lerp([m.float() for m in means], gradients, 1 - beta1)
     new_squares = torch._foreach_mul([s.float() for s in squares], beta2)
     new_squares = torch._foreach_addcmul(new_squares, gradients, gradients, 1 - beta2)
-    size = lr / (1 - beta1**step)
-    roots = torch._foreach_sqrt(torch._foreach_div(new_squares, 1 - beta2**step))
-    roots = torch._foreach_add(roots, eps)
+    roots = torch._foreach_add(torch._foreach_sqrt(torch._foreach_mul(new_squares, growth)), eps)
     moves = torch._foreach_mul(torch._foreach_div(new_means, roots), size)
     new_masters = torch._foreach_sub(masters(parameters, rests), moves)
     if means[0].dtype == torch.bfloat16:
