@@ -105,8 +105,8 @@ def masters(parameters: list[torch.Tensor], rests: list[torch.Tensor]) -> list[t
 
 
 def upper(value: torch.Tensor, addend: int | torch.Tensor) -> torch.Tensor:
-    """An fp32 tensor with `addend`, from 0 to 65,535, added to its bits, of which the lower 16 are then cut off: what is
-    left fits bf16. 0x8000 rounds to nearest, a random addend stochastically."""
+    """An fp32 tensor with `addend`, from 0 to 65,535, added to its bits and the lower 16 of these then cut off, so that
+    it fits bf16. 0x8000 rounds to nearest, a random addend stochastically."""
     cut = ((value.view(torch.int32) + addend) & -0x10000).view(torch.float32)
     return torch.where(value.isnan(), value, cut)  # the sum turns the NaN that GPUs make into zero
 

@@ -65,11 +65,12 @@ class Tensor(Alone):
         like = self.of[parameter]
         if state.shape != parameter.shape or not isinstance(like, DTensor):
             return state
-        return whole(DTensor.from_local(state, like.device_mesh, like.placements))
+        # As bytes, here and below, since NCCL knows no int16.
+        return whole(DTensor.from_local(state.view(torch.uint8), like.device_mesh, like.placements)).view(state.dtype)
 
     def part(self, state, parameter):
         like = self.of[parameter]
-        return local(part(state, like)) if state.shape == like.shape else state
+        return local(part(state.view(torch.uint8), like)).view(state.dtype) if state.shape == like.shape else state
 
 
 def is_cut(parameter: torch.Tensor) -> bool:
