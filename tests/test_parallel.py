@@ -150,9 +150,9 @@ FOUR = {row: BEGUN | {"row": row, "name": row} for row in ("P1", "P-sharded", "P
 FOUR |= {row: BEGUN | CUT | {"row": row, "name": row} for row in ("P-1f1b", "P-tensor")}
 FOUR["P-1f1b"]["stages"] = 2
 FOUR |= {
-    f"{row}-masters": FOUR[row] | {"name": f"{row}-masters", "settings": BF16} for row in ("P-sharded", "P-tensor")
+    "sharded-masters": FOUR["P-sharded"] | {"name": "sharded-masters", "settings": BF16 | {"optimizer": "master16"}},
+    "tensor-masters": FOUR["P-tensor"] | {"name": "tensor-masters", "settings": BF16},
 }
-FOUR["P-sharded-masters"]["settings"] = BF16 | {"optimizer": "master16"}
 
 
 @pytest.fixture(scope="module")

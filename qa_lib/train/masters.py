@@ -42,7 +42,7 @@ class MasterAdamW(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, parameters, lr: torch.Tensor, max_norm: float, betas=(0.9, 0.999), eps=1e-8, moments=torch.float
+        self, parameters, lr: torch.Tensor, max_norm: float, moments=torch.float32, betas=(0.9, 0.999), eps=1e-8
     ):
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps})
         self.max_norm = max_norm
@@ -51,15 +51,14 @@ class MasterAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.dtype != torch.bfloat16:
-                    raise TypeError(
-                        f"masters are of bf16 parameters, and one of {[*parameter.shape]} is {parameter.dtype}"
-                    )
+                    raise TypeError(f"masters are of bf16 parameters, and there is one of {parameter.dtype}")
                 self.state[parameter] = {
                     "rest": torch.zeros_like(parameter, dtype=torch.int16),
                     "exp_avg": torch.zeros_like(parameter, dtype=moments),
                     "exp_avg_sq": torch.zeros_like(parameter, dtype=moments),
                     "step": torch.zeros((), device=parameter.device),
-                    "first": torch.tensor(elements, dtype=torch.int32, device=parameter.device),  # element's number
+                    # The number of its first element in the model, for random bits of its own.
+                    "first": torch.tensor(elements, dtype=torch.int32, device=parameter.device),
                 }
                 elements = (elements + parameter.numel()) % 2**31
 

@@ -233,9 +233,8 @@ class Sharded(Alone):
         if state.shape != self.share.shape:  # a step count
             return state
         full = state.new_empty(len(self.flat))
-        dist.all_gather_into_tensor(
-            full.view(torch.uint8), state.view(torch.uint8)
-        )  # as bytes, since NCCL knows no int16
+        # As bytes, since NCCL knows no int16.
+        dist.all_gather_into_tensor(full.view(torch.uint8), state.view(torch.uint8))
         return full[: self.size]
 
     def part(self, state, parameter):
