@@ -77,11 +77,21 @@ class Settings:
     # how several processes make one step, each on its share of the micro-batches (train/parallel.py): ddp, PyTorch's
     # DistributedDataParallel, its gradients sent as they are or in bf16 | flat: one reduction of all gradients |
     # overlap: a reduction for each part of the model, while the backward pass computes the next |
-    # sharded: a share of the optimizer each | fsdp: a share of weights, gradients and optimizer each | pipeline: some
-    # of the layers each (train/pipeline.py) | tensor: a share of every layer's products each (train/tensor.py) |
-    # deepspeed: a share of the optimizer each, by DeepSpeed under the Trainer (train/trainer.py)
+    # sharded: a share of the optimizer each | overlap-sharded: both | fsdp: a share of weights, gradients and optimizer
+    # each | pipeline: some of the layers each (train/pipeline.py) | tensor: a share of every layer's products each
+    # (train/tensor.py) | deepspeed: a share of the optimizer each, by DeepSpeed under the Trainer (train/trainer.py)
     parallel: Literal[
-        "none", "ddp", "ddp-bf16", "flat", "overlap", "sharded", "fsdp", "pipeline", "tensor", "deepspeed"
+        "none",
+        "ddp",
+        "ddp-bf16",
+        "flat",
+        "overlap",
+        "sharded",
+        "overlap-sharded",
+        "fsdp",
+        "pipeline",
+        "tensor",
+        "deepspeed",
     ] = "none"
     # in which order a pipeline's stages take micro-batches: gpipe, all forward, then all backward | 1f1b, backward as
     # early as can be | interleaved: 1f1b with two parts of the layers a process
@@ -168,7 +178,7 @@ CONFLICTS = (
     (("parallel", "!none"), ("compile", "cudagraphs"), "a replay writes over gradients before they are reduced"),
     (("parallel", "ddp*|fsdp"), ("step", "graph"), "their hooks wait on the host, which a graph has not"),
     (("parallel", "fsdp"), ("compile", "!none"), "its layers gather their weights between the compiler's graphs"),
-    (("parallel", "sharded|fsdp|tensor"), ("optimizer", "adamw8bit"), "8-bit moments come in blocks of whole tensors"),
+    (("parallel", "*sharded|fsdp|tensor"), ("optimizer", "adamw8bit"), "8-bit moments come in blocks of whole tensors"),
     (("parallel", "fsdp"), ("optimizer", "master*"), "the compiled update takes whole tensors"),
     (("schedule", "!gpipe"), ("parallel", "!pipeline"), "a schedule is a pipeline's order"),
     (("parallel", "pipeline"), ("padding", "!packed"), "its stages hand on packed rows, which are all of one shape"),
@@ -310,6 +320,7 @@ VARIANTS = dict(
         _row("P-fsdp", "P1", "Each GPU keeps a share of weights, gradients and optimizer.", parallel="fsdp"),
         _row("P-fast", "E-best", "The whole stack: one reduction inside the captured step.", parallel="flat"),
         _row("P-overlap", "E-regions", "Gradients are reduced while others are still computed.", parallel="overlap"),
+        _row("P-best", "P-overlap", "And each GPU updates its share of the weights alone.", parallel="overlap-sharded"),
         _row("P-sharded", "P-fast", "Each GPU updates its share of the weights alone.", parallel="sharded"),
         _row(
             "P-gpipe", "E5-eager", "Each GPU has some of the layers, and hands on micro-batches.", parallel="pipeline"
