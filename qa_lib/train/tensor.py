@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from qa_lib.model.encoders import encoder_of, layers_of
-from qa_lib.train.parallel import Alone, Sharded, part, square_norm, whole
+from qa_lib.train.parallel import Alone, part, square_norm, whole
 from qa_lib.train.ranks import Ranks
+from qa_lib.train.sharded import Sharded
 from qa_lib.variants import Settings, SpecError
 
 
