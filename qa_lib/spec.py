@@ -344,7 +344,7 @@ def _as_first_named(settings: Settings) -> dict:
     called the optimizer that comes with them fused."""
     values = dataclasses.asdict(settings)
     values["weights"] = "half" if settings.half_weights else "fp32"
-    return values | ({"optimizer": "fused"} if settings.half_weights else {})
+    return values | ({"optimizer": "fused"} if settings.optimizer == "master" else {})
 
 
 def _canonical(values: dict, first: list[str], defaults: object = None) -> dict:

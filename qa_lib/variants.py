@@ -67,20 +67,31 @@ class Settings:
     # what adapters leave frozen: as it is | nf4: in 4 bits by bitsandbytes (QLoRA)
     frozen: Literal["native", "nf4"] = "native"
     # adamw: PyTorch's default | fused: one kernel, no wait for the device | adamw8bit: moments in 8 bits |
-    # master: weights and gradients in half precision, fp32 masters in the optimizer
-    optimizer: Literal["adamw", "fused", "adamw8bit", "master"] = "adamw"
+    # master: weights and gradients in half precision, fp32 masters in the optimizer | master16: and moments in bf16
+    optimizer: Literal["adamw", "fused", "adamw8bit", "master", "master16"] = "adamw"
     # eager: kernel by kernel | graph: the whole step replayed as one CUDA graph
     step: Literal["eager", "graph"] = "eager"
-    # recompute the layers' activations in the backward pass
-    checkpointing: bool = False
+    # what the backward pass recomputes: nothing | elementwise: what takes no product, by the compiler | all that the
+    # layers have computed
+    checkpointing: Literal[False, "elementwise", True] = False
     # how several processes make one step, each on its share of the micro-batches (train/parallel.py): ddp, PyTorch's
     # DistributedDataParallel, its gradients sent as they are or in bf16 | flat: one reduction of all gradients |
     # overlap: a reduction for each part of the model, while the backward pass computes the next |
-    # sharded: a share of the optimizer each | fsdp: a share of weights, gradients and optimizer each | pipeline: some
-    # of the layers each (train/pipeline.py) | tensor: a share of every layer's products each (train/tensor.py) |
-    # deepspeed: a share of the optimizer each, by DeepSpeed under the Trainer (train/trainer.py)
+    # sharded: a share of the optimizer each | overlap-sharded: both | fsdp: a share of weights, gradients and optimizer
+    # each | pipeline: some of the layers each (train/pipeline.py) | tensor: a share of every layer's products each
+    # (train/tensor.py) | deepspeed: a share of the optimizer each, by DeepSpeed under the Trainer (train/trainer.py)
     parallel: Literal[
-        "none", "ddp", "ddp-bf16", "flat", "overlap", "sharded", "fsdp", "pipeline", "tensor", "deepspeed"
+        "none",
+        "ddp",
+        "ddp-bf16",
+        "flat",
+        "overlap",
+        "sharded",
+        "overlap-sharded",
+        "fsdp",
+        "pipeline",
+        "tensor",
+        "deepspeed",
     ] = "none"
     # in which order a pipeline's stages take micro-batches: gpipe, all forward, then all backward | 1f1b, backward as
     # early as can be | interleaved: 1f1b with two parts of the layers a process
@@ -107,7 +118,7 @@ class Settings:
     @property
     def half_weights(self) -> bool:
         """Whether weights and gradients are kept in half precision."""
-        return self.optimizer == "master"
+        return self.optimizer in ("master", "master16")
 
     @property
     def chunks(self) -> int:
@@ -120,7 +131,7 @@ def choices() -> dict[str, tuple]:
     """The values of each setting that has a fixed list of them."""
     hints = get_type_hints(Settings)
     found = {field.name: get_args(hints[field.name]) for field in dataclasses.fields(Settings)}
-    return {name: values for name, values in found.items() if values} | {"checkpointing": (False, True)}
+    return {name: values for name, values in found.items() if values}
 
 
 def _matches(settings: Settings, condition: tuple[str, str]) -> bool:
@@ -137,9 +148,9 @@ CONFLICTS = (
     (("attention", "flash|efficient|blockmask"), ("padding", "!packed"), "these are the kernels for packed rows"),
     (("attention", "flash"), ("precision", "fp32"), "FlashAttention computes in half precision alone"),
     (("padding", "packed"), ("order", "bucketed"), "packed rows are dealt by length already, and padding has no say"),
-    (("optimizer", "master"), ("precision", "!bf16"), "GradScaler takes no fp16 gradients, and fp32 needs no masters"),
+    (("optimizer", "master*"), ("precision", "!bf16"), "GradScaler takes no fp16 gradients, and fp32 needs no masters"),
     (("feed_forward", "fp8"), ("precision", "!bf16"), "the 8-bit products give bf16"),
-    (("feed_forward", "fp8"), ("optimizer", "!master"), "the 8-bit products take weights in bf16"),
+    (("feed_forward", "fp8"), ("optimizer", "!master*"), "the 8-bit products take weights in bf16"),
     (("projections", "fused"), ("trainable", "lora*"), "the adapters' query, key and value are fused away"),
     (("frozen", "nf4"), ("trainable", "!lora*"), "weights in 4 bits cannot train, so that adapters have to"),
     (("frozen", "nf4"), ("feed_forward", "fp8"), "both are about the same products"),
@@ -150,13 +161,15 @@ CONFLICTS = (
     (("rounding", "!none"), ("parallel", "tensor"), "a share of a row has another scale than the row"),
     (("step", "graph"), ("optimizer", "adamw|adamw8bit"), "their step counts are on the host, which a graph replays"),
     (("step", "graph"), ("padding", "longest"), "a graph replays one shape"),
+    (("checkpointing", "elementwise"), ("compile", "!inductor|regions"), "Inductor's partitioner decides what is kept"),
     (("compile", "regions"), ("padding", "!packed"), "the regions hand on packed rows"),
     (("compile", "regions"), ("parallel", "ddp*|pipeline"), "they call the whole model, or a stage, as one"),
     (("step", "graph"), ("compile", "cudagraphs"), "graphs do not nest"),
     (("compile", "cudagraphs"), ("padding", "longest"), "a graph replays one shape"),
     (("engine", "trainer"), ("padding", "packed"), "transformers.Trainer calls the model with padded rows"),
     (("engine", "trainer"), ("dropout", "hash"), "nothing renews the seeds of its dropout"),
-    (("engine", "trainer"), ("optimizer", "adamw8bit|master"), "transformers.Trainer builds its own fused AdamW here"),
+    (("engine", "trainer"), ("optimizer", "adamw8bit|master*"), "transformers.Trainer builds its own fused AdamW here"),
+    (("engine", "trainer"), ("checkpointing", "elementwise"), "transformers.Trainer compiles the model itself"),
     (("engine", "trainer"), ("step", "graph"), "transformers.Trainer has no captured step"),
     (("engine", "trainer"), ("compile", "cudagraphs"), "its gradients of several micro-batches overwrite each other"),
     (("engine", "trainer"), ("parallel", "!none|ddp|deepspeed"), "transformers.Trainer takes DDP or DeepSpeed here"),
@@ -165,8 +178,8 @@ CONFLICTS = (
     (("parallel", "!none"), ("compile", "cudagraphs"), "a replay writes over gradients before they are reduced"),
     (("parallel", "ddp*|fsdp"), ("step", "graph"), "their hooks wait on the host, which a graph has not"),
     (("parallel", "fsdp"), ("compile", "!none"), "its layers gather their weights between the compiler's graphs"),
-    (("parallel", "sharded|fsdp|tensor"), ("optimizer", "adamw8bit"), "8-bit moments come in blocks of whole tensors"),
-    (("parallel", "fsdp"), ("optimizer", "master"), "the compiled update takes whole tensors"),
+    (("parallel", "*sharded|fsdp|tensor"), ("optimizer", "adamw8bit"), "8-bit moments come in blocks of whole tensors"),
+    (("parallel", "fsdp"), ("optimizer", "master*"), "the compiled update takes whole tensors"),
     (("schedule", "!gpipe"), ("parallel", "!pipeline"), "a schedule is a pipeline's order"),
     (("parallel", "pipeline"), ("padding", "!packed"), "its stages hand on packed rows, which are all of one shape"),
     (("parallel", "pipeline"), ("precision", "fp16"), "GradScaler scales the loss, which the last stage alone has"),
@@ -287,6 +300,8 @@ VARIANTS = dict(
         _row("E5-eager", "E5", "What the capture alone gives; and where pipelines begin.", step="eager"),
         _row("E6", "E5", "Query, key and value in one product: wider tiles, fewer kernels.", projections="fused"),
         _row("E-best", "E6", "The recommended stack: dropout's random bits at a tenth of the work.", dropout="hash"),
+        _row("E-moments", "E-best", "Adam's moments in bf16, rounded at random: fewer bytes.", optimizer="master16"),
+        _row("E-lean", "E-moments", "GELU and norms again in the backward pass.", checkpointing="elementwise"),
         _row("E-regions", "E-best", "A quick start: layers are compiled by threes, all as one.", compile="regions"),
         _row("E-fp8", "E-best", "Half of the products in 8-bit floats, where the chip has them.", feed_forward="fp8"),
         _row("E-t4", "E3", "What is left without bf16 and FlashAttention, as on a T4.", projections="fused"),
@@ -305,6 +320,7 @@ VARIANTS = dict(
         _row("P-fsdp", "P1", "Each GPU keeps a share of weights, gradients and optimizer.", parallel="fsdp"),
         _row("P-fast", "E-best", "The whole stack: one reduction inside the captured step.", parallel="flat"),
         _row("P-overlap", "E-regions", "Gradients are reduced while others are still computed.", parallel="overlap"),
+        _row("P-best", "P-overlap", "And each GPU updates its share of the weights alone.", parallel="overlap-sharded"),
         _row("P-sharded", "P-fast", "Each GPU updates its share of the weights alone.", parallel="sharded"),
         _row(
             "P-gpipe", "E5-eager", "Each GPU has some of the layers, and hands on micro-batches.", parallel="pipeline"

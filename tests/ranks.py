@@ -44,7 +44,7 @@ def spec_of(case: dict):
         [case["row"]], "smoke", data="synthetic:120", machine=CPU, micro_batch=16 // max(case.get("parts", 2), world),
         world=world, stages=case.get("stages"),
     )  # fmt: skip
-    settings = dataclasses.replace(spec.settings, compile="none", **case.get("settings", {}))
+    settings = dataclasses.replace(spec.settings, **{"compile": "none"} | case.get("settings", {}))
     scale = dataclasses.replace(spec.scale, **scale | case.get("scale", {}))
     return dataclasses.replace(spec, scale=scale, settings=settings)
 

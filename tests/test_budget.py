@@ -22,7 +22,7 @@ from qa_lib.spec import Machine
 GROUP = Path(__file__).parent.parent / "runs" / "h200-bench"
 TOKENS = {8: 1472, 32: 5632}  # in a packed micro-batch, which the lengths of SQuAD v2's features decide
 MEASURED = [
-    (run["spec.variant"], run["spec.settings.micro_batch"], run["memory.peak_alloc_mib"])
+    (run["spec.variant"], run["spec.settings.micro_batch"], run["memory.peak_alloc_mib"], run["memory.optimizer_mib"])
     for run in load_runs(GROUP.parent)
     .query("group == @GROUP.name and status == 'ok' and `spec.seed` == 0")
     .to_dict("records")
@@ -42,19 +42,26 @@ def spec_of(variant, bert_base, micro_batch):
 
 
 def test_the_group_holds_every_kind_of_row():
-    assert {"A1", "A3", "C1", "C2", "B1", "E-best"} <= {variant for variant, _, _ in MEASURED}
+    assert {"A1", "A3", "C1", "C2", "B1", "E-best"} <= {variant for variant, *_ in MEASURED}
 
 
-@pytest.mark.parametrize(("variant", "size", "peak"), MEASURED)
-def test_within_a_tenth_of_the_measured_peak(variant, size, peak, bert_base, monkeypatch):
+@pytest.mark.parametrize(("variant", "size", "peak", "state"), MEASURED)
+def test_within_a_tenth_of_the_measured_peak(variant, size, peak, state, bert_base, monkeypatch):
+    """But for the optimizer's state, which the next test counts: masters of older code were whole."""
     spec = spec_of(variant, bert_base, size)
     if spec.settings.padding == "packed":
         monkeypatch.setattr("qa_lib.run.budget._tokens", lambda *_: TOKENS[size])
-    assert estimate(spec)["peak_mib"] == pytest.approx(peak, rel=0.1)
+    found = estimate(spec)
+    assert found["peak_mib"] - found["optimizer_mib"] + state == pytest.approx(peak, rel=0.1)
 
 
 def test_optimizer_state_is_that_of_the_shapes(bert_base):
-    state = {name: estimate(spec_of(name, bert_base, 8))["optimizer_mib"] for name in ("A1", "C1", "B1")}
+    state = {
+        name: estimate(spec_of(name, bert_base, 8))["optimizer_mib"]
+        for name in ("A1", "C1", "B1", "E-best", "E-moments")
+    }
+    each = state["A1"] / 8  # bytes a parameter
+    assert state["E-best"] == pytest.approx(10 * each) and state["E-moments"] == pytest.approx(6 * each)
     assert state["A1"] == pytest.approx(831, abs=1) and state["C1"] == pytest.approx(347, abs=3) and state["B1"] < 3
 
 

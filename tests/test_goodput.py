@@ -8,8 +8,9 @@ import torch.distributed as dist
 from qa_lib.measure.goodput import REFERENCE, efficiency, noise
 from qa_lib.measure.overlap import busy_and_exposed
 from qa_lib.record import Noise
-from qa_lib.train.parallel import Flat, Sharded, square_norm
+from qa_lib.train.parallel import Flat, square_norm
 from qa_lib.train.ranks import FORGET, Ranks
+from qa_lib.train.sharded import Sharded
 from qa_lib.variants import Settings
 
 SIZE, LENGTH, SPREAD = 200, 3.0, 0.7  # elements of a gradient, norm of the true one, noise of an element
@@ -62,6 +63,7 @@ def test_a_process_alone_compares_its_first_micro_batch_with_all():
             (model(inputs).square().mean() / 4).backward()
     whole = square_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
     sharing.reduce()
+    sharing.across(whole.sqrt())
     model.zero_grad()
     model(micro_batches[0]).square().mean().backward()
     first = square_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
@@ -76,6 +78,7 @@ def test_a_process_alone_with_one_micro_batch_says_nothing():
     with sharing.micro_batch(last=True):
         model(torch.randn(2, 3)).square().mean().backward()
     sharing.reduce()
+    sharing.across(torch.ones(()))
     assert ranks.noise(steps=1) == Noise()
 
 
@@ -101,10 +104,12 @@ def test_a_sharded_row_alone_says_nothing_of_noise(monkeypatch):
     ranks = Ranks(torch.device("cpu"))
     ranks.parts, ranks.batch = 4, 8
     monkeypatch.setattr(dist, "reduce_scatter_tensor", lambda out, given, op: out.copy_(given))
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: None)
     model = torch.nn.Linear(3, 1)
     sharing = Sharded(model, ranks, Settings(precision="fp32"))
     model(torch.randn(2, 3)).square().mean().backward()
     sharing.reduce()
+    sharing.across(sharing.parameters[0].grad.norm())
     assert ranks.noise(steps=1) == Noise()
 
 

@@ -193,18 +193,20 @@ def test_logits_loss_and_gradients_are_those_of_padded_rows(features, kind, dtyp
 
 
 def test_a_model_in_regions_is_the_model(features):
-    """Loss and gradients, and every parameter in one region alone."""
+    """Loss and gradients, and every parameter in one region alone; each is announced before it runs."""
     packed, inputs, *_ = packed_and_padded(features, "blockmask", torch.float32)
     parts = []
     regions = Regions(packed, lambda part: parts.append(part) or part)
     assert len(parts) == len(regions_of(packed.model)) == 3, "embeddings, two layers, head"
-    found = []
+    found, announced = [], []
+    regions.before = announced.append
     for forward in (packed, regions):
         packed.model.zero_grad()
         loss = forward(**inputs).loss
         loss.backward()
         found.append([loss.detach(), *(p.grad.clone() for p in packed.model.parameters())])
     torch.testing.assert_close(found[0], found[1])
+    assert announced == [0, 1, 2]
     held = [p for part in parts for p in part.parameters()]
     assert {*held} == {*packed.model.parameters()} and len(held) == len({*held})
 

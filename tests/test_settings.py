@@ -15,6 +15,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
+from torch._functorch import config as functorch_config
 from transformers import Trainer
 
 from qa_lib import spec as specs
@@ -43,6 +44,8 @@ COMPANIONS = {
     ("attention", "blockmask"): {"padding": "packed"},
     ("compile", "regions"): {"padding": "packed", "attention": "sdpa"},
     ("optimizer", "master"): {"precision": "bf16"},
+    ("optimizer", "master16"): {"precision": "bf16"},
+    ("checkpointing", "elementwise"): {"compile": "inductor"},
     ("feed_forward", "fp8"): {"precision": "bf16", "optimizer": "master"},
     ("rounding", "int8"): {"precision": "fp32"},
     ("rounding", "int4"): {"precision": "fp32"},
@@ -87,11 +90,12 @@ class Seen:
         scale = dataclasses.replace(spec.scale, steps=1, effective_batch=8, measure_from=0, checkpoint_every=0)
         self.spec = spec = dataclasses.replace(spec, scale=scale, asked=asked, settings=settings)
         self.compiled, self.shapes, self.autocast, self.trainer_order = [], [], set(), None
-        self.engines = []
+        self.engines, self.repeats = [], []
         compile_, train_ = torch.compile, Trainer.train
 
         def spy_compile(model, **options):
             self.compiled.append(options["backend"])
+            self.repeats.append(not functorch_config.ban_recompute_materialized_backward)
             return compile_(model, **options | {"backend": "eager"})
 
         def spy_train(trainer):
@@ -195,11 +199,19 @@ def rounds(seen: Seen, width: str) -> bool:
     return types == {"none": set(), "int8": {torch.int8}, "int4": {torch.int4}}[width]
 
 
+def moments_of(optimizer) -> torch.dtype | None:
+    """The type of both moments beside masters."""
+    states = optimizer.state.values() if isinstance(optimizer, MasterAdamW) else ()
+    types = {state[name].dtype for state in states for name in ("exp_avg", "exp_avg_sq")}
+    return types.pop() if len(types) == 1 else None
+
+
 OPTIMIZERS = {
     "adamw": lambda optimizer: type(optimizer) is torch.optim.AdamW and not optimizer.defaults["fused"],
     "fused": lambda optimizer: "AdamW" in repr(optimizer) and optimizer.defaults["fused"],
     "adamw8bit": lambda optimizer: type(optimizer).__name__ == "AdamW8bit",
-    "master": lambda optimizer: isinstance(optimizer, MasterAdamW),
+    "master": lambda optimizer: moments_of(optimizer) == torch.float32,
+    "master16": lambda optimizer: moments_of(optimizer) == torch.bfloat16,
 }
 
 
@@ -239,7 +251,10 @@ EFFECTS = {  # setting -> whether its value was seen at work
     "frozen": lambda seen, value: any(map(is_nf4, seen.model.modules())) == (value == "nf4"),
     "optimizer": lambda seen, value: OPTIMIZERS[value](getattr(seen.optimizer, "optimizer", seen.optimizer)),
     "step": lambda seen, value: value == "eager",
-    "checkpointing": lambda seen, value: seen.model.is_gradient_checkpointing is value,
+    "checkpointing": lambda seen, value: (
+        seen.model.is_gradient_checkpointing is (value is True)
+        and all(repeats is (value == "elementwise") for repeats in seen.repeats)
+    ),
     "parallel": lambda seen, value: seen.shared - {*pipeline.SCHEDULES} == SHARED[value] or seen.engines == ["trainer"],
     "schedule": lambda seen, value: value in seen.shared or seen.spec.settings.parallel != "pipeline",
     "polling": lambda seen, value: value == "none",

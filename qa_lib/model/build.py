@@ -40,7 +40,7 @@ def build_model(spec: Spec, head: type = AutoModelForQuestionAnswering) -> torch
     if encoder_of(model).causal:
         model.config.use_cache = False  # which is for generating
         model.loss_type = "ForCausalLM"  # what transformers takes for it, after a warning
-    if spec.settings.checkpointing:
+    if spec.settings.checkpointing is True:
         # transformers 5.23 renames it, and warns of the old name.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})

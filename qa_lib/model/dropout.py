@@ -27,13 +27,17 @@ class HashDropout(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or not self.p:
             return x
-        # The finalizer "lowbias32" (Wellons 2018), with the seed near its start, so that two seeds give unrelated
-        # patterns. PyTorch's int32 wraps when it multiplies, and keeps the sign when it shifts, hence the masks.
-        bits = torch.arange(x.numel(), device=x.device, dtype=torch.int32).view(x.shape)
-        bits = ((bits ^ ((bits >> 16) & 0xFFFF)) + self.seed) * 0x7FEB352D
-        bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
-        bits = (bits ^ ((bits >> 16) & 0xFFFF)) & 0x7FFFFFFF
+        bits = hashed(torch.arange(x.numel(), device=x.device, dtype=torch.int32).view(x.shape), self.seed) & 0x7FFFFFFF
         return torch.where(bits >= int(self.p * 2**31), x * (1 / (1 - self.p)), 0.0)
+
+
+def hashed(numbers: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+    """32 random bits for each of the int32 `numbers`, as int32; an int32 `seed` decides which."""
+    # The finalizer "lowbias32" (Wellons 2018), with the seed near its start, so that two seeds give unrelated
+    # patterns. PyTorch's int32 wraps when it multiplies, and keeps the sign when it shifts, hence the masks.
+    bits = ((numbers ^ ((numbers >> 16) & 0xFFFF)) + seed) * 0x7FEB352D
+    bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
+    return bits ^ ((bits >> 16) & 0xFFFF)
 
 
 def use_hash_dropout(model: nn.Module) -> None:

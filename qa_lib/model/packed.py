@@ -90,11 +90,13 @@ class Regions(torch.nn.Module):
         below, above = Part(packed, [], embeddings=True), Part(packed, [], head=True)
         between = [Part(packed, layers) for layers in regions_of(packed.model)[1:-1]]
         self.parts = [compiled(part) for part in (below, *between, above)]
+        self.before = lambda number: None  # is called before that part's forward pass
 
     def forward(self, **inputs):
         """As Packed.forward, without logits."""
         hidden = None
-        for part in self.parts:
+        for number, part in enumerate(self.parts):
+            self.before(number)
             hidden = part(hidden, **inputs)
         return QuestionAnsweringModelOutput(loss=hidden)
 

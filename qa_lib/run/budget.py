@@ -65,7 +65,8 @@ def layer_bytes(spec: Spec, trained: bool = True) -> float:
         # GPT-2's GELU is an approximation, written out: its input, tanh of a polynomial, and 1 more than that in fp32,
         # and half of the input as it is.
         kept += 4 * 3 * 4
-    if recipe.kind in ("all", "top") and trained:
+    # A compiler that may repeat elementwise work gets these inputs from what else is kept.
+    if recipe.kind in ("all", "top") and trained and settings.checkpointing != "elementwise":
         # The inputs of the products, for the gradients of weights: of query, key and value (without a compiler each
         # has its own half-precision copy, unless they are one product), of the feed-forward's first product, and of its
         # second, GELU's output.
@@ -114,7 +115,8 @@ def estimate(spec: Spec, features=None) -> dict:
     count, half = sum(p.numel() for p in trained), settings.half_weights
     each = 2 if half else 4  # bytes of a weight, and of an element of the residual stream
     params, grads = _weights(model, spec), each * count
-    optimizer = 12 * count if half else 8 * count  # two moments, and the masters of half-precision weights
+    # Two moments, and of the masters of half-precision weights what is not in these.
+    optimizer = {"master": 10, "master16": 6}.get(settings.optimizer, 8) * count
     if settings.optimizer == "adamw8bit":
         wide = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
         optimizer = sum((8 if p.numel() < SMALL or p in wide else 2) * p.numel() for p in trained)
@@ -122,22 +124,24 @@ def estimate(spec: Spec, features=None) -> dict:
     unit = tokens * config.hidden_size
     eager_attention = settings.attention == "eager" and settings.padding != "packed"
     scores = tokens * config.num_attention_heads * spec.scale.max_length if eager_attention else 0
+    by_layers = settings.checkpointing is True
     compiled, word = _fuses(spec), 4 if settings.precision == "fp32" else 2
     # Softmax in fp32, its dropout in the products' precision and the mask of that.
     per_layer = [layer_bytes(spec, trains(one)) * unit + (4 + word + 1) * scores for one in layers[-deep:]]
     layer = max(per_layer)
     inputs = deep * (each + RECOMPUTED_ADAPTERS * (spec.recipe.kind == "lora")) * unit
-    kept = inputs + layer if settings.checkpointing else sum(per_layer)
+    kept = inputs + layer if by_layers else sum(per_layer)
     if embeddings_train:
         kept += (1 if causal else 9) * unit  # dropout; and BERT's layer norm and sum
     # At the start of the backward pass, beside all that is kept: compiled, the gradients of GELU's input and of the
-    # residual, and measured, twice as much in a layer that is recomputed; eager, measured in half precision, about
-    # three times as much and the gradients of the scores.
-    temporary = (24 if settings.checkpointing else 12) * unit if compiled else 34 * unit + 2 * scores
+    # residual, and measured, twice as much in a layer that is recomputed, or GELU's output again; eager, measured in
+    # half precision, about three times as much and the gradients of the scores.
+    repeated = {False: 0, "elementwise": 8, True: 12}[settings.checkpointing]
+    temporary = (12 + repeated) * unit if compiled else 34 * unit + 2 * scores
     # Autocast's copies of the weights that gradients pass through; one layer's at a time where layers are recomputed.
     # Weights in 4 bits are made whole anew for every product.
     one_layer = sum(p.numel() for p in layers[0].parameters() if not (settings.frozen == "nf4" and _in_nf4(p)))
-    casts = 0 if half or word == 4 else 2 * one_layer * (1 if settings.checkpointing else deep)
+    casts = 0 if half or word == 4 else 2 * one_layer * (1 if by_layers else deep)
     again = spec.accumulation > 1  # the gradients of earlier micro-batches are there in the next one's passes
     lasting = params + optimizer + LIBRARIES_MIB * MIB
     foreach = 4 * count if settings.optimizer == "adamw" and not half else 0  # its denominators, all at once
@@ -149,7 +153,7 @@ def estimate(spec: Spec, features=None) -> dict:
         # gradients; eager, in fp32, with the logarithms of softmax and the gradients of these and of their input.
         loss = (2 * word if compiled else 3 * 4) * tokens * config.vocab_size
         loss += (each + word) * unit  # the inputs of the last layer norm and of the head
-        begins = max(begins, kept - (layer if settings.checkpointing else 0) + loss)
+        begins = max(begins, kept - (layer if by_layers else 0) + loss)
         # The head is the embeddings, which come by their gradients from both ends.
         ends = each * words.numel() if words.requires_grad else 0
     phases = {

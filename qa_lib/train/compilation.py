@@ -8,6 +8,11 @@ shows what tracing alone contributes; `cudagraphs` replays those kernels as CUDA
 program serves every region, and the time before the first step falls with the tracing and code generation. What would
 be fused across a border is lost, and the backward pass comes in pieces, whose gradients can be sent on meanwhile (row
 P-overlap).
+
+Inductor's partitioner also decides what the forward pass keeps for the backward pass. What elementwise work would give
+again from other values that are kept, it leaves out, unless a matrix product needs it as a whole: the outputs of GELU
+and of the layer norms, a third of all that BERT keeps. Row E-lean leaves these out as well: each is written once more,
+and no product is repeated, as it is where whole layers are recomputed (row C2).
 """
 
 from functools import partial
@@ -29,6 +34,8 @@ def compiled(model: torch.nn.Module, settings: Settings):
     if settings.compile == "none":
         return model
     backend = "inductor" if settings.compile == "regions" else settings.compile
+    # Read when the first forward pass is compiled.
+    torch._functorch.config.ban_recompute_materialized_backward = settings.checkpointing != "elementwise"
     by_backend = partial(torch.compile, backend=backend, dynamic=settings.padding == "longest")
     return Regions(model, by_backend) if settings.compile == "regions" else by_backend(model)
 

@@ -17,10 +17,12 @@ from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.compilation import own_gradients, peak_from
 from qa_lib.train.graph import captured
 from qa_lib.train.optim import build_optimizer, clip, learning_rate, set_rate, trained
-from qa_lib.train.parallel import DDP, FSDP, Alone, DDPInHalf, Flat, Overlapped, Sharded
+from qa_lib.train.overlapped import Overlapped, OverlappedShards
+from qa_lib.train.parallel import DDP, FSDP, Alone, DDPInHalf, Flat
 from qa_lib.train.pipeline import Pipeline
 from qa_lib.train.precision import Precision
 from qa_lib.train.ranks import Ranks
+from qa_lib.train.sharded import Sharded
 from qa_lib.train.steplog import StepFailed, StepLog
 from qa_lib.train.tensor import Tensor
 
@@ -31,6 +33,7 @@ SHARING = {
     "flat": Flat,
     "overlap": Overlapped,
     "sharded": Sharded,
+    "overlap-sharded": OverlappedShards,
     "fsdp": FSDP,
     "pipeline": Pipeline,
     "tensor": Tensor,
@@ -58,6 +61,7 @@ class OptimizerStep:
         number of features, and counts accordingly more or less where they have not.
         """
         scaler, optimizer, watch, sharing = self.precision.scaler, self.optimizer, self.watch, self.sharing
+        sharing.begin()
         mean_loss = (sharing.passes or self.passes)(micro_batches, parts)
         with watch.phase("reduce"):
             sharing.reduce()
@@ -134,10 +138,12 @@ def train(
         if log.due or saves or number == batches.steps:
             log.write(meter.flush())
             if saves:
+                step.sharing.settle()
                 checkpoint.save(number)
             meter.resume()
         watch.finished(number)
     meter.stop()
     if ranks.world > 1 and not spec.scale.quality and begin < batches.steps:  # else they would change what is scored
         ranks.note_overlap(lambda: take_step(inputs, parts))
+    step.sharing.settle()
     return step.optimizer, meter, begin, refused

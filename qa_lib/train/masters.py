@@ -1,38 +1,66 @@
-"""AdamW for weights in half precision: fp32 masters and moments beside them, updated in one pass (row E5).
+"""AdamW for weights in half precision: masters and moments beside them, updated in one pass (rows E5 and E-moments).
 
 Mixed precision usually keeps the weights in fp32 and casts each of them to half precision in every forward pass. Here
 the model itself is in bf16: no casts, and weights, gradients and activations of half the bytes. What that would lose
 is in the update. bf16 has 8 bits of mantissa, so a step smaller than 1/256 of a weight, as most are in fine-tuning,
-rounds to nothing. The optimizer therefore keeps an fp32 copy of each weight, the master (Micikevicius et al. 2018): the
-step is added to the master, and the weight is the master's rounding.
+rounds to nothing. There is therefore an fp32 number behind each weight, its master (Micikevicius et al. 2018): the step
+is added to the master, and the weight is the master's rounding.
+
+**Half of the master is in the weight already.** bf16 is the upper half of fp32, so that 16 bits beside the weight are
+enough. They are kept as a whole number, the `rest`: how many of its own last places the master lies above or below the
+weight, from -32,768 to 32,767. The bits of the weight plus the rest are those of the master, exactly. A master half-way
+between two weights, one in 65,536, is rounded away from zero and not to even, as a cast would: two ties would then go
+to every even weight, which with them had 65,537 masters, one more than 16 bits can tell apart.
+
+**Moments in bf16** (row E-moments) take stochastic rounding. Of the second moment a step keeps 999 parts in 1,000, and
+bf16 has no number so close to another: rounded to nearest, the moment would never fall, and rise only by gradients
+about twice as large as it stands for. Rounded up as often as the value lies close to the next number (Gupta et al.
+2015), it stands still in most steps and moves far enough in some, and its mean is right. The random bits are a hash of
+step and element's number, as dropout's are (model/dropout.py): a run repeats, a captured step rounds anew in each
+replay, and processes that make the same update agree.
 
 An optimizer's step does little arithmetic on much memory. Written plainly it runs some ten kernels, each of which reads
-and writes every parameter; compiled, it is one pass that reads gradient, master and moments once.
+and writes every parameter; compiled, it is one pass. It moves 26 bytes a parameter: 2 of gradient, 4 of weight, 4 of
+rest and 16 of moments, or 18 where those are in bf16. The norm of the gradients reads 2 more.
 """
 
 import torch
 
+from qa_lib.model.dropout import hashed
+
+BUNDLES = 12  # as BERT-base has layers: each bundle has one layer's parameters, or as many of the same shapes
+GOLDEN = 0x9E3779B1 - 2**32  # odd, and far from 0 as int32: seeds of neighbouring steps lie far apart
+
 
 class MasterAdamW(torch.optim.Optimizer):
-    """AdamW without weight decay (Kingma and Ba 2015, Loshchilov and Hutter 2019) over fp32 copies of the parameters.
+    """AdamW without weight decay (Kingma and Ba 2015, Loshchilov and Hutter 2019) over the masters of bf16 parameters.
 
     A master begins as the parameter is when the optimizer is made, so with the bits that a cast to half precision has
     left. Nothing waits for the device: rate and step count are tensors on it. Gradients are taken as if clipped to the
-    norm `max_norm`, which saves clip_grad_norm_ its pass over them.
+    norm `max_norm`, which saves clip_grad_norm_ its pass over them. `moments` is the type of both, fp32 or bf16.
+    Raises TypeError for parameters that are not in bf16.
     """
 
-    def __init__(self, parameters, lr: torch.Tensor, max_norm: float, betas=(0.9, 0.999), eps: float = 1e-8):
+    def __init__(
+        self, parameters, lr: torch.Tensor, max_norm: float, moments=torch.float32, betas=(0.9, 0.999), eps=1e-8
+    ):
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps})
         self.max_norm = max_norm
         self.across = lambda norm: norm  # of all gradients, where it has a share of them (train/parallel.py)
+        elements = 0
         for group in self.param_groups:
             for parameter in group["params"]:
+                if parameter.dtype != torch.bfloat16:
+                    raise TypeError(f"masters are of bf16 parameters, and there is one of {parameter.dtype}")
                 self.state[parameter] = {
-                    "master": parameter.detach().float().clone(),
-                    "exp_avg": torch.zeros_like(parameter, dtype=torch.float32),
-                    "exp_avg_sq": torch.zeros_like(parameter, dtype=torch.float32),
+                    "rest": torch.zeros_like(parameter, dtype=torch.int16),
+                    "exp_avg": torch.zeros_like(parameter, dtype=moments),
+                    "exp_avg_sq": torch.zeros_like(parameter, dtype=moments),
                     "step": torch.zeros((), device=parameter.device),
+                    # The number of its first element in the model, for random bits of its own.
+                    "first": torch.tensor(elements, dtype=torch.int32, device=parameter.device),
                 }
+                elements = (elements + parameter.numel()) % 2**31
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
@@ -41,25 +69,75 @@ class MasterAdamW(torch.optim.Optimizer):
         norms = torch._foreach_norm([p.grad for p in every], 2, dtype=torch.float32)
         norm = self.across(torch.stack(norms).norm())
         factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)  # as in clip_grad_norm_
+        steps = [self.state[p]["step"] for p in every]
+        torch._foreach_add_(steps, 1)
+        step = steps[0]  # all parameters are updated in every step
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            states = [self.state[p] for p in parameters]
-            columns = [[state[name] for state in states] for name in ("master", "exp_avg", "exp_avg_sq", "step")]
-            gradients = [p.grad for p in parameters]
-            _update(parameters, gradients, *columns, factor, group["lr"], *group["betas"], group["eps"])
+            beta1, beta2 = group["betas"]
+            # Here, since the compiler would compute these powers for every element.
+            size, growth = group["lr"] / (1 - torch.pow(beta1, step)), 1 / (1 - torch.pow(beta2, step))
+            for parameters in bundles([p for p in group["params"] if p.grad is not None]):
+                columns = [
+                    [self.state[p][name] for p in parameters] for name in ("rest", "exp_avg", "exp_avg_sq", "first")
+                ]
+                gradients = [p.grad for p in parameters]
+                _update(parameters, gradients, *columns, step, factor, size, growth, beta1, beta2, group["eps"])
 
 
-@torch.compile(dynamic=False)
-def _update(parameters, gradients, masters, means, squares, steps, factor, lr, beta1, beta2, eps) -> None:
-    torch._foreach_add_(steps, 1)
+def bundles(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The parameters in BUNDLES lists or fewer, each updated by one call.
+
+    Those of one shape are dealt out in turn, so that most lists are alike in their shapes, and what the compiler makes
+    of one serves the others: it has a tenth of the parameters to look at.
+    """
+    alike = {}
+    for parameter in parameters:
+        alike.setdefault(parameter.shape, []).append(parameter)
+    dealt = ([p for same in alike.values() for p in same[number::BUNDLES]] for number in range(BUNDLES))
+    return [bundle for bundle in dealt if bundle]
+
+
+def masters(parameters: list[torch.Tensor], rests: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The fp32 masters of bf16 parameters."""
+    pairs = zip(parameters, rests, strict=True)
+    return [(p.float().view(torch.int32) + rest.int()).view(torch.float32) for p, rest in pairs]
+
+
+def upper(value: torch.Tensor, addend: int | torch.Tensor) -> torch.Tensor:
+    """An fp32 tensor with `addend`, from 0 to 65,535, added to its bits and the lower 16 of these then cut off, so that
+    it fits bf16. 0x8000 rounds to nearest, a random addend stochastically."""
+    cut = ((value.view(torch.int32) + addend) & -0x10000).view(torch.float32)
+    return torch.where(value.isnan(), value, cut)  # the sum turns the NaN that GPUs make into zero
+
+
+def randomly_rounded(values: list[torch.Tensor], firsts: list[torch.Tensor], step: torch.Tensor, half: int):
+    """fp32 tensors rounded stochastically to what fits bf16, each with its first element's number; `half` 0 or 1 of
+    the 32 random bits that an element has in a step."""
+    rounded = []
+    for value, first in zip(values, firsts, strict=True):
+        numbers = first + torch.arange(value.numel(), device=value.device, dtype=torch.int32).view(value.shape)
+        bits = hashed(numbers, step.int() * GOLDEN)
+        rounded.append(upper(value, (bits >> 16 * half) & 0xFFFF))
+    return rounded
+
+
+@torch.compile(dynamic=False, fullgraph=True)
+def _update(
+    parameters, gradients, rests, means, squares, firsts, step, factor, size, growth, beta1, beta2, eps
+) -> None:
     gradients = [g.float() * factor for g in gradients]
-    torch._foreach_lerp_(means, gradients, 1 - beta1)
-    torch._foreach_mul_(squares, beta2)
-    torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-    step = steps[0]  # all parameters are updated in every step
-    size = lr / (1 - beta1**step)
-    roots = torch._foreach_sqrt(torch._foreach_div(squares, 1 - beta2**step))
-    torch._foreach_add_(roots, eps)
-    moves = torch._foreach_mul(torch._foreach_div(means, roots), size)
-    torch._foreach_sub_(masters, moves)
-    torch._foreach_copy_(parameters, masters)
+    new_means = torch._foreach_lerp([m.float() for m in means], gradients, 1 - beta1)
+    new_squares = torch._foreach_mul([s.float() for s in squares], beta2)
+    new_squares = torch._foreach_addcmul(new_squares, gradients, gradients, 1 - beta2)
+    roots = torch._foreach_add(torch._foreach_sqrt(torch._foreach_mul(new_squares, growth)), eps)
+    moves = torch._foreach_mul(torch._foreach_div(new_means, roots), size)
+    new_masters = torch._foreach_sub(masters(parameters, rests), moves)
+    if means[0].dtype == torch.bfloat16:
+        new_means = randomly_rounded(new_means, firsts, step, 0)
+        new_squares = randomly_rounded(new_squares, firsts, step, 1)
+    torch._foreach_copy_(means, new_means)
+    torch._foreach_copy_(squares, new_squares)
+    weights = [upper(master, 0x8000) for master in new_masters]
+    pairs = zip(new_masters, weights, strict=True)
+    torch._foreach_copy_(rests, [master.view(torch.int32) - weight.view(torch.int32) for master, weight in pairs])
+    torch._foreach_copy_(parameters, weights)

@@ -41,6 +41,11 @@ def _master(model, parameters, rate) -> torch.optim.Optimizer:
     return MasterAdamW(parameters, lr=torch.tensor(rate, device=parameters[0].device), max_norm=CLIP)
 
 
+def _master16(model, parameters, rate) -> torch.optim.Optimizer:
+    rate = torch.tensor(rate, device=parameters[0].device)
+    return MasterAdamW(parameters, lr=rate, max_norm=CLIP, moments=torch.bfloat16)
+
+
 def _adamw8bit(model, parameters, rate) -> torch.optim.Optimizer:
     """Moments in 8 bits, a scale for each block of them (Dettmers et al. 2022).
 
@@ -64,7 +69,7 @@ def _adamw8bit(model, parameters, rate) -> torch.optim.Optimizer:
     return optimizer
 
 
-OPTIMIZERS = {"adamw": _adamw, "fused": _fused, "adamw8bit": _adamw8bit, "master": _master}
+OPTIMIZERS = {"adamw": _adamw, "fused": _fused, "adamw8bit": _adamw8bit, "master": _master, "master16": _master16}
 
 
 def clip(optimizer: torch.optim.Optimizer, across: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -7,11 +7,11 @@ time, plus what the averaging takes. How it is done is what the rows differ in:
 - `ddp` (Li et al. 2020): gradients are reduced in buckets while the backward pass still computes others (row P1).
 - `flat`: one reduction of all gradients after the backward pass. Nothing hides it, but it is one call, which a CUDA
   graph captures with the rest of the step (row P-fast).
-- `overlap`: as `flat`, but a part of the model at a time, beginning while the backward pass computes the gradients of
-  the parts below it. Only the embeddings' are left to wait for (row P-overlap).
-- `sharded` (ZeRO-1, Rajbhandari et al. 2020): each process gets the sum of a share of the gradients alone, updates that
-  share of the weights, and sends it to the others: the same bytes on the way, and an n-th of the optimizer's work and
-  memory (row P-sharded).
+- `overlap`: as `flat`, but a part of the model at a time, while the backward pass computes the gradients of the parts
+  below it (row P-overlap, overlapped.py).
+- `sharded` (ZeRO-1): each process updates a share of the weights, and sends it to the others (row P-sharded,
+  sharded.py).
+- `overlap-sharded`: both (row P-best).
 - `fsdp` (ZeRO-3, Zhao et al. 2023): the weights are in shares, too, and each layer gathers its own when it needs them
   (row P-fsdp).
 
@@ -22,7 +22,6 @@ have one model between them are a replica, and n counts replicas.
 
 import contextlib
 import warnings
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from qa_lib.model.encoders import layers_of
-from qa_lib.model.packed import regions_of
 from qa_lib.train.compilation import compiled
 from qa_lib.train.ranks import Ranks
 from qa_lib.variants import Settings
@@ -48,6 +46,7 @@ class Alone:
     """
 
     passes = None  # what makes the passes of all of a step's micro-batches, where they are not made one by one
+    own = None  # the square norm of the gradients that this process has made in a step, where it is known
     draws_alike = False  # whether all processes draw the same random numbers
 
     def __init__(self, model: torch.nn.Module, ranks: Ranks, settings: Settings):
@@ -57,6 +56,9 @@ class Alone:
     def wrapped(self, forward: torch.nn.Module) -> torch.nn.Module:
         """What is called for a forward pass, compiled."""
         return compiled(forward, self.settings)
+
+    def begin(self) -> None:
+        """Before the first forward pass of a step."""
 
     def micro_batch(self, last: bool):
         """A context around forward and backward pass of a micro-batch; `last` says that none follows in the step."""
@@ -72,8 +74,17 @@ class Alone:
         """The norm of all gradients from the norm of those that this process has."""
         return norm
 
+    def note(self, norm: torch.Tensor) -> None:
+        """Note the norm of all gradients beside `own`, for the noise scale (measure/goodput.py)."""
+        if self.own is not None and self.settings.precision != "fp16":  # where a loss scale is on `own`
+            self.ranks.note_norms(self.own, norm.square())
+        self.own = None
+
     def spread(self) -> None:
         """After the update: give every process all the weights."""
+
+    def settle(self) -> None:
+        """After the last step, and before a checkpoint: give every process all the weights, if they have not come."""
 
     def place(self, number: int) -> int:
         """The number of one of `parameters` among those that a process alone would train."""
@@ -126,121 +137,19 @@ class Flat(Alone):
         yield
         self.passed += 1
         if self.ranks.world == self.passed == 1 and not last:
-            self.first = square_norm(self._flat())
-
-    def _flat(self) -> torch.Tensor:
-        return torch.cat([p.grad.flatten() for p in self.parameters])
+            self.first = square_norm(end_to_end(self.parameters))
 
     def reduce(self):
-        flat = self._flat()
+        flat = end_to_end(self.parameters)
         # A micro-batch's gradients are those of its part of the step's mean loss.
-        own = square_norm(flat) if self.first is None else self.first * self.passed**2
+        self.own = square_norm(flat) if self.first is None else self.first * self.passed**2
         self.passed, self.first = 0, None
-        mean = square_norm(self.ranks.mean(flat, self.peers))
-        if self.settings.precision != "fp16":  # a loss scale is on the gradients
-            self.ranks.note_norms(own, mean)
+        self.ranks.mean(flat, self.peers)
         lay(flat, self.parameters)
 
-
-class Overlapped(Flat):
-    """The gradients of each of the model's regions in one tensor, whose reduction begins as soon as all are there."""
-
-    def __init__(self, model, ranks, settings):
-        super().__init__(model, ranks, settings)
-        # A parameter of two regions is through with the lower one, and what is in none goes with the embeddings.
-        region_of = dict.fromkeys(self.parameters, 0)
-        for number, region in reversed(list(enumerate(regions_of(model)))):
-            region_of |= {p: number for module in region for p in module.parameters() if p in region_of}
-        self.regions = [[p for p in self.parameters if region_of[p] == n] for n in sorted(set(region_of.values()))]
-        self.sent, self.waits_for = [], None  # (gradients, their region, what waits for them); parameters a region
-        for number, region in enumerate(self.regions if ranks.world > 1 else []):
-            for parameter in region:
-                parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))
-
-    @contextlib.contextmanager
-    def micro_batch(self, last):
-        self.waits_for = list(map(len, self.regions)) if last else None
-        with super().micro_batch(last):
-            yield
-
-    def _arrived(self, number: int, _: torch.Tensor) -> None:
-        if self.waits_for:
-            self.waits_for[number] -= 1
-            if self.waits_for[number] == 0:
-                flat = torch.cat([p.grad.flatten() for p in self.regions[number]])
-                self.sent.append((flat, square_norm(flat), self.regions[number], self.ranks.begin_mean(flat)))
-
-    def reduce(self):
-        if self.ranks.world == 1:
-            return super().reduce()
-        if missing := sum(self.waits_for):
-            raise RuntimeError(f"{missing} of the model's parameters have no gradient, and their regions wait for them")
-        self.passed, mean = 0, []
-        for flat, _, region, end in self.sent:
-            end()
-            mean.append(square_norm(flat))
-            lay(flat, region)
-        if self.settings.precision != "fp16":  # as in Flat
-            self.ranks.note_norms(sum(own for _, own, _, _ in self.sent), sum(mean))
-        self.sent.clear()
-
-
-class Sharded(Alone):
-    """The trained weights end to end in one tensor, of which each process updates an equal share (ZeRO-1).
-
-    The model's parameters become views of that tensor, and the optimizer's one parameter is the share. AdamW computes
-    element by element, so that where one tensor ends and another begins makes no difference to it.
-    """
-
-    def __init__(self, model, ranks, settings):
-        super().__init__(model, ranks, settings)
-        self.trained = self.parameters
-        self.size = sum(p.numel() for p in self.trained)
-        length = -(-self.size // ranks.world)
-        self.padding = self.trained[0].new_zeros(length * ranks.world - self.size)
-        self.flat = torch.cat([*(p.detach().flatten() for p in self.trained), self.padding])
-        begin = 0
-        for parameter in self.trained:
-            parameter.data = self.flat[begin : begin + parameter.numel()].view_as(parameter)
-            begin += parameter.numel()
-        self.share = torch.nn.Parameter(self.flat.view(ranks.world, length)[ranks.rank])
-        self.parameters = [self.share]
-
-    def reduce(self):
-        flat = torch.cat([*(p.grad.flatten() for p in self.trained), self.padding])
-        self.share.grad = torch.empty_like(self.share)
-        dist.reduce_scatter_tensor(self.share.grad, flat, self.ranks.average)
-        if self.ranks.average == dist.ReduceOp.SUM:
-            self.share.grad /= self.ranks.world
-        if self.ranks.world > 1 and self.settings.precision != "fp16":  # as in Flat
-            # The mean of this over the processes is the square norm of all shares together.
-            self.ranks.note_norms(square_norm(flat), self.ranks.world * square_norm(self.share.grad))
-        for parameter in self.trained:
-            parameter.grad = None
-
-    def agree(self, scaler, optimizer):
-        if scaler.is_enabled():
-            for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-                dist.all_reduce(found, dist.ReduceOp.MAX)
-
     def across(self, norm):
-        return total_norm(norm)
-
-    def spread(self):
-        dist.all_gather_into_tensor(self.flat, self.share.detach())
-
-    def whole(self, state, parameter):
-        if state.shape != self.share.shape:  # a step count
-            return state
-        full = state.new_empty(len(self.flat))
-        dist.all_gather_into_tensor(full, state)
-        return full[: self.size]
-
-    def part(self, state, parameter):
-        if state.shape != (self.size,):
-            return state
-        padded = torch.cat([state, state.new_zeros(len(self.padding))])
-        return padded.view(self.ranks.world, -1)[self.ranks.rank].clone()
+        self.note(norm)
+        return norm
 
 
 class FSDP(Alone):
@@ -261,6 +170,11 @@ def total_norm(norm: torch.Tensor, group: dist.ProcessGroup | None = None) -> to
     squares = norm.square()
     dist.all_reduce(squares, group=group)
     return squares.sqrt()
+
+
+def end_to_end(parameters: list[torch.nn.Parameter], *more: torch.Tensor) -> torch.Tensor:
+    """The gradients of some parameters, and more, in one tensor."""
+    return torch.cat([*(p.grad.flatten() for p in parameters), *more])
 
 
 def lay(flat: torch.Tensor, parameters: list[torch.nn.Parameter]) -> None:

@@ -121,7 +121,7 @@ class Pipeline(Flat):
             super().reduce()
 
     def across(self, norm):
-        return total_norm(norm, self.line)
+        return total_norm(super().across(norm), self.line)
 
     def place(self, number):
         return self.places[number]

@@ -101,17 +101,6 @@ class Ranks:
                 tensor /= dist.get_world_size(group)
         return tensor
 
-    def begin_mean(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Begin to average the tensor over all processes, in place; what is returned waits for it."""
-        work = dist.all_reduce(tensor, self.average, async_op=True)
-
-        def end() -> None:
-            work.wait()
-            if self.average == dist.ReduceOp.SUM:
-                tensor.div_(self.world)
-
-        return end
-
     def note_norms(self, own: torch.Tensor, mean: torch.Tensor) -> None:
         """Keep for the gradient noise scale the square norms of the gradient of this process's part of a step and of
         the whole step's (scalars): running means of the last 1 / FORGET steps. Nothing waits for the device."""

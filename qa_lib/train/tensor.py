@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from qa_lib.model.encoders import encoder_of, layers_of
-from qa_lib.train.parallel import Alone, Sharded, part, square_norm, whole
+from qa_lib.train.parallel import Alone, part, square_norm, whole
 from qa_lib.train.ranks import Ranks
+from qa_lib.train.sharded import Sharded
 from qa_lib.variants import Settings, SpecError
 
 
@@ -65,11 +66,12 @@ class Tensor(Alone):
         like = self.of[parameter]
         if state.shape != parameter.shape or not isinstance(like, DTensor):
             return state
-        return whole(DTensor.from_local(state, like.device_mesh, like.placements))
+        # As bytes, here and below, since NCCL knows no int16.
+        return whole(DTensor.from_local(state.view(torch.uint8), like.device_mesh, like.placements)).view(state.dtype)
 
     def part(self, state, parameter):
         like = self.of[parameter]
-        return local(part(state, like)) if state.shape == like.shape else state
+        return local(part(state.view(torch.uint8), like)).view(state.dtype) if state.shape == like.shape else state
 
 
 def is_cut(parameter: torch.Tensor) -> bool:

@@ -1,0 +1,169 @@
+"""Communication beside computation: what several processes send each other while their GPUs compute (rows P-overlap and
+P-best).
+
+The backward pass makes the gradients of the last layers first, and nobody needs those before the optimizer. So they are
+sent while the layers below are still at work, a region of the model at a time (model/packed.py), each compiled by
+itself: a model that is compiled as one has all its gradients at the end. What is left to wait for is the lowest region,
+the embeddings.
+
+With a sharded optimizer it is the new weights that travel last. The next step's forward pass needs those of the lowest
+region first, so that the others can come while it computes.
+
+A GPU does work beside other work if it is given on another *stream*. Between streams there is no order but what is
+asked for: `Beside.work` comes after all before it, `join` makes what follows wait. It is not free: whatever runs beside
+the backward pass takes some of the GPU's processors and memory bandwidth from it.
+"""
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from qa_lib.model.packed import Regions, regions_of
+from qa_lib.train.parallel import Flat, end_to_end, lay, square_norm
+from qa_lib.train.sharded import Sharded, Share
+
+
+class Beside:
+    """Work that the device does beside the rest: on a stream of its own, or on a CPU at once."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextlib.contextmanager
+    def work(self):
+        """What is started inside comes after all that was started before, and what follows does not wait for it."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def moment(self) -> torch.cuda.Event | None:
+        """Now, by this work, for `join`."""
+        return self.stream.record_event() if self.stream else None
+
+    def join(self, moment: torch.cuda.Event | None = None) -> None:
+        """Let what follows wait for the work, or for what of it came before a moment."""
+        if moment:
+            torch.cuda.current_stream().wait_event(moment)
+        elif self.stream:
+            torch.cuda.current_stream().wait_stream(self.stream)
+
+
+class Arrivals:
+    """Calls `send(number)` as soon as a backward pass has made all gradients of one of some lists of parameters."""
+
+    def __init__(self, lists: list[list[torch.nn.Parameter]], send: Callable[[int], None]):
+        self.lists, self.send, self.missing = lists, send, None  # of each list so many gradients, if they are awaited
+        for number, parameters in enumerate(lists):
+            for parameter in parameters:
+                parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))
+
+    @contextlib.contextmanager
+    def awaited(self, last: bool):
+        """Around forward and backward pass of a micro-batch; `last` as in `micro_batch`. RuntimeError where some
+        gradients have not come."""
+        self.missing = list(map(len, self.lists)) if last else None
+        yield
+        if last and (missing := sum(self.missing)):
+            raise RuntimeError(f"{missing} of the model's parameters have no gradient, and their regions wait for them")
+
+    def _arrived(self, number: int, _: torch.Tensor) -> None:
+        if self.missing:
+            self.missing[number] -= 1
+            if self.missing[number] == 0:
+                self.send(number)
+
+
+def split(parameters: list[torch.nn.Parameter], model: torch.nn.Module) -> list[list[torch.nn.Parameter]]:
+    """Those of each of the model's regions, in order of the forward pass. A parameter of two regions is through with
+    the lower one, and what is in none goes with the embeddings."""
+    region_of, regions = dict.fromkeys(parameters, 0), regions_of(model)
+    for number, region in reversed(list(enumerate(regions))):
+        region_of |= {p: number for module in region for p in module.parameters() if p in region_of}
+    return [[p for p in parameters if region_of[p] == number] for number in range(len(regions))]
+
+
+class Overlapped(Flat):
+    """The gradients of each of the model's regions in one tensor, whose reduction begins as soon as all are there."""
+
+    def __init__(self, model, ranks, settings):
+        super().__init__(model, ranks, settings)
+        self.regions = split(self.parameters, model)
+        self.beside, self.sent = Beside(ranks.device), []  # gradients, their square norm, their region
+        self.arrivals = Arrivals(self.regions if ranks.world > 1 else [], self._send)
+
+    @contextlib.contextmanager
+    def micro_batch(self, last):
+        with self.arrivals.awaited(last), super().micro_batch(last):
+            yield
+
+    def _send(self, number: int) -> None:
+        with self.beside.work():
+            flat = end_to_end(self.regions[number])
+            own = square_norm(flat)
+            self.sent.append((self.ranks.mean(flat), own, self.regions[number]))
+
+    def reduce(self):
+        if self.ranks.world == 1:
+            return super().reduce()
+        self.beside.join()
+        for flat, _, region in self.sent:
+            lay(flat, region)
+        self.own = sum(own for _, own, _ in self.sent)
+        self.sent.clear()
+
+
+class OverlappedShards(Sharded):
+    """A Share for each of the model's regions. Gradients are reduced as soon as a region has all of them, and the new
+    weights come in the next step, while the regions below them compute: every process has only its part of them until
+    then, or until `settle`."""
+
+    def divided(self):
+        regions = split(self.parameters, self.model)
+        shares = {number: Share(region, self.ranks) for number, region in enumerate(regions) if region}
+        self.by_region, self.beside, self.norms = shares, Beside(self.ranks.device), []
+        self.arrivals = Arrivals(regions, self._send)
+        return [*shares.values()]
+
+    def wrapped(self, forward):
+        forward = super().wrapped(forward)
+        if isinstance(forward, Regions):
+            forward.before = self._await
+        return forward
+
+    def begin(self):
+        self.arrived = {}
+        for number, share in self.by_region.items():
+            with self.beside.work():
+                share.spread()
+                self.arrived[number] = self.beside.moment()
+        if self.settings.compile != "regions":
+            self.beside.join()
+
+    def _await(self, number: int) -> None:
+        if number in self.arrived:
+            self.beside.join(self.arrived[number])
+
+    @contextlib.contextmanager
+    def micro_batch(self, last):
+        with self.arrivals.awaited(last):
+            yield
+
+    def _send(self, number: int) -> None:
+        with self.beside.work():
+            self.norms.append(self.by_region[number].reduce())
+
+    def reduce(self):
+        self.beside.join()
+        self.finish(self.norms)
+        self.norms = []
+
+    def spread(self):
+        pass  # in `begin` of the next step
+
+    def settle(self):
+        super().spread()

@@ -1,0 +1,106 @@
+"""An optimizer that several processes share: ZeRO-1 (Rajbhandari et al. 2020), row P-sharded.
+
+An all-reduce is two halves: first every process gets the sum of a part of the gradients (reduce-scatter), then every
+process gets all parts (all-gather). The optimizer can stand between the two: each process updates the weights of its
+own part, and the weights travel instead of the gradients. The same bytes on the way, and an n-th of the optimizer's
+work and memory.
+"""
+
+import torch
+import torch.distributed as dist
+
+from qa_lib.train.parallel import Alone, end_to_end, square_norm, total_norm
+from qa_lib.train.ranks import Ranks
+
+
+class Share:
+    """Some weights end to end in one tensor, of which this process updates an equal part.
+
+    The parameters become views of that tensor, and `own`, the part, is a parameter of the optimizer. AdamW computes
+    element by element, so that where one tensor ends and another begins makes no difference to it.
+    """
+
+    def __init__(self, parameters: list[torch.nn.Parameter], ranks: Ranks):
+        self.parameters, self.ranks = parameters, ranks
+        self.size = sum(p.numel() for p in parameters)
+        length = -(-self.size // ranks.world)
+        self.padding = parameters[0].new_zeros(length * ranks.world - self.size)
+        self.flat = torch.cat([*(p.detach().flatten() for p in parameters), self.padding])
+        begin = 0
+        for parameter in parameters:
+            parameter.data = self.flat[begin : begin + parameter.numel()].view_as(parameter)
+            begin += parameter.numel()
+        self.own = torch.nn.Parameter(self.flat.view(ranks.world, length)[ranks.rank])
+
+    def reduce(self) -> torch.Tensor:
+        """Average the gradients over the processes, each its own part; the square norm of what there was before."""
+        flat = end_to_end(self.parameters, self.padding)
+        norm = square_norm(flat)
+        self.own.grad = torch.empty_like(self.own)
+        dist.reduce_scatter_tensor(self.own.grad, flat, self.ranks.average)
+        if self.ranks.average == dist.ReduceOp.SUM:
+            self.own.grad /= self.ranks.world
+        return norm
+
+    def spread(self) -> None:
+        """Give every process all the weights."""
+        dist.all_gather_into_tensor(self.flat, self.own.detach())
+
+    def whole(self, state: torch.Tensor) -> torch.Tensor:
+        """Of optimizer state all that belongs to the weights."""
+        full = state.new_empty(len(self.flat))
+        # As bytes, since NCCL knows no int16.
+        dist.all_gather_into_tensor(full.view(torch.uint8), state.view(torch.uint8))
+        return full[: self.size]
+
+    def part(self, state: torch.Tensor) -> torch.Tensor:
+        """The reverse of `whole`."""
+        padded = torch.cat([state, state.new_zeros(len(self.padding))])
+        return padded.view(self.ranks.world, -1)[self.ranks.rank].clone()
+
+
+class Sharded(Alone):
+    """All trained weights as one Share (ZeRO-1)."""
+
+    def __init__(self, model, ranks, settings):
+        super().__init__(model, ranks, settings)
+        self.shares = self.divided()
+        self.parameters = [share.own for share in self.shares]
+
+    def divided(self) -> list[Share]:
+        return [Share(self.parameters, self.ranks)]
+
+    def reduce(self):
+        self.finish([share.reduce() for share in self.shares])
+
+    def finish(self, norms: list[torch.Tensor]) -> None:
+        """When the shares are reduced, with the square norms of what was there before."""
+        self.own = sum(norms) if self.ranks.world > 1 else None  # alone it would be the whole step's
+        for share in self.shares:
+            for parameter in share.parameters:
+                parameter.grad = None
+
+    def agree(self, scaler, optimizer):
+        if scaler.is_enabled():
+            for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                dist.all_reduce(found, dist.ReduceOp.MAX)
+
+    def across(self, norm):
+        norm = total_norm(norm)
+        self.note(norm)
+        return norm
+
+    def spread(self):
+        for share in self.shares:
+            share.spread()
+
+    def whole(self, state, parameter):
+        # A step count has the same value for all.
+        return self._share(parameter).whole(state) if state.shape == parameter.shape else state
+
+    def part(self, state, parameter):
+        share = self._share(parameter)
+        return share.part(state) if state.shape == (share.size,) else state
+
+    def _share(self, parameter: torch.Tensor) -> Share:
+        return next(share for share in self.shares if share.own is parameter)
