@@ -116,12 +116,13 @@ class Energy:
 
 @dataclass
 class Model:
-    """The model's identity and its parameters."""
+    """The model's identity, its parameters, and how many layers it has."""
 
     name: str | None = None
     revision: str | None = None
     params_total: Number = None
     params_trainable: Number = None
+    layers: int | None = None
 
 
 @dataclass
