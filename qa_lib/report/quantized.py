@@ -14,7 +14,7 @@ import pandas as pd
 
 from qa_lib.record import RecordError, read_quantized
 from qa_lib.report.quality import largest_batch
-from qa_lib.report.runs import NotMeasured, ReportError, commits, on_cpu, select, sibling
+from qa_lib.report.runs import NotMeasured, ReportError, commits, not_measured, on_cpu, select, sibling
 from qa_lib.report.sentences import CPU_CAVEAT
 from qa_lib.report.tables import LEVEL, interval
 from qa_lib.report.text import MISSING, gain, markdown, number, points, say
@@ -153,6 +153,6 @@ def shown(every: pd.DataFrame, group: str) -> list:
     try:
         found = measured(every, group)
     except ReportError as reason:
-        return [Markdown(f"*Not measured: {reason}.*")]
+        return [Markdown(not_measured(reason))]
     left = [Markdown(f"*Left out: {problem}.*") for problem in found.broken]
     return [Markdown(markdown(quantized_table(every, found))), Markdown(caption(every, found)), *left]

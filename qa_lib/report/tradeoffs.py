@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from scipy.optimize import curve_fit
 
-from qa_lib.report.runs import EPOCHS, RATE, NotMeasured, ReportError, commits, on_cpu, select
+from qa_lib.report.runs import EPOCHS, RATE, NotMeasured, ReportError, commits, not_measured, on_cpu, select
 from qa_lib.report.sentences import CPU_CAVEAT
 from qa_lib.report.style import BLUE, GREEN, ORANGE, legend, new_figure, show, style
 from qa_lib.report.tables import LEVEL, interval
@@ -51,10 +51,7 @@ def measured(every: pd.DataFrame, group: str, row: str) -> pd.DataFrame:
     tried.
     Raises NotMeasured where the group has none.
     """
-    try:
-        runs = select(every, group)
-    except ReportError as problem:
-        raise NotMeasured(str(problem)) from None
+    runs = select(every, group)
     task = runs["task.name"].iloc[0]
     column, label = SCORES[task]
     runs = runs[(runs["status"] == "ok") & (runs["spec.variant"] == row) & runs[column].notna()]
@@ -113,8 +110,7 @@ def along(runs: pd.DataFrame, what: str) -> pd.DataFrame:
 
 
 def means(part: pd.DataFrame) -> pd.DataFrame:
-    """A line a model and length, in their order: means over seeds of score, sizes and depth, `score±`, n, rate, rates.
-    """
+    """A line a model and length, in their order: means over seeds of score, sizes and depth, `score±`, n, rate, rates."""
     seeds = part.groupby(["model", "length"], sort=False)
     lines = seeds[["score", *SIZES, "depth", RATE]].mean().rename(columns={RATE: "rate"})
     lines["score±"] = interval(seeds["score"])
@@ -292,7 +288,9 @@ def fig_tradeoffs(runs: pd.DataFrame) -> Figure:
 
 def _in_words(what: str) -> Callable[[float], str]:
     """How a value of one of AXES is written below its axis."""
-    return {"flops": "{:.1e}".format, "seconds": number, "depth": "{:.0f}".format, "length": "{:,}".format}.get(what, count)
+    return {"flops": "{:.1e}".format, "seconds": number, "depth": "{:.0f}".format, "length": "{:,}".format}.get(
+        what, count
+    )
 
 
 def draw_laws(axis: Axes, runs: pd.DataFrame, size: str, lines: pd.DataFrame) -> str | None:
@@ -323,7 +321,7 @@ def shown(every: pd.DataFrame, group: str, row: str) -> list:
     find_variant(row)
     try:
         runs = measured(every, group, row)
-    except NotMeasured as reason:
-        return [Markdown(f"*Not measured: {reason}.*")]
+    except ReportError as reason:
+        return [Markdown(not_measured(reason))]
     parts = [show(fig_tradeoffs, runs), Markdown(markdown(points_table(runs)))]
     return parts + [Markdown(or_why(law_table, runs))] * (runs["task.name"].iloc[0] == "lm")
