@@ -47,9 +47,8 @@ def measured(every: pd.DataFrame, group: str, row: str) -> pd.DataFrame:
     """Of all records the runs of a group and row that show a trade-off, a line a run: of equal training data, and of
     each model and length at one learning rate, that of the most seeds and among these the best mean.
 
-    Columns beside those of `every`: score, those of SIZES and depth (NaN where they are not known) and rates, which were
-    tried.
-    Raises NotMeasured where the group has none.
+    Columns beside those of `every`: score, rates (those that were tried), and depth and those of SIZES, NaN where they
+    are not known. Raises NotMeasured where the group has none.
     """
     runs = select(every, group)
     task = runs["task.name"].iloc[0]
@@ -110,7 +109,7 @@ def along(runs: pd.DataFrame, what: str) -> pd.DataFrame:
 
 
 def means(part: pd.DataFrame) -> pd.DataFrame:
-    """A line a model and length, in their order: means over seeds of score, sizes and depth, `score±`, n, rate, rates."""
+    """A line a model and length, in their order: means over seeds of score and sizes, `score±`, n, rate, rates."""
     seeds = part.groupby(["model", "length"], sort=False)
     lines = seeds[["score", *SIZES, "depth", RATE]].mean().rename(columns={RATE: "rate"})
     lines["score±"] = interval(seeds["score"])
@@ -288,9 +287,8 @@ def fig_tradeoffs(runs: pd.DataFrame) -> Figure:
 
 def _in_words(what: str) -> Callable[[float], str]:
     """How a value of one of AXES is written below its axis."""
-    return {"flops": "{:.1e}".format, "seconds": number, "depth": "{:.0f}".format, "length": "{:,}".format}.get(
-        what, count
-    )
+    whole = "{:,.0f}".format
+    return {"flops": "{:.1e}".format, "seconds": number, "depth": whole, "length": whole}.get(what, count)
 
 
 def draw_laws(axis: Axes, runs: pd.DataFrame, size: str, lines: pd.DataFrame) -> str | None:

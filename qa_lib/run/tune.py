@@ -17,7 +17,6 @@ from qa_lib.run.launch import Launcher, add_launcher_arguments, probe, say_idle
 from qa_lib.run.plan import add_rows, add_several, add_source_arguments, plan, rows_of
 from qa_lib.spec import Spec
 
-
 SCORES = {  # task -> value of `quality` by which points are compared, its name
     "qa": ("best_f1", "F1 at the best threshold"),
     "lm": (TASKS["lm"].metric, TASKS["lm"].label),
@@ -47,7 +46,7 @@ def name_of(point: Spec) -> str:
 
 
 EXAMPLE = """examples:
-  python -m qa_lib tune L-best --scale lm-quality --learning-rate 5e-4 1e-3 2e-3 --data wikitext/ --model gpt2:L4H256V16384
+  python -m qa_lib tune L-best --scale lm-quality --learning-rate 5e-4 1e-3 2e-3 --data wikitext/
   python -m qa_lib tune A1 --scale quality --learning-rate 5e-5 1e-4 2e-4 --data squad/ --model minilm/
   python -m qa_lib tune B1-all --scale quality --trainable lora-all-r8 lora-qv-r32 --learning-rate 1e-3 3e-3 \\
       --data squad/ --model minilm/ --gpus 0 1"""
