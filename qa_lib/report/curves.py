@@ -233,6 +233,16 @@ def lead(part: pd.DataFrame, size: str = "micro_batch") -> tuple[str, str, pd.Se
     return (loop, peer, factors) if len(factors) else None
 
 
+def lead_by_batch(runs: pd.DataFrame) -> str:
+    """The lead over the Trainer at every micro-batch of a group's runs, in a sentence. Raises NotMeasured."""
+    _, part = along(points(runs), "micro_batch")
+    if not (found := lead(part)):
+        raise NotMeasured("no micro-batch has a speed of both a row of the visible loop and the Trainer")
+    row, peer, factors = found
+    return say("curves.lead", row=row, peer=peer, lead=factors.to_dict(), group=runs["group"].iloc[0],
+               code=commits(runs))  # fmt: skip
+
+
 def lead_finding(part: pd.DataFrame, size: str, where: str) -> str:
     """The lead over the Trainer at every size; or, where none is known, the quickest row."""
     best = part.loc[part["speed"].idxmax()].to_dict()
