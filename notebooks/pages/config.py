@@ -11,4 +11,4 @@ c.TemplateExporter.extra_template_basedirs = [str(Path(__file__).parents[1])]
 c.TemplateExporter.template_name = Path(__file__).parent.name
 c.TemplateExporter.exclude_input = True
 c.TagRemovePreprocessor.enabled = True
-c.TagRemovePreprocessor.remove_cell_tags = {"bootstrap", "setup", "parameters"}
+c.TagRemovePreprocessor.remove_cell_tags = {"bootstrap", "setup", "parameters", "commands"}
