@@ -1,21 +1,28 @@
 """Trade-offs from records whose laws are written here: the fit finds them, and the model that was kept out."""
 
 import math
+import re
+from pathlib import Path
 
+import nbformat
 import pandas as pd
 import pytest
-from transformers import GPT2LMHeadModel
+from transformers import BertForQuestionAnswering, GPT2LMHeadModel
 
 from qa_lib import record
 from qa_lib.measure.cost import StepCost
-from qa_lib.model.build import model_config
+from qa_lib.model.build import build_model, model_config
+from qa_lib.model.encoders import layers_of
 from qa_lib.report import tradeoffs
 from qa_lib.report.runs import NotMeasured, load_runs
+from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, find_shape, resolve
 from qa_lib.variants import UnknownName
+from tests import tiny
 from tests.test_figures import faults
 from tests.test_report import GPU, make
 
+ROOT = Path(__file__).parents[1]
 TEXT = {"name": "text", "sha256": "ab" * 32}
 H200 = Machine("h200", gpus=1, sm=90, backends=("inductor",), compiler=True)
 SHAPES = [f"gpt2:{shape}V16384" for shape in ("L2H128", "L4H256", "L6H384", "L8H512", "L10H640", "L12H768")]
@@ -174,6 +181,20 @@ def test_answers_have_depth_and_length_and_no_law(tmp_path):
     points, bars = depth.containers[0][0], depth.containers[0][2]
     assert list(points.get_xdata()) == [2, 6] and list(points.get_ydata()) == [40.0, 70.0] and len(bars) == 1
     assert [label.get_text() for label in depth.get_xticklabels()] == ["2", "6"]
+
+
+def test_the_notebook_cuts_a_checkpoint_to_its_lowest_layers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(tiny.SHAPES, "bert", {"num_hidden_layers": 6})
+    tiny.checkpoint("bert", Path("minilm"))
+    whole = BertForQuestionAnswering.from_pretrained("minilm").state_dict()
+    text = "\n".join(cell.source for cell in nbformat.read(ROOT / "notebooks" / "scaling.ipynb", 4).cells)
+    exec(re.search(r"python - <<'EOF'.*?\n(.*?)\nEOF", text, re.S)[1], {})
+    for layers in (2, 4, 6):
+        (spec,) = plan(["A1"], "quality", data="synthetic:20", model=f"minilm-{layers}", machine=Machine())
+        model = build_model(spec)
+        assert spec.model["name"] == f"minilm-{layers}" and len(layers_of(model)) == layers
+        assert all(value.equal(whole[name]) for name, value in model.state_dict().items() if ".encoder." in name)
 
 
 def test_depth_is_not_told_of_older_records(tmp_path):
