@@ -27,7 +27,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from qa_lib.data.squad import MAX_CONTEXT, Example, open_source
 from qa_lib.errors import UserError
-from qa_lib.record import read_record, run_files, strict_json
+from qa_lib.record import read_quantized, read_record, run_files
 from qa_lib.report import page
 from qa_lib.report import publish as report
 from qa_lib.score.ask import Busy, Desk, QuestionTooLong
@@ -85,7 +85,7 @@ def _of_run(folder: Path) -> Choice | None:
         if record["status"] != "ok" or record["task"]["name"] != "qa":
             return None
         if (folder / "quantized.json").is_file():  # whose answers are others
-            quantized = strict_json((folder / "quantized.json").read_text(encoding="utf-8"))
+            quantized = read_quantized(folder)
             quality, width = quantized["after"], f" · {quantized['width']}"
         name = f"{spec['variant']}-s{spec['seed']}{width} · {spec['scale']['name']} · F1 {quality['best_f1']:.1f}"
         kind = "synthetic" if str(record["data"]["name"]).startswith("synthetic") else "english"

@@ -116,12 +116,13 @@ class Energy:
 
 @dataclass
 class Model:
-    """The model's identity and its parameters."""
+    """The model's identity, its parameters, and how many layers it has."""
 
     name: str | None = None
     revision: str | None = None
     params_total: Number = None
     params_trainable: Number = None
+    layers: int | None = None
 
 
 @dataclass
@@ -231,6 +232,32 @@ class Record:
     energy: Energy = field(default_factory=Energy)
     parallel: Parallel = field(default_factory=Parallel)
     quality: dict = field(default_factory=dict)
+
+
+@dataclass
+class Answering:
+    """A model that answers on a CPU: its scores in points of 100, the bytes of its weights on disk, and the median of
+    its milliseconds for a question."""
+
+    f1: int | float
+    best_f1: int | float
+    best_f1_threshold: int | float
+    weights_bytes: int
+    latency_ms: int | float
+
+
+@dataclass
+class Quantized:
+    """quantized.json: the model of a run before and after its weights were rounded to `width` (run/quantize.py)."""
+
+    run_id: str
+    group: str
+    width: str
+    code: dict
+    env: dict
+    data: dict
+    before: Answering
+    after: Answering
 
 
 class RecordError(UserError):
@@ -367,17 +394,9 @@ def read_record(run_dir: Path) -> dict:
     """The record of a run's folder, in today's form. Raises RecordError when it is absent, broken, of a schema that is
     not known, or holds a value of another type than the schema says."""
     path = run_dir / "record.json"
+    record = _document(path, SCHEMA, FIRST_SCHEMA)
     try:
-        record = strict_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RecordError(f"{path}: no record") from None
-    except (OSError, ValueError, RecursionError) as problem:
-        raise RecordError(f"{path}: not readable as JSON ({problem})") from problem
-    schema = record.get("schema") if isinstance(record, dict) else None
-    if schema not in (SCHEMA, FIRST_SCHEMA):
-        raise RecordError(f"{path}: schema {schema!r} is not known to this version, which reads {SCHEMA!r}")
-    try:
-        if schema == FIRST_SCHEMA:
+        if record["schema"] == FIRST_SCHEMA:
             record = _renewed(record)
         _check(record, Record)
         _require(record["spec"]["settings"].get("micro_batch"), int, "spec.settings.micro_batch")
@@ -390,6 +409,31 @@ def read_record(run_dir: Path) -> dict:
     except (TypeError, LookupError, AttributeError, ValueError) as problem:
         raise RecordError(f"{path}: {problem}") from None
     return record
+
+
+def read_quantized(folder: Path) -> dict:
+    """The quantized.json of a run's model-<width>/. Raises RecordError as read_record does."""
+    path = folder / "quantized.json"
+    found = _document(path, QUANTIZED_SCHEMA)
+    try:
+        _check(found, Quantized)
+    except TypeError as problem:
+        raise RecordError(f"{path}: {problem}") from None
+    return found
+
+
+def _document(path: Path, *schemas: str) -> dict:
+    """A file's JSON, of one of these schemas. Raises RecordError, which names it."""
+    try:
+        found = strict_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecordError(f"{path}: no record") from None
+    except (OSError, ValueError, RecursionError) as problem:
+        raise RecordError(f"{path}: not readable as JSON ({problem})") from problem
+    schema = found.get("schema") if isinstance(found, dict) else None
+    if schema not in schemas:
+        raise RecordError(f"{path}: schema {schema!r} is not known to this version, which reads {schemas[0]!r}")
+    return found
 
 
 def _check(values: dict, section: type, prefix: str = "") -> None:

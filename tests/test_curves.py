@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from IPython.display import Image, Markdown
 
-from qa_lib.report import curves
+from qa_lib.report import curves, readme
 from qa_lib.report.runs import NotMeasured, ReportError, load_runs, select
 from qa_lib.variants import VARIANTS, UnknownName
 from tests.test_figures import faults
@@ -75,6 +75,25 @@ def test_out_of_memory_is_a_cross_at_the_top_where_it_happened_first(profile):
     assert len(dashed) == 3 and any("1.50 GiB + 300 KiB a token" in line.get_label() for line in axis.lines)
 
 
+def test_the_lead_by_batch_is_a_sentence(profile):
+    said = curves.lead_by_batch(profile.runs)
+    assert said.startswith("The lead depends on the batch: A3 trains ×4.00 as fast as A0 at 8 features in a ")
+    assert said.endswith("×2.40 at 32, ×2.00 at 64 (group h200-fit, code 0123456).")
+    alone = profile.runs[profile.runs["spec.variant"] == "A3"]
+    with pytest.raises(NotMeasured, match="of both a row of the visible loop and the Trainer"):
+        curves.lead_by_batch(alone)
+
+
+def test_the_readme_has_the_lead_where_its_rows_ran(profile, tmp_path):
+    assert readme._lead(profile.runs, GROUP) == "", "neither of its two rows is there"
+    for size, ours in ((32, 300.0), (128, 160.0)):
+        make(tmp_path, "E-best", machine=GPU, scale="fit", micro_batch=size, speed=ours)
+        make(tmp_path, "A0-compile", machine=GPU, scale="fit", micro_batch=size, speed=100.0)
+        make(tmp_path, "E-fp8", machine=GPU, scale="fit", micro_batch=size, speed=900.0)
+    said = readme._lead(load_runs(tmp_path), GROUP)
+    assert "E-best trains ×3.00 as fast as A0-compile at 32 features in a forward pass, ×1.60 at 128" in said
+
+
 def test_what_is_not_there_is_told(profile, tmp_path):
     make(tmp_path, "A1", machine=CPU)
     every = load_runs(tmp_path)
@@ -82,7 +101,8 @@ def test_what_is_not_there_is_told(profile, tmp_path):
     with pytest.raises(NotMeasured, match="no two runs differ in length alone"):
         curves.fig_curve(alone.runs, alone.points, "length", "gib")
     absent = curves.profile(every, "h200-fit", "A1", None)
-    assert "'h200-fit' has no records" in absent.lacking and "--scale lm-fit" in curves.commands([alone, absent])
+    assert absent.lacking.startswith("*Not measured: group 'h200-fit' has no records")
+    assert "--scale lm-fit" in curves.commands([alone, absent])
     assert list(curves.setup_table([alone, absent])["group"]) == ["cpu-smoke"]
     for table_of in (curves.cost_table, curves.steps_table):
         with pytest.raises(NotMeasured, match="no runs of these rows"):

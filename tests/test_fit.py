@@ -44,7 +44,7 @@ def test_a_cell_that_is_run_again_trains_a_new_model(trainable, tmp_path):
     assert losses(spec, tmp_path) == first
     assert 0 < entry["time"]["data_ms"] < entry["time"]["step_ms"]["p90"]
     trains = sum(p.numel() for p in build_model(spec).parameters() if p.requires_grad)
-    assert entry["model"]["params_trainable"] == trains
+    assert (entry["model"]["params_trainable"], entry["model"]["layers"]) == (trains, 2)
 
 
 @torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True)

@@ -13,6 +13,8 @@ from pathlib import Path
 import huggingface_hub
 import nbformat
 import pytest
+from nbconvert import HTMLExporter
+from traitlets.config import PyFileConfigLoader
 
 from qa_lib import record
 from qa_lib.data.squad import open_source
@@ -99,6 +101,20 @@ def test_a_notebook_has_one_bootstrap_and_one_cell_of_plain_parameters(path):
     (parameters,) = tagged(path, "parameters")
     for line in ast.parse(parameters).body:
         assert isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant), ast.unparse(line)
+
+
+@pytest.mark.parametrize("name", ["scaling", "language"])
+def test_pages_have_no_code_and_nothing_that_only_prepares(name):
+    """As HTML; the PDF is the same, printed by a browser."""
+    config = PyFileConfigLoader("config.py", str(ROOT / "notebooks" / "pages")).load_config()
+    notebook = read(ROOT / "notebooks" / f"{name}.ipynb")
+    picture = nbformat.v4.new_output("display_data", {"image/png": "aGk="})
+    picture.metadata = {"image/png": {"alt": "The <lead>"}}
+    next(cell for cell in notebook.cells[::-1] if cell.cell_type == "code").outputs = [picture]
+    html, _ = HTMLExporter(config=config).from_notebook_node(notebook)
+    assert 'alt="The &lt;lead&gt;" src="data:image/png;base64,aGk="' in html
+    assert "@page" in html and "How the optimizations work" in html
+    assert [words for words in ("Setting up:", "check_parameters", "nbconvert --config") if words in html] == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)

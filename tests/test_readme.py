@@ -12,6 +12,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbconvert.exporters import get_exporter
+from traitlets.config import PyFileConfigLoader
 
 from qa_lib.__main__ import VERBS
 from qa_lib.spec import SCALES, find_scale
@@ -76,7 +77,8 @@ def papermill(words):
 
 def jupyter(words):
     """Converts what the command before it writes."""
-    assert words[1:4] == ["nbconvert", "--to", "html"] and get_exporter(words[3])
+    assert words[1:3] == ["nbconvert", "--config"]
+    assert get_exporter(PyFileConfigLoader(words[3], str(ROOT)).load_config().NbConvertApp.export_format)
     assert any(words[-1] == line[2] for line in commands() if line[0] == "papermill")
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from qa_lib.report import page, scaling, scaling_figures, slides, style, tables
-from qa_lib.report.runs import NotMeasured, ReportError, load_runs, select
+from qa_lib.report.runs import NotMeasured, ReportError, group_or_why, load_runs, select
 from tests import several
 from tests.test_figures import ROOT, faults
 
@@ -29,7 +29,7 @@ def every(folder):
 
 @pytest.fixture(scope="module")
 def facts(every):
-    return slides.Facts(*(slides.group_of(every, f"h200-{scale}") for scale in ("parallel", "slides")))
+    return slides.Facts(*(group_or_why(every, f"h200-{scale}")[0] for scale in ("parallel", "slides")))
 
 
 @pytest.fixture(scope="module")
@@ -271,5 +271,5 @@ def test_the_notebook_tells_its_story_with_and_without_records(folder, tmp_path,
         )
         exec(source, names)
     said = [each.data for each in shown if isinstance(each.data, str)]
-    assert len(shown) == 10 and sum("Not measured" in text for text in said) == (0 if measured else 2)
+    assert len(shown) == 10 and sum("Not measured" in text for text in said) == (0 if measured else 3)
     assert sum("*No figure" in text for text in said) == (0 if measured else 4)

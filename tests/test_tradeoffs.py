@@ -1,21 +1,28 @@
 """Trade-offs from records whose laws are written here: the fit finds them, and the model that was kept out."""
 
 import math
+import re
+from pathlib import Path
 
+import nbformat
 import pandas as pd
 import pytest
-from transformers import GPT2LMHeadModel
+from transformers import BertForQuestionAnswering, GPT2LMHeadModel
 
 from qa_lib import record
 from qa_lib.measure.cost import StepCost
-from qa_lib.model.build import model_config
+from qa_lib.model.build import build_model, model_config
+from qa_lib.model.encoders import layers_of
 from qa_lib.report import tradeoffs
 from qa_lib.report.runs import NotMeasured, load_runs
+from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, find_shape, resolve
 from qa_lib.variants import UnknownName
+from tests import tiny
 from tests.test_figures import faults
 from tests.test_report import GPU, make
 
+ROOT = Path(__file__).parents[1]
 TEXT = {"name": "text", "sha256": "ab" * 32}
 H200 = Machine("h200", gpus=1, sm=90, backends=("inductor",), compiler=True)
 SHAPES = [f"gpt2:{shape}V16384" for shape in ("L2H128", "L4H256", "L6H384", "L8H512", "L10H640", "L12H768")]
@@ -143,7 +150,7 @@ def test_the_tables_say_what_was_predicted_and_what_came(bent):
 def test_the_figure_can_be_read(bent):
     figure = tradeoffs.fig_tradeoffs(bent)
     assert not faults(figure)
-    assert [axis.get_xlabel() for axis in figure.axes] == [*tradeoffs.AXES.values()]
+    assert [axis.get_xlabel() for axis in figure.axes] == [*tradeoffs.SIZES.values(), tradeoffs.AXES["length"]]
     title = " ".join(figure.get_suptitle().split())
     assert title.startswith("From 2.63 M to 98.4 M parameters, bits per byte go from") and "1.200" in title
     hollow = [line for line in figure.axes[0].lines if line.get_markerfacecolor() == "white"]
@@ -154,16 +161,48 @@ def test_answers_have_depth_and_length_and_no_law(tmp_path):
     for seed in range(3):
         for length, f1 in ((128, 55.0), (384, 60.0)):
             make(tmp_path, "A1", seed, machine=GPU, scale="quality", length=length, f1=f1 + seed)
-        make(tmp_path, "A1", seed, machine=GPU, scale="quality", model="deeper", f1=70.0)
+        for layers, f1 in ((2, 40.0), (6, 70.0)):
+            make(tmp_path, "A1", seed, machine=GPU, scale="quality", model=f"mini-{layers}", f1=f1)
     every = load_runs(tmp_path)
-    every.loc[every["model.name"] == "deeper", "model.params_total"] = 150_000
+    found = every["model.name"].str.extract(r"-(\d)")[0].astype(float)
+    every = every.assign(**{"model.layers": found, "model.params_total": 50_000 + 10_000 * found.fillna(3)})
     runs = tradeoffs.measured(every, "h200-quality", "A1")
-    scores = ["56.00 ± 1.69", "61.00 ± 1.69", "70.00 ± 0.00"]
-    assert list(tradeoffs.points_table(runs)["F1 at the best threshold"]) == scores
+    table = tradeoffs.points_table(runs)
+    scores = ["40.00 ± 0.00", "56.00 ± 1.69", "61.00 ± 1.69", "70.00 ± 0.00"]
+    assert list(table["F1 at the best threshold"]) == scores and list(table["layers"]) == ["2", "–", "–", "6"]
     with pytest.raises(NotMeasured, match="another task"):
         tradeoffs.laws(runs, "parameters")
-    title = " ".join(tradeoffs.fig_tradeoffs(runs).get_suptitle().split())
-    assert "go from 61.00 to 70.00" in title and "from 56.00 to 61.00" in title
+    figure = tradeoffs.fig_tradeoffs(runs)
+    assert not faults(figure)
+    title = " ".join(figure.get_suptitle().split())
+    assert title.startswith("From 2 to 6 layers, F1 at the best threshold goes from 40.00 to 70.00")
+    assert "from 56.00 to 61.00" in title
+    (depth,) = (axis for axis in figure.axes if axis.get_xlabel() == "layers")
+    points, bars = depth.containers[0][0], depth.containers[0][2]
+    assert list(points.get_xdata()) == [2, 6] and list(points.get_ydata()) == [40.0, 70.0] and len(bars) == 1
+    assert [label.get_text() for label in depth.get_xticklabels()] == ["2", "6"]
+
+
+def test_the_notebook_cuts_a_checkpoint_to_its_lowest_layers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(tiny.SHAPES, "bert", {"num_hidden_layers": 6})
+    tiny.checkpoint("bert", Path("minilm"))
+    whole = BertForQuestionAnswering.from_pretrained("minilm").state_dict()
+    text = "\n".join(cell.source for cell in nbformat.read(ROOT / "notebooks" / "scaling.ipynb", 4).cells)
+    exec(re.search(r"python - <<'EOF'.*?\n(.*?)\nEOF", text, re.S)[1], {})
+    for layers in (2, 4, 6):
+        (spec,) = plan(["A1"], "quality", data="synthetic:20", model=f"minilm-{layers}", machine=Machine())
+        model = build_model(spec)
+        assert spec.model["name"] == f"minilm-{layers}" and len(layers_of(model)) == layers
+        assert all(value.equal(whole[name]) for name, value in model.state_dict().items() if ".encoder." in name)
+
+
+def test_depth_is_not_told_of_older_records(tmp_path):
+    make(tmp_path, "A1", machine=GPU, scale="quality", length=128)
+    make(tmp_path, "A1", machine=GPU, scale="quality")
+    runs = tradeoffs.measured(load_runs(tmp_path).drop(columns="model.layers"), "h200-quality", "A1")
+    assert "layers" not in tradeoffs.points_table(runs)
+    assert [axis.get_xlabel() for axis in tradeoffs.fig_tradeoffs(runs).axes] == [tradeoffs.AXES["length"]]
 
 
 def test_what_is_not_there_is_told(plain, tmp_path):

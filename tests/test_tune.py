@@ -42,7 +42,8 @@ def tried(monkeypatch, tmp_path):
         if (rate, spec.seed) == (4e-3, 1):
             return record.finish(run_dir, entry, "error", {"message": "loss is nan at step 12"})
         score = 90 - 1e4 * abs(rate - 2e-3) - spec.recipe.rank
-        entry["quality"] |= {"f1": 1e4 * rate, "best_f1": score}
+        answers, text = {"f1": 1e4 * rate, "best_f1": score}, {"word_perplexity": 110 - score}
+        entry["quality"] |= text if spec.scale.task == "lm" else answers
         return record.finish(run_dir, entry, "ok")
 
     monkeypatch.setattr(launch.Launcher, "_work", work)
@@ -74,7 +75,7 @@ def test_the_best_point_is_named(tried, capsys):
     assert call("B1-all", "--scale", "smoke", "--trainable", "lora-all-r8", "lora-all-r32", *rates) == 0
     out = capsys.readouterr().out.splitlines()
     assert len(out) == 7
-    assert out[-1] == "B1-all, best: lora-all-r8, learning rate 0.002, F1 82.00 at the best threshold"
+    assert out[-1] == "B1-all, best: lora-all-r8, learning rate 0.002, F1 at the best threshold 82.00"
     assert [cards for _, *cards in tried] == [[None]] * 6
 
 
@@ -83,7 +84,15 @@ def test_a_point_that_fails_ends_no_search_and_is_not_the_best(tried, capsys):
     assert call("B1-all", "--scale", "smoke", "--trainable", "lora-all-r8", *rates) == 1
     out = capsys.readouterr().out
     assert "loss is nan at step 12" in out and len(tried) == 4
-    assert out.splitlines()[-1] == "B1-all, best: lora-all-r8, learning rate 0.001, F1 72.00 at the best threshold"
+    assert out.splitlines()[-1] == "B1-all, best: lora-all-r8, learning rate 0.001, F1 at the best threshold 72.00"
+
+
+def test_a_language_model_is_tuned_to_the_least_perplexity(tried, capsys):
+    assert call("L1", "L-lora", "--scale", "lm-smoke", "--learning-rate", "1e-3", "2e-3", "3e-3") == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[-2] == "L1, best: all, learning rate 0.002, perplexity 28.00"
+    assert out[-1] == "L-lora, best: lora-all, learning rate 0.002, perplexity 52.00", "its recipe has no rate here"
+    assert {spec.group for spec, *_ in tried} == {"cpu-tune-lm"}
 
 
 def test_a_card_that_is_named_twice_is_shared(tried, monkeypatch):

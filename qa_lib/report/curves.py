@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
-from qa_lib.report.runs import BATCH_TOKENS, NotMeasured, ReportError, commits, on_cpu, select
+from qa_lib.report.runs import BATCH_TOKENS, NotMeasured, ReportError, commits, not_measured, on_cpu, select
 from qa_lib.report.sentences import CPU_CAVEAT
 from qa_lib.report.style import COLORBLIND, new_figure, show, style
 from qa_lib.report.tables import change, place
@@ -119,8 +119,8 @@ def profile(every: pd.DataFrame, group: str, rows: str, predicted: Callable) -> 
         runs = select(every, group)
         runs = runs[runs["spec.variant"].isin(names) | (len(names) == 0)]
         return Profile(group, runs, points(runs, names, predicted(runs)))
-    except ReportError as problem:
-        return Profile(group, every[:0], pd.DataFrame(columns=COLUMNS), str(problem))
+    except ReportError as reason:
+        return Profile(group, every[:0], pd.DataFrame(columns=COLUMNS), not_measured(reason))
 
 
 def setup_table(profiles: Sequence[Profile]) -> pd.DataFrame:
@@ -142,7 +142,7 @@ def setup_table(profiles: Sequence[Profile]) -> pd.DataFrame:
 
 def commands(profiles: Sequence[Profile]) -> str:
     """As Markdown, for each group without runs why, and the commands that make both tasks' profiles on a GPU."""
-    lacking = [f"*{each.lacking}.*" for each in profiles if each.lacking]
+    lacking = [each.lacking for each in profiles if each.lacking]
     return "\n\n".join([*lacking, say("curves.commands")]) if lacking else ""
 
 
@@ -231,6 +231,16 @@ def lead(part: pd.DataFrame, size: str = "micro_batch") -> tuple[str, str, pd.Se
     loop, peer = (speeds.loc[:, chosen].max().idxmax() for chosen in (np.invert(trainer), trainer))
     factors = (speeds[loop] / speeds[peer]).dropna()
     return (loop, peer, factors) if len(factors) else None
+
+
+def lead_by_batch(runs: pd.DataFrame) -> str:
+    """The lead over the Trainer at every micro-batch of a group's runs, in a sentence. Raises NotMeasured."""
+    _, part = along(points(runs), "micro_batch")
+    if not (found := lead(part)):
+        raise NotMeasured("no micro-batch has a speed of both a row of the visible loop and the Trainer")
+    row, peer, factors = found
+    return say("curves.lead", row=row, peer=peer, lead=factors.to_dict(), group=runs["group"].iloc[0],
+               code=commits(runs))  # fmt: skip
 
 
 def lead_finding(part: pd.DataFrame, size: str, where: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from qa_lib.report import cards, quality, scaling
+from qa_lib.report import cards, curves, quality, scaling
 from qa_lib.report.gallery import read_manifest
 from qa_lib.report.runs import (
     BASELINE,
@@ -121,8 +121,18 @@ def rows(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
     table = decisions(own, judged, SHORT)
     counts = table.pop("n").astype(int)
     table = table.drop(columns=f"within {quality.MARGIN:g} F1", errors="ignore")
-    parts = [markdown(table), f"{measured(own, {counts.min(), counts.max()})} {_source(judged)}"]
+    parts = [markdown(table), f"{measured(own, {counts.min(), counts.max()})} {_source(judged)}{_lead(runs, group)}"]
     return "\n\n".join([*parts, *_pictures(group, figures_dir, "ladder", "timeline")])
+
+
+def _lead(runs: pd.DataFrame, group: str) -> str:
+    """How the recommended row's lead over the Trainer at its best changes with the batch; nothing where no run of
+    scale `fit` on that hardware tells."""
+    found = sibling(runs, group, "fit")
+    try:
+        return " " + curves.lead_by_batch(found[found["spec.variant"].isin([BEST_PEER, RECOMMENDED])])
+    except NotMeasured:
+        return ""
 
 
 def several(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:

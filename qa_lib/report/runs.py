@@ -131,12 +131,13 @@ def published() -> pd.DataFrame:
 def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     """The runs of one group that count: for each row, seed and cell the newest.
 
-    Raises ReportError for a group without records, and for one whose runs differ in what they all should share.
+    Raises NotMeasured for a group without records, and ReportError for one whose runs differ in what they all should
+    share.
     """
     chosen = runs[runs["group"] == group]
     if chosen.empty:
         known = ", ".join(sorted(set(runs["group"]))) or "none; make quickstart makes cpu-smoke"
-        raise ReportError(f"group {group!r} has no records (groups with records: {known})")
+        raise NotMeasured(f"group {group!r} has no records (groups with records: {known})")
     chosen = chosen.sort_values(["time.started", "run_id"])
     chosen = chosen.drop_duplicates(["spec.variant", "spec.seed", *AXIS_NAMES], keep="last")
     for column in (name for name in chosen if name.startswith(IDENTITY) and name not in AXIS_COLUMNS):
@@ -149,6 +150,19 @@ def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
                     f"{others[0][1]!r} in {others[0][0]}; move the older runs away"
                 )
     return chosen.reset_index(drop=True)
+
+
+def group_or_why(runs: pd.DataFrame, group: str) -> tuple[pd.DataFrame, str]:
+    """For a notebook: `select` and no words; or no runs, and why."""
+    try:
+        return select(runs, group), ""
+    except ReportError as reason:
+        return runs[:0], not_measured(reason)
+
+
+def not_measured(reason: ReportError) -> str:
+    """What a notebook shows in place of what no record holds, as Markdown."""
+    return f"*Not measured: {reason}.*"
 
 
 def newest(runs: pd.DataFrame) -> dict[str, str]:

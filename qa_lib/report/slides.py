@@ -20,7 +20,7 @@ import pandas as pd
 from qa_lib.measure.goodput import REFERENCE, efficiency
 from qa_lib.record import Noise
 from qa_lib.report.claims import reasons, told, verdicts
-from qa_lib.report.runs import NotMeasured, select
+from qa_lib.report.runs import NotMeasured
 from qa_lib.report.scaling import at, scaling, strong_batches
 from qa_lib.report.tables import interval
 from qa_lib.report.text import say
@@ -52,11 +52,6 @@ def theirs() -> pd.DataFrame:
     heads = ("their experiment", "GPUs", "steps", "runtime s", "“samples/s”", "“validation loss”", "“GPU busy” %",
              "“statistical efficiency”", "“goodput”")  # fmt: skip
     return table.set_axis(heads, axis="columns")
-
-
-def group_of(runs: pd.DataFrame, group: str) -> pd.DataFrame:
-    """The runs of a group that count; without rows where there are none."""
-    return select(runs, group) if (runs["group"] == group).any() else runs[:0]
 
 
 def steps_of(run: dict) -> pd.DataFrame:

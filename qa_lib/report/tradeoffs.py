@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from scipy.optimize import curve_fit
 
-from qa_lib.report.runs import EPOCHS, RATE, NotMeasured, ReportError, commits, on_cpu, select
+from qa_lib.report.runs import EPOCHS, RATE, NotMeasured, ReportError, commits, not_measured, on_cpu, select
 from qa_lib.report.sentences import CPU_CAVEAT
 from qa_lib.report.style import BLUE, GREEN, ORANGE, legend, new_figure, show, style
 from qa_lib.report.tables import LEVEL, interval
@@ -39,20 +39,18 @@ SIZES = {  # what a model's score is held against
     "seconds": "seconds of training",
 }
 LAWS = {2: ("a·N⁻ᵇ", ORANGE, "--"), 3: ("a·N⁻ᵇ + c", GREEN, ":")}  # by how many constants
-AXES = {**SIZES, "length": "tokens of a window or feature"}
+# Depth is for question answering: the GPT-2s here grow in width as well.
+AXES = {**SIZES, "depth": "layers", "length": "tokens of a window or feature"}
 
 
 def measured(every: pd.DataFrame, group: str, row: str) -> pd.DataFrame:
     """Of all records the runs of a group and row that show a trade-off, a line a run: of equal training data, and of
     each model and length at one learning rate, that of the most seeds and among these the best mean.
 
-    Columns beside those of `every`: score, those of SIZES (NaN where they are not known) and rates, which were tried.
-    Raises NotMeasured where the group has none.
+    Columns beside those of `every`: score, rates (those that were tried), and depth and those of SIZES, NaN where they
+    are not known. Raises NotMeasured where the group has none.
     """
-    try:
-        runs = select(every, group)
-    except ReportError as problem:
-        raise NotMeasured(str(problem)) from None
+    runs = select(every, group)
     task = runs["task.name"].iloc[0]
     column, label = SCORES[task]
     runs = runs[(runs["status"] == "ok") & (runs["spec.variant"] == row) & runs[column].notna()]
@@ -67,14 +65,18 @@ def measured(every: pd.DataFrame, group: str, row: str) -> pd.DataFrame:
 
 
 def _sizes(runs: pd.DataFrame, task: str) -> dict[str, pd.Series]:
-    """The columns of SIZES. FLOPs are counted as in measure/cost.py, for rows that train all of the model: for each
-    token 6 for each weight of layers and head, 4 for each bias and norm, and 6 x layers x hidden x length for the half
-    of attention that is not masked."""
+    """The columns of SIZES, and depth. FLOPs are counted as in measure/cost.py, for rows that train all of the model:
+    for each token 6 for each weight of layers and head, 4 for each bias and norm, and 6 x layers x hidden x length for
+    the half of attention that is not masked."""
     parameters = runs["model.params_total"].astype(float)
     alone = runs["time.train_s"].astype(float) - runs["time.compile_s"].astype(float).fillna(0.0)
     found = {"parameters": parameters, "seconds": alone.where(runs["time.resumed_from_step"].isna())}
+    if task == "qa":  # older records do not tell the layers
+        depth = runs.reindex(columns=["model.layers"])["model.layers"].astype(float)
+        return found | {"layers": math.nan, "flops": math.nan, "depth": depth}
+    found["depth"] = math.nan
     shapes = runs["model.name"].map(find_shape)
-    if task != "lm" or shapes.isna().any():
+    if shapes.isna().any():
         return found | {"layers": math.nan, "flops": math.nan}
     layers, hidden, positions = (
         shapes.map(lambda shape, name=name: getattr(shape, name)) for name in ("layers", "hidden", "positions")
@@ -109,7 +111,7 @@ def along(runs: pd.DataFrame, what: str) -> pd.DataFrame:
 def means(part: pd.DataFrame) -> pd.DataFrame:
     """A line a model and length, in their order: means over seeds of score and sizes, `score±`, n, rate, rates."""
     seeds = part.groupby(["model", "length"], sort=False)
-    lines = seeds[["score", *SIZES, RATE]].mean().rename(columns={RATE: "rate"})
+    lines = seeds[["score", *SIZES, "depth", RATE]].mean().rename(columns={RATE: "rate"})
     lines["score±"] = interval(seeds["score"])
     return lines.assign(n=seeds.size(), rates=seeds["rates"].first()).reset_index()
 
@@ -175,6 +177,7 @@ def points_table(runs: pd.DataFrame) -> pd.DataFrame:
     label = SCORES[runs["task.name"].iloc[0]][1]
     table = pd.DataFrame({
         "model": [name.split()[0] for name in lines["model"]],
+        "layers": lines["depth"].map("{:.0f}".format).where(lines["depth"].notna(), MISSING),
         "length": lines["length"].map("{:,}".format),
         "n": lines["n"].map(str),
         label: list(map(_scored(runs), lines["score"], lines["score±"])),
@@ -256,8 +259,9 @@ def fig_tradeoffs(runs: pd.DataFrame) -> Figure:
     known = {what: means(along(runs, what)).dropna(subset=[what]) for what in AXES}
     shown = {what: lines for what, lines in known.items() if lines[what].nunique() > 1}
     rows = math.ceil(len(shown) / 3)
+    columns = math.ceil(len(shown) / rows)
     figure = new_figure(("On a CPU: " if on_cpu(runs) else "") + title, _note(runs), 1.2 + 2.7 * rows)
-    axes = figure.subplots(rows, min(3, len(shown)), sharey=True, squeeze=False).flat
+    axes = figure.subplots(rows, columns, sharey=True, squeeze=False).flat
     for axis, (what, lines) in zip(axes, shown.items(), strict=False):
         kept_out = draw_laws(axis, runs, what, lines) if what in SIZES else None
         for chosen, color in ((lines["model"] != kept_out, BLUE), (lines["model"] == kept_out, "white")):
@@ -265,7 +269,7 @@ def fig_tradeoffs(runs: pd.DataFrame) -> Figure:
                           color=BLUE, markerfacecolor=color, markersize=5)  # fmt: skip
         axis.set(xscale="log", xlabel=AXES[what])
         axis.margins(x=0.12)
-        ticks = lines[what] if what == "length" else lines[what].iloc[[0, len(lines) // 2, -1]]
+        ticks = lines[what] if what in ("length", "depth") else lines[what].iloc[[0, len(lines) // 2, -1]]
         axis.set_xticks(ticks, ticks.map(_in_words(what)), fontsize=8)
         if runs["task.name"].iloc[0] == "lm":  # a power is a straight line
             axis.set_yscale("log")
@@ -274,7 +278,7 @@ def fig_tradeoffs(runs: pd.DataFrame) -> Figure:
         axis.minorticks_off()
     for axis in list(figure.axes)[len(shown) :]:
         axis.remove()
-    for axis in figure.axes[::3]:
+    for axis in figure.axes[::columns]:
         axis.set_ylabel(SCORES[runs["task.name"].iloc[0]][1])
     if figure.axes[0].get_legend_handles_labels()[0]:
         legend(figure.axes[0])
@@ -283,7 +287,8 @@ def fig_tradeoffs(runs: pd.DataFrame) -> Figure:
 
 def _in_words(what: str) -> Callable[[float], str]:
     """How a value of one of AXES is written below its axis."""
-    return {"flops": "{:.1e}".format, "seconds": number, "length": "{:,}".format}.get(what, count)
+    whole = "{:,.0f}".format
+    return {"flops": "{:.1e}".format, "seconds": number, "depth": whole, "length": whole}.get(what, count)
 
 
 def draw_laws(axis: Axes, runs: pd.DataFrame, size: str, lines: pd.DataFrame) -> str | None:
@@ -314,7 +319,7 @@ def shown(every: pd.DataFrame, group: str, row: str) -> list:
     find_variant(row)
     try:
         runs = measured(every, group, row)
-    except NotMeasured as reason:
-        return [Markdown(f"*Not measured: {reason}.*")]
+    except ReportError as reason:
+        return [Markdown(not_measured(reason))]
     parts = [show(fig_tradeoffs, runs), Markdown(markdown(points_table(runs)))]
     return parts + [Markdown(or_why(law_table, runs))] * (runs["task.name"].iloc[0] == "lm")

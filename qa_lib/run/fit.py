@@ -201,6 +201,7 @@ def _note_sizes(entry: dict, data: Data, model: torch.nn.Module, steps: int) -> 
     entry["model"] |= {
         "params_total": sum(n for n, _ in parameters),
         "params_trainable": sum(n for n, trains in parameters if trains),
+        "layers": model.config.num_hidden_layers,
     }
 
 

@@ -1,6 +1,8 @@
 """Tries of one row with other learning rates and other recipes (what trains), each a run in the group `*-tune`.
 
 How the learning rate of scale `quality` and the recipes of the LoRA rows were found. The points that lost are kept.
+Points share a GPU and record no times. Where these matter, or several sizes are to be compared at a rate of each one's
+own, `sweep --learning-rate` leaves all of it in one group (notebooks/scaling.ipynb).
 """
 
 import argparse
@@ -10,10 +12,15 @@ import itertools
 import pandas as pd
 
 from qa_lib.errors import UserError
-from qa_lib.record import FINISHED
+from qa_lib.record import FINISHED, TASKS
 from qa_lib.run.launch import Launcher, add_launcher_arguments, probe, say_idle
 from qa_lib.run.plan import add_rows, add_several, add_source_arguments, plan, rows_of
 from qa_lib.spec import Spec
+
+SCORES = {  # task -> value of `quality` by which points are compared, its name
+    "qa": ("best_f1", "F1 at the best threshold"),
+    "lm": (TASKS["lm"].metric, TASKS["lm"].label),
+}
 
 
 def points(specs: list[Spec], rates: list[float], trainables: list[str]) -> list[Spec]:
@@ -34,10 +41,12 @@ def points(specs: list[Spec], rates: list[float], trainables: list[str]) -> list
 
 def name_of(point: Spec) -> str:
     """What the runs of a point have in common, whatever their seed."""
-    return f"{point.settings.trainable}, learning rate {point.scale.learning_rate * point.recipe.lr_factor:g}"
+    factor = point.recipe.lr_factor if point.scale.recipe_rates else 1
+    return f"{point.settings.trainable}, learning rate {point.scale.learning_rate * factor:g}"
 
 
 EXAMPLE = """examples:
+  python -m qa_lib tune L-best --scale lm-quality --learning-rate 5e-4 1e-3 2e-3 --data wikitext/
   python -m qa_lib tune A1 --scale quality --learning-rate 5e-5 1e-4 2e-4 --data squad/ --model minilm/
   python -m qa_lib tune B1-all --scale quality --trainable lora-all-r8 lora-qv-r32 --learning-rate 1e-3 3e-3 \\
       --data squad/ --model minilm/ --gpus 0 1"""
@@ -60,19 +69,21 @@ def main(args: argparse.Namespace) -> int:
     say_idle(machine, args.gpus)
     launcher = Launcher(args.runs, machine, env, args.gpus, share=True, time_limit_s=args.time_limit)
     specs = plan(rows, args.scale, args.seeds, args.data, args.model, args.micro_batch, machine)
-    if not specs[0].scale.quality or specs[0].scale.task != "qa":
-        raise UserError(f"scale {args.scale!r} measures no quality of answers, by which points are compared")
+    if not specs[0].scale.quality:
+        raise UserError(f"scale {args.scale!r} measures no quality, by which points are compared")
     tries = points(specs, args.learning_rate, args.trainable)
     entries = launcher.run_all(tries, _tell)
-    scores = [entry["quality"]["best_f1"] if entry["status"] == "ok" else None for entry in entries]
-    found = pd.DataFrame({"row": [each.variant for each in tries], "point": map(name_of, tries), "f1": scores})
-    for row, own in found.astype({"f1": float}).groupby("row", sort=False):
+    metric, label = SCORES[specs[0].scale.task]
+    scores = [entry["quality"][metric] if entry["status"] == "ok" else None for entry in entries]
+    found = pd.DataFrame({"row": [each.variant for each in tries], "point": map(name_of, tries), "score": scores})
+    for row, own in found.astype({"score": float}).groupby("row", sort=False):
         # Over seeds, of points that have them all.
-        means = own.groupby("point")["f1"].agg(lambda seeds: seeds.mean(skipna=False)).dropna()
+        means = own.groupby("point")["score"].agg(lambda seeds: seeds.mean(skipna=False)).dropna()
         if means.empty:
             print(f"{row}: no point was measured with every seed")
         else:
-            print(f"{row}, best: {means.idxmax()}, F1 {means.max():.2f} at the best threshold")
+            best = means.idxmax() if TASKS[specs[0].scale.task].higher_is_better else means.idxmin()
+            print(f"{row}, best: {best}, {label} {means[best]:.2f}")
     # A rate too high for one point says nothing about the others.
     return 0 if all(entry["status"] in FINISHED for entry in entries) else 1
 
@@ -81,5 +92,6 @@ def _tell(point: Spec, entry: dict) -> None:
     """A line about a try that has ended."""
     result = f"{entry['status']}, {entry['error']['message']}"
     if entry["status"] == "ok":
-        result = f"F1 {entry['quality']['f1']:.2f}, at the best threshold {entry['quality']['best_f1']:.2f}"
+        metric, label = SCORES[point.scale.task]
+        result = f"{label} {entry['quality'][metric]:.2f}"
     print(f"  {point.run_id} {name_of(point)}: {result}", flush=True)
