@@ -110,15 +110,12 @@ def upper(value: torch.Tensor, addend: int | torch.Tensor) -> torch.Tensor:
     return torch.where(value.isnan(), value, cut)  # the sum turns the NaN that GPUs make into zero
 
 
-def randomly_rounded(values: list[torch.Tensor], firsts: list[torch.Tensor], step: torch.Tensor, half: int):
-    """fp32 tensors rounded stochastically to what fits bf16, each with its first element's number; `half` 0 or 1 of
-    the 32 random bits that an element has in a step."""
-    rounded = []
-    for value, first in zip(values, firsts, strict=True):
-        numbers = first + torch.arange(value.numel(), device=value.device, dtype=torch.int32).view(value.shape)
-        bits = hashed(numbers, step.int() * GOLDEN)
-        rounded.append(upper(value, (bits >> 16 * half) & 0xFFFF))
-    return rounded
+def random_bits(values: list[torch.Tensor], firsts: list[torch.Tensor], step: torch.Tensor) -> list[torch.Tensor]:
+    """int32 tensors in the shapes of `values`: 32 random bits for each element, of which the step and the element's
+    number in the model decide. `firsts` are the numbers of the first elements."""
+    seed = step.int() * GOLDEN
+    spans = [torch.arange(v.numel(), device=v.device, dtype=torch.int32).view(v.shape) for v in values]
+    return [hashed(first + span, seed) for first, span in zip(firsts, spans, strict=True)]
 
 
 @torch.compile(dynamic=False, fullgraph=True)
@@ -133,8 +130,9 @@ def _update(
     moves = torch._foreach_mul(torch._foreach_div(new_means, roots), size)
     new_masters = torch._foreach_sub(masters(parameters, rests), moves)
     if means[0].dtype == torch.bfloat16:
-        new_means = randomly_rounded(new_means, firsts, step, 0)
-        new_squares = randomly_rounded(new_squares, firsts, step, 1)
+        bits = random_bits(means, firsts, step)
+        new_means = [upper(mean, low & 0xFFFF) for mean, low in zip(new_means, bits, strict=True)]
+        new_squares = [upper(square, high >> 16 & 0xFFFF) for square, high in zip(new_squares, bits, strict=True)]
     torch._foreach_copy_(means, new_means)
     torch._foreach_copy_(squares, new_squares)
     weights = [upper(master, 0x8000) for master in new_masters]
