@@ -71,8 +71,8 @@ class Settings:
     optimizer: Literal["adamw", "fused", "adamw8bit", "master", "master16"] = "adamw"
     # eager: kernel by kernel | graph: the whole step replayed as one CUDA graph
     step: Literal["eager", "graph"] = "eager"
-    # what the backward pass recomputes: nothing | elementwise: what takes no product, by the compiler | all that the
-    # layers have computed
+    # recompute activations in the backward pass: none | elementwise: what takes no product, by the compiler | all of a
+    # layer's
     checkpointing: Literal[False, "elementwise", True] = False
     # how several processes make one step, each on its share of the micro-batches (train/parallel.py): ddp, PyTorch's
     # DistributedDataParallel, its gradients sent as they are or in bf16 | flat: one reduction of all gradients |
