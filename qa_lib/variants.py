@@ -71,8 +71,8 @@ class Settings:
     optimizer: Literal["adamw", "fused", "adamw8bit", "master", "master16"] = "adamw"
     # eager: kernel by kernel | graph: the whole step replayed as one CUDA graph
     step: Literal["eager", "graph"] = "eager"
-    # what the backward pass recomputes: nothing | elementwise: what takes no product, by the compiler | all that the
-    # layers have computed
+    # recompute activations in the backward pass: none | elementwise: what takes no product, by the compiler | all of a
+    # layer's
     checkpointing: Literal[False, "elementwise", True] = False
     # how several processes make one step, each on its share of the micro-batches (train/parallel.py): ddp, PyTorch's
     # DistributedDataParallel, its gradients sent as they are or in bf16 | flat: one reduction of all gradients |
@@ -301,7 +301,7 @@ VARIANTS = dict(
         _row("E6", "E5", "Query, key and value in one product: wider tiles, fewer kernels.", projections="fused"),
         _row("E-best", "E6", "The recommended stack: dropout's random bits at a tenth of the work.", dropout="hash"),
         _row("E-moments", "E-best", "Adam's moments in bf16, rounded at random: fewer bytes.", optimizer="master16"),
-        _row("E-lean", "E-moments", "GELU and norms again in the backward pass.", checkpointing="elementwise"),
+        _row("E-lean", "E-moments", "GELU and norms are computed twice, and not kept.", checkpointing="elementwise"),
         _row("E-regions", "E-best", "A quick start: layers are compiled by threes, all as one.", compile="regions"),
         _row("E-fp8", "E-best", "Half of the products in 8-bit floats, where the chip has them.", feed_forward="fp8"),
         _row("E-t4", "E3", "What is left without bf16 and FlashAttention, as on a T4.", projections="fused"),

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from qa_lib.train import masters as module
-from qa_lib.train.masters import MasterAdamW, bundles, masters, randomly_rounded, upper
+from qa_lib.train.masters import MasterAdamW, bundles, masters, random_bits, upper
 
 SHAPES = [(33, 17), (128,), (128,), (4, 5, 6)]
 INDUCTOR = module._update  # takes seconds
@@ -94,8 +94,10 @@ def test_small_steps_are_not_lost_in_bf16():
     assert parameter[0].item() < 1
 
 
-def rounded(value, step=1, first=0, half=1):
-    return randomly_rounded([value], [torch.tensor(first, dtype=torch.int32)], torch.tensor(float(step)), half)[0]
+def drawn(value, step=1, first=0):
+    """Both halves of the random bits for a tensor."""
+    (found,) = random_bits([value], [torch.tensor(first, dtype=torch.int32)], torch.tensor(float(step)))
+    return found & 0xFFFF, found >> 16 & 0xFFFF
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -104,17 +106,18 @@ def test_rounding_at_random_is_right_on_average(sign, share):
     """bf16's numbers from 1 on are 1/128 apart; a carry into the exponent just below 2."""
     for below in (1.0, 2 - 2**-7):
         value = torch.full((10_000,), sign * (below + share / 128))
-        found = (rounded(value).abs() - below) * 128
-        assert set(found.tolist()) <= {0.0, 1.0}
-        assert found.mean().item() == pytest.approx(share, abs=5 * (share * (1 - share) / len(value)) ** 0.5 + 1e-3)
+        for addend in drawn(value):
+            found = (upper(value, addend).abs() - below) * 128
+            assert set(found.tolist()) <= {0.0, 1.0}
+            assert found.mean().item() == pytest.approx(share, abs=5 * (share * (1 - share) / len(value)) ** 0.5 + 1e-3)
 
 
 def test_steps_moments_and_parameters_have_random_bits_of_their_own():
-    value = torch.full((10_000,), 1 + 0.5 / 128)
-    patterns = [rounded(value, *own) > 1 for own in ((1, 0, 0), (1, 0, 1), (2, 0, 1), (3, 0, 1), (1, 10_000, 1))]
-    related = torch.corrcoef(torch.stack(patterns).float()) - torch.eye(len(patterns))
+    value = torch.empty(10_000)
+    found = torch.stack([half for own in ((1, 0), (2, 0), (3, 0), (1, 10_000)) for half in drawn(value, *own)]).float()
+    related = torch.corrcoef(found) - torch.eye(len(found))
     assert related.abs().max() < 5 / len(value) ** 0.5
-    assert torch.equal(rounded(value, 1, 0, 1) > 1, patterns[1]), "a function of step and element"
+    assert torch.equal(drawn(value)[0], found[0].int()), "a function of step and element"
 
 
 def test_a_second_moment_in_bf16_falls_when_gradients_vanish():

@@ -52,6 +52,7 @@ def test_hash_follows_everything_that_defines_a_run_and_nothing_else(monkeypatch
     assert spec().hash == base.hash
     assert spec(machine=GPU).hash == base.hash
     assert len({s.hash for s in (base, spec("A2"), spec(seed=1), spec(micro_batch=16), spec(data="synthetic:40"))}) == 5
+    assert len({spec(row).hash for row in ("E-best", "E-moments", "E-lean")}) == 3
     assert base.run_id == f"A1-s0-{base.hash[:6]}"
     before = spec("B1").hash
     monkeypatch.setitem(RECIPES, "lora-qv", dataclasses.replace(RECIPES["lora-qv"], rank=9))

@@ -9,14 +9,14 @@ is added to the master, and the weight is the master's rounding.
 **Half of the master is in the weight already.** bf16 is the upper half of fp32, so that 16 bits beside the weight are
 enough. They are kept as a whole number, the `rest`: how many of its own last places the master lies above or below the
 weight, from -32,768 to 32,767. The bits of the weight plus the rest are those of the master, exactly. A master half-way
-between two weights, one in 65,536, is rounded away from zero and not to even, as a cast would: two ties would then go
-to every even weight, which with them had 65,537 masters, one more than 16 bits can tell apart.
+between two weights, one in 65,536, is rounded away from zero. A cast would take the even one of the two, which would
+then stand for 65,537 masters, one more than 16 bits can tell apart.
 
-**Moments in bf16** (row E-moments) take stochastic rounding. Of the second moment a step keeps 999 parts in 1,000, and
-bf16 has no number so close to another: rounded to nearest, the moment would never fall, and rise only by gradients
-about twice as large as it stands for. Rounded up as often as the value lies close to the next number (Gupta et al.
-2015), it stands still in most steps and moves far enough in some, and its mean is right. The random bits are a hash of
-step and element's number, as dropout's are (model/dropout.py): a run repeats, a captured step rounds anew in each
+**Moments in bf16** (row E-moments) take stochastic rounding. A step keeps 999 parts in 1,000 of the second moment, and
+no two numbers of bf16 are that close: rounded to nearest, the moment would never fall, and only gradients about twice
+as large as its root would raise it. Rounded up with the probability with which it lies near the next number (Gupta et
+al. 2015), it stands still in most steps, moves far enough in some, and is right on average. The random bits are a hash
+of step and element's number, as dropout's are (model/dropout.py): a run repeats, a captured step rounds anew in each
 replay, and processes that make the same update agree.
 
 An optimizer's step does little arithmetic on much memory. Written plainly it runs some ten kernels, each of which reads
@@ -110,15 +110,12 @@ def upper(value: torch.Tensor, addend: int | torch.Tensor) -> torch.Tensor:
     return torch.where(value.isnan(), value, cut)  # the sum turns the NaN that GPUs make into zero
 
 
-def randomly_rounded(values: list[torch.Tensor], firsts: list[torch.Tensor], step: torch.Tensor, half: int):
-    """fp32 tensors rounded stochastically to what fits bf16, each with its first element's number; `half` 0 or 1 of
-    the 32 random bits that an element has in a step."""
-    rounded = []
-    for value, first in zip(values, firsts, strict=True):
-        numbers = first + torch.arange(value.numel(), device=value.device, dtype=torch.int32).view(value.shape)
-        bits = hashed(numbers, step.int() * GOLDEN)
-        rounded.append(upper(value, (bits >> 16 * half) & 0xFFFF))
-    return rounded
+def random_bits(values: list[torch.Tensor], firsts: list[torch.Tensor], step: torch.Tensor) -> list[torch.Tensor]:
+    """int32 tensors in the shapes of `values`: 32 random bits for each element, of which the step and the element's
+    number in the model decide. `firsts` are the numbers of the first elements."""
+    seed = step.int() * GOLDEN
+    spans = [torch.arange(v.numel(), device=v.device, dtype=torch.int32).view(v.shape) for v in values]
+    return [hashed(first + span, seed) for first, span in zip(firsts, spans, strict=True)]
 
 
 @torch.compile(dynamic=False, fullgraph=True)
@@ -133,8 +130,9 @@ def _update(
     moves = torch._foreach_mul(torch._foreach_div(new_means, roots), size)
     new_masters = torch._foreach_sub(masters(parameters, rests), moves)
     if means[0].dtype == torch.bfloat16:
-        new_means = randomly_rounded(new_means, firsts, step, 0)
-        new_squares = randomly_rounded(new_squares, firsts, step, 1)
+        bits = random_bits(means, firsts, step)
+        new_means = [upper(mean, low & 0xFFFF) for mean, low in zip(new_means, bits, strict=True)]
+        new_squares = [upper(square, (high >> 16) & 0xFFFF) for square, high in zip(new_squares, bits, strict=True)]
     torch._foreach_copy_(means, new_means)
     torch._foreach_copy_(squares, new_squares)
     weights = [upper(master, 0x8000) for master in new_masters]
