@@ -46,8 +46,9 @@ class Settings:
     engine: Literal["loop", "trainer"] = "loop"
     # autocast to fp16 (with GradScaler) or bf16 | fp32: no autocast
     precision: Literal["fp16", "bf16", "fp32"] = "fp16"
-    # For padded rows eager | sdpa; for packed rows flash | efficient | blockmask, where sdpa takes what the GPU has.
-    attention: Literal["eager", "sdpa", "flash", "efficient", "blockmask"] = "eager"
+    # For padded rows eager | sdpa; for packed rows flash | efficient | blockmask, where sdpa takes what the GPU has |
+    # short, a kernel of our own
+    attention: Literal["eager", "sdpa", "flash", "efficient", "blockmask", "short"] = "eager"
     # query, key and value: separate | fused into one matrix product
     projections: Literal["separate", "fused"] = "separate"
     # random bits of the hidden states' dropout: philox, PyTorch's generator | hash of the element's number
@@ -134,7 +135,7 @@ def _matches(settings: Settings, condition: tuple[str, str]) -> bool:
 # Two settings that do not go together, and why. '!x' is any value but x.
 CONFLICTS = (
     (("padding", "packed"), ("attention", "eager"), "attention within segments takes a kernel that knows them"),
-    (("attention", "flash|efficient|blockmask"), ("padding", "!packed"), "these are the kernels for packed rows"),
+    (("attention", "flash|efficient|blockmask|short"), ("padding", "!packed"), "these are the kernels for packed rows"),
     (("attention", "flash"), ("precision", "fp32"), "FlashAttention computes in half precision alone"),
     (("padding", "packed"), ("order", "bucketed"), "packed rows are dealt by length already, and padding has no say"),
     (("optimizer", "master"), ("precision", "!bf16"), "GradScaler takes no fp16 gradients, and fp32 needs no masters"),
@@ -171,9 +172,11 @@ CONFLICTS = (
     (("parallel", "pipeline"), ("padding", "!packed"), "its stages hand on packed rows, which are all of one shape"),
     (("parallel", "pipeline"), ("precision", "fp16"), "GradScaler scales the loss, which the last stage alone has"),
     (("parallel", "pipeline"), ("dropout", "hash"), "its seeds change before a micro-batch's backward pass"),
+    (("parallel", "pipeline"), ("attention", "short"), "the seeds of its dropout change before the backward pass"),
     (("parallel", "pipeline|tensor"), ("step", "graph"), "what they send within a step is not captured"),
     (("parallel", "pipeline|tensor"), ("trainable", "!all"), "adapters and frozen layers are not cut into shares"),
     (("parallel", "tensor"), ("projections", "fused"), "a share of the fused product is no share of the heads"),
+    (("parallel", "tensor"), ("attention", "short"), "heads on several GPUs would drop out by one pattern"),
     (("parallel", "tensor"), ("feed_forward", "fp8"), "the 8-bit products take whole weights"),
 )
 
@@ -289,6 +292,7 @@ VARIANTS = dict(
         _row("E-best", "E6", "The recommended stack: dropout's random bits at a tenth of the work.", dropout="hash"),
         _row("E-regions", "E-best", "A quick start: layers are compiled by threes, all as one.", compile="regions"),
         _row("E-fp8", "E-best", "Half of the products in 8-bit floats, where the chip has them.", feed_forward="fp8"),
+        _row("E-short", "E-best", "A kernel of our own: attention for segments of 180 tokens.", attention="short"),
         _row("E-t4", "E3", "What is left without bf16 and FlashAttention, as on a T4.", projections="fused"),
         _row("EC1", "E1", "Packed rows with 8-bit moments: towards the least memory.", optimizer="adamw8bit"),
         _row("EC2", "EC1", "The leanest full fine-tune: packed, 8-bit moments, recomputed.", checkpointing=True),
@@ -366,6 +370,7 @@ def needs(settings: Settings) -> list[str]:
         "compiler": settings.compile in ("inductor", "regions"),
         f"backend {settings.compile}": settings.compile not in ("none", "inductor", "regions"),
         "cuda": settings.compile == "cudagraphs" or settings.attention == "efficient" or settings.polling != "none",
+        "triton": settings.attention == "short",
         "sm89": settings.feed_forward == "fp8",
         "sm80": settings.attention == "flash" or settings.precision == "bf16",
         "bitsandbytes": settings.optimizer == "adamw8bit" or settings.frozen == "nf4",

@@ -41,6 +41,7 @@ COMPANIONS = {
     ("attention", "flash"): {"padding": "packed"},
     ("attention", "efficient"): {"padding": "packed"},
     ("attention", "blockmask"): {"padding": "packed"},
+    ("attention", "short"): {"padding": "packed"},
     ("compile", "regions"): {"padding": "packed", "attention": "sdpa"},
     ("optimizer", "master"): {"precision": "bf16"},
     ("feed_forward", "fp8"): {"precision": "bf16", "optimizer": "master"},

@@ -57,17 +57,16 @@ def reference(product, ends, seed, dropout, scale):
     shares = torch.softmax(scores, -1)
     if dropout:
         place = torch.arange(len(product), device=ends.device, dtype=torch.int32) - ends[segment]
-        shares = shares * _factors(place, product.shape[2], seed, dropout)
+        shares = torch.where(_kept(place, product.shape[2], seed, dropout), shares * _keeps(dropout), 0.0)
     return (shares @ value).transpose(0, 1)
 
 
-def _factors(place, heads, seed, dropout):
-    """What dropout multiplies shares with, 0 or more than 1: [heads, tokens, tokens], for the keys' places in their
-    segments, int32 [tokens]."""
+def _kept(place, heads, seed, dropout):
+    """Which scores are kept [heads, tokens, tokens], for the keys' places in their segments, int32 [tokens]."""
     rows = torch.arange(heads * len(place), device=place.device, dtype=torch.int32).view(heads, -1, 1)
     bits = hashed(place // 16 * 8 + place % 8, hashed(rows, seed))
     half = (bits >> (16 * (1 - place // 8 % 2))) & (HALF - 1)
-    return torch.where(half >= _threshold(dropout), _keeps(dropout), 0.0)
+    return half >= _threshold(dropout)
 
 
 def _threshold(dropout: float) -> int:
