@@ -32,6 +32,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from qa_lib.errors import UserError
 from qa_lib.model.attention import attention_name, segment_of
 from qa_lib.model.dropout import HashDropout, hashed
 from qa_lib.model.encoders import encoder_of, layers_of
@@ -63,10 +64,17 @@ def reference(product, ends, seed, dropout, scale):
 
 def _kept(place, heads, seed, dropout):
     """Which scores are kept [heads, tokens, tokens], for the keys' places in their segments, int32 [tokens]."""
-    rows = torch.arange(heads * len(place), device=place.device, dtype=torch.int32).view(heads, -1, 1)
-    bits = hashed(place // 16 * 8 + place % 8, hashed(rows, seed))
+    rows = rows_of(torch.arange(heads * len(place), device=place.device, dtype=torch.int32), seed)
+    bits = hashed(place // 16 * 8 + place % 8, rows.view(heads, -1, 1))
     half = (bits >> (16 * (1 - place // 8 % 2))) & (HALF - 1)
     return half >= _threshold(dropout)
+
+
+def rows_of(numbers, seed):
+    """What seeds the hashes of a query's keys: half a hash of the query's number, since every thread has to compute it
+    for few keys. The golden ratio (Knuth 1973) puts neighbours far apart."""
+    bits = numbers * (0x9E3779B1 - 2**32) + seed
+    return (bits ^ ((bits >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
 
 
 def _threshold(dropout: float) -> int:
@@ -157,7 +165,11 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def use_short_attention(model: nn.Module) -> None:
-    """Give the attention of every layer a seed for its dropout, in place, which dropout.renew draws anew."""
+    """Give the attention of every layer a seed for its dropout, in place, which dropout.renew draws anew. Raises
+    UserError for heads of a width that the kernel does not take."""
+    width = model.config.hidden_size // model.config.num_attention_heads
+    if width < 16 or width & (width - 1):
+        raise UserError(f"attention 'short' takes heads as wide as a power of 2, 16 or more, and not {width}")
     for layer in layers_of(model):
         owner = layer.get_submodule(encoder_of(model).self_attention)
         owner.dropout = HashDropout(owner.dropout.p)

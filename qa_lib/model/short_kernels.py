@@ -24,8 +24,9 @@ def hashed(numbers, seed):
 
 @triton.jit
 def rows_of(rows, head, tokens, seed):
-    """A hash for each query, by the number of its token in the packed row, which seeds those of its keys."""
-    return hashed((head * tokens + rows).to(tl.uint32), tl.load(seed).to(tl.uint32, bitcast=True))
+    """As short.rows_of, for these rows."""
+    bits = (head * tokens + rows).to(tl.uint32) * 0x9E3779B1 + tl.load(seed).to(tl.uint32, bitcast=True)
+    return (bits ^ (bits >> 15)) * 0x846CA68B
 
 
 @triton.jit
@@ -130,8 +131,8 @@ def attention_short_backward(
         there = queries < length
         query = tl.load(others_at + first * STRIDE, mask=there[:, None], other=0.0)
         output_grad = tl.load(grad_at + queries[:, None] * PART, mask=there[:, None], other=0.0)
-        # Of a query beyond the end: infinite, so that its shares are 0.
-        log_sum = tl.load(logsumexp + per_query + queries, mask=there, other=float("inf"))
+        # A query beyond the end has zeros here, and so have its products: it adds nothing.
+        log_sum = tl.load(logsumexp + per_query + queries, mask=there, other=0.0)
         mean = tl.load(row_sums + per_query + queries, mask=there, other=0.0)
         shares = tl.exp2(tl.dot(key, query.T, input_precision="ieee") * base2 - log_sum[None, :])
         share_grad = tl.dot(value, output_grad.T, input_precision="ieee")
@@ -152,7 +153,7 @@ def attention_short_backward(
     # And here [queries, keys].
     own_query = tl.load(own_at, mask=inside[:, None], other=0.0)
     own_grad = tl.load(grad_at + own[:, None] * PART, mask=inside[:, None], other=0.0)
-    own_sum = tl.load(logsumexp + per_query + own, mask=inside, other=float("inf"))
+    own_sum = tl.load(logsumexp + per_query + own, mask=inside, other=0.0)
     own_mean = tl.load(row_sums + per_query + own, mask=inside, other=0.0)
     rows = rows_of(begin + own, head, tokens, seed)
     query_grad = tl.zeros([BLOCK, WIDTH], tl.float32)
