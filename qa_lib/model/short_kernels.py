@@ -48,7 +48,7 @@ def factors(rows, first, number, shift, threshold, keeps):
     return tl.where((hashed(first // 2 + number, rows) << shift) >= (threshold << 16).to(tl.uint32), keeps, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["threshold"])
 def attention_short_forward(
     product, output, logsumexp, ends, seed, tokens, scale, threshold, keeps,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, DROPS: tl.constexpr,
@@ -94,7 +94,7 @@ def attention_short_forward(
     tl.store(logsumexp + head * tokens + begin + queries, most + tl.log2(sums), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["threshold"])
 def attention_short_backward(
     grad, product, row_sums, logsumexp, ends, seed, product_grad, tokens, scale, threshold, keeps,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, DROPS: tl.constexpr,
