@@ -55,6 +55,8 @@ class Settings:
     dropout: Literal["philox", "hash"] = "philox"
     # products of the feed-forward blocks: native, in the precision's type | fp8
     feed_forward: Literal["native", "fp8"] = "native"
+    # GELU of the feed-forward blocks: exact, by the error function | sigmoid of a polynomial (model/gelu.py)
+    activation: Literal["exact", "sigmoid"] = "exact"
     # train on the layers' weights rounded to so many bits and activations to 8 (model/quantize.py)
     rounding: Literal["none", "int8", "int4"] = "none"
     # a backend of torch.compile | regions: inductor, for a few layers at a time
@@ -141,6 +143,7 @@ CONFLICTS = (
     (("optimizer", "master"), ("precision", "!bf16"), "GradScaler takes no fp16 gradients, and fp32 needs no masters"),
     (("feed_forward", "fp8"), ("precision", "!bf16"), "the 8-bit products give bf16"),
     (("feed_forward", "fp8"), ("optimizer", "!master"), "the 8-bit products take weights in bf16"),
+    (("activation", "sigmoid"), ("compile", "!inductor|regions"), "Inductor alone makes one kernel of its formula"),
     (("projections", "fused"), ("trainable", "lora*"), "the adapters' query, key and value are fused away"),
     (("frozen", "nf4"), ("trainable", "!lora*"), "weights in 4 bits cannot train, so that adapters have to"),
     (("frozen", "nf4"), ("feed_forward", "fp8"), "both are about the same products"),
@@ -293,6 +296,7 @@ VARIANTS = dict(
         _row("E-regions", "E-best", "A quick start: layers are compiled by threes, all as one.", compile="regions"),
         _row("E-fp8", "E-best", "Half of the products in 8-bit floats, where the chip has them.", feed_forward="fp8"),
         _row("E-short", "E-best", "A kernel of our own: attention for segments of 180 tokens.", attention="short"),
+        _row("E-gelu", "E-best", "GELU in fewer instructions, to a fraction of bf16's step.", activation="sigmoid"),
         _row("E-t4", "E3", "What is left without bf16 and FlashAttention, as on a T4.", projections="fused"),
         _row("EC1", "E1", "Packed rows with 8-bit moments: towards the least memory.", optimizer="adamw8bit"),
         _row("EC2", "EC1", "The leanest full fine-tune: packed, 8-bit moments, recomputed.", checkpointing=True),

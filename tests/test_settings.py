@@ -21,6 +21,7 @@ from qa_lib import spec as specs
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.model.build import build_model
 from qa_lib.model.dropout import HashDropout
+from qa_lib.model.gelu import SigmoidGelu
 from qa_lib.model.nf4 import is_nf4
 from qa_lib.model.projections import FusedSelfAttention
 from qa_lib.model.quantize import is_rounding
@@ -45,6 +46,7 @@ COMPANIONS = {
     ("compile", "regions"): {"padding": "packed", "attention": "sdpa"},
     ("optimizer", "master"): {"precision": "bf16"},
     ("feed_forward", "fp8"): {"precision": "bf16", "optimizer": "master"},
+    ("activation", "sigmoid"): {"compile": "inductor"},
     ("rounding", "int8"): {"precision": "fp32"},
     ("rounding", "int4"): {"precision": "fp32"},
     ("frozen", "nf4"): {"trainable": "lora-all-r4"},
@@ -232,6 +234,7 @@ EFFECTS = {  # setting -> whether its value was seen at work
         and (value == "philox" or any(m.seed for m in seen.model.modules() if isinstance(m, HashDropout)))
     ),
     "feed_forward": lambda seen, value: value == "native",
+    "activation": lambda seen, value: seen.has(SigmoidGelu) == (value == "sigmoid"),
     "rounding": rounds,
     "compile": compiles,
     "padding": pads,

@@ -133,7 +133,7 @@ def attention_short_backward(
         output_grad = tl.load(grad_at + queries[:, None] * PART, mask=there[:, None], other=0.0)
         # A query beyond the end has zeros here, and so have its products: it adds nothing.
         log_sum = tl.load(logsumexp + per_query + queries, mask=there, other=0.0)
-        mean = tl.load(row_sums + per_query + queries, mask=there, other=0.0)
+        row_sum = tl.load(row_sums + per_query + queries, mask=there, other=0.0)
         shares = tl.exp2(tl.dot(key, query.T, input_precision="ieee") * base2 - log_sum[None, :])
         share_grad = tl.dot(value, output_grad.T, input_precision="ieee")
         shares_kept = shares
@@ -143,7 +143,7 @@ def attention_short_backward(
             shares_kept = shares * factor
             share_grad *= factor
         value_grad = tl.dot(shares_kept.to(query.dtype), output_grad, value_grad, input_precision="ieee")
-        score_grad = shares * (share_grad - mean[None, :])
+        score_grad = shares * (share_grad - row_sum[None, :])
         key_grad = tl.dot(score_grad.to(query.dtype), query, key_grad, input_precision="ieee")
     out_at = product_grad + begin * STRIDE + head * WIDTH + own[:, None] * STRIDE + width
     kind = product_grad.dtype.element_ty
@@ -154,7 +154,7 @@ def attention_short_backward(
     own_query = tl.load(own_at, mask=inside[:, None], other=0.0)
     own_grad = tl.load(grad_at + own[:, None] * PART, mask=inside[:, None], other=0.0)
     own_sum = tl.load(logsumexp + per_query + own, mask=inside, other=0.0)
-    own_mean = tl.load(row_sums + per_query + own, mask=inside, other=0.0)
+    own_row_sum = tl.load(row_sums + per_query + own, mask=inside, other=0.0)
     rows = rows_of(begin + own, head, tokens, seed)
     query_grad = tl.zeros([BLOCK, WIDTH], tl.float32)
     for first in range(0, length, STEP):
@@ -166,6 +166,6 @@ def attention_short_backward(
         share_grad = tl.dot(own_grad, other_value.T, input_precision="ieee")
         if DROPS:
             share_grad *= factors(rows[:, None], first, number[None, :], shift[None, :], threshold, keeps)
-        score_grad = shares * (share_grad - own_mean[:, None])
+        score_grad = shares * (share_grad - own_row_sum[:, None])
         query_grad = tl.dot(score_grad.to(other_key.dtype), other_key, query_grad, input_precision="ieee")
     tl.store(out_at, (query_grad * scale).to(kind), mask=inside[:, None])
