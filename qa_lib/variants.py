@@ -143,7 +143,6 @@ CONFLICTS = (
     (("optimizer", "master"), ("precision", "!bf16"), "GradScaler takes no fp16 gradients, and fp32 needs no masters"),
     (("feed_forward", "fp8"), ("precision", "!bf16"), "the 8-bit products give bf16"),
     (("feed_forward", "fp8"), ("optimizer", "!master"), "the 8-bit products take weights in bf16"),
-    (("activation", "sigmoid"), ("compile", "!inductor|regions"), "Inductor alone makes one kernel of its formula"),
     (("projections", "fused"), ("trainable", "lora*"), "the adapters' query, key and value are fused away"),
     (("frozen", "nf4"), ("trainable", "!lora*"), "weights in 4 bits cannot train, so that adapters have to"),
     (("frozen", "nf4"), ("feed_forward", "fp8"), "both are about the same products"),

@@ -46,7 +46,6 @@ COMPANIONS = {
     ("compile", "regions"): {"padding": "packed", "attention": "sdpa"},
     ("optimizer", "master"): {"precision": "bf16"},
     ("feed_forward", "fp8"): {"precision": "bf16", "optimizer": "master"},
-    ("activation", "sigmoid"): {"compile": "inductor"},
     ("rounding", "int8"): {"precision": "fp32"},
     ("rounding", "int4"): {"precision": "fp32"},
     ("frozen", "nf4"): {"trainable": "lora-all-r4"},

@@ -13,7 +13,6 @@ approximation by tanh are off by up to 5e-4, and far more of the small values le
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers.activations import GELUActivation
 
 from qa_lib.errors import UserError
@@ -28,17 +27,33 @@ class SigmoidGelu(nn.Module):
     """GELU of a tensor of any shape, to a fraction of half precision's rounding."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Else the compiler keeps the share for the backward pass, in fp32, rather than compute it again.
-        share = checkpoint(share_below, x, use_reentrant=False, preserve_rng_state=False)
-        return (x.float() * share).to(x.dtype)
+        return _Gelu.apply(x)
 
 
-def share_below(x: torch.Tensor) -> torch.Tensor:
-    """The share of a normal distribution below each of x, in fp32."""
-    x = x.float()
-    square = (x * x).clamp(max=LAST)
+class _Gelu(torch.autograd.Function):
+    # PyTorch's own derivative would have the compiler keep the share for the backward pass, in fp32.
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        wide = x.float()
+        share, _ = _share(wide)
+        return (wide * share).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        wide = x.float()
+        share, slope = _share(wide)
+        return (grad * share * (1 + wide * (1 - share) * slope)).to(x.dtype)
+
+
+def _share(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The share of a normal distribution below x, and the polynomial's derivative, whose product with share and
+    1 - share is the share's."""
     first, second, third = TERMS
-    return torch.sigmoid(x * (first + square * (second + square * third)))
+    square = (x * x).clamp(max=LAST)
+    share = torch.sigmoid(x * (first + square * (second + square * third)))
+    return share, first + square * (3 * second + square * (5 * third))
 
 
 def use_sigmoid_gelu(model: nn.Module) -> None:
