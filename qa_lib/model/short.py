@@ -1,19 +1,19 @@
 """Attention for short segments by a Triton kernel of our own (row E-short).
 
 FlashAttention is made for sequences of thousands of tokens. The features of a packed row have 180 on average, and there
-its kernel reaches a fifth of the rate of matrix products: its tiles of 128 tokens are half empty, its dropout computes
-ten rounds of Philox, and its backward pass adds up the gradients of queries in memory, in fp32, which three more
-kernels clear, convert and copy. What is different here:
+its kernel reaches a fifth of the rate of matrix products: much of what its tiles of 128 tokens compute is padding, its
+dropout takes ten rounds of Philox, and its backward pass adds up the gradients of queries in memory, in fp32, which
+more kernels clear, convert and copy. What is different here:
 
-- A segment's keys and values are a few tiles, so that they are read again from the cache, never kept anywhere else.
-  A program takes 64 tokens of one head. Forward, it goes over the keys in blocks with a running maximum and sum (online
-  softmax, Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022), and keeps the logarithm of the sum for later.
+- A program takes 64 tokens of one head of one segment, and nothing is computed across segments. Forward, it goes over
+  the keys in blocks with a running maximum and sum (online softmax, Milakov and Gimelshein 2018; FlashAttention, Dao et
+  al. 2022), and keeps the logarithm of the sum for the backward pass.
 - Backward, scores are computed twice: once for the gradients of the program's keys and values, over all queries, and
   once for those of its queries, over all keys. That is 7 products where FlashAttention takes 5, but nothing is added
   up by several programs: no atomic additions, no fp32 gradients in memory, and equal results in every run.
 - For output O with gradient dO and shares P of the scores' softmax, the gradient of the scores is
-  P * (dP - rowsum(dO * O)). The row sums are left to PyTorch, whose compiler makes one small kernel of them; within
-  ours, every block of keys would compute them again.
+  P * (dP - rowsum(dO * O)), with dropout in dP. The row sums are left to PyTorch, whose compiler makes one small kernel
+  of them; within ours, every block of keys would compute them again.
 - Query, key and value are one tensor, the fused projections' product, and so is their gradient: nothing is copied.
 - Dropout's bits are a hash (model/dropout.py) of seed, head, query and key, computed again in the backward pass. The
   hash of seed, head and query seeds that of the keys. Tensor cores leave to one thread the keys j and j + 8 of every
