@@ -86,6 +86,13 @@ def test_limits_beyond_the_longest_segment_and_extreme_scores_change_nothing():
 
 
 @needs_triton
+def test_keys_beyond_the_end_count_nothing_even_where_all_others_score_far_less_than_their_0():
+    product, *rest = drawn([70, 9])
+    product[:, 0], product[:, 1] = product[:, 0] - 30, 1 + product[:, 1] / 10
+    assert_close(by_kernel(product, *rest, 0.1), expected(product, *rest, 0.1), 1e-4)
+
+
+@needs_triton
 def test_the_operators_are_what_the_compiler_takes_them_for():
     product, _, ends, seed = drawn([20, 3])
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
