@@ -184,6 +184,10 @@ def missing(settings: Settings, machine: Machine, world: int = 1) -> str | None:
         "cuda": (machine.gpus > 0, "needs a CUDA GPU"),
         "sm80": (machine.sm >= 80, "needs a GPU of compute capability 8.0 or newer (bf16 and FlashAttention)"),
         "sm89": (machine.sm >= 89, "needs a GPU of compute capability 8.9 or newer (8-bit floats)"),
+        "triton": (
+            not machine.gpus or (machine.compiler and machine.sm >= 80),
+            "needs Triton where there is a GPU, and one of compute capability 8.0 or newer",
+        ),
         "compiler": (machine.compiler, "torch.compile needs a C++ compiler (g++), or Triton with a GPU"),
         "bitsandbytes": (machine.bitsandbytes, "needs the package bitsandbytes"),
         "deepspeed": (machine.deepspeed, "needs the package deepspeed"),

@@ -46,14 +46,17 @@ class Settings:
     engine: Literal["loop", "trainer"] = "loop"
     # autocast to fp16 (with GradScaler) or bf16 | fp32: no autocast
     precision: Literal["fp16", "bf16", "fp32"] = "fp16"
-    # For padded rows eager | sdpa; for packed rows flash | efficient | blockmask, where sdpa takes what the GPU has.
-    attention: Literal["eager", "sdpa", "flash", "efficient", "blockmask"] = "eager"
+    # For padded rows eager | sdpa; for packed rows flash | efficient | blockmask, where sdpa takes what the GPU has |
+    # short, a kernel of our own
+    attention: Literal["eager", "sdpa", "flash", "efficient", "blockmask", "short"] = "eager"
     # query, key and value: separate | fused into one matrix product
     projections: Literal["separate", "fused"] = "separate"
     # random bits of the hidden states' dropout: philox, PyTorch's generator | hash of the element's number
     dropout: Literal["philox", "hash"] = "philox"
     # products of the feed-forward blocks: native, in the precision's type | fp8
     feed_forward: Literal["native", "fp8"] = "native"
+    # GELU of the feed-forward blocks: exact, by the error function | sigmoid of a polynomial (model/gelu.py)
+    activation: Literal["exact", "sigmoid"] = "exact"
     # train on the layers' weights rounded to so many bits and activations to 8 (model/quantize.py)
     rounding: Literal["none", "int8", "int4"] = "none"
     # a backend of torch.compile | regions: inductor, for a few layers at a time
@@ -145,7 +148,7 @@ def _matches(settings: Settings, condition: tuple[str, str]) -> bool:
 # Two settings that do not go together, and why. '!x' is any value but x.
 CONFLICTS = (
     (("padding", "packed"), ("attention", "eager"), "attention within segments takes a kernel that knows them"),
-    (("attention", "flash|efficient|blockmask"), ("padding", "!packed"), "these are the kernels for packed rows"),
+    (("attention", "flash|efficient|blockmask|short"), ("padding", "!packed"), "these are the kernels for packed rows"),
     (("attention", "flash"), ("precision", "fp32"), "FlashAttention computes in half precision alone"),
     (("padding", "packed"), ("order", "bucketed"), "packed rows are dealt by length already, and padding has no say"),
     (("optimizer", "master*"), ("precision", "!bf16"), "GradScaler takes no fp16 gradients, and fp32 needs no masters"),
@@ -184,9 +187,11 @@ CONFLICTS = (
     (("parallel", "pipeline"), ("padding", "!packed"), "its stages hand on packed rows, which are all of one shape"),
     (("parallel", "pipeline"), ("precision", "fp16"), "GradScaler scales the loss, which the last stage alone has"),
     (("parallel", "pipeline"), ("dropout", "hash"), "its seeds change before a micro-batch's backward pass"),
+    (("parallel", "pipeline"), ("attention", "short"), "the seeds of its dropout change before the backward pass"),
     (("parallel", "pipeline|tensor"), ("step", "graph"), "what they send within a step is not captured"),
     (("parallel", "pipeline|tensor"), ("trainable", "!all"), "adapters and frozen layers are not cut into shares"),
     (("parallel", "tensor"), ("projections", "fused"), "a share of the fused product is no share of the heads"),
+    (("parallel", "tensor"), ("attention", "short"), "heads on several GPUs would drop out by one pattern"),
     (("parallel", "tensor"), ("feed_forward", "fp8"), "the 8-bit products take whole weights"),
 )
 
@@ -304,6 +309,8 @@ VARIANTS = dict(
         _row("E-lean", "E-moments", "GELU and norms are computed twice, and not kept.", checkpointing="elementwise"),
         _row("E-regions", "E-best", "A quick start: layers are compiled by threes, all as one.", compile="regions"),
         _row("E-fp8", "E-best", "Half of the products in 8-bit floats, where the chip has them.", feed_forward="fp8"),
+        _row("E-short", "E-best", "A kernel of our own: attention for segments of 180 tokens.", attention="short"),
+        _row("E-gelu", "E-best", "GELU in fewer instructions, to a fraction of bf16's step.", activation="sigmoid"),
         _row("E-t4", "E3", "What is left without bf16 and FlashAttention, as on a T4.", projections="fused"),
         _row("EC1", "E1", "Packed rows with 8-bit moments: towards the least memory.", optimizer="adamw8bit"),
         _row("EC2", "EC1", "The leanest full fine-tune: packed, 8-bit moments, recomputed.", checkpointing=True),
@@ -382,6 +389,7 @@ def needs(settings: Settings) -> list[str]:
         "compiler": settings.compile in ("inductor", "regions"),
         f"backend {settings.compile}": settings.compile not in ("none", "inductor", "regions"),
         "cuda": settings.compile == "cudagraphs" or settings.attention == "efficient" or settings.polling != "none",
+        "triton": settings.attention == "short",
         "sm89": settings.feed_forward == "fp8",
         "sm80": settings.attention == "flash" or settings.precision == "bf16",
         "bitsandbytes": settings.optimizer == "adamw8bit" or settings.frozen == "nf4",

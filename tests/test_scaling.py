@@ -176,7 +176,14 @@ def test_each_hypothesis_holds_in_a_world_that_obeys_it(facts):
     said = slides.hypotheses_table(facts)["measured here"]
     assert said[0] == "P0: 2500 on 1, 1250 on 2, 625 on 4 GPUs"
     conclusions = slides.conclusions(facts)
-    assert conclusions.count("\n") == 2 and "P-fast trains 6,400 features/s; the quickest" in conclusions
+    assert conclusions.count("\n") == 3 and "P-fast trains 6,400 features/s; the quickest" in conclusions
+
+
+def test_three_epochs_on_the_most_gpus(facts):
+    found = facts.shortest()
+    assert found["world"] == 4 and found["seconds"] == pytest.approx(395_262 / found["rate"] + found["compile_s"])
+    assert f"would take {found['seconds']:.1f} s with {found['variant']}" in slides.conclusions(facts)
+    assert found["efficiency"] == pytest.approx(slides.predicted(facts.logs, [found["batch"]]).item())
 
 
 def put(table, rows, **values):
@@ -217,7 +224,7 @@ def test_where_nothing_was_measured_all_is_open_and_says_why(tmp_path):
     facts = slides.Facts(none, none)
     assert set(slides.hypotheses_table(facts)["holds"]) == {"?"}
     assert slides.reasons_table(facts)["why"].str.startswith("Not measured: ").all()
-    assert slides.conclusions(facts).count("Not measured yet") == 3
+    assert slides.conclusions(facts).count("Not measured yet") == 4
     for figure_of in scaling_figures.FIGURES.values():
         with pytest.raises(NotMeasured):
             figure_of(none)

@@ -22,6 +22,7 @@ from qa_lib import spec as specs
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.model.build import build_model
 from qa_lib.model.dropout import HashDropout
+from qa_lib.model.gelu import SigmoidGelu
 from qa_lib.model.nf4 import is_nf4
 from qa_lib.model.projections import FusedSelfAttention
 from qa_lib.model.quantize import is_rounding
@@ -42,6 +43,7 @@ COMPANIONS = {
     ("attention", "flash"): {"padding": "packed"},
     ("attention", "efficient"): {"padding": "packed"},
     ("attention", "blockmask"): {"padding": "packed"},
+    ("attention", "short"): {"padding": "packed"},
     ("compile", "regions"): {"padding": "packed", "attention": "sdpa"},
     ("optimizer", "master"): {"precision": "bf16"},
     ("optimizer", "master16"): {"precision": "bf16"},
@@ -243,6 +245,7 @@ EFFECTS = {  # setting -> whether its value was seen at work
         and (value == "philox" or any(m.seed for m in seen.model.modules() if isinstance(m, HashDropout)))
     ),
     "feed_forward": lambda seen, value: value == "native",
+    "activation": lambda seen, value: seen.has(SigmoidGelu) == (value == "sigmoid"),
     "rounding": rounds,
     "compile": compiles,
     "padding": pads,

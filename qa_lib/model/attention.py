@@ -4,8 +4,8 @@ A packed row holds many features, and a token must attend to its own feature's t
 would do that and cost as much as attention over all of it: quadratic in its length. FlashAttention (Dao et al.
 2022, 2023) is told where segments end, computes nothing across them, and never writes the scores to memory: row E1.
 A T4 lacks it and has PyTorch's memory-efficient kernel (Rabe and Staats 2021), which is called on segments padded for
-it alone: rows E1-efficient and E-t4. A CPU takes the mask. The padded rows' own kernels, eager in A1 and SDPA in A2,
-are transformers' and PyTorch's.
+it alone: rows E1-efficient and E-t4. A CPU takes the mask. A kernel of our own for short segments is in model/short.py,
+row E-short. The padded rows' own kernels, eager in A1 and SDPA in A2, are transformers' and PyTorch's.
 
 Kernels here take query, key and value [tokens, heads, width], `Segments`, dropout and the scale of the scores.
 """
@@ -30,6 +30,11 @@ class Segments(NamedTuple):
     slots: torch.Tensor | None = None  # of lay_out(), for the kernel that pads
     bias: torch.Tensor | None = None
     place: torch.Tensor | None = None
+
+
+def segment_of(ends: torch.Tensor, tokens: int) -> torch.Tensor:
+    """For each of a packed row's tokens the number of the segment that it lies in, by cu_seqlens."""
+    return torch.searchsorted(ends[1:], torch.arange(tokens, device=ends.device, dtype=ends.dtype), right=True)
 
 
 def flash(query, key, value, segments, dropout, scale):
@@ -157,8 +162,7 @@ _efficient.register_autograd(_differentiate, setup_context=_keep)
 
 def blockmask(query, key, value, segments, dropout, scale):
     """SDPA under a mask [tokens, tokens] that is true within segments: any device and dtype, but quadratic."""
-    tokens = torch.arange(len(query), device=query.device, dtype=segments.cu_seqlens.dtype)
-    segment = torch.searchsorted(segments.cu_seqlens[1:], tokens, right=True)
+    segment = segment_of(segments.cu_seqlens, len(query))
     query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
     mask = segment[:, None] == segment
     return F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale)[0].transpose(0, 1)

@@ -17,9 +17,11 @@ from qa_lib.model.dropout import use_hash_dropout
 from qa_lib.model.encoders import embeddings_of, encoder_of, find_encoder, layers_of, most_tokens
 from qa_lib.model.folder import SUMS, load, look, write_digests
 from qa_lib.model.fp8 import use_float8
+from qa_lib.model.gelu import use_sigmoid_gelu
 from qa_lib.model.nf4 import is_nf4, native, use_nf4
 from qa_lib.model.projections import fuse_projections, split_projections
 from qa_lib.model.quantize import is_rounding, use_rounding
+from qa_lib.model.short import use_short_attention
 from qa_lib.spec import HEAD, Spec, find_shape
 from qa_lib.variants import Recipe
 
@@ -46,8 +48,12 @@ def build_model(spec: Spec, head: type = AutoModelForQuestionAnswering) -> torch
         enable({"use_reentrant": False})
     if spec.settings.projections == "fused":
         fuse_projections(model)
+    if spec.settings.attention == "short":
+        use_short_attention(model)
     if spec.settings.dropout == "hash":
         use_hash_dropout(model)
+    if spec.settings.activation == "sigmoid":
+        use_sigmoid_gelu(model)
     if spec.settings.feed_forward == "fp8":
         use_float8(model)
     if spec.settings.rounding != "none":

@@ -16,6 +16,17 @@ from torch import nn
 from qa_lib.model.encoders import encoder_of, layers_of
 
 
+def hashed(numbers: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+    """32 bits for each of some `numbers`, which two seeds make unrelated; all of them int32, of shapes that broadcast.
+
+    The finalizer "lowbias32" (Wellons 2018), with the seed near its start.
+    """
+    # PyTorch's int32 wraps when it multiplies, and keeps the sign when it shifts, hence the masks.
+    bits = ((numbers ^ ((numbers >> 16) & 0xFFFF)) + seed) * 0x7FEB352D
+    bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
+    return bits ^ ((bits >> 16) & 0xFFFF)
+
+
 class HashDropout(nn.Module):
     """nn.Dropout with rate `p` for tensors of fewer than 2^31 elements; its `seed` decides what it drops."""
 
@@ -31,17 +42,8 @@ class HashDropout(nn.Module):
         return torch.where(bits >= int(self.p * 2**31), x * (1 / (1 - self.p)), 0.0)
 
 
-def hashed(numbers: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
-    """32 random bits for each of the int32 `numbers`, as int32; an int32 `seed` decides which."""
-    # The finalizer "lowbias32" (Wellons 2018), with the seed near its start, so that two seeds give unrelated
-    # patterns. PyTorch's int32 wraps when it multiplies, and keeps the sign when it shifts, hence the masks.
-    bits = ((numbers ^ ((numbers >> 16) & 0xFFFF)) + seed) * 0x7FEB352D
-    bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
-    return bits ^ ((bits >> 16) & 0xFFFF)
-
-
 def use_hash_dropout(model: nn.Module) -> None:
-    """Replace the dropouts of the hidden states, in place; attention's own is its kernel's affair."""
+    """Replace the dropouts of the hidden states, in place; attention's own is its kernel's affair (model/short.py)."""
     encoder = encoder_of(model)
     owners = [(model, encoder.embeddings_dropout or f"{encoder.embeddings[0]}.dropout")]
     owners += [(layer, name) for layer in layers_of(model) for name in encoder.dropouts]

@@ -32,6 +32,7 @@ class Encoder:
     attention_output: str = "attention.output.dense"  # the product after it
     feed_forward: tuple[str, ...] = ("intermediate", "output")
     products: tuple[str, ...] = ("intermediate.dense", "output.dense")  # of the feed-forward block
+    activation: str = "intermediate.intermediate_act_fn"  # between those products
     dropouts: tuple[str, ...] = ("attention.output.dropout", "output.dropout")  # of the hidden states
     positions_after_padding: bool = False  # positions count from padding's token id + 1, and not from 0
     adapters: Mapping[str, str] = field(default_factory=dict)  # names in RECIPES -> what is called otherwise here
@@ -47,7 +48,7 @@ DECODERS = {
     "gpt2": Encoder(
         "transformer.h", ("transformer.wte", "transformer.wpe"), "lm_head", "transformer.drop", causal=True,
         attention="attn", self_attention="attn", feed_forward=("mlp",), products=("mlp.c_fc", "mlp.c_proj"),
-        dropouts=("attn.resid_dropout", "mlp.dropout"),
+        activation="mlp.act", dropouts=("attn.resid_dropout", "mlp.dropout"),
         # Query, key and value are one product in GPT-2.
         adapters={"query": "c_attn", "key": "c_attn", "value": "c_attn", "dense": "c_proj c_fc"},
     ),

@@ -44,10 +44,13 @@ class FusedSelfAttention(nn.Module):
     def forward(self, hidden_states, attention_mask=None, past_key_values=None, **kwargs):
         """As the original's forward, for an encoder: hidden_states [batch, tokens, hidden]."""
         shape = hidden_states.shape[:-1]
-        parts = self.qkv(hidden_states).view(*shape, 3, -1, self.width).transpose(1, 3).unbind(2)
+        product = self.qkv(hidden_states).view(*shape, 3, -1, self.width)
+        parts = product.transpose(1, 3).unbind(2)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.dropout.p if self.training else 0.0
-        output, weights = attention(self, *parts, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+        output, weights = attention(
+            self, *parts, attention_mask, dropout=dropout, scaling=self.scaling, product=product, **kwargs
+        )
         return output.reshape(*shape, -1).contiguous(), weights
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from qa_lib.report import cards, curves, quality, scaling
+from qa_lib.report import cards, curves, quality, scaling, slides
 from qa_lib.report.gallery import read_manifest
 from qa_lib.report.runs import (
     BASELINE,
@@ -144,6 +144,7 @@ def several(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
         return say("readme.unknown", reason=reason)
     name = own["group"].iloc[0]
     said = say("readme.several", finding=finding, group=name, code=commits(own))
+    said += " " + say("slides.shortest", facts=slides.Facts(own, sibling(runs, group, "slides")))
     return scaling.worded("\n\n".join([said, *_pictures(name, figures_dir, "scaling")]), own)
 
 

@@ -13,6 +13,7 @@ import math
 
 import pandas as pd
 
+from qa_lib.report.quality import FULL_EPOCHS, FULL_FEATURES
 from qa_lib.report.runs import NotMeasured, on_cpu, several
 from qa_lib.report.tables import interval, place
 from qa_lib.report.text import MISSING, number, say, share
@@ -146,19 +147,33 @@ def cost_table(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def strong_batches(lines: pd.DataFrame) -> list[int]:
-    """The effective batches at which a row ran on different numbers of GPUs, the one with the most such lines first."""
-    return _most(lines, lines["batch"])
+    """The effective batches at which rows for several GPUs have an efficiency, that with the most such lines first."""
+    return _most(lines["batch"][lines["strong"].notna() & (lines["world"] > 1)])
 
 
 def weak_batches(lines: pd.DataFrame) -> list[int]:
     """The same of features a GPU."""
-    return _most(lines, lines["batch"] / lines["world"])
+    return _most((lines["batch"] / lines["world"])[lines["weak"].notna() & (lines["world"] > 1)])
 
 
-def _most(lines: pd.DataFrame, batch: pd.Series) -> list[int]:
-    ran = lines.assign(batch=batch).groupby(["batch", "variant"])["world"].nunique()
-    ran = ran[ran > 1].groupby(level="batch").sum()
-    return [int(size) for size in ran.sort_values(ascending=False, kind="stable").index]
+def _most(sizes: pd.Series) -> list[int]:
+    return [int(size) for size in sizes.sort_values().value_counts().index]
+
+
+def projection(runs: pd.DataFrame) -> dict:
+    """Seconds that three epochs of all of SQuAD v2 would take on the most GPUs, by the quickest row with as many
+    features a GPU as most have: seconds, rate, compile_s (the longest of its runs, 0 without a compiler), and variant,
+    world and batch. Data and scoring are not counted. Raises NotMeasured."""
+    lines = scaling(runs)
+    sizes = weak_batches(lines)
+    chosen = at(lines, weak=sizes[0]) if sizes else lines[:0]
+    if chosen.empty:
+        raise NotMeasured("no row has a speed on several GPUs beside its own on one")
+    line = chosen.sort_values(["world", "rate"]).iloc[-1]
+    own = runs[(runs["spec.variant"] == line["variant"]) & (runs["world"] == line["world"])]
+    compile_s = own.reindex(columns=["time.compile_s"]).astype(float).max().fillna(0.0).item()
+    seconds = FULL_FEATURES * FULL_EPOCHS / line["rate"] + compile_s
+    return {"seconds": seconds, "compile_s": compile_s} | line[["variant", "world", "batch", "rate"]].to_dict()
 
 
 def at(lines: pd.DataFrame, strong: int | None = None, weak: int | None = None) -> pd.DataFrame:

@@ -21,7 +21,7 @@ from qa_lib.measure.goodput import REFERENCE, efficiency
 from qa_lib.record import Noise
 from qa_lib.report.claims import reasons, told, verdicts
 from qa_lib.report.runs import NotMeasured
-from qa_lib.report.scaling import at, scaling, strong_batches
+from qa_lib.report.scaling import at, projection, scaling
 from qa_lib.report.tables import interval
 from qa_lib.report.text import say
 from qa_lib.variants import VARIANTS
@@ -33,7 +33,7 @@ SCALED = "P-fast"  # the row that was run at several batches
 SPREAD = ("P-fast", "P-sharded", "P-1f1b")  # rows that spread one batch in different ways
 SMOOTH = 0.1  # share of a training that a smoothed loss is the mean of
 DIVIDES = ("pipeline", "tensor")  # ways to share a step in which no GPU has the whole model
-CONCLUSIONS = ("data_first", "pipeline_pays", "batch_costs")  # macros of texts/slides.md.j2
+CONCLUSIONS = ("data_first", "pipeline_pays", "batch_costs", "in_a_minute")  # macros of texts/slides.md.j2
 HYPOTHESES = {  # macro of texts/slides.md.j2, which says what was measured -> the hypothesis
     "steps": "H1: Their “pipelines” were data parallelism",
     "artefact": "H2: Their loss of statistical efficiency is one of logging",
@@ -248,7 +248,7 @@ class Facts:
         """PLAIN and POLLED at the most GPUs that both ran on: world, and of each a dict of ms, busy and said (shares,
         the mean of what nvidia-smi answered). Raises NotMeasured."""
         columns = {"ms": "time.step_ms.median", "busy": "speed.utilisation", "said": "speed.utilisation_polled"}
-        done = self.slides[self.slides["status"] == "ok"]
+        done = pd.concat([self.speed, self.slides]).query("status == 'ok'")
         values = done.reindex(columns=columns.values()).set_axis([*columns], axis="columns").astype(float)
         means = values.groupby([done["spec.variant"], done["world"], done["batch"]]).mean()
         rows = [means.loc[name] if name in means.index else means[:0].droplevel(0) for name in (PLAIN, POLLED)]
@@ -284,7 +284,7 @@ class Facts:
         NotMeasured."""
         lines = scaling(self.speed)
         found = []
-        for batch in strong_batches(lines):
+        for batch in sorted(set(lines["batch"])):
             timed = at(lines, strong=batch)
             timed = timed[timed["world"] > 1]
             divides = timed["variant"].map(lambda name: VARIANTS[name].settings.parallel in DIVIDES)
@@ -298,6 +298,15 @@ class Facts:
                 "no row that divides the model ran beside one that does not, at one batch and as many GPUs"
             )
         return max(found, key=lambda pair: pair["world"])
+
+    def shortest(self) -> dict:
+        """scaling.projection, and the efficiency of its batch by the noise scale (None where that is not known). Raises
+        NotMeasured."""
+        found = projection(self.speed)
+        try:
+            return found | {"efficiency": predicted(self.logs, [found["batch"]]).item()}
+        except NotMeasured:
+            return found | {"efficiency": None}
 
     def batches(self) -> dict:
         """By batch larger than REFERENCE the efficiency by the noise scale and as measured: phi (its median at the

@@ -1,0 +1,63 @@
+"""GELU by a sigmoid is GELU to a fraction of bf16's rounding, and keeps no more for the backward pass."""
+
+import functools
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, GPT2Config
+
+from qa_lib.errors import UserError
+from qa_lib.model.encoders import ENCODERS
+from qa_lib.model.gelu import SigmoidGelu, use_sigmoid_gelu
+from tests.tiny import checkpoint
+
+
+def test_value_and_gradient_are_within_a_fraction_of_half_a_step_of_bf16():
+    x = torch.cat([torch.linspace(-40, 40, 400_001), torch.linspace(-1e-3, 1e-3, 101)]).requires_grad_()
+    (gradient,) = torch.autograd.grad(SigmoidGelu()(x).sum(), x)
+    wide = x.detach().double().requires_grad_()
+    exact = wide * torch.special.erfc(-wide / 2**0.5) / 2
+    (expected,) = torch.autograd.grad(exact.sum(), wide)
+    half_step = 2**-9
+    assert ((SigmoidGelu()(x) - exact).abs() <= 0.21 * (half_step * exact.abs() + 1e-5)).all()
+    assert ((gradient - expected).abs() <= 0.21 * (half_step * expected.abs() + 1e-3)).all()
+
+
+def test_the_compiler_keeps_input_and_output_and_nothing_else():
+    kept = []
+
+    def remember(graph, _):
+        (last,) = (node for node in graph.graph.nodes if node.op == "output")
+        kept.extend(node.meta["val"] for node in last.all_input_nodes)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=remember,
+        bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
+    )
+    block = nn.Sequential(nn.Linear(16, 64), SigmoidGelu(), nn.Linear(64, 16)).bfloat16()
+    x = torch.randn(100, 16, dtype=torch.bfloat16, requires_grad=True)
+    torch.compile(block.forward, backend=backend)(x).sum().backward()
+    assert [value.dtype for value in kept if value.shape == (100, 64)] == [torch.bfloat16] * 2
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_every_encoder_takes_it_and_gives_nearly_the_same(kind, tmp_path):
+    model = AutoModelForQuestionAnswering.from_pretrained(checkpoint(kind, tmp_path)).eval()
+    ids = torch.randint(5, 100, (2, 20))
+    before = model(ids).start_logits
+    use_sigmoid_gelu(model)
+    assert sum(isinstance(module, SigmoidGelu) for module in model.modules()) == model.config.num_hidden_layers
+    after = model(ids).start_logits
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(before, after, atol=1e-3, rtol=1e-3)
+
+
+def test_another_activation_is_refused_by_name():
+    model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=100))
+    with pytest.raises(UserError, match="stands for GELU, and this model has NewGELUActivation"):
+        use_sigmoid_gelu(model)

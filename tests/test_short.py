@@ -1,0 +1,195 @@
+"""Attention for short segments: the kernel against plain PyTorch in float64, dropout and gradients included.
+
+The kernels run on a GPU, or in Triton's interpreter where it is installed without one (conftest.py asks for it).
+"""
+
+import dataclasses
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from qa_lib.data.load import batches_of, load_data
+from qa_lib.errors import UserError
+from qa_lib.model import short
+from qa_lib.model.attention import KERNELS, Segments
+from qa_lib.model.build import build_model
+from qa_lib.model.dropout import HashDropout, renew
+from qa_lib.model.encoders import ENCODERS, layers_of
+from qa_lib.model.packed import Packed
+from qa_lib.run.plan import plan
+from qa_lib.spec import Machine, missing
+from qa_lib.variants import VARIANTS
+from tests.tiny import checkpoint
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SCALE = 0.3
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: pip install triton")
+HALVES = [(torch.float16, 2e-3)]
+if DEVICE.type == "cuda":  # the interpreter multiplies the bits of bf16 as whole numbers
+    HALVES += [(torch.bfloat16, 2e-2)]
+# One token, none, an odd number, a whole tile, one more, and two tokens of padding.
+LENGTHS = [1, 0, 37, 64, 65, 2]
+
+
+def drawn(lengths=LENGTHS, heads=2, width=16, dtype=torch.float32):
+    """A product and the gradient of the attention's output, where segments end, and a seed."""
+    torch.manual_seed(0)
+    tokens = sum(lengths)
+    product, grad = torch.randn(tokens, 3, heads, width), torch.randn(tokens, heads, width)
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    seed = torch.tensor(-1234567, dtype=torch.int32)
+    return product.to(DEVICE, dtype), grad.to(DEVICE, dtype), ends.to(DEVICE), seed.to(DEVICE)
+
+
+def with_gradient(attention, product, grad):
+    """What `attention` makes of a product, and the product's gradient."""
+    product = product.detach().requires_grad_()
+    output = attention(product)
+    return output.detach(), torch.autograd.grad(output, product, grad)[0]
+
+
+def expected(product, grad, ends, seed, dropout):
+    return with_gradient(lambda p: short.reference(p, ends, seed, dropout, SCALE), product.double(), grad.double())
+
+
+def by_kernel(product, grad, ends, seed, dropout, longest=None):
+    longest = longest or int(ends.diff().max())
+    return with_gradient(lambda p: short._short(p, ends, seed, longest, dropout, SCALE)[0], product, grad)
+
+
+def assert_close(found, wanted, error):
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.double() - other).norm() < error * other.norm()
+
+
+@needs_triton
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("lengths", [LENGTHS, [130, 3], [1]], ids=str)
+def test_the_kernel_is_the_reference(lengths, dropout):
+    inputs = drawn(lengths)
+    assert_close(by_kernel(*inputs, dropout), expected(*inputs, dropout), 1e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize(("dtype", "error"), HALVES, ids=str)
+def test_in_half_precision_it_is_as_near_as_that_allows(dtype, error):
+    inputs = drawn([70, 9], dtype=dtype)
+    assert_close(by_kernel(*inputs, 0.1), expected(*inputs, 0.1), error)
+
+
+@needs_triton
+def test_limits_beyond_the_longest_segment_and_extreme_scores_change_nothing():
+    product, *rest = drawn([70, 9])
+    product[:, :2] *= 30  # powers of 2 with these exponents are beyond fp32
+    assert_close(by_kernel(product, *rest, 0.1, longest=256), expected(product, *rest, 0.1), 1e-4)
+
+
+@needs_triton
+def test_keys_beyond_the_end_count_nothing_even_where_all_others_score_far_less_than_their_0():
+    product, *rest = drawn([70, 9])
+    product[:, 0], product[:, 1] = product[:, 0] - 30, 1 + product[:, 1] / 10
+    assert_close(by_kernel(product, *rest, 0.1), expected(product, *rest, 0.1), 1e-4)
+
+
+@needs_triton
+def test_the_operators_are_what_the_compiler_takes_them_for():
+    product, _, ends, seed = drawn([20, 3])
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(
+        short._short, (product.requires_grad_(), ends, seed, 64, 0.1, SCALE), test_utils=checks, atol=1e-5, rtol=1e-4
+    )
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU captures no graph")
+def test_replays_of_a_captured_graph_drop_out_by_the_seed_of_the_time():
+    inputs = drawn([70, 9], dtype=torch.bfloat16)
+    by_kernel(*inputs, 0.1, longest=70)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = by_kernel(*inputs, 0.1, longest=70)
+    for seed in (5, -6):
+        inputs[-1].fill_(seed)
+        graph.replay()
+        assert_close(found, expected(*inputs, 0.1), 2e-2)
+
+
+def test_without_dropout_the_reference_is_attention_within_segments():
+    product, _, ends, seed = drawn()
+    query, key, value = product.unbind(1)
+    masked = KERNELS["blockmask"](query, key, value, Segments(ends, [65]), 0.0, SCALE)
+    assert torch.allclose(short.reference(product, ends, seed, 0.0, SCALE), masked, atol=1e-6)
+
+
+def kept(seed, heads=4, length=384, rate=0.1):
+    places = torch.arange(length, dtype=torch.int32).repeat(2)  # two segments
+    return short._kept(places, heads, torch.tensor(seed, dtype=torch.int32), rate)[:, :, :length]
+
+
+def test_dropout_keeps_its_rate_and_no_seed_head_query_or_key_repeats_another():
+    patterns = torch.stack([kept(seed).float() - 0.9 for seed in (3, 4, -(2**31))])
+    assert patterns.mean().abs() < 5 * (0.09 / patterns.numel()) ** 0.5
+    for dim in range(4):  # seeds, heads, queries (of both segments), keys
+        size = patterns.shape[dim]
+        for step in {1, 2, 8, 16, 384} & {*range(size)}:
+            one, other = patterns.narrow(dim, step, size - step), patterns.narrow(dim, 0, size - step)
+            assert (one * other).mean().abs() / 0.09 < 5 / one.numel() ** 0.5, (dim, step)
+    assert not kept(3, rate=0.5).all() and kept(3, rate=0.0).all()
+
+
+def test_dropped_shares_are_lost_and_the_others_grow():
+    """Read off the output for values that are the identity, of one segment with equal scores."""
+    product = torch.zeros(16, 3, 1, 16)
+    product[:, 2, 0] = torch.eye(16)
+    ends, seed = torch.tensor([0, 16], dtype=torch.int32), torch.tensor(9, dtype=torch.int32)
+    shares = short.reference(product, ends, seed, 0.25, SCALE)[:, 0]
+    mask = short._kept(torch.arange(16, dtype=torch.int32), 1, seed, 0.25)[0]
+    assert torch.allclose(shares, mask / 16 / 0.75)
+    assert 0.6 < mask.float().mean() < 0.9
+
+
+@pytest.mark.parametrize("projections", ["fused", "separate"])
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_every_encoder_has_it(kind, projections, tmp_path):
+    """With the loss and gradients of another kernel, and with a seed of its own in every layer."""
+    (spec,) = plan(["E-short"], "smoke", data="synthetic:40", model=checkpoint(kind, tmp_path), machine=Machine())
+    results = []
+    for attention in ("short", "blockmask"):
+        settings = dataclasses.replace(spec.settings, attention=attention, projections=projections)
+        spec = dataclasses.replace(spec, settings=settings)
+        batches = batches_of(load_data(spec).features, spec)
+        model = build_model(spec).eval()
+        loss = Packed(model, batches.limits)(**batches.collate(batches.step(0)[0], torch.device("cpu"))).loss
+        loss.backward()
+        gradients = [p.grad for p in model.parameters()]
+        results.append([loss.detach(), *gradients])
+        seeds = {name for name, m in model.named_modules() if isinstance(m, HashDropout) and ".self." in name}
+        assert len(seeds) == (attention == "short") * len(layers_of(model))
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-3)
+
+
+def test_its_dropout_is_renewed_and_trains_with_it():
+    (spec,) = plan(["E-short"], "smoke", data="synthetic:40", machine=Machine())
+    batches = batches_of(load_data(spec).features, spec)
+    model = build_model(spec).train()
+    for name, module in model.named_modules():
+        if isinstance(module, HashDropout) and name != "bert.encoder.layer.0.attention.self.dropout":
+            module.p = 0.0
+    packed, inputs = Packed(model, batches.limits), batches.collate(batches.step(0)[0], torch.device("cpu"))
+    first, again = packed(**inputs).loss, packed(**inputs).loss
+    renew(model)
+    assert first == again != packed(**inputs).loss
+
+
+def test_a_machine_without_the_kernel_and_a_width_that_it_does_not_take_are_told():
+    settings = dataclasses.replace(VARIANTS["E-short"].settings, precision="fp16", optimizer="fused")
+    gpu = Machine(gpus=1, sm=80, backends=("inductor",), compiler=True)
+    assert missing(settings, gpu) is None
+    assert "8.0" in missing(settings, dataclasses.replace(gpu, sm=75))
+    assert "Triton" in missing(settings, dataclasses.replace(gpu, compiler=False))
+    (spec,) = plan(["E-short"], "smoke", data="synthetic:40", machine=Machine())
+    model = build_model(spec)
+    model.config.num_attention_heads = 64
+    with pytest.raises(UserError, match="power of 2, 16 or more, and not 1"):
+        short.use_short_attention(model)
