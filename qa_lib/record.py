@@ -14,6 +14,7 @@ import datetime
 import fcntl
 import json
 import os
+import re
 import subprocess
 import tempfile
 from dataclasses import dataclass, field
@@ -312,7 +313,7 @@ def new_record(spec: Spec, env: dict) -> dict:
 
 def code_version() -> dict:
     """{commit, dirty} of the checkout this package lies in; or the commit that $QA_LIB_COMMIT names, where the code was
-    copied without its history, or onto an older one."""
+    copied without its history, or onto an older one. Raises RecordError for a name that is no hash."""
 
     def git(*words: str) -> str:
         return subprocess.run(
@@ -320,6 +321,8 @@ def code_version() -> dict:
         ).stdout.strip()
 
     if named := os.environ.get("QA_LIB_COMMIT"):
+        if not re.fullmatch(r"[0-9a-f]{40}", named):
+            raise RecordError(f"QA_LIB_COMMIT={named!r} is not a commit's whole hash, 40 hexadecimal digits")
         return {"commit": named, "dirty": None}
     try:
         # Runs and figures are what the code writes; only a change of the code itself makes a checkout dirty.

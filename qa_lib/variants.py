@@ -327,7 +327,7 @@ VARIANTS = dict(
         _row("P-fsdp", "P1", "Each GPU keeps a share of weights, gradients and optimizer.", parallel="fsdp"),
         _row("P-fast", "E-best", "The whole stack: one reduction inside the captured step.", parallel="flat"),
         _row("P-overlap", "E-regions", "Gradients are reduced while others are still computed.", parallel="overlap"),
-        _row("P-best", "P-overlap", "And each GPU updates its share of the weights alone.", parallel="overlap-sharded"),
+        _row("P-best", "P-overlap", "Gradients and new weights travel beside the passes.", parallel="overlap-sharded"),
         _row("P-sharded", "P-fast", "Each GPU updates its share of the weights alone.", parallel="sharded"),
         _row(
             "P-gpipe", "E5-eager", "Each GPU has some of the layers, and hands on micro-batches.", parallel="pipeline"

@@ -5,16 +5,19 @@ the tolerances below are relative and many times what was seen.
 """
 
 import functools
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
 
+from qa_lib.train.overlapped import Arrivals
 from qa_lib.train.pipeline import bubble
 from tests.ranks import losses_of, trained
 
@@ -86,6 +89,19 @@ def by_one(tmp_path_factory):
 
     yield lambda case: folder_of(json.dumps(case, sort_keys=True))
     torch.set_num_threads(threads)
+
+
+def test_what_waits_for_gradients_does_not_keep_the_model():
+    """Else every run of a process would leave its model on the GPU."""
+    model = torch.nn.Linear(3, 1)
+    sent, gone = [], weakref.ref(model)
+    arrivals = Arrivals([[model.weight], [model.bias]], sent.append)
+    with arrivals.awaited(last=True):
+        model(torch.ones(1, 3)).sum().backward()
+    assert sorted(sent) == [0, 1]
+    del model, arrivals
+    gc.collect()
+    assert gone() is None
 
 
 def found_by_ranks(folder) -> list[dict]:

@@ -155,5 +155,14 @@ def test_records_name_the_code_they_come_from():
     assert version["commit"] == (inside.stdout.strip() if inside.returncode == 0 else None)
 
 
+def test_a_commit_that_is_named_is_a_whole_hash(monkeypatch):
+    monkeypatch.setenv("QA_LIB_COMMIT", "6a62aa811ff8dd3949b38cfc2455a4701afa452b")
+    assert record.code_version() == {"commit": "6a62aa811ff8dd3949b38cfc2455a4701afa452b", "dirty": None}
+    for name in ("6a62aa8", "main", "$(rm -rf)"):
+        monkeypatch.setenv("QA_LIB_COMMIT", name)
+        with pytest.raises(record.RecordError, match=r"QA_LIB_COMMIT=.*whole hash"):
+            record.code_version()
+
+
 def test_records_are_plain_json(spec):
     assert json.loads(json.dumps(record.new_record(spec, ENV)))["schema"] == record.SCHEMA

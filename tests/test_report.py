@@ -604,12 +604,14 @@ def test_the_readme_shows_committed_groups_only_and_the_gpu_before_the_cpu(readm
 
 
 def test_one_call_writes_the_readme_with_its_pictures(readme, runs, quick):
-    """Though newer groups wait for their figures, too, and another one was asked for."""
+    """Though newer groups wait for their figures, too."""
     for scale in ("bench", "smoke", "fit", "quality"):
         make(runs, "A1", machine=GPU, scale=scale)
         make(runs, "A4", machine=GPU, scale=scale)
     subprocess.run(["git", "add", "runs"], check=True)
-    assert call("--readme", "--group", "h200-smoke") == 0
+    with pytest.raises(ReportError, match="give one of the two"):
+        call("--readme", "--group", "h200-smoke")
+    assert call("--readme") == 0
     assert {path.parent.name for path in Path("figures").rglob("manifest.json")} == {
         "cpu-smoke", "h200-bench", "h200-smoke", "h200-fit", "h200-quality"
     }  # fmt: skip

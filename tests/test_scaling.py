@@ -183,7 +183,23 @@ def test_three_epochs_on_the_most_gpus(facts):
     found = facts.shortest()
     assert found["world"] == 4 and found["seconds"] == pytest.approx(395_262 / found["rate"] + found["compile_s"])
     assert f"would take {found['seconds']:.1f} s with {found['variant']}" in slides.conclusions(facts)
-    assert found["efficiency"] == pytest.approx(slides.predicted(facts.logs, [found["batch"]]).item())
+    assert found["learnt"] == facts.batches()["rows"][found["batch"]]
+    untimed = slides.Facts(facts.speed, facts.slides[:0])
+    assert untimed.shortest()["learnt"] is None, "without runs of scale slides"
+
+
+def test_compilation_that_found_a_part_done_says_so(facts):
+    warm = slides.Facts(facts.speed.assign(**{"time.compile_s": 12.0, "time.compile_cached": True}), facts.slides)
+    assert "+ 12.0 s of compilation, which found a part of the code compiled" in slides.conclusions(warm)
+    cold = slides.Facts(facts.speed.assign(**{"time.compile_s": 12.0, "time.compile_cached": False}), facts.slides)
+    assert "+ 12.0 s of compilation." in slides.conclusions(cold)
+
+
+def test_polling_is_judged_within_one_group(facts):
+    """The groups are of two models, whose steps take different times."""
+    own = put(facts.slides, "`spec.variant` == 'P0'", time__step_ms__median=1.0)
+    for other in (own, facts.slides[:0]):
+        assert slides.Facts(facts.slides, other).polling()["plain"]["ms"] == facts.polling()["plain"]["ms"]
 
 
 def put(table, rows, **values):

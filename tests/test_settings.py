@@ -28,7 +28,7 @@ from qa_lib.model.projections import FusedSelfAttention
 from qa_lib.model.quantize import is_rounding
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, adjust, missing
-from qa_lib.train import engine, loop, masters, parallel, pipeline, tensor, trainer
+from qa_lib.train import engine, loop, masters, overlapped, parallel, pipeline, sharded, tensor, trainer
 from qa_lib.train.masters import MasterAdamW
 from qa_lib.variants import CONFLICTS, VARIANTS, Settings, SpecError, choices
 
@@ -138,8 +138,8 @@ class Seen:
         calls = set()
         for owner, name in (
             (parallel, "DistributedDataParallel"), (parallel, "bf16_compress_hook"), (parallel, "fully_shard"),
-            (parallel.Flat, "reduce"), (parallel.dist, "reduce_scatter_tensor"), (pipeline.Pipeline, "passes"),
-            (parallel, "regions_of"), (tensor, "parallelize_module"),
+            (parallel.Flat, "reduce"), (sharded.dist, "reduce_scatter_tensor"), (pipeline.Pipeline, "passes"),
+            (overlapped, "regions_of"), (overlapped.Share, "spread"), (tensor, "parallelize_module"),
         ):  # fmt: skip
             real = getattr(owner, name)
             monkeypatch.setattr(owner, name, lambda *a, real=real, name=name, **k: (calls.add(name), real(*a, **k))[1])
@@ -229,7 +229,8 @@ SHARED = {
     "ddp-bf16": {"DistributedDataParallel", "bf16_compress_hook"},
     "flat": {"reduce"},
     "overlap": {"reduce", "regions_of"},
-    "sharded": {"reduce_scatter_tensor"},
+    "sharded": {"reduce_scatter_tensor", "spread"},
+    "overlap-sharded": {"reduce_scatter_tensor", "spread", "regions_of"},
     "fsdp": {"fully_shard"},
     "pipeline": {"passes"},
     "tensor": {"parallelize_module"},

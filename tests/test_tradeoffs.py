@@ -78,7 +78,7 @@ def bent(tmp_path_factory):
 
 
 def test_a_power_is_found_and_predicts_the_largest_model(plain):
-    two, three = tradeoffs.laws(plain, "layers").itertuples()
+    two, three = tradeoffs.laws(plain, "without_embeddings").itertuples()
     true = score((1.5, 0.1, 0.0), without_embeddings(SHAPES[-1]))
     assert two.b == pytest.approx(0.1, abs=1e-5) and two.predicted == pytest.approx(true, rel=1e-5)
     assert three.predicted == pytest.approx(true, rel=1e-3), "a constant that is none does no harm"
@@ -86,13 +86,13 @@ def test_a_power_is_found_and_predicts_the_largest_model(plain):
 
 
 def test_a_loss_that_no_size_removes_takes_the_law_with_a_constant(bent):
-    two, three = tradeoffs.laws(bent, "layers").itertuples()
+    two, three = tradeoffs.laws(bent, "without_embeddings").itertuples()
     assert three.b == pytest.approx(0.3, abs=1e-3) and three.law[-1] == pytest.approx(0.7, abs=1e-3)
     assert three.predicted == pytest.approx(three.came, rel=1e-4) and two.predicted < 0.99 * two.came
 
 
 def test_intervals_are_those_of_a_fit_to_each_seed(plain):
-    law = tradeoffs.laws(plain, "layers").iloc[0]
+    law = tradeoffs.laws(plain, "without_embeddings").iloc[0]
     # Seeds differ by a factor of 0.2 % each way, which moves every prediction and no exponent.
     half = 2.92 * 0.002 / math.sqrt(3)
     assert law["predicted±"] == pytest.approx(half * law["predicted"], rel=0.01)
@@ -101,7 +101,7 @@ def test_intervals_are_those_of_a_fit_to_each_seed(plain):
 
 def test_one_seed_has_no_interval_and_few_models_one_law_or_none(tmp_path):
     alone = tradeoffs.measured(group(tmp_path / "four", (1.5, 0.1, 0.0), SHAPES[:4], seeds=1), GROUP, "L-best")
-    found = tradeoffs.laws(alone, "layers")
+    found = tradeoffs.laws(alone, "without_embeddings")
     assert list(found["constants"]) == [2] and found[["b±", "predicted±", "came±"]].isna().all(axis=None)
     three = tradeoffs.measured(group(tmp_path / "three", (1.5, 0.1, 0.0), SHAPES[:3]), GROUP, "L-best")
     with pytest.raises(NotMeasured, match=r"takes 3 models .* there are 3 in all"):
@@ -109,7 +109,7 @@ def test_one_seed_has_no_interval_and_few_models_one_law_or_none(tmp_path):
 
 
 def test_the_rate_of_most_seeds_and_the_best_mean_counts(plain):
-    lines = tradeoffs.means(tradeoffs.along(plain, "layers"))
+    lines = tradeoffs.means(tradeoffs.along(plain, "without_embeddings"))
     assert set(lines["rate"]) == {1e-3} and list(lines["rates"][:2]) == [
         "0.0005, 0.001, 0.002",
         "0.0005, 0.001: at the end",
@@ -123,9 +123,9 @@ def test_flops_are_those_that_a_run_is_measured_by(tmp_path):
     run = tradeoffs.measured(load_runs(tmp_path), GROUP, "L-best").iloc[0]
     counted = StepCost(model).flops(TOKENS, TOKENS * 512) * STEPS
     assert run["flops"] == pytest.approx(counted)
-    assert run["layers"] == sum(p.numel() for p in model.transformer.h.parameters()) + 2 * 128
-    assert run["layers"] == run["parameters"] - 128 * (1024 + model.config.vocab_size)
-    assert run["seconds"] == pytest.approx(run["layers"] / 1e5)
+    assert run["without_embeddings"] == sum(p.numel() for p in model.transformer.h.parameters()) + 2 * 128
+    assert run["without_embeddings"] == run["parameters"] - 128 * (1024 + model.config.vocab_size)
+    assert run["seconds"] == pytest.approx(run["without_embeddings"] / 1e5)
 
 
 def test_other_training_data_and_resumed_times_are_left_out(tmp_path):

@@ -65,10 +65,12 @@ def main(args: argparse.Namespace) -> int:
     groups = sorted(began, key=began.get)
     if args.group and args.group not in groups:
         raise ReportError(f"no group {args.group!r} below {args.runs}; there are {', '.join(groups)}")
+    if args.group and args.readme:
+        raise ReportError("--readme shows several groups, and --group asks for one: give one of the two")
     failed, tries = [], searches(runs)
     bare = [group for group in groups if group not in tries and not (args.figures / group / MANIFEST).exists()]
     later = [] if args.group or args.readme else bare[:-AT_ONCE]  # README.md shows pictures of several groups
-    for group in [args.group] if args.group and not args.readme else groups:
+    for group in [args.group] if args.group else groups:
         if group in tries:
             print(f"\n{group}: tries of a search, shown in the report of their hardware's other groups")
             continue

@@ -4,9 +4,11 @@ Each of BLOCKS is a part of the README. The words are in texts/readme.md.j2, the
 and cards.py. Where a record is missing, the reason stands in the number's place.
 """
 
+import contextlib
 import os
 import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
@@ -121,7 +123,7 @@ def rows(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
     table = decisions(own, judged, SHORT)
     counts = table.pop("n").astype(int)
     table = table.drop(columns=f"within {quality.MARGIN:g} F1", errors="ignore")
-    parts = [markdown(table), f"{measured(own, {counts.min(), counts.max()})} {_source(judged)}{_lead(runs, group)}"]
+    parts = [markdown(table), f"{measured(own, (counts.min(), counts.max()))} {_source(judged)}{_lead(runs, group)}"]
     return "\n\n".join([*parts, *_pictures(group, figures_dir, "ladder", "timeline")])
 
 
@@ -144,7 +146,8 @@ def several(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
         return say("readme.unknown", reason=reason)
     name = own["group"].iloc[0]
     said = say("readme.several", finding=finding, group=name, code=commits(own))
-    said += " " + say("slides.shortest", facts=slides.Facts(own, sibling(runs, group, "slides")))
+    with contextlib.suppress(NotMeasured):
+        said += " " + say("slides.shortest", facts=slides.Facts(own, sibling(runs, group, "slides")))
     return scaling.worded("\n\n".join([said, *_pictures(name, figures_dir, "scaling")]), own)
 
 
@@ -168,13 +171,13 @@ def decisions(runs: pd.DataFrame, judged: pd.DataFrame, wanted: tuple[str, ...] 
     return table.assign(**{"what it is": table["row"].map(words)})
 
 
-def measured(runs: pd.DataFrame, counts: set[int] | None = None) -> str:
+def measured(runs: pd.DataFrame, counts: Iterable[int] = ("n",)) -> str:
     """Where the speed and memory of `decisions` come from, in a sentence; with the fewest and most runs of a row where
     the table has no column for them."""
     first = quality.largest_batch(runs).iloc[0]
     return say("readme.measured", gpu=None if on_cpu(runs) else first["env.gpu"], group=first["group"],
                micro_batch=first["micro_batch"], code=commits(runs), level=LEVEL, caveat=CPU_CAVEAT,
-               counts=sorted(counts or "n"))  # fmt: skip
+               counts=list(dict.fromkeys(counts)))  # fmt: skip
 
 
 def _source(judged: pd.DataFrame) -> str:
@@ -211,7 +214,7 @@ def groups(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
     """Each committed group: what ran, on which hardware, how many runs, and how long one took."""
     table = []
     for name, part in runs.groupby("group"):
-        seconds = part["time.notebook_s"].fillna(part["time.wall_s"]).astype(float).dropna()
+        seconds = part["time.notebook_s"].astype(float).dropna()
         first = part.iloc[0]
         hardware = [f"{first['env.cpu_count']} CPU threads"] if "env.cpu_count" in first else []
         if pd.notna(first["env.gpu"]):

@@ -162,18 +162,24 @@ def _most(sizes: pd.Series) -> list[int]:
 
 def projection(runs: pd.DataFrame) -> dict:
     """Seconds that three epochs of all of SQuAD v2 would take on the most GPUs, by the quickest row with as many
-    features a GPU as most have: seconds, rate, compile_s (the longest of its runs, 0 without a compiler), and variant,
-    world and batch. Data and scoring are not counted. Raises NotMeasured."""
+    features a GPU as most have: seconds, with features (of the three epochs), rate, compile_s (the longest of its runs,
+    0 without a compiler) and cold, whether that found nothing compiled; variant, world and batch. Data and scoring are
+    not counted. Raises NotMeasured."""
     lines = scaling(runs)
     sizes = weak_batches(lines)
     chosen = at(lines, weak=sizes[0]) if sizes else lines[:0]
     if chosen.empty:
         raise NotMeasured("no row has a speed on several GPUs beside its own on one")
     line = chosen.sort_values(["world", "rate"]).iloc[-1]
-    own = runs[(runs["spec.variant"] == line["variant"]) & (runs["world"] == line["world"])]
-    compile_s = own.reindex(columns=["time.compile_s"]).astype(float).max().fillna(0.0).item()
-    seconds = FULL_FEATURES * FULL_EPOCHS / line["rate"] + compile_s
-    return {"seconds": seconds, "compile_s": compile_s} | line[["variant", "world", "batch", "rate"]].to_dict()
+    done = runs[runs["status"] == "ok"].rename(columns={"spec.variant": "variant"})
+    own = done[(done[KEYS] == line[KEYS]).all(axis="columns")].reindex(
+        columns=["time.compile_s", "time.compile_cached"]
+    )
+    compile_s = own["time.compile_s"].astype(float).fillna(0.0)
+    cold, features = not own["time.compile_cached"][compile_s.idxmax()], FULL_FEATURES * FULL_EPOCHS
+    seconds = features / line["rate"] + compile_s.max()
+    found = {"seconds": seconds, "features": features, "compile_s": compile_s.max(), "cold": bool(cold)}
+    return found | line[["variant", "world", "batch", "rate"]].to_dict()
 
 
 def at(lines: pd.DataFrame, strong: int | None = None, weak: int | None = None) -> pd.DataFrame:

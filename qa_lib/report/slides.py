@@ -248,15 +248,16 @@ class Facts:
         """PLAIN and POLLED at the most GPUs that both ran on: world, and of each a dict of ms, busy and said (shares,
         the mean of what nvidia-smi answered). Raises NotMeasured."""
         columns = {"ms": "time.step_ms.median", "busy": "speed.utilisation", "said": "speed.utilisation_polled"}
-        done = pd.concat([self.speed, self.slides]).query("status == 'ok'")
-        values = done.reindex(columns=columns.values()).set_axis([*columns], axis="columns").astype(float)
-        means = values.groupby([done["spec.variant"], done["world"], done["batch"]]).mean()
-        rows = [means.loc[name] if name in means.index else means[:0].droplevel(0) for name in (PLAIN, POLLED)]
-        both = rows[0].index.intersection(rows[1].index)
-        if both.empty:
-            raise NotMeasured(f"{POLLED} and {PLAIN} were not run on the same number of GPUs")
-        world, _ = where = max(both)
-        return {"world": world, "plain": rows[0].loc[where].to_dict(), "polled": rows[1].loc[where].to_dict()}
+        for runs in (self.speed, self.slides):  # which are of two models
+            done = runs[runs["status"] == "ok"]
+            values = done.reindex(columns=columns.values()).set_axis([*columns], axis="columns").astype(float)
+            means = values.groupby([done["spec.variant"], done["world"], done["batch"]]).mean()
+            rows = [means.loc[name] if name in means.index else means[:0].droplevel(0) for name in (PLAIN, POLLED)]
+            both = rows[0].index.intersection(rows[1].index)
+            if len(both):
+                world, _ = where = max(both)
+                return {"world": world, "plain": rows[0].loc[where].to_dict(), "polled": rows[1].loc[where].to_dict()}
+        raise NotMeasured(f"{POLLED} and {PLAIN} were not run on the same number of GPUs")
 
     def phis(self) -> dict:
         """The noise scale of each of SPREAD at the batch at which most of them have one: batch, and by row phi (its
@@ -280,8 +281,8 @@ class Facts:
 
     def fastest(self) -> dict:
         """At one effective batch, on the most GPUs that both kinds ran on: the quickest row that has the whole model on
-        each GPU, and the quickest that divides it: batch, world, whole, divided (lines of scaling). Raises
-        NotMeasured."""
+        each GPU, and the quickest that divides it: batch (of several the smallest), world, whole, divided (lines of
+        scaling). Raises NotMeasured."""
         lines = scaling(self.speed)
         found = []
         for batch in sorted(set(lines["batch"])):
@@ -300,13 +301,12 @@ class Facts:
         return max(found, key=lambda pair: pair["world"])
 
     def shortest(self) -> dict:
-        """scaling.projection, and the efficiency of its batch by the noise scale (None where that is not known). Raises
-        NotMeasured."""
+        """scaling.projection, and `learnt`: the efficiency of its batch, `predicted` by the noise scale and `measured`
+        (mean, half), None where these are not known. Raises NotMeasured."""
         found = projection(self.speed)
-        try:
-            return found | {"efficiency": predicted(self.logs, [found["batch"]]).item()}
-        except NotMeasured:
-            return found | {"efficiency": None}
+        with contextlib.suppress(NotMeasured, KeyError):
+            return found | {"learnt": self.batches()["rows"][found["batch"]]}
+        return found | {"learnt": None}
 
     def batches(self) -> dict:
         """By batch larger than REFERENCE the efficiency by the noise scale and as measured: phi (its median at the

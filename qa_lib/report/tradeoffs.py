@@ -33,7 +33,7 @@ SCORES = {  # task -> value of a record, its name; by bytes, tokenizers may diff
     "qa": ("quality.best_f1", "F1 at the best threshold"),
 }
 SIZES = {  # what a model's score is held against
-    "layers": "parameters without embeddings",
+    "without_embeddings": "parameters without embeddings",
     "parameters": "parameters",
     "flops": "FLOPs of training",
     "seconds": "seconds of training",
@@ -73,11 +73,11 @@ def _sizes(runs: pd.DataFrame, task: str) -> dict[str, pd.Series]:
     found = {"parameters": parameters, "seconds": alone.where(runs["time.resumed_from_step"].isna())}
     if task == "qa":  # older records do not tell the layers
         depth = runs.reindex(columns=["model.layers"])["model.layers"].astype(float)
-        return found | {"layers": math.nan, "flops": math.nan, "depth": depth}
+        return found | {"without_embeddings": math.nan, "flops": math.nan, "depth": depth}
     found["depth"] = math.nan
     shapes = runs["model.name"].map(find_shape)
     if shapes.isna().any():
-        return found | {"layers": math.nan, "flops": math.nan}
+        return found | {"without_embeddings": math.nan, "flops": math.nan}
     layers, hidden, positions = (
         shapes.map(lambda shape, name=name: getattr(shape, name)) for name in ("layers", "hidden", "positions")
     )
@@ -86,7 +86,7 @@ def _sizes(runs: pd.DataFrame, task: str) -> dict[str, pd.Series]:
     head = parameters - without - positions * hidden
     each = 6 * (weights + head) + 4 * others + 6 * layers * hidden * runs["length"]
     tokens = runs["time.steps"].astype(float) * runs["batch"] * runs["length"]
-    return found | {"layers": without, "flops": each * tokens}
+    return found | {"without_embeddings": without, "flops": each * tokens}
 
 
 def _tuned(part: pd.DataFrame) -> pd.DataFrame:
@@ -181,7 +181,7 @@ def points_table(runs: pd.DataFrame) -> pd.DataFrame:
         "length": lines["length"].map("{:,}".format),
         "n": lines["n"].map(str),
         label: list(map(_scored(runs), lines["score"], lines["score±"])),
-        "without embeddings": lines["layers"].map(count),
+        "without embeddings": lines["without_embeddings"].map(count),
         "parameters": lines["parameters"].map(count),
         "FLOPs": lines["flops"].map("{:.2e}".format).where(lines["flops"].notna(), MISSING),
         "seconds": lines["seconds"].map(number),
@@ -240,7 +240,7 @@ def finding(runs: pd.DataFrame) -> str:
         lines = means(along(runs, what)).dropna(subset=["score"])
         ends[what] = lines.iloc[[0, -1]].to_dict("records") if lines[what].nunique() > 1 else []
     try:
-        law = laws(runs, "layers").iloc[-1].to_dict()
+        law = laws(runs, "without_embeddings").iloc[-1].to_dict()
     except NotMeasured:
         law = None
     if not any(ends.values()):

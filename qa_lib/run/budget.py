@@ -42,7 +42,7 @@ QUANTILES = (
 )  # fmt: skip
 QUESTION = 15  # of these tokens, about: a question and what stands around it, which every window repeats
 RECOMPUTED_ADAPTERS = 5.5  # measured: bytes that each layer with adapters keeps all the same, as layer_bytes has them
-SAME_MODEL = 0.02  # by so much the weights of one model differ, measured and predicted
+SAME = 0.02  # by so much weights and optimizer state of one model and one code differ, measured and predicted
 ROUNDED = "what training on rounded weights keeps for its backward pass is not predicted"
 SMALL = 4096  # tensors of fewer elements keep 32-bit moments in the 8-bit optimizer
 
@@ -215,8 +215,9 @@ def gpu_of(sm: int) -> Machine:
 
 
 def predicted(runs: pd.DataFrame, model: str = "") -> pd.Series:
-    """Of runs (report.runs.load_runs) the peak in MiB that `estimate` gives, by their index; NaN for one on a CPU, and
-    for one whose weights take another size than those of `model`, a folder or a name; without it, the record's own."""
+    """Of runs (report.runs.load_runs) the peak in MiB that `estimate` gives, by their index; NaN for one on a CPU, for
+    one that an older optimizer made, and for one whose weights take another size than those of `model`, a folder or a
+    name; without it, the record's own."""
     peaks, cached = {}, {}
     for index, folder in runs["path"].items():
         entry = read_record(folder)
@@ -225,10 +226,16 @@ def predicted(runs: pd.DataFrame, model: str = "") -> pd.Series:
         if key not in cached:
             can = spec.hardware != "cpu" and spec.settings.rounding == "none" and spec.model_source
             cached[key] = estimate(spec, _known_lengths(spec)) if can else None
-        budget, measured = cached[key], entry["memory"]["params_mib"]
-        if budget and (measured is None or abs(budget["params_mib"] / measured - 1) < SAME_MODEL):
-            peaks[index] = budget["peak_mib"]
+        if cached[key] and _lasts_as(cached[key], entry):
+            peaks[index] = cached[key]["peak_mib"]
     return pd.Series(peaks, runs.index, dtype=float)
+
+
+def _lasts_as(budget: dict, entry: dict) -> bool:
+    """Whether weights and optimizer state of a record are as large as the budget has them, or not known."""
+    measured = [entry["memory"][name] for name in ("params_mib", "optimizer_mib")]
+    own = budget["params_mib"] + budget["optimizer_mib"]
+    return None in measured or abs(own / sum(measured) - 1) < SAME
 
 
 def _spec_of(entry: dict, model: str) -> Spec:
@@ -284,20 +291,20 @@ def main(args: argparse.Namespace) -> int:
         print(
             f"{spec.variant:12}{spec.scale.max_length:7}{spec.settings.micro_batch:12}"
             + "".join(f"{found[f'{head}_mib']:12,.0f}" for head in heads)
-            + f"{_measured(spec, args.runs):>12}  {found['phase']}"
+            + f"{_measured(spec, found, args.runs):>12}  {found['phase']}"
         )  # fmt: skip
     print("MiB of GPU memory; beside it a process has a CUDA context of 300 to 600 MiB.")
     return 0
 
 
-def _measured(spec: Spec, runs: Path) -> str:
-    """The peak of a run with these settings and this model on whichever GPU, as text."""
+def _measured(spec: Spec, budget: dict, runs: Path) -> str:
+    """The peak of a run with these settings, this model and this optimizer on whichever GPU, as text."""
     asked = dataclasses.asdict(spec.asked)
     for folder in sorted(runs.glob(f"*-{spec.scale.name}/{spec.variant}-s*")):
         with suppress(RecordError):
             entry = read_record(folder)
             same = asked | entry["spec"]["settings"] == asked and entry["model"]["name"] == spec.model["name"]
             same &= entry["spec"]["scale"]["max_length"] == spec.scale.max_length
-            if same and (peak := entry["memory"]["peak_alloc_mib"]):
+            if same and _lasts_as(budget, entry) and (peak := entry["memory"]["peak_alloc_mib"]):
                 return f"{peak:,.0f}"
     return "–"

@@ -208,7 +208,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, several: bool = False) ->
 SIZES = {
     "--micro-batch": "features in one forward pass (rows: 8)",
     "--batch": "features in an optimizer step (its scale's)",
-    "--max-length": "tokens of a feature or window (its scale's); below twice its stride neighbours share a third",
+    "--max-length": "tokens of a feature or window (its scale's); neighbours of fewer than 256 share a third",
     "--world": "processes of a P row, one a GPU (rows: 2)",
 }
 

@@ -17,7 +17,7 @@ from qa_lib.run.launch import Launcher, add_launcher_arguments, probe, say_idle
 from qa_lib.run.plan import add_rows, add_several, add_source_arguments, plan, rows_of
 from qa_lib.spec import Spec
 
-SCORES = {  # task -> value of `quality` by which points are compared, its name
+JUDGED = {  # task -> value of `quality` by which points are compared, its name
     "qa": ("best_f1", "F1 at the best threshold"),
     "lm": (TASKS["lm"].metric, TASKS["lm"].label),
 }
@@ -73,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
         raise UserError(f"scale {args.scale!r} measures no quality, by which points are compared")
     tries = points(specs, args.learning_rate, args.trainable)
     entries = launcher.run_all(tries, _tell)
-    metric, label = SCORES[specs[0].scale.task]
+    metric, label = JUDGED[specs[0].scale.task]
     scores = [entry["quality"][metric] if entry["status"] == "ok" else None for entry in entries]
     found = pd.DataFrame({"row": [each.variant for each in tries], "point": map(name_of, tries), "score": scores})
     for row, own in found.astype({"score": float}).groupby("row", sort=False):
@@ -92,6 +92,6 @@ def _tell(point: Spec, entry: dict) -> None:
     """A line about a try that has ended."""
     result = f"{entry['status']}, {entry['error']['message']}"
     if entry["status"] == "ok":
-        metric, label = SCORES[point.scale.task]
+        metric, label = JUDGED[point.scale.task]
         result = f"{label} {entry['quality'][metric]:.2f}"
     print(f"  {point.run_id} {name_of(point)}: {result}", flush=True)

@@ -16,12 +16,12 @@ then stand for 65,537 masters, one more than 16 bits can tell apart.
 no two numbers of bf16 are that close: rounded to nearest, the moment would never fall, and only gradients about twice
 as large as its root would raise it. Rounded up with the probability with which it lies near the next number (Gupta et
 al. 2015), it stands still in most steps, moves far enough in some, and is right on average. The random bits are a hash
-of step and element's number, as dropout's are (model/dropout.py): a run repeats, a captured step rounds anew in each
-replay, and processes that make the same update agree.
+of step and of the element's number in the optimizer, as dropout's are (model/dropout.py): a run repeats, a captured
+step rounds anew in each replay, and processes that make the same update agree.
 
 An optimizer's step does little arithmetic on much memory. Written plainly it runs some ten kernels, each of which reads
 and writes every parameter; compiled, it is one pass. It moves 26 bytes a parameter: 2 of gradient, 4 of weight, 4 of
-rest and 16 of moments, or 18 where those are in bf16. The norm of the gradients reads 2 more.
+rest and 16 of moments. With moments in bf16, which are 8, it moves 18. The norm of the gradients reads 2 more.
 """
 
 import torch
@@ -57,7 +57,7 @@ class MasterAdamW(torch.optim.Optimizer):
                     "exp_avg": torch.zeros_like(parameter, dtype=moments),
                     "exp_avg_sq": torch.zeros_like(parameter, dtype=moments),
                     "step": torch.zeros((), device=parameter.device),
-                    # The number of its first element in the model, for random bits of its own.
+                    # The number of its first element in this optimizer, for random bits of its own.
                     "first": torch.tensor(elements, dtype=torch.int32, device=parameter.device),
                 }
                 elements = (elements + parameter.numel()) % 2**31

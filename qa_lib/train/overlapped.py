@@ -15,8 +15,8 @@ the backward pass takes some of the GPU's processors and memory bandwidth from i
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -58,9 +58,12 @@ class Arrivals:
 
     def __init__(self, lists: list[list[torch.nn.Parameter]], send: Callable[[int], None]):
         self.lists, self.send, self.missing = lists, send, None  # of each list so many gradients, if they are awaited
+        # A hook lies in a parameter where Python's collector does not look, so that one that held what holds the
+        # parameter would keep the whole model for good.
+        own = weakref.proxy(self)
         for number, parameters in enumerate(lists):
             for parameter in parameters:
-                parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))
+                parameter.register_post_accumulate_grad_hook(lambda _, number=number: own.arrived(number))
 
     @contextlib.contextmanager
     def awaited(self, last: bool):
@@ -71,7 +74,8 @@ class Arrivals:
         if last and (missing := sum(self.missing)):
             raise RuntimeError(f"{missing} of the model's parameters have no gradient, and their regions wait for them")
 
-    def _arrived(self, number: int, _: torch.Tensor) -> None:
+    def arrived(self, number: int) -> None:
+        """One more gradient of that list is there."""
         if self.missing:
             self.missing[number] -= 1
             if self.missing[number] == 0:
@@ -110,6 +114,7 @@ class Overlapped(Flat):
     def reduce(self):
         if self.ranks.world == 1:
             return super().reduce()
+        self.passed = 0
         self.beside.join()
         for flat, _, region in self.sent:
             lay(flat, region)

@@ -75,7 +75,7 @@ class Sharded(Alone):
 
     def finish(self, norms: list[torch.Tensor]) -> None:
         """When the shares are reduced, with the square norms of what was there before."""
-        self.own = sum(norms) if self.ranks.world > 1 else None  # alone it would be the whole step's
+        self.own = sum(norms) if self.ranks.world > 1 else None  # one process has no two batches to compare
         for share in self.shares:
             for parameter in share.parameters:
                 parameter.grad = None
