@@ -33,7 +33,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from qa_lib.errors import UserError
-from qa_lib.model.attention import attention_name, segment_of
+from qa_lib.model.attention import attention_name, in_one, segment_of
 from qa_lib.model.dropout import HashDropout, hashed
 from qa_lib.model.encoders import encoder_of, layers_of
 
@@ -155,9 +155,8 @@ def attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    if product is None:
-        product = torch.stack([part.transpose(1, 2) for part in (query, key, value)], 2)
-    return short(product[0], segments, module.dropout.seed, dropout, scaling)[None], None
+    product = in_one(query, key, value, product)
+    return short(product, segments, module.dropout.seed, dropout, scaling)[None], None
 
 
 AttentionInterface.register(NAME, attention)
