@@ -113,8 +113,8 @@ def test_the_scale_of_the_loss_is_taken_off_and_an_overflow_changes_nothing():
         optimizer = MasterAdamW([parameter], lr=torch.tensor(1e-2), max_norm=0.005)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for number, grad in enumerate(grads):
-            for scale in ([torch.inf] if overflows and number == 1 else []) + [scaler.scale(torch.ones(()))]:
-                parameter.grad = (grad * scale).half()
+            for times in ([torch.inf] if overflows and number == 1 else []) + [1.0]:
+                parameter.grad = (grad * scaler.scale(torch.tensor(times))).half()
                 unscale(optimizer, scaler)
                 scaler.step(optimizer)
                 scaler.update()
