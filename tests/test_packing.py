@@ -442,14 +442,14 @@ def test_fused_projections_are_the_same_function_and_come_apart_again(tmp_path):
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA GPU")
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_a_captured_step_is_the_eager_step(features, precision, tmp_path):
+@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"optimizer": "master"}], ids=str)
+def test_a_captured_step_is_the_eager_step(features, changes, tmp_path):
     """Ten steps without dropout, three of them eager and seven replayed, against ten eager ones."""
     from qa_lib.train.loop import train
 
     def weights(step):
         spec = spec_of("E3", machine=H200, steps=10, checkpoint_every=0, measure_from=2)
-        settings = dataclasses.replace(spec.settings, step=step, precision=precision)
+        settings = dataclasses.replace(spec.settings, step=step, **changes)
         spec = dataclasses.replace(spec, settings=settings)
         model = without_dropout(build_model(spec))
         (tmp_path / step).mkdir()

@@ -28,7 +28,7 @@ from qa_lib.model.projections import FusedSelfAttention
 from qa_lib.model.quantize import is_rounding
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, adjust, missing
-from qa_lib.train import engine, loop, masters, parallel, pipeline, tensor, trainer
+from qa_lib.train import engine, loop, masters, overlapped, parallel, pipeline, tensor, trainer
 from qa_lib.train.masters import MasterAdamW
 from qa_lib.variants import CONFLICTS, VARIANTS, Settings, SpecError, choices
 
@@ -45,7 +45,6 @@ COMPANIONS = {
     ("attention", "blockmask"): {"padding": "packed"},
     ("attention", "short"): {"padding": "packed"},
     ("compile", "regions"): {"padding": "packed", "attention": "sdpa"},
-    ("optimizer", "master"): {"precision": "bf16"},
     ("optimizer", "master16"): {"precision": "bf16"},
     ("checkpointing", "elementwise"): {"compile": "inductor"},
     ("feed_forward", "fp8"): {"precision": "bf16", "optimizer": "master"},
@@ -76,11 +75,12 @@ def data():
 
 
 def here(asked: Settings) -> tuple[Settings, str | None]:
-    """What this CPU makes of the settings, and why it cannot run them. bf16 it leaves to GPUs, but can do."""
+    """What this CPU makes of the settings, and why it cannot run them. Half precision it leaves to GPUs, but can do bf16
+    and weights in fp16."""
     settings, _ = adjust(asked, CPU)
     skip = missing(settings, CPU)
-    if asked.precision == "bf16" and not skip:
-        settings = dataclasses.replace(settings, precision="bf16", optimizer=asked.optimizer)
+    if (asked.precision == "bf16" or asked.half_weights) and not skip:
+        settings = dataclasses.replace(settings, precision=asked.precision, optimizer=asked.optimizer)
     return settings, skip
 
 
@@ -139,7 +139,7 @@ class Seen:
         for owner, name in (
             (parallel, "DistributedDataParallel"), (parallel, "bf16_compress_hook"), (parallel, "fully_shard"),
             (parallel.Flat, "reduce"), (parallel.dist, "reduce_scatter_tensor"), (pipeline.Pipeline, "passes"),
-            (parallel, "regions_of"), (tensor, "parallelize_module"),
+            (overlapped, "regions_of"), (tensor, "parallelize_module"),
         ):  # fmt: skip
             real = getattr(owner, name)
             monkeypatch.setattr(owner, name, lambda *a, real=real, name=name, **k: (calls.add(name), real(*a, **k))[1])
@@ -230,6 +230,7 @@ SHARED = {
     "flat": {"reduce"},
     "overlap": {"reduce", "regions_of"},
     "sharded": {"reduce_scatter_tensor"},
+    "overlap-sharded": {"reduce_scatter_tensor", "regions_of"},
     "fsdp": {"fully_shard"},
     "pipeline": {"passes"},
     "tensor": {"parallelize_module"},
