@@ -75,8 +75,8 @@ def data():
 
 
 def here(asked: Settings) -> tuple[Settings, str | None]:
-    """What this CPU makes of the settings, and why it cannot run them. Half precision it leaves to GPUs, but can do bf16
-    and weights in fp16."""
+    """What this CPU makes of the settings, and why it cannot run them. Half precision it leaves to GPUs, but it can do
+    bf16, and weights in fp16."""
     settings, _ = adjust(asked, CPU)
     skip = missing(settings, CPU)
     if (asked.precision == "bf16" or asked.half_weights) and not skip:
