@@ -171,9 +171,10 @@ def test_an_epoch_sees_each_feature_once_and_the_next_in_another_order(features)
     assert np.array_equal(first, PackedBatches(features, spec_of())._epoch(0))
 
 
-def packed_and_padded(features, kind, dtype, device=DEVICE):
+def packed_and_padded(features, kind, dtype, device=DEVICE, projections="separate"):
     """A model, one micro-batch both ways, and its lengths: on the device, without dropout, in training mode."""
     spec = spec_of(attention=kind)
+    spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, projections=projections))
     batches = PackedBatches(features, spec)
     indices = batches.step(0)[0]
     model = without_dropout(build_model(spec)).to(device, dtype).train()
@@ -195,9 +196,10 @@ def padded_loss(model, inputs, lengths):
     return sum(losses) / 2, output, inside
 
 
+@pytest.mark.parametrize("projections", ["separate", "fused"])
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
-def test_logits_loss_and_gradients_are_those_of_padded_rows(features, kind, dtype, error):
-    model, packed, padded, lengths = packed_and_padded(features, kind, dtype)
+def test_logits_loss_and_gradients_are_those_of_padded_rows(features, kind, dtype, error, projections):
+    model, packed, padded, lengths = packed_and_padded(features, kind, dtype, projections=projections)
     loss, output, inside = padded_loss(model.model, padded, lengths)
     loss.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}

@@ -59,7 +59,7 @@ def in_one(query, key, value, product=None):
     projections, of which they are views, or a copy."""
     if product is None:
         product = torch.stack([part.transpose(1, 2) for part in (query, key, value)], 2)
-    return product[0]
+    return product.squeeze(0)  # indexed, it would be copied in the backward pass
 
 
 def _equal_limits(limits: list[int]) -> list[tuple[slice, tuple[int, int]]]:
