@@ -147,8 +147,10 @@ def test_each_feature_has_a_place_that_is_the_same_in_every_row(features):
             assert (row["bias"][place] == 0).all() and list(row["position_ids"][0, place]) == list(range(length))
             for name in ("input_ids", "token_type_ids"):
                 assert (row[name][0, place] == plain[name][number, :length]).all()
-    with pytest.raises(UserError, match="longer than their places"):
+    with pytest.raises(UserError, match="not for places of"):
         batches.arrays(batches.step(0)[0][::-1])
+    with pytest.raises(UserError, match="not for places of"):
+        batches.arrays(batches.step(0)[0][1:])
 
 
 def test_few_limits_are_the_best_few():
