@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from qa_lib.variants import (
+    SINCE,
     VARIANTS,
     Recipe,
     Settings,
@@ -21,6 +22,7 @@ from qa_lib.variants import (
     find_variant,
     nearest,
     needs,
+    since,
 )
 
 
@@ -182,10 +184,12 @@ def missing(settings: Settings, machine: Machine, world: int = 1) -> str | None:
     backend = settings.compile
     reasons = {
         "cuda": (machine.gpus > 0, "needs a CUDA GPU"),
-        "sm80": (machine.sm >= 80, "needs a GPU of compute capability 8.0 or newer (bf16 and FlashAttention)"),
-        "sm89": (machine.sm >= 89, "needs a GPU of compute capability 8.9 or newer (8-bit floats)"),
+        "sm80": (
+            machine.sm >= SINCE["sm80"], "needs a GPU of compute capability 8.0 or newer (bf16 and FlashAttention)"
+        ),
+        "sm89": (machine.sm >= SINCE["sm89"], "needs a GPU of compute capability 8.9 or newer (8-bit floats)"),
         "triton": (
-            not machine.gpus or (machine.compiler and machine.sm >= 80),
+            not machine.gpus or (machine.compiler and machine.sm >= SINCE["triton"]),
             "needs Triton where there is a GPU, and one of compute capability 8.0 or newer",
         ),
         "compiler": (machine.compiler, "torch.compile needs a C++ compiler (g++), or Triton with a GPU"),
@@ -450,6 +454,8 @@ def describe(spec: Spec) -> str:
         before = base.get(key, "–")
         mark = "**" if base and before != value else ""
         lines.append(f"| {key} | {before} | {mark}{value}{mark} |")
+    if newer := since(spec.settings):
+        lines.append(f"\nOn a GPU it takes compute capability {newer / 10} or newer.")
     lines += [f"\nAdjusted to this machine: {note}." for note in spec.adjusted]
     lines += [f"\n**Skipped here**: {spec.skip}."] if spec.skip else []
     return "\n".join(lines)

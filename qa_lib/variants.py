@@ -151,7 +151,8 @@ CONFLICTS = (
     (("attention", "flash|efficient|blockmask|short"), ("padding", "!packed"), "these are the kernels for packed rows"),
     (("attention", "flash"), ("precision", "fp32"), "FlashAttention computes in half precision alone"),
     (("padding", "packed"), ("order", "bucketed"), "packed rows are dealt by length already, and padding has no say"),
-    (("optimizer", "master*"), ("precision", "!bf16"), "GradScaler takes no fp16 gradients, and fp32 needs no masters"),
+    (("optimizer", "master"), ("precision", "fp32"), "fp32 needs no masters"),
+    (("optimizer", "master16"), ("precision", "!bf16"), "GPUs that compute in fp16 for want of bf16 cannot keep it"),
     (("feed_forward", "fp8"), ("precision", "!bf16"), "the 8-bit products give bf16"),
     (("feed_forward", "fp8"), ("optimizer", "!master*"), "the 8-bit products take weights in bf16"),
     (("projections", "fused"), ("trainable", "lora*"), "the adapters' query, key and value are fused away"),
@@ -310,11 +311,18 @@ VARIANTS = dict(
         _row("E-regions", "E-best", "A quick start: layers are compiled by threes, all as one.", compile="regions"),
         _row("E-fp8", "E-best", "Half of the products in 8-bit floats, where the chip has them.", feed_forward="fp8"),
         _row("E-short", "E-best", "A kernel of our own: attention for segments of 180 tokens.", attention="short"),
+        _row(
+            "E-recompute", "E-short", "Layers are computed twice, in a graph: hashes need no state.", checkpointing=True
+        ),
+        _row("E-least", "E-recompute", "The least memory of a captured step: moments in bf16.", optimizer="master16"),
         _row("E-gelu", "E-best", "GELU in fewer instructions, to a fraction of bf16's step.", activation="sigmoid"),
         _row("E-t4", "E3", "What is left without bf16 and FlashAttention, as on a T4.", projections="fused"),
+        _row("E-t4-hash", "E-t4", "Dropout's random bits at a tenth of the work, on a T4 too.", dropout="hash"),
+        _row("E-t4-best", "E-t4-hash", "Weights, gradients, residuals in fp16, over masters.", optimizer="master"),
         _row("EC1", "E1", "Packed rows with 8-bit moments: towards the least memory.", optimizer="adamw8bit"),
         _row("EC2", "EC1", "The leanest full fine-tune: packed, 8-bit moments, recomputed.", checkpointing=True),
         _row("EB1-lean", "EC2", "LoRA on top of that: the leanest that adapts every layer.", trainable="lora-all"),
+        _row("EB1-least", "EB1-lean", "What is frozen in half precision: half of its bytes.", optimizer="master"),
         _row("EB1", "E5", "Does LoRA still pay once the step is fused and captured?", trainable="lora-qv"),
         _row("EB1-all", "E5", "And LoRA on every linear layer?", trainable="lora-all"),
         _row("EB2", "E-best", "And biases alone?", trainable="biases"),
@@ -399,6 +407,15 @@ def needs(settings: Settings) -> list[str]:
     return [need for need, asked in wanted.items() if asked]
 
 
+# A need -> the compute capability x 10 from which GPUs meet it: a T4 has 75, an A100 80, an L4 89, an H100 90.
+SINCE = {"compiler": 70, "triton": 80, "sm80": 80, "sm89": 89}
+
+
+def since(settings: Settings) -> int | None:
+    """The compute capability x 10 from which GPUs run these settings; None for every one that PyTorch has."""
+    return max((SINCE[need] for need in needs(settings) if need in SINCE), default=None)
+
+
 EXAMPLE = "example: python -m qa_lib variants --json | jq '.[] | select(.family == \"B\")'"
 
 
@@ -412,12 +429,19 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         rows = [
             dataclasses.asdict(row)
-            | {"family": row.family, "settings": dataclasses.asdict(row.settings), "needs": needs(row.settings)}
+            | {
+                "family": row.family,
+                "settings": dataclasses.asdict(row.settings),
+                "needs": needs(row.settings),
+                "since": since(row.settings),
+            }
             for row in VARIANTS.values()
         ]
         print(json.dumps(rows, indent=1))
         return 0
     for row in VARIANTS.values():
         change = ", ".join(f"{key} = {value}" for key, value in row.change.items()) or "baseline"
-        print(f"{row.name:14}{row.parent or '-':9}{change:32}{row.why}")
+        newer = f"{capability / 10}" if (capability := since(row.settings)) else "-"
+        print(f"{row.name:14}{row.parent or '-':12}{change:32}{newer:5}{row.why}")
+    print("The number is the compute capability from which GPUs run a row: a T4 has 7.5, an A100 8.0, an H100 9.0.")
     return 0

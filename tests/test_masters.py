@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from qa_lib.train import masters as module
-from qa_lib.train.masters import MasterAdamW, bundles, masters, random_bits, upper
+from qa_lib.train.masters import MasterAdamW, bundles, halves, masters, nearest_fp16, random_bits, upper
+from qa_lib.train.optim import unscale
 
 SHAPES = [(33, 17), (128,), (128,), (4, 5, 6)]
 INDUCTOR = module._update  # takes seconds
@@ -23,18 +24,18 @@ def masters_of(optimizer: MasterAdamW) -> list[torch.Tensor]:
     return masters(parameters, [state["rest"] for state in states])
 
 
-def train(moments, steps=20):
+def train(moments, steps=20, dtype=torch.bfloat16):
     """Masters after steps on fixed gradients, and the weights of PyTorch's AdamW in fp32 after the same. The norm of
     the gradients falls from 28 to 1.4, so that a limit of 3 clips the first half of the steps."""
     torch.manual_seed(0)
-    parameters = [torch.nn.Parameter(torch.randn(shape).bfloat16()) for shape in SHAPES]
+    parameters = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
     copies = [torch.nn.Parameter(p.detach().float()) for p in parameters]
     ours = MasterAdamW(parameters, lr=torch.tensor(1e-2), max_norm=3.0, moments=moments)
     theirs = torch.optim.AdamW(copies, lr=1e-2, weight_decay=0.0)
     for step in range(steps):
         torch.manual_seed(step)
         for parameter, copy in zip(parameters, copies, strict=True):
-            parameter.grad = torch.randn(parameter.shape).bfloat16() / (step + 1)
+            parameter.grad = torch.randn(parameter.shape).to(dtype) / (step + 1)
             copy.grad = parameter.grad.float()
         torch.nn.utils.clip_grad_norm_(copies, 3.0)
         ours.step()
@@ -42,20 +43,28 @@ def train(moments, steps=20):
     return parameters, masters_of(ours), [copy.detach() for copy in copies]
 
 
-@pytest.mark.parametrize(("moments", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
-def test_it_is_adamw_with_clipping(moments, tolerance):
+# The type of both moments and of the weights.
+TYPES = [
+    (torch.float32, torch.bfloat16, 1e-6),
+    (torch.float32, torch.float16, 1e-5),
+    (torch.bfloat16, torch.bfloat16, 4e-3),
+]
+
+
+@pytest.mark.parametrize(("moments", "dtype", "tolerance"), TYPES)
+def test_it_is_adamw_with_clipping(moments, dtype, tolerance):
     """In each of 20 steps of a hundredth, a moment in bf16 is wrong by 1/256 at most."""
-    weights, ours, theirs = train(moments)
+    weights, ours, theirs = train(moments, dtype=dtype)
     for weight, a, b in zip(weights, ours, theirs, strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=tolerance)
-        assert torch.equal(weight, a.bfloat16()), "no tie among these"
+        assert torch.equal(weight, a.to(dtype)), "no tie among these"
 
 
-@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
-def test_compiled_it_is_the_same(moments, monkeypatch):
-    _, plain, _ = train(moments, 3)
+@pytest.mark.parametrize(("moments", "dtype"), [each[:2] for each in TYPES])
+def test_compiled_it_is_the_same(moments, dtype, monkeypatch):
+    _, plain, _ = train(moments, 3, dtype)
     monkeypatch.setattr(module, "_update", INDUCTOR)
-    for a, b in zip(plain, train(moments, 3)[1], strict=True):
+    for a, b in zip(plain, train(moments, 3, dtype)[1], strict=True):
         assert torch.allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
@@ -74,6 +83,53 @@ def test_weight_and_rest_are_the_master_for_every_weight():
     tie = master.view(torch.int32) & 0xFFFF == 0x8000
     assert torch.equal(weight[~tie], master.bfloat16()[~tie])
     assert (nearest[tie].abs() > master[tie].abs()).all()
+
+
+def test_rounding_to_fp16_is_the_cast_but_for_ties():
+    exponents = torch.arange(-30, 15)[:, None]
+    value = (torch.rand(45, 4000) + 1) * 2.0**exponents * torch.tensor([1, -1]).repeat(2000)
+    value = torch.cat([value.flatten(), torch.tensor([0.0, -0.0, 2**-14, 2**-24, 65_503.0])])
+    small, odd = value.abs() < 2**-14, value.view(torch.int32) & 0x1FFF == 0x1000
+    tie = torch.where(small, value.abs() * 2**24 % 1 == 0.5, odd)
+    assert torch.equal(nearest_fp16(value)[~tie], value.half().float()[~tie]) and tie.sum() < 200
+    assert torch.equal(nearest_fp16(value).half().float(), nearest_fp16(value))
+    assert nearest_fp16(torch.tensor(torch.nan)).isnan()
+
+
+def test_fp16_and_its_rest_have_22_bits_of_the_master():
+    master = torch.randn(100_000) * 10.0 ** torch.randint(-6, 3, (100_000,))
+    (weight,), (rest,) = halves([master], torch.float16)
+    (again,) = masters([weight.half()], [rest.half()])
+    assert ((again - master).abs() <= 2**-22 * master.abs() + 2**-36).all()
+
+
+def test_the_scale_of_the_loss_is_taken_off_and_an_overflow_changes_nothing():
+    """As GradScaler does it to fp32 gradients; and its scale falls."""
+    torch.manual_seed(0)
+    start, grads = torch.randn(50).half(), [torch.randn(50) * 1e-3 for _ in range(3)]
+    found = []
+    for overflows in (False, True):
+        parameter = torch.nn.Parameter(start.clone())
+        optimizer = MasterAdamW([parameter], lr=torch.tensor(1e-2), max_norm=0.005)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for number, grad in enumerate(grads):
+            for times in ([torch.inf] if overflows and number == 1 else []) + [1.0]:
+                parameter.grad = (grad * scaler.scale(torch.tensor(times))).half()
+                unscale(optimizer, scaler)
+                scaler.step(optimizer)
+                scaler.update()
+                assert optimizer.grad_scale is None
+        assert scaler.get_scale() == (512.0 if overflows else 1024.0)
+        assert optimizer.state[parameter]["step"] == 3
+        found.append(masters_of(optimizer)[0])
+    torch.testing.assert_close(*found, rtol=0, atol=2e-5)
+    copy = torch.nn.Parameter(start.float())
+    theirs = torch.optim.AdamW([copy], lr=1e-2, weight_decay=0.0)
+    for grad in grads:
+        copy.grad = (grad * 1024).half().float() / 1024
+        torch.nn.utils.clip_grad_norm_([copy], 0.005)
+        theirs.step()
+    torch.testing.assert_close(found[0], copy.detach(), rtol=0, atol=1e-5)
 
 
 def test_what_is_not_a_number_stays_none():

@@ -1,21 +1,20 @@
 """Packed rows are the same mathematics as padded ones, and no segment sees its neighbour."""
 
 import dataclasses
-import functools
+import itertools
 
 import numpy as np
 import pytest
 import torch
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import library
-from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 from qa_lib.data.batches import Batches
-from qa_lib.data.packing import PackedBatches, deal, lay_out
+from qa_lib.data.packing import CALLS, PackedBatches, deal, few_limits
 from qa_lib.data.squad import open_source
 from qa_lib.data.tokenise import build_tokenizer
 from qa_lib.data.windows import build_features
+from qa_lib.errors import UserError
 from qa_lib.model.attention import KERNELS, Segments
 from qa_lib.model.build import build_model
 from qa_lib.model.packed import Packed, Regions, regions_of
@@ -82,12 +81,20 @@ def spec_of(variant="E1", machine=CPU, attention=None, **scale) -> Spec:
     return dataclasses.replace(spec, settings=settings, scale=scale)
 
 
-def segments(ends, limits) -> Segments:
-    """Of a row cut at `ends`; one limit stands for all segments."""
-    ends = np.array(ends, dtype=np.int32)
-    limits = limits if isinstance(limits, list) else [limits] * (len(ends) - 1)
-    layout = {name: torch.from_numpy(array).to(DEVICE) for name, array in lay_out(ends, limits).items()}
-    return Segments(torch.from_numpy(ends).to(DEVICE), limits, **layout)
+def segments(kind, lengths, limits) -> Segments:
+    """Of a row of segments of these lengths, for a kernel; one limit stands for all of them."""
+    limits = limits if isinstance(limits, list) else [limits] * len(lengths)
+    ends = torch.tensor([0, *np.cumsum(limits if kind == "efficient" else lengths)], dtype=torch.int32, device=DEVICE)
+    bias = torch.full((int(ends[-1]),), -torch.inf, device=DEVICE)
+    for begin, length in zip(ends, lengths, strict=False):
+        bias[begin : begin + length] = 0
+    return Segments(ends, limits, bias if kind == "efficient" else None)
+
+
+def attend(kind, query, key, value, *rest):
+    """A kernel's output, whichever way it takes query, key and value."""
+    parts = [torch.stack([query, key, value], 1)] if kind == "efficient" else [query, key, value]
+    return KERNELS[kind](*parts, *rest)
 
 
 def relative(a, b):
@@ -121,24 +128,41 @@ def test_every_row_has_one_shape_and_nearly_no_padding(features):
 
 
 def test_each_segment_has_a_limit_that_holds_in_every_row(features):
+    batches = PackedBatches(features, spec_of())
+    lengths = [np.diff(batches.arrays(m)["cu_seqlens"]) for step in range(batches.steps) for m in batches.step(step)]
+    assert (lengths <= np.array(batches.limits)).all()
+    assert (batches.limits - np.max(lengths, axis=0)).max() < 64, "no limit is an alignment too high"
+
+
+def test_each_feature_has_a_place_that_is_the_same_in_every_row(features):
     batches = PackedBatches(features, spec_of(attention="efficient"))
-    rows = [batches.arrays(m) for step in range(batches.steps) for m in batches.step(step)]
-    lengths = np.array([np.diff(row["cu_seqlens"]) for row in rows])
-    assert (lengths <= batches.limits).all() and not np.mod(batches.limits, 16).any()
-    assert batches.limits[: batches.size] == sorted(batches.limits[: batches.size], reverse=True)
-    needed = (np.array(batches.limits) - lengths.max(0)).max()
-    assert needed < 64, "no limit is an alignment too high"
-    assert {row["slots"].shape for row in rows} == {(sum(batches.limits),)}
+    assert batches.budget == sum(batches.limits) and len(set(batches.limits)) <= CALLS
+    assert batches.limits == sorted(batches.limits, reverse=True), "equal ones are neighbours"
+    for indices in (m for step in range(batches.steps) for m in batches.step(step)):
+        row, plain = batches.arrays(indices), Batches(features, batches.spec).arrays(indices)
+        assert list(np.diff(row["cu_seqlens"])) == batches.limits
+        assert (row["bias"] == 0).sum() == features.lengths[indices].sum()
+        for number, (begin, length) in enumerate(zip(row["cu_seqlens"], features.lengths[indices], strict=False)):
+            place = slice(begin, begin + length)
+            assert (row["bias"][place] == 0).all() and list(row["position_ids"][0, place]) == list(range(length))
+            for name in ("input_ids", "token_type_ids"):
+                assert (row[name][0, place] == plain[name][number, :length]).all()
+    with pytest.raises(UserError, match="not for places of"):
+        batches.arrays(batches.step(0)[0][::-1])
+    with pytest.raises(UserError, match="not for places of"):
+        batches.arrays(batches.step(0)[0][1:])
 
 
-def test_a_layout_brings_every_token_to_its_place_and_back():
-    ends, limits = np.array([0, 5, 5, 20, 23]), [16, 16, 32, 16]
-    layout = lay_out(ends, limits)
-    slots, bias, place = layout["slots"], layout["bias"], layout["place"]
-    assert list(slots[place]) == list(range(23)) and (bias[place] == 0).all() and (bias == 0).sum() == 23
-    assert list(np.flatnonzero(bias == 0)) == [*range(5), *range(32, 47), *range(64, 67)]
-    with pytest.raises(ValueError, match="beyond their limits"):
-        lay_out(ends, [16, 16, 14, 16])
+def test_few_limits_are_the_best_few():
+    lengths = np.array([380, 300, 299, 250, 180, 170, 160, 150, 90, 20])
+    assert few_limits(lengths, 99) == [384, 304, 304, 256, 192, 176, 160, 160, 96, 32]
+    assert few_limits(lengths, 1) == [384] * 10
+    for most in (2, 3, 4):
+        found = few_limits(lengths, most)
+        assert (found >= lengths).all() and len(set(found)) == most
+        values = itertools.combinations(range(32, 384, 16), most - 1)
+        tried = (np.array([*chosen, 384]) for chosen in values)
+        assert sum(found) == min(some[np.searchsorted(some, lengths)].sum() for some in tried)
 
 
 def test_an_epoch_sees_each_feature_once_and_the_next_in_another_order(features):
@@ -149,9 +173,10 @@ def test_an_epoch_sees_each_feature_once_and_the_next_in_another_order(features)
     assert np.array_equal(first, PackedBatches(features, spec_of())._epoch(0))
 
 
-def packed_and_padded(features, kind, dtype, device=DEVICE):
+def packed_and_padded(features, kind, dtype, device=DEVICE, projections="separate"):
     """A model, one micro-batch both ways, and its lengths: on the device, without dropout, in training mode."""
     spec = spec_of(attention=kind)
+    spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, projections=projections))
     batches = PackedBatches(features, spec)
     indices = batches.step(0)[0]
     model = without_dropout(build_model(spec)).to(device, dtype).train()
@@ -173,18 +198,19 @@ def padded_loss(model, inputs, lengths):
     return sum(losses) / 2, output, inside
 
 
+@pytest.mark.parametrize("projections", ["separate", "fused"])
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
-def test_logits_loss_and_gradients_are_those_of_padded_rows(features, kind, dtype, error):
-    model, packed, padded, lengths = packed_and_padded(features, kind, dtype)
+def test_logits_loss_and_gradients_are_those_of_padded_rows(features, kind, dtype, error, projections):
+    model, packed, padded, lengths = packed_and_padded(features, kind, dtype, projections=projections)
     loss, output, inside = padded_loss(model.model, padded, lengths)
     loss.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     found = model(**packed)
     found.loss.backward()
-    total = lengths.sum()
-    assert relative(found.start_logits[0, :total].float(), output.start_logits[inside].float()) < error
-    assert relative(found.end_logits[0, :total].float(), output.end_logits[inside].float()) < error
+    real = packed["bias"] == 0 if kind == "efficient" else torch.arange(found.start_logits.shape[1]) < lengths.sum()
+    assert relative(found.start_logits[0, real].float(), output.start_logits[inside].float()) < error
+    assert relative(found.end_logits[0, real].float(), output.end_logits[inside].float()) < error
     assert found.loss.item() == pytest.approx(loss.item(), rel=error)
     largest = max(g.norm() for g in expected.values())
     for name, p in model.named_parameters():
@@ -214,12 +240,12 @@ def test_a_model_in_regions_is_the_model(features):
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
 def test_no_segment_sees_its_neighbour(features, kind, dtype, error):
     model, packed, _, lengths = packed_and_padded(features, kind, dtype)
-    ends = np.concatenate([[0], lengths.cumsum()])
+    ends = packed["cu_seqlens"]
     with torch.no_grad():
         before = model(**packed).start_logits[0]
         for changed in (0, 3, len(lengths) - 1):
             other = {name: tensor.clone() for name, tensor in packed.items()}
-            span = slice(ends[changed] + 1, ends[changed + 1] - 1)
+            span = slice(ends[changed] + 1, ends[changed] + lengths[changed] - 1)
             other["input_ids"][0, span] = 7
             after = model(**other).start_logits[0]
             same = torch.ones(len(before), dtype=torch.bool, device=DEVICE)
@@ -230,21 +256,23 @@ def test_no_segment_sees_its_neighbour(features, kind, dtype, error):
 
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
 def test_a_long_tail_leaks_nothing(features, kind, dtype, error):
-    """A budget far beyond the tokens: the padding is many segments, and no gradient is touched by it."""
+    """A budget far beyond the tokens: no gradient is touched by the padding, which is many segments, or in places."""
     spec = spec_of(attention=kind)
     model = without_dropout(build_model(spec)).to(DEVICE, dtype).train()
 
     def gradients(extra):
         batches = PackedBatches(features, spec)
         batches.budget += extra
+        if batches.has_places:
+            batches.limits = [limit + extra // batches.size for limit in batches.limits]
         batches.least = 8
         segments = np.diff(batches.arrays(batches.step(0)[0])["cu_seqlens"])
-        assert segments.max() <= 96 and segments.sum() == batches.budget
+        assert segments.max() <= max(96, *batches.limits) and segments.sum() == batches.budget
         model.zero_grad()
         Packed(model, batches.limits)(**batches.collate(batches.step(0)[0], DEVICE)).loss.backward()
         return [p.grad.clone() for p in model.parameters()]
 
-    for near, far in zip(gradients(0), gradients(64 * 12), strict=True):
+    for near, far in zip(gradients(0), gradients(128 * 8), strict=True):
         assert torch.isfinite(far).all()
         assert (near - far).norm() <= error * near.norm() + 1e-6
 
@@ -256,13 +284,13 @@ def test_attention_dropout_keeps_its_rate(kind, dtype, error):
     tokens, heads = 960, 4
     query, key = (torch.randn(tokens, heads, 32, device=DEVICE, dtype=dtype) for _ in range(2))
     ones = torch.ones(tokens, heads, 32, device=DEVICE, dtype=dtype)
-    cut = segments(range(0, tokens + 1, 96), 96)
-    kept = KERNELS[kind](query, key, ones, cut, 0.1, 0.2).float()
+    cut = segments(kind, [96] * 10, 96)
+    kept = attend(kind, query, key, ones, cut, 0.1, 0.2).float()
     assert kept.mean().item() == pytest.approx(1.0, abs=0.01)
     assert kept.std() > 0.01
-    again = KERNELS[kind](query, key, ones, cut, 0.1, 0.2).float()
+    again = attend(kind, query, key, ones, cut, 0.1, 0.2).float()
     assert not torch.equal(kept, again)
-    assert torch.allclose(KERNELS[kind](query, key, ones, cut, 0.0, 0.2).float(), torch.ones_like(kept), atol=1e-3)
+    assert torch.allclose(attend(kind, query, key, ones, cut, 0.0, 0.2).float(), torch.ones_like(kept), atol=1e-3)
 
 
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
@@ -295,20 +323,23 @@ WAYS = [plainly, recomputed] + ([by_inductor] if DEVICE.type == "cuda" else [])
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("limits", [96, 80, [80, 64, 64, 80, 80, 32, 80]])
+@pytest.mark.parametrize("limits", [96, 80, [80, 64, 80, 80, 32, 80]])
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
 def test_the_backward_pass_drops_what_the_forward_pass_dropped(kind, dtype, error, limits, way):
     """For one pattern the output is linear in the values, so that <grad, A v> = <A' grad, v>; A' by the backward pass.
 
     PyTorch's memory-efficient kernel breaks this where it is given cu_seqlens, and models then fail to train."""
-    query, key, value, grad = (torch.randn(400, 4, 32, device=DEVICE, dtype=dtype) for _ in range(4))
-    ends = [0, 80, 134, 134, 214, 294, 320, 400]
-    cut = segments(ends, limits)
+    lengths = [80, 54, 80, 80, 26, 80]
+    cut = segments(kind, lengths, limits)
+    tokens = int(cut.cu_seqlens[-1])
+    query, key, value, grad = (torch.randn(tokens, 4, 32, device=DEVICE, dtype=dtype) for _ in range(4))
+    if kind == "efficient":
+        grad[cut.bias < 0] = 0  # as in training, where nothing depends on padding
     value.requires_grad_()
-    output = way(lambda v: KERNELS[kind](query, key, v, cut, 0.5, 0.2))(value)
+    output = way(lambda v: attend(kind, query, key, v, cut, 0.5, 0.2))(value)
     (back,) = torch.autograd.grad(output, value, grad)
-    for segment in range(7):
-        part = slice(*ends[segment : segment + 2])
+    for segment, (begin, length) in enumerate(zip(cut.cu_seqlens, lengths, strict=False)):
+        part = slice(begin, begin + length)
         there = (grad[part].float() * output[part].float()).sum((0, 2))
         again = (back[part].float() * value[part].float()).sum((0, 2))
         noise = (grad[part].float() * output[part].float()).norm()
@@ -319,11 +350,11 @@ def test_the_backward_pass_drops_what_the_forward_pass_dropped(kind, dtype, erro
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS[1:])
 def test_a_captured_step_drops_anew_and_alike_in_both_passes(kind, dtype, error):
     query, key, value, grad = (torch.randn(480, 4, 32, device=DEVICE, dtype=dtype) for _ in range(4))
-    cut = segments(range(0, 481, 96), 96)
+    cut = segments(kind, [96] * 5, 96)
     value.requires_grad_()
 
     def step():
-        output = KERNELS[kind](query, key, value, cut, 0.5, 0.2)
+        output = attend(kind, query, key, value, cut, 0.5, 0.2)
         return output.detach(), *torch.autograd.grad(output, value, grad)
 
     step()
@@ -345,8 +376,8 @@ def test_with_dropout_all_gradients_are_those_of_the_pattern_that_was_drawn(kind
     wide."""
     query, key, grad = (torch.randn(64, 1, 64, device=DEVICE, dtype=dtype).requires_grad_() for _ in range(3))
     value = torch.eye(64, device=DEVICE, dtype=dtype)[:, None].requires_grad_()
-    cut = segments([0, 64], 64)
-    output = KERNELS[kind](query, key, value, cut, 0.5, 0.1)
+    cut = segments(kind, [64], 64)
+    output = attend(kind, query, key, value, cut, 0.5, 0.1)
     found = torch.autograd.grad(output, (query, key, value), grad)
     kept = (output[:, 0] != 0).double() / 0.5
     q, k, v = (t.detach()[:, 0].double().requires_grad_() for t in (query, key, value))
@@ -355,32 +386,11 @@ def test_with_dropout_all_gradients_are_those_of_the_pattern_that_was_drawn(kind
         assert relative(one[:, 0].double(), other) < 10 * error
 
 
-def test_nothing_padded_is_kept_for_the_backward_pass():
-    query, key, value = (torch.randn(480, 4, 32, device=DEVICE, requires_grad=True) for _ in range(3))
-    cut = segments([0, 20, 40, 480], 448)
-    kept = []
-
-    def remember(graph, _):
-        (last,) = (node for node in graph.graph.nodes if node.op == "output")
-        kept.extend(tuple(node.meta["val"].shape) for node in last.all_input_nodes)
-        return make_boxed_func(graph.forward)
-
-    backend = aot_autograd(
-        fw_compiler=remember,
-        bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
-        partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
-    )
-    step = torch.compile(lambda q: KERNELS["efficient"](q, key, value, cut, 0.1, 0.2), backend=backend)
-    step(query).sum().backward()
-    assert (480, 4, 32) in kept
-    assert max(np.prod(shape) for shape in kept) == 480 * 4 * 32
-
-
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
 def test_no_two_heads_or_segments_drop_by_one_pattern(kind, dtype, error):
     even = torch.zeros(480, 4, 32, device=DEVICE, dtype=dtype)  # equal scores: the output is the share that is kept
-    cut = segments(range(0, 481, 96), 96)
-    kept = KERNELS[kind](even, even, torch.ones_like(even), cut, 0.5, 0.2)[:, :, 0].float()
+    cut = segments(kind, [96] * 5, 96)
+    kept = attend(kind, even, even, torch.ones_like(even), cut, 0.5, 0.2)[:, :, 0].float()
     patterns = kept.view(5, 96, 4).transpose(1, 2).reshape(20, 96)
     close = torch.corrcoef(patterns) - torch.eye(20, device=DEVICE)
     assert close.abs().max() < 0.6
@@ -436,14 +446,14 @@ def test_fused_projections_are_the_same_function_and_come_apart_again(tmp_path):
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA GPU")
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_a_captured_step_is_the_eager_step(features, precision, tmp_path):
+@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"optimizer": "master"}], ids=str)
+def test_a_captured_step_is_the_eager_step(features, changes, tmp_path):
     """Ten steps without dropout, three of them eager and seven replayed, against ten eager ones."""
     from qa_lib.train.loop import train
 
     def weights(step):
         spec = spec_of("E3", machine=H200, steps=10, checkpoint_every=0, measure_from=2)
-        settings = dataclasses.replace(spec.settings, step=step, precision=precision)
+        settings = dataclasses.replace(spec.settings, step=step, **changes)
         spec = dataclasses.replace(spec, settings=settings)
         model = without_dropout(build_model(spec))
         (tmp_path / step).mkdir()

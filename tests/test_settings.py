@@ -45,7 +45,6 @@ COMPANIONS = {
     ("attention", "blockmask"): {"padding": "packed"},
     ("attention", "short"): {"padding": "packed"},
     ("compile", "regions"): {"padding": "packed", "attention": "sdpa"},
-    ("optimizer", "master"): {"precision": "bf16"},
     ("optimizer", "master16"): {"precision": "bf16"},
     ("checkpointing", "elementwise"): {"compile": "inductor"},
     ("feed_forward", "fp8"): {"precision": "bf16", "optimizer": "master"},
@@ -76,11 +75,12 @@ def data():
 
 
 def here(asked: Settings) -> tuple[Settings, str | None]:
-    """What this CPU makes of the settings, and why it cannot run them. bf16 it leaves to GPUs, but can do."""
+    """What this CPU makes of the settings, and why it cannot run them. Half precision it leaves to GPUs, but it can do
+    bf16, and weights in fp16."""
     settings, _ = adjust(asked, CPU)
     skip = missing(settings, CPU)
-    if asked.precision == "bf16" and not skip:
-        settings = dataclasses.replace(settings, precision="bf16", optimizer=asked.optimizer)
+    if (asked.precision == "bf16" or asked.half_weights) and not skip:
+        settings = dataclasses.replace(settings, precision=asked.precision, optimizer=asked.optimizer)
     return settings, skip
 
 

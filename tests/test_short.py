@@ -182,6 +182,20 @@ def test_its_dropout_is_renewed_and_trains_with_it():
     assert first == again != packed(**inputs).loss
 
 
+def test_layers_are_computed_twice_without_a_generator():
+    """So that a captured step can do it: the gradients are those of one computation, and no random number is drawn."""
+    found = []
+    for variant in ("E-short", "E-recompute"):
+        (spec,) = plan([variant], "smoke", data="synthetic:40", machine=Machine())
+        batches = batches_of(load_data(spec).features, spec)
+        model, inputs = build_model(spec).train(), batches.collate(batches.step(0)[0], torch.device("cpu"))
+        before = torch.get_rng_state()
+        torch.compile(Packed(model, batches.limits), backend="aot_eager", fullgraph=True)(**inputs).loss.backward()
+        assert torch.equal(torch.get_rng_state(), before)
+        found.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*found)
+
+
 def test_a_machine_without_the_kernel_and_a_width_that_it_does_not_take_are_told():
     settings = dataclasses.replace(VARIANTS["E-short"].settings, precision="fp16", optimizer="fused")
     gpu = Machine(gpus=1, sm=80, backends=("inductor",), compiler=True)

@@ -136,11 +136,11 @@ def without_dropout(model):
     return model
 
 
-@pytest.mark.parametrize("variant", ["A2", "B1", "B2", "C1", "C2", "E2", "E-moments"])
+@pytest.mark.parametrize("variant", ["A2", "B1", "B2", "C1", "C2", "E2", "E-moments", "EB1-least"])
 def test_resume_is_exact_from_any_checkpoint(variant, features, tmp_path, monkeypatch):
     spec = spec_of(variant, checkpoint_every=1)
     if spec.asked.half_weights:  # a CPU would adjust it away, but can do it
-        half = dataclasses.replace(spec.settings, optimizer=spec.asked.optimizer, precision="bf16")
+        half = dataclasses.replace(spec.settings, optimizer=spec.asked.optimizer, precision=spec.asked.precision)
         spec = dataclasses.replace(spec, settings=half)
         # test_parallel, in the same process, may have done so for good.
         monkeypatch.setattr(masters, "_update", getattr(masters._update, "_torchdynamo_orig_callable", masters._update))

@@ -11,7 +11,7 @@ from qa_lib import record, variants
 from qa_lib.record import read_record
 from qa_lib.report.runs import cells, load_runs, select
 from qa_lib.run.plan import plan
-from qa_lib.spec import SCALES, Machine, Scale, Spec
+from qa_lib.spec import SCALES, Machine, Scale, Spec, describe, missing
 from qa_lib.variants import FAMILIES, RECIPES, VARIANTS, Settings, SpecError, UnknownName
 
 PACKAGE = Path(variants.__file__).parent
@@ -155,6 +155,16 @@ def test_a_cpu_cannot_do_fp16_and_says_so():
 def test_what_a_machine_lacks_skips_the_row_with_the_reason(variant, machine, reason):
     (spec,) = plan([variant], "smoke", machine=machine)
     assert spec.skip is None if reason is None else reason in spec.skip
+
+
+def test_a_row_says_from_which_generation_it_runs():
+    found = {name: variants.since(VARIANTS[name].settings) for name in ("A1", "A3", "E-t4-best", "E-best", "E-fp8")}
+    assert found == {"A1": None, "A3": 70, "E-t4-best": 70, "E-best": 80, "E-fp8": 89}
+    (spec,) = plan(["E-short"], "smoke", machine=GPU)
+    assert "On a GPU it takes compute capability 8.0 or newer." in describe(spec)
+    for name, since in found.items():
+        older = dataclasses.replace(GPU, sm=(since or 80) - 1, compiler=(since or 80) > 70)
+        assert bool(missing(VARIANTS[name].settings, older)) == bool(since), name
 
 
 def test_unknown_names_suggest_the_nearest():

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from qa_lib.errors import UserError
 from qa_lib.measure.meter import MIB, Stopwatch
 from qa_lib.spec import Machine, hardware_name
+from qa_lib.variants import SINCE
 
 
 def train_device() -> torch.device:
@@ -91,7 +92,7 @@ def this_machine() -> Machine:
         bitsandbytes=_version("bitsandbytes") is not None,
         deepspeed=_version("deepspeed") is not None,
         torchao=_version("torchao") is not None,
-        compiler=_version("triton") is not None and sm >= 70 if gpus else bool(compiler),
+        compiler=_version("triton") is not None and sm >= SINCE["compiler"] if gpus else bool(compiler),
     )
 
 
@@ -160,6 +161,7 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     seconds = _quickest(lambda: torch.matmul(a, b, out=out), products, device)
     a = b = out = None  # and the memory goes back
     if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # of this stream, which a captured step does not use
         torch.cuda.empty_cache()
     return 2 * size**3 * products / seconds / 1e12
 

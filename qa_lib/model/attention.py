@@ -3,11 +3,13 @@
 A packed row holds many features, and a token must attend to its own feature's tokens alone. A mask over the whole row
 would do that and cost as much as attention over all of it: quadratic in its length. FlashAttention (Dao et al.
 2022, 2023) is told where segments end, computes nothing across them, and never writes the scores to memory: row E1.
-A T4 lacks it and has PyTorch's memory-efficient kernel (Rabe and Staats 2021), which is called on segments padded for
-it alone: rows E1-efficient and E-t4. A CPU takes the mask. A kernel of our own for short segments is in model/short.py,
-row E-short. The padded rows' own kernels, eager in A1 and SDPA in A2, are transformers' and PyTorch's.
+A T4 lacks it and has PyTorch's memory-efficient kernel (Rabe and Staats 2021), for which packed rows have a place of
+fixed length for each feature: rows E1-efficient and E-t4. A CPU takes the mask. A kernel of our own for short segments
+is in model/short.py, row E-short. The padded rows' own kernels, eager in A1 and SDPA in A2, are transformers' and
+PyTorch's.
 
-Kernels here take query, key and value [tokens, heads, width], `Segments`, dropout and the scale of the scores.
+Kernels here take query, key and value [tokens, heads, width], `Segments`, dropout and the scale of the scores; the
+memory-efficient one takes the three as one tensor [tokens, 3, heads, width].
 """
 
 from itertools import groupby
@@ -22,14 +24,12 @@ from transformers.masking_utils import sdpa_mask
 
 
 class Segments(NamedTuple):
-    """Where the features of a packed row lie, and where they go when each is padded to its limit."""
+    """Where the features of a packed row lie."""
 
     cu_seqlens: torch.Tensor  # int32 [segments + 1]: where each segment begins and the last one ends
-    # At most so many tokens in each, multiples of packing.ALIGN and the same for every packed row of a run.
+    # At most so many tokens in each, the same for every packed row of a run; with a bias, exactly so many.
     limits: list[int]
-    slots: torch.Tensor | None = None  # of lay_out(), for the kernel that pads
-    bias: torch.Tensor | None = None
-    place: torch.Tensor | None = None
+    bias: torch.Tensor | None = None  # float32 [tokens], -inf where a segment is padded; for the kernel that wants that
 
 
 def segment_of(ends: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -45,19 +45,26 @@ def flash(query, key, value, segments, dropout, scale):
     )[0]
 
 
-def efficient(query, key, value, segments, dropout, scale):
-    """PyTorch's memory-efficient kernel, for sm_50 and newer (a T4 is sm_75), over segments padded for it alone.
+def efficient(product, segments, dropout, scale):
+    """PyTorch's memory-efficient kernel, for sm_50 and newer (a T4 is sm_75), over segments that are padded to limits.
 
     The kernel also takes cu_seqlens, but then its forward pass drops out by another pattern than its backward pass (it
     begins every segment and head at the same random number), and training fails without a word.
     """
-    _, limits, *layout = segments
-    return _efficient(query, key, value, *layout, limits, dropout, scale)[0]
+    return _efficient(product, segments.bias, segments.limits, dropout, scale)[0]
+
+
+def in_one(query, key, value, product=None):
+    """Query, key and value [1, heads, tokens, width] as one tensor [tokens, 3, heads, width]: the `product` of fused
+    projections, of which they are views, or a copy."""
+    if product is None:
+        product = torch.stack([part.transpose(1, 2) for part in (query, key, value)], 2)
+    return product.squeeze(0)  # indexed, it would be copied in the backward pass
 
 
 def _equal_limits(limits: list[int]) -> list[tuple[slice, tuple[int, int]]]:
     """Neighbouring segments that have the same limit form a run, which one call of the kernel takes. Of each run: its
-    slice of the padded tokens, and the number of its segments and their limit."""
+    slice of the tokens, and the number of its segments and their limit."""
     found, begin = [], 0
     for limit, same in groupby(limits):
         count = len(list(same))
@@ -66,9 +73,9 @@ def _equal_limits(limits: list[int]) -> list[tuple[slice, tuple[int, int]]]:
     return found
 
 
-def _heads_first(padded: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """[segments x limit, heads, width] as [segments, heads, limit, width]."""
-    return padded.unflatten(0, shape).transpose(1, 2)
+def _heads_first(tokens: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """A view of [segments x limit, heads, width] as [segments, heads, limit, width]."""
+    return tokens.unflatten(0, shape).transpose(1, 2)
 
 
 def _scores(bias: torch.Tensor, shape: tuple[int, int], heads: int) -> torch.Tensor:
@@ -76,85 +83,76 @@ def _scores(bias: torch.Tensor, shape: tuple[int, int], heads: int) -> torch.Ten
     return bias.view(shape[0], 1, 1, shape[1]).expand(-1, heads, shape[1], -1)
 
 
-def _tokens(padded: list[torch.Tensor], place: torch.Tensor) -> torch.Tensor:
-    """The reverse of `_heads_first` for all runs of equal limits, without the padding: [tokens, heads, width]."""
-    return torch.cat([part.transpose(1, 2).flatten(0, 1) for part in padded])[place]
-
-
 def _logsumexp_length(limit: int) -> int:
     """Entries that the kernel keeps for the softmax of a segment and head."""
     return -(-limit // 32) * 32
 
 
-_OPTIONS = "Tensor slots, Tensor bias, Tensor place, SymInt[] limits, float dropout, float scale"
+_OPTIONS = "Tensor bias, SymInt[] limits, float dropout, float scale"
 
 
-# Operators of their own, which the compiler does not look into: it would keep what is padded for the backward pass.
+# Operators of their own, which the compiler does not look into: it would trace a dozen calls in every layer.
 @library.custom_op(
     "qa_lib::efficient_attention",
     mutates_args=(),
     tags=(torch.Tag.nondeterministic_seeded,),
-    schema=f"(Tensor query, Tensor key, Tensor value, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor product, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _efficient(query, key, value, slots, bias, place, limits, dropout, scale):
-    padded, bias, heads = [t[slots] for t in (query, key, value)], bias.to(query.dtype), query.shape[1]
+def _efficient(product, bias, limits, dropout, scale):
+    bias, heads = bias.to(product.dtype), product.shape[2]
     calls = [
         torch.ops.aten._scaled_dot_product_efficient_attention(
-            *(_heads_first(t[part], shape) for t in padded), _scores(bias[part], shape, heads), True, dropout,
-            scale=scale,
+            *(_heads_first(t[part], shape) for t in product.unbind(1)), _scores(bias[part], shape, heads), True,
+            dropout, scale=scale,
         )
         for part, shape in _equal_limits(limits)
     ]  # fmt: skip
     outputs, logsumexps, seeds, offsets = zip(*calls, strict=True)
-    kept = torch.cat([t.flatten() for t in logsumexps]), torch.stack(seeds), torch.stack(offsets)
-    return _tokens(outputs, place), *kept
+    output = torch.cat([part.transpose(1, 2).flatten(0, 1) for part in outputs])
+    return output, torch.cat([t.flatten() for t in logsumexps]), torch.stack(seeds), torch.stack(offsets)
 
 
 @_efficient.register_fake
-def _(query, key, value, slots, bias, place, limits, dropout, scale):
-    logsumexp = query.new_empty(query.shape[1] * sum(map(_logsumexp_length, limits)), dtype=torch.float32)
-    random = query.new_empty(len(_equal_limits(limits)), dtype=torch.int64)
-    return torch.empty_like(query, memory_format=torch.contiguous_format), logsumexp, random, random.clone()
+def _(product, bias, limits, dropout, scale):
+    tokens, _, heads, width = product.shape
+    logsumexp = product.new_empty(heads * sum(map(_logsumexp_length, limits)), dtype=torch.float32)
+    random = product.new_empty(len(_equal_limits(limits)), dtype=torch.int64)
+    return product.new_empty(tokens, heads, width), logsumexp, random, random.clone()
 
 
 @library.custom_op(
     "qa_lib::efficient_attention_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor logsumexp, Tensor seeds, "
-    f"Tensor offsets, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor grad, Tensor product, Tensor output, Tensor logsumexp, Tensor seeds, Tensor offsets, "
+    f"{_OPTIONS}) -> Tensor",
 )
-def _efficient_backward(
-    grad, query, key, value, output, logsumexp, seeds, offsets, slots, bias, place, limits, dropout, scale
-):
-    grad, *padded, output = (t[slots] for t in (grad, query, key, value, output))
-    grad = grad.masked_fill((bias < 0)[:, None, None], 0.0)
-    bias, heads = bias.to(query.dtype), query.shape[1]
-    classes = _equal_limits(limits)
-    sizes = [heads * count * _logsumexp_length(limit) for _, (count, limit) in classes]
-    calls = [
-        torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            *(_heads_first(t[part], shape) for t in (grad, *padded)), _scores(bias[part], shape, heads),
+def _efficient_backward(grad, product, output, logsumexp, seeds, offsets, bias, limits, dropout, scale):
+    """The gradient of `product`, [tokens, 3, heads, width]."""
+    bias, heads, product_grad = bias.to(product.dtype), product.shape[2], product.new_empty(product.shape)
+    grad, runs = grad.contiguous(), _equal_limits(limits)
+    sizes = [heads * count * _logsumexp_length(limit) for _, (count, limit) in runs]
+    for (part, shape), sums, seed, offset in zip(runs, logsumexp.split(sizes), seeds, offsets, strict=True):
+        grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            *(_heads_first(t[part], shape) for t in (grad, *product.unbind(1))), _scores(bias[part], shape, heads),
             _heads_first(output[part], shape), sums.view(shape[0], heads, -1), seed, offset, dropout,
             [True, True, True, False], scale=scale,
-        )[:3]
-        for (part, shape), sums, seed, offset in zip(classes, logsumexp.split(sizes), seeds, offsets, strict=True)
-    ]  # fmt: skip
-    return tuple(_tokens(grads, place) for grads in zip(*calls, strict=True))
+        )[:3]  # fmt: skip
+        torch.stack([one.transpose(1, 2) for one in grads], 2, out=product_grad[part].unflatten(0, shape))
+    return product_grad
 
 
 @_efficient_backward.register_fake
-def _(grad, query, key, value, *_):
-    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value))
+def _(grad, product, *_):
+    return product.new_empty(product.shape)
 
 
 def _keep(ctx, inputs, output):
-    query, key, value, *layout, ctx.limits, ctx.dropout, ctx.scale = inputs
-    ctx.save_for_backward(query, key, value, *output, *layout)
+    product, bias, *ctx.options = inputs
+    ctx.save_for_backward(product, *output, bias)
 
 
 def _differentiate(ctx, grad, *_):
-    grads = _efficient_backward(grad, *ctx.saved_tensors, ctx.limits, ctx.dropout, ctx.scale)
-    return *grads, *(None,) * 6
+    return _efficient_backward(grad, *ctx.saved_tensors, *ctx.options), *(None,) * 4
 
 
 _efficient.register_autograd(_differentiate, setup_context=_keep)
@@ -169,15 +167,20 @@ def blockmask(query, key, value, segments, dropout, scale):
 
 
 def _interface(kernel):
-    def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, segments=None, **kwargs):
+    def attention(
+        module, query, key, value, attention_mask, dropout=0.0, scaling=None, segments=None, product=None, **kwargs
+    ):
         """An attention function of transformers: tensors [batch, heads, tokens, width] in, [batch, tokens, heads,
         width] out. Rows without segments, as in evaluation, are padded ones and go to SDPA."""
         if segments is None:
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
             )
-        query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
-        return kernel(query, key, value, segments, dropout, scaling)[None], None
+        if kernel is efficient:
+            parts = [in_one(query, key, value, product)]
+        else:
+            parts = [t[0].transpose(0, 1) for t in (query, key, value)]
+        return kernel(*parts, segments, dropout, scaling)[None], None
 
     return attention
 

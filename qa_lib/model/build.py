@@ -39,8 +39,9 @@ def build_model(spec: Spec, head: type = AutoModelForQuestionAnswering) -> torch
     """
     torch.manual_seed(spec.seed)
     model = _pretrained(spec, head)
+    if encoder_of(model).causal or spec.settings.checkpointing is True:
+        model.config.use_cache = False  # which is for generating; with checkpointing it breaks the compiler's graph
     if encoder_of(model).causal:
-        model.config.use_cache = False  # which is for generating
         model.loss_type = "ForCausalLM"  # what transformers takes for it, after a warning
     if spec.settings.checkpointing is True:
         # transformers 5.23 renames it, and warns of the old name.

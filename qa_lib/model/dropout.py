@@ -4,7 +4,8 @@ Dropout (Srivastava et al. 2014) needs a random bit for every element of the hid
 Philox (Salmon et al. 2011), ten rounds of multiplications for each. Compiled, dropout is fused into a kernel with a
 layer norm, calls Philox for every element and uses one result in four: more time than the norm itself. A 32-bit hash of
 the element's number and a seed is as good for this purpose at a tenth of the instructions, and the backward pass
-computes it again rather than read a mask from memory.
+computes it again rather than read a mask from memory. It pays where a compiler makes one kernel of it, so on GPUs that
+Triton writes for, of compute capability 7.0 and newer.
 
 Seeds are drawn anew before each forward pass, from PyTorch's generator on the device, so that a run stays a function
 of its seed and a captured graph draws other patterns in each replay.

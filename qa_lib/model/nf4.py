@@ -3,7 +3,8 @@
 What does not train needs no gradients and no optimizer state, and its own bits are then most of what is left. NF4
 (Dettmers et al. 2023) has 16 values, spaced so that weights drawn from a normal distribution fill them evenly, and a
 scale for each block of 64 weights. bitsandbytes keeps them so and widens them for each product; the adapters stay as
-they are. The loss is in quality, not in the arithmetic: a product takes longer than with native weights.
+they are. The loss is in quality, not in the arithmetic: a product takes longer than with native weights. It works on
+every GPU that PyTorch supports.
 """
 
 import torch

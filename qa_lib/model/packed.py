@@ -38,7 +38,7 @@ class Packed(torch.nn.Module):
             segments=Segments(cu_seqlens, self.limits, **layout),
         )
         starts, ends = output.start_logits, output.end_logits
-        loss = span_loss(starts, ends, start_positions, end_positions, cu_seqlens, max(self.limits))
+        loss = span_loss(starts, ends, start_positions, end_positions, cu_seqlens, max(self.limits), **layout)
         return QuestionAnsweringModelOutput(loss=loss, start_logits=starts, end_logits=ends)
 
 
@@ -71,7 +71,7 @@ class Part(torch.nn.Module):
         if self.head is None:
             return hidden
         starts, ends = self.head(hidden).unbind(-1)
-        return span_loss(starts, ends, start_positions, end_positions, cu_seqlens, max(self.limits))
+        return span_loss(starts, ends, start_positions, end_positions, cu_seqlens, max(self.limits), **layout)
 
 
 def regions_of(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
@@ -101,8 +101,11 @@ class Regions(torch.nn.Module):
         return QuestionAnsweringModelOutput(loss=hidden)
 
 
-def span_loss(starts, ends, start_positions, end_positions, cu_seqlens, longest: int) -> torch.Tensor:
-    """The loss of a packed row from its logits [1, tokens], for positions as `segment_loss` takes them."""
+def span_loss(starts, ends, start_positions, end_positions, cu_seqlens, longest: int, bias=None) -> torch.Tensor:
+    """The loss of a packed row from its logits [1, tokens], for positions as `segment_loss` takes them; a `bias`
+    [tokens] is -inf where segments are padded."""
+    if bias is not None:
+        starts, ends = starts + bias, ends + bias
     start_loss = segment_loss(starts[0], start_positions, cu_seqlens, longest)
     return (start_loss + segment_loss(ends[0], end_positions, cu_seqlens, longest)) / 2
 

@@ -4,7 +4,7 @@ Self-attention (Vaswani et al. 2017) multiplies the same hidden states by three 
 leave a large GPU partly idle: each has few tiles to spread over its multiprocessors, each is a launch, and each reads
 the hidden states anew. One product with the three matrices side by side gives the same numbers from one launch.
 Training changes only in the order of rounding. A checkpoint must look like any other, so that the matrices are taken
-apart again before it is saved.
+apart again before it is saved. It works on every GPU and on a CPU.
 """
 
 import torch

@@ -18,6 +18,7 @@ more kernels clear, convert and copy. What is different here:
 - Dropout's bits are a hash (model/dropout.py) of seed, head, query and key, computed again in the backward pass. The
   hash of seed, head and query seeds that of the keys. Tensor cores leave to one thread the keys j and j + 8 of every
   16, and these two share a hash of 32 bits. A rate is thus a multiple of 2^-16.
+- Triton's matrix products are supported from compute capability 8.0 on, in bf16 and fp16.
 - Powers are of base 2, which the GPU has an instruction for; log2(e) is multiplied into the scale.
 
 On a CPU the same mathematics in plain PyTorch takes the kernel's place, with the same dropout, and is what the tests
@@ -33,7 +34,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from qa_lib.errors import UserError
-from qa_lib.model.attention import attention_name, segment_of
+from qa_lib.model.attention import attention_name, in_one, segment_of
 from qa_lib.model.dropout import HashDropout, hashed
 from qa_lib.model.encoders import encoder_of, layers_of
 
@@ -155,9 +156,8 @@ def attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    if product is None:
-        product = torch.stack([part.transpose(1, 2) for part in (query, key, value)], 2)
-    return short(product[0], segments, module.dropout.seed, dropout, scaling)[None], None
+    product = in_one(query, key, value, product)
+    return short(product, segments, module.dropout.seed, dropout, scaling)[None], None
 
 
 AttentionInterface.register(NAME, attention)

@@ -181,14 +181,15 @@ def fig_packed(spec, batches) -> Figure:
     attend to which. Raises NotMeasured for a row that pads."""
     if spec.settings.padding != "packed":
         raise NotMeasured(f"{spec.variant} packs nothing")
-    ends, limit = batches.arrays(batches.step(0)[0])["cu_seqlens"][: batches.size + 1], spec.scale.max_length
+    indices, limit = batches.step(0)[0], spec.scale.max_length
+    begins, lengths = batches.arrays(indices)["cu_seqlens"][: batches.size], batches.features.lengths[indices]
     title = (
-        f"{batches.size} features in a row of {batches.budget:,} tokens: {share(1 - ends[-1] / batches.budget)} "
-        f"padding; each padded to {limit}: {share(1 - ends[-1] / (batches.size * limit))}"
+        f"{batches.size} features in a row of {batches.budget:,} tokens: {share(1 - lengths.sum() / batches.budget)} "
+        f"padding; each padded to {limit}: {share(1 - lengths.sum() / (batches.size * limit))}"
     )
     figure = new_figure(title, "A colour is a feature, grey is padding.", 4.2)
     axes = figure.subplot_mosaic([["packed", "mask"], ["padded", "mask"]], width_ratios=[3, 2], height_ratios=[1, 4])
-    begins, lengths, rows = ends[:-1], np.diff(ends), -np.arange(batches.size)
+    rows = -np.arange(batches.size)
     colors = sns.color_palette("husl", batches.size)
     for name, widths, height, left in (("packed", batches.budget, 0, begins), ("padded", limit, rows, 0)):
         axes[name].barh(height, widths, color=PADDING)

@@ -3,6 +3,7 @@
 `inductor` traces the model into one graph, fuses elementwise work into few kernels that read and write memory once, and
 takes Python out of the step. `aot_eager` traces and differentiates the graph but runs its kernels as they are, which
 shows what tracing alone contributes; `cudagraphs` replays those kernels as CUDA graphs, which shows what launches cost.
+Inductor writes its kernels in Triton, for GPUs of compute capability 7.0 and newer.
 
 `regions` is Inductor again, on a few layers of packed rows at a time (row E-regions). All layers are alike, so that one
 program serves every region, and the time before the first step falls with the tracing and code generation. What would

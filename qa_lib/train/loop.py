@@ -16,7 +16,7 @@ from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.compilation import own_gradients, peak_from
 from qa_lib.train.graph import captured
-from qa_lib.train.optim import build_optimizer, clip, learning_rate, set_rate, trained
+from qa_lib.train.optim import build_optimizer, clip, learning_rate, set_rate, trained, unscale
 from qa_lib.train.overlapped import Overlapped, OverlappedShards
 from qa_lib.train.parallel import DDP, FSDP, Alone, DDPInHalf, Flat
 from qa_lib.train.pipeline import Pipeline
@@ -66,7 +66,7 @@ class OptimizerStep:
         with watch.phase("reduce"):
             sharing.reduce()
         with watch.phase("optimizer"):
-            scaler.unscale_(optimizer)
+            unscale(optimizer, scaler)
             sharing.agree(scaler, optimizer)
             clip(optimizer, sharing.across)
             scaler.step(optimizer)

@@ -1,16 +1,22 @@
 """AdamW for weights in half precision: masters and moments beside them, updated in one pass (rows E5 and E-moments).
 
 Mixed precision usually keeps the weights in fp32 and casts each of them to half precision in every forward pass. Here
-the model itself is in bf16: no casts, and weights, gradients and activations of half the bytes. What that would lose
-is in the update. bf16 has 8 bits of mantissa, so a step smaller than 1/256 of a weight, as most are in fine-tuning,
-rounds to nothing. There is therefore an fp32 number behind each weight, its master (Micikevicius et al. 2018): the step
-is added to the master, and the weight is the master's rounding.
+the model itself is in bf16, or in fp16 where a GPU has no other (row E-t4-best): no casts, and weights, gradients and
+activations of half the bytes. What that would lose is in the update. bf16 has 8 bits of mantissa, so a step smaller
+than 1/256 of a weight, as most are in fine-tuning, rounds to nothing. There is therefore an fp32 number behind each
+weight, its master (Micikevicius et al. 2018): the step is added to the master, and the weight is the master's rounding.
 
 **Half of the master is in the weight already.** bf16 is the upper half of fp32, so that 16 bits beside the weight are
 enough. They are kept as a whole number, the `rest`: how many of its own last places the master lies above or below the
 weight, from -32,768 to 32,767. The bits of the weight plus the rest are those of the master, exactly. A master half-way
 between two weights, one in 65,536, is rounded away from zero. A cast would take the even one of the two, which would
 then stand for 65,537 masters, one more than 16 bits can tell apart.
+
+**fp16 is not the upper half of fp32**: it has 3 more bits of mantissa and 3 fewer of exponent. Its rest is what the
+weight's rounding has left, in fp16 as well and times 2^11, by which it is smaller than the weight. Both together have
+22 bits of mantissa, where fp32 has 24. Gradients in fp16 keep the scale of the loss (train/precision.py), since without
+it the small ones would be lost; they are divided by it here. Where it was too large, the update writes back what it has
+read, since a captured step cannot leave a kernel out.
 
 **Moments in bf16** (row E-moments) take stochastic rounding. A step keeps 999 parts in 1,000 of the second moment, and
 no two numbers of bf16 are that close: rounded to nearest, the moment would never fall, and only gradients about twice
@@ -28,18 +34,26 @@ import torch
 
 from qa_lib.model.dropout import hashed
 
+FINER = 2.0**11  # times so much an fp16 weight's rest is kept
 BUNDLES = 12  # as BERT-base has layers: each bundle has one layer's parameters, or as many of the same shapes
 GOLDEN = 0x9E3779B1 - 2**32  # odd, and far from 0 as int32: seeds of neighbouring steps lie far apart
 
 
 class MasterAdamW(torch.optim.Optimizer):
-    """AdamW without weight decay (Kingma and Ba 2015, Loshchilov and Hutter 2019) over the masters of bf16 parameters.
+    """AdamW without weight decay (Kingma and Ba 2015, Loshchilov and Hutter 2019) over masters of half-precision
+    parameters.
 
     A master begins as the parameter is when the optimizer is made, so with the bits that a cast to half precision has
     left. Nothing waits for the device: rate and step count are tensors on it. Gradients are taken as if clipped to the
     norm `max_norm`, which saves clip_grad_norm_ its pass over them. `moments` is the type of both, fp32 or bf16.
-    Raises TypeError for parameters that are not in bf16.
+    Raises TypeError for parameters that are in neither bf16 nor fp16.
     """
+
+    # What GradScaler hands to an optimizer that says so (optim.unscale): the scale that is on the gradients, and more
+    # than 0 where one of them is not finite.
+    _step_supports_amp_scaling = True
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
 
     def __init__(
         self, parameters, lr: torch.Tensor, max_norm: float, moments=torch.float32, betas=(0.9, 0.999), eps=1e-8
@@ -50,10 +64,12 @@ class MasterAdamW(torch.optim.Optimizer):
         elements = 0
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.dtype != torch.bfloat16:
-                    raise TypeError(f"masters are of bf16 parameters, and there is one of {parameter.dtype}")
+                if parameter.dtype not in RESTS:
+                    raise TypeError(
+                        f"masters are of parameters in half precision, and there is one of {parameter.dtype}"
+                    )
                 self.state[parameter] = {
-                    "rest": torch.zeros_like(parameter, dtype=torch.int16),
+                    "rest": torch.zeros_like(parameter, dtype=RESTS[parameter.dtype]),
                     "exp_avg": torch.zeros_like(parameter, dtype=moments),
                     "exp_avg_sq": torch.zeros_like(parameter, dtype=moments),
                     "step": torch.zeros((), device=parameter.device),
@@ -68,9 +84,14 @@ class MasterAdamW(torch.optim.Optimizer):
         every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         norms = torch._foreach_norm([p.grad for p in every], 2, dtype=torch.float32)
         norm = self.across(torch.stack(norms).norm())
-        factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)  # as in clip_grad_norm_
-        steps = [self.state[p]["step"] for p in every]
-        torch._foreach_add_(steps, 1)
+        steps, skip = [self.state[p]["step"] for p in every], None
+        if self.grad_scale is None:
+            factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)  # as in clip_grad_norm_
+            torch._foreach_add_(steps, 1)
+        else:
+            factor = (self.max_norm / (norm / self.grad_scale + 1e-6)).clamp(max=1.0) / self.grad_scale
+            skip = self.found_inf > 0
+            torch._foreach_add_(steps, 1.0 - skip.float())
         step = steps[0]  # all parameters are updated in every step
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
@@ -81,7 +102,7 @@ class MasterAdamW(torch.optim.Optimizer):
                     [self.state[p][name] for p in parameters] for name in ("rest", "exp_avg", "exp_avg_sq", "first")
                 ]
                 gradients = [p.grad for p in parameters]
-                _update(parameters, gradients, *columns, step, factor, size, growth, beta1, beta2, group["eps"])
+                _update(parameters, gradients, *columns, step, factor, size, growth, beta1, beta2, group["eps"], skip)
 
 
 def bundles(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -97,17 +118,38 @@ def bundles(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     return [bundle for bundle in dealt if bundle]
 
 
+RESTS = {torch.bfloat16: torch.int16, torch.float16: torch.float16}  # the type of a weight's rest
+
+
 def masters(parameters: list[torch.Tensor], rests: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The fp32 masters of bf16 parameters."""
+    """The fp32 masters of parameters in half precision."""
     pairs = zip(parameters, rests, strict=True)
+    if parameters[0].dtype == torch.float16:
+        return [p.float() + rest.float() / FINER for p, rest in pairs]
     return [(p.float().view(torch.int32) + rest.int()).view(torch.float32) for p, rest in pairs]
 
 
-def upper(value: torch.Tensor, addend: int | torch.Tensor) -> torch.Tensor:
-    """An fp32 tensor with `addend`, from 0 to 65,535, added to its bits and the lower 16 of these then cut off, so that
-    it fits bf16. 0x8000 rounds to nearest, a random addend stochastically."""
-    cut = ((value.view(torch.int32) + addend) & -0x10000).view(torch.float32)
+def halves(masters: list[torch.Tensor], dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """fp32 masters as their roundings to half precision, in fp32 still, and the rests."""
+    if dtype == torch.float16:
+        weights = [nearest_fp16(master) for master in masters]
+        return weights, [(m - weight) * FINER for m, weight in zip(masters, weights, strict=True)]
+    weights = [upper(master, 0x8000) for master in masters]
+    return weights, [m.view(torch.int32) - weight.view(torch.int32) for m, weight in zip(masters, weights, strict=True)]
+
+
+def upper(value: torch.Tensor, addend: int | torch.Tensor, lower: int = 16) -> torch.Tensor:
+    """An fp32 tensor with `addend` added to its bits and the `lower` ones of these then cut off, by default so that it
+    fits bf16. Half of what these bits can count rounds to nearest, a random addend stochastically."""
+    cut = ((value.view(torch.int32) + addend) & -(1 << lower)).view(torch.float32)
     return torch.where(value.isnan(), value, cut)  # the sum turns the NaN that GPUs make into zero
+
+
+def nearest_fp16(value: torch.Tensor) -> torch.Tensor:
+    """An fp32 tensor rounded to numbers of fp16, below 65,520. Not by a cast, which Inductor leaves out between two
+    operations of one kernel."""
+    # fp16's numbers below 2^-14 are 2^-24 apart, as fp32's are around 3/4.
+    return torch.where(value.abs() < 2**-14, (value + 0.75) - 0.75, upper(value, 0x1000, 13))
 
 
 def random_bits(values: list[torch.Tensor], firsts: list[torch.Tensor], step: torch.Tensor) -> list[torch.Tensor]:
@@ -120,7 +162,7 @@ def random_bits(values: list[torch.Tensor], firsts: list[torch.Tensor], step: to
 
 @torch.compile(dynamic=False, fullgraph=True)
 def _update(
-    parameters, gradients, rests, means, squares, firsts, step, factor, size, growth, beta1, beta2, eps
+    parameters, gradients, rests, means, squares, firsts, step, factor, size, growth, beta1, beta2, eps, skip
 ) -> None:
     gradients = [g.float() * factor for g in gradients]
     new_means = torch._foreach_lerp([m.float() for m in means], gradients, 1 - beta1)
@@ -133,9 +175,8 @@ def _update(
         bits = random_bits(means, firsts, step)
         new_means = [upper(mean, low & 0xFFFF) for mean, low in zip(new_means, bits, strict=True)]
         new_squares = [upper(square, (high >> 16) & 0xFFFF) for square, high in zip(new_squares, bits, strict=True)]
-    torch._foreach_copy_(means, new_means)
-    torch._foreach_copy_(squares, new_squares)
-    weights = [upper(master, 0x8000) for master in new_masters]
-    pairs = zip(new_masters, weights, strict=True)
-    torch._foreach_copy_(rests, [master.view(torch.int32) - weight.view(torch.int32) for master, weight in pairs])
-    torch._foreach_copy_(parameters, weights)
+    weights, new_rests = halves(new_masters, parameters[0].dtype)
+    for old, new in ((means, new_means), (squares, new_squares), (rests, new_rests), (parameters, weights)):
+        if skip is not None:
+            new = [torch.where(skip, a, b) for a, b in zip(old, new, strict=True)]
+        torch._foreach_copy_(old, new)

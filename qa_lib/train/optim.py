@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 
 import torch
+from torch.amp.grad_scaler import OptState
 
 from qa_lib.spec import Spec
 from qa_lib.train.masters import MasterAdamW
@@ -70,6 +71,18 @@ def _adamw8bit(model, parameters, rate) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS = {"adamw": _adamw, "fused": _fused, "adamw8bit": _adamw8bit, "master": _master, "master16": _master16}
+
+
+def unscale(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+    """Take the loss's scale off the gradients. MasterAdamW does so itself while it reads them: where they are in fp16,
+    without the scale small ones would be lost, and GradScaler refuses."""
+    if not isinstance(optimizer, MasterAdamW):
+        scaler.unscale_(optimizer)
+    elif scaler.is_enabled():
+        # As in GradScaler.step, but before processes agree on what they have found.
+        scaler._check_inf_per_device(optimizer)
+        scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
+        optimizer.grad_scale = scaler._get_scale_async()
 
 
 def clip(optimizer: torch.optim.Optimizer, across: Callable[[torch.Tensor], torch.Tensor]) -> None:
