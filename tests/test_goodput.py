@@ -131,7 +131,7 @@ def test_more_steps_for_the_overlap_change_nothing_that_is_recorded(monkeypatch)
         ranks.waits.append(([], (0.0, 1.0)))
 
     monkeypatch.setattr(
-        "qa_lib.train.ranks.overlap", lambda step, device: step() or {"busy_ms": 1.0, "exposed_ms": 0.5}
+        "qa_lib.measure.overlap.overlap", lambda step, device: step() or {"busy_ms": 1.0, "exposed_ms": 0.5}
     )
     ranks.note_overlap(step)
     assert (ranks.noise(steps=1), len(ranks.waits), ranks.measured["busy_ms"]) == (before, 0, 1.0)

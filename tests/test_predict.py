@@ -114,6 +114,15 @@ def test_the_models_mode_is_put_back_and_no_graph_is_kept(model, features):
     assert not model.training and torch.equal(start.nan_to_num(), again.nan_to_num())  # no dropout in either
 
 
+def test_cudnn_prepares_nothing_for_the_many_shapes_of_batches(model, features):
+    allowed = []
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    hook = model.register_forward_pre_hook(lambda *_: allowed.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    predict_logits(model, features)
+    hook.remove()
+    assert set(allowed) == {False} and torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
 def test_autocast(model, features):
     _, start, _ = predict_logits(model, features)
     _, half, _ = predict_logits(model, features, autocast_dtype=torch.bfloat16)

@@ -19,12 +19,12 @@ from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 from qa_lib.train import masters
 from qa_lib.train.checkpoint import Checkpoint
-from qa_lib.train.compilation import compiled
+from qa_lib.train.compilation import compiled, start_compilers
 from qa_lib.train.loop import train
 from qa_lib.train.optim import build_optimizer, learning_rate
 from qa_lib.train.ranks import Ranks
 from qa_lib.train.steplog import NonFiniteLoss, StepLog
-from qa_lib.variants import Settings
+from qa_lib.variants import VARIANTS, Settings
 from tests.tiny import StopAfter
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
@@ -159,6 +159,23 @@ def test_resume_is_exact_from_any_checkpoint(variant, features, tmp_path, monkey
             assert torch.equal(tensor, whole[name]), f"{name} differs after a resume at step {stop}"
         steps = [json.loads(line)["step"] for line in (run_dir / "steps.jsonl").read_text().splitlines()]
         assert steps == list(range(1, spec.scale.steps + 1))
+
+
+@pytest.mark.parametrize(
+    ("variant", "device", "started"),
+    [
+        ("E-best", "cuda", 1),
+        ("E-regions", "cuda", 1),
+        ("A1", "cuda", 0),
+        ("D1-cudagraphs", "cuda", 0),
+        ("A4", "cpu", 0),
+    ],
+)
+def test_the_compilers_processes_start_where_a_gpus_kernels_are_compiled(variant, device, started, monkeypatch):
+    calls = []
+    monkeypatch.setattr("torch._inductor.async_compile.AsyncCompile.wakeup", lambda: calls.append(1))
+    start_compilers(VARIANTS[variant].settings, torch.device(device))
+    assert len(calls) == started
 
 
 def test_elementwise_work_is_repeated_and_products_are_not(monkeypatch):

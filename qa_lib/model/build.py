@@ -4,7 +4,6 @@ import logging
 import warnings
 from pathlib import Path
 
-import pandas as pd
 import torch
 from transformers import AutoConfig, AutoModelForQuestionAnswering, BertConfig, GPT2Config, PreTrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -178,8 +177,10 @@ def save_model(model: torch.nn.Module, tokenizer: Tokenizer, folder: Path) -> No
     write_digests(folder)
 
 
-def trainable_summary(model: torch.nn.Module) -> pd.DataFrame:
-    """Parameters by part of the model, in all and trainable, for display."""
+def trainable_summary(model: torch.nn.Module):
+    """Parameters by part of the model, in all and trainable: a DataFrame, for display."""
+    import pandas as pd  # takes a quarter of a second, and no run needs it
+
     parts = {"embeddings": embeddings_of(model)}
     parts |= {f"layer {number}": [layer] for number, layer in enumerate(layers_of(model))}
     parts |= {"head": [model.get_submodule(encoder_of(model).head)], "all": [model]}

@@ -33,7 +33,7 @@ from qa_lib.run.tasks import TASKS
 from qa_lib.run.together import fault_path, fit_together
 from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint, digest_of
-from qa_lib.train.compilation import found_in_cache
+from qa_lib.train.compilation import found_in_cache, start_compilers
 from qa_lib.train.engine import train
 from qa_lib.train.parallel import gathered
 from qa_lib.train.pipeline import bubble
@@ -63,6 +63,7 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
             return entry
         begin = time.perf_counter()
         _limit(spec, device)
+        start_compilers(spec.settings, device)
         data = data or task.load(spec)
         begin = min(begin, time.perf_counter() - data.load_s)  # what the caller has loaded is this run's time as well
         model = build_model(spec, task.head)

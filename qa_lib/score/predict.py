@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qa_lib.data.squad import DataError, Source, open_source, unlabelled
 from qa_lib.data.windows import Features, build_features
@@ -36,6 +37,8 @@ EXAMPLE = """examples:
   python -m qa_lib predict --model deepset/bert-base-cased-squad2 dev-v2.0.json --out answers/"""
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+# Without cuDNN's, which is prepared anew for each batch's shape, for longer than the batch then takes.
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def predict_logits(
@@ -62,7 +65,7 @@ def predict_logits(
     if training:
         model.eval()
     done = 0
-    with torch.inference_mode(), autocast:
+    with torch.inference_mode(), sdpa_kernel(KERNELS), autocast:
         for rows, width in _batches(order, features, batch_tokens, pad_to, progress):
             batch = features.batch(rows, width)
             output = model(**{name: torch.from_numpy(batch[name]).to(device) for name in INPUTS if name in batch})

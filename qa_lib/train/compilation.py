@@ -41,6 +41,18 @@ def compiled(model: torch.nn.Module, settings: Settings):
     return Regions(model, by_backend) if settings.compile == "regions" else by_backend(model)
 
 
+def start_compilers(settings: Settings, device: torch.device) -> None:
+    """Start the processes that will compile a GPU's kernels for Inductor, and do not wait for them.
+
+    They need seconds to import PyTorch. Inductor starts them when it has a first kernel, and until they are there it
+    compiles in this process, one kernel after the other. Called before the data is read, they are there in time.
+    """
+    if device.type == "cuda" and settings.compile in ("inductor", "regions"):
+        from torch._inductor.async_compile import AsyncCompile  # which rows without a compiler do not need
+
+        AsyncCompile.wakeup()
+
+
 def forget_compiled() -> None:
     """Start as in a new process: Dynamo counts what it compiled for all models, and soon leaves the rest uncompiled."""
     torch._dynamo.reset()

@@ -30,12 +30,13 @@ and writes every parameter; compiled, it is one pass. It moves 26 bytes a parame
 rest and 16 of moments. With moments in bf16, which are 8, it moves 18. The norm of the gradients reads 2 more.
 """
 
+from collections import Counter
+
 import torch
 
 from qa_lib.model.dropout import hashed
 
 FINER = 2.0**11  # times so much an fp16 weight's rest is kept
-BUNDLES = 12  # as BERT-base has layers: each bundle has one layer's parameters, or as many of the same shapes
 GOLDEN = 0x9E3779B1 - 2**32  # odd, and far from 0 as int32: seeds of neighbouring steps lie far apart
 
 
@@ -106,16 +107,24 @@ class MasterAdamW(torch.optim.Optimizer):
 
 
 def bundles(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The parameters in BUNDLES lists or fewer, each updated by one call.
+    """The parameters in lists, each updated by one call: as many lists as the model has layers.
 
-    Those of one shape are dealt out in turn, so that most lists are alike in their shapes, and what the compiler makes
-    of one serves the others: it has a tenth of the parameters to look at.
+    Those of one shape are dealt out evenly, and what is left over goes into the first list. The others are then alike
+    in their shapes, and what the compiler makes of one serves them all: it has two layers' parameters to look at.
     """
-    alike = {}
+    alike, elements = {}, Counter()
     for parameter in parameters:
         alike.setdefault(parameter.shape, []).append(parameter)
-    dealt = ([p for same in alike.values() for p in same[number::BUNDLES]] for number in range(BUNDLES))
-    return [bundle for bundle in dealt if bundle]
+    for shape, same in alike.items():
+        elements[len(same)] += len(same) * shape.numel() * (len(same) > 1)
+    # There are as many layers as most elements have tensors of their shape.
+    lists = [[] for _ in range(max(elements, key=elements.get))]
+    for same in alike.values():
+        extra = len(same) % len(lists)
+        lists[0] += same[:extra]
+        for number, bundle in enumerate(lists):
+            bundle += same[extra + number :: len(lists)]
+    return lists
 
 
 RESTS = {torch.bfloat16: torch.int16, torch.float16: torch.float16}  # the type of a weight's rest

@@ -13,7 +13,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from qa_lib.measure import goodput
 from qa_lib.measure.meter import elapsed
-from qa_lib.measure.overlap import overlap
 from qa_lib.record import Noise
 from qa_lib.spec import Spec, replicas
 
@@ -120,6 +119,8 @@ class Ranks:
 
     def note_overlap(self, step: Callable[[], object]) -> None:
         """Measure what communication costs a step, by some more of them, which all processes make together."""
+        from qa_lib.measure.overlap import overlap  # which imports pandas, and no other run needs it
+
         waits, norms = self.waits.copy(), self.norms.clone()
         self.measured = overlap(step, self.device)
         self.waits = waits
