@@ -45,6 +45,7 @@ COMPANIONS = {
     ("attention", "blockmask"): {"padding": "packed"},
     ("attention", "short"): {"padding": "packed"},
     ("compile", "regions"): {"padding": "packed", "attention": "sdpa"},
+    ("optimizer", "master"): {"precision": "bf16"},  # in fp16 the first step may find the loss scaled too much
     ("optimizer", "master16"): {"precision": "bf16"},
     ("checkpointing", "elementwise"): {"compile": "inductor"},
     ("feed_forward", "fp8"): {"precision": "bf16", "optimizer": "master"},
@@ -334,7 +335,7 @@ def test_an_unknown_value_is_refused_with_the_nearest(change, said):
         ({"engine": "trainer", "optimizer": "adamw8bit"}, ["engine 'trainer'", "optimizer 'adamw8bit'", "fused AdamW"]),
         ({"projections": "fused", "trainable": "lora-all"}, ["projections 'fused'", "trainable 'lora-all'", "away"]),
         ({"feed_forward": "fp8", "precision": "bf16"}, ["feed_forward 'fp8'", "optimizer 'adamw'", "weights in bf16"]),
-        ({"optimizer": "master"}, ["optimizer 'master'", "precision 'fp16'"]),
+        ({"optimizer": "master16"}, ["optimizer 'master16'", "precision 'fp16'"]),
     ],
 )
 def test_a_conflict_names_both_settings_and_the_reason(change, words):
