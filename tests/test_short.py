@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from torch import library
 
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.errors import UserError
@@ -96,7 +97,7 @@ def test_keys_beyond_the_end_count_nothing_even_where_all_others_score_far_less_
 def test_the_operators_are_what_the_compiler_takes_them_for():
     product, _, ends, seed = drawn([20, 3])
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(
+    library.opcheck(
         short._short, (product.requires_grad_(), ends, seed, 64, 0.1, SCALE), test_utils=checks, atol=1e-5, rtol=1e-4
     )
 

@@ -49,6 +49,14 @@ def factors(rows, first, number, shift, threshold, keeps):
     return tl.where((hashed(first // 2 + number, rows) << shift) >= (threshold << 16).to(tl.uint32), keeps, 0.0)
 
 
+@triton.jit
+def task_of(ends):
+    """What this program does: the number of its block, its head, and where its segment begins and how long it is."""
+    segment = tl.program_id(2)
+    begin = tl.load(ends + segment)
+    return tl.program_id(0), tl.program_id(1), begin, tl.load(ends + segment + 1) - begin
+
+
 @triton.jit(do_not_specialize=["threshold"])
 def attention_short_forward(
     product, output, logsumexp, ends, seed, tokens, scale, threshold, keeps,
@@ -56,9 +64,7 @@ def attention_short_forward(
 ):  # fmt: skip
     """Of QUERIES queries: output, and the logarithm to base 2 of the sum of their exponentials. `scale` is that of the
     scores times log2(e), `keeps` is 1 / (1 - rate)."""
-    block, head, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    begin = tl.load(ends + segment)
-    length = tl.load(ends + segment + 1) - begin
+    block, head, begin, length = task_of(ends)
     if block * QUERIES >= length:
         return
     STRIDE: tl.constexpr = 3 * HEADS * WIDTH
@@ -102,9 +108,7 @@ def attention_short_backward(
 ):  # fmt: skip
     """Of BLOCK tokens: the gradients of their keys and values, over STEP queries at a time, and then those of their
     queries, over STEP keys at a time."""
-    block, head, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    begin = tl.load(ends + segment)
-    length = tl.load(ends + segment + 1) - begin
+    block, head, begin, length = task_of(ends)
     if block * BLOCK >= length:
         return
     STRIDE: tl.constexpr = 3 * HEADS * WIDTH
