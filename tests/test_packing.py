@@ -21,6 +21,7 @@ from qa_lib.model.packed import Packed, Regions, regions_of
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, Spec
+from qa_lib.train.compilation import LossOf
 from tests.test_train import without_dropout
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
@@ -76,7 +77,10 @@ def features():
 
 def spec_of(variant="E1", machine=CPU, attention=None, **scale) -> Spec:
     (spec,) = plan([variant], "smoke", data="synthetic:200", machine=machine)
-    settings = dataclasses.replace(spec.settings, compile="none", attention=attention or spec.settings.attention)
+    own = {"attention": attention} if attention else {}
+    if attention == "flash":
+        own["precision"] = "bf16"
+    settings = dataclasses.replace(spec.settings, compile="none", **own)
     scale = dataclasses.replace(spec.scale, **{"steps": 8} | scale)
     return dataclasses.replace(spec, settings=settings, scale=scale)
 
@@ -226,9 +230,9 @@ def test_a_model_in_regions_is_the_model(features):
     assert len(parts) == len(regions_of(packed.model)) == 3, "embeddings, two layers, head"
     found, announced = [], []
     regions.before = announced.append
-    for forward in (packed, regions):
+    for forward in (LossOf(packed), regions):
         packed.model.zero_grad()
-        loss = forward(**inputs).loss
+        loss = forward(**inputs)
         loss.backward()
         found.append([loss.detach(), *(p.grad.clone() for p in packed.model.parameters())])
     torch.testing.assert_close(found[0], found[1])

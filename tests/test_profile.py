@@ -13,6 +13,7 @@ from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 
 HIDDEN, WIDE = 768, 3072
+WIDTHS = trace.Widths(HIDDEN, WIDE, outputs=2)
 
 
 def cpu(name, ts, dur, sizes=(), number=None, cat="cpu_op"):
@@ -49,7 +50,7 @@ def gpu_trace():
             cpu("aten::addmm", base + 20, 10, [(HIDDEN,), (64, WIDE), (WIDE, HIDDEN)], call),
             cpu("aten::mm", base + 1020, 10, [(64, HIDDEN), (HIDDEN, HIDDEN)], call + 1),
             cpu("aten::native_layer_norm", base + 40, 10, [(64, HIDDEN)], call + 2),
-            cpu("aten::mul", base + 2020, 10, [(HIDDEN, WIDE)], call + 3),
+            cpu("aten::mul", base + 2020, 10, [(WIDTHS)], call + 3),
         ]
         for kernel, at, offset in (
             ("nvjet_tst", 25, 0),
@@ -62,7 +63,7 @@ def gpu_trace():
 
 
 def test_a_kernel_belongs_to_the_phase_and_part_that_launched_it():
-    work = trace.work(gpu_trace(), HIDDEN, WIDE)
+    work = trace.work(gpu_trace(), WIDTHS)
     found = {(row.name, row.phase, row.part) for row in work.itertuples()}
     assert found == {
         ("nvjet_tst", "forward", "feed-forward"),
@@ -88,17 +89,17 @@ def test_whatever_a_lookup_calls_counts_as_embeddings():
         *launched("gather_kernel", 1000, 20, 120, 2, 2),
         *launched("gather_kernel", 1100, 5, 210, 3, 3),
     ]
-    assert trace.work(events, HIDDEN, WIDE)["part"].tolist() == ["embeddings", "norms and elementwise"]
-    on_a_cpu = trace.work(events[:4], HIDDEN, WIDE)
+    assert trace.work(events, WIDTHS)["part"].tolist() == ["embeddings", "norms and elementwise"]
+    on_a_cpu = trace.work(events[:4], WIDTHS)
     assert on_a_cpu["part"].tolist() == ["embeddings"] * 2
 
 
 def test_kernels_of_a_graph_take_the_labels_of_those_launched_one_by_one():
-    known = trace.work(gpu_trace(), HIDDEN, WIDE)
+    known = trace.work(gpu_trace(), WIDTHS)
     events = [cpu("ProfilerStep#5", 0, 4000, cat="user_annotation")]
     for index, name in enumerate([*known["name"][:4], "unknown"]):
         events += launched(name, 1000 + 100 * index, 50, 100, 1, graph=True)
-    replayed = trace.work(events, HIDDEN, WIDE)
+    replayed = trace.work(events, WIDTHS)
     assert set(replayed["phase"]) == {""}
     labelled = trace.label_like(replayed, known)
     assert labelled["part"].tolist()[:4] == known["part"].tolist()[:4]
@@ -131,7 +132,12 @@ def test_kernels_of_a_graph_take_the_labels_of_those_launched_one_by_one():
     ],
 )
 def test_parts(kernel, op, sizes, phase, part):
-    assert trace.part_of(kernel, op, sizes, phase, HIDDEN, WIDE) == part
+    assert trace.part_of(kernel, op, sizes, phase, WIDTHS) == part
+
+
+def test_the_product_of_a_decoders_head_is_the_losss():
+    sizes, widths = [(64, HIDDEN), (HIDDEN, 50304)], trace.Widths(HIDDEN, WIDE, outputs=50304)
+    assert trace.part_of("nvjet_tst", "aten::mm", sizes, "forward", widths) == "loss"
 
 
 def test_on_a_cpu_an_operator_is_charged_its_own_time_alone():
@@ -141,7 +147,7 @@ def test_on_a_cpu_an_operator_is_charged_its_own_time_alone():
         cpu("aten::linear", 100, 300, [(64, HIDDEN), (HIDDEN, HIDDEN)]),
         cpu("aten::addmm", 150, 200, [(64, HIDDEN), (HIDDEN, HIDDEN)]),
     ]
-    assert trace.work(events, HIDDEN, WIDE)["ms"].tolist() == pytest.approx([0.1, 0.2])
+    assert trace.work(events, WIDTHS)["ms"].tolist() == pytest.approx([0.1, 0.2])
 
 
 PAGE = f"""==PROF== Connected to process 7
@@ -191,7 +197,7 @@ def test_a_profile_of_a_row_on_this_machine(tmp_path):
     assert time["busy_ms"] == pytest.approx(sum(sum(parts.values()) for parts in time["parts"].values()))
     events = trace.read(tmp_path / spec.run_path / "trace.json.gz")
     steps = {event["name"] for event in events if event.get("name", "").startswith("ProfilerStep#")}
-    assert len(steps) == profile.PROFILED == trace.work(events, 1, 2)["step"].nunique()
+    assert len(steps) == profile.PROFILED == trace.work(events, trace.Widths(1, 2, 3))["step"].nunique()
 
 
 def test_a_profile_that_fails_leaves_the_older_one_whole(tmp_path, monkeypatch):

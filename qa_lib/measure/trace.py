@@ -9,6 +9,7 @@ import difflib
 import gzip
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -25,6 +26,15 @@ _PRODUCT_KERNELS = ("gemm", "nvjet", "splitkreduce", "cublas", "cutlass")
 _COPIES = {"aten::copy_", "aten::_to_copy", "aten::to", "aten::clone", "aten::contiguous", "aten::fill_", "aten::zero_"}
 
 
+class Widths(NamedTuple):
+    """By which a model's matrix products are told apart: its hidden states, within its feed-forward blocks, and what
+    its head gives for each token, two logits of an answer or as many as there are words."""
+
+    hidden: int
+    intermediate: int
+    outputs: int
+
+
 def read(path: Path) -> list[dict]:
     """The events of a trace file, gzipped or not."""
     opened = gzip.open if path.suffix == ".gz" else open
@@ -32,15 +42,15 @@ def read(path: Path) -> list[dict]:
         return json.load(stream)["traceEvents"]
 
 
-def part_of(kernel: str, op: str, sizes: list[tuple[int, ...]], phase: str, hidden: int, intermediate: int) -> str:
-    """The part of a BERT that a piece of work belongs to, one of PARTS.
+def part_of(kernel: str, op: str, sizes: list[tuple[int, ...]], phase: str, widths: Widths) -> str:
+    """The part of the model that a piece of work belongs to, one of PARTS.
 
     `kernel` is its name, `op` the operator that launched it and `sizes` the shapes of that operator's inputs: matrix
-    products are told apart by the model's `hidden` and `intermediate` widths alone, whichever kernel ran them. A layer
-    norm that the compiler fused with the lookups before it counts as embeddings.
+    products are told apart by the model's `widths` alone, whichever kernel ran them. A layer norm that the compiler
+    fused with the lookups before it counts as embeddings.
     """
     name, caller = kernel.lower(), op.lower()
-    widths = {size for shape in sizes for size in shape}
+    found = {size for shape in sizes for size in shape}
     if phase == "optimizer":
         return "optimizer"
     if name.startswith(("memcpy", "memset")):
@@ -55,14 +65,13 @@ def part_of(kernel: str, op: str, sizes: list[tuple[int, ...]], phase: str, hidd
     if not name.startswith("triton") and (
         any(word in name for word in _PRODUCT_KERNELS) or any(word in caller.split("::")[-1] for word in _PRODUCTS)
     ):
-        if intermediate in widths:
+        if widths.intermediate in found:
             return "feed-forward"
-        # The answer head has two outputs.
-        return "loss" if 2 in widths and hidden in widths else "attention"
+        return "loss" if {widths.hidden, widths.outputs} <= found else "attention"
     return "copies" if op in _COPIES else "norms and elementwise"
 
 
-def work(events: list[dict], hidden: int, intermediate: int) -> pd.DataFrame:
+def work(events: list[dict], widths: Widths) -> pd.DataFrame:
     """A line for each piece of work in order of time: step, start_ms (within its step), ms, name, phase, part.
 
     Steps are the profiler's own ranges, phases those in PHASES; work outside of steps is left out. What a CUDA graph
@@ -83,7 +92,7 @@ def work(events: list[dict], hidden: int, intermediate: int) -> pd.DataFrame:
         if at is not None:
             phase = phases[at][2]
         op = caller if _inside(lookups, launched) is None else "aten::embedding"
-        part = part_of(name, op, sizes, phase, hidden, intermediate)
+        part = part_of(name, op, sizes, phase, widths)
         rows.append((step, begin / 1e3, ms, name, phase, part))
     table = pd.DataFrame(rows, columns=["step", "start_ms", "ms", "name", "phase", "part"])
     table["start_ms"] -= table.groupby("step")["start_ms"].transform("min")

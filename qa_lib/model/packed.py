@@ -93,12 +93,12 @@ class Regions(torch.nn.Module):
         self.before = lambda number: None  # is called before that part's forward pass
 
     def forward(self, **inputs):
-        """As Packed.forward, without logits."""
+        """The loss, for keywords as Packed.forward takes them."""
         hidden = None
         for number, part in enumerate(self.parts):
             self.before(number)
             hidden = part(hidden, **inputs)
-        return QuestionAnsweringModelOutput(loss=hidden)
+        return hidden
 
 
 def span_loss(starts, ends, start_positions, end_positions, cu_seqlens, longest: int, bias=None) -> torch.Tensor:

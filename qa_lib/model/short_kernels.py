@@ -11,8 +11,8 @@ import triton.language as tl
 
 # Tiles and threads. An H200's multiprocessor holds four programs of the first and three of the second at a time, whose
 # registers do not spill (by the compiler's word).
-FORWARD = {"QUERIES": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 128}
-BACKWARD = {"BLOCK": 64, "STEP": 32, "num_warps": 4, "num_stages": 2, "maxnreg": 168}
+FORWARD = {"QUERIES": 64, "KEYS": 32, "num_warps": 4, "num_stages": 3}
+BACKWARD = {"BLOCK": 64, "STEP": 32, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
 
 
 @triton.jit

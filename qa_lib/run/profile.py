@@ -24,7 +24,7 @@ from qa_lib.measure import machine, ncu, trace
 from qa_lib.measure.machine import copy_rate, matrix_rate, train_device, turn
 from qa_lib.measure.meter import MIB, Watch, memory_use
 from qa_lib.model.build import DTYPES, build_model
-from qa_lib.model.encoders import parts_of
+from qa_lib.model.encoders import encoder_of, parts_of
 from qa_lib.run.launch import SHARE, call, child_env
 from qa_lib.run.plan import add_source_arguments, plan
 from qa_lib.run.tasks import TASKS
@@ -194,8 +194,10 @@ def _time(spec: Spec, data, device, warm: int) -> tuple:
         path = Path(folder, "trace.json.gz")
         watch.profiler.export_chrome_trace(str(path))
         events, packed = trace.read(path), path.read_bytes()
-    hidden = model.config.hidden_size
-    found = trace.work(events, hidden, getattr(model.config, "intermediate_size", 4 * hidden))
+    config = model.config
+    outputs = config.vocab_size if encoder_of(model).causal else 2
+    widths = trace.Widths(config.hidden_size, getattr(config, "intermediate_size", 4 * config.hidden_size), outputs)
+    found = trace.work(events, widths)
     timed = sorted(meter.times[max(0, warm - TIMED) : warm])
     return found, events, 1e3 * timed[len(timed) // 2], packed
 

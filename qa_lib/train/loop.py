@@ -14,7 +14,7 @@ from qa_lib.model.dropout import renew
 from qa_lib.model.packed import Packed
 from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint
-from qa_lib.train.compilation import own_gradients, peak_from
+from qa_lib.train.compilation import LossOf, own_gradients, peak_from
 from qa_lib.train.graph import captured
 from qa_lib.train.optim import build_optimizer, clip, learning_rate, set_rate, trained, unscale
 from qa_lib.train.overlapped import Overlapped, OverlappedShards
@@ -47,7 +47,7 @@ class OptimizerStep:
         self.model, self.precision, self.watch = model, precision, watch
         self.sharing = SHARING[spec.settings.parallel](model, ranks, spec.settings)
         forward = Packed(model, batches.limits) if spec.settings.padding == "packed" else model
-        self.forward = self.sharing.wrapped(forward)
+        self.forward = self.sharing.wrapped(LossOf(forward))
         self.optimizer = build_optimizer(model, spec, self.sharing.parameters)
         self.keep_gradients = own_gradients(spec)
         if self.keep_gradients:
@@ -82,7 +82,7 @@ class OptimizerStep:
             renew(self.model)
             with self.sharing.micro_batch(last=number == len(parts)):
                 with self.watch.phase("forward"), self.precision.autocast():
-                    loss = self.forward(**inputs).loss / part
+                    loss = self.forward(**inputs) / part
                 with self.watch.phase("backward"):
                     self.precision.scaler.scale(loss).backward()
             mean_loss += loss.detach()

@@ -92,7 +92,8 @@ class MasterAdamW(torch.optim.Optimizer):
         else:
             factor = (self.max_norm / (norm / self.grad_scale + 1e-6)).clamp(max=1.0) / self.grad_scale
             skip = self.found_inf > 0
-            torch._foreach_add_(steps, 1.0 - skip.float())
+            # A tensor each: of one for all, PyTorch asks the device for its value, which a capture forbids.
+            torch._foreach_add_(steps, [1.0 - skip.float()] * len(steps))
         step = steps[0]  # all parameters are updated in every step
         for group in self.param_groups:
             beta1, beta2 = group["betas"]

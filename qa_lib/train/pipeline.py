@@ -34,8 +34,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from qa_lib.measure.meter import Stopwatch
 from qa_lib.model.encoders import encoder_of, layers_of
-from qa_lib.model.packed import Packed, Part
-from qa_lib.train.compilation import compiled
+from qa_lib.model.packed import Part
+from qa_lib.train.compilation import LossOf, compiled
 from qa_lib.train.parallel import Flat, total_norm
 from qa_lib.train.precision import Precision
 from qa_lib.train.ranks import Ranks
@@ -73,12 +73,12 @@ class Pipeline(Flat):
         self.places = [names.index(name) for name, _ in model.named_parameters()]
         self.micro_batches, self.laps, self.schedule = [], [], None
 
-    def wrapped(self, forward: Packed) -> Packed:
+    def wrapped(self, forward: LossOf) -> LossOf:
         layers, size = layers_of(self.model), len(layers_of(self.model)) // self.count
         self.parts = {}
         for number in self.numbers:
             ends = {"embeddings": number == 0, "head": number == self.count - 1}
-            part = Part(forward, layers[number * size : (number + 1) * size], **ends)
+            part = Part(forward.model, layers[number * size : (number + 1) * size], **ends)
             self.parts[number] = compiled(part, self.settings)
         return forward
 
