@@ -6,7 +6,7 @@ follow from the model's shapes. Terms that are measured and not derived say so. 
 are taken to meet one of full length, which the two steps of scale `vram` need not.
 
 A language model adds its logits, one for each token and word of the vocabulary, which in a small model outweigh the
-layers. What is said of it is derived and checked against autograd on a CPU; no GPU's peak stands behind it yet.
+layers.
 """
 
 import argparse
@@ -149,9 +149,12 @@ def estimate(spec: Spec, features=None) -> dict:
     if causal:
         words = model.get_submodule(encoder_of(model).head).weight
         casts += 0 if half or word == 4 else 2 * words.numel()
-        # The backward pass begins with the loss, before the layers' own work. Compiled, with the logits and their
-        # gradients; eager, in fp32, with the logarithms of softmax and the gradients of these and of their input.
-        loss = (2 * word if compiled else 3 * 4) * tokens * config.vocab_size
+        # The backward pass begins with the loss, before the layers' own work. Compiled, with the logits, which their
+        # gradients write over; under the Trainer, whose compiled model returns the logits, with both and with zeros in
+        # place of a gradient from outside (train/compilation.py). Eager, in fp32, with the logarithms of softmax and
+        # the gradients of these and of their input.
+        copies = 1 if settings.engine == "loop" else 3
+        loss = (copies * word if compiled else 3 * 4) * tokens * config.vocab_size
         loss += (each + word) * unit  # the inputs of the last layer norm and of the head
         begins = max(begins, kept - (layer if by_layers else 0) + loss)
         # The head is the embeddings, which come by their gradients from both ends.
