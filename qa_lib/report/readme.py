@@ -35,6 +35,7 @@ from qa_lib.variants import VARIANTS
 README = Path("README.md")
 REFERENCE = "h200-bench"  # the group that the README shows if it is there
 PLAIN, BEST_PEER, LEAN = "A0", "A0-compile", "EC2"
+LANGUAGE = "L-best"  # the recommended row of language models
 # What one may decide for: the rows of this page's table, and with two steps between them those of the report's first.
 SHORT = (PLAIN, BEST_PEER, BASELINE, "E-t4", RECOMMENDED, LEAN, "EB1-lean")
 ROWS = (*SHORT, "A4", "EC1")
@@ -151,6 +152,19 @@ def several(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
     return scaling.worded("\n\n".join([said, *_pictures(name, figures_dir, "scaling")]), own)
 
 
+def language(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
+    """What the same techniques give on a language model, on the group's hardware."""
+    hardware = runs.loc[runs["group"] == group, "spec.hardware"]
+    found = runs[runs["spec.hardware"].isin(hardware) & (runs["spec.scale.name"] == "lm-bench")]
+    if found.empty:
+        return say("readme.unknown", reason="no language model was timed on this hardware")
+    own = select(found, found["group"].iloc[0])
+    lines = quality.largest_batch(summarise(own))
+    best = lines.set_index("variant").loc[LANGUAGE]
+    return say("readme.language", finding=speed_finding(lines), best=best, model=own["model.name"].iloc[0],
+               length=own["length"].iloc[0], group=own["group"].iloc[0], code=commits(own))  # fmt: skip
+
+
 def _pictures(group: str, figures_dir: Path, *names: str) -> list[str]:
     """Those of a group's figures that were drawn, each with what it shows in words."""
     manifest, found = read_manifest(figures_dir / group).get("figures", {}), []
@@ -219,10 +233,11 @@ def groups(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
         hardware = [f"{first['env.cpu_count']} CPU threads"] if "env.cpu_count" in first else []
         if pd.notna(first["env.gpu"]):
             hardware.insert(0, f"{first['env.gpu']} ({first['env.gpu_mem_mib'] / 1024:.0f} GiB)")
+        names = sorted(set(part["model.name"]))
         took = f"{number(seconds.median())} s ({number(seconds.min())}–{number(seconds.max())})"
         table.append({
             "group": f"`{name}`",
-            "model": ", ".join(sorted(set(part["model.name"]))),
+            "model": ", ".join(names) if len(names) < 3 else f"{len(names)} models",
             "hardware": ", ".join(hardware) or "not recorded",
             "runs": str(len(part)),
             "one run": took if len(seconds) else MISSING,
@@ -230,4 +245,4 @@ def groups(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
     return f"{markdown(pd.DataFrame(table))}\n\n{say('readme.groups')}"
 
 
-BLOCKS = {"headline": headline, "rows": rows, "several": several, "cards": card, "groups": groups}
+BLOCKS = {"headline": headline, "rows": rows, "several": several, "language": language, "cards": card, "groups": groups}

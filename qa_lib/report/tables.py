@@ -108,10 +108,11 @@ def summarise(runs: pd.DataFrame) -> pd.DataFrame:
     and `score` as the mean with `<name>±` beside it (see `interval`). Against the baseline of the same cell: ratio, of
     features/s, with `ratio±` over equal seeds where both rows have the same ones; delta, the score minus the
     baseline's, with `delta±` over the seeds that both have; break_even. Raises ReportError where no cell has one, but
-    for a group with rows for several GPUs, whose speed scaling.py compares.
+    for a group of one row, which sizes or lengths are compared of, and for one with rows for several GPUs, whose speed
+    scaling.py compares.
     """
     first = baseline(runs)
-    if _baseline(runs).empty and not several(runs).any():
+    if _baseline(runs).empty and runs["spec.variant"].nunique() > 1 and not several(runs).any():
         sizes = ", ".join(map(str, sorted(set(runs["micro_batch"]))))
         found = ", ".join(Counter(runs.loc[runs["spec.variant"] == first, "status"]))
         raise ReportError(
