@@ -90,11 +90,7 @@ def fit(part: pd.DataFrame) -> tuple[float, float, float]:
 
 def _fitted(part: pd.DataFrame) -> str:
     fixed, each, miss = fit(part)
-    if math.isnan(miss):
-        return ""
-    if miss > STRAIGHT:
-        return ": no straight line"
-    return f": {number(fixed)} GiB + {number(each)} KiB a token"
+    return "" if math.isnan(miss) or miss > STRAIGHT else f": {number(fixed)} GiB + {number(each)} KiB a token"
 
 
 @dataclass(frozen=True)
@@ -157,7 +153,8 @@ def fig_curve(runs: pd.DataFrame, table: pd.DataFrame, size: str, measure: str) 
     finding = (memory_finding if measure == "gib" else lead_finding)(part, size, where)
     figure = new_figure(("On a CPU: " if on_cpu(runs) else "") + finding, _note(runs, where), 4.6)
     axis = figure.subplots()
-    lowest = part[measure].min()
+    failing = [variant for variant in dict.fromkeys(part["variant"]) if part["oom"][part["variant"] == variant].any()]
+    band = 0.04 * (len(failing) + 1) if failing else 0.0  # of the axis' height, for what ran out of memory
     for number_of, (variant, row) in enumerate(part.groupby("variant", sort=False)):
         color = COLORBLIND[number_of % len(COLORBLIND)]
         row = row.sort_values(size)
@@ -165,23 +162,38 @@ def fig_curve(runs: pd.DataFrame, table: pd.DataFrame, size: str, measure: str) 
         axis.plot(row[size], row[measure], color=color, label=said, **_look(number_of))
         if measure == "gib":
             axis.plot(row[size], row["predicted"], color=color, linestyle="--", linewidth=1)
-        if (failed := row[row["oom"]]).size:
+        if variant in failing:
             # Apart from each other, since many rows end at the same size.
-            height = 0.98 - 0.035 * number_of
-            axis.plot(failed[size].min(), height, "x", color=color, transform=axis.get_xaxis_transform(), markersize=8)
+            height = 1 - 0.04 * (failing.index(variant) + 1)
+            first = row.loc[row["oom"], size].min()
+            axis.plot(first, height, "x", color=color, transform=axis.get_xaxis_transform(), markersize=7)
     if measure == "gib":
         axis.set_yscale("log", base=2)
         axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axis.set_ylim(lowest / 1.5, part[["gib", "predicted"]].max().max() * 1.6)
-        axis.plot([], [], color="0.4", linestyle="--", linewidth=1, label="predicted")
+        low, high = part["gib"].min() / 1.5, part[["gib", "predicted"]].max().max() * 1.2
+        axis.set_ylim(low, high * (high / low) ** (band / (1 - band)))
+        if part["predicted"].notna().any():
+            axis.plot([], [], color="0.4", linestyle="--", linewidth=1, label="predicted")
     else:
-        axis.set_ylim(0, 1.25 * part[measure].max())
-    if part["oom"].any():
+        axis.set_ylim(0, 1.05 * part[measure].max() / (1 - band))
+    if failing:
+        axis.axhspan(1 - band, 1, color="0.93", transform=axis.get_yaxis_transform(which="grid"), zorder=0)
         axis.plot([], [], "x", color="0.4", label="out of memory")
     _ticks(axis, part[size])
     axis.set(xlabel=SIZES[size], ylabel=label)
     axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
     return figure
+
+
+def _figure(size: str, measure: str) -> Callable[[pd.DataFrame], Figure]:
+    return lambda runs: fig_curve(runs, points(runs), size, measure)
+
+
+FIGURES = {  # of a group whose scale is for profiles
+    "memory_by_length": _figure("length", "gib"),
+    "memory_by_batch": _figure("micro_batch", "gib"),
+    "speed_by_batch": _figure("micro_batch", "speed"),
+}
 
 
 def _look(number_of: int) -> dict:

@@ -18,6 +18,7 @@ from qa_lib.report.sentences import caption, findings
 from qa_lib.report.tables import result_table, summarise
 
 MANIFEST = "manifest.json"
+PROFILES = ("fit", "lm-fit")  # scales whose runs are points of curves
 Pictures = tuple[dict[str, tuple[str, bytes]], dict[str, str]]  # {name: (title, PNG)}, {name: why it is not drawn}
 
 
@@ -93,10 +94,12 @@ def _spoilt(old: dict, folder: Path) -> str | None:
 
 def _drawn(runs: pd.DataFrame) -> Pictures:
     # Seaborn takes a second, which an up-to-date report need not wait for.
-    from qa_lib.report import figures, scaling_figures, style
+    from qa_lib.report import curves, figures, scaling_figures, style
 
     drawn, not_drawn = {}, {}
     kinds = figures.FIGURES | (scaling_figures.FIGURES if several(runs).any() else {})
+    if runs["spec.scale.name"].iloc[0] in PROFILES:
+        kinds = curves.FIGURES
     for name, figure_of in kinds.items():
         try:
             figure = figure_of(runs)

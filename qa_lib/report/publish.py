@@ -5,6 +5,7 @@ Reads run records and nothing else, and never imports torch.
 """
 
 import argparse
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -108,10 +109,24 @@ def check(runs: pd.DataFrame, runs_dir: Path, figures_dir: Path) -> list[str]:
     for group in sorted(set(committed_groups(runs, runs_dir)) - searches(runs)):
         if reason := outdated(select(runs, group), figures_dir / group):
             problems.append(f"{figures_dir / group} is not up to date ({reason}): run python -m qa_lib report")
+    for notebook, kept in RENDERED.items():
+        if kept.exists() and not is_page_of(kept, notebook):
+            problems.append(f"{kept} is not of today's {notebook}: run python -m qa_lib report --notebook")
     before, after = with_results(runs, runs_dir, figures_dir)
     if before != after:
         problems.append(f"{README} is not up to date: run python -m qa_lib report --readme")
     return problems
+
+
+def is_page_of(page: Path, notebook: Path) -> bool:
+    """Whether a rendered page has the cells of a notebook, and its words wherever no code made them."""
+    kept, written = (json.loads(path.read_text(encoding="utf-8"))["cells"] for path in (page, notebook))
+    written = [cell for cell in written if "tags" not in cell["metadata"]]
+    return [cell["id"] for cell in kept] == [cell["id"] for cell in written] and all(
+        "".join(one["source"]).startswith("".join(other["source"]))
+        for one, other in zip(kept, written, strict=True)
+        if other["cell_type"] == "markdown"
+    )
 
 
 def rendered(path: Path) -> str:

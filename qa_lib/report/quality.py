@@ -9,7 +9,17 @@ import math
 
 import pandas as pd
 
-from qa_lib.report.runs import BASELINE, NotMeasured, in_cells, neighbours, score_name, select, sibling, usual
+from qa_lib.report.runs import (
+    BASELINE,
+    NotMeasured,
+    found_compiled,
+    in_cells,
+    neighbours,
+    score_name,
+    select,
+    sibling,
+    usual,
+)
 from qa_lib.report.tables import interval, summarise
 from qa_lib.report.text import MISSING, gain, number, points, share
 from qa_lib.spec import SCALES
@@ -173,7 +183,7 @@ def time_to_quality(runs: pd.DataFrame) -> pd.DataFrame:
     """
     runs = usual(runs)
     whole = runs[(runs["status"] == "ok") & runs["time.eval_s"].notna() & runs["time.resumed_from_step"].isna()]
-    whole = whole[~whole["time.compile_cached"].eq(True)].drop_duplicates("spec.variant").set_index("spec.variant")
+    whole = whole[~found_compiled(whole)].drop_duplicates("spec.variant").set_index("spec.variant")
     whole = whole.loc[[name for name in TIMED if name in whole.index]]
     if whole.empty:
         raise NotMeasured(f"none of {', '.join(TIMED)} was timed from beginning to end in this group")

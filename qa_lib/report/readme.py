@@ -35,7 +35,7 @@ from qa_lib.variants import VARIANTS
 README = Path("README.md")
 REFERENCE = "h200-bench"  # the group that the README shows if it is there
 PLAIN, BEST_PEER, LEAN = "A0", "A0-compile", "EC2"
-LANGUAGE = "L-best"  # the recommended row of language models
+LANGUAGE = ("L2", "L-best", "L0-compile")  # mixed precision, the recommended row, the Trainer at its best
 # What one may decide for: the rows of this page's table, and with two steps between them those of the report's first.
 SHORT = (PLAIN, BEST_PEER, BASELINE, "E-t4", RECOMMENDED, LEAN, "EB1-lean")
 ROWS = (*SHORT, "A4", "EC1")
@@ -159,10 +159,14 @@ def language(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
     if found.empty:
         return say("readme.unknown", reason="no language model was timed on this hardware")
     own = select(found, found["group"].iloc[0])
-    lines = quality.largest_batch(summarise(own))
-    best = lines.set_index("variant").loc[LANGUAGE]
-    return say("readme.language", finding=speed_finding(lines), best=best, model=own["model.name"].iloc[0],
-               length=own["length"].iloc[0], group=own["group"].iloc[0], code=commits(own))  # fmt: skip
+    lines = quality.largest_batch(summarise(own)).set_index("variant", drop=False)
+    if absent := [name for name in LANGUAGE if name not in lines.index]:
+        return say("readme.unknown", reason=f"{', '.join(absent)} have not been run")
+    mixed, best, peer = (lines.loc[name] for name in LANGUAGE)
+    name = own["group"].iloc[0]
+    said = say("readme.language", finding=speed_finding(lines), mixed=mixed, best=best, peer=peer, group=name,
+               model=own["model.name"].iloc[0], length=own["length"].iloc[0], code=commits(own))  # fmt: skip
+    return "\n\n".join([said, *_pictures(name, figures_dir, "ladder")])
 
 
 def _pictures(group: str, figures_dir: Path, *names: str) -> list[str]:

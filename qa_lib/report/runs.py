@@ -180,6 +180,13 @@ def several(runs: pd.DataFrame) -> pd.Series:
     return runs["spec.variant"].map({name: row.settings.parallel != "none" for name, row in VARIANTS.items()}).eq(True)
 
 
+def found_compiled(runs: pd.DataFrame) -> pd.Series:
+    """Which runs found code that an earlier one had compiled: by the cache's word or, in one process with that run, by
+    the second or less that compiling took."""
+    told = runs.reindex(columns=["time.compile_cached", "time.compile_s"])
+    return told["time.compile_cached"].eq(True) | (told["time.compile_s"].astype(float) < 1)
+
+
 def on_cpu(runs: pd.DataFrame) -> bool:
     """Whether a group's runs had no GPU."""
     return len(runs) > 0 and runs["spec.hardware"].eq("cpu").all()

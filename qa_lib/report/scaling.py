@@ -14,7 +14,7 @@ import math
 import pandas as pd
 
 from qa_lib.report.quality import FULL_EPOCHS, FULL_FEATURES
-from qa_lib.report.runs import NotMeasured, on_cpu, several
+from qa_lib.report.runs import NotMeasured, found_compiled, on_cpu, several
 from qa_lib.report.tables import interval, place
 from qa_lib.report.text import MISSING, number, say, share
 from qa_lib.variants import VARIANTS
@@ -172,11 +172,9 @@ def projection(runs: pd.DataFrame) -> dict:
         raise NotMeasured("no row has a speed on several GPUs beside its own on one")
     line = chosen.sort_values(["world", "rate"]).iloc[-1]
     done = runs[runs["status"] == "ok"].rename(columns={"spec.variant": "variant"})
-    own = done[(done[KEYS] == line[KEYS]).all(axis="columns")].reindex(
-        columns=["time.compile_s", "time.compile_cached"]
-    )
-    compile_s = own["time.compile_s"].astype(float).fillna(0.0)
-    cold, features = not own["time.compile_cached"][compile_s.idxmax()], FULL_FEATURES * FULL_EPOCHS
+    own = done[(done[KEYS] == line[KEYS]).all(axis="columns")]
+    compile_s = own.reindex(columns=["time.compile_s"])["time.compile_s"].astype(float).fillna(0.0)
+    cold, features = not found_compiled(own)[compile_s.idxmax()], FULL_FEATURES * FULL_EPOCHS
     seconds = features / line["rate"] + compile_s.max()
     found = {"seconds": seconds, "features": features, "compile_s": compile_s.max(), "cold": bool(cold)}
     return found | line[["variant", "world", "batch", "rate"]].to_dict()

@@ -22,6 +22,7 @@ from qa_lib.report.runs import (
     TASK,
     ReportError,
     baseline,
+    found_compiled,
     published,
     score_name,
     select,
@@ -184,7 +185,7 @@ def _measured(runs: pd.DataFrame, cell: pd.Series) -> pd.DataFrame:
     values["mfu"] = values["matrix_share"] * runs["speed.peak_tflops_measured"].astype(float) / peak
     values.loc[runs["time.resumed_from_step"].notna(), WHOLE_RUN] = math.nan
     # What an earlier run has compiled is not this row's price.
-    cached = runs["time.compile_cached"].eq(True)
+    cached = found_compiled(runs)
     values["warm_compile_s"] = values["compile_s"].where(cached)
     values["compile_s"] = values["compile_s"].mask(cached)
     return values.set_index([cell[runs.index], runs["spec.variant"].rename("row"), runs["spec.seed"]])
@@ -318,7 +319,7 @@ def cost_table(runs: pd.DataFrame) -> pd.DataFrame:
     By row in table order: preparing, compiling, training, scoring, wall; n.
     """
     whole = runs[runs["time.wall_s"].notna() & runs["time.resumed_from_step"].isna()]
-    whole = whole[~whole["time.compile_cached"].eq(True)]
+    whole = whole[~found_compiled(whole)]
     parts = {"preparing": "prepare", "compiling": "compile", "training": "train", "scoring": "eval", "wall": "wall"}
     seconds = pd.DataFrame({part: whole[f"time.{name}_s"].astype(float).fillna(0.0) for part, name in parts.items()})
     seconds["training"] -= seconds["compiling"]

@@ -24,7 +24,7 @@ from qa_lib.report.runs import EPOCHS, RATE, NotMeasured, ReportError, commits, 
 from qa_lib.report.sentences import CPU_CAVEAT
 from qa_lib.report.style import BLUE, GREEN, ORANGE, legend, new_figure, show, style
 from qa_lib.report.tables import LEVEL, interval
-from qa_lib.report.text import FILTERS, MISSING, count, markdown, number, or_why, points, say, share
+from qa_lib.report.text import FILTERS, MISSING, count, markdown, number, or_why, points, say
 from qa_lib.spec import find_shape
 from qa_lib.variants import find_variant
 
@@ -38,6 +38,7 @@ SIZES = {  # what a model's score is held against
     "flops": "FLOPs of training",
     "seconds": "seconds of training",
 }
+PETA = 1e15
 LAWS = {2: ("a·N⁻ᵇ", ORANGE, "--"), 3: ("a·N⁻ᵇ + c", GREEN, ":")}  # by how many constants
 # Depth is for question answering: the GPT-2s here grow in width as well.
 AXES = {**SIZES, "depth": "layers", "length": "tokens of a window or feature"}
@@ -183,7 +184,7 @@ def points_table(runs: pd.DataFrame) -> pd.DataFrame:
         label: list(map(_scored(runs), lines["score"], lines["score±"])),
         "without embeddings": lines["without_embeddings"].map(count),
         "parameters": lines["parameters"].map(count),
-        "FLOPs": lines["flops"].map("{:.2e}".format).where(lines["flops"].notna(), MISSING),
+        "PFLOP": (lines["flops"] / PETA).map(number),
         "seconds": lines["seconds"].map(number),
         "learning rate": lines["rate"].map("{:g}".format),
         "of those tried": lines["rates"],
@@ -210,7 +211,7 @@ def law_table(runs: pd.DataFrame) -> pd.DataFrame:
                 "c": digits(line["c"], line["c±"]) if line["constants"] == 3 else MISSING,
                 "predicted": digits(line["predicted"], line["predicted±"]),
                 "came to": digits(line["came"], line["came±"]),
-                "off by": share(line["predicted"] / line["came"] - 1).replace("-", "−"),
+                "off by": f"{100 * (line['predicted'] / line['came'] - 1):+.2f} %".replace("-", "−"),
             })  # fmt: skip
     if not table:
         raise unknown
@@ -248,7 +249,15 @@ def finding(runs: pd.DataFrame) -> str:
     label, told = SCORES[runs["task.name"].iloc[0]][1], _scored(runs)
     for line in [line for lines in ends.values() for line in lines]:
         line["score"] = told(line["score"])
-    return say("tradeoffs.finding", label=label, law=law, **ends)
+    return say("tradeoffs.finding", label=label, law=law, form=LAWS[law["constants"]][0] if law else "", **ends)
+
+
+def training(runs: pd.DataFrame) -> str:
+    """What every run of a language model was trained on, in a sentence."""
+    one = runs.iloc[0]
+    return say("tradeoffs.training", data=one["data.name"], words=one["data.n"], epochs=one[EPOCHS],
+               tokens=one["spec.n_train"] * one["length"], steps=one["time.steps"],
+               a_step=one["batch"] * one["length"])  # fmt: skip
 
 
 @style()
@@ -288,7 +297,8 @@ def fig_tradeoffs(runs: pd.DataFrame) -> Figure:
 def _in_words(what: str) -> Callable[[float], str]:
     """How a value of one of AXES is written below its axis."""
     whole = "{:,.0f}".format
-    return {"flops": "{:.1e}".format, "seconds": number, "depth": whole, "length": whole}.get(what, count)
+    own = {"flops": lambda flops: f"{number(flops / PETA)} P", "seconds": number, "depth": whole, "length": whole}
+    return own.get(what, count)
 
 
 def draw_laws(axis: Axes, runs: pd.DataFrame, size: str, lines: pd.DataFrame) -> str | None:
@@ -322,4 +332,6 @@ def shown(every: pd.DataFrame, group: str, row: str) -> list:
     except ReportError as reason:
         return [Markdown(not_measured(reason))]
     parts = [show(fig_tradeoffs, runs), Markdown(markdown(points_table(runs)))]
-    return parts + [Markdown(or_why(law_table, runs))] * (runs["task.name"].iloc[0] == "lm")
+    if runs["task.name"].iloc[0] == "lm":
+        parts = [Markdown(training(runs)), *parts, Markdown(or_why(law_table, runs))]
+    return parts
