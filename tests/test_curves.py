@@ -120,7 +120,7 @@ def test_a_stride_may_differ_with_the_length_alone(profile):
         select(mixed, GROUP)
 
 
-def test_the_notebook_shows_the_committed_search_and_says_what_is_missing(monkeypatch):
+def test_the_notebook_shows_the_committed_groups(monkeypatch):
     monkeypatch.chdir(ROOT)
     shown, space = [], {"In": [""]}
     monkeypatch.setattr("IPython.display.display", lambda *objects: shown.extend(objects))
@@ -129,8 +129,8 @@ def test_the_notebook_shows_the_committed_search_and_says_what_is_missing(monkey
         if cell.cell_type == "code" and "bootstrap" not in cell.metadata.get("tags", []):
             exec(cell.source, space)
     text = "\n".join(each.data for each in shown if isinstance(each, Markdown))
-    assert "| A2 | 1.25 | 414 |" in text and "sweep --scale lm-fit" in text
-    assert sum(isinstance(each, Image) for each in shown) == 2
+    assert "| A2 | A1 + attention: sdpa |" in text and "| L3 | L2 + attention: sdpa |" in text
+    assert "Not measured: group" not in text and sum(isinstance(each, Image) for each in shown) >= 7
     rows = [name for key in ("answers_rows", "text_rows") for name in space[key].split()]
     assert all(f"`{name}`" in "".join(cell.source for cell in cells) for name in ("A1-fp32", "C2", "L3", "L-qlora"))
     assert set(rows) <= set(VARIANTS)

@@ -123,10 +123,16 @@ def test_runs_that_differ_in_batch_world_or_stages_are_never_averaged(facts):
     assert math.isnan(table.loc["P-fast", 2, 1, 32, 8]["ratio"]) and not averaged["note"].any()
 
 
-def test_only_a_group_with_rows_for_several_gpus_does_without_the_baseline(facts):
+def test_a_group_with_rows_for_several_gpus_does_without_the_baseline(facts):
     assert tables.result_table(tables.summarise(facts.slides))["effective batch"].nunique() == 4
     with pytest.raises(ReportError, match="the baseline A1"):
         tables.summarise(facts.speed[facts.speed["spec.variant"] == "E-best"].reset_index(drop=True))
+
+
+def test_so_does_one_that_compares_lengths_of_one_row(facts):
+    alone = facts.speed[facts.speed["spec.variant"] == "E-best"].reset_index(drop=True)
+    lines = tables.summarise(alone.assign(length=[128, *alone["length"][1:]]))
+    assert set(lines["length"]) == {128, 384} and lines["ratio"].isna().all()
 
 
 def test_the_page_has_the_table(folder):

@@ -215,5 +215,6 @@ def test_what_is_not_there_is_told(plain, tmp_path):
     alone = plain[(plain["model.name"] == SHAPES[0])]
     with pytest.raises(NotMeasured, match="no two models and no two lengths"):
         tradeoffs.fig_tradeoffs(alone)
-    figure, points, laws = tradeoffs.shown(plain, GROUP, "L-best")
+    read, figure, points, laws = tradeoffs.shown(plain, GROUP, "L-best")
+    assert "M tokens, in " in read.data
     assert figure.data[:4] == b"\x89PNG" and "| 1,024 |" in points.data.replace("\u00a0", " ") and "a·N⁻ᵇ" in laws.data

@@ -109,11 +109,12 @@ def summarise(runs: pd.DataFrame) -> pd.DataFrame:
     and `score` as the mean with `<name>±` beside it (see `interval`). Against the baseline of the same cell: ratio, of
     features/s, with `ratio±` over equal seeds where both rows have the same ones; delta, the score minus the
     baseline's, with `delta±` over the seeds that both have; break_even. Raises ReportError where no cell has one, but
-    for a group of one row, which sizes or lengths are compared of, and for one with rows for several GPUs, whose speed
+    for a group that compares models or lengths of one row, and for one with rows for several GPUs, whose speed
     scaling.py compares.
     """
     first = baseline(runs)
-    if _baseline(runs).empty and runs["spec.variant"].nunique() > 1 and not several(runs).any():
+    of_sizes = runs["spec.variant"].nunique() == 1 and len(runs[["model", "length"]].drop_duplicates()) > 1
+    if _baseline(runs).empty and not of_sizes and not several(runs).any():
         sizes = ", ".join(map(str, sorted(set(runs["micro_batch"]))))
         found = ", ".join(Counter(runs.loc[runs["spec.variant"] == first, "status"]))
         raise ReportError(

@@ -256,8 +256,7 @@ def training(runs: pd.DataFrame) -> str:
     """What every run of a language model was trained on, in a sentence."""
     one = runs.iloc[0]
     return say("tradeoffs.training", data=one["data.name"], words=one["data.n"], epochs=one[EPOCHS],
-               tokens=one["spec.n_train"] * one["length"], steps=one["time.steps"],
-               a_step=one["batch"] * one["length"])  # fmt: skip
+               steps=one["time.steps"], a_step=one["batch"] * one["length"])  # fmt: skip
 
 
 @style()
