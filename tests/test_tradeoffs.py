@@ -48,6 +48,7 @@ def write(folder, model, seed, loss, *, rate=1e-3, length=512, epochs=3, total=N
     entry = record.new_record(spec, {"python": "3.11", "gpu": "NVIDIA H200"})
     entry["code"] = {"commit": "0123456789abcdef0123456789abcdef01234567", "dirty": False}
     shape, size = find_shape(model), without_embeddings(model)
+    entry["data"] |= {"name": "text", "n": 6000}
     entry["model"]["params_total"] = total or size + (shape.vocabulary + shape.positions) * shape.hidden
     entry["time"] |= {"steps": STEPS, "train_s": size / 1e5 + 5, "compile_s": 5.0} | time
     entry["quality"]["bits_per_byte"] = loss
