@@ -102,8 +102,8 @@ def gelu_backward(
     FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, LAST: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of COLUMNS columns of every so many rows: the gradient of the product by gelu._slope, and the program's part of
-    the bias's, in `sums` [programs, WIDTH]."""
+    """Of COLUMNS columns of every so many rows: the gradient of the product, as gelu._Gelu has it, and the program's
+    part of the gradient of the bias, in `sums` [programs, WIDTH]."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_width = column < WIDTH
