@@ -139,10 +139,11 @@ def test_the_reference_is_differentiated_as_finite_differences_have_it():
     assert torch.autograd.gradcheck(lambda *x: norms.reference(*x, seed, 0.3, EPS), inputs)
 
 
-def built(norms, monkeypatch=None, variant="E-norm", **plan_options):
-    """A model on packed rows under this setting, a batch, and its loss; dropout by the same seeds for all."""
-    (spec,) = plan([variant], "smoke", data="synthetic:40", machine=Machine(), **plan_options)
-    spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, norms=norms))
+def built(setting, **sources):
+    """A model that trains under this value of the setting norms, for packed rows, and a batch; the seeds of its dropout
+    are those of every other."""
+    (spec,) = plan(["E-gelu"], "smoke", data="synthetic:40", machine=Machine(), **sources)
+    spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, norms=setting))
     batches = batches_of(load_data(spec).features, spec)
     model = build_model(spec).train()
     torch.manual_seed(5)
@@ -154,7 +155,7 @@ def built(norms, monkeypatch=None, variant="E-norm", **plan_options):
 def test_every_encoder_has_it_with_the_loss_gradients_and_names_of_the_native_norms(kind, tmp_path):
     folder, results = checkpoint(kind, tmp_path), []
     for setting in ("native", "fused"):
-        model, packed, inputs = built(setting, variant="E-gelu", model=folder)
+        model, packed, inputs = built(setting, model=folder)
         packed(**inputs).loss.backward()
         results.append({name: p.grad for name, p in model.named_parameters()})
         layers = model.config.num_hidden_layers
@@ -166,7 +167,7 @@ def test_every_encoder_has_it_with_the_loss_gradients_and_names_of_the_native_no
 
 
 def test_dynamo_traces_the_whole_model():
-    model, packed, inputs = built("fused", variant="E-gelu")
+    model, packed, inputs = built("fused")
     loss = packed(**inputs).loss
     traced = torch.compile(packed, backend="aot_eager", fullgraph=True)(**inputs).loss
     traced.backward()
@@ -176,14 +177,13 @@ def test_dynamo_traces_the_whole_model():
 
 def test_a_model_that_is_saved_is_a_plain_one(tmp_path):
     (spec,) = plan(["E-gelu"], "smoke", data="synthetic:40", machine=Machine())
-    data, model = load_data(spec), build_model(spec).eval()
-    save_model(model, data.tokenizer, tmp_path)
-    plain = load(tmp_path, AutoModelForQuestionAnswering, "sdpa").eval()
-    assert not any(isinstance(m, norms.NormedProduct | SigmoidGelu) for m in plain.modules())
-    model.set_attn_implementation("sdpa")
-    ids = torch.randint(5, 100, (2, 20))
+    data, model, ids = load_data(spec), build_model(spec).eval(), torch.randint(5, 100, (2, 20))
     with torch.no_grad():
-        torch.testing.assert_close(model(ids).start_logits, plain(ids).start_logits, atol=1e-3, rtol=1e-3)
+        before = model(ids).start_logits
+        save_model(model, data.tokenizer, tmp_path)
+        plain = load(tmp_path, AutoModelForQuestionAnswering, "sdpa").eval()
+        torch.testing.assert_close(plain(ids).start_logits, before, atol=1e-3, rtol=1e-3)
+    assert not any(isinstance(m, norms.NormedProduct | SigmoidGelu) for m in plain.modules())
 
 
 def test_a_machine_without_triton_and_a_model_that_norms_first_are_told():
