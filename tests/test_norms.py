@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, GP
 
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.errors import UserError
-from qa_lib.model import norms
+from qa_lib.model import gelu, norms
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.dropout import HashDropout, renew
 from qa_lib.model.encoders import ENCODERS
@@ -164,6 +164,20 @@ def test_every_encoder_has_it_with_the_loss_gradients_and_names_of_the_native_no
     native, fused = results
     assert list(native) == list(fused)
     torch.testing.assert_close(fused, native, atol=1e-6, rtol=1e-4)
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the model is on the CPU, for Triton's interpreter")
+def test_the_model_trains_by_the_kernels_as_without_them_where_it_is_traced(monkeypatch):
+    results = []
+    for setting in ("native", "fused"):
+        model, packed, inputs = built(setting)
+        if setting == "fused":
+            monkeypatch.setattr(norms, "reference", norms._normed)
+            monkeypatch.setattr(gelu, "reference", gelu._gelu_backward)
+        torch.compile(packed, backend="aot_eager", fullgraph=True)(**inputs).loss.backward()
+        results.append({name: p.grad for name, p in model.named_parameters()})
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-3)
 
 
 def test_dynamo_traces_the_whole_model():

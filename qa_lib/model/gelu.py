@@ -58,13 +58,17 @@ class _Gelu(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         product, bias = ctx.saved_tensors
-        if product.is_cuda:
-            product_grad, sums = _gelu_backward(grad, product, bias)
-            return product_grad, sums.sum(0).to(bias.dtype)
-        x = _wide(product) + bias
-        share, slope = _share(x)
-        x_grad = grad * share * (1 + x * (1 - share) * slope)
-        return x_grad.to(product.dtype), x_grad.flatten(0, -2).sum(0).to(bias.dtype)
+        run = _gelu_backward if product.is_cuda else reference
+        product_grad, sums = run(grad, product, bias)
+        return product_grad, sums.sum(0).to(bias.dtype)
+
+
+def reference(grad, product, bias):
+    """As the operator in plain PyTorch, with a part of the bias's gradient for each row."""
+    x = _wide(product) + bias
+    share, slope = _share(x)
+    x_grad = grad * share * (1 + x * (1 - share) * slope)
+    return x_grad.to(product.dtype), x_grad.flatten(0, -2)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -77,7 +81,7 @@ def _gelu_backward(grad: torch.Tensor, product: torch.Tensor, bias: torch.Tensor
     """The gradient of the product, and the programs' parts of that of the bias, fp32 [programs, width]."""
     from qa_lib.model import norm_kernels as kernels  # Triton comes with the CUDA builds of PyTorch alone
 
-    product_grad, sums = torch.empty_like(product), _sums_of(product)
+    product_grad, sums = product.new_empty(product.shape), _sums_of(product)
     width = product.shape[-1]
     kernels.gelu_backward[(len(sums), -(-width // kernels.GELU_BACKWARD["COLUMNS"]))](
         grad.contiguous(), product.contiguous(), bias, product_grad, sums, product.numel() // width, *TERMS, LAST,
@@ -88,7 +92,7 @@ def _gelu_backward(grad: torch.Tensor, product: torch.Tensor, bias: torch.Tensor
 
 @_gelu_backward.register_fake
 def _(grad, product, bias):
-    return torch.empty_like(product), _sums_of(product)
+    return product.new_empty(product.shape), _sums_of(product)
 
 
 def _sums_of(product: torch.Tensor) -> torch.Tensor:
