@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from qa_lib.model.fp8 import Float8Linear
+from qa_lib.model.products import Product, linear_of
 
 
 def relative(a, b):
@@ -41,3 +42,14 @@ def test_values_and_gradients_are_close_to_those_in_bf16(pair):
 def test_values_beyond_the_range_saturate(pair):
     x, _, eighth = pair
     assert eighth(x * 1000).isfinite().all()
+
+
+def test_of_a_product_that_leaves_its_bias_to_others_it_leaves_it_too(pair):
+    x, native, eighth = pair
+    bare = Float8Linear.of(linear_of(Product, native))
+    assert bare.bias is native.bias
+    grad = torch.randn(2, 32, 128).bfloat16() * 1e-4
+    y, by_x, by_weight, by_bias = run(bare, x, grad)
+    assert by_bias is None
+    torch.testing.assert_close(y + native.bias, eighth(x), atol=0.02, rtol=0.02)
+    assert all(map(torch.equal, (by_x, by_weight), run(Float8Linear.of(native), x, grad)[1:3]))

@@ -169,12 +169,18 @@ def test_every_encoder_has_it_with_the_loss_gradients_and_names_of_the_native_no
 @needs_triton
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the model is on the CPU, for Triton's interpreter")
 def test_the_model_trains_by_the_kernels_as_without_them_where_it_is_traced(monkeypatch):
+    from qa_lib.model import norm_kernels as kernels
+
     results = []
     for setting in ("native", "fused"):
         model, packed, inputs = built(setting)
         if setting == "fused":
             monkeypatch.setattr(norms, "reference", norms._normed)
             monkeypatch.setattr(gelu, "reference", gelu._gelu_backward)
+            for module in (norms, gelu):
+                monkeypatch.setattr(module, "PROGRAMS", 2)
+            for options in (kernels.FORWARD, kernels.BACKWARD, kernels.GELU_BACKWARD):
+                monkeypatch.setitem(options, "ROWS", 256)  # the interpreter takes its time for each program
         torch.compile(packed, backend="aot_eager", fullgraph=True)(**inputs).loss.backward()
         results.append({name: p.grad for name, p in model.named_parameters()})
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-3)
