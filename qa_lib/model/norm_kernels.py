@@ -11,7 +11,7 @@ import triton.language as tl
 from qa_lib.model.short_kernels import hashed
 
 # Rows that a program has at a time, threads, and how far ahead of its arithmetic it reads.
-FORWARD = {"ROWS": 1, "num_warps": 4}
+FORWARD = {"ROWS": 4, "num_warps": 4}
 BACKWARD = {"ROWS": 1, "STAGES": 2, "num_warps": 4}
 GELU_BACKWARD = {"ROWS": 4, "COLUMNS": 512, "STAGES": 2, "num_warps": 4}
 

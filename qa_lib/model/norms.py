@@ -13,7 +13,7 @@ memory, and small kernels follow that finish the columns' sums. What is differen
 - Between the passes are kept the product, the residual, which is there anyway, and m and r: two numbers a row.
 - Dropout is that of model/dropout.py, its bits computed again from each element's number; all else is in fp32.
 
-On a CPU the modules that these kernels stand for take their place.
+On a CPU plain PyTorch takes the place of the kernels, and is what the tests hold them to.
 """
 
 import torch
