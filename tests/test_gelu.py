@@ -23,8 +23,9 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is
 def drawn(rows, width, dtype=torch.float32):
     """The output's gradient, the product and the bias."""
     torch.manual_seed(0)
-    large = (2 * torch.randn(2, rows, width, device=DEVICE)).to(dtype)
-    return *large, torch.randn(width, device=DEVICE).to(dtype)
+    grad, product = (2 * torch.randn(2, rows, width, device=DEVICE)).to(dtype)
+    product[0, 0] = 30  # beyond what the polynomial is for
+    return grad, product, torch.randn(width, device=DEVICE).to(dtype)
 
 
 def test_value_and_gradient_are_within_a_fraction_of_half_a_step_of_bf16():

@@ -61,9 +61,9 @@ def norm_backward(
     shift = tl.load(bias + column, mask=in_width, other=0.0).to(tl.float32)
     scale = tl.load(gamma + column, mask=in_width, other=0.0).to(tl.float32)
     seed_bits = tl.load(seed).to(tl.uint32, bitcast=True)
-    bias_sum = tl.zeros([BLOCK], tl.float32)
-    gamma_sum = tl.zeros([BLOCK], tl.float32)
-    beta_sum = tl.zeros([BLOCK], tl.float32)
+    bias_sum = tl.zeros([ROWS, BLOCK], tl.float32)
+    gamma_sum = tl.zeros([ROWS, BLOCK], tl.float32)
+    beta_sum = tl.zeros([ROWS, BLOCK], tl.float32)
     program, programs = tl.program_id(0), tl.num_programs(0)
     for first in tl.range(program * ROWS, rows, programs * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
@@ -79,8 +79,8 @@ def norm_backward(
             keep = kept(at, seed_bits, threshold)
             x = tl.where(keep, x * keeps, 0.0)
         x = (x + rest - mean[:, None]) * inverse[:, None]
-        gamma_sum += tl.sum(y_grad * x, 0)
-        beta_sum += tl.sum(y_grad, 0)
+        gamma_sum += y_grad * x
+        beta_sum += y_grad
         y_grad *= scale
         along = tl.sum(y_grad * x, 1) / WIDTH
         level = tl.sum(y_grad, 1) / WIDTH
@@ -89,11 +89,11 @@ def norm_backward(
         if DROPS:
             x_grad = tl.where(keep, x_grad * keeps, 0.0)
         tl.store(product_grad + at, x_grad.to(product_grad.dtype.element_ty), mask=inside)
-        bias_sum += tl.sum(x_grad, 0)
+        bias_sum += x_grad
     sums += program * 3 * WIDTH + column
-    tl.store(sums, bias_sum, mask=in_width)
-    tl.store(sums + WIDTH, gamma_sum, mask=in_width)
-    tl.store(sums + 2 * WIDTH, beta_sum, mask=in_width)
+    tl.store(sums, tl.sum(bias_sum, 0), mask=in_width)
+    tl.store(sums + WIDTH, tl.sum(gamma_sum, 0), mask=in_width)
+    tl.store(sums + 2 * WIDTH, tl.sum(beta_sum, 0), mask=in_width)
 
 
 @triton.jit
@@ -108,7 +108,7 @@ def gelu_backward(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_width = column < WIDTH
     shift = tl.load(bias + column, mask=in_width, other=0.0).to(tl.float32)
-    bias_sum = tl.zeros([COLUMNS], tl.float32)
+    bias_sum = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in tl.range(program * ROWS, rows, programs * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)[:, None]
         at = row * WIDTH + column
@@ -120,5 +120,5 @@ def gelu_backward(
         slope = FIRST + square * (3 * SECOND + square * (5 * THIRD))
         x_grad *= share * (1 + x * (1 - share) * slope)
         tl.store(product_grad + at, x_grad.to(product_grad.dtype.element_ty), mask=inside)
-        bias_sum += tl.sum(x_grad, 0)
-    tl.store(sums + program * WIDTH + column, bias_sum, mask=in_width)
+        bias_sum += x_grad
+    tl.store(sums + program * WIDTH + column, tl.sum(bias_sum, 0), mask=in_width)

@@ -103,16 +103,14 @@ def _(grad, product, bias, residual, *_):
 
 
 def _keep(ctx, inputs, output):
-    product, bias, residual, gamma, beta, seed, ctx.dropout, _ = inputs
+    product, bias, residual, gamma, _, seed, ctx.dropout, _ = inputs
     ctx.save_for_backward(product, bias, residual, gamma, seed, output[1])
-    ctx.beta_type = beta.dtype
 
 
 def _differentiate(ctx, grad, _):
-    product, bias, residual, gamma, *rest = ctx.saved_tensors
-    product_grad, residual_grad, sums = _norm_backward(grad, product, bias, residual, gamma, *rest, ctx.dropout)
-    by_bias, by_gamma, by_beta = sums.sum(0)
-    by_bias, by_gamma, by_beta = by_bias.to(bias.dtype), by_gamma.to(gamma.dtype), by_beta.to(ctx.beta_type)
+    product_grad, residual_grad, sums = _norm_backward(grad, *ctx.saved_tensors, ctx.dropout)
+    # In one kernel, since the three have one type.
+    by_bias, by_gamma, by_beta = sums.sum(0).to(ctx.saved_tensors[1].dtype)
     return product_grad, by_bias, residual_grad, by_gamma, by_beta, None, None, None
 
 
