@@ -8,7 +8,10 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import library
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, GPT2Config
 
 from qa_lib.data.load import batches_of, load_data
@@ -22,6 +25,8 @@ from qa_lib.model.gelu import SigmoidGelu
 from qa_lib.model.packed import Packed
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, missing
+from qa_lib.train.compilation import compiled
+from qa_lib.train.folding import Folding
 from qa_lib.variants import VARIANTS
 from tests.tiny import checkpoint
 
@@ -168,9 +173,20 @@ def test_every_encoder_has_it_with_the_loss_gradients_and_names_of_the_native_no
 
 @needs_triton
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the model is on the CPU, for Triton's interpreter")
-def test_the_model_trains_by_the_kernels_as_without_them_where_it_is_traced(monkeypatch):
+def test_the_model_trains_by_the_kernels_as_without_them_and_they_add_up_gradients(monkeypatch):
+    """Traced, as the compiler has it; but for the last, the output of every norm has two gradients."""
     from qa_lib.model import norm_kernels as kernels
 
+    folded = []
+
+    def fold(graph, _):
+        Folding()(graph.graph)
+        graph.recompile()
+        calls = graph.graph.find_nodes(op="call_function", target=torch.ops.qa_lib.norm_backward.default)
+        folded.append([node.args[1] is not None for node in calls])
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=fold)
     results = []
     for setting in ("native", "fused"):
         model, packed, inputs = built(setting)
@@ -181,9 +197,37 @@ def test_the_model_trains_by_the_kernels_as_without_them_where_it_is_traced(monk
                 monkeypatch.setattr(module, "PROGRAMS", 2)
             for options in (kernels.FORWARD, kernels.BACKWARD, kernels.GELU_BACKWARD):
                 monkeypatch.setitem(options, "ROWS", 256)  # the interpreter takes its time for each program
-        torch.compile(packed, backend="aot_eager", fullgraph=True)(**inputs).loss.backward()
+        torch.compile(packed, backend=backend, fullgraph=True)(**inputs).loss.backward()
         results.append({name: p.grad for name, p in model.named_parameters()})
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-3)
+    assert folded == [[], [False] + [True] * (2 * model.config.num_hidden_layers - 1)]
+
+
+def test_a_sum_that_is_used_again_scaled_or_broadcast_is_left_alone():
+    def graph_of(total):
+        def run(grad, other, *rest):
+            added = total(grad, other)
+            return *norms._norm_backward(added, None, *rest), added.sum() if total is used_again else None
+
+        inputs, grad, seed = drawn(4, 8)
+        return make_fx(run, tracing_mode="fake")(grad, grad[:1], *inputs[:4], seed, torch.ones(2, 4), 0.1).graph
+
+    def used_again(grad, other):
+        return grad + grad
+
+    for total in (used_again, lambda grad, other: grad + other, lambda grad, other: torch.add(grad, grad, alpha=2)):
+        graph = graph_of(total)
+        Folding()(graph)
+        (call,) = graph.find_nodes(op="call_function", target=torch.ops.qa_lib.norm_backward.default)
+        assert call.args[1] is None and call.args[0].target is torch.ops.aten.add.Tensor
+
+
+@pytest.mark.parametrize(("variant", "passes"), [("E-short", [None]), ("E-norm", [Folding])])
+def test_the_compiler_gets_the_pass_with_the_setting(variant, passes, monkeypatch):
+    given = []
+    monkeypatch.setattr(torch, "compile", lambda _, options, **other: given.append(options))
+    compiled(torch.nn.Linear(1, 1), VARIANTS[variant].settings)
+    assert [options and type(*options.values()) for options in given] == passes
 
 
 def test_dynamo_traces_the_whole_model():

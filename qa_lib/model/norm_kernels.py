@@ -51,11 +51,12 @@ def norm_forward(
 
 @triton.jit(do_not_specialize=["threshold"])
 def norm_backward(
-    grad, product, bias, residual, gamma, seed, statistics, product_grad, residual_grad, sums, rows, threshold, keeps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROPS: tl.constexpr, STAGES: tl.constexpr,
+    grad, other, product, bias, residual, gamma, seed, statistics, product_grad, residual_grad, sums, rows, threshold,
+    keeps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADDS: tl.constexpr, DROPS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Of every so many rows: the gradients of product and residual, and the program's part of the gradients of bias,
-    gamma and beta, in `sums` [programs, 3, WIDTH]. Rows beyond the last have zeros here, and add none to the sums."""
+    gamma and beta, in `sums` [programs, 3, WIDTH]. The output's gradient is `grad`, or with ADDS grad + other. Rows beyond the last have zeros here, and add none to the sums."""
     column = tl.arange(0, BLOCK)
     in_width = column < WIDTH
     shift = tl.load(bias + column, mask=in_width, other=0.0).to(tl.float32)
@@ -71,6 +72,8 @@ def norm_backward(
         at = row[:, None] * WIDTH + column
         inside = in_rows[:, None] & in_width
         y_grad = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        if ADDS:
+            y_grad += tl.load(other + at, mask=inside, other=0.0).to(tl.float32)
         x = tl.load(product + at, mask=inside, other=0.0).to(tl.float32) + shift
         rest = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         mean = tl.load(statistics + row, mask=in_rows, other=0.0)

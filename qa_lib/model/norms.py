@@ -77,26 +77,27 @@ def _(product, bias, residual, *_):
 
 @library.custom_op("qa_lib::norm_backward", mutates_args=())
 def _norm_backward(
-    grad: torch.Tensor, product: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor, gamma: torch.Tensor,
-    seed: torch.Tensor, statistics: torch.Tensor, dropout: float,
+    grad: torch.Tensor, other: torch.Tensor | None, product: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor,
+    gamma: torch.Tensor, seed: torch.Tensor, statistics: torch.Tensor, dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of product and residual, and the programs' parts of those of bias, gamma and beta, fp32
-    [programs, 3, width]."""
+    [programs, 3, width]. The output's gradient is `grad`, plus `other` if there is one (train/folding.py)."""
     from qa_lib.model import norm_kernels as kernels
 
     width, rows = _sizes(product)
     product_grad, residual_grad = product.new_empty(product.shape), residual.new_empty(residual.shape)
     sums = product.new_empty(min(rows, PROGRAMS), 3, width, dtype=torch.float32)
     kernels.norm_backward[(len(sums),)](
-        grad.contiguous(), product.contiguous(), bias, residual.contiguous(), gamma, seed, statistics, product_grad,
-        residual_grad, sums, rows, threshold_of(dropout), 1 / (1 - dropout), WIDTH=width, BLOCK=_block(width),
-        DROPS=dropout > 0, **kernels.BACKWARD,
+        grad.contiguous(), None if other is None else other.contiguous(), product.contiguous(), bias,
+        residual.contiguous(), gamma, seed, statistics, product_grad, residual_grad, sums, rows, threshold_of(dropout),
+        1 / (1 - dropout), WIDTH=width, BLOCK=_block(width), ADDS=other is not None, DROPS=dropout > 0,
+        **kernels.BACKWARD,
     )  # fmt: skip
     return product_grad, residual_grad, sums
 
 
 @_norm_backward.register_fake
-def _(grad, product, bias, residual, *_):
+def _(grad, other, product, bias, residual, *_):
     width, rows = _sizes(product)
     sums = product.new_empty(min(rows, PROGRAMS), 3, width, dtype=torch.float32)
     return product.new_empty(product.shape), residual.new_empty(residual.shape), sums
@@ -108,7 +109,7 @@ def _keep(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad, _):
-    product_grad, residual_grad, sums = _norm_backward(grad, *ctx.saved_tensors, ctx.dropout)
+    product_grad, residual_grad, sums = _norm_backward(grad, None, *ctx.saved_tensors, ctx.dropout)
     # In one kernel, since the three have one type.
     by_bias, by_gamma, by_beta = sums.sum(0).to(ctx.saved_tensors[1].dtype)
     return product_grad, by_bias, residual_grad, by_gamma, by_beta, None, None, None
