@@ -56,7 +56,8 @@ def norm_backward(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Of every so many rows: the gradients of product and residual, and the program's part of the gradients of bias,
-    gamma and beta, in `sums` [programs, 3, WIDTH]. The output's gradient is `grad`, or with ADDS grad + other. Rows beyond the last have zeros here, and add none to the sums."""
+    gamma and beta, in `sums` [programs, 3, WIDTH]. The output's gradient is `grad`, or with ADDS grad + other. Rows
+    beyond the last have zeros here, and add none to the sums."""
     column = tl.arange(0, BLOCK)
     in_width = column < WIDTH
     shift = tl.load(bias + column, mask=in_width, other=0.0).to(tl.float32)

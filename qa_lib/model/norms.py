@@ -10,6 +10,8 @@ memory, and small kernels follow that finish the columns' sums. What is differen
   PyTorch. No program adds to another's, so that results are equal in every run.
 - For rows x with mean m and inverse deviation r, normed n = (x - m) r, the gradient g of n (that of the output, times
   gamma) gives that of x as r (g - mean(g) - n mean(g n)) (Ba et al. 2016, differentiated). Means are over the row.
+- The output of a norm goes two ways, into the next product and past it. The kernel adds up the two gradients that come
+  back (train/folding.py).
 - Between the passes are kept the product, the residual, which is there anyway, and m and r: two numbers a row.
 - Dropout is that of model/dropout.py, its bits computed again from each element's number; all else is in fp32.
 
