@@ -78,7 +78,7 @@ def test_another_activation_is_refused_by_name():
 
 
 @needs_triton
-@pytest.mark.parametrize(("rows", "width"), [(1, 3072), (11, 96), (6, 1)])
+@pytest.mark.parametrize(("rows", "width"), [(1, 3072), (11, 100), (6, 1)])
 @pytest.mark.parametrize(
     ("dtype", "error"), [(torch.float32, 1e-5), (torch.float16, 1e-3), (torch.bfloat16, 8e-3)], ids=str
 )
@@ -87,10 +87,8 @@ def test_the_backward_kernel_is_the_derivative(rows, width, dtype, error, monkey
     grad, *inputs = drawn(rows, width, dtype)
     wide = [x.double().requires_grad_() for x in inputs]
     wanted = torch.autograd.grad(gelu(*wide), wide, grad.double())
-    product_grad, sums = gelus._gelu_backward(grad, *inputs)
-    assert product_grad.dtype == dtype and len(sums) == min(rows, 2)
-    for found, other in zip((product_grad, sums.sum(0)), wanted, strict=True):
-        assert (found - other).norm() < error * other.norm()
+    for found, other in zip(gelus._gelu_backward(grad, *inputs), wanted, strict=True):
+        assert found.dtype == dtype and (found - other).norm() < error * other.norm()
 
 
 @needs_triton

@@ -22,7 +22,7 @@ from transformers.activations import GELUActivation
 
 from qa_lib.errors import UserError
 from qa_lib.model.encoders import encoder_of, layers_of
-from qa_lib.model.products import PROGRAMS, Product, linear_of
+from qa_lib.model.products import PROGRAMS, Product, added_up, linear_of
 
 # Of x, x^3 and x^5, by linear programming over 0 < x < 6.
 TERMS = (1.59422507, 7.46130176e-2, -7.83352601e-4)
@@ -59,16 +59,15 @@ class _Gelu(torch.autograd.Function):
     def backward(ctx, grad):
         product, bias = ctx.saved_tensors
         run = _gelu_backward if product.is_cuda else reference
-        product_grad, sums = run(grad, product, bias)
-        return product_grad, sums.sum(0).to(bias.dtype)
+        return run(grad, product, bias)
 
 
 def reference(grad, product, bias):
-    """As the operator in plain PyTorch, with a part of the bias's gradient for each row."""
+    """As the operator in plain PyTorch."""
     x = _wide(product) + bias
     share, slope = _share(x)
     x_grad = grad * share * (1 + x * (1 - share) * slope)
-    return x_grad.to(product.dtype), x_grad.flatten(0, -2)
+    return x_grad.to(product.dtype), x_grad.flatten(0, -2).sum(0).to(bias.dtype)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -78,26 +77,23 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 # An operator of its own, which the compiler does not look into.
 @library.custom_op("qa_lib::gelu_backward", mutates_args=())
 def _gelu_backward(grad: torch.Tensor, product: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of the product, and the programs' parts of that of the bias, fp32 [programs, width]."""
+    """The gradients of product and bias."""
     from qa_lib.model import norm_kernels as kernels  # Triton comes with the CUDA builds of PyTorch alone
 
-    product_grad, sums = product.new_empty(product.shape), _sums_of(product)
-    width = product.shape[-1]
+    width = len(bias)
+    rows = product.numel() // width
+    product_grad = product.new_empty(product.shape)
+    sums = product.new_empty(min(rows, PROGRAMS), width, dtype=torch.float32)
     kernels.gelu_backward[(len(sums), -(-width // kernels.GELU_BACKWARD["COLUMNS"]))](
-        grad.contiguous(), product.contiguous(), bias, product_grad, sums, product.numel() // width, *TERMS, LAST,
+        grad.contiguous(), product.contiguous(), bias, product_grad, sums, rows, *TERMS, LAST,
         WIDTH=width, **kernels.GELU_BACKWARD,
     )  # fmt: skip
-    return product_grad, sums
+    return product_grad, added_up(sums, bias.dtype)
 
 
 @_gelu_backward.register_fake
 def _(grad, product, bias):
-    return product.new_empty(product.shape), _sums_of(product)
-
-
-def _sums_of(product: torch.Tensor) -> torch.Tensor:
-    width = product.shape[-1]
-    return product.new_empty(min(product.numel() // width, PROGRAMS), width, dtype=torch.float32)
+    return product.new_empty(product.shape), bias.new_empty(bias.shape)
 
 
 def _share(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ from qa_lib.model.short_kernels import hashed
 FORWARD = {"ROWS": 4, "num_warps": 4}
 BACKWARD = {"ROWS": 1, "STAGES": 2, "num_warps": 4}
 GELU_BACKWARD = {"ROWS": 4, "COLUMNS": 512, "STAGES": 2, "num_warps": 4}
+ADD_UP = {"COLUMNS": 16, "num_warps": 4}
 
 
 @triton.jit
@@ -126,3 +127,13 @@ def gelu_backward(
         tl.store(product_grad + at, x_grad.to(product_grad.dtype.element_ty), mask=inside)
         bias_sum += x_grad
     tl.store(sums + program * WIDTH + column, tl.sum(bias_sum, 0), mask=in_width)
+
+
+@triton.jit
+def add_up(sums, total, programs, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of COLUMNS columns of `sums` [programs, WIDTH], of which there are BLOCK at most: the `total` [WIDTH]."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    program = tl.arange(0, BLOCK)[:, None]
+    in_width = column < WIDTH
+    found = tl.load(sums + program * WIDTH + column, mask=(program < programs) & in_width, other=0.0)
+    tl.store(total + column, tl.sum(found, 0).to(total.dtype.element_ty), mask=in_width)

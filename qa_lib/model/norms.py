@@ -6,8 +6,7 @@ was normed, and down the columns, over all tokens, for the gradients of bias, ga
 memory, and small kernels follow that finish the columns' sums. What is different here:
 
 - A program of the backward kernel takes every so many rows, one after the other, and keeps the columns' sums of its
-  rows in registers meanwhile: everything is read once. The programs' parts are few, and adding them up is left to
-  PyTorch. No program adds to another's, so that results are equal in every run.
+  rows in registers meanwhile: everything is read once (model/products.py has what becomes of the sums).
 - For rows x with mean m and inverse deviation r, normed n = (x - m) r, the gradient g of n (that of the output, times
   gamma) gives that of x as r (g - mean(g) - n mean(g n)) (Ba et al. 2016, differentiated). Means are over the row.
 - The output of a norm goes two ways, into the next product and past it. The kernel adds up the two gradients that come
@@ -25,7 +24,7 @@ from torch.nn import functional as F
 from qa_lib.errors import UserError
 from qa_lib.model.dropout import dropped, threshold_of
 from qa_lib.model.encoders import encoder_of, layers_of
-from qa_lib.model.products import PROGRAMS, Product, linear_of
+from qa_lib.model.products import PROGRAMS, Product, added_up, linear_of, power_of_2
 
 
 class NormedProduct(nn.Module):
@@ -66,7 +65,7 @@ def _norm(
     output, statistics = residual.new_empty(residual.shape), product.new_empty(2, rows, dtype=torch.float32)
     kernels.norm_forward[(-(-rows // kernels.FORWARD["ROWS"]),)](
         product.contiguous(), bias, residual.contiguous(), gamma, beta, seed, output, statistics, rows, eps,
-        threshold_of(dropout), 1 / (1 - dropout), WIDTH=width, BLOCK=_block(width), DROPS=dropout > 0,
+        threshold_of(dropout), 1 / (1 - dropout), WIDTH=width, BLOCK=power_of_2(width), DROPS=dropout > 0,
         **kernels.FORWARD,
     )  # fmt: skip
     return output, statistics
@@ -82,8 +81,8 @@ def _norm_backward(
     grad: torch.Tensor, other: torch.Tensor | None, product: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor,
     gamma: torch.Tensor, seed: torch.Tensor, statistics: torch.Tensor, dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The gradients of product and residual, and the programs' parts of those of bias, gamma and beta, fp32
-    [programs, 3, width]. The output's gradient is `grad`, plus `other` if there is one (train/folding.py)."""
+    """The gradients of product and residual, and those of bias, gamma and beta [3, width], of the bias's type. The
+    output's gradient is `grad`, plus `other` if there is one (train/folding.py)."""
     from qa_lib.model import norm_kernels as kernels
 
     width, rows = _sizes(product)
@@ -92,17 +91,15 @@ def _norm_backward(
     kernels.norm_backward[(len(sums),)](
         grad.contiguous(), None if other is None else other.contiguous(), product.contiguous(), bias,
         residual.contiguous(), gamma, seed, statistics, product_grad, residual_grad, sums, rows, threshold_of(dropout),
-        1 / (1 - dropout), WIDTH=width, BLOCK=_block(width), ADDS=other is not None, DROPS=dropout > 0,
+        1 / (1 - dropout), WIDTH=width, BLOCK=power_of_2(width), ADDS=other is not None, DROPS=dropout > 0,
         **kernels.BACKWARD,
     )  # fmt: skip
-    return product_grad, residual_grad, sums
+    return product_grad, residual_grad, added_up(sums, bias.dtype)
 
 
 @_norm_backward.register_fake
 def _(grad, other, product, bias, residual, *_):
-    width, rows = _sizes(product)
-    sums = product.new_empty(min(rows, PROGRAMS), 3, width, dtype=torch.float32)
-    return product.new_empty(product.shape), residual.new_empty(residual.shape), sums
+    return product.new_empty(product.shape), residual.new_empty(residual.shape), bias.new_empty(3, len(bias))
 
 
 def _keep(ctx, inputs, output):
@@ -111,9 +108,8 @@ def _keep(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad, _):
-    product_grad, residual_grad, sums = _norm_backward(grad, None, *ctx.saved_tensors, ctx.dropout)
-    # In one kernel, since the three have one type.
-    by_bias, by_gamma, by_beta = sums.sum(0).to(ctx.saved_tensors[1].dtype)
+    product_grad, residual_grad, weights_grad = _norm_backward(grad, None, *ctx.saved_tensors, ctx.dropout)
+    by_bias, by_gamma, by_beta = weights_grad
     return product_grad, by_bias, residual_grad, by_gamma, by_beta, None, None, None
 
 
@@ -124,11 +120,6 @@ def _sizes(product: torch.Tensor) -> tuple[int, int]:
     """Width and rows."""
     width = product.shape[-1]
     return width, product.numel() // width
-
-
-def _block(width: int) -> int:
-    """The power of 2 that a row fits into."""
-    return 1 << (width - 1).bit_length()
 
 
 def use_fused_norms(model: nn.Module) -> None:
