@@ -53,6 +53,9 @@ class Settings:
     projections: Literal["separate", "fused"] = "separate"
     # random bits of the hidden states' dropout: philox, PyTorch's generator | hash of the element's number
     dropout: Literal["philox", "hash"] = "philox"
+    # what comes between a layer's products and the norms after them, and these: native, the compiler's | fused, kernels
+    # of our own (model/norms.py)
+    norms: Literal["native", "fused"] = "native"
     # products of the feed-forward blocks: native, in the precision's type | fp8
     feed_forward: Literal["native", "fp8"] = "native"
     # GELU of the feed-forward blocks: exact, by the error function | sigmoid of a polynomial (model/gelu.py)
@@ -155,6 +158,13 @@ CONFLICTS = (
     (("optimizer", "master16"), ("precision", "!bf16"), "GPUs that compute in fp16 for want of bf16 cannot keep it"),
     (("feed_forward", "fp8"), ("precision", "!bf16"), "the 8-bit products give bf16"),
     (("feed_forward", "fp8"), ("optimizer", "!master*"), "the 8-bit products take weights in bf16"),
+    (("norms", "fused"), ("dropout", "philox"), "its backward pass computes dropout's bits again, by their hash"),
+    (("norms", "fused"), ("frozen", "nf4"), "the products in 4 bits add their biases themselves"),
+    (("norms", "fused"), ("rounding", "!none"), "the rounded products add their biases themselves"),
+    (("norms", "fused"), ("parallel", "tensor"), "its kernels take plain tensors, and no DTensor's shares"),
+    (("activation", "sigmoid"), ("frozen", "nf4"), "the products in 4 bits add their biases themselves"),
+    (("activation", "sigmoid"), ("rounding", "!none"), "the rounded products add their biases themselves"),
+    (("activation", "sigmoid"), ("parallel", "tensor"), "its kernel takes plain tensors, and no DTensor's shares"),
     (("projections", "fused"), ("trainable", "lora*"), "the adapters' query, key and value are fused away"),
     (("frozen", "nf4"), ("trainable", "!lora*"), "weights in 4 bits cannot train, so that adapters have to"),
     (("frozen", "nf4"), ("feed_forward", "fp8"), "both are about the same products"),
@@ -315,7 +325,8 @@ VARIANTS = dict(
             "E-recompute", "E-short", "Layers are computed twice, in a graph: hashes need no state.", checkpointing=True
         ),
         _row("E-least", "E-recompute", "The least memory of a captured step: moments in bf16.", optimizer="master16"),
-        _row("E-gelu", "E-short", "GELU in fewer instructions, to a fraction of bf16's step.", activation="sigmoid"),
+        _row("E-norm", "E-short", "Bias, dropout, residual and norm: one kernel each way.", norms="fused"),
+        _row("E-gelu", "E-norm", "GELU in fewer instructions, to a fraction of bf16's step.", activation="sigmoid"),
         _row("E-top", "E-gelu", "The fastest in 16 bits: moments in bf16 as well.", optimizer="master16"),
         _row("E-top-fp8", "E-top", "And half of its products in 8 bits.", feed_forward="fp8"),
         _row("E-t4", "E3", "What is left without bf16 and FlashAttention, as on a T4.", projections="fused"),
@@ -399,7 +410,7 @@ def needs(settings: Settings) -> list[str]:
         "compiler": settings.compile in ("inductor", "regions"),
         f"backend {settings.compile}": settings.compile not in ("none", "inductor", "regions"),
         "cuda": settings.compile == "cudagraphs" or settings.attention == "efficient" or settings.polling != "none",
-        "triton": settings.attention == "short",
+        "triton": settings.attention == "short" or settings.norms == "fused" or settings.activation == "sigmoid",
         "sm89": settings.feed_forward == "fp8",
         "sm80": settings.attention == "flash" or settings.precision == "bf16",
         "bitsandbytes": settings.optimizer == "adamw8bit" or settings.frozen == "nf4",

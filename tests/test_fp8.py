@@ -3,7 +3,12 @@
 import pytest
 import torch
 
+from qa_lib.model.build import build_model
+from qa_lib.model.encoders import layers_of
 from qa_lib.model.fp8 import Float8Linear
+from qa_lib.model.products import Product, linear_of
+from qa_lib.run.plan import plan
+from qa_lib.spec import Machine
 
 
 def relative(a, b):
@@ -41,3 +46,27 @@ def test_values_and_gradients_are_close_to_those_in_bf16(pair):
 def test_values_beyond_the_range_saturate(pair):
     x, _, eighth = pair
     assert eighth(x * 1000).isfinite().all()
+
+
+def test_of_a_product_that_leaves_its_bias_to_others_it_leaves_it_too(pair):
+    x, native, eighth = pair
+    bare = Float8Linear.of(linear_of(Product, native))
+    assert bare.bias is native.bias
+    grad = torch.randn(2, 32, 128).bfloat16() * 1e-4
+    y, by_x, by_weight, by_bias = run(bare, x, grad)
+    assert by_bias is None
+    torch.testing.assert_close(y + native.bias, eighth(x), atol=0.02, rtol=0.02)
+    assert all(map(torch.equal, (by_x, by_weight), run(Float8Linear.of(native), x, grad)[1:3]))
+
+
+def test_with_norms_and_gelu_of_our_own_a_layer_is_close_to_that_in_bf16_and_adds_biases_once():
+    (spec,) = plan(["E-top-fp8"], "smoke", machine=Machine())
+    layer = layers_of(build_model(spec).eval())[0].bfloat16()
+    eighths = [module for module in layer.modules() if isinstance(module, Float8Linear)]
+    for module in eighths:
+        torch.nn.init.normal_(module.bias)
+    x = torch.randn(1, 32, 64).bfloat16()
+    found = layer.feed_forward_chunk(x)
+    for name in ("intermediate.dense", "output.dense"):
+        layer.set_submodule(name, linear_of(Product, layer.get_submodule(name)))
+    assert len(eighths) == 2 and 0 < relative(found, layer.feed_forward_chunk(x)) < 0.05

@@ -1,28 +1,42 @@
 """GELU by a sigmoid is GELU to a fraction of bf16's rounding, and keeps no more for the backward pass."""
 
 import functools
+from importlib.util import find_spec
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch import nn
+from torch import library, nn
 from torch._dynamo.backends.common import aot_autograd
 from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, GPT2Config
 
 from qa_lib.errors import UserError
+from qa_lib.model import gelu as gelus
 from qa_lib.model.encoders import ENCODERS
-from qa_lib.model.gelu import SigmoidGelu, use_sigmoid_gelu
+from qa_lib.model.gelu import SigmoidGelu, gelu, use_sigmoid_gelu
 from tests.tiny import checkpoint
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: pip install triton")
+
+
+def drawn(rows, width, dtype=torch.float32):
+    """The output's gradient, the product and the bias."""
+    torch.manual_seed(0)
+    grad, product = (2 * torch.randn(2, rows, width, device=DEVICE)).to(dtype)
+    product[0, 0] = 30  # beyond what the polynomial is for
+    return grad, product, torch.randn(width, device=DEVICE).to(dtype)
 
 
 def test_value_and_gradient_are_within_a_fraction_of_half_a_step_of_bf16():
     x = torch.cat([torch.linspace(-40, 40, 400_001), torch.linspace(-1e-3, 1e-3, 101)]).requires_grad_()
-    (gradient,) = torch.autograd.grad(SigmoidGelu()(x).sum(), x)
+    value = gelu(x[:, None], torch.zeros(1))[:, 0]
+    (gradient,) = torch.autograd.grad(value.sum(), x)
     wide = x.detach().double().requires_grad_()
     exact = wide * torch.special.erfc(-wide / 2**0.5) / 2
     (expected,) = torch.autograd.grad(exact.sum(), wide)
     half_step = 2**-9
-    assert ((SigmoidGelu()(x) - exact).abs() <= 0.21 * (half_step * exact.abs() + 1e-5)).all()
+    assert ((value - exact).abs() <= 0.21 * (half_step * exact.abs() + 1e-5)).all()
     assert ((gradient - expected).abs() <= 0.21 * (half_step * expected.abs() + 1e-3)).all()
 
 
@@ -39,7 +53,7 @@ def test_the_compiler_keeps_input_and_output_and_nothing_else():
         bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
         partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
     )
-    block = nn.Sequential(nn.Linear(16, 64), SigmoidGelu(), nn.Linear(64, 16)).bfloat16()
+    block = nn.Sequential(SigmoidGelu(nn.Linear(16, 64)), nn.Linear(64, 16)).bfloat16()
     x = torch.randn(100, 16, dtype=torch.bfloat16, requires_grad=True)
     torch.compile(block.forward, backend=backend)(x).sum().backward()
     assert [value.dtype for value in kept if value.shape == (100, 64)] == [torch.bfloat16] * 2
@@ -61,3 +75,27 @@ def test_another_activation_is_refused_by_name():
     model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=100))
     with pytest.raises(UserError, match="stands for GELU, and this model has NewGELUActivation"):
         use_sigmoid_gelu(model)
+
+
+@needs_triton
+@pytest.mark.parametrize(("rows", "width"), [(1, 3072), (11, 100), (6, 1)])
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float32, 1e-5), (torch.float16, 1e-3), (torch.bfloat16, 8e-3)], ids=str
+)
+def test_the_backward_kernel_is_the_derivative(rows, width, dtype, error, monkeypatch):
+    monkeypatch.setattr(gelus, "PROGRAMS", 2)
+    grad, *inputs = drawn(rows, width, dtype)
+    wide = [x.double().requires_grad_() for x in inputs]
+    wanted = torch.autograd.grad(gelu(*wide), wide, grad.double())
+    for found, other in zip(gelus._gelu_backward(grad, *inputs), wanted, strict=True):
+        assert found.dtype == dtype and (found - other).norm() < error * other.norm()
+
+
+@needs_triton
+def test_its_operator_is_what_the_compiler_takes_it_for():
+    library.opcheck(gelus._gelu_backward, drawn(4, 32), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_it_is_differentiated_as_finite_differences_have_it():
+    _, *inputs = drawn(4, 5)
+    assert torch.autograd.gradcheck(gelu, [x.double().requires_grad_() for x in inputs])

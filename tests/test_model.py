@@ -145,7 +145,7 @@ def test_the_compile_backend_is_the_rows(variant, monkeypatch, tmp_path):
 
     asked = []
 
-    def spy(model, backend, dynamic):
+    def spy(model, backend, dynamic, options):
         asked.append((backend, dynamic))
         return model
 

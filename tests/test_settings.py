@@ -24,6 +24,7 @@ from qa_lib.model.build import build_model
 from qa_lib.model.dropout import HashDropout
 from qa_lib.model.gelu import SigmoidGelu
 from qa_lib.model.nf4 import is_nf4
+from qa_lib.model.norms import NormedProduct
 from qa_lib.model.projections import FusedSelfAttention
 from qa_lib.model.quantize import is_rounding
 from qa_lib.run.plan import plan
@@ -44,6 +45,7 @@ COMPANIONS = {
     ("attention", "efficient"): {"padding": "packed"},
     ("attention", "blockmask"): {"padding": "packed"},
     ("attention", "short"): {"padding": "packed"},
+    ("norms", "fused"): {"dropout": "hash"},
     ("compile", "regions"): {"padding": "packed", "attention": "sdpa"},
     ("optimizer", "master"): {"precision": "bf16"},  # in fp16 the first step may find the loss scaled too much
     ("optimizer", "master16"): {"precision": "bf16"},
@@ -246,6 +248,7 @@ EFFECTS = {  # setting -> whether its value was seen at work
         seen.has(HashDropout) == (value == "hash")
         and (value == "philox" or any(m.seed for m in seen.model.modules() if isinstance(m, HashDropout)))
     ),
+    "norms": lambda seen, value: seen.has(NormedProduct) == (value == "fused"),
     "feed_forward": lambda seen, value: value == "native",
     "activation": lambda seen, value: seen.has(SigmoidGelu) == (value == "sigmoid"),
     "rounding": rounds,

@@ -18,6 +18,7 @@ from qa_lib.model.folder import SUMS, load, look, write_digests
 from qa_lib.model.fp8 import use_float8
 from qa_lib.model.gelu import use_sigmoid_gelu
 from qa_lib.model.nf4 import is_nf4, native, use_nf4
+from qa_lib.model.norms import use_fused_norms
 from qa_lib.model.projections import fuse_projections, split_projections
 from qa_lib.model.quantize import is_rounding, use_rounding
 from qa_lib.model.short import use_short_attention
@@ -52,6 +53,8 @@ def build_model(spec: Spec, head: type = AutoModelForQuestionAnswering) -> torch
         use_short_attention(model)
     if spec.settings.dropout == "hash":
         use_hash_dropout(model)
+    if spec.settings.norms == "fused":
+        use_fused_norms(model)
     if spec.settings.activation == "sigmoid":
         use_sigmoid_gelu(model)
     if spec.settings.feed_forward == "fp8":

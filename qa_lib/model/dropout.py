@@ -28,6 +28,17 @@ def hashed(numbers: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
     return bits ^ ((bits >> 16) & 0xFFFF)
 
 
+def threshold_of(p: float) -> int:
+    """Below it 31 bits of a hash drop their element."""
+    return int(p * 2**31)
+
+
+def dropped(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
+    """Dropout with rate `p` of a tensor of fewer than 2^31 elements."""
+    bits = hashed(torch.arange(x.numel(), device=x.device, dtype=torch.int32).view(x.shape), seed) & 0x7FFFFFFF
+    return torch.where(bits >= threshold_of(p), x * (1 / (1 - p)), 0.0)
+
+
 class HashDropout(nn.Module):
     """nn.Dropout with rate `p` for tensors of fewer than 2^31 elements; its `seed` decides what it drops."""
 
@@ -37,10 +48,7 @@ class HashDropout(nn.Module):
         self.register_buffer("seed", torch.zeros((), dtype=torch.int32), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training or not self.p:
-            return x
-        bits = hashed(torch.arange(x.numel(), device=x.device, dtype=torch.int32).view(x.shape), self.seed) & 0x7FFFFFFF
-        return torch.where(bits >= int(self.p * 2**31), x * (1 / (1 - self.p)), 0.0)
+        return dropped(x, self.seed, self.p) if self.training and self.p else x
 
 
 def use_hash_dropout(model: nn.Module) -> None:

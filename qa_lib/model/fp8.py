@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from qa_lib.model.encoders import encoder_of, layers_of
+from qa_lib.model.products import Product, linear_of
 
 # Powers of two that move values into the range of their format; fixed, since finding each tensor's maximum costs as
 # much as the product saves. Layer norm and GELU keep activations within ±28, weights stay within ±7; gradients of a
@@ -19,14 +20,16 @@ ACTIVATION, WEIGHT, GRADIENT = 2.0**4, 2.0**6, 2.0**16
 E4M3_MAX = 448.0
 
 
-class _Product(torch.autograd.Function):
-    """x W^T + b with both operands in e4m3 and, for the gradient by x, e5m2 by e4m3; the one by W stays in bf16."""
+class _Float8Product(torch.autograd.Function):
+    """x W^T + b with both operands in e4m3 and, for the gradient by x, e5m2 by e4m3; the one by W stays in bf16. b may
+    be None."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):
         rows = x.reshape(-1, x.shape[-1])
         eighth = (weight * WEIGHT).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
         ctx.save_for_backward(rows, eighth)
+        ctx.has_bias = bias is not None
         y = _scaled(_activation(rows), eighth.t(), ACTIVATION * WEIGHT, bias)
         return y.view(*x.shape[:-1], -1)
 
@@ -36,7 +39,7 @@ class _Product(torch.autograd.Function):
         flat = grad.reshape(-1, grad.shape[-1])
         small = (flat * GRADIENT).to(torch.float8_e5m2)
         by_x = _scaled(small, eighth.t().contiguous().t(), GRADIENT * WEIGHT)
-        return by_x.view(*grad.shape[:-1], -1), flat.t() @ rows, flat.sum(0)
+        return by_x.view(*grad.shape[:-1], -1), flat.t() @ rows, flat.sum(0) if ctx.has_bias else None
 
 
 def _activation(x):
@@ -51,15 +54,17 @@ def _scaled(a, b, scale: float, bias=None):
 class Float8Linear(nn.Linear):
     """nn.Linear for bf16 inputs and weights whose products are taken in 8-bit floats."""
 
+    adds_bias = True
+
     @classmethod
     def of(cls, native: nn.Linear) -> "Float8Linear":
-        """The 8-bit form of `native`, on its own weights."""
-        eighth = cls(native.in_features, native.out_features, device="meta")
-        eighth.weight, eighth.bias = native.weight, native.bias
+        """The 8-bit form of `native`, on its own weights; of a Product's bias it makes as little."""
+        eighth = linear_of(cls, native)
+        eighth.adds_bias = not isinstance(native, Product)
         return eighth
 
     def forward(self, x):
-        return _Product.apply(x, self.weight, self.bias)
+        return _Float8Product.apply(x, self.weight, self.bias if self.adds_bias else None)
 
 
 def use_float8(model: nn.Module) -> None:

@@ -52,7 +52,12 @@ def compiled(model: torch.nn.Module, settings: Settings):
     backend = "inductor" if settings.compile == "regions" else settings.compile
     # Read when the first forward pass is compiled.
     torch._functorch.config.ban_recompute_materialized_backward = settings.checkpointing != "elementwise"
-    by_backend = partial(torch.compile, backend=backend, dynamic=settings.padding == "longest")
+    options = None
+    if backend == "inductor" and settings.norms == "fused":
+        from qa_lib.train.folding import Folding  # whose import of Inductor takes a second
+
+        options = {"post_grad_custom_pre_pass": Folding()}
+    by_backend = partial(torch.compile, backend=backend, dynamic=settings.padding == "longest", options=options)
     return Regions(model.model, by_backend) if settings.compile == "regions" else by_backend(model)
 
 

@@ -1,0 +1,44 @@
+"""Matrix products that leave their bias to the kernel after them (rows E-norm and E-gelu).
+
+A bias costs next to nothing to add in a kernel that reads the product anyway. Its gradient is the trap: the sum of the
+product's gradient over all tokens, for which PyTorch and its compiler read that gradient once more. The kernel that
+writes the gradient has it in its registers, and can sum it there (model/norms.py, model/gelu.py): each of PROGRAMS
+sums the rows that it has, and a small kernel adds up what they found. None adds to another's, so that results are equal
+in every run.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+PROGRAMS = 264  # two for each multiprocessor of an H200
+
+
+class Product(nn.Linear):
+    """nn.Linear with a `bias` that the module around it adds."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+def linear_of(kind: type[nn.Linear], native: nn.Linear) -> nn.Linear:
+    """A linear layer of that `kind` on the weights of `native`."""
+    linear = kind(native.in_features, native.out_features, device="meta")
+    linear.weight, linear.bias = native.weight, native.bias
+    return linear
+
+
+def added_up(sums: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """The sum over programs of what they found, fp32 [programs, ...] on a GPU, in this type."""
+    from qa_lib.model import norm_kernels as kernels  # Triton comes with the CUDA builds of PyTorch alone
+
+    total = sums.new_empty(sums.shape[1:], dtype=kind)
+    kernels.add_up[(-(-total.numel() // kernels.ADD_UP["COLUMNS"]),)](
+        sums, total, len(sums), WIDTH=total.numel(), BLOCK=power_of_2(len(sums)), **kernels.ADD_UP
+    )
+    return total
+
+
+def power_of_2(size: int) -> int:
+    """The least that is not below `size`."""
+    return 1 << (size - 1).bit_length()
