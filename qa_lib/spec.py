@@ -407,6 +407,13 @@ def resolve(
             f"{size.max_length} tokens are too few or too many: a feature of scale {scale!r} has at least 3, and at "
             f"most {size.batch_tokens or 'what the model takes'}"
         )
+    if size.batch_tokens and size.batch_tokens % size.max_length:
+        whole = (n for n in range(3, size.batch_tokens + 1) if not size.batch_tokens % n)
+        nearer, near, *_ = sorted(whole, key=lambda n: abs(n - size.max_length))
+        raise SpecError(
+            f"features of {size.max_length} tokens do not make up the {size.batch_tokens:,} tokens of a step at scale "
+            f"{scale!r}: take {nearer} or {near} tokens, or give --batch"
+        )
     if (shape := find_shape(model_source)) and size.max_length > shape.positions:
         longer = re.sub(r"(P\d+)?$", f"P{size.max_length}", model_source, count=1)
         raise SpecError(
