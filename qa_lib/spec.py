@@ -408,11 +408,11 @@ def resolve(
             f"most {size.batch_tokens or 'what the model takes'}"
         )
     if size.batch_tokens and size.batch_tokens % size.max_length:
-        whole = (n for n in range(3, size.batch_tokens + 1) if not size.batch_tokens % n)
-        nearer, near, *_ = sorted(whole, key=lambda n: abs(n - size.max_length))
+        shorter, longer = range(size.max_length, 0, -1), range(size.max_length, size.batch_tokens + 1)
+        below, above = (next(n for n in lengths if not size.batch_tokens % n) for lengths in (shorter, longer))
         raise SpecError(
             f"features of {size.max_length} tokens do not make up the {size.batch_tokens:,} tokens of a step at scale "
-            f"{scale!r}: take {nearer} or {near} tokens, or give --batch"
+            f"{scale!r}: take {below} or {above} tokens, or give --batch"
         )
     if (shape := find_shape(model_source)) and size.max_length > shape.positions:
         longer = re.sub(r"(P\d+)?$", f"P{size.max_length}", model_source, count=1)

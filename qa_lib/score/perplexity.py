@@ -41,7 +41,7 @@ def evaluate(model: torch.nn.Module, data: Data, spec: Spec, device: torch.devic
         tokens = torch.from_numpy(text.tokens.astype("int64"))
         nats = total_nats(model, tokens, spec.scale.max_length, spec.scale.stride)
         if not math.isfinite(nats):
-            raise DataError(f"{spec.data['name']}: {nats} nats of the validation text (the model has diverged)")
+            raise DataError(f"{spec.data['name']}: its validation text has {nats} nats (the model has diverged)")
         written = continuations(model, data.tokenizer, prompts(data.validation.lines()))
     write_atomically(run_dir / "answers" / "continuations.json", json.dumps(written, indent=1) + "\n")
     n = len(tokens) - 1
