@@ -176,16 +176,14 @@ def _limits(spec: Spec, device: torch.device):
     if device.type == "cuda":
         torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps one for each stream that there was
         torch.cuda.empty_cache()
-    threads, limited = torch.get_num_threads(), spec.scale.limit_gib and device.type == "cuda"
-    torch.set_num_threads(spec.scale.threads or threads)
-    if limited:
-        limit_memory(spec.scale.limit_gib)
-    try:
+    with contextlib.ExitStack() as undo:
+        if spec.scale.threads:
+            undo.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(spec.scale.threads)
+        if spec.scale.limit_gib and device.type == "cuda":
+            undo.callback(limit_memory, math.inf)
+            limit_memory(spec.scale.limit_gib)
         yield
-    finally:
-        torch.set_num_threads(threads)
-        if limited:
-            limit_memory(math.inf)
 
 
 def _shares(device: torch.device) -> bool:
