@@ -407,6 +407,13 @@ def resolve(
             f"{size.max_length} tokens are too few or too many: a feature of scale {scale!r} has at least 3, and at "
             f"most {size.batch_tokens or 'what the model takes'}"
         )
+    if size.batch_tokens and size.batch_tokens % size.max_length:
+        shorter, longer = range(size.max_length, 0, -1), range(size.max_length, size.batch_tokens + 1)
+        below, above = (next(n for n in lengths if not size.batch_tokens % n) for lengths in (shorter, longer))
+        raise SpecError(
+            f"features of {size.max_length} tokens do not make up the {size.batch_tokens:,} tokens of a step at scale "
+            f"{scale!r}: take {below} or {above} tokens, or give --batch"
+        )
     if (shape := find_shape(model_source)) and size.max_length > shape.positions:
         longer = re.sub(r"(P\d+)?$", f"P{size.max_length}", model_source, count=1)
         raise SpecError(

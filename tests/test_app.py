@@ -29,7 +29,7 @@ from starlette.testclient import TestClient
 from qa_lib.__main__ import main
 from qa_lib.app import MAX_QUESTION, _names, create_app, examples, named, offered
 from qa_lib.data.squad import MAX_CONTEXT, open_source
-from qa_lib.errors import SIGNALS
+from qa_lib.errors import SIGNALS, UserError
 from qa_lib.model.folder import write_digests
 from qa_lib.record import new_record, read_record
 from qa_lib.report import figures, style
@@ -340,6 +340,31 @@ def test_a_checkpoint_that_was_written_again_is_loaded_again(runs, tmp_path):
     assert first != other
     shutil.copytree(new, folder, dirs_exist_ok=True)
     assert margin(folder) == other
+
+
+def test_a_checkpoint_that_is_refused_is_loaded_once_for_all_who_wait_for_it(tmp_path, monkeypatch):
+    loads, gate = [], threading.Event()
+
+    def refuse(folder):
+        loads.append(folder)
+        gate.wait(20)
+        raise UserError("pickles")
+
+    monkeypatch.setattr(ask, "load", refuse)
+    desk = Desk()
+    first = desk.ask(tmp_path / "other", "who", "she")  # while it is refused, the others gather
+    refused = [desk.ask(tmp_path, "who", "she") for _ in range(5)]
+    gate.set()
+    assert [str(future.exception(20)) for future in (first, *refused)] == ["pickles"] * 6
+    assert loads == [tmp_path / "other", tmp_path]
+
+
+def test_of_questions_that_are_asked_together_one_that_cannot_be_answered_fails_alone(runs, questions):
+    (folder,) = runs.glob("cpu-smoke/A1-*/model")
+    desk = Desk()
+    asked = [desk.ask(folder, question, "she " * 3_000) for question in ("who", "who " * 60, "who")]
+    first, long, last = (future.exception(60) for future in asked)
+    assert first is last is None and isinstance(long, QuestionTooLong)
 
 
 def test_every_paragraph_within_the_limit_fits_into_a_request(runs):

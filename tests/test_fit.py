@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from qa_lib import record
 from qa_lib.data.tokenise import build_tokenizer
 from qa_lib.errors import UserError
 from qa_lib.model.build import build_model, save_model
-from qa_lib.run.fit import _out_of_memory, fit
+from qa_lib.run.fit import _limits, _out_of_memory, fit
 from qa_lib.run.plan import plan
 from qa_lib.run.tasks import TASKS
 from qa_lib.spec import Machine
@@ -28,6 +29,14 @@ def short(variant, micro_batch=None):
     (spec,) = plan([variant], "smoke", data="synthetic:40", machine=CPU, micro_batch=micro_batch)
     scale = {"steps": 3, "measure_from": 1, "checkpoint_every": 0, "quality": False}
     return dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, **scale))
+
+
+def scored(spec, monkeypatch, quality):
+    """The spec with a task of another metric, whose evaluation gives these scores."""
+    task = record.Task(name="toy", metric="nats", label="nats a token", higher_is_better=False, scores=["nats", "n"])
+    monkeypatch.setitem(record.TASKS, "toy", task)
+    monkeypatch.setitem(TASKS, "toy", dataclasses.replace(TASKS["qa"], evaluate=lambda *_: quality))
+    return dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, task="toy", quality=True))
 
 
 def losses(spec, runs):
@@ -86,15 +95,62 @@ def test_a_try_chooses_its_card_before_anything_asks_cuda():
 
 def test_a_second_task_brings_its_own_scores(tmp_path, monkeypatch):
     """The seam: a task of a metric of which less is better, with the same data and head."""
-    scored = record.Task(name="toy", metric="nats", label="nats a token", higher_is_better=False, scores=["nats", "n"])
-    monkeypatch.setitem(record.TASKS, "toy", scored)
-    monkeypatch.setitem(TASKS, "toy", dataclasses.replace(TASKS["qa"], evaluate=lambda *_: {"nats": 1.5, "n": 20}))
-    spec = short("A1")
-    spec = dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, task="toy", quality=True))
+    spec = scored(short("A1"), monkeypatch, {"nats": 1.5, "n": 20})
     fit(spec, tmp_path, say=lambda _: None)
     entry = record.read_record(tmp_path / "cpu-smoke-toy" / spec.run_id)
     assert entry["quality"] == {"nats": 1.5, "n": 20}
     assert (entry["task"]["metric"], entry["task"]["higher_is_better"]) == ("nats", False)
+
+
+def test_a_score_that_json_has_not_makes_the_run_an_error(tmp_path, monkeypatch):
+    spec = scored(short("A1"), monkeypatch, {"nats": math.nan, "n": 20})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        fit(spec, tmp_path, say=lambda _: None)
+    entry = record.read_record(tmp_path / spec.run_path)
+    assert (entry["status"], entry["error"]["kind"]) == ("error", "ValueError")
+    assert entry["quality"] == {"nats": None, "n": 20} and entry["time"]["steps"] == 3
+
+
+def test_a_run_that_ends_in_its_warm_up_has_no_speed(tmp_path):
+    """A row that notes the noise of its gradients, resumed a few steps before its end say."""
+    spec = short("A1", micro_batch=8)
+    scale = dataclasses.replace(spec.scale, measure_from=3)
+    spec = dataclasses.replace(spec, scale=scale, settings=dataclasses.replace(spec.settings, parallel="flat"))
+    entry = fit(spec, tmp_path, say=lambda _: None)
+    assert (entry["status"], entry["speed"]["features_per_s"], entry["parallel"]["goodput"]) == ("ok", None, None)
+    assert entry["parallel"]["efficiency"] > 0
+
+
+def test_a_run_has_the_threads_of_its_record_and_leaves_those_of_its_process(tmp_path):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        entry = fit(short("A1"), tmp_path, say=lambda _: None)
+        assert (entry["env"]["threads"], entry["spec"]["scale"]["threads"], torch.get_num_threads()) == (1, 1, 3)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_limit_of_memory_ends_with_its_run(monkeypatch):
+    limits = []
+    monkeypatch.setattr("qa_lib.run.fit.limit_memory", limits.append)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    spec = short("A1")
+    limited = dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, limit_gib=4.0))
+    for each in (limited, spec):
+        with contextlib.suppress(MemoryError), _limits(each, torch.device("cuda")):
+            raise MemoryError
+    assert limits == [4.0, math.inf]
+
+
+def test_what_only_an_unfinished_run_needs_goes_with_its_end(tmp_path):
+    spec = short("A1")
+    run_dir = tmp_path / spec.run_path
+    run_dir.mkdir(parents=True)
+    for name in ("checkpoint.refused", "checkpoint.partial", "fault-1.json"):
+        (run_dir / name).write_text("")
+    fit(spec, tmp_path, say=lambda _: None)
+    assert not {path.name for path in run_dir.iterdir()} & {"checkpoint.refused", "checkpoint.partial", "fault-1.json"}
 
 
 def test_a_run_that_waits_says_so_in_its_record(tmp_path, monkeypatch):

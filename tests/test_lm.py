@@ -250,6 +250,9 @@ def test_a_context_length_is_asked_for_and_keeps_the_tokens_of_a_step():
     for length in (1, 2, 2048):
         with pytest.raises(SpecError, match="tokens are too few or too many"):
             plan(["L1"], "lm-smoke", machine=CPU, max_length=length)
+    with pytest.raises(SpecError, match=r"1000 tokens do not make up the 32,768 .* take 512 or 1024 tokens"):
+        resolve("L1", "lm-bench", 0, GPU, {}, {}, "", "", max_length=1000)
+    assert resolve("L1", "lm-bench", 0, GPU, {}, {}, "", "", max_length=1000, batch=32).scale.batch == 32
 
 
 def test_a_sweep_takes_the_rows_of_its_scales_task_and_hands_on_the_length(monkeypatch, tmp_path):
@@ -261,7 +264,7 @@ def test_a_sweep_takes_the_rows_of_its_scales_task_and_hands_on_the_length(monke
     (questions, own), (text, _) = asked
     assert text == find_family("L") and not set(questions) & set(text) and len(questions + text) == len(VARIANTS)
     assert own["max_length"] == [128]
-    assert sweep.notebook_parameters(short(max_length=80), tmp_path)["max_length"] == 80
+    assert sweep.notebook_parameters(short(max_length=32), tmp_path)["max_length"] == 32
     assert "max_length" not in sweep.notebook_parameters(short(), tmp_path)
 
 
@@ -348,6 +351,15 @@ def test_a_run_learns_and_leaves_a_whole_record(run, folder):
     assert quality["bits_per_byte"] == pytest.approx(quality["nats"] / math.log(2) / quality["bytes"])
     assert quality["token_perplexity"] < 30, "of 400 tokens that an untrained model thinks equally likely"
     assert entry["speed"]["tokens_per_s"] == entry["speed"]["real_tokens_per_s"] > 0
+
+
+def test_a_model_that_has_diverged_ends_its_run_as_an_error(folder, tmp_path, monkeypatch):
+    spec = short(data=folder)
+    monkeypatch.setattr("qa_lib.score.perplexity.total_nats", lambda *_: math.nan)
+    with pytest.raises(DataError, match=r"text has nan nats \(the model has diverged\)"):
+        fit(spec, tmp_path, **QUIET)
+    entry = record.read_record(tmp_path / spec.run_path)
+    assert (entry["status"], entry["error"]["kind"], entry["quality"]["nats"]) == ("error", "DataError", None)
 
 
 def test_a_run_says_how_it_continues_the_text(run, tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ class NVML(types.SimpleNamespace):
     """pynvml as far as the meter asks it: a GPU that is 75 % busy; it is lost after so many looks."""
 
     def __init__(self, looks=10**9):
-        super().__init__(looks=looks, handles=[])
+        super().__init__(looks=looks, handles=[], millijoules=1000.0)
 
     def nvmlInit(self):
         pass
@@ -31,7 +31,9 @@ class NVML(types.SimpleNamespace):
         return uuid
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle):
-        return 1000.0
+        if self.millijoules is None:
+            raise RuntimeError("GPU is lost")
+        return self.millijoules
 
     def nvmlDeviceGetUtilizationRates(self, handle):
         self.looks -= 1
@@ -85,6 +87,43 @@ def test_the_own_gpu_is_sampled_from_the_warm_ups_end_until_the_last_step(preten
     seen = len(meter.samples)
     assert meter.speed(FREE, 1.0).utilisation == 0.75
     assert len(meter.samples) == seen
+
+
+def test_pauses_between_steps_cost_no_energy_and_are_not_sampled(pretend):
+    """A checkpoint, say, between `flush` and `resume`."""
+    nvml = pretend(NVML())
+    meter = Meter(GPU, warm_up=1)
+
+    def spend(millijoules):
+        nvml.millijoules += millijoules
+
+    for used, paused in ((1000, 0), (300, 5000), (500, 7000)):  # the first is the warm-up
+        spend(used)
+        meter.step(LENGTHS, LENGTHS)
+        if paused:
+            meter.flush()
+            spend(paused)
+            looks, seen = nvml.looks, len(meter.samples)
+            time.sleep(0.05)  # five times as long as between two looks
+            assert len(meter.samples) <= seen + 1, "one may have been on its way"
+            meter.resume()
+            until(lambda looks=looks: nvml.looks < looks)
+    meter.stop()
+    spend(9000)
+    assert meter.step_ms().n == 2
+    assert meter.joules_per_feature() == pytest.approx(0.8 / 4)
+
+
+def test_an_energy_counter_that_falls_silent_ends_the_energy_and_not_the_run(pretend):
+    nvml = pretend(NVML())
+    meter = Meter(GPU, warm_up=1)
+    for energy in (1000.0, None, 5000.0):
+        nvml.millijoules = energy
+        meter.step(LENGTHS, LENGTHS)
+        meter.flush()
+        meter.resume()
+    meter.stop()
+    assert meter.joules_per_feature() is None
 
 
 def test_a_run_that_fails_is_sampled_no_more(pretend):

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 import weakref
 from importlib.util import find_spec
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from qa_lib.train.overlapped import Arrivals
+from qa_lib.train.parallel import gathered
 from qa_lib.train.pipeline import bubble
 from tests.ranks import losses_of, trained
 
@@ -102,6 +104,14 @@ def test_what_waits_for_gradients_does_not_keep_the_model():
     del model, arrivals
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("trained", [{"weight"}, {"weight", "bias", "more"}])
+def test_a_gathered_model_has_all_that_was_trained_and_no_more(trained):
+    ranks = types.SimpleNamespace(stages=2, united=lambda own: own | dict.fromkeys(trained - {*own}, own["weight"]))
+    model, whole = torch.nn.Linear(2, 2, bias="bias" in trained), torch.nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match=r"not those that its processes have trained: (bias|more)$"):
+        gathered(model, lambda: whole, ranks)
 
 
 def found_by_ranks(folder) -> list[dict]:

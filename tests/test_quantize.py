@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import sys
 from importlib.util import find_spec
 
@@ -12,6 +13,7 @@ from transformers import BertConfig, BertForQuestionAnswering, GPT2Config, GPT2L
 
 from qa_lib.__main__ import main
 from qa_lib.app import named, offered
+from qa_lib.data.synthetic import synthetic_squad
 from qa_lib.errors import UserError
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.folder import QUANTIZED, SUMS
@@ -172,6 +174,18 @@ def test_layers_that_cannot_be_quantized_are_named():
     odd = BertConfig(hidden_size=24, num_attention_heads=1, num_hidden_layers=1, intermediate_size=32, vocab_size=40)
     with pytest.raises(UserError, match="a product over 24 features"):
         quantize(BertForQuestionAnswering(odd), "int4")
+
+
+def test_other_questions_of_the_same_name_are_refused(run, tmp_path, monkeypatch):
+    """A record has the last part of a path alone, which may be something else in the folder that this is called in."""
+    shutil.copytree(run / "model", tmp_path / "run" / "model")
+    entry = json.loads((run / "record.json").read_text())
+    entry["data"]["name"] = "squad.json"
+    (tmp_path / "run" / "record.json").write_text(json.dumps(entry))
+    (tmp_path / "squad.json").write_text(json.dumps(synthetic_squad(20, 1)))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"'squad\.json' is not the data of A1-fp32-s0-.* here: give --data"):
+        quantize_run(tmp_path / "run", "int8", say=quiet)
 
 
 def test_a_run_without_a_model_an_unknown_width_and_a_missing_package_are_one_line(run, tmp_path, monkeypatch, capsys):

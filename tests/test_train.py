@@ -421,6 +421,8 @@ def test_the_time_left_does_not_count_compilation(tmp_path, monkeypatch):
 
 
 def test_a_spoilt_log_is_gone_on_with_and_loses_only_what_cannot_be_read(tmp_path):
-    (tmp_path / "steps.jsonl").write_bytes(b'{"step": 1}\n{"st\xff\n[2]\n{"step": 2}\n{"step": 3}\n{"ste')
-    StepLog(tmp_path, spec_of("A1"), 4, 2, torch.amp.GradScaler("cpu", enabled=False), Ranks(DEVICE), quiet)
-    assert (tmp_path / "steps.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    """Of the steps before the checkpoint, which was the third; what came after them is trained once more."""
+    spoilt = b'{"step": 1}\n{"st\xff\n[2]\n{"loss": 2}\n{"step": "2"}\n{"step": 3}\n{"step": 4}\n{"ste'
+    (tmp_path / "steps.jsonl").write_bytes(spoilt)
+    StepLog(tmp_path, spec_of("A1"), 5, 3, torch.amp.GradScaler("cpu", enabled=False), Ranks(DEVICE), quiet)
+    assert (tmp_path / "steps.jsonl").read_text() == '{"step": 1}\n{"step": 3}\n'

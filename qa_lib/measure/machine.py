@@ -92,7 +92,7 @@ def this_machine() -> Machine:
         bitsandbytes=_version("bitsandbytes") is not None,
         deepspeed=_version("deepspeed") is not None,
         torchao=_version("torchao") is not None,
-        compiler=_version("triton") is not None and sm >= SINCE["compiler"] if gpus else bool(compiler),
+        compiler=_version("triton") is not None and sm >= SINCE["compiler"] if gpus else compiler,
     )
 
 
@@ -120,10 +120,17 @@ def _driver() -> str | None:
 
 
 def link() -> str | None:
-    """How this host's first two GPUs are connected, as nvidia-smi names it: NV18 is 18 NVLinks, PIX one PCIe switch,
-    SYS the way through both processors. None where it does not say."""
+    """How the first two GPUs that this process sees are connected, as nvidia-smi names it: NV18 is 18 NVLinks, PIX one
+    PCIe switch, SYS the way through both processors. None where it does not say, or sees one GPU alone."""
+    # By identity, since nvidia-smi does not follow CUDA_VISIBLE_DEVICES.
+    seen = [f"GPU-{torch.cuda.get_device_properties(card).uuid}" for card in range(min(2, torch.cuda.device_count()))]
+    known = _nvidia_smi("--query-gpu=uuid", "--format=csv,noheader").split()
+    if len(seen) < 2 or not set(seen) <= set(known):
+        return None
+    first, second = map(known.index, seen)
     rows = [line.split() for line in _nvidia_smi("topo", "-m").splitlines()]
-    return next((row[2] for row in rows if row[:2] == ["GPU0", "X"]), None)
+    named = {row[0]: row[1:] for row in rows if "X" in row}  # a row of the table has an X in its own column
+    return named[f"GPU{first}"][second] if f"GPU{first}" in named else None
 
 
 def polled_utilisation() -> float:
@@ -170,16 +177,17 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
 def copy_rate(device: torch.device) -> float:
     """Measured GB/s (10^9 bytes, read and written) of copying a tensor far larger than the caches."""
     source = torch.zeros(2**28 if device.type == "cuda" else 2**24, device=device)
-    target = torch.empty_like(source)
-    return 10 * source.nbytes / _quickest(lambda: target.copy_(source), 5, device) / 1e9
+    target, times = torch.empty_like(source), 5
+    return 2 * times * source.nbytes / _quickest(lambda: target.copy_(source), times, device) / 1e9
 
 
 def reduce_rate(device: torch.device) -> float:
     """Measured GB/s (10^9 bytes) of averaging gradients over the processes, all of which call this together: the bus
     bandwidth of nccl-tests, 2 (n - 1) / n times the bytes by the time, which does not depend on the number n."""
     gradients = torch.zeros(2**27 if device.type == "cuda" else 2**20, device=device, dtype=torch.bfloat16)
-    seconds = _quickest(lambda: dist.all_reduce(gradients), 10, device)
-    return 10 * 2 * (1 - 1 / dist.get_world_size()) * gradients.nbytes / seconds / 1e9
+    times = 10
+    seconds = _quickest(lambda: dist.all_reduce(gradients), times, device)
+    return 2 * times * (1 - 1 / dist.get_world_size()) * gradients.nbytes / seconds / 1e9
 
 
 def _quickest(work: Callable[[], object], times: int, device: torch.device) -> float:

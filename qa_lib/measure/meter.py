@@ -41,18 +41,21 @@ def _nvml(device: torch.device, question: str):
 def joules(device: torch.device) -> float | None:
     """What a GPU has used since its driver was loaded, in joules; None where it does not say."""
     counter = _nvml(device, "nvmlDeviceGetTotalEnergyConsumption") if device.type == "cuda" else None
-    return counter() / 1e3 if counter else None
+    with contextlib.suppress(Exception):  # NVML's own, should the driver no longer answer
+        return counter() / 1e3 if counter else None
 
 
-def sample_utilisation(ask, samples: list[float], done: threading.Event) -> None:
-    """Until `done`, look each SAMPLE_S what share of its last sampling period (1/6 to 1 s, NVML says) the GPU was busy.
+def sample_utilisation(ask, samples: list[float], timed: threading.Event, done: threading.Event) -> None:
+    """Until `done`, look each SAMPLE_S what share of its last sampling period (1/6 to 1 s, NVML says) the GPU was busy,
+    and keep what is seen while steps are `timed`.
 
     Busy is a GPU on which any kernel runs, however small, and be it one that waits for other GPUs: this says how much
     of the time the host leaves it idle, and MFU how well it is used.
     """
     with contextlib.suppress(Exception):  # NVML's own, should the driver no longer answer
         while not done.wait(SAMPLE_S):
-            samples.append(ask().gpu / 100)
+            if timed.is_set():
+                samples.append(ask().gpu / 100)
 
 
 class Watch:
@@ -112,21 +115,26 @@ def elapsed(lap) -> float:
 class Meter:
     """Times every optimizer step and counts what it processed; the first `warm_up` of this process are not measured.
 
-    The GPU's memory peak counts from step `peak_from` on, after which compilation allocates no more.
+    Time, energy and utilisation are of the stretches from `resume` to `flush`, and not of the pauses between them. The
+    GPU's memory peak counts from step `peak_from` on, after which compilation allocates no more.
     """
 
     def __init__(self, device: torch.device, warm_up: int, peak_from: int = PEAK_FROM):
         self.device, self.warm_up, self.peak_from = device, warm_up, min(peak_from, warm_up)
         self.laps, self.times, self.counts = [], [], []
         self.data_s = []  # the host's seconds to prepare each step's inputs
-        self.joules_before = self.joules_after = None
+        self.joules = []  # of the GPU in each measured stretch; None where its counter did not answer
+        self.counter = None  # the joules that it told when the stretch began
         self.samples, self.polled = [], []  # shares of time in which the GPU was busy; `polled` has one a step
-        self.measured = threading.Event()
-        weakref.finalize(self, self.measured.set)  # after an error nobody calls stop
+        self.timed, self.done = threading.Event(), threading.Event()
+        weakref.finalize(self, self.done.set)  # after an error nobody calls stop
         self.resume()
 
     def resume(self) -> None:
         """Start the next step's clock now: what happened since the last step (a checkpoint, say) is not a step."""
+        if len(self.counts) >= self.warm_up:
+            self.counter = joules(self.device)
+            self.timed.set()
         self.clock = Stopwatch(self.device)
 
     def step(self, real_lengths: np.ndarray, computed_lengths: np.ndarray) -> None:
@@ -145,29 +153,30 @@ class Meter:
             torch.cuda.reset_peak_memory_stats()
         if len(self.counts) == self.warm_up and self.device.type == "cuda":
             torch.cuda.synchronize()  # so that what the warm-up still has to do is not counted
-            self.joules_before = joules(self.device)
             if ask := _nvml(self.device, "nvmlDeviceGetUtilizationRates"):
-                threading.Thread(
-                    target=sample_utilisation, args=(ask, self.samples, self.measured), daemon=True
-                ).start()
+                looks = (ask, self.samples, self.timed, self.done)
+                threading.Thread(target=sample_utilisation, args=looks, daemon=True).start()
             self.resume()
 
     def flush(self) -> list[float]:
         """Wait for the device; the seconds of each step since the last flush."""
         fresh = [elapsed(lap) for lap in self.laps]
         self.laps.clear()
+        if fresh and self.timed.is_set():
+            self.timed.clear()
+            now = joules(self.device)
+            self.joules.append(now - self.counter if now and self.counter else None)
         self.times += fresh
         return fresh
 
     def stop(self) -> None:
         """The last step is done; what comes after it is not measured."""
         self.flush()
-        self.joules_after = joules(self.device)
-        self.measured.set()
+        self.done.set()
 
     def joules_per_feature(self) -> float | None:
         """Energy of the GPU over the measured steps by its own counter; None where there is none or it stood still."""
-        used = self.joules_after - self.joules_before if self.joules_after and self.joules_before else 0.0
+        used = 0.0 if None in self.joules else sum(self.joules)
         return used / sum(count[0] for count in self.counts[self.warm_up :]) if used else None
 
     def step_ms(self) -> StepTime:

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import gc
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ from qa_lib.run.plan import add_run_arguments, add_source_arguments, own_of, pla
 from qa_lib.run.tasks import TASKS
 from qa_lib.run.together import fault_path, fit_together
 from qa_lib.spec import Spec
-from qa_lib.train.checkpoint import Checkpoint, digest_of
+from qa_lib.train.checkpoint import digest_of
 from qa_lib.train.compilation import found_in_cache, start_compilers
 from qa_lib.train.engine import train
 from qa_lib.train.parallel import gathered
@@ -58,11 +59,10 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
     ranks = Ranks(device)
     # The first process has the record, and the others a copy that goes nowhere.
     recorded = recording(spec, run_dir, say) if ranks.first else contextlib.nullcontext(record.new_record(spec, {}))
-    with recorded as entry, _noting_faults(run_dir, ranks):
+    with _limits(spec, device), recorded as entry, _noting_faults(run_dir, ranks):
         if spec.skip:
             return entry
         begin = time.perf_counter()
-        _limit(spec, device)
         start_compilers(spec.settings, device)
         data = data or task.load(spec)
         begin = min(begin, time.perf_counter() - data.load_s)  # what the caller has loaded is this run's time as well
@@ -101,7 +101,7 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
                 evaluated = time.perf_counter()
                 _save(model, data, run_dir / "model")
         if shared:
-            entry["spec"]["adjusted"] = [*entry["spec"]["adjusted"], "times: not recorded, others shared the GPU"]
+            entry["spec"]["adjusted"].append("times: not recorded, others shared the GPU")
         else:
             entry["time"] |= {"prepare_s": prepared - begin, "wall_s": time.perf_counter() - begin}
             entry["time"]["eval_s"] = evaluated - trained if spec.scale.quality else None
@@ -129,6 +129,8 @@ def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
             raise
         except Exception as problem:
             error = _told(problem)
+            # What JSON has not, a NaN say, may be what has ended the run: the record does without it.
+            entry |= json.loads(json.dumps(entry, default=lambda _: None), parse_constant=lambda _: None)
             # Beside others it may be they who filled the memory: an error, which is run again, and no result.
             if not _out_of_memory(problem) or _shares(train_device()):
                 record.finish(run_dir, entry, "error", error)
@@ -146,7 +148,8 @@ def _finish_whole(spec: Spec, run_dir: Path, entry: dict, say) -> None:
         record.finish(run_dir, entry, "skipped", {"kind": "skipped", "message": spec.skip})
     else:
         record.finish(run_dir, entry, "ok")
-        for old in [Checkpoint.path_of(run_dir), *run_dir.glob("fault-*.json")]:  # of processes that were restarted
+        # Checkpoints that were not believed or not written to their end, and faults of processes that were restarted.
+        for old in [*run_dir.glob("checkpoint.*"), *run_dir.glob("fault-*.json")]:
             old.unlink(missing_ok=True)
 
 
@@ -163,16 +166,24 @@ def _noting_faults(run_dir: Path, ranks: Ranks):
         raise
 
 
-def _limit(spec: Spec, device: torch.device) -> None:
-    """Hold this process to the threads and the memory that its scale allows, and forget what an earlier run left."""
+@contextlib.contextmanager
+def _limits(spec: Spec, device: torch.device):
+    """Hold this process to the threads and the memory that its scale allows, and forget what an earlier run left.
+
+    Outside there are as many threads as before, and all of the memory.
+    """
     gc.collect()  # it would count as this run's memory
     if device.type == "cuda":
         torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps one for each stream that there was
         torch.cuda.empty_cache()
-    if spec.scale.threads:
-        torch.set_num_threads(spec.scale.threads)
-    if spec.scale.limit_gib and device.type == "cuda":
-        limit_memory(spec.scale.limit_gib)
+    with contextlib.ExitStack() as undo:
+        if spec.scale.threads:
+            undo.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(spec.scale.threads)
+        if spec.scale.limit_gib and device.type == "cuda":
+            undo.callback(limit_memory, math.inf)
+            limit_memory(spec.scale.limit_gib)
+        yield
 
 
 def _shares(device: torch.device) -> bool:
@@ -210,7 +221,7 @@ def _note_training(entry: dict, meter: Meter, done_before: int, refused: str | N
     """Put into a record how many steps were trained, and what became of an earlier process's."""
     entry["time"] |= {"steps": done_before + len(meter.times), "resumed_from_step": done_before or None}
     if refused:
-        entry["spec"]["adjusted"] = [*entry["spec"]["adjusted"], f"checkpoint: {refused}"]
+        entry["spec"]["adjusted"].append(f"checkpoint: {refused}")
 
 
 def _note_noise(entry: dict, steps: int, ranks: Ranks) -> None:
@@ -259,7 +270,7 @@ def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module,
     if ranks.measured.get("busy_ms"):
         entry["parallel"] |= {name: np.mean([each[name] for each in found]).item() for name in ranks.measured}
     if ranks.world != spec.world:
-        entry["spec"]["adjusted"] = [*entry["spec"]["adjusted"], f"world: {ranks.world} processes at the end"]
+        entry["spec"]["adjusted"].append(f"world: {ranks.world} processes at the end")
     joules = [each["joules"] for each in found]
     return None if None in joules else sum(joules) / ranks.replicas  # each has worked on as many features
 
@@ -270,7 +281,7 @@ def _note_times(entry: dict, spec: Spec, meter: Meter, joules: float | None, spe
     entry["time"] |= {"step_ms": dataclasses.asdict(meter.step_ms()), "train_s": sum(meter.times)}
     entry["time"]["data_ms"] = meter.data_ms()
     entry["energy"]["joules_per_feature"] = joules
-    if entry["parallel"]["efficiency"]:
+    if entry["parallel"]["efficiency"] and speed.features_per_s:
         entry["parallel"]["goodput"] = entry["parallel"]["efficiency"] * speed.features_per_s
     if spec.settings.compile != "none":  # else nothing was compiled, and slow first steps have other reasons
         entry["time"] |= {"compile_s": meter.compile_s(), "compile_cached": found_in_cache()}

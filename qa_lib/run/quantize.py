@@ -18,6 +18,7 @@ from qa_lib.errors import UserError
 from qa_lib.measure.machine import environment
 from qa_lib.model.folder import look
 from qa_lib.model.quantize import WIDTHS, quantize, save_quantized
+from qa_lib.run.plan import identify_data
 from qa_lib.score.ask import Model, answer
 from qa_lib.score.decode import decode
 from qa_lib.score.f1 import score
@@ -31,14 +32,15 @@ def quantize_run(run_dir: Path, width: str, data: str = "", say=print) -> dict:
     this returns. `before` and `after` have the bytes of the weights on disk, F1 as the model answers and at the best
     threshold for "no answer", and `latency_ms`, from a question to its answer on one thread, the median.
 
-    `data` are the validation questions, by default the run's own. Raises UserError for a run that has no model or
-    answers no questions, for a width that there is not, and without torchao.
+    `data` are the validation questions, by default the run's own. Raises UserError for a run that has no model, answers
+    no questions or has its own elsewhere, for a width that there is not, and without torchao.
     """
     entry, plain = record.read_record(run_dir), run_dir / "model"
     if entry["task"]["name"] != "qa":
         raise UserError(f"{run_dir}: its task is {entry['task']['name']!r} and not 'qa'")
     if not plain.is_dir():
         raise UserError(f"{run_dir}: no model/ in it; a run keeps its model at a scale that measures quality")
+    source = open_source(data, "validation") if data else _own_questions(entry)
     model, tokenizer = load_qa_model(plain)
     folder, lengths = run_dir / f"model-{width}", window_lengths(plain, model)
     small, _ = load_qa_model(plain)
@@ -46,7 +48,6 @@ def quantize_run(run_dir: Path, width: str, data: str = "", say=print) -> dict:
     save_quantized(small, tokenizer, folder)
     small, _ = load_qa_model(folder)  # what is measured is what was saved
     before, after = (Model(each, tokenizer, *lengths, small=True) for each in (model, small))
-    source = open_source(data or entry["data"]["name"], "validation")
     say(f"{entry['run_id']}: {len(source.examples)} questions, twice")
     found = {
         "schema": record.QUANTIZED_SCHEMA,
@@ -62,6 +63,15 @@ def quantize_run(run_dir: Path, width: str, data: str = "", say=print) -> dict:
     found["before"]["latency_ms"], found["after"]["latency_ms"] = latencies([before, after], source)
     record.write_atomically(folder / "quantized.json", json.dumps(found, indent=1, allow_nan=False) + "\n")
     return found
+
+
+def _own_questions(entry: dict) -> Source:
+    """The validation questions of a run, whose record has the name of its data without the folders above it. Raises
+    UserError where something else has that name here."""
+    name = entry["data"]["name"]
+    if identify_data(name, with_validation=True)["sha256"] != entry["data"]["sha256"]:
+        raise UserError(f"{name!r} is not the data of {entry['run_id']} here: give --data, the folder of its own")
+    return open_source(name, "validation")
 
 
 def scored(loaded: Model, source: Source) -> dict[str, float]:

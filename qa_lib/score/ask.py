@@ -152,21 +152,32 @@ class Desk:
         return [job for job in jobs if job.result.set_running_or_notify_cancel()]
 
     def _answer(self, jobs: list[_Job]) -> None:
-        """Answer these jobs together; where one of them cannot be answered, each alone."""
+        """Answer these jobs by the model that they ask for. What goes wrong is for the askers to hear; this thread goes
+        on."""
         if not jobs:  # whose askers have left
             return
         try:
             loaded = self._load(jobs[0].folder, _written(jobs[0].folder))
-            torch.set_num_threads(1 if loaded.small else self._threads)
-            begin = time.perf_counter()  # what loading took is waiting, too
-            results = answer(loaded, [(job.question, job.context) for job in jobs])
-        except Exception as problem:  # a refused folder, no memory: for the asker to hear; this thread goes on
+        except Exception as problem:  # a refused folder
             for job in jobs:
-                if len(jobs) > 1:
-                    self._answer([job])
-                else:
-                    job.result.set_exception(problem)
+                job.result.set_exception(problem)
         else:
-            for job, found in zip(jobs, results, strict=True):
-                found["ms"]["wait"] = 1000 * (begin - job.since)
-                job.result.set_result(found)
+            torch.set_num_threads(1 if loaded.small else self._threads)
+            _answer_by(loaded, jobs)
+
+
+def _answer_by(loaded: Model, jobs: list[_Job]) -> None:
+    """Answer these jobs together; where one of them cannot be answered, each alone."""
+    begin = time.perf_counter()  # what loading took is waiting, too
+    try:
+        results = answer(loaded, [(job.question, job.context) for job in jobs])
+    except Exception as problem:  # a question that is too long, no memory
+        for job in jobs:
+            if len(jobs) > 1:
+                _answer_by(loaded, [job])
+            else:
+                job.result.set_exception(problem)
+    else:
+        for job, found in zip(jobs, results, strict=True):
+            found["ms"]["wait"] = 1000 * (begin - job.since)
+            job.result.set_result(found)

@@ -94,7 +94,7 @@ class Answers:
         }
 
     def write(self, folder: str | os.PathLike) -> list[Path]:
-        """Write predictions.json, texts.json, nbest_predictions.json and null_odds.json: all whole, or none of them."""
+        """Write predictions.json, texts.json, nbest_predictions.json and null_odds.json, each whole."""
         files = {
             "predictions.json": self.predictions,
             "texts.json": self.texts,

@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from qa_lib.data.load import Data
+from qa_lib.data.squad import DataError
 from qa_lib.model.build import DTYPES
 from qa_lib.model.encoders import most_tokens
 from qa_lib.record import write_atomically
@@ -30,7 +31,8 @@ PROMPTS, PROMPT_WORDS, WRITTEN = 5, 12, 24  # continuations, words of a prompt, 
 def evaluate(model: torch.nn.Module, data: Data, spec: Spec, device: torch.device, run_dir: Path) -> dict:
     """Score a model on `device` by the validation text; the record's `quality`, and answers/continuations.json.
 
-    A perplexity beyond what a float holds, and one of a text without words, is None.
+    A perplexity beyond what a float holds, and one of a text without words, is None. Raises DataError for a model whose
+    logits are NaN or infinite.
     """
     model.eval()
     dtype = DTYPES[spec.settings.precision]
@@ -38,6 +40,8 @@ def evaluate(model: torch.nn.Module, data: Data, spec: Spec, device: torch.devic
     with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         tokens = torch.from_numpy(text.tokens.astype("int64"))
         nats = total_nats(model, tokens, spec.scale.max_length, spec.scale.stride)
+        if not math.isfinite(nats):
+            raise DataError(f"{spec.data['name']}: its validation text has {nats} nats (the model has diverged)")
         written = continuations(model, data.tokenizer, prompts(data.validation.lines()))
     write_atomically(run_dir / "answers" / "continuations.json", json.dumps(written, indent=1) + "\n")
     n = len(tokens) - 1

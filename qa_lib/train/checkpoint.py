@@ -87,7 +87,7 @@ class Checkpoint:
 
     def load(self) -> tuple[int, str | None]:
         """Restore the state if this run left one: the number of steps already done, 0 without a checkpoint; and, where
-        there was one that is not believed, why. That one is set aside as checkpoint.refused."""
+        there was one that is not believed, why. That one is set aside as checkpoint.refused until the run ends ok."""
         found, refused = None, None
         if self.path.exists():
             try:

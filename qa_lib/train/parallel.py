@@ -179,8 +179,8 @@ def end_to_end(parameters: list[torch.nn.Parameter], *more: torch.Tensor) -> tor
 
 def lay(flat: torch.Tensor, parameters: list[torch.nn.Parameter]) -> None:
     """Let the gradients of some parameters be the parts of a tensor that holds them end to end."""
-    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        parameter.grad = part.view_as(parameter)
+    for parameter, gradient in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = gradient.view_as(parameter)
 
 
 def square_norm(gradients: torch.Tensor) -> torch.Tensor:
@@ -199,11 +199,16 @@ def part(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def gathered(model: torch.nn.Module, build, ranks: Ranks) -> torch.nn.Module:
     """The trained model, with whole parameters each in memory of its own: the same, or where it was in shares another,
-    which `build()` makes. All processes call this together."""
+    which `build()` makes. All processes call this together. Raises RuntimeError where their parameters are not those of
+    what `build()` makes."""
     if ranks.stages > 1 or any(isinstance(p, DTensor) for p in model.parameters()):
         weights = ranks.united({name: whole(p.detach()) for name, p in model.named_parameters()})
         model = build()
-        model.load_state_dict(weights, strict=False)  # without the buffers
+        missing, unknown = model.load_state_dict(weights, strict=False)  # without the buffers
+        lost = set(missing) & {name for name, _ in model.named_parameters()}
+        if lost or unknown:
+            names = ", ".join([*sorted(lost), *unknown])
+            raise RuntimeError(f"the model's parameters are not those that its processes have trained: {names}")
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model

@@ -114,11 +114,12 @@ class StepLog:
             raise RecordError(f"cannot write {self.path}: {problem.strerror}") from problem
 
 
-def _whole_lines(path: Path, most: int) -> list[str]:
-    """The first lines of a log, without those that a sudden end or a fault of the disk has spoilt."""
+def _whole_lines(path: Path, last: int) -> list[str]:
+    """The lines of a log up to that step, without those that a sudden end or a fault of the disk has spoilt."""
     found = []
     for line in path.read_bytes().split(b"\n") if path.exists() else []:
-        with contextlib.suppress(ValueError, RecursionError):
+        with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
             step = json.loads(line)
-            found += [json.dumps(step) + "\n"] if isinstance(step, dict) else []
-    return found[:most]
+            if isinstance(step, dict) and step["step"] <= last:
+                found.append(json.dumps(step) + "\n")
+    return found
