@@ -29,6 +29,7 @@ from qa_lib.spec import TRAINER_OPTIMIZER, Spec, hardware_name
 SCHEMA, FIRST_SCHEMA = "qa_lib/2", "qa_lib/1"
 PROFILE_SCHEMA = "qa_lib-profile/1"
 QUANTIZED_SCHEMA = "qa_lib-quantized/1"
+STARTING = "starting"  # written by a driver; the run replaces it when it begins
 FINISHED = ("ok", "oom", "skipped")  # not run again
 TERMINAL = (*FINISHED, "error", "killed")
 

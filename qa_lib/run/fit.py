@@ -27,8 +27,8 @@ from qa_lib.measure.meter import Meter, memory_use
 from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.folder import check_tokenizer
 from qa_lib.record import Speed
-from qa_lib.run.launch import SHARE, with_driver
 from qa_lib.run.plan import add_run_arguments, add_source_arguments, own_of, plan
+from qa_lib.run.process import SHARE, with_driver
 from qa_lib.run.tasks import TASKS
 from qa_lib.run.together import fault_path, fit_together
 from qa_lib.spec import Spec

@@ -25,8 +25,8 @@ from qa_lib.measure.machine import copy_rate, matrix_rate, train_device, turn
 from qa_lib.measure.meter import MIB, Watch, memory_use
 from qa_lib.model.build import DTYPES, build_model
 from qa_lib.model.encoders import encoder_of, parts_of
-from qa_lib.run.launch import SHARE, call, child_env
 from qa_lib.run.plan import add_source_arguments, plan
+from qa_lib.run.process import SHARE, call, child_env
 from qa_lib.run.tasks import TASKS
 from qa_lib.spec import Spec
 from qa_lib.train.engine import train
