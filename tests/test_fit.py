@@ -86,8 +86,10 @@ def test_a_try_chooses_its_card_before_anything_asks_cuda():
 
 def test_a_second_task_brings_its_own_scores(tmp_path, monkeypatch):
     """The seam: a task of a metric of which less is better, with the same data and head."""
-    scored = record.Task(name="toy", metric="nats", label="nats a token", higher_is_better=False, scores=["nats", "n"])
-    monkeypatch.setitem(record.TASKS, "toy", scored)
+    scored = record.Scoring(
+        name="toy", metric="nats", label="nats a token", higher_is_better=False, scores=["nats", "n"]
+    )
+    monkeypatch.setitem(record.SCORING, "toy", scored)
     monkeypatch.setitem(TASKS, "toy", dataclasses.replace(TASKS["qa"], evaluate=lambda *_: {"nats": 1.5, "n": 20}))
     spec = short("A1")
     spec = dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, task="toy", quality=True))

@@ -11,6 +11,7 @@ import functools
 import gc
 import json
 import os
+import statistics
 import tempfile
 from pathlib import Path
 
@@ -198,8 +199,7 @@ def _time(spec: Spec, data, device, warm: int) -> tuple:
     outputs = config.vocab_size if encoder_of(model).causal else 2
     widths = trace.Widths(config.hidden_size, getattr(config, "intermediate_size", 4 * config.hidden_size), outputs)
     found = trace.work(events, widths)
-    timed = sorted(meter.times[max(0, warm - TIMED) : warm])
-    return found, events, 1e3 * timed[len(timed) // 2], packed
+    return found, events, 1e3 * statistics.median(meter.times[max(0, warm - TIMED) : warm]), packed
 
 
 def _memory(spec: Spec, data, device) -> dict:
