@@ -86,9 +86,7 @@ def test_a_try_chooses_its_card_before_anything_asks_cuda():
 
 def test_a_second_task_brings_its_own_scores(tmp_path, monkeypatch):
     """The seam: a task of a metric of which less is better, with the same data and head."""
-    scored = record.Scoring(
-        name="toy", metric="nats", label="nats a token", higher_is_better=False, scores=["nats", "n"]
-    )
+    scored = record.Scoring("toy", "nats", "nats a token", higher_is_better=False, scores=["nats", "n"])
     monkeypatch.setitem(record.SCORING, "toy", scored)
     monkeypatch.setitem(TASKS, "toy", dataclasses.replace(TASKS["qa"], evaluate=lambda *_: {"nats": 1.5, "n": 20}))
     spec = short("A1")

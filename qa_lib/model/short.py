@@ -124,7 +124,8 @@ def _short_backward(
     product_grad = product.new_empty(product.shape)
     kernels.attention_short_backward[(-(-longest // kernels.BACKWARD["BLOCK"]), heads, len(ends) - 1)](
         grad.contiguous(), product.contiguous(), row_sums.contiguous(), logsumexp, ends, seed, product_grad, tokens,
-        scale, _threshold(dropout), _dropout_scale(dropout), HEADS=heads, WIDTH=width, DROPS=dropout > 0, **kernels.BACKWARD,
+        scale, _threshold(dropout), _dropout_scale(dropout), HEADS=heads, WIDTH=width, DROPS=dropout > 0,
+        **kernels.BACKWARD,
     )  # fmt: skip
     return product_grad
 

@@ -53,8 +53,9 @@ def predict_logits(
     """Logits of all n windows: (feature ids int64 [n], start and end logits float32 [n, longest window]) on `device`.
 
     `model` is called like `BertForQuestionAnswering` and is on `device` already. Batches hold windows of similar
-    length, longest first, of at most `batch_tokens` tokens with padding, and are padded to their longest window, rounded up to a multiple of 8. `autocast_dtype` switches autocast on. Row r belongs to window
-    ids[r]; beyond that window's length the logits are NaN, so that rows given to other windows do not pass `decode`.
+    length, longest first, of at most `batch_tokens` tokens with padding, and are padded to their longest window,
+    rounded up to a multiple of 8. `autocast_dtype` switches autocast on. Row r belongs to window ids[r]; beyond that
+    window's length the logits are NaN, so that rows given to other windows do not pass `decode`.
     """
     order = np.argsort(-features.lengths, kind="stable")
     start, end = torch.full((2, len(features), features.lengths.max()), torch.nan, device=device)
