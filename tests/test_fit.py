@@ -79,7 +79,7 @@ def test_a_model_for_shorter_features_is_refused(tmp_path):
 
 def test_a_try_chooses_its_card_before_anything_asks_cuda():
     """The module that a new process imports first must not import bitsandbytes, which looks for cards at once."""
-    asked = "import sys, qa_lib.run.launch; print([name for name in ('bitsandbytes', 'peft') if name in sys.modules])"
+    asked = "import sys, qa_lib.run.process; print([name for name in ('bitsandbytes', 'peft') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, env=os.environ, check=True)
     assert done.stdout == "[]\n"
 

@@ -8,7 +8,7 @@ and in each of these:
 - plan.SOURCES: what opens its data
 - encoders.OF_TASK: the models that it trains
 - variants.BASELINES: the row that its others are compared with
-- tune.JUDGED: the score that a search goes by
+- tune.JUDGED and tradeoffs.SCORES: the score that a search goes by, and the one that curves show
 """
 
 from collections.abc import Callable
