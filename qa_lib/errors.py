@@ -4,7 +4,7 @@ import contextlib
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 
 class UserError(ValueError):
@@ -22,7 +22,7 @@ def first_line(error: BaseException) -> str:
 
 
 CTRL_C = "SIGINT (Ctrl-C)"
-SIGNALS = {signal.SIGINT: CTRL_C, signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP (its terminal or driver is gone)"}
+SIGNALS = {signal.SIGINT: CTRL_C, signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP (its terminal is gone)"}
 TOGETHER_S = 3  # signals that come within so many seconds are one wish: a closing terminal sends several
 
 
@@ -38,8 +38,8 @@ def stopped_by(problem: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def stoppable() -> Iterator[None]:
-    """Inside, each of SIGNALS raises Stopped in the main thread, which alone may enter.
+def stoppable(names: Mapping[int, str] = SIGNALS) -> Iterator[None]:
+    """Inside, each of SIGNALS raises Stopped, with its name, in the main thread, which alone may enter.
 
     A signal that is ignored stays so: that is how `nohup` keeps SIGHUP from a command. What follows within TOGETHER_S
     is dropped, so that tidying up is not interrupted by the second signal of one wish.
@@ -51,7 +51,7 @@ def stoppable() -> Iterator[None]:
         if time.monotonic() - last < TOGETHER_S:
             return
         last = time.monotonic()
-        raise Stopped(SIGNALS[signal.Signals(number)])
+        raise Stopped(names[number])
 
     before = {number: signal.getsignal(number) for number in SIGNALS}
     for number in SIGNALS:

@@ -29,6 +29,7 @@ from qa_lib.spec import TRAINER_OPTIMIZER, Spec, hardware_name
 SCHEMA, FIRST_SCHEMA = "qa_lib/2", "qa_lib/1"
 PROFILE_SCHEMA = "qa_lib-profile/1"
 QUANTIZED_SCHEMA = "qa_lib-quantized/1"
+STARTING = "starting"  # written by a driver; the run replaces it when it begins
 FINISHED = ("ok", "oom", "skipped")  # not run again
 TERMINAL = (*FINISHED, "error", "killed")
 
@@ -131,7 +132,7 @@ class Model:
 
 
 @dataclass
-class Task:
+class Scoring:
     """What a run is scored by: `metric` names the score in `quality` that rows are compared by, `label` is how people
     write it, and `scores` are all that `quality` holds."""
 
@@ -181,12 +182,12 @@ class Parallel:
     goodput: Number = None
 
 
-TASKS = {
-    "qa": Task(
+SCORING = {
+    "qa": Scoring(
         scores="exact f1 has_answer_exact has_answer_f1 no_answer_f1 best_exact best_exact_threshold best_f1 "
         "best_f1_threshold always_null_f1 loss n".split()
     ),
-    "lm": Task(
+    "lm": Scoring(
         name="lm",
         metric="word_perplexity",
         label="perplexity",
@@ -229,7 +230,7 @@ class Record:
     env: dict = field(default_factory=dict)
     data: dict = field(default_factory=dict)
     model: Model = field(default_factory=Model)
-    task: Task = field(default_factory=Task)
+    task: Scoring = field(default_factory=Scoring)
     error: Error = field(default_factory=Error)
     time: Time = field(default_factory=Time)
     speed: Speed = field(default_factory=Speed)
@@ -287,7 +288,7 @@ def duration(seconds: float) -> str:
 
 def new_record(spec: Spec, env: dict) -> dict:
     """A record of status `running`: what is known before the work begins, and null for everything else."""
-    task = TASKS[spec.scale.task]
+    task = SCORING[spec.scale.task]
     record = Record(
         run_id=spec.run_id,
         group=spec.group,
@@ -410,7 +411,7 @@ def read_record(run_dir: Path) -> dict:
         _require(record["spec"]["settings"].get("precision"), str, "spec.settings.precision")
         _require(record["spec"]["scale"].get("name"), str, "spec.scale.name")
         _require(record["spec"]["scale"].get("max_length"), int, "spec.scale.max_length")
-        known = TASKS.get(record["task"]["name"], Task())  # with scores that came after the record
+        known = SCORING.get(record["task"]["name"], Scoring())  # with scores that came after the record
         for name in [*record["task"]["scores"], *known.scores]:
             _require(record["quality"].setdefault(name), Number, f"quality.{name}")
     except (TypeError, LookupError, AttributeError, ValueError) as problem:
@@ -495,7 +496,7 @@ def _renewed(record: dict) -> dict:
     spec |= {"hardware": hardware_name(record["env"]["gpu"]), "world": 1, "search": search, "sm": sm}
     scale["task"] = "qa"
     shared = dataclasses.asdict(Parallel())
-    return record | {"schema": SCHEMA, "task": dataclasses.asdict(TASKS["qa"]), "parallel": shared}
+    return record | {"schema": SCHEMA, "task": dataclasses.asdict(SCORING["qa"]), "parallel": shared}
 
 
 @contextlib.contextmanager

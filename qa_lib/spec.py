@@ -221,7 +221,7 @@ def adjust(settings: Settings, machine: Machine) -> tuple[Settings, list[str]]:
         changes["optimizer"] = "fused"
         said.append(TRAINER_OPTIMIZER)
     if settings.padding == "packed" and settings.attention == "sdpa":
-        changes["attention"] = "flash" if machine.sm >= 80 else "efficient" if machine.gpus else "blockmask"
+        changes["attention"] = "flash" if machine.sm >= SINCE["sm80"] else "efficient" if machine.gpus else "blockmask"
         said.append(f"attention: {changes['attention']}, the kernel for packed rows here")
     return dataclasses.replace(settings, **changes), said
 

@@ -1,6 +1,6 @@
 """Processes of a run of which one fails on purpose: `python -m tests.faulty FUNCTION SPEC RUNS FAULT`.
 
-Takes the place of `python -m qa_lib.run.launch FUNCTION SPEC RUNS`; FAULT is {rank, step, kind} as JSON.
+Takes the place of `python -m qa_lib.run.process FUNCTION SPEC RUNS`; FAULT is {rank, step, kind} as JSON.
 """
 
 import json
@@ -9,12 +9,12 @@ import pkgutil
 import signal
 import sys
 
-from qa_lib.run import launch, together
+from qa_lib.run import process, together
 
 
 def call(function: str, spec, runs, fault: dict) -> list[str]:
-    """As launch.call, for processes with that fault."""
-    command = launch.call(function, spec, runs)
+    """As process.call, for processes with that fault."""
+    command = process.call(function, spec, runs)
     return [command[0], "-m", "tests.faulty", *command[3:], json.dumps(fault)]
 
 
@@ -46,4 +46,4 @@ if __name__ == "__main__":
     together.call = lambda function, spec, runs: call(function, spec, runs, fault)
     if os.environ.get("RANK") == str(fault.get("rank")) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         break_step(fault)
-    pkgutil.resolve_name(function)(launch.spec_from(parts), runs)
+    pkgutil.resolve_name(function)(process.spec_from(parts), runs)

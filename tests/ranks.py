@@ -99,7 +99,7 @@ def trained(case: dict, run_dir: Path, ranks: Ranks | None = None) -> dict:
     model = gathered(model, lambda: build_model(spec), ranks or Ranks(DEVICE))
     weights = digest_of({name: p.detach() for name, p in model.named_parameters()}, {})
     state = sum(v.numel() for values in optimizer.state.values() for v in values.values() if torch.is_tensor(v))
-    bubble = ranks.bubble() if ranks else None
+    bubble = ranks.gauges.bubble() if ranks else None
     return {"begin": begin, "refused": refused, "weights": weights, "state": state, "bubble": bubble}
 
 
@@ -112,7 +112,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with Ranks(DEVICE) as ranks:
         for case in json.loads((folder / "cases.json").read_text()):
-            ranks.norms.zero_()
-            ranks.waits.clear()
-            found = trained(case, folder / case["name"], ranks) | {"norms": ranks.norms.tolist()}
+            ranks.gauges.norms.zero_()
+            ranks.gauges.waits.clear()
+            found = trained(case, folder / case["name"], ranks) | {"norms": ranks.gauges.norms.tolist()}
             (folder / case["name"] / f"rank-{ranks.rank}.json").write_text(json.dumps(found))

@@ -97,7 +97,7 @@ def test_without_data_rows_are_packed_by_the_lengths_of_squad(bert_base, monkeyp
     """As the data themselves decided it; the verb reads none, and shows what a record of these settings measured."""
     for size, tokens in TOKENS.items():
         packed = dataclasses.replace(spec_of("E-best", bert_base, size), data_source="nowhere")
-        assert abs(budget._tokens(packed, budget.SquadLengths()) - tokens) <= 64
+        assert abs(budget._tokens(packed, budget.SquadLengths(384, 128)) - tokens) <= 64
     monkeypatch.setattr(budget, "load_data", None)
     words = "memory E3 --scale bench --micro-batch 32 --model".split()
     assert main([*words, bert_base, "--runs", str(GROUP.parent)]) == 0
@@ -236,7 +236,7 @@ def test_the_verb_takes_several_sizes_of_a_language_model(capsys):
 
 
 def test_lengths_of_shorter_windows_are_cut_from_those_that_are_known():
-    whole, short = budget.SquadLengths().lengths, budget.SquadLengths(128, 42).lengths
+    whole, short = budget.SquadLengths(384, 128).lengths, budget.SquadLengths(128, 42).lengths
     assert len(whole) == 131_754 and whole.max() == 384 and short.max() == 128
     assert len(short) > 2 * len(whole) and short.min() > 0
     assert (budget.SquadLengths(512, 128).lengths == whole).all()

@@ -110,12 +110,18 @@ def test_a_folder_that_cannot_be_written_to_is_refused_where_it_is_the_default(t
     assert "is no folder that can be written to" in capsys.readouterr().err
 
 
-def test_a_micro_batch_has_one_feature_or_more(capsys):
+@pytest.mark.parametrize("verb", ["run", "sweep"])  # the second takes several
+@pytest.mark.parametrize("size", ["0", "-8", "x", "1.5"])
+def test_a_micro_batch_has_one_feature_or_more(verb, size, capsys):
     with pytest.raises(SystemExit) as ended:
-        cli.main(["run", "A1", "--scale", "smoke", "--micro-batch", "0"])
+        cli.main([verb, *["A1"] * (verb == "run"), "--scale", "smoke", f"--micro-batch={size}"])
     assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith("argument --micro-batch: 0 is not 1 or more\n")
-    assert plan(["A1"], "smoke", micro_batch=0) == plan(["A1"], "smoke"), "of a notebook 0 means the row's own"
+    told = f"argument --micro-batch: {size} is not a whole number, 1 or more\n"
+    assert capsys.readouterr().err.endswith(told)
+
+
+def test_a_micro_batch_of_0_is_the_rows_own():
+    assert plan(["A1"], "smoke", micro_batch=0) == plan(["A1"], "smoke"), "as notebooks say it"
 
 
 @pytest.mark.parametrize("words", [["A1,A4", "0,1"], ["A1 A4", "0 1"], ["A1, A4", "0 ,1"]])

@@ -33,8 +33,8 @@ def short(variant, micro_batch=None):
 
 def scored(spec, monkeypatch, quality):
     """The spec with a task of another metric, whose evaluation gives these scores."""
-    task = record.Task(name="toy", metric="nats", label="nats a token", higher_is_better=False, scores=["nats", "n"])
-    monkeypatch.setitem(record.TASKS, "toy", task)
+    task = record.Scoring(name="toy", metric="nats", label="nats a token", higher_is_better=False, scores=["nats", "n"])
+    monkeypatch.setitem(record.SCORING, "toy", task)
     monkeypatch.setitem(TASKS, "toy", dataclasses.replace(TASKS["qa"], evaluate=lambda *_: quality))
     return dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, task="toy", quality=True))
 
@@ -88,7 +88,7 @@ def test_a_model_for_shorter_features_is_refused(tmp_path):
 
 def test_a_try_chooses_its_card_before_anything_asks_cuda():
     """The module that a new process imports first must not import bitsandbytes, which looks for cards at once."""
-    asked = "import sys, qa_lib.run.launch; print([name for name in ('bitsandbytes', 'peft') if name in sys.modules])"
+    asked = "import sys, qa_lib.run.process; print([name for name in ('bitsandbytes', 'peft') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, env=os.environ, check=True)
     assert done.stdout == "[]\n"
 

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from qa_lib.measure.goodput import REFERENCE, efficiency, noise
 from qa_lib.measure.overlap import busy_and_exposed
 from qa_lib.record import Noise
+from qa_lib.train.gauges import FORGET
 from qa_lib.train.parallel import Flat, square_norm
-from qa_lib.train.ranks import FORGET, Ranks
+from qa_lib.train.ranks import Ranks
 from qa_lib.train.sharded import Sharded
 from qa_lib.variants import Settings
 
@@ -67,8 +68,8 @@ def test_a_process_alone_compares_its_first_micro_batch_with_all():
     model.zero_grad()
     model(micro_batches[0]).square().mean().backward()
     first = square_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    torch.testing.assert_close(ranks.norms, FORGET * torch.stack([first, whole]))
-    found, expected = ranks.noise(steps=1), noise(float(first), float(whole), 4, 2)
+    torch.testing.assert_close(ranks.gauges.norms, FORGET * torch.stack([first, whole]))
+    found, expected = ranks.gauges.noise(steps=1), noise(float(first), float(whole), 4, 2)
     assert (found.sqr, found.var, found.steps) == (pytest.approx(expected.sqr), pytest.approx(expected.var), 1)
 
 
@@ -79,7 +80,7 @@ def test_a_process_alone_with_one_micro_batch_says_nothing():
         model(torch.randn(2, 3)).square().mean().backward()
     sharing.reduce()
     sharing.across(torch.ones(()))
-    assert ranks.noise(steps=1) == Noise()
+    assert ranks.gauges.noise(steps=1) == Noise()
 
 
 def test_what_a_gpu_only_communicates_is_exposed():
@@ -110,28 +111,28 @@ def test_a_sharded_row_alone_says_nothing_of_noise(monkeypatch):
     model(torch.randn(2, 3)).square().mean().backward()
     sharing.reduce()
     sharing.across(sharing.parameters[0].grad.norm())
-    assert ranks.noise(steps=1) == Noise()
+    assert ranks.gauges.noise(steps=1) == Noise()
 
 
 def test_gradients_that_are_not_finite_leave_no_noise_scale():
     ranks = Ranks(torch.device("cpu"))
     ranks.parts, ranks.batch = 4, 8
-    ranks.note_norms(torch.tensor(torch.nan), torch.tensor(1.0))
-    assert ranks.noise(steps=1) == Noise()
+    ranks.gauges.note_norms(torch.tensor(torch.nan), torch.tensor(1.0))
+    assert ranks.gauges.noise(steps=1) == Noise()
 
 
 def test_more_steps_for_the_overlap_change_nothing_that_is_recorded(monkeypatch):
     ranks = Ranks(torch.device("cpu"))
     ranks.parts, ranks.batch = 4, 8
-    ranks.note_norms(torch.tensor(2.0), torch.tensor(1.0))
-    before = ranks.noise(steps=1)
+    ranks.gauges.note_norms(torch.tensor(2.0), torch.tensor(1.0))
+    before = ranks.gauges.noise(steps=1)
 
     def step():
-        ranks.note_norms(torch.tensor(9.0), torch.tensor(3.0))
-        ranks.waits.append(([], (0.0, 1.0)))
+        ranks.gauges.note_norms(torch.tensor(9.0), torch.tensor(3.0))
+        ranks.gauges.waits.append(([], (0.0, 1.0)))
 
     monkeypatch.setattr(
         "qa_lib.measure.overlap.overlap", lambda step, device: step() or {"busy_ms": 1.0, "exposed_ms": 0.5}
     )
-    ranks.note_overlap(step)
-    assert (ranks.noise(steps=1), len(ranks.waits), ranks.measured["busy_ms"]) == (before, 0, 1.0)
+    ranks.gauges.note_overlap(step)
+    assert (ranks.gauges.noise(steps=1), len(ranks.gauges.waits), ranks.gauges.overlap["busy_ms"]) == (before, 0, 1.0)

@@ -19,10 +19,11 @@ from qa_lib import record
 from qa_lib.__main__ import main
 from qa_lib.data import tokens
 from qa_lib.data.batches import Batches
+from qa_lib.data.load import load_text
 from qa_lib.data.squad import DataError
 from qa_lib.data.text import open_text
 from qa_lib.data.tokenise import build_tokenizer
-from qa_lib.data.tokens import learn_tokenizer, load_text, tokenise_text
+from qa_lib.data.tokens import learn_tokenizer, tokenise_text
 from qa_lib.errors import UserError
 from qa_lib.measure.cost import StepCost
 from qa_lib.model.build import build_model, model_config

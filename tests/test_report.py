@@ -193,8 +193,8 @@ def test_gpus_and_a_precision_beyond_the_rows_own_are_axes(runs):
 
 
 def test_the_score_is_the_one_that_the_task_names(tmp_path, monkeypatch):
-    task = record.Task("toy", "perplexity", "Perplexity", higher_is_better=False, scores=["perplexity"])
-    monkeypatch.setitem(record.TASKS, "toy", task)
+    task = record.Scoring("toy", "perplexity", "Perplexity", higher_is_better=False, scores=["perplexity"])
+    monkeypatch.setitem(record.SCORING, "toy", task)
     monkeypatch.chdir(tmp_path)
     for variant, perplexity in (("A1", 20.0), ("A2", 21.5), ("A3", 20.0), ("B1", 25.0), ("B2", 22.0)):
         make(tmp_path / "runs", variant, machine=GPU, scale="bench", task="toy", perplexity=perplexity)

@@ -125,7 +125,7 @@ def test_without_dropout_the_reference_is_attention_within_segments():
 
 def kept(seed, heads=4, length=384, rate=0.1):
     places = torch.arange(length, dtype=torch.int32).repeat(2)  # two segments
-    return short._kept(places, heads, torch.tensor(seed, dtype=torch.int32), rate)[:, :, :length]
+    return short._dropout_mask(places, heads, torch.tensor(seed, dtype=torch.int32), rate)[:, :, :length]
 
 
 def test_dropout_keeps_its_rate_and_no_seed_head_query_or_key_repeats_another():
@@ -145,7 +145,7 @@ def test_dropped_shares_are_lost_and_the_others_grow():
     product[:, 2, 0] = torch.eye(16)
     ends, seed = torch.tensor([0, 16], dtype=torch.int32), torch.tensor(9, dtype=torch.int32)
     shares = short.reference(product, ends, seed, 0.25, SCALE)[:, 0]
-    mask = short._kept(torch.arange(16, dtype=torch.int32), 1, seed, 0.25)[0]
+    mask = short._dropout_mask(torch.arange(16, dtype=torch.int32), 1, seed, 0.25)[0]
     assert torch.allclose(shares, mask / 16 / 0.75)
     assert 0.6 < mask.float().mean() < 0.9
 

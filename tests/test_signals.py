@@ -22,6 +22,7 @@ from qa_lib import record
 from qa_lib.errors import CTRL_C, SIGNALS
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
+from qa_lib.run.process import DRIVER_GONE
 from qa_lib.spec import Machine
 from tests.small import FIT, write_notebook
 
@@ -121,15 +122,16 @@ def test_nohup_keeps_a_run_from_sighup_but_not_from_sigterm(tmp_path):
         assert lab.records()[0]["error"]["message"] == "stopped by SIGTERM"
 
 
-@pytest.mark.parametrize("verb", ["sweep", "tune"])
-def test_a_run_whose_driver_was_killed_ends_and_says_so(verb, tmp_path):
-    with Lab(tmp_path, verb) as lab:
+@pytest.mark.parametrize(("verb", "before"), [("sweep", ()), ("tune", ("nohup",))])
+def test_a_run_whose_driver_was_killed_ends_and_says_so(verb, before, tmp_path):
+    """Under nohup as well, which lets all that it starts ignore SIGHUP."""
+    with Lab(tmp_path, verb, before) as lab:
         lab.wait_for_steps()
         lab.process.kill()
         lab.process.communicate()
         lab.wait_for(lambda: not lab.alive, 15)
         told = [(entry["status"], entry["error"]["message"]) for entry in lab.records()]
-        assert told and set(told) == {("killed", f"stopped by {SIGNALS[signal.SIGHUP]}")}
+        assert told and set(told) == {("killed", f"stopped by {DRIVER_GONE}")}
 
 
 def test_ctrl_c_in_a_notebook_is_a_keyboard_interrupt_whose_record_says_killed(tmp_path):

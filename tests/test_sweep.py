@@ -20,6 +20,7 @@ from qa_lib import record
 from qa_lib.errors import CTRL_C, UserError
 from qa_lib.run import launch, sweep
 from qa_lib.run.plan import plan
+from qa_lib.run.process import call, child_env, spec_from
 from qa_lib.spec import Machine
 from tests.small import FIT, PARAMETERS, PRETEND, STEPS, write_notebook
 
@@ -198,7 +199,7 @@ def test_all_runs_are_ended_even_where_one_cannot_be_judged(tmp_path, monkeypatc
     done = []
 
     def start(command, **_):
-        variant = launch.spec_from(command[4]).variant
+        variant = spec_from(command[4]).variant
         return types.SimpleNamespace(variant=variant, poll=lambda: 1 if variant == "A1" else None, returncode=1)
 
     def judge(spec, run_dir, reason, *_):
@@ -356,7 +357,7 @@ def test_a_card_is_counted_among_the_visible_ones(monkeypatch, visible, gpu, nam
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert launch.child_env((gpu,))["CUDA_VISIBLE_DEVICES"] == named
+    assert child_env((gpu,))["CUDA_VISIBLE_DEVICES"] == named
 
 
 def test_runs_of_two_cards_get_pairs_and_never_one_card_twice(tmp_path):
@@ -366,7 +367,7 @@ def test_runs_of_two_cards_get_pairs_and_never_one_card_twice(tmp_path):
 
     class Pairs(launch.Launcher):
         def _work(self, spec, run_dir, cards):
-            seen.append(launch.child_env(cards)["CUDA_VISIBLE_DEVICES"])
+            seen.append(child_env(cards)["CUDA_VISIBLE_DEVICES"])
             return record.finish(run_dir, record.new_record(spec, {}), "oom")
 
     assert [e["status"] for e in Pairs(tmp_path, machine, {}, [0, 1, 2, 3]).run_all(wide)] == ["oom"] * 3
@@ -418,11 +419,11 @@ if lives.stat().st_size <= {deaths}:
 
 
 def test_a_try_runs_in_a_process_of_its_own_with_the_spec_that_was_asked_for(tmp_path, machine):
-    found, env = launch.Machine(), {}
+    found, env = Machine(), {}
     (spec,) = plan(["A2"], "smoke", data="synthetic:80", machine=found)
     scale = dataclasses.replace(spec.scale, name="tune", steps=6, measure_from=2, learning_rate=1.0 / 3)
     spec = dataclasses.replace(spec, scale=scale, search="tune", sm=75)
-    assert launch.spec_from(launch.call("any:thing", spec)[4]) == spec
+    assert spec_from(call("any:thing", spec)[4]) == spec
     ended = []
     launcher = launch.Launcher(tmp_path, found, env)
     (entry,) = launcher.run_all([spec], lambda *pair: ended.append(pair))

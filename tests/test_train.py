@@ -21,7 +21,7 @@ from qa_lib.train import masters
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.compilation import compiled, start_compilers
 from qa_lib.train.loop import train
-from qa_lib.train.optim import build_optimizer, learning_rate
+from qa_lib.train.optim import build_optimizer, learning_rate, peak_rate
 from qa_lib.train.ranks import Ranks
 from qa_lib.train.steplog import NonFiniteLoss, StepLog
 from qa_lib.variants import VARIANTS, Settings
@@ -57,17 +57,17 @@ def weights(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def test_learning_rate_rises_to_its_peak_and_falls_to_zero():
+def test_the_learning_rate_rises_to_its_peak_and_no_step_has_a_rate_of_zero():
     spec = spec_of("A1", warmup=0.1)
     rates = [learning_rate(spec, step, 100) for step in range(100)]
     assert rates[0] == pytest.approx(spec.scale.learning_rate / 10)
-    assert max(rates) == rates[9] == rates[10] == spec.scale.learning_rate
+    assert max(rates) == rates[9] == rates[10] == peak_rate(spec) == spec.scale.learning_rate
     assert np.allclose(np.diff(rates[10:]), -spec.scale.learning_rate / 90)
     assert rates[-1] == pytest.approx(spec.scale.learning_rate / 90)
     lora = spec_of("B1-all", warmup=0.0)
-    assert learning_rate(lora, 0, 100) == spec.scale.learning_rate
+    assert learning_rate(lora, 0, 100) == peak_rate(lora) == spec.scale.learning_rate
     pretrained = spec_of("B1-all", warmup=0.0, recipe_rates=True)
-    assert learning_rate(pretrained, 0, 100) == 5 * spec.scale.learning_rate
+    assert learning_rate(pretrained, 0, 100) == peak_rate(pretrained) == 5 * spec.scale.learning_rate
 
 
 def test_each_epoch_is_another_permutation_in_full_micro_batches(features):

@@ -17,6 +17,7 @@ from qa_lib.measure import machine
 from qa_lib.measure.machine import turn
 from qa_lib.run import fit, fitbatch, launch, tune
 from qa_lib.run.plan import plan
+from qa_lib.run.process import SHARE, child_env
 from qa_lib.spec import Machine
 from qa_lib.variants import UnknownName, find_recipe
 
@@ -37,7 +38,7 @@ def tried(monkeypatch, tmp_path):
     specs = []
 
     def work(self, spec, run_dir, cards):
-        specs.append((spec, *cards, launch.child_env(cards, self._shares(cards)).get(launch.SHARE)))
+        specs.append((spec, *cards, child_env(cards, self._shares(cards)).get(SHARE)))
         rate, entry = spec.scale.learning_rate, record.new_record(spec, {})
         if (rate, spec.seed) == (4e-3, 1):
             return record.finish(run_dir, entry, "error", {"message": "loss is nan at step 12"})
@@ -144,7 +145,7 @@ def test_runs_on_one_gpu_take_turns(monkeypatch, tmp_path):
 
 
 def test_runs_on_a_cpu_never_disturb_each_other(monkeypatch, tmp_path):
-    monkeypatch.setenv(launch.SHARE, "1")
+    monkeypatch.setenv(SHARE, "1")
     (spec,) = plan(["A1"], "smoke", machine=CPU, data="synthetic:80")
     spec = dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, steps=2, measure_from=1))
     entry = fit.fit(spec, tmp_path, say=lambda _: None)

@@ -207,8 +207,9 @@ MAY_IMPORT = {
     "__main__": "errors variants",
 }
 TORCH_FREE = (
-    "errors variants spec record run.plan run.sweep run.slurm run.launch measure.trace measure.goodput report".split()
-)
+    "errors variants spec record run.plan run.sweep run.slurm run.launch run.process"
+    " measure.trace measure.goodput report"
+).split()
 
 
 NO_TORCH = """

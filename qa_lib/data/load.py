@@ -8,22 +8,26 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from qa_lib.data.batches import Batches
 from qa_lib.data.packing import PackedBatches
 from qa_lib.data.squad import Source, open_source
+from qa_lib.data.text import TextSource, open_text
 from qa_lib.data.tokenise import build_tokenizer
+from qa_lib.data.tokens import Text, Windows, learn_tokenizer, tokenise_text
 from qa_lib.data.windows import Features, build_features
-from qa_lib.spec import Spec
+from qa_lib.errors import UserError
+from qa_lib.spec import Spec, find_shape
 
 
 @dataclass
 class Data:
-    """A run's two sources and their features, what loading them took in seconds, and how much there is to train on
-    (`n` questions, or words) and to score (`n_eval` questions, or tokens); what is of validation is None where the
-    scale measures no quality."""
+    """A run's two sources, the features to train on and what is scored, what loading them took in seconds, and how much
+    there is to train on (`n` questions, or words) and to score (`n_eval` questions, or tokens). A language model's
+    features are Windows, and it is scored on a bare Text. What is of validation is None where the scale measures no
+    quality."""
 
     tokenizer: Tokenizer
-    source: Source
-    features: Features
-    validation: Source | None
-    validation_features: Features | None
+    source: Source | TextSource
+    features: Features | Windows
+    validation: Source | TextSource | None
+    validation_features: Features | Text | None
     load_s: float
     n: int
     n_eval: int | None
@@ -37,12 +41,46 @@ def load_data(spec: Spec) -> Data:
     source = open_source(spec.data_source, "train")
     validation = open_source(spec.data_source, "validation") if spec.scale.quality else None
     features = build_features(source, tokenizer, *limits)
-    validation_features = build_features(validation, tokenizer, *limits) if validation else None
-    n = int(features.example.max()) + 1  # without parsing the questions again
-    n_eval = len(validation.examples) if validation else None
-    return Data(tokenizer, source, features, validation, validation_features, time.perf_counter() - begin, n, n_eval)
+    held_out = build_features(validation, tokenizer, *limits) if validation else None
+    return Data(
+        tokenizer=tokenizer,
+        source=source,
+        features=features,
+        validation=validation,
+        validation_features=held_out,
+        load_s=time.perf_counter() - begin,
+        n=features.n_examples,
+        n_eval=held_out.n_examples if held_out else None,
+    )
 
 
-def batches_of(features: Features, spec: Spec) -> Batches:
+def load_text(spec: Spec) -> Data:
+    """Tokenizer, training windows and validation text of a run, from the cache where they are in it.
+
+    Raises DataError for a text that cannot be read, and UserError for one that is shorter than a window and for a
+    tokenizer without an end token.
+    """
+    begin, length = time.perf_counter(), spec.scale.max_length
+    source = open_text(spec.data_source, "train")
+    validation = open_text(spec.data_source, "validation") if spec.scale.quality else None
+    shape = find_shape(spec.model_source)
+    tokenizer = learn_tokenizer(source, shape.vocabulary) if shape else build_tokenizer(spec.model_source)
+    text = tokenise_text(source, tokenizer)
+    if len(text.tokens) < length:
+        raise UserError(f"{source.name}: a text of {len(text.tokens)} tokens, shorter than a window of {length}")
+    held_out = tokenise_text(validation, tokenizer) if validation else None
+    return Data(
+        tokenizer=tokenizer,
+        source=source,
+        features=Windows(text, length),
+        validation=validation,
+        validation_features=held_out,
+        load_s=time.perf_counter() - begin,
+        n=text.words,
+        n_eval=len(held_out.tokens) - 1 if held_out else None,
+    )
+
+
+def batches_of(features: Features | Windows, spec: Spec) -> Batches:
     """The spec's micro-batches, packed or padded."""
     return (PackedBatches if spec.settings.padding == "packed" else Batches)(features, spec)

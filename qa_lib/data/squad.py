@@ -317,7 +317,7 @@ def _list(holder: object, key: str, place: str) -> list:
     return value
 
 
-def flat_rows(table, name: str, chunk: int = 10_000) -> Iterator[tuple[str, str, object, object]]:
+def flat_rows(table, name: str) -> Iterator[tuple[str, str, object, object]]:
     """The rows for `build_examples` out of the hub's flat layout, one question a row, no answers if impossible.
 
     `table` is a `datasets.Dataset`. Equal paragraphs come out as one object, as in the nested layout.
@@ -326,8 +326,7 @@ def flat_rows(table, name: str, chunk: int = 10_000) -> Iterator[tuple[str, str,
     if missing:
         raise DataError(f"{name}: not the flat SQuAD layout, no column {', '.join(sorted(missing))}")
     contexts: dict[object, object] = {}
-    for first in range(0, len(table), chunk):
-        rows = table[first : first + chunk]
+    for rows in table.iter(10_000):
         titles = rows.get("title") or [""] * len(rows["id"])
         for title, context, question, key, answers in zip(
             titles, rows["context"], rows["question"], rows["id"], rows["answers"], strict=True

@@ -6,7 +6,6 @@ given, a byte-level BPE (Sennrich et al. 2016, Radford et al. 2019) is learnt fr
 arrays are cached by the content that they were made of, and arrays are memory-mapped from there.
 """
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -16,12 +15,10 @@ import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from qa_lib.data.load import Data
-from qa_lib.data.text import SEPARATOR, TextSource, open_text
-from qa_lib.data.tokenise import bare, build_tokenizer
+from qa_lib.data.text import SEPARATOR, TextSource
+from qa_lib.data.tokenise import bare
 from qa_lib.data.windows import cache_key, default_cache, load_entry, store_entry
 from qa_lib.errors import UserError
-from qa_lib.spec import Spec, find_shape
 
 CACHE_VERSION = 1  # of the cached files; raise it when they, or what is in them, change
 LINES_PER_CALL = 10_000
@@ -66,33 +63,6 @@ class Vocabulary:
     """A tokenizer in the form of its file tokenizer.json."""
 
     content: str
-
-
-def load_text(spec: Spec) -> Data:
-    """Tokenizer, training windows and validation text of a run, from the cache where they are in it.
-
-    Raises DataError for a text that cannot be read, and UserError for one that is shorter than a window and for a
-    tokenizer without an end token.
-    """
-    begin, length = time.perf_counter(), spec.scale.max_length
-    source = open_text(spec.data_source, "train")
-    validation = open_text(spec.data_source, "validation") if spec.scale.quality else None
-    shape = find_shape(spec.model_source)
-    tokenizer = learn_tokenizer(source, shape.vocabulary) if shape else build_tokenizer(spec.model_source)
-    text = tokenise_text(source, tokenizer)
-    if len(text.tokens) < length:
-        raise UserError(f"{source.name}: a text of {len(text.tokens)} tokens, shorter than a window of {length}")
-    held_out = tokenise_text(validation, tokenizer) if validation else None
-    return Data(
-        tokenizer=tokenizer,
-        source=source,
-        features=Windows(text, length),
-        validation=validation,
-        validation_features=held_out,
-        load_s=time.perf_counter() - begin,
-        n=text.words,
-        n_eval=len(held_out.tokens) - 1 if held_out else None,
-    )
 
 
 def learn_tokenizer(source: TextSource, size: int) -> PreTrainedTokenizerBase:

@@ -36,12 +36,9 @@ def limit_memory(gib: float) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / torch.cuda.get_device_properties(0).total_memory))
 
 
-NEWER_ATTENTION = 80  # the compute capability x 10 that FlashAttention and cuDNN's attention need
-
-
 def imitate(sm: int) -> None:
     """Leave PyTorch's attention in this process the kernels that a GPU of that capability has."""
-    if sm < NEWER_ATTENTION:
+    if sm < SINCE["sm80"]:  # FlashAttention and cuDNN's attention need it
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_cudnn_sdp(False)
 

@@ -20,15 +20,15 @@ def use_nf4(model: nn.Module, compute: torch.dtype) -> None:
     import bitsandbytes  # only these rows need it, and its import is slow
 
     for layer in layers_of(model):
-        for name, native in list(layer.named_modules()):
-            if not isinstance(native, nn.Linear | Conv1D):
+        for name, product in list(layer.named_modules()):
+            if not isinstance(product, nn.Linear | Conv1D):
                 continue
-            transposed = isinstance(native, Conv1D)  # GPT-2's linear layer, whose weight is [in, out]
-            weight = (native.weight.T if transposed else native.weight).detach().contiguous()
+            transposed = isinstance(product, Conv1D)  # GPT-2's linear layer, whose weight is [in, out]
+            weight = (product.weight.T if transposed else product.weight).detach().contiguous()
             outputs, inputs = weight.shape
             small = bitsandbytes.nn.Linear4bit(inputs, outputs, compute_dtype=compute, quant_type="nf4")
             small.weight = bitsandbytes.nn.Params4bit(weight, quant_type="nf4", module=small)
-            small.bias, small.transposed = native.bias, transposed
+            small.bias, small.transposed = product.bias, transposed
             small.support_avx512bf16_for_cpu = False  # it would round the scales again as soon as a CPU evaluates
             layer.set_submodule(name, small)
     model.is_loaded_in_4bit = True  # peft looks for this

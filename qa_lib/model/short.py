@@ -59,11 +59,12 @@ def reference(product, ends, seed, dropout, scale):
     shares = torch.softmax(scores, -1)
     if dropout:
         place = torch.arange(len(product), device=ends.device, dtype=torch.int32) - ends[segment]
-        shares = torch.where(_kept(place, product.shape[2], seed, dropout), shares * _keeps(dropout), 0.0)
+        kept = _dropout_mask(place, product.shape[2], seed, dropout)
+        shares = torch.where(kept, shares * _dropout_scale(dropout), 0.0)
     return (shares @ value).transpose(0, 1)
 
 
-def _kept(place, heads, seed, dropout):
+def _dropout_mask(place, heads, seed, dropout):
     """Which scores are kept [heads, tokens, tokens], for the keys' places in their segments, int32 [tokens]."""
     rows = rows_of(torch.arange(heads * len(place), device=place.device, dtype=torch.int32), seed)
     bits = hashed(place // 16 * 8 + place % 8, rows.view(heads, -1, 1))
@@ -83,7 +84,7 @@ def _threshold(dropout: float) -> int:
     return round(dropout * HALF)
 
 
-def _keeps(dropout: float) -> float:
+def _dropout_scale(dropout: float) -> float:
     """What scores that are kept are multiplied with."""
     return 1 / (1 - _threshold(dropout) / HALF)
 
@@ -100,7 +101,7 @@ def _short(
     output, logsumexp = product.new_empty(tokens, heads, width), product.new_empty(heads, tokens, dtype=torch.float32)
     kernels.attention_short_forward[(-(-longest // kernels.FORWARD["QUERIES"]), heads, len(ends) - 1)](
         product.contiguous(), output, logsumexp, ends, seed, tokens, scale * math.log2(math.e), _threshold(dropout),
-        _keeps(dropout), HEADS=heads, WIDTH=width, DROPS=dropout > 0, **kernels.FORWARD,
+        _dropout_scale(dropout), HEADS=heads, WIDTH=width, DROPS=dropout > 0, **kernels.FORWARD,
     )  # fmt: skip
     return output, logsumexp
 
@@ -123,7 +124,8 @@ def _short_backward(
     product_grad = product.new_empty(product.shape)
     kernels.attention_short_backward[(-(-longest // kernels.BACKWARD["BLOCK"]), heads, len(ends) - 1)](
         grad.contiguous(), product.contiguous(), row_sums.contiguous(), logsumexp, ends, seed, product_grad, tokens,
-        scale, _threshold(dropout), _keeps(dropout), HEADS=heads, WIDTH=width, DROPS=dropout > 0, **kernels.BACKWARD,
+        scale, _threshold(dropout), _dropout_scale(dropout), HEADS=heads, WIDTH=width, DROPS=dropout > 0,
+        **kernels.BACKWARD,
     )  # fmt: skip
     return product_grad
 
@@ -133,7 +135,7 @@ def _(grad, product, *_):
     return product.new_empty(product.shape)
 
 
-def _keep(ctx, inputs, output):
+def _save_for_backward(ctx, inputs, output):
     product, ends, seed, *ctx.options = inputs
     ctx.save_for_backward(product, *output, ends, seed)
 
@@ -144,7 +146,7 @@ def _differentiate(ctx, grad, _):
     return _short_backward(grad, product, row_sums, logsumexp, ends, seed, *ctx.options), *(None,) * 5
 
 
-_short.register_autograd(_differentiate, setup_context=_keep)
+_short.register_autograd(_differentiate, setup_context=_save_for_backward)
 
 
 def attention(

@@ -182,7 +182,7 @@ class SquadLengths:
     """SQuAD v2's training features by their lengths alone, as far as QUANTILES tell: windows of at most `max_length`
     tokens, of which neighbours share `stride`."""
 
-    def __init__(self, max_length: int = 384, stride: int = 128):
+    def __init__(self, max_length: int, stride: int):
         """UserError for windows that a question and the shared tokens fill."""
         if max_length <= QUESTION + stride:
             raise UserError(f"{max_length} tokens are too few for a question and the {stride} that windows share")

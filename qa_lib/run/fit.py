@@ -28,8 +28,8 @@ from qa_lib.measure.meter import Meter, memory_use
 from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.folder import check_tokenizer
 from qa_lib.record import Speed
-from qa_lib.run.launch import SHARE, with_driver
 from qa_lib.run.plan import add_run_arguments, add_source_arguments, own_of, plan
+from qa_lib.run.process import SHARE, with_driver
 from qa_lib.run.tasks import TASKS
 from qa_lib.run.together import fault_path, fit_together
 from qa_lib.spec import Spec
@@ -227,7 +227,7 @@ def _note_training(entry: dict, meter: Meter, done_before: int, refused: str | N
 def _note_noise(entry: dict, steps: int, ranks: Ranks) -> None:
     """Put into a record the gradient noise scale, where the row sees its gradients in one piece, and the efficiency of
     its batch; all processes call this together."""
-    found = ranks.noise(steps)
+    found = ranks.gauges.noise(steps)
     entry["parallel"]["noise"] = dataclasses.asdict(found)
     entry["parallel"]["efficiency"] = efficiency(found, ranks.batch)
 
@@ -245,8 +245,8 @@ def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module,
         "step_ms": meter.step_ms().median,
         "weights": digest_of({name: p.detach().cpu() for name, p in model.named_parameters()}, {}),
         "allreduce_gbs": reduce_rate(ranks.device),
-        "bubble": ranks.bubble(),
-        **ranks.measured,
+        "bubble": ranks.gauges.bubble(),
+        **ranks.gauges.overlap,
     }
     found = ranks.gather(own)
     # The processes of one replica have all counted the same features.
@@ -267,8 +267,8 @@ def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module,
         entry["parallel"] |= {"stages": ranks.stages, "schedule": spec.settings.schedule}
         formula = bubble(ranks.stages, spec.micro_batches // ranks.replicas, spec.settings.chunks)
         entry["parallel"] |= {"bubble": max(each["bubble"] for each in found), "bubble_formula": formula}
-    if ranks.measured.get("busy_ms"):
-        entry["parallel"] |= {name: np.mean([each[name] for each in found]).item() for name in ranks.measured}
+    if ranks.gauges.overlap.get("busy_ms"):
+        entry["parallel"] |= {name: np.mean([each[name] for each in found]).item() for name in ranks.gauges.overlap}
     if ranks.world != spec.world:
         entry["spec"]["adjusted"].append(f"world: {ranks.world} processes at the end")
     joules = [each["joules"] for each in found]

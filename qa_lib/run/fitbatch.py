@@ -5,12 +5,12 @@ import dataclasses
 from collections.abc import Callable
 
 from qa_lib.errors import UserError
-from qa_lib.measure.machine import NEWER_ATTENTION
 from qa_lib.record import FINISHED
 from qa_lib.run.budget import estimate
 from qa_lib.run.launch import Launcher, probe
 from qa_lib.run.plan import add_rows, add_source_arguments, plan, rows_of
 from qa_lib.spec import SCALES, Machine, Spec
+from qa_lib.variants import SINCE
 
 STEP = 8  # features: sizes are multiples of this
 CLOSE = 0.06  # the search ends when the next size up is at most this much larger
@@ -45,11 +45,14 @@ def specs_for(variant: str, args: argparse.Namespace, machine: Machine) -> Calla
     older = dataclasses.replace(machine, sm=min(args.sm, machine.sm))
     name = f"fit-{args.limit_gib:g}gib-sm{older.sm}"
     scale = dataclasses.replace(SCALES["fit"], name=name, limit_gib=args.limit_gib)
-    limits = [f"attention kernels: those of compute capability {args.sm / 10:g}"] if args.sm < NEWER_ATTENTION else []
+    limits = [f"attention kernels: those of compute capability {args.sm / 10:g}"] if args.sm < SINCE["sm80"] else []
+
+    (first,) = plan([variant], "fit", [0], args.data, args.model, STEP, older)
+    first = dataclasses.replace(first, scale=scale, adjusted=first.adjusted + limits, search="fit-batch", sm=older.sm)
 
     def spec_of(micro_batch: int) -> Spec:
-        (spec,) = plan([variant], "fit", [0], args.data, args.model, micro_batch, older)
-        return dataclasses.replace(spec, scale=scale, adjusted=spec.adjusted + limits, search="fit-batch", sm=older.sm)
+        asked, settings = (dataclasses.replace(each, micro_batch=micro_batch) for each in (first.asked, first.settings))
+        return dataclasses.replace(first, asked=asked, settings=settings)
 
     return spec_of
 

@@ -5,18 +5,13 @@ takes a set of cards, starts the process and waits for its end. Neither an exit 
 dead kernel, or a notebook that ran another row, from success; a run counts when its record is where it must be, has the
 asked hash, is terminal and complete.
 
-This module never imports torch: a driver must hold no GPU, and a child sees its cards before anything asks CUDA.
+This module never imports torch: a driver must hold no GPU.
 """
 
 import argparse
-import contextlib
-import dataclasses
-import fcntl
 import json
 import os
-import pkgutil
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -24,29 +19,20 @@ import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import cache, partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import ClassVar, TextIO
 
-import psutil
-
 from qa_lib import record
-from qa_lib.errors import UserError, stoppable, stopped_by
+from qa_lib.errors import UserError, stopped_by
 from qa_lib.run.plan import add_several, one_or_more
-from qa_lib.spec import Machine, Scale, Spec
-from qa_lib.variants import Settings
+from qa_lib.run.process import DRIVER, child_env, kill, plain_command
+from qa_lib.spec import Machine, Spec
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.2
-SHARE = "QA_LIB_SHARE"  # an environment variable: where it is set, other runs train on this GPU at the same time
-# Warnings and redrawn bars would fill the notebooks and logs that the runs leave behind.
-QUIET = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
-STARTING = "starting"  # status of a record that the driver wrote; the run replaces it when it begins
-NEVER_BEGAN = "NeverBegan"  # kind of the error where a process ended before that
+NEVER_BEGAN = "NeverBegan"  # kind of the error where a process ended before its run began
 DRIVER_LOCK = ".driver.lock"  # held by the driver of a run from before its process starts to the end
-DRIVER = "QA_LIB_DRIVER"  # an environment variable of a run that has a driver: the path of that lock
-LAST_S = 3  # seconds that a run has to write its record once its driver is gone
 
 
 def add_launcher_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,68 +66,6 @@ def probed(said: str) -> tuple[Machine, dict]:
     """What PROBE has printed."""
     machine, env = json.loads(said.splitlines()[-1])
     return Machine(**machine | {"backends": tuple(machine["backends"])}), env
-
-
-def call(function: str, spec: Spec, *words) -> list[str]:
-    """The command of a fresh Python that calls a function, named like "qa_lib.run.fit:fit", with the spec and words."""
-    written = json.dumps(dataclasses.asdict(spec))
-    return [sys.executable, "-m", "qa_lib.run.launch", function, written, *map(str, words)]
-
-
-def spec_from(written: str) -> Spec:
-    """The spec that `call` wrote as JSON."""
-    values = json.loads(written)
-    kinds = {"scale": Scale, "asked": Settings, "settings": Settings}
-    return Spec(**values | {name: kind(**values[name]) for name, kind in kinds.items()})
-
-
-def fit_plainly(spec: Spec, runs: str) -> None:
-    """A run without a notebook, in the process that is its own."""
-    from qa_lib.measure.machine import imitate
-    from qa_lib.run.fit import fit
-
-    if spec.sm:
-        imitate(spec.sm)
-    fit(spec, runs)
-
-
-plain_command = partial(call, "qa_lib.run.launch:fit_plainly")  # (spec, runs) -> the command of such a run
-
-
-def child_env(cards: tuple[int, ...] = (), shared: bool = False, threads: int | None = None) -> dict[str, str]:
-    """The environment of a run's process; it sees these of the cards that are visible here, or without `cards` all."""
-    changes = dict(QUIET)
-    if cards:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = visible.split(",") if visible else range(max(cards) + 1)
-        changes["CUDA_VISIBLE_DEVICES"] = ",".join(str(names[gpu]).strip() for gpu in cards)
-    if shared:
-        changes[SHARE] = "1"
-    if threads:
-        changes["OMP_NUM_THREADS"] = str(threads)
-    return os.environ | changes
-
-
-def with_driver() -> contextlib.AbstractContextManager:
-    """Around the work of a run: where a driver started this process, it raises Stopped once that driver is gone. Nobody
-    would wait for the run any more, and it would hold the GPU."""
-    if DRIVER not in os.environ:
-        return contextlib.nullcontext()
-    _follow_driver()
-    return stoppable()
-
-
-@cache  # one thread a process
-def _follow_driver() -> None:
-    threading.Thread(target=_follow, args=(os.environ[DRIVER],), daemon=True).start()
-
-
-def _follow(lock: str) -> None:
-    with open(lock) as stream:
-        fcntl.flock(stream, fcntl.LOCK_SH)  # waits until the driver has let it go
-    os.kill(os.getpid(), signal.SIGHUP)
-    time.sleep(LAST_S)
-    os._exit(1)
 
 
 @dataclass
@@ -248,7 +172,7 @@ class Launcher:
             if spec.skip:
                 return record.finish(run_dir, entry, "skipped", {"kind": "skipped", "message": spec.skip})
             # So that a process that dies before its first line leaves no older result standing.
-            record.write_record(run_dir, entry | {"status": STARTING})
+            record.write_record(run_dir, entry | {"status": record.STARTING})
 
     def _work(self, spec: Spec, run_dir: Path, cards: tuple[int, ...]) -> dict:
         """The record of a run that has its process now. Raises RunTaken if another process works on it."""
@@ -302,17 +226,6 @@ def side_by_side(specs: list[Spec]) -> int:
     return max(1, min(8, (os.cpu_count() or 1) // max(threads))) if threads and None not in threads else 1
 
 
-def kill(process: subprocess.Popen) -> None:
-    """End a process and all below it; a notebook's kernel lives in a session of its own."""
-    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-    process.kill()
-    for member in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
-    process.wait()
-    psutil.wait_procs(family, timeout=10)
-
-
 def scrub(run_dir: Path) -> None:
     """Take this machine's folders out of a run's notebook and log, where warnings and tracebacks have put them."""
     python = dict.fromkeys((sys.prefix, sys.base_prefix), "<python>")
@@ -332,7 +245,7 @@ def judge(spec: Spec, run_dir: Path, reason: str | None, code: int, seconds: flo
     if (run_dir / "notebook.ipynb").exists():
         entry["time"]["notebook_s"] = round(seconds, 3)
     if entry["status"] not in record.TERMINAL:  # else it had its result before it was ended
-        kind = NEVER_BEGAN if entry["status"] == STARTING and not reason else "killed"
+        kind = NEVER_BEGAN if entry["status"] == record.STARTING and not reason else "killed"
         reason = reason or f"its process ended (exit code {code}) before the run did: {_last_words(run_dir)}"
         return record.finish(run_dir, entry, "killed", {"kind": kind, "message": reason})
     if fault := _fault(entry, spec):
@@ -358,7 +271,3 @@ def _fault(entry: dict, spec: Spec) -> str | None:
         if answered != entry["spec"]["n_eval"]:
             return f"{answered} of {entry['spec']['n_eval']} questions were answered"
     return None
-
-
-if __name__ == "__main__":  # the child that `call` starts
-    pkgutil.resolve_name(sys.argv[1])(spec_from(sys.argv[2]), *sys.argv[3:])

@@ -73,7 +73,7 @@ def plan(
         left_out += [f"{variant}: {problem}" for problem in problems]
     go_offline_without_network(data, model)
     found = {"model": identify_model(model)}
-    config = model_config(model)
+    config = config_json(model)
     found["data"] = identify_data(data, size.quality, size.task)
     if "model_type" in config:
         find_encoder(config["model_type"], model, size.task)
@@ -135,7 +135,7 @@ def identify_model(source: str) -> dict:
     return {"name": source, "revision": "main"}
 
 
-def model_config(source: str) -> dict:
+def config_json(source: str) -> dict:
     """What a model's config.json says; nothing for a model of the hub that is not on this machine."""
     if source == "tiny":
         return {"model_type": "bert", **TINY_CONFIG}
@@ -227,8 +227,8 @@ def own_of(args: argparse.Namespace) -> dict:
 
 
 def one_or_more(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number, 1 or more")
     return int(text)
 
 

@@ -11,6 +11,7 @@ import functools
 import gc
 import json
 import os
+import statistics
 import tempfile
 from pathlib import Path
 
@@ -25,8 +26,8 @@ from qa_lib.measure.machine import copy_rate, matrix_rate, train_device, turn
 from qa_lib.measure.meter import MIB, Watch, memory_use
 from qa_lib.model.build import DTYPES, build_model
 from qa_lib.model.encoders import encoder_of, parts_of
-from qa_lib.run.launch import SHARE, call, child_env
 from qa_lib.run.plan import add_source_arguments, plan
+from qa_lib.run.process import SHARE, call, child_env
 from qa_lib.run.tasks import TASKS
 from qa_lib.spec import Spec
 from qa_lib.train.engine import train
@@ -198,8 +199,7 @@ def _time(spec: Spec, data, device, warm: int) -> tuple:
     outputs = config.vocab_size if encoder_of(model).causal else 2
     widths = trace.Widths(config.hidden_size, getattr(config, "intermediate_size", 4 * config.hidden_size), outputs)
     found = trace.work(events, widths)
-    timed = sorted(meter.times[max(0, warm - TIMED) : warm])
-    return found, events, 1e3 * timed[len(timed) // 2], packed
+    return found, events, 1e3 * statistics.median(meter.times[max(0, warm - TIMED) : warm]), packed
 
 
 def _memory(spec: Spec, data, device) -> dict:

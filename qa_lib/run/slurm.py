@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TextIO
 
 from qa_lib.errors import UserError
-from qa_lib.run.launch import PROBE, ROOT, STARTING, Launcher, probed
+from qa_lib.record import STARTING
+from qa_lib.run.launch import PROBE, ROOT, Launcher, probed
 from qa_lib.spec import WORLD, Machine, Spec
 
 AT_A_TIME = 64  # jobs in the queue

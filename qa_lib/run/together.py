@@ -30,7 +30,7 @@ from pathlib import Path
 
 from qa_lib import record
 from qa_lib.errors import UserError, stoppable, stopped_by
-from qa_lib.run.launch import STARTING, call, child_env, kill, with_driver
+from qa_lib.run.process import call, child_env, kill, with_driver
 from qa_lib.spec import Spec
 
 STOPPED = "killed"  # kind of the error of a run that a signal has stopped, as fit.recording writes it
@@ -53,7 +53,7 @@ def fit_together(spec: Spec, runs: str | Path, say=print) -> dict:
     run_dir = Path(runs) / spec.run_path
     with record.lock(run_dir):
         # So that processes that die before their first line leave no older result standing.
-        record.write_record(run_dir, record.new_record(spec, environment()) | {"status": STARTING})
+        record.write_record(run_dir, record.new_record(spec, environment()) | {"status": record.STARTING})
     threads = spec.scale.threads or max(1, (os.cpu_count() or 1) // spec.world)
     process = subprocess.Popen(
         call("qa_lib.run.together:supervise", spec, runs),

@@ -12,14 +12,14 @@ import itertools
 import pandas as pd
 
 from qa_lib.errors import UserError
-from qa_lib.record import FINISHED, TASKS
+from qa_lib.record import FINISHED, SCORING
 from qa_lib.run.launch import Launcher, add_launcher_arguments, probe, say_idle
 from qa_lib.run.plan import add_rows, add_several, add_source_arguments, plan, rows_of
 from qa_lib.spec import Spec
 
 JUDGED = {  # task -> value of `quality` by which points are compared, its name
     "qa": ("best_f1", "F1 at the best threshold"),
-    "lm": (TASKS["lm"].metric, TASKS["lm"].label),
+    "lm": (SCORING["lm"].metric, SCORING["lm"].label),
 }
 
 
@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
         if means.empty:
             print(f"{row}: no point was measured with every seed")
         else:
-            best = means.idxmax() if TASKS[specs[0].scale.task].higher_is_better else means.idxmin()
+            best = means.idxmax() if SCORING[specs[0].scale.task].higher_is_better else means.idxmin()
             print(f"{row}, best: {best}, {label} {means[best]:.2f}")
     # A rate too high for one point says nothing about the others.
     return 0 if all(entry["status"] in FINISHED for entry in entries) else 1

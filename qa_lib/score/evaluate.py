@@ -8,7 +8,7 @@ import torch
 from qa_lib.data.load import Data
 from qa_lib.data.windows import Features
 from qa_lib.model.build import DTYPES
-from qa_lib.record import TASKS
+from qa_lib.record import SCORING
 from qa_lib.score.decode import decode
 from qa_lib.score.f1 import score
 from qa_lib.score.predict import predict_logits
@@ -44,7 +44,7 @@ def evaluate(model: torch.nn.Module, data: Data, spec: Spec, device: torch.devic
     found = score(examples, answers.texts, answers.null_odds, 0.0)
     found["loss"] = loss
     found["always_null_f1"] = score(examples, dict.fromkeys(answers.texts, ""))["f1"]
-    return {name: found.get(OFFICIAL.get(name, name)) for name in TASKS["qa"].scores}
+    return {name: found.get(OFFICIAL.get(name, name)) for name in SCORING["qa"].scores}
 
 
 def span_loss(features: Features, ids: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> float | None:

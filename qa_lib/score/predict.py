@@ -47,16 +47,15 @@ def predict_logits(
     device: torch.device | str = "cpu",
     *,
     batch_tokens: int = 16_384,
-    pad_to: int | None = None,
     autocast_dtype: torch.dtype | None = None,
     progress: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits of all n windows: (feature ids int64 [n], start and end logits float32 [n, longest window]) on `device`.
 
     `model` is called like `BertForQuestionAnswering` and is on `device` already. Batches hold windows of similar
-    length, longest first, of at most `batch_tokens` tokens with padding, and are padded to `pad_to`, or else to their
-    longest window, rounded up to a multiple of 8. `autocast_dtype` switches autocast on. Row r belongs to window
-    ids[r]; beyond that window's length the logits are NaN, so that rows given to other windows do not pass `decode`.
+    length, longest first, of at most `batch_tokens` tokens with padding, and are padded to their longest window,
+    rounded up to a multiple of 8. `autocast_dtype` switches autocast on. Row r belongs to window ids[r]; beyond that
+    window's length the logits are NaN, so that rows given to other windows do not pass `decode`.
     """
     order = np.argsort(-features.lengths, kind="stable")
     start, end = torch.full((2, len(features), features.lengths.max()), torch.nan, device=device)
@@ -66,7 +65,7 @@ def predict_logits(
         model.eval()
     done = 0
     with torch.inference_mode(), sdpa_kernel(KERNELS), autocast:
-        for rows, width in _batches(order, features, batch_tokens, pad_to, progress):
+        for rows, width in _batches(order, features, batch_tokens, progress):
             batch = features.batch(rows, width)
             output = model(**{name: torch.from_numpy(batch[name]).to(device) for name in INPUTS if name in batch})
             width = min(width, start.shape[1])
@@ -79,14 +78,14 @@ def predict_logits(
     return torch.from_numpy(order), start, end
 
 
-def _batches(order, features, batch_tokens: int, pad_to: int | None, progress: bool) -> Iterator[tuple]:
+def _batches(order, features, batch_tokens: int, progress: bool) -> Iterator[tuple]:
     """The windows `order` in batches, each with the length to pad to; at least one window in each."""
     from tqdm import tqdm
 
     with tqdm(total=len(order), unit="window", disable=not progress) as bar:
         first = 0
         while first < len(order):
-            width = pad_to or min(features.max_length, -(-int(features.lengths[order[first]]) // 8) * 8)
+            width = min(features.max_length, -(-int(features.lengths[order[first]]) // 8) * 8)
             rows = order[first : first + max(1, batch_tokens // width)]
             yield rows, width
             first += len(rows)

@@ -144,6 +144,6 @@ def train(
         watch.finished(number)
     meter.stop()
     if ranks.world > 1 and not spec.scale.quality and begin < batches.steps:  # else they would change what is scored
-        ranks.note_overlap(lambda: take_step(inputs, parts))
+        ranks.gauges.note_overlap(lambda: take_step(inputs, parts))
     step.sharing.settle()
     return step.optimizer, meter, begin, refused

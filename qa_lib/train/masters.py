@@ -56,10 +56,8 @@ class MasterAdamW(torch.optim.Optimizer):
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
 
-    def __init__(
-        self, parameters, lr: torch.Tensor, max_norm: float, moments=torch.float32, betas=(0.9, 0.999), eps=1e-8
-    ):
-        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps})
+    def __init__(self, parameters, lr: torch.Tensor, max_norm: float, moments=torch.float32):
+        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8})
         self.max_norm = max_norm
         self.across = lambda norm: norm  # of all gradients, where it has a share of them (train/parallel.py)
         elements = 0

@@ -18,7 +18,7 @@ CLIP = 1.0  # norm of the gradients
 def build_optimizer(model: torch.nn.Module, spec: Spec, parameters: list | None = None) -> torch.optim.Optimizer:
     """The settings' optimizer over `parameters`, by default all that train: AdamW without weight decay, as in the
     seeds, in one of its forms."""
-    return OPTIMIZERS[spec.settings.optimizer](model, parameters or trained(model), learning_rate(spec, 0, 1))
+    return OPTIMIZERS[spec.settings.optimizer](model, parameters or trained(model), peak_rate(spec))
 
 
 def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -98,11 +98,15 @@ def clip(optimizer: torch.optim.Optimizer, across: Callable[[torch.Tensor], torc
     torch.nn.utils.clip_grads_with_norm_(parameters, CLIP, norm)
 
 
+def peak_rate(spec: Spec) -> float:
+    """The highest learning rate of a run, its recipe's factor included."""
+    return spec.scale.learning_rate * (spec.recipe.lr_factor if spec.scale.recipe_rates else 1.0)
+
+
 def learning_rate(spec: Spec, step: int, steps: int) -> float:
-    """Linear warm-up from 0, then linear decay to 0, for a step counted from 0; the recipe's factor included."""
-    factor = spec.recipe.lr_factor if spec.scale.recipe_rates else 1.0
-    peak = spec.scale.learning_rate * factor
-    warmup = int(spec.scale.warmup * steps)
+    """The rate of a step, counted from 0: a linear warm-up and a linear decay. No step has a rate of 0: the first is
+    one part of the warm-up above it, and the last one part of the decay."""
+    peak, warmup = peak_rate(spec), int(spec.scale.warmup * steps)
     if step < warmup:
         return peak * (step + 1) / warmup
     return peak * (steps - step) / max(1, steps - warmup)

@@ -77,7 +77,7 @@ class Alone:
     def note(self, norm: torch.Tensor) -> None:
         """Note the norm of all gradients beside `own`, for the noise scale (measure/goodput.py)."""
         if self.own is not None and self.settings.precision != "fp16":  # where a loss scale is on `own`
-            self.ranks.note_norms(self.own, norm.square())
+            self.ranks.gauges.note_norms(self.own, norm.square())
         self.own = None
 
     def spread(self) -> None:

@@ -90,7 +90,7 @@ class Pipeline(Flat):
         self.loss = torch.zeros((), device=self.ranks.device)
         clock = Stopwatch(self.ranks.device)
         self.schedule.step(target=torch.arange(len(parts)), return_outputs=False)
-        self.ranks.waits.append((self.laps[:], clock.lap()))
+        self.ranks.gauges.waits.append((self.laps[:], clock.lap()))
         return self.loss * self.ranks.stages
 
     def _lay(self, micro_batches: int, shape: torch.Size) -> None:

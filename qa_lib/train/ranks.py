@@ -1,24 +1,19 @@
-"""The processes of a run, as torchrun started them: how they meet, what they tell each other, what each has measured.
+"""The processes of a run, as torchrun started them: how they meet, and what they tell each other.
 
-What they do to a step's gradients is in parallel.py, and in pipeline.py and tensor.py where they divide the model.
+What they do to a step's gradients is in parallel.py, and in pipeline.py and tensor.py where they divide the model;
+what each measures meanwhile is in gauges.py.
 """
 
-import collections
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from qa_lib.measure import goodput
-from qa_lib.measure.meter import elapsed
-from qa_lib.record import Noise
 from qa_lib.spec import Spec, replicas
+from qa_lib.train.gauges import Gauges
 
 SILENCE = timedelta(minutes=5)  # after which a process that waits for the others gives up
-KEPT = 100  # steps that a pipeline's bubble is measured over, the last
-FORGET = 1e-3  # weight of a step in the running means of gradient norms, as in AdaptDL
 TURN = timedelta(days=30)  # a run may wait so long for other runs on its GPUs
 
 
@@ -28,15 +23,13 @@ class Ranks:
     `rank` counts from 0 to `world` - 1. The first alone writes record, steps.jsonl and checkpoint. `join` makes the
     process group, which `gather` and `mean` need where there are others; leaving the context ends it. Neighbours make
     up a pipeline of `stages`; there are `replicas` of the model. The noise scale compares one of a step's equal `parts`
-    with all of its `batch` features. `measured` is what measure/overlap.py has found.
+    with all of its `batch` features; `gauges` have what this process has measured.
     """
 
     def __init__(self, device: torch.device):
         self.device, self.rank, self.world, self.store = device, 0, 1, None
         self.stages = self.replicas = self.parts = self.batch = 1
-        self.measured = {}
-        self.norms = torch.zeros(2, device=device)  # see note_norms
-        self.waits = collections.deque(maxlen=KEPT)  # see bubble
+        self.gauges = Gauges(self)
         if dist.is_torchelastic_launched():
             self.store, self.rank, self.world = next(rendezvous("env://"))
         if device.type == "cuda":
@@ -99,37 +92,6 @@ class Ranks:
             if self.average == dist.ReduceOp.SUM:
                 tensor /= dist.get_world_size(group)
         return tensor
-
-    def note_norms(self, own: torch.Tensor, mean: torch.Tensor) -> None:
-        """Keep for the gradient noise scale the square norms of the gradient of this process's part of a step and of
-        the whole step's (scalars): running means of the last 1 / FORGET steps. Nothing waits for the device."""
-        if self.parts > 1:
-            self.norms.lerp_(torch.stack([own, mean]), FORGET)
-
-    def noise(self, steps: int) -> Noise:
-        """What the norms of so many steps say (measure/goodput.py), empty where none were noted. All processes call
-        this together; it waits for the device."""
-        norms = self.mean(self.norms.clone()) * self.stages  # the square norms of a pipeline's stages add up
-        if not norms.any() or not norms.isfinite().all():
-            return Noise()
-        own, mean = (norms / (1 - (1 - FORGET) ** steps)).tolist()  # the running means began at 0
-        found = goodput.noise(own, mean, self.parts, self.batch // self.parts)
-        found.steps = steps
-        return found
-
-    def note_overlap(self, step: Callable[[], object]) -> None:
-        """Measure what communication costs a step, by some more of them, which all processes make together."""
-        from qa_lib.measure.overlap import overlap  # which imports pandas, and no other run needs it
-
-        waits, norms = self.waits.copy(), self.norms.clone()
-        self.measured = overlap(step, self.device)
-        self.waits = waits
-        self.norms.copy_(norms)  # in place: a captured step writes there
-
-    def bubble(self) -> float | None:
-        """The share of the last KEPT steps in which this stage of a pipeline did not compute; waits for the device."""
-        steps = [(sum(map(elapsed, laps)), elapsed(whole)) for laps, whole in self.waits]
-        return 1 - sum(busy for busy, _ in steps) / sum(all for _, all in steps) if steps else None
 
     def united(self, own: dict) -> dict:
         """What the stages of this process's pipeline gave, in one dict, tensors on the CPU; without stages, its own."""

@@ -80,7 +80,7 @@ class StepLog:
             )
             if not finite and not excused and broken is None:
                 broken = NonFiniteLoss(self.written, f"loss is {value}")
-        if phi := noise_scale(self.ranks.noise(self.written - self.begin)):
+        if phi := noise_scale(self.ranks.gauges.noise(self.written - self.begin)):
             lines[-1]["phi"] = round(phi, 2)
         self._append("".join(json.dumps(line) + "\n" for line in lines))
         self.pending.clear()

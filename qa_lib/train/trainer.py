@@ -21,7 +21,7 @@ from qa_lib.data.batches import Batches
 from qa_lib.measure.machine import polled_utilisation
 from qa_lib.measure.meter import Meter, Watch
 from qa_lib.spec import Spec
-from qa_lib.train.optim import CLIP, learning_rate
+from qa_lib.train.optim import CLIP, peak_rate
 from qa_lib.train.ranks import Ranks
 from qa_lib.train.steplog import StepLog
 
@@ -57,7 +57,7 @@ def train(
         max_steps=batches.steps,
         per_device_train_batch_size=settings.micro_batch,
         gradient_accumulation_steps=spec.micro_batches // ranks.world,
-        learning_rate=learning_rate(spec, 0, 1),
+        learning_rate=peak_rate(spec),
         lr_scheduler_type="linear",
         warmup_steps=int(spec.scale.warmup * batches.steps),
         optim="adamw_torch_fused",

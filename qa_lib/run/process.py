@@ -1,0 +1,110 @@
+"""The process that a run has for itself: its command, what it sees, and how it ends with its driver.
+
+This module never imports torch: a child sees its cards before anything asks CUDA.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import pkgutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import cache, partial
+
+import psutil
+
+from qa_lib.errors import SIGNALS, stoppable
+from qa_lib.spec import Scale, Spec
+from qa_lib.variants import Settings
+
+SHARE = "QA_LIB_SHARE"  # an environment variable: where it is set, other runs train on this GPU at the same time
+# Warnings and redrawn bars would fill the notebooks and logs that the runs leave behind.
+QUIET = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+DRIVER = "QA_LIB_DRIVER"  # an environment variable of a run that has a driver: a file that the driver has locked
+DRIVER_GONE = "SIGTERM (its driver is gone)"
+LAST_S = 3  # seconds that a run has to write its record once its driver is gone
+
+
+def call(function: str, spec: Spec, *words) -> list[str]:
+    """The command of a fresh Python that calls a function, named like "qa_lib.run.fit:fit", with the spec and words."""
+    written = json.dumps(dataclasses.asdict(spec))
+    return [sys.executable, "-m", "qa_lib.run.process", function, written, *map(str, words)]
+
+
+def spec_from(written: str) -> Spec:
+    """The spec that `call` wrote as JSON."""
+    values = json.loads(written)
+    kinds = {"scale": Scale, "asked": Settings, "settings": Settings}
+    return Spec(**values | {name: kind(**values[name]) for name, kind in kinds.items()})
+
+
+def fit_plainly(spec: Spec, runs: str) -> None:
+    """A run without a notebook, in the process that is its own."""
+    from qa_lib.measure.machine import imitate
+    from qa_lib.run.fit import fit
+
+    if spec.sm:
+        imitate(spec.sm)
+    fit(spec, runs)
+
+
+plain_command = partial(call, "qa_lib.run.process:fit_plainly")  # (spec, runs) -> the command of such a run
+
+
+def child_env(cards: tuple[int, ...] = (), shared: bool = False, threads: int | None = None) -> dict[str, str]:
+    """The environment of a run's process; it sees these of the cards that are visible here, or without `cards` all."""
+    changes = dict(QUIET)
+    if cards:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else range(max(cards) + 1)
+        changes["CUDA_VISIBLE_DEVICES"] = ",".join(str(names[gpu]).strip() for gpu in cards)
+    if shared:
+        changes[SHARE] = "1"
+    if threads:
+        changes["OMP_NUM_THREADS"] = str(threads)
+    return os.environ | changes
+
+
+def with_driver() -> contextlib.AbstractContextManager:
+    """Around the work of a run: where a driver started this process, it raises Stopped once that driver is gone. Nobody
+    would wait for the run any more, and it would hold the GPU."""
+    if DRIVER not in os.environ:
+        return contextlib.nullcontext()
+    return stoppable(_follow_driver())
+
+
+@cache  # one thread a process
+def _follow_driver() -> dict[int, str]:
+    """What signals are called here: SIGTERM has another name once the driver is gone."""
+    names = dict(SIGNALS)
+    threading.Thread(target=_follow, args=(os.environ[DRIVER], names), daemon=True).start()
+    return names
+
+
+def _follow(lock: str, names: dict[int, str]) -> None:
+    with open(lock) as stream:
+        fcntl.flock(stream, fcntl.LOCK_SH)  # waits until the driver has let it go
+    names[signal.SIGTERM] = DRIVER_GONE
+    os.kill(os.getpid(), signal.SIGTERM)  # not SIGHUP, which a run under nohup ignores
+    time.sleep(LAST_S)
+    os._exit(1)
+
+
+def kill(process: subprocess.Popen) -> None:
+    """End a process and all below it; a notebook's kernel lives in a session of its own."""
+    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    process.kill()
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()
+    psutil.wait_procs(family, timeout=10)
+
+
+if __name__ == "__main__":  # the child that `call` starts
+    pkgutil.resolve_name(sys.argv[1])(spec_from(sys.argv[2]), *sys.argv[3:])

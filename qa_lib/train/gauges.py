@@ -1,0 +1,61 @@
+"""What a process sees of its steps beside their times: the norms of gradients, how long it waited, what it computed.
+
+All of it is kept without waiting for the device, and read when the run has been timed.
+"""
+
+import collections
+from collections.abc import Callable
+
+import torch
+
+from qa_lib.measure import goodput
+from qa_lib.measure.meter import elapsed
+from qa_lib.record import Noise
+
+KEPT = 100  # steps that a pipeline's bubble is measured over, the last
+FORGET = 1e-3  # weight of a step in the running means of gradient norms, as in AdaptDL
+
+
+class Gauges:
+    """What one process of a run has measured of its steps; `ranks` are the Ranks that own it.
+
+    `norms` are note_norms' running means, and `waits` the stopwatches of a pipeline: for each step its laps of
+    computing, and the whole. `overlap` is what measure/overlap.py has found, empty where nothing was asked.
+    """
+
+    def __init__(self, ranks):
+        self.ranks, self.overlap = ranks, {}
+        self.norms = torch.zeros(2, device=ranks.device)
+        self.waits = collections.deque(maxlen=KEPT)
+
+    def note_norms(self, own: torch.Tensor, mean: torch.Tensor) -> None:
+        """Keep for the gradient noise scale the square norms of the gradient of this process's part of a step and of
+        the whole step's (scalars): running means of the last 1 / FORGET steps."""
+        if self.ranks.parts > 1:
+            self.norms.lerp_(torch.stack([own, mean]), FORGET)
+
+    def noise(self, steps: int) -> Noise:
+        """What the norms of so many steps say (measure/goodput.py), empty where none were noted. All processes call
+        this together; it waits for the device."""
+        ranks = self.ranks
+        norms = ranks.mean(self.norms.clone()) * ranks.stages  # the square norms of a pipeline's stages add up
+        if not norms.any() or not norms.isfinite().all():
+            return Noise()
+        own, mean = (norms / (1 - (1 - FORGET) ** steps)).tolist()  # the running means began at 0
+        found = goodput.noise(own, mean, ranks.parts, ranks.batch // ranks.parts)
+        found.steps = steps
+        return found
+
+    def bubble(self) -> float | None:
+        """The share of the last KEPT steps in which this stage of a pipeline did not compute; waits for the device."""
+        steps = [(sum(map(elapsed, laps)), elapsed(step)) for laps, step in self.waits]
+        return 1 - sum(busy for busy, _ in steps) / sum(whole for _, whole in steps) if steps else None
+
+    def note_overlap(self, step: Callable[[], object]) -> None:
+        """Measure what communication costs a step, by some more of them, which all processes make together."""
+        from qa_lib.measure.overlap import overlap  # which imports pandas, and no other run needs it
+
+        waits, norms = self.waits.copy(), self.norms.clone()
+        self.overlap = overlap(step, self.ranks.device)
+        self.waits = waits
+        self.norms.copy_(norms)  # in place: a captured step writes there
