@@ -408,8 +408,8 @@ def resolve(
             f"most {size.batch_tokens or 'what the model takes'}"
         )
     if size.batch_tokens and size.batch_tokens % size.max_length:
-        shorter, longer = range(size.max_length, 0, -1), range(size.max_length, size.batch_tokens + 1)
-        below, above = (next(n for n in lengths if not size.batch_tokens % n) for lengths in (shorter, longer))
+        whole = [n for n in range(1, size.batch_tokens + 1) if size.batch_tokens % n == 0]
+        below, above = max(n for n in whole if n < size.max_length), min(n for n in whole if n > size.max_length)
         raise SpecError(
             f"features of {size.max_length} tokens do not make up the {size.batch_tokens:,} tokens of a step at scale "
             f"{scale!r}: take {below} or {above} tokens, or give --batch"

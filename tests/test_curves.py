@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from IPython.display import Image, Markdown
 
-from qa_lib.report import curves, readme
+from qa_lib.report import curves, gallery, readme
 from qa_lib.report.runs import NotMeasured, ReportError, load_runs, select
 from qa_lib.variants import VARIANTS, UnknownName
 from tests.test_figures import faults
@@ -118,6 +118,12 @@ def test_a_stride_may_differ_with_the_length_alone(profile):
     mixed.loc[mixed.index[0], "spec.scale.stride"] = 7
     with pytest.raises(ReportError, match=r"spec.scale.stride is"):
         select(mixed, GROUP)
+
+
+def test_the_figures_of_such_a_group_are_curves(profile, tmp_path):
+    drawn, not_drawn = gallery.pictures(profile.runs, tmp_path)
+    assert set(drawn) == {"memory_by_length", "memory_by_batch", "speed_by_batch"} and not not_drawn
+    assert drawn["memory_by_length"][0].startswith("From 128 to 512 tokens")
 
 
 def test_the_notebook_shows_the_committed_groups(monkeypatch):

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
@@ -35,6 +37,7 @@ from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.score.perplexity import total_nats, windows
 from qa_lib.spec import SCALES, TRAINER_OPTIMIZER, Machine, SpecError, find_shape, resolve
+from qa_lib.train.compilation import LossOf
 from qa_lib.variants import BASELINES, VARIANTS, find_family
 
 WIKITEXT = Path(__file__).resolve().parents[2] / "shared" / "wikitext"
@@ -352,6 +355,22 @@ def test_a_run_learns_and_leaves_a_whole_record(run, folder):
     assert quality["bits_per_byte"] == pytest.approx(quality["nats"] / math.log(2) / quality["bytes"])
     assert quality["token_perplexity"] < 30, "of 400 tokens that an untrained model thinks equally likely"
     assert entry["speed"]["tokens_per_s"] == entry["speed"]["real_tokens_per_s"] > 0
+
+
+def test_a_compiled_loss_has_no_gradient_of_logits():
+    """What enters the backward pass from outside: of the loss alone, or of the logits that a model returns as well."""
+    entering = []
+
+    def look(graph, _):
+        inputs = graph.graph.find_nodes(op="placeholder")
+        entering.append([tuple(node.meta["val"].shape) for node in inputs if node.name.startswith("tangents")])
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=look)
+    model, ids = model_of(short()), torch.arange(128).view(2, 64)
+    torch.compile(LossOf(model), backend=backend)(input_ids=ids, labels=ids).backward()
+    torch.compile(model, backend=backend)(input_ids=ids, labels=ids).loss.backward()
+    assert entering == [[()], [(), (2, 64, model.config.vocab_size)]]
 
 
 def test_a_model_that_has_diverged_ends_its_run_as_an_error(folder, tmp_path, monkeypatch):

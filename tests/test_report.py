@@ -17,7 +17,7 @@ import pytest
 from qa_lib import record
 from qa_lib.report import cards, claims, figures, gallery, publish, quality, sentences, tables, text
 from qa_lib.report import readme as front
-from qa_lib.report.runs import ReportError, load_runs, published, select
+from qa_lib.report.runs import ReportError, found_compiled, load_runs, published, select
 from qa_lib.spec import Machine, resolve
 from qa_lib.variants import VARIANTS
 
@@ -672,6 +672,21 @@ def test_the_notebook_runs_and_shows_the_figures_and_tables(runs, tmp_path):
     assert "A4 trains 2.00× as fast" in said
     assert "no backend named" in shown["systems"][1]["text/markdown"]
     assert (tmp_path / "out.ipynb").stat().st_size < 500_000
+
+
+def test_a_page_is_of_its_notebook_until_a_word_or_a_cell_of_that_changes(tmp_path):
+    notebook, page = ROOT / "notebooks" / "slides.ipynb", ROOT / publish.RENDERED[Path("notebooks/slides.ipynb")]
+    assert publish.is_page_of(page, notebook)
+    for change in (lambda cells: cells[0].update(source="Another"), lambda cells: cells.pop()):
+        changed = json.loads(notebook.read_text(encoding="utf-8"))
+        change(changed["cells"])
+        (tmp_path / "changed.ipynb").write_text(json.dumps(changed))
+        assert not publish.is_page_of(page, tmp_path / "changed.ipynb")
+
+
+def test_code_is_found_compiled_by_the_caches_word_or_in_no_time():
+    runs = pd.DataFrame({"time.compile_cached": [True, False, False, None], "time.compile_s": [20.0, 30.0, 0.1, None]})
+    assert found_compiled(runs).tolist() == [True, False, True, False]
 
 
 REPORT = ROOT / publish.RENDERED[Path("notebooks/report.ipynb")]

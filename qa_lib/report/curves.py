@@ -153,7 +153,7 @@ def fig_curve(runs: pd.DataFrame, table: pd.DataFrame, size: str, measure: str) 
     finding = (memory_finding if measure == "gib" else lead_finding)(part, size, where)
     figure = new_figure(("On a CPU: " if on_cpu(runs) else "") + finding, _note(runs, where), 4.6)
     axis = figure.subplots()
-    failing = [variant for variant in dict.fromkeys(part["variant"]) if part["oom"][part["variant"] == variant].any()]
+    failing = part.loc[part["oom"], "variant"].unique().tolist()
     band = 0.04 * (len(failing) + 1) if failing else 0.0  # of the axis' height, for what ran out of memory
     for number_of, (variant, row) in enumerate(part.groupby("variant", sort=False)):
         color = COLORBLIND[number_of % len(COLORBLIND)]

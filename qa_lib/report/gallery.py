@@ -97,9 +97,10 @@ def _drawn(runs: pd.DataFrame) -> Pictures:
     from qa_lib.report import curves, figures, scaling_figures, style
 
     drawn, not_drawn = {}, {}
-    kinds = figures.FIGURES | (scaling_figures.FIGURES if several(runs).any() else {})
     if runs["spec.scale.name"].iloc[0] in PROFILES:
         kinds = curves.FIGURES
+    else:
+        kinds = figures.FIGURES | (scaling_figures.FIGURES if several(runs).any() else {})
     for name, figure_of in kinds.items():
         try:
             figure = figure_of(runs)

@@ -154,11 +154,9 @@ def several(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
 
 def language(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
     """What the same techniques give on a language model, on the group's hardware."""
-    hardware = runs.loc[runs["group"] == group, "spec.hardware"]
-    found = runs[runs["spec.hardware"].isin(hardware) & (runs["spec.scale.name"] == "lm-bench")]
-    if found.empty:
+    own = sibling(runs, group, "lm-bench")
+    if own.empty:
         return say("readme.unknown", reason="no language model was timed on this hardware")
-    own = select(found, found["group"].iloc[0])
     lines = quality.largest_batch(summarise(own)).set_index("variant", drop=False)
     if absent := [name for name in LANGUAGE if name not in lines.index]:
         return say("readme.unknown", reason=f"{', '.join(absent)} have not been run")

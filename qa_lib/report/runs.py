@@ -199,8 +199,10 @@ def neighbours(runs: pd.DataFrame, group: str) -> pd.DataFrame:
 
 
 def sibling(runs: pd.DataFrame, group: str, scale: str) -> pd.DataFrame:
-    """The runs that count of the neighbours at another scale; without rows where there are none."""
-    found = neighbours(runs, group)
+    """The runs that count of a group's hardware at another scale, which may be of another task; without rows where
+    there are none."""
+    hardware = runs.loc[runs["group"] == group, "spec.hardware"]
+    found = runs[runs["spec.hardware"].isin(hardware)]
     found = found[(found["spec.scale.name"] == scale) & (found["spec.search"] == "")]
     return found if found.empty else select(found, found["group"].iloc[0])
 
