@@ -8,11 +8,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 if shutil.which("nvidia-smi") is None:  # read when Triton is imported, which libraries do on their own
     os.environ.setdefault("TRITON_INTERPRET", "1")
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup all that tests start would ignore it
+# What is ignored here, all that tests start would ignore: SIGHUP under nohup, Ctrl-C in the background of a shell and
+# in workers of pytest-xdist.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of several workers would wait for each other
-    # pytest-xdist lets its workers ignore Ctrl-C, and so would all that tests start.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
