@@ -22,7 +22,7 @@ from qa_lib import record
 from qa_lib.errors import CTRL_C, SIGNALS
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
-from qa_lib.run.process import DRIVER_GONE
+from qa_lib.run.process import DRIVER, DRIVER_GONE, child_env, plain_command
 from qa_lib.spec import Machine
 from tests.small import FIT, write_notebook
 
@@ -132,6 +132,16 @@ def test_a_run_whose_driver_was_killed_ends_and_says_so(verb, before, tmp_path):
         lab.wait_for(lambda: not lab.alive, 15)
         told = [(entry["status"], entry["error"]["message"]) for entry in lab.records()]
         assert told and set(told) == {("killed", f"stopped by {DRIVER_GONE}")}
+
+
+def test_a_run_whose_driver_went_before_it_began_says_so(tmp_path):
+    (spec,) = plan(["A1"], "smoke", machine=CPU)
+    lock = tmp_path / "lock"  # which nobody holds
+    lock.touch()
+    process = subprocess.run(plain_command(spec, tmp_path), env=child_env() | {DRIVER: str(lock)}, capture_output=True)
+    entry = record.read_record(tmp_path / spec.run_path)
+    assert process.returncode and entry["status"] == "killed"
+    assert entry["error"]["message"] == f"stopped by {DRIVER_GONE}"
 
 
 def test_ctrl_c_in_a_notebook_is_a_keyboard_interrupt_whose_record_says_killed(tmp_path):

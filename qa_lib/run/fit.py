@@ -29,7 +29,7 @@ from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.folder import check_tokenizer
 from qa_lib.record import Speed
 from qa_lib.run.plan import add_run_arguments, add_source_arguments, own_of, plan
-from qa_lib.run.process import SHARE, with_driver
+from qa_lib.run.process import SHARE, follow_driver, with_driver
 from qa_lib.run.tasks import TASKS
 from qa_lib.run.together import fault_path, fit_together
 from qa_lib.spec import Spec
@@ -118,6 +118,7 @@ def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
     with with_driver(), record.lock(run_dir):
         entry = record.new_record(spec, environment())
         try:
+            follow_driver()  # which may be gone already: only in here does the record say so
             record.write_record(run_dir, entry)
             yield entry
             _finish_whole(spec, run_dir, entry, say)

@@ -28,6 +28,7 @@ QUIET = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYDEVD_DISABLE
 DRIVER = "QA_LIB_DRIVER"  # an environment variable of a run that has a driver: a file that the driver has locked
 DRIVER_GONE = "SIGTERM (its driver is gone)"
 LAST_S = 3  # seconds that a run has to write its record once its driver is gone
+_names = dict(SIGNALS)  # what signals are called in this process: SIGTERM has another name once the driver is gone
 
 
 def call(function: str, spec: Spec, *words) -> list[str]:
@@ -71,25 +72,23 @@ def child_env(cards: tuple[int, ...] = (), shared: bool = False, threads: int | 
 
 
 def with_driver() -> contextlib.AbstractContextManager:
-    """Around the work of a run: where a driver started this process, it raises Stopped once that driver is gone. Nobody
-    would wait for the run any more, and it would hold the GPU."""
-    if DRIVER not in os.environ:
-        return contextlib.nullcontext()
-    return stoppable(_follow_driver())
+    """Around the work of a run: where a driver started this process, signals raise Stopped. `follow_driver` is to be
+    called inside."""
+    return stoppable(_names) if DRIVER in os.environ else contextlib.nullcontext()
 
 
 @cache  # one thread a process
-def _follow_driver() -> dict[int, str]:
-    """What signals are called here: SIGTERM has another name once the driver is gone."""
-    names = dict(SIGNALS)
-    threading.Thread(target=_follow, args=(os.environ[DRIVER], names), daemon=True).start()
-    return names
+def follow_driver() -> None:
+    """From now on SIGTERM comes once the driver that started this process, if one did, is gone. Nobody would wait for
+    the run any more, and it would hold the GPU."""
+    if DRIVER in os.environ:
+        threading.Thread(target=_follow, args=[os.environ[DRIVER]], daemon=True).start()
 
 
-def _follow(lock: str, names: dict[int, str]) -> None:
+def _follow(lock: str) -> None:
     with open(lock) as stream:
         fcntl.flock(stream, fcntl.LOCK_SH)  # waits until the driver has let it go
-    names[signal.SIGTERM] = DRIVER_GONE
+    _names[signal.SIGTERM] = DRIVER_GONE
     os.kill(os.getpid(), signal.SIGTERM)  # not SIGHUP, which a run under nohup ignores
     time.sleep(LAST_S)
     os._exit(1)

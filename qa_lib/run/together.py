@@ -30,7 +30,7 @@ from pathlib import Path
 
 from qa_lib import record
 from qa_lib.errors import UserError, stoppable, stopped_by
-from qa_lib.run.process import call, child_env, kill, with_driver
+from qa_lib.run.process import call, child_env, follow_driver, kill, with_driver
 from qa_lib.spec import Spec
 
 STOPPED = "killed"  # kind of the error of a run that a signal has stopped, as fit.recording writes it
@@ -65,6 +65,7 @@ def fit_together(spec: Spec, runs: str | Path, say=print) -> dict:
     reason = "its processes ended before the run did"
     try:
         with with_driver():
+            follow_driver()
             for line in process.stdout:
                 say(line.rstrip("\n"))
             process.wait()
