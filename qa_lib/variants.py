@@ -320,7 +320,7 @@ VARIANTS = dict(
         _row("E-lean", "E-moments", "GELU and norms are computed twice, and not kept.", checkpointing="elementwise"),
         _row("E-regions", "E-best", "A quick start: layers are compiled by threes, all as one.", compile="regions"),
         _row("E-fp8", "E-best", "Half of the products in 8-bit floats, where the chip has them.", feed_forward="fp8"),
-        _row("E-short", "E-best", "A kernel of our own: attention for segments of 180 tokens.", attention="short"),
+        _row("E-short", "E-regions", "A kernel of our own: attention for segments of 180 tokens.", attention="short"),
         _row(
             "E-recompute", "E-short", "Layers are computed twice, in a graph: hashes need no state.", checkpointing=True
         ),
