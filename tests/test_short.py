@@ -43,20 +43,21 @@ def drawn(lengths=LENGTHS, heads=2, width=16, dtype=torch.float32):
     return product.to(DEVICE, dtype), grad.to(DEVICE, dtype), ends.to(DEVICE), seed.to(DEVICE)
 
 
-def with_gradient(attention, product, grad):
-    """What `attention` makes of a product, and the product's gradient."""
+def with_gradients(attention, product, grad):
+    """What `attention` makes of a product, and the gradients of product and bias."""
     product = product.detach().requires_grad_()
-    output = attention(product)
-    return output.detach(), torch.autograd.grad(output, product, grad)[0]
+    bias = product.new_zeros(product[0].numel(), requires_grad=True)
+    output = attention(product, bias)
+    return output.detach(), *torch.autograd.grad(output, (product, bias), grad)
 
 
 def expected(product, grad, ends, seed, dropout):
-    return with_gradient(lambda p: short.reference(p, ends, seed, dropout, SCALE), product.double(), grad.double())
+    return with_gradients(lambda *p: short.reference(*p, ends, seed, dropout, SCALE), product.double(), grad.double())
 
 
 def by_kernel(product, grad, ends, seed, dropout, longest=None):
     longest = longest or int(ends.diff().max())
-    return with_gradient(lambda p: short._short(p, ends, seed, longest, dropout, SCALE)[0], product, grad)
+    return with_gradients(lambda *p: short._short(*p, ends, seed, longest, dropout, SCALE)[0], product, grad)
 
 
 def assert_close(found, wanted, error):
@@ -97,9 +98,9 @@ def test_keys_beyond_the_end_count_nothing_even_where_all_others_score_far_less_
 def test_the_operators_are_what_the_compiler_takes_them_for():
     product, _, ends, seed = drawn([20, 3])
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    library.opcheck(
-        short._short, (product.requires_grad_(), ends, seed, 64, 0.1, SCALE), test_utils=checks, atol=1e-5, rtol=1e-4
-    )
+    for bias in (None, torch.zeros(96, device=DEVICE, requires_grad=True)):
+        arguments = (product.requires_grad_(), bias, ends, seed, 64, 0.1, SCALE)
+        library.opcheck(short._short, arguments, test_utils=checks, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU captures no graph")
@@ -120,7 +121,7 @@ def test_without_dropout_the_reference_is_attention_within_segments():
     product, _, ends, seed = drawn()
     query, key, value = product.unbind(1)
     masked = KERNELS["blockmask"](query, key, value, Segments(ends, [65]), 0.0, SCALE)
-    assert torch.allclose(short.reference(product, ends, seed, 0.0, SCALE), masked, atol=1e-6)
+    assert torch.allclose(short.reference(product, None, ends, seed, 0.0, SCALE), masked, atol=1e-6)
 
 
 def kept(seed, heads=4, length=384, rate=0.1):
@@ -144,7 +145,7 @@ def test_dropped_shares_are_lost_and_the_others_grow():
     product = torch.zeros(16, 3, 1, 16)
     product[:, 2, 0] = torch.eye(16)
     ends, seed = torch.tensor([0, 16], dtype=torch.int32), torch.tensor(9, dtype=torch.int32)
-    shares = short.reference(product, ends, seed, 0.25, SCALE)[:, 0]
+    shares = short.reference(product, None, ends, seed, 0.25, SCALE)[:, 0]
     mask = short._dropout_mask(torch.arange(16, dtype=torch.int32), 1, seed, 0.25)[0]
     assert torch.allclose(shares, mask / 16 / 0.75)
     assert 0.6 < mask.float().mean() < 0.9

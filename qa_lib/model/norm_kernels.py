@@ -1,4 +1,5 @@
-"""The Triton kernels behind model/norms.py and model/gelu.py, which say what they compute and why.
+"""The Triton kernels behind model/norms.py and model/gelu.py, which say what they compute and why; and `add_up`, behind
+model/products.py.
 
 All tensors are contiguous: a product, its residual and their gradients [rows, WIDTH], bias, gamma and beta [WIDTH],
 statistics [2, rows], partial sums as the backward kernels say. The number of an element, for dropout, is its place in
@@ -14,7 +15,7 @@ from qa_lib.model.short_kernels import hashed
 FORWARD = {"ROWS": 4, "num_warps": 4}
 BACKWARD = {"ROWS": 1, "STAGES": 2, "num_warps": 4}
 GELU_BACKWARD = {"ROWS": 4, "COLUMNS": 512, "STAGES": 2, "num_warps": 4}
-ADD_UP = {"COLUMNS": 16, "num_warps": 4}
+ADD_UP = {"ROWS": 128, "COLUMNS": 16, "num_warps": 4}
 
 
 @triton.jit
@@ -130,10 +131,12 @@ def gelu_backward(
 
 
 @triton.jit
-def add_up(sums, total, programs, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of COLUMNS columns of `sums` [programs, WIDTH], of which there are BLOCK at most: the `total` [WIDTH]."""
+def add_up(sums, total, programs, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of COLUMNS columns of `sums` [programs, WIDTH], over ROWS rows at a time: the `total` [WIDTH]."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    program = tl.arange(0, BLOCK)[:, None]
     in_width = column < WIDTH
-    found = tl.load(sums + program * WIDTH + column, mask=(program < programs) & in_width, other=0.0)
+    found = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, programs, ROWS):
+        program = first + tl.arange(0, ROWS)[:, None]
+        found += tl.load(sums + program * WIDTH + column, mask=(program < programs) & in_width, other=0.0)
     tl.store(total + column, tl.sum(found, 0).to(total.dtype.element_ty), mask=in_width)

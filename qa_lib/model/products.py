@@ -1,17 +1,17 @@
-"""Matrix products that leave their bias to the kernel after them (rows E-norm and E-gelu).
+"""Matrix products that leave their bias to the kernel after them, or its gradient (rows E-short, E-norm, E-gelu).
 
-A bias costs next to nothing to add in a kernel that reads the product anyway. Its gradient is the trap: the sum of the
-product's gradient over all tokens, for which PyTorch and its compiler read that gradient once more. The kernel that
-writes the gradient has it in its registers, and can sum it there (model/norms.py, model/gelu.py): each of PROGRAMS
-sums the rows that it has, and a small kernel adds up what they found. None adds to another's, so that results are equal
-in every run.
+A bias costs next to nothing to add, in the product's own kernel or in one that reads the product anyway. Its gradient
+is the trap: the sum of the product's gradient over all tokens, for which PyTorch and its compiler read that gradient
+once more. The kernel that writes the gradient has it in its registers, and can sum it there (model/short.py,
+model/norms.py, model/gelu.py): each program sums the rows that it has, and a small kernel adds up what they found. None
+adds to another's, so that results are equal in every run.
 """
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-PROGRAMS = 264  # two for each multiprocessor of an H200
+PROGRAMS = 264  # of norms and GELU backward: two for each multiprocessor of an H200
 
 
 class Product(nn.Linear):
@@ -19,6 +19,13 @@ class Product(nn.Linear):
 
     def forward(self, x):
         return F.linear(x, self.weight)
+
+
+class BiasedProduct(nn.Linear):
+    """nn.Linear that adds its bias, whose gradient is left to the module around it."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias.detach())
 
 
 def linear_of(kind: type[nn.Linear], native: nn.Linear) -> nn.Linear:
@@ -34,7 +41,7 @@ def added_up(sums: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
 
     total = sums.new_empty(sums.shape[1:], dtype=kind)
     kernels.add_up[(-(-total.numel() // kernels.ADD_UP["COLUMNS"]),)](
-        sums, total, len(sums), WIDTH=total.numel(), BLOCK=power_of_2(len(sums)), **kernels.ADD_UP
+        sums, total, len(sums), WIDTH=total.numel(), **kernels.ADD_UP
     )
     return total
 

@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bert.modeling_bert import eager_attention_forward
 
 from qa_lib.model.encoders import encoder_of, layers_of
+from qa_lib.model.products import BiasedProduct
 
 
 class FusedSelfAttention(nn.Module):
@@ -48,6 +49,8 @@ class FusedSelfAttention(nn.Module):
         parts = product.transpose(1, 3).unbind(2)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.dropout.p if self.training else 0.0
+        if isinstance(self.qkv, BiasedProduct):
+            kwargs["bias"] = self.qkv.bias
         output, weights = attention(
             self, *parts, attention_mask, dropout=dropout, scaling=self.scaling, product=product, **kwargs
         )

@@ -14,7 +14,9 @@ more kernels clear, convert and copy. What is different here:
 - For output O with gradient dO and shares P of the scores' softmax, the gradient of the scores is
   P * (dP - rowsum(dO * O)), with dropout in dP. The row sums are left to PyTorch, whose compiler makes one small kernel
   of them; within ours, every block of keys would compute them again.
-- Query, key and value are one tensor, the fused projections' product, and so is their gradient: nothing is copied.
+- Query, key and value are one tensor, the fused projections' product, and so is their gradient: nothing is copied. Of
+  the gradient each program also leaves the sums over its tokens: added up, they are that of the projections' bias
+  (model/products.py).
 - Dropout's bits are a hash (model/dropout.py) of seed, head, query and key, computed again in the backward pass. The
   hash of seed, head and query seeds that of the keys. Tensor cores leave to one thread the keys j and j + 8 of every
   16, and these two share a hash of 32 bits. A rate is thus a multiple of 2^-16.
@@ -37,22 +39,27 @@ from qa_lib.errors import UserError
 from qa_lib.model.attention import attention_name, in_one, segment_of
 from qa_lib.model.dropout import HashDropout, hashed
 from qa_lib.model.encoders import encoder_of, layers_of
+from qa_lib.model.products import BiasedProduct, added_up, linear_of
+from qa_lib.model.projections import FusedSelfAttention
 
 NAME = attention_name("short")
 HALF = 2**16  # values of half a hash
 
 
-def short(product, segments, seed, dropout, scale):
+def short(product, bias, segments, seed, dropout, scale):
     """Attention [tokens, heads, width] within the Segments of a `product` [tokens, 3, heads, width], which has fewer
-    than 2^31 elements: query, key and value, whose width is a power of 2 and at least 16. `seed`, an int32 on the
-    device, decides what is dropped out."""
+    than 2^31 elements: query, key and value, whose width is a power of 2 and at least 16. `bias` [3 x heads x width],
+    or None, is in the product already, and gets its gradient here. `seed`, an int32 on the device, decides what is
+    dropped out."""
     if product.is_cuda:
-        return _short(product, segments.cu_seqlens, seed, max(segments.limits), dropout, scale)[0]
-    return reference(product, segments.cu_seqlens, seed, dropout, scale)
+        return _short(product, bias, segments.cu_seqlens, seed, max(segments.limits), dropout, scale)[0]
+    return reference(product, bias, segments.cu_seqlens, seed, dropout, scale)
 
 
-def reference(product, ends, seed, dropout, scale):
+def reference(product, bias, ends, seed, dropout, scale):
     """As `short` in plain PyTorch, with all scores [heads, tokens, tokens] in memory; `ends` are cu_seqlens."""
+    if bias is not None:
+        product = product + (bias - bias.detach()).view(product.shape[1:])  # 0, with a gradient
     query, key, value = product.permute(1, 2, 0, 3)
     segment = segment_of(ends, len(product))
     scores = (query @ key.mT * scale).masked_fill(segment[:, None] != segment, -torch.inf)
@@ -92,8 +99,9 @@ def _dropout_scale(dropout: float) -> float:
 # Operators of their own, which the compiler does not look into.
 @library.custom_op("qa_lib::short_attention", mutates_args=())
 def _short(
-    product: torch.Tensor, ends: torch.Tensor, seed: torch.Tensor, longest: int, dropout: float, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    product: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor, seed: torch.Tensor, longest: int,
+    dropout: float, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The output, and for each head and query the logarithm to base 2 of the sum of its exponentials."""
     from qa_lib.model import short_kernels as kernels  # Triton comes with the CUDA builds of PyTorch alone
 
@@ -107,7 +115,7 @@ def _short(
 
 
 @_short.register_fake
-def _(product, ends, seed, longest, dropout, scale):
+def _(product, *_):
     tokens, _, heads, width = product.shape
     return product.new_empty(tokens, heads, width), product.new_empty(heads, tokens, dtype=torch.float32)
 
@@ -115,51 +123,60 @@ def _(product, ends, seed, longest, dropout, scale):
 @library.custom_op("qa_lib::short_attention_backward", mutates_args=())
 def _short_backward(
     grad: torch.Tensor, product: torch.Tensor, row_sums: torch.Tensor, logsumexp: torch.Tensor, ends: torch.Tensor,
-    seed: torch.Tensor, longest: int, dropout: float, scale: float,
-) -> torch.Tensor:  # fmt: skip
-    """The gradient of `product`."""
+    seed: torch.Tensor, longest: int, dropout: float, scale: float, biased: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The gradients of `product` and of the bias in it, which is empty where there is none."""
     from qa_lib.model import short_kernels as kernels
 
     tokens, _, heads, width = product.shape
+    blocks, segments = -(-longest // kernels.BACKWARD["BLOCK"]), len(ends) - 1
     product_grad = product.new_empty(product.shape)
-    kernels.attention_short_backward[(-(-longest // kernels.BACKWARD["BLOCK"]), heads, len(ends) - 1)](
-        grad.contiguous(), product.contiguous(), row_sums.contiguous(), logsumexp, ends, seed, product_grad, tokens,
-        scale, _threshold(dropout), _dropout_scale(dropout), HEADS=heads, WIDTH=width, DROPS=dropout > 0,
-        **kernels.BACKWARD,
+    sums = product.new_empty(segments * blocks, _width_of_bias(product, biased), dtype=torch.float32)
+    kernels.attention_short_backward[(blocks, heads, segments)](
+        grad.contiguous(), product.contiguous(), row_sums.contiguous(), logsumexp, ends, seed, product_grad, sums,
+        tokens, scale, _threshold(dropout), _dropout_scale(dropout), HEADS=heads, WIDTH=width, DROPS=dropout > 0,
+        SUMS=biased, **kernels.BACKWARD,
     )  # fmt: skip
-    return product_grad
+    return product_grad, added_up(sums, product.dtype) if biased else product.new_empty(0)
 
 
 @_short_backward.register_fake
-def _(grad, product, *_):
-    return product.new_empty(product.shape)
+def _(grad, product, *others):
+    return product.new_empty(product.shape), product.new_empty(_width_of_bias(product, others[-1]))
+
+
+def _width_of_bias(product, biased: bool) -> int:
+    return product[0].numel() if biased else 0
 
 
 def _save_for_backward(ctx, inputs, output):
-    product, ends, seed, *ctx.options = inputs
+    product, _, ends, seed, *ctx.options = inputs
     ctx.save_for_backward(product, *output, ends, seed)
 
 
 def _differentiate(ctx, grad, _):
     product, output, logsumexp, ends, seed = ctx.saved_tensors
     row_sums = (grad.float() * output.float()).sum(-1).T.contiguous()
-    return _short_backward(grad, product, row_sums, logsumexp, ends, seed, *ctx.options), *(None,) * 5
+    biased = ctx.needs_input_grad[1]
+    product_grad, bias_grad = _short_backward(grad, product, row_sums, logsumexp, ends, seed, *ctx.options, biased)
+    return product_grad, bias_grad if biased else None, *(None,) * 5
 
 
 _short.register_autograd(_differentiate, setup_context=_save_for_backward)
 
 
 def attention(
-    module, query, key, value, attention_mask, dropout=0.0, scaling=None, segments=None, product=None, **kwargs
-):
+    module, query, key, value, attention_mask, dropout=0.0, scaling=None, segments=None, product=None, bias=None,
+    **kwargs,
+):  # fmt: skip
     """An attention function of transformers for modules whose `dropout` is a HashDropout, as those of attention.py are;
-    separate projections, which come without their `product`, are copied into one."""
+    separate projections, which come without their `product`, are copied into one. The `bias` is as `short` takes it."""
     if segments is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     product = in_one(query, key, value, product)
-    return short(product, segments, module.dropout.seed, dropout, scaling)[None], None
+    return short(product, bias, segments, module.dropout.seed, dropout, scaling)[None], None
 
 
 AttentionInterface.register(NAME, attention)
@@ -167,11 +184,13 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def use_short_attention(model: nn.Module) -> None:
-    """Give the attention of every layer a seed for its dropout, in place, which dropout.renew draws anew. Raises
-    UserError for heads of a width that the kernel does not take."""
+    """Give the attention of every layer a seed for its dropout, in place, which dropout.renew draws anew, and leave it
+    the gradient of fused projections' bias. Raises UserError for heads of a width that the kernel does not take."""
     width = model.config.hidden_size // model.config.num_attention_heads
     if width < 16 or width & (width - 1):
         raise UserError(f"attention 'short' takes heads as wide as a power of 2, 16 or more, and not {width}")
     for layer in layers_of(model):
         owner = layer.get_submodule(encoder_of(model).self_attention)
         owner.dropout = HashDropout(owner.dropout.p)
+        if isinstance(owner, FusedSelfAttention):
+            owner.qkv = linear_of(BiasedProduct, owner.qkv)

@@ -3,7 +3,8 @@
 A program has one block of tokens of one head of one segment. Grids are (blocks, heads, segments), for as many blocks
 as the longest segment may have; a program beyond its segment's end leaves at once. Pointers are those of contiguous
 tensors: product and its gradient [tokens, 3, HEADS, WIDTH], query, key and value beside each other; output and its
-gradient [tokens, HEADS, WIDTH]; logsumexp and row_sums [HEADS, tokens]; ends [segments + 1].
+gradient [tokens, HEADS, WIDTH]; logsumexp and row_sums [HEADS, tokens]; ends [segments + 1]; sums [segments, blocks, 3,
+HEADS, WIDTH].
 """
 
 import triton
@@ -103,19 +104,24 @@ def attention_short_forward(
 
 @triton.jit(do_not_specialize=["threshold"])
 def attention_short_backward(
-    grad, product, row_sums, logsumexp, ends, seed, product_grad, tokens, scale, threshold, keeps,
+    grad, product, row_sums, logsumexp, ends, seed, product_grad, sums, tokens, scale, threshold, keeps,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, DROPS: tl.constexpr,
+    SUMS: tl.constexpr,
 ):  # fmt: skip
     """Of BLOCK tokens: the gradients of their keys and values, over STEP queries at a time, and then those of their
-    queries, over STEP keys at a time."""
+    queries, over STEP keys at a time; and, where SUMS says so, the sums of each over the tokens, in `sums`."""
     block, head, begin, length = task_of(ends)
-    if block * BLOCK >= length:
-        return
     STRIDE: tl.constexpr = 3 * HEADS * WIDTH
     PART: tl.constexpr = HEADS * WIDTH
+    width = tl.arange(0, WIDTH)
+    sums_at = sums + (tl.program_id(2) * tl.num_programs(0) + block) * STRIDE + head * WIDTH + width
+    if block * BLOCK >= length:
+        if SUMS:
+            for part in tl.static_range(3):
+                tl.store(sums_at + part * PART, tl.zeros([WIDTH], tl.float32))
+        return
     own = block * BLOCK + tl.arange(0, BLOCK)
     others = tl.arange(0, STEP)
-    width = tl.arange(0, WIDTH)
     inside = own < length
     base2 = scale * 1.4426950408889634
     here = product + begin * STRIDE + head * WIDTH
@@ -152,8 +158,12 @@ def attention_short_backward(
         key_grad = tl.dot(score_grad.to(query.dtype), query, key_grad, input_precision="ieee")
     out_at = product_grad + begin * STRIDE + head * WIDTH + own[:, None] * STRIDE + width
     kind = product_grad.dtype.element_ty
-    tl.store(out_at + PART, (key_grad * scale).to(kind), mask=inside[:, None])
+    key_grad *= scale
+    tl.store(out_at + PART, key_grad.to(kind), mask=inside[:, None])
     tl.store(out_at + 2 * PART, value_grad.to(kind), mask=inside[:, None])
+    if SUMS:  # keys and values beyond the end have gradients here, which are not stored
+        tl.store(sums_at + PART, tl.sum(tl.where(inside[:, None], key_grad, 0.0), 0))
+        tl.store(sums_at + 2 * PART, tl.sum(tl.where(inside[:, None], value_grad, 0.0), 0))
 
     # And here [queries, keys].
     own_query = tl.load(own_at, mask=inside[:, None], other=0.0)
@@ -173,4 +183,7 @@ def attention_short_backward(
             share_grad *= factors(rows[:, None], first, number[None, :], shift[None, :], threshold, keeps)
         score_grad = shares * (share_grad - own_row_sum[:, None])
         query_grad = tl.dot(score_grad.to(other_key.dtype), other_key, query_grad, input_precision="ieee")
-    tl.store(out_at, (query_grad * scale).to(kind), mask=inside[:, None])
+    query_grad *= scale
+    tl.store(out_at, query_grad.to(kind), mask=inside[:, None])
+    if SUMS:
+        tl.store(sums_at, tl.sum(tl.where(inside[:, None], query_grad, 0.0), 0))
