@@ -193,7 +193,7 @@ CONFLICTS = (
     (("parallel", "ddp*|fsdp"), ("step", "graph"), "their hooks wait on the host, which a graph has not"),
     (("parallel", "fsdp"), ("compile", "!none"), "its layers gather their weights between the compiler's graphs"),
     (("parallel", "*sharded|fsdp|tensor"), ("optimizer", "adamw8bit"), "8-bit moments come in blocks of whole tensors"),
-    (("parallel", "fsdp"), ("optimizer", "master*"), "the compiled update takes whole tensors"),
+    (("parallel", "fsdp"), ("optimizer", "master*"), "the kernel of the update takes whole tensors"),
     (("schedule", "!gpipe"), ("parallel", "!pipeline"), "a schedule is a pipeline's order"),
     (("parallel", "pipeline"), ("padding", "!packed"), "its stages hand on packed rows, which are all of one shape"),
     (("parallel", "pipeline"), ("precision", "fp16"), "GradScaler scales the loss, which the last stage alone has"),

@@ -22,7 +22,7 @@ from qa_lib.model.build import build_model
 from qa_lib.model.dropout import HashDropout
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
-from qa_lib.train import loop, masters
+from qa_lib.train import loop
 from qa_lib.train.checkpoint import digest_of
 from qa_lib.train.engine import train
 from qa_lib.train.optim import clip
@@ -32,7 +32,6 @@ from tests.tiny import StopAfter
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
 DEVICE = torch.device("cpu")
-masters._update = masters._update._torchdynamo_orig_callable  # Inductor takes seconds
 
 
 def spec_of(case: dict):

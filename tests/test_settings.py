@@ -29,7 +29,7 @@ from qa_lib.model.projections import FusedSelfAttention
 from qa_lib.model.quantize import is_rounding
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, adjust, missing
-from qa_lib.train import engine, loop, masters, overlapped, parallel, pipeline, sharded, tensor, trainer
+from qa_lib.train import engine, loop, overlapped, parallel, pipeline, sharded, tensor, trainer
 from qa_lib.train.masters import MasterAdamW
 from qa_lib.variants import CONFLICTS, VARIANTS, Settings, SpecError, choices
 
@@ -108,9 +108,6 @@ class Seen:
             return train_(trainer)
 
         monkeypatch.setattr(torch, "compile", spy_compile)
-        monkeypatch.setattr(
-            masters, "_update", getattr(masters._update, "_torchdynamo_orig_callable", masters._update)
-        )  # Inductor takes seconds
         monkeypatch.setattr(Trainer, "train", spy_train)
         self.shared = self._noted_sharing(monkeypatch)
         for name, module in (("loop", loop), ("trainer", trainer)):

@@ -17,7 +17,6 @@ from qa_lib.measure.meter import Meter
 from qa_lib.model.build import build_model
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
-from qa_lib.train import masters
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.compilation import compiled, start_compilers
 from qa_lib.train.loop import train
@@ -142,8 +141,6 @@ def test_resume_is_exact_from_any_checkpoint(variant, features, tmp_path, monkey
     if spec.asked.half_weights:  # a CPU would adjust it away, but can do it
         half = dataclasses.replace(spec.settings, optimizer=spec.asked.optimizer, precision=spec.asked.precision)
         spec = dataclasses.replace(spec, settings=half)
-        # test_parallel, in the same process, may have done so for good.
-        monkeypatch.setattr(masters, "_update", getattr(masters._update, "_torchdynamo_orig_callable", masters._update))
     if spec.settings.compile != "none":  # the compiler is not what is tested here, and takes a minute
         spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, compile="none"))
     whole = weights(trained(spec, features, tmp_path / "whole")[0])

@@ -15,8 +15,8 @@ then stand for 65,537 masters, one more than 16 bits can tell apart.
 **fp16 is not the upper half of fp32**: it has 3 more bits of mantissa and 3 fewer of exponent. Its rest is what the
 weight's rounding has left, in fp16 as well and times 2^11, by which it is smaller than the weight. Both together have
 22 bits of mantissa, where fp32 has 24. Gradients in fp16 keep the scale of the loss (train/precision.py), since without
-it the small ones would be lost; they are divided by it here. Where it was too large, the update writes back what it has
-read, since a captured step cannot leave a kernel out.
+it the small ones would be lost; they are divided by it here. Where it was too large, nothing may change: a captured
+step cannot leave a kernel out, but the kernel's programs can end at once.
 
 **Moments in bf16** (row E-moments) take stochastic rounding. A step keeps 999 parts in 1,000 of the second moment, and
 no two numbers of bf16 are that close: rounded to nearest, the moment would never fall, and only gradients about twice
@@ -26,11 +26,12 @@ of step and of the element's number in the optimizer, as dropout's are (model/dr
 step rounds anew in each replay, and processes that make the same update agree.
 
 An optimizer's step does little arithmetic on much memory. Written plainly it runs some ten kernels, each of which reads
-and writes every parameter; compiled, it is one pass. It moves 26 bytes a parameter: 2 of gradient, 4 of weight, 4 of
-rest and 16 of moments. With moments in bf16, which are 8, it moves 18. The norm of the gradients reads 2 more.
+and writes every parameter. On a GPU it is one pass, by a Triton kernel of our own that takes many tensors in a call, as
+PyTorch's fused AdamW does (train/master_kernels.py). It moves 26 bytes a parameter: 2 of gradient, 4 of weight, 4 of
+rest and 16 of moments. With moments in bf16, which are 8, it moves 18. The norm of the gradients reads 2 more. The
+compiler makes the same pass out of the plain one, but of some hundred tensors it has to look at each: that took more
+seconds than all of the model. The plain one is what runs on a CPU, and what the tests hold the kernel to.
 """
-
-from collections import Counter
 
 import torch
 
@@ -47,7 +48,7 @@ class MasterAdamW(torch.optim.Optimizer):
     A master begins as the parameter is when the optimizer is made, so with the bits that a cast to half precision has
     left. Nothing waits for the device: rate and step count are tensors on it. Gradients are taken as if clipped to the
     norm `max_norm`, which saves clip_grad_norm_ its pass over them. `moments` is the type of both, fp32 or bf16.
-    Raises TypeError for parameters that are in neither bf16 nor fp16.
+    Raises TypeError for parameters that are in neither bf16 nor fp16, ValueError for one that is not contiguous.
     """
 
     # What GradScaler hands to an optimizer that says so (optim.unscale): the scale that is on the gradients, and more
@@ -67,6 +68,8 @@ class MasterAdamW(torch.optim.Optimizer):
                     raise TypeError(
                         f"masters are of parameters in half precision, and there is one of {parameter.dtype}"
                     )
+                if not parameter.is_contiguous():
+                    raise ValueError(f"masters are of contiguous parameters, and one of {parameter.shape} is not")
                 self.state[parameter] = {
                     "rest": torch.zeros_like(parameter, dtype=RESTS[parameter.dtype]),
                     "exp_avg": torch.zeros_like(parameter, dtype=moments),
@@ -81,49 +84,55 @@ class MasterAdamW(torch.optim.Optimizer):
     def step(self, closure=None) -> None:
         """One update of every parameter that has a gradient."""
         every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norms = torch._foreach_norm([p.grad for p in every], 2, dtype=torch.float32)
-        norm = self.across(torch.stack(norms).norm())
+        norm_of = _norm_by_kernel if every[0].is_cuda else _norm
+        norm = self.across(norm_of([p.grad.contiguous() for p in every]))
         steps, skip = [self.state[p]["step"] for p in every], None
         if self.grad_scale is None:
             factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)  # as in clip_grad_norm_
             torch._foreach_add_(steps, 1)
         else:
             factor = (self.max_norm / (norm / self.grad_scale + 1e-6)).clamp(max=1.0) / self.grad_scale
-            skip = self.found_inf > 0
+            skip = self.found_inf
             # A tensor each: of one for all, PyTorch asks the device for its value, which a capture forbids.
-            torch._foreach_add_(steps, [1.0 - skip.float()] * len(steps))
+            torch._foreach_add_(steps, [1.0 - (skip > 0).float()] * len(steps))
         step = steps[0]  # all parameters are updated in every step
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
-            # Here, since the compiler would compute these powers for every element.
             size, growth = group["lr"] / (1 - torch.pow(beta1, step)), 1 / (1 - torch.pow(beta2, step))
-            for parameters in bundles([p for p in group["params"] if p.grad is not None]):
-                columns = [
-                    [self.state[p][name] for p in parameters] for name in ("rest", "exp_avg", "exp_avg_sq", "first")
-                ]
-                gradients = [p.grad for p in parameters]
-                _update(parameters, gradients, *columns, step, factor, size, growth, beta1, beta2, group["eps"], skip)
+            parameters = [p for p in group["params"] if p.grad is not None]
+            gradients = [p.grad.contiguous() for p in parameters]
+            columns = [[self.state[p][name] for p in parameters] for name in ("rest", "exp_avg", "exp_avg_sq", "first")]
+            run = _update_by_kernel if step.is_cuda else update
+            run(parameters, gradients, *columns, step, factor, size, growth, beta1, beta2, group["eps"], skip)
 
 
-def bundles(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The parameters in lists, each updated by one call: as many lists as the model has layers.
+def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The norm of all elements of some tensors, in fp32."""
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).norm()
 
-    Those of one shape are dealt out evenly, and what is left over goes into the first list. The others are then alike
-    in their shapes, and what the compiler makes of one serves them all: it has two layers' parameters to look at.
-    """
-    alike, elements = {}, Counter()
-    for parameter in parameters:
-        alike.setdefault(parameter.shape, []).append(parameter)
-    for shape, same in alike.items():
-        elements[len(same)] += len(same) * shape.numel() * (len(same) > 1)
-    # There are as many layers as most elements have tensors of their shape.
-    lists = [[] for _ in range(max(elements, key=elements.get))]
-    for same in alike.values():
-        extra = len(same) % len(lists)
-        lists[0] += same[:extra]
-        for number, bundle in enumerate(lists):
-            bundle += same[extra + number :: len(lists)]
-    return lists
+
+def _norm_by_kernel(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """As `_norm`, of tensors of one type."""
+    from qa_lib.train import master_kernels as kernels  # Triton comes with the CUDA builds of PyTorch alone
+
+    calls = list(_calls(tensors))
+    programs = [sum(-(-size // kernels.NORM["BLOCK"]) for size in sizes) for _, sizes in calls]
+    sums = tensors[0].new_empty(sum(programs), dtype=torch.float32)
+    for ((part,), sizes), own in zip(calls, sums.split(programs), strict=True):
+        kernels.square_sums[(len(own),)](part, sizes, own, COUNT=len(sizes), **kernels.NORM)
+    return sums.sum().sqrt()
+
+
+def _calls(*columns: list[torch.Tensor]):
+    """What the kernels take in each call: as many tuples as there are columns, whose tensors belong together, and the
+    sizes of the tensors. Large ones come first: the compiler reads 16 bytes at a time where all sizes of a call allow
+    it."""
+    from qa_lib.train.master_kernels import COUNT
+
+    rows = sorted(zip(*columns, strict=True), key=lambda row: -row[0].numel())
+    for begin in range(0, len(rows), COUNT):
+        call = rows[begin : begin + COUNT]
+        yield tuple(zip(*call, strict=True)), tuple(row[0].numel() for row in call)
 
 
 RESTS = {torch.bfloat16: torch.int16, torch.float16: torch.float16}  # the type of a weight's rest
@@ -140,24 +149,17 @@ def masters(parameters: list[torch.Tensor], rests: list[torch.Tensor]) -> list[t
 def halves(masters: list[torch.Tensor], dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """fp32 masters as their roundings to half precision, in fp32 still, and the rests."""
     if dtype == torch.float16:
-        weights = [nearest_fp16(master) for master in masters]
+        weights = [master.half().float() for master in masters]
         return weights, [(m - weight) * FINER for m, weight in zip(masters, weights, strict=True)]
     weights = [upper(master, 0x8000) for master in masters]
     return weights, [m.view(torch.int32) - weight.view(torch.int32) for m, weight in zip(masters, weights, strict=True)]
 
 
-def upper(value: torch.Tensor, addend: int | torch.Tensor, lower: int = 16) -> torch.Tensor:
-    """An fp32 tensor with `addend` added to its bits and the `lower` ones of these then cut off, by default so that it
-    fits bf16. Half of what these bits can count rounds to nearest, a random addend stochastically."""
-    cut = ((value.view(torch.int32) + addend) & -(1 << lower)).view(torch.float32)
+def upper(value: torch.Tensor, addend: int | torch.Tensor) -> torch.Tensor:
+    """An fp32 tensor with `addend` added to its bits and the lower 16 of these then cut off, so that it fits bf16. Half
+    of what 16 bits can count rounds to nearest, a random addend stochastically."""
+    cut = ((value.view(torch.int32) + addend) & -(1 << 16)).view(torch.float32)
     return torch.where(value.isnan(), value, cut)  # the sum turns the NaN that GPUs make into zero
-
-
-def nearest_fp16(value: torch.Tensor) -> torch.Tensor:
-    """An fp32 tensor rounded to numbers of fp16, below 65,520. Not by a cast, which Inductor leaves out between two
-    operations of one kernel."""
-    # fp16's numbers below 2^-14 are 2^-24 apart, as fp32's are around 3/4.
-    return torch.where(value.abs() < 2**-14, (value + 0.75) - 0.75, upper(value, 0x1000, 13))
 
 
 def random_bits(values: list[torch.Tensor], firsts: list[torch.Tensor], step: torch.Tensor) -> list[torch.Tensor]:
@@ -168,10 +170,11 @@ def random_bits(values: list[torch.Tensor], firsts: list[torch.Tensor], step: to
     return [hashed(first + span, seed) for first, span in zip(firsts, spans, strict=True)]
 
 
-@torch.compile(dynamic=False, fullgraph=True)
-def _update(
+def update(
     parameters, gradients, rests, means, squares, firsts, step, factor, size, growth, beta1, beta2, eps, skip
 ) -> None:
+    """AdamW on lists of tensors, in place, for gradients times `factor`. `size` is the rate over the correction of the
+    means, `growth` one over that of the squares. Where `skip` is a number other than 0, nothing changes."""
     gradients = [g.float() * factor for g in gradients]
     new_means = torch._foreach_lerp([m.float() for m in means], gradients, 1 - beta1)
     new_squares = torch._foreach_mul([s.float() for s in squares], beta2)
@@ -186,5 +189,19 @@ def _update(
     weights, new_rests = halves(new_masters, parameters[0].dtype)
     for old, new in ((means, new_means), (squares, new_squares), (rests, new_rests), (parameters, weights)):
         if skip is not None:
-            new = [torch.where(skip, a, b) for a, b in zip(old, new, strict=True)]
+            new = [torch.where(skip != 0, a, b) for a, b in zip(old, new, strict=True)]
         torch._foreach_copy_(old, new)
+
+
+def _update_by_kernel(
+    parameters, gradients, rests, means, squares, firsts, step, factor, size, growth, beta1, beta2, eps, skip
+) -> None:
+    """As `update`."""
+    from qa_lib.train import master_kernels as kernels
+
+    for columns, sizes in _calls(parameters, gradients, rests, means, squares, firsts):
+        programs = sum(-(-size // kernels.UPDATE["BLOCK"]) for size in sizes)
+        kernels.adamw[(programs,)](
+            *columns, sizes, step, factor, size, growth, step if skip is None else skip, BETA1=beta1, BETA2=beta2,
+            EPS=eps, FINER=FINER, GOLDEN=GOLDEN, SKIPS=skip is not None, COUNT=len(sizes), **kernels.UPDATE,
+        )  # fmt: skip
