@@ -17,10 +17,11 @@ by five times as much, but for values near 0. The usual approximation by tanh (`
 """
 
 import torch
-from torch import library, nn
+from torch import nn
 from transformers.activations import GELUActivation
 
 from qa_lib.errors import UserError
+from qa_lib.model.ahead import operator, start
 from qa_lib.model.encoders import encoder_of, layers_of
 from qa_lib.model.products import PROGRAMS, Product, added_up, linear_of
 
@@ -75,7 +76,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 # An operator of its own, which the compiler does not look into.
-@library.custom_op("qa_lib::gelu_backward", mutates_args=())
+@operator("qa_lib::gelu_backward")
 def _gelu_backward(grad: torch.Tensor, product: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of product and bias."""
     from qa_lib.model import norm_kernels as kernels  # Triton comes with the CUDA builds of PyTorch alone
@@ -84,16 +85,11 @@ def _gelu_backward(grad: torch.Tensor, product: torch.Tensor, bias: torch.Tensor
     rows = product.numel() // width
     product_grad = product.new_empty(product.shape)
     sums = product.new_empty(min(rows, PROGRAMS), width, dtype=torch.float32)
-    kernels.gelu_backward[(len(sums), -(-width // kernels.GELU_BACKWARD["COLUMNS"]))](
-        grad.contiguous(), product.contiguous(), bias, product_grad, sums, rows, *TERMS, LAST,
-        WIDTH=width, **kernels.GELU_BACKWARD,
+    start(
+        kernels.gelu_backward, (len(sums), -(-width // kernels.GELU_BACKWARD["COLUMNS"])), grad.contiguous(),
+        product.contiguous(), bias, product_grad, sums, rows, *TERMS, LAST, WIDTH=width, **kernels.GELU_BACKWARD,
     )  # fmt: skip
     return product_grad, added_up(sums, bias.dtype)
-
-
-@_gelu_backward.register_fake
-def _(grad, product, bias):
-    return product.new_empty(product.shape), bias.new_empty(bias.shape)
 
 
 def _share(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

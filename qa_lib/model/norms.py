@@ -18,10 +18,11 @@ On a CPU plain PyTorch takes the place of the kernels, and is what the tests hol
 """
 
 import torch
-from torch import library, nn
+from torch import nn
 from torch.nn import functional as F
 
 from qa_lib.errors import UserError
+from qa_lib.model.ahead import operator, start
 from qa_lib.model.dropout import dropped, threshold_of
 from qa_lib.model.encoders import encoder_of, layers_of
 from qa_lib.model.products import PROGRAMS, Product, added_up, linear_of, power_of_2
@@ -53,7 +54,7 @@ def _normed(*arguments):
 
 
 # Operators of their own, which the compiler does not look into.
-@library.custom_op("qa_lib::norm", mutates_args=())
+@operator("qa_lib::norm")
 def _norm(
     product: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor,
     seed: torch.Tensor, dropout: float, eps: float,
@@ -63,20 +64,15 @@ def _norm(
 
     width, rows = _sizes(product)
     output, statistics = residual.new_empty(residual.shape), product.new_empty(2, rows, dtype=torch.float32)
-    kernels.norm_forward[(-(-rows // kernels.FORWARD["ROWS"]),)](
-        product.contiguous(), bias, residual.contiguous(), gamma, beta, seed, output, statistics, rows, eps,
-        threshold_of(dropout), 1 / (1 - dropout), WIDTH=width, BLOCK=power_of_2(width), DROPS=dropout > 0,
-        **kernels.FORWARD,
+    start(
+        kernels.norm_forward, (-(-rows // kernels.FORWARD["ROWS"]),), product.contiguous(), bias,
+        residual.contiguous(), gamma, beta, seed, output, statistics, rows, eps, threshold_of(dropout),
+        1 / (1 - dropout), WIDTH=width, BLOCK=power_of_2(width), DROPS=dropout > 0, **kernels.FORWARD,
     )  # fmt: skip
     return output, statistics
 
 
-@_norm.register_fake
-def _(product, bias, residual, *_):
-    return residual.new_empty(residual.shape), product.new_empty(2, _sizes(product)[1], dtype=torch.float32)
-
-
-@library.custom_op("qa_lib::norm_backward", mutates_args=())
+@operator("qa_lib::norm_backward")
 def _norm_backward(
     grad: torch.Tensor, other: torch.Tensor | None, product: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor,
     gamma: torch.Tensor, seed: torch.Tensor, statistics: torch.Tensor, dropout: float,
@@ -88,18 +84,13 @@ def _norm_backward(
     width, rows = _sizes(product)
     product_grad, residual_grad = product.new_empty(product.shape), residual.new_empty(residual.shape)
     sums = product.new_empty(min(rows, PROGRAMS), 3, width, dtype=torch.float32)
-    kernels.norm_backward[(len(sums),)](
-        grad.contiguous(), None if other is None else other.contiguous(), product.contiguous(), bias,
-        residual.contiguous(), gamma, seed, statistics, product_grad, residual_grad, sums, rows, threshold_of(dropout),
-        1 / (1 - dropout), WIDTH=width, BLOCK=power_of_2(width), ADDS=other is not None, DROPS=dropout > 0,
-        **kernels.BACKWARD,
+    start(
+        kernels.norm_backward, (len(sums),), grad.contiguous(), None if other is None else other.contiguous(),
+        product.contiguous(), bias, residual.contiguous(), gamma, seed, statistics, product_grad, residual_grad, sums,
+        rows, threshold_of(dropout), 1 / (1 - dropout), WIDTH=width, BLOCK=power_of_2(width), ADDS=other is not None,
+        DROPS=dropout > 0, **kernels.BACKWARD,
     )  # fmt: skip
     return product_grad, residual_grad, added_up(sums, bias.dtype)
-
-
-@_norm_backward.register_fake
-def _(grad, other, product, bias, residual, *_):
-    return product.new_empty(product.shape), residual.new_empty(residual.shape), bias.new_empty(3, len(bias))
 
 
 def _keep(ctx, inputs, output):

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from qa_lib.model.ahead import start
+
 PROGRAMS = 264  # of norms and GELU backward: two for each multiprocessor of an H200
 
 
@@ -40,9 +42,8 @@ def added_up(sums: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
     from qa_lib.model import norm_kernels as kernels  # Triton comes with the CUDA builds of PyTorch alone
 
     total = sums.new_empty(sums.shape[1:], dtype=kind)
-    kernels.add_up[(-(-total.numel() // kernels.ADD_UP["COLUMNS"]),)](
-        sums, total, len(sums), WIDTH=total.numel(), **kernels.ADD_UP
-    )
+    grid = (-(-total.numel() // kernels.ADD_UP["COLUMNS"]),)
+    start(kernels.add_up, grid, sums, total, len(sums), WIDTH=total.numel(), **kernels.ADD_UP)
     return total
 
 

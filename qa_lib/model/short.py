@@ -30,12 +30,13 @@ hold the kernel to.
 import math
 
 import torch
-from torch import library, nn
+from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from qa_lib.errors import UserError
+from qa_lib.model.ahead import operator, start
 from qa_lib.model.attention import attention_name, in_one, segment_of
 from qa_lib.model.dropout import HashDropout, hashed
 from qa_lib.model.encoders import encoder_of, layers_of
@@ -97,7 +98,7 @@ def _dropout_scale(dropout: float) -> float:
 
 
 # Operators of their own, which the compiler does not look into.
-@library.custom_op("qa_lib::short_attention", mutates_args=())
+@operator("qa_lib::short_attention")
 def _short(
     product: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor, seed: torch.Tensor, longest: int,
     dropout: float, scale: float,
@@ -107,20 +108,15 @@ def _short(
 
     tokens, _, heads, width = product.shape
     output, logsumexp = product.new_empty(tokens, heads, width), product.new_empty(heads, tokens, dtype=torch.float32)
-    kernels.attention_short_forward[(-(-longest // kernels.FORWARD["QUERIES"]), heads, len(ends) - 1)](
+    start(
+        kernels.attention_short_forward, (-(-longest // kernels.FORWARD["QUERIES"]), heads, len(ends) - 1),
         product.contiguous(), output, logsumexp, ends, seed, tokens, scale * math.log2(math.e), _threshold(dropout),
         _dropout_scale(dropout), HEADS=heads, WIDTH=width, DROPS=dropout > 0, **kernels.FORWARD,
     )  # fmt: skip
     return output, logsumexp
 
 
-@_short.register_fake
-def _(product, *_):
-    tokens, _, heads, width = product.shape
-    return product.new_empty(tokens, heads, width), product.new_empty(heads, tokens, dtype=torch.float32)
-
-
-@library.custom_op("qa_lib::short_attention_backward", mutates_args=())
+@operator("qa_lib::short_attention_backward")
 def _short_backward(
     grad: torch.Tensor, product: torch.Tensor, row_sums: torch.Tensor, logsumexp: torch.Tensor, ends: torch.Tensor,
     seed: torch.Tensor, longest: int, dropout: float, scale: float, biased: bool,
@@ -132,17 +128,12 @@ def _short_backward(
     blocks, segments = -(-longest // kernels.BACKWARD["BLOCK"]), len(ends) - 1
     product_grad = product.new_empty(product.shape)
     sums = product.new_empty(segments * blocks, _width_of_bias(product, biased), dtype=torch.float32)
-    kernels.attention_short_backward[(blocks, heads, segments)](
-        grad.contiguous(), product.contiguous(), row_sums.contiguous(), logsumexp, ends, seed, product_grad, sums,
-        tokens, scale, _threshold(dropout), _dropout_scale(dropout), HEADS=heads, WIDTH=width, DROPS=dropout > 0,
-        SUMS=biased, **kernels.BACKWARD,
+    start(
+        kernels.attention_short_backward, (blocks, heads, segments), grad.contiguous(), product.contiguous(),
+        row_sums.contiguous(), logsumexp, ends, seed, product_grad, sums, tokens, scale, _threshold(dropout),
+        _dropout_scale(dropout), HEADS=heads, WIDTH=width, DROPS=dropout > 0, SUMS=biased, **kernels.BACKWARD,
     )  # fmt: skip
     return product_grad, added_up(sums, product.dtype) if biased else product.new_empty(0)
-
-
-@_short_backward.register_fake
-def _(grad, product, *others):
-    return product.new_empty(product.shape), product.new_empty(_width_of_bias(product, others[-1]))
 
 
 def _width_of_bias(product, biased: bool) -> int:

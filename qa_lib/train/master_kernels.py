@@ -38,7 +38,7 @@ def chosen(pointers, number, COUNT: tl.constexpr):
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["sums"])
 def square_sums(tensors, sizes, sums, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """The sum of the squares of each program's elements, `sums` [programs]."""
     number, element, inside = task_of(sizes, COUNT, BLOCK)

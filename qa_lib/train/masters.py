@@ -34,10 +34,13 @@ seconds than all of the model. The plain one is what runs on a CPU, and what the
 """
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from qa_lib.model.ahead import start
 from qa_lib.model.dropout import hashed
 
 FINER = 2.0**11  # times so much an fp16 weight's rest is kept
+COLUMNS = ("rest", "exp_avg", "exp_avg_sq", "first")  # of a parameter's state, as the update takes them
 GOLDEN = 0x9E3779B1 - 2**32  # odd, and far from 0 as int32: seeds of neighbouring steps lie far apart
 
 
@@ -79,6 +82,21 @@ class MasterAdamW(torch.optim.Optimizer):
                     "first": torch.tensor(elements, dtype=torch.int32, device=parameter.device),
                 }
                 elements = (elements + parameter.numel()) % 2**31
+        if self.param_groups[0]["params"][0].is_cuda:
+            self._compile_kernels()
+
+    def _compile_kernels(self) -> None:
+        """Have the kernels compiled for what they will work on (model/ahead.py)."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        with FakeTensorMode() as mode:
+            columns = [[mode.from_tensor(p) for p in parameters]] * 2  # a gradient is like its parameter
+            for name in COLUMNS:
+                columns.append([mode.from_tensor(self.state[p][name]) for p in parameters])
+            number = torch.empty((), device=parameters[0].device)
+            skip = number if parameters[0].dtype == torch.float16 else None  # whose loss has a scale
+            others = *self.defaults["betas"], self.defaults["eps"], skip
+            _norm_by_kernel(columns[1])
+            _update_by_kernel(*columns, number, number, number, number, *others)
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
@@ -101,7 +119,7 @@ class MasterAdamW(torch.optim.Optimizer):
             size, growth = group["lr"] / (1 - torch.pow(beta1, step)), 1 / (1 - torch.pow(beta2, step))
             parameters = [p for p in group["params"] if p.grad is not None]
             gradients = [p.grad.contiguous() for p in parameters]
-            columns = [[self.state[p][name] for p in parameters] for name in ("rest", "exp_avg", "exp_avg_sq", "first")]
+            columns = [[self.state[p][name] for p in parameters] for name in COLUMNS]
             run = _update_by_kernel if step.is_cuda else update
             run(parameters, gradients, *columns, step, factor, size, growth, beta1, beta2, group["eps"], skip)
 
@@ -119,7 +137,7 @@ def _norm_by_kernel(tensors: list[torch.Tensor]) -> torch.Tensor:
     programs = [sum(-(-size // kernels.NORM["BLOCK"]) for size in sizes) for _, sizes in calls]
     sums = tensors[0].new_empty(sum(programs), dtype=torch.float32)
     for ((part,), sizes), own in zip(calls, sums.split(programs), strict=True):
-        kernels.square_sums[(len(own),)](part, sizes, own, COUNT=len(sizes), **kernels.NORM)
+        start(kernels.square_sums, (len(own),), part, sizes, own, COUNT=len(sizes), **kernels.NORM)
     return sums.sum().sqrt()
 
 
@@ -201,7 +219,8 @@ def _update_by_kernel(
 
     for columns, sizes in _calls(parameters, gradients, rests, means, squares, firsts):
         programs = sum(-(-size // kernels.UPDATE["BLOCK"]) for size in sizes)
-        kernels.adamw[(programs,)](
-            *columns, sizes, step, factor, size, growth, step if skip is None else skip, BETA1=beta1, BETA2=beta2,
-            EPS=eps, FINER=FINER, GOLDEN=GOLDEN, SKIPS=skip is not None, COUNT=len(sizes), **kernels.UPDATE,
+        start(
+            kernels.adamw, (programs,), *columns, sizes, step, factor, size, growth, step if skip is None else skip,
+            BETA1=beta1, BETA2=beta2, EPS=eps, FINER=FINER, GOLDEN=GOLDEN, SKIPS=skip is not None, COUNT=len(sizes),
+            **kernels.UPDATE,
         )  # fmt: skip

@@ -1,0 +1,70 @@
+"""Among fake tensors a kernel is compiled, once for each kind of arguments; what is really started waits for that."""
+
+import threading
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from qa_lib.model import ahead
+
+
+class Kernel:
+    """Notes what it is started with."""
+
+    def __init__(self):
+        self.started = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: self.started.append((grid, arguments, options))
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What was compiled, each when the `gate` is open."""
+    found, gate = [], threading.Event()
+
+    def compile_later(kernel, likes, options, device):
+        assert gate.wait(10)
+        found.append((likes, options, device.type))
+
+    monkeypatch.setattr(ahead, "_compile", compile_later)
+    monkeypatch.setattr(ahead, "_compiling", {})
+    found_and_gate = (found, gate)
+    yield found_and_gate
+    gate.set()
+
+
+def test_fake_tensors_start_nothing_and_have_each_kind_compiled_once(compiled):
+    found, gate = compiled
+    kernel = Kernel()
+    with FakeTensorMode():
+        for rows in (3, 3, 5):
+            x = torch.empty(rows, device="cuda")
+            ahead.start(kernel, (1,), (x, x.half()), None, rows, BLOCK=8)
+        ahead.start(kernel, (1,), (torch.empty(3), torch.empty(3)), None, 3, BLOCK=8)  # of a CPU
+    ahead.start(kernel, (1,), torch.empty(3, device="meta"), 3)
+    gate.set()
+    ahead.wait(ahead._compiling.values())
+    types = (torch.float32, torch.float16)
+    assert sorted(found, key=str) == [((types, None, rows), {"BLOCK": 8}, "cuda") for rows in (3, 5)]
+    assert not kernel.started
+
+
+def test_what_is_started_waits_for_what_is_being_compiled(compiled):
+    found, gate = compiled
+    kernel, x = Kernel(), torch.ones(2)
+    with FakeTensorMode():
+        ahead.start(kernel, (1,), torch.empty(2, device="cuda"))
+    threading.Timer(0.1, gate.set).start()
+    ahead.start(kernel, (7,), x, BLOCK=8)
+    assert found and kernel.started == [((7,), (x,), {"BLOCK": 8})]
+
+
+def test_an_operator_tells_shapes_by_what_it_does():
+    @ahead.operator("qa_lib_tests::doubled")
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x.new_empty(2 * len(x)) if isinstance(x, torch._subclasses.FakeTensor) else torch.cat([x, x])
+
+    torch.library.opcheck(doubled, (torch.ones(3),), test_utils=("test_schema", "test_faketensor"))
+    assert torch.compile(doubled, backend="aot_eager", fullgraph=True)(torch.ones(3)).tolist() == [1.0] * 6
