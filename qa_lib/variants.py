@@ -407,7 +407,7 @@ def find_family(name: str) -> list[str]:
 def needs(settings: Settings) -> list[str]:
     """What a machine must have for these settings, by name; spec.missing says what the names mean."""
     wanted = {
-        "compiler": settings.compile in ("inductor", "regions"),
+        "compiler": settings.compile in ("inductor", "regions") or settings.half_weights,
         f"backend {settings.compile}": settings.compile not in ("none", "inductor", "regions"),
         "cuda": settings.compile == "cudagraphs" or settings.attention == "efficient" or settings.polling != "none",
         "triton": settings.attention == "short" or settings.norms == "fused" or settings.activation == "sigmoid",

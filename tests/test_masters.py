@@ -26,14 +26,14 @@ def train(moments, steps=20, dtype=torch.bfloat16):
     """Masters after steps on fixed gradients, and the weights of PyTorch's AdamW in fp32 after the same. The norm of
     the gradients falls from 28 to 1.4, so that a limit of 3 clips the first half of the steps."""
     torch.manual_seed(0)
-    parameters = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
+    parameters = [torch.nn.Parameter(torch.randn(shape).to(DEVICE, dtype)) for shape in SHAPES]
     copies = [torch.nn.Parameter(p.detach().float()) for p in parameters]
-    ours = MasterAdamW(parameters, lr=torch.tensor(1e-2), max_norm=3.0, moments=moments)
+    ours = MasterAdamW(parameters, lr=torch.tensor(1e-2, device=DEVICE), max_norm=3.0, moments=moments)
     theirs = torch.optim.AdamW(copies, lr=1e-2, weight_decay=0.0)
     for step in range(steps):
         torch.manual_seed(step)
         for parameter, copy in zip(parameters, copies, strict=True):
-            parameter.grad = torch.randn(parameter.shape).to(dtype) / (step + 1)
+            parameter.grad = torch.randn(parameter.shape).to(DEVICE, dtype) / (step + 1)
             copy.grad = parameter.grad.float()
         torch.nn.utils.clip_grad_norm_(copies, 3.0)
         ours.step()
@@ -79,8 +79,8 @@ MANY = [*SHAPES, *[(3, 5)] * 15, (1,), (1024,), (1025,), (4097,)]
 @pytest.mark.parametrize("skips", [None, False, True])
 @pytest.mark.parametrize(("moments", "dtype"), [each[:2] for each in TYPES], ids=str)
 def test_the_kernel_is_the_plain_update(moments, dtype, skips):
-    """Masters and moments of one step; bits that are drawn at random are the same ones, so that a moment is at most one
-    number of bf16 away, and in few places."""
+    """Masters and moments of one step. The bits that are drawn at random are the same, so that a moment in bf16 is at
+    most one number away, and in few places."""
     scalars = [torch.tensor(value, device=DEVICE) for value in (3.0, 0.7, 1e-2, 1.5)]
     skip = None if skips is None else torch.tensor(float(skips), device=DEVICE)
     before, found, wanted = (drawn_state(moments, dtype, MANY) for _ in range(3))
@@ -88,11 +88,33 @@ def test_the_kernel_is_the_plain_update(moments, dtype, skips):
         run(*columns, *scalars, 0.9, 0.999, 1e-8, skip)
     for one, other in zip(masters(found[0], found[2]), masters(wanted[0], wanted[2]), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-    for one, other in zip(found[3] + found[4], wanted[3] + wanted[4], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6 if moments == torch.float32 else 2**-7, atol=1e-7)
-        assert (one != other).float().mean() < (1 if moments == torch.float32 else 0.02)
+    ours, plain = (torch.cat([t.flatten() for t in state[3] + state[4]]) for state in (found, wanted))
+    torch.testing.assert_close(ours, plain, rtol=1e-6 if moments == torch.float32 else 2**-7, atol=1e-7)
+    assert moments == torch.float32 or (ours != plain).float().mean() < 0.02
     changed = not all(torch.equal(one, other) for one, other in zip(found[0], before[0], strict=True))
     assert changed == (not skips)
+
+
+@needs_triton
+def test_the_kernel_rounds_as_the_plain_update_does():
+    """Ties and carries, for gradients that are 0; and what is not a number stays none."""
+    lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    upper_half = torch.arange(0x0080, 0x7F00)  # of bf16 the interpreter casts subnormal numbers wrongly
+    master = ((upper_half[:, None] << 16) + lower).to(torch.int32).view(torch.float32).flatten()
+    master = torch.cat([master, -master, torch.tensor([torch.inf])])
+    nearest = upper(master, 0x8000)
+    rest = (master.view(torch.int32) - nearest.view(torch.int32)).to(torch.int16)
+    zeros = torch.zeros_like(master)
+    found = []
+    for run in (module._update_by_kernel, update):
+        state = [t.clone().to(DEVICE) for t in (nearest.bfloat16(), zeros.bfloat16(), rest, zeros, zeros)]
+        state[1][0] = torch.nan
+        scalars = [torch.tensor(value, device=DEVICE) for value in (3.0, 1.0, 1e-2, 1.5)]
+        first = torch.tensor(0, dtype=torch.int32, device=DEVICE)
+        run(*[[t] for t in state], [first], *scalars, 0.9, 0.999, 1e-8, None)
+        assert state[0][0].isnan() and state[3][0].isnan()
+        found.append([state[0][1:], state[2][1:]])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @needs_triton
@@ -100,6 +122,48 @@ def test_the_kernels_norm_is_that_of_all_elements():
     tensors = drawn_state(torch.float32, torch.bfloat16, MANY)[1]
     wanted = torch.cat([tensor.double().flatten() for tensor in tensors]).norm()
     assert module._norm_by_kernel(tensors).double() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def after_steps(grads, captures):
+    """Parameters, masters and step count after a step on each of these gradients, the fifth of which overflows where
+    the loss has a scale, as in fp16; captured in the fourth, or never."""
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(grad.shape, device=DEVICE).to(grad.dtype)) for grad in grads[0]]
+    optimizer = MasterAdamW(parameters, lr=torch.tensor(1e-2, device=DEVICE), max_norm=3.0, moments=torch.bfloat16)
+    scaler = torch.amp.GradScaler("cuda", enabled=grads[0][0].dtype == torch.float16, init_scale=64.0)
+    scaler.scale(torch.ones((), device=DEVICE))  # makes the scale's tensor
+    inputs, graph = [torch.empty_like(p) for p in parameters], torch.cuda.CUDAGraph()
+
+    def step():
+        for parameter, one in zip(parameters, inputs, strict=True):
+            parameter.grad = one * 1
+        unscale(optimizer, scaler)
+        scaler.step(optimizer)
+        scaler.update()
+
+    for number, given in enumerate(grads):
+        torch._foreach_copy_(inputs, given)
+        if number == 4 and scaler.is_enabled():
+            inputs[0].fill_(torch.inf)
+        optimizer.param_groups[0]["lr"].fill_(1e-2 / (number + 1))
+        if captures and number == 3:
+            with torch.cuda.graph(graph):
+                step()
+        if captures and number >= 3:
+            graph.replay()
+        else:
+            step()
+    return [*parameters, *masters_of(optimizer), optimizer.state[parameters[0]]["step"]]
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU captures no graph")
+@pytest.mark.parametrize(("dtype", "steps"), [(torch.bfloat16, 6), (torch.float16, 5)], ids=str)
+def test_a_captured_step_is_a_step(dtype, steps):
+    """With gradients, rate, scale and overflow of the time of each replay."""
+    grads = [[torch.randn(shape, device=DEVICE).to(dtype) for shape in SHAPES] for _ in range(6)]
+    found = after_steps(grads, captures=True)
+    torch.testing.assert_close(found, after_steps(grads, captures=False), rtol=0, atol=0)
+    assert found[-1] == steps
 
 
 def test_weight_and_rest_are_the_master_for_every_weight():

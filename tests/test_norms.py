@@ -23,6 +23,7 @@ from qa_lib.model.encoders import ENCODERS
 from qa_lib.model.folder import load
 from qa_lib.model.gelu import SigmoidGelu
 from qa_lib.model.packed import Packed
+from qa_lib.model.products import added_up
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, missing
 from qa_lib.train.compilation import LossOf, compiled
@@ -201,6 +202,13 @@ def test_the_model_trains_by_the_kernels_as_without_them_and_they_add_up_gradien
         results.append({name: p.grad for name, p in model.named_parameters()})
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-3)
     assert folded == [[], [False] + [True] * (2 * model.config.num_hidden_layers - 1)]
+
+
+@needs_triton
+@pytest.mark.parametrize(("programs", "width"), [(1, 768), (128, 3), (129, 17), (264, 2304)])
+def test_what_the_programs_found_is_added_up(programs, width):
+    sums = torch.randn(programs, width, device=DEVICE)
+    torch.testing.assert_close(added_up(sums, torch.float32), sums.sum(0), atol=1e-4, rtol=1e-5)
 
 
 def test_a_sum_that_is_used_again_scaled_or_broadcast_is_left_alone():

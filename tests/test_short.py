@@ -171,6 +171,14 @@ def test_every_encoder_has_it(kind, projections, tmp_path):
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-3)
 
 
+def test_padded_rows_leave_no_bias_without_its_gradient():
+    (spec,) = plan(["E-short"], "smoke", data="synthetic:40", machine=Machine())
+    model = build_model(spec).eval()
+    outputs = model(torch.randint(5, 100, (2, 20)))
+    outputs.start_logits.sum().backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if ".layer." in name)
+
+
 def test_its_dropout_is_renewed_and_trains_with_it():
     (spec,) = plan(["E-short"], "smoke", data="synthetic:40", machine=Machine())
     batches = batches_of(load_data(spec).features, spec)

@@ -7,6 +7,7 @@ it always does, but `start` compiles, in threads, where it cannot start anything
 Python, which the compiler of the model keeps busy.
 """
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
@@ -15,6 +16,7 @@ from torch import library
 from torch._subclasses.fake_tensor import FakeTensor
 
 _threads = ThreadPoolExecutor(4, "kernels-ahead")
+_lock = threading.Lock()
 _compiling: dict[tuple, Future] = {}
 
 
@@ -55,8 +57,11 @@ def _like(argument):
 
 
 def _compile(kernel, likes: tuple, options: dict, device: torch.device) -> None:
+    from triton.runtime import driver
     from triton.runtime.jit import MockTensor
 
     torch.cuda.set_device(device)
+    with _lock:
+        driver.active.get_current_device()  # the first call makes the driver
     mocks = [tuple(map(MockTensor.wrap_dtype, like)) if isinstance(like, tuple) else like for like in likes]
     kernel.warmup(*mocks, grid=(1,), **options).run  # noqa: B018  which loads it, and makes what starts it

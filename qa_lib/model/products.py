@@ -30,6 +30,11 @@ class BiasedProduct(nn.Linear):
         return F.linear(x, self.weight, self.bias.detach())
 
 
+def unchanged(product: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The product of a BiasedProduct [..., 3, heads, width], through which the bias gets its gradient."""
+    return product + (bias - bias.detach()).view(product.shape[-3:])
+
+
 def linear_of(kind: type[nn.Linear], native: nn.Linear) -> nn.Linear:
     """A linear layer of that `kind` on the weights of `native`."""
     linear = kind(native.in_features, native.out_features, device="meta")

@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bert.modeling_bert import eager_attention_forward
 
 from qa_lib.model.encoders import encoder_of, layers_of
-from qa_lib.model.products import BiasedProduct
+from qa_lib.model.products import BiasedProduct, unchanged
 
 
 class FusedSelfAttention(nn.Module):
@@ -46,11 +46,14 @@ class FusedSelfAttention(nn.Module):
         """As the original's forward, for an encoder: hidden_states [batch, tokens, hidden]."""
         shape = hidden_states.shape[:-1]
         product = self.qkv(hidden_states).view(*shape, 3, -1, self.width)
+        if isinstance(self.qkv, BiasedProduct):
+            if kwargs.get("segments") is not None:
+                kwargs["bias"] = self.qkv.bias
+            else:  # then it is not our kernel that takes the product
+                product = unchanged(product, self.qkv.bias)
         parts = product.transpose(1, 3).unbind(2)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.dropout.p if self.training else 0.0
-        if isinstance(self.qkv, BiasedProduct):
-            kwargs["bias"] = self.qkv.bias
         output, weights = attention(
             self, *parts, attention_mask, dropout=dropout, scaling=self.scaling, product=product, **kwargs
         )

@@ -40,7 +40,7 @@ from qa_lib.model.ahead import operator, start
 from qa_lib.model.attention import attention_name, in_one, segment_of
 from qa_lib.model.dropout import HashDropout, hashed
 from qa_lib.model.encoders import encoder_of, layers_of
-from qa_lib.model.products import BiasedProduct, added_up, linear_of
+from qa_lib.model.products import BiasedProduct, added_up, linear_of, unchanged
 from qa_lib.model.projections import FusedSelfAttention
 
 NAME = attention_name("short")
@@ -60,7 +60,7 @@ def short(product, bias, segments, seed, dropout, scale):
 def reference(product, bias, ends, seed, dropout, scale):
     """As `short` in plain PyTorch, with all scores [heads, tokens, tokens] in memory; `ends` are cu_seqlens."""
     if bias is not None:
-        product = product + (bias - bias.detach()).view(product.shape[1:])  # 0, with a gradient
+        product = unchanged(product, bias)
     query, key, value = product.permute(1, 2, 0, 3)
     segment = segment_of(ends, len(product))
     scores = (query @ key.mT * scale).masked_fill(segment[:, None] != segment, -torch.inf)
@@ -118,39 +118,36 @@ def _short(
 
 @operator("qa_lib::short_attention_backward")
 def _short_backward(
-    grad: torch.Tensor, product: torch.Tensor, row_sums: torch.Tensor, logsumexp: torch.Tensor, ends: torch.Tensor,
-    seed: torch.Tensor, longest: int, dropout: float, scale: float, biased: bool,
+    grad: torch.Tensor, product: torch.Tensor, bias: torch.Tensor | None, row_sums: torch.Tensor,
+    logsumexp: torch.Tensor, ends: torch.Tensor, seed: torch.Tensor, longest: int, dropout: float, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The gradients of `product` and of the bias in it, which is empty where there is none."""
+    """The gradients of `product` and of the bias in it; the latter is empty where there is none."""
     from qa_lib.model import short_kernels as kernels
 
     tokens, _, heads, width = product.shape
     blocks, segments = -(-longest // kernels.BACKWARD["BLOCK"]), len(ends) - 1
     product_grad = product.new_empty(product.shape)
-    sums = product.new_empty(segments * blocks, _width_of_bias(product, biased), dtype=torch.float32)
+    sums = product.new_empty(segments * blocks, 0 if bias is None else len(bias), dtype=torch.float32)
     start(
         kernels.attention_short_backward, (blocks, heads, segments), grad.contiguous(), product.contiguous(),
         row_sums.contiguous(), logsumexp, ends, seed, product_grad, sums, tokens, scale, _threshold(dropout),
-        _dropout_scale(dropout), HEADS=heads, WIDTH=width, DROPS=dropout > 0, SUMS=biased, **kernels.BACKWARD,
+        _dropout_scale(dropout), HEADS=heads, WIDTH=width, DROPS=dropout > 0, SUMS=bias is not None,
+        **kernels.BACKWARD,
     )  # fmt: skip
-    return product_grad, added_up(sums, product.dtype) if biased else product.new_empty(0)
-
-
-def _width_of_bias(product, biased: bool) -> int:
-    return product[0].numel() if biased else 0
+    return product_grad, product.new_empty(0) if bias is None else added_up(sums, bias.dtype)
 
 
 def _save_for_backward(ctx, inputs, output):
-    product, _, ends, seed, *ctx.options = inputs
-    ctx.save_for_backward(product, *output, ends, seed)
+    product, bias, ends, seed, *ctx.options = inputs
+    ctx.save_for_backward(product, bias, *output, ends, seed)
 
 
 def _differentiate(ctx, grad, _):
-    product, output, logsumexp, ends, seed = ctx.saved_tensors
+    product, bias, output, logsumexp, ends, seed = ctx.saved_tensors
     row_sums = (grad.float() * output.float()).sum(-1).T.contiguous()
-    biased = ctx.needs_input_grad[1]
-    product_grad, bias_grad = _short_backward(grad, product, row_sums, logsumexp, ends, seed, *ctx.options, biased)
-    return product_grad, bias_grad if biased else None, *(None,) * 5
+    needed = ctx.needs_input_grad[1]
+    grads = _short_backward(grad, product, bias if needed else None, row_sums, logsumexp, ends, seed, *ctx.options)
+    return grads[0], grads[1] if needed else None, *(None,) * 5
 
 
 _short.register_autograd(_differentiate, setup_context=_save_for_backward)

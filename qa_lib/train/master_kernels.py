@@ -55,7 +55,7 @@ def upper(value, addend):
 
 @triton.jit
 def adamw(
-    weights, grads, rests, means, squares, firsts, sizes, step, factor, size, growth, skip,
+    weights, grads, rests, means, squares, firsts, sizes, step, factor, rate, growth, skip,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, FINER: tl.constexpr, GOLDEN: tl.constexpr,
     SKIPS: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -76,7 +76,7 @@ def adamw(
 
     mean += (grad - mean) * (1 - BETA1)
     square = square * BETA2 + grad * grad * (1 - BETA2)
-    move = mean / (tl.sqrt_rn(square * tl.load(growth)) + EPS) * tl.load(size)
+    move = mean / (tl.sqrt_rn(square * tl.load(growth)) + EPS) * tl.load(rate)
     if rests[0].dtype.element_ty == tl.int16:
         master = (weight.to(tl.int32, bitcast=True) + rest.to(tl.int32)).to(tl.float32, bitcast=True) - move
         weight = upper(master, 0x8000)

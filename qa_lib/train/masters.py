@@ -102,8 +102,9 @@ class MasterAdamW(torch.optim.Optimizer):
     def step(self, closure=None) -> None:
         """One update of every parameter that has a gradient."""
         every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        gradients = {p: p.grad.contiguous() for p in every}
         norm_of = _norm_by_kernel if every[0].is_cuda else _norm
-        norm = self.across(norm_of([p.grad.contiguous() for p in every]))
+        norm = self.across(norm_of(list(gradients.values())))
         steps, skip = [self.state[p]["step"] for p in every], None
         if self.grad_scale is None:
             factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)  # as in clip_grad_norm_
@@ -116,12 +117,12 @@ class MasterAdamW(torch.optim.Optimizer):
         step = steps[0]  # all parameters are updated in every step
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
-            size, growth = group["lr"] / (1 - torch.pow(beta1, step)), 1 / (1 - torch.pow(beta2, step))
+            rate, growth = group["lr"] / (1 - torch.pow(beta1, step)), 1 / (1 - torch.pow(beta2, step))
             parameters = [p for p in group["params"] if p.grad is not None]
-            gradients = [p.grad.contiguous() for p in parameters]
+            own = [gradients[p] for p in parameters]
             columns = [[self.state[p][name] for p in parameters] for name in COLUMNS]
             run = _update_by_kernel if step.is_cuda else update
-            run(parameters, gradients, *columns, step, factor, size, growth, beta1, beta2, group["eps"], skip)
+            run(parameters, own, *columns, step, factor, rate, growth, beta1, beta2, group["eps"], skip)
 
 
 def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -143,11 +144,11 @@ def _norm_by_kernel(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def _calls(*columns: list[torch.Tensor]):
     """What the kernels take in each call: as many tuples as there are columns, whose tensors belong together, and the
-    sizes of the tensors. Large ones come first: the compiler reads 16 bytes at a time where all sizes of a call allow
-    it."""
+    sizes of the tensors. Triton has 16 bytes read at a time where all sizes of a call are multiples of 16, so that the
+    others come last."""
     from qa_lib.train.master_kernels import COUNT
 
-    rows = sorted(zip(*columns, strict=True), key=lambda row: -row[0].numel())
+    rows = sorted(zip(*columns, strict=True), key=lambda row: (row[0].numel() % 16 > 0, -row[0].numel()))
     for begin in range(0, len(rows), COUNT):
         call = rows[begin : begin + COUNT]
         yield tuple(zip(*call, strict=True)), tuple(row[0].numel() for row in call)
@@ -182,23 +183,23 @@ def upper(value: torch.Tensor, addend: int | torch.Tensor) -> torch.Tensor:
 
 def random_bits(values: list[torch.Tensor], firsts: list[torch.Tensor], step: torch.Tensor) -> list[torch.Tensor]:
     """int32 tensors in the shapes of `values`: 32 random bits for each element, of which the step and the element's
-    number in the model decide. `firsts` are the numbers of the first elements."""
+    number in the optimizer decide. `firsts` are the numbers of the first elements."""
     seed = step.int() * GOLDEN
     spans = [torch.arange(v.numel(), device=v.device, dtype=torch.int32).view(v.shape) for v in values]
     return [hashed(first + span, seed) for first, span in zip(firsts, spans, strict=True)]
 
 
 def update(
-    parameters, gradients, rests, means, squares, firsts, step, factor, size, growth, beta1, beta2, eps, skip
+    parameters, gradients, rests, means, squares, firsts, step, factor, rate, growth, beta1, beta2, eps, skip
 ) -> None:
-    """AdamW on lists of tensors, in place, for gradients times `factor`. `size` is the rate over the correction of the
-    means, `growth` one over that of the squares. Where `skip` is a number other than 0, nothing changes."""
+    """AdamW on lists of tensors, in place, for gradients times `factor`. `rate` is the learning rate over the means'
+    correction, `growth` one over that of the squares. Where `skip` is a number other than 0, nothing changes."""
     gradients = [g.float() * factor for g in gradients]
     new_means = torch._foreach_lerp([m.float() for m in means], gradients, 1 - beta1)
     new_squares = torch._foreach_mul([s.float() for s in squares], beta2)
     new_squares = torch._foreach_addcmul(new_squares, gradients, gradients, 1 - beta2)
     roots = torch._foreach_add(torch._foreach_sqrt(torch._foreach_mul(new_squares, growth)), eps)
-    moves = torch._foreach_mul(torch._foreach_div(new_means, roots), size)
+    moves = torch._foreach_mul(torch._foreach_div(new_means, roots), rate)
     new_masters = torch._foreach_sub(masters(parameters, rests), moves)
     if means[0].dtype == torch.bfloat16:
         bits = random_bits(means, firsts, step)
@@ -212,7 +213,7 @@ def update(
 
 
 def _update_by_kernel(
-    parameters, gradients, rests, means, squares, firsts, step, factor, size, growth, beta1, beta2, eps, skip
+    parameters, gradients, rests, means, squares, firsts, step, factor, rate, growth, beta1, beta2, eps, skip
 ) -> None:
     """As `update`."""
     from qa_lib.train import master_kernels as kernels
@@ -220,7 +221,7 @@ def _update_by_kernel(
     for columns, sizes in _calls(parameters, gradients, rests, means, squares, firsts):
         programs = sum(-(-size // kernels.UPDATE["BLOCK"]) for size in sizes)
         start(
-            kernels.adamw, (programs,), *columns, sizes, step, factor, size, growth, step if skip is None else skip,
+            kernels.adamw, (programs,), *columns, sizes, step, factor, rate, growth, step if skip is None else skip,
             BETA1=beta1, BETA2=beta2, EPS=eps, FINER=FINER, GOLDEN=GOLDEN, SKIPS=skip is not None, COUNT=len(sizes),
             **kernels.UPDATE,
         )  # fmt: skip

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from qa_lib.train.parallel import Alone, end_to_end, square_norm, total_norm
 from qa_lib.train.ranks import Ranks
 
+ALIGN = 16  # elements: what begins at a multiple of so many is read 16 bytes at a time
+
 
 class Share:
     """Some weights end to end in one tensor, of which this process updates an equal part.
@@ -23,7 +25,7 @@ class Share:
     def __init__(self, parameters: list[torch.nn.Parameter], ranks: Ranks):
         self.parameters, self.ranks = parameters, ranks
         self.size = sum(p.numel() for p in parameters)
-        length = -(-self.size // ranks.world)
+        length = -(-self.size // (ALIGN * ranks.world)) * ALIGN
         self.padding = parameters[0].new_zeros(length * ranks.world - self.size)
         self.flat = torch.cat([*(p.detach().flatten() for p in parameters), self.padding])
         begin = 0
