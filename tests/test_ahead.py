@@ -30,8 +30,7 @@ def compiled(monkeypatch):
 
     monkeypatch.setattr(ahead, "_compile", compile_later)
     monkeypatch.setattr(ahead, "_compiling", {})
-    found_and_gate = (found, gate)
-    yield found_and_gate
+    yield found, gate
     gate.set()
 
 

@@ -118,6 +118,29 @@ def test_the_kernel_rounds_as_the_plain_update_does():
 
 
 @needs_triton
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_what_is_compiled_ahead_is_what_is_started(dtype, monkeypatch):
+    started = []
+
+    def note(kernel, grid, *arguments, **options):
+        def like(argument):
+            return tuple(map(like, argument)) if isinstance(argument, tuple) else getattr(argument, "dtype", argument)
+
+        started.append((kernel, grid, like(arguments), options))
+
+    monkeypatch.setattr(module, "start", note)
+    columns = drawn_state(torch.bfloat16, dtype, MANY)
+    parameters = [torch.nn.Parameter(weight) for weight in columns[0]]
+    MasterAdamW(parameters, torch.tensor(1e-3, device=DEVICE), 1.0, torch.bfloat16)._compile_kernels()
+    ahead = started[-4:]
+    started.clear()
+    number = torch.tensor(1.0, device=DEVICE)
+    module._norm_by_kernel(list(columns[1]))
+    module._update_by_kernel(*columns, *[number] * 4, 0.9, 0.999, 1e-8, number if dtype == torch.float16 else None)
+    assert ahead == started and len(started) == 4
+
+
+@needs_triton
 def test_the_kernels_norm_is_that_of_all_elements():
     tensors = drawn_state(torch.float32, torch.bfloat16, MANY)[1]
     wanted = torch.cat([tensor.double().flatten() for tensor in tensors]).norm()
