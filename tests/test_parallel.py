@@ -21,6 +21,7 @@ import torch
 from qa_lib.train.overlapped import Arrivals
 from qa_lib.train.parallel import gathered
 from qa_lib.train.pipeline import bubble
+from qa_lib.train.sharded import ALIGN, Share
 from tests.ranks import losses_of, trained
 
 LIMIT_S = 240  # of a launch, which takes 30 s on two free cores
@@ -204,3 +205,11 @@ def test_a_run_that_four_began_goes_on_with_two(row, resumed, by_one):
     half = {"settings": FOUR[row]["settings"]} if "settings" in FOUR[row] else {}
     alone = by_one(UNCUT | half if "parts" in FOUR[row] else FOUR[row])
     np.testing.assert_allclose(losses_of(resumed / row), losses_of(alone), rtol=0.05 if half else 1e-4)
+
+
+def test_shares_begin_and_end_where_the_kernels_read_quickly():
+    for rank in range(3):
+        parameters = [torch.nn.Parameter(torch.ones(size)) for size in (35, 17)]
+        share = Share(parameters, types.SimpleNamespace(world=3, rank=rank))
+        assert len(share.own) == 2 * ALIGN and share.own.storage_offset() == rank * 2 * ALIGN
+        assert [p.sum().item() for p in parameters] == [35, 17]

@@ -39,6 +39,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from qa_lib.model.ahead import start
 from qa_lib.model.dropout import hashed
 
+ALIGN = 16  # elements: the kernels read 16 bytes at a time where sizes and beginnings are multiples of so many
 FINER = 2.0**11  # times so much an fp16 weight's rest is kept
 COLUMNS = ("rest", "exp_avg", "exp_avg_sq", "first")  # of a parameter's state, as the update takes them
 GOLDEN = 0x9E3779B1 - 2**32  # odd, and far from 0 as int32: seeds of neighbouring steps lie far apart
@@ -144,11 +145,10 @@ def _norm_by_kernel(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def _calls(*columns: list[torch.Tensor]):
     """What the kernels take in each call: as many tuples as there are columns, whose tensors belong together, and the
-    sizes of the tensors. Triton has 16 bytes read at a time where all sizes of a call are multiples of 16, so that the
-    others come last."""
+    sizes of the tensors. One size that is no multiple of ALIGN slows its whole call, so that these come last."""
     from qa_lib.train.master_kernels import COUNT
 
-    rows = sorted(zip(*columns, strict=True), key=lambda row: (row[0].numel() % 16 > 0, -row[0].numel()))
+    rows = sorted(zip(*columns, strict=True), key=lambda row: (row[0].numel() % ALIGN > 0, -row[0].numel()))
     for begin in range(0, len(rows), COUNT):
         call = rows[begin : begin + COUNT]
         yield tuple(zip(*call, strict=True)), tuple(row[0].numel() for row in call)

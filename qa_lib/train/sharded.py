@@ -9,10 +9,9 @@ work and memory.
 import torch
 import torch.distributed as dist
 
+from qa_lib.train.masters import ALIGN
 from qa_lib.train.parallel import Alone, end_to_end, square_norm, total_norm
 from qa_lib.train.ranks import Ranks
-
-ALIGN = 16  # elements: what begins at a multiple of so many is read 16 bytes at a time
 
 
 class Share:
