@@ -75,7 +75,6 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-# An operator of its own, which the compiler does not look into.
 @operator("qa_lib::gelu_backward")
 def _gelu_backward(grad: torch.Tensor, product: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of product and bias."""

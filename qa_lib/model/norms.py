@@ -25,7 +25,7 @@ from qa_lib.errors import UserError
 from qa_lib.model.ahead import operator, start
 from qa_lib.model.dropout import dropped, threshold_of
 from qa_lib.model.encoders import encoder_of, layers_of
-from qa_lib.model.products import PROGRAMS, Product, added_up, linear_of, power_of_2
+from qa_lib.model.products import PROGRAMS, Product, added_up, linear_of
 
 
 class NormedProduct(nn.Module):
@@ -53,7 +53,6 @@ def _normed(*arguments):
     return _norm(*arguments)[0]
 
 
-# Operators of their own, which the compiler does not look into.
 @operator("qa_lib::norm")
 def _norm(
     product: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor,
@@ -67,7 +66,7 @@ def _norm(
     start(
         kernels.norm_forward, (-(-rows // kernels.FORWARD["ROWS"]),), product.contiguous(), bias,
         residual.contiguous(), gamma, beta, seed, output, statistics, rows, eps, threshold_of(dropout),
-        1 / (1 - dropout), WIDTH=width, BLOCK=power_of_2(width), DROPS=dropout > 0, **kernels.FORWARD,
+        1 / (1 - dropout), WIDTH=width, BLOCK=_power_of_2(width), DROPS=dropout > 0, **kernels.FORWARD,
     )  # fmt: skip
     return output, statistics
 
@@ -87,7 +86,7 @@ def _norm_backward(
     start(
         kernels.norm_backward, (len(sums),), grad.contiguous(), None if other is None else other.contiguous(),
         product.contiguous(), bias, residual.contiguous(), gamma, seed, statistics, product_grad, residual_grad, sums,
-        rows, threshold_of(dropout), 1 / (1 - dropout), WIDTH=width, BLOCK=power_of_2(width), ADDS=other is not None,
+        rows, threshold_of(dropout), 1 / (1 - dropout), WIDTH=width, BLOCK=_power_of_2(width), ADDS=other is not None,
         DROPS=dropout > 0, **kernels.BACKWARD,
     )  # fmt: skip
     return product_grad, residual_grad, added_up(sums, bias.dtype)
@@ -111,6 +110,11 @@ def _sizes(product: torch.Tensor) -> tuple[int, int]:
     """Width and rows."""
     width = product.shape[-1]
     return width, product.numel() // width
+
+
+def _power_of_2(size: int) -> int:
+    """The least that is not below `size`."""
+    return 1 << (size - 1).bit_length()
 
 
 def use_fused_norms(model: nn.Module) -> None:

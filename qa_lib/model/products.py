@@ -50,8 +50,3 @@ def added_up(sums: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
     grid = (-(-total.numel() // kernels.ADD_UP["COLUMNS"]),)
     start(kernels.add_up, grid, sums, total, len(sums), WIDTH=total.numel(), **kernels.ADD_UP)
     return total
-
-
-def power_of_2(size: int) -> int:
-    """The least that is not below `size`."""
-    return 1 << (size - 1).bit_length()

@@ -97,7 +97,6 @@ def _dropout_scale(dropout: float) -> float:
     return 1 / (1 - _threshold(dropout) / HALF)
 
 
-# Operators of their own, which the compiler does not look into.
 @operator("qa_lib::short_attention")
 def _short(
     product: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor, seed: torch.Tensor, longest: int,
