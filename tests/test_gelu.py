@@ -1,19 +1,24 @@
 """GELU by a sigmoid is GELU to a fraction of bf16's rounding, and keeps no more for the backward pass."""
 
 import functools
+import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import library, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, GPT2Config
 
 from qa_lib.errors import UserError
 from qa_lib.model import gelu as gelus
 from qa_lib.model.encoders import ENCODERS
 from qa_lib.model.gelu import SigmoidGelu, gelu, use_sigmoid_gelu
+from qa_lib.train.folding import Folding
 from tests.tiny import checkpoint
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -88,13 +93,64 @@ def test_the_backward_kernel_is_the_derivative(rows, width, dtype, error, monkey
     grad, *inputs = drawn(rows, width, dtype)
     wide = [x.double().requires_grad_() for x in inputs]
     wanted = torch.autograd.grad(gelu(*wide), wide, grad.double())
-    for found, other in zip(gelus._gelu_backward(grad, *inputs), wanted, strict=True):
-        assert found.dtype == dtype and (found - other).norm() < error * other.norm()
+    *found, eighth = gelus._gelu_backward(grad, *inputs, 0.0)
+    assert eighth.numel() == 0
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == dtype and (one - other).norm() < error * other.norm()
 
 
 @needs_triton
 def test_its_operator_is_what_the_compiler_takes_it_for():
-    library.opcheck(gelus._gelu_backward, drawn(4, 32), test_utils=("test_schema", "test_faketensor"))
+    for factor in (0.0, 2.0**10):
+        library.opcheck(gelus._gelu_backward, (*drawn(4, 32), factor), test_utils=("test_schema", "test_faketensor"))
+
+
+def small_and_large(kind, factor, *inputs):
+    """The gradient of a product before GELU as a product in 8-bit floats takes it, and as another takes it."""
+    gradient, by_bias, _ = gelus._gelu_backward(*inputs, 0.0)
+    flat = gradient.reshape(-1, gradient.shape[-1])
+    return (flat * factor).to(kind), flat.t() @ flat, by_bias
+
+
+def folded(run, *inputs):
+    """The graph of a function as Inductor has it after the pass, and the factors of its gelu_backward."""
+    graph = make_fx(run, select_decomp_table(), tracing_mode="fake")(*inputs)
+    Folding()(graph.graph)
+    graph.recompile()
+    calls = graph.graph.find_nodes(op="call_function", target=torch.ops.qa_lib.gelu_backward.default)
+    return graph, [call.args[3] for call in calls]
+
+
+@needs_triton
+def test_a_gradient_is_written_in_8_bits_beside_and_the_same():
+    inputs = [x[None] if x.dim() == 2 else x for x in drawn(4, 32, torch.bfloat16)]
+    run = functools.partial(small_and_large, torch.float8_e5m2, 2.0**10)
+    graph, factors = folded(run, *inputs)
+    assert factors == [2.0**10]
+    conversions = graph.graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default)
+    assert torch.float8_e5m2 not in [node.args[1] for node in conversions]
+    for found, wanted in zip(graph(*inputs), run(*inputs), strict=True):
+        assert found.dtype == wanted.dtype and torch.equal(found.float(), wanted.float())
+
+
+def test_other_conversions_are_left_alone(monkeypatch):
+    if find_spec("triton") is None:  # among fake tensors of a CPU no kernel is asked for more than its name
+        options = {"GELU_BACKWARD": {"COLUMNS": 1}, "ADD_UP": {"COLUMNS": 1}}
+        stand_in = SimpleNamespace(gelu_backward=None, add_up=None, **options)
+        monkeypatch.setitem(sys.modules, "qa_lib.model.norm_kernels", stand_in)
+    e5m2, e4m3 = torch.float8_e5m2, torch.float8_e4m3fn
+
+    def of_the_bias(*inputs):
+        return (gelus._gelu_backward(*inputs, 0.0)[1] * 2.0).to(e5m2)
+
+    for run, factors in (
+        (functools.partial(small_and_large, e5m2, 2.0), [2.0]),
+        (functools.partial(small_and_large, e4m3, 2.0), [0.0]),
+        (lambda *inputs: small_and_large(e5m2, inputs[1], *inputs)[0], [0.0]),
+        (lambda grad, *rest: ((grad * 2.0).to(e5m2), gelus._gelu_backward(grad, *rest, 0.0)), [0.0]),
+        (of_the_bias, [0.0]),
+    ):
+        assert folded(run, *drawn(4, 32, torch.bfloat16))[1] == factors
 
 
 def test_it_is_differentiated_as_finite_differences_have_it():

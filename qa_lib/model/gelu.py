@@ -23,7 +23,9 @@ from transformers.activations import GELUActivation
 from qa_lib.errors import UserError
 from qa_lib.model.ahead import operator, start
 from qa_lib.model.encoders import encoder_of, layers_of
-from qa_lib.model.products import PROGRAMS, Product, added_up, linear_of
+from qa_lib.model.products import Product, added_up, linear_of
+
+PROGRAMS = 264  # backward: two for each multiprocessor of an H200
 
 # Of x, x^3 and x^5, by linear programming over 0 < x < 6.
 TERMS = (1.59422507, 7.46130176e-2, -7.83352601e-4)
@@ -60,15 +62,16 @@ class _Gelu(torch.autograd.Function):
     def backward(ctx, grad):
         product, bias = ctx.saved_tensors
         run = _gelu_backward if product.is_cuda else reference
-        return run(grad, product, bias)
+        return run(grad, product, bias, 0.0)[:2]
 
 
-def reference(grad, product, bias):
+def reference(grad, product, bias, factor):
     """As the operator in plain PyTorch."""
     x = _wide(product) + bias
     share, slope = _share(x)
     x_grad = grad * share * (1 + x * (1 - share) * slope)
-    return x_grad.to(product.dtype), x_grad.flatten(0, -2).sum(0).to(bias.dtype)
+    product_grad, bias_grad = x_grad.to(product.dtype), x_grad.flatten(0, -2).sum(0).to(bias.dtype)
+    return product_grad, bias_grad, (product_grad.flatten(0, -2) * factor).to(torch.float8_e5m2) if factor else None
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -76,19 +79,24 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 @operator("qa_lib::gelu_backward")
-def _gelu_backward(grad: torch.Tensor, product: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of product and bias."""
+def _gelu_backward(
+    grad: torch.Tensor, product: torch.Tensor, bias: torch.Tensor, factor: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of product and bias, and that of the product in e5m2, times `factor` [rows, width]: empty where
+    that is 0 (train/folding.py)."""
     from qa_lib.model import norm_kernels as kernels  # Triton comes with the CUDA builds of PyTorch alone
 
     width = len(bias)
     rows = product.numel() // width
     product_grad = product.new_empty(product.shape)
+    eighth = product.new_empty((rows, width) if factor else 0, dtype=torch.float8_e5m2)
     sums = product.new_empty(min(rows, PROGRAMS), width, dtype=torch.float32)
     start(
         kernels.gelu_backward, (len(sums), -(-width // kernels.GELU_BACKWARD["COLUMNS"])), grad.contiguous(),
-        product.contiguous(), bias, product_grad, sums, rows, *TERMS, LAST, WIDTH=width, **kernels.GELU_BACKWARD,
+        product.contiguous(), bias, product_grad, eighth if factor else None, sums, rows, *TERMS, LAST, FACTOR=factor,
+        WIDTH=width, **kernels.GELU_BACKWARD,
     )  # fmt: skip
-    return product_grad, added_up(sums, bias.dtype)
+    return product_grad, added_up(sums, bias.dtype), eighth
 
 
 def _share(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,10 +12,10 @@ import triton.language as tl
 from qa_lib.model.short_kernels import hashed
 
 # Rows that a program has at a time, threads, and how far ahead of its arithmetic it reads.
-FORWARD = {"ROWS": 4, "num_warps": 4}
-BACKWARD = {"ROWS": 1, "STAGES": 2, "num_warps": 4}
-GELU_BACKWARD = {"ROWS": 4, "COLUMNS": 512, "STAGES": 2, "num_warps": 4}
-ADD_UP = {"ROWS": 128, "COLUMNS": 16, "num_warps": 4}
+FORWARD = {"ROWS": 1, "num_warps": 1}
+BACKWARD = {"ROWS": 1, "STAGES": 4, "num_warps": 4}
+GELU_BACKWARD = {"ROWS": 1, "COLUMNS": 1024, "STAGES": 3, "num_warps": 4}
+ADD_UP = {"ROWS": 128, "COLUMNS": 8, "num_warps": 4}
 
 
 @triton.jit
@@ -104,12 +104,13 @@ def norm_backward(
 
 @triton.jit
 def gelu_backward(
-    grad, product, bias, product_grad, sums, rows,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, LAST: tl.constexpr,
+    grad, product, bias, product_grad, eighth, sums, rows,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, LAST: tl.constexpr, FACTOR: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Of COLUMNS columns of every so many rows: the gradient of the product, as gelu._Gelu has it, and the program's
-    part of the gradient of the bias, in `sums` [programs, WIDTH]."""
+    part of the gradient of the bias, in `sums` [programs, WIDTH]. With a FACTOR, the former times that is in `eighth`,
+    too."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_width = column < WIDTH
@@ -125,7 +126,10 @@ def gelu_backward(
         share = tl.sigmoid(x * (FIRST + square * (SECOND + square * THIRD)))
         slope = FIRST + square * (3 * SECOND + square * (5 * THIRD))
         x_grad *= share * (1 + x * (1 - share) * slope)
-        tl.store(product_grad + at, x_grad.to(product_grad.dtype.element_ty), mask=inside)
+        rounded = x_grad.to(product_grad.dtype.element_ty)
+        tl.store(product_grad + at, rounded, mask=inside)
+        if FACTOR:
+            tl.store(eighth + at, (rounded.to(tl.float32) * FACTOR).to(eighth.dtype.element_ty), mask=inside)
         bias_sum += x_grad
     tl.store(sums + program * WIDTH + column, tl.sum(bias_sum, 0), mask=in_width)
 

@@ -13,8 +13,6 @@ from torch.nn import functional as F
 
 from qa_lib.model.ahead import start
 
-PROGRAMS = 264  # of norms and GELU backward: two for each multiprocessor of an H200
-
 
 class Product(nn.Linear):
     """nn.Linear with a `bias` that the module around it adds."""

@@ -1,34 +1,70 @@
-"""A sum of two gradients is left to the kernel that reads it (row E-norm).
+"""What the compiler leaves between our operators and its own kernels is left to ours (rows E-norm and E-top-fp8).
 
-A norm's output goes two ways: into the next product, and past it, as the residual of the next norm. Two gradients come
-back, and the norm's backward pass takes their sum. The compiler fuses an addition with what reads it where that is its
-own kernel. It does not look into an operator (model/norms.py), so that the addition would be a kernel by itself, which
-moves three tensors of hidden states for each norm. Inductor lets its users rewrite its graphs: here the operator gets
-both gradients, and reads one more.
+The compiler fuses elementwise work with the kernel that reads or writes its tensor where that is its own kernel. It
+does not look into an operator, so that such work beside one is a kernel by itself, which moves whole tensors. Inductor
+lets its users rewrite its graphs. Two such pieces are done by the operators here:
+
+- A norm's output goes two ways, into the next product and past it, as the residual of the next norm. Two gradients come
+  back, and the norm's backward pass takes their sum. The operator gets both, and reads one more (model/norms.py).
+- A product in 8-bit floats takes the gradient that GELU's backward pass has just written, times a power of two, in
+  e5m2. The operator writes both (model/gelu.py, model/fp8.py).
 """
+
+import operator
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
 
-import qa_lib.model.norms  # noqa: F401  registers the operator
+import qa_lib.model.gelu
+import qa_lib.model.norms  # noqa: F401  register the operators
+
+aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.qa_lib
 
 
 class Folding(CustomGraphPass):
-    """Gives every norm_backward of a graph the two addends of its gradient, where nothing else takes their sum."""
+    """Rewrites a graph in place."""
 
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        for node in graph.find_nodes(op="call_function", target=torch.ops.qa_lib.norm_backward.default):
-            added = node.args[0]
-            if added.target is torch.ops.aten.add.Tensor and len(added.users) == 1 and _plain(added):
-                node.args = (*added.args, *node.args[2:])
-                graph.erase_node(added)
+    def __call__(self, graph: Graph) -> None:
+        _fold_sums(graph)
+        _fold_conversions(graph)
 
     def uuid(self) -> bytes:
         """For Inductor's cache of compiled graphs: another text of this file is another pass."""
         return get_hash_for_files((__file__,))
 
 
-def _plain(added: torch.fx.Node) -> bool:
+def _fold_sums(graph: Graph) -> None:
+    """Give every norm_backward the two addends of its gradient, where nothing else takes their sum."""
+    for node in graph.find_nodes(op="call_function", target=ours.norm_backward.default):
+        added = node.args[0]
+        if added.target is aten.add.Tensor and len(added.users) == 1 and _plain(added):
+            node.args = (*added.args, *node.args[2:])
+            graph.erase_node(added)
+
+
+def _plain(added: Node) -> bool:
     """Whether a sum is of two tensors of its own shape, neither of them multiplied."""
-    shapes = [one.meta["val"].shape for one in (added, *added.args) if isinstance(one, torch.fx.Node)]
+    shapes = [one.meta["val"].shape for one in (added, *added.args) if isinstance(one, Node)]
     return len(shapes) == 3 and shapes[0] == shapes[1] == shapes[2] and not added.kwargs
+
+
+def _fold_conversions(graph: Graph) -> None:
+    """Take e5m2 copies of gradients that a gelu_backward wrote from that."""
+    for converted in graph.find_nodes(op="call_function", target=prims.convert_element_type.default):
+        product, kind = converted.args
+        if kind != torch.float8_e5m2 or product.target is not aten.mul.Tensor or isinstance(product.args[1], Node):
+            continue
+        source, factor = product.args
+        while source.target in (aten.view.default, aten.reshape.default):
+            source = source.args[0]
+        call = source.args[0] if source.target is operator.getitem and source.args[1] == 0 else None
+        if call is None or call.target is not ours.gelu_backward.default or call.args[3]:
+            continue
+        call.args = (*call.args[:3], float(factor))
+        call.meta["val"] = (*call.meta["val"][:2], converted.meta["val"])
+        with graph.inserting_after(call):
+            eighth = graph.call_function(operator.getitem, (call, 2))
+        eighth.meta["val"] = converted.meta["val"]
+        converted.replace_all_uses_with(eighth)
+        graph.erase_node(converted)

@@ -10,7 +10,7 @@ import triton.language as tl
 from qa_lib.model.short_kernels import hashed
 
 COUNT = 16  # tensors of a call
-NORM = {"BLOCK": 4096, "num_warps": 4}
+NORM = {"BLOCK": 8192, "num_warps": 4}
 UPDATE = {"BLOCK": 1024, "num_warps": 4}
 
 
