@@ -130,9 +130,9 @@ def test_a_gradient_is_written_in_8_bits_beside_and_the_same():
     conversions = graph.graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default)
     assert torch.float8_e5m2 not in [node.args[1] for node in conversions]
     for found, wanted in zip(graph(*inputs), run(*inputs), strict=True):
-        assert found.dtype == wanted.dtype
-        step = 0.25 if DEVICE.type == "cpu" else 0  # Triton's interpreter does not round ties to even
-        torch.testing.assert_close(found.float(), wanted.float(), atol=0, rtol=step)
+        equal = (found.float() == wanted.float()).float().mean()
+        # Triton's interpreter rounds some numbers to another neighbour.
+        assert found.dtype == wanted.dtype and equal >= (0.9 if DEVICE.type == "cpu" else 1)
 
 
 def test_other_conversions_are_left_alone(monkeypatch):
