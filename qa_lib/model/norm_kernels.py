@@ -128,7 +128,7 @@ def gelu_backward(
         x_grad *= share * (1 + x * (1 - share) * slope)
         rounded = x_grad.to(product_grad.dtype.element_ty)
         tl.store(product_grad + at, rounded, mask=inside)
-        if FACTOR:
+        if FACTOR != 0.0:
             tl.store(eighth + at, (rounded.to(tl.float32) * FACTOR).to(eighth.dtype.element_ty), mask=inside)
         bias_sum += x_grad
     tl.store(sums + program * WIDTH + column, tl.sum(bias_sum, 0), mask=in_width)
