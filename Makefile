@@ -18,6 +18,10 @@ test: lint  ## unit tests, every notebook, the driver under faults
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
+# Packages that print lines of their own into what other tests read; Triton comes with PyTorch's CUDA builds alone.
+extras: .venv/extras  ## tests of kernels, without a GPU, and of quantized weights: 300 MB to fetch
+	PYTHONPATH=.venv/extras $(BIN)/python -m pytest -n $(WORKERS) -m "triton or torchao"
+
 lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -30,4 +34,7 @@ lint: .venv/ready
 	$(BIN)/python -m pip install -q -r requirements.txt -r tests/requirements.txt $(addprefix -c ,$(CONSTRAINTS))
 	@touch $@
 
-.PHONY: quickstart app test lint
+.venv/extras: .venv/ready
+	$(BIN)/python -m pip install -q --no-deps --target $@ triton==3.9.0 torchao==0.18.0
+
+.PHONY: quickstart app test extras lint

@@ -1,6 +1,7 @@
 import os
 import shutil
 import signal
+from importlib.util import find_spec
 
 import pytest
 
@@ -22,3 +23,10 @@ def cache(tmp_path_factory, monkeypatch):
     folder = tmp_path_factory.getbasetemp() / "cache"
     monkeypatch.setenv("QA_LIB_CACHE", str(folder))
     return folder
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for package in ("triton", "torchao"):
+            if item.get_closest_marker(package) and find_spec(package) is None:
+                item.add_marker(pytest.mark.skip(reason=f"{package} is not installed; see `make extras`"))

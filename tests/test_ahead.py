@@ -1,5 +1,8 @@
 """Among fake tensors a kernel is compiled, once for each kind of arguments; what is really started waits for that."""
 
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -68,3 +71,17 @@ def test_an_operator_tells_shapes_by_what_it_does():
 
     library.opcheck(doubled, (torch.ones(3),), test_utils=("test_schema", "test_faketensor"))
     assert torch.compile(doubled, backend="aot_eager", fullgraph=True)(torch.ones(3)).tolist() == [1.0] * 6
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("capability", ["9.0", "7.5"])  # the latter without attention and 8-bit floats
+def test_every_kernel_compiles_for_gpus_that_are_not_there(capability, tmp_path):
+    """Triton's interpreter takes what its compiler does not: a float as a condition, for one."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    words = [sys.executable, "-m", "tests.compiling", capability]
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    everywhere = {"norm_forward", "norm_backward", "gelu_backward", "add_up", "square_sums", "adamw"}
+    attention = {"attention_short_forward", "attention_short_backward"} if capability == "9.0" else set()
+    assert {line.split()[0] for line in done.stdout.splitlines()} == everywhere | attention

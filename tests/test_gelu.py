@@ -22,7 +22,6 @@ from qa_lib.train.folding import Folding
 from tests.tiny import checkpoint
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: pip install triton")
 
 
 def drawn(rows, width, dtype=torch.float32):
@@ -83,7 +82,7 @@ def test_another_activation_is_refused_by_name():
         use_sigmoid_gelu(model)
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.parametrize(("rows", "width"), [(1, 3072), (11, 100), (6, 1)])
 @pytest.mark.parametrize(
     ("dtype", "error"), [(torch.float32, 1e-5), (torch.float16, 1e-3), (torch.bfloat16, 8e-3)], ids=str
@@ -99,7 +98,7 @@ def test_the_backward_kernel_is_the_derivative(rows, width, dtype, error, monkey
         assert one.dtype == dtype and (one - other).norm() < error * other.norm()
 
 
-@needs_triton
+@pytest.mark.triton
 def test_its_operator_is_what_the_compiler_takes_it_for():
     for factor in (0.0, 2.0**10):
         library.opcheck(gelus._gelu_backward, (*drawn(4, 32), factor), test_utils=("test_schema", "test_faketensor"))
@@ -121,7 +120,7 @@ def folded(run, *inputs):
     return graph, [call.args[3] for call in calls]
 
 
-@needs_triton
+@pytest.mark.triton
 def test_a_gradient_is_written_in_8_bits_beside_and_the_same():
     inputs = [x[None] if x.dim() == 2 else x for x in drawn(4, 32, torch.bfloat16)]
     run = functools.partial(small_and_large, torch.float8_e5m2, 2.0**10)

@@ -1,5 +1,3 @@
-from importlib.util import find_spec
-
 import pytest
 import torch
 
@@ -9,7 +7,6 @@ from qa_lib.train.optim import unscale
 
 SHAPES = [(33, 17), (128,), (128,), (4, 5, 6)]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: pip install triton")
 
 
 def bits(*values: int) -> torch.Tensor:
@@ -75,7 +72,7 @@ def drawn_state(moments, dtype, shapes):
 MANY = [*SHAPES, *[(3, 5)] * 15, (1,), (1024,), (1025,), (4097,)]
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.parametrize("skips", [None, False, True])
 @pytest.mark.parametrize(("moments", "dtype"), [each[:2] for each in TYPES], ids=str)
 def test_the_kernel_is_the_plain_update(moments, dtype, skips):
@@ -95,7 +92,7 @@ def test_the_kernel_is_the_plain_update(moments, dtype, skips):
     assert changed == (not skips)
 
 
-@needs_triton
+@pytest.mark.triton
 def test_the_kernel_rounds_as_the_plain_update_does():
     """Ties and carries, for gradients that are 0; and what is not a number stays none."""
     lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
@@ -117,7 +114,7 @@ def test_the_kernel_rounds_as_the_plain_update_does():
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_what_is_compiled_ahead_is_what_is_started(dtype, monkeypatch):
     started = []
@@ -140,7 +137,7 @@ def test_what_is_compiled_ahead_is_what_is_started(dtype, monkeypatch):
     assert ahead == started and len(started) == 4
 
 
-@needs_triton
+@pytest.mark.triton
 def test_the_kernels_norm_is_that_of_all_elements():
     tensors = drawn_state(torch.float32, torch.bfloat16, MANY)[1]
     wanted = torch.cat([tensor.double().flatten() for tensor in tensors]).norm()

@@ -35,7 +35,6 @@ from tests.tiny import checkpoint
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPS = 1e-5
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: pip install triton")
 
 
 def drawn(rows, width, dtype=torch.float32, residual_type=None, weight_type=None):
@@ -64,7 +63,7 @@ def assert_close(found, wanted, error):
         assert (one.double() - other).norm() < error * other.norm(), number
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize(("rows", "width"), [(1, 768), (7, 96), (4, 3), (5, 1024)])
 def test_the_kernel_is_the_reference(rows, width, dropout):
@@ -72,7 +71,7 @@ def test_the_kernel_is_the_reference(rows, width, dropout):
     assert_close(with_gradients(norms._normed, *drew, dropout), expected(*drew, dropout), 1e-5)
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.parametrize("rows_at_once", [1, 4])
 def test_programs_with_several_rows_and_none_beyond_the_last_add_all_up(rows_at_once, monkeypatch):
     from qa_lib.model import norm_kernels as kernels
@@ -84,7 +83,7 @@ def test_programs_with_several_rows_and_none_beyond_the_last_add_all_up(rows_at_
     assert_close(with_gradients(norms._normed, *drew, 0.1), expected(*drew, 0.1), 1e-5)
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.parametrize(
     ("types", "error"),
     [
@@ -101,7 +100,7 @@ def test_in_half_precision_it_is_as_near_as_that_allows(types, error):
     assert [x.dtype for x in found] == [types[1], *(x.dtype for x in drew[0])]
 
 
-@needs_triton
+@pytest.mark.triton
 def test_the_kernel_drops_what_hash_dropout_drops():
     """Read off the gradient of the product, which is 0 where nothing passes, and nowhere else."""
     drew = drawn(40, 96)
@@ -111,7 +110,7 @@ def test_the_kernel_drops_what_hash_dropout_drops():
     assert torch.equal(product_grad != 0, dropout(torch.ones_like(product_grad)) != 0)
 
 
-@needs_triton
+@pytest.mark.triton
 def test_large_means_and_tensors_that_are_not_contiguous_change_nothing():
     (product, bias, residual, *weights), grad, seed = drawn(6, 96)
     inputs = (product.T.contiguous().T, bias, residual + 1000, *weights)
@@ -119,7 +118,7 @@ def test_large_means_and_tensors_that_are_not_contiguous_change_nothing():
     assert_close(found, expected(inputs, grad, seed, 0.1), 1e-3)
 
 
-@needs_triton
+@pytest.mark.triton
 def test_the_operators_are_what_the_compiler_takes_them_for():
     inputs, _, seed = drawn(4, 32)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
@@ -174,7 +173,7 @@ def test_every_encoder_has_it_with_the_loss_gradients_and_names_of_the_native_no
     torch.testing.assert_close(fused, native, atol=1e-6, rtol=1e-4)
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the model is on the CPU, for Triton's interpreter")
 def test_the_model_trains_by_the_kernels_as_without_them_and_they_add_up_gradients(monkeypatch):
     """Traced, as the compiler has it; but for the last, the output of every norm has two gradients."""
@@ -206,7 +205,7 @@ def test_the_model_trains_by_the_kernels_as_without_them_and_they_add_up_gradien
     assert folded == [[], [False] + [True] * (2 * model.config.num_hidden_layers - 1)]
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.parametrize(("programs", "width"), [(1, 768), (128, 3), (129, 17), (264, 2304)])
 def test_what_the_programs_found_is_added_up(programs, width):
     sums = torch.randn(programs, width, device=DEVICE)

@@ -25,8 +25,6 @@ from qa_lib.run.quantize import quantize_run
 from qa_lib.score.predict import answering_device, load_qa_model
 from qa_lib.spec import Machine
 
-needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs the package torchao")
-
 
 def quiet(_):
     pass
@@ -64,7 +62,7 @@ def test_two_numbers_of_4_bits_are_a_byte():
     assert _pack(codes).shape == (3, 16) and torch.equal(_unpack(_pack(codes)), codes)
 
 
-@needs_torchao
+@pytest.mark.torchao
 @pytest.mark.parametrize("width", WIDTHS)
 def test_rounding_in_training_gives_the_answers_of_the_rounded_model(width, tmp_path):
     spec = spec_of(f"A1-{width}")
@@ -88,7 +86,7 @@ def test_rounding_in_training_gives_the_answers_of_the_rounded_model(width, tmp_
     assert torch.allclose(logits(plain), trained, atol=1e-5)
 
 
-@needs_torchao
+@pytest.mark.torchao
 def test_a_row_trains_and_its_f1_is_that_of_its_quantized_model(tmp_path):
     spec = spec_of("A1-int8")
     entry = fit(spec, tmp_path, say=quiet)
@@ -96,7 +94,7 @@ def test_a_row_trains_and_its_f1_is_that_of_its_quantized_model(tmp_path):
     assert entry["status"] == "ok" and entry["quality"]["f1"] == found["after"]["f1"]
 
 
-@needs_torchao
+@pytest.mark.torchao
 @pytest.mark.parametrize("width", WIDTHS)
 def test_what_is_saved_is_what_is_loaded(width, run, monkeypatch):
     model, _ = load_qa_model(run / "model")
@@ -113,7 +111,7 @@ def test_what_is_saved_is_what_is_loaded(width, run, monkeypatch):
     assert min(found[when]["latency_ms"] for when in ("before", "after")) > 0
 
 
-@needs_torchao
+@pytest.mark.torchao
 def test_predict_and_the_app_take_it(runs, run, capsys):
     asked = ["--question", "who wrote it", "--context", "it was written by ada"]
     assert main(["predict", "--model", str(run / "model-int8"), *asked]) == 0
@@ -151,7 +149,7 @@ FAULTS = {
 }
 
 
-@needs_torchao
+@pytest.mark.torchao
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_folder_of_other_numbers_is_refused(fault, run, tmp_path):
     config, tensors, said = FAULTS[fault]
@@ -160,14 +158,14 @@ def test_a_folder_of_other_numbers_is_refused(fault, run, tmp_path):
     assert said in str(refusal.value)
 
 
-@needs_torchao
+@pytest.mark.torchao
 def test_a_quantized_model_is_not_trained(run):
     (spec,) = plan(["A1"], "local", data="synthetic:40", model=str(run / "model-int8"), machine=Machine())
     with pytest.raises(UserError, match="quantized, and train no more"):
         build_model(spec)
 
 
-@needs_torchao
+@pytest.mark.torchao
 def test_layers_that_cannot_be_quantized_are_named():
     with pytest.raises(UserError, match=r"GPT2LMHeadModel: its layers have no torch\.nn\.Linear"):
         quantize(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=40)), "int8")

@@ -4,7 +4,6 @@ The kernels run on a GPU, or in Triton's interpreter where it is installed witho
 """
 
 import dataclasses
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from tests.tiny import checkpoint
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SCALE = 0.3
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: pip install triton")
 HALVES = [(torch.float16, 2e-3)]
 if DEVICE.type == "cuda":  # the interpreter multiplies the bits of bf16 as whole numbers
     HALVES += [(torch.bfloat16, 2e-2)]
@@ -65,7 +63,7 @@ def assert_close(found, wanted, error):
         assert (one.double() - other).norm() < error * other.norm()
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("lengths", [LENGTHS, [130, 3], [1]], ids=str)
 def test_the_kernel_is_the_reference(lengths, dropout):
@@ -73,28 +71,28 @@ def test_the_kernel_is_the_reference(lengths, dropout):
     assert_close(by_kernel(*inputs, dropout), expected(*inputs, dropout), 1e-5)
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.parametrize(("dtype", "error"), HALVES, ids=str)
 def test_in_half_precision_it_is_as_near_as_that_allows(dtype, error):
     inputs = drawn([70, 9], dtype=dtype)
     assert_close(by_kernel(*inputs, 0.1), expected(*inputs, 0.1), error)
 
 
-@needs_triton
+@pytest.mark.triton
 def test_limits_beyond_the_longest_segment_and_extreme_scores_change_nothing():
     product, *rest = drawn([70, 9])
     product[:, :2] *= 30  # powers of 2 with these exponents are beyond fp32
     assert_close(by_kernel(product, *rest, 0.1, longest=256), expected(product, *rest, 0.1), 1e-4)
 
 
-@needs_triton
+@pytest.mark.triton
 def test_keys_beyond_the_end_count_nothing_even_where_all_others_score_far_less_than_their_0():
     product, *rest = drawn([70, 9])
     product[:, 0], product[:, 1] = product[:, 0] - 30, 1 + product[:, 1] / 10
     assert_close(by_kernel(product, *rest, 0.1), expected(product, *rest, 0.1), 1e-4)
 
 
-@needs_triton
+@pytest.mark.triton
 def test_the_operators_are_what_the_compiler_takes_them_for():
     product, _, ends, seed = drawn([20, 3])
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")

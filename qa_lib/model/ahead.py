@@ -58,10 +58,16 @@ def _like(argument):
 
 def _compile(kernel, likes: tuple, options: dict, device: torch.device) -> None:
     from triton.runtime import driver
-    from triton.runtime.jit import MockTensor
 
     torch.cuda.set_device(device)
     with _lock:
         driver.active.get_current_device()  # the first call makes the driver
+    _warmed(kernel, likes, options).run  # noqa: B018  which loads it, and makes what starts it
+
+
+def _warmed(kernel, likes: tuple, options: dict):
+    """The kernel compiled for arguments like these."""
+    from triton.runtime.jit import MockTensor
+
     mocks = [tuple(map(MockTensor.wrap_dtype, like)) if isinstance(like, tuple) else like for like in likes]
-    kernel.warmup(*mocks, grid=(1,), **options).run  # noqa: B018  which loads it, and makes what starts it
+    return kernel.warmup(*mocks, grid=(1,), **options)

@@ -1,0 +1,74 @@
+"""Every Triton kernel of ours, compiled for a GPU that need not be there: its name, a line each.
+
+python -m tests.compiling 9.0
+"""
+
+import sys
+
+import torch
+import triton
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+
+from qa_lib.model import ahead, gelu, norms, short
+from qa_lib.train.masters import MasterAdamW
+
+
+class Driver:
+    """What Triton asks of a GPU before it compiles for it."""
+
+    def __init__(self, capability: int):
+        self.capability = capability
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def call_all(capability: int) -> None:
+    """Call every operator as a model of BERT's shape in half precision does, and update such weights."""
+    tokens, width, inner, heads = 5632, 768, 3072, 12
+
+    def drawn(*shape, dtype=torch.bfloat16 if capability >= 80 else torch.float16):
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    def whole(*shape):
+        return drawn(*shape, dtype=torch.int32)
+
+    hidden, bias, statistics = drawn(tokens, width), drawn(width), drawn(2, tokens, dtype=torch.float32)
+    norms._norm(hidden, bias, hidden, bias, bias, whole(), 0.1, 1e-12)
+    for other in (None, hidden):
+        norms._norm_backward(hidden, other, hidden, bias, hidden, bias, whole(), statistics, 0.1)
+    for factor in (0.0, 2.0**16) if capability >= 89 else (0.0,):
+        gelu._gelu_backward(drawn(tokens, inner), drawn(tokens, inner), drawn(inner), factor)
+    if capability >= 80:
+        product, rows, ends = drawn(tokens, 3, heads, 64), drawn(heads, tokens, dtype=torch.float32), whole(33)
+        for added in (None, drawn(3 * width)):
+            short._short(product, added, ends, whole(), 384, 0.1, 0.125)
+            short._short_backward(
+                drawn(tokens, heads, 64), product, added, rows, rows, ends, whole(), 384, 0.1, 0.125
+            )  # fmt: skip
+    for moments in (torch.float32, torch.bfloat16):
+        weights = [torch.nn.Parameter(drawn(*shape)) for shape in [(width, inner), (width,), (2,)]]
+        MasterAdamW(weights, torch.empty((), device="cuda"), 1.0, moments)
+
+
+def main() -> None:
+    capability = int(sys.argv[1].replace(".", ""))
+    triton.runtime.driver.set_active(Driver(capability))
+    ahead._compile = lambda kernel, likes, options, _: ahead._warmed(kernel, likes, options)
+    with FakeTensorMode():
+        call_all(capability)
+    for (_, likes, *_), future in ahead._compiling.items():
+        program = future.result()
+        assert f"sm_{capability}" in program.asm["ptx"] and program.asm["cubin"]
+        print(program.metadata.name, likes[0])
+
+
+if __name__ == "__main__":
+    main()
