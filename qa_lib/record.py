@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import get_type_hints
 
 from qa_lib.errors import UserError
-from qa_lib.spec import TRAINER_OPTIMIZER, Spec, hardware_name
+from qa_lib.spec import TRAINER_OPTIMIZER, Scale, Spec, hardware_name
+from qa_lib.variants import Settings
 
 SCHEMA, FIRST_SCHEMA = "qa_lib/2", "qa_lib/1"
 PROFILE_SCHEMA = "qa_lib-profile/1"
@@ -399,13 +400,15 @@ def strict_json(text: str) -> object:
 
 
 def read_record(run_dir: Path) -> dict:
-    """The record of a run's folder, in today's form. Raises RecordError when it is absent, broken, of a schema that is
-    not known, or holds a value of another type than the schema says."""
+    """The record of a run's folder, in today's form: a setting that came after it is at its default. Raises RecordError
+    when it is absent, broken, of a schema that is not known, or holds a value of another type than the schema says."""
     path = run_dir / "record.json"
     record = _document(path, SCHEMA, FIRST_SCHEMA)
     try:
         if record["schema"] == FIRST_SCHEMA:
             record = _renewed(record)
+        for name, unnamed in (("settings", Settings()), ("scale", Scale(name=""))):  # as in the hash of a run
+            record["spec"][name] = dataclasses.asdict(unnamed) | record["spec"][name]
         _check(record, Record)
         _require(record["spec"]["settings"].get("micro_batch"), int, "spec.settings.micro_batch")
         _require(record["spec"]["settings"].get("precision"), str, "spec.settings.precision")

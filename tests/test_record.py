@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import subprocess
@@ -7,7 +8,7 @@ import textwrap
 import pytest
 
 from qa_lib import record
-from qa_lib.report.runs import load_runs
+from qa_lib.report.runs import load_runs, select
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 
@@ -52,6 +53,19 @@ def test_an_older_record_has_null_for_a_score_that_came_later(spec, tmp_path):
     record.write_record(tmp_path, entry | {"quality": {"loss": "low"}})
     with pytest.raises(record.RecordError, match=r"quality\.loss is 'low'"):
         record.read_record(tmp_path)
+
+
+def test_an_older_record_has_the_default_of_what_could_be_chosen_later_and_its_runs_are_compared(spec, tmp_path):
+    for seed, fields in ((0, {"settings": ["norms"], "scale": ["recipe_rates", "batch_tokens"]}), (1, {})):
+        one = dataclasses.replace(spec, seed=seed)
+        entry = record.new_record(one, ENV)
+        for section, names in fields.items():
+            for name in names:
+                del entry["spec"][section][name]
+        record.finish(tmp_path / one.run_path, entry, "ok")
+    chosen = select(load_runs(tmp_path), spec.group)
+    assert list(chosen["spec.seed"]) == [0, 1]
+    assert set(chosen["spec.settings.norms"]) == {"native"} and set(chosen["spec.scale.recipe_rates"]) == {True}
 
 
 def test_load_runs_is_a_row_a_run_with_dotted_columns(spec, tmp_path):
