@@ -56,7 +56,7 @@ def test_an_older_record_has_null_for_a_score_that_came_later(spec, tmp_path):
 
 
 def test_an_older_record_has_the_default_of_what_could_be_chosen_later_and_its_runs_are_compared(spec, tmp_path):
-    for seed, fields in ((0, {"settings": ["norms"], "scale": ["recipe_rates", "batch_tokens"]}), (1, {})):
+    for seed, fields in ((0, {"settings": ["norms"], "scale": ["warmup"]}), (1, {})):
         one = dataclasses.replace(spec, seed=seed)
         entry = record.new_record(one, ENV)
         for section, names in fields.items():
@@ -65,7 +65,7 @@ def test_an_older_record_has_the_default_of_what_could_be_chosen_later_and_its_r
         record.finish(tmp_path / one.run_path, entry, "ok")
     chosen = select(load_runs(tmp_path), spec.group)
     assert list(chosen["spec.seed"]) == [0, 1]
-    assert set(chosen["spec.settings.norms"]) == {"native"} and set(chosen["spec.scale.recipe_rates"]) == {True}
+    assert set(chosen["spec.settings.norms"]) == {"native"} and set(chosen["spec.scale.warmup"]) == {0.1}
 
 
 def test_load_runs_is_a_row_a_run_with_dotted_columns(spec, tmp_path):
