@@ -80,7 +80,7 @@ def test_the_lead_by_batch_is_a_sentence(profile):
     assert said.startswith("The lead depends on the batch: A3 trains ×4.00 as fast as A0 at 8 features in a ")
     assert said.endswith("×2.40 at 32, ×2.00 at 64 (group h200-fit, code 0123456).")
     alone = profile.runs[profile.runs["spec.variant"] == "A3"]
-    with pytest.raises(NotMeasured, match="of both a row of the visible loop and the Trainer"):
+    with pytest.raises(NotMeasured, match="a speed of both a row of the visible loop and the Trainer"):
         curves.lead_by_batch(alone)
 
 

@@ -5,8 +5,18 @@ import math
 import pandas as pd
 
 from qa_lib.report.quality import FULL_EPOCHS, FULL_FEATURES, MARGIN, as_text, equivalence, projected, quality_runs
-from qa_lib.report.runs import BASELINE, NotMeasured, commits, neighbours, published, score_name, select, sibling, usual
-from qa_lib.report.sentences import RECOMMENDED
+from qa_lib.report.runs import (
+    BASELINE,
+    RECOMMENDED,
+    NotMeasured,
+    commits,
+    neighbours,
+    published,
+    score_name,
+    select,
+    sibling,
+    usual,
+)
 from qa_lib.report.tables import DATA_SHEET_TFLOPS, in_order, summarise
 from qa_lib.report.text import MISSING, folded, gain, number, or_why, say
 from qa_lib.spec import SCALES, Machine, missing
@@ -171,7 +181,7 @@ def which_row(runs: pd.DataFrame, group: str) -> str:
     f1 = worth(quality_runs(runs, group))
     said = {"context": CONTEXT_GIB, "all": ALLOWED["all"], "score": score_name(own)}
     parts = [
-        say("cards.card", lora=ALLOWED["lora"], **said),
+        say("cards.card", lora=ALLOWED["lora"], recommended=RECOMMENDED, **said),
         or_why(generation_table, own, f1),
         folded(
             "Memory by the seeds' protocol", say("cards.protocol"), or_why(vram_table, sibling(runs, group, "vram"))

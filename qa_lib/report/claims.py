@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from qa_lib.report.quality import METRICS, compare, quality_runs, tries_of
-from qa_lib.report.runs import BASELINE, NotMeasured, select, sibling, usual
+from qa_lib.report.runs import BASELINE, RECOMMENDED, NotMeasured, select, sibling, usual
 from qa_lib.report.tables import summarise
 from qa_lib.report.text import FILTERS, MISSING, say
 from qa_lib.variants import VARIANTS
@@ -44,6 +44,7 @@ class Facts:
     quality: pd.DataFrame
     vram: pd.DataFrame
     tries: pd.DataFrame
+    recommended = RECOMMENDED
 
     def line(self, variant: str, micro_batch: int) -> pd.Series:
         """A row's line of the bench group. Raises NotMeasured where it has no speed."""

@@ -44,7 +44,7 @@ def points(runs: pd.DataFrame, rows: Sequence[str] = (), predicted: pd.Series | 
     ran out of memory. Raises NotMeasured where there is none.
     """
     by_tokens = runs.reindex(columns=[BATCH_TOKENS])[BATCH_TOKENS].notna()
-    runs = runs.assign(batch=runs["batch"].mask(by_tokens, 0))
+    runs = runs.assign(batch=runs["batch"].mask(by_tokens | (runs["batch"] == runs["micro_batch"]), 0))
     runs = runs.assign(predicted=math.nan if predicted is None else predicted)
     runs = runs[runs["status"].isin(["ok", "oom"]) & (runs["spec.variant"].isin(rows) | (len(rows) == 0))]
     if runs.empty:
@@ -248,9 +248,9 @@ def lead(part: pd.DataFrame, size: str = "micro_batch") -> tuple[str, str, pd.Se
 def lead_by_batch(runs: pd.DataFrame) -> str:
     """The lead over the Trainer at every micro-batch of a group's runs, in a sentence. Raises NotMeasured."""
     _, part = along(points(runs), "micro_batch")
-    if not (found := lead(part)):
-        raise NotMeasured("no micro-batch has a speed of both a row of the visible loop and the Trainer")
-    row, peer, factors = found
+    row, peer, factors = lead(part) or ("", "", [])
+    if len(factors) < 2:
+        raise NotMeasured("no two micro-batches have a speed of both a row of the visible loop and the Trainer")
     return say("curves.lead", row=row, peer=peer, lead=factors.to_dict(), group=runs["group"].iloc[0],
                code=commits(runs))  # fmt: skip
 

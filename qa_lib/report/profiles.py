@@ -6,8 +6,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 
 from qa_lib.measure.trace import PARTS, PHASES
-from qa_lib.report.runs import AXIS_NAMES, NotMeasured, baseline, cells, read_profile
-from qa_lib.report.sentences import RECOMMENDED
+from qa_lib.report.runs import AXIS_NAMES, RECOMMENDED, NotMeasured, baseline, cells, read_profile
 from qa_lib.report.style import COLORBLIND, columns, legend, name_points, new_figure, stack, style
 from qa_lib.report.tables import place
 from qa_lib.report.text import number, share

@@ -11,6 +11,7 @@ import pandas as pd
 
 from qa_lib.report.runs import (
     BASELINE,
+    RECOMMENDED,
     NotMeasured,
     found_compiled,
     in_cells,
@@ -32,7 +33,7 @@ HEADS = {"F1": "quality.f1", "F1 at best threshold": "quality.best_f1"}
 METRICS = tuple(HEADS.values())  # at threshold 0, and at the best one
 FULL_FEATURES, FULL_EPOCHS = 131_754, 3  # of all of SQuAD v2's training questions at 384/128, and the seeds' epochs
 PROJECTED = 32  # micro-batch
-TIMED = ("A0", "A0-compile", "A1", "A4", "E-best")
+TIMED = ("A0", "A0-compile", "A1", "A4", RECOMMENDED)
 
 
 def quality_runs(runs: pd.DataFrame, group: str) -> pd.DataFrame:

@@ -17,6 +17,7 @@ from qa_lib.report import cards, curves, quality, scaling, slides
 from qa_lib.report.gallery import read_manifest
 from qa_lib.report.runs import (
     BASELINE,
+    RECOMMENDED,
     NotMeasured,
     ReportError,
     commits,
@@ -27,7 +28,7 @@ from qa_lib.report.runs import (
     sibling,
     usual,
 )
-from qa_lib.report.sentences import CPU_CAVEAT, RECOMMENDED, speed_finding
+from qa_lib.report.sentences import CPU_CAVEAT, speed_finding
 from qa_lib.report.tables import LEVEL, summarise
 from qa_lib.report.text import MISSING, markdown, number, say
 from qa_lib.variants import VARIANTS
@@ -129,13 +130,12 @@ def rows(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
 
 
 def _lead(runs: pd.DataFrame, group: str) -> str:
-    """How the recommended row's lead over the Trainer at its best changes with the batch; nothing where no run of
-    scale `fit` on that hardware tells."""
-    found = sibling(runs, group, "fit")
-    try:
-        return " " + curves.lead_by_batch(found[found["spec.variant"].isin([BEST_PEER, RECOMMENDED])])
-    except NotMeasured:
-        return ""
+    """How the recommended row's lead over the Trainer at its best changes with the batch, by the group's own runs or
+    those of scale `fit` on that hardware; nothing where neither tells."""
+    for found in (runs[runs["group"] == group], sibling(runs, group, "fit")):
+        with contextlib.suppress(NotMeasured):
+            return " " + curves.lead_by_batch(found[found["spec.variant"].isin([BEST_PEER, RECOMMENDED])])
+    return ""
 
 
 def several(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
@@ -183,7 +183,9 @@ def decisions(runs: pd.DataFrame, judged: pd.DataFrame, wanted: tuple[str, ...] 
     table = quality.overview(runs, judged).rename(columns={"what it changes": "what it is"})
     if table["row"].isin(wanted).any():
         table = table[table["row"].isin(wanted)]
-    words = {name: say("readme.row", row=name, why=VARIANTS[name].why) for name in table["row"]}
+    words = {
+        name: say("readme.row", row=name, why=VARIANTS[name].why, recommended=RECOMMENDED) for name in table["row"]
+    }
     return table.assign(**{"what it is": table["row"].map(words)})
 
 
@@ -222,7 +224,10 @@ def card(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
         return say("readme.unknown", reason=reason)
     theirs = published().loc[BASELINE, "train_s"] / 60
     gpu = own["env.gpu"].iloc[0]
-    said = say("readme.cards", gpu=gpu, context=cards.CONTEXT_GIB, minutes=minutes, theirs=theirs, row="E-t4")
+    said = say(
+        "readme.cards", gpu=gpu, context=cards.CONTEXT_GIB, minutes=minutes, theirs=theirs, row="E-t4",
+        recommended=RECOMMENDED,
+    )  # fmt: skip
     return f"{markdown(table)}\n\n{said}"
 
 

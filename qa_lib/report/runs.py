@@ -16,6 +16,7 @@ from qa_lib.record import PROFILE_SCHEMA, RecordError, read_record, run_files, s
 from qa_lib.variants import BASELINES, VARIANTS
 
 BASELINE = BASELINES["qa"]  # the row that ratios and differences refer to, in question answering
+RECOMMENDED = "E-best"  # the row that sentences speak of, where it was run
 TASK = ["task.name", "task.metric", "task.label", "task.higher_is_better"]
 LENGTH, MICRO_BATCH = "spec.scale.max_length", "spec.settings.micro_batch"
 EPOCHS, RATE = "spec.scale.epochs", "spec.scale.learning_rate"

@@ -7,7 +7,18 @@ one only; where no record supports it, it raises NotMeasured with the reason.
 import pandas as pd
 
 from qa_lib.report import quality
-from qa_lib.report.runs import AXES, BASELINE, NotMeasured, baseline, commits, direction, in_cells, on_cpu, score_name
+from qa_lib.report.runs import (
+    AXES,
+    BASELINE,
+    RECOMMENDED,
+    NotMeasured,
+    baseline,
+    commits,
+    direction,
+    in_cells,
+    on_cpu,
+    score_name,
+)
 from qa_lib.report.tables import LEVEL, cost_table, interval, place, summarise
 from qa_lib.report.text import say
 from qa_lib.variants import VARIANTS
@@ -17,7 +28,6 @@ PEERS = ("A0", "A0-best", "A0-compile", "L0", "L0-sdpa", "L0-compile")  # drawn 
 # Each but E1 changes the rung before.
 LADDER = ("A1", "A2", "A3", "A4-nb", "A4", "E1", "E2", "E3", "E4", "E5", "E6", "E-best", "E-fp8",
           "L1", "L2", "L3", "L4", "L5", "L6", "L7", "L-best")  # fmt: skip
-RECOMMENDED = "E-best"  # the row that sentences speak of, where it was run
 CPU_CAVEAT = "CPU speeds prove the plumbing only and say nothing about GPUs"
 WHISKERS = f"± and whiskers: t-based {LEVEL} % interval over seeds, where n ≥ 3"
 
