@@ -455,7 +455,14 @@ def describe(spec: Spec) -> str:
     """What a notebook shows of its row, as Markdown: why it exists and how its settings differ from its parent's."""
     row = VARIANTS[spec.variant]
     base = dataclasses.asdict(VARIANTS[row.parent].settings) if row.parent else {}
-    lines = [f"**{row.name}** at scale **{spec.scale.name}**, seed {spec.seed}. {row.why}", ""]
+    scale = spec.scale
+    length = f"{scale.steps:,} steps" if scale.steps else f"{scale.epochs:g} epochs"
+    batch = scale.batch or spec.settings.micro_batch
+    lines = [
+        f"**{row.name}** at scale **{scale.name}**, seed {spec.seed}. {row.why}\n",
+        f"Model {spec.model['name']} on {spec.data['name']}: {length} of {batch} features, each of {scale.max_length} "
+        f"tokens at most, of which neighbours share {scale.stride}; learning rate {scale.learning_rate:g}.\n",
+    ]
     lines += [f"| setting | {row.parent or '–'} | {row.name} |", "|---|---|---|"]
     for key, value in dataclasses.asdict(spec.asked).items():
         before = base.get(key, "–")

@@ -267,13 +267,13 @@ def _saved(folder: Path, split: str) -> Content:
 
 
 def _hub(name: str, split: str) -> Content:
-    table = hub_table(name, split)
+    table = hub_table(name, split, "a file or a folder in SQuAD's format")
     return partial(hub_digest, name, split, table), lambda: flat_rows(table(), name)
 
 
-def hub_table(name: str, split: str) -> Callable:
+def hub_table(name: str, split: str, instead: str) -> Callable:
     """What loads a data set of the hub, or its configuration as in "Salesforce/wikitext:wikitext-2-v1", once and never
-    with remote code. It raises DataError."""
+    with remote code. It raises DataError, which says what --data takes `instead`."""
 
     @cache
     def table():
@@ -284,8 +284,7 @@ def hub_table(name: str, split: str) -> Callable:
         except Exception as error:  # offline, unknown, gated, a script: the library says which
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise DataError(
-                f"{name!r}: no such file or folder, nor to be had from the hub ({reason}): "
-                "--data takes a file or a folder in SQuAD's format"
+                f"{name!r}: no such file or folder, nor to be had from the hub ({reason}): --data takes {instead}"
             ) from None
 
     return table

@@ -69,7 +69,7 @@ def open_text(source: str | os.PathLike, split: str) -> TextSource:
     if path.is_file():
         return TextSource(str(path), split, partial(hash_files, [path]), partial(_lines, path))
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", name) and not name.endswith(ENDINGS):
-        table = hub_table(name, split)
+        table = hub_table(name, split, "a text file, or a folder with train.txt and validation.txt")
         return TextSource(name, split, partial(hub_digest, name, split, table), partial(_rows, table, name))
     raise DataError(f"{name!r}: no such file or folder")
 

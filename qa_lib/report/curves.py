@@ -5,6 +5,7 @@ backward pass keeps. Both are fitted here to what was measured; the budget of ru
 from the model's shapes. A size that ran out of memory is a cross at the top.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
 from qa_lib.report.runs import BATCH_TOKENS, NotMeasured, ReportError, commits, not_measured, on_cpu, select
@@ -177,7 +179,7 @@ def fig_curve(runs: pd.DataFrame, table: pd.DataFrame, size: str, measure: str) 
     else:
         axis.set_ylim(0, 1.05 * part[measure].max() / (1 - band))
     if failing:
-        axis.axhspan(1 - band, 1, color="0.93", transform=axis.get_yaxis_transform(which="grid"), zorder=0)
+        axis.add_patch(Rectangle((0, 1 - band), 1, band, color="0.93", transform=axis.transAxes, zorder=0))
         axis.plot([], [], "x", color="0.4", label="out of memory")
     _ticks(axis, part[size])
     axis.set(xlabel=SIZES[size], ylabel=label)
@@ -220,15 +222,16 @@ def _note(runs: pd.DataFrame, where: str) -> str:
 
 
 def memory_finding(part: pd.DataFrame, size: str, where: str) -> str:
-    """By what factor memory grows with a size, in the row in which it grows most and in that in which it does least."""
-    measured = part.dropna(subset=["gib"])
-    low, high = measured[size].min(), measured[size].max()
-    ends = measured.pivot(index="variant", columns=size, values="gib")
-    while high > low and ends[[low, high]].dropna().empty:  # the largest size that a row has reached beside the least
-        high = measured.loc[measured[size] < high, size].max()
-    growth = (ends[high] / ends[low]).dropna()
-    if high == low or growth.empty:
+    """By what factor memory grows from the least size to the largest that most rows have reached, in the row in which
+    it grows most and in that in which it does least."""
+    peaks = part.dropna(subset=["gib"]).pivot(index="variant", columns=size, values="gib")
+    low = peaks.columns.min()
+    growth = peaks.div(peaks[low], axis="index").drop(columns=low)
+    reached = growth.count()
+    if reached.sum() == 0:
         raise NotMeasured(f"no row has a peak at two sizes, {where}")
+    high = reached[reached == reached.max()].index.max()
+    growth = growth[high].dropna()
     return say("curves.memory", where=where, size=size, low=low, high=high, most=growth.idxmax(),
                least=growth.idxmin(), growth=growth)  # fmt: skip
 
@@ -263,21 +266,22 @@ def lead_finding(part: pd.DataFrame, size: str, where: str) -> str:
 
 
 def cost_table(table: pd.DataFrame) -> pd.DataFrame:
-    """Of each row in `points` its fixed cost and cost per token at the length with most micro-batches, how far the line
-    and the prediction are off, the largest size that fitted, the smallest that did not, and the best speed."""
+    """Of each row in `points` its fixed cost and cost per token where a line through its points has them, how far that
+    line and the prediction are off, the largest size that fitted, the smallest that did not, and the best speed."""
     size = "micro_batch" if table["micro_batch"].nunique() > 1 else "length"
     _, part = along(table, size)
     lines = []
     for variant, row in part.groupby("variant", sort=False):
-        fixed, each, miss = fit(row)
+        own = table[table["variant"] == variant]
+        fixed, each, miss = _straightest(own)
         fitted = row[~row["oom"]]
-        off = (row["predicted"] / row["gib"] - 1).dropna()
+        off = (own["predicted"] / own["gib"] - 1).dropna()
         best = row.loc[row["speed"].idxmax()] if row["speed"].notna().any() else None
         name = size.replace("_", "-")
         lines.append({
             "row": variant,
-            "fixed GiB": number(fixed),
-            "KiB a token": number(each),
+            "fixed GiB": number(fixed) if miss <= STRAIGHT else MISSING,
+            "KiB a token": number(each) if miss <= STRAIGHT else MISSING,
             "line misses by": share(miss),
             "prediction misses by": share(off.loc[off.abs().idxmax()]).replace("-", "−") if len(off) else MISSING,
             f"largest {name}": f"{fitted[size].max():,.0f}" if len(fitted) else MISSING,
@@ -287,6 +291,16 @@ def cost_table(table: pd.DataFrame) -> pd.DataFrame:
         })  # fmt: skip
     found = pd.DataFrame(lines)
     return found.loc[:, (found != MISSING).any()]
+
+
+def _straightest(own: pd.DataFrame) -> tuple[float, float, float]:
+    """Of `fit` along micro-batches and along lengths, for a row's `points`, the one that misses least; NaN where no
+    curve has three."""
+    fits = []
+    for size in ("micro_batch", "length"):
+        with contextlib.suppress(NotMeasured):
+            fits.append(fit(along(own, size)[1]))
+    return min(fits, key=lambda one: math.inf if math.isnan(one[2]) else one[2], default=(math.nan,) * 3)
 
 
 def steps_table(table: pd.DataFrame) -> pd.DataFrame:

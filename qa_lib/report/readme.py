@@ -125,17 +125,17 @@ def rows(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
     table = decisions(own, judged, SHORT)
     counts = table.pop("n").astype(int)
     table = table.drop(columns=f"within {quality.MARGIN:g} F1", errors="ignore")
-    parts = [markdown(table), f"{measured(own, (counts.min(), counts.max()))} {_source(judged)}{_lead(runs, group)}"]
+    parts = [markdown(table), f"{measured(own, (counts.min(), counts.max()))} {_source(judged)} {_lead(runs, group)}"]
     return "\n\n".join([*parts, *_pictures(group, figures_dir, "ladder", "timeline")])
 
 
 def _lead(runs: pd.DataFrame, group: str) -> str:
     """How the recommended row's lead over the Trainer at its best changes with the batch, by the group's own runs or
-    those of scale `fit` on that hardware; nothing where neither tells."""
+    those of scale `fit` on that hardware, if one of them tells."""
     for found in (runs[runs["group"] == group], sibling(runs, group, "fit")):
         with contextlib.suppress(NotMeasured):
-            return " " + curves.lead_by_batch(found[found["spec.variant"].isin([BEST_PEER, RECOMMENDED])])
-    return ""
+            return curves.lead_by_batch(found[found["spec.variant"].isin([BEST_PEER, RECOMMENDED])])
+    return say("readme.lead_unknown")
 
 
 def several(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
@@ -164,6 +164,11 @@ def language(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
     name = own["group"].iloc[0]
     said = say("readme.language", finding=speed_finding(lines), mixed=mixed, best=best, peer=peer, group=name,
                model=own["model.name"].iloc[0], length=own["length"].iloc[0], code=commits(own))  # fmt: skip
+    rows = sibling(runs, group, "lm-fit")
+    # With one window in a forward pass both rows wait for the host, which other runs used then.
+    rows = rows[rows["spec.variant"].isin(LANGUAGE[1:]) & (rows["micro_batch"] > 1)]
+    with contextlib.suppress(NotMeasured):
+        said += " " + curves.lead_by_batch(rows)
     return "\n\n".join([said, *_pictures(name, figures_dir, "ladder")])
 
 

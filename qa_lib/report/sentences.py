@@ -186,6 +186,6 @@ def findings(runs: pd.DataFrame, judged: pd.DataFrame | None = None) -> str:
         except NotMeasured as problem:
             told = [("", f"Not known here: {problem}")]
         said += [prefix + (f"{label[0].upper()}{label[1:]}: " if label else "") + text for label, text in told]
-    notes = lines[lines["note"] != ""].groupby("note", sort=False)["variant"].agg(", ".join)
-    said += [f"{rows}: {note}" for note, rows in notes.items()]
+    notes = lines[lines["note"] != ""].groupby("note", sort=False)["variant"].unique()
+    said += [f"{', '.join(rows)}: {note}" for note, rows in notes.items()]
     return "\n".join(f"- {sentence}." for sentence in said) + f"\n\n{caption(runs, lines)}"

@@ -30,8 +30,8 @@ def style():
 
 
 def wrap(text: str, width: int) -> str:
-    """Lines of at most so many letters; a number stays with its percent sign."""
-    return textwrap.fill(text.replace(" %", "\u00a0%"), width)
+    """Lines of at most so many letters; a number stays with its percent sign, and a word with its hyphen."""
+    return textwrap.fill(text.replace(" %", "\u00a0%"), width, break_on_hyphens=False)
 
 
 def new_figure(title: str, note: str, height: float) -> Figure:

@@ -256,7 +256,8 @@ def training(runs: pd.DataFrame) -> str:
     """What every run of a language model was trained on, in a sentence."""
     one = runs.iloc[0]
     return say("tradeoffs.training", data=one["data.name"], words=one["data.n"], epochs=one[EPOCHS],
-               steps=one["time.steps"], a_step=one["batch"] * one["length"])  # fmt: skip
+               steps=one["time.steps"], a_step=one["batch"] * one["length"],
+               stride=one["spec.scale.stride"])  # fmt: skip
 
 
 @style()
