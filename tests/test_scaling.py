@@ -185,6 +185,15 @@ def test_each_hypothesis_holds_in_a_world_that_obeys_it(facts):
     assert conclusions.count("\n") == 3 and "P-fast trains 6,400 features/s; the quickest" in conclusions
 
 
+def test_the_slides_pair_is_one_log_step_by_step_over_others_told_again(facts):
+    runs = [("P0", 1, 16, 0.02, 1.0), ("P0", 1, 32, 9.0, 9.0), ("P0-ds", 2, 32, 1.0, 1e-4), ("P0-ds", 4, 64, 1.0, 2e-4)]
+    again = slides.Facts(facts.speed, facts.slides)
+    again.__dict__["logs"] = pd.DataFrame(runs, columns=["variant", "world", "batch", "raw", "again"])
+    found = {row["world"]: (row["ratio"], row["theirs"]) for row in again.pair()}
+    assert found == {2: pytest.approx((200, 230), abs=0.2), 4: pytest.approx((100, 146), abs=0.3)}
+    assert facts.pair() == []
+
+
 def test_three_epochs_on_the_most_gpus(facts):
     found = facts.shortest()
     assert found["world"] == 4 and found["seconds"] == pytest.approx(395_262 / found["rate"] + found["compile_s"])

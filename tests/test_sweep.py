@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -372,6 +373,21 @@ def test_runs_of_two_cards_get_pairs_and_never_one_card_twice(tmp_path):
 
     assert [e["status"] for e in Pairs(tmp_path, machine, {}, [0, 1, 2, 3]).run_all(wide)] == ["oom"] * 3
     assert len(seen) == 3 and set(seen) <= {"0,1", "2,3"}
+
+    class Together(launch.Launcher):
+        def _work(self, spec, run_dir, cards):
+            seen.append(cards)
+            both.wait()  # until another is at work as well
+            return record.finish(run_dir, record.new_record(spec, {}), "oom")
+
+    both = threading.Barrier(2, timeout=30)
+    mixed = [dataclasses.replace(spec, world=world) for spec, world in zip(wide, (1, 2, 3), strict=True)]
+    seen.clear()
+    Together(tmp_path / "mixed", machine, {}, [0, 1, 2]).run_all(mixed[:2])
+    assert sorted(seen) == [(0,), (1, 2)]
+    both = threading.Barrier(1)
+    Together(tmp_path / "more", machine, {}, [0, 1, 2]).run_all([mixed[2], mixed[0], mixed[1]])
+    assert sorted(seen[2]) == [0, 1, 2] and {*seen[3], *seen[4]} == {0, 1, 2}
     for gpus in ([0], [0, 0]):
         with pytest.raises(UserError, match="a run takes 2 different cards"):
             Pairs(tmp_path, machine, {}, gpus).run_all(wide)

@@ -126,9 +126,9 @@ def test_the_first_fault_is_the_cause(tmp_path):
     spec = short()
     record.write_record(tmp_path, record.new_record(spec, {}))
 
-    def left(rank, at, kind):
+    def left(rank, at, kind, status="error"):
         error = {"kind": kind, "message": kind, "step": 3}
-        fault_path(tmp_path, rank).write_text(json.dumps({"at": at, "status": "error", "error": error}))
+        fault_path(tmp_path, rank).write_text(json.dumps({"at": at, "status": status, "error": error}))
 
     left(0, 20.0, "ConnectionClosed")
     left(1, 19.5, "OutOfMemory")
@@ -137,6 +137,10 @@ def test_the_first_fault_is_the_cause(tmp_path):
     left(0, 20.0, "ConnectionClosed")
     tell_fault(spec, tmp_path, {0: -signal.SIGTERM, 1: -signal.SIGSEGV})
     assert record.read_record(tmp_path)["error"]["message"] == "process 1 of 2 was ended by SIGSEGV"
+    left(0, 20.0, "OutOfMemory", "oom")
+    tell_fault(spec, tmp_path, {0: 1, 1: -signal.SIGKILL})  # which torchrun sends to one that waits in a kernel
+    again = record.read_record(tmp_path)
+    assert (again["status"], again["error"]["message"]) == ("oom", "process 0 of 2: OutOfMemory")
 
 
 def test_more_gpus_than_there_are_skip_the_row_with_the_reason(tmp_path):

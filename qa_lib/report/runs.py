@@ -66,6 +66,12 @@ def _batch(runs: pd.DataFrame) -> pd.Series:
     return (tokens // runs[LENGTH]).fillna(features).fillna(0).astype(int)
 
 
+def _world(runs: pd.DataFrame) -> pd.Series:
+    """Processes that trained, which may be others than were asked for where torchrun is started by hand."""
+    trained = runs.reindex(columns=["parallel.world"])["parallel.world"].astype(float)
+    return trained.fillna(runs["spec.world"]).astype(int)
+
+
 def _stages(runs: pd.DataFrame) -> pd.Series:
     """Processes that a micro-batch passes through; records older than pipelines do not name them."""
     return runs.reindex(columns=["spec.stages"])["spec.stages"].astype(float).fillna(1).astype(int)
@@ -73,7 +79,7 @@ def _stages(runs: pd.DataFrame) -> pd.Series:
 
 AXES = (
     Axis("model", "model", _model),
-    Axis("world", "world size", itemgetter("spec.world")),
+    Axis("world", "world size", _world),
     Axis("stages", "stages", _stages),
     Axis("batch", "effective batch", _batch),
     Axis("precision", "precision", _precision),

@@ -30,6 +30,8 @@ MEASURES = {
     "allreduce_gbs": "parallel.allreduce_gbs",
     "utilisation": "speed.utilisation",
     "equal": "parallel.weights_equal",
+    "learnt": "parallel.efficiency",
+    "goodput": "parallel.goodput",
 }
 PEAKS = r"memory\.peak_alloc_mib|parallel\.rank_peak_mib\.\d+"
 SHOWN = "P-fast"  # the row that titles speak of, where it was run
@@ -109,6 +111,8 @@ SPEED = {  # heading -> text of a line
     "features/s": lambda line: number(line["rate"], line["rate±"]),
     "a GPU's": lambda line: number(line["rate"] / line["world"]),
     "step ms": lambda line: number(line["step_ms"]),
+    "efficiency by φ": lambda line: share(line["learnt"]),
+    "goodput": lambda line: number(line["goodput"]),
     "strong": lambda line: share(line["strong"], line["strong±"]),
     "weak": lambda line: share(line["weak"], line["weak±"]),
     "one GPU": lambda line: line["reference"] or MISSING,

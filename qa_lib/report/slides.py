@@ -46,9 +46,13 @@ HYPOTHESES = {  # macro of texts/slides.md.j2, which says what was measured -> t
 }
 
 
+def _transcribed(**types) -> pd.DataFrame:
+    return pd.read_csv(Path(__file__).with_name("slides.csv"), comment="#", **types)
+
+
 def theirs() -> pd.DataFrame:
     """The slides' table as text, with headings that say whose it is."""
-    table = pd.read_csv(Path(__file__).with_name("slides.csv"), comment="#", dtype=str)
+    table = _transcribed(dtype=str)
     heads = ("their experiment", "GPUs", "steps", "runtime s", "“samples/s”", "“validation loss”", "“GPU busy” %",
              "“statistical efficiency”", "“goodput”")  # fmt: skip
     return table.set_axis(heads, axis="columns")
@@ -113,11 +117,16 @@ def phi_of(logs: pd.DataFrame) -> pd.DataFrame:
     return found
 
 
+def reference_phi(logs: pd.DataFrame) -> pd.DataFrame:
+    """Of `phi_of` the lines from which predictions are made: of batch REFERENCE, or of the smallest that has any."""
+    phi = phi_of(logs)
+    return phi[phi["batch"] == (REFERENCE if REFERENCE in set(phi["batch"]) else phi["batch"].min())]
+
+
 def predicted(logs: pd.DataFrame, batches) -> pd.Series:
     """The efficiency of batches by the noise scale: the mean over the training of SCALED at batch REFERENCE, or at the
-    smallest that was run. Raises NotMeasured."""
-    phi = phi_of(logs)
-    phi = phi.loc[phi["batch"] == (REFERENCE if REFERENCE in set(phi["batch"]) else phi["batch"].min()), "phi"]
+    smallest that has one. Raises NotMeasured."""
+    phi = reference_phi(logs)["phi"]
     means = [np.mean([efficiency(Noise(sqr=1.0, var=value), int(batch)) for value in phi]) for batch in batches]
     return pd.Series(means, index=list(batches))
 
@@ -159,7 +168,7 @@ def reached(logs: pd.DataFrame) -> Reached:
 
 def noise_finding(logs: pd.DataFrame) -> str:
     """The noise scale, and the efficiency of the largest batch that was run beside the one that follows from it."""
-    phi, batch = phi_of(logs)["phi"].median(), None
+    phi, batch = reference_phi(logs)["phi"].median(), None
     try:
         measured = reached(logs).efficiency["mean"]
         batch = measured.index.max()
@@ -207,13 +216,31 @@ class Facts:
 
     def fit(self) -> dict:
         """`imitated`, and the least-squares fit of loss = end + extra / steps to it: end, extra, miss (the largest
-        difference, as a share of the largest between losses). Raises NotMeasured below three numbers of GPUs."""
+        difference, as a share of the largest between losses) and the room that seeds leave it, half of itself where
+        there is one alone. Raises NotMeasured below three numbers of GPUs."""
         table = self.imitated().dropna(subset=["loss"])
         if len(table) < 3:
             raise NotMeasured(f"{PLAIN} was not run on three numbers of GPUs, which two unknowns take to be checked")
         extra, end = np.polyfit(1 / table["steps"], table["loss"], 1)
         miss = (end + extra / table["steps"] - table["loss"]).abs().max() / np.ptp(table["loss"])
-        return {"table": table, "end": end, "extra": extra, "miss": miss}
+        seeds = self.slides.loc[self.slides["spec.variant"] == PLAIN, "spec.seed"].nunique()
+        return {"table": table, "end": end, "extra": extra, "miss": miss, "room": miss / 2 if seeds == 1 else 0.0}
+
+    def pair(self) -> list[dict]:
+        """The formula's value in PLAIN's log, step by step on the fewest GPUs, over that in DEEPSPEED's logs, told
+        again: by number of GPUs, `world` and `ratio`, and `theirs`, the slides' baseline over their pipeline; nothing
+        where DeepSpeed, an optional package, was not run."""
+        logs = self.logs
+        plain = logs[(logs["variant"] == PLAIN) & (logs["world"] == logs["world"].min())]
+        repeated = logs[logs["variant"] == DEEPSPEED]
+        raw = plain.loc[plain["batch"] == plain["batch"].min(), "raw"].mean()
+        baseline, *pipelines = _transcribed().to_dict("records")
+        told = pd.Series({line["gpus"]: baseline["stats_efficiency"] / line["stats_efficiency"] for line in pipelines})
+        return [
+            {"world": world, "ratio": raw / again, "theirs": told[world]}
+            for world, again in repeated.groupby("world")["again"].mean().items()
+            if world in told.index
+        ]
 
     def artefact(self) -> dict:
         """The ratio of the two averages of `formula` in one log, and its range over all: log, ratio, low, high."""
@@ -309,9 +336,10 @@ class Facts:
         return found | {"learnt": None}
 
     def batches(self) -> dict:
-        """By batch larger than REFERENCE the efficiency by the noise scale and as measured: phi (its median at the
-        reference), loss, rows {batch: (predicted, (log ratio measured over predicted, half), measured)}."""
-        found, phi = reached(self.logs), phi_of(self.logs)
+        """By batch larger than REFERENCE the efficiency by the noise scale and as measured: phi (the median of
+        reference_phi) and its batch, loss, rows {batch: (predicted, (log ratio measured over predicted, half),
+        measured)}."""
+        found, phi = reached(self.logs), reference_phi(self.logs)
         measured = found.efficiency.query(f"batch > {REFERENCE}")
         told_by_phi = predicted(self.logs, measured.index)
         rows = {
@@ -319,7 +347,7 @@ class Facts:
                     "ratio": (math.log(line.mean / told_by_phi[batch]), line.half / line.mean)}
             for batch, line in zip(measured.index, measured.itertuples(), strict=True)
         }  # fmt: skip
-        return {"phi": phi["phi"].median(), "loss": found.loss, "rows": rows}
+        return {"phi": phi["phi"].median(), "batch": int(phi["batch"].iloc[0]), "loss": found.loss, "rows": rows}
 
 
 def hypotheses_table(facts: Facts) -> pd.DataFrame:

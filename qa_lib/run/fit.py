@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from qa_lib import record
 from qa_lib.data.load import Data, batches_of
-from qa_lib.errors import first_line, stopped_by
+from qa_lib.errors import UserError, first_line, stopped_by
 from qa_lib.measure.cost import StepCost
 from qa_lib.measure.goodput import efficiency
 from qa_lib.measure.machine import environment, limit_memory, link, matrix_rate, reduce_rate, train_device, turn
@@ -51,6 +51,11 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
 
     A spec of several processes is given to torchrun, which calls this in each of them; the first has the record.
     """
+    started = int(os.environ["WORLD_SIZE"]) if torch.distributed.is_torchelastic_launched() else 1
+    if started > 1 and spec.settings.parallel == "none":
+        raise UserError(
+            f"{spec.variant} trains in one process, and torchrun has started {started}: family P is for several"
+        )
     # DeepSpeed asks for a launcher also of one process, and leaves the next Trainer of the process changed.
     launched = spec.world > 1 or spec.settings.parallel == "deepspeed"
     if launched and not spec.skip and not torch.distributed.is_torchelastic_launched():

@@ -1,7 +1,7 @@
 """Runs in processes of their own: started on their cards, ended with all their children, judged by their records.
 
 This is the one scheduler, of `sweep`, `tune` and `fit-batch` alike: a thread for each run that may go on at a time
-takes a set of cards, starts the process and waits for its end. Neither an exit code nor papermill's metadata can tell a
+takes its cards, starts the process and waits for its end. Neither an exit code nor papermill's metadata can tell a
 dead kernel, or a notebook that ran another row, from success; a run counts when its record is where it must be, has the
 asked hash, is terminal and complete.
 
@@ -16,11 +16,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
 from typing import ClassVar, TextIO
 
 from qa_lib import record
@@ -109,24 +109,28 @@ class Launcher:
     def run_all(self, specs: list[Spec], ended=lambda spec, entry: None, look=lambda: None) -> list[dict]:
         """Run what is not finished and return every spec's record, in order.
 
+        Each gets as many cards as it takes, in order: one of many cards waits for them, and those after it with it.
         `ended` is called with each run that ends, `look` every POLL_S seconds. A signal, and any other error here, ends
         the runs at work, keeps the finished ones, and is raised on.
         """
-        sets = self._card_sets(specs)
-        self.free, entries = SimpleQueue(), {}
-        for cards in sets:
-            self.free.put(cards)
-        pool = ThreadPoolExecutor(len(sets))
+        free, waiting, pending, entries = self._cards(specs), deque(specs), {}, {}
+        pool = ThreadPoolExecutor(len(free))
         try:
-            pending = {pool.submit(self._run, spec): spec for spec in specs}
-            while pending:
+            while waiting or pending:
+                while waiting and (cards := _first(free, waiting[0].world)):
+                    spec = waiting.popleft()
+                    for card in cards:
+                        free.remove(card)
+                    named = tuple(card for card in cards if card is not None)
+                    pending[pool.submit(self._run, spec, named)] = spec, cards
                 for future in wait(pending, POLL_S, FIRST_COMPLETED).done:
-                    spec, entry = pending.pop(future), future.result()
-                    if entry:
+                    spec, cards = pending.pop(future)
+                    free += cards
+                    if entry := future.result():
                         entries[spec.run_path] = entry
                         ended(spec, entry)
                     else:
-                        pending[pool.submit(self._run, spec)] = spec  # another process works on it: look again later
+                        waiting.append(spec)  # another process works on it: look again later
                 look()
         except BaseException as problem:
             self.why = f"the driver was {stopped_by(problem)}"
@@ -136,17 +140,19 @@ class Launcher:
             pool.shutdown(cancel_futures=True)
         return [entries[spec.run_path] for spec in specs]
 
-    def _card_sets(self, specs: list[Spec]) -> list[tuple[int, ...]]:
-        """What runs at a time get: as many cards each as the largest takes, or () for all that are visible."""
-        world, gpus = max((spec.world for spec in specs), default=1), self.gpus or []
-        sets = [tuple(gpus[i : i + world]) for i in range(0, len(gpus) - world + 1, world)]
-        if gpus and not all(len(set(cards)) == world for cards in sets or [()]):
-            raise UserError(f"--gpus {' '.join(map(str, gpus))}: a run takes {world} different cards")
-        return sets or [()] * side_by_side(specs)
+    def _cards(self, specs: list[Spec]) -> list[int | None]:
+        """What there is for runs to take: the cards that were named; or, for each run that may be at work at a time, a
+        None, with which it sees all cards."""
+        if not self.gpus:
+            return [None] * side_by_side(specs)
+        world = max((spec.world for spec in specs), default=1)
+        if len(set(self.gpus)) < world:
+            raise UserError(f"--gpus {' '.join(map(str, self.gpus))}: a run takes {world} different cards")
+        return list(self.gpus)
 
-    def _run(self, spec: Spec) -> dict | None:
+    def _run(self, spec: Spec, cards: tuple[int, ...]) -> dict | None:
         """One run from its claim to its record; None while another process works on it."""
-        run_dir, cards = self.runs / spec.run_path, self.free.get()
+        run_dir = self.runs / spec.run_path
         try:
             with record.lock(run_dir, DRIVER_LOCK):
                 entry = self._prepare(spec, run_dir) or self._work(spec, run_dir, cards)
@@ -156,8 +162,6 @@ class Launcher:
         except record.RunTaken:
             self.stopped.wait(POLL_S)
             return None
-        finally:
-            self.free.put(cards)
 
     def _prepare(self, spec: Spec, run_dir: Path) -> dict | None:
         """The record, where there is nothing to do; else None, with the folder ready for the run's process."""
@@ -218,6 +222,13 @@ class Launcher:
             if used > limit:
                 return f"over its time limit of {limit} s"
         return None
+
+
+def _first(free: list[int | None], world: int) -> list[int | None]:
+    """What a run of so many processes takes of what is free: as many different cards, or one None; nothing where there
+    are too few."""
+    different = list(dict.fromkeys(free))
+    return different[:1] if None in free else different[:world] if len(different) >= world else []
 
 
 def side_by_side(specs: list[Spec]) -> int:

@@ -36,8 +36,8 @@ class SlurmLauncher(Launcher):
 
     idle = ("waiting", STARTING)  # the latter in Slurm's queue
 
-    def _card_sets(self, specs):
-        return [()] * max(1, min(AT_A_TIME, len(specs)))
+    def _cards(self, specs):
+        return [None] * max(1, min(AT_A_TIME, len(specs)))
 
     def _start(self, spec: Spec, run_dir: Path, env: dict[str, str], log: TextIO) -> subprocess.Popen:
         cancel(run_dir)  # what a driver that was killed has left in the queue

@@ -134,13 +134,15 @@ def tell_fault(spec: Spec, run_dir: Path, exit_codes: dict[int, int]) -> None:
         with contextlib.suppress(OSError):
             faults[rank] = json.loads(fault_path(run_dir, rank).read_text())
             fault_path(run_dir, rank).unlink()
+    # What no other process's end leads to; those that do not heed torchrun's SIGTERM, it kills.
+    own = {rank: fault for rank, fault in faults.items() if fault["status"] == "oom"}
     killed = [rank for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM]  # not by torchrun
-    if killed:
+    if killed and not own:
         name = signal.Signals(-exit_codes[killed[0]]).name
         message = f"process {killed[0]} of {spec.world} was ended by {name}"
         status, error = "killed", {"kind": name, "message": message, "step": None}
     elif faults:
-        rank, first = min(faults.items(), key=lambda fault: fault[1]["at"])
+        rank, first = min((own or faults).items(), key=lambda fault: fault[1]["at"])
         status, error = first["status"], first["error"]
         error["message"] = f"process {rank} of {spec.world}: {error['message']}"
     else:

@@ -13,7 +13,7 @@ from qa_lib.measure.meter import elapsed
 from qa_lib.record import Noise
 
 KEPT = 100  # steps that a pipeline's bubble is measured over, the last
-FORGET = 1e-3  # weight of a step in the running means of gradient norms, as in AdaptDL
+FORGET = 1e-3  # weight of a step in the running means of gradient norms, as of AdaptDL's first batch size
 
 
 class Gauges:
