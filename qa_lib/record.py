@@ -407,9 +407,9 @@ def read_record(run_dir: Path) -> dict:
     try:
         if record["schema"] == FIRST_SCHEMA:
             record = _renewed(record)
+        _check(record, Record)
         for name, unnamed in (("settings", Settings()), ("scale", Scale(name=""))):  # as in the hash of a run
             record["spec"][name] = dataclasses.asdict(unnamed) | record["spec"][name]
-        _check(record, Record)
         _require(record["spec"]["settings"].get("micro_batch"), int, "spec.settings.micro_batch")
         _require(record["spec"]["settings"].get("precision"), str, "spec.settings.precision")
         _require(record["spec"]["scale"].get("name"), str, "spec.scale.name")
