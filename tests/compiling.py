@@ -50,9 +50,8 @@ def call_all(capability: int) -> None:
         product, rows, ends = drawn(tokens, 3, heads, 64), drawn(heads, tokens, dtype=torch.float32), whole(33)
         for added in (None, drawn(3 * width)):
             short._short(product, added, ends, whole(), 384, 0.1, 0.125)
-            short._short_backward(
-                drawn(tokens, heads, 64), product, added, rows, rows, ends, whole(), 384, 0.1, 0.125
-            )  # fmt: skip
+            grad = drawn(tokens, heads, 64)
+            short._short_backward(grad, product, added, rows, rows, ends, whole(), 384, 0.1, 0.125)
     for moments in (torch.float32, torch.bfloat16):
         weights = [torch.nn.Parameter(drawn(*shape)) for shape in [(width, inner), (width,), (2,)]]
         MasterAdamW(weights, torch.empty((), device="cuda"), 1.0, moments)

@@ -1,9 +1,6 @@
 """GELU by a sigmoid is GELU to a fraction of bf16's rounding, and keeps no more for the backward pass."""
 
 import functools
-import sys
-from importlib.util import find_spec
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,11 +131,8 @@ def test_a_gradient_is_written_in_8_bits_beside_and_the_same():
         assert found.dtype == wanted.dtype and equal >= (0.9 if DEVICE.type == "cpu" else 1)
 
 
-def test_other_conversions_are_left_alone(monkeypatch):
-    if find_spec("triton") is None:  # among fake tensors of a CPU no kernel is asked for more than its name
-        options = {"GELU_BACKWARD": {"COLUMNS": 1}, "ADD_UP": {"COLUMNS": 1}}
-        stand_in = SimpleNamespace(gelu_backward=None, add_up=None, **options)
-        monkeypatch.setitem(sys.modules, "qa_lib.model.norm_kernels", stand_in)
+@pytest.mark.usefixtures("kernel_names")
+def test_other_conversions_are_left_alone():
     e5m2, e4m3 = torch.float8_e5m2, torch.float8_e4m3fn
 
     def of_the_bias(*inputs):

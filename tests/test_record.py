@@ -55,6 +55,13 @@ def test_an_older_record_has_null_for_a_score_that_came_later(spec, tmp_path):
         record.read_record(tmp_path)
 
 
+def test_a_run_counts_as_of_the_processes_that_trained(spec, tmp_path):
+    entry = record.new_record(spec, ENV)
+    entry["parallel"]["world"] = 2
+    record.finish(tmp_path / spec.run_path, entry, "ok")
+    assert list(load_runs(tmp_path)["world"]) == [2]
+
+
 def test_an_older_record_has_the_default_of_what_could_be_chosen_later_and_its_runs_are_compared(spec, tmp_path):
     for seed, fields in ((0, {"settings": ["norms"], "scale": ["warmup"]}), (1, {})):
         one = dataclasses.replace(spec, seed=seed)

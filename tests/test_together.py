@@ -122,6 +122,15 @@ def test_a_run_that_others_work_on_is_not_begun_again(tmp_path):
         fit(spec, tmp_path, say=silent)
 
 
+def test_a_row_of_one_process_is_refused_by_several(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("torch.distributed.is_torchelastic_launched", lambda: True)
+    (alone,) = plan(["A1"], "smoke", machine=CPU)
+    with pytest.raises(UserError, match="A1 trains in one process, and torchrun has started 2"):
+        fit(alone, tmp_path, say=silent)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_first_fault_is_the_cause(tmp_path):
     spec = short()
     record.write_record(tmp_path, record.new_record(spec, {}))

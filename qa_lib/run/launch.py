@@ -227,8 +227,10 @@ class Launcher:
 def _first(free: list[int | None], world: int) -> list[int | None]:
     """What a run of so many processes takes of what is free: as many different cards, or one None; nothing where there
     are too few."""
-    different = list(dict.fromkeys(free))
-    return different[:1] if None in free else different[:world] if len(different) >= world else []
+    if None in free:
+        return [None]
+    different = list(dict.fromkeys(free))[:world]
+    return different if len(different) == world else []
 
 
 def side_by_side(specs: list[Spec]) -> int:
