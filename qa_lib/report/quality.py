@@ -7,6 +7,7 @@ equal seeds, which come to whether their 90 % interval lies within a margin.
 
 import math
 
+import numpy as np
 import pandas as pd
 
 from qa_lib.report.runs import (
@@ -16,6 +17,7 @@ from qa_lib.report.runs import (
     found_compiled,
     in_cells,
     neighbours,
+    read_steps,
     score_name,
     select,
     sibling,
@@ -33,7 +35,8 @@ HEADS = {"F1": "quality.f1", "F1 at best threshold": "quality.best_f1"}
 METRICS = tuple(HEADS.values())  # at threshold 0, and at the best one
 FULL_FEATURES, FULL_EPOCHS = 131_754, 3  # of all of SQuAD v2's training questions at 384/128, and the seeds' epochs
 PROJECTED = 32  # micro-batch
-TIMED = ("A0", "A0-compile", "A1", "A4", RECOMMENDED)
+COMPARED = 200  # steps whose losses stand beside those of another row
+TIMED = ("A0", "A0-compile", "A1", "A4", "E-best", RECOMMENDED)
 
 
 def quality_runs(runs: pd.DataFrame, group: str) -> pd.DataFrame:
@@ -235,6 +238,31 @@ def projection(lines: pd.DataFrame) -> pd.DataFrame:
         of_base = share(row.minutes / found.loc[BASELINE, "minutes"])
         table.append((row.Index, arithmetic, number(row.minutes), of_base))
     return pd.DataFrame(table, columns=["row", "arithmetic", "minutes", f"of {BASELINE}'s time"])
+
+
+def losses_table(runs: pd.DataFrame) -> pd.DataFrame:
+    """The first COMPARED training losses of each row beside those of the row it was made from, of equal seeds, at the
+    largest micro-batch: as text, the means of both, and the mean of what they differ by step by step.
+
+    Raises NotMeasured where no row has such a log beside that of the row it was made from.
+    """
+    found = largest_batch(runs)
+    logs = {
+        (run["spec.variant"], run["spec.seed"]): log["loss"].iloc[:COMPARED].to_numpy()
+        for run in found[found["status"] == "ok"].to_dict("records")
+        if len(log := read_steps(run["path"])) >= COMPARED
+    }
+    lines = []
+    for name, row in VARIANTS.items():
+        seeds = [seed for variant, seed in logs if variant == name and (row.parent, seed) in logs]
+        if seeds:
+            own, before = (np.array([logs[of, seed] for seed in seeds]) for of in (name, row.parent))
+            losses = [f"{value:.4f}" for value in (own.mean(), before.mean(), np.abs(own - before).mean())]
+            lines.append((name, row.parent, str(len(seeds)), *losses))
+    if not lines:
+        raise NotMeasured(f"no row has a log of {COMPARED} steps beside that of the row it was made from")
+    columns = ["row", "made from", "n", "mean loss", "mean loss before", "mean difference of a step"]
+    return pd.DataFrame(lines, columns=columns)
 
 
 def tries_table(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:

@@ -21,6 +21,7 @@ from qa_lib.report.runs import (
     NotMeasured,
     ReportError,
     commits,
+    measured_apart,
     on_cpu,
     published,
     searches,
@@ -35,13 +36,13 @@ from qa_lib.variants import VARIANTS
 
 README = Path("README.md")
 REFERENCE = "h200-bench"  # the group that the README shows if it is there
-PLAIN, BEST_PEER, LEAN = "A0", "A0-compile", "EC2"
+PLAIN, BEST_PEER, LEAN = "A0", "A0-compile", "E-least"
 LANGUAGE = ("L2", "L-best", "L0-compile")  # mixed precision, the recommended row, the Trainer at its best
 # What one may decide for: the rows of this page's table, and with two steps between them those of the report's first.
-SHORT = (PLAIN, BEST_PEER, BASELINE, "E-t4", RECOMMENDED, LEAN, "EB1-lean")
+SHORT = (PLAIN, BEST_PEER, BASELINE, "E-t4-best", RECOMMENDED, LEAN, "EB1-lean")
 ROWS = (*SHORT, "A4", "EC1")
 # The six techniques that gain most: row, the row it is compared with. E5 holds two steps, both of half precision.
-GAINS = {"A2": "A1", "A3": "A2", "E1": "A3", "E2": "E1", "E3": "E2", "E5": "E3"}
+GAINS = {"A2": "A1", "A3": "A2", "E1": "A3", "E3": "E2", "E5": "E3", "E-short": "E-regions"}
 
 
 def committed_groups(runs: pd.DataFrame, folder: Path) -> list[str]:
@@ -200,7 +201,8 @@ def measured(runs: pd.DataFrame, counts: Iterable[int] = ("n",)) -> str:
     first = quality.largest_batch(runs).iloc[0]
     return say("readme.measured", gpu=None if on_cpu(runs) else first["env.gpu"], group=first["group"],
                micro_batch=first["micro_batch"], code=commits(runs), level=LEVEL, caveat=CPU_CAVEAT,
-               counts=list(dict.fromkeys(counts)))  # fmt: skip
+               counts=list(dict.fromkeys(counts)), baseline=BASELINE,
+               apart=measured_apart(quality.largest_batch(runs)))  # fmt: skip
 
 
 def _source(judged: pd.DataFrame) -> str:
@@ -224,13 +226,13 @@ def card(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
     worth = cards.worth(quality.quality_runs(runs, group))
     try:
         table = cards.generation_table(own, worth)
-        minutes = cards.estimated_minutes(runs, group, "E-t4", "Tesla T4", 75)
+        minutes = cards.estimated_minutes(runs, group, "E-t4-best", "Tesla T4", 75)
     except NotMeasured as reason:
         return say("readme.unknown", reason=reason)
     theirs = published().loc[BASELINE, "train_s"] / 60
     gpu = own["env.gpu"].iloc[0]
     said = say(
-        "readme.cards", gpu=gpu, context=cards.CONTEXT_GIB, minutes=minutes, theirs=theirs, row="E-t4",
+        "readme.cards", gpu=gpu, context=cards.CONTEXT_GIB, minutes=minutes, theirs=theirs, row="E-t4-best",
         recommended=RECOMMENDED,
     )  # fmt: skip
     return f"{markdown(table)}\n\n{said}"

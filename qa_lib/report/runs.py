@@ -16,7 +16,7 @@ from qa_lib.record import PROFILE_SCHEMA, RecordError, read_record, run_files, s
 from qa_lib.variants import BASELINES, VARIANTS
 
 BASELINE = BASELINES["qa"]  # the row that ratios and differences refer to, in question answering
-RECOMMENDED = "E-best"  # the row that sentences speak of, where it was run
+RECOMMENDED = "E-top"  # the row that sentences speak of, where it was run
 TASK = ["task.name", "task.metric", "task.label", "task.higher_is_better"]
 LENGTH, MICRO_BATCH = "spec.scale.max_length", "spec.settings.micro_batch"
 EPOCHS, RATE = "spec.scale.epochs", "spec.scale.learning_rate"
@@ -127,6 +127,13 @@ def read_profile(run_dir: Path) -> dict | None:
     return profile
 
 
+def read_steps(run_dir: Path) -> pd.DataFrame:
+    """The log beside a run's record, a line a step that has a loss; without lines where there is none."""
+    path = run_dir / "steps.jsonl"
+    steps = pd.read_json(path, lines=True) if path.is_file() else pd.DataFrame()
+    return steps.dropna(subset=["loss"]) if len(steps) else steps
+
+
 def published() -> pd.DataFrame:
     """The seeds' numbers by row, with the names of `lines`."""
     names = {"f1": "score", "train_samples_per_s": "features_per_s", "peak_alloc_mib": "peak_mib"}
@@ -192,6 +199,15 @@ def found_compiled(runs: pd.DataFrame) -> pd.Series:
     the second or less that compiling took."""
     told = runs.reindex(columns=["time.compile_cached", "time.compile_s"])
     return told["time.compile_cached"].eq(True) | (told["time.compile_s"].astype(float) < 1)
+
+
+def measured_apart(runs: pd.DataFrame) -> list[str]:
+    """The rows of a cell all of whose timed runs are of other code than the baseline's: of another day, and perhaps of
+    a host that launches kernels faster or slower."""
+    timed = runs[runs["speed.features_per_s"].notna()]
+    of_base = timed.loc[timed["spec.variant"] == baseline(runs), "code.commit"]
+    together = timed.groupby("spec.variant", sort=False)["code.commit"].agg(lambda code: code.isin(of_base).any())
+    return [name for name in VARIANTS if name in together.index and not together[name]] if len(of_base) else []
 
 
 def on_cpu(runs: pd.DataFrame) -> bool:

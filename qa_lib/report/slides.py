@@ -20,7 +20,7 @@ import pandas as pd
 from qa_lib.measure.goodput import REFERENCE, efficiency
 from qa_lib.record import Noise
 from qa_lib.report.claims import reasons, told, verdicts
-from qa_lib.report.runs import NotMeasured
+from qa_lib.report.runs import NotMeasured, read_steps
 from qa_lib.report.scaling import at, projection, scaling
 from qa_lib.report.tables import interval
 from qa_lib.report.text import say
@@ -58,13 +58,6 @@ def theirs() -> pd.DataFrame:
     return table.set_axis(heads, axis="columns")
 
 
-def steps_of(run: dict) -> pd.DataFrame:
-    """The log of a run, a line a step that has a loss; without lines where none is beside the record."""
-    path = run["path"] / "steps.jsonl"
-    steps = pd.read_json(path, lines=True) if path.is_file() else pd.DataFrame()
-    return steps.dropna(subset=["loss"]) if len(steps) else steps
-
-
 def formula(loss: pd.Series, batch: int) -> pd.Series:
     """The slides' “statistical efficiency”: |loss(i-1) - loss(i)| / batch."""
     return loss.diff().abs().dropna() / batch
@@ -81,7 +74,7 @@ def logs_of(runs: pd.DataFrame) -> pd.DataFrame:
     log; loss, its mean over the run; raw and again, means of `formula` over the log as it is and `repeated`."""
     columns, lines = ["group", "world", "batch", "run_id", "variant", "seed", "log", "loss", "raw", "again"], []
     for run in runs[runs["status"] == "ok"].to_dict("records"):
-        log = steps_of(run)
+        log = read_steps(run["path"])
         if len(log) <= 2 * EVERY or not run["batch"]:
             continue
         values = {"raw": log["loss"], "again": repeated(log["loss"])}
