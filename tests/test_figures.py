@@ -206,7 +206,7 @@ def test_the_memory_figure_names_the_front_of_full_fine_tunes(tmp_path):
     assert named == {"A3", "C2", "A1", "A0"}, "A2 is slower than A3, C1 than C2; B1 trains a part"
     assert (
         figure.get_suptitle()
-        == "The leanest full fine-tune, C2, peaks at 50.0\u00a0% of A1's memory and is 0.80× as fast"
+        == "The leanest full fine-tune, C2, peaks at 50.0\u00a0% of A1's memory, 0.80× as fast"
     )
 
 

@@ -8,9 +8,10 @@ import pytest
 from qa_lib.report import claims, text
 from qa_lib.report import quality as judge
 from qa_lib.report.claims import FAILS, HOLDS, OPEN, Facts
-from qa_lib.report.runs import NotMeasured
+from qa_lib.report.runs import NotMeasured, load_runs, measured_apart
 from qa_lib.report.sentences import equivalence_finding
 from qa_lib.variants import VARIANTS, find_recipe
+from tests import several
 
 AXES = {"model": "tiny 1", "world": 1, "precision": "own", "length": 384, "micro_batch": 32}
 QA = {"task.name": "qa", "task.metric": "f1", "task.label": "F1", "task.higher_is_better": True}
@@ -234,3 +235,29 @@ def test_a_claim_without_records_cannot_be_told():
     reasons = claims.reasons_table(Facts(*nothing))
     assert list(reasons["claim of the seeds"]) == list(claims.CLAIMS.values())
     assert "Not measured: A4 has no measured speed at micro-batch 8." in set(reasons["why"])
+
+
+def test_losses_stand_beside_those_of_the_row_before(tmp_path):
+    for variant, seed, loss in (("A1", 0, 2.0), ("A1", 1, 3.0), ("A2", 0, 2.5), ("A2", 1, 2.7), ("A3", 2, 1.0)):
+        log = [{"step": step, "loss": loss + step / 1000} for step in range(1, judge.COMPARED + 11)]
+        several.write(tmp_path, variant, "bench", seed, micro_batch=32, log=log)
+    several.write(tmp_path, "C1", "bench", micro_batch=32, log=[{"step": 1, "loss": 2.0}])  # too short to compare
+    several.write(tmp_path, "B1", "bench", micro_batch=32)  # without a log
+    runs = load_runs(tmp_path)
+    (line,) = judge.losses_table(runs).to_dict("records")
+    assert (line["row"], line["made from"], line["n"]) == ("A2", "A1", "2"), "A3's seed ran for no row before it"
+    mean = (judge.COMPARED + 1) / 2000
+    assert (line["mean loss"], line["mean loss before"]) == (f"{2.6 + mean:.4f}", f"{2.5 + mean:.4f}")
+    assert line["mean difference of a step"] == "0.4000", "of 0.5 and 0.3, whatever their signs"
+    with pytest.raises(NotMeasured, match="no row has a log of 200 steps"):
+        judge.losses_table(runs[runs["spec.variant"] != "A1"])
+
+
+def test_rows_of_another_day_than_the_baseline_are_named(tmp_path):
+    for variant, code in (("A1", "a" * 40), ("A2", "a" * 40), ("A3", "b" * 40), ("C1", "b" * 40)):
+        several.write(tmp_path, variant, "bench", micro_batch=32, **{"speed.features_per_s": 9.0, "code.commit": code})
+    several.write(tmp_path, "C1", "bench", 1, micro_batch=32, **{"speed.features_per_s": 9.0, "code.commit": "a" * 40})
+    several.write(tmp_path, "C2", "bench", micro_batch=32, **{"code.commit": "b" * 40})  # has no speed to compare
+    runs = load_runs(tmp_path)
+    assert measured_apart(runs) == ["A3"]
+    assert measured_apart(runs[runs["spec.variant"] != "A1"]) == []

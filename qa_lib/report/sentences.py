@@ -26,8 +26,8 @@ from qa_lib.variants import VARIANTS
 PLAIN = ("A0", "L0")  # transformers.Trainer as it comes
 PEERS = ("A0", "A0-best", "A0-compile", "L0", "L0-sdpa", "L0-compile")  # drawn beside the ladder, no rungs of it
 # Each but E1 changes the rung before.
-LADDER = ("A1", "A2", "A3", "A4-nb", "A4", "E1", "E2", "E3", "E4", "E5", "E6", "E-best", "E-regions", "E-short", "E-norm",
-          "E-gelu", "E-top", "E-top-fp8",
+LADDER = ("A1", "A2", "A3", "A4-nb", "A4", "E1", "E2", "E3", "E4", "E5", "E6", "E-best", "E-regions",
+          "E-short", "E-norm", "E-gelu", "E-top", "E-top-fp8",
           "L1", "L2", "L3", "L4", "L5", "L6", "L7", "L-best")  # fmt: skip
 CPU_CAVEAT = "CPU speeds prove the plumbing only and say nothing about GPUs"
 WHISKERS = f"± and whiskers: t-based {LEVEL} % interval over seeds, where n ≥ 3"

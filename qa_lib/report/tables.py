@@ -267,7 +267,7 @@ AXIS_LABELS = tuple(axis.label for axis in AXES)
 SPEED = ("row", "what it changes", *AXIS_LABELS, "status", "n", "features/s", "tokens/s", "× {base}",
          "step ms [p10–p90]", "note")  # fmt: skip
 COSTS = ("row", *AXIS_LABELS, "waits for data, at most", "of matrix rate", "MFU", "peak MiB", "J/feature",
-         "trainable", "compile s", "break-even step", "wall s")  # fmt: skip
+         "trainable", "compile s", "break-even step")  # fmt: skip
 
 
 def result_table(lines: pd.DataFrame, headings=tuple(COLUMNS)) -> pd.DataFrame:
