@@ -17,10 +17,10 @@ from qa_lib.report.runs import (
     sibling,
     usual,
 )
-from qa_lib.report.tables import DATA_SHEET_TFLOPS, in_order, summarise
+from qa_lib.report.tables import DATA_SHEET_TFLOPS, in_order, place, summarise
 from qa_lib.report.text import MISSING, folded, gain, number, or_why, say
 from qa_lib.spec import SCALES, Machine, missing
-from qa_lib.variants import VARIANTS, choices, find_recipe
+from qa_lib.variants import VARIANTS, choices, find_recipe, since
 
 SIZES_GIB = (1, 1.5, 2, 3, 4, 6, 8, 12, 14.9, 24)  # 14.9: a T4
 GENERATIONS = {75: "T4, RTX 20", 80: "A100, RTX 30", 89: "L4, RTX 40", 90: "H100 and newer"}  # by sm
@@ -190,8 +190,13 @@ def which_row(runs: pd.DataFrame, group: str) -> str:
     found = neighbours(runs, group)
     for name in sorted(set(found.loc[found["spec.search"] == "fit-batch", "group"])):
         tries = select(runs, name)
-        absent = [row for row in VARIANTS if row not in set(tries["spec.variant"])]
-        limit, sm = tries[["spec.scale.limit_gib", "spec.sm"]].iloc[0]
+        limit, sm, task = tries[["spec.scale.limit_gib", "spec.sm", "task.name"]].iloc[0]
+        might = {
+            name
+            for name, row in VARIANTS.items()
+            if row.task == task and row.settings.parallel == "none" and (since(row.settings) or 0) <= sm
+        }
+        absent = sorted(might - set(tries["spec.variant"]), key=place)
         largest = SCALES["full"].effective_batch
         room = say("cards.search", limit=limit, sm=sm, absent=absent, code=commits(tries), **said)
         quickest = _quickest(tries, f1)
