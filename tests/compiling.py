@@ -67,6 +67,7 @@ def main() -> None:
         program = future.result()
         assert f"sm_{capability}" in program.asm["ptx"] and program.asm["cubin"]
         print(program.metadata.name, likes[0])
+    print("found", ahead.found_compiled())
 
 
 if __name__ == "__main__":

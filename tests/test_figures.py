@@ -39,8 +39,14 @@ def write_group(folder, machine):
     group = select(load_runs(folder), f"{machine.hardware}-smoke")
     for run in group.to_dict("records"):
         if machine is GPU and run["spec.variant"] in ("A1", "A3") and run["spec.seed"] == 0:
-            (run["path"] / "profile.json").write_text(json.dumps(made_profile(run)))
+            profile_beside(run, run["memory.peak_alloc_mib"])
     return group
+
+
+def profile_beside(run, peak):
+    profile = made_profile(run)
+    profile["memory"]["peak_mib"] = peak
+    (run["path"] / "profile.json").write_text(json.dumps(profile))
 
 
 @pytest.fixture(scope="module", params=[CPU, GPU], ids=["cpu", "gpu"])
@@ -145,6 +151,19 @@ def test_profiles_are_drawn_as_they_were_measured():
     for make_figure in (profiles.phases, profiles.fig_allocator, profiles.roofline):
         with pytest.raises(NotMeasured):
             make_figure(made)
+
+
+def test_a_profile_of_code_that_took_other_memory_is_no_bar_beside_the_others(tmp_path):
+    for variant in ("A1", "A3"):
+        make(tmp_path, variant, machine=GPU, peak=1000.0)
+    runs = select(load_runs(tmp_path), "h200-smoke")
+    drawn = []
+    for peak in (1040.0, 1060.0):
+        for run in runs.to_dict("records"):
+            profile_beside(run, peak if run["spec.variant"] == "A3" else 1000.0)
+        labels = profiles.fig_phases(runs).axes[0].get_yticklabels()
+        drawn.append([label.get_text() for label in labels])
+    assert drawn == [["A1", "A3"], ["A1"]]
 
 
 def test_kernels_are_named_by_what_they_do_where_the_trace_tells():

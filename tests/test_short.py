@@ -65,7 +65,7 @@ def assert_close(found, wanted, error):
 
 @pytest.mark.triton
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("lengths", [LENGTHS, [130, 3], [1]], ids=str)
+@pytest.mark.parametrize("lengths", [LENGTHS, [130, 3], [1], [5, 20, 0, 0], [384], [1, 383, 0]], ids=str)
 def test_the_kernel_is_the_reference(lengths, dropout):
     inputs = drawn(lengths)
     assert_close(by_kernel(*inputs, dropout), expected(*inputs, dropout), 1e-5)

@@ -17,8 +17,9 @@ from qa_lib.measure.meter import Meter
 from qa_lib.model.build import build_model
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
+from qa_lib.train import compilation
 from qa_lib.train.checkpoint import Checkpoint
-from qa_lib.train.compilation import compiled, start_compilers
+from qa_lib.train.compilation import compiled, forget_compiled, found_in_cache, start_compilers
 from qa_lib.train.loop import train
 from qa_lib.train.optim import build_optimizer, learning_rate, peak_rate
 from qa_lib.train.ranks import Ranks
@@ -423,3 +424,12 @@ def test_a_spoilt_log_is_gone_on_with_and_loses_only_what_cannot_be_read(tmp_pat
     (tmp_path / "steps.jsonl").write_bytes(spoilt)
     StepLog(tmp_path, spec_of("A1"), 5, 3, torch.amp.GradScaler("cpu", enabled=False), Ranks(DEVICE), quiet)
     assert (tmp_path / "steps.jsonl").read_text() == '{"step": 1}\n{"step": 3}\n'
+
+
+def test_what_this_process_compiled_for_an_earlier_run_counts_as_found(monkeypatch):
+    forget_compiled()
+    monkeypatch.setattr(compilation, "_compiled_before", False)
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    assert not found_in_cache(), "of the run itself"
+    forget_compiled()
+    assert found_in_cache()

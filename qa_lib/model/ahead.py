@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 _threads = ThreadPoolExecutor(4, "kernels-ahead")
 _lock = threading.Lock()
 _compiling: dict[tuple, Future] = {}
+_found: list[bool] = []  # of each kernel that was asked for, whether an earlier process had compiled it
 
 
 def operator(name: str) -> Callable:
@@ -65,9 +66,16 @@ def _compile(kernel, likes: tuple, options: dict, device: torch.device) -> None:
     _warmed(kernel, likes, options).run  # noqa: B018  which loads it, and makes what starts it
 
 
+def found_compiled() -> bool:
+    """Whether an earlier process had compiled a kernel of ours that this one asked for."""
+    return any(_found)
+
+
 def _warmed(kernel, likes: tuple, options: dict):
     """The kernel compiled for arguments like these."""
+    from triton import knobs
     from triton.runtime.jit import MockTensor
 
+    knobs.compilation.listener = lambda *, cache_hit, **_: _found.append(cache_hit)
     mocks = [tuple(map(MockTensor.wrap_dtype, like)) if isinstance(like, tuple) else like for like in likes]
     return kernel.warmup(*mocks, grid=(1,), **options)

@@ -17,14 +17,17 @@ HELD = {"parameters": "params", "optimizer state": "optimizer", "activations": "
         "gradients and workspace": "workspace", "reserved, not used": "fragmentation"}  # fmt: skip
 # What the compiler fused, by what its kernels' symbols contain.
 OPERATIONS = {"gelu": "GELU", "layer_norm": "layer norm"}
+SAME = 0.05  # by so much the peaks of a profile and of a run of the same code may differ: they draw other batches
 HELD_COLORS = dict(zip(HELD, [*COLORBLIND[:4], "0.85"], strict=True))
 
 
 def profiles(runs: pd.DataFrame) -> pd.DataFrame:
-    """The profiles beside the runs of a group, in table order: AXES, variant, name (of row and cell) and profile.
-    Raises NotMeasured if there is none."""
+    """The profiles beside the runs of a group, in table order: AXES, variant, name (of row and cell), profile, and the
+    peak of its memory beside the run's, peak_mib and recorded_mib. Raises NotMeasured if there is none."""
     found = runs.assign(variant=runs["spec.variant"], profile=runs["path"].map(read_profile))
-    found = found.loc[found["profile"].notna(), [*AXIS_NAMES, "variant", "profile"]]
+    found["recorded_mib"] = runs.reindex(columns=["memory.peak_alloc_mib"])["memory.peak_alloc_mib"]
+    found = found.loc[found["profile"].notna(), [*AXIS_NAMES, "variant", "profile", "recorded_mib"]]
+    found["peak_mib"] = [(profile["memory"] or {}).get("peak_mib") for profile in found["profile"]]
     if found.empty:
         raise NotMeasured("no run of this group has a profile: python -m qa_lib profile ROW --scale S makes one")
     found = found.sort_values("variant", key=lambda names: names.map(place), kind="stable").reset_index(drop=True)
@@ -110,8 +113,11 @@ def timeline(rows: dict[str, dict]) -> Figure:
 
 
 def fig_phases(runs: pd.DataFrame) -> Figure:
-    """What fills the memory at its peak, a bar a profiled row."""
-    return phases(_by_name(runs))
+    """What fills the memory at its peak, a bar a profiled row; without profiles of older code that took other memory
+    than the run they lie beside."""
+    found = profiles(runs)
+    ours, theirs = (found[name].astype(float) for name in ("peak_mib", "recorded_mib"))
+    return phases(found[~((ours - theirs).abs() > SAME * theirs)].set_index("name")["profile"].to_dict())
 
 
 @style()

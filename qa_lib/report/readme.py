@@ -244,7 +244,8 @@ def groups(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
     for name, part in runs.groupby("group"):
         seconds = part["time.notebook_s"].astype(float).dropna()
         first = part.iloc[0]
-        hardware = [f"{first['env.cpu_count']} CPU threads"] if "env.cpu_count" in first else []
+        threads = part.reindex(columns=["env.cpu_count"])["env.cpu_count"].dropna().astype(int)
+        hardware = [f"{' or '.join(map(str, sorted(set(threads))))} CPU threads"] if len(threads) else []
         if pd.notna(first["env.gpu"]):
             hardware.insert(0, f"{first['env.gpu']} ({first['env.gpu_mem_mib'] / 1024:.0f} GiB)")
         names = sorted(set(part["model.name"]))

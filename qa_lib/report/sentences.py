@@ -4,6 +4,8 @@ The words are in texts/sentences.md.j2. Each `*_finding` speaks of one cell (see
 one only; where no record supports it, it raises NotMeasured with the reason.
 """
 
+import contextlib
+
 import pandas as pd
 
 from qa_lib.report import quality
@@ -16,6 +18,7 @@ from qa_lib.report.runs import (
     commits,
     direction,
     in_cells,
+    measured_apart,
     on_cpu,
     score_name,
 )
@@ -162,6 +165,14 @@ def cost_finding(runs: pd.DataFrame) -> str:
                longest=rows["compiling"].max(), row=rows["compiling"].idxmax())  # fmt: skip
 
 
+def apart_finding(runs: pd.DataFrame) -> str:
+    """Which rows' ratios to the baseline are of different days."""
+    rows = measured_apart(runs)
+    if not rows:
+        raise NotMeasured(f"every timed row is of the same code as {baseline(runs)}")
+    return say("sentences.apart", rows=rows, baseline=baseline(runs))
+
+
 def findings(runs: pd.DataFrame, judged: pd.DataFrame | None = None) -> str:
     """What a group's records say, as a Markdown list: a sentence a figure, the rows without a result, the caption.
 
@@ -187,6 +198,9 @@ def findings(runs: pd.DataFrame, judged: pd.DataFrame | None = None) -> str:
         except NotMeasured as problem:
             told = [("", f"Not known here: {problem}")]
         said += [prefix + (f"{label[0].upper()}{label[1:]}: " if label else "") + text for label, text in told]
+    with contextlib.suppress(NotMeasured):
+        told = in_cells(runs, apart_finding)
+        said += [(f"{label[0].upper()}{label[1:]}: " if label else "") + text for label, text in told]
     notes = lines[lines["note"] != ""].groupby("note", sort=False)["variant"].unique()
     said += [f"{', '.join(rows)}: {note}" for note, rows in notes.items()]
     return "\n".join(f"- {sentence}." for sentence in said) + f"\n\n{caption(runs, lines)}"

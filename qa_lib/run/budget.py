@@ -264,7 +264,7 @@ def _known_lengths(spec: Spec) -> SquadLengths | None:
 
 
 EXAMPLE = """examples:
-  python -m qa_lib memory A1 C1 C2 E-best --scale bench --data squad/ --model bert/ --micro-batch 32
+  python -m qa_lib memory A1 C1 C2 E-top --scale bench --data squad/ --model bert/ --micro-batch 32
   python -m qa_lib memory L1 L-best --scale lm-fit --max-length 1024 16384"""
 
 

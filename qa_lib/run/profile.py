@@ -244,7 +244,7 @@ def count_one_step(spec: Spec) -> None:
 
 EXAMPLE = """examples:
   python -m qa_lib profile A1 --scale smoke
-  python -m qa_lib profile E-best --scale bench --data squad/ --micro-batch 32 --ncu"""
+  python -m qa_lib profile E-top --scale bench --data squad/ --micro-batch 32 --ncu"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

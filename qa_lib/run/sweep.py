@@ -217,7 +217,7 @@ EXAMPLE = """examples:
   python -m qa_lib sweep --scale smoke                              every row, offline, on a CPU
   python -m qa_lib sweep --family A --scale bench --seeds 0 1 2 --gpus 0 1
   python -m qa_lib sweep --variants A1,A4 --scale local --data squad/ --model bert/ --plan
-  python -m qa_lib sweep --variants A1,E-best --scale fit --micro-batch 8 32 128 --max-length 128 256 512"""
+  python -m qa_lib sweep --variants A1,E-top --scale fit --micro-batch 8 32 128 --max-length 128 256 512"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,6 +21,7 @@ from functools import partial
 import torch
 
 from qa_lib.measure.meter import PEAK_FROM
+from qa_lib.model.ahead import found_compiled
 from qa_lib.model.packed import Regions
 from qa_lib.spec import Spec
 from qa_lib.variants import Settings
@@ -73,15 +74,21 @@ def start_compilers(settings: Settings, device: torch.device) -> None:
         AsyncCompile.wakeup()
 
 
+_compiled_before = False  # whether this process has compiled for an earlier run, which leaves more than Dynamo forgets
+
+
 def forget_compiled() -> None:
     """Start as in a new process: Dynamo counts what it compiled for all models, and soon leaves the rest uncompiled."""
+    global _compiled_before
+    _compiled_before |= torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
 
 def found_in_cache() -> bool:
-    """Whether an earlier run has compiled a part of what this process has."""
-    return torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"] > 0
+    """Whether an earlier run, of this process or another, has compiled a part of what this one needed."""
+    hits = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]
+    return _compiled_before or hits > 0 or found_compiled()
 
 
 def own_gradients(spec: Spec) -> bool:
