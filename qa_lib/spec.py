@@ -190,7 +190,11 @@ def missing(settings: Settings, machine: Machine, world: int = 1) -> str | None:
         "sm89": (machine.sm >= SINCE["sm89"], "needs a GPU of compute capability 8.9 or newer (8-bit floats)"),
         "triton": (
             not machine.gpus or (machine.compiler and machine.sm >= SINCE["triton"]),
-            "needs Triton where there is a GPU, and one of compute capability 8.0 or newer",
+            "needs Triton where there is a GPU, and one of compute capability 7.5 or newer",
+        ),
+        "products": (
+            not machine.gpus or machine.sm >= SINCE["products"],
+            "needs a GPU of compute capability 8.0 or newer (matrix products in Triton)",
         ),
         "compiler": (machine.compiler, "torch.compile needs a C++ compiler (g++), or Triton with a GPU"),
         "bitsandbytes": (machine.bitsandbytes, "needs the package bitsandbytes"),

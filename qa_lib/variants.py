@@ -332,6 +332,7 @@ VARIANTS = dict(
         _row("E-t4", "E3", "What is left without bf16 and FlashAttention, as on a T4.", projections="fused"),
         _row("E-t4-hash", "E-t4", "Dropout's random bits at a tenth of the work, on a T4 too.", dropout="hash"),
         _row("E-t4-best", "E-t4-hash", "Weights, gradients, residuals in fp16, over masters.", optimizer="master"),
+        _row("E-t4-norm", "E-t4-best", "Bias, dropout, residual and norm in one, on a T4 too.", norms="fused"),
         _row("EC1", "E1", "Packed rows with 8-bit moments: towards the least memory.", optimizer="adamw8bit"),
         _row("EC2", "EC1", "Packed rows, 8-bit moments, and layers computed twice.", checkpointing=True),
         _row("EB1-lean", "EC2", "LoRA on top of that, on every linear layer.", trainable="lora-all"),
@@ -410,6 +411,7 @@ def needs(settings: Settings) -> list[str]:
         "compiler": settings.compile in ("inductor", "regions") or settings.half_weights,
         f"backend {settings.compile}": settings.compile not in ("none", "inductor", "regions"),
         "cuda": settings.compile == "cudagraphs" or settings.attention == "efficient" or settings.polling != "none",
+        "products": settings.attention == "short",
         "triton": settings.attention == "short" or settings.norms == "fused" or settings.activation == "sigmoid",
         "sm89": settings.feed_forward == "fp8",
         "sm80": settings.attention == "flash" or settings.precision == "bf16",
@@ -421,7 +423,7 @@ def needs(settings: Settings) -> list[str]:
 
 
 # A need -> the compute capability x 10 from which GPUs meet it: a T4 has 75, an A100 80, an L4 89, an H100 90.
-SINCE = {"compiler": 70, "triton": 80, "sm80": 80, "sm89": 89}
+SINCE = {"compiler": 70, "triton": 75, "products": 80, "sm80": 80, "sm89": 89}
 
 
 def since(settings: Settings) -> int | None:

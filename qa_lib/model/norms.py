@@ -14,8 +14,8 @@ memory, and small kernels follow that finish the columns' sums. What is differen
 - Between the passes are kept the product, the residual, which is there anyway, and m and r: two numbers a row.
 - Dropout is that of model/dropout.py, its bits computed again from each element's number; all else is in fp32.
 
-On a CPU plain PyTorch takes the place of the kernels, and is what the tests hold them to. GPUs are offered them from
-compute capability 8.0 (A100) on: for a T4, 7.5, they compile, and nobody has run them there.
+On a CPU plain PyTorch takes the place of the kernels, and is what the tests hold them to. They are for GPUs
+of compute capability 7.5 and newer; on a T4, which has 7.5, they compile, and nobody has run them.
 """
 
 import torch
