@@ -147,7 +147,7 @@ class Scoring:
 @dataclass
 class Noise:
     """Of the gradient over all data the square norm, and the variance that a feature adds (measure/goodput.py); means
-    over the last thousand or so of `steps`."""
+    over the last 32,000 features or so of `steps`."""
 
     sqr: Number = None
     var: Number = None
