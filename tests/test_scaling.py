@@ -185,6 +185,18 @@ def test_each_hypothesis_holds_in_a_world_that_obeys_it(facts):
     assert conclusions.count("\n") == 3 and "P-fast trains 6,400 features/s; the quickest" in conclusions
 
 
+def test_the_class_that_trained_is_told_where_records_name_it(facts):
+    def why(runs):
+        return slides.reasons_table(slides.Facts(facts.speed, runs))["why"][0]
+
+    assert why(facts.slides).endswith("and not which engine ran.")
+    runs = put(facts.slides, f"{P0} and world > 1", parallel__wrapper="DistributedDataParallel")
+    deepspeed = {"spec.variant": "P0-ds", "run_id": "another", "parallel.wrapper": "DeepSpeedEngine"}
+    runs = pd.concat([runs, runs.query(f"{P0} and world == 4").assign(**deepspeed)])
+    said = "Ours, by their records: P0 trained in DistributedDataParallel, P0-ds trained in DeepSpeedEngine."
+    assert why(runs).endswith(f"and not which engine ran. {said}")
+
+
 def test_the_slides_pair_is_one_log_step_by_step_over_others_told_again(facts):
     runs = [("P0", 1, 16, 0.02, 1.0), ("P0", 1, 32, 9.0, 9.0), ("P0-ds", 2, 32, 1.0, 1e-4), ("P0-ds", 4, 64, 1.0, 2e-4)]
     again = slides.Facts(facts.speed, facts.slides)

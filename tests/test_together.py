@@ -57,6 +57,7 @@ def test_the_record_is_of_all_processes_and_the_model_of_the_first(tmp_path):
     assert (entry["status"], entry["spec"]["world"], entry["parallel"]["world"]) == ("ok", 2, 2)
     assert entry["parallel"]["weights_equal"] is True and entry["parallel"]["backend"] == "gloo"
     assert set(entry["parallel"]["rank_step_ms"]) == {"0", "1"}
+    assert entry["parallel"]["wrapper"] == "DistributedDataParallel"
     assert entry["parallel"]["rank_peak_mib"] is None, "not measured on a CPU"
     steps = [json.loads(line)["step"] for line in (run_dir / "steps.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 31))

@@ -91,6 +91,7 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
                 optimizer, meter, done_before, refused = train(model, batches, spec, device, run_dir, say, ranks=ranks)
                 _note_training(entry, meter, done_before, refused)
                 _note_noise(entry, len(meter.times), ranks)
+                entry["parallel"]["wrapper"] = ranks.wrapper
                 entry["memory"] = dataclasses.asdict(memory_use(model, optimizer, device))
                 model = gathered(model, lambda: build_model(spec, task.head).to(device), ranks)
                 several = ranks.world > 1
