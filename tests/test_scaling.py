@@ -91,6 +91,15 @@ def test_waiting_and_memory_are_those_of_a_step_and_of_the_fullest_gpu(lines):
     assert lines.loc["P-fast", 4, 1, 32]["peak_mib"] == 3030
 
 
+def test_ranks_are_apart_by_the_slowest_and_the_fastest_of_a_run(facts, lines):
+    assert lines.loc["P-fast", 4, 1, 32]["apart"] == pytest.approx(0.06), "the mean of 3, 6 and 9 %"
+    assert math.isnan(lines.loc["P-fast", 1, 1, 32]["apart"])
+    costs = scaling.cost_table(facts.speed).set_index(["row", "GPUs", "batch"])
+    assert costs.loc["P-fast", "4", "32"]["ranks apart"] == "6.00 %"
+    untold = facts.speed.drop(columns=facts.speed.filter(like="rank_step_ms").columns)
+    assert "ranks apart" not in scaling.cost_table(untold)
+
+
 def test_the_tables_say_only_what_was_measured(facts):
     speed = scaling.speed_table(facts.speed).set_index(["row", "GPUs", "batch"])
     line = speed.loc["P-fast", "2", "32"]

@@ -33,6 +33,7 @@ MEASURES = {
     "learnt": "parallel.efficiency",
     "goodput": "parallel.goodput",
 }
+STEPS = r"parallel\.rank_step_ms\.\d+"
 PEAKS = r"memory\.peak_alloc_mib|parallel\.rank_peak_mib\.\d+"
 SHOWN = "P-fast"  # the row that titles speak of, where it was run
 
@@ -47,8 +48,9 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     """A group's runs that ended ok, averaged over seeds: a line for each of KEYS, in the order of the variants table.
 
     Columns: KEYS, n, `rate` (features/s of all GPUs) and `rate±`, the others of MEASURES, peak_mib (of the process with
-    the most), waiting_ms (a step's milliseconds in which a GPU only communicates, which includes waiting for others in
-    it: exposed_ms, or where that was not measured a pipeline's bubble; else NaN), `strong`, `strong±`, `weak`, `weak±`
+    the most), apart (the share by which the median step of the slowest process is longer than that of the fastest),
+    waiting_ms (a step's milliseconds in which a GPU only communicates, which includes waiting for others in it:
+    exposed_ms, or where that was not measured a pipeline's bubble; else NaN), `strong`, `strong±`, `weak`, `weak±`
     (shares; ± over equal seeds where both rows have the same ones) and reference, the row that was the one GPU, or "A1,
     P1" if that of `weak` was another. Raises NotMeasured for runs without any for several GPUs.
     """
@@ -57,6 +59,8 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
         raise NotMeasured("no run of a row for several GPUs (family P) has ended ok")
     values = done.reindex(columns=MEASURES.values()).set_axis([*MEASURES], axis="columns").astype(float)
     values["peak_mib"] = done.filter(regex=f"^({PEAKS})$").astype(float).max(axis="columns")
+    steps = done.filter(regex=f"^{STEPS}$").astype(float)
+    values["apart"] = steps.max(axis="columns") / steps.min(axis="columns") - 1
     keys = done.rename(columns={"spec.variant": "variant", "spec.seed": "seed"})[[*KEYS, "seed"]]
     values = values.set_index(pd.MultiIndex.from_frame(keys)).sort_index()
     rows = values.groupby(level=KEYS)
@@ -123,6 +127,7 @@ COSTS = {name: SPEED[name] for name in ("row", "GPUs", "stages", "batch", "micro
     "bubble": lambda line: share(line["bubble"]),
     "by formula": lambda line: share(line["bubble_formula"]),
     "GiB a GPU": lambda line: number(line["peak_mib"] / 1024),
+    "ranks apart": lambda line: share(line["apart"]),
     "all-reduce GB/s": lambda line: number(line["allreduce_gbs"]),
     "GPU busy": lambda line: share(line["utilisation"]),
     "weights equal": lambda line: {1.0: "yes", 0.0: "NO"}.get(line["equal"], MISSING),
