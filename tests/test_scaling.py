@@ -313,6 +313,20 @@ def test_the_scaling_figure_shows_each_batch_with_its_ideal(facts):
     assert figure.get_suptitle() == title
 
 
+def test_the_waiting_figure_has_each_row_at_the_usual_batch_or_the_nearest(facts):
+    figure = scaling_figures.fig_waiting(facts.speed)
+    left = figure.axes[0]
+    names = [label.get_text() for label in left.get_yticklabels()]
+    assert names == [
+        *(f"{row}: {gpus}" for row in ("P1", "P-fast") for gpus in ("1 GPU", "2 GPUs", "4 GPUs")),
+        "P-gpipe, 2 stages: 2 GPUs", "P-1f1b, 2 stages: 4 GPUs", "P-1f1b, 4 stages: 4 GPUs at 128",
+    ]  # fmt: skip
+    waiting = next(bars for bars in left.containers if bars.get_label() == "waiting")
+    shares = dict(zip(names, [bar.get_width() for bar in waiting], strict=True))
+    assert shares["P-fast: 4 GPUs"] == pytest.approx(100 / 5) and shares["P-1f1b, 4 stages: 4 GPUs at 128"] == 24
+    assert figure.get_suptitle() == "Waiting is 14.3\u00a0% of a step of 32 in P-fast on 2, 24.0\u00a0% in P-gpipe on 2"
+
+
 @pytest.mark.parametrize("measured", [True, False])
 def test_the_notebook_tells_its_story_with_and_without_records(folder, tmp_path, monkeypatch, measured):
     """Its cells in this process, and figures that are made but not drawn: papermill would take twenty seconds."""

@@ -19,7 +19,8 @@ from qa_lib.report.tables import interval, place
 from qa_lib.report.text import MISSING, number, say, share
 from qa_lib.variants import VARIANTS
 
-KEYS = ["variant", "world", "stages", "batch", "micro_batch"]  # what tells lines apart, beside what _alike keeps
+WHERE = ["variant", "world", "stages"]  # a row, and the GPUs that it ran on
+KEYS = [*WHERE, "batch", "micro_batch"]  # what tells lines apart, beside what _alike keeps
 MEASURES = {
     "rate": "speed.features_per_s",
     "step_ms": "time.step_ms.median",
@@ -192,8 +193,19 @@ def projection(runs: pd.DataFrame) -> dict:
 def at(lines: pd.DataFrame, strong: int | None = None, weak: int | None = None) -> pd.DataFrame:
     """The timed lines of an effective batch, or of so many features a GPU; of each row, world and stages the
     quickest."""
-    chosen = lines[lines["batch"] == (strong if weak is None else weak * lines["world"])].dropna(subset=["rate"])
-    return chosen.loc[sorted(chosen.groupby(["variant", "world", "stages"])["rate"].idxmax())]
+    chosen = lines[lines["batch"] == (strong if weak is None else weak * lines["world"])]
+    return _quickest(chosen.dropna(subset=["rate"]))
+
+
+def near(lines: pd.DataFrame, batch: int) -> pd.DataFrame:
+    """Of each row, world and stages the quickest of the timed lines whose effective batch is nearest to one."""
+    timed = lines.dropna(subset=["rate"])
+    away = (timed["batch"] - batch).abs()
+    return _quickest(timed[away == away.groupby([timed[key] for key in WHERE]).transform("min")])
+
+
+def _quickest(timed: pd.DataFrame) -> pd.DataFrame:
+    return timed.loc[sorted(timed.groupby(WHERE)["rate"].idxmax())]
 
 
 def speed_finding(lines: pd.DataFrame) -> str:
@@ -211,7 +223,7 @@ def speed_finding(lines: pd.DataFrame) -> str:
 
 
 def waiting_finding(lines: pd.DataFrame) -> str:
-    """The longest waiting of a row at the batch of strong scaling."""
+    """The shortest and the longest waiting among lines of one batch."""
     found = lines.dropna(subset=["waiting_ms"])
     found = found[found["world"] > 1]
     if found.empty:
