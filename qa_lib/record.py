@@ -147,7 +147,7 @@ class Scoring:
 @dataclass
 class Noise:
     """Of the gradient over all data the square norm, and the variance that a feature adds (measure/goodput.py); means
-    over the last thousand or so of `steps`."""
+    over the last 32,000 features or so of `steps`."""
 
     sqr: Number = None
     var: Number = None
@@ -157,15 +157,17 @@ class Noise:
 @dataclass
 class Parallel:
     """How several processes shared a run, `world` of them at its end, which have `replicas` models; null for a run of
-    one, but for what its noise says. A pipeline has `stages`, a `schedule` and a `bubble`, the share of a step in which
-    the process that waits most does so, beside what the formula says (train/pipeline.py). `link` is how the GPUs
-    are connected: machine.link(); `rank_*` have a value for each process, by its rank; `allreduce_gbs` is the bus
-    bandwidth of one reduction; of a step, `busy_ms` is how long a GPU computes and `exposed_ms` how long it only
-    communicates, means over the processes (measure/overlap.py); `goodput` is features a second times `efficiency`
-    (measure/goodput.py)."""
+    one, but for its wrapper and what its noise says. `wrapper` is the class that PyTorch or DeepSpeed has put around
+    the model, DistributedDataParallel or DeepSpeedEngine. A pipeline has `stages`, a `schedule` and a `bubble`, the
+    share of a step in which the process that waits most does so, beside what the formula says (train/pipeline.py).
+    `link` is how the GPUs are connected: machine.link(); `rank_*` have a value for each process, by its rank;
+    `allreduce_gbs` is the bus bandwidth of one reduction; of a step, `busy_ms` is how long a GPU computes and
+    `exposed_ms` how long it only communicates, means over the processes (measure/overlap.py); `goodput` is features a
+    second times `efficiency` (measure/goodput.py)."""
 
     world: int | None = None
     replicas: int | None = None
+    wrapper: str | None = None
     stages: int | None = None
     schedule: str | None = None
     bubble: Number = None

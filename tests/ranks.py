@@ -113,5 +113,7 @@ if __name__ == "__main__":
         for case in json.loads((folder / "cases.json").read_text()):
             ranks.gauges.norms.zero_()
             ranks.gauges.waits.clear()
-            found = trained(case, folder / case["name"], ranks) | {"norms": ranks.gauges.norms.tolist()}
+            ranks.wrapper = None
+            found = trained(case, folder / case["name"], ranks)
+            found |= {"norms": ranks.gauges.norms.tolist(), "wrapper": ranks.wrapper}
             (folder / case["name"] / f"rank-{ranks.rank}.json").write_text(json.dumps(found))

@@ -1,5 +1,7 @@
 """Noise scale and efficiency on a problem whose noise scale is known: gradients that are a vector plus normal noise."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch.distributed as dist
 from qa_lib.measure.goodput import REFERENCE, efficiency, noise
 from qa_lib.measure.overlap import busy_and_exposed
 from qa_lib.record import Noise
-from qa_lib.train.gauges import FORGET
+from qa_lib.train.gauges import SMOOTHING
 from qa_lib.train.parallel import Flat, square_norm
 from qa_lib.train.ranks import Ranks
 from qa_lib.train.sharded import Sharded
@@ -68,9 +70,24 @@ def test_a_process_alone_compares_its_first_micro_batch_with_all():
     model.zero_grad()
     model(micro_batches[0]).square().mean().backward()
     first = square_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    torch.testing.assert_close(ranks.gauges.norms, FORGET * torch.stack([first, whole]))
+    weight = 1 - SMOOTHING ** (8 / REFERENCE)
+    torch.testing.assert_close(ranks.gauges.norms, weight * torch.stack([first, whole]))
     found, expected = ranks.gauges.noise(steps=1), noise(float(first), float(whole), 4, 2)
     assert (found.sqr, found.var, found.steps) == (pytest.approx(expected.sqr), pytest.approx(expected.var), 1)
+
+
+@pytest.mark.parametrize("batch", [8, 32, 512])
+def test_the_means_reach_back_over_as_many_features_whatever_the_batch(batch):
+    """Of norms that change halfway through 64,000 features, the old ones weigh 1/e times as much as the new ones."""
+    ranks = Ranks(torch.device("cpu"))
+    ranks.parts, ranks.batch, steps = 4, batch, 32_000 // batch
+    old, new = torch.tensor([9.0, 3.0]), torch.tensor([5.0, 4.0])
+    for number in range(2 * steps):
+        ranks.gauges.note_norms(*(old if number < steps else new))
+    share = 1 / (1 + math.exp(-1))
+    expected = noise(*(share * new + (1 - share) * old).tolist(), 4, batch // 4)
+    found = ranks.gauges.noise(2 * steps)
+    assert (found.sqr, found.var) == (pytest.approx(expected.sqr, rel=0.01), pytest.approx(expected.var, rel=0.01))
 
 
 def test_a_process_alone_with_one_micro_batch_says_nothing():

@@ -136,6 +136,14 @@ def test_two_processes_make_the_steps_of_one(name, shared, by_one):
     assert first["weights"] == second["weights"]
 
 
+WRAPPERS = {"ddp": "DistributedDataParallel", "trainer": "DistributedDataParallel", "deepspeed": "DeepSpeedEngine"}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name in (*WRAPPERS, "flat", "fsdp")])
+def test_the_class_that_trained_is_named(name, shared):
+    assert [rank["wrapper"] for rank in found_by_ranks(shared / name)] == 2 * [WRAPPERS.get(name)]
+
+
 @pytest.mark.parametrize("name", [name for name, (case, _, _) in CASES.items() if "parts" in case])
 def test_a_model_in_parts_has_the_gradients_of_the_whole(name, shared, by_one):
     """Each parameter's, before they are clipped: AdamW hides a gradient that is too large by a factor."""

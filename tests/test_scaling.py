@@ -91,6 +91,15 @@ def test_waiting_and_memory_are_those_of_a_step_and_of_the_fullest_gpu(lines):
     assert lines.loc["P-fast", 4, 1, 32]["peak_mib"] == 3030
 
 
+def test_ranks_are_apart_by_the_slowest_and_the_fastest_of_a_run(facts, lines):
+    assert lines.loc["P-fast", 4, 1, 32]["apart"] == pytest.approx(0.06), "the mean of 3, 6 and 9 %"
+    assert math.isnan(lines.loc["P-fast", 1, 1, 32]["apart"])
+    costs = scaling.cost_table(facts.speed).set_index(["row", "GPUs", "batch"])
+    assert costs.loc["P-fast", "4", "32"]["ranks apart"] == "6.00 %"
+    untold = facts.speed.drop(columns=facts.speed.filter(like="rank_step_ms").columns)
+    assert "ranks apart" not in scaling.cost_table(untold)
+
+
 def test_the_tables_say_only_what_was_measured(facts):
     speed = scaling.speed_table(facts.speed).set_index(["row", "GPUs", "batch"])
     line = speed.loc["P-fast", "2", "32"]
@@ -183,6 +192,18 @@ def test_each_hypothesis_holds_in_a_world_that_obeys_it(facts):
     assert said[0] == "P0: 2500 on 1, 1250 on 2, 625 on 4 GPUs"
     conclusions = slides.conclusions(facts)
     assert conclusions.count("\n") == 3 and "P-fast trains 6,400 features/s; the quickest" in conclusions
+
+
+def test_the_class_that_trained_is_told_where_records_name_it(facts):
+    def why(runs):
+        return slides.reasons_table(slides.Facts(facts.speed, runs))["why"][0]
+
+    assert why(facts.slides).endswith("and not which engine ran.")
+    runs = put(facts.slides, f"{P0} and world > 1", parallel__wrapper="DistributedDataParallel")
+    deepspeed = {"spec.variant": "P0-ds", "run_id": "another", "parallel.wrapper": "DeepSpeedEngine"}
+    runs = pd.concat([runs, runs.query(f"{P0} and world == 4").assign(**deepspeed)])
+    said = "Ours, by their records: P0 trained in DistributedDataParallel, P0-ds trained in DeepSpeedEngine."
+    assert why(runs).endswith(f"and not which engine ran. {said}")
 
 
 def test_the_slides_pair_is_one_log_step_by_step_over_others_told_again(facts):
@@ -290,6 +311,20 @@ def test_the_scaling_figure_shows_each_batch_with_its_ideal(facts):
     assert any(np.allclose(line, np.array([1, 2, 4]) * 3200, rtol=1e-3) for line in ideal)
     title = "4 GPUs train ×3.64 as fast as one at 32 features each, ×2.00 at 32 in all (P-fast)"
     assert figure.get_suptitle() == title
+
+
+def test_the_waiting_figure_has_each_row_at_the_usual_batch_or_the_nearest(facts):
+    figure = scaling_figures.fig_waiting(facts.speed)
+    left = figure.axes[0]
+    names = [label.get_text() for label in left.get_yticklabels()]
+    assert names == [
+        *(f"{row}: {gpus}" for row in ("P1", "P-fast") for gpus in ("1 GPU", "2 GPUs", "4 GPUs")),
+        "P-gpipe, 2 stages: 2 GPUs", "P-1f1b, 2 stages: 4 GPUs", "P-1f1b, 4 stages: 4 GPUs at 128",
+    ]  # fmt: skip
+    waiting = next(bars for bars in left.containers if bars.get_label() == "waiting")
+    shares = dict(zip(names, [bar.get_width() for bar in waiting], strict=True))
+    assert shares["P-fast: 4 GPUs"] == pytest.approx(100 / 5) and shares["P-1f1b, 4 stages: 4 GPUs at 128"] == 24
+    assert figure.get_suptitle() == "Waiting is 14.3\u00a0% of a step of 32 in P-fast on 2, 24.0\u00a0% in P-gpipe on 2"
 
 
 @pytest.mark.parametrize("measured", [True, False])

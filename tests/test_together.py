@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from qa_lib import record
-from qa_lib.errors import UserError
+from qa_lib.errors import Stopped, UserError
 from qa_lib.measure import machine
 from qa_lib.run import together
-from qa_lib.run.fit import fit
+from qa_lib.run.fit import _noting_faults, fit, recording
 from qa_lib.run.plan import plan
-from qa_lib.run.together import fault_path, tell_fault
+from qa_lib.run.together import fault_path, first_fault, tell_fault
 from qa_lib.spec import Machine
 from qa_lib.train.ranks import Ranks
 from qa_lib.variants import SpecError
@@ -57,6 +57,7 @@ def test_the_record_is_of_all_processes_and_the_model_of_the_first(tmp_path):
     assert (entry["status"], entry["spec"]["world"], entry["parallel"]["world"]) == ("ok", 2, 2)
     assert entry["parallel"]["weights_equal"] is True and entry["parallel"]["backend"] == "gloo"
     assert set(entry["parallel"]["rank_step_ms"]) == {"0", "1"}
+    assert entry["parallel"]["wrapper"] == "DistributedDataParallel"
     assert entry["parallel"]["rank_peak_mib"] is None, "not measured on a CPU"
     steps = [json.loads(line)["step"] for line in (run_dir / "steps.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 31))
@@ -136,7 +137,7 @@ def test_the_first_fault_is_the_cause(tmp_path):
     record.write_record(tmp_path, record.new_record(spec, {}))
 
     def left(rank, at, kind, status="error"):
-        error = {"kind": kind, "message": kind, "step": 3}
+        error = {"kind": kind, "message": f"process {rank} of 2: {kind}", "step": 3}
         fault_path(tmp_path, rank).write_text(json.dumps({"at": at, "status": status, "error": error}))
 
     left(0, 20.0, "ConnectionClosed")
@@ -150,6 +151,43 @@ def test_the_first_fault_is_the_cause(tmp_path):
     tell_fault(spec, tmp_path, {0: 1, 1: -signal.SIGKILL})  # which torchrun sends to one that waits in a kernel
     again = record.read_record(tmp_path)
     assert (again["status"], again["error"]["message"]) == ("oom", "process 0 of 2: OutOfMemory")
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "message"), [("error", "error", "a fault"), ("oom", "oom", "CUDA out of memory")]
+)
+def test_the_record_names_the_first_fault_where_torchrun_was_started_by_hand(kind, status, message, tmp_path):
+    spec = short()
+    fault = {"rank": 1, "step": 15, "kind": kind}
+    work = faulty.call("qa_lib.run.together:fit_as_one", spec, tmp_path, fault)[1:]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *work]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, timeout=LIMIT_S)
+    assert done.returncode == 1
+    entry = record.read_record(tmp_path / spec.run_path)
+    assert (entry["status"], entry["error"]["message"]) == (status, f"process 1 of 2: {message}")
+    assert entry["error"]["step"] == 15
+
+
+@pytest.mark.parametrize(
+    ("age", "status", "message"), [(0, "error", "process 1 of 2: a fault"), (1e6, "killed", "stopped by SIGTERM")]
+)
+def test_a_process_that_torchrun_stops_tells_the_others_fault_and_no_older_one(age, status, message, tmp_path):
+    error = {"kind": "ValueError", "message": "process 1 of 2: a fault", "step": 3}
+    with pytest.raises(Stopped), recording(short(), tmp_path, silent):
+        fault = {"at": time.time() - age, "status": "error", "error": error}
+        fault_path(tmp_path, 1).write_text(json.dumps(fault))
+        raise Stopped("SIGTERM")
+    entry = record.read_record(tmp_path)
+    assert (entry["status"], entry["error"]["message"]) == (status, message)
+
+
+@pytest.mark.parametrize(("shared", "status"), [(False, "oom"), (True, "error")])
+def test_memory_that_other_runs_may_have_filled_is_an_error_of_any_process(shared, status, tmp_path, monkeypatch):
+    monkeypatch.setattr("qa_lib.run.fit._shares", lambda device: shared)
+    second = types.SimpleNamespace(store=True, rank=1, world=2)
+    with pytest.raises(MemoryError), _noting_faults(tmp_path, second):
+        raise MemoryError
+    assert first_fault(tmp_path)["status"] == status
 
 
 def test_more_gpus_than_there_are_skip_the_row_with_the_reason(tmp_path):

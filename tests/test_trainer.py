@@ -94,6 +94,28 @@ def test_deepspeed_is_asked_for_zero_1_and_else_takes_the_arguments(variant, sai
         assert all(value in ("auto", {"enabled": "auto"}) for value in others.values())
 
 
+class Engine(torch.nn.Module):
+    """Around a model, as DeepSpeed's."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, **inputs):
+        return self.module(**inputs)
+
+
+@pytest.mark.parametrize("wrapped", [Engine, lambda engine: torch.compile(Engine(engine), backend="eager"), None])
+def test_the_class_that_trained_is_what_the_trainer_has_called(wrapped, said, features, tmp_path, monkeypatch):
+    if wrapped:
+        monkeypatch.setattr(trainer.Trainer, "_wrap_model", lambda self, model, *_: wrapped(model))
+    ranks, spec = trainer.Ranks(torch.device("cpu")), spec_of("P0")
+    trainer.train(
+        build_model(spec), batches_of(features, spec), spec, ranks.device, tmp_path, lambda _: None, ranks=ranks
+    )
+    assert ranks.wrapper == ("Engine" if wrapped else None)
+
+
 def test_deepspeed_is_launched_in_one_process_too(tmp_path, monkeypatch):
     launched = []
     monkeypatch.setattr(fitting, "fit_together", lambda spec, runs, say: launched.append(spec.variant))

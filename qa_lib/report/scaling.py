@@ -19,7 +19,8 @@ from qa_lib.report.tables import interval, place
 from qa_lib.report.text import MISSING, number, say, share
 from qa_lib.variants import VARIANTS
 
-KEYS = ["variant", "world", "stages", "batch", "micro_batch"]  # what tells lines apart, beside what _alike keeps
+WHERE = ["variant", "world", "stages"]  # a row, and the GPUs that it ran on
+KEYS = [*WHERE, "batch", "micro_batch"]  # what tells lines apart, beside what _alike keeps
 MEASURES = {
     "rate": "speed.features_per_s",
     "step_ms": "time.step_ms.median",
@@ -33,6 +34,7 @@ MEASURES = {
     "learnt": "parallel.efficiency",
     "goodput": "parallel.goodput",
 }
+STEPS = r"parallel\.rank_step_ms\.\d+"
 PEAKS = r"memory\.peak_alloc_mib|parallel\.rank_peak_mib\.\d+"
 SHOWN = "P-fast"  # the row that titles speak of, where it was run
 
@@ -47,8 +49,9 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     """A group's runs that ended ok, averaged over seeds: a line for each of KEYS, in the order of the variants table.
 
     Columns: KEYS, n, `rate` (features/s of all GPUs) and `rate±`, the others of MEASURES, peak_mib (of the process with
-    the most), waiting_ms (a step's milliseconds in which a GPU only communicates, which includes waiting for others in
-    it: exposed_ms, or where that was not measured a pipeline's bubble; else NaN), `strong`, `strong±`, `weak`, `weak±`
+    the most), apart (the share by which the median step of the slowest process is longer than that of the fastest),
+    waiting_ms (a step's milliseconds in which a GPU only communicates, which includes waiting for others in it:
+    exposed_ms, or where that was not measured a pipeline's bubble; else NaN), `strong`, `strong±`, `weak`, `weak±`
     (shares; ± over equal seeds where both rows have the same ones) and reference, the row that was the one GPU, or "A1,
     P1" if that of `weak` was another. Raises NotMeasured for runs without any for several GPUs.
     """
@@ -57,6 +60,8 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
         raise NotMeasured("no run of a row for several GPUs (family P) has ended ok")
     values = done.reindex(columns=MEASURES.values()).set_axis([*MEASURES], axis="columns").astype(float)
     values["peak_mib"] = done.filter(regex=f"^({PEAKS})$").astype(float).max(axis="columns")
+    steps = done.filter(regex=f"^{STEPS}$").astype(float)
+    values["apart"] = steps.max(axis="columns") / steps.min(axis="columns") - 1
     keys = done.rename(columns={"spec.variant": "variant", "spec.seed": "seed"})[[*KEYS, "seed"]]
     values = values.set_index(pd.MultiIndex.from_frame(keys)).sort_index()
     rows = values.groupby(level=KEYS)
@@ -123,6 +128,7 @@ COSTS = {name: SPEED[name] for name in ("row", "GPUs", "stages", "batch", "micro
     "bubble": lambda line: share(line["bubble"]),
     "by formula": lambda line: share(line["bubble_formula"]),
     "GiB a GPU": lambda line: number(line["peak_mib"] / 1024),
+    "ranks apart": lambda line: share(line["apart"]),
     "all-reduce GB/s": lambda line: number(line["allreduce_gbs"]),
     "GPU busy": lambda line: share(line["utilisation"]),
     "weights equal": lambda line: {1.0: "yes", 0.0: "NO"}.get(line["equal"], MISSING),
@@ -187,8 +193,19 @@ def projection(runs: pd.DataFrame) -> dict:
 def at(lines: pd.DataFrame, strong: int | None = None, weak: int | None = None) -> pd.DataFrame:
     """The timed lines of an effective batch, or of so many features a GPU; of each row, world and stages the
     quickest."""
-    chosen = lines[lines["batch"] == (strong if weak is None else weak * lines["world"])].dropna(subset=["rate"])
-    return chosen.loc[sorted(chosen.groupby(["variant", "world", "stages"])["rate"].idxmax())]
+    chosen = lines[lines["batch"] == (strong if weak is None else weak * lines["world"])]
+    return _quickest(chosen.dropna(subset=["rate"]))
+
+
+def near(lines: pd.DataFrame, batch: int) -> pd.DataFrame:
+    """Of each row, world and stages the quickest of the timed lines whose effective batch is nearest to one."""
+    timed = lines.dropna(subset=["rate"])
+    away = (timed["batch"] - batch).abs()
+    return _quickest(timed[away == away.groupby([timed[key] for key in WHERE]).transform("min")])
+
+
+def _quickest(timed: pd.DataFrame) -> pd.DataFrame:
+    return timed.loc[sorted(timed.groupby(WHERE)["rate"].idxmax())]
 
 
 def speed_finding(lines: pd.DataFrame) -> str:
@@ -206,7 +223,7 @@ def speed_finding(lines: pd.DataFrame) -> str:
 
 
 def waiting_finding(lines: pd.DataFrame) -> str:
-    """The longest waiting of a row at the batch of strong scaling."""
+    """The shortest and the longest waiting among lines of one batch."""
     found = lines.dropna(subset=["waiting_ms"])
     found = found[found["world"] > 1]
     if found.empty:

@@ -77,34 +77,41 @@ def _label(variant: str, stages: int) -> str:
 
 @style.style()
 def fig_waiting(runs: pd.DataFrame) -> Figure:
-    """Where a step's time goes at one effective batch, by row and number of GPUs, and beside it the memory of the GPU
-    that needs most."""
+    """Where a step's time goes, by row and number of GPUs, and beside it the memory of the GPU that needs most: at the
+    effective batch of most rows, or at the nearest that the row has run at, which its name says then.
+
+    In shares of a step: steps of other batches are not equally long.
+    """
     lines = scaling.scaling(runs)
     shared = lines[lines["variant"].map(scaling.one_gpu) != lines["variant"]].dropna(subset=["step_ms"])
     batches = scaling.strong_batches(lines) or list(shared["batch"].mode())
-    shown = scaling.at(shared, strong=next(iter(batches), None)).reset_index(drop=True)
-    if shown.empty:
+    if not batches:
         raise NotMeasured("no run of a row for several GPUs has its time")
+    batch = int(batches[0])
+    shown = scaling.near(shared, batch).reset_index(drop=True)
     rest = shown["step_ms"] - shown["waiting_ms"]
     computing = shown["busy_ms"].fillna(rest)
     parts = pd.DataFrame({
         "computing": computing.fillna(0.0),
-        "only communicating or waiting": shown["waiting_ms"].fillna(0.0),
-        "idle: the host launches": (rest - computing).clip(lower=0.0).fillna(0.0),
+        "waiting": shown["waiting_ms"].fillna(0.0),
+        "idle": (rest - computing).clip(lower=0.0).fillna(0.0),
         "not told apart": shown["step_ms"].where(computing.isna(), 0.0),
     })  # fmt: skip
-    parts.index = [scaling.worded(_name(line), runs) for line in shown.itertuples()]
-    batch = shown["batch"].iloc[0]
-    figure = _figure(runs, scaling.waiting_finding(shown), f"{batch} features a step in all", 1.6 + 0.2 * len(shown))
+    parts = 100 * parts.div(shown["step_ms"], axis="index")
+    parts.index = [scaling.worded(_name(line, batch), runs) for line in shown.itertuples()]
+    title = scaling.waiting_finding(shown[shown["batch"] == batch])
+    meant = "waiting: only communicating, or a pipeline's bubble; idle: the host launches"
+    said = f"{batch} features a step, or as many as a name ends with; {meant}"
+    figure = _figure(runs, title, said, 1.6 + 0.2 * len(shown))
     memory = shown["peak_mib"] / 1024
     widths = [2, 1] if memory.notna().any() else [1]  # a CPU has no memory of its own
     left, *beside = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
-    colors = dict(zip(parts, (BLUE, ORANGE, "0.85", GREY), strict=True))
+    colors = dict(zip(parts, (BLUE, ORANGE, GREY, "0.9"), strict=True))
     parts = parts.loc[:, parts.any()]
     style.stack(left, parts, colors)
-    style.columns(left, {"ms": shown["step_ms"].map(number), "waits": map(number, shown["waiting_ms"])})
+    style.columns(left, {"step ms": shown["step_ms"].map(number), "waits ms": map(number, shown["waiting_ms"])})
     style.legend(left, 1.03)
-    left.set_xlabel("ms a step")
+    left.set_xlabel("% of a step")
     for right in beside:
         right.barh(range(len(shown)), memory.fillna(0.0), color=BLUE, height=0.7)
         style.name_rows(right, [""] * len(shown))
@@ -113,8 +120,10 @@ def fig_waiting(runs: pd.DataFrame) -> Figure:
     return figure
 
 
-def _name(line) -> str:
-    return f"{_label(line.variant, line.stages)}: {line.world} GPU{'s' if line.world > 1 else ''}"
+def _name(line, usual: int) -> str:
+    """A bar's row and number of GPUs, and its batch unless that is the usual one."""
+    name = f"{_label(line.variant, line.stages)}: {line.world} GPU{'s' if line.world > 1 else ''}"
+    return name if line.batch == usual else f"{name} at {line.batch}"
 
 
 @style.style()

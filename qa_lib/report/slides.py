@@ -207,6 +207,12 @@ class Facts:
             found[DEEPSPEED] = self.imitated(DEEPSPEED).to_dict("records")
         return found
 
+    def wrappers(self) -> dict[str, str]:
+        """The class in which PLAIN and DEEPSPEED were trained, by row; only rows whose records name it."""
+        done = self.slides[self.slides["spec.variant"].isin((PLAIN, DEEPSPEED)) & (self.slides["status"] == "ok")]
+        named = done.reindex(columns=["spec.variant", "parallel.wrapper"]).dropna()
+        return {row: " or ".join(sorted(set(part))) for row, part in named.groupby("spec.variant")["parallel.wrapper"]}
+
     def fit(self) -> dict:
         """`imitated`, and the least-squares fit of loss = end + extra / steps to it: end, extra, miss (the largest
         difference, as a share of the largest between losses) and the room that seeds leave it, half of itself where

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 from safetensors import SafetensorError
 
@@ -31,7 +32,7 @@ from qa_lib.record import Speed
 from qa_lib.run.plan import add_run_arguments, add_source_arguments, own_of, plan
 from qa_lib.run.process import SHARE, follow_driver, with_driver
 from qa_lib.run.tasks import TASKS
-from qa_lib.run.together import fault_path, fit_together
+from qa_lib.run.together import fault_path, faults, first_fault, fit_together
 from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import digest_of
 from qa_lib.train.compilation import found_in_cache, start_compilers
@@ -91,6 +92,7 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
                 optimizer, meter, done_before, refused = train(model, batches, spec, device, run_dir, say, ranks=ranks)
                 _note_training(entry, meter, done_before, refused)
                 _note_noise(entry, len(meter.times), ranks)
+                entry["parallel"]["wrapper"] = ranks.wrapper
                 entry["memory"] = dataclasses.asdict(memory_use(model, optimizer, device))
                 model = gathered(model, lambda: build_model(spec, task.head).to(device), ranks)
                 several = ranks.world > 1
@@ -118,7 +120,8 @@ def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
     """The life of a run's record: yields it as `running`, and ends it by what happens meanwhile.
 
     What is raised inside makes it `error`, a signal or Ctrl-C `killed`, out of memory `oom`; only the latter is
-    swallowed. Holds the run's lock. Where a driver started this process, it ends with that driver.
+    swallowed. Where another of the run's processes failed first, that one's fault ends it. Holds the run's lock. Where
+    a driver started this process, it ends with that driver.
     """
     with with_driver(), record.lock(run_dir):
         entry = record.new_record(spec, environment())
@@ -131,17 +134,16 @@ def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
             if entry["status"] in record.FINISHED:  # it had its result when the signal came
                 record.write_record(run_dir, entry)
             else:
-                record.finish(run_dir, entry, "killed", {"kind": "killed", "message": stopped_by(stop)})
+                _finish_failed(run_dir, entry, "killed", {"kind": "killed", "message": stopped_by(stop)})
             raise
         except Exception as problem:
             error = _told(problem)
             # What JSON has not, a NaN say, may be what has ended the run: the record does without it.
             entry |= json.loads(json.dumps(entry, default=lambda _: None), parse_constant=lambda _: None)
-            # Beside others it may be they who filled the memory: an error, which is run again, and no result.
-            if not _out_of_memory(problem) or _shares(train_device()):
-                record.finish(run_dir, entry, "error", error)
+            status = _status_by(problem)
+            _finish_failed(run_dir, entry, status, error)
+            if status == "error":
                 raise
-            record.finish(run_dir, entry, "oom", error)
             say(
                 f"{spec.variant}: out of memory " + (f"in step {error['step']}" if error["step"] else "before training")
             )
@@ -155,19 +157,34 @@ def _finish_whole(spec: Spec, run_dir: Path, entry: dict, say) -> None:
     else:
         record.finish(run_dir, entry, "ok")
         # Checkpoints that were not believed or not written to their end, and faults of processes that were restarted.
-        for old in [*run_dir.glob("checkpoint.*"), *run_dir.glob("fault-*.json")]:
+        for old in [*run_dir.glob("checkpoint.*"), *faults(run_dir)]:
             old.unlink(missing_ok=True)
+
+
+def _finish_failed(run_dir: Path, entry: dict, status: str, error: dict) -> None:
+    """End the record of a run by what has ended this process; or by the first fault of torchrun's processes, which may
+    be another's, at which torchrun stops this one by a signal. torchrun starts all at once: older faults are of those
+    before them."""
+    first = first_fault(run_dir, psutil.Process().create_time()) or {"status": status, "error": error}
+    record.finish(run_dir, entry, first["status"], first["error"])
+
+
+def _status_by(problem: Exception) -> str:
+    """The status of a run that an exception has ended. Beside others it may be they who filled the memory: an error,
+    which is run again, and no result."""
+    return "oom" if _out_of_memory(problem) and not _shares(train_device()) else "error"
 
 
 @contextlib.contextmanager
 def _noting_faults(run_dir: Path, ranks: Ranks):
-    """Leave what ends one of torchrun's processes in the run's folder: together.py finds the one that failed first."""
+    """Leave what ends one of torchrun's processes in the run's folder: first_fault finds the one that failed first."""
     try:
         yield
     except Exception as problem:
         if ranks.store:
-            status = "oom" if _out_of_memory(problem) else "error"
-            fault = {"at": time.time(), "status": status, "error": _told(problem)}
+            error = _told(problem)
+            error["message"] = f"process {ranks.rank} of {ranks.world}: {error['message']}"
+            fault = {"at": time.time(), "status": _status_by(problem), "error": error}
             record.write_atomically(fault_path(run_dir, ranks.rank), json.dumps(fault))
         raise
 

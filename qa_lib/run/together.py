@@ -1,8 +1,10 @@
 """One run in several processes: torchrun starts them, ends them together, and its record says which failed first.
 
 `fit_together` starts `supervise` in a process of its own, which is torchrun itself, and torchrun starts `fit_as_one` in
-each of the run's processes. Over several hosts that share the runs folder, torchrun is given the same command line on
-each of them; the first process writes the record. As a job of Slurm on two nodes of four GPUs:
+each of the run's processes. Where torchrun is started by hand, the first process tells which failed first, by the
+faults that they leave in the run's folder; one that a signal has killed leaves none. Over several hosts that share the
+runs folder, torchrun is given the same command line on each of them; the first process writes the record. As a job of
+Slurm on two nodes of four GPUs:
 
     #!/bin/bash
     #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=4 --time=60
@@ -26,6 +28,7 @@ import os
 import signal
 import subprocess
 import sys
+from operator import itemgetter
 from pathlib import Path
 
 from qa_lib import record
@@ -37,9 +40,26 @@ STOPPED = "killed"  # kind of the error of a run that a signal has stopped, as f
 GRACE_S = 45  # for the first process to write its record; torchrun itself kills after 30 s what does not end
 
 
-def fault_path(run_dir: Path, rank: int) -> Path:
+def fault_path(run_dir: Path, rank: int | str) -> Path:
     """Where a process leaves what ended it."""
     return run_dir / f"fault-{rank}.json"
+
+
+def faults(run_dir: Path) -> list[Path]:
+    """What the processes of a run have left of faults."""
+    return [*run_dir.glob(fault_path(run_dir, "*").name)]
+
+
+def first_fault(run_dir: Path, since: float = 0.0) -> dict | None:
+    """The status and error of the process that failed first, of those that have left a fault since that time: that one
+    lets all the others fail. None where none has."""
+    found = []
+    for path in faults(run_dir):
+        with contextlib.suppress(OSError):
+            found.append(json.loads(path.read_text()))
+    found = [fault for fault in found if fault["at"] >= since]
+    own = [fault for fault in found if fault["status"] == "oom"]  # what no other process's end leads to
+    return min(own or found, key=itemgetter("at"), default=None)
 
 
 def fit_together(spec: Spec, runs: str | Path, say=print) -> dict:
@@ -100,7 +120,7 @@ def supervise(spec: Spec, runs: str) -> None:
     from torch.distributed.run import main as torchrun
 
     run_dir = Path(runs) / spec.run_path
-    for old in run_dir.glob("fault-*.json"):
+    for old in faults(run_dir):
         old.unlink()
     fit_as_one = call("qa_lib.run.together:fit_as_one", spec, runs)[1:]  # without the Python
     try:
@@ -125,26 +145,21 @@ def fit_as_one(spec: Spec, runs: str) -> None:
 
 
 def tell_fault(spec: Spec, run_dir: Path, exit_codes: dict[int, int]) -> None:
-    """Put into the record which process failed first, by rank, and why: that one lets all the others fail.
+    """Put into the record which process failed first, by rank, and why.
 
     A process that a signal has ended says nothing; of the others each has left its fault and the time of it.
     """
-    faults = {}
-    for rank in range(spec.world):
-        with contextlib.suppress(OSError):
-            faults[rank] = json.loads(fault_path(run_dir, rank).read_text())
-            fault_path(run_dir, rank).unlink()
-    # What no other process's end leads to; those that do not heed torchrun's SIGTERM, it kills.
-    own = {rank: fault for rank, fault in faults.items() if fault["status"] == "oom"}
+    first = first_fault(run_dir)
+    for told in faults(run_dir):
+        told.unlink()
     killed = [rank for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM]  # not by torchrun
-    if killed and not own:
+    # torchrun also kills those that do not heed its SIGTERM.
+    if killed and not (first and first["status"] == "oom"):
         name = signal.Signals(-exit_codes[killed[0]]).name
         message = f"process {killed[0]} of {spec.world} was ended by {name}"
         status, error = "killed", {"kind": name, "message": message, "step": None}
-    elif faults:
-        rank, first = min((own or faults).items(), key=lambda fault: fault[1]["at"])
+    elif first:
         status, error = first["status"], first["error"]
-        error["message"] = f"process {rank} of {spec.world}: {error['message']}"
     else:
         rank, code = min(exit_codes.items())
         message = f"process {rank} of {spec.world} ended with exit code {code}"

@@ -13,7 +13,10 @@ from qa_lib.measure.meter import elapsed
 from qa_lib.record import Noise
 
 KEPT = 100  # steps that a pipeline's bubble is measured over, the last
-FORGET = 1e-3  # weight of a step in the running means of gradient norms, as of AdaptDL's first batch size
+# What a step of REFERENCE features leaves of the running means of gradient norms before it; one of twice as many leaves
+# its square. So the means reach back over as many features whatever the batch, and noise scales of different batches
+# tell of the same part of a training. AdaptDL, the code of Pollux, scales its smoothing by the batch in this way.
+SMOOTHING = 0.999
 
 
 class Gauges:
@@ -30,9 +33,13 @@ class Gauges:
 
     def note_norms(self, own: torch.Tensor, mean: torch.Tensor) -> None:
         """Keep for the gradient noise scale the square norms of the gradient of this process's part of a step and of
-        the whole step's (scalars): running means of the last 1 / FORGET steps."""
+        the whole step's (scalars): running means over the last REFERENCE / (1 - SMOOTHING) features."""
         if self.ranks.parts > 1:
-            self.norms.lerp_(torch.stack([own, mean]), FORGET)
+            self.norms.lerp_(torch.stack([own, mean]), 1 - self.kept(1))
+
+    def kept(self, steps: int) -> float:
+        """What so many steps leave of the running means before them."""
+        return SMOOTHING ** (steps * self.ranks.batch / goodput.REFERENCE)
 
     def noise(self, steps: int) -> Noise:
         """What the norms of so many steps say (measure/goodput.py), empty where none were noted. All processes call
@@ -41,7 +48,7 @@ class Gauges:
         norms = ranks.mean(self.norms.clone()) * ranks.stages  # the square norms of a pipeline's stages add up
         if not norms.any() or not norms.isfinite().all():
             return Noise()
-        own, mean = (norms / (1 - (1 - FORGET) ** steps)).tolist()  # the running means began at 0
+        own, mean = (norms / (1 - self.kept(steps))).tolist()  # the running means began at 0
         found = goodput.noise(own, mean, ranks.parts, ranks.batch // ranks.parts)
         found.steps = steps
         return found

@@ -107,6 +107,7 @@ class DDP(Alone):
     def wrapped(self, forward):
         # Buffers are the seeds of hash dropout, and each process draws its own.
         self.forward = DistributedDataParallel(forward, broadcast_buffers=False, gradient_as_bucket_view=True)
+        self.ranks.wrapper = type(self.forward).__name__
         if self.hook:
             self.forward.register_comm_hook(None, self.hook)
         return super().wrapped(self.forward)

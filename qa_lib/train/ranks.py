@@ -23,12 +23,14 @@ class Ranks:
     `rank` counts from 0 to `world` - 1. The first alone writes record, steps.jsonl and checkpoint. `join` makes the
     process group, which `gather` and `mean` need where there are others; leaving the context ends it. Neighbours make
     up a pipeline of `stages`; there are `replicas` of the model. The noise scale compares one of a step's equal `parts`
-    with all of its `batch` features; `gauges` have what this process has measured.
+    with all of its `batch` features; `gauges` have what this process has measured. `wrapper` is the name of the class
+    that PyTorch or DeepSpeed has put around the model, if any.
     """
 
     def __init__(self, device: torch.device):
         self.device, self.rank, self.world, self.store = device, 0, 1, None
         self.stages = self.replicas = self.parts = self.batch = 1
+        self.wrapper = None
         self.gauges = Gauges(self)
         if dist.is_torchelastic_launched():
             self.store, self.rank, self.world = next(rendezvous("env://"))

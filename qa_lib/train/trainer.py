@@ -88,6 +88,9 @@ def train(
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     meter.stop()
+    # What was called in each step, whatever was asked for; inside what torch.compile puts around it.
+    trained = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)
+    ranks.wrapper = None if trained is model else type(trained).__name__
     return trainer.optimizer, meter, 0, None
 
 
