@@ -223,7 +223,7 @@ def test_the_memory_figure_names_the_front_of_full_fine_tunes(tmp_path):
     figure = figures.fig_memory(select(load_runs(tmp_path), "h200-smoke"))
     named = {text.get_text().split(":")[0] for text in figure.axes[0].texts}
     assert named == {"A3", "C2", "A1", "A0"}, "A2 is slower than A3, C1 than C2; B1 trains a part"
-    assert figure.get_suptitle() == "The leanest full fine-tune, C2, peaks at 50.0\u00a0% of A1's memory, 0.80× as fast"
+    assert figure.get_suptitle() == "Training everything, C2 peaks lowest: 50.0\u00a0% of A1's memory, 0.80× as fast"
 
 
 def test_the_score_of_peft_is_that_at_the_best_threshold(every):

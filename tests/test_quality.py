@@ -93,11 +93,14 @@ def test_a_model_that_never_answers_is_not_as_good_as_one_that_does():
     runs.loc[runs["spec.variant"] == "A3", "quality.best_f1"] = 60.1  # threshold 0 by chance, and nothing to gain
     found = judge.equivalence(runs)
     assert list(found["verdict"]) == ["within", "beyond"]
-    assert "no worse" not in equivalence_finding(runs)
+    assert "lose less" not in equivalence_finding(runs)
     better = quality(A1=(60.0, 60.2, 60.1), A2=(61.0, 61.3, 60.9))
     found = judge.equivalence(better)
     assert list(found["verdict"]) == ["no worse"]
-    assert "no row yet; no worse, perhaps better: A2; worse at one or both: none" in equivalence_finding(better)
+    assert (
+        "no row yet; shown to lose less than that, and perhaps better: A2; worse at one or both: none"
+        in equivalence_finding(better)
+    )
 
 
 def test_rows_are_judged_against_the_baseline_and_shown_in_table_order():

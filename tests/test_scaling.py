@@ -321,12 +321,13 @@ def test_the_waiting_figure_has_each_row_at_the_usual_batch_or_the_nearest(facts
         *(f"{row}: {gpus}" for row in ("P1", "P-fast") for gpus in ("1 GPU", "2 GPUs", "4 GPUs")),
         "P-gpipe, 2 stages: 2 GPUs", "P-1f1b, 2 stages: 4 GPUs", "P-1f1b, 4 stages: 4 GPUs at 128",
     ]  # fmt: skip
-    waiting = next(bars for bars in left.containers if bars.get_label() == "waiting")
-    shares = dict(zip(names, [bar.get_width() for bar in waiting], strict=True))
-    assert shares["P-fast: 4 GPUs"] == pytest.approx(100 / 5) and shares["P-1f1b, 4 stages: 4 GPUs at 128"] == 24
-    assert (
-        figure.get_suptitle() == "Of a step of 32 features P-fast on 2 GPUs waits 14.3\u00a0%, P-gpipe on 2 24.0\u00a0%"
-    )
+    bars = {
+        bars.get_label(): dict(zip(names, [bar.get_width() for bar in bars], strict=True)) for bars in left.containers
+    }
+    assert bars["communicating"]["P-fast: 4 GPUs"] == pytest.approx(100 / 5)
+    assert bars["bubble"]["P-1f1b, 4 stages: 4 GPUs at 128"] == 24 and bars["bubble"]["P-fast: 4 GPUs"] == 0
+    title = "Of a step P-fast on 2 GPUs only communicates for 14.3\u00a0%, P-gpipe on 2 24.0\u00a0%"
+    assert figure.get_suptitle() == title
 
 
 @pytest.mark.parametrize("measured", [True, False])

@@ -181,7 +181,7 @@ def which_row(runs: pd.DataFrame, group: str) -> str:
     f1 = worth(quality_runs(runs, group))
     said = {"context": CONTEXT_GIB, "all": ALLOWED["all"], "score": score_name(own)}
     parts = [
-        say("cards.card", lora=ALLOWED["lora"], recommended=RECOMMENDED, **said),
+        say("cards.card", lora=ALLOWED["lora"], recommended=RECOMMENDED, scatter=SCATTER, **said),
         or_why(generation_table, own, f1),
         folded(
             "Memory by the seeds' protocol", say("cards.protocol"), or_why(vram_table, sibling(runs, group, "vram"))

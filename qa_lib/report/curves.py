@@ -240,6 +240,8 @@ def lead(part: pd.DataFrame, size: str = "micro_batch") -> tuple[str, str, pd.Se
     """Of the rows of the visible loop the one that is quickest at any size, of transformers.Trainer's the same, and by
     what factor the first is quicker, by size. None where no size has both."""
     speeds = part.pivot(index=size, columns="variant", values="speed").dropna(axis="columns", how="all")
+    if size == "micro_batch":
+        speeds = speeds[speeds.index > 1]  # a pass of one feature waits for the host, whatever the row
     trainer = [VARIANTS[name].settings.engine == "trainer" for name in speeds]
     if all(trainer) or not any(trainer):
         return None

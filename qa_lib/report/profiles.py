@@ -134,7 +134,7 @@ def phases(rows: dict[str, dict]) -> Figure:
     largest = table.loc[most].idxmax()
     title = f"{largest.capitalize()} fill {share(1024 * table.loc[most, largest] / peaks[most])} of {most}'s peak"
     if least != most:
-        title += f"; {least} peaks at {share(peaks[least] / peaks[most])} of it"
+        title += f"; of these rows {least} peaks lowest, at {share(peaks[least] / peaks[most])}"
     figure = _figure(title, rows, 1.4 + 0.3 * len(rows))
     axis = figure.subplots()
     stack(axis, table, HELD_COLORS)

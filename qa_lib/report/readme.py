@@ -166,8 +166,7 @@ def language(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
     said = say("readme.language", finding=speed_finding(lines), mixed=mixed, best=best, peer=peer, group=name,
                model=own["model.name"].iloc[0], length=own["length"].iloc[0], code=commits(own))  # fmt: skip
     rows = sibling(runs, group, "lm-fit")
-    # With one window in a forward pass both rows wait for the host, which other runs used then.
-    rows = rows[rows["spec.variant"].isin(LANGUAGE[1:]) & (rows["micro_batch"] > 1)]
+    rows = rows[rows["spec.variant"].isin(LANGUAGE[1:])]
     with contextlib.suppress(NotMeasured):
         said += " " + curves.lead_by_batch(rows)
     return "\n\n".join([said, *_pictures(name, figures_dir, "ladder")])

@@ -50,8 +50,8 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
 
     Columns: KEYS, n, `rate` (features/s of all GPUs) and `rate±`, the others of MEASURES, peak_mib (of the process with
     the most), apart (the share by which the median step of the slowest process is longer than that of the fastest),
-    waiting_ms (a step's milliseconds in which a GPU only communicates, which includes waiting for others in it:
-    exposed_ms, or where that was not measured a pipeline's bubble; else NaN), `strong`, `strong±`, `weak`, `weak±`
+    waiting_ms (a step's milliseconds in which a GPU only communicates, which includes waiting for others in it,
+    exposed_ms, or a pipeline's bubble; NaN where neither was measured), `strong`, `strong±`, `weak`, `weak±`
     (shares; ± over equal seeds where both rows have the same ones) and reference, the row that was the one GPU, or "A1,
     P1" if that of `weak` was another. Raises NotMeasured for runs without any for several GPUs.
     """
@@ -69,7 +69,7 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     order = {"key": lambda column: column.map(place) if column.name == "variant" else column}
     lines = lines.reset_index().sort_values(KEYS, **order)
     alone = lines["exposed_ms"].where(lines["world"] > 1, 0.0)
-    lines["waiting_ms"] = alone.fillna(lines["bubble"] * lines["step_ms"])
+    lines["waiting_ms"] = (lines["bubble"] * lines["step_ms"]).fillna(alone)
     compared = [_compared(values["rate"], line) for line in lines.itertuples()]
     return lines.reset_index(drop=True).join(pd.DataFrame(compared))
 

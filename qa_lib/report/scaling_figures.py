@@ -88,25 +88,29 @@ def fig_waiting(runs: pd.DataFrame) -> Figure:
     if not batches:
         raise NotMeasured("no run of a row for several GPUs has its time")
     batch = int(batches[0])
-    shown = scaling.near(shared, batch).reset_index(drop=True)
-    rest = shown["step_ms"] - shown["waiting_ms"]
-    computing = shown["busy_ms"].fillna(rest)
+    # Of a row's batches rather one at which its waiting was measured.
+    told = shared["waiting_ms"].notna()
+    shown = scaling.near(shared[told | ~told.groupby([shared[key] for key in scaling.WHERE]).transform("any")], batch)
+    shown = shown.reset_index(drop=True)
+    rest, divided = shown["step_ms"] - shown["waiting_ms"], shown["variant"].map(scaling.is_pipeline)
+    computing = shown["busy_ms"].mask(divided).fillna(rest)
     parts = pd.DataFrame({
         "computing": computing.fillna(0.0),
-        "waiting": shown["waiting_ms"].fillna(0.0),
+        "communicating": shown["waiting_ms"].mask(divided).fillna(0.0),
+        "bubble": shown["waiting_ms"].where(divided).fillna(0.0),
         "idle": (rest - computing).clip(lower=0.0).fillna(0.0),
         "not told apart": shown["step_ms"].where(computing.isna(), 0.0),
     })  # fmt: skip
     parts = 100 * parts.div(shown["step_ms"], axis="index")
     parts.index = [scaling.worded(_name(line, batch), runs) for line in shown.itertuples()]
     title = scaling.waiting_finding(shown[shown["batch"] == batch])
-    meant = "waiting: only communicating, or a pipeline's bubble; idle: the host launches"
+    meant = "communicating: nothing else runs; bubble: that or idle, in the stage that waits most; idle: nothing runs"
     said = f"{batch} features a step, or as many as a name ends with; {meant}"
     figure = _figure(runs, title, said, 1.6 + 0.2 * len(shown))
     memory = shown["peak_mib"] / 1024
     widths = [2, 1] if memory.notna().any() else [1]  # a CPU has no memory of its own
     left, *beside = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
-    colors = dict(zip(parts, (BLUE, ORANGE, GREY, "0.9"), strict=True))
+    colors = dict(zip(parts, (BLUE, ORANGE, RED, GREY, "0.9"), strict=True))
     parts = parts.loc[:, parts.any()]
     style.stack(left, parts, colors)
     style.columns(left, {"step ms": shown["step_ms"].map(number), "waits ms": map(number, shown["waiting_ms"])})
