@@ -101,7 +101,8 @@ def fig_waiting(runs: pd.DataFrame) -> Figure:
         "idle": (rest - computing).clip(lower=0.0).fillna(0.0),
         "not told apart": shown["step_ms"].where(computing.isna(), 0.0),
     })  # fmt: skip
-    parts = 100 * parts.div(shown["step_ms"], axis="index")
+    # What was profiled are other steps than the timed ones, and its parts may come to more than one of these.
+    parts = 100 * parts.div(parts.sum(axis="columns"), axis="index")
     parts.index = [scaling.worded(_name(line, batch), runs) for line in shown.itertuples()]
     title = scaling.waiting_finding(shown[shown["batch"] == batch])
     meant = "communicating: nothing else runs; bubble: that or idle, in the stage that waits most; idle: nothing runs"
