@@ -5,6 +5,7 @@ import math
 import pandas as pd
 import pytest
 
+from qa_lib.record import RecordError
 from qa_lib.report import claims, text
 from qa_lib.report import quality as judge
 from qa_lib.report.claims import FAILS, HOLDS, OPEN, Facts
@@ -264,3 +265,11 @@ def test_rows_of_another_day_than_the_baseline_are_named(tmp_path):
     runs = load_runs(tmp_path)
     assert measured_apart(runs) == ["A3"]
     assert measured_apart(runs[runs["spec.variant"] != "A1"]) == []
+
+
+@pytest.mark.parametrize("log", ['{"step": 1, "loss": 2.0}\n{"step"', '{"step": 1}\n', "[1]\n"])
+def test_a_broken_log_is_named(tmp_path, log):
+    folder = several.write(tmp_path, "A1", "bench", micro_batch=32)
+    (folder / "steps.jsonl").write_text(log)
+    with pytest.raises(RecordError, match=r"A1-s0-\w+/steps.jsonl: not readable as a log of steps"):
+        judge.losses_table(load_runs(tmp_path))

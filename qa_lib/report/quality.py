@@ -244,7 +244,8 @@ def losses_table(runs: pd.DataFrame) -> pd.DataFrame:
     """The first COMPARED training losses of each row beside those of the row it was made from, of equal seeds, at the
     largest micro-batch: as text, the means of both, and the mean of what they differ by step by step.
 
-    Raises NotMeasured where no row has such a log beside that of the row it was made from.
+    Raises NotMeasured where no row has such a log beside that of the row it was made from, and RecordError for a log
+    that is broken.
     """
     found = largest_batch(runs)
     logs = {

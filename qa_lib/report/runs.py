@@ -128,10 +128,14 @@ def read_profile(run_dir: Path) -> dict | None:
 
 
 def read_steps(run_dir: Path) -> pd.DataFrame:
-    """The log beside a run's record, a line a step that has a loss; without lines where there is none."""
+    """The log beside a run's record, a line a step that has a loss; without lines where there is none. Raises
+    RecordError for one that is broken."""
     path = run_dir / "steps.jsonl"
-    steps = pd.read_json(path, lines=True) if path.is_file() else pd.DataFrame()
-    return steps.dropna(subset=["loss"]) if len(steps) else steps
+    try:
+        steps = pd.read_json(path, lines=True) if path.is_file() else pd.DataFrame()
+        return steps.dropna(subset=["loss"]) if len(steps) else steps
+    except (OSError, ValueError, KeyError, RecursionError) as problem:
+        raise RecordError(f"{path}: not readable as a log of steps ({problem})") from problem
 
 
 def published() -> pd.DataFrame:
