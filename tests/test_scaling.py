@@ -326,7 +326,7 @@ def test_the_waiting_figure_has_each_row_at_the_usual_batch_or_the_nearest(facts
     }
     assert bars["communicating"]["P-fast: 4 GPUs"] == pytest.approx(100 / 5)
     assert bars["bubble"]["P-1f1b, 4 stages: 4 GPUs at 128"] == 24 and bars["bubble"]["P-fast: 4 GPUs"] == 0
-    title = "Of a step P-fast on 2 GPUs only communicates for 14.3\u00a0%, P-gpipe on 2 24.0\u00a0%"
+    title = "Of a step P-fast on 2 GPUs waits 14.3\u00a0% for others, P-gpipe on 2 24.0\u00a0%"
     assert figure.get_suptitle() == title
 
 
