@@ -24,7 +24,12 @@ def _figure(runs: pd.DataFrame, title: str, said: str, height: float) -> Figure:
     seeds = runs[runs["status"] == "ok"].groupby("spec.variant")["spec.seed"].nunique()
     counts = "–".join(map(str, sorted({seeds.min(), seeds.max()})))
     title, said = scaling.worded(title, runs), scaling.worded(said, runs)
-    parts = [said, f"Group {runs['group'].iloc[0]}", f"n = {counts} seed{'' if counts == '1' else 's'}", f"code {commits(runs)}"]
+    parts = [
+        said,
+        f"Group {runs['group'].iloc[0]}",
+        f"n = {counts} seed{'' if counts == '1' else 's'}",
+        f"code {commits(runs)}",
+    ]
     if on_cpu(runs):
         title = f"On a CPU: {title}"
         parts.append(sentences.CPU_CAVEAT)
