@@ -17,7 +17,7 @@ from qa_lib.report.runs import (
     sibling,
     usual,
 )
-from qa_lib.report.tables import DATA_SHEET_TFLOPS, in_order, place, summarise
+from qa_lib.report.tables import DATA_SHEET_TFLOPS, in_order, summarise
 from qa_lib.report.text import MISSING, folded, gain, number, or_why, say
 from qa_lib.spec import SCALES, Machine, missing
 from qa_lib.variants import VARIANTS, choices, find_recipe, since
@@ -191,12 +191,9 @@ def which_row(runs: pd.DataFrame, group: str) -> str:
     for name in sorted(set(found.loc[found["spec.search"] == "fit-batch", "group"])):
         tries = select(runs, name)
         limit, sm, task = tries[["spec.scale.limit_gib", "spec.sm", "task.name"]].iloc[0]
-        might = {
-            name
-            for name, row in VARIANTS.items()
-            if row.task == task and row.settings.parallel == "none" and (since(row.settings) or 0) <= sm
-        }
-        absent = sorted(might - set(tries["spec.variant"]), key=place)
+        tried = set(tries["spec.variant"])
+        fitting = [row for row in VARIANTS.values() if row.task == task and row.settings.parallel == "none"]
+        absent = [row.name for row in fitting if row.name not in tried and (since(row.settings) or 0) <= sm]
         largest = SCALES["full"].effective_batch
         room = say("cards.search", limit=limit, sm=sm, absent=absent, code=commits(tries), **said)
         quickest = _quickest(tries, f1)

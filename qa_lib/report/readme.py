@@ -21,7 +21,6 @@ from qa_lib.report.runs import (
     NotMeasured,
     ReportError,
     commits,
-    measured_apart,
     on_cpu,
     published,
     searches,
@@ -29,7 +28,7 @@ from qa_lib.report.runs import (
     sibling,
     usual,
 )
-from qa_lib.report.sentences import CPU_CAVEAT, speed_finding
+from qa_lib.report.sentences import CPU_CAVEAT, apart_finding, speed_finding
 from qa_lib.report.tables import LEVEL, summarise
 from qa_lib.report.text import MISSING, markdown, number, say
 from qa_lib.variants import VARIANTS
@@ -197,11 +196,13 @@ def decisions(runs: pd.DataFrame, judged: pd.DataFrame, wanted: tuple[str, ...] 
 def measured(runs: pd.DataFrame, counts: Iterable[int] = ("n",)) -> str:
     """Where the speed and memory of `decisions` come from, in a sentence; with the fewest and most runs of a row where
     the table has no column for them."""
-    first = quality.largest_batch(runs).iloc[0]
+    shown = quality.largest_batch(runs)
+    first, apart = shown.iloc[0], ""
+    with contextlib.suppress(NotMeasured):
+        apart = apart_finding(shown)
     return say("readme.measured", gpu=None if on_cpu(runs) else first["env.gpu"], group=first["group"],
                micro_batch=first["micro_batch"], code=commits(runs), level=LEVEL, caveat=CPU_CAVEAT,
-               counts=list(dict.fromkeys(counts)), baseline=BASELINE,
-               apart=measured_apart(quality.largest_batch(runs)))  # fmt: skip
+               counts=list(dict.fromkeys(counts)), apart=apart)  # fmt: skip
 
 
 def _source(judged: pd.DataFrame) -> str:

@@ -210,7 +210,7 @@ def measured_apart(runs: pd.DataFrame) -> list[str]:
     a host that launches kernels faster or slower."""
     timed = runs[runs["speed.features_per_s"].notna()]
     of_base = timed.loc[timed["spec.variant"] == baseline(runs), "code.commit"]
-    together = timed.groupby("spec.variant", sort=False)["code.commit"].agg(lambda code: code.isin(of_base).any())
+    together = timed.groupby("spec.variant")["code.commit"].agg(lambda code: code.isin(of_base).any())
     return [name for name in VARIANTS if name in together.index and not together[name]] if len(of_base) else []
 
 

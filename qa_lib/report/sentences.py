@@ -173,6 +173,11 @@ def apart_finding(runs: pd.DataFrame) -> str:
     return say("sentences.apart", rows=rows, baseline=baseline(runs))
 
 
+def _labelled(told: list[tuple[str, str]]) -> list[str]:
+    """Sentences of cells, each after the label of its cell, if that has one."""
+    return [(f"{label[0].upper()}{label[1:]}: " if label else "") + text for label, text in told]
+
+
 def findings(runs: pd.DataFrame, judged: pd.DataFrame | None = None) -> str:
     """What a group's records say, as a Markdown list: a sentence a figure, the rows without a result, the caption.
 
@@ -197,10 +202,9 @@ def findings(runs: pd.DataFrame, judged: pd.DataFrame | None = None) -> str:
             told = in_cells(source, finding)
         except NotMeasured as problem:
             told = [("", f"Not known here: {problem}")]
-        said += [prefix + (f"{label[0].upper()}{label[1:]}: " if label else "") + text for label, text in told]
+        said += [prefix + text for text in _labelled(told)]
     with contextlib.suppress(NotMeasured):
-        told = in_cells(runs, apart_finding)
-        said += [(f"{label[0].upper()}{label[1:]}: " if label else "") + text for label, text in told]
+        said += _labelled(in_cells(runs, apart_finding))
     notes = lines[lines["note"] != ""].groupby("note", sort=False)["variant"].unique()
     said += [f"{', '.join(rows)}: {note}" for note, rows in notes.items()]
     return "\n".join(f"- {sentence}." for sentence in said) + f"\n\n{caption(runs, lines)}"
