@@ -64,7 +64,7 @@ def fig_launches(found: tuple[dict, pd.DataFrame]) -> Figure:
         f"the {len(heaviest)} heaviest take {share(heaviest['ms'].sum() / summary['busy_ms'])} of the work"
     )
     note = "" if on_gpu else "On a CPU: operators, and those that they call in turn, by their own times."
-    figure = new_figure(title, note + 2 * "\n", 4.6)
+    figure = new_figure(title, note, 4.6)
     above, below = figure.subplots(2, 1, height_ratios=[1, 3])
     above.broken_barh(work[["start_ms", "ms"]].to_numpy(), (0, 1), facecolors=work["part"].map(PART_COLORS), lw=0)
     above.set(xlabel="ms of the step under the profiler (white: waiting)", yticks=[])
@@ -73,7 +73,9 @@ def fig_launches(found: tuple[dict, pd.DataFrame]) -> Figure:
     below.bar_label(below.barh(range(len(names)), heaviest["ms"], color=colors, tick_label=names), fmt=number)
     below.set(xlabel=f"ms a step (×: how often the {each} runs)", xlim=(0, 1.1 * heaviest["ms"].max()))
     handles = [Patch(color=color, label=part) for part, color in PART_COLORS.items() if part in set(work["part"])]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
+    below.legend(
+        handles=handles, loc="upper center", bbox_to_anchor=(0.4, -0.17), ncols=len(handles), fontsize=8, frameon=False
+    )
     return figure
 
 
