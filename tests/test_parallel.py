@@ -58,6 +58,7 @@ CASES = {
     "1f1b-masters": ({"row": "P-1f1b", "settings": BF16} | CUT, UNCUT | {"settings": BF16}, 0.05),
     "tensor": ({"row": "P-tensor"} | CUT, UNCUT, 1e-4),
     "tensor-unequal": ({"row": "P-tensor", "unequal": True} | CUT, UNCUT | {"unequal": True}, 1e-4),
+    "tensor-rounds": ({"row": "P-tensor", "rounds": 1e-6} | CUT, UNCUT, 1e-4),
     # Within an epoch: at its end the Trainer leaves out more features with more processes.
     "trainer": ({"row": "P0", "scale": {"steps": 7}}, {"row": "A0", "world": 1, "scale": {"steps": 7}}, 1e-4),
 }

@@ -9,6 +9,10 @@ computed everywhere, from the same random numbers. All processes see all micro-b
 What it costs is those sums: each of the layer's two blocks sends the hidden states once in the forward pass, and their
 gradients once for every product that reads them in the backward pass (four, with query, key and value apart), and none
 of it can wait. It is made for models that do not fit elsewhere; one of this size is quicker by any other way.
+
+What every process has whole would be equal everywhere, if sums were. But a GPU adds up in whatever order its threads
+end, and rounds differently each time, so that copies of one weight would drift apart over the steps. Their gradients
+are therefore averaged after the backward pass.
 """
 
 import torch
@@ -17,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from qa_lib.model.encoders import encoder_of, layers_of
-from qa_lib.train.parallel import Alone, part, square_norm, whole
+from qa_lib.train.parallel import Alone, end_to_end, lay, part, square_norm, whole
 from qa_lib.train.ranks import Ranks
 from qa_lib.train.sharded import Sharded
 from qa_lib.variants import Settings, SpecError
@@ -48,17 +52,17 @@ class Tensor(Alone):
         # Plain tensors on the same memory: no optimizer takes lists of both kinds.
         self.parameters = [torch.nn.Parameter(local(p.detach())) for p in self.trained]
         self.of = dict(zip(self.parameters, self.trained, strict=True))
+        self.alike = [own for own, p in self.of.items() if not is_cut(p)]  # what every process has whole
 
     def reduce(self):
         for own, parameter in self.of.items():
             own.grad, parameter.grad = local(parameter.grad), None
+        lay(self.ranks.mean(end_to_end(self.alike)), self.alike)
 
     def across(self, norm):
         # Not from `norm`, whose rounding differs by process: all must scale by the same number.
-        alike, shares = (
-            torch.stack([square_norm(own.grad) for own, p in self.of.items() if is_cut(p) == cut]).sum()
-            for cut in (False, True)
-        )
+        cut = [own for own, p in self.of.items() if is_cut(p)]
+        alike, shares = (torch.stack([square_norm(p.grad) for p in each]).sum() for each in (self.alike, cut))
         dist.all_reduce(shares)
         return (alike + shares).sqrt()
 
