@@ -259,6 +259,7 @@ def _panels(runs, lines, titles, parts, height) -> tuple[Figure, list[tuple[Axes
     for axis, (name, content) in zip(
         figure.subplots(len(parts), height_ratios=heights, squeeze=False).flat, parts, strict=True
     ):
-        axis.set_title(name, loc="right", fontsize=10, pad=22)  # above the legend, which is in line with the columns
+        if name != label or len(parts) > 1:  # else the figure's title has said it
+            axis.set_title(name, loc="right", fontsize=10, pad=22)  # above the legend, in line with the columns
         panels.append((axis, content))
     return figure, panels

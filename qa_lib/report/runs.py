@@ -236,7 +236,8 @@ def sibling(runs: pd.DataFrame, group: str, scale: str) -> pd.DataFrame:
 
 def cells(table: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     """(label, part) of each cell of a table that has columns of AXES; the largest micro-batch first, since it keeps the
-    GPU busiest. The label names the axes that vary, 'length 256, micro-batch 8', and is empty for an only cell."""
+    GPU busiest, and a line alone last, which there is nothing beside. The label names the axes that vary, 'length 256,
+    micro-batch 8', and is empty for an only cell."""
     varying = [axis for axis in AXES if axis.name in table and table[axis.name].nunique(dropna=False) > 1]
     if not varying:
         return [("", table)]
@@ -244,7 +245,7 @@ def cells(table: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     for values, part in table.groupby([axis.name for axis in varying], dropna=False):
         label = ", ".join(f"{axis.label} {value}" for axis, value in zip(varying, values, strict=True))
         found.append((label, part))
-    return found[::-1]
+    return sorted(found[::-1], key=lambda cell: len(cell[1]) == 1)
 
 
 def in_cells(table: pd.DataFrame, function: Callable) -> list[tuple]:

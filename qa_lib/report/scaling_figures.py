@@ -48,16 +48,14 @@ def fig_scaling(runs: pd.DataFrame) -> Figure:
     lines = scaling.scaling(runs)
     panels = [("strong", size) for size in scaling.strong_batches(lines)[:2]]
     panels += [("weak", size) for size in scaling.weak_batches(lines)[:1]]
-    several = lines.loc[lines["variant"].map(scaling.one_gpu) != lines["variant"], ["variant", "stages"]]
-    kinds = several.drop_duplicates().itertuples(index=False, name=None)
+    several = lines[lines["variant"].map(scaling.one_gpu) != lines["variant"]]
+    drawn = [scaling.at(several, **{name: size}) for name, size in panels]
+    kinds = pd.concat(drawn)[["variant", "stages"]].drop_duplicates().itertuples(index=False, name=None)
     colors = dict(zip(kinds, itertools.cycle(style.COLORBLIND)))
     figure = _figure(runs, scaling.speed_finding(lines), "dashed: so many times one GPU; bars: 90 % intervals", 4.2)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axis, (name, size) in zip(axes, panels, strict=True):
-        shown = scaling.at(lines, **{name: size})
+    for axis, (name, size), shown in zip(axes, panels, drawn, strict=True):
         for (variant, stages), line in shown.groupby(["variant", "stages"], sort=False):
-            if (variant, stages) not in colors:
-                continue
             alone = (line["rate"] / line[name] / line["world"]).mean()  # of the one GPU
             if line["world"].min() > 1 and alone > 0:
                 line = pd.concat([pd.DataFrame({"world": [1], "rate": [alone]}), line])
