@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from argparse import ArgumentParser
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from transformers import (
     BertModel,
     DistilBertConfig,
     DistilBertForQuestionAnswering,
+    PreTrainedModel,
 )
 
 from qa_lib.data.load import load_data
@@ -510,6 +512,14 @@ def test_weights_in_parts_are_loaded(folder, model):
     save_file(weights, folder / "part-1.safetensors", {"format": "pt"})
     loaded, _ = load_qa_model(folder)
     assert torch.equal(loaded.qa_outputs.weight, model.qa_outputs.weight)
+
+
+def test_models_that_are_loaded_at_one_time_leave_transformers_as_it_was(folder):
+    """It ties no weights while it loads, which two threads could make permanent."""
+    before = PreTrainedModel.tie_weights
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(load_qa_model, [folder] * 24))
+    assert PreTrainedModel.tie_weights is before
 
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])

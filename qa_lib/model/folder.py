@@ -11,6 +11,7 @@ Looking needs no torch; loading does.
 import contextlib
 import hashlib
 import re
+import threading
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from qa_lib.model.encoders import find_encoder
 INDEX = "model.safetensors.index.json"
 SUMS = "SHA256SUMS"
 QUANTIZED = "quantized.safetensors"  # a name that transformers does not take for plain weights
+one_at_a_time = threading.Lock()  # while it loads, transformers changes its classes; two threads may leave them so
 
 
 def find_folder(name: str | Path) -> Path:
@@ -151,7 +153,7 @@ def load(folder: Path, head: type, attention: str, new_head: bool = False, task:
     if quantized and new_head:
         raise UserError(f"{folder}: its weights are quantized, and train no more")
     safe = {"local_files_only": True, "trust_remote_code": False, "attn_implementation": attention}
-    with in_one_line(folder):
+    with in_one_line(folder), one_at_a_time:
         config = AutoConfig.from_pretrained(folder, **safe)
         _check_sizes(folder, config, head, _sizes(files, found), task)
         if quantized:

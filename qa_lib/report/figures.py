@@ -249,17 +249,17 @@ def _timed(runs: pd.DataFrame) -> pd.DataFrame:
 def _panels(runs, lines, titles, parts, height) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]]]:
     """A figure with caption, and (axis, content) of a panel for each (label, content) of `parts`.
 
-    Of `titles`, (label, sentence) of each cell, the first is the figure's; `height(content)` is in inches.
+    Of `titles`, (label, sentence) of each cell, the first is the figure's, with its label where there are several
+    panels; `height(content)` is in inches.
     """
     label, title = titles[0]
-    title = ("On a CPU: " if on_cpu(runs) else "") + title + (f" ({label})" if label else "")
+    title = ("On a CPU: " if on_cpu(runs) else "") + title + (f" ({label})" if label and len(parts) > 1 else "")
     heights = [height(content) for _, content in parts]
     figure = style.new_figure(title, sentences.caption(runs, lines), sum(heights) + 0.75 * len(parts) + 1.0)
     panels = []
     for axis, (name, content) in zip(
         figure.subplots(len(parts), height_ratios=heights, squeeze=False).flat, parts, strict=True
     ):
-        if name != label or len(parts) > 1:  # else the figure's title has said it
-            axis.set_title(name, loc="right", fontsize=10, pad=22)  # above the legend, in line with the columns
+        axis.set_title(name, loc="right", fontsize=10, pad=22)  # above the legend, which is in line with the columns
         panels.append((axis, content))
     return figure, panels

@@ -244,8 +244,8 @@ def cells(table: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     found = []
     for values, part in table.groupby([axis.name for axis in varying], dropna=False):
         label = ", ".join(f"{axis.label} {value}" for axis, value in zip(varying, values, strict=True))
-        found.append((label, part))
-    return sorted(found[::-1], key=lambda cell: len(cell[1]) == 1)
+        found.insert(0, (label, part))
+    return sorted(found, key=lambda cell: len(cell[1]) == 1)
 
 
 def in_cells(table: pd.DataFrame, function: Callable) -> list[tuple]:
