@@ -180,6 +180,17 @@ def test_a_second_model_of_a_group_adds_rows_and_changes_none(runs):
     assert cards.which_row(load_runs(runs), "cpu-smoke") and claims.facts_of(load_runs(runs), "cpu-smoke")
 
 
+def test_equality_is_told_of_models_whose_baseline_ran(runs):
+    for seed in range(3):
+        for variant in ("A1", "A2"):
+            make(runs, variant, seed, f1=90.0 + seed)
+        make(runs, "A2", seed, model="other", f1=50.0)
+    chosen = select(load_runs(runs), "cpu-smoke")
+    assert list(quality.equivalence_table(chosen)["row"]) == ["A1", "A2"]
+    figure = figures.fig_equivalence(chosen)
+    assert "other" not in figure.get_supxlabel() and [axis.get_title("right") for axis in figure.axes] == [""]
+
+
 def test_gpus_and_a_precision_beyond_the_rows_own_are_axes(runs):
     make(runs, "A1", precision="bf16", speed=50.0)
     make(runs, "A4", precision="bf16", speed=150.0)

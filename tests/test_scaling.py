@@ -58,6 +58,14 @@ def test_efficiency_is_against_one_gpu_with_the_same_batch_or_with_its_share(lin
         assert line["reference"] == "E-best" and line["rate±"] > 0 and line["n"] == 3
 
 
+def test_one_gpu_of_other_code_is_of_another_day_and_gives_no_interval(facts, lines):
+    runs, alone = facts.speed, facts.speed["spec.variant"] == "E-best"
+    apart = scaling.scaling(runs.assign(**{"code.commit": runs["code.commit"].mask(alone, "f" * 40)}))
+    found = apart.set_index([*scaling.WHERE, "batch"]).loc["P-fast", 2, 1, 32]
+    assert found["reference"] == "E-best of another day" and found["strong"] == lines.loc["P-fast", 2, 1, 32]["strong"]
+    assert math.isnan(found["strong±"]) and math.isnan(found["weak±"])
+
+
 def test_a_row_without_its_ancestor_is_its_own_one_gpu(lines):
     line = lines.loc["P1", 2, 1, 128]
     assert (line["reference"], line["strong"]) == ("P1", pytest.approx(1)) and math.isnan(line["weak"])
@@ -192,6 +200,7 @@ def test_each_hypothesis_holds_in_a_world_that_obeys_it(facts):
     assert said[0] == "P0: 2500 on 1, 1250 on 2, 625 on 4 GPUs"
     conclusions = slides.conclusions(facts)
     assert conclusions.count("\n") == 3 and "P-fast trains 6,400 features/s; the quickest" in conclusions
+    assert "Here P-gpipe on 2 GPUs peaks at " in conclusions, "a pipeline, where other rows divide a model as well"
 
 
 def test_the_class_that_trained_is_told_where_records_name_it(facts):
@@ -326,7 +335,7 @@ def test_the_waiting_figure_has_each_row_at_the_usual_batch_or_the_nearest(facts
     }
     assert bars["communicating"]["P-fast: 4 GPUs"] == pytest.approx(100 / 5)
     assert bars["bubble"]["P-1f1b, 4 stages: 4 GPUs at 128"] == 24 and bars["bubble"]["P-fast: 4 GPUs"] == 0
-    title = "Of a step P-fast on 2 GPUs waits 14.3\u00a0% for others, P-gpipe on 2 24.0\u00a0%"
+    title = "On 2 GPUs P-fast waits 14.3\u00a0% of a step for others, P-gpipe 24.0\u00a0%"
     assert figure.get_suptitle() == title
 
 

@@ -206,6 +206,14 @@ def test_depth_is_not_told_of_older_records(tmp_path):
     assert [axis.get_xlabel() for axis in tradeoffs.fig_tradeoffs(runs).axes] == [tradeoffs.AXES["length"]]
 
 
+def test_depth_is_that_of_any_record_of_the_same_model(tmp_path):
+    for row in ("A1", "A2"):
+        make(tmp_path, row, machine=GPU, scale="quality", model="mini")
+    every = load_runs(tmp_path)
+    every["model.layers"] = every["spec.variant"].map({"A2": 6.0})
+    assert tradeoffs.measured(every, "h200-quality", "A1")["depth"].tolist() == [6]
+
+
 def test_what_is_not_there_is_told(plain, tmp_path):
     (said,) = tradeoffs.shown(pd.DataFrame(plain), "h200-lm-full", "L-best")
     assert "Not measured: group 'h200-lm-full' has no records" in said.data

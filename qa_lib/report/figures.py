@@ -21,6 +21,7 @@ from qa_lib.report.runs import (
     NotMeasured,
     ReportError,
     baseline,
+    beside_baseline,
     cells,
     in_cells,
     on_cpu,
@@ -109,6 +110,7 @@ def fig_memory(runs: pd.DataFrame) -> Figure:
 @style.style()
 def fig_peft(runs: pd.DataFrame) -> Figure:
     """The score of the PEFT rows, A1 and A3 to compare, with the share of parameters that train."""
+    runs = beside_baseline(runs)
     whole = runs.drop(columns="micro_batch")
     titles, parts = in_cells(whole, sentences.peft_finding), in_cells(whole, sentences.peft_scores)
     figure, panels = _panels(runs, _lines(runs), titles, parts, lambda rows: 0.34 * len(rows))
@@ -138,6 +140,7 @@ def fig_equivalence(runs: pd.DataFrame) -> Figure:
     Rows far off are named below, those without an interval are left to the table. Raises NotMeasured where none has
     one.
     """
+    runs = beside_baseline(runs)
     whole, margin = runs.drop(columns="micro_batch"), quality.MARGIN
     parts = [(label, rows.dropna(subset=["half", "best_half"])) for label, rows in in_cells(whole, quality.equivalence)]
     titles = in_cells(whole, sentences.equivalence_counts)

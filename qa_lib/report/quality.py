@@ -14,6 +14,7 @@ from qa_lib.report.runs import (
     BASELINE,
     RECOMMENDED,
     NotMeasured,
+    beside_baseline,
     found_compiled,
     in_cells,
     neighbours,
@@ -127,7 +128,7 @@ def as_text(tested: pd.DataFrame, at: str = "") -> pd.Series:
 
 def equivalence_table(runs: pd.DataFrame) -> pd.DataFrame:
     """`equivalence` as text, with the scores by kind of question beside it; cell by cell."""
-    tables = in_cells(runs.drop(columns="micro_batch"), _equivalence_table)
+    tables = in_cells(beside_baseline(runs).drop(columns="micro_batch"), _equivalence_table)
     for label, table in tables:
         table["row"] = [", ".join(filter(None, [name, label])) for name in table["row"]]
     return pd.concat([table for _, table in tables])

@@ -145,10 +145,13 @@ def several(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
         finding = scaling.speed_finding(scaling.scaling(own))
     except NotMeasured as reason:
         return say("readme.unknown", reason=reason)
-    name = own["group"].iloc[0]
-    said = say("readme.several", finding=finding, group=name, code=commits(own))
+    name, facts = own["group"].iloc[0], slides.Facts(own, sibling(runs, group, "slides"))
+    told, more = {scaling.SHOWN, scaling.one_gpu(scaling.SHOWN)}, ""
     with contextlib.suppress(NotMeasured):
-        said += " " + say("slides.shortest", facts=slides.Facts(own, sibling(runs, group, "slides")))
+        more = " " + say("slides.shortest", facts=facts)
+        told.add(facts.shortest()["variant"])
+    code = commits(own[own["spec.variant"].isin(told)])
+    said = say("readme.several", finding=finding, group=name, code=code) + more
     return scaling.worded("\n\n".join([said, *_pictures(name, figures_dir, "scaling")]), own)
 
 

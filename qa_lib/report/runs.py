@@ -261,6 +261,13 @@ def in_cells(table: pd.DataFrame, function: Callable) -> list[tuple]:
     return found
 
 
+def beside_baseline(runs: pd.DataFrame) -> pd.DataFrame:
+    """Of runs those of cells, whatever their micro-batch, in which the baseline ran, or all if it ran in none: where it
+    did not, there is nothing to compare with."""
+    parts = [part for _, part in cells(runs.drop(columns="micro_batch")) if baseline(runs) in set(part["spec.variant"])]
+    return runs.loc[pd.concat(parts).index] if parts else runs
+
+
 def usual(table: pd.DataFrame) -> pd.DataFrame:
     """Of runs or lines those that agree with the most others in all axes but the micro-batch: what a table speaks of
     that shows a row once."""

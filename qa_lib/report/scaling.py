@@ -53,7 +53,8 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     waiting_ms (a step's milliseconds in which a GPU only communicates, which includes waiting for others in it,
     exposed_ms, or a pipeline's bubble; NaN where neither was measured), `strong`, `strong±`, `weak`, `weak±`
     (shares; ± over equal seeds where both rows have the same ones) and reference, the row that was the one GPU, or "A1,
-    P1" if that of `weak` was another. Raises NotMeasured for runs without any for several GPUs.
+    P1" if that of `weak` was another, each with "of another day" where it ran by other code. Raises NotMeasured for
+    runs without any for several GPUs.
     """
     done = _alike(runs[(runs["status"] == "ok") & runs["spec.variant"].isin(VARIANTS)])
     if not several(done).any():
@@ -70,7 +71,8 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     lines = lines.reset_index().sort_values(KEYS, **order)
     alone = lines["exposed_ms"].where(lines["world"] > 1, 0.0)
     lines["waiting_ms"] = (lines["bubble"] * lines["step_ms"]).fillna(alone)
-    compared = [_compared(values["rate"], line) for line in lines.itertuples()]
+    timed = values[["rate"]].assign(code=done["code.commit"].set_axis(pd.MultiIndex.from_frame(keys)).sort_index())
+    compared = [_compared(timed.dropna(subset="rate"), line) for line in lines.itertuples()]
     return lines.reset_index(drop=True).join(pd.DataFrame(compared))
 
 
@@ -80,30 +82,31 @@ def _alike(runs: pd.DataFrame) -> pd.DataFrame:
     return max(parts, key=len, default=runs)
 
 
-def _compared(rates: pd.Series, line) -> dict:
-    """strong, weak and their intervals of a line, and the rows that were the one GPU."""
-    own, found, rows = rates.loc[tuple(getattr(line, key) for key in KEYS)], {}, []
+def _compared(timed: pd.DataFrame, line) -> dict:
+    """strong, weak and their intervals of a line, and the rows that were the one GPU; without intervals where these are
+    of other code, since between days and hosts more differs than seeds tell."""
+    own, found, rows = timed[(timed.index.droplevel("seed") == tuple(getattr(line, key) for key in KEYS))], {}, []
+    own = own.droplevel(KEYS)
     for name, batch in (("strong", line.batch), ("weak", line.batch / line.world)):
-        row, alone = _alone(rates, line.variant, batch)
-        ideal = line.world * alone
-        found |= {name: own.mean() / ideal.mean(), f"{name}±": math.nan}
-        if own.index.equals(alone.index):
-            found[f"{name}±"] = float(interval(own / ideal))
-        rows += [row] if row else []
+        row, alone = _alone(timed, line.variant, batch)
+        ideal, together = line.world * alone["rate"], set(own["code"]) == set(alone["code"])
+        found |= {name: own["rate"].mean() / ideal.mean(), f"{name}±": math.nan}
+        if together and own.index.equals(alone.index):
+            found[f"{name}±"] = float(interval(own["rate"] / ideal))
+        rows += [row if together else f"{row} of another day"] if row else []
     return found | {"reference": ", ".join(dict.fromkeys(rows))}
 
 
-def _alone(rates: pd.Series, variant: str, batch: float) -> tuple[str | None, pd.Series]:
-    """The row that is a row's one GPU at that batch, and its features/s by seed; without any if nothing was run, or if
-    the row is no row for several GPUs."""
-    rates = rates.dropna()
-    alone = rates[(rates.index.get_level_values("world") == 1) & (rates.index.get_level_values("batch") == batch)]
+def _alone(timed: pd.DataFrame, variant: str, batch: float) -> tuple[str | None, pd.DataFrame]:
+    """The row that is a row's one GPU at that batch, and its features/s and code by seed; without any if nothing was
+    run, or if the row is no row for several GPUs."""
+    alone = timed[(timed.index.get_level_values("world") == 1) & (timed.index.get_level_values("batch") == batch)]
     for row in (one_gpu(variant), variant) if one_gpu(variant) != variant else ():
         if row in alone.index.get_level_values("variant"):
             sizes = alone.loc[row]
-            quickest = sizes.groupby(level="micro_batch").mean().idxmax()
+            quickest = sizes["rate"].groupby(level="micro_batch").mean().idxmax()
             return row, sizes.xs(quickest, level="micro_batch").droplevel(["world", "stages", "batch"])
-    return None, pd.Series(dtype=float)
+    return None, timed[:0].droplevel(KEYS)
 
 
 SPEED = {  # heading -> text of a line
@@ -223,11 +226,12 @@ def speed_finding(lines: pd.DataFrame) -> str:
 
 
 def waiting_finding(lines: pd.DataFrame) -> str:
-    """The shortest and the longest waiting among lines of one batch."""
+    """The shortest and the longest waiting among lines of one batch, on the number of GPUs that most of them have."""
     found = lines.dropna(subset=["waiting_ms"])
     found = found[found["world"] > 1]
     if found.empty:
         raise NotMeasured("no run of several GPUs has its waiting measured")
+    found = found[found["world"] == found["world"].mode()[0]]
     shares = found["waiting_ms"] / found["step_ms"]
     return say("scaling.waiting", most=found.loc[shares.idxmax()].to_dict(), least=found.loc[shares.idxmin()].to_dict())
 

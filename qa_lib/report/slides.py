@@ -21,7 +21,7 @@ from qa_lib.measure.goodput import REFERENCE, efficiency
 from qa_lib.record import Noise
 from qa_lib.report.claims import reasons, told, verdicts
 from qa_lib.report.runs import NotMeasured, read_steps
-from qa_lib.report.scaling import at, projection, scaling
+from qa_lib.report.scaling import at, is_pipeline, one_gpu, projection, scaling
 from qa_lib.report.tables import interval
 from qa_lib.report.text import say
 from qa_lib.variants import VARIANTS
@@ -304,6 +304,18 @@ class Facts:
             for row in SPREAD if row in part
         }  # fmt: skip
         return {"batch": batch, "rows": rows, "first": first}
+
+    def pipeline(self) -> dict:
+        """The quickest pipeline on the fewest GPUs that one ran on: `line` of scaling, and alone_mib, the peak of one
+        GPU that makes the same step (None if not measured). Raises NotMeasured."""
+        lines = scaling(self.speed)
+        pipelines = lines[lines["variant"].map(is_pipeline) & (lines["world"] > 1)].dropna(subset=["rate", "peak_mib"])
+        if pipelines.empty:
+            raise NotMeasured("no pipeline has its speed and memory measured")
+        line = pipelines.sort_values(["world", "rate"], ascending=[True, False]).iloc[0]
+        alone = lines[(lines["variant"] == one_gpu(line["variant"])) & (lines["world"] == 1)]
+        peaks = alone.loc[alone["batch"] == line["batch"], "peak_mib"].dropna()
+        return {"line": line.to_dict(), "alone_mib": peaks.min() if len(peaks) else None}
 
     def fastest(self) -> dict:
         """At one effective batch, on the most GPUs that both kinds ran on: the quickest row that has the whole model on

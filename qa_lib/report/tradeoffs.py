@@ -22,7 +22,7 @@ from scipy.optimize import curve_fit
 
 from qa_lib.report.runs import EPOCHS, RATE, NotMeasured, ReportError, commits, not_measured, on_cpu, select
 from qa_lib.report.sentences import CPU_CAVEAT
-from qa_lib.report.style import BLUE, GREEN, ORANGE, legend, new_figure, show, style
+from qa_lib.report.style import BLUE, GREEN, ORANGE, RED, legend, new_figure, show, style
 from qa_lib.report.tables import LEVEL, interval
 from qa_lib.report.text import FILTERS, MISSING, count, markdown, number, or_why, points, say
 from qa_lib.spec import find_shape
@@ -61,6 +61,8 @@ def measured(every: pd.DataFrame, group: str, row: str) -> pd.DataFrame:
     alike = [runs[EPOCHS], a_step.rename("a step"), runs["precision"], runs["world"]]
     parts = [part for _, part in runs.groupby(alike, dropna=False)]
     runs = max(parts, key=lambda part: (len(part[["model", "length"]].drop_duplicates()), len(part)))
+    if "model.layers" in every:  # older records do not tell them, but others of the same model may
+        runs = runs.assign(**{"model.layers": runs["model"].map(every.groupby("model")["model.layers"].max())})
     runs = runs.assign(score=runs[column].astype(float), **_sizes(runs, task))
     return pd.concat([_tuned(part) for _, part in runs.groupby(["model", "length"])])
 
@@ -72,7 +74,7 @@ def _sizes(runs: pd.DataFrame, task: str) -> dict[str, pd.Series]:
     parameters = runs["model.params_total"].astype(float)
     alone = runs["time.train_s"].astype(float) - runs["time.compile_s"].astype(float).fillna(0.0)
     found = {"parameters": parameters, "seconds": alone.where(runs["time.resumed_from_step"].isna())}
-    if task == "qa":  # older records do not tell the layers
+    if task == "qa":
         depth = runs.reindex(columns=["model.layers"])["model.layers"].astype(float)
         return found | {"without_embeddings": math.nan, "flops": math.nan, "depth": depth}
     found["depth"] = math.nan
@@ -276,6 +278,9 @@ def fig_tradeoffs(runs: pd.DataFrame) -> Figure:
         for chosen, color in ((lines["model"] != kept_out, BLUE), (lines["model"] == kept_out, "white")):
             axis.errorbar(lines[what][chosen], lines["score"][chosen], lines["score±"][chosen], fmt="o", capsize=3,
                           color=BLUE, markerfacecolor=color, markersize=5)  # fmt: skip
+        if runs["task.name"].iloc[0] == "qa":
+            silent = runs["quality.always_null_f1"].astype(float).mean()
+            axis.axhline(silent, color=RED, linestyle="--", label=f"a model that never answers: {points(silent)}")
         axis.set(xscale="log", xlabel=AXES[what])
         axis.margins(x=0.12)
         ticks = lines[what] if what in ("length", "depth") else lines[what].iloc[[0, len(lines) // 2, -1]]
