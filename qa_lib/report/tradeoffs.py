@@ -322,7 +322,8 @@ def draw_laws(axis: Axes, runs: pd.DataFrame, size: str, lines: pd.DataFrame) ->
 def _note(runs: pd.DataFrame) -> str:
     parts = [f"Group {runs['group'].iloc[0]}, row {runs['spec.variant'].iloc[0]}"]
     parts += ["equal training data in every point", f"bars: t-based {LEVEL} % intervals over seeds"]
-    parts += ["hollow: kept out of the laws", f"code {commits(runs)}"]
+    parts += ["hollow: kept out of the laws"] if runs["task.name"].iloc[0] == "lm" else []
+    parts += [f"code {commits(runs)}"]
     parts += sorted(set(runs["env.gpu"].dropna())) or [CPU_CAVEAT]
     return " · ".join(parts) + "."
 
