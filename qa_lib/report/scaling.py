@@ -72,7 +72,7 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     alone = lines["exposed_ms"].where(lines["world"] > 1, 0.0)
     lines["waiting_ms"] = (lines["bubble"] * lines["step_ms"]).fillna(alone)
     timed = values[["rate"]].assign(code=done["code.commit"].set_axis(pd.MultiIndex.from_frame(keys)).sort_index())
-    compared = [_compared(timed.dropna(subset="rate"), line) for line in lines.itertuples()]
+    compared = [_compared(timed, line) for line in lines.itertuples()]
     return lines.reset_index(drop=True).join(pd.DataFrame(compared))
 
 
@@ -85,8 +85,7 @@ def _alike(runs: pd.DataFrame) -> pd.DataFrame:
 def _compared(timed: pd.DataFrame, line) -> dict:
     """strong, weak and their intervals of a line, and the rows that were the one GPU; without intervals where these are
     of other code, since between days and hosts more differs than seeds tell."""
-    own, found, rows = timed[(timed.index.droplevel("seed") == tuple(getattr(line, key) for key in KEYS))], {}, []
-    own = own.droplevel(KEYS)
+    own, found, rows = timed.loc[tuple(getattr(line, key) for key in KEYS)], {}, []
     for name, batch in (("strong", line.batch), ("weak", line.batch / line.world)):
         row, alone = _alone(timed, line.variant, batch)
         ideal, together = line.world * alone["rate"], set(own["code"]) == set(alone["code"])
@@ -100,6 +99,7 @@ def _compared(timed: pd.DataFrame, line) -> dict:
 def _alone(timed: pd.DataFrame, variant: str, batch: float) -> tuple[str | None, pd.DataFrame]:
     """The row that is a row's one GPU at that batch, and its features/s and code by seed; without any if nothing was
     run, or if the row is no row for several GPUs."""
+    timed = timed.dropna(subset="rate")
     alone = timed[(timed.index.get_level_values("world") == 1) & (timed.index.get_level_values("batch") == batch)]
     for row in (one_gpu(variant), variant) if one_gpu(variant) != variant else ():
         if row in alone.index.get_level_values("variant"):
