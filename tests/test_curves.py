@@ -119,6 +119,8 @@ def test_what_is_not_there_is_told(profile, tmp_path):
     assert absent.lacking.startswith("*Not measured: group 'h200-fit' has no records")
     assert "--scale lm-fit" in curves.commands([alone, absent])
     assert list(curves.setup_table([alone, absent])["group"]) == ["cpu-smoke"]
+    wider = curves.profile(every, "cpu-smoke", "A1 A2 C2", lambda runs: pd.Series(math.nan, runs.index))
+    assert curves.commands([wider]) == "Not run in cpu-smoke: A2, C2."
     for table_of in (curves.cost_table, curves.steps_table):
         with pytest.raises(NotMeasured, match="no runs of these rows"):
             table_of(absent.points)

@@ -97,12 +97,14 @@ def _fitted(part: pd.DataFrame) -> str:
 
 @dataclass(frozen=True)
 class Profile:
-    """A group's runs and their points, for a notebook; or why there are none."""
+    """A group's runs and their points, for a notebook; or why there are none. `absent` are rows that were asked for and
+    did not run."""
 
     group: str
     runs: pd.DataFrame
     points: pd.DataFrame
     lacking: str = ""
+    absent: tuple[str, ...] = ()
 
     def show(self, size: str, measure: str):
         """fig_curve as an image, or the sentence that says why there is none."""
@@ -116,7 +118,8 @@ def profile(every: pd.DataFrame, group: str, rows: str, predicted: Callable) -> 
     try:
         runs = select(every, group)
         runs = runs[runs["spec.variant"].isin(names) | (len(names) == 0)]
-        return Profile(group, runs, points(runs, names, predicted(runs)))
+        absent = tuple(name for name in names if name not in set(runs["spec.variant"]))
+        return Profile(group, runs, points(runs, names, predicted(runs)), absent=absent)
     except ReportError as reason:
         return Profile(group, every[:0], pd.DataFrame(columns=COLUMNS), not_measured(reason))
 
@@ -139,9 +142,11 @@ def setup_table(profiles: Sequence[Profile]) -> pd.DataFrame:
 
 
 def commands(profiles: Sequence[Profile]) -> str:
-    """As Markdown, for each group without runs why, and the commands that make both tasks' profiles on a GPU."""
+    """As Markdown, for each group without runs why, and the commands that make both tasks' profiles on a GPU; for the
+    others the rows without runs."""
+    absent = [f"Not run in {each.group}: {', '.join(each.absent)}." for each in profiles if each.absent]
     lacking = [each.lacking for each in profiles if each.lacking]
-    return "\n\n".join([*lacking, say("curves.commands")]) if lacking else ""
+    return "\n\n".join([*absent, *lacking, *([say("curves.commands")] if lacking else [])])
 
 
 @style()
