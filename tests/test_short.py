@@ -82,7 +82,8 @@ def test_in_half_precision_it_is_as_near_as_that_allows(dtype, error):
 def test_limits_beyond_the_longest_segment_and_extreme_scores_change_nothing():
     product, *rest = drawn([70, 9])
     product[:, :2] *= 30  # powers of 2 with these exponents are beyond fp32
-    assert_close(by_kernel(product, *rest, 0.1, longest=256), expected(product, *rest, 0.1), 1e-4)
+    # Scores of thousands are rounded to some 1e-4 in fp32, by which weights then differ, as a processor's sums do.
+    assert_close(by_kernel(product, *rest, 0.1, longest=256), expected(product, *rest, 0.1), 1e-3)
 
 
 @pytest.mark.triton
