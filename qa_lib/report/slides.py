@@ -183,6 +183,11 @@ class Facts:
         """The logs of scale slides."""
         return logs_of(self.slides)
 
+    @cached_property
+    def lines(self) -> pd.DataFrame:
+        """scaling() of the runs of scale parallel."""
+        return scaling(self.speed)
+
     def imitated(self, row: str = PLAIN) -> pd.DataFrame:
         """By number of GPUs, a row with one number of features a GPU: world, steps (planned), loss (mean over the
         training), held_out; means over seeds. Raises NotMeasured below two numbers of GPUs."""
@@ -308,7 +313,7 @@ class Facts:
     def pipeline(self) -> dict:
         """The quickest pipeline on the fewest GPUs that one ran on: `line` of scaling, and alone_mib, the peak of one
         GPU that makes the same step (None if not measured). Raises NotMeasured."""
-        lines = scaling(self.speed)
+        lines = self.lines
         pipelines = lines[lines["variant"].map(is_pipeline) & (lines["world"] > 1)].dropna(subset=["rate", "peak_mib"])
         if pipelines.empty:
             raise NotMeasured("no pipeline has its speed and memory measured")
@@ -321,8 +326,7 @@ class Facts:
         """At one effective batch, on the most GPUs that both kinds ran on: the quickest row that has the whole model on
         each GPU, and the quickest that divides it: batch (of several the smallest), world, whole, divided (lines of
         scaling). Raises NotMeasured."""
-        lines = scaling(self.speed)
-        found = []
+        lines, found = self.lines, []
         for batch in sorted(set(lines["batch"])):
             timed = at(lines, strong=batch)
             timed = timed[timed["world"] > 1]
