@@ -5,7 +5,7 @@ is free, and the model had no chance to prepare. *Quantization-aware*: every for
 weights, so that the model learns to answer with them; that costs training speed (model/quantize.py has the arithmetic).
 
 `python -m qa_lib quantize` leaves a quantized.json beside a run. Both ways are held against full precision over equal
-seeds. Scores and times are of one CPU; a ratio of times is taken within one file, whose two models took turns.
+seeds. Times are of one thread of a CPU; a ratio of them is taken within one file, whose two models took turns.
 """
 
 from dataclasses import dataclass
@@ -139,10 +139,10 @@ def quantized_table(every: pd.DataFrame, found: Quantized) -> pd.DataFrame:
 def caption(every: pd.DataFrame, found: Quantized) -> str:
     """Where the table's numbers come from."""
     file, (_, timed) = found.files.iloc[0], speeds(every, found)
-    cpus = sorted(set(found.files["env.cpu"].dropna()))
+    cpus, gpus = (sorted(set(found.files[f"env.{name}"].dropna())) for name in ("cpu", "gpu"))
     code = commits(found.files)
     return say("quantized.caption", group=file["group"], code=code, model=found.runs["model.name"].iloc[0], cpus=cpus,
-               questions=file["data.n"], level=LEVEL, full=found.full, timed=timed,
+               gpus=gpus, questions=file["data.n"], level=LEVEL, full=found.full, timed=timed,
                caveat=CPU_CAVEAT if on_cpu(found.runs) else None)  # fmt: skip
 
 
