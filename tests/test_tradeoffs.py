@@ -13,7 +13,7 @@ from qa_lib import record
 from qa_lib.measure.cost import StepCost
 from qa_lib.model.build import build_model, model_config
 from qa_lib.model.encoders import layers_of
-from qa_lib.report import tradeoffs
+from qa_lib.report import tradeoff_figures, tradeoffs
 from qa_lib.report.runs import NotMeasured, load_runs
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, find_shape, resolve
@@ -149,7 +149,7 @@ def test_the_tables_say_what_was_predicted_and_what_came(bent):
 
 
 def test_the_figure_can_be_read(bent):
-    figure = tradeoffs.fig_tradeoffs(bent)
+    figure = tradeoff_figures.fig_tradeoffs(bent)
     assert not faults(figure)
     assert [axis.get_xlabel() for axis in figure.axes] == [*tradeoffs.SIZES.values(), tradeoffs.AXES["length"]]
     title = " ".join(figure.get_suptitle().split())
@@ -173,7 +173,7 @@ def test_answers_have_depth_and_length_and_no_law(tmp_path):
     assert list(table["F1 at the best threshold"]) == scores and list(table["layers"]) == ["2", "–", "–", "6"]
     with pytest.raises(NotMeasured, match="another task"):
         tradeoffs.laws(runs, "parameters")
-    figure = tradeoffs.fig_tradeoffs(runs)
+    figure = tradeoff_figures.fig_tradeoffs(runs)
     assert not faults(figure)
     title = " ".join(figure.get_suptitle().split())
     assert title.startswith("From 2 to 6 layers, F1 at the best threshold goes from 40.00 to 70.00")
@@ -203,7 +203,7 @@ def test_depth_is_not_told_of_older_records(tmp_path):
     make(tmp_path, "A1", machine=GPU, scale="quality")
     runs = tradeoffs.measured(load_runs(tmp_path).drop(columns="model.layers"), "h200-quality", "A1")
     assert "layers" not in tradeoffs.points_table(runs)
-    assert [axis.get_xlabel() for axis in tradeoffs.fig_tradeoffs(runs).axes] == [tradeoffs.AXES["length"]]
+    assert [axis.get_xlabel() for axis in tradeoff_figures.fig_tradeoffs(runs).axes] == [tradeoffs.AXES["length"]]
 
 
 def test_depth_is_that_of_any_record_of_the_same_model(tmp_path):
@@ -215,15 +215,15 @@ def test_depth_is_that_of_any_record_of_the_same_model(tmp_path):
 
 
 def test_what_is_not_there_is_told(plain, tmp_path):
-    (said,) = tradeoffs.shown(pd.DataFrame(plain), "h200-lm-full", "L-best")
+    (said,) = tradeoff_figures.shown(pd.DataFrame(plain), "h200-lm-full", "L-best")
     assert "Not measured: group 'h200-lm-full' has no records" in said.data
-    (said,) = tradeoffs.shown(plain, GROUP, "L1")
+    (said,) = tradeoff_figures.shown(plain, GROUP, "L1")
     assert "no run of L1 in group h200-lm-quality has ended ok" in said.data
     with pytest.raises(UnknownName, match="did you mean 'L-best'"):
-        tradeoffs.shown(plain, GROUP, "L-bset")
+        tradeoff_figures.shown(plain, GROUP, "L-bset")
     alone = plain[(plain["model.name"] == SHAPES[0])]
     with pytest.raises(NotMeasured, match="no two models and no two lengths"):
-        tradeoffs.fig_tradeoffs(alone)
-    read, figure, points, laws = tradeoffs.shown(plain, GROUP, "L-best")
+        tradeoff_figures.fig_tradeoffs(alone)
+    read, figure, points, laws = tradeoff_figures.shown(plain, GROUP, "L-best")
     assert "M tokens, in " in read.data
     assert figure.data[:4] == b"\x89PNG" and "| 1,024 |" in points.data.replace("\u00a0", " ") and "a·N⁻ᵇ" in laws.data
