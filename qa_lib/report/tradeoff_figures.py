@@ -1,5 +1,6 @@
 """Figures of the trade-offs: a score against the size of a model, what its training cost, and the length of a text."""
 
+import contextlib
 import math
 
 import numpy as np
@@ -24,6 +25,7 @@ from qa_lib.report.tradeoffs import (
     laws,
     means,
     measured,
+    misses,
     points_table,
     scored,
     training,
@@ -34,23 +36,28 @@ from qa_lib.variants import find_variant
 LINES = {2: (ORANGE, "--"), 3: (GREEN, ":")}  # of LAWS
 
 
-def finding(runs: pd.DataFrame) -> str:
-    """What the largest model gains over the smallest, and the longest text over the shortest; and what the law of
-    most constants predicted for the model that was kept out."""
-    ends = {}
+def _ends(runs: pd.DataFrame) -> dict:
+    """The label of the score, and the lines of the smallest and the largest model (`parameters`) and of the shortest
+    and the longest text (`length`), empty where there are no two. Raises NotMeasured where both are."""
+    task, ends = runs["task.name"].iloc[0], {}
     for what in ("parameters", "length"):
         lines = means(along(runs, what)).dropna(subset=["score"])
+        lines["score"] = lines["score"].map(scored(runs))
         ends[what] = lines.iloc[[0, -1]].to_dict("records") if lines[what].nunique() > 1 else []
+    if not any(ends.values()):
+        raise NotMeasured("no two models and no two lengths were trained alike")
+    return ends | {"label": SCORES[task][1]}
+
+
+def finding(runs: pd.DataFrame) -> str:
+    """What the largest model gains over the smallest, beside what the law of most constants predicted for it; or, of
+    one model, the longest text over the shortest. Raises NotMeasured."""
+    ends = _ends(runs)
     try:
         law = laws(runs, "without_embeddings").iloc[-1].to_dict()
     except NotMeasured:
         law = None
-    if not any(ends.values()):
-        raise NotMeasured("no two models and no two lengths were trained alike")
-    label, told = SCORES[runs["task.name"].iloc[0]][1], scored(runs)
-    for line in [line for lines in ends.values() for line in lines]:
-        line["score"] = told(line["score"])
-    return say("tradeoffs.finding", label=label, law=law, form=LAWS[law["constants"]] if law else "", **ends)
+    return say("tradeoffs.finding", law=law, form=LAWS[law["constants"]] if law else "", **ends)
 
 
 @style()
@@ -105,6 +112,8 @@ def draw_laws(axis: Axes, runs: pd.DataFrame, size: str, lines: pd.DataFrame) ->
 
 def _note(runs: pd.DataFrame) -> str:
     parts = [f"Group {runs['group'].iloc[0]}, row {runs['spec.variant'].iloc[0]}"]
+    ends = _ends(runs)
+    parts += [say("tradeoffs.over_lengths", **ends)] if ends["parameters"] and ends["length"] else []
     parts += ["equal training data in every point", f"bars: t-based {LEVEL} % intervals over seeds"]
     parts += ["hollow: kept out of the laws"] if runs["task.name"].iloc[0] == "lm" else []
     parts += [f"code {commits(runs)}"]
@@ -124,4 +133,6 @@ def shown(every: pd.DataFrame, group: str, row: str) -> list:
     parts = [show(fig_tradeoffs, runs), Markdown(markdown(points_table(runs)))]
     if runs["task.name"].iloc[0] == "lm":
         parts = [Markdown(training(runs)), *parts, Markdown(or_why(law_table, runs))]
+        with contextlib.suppress(NotMeasured):  # the table above says why, or has one size alone
+            parts.append(Markdown(misses(runs)))
     return parts

@@ -10,6 +10,7 @@ All runs see as many tokens of the same text, so that these are laws of size at 
 FLOPs and seconds for it: a point says what its training cost, not the least that its loss could have cost.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 
@@ -26,6 +27,7 @@ SCORES = {  # task -> value of a record, its name; by bytes, tokenizers may diff
     "lm": ("quality.bits_per_byte", "bits per byte"),
     "qa": ("quality.best_f1", "F1 at the best threshold"),
 }
+PERPLEXITY = "quality.word_perplexity"
 SIZES = {  # what a model's score is held against
     "without_embeddings": "parameters without embeddings",
     "parameters": "parameters",
@@ -42,8 +44,8 @@ def measured(every: pd.DataFrame, group: str, row: str) -> pd.DataFrame:
     """Of all records the runs of a group and row that show a trade-off, a line a run: of equal training data, and of
     each model and length at one learning rate, that of the most seeds and among these the best mean.
 
-    Columns beside those of `every`: score, rates (those that were tried), and depth and those of SIZES, NaN where they
-    are not known. Raises NotMeasured where the group has none.
+    Columns beside those of `every`: score, rates (those that were tried), and perplexity (per word of the original
+    text), depth and those of SIZES, NaN where they are not known. Raises NotMeasured where the group has none.
     """
     runs = select(every, group)
     task = runs["task.name"].iloc[0]
@@ -57,7 +59,8 @@ def measured(every: pd.DataFrame, group: str, row: str) -> pd.DataFrame:
     runs = max(parts, key=lambda part: (len(part[["model", "length"]].drop_duplicates()), len(part)))
     if "model.layers" in every:  # older records do not tell them, but others of the same model may
         runs = runs.assign(**{"model.layers": runs["model"].map(every.groupby("model")["model.layers"].max())})
-    runs = runs.assign(score=runs[column].astype(float), **_sizes(runs, task))
+    perplexity = runs.reindex(columns=[PERPLEXITY])[PERPLEXITY].astype(float)
+    runs = runs.assign(score=runs[column].astype(float), perplexity=perplexity, **_sizes(runs, task))
     return pd.concat([_tuned(part) for _, part in runs.groupby(["model", "length"])])
 
 
@@ -106,10 +109,12 @@ def along(runs: pd.DataFrame, what: str) -> pd.DataFrame:
 
 
 def means(part: pd.DataFrame) -> pd.DataFrame:
-    """A line a model and length, in their order: means over seeds of score and sizes, `score±`, n, rate, rates."""
+    """A line a model and length, in their order: means over seeds of score, perplexity and sizes, `score±`, n, timed,
+    rate, rates."""
     seeds = part.groupby(["model", "length"], sort=False)
-    lines = seeds[["score", *SIZES, "depth", RATE]].mean().rename(columns={RATE: "rate"})
+    lines = seeds[["score", "perplexity", *SIZES, "depth", RATE]].mean().rename(columns={RATE: "rate"})
     lines["score±"] = interval(seeds["score"])
+    lines["timed"] = seeds["seconds"].count()  # seeds that have seconds
     return lines.assign(n=seeds.size(), rates=seeds["rates"].first()).reset_index()
 
 
@@ -178,14 +183,20 @@ def points_table(runs: pd.DataFrame) -> pd.DataFrame:
         "length": lines["length"].map("{:,}".format),
         "n": lines["n"].map(str),
         label: list(map(scored(runs), lines["score"], lines["score±"])),
+        "perplexity per word": lines["perplexity"].map(number),
         "without embeddings": lines["without_embeddings"].map(count),
         "parameters": lines["parameters"].map(count),
         "PFLOP": (lines["flops"] / PETA).map(number),
-        "seconds": lines["seconds"].map(number),
+        "seconds": list(map(_seconds, lines["seconds"], lines["timed"], lines["n"])),
         "learning rate": lines["rate"].map("{:g}".format),
         "of those tried": lines["rates"],
     })  # fmt: skip
     return table.loc[:, (table != MISSING).any()]
+
+
+def _seconds(seconds: float, timed: int, n: int) -> str:
+    """With how many runs were timed, where those are not all that were scored."""
+    return number(seconds) + (f" (n = {timed})" if 0 < timed < n else "")
 
 
 def law_table(runs: pd.DataFrame) -> pd.DataFrame:
@@ -207,7 +218,7 @@ def law_table(runs: pd.DataFrame) -> pd.DataFrame:
                 "c": digits(line["c"], line["c±"]) if line["constants"] == 3 else MISSING,
                 "predicted": digits(line["predicted"], line["predicted±"]),
                 "came to": digits(line["came"], line["came±"]),
-                "off by": f"{100 * (line['predicted'] / line['came'] - 1):+.2f} %".replace("-", "−"),
+                "off by": off_by(line["predicted"] / line["came"] - 1),
             })  # fmt: skip
     if not table:
         raise unknown
@@ -219,6 +230,24 @@ def scored(runs: pd.DataFrame) -> Callable:
     return digits if runs["task.name"].iloc[0] == "lm" else points
 
 
+def misses(runs: pd.DataFrame) -> str:
+    """How far each law over parameters without embeddings misses the model that was kept out, and between which bounds
+    over the other sizes, in sentences. Raises NotMeasured."""
+    off = {}
+    for size in SIZES:
+        with contextlib.suppress(NotMeasured):
+            found = laws(runs, size).set_index("constants")
+            off[size] = (found["predicted"] / found["came"] - 1).to_dict()
+    first, *others = SIZES
+    if first not in off or len(off) == 1:
+        raise NotMeasured(f"no law is there over {SIZES[first]} and over another size to compare")
+    told = []
+    for constants, miss in off[first].items():
+        elsewhere = [off[size][constants] for size in others if size in off]
+        told.append({"form": LAWS[constants], "off": miss, "low": min(elsewhere), "high": max(elsewhere)})
+    return say("tradeoffs.misses", laws=told, size=SIZES[first])
+
+
 def digits(value: float, half: float = math.nan) -> str:
     """A loss or an exponent, whose third decimal counts."""
     if pd.isna(value):
@@ -226,7 +255,12 @@ def digits(value: float, half: float = math.nan) -> str:
     return f"{value:.3f}".replace("-", "−") + (f" ± {half:.3f}" if pd.notna(half) else "")
 
 
-FILTERS |= {"digits": digits, "millions": count}
+def off_by(miss: float) -> str:
+    """A relative miss in percent, with its sign."""
+    return f"{100 * miss:+.2f} %".replace("-", "−")
+
+
+FILTERS |= {"digits": digits, "millions": count, "off_by": off_by}
 
 
 def training(runs: pd.DataFrame) -> str:
