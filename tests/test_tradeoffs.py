@@ -40,11 +40,11 @@ def score(law, size):
     return a * (size / 1e6) ** -b + c
 
 
-def write(folder, model, seed, loss, *, rate=1e-3, length=512, epochs=3, total=None, **time):
+def write(folder, model, seed, loss, *, row="L-best", rate=1e-3, length=512, epochs=3, total=None, **time):
     """A record of scale lm-quality with this loss, as fit leaves it."""
     source = {"name": model, "revision": "1"}
     own = {"learning_rate": rate, "max_length": length, "epochs": epochs}
-    spec = resolve("L-best", "lm-quality", seed, H200, TEXT, source, "text/", model, **own)
+    spec = resolve(row, "lm-quality", seed, H200, TEXT, source, "text/", model, **own)
     entry = record.new_record(spec, {"python": "3.11", "gpu": "NVIDIA H200"})
     entry["code"] = {"commit": "0123456789abcdef0123456789abcdef01234567", "dirty": False}
     shape, size = find_shape(model), without_embeddings(model)

@@ -22,7 +22,7 @@ def reached(every: pd.DataFrame, group: str) -> str:
     lines = largest_batch(summarise(runs)).set_index("variant", drop=False)
     _, best, peer = LANGUAGE
     if absent := [name for name in (best, peer) if name not in lines.index]:
-        raise NotMeasured(f"{', '.join(absent)} have no run in group {group}")
+        raise NotMeasured(f"group {group} has no run of {', '.join(absent)}")
     best, peer = lines.loc[best], lines.loc[peer]
     return say("goals.reached", best=best, peer=peer, tokens=TOKENS_PER_S, times=TIMES, mfu=MFU, length=LENGTH,
                ratio=best["tokens_per_s"] / peer["tokens_per_s"], gpu=runs["env.gpu"].iloc[0], group=group,

@@ -55,19 +55,21 @@ def _signed(difference: float, half: float) -> str:
     return ("+" if difference >= 0 else "") + digits(difference, half)
 
 
-def shown(every: pd.DataFrame, group: str, bench: str, rows: str = "") -> str:
+def shown(every: pd.DataFrame, group: str, bench: str, rows: str = "") -> list:
     """For a notebook: scores_table of these rows, named with blanks between them, or of all that `bench` timed, and
-    where its numbers come from, as Markdown; or why it is not there."""
+    where its numbers come from; or why it is not there."""
+    from IPython.display import Markdown  # notebooks have it; the command line need not
+
     try:
         own = select(every, bench)
         timed = largest_batch(summarise(own)).dropna(subset="ratio").set_index("variant")
         runs = alike(every, group, rows.split() or timed.index)
     except NotMeasured as reason:
-        return f"*No table of scores: {reason}.*"
+        return [Markdown(f"*No table of scores: {reason}.*")]
     first, line = runs.iloc[0], timed.iloc[0]
     silent = runs["quality.always_null_f1"].astype(float).mean() if first["task.name"] == "qa" else None
     said = say("scores.caption", group=group, bench=bench, model=first["model.name"], timed=line["model"].split()[0],
                length=first["length"], training=first["training"], size=first["micro_batch"],
                timed_size=line["micro_batch"], baseline=baseline(runs), silent=silent, level=LEVEL,
                margin=MARGIN, code=commits(runs))  # fmt: skip
-    return f"{markdown(scores_table(runs, timed))}\n\n{said}"
+    return [Markdown(markdown(scores_table(runs, timed))), Markdown(said)]
