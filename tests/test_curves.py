@@ -200,7 +200,9 @@ def test_the_notebook_shows_the_committed_groups(monkeypatch):
             exec(cell.source, space)
     text = "\n".join(each.data for each in shown if isinstance(each, Markdown))
     assert "| A2 | A1 + attention: sdpa |" in text and "| L3 | L2 + attention: sdpa |" in text
-    assert "Not measured: group" not in text and sum(isinstance(each, Image) for each in shown) >= 7
+    assert "| baseline (A1 + precision: fp32) |" in text and "The lead depends on the batch: E-top" in text
+    assert "**Goals** for GPT-2 small's shape" in text and text.count("Scores: group h200-") == 2
+    assert "Not measured: group" not in text and sum(isinstance(each, Image) for each in shown) >= 11
     rows = [name for key in ("answers_rows", "text_rows") for name in space[key].split()]
     assert all(f"`{name}`" in "".join(cell.source for cell in cells) for name in ("A1-fp32", "C2", "L3", "L-qlora"))
     assert set(rows) <= set(VARIANTS)
