@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from IPython.display import Image, Markdown
 
-from qa_lib.report import curves, gallery, readme
+from qa_lib.report import curve_tables, curves, gallery, readme, tables
 from qa_lib.report.runs import RECOMMENDED, NotMeasured, ReportError, load_runs, select
 from qa_lib.variants import VARIANTS, UnknownName
 from tests.test_figures import faults
@@ -31,8 +31,8 @@ def profile(tmp_path_factory):
         failed = {"status": "oom", "error": OOM} if size > 16 else {}
         make(folder, "A1", **more, peak=2000.0 + 150 * size, speed=100.0, **failed)
     for length in (128, 512):
-        for row, peak in (("A3", 1024 * FIXED + KIB * 8 * length / 1024), ("A0", 2800.0)):
-            make(folder, row, machine=GPU, scale="fit", length=length, peak=peak)
+        for row, peak, speed in (("A3", 1024 * FIXED + KIB * 8 * length / 1024, 102_400), ("A0", 2800.0, 51_200)):
+            make(folder, row, machine=GPU, scale="fit", length=length, peak=peak, speed=speed / length)
     every = load_runs(folder)
     return curves.profile(every, GROUP, "", lambda runs: runs["memory.peak_alloc_mib"].astype(float) * 1.05)
 
@@ -46,7 +46,7 @@ def test_a_fit_tells_fixed_cost_and_cost_of_a_token(profile):
 
 
 def test_a_table_has_costs_the_largest_size_and_the_first_too_large(profile):
-    table = curves.cost_table(profile.points).set_index("row")
+    table = curve_tables.cost_table(profile.points).set_index("row")
     assert (table.loc["A3", "fixed GiB"], table.loc["A3", "KiB a token"]) == ("1.50", "300")
     assert (table.loc["A1", "largest micro-batch"], table.loc["A1", "too large"]) == ("16", "32")
     assert table.loc["A3", "too large"] == "–" and table.loc["A3", "prediction misses by"] == "5.00 %"
@@ -57,21 +57,68 @@ def test_costs_are_those_of_the_straightest_line_through_a_rows_points(profile):
     lengths = known[(known["variant"] != "A3") | (known["micro_batch"] == 8)].copy()
     off = (lengths["variant"] == "A3") & (lengths["length"] == 512)
     lengths.loc[off, "predicted"] *= 2
-    line = curves.cost_table(lengths).set_index("row").loc["A3"]
+    line = curve_tables.cost_table(lengths).set_index("row").loc["A3"]
     assert (line["fixed GiB"], line["KiB a token"], line["prediction misses by"]) == ("1.50", "300", "110 %")
     bent = lengths.assign(gib=lengths["gib"].where(lengths["variant"] != "A3", (lengths["tokens"] / 1000) ** 2))
-    line = curves.cost_table(bent).set_index("row").loc["A3"]
+    line = curve_tables.cost_table(bent).set_index("row").loc["A3"]
     assert (line["fixed GiB"], line["KiB a token"]) == ("–", "–") and line["line misses by"] != "–"
 
 
 def test_before_and_after_are_taken_at_the_largest_size_of_both(profile):
-    (line,) = curves.steps_table(profile.points).to_dict("records")
-    assert (line["row"], line["micro-batch"], line["memory"]) == ("A0", "16", f"×{3600 / 4400:.2f}")
+    line = curve_tables.steps_table(profile.points).set_index("row").loc["A0"]
+    assert (line["micro-batch"], line["memory"]) == ("16", f"×{3600 / 4400:.2f}")
+
+
+def test_a_row_whose_parent_did_not_run_stands_beside_the_nearest_that_did(profile):
+    table = curve_tables.steps_table(profile.points).set_index("row")
+    assert list(table.index) == ["A0", "A3"]
+    line = table.loc["A3"]
+    assert (line["what it changes"], line["speed"]) == ("A1 + attention: sdpa + compile: inductor", "×8.00")
+    elsewhere = profile.points.query("variant != 'A1' or micro_batch == 32")
+    with pytest.raises(NotMeasured, match="at the same size as a row that it was made from"):
+        curve_tables.steps_table(elsewhere)
+
+
+def test_changes_since_an_earlier_row_are_all_told_once():
+    assert tables.change("E5", "E2") == "E2 + step: graph + precision: bf16 + optimizer: master"
+    assert tables.change("E5-eager", "E2") == "E2 + precision: bf16 + optimizer: master", "captured, and not any more"
+
+
+def test_a_tasks_baseline_is_called_one():
+    assert [tables.change(name) for name in ("A1", "L1", "A2")] == [
+        "baseline", "baseline (A1 + precision: fp32)", "A1 + attention: sdpa"]  # fmt: skip
+
+
+def test_the_fixed_cost_stands_beside_what_explains_it(profile):
+    sizes = {"memory.params_mib": 400.0, "memory.grads_mib": 300.0, "memory.optimizer_mib": 836.0}
+    table = curve_tables.cost_table(curves.points(profile.runs.assign(**sizes))).set_index("row")
+    assert set(table[curve_tables.STATES]) == {"1.50"} and table.loc["A3", "fixed GiB"] == "1.50"
+    unknown = profile.runs.assign(**sizes | {"memory.grads_mib": None})
+    assert curve_tables.STATES not in curve_tables.cost_table(curves.points(unknown)), "a part is no sum"
+
+
+def test_the_setup_says_what_a_group_trained_on_and_was_scored_on(profile, tmp_path):
+    for model, size in (("gpt2:L2H128V1000", 512), ("gpt2:L4H128V1000", 128)):
+        make(tmp_path, "L1", machine=GPU, scale="lm-quality", task="lm", model=model, length=size)
+    text = load_runs(tmp_path)
+    text = text.assign(**{
+        "spec.n_train": text["length"].map({512: 100, 128: 401}), "spec.n_eval": 5000,
+        "data.name": "text", "data.n": 40_000, "env.torch": "2.11.0", "model.params_total": [2e6, 3e6],
+    })  # fmt: skip
+    every = pd.concat([text, profile.runs.assign(**{"data.n": 1600})])
+    table = curve_tables.setup_table(every, [GROUP, "nowhere", "h200-lm-quality", GROUP]).set_index("group")
+    assert list(table.index) == [GROUP, "h200-lm-quality"] and len(table.columns) <= 10
+    line = table.loc["h200-lm-quality"]
+    assert (line["model"], line["parameters"], line["torch"]) == ("2 models", "2 M–3 M", "2.11.0")
+    assert (line["training data"], line["validation data"]) == ("text, 51,328 tokens", "5,000 tokens")
+    assert (table.loc[GROUP, "training data"], table.loc[GROUP, "lengths"]) == (
+        "synthetic:1600, 1,600 questions", "128–512")  # fmt: skip
 
 
 @pytest.mark.parametrize(("size", "measure", "said"), [
     ("micro_batch", "gib", "From 8 to 16 features, memory grows"), ("length", "gib", "From 128 to 512 tokens"),
     ("micro_batch", "speed", "A3 over the quickest Trainer, A0: ×4.00 at 8, ×3.00 at 16, ×2.40 at 32, ×2.00 at 64"),
+    ("length", "speed", "From 128 to 512 tokens, A3 goes from 800 to 200 features/s (micro-batch 8)"),
 ])  # fmt: skip
 def test_a_curve_can_be_read(profile, size, measure, said):
     figure = curves.fig_curve(profile.runs, profile.points, size, measure)
@@ -100,12 +147,12 @@ def test_the_lead_by_batch_is_a_sentence(profile):
 
 
 def test_the_readme_has_the_lead_where_its_rows_ran(profile, tmp_path):
-    assert "not measured yet" in readme._lead(profile.runs, GROUP), "neither of its two rows is there"
+    assert "not measured yet" in readme.lead(profile.runs, GROUP), "neither of its two rows is there"
     for size, ours in ((32, 300.0), (128, 160.0)):
         make(tmp_path, RECOMMENDED, machine=GPU, scale="fit", micro_batch=size, speed=ours)
         make(tmp_path, "A0-compile", machine=GPU, scale="fit", micro_batch=size, speed=100.0)
         make(tmp_path, "E-fp8", machine=GPU, scale="fit", micro_batch=size, speed=900.0)
-    said = readme._lead(load_runs(tmp_path), GROUP)
+    said = readme.lead(load_runs(tmp_path), GROUP)
     assert f"{RECOMMENDED} trains ×3.00 as fast as A0-compile at 32 features in a forward pass, ×1.60 at 128" in said
 
 
@@ -117,11 +164,11 @@ def test_what_is_not_there_is_told(profile, tmp_path):
         curves.fig_curve(alone.runs, alone.points, "length", "gib")
     absent = curves.profile(every, "h200-fit", "A1", None)
     assert absent.lacking.startswith("*Not measured: group 'h200-fit' has no records")
-    assert "--scale lm-fit" in curves.commands([alone, absent])
-    assert list(curves.setup_table([alone, absent])["group"]) == ["cpu-smoke"]
+    assert "--scale lm-fit" in curve_tables.commands([alone, absent])
+    assert list(curve_tables.setup_table(every, ["cpu-smoke", "h200-fit"])["group"]) == ["cpu-smoke"]
     wider = curves.profile(every, "cpu-smoke", "A1 A2 C2", lambda runs: pd.Series(math.nan, runs.index))
-    assert curves.commands([wider]) == "Not run in cpu-smoke: A2, C2."
-    for table_of in (curves.cost_table, curves.steps_table):
+    assert curve_tables.commands([wider]) == "Not run in cpu-smoke: A2, C2."
+    for table_of in (curve_tables.cost_table, curve_tables.steps_table):
         with pytest.raises(NotMeasured, match="no runs of these rows"):
             table_of(absent.points)
     with pytest.raises(UnknownName, match="did you mean 'E-best'"):
@@ -153,7 +200,9 @@ def test_the_notebook_shows_the_committed_groups(monkeypatch):
             exec(cell.source, space)
     text = "\n".join(each.data for each in shown if isinstance(each, Markdown))
     assert "| A2 | A1 + attention: sdpa |" in text and "| L3 | L2 + attention: sdpa |" in text
-    assert "Not measured: group" not in text and sum(isinstance(each, Image) for each in shown) >= 7
+    assert "| baseline (A1 + precision: fp32) |" in text and "The lead depends on the batch: E-top" in text
+    assert "**Goals** for GPT-2 small's shape" in text and text.count("Scores: group h200-") == 2
+    assert "Not measured: group" not in text and sum(isinstance(each, Image) for each in shown) >= 11
     rows = [name for key in ("answers_rows", "text_rows") for name in space[key].split()]
     assert all(f"`{name}`" in "".join(cell.source for cell in cells) for name in ("A1-fp32", "C2", "L3", "L-qlora"))
     assert set(rows) <= set(VARIANTS)

@@ -13,7 +13,7 @@ from qa_lib import record
 from qa_lib.measure.cost import StepCost
 from qa_lib.model.build import build_model, model_config
 from qa_lib.model.encoders import layers_of
-from qa_lib.report import tradeoffs
+from qa_lib.report import text, tradeoff_figures, tradeoffs
 from qa_lib.report.runs import NotMeasured, load_runs
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, find_shape, resolve
@@ -40,11 +40,11 @@ def score(law, size):
     return a * (size / 1e6) ** -b + c
 
 
-def write(folder, model, seed, loss, *, rate=1e-3, length=512, epochs=3, total=None, **time):
+def write(folder, model, seed, loss, *, row="L-best", rate=1e-3, length=512, epochs=3, total=None, **time):
     """A record of scale lm-quality with this loss, as fit leaves it."""
     source = {"name": model, "revision": "1"}
     own = {"learning_rate": rate, "max_length": length, "epochs": epochs}
-    spec = resolve("L-best", "lm-quality", seed, H200, TEXT, source, "text/", model, **own)
+    spec = resolve(row, "lm-quality", seed, H200, TEXT, source, "text/", model, **own)
     entry = record.new_record(spec, {"python": "3.11", "gpu": "NVIDIA H200"})
     entry["code"] = {"commit": "0123456789abcdef0123456789abcdef01234567", "dirty": False}
     shape, size = find_shape(model), without_embeddings(model)
@@ -148,12 +148,45 @@ def test_the_tables_say_what_was_predicted_and_what_came(bent):
     assert len(points) == 8 and list(points["model"][:3]) == [SHAPES[0], SHAPES[1], SHAPES[2]]
 
 
+def test_the_misses_over_other_sizes_are_a_sentence(bent):
+    said = tradeoffs.misses(bent)
+    off = tradeoffs.law_table(bent).set_index(["law", "N is"])["off by"]
+    for form in ("a·N⁻ᵇ", "a·N⁻ᵇ + c"):
+        own, *others = off[form]
+        others.sort(key=lambda miss: float(miss.replace("−", "-")[:-2]))
+        assert (
+            f"With parameters without embeddings, {form} is off by {own}; with the other sizes, by {others[0]} to "
+            f"{others[-1]}." in said
+        )
+    with pytest.raises(NotMeasured, match="no law is there over parameters without embeddings"):
+        tradeoffs.misses(bent.assign(without_embeddings=math.nan))
+
+
+def test_points_have_the_perplexity_of_words_and_say_how_many_runs_gave_seconds(plain):
+    model, seeds = plain["model.name"] == SHAPES[1], plain["spec.seed"]
+    runs = plain.assign(seconds=plain["seconds"].mask(model & (seeds == 1)), perplexity=100.0 + 10 * seeds)
+    table = tradeoffs.points_table(runs).set_index("model")
+    assert table.loc[SHAPES[1], "seconds"] == f"{text.number(plain.loc[model, 'seconds'].mean())} (n = 2)"
+    assert "n =" not in table.loc[SHAPES[0], "seconds"] and table.loc[SHAPES[0], "perplexity per word"] == "110"
+    assert len(table.columns) + 1 <= 11
+
+
+def test_perplexity_is_that_of_the_records(tmp_path):
+    write(tmp_path, SHAPES[0], 0, 1.5)
+    every = load_runs(tmp_path).assign(**{"quality.word_perplexity": 321.0})
+    assert tradeoffs.points_table(tradeoffs.measured(every, GROUP, "L-best"))["perplexity per word"].tolist() == ["321"]
+
+
 def test_the_figure_can_be_read(bent):
-    figure = tradeoffs.fig_tradeoffs(bent)
+    figure = tradeoff_figures.fig_tradeoffs(bent)
     assert not faults(figure)
     assert [axis.get_xlabel() for axis in figure.axes] == [*tradeoffs.SIZES.values(), tradeoffs.AXES["length"]]
     title = " ".join(figure.get_suptitle().split())
-    assert title.startswith("From 2.63 M to 98.4 M parameters, bits per byte go from") and "1.200" in title
+    predicted = tradeoffs.laws(bent, "without_embeddings")["predicted"].iloc[-1]
+    assert title.startswith("Bits per byte go from 1.7") and title.endswith(
+        f"; a·N⁻ᵇ + c, N without embeddings, says {predicted:.3f}"
+    )
+    assert "\n" not in figure.get_suptitle() and "tokens, bits per byte go from" in figure.get_supxlabel()
     hollow = [line for line in figure.axes[0].lines if line.get_markerfacecolor() == "white"]
     assert [list(line.get_xdata()) for line in hollow] == [[without_embeddings(SHAPES[-1])]]
 
@@ -173,11 +206,11 @@ def test_answers_have_depth_and_length_and_no_law(tmp_path):
     assert list(table["F1 at the best threshold"]) == scores and list(table["layers"]) == ["2", "–", "–", "6"]
     with pytest.raises(NotMeasured, match="another task"):
         tradeoffs.laws(runs, "parameters")
-    figure = tradeoffs.fig_tradeoffs(runs)
+    figure = tradeoff_figures.fig_tradeoffs(runs)
     assert not faults(figure)
     title = " ".join(figure.get_suptitle().split())
     assert title.startswith("From 2 to 6 layers, F1 at the best threshold goes from 40.00 to 70.00")
-    assert "from 56.00 to 61.00" in title
+    assert "F1 at the best threshold goes from 56.00 to 61.00" in " ".join(figure.get_supxlabel().split())
     (depth,) = (axis for axis in figure.axes if axis.get_xlabel() == "layers")
     points, bars = depth.containers[0][0], depth.containers[0][2]
     assert list(points.get_xdata()) == [2, 6] and list(points.get_ydata()) == [40.0, 70.0] and len(bars) == 1
@@ -203,7 +236,7 @@ def test_depth_is_not_told_of_older_records(tmp_path):
     make(tmp_path, "A1", machine=GPU, scale="quality")
     runs = tradeoffs.measured(load_runs(tmp_path).drop(columns="model.layers"), "h200-quality", "A1")
     assert "layers" not in tradeoffs.points_table(runs)
-    assert [axis.get_xlabel() for axis in tradeoffs.fig_tradeoffs(runs).axes] == [tradeoffs.AXES["length"]]
+    assert [axis.get_xlabel() for axis in tradeoff_figures.fig_tradeoffs(runs).axes] == [tradeoffs.AXES["length"]]
 
 
 def test_depth_is_that_of_any_record_of_the_same_model(tmp_path):
@@ -215,15 +248,15 @@ def test_depth_is_that_of_any_record_of_the_same_model(tmp_path):
 
 
 def test_what_is_not_there_is_told(plain, tmp_path):
-    (said,) = tradeoffs.shown(pd.DataFrame(plain), "h200-lm-full", "L-best")
+    (said,) = tradeoff_figures.shown(pd.DataFrame(plain), "h200-lm-full", "L-best")
     assert "Not measured: group 'h200-lm-full' has no records" in said.data
-    (said,) = tradeoffs.shown(plain, GROUP, "L1")
+    (said,) = tradeoff_figures.shown(plain, GROUP, "L1")
     assert "no run of L1 in group h200-lm-quality has ended ok" in said.data
     with pytest.raises(UnknownName, match="did you mean 'L-best'"):
-        tradeoffs.shown(plain, GROUP, "L-bset")
+        tradeoff_figures.shown(plain, GROUP, "L-bset")
     alone = plain[(plain["model.name"] == SHAPES[0])]
     with pytest.raises(NotMeasured, match="no two models and no two lengths"):
-        tradeoffs.fig_tradeoffs(alone)
-    read, figure, points, laws = tradeoffs.shown(plain, GROUP, "L-best")
-    assert "M tokens, in " in read.data
+        tradeoff_figures.fig_tradeoffs(alone)
+    read, figure, points, laws, misses = tradeoff_figures.shown(plain, GROUP, "L-best")
+    assert "M tokens, in " in read.data and misses.data == tradeoffs.misses(plain)
     assert figure.data[:4] == b"\x89PNG" and "| 1,024 |" in points.data.replace("\u00a0", " ") and "a·N⁻ᵇ" in laws.data

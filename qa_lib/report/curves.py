@@ -5,7 +5,6 @@ backward pass keeps. Both are fitted here to what was measured; the budget of ru
 from the model's shapes. A size that ran out of memory is a cross at the top.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,12 @@ from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 from qa_lib.report.runs import BATCH_TOKENS, NotMeasured, ReportError, commits, not_measured, on_cpu, select
 from qa_lib.report.sentences import CPU_CAVEAT
 from qa_lib.report.style import COLORBLIND, new_figure, show, style
-from qa_lib.report.tables import change, place
-from qa_lib.report.text import MISSING, factor, number, say, share
+from qa_lib.report.tables import place
+from qa_lib.report.text import number, say
 from qa_lib.variants import VARIANTS, find_variant
 
-COLUMNS = ["variant", "length", "batch", "micro_batch", "gib", "speed", "tokens", "predicted", "oom"]  # of `points`
+# Of `points`.
+COLUMNS = ["variant", "length", "batch", "micro_batch", "gib", "speed", "states", "tokens", "predicted", "oom"]
 SIZES = {
     "length": "tokens of a feature or window",
     "batch": "features in an optimizer step",
@@ -34,6 +34,7 @@ MEASURES = {  # column of `points` -> value of a record, its name in figures
     "gib": ("memory.peak_alloc_mib", "peak GPU memory, allocated, in GiB"),
     "speed": ("speed.features_per_s", "features/s in training"),
 }
+STATES = ["memory.params_mib", "memory.grads_mib", "memory.optimizer_mib"]
 NONE = "the group has no runs of these rows"
 STRAIGHT = 0.05  # a fit that misses no point by more is a straight line
 
@@ -42,8 +43,9 @@ def points(runs: pd.DataFrame, rows: Sequence[str] = (), predicted: pd.Series | 
     """The points of a group's runs, means over seeds, in table order; of these rows of the variants table, or all.
 
     Columns: variant; length, batch (0 where a step is one micro-batch, or so many tokens) and micro_batch; gib, speed,
-    tokens (computed in a micro-batch), predicted (GiB, where run.budget.predicted is given) and oom, whether every seed
-    ran out of memory. Raises NotMeasured where there is none.
+    states (GiB of weights, gradients and optimizer), tokens (computed in a micro-batch), predicted (GiB, where
+    run.budget.predicted is given) and oom, whether every seed ran out of memory. Raises NotMeasured where there is
+    none.
     """
     by_tokens = runs.reindex(columns=[BATCH_TOKENS])[BATCH_TOKENS].notna()
     runs = runs.assign(batch=runs["batch"].mask(by_tokens | (runs["batch"] == runs["micro_batch"]), 0))
@@ -56,7 +58,8 @@ def points(runs: pd.DataFrame, rows: Sequence[str] = (), predicted: pd.Series | 
     # A row that pads to the longest of a batch peaks at one of full length; a packed one has as many as it computes.
     packed = found["tokens"] / found["speed"] * runs["micro_batch"]
     found["tokens"] = packed.where(runs["spec.settings.padding"] == "packed", runs["micro_batch"] * runs["length"])
-    found[["gib", "predicted"]] /= 1024
+    found["states"] = runs.reindex(columns=STATES).astype(float).sum(axis="columns", skipna=False)
+    found[["gib", "predicted", "states"]] /= 1024
     found["oom"] = (runs["status"] == "oom").astype(float)
     found = found.groupby([runs["spec.variant"].rename("variant"), *(runs[size] for size in SIZES)]).mean()
     found["oom"] = found["oom"] == 1
@@ -124,31 +127,6 @@ def profile(every: pd.DataFrame, group: str, rows: str, predicted: Callable) -> 
         return Profile(group, every[:0], pd.DataFrame(columns=COLUMNS), not_measured(reason))
 
 
-def setup_table(profiles: Sequence[Profile]) -> pd.DataFrame:
-    """What ran in each group that has runs: model, hardware, data, how many runs and of which sizes."""
-    return pd.DataFrame([
-        {
-            "group": each.group,
-            "model": ", ".join(sorted(set(each.runs["model.name"]))),
-            "hardware": each.runs["env.gpu"].fillna("CPU").iloc[0],
-            "data": each.runs["data.name"].iloc[0],
-            "runs": str(len(each.runs)),
-            "lengths": ", ".join(map(str, sorted(set(each.points["length"])))),
-            "micro-batches": f"{each.points['micro_batch'].min()}–{each.points['micro_batch'].max()}",
-        }
-        for each in profiles
-        if not each.lacking
-    ])  # fmt: skip
-
-
-def commands(profiles: Sequence[Profile]) -> str:
-    """As Markdown, for each group without runs why, and the commands that make both tasks' profiles on a GPU; for the
-    others the rows without runs."""
-    absent = [f"Not run in {each.group}: {', '.join(each.absent)}." for each in profiles if each.absent]
-    lacking = [each.lacking for each in profiles if each.lacking]
-    return "\n\n".join([*absent, *lacking, *([say("curves.commands")] if lacking else [])])
-
-
 @style()
 def fig_curve(runs: pd.DataFrame, table: pd.DataFrame, size: str, measure: str) -> Figure:
     """A measure of MEASURES against one of SIZES, from the `points` of a group's runs. Raises NotMeasured."""
@@ -157,7 +135,7 @@ def fig_curve(runs: pd.DataFrame, table: pd.DataFrame, size: str, measure: str) 
         why = "GPU memory is counted by the GPU's allocator" if measure == "gib" else "these runs record no times"
         raise NotMeasured(f"no run with {where} has one: {why}")
     label = MEASURES[measure][1]
-    finding = (memory_finding if measure == "gib" else lead_finding)(part, size, where)
+    finding = (memory_finding if measure == "gib" else speed_finding)(part, size, where)
     figure = new_figure(("On a CPU: " if on_cpu(runs) else "") + finding, _note(runs, where), 4.6)
     axis = figure.subplots()
     failing = part.loc[part["oom"], "variant"].unique().tolist()
@@ -174,15 +152,16 @@ def fig_curve(runs: pd.DataFrame, table: pd.DataFrame, size: str, measure: str) 
             height = 1 - 0.04 * (failing.index(variant) + 1)
             first = row.loc[row["oom"], size].min()
             axis.plot(first, height, "x", color=color, transform=axis.get_xaxis_transform(), markersize=7)
-    if measure == "gib":
+    if measure == "gib" or size == "length":  # a longer feature takes longer: at one rate of tokens, in proportion
+        drawn = part[["gib", "predicted"]] if measure == "gib" else part[[measure]]
         axis.set_yscale("log", base=2)
         axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        low, high = part["gib"].min() / 1.5, part[["gib", "predicted"]].max().max() * 1.2
+        low, high = part[measure].min() / 1.5, drawn.max().max() * 1.2
         axis.set_ylim(low, high * (high / low) ** (band / (1 - band)))
-        if part["predicted"].notna().any():
-            axis.plot([], [], color="0.4", linestyle="--", linewidth=1, label="predicted")
     else:
         axis.set_ylim(0, 1.05 * part[measure].max() / (1 - band))
+    if measure == "gib" and part["predicted"].notna().any():
+        axis.plot([], [], color="0.4", linestyle="--", linewidth=1, label="predicted")
     if failing:
         axis.add_patch(Rectangle((0, 1 - band), 1, band, color="0.93", transform=axis.transAxes, zorder=0))
         axis.plot([], [], "x", color="0.4", label="out of memory")
@@ -241,12 +220,11 @@ def memory_finding(part: pd.DataFrame, size: str, where: str) -> str:
                least=growth.idxmin(), growth=growth)  # fmt: skip
 
 
-def lead(part: pd.DataFrame, size: str = "micro_batch") -> tuple[str, str, pd.Series] | None:
-    """Of the rows of the visible loop the one that is quickest at any size, of transformers.Trainer's the same, and by
-    what factor the first is quicker, by size. None where no size has both."""
-    speeds = part.pivot(index=size, columns="variant", values="speed").dropna(axis="columns", how="all")
-    if size == "micro_batch":
-        speeds = speeds[speeds.index > 1]  # a pass of one feature waits for the host, whatever the row
+def lead(part: pd.DataFrame) -> tuple[str, str, pd.Series] | None:
+    """Of the rows of the visible loop the one that is quickest at any micro-batch, of transformers.Trainer's the same,
+    and by what factor the first is quicker, by micro-batch. None where no micro-batch has both."""
+    speeds = part.pivot(index="micro_batch", columns="variant", values="speed").dropna(axis="columns", how="all")
+    speeds = speeds[speeds.index > 1]  # a pass of one feature waits for the host, whatever the row
     trainer = [VARIANTS[name].settings.engine == "trainer" for name in speeds]
     if all(trainer) or not any(trainer):
         return None
@@ -265,76 +243,12 @@ def lead_by_batch(runs: pd.DataFrame) -> str:
                code=commits(runs))  # fmt: skip
 
 
-def lead_finding(part: pd.DataFrame, size: str, where: str) -> str:
-    """The lead over the Trainer at every size; or, where none is known, the quickest row."""
+def speed_finding(part: pd.DataFrame, size: str, where: str) -> str:
+    """Over micro-batches the lead over the Trainer at each, or the quickest row where none is known; over lengths, what
+    the quickest row does at both ends. There the lead is not told: at few tokens the rows wait for the host."""
     best = part.loc[part["speed"].idxmax()].to_dict()
-    loop, peer, factors = lead(part, size) or ("", "", pd.Series(dtype=float))
+    if size == "length":
+        own = part[(part["variant"] == best["variant"]) & part["speed"].notna()].sort_values("length")
+        return say("curves.speed_by_length", first=own.iloc[0], last=own.iloc[-1], where=where)
+    loop, peer, factors = lead(part) or ("", "", pd.Series(dtype=float))
     return say("curves.speed", best=best, where=where, row=loop, peer=peer, lead=factors.to_dict())
-
-
-def cost_table(table: pd.DataFrame) -> pd.DataFrame:
-    """Of each row in `points` its fixed cost and cost per token where a line through its points has them, how far that
-    line and the prediction are off, the largest size that fitted, the smallest that did not, and the best speed."""
-    size = "micro_batch" if table["micro_batch"].nunique() > 1 else "length"
-    _, part = along(table, size)
-    lines = []
-    for variant, row in part.groupby("variant", sort=False):
-        own = table[table["variant"] == variant]
-        fixed, each, miss = _straightest(own)
-        fitted = row[~row["oom"]]
-        off = (own["predicted"] / own["gib"] - 1).dropna()
-        best = row.loc[row["speed"].idxmax()] if row["speed"].notna().any() else None
-        name = size.replace("_", "-")
-        lines.append({
-            "row": variant,
-            "fixed GiB": number(fixed) if miss <= STRAIGHT else MISSING,
-            "KiB a token": number(each) if miss <= STRAIGHT else MISSING,
-            "line misses by": share(miss),
-            "prediction misses by": share(off.loc[off.abs().idxmax()]).replace("-", "−") if len(off) else MISSING,
-            f"largest {name}": f"{fitted[size].max():,.0f}" if len(fitted) else MISSING,
-            "too large": f"{row.loc[row['oom'], size].min():,.0f}" if row["oom"].any() else MISSING,
-            "best features/s": number(best["speed"]) if best is not None else MISSING,
-            f"at {name}": f"{best[size]:,.0f}" if best is not None else MISSING,
-        })  # fmt: skip
-    found = pd.DataFrame(lines)
-    return found.loc[:, (found != MISSING).any()]
-
-
-def _straightest(own: pd.DataFrame) -> tuple[float, float, float]:
-    """Of `fit` along micro-batches and along lengths, for a row's `points`, the one that misses least; NaN where no
-    curve has three."""
-    fits = []
-    for size in ("micro_batch", "length"):
-        with contextlib.suppress(NotMeasured):
-            fits.append(fit(along(own, size)[1]))
-    return min(fits, key=lambda one: math.inf if math.isnan(one[2]) else one[2], default=(math.nan,) * 3)
-
-
-def steps_table(table: pd.DataFrame) -> pd.DataFrame:
-    """Before and after each optimization: every row in `points` against the row that it changes, at the largest size
-    that both have run. Raises NotMeasured where no row stands beside its parent."""
-    if table.empty:
-        raise NotMeasured(NONE)
-    measured = table[~table["oom"]].set_index(["variant", *SIZES])[["gib", "speed"]]
-    lines = []
-    for variant in dict.fromkeys(table["variant"]):
-        parent = VARIANTS[variant].parent
-        if not {variant, parent} <= set(measured.index.get_level_values("variant")):
-            continue
-        ratios = (measured.loc[variant] / measured.loc[parent]).dropna(how="all")
-        if ratios.empty:
-            continue
-        sizes = max(ratios.index, key=lambda sizes: (sizes[0] * sizes[2], sizes))
-        at = ratios.loc[sizes]
-        lines.append({
-            "row": variant,
-            "what it changes": change(variant),
-            "length": f"{sizes[0]:,}",
-            "micro-batch": f"{sizes[2]:,}",
-            "memory": factor(at["gib"]),
-            "speed": factor(at["speed"]),
-        })  # fmt: skip
-    if not lines:
-        raise NotMeasured("no row was measured at the same size as the row that it changes")
-    found = pd.DataFrame(lines)
-    return found.loc[:, (found != MISSING).any()]

@@ -125,11 +125,11 @@ def rows(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
     table = decisions(own, judged, SHORT)
     counts = table.pop("n").astype(int)
     table = table.drop(columns=f"within {quality.MARGIN:g} F1", errors="ignore")
-    parts = [markdown(table), f"{measured(own, (counts.min(), counts.max()))} {_source(judged)} {_lead(runs, group)}"]
+    parts = [markdown(table), f"{measured(own, (counts.min(), counts.max()))} {_source(judged)} {lead(runs, group)}"]
     return "\n\n".join([*parts, *_pictures(group, figures_dir, "ladder", "timeline")])
 
 
-def _lead(runs: pd.DataFrame, group: str) -> str:
+def lead(runs: pd.DataFrame, group: str) -> str:
     """How the recommended row's lead over the Trainer at its best changes with the batch, by the group's own runs or
     those of scale `fit` on that hardware, if one of them tells."""
     for found in (runs[runs["group"] == group], sibling(runs, group, "fit")):

@@ -30,7 +30,7 @@ from qa_lib.report.runs import (
     usual,
 )
 from qa_lib.report.text import MISSING, count, gain, markdown, number, points, share
-from qa_lib.variants import VARIANTS
+from qa_lib.variants import BASELINES, VARIANTS
 
 LEVEL = 90  # percent, of every interval: the test of equality by two one-sided tests is one of 90 %
 MEASURES = {  # name in `lines` -> value of a record; beside them `score`, the one that the task names
@@ -59,12 +59,22 @@ DATA_SHEET_TFLOPS = {
 WHOLE_RUN = ["compile_s", "train_s", "wall_s"]  # a resumed run timed only its last part
 
 
-def change(variant: str) -> str:
-    """What a row changes, as its parent and the one setting: 'A1 + attention: sdpa'."""
+def change(variant: str, ancestor: str | None = None) -> str:
+    """What a row changes, as its parent and the one setting: 'A1 + attention: sdpa'. Where an earlier `ancestor` is
+    given, as that and every setting between them; of a task's baseline, that it is one."""
     row = VARIANTS.get(variant)
     if row is None:
         return MISSING
-    return " + ".join([row.parent or "baseline", *(f"{key}: {value}" for key, value in row.change.items())])
+    if ancestor is None and variant in BASELINES.values():
+        made = " + ".join(f"{key}: {value}" for key, value in row.change.items())
+        return f"baseline ({row.parent} + {made})" if row.parent else "baseline"
+    ancestor, changed = ancestor or row.parent, {}
+    while row.name != ancestor:
+        changed = row.change | changed  # what a later row sets counts
+        row = VARIANTS[row.parent]
+    before = VARIANTS[ancestor].settings
+    told = [f"{key}: {value}" for key, value in changed.items() if value != getattr(before, key)]
+    return " + ".join([ancestor, *told])
 
 
 def place(variant: str) -> tuple[int, str]:

@@ -78,6 +78,14 @@ def or_why(table_of: Callable[..., pd.DataFrame], *sources) -> str:
         return f"*No table: {reason}.*"
 
 
+def said_or_why(sentence_of: Callable[..., str], *sources) -> str:
+    """sentence_of(*sources); or the reason, where it is not measured."""
+    try:
+        return sentence_of(*sources)
+    except NotMeasured as reason:
+        return f"*Not known: {reason}.*"
+
+
 def folded(title: str, *parts: str) -> str:
     """Paragraphs and tables under a title that is clicked on to see them, in Markdown."""
     return "\n\n".join([f"<details><summary>{title}</summary>", *parts, "</details>"])

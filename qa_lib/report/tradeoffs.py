@@ -10,28 +10,24 @@ All runs see as many tokens of the same text, so that these are laws of size at 
 FLOPs and seconds for it: a point says what its training cost, not the least that its loss could have cost.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from scipy.optimize import curve_fit
 
-from qa_lib.report.runs import EPOCHS, RATE, NotMeasured, ReportError, commits, not_measured, on_cpu, select
-from qa_lib.report.sentences import CPU_CAVEAT
-from qa_lib.report.style import BLUE, GREEN, ORANGE, RED, legend, new_figure, show, style
-from qa_lib.report.tables import LEVEL, interval
-from qa_lib.report.text import FILTERS, MISSING, count, markdown, number, or_why, points, say
+from qa_lib.report.runs import EPOCHS, RATE, NotMeasured, select
+from qa_lib.report.tables import interval
+from qa_lib.report.text import FILTERS, MISSING, count, number, points, say
 from qa_lib.spec import find_shape
-from qa_lib.variants import find_variant
 
 SCORES = {  # task -> value of a record, its name; by bytes, tokenizers may differ
     "lm": ("quality.bits_per_byte", "bits per byte"),
     "qa": ("quality.best_f1", "F1 at the best threshold"),
 }
+PERPLEXITY = "quality.word_perplexity"
 SIZES = {  # what a model's score is held against
     "without_embeddings": "parameters without embeddings",
     "parameters": "parameters",
@@ -39,7 +35,7 @@ SIZES = {  # what a model's score is held against
     "seconds": "seconds of training",
 }
 PETA = 1e15
-LAWS = {2: ("a·N⁻ᵇ", ORANGE, "--"), 3: ("a·N⁻ᵇ + c", GREEN, ":")}  # by how many constants
+LAWS = {2: "a·N⁻ᵇ", 3: "a·N⁻ᵇ + c"}  # by how many constants
 # Depth is for question answering: the GPT-2s here grow in width as well.
 AXES = {**SIZES, "depth": "layers", "length": "tokens of a window or feature"}
 
@@ -48,8 +44,8 @@ def measured(every: pd.DataFrame, group: str, row: str) -> pd.DataFrame:
     """Of all records the runs of a group and row that show a trade-off, a line a run: of equal training data, and of
     each model and length at one learning rate, that of the most seeds and among these the best mean.
 
-    Columns beside those of `every`: score, rates (those that were tried), and depth and those of SIZES, NaN where they
-    are not known. Raises NotMeasured where the group has none.
+    Columns beside those of `every`: score, rates (those that were tried), and perplexity (per word of the original
+    text), depth and those of SIZES, NaN where they are not known. Raises NotMeasured where the group has none.
     """
     runs = select(every, group)
     task = runs["task.name"].iloc[0]
@@ -63,7 +59,8 @@ def measured(every: pd.DataFrame, group: str, row: str) -> pd.DataFrame:
     runs = max(parts, key=lambda part: (len(part[["model", "length"]].drop_duplicates()), len(part)))
     if "model.layers" in every:  # older records do not tell them, but others of the same model may
         runs = runs.assign(**{"model.layers": runs["model"].map(every.groupby("model")["model.layers"].max())})
-    runs = runs.assign(score=runs[column].astype(float), **_sizes(runs, task))
+    perplexity = runs.reindex(columns=[PERPLEXITY])[PERPLEXITY].astype(float)
+    runs = runs.assign(score=runs[column].astype(float), perplexity=perplexity, **_sizes(runs, task))
     return pd.concat([_tuned(part) for _, part in runs.groupby(["model", "length"])])
 
 
@@ -112,10 +109,12 @@ def along(runs: pd.DataFrame, what: str) -> pd.DataFrame:
 
 
 def means(part: pd.DataFrame) -> pd.DataFrame:
-    """A line a model and length, in their order: means over seeds of score and sizes, `score±`, n, rate, rates."""
+    """A line a model and length, in their order: means over seeds of score, perplexity and sizes, `score±`, n, timed,
+    rate, rates."""
     seeds = part.groupby(["model", "length"], sort=False)
-    lines = seeds[["score", *SIZES, "depth", RATE]].mean().rename(columns={RATE: "rate"})
+    lines = seeds[["score", "perplexity", *SIZES, "depth", RATE]].mean().rename(columns={RATE: "rate"})
     lines["score±"] = interval(seeds["score"])
+    lines["timed"] = seeds["seconds"].count()  # seeds that have seconds
     return lines.assign(n=seeds.size(), rates=seeds["rates"].first()).reset_index()
 
 
@@ -183,15 +182,21 @@ def points_table(runs: pd.DataFrame) -> pd.DataFrame:
         "layers": lines["depth"].map("{:.0f}".format).where(lines["depth"].notna(), MISSING),
         "length": lines["length"].map("{:,}".format),
         "n": lines["n"].map(str),
-        label: list(map(_scored(runs), lines["score"], lines["score±"])),
+        label: list(map(scored(runs), lines["score"], lines["score±"])),
+        "perplexity per word": lines["perplexity"].map(number),
         "without embeddings": lines["without_embeddings"].map(count),
         "parameters": lines["parameters"].map(count),
         "PFLOP": (lines["flops"] / PETA).map(number),
-        "seconds": lines["seconds"].map(number),
+        "seconds": list(map(_seconds, lines["seconds"], lines["timed"], lines["n"])),
         "learning rate": lines["rate"].map("{:g}".format),
         "of those tried": lines["rates"],
     })  # fmt: skip
     return table.loc[:, (table != MISSING).any()]
+
+
+def _seconds(seconds: float, timed: int, n: int) -> str:
+    """With how many runs were timed, where those are not all that were scored."""
+    return number(seconds) + (f" (n = {timed})" if 0 < timed < n else "")
 
 
 def law_table(runs: pd.DataFrame) -> pd.DataFrame:
@@ -207,22 +212,40 @@ def law_table(runs: pd.DataFrame) -> pd.DataFrame:
             unit, a, *_ = line["law"]
             table.append({
                 "N is": label,
-                "law": LAWS[line["constants"]][0],
-                "a, at N": f"{digits(a)} at {_in_words(size)(unit)}",
+                "law": LAWS[line["constants"]],
+                "a, at N": f"{digits(a)} at {in_words(size)(unit)}",
                 "b": digits(line["b"], line["b±"]),
                 "c": digits(line["c"], line["c±"]) if line["constants"] == 3 else MISSING,
                 "predicted": digits(line["predicted"], line["predicted±"]),
                 "came to": digits(line["came"], line["came±"]),
-                "off by": f"{100 * (line['predicted'] / line['came'] - 1):+.2f} %".replace("-", "−"),
+                "off by": off_by(line["predicted"] / line["came"] - 1),
             })  # fmt: skip
     if not table:
         raise unknown
     return pd.DataFrame(table)
 
 
-def _scored(runs: pd.DataFrame) -> Callable:
+def scored(runs: pd.DataFrame) -> Callable:
     """How a score of the runs' task is written."""
     return digits if runs["task.name"].iloc[0] == "lm" else points
+
+
+def misses(runs: pd.DataFrame) -> str:
+    """How far each law over parameters without embeddings misses the model that was kept out, and between which bounds
+    over the other sizes, in sentences. Raises NotMeasured."""
+    off = {}
+    for size in SIZES:
+        with contextlib.suppress(NotMeasured):
+            found = laws(runs, size).set_index("constants")
+            off[size] = (found["predicted"] / found["came"] - 1).to_dict()
+    first, *others = SIZES
+    if first not in off or len(off) == 1:
+        raise NotMeasured(f"no law is there over {SIZES[first]} and over another size to compare")
+    told = []
+    for constants, miss in off[first].items():
+        elsewhere = [off[size][constants] for size in others if size in off]
+        told.append({"form": LAWS[constants], "off": miss, "low": min(elsewhere), "high": max(elsewhere)})
+    return say("tradeoffs.misses", laws=told, size=SIZES[first])
 
 
 def digits(value: float, half: float = math.nan) -> str:
@@ -232,26 +255,12 @@ def digits(value: float, half: float = math.nan) -> str:
     return f"{value:.3f}".replace("-", "−") + (f" ± {half:.3f}" if pd.notna(half) else "")
 
 
-FILTERS |= {"digits": digits, "millions": count}
+def off_by(miss: float) -> str:
+    """A relative miss in percent, with its sign."""
+    return f"{100 * miss:+.2f} %".replace("-", "−")
 
 
-def finding(runs: pd.DataFrame) -> str:
-    """What the largest model gains over the smallest, and the longest text over the shortest; and what the law of
-    most constants predicted for the model that was kept out."""
-    ends = {}
-    for what in ("parameters", "length"):
-        lines = means(along(runs, what)).dropna(subset=["score"])
-        ends[what] = lines.iloc[[0, -1]].to_dict("records") if lines[what].nunique() > 1 else []
-    try:
-        law = laws(runs, "without_embeddings").iloc[-1].to_dict()
-    except NotMeasured:
-        law = None
-    if not any(ends.values()):
-        raise NotMeasured("no two models and no two lengths were trained alike")
-    label, told = SCORES[runs["task.name"].iloc[0]][1], _scored(runs)
-    for line in [line for lines in ends.values() for line in lines]:
-        line["score"] = told(line["score"])
-    return say("tradeoffs.finding", label=label, law=law, form=LAWS[law["constants"]][0] if law else "", **ends)
+FILTERS |= {"digits": digits, "millions": count, "off_by": off_by}
 
 
 def training(runs: pd.DataFrame) -> str:
@@ -262,82 +271,8 @@ def training(runs: pd.DataFrame) -> str:
                stride=one["spec.scale.stride"])  # fmt: skip
 
 
-@style()
-def fig_tradeoffs(runs: pd.DataFrame) -> Figure:
-    """The score of `measured` runs against each of AXES in which they differ, with the laws over sizes; hollow, the
-    model that these were not fitted to. Raises NotMeasured."""
-    title = finding(runs)
-    known = {what: means(along(runs, what)).dropna(subset=[what]) for what in AXES}
-    shown = {what: lines for what, lines in known.items() if lines[what].nunique() > 1}
-    rows = math.ceil(len(shown) / 3)
-    columns = math.ceil(len(shown) / rows)
-    figure = new_figure(("On a CPU: " if on_cpu(runs) else "") + title, _note(runs), 1.2 + 2.7 * rows)
-    axes = figure.subplots(rows, columns, sharey=True, squeeze=False).flat
-    for axis, (what, lines) in zip(axes, shown.items(), strict=False):
-        kept_out = draw_laws(axis, runs, what, lines) if what in SIZES else None
-        for chosen, color in ((lines["model"] != kept_out, BLUE), (lines["model"] == kept_out, "white")):
-            axis.errorbar(lines[what][chosen], lines["score"][chosen], lines["score±"][chosen], fmt="o", capsize=3,
-                          color=BLUE, markerfacecolor=color, markersize=5)  # fmt: skip
-        if runs["task.name"].iloc[0] == "qa":
-            silent = runs["quality.always_null_f1"].astype(float).mean()
-            axis.axhline(silent, color=RED, linestyle="--", label=f"a model that never answers: {points(silent)}")
-        axis.set(xscale="log", xlabel=AXES[what])
-        axis.margins(x=0.12)
-        ticks = lines[what] if what in ("length", "depth") else lines[what].iloc[[0, len(lines) // 2, -1]]
-        axis.set_xticks(ticks, ticks.map(_in_words(what)), fontsize=8)
-        if runs["task.name"].iloc[0] == "lm":  # a power is a straight line
-            axis.set_yscale("log")
-            axis.yaxis.set_major_locator(MaxNLocator(6))
-            axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axis.minorticks_off()
-    for axis in list(figure.axes)[len(shown) :]:
-        axis.remove()
-    for axis in figure.axes[::columns]:
-        axis.set_ylabel(SCORES[runs["task.name"].iloc[0]][1])
-    if figure.axes[0].get_legend_handles_labels()[0]:
-        legend(figure.axes[0])
-    return figure
-
-
-def _in_words(what: str) -> Callable[[float], str]:
+def in_words(what: str) -> Callable[[float], str]:
     """How a value of one of AXES is written below its axis."""
     whole = "{:,.0f}".format
     own = {"flops": lambda flops: f"{number(flops / PETA)} P", "seconds": number, "depth": whole, "length": whole}
     return own.get(what, count)
-
-
-def draw_laws(axis: Axes, runs: pd.DataFrame, size: str, lines: pd.DataFrame) -> str | None:
-    """The laws over a size as lines; the model that they were not fitted to, or None where there are none."""
-    try:
-        found = laws(runs, size)
-    except NotMeasured:
-        return None
-    reach = np.geomspace(lines[size].min(), lines[size].max())
-    for law in found.itertuples():
-        name, color, look = LAWS[law.constants]
-        axis.plot(reach, value(law.law, reach), look, color=color, linewidth=1.4, label=name, zorder=1)
-    return found["kept_out"].iloc[0]
-
-
-def _note(runs: pd.DataFrame) -> str:
-    parts = [f"Group {runs['group'].iloc[0]}, row {runs['spec.variant'].iloc[0]}"]
-    parts += ["equal training data in every point", f"bars: t-based {LEVEL} % intervals over seeds"]
-    parts += ["hollow: kept out of the laws"] if runs["task.name"].iloc[0] == "lm" else []
-    parts += [f"code {commits(runs)}"]
-    parts += sorted(set(runs["env.gpu"].dropna())) or [CPU_CAVEAT]
-    return " · ".join(parts) + "."
-
-
-def shown(every: pd.DataFrame, group: str, row: str) -> list:
-    """For a notebook: fig_tradeoffs of a group's runs of a row, their table and the laws; or why they are not there."""
-    from IPython.display import Markdown  # notebooks have it; the command line need not
-
-    find_variant(row)
-    try:
-        runs = measured(every, group, row)
-    except ReportError as reason:
-        return [Markdown(not_measured(reason))]
-    parts = [show(fig_tradeoffs, runs), Markdown(markdown(points_table(runs)))]
-    if runs["task.name"].iloc[0] == "lm":
-        parts = [Markdown(training(runs)), *parts, Markdown(or_why(law_table, runs))]
-    return parts
