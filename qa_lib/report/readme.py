@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from qa_lib.report import cards, curves, quality, scaling, slides
+from qa_lib.report import cards, curves, quality, scaling, scores, slides
 from qa_lib.report.gallery import read_manifest
 from qa_lib.report.runs import (
     BASELINE,
@@ -164,9 +164,12 @@ def language(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
     if absent := [name for name in LANGUAGE if name not in lines.index]:
         return say("readme.unknown", reason=f"{', '.join(absent)} have not been run")
     mixed, best, peer = (lines.loc[name] for name in LANGUAGE)
-    name = own["group"].iloc[0]
+    name, ends = own["group"].iloc[0], None
+    if len(scored := sibling(runs, group, "lm-quality")):
+        with contextlib.suppress(NotMeasured):
+            ends = scores.apart(runs, scored["group"].iloc[0], best["variant"], peer["variant"])
     said = say("readme.language", finding=speed_finding(lines), mixed=mixed, best=best, peer=peer, group=name,
-               model=own["model.name"].iloc[0], length=own["length"].iloc[0], code=commits(own))  # fmt: skip
+               model=own["model.name"].iloc[0], length=own["length"].iloc[0], code=commits(own), ends=ends)  # fmt: skip
     rows = sibling(runs, group, "lm-fit")
     rows = rows[rows["spec.variant"].isin(LANGUAGE[1:])]
     with contextlib.suppress(NotMeasured):

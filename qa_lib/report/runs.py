@@ -56,7 +56,8 @@ def _precision(runs: pd.DataFrame) -> pd.Series:
 
 def _training(runs: pd.DataFrame) -> pd.Series:
     """How many epochs, where a scale counts them, at which learning rate: '3 epochs at 0.0002'."""
-    epochs = runs[EPOCHS].map("{:g} epochs at ".format, na_action="ignore").fillna("")
+    epochs = runs[EPOCHS].map("{:g} epochs at ".format, na_action="ignore").replace("1 epochs at ", "1 epoch at ")
+    epochs = epochs.fillna("")
     return epochs + runs[RATE].map("{:g}".format)
 
 

@@ -50,6 +50,21 @@ def scores_table(runs: pd.DataFrame, timed: pd.DataFrame) -> pd.DataFrame:
     return table.loc[:, (table != MISSING).any()]
 
 
+def apart(every: pd.DataFrame, group: str, row: str, other: str) -> str:
+    """How far two rows end from each other where they were trained alike, in a sentence. Raises NotMeasured."""
+    runs = alike(every, group, (row, other))
+    task = runs["task.name"].iloc[0]
+    column, label = SCORES[task]
+    scores = by_seed(runs, column)[[row, other]].dropna()
+    if scores.empty:
+        raise NotMeasured(f"no seed of group {group} has both {row} and {other}")
+    difference = scores[row] - scores[other]
+    written, signed = (digits, _signed) if task == "lm" else (points, gain)
+    return say("scores.apart", row=row, other=other, label=label, n=len(scores), scores=scores.mean().map(written),
+               difference=signed(difference.mean(), interval(difference)), model=runs["model.name"].iloc[0],
+               training=runs["training"].iloc[0], group=group, code=commits(runs))  # fmt: skip
+
+
 def _signed(difference: float, half: float) -> str:
     """A difference in bits per byte, in which less is better."""
     return ("+" if difference >= 0 else "") + digits(difference, half)
