@@ -72,6 +72,17 @@ def test_questions_have_a_margin(tmp_path):
     assert "A model that never answers has 52.12." in shown[1].data
 
 
+def test_two_rows_are_held_against_each_other_over_equal_seeds(every):
+    said = scores.apart(every, QUALITY, "L-best", "L2").replace("\u00a0", " ")
+    assert "ends at 2.090 bits per byte with L-best and at 2.110 with L2: −0.020 ± 0.000 over 3 seeds, where" in said
+    assert f"`{SHAPES[2]}`, 3 epochs at 0.001" in said
+    other = every[(every["spec.variant"] != "L2") | (every["spec.seed"] == 0)]
+    assert "−0.020 over 1 seed, where less is better" in scores.apart(other, QUALITY, "L-best", "L2")
+    for absent in ("L4", "L0-compile"):
+        with pytest.raises(NotMeasured, match="no two of these rows have bits per byte"):
+            scores.apart(every, QUALITY, "L-best", absent)
+
+
 def test_scores_that_are_not_there_are_told(every):
     for group, bench, rows, why in (
         ("nowhere", BENCH, "", "group 'nowhere' has no records"),

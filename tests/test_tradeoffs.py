@@ -118,6 +118,13 @@ def test_the_rate_of_most_seeds_and_the_best_mean_counts(plain):
     assert set(lines["n"]) == {3}
 
 
+def test_many_rates_are_told_by_their_ends(tmp_path):
+    for rate, loss in ((5e-4, 2.0), (1e-3, 1.9), (2e-3, 1.8), (4e-3, 1.7)):
+        write(tmp_path, SHAPES[0], 0, loss, rate=rate)
+    found = tradeoffs.measured(load_runs(tmp_path), GROUP, "L-best")
+    assert list(found["rates"]) == ["0.0005–0.004 (4): at the end"]
+
+
 def test_flops_are_those_that_a_run_is_measured_by(tmp_path):
     model = GPT2LMHeadModel(model_config("gpt2:L2H128V1000", "lm"))  # whose vocabulary is rounded up
     write(tmp_path, "gpt2:L2H128V1000", 0, 1.5, total=model.num_parameters())

@@ -97,6 +97,8 @@ def _tuned(part: pd.DataFrame) -> pd.DataFrame:
     chosen = part[part[RATE] == best].drop_duplicates("spec.seed")
     at_end = len(tries) > 1 and best in (tries.index[0], tries.index[-1])
     tried = ", ".join(map("{:g}".format, tries.index))
+    if len(tries) > 3:
+        tried = f"{tries.index[0]:g}–{tries.index[-1]:g} ({len(tries)})"
     return chosen.assign(rates=tried + (": at the end" if at_end else ""))
 
 
