@@ -82,6 +82,7 @@ def fig_tradeoffs(runs: pd.DataFrame) -> Figure:
         axis.set(xscale="log", xlabel=AXES[what])
         axis.margins(x=0.12)
         ticks = lines[what] if what in ("length", "depth") else lines[what].iloc[[0, len(lines) // 2, -1]]
+        ticks = ticks.drop_duplicates()  # two models may have one size
         axis.set_xticks(ticks, ticks.map(in_words(what)), fontsize=8)
         if runs["task.name"].iloc[0] == "lm":  # a power is a straight line
             axis.set_yscale("log")
