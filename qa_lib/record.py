@@ -60,9 +60,9 @@ class StepTime:
 class Time:
     """When, and how many seconds what took; `steps` that were trained, in all processes that worked on the run.
 
-    `prepare_s` ends before the first step: data, features, model, the measured matrix rate, and the start of the
-    compiler's processes, which go on meanwhile. `compile_s` is a part of `train_s` (Meter.compile_s). `wall_s` is all
-    of these, `eval_s` and the writing of the model, and `notebook_s` its process's imports as well.
+    `prepare_s` ends before the first step: data, features, model, the measured matrix rate, the compiler's imports, and
+    the start of its processes, which go on meanwhile. `compile_s` is a part of `train_s` (Meter.compile_s). `wall_s` is
+    all of these, `eval_s` and the writing of the model, and `notebook_s` its process's imports as well.
 
     `data_ms` is the host's time for the inputs of a measured step, the median, of the first process where there are
     several. Most of it passes while the GPU computes, so that the GPU waits for data that long at most. Null where

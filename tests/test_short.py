@@ -72,6 +72,13 @@ def test_the_kernel_is_the_reference(lengths, dropout):
 
 
 @pytest.mark.triton
+@pytest.mark.parametrize(("heads", "width"), [(1, 32), (12, 64), (3, 128)])
+def test_heads_of_every_number_and_width_are_the_references(heads, width):
+    inputs = drawn([70, 1, 9], heads, width)
+    assert_close(by_kernel(*inputs, 0.1), expected(*inputs, 0.1), 1e-5)
+
+
+@pytest.mark.triton
 @pytest.mark.parametrize(("dtype", "error"), HALVES, ids=str)
 def test_in_half_precision_it_is_as_near_as_that_allows(dtype, error):
     inputs = drawn([70, 9], dtype=dtype)

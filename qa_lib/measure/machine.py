@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import functools
 import importlib.metadata
 import os
 import platform
@@ -157,9 +156,9 @@ def _cpu_name() -> str | None:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
 
 
-@functools.cache
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Measured TFLOP/s of one large square product on random data: the ceiling that MFU is a share of."""
+    """Measured TFLOP/s of one large square product on random data: the ceiling that MFU is a share of. Measured anew
+    for each run, since a GPU at its power limit has not the same clock twice."""
     size, products = (8192, 30) if device.type == "cuda" else (1024, 3)
     a, b, out = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(3))
     seconds = _quickest(lambda: torch.matmul(a, b, out=out), products, device)
@@ -170,7 +169,6 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 * products / seconds / 1e12
 
 
-@functools.cache
 def copy_rate(device: torch.device) -> float:
     """Measured GB/s (10^9 bytes, read and written) of copying a tensor far larger than the caches."""
     source = torch.zeros(2**28 if device.type == "cuda" else 2**24, device=device)

@@ -17,7 +17,7 @@ from qa_lib.model.products import Product, linear_of
 # much as the product saves. Layer norm and GELU keep activations within ±28, weights stay within ±7; gradients of a
 # mean loss get what GradScaler gives them in fp16, whose exponents e5m2 has.
 ACTIVATION, WEIGHT, GRADIENT = 2.0**4, 2.0**6, 2.0**16
-E4M3_MAX = 448.0
+E4M3_MAX, E5M2_MAX = 448.0, 57344.0  # beyond which a value saturates, since the formats make it NaN or infinite
 
 
 class _Float8Product(torch.autograd.Function):
@@ -37,7 +37,8 @@ class _Float8Product(torch.autograd.Function):
     def backward(ctx, grad):
         rows, eighth = ctx.saved_tensors
         flat = grad.reshape(-1, grad.shape[-1])
-        small = (flat * GRADIENT).to(torch.float8_e5m2)
+        # In fp32, as the kernel that may write this has it (train/folding.py).
+        small = (flat.float() * GRADIENT).clamp(-E5M2_MAX, E5M2_MAX).to(torch.float8_e5m2)
         by_x = _scaled(small, eighth.t().contiguous().t(), GRADIENT * WEIGHT)
         return by_x.view(*grad.shape[:-1], -1), flat.t() @ rows, flat.sum(0) if ctx.has_bias else None
 

@@ -6,6 +6,7 @@ error function: 38 instructions an element, and 53 for the gradient, so that eve
 function that a polynomial of three terms meets; a sigmoid, one power and one division, which the GPU has instructions
 for, takes it back: 23 instructions and 31. (Instructions counted in Triton's code for sm_90.)
 On a T4 the same kernel waits for its memory, whose rate is a fifteenth of an H200's: there is nothing to gain there.
+It compiles for one, though: for compute capability 7.5 and newer.
 
 The bias before it is added here too. Forward, the compiler makes one kernel of all. Backward, a Triton kernel of our
 own writes the gradient of the product and sums it over the tokens in registers, which is the bias's gradient; the
@@ -82,8 +83,8 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 def _gelu_backward(
     grad: torch.Tensor, product: torch.Tensor, bias: torch.Tensor, factor: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of product and bias, and that of the product in e5m2, times `factor` [rows, width]: empty where
-    that is 0 (train/folding.py)."""
+    """The gradients of product and bias, and that of the product in e5m2, times `factor` [rows, width], saturated as in
+    model/fp8.py: empty where the factor is 0 (train/folding.py)."""
     from qa_lib.model import norm_kernels as kernels  # Triton comes with the CUDA builds of PyTorch alone
 
     width = len(bias)

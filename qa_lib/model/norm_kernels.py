@@ -17,6 +17,8 @@ BACKWARD = {"ROWS": 1, "STAGES": 4, "num_warps": 4}
 GELU_BACKWARD = {"ROWS": 1, "COLUMNS": 1024, "STAGES": 3, "num_warps": 4}
 ADD_UP = {"ROWS": 128, "COLUMNS": 8, "num_warps": 4}
 
+E5M2_MAX = tl.constexpr(57344.0)  # of model/fp8.py
+
 
 @triton.jit
 def kept(at, seed, threshold):
@@ -129,7 +131,8 @@ def gelu_backward(
         rounded = x_grad.to(product_grad.dtype.element_ty)
         tl.store(product_grad + at, rounded, mask=inside)
         if FACTOR != 0.0:
-            tl.store(eighth + at, (rounded.to(tl.float32) * FACTOR).to(eighth.dtype.element_ty), mask=inside)
+            scaled = tl.clamp(rounded.to(tl.float32) * FACTOR, -E5M2_MAX, E5M2_MAX, tl.PropagateNan.ALL)
+            tl.store(eighth + at, scaled.to(eighth.dtype.element_ty), mask=inside)
         bias_sum += x_grad
     tl.store(sums + program * WIDTH + column, tl.sum(bias_sum, 0), mask=in_width)
 

@@ -55,7 +55,7 @@ def compiled(model: torch.nn.Module, settings: Settings):
     torch._functorch.config.ban_recompute_materialized_backward = settings.checkpointing != "elementwise"
     options = None
     if backend == "inductor" and settings.norms == "fused":
-        from qa_lib.train.folding import Folding  # whose import of Inductor takes a second
+        from qa_lib.train.folding import Folding  # which imports Inductor, a second's work
 
         options = {"post_grad_custom_pre_pass": Folding()}
     by_backend = partial(torch.compile, backend=backend, dynamic=settings.padding == "longest", options=options)
@@ -67,11 +67,13 @@ def start_compilers(settings: Settings, device: torch.device) -> None:
 
     They need seconds to import PyTorch. Inductor starts them when it has a first kernel, and until they are there it
     compiles in this process, one kernel after the other. Called before the data is read, they are there in time.
+    Meanwhile this process imports the rest of Inductor, which the first step would do.
     """
     if device.type == "cuda" and settings.compile in ("inductor", "regions"):
         from torch._inductor.async_compile import AsyncCompile  # which rows without a compiler do not need
 
         AsyncCompile.wakeup()
+        import torch._inductor.compile_fx  # noqa: F401
 
 
 _compiled_before = False  # whether this process has compiled for an earlier run, which leaves more than Dynamo forgets

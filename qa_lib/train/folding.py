@@ -8,16 +8,21 @@ lets its users rewrite its graphs. Two such pieces are done by the operators her
   back, and the norm's backward pass takes their sum. The operator gets both, and reads one more (model/norms.py).
 - A product in 8-bit floats takes the gradient that GELU's backward pass has just written, times a power of two, in
   e5m2. The operator writes both (model/gelu.py, model/fp8.py).
+
+The first is for every GPU that the norm's kernel is for, of compute capability 7.5 and newer, the second for those with
+8-bit products, 8.9 and newer.
 """
 
 import operator
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.pattern_matcher import CallFunction, KeywordArg
 from torch.fx import Graph, Node
 
 import qa_lib.model.gelu
 import qa_lib.model.norms  # noqa: F401  register the operators
+from qa_lib.model.fp8 import E5M2_MAX
 
 aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.qa_lib
 
@@ -49,22 +54,29 @@ def _plain(added: Node) -> bool:
     return len(shapes) == 3 and shapes[0] == shapes[1] == shapes[2] and not added.kwargs
 
 
+# What model/fp8.py makes of a gradient.
+_IN_E5M2 = CallFunction(prims.convert_element_type.default, KeywordArg("source"), torch.float32)
+_IN_E5M2 = CallFunction(aten.mul.Tensor, _IN_E5M2, KeywordArg("factor"))
+_IN_E5M2 = CallFunction(aten.clamp_max.default, CallFunction(aten.clamp_min.default, _IN_E5M2, -E5M2_MAX), E5M2_MAX)
+_IN_E5M2 = CallFunction(prims.convert_element_type.default, _IN_E5M2, torch.float8_e5m2)
+
+
 def _fold_conversions(graph: Graph) -> None:
     """Take e5m2 copies of gradients that a gelu_backward wrote from that."""
     for converted in graph.find_nodes(op="call_function", target=prims.convert_element_type.default):
-        product, kind = converted.args
-        if kind != torch.float8_e5m2 or product.target is not aten.mul.Tensor or isinstance(product.args[1], Node):
+        found = _IN_E5M2.match(converted)
+        if not found or isinstance(found.kwargs["factor"], Node):
             continue
-        source, factor = product.args
+        source = found.kwargs["source"]
         while source.target in (aten.view.default, aten.reshape.default):
             source = source.args[0]
         call = source.args[0] if source.target is operator.getitem and source.args[1] == 0 else None
         if call is None or call.target is not ours.gelu_backward.default or call.args[3]:
             continue
-        call.args = (*call.args[:3], float(factor))
+        call.args = (*call.args[:3], float(found.kwargs["factor"]))
         call.meta["val"] = (*call.meta["val"][:2], converted.meta["val"])
         with graph.inserting_after(call):
             eighth = graph.call_function(operator.getitem, (call, 2))
         eighth.meta["val"] = converted.meta["val"]
         converted.replace_all_uses_with(eighth)
-        graph.erase_node(converted)
+        found.erase_nodes()

@@ -1,7 +1,8 @@
 """The Triton kernels behind train/masters.py, which says what they compute and why.
 
 One call does many tensors. They come as tuples of COUNT pointers, of one kind each, and a program takes BLOCK elements
-of one of the tensors, the programs of the first before those of the second. All tensors are contiguous.
+of one of the tensors, the programs of the first before those of the second. All tensors are contiguous. The kernels
+compile for compute capability 7.5 and newer.
 """
 
 import triton

@@ -30,7 +30,8 @@ and writes every parameter. On a GPU it is one pass, by a Triton kernel of our o
 PyTorch's fused AdamW does (train/master_kernels.py). It moves 26 bytes a parameter: 2 of gradient, 4 of weight, 4 of
 rest and 16 of moments. With moments in bf16, which are 8, it moves 18. The norm of the gradients reads 2 more. The
 compiler makes the same pass out of the plain one, but of some hundred tensors it has to look at each: that took more
-seconds than all of the model. The plain one is what runs on a CPU, and what the tests hold the kernel to.
+seconds than all of the model. The plain one is what runs on a CPU, and what the tests hold the kernel to. The kernel is
+for GPUs of compute capability 7.5 and newer; weights in bf16 want 8.0, those in fp16 do on a T4's 7.5.
 """
 
 import torch
