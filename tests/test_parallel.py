@@ -57,6 +57,7 @@ CASES = {
     "interleaved-unequal": ({"row": "P-interleaved", "unequal": True} | CUT, UNCUT | {"unequal": True}, 1e-4),
     "1f1b-masters": ({"row": "P-1f1b", "settings": BF16} | CUT, UNCUT | {"settings": BF16}, 0.05),
     "tensor": ({"row": "P-tensor"} | CUT, UNCUT, 1e-4),
+    "tensor-flat": ({"row": "P-tensor", "settings": {"parallel": "flat"}} | CUT, UNCUT, 1e-4),
     "tensor-unequal": ({"row": "P-tensor", "unequal": True} | CUT, UNCUT | {"unequal": True}, 1e-4),
     "tensor-rounds": ({"row": "P-tensor", "rounds": 1e-6} | CUT, UNCUT, 1e-4),
     # Within an epoch: at its end the Trainer leaves out more features with more processes.
@@ -157,6 +158,19 @@ def test_a_model_in_parts_has_the_gradients_of_the_whole(name, shared, by_one):
         torch.testing.assert_close(gradient, expected[number], rtol=tolerance, atol=tolerance * largest)
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("trainer", "deepspeed")])
+def test_gradients_are_as_large_as_those_of_one_process(name, shared, by_one):
+    """The norm of all, whatever shares they are in: neither AdamW nor clipping lets a loss show a common factor."""
+    case, alone, tolerance = CASES[name]
+    assert norm_in(shared / name) == pytest.approx(norm_in(by_one(alone or case)), rel=tolerance)
+
+
+def norm_in(folder) -> float:
+    """The norm of a run's first gradients."""
+    gradients = torch.load(folder / "gradients.pt").values()
+    return torch.cat([gradient.double().flatten() for gradient in gradients]).norm().item()
+
+
 @pytest.mark.parametrize(("name", "formula"), [("gpipe", 1 / 5), ("1f1b", 1 / 5), ("interleaved", 1 / 9)])
 def test_a_stage_waits_at_least_as_long_as_the_formula_says(name, formula, shared):
     assert bubble(2, 4, 2 if name == "interleaved" else 1) == pytest.approx(formula)
@@ -195,11 +209,15 @@ FOUR |= {
 }
 
 
+GRID = CUT | {"row": "P-1f1b", "world": 4, "stages": 2, "name": "grid"}  # two pipelines of two
+
+
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
-    """Runs that four processes broke off at step 10 and two ended: of pipelines two, and then one."""
+    """Runs that four processes broke off at step 10 and two ended: of pipelines two, and then one. And GRID, which four
+    began and ended."""
     folder = tmp_path_factory.mktemp("four")
-    launch([case | {"stop": 10} for case in FOUR.values()], 4, folder)
+    launch([GRID, *(case | {"stop": 10} for case in FOUR.values())], 4, folder)
     assert len(list(folder.glob("*/checkpoint.safetensors"))) == len(FOUR)
     launch(list(FOUR.values()), 2, folder)
     return folder
@@ -222,3 +240,20 @@ def test_shares_begin_and_end_where_the_kernels_read_quickly():
         share = Share(parameters, types.SimpleNamespace(world=3, rank=rank))
         assert len(share.own) == 2 * ALIGN and share.own.storage_offset() == rank * 2 * ALIGN
         assert [p.sum().item() for p in parameters] == [35, 17]
+
+
+def test_two_pipelines_of_two_make_the_steps_of_one_process(resumed, shared, by_one):
+    folder, one = resumed / "grid", by_one(UNCUT)
+    np.testing.assert_allclose(losses_of(folder), losses_of(one), rtol=1e-4)
+    found, expected = (torch.load(each / "gradients.pt") for each in (folder, one))
+    assert found.keys() == expected.keys()
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
+    for number, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[number], rtol=1e-4, atol=1e-4 * largest)
+    ranks = found_by_ranks(folder)
+    assert len(ranks) == 4 and len({rank["weights"] for rank in ranks}) == 1
+    # Each stage has a part of both square norms; in all they are those of two processes that have the whole model.
+    norms, flat = (
+        np.mean([rank["norms"] for rank in found_by_ranks(each)], axis=0) for each in (folder, shared / "tensor-flat")
+    )
+    assert 2 * norms == pytest.approx(flat, rel=1e-3)

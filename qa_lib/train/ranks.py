@@ -56,8 +56,8 @@ class Ranks:
         """Make the process group, if the spec's row works in one. Raises SpecError for processes that cannot share a
         step's micro-batches evenly."""
         self.stages, self.replicas = spec.stages, replicas(spec, self.world)
-        # The noise scale takes batches of two sizes: the step's, and what each replica has of it, or one its
-        # micro-batches.
+        # The noise scale takes batches of two sizes: the step's, and what each replica has of it, or one of
+        # its micro-batches.
         self.parts = self.replicas if self.replicas > 1 else spec.micro_batches
         self.batch = spec.micro_batches * spec.settings.micro_batch
         if spec.settings.parallel != "none" and not dist.is_initialized():
