@@ -1,4 +1,5 @@
-"""Processes of a run of which one fails on purpose: `python -m tests.faulty FUNCTION SPEC RUNS FAULT`.
+"""Processes of a run of which one fails on purpose, or changes its weights: `python -m tests.faulty FUNCTION SPEC RUNS
+FAULT`.
 
 Takes the place of `python -m qa_lib.run.process FUNCTION SPEC RUNS`; FAULT is {rank, step, kind} as JSON.
 """
@@ -34,7 +35,9 @@ def break_step(fault: dict) -> None:
 
     def broken(*arguments):
         calls.append(None)
-        if len(calls) == fault["step"]:
+        if len(calls) == fault["step"] and fault["kind"] == "drift":
+            arguments[0].param_groups[0]["params"][0].data.add_(1e-3)
+        elif len(calls) == fault["step"]:
             fail(fault["kind"])
         clip(*arguments)
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 import types
+from pathlib import Path
 
 import psutil
 import pytest
@@ -22,8 +24,10 @@ from qa_lib.measure import machine
 from qa_lib.run import together
 from qa_lib.run.fit import _noting_faults, fit, recording
 from qa_lib.run.plan import plan
+from qa_lib.run.process import kill
 from qa_lib.run.together import fault_path, first_fault, tell_fault
 from qa_lib.spec import Machine
+from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.ranks import Ranks
 from qa_lib.variants import SpecError
 from tests import faulty
@@ -43,10 +47,20 @@ def silent(_):
     pass
 
 
-def no_process_of_ours_is_left() -> bool:
-    """Whether every torchrun below this process and all that it started are gone."""
-    alive = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-    return not any("qa_lib.run" in word for process in alive for word in process.cmdline())
+def left_of(runs) -> list[int]:
+    """The processes at work for a runs folder, which their commands name: also those whose torchrun has gone, and which
+    are below this process no more."""
+    found = [process.info for process in psutil.process_iter(["pid", "cmdline"])]
+    return [info["pid"] for info in found if str(runs) in (info["cmdline"] or [])]
+
+
+def test_a_process_is_found_when_the_one_that_started_it_is_gone(tmp_path):
+    work = [sys.executable, "-c", "import time; time.sleep(60)", str(tmp_path)]
+    start = f"import subprocess; subprocess.Popen({work!r}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)"
+    subprocess.run([sys.executable, "-c", start], check=True)
+    (left,) = left_of(tmp_path)
+    assert left not in [child.pid for child in psutil.Process().children(recursive=True)]
+    psutil.Process(left).kill()
 
 
 def test_the_record_is_of_all_processes_and_the_model_of_the_first(tmp_path):
@@ -88,7 +102,7 @@ def test_one_process_fails_and_all_end_with_its_fault_in_the_record(
         with contextlib.nullcontext() if status == "oom" else pytest.raises(UserError, match=message):
             fit(spec, tmp_path, say=silent)
         assert time.monotonic() - begin < LIMIT_S
-    assert no_process_of_ours_is_left()
+    assert left_of(tmp_path) == []
     entry = record.read_record(tmp_path / spec.run_path)
     assert (entry["status"], entry["error"]["kind"], entry["error"]["message"]) == (status, kind, message)
     assert entry["error"]["step"] == (None if kind == "SIGKILL" else 15)
@@ -100,21 +114,31 @@ def test_one_process_fails_and_all_end_with_its_fault_in_the_record(
         assert losses_of(tmp_path / spec.run_path) == losses_of(tmp_path / "whole" / spec.run_path)
 
 
-def test_ctrl_c_ends_all_processes(tmp_path):
+@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["one", "terminal"])
+def test_ctrl_c_ends_all_processes(send, tmp_path):
+    """Whether it comes to the first process alone, or, as from a terminal, to torchrun as well."""
     spec = short(steps=100_000)
     command = together.call("qa_lib.run.fit:fit", spec, tmp_path)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     end = time.monotonic() + LIMIT_S
     while not any(path.stat().st_size for path in tmp_path.glob("*/*/steps.jsonl")):
         assert time.monotonic() < end
         time.sleep(0.1)
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 3  # torchrun and its two
-    process.send_signal(signal.SIGINT)
+    send(process.pid, signal.SIGINT)
     process.communicate(timeout=LIMIT_S)
     assert psutil.wait_procs(family, timeout=10)[1] == []
     entry = record.read_record(tmp_path / spec.run_path)
     assert (entry["status"], entry["error"]["message"]) == ("killed", "stopped by SIGINT (Ctrl-C)")
+
+
+def test_copies_that_drift_apart_are_told_in_the_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(together, "call", lambda *words: faulty.call(*words, {"rank": 1, "step": 15, "kind": "drift"}))
+    entry = fit(short(), tmp_path, say=silent)
+    assert (entry["status"], entry["parallel"]["weights_equal"]) == ("ok", False)
 
 
 def test_a_run_that_others_work_on_is_not_begun_again(tmp_path):
@@ -314,10 +338,21 @@ def test_the_others_wait_until_the_first_has_its_turn():
     assert not waiting.is_alive()
 
 
-def agents(number: int, *options) -> list[subprocess.Popen]:
-    """torchrun on so many hosts of two, as together.py documents it, all of them this machine."""
+def free_endpoint() -> str:
     with socket.create_server(("127.0.0.1", 0)) as free:
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def answers(endpoint: str) -> bool:
+    """Whether somebody listens there."""
+    host, port = endpoint.split(":")
+    with socket.socket() as client:
+        return client.connect_ex((host, int(port))) == 0
+
+
+def agents(number: int, *options, endpoint: str = "") -> list[subprocess.Popen]:
+    """torchrun on so many hosts of two, as together.py documents it, all of them this machine."""
+    endpoint = endpoint or free_endpoint()
     words = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "test", *options]
     env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", *words]
@@ -340,10 +375,42 @@ def test_two_hosts_go_on_together_when_one_has_lost_its_process(tmp_path):
     assert list((tmp_path / spec.run_path).glob("fault*")) == []
 
 
-def test_a_host_that_nobody_joins_ends_with_the_reason():
-    (alone,) = agents(1, "--rdzv-conf", "join_timeout=1", "-m", "qa_lib", "run", "P1")
-    said = alone.communicate(timeout=LIMIT_S)[0]
-    assert alone.returncode == 1 and said.splitlines()[-1].endswith("RendezvousTimeoutError")
+def test_a_host_goes_on_alone_when_the_other_is_lost(tmp_path):
+    """It takes the micro-batches of both from the last checkpoint on; here it notices sooner than by torchrun's own
+    settings."""
+    spec = short(steps=200)
+    work = together.call("qa_lib.run.together:fit_as_one", spec, tmp_path)[1:]
+    conf = "join_timeout=40,last_call_timeout=3,keep_alive_interval=1"
+    options = ("--nnodes", "1:2", "--rdzv-conf", conf, "--max-restarts", "1", *work)
+    endpoint, end = free_endpoint(), time.monotonic() + LIMIT_S
+    (head,) = agents(1, *options, endpoint=endpoint)
+    while not answers(endpoint):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    (other,) = agents(1, *options, endpoint=endpoint)
+    while not Checkpoint.path_of(tmp_path / spec.run_path).exists():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    kill(other)
+    said = head.communicate(timeout=LIMIT_S)[0]
+    assert head.returncode == 0, said
+    entry = record.read_record(tmp_path / spec.run_path)
+    assert (entry["status"], entry["time"]["steps"]) == ("ok", 200) and entry["time"]["resumed_from_step"] >= 10
+    assert len(losses_of(tmp_path / spec.run_path)) == 200
+    assert left_of(tmp_path) == []
+
+
+@pytest.mark.alone
+def test_hosts_that_never_meet_end_within_a_minute_with_the_reason():
+    """As together.py documents it; one is never joined, the other does not find the first, whose address is nobody's
+    (RFC 5737)."""
+    conf = re.search(r"--rdzv-conf (\S+)", together.__doc__)[1]
+    begin, work = time.monotonic(), ("--rdzv-conf", conf, "-m", "qa_lib", "run", "P1")
+    alone, lost = *agents(1, *work), *agents(1, *work, endpoint="192.0.2.1:29400")
+    words = [agent.communicate(timeout=LIMIT_S)[0].splitlines()[-1] for agent in (alone, lost)]
+    assert time.monotonic() - begin < 60
+    assert (alone.returncode, lost.returncode) == (1, 1)
+    assert words[0].endswith("RendezvousTimeoutError") and "RendezvousConnectionError" in words[1]
 
 
 def test_run_starts_the_processes_by_itself(tmp_path):
@@ -353,3 +420,17 @@ def test_run_starts_the_processes_by_itself(tmp_path):
     assert "P1: ok, features/s" in done.stdout
     (path,) = tmp_path.glob("cpu-smoke/P1-*/record.json")
     assert record.read_record(path.parent)["parallel"]["weights_equal"] is True
+
+
+def test_a_row_of_several_processes_through_its_notebook(tmp_path):
+    notebook, words = (
+        Path(__file__).parents[1] / "notebooks" / "parallel.ipynb",
+        f"-p data synthetic:120 -p runs {tmp_path}",
+    )
+    command = [sys.executable, "-m", "papermill", str(notebook), str(tmp_path / "out.ipynb"), *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * LIMIT_S)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (path,) = tmp_path.glob("cpu-smoke/P1-*/record.json")
+    entry = record.read_record(path.parent)
+    assert (entry["status"], entry["spec"]["world"], entry["parallel"]["weights_equal"]) == ("ok", 2, True)
+    assert left_of(tmp_path) == []

@@ -19,6 +19,11 @@ Without Slurm, what `srun` starts is started by hand on each host, with one of t
 for hosts that never meet: torchrun then ends within a minute, and its last line says RendezvousTimeoutError where the
 others did not come, or RendezvousConnectionError where the first was not found.
 
+Where hosts may go and come, they are `--nnodes 1:2`, and last_call_timeout=10 stands beside the other two: else
+torchrun waits half a minute for more hosts, and join_timeout is over by then. When one host of two is lost, the other
+goes on with what it has, from the last checkpoint and with the same batches. But without "$head" nobody meets: then the
+run ends, and the same commands go on with it.
+
 torch is imported where it is needed and not at the top: the processes that only start others need none.
 """
 
