@@ -199,7 +199,11 @@ def test_each_hypothesis_holds_in_a_world_that_obeys_it(facts):
     said = slides.hypotheses_table(facts)["measured here"]
     assert said[0] == "P0: 2500 on 1, 1250 on 2, 625 on 4 GPUs"
     conclusions = slides.conclusions(facts)
-    assert conclusions.count("\n") == 3 and "P-fast trains 6,400 features/s; the quickest" in conclusions
+    assert conclusions.count("\n") == 3
+    assert "P-fast trains 6,400 features/s; the only row that divided the model there, P-1f1b" in conclusions
+    another = facts.speed.query("`spec.variant` == 'P-1f1b' and batch == 32").assign(**{"spec.variant": "P-gpipe"})
+    both = slides.Facts(pd.concat([facts.speed, another], ignore_index=True), facts.slides)
+    assert "the quickest that divides the model, P-" in slides.conclusions(both)
     assert "Here P-gpipe on 2 GPUs peaks at " in conclusions, "a pipeline, where other rows divide a model as well"
 
 

@@ -325,7 +325,7 @@ class Facts:
     def fastest(self) -> dict:
         """At one effective batch, on the most GPUs that both kinds ran on: the quickest row that has the whole model on
         each GPU, and the quickest that divides it: batch (of several the smallest), world, whole, divided (lines of
-        scaling). Raises NotMeasured."""
+        scaling), and `only`, whether no other that divides it ran there. Raises NotMeasured."""
         lines, found = self.lines, []
         for batch in sorted(set(lines["batch"])):
             timed = at(lines, strong=batch)
@@ -335,7 +335,9 @@ class Facts:
             both = quickest.groupby("world").filter(lambda part: len(part) == 2)
             if len(both):
                 whole, divided = both[both["world"] == both["world"].max()].to_dict("records")
-                found.append({"batch": batch, "world": whole["world"], "whole": whole, "divided": divided})
+                others = timed[divides & (timed["world"] == whole["world"])]
+                found.append({"batch": batch, "world": whole["world"], "whole": whole, "divided": divided,
+                              "only": others["variant"].nunique() == 1})  # fmt: skip
         if not found:
             raise NotMeasured(
                 "no row that divides the model ran beside one that does not, at one batch and as many GPUs"
