@@ -48,7 +48,7 @@ def test_a_fit_tells_fixed_cost_and_cost_of_a_token(profile):
 def test_a_table_has_costs_the_largest_size_and_the_first_too_large(profile):
     table = curve_tables.cost_table(profile.points).set_index("row")
     assert (table.loc["A3", "fixed GiB"], table.loc["A3", "KiB a token"]) == ("1.50", "300")
-    assert (table.loc["A1", "largest micro-batch"], table.loc["A1", "too large"]) == ("16", "32")
+    assert (table.loc["A1", "largest micro-batch that ran"], table.loc["A1", "too large"]) == ("16", "32")
     assert table.loc["A3", "too large"] == "–" and table.loc["A3", "prediction misses by"] == "5.00 %"
 
 
@@ -124,6 +124,28 @@ def test_a_curve_can_be_read(profile, size, measure, said):
     figure = curves.fig_curve(profile.runs, profile.points, size, measure)
     assert said in " ".join(figure.get_suptitle().split())
     assert not faults(figure)
+
+
+def test_a_packed_row_has_the_tokens_that_it_computes(profile):
+    speed = profile.runs["speed.features_per_s"].astype(float)
+    packed = profile.runs.assign(**{"spec.settings.padding": "packed", "speed.tokens_per_s": 176 * speed})
+    known = curves.points(packed).dropna(subset="speed")
+    assert len(known) and (known["tokens"] / known["micro_batch"]).tolist() == pytest.approx([176] * len(known))
+
+
+def test_one_row_alone_has_a_curve_of_its_own_in_the_title(profile):
+    batches = profile.points.query("length == 384")
+    alone = batches.query("variant == 'A3' or (variant == 'A1' and micro_batch == 8)").copy()
+    alone.loc[alone["variant"] == "A3", "speed"] = [500.0, 600.0, 700.0, 800.0]
+    said = curves.speed_finding(alone, "micro_batch", "length 384")
+    assert said == "From 8 to 64 features, A3 goes from 500 to 800 features/s (length 384)"
+    several = batches.query("variant != 'A0'")
+    assert curves.speed_finding(several, "micro_batch", "length 384").startswith("Of these rows A3 is quickest")
+
+
+def test_the_lead_is_not_told_of_one_feature_in_a_pass(profile):
+    sizes = {"micro_batch": [1, 1, 8, 8], "variant": ["A3", "A0"] * 2, "speed": [90.0, 10.0, 40.0, 20.0]}
+    assert curves.lead(pd.DataFrame(sizes))[2].to_dict() == {8: 2.0}
 
 
 def test_out_of_memory_is_a_cross_at_the_top_where_it_happened_first(profile):

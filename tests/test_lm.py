@@ -5,13 +5,16 @@ import gzip
 import json
 import math
 import re
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from functorch.compile import make_boxed_func
+from tokenizers import Tokenizer
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -29,12 +32,14 @@ from qa_lib.data.tokens import learn_tokenizer, tokenise_text
 from qa_lib.errors import UserError
 from qa_lib.measure.cost import StepCost
 from qa_lib.model.build import build_model, model_config
+from qa_lib.model.folder import SUMS
 from qa_lib.report import tables
 from qa_lib.report.notebook import result
 from qa_lib.report.runs import load_runs, select
 from qa_lib.run import sweep
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
+from qa_lib.score import perplexity
 from qa_lib.score.perplexity import total_nats, windows
 from qa_lib.spec import SCALES, TRAINER_OPTIMIZER, Machine, SpecError, find_shape, resolve
 from qa_lib.train.compilation import LossOf
@@ -111,6 +116,24 @@ def test_arrays_are_made_once_by_content_and_memory_mapped(folder, tokenizer, tm
     assert tokenise_text(same, tokenizer).tokens.tolist() == first.tokens.tolist()
     assert learn_tokenizer(open_text(folder, "train"), 400).get_vocab() == tokenizer.get_vocab()
     assert tokens._learn(open_text(folder, "train"), 400) == tokens._learn(open_text(folder, "train"), 400)
+
+
+def test_a_large_vocabulary_takes_wider_numbers(folder, tokenizer):
+    """65,536 tokens fit into 16 bits; one more does not."""
+    source, backend = open_text(folder, "validation"), Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    for tokens_in_all, dtype in ((2**16, np.uint16), (2**16 + 1, np.uint32)):
+        backend.add_tokens([f"<{number}>" for number in range(backend.get_vocab_size(), tokens_in_all)])
+        assert backend.get_vocab_size() == tokens_in_all
+        assert tokens._tokenise(source, backend, tokens_in_all - 1).tokens.dtype == dtype
+    assert tokens._tokenise(source, backend, 2**16).tokens[0] == 2**16
+
+
+def test_a_tokenizer_is_learnt_for_each_text_and_size(folder, tokenizer, tmp_path):
+    """From one cache, where those of the others are already."""
+    (tmp_path / "a.txt").write_text("another text, of other words and signs: §§\n" * 9)
+    text, other = open_text(folder, "train"), open_text(tmp_path / "a.txt", "train")
+    found = [learn_tokenizer(source, size).get_vocab() for source, size in ((text, 400), (text, 270), (other, 400))]
+    assert len(found[1]) == 270 < len(found[0]) and found[0] == tokenizer.get_vocab() != found[2]
 
 
 def test_a_text_that_speaks_of_an_end_token_does_not_end(folder, tokenizer, tmp_path):
@@ -204,8 +227,25 @@ def test_what_is_no_text_is_refused(folder, tmp_path):
 
 
 def test_a_tokenizer_without_an_end_token_is_refused(folder):
-    with pytest.raises(UserError, match="has no end token, with which a text begins"):
+    with pytest.raises(UserError, match=r"has no end token \(eos_token\), with which a text begins"):
         tokenise_text(open_text(folder, "validation"), build_tokenizer("tiny"))
+
+
+def test_a_folder_whose_tokenizer_has_no_end_token_is_named(run, tmp_path):
+    """As a user meets it: a model's folder, and what its tokenizer_config.json says."""
+    spec, runs = run
+    shutil.copytree(runs / spec.run_path / "model", tmp_path / "endless")
+    (tmp_path / "endless" / SUMS).unlink()
+    config = tmp_path / "endless" / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token": None}))
+    with pytest.raises(UserError, match=r"endless: its tokenizer has no end token"):
+        load_text(short(data=spec.data_source, model=str(tmp_path / "endless")))
+
+
+def test_a_tokenizer_that_is_not_fast_is_refused(folder):
+    slow = SimpleNamespace(name_or_path="slow", is_fast=False, eos_token_id=0)
+    with pytest.raises(UserError, match="slow: its tokenizer is not a fast one"):
+        tokenise_text(open_text(folder, "validation"), slow)
 
 
 def test_a_context_above_the_models_positions_is_refused():
@@ -471,6 +511,38 @@ def test_nats_are_those_of_a_plain_loop(length, shared):
         done = begin + length
     with torch.no_grad():
         assert total_nats(model, text, length, shared) == pytest.approx(total, rel=1e-9)
+
+
+def test_nats_of_a_model_in_fp32_are_summed_in_double_precision(monkeypatch):
+    """And the perplexity per word that comes of them, too: to 1e-9 that of a plain loop over the same logits."""
+    torch.manual_seed(1)
+    monkeypatch.setattr(perplexity, "BATCH_TOKENS", 1)  # products of several windows at once round otherwise
+    model, text = model_of(short()).eval(), torch.randint(0, 400, (150,))
+    total, done = 0.0, 1
+    with torch.no_grad():
+        for begin in (0, 32, 64, 86):
+            logits = model(text[None, begin : begin + 64]).logits[0].tolist()
+            for place in range(done - begin, 64):
+                row = logits[place - 1]
+                total += math.log(math.fsum(map(math.exp, row))) - row[text[begin + place]]
+            done = begin + 64
+        nats = total_nats(model, text, 64, 32)
+    assert nats == pytest.approx(total, rel=1e-12)
+    assert perplexity._perplexity(nats, 70) == pytest.approx(math.exp(total / 70), rel=1e-9)
+
+
+def test_a_perplexity_that_no_float_holds_is_none():
+    assert perplexity._perplexity(800.0, 1) is None and perplexity._perplexity(1.0, 0) is None
+    assert perplexity._perplexity(690.0, 1) == pytest.approx(math.exp(690))
+
+
+@pytest.mark.parametrize("positions", [4, 16, 24, 25, 80])
+def test_a_model_of_few_positions_goes_on_with_what_it_has_room_for(positions, tokenizer):
+    """A prompt of more tokens than positions is cut, and what is written fits behind it."""
+    model = model_of(short(model=f"gpt2:L2H64V400P{positions}", max_length=4)).eval()
+    with torch.no_grad():
+        (said,) = perplexity.continuations(model, tokenizer, [("the river runs " * 30, "to the sea")])
+    assert said["text"] == "to the sea" and isinstance(said["continuation"], str)
 
 
 def test_nats_on_whole_windows_are_transformers_own_loss():

@@ -56,13 +56,26 @@ def test_both_ways_stand_beside_full_precision(every):
         "quantization-aware int4",
     ]  # fmt: skip
     assert dict(table.loc["full precision fp32"]) == {
-        "row": "A1-fp32", "n": "3", "F1": "61.00 ± 1.69", "ΔF1": "–", "MB on disk": "20.0",
+        "row": "A1-fp32", "n": "3", "F1": "61.00 ± 1.69", "ΔF1": "–", "ΔF1 at 0": "–", "MB on disk": "20.0",
         "ms a question": "50.0 ± 0.0", "× as quick": "–", "× training speed": "1.00",
     }  # fmt: skip
     aware = table.loc["quantization-aware int4"]
     assert (aware["row"], aware["ΔF1"], aware["MB on disk"]) == ("A1-int4", "−1.00 ± 0.00", "6.00")
     assert (aware["× as quick"], aware["× training speed"]) == ("0.83 ± 0.00", "0.50")
     assert table.loc["post-training int4", ["row", "ΔF1"]].to_list() == ["A1-fp32", "−4.00 ± 0.00"]
+
+
+def test_what_is_lost_at_threshold_0_stands_beside_it(tmp_path):
+    """Rounding moves the threshold, too: as the model answers it may lose more than at the best one."""
+    for seed in range(3):
+        run = make(tmp_path, "A1-fp32", seed, machine=GPU, scale="quality")
+        path = quantize(run, "int4", 60.0, 59.5)
+        entry = json.loads(path.read_text())
+        entry["before"]["f1"], entry["after"]["f1"] = 55.0, 53.0 + seed
+        path.write_text(json.dumps(entry))
+    every = load_runs(tmp_path)
+    line = quantized.quantized_table(every, quantized.measured(every, GROUP)).iloc[1]
+    assert (line["ΔF1"], line["ΔF1 at 0"]) == ("−0.50 ± 0.00", "−1.00 ± 1.69")
 
 
 def test_the_caption_says_where_it_comes_from(every):

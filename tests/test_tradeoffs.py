@@ -143,6 +143,8 @@ def test_other_training_data_and_resumed_times_are_left_out(tmp_path):
     runs = tradeoffs.measured(load_runs(tmp_path), GROUP, "L-best")
     assert len(runs) == len(tradeoffs.measured(every, GROUP, "L-best")) + 1 and 7 not in set(runs["spec.seed"])
     assert list(runs["model.name"][runs["seconds"].isna()]) == ["gpt2:L3H192V16384"]
+    mixed = every.assign(precision=every["precision"].mask(every["spec.seed"] == 2, "fp32"))
+    assert set(tradeoffs.measured(mixed, GROUP, "L-best")["spec.seed"]) == {0, 1}
 
 
 def test_the_tables_say_what_was_predicted_and_what_came(bent):

@@ -92,8 +92,11 @@ def _learn(source: TextSource, size: int) -> str:
 def tokenise_text(source: TextSource, tokenizer: PreTrainedTokenizerBase) -> Text:
     """The tokens of a text, made once and memory-mapped from the cache. Raises UserError for a text of nothing, and for
     a tokenizer that is not fast or has no end token."""
-    if tokenizer.eos_token_id is None or not getattr(tokenizer, "is_fast", False):
-        raise UserError(f"{type(tokenizer).__name__} is not fast, or has no end token, with which a text begins")
+    name = tokenizer.name_or_path or type(tokenizer).__name__
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(f"{name}: its tokenizer is not a fast one of transformers, which alone are read here")
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"{name}: its tokenizer has no end token (eos_token), with which a text begins")
     with bare(tokenizer.backend_tokenizer) as backend:
         parts = [CACHE_VERSION, tokenizers.__version__, source.sha256, tokenizer.eos_token_id, backend.to_str()]
         folder = _folder("tokens", parts)

@@ -67,7 +67,7 @@ def commands(profiles: Sequence[Profile]) -> str:
 def cost_table(table: pd.DataFrame) -> pd.DataFrame:
     """Of each row in `points` its fixed cost and cost per token where a line through its points has them, and what of
     the fixed cost weights, gradients and optimizer explain; how far that line and the prediction are off, the largest
-    size that fitted, the smallest that did not, and the best speed."""
+    size that ran (a larger one may fit as well), the smallest that ran out of memory, and the best speed."""
     size = "micro_batch" if table["micro_batch"].nunique() > 1 else "length"
     _, part = along(table, size)
     lines = []
@@ -85,7 +85,7 @@ def cost_table(table: pd.DataFrame) -> pd.DataFrame:
             "KiB a token": number(each) if miss <= STRAIGHT else MISSING,
             "line misses by": share(miss),
             "prediction misses by": share(off.loc[off.abs().idxmax()]).replace("-", "−") if len(off) else MISSING,
-            f"largest {name}": f"{fitted[size].max():,.0f}" if len(fitted) else MISSING,
+            f"largest {name} that ran": f"{fitted[size].max():,.0f}" if len(fitted) else MISSING,
             "too large": f"{row.loc[row['oom'], size].min():,.0f}" if row["oom"].any() else MISSING,
             "best features/s": number(best["speed"]) if best is not None else MISSING,
             f"at {name}": f"{best[size]:,.0f}" if best is not None else MISSING,

@@ -244,11 +244,15 @@ def lead_by_batch(runs: pd.DataFrame) -> str:
 
 
 def speed_finding(part: pd.DataFrame, size: str, where: str) -> str:
-    """Over micro-batches the lead over the Trainer at each, or the quickest row where none is known; over lengths, what
-    the quickest row does at both ends. There the lead is not told: at few tokens the rows wait for the host."""
+    """Over micro-batches the lead over the Trainer at each; over lengths, what the quickest row does at both ends.
+    There the lead is not told: at few tokens the rows wait for the host. Without a lead it is the quickest row, or
+    where that alone has a curve, both of its ends."""
     best = part.loc[part["speed"].idxmax()].to_dict()
-    if size == "length":
-        own = part[(part["variant"] == best["variant"]) & part["speed"].notna()].sort_values("length")
-        return say("curves.speed_by_length", first=own.iloc[0], last=own.iloc[-1], where=where)
-    loop, peer, factors = lead(part) or ("", "", pd.Series(dtype=float))
+    timed = part.dropna(subset="speed")
+    known = lead(part) if size != "length" else None
+    loop, peer, factors = known or ("", "", pd.Series(dtype=float))
+    curved = timed.groupby("variant")[size].nunique() > 1
+    if size == "length" or (not loop and curved.sum() == 1 and curved[best["variant"]]):
+        own = timed[timed["variant"] == best["variant"]].sort_values(size)
+        return say("curves.speed_by_size", first=own.iloc[0], last=own.iloc[-1], where=where, size=size)
     return say("curves.speed", best=best, where=where, row=loop, peer=peer, lead=factors.to_dict())

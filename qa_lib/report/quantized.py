@@ -41,7 +41,8 @@ class Quantized:
 
 def measured(every: pd.DataFrame, group: str) -> Quantized:
     """Of all records what a group's quantized models come to. `answers` is indexed by way, width and seed: f1 (at the
-    best threshold), change (from full precision), mb (on disk), ms (a question) and quicker (than before).
+    best threshold) and f1_at_0, change and change_at_0 (from full precision), mb (on disk), ms (a question) and quicker
+    (than before).
 
     Raises NotMeasured where the group has none, and ReportError where they answered other questions than each other.
     """
@@ -87,8 +88,9 @@ def _answers(files: pd.DataFrame, full: str) -> pd.DataFrame:
         elif file["variant"] == AWARE.get(file["width"]):
             lines.append(_line(file, WAYS[2], "after"))
     found = pd.DataFrame(lines).groupby(["way", "width", "seed"]).mean()
-    plain = found.loc[WAYS[0]].droplevel("width")["f1"]
-    return found.assign(change=found["f1"] - found.index.get_level_values("seed").map(plain))
+    plain, seeds = found.loc[WAYS[0]].droplevel("width"), found.index.get_level_values("seed")
+    changes = {"change": "f1", "change_at_0": "f1_at_0"}
+    return found.assign(**{name: found[score] - seeds.map(plain[score]) for name, score in changes.items()})
 
 
 def _line(file: dict, way: str, when: str) -> dict:
@@ -97,6 +99,7 @@ def _line(file: dict, way: str, when: str) -> dict:
         "width": "fp32" if when == "before" else file["width"],
         "seed": file["seed"],
         "f1": file[f"{when}.best_f1"],
+        "f1_at_0": file[f"{when}.f1"],
         "mb": file[f"{when}.weights_bytes"] / 1e6,
         "ms": file[f"{when}.latency_ms"],
         "quicker": file["before.latency_ms"] / file[f"{when}.latency_ms"],
@@ -127,12 +130,13 @@ def quantized_table(every: pd.DataFrame, found: Quantized) -> pd.DataFrame:
         "n": lines["n"].map(str),
         "F1": list(map(points, lines["f1"], lines["f1±"])),
         "ΔF1": list(map(gain, lines["change"], lines["change±"])),
+        "ΔF1 at 0": list(map(gain, lines["change_at_0"], lines["change_at_0±"])),
         "MB on disk": lines["mb"].map(number),
         "ms a question": list(map(number, lines["ms"], lines["ms±"])),
         "× as quick": list(map(number, lines["quicker"], lines["quicker±"])),
         "× training speed": rows.map(rates).map(number),
     })  # fmt: skip
-    table.loc[lines["way"] == WAYS[0], ["ΔF1", "× as quick"]] = MISSING
+    table.loc[lines["way"] == WAYS[0], ["ΔF1", "ΔF1 at 0", "× as quick"]] = MISSING
     return table.loc[:, (table != MISSING).any()]
 
 

@@ -25,7 +25,7 @@ from qa_lib.spec import Spec
 
 BATCH_TOKENS = 16_384  # of windows in one forward pass
 LARGEST = 700.0  # nats, of which a float still holds the exponential
-PROMPTS, PROMPT_WORDS, WRITTEN = 5, 12, 24  # continuations, words of a prompt, tokens that are written
+PROMPTS, PROMPT_WORDS, WRITTEN = 5, 12, 24  # continuations, words of a prompt, tokens that are written at most
 
 
 def evaluate(model: torch.nn.Module, data: Data, spec: Spec, device: torch.device, run_dir: Path) -> dict:
@@ -99,15 +99,17 @@ def prompts(lines: Iterator[str]) -> list[tuple[str, str]]:
 
 
 def continuations(model: torch.nn.Module, tokenizer, beginnings: list[tuple[str, str]]) -> list[dict]:
-    """What the model takes for the likeliest next words after each prompt: {prompt, continuation, text}."""
-    found = []
+    """What the model takes for the likeliest next words after each prompt: {prompt, continuation, text}. Of a model
+    with few positions at least half are the prompt's."""
+    positions, found = most_tokens(model.config), []
+    length = min(WRITTEN, positions // 2)
     for prompt, text in beginnings:
         ids = [tokenizer.eos_token_id, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
-        ids = torch.tensor([ids[: most_tokens(model.config) - WRITTEN]], device=model.device)
+        ids = torch.tensor([ids[: positions - length]], device=model.device)
         written = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=WRITTEN,
+            max_new_tokens=length,
             do_sample=False,
             use_cache=True,
             pad_token_id=tokenizer.eos_token_id,
