@@ -427,9 +427,9 @@ def test_a_run_says_how_it_continues_the_text(run, tmp_path, monkeypatch):
     entry = record.read_record(runs / spec.run_path)
     written = runs / spec.run_path / "answers" / "continuations.json"
     assert json.loads(written.read_text()) == []  # no line is long enough for a prompt and what follows
-    written.write_text(json.dumps([{"prompt": "the river", "continuation": " runs", "text": "flows"}]))
+    written.write_text(json.dumps([{"prompt": "the river", "continuation": " runs\n", "text": "flows"}]))
     said = result(entry, runs)
-    assert "** perplexity" in said and "** tokens/s" in said and "| the\N{NO-BREAK SPACE}river |" in said
+    assert "** perplexity" in said and "** tokens/s" in said and "| the river |  runs↵ | flows |" in said
 
 
 def test_the_saved_model_scores_as_the_run_did(run):

@@ -396,6 +396,7 @@ def test_a_host_goes_on_alone_when_the_other_is_lost(tmp_path):
     assert head.returncode == 0, said
     entry = record.read_record(tmp_path / spec.run_path)
     assert (entry["status"], entry["time"]["steps"]) == ("ok", 200) and entry["time"]["resumed_from_step"] >= 10
+    assert entry["parallel"]["world"] == 1 and "world: 1 processes at the end" in entry["spec"]["adjusted"]
     assert len(losses_of(tmp_path / spec.run_path)) == 200
     assert left_of(tmp_path) == []
 

@@ -299,11 +299,16 @@ def family_lines(lines: pd.DataFrame, family: str) -> pd.DataFrame:
 
 
 def family_table(runs: pd.DataFrame, group: str, variant: str) -> str:
-    """For a notebook: the finished rows of a variant's family in its group, as Markdown; or why there is no table."""
+    """For a notebook: the finished rows of a variant's family in its group, as Markdown; or why there is no table. Only
+    of the model, length and training that the variant's newest run had: a search or a scaling group has many."""
     try:
-        lines = summarise(select(runs, group))
+        chosen = select(runs, group)
+        lines = summarise(chosen)
     except ReportError as problem:
         return f"*No table yet: {problem}.*"
+    for axis in ("model", "length", "training"):
+        own = chosen.loc[chosen["spec.variant"] == variant, axis].tail(1)  # select has sorted by time
+        lines = lines[lines[axis].isin(own)] if len(own) else lines
     return markdown(result_table(family_lines(lines, VARIANTS[variant].family)))
 
 

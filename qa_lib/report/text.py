@@ -18,7 +18,7 @@ MISSING = "–"
 LEFT = {"row", "what it changes", "what it is", "group", "hardware", "you have at least", "model", "precision",
         "status", "note", "one process", "arithmetic", "claim of the seeds", "of it", "holds", "measured here", "why",
         "question",
-        "answer", "gold", "paragraph", "text", "hypothesis", "their experiment", "one GPU",
+        "answer", "gold", "paragraph", "text", "prompt", "continuation", "hypothesis", "their experiment", "one GPU",
         "N is", "law", "of those tried"}  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def markdown(table: pd.DataFrame) -> str:
     """A table of text as a Markdown table, numbers to the right; a sentence if it has no rows."""
     if table.empty:
         return "*No row of this table has been run.*"
-    text = table.astype(str).map(lambda cell: cell.replace("|", "\\|"))
+    text = table.astype(str).map(lambda cell: cell.replace("|", "\\|").replace("\n", "↵"))
     for name in set(text) - LEFT:
         text[name] = text[name].str.replace(" ", "\u00a0")  # "609 ± 6" stays in one line
     rule = ["---" if name in LEFT else "---:" for name in text]

@@ -93,6 +93,9 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
                 _note_training(entry, meter, done_before, refused)
                 _note_noise(entry, len(meter.times), ranks)
                 entry["parallel"]["wrapper"] = ranks.wrapper
+                if ranks.world != spec.world:  # torchrun's may be fewer after a loss, down to one
+                    entry["parallel"]["world"] = ranks.world
+                    entry["spec"]["adjusted"].append(f"world: {ranks.world} processes at the end")
                 entry["memory"] = dataclasses.asdict(memory_use(model, optimizer, device))
                 model = gathered(model, lambda: build_model(spec, task.head).to(device), ranks)
                 several = ranks.world > 1
@@ -292,8 +295,6 @@ def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module,
         entry["parallel"] |= {"bubble": max(each["bubble"] for each in found), "bubble_formula": formula}
     if ranks.gauges.overlap.get("busy_ms"):
         entry["parallel"] |= {name: np.mean([each[name] for each in found]).item() for name in ranks.gauges.overlap}
-    if ranks.world != spec.world:
-        entry["spec"]["adjusted"].append(f"world: {ranks.world} processes at the end")
     joules = [each["joules"] for each in found]
     return None if None in joules else sum(joules) / ranks.replicas  # each has worked on as many features
 
