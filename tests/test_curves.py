@@ -48,7 +48,7 @@ def test_a_fit_tells_fixed_cost_and_cost_of_a_token(profile):
 def test_a_table_has_costs_the_largest_size_and_the_first_too_large(profile):
     table = curve_tables.cost_table(profile.points).set_index("row")
     assert (table.loc["A3", "fixed GiB"], table.loc["A3", "KiB a token"]) == ("1.50", "300")
-    assert (table.loc["A1", "largest micro-batch that ran"], table.loc["A1", "too large"]) == ("16", "32")
+    assert (table.loc["A1", "largest that ran"], table.loc["A1", "too large"]) == ("16", "32")
     assert table.loc["A3", "too large"] == "–" and table.loc["A3", "prediction misses by"] == "5.00 %"
 
 
@@ -224,6 +224,7 @@ def test_the_notebook_shows_the_committed_groups(monkeypatch):
     assert "| A2 | A1 + attention: sdpa |" in text and "| L3 | L2 + attention: sdpa |" in text
     assert "| baseline (A1 + precision: fp32) |" in text and "The lead depends on the batch: E-top" in text
     assert "**Goals** for GPT-2 small's shape" in text and text.count("Scores: group h200-") == 2
+    assert "| P1 | 4 | 32 |" in text, "DDP on and off"
     assert "Not measured: group" not in text and sum(isinstance(each, Image) for each in shown) >= 11
     rows = [name for key in ("answers_rows", "text_rows") for name in space[key].split()]
     assert all(f"`{name}`" in "".join(cell.source for cell in cells) for name in ("A1-fp32", "C2", "L3", "L-qlora"))

@@ -8,8 +8,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qa_lib.report import page, scaling, scaling_figures, slides, style, tables
+from qa_lib.report import curve_tables, page, scaling, scaling_figures, slides, style, tables
 from qa_lib.report.runs import NotMeasured, ReportError, group_or_why, load_runs, select
+from qa_lib.report.text import factor, number
 from tests import several
 from tests.test_figures import ROOT, faults
 
@@ -64,6 +65,18 @@ def test_one_gpu_of_other_code_is_of_another_day_and_gives_no_interval(facts, li
     found = apart.set_index([*scaling.WHERE, "batch"]).loc["P-fast", 2, 1, 32]
     assert found["reference"] == "E-best of another day" and found["strong"] == lines.loc["P-fast", 2, 1, 32]["strong"]
     assert math.isnan(found["strong±"]) and math.isnan(found["weak±"])
+
+
+def test_data_parallelism_is_shown_on_and_off_at_as_many_features_a_gpu(every, lines):
+    table = curve_tables.parallel_table(every, "h200-parallel")
+    assert [*zip(table["row"], table["GPUs"], strict=True)] == [(r, n) for r in ("P1", "P-fast") for n in "24"]
+    for _, told in table[table["row"] == "P-fast"].iterrows():
+        line, off = lines.loc["P-fast", int(told["GPUs"]), 1, 32 * int(told["GPUs"])], lines.loc["E-best", 1, 1, 32]
+        assert (told["features a GPU"], told["off is"]) == ("32", "E-best")
+        assert told["off, features/s"] == number(off["rate"]) and told["× off"] == factor(line["rate"] / off["rate"])
+    alone = every[every["world"] == 1]
+    with pytest.raises(NotMeasured, match="no run of P0, P1, P-fast beside its row on one GPU"):
+        curve_tables.parallel_table(alone, "h200-parallel")
 
 
 def test_a_row_without_its_ancestor_is_its_own_one_gpu(lines):

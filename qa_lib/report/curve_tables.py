@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from qa_lib.report import scaling
 from qa_lib.report.curves import NONE, SIZES, STRAIGHT, Profile, along, fit
 from qa_lib.report.runs import NotMeasured, ReportError, select
 from qa_lib.report.tables import change
@@ -14,6 +15,7 @@ from qa_lib.report.text import MISSING, count, factor, number, say, share
 from qa_lib.variants import VARIANTS
 
 STATES = "weights + gradients + optimizer, GiB"
+DATA_PARALLEL = ("P0", "P1", "P-fast")  # the Trainer under DDP, the baseline under it, and the fast stack
 
 
 def setup_table(every: pd.DataFrame, groups: Sequence[str]) -> pd.DataFrame:
@@ -85,7 +87,7 @@ def cost_table(table: pd.DataFrame) -> pd.DataFrame:
             "KiB a token": number(each) if miss <= STRAIGHT else MISSING,
             "line misses by": share(miss),
             "prediction misses by": share(off.loc[off.abs().idxmax()]).replace("-", "−") if len(off) else MISSING,
-            f"largest {name} that ran": f"{fitted[size].max():,.0f}" if len(fitted) else MISSING,
+            "largest that ran": f"{fitted[size].max():,.0f}" if len(fitted) else MISSING,
             "too large": f"{row.loc[row['oom'], size].min():,.0f}" if row["oom"].any() else MISSING,
             "best features/s": number(best["speed"]) if best is not None else MISSING,
             f"at {name}": f"{best[size]:,.0f}" if best is not None else MISSING,
@@ -143,3 +145,26 @@ def _against_nearest(measured: pd.DataFrame, variant: str) -> tuple[str | None, 
                 return ancestor, ratios
         ancestor = VARIANTS[ancestor].parent
     return None, measured[:0]
+
+
+def parallel_table(every: pd.DataFrame, group: str) -> pd.DataFrame:
+    """Data parallelism off and on: each of DATA_PARALLEL on several GPUs against its row on one, where a GPU has as
+    many features in a step as that one has alone, at the number that most of them have. Raises NotMeasured."""
+    lines = scaling.scaling(select(every, group))
+    lines = lines[lines["variant"].isin(DATA_PARALLEL) & (lines["world"] > 1) & lines["weak"].notna()]
+    if lines.empty:
+        raise NotMeasured(f"no run of {', '.join(DATA_PARALLEL)} beside its row on one GPU in group {group}")
+    shares = lines["batch"] // lines["world"]
+    lines = lines[shares == max(shares, key=lambda size: ((shares == size).sum(), size))]
+    lines = lines.loc[lines.groupby(["variant", "world"], sort=False)["rate"].idxmax()]
+    times = lines["world"] * lines["weak"]
+    return pd.DataFrame({
+        "row": lines["variant"],
+        "GPUs": lines["world"].map(str),
+        "features a GPU": (lines["batch"] // lines["world"]).map(str),
+        "n": lines["n"].map(str),
+        "on, features/s": list(map(number, lines["rate"], lines["rate±"])),
+        "off, features/s": (lines["rate"] / times).map(number),
+        "× off": times.map(factor),
+        "off is": lines["reference"],
+    })  # fmt: skip
