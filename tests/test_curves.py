@@ -27,11 +27,14 @@ def profile(tmp_path_factory):
     for size in (8, 16, 32, 64):
         more = {"machine": GPU, "scale": "fit", "micro_batch": size}
         make(folder, "A3", **more, peak=1024 * FIXED + KIB * size * 384 / 1024, speed=800.0)
-        make(folder, "A0", **more, peak=2000.0 + 100 * size, speed=200.0 * math.log2(size) / 3)
+        make(folder, "A0-compile", **more, peak=2000.0 + 100 * size, speed=200.0 * math.log2(size) / 3)
         failed = {"status": "oom", "error": OOM} if size > 16 else {}
         make(folder, "A1", **more, peak=2000.0 + 150 * size, speed=100.0, **failed)
     for length in (128, 512):
-        for row, peak, speed in (("A3", 1024 * FIXED + KIB * 8 * length / 1024, 102_400), ("A0", 2800.0, 51_200)):
+        for row, peak, speed in (
+            ("A3", 1024 * FIXED + KIB * 8 * length / 1024, 102_400),
+            ("A0-compile", 2800.0, 51_200),
+        ):
             make(folder, row, machine=GPU, scale="fit", length=length, peak=peak, speed=speed / length)
     every = load_runs(folder)
     return curves.profile(every, GROUP, "", lambda runs: runs["memory.peak_alloc_mib"].astype(float) * 1.05)
@@ -65,13 +68,13 @@ def test_costs_are_those_of_the_straightest_line_through_a_rows_points(profile):
 
 
 def test_before_and_after_are_taken_at_the_largest_size_of_both(profile):
-    line = curve_tables.steps_table(profile.points).set_index("row").loc["A0"]
+    line = curve_tables.steps_table(profile.points).set_index("row").loc["A0-compile"]
     assert (line["micro-batch"], line["memory"]) == ("16", f"×{3600 / 4400:.2f}")
 
 
 def test_a_row_whose_parent_did_not_run_stands_beside_the_nearest_that_did(profile):
     table = curve_tables.steps_table(profile.points).set_index("row")
-    assert list(table.index) == ["A0", "A3"]
+    assert list(table.index) == ["A0-compile", "A3"]
     line = table.loc["A3"]
     assert (line["what it changes"], line["speed"]) == ("A1 + attention: sdpa + compile: inductor", "×8.00")
     elsewhere = profile.points.query("variant != 'A1' or micro_batch == 32")
@@ -117,7 +120,7 @@ def test_the_setup_says_what_a_group_trained_on_and_was_scored_on(profile, tmp_p
 
 @pytest.mark.parametrize(("size", "measure", "said"), [
     ("micro_batch", "gib", "From 8 to 16 features, memory grows"), ("length", "gib", "From 128 to 512 tokens"),
-    ("micro_batch", "speed", "A3 over the quickest Trainer, A0: ×4.00 at 8, ×3.00 at 16, ×2.40 at 32, ×2.00 at 64"),
+    ("micro_batch", "speed", "A3 over the Trainer, A0-compile: ×4.00 at 8, ×3.00 at 16, ×2.40 at 32, ×2.00 at 64"),
     ("length", "speed", "From 128 to 512 tokens, A3 goes from 800 to 200 features/s (micro-batch 8)"),
 ])  # fmt: skip
 def test_a_curve_can_be_read(profile, size, measure, said):
@@ -139,12 +142,12 @@ def test_one_row_alone_has_a_curve_of_its_own_in_the_title(profile):
     alone.loc[alone["variant"] == "A3", "speed"] = [500.0, 600.0, 700.0, 800.0]
     said = curves.speed_finding(alone, "micro_batch", "length 384")
     assert said == "From 8 to 64 features, A3 goes from 500 to 800 features/s (length 384)"
-    several = batches.query("variant != 'A0'")
+    several = batches.query("variant != 'A0-compile'")
     assert curves.speed_finding(several, "micro_batch", "length 384").startswith("Of these rows A3 is quickest")
 
 
 def test_the_lead_is_not_told_of_one_feature_in_a_pass(profile):
-    sizes = {"micro_batch": [1, 1, 8, 8], "variant": ["A3", "A0"] * 2, "speed": [90.0, 10.0, 40.0, 20.0]}
+    sizes = {"micro_batch": [1, 1, 8, 8], "variant": ["A3", "A0-compile"] * 2, "speed": [90.0, 10.0, 40.0, 20.0]}
     assert curves.lead(pd.DataFrame(sizes))[2].to_dict() == {8: 2.0}
 
 
@@ -161,7 +164,7 @@ def test_out_of_memory_is_a_cross_at_the_top_where_it_happened_first(profile):
 
 def test_the_lead_by_batch_is_a_sentence(profile):
     said = curves.lead_by_batch(profile.runs)
-    assert said.startswith("The lead depends on the batch: A3 trains ×4.00 as fast as A0 at 8 features in a ")
+    assert said.startswith("The lead depends on the batch: A3 trains ×4.00 as fast as A0-compile at 8 features in a ")
     assert said.endswith("×2.40 at 32, ×2.00 at 64 (group h200-fit, code 0123456).")
     alone = profile.runs[profile.runs["spec.variant"] == "A3"]
     with pytest.raises(NotMeasured, match="a speed of both a row of the visible loop and the Trainer"):

@@ -25,7 +25,7 @@ def test_a_card_is_named_with_a_row_and_a_time():
         return notebook.advice({"gpu": gpu, "gpu_mem_mib": gib * 1024, "sm": sm}, ROOT / "runs")
 
     t4 = said("Tesla T4", 14.6, 75)
-    assert 'Tesla T4, 14.6 GiB. Take `variant = "E-t4-best"` and `micro_batch = 32`' in t4 and "an estimate" in t4
+    assert 'Tesla T4, 14.6 GiB. Take `variant = "E-t4-norm"` and `micro_batch = 32`' in t4 and "an estimate" in t4
     assert "projected from its measured speed" in said("NVIDIA H200", 140, 90)
     assert 'variant = "E-top"' in said("NVIDIA RTX A2000", 12, 86) and "not known" in said("NVIDIA RTX A2000", 12, 86)
     assert "not known: no row is known to fit" in said("Tesla T4", 1, 75)

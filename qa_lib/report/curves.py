@@ -216,19 +216,22 @@ def memory_finding(part: pd.DataFrame, size: str, where: str) -> str:
         raise NotMeasured(f"no row has a peak at two sizes, {where}")
     high = reached[reached == reached.max()].index.max()
     growth = growth[high].dropna()
-    return say("curves.memory", where=where, size=size, low=low, high=high, most=growth.idxmax(),
-               least=growth.idxmin(), growth=growth)  # fmt: skip
+    most, least = growth.idxmax(), growth.idxmin()
+    return say("curves.memory", size=size, low=low, high=high, most=most, least=least, growth=growth)
 
 
 def lead(part: pd.DataFrame) -> tuple[str, str, pd.Series] | None:
-    """Of the rows of the visible loop the one that is quickest at any micro-batch, of transformers.Trainer's the same,
-    and by what factor the first is quicker, by micro-batch. None where no micro-batch has both."""
+    """Of the rows of the visible loop the one that is quickest at any micro-batch, of transformers.Trainer's with the
+    compiler the same, and by what factor the first is quicker, by micro-batch. None where no micro-batch has both: a
+    lead over the Trainer as it comes would be the larger one."""
     speeds = part.pivot(index="micro_batch", columns="variant", values="speed").dropna(axis="columns", how="all")
     speeds = speeds[speeds.index > 1]  # a pass of one feature waits for the host, whatever the row
-    trainer = [VARIANTS[name].settings.engine == "trainer" for name in speeds]
-    if all(trainer) or not any(trainer):
+    of_trainer = {name for name in speeds if VARIANTS[name].settings.engine == "trainer"}
+    peers = [name for name in of_trainer if VARIANTS[name].settings.compile != "none"]
+    others = speeds.columns.difference(of_trainer)
+    if not peers or others.empty:
         return None
-    loop, peer = (speeds.loc[:, chosen].max().idxmax() for chosen in (np.invert(trainer), trainer))
+    loop, peer = (speeds[chosen].max().idxmax() for chosen in (others, peers))
     factors = (speeds[loop] / speeds[peer]).dropna()
     return (loop, peer, factors) if len(factors) else None
 

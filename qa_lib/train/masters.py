@@ -1,10 +1,11 @@
 """AdamW for weights in half precision: masters and moments beside them, updated in one pass (rows E5 and E-moments).
 
 Mixed precision usually keeps the weights in fp32 and casts each of them to half precision in every forward pass. Here
-the model itself is in bf16, or in fp16 where a GPU has no other (row E-t4-best): no casts, and weights, gradients and
-activations of half the bytes. What that would lose is in the update. bf16 has 8 bits of mantissa, so a step smaller
-than 1/256 of a weight, as most are in fine-tuning, rounds to nothing. There is therefore an fp32 number behind each
-weight, its master (Micikevicius et al. 2018): the step is added to the master, and the weight is the master's rounding.
+the model itself is in bf16, or in fp16 where a GPU has no other (rows E-t4-best, E-t4-norm): no casts, and weights,
+gradients and activations of half the bytes. What that would lose is in the update. bf16 has 8 bits of mantissa, so a
+step smaller than 1/256 of a weight, as most are in fine-tuning, rounds to nothing. There is therefore an fp32 number
+behind each weight, its master (Micikevicius et al. 2018): the step is added to the master, and the weight is the
+master's rounding.
 
 **Half of the master is in the weight already.** bf16 is the upper half of fp32, so that 16 bits beside the weight are
 enough. They are kept as a whole number, the `rest`: how many of its own last places the master lies above or below the
