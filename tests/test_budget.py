@@ -20,7 +20,8 @@ from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 
 GROUP = Path(__file__).parent.parent / "runs" / "h200-bench"
-TOKENS = {8: 1472, 32: 5632, 64: 11200, 128: 22400}  # in a packed micro-batch, which the lengths of SQuAD v2's features decide
+# In a packed micro-batch, which the lengths of SQuAD v2's features decide.
+TOKENS = {8: 1472, 32: 5632, 64: 11200, 128: 22400}
 MEASURED = [
     (run["spec.variant"], run["micro_batch"], run["batch"], run["memory.peak_alloc_mib"], run["memory.optimizer_mib"])
     for run in load_runs(GROUP.parent)
