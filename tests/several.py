@@ -70,7 +70,12 @@ def parallel_group(runs):
                 timed(runs, "P-fast", seed, ms=ms, world=world, batch=batch, **more)
                 timed(runs, "P1", seed, ms=1.6 * batch / world, world=world, batch=batch)
     timed(runs, "E5-eager", ms=20.0)
-    measured = {"parallel.bubble": 0.24, "parallel.bubble_formula": 0.2, "parallel.allreduce_gbs": 300.0}
+    measured = {
+        "parallel.bubble": 0.24,
+        "parallel.bubble_formula": 0.2,
+        "parallel.rank_bubble": {"0": 0.24, "1": 0.202},
+        "parallel.allreduce_gbs": 300.0,
+    }
     for variant, world, stages, batch in (("P-gpipe", 2, 2, 32), ("P-1f1b", 4, 2, 32), ("P-1f1b", 4, 4, 128)):
         timed(runs, variant, ms=15.0, world=world, stages=stages, batch=batch, **measured)
 

@@ -35,6 +35,7 @@ MEASURES = {
     "goodput": "parallel.goodput",
 }
 STEPS = r"parallel\.rank_step_ms\.\d+"
+BUBBLES = r"parallel\.rank_bubble\.\d+"
 PEAKS = r"memory\.peak_alloc_mib|parallel\.rank_peak_mib\.\d+"
 SHOWN = "P-fast"  # the row that titles speak of, where it was run
 
@@ -50,11 +51,11 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
 
     Columns: KEYS, n, `rate` (features/s of all GPUs) and `rate±`, the others of MEASURES, peak_mib (of the process with
     the most), apart (the share by which the median step of the slowest process is longer than that of the fastest),
-    waiting_ms (a step's milliseconds in which a GPU only communicates, which includes waiting for others in it,
-    exposed_ms, or a pipeline's bubble; NaN where neither was measured), `strong`, `strong±`, `weak`, `weak±`
-    (shares; ± over equal seeds where both rows have the same ones) and reference, the row that was the one GPU, or "A1,
-    P1" if that of `weak` was another, each with "of another day" where it ran by other code. Raises NotMeasured for
-    runs without any for several GPUs.
+    unbalanced (the same of how long a pipeline's processes compute in a step), waiting_ms (a step's milliseconds in
+    which a GPU only communicates, which includes waiting for others in it, exposed_ms, or a pipeline's bubble; NaN
+    where neither was measured), `strong`, `strong±`, `weak`, `weak±` (shares; ± over equal seeds where both rows have
+    the same ones) and reference, the row that was the one GPU, or "A1, P1" if that of `weak` was another, each with "of
+    another day" where it ran by other code. Raises NotMeasured for runs without any for several GPUs.
     """
     done = _alike(runs[(runs["status"] == "ok") & runs["spec.variant"].isin(VARIANTS)])
     if not several(done).any():
@@ -63,6 +64,8 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     values["peak_mib"] = done.filter(regex=f"^({PEAKS})$").astype(float).max(axis="columns")
     steps = done.filter(regex=f"^{STEPS}$").astype(float)
     values["apart"] = steps.max(axis="columns") / steps.min(axis="columns") - 1
+    computing = 1 - done.filter(regex=f"^{BUBBLES}$").astype(float)
+    values["unbalanced"] = computing.max(axis="columns") / computing.min(axis="columns") - 1
     keys = done.rename(columns={"spec.variant": "variant", "spec.seed": "seed"})[[*KEYS, "seed"]]
     values = values.set_index(pd.MultiIndex.from_frame(keys)).sort_index()
     rows = values.groupby(level=KEYS)
@@ -130,6 +133,7 @@ COSTS = {name: SPEED[name] for name in ("row", "GPUs", "stages", "batch", "micro
     "waits ms": lambda line: number(line["exposed_ms"]),
     "bubble": lambda line: share(line["bubble"]),
     "by formula": lambda line: share(line["bubble_formula"]),
+    "stages apart": lambda line: share(line["unbalanced"]),
     "GiB a GPU": lambda line: number(line["peak_mib"] / 1024),
     "ranks apart": lambda line: share(line["apart"]),
     "all-reduce GB/s": lambda line: number(line["allreduce_gbs"]),

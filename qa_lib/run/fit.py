@@ -292,7 +292,8 @@ def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module,
     if ranks.stages > 1:
         entry["parallel"] |= {"stages": ranks.stages, "schedule": spec.settings.schedule}
         formula = bubble(ranks.stages, spec.micro_batches // ranks.replicas, spec.settings.chunks)
-        entry["parallel"] |= {"bubble": max(each["bubble"] for each in found), "bubble_formula": formula}
+        waits = {str(rank): each["bubble"] for rank, each in enumerate(found)}
+        entry["parallel"] |= {"bubble": max(waits.values()), "bubble_formula": formula, "rank_bubble": waits}
     if ranks.gauges.overlap.get("busy_ms"):
         entry["parallel"] |= {name: np.mean([each[name] for each in found]).item() for name in ranks.gauges.overlap}
     joules = [each["joules"] for each in found]
