@@ -412,11 +412,11 @@ def resolve(
             f"most {size.batch_tokens or 'what the model takes'}"
         )
     if size.batch_tokens and size.batch_tokens % size.max_length:
-        whole = [n for n in range(1, size.batch_tokens + 1) if size.batch_tokens % n == 0]
-        below, above = max(n for n in whole if n < size.max_length), min(n for n in whole if n > size.max_length)
+        whole = [n for n in range(3, size.batch_tokens + 1) if size.batch_tokens % n == 0]
+        nearest = [n for n in whole if n < size.max_length][-1:] + [n for n in whole if n > size.max_length][:1]
         raise SpecError(
             f"features of {size.max_length} tokens do not make up the {size.batch_tokens:,} tokens of a step at scale "
-            f"{scale!r}: take {below} or {above} tokens, or give --batch"
+            f"{scale!r}: take {' or '.join(map(str, nearest))} tokens, or give --batch"
         )
     if (shape := find_shape(model_source)) and size.max_length > shape.positions:
         longer = re.sub(r"(P\d+)?$", f"P{size.max_length}", model_source, count=1)

@@ -296,6 +296,8 @@ def test_a_context_length_is_asked_for_and_keeps_the_tokens_of_a_step():
             plan(["L1"], "lm-smoke", machine=CPU, max_length=length)
     with pytest.raises(SpecError, match=r"1000 tokens do not make up the 32,768 .* take 512 or 1024 tokens"):
         resolve("L1", "lm-bench", 0, GPU, {}, {}, "", "", max_length=1000)
+    with pytest.raises(SpecError, match=r"3 tokens do not make up the 1,024 .* take 4 tokens"):
+        plan(["L1"], "lm-smoke", machine=CPU, max_length=3)
     assert resolve("L1", "lm-bench", 0, GPU, {}, {}, "", "", max_length=1000, batch=32).scale.batch == 32
 
 
