@@ -174,6 +174,15 @@ def test_layers_that_cannot_be_quantized_are_named():
         quantize(BertForQuestionAnswering(odd), "int4")
 
 
+@pytest.mark.torchao
+def test_what_is_found_names_the_questions_without_the_folders_above_them(run, tmp_path):
+    shutil.copytree(run / "model", tmp_path / "run" / "model")
+    shutil.copy(run / "record.json", tmp_path / "run")
+    (tmp_path / "questions.json").write_text(json.dumps(synthetic_squad(20, 1)))
+    found = quantize_run(tmp_path / "run", "int8", str(tmp_path / "questions.json"), say=quiet)
+    assert found["data"]["name"] == "questions.json"
+
+
 def test_other_questions_of_the_same_name_are_refused(run, tmp_path, monkeypatch):
     """A record has the last part of a path alone, which may be something else in the folder that this is called in."""
     shutil.copytree(run / "model", tmp_path / "run" / "model")

@@ -109,7 +109,12 @@ def identify_data(source: str, with_validation: bool, task: str = "qa") -> dict:
     splits = ["train", "validation"] if with_validation else ["train"]
     hashes = [SOURCES[task](source, split).sha256 for split in splits]
     digest = hashlib.sha256("".join(hashes).encode()).hexdigest()
-    return {"name": Path(source).name if Path(source).exists() else source, "sha256": digest}
+    return {"name": without_folders(source), "sha256": digest}
+
+
+def without_folders(source: str) -> str:
+    """How a record names data or text: a file or folder by the last part of its path, all else as it is."""
+    return Path(source).name if Path(source).exists() else source
 
 
 def identify_model(source: str) -> dict:

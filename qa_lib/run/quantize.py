@@ -19,7 +19,7 @@ from qa_lib.errors import UserError
 from qa_lib.measure.machine import environment
 from qa_lib.model.folder import look
 from qa_lib.model.quantize import WIDTHS, quantize, save_quantized
-from qa_lib.run.plan import identify_data
+from qa_lib.run.plan import identify_data, without_folders
 from qa_lib.score.ask import Model, answer
 from qa_lib.score.decode import decode
 from qa_lib.score.f1 import score
@@ -57,7 +57,7 @@ def quantize_run(run_dir: Path, width: str, data: str = "", say=print) -> dict:
         "width": width,
         "code": record.code_version(),
         "env": environment(),
-        "data": {"name": source.name, "sha256": source.sha256, "n": len(source.examples)},
+        "data": {"name": without_folders(source.name), "sha256": source.sha256, "n": len(source.examples)},
         "before": scored(before, source) | {"weights_bytes": weights_bytes(plain)},
         "after": scored(after, source) | {"weights_bytes": weights_bytes(folder)},
     }
