@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, GP
 from qa_lib.errors import UserError
 from qa_lib.model import gelu as gelus
 from qa_lib.model.encoders import ENCODERS
+from qa_lib.model.fp8 import E5M2_MAX, in_e5m2
 from qa_lib.model.gelu import SigmoidGelu, gelu, use_sigmoid_gelu
 from qa_lib.train.folding import Folding
 from tests.tiny import checkpoint
@@ -101,12 +102,11 @@ def test_its_operator_is_what_the_compiler_takes_it_for():
         library.opcheck(gelus._gelu_backward, (*drawn(4, 32), factor), test_utils=("test_schema", "test_faketensor"))
 
 
-def small_and_large(kind, factor, *inputs):
+def small_and_large(convert, factor, *inputs):
     """The gradient of a product before GELU as a product in 8-bit floats takes it, and as another takes it."""
     gradient, by_bias, _ = gelus._gelu_backward(*inputs, 0.0)
     flat = gradient.reshape(-1, gradient.shape[-1])
-    small = (flat.float() * factor).clamp(-57344.0, 57344.0).to(kind)
-    return small, flat.clone(), by_bias
+    return convert(flat, factor), flat.clone(), by_bias
 
 
 def folded(run, *inputs):
@@ -123,13 +123,13 @@ def test_a_gradient_is_written_in_8_bits_beside_and_the_same():
     grad, *rest = [x[None] if x.dim() == 2 else x for x in drawn(4, 32, torch.bfloat16)]
     grad[0, 1] = 1000.0  # which would be infinite in e5m2
     inputs = (grad, *rest)
-    run = functools.partial(small_and_large, torch.float8_e5m2, 2.0**10)
+    run = functools.partial(small_and_large, in_e5m2, 2.0**10)
     graph, factors = folded(run, *inputs)
     assert factors == [2.0**10]
     conversions = graph.graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default)
     assert torch.float8_e5m2 not in [node.args[1] for node in conversions]
     small, *others = graph(*inputs)
-    assert small.float().abs().max() == 57344
+    assert small.float().abs().max() == E5M2_MAX
     for found, wanted in zip((small, *others), run(*inputs), strict=True):
         equal = (found.float() == wanted.float()).float().mean()
         # Triton's interpreter rounds some numbers to another neighbour.
@@ -138,22 +138,22 @@ def test_a_gradient_is_written_in_8_bits_beside_and_the_same():
 
 @pytest.mark.usefixtures("kernel_names")
 def test_other_conversions_are_left_alone():
-    e5m2, e4m3 = torch.float8_e5m2, torch.float8_e4m3fn
+    def in_e4m3(x, factor):
+        return (x.float() * factor).clamp(-E5M2_MAX, E5M2_MAX).to(torch.float8_e4m3fn)
 
     def of_the_grad(grad, *rest):
-        small = (grad.float() * 2.0).clamp(-57344.0, 57344.0).to(e5m2)
-        return small, gelus._gelu_backward(grad, *rest, 0.0)
+        return in_e5m2(grad, 2.0), gelus._gelu_backward(grad, *rest, 0.0)
 
     def of_the_bias(*inputs):
-        return (gelus._gelu_backward(*inputs, 0.0)[1].float() * 2.0).clamp(-57344.0, 57344.0).to(e5m2)
+        return in_e5m2(gelus._gelu_backward(*inputs, 0.0)[1], 2.0)
 
     def without_saturation(*inputs):
-        return (gelus._gelu_backward(*inputs, 0.0)[0].float() * 2.0).to(e5m2)
+        return (gelus._gelu_backward(*inputs, 0.0)[0].float() * 2.0).to(torch.float8_e5m2)
 
     for run, factors in (
-        (functools.partial(small_and_large, e5m2, 2.0), [2.0]),
-        (functools.partial(small_and_large, e4m3, 2.0), [0.0]),
-        (lambda *inputs: small_and_large(e5m2, inputs[1], *inputs)[0], [0.0]),
+        (functools.partial(small_and_large, in_e5m2, 2.0), [2.0]),
+        (functools.partial(small_and_large, in_e4m3, 2.0), [0.0]),
+        (lambda *inputs: small_and_large(in_e5m2, inputs[1], *inputs)[0], [0.0]),
         (of_the_grad, [0.0]),
         (of_the_bias, [0.0]),
         (without_saturation, [0.0]),

@@ -424,11 +424,9 @@ def test_run_starts_the_processes_by_itself(tmp_path):
 
 
 def test_a_row_of_several_processes_through_its_notebook(tmp_path):
-    notebook, words = (
-        Path(__file__).parents[1] / "notebooks" / "parallel.ipynb",
-        f"-p data synthetic:120 -p runs {tmp_path}",
-    )
-    command = [sys.executable, "-m", "papermill", str(notebook), str(tmp_path / "out.ipynb"), *words.split()]
+    notebook = Path(__file__).parents[1] / "notebooks" / "parallel.ipynb"
+    words = f"{notebook} {tmp_path}/out.ipynb -p data synthetic:120 -p runs {tmp_path}".split()
+    command = [sys.executable, "-m", "papermill", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * LIMIT_S)
     assert done.returncode == 0, done.stderr[-2000:]
     (path,) = tmp_path.glob("cpu-smoke/P1-*/record.json")

@@ -4,7 +4,7 @@ Triton compiles a kernel when it is first started, and has the C compiler make t
 a whole second for each, one after the other, and a step has a dozen. But long before that the compiler of the model
 calls every operator with fake tensors, which have a shape and a type and no memory. An operator of ours does then what
 it always does, but `start` compiles, in threads, where it cannot start anything. Most of that work is done outside of
-Python, which the compiler of the model keeps busy. It is alike on every GPU that the kernels are for.
+Python, which the compiler of the model keeps busy. This works on every GPU that the kernels are for.
 """
 
 import threading

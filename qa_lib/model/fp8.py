@@ -37,10 +37,14 @@ class _Float8Product(torch.autograd.Function):
     def backward(ctx, grad):
         rows, eighth = ctx.saved_tensors
         flat = grad.reshape(-1, grad.shape[-1])
-        # In fp32, as the kernel that may write this has it (train/folding.py).
-        small = (flat.float() * GRADIENT).clamp(-E5M2_MAX, E5M2_MAX).to(torch.float8_e5m2)
-        by_x = _scaled(small, eighth.t().contiguous().t(), GRADIENT * WEIGHT)
+        by_x = _scaled(in_e5m2(flat, GRADIENT), eighth.t().contiguous().t(), GRADIENT * WEIGHT)
         return by_x.view(*grad.shape[:-1], -1), flat.t() @ rows, flat.sum(0) if ctx.has_bias else None
+
+
+def in_e5m2(x, factor: float):
+    """A tensor times a factor in e5m2, saturated. In fp32, as the kernel does it that may take this over
+    (train/folding.py, which knows it by these operators)."""
+    return (x.float() * factor).clamp(-E5M2_MAX, E5M2_MAX).to(torch.float8_e5m2)
 
 
 def _activation(x):

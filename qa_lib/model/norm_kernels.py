@@ -9,6 +9,7 @@ memory.
 import triton
 import triton.language as tl
 
+from qa_lib.model import fp8
 from qa_lib.model.short_kernels import hashed
 
 # Rows that a program has at a time, threads, and how far ahead of its arithmetic it reads.
@@ -17,7 +18,7 @@ BACKWARD = {"ROWS": 1, "STAGES": 4, "num_warps": 4}
 GELU_BACKWARD = {"ROWS": 1, "COLUMNS": 1024, "STAGES": 3, "num_warps": 4}
 ADD_UP = {"ROWS": 128, "COLUMNS": 8, "num_warps": 4}
 
-E5M2_MAX = tl.constexpr(57344.0)  # of model/fp8.py
+E5M2_MAX = tl.constexpr(fp8.E5M2_MAX)
 
 
 @triton.jit

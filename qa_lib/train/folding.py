@@ -54,11 +54,11 @@ def _plain(added: Node) -> bool:
     return len(shapes) == 3 and shapes[0] == shapes[1] == shapes[2] and not added.kwargs
 
 
-# What model/fp8.py makes of a gradient.
-_IN_E5M2 = CallFunction(prims.convert_element_type.default, KeywordArg("source"), torch.float32)
-_IN_E5M2 = CallFunction(aten.mul.Tensor, _IN_E5M2, KeywordArg("factor"))
-_IN_E5M2 = CallFunction(aten.clamp_max.default, CallFunction(aten.clamp_min.default, _IN_E5M2, -E5M2_MAX), E5M2_MAX)
-_IN_E5M2 = CallFunction(prims.convert_element_type.default, _IN_E5M2, torch.float8_e5m2)
+# The operators of fp8.in_e5m2.
+_WIDE = CallFunction(prims.convert_element_type.default, KeywordArg("source"), torch.float32)
+_SCALED = CallFunction(aten.mul.Tensor, _WIDE, KeywordArg("factor"))
+_SATURATED = CallFunction(aten.clamp_max.default, CallFunction(aten.clamp_min.default, _SCALED, -E5M2_MAX), E5M2_MAX)
+_IN_E5M2 = CallFunction(prims.convert_element_type.default, _SATURATED, torch.float8_e5m2)
 
 
 def _fold_conversions(graph: Graph) -> None:
