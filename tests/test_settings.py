@@ -23,7 +23,7 @@ from qa_lib.data.load import batches_of, load_data
 from qa_lib.model.build import build_model
 from qa_lib.model.dropout import HashDropout
 from qa_lib.model.gelu import SigmoidGelu
-from qa_lib.model.nf4 import is_nf4
+from qa_lib.model.nf4 import NF4Linear
 from qa_lib.model.norms import NormedProduct
 from qa_lib.model.projections import FusedSelfAttention
 from qa_lib.model.quantize import is_rounding
@@ -253,7 +253,7 @@ EFFECTS = {  # setting -> whether its value was seen at work
     "padding": pads,
     "order": ordered,
     "trainable": trains_as_named,
-    "frozen": lambda seen, value: any(map(is_nf4, seen.model.modules())) == (value == "nf4"),
+    "frozen": lambda seen, value: seen.has(NF4Linear) == (value == "nf4"),
     "optimizer": lambda seen, value: OPTIMIZERS[value](getattr(seen.optimizer, "optimizer", seen.optimizer)),
     "step": lambda seen, value: value == "eager",
     "checkpointing": lambda seen, value: (

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForQuestionAnswering, BertConfig, GPT2Config, PreTrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
@@ -17,7 +18,7 @@ from qa_lib.model.encoders import embeddings_of, encoder_of, find_encoder, layer
 from qa_lib.model.folder import SUMS, load, look, write_digests
 from qa_lib.model.fp8 import use_float8
 from qa_lib.model.gelu import use_sigmoid_gelu
-from qa_lib.model.nf4 import is_nf4, native, use_nf4
+from qa_lib.model.nf4 import NF4Linear, native, use_nf4
 from qa_lib.model.norms import use_fused_norms
 from qa_lib.model.projections import fuse_projections, split_projections
 from qa_lib.model.quantize import is_rounding, use_rounding
@@ -133,7 +134,7 @@ def apply_recipe(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
             lora_alpha=2 * recipe.rank,
             lora_dropout=0.1,
             target_modules=sorted(targets),
-            fan_in_fan_out=encoder.causal,  # GPT-2's weights are [in, out]
+            fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.modules()),  # GPT-2's weights are [in, out]
         )
         inject_adapter_in_model(config, model)
         head.requires_grad_(True)
@@ -163,13 +164,13 @@ def save_model(model: torch.nn.Module, tokenizer: Tokenizer, folder: Path) -> No
     for name, module in list(model.named_modules()):
         if hasattr(module, "get_base_layer"):  # a LoraLayer
             base = module.get_base_layer()
-            if is_nf4(base):
+            if isinstance(base, NF4Linear):
                 base = native(base, module.get_delta_weight("default"))
             else:
                 module.merge()
             model.set_submodule(name, base)
     for name, module in list(model.named_modules()):
-        if is_nf4(module):  # without an adapter
+        if isinstance(module, NF4Linear):  # without an adapter
             model.set_submodule(name, native(module))
         if is_rounding(module):
             model.set_submodule(name, module.to_linear())

@@ -2,47 +2,94 @@
 
 What does not train needs no gradients and no optimizer state, and its own bits are then most of what is left. NF4
 (Dettmers et al. 2023) has 16 values, spaced so that weights drawn from a normal distribution fill them evenly, and a
-scale for each block of 64 weights. bitsandbytes keeps them so and widens them for each product; the adapters stay as
-they are. The loss is in quality, not in the arithmetic: a product takes longer than with native weights. It works on
-every GPU that PyTorch supports.
+scale for each block of 64 weights. bitsandbytes rounds to it and widens it again; the adapters stay in fp32.
+
+Each product widens its weight, uses it and forgets it; its backward pass widens it again, which saves two bytes a
+weight. Both are operators that the compiler does not look into: what is around them is one graph all the same, and it
+cannot decide to keep the wide weight for later, as it would with a product that it sees. (bitsandbytes' own layer takes
+that graph apart at every product, and returns fp32, so that activations take up twice the memory.) The loss is in
+quality and in the time to widen. It works on every GPU that PyTorch supports, and on a CPU.
 """
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from qa_lib.model.ahead import operator
 from qa_lib.model.encoders import layers_of
+
+BLOCK = 64  # weights that share a scale
+
+
+class NF4Linear(nn.Linear):
+    """A linear layer with a frozen weight in 4 bits: `weight`, uint8 [out * in / 2, 1], two weights a byte, and
+    `scales`, one for each BLOCK of them, of fp32, but held as int32, which models in half precision leave alone."""
+
+    def __init__(self, product: nn.Linear | Conv1D, compute: torch.dtype):
+        """That computes in this type what `product` does."""
+        from bitsandbytes.functional import quantize_4bit  # only these rows need it, and its import is slow
+
+        nn.Module.__init__(self)
+        self.transposed = isinstance(product, Conv1D)  # GPT-2's linear layer, whose weight is [in, out]
+        weight = (product.weight.T if self.transposed else product.weight).detach().contiguous()
+        self.out_features, self.in_features = weight.shape
+        packed, state = quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4")
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.scales = nn.Parameter(state.absmax.view(torch.int32), requires_grad=False)
+        self.bias, self.compute = product.bias, compute
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out], of the type that it computes in."""
+        product = _product(inputs.to(self.compute), self.weight, self.scales, self.out_features)
+        return product if self.bias is None else product + self.bias.to(self.compute)
+
+    def wide(self) -> torch.Tensor:
+        """The weight [out, in] that the 4 bits stand for, in fp32."""
+        return _wide(self.weight, self.scales, self.out_features, self.in_features, torch.float32)
+
+
+def _wide(packed: torch.Tensor, scales: torch.Tensor, outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
+    widen = torch.ops.bitsandbytes.dequantize_4bit
+    return widen(packed, scales.view(torch.float32), BLOCK, "nf4", (outputs, inputs), dtype)
+
+
+@operator("qa_lib::nf4_product")
+def _product(inputs: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, outputs: int) -> torch.Tensor:
+    """[..., in] -> [..., out], without a bias."""
+    return functional.linear(inputs, _wide(packed, scales, outputs, inputs.shape[-1], inputs.dtype))
+
+
+@operator("qa_lib::nf4_product_backward")
+def _product_backward(grad: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, inputs: int) -> torch.Tensor:
+    """The gradient of the inputs."""
+    return grad @ _wide(packed, scales, grad.shape[-1], inputs, grad.dtype)
+
+
+def _keep(ctx, inputs, output):
+    of, packed, scales, _ = inputs
+    ctx.save_for_backward(packed, scales)
+    ctx.inputs = of.shape[-1]
+
+
+def _differentiate(ctx, grad):
+    return _product_backward(grad, *ctx.saved_tensors, ctx.inputs), None, None, None
+
+
+_product.register_autograd(_differentiate, setup_context=_keep)
 
 
 def use_nf4(model: nn.Module, compute: torch.dtype) -> None:
-    """Give the products of every layer weights in 4 bits, in place, and compute them in this type. They are rounded
-    when the model is moved to its device."""
-    import bitsandbytes  # only these rows need it, and its import is slow
-
+    """Give the products of every layer weights in 4 bits, in place, and compute them in this type."""
     for layer in layers_of(model):
         for name, product in list(layer.named_modules()):
-            if not isinstance(product, nn.Linear | Conv1D):
-                continue
-            transposed = isinstance(product, Conv1D)  # GPT-2's linear layer, whose weight is [in, out]
-            weight = (product.weight.T if transposed else product.weight).detach().contiguous()
-            outputs, inputs = weight.shape
-            small = bitsandbytes.nn.Linear4bit(inputs, outputs, compute_dtype=compute, quant_type="nf4")
-            small.weight = bitsandbytes.nn.Params4bit(weight, quant_type="nf4", module=small)
-            small.bias, small.transposed = product.bias, transposed
-            small.support_avx512bf16_for_cpu = False  # it would round the scales again as soon as a CPU evaluates
-            layer.set_submodule(name, small)
-    model.is_loaded_in_4bit = True  # peft looks for this
+            if isinstance(product, nn.Linear | Conv1D):
+                layer.set_submodule(name, NF4Linear(product, compute))
 
 
-def is_nf4(module: nn.Module) -> bool:
-    return hasattr(module, "transposed") and isinstance(module, nn.Linear)
-
-
-def native(small: nn.Module, delta: torch.Tensor | float = 0.0) -> nn.Module:
+def native(small: NF4Linear, delta: torch.Tensor | float = 0.0) -> nn.Module:
     """The layer of before, in fp32, with the weights that the 4 bits stand for plus `delta` [out, in]."""
-    from bitsandbytes.functional import dequantize_4bit
-
-    weight = dequantize_4bit(small.weight.data, small.weight.quant_state).float() + delta
+    weight = small.wide() + delta
     outputs, inputs = weight.shape
     layer = Conv1D(outputs, inputs) if small.transposed else nn.Linear(inputs, outputs)
     layer.weight = nn.Parameter(weight.T.contiguous() if small.transposed else weight)

@@ -1,0 +1,95 @@
+"""Frozen weights in 4 bits: the product against the weight that they stand for, and what trains beside them."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from qa_lib.model.build import DTYPES, build_model
+from qa_lib.model.nf4 import NF4Linear, native
+from qa_lib.run.budget import gpu_of
+from qa_lib.run.plan import plan
+
+WIDTHS = 96, 160  # of inputs and outputs; neither is a power of 2
+
+
+def model_of(precision="bf16"):
+    machine = gpu_of(90)
+    (spec,) = plan(["L-qlora"], "lm-quality", [0], "synthetic:1", "gpt2:L2H128V512", 4, machine)
+    return build_model(
+        dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, precision=precision)),
+        AutoModelForCausalLM,
+    )
+
+
+@pytest.fixture(params=["linear", "conv1d", "no bias"])
+def layer(request):
+    torch.manual_seed(0)
+    inputs, outputs = WIDTHS
+    if request.param == "conv1d":
+        made = Conv1D(outputs, inputs)
+        nn.init.normal_(made.bias)
+        return made
+    return nn.Linear(inputs, outputs, bias=request.param == "linear")
+
+
+def test_product_and_gradient_are_those_of_the_weight_that_the_bits_stand_for(layer):
+    small = NF4Linear(layer, torch.float32)
+    weight = small.wide()
+    own = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
+    assert weight.shape == own.shape == (160, 96)
+    error = (weight - own).abs().max() / own.abs().max()
+    assert 0 < error < 0.2, "16 values between -1 and 1: half of the widest gap is 0.15"
+
+    x = torch.randn(3, 5, WIDTHS[0], requires_grad=True)
+    grad = torch.randn(3, 5, WIDTHS[1])
+    expected = functional.linear(x, weight, layer.bias)
+    assert torch.allclose(small(x), expected, atol=1e-5)
+    (wanted,) = torch.autograd.grad(expected, x, grad)
+    (found,) = torch.autograd.grad(small(x), x, grad)
+    assert torch.allclose(found, wanted, atol=1e-5)
+    torch.library.opcheck(
+        torch.ops.qa_lib.nf4_product.default, (x.detach().requires_grad_(), small.weight, small.scales, WIDTHS[1])
+    )
+
+
+def test_the_layer_of_before_comes_back(layer):
+    small = NF4Linear(layer, torch.float32)
+    back, x = native(small), torch.randn(4, WIDTHS[0])
+    assert type(back) is type(layer) and torch.allclose(back(x), small(x), atol=1e-5)
+
+
+def test_a_weight_takes_4_bits_and_its_share_of_a_scale(layer):
+    small = NF4Linear(layer, torch.bfloat16)
+    size = sum(p.numel() * p.element_size() for p in (small.weight, small.scales))
+    assert size * 8 / (WIDTHS[0] * WIDTHS[1]) == pytest.approx(4 + 32 / 64)
+    assert not small.weight.requires_grad and not small.scales.requires_grad
+    before = small.wide()
+    assert torch.equal(small.half().wide(), before), "a model in half precision leaves the scales as they are"
+
+
+def test_only_bytes_are_kept_for_the_backward_pass(layer):
+    kept = []
+    small = NF4Linear(layer, torch.float32)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        small(torch.randn(2, WIDTHS[0], requires_grad=True))
+    assert kept and all(tensor.dtype in (torch.uint8, torch.int32) for tensor in kept)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_adapters_train_in_fp32(precision):
+    """peft makes adapters of bitsandbytes' own layer in the type that this computes in."""
+    model = model_of(precision)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    products = [module for module in model.modules() if isinstance(module, NF4Linear)]
+    assert len(products) == 2 * 4 and {module.compute for module in products} == {DTYPES[precision]}
+
+
+def test_the_compiler_sees_one_graph():
+    ids = torch.randint(0, 512, (2, 64))
+    found = torch._dynamo.explain(model_of())(input_ids=ids, labels=ids)
+    assert (found.graph_count, found.graph_break_count) == (1, 0)
