@@ -9,7 +9,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from qa_lib.model.build import DTYPES, build_model
+from qa_lib.measure.cost import StepCost
+from qa_lib.model.build import DTYPES, build_model, trainable_summary
 from qa_lib.model.nf4 import NF4Linear, native
 from qa_lib.run.budget import gpu_of
 from qa_lib.run.plan import plan
@@ -17,9 +18,9 @@ from qa_lib.run.plan import plan
 WIDTHS = 96, 160  # of inputs and outputs; neither is a power of 2
 
 
-def model_of(precision="bf16"):
+def model_of(precision="bf16", row="L-qlora"):
     machine = gpu_of(90)
-    (spec,) = plan(["L-qlora"], "lm-quality", [0], "synthetic:1", "gpt2:L2H128V512", 4, machine)
+    (spec,) = plan([row], "lm-quality", [0], "synthetic:1", "gpt2:L2H128V512", 4, machine)
     return build_model(
         dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, precision=precision)),
         AutoModelForCausalLM,
@@ -93,3 +94,9 @@ def test_the_compiler_sees_one_graph():
     ids = torch.randint(0, 512, (2, 64))
     found = torch._dynamo.explain(model_of())(input_ids=ids, labels=ids)
     assert (found.graph_count, found.graph_break_count) == (1, 0)
+
+
+def test_weights_in_4_bits_count_as_weights():
+    small, whole = model_of(), model_of(row="L-lora")
+    assert StepCost(small).flops(1000, 1e5) == StepCost(whole).flops(1000, 1e5)
+    assert trainable_summary(small).equals(trainable_summary(whole))

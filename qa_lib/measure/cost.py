@@ -3,6 +3,7 @@
 import torch
 
 from qa_lib.model.encoders import encoder_of, layers_of, layers_passed
+from qa_lib.model.nf4 import sizes
 
 
 class StepCost:
@@ -19,7 +20,8 @@ class StepCost:
     def __init__(self, model: torch.nn.Module):
         layers = layers_of(model)
         named = [(name, p) for layer in layers for name, p in layer.named_parameters()]
-        self.parameters = sum(_size(p) for name, p in named if ".lora_" not in name)
+        held = sizes(model)
+        self.parameters = sum(held[p] for name, p in named if ".lora_" not in name)
         self.trained = sum(p.numel() for _, p in named if p.requires_grad and p.ndim > 1)
         encoder = encoder_of(model)
         head = model.get_submodule(encoder.head).weight if encoder.causal else torch.empty(0)
@@ -35,9 +37,3 @@ class StepCost:
         head = 2 * tokens * self.head * (2 + self.head_trains)
         attention = 4 * self.layers * self.hidden * self.attended * squares * (1 + 2 * self.passed + again)
         return linear + head + attention
-
-
-def _size(parameter: torch.Tensor) -> int:
-    """Weights that a parameter holds; two of 4 bits are one element of it."""
-    packed = getattr(parameter, "quant_state", None)
-    return packed.shape.numel() if packed else parameter.numel()

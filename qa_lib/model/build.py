@@ -18,7 +18,7 @@ from qa_lib.model.encoders import embeddings_of, encoder_of, find_encoder, layer
 from qa_lib.model.folder import SUMS, load, look, write_digests
 from qa_lib.model.fp8 import use_float8
 from qa_lib.model.gelu import use_sigmoid_gelu
-from qa_lib.model.nf4 import NF4Linear, native, use_nf4
+from qa_lib.model.nf4 import NF4Linear, native, sizes, use_nf4
 from qa_lib.model.norms import use_fused_norms
 from qa_lib.model.projections import fuse_projections, split_projections
 from qa_lib.model.quantize import is_rounding, use_rounding
@@ -188,8 +188,8 @@ def trainable_summary(model: torch.nn.Module):
     parts = {"embeddings": embeddings_of(model)}
     parts |= {f"layer {number}": [layer] for number, layer in enumerate(layers_of(model))}
     parts |= {"head": [model.get_submodule(encoder_of(model).head)], "all": [model]}
-    rows = {}
+    held, rows = sizes(model), {}
     for name, modules in parts.items():
         parameters = [p for module in modules for p in module.parameters()]
-        rows[name] = [sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)]
+        rows[name] = [sum(held[p] for p in parameters), sum(held[p] for p in parameters if p.requires_grad)]
     return pd.DataFrame.from_dict(rows, orient="index", columns=["parameters", "trainable"])

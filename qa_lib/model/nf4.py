@@ -87,6 +87,15 @@ def use_nf4(model: nn.Module, compute: torch.dtype) -> None:
                 layer.set_submodule(name, NF4Linear(product, compute))
 
 
+def sizes(module: nn.Module) -> dict[nn.Parameter, int]:
+    """How many weights each parameter of a module holds: one of 4 bits two an element, and scales none."""
+    held = {parameter: parameter.numel() for parameter in module.parameters()}
+    for part in module.modules():
+        if isinstance(part, NF4Linear):
+            held |= {part.weight: part.in_features * part.out_features, part.scales: 0}
+    return held
+
+
 def native(small: NF4Linear, delta: torch.Tensor | float = 0.0) -> nn.Module:
     """The layer of before, in fp32, with the weights that the 4 bits stand for plus `delta` [out, in]."""
     weight = small.wide() + delta

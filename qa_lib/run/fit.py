@@ -28,6 +28,7 @@ from qa_lib.measure.machine import environment, limit_memory, link, matrix_rate,
 from qa_lib.measure.meter import Meter, memory_use
 from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.folder import check_tokenizer
+from qa_lib.model.nf4 import sizes
 from qa_lib.record import Speed
 from qa_lib.run.plan import add_run_arguments, add_source_arguments, own_of, plan
 from qa_lib.run.process import SHARE, follow_driver, with_driver
@@ -235,10 +236,10 @@ def _note_sizes(entry: dict, data: Data, model: torch.nn.Module, steps: int) -> 
     """Put into a record how much there is: steps, features, questions, parameters."""
     entry["spec"] |= {"planned_steps": steps, "n_train": len(data.features), "n_eval": data.n_eval}
     entry["data"]["n"] = data.n
-    parameters = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    held = sizes(model)
     entry["model"] |= {
-        "params_total": sum(n for n, _ in parameters),
-        "params_trainable": sum(n for n, trains in parameters if trains),
+        "params_total": sum(held.values()),
+        "params_trainable": sum(n for parameter, n in held.items() if parameter.requires_grad),
         "layers": model.config.num_hidden_layers,
     }
 
