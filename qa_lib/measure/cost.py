@@ -2,8 +2,7 @@
 
 import torch
 
-from qa_lib.model.encoders import encoder_of, layers_of, layers_passed
-from qa_lib.model.nf4 import sizes
+from qa_lib.model.encoders import encoder_of, layers_of, layers_passed, sizes
 
 
 class StepCost:

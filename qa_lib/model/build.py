@@ -14,11 +14,11 @@ from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.errors import UserError
 from qa_lib.model.attention import UNMASKED, attention_name
 from qa_lib.model.dropout import use_hash_dropout
-from qa_lib.model.encoders import embeddings_of, encoder_of, find_encoder, layers_of, most_tokens
+from qa_lib.model.encoders import embeddings_of, encoder_of, find_encoder, layers_of, most_tokens, sizes
 from qa_lib.model.folder import SUMS, load, look, write_digests
 from qa_lib.model.fp8 import use_float8
 from qa_lib.model.gelu import use_sigmoid_gelu
-from qa_lib.model.nf4 import NF4Linear, native, sizes, use_nf4
+from qa_lib.model.nf4 import NF4Linear, native, use_nf4
 from qa_lib.model.norms import use_fused_norms
 from qa_lib.model.projections import fuse_projections, split_projections
 from qa_lib.model.quantize import is_rounding, use_rounding

@@ -106,6 +106,15 @@ def parts_of(model) -> dict[str, list]:
     }
 
 
+def sizes(model) -> dict:
+    """How many weights each parameter of a model holds: its elements, unless its layer packs them otherwise."""
+    held = {parameter: parameter.numel() for parameter in model.parameters()}
+    for module in model.modules():
+        if hasattr(module, "weights_held"):
+            held |= module.weights_held()
+    return held
+
+
 def trains(module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 

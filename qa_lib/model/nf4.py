@@ -44,6 +44,10 @@ class NF4Linear(nn.Linear):
         product = _product(inputs.to(self.compute), self.weight, self.scales, self.out_features)
         return product if self.bias is None else product + self.bias.to(self.compute)
 
+    def weights_held(self) -> dict[nn.Parameter, int]:
+        """How many weights its packed parameters hold, for `sizes` of encoders.py."""
+        return {self.weight: self.in_features * self.out_features, self.scales: 0}
+
     def wide(self) -> torch.Tensor:
         """The weight [out, in] that the 4 bits stand for, in fp32."""
         return _wide(self.weight, self.scales, self.out_features, self.in_features, torch.float32)
@@ -85,15 +89,6 @@ def use_nf4(model: nn.Module, compute: torch.dtype) -> None:
         for name, product in list(layer.named_modules()):
             if isinstance(product, nn.Linear | Conv1D):
                 layer.set_submodule(name, NF4Linear(product, compute))
-
-
-def sizes(module: nn.Module) -> dict[nn.Parameter, int]:
-    """How many weights each parameter of a module holds: one of 4 bits two an element, and scales none."""
-    held = {parameter: parameter.numel() for parameter in module.parameters()}
-    for part in module.modules():
-        if isinstance(part, NF4Linear):
-            held |= {part.weight: part.in_features * part.out_features, part.scales: 0}
-    return held
 
 
 def native(small: NF4Linear, delta: torch.Tensor | float = 0.0) -> nn.Module:

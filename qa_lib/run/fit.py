@@ -27,8 +27,8 @@ from qa_lib.measure.goodput import efficiency
 from qa_lib.measure.machine import environment, limit_memory, link, matrix_rate, reduce_rate, train_device, turn
 from qa_lib.measure.meter import Meter, memory_use
 from qa_lib.model.build import DTYPES, build_model, save_model
+from qa_lib.model.encoders import sizes
 from qa_lib.model.folder import check_tokenizer
-from qa_lib.model.nf4 import sizes
 from qa_lib.record import Speed
 from qa_lib.run.plan import add_run_arguments, add_source_arguments, own_of, plan
 from qa_lib.run.process import SHARE, follow_driver, with_driver
