@@ -5,6 +5,7 @@ Each number follows from a law that is written here, so that a test can say what
 
 import dataclasses
 import json
+from itertools import product
 
 import numpy as np
 
@@ -95,11 +96,11 @@ def made_log(batch, seed, phi=True):
 def slides_group(runs):
     """Logs by `made_log`; held-out loss that knows no GPUs; a noise scale of PHI, some percent more or less by seed."""
     noise = {"parallel.noise": {"sqr": 1e-3, "var": 1e-3 * PHI, "steps": 1000}}
-    for world in (1, 2, 4):
-        more = {"spec.planned_steps": FEATURES // (16 * world), "quality.loss": 1.1, "speed.utilisation": 0.9}
-        log = made_log(16 * world, 0, phi=False)
-        write(runs, "P0", "slides", world=world, batch=16 * world, micro_batch=16, log=log,
-              **more | {"time.step_ms.median": 60.0})  # fmt: skip
+    for batch, seed in product((16, 32, 64), range(3)):
+        world = 1 if seed else batch // 16  # one GPU may stand for several, with all of their batch
+        more = {"spec.planned_steps": FEATURES // batch, "quality.loss": 1.1, "speed.utilisation": 0.9}
+        write(runs, "P0", "slides", seed, world=world, batch=batch, micro_batch=batch // world,
+              log=made_log(batch, seed, phi=False), **more | {"time.step_ms.median": 60.0})  # fmt: skip
     write(runs, "P0", "slides", name="P0-polled", world=2, batch=32, micro_batch=16,
           **{"time.step_ms.median": 500.0, "speed.utilisation": 0.1, "speed.utilisation_polled": 0.12})  # fmt: skip
     for seed in range(3):

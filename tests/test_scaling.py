@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qa_lib.report import curve_tables, page, scaling, scaling_figures, slides, style, tables
+from qa_lib.report import curve_tables, losses, page, scaling, scaling_figures, slides, style, tables
 from qa_lib.report.runs import NotMeasured, ReportError, group_or_why, load_runs, select
 from qa_lib.report.text import factor, number
 from tests import several
@@ -178,10 +178,10 @@ def test_the_page_has_the_table(folder):
 
 def test_the_formula_on_a_log_that_falls_evenly():
     loss = pd.Series(np.arange(500, 0, -1.0))
-    assert slides.formula(loss, 16).tolist() == [1 / 16] * 499
-    again = slides.repeated(loss)
+    assert losses.formula(loss, 16).tolist() == [1 / 16] * 499
+    again = losses.repeated(loss)
     assert len(again) == 450 and again.iloc[:50].eq(475.5).all() and again.iloc[50] == 425.5
-    assert slides.formula(again, 1).sum() == 8 * 50, "nine means of fifty steps, told fifty times each"
+    assert losses.formula(again, 1).sum() == 8 * 50, "nine means of fifty steps, told fifty times each"
 
 
 def test_a_committed_log_gives_two_values_two_orders_apart():
@@ -189,14 +189,14 @@ def test_a_committed_log_gives_two_values_two_orders_apart():
         "path": ROOT / "runs" / "h200-bench" / "A1-s0-519207", "status": "ok", "batch": 32, "group": "h200-bench",
         "world": 1, "run_id": "A1-s0-519207", "spec.variant": "A1", "spec.seed": 0,
     }])  # fmt: skip
-    log = slides.one_log(slides.logs_of(runs))
+    log = losses.one_log(losses.logs_of(runs))
     assert log["raw"] * 32 == pytest.approx(0.306, abs=0.001) and 100 < log["raw"] / log["again"] < 250
 
 
 def test_a_smoothed_loss_is_reached_sooner_by_the_batch_that_learns_more(facts):
-    found = slides.reached(facts.logs)
+    found = losses.reached(facts.logs)
     assert list(found.features) == [32, 64, 128] and len(found.features) == 3
-    told, laws = found.efficiency, slides.predicted(facts.logs, [32, 64, 128])
+    told, laws = found.efficiency, losses.predicted(facts.logs, [32, 64, 128])
     assert told.loc[32, "mean"] == 1 and laws[32] == 1
     assert laws[64] == pytest.approx(432 / 464, abs=0.02) and laws[128] == pytest.approx(432 / 528, abs=0.03)
     assert told.loc[128, "mean"] == pytest.approx(laws[128], rel=0.15)
@@ -276,7 +276,9 @@ def put(table, rows, **values):
 P0 = "`spec.variant` == 'P0'"
 ELSEWHERE = {
     "as many steps on four": (f"{P0} and world == 4", {"spec__planned_steps": 2500.0}, "H1", "✗"),
-    "held-out loss rises, too": (f"{P0} and world == 4", {"quality__loss": 1.3}, "H4", "✓✓✗"),
+    "held-out loss rises, too": (f"{P0} and batch == 64", {"quality__loss": 1.3}, "H4", "✓✓✗"),
+    "one seed of the Trainer": (f"{P0} and `spec.seed` > 0", {"status": "error"}, "H4", "???"),
+    "a batch of two seeds": (f"{P0} and `spec.seed` == 2 and batch == 64", {"status": "error"}, "H4", "???"),
     "no held-out loss": (P0, {"quality__loss": math.nan}, "H4", "✓✓?"),
     "polling costs nothing": ("`spec.variant` == 'P0-polled'", {"time__step_ms__median": 61.0}, "H5", "✗✓✓"),
     "no utilisation": (P0, {"speed__utilisation": None}, "H5", "✓?✓"),

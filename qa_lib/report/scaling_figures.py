@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from qa_lib.measure.goodput import REFERENCE
-from qa_lib.report import scaling, sentences, slides, style
+from qa_lib.report import losses, scaling, sentences, style
 from qa_lib.report.runs import NotMeasured, commits, on_cpu
 from qa_lib.report.style import BLUE, GREY, ORANGE, RED
 from qa_lib.report.text import number, say
@@ -137,19 +137,19 @@ def _name(line, usual: int) -> str:
 @style.style()
 def fig_artefact(runs: pd.DataFrame) -> Figure:
     """The slides' “statistical efficiency” on one log, step by step and as their second script would have seen it."""
-    log = slides.one_log(slides.logs_of(_whole(runs)))
+    log = losses.one_log(losses.logs_of(_whole(runs)))
     loss = log["log"].set_index("step")["loss"]
-    again = slides.repeated(loss)
+    again = losses.repeated(loss)
     title = say("slides.artefact_title", log=log)
     figure = _figure(
         runs, title, f"the log of {log['run_id']}, batch {log['batch']}; differences of 0 are not drawn", 3.6
     )
     left, right = figure.subplots(1, 2)
     left.plot(loss.index, loss, color=BLUE, linewidth=0.5, label="each step")
-    left.plot(again.index, again, color=ORANGE, linewidth=1.5, label=f"mean of {slides.EVERY} steps, told again")
+    left.plot(again.index, again, color=ORANGE, linewidth=1.5, label=f"mean of {losses.EVERY} steps, told again")
     left.set(xlabel="optimizer step", ylabel="training loss")
     for values, mean, color in ((loss, log["raw"], BLUE), (again, log["again"], ORANGE)):
-        measured = slides.formula(values, log["batch"])
+        measured = losses.formula(values, log["batch"])
         measured = measured[measured > 0]
         right.plot(measured.index, measured, ".", color=color, markersize=2 if color == BLUE else 5)
         right.axhline(mean, color=color, linewidth=1.5, label=f"mean {mean:.2g}")
@@ -163,16 +163,16 @@ def fig_artefact(runs: pd.DataFrame) -> Figure:
 def fig_noise(runs: pd.DataFrame) -> Figure:
     """The gradient noise scale over the training, and the efficiency of batches that follows from it beside the
     measured one."""
-    logs = slides.logs_of(_whole(runs[runs["spec.variant"] == slides.SCALED]))
-    phi, means = slides.phi_of(logs), slides.predicted(logs, BATCHES)
+    logs = losses.logs_of(_whole(runs[runs["spec.variant"] == losses.SCALED]))
+    phi, means = losses.phi_of(logs), losses.predicted(logs, BATCHES)
     phi = phi.assign(bin=np.ceil(20 * phi["done"]) / 20)
     try:
-        found = slides.reached(logs)
+        found = losses.reached(logs)
         measured = found.efficiency.query(f"batch > {REFERENCE}")
     except NotMeasured:
         found, measured = None, pd.DataFrame({"mean": [], "half": []})
-    title = slides.noise_finding(logs)
-    said = f"{slides.SCALED}; medians and quartiles over seeds and steps, in twentieths of the training"
+    title = losses.noise_finding(logs)
+    said = f"{losses.SCALED}; medians and quartiles over seeds and steps, in twentieths of the training"
     if found:
         said += f"; measured: features at {REFERENCE} over features at the batch until the loss is {found.loss:.2f}"
     figure = _figure(runs, title, said, 3.6)

@@ -3,9 +3,7 @@
 The slides (slides.csv) compare data parallelism with "pipelines" of two and four GPUs and find that pipelines are
 faster and lose 99 % of their *statistical efficiency*. That cannot be: progress by feature belongs to weights, data and
 batch, and how a batch is spread over GPUs does not change it (measure/goodput.py). Each hypothesis says what would have
-led to such numbers, and is checked on logs and records of our own.
-
-Logs are the steps.jsonl beside records: a line a step, whose loss is the mean over the step's features.
+led to such numbers, and is checked on logs (losses.py) and records of our own.
 """
 
 import contextlib
@@ -17,21 +15,17 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from qa_lib.measure.goodput import REFERENCE, efficiency
-from qa_lib.record import Noise
+from qa_lib.measure.goodput import REFERENCE
 from qa_lib.report.claims import reasons, told, verdicts
-from qa_lib.report.runs import NotMeasured, read_steps
+from qa_lib.report.losses import PLAIN, SCALED, logs_of, one_log, predicted, reached, reference_phi
+from qa_lib.report.runs import NotMeasured
 from qa_lib.report.scaling import at, is_pipeline, one_gpu, projection, scaling
 from qa_lib.report.tables import interval
 from qa_lib.report.text import say
 from qa_lib.variants import VARIANTS
 
-EVERY = 50  # steps between two losses of the slides' log (logging_steps)
-# The rows that imitate the slides: transformers.Trainer under torchrun, with DeepSpeed, and asking nvidia-smi.
-PLAIN, DEEPSPEED, POLLED = "P0", "P0-ds", "P0-polled"
-SCALED = "P-fast"  # the row that was run at several batches
+DEEPSPEED, POLLED = "P0-ds", "P0-polled"  # PLAIN with DeepSpeed, and asking nvidia-smi
 SPREAD = ("P-fast", "P-sharded", "P-1f1b")  # rows that spread one batch in different ways
-SMOOTH = 0.1  # share of a training that a smoothed loss is the mean of
 DIVIDES = ("pipeline", "tensor")  # ways to share a step in which no GPU has the whole model
 CONCLUSIONS = ("data_first", "pipeline_pays", "batch_costs", "in_a_minute")  # macros of texts/slides.md.j2
 HYPOTHESES = {  # macro of texts/slides.md.j2, which says what was measured -> the hypothesis
@@ -58,119 +52,6 @@ def theirs() -> pd.DataFrame:
     return table.set_axis(heads, axis="columns")
 
 
-def formula(loss: pd.Series, batch: int) -> pd.Series:
-    """The slides' “statistical efficiency”: |loss(i-1) - loss(i)| / batch."""
-    return loss.diff().abs().dropna() / batch
-
-
-def repeated(loss: pd.Series) -> pd.Series:
-    """The losses as the slides' second script saw them: the mean of each EVERY steps, told again in each of the EVERY
-    steps that follow."""
-    return loss.groupby(np.arange(len(loss)) // EVERY).transform("mean").shift(EVERY).dropna()
-
-
-def logs_of(runs: pd.DataFrame) -> pd.DataFrame:
-    """A line for each run that ended ok and has a log of more than two EVERY steps: variant, seed, world, batch, group,
-    log; loss, its mean over the run; raw and again, means of `formula` over the log as it is and `repeated`."""
-    columns, lines = ["group", "world", "batch", "run_id", "variant", "seed", "log", "loss", "raw", "again"], []
-    for run in runs[runs["status"] == "ok"].to_dict("records"):
-        log = read_steps(run["path"])
-        if len(log) <= 2 * EVERY or not run["batch"]:
-            continue
-        values = {"raw": log["loss"], "again": repeated(log["loss"])}
-        lines.append(
-            {name: run[name] for name in ("group", "world", "batch", "run_id")}
-            | {"variant": run["spec.variant"], "seed": run["spec.seed"], "log": log, "loss": log["loss"].mean()}
-            | {name: formula(loss, run["batch"]).mean() for name, loss in values.items()}
-        )
-    return pd.DataFrame(lines, columns=columns).astype({"loss": float, "raw": float, "again": float})
-
-
-def one_log(logs: pd.DataFrame) -> dict:
-    """The log that stands for the others: the longest of PLAIN, or else of all. Raises NotMeasured."""
-    if logs.empty:
-        raise NotMeasured(f"no run has a steps.jsonl of more than {2 * EVERY} steps beside its record")
-    plain = logs[logs["variant"] == PLAIN]
-    candidates = plain if len(plain) else logs
-    return candidates.loc[candidates["log"].map(len).idxmax()].to_dict()
-
-
-def phi_of(logs: pd.DataFrame) -> pd.DataFrame:
-    """The running noise scale in features, a line for each of SCALED's logged steps (see logs_of) that has one: batch,
-    seed, step, done (the share of the training), phi. Raises NotMeasured."""
-    parts = [pd.DataFrame(columns=["step", "phi", "done", "batch", "seed"], dtype=float)]
-    for log in logs[logs["variant"] == SCALED].to_dict("records"):
-        steps = log["log"].reindex(columns=["step", "phi"]).dropna()
-        done = steps["step"] / log["log"]["step"].max()
-        parts.append(steps.assign(done=done, batch=log["batch"], seed=log["seed"]))
-    found = pd.concat(parts)
-    found = found[found["phi"] > 0].reset_index(drop=True)  # noise may hide the gradient, and phi then is no number
-    if found.empty:
-        raise NotMeasured(f"no log of {SCALED} has a noise scale (phi)")
-    return found
-
-
-def reference_phi(logs: pd.DataFrame) -> pd.DataFrame:
-    """Of `phi_of` the lines from which predictions are made: of batch REFERENCE, or of the smallest that has any."""
-    phi = phi_of(logs)
-    return phi[phi["batch"] == (REFERENCE if REFERENCE in set(phi["batch"]) else phi["batch"].min())]
-
-
-def predicted(logs: pd.DataFrame, batches) -> pd.Series:
-    """The efficiency of batches by the noise scale: the mean over the training of SCALED at batch REFERENCE, or at the
-    smallest that has one. Raises NotMeasured."""
-    phi = reference_phi(logs)["phi"]
-    means = [np.mean([efficiency(Noise(sqr=1.0, var=value), int(batch)) for value in phi]) for batch in batches]
-    return pd.Series(means, index=list(batches))
-
-
-def smoothed(log: pd.DataFrame) -> pd.Series:
-    """The mean loss around each step, over SMOOTH of the training; by the share of the training that is done."""
-    window = max(1, round(SMOOTH * len(log)))
-    loss = log["loss"].rolling(window, center=True).mean()
-    return loss.set_axis(log["step"] / log["step"].max()).dropna()
-
-
-@dataclass(frozen=True)
-class Reached:
-    """The loss that all runs of SCALED reach, and when: `features` has a line a seed, a column a batch."""
-
-    loss: float
-    features: pd.DataFrame
-
-    @property
-    def efficiency(self) -> pd.DataFrame:
-        """Progress by feature relative to batch REFERENCE, as measured: by batch, mean and half its interval."""
-        share = self.features[[REFERENCE]].to_numpy() / self.features
-        return pd.DataFrame({"mean": share.mean(), "half": interval(share)})
-
-
-def reached(logs: pd.DataFrame) -> Reached:
-    """Features until the smoothed loss of SCALED is down to the one that the worst of its runs ends with. Raises
-    NotMeasured where REFERENCE and a larger batch were not both run."""
-    logs = logs[logs["variant"] == SCALED]
-    if REFERENCE not in set(logs["batch"]) or logs["batch"].max() == REFERENCE:
-        raise NotMeasured(f"{SCALED} was not run at batch {REFERENCE} and at a larger one")
-    curves = [smoothed(log) for log in logs["log"]]
-    loss = max(curve.min() for curve in curves)
-    last = [log["step"].max() * batch for log, batch in zip(logs["log"], logs["batch"], strict=True)]
-    features = [(curve <= loss).idxmax() * n for curve, n in zip(curves, last, strict=True)]
-    table = logs.assign(features=features).groupby(["seed", "batch"])["features"].mean().unstack()
-    return Reached(loss, table)
-
-
-def noise_finding(logs: pd.DataFrame) -> str:
-    """The noise scale, and the efficiency of the largest batch that was run beside the one that follows from it."""
-    phi, batch = reference_phi(logs)["phi"].median(), None
-    try:
-        measured = reached(logs).efficiency["mean"]
-        batch = measured.index.max()
-        found = {"measured": measured[batch], "predicted": predicted(logs, [batch])[batch]}
-    except NotMeasured:
-        found = {"measured": None, "predicted": None}
-    return say("slides.noise_title", phi=phi, batch=batch, reference=REFERENCE, **found)
-
-
 @dataclass(frozen=True)
 class Facts:
     """What the hypotheses are checked against: runs of scale `parallel` and of scale `slides`."""
@@ -189,21 +70,14 @@ class Facts:
         return scaling(self.speed)
 
     def imitated(self, row: str = PLAIN) -> pd.DataFrame:
-        """By number of GPUs, a row with one number of features a GPU: world, steps (planned), loss (mean over the
-        training), held_out; means over seeds. Raises NotMeasured below two numbers of GPUs."""
+        """By number of GPUs, a row with one number of features a GPU: world, steps (planned; mean over seeds). Raises
+        NotMeasured below two numbers of GPUs."""
         runs = self.slides[(self.slides["spec.variant"] == row) & (self.slides["status"] == "ok")]
         share = runs["batch"] / runs["world"]
         runs = runs[share == share.mode().min()]
         if runs["world"].nunique() < 2:
             raise NotMeasured(f"{row} was not run on different numbers of GPUs with one batch a GPU")
-        logs = self.logs.set_index("run_id")["loss"]
-        table = pd.DataFrame({
-            "world": runs["world"],
-            "steps": runs["spec.planned_steps"].astype(float),
-            "loss": runs["run_id"].map(logs),
-            "held_out": runs.reindex(columns=["quality.loss"])["quality.loss"].astype(float),
-        })  # fmt: skip
-        return table.groupby("world").mean().reset_index()
+        return runs.groupby("world")["spec.planned_steps"].mean().astype(float).rename("steps").reset_index()
 
     def steps(self) -> dict[str, list[dict]]:
         """`imitated` of PLAIN, and of DEEPSPEED where it was run on different numbers of GPUs."""
@@ -219,16 +93,34 @@ class Facts:
         return {row: " or ".join(sorted(set(part))) for row, part in named.groupby("spec.variant")["parallel.wrapper"]}
 
     def fit(self) -> dict:
-        """`imitated`, and the least-squares fit of loss = end + extra / steps to it: end, extra, miss (the largest
-        difference, as a share of the largest between losses) and the room that seeds leave it, half of itself where
-        there is one alone. Raises NotMeasured below three numbers of GPUs."""
-        table = self.imitated().dropna(subset=["loss"])
-        if len(table) < 3:
-            raise NotMeasured(f"{PLAIN} was not run on three numbers of GPUs, which two unknowns take to be checked")
-        extra, end = np.polyfit(1 / table["steps"], table["loss"], 1)
-        miss = (end + extra / table["steps"] - table["loss"]).abs().max() / np.ptp(table["loss"])
-        seeds = self.slides.loc[self.slides["spec.variant"] == PLAIN, "spec.seed"].nunique()
-        return {"table": table, "end": end, "extra": extra, "miss": miss, "room": miss / 2 if seeds == 1 else 0.0}
+        """PLAIN at its batches, on however many GPUs a batch was spread: table, a line a batch, with the means over
+        seeds of steps, loss (over the training) and held_out; end and extra of the least-squares fit loss = end +
+        extra / steps; and (mean, half) over seeds of miss, a loss's largest distance from its seed's fit, as a share of
+        the range of its losses; of rise, from the loss of the smallest batch to that of the largest; and of share, what
+        held_out rises by over that. Of the seeds that were run at all batches. Raises NotMeasured below three batches,
+        which two unknowns take to be checked."""
+        runs = self.slides[(self.slides["spec.variant"] == PLAIN) & (self.slides["status"] == "ok")]
+        if runs["batch"].nunique() < 3:
+            raise NotMeasured(f"{PLAIN} was not run at three batches, which two unknowns take to be checked")
+        values = runs.reindex(columns=["spec.planned_steps", "quality.loss"]).astype(float)
+        values = values.set_axis(["steps", "held_out"], axis="columns")
+        values["loss"] = runs["run_id"].map(self.logs.set_index("run_id")["loss"])
+        table = values.groupby([runs["spec.seed"], runs["batch"]]).mean().unstack()
+        loss = table["loss"].dropna()
+        if loss.empty:
+            raise NotMeasured(f"no seed of {PLAIN} was run at all of its batches and kept its logs")
+        means = table.loc[loss.index].mean().unstack(0)
+        fits = np.polyfit(1 / means["steps"], loss.T, 1)
+        held_out, fitted = table["held_out"].loc[loss.index], np.vander(1 / means["steps"], 2) @ fits
+        rise = loss.iloc[:, -1] - loss.iloc[:, 0]
+        told = {
+            "miss": (loss - fitted.T).abs().max(axis="columns") / np.ptp(loss, axis=1),
+            "rise": rise,
+            "share": (held_out.iloc[:, -1] - held_out.iloc[:, 0]) / rise,
+        }
+        extra, end = fits.mean(axis=1)
+        spread = {name: (float(values.mean()), float(interval(values))) for name, values in told.items()}
+        return {"table": means.reset_index(), "end": end, "extra": extra, "seeds": len(loss), **spread}
 
     def pair(self) -> list[dict]:
         """The formula's value in PLAIN's log, step by step on the fewest GPUs, over that in DEEPSPEED's logs, told
