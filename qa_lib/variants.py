@@ -373,7 +373,7 @@ VARIANTS = dict(
         _row("L-recompute", "L4", "Activations are recomputed instead of kept: memory for time.", checkpointing=True),
         _row("L-8bit", "L4", "Adam's two moments in 8 bits, but for the embeddings'.", optimizer="adamw8bit"),
         _row("L-lora", "L4", "LoRA r=32 on every product of the layers, over a frozen model.", trainable="lora-all"),
-        _row("L-qlora", "L-lora", "The frozen model in 4 bits, which takes an eighth of the memory.", frozen="nf4"),
+        _row("L-qlora", "L-lora", "The frozen layers in 4 bits: a seventh of their weights' bytes.", frozen="nf4"),
         _row("L-ddp", "L4", "Several GPUs: gradients are averaged during the backward pass.", parallel="ddp"),
         _row("L-flat", "L-best", "The whole stack on several GPUs: one captured reduction.", parallel="flat"),
     ]

@@ -82,6 +82,18 @@ def test_a_row_whose_parent_did_not_run_stands_beside_the_nearest_that_did(profi
         curve_tables.steps_table(elsewhere)
 
 
+def test_speeds_of_other_code_are_marked_as_of_another_day(profile):
+    code = profile.runs["code.commit"].mask(profile.runs["spec.variant"] == "A3", "f" * 40)
+    runs = profile.runs.assign(**{"code.commit": code})
+    table = curve_tables.steps_table(curves.points(runs)).set_index("row")
+    assert table.loc["A3", "speed"].endswith(" of another day") and "day" not in table.loc["A0-compile", "speed"]
+    notes = [
+        curves.fig_curve(of, curves.points(of), "micro_batch", measure).get_supxlabel().replace("\n", " ")
+        for of, measure in ((runs, "speed"), (profile.runs, "speed"), (runs, "gib"))
+    ]
+    assert ["of different days" in note for note in notes] == [True, False, False]
+
+
 def test_changes_since_an_earlier_row_are_all_told_once():
     assert tables.change("E5", "E2") == "E2 + step: graph + precision: bf16 + optimizer: master"
     assert tables.change("E5-eager", "E2") == "E2 + precision: bf16 + optimizer: master", "captured, and not any more"

@@ -46,6 +46,10 @@ def test_only_rows_that_were_trained_alike_stand_in_one_table(every):
     assert best["bits per byte"] == "2.090 ± 0.169", "9.0 is of another rate, length, number of epochs or shape"
     assert best["against L1"] == "−0.010 ± 0.000", "over equal seeds, which all three differ by as much"
     assert table["L2"]["against L1"].startswith("+0.010")
+    shorter = every[(every["spec.variant"] != "L2") | (every["spec.seed"] < 2)]
+    assert table_of(scores.shown(shorter, QUALITY, BENCH))["L2"]["against L1"].replace("\u00a0", " ") == "+0.010"
+    more = every[(every["spec.variant"] != "L1") | (every["spec.seed"] < 2)]
+    assert table_of(scores.shown(more, QUALITY, BENCH))["L2"]["against L1"].endswith("\u00a02)"), "of its three seeds"
 
 
 def test_the_table_says_what_was_trained_and_what_was_timed(every):

@@ -108,25 +108,26 @@ def _straightest(own: pd.DataFrame) -> tuple[float, float, float]:
 
 def steps_table(table: pd.DataFrame) -> pd.DataFrame:
     """Before and after each optimization: every row in `points` against the row that it changes, or the nearest of that
-    row's own parents that was measured at an equal size, at the largest size of both. Raises NotMeasured where no row
-    stands beside such a one."""
+    row's own parents that was measured at an equal size, at the largest size of both. A speed against one of other code
+    is marked, since the host may be another. Raises NotMeasured where no row stands beside such a one."""
     if table.empty:
         raise NotMeasured(NONE)
-    measured = table[~table["oom"]].set_index(["variant", *SIZES])[["gib", "speed"]]
+    measured = table[~table["oom"]].set_index(["variant", *SIZES])
+    code, measured = measured["code"], measured[["gib", "speed"]]
     lines = []
     for variant in dict.fromkeys(table["variant"]):
         ancestor, ratios = _against_nearest(measured, variant)
         if ancestor is None:
             continue
         sizes = max(ratios.index, key=lambda sizes: (sizes[0] * sizes[2], sizes))
-        at = ratios.loc[sizes]
+        at, apart = ratios.loc[sizes], code[variant, *sizes] != code[ancestor, *sizes]
         lines.append({
             "row": variant,
             "what it changes": change(variant, ancestor),
             "length": f"{sizes[0]:,}",
             "micro-batch": f"{sizes[2]:,}",
             "memory": factor(at["gib"]),
-            "speed": factor(at["speed"]),
+            "speed": factor(at["speed"]) + (" of another day" if apart and pd.notna(at["speed"]) else ""),
         })  # fmt: skip
     if not lines:
         raise NotMeasured("no row was measured at the same size as a row that it was made from")

@@ -24,7 +24,7 @@ from qa_lib.report.text import number, say
 from qa_lib.variants import VARIANTS, find_variant
 
 # Of `points`.
-COLUMNS = ["variant", "length", "batch", "micro_batch", "gib", "speed", "states", "tokens", "predicted", "oom"]
+COLUMNS = ["variant", "length", "batch", "micro_batch", "gib", "speed", "states", "tokens", "predicted", "oom", "code"]
 SIZES = {
     "length": "tokens of a feature or window",
     "batch": "features in an optimizer step",
@@ -44,8 +44,8 @@ def points(runs: pd.DataFrame, rows: Sequence[str] = (), predicted: pd.Series | 
 
     Columns: variant; length, batch (0 where a step is one micro-batch, or so many tokens) and micro_batch; gib, speed,
     states (GiB of weights, gradients and optimizer), tokens (computed in a micro-batch), predicted (GiB, where
-    run.budget.predicted is given) and oom, whether every seed ran out of memory. Raises NotMeasured where there is
-    none.
+    run.budget.predicted is given), oom, whether every seed ran out of memory, and code (commits). Raises NotMeasured
+    where there is none.
     """
     by_tokens = runs.reindex(columns=[BATCH_TOKENS])[BATCH_TOKENS].notna()
     runs = runs.assign(batch=runs["batch"].mask(by_tokens | (runs["batch"] == runs["micro_batch"]), 0))
@@ -61,7 +61,9 @@ def points(runs: pd.DataFrame, rows: Sequence[str] = (), predicted: pd.Series | 
     found["states"] = runs.reindex(columns=STATES).astype(float).sum(axis="columns", skipna=False)
     found[["gib", "predicted", "states"]] /= 1024
     found["oom"] = (runs["status"] == "oom").astype(float)
-    found = found.groupby([runs["spec.variant"].rename("variant"), *(runs[size] for size in SIZES)]).mean()
+    alike = [runs["spec.variant"].rename("variant"), *(runs[size] for size in SIZES)]
+    code = runs["code.commit"].str[:7].groupby(alike).agg(lambda commits: ", ".join(sorted(set(commits))))
+    found = found.groupby(alike).mean().assign(code=code)
     found["oom"] = found["oom"] == 1
     found = found.reset_index()
     return found.sort_values("variant", key=lambda names: names.map(place), kind="stable").reset_index(drop=True)
@@ -136,7 +138,8 @@ def fig_curve(runs: pd.DataFrame, table: pd.DataFrame, size: str, measure: str) 
         raise NotMeasured(f"no run with {where} has one: {why}")
     label = MEASURES[measure][1]
     finding = (memory_finding if measure == "gib" else speed_finding)(part, size, where)
-    figure = new_figure(("On a CPU: " if on_cpu(runs) else "") + finding, _note(runs, where), 4.6)
+    apart = measure == "speed" and part["code"].nunique() > 1
+    figure = new_figure(("On a CPU: " if on_cpu(runs) else "") + finding, _note(runs, where, apart), 4.6)
     axis = figure.subplots()
     failing = part.loc[part["oom"], "variant"].unique().tolist()
     band = 0.04 * (len(failing) + 1) if failing else 0.0  # of the axis' height, for what ran out of memory
@@ -199,8 +202,9 @@ def _ticks(axis: Axes, sizes: pd.Series) -> None:
     axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 
-def _note(runs: pd.DataFrame, where: str) -> str:
+def _note(runs: pd.DataFrame, where: str, apart: bool) -> str:
     parts = [f"Group {runs['group'].iloc[0]}", where, f"code {commits(runs)}"]
+    parts += ["points of different code are of different days, and perhaps hosts"] if apart else []
     parts += sorted(set(runs["env.gpu"].dropna())) or [CPU_CAVEAT]
     return " · ".join(parts) + "."
 

@@ -42,7 +42,10 @@ def scores_table(runs: pd.DataFrame, timed: pd.DataFrame) -> pd.DataFrame:
         "n": scores.count().map(str),
         label: list(map(written, scores.mean(), interval(scores))),
     })  # fmt: skip
-    table[f"against {base}"] = pd.Series(map(signed, difference.mean(), interval(difference)), difference.columns)
+    against = pd.Series(map(signed, difference.mean(), interval(difference)), difference.columns, dtype=object)
+    shared = difference.count()
+    fewer = (shared > 0) & (shared < scores.count()[shared.index])
+    table[f"against {base}"] = against.mask(fewer, against + shared.map(" (n = {})".format))
     if task == "qa":
         with contextlib.suppress(NotMeasured):  # too few seeds to tell
             table[f"within {MARGIN:g} F1"] = equivalence(runs).set_index("variant")["verdict"].map(VERDICTS)

@@ -40,6 +40,7 @@ MEASURES = {  # name in `lines` -> value of a record; beside them `score`, the o
     "step_p10_ms": "time.step_ms.p10",
     "step_p90_ms": "time.step_ms.p90",
     "data_ms": "time.data_ms",
+    "busy": "speed.utilisation",
     "matrix_share": "speed.mfu",
     "peak_mib": "memory.peak_alloc_mib",
     "joules": "energy.joules_per_feature",
@@ -257,6 +258,7 @@ COLUMNS = {  # heading, in which {score} stands for the score's label and {base}
     "× {base}": lambda line: number(line["ratio"], line["ratio±"]),
     "step ms [p10–p90]": _step,
     "waits for data, at most": lambda line: share(line["data_ms"] / line["step_ms"]),
+    "GPU busy": lambda line: share(line["busy"]),
     "of matrix rate": lambda line: share(line["matrix_share"]),
     "MFU": lambda line: share(line["mfu"]),
     "peak MiB": lambda line: number(line["peak_mib"]),
@@ -276,7 +278,7 @@ AXIS_LABELS = tuple(axis.label for axis in AXES)
 # Headings of two tables of a page's width, which all of them together would overflow.
 SPEED = ("row", "what it changes", *AXIS_LABELS, "status", "n", "features/s", "tokens/s", "× {base}",
          "step ms [p10–p90]", "note")  # fmt: skip
-COSTS = ("row", *AXIS_LABELS, "waits for data, at most", "of matrix rate", "MFU", "peak MiB", "J/feature",
+COSTS = ("row", *AXIS_LABELS, "waits for data, at most", "GPU busy", "of matrix rate", "MFU", "peak MiB", "J/feature",
          "trainable", "compile s", "break-even step")  # fmt: skip
 
 
