@@ -168,7 +168,7 @@ CONFLICTS = (
     (("projections", "fused"), ("trainable", "lora*"), "the adapters' query, key and value are fused away"),
     (("frozen", "nf4"), ("trainable", "!lora*"), "weights in 4 bits cannot train, so that adapters have to"),
     (("frozen", "nf4"), ("feed_forward", "fp8"), "both are about the same products"),
-    (("frozen", "nf4"), ("parallel", "fsdp|tensor|pipeline"), "they share out floating-point weights"),
+    (("frozen", "nf4"), ("parallel", "fsdp|tensor|pipeline"), "sharing out weights in 4 bits has not been tried"),
     (("rounding", "!none"), ("precision", "!fp32"), "what is rounded is what a CPU will compute, in 32 bits"),
     (("rounding", "!none"), ("trainable", "lora*"), "an adapter that is merged is rounded with its weight"),
     (("rounding", "!none"), ("frozen", "nf4"), "both are about the same products"),

@@ -222,6 +222,15 @@ def test_weights_of_a_language_model_by_row():
     )
 
 
+def test_of_weights_in_4_bits_one_is_whole_at_a_time():
+    mib = {
+        name: estimate(lm_spec(name, 64, model="gpt2:L2H4096V512P64"))["workspace_mib"]
+        for name in ("L-lora", "L-qlora")
+    }
+    one = 2 * 4 * 4096**2 / 2**20  # bytes in half precision of the largest product's weight
+    assert mib["L-lora"] - mib["L-qlora"] == pytest.approx(2 * 3 * one - one), "two layers' copies by autocast, or one"
+
+
 def test_runs_are_predicted_from_their_records():
     """Every try of the search, at sizes far above those that the terms were measured at."""
     runs = load_runs(GROUP.parent).query("group == 'h200-fit-14.9gib-sm75' and `spec.variant` in ('A2', 'E3', 'C2')")

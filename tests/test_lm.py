@@ -481,6 +481,8 @@ def test_a_row_trains_what_it_says_and_saves_a_plain_model(row, tmp_path):
     path = tmp_path / spec.run_path / "model"
     plain, loading = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    adapters = sum(parameter.numel() for name, parameter in before.items() if ".lora_" in name)
+    assert entry["model"]["params_total"] == plain.num_parameters() + adapters, "also of weights that it held in 4 bits"
     text = tokenise_text(open_text(spec.data_source, "validation"), AutoTokenizer.from_pretrained(path))
     nats = total_nats(plain.eval(), torch.from_numpy(text.tokens.astype("int64")), 64, 32)
     assert nats == pytest.approx(entry["quality"]["nats"], rel=1e-6)

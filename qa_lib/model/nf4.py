@@ -2,13 +2,17 @@
 
 What does not train needs no gradients and no optimizer state, and its own bits are then most of what is left. NF4
 (Dettmers et al. 2023) has 16 values, spaced so that weights drawn from a normal distribution fill them evenly, and a
-scale for each block of 64 weights. bitsandbytes rounds to it and widens it again; the adapters stay in fp32.
+scale for each block of 64 weights. bitsandbytes rounds to it and widens it again; the adapters stay in fp32. The paper
+rounds the scales, too, which is not done here: 4.5 bits a weight instead of 4.13.
 
-Each product widens its weight, uses it and forgets it; its backward pass widens it again, which saves two bytes a
-weight. Both are operators that the compiler does not look into: what is around them is one graph all the same, and it
-cannot decide to keep the wide weight for later, as it would with a product that it sees. (bitsandbytes' own layer takes
-that graph apart at every product, and returns fp32, so that activations take up twice the memory.) The loss is in
-quality and in the time to widen. It works on every GPU that PyTorch supports, and on a CPU.
+Each product widens its weight, uses it and forgets it; its backward pass widens it again. To keep the wide weight until
+then would take two bytes more for each. Both passes are operators (torch.library.custom_op) that the compiler does not
+look into: it cannot decide to keep the wide weight, and what is around them is one graph.
+
+bitsandbytes' own layer lets peft make adapters in the half precision that it computes in; it returns the type of its
+input, which is fp32 after a layer norm, so that activations take twice the memory; and it casts its bias in place when
+it is first called, which takes the compiler's graph apart. The loss of NF4 is in quality and in the time to widen. It
+works on the GPUs that bitsandbytes is built for, a T4 among them, and on a CPU.
 """
 
 import torch
@@ -24,10 +28,13 @@ BLOCK = 64  # weights that share a scale
 
 class NF4Linear(nn.Linear):
     """A linear layer with a frozen weight in 4 bits: `weight`, uint8 [out * in / 2, 1], two weights a byte, and
-    `scales`, one for each BLOCK of them, of fp32, but held as int32, which models in half precision leave alone."""
+    `scales`, one for each BLOCK of them: the bits of fp32 numbers, as int32, so that `model.half()` leaves them alone.
+
+    It is an nn.Linear for peft, which looks for one; `native` gives a layer that can be merged or initialised.
+    """
 
     def __init__(self, product: nn.Linear | Conv1D, compute: torch.dtype):
-        """That computes in this type what `product` does."""
+        """The layer that computes in type `compute` what `product` computes."""
         from bitsandbytes.functional import quantize_4bit  # only these rows need it, and its import is slow
 
         nn.Module.__init__(self)
@@ -41,8 +48,8 @@ class NF4Linear(nn.Linear):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out], of the type that it computes in."""
-        product = _product(inputs.to(self.compute), self.weight, self.scales, self.out_features)
-        return product if self.bias is None else product + self.bias.to(self.compute)
+        outputs = _product(inputs.to(self.compute), self.weight, self.scales, self.out_features)
+        return outputs if self.bias is None else outputs + self.bias.to(self.compute)
 
     def weights_held(self) -> dict[nn.Parameter, int]:
         """How many weights its packed parameters hold, for `sizes` of encoders.py."""
@@ -53,31 +60,39 @@ class NF4Linear(nn.Linear):
         return _wide(self.weight, self.scales, self.out_features, self.in_features, torch.float32)
 
 
-def _wide(packed: torch.Tensor, scales: torch.Tensor, outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
+def _wide(packed: torch.Tensor, scales: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """The weight [rows, columns]. bitsandbytes reads as many bytes as that has, whatever there are."""
+    import bitsandbytes  # noqa: F401 (registers the operator)
+
+    torch._check(
+        packed.numel() == (rows * columns + 1) // 2,
+        lambda: f"{packed.numel()} bytes of weights in 4 bits are no matrix of {rows} x {columns}",
+    )
     widen = torch.ops.bitsandbytes.dequantize_4bit
-    return widen(packed, scales.view(torch.float32), BLOCK, "nf4", (outputs, inputs), dtype)
+    return widen(packed, scales.view(torch.float32), BLOCK, "nf4", (rows, columns), dtype)
 
 
 @operator("qa_lib::nf4_product")
-def _product(inputs: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, outputs: int) -> torch.Tensor:
-    """[..., in] -> [..., out], without a bias."""
-    return functional.linear(inputs, _wide(packed, scales, outputs, inputs.shape[-1], inputs.dtype))
+def _product(inputs: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, out: int) -> torch.Tensor:
+    """[..., in] -> [..., out], without a bias, in the inputs' type."""
+    with torch.autocast(inputs.device.type, enabled=False):
+        return functional.linear(inputs, _wide(packed, scales, out, inputs.shape[-1], inputs.dtype))
 
 
 @operator("qa_lib::nf4_product_backward")
-def _product_backward(grad: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, inputs: int) -> torch.Tensor:
-    """The gradient of the inputs."""
-    return grad @ _wide(packed, scales, grad.shape[-1], inputs, grad.dtype)
+def _product_backward(grad: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, width: int) -> torch.Tensor:
+    """The gradient of the inputs [..., width] from that of the outputs [..., out]."""
+    return grad @ _wide(packed, scales, grad.shape[-1], width, grad.dtype)
 
 
 def _keep(ctx, inputs, output):
-    of, packed, scales, _ = inputs
+    x, packed, scales, _ = inputs
     ctx.save_for_backward(packed, scales)
-    ctx.inputs = of.shape[-1]
+    ctx.width = x.shape[-1]
 
 
 def _differentiate(ctx, grad):
-    return _product_backward(grad, *ctx.saved_tensors, ctx.inputs), None, None, None
+    return _product_backward(grad, *ctx.saved_tensors, ctx.width), None, None, None
 
 
 _product.register_autograd(_differentiate, setup_context=_keep)

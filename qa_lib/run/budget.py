@@ -90,6 +90,7 @@ def _weights(model, spec: Spec) -> int:
 
 
 def _in_nf4(parameter) -> bool:
+    """Whether use_nf4 would hold a layer's parameter in 4 bits."""
     return parameter.ndim == 2 and not parameter.requires_grad
 
 
@@ -139,7 +140,9 @@ def estimate(spec: Spec, features=None) -> dict:
     repeated = {False: 0, "elementwise": 8, True: 12}[settings.checkpointing]
     temporary = (12 + repeated) * unit if compiled else 34 * unit + 2 * scores
     # Autocast's copies of the weights that gradients pass through; one layer's at a time where layers are recomputed.
-    # Weights in 4 bits are made whole anew for every product.
+    # Weights in 4 bits are made whole anew for every product, one at a time.
+    if settings.frozen == "nf4":
+        temporary += word * max(p.numel() for p in layers[0].parameters() if _in_nf4(p))
     one_layer = sum(p.numel() for p in layers[0].parameters() if not (settings.frozen == "nf4" and _in_nf4(p)))
     casts = 0 if half or word == 4 else 2 * one_layer * (1 if by_layers else deep)
     again = spec.accumulation > 1  # the gradients of earlier micro-batches are there in the next one's passes
