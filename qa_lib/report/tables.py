@@ -276,10 +276,10 @@ COLUMNS = {  # heading, in which {score} stands for the score's label and {base}
 
 AXIS_LABELS = tuple(axis.label for axis in AXES)
 # Headings of two tables of a page's width, which all of them together would overflow.
-SPEED = ("row", "what it changes", *AXIS_LABELS, "status", "n", "features/s", "tokens/s", "× {base}",
+SPEED = ("row", "what it changes", "trainable", *AXIS_LABELS, "status", "n", "features/s", "tokens/s", "× {base}",
          "step ms [p10–p90]", "note")  # fmt: skip
 COSTS = ("row", *AXIS_LABELS, "waits for data, at most", "GPU busy", "of matrix rate", "MFU", "peak MiB", "J/feature",
-         "trainable", "compile s", "break-even step")  # fmt: skip
+         "compile s", "break-even step")  # fmt: skip
 
 
 def result_table(lines: pd.DataFrame, headings=tuple(COLUMNS)) -> pd.DataFrame:
