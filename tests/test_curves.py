@@ -92,6 +92,7 @@ def test_speeds_of_other_code_are_marked_as_of_another_day(profile):
         for of, measure in ((runs, "speed"), (profile.runs, "speed"), (runs, "gib"))
     ]
     assert ["of different days" in note for note in notes] == [True, False, False]
+    assert set(curves.points(runs.assign(**{"code.commit": None}))["code"]) == {"unknown"}, "where git was not at hand"
 
 
 def test_changes_since_an_earlier_row_are_all_told_once():

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from torch import nn
+from torch import library, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -54,7 +54,7 @@ def test_product_and_gradient_are_those_of_the_weight_that_the_bits_stand_for(la
     (wanted,) = torch.autograd.grad(expected, x, grad)
     (found,) = torch.autograd.grad(small(x), x, grad)
     assert torch.allclose(found, wanted, atol=1e-5)
-    torch.library.opcheck(
+    library.opcheck(
         torch.ops.qa_lib.nf4_product.default, (x.detach().requires_grad_(), small.weight, small.scales, WIDTHS[1])
     )
 

@@ -6,8 +6,8 @@ scale for each block of 64 weights. bitsandbytes rounds to it and widens it agai
 rounds the scales, too, which is not done here: 4.5 bits a weight instead of 4.13.
 
 Each product widens its weight, uses it and forgets it; its backward pass widens it again. To keep the wide weight until
-then would take two bytes more for each. Both passes are operators (torch.library.custom_op) that the compiler does not
-look into: it cannot decide to keep the wide weight, and what is around them is one graph.
+then would take two bytes more for each. Both passes are operators of our own (ahead.py) that the compiler does not look
+into: it cannot decide to keep the wide weight, and what is around them is one graph.
 
 bitsandbytes' own layer lets peft make adapters in the half precision that it computes in; it returns the type of its
 input, which is fp32 after a layer norm, so that activations take twice the memory; and it casts its bias in place when
@@ -62,8 +62,6 @@ class NF4Linear(nn.Linear):
 
 def _wide(packed: torch.Tensor, scales: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """The weight [rows, columns]. bitsandbytes reads as many bytes as that has, whatever there are."""
-    import bitsandbytes  # noqa: F401 (registers the operator)
-
     torch._check(
         packed.numel() == (rows * columns + 1) // 2,
         lambda: f"{packed.numel()} bytes of weights in 4 bits are no matrix of {rows} x {columns}",

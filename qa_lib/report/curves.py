@@ -62,8 +62,7 @@ def points(runs: pd.DataFrame, rows: Sequence[str] = (), predicted: pd.Series | 
     found[["gib", "predicted", "states"]] /= 1024
     found["oom"] = (runs["status"] == "oom").astype(float)
     alike = [runs["spec.variant"].rename("variant"), *(runs[size] for size in SIZES)]
-    code = runs["code.commit"].str[:7].groupby(alike).agg(lambda commits: ", ".join(sorted(set(commits))))
-    found = found.groupby(alike).mean().assign(code=code)
+    found = found.groupby(alike).mean().assign(code=runs.groupby(alike).apply(commits))
     found["oom"] = found["oom"] == 1
     found = found.reset_index()
     return found.sort_values("variant", key=lambda names: names.map(place), kind="stable").reset_index(drop=True)

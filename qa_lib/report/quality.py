@@ -182,8 +182,8 @@ def overview(runs: pd.DataFrame, judged: pd.DataFrame) -> pd.DataFrame:
 
 
 def time_to_quality(runs: pd.DataFrame) -> pd.DataFrame:
-    """Seconds from raw data to a scored model, from a process's imports on, of runs that had a GPU to themselves and
-    found no compiled code.
+    """Seconds from raw data to a scored model, without the imports of their process, of runs that had a GPU to
+    themselves and found no compiled code.
 
     Raises NotMeasured.
     """

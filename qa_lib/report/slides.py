@@ -96,9 +96,9 @@ class Facts:
         """PLAIN at its batches, on however many GPUs a batch was spread: table, a line a batch, with the means over
         seeds of steps, loss (over the training) and held_out; end and extra of the least-squares fit loss = end +
         extra / steps; and (mean, half) over seeds of miss, a loss's largest distance from its seed's fit, as a share of
-        the range of its losses; of rise, from the loss of the smallest batch to that of the largest; and of share, what
-        held_out rises by over that. Of the seeds that were run at all batches. Raises NotMeasured below three batches,
-        which two unknowns take to be checked."""
+        the range of its losses; of rise, from the loss of the smallest batch to that of the largest; and of
+        held_out_rise, that of held_out as a share of it. Of the seeds that were run at all batches. Raises NotMeasured
+        below three batches, which two unknowns take to be checked."""
         runs = self.slides[(self.slides["spec.variant"] == PLAIN) & (self.slides["status"] == "ok")]
         if runs["batch"].nunique() < 3:
             raise NotMeasured(f"{PLAIN} was not run at three batches, which two unknowns take to be checked")
@@ -116,7 +116,7 @@ class Facts:
         told = {
             "miss": (loss - fitted.T).abs().max(axis="columns") / np.ptp(loss, axis=1),
             "rise": rise,
-            "share": (held_out.iloc[:, -1] - held_out.iloc[:, 0]) / rise,
+            "held_out_rise": (held_out.iloc[:, -1] - held_out.iloc[:, 0]) / rise,
         }
         extra, end = fits.mean(axis=1)
         spread = {name: (float(values.mean()), float(interval(values))) for name, values in told.items()}
