@@ -160,7 +160,7 @@ class Parallel:
     of one, but for its wrapper and what its noise says. `wrapper` is the class that PyTorch or DeepSpeed has put
     around the model, DistributedDataParallel or DeepSpeedEngine. A pipeline has `stages`, a `schedule` and a
     `bubble`, the share of a step in which the process that waits most does so, beside what the formula says
-    (train/pipeline.py); `rank_bubble` is that share of each, by which one sees whether the stages are balanced.
+    (train/pipeline.py); `rank_computing_ms` is how long each computes in a step, and says whether stages are balanced.
     `link` is how the GPUs are connected: machine.link(); `rank_*` have a value for each process, by its rank;
     `allreduce_gbs` is the bus bandwidth of one reduction; of a step, `busy_ms` is how long a GPU computes and
     `exposed_ms` how long it only communicates, means over the processes (measure/overlap.py); `goodput` is features
@@ -180,7 +180,7 @@ class Parallel:
     exposed_ms: Number = None
     rank_peak_mib: dict | None = None
     rank_step_ms: dict | None = None
-    rank_bubble: dict | None = None
+    rank_computing_ms: dict | None = None
     weights_equal: bool | None = None
     noise: Noise = field(default_factory=Noise)
     efficiency: Number = None

@@ -77,8 +77,8 @@ class FirstGradients(dict):
         clip(optimizer, across)
 
 
-def trained(case: dict, run_dir: Path, ranks: Ranks | None = None) -> dict:
-    """Train a case: where it began, and the digest of the weights of this process."""
+def trained(case: dict, run_dir: Path, ranks: Ranks) -> dict:
+    """Train a case: where it began, the digest of the weights of this process, and what this process has measured."""
     run_dir.mkdir(exist_ok=True, parents=True)
     spec = spec_of(case)
     features = build_features(open_source("synthetic:120", "train"), build_tokenizer("tiny"), 96, 32)
@@ -98,11 +98,12 @@ def trained(case: dict, run_dir: Path, ranks: Ranks | None = None) -> dict:
     except KeyboardInterrupt:
         return {}
     torch.save(dict(loop.clip), run_dir / "gradients.pt")  # the same of all processes
-    model = gathered(model, lambda: build_model(spec), ranks or Ranks(DEVICE))
+    model = gathered(model, lambda: build_model(spec), ranks)
     weights = digest_of({name: p.detach() for name, p in model.named_parameters()}, {})
     state = sum(v.numel() for values in optimizer.state.values() for v in values.values() if torch.is_tensor(v))
-    bubble = ranks.gauges.bubble() if ranks else None
-    return {"begin": begin, "refused": refused, "weights": weights, "state": state, "bubble": bubble}
+    norms, pipelined = ranks.gauges.norms.tolist(), ranks.gauges.pipelined()
+    return {"begin": begin, "refused": refused, "weights": weights, "state": state, "norms": norms,
+            "pipelined": pipelined, "wrapper": ranks.wrapper}  # fmt: skip
 
 
 if __name__ == "__main__":
@@ -118,5 +119,4 @@ if __name__ == "__main__":
             ranks.gauges.waits.clear()
             ranks.wrapper = None
             found = trained(case, folder / case["name"], ranks)
-            found |= {"norms": ranks.gauges.norms.tolist(), "wrapper": ranks.wrapper}
             (folder / case["name"] / f"rank-{ranks.rank}.json").write_text(json.dumps(found))

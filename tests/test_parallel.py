@@ -20,9 +20,10 @@ import torch
 
 from qa_lib.train.overlapped import Arrivals
 from qa_lib.train.parallel import gathered
-from qa_lib.train.pipeline import bubble
+from qa_lib.train.pipeline import bubble, measured_bubble
+from qa_lib.train.ranks import Ranks
 from qa_lib.train.sharded import ALIGN, Share
-from tests.ranks import losses_of, trained
+from tests.ranks import DEVICE, losses_of, trained
 
 LIMIT_S = 240  # of a launch, which takes 30 s on two free cores
 # For rows that cut the model: four layers and heads, and four micro-batches a step.
@@ -89,7 +90,7 @@ def by_one(tmp_path_factory):
     @functools.cache
     def folder_of(case: str):
         folder = tmp_path_factory.mktemp("one")
-        trained(json.loads(case), folder)
+        (folder / "rank-0.json").write_text(json.dumps(trained(json.loads(case), folder, Ranks(DEVICE))))
         return folder
 
     yield lambda case: folder_of(json.dumps(case, sort_keys=True))
@@ -174,8 +175,14 @@ def norm_in(folder) -> float:
 @pytest.mark.parametrize(("name", "formula"), [("gpipe", 1 / 5), ("1f1b", 1 / 5), ("interleaved", 1 / 9)])
 def test_a_stage_waits_at_least_as_long_as_the_formula_says(name, formula, shared):
     assert bubble(2, 4, 2 if name == "interleaved" else 1) == pytest.approx(formula)
-    waits = [rank["bubble"] for rank in found_by_ranks(shared / name)]
-    assert formula / 2 < max(waits) < 1, "less where the stages are not equally long"
+    stages = [rank["pipelined"] for rank in found_by_ranks(shared / name)]
+    assert formula / 2 < measured_bubble(stages) < 1, "less where the stages are not equally long"
+
+
+def test_a_bubble_is_of_the_whole_step():
+    """Of 15 units (see train/pipeline.py) both stages compute 12; the second ends two before the first."""
+    assert measured_bubble([(12, 15), (12, 13)]) == pytest.approx(bubble(2, 4))
+    assert measured_bubble([(12, 15), (11.4, 13)]) == pytest.approx(0.24), "that of the stage that waits most"
 
 
 def test_ways_to_reduce_see_one_noise_scale(shared):
@@ -189,6 +196,15 @@ def test_ways_to_reduce_see_one_noise_scale(shared):
     own, mean = flat
     assert own / 2 < mean < own, "two gradients that partly agree"
     assert not ddp.any(), "which never has its gradients in one piece"
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "interleaved-unequal"])
+def test_a_pipeline_compares_its_first_micro_batch_with_all_as_one_process_does(name, shared, by_one):
+    case, *_ = CASES[name]
+    one, *_ = found_by_ranks(by_one(case | {"row": "P-fast", "world": 1}))
+    stages = [rank["norms"] for rank in found_by_ranks(shared / name)]
+    assert np.sum(stages, axis=0) == pytest.approx(one["norms"], rel=1e-3)
+    assert min(one["norms"]) > 0
 
 
 def test_a_sharded_optimizer_is_half_of_it(shared):

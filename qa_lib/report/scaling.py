@@ -35,7 +35,7 @@ MEASURES = {
     "goodput": "parallel.goodput",
 }
 STEPS = r"parallel\.rank_step_ms\.\d+"
-BUBBLES = r"parallel\.rank_bubble\.\d+"
+COMPUTING = r"parallel\.rank_computing_ms\.\d+"
 PEAKS = r"memory\.peak_alloc_mib|parallel\.rank_peak_mib\.\d+"
 SHOWN = "P-fast"  # the row that titles speak of, where it was run
 
@@ -64,7 +64,7 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     values["peak_mib"] = done.filter(regex=f"^({PEAKS})$").astype(float).max(axis="columns")
     steps = done.filter(regex=f"^{STEPS}$").astype(float)
     values["apart"] = steps.max(axis="columns") / steps.min(axis="columns") - 1
-    computing = 1 - done.filter(regex=f"^{BUBBLES}$").astype(float)
+    computing = done.filter(regex=f"^{COMPUTING}$").astype(float)
     values["unbalanced"] = computing.max(axis="columns") / computing.min(axis="columns") - 1
     keys = done.rename(columns={"spec.variant": "variant", "spec.seed": "seed"})[[*KEYS, "seed"]]
     values = values.set_index(pd.MultiIndex.from_frame(keys)).sort_index()

@@ -184,11 +184,13 @@ class Facts:
 
     def phis(self) -> dict:
         """The noise scale of each of SPREAD at the batch at which most of them have one: batch, and by row phi (its
-        mean) and difference, log(phi) minus that of the first over equal seeds (mean, half). Raises NotMeasured."""
+        mean) and difference, log(phi) minus that of the first (mean, half), over equal seeds of one code, since what
+        phi averages over has changed once. Raises NotMeasured."""
         done = self.slides[self.slides["spec.variant"].isin(SPREAD) & (self.slides["status"] == "ok")]
         noise = done.reindex(columns=["parallel.noise.sqr", "parallel.noise.var"]).astype(float)
         phi = (noise["parallel.noise.var"] / noise["parallel.noise.sqr"]).where((noise > 0).all(axis="columns"))
-        table = phi.groupby([done["batch"], done["spec.seed"], done["spec.variant"]]).mean().unstack()
+        pairs = [done.reindex(columns=["code.commit"])["code.commit"].fillna(""), done["spec.seed"]]
+        table = phi.groupby([done["batch"], *pairs, done["spec.variant"]]).mean().unstack()
         counts = table.notna().groupby(level="batch").any().sum(axis="columns")
         if counts.empty or counts.max() < 2:
             raise NotMeasured(f"no two of {', '.join(SPREAD)} have a noise scale at one batch")

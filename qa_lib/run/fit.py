@@ -39,7 +39,7 @@ from qa_lib.train.checkpoint import digest_of
 from qa_lib.train.compilation import found_in_cache, start_compilers
 from qa_lib.train.engine import train
 from qa_lib.train.parallel import gathered
-from qa_lib.train.pipeline import bubble
+from qa_lib.train.pipeline import bubble, measured_bubble
 from qa_lib.train.ranks import Ranks
 from qa_lib.train.steplog import StepFailed
 
@@ -272,7 +272,7 @@ def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module,
         "step_ms": meter.step_ms().median,
         "weights": digest_of({name: p.detach().cpu() for name, p in model.named_parameters()}, {}),
         "allreduce_gbs": reduce_rate(ranks.device),
-        "bubble": ranks.gauges.bubble(),
+        "pipelined": ranks.gauges.pipelined(),
         **ranks.gauges.overlap,
     }
     found = ranks.gather(own)
@@ -291,10 +291,14 @@ def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module,
         "weights_equal": len({each["weights"] for each in found}) == 1,
     }
     if ranks.stages > 1:
-        entry["parallel"] |= {"stages": ranks.stages, "schedule": spec.settings.schedule}
-        formula = bubble(ranks.stages, spec.micro_batches // ranks.replicas, spec.settings.chunks)
-        waits = {str(rank): each["bubble"] for rank, each in enumerate(found)}
-        entry["parallel"] |= {"bubble": max(waits.values()), "bubble_formula": formula, "rank_bubble": waits}
+        stages = [each["pipelined"] for each in found]
+        entry["parallel"] |= {
+            "stages": ranks.stages,
+            "schedule": spec.settings.schedule,
+            "bubble": measured_bubble(stages),
+            "bubble_formula": bubble(ranks.stages, spec.micro_batches // ranks.replicas, spec.settings.chunks),
+            "rank_computing_ms": {str(rank): 1000 * computing for rank, (computing, _) in enumerate(stages)},
+        }
     if ranks.gauges.overlap.get("busy_ms"):
         entry["parallel"] |= {name: np.mean([each[name] for each in found]).item() for name in ranks.gauges.overlap}
     joules = [each["joules"] for each in found]

@@ -23,7 +23,7 @@ class Gauges:
     """What one process of a run has measured of its steps; `ranks` are the Ranks that own it.
 
     `norms` are note_norms' running means, and `waits` the stopwatches of a pipeline: for each step its laps of
-    computing, and the whole. `overlap` is what measure/overlap.py has found, empty where nothing was asked.
+    computing, and the passes as a whole. `overlap` is what measure/overlap.py has found, empty where nothing was asked.
     """
 
     def __init__(self, ranks):
@@ -53,10 +53,11 @@ class Gauges:
         found.steps = steps
         return found
 
-    def bubble(self) -> float | None:
-        """The share of the last KEPT steps in which this stage of a pipeline did not compute; waits for the device."""
-        steps = [(sum(map(elapsed, laps)), elapsed(step)) for laps, step in self.waits]
-        return 1 - sum(busy for busy, _ in steps) / sum(whole for _, whole in steps) if steps else None
+    def pipelined(self) -> tuple[float, float] | None:
+        """The seconds of a step in which this stage of a pipeline computes, and those from the begin of its passes to
+        their end: means over the last KEPT steps. Waits for the device."""
+        steps = [(sum(map(elapsed, laps)), elapsed(passes)) for laps, passes in self.waits]
+        return tuple(torch.tensor(steps).mean(0).tolist()) if steps else None
 
     def note_overlap(self, step: Callable[[], object]) -> None:
         """Measure what communication costs a step, by some more of them, which all processes make together."""

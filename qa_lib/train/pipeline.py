@@ -36,7 +36,7 @@ from qa_lib.measure.meter import Stopwatch
 from qa_lib.model.encoders import encoder_of, layers_of
 from qa_lib.model.packed import Part
 from qa_lib.train.compilation import LossOf, compiled
-from qa_lib.train.parallel import Flat, total_norm
+from qa_lib.train.parallel import Flat, end_to_end, square_norm, total_norm
 from qa_lib.train.precision import Precision
 from qa_lib.train.ranks import Ranks
 from qa_lib.variants import Settings, SpecError
@@ -47,6 +47,12 @@ SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": Schedu
 def bubble(stages: int, micro_batches: int, chunks: int = 1) -> float:
     """The share of a step in which a process waits, if parts of the model take equally long and messages no time."""
     return (stages - 1) / (chunks * micro_batches + stages - 1)
+
+
+def measured_bubble(stages: list[tuple[float, float]]) -> float:
+    """The share of a step in which the stage that computes least waits, from what Gauges.pipelined said in each. The
+    passes of the first stage are a step's: later ones end before, and wait in the reduction that follows."""
+    return 1 - min(computing for computing, _ in stages) / max(passes for _, passes in stages)
 
 
 class Pipeline(Flat):
@@ -71,7 +77,7 @@ class Pipeline(Flat):
                 model.set_submodule(name, nn.Identity())
         super().__init__(model, ranks, settings)
         self.places = [names.index(name) for name, _ in model.named_parameters()]
-        self.micro_batches, self.laps, self.schedule = [], [], None
+        self.micro_batches, self.laps, self.stages, self.schedule = [], [], [], None
 
     def wrapped(self, forward: LossOf) -> LossOf:
         layers, size = layers_of(self.model), len(layers_of(self.model)) // self.count
@@ -87,6 +93,8 @@ class Pipeline(Flat):
         if not self.schedule:
             self._lay(len(micro_batches), micro_batches[0]["input_ids"].shape)
         self.micro_batches[:], self.laps[:], self.shares = micro_batches, [], parts
+        for stage in self.stages:
+            stage.first = None
         self.loss = torch.zeros((), device=self.ranks.device)
         clock = Stopwatch(self.ranks.device)
         self.schedule.step(target=torch.arange(len(parts)), return_outputs=False)
@@ -99,17 +107,18 @@ class Pipeline(Flat):
         # What goes in and comes out. Hidden states come from layer norms, which give the type of their weights.
         hidden = self.parameters[0].new_empty(*shape, width, device="meta", requires_grad=True)
         loss = torch.empty((), device="meta", requires_grad=True)
-        stages = []
         for number, part in self.parts.items():
             given = hidden if number else ()
             made = hidden if number < self.count - 1 else loss
             stage = Stage(part, number, self.count, device, given, made, group=self.line)
             stage.micro_batches, stage.laps = self.micro_batches, self.laps
             stage.autocast = Precision(self.settings, device).autocast
-            stages.append(stage)
+            stage.alone = self.ranks.replicas == 1
+            self.stages.append(stage)
         self.schedule = SCHEDULES[self.settings.schedule](
-            stages if self.settings.chunks > 1 else stages[0], micro_batches, self._note_loss, scale_grads=False
-        )
+            self.stages if self.settings.chunks > 1 else self.stages[0], micro_batches, self._note_loss,
+            scale_grads=False,
+        )  # fmt: skip
 
     def _note_loss(self, loss: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         loss = loss / self.shares[int(number)]
@@ -119,6 +128,8 @@ class Pipeline(Flat):
     def reduce(self):
         if self.ranks.replicas > 1:
             super().reduce()
+        else:  # there is nothing to average; the first micro-batch's gradients are of its part of the mean loss
+            self.own = sum(stage.first for stage in self.stages) * len(self.micro_batches) ** 2
 
     def across(self, norm):
         return total_norm(super().across(norm), self.line)
@@ -128,7 +139,8 @@ class Pipeline(Flat):
 
 
 class Stage(PipelineStage):
-    """PyTorch's stage, which takes one of `micro_batches` by its number, and notes in `laps` how long it computes."""
+    """PyTorch's stage, which takes one of `micro_batches` by its number, and notes in `laps` how long it computes; in a
+    pipeline that is `alone`, without replicas, also in `first` the square norm of its first micro-batch's gradients."""
 
     def forward_one_chunk(self, number, args, kwargs=None, *rest, **options):
         clock = Stopwatch(self.device)
@@ -141,3 +153,5 @@ class Stage(PipelineStage):
         clock = Stopwatch(self.device)
         super().backward_one_chunk(*args, **options)
         self.laps.append(clock.lap())
+        if self.alone and self.first is None:
+            self.first = square_norm(end_to_end([p for p in self.submod.parameters() if p.requires_grad]))
