@@ -164,6 +164,13 @@ def test_the_lead_is_not_told_of_one_feature_in_a_pass(profile):
     assert curves.lead(pd.DataFrame(sizes))[2].to_dict() == {8: 2.0}
 
 
+def test_no_two_of_many_rows_look_alike(profile):
+    one = profile.points.query("variant == 'A3'")
+    many = pd.concat([one.assign(variant=name) for name in list(VARIANTS)[:25]])
+    (axis,) = curves.fig_curve(profile.runs, many, "micro_batch", "speed").axes
+    assert len({(line.get_color(), line.get_marker()) for line in axis.lines}) == 25
+
+
 def test_out_of_memory_is_a_cross_at_the_top_where_it_happened_first(profile):
     (axis,) = curves.fig_curve(profile.runs, profile.points, "micro_batch", "gib").axes
     crosses = [line for line in axis.lines if line.get_marker() == "x" and len(line.get_xdata())]

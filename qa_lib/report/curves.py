@@ -185,8 +185,8 @@ FIGURES = {  # of a group whose scale is for profiles
 
 
 def _look(number_of: int) -> dict:
-    """Markers tell rows apart beyond the number of colours, and where there is no colour."""
-    return {"marker": "osD^vP*X<>"[number_of % 10], "markersize": 4, "linewidth": 1.4}
+    """Markers tell rows apart where there is no colour, and, one more than there are colours, beyond their number."""
+    return {"marker": "osD^vP*X<>p"[number_of % (len(COLORBLIND) + 1)], "markersize": 4, "linewidth": 1.4}
 
 
 def _ticks(axis: Axes, sizes: pd.Series) -> None:
