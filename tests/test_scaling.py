@@ -283,6 +283,7 @@ ELSEWHERE = {
     "polling costs nothing": ("`spec.variant` == 'P0-polled'", {"time__step_ms__median": 61.0}, "H5", "✗✓✓"),
     "no utilisation": (P0, {"speed__utilisation": None}, "H5", "✓?✓"),
     "pipelines are noisier": ("`spec.variant` == 'P-1f1b'", {"parallel__noise__var": 0.8}, "H6", "✓✗"),
+    "other code averages otherwise": ("`spec.variant` == 'P-1f1b'", {"code__commit": "f" * 40}, "H6", "✓"),
     "noise hides the gradient": ("`spec.variant` == 'P-1f1b'", {"parallel__noise__sqr": -1.0}, "H6", "✓"),
     "one seed": ("`spec.seed` > 0", {"status": "error"}, "H3", "??"),
     "one seed of phi": ("`spec.seed` > 0", {"status": "error"}, "H6", "??"),

@@ -184,8 +184,8 @@ class Facts:
 
     def phis(self) -> dict:
         """The noise scale of each of SPREAD at the batch at which most of them have one: batch, and by row phi (its
-        mean) and difference, log(phi) minus that of the first (mean, half), over equal seeds of one code, since what
-        phi averages over has changed once. Raises NotMeasured."""
+        mean) and difference, log(phi) minus that of the first (mean, half), over equal seeds of one code, which says
+        what phi is a mean over; rows without such a pair are left out. Raises NotMeasured."""
         done = self.slides[self.slides["spec.variant"].isin(SPREAD) & (self.slides["status"] == "ok")]
         noise = done.reindex(columns=["parallel.noise.sqr", "parallel.noise.var"]).astype(float)
         phi = (noise["parallel.noise.var"] / noise["parallel.noise.sqr"]).where((noise > 0).all(axis="columns"))
@@ -200,7 +200,7 @@ class Facts:
         logs = np.log(part).sub(np.log(part[first]), axis="index")
         rows = {
             row: {"phi": part[row].mean(), "difference": (logs[row].mean(), float(interval(logs[row])))}
-            for row in SPREAD if row in part
+            for row in SPREAD if row in part and logs[row].notna().any()
         }  # fmt: skip
         return {"batch": batch, "rows": rows, "first": first}
 

@@ -128,7 +128,7 @@ class Pipeline(Flat):
     def reduce(self):
         if self.ranks.replicas > 1:
             super().reduce()
-        else:  # there is nothing to average; the first micro-batch's gradients are of its part of the mean loss
+        else:  # nothing to average; as for a process alone, the first micro-batch is compared with all
             self.own = sum(stage.first for stage in self.stages) * len(self.micro_batches) ** 2
 
     def across(self, norm):
