@@ -1,6 +1,5 @@
 """The model of a run: with its task's head, the row's attention and its trainable parameters."""
 
-import logging
 import warnings
 from pathlib import Path
 
@@ -120,10 +119,8 @@ def apply_recipe(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
     encoder = encoder_of(model)
     head = torch.nn.Module() if encoder.causal else model.get_submodule(encoder.head)
     if recipe.kind == "lora":
-        # peft asks transformers by a name that transformers 5.23 deprecates, and imports bitsandbytes, which warns of
-        # a 4-bit CPU kernel that nothing here uses.
+        # peft asks transformers by a name that transformers 5.23 deprecates.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
         from peft import LoraConfig, inject_adapter_in_model
 
         # Injected into the model itself: peft's own wrapper for question answering drops token_type_ids and

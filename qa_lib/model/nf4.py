@@ -13,17 +13,30 @@ bitsandbytes' own layer lets peft make adapters in the half precision that it co
 input, which is fp32 after a layer norm, so that activations take twice the memory; and it casts its bias in place when
 it is first called, which takes the compiler's graph apart. The loss of NF4 is in quality and in the time to widen. It
 works on the GPUs that bitsandbytes is built for, a T4 among them, and on a CPU.
+
+Widening is a table and a product. On a GPU bitsandbytes' kernel does it, and is held against that once, when a model is
+built. On a CPU it is plain PyTorch, since the kernel of bitsandbytes 0.50.2 is wrong by up to twice the largest weight
+on processors with AVX512-BF16, whose packed bits are right.
 """
+
+from importlib.metadata import version
 
 import torch
 from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from qa_lib.errors import UserError
 from qa_lib.model.ahead import operator
 from qa_lib.model.encoders import layers_of
 
 BLOCK = 64  # weights that share a scale
+# What the 4 bits stand for, in shares of the block's scale: appendix E of the QLoRA paper.
+VALUES = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
 
 
 class NF4Linear(nn.Linear):
@@ -66,8 +79,33 @@ def _wide(packed: torch.Tensor, scales: torch.Tensor, rows: int, columns: int, d
         packed.numel() == (rows * columns + 1) // 2,
         lambda: f"{packed.numel()} bytes of weights in 4 bits are no matrix of {rows} x {columns}",
     )
+    if packed.device.type == "cpu":
+        return _widen(packed, scales, rows, columns).to(dtype)
     widen = torch.ops.bitsandbytes.dequantize_4bit
     return widen(packed, scales.view(torch.float32), BLOCK, "nf4", (rows, columns), dtype)
+
+
+def _widen(packed: torch.Tensor, scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The weight [rows, columns] in fp32: each number's value times its block's scale. The first of two weights is in
+    the upper half of their byte, and the last block may be shorter."""
+    values = torch.tensor(VALUES, device=packed.device)
+    bits = packed.view(-1)
+    weights = values[torch.stack([bits >> 4, bits & 15], dim=1).long()].view(-1)[: rows * columns]
+    scale = scales.view(torch.float32).view(-1).repeat_interleave(BLOCK)[: rows * columns]
+    return (weights * scale).view(rows, columns)
+
+
+def check_kernel(device: torch.device, dtype: torch.dtype) -> None:
+    """Hold what widens weights to this type on this device against the table. Raises UserError where they differ."""
+    packed = torch.arange(256, dtype=torch.uint8, device=device)  # all there are
+    scales = torch.arange(1.0, 9.0, device=device)
+    found, wanted = _wide(packed, scales.view(torch.int32), 8, BLOCK, dtype), _widen(packed, scales, 8, BLOCK)
+    error = ((found - wanted).abs() / scales[:, None]).max().item()
+    if not error <= torch.finfo(dtype).eps:
+        raise UserError(
+            f"bitsandbytes {version('bitsandbytes')} widens weights in 4 bits wrongly on {device.type}, by {error:.2g} "
+            "of the largest: install another version of it, or train L-lora, which needs none"
+        )
 
 
 @operator("qa_lib::nf4_product")
@@ -97,7 +135,12 @@ _product.register_autograd(_differentiate, setup_context=_keep)
 
 
 def use_nf4(model: nn.Module, compute: torch.dtype) -> None:
-    """Give the products of every layer weights in 4 bits, in place, and compute them in this type."""
+    """Give the products of every layer weights in 4 bits, in place, and compute them in this type. Raises UserError
+    where bitsandbytes widens them wrongly on this machine's GPU."""
+    if torch.cuda.is_available():
+        import bitsandbytes  # noqa: F401 - which registers the kernel
+
+        check_kernel(torch.device("cuda"), compute)
     for layer in layers_of(model):
         for name, product in list(layer.named_modules()):
             if isinstance(product, nn.Linear | Conv1D):

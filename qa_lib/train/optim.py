@@ -3,7 +3,6 @@
 Adding an optimizer takes a function here, its name in variants.Settings, and its bytes in run/budget.py.
 """
 
-import logging
 from collections.abc import Callable
 
 import torch
@@ -54,7 +53,6 @@ def _adamw8bit(model, parameters, rate) -> torch.optim.Optimizer:
     gradients are sparse and uneven).
     """
     # On import it warns of a 4-bit CPU kernel that nothing here uses.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     import bitsandbytes  # only these rows need it, and its import is slow
 
     # One for the whole process, by the place of a parameter in its optimizer: it must forget an earlier model's, and
