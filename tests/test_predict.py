@@ -602,7 +602,7 @@ def train_from(folder):
     (spec,) = plan(["A2"], "local", data="synthetic:40", model=str(folder), machine=Machine("cpu"))
     spec = replace(spec, scale=replace(spec.scale, max_length=40, stride=10))
     data, model = load_data(spec), build_model(spec)
-    check_tokenizer(folder, data.tokenizer, model.config)
+    check_tokenizer(folder, data.tokenizer, model)
     return model
 
 

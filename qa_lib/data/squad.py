@@ -73,7 +73,11 @@ class Source:
 
     @cached_property
     def examples(self) -> list[Example]:
-        return build_examples(self.rows(), self.name, self.fix_spans)
+        planned = self.sha256
+        found = build_examples(self.rows(), self.name, self.fix_spans)
+        if self.digest() != planned:
+            raise DataError(f"{self.name}: it has changed since it was first looked at; give the command again")
+        return found
 
 
 def unlabelled(source: Source) -> Source:
@@ -84,7 +88,7 @@ def unlabelled(source: Source) -> Source:
             blank = {"answers": [], "is_impossible": True}
             yield place, title, context, entry | blank if isinstance(entry, dict) else entry
 
-    return Source(source.name, source.split, False, lambda: f"{source.sha256} unlabelled", rows)
+    return Source(source.name, source.split, False, lambda: f"{source.digest()} unlabelled", rows)
 
 
 def open_source(source: str | os.PathLike, split: str, fix_spans: bool = False) -> Source:
@@ -223,7 +227,7 @@ Content = tuple[Callable[[], str], Callable[[], Iterable]]
 
 
 def _nested(path: Path) -> Content:
-    return lambda: hash_files([path]), lambda: nested_rows(read_json(path), str(path))
+    return lambda: sha256_of(path), lambda: nested_rows(read_json(path), str(path))
 
 
 def generated(name: str, split: str) -> Callable[[], dict]:
@@ -237,6 +241,7 @@ def generated(name: str, split: str) -> Callable[[], dict]:
 def _synthetic(name: str, split: str) -> Content:
     document = generated(name, split)
 
+    @cache
     def digest() -> str:
         return hashlib.sha256(json.dumps(document(), sort_keys=True).encode()).hexdigest()
 
@@ -244,7 +249,9 @@ def _synthetic(name: str, split: str) -> Content:
 
 
 def _saved(folder: Path, split: str) -> Content:
-    """A folder of save_to_disk. Only its Arrow files are hashed: the fingerprints beside them differ between copies."""
+    """A folder of save_to_disk. Hashed is what of it is loaded: the Arrow files that state.json lists, in that order,
+    and how it says to read them. Fingerprints differ between copies, and files of `datasets`' own cache may lie beside
+    those."""
     part = folder
     if (folder / "dataset_dict.json").is_file():
         part = folder / split
@@ -263,7 +270,21 @@ def _saved(folder: Path, split: str) -> Content:
             raise DataError(f"{folder}: not a data set that datasets can load: {first_line(error)}") from None
         return flat_rows(table, str(folder))
 
-    return lambda: hash_files(sorted(part.glob("*.arrow"))), rows
+    return partial(_saved_digest, part), rows
+
+
+def _saved_digest(folder: Path) -> str:
+    state, info = (read_json(folder / name) for name in ("state.json", "dataset_info.json"))
+    try:
+        shards = [folder / shard["filename"] for shard in state.pop("_data_files")]
+        read_by = {name: value for name, value in state.items() if name != "_fingerprint"}
+        features = info.get("features")
+    except (AttributeError, KeyError, TypeError):
+        raise DataError(f"{folder}: its state.json lists no files, so not a data set that datasets has saved") from None
+    if odd := next((shard for shard in shards if shard.parent != folder), None):
+        raise DataError(f"{folder}: its state.json lists {odd.name[:80]!r} of another folder")
+    told = json.dumps([read_by, features], sort_keys=True)
+    return hashlib.sha256((told + hash_files(shards)).encode()).hexdigest()
 
 
 def _hub(name: str, split: str) -> Content:
@@ -343,12 +364,15 @@ def flat_rows(table, name: str) -> Iterator[tuple[str, str, object, object]]:
             yield place, title, context, {"id": key, "question": question, "answers": pairs, "is_impossible": not pairs}
 
 
+def sha256_of(path: Path) -> str:
+    """A file's SHA-256 (hex). Raises DataError for one that cannot be read."""
+    try:
+        with open(path, "rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None
+
+
 def hash_files(paths: Iterable[Path]) -> str:
-    """SHA-256 (hex) over the bytes of files, one after another. Raises DataError for one that cannot be read."""
-    digest = hashlib.sha256()
-    for path in paths:
-        try:
-            digest.update(path.read_bytes())
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror}") from None
-    return digest.hexdigest()
+    """SHA-256 (hex) over the digests and names of files, in this order. Raises DataError as sha256_of does."""
+    return hashlib.sha256("".join(f"{sha256_of(path)}  {path.name}\n" for path in paths).encode()).hexdigest()

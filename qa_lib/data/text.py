@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from qa_lib.data.squad import DataError, generated, hash_files, hub_digest, hub_table
+from qa_lib.data.squad import DataError, generated, hub_digest, hub_table, sha256_of
 
 ENDINGS = (".txt", ".txt.gz", ".tokens")
 # In a folder: by the name of the split, or as WikiText-103 comes.
@@ -67,7 +67,7 @@ def open_text(source: str | os.PathLike, split: str) -> TextSource:
         wanted = f"not one of {', '.join(ENDINGS)}" if split == "train" else "one file has no text to validate on"
         raise DataError(f"{path}: {wanted}; a folder with train.txt and validation.txt has both")
     if path.is_file():
-        return TextSource(str(path), split, partial(hash_files, [path]), partial(_lines, path))
+        return TextSource(str(path), split, partial(sha256_of, path), partial(_lines, path))
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", name) and not name.endswith(ENDINGS):
         table = hub_table(name, split, "a text file, or a folder with train.txt and validation.txt")
         return TextSource(name, split, partial(hub_digest, name, split, table), partial(_rows, table, name))

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, count
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from transformers import AutoTokenizer, BertTokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from qa_lib.data.synthetic import vocabulary
-from qa_lib.errors import UserError
+from qa_lib.errors import UserError, first_line
 
 TEXTS_PER_CALL = 2_000  # one call's encodings take some 150 bytes a token, so not all texts at once
 WORDS_PER_ROW = 256
@@ -146,8 +147,12 @@ def distinct(texts: Iterable[str]) -> tuple[list[str], np.ndarray]:
     return list(index), which
 
 
-def build_tokenizer(source: str) -> Tokenizer:
-    """The tokenizer of a run: of the synthetic text for "tiny", else of a folder or hub name. Never remote code."""
+def build_tokenizer(source: str | Path) -> Tokenizer:
+    """The tokenizer of a run: of the synthetic text for "tiny", else of a folder or hub name. Never remote code. Raises
+    UserError where there is none, or one that transformers cannot read."""
     if source == "tiny":
         return BertTokenizer(vocab={word: index for index, word in enumerate(vocabulary())})
-    return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=Path(source).is_dir())
+    except Exception as error:  # whatever the libraries make of a damaged folder
+        raise UserError(f"{source}: its tokenizer cannot be loaded: {first_line(error)}") from None

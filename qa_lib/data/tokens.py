@@ -6,6 +6,7 @@ given, a byte-level BPE (Sennrich et al. 2016, Radford et al. 2019) is learnt fr
 arrays are cached by the content that they were made of, and arrays are memory-mapped from there.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -20,8 +21,9 @@ from qa_lib.data.tokenise import bare
 from qa_lib.data.windows import cache_key, default_cache, load_entry, store_entry
 from qa_lib.errors import UserError
 
-CACHE_VERSION = 1  # of the cached files; raise it when they, or what is in them, change
+CACHE_VERSION = 2  # of the cached files; raise it when they, or what is in them, change
 LINES_PER_CALL = 10_000
+LONGEST = 1_000  # characters of a word that a tokenizer learns from as a whole
 END = "<|endoftext|>"
 
 
@@ -85,8 +87,15 @@ def _learn(source: TextSource, size: int) -> str:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(source.lines(), trainer)
+    tokenizer.train_from_iterator(chain.from_iterable(map(_pieces, source.lines())), trainer)
     return tokenizer.to_str()
+
+
+def _pieces(line: str) -> list[str]:
+    """A line, cut up where a word in it is longer than LONGEST characters: what a tokenizer learns from a word takes
+    time by the square of its length, in which no signal is heard."""
+    whole = len(line) <= LONGEST or not re.search(rf"\S{{{LONGEST + 1}}}", line)
+    return [line] if whole else re.findall(rf"\s*\S{{1,{LONGEST}}}|\s+", line)
 
 
 def tokenise_text(source: TextSource, tokenizer: PreTrainedTokenizerBase) -> Text:

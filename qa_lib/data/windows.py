@@ -32,7 +32,7 @@ from qa_lib.errors import UserError
 
 log = logging.getLogger(__name__)
 
-CACHE_VERSION = 3  # of the cached files; raise it when they, or what is in them, change
+CACHE_VERSION = 4  # of the cached files; raise it when they, or what is in them, change
 QUESTIONS_PER_CALL = 1_000
 
 # Of which example a window is, its token ids and their offsets, each as arrays to be joined.
@@ -262,17 +262,30 @@ def cache_key(parts: list) -> str:
 
 
 def load_entry(folder: Path, kind: type):
-    """The cached object of a dataclass, its arrays memory-mapped; None if there is none that can be read."""
+    """The cached object of a dataclass, its arrays memory-mapped; None if there is none, or one that is damaged."""
     try:
         meta = json.loads((folder / "meta.json").read_bytes())
+        digest = meta.pop("sha256")
         names = [field.name for field in fields(kind) if field.name not in meta]
         # As plain arrays over the mapping: indexing np.memmap itself costs several times as much.
-        return kind(**{name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in names}, **meta)
+        arrays = {name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in names}
+        if _digest_of(arrays, meta) != digest:
+            raise ValueError("it does not hold what was stored")
+        return kind(**arrays, **meta)
     except FileNotFoundError:
         return None
     except Exception as error:  # NumPy has many for a file that it cannot read, and all mean the same
         log.warning("%s: damaged, made anew (%s)", folder, error)
         return None
+
+
+def _digest_of(arrays: dict[str, np.ndarray], meta: dict) -> str:
+    """SHA-256 (hex) of a cache entry: names, types, shapes and bytes of its arrays, and what JSON holds beside them."""
+    digest = hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).view(np.uint8))
+    return digest.hexdigest()
 
 
 def store_entry(folder: Path, made):
@@ -287,7 +300,7 @@ def store_entry(folder: Path, made):
             entry.mkdir()
             for name, array in arrays.items():
                 np.save(entry / f"{name}.npy", array)
-            (entry / "meta.json").write_text(json.dumps(meta))
+            (entry / "meta.json").write_text(json.dumps(meta | {"sha256": _digest_of(arrays, meta)}))
             shutil.rmtree(folder, ignore_errors=True)  # a damaged entry, or a neighbour's equal one
             entry.rename(folder)
     except OSError as error:

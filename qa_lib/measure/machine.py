@@ -92,12 +92,17 @@ def this_machine() -> Machine:
     )
 
 
+def libraries() -> dict[str, str | None]:
+    """Versions of Python and of the packages that a training's numbers depend on."""
+    packages = ("torch", "transformers", "peft", "bitsandbytes", "deepspeed", "torchao")
+    return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
+
+
 def environment() -> dict:
     """The record's `env`: versions and hardware; null where there is no GPU."""
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     return {
-        "python": platform.python_version(),
-        **{name: _version(name) for name in ("torch", "transformers", "peft", "bitsandbytes", "deepspeed", "torchao")},
+        **libraries(),
         "cuda": torch.version.cuda,
         "gpu": gpu.name if gpu else None,
         "gpu_mem_mib": round(gpu.total_memory / MIB) if gpu else None,

@@ -14,7 +14,7 @@ from qa_lib.errors import UserError
 from qa_lib.model.attention import UNMASKED, attention_name
 from qa_lib.model.dropout import use_hash_dropout
 from qa_lib.model.encoders import embeddings_of, encoder_of, find_encoder, layers_of, most_tokens, sizes
-from qa_lib.model.folder import SUMS, load, look, write_digests
+from qa_lib.model.folder import find_folder, in_one_line, load, look, read_config, replaced
 from qa_lib.model.fp8 import use_float8
 from qa_lib.model.gelu import use_sigmoid_gelu
 from qa_lib.model.nf4 import NF4Linear, native, use_nf4
@@ -83,8 +83,9 @@ def model_config(source: str, task: str = "qa") -> PreTrainedConfig:
             eos_token_id=0,
         )
     if Path(source).is_dir():
-        look(Path(source))
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        return read_config(Path(source), task)
+    with in_one_line(source):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     find_encoder(config.model_type, source, task)
     return config
 
@@ -101,17 +102,15 @@ def _pretrained(spec: Spec, head: type) -> torch.nn.Module:
             f"{source} takes {most_tokens(config)} tokens at most, and scale {spec.scale.name} "
             f"makes features of {spec.scale.max_length}"
         )
-    folder = Path(source)
-    bare = folder.is_dir() and not look(folder)[1]
-    if bare and spec.scale.quality:
-        raise UserError(f"{folder} holds no model.safetensors, and scale {spec.scale.name} needs weights")
-    if bare or source == "tiny" or find_shape(source):
+    if source == "tiny" or find_shape(source):
         return head.from_config(config, attn_implementation=attention)
-    if folder.is_dir():
+    folder = find_folder(source)
+    if look(folder)[1]:
         return load(folder, head, attention, new_head=True, task=task, dtype=torch.float32)
-    return head.from_pretrained(
-        source, attn_implementation=attention, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
-    )
+    if spec.scale.quality:
+        raise UserError(f"{folder} holds no model.safetensors, and scale {spec.scale.name} needs weights")
+    with in_one_line(folder):
+        return head.from_config(config, attn_implementation=attention)
 
 
 def apply_recipe(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
@@ -172,10 +171,9 @@ def save_model(model: torch.nn.Module, tokenizer: Tokenizer, folder: Path) -> No
         if is_rounding(module):
             model.set_submodule(name, module.to_linear())
     split_projections(model)
-    (folder / SUMS).unlink(missing_ok=True)  # of a model that is replaced
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    write_digests(folder)
+    with replaced(folder) as work:
+        model.save_pretrained(work)
+        tokenizer.save_pretrained(work)
 
 
 def trainable_summary(model: torch.nn.Module):

@@ -3,25 +3,37 @@
 transformers follows what a folder says: an index may name pickles and files elsewhere, a config may ask for code from
 the hub, for kernels or for a million layers. Training and answering therefore take a folder through this one door. Its
 weights are safetensors within the folder, of the names and sizes that its config says; a folder that this lab has kept
-holds the digests of its files as well (SHA256SUMS, for `sha256sum -c`), by which a flipped bit is found.
+holds the digests of its files as well (SHA256SUMS, for `sha256sum -c`), by which a flipped bit and an added file are
+found. `opened` lists what decides a model and its tokens, which is what identifies it.
 
 Looking needs no torch; loading does.
 """
 
 import contextlib
-import hashlib
+import logging
 import re
+import shutil
 import threading
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from qa_lib.data.squad import read_json
+from qa_lib.data.squad import read_json, sha256_of
 from qa_lib.errors import UserError, first_line
-from qa_lib.model.encoders import find_encoder
+from qa_lib.model.encoders import encoder_of, find_encoder
+
+log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 SUMS = "SHA256SUMS"
 QUANTIZED = "quantized.safetensors"  # a name that transformers does not take for plain weights
+# What transformers reads of a folder beside its weights. tokenizer.json may have a version in its name.
+READ = (
+    "config.json generation_config.json tokenizer*.json special_tokens_map.json added_tokens.json vocab.txt vocab.json "
+    "merges.txt chat_template.jinja"
+).split()
+# Parts of a checkpoint that pretraining has left, and which no answer depends on.
+PRETRAINING = ("cls", "lm_head", "pooler", "discriminator_predictions", "generator_predictions", "generator_lm_head")
 one_at_a_time = threading.Lock()  # while it loads, transformers changes its classes; two threads may leave them so
 
 
@@ -62,12 +74,20 @@ def look(folder: Path) -> tuple[dict, list[Path]]:
         raise UserError(f"{folder}: config.json is no JSON object")
     for key in {"quantization_config", "transformers_weights"} & config.keys():
         raise UserError(f"{folder}: config.json has {key}; plain weights in model.safetensors are needed")
+    if "adapter_config.json" in files:  # transformers would load it, and its base from wherever it says
+        raise UserError(f"{folder}: adapter_config.json; merge the adapter into the weights, and save those alone")
     weights = _weights(folder, files)
     for path in folder.iterdir():
         if path.exists() and not path.is_file() and not path.is_dir():
             raise UserError(f"{folder}: {path.name} is neither a file nor a folder")
-    _check_digests(folder, files)
+    _check_digests(folder, {path.name for path in opened(folder, weights)})
     return config, weights
+
+
+def opened(folder: Path, weights: list[Path]) -> list[Path]:
+    """The files of a folder that decide a model and its tokens: what READ names, and `weights` as `look` gives them."""
+    found = {path for pattern in (*READ, INDEX) for path in folder.glob(pattern) if path.is_file()}
+    return sorted({*found, *weights})
 
 
 def _weights(folder: Path, files: set[str]) -> list[Path]:
@@ -93,32 +113,54 @@ def pickle_in(folder: Path) -> str | None:
     return next((name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))), None)
 
 
+@contextlib.contextmanager
+def replaced(folder: Path) -> Iterator[Path]:
+    """An empty folder to write a model into. It takes the place of `folder` once it is whole, with its digests: nothing
+    of a model that was there before stays beside the new one."""
+    work = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    try:
+        yield work
+        write_digests(work)
+        shutil.rmtree(folder, ignore_errors=True)
+        work.rename(folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
 def write_digests(folder: Path) -> None:
     """Write SHA256SUMS over the files of a model that was saved."""
     paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name != SUMS)
-    lines = [f"{_sha256(path, path.stat().st_mtime_ns)}  {path.name}\n" for path in paths]
-    (folder / SUMS).write_text("".join(lines))
+    (folder / SUMS).write_text("".join(f"{sha256_of(path)}  {path.name}\n" for path in paths))
 
 
 def _check_digests(folder: Path, files: set[str]) -> None:
-    if SUMS not in files:
+    """Raises UserError where one of `files` is not what SHA256SUMS says, or not in it; without that list, nothing."""
+    if not (folder / SUMS).is_file():
         return
-    for line in (folder / SUMS).read_text(errors="replace").splitlines():
-        digest, _, name = line.partition("  ")
-        # A name is compared, and never a path to follow. That a file is missing is for its reader to say.
-        changed = name in files and _sha256(folder / name, (folder / name).stat().st_mtime_ns) != digest
-        if changed or Path(name).name != name:
+    lines = (folder / SUMS).read_text(errors="replace").splitlines()
+    listed = dict(reversed(line.partition("  ")[::2]) for line in lines)
+    # A name is compared, and never a path to follow. That a file is missing is for its reader to say.
+    for name in sorted({*files, *(name for name in listed if Path(name).name != name or (folder / name).is_file())}):
+        if name not in listed:
+            raise UserError(f"{folder}: {name} was added after the folder was saved; whoever did deletes {SUMS}")
+        if Path(name).name != name or _known(folder / name) != listed[name]:
             raise UserError(
                 f"{folder}: {name[:80]!r} is not the file that was saved, by its digest in {SUMS}; "
                 "whoever changed it on purpose deletes that list"
             )
 
 
+def _known(path: Path) -> str:
+    """A file's SHA-256, computed once for each time that it was written: a folder is looked at several times."""
+    status = path.stat()
+    return _sha256(path, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
 @lru_cache(1000)
-def _sha256(path: Path, _written_ns: int) -> str:
-    """Computed once for each time that a file was written: a folder is looked at several times before a run."""
-    with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def _sha256(path: Path, *_state: int) -> str:
+    return sha256_of(path)
 
 
 @contextlib.contextmanager
@@ -139,6 +181,25 @@ def in_one_line(folder: Path):
         logging.set_verbosity(verbosity)
 
 
+def read_config(folder: Path, task: str = "qa"):
+    """The configuration of a model's folder, as transformers reads it. Raises UserError for one that it cannot read, of
+    an architecture that is not known for the task, or that asks for what is not built here."""
+    from transformers import AutoConfig
+
+    look(folder)
+    with in_one_line(folder):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        encoder = find_encoder(config.model_type, str(folder), task)
+        # How results are returned and computed is for the caller to say. Neither changes a number.
+        config.return_dict, config.chunk_size_feed_forward = True, 0
+        positions = getattr(config, "position_embedding_type", None) or "absolute"
+        if positions != "absolute":
+            raise UserError(f"{folder}: position_embedding_type is {str(positions)[:40]!r} in config.json, not 'absolute'")
+        if not encoder.causal and getattr(config, "is_decoder", False):
+            raise UserError(f"{folder}: is_decoder is set in config.json; an encoder's tokens see those on both sides")
+    return config
+
+
 def load(folder: Path, head: type, attention: str, new_head: bool = False, task: str = "qa", **options):
     """The model of a folder that has weights, by a class of transformers like AutoModelForQuestionAnswering.
 
@@ -146,16 +207,14 @@ def load(folder: Path, head: type, attention: str, new_head: bool = False, task:
     head's, which are then random. Quantized weights (model/quantize.py) come back as they were saved, and cannot be
     trained. Raises UserError where config and weights do not belong together.
     """
-    from transformers import AutoConfig
-
     found, files = look(folder)
     quantized = _are_quantized(files)
     if quantized and new_head:
         raise UserError(f"{folder}: its weights are quantized, and train no more")
+    config = read_config(folder, task)
     safe = {"local_files_only": True, "trust_remote_code": False, "attn_implementation": attention}
     with in_one_line(folder), one_at_a_time:
-        config = AutoConfig.from_pretrained(folder, **safe)
-        _check_sizes(folder, config, head, _sizes(files, found), task)
+        _check_sizes(folder, config, head, _sizes(files, found))
         if quantized:
             from qa_lib.model.quantize import fill_quantized, quantize
 
@@ -171,7 +230,20 @@ def load(folder: Path, head: type, attention: str, new_head: bool = False, task:
         lacking = [name for name in lacking if name.startswith(f"{model.base_model_prefix}.")]
     if lacking:
         raise UserError(f"{folder}: the weights lack {lacking[0]}, which would be left random")
+    _tell_surplus(folder, model, sorted(loading["unexpected_keys"]))
     return model
+
+
+def _tell_surplus(folder: Path, model, names: list[str]) -> None:
+    """Say which weights no part of the model takes. Raises UserError for those of its own layers: an adapter's, say,
+    which would change what it computes."""
+    prefix = f"{model.base_model_prefix}."
+    names = [name for name in names if not {*name.removeprefix(prefix).split(".")[:1]} & {*PRETRAINING}]
+    own = [name for name in names if name.startswith(prefix) or "lora_" in name]
+    if own:
+        raise UserError(f"{folder}: the weights have {own[0][:80]}, for which a {type(model).__name__} has no place")
+    if names:
+        log.warning("%s: %d weights are of no use here and are left out, such as %.80s", folder, len(names), names[0])
 
 
 def _are_quantized(files: list[Path]) -> bool:
@@ -195,11 +267,10 @@ def _sizes(files: list[Path], config: dict) -> dict[str, tuple]:
     return stored
 
 
-def _check_sizes(folder: Path, config, head: type, stored: dict[str, tuple], task: str) -> None:
+def _check_sizes(folder: Path, config, head: type, stored: dict[str, tuple]) -> None:
     """Hold the config against the headers of the weights before anything of its sizes is built. Raises UserError."""
     import torch
 
-    find_encoder(config.model_type, str(folder), task)
     layers = len(set(re.findall(r"\b(?:layers?|h)\.(\d+)\.", " ".join(stored))))
     if config.num_hidden_layers != layers:
         raise UserError(f"{folder}: {config.num_hidden_layers} layers in config.json, {layers} in the weights")
@@ -219,10 +290,15 @@ def _check_sizes(folder: Path, config, head: type, stored: dict[str, tuple], tas
             raise UserError(f"{folder}: {name} holds {kind}, no floating-point numbers")
 
 
-def check_tokenizer(folder: str | Path, tokenizer, config) -> None:
+def check_tokenizer(folder: str | Path, tokenizer, model) -> None:
     """Whether a tokenizer's tokens and inputs are those of a model. Raises UserError."""
+    config = model.config
     tokens = max(tokenizer.get_vocab().values(), default=-1) + 1
     if tokens > config.vocab_size:
         raise UserError(f"{folder}: {tokens} tokens in the tokenizer, {config.vocab_size} in the model")
     if "token_type_ids" in tokenizer.model_input_names and getattr(config, "type_vocab_size", 2) < 2:
         raise UserError(f"{folder}: the tokenizer tells question and paragraph apart, the model has one token type")
+    # RoBERTa counts positions by it, and BERT never trains its embedding. GPT-2, which has none, never pads.
+    own, padding = tokenizer.pad_token_id, getattr(config, "pad_token_id", None)
+    if own != padding and not encoder_of(model).causal:
+        raise UserError(f"{folder}: the tokenizer pads with token {own}, pad_token_id in config.json is {padding}")

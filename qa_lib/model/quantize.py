@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from qa_lib.errors import UserError
 from qa_lib.model.encoders import layers_of
-from qa_lib.model.folder import QUANTIZED, SUMS, write_digests
+from qa_lib.model.folder import QUANTIZED, replaced
 
 WIDTHS = ("int8", "int4")
 GROUP = 32  # weights that share a scale in 4 bits
@@ -86,16 +86,14 @@ def save_quantized(model: nn.Module, tokenizer: Tokenizer, folder: Path) -> None
     """Write a quantized model as a folder: config, tokenizer, and the whole numbers and scales as safetensors."""
     from safetensors.torch import save_file
 
-    folder.mkdir(exist_ok=True)
-    (folder / SUMS).unlink(missing_ok=True)  # of a model that is replaced
     tensors = {}
     for name, value in _parts(model).items():
         packed = name.endswith(".qdata") and model.config.quantized == "int4"
         tensors[name] = _pack(value) if packed else value.contiguous()
-    save_file(tensors, folder / QUANTIZED)
-    model.config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    write_digests(folder)
+    with replaced(folder) as work:
+        save_file(tensors, work / QUANTIZED)
+        model.config.save_pretrained(work)
+        tokenizer.save_pretrained(work)
 
 
 def fill_quantized(model: nn.Module, folder: Path) -> None:

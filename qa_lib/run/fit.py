@@ -10,6 +10,7 @@ import gc
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,8 +31,8 @@ from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.encoders import sizes
 from qa_lib.model.folder import check_tokenizer
 from qa_lib.record import Speed
-from qa_lib.run.plan import add_run_arguments, add_source_arguments, own_of, plan
-from qa_lib.run.process import SHARE, follow_driver, with_driver
+from qa_lib.run.plan import add_run_arguments, add_source_arguments, check_unchanged, own_of, plan
+from qa_lib.run.process import SHARE, check_driver, follow_driver, with_driver
 from qa_lib.run.tasks import TASKS
 from qa_lib.run.together import fault_path, faults, first_fault, fit_together
 from qa_lib.spec import Spec
@@ -63,6 +64,7 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
     if launched and not spec.skip and not torch.distributed.is_torchelastic_launched():
         return fit_together(spec, runs, say)
     run_dir, task, device = Path(runs) / spec.run_path, TASKS[spec.scale.task], train_device()
+    check_driver(run_dir)
     ranks = Ranks(device)
     # The first process has the record, and the others a copy that goes nowhere.
     recorded = recording(spec, run_dir, say) if ranks.first else contextlib.nullcontext(record.new_record(spec, {}))
@@ -74,7 +76,8 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
         data = data or task.load(spec)
         begin = min(begin, time.perf_counter() - data.load_s)  # what the caller has loaded is this run's time as well
         model = build_model(spec, task.head)
-        check_tokenizer(spec.model_source, data.tokenizer, model.config)
+        check_tokenizer(spec.model_source, data.tokenizer, model)
+        check_unchanged(spec)
         batches = batches_of(data.features, spec)
         _note_sizes(entry, data, model, batches.steps)
         if ranks.first:
@@ -90,8 +93,8 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
             matrix_tflops = matrix_rate(device, DTYPES[spec.settings.precision])
             prepared = time.perf_counter()
             with ranks:
-                optimizer, meter, done_before, refused = train(model, batches, spec, device, run_dir, say, ranks=ranks)
-                _note_training(entry, meter, done_before, refused)
+                optimizer, meter, done_before, note = train(model, batches, spec, device, run_dir, say, ranks=ranks)
+                _note_training(entry, meter, done_before, note)
                 _note_noise(entry, len(meter.times), ranks)
                 entry["parallel"]["wrapper"] = ranks.wrapper
                 if ranks.world != spec.world:  # torchrun's may be fewer after a loss, down to one
@@ -225,9 +228,12 @@ def _set_status(entry: dict, run_dir: Path, status: str) -> None:
 
 
 def _save(model: torch.nn.Module, data: Data, folder: Path) -> None:
-    """Keep the trained model. Raises RecordError when the disk is full."""
+    """Keep the trained model, and nothing that was made of the one before it. Raises RecordError when the disk is
+    full."""
     try:
         save_model(model, data.tokenizer, folder)
+        for old in folder.parent.glob(f"{folder.name}-*"):
+            shutil.rmtree(old)
     except (OSError, SafetensorError) as problem:
         raise record.RecordError(f"cannot write {folder}: {first_line(problem)}") from problem
 
@@ -244,11 +250,11 @@ def _note_sizes(entry: dict, data: Data, model: torch.nn.Module, steps: int) -> 
     }
 
 
-def _note_training(entry: dict, meter: Meter, done_before: int, refused: str | None) -> None:
+def _note_training(entry: dict, meter: Meter, done_before: int, note: str | None) -> None:
     """Put into a record how many steps were trained, and what became of an earlier process's."""
     entry["time"] |= {"steps": done_before + len(meter.times), "resumed_from_step": done_before or None}
-    if refused:
-        entry["spec"]["adjusted"].append(f"checkpoint: {refused}")
+    if note:
+        entry["spec"]["adjusted"].append(f"checkpoint: {note}")
 
 
 def _note_noise(entry: dict, steps: int, ranks: Ranks) -> None:

@@ -14,14 +14,13 @@ from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.data.text import open_text
 from qa_lib.errors import UserError
 from qa_lib.model.encoders import find_encoder
-from qa_lib.model.folder import look
+from qa_lib.model.folder import look, opened
 from qa_lib.spec import HEAD, SCALES, Machine, Spec, find_scale, find_shape, resolve, unshared
 from qa_lib.variants import SpecError, find_family, find_variant
 
 SOURCES = {"qa": open_source, "lm": open_text}  # task -> what opens its data
 ANSWER_S = 5  # seconds in which the hub has to answer
 Several = int | Sequence[int] | None  # a size, or those that a sweep tries
-_MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "vocab.txt")
 
 
 def plan(
@@ -105,11 +104,30 @@ def go_offline_without_network(*sources: str) -> None:
 
 
 def identify_data(source: str, with_validation: bool, task: str = "qa") -> dict:
-    """{name, sha256} of the questions, or text, that a run uses; the name is never a machine's path."""
+    """{name, sha256} of the questions, or text, that a run uses; the name is never a machine's path. Raises DataError
+    for data that cannot be read, and UserError where training and validation are the same."""
     splits = ["train", "validation"] if with_validation else ["train"]
     hashes = [SOURCES[task](source, split).sha256 for split in splits]
+    if len(hashes) > len(set(hashes)):
+        raise UserError(
+            f"{source}: would be trained on and scored by the same {'questions' if task == 'qa' else 'text'}; "
+            "--data takes a folder with train.json and validation.json, or .txt"
+        )
     digest = hashlib.sha256("".join(hashes).encode()).hexdigest()
     return {"name": without_folders(source), "sha256": digest}
+
+
+def check_unchanged(spec: Spec) -> None:
+    """Raises UserError where files that the spec was planned with have become others: what was loaded may be either."""
+    now = {
+        "data": lambda: identify_data(spec.data_source, spec.scale.quality, spec.scale.task),
+        "model": lambda: identify_model(spec.model_source),
+    }
+    for name, source in (("data", spec.data_source), ("model", spec.model_source)):
+        if Path(source).exists() and now[name]() != getattr(spec, name):
+            files = [Path(source), *Path(source).rglob("*")]
+            last = max(filter(Path.is_file, files), key=lambda path: path.stat().st_mtime_ns, default=source)
+            raise UserError(f"{last}: it has changed since the run was planned; give the command again")
 
 
 def without_folders(source: str) -> str:
@@ -126,9 +144,7 @@ def identify_model(source: str) -> dict:
         return {"name": source, "revision": hashlib.sha256(repr(shape).encode()).hexdigest()[:12]}
     folder = Path(source)
     if folder.is_dir():
-        _, weights = look(folder)
-        paths = dict.fromkeys([*(folder / name for name in _MODEL_FILES), *weights])
-        return {"name": folder.name, "revision": hash_files(filter(Path.is_file, paths))[:12]}
+        return {"name": folder.name, "revision": hash_files(opened(folder, look(folder)[1]))[:12]}
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise UserError(f"model folder {source} does not exist")
     from huggingface_hub.utils import HFValidationError, validate_repo_id

@@ -15,10 +15,11 @@ import sys
 import threading
 import time
 from functools import cache, partial
+from pathlib import Path
 
 import psutil
 
-from qa_lib.errors import SIGNALS, stoppable
+from qa_lib.errors import SIGNALS, UserError, stoppable
 from qa_lib.spec import Scale, Spec
 from qa_lib.variants import Settings
 
@@ -75,6 +76,16 @@ def with_driver() -> contextlib.AbstractContextManager:
     """Around the work of a run: where a driver started this process, signals raise Stopped. `follow_driver` is to be
     called inside."""
     return stoppable(_names) if DRIVER in os.environ else contextlib.nullcontext()
+
+
+def check_driver(run_dir: Path) -> None:
+    """Raises UserError where a driver started this process for another run than that of `run_dir`."""
+    planned = Path(os.environ.get(DRIVER, run_dir / "lock")).parent
+    if planned.resolve() != run_dir.resolve():
+        raise UserError(
+            f"{run_dir.name}: planned was {planned.name}, so data, model or code have changed since; "
+            "give the command again"
+        )
 
 
 @cache  # one thread a process

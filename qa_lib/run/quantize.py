@@ -34,14 +34,21 @@ def quantize_run(run_dir: Path, width: str, data: str = "", say=print) -> dict:
     threshold for "no answer", and `latency_ms`, from a question to its answer on one thread, the median.
 
     `data` are the validation questions, by default the run's own. Raises UserError for a run that has no model, answers
-    no questions or has its own elsewhere, for a width that there is not, and without torchao.
+    no questions or has its own elsewhere, for a width that there is not, and without torchao; RunTaken while another
+    process works on the run.
     """
-    entry, plain = record.read_record(run_dir), run_dir / "model"
+    entry = record.read_record(run_dir)
     if entry["task"]["name"] != "qa":
         raise UserError(f"{run_dir}: its task is {entry['task']['name']!r} and not 'qa'")
-    if not plain.is_dir():
+    if not (run_dir / "model").is_dir():
         raise UserError(f"{run_dir}: no model/ in it; a run keeps its model at a scale that measures quality")
     source = open_source(data, "validation") if data else _own_questions(entry)
+    with record.lock(run_dir):
+        return _quantize(run_dir, entry, width, source, say)
+
+
+def _quantize(run_dir: Path, entry: dict, width: str, source: Source, say) -> dict:
+    plain = run_dir / "model"
     model, tokenizer = load_qa_model(plain)
     folder, lengths = run_dir / f"model-{width}", window_lengths(plain, model)
     small, _ = load_qa_model(plain)

@@ -23,10 +23,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qa_lib.data.squad import DataError, Source, open_source, unlabelled
+from qa_lib.data.tokenise import build_tokenizer
 from qa_lib.data.windows import Features, build_features
 from qa_lib.errors import UserError
 from qa_lib.model.encoders import most_tokens
-from qa_lib.model.folder import check_tokenizer, find_folder, in_one_line, load, look, pickle_in
+from qa_lib.model.folder import check_tokenizer, find_folder, load, look, pickle_in
 from qa_lib.record import read_record
 from qa_lib.score.decode import decode
 from qa_lib.spec import stride_of
@@ -98,7 +99,7 @@ def load_qa_model(folder: str | Path) -> tuple:
     Raises `UserError` if the folder holds no question-answering model like BERT's in safetensors, if config, weights
     and tokenizer do not belong together, or if it asks for code, pickles, kernels or files of other folders.
     """
-    from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+    from transformers import AutoModelForQuestionAnswering
 
     folder = Path(folder)
     config, weights = look(folder)
@@ -111,10 +112,9 @@ def load_qa_model(folder: str | Path) -> tuple:
         pickled = pickle_in(folder)
         found = f"only {pickled}, a pickle, which could run any code when loaded" if pickled else "no weights"
         raise UserError(f"{folder}: {found}; model.safetensors is needed")
-    with in_one_line(folder):
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    tokenizer = build_tokenizer(folder)
     model = load(folder, AutoModelForQuestionAnswering, "sdpa")
-    check_tokenizer(folder, tokenizer, model.config)
+    check_tokenizer(folder, tokenizer, model)
     return model.eval(), tokenizer
 
 

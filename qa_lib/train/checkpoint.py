@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from qa_lib.data.squad import hash_files
+from qa_lib.measure.machine import libraries
 from qa_lib.record import RecordError, code_version
 from qa_lib.spec import Spec
 from qa_lib.train.parallel import Alone, part, whole
@@ -68,6 +69,7 @@ class Checkpoint:
             "hash": self.hash,
             "code": code_digest(),
             "commit": code_version()["commit"],
+            "libraries": libraries(),
             "step": step,
             "optimizer": plain,
             "scaler": self.scaler.state_dict(),
@@ -86,18 +88,20 @@ class Checkpoint:
             raise RecordError(f"cannot write {self.path}: {problem}; the checkpoint before it is intact") from problem
 
     def load(self) -> tuple[int, str | None]:
-        """Restore the state if this run left one: the number of steps already done, 0 without a checkpoint; and, where
-        there was one that is not believed, why. That one is set aside as checkpoint.refused until the run ends ok."""
-        found, refused = None, None
+        """Restore the state if this run left one: the number of steps already done, 0 without a checkpoint; and what is
+        to be said of it: that other versions of libraries began the run, or why it is not believed. That one is set
+        aside as checkpoint.refused until the run ends ok."""
+        found, note = None, None
         if self.path.exists():
             try:
                 found = self._read()
+                note = _changed(found[0]["libraries"])
             except NotBelieved as reason:
-                refused = f"began anew, since its checkpoint {reason}"
+                note = f"began anew, since its checkpoint {reason}"
         self.ranks.gather(None)  # all have read it before the first sets it aside
-        if refused and self.ranks.first:
+        if note and not found and self.ranks.first:
             self.path.replace(self.path.with_suffix(".refused"))
-        return self._restore(*found) if found else 0, refused
+        return self._restore(*found) if found else 0, note
 
     def _read(self) -> tuple[dict, dict[str, torch.Tensor]]:
         """The file's metadata and tensors. Raises NotBelieved."""
@@ -105,7 +109,7 @@ class Checkpoint:
             with safe_open(self.path, "pt") as stored:
                 state = json.loads(stored.metadata()["state"])
                 tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (not a dict)
-            found = {name: state[name] for name in ("hash", "code", "digest", "commit")}
+            found = {name: state[name] for name in ("hash", "code", "digest", "commit", "libraries")}
         except Exception as problem:  # whatever safetensors, JSON and this layout make of a damaged file
             raise NotBelieved(f"cannot be read ({type(problem).__name__})") from None
         if found["hash"] != self.hash:
@@ -149,6 +153,13 @@ class Checkpoint:
     def path_of(run_dir: Path) -> Path:
         """Where a run's checkpoint lies while it is unfinished."""
         return run_dir / "checkpoint.safetensors"
+
+
+def _changed(before: dict[str, str | None]) -> str | None:
+    """Which libraries have another version than those that a run began with, in words; None where none has."""
+    now = libraries()
+    other = [f"{name} {now[name]} (it began with {before.get(name)})" for name in now if now[name] != before.get(name)]
+    return f"went on under {', '.join(other)}" if other else None
 
 
 def digest_of(tensors: dict[str, torch.Tensor], metadata: dict | None = None) -> str:

@@ -102,7 +102,7 @@ def train(
     """Train `model` in place for all of the batches' steps; resumes from the run's checkpoint if there is one.
 
     Writes steps.jsonl and, as often as the scale says, a checkpoint into `run_dir`. Returns the optimizer, the meter,
-    the number of steps that were done before, and why a checkpoint was not believed, if one was not. Raises StepFailed.
+    the number of steps that were done before, and what is to be said of a checkpoint. Raises StepFailed.
     `ranks` are the processes that train together: all of them call this, and the first writes.
     """
     ranks = ranks or Ranks(device)
@@ -114,7 +114,7 @@ def train(
     torch.manual_seed(spec.seed + (0 if step.sharing.draws_alike else ranks.rank))
     take_step = captured(step, spec.settings)
     checkpoint = Checkpoint(run_dir, spec, model, step.optimizer, precision.scaler, step.sharing)
-    begin, refused = checkpoint.load()
+    begin, note = checkpoint.load()
     log = StepLog(run_dir, spec, batches.steps, begin, precision.scaler, ranks, say)
     meter = Meter(device, spec.scale.measure_from, peak_from(spec.settings))
 
@@ -146,4 +146,4 @@ def train(
     if ranks.world > 1 and not spec.scale.quality and begin < batches.steps:  # else they would change what is scored
         ranks.gauges.note_overlap(lambda: take_step(inputs, parts))
     step.sharing.settle()
-    return step.optimizer, meter, begin, refused
+    return step.optimizer, meter, begin, note
