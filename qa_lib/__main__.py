@@ -8,6 +8,7 @@ import importlib
 import os
 import sys
 
+from qa_lib.cli import Parser
 from qa_lib.errors import UserError, first_line, printable, stoppable, stopped_by
 from qa_lib.variants import nearest
 
@@ -79,7 +80,7 @@ def _run(argv: list[str]) -> int:
     module = importlib.import_module(name)
     gc.freeze()  # nor is any looked for among them later
     gc.enable()
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"python -m qa_lib {verb}",
         description=text,
         epilog=module.EXAMPLE,

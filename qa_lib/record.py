@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from glob import escape, glob
 from pathlib import Path
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 from qa_lib.errors import UserError
-from qa_lib.spec import TRAINER_OPTIMIZER, Scale, Spec, hardware_name
+from qa_lib.spec import TRAINER_OPTIMIZER, Scale, Spec, check_whole, hardware_name
 from qa_lib.variants import Settings
 
 SCHEMA, FIRST_SCHEMA = "qa_lib/2", "qa_lib/1"
@@ -347,9 +347,10 @@ def code_version() -> dict:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace `path` by `content` in one step: a reader sees the old file or the new one, also after a crash.
 
-    Raises RecordError when the disk is full or the folder not writable; the old file is intact then.
+    Raises RecordError when the disk is full, the folder not writable, or `path` no regular file; what was there is
+    intact then.
     """
-    temporary = None
+    temporary, path = None, regular(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -365,6 +366,15 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         if temporary:  # which is `path` by now, unless something came between
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
+
+
+def regular(path: Path) -> Path:
+    """The file to replace where `path` is to be written: itself, or the one that it is a link to. Raises RecordError
+    for a device, a pipe or a folder, which nothing may replace."""
+    found = path.resolve() if path.is_symlink() else path
+    if found.exists() and not found.is_file():
+        raise RecordError(f"{path}: not a regular file, so it is not replaced")
+    return found
 
 
 def write_record(run_dir: Path, record: dict) -> None:
@@ -414,10 +424,11 @@ def read_record(run_dir: Path) -> dict:
         _check(record, Record)
         for name, unnamed in (("settings", Settings()), ("scale", Scale(name=""))):  # as in the hash of a run
             record["spec"][name] = dataclasses.asdict(unnamed) | record["spec"][name]
-        _require(record["spec"]["settings"].get("micro_batch"), int, "spec.settings.micro_batch")
-        _require(record["spec"]["settings"].get("precision"), str, "spec.settings.precision")
-        _require(record["spec"]["scale"].get("name"), str, "spec.scale.name")
-        _require(record["spec"]["scale"].get("max_length"), int, "spec.scale.max_length")
+        known = {field.name for field in dataclasses.fields(Scale)}
+        Scale(**{name: value for name, value in record["spec"]["scale"].items() if name in known})  # which checks them
+        check_whole("spec.settings.micro_batch", record["spec"]["settings"]["micro_batch"], 1)
+        check_whole("spec.seed", record["spec"]["seed"], 0, 2**63 - 1)
+        _require(record["spec"]["settings"]["precision"], str, "spec.settings.precision")
         known = SCORING.get(record["task"]["name"], Scoring())  # with scores that came after the record
         for name in [*record["task"]["scores"], *known.scores]:
             _require(record["quality"].setdefault(name), Number, f"quality.{name}")
@@ -481,7 +492,8 @@ _types = cache(get_type_hints)
 
 
 def _require(value: object, kind, key: str) -> None:
-    if not isinstance(value, kind):
+    truth = isinstance(value, bool) and bool not in (kind, *get_args(kind))  # which Python takes for a number
+    if truth or not isinstance(value, kind):
         raise TypeError(f"{key} is {str(value)[:40]!r}")
 
 
@@ -511,10 +523,14 @@ def lock(run_dir: Path, name: str = ".lock"):
     """Hold the run's folder while working in it; RunTaken if another process does. Freed when the holder dies.
 
     `.lock` is held by who writes the record; a driver holds `.driver.lock` from before its kernel starts to the end.
-    For other hosts, where the file system hands locks on: run/slurm.py says which do.
+    For other hosts, where the file system hands locks on: run/slurm.py says which do. Raises RecordError for a folder
+    with a pipe or device in it, which no run has left there and none can write to.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    with open(run_dir / name, "w") as stream:
+    for path in run_dir.iterdir():
+        if not path.is_dir():
+            regular(path)
+    with open(run_dir / name, "a") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -9,7 +9,9 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
+from typing import get_type_hints
 
 from qa_lib.variants import (
     SINCE,
@@ -24,6 +26,14 @@ from qa_lib.variants import (
     needs,
     since,
 )
+
+MOST = 2**31 - 1  # of what is counted here
+
+
+def check_whole(name: str, value: object, least: int, most: int = MOST) -> None:
+    """Raises SpecError unless the value is a whole number in these bounds."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise SpecError(f"{name} is {str(value)[:40]!r}, and not a whole number from {least} to {most}")
 
 
 def stride_of(max_length: int, usual: int) -> int:
@@ -58,13 +68,26 @@ class Scale:
     limit_gib: float | None = None  # GPU memory that the run may take; None: all there is
 
     def __post_init__(self):
+        for name, kind in _scale_types().items():
+            value = getattr(self, name)
+            if kind in (int, int | None) and value is not None:
+                check_whole(name, value, 0 if name in ("measure_from", "checkpoint_every") else 1)
+            elif not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                raise SpecError(f"{name} is {str(value)[:40]!r}")
         if not 0 < self.learning_rate < 1:
             raise SpecError(f"learning rate {self.learning_rate:g} is not between 0 and 1")
+        if not 0 <= self.warmup <= 1:
+            raise SpecError(f"warmup {self.warmup:g} is no share of the steps, from 0 to 1")
+        if self.limit_gib is not None and not self.limit_gib > 0:
+            raise SpecError(f"limit_gib {self.limit_gib:g} is not above 0")
 
     @property
     def batch(self) -> int | None:
         """Features per optimizer step; None: one micro-batch."""
         return self.batch_tokens // self.max_length if self.batch_tokens else self.effective_batch
+
+
+_scale_types = cache(partial(get_type_hints, Scale))
 
 
 _TO_COMPARE = {"epochs": 3, "quality": True}  # three epochs, scored
@@ -146,13 +169,15 @@ def find_shape(model: str) -> Shape | None:
         return None
     pattern = r"gpt2:L(?P<layers>\d+)H(?P<hidden>\d+)(V(?P<vocabulary>\d+))?(P(?P<positions>\d+))?"
     found = re.fullmatch(pattern, model, re.ASCII)
-    sizes = {name: int(size) for name, size in found.groupdict().items() if size} if found else {}
+    sizes = {name: int(size[:10]) for name, size in found.groupdict().items() if size} if found else {}
     shape = Shape(**{"layers": 0, "hidden": 0} | sizes)
     if not (shape.layers and shape.hidden and shape.positions) or shape.hidden % HEAD or shape.vocabulary <= BYTES:
         raise SpecError(
             f"model {model!r}: a shape is written like gpt2:L12H768V50257P1024, layers, width (a multiple of {HEAD}), "
             f"vocabulary (more than {BYTES}) and positions, of which the last two may be left out"
         )
+    if (12 * shape.layers * shape.hidden + shape.vocabulary + shape.positions) * shape.hidden > 10**12:
+        raise SpecError(f"model {model!r}: more than a million million weights")
     return shape
 
 
@@ -390,8 +415,10 @@ def resolve(
     of them. Raises UnknownName, and SpecError for a row of another task and a number that cannot be.
     """
     asked, size = find_variant(variant).settings, find_scale(scale)
-    if not 0 <= seed < 2**63:
-        raise SpecError(f"seed {seed} is not between 0 and 2^63 - 1")
+    check_whole("seed", seed, 0, 2**63 - 1)
+    sizes = {"micro_batch": micro_batch, "world": world, "epochs": epochs, "stages": stages, "max_length": max_length}
+    for name, number in (sizes | {"batch": batch}).items():
+        check_whole(name, 0 if number is None else number, 0)
     if micro_batch:
         asked = dataclasses.replace(asked, micro_batch=micro_batch)
     if (task := find_variant(variant).task) != size.task:

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import subprocess
-from argparse import ArgumentParser
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from qa_lib.cli import Parser
 from qa_lib.data.load import load_data
 from qa_lib.data.squad import DataError, Example
 from qa_lib.data.windows import build_features
@@ -185,7 +185,7 @@ def test_progress_is_shown_only_where_asked_for(model, features, capsys):
 
 
 def run(*words):
-    parser = ArgumentParser()
+    parser = Parser()
     add_arguments(parser)
     return main(parser.parse_args([str(word) for word in words]))
 
@@ -340,7 +340,7 @@ def test_bad_input_writes_nothing(folder, tmp_path, capsys):
     with pytest.raises(UserError, match="a paragraph of 1,000,000 characters"):
         run("--model", folder, "--question", "x", "--context", "word " * 200_000)
     out.write_text("mine")
-    with pytest.raises(UserError, match="out: exists and is no folder"):
+    with pytest.raises(UserError, match="out is no folder that can be written to"):
         run("--model", folder, write(data, DATA), "--out", out)
     assert out.read_text() == "mine"
     assert capsys.readouterr().out == ""

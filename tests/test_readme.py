@@ -1,6 +1,5 @@
 """What the README tells people to type exists: verbs, options, names, make targets, notebooks and their parameters."""
 
-import argparse
 import ast
 import importlib
 import re
@@ -15,6 +14,7 @@ from nbconvert.exporters import get_exporter
 from traitlets.config import PyFileConfigLoader
 
 from qa_lib.__main__ import VERBS
+from qa_lib.cli import Parser
 from qa_lib.spec import SCALES, find_scale
 from qa_lib.variants import find_family, find_variant
 
@@ -54,7 +54,7 @@ def make(words):
 def python(words):
     assert words[1:3] == ["-m", "qa_lib"]
     module = importlib.import_module(VERBS[words[3]][0])
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     module.add_arguments(parser)
     args = vars(parser.parse_args(words[4:]))
     if args.get("scale"):

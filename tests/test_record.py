@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -97,12 +98,13 @@ def test_load_runs_is_a_row_a_run_with_dotted_columns(spec, tmp_path):
         ('{"schema": "qa_li', "not readable as JSON"),
     ],
 )
-def test_a_record_that_cannot_be_trusted_is_refused_by_name(content, message, tmp_path):
+def test_a_record_that_cannot_be_trusted_is_refused_by_name(content, message, tmp_path, capsys):
     folder = tmp_path / "cpu-smoke" / "A1-s0-abcdef"
     folder.mkdir(parents=True)
     (folder / "record.json").write_text(content)
     with pytest.raises(record.RecordError, match=f"A1-s0-abcdef/record.json.*{message}"):
-        load_runs(tmp_path)
+        record.read_record(folder)
+    assert load_runs(tmp_path).empty and re.search(f"left out: .*{message}", capsys.readouterr().err)
 
 
 def test_a_number_that_is_none_is_refused(spec, tmp_path):

@@ -1,6 +1,5 @@
 """The report against records made by the real record functions, so that a change of the schema breaks these tests."""
 
-import argparse
 import dataclasses
 import json
 import math
@@ -15,6 +14,7 @@ import papermill
 import pytest
 
 from qa_lib import record
+from qa_lib.cli import Parser
 from qa_lib.report import cards, claims, figures, gallery, publish, quality, sentences, tables, text
 from qa_lib.report import readme as front
 from qa_lib.report.runs import ReportError, found_compiled, load_runs, published, select
@@ -63,7 +63,7 @@ def lines_of(runs, group="cpu-smoke"):
 
 
 def call(*words):
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     publish.add_arguments(parser)
     return publish.main(parser.parse_args(list(words)))
 
@@ -235,8 +235,6 @@ def test_a_record_that_names_another_folder_than_its_own_is_refused(runs, key, q
     path.write_text(json.dumps(entry | {key: "../web"}))
     assert call() == 0 and re.search(r"left out.*/A4-s0-.*its record is that of .*\.\./web", capsys.readouterr().err)
     assert not Path("web").exists() and [path.name for path in Path("figures").iterdir()] == ["cpu-smoke"]
-    with pytest.raises(record.RecordError, match=r"cpu-smoke/A4-s0-"):
-        load_runs(runs)
     broken = {}
     load_runs(runs, broken)
     assert list(broken) == [path.parent]
@@ -362,8 +360,6 @@ def test_a_group_that_mixes_data_or_scales_is_refused(runs, section, key):
 def test_a_record_of_an_unknown_schema_is_refused_by_name(runs, quick, capsys):
     path = make(runs, "A4") / "record.json"
     path.write_text(path.read_text().replace(record.SCHEMA, "qa_lib/99"))
-    with pytest.raises(record.RecordError, match=r"A4-s0-.*record\.json.*qa_lib/99"):
-        load_runs(runs)
     assert call() == 0 and re.search(r"left out: .*A4-s0-.*record\.json.*qa_lib/99", capsys.readouterr().err)
 
 
@@ -649,7 +645,7 @@ def test_a_readme_without_markers_and_a_folder_without_git_are_clear_errors(read
 
 def test_a_whole_report_never_imports_torch(runs):
     program = (
-        "import argparse, sys; from qa_lib.report import publish; parser = argparse.ArgumentParser(); "
+        "import sys; from qa_lib.cli import Parser; from qa_lib.report import publish; parser = Parser(); "
         "publish.add_arguments(parser); publish.main(parser.parse_args([])); import qa_lib.report.figures; "
         "print(sorted(name for name in sys.modules if name.split('.')[0] in ('torch', 'transformers', 'datasets')))"
     )

@@ -4,12 +4,12 @@ import json
 import random
 import subprocess
 import sys
-from argparse import ArgumentParser
 from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
 
+from qa_lib.cli import Parser
 from qa_lib.data.squad import DataError, Example, open_source
 from qa_lib.errors import UserError
 from qa_lib.score.f1 import add_arguments, f1, main, normalise, score
@@ -181,7 +181,7 @@ def test_sums_run_in_the_datas_order():
 
 
 def run(*words):
-    parser = ArgumentParser()
+    parser = Parser()
     add_arguments(parser)
     return main(parser.parse_args([str(word) for word in words]))
 

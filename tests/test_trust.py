@@ -4,7 +4,6 @@ one line that names the culprit.
 Some hundred mutations run here; QA_LIB_MUTATIONS=5000 pytest tests/test_trust.py runs so many of each kind.
 """
 
-import argparse
 import json
 import os
 import random
@@ -22,6 +21,7 @@ from starlette.testclient import TestClient
 from transformers import BertConfig, BertForQuestionAnswering
 
 from qa_lib.app import create_app
+from qa_lib.cli import Parser
 from qa_lib.data.squad import open_source
 from qa_lib.errors import UserError
 from qa_lib.model.build import save_model
@@ -85,7 +85,7 @@ class Lab:
         self.kept = {path: path.read_bytes() for path in self.place.rglob("*") if path.is_file()}
 
     def report(self) -> None:
-        parser = argparse.ArgumentParser()
+        parser = Parser()
         publish.add_arguments(parser)
         publish.main(parser.parse_args(["--runs", str(self.runs), "--figures", str(self.figures)]))
 

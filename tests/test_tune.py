@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from qa_lib import record
+from qa_lib.cli import Parser
 from qa_lib.data.load import load_data
 from qa_lib.errors import UserError
 from qa_lib.measure import machine
@@ -26,7 +27,7 @@ CPU = Machine(backends=("inductor",), bitsandbytes=True, compiler=True)
 
 
 def call(*words):
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     tune.add_arguments(parser)
     return tune.main(parser.parse_args(list(words)))
 
@@ -109,7 +110,7 @@ def test_a_card_that_is_named_twice_is_shared(tried, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("A1", "--scale", "smoke", "--learning-rate", "2"), "learning rate 2 is not"),
+        (("A1", "--scale", "smoke", "--learning-rate", "2"), "'2' is not a learning rate"),
         (("A1", "--scale", "smoke", "--gpus", "5"), "--gpus 5: this machine has"),
         (("A1", "--scale", "quality"), "has no data of its own"),
         (("A1", "--scale", "bench", "--data", "synthetic:80", "--model", "tiny"), "no quality"),

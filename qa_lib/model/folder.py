@@ -194,7 +194,7 @@ def read_config(folder: Path, task: str = "qa"):
         config.return_dict, config.chunk_size_feed_forward = True, 0
         positions = getattr(config, "position_embedding_type", None) or "absolute"
         if positions != "absolute":
-            raise UserError(f"{folder}: position_embedding_type is {str(positions)[:40]!r} in config.json, not 'absolute'")
+            raise UserError(f"{folder}: position_embedding_type {str(positions)[:40]!r} in config.json, not absolute")
         if not encoder.causal and getattr(config, "is_decoder", False):
             raise UserError(f"{folder}: is_decoder is set in config.json; an encoder's tokens see those on both sides")
     return config

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from qa_lib.cli import folder, given, path
 from qa_lib.errors import UserError, first_line, printable
 from qa_lib.record import write_atomically
 from qa_lib.report.gallery import MANIFEST, draw, outdated, pictures
@@ -31,11 +32,11 @@ RENDERED = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `report`."""
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the records (default: runs)")
-    parser.add_argument("--figures", type=Path, default=Path("figures"), help="folder to draw into (default: figures)")
-    parser.add_argument("--group", metavar="G", help="this group alone (default: all, the newest last)")
+    parser.add_argument("--runs", type=path, default=Path("runs"), metavar="DIR", help="of the records (runs)")
+    parser.add_argument("--figures", type=folder, default=Path("figures"), metavar="DIR", help="drawn into (figures)")
+    parser.add_argument("--group", type=given, metavar="G", help="this group alone (default: all, the newest last)")
     either = parser.add_mutually_exclusive_group()
-    either.add_argument("--html", type=Path, metavar="OUT.html", help="write all of it as one self-contained page")
+    either.add_argument("--html", type=path, metavar="OUT.html", help="write all of it as one self-contained page")
     either.add_argument("--readme", action="store_true", help="every group, and the results in README.md")
     either.add_argument("--notebook", action="store_true", help="also execute the notebooks over the records")
     either.add_argument(

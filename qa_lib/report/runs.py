@@ -4,6 +4,7 @@ The runs of a group share hardware, scale, task and data. What may differ among 
 table and the seed, is an axis (AXES). Runs that agree in every axis are a cell, and ratios hold within one cell only.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import itemgetter
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from qa_lib.errors import UserError
+from qa_lib.errors import UserError, printable
 from qa_lib.record import PROFILE_SCHEMA, RecordError, read_record, run_files, strict_json
 from qa_lib.variants import BASELINES, VARIANTS
 
@@ -94,8 +95,8 @@ AXIS_NAMES = [axis.name for axis in AXES]
 def load_runs(runs: str | Path = "runs", broken: dict[Path, str] | None = None) -> pd.DataFrame:
     """Every record below `runs`, a row a run, a column a value named by its path ('speed.features_per_s'), and AXES.
 
-    Sorted by group, variant and seed. Raises RecordError for a record that cannot be trusted; where `broken` is given,
-    puts the folder and the message there instead and goes on.
+    Sorted by group, variant and seed. A record that cannot be trusted is left out, with a line on the terminal; where
+    `broken` is given, with its folder and the line there instead.
     """
     rows = []
     for folder in sorted(path.parent for path in run_files(Path(runs), "record.json")):
@@ -106,8 +107,9 @@ def load_runs(runs: str | Path = "runs", broken: dict[Path, str] | None = None) 
             rows.append(record | {"path": folder})
         except RecordError as problem:
             if broken is None:
-                raise
-            broken[folder] = str(problem)
+                print(printable(f"left out: {problem}"), file=sys.stderr)
+            else:
+                broken[folder] = str(problem)
     if not rows:
         return pd.DataFrame(columns=["group", "status", "spec.variant", "spec.seed", *AXIS_NAMES])
     found = pd.json_normalize(rows)

@@ -20,6 +20,7 @@ import pandas as pd
 import torch
 from transformers import BertConfig
 
+from qa_lib.cli import add_rows, add_size, add_source_arguments, capability, rows_of
 from qa_lib.data.load import load_data
 from qa_lib.data.packing import PackedBatches
 from qa_lib.errors import UserError
@@ -27,7 +28,7 @@ from qa_lib.measure.meter import MIB
 from qa_lib.model.build import apply_recipe, model_config
 from qa_lib.model.encoders import embeddings_of, encoder_of, layers_of, layers_passed, trains
 from qa_lib.record import RecordError, read_record
-from qa_lib.run.plan import add_rows, add_size, add_source_arguments, plan, rows_of
+from qa_lib.run.plan import plan
 from qa_lib.run.tasks import TASKS
 from qa_lib.spec import Machine, Scale, Spec, adjust, find_scale, find_shape
 from qa_lib.variants import Settings
@@ -274,7 +275,7 @@ EXAMPLE = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib memory`."""
     add_rows(parser, "variants")
-    parser.add_argument("--sm", type=int, default=90, metavar="N", help="its compute capability x 10 (default: 90)")
+    parser.add_argument("--sm", type=capability, default=90, metavar="N", help="its compute capability x 10 (90)")
     add_source_arguments(parser, several=True)
     add_size(parser, "--max-length", several=True)
 

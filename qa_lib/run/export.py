@@ -3,13 +3,14 @@
 import argparse
 import contextlib
 import importlib
-import json
+import sys
 from pathlib import Path
 
 import pandas as pd
 
-from qa_lib.errors import UserError
-from qa_lib.record import read_record, run_files, write_atomically
+from qa_lib.cli import folder, given, path
+from qa_lib.errors import UserError, printable
+from qa_lib.record import RecordError, read_record, run_files, strict_json, write_atomically
 
 STEP_VALUES = ("loss", "lr", "ms")  # of a line of steps.jsonl
 
@@ -21,26 +22,32 @@ EXAMPLE = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib export`."""
-    parser.add_argument("--runs", type=Path, default="runs", metavar="DIR", help="folder of the records (%(default)s)")
-    parser.add_argument("--group", default="", metavar="G", help="this group alone (default: all)")
+    parser.add_argument("--runs", type=path, default="runs", metavar="DIR", help="folder of the records (%(default)s)")
+    parser.add_argument("--group", type=given, metavar="G", help="this group alone (default: all)")
     to = parser.add_mutually_exclusive_group(required=True)
-    to.add_argument("--csv", type=Path, metavar="OUT.csv", help="a line a run, a column a value of its record")
-    to.add_argument("--tensorboard", type=Path, metavar="DIR", help="event files; needs the package tensorboard")
-    to.add_argument("--wandb", type=Path, metavar="DIR", help="offline runs; needs the package wandb, and no account")
+    to.add_argument("--csv", type=path, metavar="OUT.csv", help="a line a run, a column a value of its record")
+    to.add_argument("--tensorboard", type=folder, metavar="DIR", help="event files; needs the package tensorboard")
+    to.add_argument("--wandb", type=folder, metavar="DIR", help="offline runs; needs the package wandb, and no account")
 
 
 def main(args: argparse.Namespace) -> int:
     """Write what was asked for and say how many runs are in it."""
-    folders = sorted(path.parent for path in run_files(args.runs, "record.json"))
-    records = {folder: read_record(folder) for folder in folders if args.group in ("", folder.parent.name)}
+    folders = sorted(file.parent for file in run_files(args.runs, "record.json"))
+    records = {}
+    for run_dir in folders:
+        if args.group in (None, run_dir.parent.name):
+            try:
+                records[run_dir] = read_record(run_dir)
+            except RecordError as problem:
+                print(printable(f"left out: {problem}"), file=sys.stderr)
     if not records:
         raise UserError(f"no record of {args.group or 'any group'} below {args.runs}")
     if args.csv:
         write_atomically(args.csv, pd.json_normalize([*records.values()]).to_csv(index=False))
     else:
         write = to_tensorboard if args.tensorboard else to_wandb
-        for folder, record in records.items():
-            write(record, steps_of(folder), args.tensorboard or args.wandb)
+        for run_dir, record in records.items():
+            write(record, steps_of(run_dir), args.tensorboard or args.wandb)
     print(f"{args.csv or args.tensorboard or args.wandb}: {len(records)} runs")
     return 0
 
@@ -48,10 +55,16 @@ def main(args: argparse.Namespace) -> int:
 def steps_of(run_dir: Path) -> list[dict]:
     """The whole lines of a run's step log, without one that is being written; none where it has no log."""
     log, steps = run_dir / "steps.jsonl", []
-    for line in log.read_bytes().splitlines() if log.exists() else []:
-        with contextlib.suppress(ValueError):
-            steps.append(json.loads(line))
+    for line in log.read_bytes().splitlines() if log.is_file() else []:
+        with contextlib.suppress(ValueError, RecursionError):
+            step = strict_json(line.decode())
+            if isinstance(step, dict) and isinstance(step.get("step"), int):
+                steps.append({"step": step["step"], **{name: _number(step.get(name)) for name in STEP_VALUES}})
     return steps
+
+
+def _number(value: object) -> float | None:
+    return value if isinstance(value, int | float) else None
 
 
 def figures_of(record: dict) -> dict[str, float]:

@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError
 
 from qa_lib import record
+from qa_lib.cli import add_run_arguments, add_source_arguments, own_of, seed
 from qa_lib.data.load import Data, batches_of
 from qa_lib.errors import UserError, first_line, stopped_by
 from qa_lib.measure.cost import StepCost
@@ -31,7 +32,7 @@ from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.encoders import sizes
 from qa_lib.model.folder import check_tokenizer
 from qa_lib.record import Speed
-from qa_lib.run.plan import add_run_arguments, add_source_arguments, check_unchanged, own_of, plan
+from qa_lib.run.plan import check_unchanged, plan
 from qa_lib.run.process import SHARE, check_driver, follow_driver, with_driver
 from qa_lib.run.tasks import TASKS
 from qa_lib.run.together import fault_path, faults, first_fault, fit_together
@@ -353,7 +354,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib run`."""
     parser.add_argument("variant", metavar="VARIANT", help="a row of `python -m qa_lib variants`")
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of new weights, order and dropout (default: 0)"
+        "--seed", type=seed, default=0, metavar="N", help="of new weights, order and dropout (default: 0)"
     )
     add_source_arguments(parser)
     add_run_arguments(parser)

@@ -4,11 +4,12 @@ import argparse
 import dataclasses
 from collections.abc import Callable
 
+from qa_lib.cli import above_0, add_rows, add_source_arguments, capability, rows_of
 from qa_lib.errors import UserError
 from qa_lib.record import FINISHED
 from qa_lib.run.budget import estimate
 from qa_lib.run.launch import Launcher, probe
-from qa_lib.run.plan import add_rows, add_source_arguments, plan, rows_of
+from qa_lib.run.plan import plan
 from qa_lib.spec import SCALES, Machine, Spec
 from qa_lib.variants import SINCE
 
@@ -63,8 +64,8 @@ EXAMPLE = "example: python -m qa_lib fit-batch A3 --limit-gib 14.9 --sm 75 --dat
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib fit-batch`."""
     add_rows(parser, "variants")
-    parser.add_argument("--limit-gib", type=float, required=True, metavar="G", help="GPU memory to stay within")
-    parser.add_argument("--sm", type=int, default=90, metavar="N", help="use only what such a GPU has (a T4: 75)")
+    parser.add_argument("--limit-gib", type=above_0, required=True, metavar="G", help="GPU memory to stay within")
+    parser.add_argument("--sm", type=capability, default=90, metavar="N", help="use what such a GPU has (T4: 75)")
     add_source_arguments(parser, scale=False)
 
 

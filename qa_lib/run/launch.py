@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import ClassVar, TextIO
 
 from qa_lib import record
+from qa_lib.cli import add_several, one_or_more, whole
 from qa_lib.errors import UserError, stopped_by
-from qa_lib.run.plan import add_several, one_or_more
 from qa_lib.run.process import DRIVER, child_env, kill, plain_command
 from qa_lib.spec import Machine, Spec
 
@@ -37,7 +37,7 @@ DRIVER_LOCK = ".driver.lock"  # held by the driver of a run from before its proc
 
 def add_launcher_arguments(parser: argparse.ArgumentParser) -> None:
     """The options --gpus, which Launcher checks, and --time-limit."""
-    add_several(parser, "--gpus", int, "N", "cards to use; one that is named twice has two runs at a time")
+    add_several(parser, "--gpus", whole(0, 1023), "N", "cards to use; one that is named twice has two runs at a time")
     parser.add_argument("--time-limit", type=one_or_more, metavar="SECONDS", help="for each run (its scale's)")
 
 
@@ -162,6 +162,12 @@ class Launcher:
         except record.RunTaken:
             self.stopped.wait(POLL_S)
             return None
+        except (record.RecordError, OSError) as problem:
+            if self.stopped.is_set() or (run_dir / "record.json").exists():
+                raise
+            gone = {"kind": "FolderGone", "message": f"its folder was removed while it ran ({problem})", "step": None}
+            entry = record.new_record(spec, self.env)
+            return entry | {"status": "killed", "error": gone}
 
     def _prepare(self, spec: Spec, run_dir: Path) -> dict | None:
         """The record, where there is nothing to do; else None, with the folder ready for the run's process."""
@@ -171,7 +177,7 @@ class Launcher:
             if self.force:
                 for old in run_dir.iterdir():
                     if not old.name.endswith(".lock"):
-                        shutil.rmtree(old) if old.is_dir() else old.unlink()
+                        shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
             entry = record.new_record(spec, self.env)
             if spec.skip:
                 return record.finish(run_dir, entry, "skipped", {"kind": "skipped", "message": spec.skip})

@@ -1,6 +1,5 @@
 """From names to specs: which data and model a scale means here, and what identifies them."""
 
-import argparse
 import dataclasses
 import hashlib
 import itertools
@@ -15,8 +14,8 @@ from qa_lib.data.text import open_text
 from qa_lib.errors import UserError
 from qa_lib.model.encoders import find_encoder
 from qa_lib.model.folder import look, opened
-from qa_lib.spec import HEAD, SCALES, Machine, Spec, find_scale, find_shape, resolve, unshared
-from qa_lib.variants import SpecError, find_family, find_variant
+from qa_lib.spec import HEAD, Machine, Spec, find_scale, find_shape, resolve, unshared
+from qa_lib.variants import SpecError
 
 SOURCES = {"qa": open_source, "lm": open_text}  # task -> what opens its data
 ANSWER_S = 5  # seconds in which the hub has to answer
@@ -169,94 +168,3 @@ def config_json(source: str) -> dict:
 
     path = try_to_load_from_cache(source, "config.json")  # a path, None, or a mark that the hub has no such file
     return read_json(path) if isinstance(path, str | Path) else {}
-
-
-class _Joined(argparse.Action):
-    """Joins the lists that the words of an option have become."""
-
-    def __call__(self, parser, namespace, lists, option=None):
-        setattr(namespace, self.dest, list(itertools.chain(*lists)))
-
-
-def add_several(parser: argparse.ArgumentParser, name: str, kind: type, metavar: str, help: str, **more) -> None:
-    """An option that takes several words, with commas or spaces between them; `more` are options of add_argument."""
-
-    def values(text: str) -> list:
-        return [kind(word) for word in text.replace(",", " ").split()]
-
-    values.__name__ = kind.__name__  # argparse shows it for a word that is no value
-    parser.add_argument(name, **{"nargs": "+"} | more, type=values, action=_Joined, metavar=metavar, help=help)
-
-
-def add_rows(parser: argparse.ArgumentParser, name: str, help: str = "rows of `python -m qa_lib variants`") -> None:
-    """Rows by their names, as the option or argument `name`, and by their family; see rows_of."""
-    add_several(parser, name, str, "VARIANT", help, **{} if name.startswith("-") else {"nargs": "*"})
-    parser.add_argument("--family", metavar="A", help="the rows of one family, by letter or by notebook")
-
-
-def rows_of(args: argparse.Namespace) -> list[str]:
-    """The names of the rows that were asked for. Raises UnknownName, and UserError where none was."""
-    names = [*(args.variants or []), *(find_family(args.family) if args.family else [])]
-    if not names:
-        raise UserError("no row is named: give rows of `python -m qa_lib variants`, or a --family")
-    return [find_variant(name).name for name in names]
-
-
-def add_source_arguments(parser: argparse.ArgumentParser, scale: bool = True, several: bool = False) -> None:
-    """Options that `run`, `sweep` and others share; those that have a scale of their own take no `scale`, and `several`
-    micro-batches may be given to those that try each."""
-    if scale:
-        parser.add_argument("--scale", required=True, metavar="S", help=", ".join(SCALES))
-    parser.add_argument("--data", default="", metavar="DIR", help="questions or text: a folder, a file, or a hub name")
-    parser.add_argument("--model", default="", metavar="DIR", help="a folder, a hub name, or a shape: gpt2:L12H768")
-    add_size(parser, "--micro-batch", several)
-    parser.add_argument("--runs", type=_folder, default="runs", metavar="DIR", help="where records go (%(default)s)")
-
-
-def add_run_arguments(parser: argparse.ArgumentParser, several: bool = False) -> None:
-    """Options of `run` and `sweep`: what a run may have otherwise than its row and its scale say; `several` of a size
-    may be given to the latter."""
-    add_size(parser, "--world", several)
-    parser.add_argument("--stages", type=one_or_more, metavar="N", help="of them in one pipeline (rows: all)")
-    add_size(parser, "--batch", several)
-    parser.add_argument("--epochs", type=one_or_more, metavar="N", help="passes over the data (its scale's)")
-    parser.add_argument(
-        "--learning-rate", type=float, metavar="X", help="its peak, before a recipe's factor (its scale's)"
-    )
-    add_size(parser, "--max-length", several)
-
-
-SIZES = {
-    "--micro-batch": "features in one forward pass (rows: 8)",
-    "--batch": "features in an optimizer step (its scale's)",
-    "--max-length": "tokens of a feature or window (its scale's); neighbours of fewer than 256 share a third",
-    "--world": "processes of a P row, one a GPU (rows: 2)",
-}
-
-
-def add_size(parser: argparse.ArgumentParser, name: str, several: bool) -> None:
-    """One of SIZES as an option; it takes several numbers where each is to be tried."""
-    if several:
-        add_several(parser, name, one_or_more, "N", f"{SIZES[name]}; several: each")
-    else:
-        parser.add_argument(name, type=one_or_more, metavar="N", help=SIZES[name])
-
-
-def own_of(args: argparse.Namespace) -> dict:
-    """What add_run_arguments has read, as `plan` takes it."""
-    return {name: getattr(args, name) for name in ("world", "stages", "batch", "epochs", "learning_rate", "max_length")}
-
-
-def one_or_more(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number, 1 or more")
-    return int(text)
-
-
-def _folder(text: str) -> Path:
-    """A path that is a folder or can become one."""
-    path = Path(text)
-    nearest = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{nearest} is no folder that can be written to")
-    return path

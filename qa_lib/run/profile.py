@@ -19,6 +19,7 @@ import pandas as pd
 import torch
 
 from qa_lib import record
+from qa_lib.cli import add_source_arguments
 from qa_lib.data.load import batches_of
 from qa_lib.errors import UserError
 from qa_lib.measure import machine, ncu, trace
@@ -26,7 +27,7 @@ from qa_lib.measure.machine import copy_rate, matrix_rate, train_device, turn
 from qa_lib.measure.meter import MIB, Watch, memory_use
 from qa_lib.model.build import DTYPES, build_model
 from qa_lib.model.encoders import encoder_of, parts_of
-from qa_lib.run.plan import add_source_arguments, plan
+from qa_lib.run.plan import plan
 from qa_lib.run.process import SHARE, call, child_env
 from qa_lib.run.tasks import TASKS
 from qa_lib.spec import Spec

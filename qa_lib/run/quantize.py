@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from qa_lib import record
+from qa_lib.cli import given, path
 from qa_lib.data.squad import Source, open_source
 from qa_lib.data.windows import build_features
 from qa_lib.errors import UserError
@@ -28,7 +29,7 @@ from qa_lib.score.predict import load_qa_model, predict_logits, window_lengths
 ASKED, REPEATS = 10, 5  # questions that are timed, one at a time, and how often
 
 
-def quantize_run(run_dir: Path, width: str, data: str = "", say=print) -> dict:
+def quantize_run(run_dir: Path, width: str, data: str | None = None, say=print) -> dict:
     """Write the run's model with weights of `width` to model-<width>/ in its folder, and quantized.json there: what
     this returns. `before` and `after` have the bytes of the weights on disk, F1 as the model answers and at the best
     threshold for "no answer", and `latency_ms`, from a question to its answer on one thread, the median.
@@ -116,9 +117,9 @@ then:    python -m qa_lib predict --model runs/cpu-smoke/A1-int8-s0-1a2b3c/model
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib quantize`."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run that has its model")
+    parser.add_argument("run", type=path, metavar="RUN", help="folder of a run that has its model")
     parser.add_argument("--weights", choices=WIDTHS, default="int8", help="bits of a weight (default: %(default)s)")
-    parser.add_argument("--data", default="", metavar="D", help="questions to score by (default: the run's own)")
+    parser.add_argument("--data", type=given, metavar="D", help="questions to score by (default: the run's own)")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -19,11 +19,12 @@ import pandas as pd
 from tqdm import tqdm
 
 from qa_lib import record
+from qa_lib.cli import add_rows, add_run_arguments, add_several, add_source_arguments, own_of, rows_of, seed
 from qa_lib.errors import UserError, printable
 from qa_lib.record import duration
 from qa_lib.run import slurm
 from qa_lib.run.launch import ROOT, Launcher, add_launcher_arguments, probe, say_idle
-from qa_lib.run.plan import add_rows, add_run_arguments, add_several, add_source_arguments, own_of, plan, rows_of
+from qa_lib.run.plan import plan
 from qa_lib.spec import SCALES, WORLD, Spec, find_scale
 from qa_lib.variants import FAMILIES, VARIANTS, find_variant
 
@@ -133,14 +134,15 @@ def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -
 
     try:
         with bar:
-            launcher.run_all(todo, ended, look)
+            found = launcher.run_all(todo, ended, look)
     finally:
         summary, counts = _summary(specs, launcher.runs)
         with contextlib.suppress(OSError):  # the terminal may be gone
             print(f"\n{summary}", flush=True)
         if on_finish:
             _finish(on_finish, counts)
-    return [record.read_record(launcher.runs / spec.run_path) for spec in specs]
+    done_now = {spec.run_path: entry for spec, entry in zip(todo, found, strict=True)}
+    return [done_now.get(spec.run_path) or record.read_record(launcher.runs / spec.run_path) for spec in specs]
 
 
 def _finish(command: str, counts: dict[str, int]) -> None:
@@ -223,7 +225,7 @@ EXAMPLE = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib sweep`."""
     add_rows(parser, "--variants", "these rows only (default: all)")
-    add_several(parser, "--seeds", int, "N", "a run of every row for each (0)", default=[0])
+    add_several(parser, "--seeds", seed, "N", "a run of every row for each (0)", default=[0])
     add_source_arguments(parser, several=True)
     add_run_arguments(parser, several=True)
     add_launcher_arguments(parser)

@@ -11,10 +11,11 @@ import itertools
 
 import pandas as pd
 
+from qa_lib.cli import add_rows, add_several, add_source_arguments, given, rate, rows_of, seed
 from qa_lib.errors import UserError
 from qa_lib.record import FINISHED, SCORING
 from qa_lib.run.launch import Launcher, add_launcher_arguments, probe, say_idle
-from qa_lib.run.plan import add_rows, add_several, add_source_arguments, plan, rows_of
+from qa_lib.run.plan import plan
 from qa_lib.spec import Spec
 
 JUDGED = {  # task -> value of `quality` by which points are compared, its name
@@ -29,10 +30,8 @@ def points(specs: list[Spec], rates: list[float], trainables: list[str]) -> list
     Raises UnknownName for a recipe that does not exist.
     """
     found = []
-    for rate, trainable, spec in itertools.product(rates or [None], trainables or [None], specs):
-        scale = dataclasses.replace(
-            spec.scale, name="tune", learning_rate=spec.scale.learning_rate if rate is None else rate
-        )
+    for peak, trainable, spec in itertools.product(rates or [None], trainables or [None], specs):
+        scale = dataclasses.replace(spec.scale, name="tune", learning_rate=peak or spec.scale.learning_rate)
         recipe = trainable or spec.asked.trainable
         asked, settings = (dataclasses.replace(each, trainable=recipe) for each in (spec.asked, spec.settings))
         found.append(dataclasses.replace(spec, scale=scale, asked=asked, settings=settings, search="tune"))
@@ -55,9 +54,9 @@ EXAMPLE = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib tune`."""
     add_rows(parser, "variants")
-    add_several(parser, "--learning-rate", float, "X", "of the scale (its own)", default=[])
-    add_several(parser, "--trainable", str, "NAME", "such as lora-all-r32 (the row's own)", default=[])
-    add_several(parser, "--seeds", int, "N", "a run of every point for each (0)", default=[0])
+    add_several(parser, "--learning-rate", rate, "X", "of the scale (its own)", default=[])
+    add_several(parser, "--trainable", given, "NAME", "such as lora-all-r32 (the row's own)", default=[])
+    add_several(parser, "--seeds", seed, "N", "a run of every point for each (0)", default=[0])
     add_launcher_arguments(parser)
     add_source_arguments(parser)
 

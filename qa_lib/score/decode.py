@@ -29,6 +29,7 @@ import torch
 from qa_lib.data.squad import DataError, Example
 from qa_lib.data.windows import Features, examples_sha256
 from qa_lib.errors import UserError
+from qa_lib.record import regular
 
 WINDOWS_PER_CALL = 2_048  # so that the tables of n_best x n_best spans stay small
 LOWEST = -1e30  # stands in for a score of -inf, so that no difference is infinite or NaN
@@ -109,8 +110,9 @@ class Answers:
                     # One question a line: readable, and the fast encoder of json knows no indentation.
                     lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
                     Path(work, name).write_text("{\n" + ",\n".join(lines) + "\n}\n")
-                for name in files:
-                    os.replace(Path(work, name), folder / name)
+                targets = [regular(folder / name) for name in files]
+                for name, target in zip(files, targets, strict=True):
+                    os.replace(Path(work, name), target)
         except OSError as error:
             raise UserError(f"{folder}: {error.strerror}") from None
         return [folder / name for name in files]

@@ -21,6 +21,7 @@ import string
 from collections import Counter
 from collections.abc import Mapping
 
+from qa_lib.cli import finite, given
 from qa_lib.data.squad import DataError, Example, open_source, read_json
 
 EXAMPLE = """examples:
@@ -138,11 +139,13 @@ def _best_threshold(examples, predictions, scores, na_probs) -> tuple[float, flo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("data", metavar="DATA.json", help="questions with their gold answers, SQuAD v1.1 or v2.0")
-    parser.add_argument("predictions", metavar="PREDICTIONS.json", help="question id -> answer, empty for none")
-    parser.add_argument("--na-prob", metavar="FILE", help="question id -> how sure it is that there is no answer")
+    parser.add_argument("data", type=given, metavar="DATA.json", help="questions with gold answers, SQuAD v1.1 or v2.0")
     parser.add_argument(
-        "--na-threshold", type=float, default=1.0, metavar="X", help="above it, no answer (default 1.0)"
+        "predictions", type=given, metavar="PREDICTIONS.json", help="question id -> answer, '' for none"
+    )
+    parser.add_argument("--na-prob", type=given, metavar="FILE", help="question id -> how sure of no answer")
+    parser.add_argument(
+        "--na-threshold", type=finite, default=1.0, metavar="X", help="above it, no answer (default 1.0)"
     )
     parser.add_argument("--fix-spans", action="store_true", help="move misplaced gold answers to their only occurrence")
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from qa_lib import cli
 from qa_lib.data.squad import DataError, Source, open_source, unlabelled
 from qa_lib.data.tokenise import build_tokenizer
 from qa_lib.data.windows import Features, build_features
@@ -144,9 +145,11 @@ def asked(pairs: list[tuple[str, str]]) -> Source:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("data", nargs="?", metavar="DATA.json", help="a file, or any other source, to answer whole")
-    parser.add_argument("--model", required=True, metavar="M", help="a model's or a run's folder, or a hub name")
-    parser.add_argument("--out", metavar="DIR", help="folder for predictions, best spans, n-best lists, null odds")
+    parser.add_argument("data", nargs="?", type=cli.given, metavar="DATA.json", help="a file or other source to answer")
+    parser.add_argument(
+        "--model", type=cli.given, required=True, metavar="M", help="a model's or run's folder, or a hub name"
+    )
+    parser.add_argument("--out", type=cli.folder, metavar="DIR", help="for predictions, spans, n-best lists, null odds")
     parser.add_argument("--question", metavar="TEXT", help="one question, answered on the terminal")
     parser.add_argument("--context", metavar="TEXT", help="the paragraph that the one question is about")
 
@@ -157,8 +160,6 @@ def main(args: argparse.Namespace) -> int:
     file = given == [True, True, False, False]
     if not file and given != [False, False, True, True]:
         raise UserError("predict takes either DATA.json and --out, or --question and --context")
-    if file and Path(args.out).exists() and not Path(args.out).is_dir():
-        raise UserError(f"{args.out}: exists and is no folder")
     source = unlabelled(open_source(args.data, "validation")) if file else asked([(args.question, args.context)])
     examples = source.examples  # bad data is told before the model takes its seconds to load
     folder = find_folder(args.model)

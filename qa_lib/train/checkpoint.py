@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from qa_lib.data.squad import hash_files
 from qa_lib.measure.machine import libraries
-from qa_lib.record import RecordError, code_version
+from qa_lib.record import RecordError, code_version, regular
 from qa_lib.spec import Spec
 from qa_lib.train.parallel import Alone, part, whole
 
@@ -82,7 +82,7 @@ class Checkpoint:
             safetensors.torch.save_file(tensors, temporary, {"state": json.dumps(metadata)})
             with open(temporary, "rb") as stream:
                 os.fsync(stream.fileno())
-            temporary.replace(self.path)
+            temporary.replace(regular(self.path))
         except (OSError, safetensors.SafetensorError) as problem:
             temporary.unlink(missing_ok=True)
             raise RecordError(f"cannot write {self.path}: {problem}; the checkpoint before it is intact") from problem
