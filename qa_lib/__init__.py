@@ -2,5 +2,6 @@
 
 import logging
 
-# Whichever library imports it, bitsandbytes warns on some processors of a CPU kernel that nothing here uses.
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+# Whichever library imports them, on some machines they warn of kernels that nothing here uses.
+for package in ("bitsandbytes", "torchao"):
+    logging.getLogger(package).setLevel(logging.ERROR)

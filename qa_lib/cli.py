@@ -115,7 +115,7 @@ def add_source_arguments(parser: argparse.ArgumentParser, scale: bool = True, se
     """Options that `run`, `sweep` and others share; those that have a scale of their own take no `scale`, and `several`
     micro-batches may be given to those that try each."""
     if scale:
-        parser.add_argument("--scale", required=True, metavar="S", help=", ".join(SCALES))
+        parser.add_argument("--scale", type=given, required=True, metavar="S", help=", ".join(SCALES))
     parser.add_argument("--data", type=given, metavar="DIR", help="questions or text: a folder, a file, or a hub name")
     parser.add_argument("--model", type=given, metavar="DIR", help="a folder, a hub name, or a shape: gpt2:L12H768")
     add_size(parser, "--micro-batch", several)

@@ -71,7 +71,7 @@ class Scale:
         for name, kind in _scale_types().items():
             value = getattr(self, name)
             if kind in (int, int | None) and value is not None:
-                check_whole(name, value, 0 if name in ("measure_from", "checkpoint_every") else 1)
+                check_whole(name, value, 0 if name in ("stride", "measure_from", "checkpoint_every") else 1)
             elif not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                 raise SpecError(f"{name} is {str(value)[:40]!r}")
         if not 0 < self.learning_rate < 1:
@@ -288,6 +288,11 @@ class Spec:
     search: str = ""
     sm: int | None = None
 
+    def __post_init__(self):
+        check_whole("seed", self.seed, 0, 2**63 - 1)
+        check_whole("world", self.world, 1)
+        check_whole("stages", self.stages, 1)
+
     @property
     def hash(self) -> str:
         """SHA-256 of the canonical JSON of what defines the run; a field at its default adds nothing to it."""
@@ -415,7 +420,6 @@ def resolve(
     of them. Raises UnknownName, and SpecError for a row of another task and a number that cannot be.
     """
     asked, size = find_variant(variant).settings, find_scale(scale)
-    check_whole("seed", seed, 0, 2**63 - 1)
     sizes = {"micro_batch": micro_batch, "world": world, "epochs": epochs, "stages": stages, "max_length": max_length}
     for name, number in (sizes | {"batch": batch}).items():
         check_whole(name, 0 if number is None else number, 0)

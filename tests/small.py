@@ -60,7 +60,7 @@ def pretend(spec: Spec, runs: str, pause: float = 0.0) -> None:
         for step in range(1, STEPS + 1):
             with (run_dir / "steps.jsonl").open("a") as stream:
                 stream.write(json.dumps({"step": step}) + "\n")
-            time.sleep(pause)
+            time.sleep(float(pause))
         entry["time"] |= {"steps": STEPS, "wall_s": time.perf_counter() - begin}
         entry["quality"]["n"] = 80
         record.finish(run_dir, entry, "ok")

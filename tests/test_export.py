@@ -1,6 +1,7 @@
 """Records for other tools. TensorBoard and Weights & Biases are played by a class that notes what it is told."""
 
 import json
+import re
 import sys
 
 import pandas as pd
@@ -8,6 +9,7 @@ import pytest
 
 from qa_lib import record
 from qa_lib.__main__ import main
+from qa_lib.run import export
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 
@@ -83,3 +85,22 @@ def test_a_package_that_is_not_installed_is_one_line(option, runs, tmp_path, mon
 def test_no_record_is_one_line(tmp_path, capsys):
     assert main(["export", "--runs", str(tmp_path), "--group", "h100-full", "--csv", "x.csv"]) == 2
     assert capsys.readouterr().err == f"error: no record of h100-full below {tmp_path}\n"
+
+
+@pytest.mark.parametrize("to", ["--csv", "--tensorboard"])
+def test_a_bad_record_costs_a_line_and_no_export(runs, tmp_path, monkeypatch, capsys, to):
+    noted = Noted()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", noted)
+    path = next(runs.glob("*/D1-*/record.json"))
+    path.write_text(path.read_text().replace(record.SCHEMA, "qa_lib/99"))
+    assert main(["export", "--runs", str(runs), to, str(tmp_path / "out")]) == 0
+    said, told = capsys.readouterr()
+    assert "1 runs" in said and re.fullmatch(r"left out: .*D1-.*qa_lib/99.*\n", told)
+
+
+def test_lines_of_a_step_log_that_are_none_are_passed_over(runs):
+    (log,) = runs.glob("*/A1-*/steps.jsonl")
+    good = log.read_text().splitlines()[1]
+    bad = ["[]", "3", '{"step": "x"}', "[" * 100_000, '{"step": 1, "loss": NaN}', "\\xff"]
+    log.write_text("\n".join([*bad, good]))
+    assert [step["step"] for step in export.steps_of(log.parent)] == [2]

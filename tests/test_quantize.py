@@ -18,7 +18,7 @@ from qa_lib.errors import UserError
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.folder import QUANTIZED, SUMS
 from qa_lib.model.quantize import WIDTHS, _pack, _unpack, is_rounding, quantize
-from qa_lib.record import read_quantized
+from qa_lib.record import RunTaken, lock, read_quantized
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.run.quantize import quantize_run
@@ -187,11 +187,13 @@ def test_other_questions_of_the_same_name_are_refused(run, tmp_path, monkeypatch
     """A record has the last part of a path alone, which may be something else in the folder that this is called in."""
     shutil.copytree(run / "model", tmp_path / "run" / "model")
     entry = json.loads((run / "record.json").read_text())
-    entry["data"]["name"] = "squad.json"
+    entry["data"]["name"] = "squad"
     (tmp_path / "run" / "record.json").write_text(json.dumps(entry))
-    (tmp_path / "squad.json").write_text(json.dumps(synthetic_squad(20, 1)))
+    (tmp_path / "squad").mkdir()
+    for seed, name in enumerate(["train.json", "validation.json"]):
+        (tmp_path / "squad" / name).write_text(json.dumps(synthetic_squad(20, seed)))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"'squad\.json' is not the data of A1-fp32-s0-.* here: give --data"):
+    with pytest.raises(UserError, match=r"'squad' is not the data of A1-fp32-s0-.* here: give --data"):
         quantize_run(tmp_path / "run", "int8", say=quiet)
 
 
@@ -220,3 +222,18 @@ def test_a_run_without_a_model_an_unknown_width_and_a_missing_package_are_one_li
     assert "pip install torchao" in capsys.readouterr().err
     with pytest.raises(UserError, match="pip install torchao"):
         build_model(spec_of("A1-int8"))
+
+
+@pytest.mark.torchao
+def test_a_second_time_gives_a_model_that_can_be_used(run, tmp_path):
+    again = shutil.copytree(run, tmp_path / "cpu-smoke" / run.name)
+    for _ in range(2):
+        quantize_run(again, "int8", say=quiet)
+        load_qa_model(again / "model-int8")
+    assert sorted(path.name for path in again.glob("model*")) == ["model", "model-int4", "model-int8"]
+
+
+@pytest.mark.torchao
+def test_a_run_that_is_at_work_is_not_quantized(run):
+    with lock(run), pytest.raises(RunTaken):
+        quantize_run(run, "int8", say=quiet)

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -190,3 +191,60 @@ def test_a_commit_that_is_named_is_a_whole_hash(monkeypatch):
 
 def test_records_are_plain_json(spec):
     assert json.loads(json.dumps(record.new_record(spec, ENV)))["schema"] == record.SCHEMA
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe", "folder", "link to a device"])
+def test_only_regular_files_are_ever_replaced(kind, tmp_path):
+    path = {"device": Path("/dev/null"), "link to a device": tmp_path / "link"}.get(kind, tmp_path / "there")
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "link to a device":
+        path.symlink_to("/dev/null")
+    before = path.lstat().st_mode, sorted(tmp_path.iterdir())
+    with pytest.raises(record.RecordError, match="not a regular file, so it is not replaced"):
+        record.write_atomically(path, "text")
+    assert (path.lstat().st_mode, sorted(tmp_path.iterdir())) == before
+
+
+def test_a_link_to_a_file_stays_a_link(tmp_path):
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "link").symlink_to("file")
+    record.write_atomically(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "new"
+
+
+def test_a_runs_folder_with_a_pipe_in_it_is_refused_before_anything_waits_for_it(tmp_path):
+    os.mkfifo(tmp_path / "log.txt")
+    with pytest.raises(record.RecordError, match=r"log\.txt: not a regular file"), record.lock(tmp_path):
+        pass
+
+
+def test_a_lock_empties_no_file_that_it_is_a_link_to(tmp_path):
+    (tmp_path / "mine").write_text("text")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "mine")
+    with record.lock(tmp_path / "run"):
+        pass
+    assert (tmp_path / "mine").read_text() == "text"
+
+
+@pytest.mark.parametrize(
+    ("way", "value"),
+    [("spec.scale.max_length", True), ("spec.scale.max_length", 0), ("spec.scale.epochs", -1), ("spec.seed", True),
+     ("spec.scale.effective_batch", 0), ("spec.settings.micro_batch", 0), ("spec.settings.micro_batch", True),
+     ("speed.features_per_s", True), ("spec.scale.learning_rate", "fast"), ("time.steps", False)],
+)  # fmt: skip
+def test_a_number_is_no_truth_value_and_a_size_is_above_0(spec, tmp_path, way, value):
+    entry = record.new_record(spec, ENV)
+    record.write_record(tmp_path, entry)
+    record.read_record(tmp_path)
+    inside = entry
+    *above, last = way.split(".")
+    for name in above:
+        inside = inside[name]
+    inside[last] = value
+    record.write_record(tmp_path, entry)
+    with pytest.raises(record.RecordError, match=last):
+        record.read_record(tmp_path)

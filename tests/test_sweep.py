@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -455,3 +456,22 @@ def test_a_line_of_the_sweep_says_what_became_of_a_checkpoint_and_holds_no_escap
     entry["spec"]["adjusted"] = ["precision: fp32", "checkpoint: began anew, since its checkpoint is damaged"]
     line = sweep._line(spec, entry)
     assert line == "A1 seed 0: ok, checkpoint: began anew, since its checkpoint is damaged, [2Jodd"
+
+
+def test_a_folder_that_is_removed_costs_one_run(tmp_path, monkeypatch):
+    """Of three at a time the second loses its folder while it runs."""
+    monkeypatch.setattr(launch, "side_by_side", lambda specs: len(specs))
+    specs = plan(["A1", "A2", "A0"], "test", data="synthetic:80", machine=Machine())
+    lost, gone = specs[1].run_path, []
+
+    def look():
+        if not gone and (tmp_path / lost / "steps.jsonl").exists():
+            shutil.rmtree(tmp_path / lost)
+            gone.append(True)
+
+    launcher = launch.Launcher(
+        tmp_path, Machine(), {}, command=lambda spec, runs: call("tests.small:pretend", spec, runs, 0.05)
+    )
+    entries = launcher.run_all(specs, look=look)
+    assert [entry["status"] for entry in entries] == ["ok", "killed", "ok"]
+    assert entries[1]["error"]["kind"] == "FolderGone" and "its folder was removed" in entries[1]["error"]["message"]

@@ -266,9 +266,12 @@ def _saved(folder: Path, split: str) -> Content:
 
         try:
             table = datasets.load_from_disk(str(part))
+            table.data.table.validate(full=True)  # Arrow follows damaged offsets to wherever they lead
+            yield from flat_rows(table, str(folder))
+        except DataError:
+            raise
         except Exception as error:  # whatever Arrow or datasets make of a damaged folder
             raise DataError(f"{folder}: not a data set that datasets can load: {first_line(error)}") from None
-        return flat_rows(table, str(folder))
 
     return partial(_saved_digest, part), rows
 
@@ -371,6 +374,8 @@ def sha256_of(path: Path) -> str:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
+    except ValueError as error:  # a name of half characters
+        raise DataError(f"{str(path)!a}: {error}") from None
 
 
 def hash_files(paths: Iterable[Path]) -> str:

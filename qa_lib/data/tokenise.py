@@ -153,6 +153,8 @@ def build_tokenizer(source: str | Path) -> Tokenizer:
     if source == "tiny":
         return BertTokenizer(vocab={word: index for index, word in enumerate(vocabulary())})
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=Path(source).is_dir())
+        found = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=Path(source).is_dir())
+        found("a word")  # some of what is in its files is only looked at when it is used
+        return found
     except Exception as error:  # whatever the libraries make of a damaged folder
         raise UserError(f"{source}: its tokenizer cannot be loaded: {first_line(error)}") from None

@@ -263,6 +263,8 @@ def cache_key(parts: list) -> str:
 
 def load_entry(folder: Path, kind: type):
     """The cached object of a dataclass, its arrays memory-mapped; None if there is none, or one that is damaged."""
+    if not folder.exists():
+        return None
     try:
         meta = json.loads((folder / "meta.json").read_bytes())
         digest = meta.pop("sha256")
@@ -272,8 +274,6 @@ def load_entry(folder: Path, kind: type):
         if _digest_of(arrays, meta) != digest:
             raise ValueError("it does not hold what was stored")
         return kind(**arrays, **meta)
-    except FileNotFoundError:
-        return None
     except Exception as error:  # NumPy has many for a file that it cannot read, and all mean the same
         log.warning("%s: damaged, made anew (%s)", folder, error)
         return None

@@ -195,6 +195,10 @@ def read_config(folder: Path, task: str = "qa"):
         positions = getattr(config, "position_embedding_type", None) or "absolute"
         if positions != "absolute":
             raise UserError(f"{folder}: position_embedding_type {str(positions)[:40]!r} in config.json, not absolute")
+        if not encoder.causal and config.pad_token_id is None:
+            raise UserError(
+                f"{folder}: pad_token_id in config.json is null; it is the number of the tokenizer's padding"
+            )
         if not encoder.causal and getattr(config, "is_decoder", False):
             raise UserError(f"{folder}: is_decoder is set in config.json; an encoder's tokens see those on both sides")
     return config
@@ -237,9 +241,9 @@ def load(folder: Path, head: type, attention: str, new_head: bool = False, task:
 def _tell_surplus(folder: Path, model, names: list[str]) -> None:
     """Say which weights no part of the model takes. Raises UserError for those of its own layers: an adapter's, say,
     which would change what it computes."""
-    prefix = f"{model.base_model_prefix}."
-    names = [name for name in names if not {*name.removeprefix(prefix).split(".")[:1]} & {*PRETRAINING}]
-    own = [name for name in names if name.startswith(prefix) or "lora_" in name]
+    parts = dict(model.named_children())
+    names = [name for name in names if not {*name.split(".")[:2]} & {*PRETRAINING}]
+    own = [name for name in names if name.split(".")[0] in parts or "lora_" in name]
     if own:
         raise UserError(f"{folder}: the weights have {own[0][:80]}, for which a {type(model).__name__} has no place")
     if names:

@@ -64,6 +64,8 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
     launched = spec.world > 1 or spec.settings.parallel == "deepspeed"
     if launched and not spec.skip and not torch.distributed.is_torchelastic_launched():
         return fit_together(spec, runs, say)
+    if not os.fspath(runs):
+        raise UserError("runs is empty, and not a folder")
     run_dir, task, device = Path(runs) / spec.run_path, TASKS[spec.scale.task], train_device()
     check_driver(run_dir)
     ranks = Ranks(device)

@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from qa_lib.data.squad import hash_files, open_source, read_json
@@ -14,7 +14,7 @@ from qa_lib.data.text import open_text
 from qa_lib.errors import UserError
 from qa_lib.model.encoders import find_encoder
 from qa_lib.model.folder import look, opened
-from qa_lib.spec import HEAD, Machine, Spec, find_scale, find_shape, resolve, unshared
+from qa_lib.spec import HEAD, Machine, Spec, check_whole, find_scale, find_shape, resolve, unshared
 from qa_lib.variants import SpecError
 
 SOURCES = {"qa": open_source, "lm": open_text}  # task -> what opens its data
@@ -26,8 +26,8 @@ def plan(
     variants: Sequence[str],
     scale: str,
     seeds: Sequence[int] = (0,),
-    data: str = "",
-    model: str = "",
+    data: str | os.PathLike | None = None,
+    model: str | os.PathLike | None = None,
     micro_batch: Several = None,
     machine: Machine | None = None,
     world: Several = None,
@@ -47,7 +47,15 @@ def plan(
     as long as their row has others.
     """
     size = find_scale(scale)
-    data, model = data or size.data, model or size.model
+    for name, value in (("variants", variants), ("seeds", seeds)):
+        if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+            raise SpecError(f"{name} is {value!r}, and not a list")
+    for name in variants:
+        if not isinstance(name, str):
+            raise SpecError(f"variants has {name!r}, which is no name")
+    for seed in seeds:
+        check_whole("seed", seed, 0, 2**63 - 1)
+    data, model = _source("data", data or size.data), _source("model", model or size.model)
     for name, value in (("data", data), ("model", model)):
         if not value:
             raise UserError(f"scale {scale!r} has no {name} of its own: give --{name} (a path)")
@@ -80,8 +88,18 @@ def plan(
     return [dataclasses.replace(spec, **found, skip=spec.skip or unshared(spec, shape)) for spec in specs]
 
 
+def _source(name: str, value: object) -> str:
+    """A path or name as a text."""
+    if not isinstance(value, str | os.PathLike) or "\0" in os.fspath(value):
+        raise SpecError(f"{name} is {str(value)[:40]!r}, and no path or name")
+    return os.fspath(value)
+
+
 def _product(**sizes: Several) -> list[dict]:
-    """Every combination of some sizes, each by its name."""
+    """Every combination of some sizes, each by its name. Raises SpecError."""
+    for name, size in sizes.items():
+        for number in size if isinstance(size, Sequence) else [size]:
+            check_whole(name, 0 if number is None else number, 0)
     lists = [dict.fromkeys(size if isinstance(size, Sequence) else [size]) for size in sizes.values()]
     return [dict(zip(sizes, values, strict=True)) for values in itertools.product(*lists)]
 

@@ -19,7 +19,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from qa_lib import record
-from qa_lib.cli import add_rows, add_run_arguments, add_several, add_source_arguments, own_of, rows_of, seed
+from qa_lib.cli import add_rows, add_run_arguments, add_several, add_source_arguments, given, own_of, rows_of, seed
 from qa_lib.errors import UserError, printable
 from qa_lib.record import duration
 from qa_lib.run import slurm
@@ -233,7 +233,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--share", action="store_true", help="runs on one card train at once; records no times")
     parser.add_argument("--plan", action="store_true", help="say what would run, and run nothing")
     parser.add_argument("--force", action="store_true", help="run again what is finished, too")
-    parser.add_argument("--on-finish", metavar="COMMAND", help="run by the shell at the end, however the sweep ends")
+    parser.add_argument(
+        "--on-finish", type=given, metavar="COMMAND", help="run by the shell at the end, however it ends"
+    )
     parser.add_argument("--retry", choices=["oom"], default="", help="run again what ended with this status, too")
 
 

@@ -1,0 +1,451 @@
+"""A run is of the model and the data that were planned: what is opened decides its identity, what is loaded is compared
+with it, and what was made of another model does not stay beside the new one."""
+
+import dataclasses
+import io
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForQuestionAnswering
+
+from qa_lib.__main__ import main
+from qa_lib.data import windows
+from qa_lib.data.load import load_data
+from qa_lib.data.squad import DataError, open_source
+from qa_lib.data.tokenise import build_tokenizer
+from qa_lib.errors import UserError
+from qa_lib.measure import machine
+from qa_lib.model.build import build_model
+from qa_lib.model.folder import SUMS, look, opened, replaced, write_digests
+from qa_lib.record import read_record
+from qa_lib.run import fit as fitting
+from qa_lib.run.fit import fit
+from qa_lib.run.plan import check_unchanged, identify_data, identify_model, plan
+from qa_lib.run.process import DRIVER
+from qa_lib.score.predict import load_qa_model
+from qa_lib.spec import Machine
+from qa_lib.train import checkpoint as checkpoints
+from tests.material import document, question, write
+from tests.tiny import SHAPES, StopAfter, checkpoint
+
+TEXT = "The river Rhine rises in the Alps and ends near Rotterdam, which is a port."
+OPENED: set[str] | None = None
+
+
+def note(event, arguments):
+    if OPENED is not None and event == "open" and isinstance(arguments[0], str):
+        OPENED.add(os.path.basename(arguments[0]))
+
+
+sys.addaudithook(note)
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def kept(request, tmp_path_factory):
+    """A tiny checkpoint of each encoder, as `save_model` leaves it but for the digests."""
+    return Path(checkpoint(request.param, tmp_path_factory.mktemp(request.param) / "model"))
+
+
+@pytest.fixture
+def model(kept, tmp_path):
+    return shutil.copytree(kept, tmp_path / "model")
+
+
+@pytest.fixture
+def squad(tmp_path):
+    """A folder of questions in two files."""
+    folder = tmp_path / "squad"
+    folder.mkdir()
+    for name, word in (("train", "Alps"), ("validation", "Rotterdam")):
+        entries = [question(f"{name}{i}", f"where {i}?", (word, TEXT.index(word))) for i in range(40)]
+        write(folder / f"{name}.json", document((TEXT, entries)))
+    return folder
+
+
+def small(spec, steps=4, every=0):
+    return dataclasses.replace(
+        spec, scale=dataclasses.replace(spec.scale, steps=steps, epochs=None, measure_from=1, checkpoint_every=every)
+    )
+
+
+def planned(squad, model, steps=4, every=0):
+    (spec,) = plan(["A1"], "local", data=str(squad), model=str(model), machine=Machine(), max_length=48)
+    return small(spec, steps, every)
+
+
+def quiet(_):
+    pass
+
+
+# What Python opens of a folder; the tokenizer and the weights are opened by Rust, under names that are listed too.
+def test_every_file_that_is_opened_is_in_the_identity(model):
+    global OPENED
+    for name in ("generation_config.json", "special_tokens_map.json", "added_tokens.json", "README.md", "other.json"):
+        if not (model / name).exists():
+            (model / name).write_text("{}")
+    OPENED = set()
+    try:
+        build_tokenizer(model)
+        AutoModelForQuestionAnswering.from_pretrained(model)
+    finally:
+        found, OPENED = OPENED, None
+    ours = found & {path.name for path in model.iterdir()}
+    assert ours <= {path.name for path in opened(model, look(model)[1])} and "tokenizer_config.json" in ours
+    assert {"README.md", "other.json"}.isdisjoint(path.name for path in opened(model, look(model)[1]))
+
+
+def test_what_changes_tokens_or_logits_changes_the_identity(model):
+    """Also what is added, and what moves from one file to another."""
+    names = {path.name for path in model.iterdir()}
+    seen = {identify_model(str(model))["revision"]}
+
+    def is_new():
+        seen.add(identify_model(str(model))["revision"])
+        return len(seen)
+
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    write(model / "tokenizer_config.json", config | {"do_lower_case": False, "sep_token": "[PAD]"})
+    assert is_new() == 2
+    for number, name in enumerate(["merges.txt", "vocab.json", "added_tokens.json", "special_tokens_map.json"]):
+        assert name not in names
+        (model / name).write_text('{"x": 9}')
+        assert is_new() == 3 + number
+    (model / "merges.txt").rename(model / "vocab.txt")
+    assert is_new() == 7, "the same bytes under another name"
+    weights = load_file(model / "model.safetensors")
+    save_file({name: tensor + 1e-3 for name, tensor in weights.items()}, model / "model.safetensors", {"format": "pt"})
+    assert is_new() == 8
+    (model / "README.md").write_text("A card.")
+    assert is_new() == 8
+
+
+def test_a_run_that_would_be_scored_on_what_it_trains_on_is_refused(squad, tmp_path, model):
+    for source in (squad / "train.json", tmp_path / "twins"):
+        if source.suffix == "":
+            source.mkdir()
+            for name in ("train.json", "validation.json"):
+                shutil.copy(squad / "train.json", source / name)
+        with pytest.raises(UserError, match=r"by the same questions; --data takes a folder with train\.json and"):
+            plan(["A1"], "local", data=str(source), model=str(model), machine=Machine())
+    assert plan(["A1"], "bench", data=str(squad / "train.json"), model=str(model), machine=Machine()), "not scored"
+    assert main(["run", "A1", "--scale", "smoke", "--data", str(squad / "train.json"), "--runs", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize("what", ["train.json", "validation.json", "tokenizer_config.json", "model.safetensors"])
+def test_a_file_that_changes_after_the_plan_ends_the_run_and_is_named(squad, kept, tmp_path, what, monkeypatch):
+    model = shutil.copytree(kept, tmp_path / "model")
+    spec = planned(squad, model)
+    path = next(folder / what for folder in (squad, model) if (folder / what).exists())
+    content = path.read_bytes()
+
+    def load_and_change(spec):
+        data = load_data(spec)
+        change(path, content)
+        return data
+
+    for when in ("before", "meanwhile"):
+        path.write_bytes(content)
+        if when == "before":
+            change(path, content)
+        else:
+            monkeypatch.setitem(fitting.TASKS, "qa", dataclasses.replace(fitting.TASKS["qa"], load=load_and_change))
+        with pytest.raises(UserError, match=f"{what}: it has changed since the run was planned"):
+            fit(spec, tmp_path / "runs", say=quiet)
+        entry = read_record(tmp_path / "runs" / spec.run_path)
+        assert entry["status"] == "error" and what in entry["error"]["message"]
+    monkeypatch.undo()
+    path.write_bytes(content)
+    check_unchanged(spec)
+
+
+def change(path, content):
+    if path.suffix == ".json":
+        path.write_bytes(content.replace(b"where 3?", b"where 4?").replace(b"true", b"false", 1) + b"\n")
+    else:
+        weights = load_file(path)
+        save_file({name: tensor + 1e-3 for name, tensor in weights.items()}, path, {"format": "pt"})
+
+
+def test_questions_that_change_before_they_are_scored_are_an_error(squad):
+    source = open_source(squad, "validation")
+    assert source.sha256
+    write(squad / "validation.json", document((TEXT, [question("q", "who?")])))
+    with pytest.raises(DataError, match=r"validation\.json: it has changed"):
+        _ = source.examples
+
+
+def test_a_driver_and_its_run_that_plan_differently_say_so(squad, model, tmp_path, monkeypatch):
+    spec = planned(squad, model)
+    other = tmp_path / "runs" / spec.run_path.with_name("A1-s0-aaaaaa")
+    monkeypatch.setenv(DRIVER, str(other / ".driver.lock"))
+    with pytest.raises(UserError, match="planned was A1-s0-aaaaaa, so data, model or code have changed since"):
+        fit(spec, tmp_path / "runs", say=quiet)
+    assert not (tmp_path / "runs").exists()
+
+
+def rows(word="Alps"):
+    answers = {"text": [word], "answer_start": [TEXT.index(word)]}
+    return [{"id": f"{i}", "title": "", "context": TEXT, "question": f"where {i}?", "answers": answers}
+            for i in range(20)]  # fmt: skip
+
+
+def test_a_saved_data_set_is_what_its_state_lists(tmp_path):
+    folder = tmp_path / "saved"
+    datasets.Dataset.from_list(rows()).save_to_disk(folder, num_shards=2)
+    before = identify_data(str(folder), with_validation=False)["sha256"]
+    first, second = sorted(folder.glob("*.arrow"))
+
+    shutil.copy(first, folder / "cache-0123456789abcdef.arrow")  # as datasets' own map() leaves
+    state = json.loads((folder / "state.json").read_text())
+    write(folder / "state.json", state | {"_fingerprint": "other"})
+    assert identify_data(str(folder), with_validation=False)["sha256"] == before
+
+    changes = {"_data_files": state["_data_files"][:1]}, {"_data_files": state["_data_files"][::-1]}
+    for number, own in enumerate([*changes, {"_format_columns": ["id"]}]):
+        write(folder / "state.json", state | own)
+        assert identify_data(str(folder), with_validation=False)["sha256"] != before, number
+    write(folder / "state.json", state)
+    with pytest.raises(UserError, match="by the same questions"):  # a data set without parts
+        identify_data(str(folder), with_validation=True)
+
+    outside = shutil.copy(second, tmp_path / "outside.arrow")
+    write(folder / "state.json", state | {"_data_files": [{"filename": f"../{Path(outside).name}"}]})
+    with pytest.raises(DataError, match=r"lists 'outside\.arrow' of another folder"):
+        identify_data(str(folder), with_validation=False)
+    for spoilt in ({}, [], {"_data_files": 3}, {"_data_files": [{}]}):
+        write(folder / "state.json", spoilt)
+        with pytest.raises(DataError, match=r"its state\.json lists no files"):
+            identify_data(str(folder), with_validation=False)
+
+
+def test_a_run_that_goes_on_under_other_libraries_says_which(squad, model, tmp_path, monkeypatch):
+    spec = planned(squad, model, steps=6, every=2)
+    usual = fitting.batches_of
+    monkeypatch.setattr(fitting, "batches_of", lambda *of: StopAfter(usual(*of), 4))
+    with pytest.raises(KeyboardInterrupt):
+        fit(spec, tmp_path / "runs", say=quiet)
+    monkeypatch.undo()
+    before = machine.libraries()
+    monkeypatch.setattr(checkpoints, "libraries", lambda: before | {"torch": "9.9"})
+    entry = fit(spec, tmp_path / "runs", say=quiet)
+    assert entry["time"]["resumed_from_step"] == 4 and entry["status"] == "ok"
+    said = f"checkpoint: went on under torch 9.9 (it began with {before['torch']})"
+    assert said in entry["spec"]["adjusted"]
+
+
+def test_a_second_run_leaves_nothing_of_the_first_ones_model(squad, model, tmp_path):
+    spec = planned(squad, model)
+    folder = tmp_path / "runs" / spec.run_path
+    fit(spec, tmp_path / "runs", say=quiet)
+    for name in ("model-int8", "model-int4"):
+        shutil.copytree(folder / "model", folder / name)
+    (folder / "model" / "stale.json").write_text("{}")
+    fit(spec, tmp_path / "runs", say=quiet)
+    assert [path.name for path in folder.glob("model*")] == ["model"]
+    assert not (folder / "model" / "stale.json").exists()
+    load_qa_model(folder / "model")
+
+
+def test_a_model_that_is_not_whole_takes_no_ones_place(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("old")
+    with pytest.raises(OSError, match="full"), replaced(folder) as work:
+        (work / "config.json").write_text("new")
+        raise OSError("full")
+    assert (folder / "config.json").read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_adapters_and_added_files_are_refused(model, capsys):
+    (model / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
+    for ask in (lambda: load_qa_model(model), lambda: identify_model(str(model))):
+        with pytest.raises(UserError, match=r"adapter_config\.json; merge the adapter into the weights"):
+            ask()
+    (model / "adapter_config.json").unlink()
+    write_digests(model)
+    load_qa_model(model)
+    (model / "added_tokens.json").write_text('{"the": 5}')
+    with pytest.raises(UserError, match=rf"added_tokens\.json was added after the folder was saved.*deletes {SUMS}"):
+        load_qa_model(model)
+
+
+def edited(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    write(folder / "config.json", config | changes)
+
+
+# Each ends in a sentence, by whichever verb, or changes no answer.
+SPOILT = {
+    "hidden_size": ["64", 0, -64, 1.5, None, []],
+    "layer_norm_eps": [0, "x", None, -1],
+    "hidden_dropout_prob": ["x", 2, -0.5, None],
+    "attention_probs_dropout_prob": ["x", 2],
+    "num_attention_heads": [0, 5, "4", None],
+    "num_hidden_layers": ["2", 0, 10**12, None],
+    "intermediate_size": ["x", 0],
+    "max_position_embeddings": [0, "x", 4],
+    "vocab_size": [0, "x", 3],
+    "pad_token_id": [None, "x", 3, 10**9],
+    "type_vocab_size": [0, "x"],
+    "hidden_act": ["swiglu", 3, None],
+    "position_embedding_type": ["relative_key", 3],
+    "is_decoder": [True],
+    "num_labels": [5, "x"],
+    "id2label": [{"0": "a"}, 3],
+    "model_type": ["x", 3, None, "gpt2"],
+    "initializer_range": ["x", -1],
+    "torch_dtype": ["float1", 3],
+    "dtype": ["float1", 3],
+    "architectures": [3, None, ["X"]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_models_configuration_is_read_inside_one_guard_in_every_verb(model, squad, name):
+    for value in SPOILT[name]:
+        edited(model, **{name: value})
+        for ask in (lambda: load_qa_model(model), lambda: trained_two_steps(squad, model)):
+            try:
+                ask()
+            except UserError as problem:
+                assert "\n" not in str(problem), (name, value)
+                assert model.name in str(problem) or "micro-batch" in str(problem), (name, value, problem)
+
+
+def trained_two_steps(squad, model):
+    spec = planned(squad, model)
+    data, made = load_data(spec), build_model(spec)
+    fitting.check_tokenizer(spec.model_source, data.tokenizer, made)
+    batches = fitting.batches_of(data.features, spec)
+    for step in range(2):
+        (features, *_) = batches.step(step)
+        made(**batches.collate(features, torch.device("cpu"))).loss.backward()
+
+
+@pytest.mark.parametrize(("name", "value"), [("return_dict", False), ("chunk_size_feed_forward", 7),
+                                             ("output_attentions", True), ("output_hidden_states", True)])  # fmt: skip
+def test_how_results_are_returned_is_not_for_a_folder_to_say(model, name, value):
+    ids = torch.arange(5, 25)[None]
+    before, _ = load_qa_model(model)
+    edited(model, **{name: value})
+    after, _ = load_qa_model(model)
+    with torch.no_grad():
+        assert torch.equal(before(ids).start_logits, after(ids).start_logits)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_one_line_in_every_verb(model, squad):
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    whole = (model / "tokenizer.json").read_bytes()
+    for spoilt in ({"tokenizer_class": ["x"]}, {"tokenizer_class": 3}, {"model_max_length": "x"}, {"pad_token": 3}):
+        write(model / "tokenizer_config.json", config | spoilt)
+        for ask in (lambda: load_qa_model(model), lambda: load_data(planned(squad, model))):
+            try:
+                ask()
+            except UserError as problem:
+                assert "\n" not in str(problem) and model.name in str(problem)
+    write(model / "tokenizer_config.json", config)
+    (model / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match="its tokenizer cannot be loaded"):
+        load_data(planned(squad, model))
+
+
+def test_surplus_weights_are_told_or_refused(model, caplog):
+    weights = load_file(model / "model.safetensors")
+    prefix = json.loads((model / "config.json").read_text())["model_type"]
+
+    def load_with(**surplus):
+        caplog.clear()
+        own = {name.replace("__", "."): torch.zeros(2) for name in surplus}
+        save_file(weights | own, model / "model.safetensors", {"format": "pt"})
+        load_qa_model(model)
+        return [entry.getMessage() for entry in caplog.records]
+
+    assert load_with(cls__predictions__bias=1, lm_head__bias=1) == []  # which pretraining leaves
+    (said,) = load_with(foo__bar=1)
+    assert "1 weights are of no use here and are left out, such as foo.bar" in said
+    for name in (f"{prefix}__encoder__layer__0__attention__self__query__lora_A", "qa_outputs__extra", "x__lora_B"):
+        with pytest.raises(UserError, match=r"for which a .* has no place"):
+            load_with(**{name: 1})
+
+
+def test_padding_tokens_that_disagree_are_told(model, squad):
+    own = json.loads((model / "config.json").read_text())["pad_token_id"]
+    edited(model, pad_token_id=own + 3)
+    for ask in (lambda: load_qa_model(model), lambda: trained_two_steps(squad, model)):
+        with pytest.raises(UserError, match=f"pads with token {own}, pad_token_id in config.json is {own + 3}"):
+            ask()
+
+
+def test_a_model_of_the_hub_trains_from_its_cache(kept, tmp_path, squad):
+    """Without a network, in a process that knows no other cache."""
+    snapshot = tmp_path / "hub" / "models--someone--tiny" / "snapshots" / ("0" * 40)
+    shutil.copytree(kept, snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    words = ["--data", squad, "--model", "someone/tiny", "--max-length", "48", "--runs", tmp_path / "runs"]
+    done = subprocess.run(
+        [sys.executable, "-m", "qa_lib", "run", "A1-fp32", "--scale", "local", *map(str, words)],
+        env=os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "A1-fp32: ok" in done.stdout
+
+
+def stored(folder):
+    """The one entry of a cache of features."""
+    (entry,) = folder.iterdir()
+    return entry
+
+
+@pytest.fixture
+def features(squad, tmp_path):
+    """What makes features of the questions in `squad`, by a cache of the test's own."""
+    source, tokenizer = open_source(squad, "train"), build_tokenizer("tiny")
+    return lambda: windows.build_features(source, tokenizer, 48, 16, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("number", range(60))
+def test_a_damaged_cache_is_made_anew_with_a_line(features, tmp_path, caplog, number):
+    """Any array, any value beside them, any bit."""
+    chance, before = random.Random(number), features()
+    entry = stored(tmp_path / "cache")
+    path = chance.choice(sorted(entry.iterdir()))
+    content = path.read_bytes()
+    path.unlink()  # it is mapped into memory
+    if path.suffix == ".npy" and number % 3:
+        array = np.load(io.BytesIO(content))
+        array = array[: len(array) // 2] if number % 3 == 1 else np.zeros_like(array)
+        np.save(path, array)
+    else:
+        spoilt = bytearray(content)
+        spoilt[chance.randrange(len(spoilt))] ^= 1 << chance.randrange(8)
+        path.write_bytes(spoilt)
+    harmless = path.read_bytes() == content or (path.suffix == ".npy" and not same(path, content, tmp_path))
+    after = features()
+    for name in ("tokens", "offsets", "starts", "example", "context", "start_positions", "end_positions"):
+        assert np.array_equal(getattr(before, name), getattr(after, name)), name
+    assert (before.pad_token, before.n_examples) == (after.pad_token, after.n_examples)
+    assert harmless or "made anew" in caplog.text
+    caplog.clear()
+    features()
+    assert caplog.text == ""
+
+
+def same(path, content, folder):
+    """Whether an array file holds other than these bytes held: the padding of its head may say anything."""
+    (folder / "before.npy").write_bytes(content)
+    try:
+        return not np.array_equal(np.load(path), np.load(folder / "before.npy"))
+    except Exception:
+        return True
