@@ -4,8 +4,10 @@ import dataclasses
 import gzip
 import json
 import math
+import random
 import re
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -589,3 +591,19 @@ def test_neighbours_of_a_short_length_share_a_third_of_it():
         for length in lengths
     }
     assert list(found.values()) == [42, 43, 85, 128, 128, 32, 64, 64]
+
+
+def test_a_word_without_end_is_learnt_from_in_pieces(tmp_path):
+    """400,000 letters without a blank took 34 s, in which no signal was heard."""
+    chance = random.Random(0)
+    letters = "".join(chance.choice("abcdefghijklmnop") for _ in range(200_000))
+    for line in (letters, f"short  {letters[:2500]} words\n", "no long word\n"):
+        pieces = tokens._pieces(line)
+        assert (
+            "".join(pieces) == line and max(len(word) for piece in pieces for word in piece.split()) <= tokens.LONGEST
+        )
+    assert tokens._pieces("no long word\n") == ["no long word\n"]
+    (tmp_path / "train.txt").write_text(letters)
+    begin = time.process_time()
+    learn_tokenizer(open_text(tmp_path / "train.txt", "train"), 512)
+    assert time.process_time() - begin < 4

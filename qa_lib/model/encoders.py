@@ -61,7 +61,7 @@ OF_TASK = {"qa": ENCODERS, "lm": DECODERS}
 def find_encoder(model_type: str, source: str, task: str = "qa") -> Encoder:
     """The entry for a `model_type` of transformers; UserError, which names `source`, if there is none for the task."""
     known = OF_TASK[task]
-    if model_type not in known:
+    if not isinstance(model_type, str) or model_type not in known:
         raise UserError(f"{source}: a model of type {model_type!r}; this lab knows {', '.join(known)} for task {task}")
     return known[model_type]
 
