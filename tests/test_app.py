@@ -30,7 +30,7 @@ from qa_lib.__main__ import main
 from qa_lib.app import MAX_QUESTION, _names, create_app, examples, named, offered
 from qa_lib.data.squad import MAX_CONTEXT, open_source
 from qa_lib.errors import SIGNALS, UserError
-from qa_lib.model.folder import write_digests
+from qa_lib.model.hf_checkpoint import write_digests
 from qa_lib.record import new_record, read_record
 from qa_lib.report import figures, style
 from qa_lib.report.page import dashboard

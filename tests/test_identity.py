@@ -26,7 +26,7 @@ from qa_lib.data.tokenise import build_tokenizer
 from qa_lib.errors import UserError
 from qa_lib.measure import machine
 from qa_lib.model.build import build_model
-from qa_lib.model.folder import SUMS, look, opened, replaced, write_digests
+from qa_lib.model.hf_checkpoint import SUMS, checkpoint_files, replacing, write_digests
 from qa_lib.record import read_record
 from qa_lib.run import fit as fitting
 from qa_lib.run.fit import fit
@@ -100,8 +100,8 @@ def test_every_file_that_is_opened_is_in_the_identity(model):
     finally:
         found, OPENED = OPENED, None
     ours = found & {path.name for path in model.iterdir()}
-    assert ours <= {path.name for path in opened(model, look(model)[1])} and "tokenizer_config.json" in ours
-    assert {"README.md", "other.json"}.isdisjoint(path.name for path in opened(model, look(model)[1]))
+    assert ours <= {path.name for path in checkpoint_files(model)} and "tokenizer_config.json" in ours
+    assert {"README.md", "other.json"}.isdisjoint(path.name for path in checkpoint_files(model))
 
 
 def test_what_changes_tokens_or_logits_changes_the_identity(model):
@@ -260,7 +260,7 @@ def test_a_model_that_is_not_whole_takes_no_ones_place(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("old")
-    with pytest.raises(OSError, match="full"), replaced(folder) as work:
+    with pytest.raises(OSError, match="full"), replacing(folder) as work:
         (work / "config.json").write_text("new")
         raise OSError("full")
     assert (folder / "config.json").read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["model"]

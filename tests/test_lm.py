@@ -34,7 +34,7 @@ from qa_lib.data.tokens import learn_tokenizer, tokenise_text
 from qa_lib.errors import UserError
 from qa_lib.measure.cost import StepCost
 from qa_lib.model.build import build_model, model_config
-from qa_lib.model.folder import SUMS
+from qa_lib.model.hf_checkpoint import SUMS
 from qa_lib.report import tables
 from qa_lib.report.notebook import result
 from qa_lib.report.runs import load_runs, select

@@ -19,8 +19,8 @@ from qa_lib.model import gelu, norms
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.dropout import HashDropout, renew
 from qa_lib.model.encoders import ENCODERS
-from qa_lib.model.folder import load
 from qa_lib.model.gelu import SigmoidGelu
+from qa_lib.model.load import load
 from qa_lib.model.packed import Packed
 from qa_lib.model.products import added_up
 from qa_lib.run.plan import plan

@@ -29,7 +29,8 @@ from qa_lib.data.squad import DataError, Example
 from qa_lib.data.windows import build_features
 from qa_lib.errors import UserError
 from qa_lib.model.build import build_model, save_model
-from qa_lib.model.folder import INDEX, SUMS, check_tokenizer, find_folder, write_digests
+from qa_lib.model.hf_checkpoint import INDEX, SUMS, find_folder, write_digests
+from qa_lib.model.load import check_tokenizer
 from qa_lib.run.plan import plan
 from qa_lib.score.decode import decode
 from qa_lib.score.evaluate import evaluate, span_loss

@@ -1,7 +1,9 @@
 """The model of a run: with its task's head, the row's attention and its trainable parameters."""
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForQuestionAnswering, BertConfig, GPT2Config, PreTrainedConfig
@@ -14,16 +16,17 @@ from qa_lib.errors import UserError
 from qa_lib.model.attention import UNMASKED, attention_name
 from qa_lib.model.dropout import use_hash_dropout
 from qa_lib.model.encoders import embeddings_of, encoder_of, find_encoder, layers_of, most_tokens, sizes
-from qa_lib.model.folder import find_folder, in_one_line, load, look, read_config, replaced
 from qa_lib.model.fp8 import use_float8
 from qa_lib.model.gelu import use_sigmoid_gelu
+from qa_lib.model.hf_checkpoint import as_user_error, find_folder, inspect_checkpoint, replacing
+from qa_lib.model.load import load, read_config
 from qa_lib.model.nf4 import NF4Linear, native, use_nf4
 from qa_lib.model.norms import use_fused_norms
 from qa_lib.model.projections import fuse_projections, split_projections
 from qa_lib.model.quantize import is_rounding, use_rounding
 from qa_lib.model.short import use_short_attention
 from qa_lib.spec import HEAD, Spec, find_shape
-from qa_lib.variants import Recipe
+from qa_lib.variants import Recipe, Settings
 
 ALIGN = 64  # tokens of a vocabulary are made a multiple of this
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -43,27 +46,43 @@ def build_model(spec: Spec, head: type = AutoModelForQuestionAnswering) -> torch
         model.config.use_cache = False  # which is for generating; with checkpointing it breaks the compiler's graph
     if encoder_of(model).causal:
         model.loss_type = "ForCausalLM"  # what transformers takes for it, after a warning
-    if spec.settings.checkpointing is True:
-        # transformers 5.23 renames it, and warns of the old name.
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
-    if spec.settings.projections == "fused":
-        fuse_projections(model)
-    if spec.settings.attention == "short":
-        use_short_attention(model)
-    if spec.settings.dropout == "hash":
-        use_hash_dropout(model)
-    if spec.settings.norms == "fused":
-        use_fused_norms(model)
-    if spec.settings.activation == "sigmoid":
-        use_sigmoid_gelu(model)
-    if spec.settings.feed_forward == "fp8":
-        use_float8(model)
-    if spec.settings.rounding != "none":
-        use_rounding(model, spec.settings.rounding)
-    if spec.settings.frozen == "nf4":
-        use_nf4(model, DTYPES[spec.settings.precision])
+    for transform in TRANSFORMS:
+        if getattr(spec.settings, transform.setting) in transform.values:
+            transform.apply(model, spec.settings)
     return apply_recipe(model, spec.recipe)
+
+
+class Transform(NamedTuple):
+    """What some values of a setting change of a model, in place; `after` are the settings whose transforms it builds on,
+    where they are asked for."""
+
+    setting: str
+    values: tuple
+    apply: Callable[[torch.nn.Module, Settings], None]
+    after: tuple[str, ...] = ()
+
+
+def _recompute_layers(model: torch.nn.Module, _: Settings) -> None:
+    # transformers 5.23 renames it, and warns of the old name.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+
+
+# In the order in which they are applied.
+TRANSFORMS = (
+    Transform("checkpointing", (True,), _recompute_layers),
+    Transform("projections", ("fused",), lambda model, _: fuse_projections(model)),
+    # Leaves itself the bias of the fused projections.
+    Transform("attention", ("short",), lambda model, _: use_short_attention(model), ("projections",)),
+    Transform("dropout", ("hash",), lambda model, _: use_hash_dropout(model)),
+    # Computes the bits of that dropout itself.
+    Transform("norms", ("fused",), lambda model, _: use_fused_norms(model), ("dropout",)),
+    Transform("activation", ("sigmoid",), lambda model, _: use_sigmoid_gelu(model)),
+    # Takes linear layers as the two before have left them: with or without a bias.
+    Transform("feed_forward", ("fp8",), lambda model, _: use_float8(model), ("norms", "activation")),
+    Transform("rounding", ("int8", "int4"), lambda model, settings: use_rounding(model, settings.rounding)),
+    Transform("frozen", ("nf4",), lambda model, settings: use_nf4(model, DTYPES[settings.precision])),
+)
 
 
 def model_config(source: str, task: str = "qa") -> PreTrainedConfig:
@@ -84,7 +103,7 @@ def model_config(source: str, task: str = "qa") -> PreTrainedConfig:
         )
     if Path(source).is_dir():
         return read_config(Path(source), task)
-    with in_one_line(source):
+    with as_user_error(source):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     find_encoder(config.model_type, source, task)
     return config
@@ -105,11 +124,11 @@ def _pretrained(spec: Spec, head: type) -> torch.nn.Module:
     if source == "tiny" or find_shape(source):
         return head.from_config(config, attn_implementation=attention)
     folder = find_folder(source)
-    if look(folder)[1]:
+    if inspect_checkpoint(folder)[1]:
         return load(folder, head, attention, new_head=True, task=task, dtype=torch.float32)
     if spec.scale.quality:
         raise UserError(f"{folder} holds no model.safetensors, and scale {spec.scale.name} needs weights")
-    with in_one_line(folder):
+    with as_user_error(folder):
         return head.from_config(config, attn_implementation=attention)
 
 
@@ -171,7 +190,7 @@ def save_model(model: torch.nn.Module, tokenizer: Tokenizer, folder: Path) -> No
         if is_rounding(module):
             model.set_submodule(name, module.to_linear())
     split_projections(model)
-    with replaced(folder) as work:
+    with replacing(folder) as work:
         model.save_pretrained(work)
         tokenizer.save_pretrained(work)
 

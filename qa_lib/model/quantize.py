@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from qa_lib.errors import UserError
 from qa_lib.model.encoders import layers_of
-from qa_lib.model.folder import QUANTIZED, replaced
+from qa_lib.model.hf_checkpoint import QUANTIZED, replacing
 
 WIDTHS = ("int8", "int4")
 GROUP = 32  # weights that share a scale in 4 bits
@@ -90,7 +90,7 @@ def save_quantized(model: nn.Module, tokenizer: Tokenizer, folder: Path) -> None
     for name, value in _parts(model).items():
         packed = name.endswith(".qdata") and model.config.quantized == "int4"
         tensors[name] = _pack(value) if packed else value.contiguous()
-    with replaced(folder) as work:
+    with replacing(folder) as work:
         save_file(tensors, work / QUANTIZED)
         model.config.save_pretrained(work)
         tokenizer.save_pretrained(work)

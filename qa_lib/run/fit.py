@@ -30,7 +30,7 @@ from qa_lib.measure.machine import environment, limit_memory, link, matrix_rate,
 from qa_lib.measure.meter import Meter, memory_use
 from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.encoders import sizes
-from qa_lib.model.folder import check_tokenizer
+from qa_lib.model.load import check_tokenizer
 from qa_lib.record import Speed
 from qa_lib.run.plan import check_unchanged, plan
 from qa_lib.run.process import SHARE, check_driver, follow_driver, with_driver

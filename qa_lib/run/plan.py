@@ -13,7 +13,7 @@ from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.data.text import open_text
 from qa_lib.errors import UserError
 from qa_lib.model.encoders import find_encoder
-from qa_lib.model.folder import look, opened
+from qa_lib.model.hf_checkpoint import checkpoint_files, inspect_checkpoint
 from qa_lib.spec import HEAD, Machine, Spec, check_whole, find_scale, find_shape, resolve, unshared
 from qa_lib.variants import SpecError
 
@@ -164,7 +164,10 @@ def identify_model(source: str) -> dict:
         return {"name": source, "revision": hashlib.sha256(repr(shape).encode()).hexdigest()[:12]}
     folder = Path(source)
     if folder.is_dir():
-        return {"name": folder.name, "revision": hash_files(opened(folder, look(folder)[1]))[:12]}
+        return {
+            "name": folder.name,
+            "revision": hash_files(checkpoint_files(folder))[:12],
+        }
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise UserError(f"model folder {source} does not exist")
     from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -184,7 +187,7 @@ def config_json(source: str) -> dict:
         heads = shape.hidden // HEAD
         return {"model_type": "gpt2", "num_hidden_layers": shape.layers, "num_attention_heads": heads}
     if Path(source).is_dir():
-        return look(Path(source))[0]
+        return inspect_checkpoint(Path(source))[0]
     from huggingface_hub import try_to_load_from_cache
 
     path = try_to_load_from_cache(source, "config.json")  # a path, None, or a mark that the hub has no such file

@@ -18,7 +18,7 @@ from qa_lib.data.squad import Source, open_source
 from qa_lib.data.windows import build_features
 from qa_lib.errors import UserError
 from qa_lib.measure.machine import environment
-from qa_lib.model.folder import look
+from qa_lib.model.hf_checkpoint import inspect_checkpoint
 from qa_lib.model.quantize import WIDTHS, quantize, save_quantized
 from qa_lib.run.plan import identify_data, without_folders
 from qa_lib.score.ask import Model, answer
@@ -95,7 +95,7 @@ def scored(loaded: Model, source: Source) -> dict[str, float]:
 
 
 def weights_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in look(folder)[1])
+    return sum(path.stat().st_size for path in inspect_checkpoint(folder)[1])
 
 
 def latencies(models: list[Model], source: Source) -> list[float]:

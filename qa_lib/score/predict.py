@@ -6,7 +6,7 @@ window only, and where SQuAD's windows fill 180 of 384 tokens on average, half o
 reasoning as in row A4. Sorting changes the order of the results; each row of logits is returned with the number of the
 window that it belongs to, and nothing after this file goes by position. Row A4-b shows what happens if one does.
 
-A checkpoint is a folder that somebody else may have written; model/folder.py says what is believed of it.
+A checkpoint is a folder that somebody else may have written; model/hf_checkpoint.py says what is believed of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from qa_lib.data.tokenise import build_tokenizer
 from qa_lib.data.windows import Features, build_features
 from qa_lib.errors import UserError
 from qa_lib.model.encoders import most_tokens
-from qa_lib.model.folder import check_tokenizer, find_folder, load, look, pickle_in
+from qa_lib.model.hf_checkpoint import find_folder, inspect_checkpoint, pickle_in
+from qa_lib.model.load import check_tokenizer, load
 from qa_lib.record import read_record
 from qa_lib.score.decode import decode
 from qa_lib.spec import stride_of
@@ -103,7 +104,7 @@ def load_qa_model(folder: str | Path) -> tuple:
     from transformers import AutoModelForQuestionAnswering
 
     folder = Path(folder)
-    config, weights = look(folder)
+    config, weights = inspect_checkpoint(folder)
     kinds = config.get("architectures")
     if not isinstance(kinds, list) or not any(str(kind).endswith("ForQuestionAnswering") for kind in kinds):
         raise UserError(f"{folder}: not a question-answering model (architectures: {kinds!r:.80})")

@@ -1,0 +1,178 @@
+"""A model's folder, which somebody else may have written: read as data, and checked before it is believed.
+
+transformers follows what a folder says: an index may name pickles and files elsewhere, a config may ask for code from
+the hub, for kernels or for a million layers. Training and answering therefore take a folder through this one door. Its
+weights are safetensors within the folder, of the names and sizes that its config says; a folder that this lab has kept
+holds the digests of its files as well (SHA256SUMS, for `sha256sum -c`), by which a flipped bit and an added file are
+found. `checkpoint_files` lists what decides a model and its tokens, which is what identifies it.
+
+Looking needs no torch; loading (model/load.py) does.
+"""
+
+import contextlib
+import re
+import shutil
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from qa_lib.data.squad import read_json, sha256_of
+from qa_lib.errors import UserError, first_line
+
+INDEX = "model.safetensors.index.json"
+SUMS = "SHA256SUMS"
+QUANTIZED = "quantized.safetensors"  # a name that transformers does not take for plain weights
+# What transformers reads of a folder beside its weights. tokenizer.json may have a version in its name.
+READ = (
+    "config.json generation_config.json tokenizer*.json special_tokens_map.json added_tokens.json vocab.txt vocab.json "
+    "merges.txt chat_template.jinja"
+).split()
+
+
+def find_folder(name: str | Path) -> Path:
+    """The folder that is meant by a path, where a run's means the model/ in it, or by a name of the hub: what has to be
+    known of that model lies in the hub's cache afterwards, and is looked at like any other folder.
+
+    Raises UserError for a name that is neither, and where the hub cannot be reached; a path that leads nowhere is for
+    `inspect_checkpoint` to tell.
+    """
+    folder = Path(name)
+    if folder.exists():
+        run = (folder / "model").is_dir() and not (folder / "config.json").exists()
+        return folder / "model" if run else folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    files = {"allow_patterns": ["*.json", "*.txt", "model*.safetensors"], "ignore_patterns": ["*/*"]}
+    try:
+        return Path(snapshot_download(str(name), **files))
+    except HFValidationError:  # so it is a path
+        return folder
+    except Exception as error:  # of the hub, the network or the disk
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"{name}: no such folder, and no model that the hub gives ({reason:.120})") from None
+
+
+def inspect_checkpoint(folder: Path) -> tuple[dict, list[Path]]:
+    """The folder's config, and its safetensors: none where it has no weights. Raises UserError for a folder that has no
+    config, is not what SHA256SUMS says, or asks for pickles, code or other folders' files."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder")
+    files = {path.name for path in folder.iterdir() if path.is_file()}  # no pipes and devices, which never end
+    if "config.json" not in files:
+        raise UserError(f"{folder}: no config.json, so not a model's folder")
+    config = read_json(folder / "config.json")
+    if not isinstance(config, dict):
+        raise UserError(f"{folder}: config.json is no JSON object")
+    for key in {"quantization_config", "transformers_weights"} & config.keys():
+        raise UserError(f"{folder}: config.json has {key}; plain weights in model.safetensors are needed")
+    if "adapter_config.json" in files:  # transformers would load it, and its base from wherever it says
+        raise UserError(f"{folder}: adapter_config.json; merge the adapter into the weights, and save those alone")
+    weights = _weights(folder, files)
+    for path in folder.iterdir():
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise UserError(f"{folder}: {path.name} is neither a file nor a folder")
+    _check_digests(folder, {path.name for path in _read_of(folder, weights)})
+    return config, weights
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The files of a folder that decide a model and its tokens. Raises UserError as inspect_checkpoint does."""
+    return _read_of(folder, inspect_checkpoint(folder)[1])
+
+
+def _read_of(folder: Path, weights: list[Path]) -> list[Path]:
+    """What READ names of a folder, and these weights."""
+    found = {path for pattern in (*READ, INDEX) for path in folder.glob(pattern) if path.is_file()}
+    return sorted({*found, *weights})
+
+
+def _weights(folder: Path, files: set[str]) -> list[Path]:
+    if QUANTIZED in files:
+        return [folder / QUANTIZED]
+    if "model.safetensors" in files:
+        return [folder / "model.safetensors"]
+    if INDEX not in files:
+        return []
+    index = read_json(folder / INDEX)
+    parts = index.get("weight_map") if isinstance(index, dict) else None
+    names = sorted(set(map(str, parts.values()))) if isinstance(parts, dict) else ["nothing"]
+    for name in names:
+        linked = name in files and (folder / name).resolve().parent != folder.resolve()
+        if not re.fullmatch(r"[\w.-]+\.safetensors", name) or name not in files or linked:
+            raise UserError(f"{folder}: {INDEX} names {name[:80]!r}, which is no safetensors file of this folder")
+    return [folder / name for name in names]
+
+
+def pickle_in(folder: Path) -> str | None:
+    """The name of weights that nobody should load, where a folder has such."""
+    names = sorted(path.name for path in folder.iterdir())
+    return next((name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))), None)
+
+
+@contextlib.contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """An empty folder to write a model into. It takes the place of `folder` once it is whole, with its digests: nothing
+    of a model that was there before stays beside the new one."""
+    work = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    try:
+        yield work
+        write_digests(work)
+        shutil.rmtree(folder, ignore_errors=True)
+        work.rename(folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def write_digests(folder: Path) -> None:
+    """Write SHA256SUMS over the files of a model that was saved."""
+    paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name != SUMS)
+    (folder / SUMS).write_text("".join(f"{sha256_of(path)}  {path.name}\n" for path in paths))
+
+
+def _check_digests(folder: Path, files: set[str]) -> None:
+    """Raises UserError where one of `files` is not what SHA256SUMS says, or not in it; without that list, nothing."""
+    if not (folder / SUMS).is_file():
+        return
+    lines = (folder / SUMS).read_text(errors="replace").splitlines()
+    listed = dict(reversed(line.partition("  ")[::2]) for line in lines)
+    # A name is compared, and never a path to follow. That a file is missing is for its reader to say.
+    for name in sorted({*files, *(name for name in listed if Path(name).name != name or (folder / name).is_file())}):
+        if name not in listed:
+            raise UserError(f"{folder}: {name} was added after the folder was saved; whoever did deletes {SUMS}")
+        if Path(name).name != name or _known(folder / name) != listed[name]:
+            raise UserError(
+                f"{folder}: {name[:80]!r} is not the file that was saved, by its digest in {SUMS}; "
+                "whoever changed it on purpose deletes that list"
+            )
+
+
+def _known(path: Path) -> str:
+    """A file's SHA-256, computed once for each time that it was written: a folder is looked at several times."""
+    status = path.stat()
+    return _sha256(path, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+@lru_cache(1000)
+def _sha256(path: Path, *_state: int) -> str:
+    return sha256_of(path)
+
+
+@contextlib.contextmanager
+def as_user_error(folder: Path):
+    """Whatever the libraries make of a damaged folder, as a UserError of one line that names it."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{folder}: cannot be loaded: {first_line(error)}") from None
+    finally:
+        logging.set_verbosity(verbosity)
