@@ -53,8 +53,8 @@ def build_model(spec: Spec, head: type = AutoModelForQuestionAnswering) -> torch
 
 
 class Transform(NamedTuple):
-    """What some values of a setting change of a model, in place; `after` are the settings whose transforms it builds on,
-    where they are asked for."""
+    """What some values of a setting change of a model, in place; `after` are the settings whose transforms come before,
+    since it builds on them."""
 
     setting: str
     values: tuple
