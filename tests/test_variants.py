@@ -203,7 +203,8 @@ MAY_IMPORT = {
     "score": "errors variants spec record data model",
     "run": "errors variants spec record data model measure train score",
     "report": "errors variants spec record measure.trace measure.goodput",
-    "app": "errors record data.squad score report",
+    "app": "errors record data.squad score report run.sweep serving",
+    "serving": "errors",
     "__main__": "errors variants",
 }
 TORCH_FREE = (

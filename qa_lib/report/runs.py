@@ -103,6 +103,9 @@ def load_runs(runs: str | Path = "runs", broken: dict[Path, str] | None = None) 
             record = read_record(folder)
             if (record["group"], record["run_id"]) != (folder.parent.name, folder.name):
                 raise RecordError(f"{folder}: its record is that of {record['group'][:40]}/{record['run_id'][:40]}")
+            length = record["spec"]["scale"]["max_length"]
+            if isinstance(length, bool) or length < 1:  # axes divide by it
+                raise RecordError(f"{folder}: spec.scale.max_length is {length!r}")
             rows.append(record | {"path": folder})
         except RecordError as problem:
             if broken is None:
