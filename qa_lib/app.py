@@ -10,6 +10,7 @@ import os
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -36,7 +37,7 @@ EXAMPLE = """examples:
 On another machine: ssh -L 8600:localhost:8600 MACHINE, start it there, and open http://localhost:8600 here.
 In a notebook, and in Colab: from qa_lib.app import app; app()"""
 MAX_QUESTION = 1_000  # characters
-WAITING = 128  # events that may wait; the next is told that the queue is full
+WAITING = 256  # events that may wait; the next is told that the queue is full
 SESSIONS = 256  # pages whose state is kept
 UNFINISHED = (b'"starting"', b'"waiting"', b'"running"')
 # Of a group's table; and the axes, where a group varies them.
@@ -44,7 +45,7 @@ HEADINGS = ("row", "what it changes", "model", "world size", "effective batch", 
             "features/s", "tokens/s", "× {base}", "step ms [p10–p90]", "MFU", "peak MiB", "{score}",
             "Δ{score} vs {base}", "n", "status", "note")  # fmt: skip
 CSS = """
-.gradio-container { max-width: min(1180px, 100%) !important; margin: 0 auto !important }
+.gradio-container { width: 100% !important; max-width: min(1180px, 100%) !important; margin: 0 auto !important }
 footer { display: none !important }
 .shown p { margin: .4em 0; overflow-wrap: anywhere }
 .shown img { max-width: 100%; margin: .8em 0 }
@@ -169,49 +170,47 @@ def _ask_tab(demo: gr.Blocks, models: Choices) -> None:
     if not listed:
         gr.Markdown("There is no checkpoint to ask yet: `make quickstart` trains small ones on a CPU in minutes.")
     examples = _examples()
-    _, question, context = examples[-1 if listed and listed[0].synthetic else 0]
+    _, context, question = examples[-1 if listed and listed[0].synthetic else 0]
     with gr.Row():
-        first = gr.Dropdown(label="Model", min_width=280, interactive=True)
-        second = gr.Dropdown(label="Compare with", min_width=280, interactive=True)
-    context = gr.Textbox(context, label="Paragraph", lines=4, max_lines=12, max_length=MAX_CONTEXT)
-    question = gr.Textbox(question, label="Question", max_length=MAX_QUESTION)
+        first, second = (gr.Dropdown(min_width=280, interactive=True, **menu) for menu in _menus(models))
+    context = gr.Textbox(context, label="Paragraph", lines=4, max_lines=12)
+    question = gr.Textbox(question, label="Question")
     button = gr.Button("Ask", variant="primary", elem_id="ask")
-    gr.Examples(
-        [[text, asked] for _, asked, text in examples], [context, question], cache_examples=False,
-        example_labels=[label for label, _, _ in examples], api_visibility="private",
-    )  # fmt: skip
+    with gr.Row():
+        for label, *example in examples:  # gr.Examples would need a route of its own
+            gr.Button(label, size="sm").click(partial(list, example), None, [context, question], **QUIET)
     with gr.Row():
         cards = [_card(), _card()]
 
-    def refreshed() -> list[dict]:
-        """The models that there are now."""
-        pairs = [(choice.name, choice.key) for choice in models.listed()]
-        keys = [key for _, key in pairs]
-        compared = "model 2" if "model 2" in keys else ""
-        return [
-            gr.update(choices=pairs, value=keys[0] if keys else None),
-            gr.update(choices=[("nothing", ""), *pairs], value=compared),
-        ]
+    def asked(first: str | None, second: str | None, context: str, question: str) -> list:
+        other = _answered(models, second, context, question) if second else [gr.update(visible=False)] * 5 + [None]
+        return [*_answered(models, first or "", context, question), *other]
 
-    def asked(key: str | None, context: str, question: str) -> list:
-        return _answered(models.find(key or ""), context, question) if key != "" else [gr.update(visible=False)] * 6
+    demo.load(lambda: [gr.update(choices=menu["choices"]) for menu in _menus(models)], None, [first, second], **QUIET)
+    gr.on(
+        [button.click, question.submit], asked, [first, second, context, question], [*cards[0], *cards[1]],
+        show_progress_on=question, api_visibility="private",
+    )  # fmt: skip
 
-    demo.load(refreshed, None, [first, second], **QUIET)
-    for model, card in zip((first, second), cards, strict=True):
-        # One queue for both, in the order of the cards.
-        gr.on(
-            [button.click, question.submit], asked, [model, context, question], card, concurrency_id="model",
-            show_progress_on=card[1], api_visibility="private",
-        )  # fmt: skip
+
+def _menus(models: Choices) -> list[dict]:
+    """What the two menus of models hold: all that there are now, and in the second one nothing, too."""
+    pairs = [(choice.name, choice.key) for choice in models.listed()]
+    keys = [key for _, key in pairs]
+    second = "model 2" if "model 2" in keys else ""  # of two that were named
+    return [
+        {"label": "Model", "choices": pairs, "value": keys[0] if keys else None},
+        {"label": "Compare with", "choices": [("nothing", ""), *pairs], "value": second},
+    ]
 
 
 def _examples() -> list[tuple[str, str, str]]:
-    """(label, question, paragraph): two about real English, one of the text that a smoke model knows."""
+    """(label, paragraph, question): two about real English, one of the text that a smoke model knows."""
     english = open_source(Path(__file__).with_name("data") / "english.json", "validation").examples
     generated = open_source("synthetic:200", "validation").examples
     short = min((example for example in generated if example.answers), key=lambda example: len(example.context))
     found = [(english[0], ""), (english[-1], " (no answer)"), (short, " (generated)")]
-    return [(example.question + note, example.question, example.context) for example, note in found]
+    return [(example.question + note, example.context, example.question) for example, note in found]
 
 
 def _card() -> list:
@@ -227,14 +226,14 @@ def _card() -> list:
     return [column, answer, paragraph, slider, best, found]
 
 
-def _answered(choice, context: str, question: str) -> list:
-    """What a card shows when a model has been asked; or what is wrong, in place of the answer."""
+def _answered(models: Choices, key: str, context: str, question: str) -> list:
+    """What a card shows when the model called `key` has been asked; or what is wrong, in place of the answer."""
+    choice = models.find(key)
     try:
         found = answer(choice, question, context)
     except UserError as problem:
-        name = choice.name if choice else "Model"
-        hidden = [gr.update(visible=False)] * 3
-        return [gr.update(visible=True), gr.update(value=str(problem), label=name), *hidden, None]
+        told = gr.update(value=str(problem), label=choice.name if choice else "Model")
+        return [gr.update(visible=True), told, *[gr.update(visible=False)] * 3, None]
     own = 0.0 if math.isnan(choice.threshold) else round(choice.threshold, 3)
     text, paragraph = decided(found, own)
     reach = math.ceil(max(10, abs(own) + 1, abs(found["margin"] or 0) + 1))
@@ -318,7 +317,7 @@ def running(runs: Path) -> str:
             if not any(status in path.read_bytes() for status in UNFINISHED):
                 continue
             record = read_record(path.parent)
-            written = max(file.stat().st_mtime for file in path.parent.iterdir())
+            written = max(file.stat().st_mtime for file in [path, *path.parent.glob("steps.jsonl")])
         except (OSError, RecordError):  # it is gone by now, or the dashboard says what is wrong
             continue
         step, planned = progress_of(path.parent)

@@ -19,11 +19,11 @@ from qa_lib.errors import UserError
 SECONDS = 10  # in which a request, head and body, has to arrive
 PENDING = 256  # connections that have not sent a whole request; the next takes the place of the oldest
 CONNECTIONS = 600  # in all, below the 1,024 open files that many systems allow
-MAX_HEAD, MAX_BODY = 16_384, 1_500_000  # bytes; JSON may spell each of a paragraph's 100,000 characters in 12
+MAX_HEAD = 16_384  # bytes of a head that is not whole yet
+MAX_BODY = 1_500_000  # bytes; JSON may spell each of a paragraph's 100,000 characters in 12
 # What Gradio's page asks for. Its other routes upload files, hand out files, fetch addresses and describe an API.
 READ = re.compile(
-    r"/|/(config|theme\.css|manifest\.json|favicon\.ico)|/(assets|static)/.+"
-    r"|/gradio_api/(startup-events|queue/data|heartbeat/\w+)"
+    r"/|/(config|theme\.css|manifest\.json|favicon\.ico)|/(assets|static)/.+|/gradio_api/(startup-events|queue/data)"
 )
 JOIN = "/gradio_api/queue/join"  # every event: a question, a moved slider, a chosen group
 # Scripts and styles stand in Gradio's page, and it builds some of its code while it runs.
@@ -45,22 +45,15 @@ class Gate:
         }
 
     async def __call__(self, scope, receive, send) -> None:
-        if scope["type"] == "lifespan":
-            return await self.app(scope, receive, send)
-        if scope["type"] != "http":
-            return await send({"type": "websocket.close"})
-        posted = scope["method"] == "POST" and scope["path"] == JOIN
-        if not posted and not (scope["method"] in ("GET", "HEAD") and READ.fullmatch(scope["path"])):
-            return await PlainTextResponse("not a part of this page", 404)(scope, receive, send)
-        if posted:
-            if Headers(scope=scope).get("content-type", "").partition(";")[0] != "application/json":
-                # A form of a foreign page cannot send JSON.
-                return await PlainTextResponse("JSON is expected", 415)(scope, receive, send)
+        if scope["type"] != "http":  # the app's own start and end
+            await self.app(scope, receive, send)
+            return
+        refused = _refused(scope)
+        if not refused and scope["method"] == "POST":
             body = await _body(receive)
             if body is None:
-                return None
-            if len(body) > MAX_BODY:
-                return await PlainTextResponse("too long", 413)(scope, receive, send)
+                return
+            refused = PlainTextResponse("too long", 413) if len(body) > MAX_BODY else None
             receive = _again(body, receive)
 
         async def marked(message) -> None:
@@ -68,7 +61,21 @@ class Gate:
                 MutableHeaders(scope=message).update(self.headers)
             await send(message)
 
-        return await self.app(scope, receive, marked)
+        try:
+            await (refused or self.app)(scope, receive, marked)
+        except asyncio.CancelledError:  # the app ends in the middle of an answer
+            await send({"type": "http.response.body", "body": b""})
+
+
+def _refused(scope) -> PlainTextResponse | None:
+    """The answer to a request that is not the page's, or None."""
+    if scope["method"] == "POST" and scope["path"] == JOIN:
+        sort = Headers(scope=scope).get("content-type", "").partition(";")[0]
+        # A form of a foreign page cannot send JSON.
+        return None if sort == "application/json" else PlainTextResponse("JSON is expected", 415)
+    if scope["method"] in ("GET", "HEAD") and READ.fullmatch(scope["path"]):
+        return None
+    return PlainTextResponse("not a part of this page", 404)
 
 
 async def _body(receive) -> bytes | None:

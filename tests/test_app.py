@@ -1,0 +1,658 @@
+"""The demo as its page asks it, over HTTP, and in a real browser: tests that skip where no Chromium is installed."""
+
+import asyncio
+import contextlib
+import html
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from qa_lib import serving
+from qa_lib.__main__ import main
+from qa_lib.app import Choices, answer, app, dashboard, decided, running
+from qa_lib.data.squad import MAX_CONTEXT, open_source
+from qa_lib.errors import UserError
+from qa_lib.model.folder import write_digests
+from qa_lib.record import new_record
+from qa_lib.run.fit import fit
+from qa_lib.run.plan import plan
+from qa_lib.score import ask
+from qa_lib.score.choices import named, offered
+from qa_lib.score.predict import load_qa_model, window_lengths
+from tests.plain import overflow
+from tests.test_report import GPU, make
+
+ROOT = Path(__file__).parent.parent
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+LOAD_SECONDS = int(os.environ.get("QA_LIB_LOAD_SECONDS", 3))  # 20 for the figures that are reported
+HEAD = "qa_outputs.weight"
+FORK = multiprocessing.get_context("forkserver")
+FORK.set_forkserver_preload(["qa_lib.app", "tests.test_app"])
+SECONDS = 3  # of serving.SECONDS, in the server of these tests
+EVIL = '<img src=x onerror="alert(1)"><script>alert(2)</script>${alert(3)}{{alert(4)}}![x](http://evil.example/x.png)'
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two smoke runs with their checkpoints, a third whose record is cut short, and one that is running.
+
+    A2 is A1 once more, with other weights, a better F1, and code in its model's name.
+    """
+    folder = tmp_path_factory.mktemp("app") / "runs"
+    first, second = plan(["A1", "A2"], "smoke")
+    fit(first, folder, say=lambda _: None)
+    other = shutil.copytree(folder / first.run_path, folder / second.run_path)
+    weights = load_file(other / "model" / "model.safetensors")
+    save_file(weights | {HEAD: 1.1 * weights[HEAD]}, other / "model" / "model.safetensors", {"format": "pt"})
+    write_digests(other / "model")
+    entry = json.loads((other / "record.json").read_text())
+    entry["spec"] = new_record(second, {})["spec"] | {"adjusted": [EVIL]}
+    entry["quality"] |= {"best_f1": 99.94, "best_f1_threshold": 3.25}
+    (other / "record.json").write_text(json.dumps(entry | {"run_id": other.name}))
+    broken = folder / "cpu-smoke" / "A3-s0-abcdef"
+    broken.mkdir()
+    (broken / "record.json").write_text('{"schema": "qa_lib/1", "status":')
+    lively = make(folder, "A4", status="running")
+    entry = json.loads((lively / "record.json").read_text())
+    entry["spec"]["planned_steps"] = 400
+    (lively / "record.json").write_text(json.dumps(entry))
+    (lively / "steps.jsonl").write_text('{"step": 7, "loss": 1.0, "lr": 0.1, "ms": 1.0}\n')
+    return folder
+
+
+def _serve(log, runs):
+    for number in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    serving.SECONDS = SECONDS
+    os._exit(main(["app", "--runs", str(runs), "--figures", str(runs.parent / "figures"), "--port", "0"]))
+
+
+class Server:
+    """The app in a process of its own, forked from one that has imported it."""
+
+    def __init__(self, runs):
+        self.log = runs.parent / "log"
+        self.process = FORK.Process(target=_serve, args=(self.log, runs))
+        self.process.start()
+        end = time.monotonic() + 60
+        while not self.log.exists() or "\n" not in self.log.read_text():
+            assert time.monotonic() < end and self.process.is_alive()
+            time.sleep(0.05)
+        self.address = re.search(r"http://127\.0\.0\.1:\d+", self.log.read_text()).group()
+        self.port = int(self.address.rpartition(":")[2])
+        self.client = httpx.Client(timeout=60, base_url=self.address)
+        self.config = self.client.get("/config").json()
+        (button,) = (part["id"] for part in self.config["components"] if part["props"].get("elem_id") == "ask")
+        (self.ask,) = (event for event in self.config["dependencies"] if [button, "click"] in event["targets"])
+
+    def question(self, model, question, context, other=""):
+        """The body that asks, as the page sends it."""
+        session = uuid.uuid4().hex[:10]
+        return {"fn_index": self.ask["id"], "session_hash": session, "data": [model, other, context, question]}
+
+    def __call__(self, *question):
+        """What was found, and the first card's updates."""
+        body = self.question(*question)
+        self.client.post("/gradio_api/queue/join", json=body).raise_for_status()
+        with self.client.stream("GET", f"/gradio_api/queue/data?session_hash={body['session_hash']}") as lines:
+            return result(lines.iter_lines())
+
+
+def result(lines):
+    for line in lines:
+        if line.startswith("data: ") and (message := json.loads(line[6:]))["msg"] == "process_completed":
+            assert message["success"], message
+            card = message["output"]["data"][:6]
+            return card[5], card
+
+
+@pytest.fixture(scope="module")
+def server(runs):
+    server = Server(runs)
+    yield server
+    os.kill(server.process.pid, signal.SIGTERM)
+    server.process.join(5)
+    assert server.process.exitcode == 130 and "Exception in ASGI" not in server.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def questions():
+    """Short generated questions, answerable and not, that the model has not been trained on."""
+    return [e for e in open_source("synthetic:400", "validation").examples if len(e.context) < 300]
+
+
+def folder_of(runs, variant="A1"):
+    (folder,) = runs.glob(f"cpu-smoke/{variant}-*/model")
+    return folder
+
+
+def key_of(runs, variant="A1"):
+    return f"cpu-smoke/{folder_of(runs, variant).parent.name}"
+
+
+def best_span(folder, question, context):
+    """(begin, end, margin) by a double loop over each window that the tokenizer cuts, one at a time."""
+    model, tokenizer = load_qa_model(folder)
+    windows = overflow(tokenizer, [question], [context], *window_lengths(folder, model))
+    best, null = (-1e30, None, None), 1e30
+    for i, offsets in enumerate(windows["offset_mapping"]):
+        kind = windows.sequence_ids(i)
+        names = ("input_ids", "attention_mask", "token_type_ids")
+        with torch.inference_mode():
+            output = model(**{name: torch.tensor([windows[name][i]]) for name in names if name in windows})
+        start, end = output.start_logits[0].tolist(), output.end_logits[0].tolist()
+        null = min(null, start[0] + end[0])
+        first, last = (sorted(range(len(each)), key=lambda j: -each[j])[:20] for each in (start, end))
+        for s, e in ((s, e) for s in first for e in last if kind[s] == kind[e] == 1 and s <= e < s + 30):
+            if start[s] + end[e] > best[0] and offsets[s][0] < offsets[e][1]:
+                best = start[s] + end[e], offsets[s][0], offsets[e][1]
+    return best[1], best[2], null - best[0]
+
+
+ODD = [
+    "😀 {} 👩\u200d👩\u200d👧",
+    "e\u0301 İ ß {} ﬁ",
+    "\u200b\u202e{}\u202c\ufeff",
+    "東京 {}。中文",
+    "a\r\n\n\t  {}\u00a0\x00 .",
+    "<b>&amp; {} $&",
+]
+
+
+@pytest.mark.parametrize("frame", ODD)
+def test_answers_and_their_places_are_those_of_an_independent_decoding(server, runs, questions, frame):
+    for example in questions[:4]:
+        context = frame.format(example.context) + " " + frame.format("x")
+        found, card = server(key_of(runs), example.question, context)
+        begin, end, margin = best_span(folder_of(runs), example.question, context)
+        best = next(entry for entry in found["nbest"] if entry["text"])
+        assert (best["begin"], best["end"], best["text"]) == (begin, end, context[begin:end])
+        assert found["margin"] == pytest.approx(margin, abs=1e-3)
+        pieces = re.fullmatch(r'<div class="text">(.*)<mark>(.*)</mark>(.*)</div>', decided(found, 1e9)[1], re.DOTALL)
+        assert [html.unescape(part) for part in pieces.groups()] == [context[:begin], context[begin:end], context[end:]]
+        assert card[1]["value"] == ("No answer" if margin > card[3]["value"] else context[begin:end])
+
+
+def test_answers_are_right_and_long_paragraphs_windowed(server, runs, questions):
+    def right(example):
+        text = server(key_of(runs), example.question, example.context)[1][1]["value"]
+        return text in ([text for text, _ in example.answers] or ["No answer"])
+
+    assert sum(right(example) for example in questions[:30]) >= 24
+    found, card = server(key_of(runs), "who came ?", " ".join(example.context for example in questions[:20]))
+    assert found["windows"] > 5 and f"{found['windows']} windows" in card[4]["value"]
+    assert all(f"{part} " in card[4]["value"] for part in ("tokenise", "model", "decode"))
+
+
+def test_the_decoders_best_span_is_the_answer_also_where_it_is_punctuation():
+    """(Beginning, end, score) in a paragraph; the best span holds a comma, or nothing else."""
+    context = "with , they and all"
+    for span in ((5, 11), (5, 6)):
+        places = [(5, 5), span, (7, 11)]
+        nbest = [{"text": context[begin:end], "begin": begin, "end": end} for begin, end in places]
+        found = {"context": context, "margin": -2.0, "nbest": nbest}
+        text, marked = decided(found, -2.0)
+        assert text == context[slice(*span)] and f"<mark>{text}</mark>" in marked
+        assert decided(found, -2.1) == ("No answer", f'<div class="text">{context}</div>')
+    assert decided(found | {"margin": None}, 1e9)[0] == "No answer"
+
+
+@pytest.mark.parametrize(
+    ("question", "context", "said"),
+    [
+        ("  ", "text", "Write or paste a question."),
+        ("who ?", "\n", "Write or paste a paragraph."),
+        ("who ?", "a" * (MAX_CONTEXT + 1), "The paragraph is longer than 100,000 characters, the limit."),
+        ("w" * 1_001, "text", "The question is longer than 1,000 characters, the limit."),
+        ("who " * 200, "text", "too long for this model, which reads"),
+    ],
+)
+def test_what_cannot_be_asked_is_said_in_place_of_the_answer(server, runs, question, context, said):
+    found, card = server(key_of(runs), question, context)
+    assert found is None and said in card[1]["value"] and card[2]["visible"] is False
+
+
+def test_every_paragraph_within_the_limit_is_answered(server, runs):
+    body = server.question(key_of(runs), "who ?", "\U0001f600" * MAX_CONTEXT)
+    asked = json.dumps(body)
+    assert asked.isascii() and 12 * MAX_CONTEXT < len(asked) <= serving.MAX_BODY
+    assert server(key_of(runs), "who ?", "😀 " * (MAX_CONTEXT // 2))[0]["windows"] > 1
+
+
+def test_models_are_called_by_run_and_never_by_path(server, runs, tmp_path):
+    for key in ("../../etc", str(folder_of(runs)), "cpu-smoke/A9-s0-000000"):
+        with pytest.raises(AssertionError, match="'success': False"):
+            server(key, "who ?", "text")
+        assert Choices([], runs).find(key) is None
+    with pytest.raises(UserError, match="no such model"):
+        answer(None, "who ?", "text")
+    assert str(runs.parent) not in server.client.get("/").text
+
+
+def test_hostile_model_folders_are_refused_in_a_clear_sentence(runs, tmp_path, capsys):
+    run = shutil.copytree(folder_of(runs).parent, tmp_path / "cpu-smoke" / "A1-s0-aaaaaa")
+    choices = Choices([], tmp_path)
+    (choice,) = choices.listed()
+    (run / "model" / "config.json").write_text('{"architectures": ["X"], "auto_map": {"AutoModel": "evil.Model"}}')
+    with pytest.raises(UserError) as refused:
+        answer(choice, "who ?", "text")
+    assert "cannot be asked" in str(refused.value) and str(tmp_path) not in str(refused.value)
+    (run / "model" / "model.safetensors").rename(run / "model" / "pytorch_model.bin")
+    assert main(["app", "--model", str(run / "model"), "--port", "0"]) == 2
+    assert "error: " in capsys.readouterr().err and choices.listed() == []
+
+
+def test_a_checkpoint_that_is_written_again_is_loaded_again(runs, tmp_path):
+    folder = shutil.copytree(folder_of(runs, "A1"), tmp_path / "model")
+    before = ask.ask(folder, "who", "it was she")["margin"]
+    shutil.copytree(folder_of(runs, "A2"), folder, dirs_exist_ok=True)
+    after, other = (ask.ask(each, "who", "it was she")["margin"] for each in (folder, folder_of(runs, "A2")))
+    assert after == other != before
+
+
+def test_a_question_that_would_cut_its_paragraph_into_very_many_pieces_is_refused(runs):
+    loaded = ask._loaded(folder_of(runs), 0)
+    length = loaded.max_length - loaded.stride - 4  # leaves a window one token more than the overlap
+    with pytest.raises(ask.QuestionTooLong, match=r"in \d,\d{3} pieces"):
+        ask.answer(loaded, "who " * length, "she " * 3_000)
+
+
+def test_the_best_model_comes_first_and_those_of_synthetic_text_last(runs, tmp_path):
+    for variant in ("A1", "A2"):
+        shutil.copytree(folder_of(runs, variant).parent, tmp_path / key_of(runs, variant))
+    real = shutil.copytree(folder_of(runs).parent, tmp_path / "h200-local" / "E1-s2-aaaaaa")
+    entry = json.loads((real / "record.json").read_text())
+    entry["data"]["name"], entry["quality"]["best_f1"] = "squad", 76.0
+    entry["spec"] |= {"variant": "E1", "seed": 2}
+    (real / "record.json").write_text(json.dumps(entry))
+    found = offered(tmp_path)
+    assert [choice.name for choice in found[:2]] == ["E1-s2 · smoke · F1 76.0", "A2-s0 · smoke · F1 99.9"]
+    assert [choice.synthetic for choice in found] == [False, True, True] and found[1].threshold == 3.25
+    for spoilt in ("x", None, [], float("inf")):
+        entry["quality"]["best_f1"] = spoilt
+        (real / "record.json").write_text(json.dumps(entry))
+        assert len(offered(tmp_path)) == 2
+
+
+def test_named_models_have_their_runs_threshold_and_names_of_their_own(runs, tmp_path):
+    run = folder_of(runs, "A2").parent
+    (choice,), (other,) = named([run]), named([str(run / "model")])
+    assert choice == other and choice.threshold == 3.25 and len(Choices([choice], runs).listed()) == 2
+    for name in ("one/bert", "other/bert"):
+        shutil.copytree(run / "model", tmp_path / name)
+    given = named([tmp_path / "one/bert", tmp_path / "other/bert"])
+    assert [c.name for c in Choices(given, tmp_path).listed()] == ["bert (model 1)", "bert (model 2)"]
+
+
+# What is let in.
+
+
+def test_only_what_the_page_asks_for_is_served(server, runs):
+    figure = runs.parent / "figures" / "cpu-smoke" / "x.png"
+    figure.parent.mkdir(parents=True, exist_ok=True)
+    figure.write_bytes(b"x")
+    for path in ("upload", "component_server", "call/ask", "run/predict", "api/predict", "run-history/connect"):
+        assert server.client.post(f"/gradio_api/{path}", files={"files": b"x"}).status_code == 404
+    for path in (
+        *("info", "openapi.json", "runs", "upload_progress", "custom_component/1/client/component/x.js"),
+        *("file=/etc/passwd", f"file={figure}", "file=http://127.0.0.1:1/x", "proxy=http://127.0.0.1:1/"),
+    ):
+        assert server.client.get(f"/gradio_api/{path}").status_code == 404
+    for path in ("/monitoring", "/static/../../routes.py", "/assets/%2e%2e/%2e%2e/%2e%2e/routes.py"):
+        assert server.client.get(path).status_code in (403, 404)
+    assert server.client.options("/gradio_api/queue/join").status_code == 404
+    assert server.client.get("/").status_code == server.client.get("/config").status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "8.8.8.8"])
+def test_foreign_hosts_and_pages_are_refused(server, host):
+    for path in ("/", "/config", "/gradio_api/queue/join"):
+        assert server.client.get(path, headers={"Host": host}).status_code == 400
+    join = f"{server.address}/gradio_api/queue/join"
+    assert httpx.post(join, content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
+    policy = httpx.get(server.address).headers["content-security-policy"]
+    assert "default-src 'self'" in policy and policy.endswith("frame-ancestors 'none'")
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "local"),
+    [
+        ("127.0.0.1", "127.0.0.1", True),
+        ("::1", "::1", True),
+        ("localhost", "127.0.0.1", True),
+        ("lab", "10.0.0.7", False),
+    ],
+)
+def test_other_names_are_answered_only_where_others_reach_it(host, address, local):
+    assert ("*" in serving.names(host, address)) is not local
+
+
+def test_heads_and_bodies_that_are_too_large_are_refused(server):
+    headers = {"Content-Type": "application/json"}
+    join = f"{server.address}/gradio_api/queue/join"
+    assert httpx.post(join, content=b"x" * (serving.MAX_BODY + 1), headers=headers).status_code == 413
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nX: " + b"x" * serving.MAX_HEAD)
+        assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
+
+
+HEADS = (
+    *("POST /gradio_api/queue/join HTTP/1.1", "Host: 127.0.0.1"),
+    *("Content-Type: application/json", "Content-Length: 9000"),
+)
+POST = "\r\n".join([*HEADS, "", ""]).encode()
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET / HTTP/1.1\r\nX: ", POST], ids=["no head", "head", "body"])
+def test_a_byte_now_and_then_does_not_keep_a_place(server, begun):
+    with socket.create_connection(("127.0.0.1", server.port)) as slow:
+        begin = time.monotonic()
+        slow.sendall(begun)
+        slow.settimeout(0.2)
+        while time.monotonic() < begin + 3 * SECONDS:
+            try:
+                if slow.recv(100) == b"":
+                    break
+            except TimeoutError:
+                if begun:
+                    slow.sendall(b"x")
+            except ConnectionError:
+                break
+        assert SECONDS - 1 < time.monotonic() - begin < SECONDS + 2
+
+
+def test_nobody_waits_for_slow_senders(server, runs):
+    """More than are served at once, a third each: silent, in their heads, in their bodies."""
+    slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(serving.CONNECTIONS)]
+    for i, connection in enumerate(slow):
+        with contextlib.suppress(OSError):
+            connection.sendall([b"", b"GET / HT", POST][i % 3])
+    for _ in range(3):
+        begin = time.monotonic()
+        assert httpx.get(server.address).status_code == 200
+        assert time.monotonic() - begin < 1
+    assert server(key_of(runs), "who ?", "it was she")[0]
+    for connection in slow:
+        connection.close()
+
+
+def test_a_hundred_askers_get_their_own_answers(server, runs, questions):
+    """Of paragraphs of any length, each asking again when answered, for LOAD_SECONDS."""
+    texts = [" ".join(e.context for e in questions[i : i + (1, 1, 1, 4, 30)[i % 5]]) for i in range(100)]
+    asked = [(key_of(runs), e.question, text) for e, text in zip(questions[:100], texts, strict=True)]
+    alone = [server(*one)[0]["nbest"] for one in asked]
+    process, waits, failed, sizes = psutil.Process(server.process.pid), [], [], []
+
+    async def asker(client, one, nbest, until):
+        while time.monotonic() < until:
+            begin, body = time.monotonic(), server.question(*one)
+            (await client.post("/gradio_api/queue/join", json=body)).raise_for_status()
+            async with client.stream("GET", f"/gradio_api/queue/data?session_hash={body['session_hash']}") as lines:
+                found, _ = result([line async for line in lines.aiter_lines()])
+            waits.append(time.monotonic() - begin)
+            places = [[(e["text"], e["begin"], e["end"]) for e in each[:1]] for each in (found["nbest"], nbest)]
+            failed.extend([found] if places[0] != places[1] or found["context"] != one[2] else [])
+
+    async def crowd(seconds):
+        until = time.monotonic() + seconds
+        limits = httpx.Limits(max_connections=400, keepalive_expiry=1)
+        async with httpx.AsyncClient(timeout=120, limits=limits, base_url=server.address) as client:
+            await asyncio.gather(*(asker(client, *one, until) for one in zip(asked, alone, strict=True)))
+        sizes.append(process.memory_info().rss / 2**20)
+
+    asyncio.run(crowd(3))  # to warm up
+    waits.clear()
+    asyncio.run(crowd(LOAD_SECONDS))
+    p50, p95 = (sorted(waits)[int(share * len(waits))] for share in (0.5, 0.95))
+    print(
+        f"{len(waits)} answered in {LOAD_SECONDS} s; {p50:.2f} s at the median, {p95:.2f} at p95, {max(waits):.2f} last"
+    )
+    print(f"{sizes[0]:.0f} MiB, then {sizes[1]:.0f}")
+    assert failed == [] and len(waits) >= 100
+    assert sizes[1] - sizes[0] < 50
+
+
+# The command, and a notebook.
+
+
+def test_the_command_opens_soon_on_this_machine_alone_and_ends_at_a_signal(runs):
+    begin = time.monotonic()
+    command = [sys.executable, "-m", "qa_lib", "app", "--runs", str(runs), "--port", "0"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    line = process.stdout.readline()
+    address = re.search(r"http://127\.0\.0\.1:\d+", line)
+    assert address, line
+    httpx.get(address.group()).raise_for_status()
+    seconds = time.monotonic() - begin
+    listening = [c for c in psutil.Process(process.pid).net_connections("tcp") if c.status == "LISTEN"]
+    assert {c.laddr.ip for c in listening} == {"127.0.0.1"}
+    process.terminate()
+    assert process.wait(8) == 130
+    print(f"opened after {seconds:.1f} s")
+    assert seconds < 10 * (3 if os.environ.get("CI") else 1.5)  # the clock here is shared
+    assert process.stdout.read() == "stopped by SIGTERM; finished runs are kept\n"
+
+
+def test_an_empty_host_and_a_taken_port_are_said_in_one_line(server, capsys):
+    assert main(["app", "--host", "", "--port", "0"]) == main(["app", "--port", str(server.port)]) == 2
+    empty, taken = capsys.readouterr().err.splitlines()
+    assert "--host is empty" in empty and "--port takes another" in taken
+
+
+def test_a_notebook_shows_it_without_a_public_link_and_asks_nobody(runs, monkeypatch):
+    called, connect = [], socket.socket.connect
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)  # as in a notebook, where launching does not wait
+    monkeypatch.setenv("GRADIO_SHARE", "True")
+    monkeypatch.setattr(socket.socket, "connect", lambda self, to: called.append(to) or connect(self, to))
+    monkeypatch.setattr("gradio.networking.setup_tunnel", lambda *_, **__: called.append(("a public link",)))
+    demo = app(runs=runs)
+    try:
+        assert httpx.get(demo.local_url).status_code == 200 and demo.share_url is None
+        assert httpx.post(f"{demo.local_url}gradio_api/upload", files={"files": b"x"}).status_code == 404
+        assert httpx.get(demo.local_url, headers={"Host": "evil.example"}).status_code == 400
+        time.sleep(0.5)  # what would be asked in the background
+        assert {to[0] for to in called} <= {"127.0.0.1", "localhost"}
+    finally:
+        demo.close()
+
+
+# The dashboard.
+
+
+def spoilt(runs, tmp_path, variant, change):
+    """Two groups of the finished runs, in one of which a record is changed; its run id."""
+    for path in runs.glob("cpu-smoke/A[12]-*/record.json"):
+        for group in ("cpu-smoke", "another"):
+            copy = tmp_path / group / path.parent.name / "record.json"
+            copy.parent.mkdir(parents=True)
+            copy.write_text(path.read_text().replace('"group": "cpu-smoke"', f'"group": "{group}"'))
+    (path,) = tmp_path.glob(f"cpu-smoke/{variant}-*/record.json")
+    path.write_text(change(json.loads(path.read_text())))
+    return path.parent.name
+
+
+@pytest.mark.parametrize(
+    ("variant", "change", "said"),
+    [
+        ("A2", lambda record: "{", "not readable as JSON"),
+        ("A2", lambda record: "[" * 100_000, "not readable as JSON"),
+        ("A2", lambda record: json.dumps(record | {"speed": {"features_per_s": "fast"}}), "features_per_s is"),
+        ("A2", lambda record: json.dumps(record | {"spec": None}), "spec is"),
+        ("A1", lambda record: json.dumps(record | {"schema": "other/9"}), "the baseline A1 has no record"),
+    ],
+    ids="cut-short deep text-for-number no-spec other-schema".split(),
+)
+def test_a_corrupt_record_costs_a_sentence(runs, tmp_path, variant, change, said):
+    name = spoilt(runs, tmp_path, variant, change)
+    page, other = (dashboard(tmp_path, tmp_path / "figures", group) for group in ("cpu-smoke", "another"))
+    text = " ".join(page.said)
+    assert said in text and name in text and str(tmp_path) not in text
+    assert set(page.names) == {"cpu-smoke", "another"} and list(other.table["row"]) == ["A1", "A2"] and other.figures
+
+
+def test_two_records_that_are_spoilt_together_cost_a_sentence_each(runs, tmp_path):
+    for group, length in (("one", True), ("other", 0)):
+        path = tmp_path / group / "A1-s0-aaaaaa" / "record.json"
+        path.parent.mkdir(parents=True)
+        entry = json.loads((folder_of(runs).parent / "record.json").read_text())
+        entry["spec"]["scale"]["max_length"] = length
+        path.write_text(json.dumps(entry | {"group": group, "run_id": "A1-s0-aaaaaa"}))
+    shutil.copytree(folder_of(runs).parent, tmp_path / key_of(runs))
+    for group, length in (("one", "True"), ("other", "0")):
+        assert f"max_length is {length}" in dashboard(tmp_path, tmp_path, group).said[0]
+    assert list(dashboard(tmp_path, tmp_path, "cpu-smoke").table["row"]) == ["A1"]
+
+
+def test_the_dashboard_opens_on_the_newest_group(tmp_path):
+    older, newer = make(tmp_path, "A1"), make(tmp_path, "A1", machine=GPU)
+    for day, folder in enumerate((older, newer), 1):
+        entry = json.loads((folder / "record.json").read_text())
+        entry["time"]["started"] = f"2026-01-0{day}T00:00:00+00:00"
+        (folder / "record.json").write_text(json.dumps(entry))
+    names = [newer.parent.name, older.parent.name]
+    for wanted, shown in (("", names[0]), (names[1], names[1]), ("../..", names[0])):
+        assert dashboard(tmp_path, tmp_path, wanted)[:2] == (names, shown)
+    assert dashboard(tmp_path / "none", tmp_path).said[0].startswith("There are no records yet")
+
+
+def test_runs_may_come_and_go_while_they_are_looked_at(runs, tmp_path):
+    source, over = folder_of(runs).parent / "record.json", []
+
+    def churn():
+        while not over:
+            folder = tmp_path / "group" / "A1-s0-aaaaaa"
+            folder.mkdir(parents=True)
+            (folder / "record.json").write_text(source.read_text().replace('"status": "ok"', '"status": "running"'))
+            shutil.rmtree(folder.parent)
+
+    with ThreadPoolExecutor() as pool:
+        pool.submit(churn)
+        try:
+            for _ in range(50):
+                running(tmp_path)
+                dashboard(tmp_path, tmp_path)
+        finally:
+            over.append(True)
+
+
+# In a browser.
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if not CHROMIUM:
+        pytest.skip("no Chromium is installed (apt-get install chromium)")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(params=[1280, 390])
+def page(browser, server, request):
+    """A page that fails the test if a script fails, something is asked of another host, or a hostile string runs."""
+    problems = []
+    page = browser.new_page(viewport={"width": request.param, "height": 844})
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("dialog", lambda dialog: problems.append(dialog.message) or dialog.dismiss())
+    page.on("request", lambda request: problems.append(request.url) if foreign(request.url) else None)
+    foreign = lambda url: not url.startswith((server.address + "/", "data:", "blob:"))  # noqa: E731
+    page.goto(server.address)
+    page.locator("#ask").wait_for()
+    yield page
+    page.close()
+    assert problems == []
+
+
+# What reaches beyond the window, or beyond what it lies in, unless that scrolls.
+CUT_OFF = """() => [...document.querySelectorAll('main *')].filter(e => {
+  const box = e.getBoundingClientRect();
+  return box.width && getComputedStyle(e).visibility !== 'hidden' && box.right > innerWidth + 1 && !e.closest('.wide');
+}).map(e => e.outerHTML.slice(0, 100))"""
+
+
+def fits(page):
+    return page.evaluate("document.scrollingElement.scrollWidth <= innerWidth") and page.evaluate(CUT_OFF) == []
+
+
+def put(page, question, context):
+    page.get_by_label("Paragraph").fill(context)
+    page.get_by_label("Question").fill(question)
+    page.locator("#ask").click()
+    page.wait_for_function("text => document.querySelector('.paragraph .text')?.textContent === text", arg=context)
+
+
+def test_browser_one_click_shows_the_answer_in_the_window(page):
+    page.locator("#ask").click()
+    mark = page.locator("mark")
+    mark.wait_for()
+    assert mark.text_content() == page.locator(".answer textarea").first.input_value() != ""
+    box = mark.bounding_box()
+    assert box["y"] >= 0 and box["y"] + box["height"] <= 844 and fits(page)
+    assert page.get_by_label("Model").input_value() == "A2-s0 · smoke · F1 99.9"
+    assert page.locator("footer:visible").count() == 0
+
+
+def test_browser_marks_the_answer_and_the_threshold_decides_again(page, server, questions):
+    example = next(example for example in questions if example.answers)
+    context = f"😀  {EVIL}\n\n {example.context} \t<b>\u200b"
+    put(page, example.question, context)
+    best = page.locator("mark").text_content()
+    slider, joined = page.locator("input[type=range]:visible"), []
+    assert page.locator("input[type=number]:visible").input_value() == "3.25"
+    page.on("request", lambda request: joined.append(request.post_data_json) if request.method == "POST" else None)
+    slider.focus()
+    page.keyboard.press("Home")  # the lowest threshold: any margin is over it
+    page.locator("mark").wait_for(state="detached")
+    assert page.locator(".answer textarea").first.input_value() == "No answer"
+    page.keyboard.press("End")
+    page.locator("mark").wait_for()
+    assert page.locator("mark").text_content() == best and page.locator(".paragraph .text").text_content() == context
+    assert joined and server.ask["id"] not in {body["fn_index"] for body in joined}, "the model runs once"
+
+
+def test_browser_compares_two_and_offers_examples(page, questions):
+    page.get_by_label("Compare with").click()
+    page.get_by_role("option", name=re.compile("^A1")).click()
+    page.get_by_role("button", name=re.compile("How many parameters")).click()
+    page.wait_for_function("document.querySelector('textarea').value.startsWith('BERT is a neural network')")
+    page.locator("#ask").click()
+    page.locator(".paragraph .text").nth(1).wait_for()
+    values = page.locator("input[type=number]:visible").evaluate_all("all => all.map(one => one.value)")
+    assert len(values) == 2 and values[0] == "3.25" != values[1]
+    assert page.locator(".answer:visible").count() == 2 and fits(page)
+
+
+def test_browser_dashboard_shows_a_group_and_how_far_runs_are(page, runs):
+    page.get_by_role("tab", name="Dashboard").click()
+    page.get_by_text("step 7 of ").wait_for()
+    page.wait_for_function("document.querySelectorAll('.shown img').length > 0")
+    assert page.evaluate("[...document.querySelectorAll('.shown img')].every(one => one.naturalWidth > 0)")
+    assert page.locator(".shown img[src=x], .shown script").count() == 0
+    said = page.locator(".shown").all_text_contents()
+    assert any("A3-s0-abcdef" in text and "not readable as JSON" in text for text in said)
+    assert any(EVIL in text for text in said), "text, and not HTML"
+    assert page.locator("table tbody tr:visible").count() >= 2 and fits(page)
+    steps = next(runs.glob("cpu-smoke/A4-*/steps.jsonl"))
+    steps.write_text(steps.read_text().replace('"step": 7', '"step": 8'))
+    page.get_by_text("step 8 of ").wait_for(timeout=8_000)  # by itself
+    steps.write_text(steps.read_text().replace('"step": 8', '"step": 7'))
