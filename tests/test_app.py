@@ -68,9 +68,11 @@ def runs(tmp_path_factory):
     broken = folder / "cpu-smoke" / "A3-s0-abcdef"
     broken.mkdir()
     (broken / "record.json").write_text('{"schema": "qa_lib/1", "status":')
-    lively = make(folder, "A4", status="running")
-    entry = json.loads((lively / "record.json").read_text())
+    (spec,) = plan(["A4"], "smoke")
+    entry = new_record(spec, entry["env"])
     entry["spec"]["planned_steps"] = 400
+    lively = folder / spec.run_path
+    lively.mkdir()
     (lively / "record.json").write_text(json.dumps(entry))
     (lively / "steps.jsonl").write_text('{"step": 7, "loss": 1.0, "lr": 0.1, "ms": 1.0}\n')
     return folder
