@@ -1,339 +1,374 @@
-"""The app: ask a checkpoint questions about a paragraph, compare two, and read the dashboard. For one's own machine."""
+"""The demo: ask a checkpoint about a paragraph, compare two, and read the reports of one's runs. For one's own machine.
+
+`python -m qa_lib app` serves it to a browser; `app()` shows it in a notebook, Colab's too.
+"""
 
 import argparse
-import asyncio
-import contextlib
-import ipaddress
-import json
+import base64
 import math
+import os
 import re
-import signal
-import socket
-import threading
-from collections import Counter
-from dataclasses import dataclass, replace
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
-import nbformat
-import uvicorn
+import gradio as gr
+import pandas as pd
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from qa_lib.data.squad import MAX_CONTEXT, Example, open_source
-from qa_lib.errors import UserError
-from qa_lib.record import read_quantized, read_record, run_files
-from qa_lib.report import page
-from qa_lib.report import publish as report
-from qa_lib.score.ask import Busy, Desk, QuestionTooLong
-from qa_lib.score.predict import find_folder, load_qa_model
+from qa_lib import cli
+from qa_lib.data.squad import MAX_CONTEXT, open_source
+from qa_lib.errors import UserError, first_line
+from qa_lib.record import RecordError, duration, read_record, run_files
+from qa_lib.report.gallery import pictures
+from qa_lib.report.runs import load_runs, newest, searches, select
+from qa_lib.report.sentences import caption
+from qa_lib.report.tables import result_table, summarise
+from qa_lib.report.text import LEFT
+from qa_lib.run.sweep import progress_of
+from qa_lib.score.choices import Choices, named
+from qa_lib.serving import guards, listen, names, serve
 
 EXAMPLE = """examples:
   python -m qa_lib app --model deepset/minilm-uncased-squad2          # of the hub: safetensors alone, and no code
   python -m qa_lib app --model my-bert/ --model runs/h200-local/A3-s0-1a2b3c/   # two side by side
 On another machine: ssh -L 8600:localhost:8600 MACHINE, start it there, and open http://localhost:8600 here.
-In Colab, whose proxy needs it to answer to any name and in a frame, as it does where --host lets others in:
-  get_ipython().system_raw("python -m qa_lib app --host 0.0.0.0 &")
-  from google.colab import output; output.serve_kernel_port_as_iframe(8600, height=900)   # some seconds later
-Without a browser; a model is called "model 1" (the first --model) or, of the runs, by its folders "GROUP/RUN":
-  curl http://127.0.0.1:8600/ask -H "Content-Type: application/json" \\
-    -d '{"model": "model 1", "question": "Who wrote it?", "context": "It was written by Ada."}'
-The reply is JSON: answer, margin of "no answer", nbest, ms and others; or what is wrong: field and message."""
-FIGURES = Path("figures")  # what report draws into; read where it is up to date
-MAX_QUESTION = 1_000
-MAX_BODY = 12 * (MAX_CONTEXT + MAX_QUESTION) + 10_000  # bytes; JSON may spell an emoji in as many; and what is around
-BODY_SECONDS = 5  # in which a request's body has to arrive: one that is half sent holds a place that others want
-HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
-GONE = 499  # the status of an answer that nobody hears, as nginx has it
-TOO_LONG = "The {} is longer than {:,} characters, the limit."
+In a notebook, and in Colab: from qa_lib.app import app; app()"""
+MAX_QUESTION = 1_000  # characters
+WAITING = 256  # events that may wait; the next is told that the queue is full
+SESSIONS = 256  # pages whose state is kept
+UNFINISHED = (b'"starting"', b'"waiting"', b'"running"')
+# Of a group's table; and the axes, where a group varies them.
+HEADINGS = ("row", "what it changes", "model", "world size", "effective batch", "length", "training", "micro-batch",
+            "features/s", "tokens/s", "× {base}", "step ms [p10–p90]", "MFU", "peak MiB", "{score}",
+            "Δ{score} vs {base}", "n", "status", "note")  # fmt: skip
+CSS = """
+.gradio-container { width: 100% !important; max-width: min(1180px, 100%) !important; margin: 0 auto !important }
+footer { display: none !important }
+.shown p { margin: .4em 0; overflow-wrap: anywhere }
+.shown img { max-width: 100%; margin: .8em 0 }
+.shown progress { width: 8em; margin: 0 .6em }
+.shown .text { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 14em; overflow-y: auto }
+.shown mark { background: #ffd8a8; color: #000; border-radius: 3px }
+.shown .wide { overflow: auto; max-height: 34em; margin: .6em 0 }
+.shown .few { max-height: 13em }
+.shown table { width: 100%; border-collapse: collapse; white-space: nowrap }
+.shown :is(table, thead, tbody, tr) { border: 0 !important }
+.shown .words { white-space: normal; min-width: 11em }
+.shown :is(th, td) { padding: .2em .7em !important; text-align: left; border-width: 0 0 1px !important;
+  border-color: var(--border-color-primary) !important }
+.shown thead th { position: sticky; top: 0; background: var(--body-background-fill) }
+.shown .number { text-align: right !important; font-variant-numeric: tabular-nums }
+"""
+FONT = ("system-ui", "sans-serif")
+LOOK = {
+    "theme": gr.themes.Default(
+        primary_hue="blue", text_size="sm", spacing_size="sm", font=FONT, font_mono=("ui-monospace", "monospace")
+    ),
+    "css": CSS,
+    "footer_links": [],
+    "run_history": False,
+    "ssr_mode": False,
+    "mcp_server": False,
+    "enable_monitoring": False,
+}
+QUIET = {"show_progress": "hidden", "api_visibility": "private"}
+# One thread for all models: two that are compared would take each other's cores, and each thread that calls torch keeps
+# memory of its own. It imports torch, too, while the page is being read.
+WORKER = ThreadPoolExecutor(1)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A checkpoint that can be asked. `key` is what the page calls it by; no path ever leaves the server.
-
-    `f1` is its best one and `threshold` the margin of "no answer" that goes with it, NaN where no record tells;
-    `examples` says which suit it, english or synthetic.
-    """
-
-    key: str
-    name: str
-    folder: Path
-    f1: float = math.nan
-    threshold: float = math.nan
-    examples: str = "english"
-
-
-def offered(runs: Path) -> list[Choice]:
-    """The checkpoints of the runs that ended ok, the best F1 first; after all others those of synthetic text, whose
-    F1 is of another kind."""
-    names = ("model/model.safetensors", "model-*/quantized.json")
-    found = [_of_run(path.parent) for name in names for path in run_files(runs, name)]
-    return sorted(filter(None, found), key=lambda choice: (choice.examples == "synthetic", -choice.f1, choice.name))
-
-
-def _of_run(folder: Path) -> Choice | None:
-    """The checkpoint of a run that ended ok, or None where no record says so."""
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        record = read_record(folder.resolve().parent)
-        spec, quality, width = record["spec"], record["quality"], ""
-        if record["status"] != "ok" or record["task"]["name"] != "qa":
-            return None
-        if (folder / "quantized.json").is_file():  # whose answers are others
-            quantized = read_quantized(folder)
-            quality, width = quantized["after"], f" · {quantized['width']}"
-        name = f"{spec['variant']}-s{spec['seed']}{width} · {spec['scale']['name']} · F1 {quality['best_f1']:.1f}"
-        kind = "synthetic" if str(record["data"]["name"]).startswith("synthetic") else "english"
-        key = "/".join(folder.parts[-3:]).removesuffix("/model")
-        return Choice(key, name, folder, float(quality["best_f1"]), float(quality["best_f1_threshold"]), kind)
-    return None
-
-
-def named(models: list[str | Path]) -> list[Choice]:
-    """The checkpoints that the user named: folders, of runs or models, and names of the hub. Raises UserError."""
-    found = []
-    for i, model in enumerate(models, 1):
-        folder, path = find_folder(model), Path(model).resolve()
-        load_qa_model(folder)
-        name = (path.parent if path.name == "model" else path).name if path.exists() else str(model)
-        found.append(replace(_of_run(folder) or Choice("", name, folder), key=f"model {i}"))
-    return found
-
-
-def examples() -> dict[str, list[dict]]:
-    """Questions to click: {name, question, context} for models of the synthetic text and for those of English."""
-    generated = sorted(open_source("synthetic:200", "validation").examples, key=lambda example: len(example.context))
-    answered = [example for example in generated if example.answers]
-    impossible = next(example for example in generated if example.impossible)
-    english = open_source(page.WEB / "english.json", "validation").examples
-    kinds = {"synthetic": [*answered[:2], impossible, answered[-1]], "english": english}
-    chips = {kind: [_chip(example) for example in found] for kind, found in kinds.items()}
-    chips["synthetic"][-1]["name"] += " (long paragraph)"
-    return chips
-
-
-def _chip(example: Example) -> dict:
-    note = " (no answer)" if example.impossible else ""
-    return {"name": example.question + note, "question": example.question, "context": example.context}
-
-
-def create_app(given: list[Choice], runs: Path, hosts: list[str]) -> Starlette:
-    """The app over `given` checkpoints and those of the runs; it answers requests for `hosts` alone, so that no foreign
-    page can ask it."""
-    desk, chips = Desk(), examples()
-    known: dict[str, Choice] = {}  # every checkpoint seen so far: asking does not read all records again
-    drawing, drawn = threading.Lock(), {}
-    frames = "*" if "*" in hosts else "'none'"  # who may call it by any name may show it in a frame, as Colab does
-
-    def shown(html: str, policy: str) -> Response:
-        return HTMLResponse(html, headers=HEADERS | {"Content-Security-Policy": f"{policy}; frame-ancestors {frames}"})
-
-    def choices() -> list[Choice]:
-        twice = {choice.folder.resolve() for choice in given}
-        listed = [*given, *(choice for choice in offered(runs) if choice.folder.resolve() not in twice)]
-        for name, times in Counter(choice.name for choice in listed).items():
-            if times > 1:
-                listed = [replace(c, name=f"{name} ({c.key})") if c.name == name else c for c in listed]
-        known.update((choice.key, choice) for choice in listed)
-        return listed
-
-    def home(request: Request) -> Response:
-        listed = choices()
-        return shown(*page.render("ask", "'self'", choices=listed, given=listed[: len(given)], examples=chips))
-
-    def dashboard(request: Request) -> Response:
-        wanted = request.query_params.get("group", "")
-        files = [*run_files(runs, "record.json"), *run_files(runs, "profile.json"), *FIGURES.glob("*/manifest.json")]
-        state = {"wanted": wanted}
-        for path in files:
-            with contextlib.suppress(OSError):  # runs come and go while the app looks at them
-                state[path] = path.stat().st_mtime_ns
-
-        def pictures(chosen, group: str):
-            return report.pictures(chosen, FIGURES / group)
-
-        with drawing:  # matplotlib is not for two threads at once
-            if drawn.get("state") != state:
-                drawn.update(state=state, page=page.dashboard(runs, pictures, "/runs", True, wanted))
-            return shown(*drawn["page"])
-
-    def notebook(request: Request) -> Response:
-        """A run's notebook, found in the list of runs: what the address says is compared, never opened."""
-        wanted = runs / request.path_params["path"]
-        found = [path for path in run_files(runs, "notebook.ipynb") if path == wanted]
-        if not found:
-            return PlainTextResponse("no such run, or none with a notebook", 404)
-        # It holds whatever its run printed: no script runs in it, and it loads nothing.
-        policy = "sandbox; default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-        try:
-            return shown(notebook_html(found[0]), policy)
-        except Exception:  # whatever a spoilt notebook leads to, or one that is gone by now
-            return PlainTextResponse("this notebook cannot be read", 500)
-
-    async def ask(request: Request) -> Response:
-        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
-            return _refuse(415, "form", "JSON is expected")  # which a form of a foreign page cannot send
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                body = await _body(request)
-        except TimeoutError:
-            return _refuse(408, "form", "The question did not arrive in time.")
-        except (ClientDisconnect, asyncio.CancelledError):
-            return Response(status_code=GONE)
-        if len(body) > MAX_BODY:
-            return _refuse(413, "context", TOO_LONG.format("paragraph", MAX_CONTEXT))
-        try:
-            entry = json.loads(body)
-            question, context, key = entry["question"], entry["context"], str(entry["model"])
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return _refuse(400, "form", "question, context and model are expected")
-        if problem := check(question, context):
-            return _refuse(422, *problem)
-        if key not in known:
-            await run_in_threadpool(choices)
-        if not (choice := known.get(key)):
-            return _refuse(404, "model", "There is no such model, or no longer; load the page again.")
-        try:
-            answer = asyncio.wrap_future(desk.ask(choice.folder, question, context))
-            leaving = asyncio.create_task(_left(request))
-            leaving.add_done_callback(lambda _: answer.cancel())  # which drops the question, unless it is in work
-            return JSONResponse(await answer)
-        except asyncio.CancelledError:  # by the asker, or as the app ends
-            return Response(status_code=GONE)
-        except Busy as problem:
-            return _refuse(503, "form", str(problem), {"Retry-After": "1"})
-        except QuestionTooLong as problem:
-            return _refuse(422, "question", f"The question is {problem}.")
-        except (UserError, OSError) as problem:
-            reason = str(problem).removeprefix(f"{choice.folder}: ").replace(str(choice.folder), choice.name)
-            return _refuse(422, "model", page.without_paths(f"{choice.name} cannot be asked: {reason}"))
-
-    for choice in choices()[:1]:
-        desk.ask(choice.folder, "who", "it was she")  # loaded while the page is being read
-    return Starlette(
-        routes=[
-            Route("/", home),
-            Route("/ask", ask, methods=["POST"]),
-            Route("/dashboard", dashboard),
-            Route("/runs/{path:path}", notebook),
-        ],
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)],
-    )
-
-
-class Connection(H11Protocol):
-    """A connection whose place others get when the head of a request is not there in time: uvicorn's timer between two
-    requests also runs before the first, and while a head is half sent."""
-
-    def connection_made(self, transport) -> None:
-        super().connection_made(transport)
-        self._start_timer()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.cycle is None or self.cycle.response_complete:
-            self._start_timer()
-
-    def _start_timer(self) -> None:
-        self._unset_keepalive_if_required()
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
-
-
-def check(question: object, context: object) -> tuple[str, str] | None:
-    """The field and what is wrong with it, or None."""
-    fields = (("context", "paragraph", context, MAX_CONTEXT), ("question", "question", question, MAX_QUESTION))
-    for field, name, text, most in fields:
-        if not isinstance(text, str) or not text.strip():
-            return field, f"Write or paste a {name}."
+def answer(choice, question: str, context: str) -> dict:
+    """What score.ask.ask gives, and the question's `context`. Raises UserError, which says what is wrong."""
+    for name, text, most in (("paragraph", context, MAX_CONTEXT), ("question", question, MAX_QUESTION)):
+        if not text.strip():
+            raise UserError(f"Write or paste a {name}.")
         if len(text) > most:
-            return field, TOO_LONG.format(name, most)
+            raise UserError(f"The {name} is longer than {most:,} characters, the limit.")
         if re.search("[\ud800-\udfff]", text):
-            return field, "This text holds half a character, which no tokenizer takes."
-    return None
+            raise UserError(f"The {name} holds half a character, which no tokenizer takes.")
+    if not choice:
+        raise UserError("There is no such model, or no longer; load the page again.")
+    try:
+        return WORKER.submit(_ask, choice.folder, question, context).result() | {"context": context}
+    except (UserError, OSError) as problem:
+        reason = str(problem).removeprefix(f"{choice.folder}: ").replace(str(choice.folder), choice.name)
+        raise UserError(without_paths(f"{choice.name} cannot be asked: {reason}")) from None
 
 
-async def _body(request: Request) -> bytes:
-    """The request's body, cut off behind MAX_BODY: a browser hears no answer while it still sends, so the rest is read
-    and dropped."""
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk[: MAX_BODY + 1 - len(body)]
-    return bytes(body)
+def _ask(folder: Path, question: str, context: str) -> dict:
+    from qa_lib.score.ask import QuestionTooLong, ask
+
+    try:
+        return ask(folder, question, context)
+    except QuestionTooLong as problem:
+        raise UserError(f"the question is {problem}") from None
 
 
-async def _left(request: Request) -> None:
-    """Wait until the asker, whose request has been read, closes the connection or has the answer."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+def decided(found: dict, threshold: float) -> tuple[str, str]:
+    """The answer that a threshold for "no answer" leaves of what was found, and the paragraph as HTML with the answer
+    marked."""
+    best = next((entry for entry in found["nbest"] if entry["text"]), None)
+    context, margin = found["context"], found["margin"]
+    if best is None or margin is None or margin > threshold:
+        return "No answer", f'<div class="text">{escape(context)}</div>'
+    before, text, after = (escape(part) for part in (context[: best["begin"]], best["text"], context[best["end"] :]))
+    return best["text"], f'<div class="text">{before}<mark>{text}</mark>{after}</div>'
 
 
-def _refuse(status: int, field: str, message: str, headers: dict | None = None) -> Response:
-    return JSONResponse({"field": field, "message": message}, status, headers)
+def details(found: dict) -> str:
+    """The margin of "no answer", the list of the best answers and the milliseconds, as HTML."""
+    margin = found["margin"]
+    said = "No part of the paragraph can be the answer."
+    if margin is not None:
+        said = f"“No answer” scores {abs(margin):.2f} {'above' if margin > 0 else 'below'} the best answer."
+    best = pd.DataFrame({
+        "answer": [entry["text"] or "no answer" for entry in found["nbest"]],
+        "score": [f"{entry['score']:.2f}" for entry in found["nbest"]],
+        "probability": [f"{entry['probability']:.1%}" for entry in found["nbest"]],
+    })  # fmt: skip
+    times = " · ".join(f"{part} {value:.1f} ms" for part, value in found["ms"].items())
+    if found["windows"] > 1:
+        times += f" · {found['windows']} windows of up to {found['window_tokens']} tokens"
+    return f"<p>{said}</p>{html_table(best, 'few')}<p>{times}</p>"
 
 
-def notebook_html(path: Path) -> str:
-    """An executed notebook as a page, without its scripts' addresses and without this machine's paths in outputs."""
-    from nbconvert import HTMLExporter  # a second, for the few who look
+def html_table(table: pd.DataFrame, style: str = "") -> str:
+    """A table of text as HTML that scrolls, numbers to the right."""
+    words = ("answer", "what it changes", "note")
+    styles = ["words" if name in words else "" if name in LEFT else "number" for name in table]
+    head, *rows = (
+        "".join(f'<{tag} class="{style}">{escape(cell)}</{tag}>' for cell, style in zip(cells, styles, strict=True))
+        for tag, cells in [("th", list(table)), *(("td", row) for row in table.to_numpy().tolist())]
+    )
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f'<div class="wide {style}"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
-    notebook = nbformat.read(path, as_version=4)
-    for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
-        data = output.get("data", {})
-        output |= {key: _cleaned(output[key]) for key in ("text", "evalue", "traceback") if key in output}
-        data |= {key: _cleaned(data[key]) for key in data if key.startswith("text/")}
-    exporter = HTMLExporter(template_name="classic", require_js_url="", mathjax_url="", jquery_url="")
-    return exporter.from_notebook_node(notebook)[0]
+
+def without_paths(text: str) -> str:
+    """Text with each absolute path cut down to its last part: where things lie on this machine is nobody's business."""
+    return re.sub(r"(?<![\w/:.<])/(?:[\w.+@~-]+/)+([\w.+@~-]*)", r"…/\1", text)
 
 
-def _cleaned(text: str | list[str]) -> str | list[str]:
-    """A text of an output, or its lines, without terminal colours and paths."""
-    if isinstance(text, list):
-        return [_cleaned(line) for line in text]
-    return page.without_paths(re.sub(r"\x1b\[[\d;]*m", "", text))
+def build(models: Choices, runs: Path, figures: Path) -> gr.Blocks:
+    """The page. Whatever comes from a record, a model or an asker is shown as text."""
+    # Gradio counts events, and keeps and averages 10,000 of them, for a page that is switched off here.
+    os.environ |= {"GRADIO_ANALYTICS_MAX_EVENTS": "1", "GRADIO_ANALYTICS_CACHE_FREQUENCY": str(10**9)}
+    with gr.Blocks(title="BERT on SQuAD v2", analytics_enabled=False) as demo:
+        with gr.Tab("Ask"):
+            _ask_tab(demo, models)
+        with gr.Tab("Dashboard"):
+            _dashboard_tab(demo, runs, figures)
+    demo.state_session_capacity = SESSIONS
+    return demo.queue(max_size=WAITING, default_concurrency_limit=1, api_open=False)
+
+
+def _ask_tab(demo: gr.Blocks, models: Choices) -> None:
+    listed = models.listed()
+    if not listed:
+        gr.Markdown("There is no checkpoint to ask yet: `make quickstart` trains small ones on a CPU in minutes.")
+    examples = _examples()
+    _, context, question = examples[-1 if listed and listed[0].synthetic else 0]
+    with gr.Row():
+        first, second = (gr.Dropdown(min_width=280, interactive=True, **menu) for menu in _menus(models))
+    context = gr.Textbox(context, label="Paragraph", lines=4, max_lines=12)
+    question = gr.Textbox(question, label="Question")
+    button = gr.Button("Ask", variant="primary", elem_id="ask")
+    with gr.Row():
+        for label, *example in examples:  # gr.Examples would need a route of its own
+            gr.Button(label, size="sm").click(partial(list, example), None, [context, question], **QUIET)
+    with gr.Row():
+        cards = [_card(), _card()]
+
+    def asked(first: str | None, second: str | None, context: str, question: str) -> list:
+        other = _answered(models, second, context, question) if second else [gr.update(visible=False)] * 5 + [None]
+        return [*_answered(models, first or "", context, question), *other]
+
+    demo.load(lambda: [gr.update(choices=menu["choices"]) for menu in _menus(models)], None, [first, second], **QUIET)
+    gr.on(
+        [button.click, question.submit], asked, [first, second, context, question], [*cards[0], *cards[1]],
+        show_progress_on=question, api_visibility="private",
+    )  # fmt: skip
+
+
+def _menus(models: Choices) -> list[dict]:
+    """What the two menus of models hold: all that there are now, and in the second one nothing, too."""
+    pairs = [(choice.name, choice.key) for choice in models.listed()]
+    keys = [key for _, key in pairs]
+    second = "model 2" if "model 2" in keys else ""  # of two that were named
+    return [
+        {"label": "Model", "choices": pairs, "value": keys[0] if keys else None},
+        {"label": "Compare with", "choices": [("nothing", ""), *pairs], "value": second},
+    ]
+
+
+def _examples() -> list[tuple[str, str, str]]:
+    """(label, paragraph, question): two about real English, one of the text that a smoke model knows."""
+    english = open_source(Path(__file__).with_name("data") / "english.json", "validation").examples
+    generated = open_source("synthetic:200", "validation").examples
+    short = min((example for example in generated if example.answers), key=lambda example: len(example.context))
+    found = [(english[0], ""), (english[-1], " (no answer)"), (short, " (generated)")]
+    return [(example.question + note, example.context, example.question) for example, note in found]
+
+
+def _card() -> list:
+    """The components that show one model's answer: their column, the answer, the paragraph, the threshold, the list of
+    the best, and what was found, which stays with the page."""
+    with gr.Column(visible=False) as column:
+        answer = gr.Textbox(label="Answer", interactive=False, elem_classes="answer")
+        paragraph = gr.HTML(elem_classes="shown paragraph")
+        slider = gr.Slider(-10, 10, precision=3, label="Threshold for “no answer”", buttons=[], interactive=True)
+        best = gr.HTML(elem_classes="shown")
+        found = gr.JSON(visible=False)
+    slider.input(decided, [found, slider], [answer, paragraph], trigger_mode="always_last", **QUIET)
+    return [column, answer, paragraph, slider, best, found]
+
+
+def _answered(models: Choices, key: str, context: str, question: str) -> list:
+    """What a card shows when the model called `key` has been asked; or what is wrong, in place of the answer."""
+    choice = models.find(key)
+    try:
+        found = answer(choice, question, context)
+    except UserError as problem:
+        told = gr.update(value=str(problem), label=choice.name if choice else "Model")
+        return [gr.update(visible=True), told, *[gr.update(visible=False)] * 3, None]
+    own = 0.0 if math.isnan(choice.threshold) else round(choice.threshold, 3)
+    text, paragraph = decided(found, own)
+    reach = math.ceil(max(10, abs(own) + 1, abs(found["margin"] or 0) + 1))
+    return [
+        gr.update(visible=True),
+        gr.update(value=text, label=choice.name),
+        gr.update(value=paragraph, visible=True),
+        gr.update(value=own, minimum=-reach, maximum=reach, visible=True),
+        gr.update(value=details(found), visible=True),
+        found,
+    ]
+
+
+def _dashboard_tab(demo: gr.Blocks, runs: Path, figures: Path) -> None:
+    active = gr.HTML(visible=False, elem_classes="shown")
+    group = gr.Dropdown(label="Group", interactive=True)
+    report = gr.HTML(elem_classes="shown")
+
+    def shown(wanted: str | None) -> list:
+        page = dashboard(runs, figures, wanted or "")
+        parts = [f"<p>{escape(text)}</p>" for text in page.said]
+        parts += [html_table(page.table)] if len(page.table) else []
+        for title, png in page.figures:
+            parts.append(f'<img alt="{escape(title)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">')
+        return [gr.update(choices=page.names, value=page.shown), "".join(parts)]
+
+    def shown_running() -> dict:
+        value = running(runs)
+        return gr.update(value=value, visible=bool(value))
+
+    demo.load(shown, group, [group, report], **QUIET)
+    group.input(shown, group, [group, report], **QUIET)
+    gr.on([demo.load, gr.Timer(5).tick], shown_running, None, active, **QUIET)
+
+
+class Dashboard(NamedTuple):
+    """A group as the page shows it: `said` are sentences, `figures` (title, PNG)."""
+
+    names: list[str]
+    shown: str | None
+    said: list[str]
+    table: pd.DataFrame
+    figures: list[tuple[str, bytes]]
+
+
+def dashboard(runs_dir: Path, figures_dir: Path, wanted: str = "") -> Dashboard:
+    """The report of the `wanted` group, or else of the newest. What cannot be read or shown costs a sentence."""
+    broken: dict[Path, str] = {}
+    try:
+        runs = load_runs(runs_dir, broken)
+    except Exception as problem:  # whatever records lead to that are spoilt together
+        said = f"The records cannot be read: {without_paths(first_line(problem))}."
+        return Dashboard([], None, [said], pd.DataFrame(), [])
+    began = newest(runs)
+    groups = {*began, *(folder.parent.name for folder in broken)} - searches(runs)
+    groups = sorted(sorted(groups), key=lambda name: began.get(name, ""), reverse=True)
+    if not groups:
+        return Dashboard(
+            [], None, ["There are no records yet: make quickstart makes some in minutes."], pd.DataFrame(), []
+        )
+    name = wanted if wanted in groups else groups[0]
+    bad = [f"Cannot be read: {text.replace(f'{folder}/', f'{folder.name}/')}."
+           for folder, text in broken.items() if folder.parent.name == name]  # fmt: skip
+    said, table, figures = [], pd.DataFrame(), {}
+    try:
+        chosen = select(runs, name)
+        lines = summarise(chosen)
+        table = result_table(lines, HEADINGS).astype(str).map(without_paths)
+        figures, _ = pictures(chosen, figures_dir / name)
+        said = [caption(chosen, lines)]
+    except Exception as problem:  # whatever a spoilt record leads to: the other groups are to be seen
+        bad.append(f"This group cannot be shown: {first_line(problem)}.")
+    return Dashboard(groups, name, [without_paths(text) for text in bad + said], table, list(figures.values()))
+
+
+def running(runs: Path) -> str:
+    """The runs that have not ended, as HTML: how far they are, and since when nothing was written."""
+    found = []
+    for path in run_files(runs, "record.json"):
+        try:
+            if not any(status in path.read_bytes() for status in UNFINISHED):
+                continue
+            record = read_record(path.parent)
+            written = max(file.stat().st_mtime for file in [path, *path.parent.glob("steps.jsonl")])
+        except (OSError, RecordError):  # it is gone by now, or the dashboard says what is wrong
+            continue
+        step, planned = progress_of(path.parent)
+        bar = f'<progress value="{step}" max="{planned}"></progress>step {step} of {planned}' if planned else ""
+        since = duration(max(0, time.time() - written))
+        name = escape(f"{record['group']}/{record['run_id']} is {record['status']}")
+        found.append(f"<p>{name} {bar}, last written {since} ago</p>")
+    return "".join(found)
+
+
+def app(*models: str, runs: str | Path = "runs", figures: str | Path = "figures", share: bool = False) -> gr.Blocks:
+    """Show the demo in a notebook, in Colab as well: of `models` (folders, names of the hub), then of those of `runs`.
+
+    `share` makes a public link through Gradio's servers. Raises UserError for a name that leads to no model.
+    """
+    # Colab's proxy and public links call it by other names.
+    hosts = ["*"] if share or gr.utils.colab_check() else names("127.0.0.1", "127.0.0.1")
+    demo = build(Choices(named(list(models)), Path(runs)), Path(runs), Path(figures))
+    demo.launch(
+        inline=True, share=share, quiet=True, server_name="127.0.0.1", height=900, show_error=False,
+        app_kwargs={"middleware": guards(hosts, "*")}, **LOOK,
+    )  # fmt: skip
+    return demo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib app`."""
-    parser.add_argument("--model", action="append", default=[], metavar="M", help="folder or hub name; repeatable")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the records (default: runs)")
+    models = {"action": "append", "default": [], "type": cli.given}
+    parser.add_argument("--model", **models, metavar="M", help="folder or hub name; repeatable")
+    parser.add_argument("--runs", type=cli.path, default=Path("runs"), metavar="DIR", help="of the records (runs)")
+    parser.add_argument("--figures", type=cli.path, default=Path("figures"), metavar="DIR", help="of reports (figures)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
-    parser.add_argument("--port", type=int, default=8600, metavar="N", help="0 takes a free one (default: 8600)")
-
-
-def _names(host: str, address: str) -> list[str]:
-    """By what names the app may be called when it listens on `host`, which is `address`: any where others than this
-    machine reach it, since it cannot know them."""
-    local = ipaddress.ip_address(address).is_loopback
-    return ["127.0.0.1", "localhost", host, f"[{host}]"] if local else ["*"]  # in brackets: IPv6
+    parser.add_argument("--port", type=cli.whole(0, 65535), default=8600, metavar="N", help="0 takes a free one (8600)")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Serve until a signal comes, and then give requests in work three seconds.
+    """Serve the page until a signal comes.
 
     Raises UserError for a name that leads to no such model, and for a port that is taken.
     """
-    if not args.host.strip():
-        raise UserError("--host is empty, which would listen to everybody: leave it out, or write 0.0.0.0 to mean that")
-    given = named(args.model)
-    try:
-        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-        listener = socket.create_server((args.host, args.port), family=family, backlog=512)
-        # asyncio does it for sockets of its own only: answers would wait 40 ms for the asker's delayed ACK.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    except (OSError, OverflowError) as problem:
-        reason = getattr(problem, "strerror", None) or problem
-        raise UserError(f"cannot listen on {args.host}, port {args.port}: {reason}; --port takes another") from None
+    models = Choices(named(args.model), args.runs)
+    listener = listen(args.host, args.port)
     address, port = listener.getsockname()[:2]
-    app = create_app(given, args.runs, _names(args.host, address))
-    quiet = {"log_level": "warning", "access_log": False, "server_header": False, "lifespan": "off"}
-    config = uvicorn.Config(app, http=Connection, limit_concurrency=512, timeout_graceful_shutdown=3, **quiet)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as `nohup` has it; else it ends the app as Ctrl-C does
-        uvicorn.server.HANDLED_SIGNALS = {*uvicorn.server.HANDLED_SIGNALS, signal.SIGHUP}
+    demo = build(models, args.runs, args.figures)
+    hosts = names(args.host, address)
+    parent = Starlette(middleware=guards(hosts, "*" if "*" in hosts else "'none'"))
+    gr.mount_gradio_app(parent, demo, "/", show_error=False, **LOOK)
+    for choice in models.listed()[:1]:
+        WORKER.submit(_ask, choice.folder, "who", "it was she")  # loaded while the page is being read
     host = f"[{args.host}]" if ":" in args.host else args.host
     print(f"http://{host}:{port}  (Ctrl-C stops it)", flush=True)
-    uvicorn.Server(config).run(sockets=[listener])
+    serve(parent, listener)
     return 0

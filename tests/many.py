@@ -1,4 +1,4 @@
-"""Very many records: python -m tests.many FOLDER [--records N] [--groups N], then the report and the page, timed.
+"""Very many records: python -m tests.many FOLDER [--records N] [--groups N], then the report and the dashboard, timed.
 
 Made by the real record functions, one for each row, and copied with other names and numbers: 5,000 take seconds.
 """
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from qa_lib import record
-from qa_lib.report import gallery, page
+from qa_lib.app import dashboard
 from qa_lib.spec import Machine, resolve
 from qa_lib.variants import VARIANTS
 
@@ -59,11 +59,9 @@ def main() -> None:
     write(runs, args.records, args.groups)
     for what in ("first report", "report again"):
         print(f"{what}: {timed('report', '--runs', str(runs), '--figures', str(figures)):.1f} s", flush=True)
-    file = ("report", "--runs", str(runs), "--figures", str(figures), "--html", str(args.folder / "page.html"))
-    print(f"dashboard as a file, all groups: {timed(*file):.1f} s", flush=True)
     begin = time.perf_counter()
-    page.dashboard(runs, lambda chosen, group: gallery.pictures(chosen, figures / group), None, app=True)
-    print(f"dashboard as the app first sends it: {time.perf_counter() - begin:.1f} s")
+    dashboard(runs, figures)
+    print(f"dashboard of the newest group: {time.perf_counter() - begin:.1f} s")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForQuestionAnswering, GPT2Config, GPT2LMHeadModel
 
 from qa_lib.__main__ import main
-from qa_lib.app import named, offered
 from qa_lib.data.synthetic import synthetic_squad
 from qa_lib.errors import UserError
 from qa_lib.model.build import build_model, save_model
@@ -22,6 +21,7 @@ from qa_lib.record import RunTaken, lock, read_quantized
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.run.quantize import quantize_run
+from qa_lib.score.choices import named, offered
 from qa_lib.score.predict import answering_device, load_qa_model
 from qa_lib.spec import Machine
 

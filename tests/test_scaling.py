@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qa_lib.report import curve_tables, losses, page, scaling, scaling_figures, slides, style, tables
+from qa_lib.report import curve_tables, losses, scaling, scaling_figures, slides, style, tables
 from qa_lib.report.runs import NotMeasured, ReportError, group_or_why, load_runs, select
 from qa_lib.report.text import factor, number
 from tests import several
@@ -164,13 +164,6 @@ def test_so_does_one_that_compares_lengths_of_one_row(facts):
     alone = facts.speed[facts.speed["spec.variant"] == "E-best"].reset_index(drop=True)
     lines = tables.summarise(alone.assign(length=[128, *alone["length"][1:]]))
     assert set(lines["length"]) == {128, 384} and lines["ratio"].isna().all()
-
-
-def test_the_page_has_the_table(folder):
-    drawn = {"scaling": ("a title", b"")}
-    html, _ = page.dashboard(folder, lambda runs, group: (drawn, {}), None)
-    assert "Rows of h200-parallel on one GPU and on several" in html and "71.4 ± 0.0 %" in html
-    assert "cannot be shown" not in html
 
 
 # The slides' formula, and what our logs say of it.

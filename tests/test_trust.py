@@ -17,10 +17,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from starlette.testclient import TestClient
 from transformers import BertConfig, BertForQuestionAnswering
 
-from qa_lib.app import create_app
+from qa_lib.app import dashboard, running
 from qa_lib.cli import Parser
 from qa_lib.data.squad import open_source
 from qa_lib.errors import UserError
@@ -28,7 +27,7 @@ from qa_lib.model.build import save_model
 from qa_lib.report import figures, profiles, publish, style
 from qa_lib.report.runs import load_runs
 from qa_lib.run.launch import Launcher, judge
-from qa_lib.run.sweep import _progress
+from qa_lib.run.sweep import progress_of
 from qa_lib.score.predict import load_qa_model
 from qa_lib.spec import Machine, resolve
 from qa_lib.train.checkpoint import Checkpoint
@@ -77,7 +76,6 @@ class Lab:
         identity = {"name": "tiny", "revision": "1"}, "synthetic:1600", "tiny"
         data = {"name": "synthetic:1600", "sha256": "ab" * 32}
         self.spec = resolve("A2", "smoke", 0, CPU, data, *identity)
-        self.client = TestClient(create_app([], self.runs, ["*"]), raise_server_exceptions=True)
         self.report()
         run = self.folders[1]
         self.files = [run / name for name in ("record.json", "profile.json", "steps.jsonl", "notebook.ipynb")]
@@ -94,10 +92,9 @@ class Lab:
         run = self.folders[1]
         load_runs(self.runs, {})
         self.report_or_say()
-        assert self.client.get("/dashboard").status_code == 200
-        if (run / "notebook.ipynb").read_bytes() != self.kept[run / "notebook.ipynb"]:
-            assert self.client.get(f"/runs/cpu-smoke/{run.name}/notebook.ipynb").status_code in (200, 500)
-        _progress(run)
+        assert dashboard(self.runs, self.figures).shown == "cpu-smoke"
+        running(self.runs)
+        progress_of(run)
         after = (run / "record.json").read_bytes()
         launcher = Launcher(self.runs, Machine("cpu"), {})
         for ask in (lambda: launcher.is_finished(self.spec), lambda: judge(self.spec, run, None, 0, 1.0)):

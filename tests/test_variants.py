@@ -204,7 +204,8 @@ MAY_IMPORT = {
     "score": "cli errors variants spec record data model",
     "run": "cli errors variants spec record data model measure train score",
     "report": "cli errors variants spec record measure.trace measure.goodput",
-    "app": "cli errors record data.squad score report",
+    "app": "cli errors record data.squad score report run.sweep serving",
+    "serving": "errors",
     "__main__": "cli errors variants",
 }
 TORCH_FREE = (

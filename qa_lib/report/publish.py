@@ -15,7 +15,7 @@ import pandas as pd
 from qa_lib.cli import folder, given, path
 from qa_lib.errors import UserError, first_line, printable
 from qa_lib.record import write_atomically
-from qa_lib.report.gallery import MANIFEST, draw, outdated, pictures
+from qa_lib.report.gallery import MANIFEST, draw, outdated
 from qa_lib.report.readme import README, committed_groups, with_results
 from qa_lib.report.runs import ReportError, load_runs, newest, searches, select
 from qa_lib.report.sentences import caption
@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--figures", type=folder, default=Path("figures"), metavar="DIR", help="drawn into (figures)")
     parser.add_argument("--group", type=given, metavar="G", help="this group alone (default: all, the newest last)")
     either = parser.add_mutually_exclusive_group()
-    either.add_argument("--html", type=path, metavar="OUT.html", help="write all of it as one self-contained page")
     either.add_argument("--readme", action="store_true", help="every group, and the results in README.md")
     either.add_argument("--notebook", action="store_true", help="also execute the notebooks over the records")
     either.add_argument(
@@ -46,13 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Draw what is not up to date, print every group's table and where its figures are; 1 if a check fails."""
-    if args.html:
-        from qa_lib.report import page  # its templates are of use here alone
-
-        content = page.static(args.runs, args.html, lambda runs, group: pictures(runs, args.figures / group)).encode()
-        write_atomically(args.html, content)
-        print(f"{args.html}: {len(content) / 1e6:.1f} MB")
-        return 0
     broken: dict[Path, str] = {}
     runs = load_runs(args.runs, broken)
     if args.check:

@@ -105,7 +105,7 @@ def latencies(models: list[Model], source: Source) -> list[float]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        times = [[sum(answer(m, [one])[0]["ms"].values()) for m in models] for _ in range(REPEATS) for one in asked]
+        times = [[sum(answer(m, *one)["ms"].values()) for m in models] for _ in range(REPEATS) for one in asked]
     finally:
         torch.set_num_threads(threads)
     return [statistics.median(each) for each in zip(*times, strict=True)]

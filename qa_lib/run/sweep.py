@@ -123,7 +123,7 @@ def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -
             if spec.run_id not in started:
                 started.add(spec.run_id)
                 tell(f"{_name(spec)} starts")
-        progress = [(spec, *_progress(launcher.runs / spec.run_path)) for spec in active]
+        progress = [(spec, *progress_of(launcher.runs / spec.run_path)) for spec in active]
         bar.n = done + sum(step / planned for _, step, planned in progress if planned)
         notes = [
             f"{spec.variant} s{spec.seed} {step}/{planned}" if planned else f"{spec.variant} starts"
@@ -172,7 +172,7 @@ def _summary(specs: list[Spec], runs: Path) -> tuple[str, dict[str, int]]:
     return f"{table.to_string(index=False, float_format='{:.1f}'.format, na_rep='–')}\nsweep: {said}", counts
 
 
-def _progress(run_dir: Path) -> tuple[int, int | None]:
+def progress_of(run_dir: Path) -> tuple[int, int | None]:
     """Steps done and planned, as far as the run's files tell."""
     try:
         planned = record.read_record(run_dir)["spec"]["planned_steps"]
