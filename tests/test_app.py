@@ -259,6 +259,18 @@ def test_hostile_model_folders_are_refused_in_a_clear_sentence(runs, tmp_path, c
     assert "error: " in capsys.readouterr().err and choices.listed() == []
 
 
+def test_no_place_on_this_machine_is_told(runs, monkeypatch):
+    def fail(folder, *_):
+        raise OSError(f"{folder}/model.safetensors and /secret/place/of/mine.bin cannot be read")
+
+    monkeypatch.setattr("qa_lib.app._ask", fail)
+    (choice, *_) = Choices([], runs).listed()
+    with pytest.raises(UserError) as refused:
+        answer(choice, "who ?", "text")
+    assert str(runs) not in str(refused.value) and "secret" not in str(refused.value)
+    assert "…/mine.bin cannot be read" in str(refused.value)
+
+
 def test_a_checkpoint_that_is_written_again_is_loaded_again(runs, tmp_path):
     folder = shutil.copytree(folder_of(runs, "A1"), tmp_path / "model")
     before = ask.ask(folder, "who", "it was she")["margin"]
