@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -15,7 +16,11 @@ from qa_lib.variants import find_family, find_variant
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaints are UserErrors, of one line like all others."""
+    """A parser whose complaints are UserErrors, of one line like all others, and that knows -1e-3 for a number."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} ({self.prog} --help has all)")
@@ -24,12 +29,12 @@ class Parser(argparse.ArgumentParser):
 def whole(least: int, most: int) -> Callable[[str], int]:
     """The kind of a whole number from `least` to `most`."""
 
-    def number(text: str) -> int:
+    def kind(text: str) -> int:
         if not text.isdecimal() or not text.isascii() or len(text) > 20 or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from {least} to {most}")
         return int(text)
 
-    return number
+    return kind
 
 
 one_or_more = whole(1, MOST)
@@ -37,25 +42,25 @@ seed = whole(0, 2**63 - 1)
 capability = whole(50, 200)  # compute capability x 10
 
 
-def finite(text: str) -> float:
-    """A number that is neither an infinity nor none at all."""
+def number(text: str) -> float:
+    """A number, or an infinity."""
     with contextlib.suppress(ValueError):
-        if math.isfinite(number := float(text)):
-            return number
+        if not math.isnan(found := float(text)):
+            return found
     raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number")
 
 
 def above_0(text: str) -> float:
     """A number above 0."""
-    if (number := finite(text)) > 0:
-        return number
+    if 0 < (found := number(text)) < math.inf:
+        return found
     raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number above 0")
 
 
 def rate(text: str) -> float:
     """A learning rate, between 0 and 1."""
-    if (number := above_0(text)) < 1:
-        return number
+    if (found := above_0(text)) < 1:
+        return found
     raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a learning rate, between 0 and 1")
 
 

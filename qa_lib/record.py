@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import re
+import stat
 import subprocess
 import tempfile
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 from qa_lib.errors import UserError
-from qa_lib.spec import TRAINER_OPTIMIZER, Scale, Spec, check_whole, hardware_name
+from qa_lib.spec import TRAINER_OPTIMIZER, Scale, Spec, hardware_name, whole_number
 from qa_lib.variants import Settings
 
 SCHEMA, FIRST_SCHEMA = "qa_lib/2", "qa_lib/1"
@@ -358,7 +359,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             stream.write(content if isinstance(content, bytes) else content.encode())
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
+        os.chmod(temporary, stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644)
         os.replace(temporary, path)
     except OSError as problem:
         raise RecordError(f"cannot write {path}: {problem.strerror}; what was there before is intact") from problem
@@ -373,7 +374,7 @@ def regular(path: Path) -> Path:
     for a device, a pipe or a folder, which nothing may replace."""
     found = path.resolve() if path.is_symlink() else path
     if found.exists() and not found.is_file():
-        raise RecordError(f"{path}: not a regular file, so it is not replaced")
+        raise RecordError(f"{path}: not a regular file, which alone is read and replaced here")
     return found
 
 
@@ -426,8 +427,10 @@ def read_record(run_dir: Path) -> dict:
             record["spec"][name] = dataclasses.asdict(unnamed) | record["spec"][name]
         known = {field.name for field in dataclasses.fields(Scale)}
         Scale(**{name: value for name, value in record["spec"]["scale"].items() if name in known})  # which checks them
-        check_whole("spec.settings.micro_batch", record["spec"]["settings"]["micro_batch"], 1)
-        check_whole("spec.seed", record["spec"]["seed"], 0, 2**63 - 1)
+        for name, section in (("commit", "code"), ("name", "data"), ("sha256", "data"), ("revision", "model")):
+            _require(record[section].get(name), str | None if name == "commit" else str, f"{section}.{name}")
+        whole_number("spec.settings.micro_batch", record["spec"]["settings"]["micro_batch"], 1)
+        whole_number("spec.seed", record["spec"]["seed"], 0, 2**63 - 1)
         _require(record["spec"]["settings"]["precision"], str, "spec.settings.precision")
         known = SCORING.get(record["task"]["name"], Scoring())  # with scores that came after the record
         for name in [*record["task"]["scores"], *known.scores]:
@@ -435,6 +438,16 @@ def read_record(run_dir: Path) -> dict:
     except (TypeError, LookupError, AttributeError, ValueError) as problem:
         raise RecordError(f"{path}: {problem}") from None
     return record
+
+
+def read_document(path: Path) -> object:
+    """The JSON of a regular file, None where there is none. Raises RecordError for one that cannot be read."""
+    try:
+        return strict_json(regular(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as problem:
+        raise RecordError(f"{path}: not readable as JSON ({problem})") from problem
 
 
 def read_quantized(folder: Path) -> dict:
@@ -450,12 +463,9 @@ def read_quantized(folder: Path) -> dict:
 
 def _document(path: Path, *schemas: str) -> dict:
     """A file's JSON, of one of these schemas. Raises RecordError, which names it."""
-    try:
-        found = strict_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RecordError(f"{path}: no record") from None
-    except (OSError, ValueError, RecursionError) as problem:
-        raise RecordError(f"{path}: not readable as JSON ({problem})") from problem
+    found = read_document(path)
+    if found is None:
+        raise RecordError(f"{path}: no record")
     schema = found.get("schema") if isinstance(found, dict) else None
     if schema not in schemas:
         raise RecordError(f"{path}: schema {schema!r} is not known to this version, which reads {schemas[0]!r}")

@@ -6,6 +6,7 @@ Standard library only, so that the driver and the tests can plan a sweep without
 import dataclasses
 import hashlib
 import json
+import numbers
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,10 +31,11 @@ from qa_lib.variants import (
 MOST = 2**31 - 1  # of what is counted here
 
 
-def check_whole(name: str, value: object, least: int, most: int = MOST) -> None:
-    """Raises SpecError unless the value is a whole number in these bounds."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+def whole_number(name: str, value: object, least: int, most: int = MOST) -> int:
+    """The value, NumPy's as well, as a whole number in these bounds. Raises SpecError for any other."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= value <= most:
         raise SpecError(f"{name} is {str(value)[:40]!r}, and not a whole number from {least} to {most}")
+    return int(value)
 
 
 def stride_of(max_length: int, usual: int) -> int:
@@ -71,8 +73,10 @@ class Scale:
         for name, kind in _scale_types().items():
             value = getattr(self, name)
             if kind in (int, int | None) and value is not None:
-                check_whole(name, value, 0 if name in ("stride", "measure_from", "checkpoint_every") else 1)
-            elif not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                whole_number(name, value, 0 if name in ("stride", "measure_from", "checkpoint_every") else 1)
+            elif not isinstance(value, kind | int if kind in (float, float | None) else kind) or (
+                isinstance(value, bool) and kind is not bool
+            ):
                 raise SpecError(f"{name} is {str(value)[:40]!r}")
         if not 0 < self.learning_rate < 1:
             raise SpecError(f"learning rate {self.learning_rate:g} is not between 0 and 1")
@@ -289,9 +293,9 @@ class Spec:
     sm: int | None = None
 
     def __post_init__(self):
-        check_whole("seed", self.seed, 0, 2**63 - 1)
-        check_whole("world", self.world, 1)
-        check_whole("stages", self.stages, 1)
+        whole_number("seed", self.seed, 0, 2**63 - 1)
+        whole_number("world", self.world, 1)
+        whole_number("stages", self.stages, 1)
 
     @property
     def hash(self) -> str:
@@ -421,8 +425,10 @@ def resolve(
     """
     asked, size = find_variant(variant).settings, find_scale(scale)
     sizes = {"micro_batch": micro_batch, "world": world, "epochs": epochs, "stages": stages, "max_length": max_length}
-    for name, number in (sizes | {"batch": batch}).items():
-        check_whole(name, 0 if number is None else number, 0)
+    sizes = {name: whole_number(name, number or 0, 0) for name, number in (sizes | {"batch": batch}).items()}
+    micro_batch, world, epochs, stages, max_length, batch = sizes.values()
+    if isinstance(learning_rate, numbers.Real) and not isinstance(learning_rate, bool):
+        learning_rate = float(learning_rate)
     if micro_batch:
         asked = dataclasses.replace(asked, micro_batch=micro_batch)
     if (task := find_variant(variant).task) != size.task:

@@ -30,7 +30,7 @@ class UnknownName(SpecError):
 def nearest(kind: str, name: str, known: Iterable[str]) -> str:
     """The message of an UnknownName: what was asked for, what may have been meant, and what there is."""
     folded = {word.casefold(): word for word in known}
-    close = [folded[word] for word in difflib.get_close_matches(name.casefold(), folded, 1, 0.3)]
+    close = [folded[word] for word in difflib.get_close_matches(str(name).casefold(), folded, 1, 0.3)]
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"unknown {kind} {name!r}{hint} (known: {', '.join(folded.values())})"
 

@@ -239,7 +239,7 @@ def test_misplaced_answers_are_counted_listed_and_repaired_where_they_occur_once
     file = write(tmp_path / "data.json", document((CONTEXT, [once, twice, never])))
     with pytest.raises(DataError, match="3 answers") as caught:
         open_source(file, "train").examples  # noqa: B018
-    assert "--fix-spans repairs the 1" in str(caught.value)
+    assert "1 occur exactly once, which `python -m qa_lib score --fix-spans` goes by" in str(caught.value)
     assert all(f"question '{key}'" in str(caught.value) for key in ("once", "twice", "never"))
     with pytest.raises(DataError, match="2 answers") as caught:
         open_source(file, "train", fix_spans=True).examples  # noqa: B018

@@ -351,7 +351,7 @@ def test_the_newest_of_two_runs_of_one_row_and_seed_counts(runs):
 def test_a_group_that_mixes_data_or_scales_is_refused(runs, section, key):
     path = make(runs, "A4") / "record.json"
     entry = json.loads(path.read_text())
-    (entry["spec"]["scale"] if section == "scale" else entry[section])[key] = 7
+    (entry["spec"]["scale"] if section == "scale" else entry[section])[key] = "7" if key == "sha256" else 7
     path.write_text(json.dumps(entry))
     with pytest.raises(ReportError, match=rf"cpu-smoke.*{section}\.{key} is .*A4-s0|A4-s0.*{section}\.{key}"):
         lines_of(runs)

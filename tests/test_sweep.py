@@ -114,7 +114,7 @@ def test_out_of_memory_is_a_result_and_a_broken_loss_is_an_error(lab):
     """A real allocation fails in A1's third step, and a weight of A2 becomes NaN before its 12th."""
     spoil = """
 import torch
-from qa_lib.run import fit as station
+from qa_lib.run import tasks as station
 net, calls = station.build_model(spec), []
 station.build_model = lambda *_: net
 def hook(module, *inputs):

@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from qa_lib.data.batches import Batches
@@ -42,6 +43,10 @@ def load_data(spec: Spec) -> Data:
     validation = open_source(spec.data_source, "validation") if spec.scale.quality else None
     features = build_features(source, tokenizer, *limits)
     held_out = build_features(validation, tokenizer, *limits) if validation else None
+    if held_out and held_out.examples_sha256 == features.examples_sha256:
+        raise UserError(f"{validation.name}: has the questions of {source.name}, by which it would be scored")
+    if validation:
+        _ = validation.examples  # the answers, while a file that has changed costs no training
     return Data(
         tokenizer=tokenizer,
         source=source,
@@ -69,6 +74,8 @@ def load_text(spec: Spec) -> Data:
     if len(text.tokens) < length:
         raise UserError(f"{source.name}: a text of {len(text.tokens)} tokens, shorter than a window of {length}")
     held_out = tokenise_text(validation, tokenizer) if validation else None
+    if held_out and np.array_equal(held_out.tokens, text.tokens):
+        raise UserError(f"{validation.name}: is the text of {source.name}, by which it would be scored")
     return Data(
         tokenizer=tokenizer,
         source=source,

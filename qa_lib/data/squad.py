@@ -73,11 +73,17 @@ class Source:
 
     @cached_property
     def examples(self) -> list[Example]:
-        planned = self.sha256
+        _ = self.sha256
         found = build_examples(self.rows(), self.name, self.fix_spans)
-        if self.digest() != planned:
-            raise DataError(f"{self.name}: it has changed since it was first looked at; give the command again")
+        check_same(self)
         return found
+
+
+def check_same(source) -> None:
+    """Raises DataError where a Source or TextSource is no longer what it was when its `sha256` was first asked for, so
+    that what was read since then may be of either."""
+    if source.digest() != source.sha256:
+        raise DataError(f"{source.name}: it has changed since it was first looked at; give the command again")
 
 
 def unlabelled(source: Source) -> Source:

@@ -13,7 +13,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 from qa_lib.data.squad import DataError, generated, hub_digest, hub_table, sha256_of
@@ -53,6 +53,7 @@ def open_text(source: str | os.PathLike, split: str) -> TextSource:
     if name.startswith("synthetic:"):
         document = generated(name, split)
 
+        @cache
         def digest() -> str:
             return hashlib.sha256(f"text {json.dumps(document(), sort_keys=True)}".encode()).hexdigest()
 

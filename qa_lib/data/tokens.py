@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from qa_lib.data.squad import check_same
 from qa_lib.data.text import SEPARATOR, TextSource
 from qa_lib.data.tokenise import bare
 from qa_lib.data.windows import cache_key, default_cache, load_entry, store_entry
@@ -23,7 +24,7 @@ from qa_lib.errors import UserError
 
 CACHE_VERSION = 2  # of the cached files; raise it when they, or what is in them, change
 LINES_PER_CALL = 10_000
-LONGEST = 1_000  # characters of a word that a tokenizer learns from as a whole
+LONGEST = 1_000  # characters of a word or a blank that a tokenizer learns from as a whole
 END = "<|endoftext|>"
 
 
@@ -72,7 +73,11 @@ def learn_tokenizer(source: TextSource, size: int) -> PreTrainedTokenizerBase:
     number 0."""
     parts = [CACHE_VERSION, tokenizers.__version__, source.sha256, size]
     folder = _folder("bpe", parts)
-    learnt = load_entry(folder, Vocabulary) or store_entry(folder, Vocabulary(_learn(source, size)))
+    learnt = load_entry(folder, Vocabulary)
+    if not learnt:
+        learnt = Vocabulary(_learn(source, size))
+        check_same(source)
+        learnt = store_entry(folder, learnt)
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(learnt.content),
         bos_token=END,
@@ -92,10 +97,10 @@ def _learn(source: TextSource, size: int) -> str:
 
 
 def _pieces(line: str) -> list[str]:
-    """A line, cut up where a word in it is longer than LONGEST characters: what a tokenizer learns from a word takes
-    time by the square of its length, in which no signal is heard."""
-    whole = len(line) <= LONGEST or not re.search(rf"\S{{{LONGEST + 1}}}", line)
-    return [line] if whole else re.findall(rf"\s*\S{{1,{LONGEST}}}|\s+", line)
+    """A line, cut up where a word or a blank in it is longer than LONGEST characters: to learn from one takes time by
+    the square of its length, in which no signal is heard."""
+    whole = len(line) <= LONGEST or not re.search(rf"\S{{{LONGEST + 1}}}|\s{{{LONGEST + 1}}}", line)
+    return [line] if whole else re.findall(rf"\s{{0,{LONGEST}}}\S{{1,{LONGEST}}}|\s{{1,{LONGEST}}}", line)
 
 
 def tokenise_text(source: TextSource, tokenizer: PreTrainedTokenizerBase) -> Text:
@@ -109,7 +114,11 @@ def tokenise_text(source: TextSource, tokenizer: PreTrainedTokenizerBase) -> Tex
     with bare(tokenizer.backend_tokenizer) as backend:
         parts = [CACHE_VERSION, tokenizers.__version__, source.sha256, tokenizer.eos_token_id, backend.to_str()]
         folder = _folder("tokens", parts)
-        return load_entry(folder, Text) or store_entry(folder, _tokenise(source, backend, tokenizer.eos_token_id))
+        if found := load_entry(folder, Text):
+            return found
+        made = _tokenise(source, backend, tokenizer.eos_token_id)
+        check_same(source)
+        return store_entry(folder, made)
 
 
 def _tokenise(source: TextSource, backend: Tokenizer, end: int) -> Text:

@@ -263,7 +263,7 @@ def cache_key(parts: list) -> str:
 
 def load_entry(folder: Path, kind: type):
     """The cached object of a dataclass, its arrays memory-mapped; None if there is none, or one that is damaged."""
-    if not folder.exists():
+    if not os.path.exists(folder):  # which a path that is too long is not either
         return None
     try:
         meta = json.loads((folder / "meta.json").read_bytes())
@@ -271,7 +271,7 @@ def load_entry(folder: Path, kind: type):
         names = [field.name for field in fields(kind) if field.name not in meta]
         # As plain arrays over the mapping: indexing np.memmap itself costs several times as much.
         arrays = {name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in names}
-        if _digest_of(arrays, meta) != digest:
+        if _digest_of(folder, arrays, meta) != digest:
             raise ValueError("it does not hold what was stored")
         return kind(**arrays, **meta)
     except Exception as error:  # NumPy has many for a file that it cannot read, and all mean the same
@@ -279,9 +279,10 @@ def load_entry(folder: Path, kind: type):
         return None
 
 
-def _digest_of(arrays: dict[str, np.ndarray], meta: dict) -> str:
-    """SHA-256 (hex) of a cache entry: names, types, shapes and bytes of its arrays, and what JSON holds beside them."""
-    digest = hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
+def _digest_of(folder: Path, arrays: dict[str, np.ndarray], meta: dict) -> str:
+    """SHA-256 (hex) of a cache entry: its key, names, types, shapes and bytes of its arrays, and what JSON holds beside
+    them."""
+    digest = hashlib.sha256(json.dumps([folder.name, meta], sort_keys=True).encode())
     for name, array in sorted(arrays.items()):
         digest.update(f"{name} {array.dtype} {array.shape}".encode())
         digest.update(np.ascontiguousarray(array).view(np.uint8))
@@ -300,7 +301,7 @@ def store_entry(folder: Path, made):
             entry.mkdir()
             for name, array in arrays.items():
                 np.save(entry / f"{name}.npy", array)
-            (entry / "meta.json").write_text(json.dumps(meta | {"sha256": _digest_of(arrays, meta)}))
+            (entry / "meta.json").write_text(json.dumps(meta | {"sha256": _digest_of(folder, arrays, meta)}))
             shutil.rmtree(folder, ignore_errors=True)  # a damaged entry, or a neighbour's equal one
             entry.rename(folder)
     except OSError as error:

@@ -12,6 +12,7 @@ Looking needs no torch; loading (model/load.py) does.
 import contextlib
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -25,7 +26,7 @@ QUANTIZED = "quantized.safetensors"  # a name that transformers does not take fo
 # What transformers reads of a folder beside its weights. tokenizer.json may have a version in its name.
 READ = (
     "config.json generation_config.json tokenizer*.json special_tokens_map.json added_tokens.json vocab.txt vocab.json "
-    "merges.txt chat_template.jinja"
+    "merges.txt *.model tekken.json chat_template.jinja"
 ).split()
 
 
@@ -51,6 +52,16 @@ def find_folder(name: str | Path) -> Path:
     except Exception as error:  # of the hub, the network or the disk
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(f"{name}: no such folder, and no model that the hub gives ({reason:.120})") from None
+
+
+def commit_of(name: str) -> str:
+    """The commit of a model of the hub that is loaded now; "main" where neither the hub nor its cache can say."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["config.json"])).name
+    except Exception:  # of the hub, the network or the disk
+        return "main"
 
 
 def inspect_checkpoint(folder: Path) -> tuple[dict, list[Path]]:
@@ -114,15 +125,19 @@ def pickle_in(folder: Path) -> str | None:
 def replacing(folder: Path) -> Iterator[Path]:
     """An empty folder to write a model into. It takes the place of `folder` once it is whole, with its digests: nothing
     of a model that was there before stays beside the new one."""
-    work = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
+    folder = folder.resolve()  # what a link leads to is replaced, and not the link
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    old, new = work / "old", work / "new"
+    new.mkdir()
     try:
-        yield work
-        write_digests(work)
-        shutil.rmtree(folder, ignore_errors=True)
-        work.rename(folder)
+        yield new
+        write_digests(new)
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
     finally:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
         shutil.rmtree(work, ignore_errors=True)
 
 

@@ -12,8 +12,9 @@ from qa_lib.model.quantize import fill_quantized, plain_sizes, quantize
 
 log = logging.getLogger(__name__)
 
-# Parts of a checkpoint that pretraining has left, and which no answer depends on.
+# Parts of a checkpoint that pretraining or an older transformers has left, and which no answer depends on.
 PRETRAINING = ("cls", "lm_head", "pooler", "discriminator_predictions", "generator_predictions", "generator_lm_head")
+CONSTANTS = ("masked_bias", "position_ids")
 one_at_a_time = threading.Lock()  # while it loads, transformers changes its classes; two threads may leave them so
 
 
@@ -76,7 +77,7 @@ def _tell_surplus(folder: Path, model, names: list[str]) -> None:
     """Say which weights no part of the model takes. Raises UserError for those of its own layers: an adapter's, say,
     which would change what it computes."""
     parts = dict(model.named_children())
-    names = [name for name in names if not {*name.split(".")[:2]} & {*PRETRAINING}]
+    names = [name for name in names if not {*name.split(".")[:2]} & {*PRETRAINING} and not name.endswith(CONSTANTS)]
     own = [name for name in names if name.split(".")[0] in parts or "lora_" in name]
     if own:
         raise UserError(f"{folder}: the weights have {own[0][:80]}, for which a {type(model).__name__} has no place")

@@ -76,7 +76,13 @@ def main(args: argparse.Namespace) -> int:
         except UserError as problem:
             failed.append(str(problem))
             continue
-        except (LookupError, TypeError, ValueError, AttributeError) as problem:  # whatever a spoilt record leads to
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            ArithmeticError,
+        ) as problem:  # whatever a spoilt record leads to
             failed.append(f"group {group!r} cannot be shown: {type(problem).__name__}, {first_line(problem)}")
             continue
         print(said)

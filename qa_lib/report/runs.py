@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from qa_lib.errors import UserError, printable
-from qa_lib.record import PROFILE_SCHEMA, RecordError, read_record, run_files, strict_json
+from qa_lib.record import PROFILE_SCHEMA, RecordError, read_document, read_record, run_files
 from qa_lib.variants import BASELINES, VARIANTS
 
 BASELINE = BASELINES["qa"]  # the row that ratios and differences refer to, in question answering
@@ -119,12 +119,9 @@ def load_runs(runs: str | Path = "runs", broken: dict[Path, str] | None = None) 
 def read_profile(run_dir: Path) -> dict | None:
     """The profile beside a run's record; None if it was never profiled. Raises RecordError for one that is broken."""
     path = run_dir / "profile.json"
-    try:
-        profile = strict_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    profile = read_document(path)
+    if profile is None:
         return None
-    except (OSError, ValueError, RecursionError) as problem:
-        raise RecordError(f"{path}: not readable as JSON ({problem})") from problem
     if not isinstance(profile, dict) or profile.get("schema") != PROFILE_SCHEMA:
         raise RecordError(f"{path}: not a profile of this version, which reads {PROFILE_SCHEMA!r}")
     return profile

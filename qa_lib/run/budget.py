@@ -242,7 +242,7 @@ def _lasts_as(budget: dict, entry: dict) -> bool:
     """Whether weights and optimizer state of a record are as large as the budget has them, or not known."""
     measured = [entry["memory"][name] for name in ("params_mib", "optimizer_mib")]
     own = budget["params_mib"] + budget["optimizer_mib"]
-    return None in measured or abs(own / sum(measured) - 1) < SAME
+    return None in measured or abs(own - sum(measured)) < SAME * sum(measured)
 
 
 def _spec_of(entry: dict, model: str) -> Spec:

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 
 from qa_lib import record
 from qa_lib.cli import add_run_arguments, add_source_arguments, own_of, seed
-from qa_lib.data.load import Data, batches_of
+from qa_lib.data.load import Data
 from qa_lib.errors import UserError, first_line, stopped_by
 from qa_lib.measure.cost import StepCost
 from qa_lib.measure.goodput import efficiency
@@ -30,14 +30,14 @@ from qa_lib.measure.machine import environment, limit_memory, link, matrix_rate,
 from qa_lib.measure.meter import Meter, memory_use
 from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.encoders import sizes
-from qa_lib.model.load import check_tokenizer
+from qa_lib.model.quantize import WIDTHS
 from qa_lib.record import Speed
-from qa_lib.run.plan import check_unchanged, plan
+from qa_lib.run.plan import plan
 from qa_lib.run.process import SHARE, check_driver, follow_driver, with_driver
-from qa_lib.run.tasks import TASKS
+from qa_lib.run.tasks import TASKS, prepare
 from qa_lib.run.together import fault_path, faults, first_fault, fit_together
 from qa_lib.spec import Spec
-from qa_lib.train.checkpoint import digest_of
+from qa_lib.train.checkpoint import Checkpoint, digest_of
 from qa_lib.train.compilation import found_in_cache, start_compilers
 from qa_lib.train.engine import train
 from qa_lib.train.parallel import gathered
@@ -76,12 +76,8 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
             return entry
         begin = time.perf_counter()
         start_compilers(spec.settings, device)
-        data = data or task.load(spec)
+        data, model, batches = prepare(spec, data)
         begin = min(begin, time.perf_counter() - data.load_s)  # what the caller has loaded is this run's time as well
-        model = build_model(spec, task.head)
-        check_tokenizer(spec.model_source, data.tokenizer, model)
-        check_unchanged(spec)
-        batches = batches_of(data.features, spec)
         _note_sizes(entry, data, model, batches.steps)
         if ranks.first:
             record.write_record(run_dir, entry)
@@ -167,7 +163,8 @@ def _finish_whole(spec: Spec, run_dir: Path, entry: dict, say) -> None:
     else:
         record.finish(run_dir, entry, "ok")
         # Checkpoints that were not believed or not written to their end, and faults of processes that were restarted.
-        for old in [*run_dir.glob("checkpoint.*"), *faults(run_dir)]:
+        kept = [Checkpoint.path_of(run_dir).with_suffix(end) for end in (".safetensors", ".refused", ".partial")]
+        for old in [*kept, *faults(run_dir)]:
             old.unlink(missing_ok=True)
 
 
@@ -235,8 +232,8 @@ def _save(model: torch.nn.Module, data: Data, folder: Path) -> None:
     full."""
     try:
         save_model(model, data.tokenizer, folder)
-        for old in folder.parent.glob(f"{folder.name}-*"):
-            shutil.rmtree(old)
+        for width in WIDTHS:
+            shutil.rmtree(folder.with_name(f"{folder.name}-{width}"), ignore_errors=True)
     except (OSError, SafetensorError) as problem:
         raise record.RecordError(f"cannot write {folder}: {first_line(problem)}") from problem
 

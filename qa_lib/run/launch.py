@@ -9,6 +9,7 @@ This module never imports torch: a driver must hold no GPU.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -163,11 +164,23 @@ class Launcher:
             self.stopped.wait(POLL_S)
             return None
         except (record.RecordError, OSError) as problem:
-            if self.stopped.is_set() or (run_dir / "record.json").exists():
+            if self.stopped.is_set():
                 raise
-            gone = {"kind": "FolderGone", "message": f"its folder was removed while it ran ({problem})", "step": None}
-            entry = record.new_record(spec, self.env)
-            return entry | {"status": "killed", "error": gone}
+            return self._lost(spec, run_dir, problem)
+
+    def _lost(self, spec: Spec, run_dir: Path, problem: Exception) -> dict:
+        """A record for a run whose own was removed or spoilt while it ran; raises any other `problem` again."""
+        lost_nothing = None
+        with contextlib.suppress(record.RecordError):
+            if record.read_record(run_dir):
+                lost_nothing = problem
+        if lost_nothing:
+            raise lost_nothing
+        lost = {"kind": "RecordLost", "message": f"its record was removed or spoilt while it ran ({problem})"}
+        entry = record.new_record(spec, self.env)
+        if run_dir.exists():
+            return record.finish(run_dir, entry, "killed", lost)
+        return entry | {"status": "killed", "error": entry["error"] | lost}
 
     def _prepare(self, spec: Spec, run_dir: Path) -> dict | None:
         """The record, where there is nothing to do; else None, with the folder ready for the run's process."""

@@ -1,5 +1,6 @@
 """From names to specs: which data and model a scale means here, and what identifies them."""
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -8,13 +9,13 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from qa_lib.data.squad import hash_files, open_source, read_json
+from qa_lib.data.squad import DataError, hash_files, open_source, read_json
 from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.data.text import open_text
 from qa_lib.errors import UserError
 from qa_lib.model.encoders import find_encoder
-from qa_lib.model.hf_checkpoint import checkpoint_files, inspect_checkpoint
-from qa_lib.spec import HEAD, Machine, Spec, check_whole, find_scale, find_shape, resolve, unshared
+from qa_lib.model.hf_checkpoint import checkpoint_files, commit_of, inspect_checkpoint
+from qa_lib.spec import HEAD, Machine, Spec, find_scale, find_shape, resolve, unshared, whole_number
 from qa_lib.variants import SpecError
 
 SOURCES = {"qa": open_source, "lm": open_text}  # task -> what opens its data
@@ -47,15 +48,12 @@ def plan(
     as long as their row has others.
     """
     size = find_scale(scale)
-    for name, value in (("variants", variants), ("seeds", seeds)):
-        if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-            raise SpecError(f"{name} is {value!r}, and not a list")
+    variants, seeds = _list("variants", variants), _list("seeds", seeds)
     for name in variants:
         if not isinstance(name, str):
             raise SpecError(f"variants has {name!r}, which is no name")
-    for seed in seeds:
-        check_whole("seed", seed, 0, 2**63 - 1)
-    data, model = _source("data", data or size.data), _source("model", model or size.model)
+    seeds = [whole_number("seed", seed, 0, 2**63 - 1) for seed in seeds]
+    data, model = _source("data", data, size.data), _source("model", model, size.model)
     for name, value in (("data", data), ("model", model)):
         if not value:
             raise UserError(f"scale {scale!r} has no {name} of its own: give --{name} (a path)")
@@ -91,19 +89,28 @@ def plan(
     return [dataclasses.replace(spec, **found, skip=spec.skip or unshared(spec, shape)) for spec in specs]
 
 
-def _source(name: str, value: object) -> str:
-    """A path or name as a text."""
-    if not isinstance(value, str | os.PathLike) or "\0" in os.fspath(value):
-        raise SpecError(f"{name} is {str(value)[:40]!r}, and no path or name")
-    return os.fspath(value)
+def _list(name: str, values: object) -> list:
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable) or not (found := list(values)):
+        raise SpecError(f"{name} is {values!r}, and not a list of at least one")
+    return found
+
+
+def _source(name: str, value: object, usual: str) -> str:
+    """A path or name as a text; without one, the `usual`."""
+    value = usual if value is None or value == "" else value
+    if isinstance(value, str | os.PathLike):
+        with contextlib.suppress(OSError, ValueError):  # of a path that is too long, or has a null byte
+            Path(value).exists()
+            return os.fspath(value)
+    raise SpecError(f"{name} is {str(value)[:40]!r}, and no path or name")
 
 
 def _product(**sizes: Several) -> list[dict]:
     """Every combination of some sizes, each by its name. Raises SpecError."""
+    lists = []
     for name, size in sizes.items():
-        for number in size if isinstance(size, Sequence) else [size]:
-            check_whole(name, 0 if number is None else number, 0)
-    lists = [dict.fromkeys(size if isinstance(size, Sequence) else [size]) for size in sizes.values()]
+        several = _list(name, size) if isinstance(size, Sequence) and size != "" else [size]
+        lists.append(dict.fromkeys(None if number is None else whole_number(name, number, 0) for number in several))
     return [dict(zip(sizes, values, strict=True)) for values in itertools.product(*lists)]
 
 
@@ -125,7 +132,7 @@ def go_offline_without_network(*sources: str) -> None:
 
 def identify_data(source: str, with_validation: bool, task: str = "qa") -> dict:
     """{name, sha256} of the questions, or text, that a run uses; the name is never a machine's path. Raises DataError
-    for data that cannot be read, and UserError where training and validation are the same."""
+    for data that cannot be read, and UserError where training and validation are the same file."""
     splits = ["train", "validation"] if with_validation else ["train"]
     hashes = [SOURCES[task](source, split).sha256 for split in splits]
     if len(hashes) > len(set(hashes)):
@@ -133,26 +140,37 @@ def identify_data(source: str, with_validation: bool, task: str = "qa") -> dict:
             f"{source}: would be trained on and scored by the same {'questions' if task == 'qa' else 'text'}; "
             "--data takes a folder with train.json and validation.json, or .txt"
         )
-    digest = hashlib.sha256("".join(hashes).encode()).hexdigest()
-    return {"name": without_folders(source), "sha256": digest}
+    return {"name": without_folders(source), "sha256": _joined(hashes)}
 
 
-def check_unchanged(spec: Spec) -> None:
-    """Raises UserError where files that the spec was planned with have become others: what was loaded may be either."""
-    now = {
-        "data": lambda: identify_data(spec.data_source, spec.scale.quality, spec.scale.task),
-        "model": lambda: identify_model(spec.model_source),
+def _joined(hashes: list[str]) -> str:
+    """One hash for those of a run's sources."""
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def check_planned(spec: Spec, hashes: list[str]) -> None:
+    """Hold what was loaded against what a spec was planned with: the hashes of its sources, and the model's files, read
+    again. Raises UserError."""
+    if not spec.scale.quality and _joined(hashes) != spec.data.get("sha256"):
+        with contextlib.suppress(DataError):  # it may have been planned to be scored
+            hashes = [*hashes, SOURCES[spec.scale.task](spec.data_source, "validation").sha256]
+    changed = {
+        spec.data_source: _joined(hashes) != spec.data.get("sha256"),
+        spec.model_source: identify_model(spec.model_source) != spec.model,
     }
-    for name, source in (("data", spec.data_source), ("model", spec.model_source)):
-        if Path(source).exists() and now[name]() != getattr(spec, name):
-            files = [Path(source), *Path(source).rglob("*")]
-            last = max(filter(Path.is_file, files), key=lambda path: path.stat().st_mtime_ns, default=source)
-            raise UserError(f"{last}: it has changed since the run was planned; give the command again")
+    for source in (name for name, is_other in changed.items() if is_other):
+        raise UserError(f"{_last_written(source)}: it is not what the run was planned with; give the command again")
+
+
+def _last_written(source: str) -> str:
+    """A source, or the file of it that was written last."""
+    files = [path for path in [Path(source), *Path(source).rglob("*")] if path.is_file()]
+    return str(max(files, key=lambda path: path.stat().st_mtime_ns, default=source))
 
 
 def without_folders(source: str) -> str:
     """How a record names data or text: a file or folder by the last part of its path, all else as it is."""
-    return Path(source).name if Path(source).exists() else source
+    return Path(os.path.abspath(source)).name if Path(source).exists() else source
 
 
 def identify_model(source: str) -> dict:
@@ -176,7 +194,7 @@ def identify_model(source: str) -> dict:
         validate_repo_id(source)
     except HFValidationError as error:
         raise UserError(f"model {source!r} is neither a folder nor a name of the hub: {error}") from None
-    return {"name": source, "revision": "main"}
+    return {"name": source, "revision": commit_of(source)}
 
 
 def config_json(source: str) -> dict:

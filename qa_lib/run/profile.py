@@ -20,16 +20,15 @@ import torch
 
 from qa_lib import record
 from qa_lib.cli import add_source_arguments
-from qa_lib.data.load import batches_of
 from qa_lib.errors import UserError
 from qa_lib.measure import machine, ncu, trace
 from qa_lib.measure.machine import copy_rate, matrix_rate, train_device, turn
 from qa_lib.measure.meter import MIB, Watch, memory_use
-from qa_lib.model.build import DTYPES, build_model
+from qa_lib.model.build import DTYPES
 from qa_lib.model.encoders import encoder_of, parts_of
 from qa_lib.run.plan import plan
 from qa_lib.run.process import SHARE, call, child_env
-from qa_lib.run.tasks import TASKS
+from qa_lib.run.tasks import TASKS, prepare
 from qa_lib.spec import Spec
 from qa_lib.train.engine import train
 
@@ -108,10 +107,9 @@ def _short(spec: Spec, steps: int) -> Spec:
 def _train(spec: Spec, data, device, watch: Watch):
     """Train from new weights under a watch; (model, optimizer, meter)."""
     with tempfile.TemporaryDirectory() as folder:
-        model = build_model(spec, TASKS[spec.scale.task].head)
+        data, model, batches = prepare(spec, data)
         if spec.settings.compile == "none" and device.type == "cuda":
             _name_parts(model)
-        batches = batches_of(data.features, spec)
         optimizer, meter, *_ = train(model, batches, spec, device, Path(folder), lambda _: None, watch)
         return model, optimizer, meter
 

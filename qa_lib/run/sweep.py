@@ -87,7 +87,7 @@ def notebook_parameters(spec: Spec, runs: Path) -> dict:
 
 def _from_root(path: str | Path) -> str:
     """The path as seen from the repository, so that a notebook shows no machine's folders where it need not."""
-    return os.path.relpath(Path(path).resolve(), ROOT)
+    return os.path.relpath(os.path.abspath(path), ROOT)  # a link by its own name, which is the data's or the model's
 
 
 def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -> list[dict]:

@@ -14,10 +14,16 @@ and in each of these:
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering
 
-from qa_lib.data.load import load_data, load_text
+from qa_lib.data.batches import Batches
+from qa_lib.data.load import Data, batches_of, load_data, load_text
+from qa_lib.model.build import build_model
+from qa_lib.model.load import check_tokenizer
+from qa_lib.run.plan import check_planned
 from qa_lib.score import evaluate, perplexity
+from qa_lib.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,19 @@ class Task:
     load: Callable
     head: type
     evaluate: Callable
+
+
+def prepare(spec: Spec, data: Data | None = None) -> tuple[Data, torch.nn.Module, Batches]:
+    """What a spec trains: its data, or `data` that the caller has loaded, its model, and micro-batches of the former.
+
+    Raises UserError where they do not go together, or are not those that the spec was planned with.
+    """
+    task = TASKS[spec.scale.task]
+    data = data or task.load(spec)
+    model = build_model(spec, task.head)
+    check_tokenizer(spec.model_source, data.tokenizer, model)
+    check_planned(spec, [source.sha256 for source in (data.source, data.validation) if source])
+    return data, model, batches_of(data.features, spec)
 
 
 TASKS = {

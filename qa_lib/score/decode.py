@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import tempfile
 from functools import cached_property
 from itertools import pairwise
@@ -112,7 +113,7 @@ class Answers:
                     Path(work, name).write_text("{\n" + ",\n".join(lines) + "\n}\n")
                 targets = [regular(folder / name) for name in files]
                 for name, target in zip(files, targets, strict=True):
-                    os.replace(Path(work, name), target)
+                    shutil.move(Path(work, name), target)  # where a link leads to another disk, too
         except OSError as error:
             raise UserError(f"{folder}: {error.strerror}") from None
         return [folder / name for name in files]

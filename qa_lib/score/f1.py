@@ -21,7 +21,7 @@ import string
 from collections import Counter
 from collections.abc import Mapping
 
-from qa_lib.cli import finite, given
+from qa_lib.cli import given, number
 from qa_lib.data.squad import DataError, Example, open_source, read_json
 
 EXAMPLE = """examples:
@@ -145,7 +145,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--na-prob", type=given, metavar="FILE", help="question id -> how sure of no answer")
     parser.add_argument(
-        "--na-threshold", type=finite, default=1.0, metavar="X", help="above it, no answer (default 1.0)"
+        "--na-threshold", type=number, default=1.0, metavar="X", help="above it, no answer (default 1.0)"
     )
     parser.add_argument("--fix-spans", action="store_true", help="move misplaced gold answers to their only occurrence")
 
