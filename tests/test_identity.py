@@ -2,37 +2,39 @@
 with it, and what was made of another model does not stay beside the new one."""
 
 import dataclasses
-import io
+import gzip
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import datasets
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForQuestionAnswering
+from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, GPT2Config, GPT2LMHeadModel
 
 from qa_lib.__main__ import main
 from qa_lib.data import windows
-from qa_lib.data.load import load_data
+from qa_lib.data.load import load_data, load_text
 from qa_lib.data.squad import DataError, open_source
+from qa_lib.data.text import open_text
 from qa_lib.data.tokenise import build_tokenizer
+from qa_lib.data.tokens import learn_tokenizer, tokenise_text
 from qa_lib.errors import UserError
 from qa_lib.measure import machine
 from qa_lib.model.hf_checkpoint import SUMS, checkpoint_files, replacing, write_digests
+from qa_lib.model.load import load
 from qa_lib.record import read_record
-from qa_lib.run import tasks
+from qa_lib.run import sweep, tasks
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import identify_data, identify_model, plan
 from qa_lib.run.process import DRIVER
+from qa_lib.run.profile import profile
 from qa_lib.run.tasks import TASKS, prepare
-from qa_lib.score.predict import load_qa_model
+from qa_lib.score.predict import load_qa_model, window_lengths
 from qa_lib.spec import Machine
 from qa_lib.train import checkpoint as checkpoints
 from tests.material import document, question, write
@@ -162,7 +164,9 @@ def test_a_file_that_changes_after_the_plan_ends_the_run_and_is_named(squad, kep
         if when == "meanwhile" and path.parent == squad:  # what was loaded is what was planned
             assert fit(spec, tmp_path / "runs", say=quiet)["status"] == "ok"
             continue
-        with pytest.raises(UserError, match=f"{what}: it is not what the run was planned with"):
+        with pytest.raises(
+            UserError, match=rf"is not what the run was planned with \(its file that was written last: {what}\)"
+        ):
             fit(spec, tmp_path / "runs", say=quiet)
         entry = read_record(tmp_path / "runs" / spec.run_path)
         assert entry["status"] == "error" and what in entry["error"]["message"]
@@ -403,50 +407,125 @@ def test_a_model_of_the_hub_trains_from_its_cache(kept, tmp_path, squad):
     assert "A1-fp32: ok" in done.stdout
 
 
-def stored(folder):
-    """The one entry of a cache of features."""
-    (entry,) = folder.iterdir()
-    return entry
+def test_a_text_that_changes_while_it_is_read_is_cached_under_no_ones_name(tmp_path):
+    """Neither its tokens nor a vocabulary that was learnt from it: the next run would take them for the old text's."""
+    path, old = tmp_path / "train.txt", "".join(f"the river number {i} ends in a port\n" for i in range(200))
+    path.write_text(old)
+    tokenizer = learn_tokenizer(open_text(path, "train"), 300)
+    for use in (lambda source: tokenise_text(source, tokenizer), lambda source: learn_tokenizer(source, 290)):
+        source = open_text(path, "train")
+        assert source.sha256
+        path.write_text(old.upper())
+        with pytest.raises(DataError, match=r"train\.txt: it has changed since it was first looked at"):
+            use(source)
+        path.write_text(old)
+    kept = tokenise_text(open_text(path, "train"), tokenizer)
+    assert tokenizer.decode(kept.tokens[1:40].tolist()) in old
+    vocabulary = learn_tokenizer(open_text(path, "train"), 290).get_vocab()
+    assert not any(letter in token for token in vocabulary for letter in ("RI", "TH"))
 
 
-@pytest.fixture
-def features(squad, tmp_path):
-    """What makes features of the questions in `squad`, by a cache of the test's own."""
-    source, tokenizer = open_source(squad, "train"), build_tokenizer("tiny")
-    return lambda: windows.build_features(source, tokenizer, 48, 16, tmp_path / "cache")
+def test_a_run_again_keeps_what_is_ones_own_beside_its_model(squad, model, tmp_path):
+    spec = planned(squad, model)
+    folder = tmp_path / "runs" / spec.run_path
+    fit(spec, tmp_path / "runs", say=quiet)
+    for name in ("model-backup/precious", "checkpoint.keep/mine"):
+        (folder / name).parent.mkdir()
+        (folder / name).touch()
+    (folder / "model-notes.txt").touch()
+    moved = shutil.move(folder / "model", tmp_path / "disk")
+    (folder / "model").symlink_to(moved)
+    before = (folder / "model" / "model.safetensors").stat().st_mtime_ns
+    assert fit(spec, tmp_path / "runs", say=quiet)["status"] == "ok"
+    assert (folder / "model-backup" / "precious").exists() and (folder / "checkpoint.keep" / "mine").exists()
+    assert (folder / "model-notes.txt").exists() and (folder / "model").is_symlink()
+    assert (tmp_path / "disk" / "model.safetensors").stat().st_mtime_ns > before
+    assert window_lengths(folder / "model", load_qa_model(folder / "model")[0])[0] == 48, "the run's, not the default"
 
 
-@pytest.mark.parametrize("number", range(60))
-def test_a_damaged_cache_is_made_anew_with_a_line(features, tmp_path, caplog, number):
-    """Any array, any value beside them, any bit."""
-    chance, before = random.Random(number), features()
-    entry = stored(tmp_path / "cache")
-    path = chance.choice(sorted(entry.iterdir()))
-    content = path.read_bytes()
-    path.unlink()  # it is mapped into memory
-    if path.suffix == ".npy" and number % 3:
-        array = np.load(io.BytesIO(content))
-        array = array[: len(array) // 2] if number % 3 == 1 else np.zeros_like(array)
-        np.save(path, array)
+def test_a_signal_while_a_model_is_replaced_leaves_one_of_the_two(tmp_path, monkeypatch):
+    folder, rename = tmp_path / "model", Path.rename
+    folder.mkdir()
+    (folder / "config.json").write_text("old")
+
+    def stopped(path, target):
+        if path.name == "new":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", stopped)
+    with pytest.raises(KeyboardInterrupt), replacing(folder) as work:
+        (work / "config.json").write_text("new")
+    assert (folder / "config.json").read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_data_of_another_plan_are_refused(squad, model, tmp_path):
+    spec, other = planned(squad, model), planned(shutil.copytree(squad, tmp_path / "other"), model)
+    assert fit(spec, tmp_path / "runs", data=load_data(other), say=quiet)["status"] == "ok", "the same questions"
+    write(squad / "train.json", document((TEXT, [question("q", "who?")])))
+    with pytest.raises(UserError, match="other is not what the run was planned with"):
+        fit(other, tmp_path / "runs", data=load_data(planned(squad, model)), say=quiet)
+
+
+def test_a_profile_is_of_what_was_planned(squad, model, tmp_path):
+    spec = planned(squad, model)
+    change(model / "model.safetensors", None)
+    with pytest.raises(UserError, match=r"is not what the run was planned with.*model\.safetensors"):
+        profile(spec, tmp_path, say=quiet)
+
+
+@pytest.mark.parametrize("kind", ["spaces", "line ends", "compressed"])
+def test_the_same_content_in_other_bytes_is_not_scored_by(squad, model, tmp_path, kind):
+    if kind == "spaces":
+        (squad / "validation.json").write_text(json.dumps(json.loads((squad / "train.json").read_text()), indent=1))
+        with pytest.raises(UserError, match=r"validation\.json: has the questions of .*train\.json"):
+            load_data(planned(squad, model))
+        return
+    text = "".join(f"the river number {i} ends in a port\n" for i in range(300))
+    (tmp_path / "train.txt").write_text(text)
+    if kind == "compressed":
+        (tmp_path / "validation.txt.gz").write_bytes(gzip.compress(text.encode()))
     else:
-        spoilt = bytearray(content)
-        spoilt[chance.randrange(len(spoilt))] ^= 1 << chance.randrange(8)
-        path.write_bytes(spoilt)
-    harmless = path.read_bytes() == content or (path.suffix == ".npy" and not same(path, content, tmp_path))
-    after = features()
-    for name in ("tokens", "offsets", "starts", "example", "context", "start_positions", "end_positions"):
-        assert np.array_equal(getattr(before, name), getattr(after, name)), name
-    assert (before.pad_token, before.n_examples) == (after.pad_token, after.n_examples)
-    assert harmless or "made anew" in caplog.text
-    caplog.clear()
-    features()
-    assert caplog.text == ""
+        (tmp_path / "validation.txt").write_bytes(text.replace("\n", "\r\n").encode())
+    (spec,) = plan(["L1"], "lm-smoke", data=str(tmp_path), machine=Machine())
+    with pytest.raises(UserError, match=r"validation\.txt.*: is the text of .*train\.txt"):
+        load_text(spec)
 
 
-def same(path, content, folder):
-    """Whether an array file holds other than these bytes held: the padding of its head may say anything."""
-    (folder / "before.npy").write_bytes(content)
-    try:
-        return not np.array_equal(np.load(path), np.load(folder / "before.npy"))
-    except Exception:
-        return True
+def test_a_link_is_called_by_its_own_name_wherever_it_is_asked_for(squad, model, tmp_path, monkeypatch):
+    (tmp_path / "link").symlink_to(squad)
+    spec = planned(tmp_path / "link", model)
+    passed = sweep.notebook_parameters(spec, tmp_path / "runs")
+    monkeypatch.chdir(sweep.ROOT)
+    (again,) = plan(["A1"], "local", data=passed["data"], model=passed["model"], machine=Machine(), max_length=48)
+    assert (again.data, again.model) == (spec.data, spec.model) and spec.data["name"] == "link"
+    monkeypatch.chdir(squad)
+    assert identify_data(".", with_validation=True) == identify_data(str(squad), with_validation=True)
+
+
+def test_a_model_of_the_hub_is_known_by_its_commit(kept, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: f"{tmp_path}/snapshots/{'a1' * 20}")
+    assert identify_model("someone/tiny") == {"name": "someone/tiny", "revision": "a1" * 20}
+    monkeypatch.undo()
+    assert identify_model("someone/nobody-has-this") == {"name": "someone/nobody-has-this", "revision": "main"}
+
+
+def test_constants_of_an_older_transformers_are_no_surplus(tmp_path):
+    config = GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=300, n_positions=32)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    assert load(tmp_path, AutoModelForCausalLM, "sdpa", task="lm") is not None
+
+
+def test_two_entries_of_a_cache_that_change_places_are_made_anew(squad, tmp_path, caplog):
+    tokenizer, sources = build_tokenizer("tiny"), [open_source(squad, split) for split in ("train", "validation")]
+    before = [windows.build_features(source, tokenizer, 48, 16, tmp_path / "cache") for source in sources]
+    one, other = sorted((tmp_path / "cache").iterdir())
+    one.rename(tmp_path / "aside")
+    other.rename(one)
+    (tmp_path / "aside").rename(other)
+    after = [windows.build_features(source, tokenizer, 48, 16, tmp_path / "cache") for source in sources]
+    assert [each.examples_sha256 for each in after] == [each.examples_sha256 for each in before]
+    assert caplog.text.count("made anew") == 2

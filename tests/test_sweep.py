@@ -458,15 +458,16 @@ def test_a_line_of_the_sweep_says_what_became_of_a_checkpoint_and_holds_no_escap
     assert line == "A1 seed 0: ok, checkpoint: began anew, since its checkpoint is damaged, [2Jodd"
 
 
-def test_a_folder_that_is_removed_costs_one_run(tmp_path, monkeypatch):
-    """Of three at a time the second loses its folder while it runs."""
+@pytest.mark.parametrize("fault", ["removed", "spoilt"])
+def test_a_folder_that_is_removed_or_spoilt_costs_one_run(tmp_path, monkeypatch, fault):
+    """Of three at a time the second loses its record while it runs."""
     monkeypatch.setattr(launch, "side_by_side", lambda specs: len(specs))
     specs = plan(["A1", "A2", "A0"], "test", data="synthetic:80", machine=Machine())
     lost, gone = specs[1].run_path, []
 
     def look():
         if not gone and (tmp_path / lost / "steps.jsonl").exists():
-            shutil.rmtree(tmp_path / lost)
+            shutil.rmtree(tmp_path / lost) if fault == "removed" else (tmp_path / lost / "record.json").write_text("{x")
             gone.append(True)
 
     launcher = launch.Launcher(
@@ -474,4 +475,4 @@ def test_a_folder_that_is_removed_costs_one_run(tmp_path, monkeypatch):
     )
     entries = launcher.run_all(specs, look=look)
     assert [entry["status"] for entry in entries] == ["ok", "killed", "ok"]
-    assert entries[1]["error"]["kind"] == "FolderGone" and "its folder was removed" in entries[1]["error"]["message"]
+    assert entries[1]["error"]["kind"] == "RecordLost" and "removed or spoilt" in entries[1]["error"]["message"]

@@ -159,13 +159,12 @@ def check_planned(spec: Spec, hashes: list[str]) -> None:
         spec.model_source: identify_model(spec.model_source) != spec.model,
     }
     for source in (name for name, is_other in changed.items() if is_other):
-        raise UserError(f"{_last_written(source)}: it is not what the run was planned with; give the command again")
-
-
-def _last_written(source: str) -> str:
-    """A source, or the file of it that was written last."""
-    files = [path for path in [Path(source), *Path(source).rglob("*")] if path.is_file()]
-    return str(max(files, key=lambda path: path.stat().st_mtime_ns, default=source))
+        files = [path for path in [Path(source), *Path(source).rglob("*")] if path.is_file()]
+        last = max(files, key=lambda path: path.stat().st_mtime_ns, default=Path(source)).name
+        raise UserError(
+            f"{source} is not what the run was planned with (its file that was written last: {last}); "
+            "give the command again"
+        )
 
 
 def without_folders(source: str) -> str:
