@@ -39,7 +39,6 @@ def kernel_names(monkeypatch):
     """Names of the kernels where Triton is not installed: among fake tensors of a CPU they are asked for no more."""
     if find_spec("triton") is None:
         columns = {"COLUMNS": 1}
-        stand_in = SimpleNamespace(
-            norm_backward=None, gelu_backward=None, add_up=None, BACKWARD={}, GELU_BACKWARD=columns, ADD_UP=columns
-        )
+        stand_in = SimpleNamespace(norm_backward=None, gelu_backward=None, BACKWARD={}, GELU_BACKWARD=columns)
         monkeypatch.setitem(sys.modules, "qa_lib.model.norm_kernels", stand_in)
+        monkeypatch.setitem(sys.modules, "qa_lib.model.sum_kernels", SimpleNamespace(add_up=None, ADD_UP=columns))

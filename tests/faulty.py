@@ -10,7 +10,7 @@ import pkgutil
 import signal
 import sys
 
-from qa_lib.run import process, together
+from qa_lib.run import process, torchrun
 
 
 def call(function: str, spec, runs, fault: dict) -> list[str]:
@@ -46,7 +46,7 @@ def break_step(fault: dict) -> None:
 
 if __name__ == "__main__":
     function, parts, runs, fault = *sys.argv[1:4], json.loads(sys.argv[4])
-    together.call = lambda function, spec, runs: call(function, spec, runs, fault)
+    torchrun.call = lambda function, spec, runs: call(function, spec, runs, fault)
     if os.environ.get("RANK") == str(fault.get("rank")) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         break_step(fault)
     pkgutil.resolve_name(function)(process.spec_from(parts), runs)

@@ -15,9 +15,10 @@ from qa_lib import record
 from qa_lib.data.tokenise import build_tokenizer
 from qa_lib.errors import UserError
 from qa_lib.model.build import build_model, save_model
-from qa_lib.run.fit import _limits, _out_of_memory, fit
+from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.run.tasks import TASKS
+from qa_lib.run.worker import _limits, _out_of_memory
 from qa_lib.spec import Machine
 from qa_lib.train.steplog import StepFailed
 
@@ -133,7 +134,7 @@ def test_a_run_has_the_threads_of_its_record_and_leaves_those_of_its_process(tmp
 
 def test_a_limit_of_memory_ends_with_its_run(monkeypatch):
     limits = []
-    monkeypatch.setattr("qa_lib.run.fit.limit_memory", limits.append)
+    monkeypatch.setattr("qa_lib.run.worker.limit_memory", limits.append)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     spec = short("A1")
     limited = dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, limit_gib=4.0))
@@ -163,14 +164,14 @@ def test_a_run_that_waits_says_so_in_its_record(tmp_path, monkeypatch):
         yield 1000.0
 
     spec = short("A1")
-    monkeypatch.setattr("qa_lib.run.fit.turn", busy)
+    monkeypatch.setattr("qa_lib.run.worker.turn", busy)
     entry = fit(spec, tmp_path, say=lambda _: None)
     assert seen == ["waiting"] and entry["status"] == "ok"
     assert entry["time"]["wall_s"] < 0, "what was waited is no time of the run"
 
 
 def test_a_run_beside_others_records_no_times(tmp_path, monkeypatch):
-    monkeypatch.setattr("qa_lib.run.fit._shares", lambda device: True)
+    monkeypatch.setattr("qa_lib.run.worker._shares", lambda device: True)
     entry = fit(short("A1"), tmp_path, say=lambda _: None)
     assert set(entry["speed"].values()) == set(entry["energy"].values()) == {None}
     known = {name for name, value in entry["time"].items() if value is not None} - {"step_ms"}

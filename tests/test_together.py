@@ -21,11 +21,13 @@ import torch
 from qa_lib import record
 from qa_lib.errors import Stopped, UserError
 from qa_lib.measure import machine
-from qa_lib.run import together
-from qa_lib.run.fit import _noting_faults, fit, recording
+from qa_lib.run import torchrun
+from qa_lib.run.faults import fault_path, first_fault
+from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.run.process import kill
-from qa_lib.run.together import fault_path, first_fault, tell_fault
+from qa_lib.run.torchrun import tell_fault
+from qa_lib.run.worker import _noting_faults, recording
 from qa_lib.spec import Machine
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.ranks import Ranks
@@ -97,7 +99,7 @@ def test_one_process_fails_and_all_end_with_its_fault_in_the_record(
 ):
     spec = short()
     with monkeypatch.context() as patch:
-        patch.setattr(together, "call", lambda *words: faulty.call(*words, fault))
+        patch.setattr(torchrun, "call", lambda *words: faulty.call(*words, fault))
         begin = time.monotonic()
         with contextlib.nullcontext() if status == "oom" else pytest.raises(UserError, match=message):
             fit(spec, tmp_path, say=silent)
@@ -118,7 +120,7 @@ def test_one_process_fails_and_all_end_with_its_fault_in_the_record(
 def test_ctrl_c_ends_all_processes(send, tmp_path):
     """Whether it comes to the first process alone, or, as from a terminal, to torchrun as well."""
     spec = short(steps=100_000)
-    command = together.call("qa_lib.run.fit:fit", spec, tmp_path)
+    command = torchrun.call("qa_lib.run.fit:fit", spec, tmp_path)
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -136,7 +138,7 @@ def test_ctrl_c_ends_all_processes(send, tmp_path):
 
 
 def test_copies_that_drift_apart_are_told_in_the_record(tmp_path, monkeypatch):
-    monkeypatch.setattr(together, "call", lambda *words: faulty.call(*words, {"rank": 1, "step": 15, "kind": "drift"}))
+    monkeypatch.setattr(torchrun, "call", lambda *words: faulty.call(*words, {"rank": 1, "step": 15, "kind": "drift"}))
     entry = fit(short(), tmp_path, say=silent)
     assert (entry["status"], entry["parallel"]["weights_equal"]) == ("ok", False)
 
@@ -183,7 +185,7 @@ def test_the_first_fault_is_the_cause(tmp_path):
 def test_the_record_names_the_first_fault_where_torchrun_was_started_by_hand(kind, status, message, tmp_path):
     spec = short()
     fault = {"rank": 1, "step": 15, "kind": kind}
-    work = faulty.call("qa_lib.run.together:fit_as_one", spec, tmp_path, fault)[1:]
+    work = faulty.call("qa_lib.run.worker:work_as_one", spec, tmp_path, fault)[1:]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *work]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, timeout=LIMIT_S)
     assert done.returncode == 1
@@ -207,7 +209,7 @@ def test_a_process_that_torchrun_stops_tells_the_others_fault_and_no_older_one(a
 
 @pytest.mark.parametrize(("shared", "status"), [(False, "oom"), (True, "error")])
 def test_memory_that_other_runs_may_have_filled_is_an_error_of_any_process(shared, status, tmp_path, monkeypatch):
-    monkeypatch.setattr("qa_lib.run.fit._shares", lambda device: shared)
+    monkeypatch.setattr("qa_lib.run.worker._shares", lambda device: shared)
     second = types.SimpleNamespace(store=True, rank=1, world=2)
     with pytest.raises(MemoryError), _noting_faults(tmp_path, second):
         raise MemoryError
@@ -351,7 +353,7 @@ def answers(endpoint: str) -> bool:
 
 
 def agents(number: int, *options, endpoint: str = "") -> list[subprocess.Popen]:
-    """torchrun on so many hosts of two, as together.py documents it, all of them this machine."""
+    """torchrun on so many hosts of two, as torchrun.py documents it, all of them this machine."""
     endpoint = endpoint or free_endpoint()
     words = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "test", *options]
     env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
@@ -365,7 +367,7 @@ def agents(number: int, *options, endpoint: str = "") -> list[subprocess.Popen]:
 def test_two_hosts_go_on_together_when_one_has_lost_its_process(tmp_path):
     spec = short()
     fault = {"rank": 1, "step": 15, "kind": "killed"}
-    work = faulty.call("qa_lib.run.together:fit_as_one", spec, tmp_path, fault)[1:]
+    work = faulty.call("qa_lib.run.worker:work_as_one", spec, tmp_path, fault)[1:]
     both = agents(2, "--rdzv-conf", "join_timeout=40", "--max-restarts", "1", *work)
     said = [agent.communicate(timeout=LIMIT_S)[0] for agent in both]
     assert [agent.returncode for agent in both] == [0, 0], said
@@ -379,7 +381,7 @@ def test_a_host_goes_on_alone_when_the_other_is_lost(tmp_path):
     """It takes the micro-batches of both from the last checkpoint on; here it notices sooner than by torchrun's own
     settings."""
     spec = short(steps=200)
-    work = together.call("qa_lib.run.together:fit_as_one", spec, tmp_path)[1:]
+    work = torchrun.call("qa_lib.run.worker:work_as_one", spec, tmp_path)[1:]
     conf = "join_timeout=40,last_call_timeout=3,keep_alive_interval=1"
     options = ("--nnodes", "1:2", "--rdzv-conf", conf, "--max-restarts", "1", *work)
     endpoint, end = free_endpoint(), time.monotonic() + LIMIT_S
@@ -403,9 +405,9 @@ def test_a_host_goes_on_alone_when_the_other_is_lost(tmp_path):
 
 @pytest.mark.alone
 def test_hosts_that_never_meet_end_within_a_minute_with_the_reason():
-    """As together.py documents it; one is never joined, the other does not find the first, whose address is nobody's
+    """As torchrun.py documents it; one is never joined, the other does not find the first, whose address is nobody's
     (RFC 5737)."""
-    conf = re.search(r"--rdzv-conf (\S+)", together.__doc__)[1]
+    conf = re.search(r"--rdzv-conf (\S+)", torchrun.__doc__)[1]
     begin, work = time.monotonic(), ("--rdzv-conf", conf, "-m", "qa_lib", "run", "P1")
     alone, lost = *agents(1, *work), *agents(1, *work, endpoint="192.0.2.1:29400")
     words = [agent.communicate(timeout=LIMIT_S)[0].splitlines()[-1] for agent in (alone, lost)]

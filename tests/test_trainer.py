@@ -118,6 +118,6 @@ def test_the_class_that_trained_is_what_the_trainer_has_called(wrapped, said, fe
 
 def test_deepspeed_is_launched_in_one_process_too(tmp_path, monkeypatch):
     launched = []
-    monkeypatch.setattr(fitting, "fit_together", lambda spec, runs, say: launched.append(spec.variant))
+    monkeypatch.setattr(fitting, "run_processes", lambda spec, runs, say: launched.append(spec.variant))
     fitting.fit(spec_of("P0-ds"), tmp_path, say=lambda _: None)
     assert launched == ["P0-ds"]

@@ -256,6 +256,17 @@ def test_imports_point_one_way():
     assert broken_rules(PACKAGE) == []
 
 
+def test_no_module_imports_itself_by_a_detour():
+    modules = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    # Of "qa_lib.a.b.name" the module is qa_lib.a.b; inside functions as well.
+    wanted = {name: {known for _, found in imports_of(path) for known in (found, found.rpartition(".")[0])
+                     if known in modules and known != name} for name, path in modules.items()}  # fmt: skip
+    while leaves := [name for name, needed in wanted.items() if not needed & wanted.keys()]:
+        for name in leaves:
+            del wanted[name]
+    assert not wanted, "these import each other"
+
+
 def test_a_broken_import_rule_names_file_line_and_rule(tmp_path):
     (tmp_path / "qa_lib" / "report").mkdir(parents=True)
     (tmp_path / "qa_lib" / "report" / "tables.py").write_text(

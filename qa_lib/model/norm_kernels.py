@@ -1,5 +1,4 @@
-"""The Triton kernels behind model/norms.py and model/gelu.py, which say what they compute and why; and `add_up`, behind
-model/products.py.
+"""The Triton kernels behind model/norms.py and model/gelu.py, which say what they compute and why.
 
 All tensors are contiguous: a product, its residual and their gradients [rows, WIDTH], bias, gamma and beta [WIDTH],
 statistics [2, rows], partial sums as the backward kernels say. The number of an element, for dropout, is its place in
@@ -16,7 +15,6 @@ from qa_lib.model.short_kernels import hashed
 FORWARD = {"ROWS": 1, "num_warps": 1}
 BACKWARD = {"ROWS": 1, "STAGES": 4, "num_warps": 4}
 GELU_BACKWARD = {"ROWS": 1, "COLUMNS": 1024, "STAGES": 3, "num_warps": 4}
-ADD_UP = {"ROWS": 128, "COLUMNS": 8, "num_warps": 4}
 
 E5M2_MAX = tl.constexpr(fp8.E5M2_MAX)
 
@@ -136,15 +134,3 @@ def gelu_backward(
             tl.store(eighth + at, scaled.to(eighth.dtype.element_ty), mask=inside)
         bias_sum += x_grad
     tl.store(sums + program * WIDTH + column, tl.sum(bias_sum, 0), mask=in_width)
-
-
-@triton.jit
-def add_up(sums, total, programs, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of COLUMNS columns of `sums` [programs, WIDTH], over ROWS rows at a time: the `total` [WIDTH]."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    in_width = column < WIDTH
-    found = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, programs, ROWS):
-        program = first + tl.arange(0, ROWS)[:, None]
-        found += tl.load(sums + program * WIDTH + column, mask=(program < programs) & in_width, other=0.0)
-    tl.store(total + column, tl.sum(found, 0).to(total.dtype.element_ty), mask=in_width)

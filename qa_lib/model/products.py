@@ -43,7 +43,7 @@ def linear_of(kind: type[nn.Linear], native: nn.Linear) -> nn.Linear:
 
 def added_up(sums: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
     """The sum over programs of what they found, fp32 [programs, ...] on a GPU, in this type."""
-    from qa_lib.model import norm_kernels as kernels  # Triton comes with the CUDA builds of PyTorch alone
+    from qa_lib.model import sum_kernels as kernels  # Triton comes with the CUDA builds of PyTorch alone
 
     total = sums.new_empty(sums.shape[1:], dtype=kind)
     grid = (-(-total.numel() // kernels.ADD_UP["COLUMNS"]),)

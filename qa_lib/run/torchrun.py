@@ -1,10 +1,10 @@
 """One run in several processes: torchrun starts them, ends them together, and its record says which failed first.
 
-`fit_together` starts `supervise` in a process of its own, which is torchrun itself, and torchrun starts `fit_as_one` in
-each of the run's processes. Where torchrun is started by hand, the first process tells which failed first, by the
-faults that they leave in the run's folder; one that a signal has killed leaves none. Over several hosts that share the
-runs folder, torchrun is given the same command line on each of them; the first process writes the record. As a job of
-Slurm on two nodes of four GPUs:
+`run_processes` starts `supervise` in a process of its own, which is torchrun itself, and torchrun starts
+worker.work_as_one in each of the run's processes. Where torchrun is started by hand, the first process tells which
+failed first, by the faults that they leave in the run's folder; one that a signal has killed leaves none. Over several
+hosts that share the runs folder, torchrun is given the same command line on each of them; the first process writes the
+record. As a job of Slurm on two nodes of four GPUs:
 
     #!/bin/bash
     #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=4 --time=60
@@ -28,46 +28,23 @@ torch is imported where it is needed and not at the top: the processes that only
 """
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
-from operator import itemgetter
 from pathlib import Path
 
 from qa_lib import record
-from qa_lib.errors import UserError, stoppable, stopped_by
+from qa_lib.errors import UserError, stopped_by
+from qa_lib.run.faults import faults, first_fault
 from qa_lib.run.process import call, child_env, follow_driver, kill, with_driver
 from qa_lib.spec import Spec
 
-STOPPED = "killed"  # kind of the error of a run that a signal has stopped, as fit.recording writes it
+STOPPED = "killed"  # kind of the error of a run that a signal has stopped, as worker.recording writes it
 GRACE_S = 45  # for the first process to write its record; torchrun itself kills after 30 s what does not end
 
 
-def fault_path(run_dir: Path, rank: int | str) -> Path:
-    """Where a process leaves what ended it."""
-    return run_dir / f"fault-{rank}.json"
-
-
-def faults(run_dir: Path) -> list[Path]:
-    """What the processes of a run have left of faults."""
-    return [*run_dir.glob(fault_path(run_dir, "*").name)]
-
-
-def first_fault(run_dir: Path, since: float = 0.0) -> dict | None:
-    """The status and error of the process that failed first, of those that have left a fault since that time: that one
-    lets all the others fail. None where none has."""
-    found = []
-    for path in faults(run_dir):
-        with contextlib.suppress(OSError):
-            found.append(json.loads(path.read_text()))
-    found = [fault for fault in found if fault["at"] >= since]
-    own = [fault for fault in found if fault["status"] == "oom"]  # what no other process's end leads to
-    return min(own or found, key=itemgetter("at"), default=None)
-
-
-def fit_together(spec: Spec, runs: str | Path, say=print) -> dict:
+def run_processes(spec: Spec, runs: str | Path, say=print) -> dict:
     """Run a spec in as many processes as it has, and return the record that the first of them wrote.
 
     Raises RunTaken while others have the run, and UserError for a run that failed in any of its processes. Ctrl-C ends
@@ -81,7 +58,7 @@ def fit_together(spec: Spec, runs: str | Path, say=print) -> dict:
         record.write_record(run_dir, record.new_record(spec, environment()) | {"status": record.STARTING})
     threads = spec.scale.threads or max(1, (os.cpu_count() or 1) // spec.world)
     process = subprocess.Popen(
-        call("qa_lib.run.together:supervise", spec, runs),
+        call("qa_lib.run.torchrun:supervise", spec, runs),
         env=child_env(threads=threads) | {"PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -127,26 +104,15 @@ def supervise(spec: Spec, runs: str) -> None:
     run_dir = Path(runs) / spec.run_path
     for old in faults(run_dir):
         old.unlink()
-    fit_as_one = call("qa_lib.run.together:fit_as_one", spec, runs)[1:]  # without the Python
+    work = call("qa_lib.run.worker:work_as_one", spec, runs)[1:]  # without the Python
     try:
-        torchrun(["--standalone", "--nproc-per-node", str(spec.world), *fit_as_one])
+        torchrun(["--standalone", "--nproc-per-node", str(spec.world), *work])
     except ChildFailedError as failed:
         exit_codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
         tell_fault(spec, run_dir, exit_codes)
         sys.exit(1)
-    except SignalException:  # from fit_together, which says so in the record
+    except SignalException:  # from run_processes, which says so in the record
         sys.exit(1)
-
-
-def fit_as_one(spec: Spec, runs: str) -> None:
-    """`fit` in one of the processes that torchrun has started."""
-    from qa_lib.run.fit import fit
-
-    # torchrun ends by SIGTERM a process whose peer has failed.
-    with contextlib.suppress(KeyboardInterrupt), stoppable():
-        if fit(spec, runs)["status"] != "oom":
-            return
-    sys.exit(1)  # so that torchrun ends the others
 
 
 def tell_fault(spec: Spec, run_dir: Path, exit_codes: dict[int, int]) -> None:

@@ -1,0 +1,352 @@
+"""One run from spec to record, in the process that it has.
+
+`work` is a line of stations: load, build, batches, turn, train, evaluate, save. `recording` is the life of its record.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from safetensors import SafetensorError
+
+from qa_lib import record
+from qa_lib.data.load import Data
+from qa_lib.errors import first_line, stoppable, stopped_by
+from qa_lib.measure.cost import StepCost
+from qa_lib.measure.goodput import efficiency
+from qa_lib.measure.machine import (
+    environment,
+    imitate,
+    limit_memory,
+    link,
+    matrix_rate,
+    reduce_rate,
+    train_device,
+    turn,
+)
+from qa_lib.measure.meter import Meter, memory_use
+from qa_lib.model.build import DTYPES, build_model, save_model
+from qa_lib.model.encoders import sizes
+from qa_lib.model.quantize import WIDTHS
+from qa_lib.record import Speed
+from qa_lib.run.faults import fault_path, faults, first_fault
+from qa_lib.run.process import SHARE, check_driver, follow_driver, with_driver
+from qa_lib.run.tasks import TASKS, prepare
+from qa_lib.spec import Spec
+from qa_lib.train.checkpoint import Checkpoint, digest_of
+from qa_lib.train.compilation import found_in_cache, start_compilers
+from qa_lib.train.engine import train
+from qa_lib.train.parallel import gathered
+from qa_lib.train.pipeline import bubble, measured_bubble
+from qa_lib.train.ranks import Ranks
+from qa_lib.train.steplog import StepFailed
+
+
+def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> dict:
+    """Train, measure and evaluate a spec in this process, one of torchrun's where it has several; see fit.fit."""
+    run_dir, task, device = Path(runs) / spec.run_path, TASKS[spec.scale.task], train_device()
+    check_driver(run_dir)
+    ranks = Ranks(device)
+    # The first process has the record, and the others a copy that goes nowhere.
+    recorded = recording(spec, run_dir, say) if ranks.first else contextlib.nullcontext(record.new_record(spec, {}))
+    with _limits(spec, device), recorded as entry, _noting_faults(run_dir, ranks):
+        if spec.skip:
+            return entry
+        begin = time.perf_counter()
+        start_compilers(spec.settings, device)
+        data, model, batches = prepare(spec, data)
+        begin = min(begin, time.perf_counter() - data.load_s)  # what the caller has loaded is this run's time as well
+        _note_sizes(entry, data, model, batches.steps)
+        if ranks.first:
+            record.write_record(run_dir, entry)
+
+        shared = _shares(device)
+        turns = turn(device, shared, lambda: _set_status(entry, run_dir, "waiting"))
+        with turns if ranks.first else contextlib.nullcontext(0.0) as waited_s:
+            ranks.start()
+            if ranks.first:
+                _set_status(entry, run_dir, "running")
+            begin += waited_s
+            matrix_tflops = matrix_rate(device, DTYPES[spec.settings.precision])
+            prepared = time.perf_counter()
+            with ranks:
+                optimizer, meter, done_before, note = train(model, batches, spec, device, run_dir, say, ranks=ranks)
+                _note_training(entry, meter, done_before, note)
+                _note_noise(entry, len(meter.times), ranks)
+                entry["parallel"]["wrapper"] = ranks.wrapper
+                if ranks.world != spec.world:  # torchrun's may be fewer after a loss, down to one
+                    entry["parallel"]["world"] = ranks.world
+                    entry["spec"]["adjusted"].append(f"world: {ranks.world} processes at the end")
+                entry["memory"] = dataclasses.asdict(memory_use(model, optimizer, device))
+                model = gathered(model, lambda: build_model(spec, task.head).to(device), ranks)
+                several = ranks.world > 1
+                joules = _note_sharing(entry, spec, meter, model, ranks) if several else meter.joules_per_feature()
+            if not ranks.first:
+                return entry
+            if not shared:
+                speed = meter.speed(StepCost(model), matrix_tflops, ranks.world)
+                _note_times(entry, spec, meter, joules, speed)
+            trained = time.perf_counter()
+            if spec.scale.quality:
+                entry["quality"] |= task.evaluate(model, data, spec, device, run_dir)
+                evaluated = time.perf_counter()
+                _save(model, data, run_dir / "model")
+        if shared:
+            entry["spec"]["adjusted"].append("times: not recorded, others shared the GPU")
+        else:
+            entry["time"] |= {"prepare_s": prepared - begin, "wall_s": time.perf_counter() - begin}
+            entry["time"]["eval_s"] = evaluated - trained if spec.scale.quality else None
+    return entry
+
+
+def work_alone(spec: Spec, runs: str) -> None:
+    """A run without a notebook, in a process that is its own; by the attention kernels of another GPU where a search
+    asked for them."""
+    if spec.sm:
+        imitate(spec.sm)
+    work(spec, runs)
+
+
+def work_as_one(spec: Spec, runs: str) -> None:
+    """`work` in one of the processes that torchrun has started."""
+    # torchrun ends by SIGTERM a process whose peer has failed.
+    with contextlib.suppress(KeyboardInterrupt), stoppable():
+        if work(spec, runs)["status"] != "oom":
+            return
+    sys.exit(1)  # so that torchrun ends the others
+
+
+@contextlib.contextmanager
+def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
+    """The life of a run's record: yields it as `running`, and ends it by what happens meanwhile.
+
+    What is raised inside makes it `error`, a signal or Ctrl-C `killed`, out of memory `oom`; only the latter is
+    swallowed. Where another of the run's processes failed first, that one's fault ends it. Holds the run's lock. Where
+    a driver started this process, it ends with that driver.
+    """
+    with with_driver(), record.lock(run_dir):
+        entry = record.new_record(spec, environment())
+        try:
+            follow_driver()  # which may be gone already: only in here does the record say so
+            record.write_record(run_dir, entry)
+            yield entry
+            _finish_whole(spec, run_dir, entry, say)
+        except KeyboardInterrupt as stop:
+            if entry["status"] in record.FINISHED:  # it had its result when the signal came
+                record.write_record(run_dir, entry)
+            else:
+                _finish_failed(run_dir, entry, "killed", {"kind": "killed", "message": stopped_by(stop)})
+            raise
+        except Exception as problem:
+            error = _told(problem)
+            # What JSON has not, a NaN say, may be what has ended the run: the record does without it.
+            entry |= json.loads(json.dumps(entry, default=lambda _: None), parse_constant=lambda _: None)
+            status = _status_by(problem)
+            _finish_failed(run_dir, entry, status, error)
+            if status == "error":
+                raise
+            say(
+                f"{spec.variant}: out of memory " + (f"in step {error['step']}" if error["step"] else "before training")
+            )
+
+
+def _finish_whole(spec: Spec, run_dir: Path, entry: dict, say) -> None:
+    """End the record of a run that nothing has broken off."""
+    if spec.skip:
+        say(f"{spec.variant}: skipped, {spec.skip}")
+        record.finish(run_dir, entry, "skipped", {"kind": "skipped", "message": spec.skip})
+    else:
+        record.finish(run_dir, entry, "ok")
+        # Checkpoints that were not believed or not written to their end, and faults of processes that were restarted.
+        kept = [Checkpoint.path_of(run_dir).with_suffix(end) for end in (".safetensors", ".refused", ".partial")]
+        for old in [*kept, *faults(run_dir)]:
+            old.unlink(missing_ok=True)
+
+
+def _finish_failed(run_dir: Path, entry: dict, status: str, error: dict) -> None:
+    """End the record of a run by what has ended this process; or by the first fault of torchrun's processes, which may
+    be another's, at which torchrun stops this one by a signal. torchrun starts all at once: older faults are of those
+    before them."""
+    first = first_fault(run_dir, psutil.Process().create_time()) or {"status": status, "error": error}
+    record.finish(run_dir, entry, first["status"], first["error"])
+
+
+def _status_by(problem: Exception) -> str:
+    """The status of a run that an exception has ended. Beside others it may be they who filled the memory: an error,
+    which is run again, and no result."""
+    return "oom" if _out_of_memory(problem) and not _shares(train_device()) else "error"
+
+
+@contextlib.contextmanager
+def _noting_faults(run_dir: Path, ranks: Ranks):
+    """Leave what ends one of torchrun's processes in the run's folder: first_fault finds the one that failed first."""
+    try:
+        yield
+    except Exception as problem:
+        if ranks.store:
+            error = _told(problem)
+            error["message"] = f"process {ranks.rank} of {ranks.world}: {error['message']}"
+            fault = {"at": time.time(), "status": _status_by(problem), "error": error}
+            record.write_atomically(fault_path(run_dir, ranks.rank), json.dumps(fault))
+        raise
+
+
+@contextlib.contextmanager
+def _limits(spec: Spec, device: torch.device):
+    """Hold this process to the threads and the memory that its scale allows, and forget what an earlier run left.
+
+    Outside there are as many threads as before, and all of the memory.
+    """
+    gc.collect()  # it would count as this run's memory
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps one for each stream that there was
+        torch.cuda.empty_cache()
+    with contextlib.ExitStack() as undo:
+        if spec.scale.threads:
+            undo.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(spec.scale.threads)
+        if spec.scale.limit_gib and device.type == "cuda":
+            undo.callback(limit_memory, math.inf)
+            limit_memory(spec.scale.limit_gib)
+        yield
+
+
+def _shares(device: torch.device) -> bool:
+    """Whether other runs train on this GPU at the same time."""
+    return device.type == "cuda" and bool(os.environ.get(SHARE))
+
+
+def _set_status(entry: dict, run_dir: Path, status: str) -> None:
+    if entry["status"] != status:
+        entry["status"] = status
+        record.write_record(run_dir, entry)
+
+
+def _save(model: torch.nn.Module, data: Data, folder: Path) -> None:
+    """Keep the trained model, and nothing that was made of the one before it. Raises RecordError when the disk is
+    full."""
+    try:
+        save_model(model, data.tokenizer, folder)
+        for width in WIDTHS:
+            shutil.rmtree(folder.with_name(f"{folder.name}-{width}"), ignore_errors=True)
+    except (OSError, SafetensorError) as problem:
+        raise record.RecordError(f"cannot write {folder}: {first_line(problem)}") from problem
+
+
+def _note_sizes(entry: dict, data: Data, model: torch.nn.Module, steps: int) -> None:
+    """Put into a record how much there is: steps, features, questions, parameters."""
+    entry["spec"] |= {"planned_steps": steps, "n_train": len(data.features), "n_eval": data.n_eval}
+    entry["data"]["n"] = data.n
+    held = sizes(model)
+    entry["model"] |= {
+        "params_total": sum(held.values()),
+        "params_trainable": sum(n for parameter, n in held.items() if parameter.requires_grad),
+        "layers": model.config.num_hidden_layers,
+    }
+
+
+def _note_training(entry: dict, meter: Meter, done_before: int, note: str | None) -> None:
+    """Put into a record how many steps were trained, and what became of an earlier process's."""
+    entry["time"] |= {"steps": done_before + len(meter.times), "resumed_from_step": done_before or None}
+    if note:
+        entry["spec"]["adjusted"].append(f"checkpoint: {note}")
+
+
+def _note_noise(entry: dict, steps: int, ranks: Ranks) -> None:
+    """Put into a record the gradient noise scale, where the row sees its gradients in one piece, and the efficiency of
+    its batch; all processes call this together."""
+    found = ranks.gauges.noise(steps)
+    entry["parallel"]["noise"] = dataclasses.asdict(found)
+    entry["parallel"]["efficiency"] = efficiency(found, ranks.batch)
+
+
+def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module, ranks: Ranks) -> float | None:
+    """Put into a record what several processes have each measured, and let the meter count the features of all.
+
+    All processes call this together; the joules per feature of all their GPUs.
+    """
+    own = {
+        "joules": meter.joules_per_feature(),
+        "counts": meter.counts,
+        "samples": meter.samples,
+        "peak_mib": entry["memory"]["peak_alloc_mib"],
+        "step_ms": meter.step_ms().median,
+        "weights": digest_of({name: p.detach().cpu() for name, p in model.named_parameters()}, {}),
+        "allreduce_gbs": reduce_rate(ranks.device),
+        "pipelined": ranks.gauges.pipelined(),
+        **ranks.gauges.overlap,
+    }
+    found = ranks.gather(own)
+    # The processes of one replica have all counted the same features.
+    meter.counts = list(np.sum([each["counts"] for each in found], axis=0) * ranks.replicas // ranks.world)
+    meter.samples = [sample for each in found for sample in each["samples"]]
+    peaks, times = ({str(rank): each[name] for rank, each in enumerate(found)} for name in ("peak_mib", "step_ms"))
+    entry["parallel"] |= {
+        "world": ranks.world,
+        "replicas": ranks.replicas,
+        "backend": ranks.backend,
+        "link": link() if ranks.device.type == "cuda" else None,
+        "allreduce_gbs": own["allreduce_gbs"],
+        "rank_peak_mib": peaks if ranks.device.type == "cuda" else None,
+        "rank_step_ms": times,
+        "weights_equal": len({each["weights"] for each in found}) == 1,
+    }
+    if ranks.stages > 1:
+        stages = [each["pipelined"] for each in found]
+        entry["parallel"] |= {
+            "stages": ranks.stages,
+            "schedule": spec.settings.schedule,
+            "bubble": measured_bubble(stages),
+            "bubble_formula": bubble(ranks.stages, spec.micro_batches // ranks.replicas, spec.settings.chunks),
+            "rank_computing_ms": {str(rank): 1000 * computing for rank, (computing, _) in enumerate(stages)},
+        }
+    if ranks.gauges.overlap.get("busy_ms"):
+        entry["parallel"] |= {name: np.mean([each[name] for each in found]).item() for name in ranks.gauges.overlap}
+    joules = [each["joules"] for each in found]
+    return None if None in joules else sum(joules) / ranks.replicas  # each has worked on as many features
+
+
+def _note_times(entry: dict, spec: Spec, meter: Meter, joules: float | None, speed: Speed) -> None:
+    """Put into a record what was timed: speed, step times, compilation, energy."""
+    entry["speed"] = dataclasses.asdict(speed)
+    entry["time"] |= {"step_ms": dataclasses.asdict(meter.step_ms()), "train_s": sum(meter.times)}
+    entry["time"]["data_ms"] = meter.data_ms()
+    entry["energy"]["joules_per_feature"] = joules
+    if entry["parallel"]["efficiency"] and speed.features_per_s:
+        entry["parallel"]["goodput"] = entry["parallel"]["efficiency"] * speed.features_per_s
+    if spec.settings.compile != "none":  # else nothing was compiled, and slow first steps have other reasons
+        entry["time"] |= {"compile_s": meter.compile_s(), "compile_cached": found_in_cache()}
+
+
+def _told(problem: BaseException) -> dict:
+    """A record's `error` of what ended a run."""
+    step = problem.step if isinstance(problem, StepFailed) else None
+    if isinstance(problem, StepFailed) and problem.__cause__ is not None:
+        problem = problem.__cause__
+    return {"kind": type(problem).__name__, "message": str(problem).split("\n")[0], "step": step}
+
+
+NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def _out_of_memory(problem: BaseException | None) -> bool:
+    """PyTorch has a class for what its GPU allocator is refused, and only messages for the host's memory, the driver's,
+    cuBLAS's and Triton's. The end of a failed graph capture raises an error of its own over it."""
+    if problem is None:
+        return False
+    return (
+        isinstance(problem, torch.OutOfMemoryError | MemoryError)
+        or (isinstance(problem, RuntimeError) and any(words in str(problem) for words in NO_MEMORY))
+        or _out_of_memory(problem.__context__)
+    )
