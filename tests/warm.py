@@ -36,17 +36,13 @@ def python(log: Path, *words: str, **environment: str):
     return process
 
 
-def together(folder: Path, world: int, *words: str, limit_s: float = 240) -> None:
+def together(folder: Path, world: int, *words: str, limit_s: float = 240, **environment: str) -> None:
     """So many processes of `python -m WORDS` as torchrun starts them; if one fails all end, and what they said is the
     error."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(world),
-        "TORCHELASTIC_RUN_ID": "t",
-    }
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "warm"}
+    common |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)} | environment
     log, end = folder / "log.txt", time.monotonic() + limit_s
     processes = [python(log, *words, RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(world)]
     try:
