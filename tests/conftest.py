@@ -19,6 +19,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of several workers would wait for each other
 
 
+def slow(*values, **more):
+    """A case of a parametrized test that only `make test-all` runs."""
+    return pytest.param(*values, marks=pytest.mark.slow, **more)
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
     """Features are cached in a folder of the test session's own."""

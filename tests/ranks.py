@@ -32,12 +32,13 @@ from tests.tiny import StopAfter
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
 DEVICE = torch.device("cpu")
+STEPS = 6
 
 
 def spec_of(case: dict):
     """A row at smoke scale with 16 features a step, for the case's number of processes, and a model of its shape."""
     TINY_CONFIG.update({"num_hidden_layers": 2, "num_attention_heads": 2} | case.get("shape", {}))
-    scale = {"steps": 20, "checkpoint_every": 0, "measure_from": 2, "quality": False, "learning_rate": 1e-3}
+    scale = {"steps": STEPS, "checkpoint_every": 0, "measure_from": 2, "quality": False, "learning_rate": 1e-3}
     world = case.get("world", 2)
     (spec,) = plan(
         [case["row"]], "smoke", data="synthetic:120", machine=CPU, micro_batch=16 // max(case.get("parts", 2), world),

@@ -1,7 +1,8 @@
 """A lab small enough for tests of the driver: a scale of 40 steps, a run without a model, and a notebook to spoil.
 
 `python -m tests.small VERB ...` is `python -m qa_lib VERB ...` with $SMALL_NOTEBOOK for every family's notebook,
-$SMALL_MACHINE for what the driver's probe found, and, if it is set, $SMALL_TIME_LIMIT.
+$SMALL_MACHINE for what the driver's probe found, and, if they are set, $SMALL_TIME_LIMIT and $SMALL_PLAIN: with it the
+notebook's cells are run by a plain Python, `python -m tests.small cells PARAMETERS`, and not by papermill and a kernel.
 """
 
 import dataclasses
@@ -47,7 +48,25 @@ def spec(variant, scale, seed, data, model, micro_batch) -> Spec:
     return found
 
 
-def pretend(spec: Spec, runs: str, pause: float = 0.0) -> None:
+def plain_command(spec: Spec, runs: Path) -> list[str]:
+    """As sweep.notebook_command, without papermill."""
+    from qa_lib.run.sweep import notebook_parameters
+
+    return [sys.executable, "-m", "tests.small", "cells", json.dumps(notebook_parameters(spec, runs))]
+
+
+def run_cells(parameters: str) -> None:
+    """The cells of the notebook, with these parameters after its own."""
+    cells = json.loads(Path(os.environ["SMALL_NOTEBOOK"]).read_text())["cells"]
+    first, *others = ("".join(cell["source"]) for cell in cells)
+    namespace = {}
+    exec(first, namespace)
+    namespace |= json.loads(parameters)
+    for cell in others:
+        exec(cell, namespace)
+
+
+def pretend(spec: Spec, runs: str, pause: float = 0.0, status: str = "ok") -> None:
     """What fit does to a run's folder, without a model: for faults that do not depend on training.
 
     steps.jsonl is only ever added to, so that a run that was done twice shows.
@@ -63,7 +82,7 @@ def pretend(spec: Spec, runs: str, pause: float = 0.0) -> None:
             time.sleep(float(pause))
         entry["time"] |= {"steps": STEPS, "wall_s": time.perf_counter() - begin}
         entry["quality"]["n"] = 80
-        record.finish(run_dir, entry, "ok")
+        record.finish(run_dir, entry, status)
 
 
 def write_notebook(
@@ -80,10 +99,14 @@ def write_notebook(
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "cells":
+        sys.exit(run_cells(sys.argv[2]))
     from qa_lib.run import fitbatch, sweep, tune
 
     sweep.notebook_of = lambda variant: Path(os.environ["SMALL_NOTEBOOK"])
     sweep.probe = tune.probe = fitbatch.probe = probed
+    if "SMALL_PLAIN" in os.environ:
+        sweep.notebook_command = plain_command
     if "SMALL_TIME_LIMIT" in os.environ:
         limited = dataclasses.replace(SCALES["test"], time_limit_s=int(os.environ["SMALL_TIME_LIMIT"]))
         SCALES["test"] = limited

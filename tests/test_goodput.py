@@ -10,6 +10,7 @@ import torch.distributed as dist
 from qa_lib.measure.goodput import REFERENCE, efficiency, noise
 from qa_lib.measure.overlap import busy_and_exposed
 from qa_lib.record import Noise
+from qa_lib.train import sharded
 from qa_lib.train.gauges import SMOOTHING
 from qa_lib.train.parallel import Flat, square_norm
 from qa_lib.train.ranks import Ranks
@@ -121,7 +122,7 @@ def test_what_a_gpu_only_communicates_is_exposed():
 def test_a_sharded_row_alone_says_nothing_of_noise(monkeypatch):
     ranks = Ranks(torch.device("cpu"))
     ranks.parts, ranks.batch = 4, 8
-    monkeypatch.setattr(dist, "reduce_scatter_tensor", lambda out, given, op: out.copy_(given))
+    monkeypatch.setattr(sharded, "reduce_scatter", lambda out, given, op: out.copy_(given))
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: None)
     model = torch.nn.Linear(3, 1)
     sharing = Sharded(model, ranks, Settings(precision="fp32"))

@@ -1,6 +1,8 @@
 """The driver under faults, each with real processes.
 
-Where a fault does not depend on training, the kernel only writes a run's files (small.pretend) and imports no torch.
+Where a fault does not depend on training, the kernel only writes a run's files (small.pretend) and imports no torch;
+where it does not depend on papermill either, a plain Python takes the place of papermill and kernel, which have the
+same faults in the slow tier.
 """
 
 import dataclasses
@@ -24,6 +26,7 @@ from qa_lib.run import launch, sweep
 from qa_lib.run.plan import plan
 from qa_lib.run.process import call, child_env, spec_from
 from qa_lib.spec import Machine
+from tests.conftest import slow
 from tests.small import FIT, PARAMETERS, PRETEND, STEPS, write_notebook
 
 ROOT = Path(__file__).parent.parent
@@ -36,15 +39,19 @@ def machine():
     return json.dumps([dataclasses.asdict(found), env])
 
 
-@pytest.fixture
-def lab(tmp_path, machine):
-    return Lab(tmp_path, machine)
+@pytest.fixture(params=["plain", slow("papermill")])
+def lab(request, tmp_path, machine):
+    return Lab(tmp_path, machine, request.param == "plain")
+
+
+by_papermill = pytest.mark.parametrize("lab", ["papermill"], indirect=True)
 
 
 class Lab:
-    def __init__(self, folder, machine):
+    def __init__(self, folder, machine, plain=True):
         self.runs, self.notebook = folder / "runs", folder / "notebook.ipynb"
         self.environment = os.environ | {"SMALL_NOTEBOOK": str(self.notebook), "SMALL_MACHINE": machine}
+        self.environment |= {"SMALL_PLAIN": "1"} if plain else {}
         self.environment["OMP_NUM_THREADS"] = "1"  # two threads wait for each other on a busy machine
         write_notebook(self.notebook)
 
@@ -110,6 +117,19 @@ def test_a_killed_kernel_is_a_row_and_only_it_runs_again(lab):
     assert (done["steps"], done["resumed_from_step"]) == (STEPS, 10)
 
 
+def test_out_of_memory_is_a_result_that_is_run_again_where_asked(lab):
+    write_notebook(lab.notebook, work="small.pretend(spec, runs, 0, 'oom')")
+    assert lab.run("--variants", "A1")[0] == 0
+    assert lab.statuses() == {"A1": "oom"}
+    write_notebook(lab.notebook)
+    assert lab.run("--variants", "A1")[0] == 0
+    assert lab.statuses()["A1"] == "oom"
+    assert lab.run("--variants", "A1", "--retry", "oom")[0] == 0
+    assert lab.statuses()["A1"] == "ok"
+
+
+@pytest.mark.slow
+@by_papermill
 def test_out_of_memory_is_a_result_and_a_broken_loss_is_an_error(lab):
     """A real allocation fails in A1's third step, and a weight of A2 becomes NaN before its 12th."""
     spoil = """
@@ -132,12 +152,6 @@ net.register_forward_pre_hook(hook)"""
     broken = lab.records()["A2"]
     assert (broken["error"]["kind"], broken["error"]["message"]) == ("NonFiniteLoss", "loss is nan at step 12")
     assert "NonFiniteLoss" in (lab.runs / broken["group"] / broken["run_id"] / "log.txt").read_text()
-
-    write_notebook(lab.notebook)
-    assert lab.run("--variants", "A1")[0] == 0
-    assert lab.statuses()["A1"] == "oom"  # a result, not run again ...
-    assert lab.run("--variants", "A1", "--retry", "oom")[0] == 0
-    assert lab.statuses()["A1"] == "ok"  # ... unless asked
 
 
 def test_what_a_sweep_writes_into_a_file_can_be_read_the_next_morning(lab):
@@ -168,6 +182,7 @@ def test_two_sweeps_share_the_work(lab):
     assert sorted(steps) == sorted([*range(1, STEPS + 1)] * 2)
 
 
+@by_papermill
 def test_ctrl_c_keeps_what_is_finished(lab):
     write_notebook(lab.notebook, before="pause = 30 if variant == 'A2' else 0")
     process = lab.start("--variants", "A1,A2")
@@ -304,6 +319,7 @@ def test_plan_says_what_would_run_and_runs_nothing(lab):
     assert not lab.runs.exists()
 
 
+@by_papermill
 @pytest.mark.alone
 def test_a_run_costs_little_beyond_imports_and_a_record_of_an_unknown_schema_is_refused(lab):
     """Kernel start, papermill and record together: what the notebook took beyond the run and the imports."""

@@ -32,7 +32,8 @@ from qa_lib.spec import Machine
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.ranks import Ranks
 from qa_lib.variants import SpecError
-from tests import faulty
+from tests import faulty, warm
+from tests.conftest import slow
 from tests.ranks import losses_of
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
@@ -65,10 +66,15 @@ def test_a_process_is_found_when_the_one_that_started_it_is_gone(tmp_path):
     psutil.Process(left).kill()
 
 
-def test_the_record_is_of_all_processes_and_the_model_of_the_first(tmp_path):
-    spec = short(quality=True)
-    entry = fit(spec, tmp_path, say=silent)
-    run_dir = tmp_path / spec.run_path
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run's folder, and what `fit` returned; through torchrun."""
+    spec, runs = short(quality=True), tmp_path_factory.mktemp("whole")
+    return runs / spec.run_path, fit(spec, runs, say=silent)
+
+
+def test_the_record_is_of_all_processes_and_the_model_of_the_first(whole):
+    run_dir, entry = whole
     assert entry == record.read_record(run_dir)
     assert (entry["status"], entry["spec"]["world"], entry["parallel"]["world"]) == ("ok", 2, 2)
     assert entry["parallel"]["weights_equal"] is True and entry["parallel"]["backend"] == "gloo"
@@ -84,18 +90,25 @@ def test_the_record_is_of_all_processes_and_the_model_of_the_first(tmp_path):
     assert {path.name for path in run_dir.glob("fault*")} == set()
 
 
+def fit_warm(spec, runs, **fault) -> dict:
+    """The record of a run in its processes, which one ends or spoils by a fault; without torchrun."""
+    words = faulty.call("qa_lib.run.together:fit_as_one", spec, runs, fault)[2:]
+    warm.together(runs, spec.world, *words, TORCHELASTIC_RESTART_COUNT="0")
+    return record.read_record(runs / spec.run_path)
+
+
 @pytest.mark.parametrize(
     ("fault", "status", "kind", "message"),
     [
         ({"rank": 1, "step": 15, "kind": "killed"}, "killed", "SIGKILL", "process 1 of 2 was ended by SIGKILL"),
-        ({"rank": 1, "step": 15, "kind": "error"}, "error", "ValueError", "process 1 of 2: a fault"),
-        ({"rank": 0, "step": 15, "kind": "oom"}, "oom", "OutOfMemoryError", "process 0 of 2: CUDA out of memory"),
-        ({"rank": 1, "step": 15, "kind": "oom"}, "oom", "OutOfMemoryError", "process 1 of 2: CUDA out of memory"),
+        slow({"rank": 1, "step": 15, "kind": "error"}, "error", "ValueError", "process 1 of 2: a fault"),
+        slow({"rank": 0, "step": 15, "kind": "oom"}, "oom", "OutOfMemoryError", "process 0 of 2: CUDA out of memory"),
+        slow({"rank": 1, "step": 15, "kind": "oom"}, "oom", "OutOfMemoryError", "process 1 of 2: CUDA out of memory"),
     ],
     ids=["killed", "error", "first-oom", "second-oom"],
 )
 def test_one_process_fails_and_all_end_with_its_fault_in_the_record(
-    fault, status, kind, message, tmp_path, monkeypatch
+    fault, status, kind, message, whole, tmp_path, monkeypatch
 ):
     spec = short()
     with monkeypatch.context() as patch:
@@ -110,12 +123,12 @@ def test_one_process_fails_and_all_end_with_its_fault_in_the_record(
     assert entry["error"]["step"] == (None if kind == "SIGKILL" else 15)
     assert list((tmp_path / spec.run_path).glob("fault*")) == []
     if kind == "SIGKILL":  # the next call goes on from the last checkpoint, and makes the steps of a run left alone
-        entry = fit(spec, tmp_path, say=silent)
+        entry = fit_warm(spec, tmp_path)
         assert (entry["status"], entry["time"]["resumed_from_step"], entry["time"]["steps"]) == ("ok", 10, 30)
-        fit(spec, tmp_path / "whole", say=silent)
-        assert losses_of(tmp_path / spec.run_path) == losses_of(tmp_path / "whole" / spec.run_path)
+        assert losses_of(tmp_path / spec.run_path) == losses_of(whole[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["one", "terminal"])
 def test_ctrl_c_ends_all_processes(send, tmp_path):
     """Whether it comes to the first process alone, or, as from a terminal, to torchrun as well."""
@@ -137,9 +150,8 @@ def test_ctrl_c_ends_all_processes(send, tmp_path):
     assert (entry["status"], entry["error"]["message"]) == ("killed", "stopped by SIGINT (Ctrl-C)")
 
 
-def test_copies_that_drift_apart_are_told_in_the_record(tmp_path, monkeypatch):
-    monkeypatch.setattr(torchrun, "call", lambda *words: faulty.call(*words, {"rank": 1, "step": 15, "kind": "drift"}))
-    entry = fit(short(), tmp_path, say=silent)
+def test_copies_that_drift_apart_are_told_in_the_record(tmp_path):
+    entry = fit_warm(short(), tmp_path, rank=1, step=15, kind="drift")
     assert (entry["status"], entry["parallel"]["weights_equal"]) == ("ok", False)
 
 
@@ -179,6 +191,7 @@ def test_the_first_fault_is_the_cause(tmp_path):
     assert (again["status"], again["error"]["message"]) == ("oom", "process 0 of 2: OutOfMemory")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "status", "message"), [("error", "error", "a fault"), ("oom", "oom", "CUDA out of memory")]
 )
@@ -364,6 +377,7 @@ def agents(number: int, *options, endpoint: str = "") -> list[subprocess.Popen]:
     ]
 
 
+@pytest.mark.slow
 def test_two_hosts_go_on_together_when_one_has_lost_its_process(tmp_path):
     spec = short()
     fault = {"rank": 1, "step": 15, "kind": "killed"}
@@ -377,6 +391,7 @@ def test_two_hosts_go_on_together_when_one_has_lost_its_process(tmp_path):
     assert list((tmp_path / spec.run_path).glob("fault*")) == []
 
 
+@pytest.mark.slow
 def test_a_host_goes_on_alone_when_the_other_is_lost(tmp_path):
     """It takes the micro-batches of both from the last checkpoint on; here it notices sooner than by torchrun's own
     settings."""
@@ -403,6 +418,7 @@ def test_a_host_goes_on_alone_when_the_other_is_lost(tmp_path):
     assert left_of(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_hosts_that_never_meet_end_within_a_minute_with_the_reason():
     """As torchrun.py documents it; one is never joined, the other does not find the first, whose address is nobody's
@@ -416,6 +432,7 @@ def test_hosts_that_never_meet_end_within_a_minute_with_the_reason():
     assert words[0].endswith("RendezvousTimeoutError") and "RendezvousConnectionError" in words[1]
 
 
+@pytest.mark.slow
 def test_run_starts_the_processes_by_itself(tmp_path):
     words = f"run P1 --scale smoke --world 2 --data synthetic:80 --runs {tmp_path}".split()
     done = subprocess.run([sys.executable, "-m", "qa_lib", *words], capture_output=True, text=True, timeout=2 * LIMIT_S)
@@ -425,6 +442,7 @@ def test_run_starts_the_processes_by_itself(tmp_path):
     assert record.read_record(path.parent)["parallel"]["weights_equal"] is True
 
 
+@pytest.mark.slow
 def test_a_row_of_several_processes_through_its_notebook(tmp_path):
     notebook = Path(__file__).parents[1] / "notebooks" / "parallel.ipynb"
     words = f"{notebook} {tmp_path}/out.ipynb -p data synthetic:120 -p runs {tmp_path}".split()

@@ -21,7 +21,7 @@ have one model between them are a replica, and n counts replicas.
 """
 
 import contextlib
-import warnings
+from inspect import signature
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,12 @@ from qa_lib.train.compilation import compiled
 from qa_lib.train.ranks import Ranks
 from qa_lib.variants import Settings
 
-# PyTorch 2.13 warns of names that 2.11 knows alone.
-warnings.filterwarnings("ignore", message=r".*(_tensor|broadcast_buffers)` is deprecated", category=FutureWarning)
+# How DDP is told to leave buffers alone in a forward pass; PyTorch 2.13 has the first name.
+OWN_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in signature(DistributedDataParallel).parameters
+)
 
 
 class Alone:
@@ -106,7 +110,7 @@ class DDP(Alone):
 
     def wrapped(self, forward):
         # Buffers are the seeds of hash dropout, and each process draws its own.
-        self.forward = DistributedDataParallel(forward, broadcast_buffers=False, gradient_as_bucket_view=True)
+        self.forward = DistributedDataParallel(forward, gradient_as_bucket_view=True, **{OWN_BUFFERS: False})
         self.ranks.wrapper = type(self.forward).__name__
         if self.hook:
             self.forward.register_comm_hook(None, self.hook)

@@ -13,6 +13,10 @@ from qa_lib.train.masters import ALIGN
 from qa_lib.train.parallel import Alone, end_to_end, square_norm, total_norm
 from qa_lib.train.ranks import Ranks
 
+# PyTorch 2.13 renamed them.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Share:
     """Some weights end to end in one tensor, of which this process updates an equal part.
@@ -38,20 +42,20 @@ class Share:
         flat = end_to_end(self.parameters, self.padding)
         norm = square_norm(flat)
         self.own.grad = torch.empty_like(self.own)
-        dist.reduce_scatter_tensor(self.own.grad, flat, self.ranks.average)
+        reduce_scatter(self.own.grad, flat, self.ranks.average)
         if self.ranks.average == dist.ReduceOp.SUM:
             self.own.grad /= self.ranks.world
         return norm
 
     def spread(self) -> None:
         """Give every process all the weights."""
-        dist.all_gather_into_tensor(self.flat, self.own.detach())
+        all_gather(self.flat, self.own.detach())
 
     def whole(self, state: torch.Tensor) -> torch.Tensor:
         """Of optimizer state all that belongs to the weights."""
         full = state.new_empty(len(self.flat))
         # As bytes, since NCCL knows no int16.
-        dist.all_gather_into_tensor(full.view(torch.uint8), state.view(torch.uint8))
+        all_gather(full.view(torch.uint8), state.view(torch.uint8))
         return full[: self.size]
 
     def part(self, state: torch.Tensor) -> torch.Tensor:
