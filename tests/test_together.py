@@ -92,7 +92,7 @@ def test_the_record_is_of_all_processes_and_the_model_of_the_first(whole):
 
 def fit_warm(spec, runs, **fault) -> dict:
     """The record of a run in its processes, which one ends or spoils by a fault; without torchrun."""
-    words = faulty.call("qa_lib.run.together:fit_as_one", spec, runs, fault)[2:]
+    words = faulty.call("qa_lib.run.worker:work_as_one", spec, runs, fault)[2:]
     warm.together(runs, spec.world, *words, TORCHELASTIC_RESTART_COUNT="0")
     return record.read_record(runs / spec.run_path)
 
