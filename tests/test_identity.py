@@ -501,6 +501,8 @@ def test_a_link_is_called_by_its_own_name_wherever_it_is_asked_for(squad, model,
     assert (again.data, again.model) == (spec.data, spec.model) and spec.data["name"] == "link"
     monkeypatch.chdir(squad)
     assert identify_data(".", with_validation=True) == identify_data(str(squad), with_validation=True)
+    monkeypatch.chdir(model)
+    assert identify_model(".") == identify_model(str(model))
 
 
 def test_a_model_of_the_hub_is_known_by_its_commit(kept, tmp_path, monkeypatch):

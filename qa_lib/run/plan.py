@@ -182,7 +182,7 @@ def identify_model(source: str) -> dict:
     folder = Path(source)
     if folder.is_dir():
         return {
-            "name": folder.name,
+            "name": without_folders(source),
             "revision": hash_files(checkpoint_files(folder))[:12],
         }
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
