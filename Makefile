@@ -14,16 +14,15 @@ quickstart: .venv/ready  ## every row of the seeds, three parallel ones, two of 
 app: .venv/ready  ## ask the best of your runs' models in the browser; and the dashboard
 	$(BIN)/python -m qa_lib app
 
-test: lint  ## what every change is held to
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not alone and not slow"
+test: lint  ## everything once, in minutes: pairs of settings in few runs, one fault of each kind
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not alone"
 	$(BIN)/python -m pytest -m "alone and not slow"
 
-# Faults by the dozen, papermill and torchrun in earnest, settings two by two.
-slow: .venv/ready
+test-all: test test-slow  ## and every pair, fault, signal and notebook by itself
+
+test-slow: .venv/ready  ## what `make test` leaves out
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "slow and not alone"
 	$(BIN)/python -m pytest -m "slow and alone"
-
-test-all: test slow  ## all tests there are
 
 # Packages that print lines of their own into what other tests read; Triton comes with PyTorch's CUDA builds alone.
 extras: .venv/extras  ## tests of kernels, without a GPU, and of quantized weights: 300 MB to fetch
@@ -44,4 +43,4 @@ lint: .venv/ready
 .venv/extras: .venv/ready
 	$(BIN)/python -m pip install -q --no-deps --target $@ triton==3.9.0 torchao==0.18.0
 
-.PHONY: quickstart app test slow test-all extras lint
+.PHONY: quickstart app test test-all test-slow extras lint

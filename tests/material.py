@@ -1,5 +1,6 @@
 """What several tests and the benchmarks share: tokenizers, real data where there is any, and small SQuAD files."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -10,8 +11,17 @@ from tokenizers import BertWordPieceTokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from qa_lib.report.runs import load_runs
+
+ROOT = Path(__file__).parent.parent
 SQUAD = Path(__file__).resolve().parents[2] / "shared" / "squad"
 needs_squad = pytest.mark.skipif(not SQUAD.is_dir(), reason="no ../shared/squad beside the repository")
+
+
+@functools.cache
+def committed():
+    """The committed records, read once a process; not to be changed."""
+    return load_runs(ROOT / "runs")
 
 
 def real_tokenizer_folder() -> Path | None:

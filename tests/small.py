@@ -1,8 +1,8 @@
 """A lab small enough for tests of the driver: a scale of 40 steps, a run without a model, and a notebook to spoil.
 
 `python -m tests.small VERB ...` is `python -m qa_lib VERB ...` with $SMALL_NOTEBOOK for every family's notebook,
-$SMALL_MACHINE for what the driver's probe found, and, if they are set, $SMALL_TIME_LIMIT and $SMALL_PLAIN: with it the
-notebook's cells are run by a plain Python, `python -m tests.small cells PARAMETERS`, and not by papermill and a kernel.
+$SMALL_MACHINE for what the driver's probe found. With $SMALL_PLAIN the notebook's cells are run by a plain Python,
+`python -m tests.small cells PARAMETERS`, and not by papermill and a kernel.
 """
 
 import dataclasses
@@ -98,16 +98,19 @@ def write_notebook(
     nbformat.write(notebook, path)
 
 
+def stand_in(put=setattr) -> None:
+    """Put this lab in the place of the repository's notebooks and of the driver's probe."""
+    from qa_lib.run import fitbatch, sweep, tune
+
+    put(sweep, "notebook_of", lambda variant: Path(os.environ["SMALL_NOTEBOOK"]))
+    for verb in (sweep, tune, fitbatch):
+        put(verb, "probe", probed)
+    if "SMALL_PLAIN" in os.environ:
+        put(sweep, "notebook_command", plain_command)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "cells":
         sys.exit(run_cells(sys.argv[2]))
-    from qa_lib.run import fitbatch, sweep, tune
-
-    sweep.notebook_of = lambda variant: Path(os.environ["SMALL_NOTEBOOK"])
-    sweep.probe = tune.probe = fitbatch.probe = probed
-    if "SMALL_PLAIN" in os.environ:
-        sweep.notebook_command = plain_command
-    if "SMALL_TIME_LIMIT" in os.environ:
-        limited = dataclasses.replace(SCALES["test"], time_limit_s=int(os.environ["SMALL_TIME_LIMIT"]))
-        SCALES["test"] = limited
+    stand_in()
     sys.exit(main(sys.argv[1:]))

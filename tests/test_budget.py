@@ -12,19 +12,19 @@ from qa_lib.__main__ import main
 from qa_lib.errors import UserError
 from qa_lib.measure.machine import imitate
 from qa_lib.model.build import build_model
-from qa_lib.report.runs import load_runs
 from qa_lib.run import budget, fitbatch
 from qa_lib.run.budget import estimate, gpu_of, layer_bytes
 from qa_lib.run.fitbatch import CLOSE, STEP, largest
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
+from tests.material import committed
 
 GROUP = Path(__file__).parent.parent / "runs" / "h200-bench"
 # In a packed micro-batch, which the lengths of SQuAD v2's features decide.
 TOKENS = {8: 1472, 32: 5632, 64: 11200, 128: 22400}
 MEASURED = [
     (run["spec.variant"], run["micro_batch"], run["batch"], run["memory.peak_alloc_mib"], run["memory.optimizer_mib"])
-    for run in load_runs(GROUP.parent)
+    for run in committed()
     .query("group == @GROUP.name and status == 'ok' and `spec.seed` == 0")
     .query("`spec.variant` not in ['A1-int8', 'A1-int4']")  # which `memory` does not predict, and says so
     .to_dict("records")
@@ -233,7 +233,7 @@ def test_of_weights_in_4_bits_one_is_whole_at_a_time():
 
 def test_runs_are_predicted_from_their_records():
     """Every try of the search, at sizes far above those that the terms were measured at."""
-    runs = load_runs(GROUP.parent).query("group == 'h200-fit-14.9gib-sm75' and `spec.variant` in ('A2', 'E3', 'C2')")
+    runs = committed().query("group == 'h200-fit-14.9gib-sm75' and `spec.variant` in ('A2', 'E3', 'C2')")
     peaks, measured = budget.predicted(runs), runs["memory.peak_alloc_mib"].astype(float)
     assert len(runs) > 9 and peaks[runs["status"] != "skipped"].notna().all()
     assert ((peaks / measured).dropna() - 1).abs().max() < 0.1
@@ -243,7 +243,7 @@ def test_runs_are_predicted_from_their_records():
 @pytest.mark.parametrize("group", ["h200-fit", "h200-lm-fit", "h200-lm-bench"])
 def test_every_point_of_the_profiles_is_predicted_within_a_tenth(group):
     """The goal for both tasks. One term, the logits of a compiled language model, was set by such points."""
-    runs = load_runs(GROUP.parent).query("group == @group")
+    runs = committed().query("group == @group")
     runs = runs[runs["status"].isin(["ok", "oom"])]
     peaks = budget.predicted(runs)
     assert len(runs) > 15 and peaks.notna().all()

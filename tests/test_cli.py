@@ -182,6 +182,7 @@ def test_an_error_of_a_library_that_has_no_number_is_one_line(monkeypatch, capsy
     assert capsys.readouterr().err == "error: We couldn't connect to the hub.\n"
 
 
+@pytest.mark.slow
 # By what is installed: looking for the module pip lets setuptools change this process's distutils.
 @pytest.mark.skipif(
     not all(any(distributions(name=name)) for name in ("pip", "setuptools")), reason="pip cannot build here"

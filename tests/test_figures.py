@@ -12,6 +12,7 @@ from matplotlib.transforms import Bbox
 
 from qa_lib.report import figures, profiles, sentences, style
 from qa_lib.report.runs import NotMeasured, ReportError, load_runs, select
+from tests.material import committed
 from tests.test_report import CPU, GPU, made_profile, make
 
 ROOT = Path(__file__).parents[1]
@@ -24,7 +25,7 @@ DRAWN = {  # of the committed groups
 
 @pytest.fixture(scope="module")
 def every():
-    return load_runs(ROOT / "runs")
+    return committed()
 
 
 def write_group(folder, machine):

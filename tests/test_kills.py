@@ -7,9 +7,6 @@ QA_LIB_KILLS=40 python -m pytest tests/test_kills.py  kills as often as that, wh
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -21,8 +18,9 @@ from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 from qa_lib.train.ranks import Ranks
 from qa_lib.train.steplog import StepLog
+from tests import warm
+from tests.conftest import slow
 
-ROOT = Path(__file__).parent.parent
 KILLS = int(os.environ.get("QA_LIB_KILLS", 3))
 SEED = 7  # of the moments
 
@@ -35,10 +33,9 @@ class Run:
     def __init__(self, folder: Path):
         self.folder = folder
 
-    def start(self) -> subprocess.Popen:
-        command = [sys.executable, "-m", "qa_lib", "run", "A1", "--scale", "smoke", "--runs", str(self.folder)]
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    def start(self):
+        self.folder.mkdir(exist_ok=True)
+        return warm.python(self.folder / "log", *f"qa_lib run A1 --scale smoke --runs {self.folder}".split())
 
     def path(self, name: str) -> Path | None:
         return next(self.folder.glob(f"*/*/{name}"), None)
@@ -51,8 +48,8 @@ class Run:
     def finish(self) -> tuple[dict, list[float], bytes, bytes]:
         """Run to the end: the record, every step's loss, the weights, the n-best lists."""
         process = self.start()
-        _, err = process.communicate(timeout=180)
-        assert process.returncode == 0, err
+        process.join(180)
+        assert process.exitcode == 0, (self.folder / "log").read_text()
         lines = [json.loads(line) for line in self.path("steps.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
         files = [self.path(name).read_bytes() for name in ("model/model.safetensors", "answers/nbest_predictions.json")]
@@ -64,19 +61,19 @@ def whole(tmp_path_factory):
     return Run(tmp_path_factory.mktemp("whole")).finish()
 
 
-def test_random_kills_leave_no_trace(whole, tmp_path):
+@pytest.mark.parametrize("kills", [1, slow(KILLS)])
+def test_random_kills_leave_no_trace(kills, whole, tmp_path):
     chance, run, at_steps = random.Random(SEED), Run(tmp_path), []
-    while len(at_steps) < KILLS:
+    while len(at_steps) < kills:
         process, before = run.start(), run.steps()
-        while run.steps() <= before and process.poll() is None:  # until it trains, or else most kills meet imports
+        while run.steps() <= before and process.is_alive():  # until it trains, or else most kills meet imports
             time.sleep(0.02)
         time.sleep(chance.uniform(0, 3))
-        if process.poll() is not None:  # it came to its end: begin anew
-            process.communicate()
+        if not process.is_alive():  # it came to its end: begin anew
             run = Run(tmp_path / str(len(at_steps)))
             continue
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        process.kill()
+        process.join()
         at_steps.append(run.steps())
         assert record.read_record(run.path("record.json").parent)["status"] == "running"
     entry, *rest = run.finish()

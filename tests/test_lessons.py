@@ -7,12 +7,13 @@ from IPython.display import Image, Markdown
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.model.build import build_model, trainable_summary
 from qa_lib.report import lessons
-from qa_lib.report.runs import NotMeasured, load_runs
+from qa_lib.report.runs import NotMeasured
 from qa_lib.run.budget import estimate, gpu_of
 from qa_lib.run.plan import plan
 from qa_lib.run.profile import steady_step
 from qa_lib.spec import Machine
 from qa_lib.train.kernels import CALLS, translated
+from tests.material import committed
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
 OK = {"run_id": "A1-s0-1", "status": "ok", "error": {"message": None}}
@@ -59,7 +60,7 @@ def test_what_trains_and_how_good_it_is():
     parts = trainable_summary(build_model(smoke("B3")[0]))
     share = parts.loc["all", "trainable"] / parts.loc["all", "parameters"]
     assert f"{100 * share:.1f} %" in titles(lessons.fig_trained(parts, "B3"))[0]
-    every = load_runs()
+    every = committed()
     figure = lessons.fig_scores(every, every, "cpu-none")  # the reader has run nothing
     named = [{text.get_text() for text in axis.texts} for axis in figure.axes]
     timed = lessons.fig_scores(every, every, "h200-bench")  # a group without scores
@@ -76,7 +77,7 @@ def test_what_lies_in_memory_adds_up_to_the_predicted_peak(variant):
         assert sum(held.values()) == pytest.approx(predicted["peak_mib"])
     assert lessons._at_peak(predicted | {"phase": "optimizer"})["activations"] == 0
     record = OK | {"spec": {"variant": variant}, "model": {"name": "tiny"}, "memory": {"peak_alloc_mib": None}}
-    title, here, there = titles(lessons.fig_stack(record, predicted, load_runs()))
+    title, here, there = titles(lessons.fig_stack(record, predicted, committed()))
     assert "predicted, not measured" in title and "tiny" in here and "h200-bench" in there
 
 

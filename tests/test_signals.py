@@ -22,8 +22,10 @@ from qa_lib import record
 from qa_lib.errors import CTRL_C, SIGNALS
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
-from qa_lib.run.process import DRIVER, DRIVER_GONE, child_env, plain_command
+from qa_lib.run.process import DRIVER, DRIVER_GONE, plain_command
 from qa_lib.spec import Machine
+from tests import warm
+from tests.conftest import slow
 from tests.small import FIT, write_notebook
 
 ROOT = Path(__file__).parent.parent
@@ -80,8 +82,8 @@ class Lab:
 
 
 # All signals go through errors.stoppable, and all verbs with processes of their own through launch.Launcher.
-CASES = [("run", number) for number in SIGNALS]
-CASES += [("sweep", signal.SIGINT), ("tune", signal.SIGHUP), ("fit-batch", signal.SIGTERM)]
+CASES = [slow("run", number) if number != signal.SIGTERM else ("run", number) for number in SIGNALS]
+CASES += [("sweep", signal.SIGINT), slow("tune", signal.SIGHUP), slow("fit-batch", signal.SIGTERM)]
 
 
 @pytest.mark.parametrize(("verb", "number"), CASES, ids=lambda value: getattr(value, "name", value))
@@ -101,6 +103,7 @@ def test_a_signal_ends_children_and_is_named_in_records_and_on_the_terminal(verb
         assert not lab.alive
 
 
+@pytest.mark.slow
 def test_a_closing_terminal_reaches_all_processes_and_comes_twice(tmp_path):
     with Lab(tmp_path, "tune") as lab:
         lab.wait_for_steps()
@@ -111,6 +114,7 @@ def test_a_closing_terminal_reaches_all_processes_and_comes_twice(tmp_path):
         assert not lab.alive
 
 
+@pytest.mark.slow
 def test_nohup_keeps_a_run_from_sighup_but_not_from_sigterm(tmp_path):
     with Lab(tmp_path, "run", before=("nohup",)) as lab:
         lab.wait_for_steps()
@@ -122,7 +126,7 @@ def test_nohup_keeps_a_run_from_sighup_but_not_from_sigterm(tmp_path):
         assert lab.records()[0]["error"]["message"] == "stopped by SIGTERM"
 
 
-@pytest.mark.parametrize(("verb", "before"), [("sweep", ()), ("tune", ("nohup",))])
+@pytest.mark.parametrize(("verb", "before"), [("sweep", ()), slow("tune", ("nohup",))])
 def test_a_run_whose_driver_was_killed_ends_and_says_so(verb, before, tmp_path):
     """Under nohup as well, which lets all that it starts ignore SIGHUP."""
     with Lab(tmp_path, verb, before) as lab:
@@ -138,9 +142,10 @@ def test_a_run_whose_driver_went_before_it_began_says_so(tmp_path):
     (spec,) = plan(["A1"], "smoke", machine=CPU)
     lock = tmp_path / "lock"  # which nobody holds
     lock.touch()
-    process = subprocess.run(plain_command(spec, tmp_path), env=child_env() | {DRIVER: str(lock)}, capture_output=True)
+    process = warm.python(tmp_path / "log", *plain_command(spec, tmp_path)[2:], **{DRIVER: str(lock)})
+    process.join(60)
     entry = record.read_record(tmp_path / spec.run_path)
-    assert process.returncode and entry["status"] == "killed"
+    assert process.exitcode and entry["status"] == "killed"
     assert entry["error"]["message"] == f"stopped by {DRIVER_GONE}"
 
 
@@ -155,6 +160,7 @@ def test_ctrl_c_in_a_notebook_is_a_keyboard_interrupt_whose_record_says_killed(t
     assert (entry["status"], entry["error"]["message"]) == ("killed", f"stopped by {CTRL_C}")
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_the_terminal_that_closes(tmp_path):
     master, slave = pty.openpty()
     process = subprocess.Popen(

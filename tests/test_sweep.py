@@ -21,11 +21,13 @@ from pathlib import Path
 import pytest
 
 from qa_lib import record
+from qa_lib.__main__ import main
 from qa_lib.errors import CTRL_C, UserError
 from qa_lib.run import launch, sweep
 from qa_lib.run.plan import plan
 from qa_lib.run.process import call, child_env, spec_from
-from qa_lib.spec import Machine
+from qa_lib.spec import SCALES, Machine
+from tests import small, warm
 from tests.conftest import slow
 from tests.small import FIT, PARAMETERS, PRETEND, STEPS, write_notebook
 
@@ -40,33 +42,40 @@ def machine():
 
 
 @pytest.fixture(params=["plain", slow("papermill")])
-def lab(request, tmp_path, machine):
-    return Lab(tmp_path, machine, request.param == "plain")
+def lab(request, tmp_path, machine, monkeypatch, capfd):
+    return Lab(tmp_path, machine, monkeypatch, capfd, request.param == "plain")
 
 
 by_papermill = pytest.mark.parametrize("lab", ["papermill"], indirect=True)
 
 
 class Lab:
-    def __init__(self, folder, machine, plain=True):
-        self.runs, self.notebook = folder / "runs", folder / "notebook.ipynb"
-        self.environment = os.environ | {"SMALL_NOTEBOOK": str(self.notebook), "SMALL_MACHINE": machine}
-        self.environment |= {"SMALL_PLAIN": "1"} if plain else {}
-        self.environment["OMP_NUM_THREADS"] = "1"  # two threads wait for each other on a busy machine
+    def __init__(self, folder, machine, patch, output, plain):
+        self.runs, self.notebook, self.patch, self.output = folder / "runs", folder / "notebook.ipynb", patch, output
+        # Two threads wait for each other on a busy machine.
+        given = {"SMALL_NOTEBOOK": str(self.notebook), "SMALL_MACHINE": machine, "OMP_NUM_THREADS": "1"}
+        for name, value in (given | ({"SMALL_PLAIN": "1"} if plain else {})).items():
+            patch.setenv(name, value)
         write_notebook(self.notebook)
 
-    def start(self, *words, **environment):
-        command = [sys.executable, "-m", "tests.small", "sweep", *words, "--scale", "test", "--runs", str(self.runs)]
-        # A session of its own, so that Ctrl-C can reach all of it and nothing else.
-        return subprocess.Popen(
-            command, cwd=ROOT, env=self.environment | environment, text=True, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+    def start(self, *words):
+        """A driver in a session of its own, so that Ctrl-C can reach all of it and nothing else."""
+        self.runs.mkdir(exist_ok=True)
+        return warm.python(self.runs / f"log-{time.monotonic_ns()}", "tests.small", *self.command(*words))
 
-    def run(self, *words, **environment):
-        process = self.start(*words, **environment)
-        out, err = process.communicate(timeout=240)
-        return process.returncode, out, err
+    def said(self):
+        """What the drivers have said."""
+        return "".join(path.read_text() for path in self.runs.glob("log-*"))
+
+    def command(self, *words):
+        return ["sweep", *words, "--scale", "test", "--runs", str(self.runs)]
+
+    def run(self, *words):
+        """A driver in this process: its exit code, and what it says."""
+        self.patch.chdir(ROOT)
+        small.stand_in(self.patch.setattr)
+        self.output.readouterr()
+        return main(self.command(*words)), *self.output.readouterr()
 
     def records(self):
         folders = [path.parent for path in self.runs.glob("*/*/record.json")]
@@ -95,24 +104,34 @@ class Lab:
         raise AssertionError(f"no process holds {lock}")
 
 
-def test_a_killed_kernel_is_a_row_and_only_it_runs_again(lab):
-    """A1 trains, hangs at step 20 and is killed there; the next sweep takes it up from its checkpoint."""
-    hang = "if variant == 'A1':\n    import time\n    say = lambda line: time.sleep(600) if ' 20/' in line else None"
-    work = f"if variant == 'A1':\n    {FIT}\nelse:\n    {PRETEND}".replace("\nfit", "\n    fit")
+def kill_and_run_again(lab, hang, work, after):
+    """A1 hangs and is killed; the next sweep takes up that alone."""
     write_notebook(lab.notebook, before=hang, work=work)
     process = lab.start("--variants", "A1,A2")
-    os.kill(lab.wait_for_step("A1", 20), signal.SIGKILL)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 1
+    os.kill(lab.wait_for_step("A1", after), signal.SIGKILL)
+    process.join(120)
+    assert process.exitcode == 1
     assert lab.statuses() == {"A1": "killed", "A2": "ok"}
-    assert re.search(r"A1-s0-\w+: killed, its process ended", err)
+    assert re.search(r"A1-s0-\w+: killed, its process ended", lab.said())
     kept = lab.records()["A2"]
-    write_notebook(lab.notebook, work=FIT)
+    write_notebook(lab.notebook, work=PRETEND if work == PRETEND else FIT)
     code, out, _ = lab.run("--variants", "A1,A2")
     assert code == 0
     assert lab.statuses() == {"A1": "ok", "A2": "ok"}
     assert lab.records()["A2"] == kept
     assert out.count("seed 0: ok") == 1
+
+
+def test_a_killed_kernel_is_a_row_and_only_it_runs_again(lab):
+    kill_and_run_again(lab, "pause = 30 if variant == 'A1' else 0", PRETEND, 1)
+
+
+@pytest.mark.slow
+@by_papermill
+def test_a_killed_kernel_goes_on_from_its_checkpoint(lab):
+    hang = "if variant == 'A1':\n    import time\n    say = lambda line: time.sleep(600) if ' 20/' in line else None"
+    work = f"if variant == 'A1':\n    {FIT}\nelse:\n    {PRETEND}".replace("\nfit", "\n    fit")
+    kill_and_run_again(lab, hang, work, 20)
     done = lab.records()["A1"]["time"]
     assert (done["steps"], done["resumed_from_step"]) == (STEPS, 10)
 
@@ -174,8 +193,9 @@ def test_what_a_sweep_writes_into_a_file_can_be_read_the_next_morning(lab):
 def test_two_sweeps_share_the_work(lab):
     write_notebook(lab.notebook, before="pause = 0.03")
     sweeps = [lab.start("--variants", "A1,A2,D1-nvfuser") for _ in range(2)]
-    outputs = [process.communicate(timeout=240) for process in sweeps]
-    assert [process.returncode for process in sweeps] == [0, 0], outputs
+    for process in sweeps:
+        process.join(240)
+    assert [process.exitcode for process in sweeps] == [0, 0], lab.said()
     assert lab.statuses() == {"A1": "ok", "A2": "ok", "D1-nvfuser": "skipped"}
     logs = "".join(path.read_text() for path in lab.runs.glob("*/*/steps.jsonl"))
     steps = [json.loads(line)["step"] for line in logs.splitlines()]
@@ -188,9 +208,9 @@ def test_ctrl_c_keeps_what_is_finished(lab):
     process = lab.start("--variants", "A1,A2")
     kernel = lab.wait_for_step("A2", 1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the driver and to papermill
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert err == f"stopped by {CTRL_C}; finished runs are kept\n"
+    process.join(60)
+    assert process.exitcode == 130
+    assert lab.said().endswith(f"\nstopped by {CTRL_C}; finished runs are kept\n")
     assert lab.statuses() == {"A1": "ok", "A2": "killed"}
     assert lab.records()["A2"]["error"]["message"] == f"the driver was stopped by {CTRL_C}"
     assert not Path(f"/proc/{kernel}").exists()
@@ -206,8 +226,8 @@ def test_a_driver_that_is_asked_to_end_ends_its_runs(lab):
     process = lab.start("--variants", "A1")
     kernel = lab.wait_for_step("A1", 1)
     process.terminate()  # the driver alone, as batch systems do
-    process.communicate(timeout=60)
-    assert process.returncode == 130 and lab.statuses() == {"A1": "killed"}
+    process.join(60)
+    assert process.exitcode == 130 and lab.statuses() == {"A1": "killed"}
     assert not Path(f"/proc/{kernel}").exists()
 
 
@@ -235,11 +255,12 @@ def test_all_runs_are_ended_even_where_one_cannot_be_judged(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("how", ["of its scale", "of the command line"])
-def test_a_run_over_its_time_limit_is_killed_with_the_limit_named(lab, how):
+def test_a_run_over_its_time_limit_is_killed_with_the_limit_named(lab, how, monkeypatch):
     write_notebook(lab.notebook, before="import time\ntime.sleep(300)")
     begin = time.monotonic()
     if how == "of its scale":
-        code, _, _ = lab.run("--variants", "A1", SMALL_TIME_LIMIT="3")
+        monkeypatch.setitem(SCALES, "test", dataclasses.replace(SCALES["test"], time_limit_s=3))
+        code, _, _ = lab.run("--variants", "A1")
     else:
         code, _, _ = lab.run("--variants", "A1", "--time-limit", "3")
     assert code == 1
@@ -255,8 +276,8 @@ def test_a_run_that_had_its_result_keeps_it_however_it_is_ended(lab):
         assert time.monotonic() < end
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)  # while its notebook goes on
-    process.communicate(timeout=60)
-    assert process.returncode == 130
+    process.join(60)
+    assert process.exitcode == 130
     assert lab.statuses() == {"A1": "ok"}
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["qa_lib.run.fit", "qa_lib.train.trainer", "tests.ranks"])
+FORK.set_forkserver_preload(["qa_lib.run.fit", "qa_lib.run.sweep", "qa_lib.train.trainer", "tests.ranks"])
 
 
 def _become(words: list[str], log: Path, environment: dict[str, str]) -> None:
