@@ -1,10 +1,10 @@
 """The notebook `explore` on data that lacks one kind of question; all else of it is in test_notebooks."""
 
-import matplotlib
-import nbformat
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 from tests.material import document, question, write
+from tests.test_notebooks import ROOT, run_here
 
 TEXT = "The river Rhine rises in the Alps and ends near Rotterdam."
 GOLD = ("Rhine", TEXT.index("Rhine"))
@@ -19,17 +19,10 @@ def entries(split, kind):
 @pytest.mark.parametrize(("kind", "absent"), [("unanswerable", "F1 where there is an answer"),
                                               ("answerable", "F1 where there is none"),
                                               ("v1.1", "F1 where there is none")])  # fmt: skip
-def test_explore_takes_questions_of_one_kind_alone(tmp_path, kind, absent):
-    matplotlib.use("Agg")
+def test_explore_takes_questions_of_one_kind_alone(tmp_path, monkeypatch, kind, absent):
     for split in ("train", "validation"):
         write(tmp_path / f"{split}.json", document((TEXT, entries(split, kind))))
-    names = {}
-    for cell in nbformat.read("notebooks/explore.ipynb", 4).cells:
-        source = cell.source.replace("check_parameters(In)", "")
-        if "parameters" in cell.metadata.get("tags", ()):
-            source = f"scale, seed, data, model, micro_batch = 'smoke', 0, {str(tmp_path)!r}, 'tiny', 0"
-        if cell.cell_type == "code" and "bootstrap" not in cell.metadata.get("tags", ()):
-            exec(source, names)
-    scores = names["scores"]
+    monkeypatch.chdir(ROOT)
+    run_here("notebooks/explore.ipynb", scale="smoke", data=str(tmp_path), model="tiny")
+    scores = InteractiveShell.instance().user_ns["scores"]
     assert scores[absent].isna().all() and scores.loc["the gold answers", "F1"] == 100
-    assert list(names["padding"]["text in %"]) == sorted(names["padding"]["text in %"])

@@ -14,7 +14,9 @@ import nbformat
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.pylabtools import select_figure_formats
+from IPython.display import display
 from IPython.utils.capture import capture_output
+from matplotlib import pyplot as plt
 from nbconvert import HTMLExporter
 from traitlets.config import PyFileConfigLoader
 
@@ -248,6 +250,9 @@ def run_here(path, **parameters):
         for cell in code_cells(path, without=["bootstrap"]):
             own = "".join(f"\n{name} = {value!r}" for name, value in parameters.items() if "parameters" in tags(cell))
             shell.run_cell(cell.source + own).raise_error()
+            for number in plt.get_fignums():  # as a notebook shows what a cell has drawn, whatever backend is here
+                display(plt.figure(number))
+                plt.close(number)
     return [output.data for output in captured.outputs]
 
 

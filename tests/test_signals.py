@@ -21,6 +21,7 @@ import pytest
 from qa_lib import record
 from qa_lib.errors import CTRL_C, SIGNALS
 from qa_lib.run.fit import fit
+from qa_lib.run.launch import DRIVER_LOCK
 from qa_lib.run.plan import plan
 from qa_lib.run.process import DRIVER, DRIVER_GONE, plain_command
 from qa_lib.spec import Machine
@@ -140,7 +141,8 @@ def test_a_run_whose_driver_was_killed_ends_and_says_so(verb, before, tmp_path):
 
 def test_a_run_whose_driver_went_before_it_began_says_so(tmp_path):
     (spec,) = plan(["A1"], "smoke", machine=CPU)
-    lock = tmp_path / "lock"  # which nobody holds
+    lock = tmp_path / spec.run_path / DRIVER_LOCK  # which nobody holds
+    lock.parent.mkdir(parents=True)
     lock.touch()
     process = warm.python(tmp_path / "log", *plain_command(spec, tmp_path)[2:], **{DRIVER: str(lock)})
     process.join(60)

@@ -222,7 +222,7 @@ def projected(lines: pd.DataFrame, rows=TIMED) -> pd.DataFrame:
     part = part.loc[[name for name in rows if name in part.index]]
     cold = part["compile_s"].astype(float)
     eager = pd.Series([VARIANTS[name].settings.compile == "none" for name in part.index], part.index)
-    compile_s = cold.fillna(part["warm_compile_s"]).mask(eager, 0.0)
+    compile_s = cold.fillna(part["warm_compile_s"].astype(float)).mask(eager, 0.0)
     table = pd.DataFrame({"speed": part["features_per_s"], "compile_s": compile_s, "cold": eager | cold.notna()})
     table["minutes"] = (FULL_FEATURES * FULL_EPOCHS / table["speed"] + compile_s.fillna(0.0)) / 60
     return table
