@@ -13,15 +13,16 @@ from qa_lib.errors import UserError, first_line, printable, stoppable, stopped_b
 from qa_lib.variants import nearest
 
 VERBS = {
-    "variants": ("qa_lib.variants", "list the rows: what each changes, and why"),
-    "run": ("qa_lib.run.fit", "train, measure and evaluate one row in this process"),
-    "sweep": ("qa_lib.run.sweep", "run many rows, each through its notebook, one process a run"),
-    "profile": ("qa_lib.run.profile", "where a row's step spends its time and memory"),
-    "memory": ("qa_lib.run.budget", "predict a row's GPU memory, without a GPU"),
-    "fit-batch": ("qa_lib.run.fitbatch", "find a row's largest micro-batch under a cap on GPU memory"),
-    "tune": ("qa_lib.run.tune", "try other learning rates, or other parameters to train, for a row"),
+    "variants": ("qa_lib.variants", "list the variants: what each changes, and why"),
+    "run": ("qa_lib.run.fit", "train, measure and evaluate one variant in this process"),
+    "sweep": ("qa_lib.run.sweep", "run many variants, each through its notebook, one process a run"),
+    "profile": ("qa_lib.run.profile", "where a variant's step spends its time and memory"),
+    "memory": ("qa_lib.run.memory_estimate", "predict a variant's GPU memory, without a GPU"),
+    "max-batch": ("qa_lib.run.max_batch", "find a variant's largest micro-batch under a cap on GPU memory"),
+    "tune": ("qa_lib.run.tune", "try other learning rates, or other parameters to train, for a variant"),
     "quantize": ("qa_lib.run.quantize", "a run's model in 8 or 4 bits: its F1, size and time to answer"),
     "export": ("qa_lib.run.export", "records as CSV, runs for TensorBoard or Weights & Biases"),
+    "archive": ("qa_lib.archive", "put a group's records and steps into two files"),
     "report": ("qa_lib.report.publish", "draw tables and figures from the records"),
     "app": ("qa_lib.app", "ask checkpoints in the browser, and read the dashboard"),
     "predict": ("qa_lib.score.predict", "answer a file of questions, or one, with a checkpoint"),

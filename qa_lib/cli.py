@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from qa_lib.errors import UserError
-from qa_lib.spec import MOST, SCALES
+from qa_lib.spec import MOST, PRESETS
 from qa_lib.variants import find_family, find_variant
 
 
@@ -39,7 +39,13 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 one_or_more = whole(1, MOST)
 seed = whole(0, 2**63 - 1)
-capability = whole(50, 200)  # compute capability x 10
+
+
+def capability(text: str) -> int:
+    """A compute capability, as in 7.5; times 10."""
+    if not re.fullmatch(r"(5|6|7|8|9|1\d)\.\d", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a compute capability such as 7.5 (T4) or 9.0 (H100)")
+    return int(text.replace(".", ""))
 
 
 def number(text: str) -> float:
@@ -116,11 +122,11 @@ def rows_of(args: argparse.Namespace) -> list[str]:
     return [find_variant(name).name for name in names]
 
 
-def add_source_arguments(parser: argparse.ArgumentParser, scale: bool = True, several: bool = False) -> None:
-    """Options that `run`, `sweep` and others share; those that have a scale of their own take no `scale`, and `several`
-    micro-batches may be given to those that try each."""
-    if scale:
-        parser.add_argument("--scale", type=given, required=True, metavar="S", help=", ".join(SCALES))
+def add_source_arguments(parser: argparse.ArgumentParser, preset: bool = True, several: bool = False) -> None:
+    """Options that `run`, `sweep` and others share; those that have a preset of their own take no `preset`, and
+    `several` micro-batches may be given to those that try each."""
+    if preset:
+        parser.add_argument("--preset", type=given, required=True, metavar="S", help=", ".join(PRESETS))
     parser.add_argument("--data", type=given, metavar="DIR", help="questions or text: a folder, a file, or a hub name")
     parser.add_argument("--model", type=given, metavar="DIR", help="a folder, a hub name, or a shape: gpt2:L12H768")
     add_size(parser, "--micro-batch", several)
@@ -128,22 +134,22 @@ def add_source_arguments(parser: argparse.ArgumentParser, scale: bool = True, se
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, several: bool = False) -> None:
-    """Options of `run` and `sweep`: what a run may have otherwise than its row and its scale say; `several` of a size
+    """Options of `run` and `sweep`: what a run may have otherwise than its row and its preset say; `several` of a size
     may be given to the latter."""
     add_size(parser, "--world", several)
     parser.add_argument("--stages", type=one_or_more, metavar="N", help="of them in one pipeline (rows: all)")
     add_size(parser, "--batch", several)
-    parser.add_argument("--epochs", type=one_or_more, metavar="N", help="passes over the data (its scale's)")
+    parser.add_argument("--epochs", type=one_or_more, metavar="N", help="passes over the data (its preset's)")
     parser.add_argument(
-        "--learning-rate", type=rate, metavar="X", help="its peak, before a recipe's factor (its scale's)"
+        "--learning-rate", type=rate, metavar="X", help="its peak, before a recipe's factor (its preset's)"
     )
     add_size(parser, "--max-length", several)
 
 
 SIZES = {
     "--micro-batch": "features in one forward pass (rows: 8)",
-    "--batch": "features in an optimizer step (its scale's)",
-    "--max-length": "tokens of a feature or window (its scale's); neighbours of fewer than 256 share a third",
+    "--batch": "features in an optimizer step (its preset's)",
+    "--max-length": "tokens of a feature or window (its preset's); neighbours of fewer than 256 share a third",
     "--world": "processes of a P row, one a GPU (rows: 2)",
 }
 

@@ -25,12 +25,10 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 from qa_lib.errors import UserError
-from qa_lib.spec import TRAINER_OPTIMIZER, Scale, Spec, hardware_name, whole_number
+from qa_lib.spec import Preset, Spec, whole_number
 from qa_lib.variants import Settings
 
-SCHEMA, FIRST_SCHEMA = "qa_lib/2", "qa_lib/1"
-PROFILE_SCHEMA = "qa_lib-profile/1"
-QUANTIZED_SCHEMA = "qa_lib-quantized/1"
+SCHEMA, PROFILE_SCHEMA, QUANTIZED_SCHEMA = "qa_lib/3", "qa_lib-profile/3", "qa_lib-quantized/3"
 STARTING = "starting"  # written by a driver; the run replaces it when it begins
 FINISHED = ("ok", "oom", "skipped")  # not run again
 TERMINAL = (*FINISHED, "error", "killed")
@@ -61,9 +59,11 @@ class StepTime:
 class Time:
     """When, and how many seconds what took; `steps` that were trained, in all processes that worked on the run.
 
-    `prepare_s` ends before the first step: data, features, model, the measured matrix rate, the compiler's imports, and
-    the start of its processes, which go on meanwhile. `compile_s` is a part of `train_s` (Meter.compile_s). `wall_s` is
-    all of these, `eval_s` and the writing of the model, and `notebook_s` its process's imports as well.
+    `first_step_s` is from the process's start to the end of its first training step, null where the process had served
+    another run. `prepare_s` ends before the first step: data, features, model, the measured matrix rate, the compiler's
+    imports, and the start of its processes, which go on meanwhile. `compile_s` is a part of `train_s`
+    (Meter.compile_s). `wall_s` is all of these, `eval_s` and the writing of the model, and `notebook_s` its process's
+    imports as well.
 
     `data_ms` is the host's time for the inputs of a measured step, the median, of the first process where there are
     several. Most of it passes while the GPU computes, so that the GPU waits for data that long at most. Null where
@@ -75,6 +75,7 @@ class Time:
     prepare_s: Number = None
     compile_s: Number = None
     compile_cached: bool | None = None
+    first_step_s: Number = None
     train_s: Number = None
     eval_s: Number = None
     wall_s: Number = None
@@ -87,21 +88,26 @@ class Time:
 
 @dataclass
 class Speed:
-    """Rates over the measured steps; `mfu` and `hfu` are shares of the matrix rate that the run measured itself.
+    """Rates over the measured steps. Of language models, and of questions too, `tokens_per_s` leaves out padding and
+    `tokens_per_s_padded` counts it.
 
-    `utilisation` is the share of the time in which the run's own GPU was busy, by NVML, the mean over the processes;
-    `utilisation_polled` the mean of what nvidia-smi said after each step, over all GPUs of the host (row P0-polled).
+    `gemm_utilization` is the share of the matrix rate that the run measured itself (`gemm_tflops_measured`), by the
+    FLOPs of tokens without padding; `gemm_utilization_padded` by all that is computed, what is recomputed as well.
+    `mfu` is the first as a share of the rate in the card's data sheet. `gpu_busy` is the share of the time in which the
+    run's own GPU was busy, by NVML, the mean over the processes; `gpu_busy_polled` the mean of what nvidia-smi said
+    after each step, over all GPUs of the host (variant P0-polled).
     """
 
-    features_per_s: Number = None
+    samples_per_s: Number = None
     tokens_per_s: Number = None
-    real_tokens_per_s: Number = None
+    tokens_per_s_padded: Number = None
     pad_fraction: Number = None
+    gemm_utilization: Number = None
+    gemm_utilization_padded: Number = None
     mfu: Number = None
-    hfu: Number = None
-    peak_tflops_measured: Number = None
-    utilisation: Number = None
-    utilisation_polled: Number = None
+    gemm_tflops_measured: Number = None
+    gpu_busy: Number = None
+    gpu_busy_polled: Number = None
 
 
 @dataclass
@@ -119,7 +125,7 @@ class Memory:
 
 @dataclass
 class Energy:
-    joules_per_feature: Number = None
+    joules_per_sample: Number = None
 
 
 @dataclass
@@ -147,8 +153,8 @@ class Scoring:
 
 @dataclass
 class Noise:
-    """Of the gradient over all data the square norm, and the variance that a feature adds (measure/goodput.py); means
-    over the last 32,000 features or so of `steps`."""
+    """Of the gradient over all data the square norm, and the variance that a sample adds (measure/goodput.py); means
+    over the last 32,000 samples or so of `steps`."""
 
     sqr: Number = None
     var: Number = None
@@ -162,10 +168,10 @@ class Parallel:
     around the model, DistributedDataParallel or DeepSpeedEngine. A pipeline has `stages`, a `schedule` and a
     `bubble`, the share of a step in which the process that waits most does so, beside what the formula says
     (train/pipeline.py); `rank_computing_ms` is how long each computes in a step, and says whether stages are balanced.
-    `link` is how the GPUs are connected: machine.link(); `rank_*` have a value for each process, by its rank;
-    `allreduce_gbs` is the bus bandwidth of one reduction; of a step, `busy_ms` is how long a GPU computes and
-    `exposed_ms` how long it only communicates, means over the processes (measure/overlap.py); `goodput` is features
-    a second times `efficiency` (measure/goodput.py)."""
+    `interconnect` is how the GPUs are connected (measure/hardware.py); `rank_*` have a value for each process, by its
+    rank; `allreduce_gbs` is the bus bandwidth of one reduction; of a step, `busy_ms` is how long a GPU computes and
+    `exposed_ms` how long it only communicates, means over the processes (measure/overlap.py); `goodput` is samples a
+    second times `efficiency` (measure/goodput.py)."""
 
     world: int | None = None
     replicas: int | None = None
@@ -175,7 +181,7 @@ class Parallel:
     bubble: Number = None
     bubble_formula: Number = None
     backend: str | None = None
-    link: str | None = None
+    interconnect: str | None = None
     allreduce_gbs: Number = None
     busy_ms: Number = None
     exposed_ms: Number = None
@@ -205,7 +211,7 @@ SCORING = {
 
 @dataclass
 class Asked:
-    """What of the spec tables and figures rely on; `settings` and `scale` hold more than is named here."""
+    """What of the spec tables and figures rely on; `settings` and `preset` hold more than is named here."""
 
     variant: str = ""
     seed: int = 0
@@ -215,7 +221,7 @@ class Asked:
     stages: int | None = None
     search: str = ""
     sm: int | None = None
-    scale: dict = field(default_factory=dict)
+    preset: dict = field(default_factory=dict)
     settings: dict = field(default_factory=dict)
     adjusted: list = field(default_factory=list)
     planned_steps: int | None = None
@@ -294,7 +300,7 @@ def duration(seconds: float) -> str:
 
 def new_record(spec: Spec, env: dict) -> dict:
     """A record of status `running`: what is known before the work begins, and null for everything else."""
-    task = SCORING[spec.scale.task]
+    task = SCORING[spec.preset.task]
     record = Record(
         run_id=spec.run_id,
         group=spec.group,
@@ -307,7 +313,7 @@ def new_record(spec: Spec, env: dict) -> dict:
             stages=spec.stages,
             search=spec.search,
             sm=spec.sm,
-            scale=dataclasses.asdict(spec.scale),
+            preset=dataclasses.asdict(spec.preset),
             settings=dataclasses.asdict(spec.asked),
             adjusted=spec.adjusted,
         ),
@@ -415,18 +421,22 @@ def strict_json(text: str) -> object:
 
 
 def read_record(run_dir: Path) -> dict:
-    """The record of a run's folder, in today's form: a setting that came after it is at its default. Raises RecordError
-    when it is absent, broken, of a schema that is not known, or holds a value of another type than the schema says."""
+    """The record of a run's folder. Raises RecordError when it is absent, broken, of a schema that is not known, or
+    holds a value of another type than the schema says."""
     path = run_dir / "record.json"
-    record = _document(path, SCHEMA, FIRST_SCHEMA)
+    return checked(path, document(path, SCHEMA))
+
+
+def checked(path: Path, record: dict) -> dict:
+    """A record read from `path`, with the defaults of fields that came after it. Raises RecordError."""
     try:
-        if record["schema"] == FIRST_SCHEMA:
-            record = _renewed(record)
         _check(record, Record)
-        for name, unnamed in (("settings", Settings()), ("scale", Scale(name=""))):  # as in the hash of a run
+        for name, unnamed in (("settings", Settings()), ("preset", Preset(name=""))):  # as in the hash of a run
             record["spec"][name] = dataclasses.asdict(unnamed) | record["spec"][name]
-        known = {field.name for field in dataclasses.fields(Scale)}
-        Scale(**{name: value for name, value in record["spec"]["scale"].items() if name in known})  # which checks them
+        known = {field.name for field in dataclasses.fields(Preset)}
+        Preset(
+            **{name: value for name, value in record["spec"]["preset"].items() if name in known}
+        )  # which checks them
         for name, section in (("commit", "code"), ("name", "data"), ("sha256", "data"), ("revision", "model")):
             _require(record[section].get(name), str | None if name == "commit" else str, f"{section}.{name}")
         whole_number("spec.settings.micro_batch", record["spec"]["settings"]["micro_batch"], 1)
@@ -453,7 +463,7 @@ def read_document(path: Path) -> object:
 def read_quantized(folder: Path) -> dict:
     """The quantized.json of a run's model-<width>/. Raises RecordError as read_record does."""
     path = folder / "quantized.json"
-    found = _document(path, QUANTIZED_SCHEMA)
+    found = document(path, QUANTIZED_SCHEMA)
     try:
         _check(found, Quantized)
     except TypeError as problem:
@@ -461,14 +471,14 @@ def read_quantized(folder: Path) -> dict:
     return found
 
 
-def _document(path: Path, *schemas: str) -> dict:
-    """A file's JSON, of one of these schemas. Raises RecordError, which names it."""
+def document(path: Path, known: str) -> dict:
+    """A file's JSON, of a known schema. Raises RecordError, which names it."""
     found = read_document(path)
     if found is None:
         raise RecordError(f"{path}: no record")
     schema = found.get("schema") if isinstance(found, dict) else None
-    if schema not in schemas:
-        raise RecordError(f"{path}: schema {schema!r} is not known to this version, which reads {schemas[0]!r}")
+    if schema != known:
+        raise RecordError(f"{path}: schema {schema!r} is not known to this version, which reads {known!r}")
     return found
 
 
@@ -505,27 +515,6 @@ def _require(value: object, kind, key: str) -> None:
     truth = isinstance(value, bool) and bool not in (kind, *get_args(kind))  # which Python takes for a number
     if truth or not isinstance(value, kind):
         raise TypeError(f"{key} is {str(value)[:40]!r}")
-
-
-def _renewed(record: dict) -> dict:
-    """A record of the first schema in today's form; where it says less than what ran, `adjusted` says what did.
-
-    That schema knew half-precision weights as a setting beside the optimizer, and wrote `fused` for the optimizer with
-    masters that came with them; and `adamw` for transformers.Trainer, which took its own.
-    """
-    spec, settings, scale = record["spec"], record["spec"]["settings"], record["spec"]["scale"]
-    half, on_gpu = settings.pop("weights") == "half", record["env"]["gpu"] is not None
-    settings["optimizer"] = "master" if half else settings["optimizer"]
-    if half and on_gpu:
-        spec["adjusted"].append("optimizer: master, which the record calls fused with half weights")
-    if settings["engine"] == "trainer":
-        spec["adjusted"].append(TRAINER_OPTIMIZER)
-    search = "tune" if scale["name"] == "tune" else "fit-batch" if scale["name"].startswith("fit-") else ""
-    sm = int(scale["name"].rpartition("-sm")[2]) if search == "fit-batch" else None
-    spec |= {"hardware": hardware_name(record["env"]["gpu"]), "world": 1, "search": search, "sm": sm}
-    scale["task"] = "qa"
-    shared = dataclasses.asdict(Parallel())
-    return record | {"schema": SCHEMA, "task": dataclasses.asdict(SCORING["qa"]), "parallel": shared}
 
 
 @contextlib.contextmanager

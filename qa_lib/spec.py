@@ -1,4 +1,4 @@
-"""Row x scale x seed x machine: one run, completely, as a frozen `Spec` whose hash names it.
+"""Row x preset x seed x machine: one run, completely, as a frozen `Spec` whose hash names it.
 
 Standard library only, so that the driver and the tests can plan a sweep without importing torch.
 """
@@ -46,7 +46,7 @@ def stride_of(max_length: int, usual: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scale:
+class Preset:
     """How much work, on what. Learning-rate schedule and effective batch belong here, so that rows stay comparable."""
 
     name: str
@@ -70,7 +70,7 @@ class Scale:
     limit_gib: float | None = None  # GPU memory that the run may take; None: all there is
 
     def __post_init__(self):
-        for name, kind in _scale_types().items():
+        for name, kind in _preset_types().items():
             value = getattr(self, name)
             if kind in (int, int | None) and value is not None:
                 whole_number(name, value, 0 if name in ("stride", "measure_from", "checkpoint_every") else 1)
@@ -91,7 +91,7 @@ class Scale:
         return self.batch_tokens // self.max_length if self.batch_tokens else self.effective_batch
 
 
-_scale_types = cache(partial(get_type_hints, Scale))
+_preset_types = cache(partial(get_type_hints, Preset))
 
 
 _TO_COMPARE = {"epochs": 3, "quality": True}  # three epochs, scored
@@ -99,45 +99,45 @@ _TEXT = {
     "task": "lm", "model": "gpt2:L12H768", "data": "Salesforce/wikitext:wikitext-103-raw-v1", "max_length": 1024,
     "stride": 64, "batch_tokens": 32_768, "learning_rate": 6e-4, "recipe_rates": False,
 }  # fmt: skip
-SCALES = {
-    scale.name: scale
-    for scale in [
-        Scale(
+PRESETS = {
+    preset.name: preset
+    for preset in [
+        Preset(
             name="smoke", model="tiny", data="synthetic:1600", max_length=96, stride=32, effective_batch=16,
             learning_rate=4e-3, recipe_rates=False, steps=400, measure_from=30, quality=True, checkpoint_every=100,
             time_limit_s=300, threads=1,
         ),
-        Scale(name="bench", steps=600),
+        Preset(name="bench", steps=600),
         # Of rows in several processes, which start slowly: enough steps to time.
-        Scale(name="parallel", steps=150, measure_from=50),
+        Preset(name="parallel", steps=150, measure_from=50),
         # The seeds' protocol for memory: one step to settle, one to measure, each of one micro-batch.
-        Scale(name="vram", effective_batch=None, steps=2, measure_from=1, time_limit_s=900),
+        Preset(name="vram", effective_batch=None, steps=2, measure_from=1, time_limit_s=900),
         # For curves over micro-batch and length, and the search of the largest micro-batch under a cap on memory.
-        Scale(name="fit", effective_batch=None, steps=60, measure_from=30, time_limit_s=900),
+        Preset(name="sizing", effective_batch=None, steps=60, measure_from=30, time_limit_s=900),
         # For differences between rows with intervals over seeds; 2e-4 was the best rate tried for A1 (group *-tune).
-        Scale(name="quality", model="", data="", learning_rate=2e-4, **_TO_COMPARE),
+        Preset(name="quality", model="", data="", learning_rate=2e-4, **_TO_COMPARE),
         # For what a batch is worth: the noise of gradients, steps to one loss (rows of family P, with --batch).
-        Scale(name="slides", model="", data="", learning_rate=2e-4, **_TO_COMPARE),
-        Scale(name="full", checkpoint_every=500, time_limit_s=6 * 3600, **_TO_COMPARE),
-        Scale(name="local", model="", data="", checkpoint_every=500, time_limit_s=6 * 3600, **_TO_COMPARE),
-        Scale(
+        Preset(name="critical-batch", model="", data="", learning_rate=2e-4, **_TO_COMPARE),
+        Preset(name="full", checkpoint_every=500, time_limit_s=6 * 3600, **_TO_COMPARE),
+        Preset(name="local", model="", data="", checkpoint_every=500, time_limit_s=6 * 3600, **_TO_COMPARE),
+        Preset(
             name="lm-smoke", task="lm", model="gpt2:L2H64V1024", data="synthetic:1600", max_length=64, stride=32,
             batch_tokens=1024, learning_rate=5e-3, recipe_rates=False, steps=120, measure_from=30, quality=True,
             checkpoint_every=60, time_limit_s=300, threads=1,
         ),
-        Scale(name="lm-bench", steps=150, measure_from=50, **_TEXT),
-        # As `fit`, and with positions for every context length up to 16,384.
-        Scale(
-            name="lm-fit", effective_batch=None, steps=60, measure_from=30, time_limit_s=900,
+        Preset(name="lm-bench", steps=150, measure_from=50, **_TEXT),
+        # As `sizing`, and with positions for every context length up to 16,384.
+        Preset(
+            name="lm-sizing", effective_batch=None, steps=60, measure_from=30, time_limit_s=900,
             **_TEXT | {"model": "gpt2:L12H768P16384", "batch_tokens": None},
         ),
         # Small enough for differences between rows, sizes and context lengths over seeds.
-        Scale(
+        Preset(
             name="lm-quality",
             **_TEXT | _TO_COMPARE
             | {"model": "gpt2:L6H384V16384", "data": "", "max_length": 512, "learning_rate": 1e-3},
         ),
-        Scale(
+        Preset(
             name="lm-full", checkpoint_every=500, time_limit_s=6 * 3600,
             **_TEXT | {"batch_tokens": 131_072} | _TO_COMPARE,
         ),
@@ -145,11 +145,11 @@ SCALES = {
 }  # fmt: skip
 
 
-def find_scale(name: str) -> Scale:
-    """The scale of that name; UnknownName otherwise."""
-    if name not in SCALES:
-        raise UnknownName(nearest("scale", name, SCALES))
-    return SCALES[name]
+def find_preset(name: str) -> Preset:
+    """The preset of that name; UnknownName otherwise."""
+    if name not in PRESETS:
+        raise UnknownName(nearest("preset", name, PRESETS))
+    return PRESETS[name]
 
 
 HEAD, BYTES = 64, 256  # width of a head; tokens that a byte-level vocabulary has before it merges any
@@ -221,8 +221,8 @@ def missing(settings: Settings, machine: Machine, world: int = 1) -> str | None:
             not machine.gpus or (machine.compiler and machine.sm >= SINCE["triton"]),
             "needs Triton where there is a GPU, and one of compute capability 7.5 or newer",
         ),
-        "products": (
-            not machine.gpus or machine.sm >= SINCE["products"],
+        "triton-dot": (
+            not machine.gpus or machine.sm >= SINCE["triton-dot"],
             "needs a GPU of compute capability 8.0 or newer (matrix products in Triton)",
         ),
         "compiler": (machine.compiler, "torch.compile needs a C++ compiler (g++), or Triton with a GPU"),
@@ -245,23 +245,25 @@ def adjust(settings: Settings, machine: Machine) -> tuple[Settings, list[str]]:
             changes["precision"] = "fp32"
             said.append(f"precision: fp32, since {settings.precision} autocast needs a GPU")
         if settings.half_weights:
-            changes["optimizer"] = "fused"
-            said.append("optimizer: fused, since fp32 weights need no masters")
-        if settings.step == "graph":
-            changes["step"] = "eager"
-            said.append("step: eager, since a CUDA graph needs a GPU")
-    if settings.engine == "trainer" and settings.optimizer != "fused":
-        changes["optimizer"] = "fused"
+            changes["optimizer"] = "adamw-fused"
+            said.append("optimizer: adamw-fused, since fp32 weights need no masters")
+        if settings.cuda_graph:
+            changes["cuda_graph"] = False
+            said.append("cuda_graph: False, since it needs a GPU")
+    if settings.engine == "trainer" and settings.optimizer != "adamw-fused":
+        changes["optimizer"] = "adamw-fused"
         said.append(TRAINER_OPTIMIZER)
     if settings.padding == "packed" and settings.attention == "sdpa":
-        changes["attention"] = "flash" if machine.sm >= SINCE["sm80"] else "efficient" if machine.gpus else "blockmask"
-        said.append(f"attention: {changes['attention']}, the kernel for packed rows here")
+        on_gpu = "flash" if machine.sm >= SINCE["sm80"] else "efficient"
+        changes["attention"] = on_gpu if machine.gpus else "block-diagonal"
+        said.append(f"attention: {changes['attention']}, the kernel for packed sequences here")
     return dataclasses.replace(settings, **changes), said
 
 
-TRAINER_OPTIMIZER = "optimizer: fused, which transformers.Trainer takes by itself"
+TRAINER_OPTIMIZER = "optimizer: adamw-fused, which transformers.Trainer takes by itself"
 
 
+IDENTITY = 1  # the version of what a run's hash covers, and of the names in it
 WORLD = 2  # processes of a parallel row that is asked for without a number
 
 
@@ -271,12 +273,12 @@ class Spec:
 
     `asked` are the row's settings, `settings` what this machine makes of them, each change said in `adjusted`.
     `data_source` and `model_source` say where to load from; paths differ between machines, so they are not hashed.
-    `search` names the verb of whose search the run is a try ("tune", "fit-batch"), and `sm` the compute capability x 10
+    `search` names the verb of whose search the run is a try ("tune", "max-batch"), and `sm` the compute capability x 10
     whose kernels that search allowed; "" and None otherwise.
     """
 
     variant: str
-    scale: Scale
+    preset: Preset
     seed: int
     asked: Settings
     settings: Settings
@@ -299,10 +301,12 @@ class Spec:
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the canonical JSON of what defines the run; a field at its default adds nothing to it."""
+        """SHA-256 of the canonical JSON of what defines the run. Of settings and preset, fields that differ from their
+        defaults: a new one whose default means what was so before moves no hash."""
         content = {
-            "settings": _canonical(_as_first_named(self.asked), _FIRST_SETTINGS),
-            "scale": _canonical(dataclasses.asdict(self.scale), _FIRST_SCALE, Scale(name="")),
+            "version": IDENTITY,
+            "settings": _differing(self.asked, Settings()),
+            "preset": _differing(self.preset, Preset(name="")),
             "seed": self.seed,
             "data": self.data,
             "model": self.model,
@@ -310,7 +314,7 @@ class Spec:
         if self.asked.trainable != "all":  # a name does not say which rank and rate it stood for
             content["recipe"] = dataclasses.asdict(find_recipe(self.asked.trainable))
         content |= {name: number for name in ("world", "stages") if (number := getattr(self, name)) != 1}
-        return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        return sha256_of_json(content)
 
     @property
     def recipe(self) -> Recipe:
@@ -319,8 +323,8 @@ class Spec:
     @property
     def group(self) -> str:
         """The folder that holds this run and those it is compared with; what they have in common is in the record."""
-        named = {"qa", *self.scale.name.split("-")}  # a scale may name its task itself
-        return "-".join([self.hardware, self.scale.name] + [self.scale.task] * (self.scale.task not in named))
+        named = {"qa", *self.preset.name.split("-")}  # a preset may name its task itself
+        return "-".join([self.hardware, self.preset.name] + [self.preset.task] * (self.preset.task not in named))
 
     @property
     def run_id(self) -> str:
@@ -334,8 +338,8 @@ class Spec:
     @property
     def micro_batches(self) -> int:
         """Micro-batches of an optimizer step, of all processes together."""
-        if self.scale.batch:
-            return self.scale.batch // self.settings.micro_batch
+        if self.preset.batch:
+            return self.preset.batch // self.settings.micro_batch
         return 1 if self.settings.parallel == "tensor" else self.world
 
     @property
@@ -347,15 +351,15 @@ class Spec:
 def replicas(spec: Spec, world: int) -> int:
     """In how many shares `world` processes work on a step's micro-batches: the processes of a pipeline share one, and
     those of a tensor-parallel run take all. Raises SpecError for processes that cannot share a step evenly."""
-    stages, schedule, scale = spec.stages, spec.settings.schedule, spec.scale
+    stages, schedule, preset = spec.stages, spec.settings.schedule, spec.preset
     if world % stages:
         raise SpecError(f"{world} processes do not make up pipelines of {stages}")
     shares = 1 if spec.settings.parallel == "tensor" else world // stages
     each, rest = divmod(spec.micro_batches, shares)
     if rest:
         raise SpecError(
-            f"{world} processes do not divide the {spec.micro_batches} micro-batches of a step at scale "
-            f"{scale.name!r}, which are {scale.batch} features by {spec.settings.micro_batch}"
+            f"{world} processes do not divide the {spec.micro_batches} micro-batches of a step at preset "
+            f"{preset.name!r}, which are {preset.batch} features by {spec.settings.micro_batch}"
         )
     if (schedule == "1f1b" and each < stages) or (schedule == "interleaved" and each % stages):
         wanted = "at least as many micro-batches as" if schedule == "1f1b" else "a multiple in micro-batches of"
@@ -373,35 +377,20 @@ def unshared(spec: Spec, shape: Mapping[str, int]) -> str | None:
     return None
 
 
-# The fields that the first records hashed, whatever their values. They stay in every hash, so that those runs
-# keep their names; a field that came later is hashed only where it differs from its default.
-_FIRST_SETTINGS = (
-    "engine precision attention projections dropout feed_forward compile padding order trainable optimizer weights "
-    "step checkpointing join micro_batch"
-).split()
-_FIRST_SCALE = (
-    "name model data max_length stride effective_batch learning_rate warmup steps epochs measure_from quality "
-    "checkpoint_every time_limit_s threads limit_gib"
-).split()
+def _differing(values: Settings | Preset, defaults: Settings | Preset) -> dict:
+    """The fields whose values are not those of `defaults`."""
+    usual = dataclasses.asdict(defaults)
+    return {name: value for name, value in dataclasses.asdict(values).items() if value != usual[name]}
 
 
-def _as_first_named(settings: Settings) -> dict:
-    """Settings by the names of the first records, which knew half-precision weights as a setting of their own and
-    called the optimizer that comes with them fused."""
-    values = dataclasses.asdict(settings)
-    values["weights"] = "half" if settings.half_weights else "fp32"
-    return values | ({"optimizer": "fused"} if settings.optimizer == "master" else {})
-
-
-def _canonical(values: dict, first: list[str], defaults: object = None) -> dict:
-    """Of a dataclass's values those that a hash covers: the `first` fields, and what differs from its default."""
-    defaults = defaults or Settings()
-    return {name: value for name, value in values.items() if name in first or value != getattr(defaults, name)}
+def sha256_of_json(content: object) -> str:
+    """SHA-256, in hexadecimal digits, of the canonical JSON of a value."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def resolve(
     variant: str,
-    scale: str,
+    preset: str,
     seed: int,
     machine: Machine,
     data: dict,
@@ -416,14 +405,14 @@ def resolve(
     max_length: int | None = None,
     batch: int | None = None,
 ) -> Spec:
-    """Variant x scale x seed to the spec of one run on this machine.
+    """Variant x preset x seed to the spec of one run on this machine.
 
     `data` and `model` are identities and `*_source` where to load them from (see Spec). `micro_batch` replaces the
-    row's, `epochs`, `learning_rate`, `max_length` and `batch` (features of an optimizer step) the scale's, unless they
+    row's, `epochs`, `learning_rate`, `max_length` and `batch` (features of an optimizer step) the preset's, unless they
     are 0 or None; without `world` a parallel row has WORLD processes, and without `stages` a pipeline goes through all
     of them. Raises UnknownName, and SpecError for a row of another task and a number that cannot be.
     """
-    asked, size = find_variant(variant).settings, find_scale(scale)
+    asked, size = find_variant(variant).settings, find_preset(preset)
     sizes = {"micro_batch": micro_batch, "world": world, "epochs": epochs, "stages": stages, "max_length": max_length}
     sizes = {name: whole_number(name, number or 0, 0) for name, number in (sizes | {"batch": batch}).items()}
     micro_batch, world, epochs, stages, max_length, batch = sizes.values()
@@ -432,8 +421,8 @@ def resolve(
     if micro_batch:
         asked = dataclasses.replace(asked, micro_batch=micro_batch)
     if (task := find_variant(variant).task) != size.task:
-        raise SpecError(f"{variant} is a row of task {task}, and scale {scale!r} of task {size.task}")
-    if size.task == "qa" and asked.step == "graph" and asked.padding != "packed":
+        raise SpecError(f"{variant} is a row of task {task}, and preset {preset!r} of task {size.task}")
+    if size.task == "qa" and asked.cuda_graph and asked.padding != "packed":
         raise SpecError(f"{variant}: the mask of padded rows is made on the host, and a graph has no host")
     if epochs:
         size = dataclasses.replace(size, steps=None, epochs=epochs)
@@ -445,15 +434,15 @@ def resolve(
         size = dataclasses.replace(size, effective_batch=batch, batch_tokens=None)
     if not 0 < size.stride < size.max_length <= (size.batch_tokens or size.max_length):
         raise SpecError(
-            f"{size.max_length} tokens are too few or too many: a feature of scale {scale!r} has at least 3, and at "
+            f"{size.max_length} tokens are too few or too many: a feature of preset {preset!r} has at least 3, and at "
             f"most {size.batch_tokens or 'what the model takes'}"
         )
     if size.batch_tokens and size.batch_tokens % size.max_length:
         whole = [n for n in range(3, size.batch_tokens + 1) if size.batch_tokens % n == 0]
         nearest = [n for n in whole if n < size.max_length][-1:] + [n for n in whole if n > size.max_length][:1]
         raise SpecError(
-            f"features of {size.max_length} tokens do not make up the {size.batch_tokens:,} tokens of a step at scale "
-            f"{scale!r}: take {' or '.join(map(str, nearest))} tokens, or give --batch"
+            f"features of {size.max_length} tokens do not make up the {size.batch_tokens:,} tokens of a step at preset "
+            f"{preset!r}: take {' or '.join(map(str, nearest))} tokens, or give --batch"
         )
     if (shape := find_shape(model_source)) and size.max_length > shape.positions:
         longer = re.sub(r"(P\d+)?$", f"P{size.max_length}", model_source, count=1)
@@ -463,7 +452,7 @@ def resolve(
         )
     if (size.batch or asked.micro_batch) % asked.micro_batch:
         raise SpecError(
-            f"micro-batch {asked.micro_batch} does not divide the effective batch {size.batch} of scale {scale!r}"
+            f"micro-batch {asked.micro_batch} does not divide the effective batch {size.batch} of preset {preset!r}"
         )
     world = world or (1 if asked.parallel == "none" else max(WORLD, stages or 1))
     stages = stages or (world if asked.parallel == "pipeline" else 1)
@@ -474,7 +463,7 @@ def resolve(
     settings, adjusted = adjust(asked, machine)
     spec = Spec(
         variant=variant,
-        scale=size,
+        preset=size,
         seed=seed,
         asked=asked,
         settings=settings,
@@ -496,13 +485,13 @@ def describe(spec: Spec) -> str:
     """What a notebook shows of its row, as Markdown: why it exists and how its settings differ from its parent's."""
     row = VARIANTS[spec.variant]
     base = dataclasses.asdict(VARIANTS[row.parent].settings) if row.parent else {}
-    scale = spec.scale
-    length = f"{scale.steps:,} steps" if scale.steps else f"{scale.epochs:g} epochs"
-    batch = scale.batch or spec.settings.micro_batch
+    preset = spec.preset
+    length = f"{preset.steps:,} steps" if preset.steps else f"{preset.epochs:g} epochs"
+    batch = preset.batch or spec.settings.micro_batch
     lines = [
-        f"**{row.name}** at scale **{scale.name}**, seed {spec.seed}. {row.why}\n",
-        f"Model {spec.model['name']} on {spec.data['name']}: {length} of {batch} features, each of {scale.max_length} "
-        f"tokens at most, of which neighbours share {scale.stride}; learning rate {scale.learning_rate:g}.\n",
+        f"**{row.name}** at preset **{preset.name}**, seed {spec.seed}. {row.why}\n",
+        f"Model {spec.model['name']} on {spec.data['name']}: {length} of {batch} features, each of {preset.max_length} "
+        f"tokens at most, of which neighbours share {preset.stride}; learning rate {preset.learning_rate:g}.\n",
     ]
     lines += [f"| setting | {row.parent or '–'} | {row.name} |", "|---|---|---|"]
     for key, value in dataclasses.asdict(spec.asked).items():

@@ -45,7 +45,7 @@ def spec_of(case: dict):
         world=world, stages=case.get("stages"),
     )  # fmt: skip
     settings = dataclasses.replace(spec.settings, **{"compile": "none"} | case.get("settings", {}))
-    scale = dataclasses.replace(spec.scale, **scale | case.get("scale", {}))
+    scale = dataclasses.replace(spec.preset, **scale | case.get("scale", {}))
     return dataclasses.replace(spec, scale=scale, settings=settings)
 
 

@@ -1,4 +1,4 @@
-"""Made-up records of rows on several GPUs, as `sweep --scale parallel` and `--scale slides` leave them.
+"""Made-up records of rows on several GPUs, as `sweep --preset parallel` and `--preset critical-batch` leave them.
 
 Each number follows from a law that is written here, so that a test can say what a table has to find.
 """
@@ -50,7 +50,7 @@ def timed(runs, variant, seed=0, *, ms, world=1, batch=32, **more):
     """A run of scale `parallel` whose steps take so many milliseconds, some percent more or less by its seed; those of
     process n take n percent longer than the first's, twice that with seed 1, and thrice with seed 2."""
     ms *= 1 + 0.01 * (seed - 1)
-    speed = {"speed.features_per_s": 1e3 * batch / ms, "time.step_ms.median": ms}
+    speed = {"speed.samples_per_s": 1e3 * batch / ms, "time.step_ms.median": ms}
     peaks = {"parallel.rank_peak_mib": {str(rank): 3000.0 + 10 * rank for rank in range(world)}}
     steps = {"parallel.rank_step_ms": {str(rank): ms * (1 + 0.01 * rank * (seed + 1)) for rank in range(world)}}
     memory = {"memory.peak_alloc_mib": 3000.0} | (peaks | steps if world > 1 else {})
@@ -58,19 +58,19 @@ def timed(runs, variant, seed=0, *, ms, world=1, batch=32, **more):
 
 
 def parallel_group(runs):
-    """P-fast takes 2 ms, 0.25 ms for each feature of a GPU, and 1 ms of waiting where there are several; P1 takes 1.6
-    ms for each feature. Three seeds each; pipelines once."""
+    """P-one-bucket takes 2 ms, 0.25 ms for each feature of a GPU, and 1 ms of waiting where there are several; P1 takes
+    1.6 ms for each feature. Three seeds each; pipelines once."""
     for seed in range(3):
         for batch in (8, 16, 32, 64, 128):
-            timed(runs, "E-best", seed, ms=2 + 0.25 * batch, batch=batch, micro_batch=min(batch, 32))
+            timed(runs, "E-dropout", seed, ms=2 + 0.25 * batch, batch=batch, micro_batch=min(batch, 32))
         timed(runs, "A1", seed, ms=51.2)
         for world in (1, 2, 4):
             for batch in {32, 32 * world, 128}:
                 waits = 1.0 if world > 1 else 0.0
                 ms, more = 2 + 0.25 * batch / world + waits, {"parallel.exposed_ms": waits} if waits else {}
-                timed(runs, "P-fast", seed, ms=ms, world=world, batch=batch, **more)
+                timed(runs, "P-one-bucket", seed, ms=ms, world=world, batch=batch, **more)
                 timed(runs, "P1", seed, ms=1.6 * batch / world, world=world, batch=batch)
-    timed(runs, "E5-eager", ms=20.0)
+    timed(runs, "E-masters-eager", ms=20.0)
     measured = {
         "parallel.bubble": 0.24,
         "parallel.bubble_formula": 0.2,
@@ -98,15 +98,17 @@ def slides_group(runs):
     noise = {"parallel.noise": {"sqr": 1e-3, "var": 1e-3 * PHI, "steps": 1000}}
     for batch, seed in product((16, 32, 64), range(3)):
         world = 1 if seed else batch // 16  # one GPU may stand for several, with all of their batch
-        more = {"spec.planned_steps": FEATURES // batch, "quality.loss": 1.1, "speed.utilisation": 0.9}
-        write(runs, "P0", "slides", seed, world=world, batch=batch, micro_batch=batch // world,
+        more = {"spec.planned_steps": FEATURES // batch, "quality.loss": 1.1, "speed.gpu_busy": 0.9}
+        write(runs, "P0", "critical-batch", seed, world=world, batch=batch, micro_batch=batch // world,
               log=made_log(batch, seed, phi=False), **more | {"time.step_ms.median": 60.0})  # fmt: skip
-    write(runs, "P0", "slides", name="P0-polled", world=2, batch=32, micro_batch=16,
-          **{"time.step_ms.median": 500.0, "speed.utilisation": 0.1, "speed.utilisation_polled": 0.12})  # fmt: skip
+    write(runs, "P0", "critical-batch", name="P0-polled", world=2, batch=32, micro_batch=16,
+          **{"time.step_ms.median": 500.0, "speed.gpu_busy": 0.1, "speed.gpu_busy_polled": 0.12})  # fmt: skip
     for seed in range(3):
         noise["parallel.noise"]["var"] = 1e-3 * PHI * (1 + 0.02 * seed)
         for batch in (32, 64, 128):
-            write(runs, "P-fast", "slides", seed, world=2, batch=batch, log=made_log(batch, seed), **noise)
-        write(runs, "P-sharded", "slides", seed, world=2, log=made_log(32, seed), **noise)
-        write(runs, "P-1f1b", "slides", seed, world=4, stages=2, log=made_log(32, seed), **noise)
-        write(runs, "P-fast", "slides", seed, world=4, log=made_log(32, seed), **noise)
+            write(
+                runs, "P-one-bucket", "critical-batch", seed, world=2, batch=batch, log=made_log(batch, seed), **noise
+            )
+        write(runs, "P-zero1", "critical-batch", seed, world=2, log=made_log(32, seed), **noise)
+        write(runs, "P-1f1b", "critical-batch", seed, world=4, stages=2, log=made_log(32, seed), **noise)
+        write(runs, "P-one-bucket", "critical-batch", seed, world=4, log=made_log(32, seed), **noise)

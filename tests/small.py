@@ -15,11 +15,11 @@ from pathlib import Path
 from qa_lib import record
 from qa_lib.__main__ import main
 from qa_lib.run.plan import plan
-from qa_lib.spec import SCALES, Machine, Spec
+from qa_lib.spec import PRESETS, Machine, Spec
 
 STEPS = 40
-SCALES["test"] = dataclasses.replace(
-    SCALES["smoke"],
+PRESETS["test"] = dataclasses.replace(
+    PRESETS["smoke"],
     name="test",
     threads=None,
     data="synthetic:80",
@@ -100,10 +100,10 @@ def write_notebook(
 
 def stand_in(put=setattr) -> None:
     """Put this lab in the place of the repository's notebooks and of the driver's probe."""
-    from qa_lib.run import fitbatch, sweep, tune
+    from qa_lib.run import max_batch, sweep, tune
 
     put(sweep, "notebook_of", lambda variant: Path(os.environ["SMALL_NOTEBOOK"]))
-    for verb in (sweep, tune, fitbatch):
+    for verb in (sweep, tune, max_batch):
         put(verb, "probe", probed)
     if "SMALL_PLAIN" in os.environ:
         put(sweep, "notebook_command", plain_command)

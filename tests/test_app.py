@@ -290,13 +290,13 @@ def test_a_question_that_would_cut_its_paragraph_into_very_many_pieces_is_refuse
 def test_the_best_model_comes_first_and_those_of_synthetic_text_last(runs, tmp_path):
     for variant in ("A1", "A2"):
         shutil.copytree(folder_of(runs, variant).parent, tmp_path / key_of(runs, variant))
-    real = shutil.copytree(folder_of(runs).parent, tmp_path / "h200-local" / "E1-s2-aaaaaa")
+    real = shutil.copytree(folder_of(runs).parent, tmp_path / "h200-local" / "E-packed-s2-aaaaaa")
     entry = json.loads((real / "record.json").read_text())
     entry["data"]["name"], entry["quality"]["best_f1"] = "squad", 76.0
-    entry["spec"] |= {"variant": "E1", "seed": 2}
+    entry["spec"] |= {"variant": "E-packed", "seed": 2}
     (real / "record.json").write_text(json.dumps(entry))
     found = offered(tmp_path)
-    assert [choice.name for choice in found[:2]] == ["E1-s2 · smoke · F1 76.0", "A2-s0 · smoke · F1 99.9"]
+    assert [choice.name for choice in found[:2]] == ["E-packed-s2 · smoke · F1 76.0", "A2-s0 · smoke · F1 99.9"]
     assert [choice.synthetic for choice in found] == [False, True, True] and found[1].threshold == 3.25
     for spoilt in ("x", None, [], float("inf")):
         entry["quality"]["best_f1"] = spoilt
@@ -506,7 +506,7 @@ def spoilt(runs, tmp_path, variant, change):
     [
         ("A2", lambda record: "{", "not readable as JSON"),
         ("A2", lambda record: "[" * 100_000, "not readable as JSON"),
-        ("A2", lambda record: json.dumps(record | {"speed": {"features_per_s": "fast"}}), "features_per_s is"),
+        ("A2", lambda record: json.dumps(record | {"speed": {"samples_per_s": "fast"}}), "samples_per_s is"),
         ("A2", lambda record: json.dumps(record | {"spec": None}), "spec is"),
         ("A1", lambda record: json.dumps(record | {"schema": "other/9"}), "the baseline A1 has no record"),
     ],
@@ -525,7 +525,7 @@ def test_two_records_that_are_spoilt_together_cost_a_sentence_each(runs, tmp_pat
         path = tmp_path / group / "A1-s0-aaaaaa" / "record.json"
         path.parent.mkdir(parents=True)
         entry = json.loads((folder_of(runs).parent / "record.json").read_text())
-        entry["spec"]["scale"]["max_length"] = length
+        entry["spec"]["preset"]["max_length"] = length
         path.write_text(json.dumps(entry | {"group": group, "run_id": "A1-s0-aaaaaa"}))
     shutil.copytree(folder_of(runs).parent, tmp_path / key_of(runs))
     for group, length in (("one", "'True'"), ("other", "'0'")):

@@ -12,9 +12,9 @@ from qa_lib.__main__ import main
 from qa_lib.errors import UserError
 from qa_lib.measure.machine import imitate
 from qa_lib.model.build import build_model
-from qa_lib.run import budget, fitbatch
-from qa_lib.run.budget import estimate, gpu_of, layer_bytes
-from qa_lib.run.fitbatch import CLOSE, STEP, largest
+from qa_lib.run import max_batch, memory_estimate
+from qa_lib.run.max_batch import CLOSE, STEP, largest
+from qa_lib.run.memory_estimate import estimate, gpu_of, layer_bytes
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 from tests.material import committed
@@ -44,7 +44,7 @@ def spec_of(variant, bert_base, micro_batch, batch=None):
 
 
 def test_the_group_holds_every_kind_of_row():
-    assert {"A1", "A3", "C1", "C2", "B1", "E-best"} <= {variant for variant, *_ in MEASURED}
+    assert {"A1", "A3", "C1", "C2", "B1", "E-dropout"} <= {variant for variant, *_ in MEASURED}
 
 
 @pytest.mark.parametrize(("variant", "size", "batch", "peak", "state"), MEASURED)
@@ -52,7 +52,7 @@ def test_within_a_tenth_of_the_measured_peak(variant, size, batch, peak, state, 
     """But for the state of half-precision rows, which the next test counts: masters of older code were whole."""
     spec = spec_of(variant, bert_base, size, batch)
     if spec.settings.padding == "packed":
-        monkeypatch.setattr("qa_lib.run.budget._tokens", lambda *_: TOKENS[size])
+        monkeypatch.setattr("qa_lib.run.memory_estimate._tokens", lambda *_: TOKENS[size])
     found = estimate(spec)
     if spec.settings.half_weights:
         found["peak_mib"] += state - found["optimizer_mib"]
@@ -62,10 +62,10 @@ def test_within_a_tenth_of_the_measured_peak(variant, size, batch, peak, state, 
 def test_optimizer_state_is_that_of_the_shapes(bert_base):
     state = {
         name: estimate(spec_of(name, bert_base, 8))["optimizer_mib"]
-        for name in ("A1", "C1", "B1", "E-best", "E-moments")
+        for name in ("A1", "C1", "B1", "E-dropout", "E-dropout-moments")
     }
     each = state["A1"] / 8  # bytes a parameter
-    assert state["E-best"] == pytest.approx(10 * each) and state["E-moments"] == pytest.approx(6 * each)
+    assert state["E-dropout"] == pytest.approx(10 * each) and state["E-dropout-moments"] == pytest.approx(6 * each)
     assert state["A1"] == pytest.approx(831, abs=1) and state["C1"] == pytest.approx(347, abs=3) and state["B1"] < 3
 
 
@@ -73,21 +73,21 @@ def test_the_verb_prints_rows_and_skips_and_refuses_a_cpu(bert_base, capsys):
     words = [
         "memory",
         "A1",
-        "E-best",
+        "E-dropout",
         "A1-int8",
-        "--scale",
+        "--preset",
         "bench",
         "--data",
         "synthetic:100",
         "--model",
         bert_base,
-        "--sm",
+        "--compute-capability",
         "75",
     ]
     assert main(words) == 0
     printed = capsys.readouterr().out
     assert "A1" in printed and "forward and backward" in printed and "8.0 or newer" in printed
-    assert f"A1-int8     {budget.ROUNDED}" in printed
+    assert f"A1-int8     {memory_estimate.ROUNDED}" in printed
     with pytest.raises(UserError, match="A1-int8: what training on rounded weights keeps"):
         estimate(spec_of("A1-int8", bert_base, 8))
     (spec,) = plan(["A1"], "bench", [0], "synthetic:100", bert_base, machine=Machine())
@@ -98,21 +98,21 @@ def test_the_verb_prints_rows_and_skips_and_refuses_a_cpu(bert_base, capsys):
 def test_without_data_rows_are_packed_by_the_lengths_of_squad(bert_base, monkeypatch, capsys):
     """As the data themselves decided it; the verb reads none, and shows what a record of these settings measured."""
     for size, tokens in TOKENS.items():
-        packed = dataclasses.replace(spec_of("E-best", bert_base, size, max(size, 32)), data_source="nowhere")
-        assert abs(budget._tokens(packed, budget.SquadLengths(384, 128)) - tokens) <= 64
-    monkeypatch.setattr(budget, "load_data", None)
-    words = "memory E3 --scale bench --micro-batch 32 --model".split()
+        packed = dataclasses.replace(spec_of("E-dropout", bert_base, size, max(size, 32)), data_source="nowhere")
+        assert abs(memory_estimate._tokens(packed, memory_estimate.SquadLengths(384, 128)) - tokens) <= 64
+    monkeypatch.setattr(memory_estimate, "load_data", None)
+    words = "memory E-graph --preset bench --micro-batch 32 --model".split()
     assert main([*words, bert_base, "--runs", str(GROUP.parent)]) == 0
     row = capsys.readouterr().out.splitlines()[1].split()
-    assert row[:3] == ["E3", "384", "32"]
+    assert row[:3] == ["E-graph", "384", "32"]
     assert abs(int(row[10].replace(",", "")) - int(row[8].replace(",", ""))) < 500
 
 
 def test_a_record_of_an_older_optimizer_is_not_held_against_todays_prediction():
     measured = {"params_mib": 208.0, "optimizer_mib": 1246.0}
-    assert not budget._lasts_as({"params_mib": 208.0, "optimizer_mib": 1038.0}, {"memory": measured})
-    assert budget._lasts_as({"params_mib": 208.0, "optimizer_mib": 1246.2}, {"memory": measured})
-    assert budget._lasts_as({"params_mib": 208.0, "optimizer_mib": 1.0}, {"memory": dict.fromkeys(measured)})
+    assert not memory_estimate._lasts_as({"params_mib": 208.0, "optimizer_mib": 1038.0}, {"memory": measured})
+    assert memory_estimate._lasts_as({"params_mib": 208.0, "optimizer_mib": 1246.2}, {"memory": measured})
+    assert memory_estimate._lasts_as({"params_mib": 208.0, "optimizer_mib": 1.0}, {"memory": dict.fromkeys(measured)})
 
 
 @pytest.mark.parametrize("limit", [0, 7, 8, 20, 100, 333, 1000, 4096, 9000])
@@ -135,20 +135,20 @@ def test_close_to_the_limit_a_smaller_batch_is_tried_for_speed(monkeypatch, tmp_
     def run_all(self, specs):
         (spec,) = specs
         entry, size = record.new_record(spec, {}), spec.settings.micro_batch
-        assert (spec.search, spec.sm, spec.group) == ("fit-batch", 75, "h200-fit-14.9gib-sm75")
+        assert (spec.search, spec.sm, spec.group) == ("max-batch", 75, "h200-max-batch-14.9gib-sm75")
         if spec.skip or size > 200:
             return [entry | {"status": "skipped" if spec.skip else "oom"}]
-        entry["speed"]["features_per_s"] = 10.0 * size if size < 180 else 900.0  # the allocator frees and asks again
+        entry["speed"]["samples_per_s"] = 10.0 * size if size < 180 else 900.0  # the allocator frees and asks again
         entry["memory"]["peak_reserved_mib"] = 70.0 * size
         return [entry | {"status": "ok"}]
 
-    monkeypatch.setattr(fitbatch.Launcher, "run_all", run_all)
-    monkeypatch.setattr(fitbatch, "probe", lambda: (Machine(hardware="h200", gpus=1, sm=90, compiler=True), {}))
-    monkeypatch.setattr(fitbatch, "_guess", lambda *_: 190)
+    monkeypatch.setattr(max_batch.Launcher, "run_all", run_all)
+    monkeypatch.setattr(max_batch, "probe", lambda: (Machine(hardware="h200", gpus=1, sm=90, compiler=True), {}))
+    monkeypatch.setattr(max_batch, "_guess", lambda *_: 190)
     where = ["--data", "synthetic:80", "--model", "tiny", "--runs", str(tmp_path)]
-    assert main(["fit-batch", "A3,E4", "--limit-gib", "14.9", "--sm", "75", *where]) == 0
+    assert main(["max-batch", "A3,E-bf16", "--limit-gib", "14.9", "--compute-capability", "75", *where]) == 0
     out = capsys.readouterr().out
-    assert "A3 micro-batch 208: out of memory" in out and "E4: skipped, needs a GPU" in out
+    assert "A3 micro-batch 208: out of memory" in out and "E-bf16: skipped, needs a GPU" in out
     assert "A3: largest micro-batch 200, best 1600 features/s" in out
 
 
@@ -168,7 +168,7 @@ def test_an_older_gpu_is_left_the_attention_kernels_that_it_has():
 
 
 def lm_spec(variant, length=1024, size=1, model="gpt2:L12H768P16384"):
-    (spec,) = plan([variant], "lm-fit", [0], "synthetic:1", model, size, gpu_of(90), max_length=length)
+    (spec,) = plan([variant], "lm-sizing", [0], "synthetic:1", model, size, gpu_of(90), max_length=length)
     return spec
 
 
@@ -202,23 +202,24 @@ def test_a_layer_keeps_what_autograd_keeps():
 
 def test_logits_and_scores_grow_as_they_should():
     peak = {(row, length): estimate(lm_spec(row, length))["peak_mib"] * 2**20
-            for row in ("L1", "L3", "L4", "L-recompute") for length in (8192, 16_384)}  # fmt: skip
+            for row in ("L1", "L-sdpa", "L-compile", "L-recompute") for length in (8192, 16_384)}  # fmt: skip
     scores = 12 * 12 * 16_384**2 * 9  # of layers and heads: softmax, its dropout and the mask
     assert peak["L1", 16_384] > 3 * peak["L1", 8192] and peak["L1", 16_384] > scores
     logits = 8192 * 50_304
-    eager, compiled = (peak[row, 16_384] - peak[row, 8192] for row in ("L3", "L4"))
+    eager, compiled = (peak[row, 16_384] - peak[row, 8192] for row in ("L-sdpa", "L-compile"))
     assert eager > 12 * logits and 4 * logits < compiled < eager / 2
-    assert peak["L-recompute", 16_384] < peak["L4", 16_384] / 1.5
+    assert peak["L-recompute", 16_384] < peak["L-compile", 16_384] / 1.5
 
 
 def test_weights_of_a_language_model_by_row():
-    params = {name: estimate(lm_spec(name)) for name in ("L4", "L7", "L-8bit", "L-lora", "L-qlora")}
+    params = {name: estimate(lm_spec(name)) for name in ("L-compile", "L-masters", "L-8bit", "L-lora", "L-qlora")}
     mib = {name: found["params_mib"] for name, found in params.items()}
-    assert mib["L7"] == pytest.approx(mib["L4"] / 2) and mib["L-lora"] > mib["L4"]
+    assert mib["L-masters"] == pytest.approx(mib["L-compile"] / 2) and mib["L-lora"] > mib["L-compile"]
     layers = 12 * 12 * 768**2 / 2**20  # elements of their products, in units of 2^20
     assert mib["L-lora"] - mib["L-qlora"] == pytest.approx((4 - 0.5625) * layers, rel=0.01)
     assert (
-        params["L-lora"]["grads_mib"] < 20 and params["L-8bit"]["optimizer_mib"] < params["L4"]["optimizer_mib"] / 1.8
+        params["L-lora"]["grads_mib"] < 20
+        and params["L-8bit"]["optimizer_mib"] < params["L-compile"]["optimizer_mib"] / 1.8
     )
 
 
@@ -233,19 +234,19 @@ def test_of_weights_in_4_bits_one_is_whole_at_a_time():
 
 def test_runs_are_predicted_from_their_records():
     """Every try of the search, at sizes far above those that the terms were measured at."""
-    runs = committed().query("group == 'h200-fit-14.9gib-sm75' and `spec.variant` in ('A2', 'E3', 'C2')")
-    peaks, measured = budget.predicted(runs), runs["memory.peak_alloc_mib"].astype(float)
+    runs = committed().query("group == 'h200-max-batch-14.9gib-sm75' and `spec.variant` in ('A2', 'E-graph', 'C2')")
+    peaks, measured = memory_estimate.predicted(runs), runs["memory.peak_alloc_mib"].astype(float)
     assert len(runs) > 9 and peaks[runs["status"] != "skipped"].notna().all()
     assert ((peaks / measured).dropna() - 1).abs().max() < 0.1
-    assert budget.predicted(runs[runs["status"] == "ok"], model="tiny").isna().all(), "of another model"
+    assert memory_estimate.predicted(runs[runs["status"] == "ok"], model="tiny").isna().all(), "of another model"
 
 
-@pytest.mark.parametrize("group", ["h200-fit", "h200-lm-fit", "h200-lm-bench"])
+@pytest.mark.parametrize("group", ["h200-sizing", "h200-lm-sizing", "h200-lm-bench"])
 def test_every_point_of_the_profiles_is_predicted_within_a_tenth(group):
     """The goal for both tasks. One term, the logits of a compiled language model, was set by such points."""
     runs = committed().query("group == @group")
     runs = runs[runs["status"].isin(["ok", "oom"])]
-    peaks = budget.predicted(runs)
+    peaks = memory_estimate.predicted(runs)
     assert len(runs) > 15 and peaks.notna().all()
     measured = runs["memory.peak_alloc_mib"].astype(float)
     assert ((peaks / measured).dropna() - 1).abs().max() < 0.1
@@ -254,19 +255,22 @@ def test_every_point_of_the_profiles_is_predicted_within_a_tenth(group):
 
 
 def test_the_verb_takes_several_sizes_of_a_language_model(capsys):
-    assert main("memory L1,L-best --scale lm-fit --micro-batch 1 4 --max-length 1024 16384 --runs none".split()) == 0
+    assert (
+        main("memory L1,L-dropout --preset lm-sizing --micro-batch 1 4 --max-length 1024 16384 --runs none".split())
+        == 0
+    )
     rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[1:-1]]
-    assert rows[:2] == [["L1", "1024", "1"], ["L-best", "1024", "1"]] and len(rows) == 8
+    assert rows[:2] == [["L1", "1024", "1"], ["L-dropout", "1024", "1"]] and len(rows) == 8
 
 
 def test_lengths_of_shorter_windows_are_cut_from_those_that_are_known():
-    whole, short = budget.SquadLengths(384, 128).lengths, budget.SquadLengths(128, 42).lengths
+    whole, short = memory_estimate.SquadLengths(384, 128).lengths, memory_estimate.SquadLengths(128, 42).lengths
     assert len(whole) == 131_754 and whole.max() == 384 and short.max() == 128
     assert len(short) > 2 * len(whole) and short.min() > 0
-    assert (budget.SquadLengths(512, 128).lengths == whole).all()
+    assert (memory_estimate.SquadLengths(512, 128).lengths == whole).all()
 
 
 def test_windows_that_a_question_fills_are_refused():
     with pytest.raises(UserError, match="22 tokens are too few for a question and the 7"):
-        budget.SquadLengths(22, 7)
-    assert budget.SquadLengths(23, 7).lengths.max() == 23
+        memory_estimate.SquadLengths(22, 7)
+    assert memory_estimate.SquadLengths(23, 7).lengths.max() == 23

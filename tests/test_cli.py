@@ -62,32 +62,32 @@ def test_without_a_verb_the_usage_is_shown_and_the_exit_code_is_2(capsys):
     ("words", "message"),
     [
         (["swep"], "unknown verb 'swep'; did you mean 'sweep'?"),
-        (["run", "A9", "--scale", "smoke"], "unknown variant 'A9'"),
-        (["run", "A1", "--scale", "smok"], "unknown scale 'smok'; did you mean 'smoke'?"),
-        (["run", "A1", "--scale", "local"], "scale 'local' has no data of its own: give --data (a path)"),
-        (["run", "A1", "--scale", "smoke", "--micro-batch", "5"], "micro-batch 5 does not divide"),
+        (["run", "A9", "--preset", "smoke"], "unknown variant 'A9'"),
+        (["run", "A1", "--preset", "smok"], "unknown scale 'smok'; did you mean 'smoke'?"),
+        (["run", "A1", "--preset", "local"], "scale 'local' has no data of its own: give --data (a path)"),
+        (["run", "A1", "--preset", "smoke", "--micro-batch", "5"], "micro-batch 5 does not divide"),
         (["report", "--runs", "nowhere"], "no record below nowhere"),
-        (["run", "e-bst", "--scale", "smoke"], "unknown variant 'e-bst'; did you mean 'E-best'?"),
-        (["sweep", "--variants", "", "--scale", "smoke"], "argument --variants: it is empty"),
-        (["memory", "--scale", "bench"], "no row is named"),
-        (["tune", "--family", "Z", "--scale", "smoke"], "unknown family 'Z'"),
+        (["run", "e-bst", "--preset", "smoke"], "unknown variant 'e-bst'; did you mean 'E-dropout'?"),
+        (["sweep", "--variants", "", "--preset", "smoke"], "argument --variants: it is empty"),
+        (["memory", "--preset", "bench"], "no row is named"),
+        (["tune", "--family", "Z", "--preset", "smoke"], "unknown family 'Z'"),
         (
-            ["run", "A1", "--scale", "smoke", "--learning-rate", "2"],
+            ["run", "A1", "--preset", "smoke", "--learning-rate", "2"],
             "argument --learning-rate: '2' is not a learning",
         ),
-        (["run", "E-best", "--scale", "full", "--micro-batch", "24"], "micro-batch 24 does not divide"),
-        (["sweep", "--family", "peft", "--scale", "smok"], "unknown scale 'smok'"),
+        (["run", "E-dropout", "--preset", "full", "--micro-batch", "24"], "micro-batch 24 does not divide"),
+        (["sweep", "--family", "peft", "--preset", "smok"], "unknown scale 'smok'"),
         (
-            ["run", "A1", "--scale", "quality", "--data", "nowhere.json", "--model", "no/such/model", "--seed", "-1"],
+            ["run", "A1", "--preset", "quality", "--data", "nowhere.json", "--model", "no/such/model", "--seed", "-1"],
             "argument --seed: '-1' is not a whole number from 0 to",
         ),
         (
-            ["run", "A1", "--scale", "smoke", "--seed", "99999999999999999999"],
+            ["run", "A1", "--preset", "smoke", "--seed", "99999999999999999999"],
             "argument --seed: '99999999999999999999' is not a whole number from 0 to 9223372036854775807",
         ),
-        (["run", "A1", "--scale", "smoke", "--runs", "a\udcff"], "'a\\udcff' is not UTF-8"),
+        (["run", "A1", "--preset", "smoke", "--runs", "a\udcff"], "'a\\udcff' is not UTF-8"),
         (["report", "--group", "a\udcff"], "'a\\udcff' is not UTF-8"),
-        (["run", "A1", "--scale", "smoke", "--data", "nowhere.json", "--micro-batch", "5"], "micro-batch 5 does not"),
+        (["run", "A1", "--preset", "smoke", "--data", "nowhere.json", "--micro-batch", "5"], "micro-batch 5 does not"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
@@ -99,21 +99,21 @@ def test_a_mistake_is_one_line(words, message, capsys):
 
 
 def test_records_do_not_go_into_a_file(capsys):
-    assert cli.main(["run", "A1", "--scale", "smoke", "--runs", str(ROOT / "README.md" / "x")]) == 2
+    assert cli.main(["run", "A1", "--preset", "smoke", "--runs", str(ROOT / "README.md" / "x")]) == 2
     assert "README.md is no folder that can be written to" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_where_it_is_the_default(tmp_path, monkeypatch, capsys):
     (tmp_path / "runs").write_text("a file")
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["run", "A1", "--scale", "smoke"]) == 2
+    assert cli.main(["run", "A1", "--preset", "smoke"]) == 2
     assert "is no folder that can be written to" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", ["run", "sweep"])  # the second takes several
 @pytest.mark.parametrize("size", ["0", "-8", "x", "1.5"])
 def test_a_micro_batch_has_one_feature_or_more(verb, size, capsys):
-    assert cli.main([verb, *["A1"] * (verb == "run"), "--scale", "smoke", f"--micro-batch={size}"]) == 2
+    assert cli.main([verb, *["A1"] * (verb == "run"), "--preset", "smoke", f"--micro-batch={size}"]) == 2
     assert f"error: argument --micro-batch: '{size}' is not a whole number from 1 to" in capsys.readouterr().err
 
 
@@ -126,7 +126,7 @@ def test_a_list_takes_commas_and_spaces(words):
     parser = Parser()
     sweep.add_arguments(parser)
     variants, seeds = (text.split(" ") for text in words)
-    args = parser.parse_args(["--scale", "smoke", "--variants", *variants, "--seeds", *seeds])
+    args = parser.parse_args(["--preset", "smoke", "--variants", *variants, "--seeds", *seeds])
     assert (args.variants, args.seeds) == (["A1", "A4"], [0, 1])
 
 
@@ -134,18 +134,18 @@ def test_a_family_has_a_letter_and_a_name(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sweep, "probe", lambda: (Machine(), {}))
     planned = []
     for family in ("C", "memory"):
-        assert cli.main(["sweep", "--plan", "--scale", "smoke", "--family", family, "--runs", str(tmp_path)]) == 0
+        assert cli.main(["sweep", "--plan", "--preset", "smoke", "--family", family, "--runs", str(tmp_path)]) == 0
         planned.append(capsys.readouterr().out)
     assert planned[0] == planned[1] and "C2-8-s0" in planned[0]
 
 
-@pytest.mark.parametrize("verb", ["memory", "fit-batch", "tune", "sweep"])
+@pytest.mark.parametrize("verb", ["memory", "max-batch", "tune", "sweep"])
 @pytest.mark.parametrize("words", [["A1,C1", "--family", "C"], ["A1", "C1", "--family", "memory"]], ids=" ".join)
 def test_every_verb_of_several_rows_takes_them_in_the_same_ways(verb, words):
     parser = Parser()
     importlib.import_module(cli.VERBS[verb][0]).add_arguments(parser)
     first = ["--variants"] if verb == "sweep" else []
-    more = ["--limit-gib", "9"] if verb == "fit-batch" else ["--scale", "smoke"]
+    more = ["--limit-gib", "9"] if verb == "max-batch" else ["--preset", "smoke"]
     assert rows_of(parser.parse_args([*first, *words, *more])) == ["A1", "C1", "C1", "C2-8", "C2"]
 
 
@@ -160,7 +160,7 @@ def no_hub(monkeypatch):
 
 
 def test_without_the_hub_a_data_set_of_it_is_one_line_and_no_retries(no_hub, capsys):
-    assert cli.main(["run", "A1", "--scale", "bench"]) == 2
+    assert cli.main(["run", "A1", "--preset", "bench"]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "'squad_v2': no such file or folder, nor to be had from the hub" in err
     assert len(no_hub) == 1 and hub.constants.HF_HUB_OFFLINE
@@ -209,7 +209,7 @@ def test_output_that_nobody_reads_or_no_disk_takes_is_no_traceback(words):
 
 
 def test_a_path_that_is_no_utf_8_is_one_line():
-    command = [sys.executable, "-m", "qa_lib", "run", "A1", "--scale", "smoke", "--runs", b"/tmp/\xff"]
+    command = [sys.executable, "-m", "qa_lib", "run", "A1", "--preset", "smoke", "--runs", b"/tmp/\xff"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "is not UTF-8" in done.stderr
 
@@ -217,12 +217,12 @@ def test_a_path_that_is_no_utf_8_is_one_line():
 def test_a_disk_that_fills_while_the_model_is_saved_is_one_line(tmp_path):
     """No file may have more bytes than records need: the model has."""
     code = (
-        "import dataclasses, resource, sys, qa_lib.__main__ as cli; from qa_lib.spec import SCALES;"
-        "SCALES['smoke'] = dataclasses.replace(SCALES['smoke'], steps=5, measure_from=1, checkpoint_every=0);"
+        "import dataclasses, resource, sys, qa_lib.__main__ as cli; from qa_lib.spec import PRESETS;"
+        "PRESETS['smoke'] = dataclasses.replace(PRESETS['smoke'], steps=5, measure_from=1, checkpoint_every=0);"
         "import qa_lib.run.fit, torch; resource.setrlimit(resource.RLIMIT_FSIZE, (290_000, 290_000));"
         "sys.exit(cli.main(sys.argv[1:]))"
     )
-    words = ["run", "A1", "--scale", "smoke", "--data", "synthetic:40", "--runs", str(tmp_path)]
+    words = ["run", "A1", "--preset", "smoke", "--data", "synthetic:40", "--runs", str(tmp_path)]
     done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert re.fullmatch(r"error: cannot write .*/model: .*\n", done.stderr)
@@ -252,9 +252,9 @@ def test_run_says_what_was_measured_and_no_more(monkeypatch, capsys):
     from qa_lib.run import fit
 
     task = {"label": "F1", "metric": "f1"}
-    entry = {"status": "ok", "task": task, "speed": {"features_per_s": None}, "quality": {"f1": 81.5}}
-    monkeypatch.setattr(fit, "fit", lambda spec, runs: entry)
-    assert main(["run", "A1", "--scale", "smoke"]) == 0
+    entry = {"status": "ok", "task": task, "speed": {"samples_per_s": None}, "quality": {"f1": 81.5}}
+    monkeypatch.setattr(fit, "sizing", lambda spec, runs: entry)
+    assert main(["run", "A1", "--preset", "smoke"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first == "A1: ok, F1 81.50"
     assert re.fullmatch(r"runs/[a-z0-9-]+/A1-s0-[0-9a-f]{6}/record\.json", second)

@@ -17,7 +17,7 @@ from tests.test_report import CPU, GPU, make
 ROOT = Path(__file__).parents[1]
 FIXED, KIB = 1.5, 300  # GiB, and KiB a token, of A3
 OOM = {"kind": "OutOfMemoryError", "message": "CUDA out of memory"}
-GROUP = "h200-fit"
+GROUP = "h200-sizing"
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def profile(tmp_path_factory):
     """A1, A3 and the Trainer over micro-batches, A3 and the Trainer over lengths; A1 runs out of memory."""
     folder = tmp_path_factory.mktemp("runs")
     for size in (8, 16, 32, 64):
-        more = {"machine": GPU, "scale": "fit", "micro_batch": size}
+        more = {"machine": GPU, "preset": "fit", "micro_batch": size}
         make(folder, "A3", **more, peak=1024 * FIXED + KIB * size * 384 / 1024, speed=800.0)
         make(folder, "A0-compile", **more, peak=2000.0 + 100 * size, speed=200.0 * math.log2(size) / 3)
         failed = {"status": "oom", "error": OOM} if size > 16 else {}
@@ -35,7 +35,7 @@ def profile(tmp_path_factory):
             ("A3", 1024 * FIXED + KIB * 8 * length / 1024, 102_400),
             ("A0-compile", 2800.0, 51_200),
         ):
-            make(folder, row, machine=GPU, scale="fit", length=length, peak=peak, speed=speed / length)
+            make(folder, row, machine=GPU, preset="sizing", length=length, peak=peak, speed=speed / length)
     every = load_runs(folder)
     return curves.profile(every, GROUP, "", lambda runs: runs["memory.peak_alloc_mib"].astype(float) * 1.05)
 
@@ -96,8 +96,10 @@ def test_speeds_of_other_code_are_marked_as_of_another_day(profile):
 
 
 def test_changes_since_an_earlier_row_are_all_told_once():
-    assert tables.change("E5", "E2") == "E2 + step: graph + precision: bf16 + optimizer: master"
-    assert tables.change("E5-eager", "E2") == "E2 + precision: bf16 + optimizer: master", "captured, and not any more"
+    assert tables.change("E-masters", "E-adamw") == "E-adamw + step: graph + precision: bf16 + optimizer: master"
+    assert tables.change("E-masters-eager", "E-adamw") == "E-adamw + precision: bf16 + optimizer: master", (
+        "captured, and not any more"
+    )
 
 
 def test_a_tasks_baseline_is_called_one():
@@ -115,7 +117,7 @@ def test_the_fixed_cost_stands_beside_what_explains_it(profile):
 
 def test_the_setup_says_what_a_group_trained_on_and_was_scored_on(profile, tmp_path):
     for model, size in (("gpt2:L2H128V1000", 512), ("gpt2:L4H128V1000", 128)):
-        make(tmp_path, "L1", machine=GPU, scale="lm-quality", task="lm", model=model, length=size)
+        make(tmp_path, "L1", machine=GPU, preset="lm-quality", task="lm", model=model, length=size)
     text = load_runs(tmp_path)
     text = text.assign(**{
         "spec.n_train": text["length"].map({512: 100, 128: 401}), "spec.n_eval": 5000,
@@ -143,8 +145,8 @@ def test_a_curve_can_be_read(profile, size, measure, said):
 
 
 def test_a_packed_row_has_the_tokens_that_it_computes(profile):
-    speed = profile.runs["speed.features_per_s"].astype(float)
-    packed = profile.runs.assign(**{"spec.settings.padding": "packed", "speed.tokens_per_s": 176 * speed})
+    speed = profile.runs["speed.samples_per_s"].astype(float)
+    packed = profile.runs.assign(**{"spec.settings.padding": "packed", "speed.tokens_per_s_padded": 176 * speed})
     known = curves.points(packed).dropna(subset="speed")
     assert len(known) and (known["tokens"] / known["micro_batch"]).tolist() == pytest.approx([176] * len(known))
 
@@ -185,7 +187,7 @@ def test_out_of_memory_is_a_cross_at_the_top_where_it_happened_first(profile):
 def test_the_lead_by_batch_is_a_sentence(profile):
     said = curves.lead_by_batch(profile.runs)
     assert said.startswith("The lead depends on the batch: A3 trains ×4.00 as fast as A0-compile at 8 features in a ")
-    assert said.endswith("×2.40 at 32, ×2.00 at 64 (group h200-fit, code 0123456).")
+    assert said.endswith("×2.40 at 32, ×2.00 at 64 (group h200-sizing, code 0123456).")
     alone = profile.runs[profile.runs["spec.variant"] == "A3"]
     with pytest.raises(NotMeasured, match="a speed of both a row of the visible loop and the Trainer"):
         curves.lead_by_batch(alone)
@@ -194,9 +196,9 @@ def test_the_lead_by_batch_is_a_sentence(profile):
 def test_the_readme_has_the_lead_where_its_rows_ran(profile, tmp_path):
     assert "not measured yet" in readme.lead(profile.runs, GROUP), "neither of its two rows is there"
     for size, ours in ((32, 300.0), (128, 160.0)):
-        make(tmp_path, RECOMMENDED, machine=GPU, scale="fit", micro_batch=size, speed=ours)
-        make(tmp_path, "A0-compile", machine=GPU, scale="fit", micro_batch=size, speed=100.0)
-        make(tmp_path, "E-fp8", machine=GPU, scale="fit", micro_batch=size, speed=900.0)
+        make(tmp_path, RECOMMENDED, machine=GPU, preset="sizing", micro_batch=size, speed=ours)
+        make(tmp_path, "A0-compile", machine=GPU, preset="sizing", micro_batch=size, speed=100.0)
+        make(tmp_path, "E-dropout-fp8", machine=GPU, preset="sizing", micro_batch=size, speed=900.0)
     said = readme.lead(load_runs(tmp_path), GROUP)
     assert f"{RECOMMENDED} trains ×3.00 as fast as A0-compile at 32 features in a forward pass, ×1.60 at 128" in said
 
@@ -207,25 +209,25 @@ def test_what_is_not_there_is_told(profile, tmp_path):
     alone = curves.profile(every, "cpu-smoke", "A1", lambda runs: pd.Series(math.nan, runs.index))
     with pytest.raises(NotMeasured, match="no two runs differ in length alone"):
         curves.fig_curve(alone.runs, alone.points, "length", "gib")
-    absent = curves.profile(every, "h200-fit", "A1", None)
-    assert absent.lacking.startswith("*Not measured: group 'h200-fit' has no records")
-    assert "--scale lm-fit" in curve_tables.commands([alone, absent])
-    assert list(curve_tables.setup_table(every, ["cpu-smoke", "h200-fit"])["group"]) == ["cpu-smoke"]
+    absent = curves.profile(every, "h200-sizing", "A1", None)
+    assert absent.lacking.startswith("*Not measured: group 'h200-sizing' has no records")
+    assert "--preset lm-sizing" in curve_tables.commands([alone, absent])
+    assert list(curve_tables.setup_table(every, ["cpu-smoke", "h200-sizing"])["group"]) == ["cpu-smoke"]
     wider = curves.profile(every, "cpu-smoke", "A1 A2 C2", lambda runs: pd.Series(math.nan, runs.index))
     assert curve_tables.commands([wider]) == "Not run in cpu-smoke: A2, C2."
     for table_of in (curve_tables.cost_table, curve_tables.steps_table):
         with pytest.raises(NotMeasured, match="no runs of these rows"):
             table_of(absent.points)
-    with pytest.raises(UnknownName, match="did you mean 'E-best'"):
+    with pytest.raises(UnknownName, match="did you mean 'E-dropout'"):
         curves.profile(every, "cpu-smoke", "E-bets", None)
 
 
 def test_a_stride_may_differ_with_the_length_alone(profile):
     mixed = profile.runs.copy()
-    mixed.loc[mixed["length"] == 128, "spec.scale.stride"] = 42
+    mixed.loc[mixed["length"] == 128, "spec.preset.stride"] = 42
     assert len(select(mixed, GROUP)) == len(mixed)
-    mixed.loc[mixed.index[0], "spec.scale.stride"] = 7
-    with pytest.raises(ReportError, match=r"spec.scale.stride is"):
+    mixed.loc[mixed.index[0], "spec.preset.stride"] = 7
+    with pytest.raises(ReportError, match=r"spec.preset.stride is"):
         select(mixed, GROUP)
 
 
@@ -244,11 +246,11 @@ def test_the_notebook_shows_the_committed_groups(monkeypatch):
         if cell.cell_type == "code" and "bootstrap" not in cell.metadata.get("tags", []):
             exec(cell.source, space)
     text = "\n".join(each.data for each in shown if isinstance(each, Markdown))
-    assert "| A2 | A1 + attention: sdpa |" in text and "| L3 | L2 + attention: sdpa |" in text
-    assert "| baseline (A1 + precision: fp32) |" in text and "The lead depends on the batch: E-top" in text
+    assert "| A2 | A1 + attention: sdpa |" in text and "| L-sdpa | L-bf16 + attention: sdpa |" in text
+    assert "| baseline (A1 + precision: fp32) |" in text and "The lead depends on the batch: E-moments" in text
     assert "**Goals** for GPT-2 small's shape" in text and text.count("Scores: group h200-") == 2
     assert "| P1 | 4 | 32 |" in text, "DDP on and off"
     assert "Not measured: group" not in text and sum(isinstance(each, Image) for each in shown) >= 11
     rows = [name for key in ("answers_rows", "text_rows") for name in space[key].split()]
-    assert all(f"`{name}`" in "".join(cell.source for cell in cells) for name in ("A1-fp32", "C2", "L3", "L-qlora"))
+    assert all(f"`{name}`" in "".join(cell.source for cell in cells) for name in ("A1-fp32", "C2", "L-sdpa", "L-qlora"))
     assert set(rows) <= set(VARIANTS)

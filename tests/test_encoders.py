@@ -49,11 +49,13 @@ def spec_of(variant, folder, **settings):
     assert spec.skip is None
     if spec.settings.compile == "inductor":
         settings = {"compile": "none"} | settings
-    scale = dataclasses.replace(spec.scale, steps=3, measure_from=1, checkpoint_every=0)
+    scale = dataclasses.replace(spec.preset, steps=3, measure_from=1, checkpoint_every=0)
     return dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, **settings), scale=scale)
 
 
-@pytest.mark.parametrize("variant", ["A1", "A2", "A4", "A0", "B1", "B3", "C1", "C2", "D1", "E1", "E2", "E-best"])
+@pytest.mark.parametrize(
+    "variant", ["A1", "A2", "A4", "A0", "B1", "B3", "C1", "C2", "D1", "E-packed", "E-adamw", "E-dropout"]
+)
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_rows_train(kind, variant, folders, tmp_path):
     spec = spec_of(variant, folders[kind])
@@ -73,7 +75,7 @@ def test_rows_train(kind, variant, folders, tmp_path):
 
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_a_packed_row_has_the_loss_of_padded_ones(kind, folders):
-    spec = spec_of("E1", folders[kind])
+    spec = spec_of("E-packed", folders[kind])
     features = load_data(spec).features
     batches = batches_of(features, spec)
     indices = batches.step(0)[0]
@@ -96,7 +98,7 @@ class _Unpadded:
         return self.features.batch(indices, int(self.features.lengths[indices].max()))
 
 
-@pytest.mark.parametrize("variant", ["E-best", "B1-all"])
+@pytest.mark.parametrize("variant", ["E-dropout", "B1-all"])
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_what_is_saved_is_a_plain_checkpoint(kind, variant, folders, tmp_path):
     spec = spec_of(variant, folders[kind])
@@ -124,7 +126,7 @@ def test_the_parts_hold_every_parameter_once(kind, folders):
 
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_dropouts_and_products_are_the_tables(kind, folders):
-    model = build_model(spec_of("E-best", folders[kind]))
+    model = build_model(spec_of("E-dropout", folders[kind]))
     plain = {name for name, module in model.named_modules() if type(module) is torch.nn.Dropout}
     assert all(name.endswith("attention.self.dropout") for name in plain)
     assert sum(isinstance(module, HashDropout) for module in model.modules()) == 5
@@ -140,7 +142,7 @@ def test_the_cost_of_a_step_is_what_pytorch_counts(kind, recipe, checkpointing, 
     """Of the layers' products and of attention. The count has no biases and norms, which the usual formula takes for
     weights; and where layers are frozen, autograd leaves out one product that the formula has: the lowest trained
     layer's query, key and value need no gradient by their input."""
-    spec = spec_of("A1", folders[kind], checkpointing=checkpointing)
+    spec = spec_of("A1", folders[kind], activation_checkpointing=checkpointing)
     model = apply_recipe(build_model(spec), RECIPES[recipe]).train()
     rows, length = 3, 32
     ids = torch.randint(5, 100, (rows, length))

@@ -23,6 +23,6 @@ def test_explore_takes_questions_of_one_kind_alone(tmp_path, monkeypatch, kind, 
     for split in ("train", "validation"):
         write(tmp_path / f"{split}.json", document((TEXT, entries(split, kind))))
     monkeypatch.chdir(ROOT)
-    run_here("notebooks/explore.ipynb", scale="smoke", data=str(tmp_path), model="tiny")
+    run_here("notebooks/explore.ipynb", preset="smoke", data=str(tmp_path), model="tiny")
     scores = InteractiveShell.instance().user_ns["scores"]
     assert scores[absent].isna().all() and scores.loc["the gold answers", "F1"] == 100

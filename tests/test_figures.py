@@ -30,7 +30,7 @@ def every():
 
 def write_group(folder, machine):
     """Three seeds of some rows at two micro-batches and what did not run; on the GPU with two profiles."""
-    for variant in ("A0", "A1", "A3", "A4-nb", "A4", "B1", "C2", "E-best"):
+    for variant in ("A0", "A1", "A3", "A4-nb", "A4", "B1", "C2", "E-dropout"):
         for seed in range(3):
             make(folder, variant, seed, machine=machine, micro_batch=4, speed=100.0 + 30 * seed + 9 * len(variant))
     make(folder, "A1", machine=machine, speed=90.0)
@@ -133,14 +133,17 @@ def test_every_figure_has_a_title_axis_labels_and_a_caption_or_a_reason(small):
 
 
 def test_profiles_are_drawn_as_they_were_measured():
-    made = {name: made_profile({"run_id": name, "group": "g", "spec.variant": name}) for name in ("A1", "E1")}
-    made["E1"]["time"] |= {"step_ms": 2.5, "busy_ms": 2.5, "busy_share": 1.0, "launches_per_step": 40.0}
+    made = {name: made_profile({"run_id": name, "group": "g", "spec.variant": name}) for name in ("A1", "E-packed")}
+    made["E-packed"]["time"] |= {"step_ms": 2.5, "busy_ms": 2.5, "busy_share": 1.0, "launches_per_step": 40.0}
     kinds = (profiles.timeline, profiles.phases, profiles.fig_allocator, profiles.roofline)
     drawn = {draw.__name__: draw(made) for draw in kinds}
     said = {name: " ".join(figure.get_suptitle().split()) for name, figure in drawn.items()}
-    assert said["timeline"] == "A step takes 7.50 ms in A1, 2.50 ms in E1"
+    assert said["timeline"] == "A step takes 7.50 ms in A1, 2.50 ms in E-packed"
     heads = [axis.get_title("left") for axis in drawn["timeline"].axes]
-    assert heads == ["A1: 7.50 ms a step, 80.0 % busy, 900 launches", "E1: 2.50 ms a step, 100 % busy, 40 launches"]
+    assert heads == [
+        "A1: 7.50 ms a step, 80.0 % busy, 900 launches",
+        "E-packed: 2.50 ms a step, 100 % busy, 40 launches",
+    ]
     first = [text.get_text().strip() for text in drawn["timeline"].axes[0].texts]
     assert {"2.00", "3.00", "1.00", "1.50"} <= set(first), "attention, loss, optimizer, and waiting for 7.5 - 6"
     assert said["phases"] == "Activations fill 39.1 % of A1's peak"  # 9 of 23 MiB

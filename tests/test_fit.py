@@ -29,7 +29,7 @@ def short(variant, micro_batch=None):
     """A row at smoke scale with few steps and no quality, so that nothing is saved."""
     (spec,) = plan([variant], "smoke", data="synthetic:40", machine=CPU, micro_batch=micro_batch)
     scale = {"steps": 3, "measure_from": 1, "checkpoint_every": 0, "quality": False}
-    return dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, **scale))
+    return dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, **scale))
 
 
 def scored(spec, monkeypatch, quality):
@@ -37,7 +37,7 @@ def scored(spec, monkeypatch, quality):
     task = record.Scoring(name="toy", metric="nats", label="nats a token", higher_is_better=False, scores=["nats", "n"])
     monkeypatch.setitem(record.SCORING, "toy", task)
     monkeypatch.setitem(TASKS, "toy", dataclasses.replace(TASKS["qa"], evaluate=lambda *_: quality))
-    return dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, task="toy", quality=True))
+    return dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, task="toy", quality=True))
 
 
 def losses(spec, runs):
@@ -115,10 +115,12 @@ def test_a_score_that_json_has_not_makes_the_run_an_error(tmp_path, monkeypatch)
 def test_a_run_that_ends_in_its_warm_up_has_no_speed(tmp_path):
     """A row that notes the noise of its gradients, resumed a few steps before its end say."""
     spec = short("A1", micro_batch=8)
-    scale = dataclasses.replace(spec.scale, measure_from=3)
-    spec = dataclasses.replace(spec, scale=scale, settings=dataclasses.replace(spec.settings, parallel="flat"))
+    scale = dataclasses.replace(spec.preset, measure_from=3)
+    spec = dataclasses.replace(
+        spec, scale=scale, settings=dataclasses.replace(spec.settings, parallel="ddp-one-bucket")
+    )
     entry = fit(spec, tmp_path, say=lambda _: None)
-    assert (entry["status"], entry["speed"]["features_per_s"], entry["parallel"]["goodput"]) == ("ok", None, None)
+    assert (entry["status"], entry["speed"]["samples_per_s"], entry["parallel"]["goodput"]) == ("ok", None, None)
     assert entry["parallel"]["efficiency"] > 0
 
 
@@ -127,7 +129,7 @@ def test_a_run_has_the_threads_of_its_record_and_leaves_those_of_its_process(tmp
     torch.set_num_threads(3)
     try:
         entry = fit(short("A1"), tmp_path, say=lambda _: None)
-        assert (entry["env"]["threads"], entry["spec"]["scale"]["threads"], torch.get_num_threads()) == (1, 1, 3)
+        assert (entry["env"]["threads"], entry["spec"]["preset"]["threads"], torch.get_num_threads()) == (1, 1, 3)
     finally:
         torch.set_num_threads(threads)
 
@@ -137,7 +139,7 @@ def test_a_limit_of_memory_ends_with_its_run(monkeypatch):
     monkeypatch.setattr("qa_lib.run.worker.limit_memory", limits.append)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     spec = short("A1")
-    limited = dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, limit_gib=4.0))
+    limited = dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, limit_gib=4.0))
     for each in (limited, spec):
         with contextlib.suppress(MemoryError), _limits(each, torch.device("cuda")):
             raise MemoryError

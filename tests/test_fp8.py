@@ -64,7 +64,7 @@ def test_of_a_product_that_leaves_its_bias_to_others_it_leaves_it_too(pair):
 
 
 def test_with_norms_and_gelu_of_our_own_a_layer_is_close_to_that_in_bf16_and_adds_biases_once():
-    (spec,) = plan(["E-top-fp8"], "smoke", machine=Machine())
+    (spec,) = plan(["E-fp8"], "smoke", machine=Machine())
     layer = layers_of(build_model(spec).eval())[0].bfloat16()
     eighths = [module for module in layer.modules() if isinstance(module, Float8Linear)]
     for module in eighths:

@@ -76,7 +76,7 @@ def squad(tmp_path):
 
 def small(spec, steps=4, every=0):
     return dataclasses.replace(
-        spec, scale=dataclasses.replace(spec.scale, steps=steps, epochs=None, measure_from=1, checkpoint_every=every)
+        spec, preset=dataclasses.replace(spec.preset, steps=steps, epochs=None, measure_from=1, checkpoint_every=every)
     )
 
 
@@ -140,7 +140,7 @@ def test_a_run_that_would_be_scored_on_what_it_trains_on_is_refused(squad, tmp_p
         with pytest.raises(UserError, match=r"by the same questions; --data takes a folder with train\.json and"):
             plan(["A1"], "local", data=str(source), model=str(model), machine=Machine())
     assert plan(["A1"], "bench", data=str(squad / "train.json"), model=str(model), machine=Machine()), "not scored"
-    assert main(["run", "A1", "--scale", "smoke", "--data", str(squad / "train.json"), "--runs", str(tmp_path)]) == 2
+    assert main(["run", "A1", "--preset", "smoke", "--data", str(squad / "train.json"), "--runs", str(tmp_path)]) == 2
 
 
 @pytest.mark.parametrize("what", ["train.json", "validation.json", "tokenizer_config.json", "model.safetensors"])
@@ -399,7 +399,7 @@ def test_a_model_of_the_hub_trains_from_its_cache(kept, tmp_path, squad):
     (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
     words = ["--data", squad, "--model", "someone/tiny", "--max-length", "48", "--runs", tmp_path / "runs"]
     done = subprocess.run(
-        [sys.executable, "-m", "qa_lib", "run", "A1-fp32", "--scale", "local", *map(str, words)],
+        [sys.executable, "-m", "qa_lib", "run", "A1-fp32", "--preset", "local", *map(str, words)],
         env=os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},
         capture_output=True, text=True,
     )  # fmt: skip

@@ -35,7 +35,7 @@ class Run:
 
     def start(self):
         self.folder.mkdir(exist_ok=True)
-        return warm.python(self.folder / "log", *f"qa_lib run A1 --scale smoke --runs {self.folder}".split())
+        return warm.python(self.folder / "log", *f"qa_lib run A1 --preset smoke --runs {self.folder}".split())
 
     def path(self, name: str) -> Path | None:
         return next(self.folder.glob(f"*/*/{name}"), None)

@@ -8,7 +8,7 @@ from qa_lib.data.load import batches_of, load_data
 from qa_lib.model.build import build_model, trainable_summary
 from qa_lib.report import lessons
 from qa_lib.report.runs import NotMeasured
-from qa_lib.run.budget import estimate, gpu_of
+from qa_lib.run.memory_estimate import estimate, gpu_of
 from qa_lib.run.plan import plan
 from qa_lib.run.profile import steady_step
 from qa_lib.spec import Machine
@@ -44,7 +44,7 @@ def test_padding_is_of_the_first_step_and_marks_the_way_that_the_row_fills(data)
 
 
 def test_a_packed_row_has_a_block_for_each_feature_and_other_rows_have_none(data):
-    a1, e1 = smoke("A1", "E1")
+    a1, e1 = smoke("A1", "E-packed")
     batches = batches_of(data.features, e1)
     figure = lessons.fig_packed(e1, batches)
     assert f"{batches.size} features in a row of {batches.budget:,} tokens" in titles(figure)[0]

@@ -43,7 +43,7 @@ from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.score import perplexity
 from qa_lib.score.perplexity import total_nats, windows
-from qa_lib.spec import SCALES, TRAINER_OPTIMIZER, Machine, SpecError, find_shape, resolve
+from qa_lib.spec import PRESETS, TRAINER_OPTIMIZER, Machine, SpecError, find_shape, resolve
 from qa_lib.train.compilation import LossOf
 from qa_lib.variants import BASELINES, VARIANTS, find_family
 
@@ -57,7 +57,7 @@ QUIET = {"say": lambda _: None}
 def short(row="L1", data="synthetic:60", steps=3, model=TINY, **more):
     """A spec of few steps of two micro-batches of 4 windows, uncompiled."""
     (spec,) = plan([row], "lm-smoke", data=str(data), model=model, micro_batch=4, machine=CPU, **more)
-    scale = dataclasses.replace(spec.scale, steps=steps, batch_tokens=8 * spec.scale.max_length, measure_from=1)
+    scale = dataclasses.replace(spec.preset, steps=steps, batch_tokens=8 * spec.preset.max_length, measure_from=1)
     settings = dataclasses.replace(spec.settings, compile="none")
     return dataclasses.replace(spec, scale=scale, settings=settings)
 
@@ -152,7 +152,7 @@ def test_the_hub_gives_the_same_lines_as_the_file(folder, monkeypatch):
         return Dataset.from_dict({"text": [line.removesuffix("\n") if line == "\n" else line for line in lines]})
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    source = open_text(SCALES["lm-full"].data, "validation")
+    source = open_text(PRESETS["lm-full"].data, "validation")
     assert list(source.lines()) == list(open_text(folder, "validation").lines())
     assert asked == [("Salesforce/wikitext", "wikitext-103-raw-v1", "validation")] and len(source.sha256) == 64
 
@@ -254,7 +254,7 @@ def test_a_context_above_the_models_positions_is_refused():
     with pytest.raises(SpecError, match="has positions for 80 tokens and not for 128: give --model gpt2:L2H64V400P128"):
         short(max_length=128)
     spec = short()
-    longer = dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, max_length=128))
+    longer = dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, max_length=128))
     with pytest.raises(UserError, match=r"takes 80 tokens at most, and scale lm-smoke makes features of 128"):
         model_of(longer)
 
@@ -284,8 +284,8 @@ def test_rows_and_scales_belong_to_a_task():
     with pytest.raises(SpecError, match="A1 is a row of task qa"):
         plan(["A1"], "lm-smoke", machine=CPU)
     for name, row in VARIANTS.items():
-        assert (row.settings.padding, row.settings.projections) == ("max", "separate") or row.task == "qa", name
-        assert row.settings.step == "eager" or row.settings.padding == "packed" or row.task == "lm", name
+        assert (row.settings.padding, row.settings.qkv) == ("max_length", "separate") or row.task == "qa", name
+        assert not row.settings.cuda_graph or row.settings.padding == "packed" or row.task == "lm", name
 
 
 def test_a_context_length_is_asked_for_and_keeps_the_tokens_of_a_step():
@@ -300,7 +300,7 @@ def test_a_context_length_is_asked_for_and_keeps_the_tokens_of_a_step():
         resolve("L1", "lm-bench", 0, GPU, {}, {}, "", "", max_length=1000)
     with pytest.raises(SpecError, match=r"3 tokens do not make up the 1,024 .* take 4 tokens"):
         plan(["L1"], "lm-smoke", machine=CPU, max_length=3)
-    assert resolve("L1", "lm-bench", 0, GPU, {}, {}, "", "", max_length=1000, batch=32).scale.batch == 32
+    assert resolve("L1", "lm-bench", 0, GPU, {}, {}, "", "", max_length=1000, batch=32).preset.batch == 32
 
 
 def test_a_sweep_takes_the_rows_of_its_scales_task_and_hands_on_the_length(monkeypatch, tmp_path):
@@ -308,7 +308,7 @@ def test_a_sweep_takes_the_rows_of_its_scales_task_and_hands_on_the_length(monke
     monkeypatch.setattr(sweep, "probe", lambda: (CPU, {}))
     monkeypatch.setattr(sweep, "plan", lambda names, *_, **own: asked.append((names, own)) or [])
     for scale in ("smoke", "lm-smoke"):
-        main(["sweep", "--scale", scale, "--plan", "--runs", str(tmp_path), "--max-length", "128"])
+        main(["sweep", "--preset", scale, "--plan", "--runs", str(tmp_path), "--max-length", "128"])
     (questions, own), (text, _) = asked
     assert text == find_family("L") and not set(questions) & set(text) and len(questions + text) == len(VARIANTS)
     assert own["max_length"] == [128]
@@ -321,7 +321,7 @@ def test_a_gpu_runs_every_row_as_asked_but_those_of_several_gpus():
     for name in rows:
         spec = resolve(name, "lm-bench", 0, dataclasses.replace(GPU, gpus=2), {}, {}, "", "")
         assert (spec.skip, spec.adjusted) == (None, [TRAINER_OPTIMIZER] * (spec.settings.engine == "trainer"))
-    asked = VARIANTS["L-best"].settings
+    asked = VARIANTS["L-dropout"].settings
     assert (asked.precision, asked.attention, asked.compile, asked.optimizer, asked.step) == (
         "bf16", "sdpa", "inductor", "master", "graph"
     )  # fmt: skip
@@ -363,8 +363,8 @@ def test_fused_attention_is_told_causal_and_given_no_mask(monkeypatch):
 
     ids = torch.randint(0, 400, (2, 64))
     with torch.no_grad():
-        expected = model_of(short("L2")).eval()(ids).logits
-        model = model_of(short("L3")).eval()
+        expected = model_of(short("L-bf16")).eval()(ids).logits
+        model = model_of(short("L-sdpa")).eval()
         monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
         for forward in (model, torch.compile(model, backend="eager")):
             assert torch.allclose(forward(ids).logits, expected, atol=1e-5)
@@ -398,7 +398,7 @@ def test_a_run_learns_and_leaves_a_whole_record(run, folder):
     assert quality["token_perplexity"] == pytest.approx(math.exp(quality["nats"] / quality["n"]))
     assert quality["bits_per_byte"] == pytest.approx(quality["nats"] / math.log(2) / quality["bytes"])
     assert quality["token_perplexity"] < 30, "of 400 tokens that an untrained model thinks equally likely"
-    assert entry["speed"]["tokens_per_s"] == entry["speed"]["real_tokens_per_s"] > 0
+    assert entry["speed"]["tokens_per_s_padded"] == entry["speed"]["tokens_per_s"] > 0
 
 
 def test_a_compiled_loss_has_no_gradient_of_logits():
@@ -470,7 +470,7 @@ def test_a_model_of_the_other_task_is_refused(run):
 
 
 @pytest.mark.parametrize(
-    "row", ["L0", "L3", "L5", "L-best", "L-recompute", "L-8bit", "L-lora", "L-qlora"], ids=lambda row: row
+    "row", ["L0", "L-sdpa", "L-adamw", "L-dropout", "L-recompute", "L-8bit", "L-lora", "L-qlora"], ids=lambda row: row
 )
 def test_a_row_trains_what_it_says_and_saves_a_plain_model(row, tmp_path):
     spec = short(row)
@@ -567,17 +567,17 @@ def test_nats_on_whole_windows_are_transformers_own_loss():
 
 
 def test_the_report_compares_with_the_tasks_own_baseline(tmp_path):
-    for row, speed, score in (("L1", 10.0, 40.0), ("L2", 30.0, 40.5), ("L-best", 80.0, 39.0)):
+    for row, speed, score in (("L1", 10.0, 40.0), ("L-bf16", 30.0, 40.5), ("L-dropout", 80.0, 39.0)):
         spec = resolve(
             row, "lm-quality", 0, GPU, {"name": "text", "sha256": "ab"}, {"name": "m", "revision": "1"}, "", ""
         )
         entry = record.new_record(spec, {"gpu": "NVIDIA H200"})
-        entry["speed"] |= {"features_per_s": speed, "tokens_per_s": 512 * speed}
+        entry["speed"] |= {"samples_per_s": speed, "tokens_per_s_padded": 512 * speed}
         entry["quality"] |= {"word_perplexity": score, "n": 5}
         record.finish(tmp_path / spec.run_path, entry, "ok")
     lines = tables.summarise(select(load_runs(tmp_path), "h200-lm-quality"))
     table = tables.result_table(lines).set_index("row")
-    assert table.loc["L-best", ["× L1", "tokens/s", "perplexity", "Δperplexity vs L1"]].tolist() == [
+    assert table.loc["L-dropout", ["× L1", "tokens/s", "perplexity", "Δperplexity vs L1"]].tolist() == [
         "8.00", "40,960", "39.00", "−1.00",
     ]  # fmt: skip
     assert BASELINES["lm"] == "L1" and not [name for name in table if "A1" in name or "F1" in name]
@@ -586,8 +586,8 @@ def test_the_report_compares_with_the_tasks_own_baseline(tmp_path):
 def test_neighbours_of_a_short_length_share_a_third_of_it():
     """Of lengths for which the scale's own would be more than half; the others keep it, and their runs their names."""
     found = {
-        (scale, length): resolve(row, scale, 0, GPU, {}, {}, "", "", max_length=length).scale.stride
-        for row, scale, lengths in (("A1", "fit", (128, 129, 255, 256, 512)), ("L1", "lm-fit", (96, 128, 16_384)))
+        (scale, length): resolve(row, scale, 0, GPU, {}, {}, "", "", max_length=length).preset.stride
+        for row, scale, lengths in (("A1", "sizing", (128, 129, 255, 256, 512)), ("L1", "lm-sizing", (96, 128, 16_384)))
         for length in lengths
     }
     assert list(found.values()) == [42, 43, 85, 128, 128, 32, 64, 64]

@@ -111,7 +111,7 @@ def test_pauses_between_steps_cost_no_energy_and_are_not_sampled(pretend):
     meter.stop()
     spend(9000)
     assert meter.step_ms().n == 2
-    assert meter.joules_per_feature() == pytest.approx(0.8 / 4)
+    assert meter.joules_per_sample() == pytest.approx(0.8 / 4)
 
 
 def test_an_energy_counter_that_falls_silent_ends_the_energy_and_not_the_run(pretend):
@@ -123,7 +123,7 @@ def test_an_energy_counter_that_falls_silent_ends_the_energy_and_not_the_run(pre
         meter.flush()
         meter.resume()
     meter.stop()
-    assert meter.joules_per_feature() is None
+    assert meter.joules_per_sample() is None
 
 
 def test_a_run_that_fails_is_sampled_no_more(pretend):
@@ -156,6 +156,6 @@ def test_masters_beside_the_model_are_memory_of_the_optimizer():
     """As DeepSpeed has them: the optimizer updates copies in fp32, and not the model's parameters."""
     model = torch.nn.Linear(1024, 1024, bias=False).bfloat16()
     own, copied = (torch.optim.SGD([p]) for p in (model.weight, model.weight.detach().float()))
-    view = torch.optim.SGD([torch.nn.Parameter(model.weight.detach()[:512])])  # a share, as P-sharded has it
+    view = torch.optim.SGD([torch.nn.Parameter(model.weight.detach()[:512])])  # a share, as P-zero1 has it
     found = [memory_use(model, optimizer, torch.device("cpu")).optimizer_mib for optimizer in (own, view, copied)]
     assert found == [0.0, 0.0, 4.0]

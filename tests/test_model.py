@@ -172,7 +172,7 @@ def run(train, spec, folder, steps=6):
     from qa_lib.data.windows import build_features
 
     spec = spec_of(spec) if isinstance(spec, str) else spec
-    spec = dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, steps=steps, checkpoint_every=0))
+    spec = dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, steps=steps, checkpoint_every=0))
     features = build_features(open_source("synthetic:60", "train"), build_tokenizer("tiny"), 96, 32)
     model = build_model(spec)
     result = train(model, Batches(features, spec), spec, torch.device("cpu"), folder, lambda _: None)
@@ -193,7 +193,7 @@ def test_a0_is_the_same_recipe_through_transformers_trainer(tmp_path, monkeypatc
     model, (_, meter, *_) = run(trainer.train, "A0", tmp_path)
     arguments, spec = seen["arguments"], spec_of("A0")
     assert arguments.gradient_accumulation_steps == spec.accumulation
-    assert arguments.learning_rate == spec.scale.learning_rate
+    assert arguments.learning_rate == spec.preset.learning_rate
     assert arguments.max_grad_norm == 1.0
     meter.flush()
     assert len(meter.times) == 6

@@ -164,9 +164,9 @@ def test_a_plan_is_of_values_that_can_be_or_one_line(monkeypatch, tmp_path):
     chance = random.Random(0)
     for _ in range(5 * TIMES):
         given = {name: chance.choice(VALUES) for name in chance.sample(NAMES, chance.choice([1, 1, 2, 3]))}
-        rest = {"variants": ["A1"], "scale": "smoke", "machine": Machine()}
+        rest = {"variants": ["A1"], "preset": "smoke", "machine": Machine()}
         specs = one_line(lambda: plan(**rest | given), " ".join([*NAMES, "micro-batch", "seed", "rate", "A1"]))  # noqa: B023
         for spec in specs or ():
-            sizes = spec.seed, spec.world, spec.stages, spec.asked.micro_batch, spec.scale.max_length
-            assert all(type(size) is int for size in sizes) and 0 < spec.scale.learning_rate < 1, given
-            assert spec.scale.epochs is None or spec.scale.epochs > 0
+            sizes = spec.seed, spec.world, spec.stages, spec.asked.micro_batch, spec.preset.max_length
+            assert all(type(size) is int for size in sizes) and 0 < spec.preset.learning_rate < 1, given
+            assert spec.preset.epochs is None or spec.preset.epochs > 0

@@ -19,7 +19,7 @@ from qa_lib.measure.cost import StepCost
 from qa_lib.model import nf4
 from qa_lib.model.build import DTYPES, build_model, trainable_summary
 from qa_lib.model.nf4 import NF4Linear, native
-from qa_lib.run.budget import gpu_of
+from qa_lib.run.memory_estimate import gpu_of
 from qa_lib.run.plan import plan
 
 WIDTHS = 96, 160  # of inputs and outputs; neither is a power of 2

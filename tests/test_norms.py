@@ -229,7 +229,7 @@ def test_a_sum_that_is_used_again_scaled_or_broadcast_is_left_alone():
         assert call.args[1] is None and call.args[0].target is torch.ops.aten.add.Tensor
 
 
-@pytest.mark.parametrize(("variant", "passes"), [("E-short", {None}), ("E-norm", {Folding})])
+@pytest.mark.parametrize(("variant", "passes"), [("E-varlen", {None}), ("E-norm", {Folding})])
 def test_the_compiler_gets_the_pass_with_the_setting(variant, passes, monkeypatch):
     given = []
     monkeypatch.setattr(torch, "compile", lambda _, options, **other: given.append(options))
@@ -266,7 +266,7 @@ def test_a_machine_without_triton_and_a_model_that_norms_first_are_told():
     assert missing(VARIANTS["E-t4-norm"].settings, t4) is None
     assert "7.5 or newer" in missing(VARIANTS["E-t4-norm"].settings, dataclasses.replace(t4, sm=70))
     assert "matrix products in Triton" in missing(
-        dataclasses.replace(settings, attention="short", precision="fp16"), t4
+        dataclasses.replace(settings, attention="triton-varlen", precision="fp16"), t4
     )
     model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=100))
     with pytest.raises(UserError, match="norms after a product, and gpt2 has them before"):

@@ -27,7 +27,9 @@ def test_a_card_is_named_with_a_row_and_a_time():
     t4 = said("Tesla T4", 14.6, 75)
     assert 'Tesla T4, 14.6 GiB. Take `variant = "E-t4-norm"` and `micro_batch = 32`' in t4 and "an estimate" in t4
     assert "projected from its measured speed" in said("NVIDIA H200", 140, 90)
-    assert 'variant = "E-top"' in said("NVIDIA RTX A2000", 12, 86) and "not known" in said("NVIDIA RTX A2000", 12, 86)
+    assert 'variant = "E-moments"' in said("NVIDIA RTX A2000", 12, 86) and "not known" in said(
+        "NVIDIA RTX A2000", 12, 86
+    )
     assert "not known: no row is known to fit" in said("Tesla T4", 1, 75)
     assert "No GPU here" in notebook.advice({"gpu": None})
 
@@ -47,7 +49,7 @@ def test_a_result_shows_what_was_measured_and_five_answers(tmp_path):
     record = {
         "run_id": "A1-s0-x", "group": "cpu-smoke", "status": "ok",
         "task": {"name": "qa", "label": "F1", "metric": "f1"},
-        "quality": {"f1": 98.5}, "speed": {"features_per_s": 120.0}, "memory": {"peak_alloc_mib": None},
+        "quality": {"f1": 98.5}, "speed": {"samples_per_s": 120.0}, "memory": {"peak_alloc_mib": None},
         "time": {"step_ms": {"median": None}, "wall_s": 9.0},
     }  # fmt: skip
     examples = [Example("a", "who ?", (("alice", 3),)), *(Example(str(n), f"q{n}") for n in range(9))]

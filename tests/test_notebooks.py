@@ -26,14 +26,14 @@ from qa_lib.data.squad import open_source
 from qa_lib.report import publish
 from qa_lib.report.notebook import text_in_reach
 from qa_lib.run.plan import plan
-from qa_lib.spec import SCALES
+from qa_lib.spec import PRESETS
 from qa_lib.variants import FAMILIES, find_family, find_variant
 from tests.conftest import slow
 from tests.test_report import make
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-ROWS = {"A1": 3, "B3": 3, "C2-8": 2, "D1": 2, "E1": 2}  # a quick row of each family, and its notebook's pictures
+ROWS = {"A1": 3, "B3": 3, "C2-8": 2, "D1": 2, "E-packed": 2}  # a quick row of each family, and its notebook's pictures
 FIGURES = 2  # of the report without a GPU: no peak memory
 MAX_CODE_CELLS = 10
 MAX_BYTES = 500_000
@@ -75,7 +75,7 @@ def test_a_notebook_is_stored_clean(path):
     nbformat.validate(notebook)
     assert notebook.metadata.kernelspec.name == "python3"
     # In Colab, a GPU is asked for where something trains.
-    colab = set() if path.stem in ("explore", "report", "scaling", "slides") else {"accelerator", "colab"}
+    colab = set() if path.stem in ("explore", "report", "scaling", "critical-batch") else {"accelerator", "colab"}
     assert set(notebook.metadata) == {"kernelspec", "language_info"} | colab
     ids = [cell.id for cell in notebook.cells]
     assert len(set(ids)) == len(ids)
@@ -137,8 +137,8 @@ def test_a_family_notebook_begins_with_a_row_of_its_family(family):
     assert named[: len(find_family(family))] == find_family(family)
     told = {"smoke", "local", "bench", "quality", "full"}
     if task == "lm":
-        told = {name for name, scale in SCALES.items() if scale.task == "lm"}
-    assert set(SCALES) & set(named) == told
+        told = {name for name, scale in PRESETS.items() if scale.task == "lm"}
+    assert set(PRESETS) & set(named) == told
 
 
 # The bootstrap cell, as a program in folders of its own.
@@ -210,7 +210,7 @@ class Swept:
         return done
 
     def sweep(self, rows):
-        return self.call("qa_lib", "sweep", "--scale", "smoke", "--variants", ",".join(rows), "--runs", self.runs)
+        return self.call("qa_lib", "sweep", "--preset", "smoke", "--variants", ",".join(rows), "--runs", self.runs)
 
     def files(self):
         return {path: path.read_bytes() for path in self.runs.glob("*/*/*") if path.is_file()}
@@ -268,9 +268,9 @@ def test_a_row_through_its_notebook_leaves_the_record_that_was_asked_for(variant
     assert entry["spec"]["hash"] == spec.hash
     assert entry["spec"]["settings"] == dataclasses.asdict(spec.asked)
     assert entry["spec"]["adjusted"] == spec.adjusted
-    assert entry["time"]["steps"] == entry["spec"]["planned_steps"] == spec.scale.steps
+    assert entry["time"]["steps"] == entry["spec"]["planned_steps"] == spec.preset.steps
     steps = [json.loads(line)["step"] for line in (folder / "steps.jsonl").read_text().splitlines()]
-    assert steps == [*range(1, spec.scale.steps + 1)]
+    assert steps == [*range(1, spec.preset.steps + 1)]
     questions = len(open_source(spec.data_source, "validation").examples)
     assert entry["quality"]["n"] == entry["spec"]["n_eval"] == questions
     answers = json.loads((folder / "answers" / "predictions.json").read_text())
@@ -338,7 +338,7 @@ def test_the_report_and_explore_notebooks_run_in_any_process(tmp_path, monkeypat
     shown = "".join(data.get("text/markdown", "") for data in report)
     assert all(variant in shown for variant in ROWS)
     assert sum("image/png" in data for data in report) == FIGURES
-    explored = run_here("notebooks/explore.ipynb", data="synthetic:400", scale="smoke")
+    explored = run_here("notebooks/explore.ipynb", data="synthetic:400", preset="smoke")
     assert sum("image/png" in data for data in explored) == 1
 
 
@@ -369,7 +369,7 @@ def test_explore_looks_at_real_text_where_it_is_in_reach(tmp_path, monkeypatch):
 def test_a_notebook_works_by_hand_in_its_own_folder(swept):
     """As in the README, from the folder that Jupyter opens it in."""
     runs = swept.folder / "by-hand"
-    words = "-p variant A1 -p scale smoke".split()
+    words = "-p variant A1 -p preset smoke".split()
     swept.call(
         "papermill", "systems.ipynb", swept.folder / "out.ipynb", *words, "-p", "runs", runs, cwd=ROOT / "notebooks"
     )

@@ -29,7 +29,7 @@ T4 = dataclasses.replace(CPU, hardware="t4", gpus=1, sm=75)
 H200 = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Each kernel here with its floating-point type and the relative error that the type allows.
-KINDS = [("blockmask", torch.float32, 1e-5), ("efficient", torch.float32, 1e-5)]
+KINDS = [("block-diagonal", torch.float32, 1e-5), ("efficient", torch.float32, 1e-5)]
 if DEVICE.type == "cuda":
     KINDS += [("efficient", torch.float16, 2e-3)]
     if torch.cuda.get_device_capability() >= (8, 0):
@@ -75,13 +75,13 @@ def features():
     return build_features(open_source("synthetic:200", "train"), build_tokenizer("tiny"), 96, 32)
 
 
-def spec_of(variant="E1", machine=CPU, attention=None, **scale) -> Spec:
+def spec_of(variant="E-packed", machine=CPU, attention=None, **scale) -> Spec:
     (spec,) = plan([variant], "smoke", data="synthetic:200", machine=machine)
     own = {"attention": attention} if attention else {}
     if attention == "flash":
         own["precision"] = "bf16"
     settings = dataclasses.replace(spec.settings, compile="none", **own)
-    scale = dataclasses.replace(spec.scale, **{"steps": 8} | scale)
+    scale = dataclasses.replace(spec.preset, **{"steps": 8} | scale)
     return dataclasses.replace(spec, settings=settings, scale=scale)
 
 
@@ -177,15 +177,15 @@ def test_an_epoch_sees_each_feature_once_and_the_next_in_another_order(features)
     assert np.array_equal(first, PackedBatches(features, spec_of())._epoch(0))
 
 
-def packed_and_padded(features, kind, dtype, device=DEVICE, projections="separate"):
+def packed_and_padded(features, kind, dtype, device=DEVICE, qkv="separate"):
     """A model, one micro-batch both ways, and its lengths: on the device, without dropout, in training mode."""
     spec = spec_of(attention=kind)
-    spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, projections=projections))
+    spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, qkv=qkv))
     batches = PackedBatches(features, spec)
     indices = batches.step(0)[0]
     model = without_dropout(build_model(spec)).to(device, dtype).train()
     padded_spec = dataclasses.replace(
-        spec, settings=dataclasses.replace(spec.settings, padding="max", attention="sdpa")
+        spec, settings=dataclasses.replace(spec.settings, padding="max_length", attention="sdpa")
     )
     padded = Batches(features, padded_spec).collate(indices, device)
     return Packed(model, batches.limits), batches.collate(indices, device), padded, features.lengths[indices]
@@ -202,10 +202,10 @@ def padded_loss(model, inputs, lengths):
     return sum(losses) / 2, output, inside
 
 
-@pytest.mark.parametrize("projections", ["separate", "fused"])
+@pytest.mark.parametrize("qkv", ["separate", "fused"])
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
 def test_logits_loss_and_gradients_are_those_of_padded_rows(features, kind, dtype, error, projections):
-    model, packed, padded, lengths = packed_and_padded(features, kind, dtype, projections=projections)
+    model, packed, padded, lengths = packed_and_padded(features, kind, dtype, qkv=qkv)
     loss, output, inside = padded_loss(model.model, padded, lengths)
     loss.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -224,7 +224,7 @@ def test_logits_loss_and_gradients_are_those_of_padded_rows(features, kind, dtyp
 
 def test_a_model_in_regions_is_the_model(features):
     """Loss and gradients, and every parameter in one region alone; each is announced before it runs."""
-    packed, inputs, *_ = packed_and_padded(features, "blockmask", torch.float32)
+    packed, inputs, *_ = packed_and_padded(features, "block-diagonal", torch.float32)
     parts = []
     regions = Regions(packed, lambda part: parts.append(part) or part)
     assert len(parts) == len(regions_of(packed.model)) == 3, "embeddings, two layers, head"
@@ -405,21 +405,21 @@ def test_the_kernel_is_chosen_by_capability_and_named():
         (spec,) = plan([variant], "smoke", data="synthetic:40", machine=machine)
         return spec.settings.attention, spec.skip, " ".join(spec.adjusted)
 
-    assert kernel("E1", CPU)[:2] == ("blockmask", None)
-    assert kernel("E1", T4)[:2] == ("efficient", None)
-    assert kernel("E1", H200)[:2] == ("flash", None)
-    assert "flash" in kernel("E1", H200)[2]
-    assert kernel("E1-efficient", H200)[:2] == ("efficient", None)
-    assert "CUDA" in kernel("E1-efficient", CPU)[1]
-    assert "8.0" in kernel("E4", T4)[1]
-    assert kernel("E3", CPU)[1] is None
-    assert "CUDA graph" in kernel("E3", CPU)[2]
+    assert kernel("E-packed", CPU)[:2] == ("block-diagonal", None)
+    assert kernel("E-packed", T4)[:2] == ("efficient", None)
+    assert kernel("E-packed", H200)[:2] == ("flash", None)
+    assert "flash" in kernel("E-packed", H200)[2]
+    assert kernel("E-packed-efficient", H200)[:2] == ("efficient", None)
+    assert "CUDA" in kernel("E-packed-efficient", CPU)[1]
+    assert "8.0" in kernel("E-bf16", T4)[1]
+    assert kernel("E-graph", CPU)[1] is None
+    assert "CUDA graph" in kernel("E-graph", CPU)[2]
 
 
 def test_beyond_rows_run_and_end_to_end(tmp_path):
     """The whole path on this machine, through fit: packed training, padded evaluation."""
     spec = dataclasses.replace(
-        spec_of("E2", steps=20), scale=dataclasses.replace(spec_of().scale, steps=20, measure_from=5)
+        spec_of("E-adamw", steps=20), preset=dataclasses.replace(spec_of().scale, steps=20, measure_from=5)
     )
     entry = fit(spec, tmp_path, say=lambda _: None)
     assert entry["status"] == "ok"
@@ -435,9 +435,9 @@ def test_fused_projections_are_the_same_function_and_come_apart_again(tmp_path):
 
     torch.manual_seed(0)
     ids = torch.randint(5, 100, (2, 40))
-    separate = without_dropout(build_model(spec_of("E1")))
-    settings = dataclasses.replace(spec_of("E1").settings, projections="fused")
-    fused = without_dropout(build_model(dataclasses.replace(spec_of("E1"), settings=settings)))
+    separate = without_dropout(build_model(spec_of("E-packed")))
+    settings = dataclasses.replace(spec_of("E-packed").settings, qkv="fused")
+    fused = without_dropout(build_model(dataclasses.replace(spec_of("E-packed"), settings=settings)))
     assert not any(".query." in name for name, _ in fused.named_parameters())
     expected = separate(input_ids=ids).start_logits
     assert torch.allclose(fused(input_ids=ids).start_logits, expected, atol=1e-5)
@@ -450,13 +450,13 @@ def test_fused_projections_are_the_same_function_and_come_apart_again(tmp_path):
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA GPU")
-@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"optimizer": "master"}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"optimizer": "adamw-master"}], ids=str)
 def test_a_captured_step_is_the_eager_step(features, changes, tmp_path):
     """Ten steps without dropout, three of them eager and seven replayed, against ten eager ones."""
     from qa_lib.train.loop import train
 
     def weights(step):
-        spec = spec_of("E3", machine=H200, steps=10, checkpoint_every=0, measure_from=2)
+        spec = spec_of("E-graph", machine=H200, steps=10, checkpoint_every=0, measure_from=2)
         settings = dataclasses.replace(spec.settings, step=step, **changes)
         spec = dataclasses.replace(spec, settings=settings)
         model = without_dropout(build_model(spec))
@@ -464,6 +464,6 @@ def test_a_captured_step_is_the_eager_step(features, changes, tmp_path):
         train(model, PackedBatches(features, spec), spec, DEVICE, tmp_path / step, lambda _: None)
         return torch.cat([p.detach().flatten().float() for p in model.parameters()])
 
-    start = torch.cat([p.detach().flatten().to(DEVICE) for p in build_model(spec_of("E3")).parameters()])
+    start = torch.cat([p.detach().flatten().to(DEVICE) for p in build_model(spec_of("E-graph")).parameters()])
     eager, graph = weights("eager"), weights("graph")
     assert (graph - eager).norm() < 1e-2 * (eager - start).norm()

@@ -25,44 +25,44 @@ from tests.ranks import DEVICE, losses_of, trained
 
 # For rows that cut the model: four layers and heads, and four micro-batches a step.
 CUT = {"shape": {"num_hidden_layers": 4, "num_attention_heads": 4}, "parts": 4}
-UNCUT = CUT | {"row": "E5-eager", "world": 1}
-BF16 = {"precision": "bf16", "optimizer": "master"}
+UNCUT = CUT | {"row": "E-masters-eager", "world": 1}
+BF16 = {"precision": "bf16", "optimizer": "adamw-master"}
 # name -> (the case, the same in one process, relative tolerance of each step's loss)
 CASES = {
     "ddp": ({"row": "P1"}, {"row": "A1", "world": 1}, 1e-4),
-    "ddp-accumulated": ({"row": "P1", "scale": {"effective_batch": 32}}, None, 1e-4),
+    "ddp-accumulated": ({"row": "P1", "preset": {"effective_batch": 32}}, None, 1e-4),
     "ddp-bf16": ({"row": "P1-bf16"}, {"row": "A1", "world": 1}, 0.05),
     "fsdp": ({"row": "P-fsdp"}, {"row": "A1", "world": 1}, 1e-4),
-    "fsdp-accumulated": ({"row": "P-fsdp", "scale": {"effective_batch": 32}}, None, 1e-4),
-    "flat": ({"row": "P-fast"}, {"row": "E-best", "world": 1}, 1e-4),
-    "overlap": ({"row": "P-overlap"}, {"row": "E-best", "world": 1}, 1e-4),
-    "overlap-accumulated": ({"row": "P-overlap", "scale": {"effective_batch": 32}}, None, 1e-4),
-    "sharded": ({"row": "P-sharded"}, {"row": "E-best", "world": 1}, 1e-4),
-    "sharded-accumulated": ({"row": "P-sharded", "scale": {"effective_batch": 32}}, None, 1e-4),
-    "best": ({"row": "P-best"}, {"row": "E-best", "world": 1}, 1e-4),
-    "best-accumulated": ({"row": "P-best", "scale": {"effective_batch": 32}}, None, 1e-4),
-    "best-unequal": ({"row": "P-best", "unequal": True}, None, 1e-4),
-    "best-masters": ({"row": "P-best", "settings": BF16}, {"row": "P-fast", "settings": BF16}, 0.05),
-    "sharded-masters": ({"row": "P-sharded", "settings": BF16}, {"row": "P-fast", "settings": BF16}, 0.05),
-    "ddp-unequal": ({"row": "P-fast", "unequal": True, "settings": {"parallel": "ddp"}}, None, 1e-4),
-    "flat-unequal": ({"row": "P-fast", "unequal": True}, None, 1e-4),
+    "fsdp-accumulated": ({"row": "P-fsdp", "preset": {"effective_batch": 32}}, None, 1e-4),
+    "flat": ({"row": "P-one-bucket"}, {"row": "E-dropout", "world": 1}, 1e-4),
+    "overlap": ({"row": "P-overlap"}, {"row": "E-dropout", "world": 1}, 1e-4),
+    "overlap-accumulated": ({"row": "P-overlap", "preset": {"effective_batch": 32}}, None, 1e-4),
+    "sharded": ({"row": "P-zero1"}, {"row": "E-dropout", "world": 1}, 1e-4),
+    "sharded-accumulated": ({"row": "P-zero1", "preset": {"effective_batch": 32}}, None, 1e-4),
+    "best": ({"row": "P-overlap-zero1"}, {"row": "E-dropout", "world": 1}, 1e-4),
+    "best-accumulated": ({"row": "P-overlap-zero1", "preset": {"effective_batch": 32}}, None, 1e-4),
+    "best-unequal": ({"row": "P-overlap-zero1", "unequal": True}, None, 1e-4),
+    "best-masters": ({"row": "P-overlap-zero1", "settings": BF16}, {"row": "P-one-bucket", "settings": BF16}, 0.05),
+    "sharded-masters": ({"row": "P-zero1", "settings": BF16}, {"row": "P-one-bucket", "settings": BF16}, 0.05),
+    "ddp-unequal": ({"row": "P-one-bucket", "unequal": True, "settings": {"parallel": "ddp"}}, None, 1e-4),
+    "flat-unequal": ({"row": "P-one-bucket", "unequal": True}, None, 1e-4),
     "overlap-unequal": ({"row": "P-overlap", "unequal": True}, None, 1e-4),
-    "sharded-unequal": ({"row": "P-sharded", "unequal": True}, None, 1e-4),
-    "fsdp-unequal": ({"row": "P-fast", "unequal": True, "settings": {"parallel": "fsdp"}}, None, 1e-4),
+    "sharded-unequal": ({"row": "P-zero1", "unequal": True}, None, 1e-4),
+    "fsdp-unequal": ({"row": "P-one-bucket", "unequal": True, "settings": {"parallel": "fsdp2"}}, None, 1e-4),
     "gpipe": ({"row": "P-gpipe"} | CUT, UNCUT, 1e-4),
     "1f1b": ({"row": "P-1f1b"} | CUT, UNCUT, 1e-4),
     "interleaved": ({"row": "P-interleaved"} | CUT, UNCUT, 1e-4),
     "interleaved-unequal": ({"row": "P-interleaved", "unequal": True} | CUT, UNCUT | {"unequal": True}, 1e-4),
     "1f1b-masters": ({"row": "P-1f1b", "settings": BF16} | CUT, UNCUT | {"settings": BF16}, 0.05),
     "tensor": ({"row": "P-tensor"} | CUT, UNCUT, 1e-4),
-    "tensor-flat": ({"row": "P-tensor", "settings": {"parallel": "flat"}} | CUT, UNCUT, 1e-4),
+    "tensor-flat": ({"row": "P-tensor", "settings": {"parallel": "ddp-one-bucket"}} | CUT, UNCUT, 1e-4),
     "tensor-unequal": ({"row": "P-tensor", "unequal": True} | CUT, UNCUT | {"unequal": True}, 1e-4),
     "tensor-rounds": ({"row": "P-tensor", "rounds": 1e-6} | CUT, UNCUT, 1e-4),
     # Within an epoch: at its end the Trainer leaves out more features with more processes.
-    "trainer": ({"row": "P0", "scale": {"steps": 5}}, {"row": "A0", "world": 1, "scale": {"steps": 5}}, 1e-4),
+    "trainer": ({"row": "P0", "preset": {"steps": 5}}, {"row": "A0", "world": 1, "preset": {"steps": 5}}, 1e-4),
 }
 if find_spec("deepspeed"):  # the last one, since a Trainer after it would take DeepSpeed, too
-    CASES["deepspeed"] = ({"row": "P0-ds", "scale": {"steps": 5}}, {"row": "P0", "scale": {"steps": 5}}, 1e-4)
+    CASES["deepspeed"] = ({"row": "P0-deepspeed", "preset": {"steps": 5}}, {"row": "P0", "preset": {"steps": 5}}, 1e-4)
 
 
 def launch(cases: list[dict], world: int, folder) -> None:
@@ -193,7 +193,7 @@ def test_ways_to_reduce_see_one_noise_scale(shared):
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "interleaved-unequal"])
 def test_a_pipeline_compares_its_first_micro_batch_with_all_as_one_process_does(name, shared, by_one):
     case, *_ = CASES[name]
-    one, *_ = found_by_ranks(by_one(case | {"row": "P-fast", "world": 1}))
+    one, *_ = found_by_ranks(by_one(case | {"row": "P-one-bucket", "world": 1}))
     stages = [rank["norms"] for rank in found_by_ranks(shared / name)]
     assert np.sum(stages, axis=0) == pytest.approx(one["norms"], rel=1e-3)
     assert min(one["norms"]) > 0
@@ -208,12 +208,13 @@ def test_a_sharded_optimizer_is_half_of_it(shared):
 
 
 BREAK = 4
-BEGUN = {"world": 4, "scale": {"checkpoint_every": 2}}
-FOUR = {row: BEGUN | {"row": row, "name": row} for row in ("P1", "P-sharded", "P-best", "P-fsdp")}
+BEGUN = {"world": 4, "preset": {"checkpoint_every": 2}}
+FOUR = {row: BEGUN | {"row": row, "name": row} for row in ("P1", "P-zero1", "P-overlap-zero1", "P-fsdp")}
 FOUR |= {row: BEGUN | CUT | {"row": row, "name": row} for row in ("P-1f1b", "P-tensor")}
 FOUR["P-1f1b"]["stages"] = 2
 FOUR |= {
-    "sharded-masters": FOUR["P-sharded"] | {"name": "sharded-masters", "settings": BF16 | {"optimizer": "master16"}},
+    "sharded-masters": FOUR["P-zero1"]
+    | {"name": "sharded-masters", "settings": BF16 | {"optimizer": "adamw-master-bf16"}},
     "tensor-masters": FOUR["P-tensor"] | {"name": "tensor-masters", "settings": BF16},
 }
 

@@ -151,7 +151,7 @@ def test_held_out_loss_is_what_training_computes_of_each_window(answered, tmp_pa
     assert 0 < (features.end_positions > 0).sum() < len(features)
     right = evaluate(model, data, spec, torch.device("cpu"), tmp_path)["loss"]
     assert right == pytest.approx(np.mean(losses), rel=1e-5)
-    wrong = replace(spec, settings=replace(spec.settings, join="position"))
+    wrong = replace(spec, settings=replace(spec.settings, fault="positional-join"))
     assert evaluate(model, data, wrong, torch.device("cpu"), tmp_path)["loss"] == right, "the fault is of answers"
 
 
@@ -532,7 +532,7 @@ def test_no_kernel_is_fetched_for_a_config_that_asks_for_one(folder, key, monkey
 
 
 def test_a_record_that_says_nonsense_gives_the_recipes_windows(folder, model):
-    write(folder.parent / "record.json", {"schema": "qa_lib/1", "spec": {"scale": {"max_length": "abc", "stride": 1}}})
+    write(folder.parent / "record.json", {"schema": "qa_lib/1", "spec": {"preset": {"max_length": "abc", "stride": 1}}})
     assert window_lengths(folder, model) == (48, 16)
 
 
@@ -601,7 +601,7 @@ def test_training_refuses_what_answering_refuses(folder, message, monkeypatch):
 def train_from(folder):
     """Plan a run from a folder and build what it trains, as `run` does before the first step."""
     (spec,) = plan(["A2"], "local", data="synthetic:40", model=str(folder), machine=Machine("cpu"))
-    spec = replace(spec, scale=replace(spec.scale, max_length=40, stride=10))
+    spec = replace(spec, preset=replace(spec.preset, max_length=40, stride=10))
     data, model = load_data(spec), build_model(spec)
     check_tokenizer(folder, data.tokenizer, model)
     return model

@@ -188,7 +188,7 @@ def test_what_gradients_take_is_not_taken_for_activations(monkeypatch):
 
 
 def test_a_profile_of_a_row_on_this_machine(tmp_path):
-    (spec,) = plan(["E1-efficient" if torch.cuda.is_available() else "A2"], "smoke", data="synthetic:200")
+    (spec,) = plan(["E-packed-efficient" if torch.cuda.is_available() else "A2"], "smoke", data="synthetic:200")
     profile.profile(spec, tmp_path, lambda _: None)
     found = read_profile(tmp_path / spec.run_path)
     time = found["time"]

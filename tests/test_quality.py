@@ -32,7 +32,7 @@ def quality(**f1):
 def bench(**speeds):
     """Lines of a bench group: features/s of each row at micro-batches 8 and 32, and 1,000 MiB but for PEFT rows."""
     rows = [
-        {"variant": name.replace("_", "-"), "micro_batch": size, "features_per_s": speed, "compile_s": 30.0,
+        {"variant": name.replace("_", "-"), "micro_batch": size, "samples_per_s": speed, "compile_s": 30.0,
          "warm_compile_s": None, "peak_mib": 500.0 if name.startswith("EB") else 1000.0} | QA
         for name, speed in speeds.items() for size in (8, 32)
     ]  # fmt: skip
@@ -61,8 +61,8 @@ def test_fewer_than_three_seeds_give_a_difference_without_an_interval():
     delta, half = judge.compare(runs, "B1")
     assert delta == -2.0 and math.isnan(half), "the mean of A1 is 12 above B1"
     assert judge.verdict((delta, half)) == "open"
-    with pytest.raises(NotMeasured, match="EB1 has no F1"):
-        judge.compare(runs, "EB1")
+    with pytest.raises(NotMeasured, match="E-masters-lora-qv has no F1"):
+        judge.compare(runs, "E-masters-lora-qv")
     with pytest.raises(NotMeasured, match="no seed in common"):
         judge.compare(runs.assign(**{"spec.seed": range(4)}), "B1")
 
@@ -106,7 +106,7 @@ def test_a_model_that_never_answers_is_not_as_good_as_one_that_does():
 
 def test_rows_are_judged_against_the_baseline_and_shown_in_table_order():
     runs = quality(
-        E1=(60.1, 60.0, 59.9), A4_b=(1.0, 9.0, 5.0), A1=(60.0, 60.2, 59.8), A2=(60.5,), B2=(20.0, 20.1, 20.2),
+        E-packed=(60.1, 60.0, 59.9), A4_b=(1.0, 9.0, 5.0), A1=(60.0, 60.2, 59.8), A2=(60.5,), B2=(20.0, 20.1, 20.2),
         A0=(90.0, 90.0), A3=(60.0, 60.1, 59.9), B1=(58.0, 62.0, 60.0), B3=(30.0, 34.0, 28.0),
     )  # fmt: skip
     found = judge.equivalence(runs)
@@ -118,15 +118,15 @@ def test_rows_are_judged_against_the_baseline_and_shown_in_table_order():
         "B1": "open",
         "B2": "beyond",
         "B3": "beyond",
-        "E1": "within",
+        "E-packed": "within",
     }
-    said = "90 % interval over 3 seeds: A3, E1; cannot be told: B1; worse at one or both: B2, B3"
+    said = "90 % interval over 3 seeds: A3, E-packed; cannot be told: B1; worse at one or both: B2, B3"
     assert said in equivalence_finding(runs)
     table = judge.equivalence_table(runs).set_index("row")
     told = ["–", "–", "?", "?", "✓", "–", "?", "✗", "✗", "✓"]
     assert list(table["within 1 F1"]) == told and table.loc["A2", "ΔF1 vs A1"] == "+0.50"
     assert table.index[0] == "never answers"
-    assert table.loc["E1", "F1 at best threshold"] == "65.00"
+    assert table.loc["E-packed", "F1 at best threshold"] == "65.00"
     without = quality(A2=(60.0, 60.2, 59.8), A3=(60.0, 60.1, 59.8), A4=(60.0, 60.2, 59.9))
     with pytest.raises(NotMeasured, match="A1 has no F1"):
         judge.equivalence(without)
@@ -135,18 +135,18 @@ def test_rows_are_judged_against_the_baseline_and_shown_in_table_order():
 def test_a_projection_shows_its_arithmetic():
     table = judge.projection(bench(A1=100.0, E_best=500.0)).set_index("row")
     seconds = 131_754 * 3 / 500 + 30
-    assert table.loc["E-best", "arithmetic"] == "131,754 × 3 ÷ 500/s + 30.0 s"
-    assert table.loc["E-best", "minutes"] == text.number(seconds / 60)
-    assert table.loc["E-best", "of A1's time"] == text.share(seconds / (131_754 * 3 / 100))
+    assert table.loc["E-dropout", "arithmetic"] == "131,754 × 3 ÷ 500/s + 30.0 s"
+    assert table.loc["E-dropout", "minutes"] == text.number(seconds / 60)
+    assert table.loc["E-dropout", "of A1's time"] == text.share(seconds / (131_754 * 3 / 100))
     unknown = bench(A1=100.0, E_best=500.0).assign(compile_s=None)
     said = judge.projection(unknown).set_index("row")["arithmetic"]
-    assert said["E-best"].endswith("÷ 500/s + compilation, not measured") and said["A1"].endswith("÷ 100/s")
+    assert said["E-dropout"].endswith("÷ 500/s + compilation, not measured") and said["A1"].endswith("÷ 100/s")
     warm = judge.projection(unknown.assign(warm_compile_s=9.0)).set_index("row")
-    assert warm.loc["E-best", "arithmetic"].endswith("÷ 500/s + 9.00 s, a part of the code from a cache")
-    assert warm.loc["E-best", "minutes"] == text.number((seconds - 21) / 60)
+    assert warm.loc["E-dropout", "arithmetic"].endswith("÷ 500/s + 9.00 s, a part of the code from a cache")
+    assert warm.loc["E-dropout", "minutes"] == text.number((seconds - 21) / 60)
     assert list(judge.projected(unknown.assign(warm_compile_s=9.0))["cold"]) == [True, False]
     with pytest.raises(NotMeasured):
-        judge.projection(bench(E1=1.0))
+        judge.projection(bench(E-packed=1.0))
 
 
 def test_only_runs_that_were_alone_on_the_gpu_have_a_time_to_quality():
@@ -161,7 +161,7 @@ def test_only_runs_that_were_alone_on_the_gpu_have_a_time_to_quality():
 
 def test_tries_that_lost_are_kept_and_the_best_stands_first():
     runs = quality(A1=(50.0, 52.0), B1_all=(40.0,)).assign(**{
-        "spec.settings.trainable": ["all", "all", "lora-all"], "spec.scale.learning_rate": [1e-4, 2e-4, 2e-4],
+        "spec.settings.trainable": ["all", "all", "lora-all"], "spec.preset.learning_rate": [1e-4, 2e-4, 2e-4],
         "time.started": "2026-01-02",
     })  # fmt: skip
     again = runs[:1].assign(**{"spec.seed": 1, "quality.f1": 51.0, "quality.best_f1": 56.0})
@@ -173,7 +173,7 @@ def test_tries_that_lost_are_kept_and_the_best_stands_first():
     assert list(table["ΔF1 vs A1"]) == ["+0.00", "−2.50", "−14.00"] and table["seeds"][1] == "0 · 1"
     assert list(judge.tries_table(runs, quality())["ΔF1 vs A1"]) == ["+0.00", "–", "–"], "no seed in common"
     older = runs.assign(**{"quality.f1": 1.0, "time.started": "2026-01-01"})
-    near = runs[:1].assign(**{"spec.scale.learning_rate": 1.04e-4})
+    near = runs[:1].assign(**{"spec.preset.learning_rate": 1.04e-4})
     table = judge.tries_table(pd.concat([older, runs, near]), quality(A1=(54.0,)))
     assert sorted(table["F1"]) == ["40.00", "50.00", "50.00", "52.00"], "the newest counts, and each rate is a point"
     with pytest.raises(NotMeasured):
@@ -188,8 +188,8 @@ def verdicts(*facts):
 
 
 def test_every_claim_gets_a_verdict_that_follows_the_records():
-    speeds = {name.replace("-", "_"): 100.0 for name in VARIANTS} | {"A4": 150.0, "E_best": 300.0, "EB1": 310.0,
-              "EB1_all": 200.0, "E5": 300.0, "EB2": 400.0, "EB3": 900.0, "D1": 80.0}  # fmt: skip
+    speeds = {name.replace("-", "_"): 100.0 for name in VARIANTS} | {"A4": 150.0, "E_best": 300.0, "E-masters-lora-qv": 310.0,
+              "EB1_all": 200.0, "E-masters": 300.0, "E-dropout-bitfit": 400.0, "E-dropout-freeze": 900.0, "D1": 80.0}  # fmt: skip
     alike = dict.fromkeys(("A1", "A4", "C1", "D1"), (60.0, 60.2, 60.1)) | dict.fromkeys(
         ("A3", "B1_all", "C2"), (60.1, 60.0, 60.2)
     )
@@ -259,8 +259,8 @@ def test_losses_stand_beside_those_of_the_row_before(tmp_path):
 
 def test_rows_of_another_day_than_the_baseline_are_named(tmp_path):
     for variant, code in (("A1", "a" * 40), ("A2", "a" * 40), ("A3", "b" * 40), ("C1", "b" * 40)):
-        several.write(tmp_path, variant, "bench", micro_batch=32, **{"speed.features_per_s": 9.0, "code.commit": code})
-    several.write(tmp_path, "C1", "bench", 1, micro_batch=32, **{"speed.features_per_s": 9.0, "code.commit": "a" * 40})
+        several.write(tmp_path, variant, "bench", micro_batch=32, **{"speed.samples_per_s": 9.0, "code.commit": code})
+    several.write(tmp_path, "C1", "bench", 1, micro_batch=32, **{"speed.samples_per_s": 9.0, "code.commit": "a" * 40})
     several.write(tmp_path, "C2", "bench", micro_batch=32, **{"code.commit": "b" * 40})  # has no speed to compare
     runs = load_runs(tmp_path)
     assert measured_apart(runs) == ["A3"]

@@ -32,7 +32,9 @@ def quiet(_):
 
 def spec_of(variant):
     (spec,) = plan([variant], "smoke", data="synthetic:60", machine=Machine(torchao=True))
-    return dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, steps=4, measure_from=1, checkpoint_every=0))
+    return dataclasses.replace(
+        spec, preset=dataclasses.replace(spec.preset, steps=4, measure_from=1, checkpoint_every=0)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ def group(folder, seeds=3, rows=tuple(LOSS), speed=SPEEDS, **own):
     """Runs of some rows whose F1 differs by a point a seed, and what quantizing each came to."""
     for row in rows:
         for seed in range(seeds):
-            run = make(folder, row, seed, machine=GPU, scale="quality", speed=speed[row])
+            run = make(folder, row, seed, machine=GPU, preset="quality", speed=speed[row])
             for width, loss in LOSS[row].items():
                 quantize(run, width, 60.0 + seed, 60.0 + seed - loss, **own)
     return load_runs(folder)
@@ -68,7 +68,7 @@ def test_both_ways_stand_beside_full_precision(every):
 def test_what_is_lost_at_threshold_0_stands_beside_it(tmp_path):
     """Rounding moves the threshold, too: as the model answers it may lose more than at the best one."""
     for seed in range(3):
-        run = make(tmp_path, "A1-fp32", seed, machine=GPU, scale="quality")
+        run = make(tmp_path, "A1-fp32", seed, machine=GPU, preset="quality")
         path = quantize(run, "int4", 60.0, 59.5)
         entry = json.loads(path.read_text())
         entry["before"]["f1"], entry["after"]["f1"] = 55.0, 53.0 + seed
@@ -86,7 +86,7 @@ def test_the_caption_says_where_it_comes_from(every):
 
 
 def test_one_seed_has_no_interval_and_a_width_that_was_not_trained_for_is_no_line(tmp_path):
-    run = make(tmp_path, "A1-int8", machine=GPU, scale="quality")
+    run = make(tmp_path, "A1-int8", machine=GPU, preset="quality")
     quantize(run, "int4", 60.0, 10.0)
     every = group(tmp_path, seeds=1, rows=["A1-fp32"])
     table = quantized.quantized_table(every, quantized.measured(every, GROUP))
@@ -97,9 +97,9 @@ def test_full_precision_may_be_mixed_and_speed_of_scale_bench(tmp_path):
     every = group(tmp_path, rows=["A1-int8"])
     with pytest.raises(NotMeasured, match=r"no run of full precision \(A1-fp32 or A1\) in group h200-quality"):
         quantized.measured(every, GROUP)
-    quantize(make(tmp_path, "A1", machine=GPU, scale="quality", speed=300.0), "int8", 62.0, 61.0)
-    make(tmp_path, "A1", machine=GPU, scale="bench", speed=400.0)
-    make(tmp_path, "A1-int8", machine=GPU, scale="bench", speed=100.0)
+    quantize(make(tmp_path, "A1", machine=GPU, preset="quality", speed=300.0), "int8", 62.0, 61.0)
+    make(tmp_path, "A1", machine=GPU, preset="bench", speed=400.0)
+    make(tmp_path, "A1-int8", machine=GPU, preset="bench", speed=100.0)
     every = load_runs(tmp_path)
     every.loc[every["group"] == GROUP, quantized.SPEED] = None  # they shared a GPU
     found = quantized.measured(every, GROUP)
@@ -126,7 +126,7 @@ def put(entry, path, value):
     ("schema", "other/9", "schema 'other/9' is not known"), ("width", None, "width is 'None'"),
 ])  # fmt: skip
 def test_a_spoilt_file_is_named_and_the_others_are_shown(tmp_path, path, value, said):
-    run = make(tmp_path, "A1-fp32", 7, machine=GPU, scale="quality")
+    run = make(tmp_path, "A1-fp32", 7, machine=GPU, preset="quality")
     file = quantize(run, "int8", 60.0, 50.0)
     (lacking,) = quantized.shown(load_runs(tmp_path), "h200-bench")
     assert "group 'h200-bench' has no records" in lacking.data
@@ -140,7 +140,7 @@ def test_a_spoilt_file_is_named_and_the_others_are_shown(tmp_path, path, value, 
 
 
 def test_a_file_that_is_no_json_is_named(tmp_path):
-    run = make(tmp_path, "A1-fp32", machine=GPU, scale="quality")
+    run = make(tmp_path, "A1-fp32", machine=GPU, preset="quality")
     quantize(run, "int8", 60.0, 50.0).write_text('{"schema": NaN')
     with pytest.raises(record.RecordError, match=r"model-int8/quantized.json: not readable as JSON"):
         record.read_quantized(run / "model-int8")

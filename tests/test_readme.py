@@ -15,7 +15,7 @@ from traitlets.config import PyFileConfigLoader
 
 from qa_lib.__main__ import VERBS
 from qa_lib.cli import Parser
-from qa_lib.spec import SCALES, find_scale
+from qa_lib.spec import PRESETS, find_preset
 from qa_lib.variants import find_family, find_variant
 
 ROOT = Path(__file__).parent.parent
@@ -58,7 +58,7 @@ def python(words):
     module.add_arguments(parser)
     args = vars(parser.parse_args(words[4:]))
     if args.get("scale"):
-        find_scale(args["scale"])
+        find_preset(args["scale"])
     if args.get("family"):
         find_family(args["family"])
     if words[3] in ("run", "sweep"):
@@ -102,7 +102,7 @@ def test_the_repository_has_one_address():
 
 
 def test_the_readme_names_every_scale_and_every_notebook():
-    for name in set(SCALES) - {"test"}:  # the one of tests/small.py
+    for name in set(PRESETS) - {"test"}:  # the one of tests/small.py
         assert f"| `{name}` |" in README
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         assert f"`{path.stem}`" in README

@@ -34,11 +34,11 @@ def test_a_new_record_knows_its_run_and_has_null_for_what_is_not_measured(spec, 
 
 def test_finish_is_terminal_and_keeps_what_was_measured(spec, tmp_path):
     entry = record.new_record(spec, ENV)
-    entry["speed"]["features_per_s"] = 12.5
+    entry["speed"]["samples_per_s"] = 12.5
     done = record.finish(tmp_path, entry, "oom", {"kind": "OutOfMemoryError", "message": "no", "step": 3})
     assert record.read_record(tmp_path) == done
     assert done["status"] in record.TERMINAL
-    assert done["speed"]["features_per_s"] == 12.5
+    assert done["speed"]["samples_per_s"] == 12.5
     assert done["error"] == {"kind": "OutOfMemoryError", "message": "no", "step": 3}
     assert done["time"]["ended"]
 
@@ -47,7 +47,7 @@ def test_an_older_record_has_null_for_a_score_that_came_later(spec, tmp_path):
     entry = record.new_record(spec, ENV)
     entry["task"]["scores"].remove("loss")
     del entry["quality"]["loss"]
-    for name in ("utilisation", "utilisation_polled"):
+    for name in ("utilisation", "gpu_busy_polled"):
         del entry["speed"][name]
     del entry["parallel"]["wrapper"]
     record.write_record(tmp_path, entry)
@@ -66,7 +66,7 @@ def test_a_run_counts_as_of_the_processes_that_trained(spec, tmp_path):
 
 
 def test_an_older_record_has_the_default_of_what_could_be_chosen_later_and_its_runs_are_compared(spec, tmp_path):
-    for seed, fields in ((0, {"settings": ["norms"], "scale": ["warmup"]}), (1, {})):
+    for seed, fields in ((0, {"settings": ["norms"], "preset": ["warmup"]}), (1, {})):
         one = dataclasses.replace(spec, seed=seed)
         entry = record.new_record(one, ENV)
         for section, names in fields.items():
@@ -75,7 +75,7 @@ def test_an_older_record_has_the_default_of_what_could_be_chosen_later_and_its_r
         record.finish(tmp_path / one.run_path, entry, "ok")
     chosen = select(load_runs(tmp_path), spec.group)
     assert list(chosen["spec.seed"]) == [0, 1]
-    assert set(chosen["spec.settings.norms"]) == {"native"} and set(chosen["spec.scale.warmup"]) == {0.1}
+    assert set(chosen["spec.settings.norms"]) == {"native"} and set(chosen["spec.preset.warmup"]) == {0.1}
 
 
 def test_load_runs_is_a_row_a_run_with_dotted_columns(spec, tmp_path):
@@ -85,7 +85,7 @@ def test_load_runs_is_a_row_a_run_with_dotted_columns(spec, tmp_path):
     runs = load_runs(tmp_path)
     assert list(runs["spec.seed"]) == [0, 1]
     assert list(runs["status"]) == ["ok", "skipped"]
-    assert runs["speed.features_per_s"].isna().all()
+    assert runs["speed.samples_per_s"].isna().all()
     assert list(runs["spec.settings.attention"]) == ["eager", "eager"]
     assert load_runs(tmp_path / "nothing").empty
 
@@ -232,9 +232,9 @@ def test_a_lock_empties_no_file_that_it_is_a_link_to(tmp_path):
 
 @pytest.mark.parametrize(
     ("way", "value"),
-    [("spec.scale.max_length", True), ("spec.scale.max_length", 0), ("spec.scale.epochs", -1), ("spec.seed", True),
-     ("spec.scale.effective_batch", 0), ("spec.settings.micro_batch", 0), ("spec.settings.micro_batch", True),
-     ("speed.features_per_s", True), ("spec.scale.learning_rate", "fast"), ("time.steps", False)],
+    [("spec.preset.max_length", True), ("spec.preset.max_length", 0), ("spec.preset.epochs", -1), ("spec.seed", True),
+     ("spec.preset.effective_batch", 0), ("spec.settings.micro_batch", 0), ("spec.settings.micro_batch", True),
+     ("speed.samples_per_s", True), ("spec.preset.learning_rate", "fast"), ("time.steps", False)],
 )  # fmt: skip
 def test_a_number_is_no_truth_value_and_a_size_is_above_0(spec, tmp_path, way, value):
     entry = record.new_record(spec, ENV)

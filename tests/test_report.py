@@ -28,21 +28,21 @@ SPEEDS = {"A0": 95.0, "A1": 100.0, "A2": 120.0, "A3": 150.0, "A4-nb": 160.0, "A4
 
 
 def make(
-    runs, variant, seed=0, *, machine=CPU, scale="smoke", status="ok", error=None, micro_batch=8, model="tiny",
+    runs, variant, seed=0, *, machine=CPU, preset="smoke", status="ok", error=None, micro_batch=8, model="tiny",
     length=None, world=1, precision=None, task="qa", **values,
 ):  # fmt: skip
     """Write one record as fit would; `values` replace numbers by name, None for not measured. Returns its folder."""
     data, identity = {"name": "synthetic:1600", "sha256": "ab" * 32}, {"name": model, "revision": "1"}
     spec = resolve(variant, scale, seed, machine, data, identity, "synthetic:1600", "tiny", micro_batch)
-    size = dataclasses.replace(spec.scale, task=task, max_length=length or spec.scale.max_length)
+    size = dataclasses.replace(spec.preset, task=task, max_length=length or spec.preset.max_length)
     asked = dataclasses.replace(spec.asked, precision=precision or spec.asked.precision)
-    spec = dataclasses.replace(spec, scale=size, asked=asked, world=world)
+    spec = dataclasses.replace(spec, preset=size, asked=asked, world=world)
     entry = record.new_record(spec, {"python": "3.11", "gpu": None})
     entry["code"] = {"commit": "0123456789abcdef0123456789abcdef01234567", "dirty": False}
     if status == "ok":
         speed = values.get("speed", SPEEDS.get(variant, 110.0))
         step = 32e3 / speed
-        entry["speed"]["features_per_s"] = speed
+        entry["speed"]["samples_per_s"] = speed
         entry["time"] |= {"train_s": values.get("train_s", 9600 / speed), "compile_s": 1.5, "eval_s": 1.0}
         entry["time"] |= {"wall_s": 9600 / speed + 4.0, "resumed_from_step": values.get("resumed")}
         entry["time"]["step_ms"] = {"n": 270, "median": step, "p10": 0.9 * step, "p90": 1.2 * step}
@@ -108,7 +108,7 @@ def test_ratios_are_against_the_baseline_of_the_same_micro_batch(runs):
 def test_a_mean_over_seeds_is_what_ratios_compare(runs):
     make(runs, "A4", seed=1, speed=300.0, f1=97.0)
     line = lines_of(runs).loc[8, "A4"]
-    assert line["n"] == 2 and line["features_per_s"] == 250.0
+    assert line["n"] == 2 and line["samples_per_s"] == 250.0
     assert line["ratio"] == 2.5
     assert line["score"] == 96.0 and line["delta"] == 0.0, "A1 has the first seed alone"
 
@@ -125,7 +125,7 @@ def test_a_missing_baseline_is_an_error_that_names_group_and_baseline(tmp_path, 
 def test_a_baseline_at_another_micro_batch_is_none(runs):
     make(runs, "A4", micro_batch=2, speed=70.0)
     line = lines_of(runs).loc[2, "A4"]
-    assert line["features_per_s"] == 70.0 and "A1 has no result under these conditions" in line["note"]
+    assert line["samples_per_s"] == 70.0 and "A1 has no result under these conditions" in line["note"]
     assert line[["ratio", "delta", "break_even"]].isna().all()
     assert lines_of(runs).loc[8, "A4"]["ratio"] == 2.0 and not lines_of(runs).loc[8, "A4"]["note"]
     said = sentences.findings(select(load_runs(runs), "cpu-smoke"))
@@ -199,8 +199,8 @@ def test_gpus_and_a_precision_beyond_the_rows_own_are_axes(runs):
     lines = tables.summarise(select(load_runs(runs), "cpu-smoke")).set_index(["world", "precision", "variant"])
     ratio = lines["ratio"]
     assert (ratio[1, "own", "A4"], ratio[1, "bf16", "A4"], ratio[2, "own", "A4"]) == (2.0, 3.0, 1.5)
-    make(runs, "E4")  # bf16 is its own
-    assert "E4" in set(lines_of(runs).query("precision == 'own'").reset_index()["variant"])
+    make(runs, "E-bf16")  # bf16 is its own
+    assert "E-bf16" in set(lines_of(runs).query("precision == 'own'").reset_index()["variant"])
 
 
 def test_the_score_is_the_one_that_the_task_names(tmp_path, monkeypatch):
@@ -208,7 +208,7 @@ def test_the_score_is_the_one_that_the_task_names(tmp_path, monkeypatch):
     monkeypatch.setitem(record.SCORING, "toy", task)
     monkeypatch.chdir(tmp_path)
     for variant, perplexity in (("A1", 20.0), ("A2", 21.5), ("A3", 20.0), ("B1", 25.0), ("B2", 22.0)):
-        make(tmp_path / "runs", variant, machine=GPU, scale="bench", task="toy", perplexity=perplexity)
+        make(tmp_path / "runs", variant, machine=GPU, preset="bench", task="toy", perplexity=perplexity)
     every = load_runs(tmp_path / "runs")
     chosen = select(every, "h200-bench-toy")
     table = tables.result_table(tables.summarise(chosen)).set_index("row")
@@ -261,7 +261,7 @@ def test_a_baseline_out_of_memory_leaves_ratios_open(tmp_path):
     make(tmp_path, "A1", status="oom", error={"kind": "OutOfMemoryError", "message": "too large"})
     make(tmp_path, "A4")
     line = lines_of(tmp_path).loc[8, "A4"]
-    assert math.isnan(line["ratio"]) and line["features_per_s"] == 200.0
+    assert math.isnan(line["ratio"]) and line["samples_per_s"] == 200.0
 
 
 def test_what_was_not_measured_is_a_dash_and_never_zero(runs):
@@ -309,11 +309,11 @@ def test_of_several_seeds_the_one_that_failed_is_named(runs):
 
 def test_intervals_need_three_seeds_and_are_those_of_students_t(runs):
     make(runs, "A4", seed=1, speed=210.0)
-    assert math.isnan(lines_of(runs).loc[8, "A4"]["features_per_s±"])
+    assert math.isnan(lines_of(runs).loc[8, "A4"]["samples_per_s±"])
     make(runs, "A4", seed=2, speed=220.0)
     # Mean 210, standard deviation 10, t(2 degrees of freedom, 95 %) 2.920: 2.920 * 10 / sqrt(3) = 16.86.
     line = lines_of(runs).loc[8, "A4"]
-    assert line["features_per_s±"] == pytest.approx(16.86, abs=0.01)
+    assert line["samples_per_s±"] == pytest.approx(16.86, abs=0.01)
     assert tables.result_table(lines_of(runs).reset_index()).set_index("row").loc["A4", "features/s"] == "210 ± 17"
     four = pd.Series([1.0, 2.0, 3.0, 4.0])  # standard deviation 1.2910, t(3) 2.353
     assert tables.interval(four) == pytest.approx(2.353 * 1.2910 / 2, abs=1e-3)
@@ -332,7 +332,7 @@ def test_the_difference_in_f1_has_an_interval_over_equal_seeds(runs):
 def test_a_resumed_run_has_no_time_of_the_whole(runs):
     make(runs, "A4", resumed=100)
     line = lines_of(runs).loc[8, "A4"]
-    assert math.isnan(line["train_s"]) and math.isnan(line["wall_s"]) and line["features_per_s"] == 200.0
+    assert math.isnan(line["train_s"]) and math.isnan(line["wall_s"]) and line["samples_per_s"] == 200.0
     assert "resumed at step 100" in line["note"]
     assert "A4" not in tables.cost_table(select(load_runs(runs), "cpu-smoke")).index
 
@@ -351,7 +351,7 @@ def test_the_newest_of_two_runs_of_one_row_and_seed_counts(runs):
 def test_a_group_that_mixes_data_or_scales_is_refused(runs, section, key):
     path = make(runs, "A4") / "record.json"
     entry = json.loads(path.read_text())
-    (entry["spec"]["scale"] if section == "scale" else entry[section])[key] = "7" if key == "sha256" else 7
+    (entry["spec"]["preset"] if section == "scale" else entry[section])[key] = "7" if key == "sha256" else 7
     path.write_text(json.dumps(entry))
     with pytest.raises(ReportError, match=rf"cpu-smoke.*{section}\.{key} is .*A4-s0|A4-s0.*{section}\.{key}"):
         lines_of(runs)
@@ -407,7 +407,7 @@ def test_the_overview_is_of_the_largest_micro_batch_and_of_rows_that_are_judged(
 
 
 def test_mfu_is_of_the_data_sheet_and_unknown_for_a_card_without_one(runs):
-    measured = {"speed.mfu": 0.4, "speed.peak_tflops_measured": 700.0, "spec.settings.precision": "fp16"}
+    measured = {"speed.gemm_utilization": 0.4, "speed.gemm_tflops_measured": 700.0, "spec.settings.precision": "fp16"}
     chosen = select(load_runs(runs), "cpu-smoke").assign(**measured)
     lines = tables.summarise(chosen.assign(**{"env.gpu": "NVIDIA H200"})).set_index("variant")
     assert lines.loc["A1", "mfu"] == pytest.approx(0.4 * 700 / 989) and lines.loc["A1", "matrix_share"] == 0.4
@@ -428,8 +428,8 @@ def test_the_published_numbers_stand_beside_ours_each_against_its_own_baseline(r
 
 def test_published_training_times_agree_with_published_throughput():
     """Three epochs of 131,754 features: each transcribed pair has to give that number again."""
-    rows = published().dropna(subset=["features_per_s"])
-    features = rows["train_s"] * rows["features_per_s"]
+    rows = published().dropna(subset=["samples_per_s"])
+    features = rows["train_s"] * rows["samples_per_s"]
     assert len(rows) == 11 and features.between(0.995 * 3 * 131_754, 1.005 * 3 * 131_754).all()
 
 
@@ -602,7 +602,7 @@ def test_the_readme_block_is_generated_and_checked(readme, runs, capsys):
 
 def test_the_readme_shows_committed_groups_only_and_the_gpu_before_the_cpu(readme, runs):
     for variant in ("A1", "A4"):
-        make(runs, variant, machine=GPU, scale="bench")
+        make(runs, variant, machine=GPU, preset="bench")
     call("--readme")
     assert "h200-bench" not in readme.read_text()
     subprocess.run(["git", "add", "runs"], check=True)
@@ -612,7 +612,7 @@ def test_the_readme_shows_committed_groups_only_and_the_gpu_before_the_cpu(readm
 
 def test_one_call_writes_the_readme_with_its_pictures(readme, runs, quick):
     """Though newer groups wait for their figures, too."""
-    for scale in ("bench", "smoke", "fit", "quality"):
+    for scale in ("bench", "smoke", "sizing", "quality"):
         make(runs, "A1", machine=GPU, scale=scale)
         make(runs, "A4", machine=GPU, scale=scale)
     subprocess.run(["git", "add", "runs"], check=True)
@@ -620,7 +620,7 @@ def test_one_call_writes_the_readme_with_its_pictures(readme, runs, quick):
         call("--readme", "--group", "h200-smoke")
     assert call("--readme") == 0
     assert {path.parent.name for path in Path("figures").rglob("manifest.json")} == {
-        "cpu-smoke", "h200-bench", "h200-smoke", "h200-fit", "h200-quality"
+        "cpu-smoke", "h200-bench", "h200-smoke", "h200-sizing", "h200-quality"
     }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ def every(folder):
 
 @pytest.fixture(scope="module")
 def facts(every):
-    return slides.Facts(*(group_or_why(every, f"h200-{scale}")[0] for scale in ("parallel", "slides")))
+    return slides.Facts(*(group_or_why(every, f"h200-{scale}")[0] for scale in ("parallel", "critical-batch")))
 
 
 @pytest.fixture(scope="module")
@@ -42,40 +42,46 @@ def lines(facts):
 
 
 def test_the_one_gpu_is_the_row_that_shares_nothing():
-    ancestors = {"P-fast": "E-best", "P-sharded": "E-best", "P1-bf16": "A1", "P-fsdp": "A1", "P0": "A0"}
-    ancestors |= {"P-interleaved": "E5-eager", "P-tensor": "E5-eager", "E-best": "E-best"}
+    ancestors = {"P-one-bucket": "E-dropout", "P-zero1": "E-dropout", "P1-bf16": "A1", "P-fsdp": "A1", "P0": "A0"}
+    ancestors |= {"P-interleaved": "E-masters-eager", "P-tensor": "E-masters-eager", "E-dropout": "E-dropout"}
     assert {name: scaling.one_gpu(name) for name in ancestors} == ancestors
 
 
 def test_efficiency_is_against_one_gpu_with_the_same_batch_or_with_its_share(lines):
-    alone = {batch: 2 + 0.25 * batch for batch in (8, 16, 32, 64, 128)}  # ms of E-best
+    alone = {batch: 2 + 0.25 * batch for batch in (8, 16, 32, 64, 128)}  # ms of E-dropout
     for world, batch in ((2, 32), (4, 32), (2, 64), (2, 128), (4, 128)):
-        line, ms = lines.loc["P-fast", world, 1, batch], 3 + 0.25 * batch / world
+        line, ms = lines.loc["P-one-bucket", world, 1, batch], 3 + 0.25 * batch / world
         assert line["strong"] == pytest.approx(alone[batch] / (world * ms))
         assert line["weak"] == pytest.approx(alone[batch // world] / ms)
         assert line[["strong±", "weak±"]].tolist() == pytest.approx([0, 0], abs=1e-9), (
             "seeds differ, their ratios do not"
         )
-        assert line["reference"] == "E-best" and line["rate±"] > 0 and line["n"] == 3
+        assert line["reference"] == "E-dropout" and line["rate±"] > 0 and line["n"] == 3
 
 
 def test_one_gpu_of_other_code_is_of_another_day_and_gives_no_interval(facts, lines):
-    runs, alone = facts.speed, facts.speed["spec.variant"] == "E-best"
+    runs, alone = facts.speed, facts.speed["spec.variant"] == "E-dropout"
     apart = scaling.scaling(runs.assign(**{"code.commit": runs["code.commit"].mask(alone, "f" * 40)}))
-    found = apart.set_index([*scaling.WHERE, "batch"]).loc["P-fast", 2, 1, 32]
-    assert found["reference"] == "E-best of another day" and found["strong"] == lines.loc["P-fast", 2, 1, 32]["strong"]
+    found = apart.set_index([*scaling.WHERE, "batch"]).loc["P-one-bucket", 2, 1, 32]
+    assert (
+        found["reference"] == "E-dropout of another day"
+        and found["strong"] == lines.loc["P-one-bucket", 2, 1, 32]["strong"]
+    )
     assert math.isnan(found["strong±"]) and math.isnan(found["weak±"])
 
 
 def test_data_parallelism_is_shown_on_and_off_at_as_many_features_a_gpu(every, lines):
     table = curve_tables.parallel_table(every, "h200-parallel")
-    assert [*zip(table["row"], table["GPUs"], strict=True)] == [(r, n) for r in ("P1", "P-fast") for n in "24"]
-    for _, told in table[table["row"] == "P-fast"].iterrows():
-        line, off = lines.loc["P-fast", int(told["GPUs"]), 1, 32 * int(told["GPUs"])], lines.loc["E-best", 1, 1, 32]
-        assert (told["features a GPU"], told["off is"]) == ("32", "E-best")
+    assert [*zip(table["row"], table["GPUs"], strict=True)] == [(r, n) for r in ("P1", "P-one-bucket") for n in "24"]
+    for _, told in table[table["row"] == "P-one-bucket"].iterrows():
+        line, off = (
+            lines.loc["P-one-bucket", int(told["GPUs"]), 1, 32 * int(told["GPUs"])],
+            lines.loc["E-dropout", 1, 1, 32],
+        )
+        assert (told["features a GPU"], told["off is"]) == ("32", "E-dropout")
         assert told["off, features/s"] == number(off["rate"]) and told["× off"] == factor(line["rate"] / off["rate"])
     alone = every[every["world"] == 1]
-    with pytest.raises(NotMeasured, match="no run of P0, P1, P-fast beside its row on one GPU"):
+    with pytest.raises(NotMeasured, match="no run of P0, P1, P-one-bucket beside its row on one GPU"):
         curve_tables.parallel_table(alone, "h200-parallel")
 
 
@@ -89,48 +95,51 @@ def test_a_row_without_its_ancestor_is_its_own_one_gpu(lines):
 def test_one_run_has_no_interval_and_a_row_for_one_gpu_no_efficiency(lines):
     pipeline = lines.loc["P-gpipe", 2, 2, 32]
     assert pipeline["strong"] == pytest.approx(20 / (2 * 15)) and math.isnan(pipeline["strong±"])
-    alone = lines.loc["E-best", 1, 1, 32]
+    alone = lines.loc["E-dropout", 1, 1, 32]
     assert alone[["strong", "weak"]].isna().all() and alone["reference"] == ""
 
 
 def test_the_one_gpu_takes_the_micro_batch_at_which_it_is_quickest(folder, lines, tmp_path):
     shutil.copytree(folder / "h200-parallel", tmp_path / "h200-parallel")
     for seed in range(3):
-        several.timed(tmp_path, "E-best", seed, ms=40.0, micro_batch=4)
+        several.timed(tmp_path, "E-dropout", seed, ms=40.0, micro_batch=4)
     again = scaling.scaling(select(load_runs(tmp_path), "h200-parallel"))
-    slow = again[(again["variant"] == "E-best") & (again["batch"] == 32)]
+    slow = again[(again["variant"] == "E-dropout") & (again["batch"] == 32)]
     assert slow["micro_batch"].tolist() == [4, 32], "two lines, no mean of both"
-    own = again.set_index(["variant", "world", "stages", "batch", "micro_batch"]).loc["P-fast", 2, 1, 32, 8]
-    assert own["strong"] == lines.loc["P-fast", 2, 1, 32]["strong"]
+    own = again.set_index(["variant", "world", "stages", "batch", "micro_batch"]).loc["P-one-bucket", 2, 1, 32, 8]
+    assert own["strong"] == lines.loc["P-one-bucket", 2, 1, 32]["strong"]
 
 
 def test_waiting_and_memory_are_those_of_a_step_and_of_the_fullest_gpu(lines):
-    assert lines.loc["P-fast", 4, 1, 32]["waiting_ms"] == 1 and lines.loc["P-fast", 1, 1, 32]["waiting_ms"] == 0
+    assert (
+        lines.loc["P-one-bucket", 4, 1, 32]["waiting_ms"] == 1
+        and lines.loc["P-one-bucket", 1, 1, 32]["waiting_ms"] == 0
+    )
     assert math.isnan(lines.loc["P1", 2, 1, 32]["waiting_ms"]), "nobody measured it"
     pipeline = lines.loc["P-gpipe", 2, 2, 32]
     assert pipeline["waiting_ms"] == pytest.approx(0.24 * pipeline["step_ms"])
-    assert lines.loc["P-fast", 4, 1, 32]["peak_mib"] == 3030
+    assert lines.loc["P-one-bucket", 4, 1, 32]["peak_mib"] == 3030
 
 
 def test_ranks_are_apart_by_the_slowest_and_the_fastest_of_a_run(facts, lines):
-    assert lines.loc["P-fast", 4, 1, 32]["apart"] == pytest.approx(0.06), "the mean of 3, 6 and 9 %"
-    assert math.isnan(lines.loc["P-fast", 1, 1, 32]["apart"])
+    assert lines.loc["P-one-bucket", 4, 1, 32]["apart"] == pytest.approx(0.06), "the mean of 3, 6 and 9 %"
+    assert math.isnan(lines.loc["P-one-bucket", 1, 1, 32]["apart"])
     costs = scaling.cost_table(facts.speed).set_index(["row", "GPUs", "batch"])
-    assert costs.loc["P-fast", "4", "32"]["ranks apart"] == "6.00 %"
+    assert costs.loc["P-one-bucket", "4", "32"]["ranks apart"] == "6.00 %"
     untold = facts.speed.drop(columns=facts.speed.filter(like="rank_step_ms").columns)
     assert "ranks apart" not in scaling.cost_table(untold)
 
 
 def test_the_tables_say_only_what_was_measured(facts):
     speed = scaling.speed_table(facts.speed).set_index(["row", "GPUs", "batch"])
-    line = speed.loc["P-fast", "2", "32"]
-    assert (line["strong"], line["weak"], line["one GPU"]) == ("71.4 ± 0.0 %", "85.7 ± 0.0 %", "E-best")
+    line = speed.loc["P-one-bucket", "2", "32"]
+    assert (line["strong"], line["weak"], line["one GPU"]) == ("71.4 ± 0.0 %", "85.7 ± 0.0 %", "E-dropout")
     costs = scaling.cost_table(facts.speed)
     assert "GPU busy" not in costs and set(costs["weights equal"]) == {"yes", "–"}
     waits = costs.set_index("row").loc["P-gpipe", ["bubble", "by formula", "stages apart"]]
     assert waits.tolist() == ["24.0 %", "20.0 %", "5.00 %"]
     with pytest.raises(NotMeasured, match="family P"):
-        scaling.scaling(facts.speed[facts.speed["spec.variant"] == "E-best"])
+        scaling.scaling(facts.speed[facts.speed["spec.variant"] == "E-dropout"])
 
 
 def test_on_a_cpu_what_shares_a_step_is_called_processes(facts):
@@ -150,18 +159,18 @@ def test_runs_that_differ_in_batch_world_or_stages_are_never_averaged(facts):
     keys = ["variant", "world", "stages", "batch", "micro_batch"]
     assert not averaged.duplicated(keys).any() and averaged["n"].sum() == len(facts.speed)
     table = averaged.set_index(keys)
-    assert table.loc["P-fast", 1, 1, 32, 8]["ratio"] == pytest.approx(51.2 / 10)
-    assert math.isnan(table.loc["P-fast", 2, 1, 32, 8]["ratio"]) and not averaged["note"].any()
+    assert table.loc["P-one-bucket", 1, 1, 32, 8]["ratio"] == pytest.approx(51.2 / 10)
+    assert math.isnan(table.loc["P-one-bucket", 2, 1, 32, 8]["ratio"]) and not averaged["note"].any()
 
 
 def test_a_group_with_rows_for_several_gpus_does_without_the_baseline(facts):
     assert tables.result_table(tables.summarise(facts.slides))["effective batch"].nunique() == 4
     with pytest.raises(ReportError, match="the baseline A1"):
-        tables.summarise(facts.speed[facts.speed["spec.variant"] == "E-best"].reset_index(drop=True))
+        tables.summarise(facts.speed[facts.speed["spec.variant"] == "E-dropout"].reset_index(drop=True))
 
 
 def test_so_does_one_that_compares_lengths_of_one_row(facts):
-    alone = facts.speed[facts.speed["spec.variant"] == "E-best"].reset_index(drop=True)
+    alone = facts.speed[facts.speed["spec.variant"] == "E-dropout"].reset_index(drop=True)
     lines = tables.summarise(alone.assign(length=[128, *alone["length"][1:]]))
     assert set(lines["length"]) == {128, 384} and lines["ratio"].isna().all()
 
@@ -207,7 +216,7 @@ def test_each_hypothesis_holds_in_a_world_that_obeys_it(facts):
     assert said[0] == "P0: 2500 on 1, 1250 on 2, 625 on 4 GPUs"
     conclusions = slides.conclusions(facts)
     assert conclusions.count("\n") == 3
-    assert "P-fast trains 6,400 features/s; the only row that divided the model there, P-1f1b" in conclusions
+    assert "P-one-bucket trains 6,400 features/s; the only row that divided the model there, P-1f1b" in conclusions
     another = facts.speed.query("`spec.variant` == 'P-1f1b' and batch == 32").assign(**{"spec.variant": "P-gpipe"})
     both = slides.Facts(pd.concat([facts.speed, another], ignore_index=True), facts.slides)
     assert "the quickest that divides the model, P-" in slides.conclusions(both)
@@ -220,14 +229,19 @@ def test_the_class_that_trained_is_told_where_records_name_it(facts):
 
     assert why(facts.slides).endswith("and not which engine ran.")
     runs = put(facts.slides, f"{P0} and world > 1", parallel__wrapper="DistributedDataParallel")
-    deepspeed = {"spec.variant": "P0-ds", "run_id": "another", "parallel.wrapper": "DeepSpeedEngine"}
+    deepspeed = {"spec.variant": "P0-deepspeed", "run_id": "another", "parallel.wrapper": "DeepSpeedEngine"}
     runs = pd.concat([runs, runs.query(f"{P0} and world == 4").assign(**deepspeed)])
-    said = "Ours, by their records: P0 trained in DistributedDataParallel, P0-ds trained in DeepSpeedEngine."
+    said = "Ours, by their records: P0 trained in DistributedDataParallel, P0-deepspeed trained in DeepSpeedEngine."
     assert why(runs).endswith(f"and not which engine ran. {said}")
 
 
 def test_the_slides_pair_is_one_log_step_by_step_over_others_told_again(facts):
-    runs = [("P0", 1, 16, 0.02, 1.0), ("P0", 1, 32, 9.0, 9.0), ("P0-ds", 2, 32, 1.0, 1e-4), ("P0-ds", 4, 64, 1.0, 2e-4)]
+    runs = [
+        ("P0", 1, 16, 0.02, 1.0),
+        ("P0", 1, 32, 9.0, 9.0),
+        ("P0-deepspeed", 2, 32, 1.0, 1e-4),
+        ("P0-deepspeed", 4, 64, 1.0, 2e-4),
+    ]
     again = slides.Facts(facts.speed, facts.slides)
     again.__dict__["logs"] = pd.DataFrame(runs, columns=["variant", "world", "batch", "raw", "again"])
     found = {row["world"]: (row["ratio"], row["theirs"]) for row in again.pair()}
@@ -274,7 +288,7 @@ ELSEWHERE = {
     "a batch of two seeds": (f"{P0} and `spec.seed` == 2 and batch == 64", {"status": "error"}, "H4", "???"),
     "no held-out loss": (P0, {"quality__loss": math.nan}, "H4", "✓✓?"),
     "polling costs nothing": ("`spec.variant` == 'P0-polled'", {"time__step_ms__median": 61.0}, "H5", "✗✓✓"),
-    "no utilisation": (P0, {"speed__utilisation": None}, "H5", "✓?✓"),
+    "no utilisation": (P0, {"speed__gpu_busy": None}, "H5", "✓?✓"),
     "pipelines are noisier": ("`spec.variant` == 'P-1f1b'", {"parallel__noise__var": 0.8}, "H6", "✓✗"),
     "other code averages otherwise": ("`spec.variant` == 'P-1f1b'", {"code__commit": "f" * 40}, "H6", "✓"),
     "noise hides the gradient": ("`spec.variant` == 'P-1f1b'", {"parallel__noise__sqr": -1.0}, "H6", "✓"),
@@ -332,7 +346,7 @@ def test_the_scaling_figure_shows_each_batch_with_its_ideal(facts):
     ]  # fmt: skip
     ideal = [line.get_ydata() for line in figure.axes[0].lines if line.get_linestyle() == "--"]
     assert any(np.allclose(line, np.array([1, 2, 4]) * 3200, rtol=1e-3) for line in ideal)
-    title = "4 GPUs train ×3.64 as fast as one at 32 features each, ×2.00 at 32 in all (P-fast)"
+    title = "4 GPUs train ×3.64 as fast as one at 32 features each, ×2.00 at 32 in all (P-one-bucket)"
     assert figure.get_suptitle() == title
 
 
@@ -341,15 +355,15 @@ def test_the_waiting_figure_has_each_row_at_the_usual_batch_or_the_nearest(facts
     left = figure.axes[0]
     names = [label.get_text() for label in left.get_yticklabels()]
     assert names == [
-        *(f"{row}: {gpus}" for row in ("P1", "P-fast") for gpus in ("1 GPU", "2 GPUs", "4 GPUs")),
+        *(f"{row}: {gpus}" for row in ("P1", "P-one-bucket") for gpus in ("1 GPU", "2 GPUs", "4 GPUs")),
         "P-gpipe, 2 stages: 2 GPUs", "P-1f1b, 2 stages: 4 GPUs", "P-1f1b, 4 stages: 4 GPUs at 128",
     ]  # fmt: skip
     bars = {
         bars.get_label(): dict(zip(names, [bar.get_width() for bar in bars], strict=True)) for bars in left.containers
     }
-    assert bars["communicating"]["P-fast: 4 GPUs"] == pytest.approx(100 / 5)
-    assert bars["bubble"]["P-1f1b, 4 stages: 4 GPUs at 128"] == 24 and bars["bubble"]["P-fast: 4 GPUs"] == 0
-    title = "On 2 GPUs P-fast waits 14.3\u00a0% of a step for others, P-gpipe 24.0\u00a0%"
+    assert bars["communicating"]["P-one-bucket: 4 GPUs"] == pytest.approx(100 / 5)
+    assert bars["bubble"]["P-1f1b, 4 stages: 4 GPUs at 128"] == 24 and bars["bubble"]["P-one-bucket: 4 GPUs"] == 0
+    title = "On 2 GPUs P-one-bucket waits 14.3\u00a0% of a step for others, P-gpipe 24.0\u00a0%"
     assert figure.get_suptitle() == title
 
 

@@ -39,7 +39,7 @@ from tests.pairs import Covering, pairs_of
 
 TORCHAO = find_spec("torchao") is not None
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, torchao=TORCHAO, compiler=True)
-RECIPES = ("all", "lora-qv", "lora-all-r4", "biases", "freeze-bottom-10", "freeze-last-4")
+RECIPES = ("all", "lora-qv", "lora-all-r4", "bitfit", "freeze-bottom-10", "freeze-last-4")
 VALUES = choices() | {"trainable": RECIPES, "micro_batch": (8, 4)}
 # What a value needs of other settings; where the pair under test does not set them itself, these are set with it.
 PIPELINE = {"padding": "packed", "attention": "sdpa", "precision": "bf16"}
@@ -47,21 +47,21 @@ COMPANIONS = {
     ("padding", "packed"): {"attention": "sdpa"},
     ("attention", "flash"): {"padding": "packed"},
     ("attention", "efficient"): {"padding": "packed"},
-    ("attention", "blockmask"): {"padding": "packed"},
-    ("attention", "short"): {"padding": "packed"},
+    ("attention", "block-diagonal"): {"padding": "packed"},
+    ("attention", "triton-varlen"): {"padding": "packed"},
     ("norms", "fused"): {"dropout": "hash"},
-    ("compile", "regions"): {"padding": "packed", "attention": "sdpa"},
-    ("optimizer", "master"): {"precision": "bf16"},  # in fp16 the first step may find the loss scaled too much
-    ("optimizer", "master16"): {"precision": "bf16"},
-    ("checkpointing", "elementwise"): {"compile": "inductor"},
-    ("feed_forward", "fp8"): {"precision": "bf16", "optimizer": "master"},
-    ("rounding", "int8"): {"precision": "fp32"},
-    ("rounding", "int4"): {"precision": "fp32"},
-    ("frozen", "nf4"): {"trainable": "lora-all-r4"},
-    ("step", "graph"): {"optimizer": "fused", "padding": "packed", "attention": "sdpa"},
+    ("compile", "regional"): {"padding": "packed", "attention": "sdpa"},
+    ("optimizer", "adamw-master"): {"precision": "bf16"},  # in fp16 the first step may find the loss scaled too much
+    ("optimizer", "adamw-master-bf16"): {"precision": "bf16"},
+    ("activation_checkpointing", "elementwise"): {"compile": "inductor"},
+    ("feed_forward", "fp8"): {"precision": "bf16", "optimizer": "adamw-master"},
+    ("qat", "int8"): {"precision": "fp32"},
+    ("qat", "int4"): {"precision": "fp32"},
+    ("base_quantization", "nf4"): {"trainable": "lora-all-r4"},
+    ("cuda_graph", True): {"optimizer": "adamw-fused", "padding": "packed", "attention": "sdpa"},
     ("parallel", "pipeline"): PIPELINE,
     ("parallel", "deepspeed"): {"engine": "trainer"},
-    ("polling", "nvidia-smi"): {"engine": "trainer"},
+    ("fault", "nvidia-smi-polling"): {"engine": "trainer"},
     ("schedule", "1f1b"): PIPELINE | {"parallel": "pipeline"},
     ("schedule", "interleaved"): PIPELINE | {"parallel": "pipeline"},
 }
@@ -96,7 +96,7 @@ class Seen:
 
     def __init__(self, settings: Settings, asked: Settings, data, folder, monkeypatch, traced: bool):
         (spec,) = plan(["A1"], "smoke", data="synthetic:60", machine=CPU)
-        scale = dataclasses.replace(spec.scale, steps=1, effective_batch=8, measure_from=0, checkpoint_every=0)
+        scale = dataclasses.replace(spec.preset, steps=1, effective_batch=8, measure_from=0, checkpoint_every=0)
         self.spec = spec = dataclasses.replace(spec, scale=scale, asked=asked, settings=settings)
         self.compiled, self.shapes, self.autocast, self.trainer_order = [], [], set(), None
         self.engines, self.repeats = [], []
@@ -175,7 +175,7 @@ def trains_as_named(seen: Seen, recipe: str) -> bool:
         "all": every,
         "lora-qv": {name for name in every if ".lora_" in name and ("query" in name or "value" in name)} | head,
         "lora-all-r4": {name for name in every if ".lora_" in name} | head,
-        "biases": {name for name in every if name.endswith(".bias")} | head,
+        "bitfit": {name for name in every if name.endswith(".bias")} | head,
         "freeze-bottom-10": {name for name in every if "embeddings" not in name and ".layer.0." not in name},
         "freeze-last-4": {name for name in every if ".layer.1." not in name},
     }[recipe]
@@ -188,16 +188,18 @@ def attends(seen: Seen, kernel: str) -> bool:
 
 def pads(seen: Seen, padding: str) -> bool:
     rows, width = seen.shapes[0]
-    limit = seen.spec.scale.max_length
+    limit = seen.spec.preset.max_length
     if padding == "packed":
         return rows == 1 and width == seen.batches.budget
-    return width == limit if padding == "max" else width < limit or seen.batches.features.lengths.max() > limit - 32
+    return (
+        width == limit if padding == "max_length" else width < limit or seen.batches.features.lengths.max() > limit - 32
+    )
 
 
-def ordered(seen: Seen, order: str) -> bool:
+def grouped(seen: Seen, value: bool) -> bool:
     if seen.spec.settings.engine == "trainer":
-        return seen.trainer_order == {"random": "random", "bucketed": "group_by_length"}[order]
-    return (seen.spread() < 15) == (order == "bucketed")
+        return seen.trainer_order == ("group_by_length" if value else "random")
+    return (seen.spread() < 15) == value
 
 
 def rounds(seen: Seen, width: str) -> bool:
@@ -214,28 +216,28 @@ def moments_of(optimizer) -> torch.dtype | None:
 
 OPTIMIZERS = {
     "adamw": lambda optimizer: type(optimizer) is torch.optim.AdamW and not optimizer.defaults["fused"],
-    "fused": lambda optimizer: "AdamW" in repr(optimizer) and optimizer.defaults["fused"],
-    "adamw8bit": lambda optimizer: type(optimizer).__name__ == "AdamW8bit",
-    "master": lambda optimizer: moments_of(optimizer) == torch.float32,
-    "master16": lambda optimizer: moments_of(optimizer) == torch.bfloat16,
+    "adamw-fused": lambda optimizer: "AdamW" in repr(optimizer) and optimizer.defaults["fused"],
+    "adamw-8bit": lambda optimizer: type(optimizer).__name__ == "AdamW8bit",
+    "adamw-master": lambda optimizer: moments_of(optimizer) == torch.float32,
+    "adamw-master-bf16": lambda optimizer: moments_of(optimizer) == torch.bfloat16,
 }
 
 
 def compiles(seen, value: str) -> bool:
     """By the backend, once for each part that is compiled by itself."""
-    parts = 3 if value == "regions" else seen.spec.settings.chunks
-    return seen.compiled == [value.replace("regions", "inductor")] * parts * (value != "none")
+    parts = 3 if value == "regional" else seen.spec.settings.chunks
+    return seen.compiled == [value.replace("regional", "inductor")] * parts * (value != "none")
 
 
 SHARED = {
     "none": set(),
     "ddp": {"DistributedDataParallel"},
     "ddp-bf16": {"DistributedDataParallel", "bf16_compress_hook"},
-    "flat": {"reduce"},
-    "overlap": {"reduce", "regions_of"},
-    "sharded": {"reduce_scatter", "spread"},
-    "overlap-sharded": {"reduce_scatter", "spread", "regions_of"},
-    "fsdp": {"fully_shard"},
+    "ddp-one-bucket": {"reduce"},
+    "ddp-overlap": {"reduce", "regions_of"},
+    "zero1": {"reduce_scatter", "spread"},
+    "zero1-overlap": {"reduce_scatter", "spread", "regions_of"},
+    "fsdp2": {"fully_shard"},
     "pipeline": {"passes"},
     "tensor": {"parallelize_module"},
 }
@@ -244,30 +246,29 @@ EFFECTS = {  # setting -> whether its value was seen at work
     "engine": lambda seen, value: seen.engines == [value],
     "precision": lambda seen, value: seen.autocast == {None if seen.spec.settings.half_weights else DTYPES[value]},
     "attention": attends,
-    "projections": lambda seen, value: seen.has(FusedSelfAttention) == (value == "fused"),
+    "qkv": lambda seen, value: seen.has(FusedSelfAttention) == (value == "fused"),
     "dropout": lambda seen, value: (
-        seen.has(HashDropout) == (value == "hash" or seen.spec.settings.attention == "short")
+        seen.has(HashDropout) == (value == "hash" or seen.spec.settings.attention == "triton-varlen")
         and (value == "philox" or any(m.seed for m in seen.model.modules() if isinstance(m, HashDropout)))
     ),
     "norms": lambda seen, value: seen.has(NormedProduct) == (value == "fused"),
     "feed_forward": lambda seen, value: value == "native",
-    "activation": lambda seen, value: seen.has(SigmoidGelu) == (value == "sigmoid"),
-    "rounding": rounds,
+    "gelu": lambda seen, value: seen.has(SigmoidGelu) == (value == "sigmoid"),
+    "qat": rounds,
     "compile": compiles,
     "padding": pads,
-    "order": ordered,
+    "group_by_length": grouped,
     "trainable": trains_as_named,
-    "frozen": lambda seen, value: seen.has(NF4Linear) == (value == "nf4"),
+    "base_quantization": lambda seen, value: seen.has(NF4Linear) == (value == "nf4"),
     "optimizer": lambda seen, value: OPTIMIZERS[value](getattr(seen.optimizer, "optimizer", seen.optimizer)),
-    "step": lambda seen, value: value == "eager",
-    "checkpointing": lambda seen, value: (
+    "cuda_graph": lambda seen, value: not value,
+    "activation_checkpointing": lambda seen, value: (
         any(getattr(module, "gradient_checkpointing", False) for module in seen.model.modules()) is (value is True)
         and all(repeats is (value == "elementwise") for repeats in seen.repeats)
     ),
     "parallel": lambda seen, value: seen.shared - {*pipeline.SCHEDULES} == SHARED[value] or seen.engines == ["trainer"],
     "schedule": lambda seen, value: value in seen.shared or seen.spec.settings.parallel != "pipeline",
-    "polling": lambda seen, value: value == "none",
-    "join": lambda seen, value: True,
+    "fault": lambda seen, value: value != "nvidia-smi-polling",
     "micro_batch": lambda seen, value: len(seen.batches.step(0)[0]) == value and len(seen.shapes) == 8 // value,
 }
 
@@ -288,16 +289,16 @@ def test_every_setting_has_values_and_an_effect_to_look_for():
     assert set(VALUES) == set(EFFECTS) == fields
 
 
-def says(pair: tuple, condition: tuple[str, str]) -> bool:
+def says(pair: tuple, condition: str) -> bool:
     """Whether a (name, value) meets a condition of CONFLICTS."""
-    return pair[0] == condition[0] and _matches(types.SimpleNamespace(**dict([pair])), condition)
+    return pair[0] == re.match(r"\w+", condition).group() and _matches(types.SimpleNamespace(**dict([pair])), condition)
 
 
 # What else does not go together here: the first step may find the loss scaled too much, so that no weight moves; and
 # what spec.resolve refuses.
 HERE = (
-    (("optimizer", "master"), ("precision", "fp16")),
-    (("step", "graph"), ("padding", "!packed")),
+    ("optimizer=adamw-master", "precision=fp16"),
+    ("cuda_graph=True", "padding!=packed"),
 )
 
 
@@ -371,7 +372,7 @@ def test_two_settings_alone_train_a_step(one, other, data, tmp_path, monkeypatch
         ({"padding": "longst"}, "unknown padding 'longst'; did you mean 'longest'?"),
         ({"attention": "SDPA"}, "unknown attention 'SDPA'; did you mean 'sdpa'?"),
         ({"trainable": "lora-vq"}, "unknown trainable 'lora-vq'; did you mean 'lora-qv'?"),
-        ({"checkpointing": "yes"}, "unknown checkpointing 'yes'"),
+        ({"activation_checkpointing": "yes"}, "unknown checkpointing 'yes'"),
         ({"micro_batch": 0}, "micro_batch 0 is not a whole number"),
     ],
 )
@@ -383,10 +384,13 @@ def test_an_unknown_value_is_refused_with_the_nearest(change, said):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"engine": "trainer", "optimizer": "adamw8bit"}, ["engine 'trainer'", "optimizer 'adamw8bit'", "fused AdamW"]),
-        ({"projections": "fused", "trainable": "lora-all"}, ["projections 'fused'", "trainable 'lora-all'", "away"]),
+        (
+            {"engine": "trainer", "optimizer": "adamw-8bit"},
+            ["engine 'trainer'", "optimizer 'adamw-8bit'", "fused AdamW"],
+        ),
+        ({"qkv": "fused", "trainable": "lora-all"}, ["qkv 'fused'", "trainable 'lora-all'", "away"]),
         ({"feed_forward": "fp8", "precision": "bf16"}, ["feed_forward 'fp8'", "optimizer 'adamw'", "weights in bf16"]),
-        ({"optimizer": "master16"}, ["optimizer 'master16'", "precision 'fp16'"]),
+        ({"optimizer": "adamw-master-bf16"}, ["optimizer 'adamw-master-bf16'", "precision 'fp16'"]),
     ],
 )
 def test_a_conflict_names_both_settings_and_the_reason(change, words):
@@ -398,18 +402,27 @@ def test_a_conflict_names_both_settings_and_the_reason(change, words):
 def test_every_conflict_is_about_settings_and_values_that_exist():
     for *conditions, why in CONFLICTS:
         assert why and not why.endswith(".")
-        for name, pattern in conditions:
-            for part in pattern.removeprefix("!").split("|"):
+        for name, patterns in (re.split("!?=", condition) for condition in conditions):
+            for part in patterns.split("|"):
                 assert any(fnmatchcase(value, part) for value in map(str, VALUES[name])), (name, part)
 
 
 def test_rows_after_e5_name_the_optimizer_that_trains_them():
-    for name in ("E5", "E6", "E-best", "E-fp8", "EB1", "EB1-all", "EB2", "EB3"):
-        assert VARIANTS[name].settings.optimizer == "master", name
+    for name in (
+        "E-masters",
+        "E-qkv",
+        "E-dropout",
+        "E-dropout-fp8",
+        "E-masters-lora-qv",
+        "E-masters-lora-all",
+        "E-dropout-bitfit",
+        "E-dropout-freeze",
+    ):
+        assert VARIANTS[name].settings.optimizer == "adamw-master", name
 
 
 def test_what_the_machine_changes_is_said():
     assert adjust(VARIANTS["A0"].settings, dataclasses.replace(CPU, gpus=1, sm=90))[1] == [specs.TRAINER_OPTIMIZER]
-    settings, said = adjust(VARIANTS["E-best"].settings, CPU)
-    assert (settings.precision, settings.optimizer, settings.step) == ("fp32", "fused", "eager")
-    assert [note.split(":")[0] for note in said] == ["precision", "optimizer", "step", "attention"]
+    settings, said = adjust(VARIANTS["E-dropout"].settings, CPU)
+    assert (settings.precision, settings.optimizer, settings.cuda_graph) == ("fp32", "adamw-fused", False)
+    assert [note.split(":")[0] for note in said] == ["precision", "optimizer", "cuda_graph", "attention"]

@@ -126,7 +126,7 @@ def test_replays_of_a_captured_graph_drop_out_by_the_seed_of_the_time():
 def test_without_dropout_the_reference_is_attention_within_segments():
     product, _, ends, seed = drawn()
     query, key, value = product.unbind(1)
-    masked = KERNELS["blockmask"](query, key, value, Segments(ends, [65]), 0.0, SCALE)
+    masked = KERNELS["block-diagonal"](query, key, value, Segments(ends, [65]), 0.0, SCALE)
     assert torch.allclose(short.reference(product, None, ends, seed, 0.0, SCALE), masked, atol=1e-6)
 
 
@@ -157,14 +157,14 @@ def test_dropped_shares_are_lost_and_the_others_grow():
     assert 0.6 < mask.float().mean() < 0.9
 
 
-@pytest.mark.parametrize("projections", ["fused", "separate"])
+@pytest.mark.parametrize("qkv", ["fused", "separate"])
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_every_encoder_has_it(kind, projections, tmp_path):
     """With the loss and gradients of another kernel, and with a seed of its own in every layer."""
-    (spec,) = plan(["E-short"], "smoke", data="synthetic:40", model=checkpoint(kind, tmp_path), machine=Machine())
+    (spec,) = plan(["E-varlen"], "smoke", data="synthetic:40", model=checkpoint(kind, tmp_path), machine=Machine())
     results = []
-    for attention in ("short", "blockmask"):
-        settings = dataclasses.replace(spec.settings, attention=attention, projections=projections)
+    for attention in ("short", "block-diagonal"):
+        settings = dataclasses.replace(spec.settings, attention=attention, qkv=projections)
         spec = dataclasses.replace(spec, settings=settings)
         batches = batches_of(load_data(spec).features, spec)
         model = build_model(spec).eval()
@@ -178,7 +178,7 @@ def test_every_encoder_has_it(kind, projections, tmp_path):
 
 
 def test_padded_rows_leave_no_bias_without_its_gradient():
-    (spec,) = plan(["E-short"], "smoke", data="synthetic:40", machine=Machine())
+    (spec,) = plan(["E-varlen"], "smoke", data="synthetic:40", machine=Machine())
     model = build_model(spec).eval()
     outputs = model(torch.randint(5, 100, (2, 20)))
     outputs.start_logits.sum().backward()
@@ -186,7 +186,7 @@ def test_padded_rows_leave_no_bias_without_its_gradient():
 
 
 def test_its_dropout_is_renewed_and_trains_with_it():
-    (spec,) = plan(["E-short"], "smoke", data="synthetic:40", machine=Machine())
+    (spec,) = plan(["E-varlen"], "smoke", data="synthetic:40", machine=Machine())
     batches = batches_of(load_data(spec).features, spec)
     model = build_model(spec).train()
     for name, module in model.named_modules():
@@ -201,7 +201,7 @@ def test_its_dropout_is_renewed_and_trains_with_it():
 def test_layers_are_computed_twice_without_a_generator():
     """So that a captured step can do it: the gradients are those of one computation, and no random number is drawn."""
     found = []
-    for variant in ("E-short", "E-recompute"):
+    for variant in ("E-varlen", "E-recompute"):
         (spec,) = plan([variant], "smoke", data="synthetic:40", machine=Machine())
         batches = batches_of(load_data(spec).features, spec)
         model, inputs = build_model(spec).train(), batches.collate(batches.step(0)[0], torch.device("cpu"))
@@ -213,12 +213,12 @@ def test_layers_are_computed_twice_without_a_generator():
 
 
 def test_a_machine_without_the_kernel_and_a_width_that_it_does_not_take_are_told():
-    settings = dataclasses.replace(VARIANTS["E-short"].settings, precision="fp16", optimizer="fused")
+    settings = dataclasses.replace(VARIANTS["E-varlen"].settings, precision="fp16", optimizer="adamw-fused")
     gpu = Machine(gpus=1, sm=80, backends=("inductor",), compiler=True)
     assert missing(settings, gpu) is None
     assert "8.0" in missing(settings, dataclasses.replace(gpu, sm=75))
     assert "Triton" in missing(settings, dataclasses.replace(gpu, compiler=False))
-    (spec,) = plan(["E-short"], "smoke", data="synthetic:40", machine=Machine())
+    (spec,) = plan(["E-varlen"], "smoke", data="synthetic:40", machine=Machine())
     model = build_model(spec)
     model.config.num_attention_heads = 64
     with pytest.raises(UserError, match="power of 2, 16 or more, and not 1"):

@@ -31,13 +31,13 @@ from tests.small import FIT, write_notebook
 
 ROOT = Path(__file__).parent.parent
 CPU = Machine(backends=("inductor",), bitsandbytes=True, compiler=True)
-GPU = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90)  # what fit-batch is told; its try then runs on the CPU
+GPU = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90)  # what max-batch is told; its try then runs on the CPU
 SYNTHETIC = "--data synthetic:1600 --model tiny"
 WORDS = {
-    "run": "run A1 --scale smoke",
-    "sweep": "sweep --variants A1 --scale smoke",
-    "tune": "tune A1 --scale smoke --learning-rate 1e-3 2e-3",
-    "fit-batch": f"fit-batch A1 --limit-gib 0.2 {SYNTHETIC}",
+    "run": "run A1 --preset smoke",
+    "sweep": "sweep --variants A1 --preset smoke",
+    "tune": "tune A1 --preset smoke --learning-rate 1e-3 2e-3",
+    "max-batch": f"max-batch A1 --limit-gib 0.2 {SYNTHETIC}",
 }
 SLOW = "import time\nsay = lambda line: time.sleep(60)"  # at a tenth of the steps: long enough for any test
 
@@ -48,7 +48,7 @@ class Lab:
     def __init__(self, folder: Path, verb: str, before: tuple[str, ...] = ()):
         self.runs, notebook, self.family = folder / "runs", folder / "notebook.ipynb", []
         write_notebook(notebook, before=SLOW, work=FIT)
-        machine = json.dumps([dataclasses.asdict(GPU if verb == "fit-batch" else CPU), {}])
+        machine = json.dumps([dataclasses.asdict(GPU if verb == "max-batch" else CPU), {}])
         self.process = subprocess.Popen(
             [*before, sys.executable, "-m", "tests.small", *WORDS[verb].split(), "--runs", str(self.runs)],
             cwd=ROOT, text=True, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -84,7 +84,7 @@ class Lab:
 
 # All signals go through errors.stoppable, and all verbs with processes of their own through launch.Launcher.
 CASES = [slow("run", number) if number != signal.SIGTERM else ("run", number) for number in SIGNALS]
-CASES += [("sweep", signal.SIGINT), slow("tune", signal.SIGHUP), slow("fit-batch", signal.SIGTERM)]
+CASES += [("sweep", signal.SIGINT), slow("tune", signal.SIGHUP), slow("max-batch", signal.SIGTERM)]
 
 
 @pytest.mark.parametrize(("verb", "number"), CASES, ids=lambda value: getattr(value, "name", value))

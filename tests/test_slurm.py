@@ -155,9 +155,11 @@ def test_a_node_is_asked_what_it_is_in_a_job_of_its_kind(cluster, tmp_path, monk
 
 def test_a_host_without_slurm_and_cards_of_this_machine_are_refused_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
-    words = f"sweep --launcher slurm --scale smoke --runs {tmp_path}".split()
+    words = f"sweep --launcher slurm --preset smoke --runs {tmp_path}".split()
     assert main(words) == 2 and capsys.readouterr().err == "error: sinfo: No such file or directory\n"
-    assert main([*words, "--gpus", "0"]) == 2 and capsys.readouterr().err.startswith("error: --gpus and --share are")
+    assert main([*words, "--gpus", "0"]) == 2 and capsys.readouterr().err.startswith(
+        "error: --gpus and --shared-gpu are"
+    )
 
 
 @pytest.mark.skipif(not shutil.which("sbatch"), reason="Slurm is not installed")

@@ -26,7 +26,7 @@ from qa_lib.errors import CTRL_C, UserError
 from qa_lib.run import launch, sweep
 from qa_lib.run.plan import plan
 from qa_lib.run.process import call, child_env, spec_from
-from qa_lib.spec import SCALES, Machine
+from qa_lib.spec import PRESETS, Machine
 from tests import small, warm
 from tests.conftest import slow
 from tests.small import FIT, PARAMETERS, PRETEND, STEPS, write_notebook
@@ -68,7 +68,7 @@ class Lab:
         return "".join(path.read_text() for path in self.runs.glob("log-*"))
 
     def command(self, *words):
-        return ["sweep", *words, "--scale", "test", "--runs", str(self.runs)]
+        return ["sweep", *words, "--preset", "test", "--runs", str(self.runs)]
 
     def run(self, *words):
         """A driver in this process: its exit code, and what it says."""
@@ -259,7 +259,7 @@ def test_a_run_over_its_time_limit_is_killed_with_the_limit_named(lab, how, monk
     write_notebook(lab.notebook, before="import time\ntime.sleep(300)")
     begin = time.monotonic()
     if how == "of its scale":
-        monkeypatch.setitem(SCALES, "test", dataclasses.replace(SCALES["test"], time_limit_s=3))
+        monkeypatch.setitem(PRESETS, "test", dataclasses.replace(PRESETS["test"], time_limit_s=3))
         code, _, _ = lab.run("--variants", "A1")
     else:
         code, _, _ = lab.run("--variants", "A1", "--time-limit", "3")
@@ -363,8 +363,8 @@ def test_a_run_costs_little_beyond_imports_and_a_record_of_an_unknown_schema_is_
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--scale", "smoke", "--variants", "A9"), "unknown variant 'A9'; did you mean 'A"),
-        (("--scale", "smok"), "unknown scale 'smok'; did you mean 'smoke'?"),
+        (("--preset", "smoke", "--variants", "A9"), "unknown variant 'A9'; did you mean 'A"),
+        (("--preset", "smok"), "unknown scale 'smok'; did you mean 'smoke'?"),
     ],
 )
 def test_an_unknown_word_is_one_line_that_suggests_the_nearest(words, message):
@@ -475,7 +475,7 @@ if lives.stat().st_size <= {deaths}:
 def test_a_try_runs_in_a_process_of_its_own_with_the_spec_that_was_asked_for(tmp_path, machine):
     found, env = Machine(), {}
     (spec,) = plan(["A2"], "smoke", data="synthetic:80", machine=found)
-    scale = dataclasses.replace(spec.scale, name="tune", steps=6, measure_from=2, learning_rate=1.0 / 3)
+    scale = dataclasses.replace(spec.preset, name="tune", steps=6, measure_from=2, learning_rate=1.0 / 3)
     spec = dataclasses.replace(spec, scale=scale, search="tune", sm=75)
     assert spec_from(call("any:thing", spec)[4]) == spec
     ended = []

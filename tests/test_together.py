@@ -43,7 +43,7 @@ LIMIT_S = 120  # in which a failed run must have ended; 15 s on two free cores
 def short(variant="P1", **scale):
     (spec,) = plan([variant], "smoke", data="synthetic:120", machine=CPU)
     scale = {"steps": 30, "measure_from": 5, "checkpoint_every": 10, "quality": False} | scale
-    return dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, **scale))
+    return dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, **scale))
 
 
 def silent(_):
@@ -85,7 +85,7 @@ def test_the_record_is_of_all_processes_and_the_model_of_the_first(whole):
     assert steps == list(range(1, 31))
     # Features of all processes in the time of a step.
     timed = [json.loads(line)["ms"] for line in (run_dir / "steps.jsonl").read_text().splitlines()][5:]
-    assert entry["speed"]["features_per_s"] == pytest.approx(16 * len(timed) / sum(timed) * 1e3, rel=0.4)
+    assert entry["speed"]["samples_per_s"] == pytest.approx(16 * len(timed) / sum(timed) * 1e3, rel=0.4)
     assert (run_dir / "model" / "model.safetensors").exists()
     assert {path.name for path in run_dir.glob("fault*")} == set()
 
@@ -231,10 +231,10 @@ def test_memory_that_other_runs_may_have_filled_is_an_error_of_any_process(share
 
 def test_more_gpus_than_there_are_skip_the_row_with_the_reason(tmp_path):
     gpu = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90)
-    (spec,) = plan(["P-fast"], "smoke", machine=gpu)
+    (spec,) = plan(["P-one-bucket"], "smoke", machine=gpu)
     assert spec.skip == "needs 2 GPUs, and this machine has 1"
-    assert plan(["P-fast"], "smoke", machine=gpu, world=1)[0].skip is None
-    assert plan(["P-fast"], "smoke", machine=dataclasses.replace(gpu, gpus=2))[0].skip is None
+    assert plan(["P-one-bucket"], "smoke", machine=gpu, world=1)[0].skip is None
+    assert plan(["P-one-bucket"], "smoke", machine=dataclasses.replace(gpu, gpus=2))[0].skip is None
     assert fit(spec, tmp_path, say=silent)["status"] == "skipped"
 
 
@@ -434,7 +434,7 @@ def test_hosts_that_never_meet_end_within_a_minute_with_the_reason():
 
 @pytest.mark.slow
 def test_run_starts_the_processes_by_itself(tmp_path):
-    words = f"run P1 --scale smoke --world 2 --data synthetic:80 --runs {tmp_path}".split()
+    words = f"run P1 --preset smoke --world 2 --data synthetic:80 --runs {tmp_path}".split()
     done = subprocess.run([sys.executable, "-m", "qa_lib", *words], capture_output=True, text=True, timeout=2 * LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert "P1: ok, features/s" in done.stdout

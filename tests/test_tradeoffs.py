@@ -40,7 +40,7 @@ def score(law, size):
     return a * (size / 1e6) ** -b + c
 
 
-def write(folder, model, seed, loss, *, row="L-best", rate=1e-3, length=512, epochs=3, total=None, **time):
+def write(folder, model, seed, loss, *, row="L-dropout", rate=1e-3, length=512, epochs=3, total=None, **time):
     """A record of scale lm-quality with this loss, as fit leaves it."""
     source = {"name": model, "revision": "1"}
     own = {"learning_rate": rate, "max_length": length, "epochs": epochs}
@@ -70,12 +70,12 @@ def group(folder, law, shapes=SHAPES, seeds=3):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    return tradeoffs.measured(group(tmp_path_factory.mktemp("plain"), (1.5, 0.1, 0.0)), GROUP, "L-best")
+    return tradeoffs.measured(group(tmp_path_factory.mktemp("plain"), (1.5, 0.1, 0.0)), GROUP, "L-dropout")
 
 
 @pytest.fixture(scope="module")
 def bent(tmp_path_factory):
-    return tradeoffs.measured(group(tmp_path_factory.mktemp("bent"), (0.8, 0.3, 0.7)), GROUP, "L-best")
+    return tradeoffs.measured(group(tmp_path_factory.mktemp("bent"), (0.8, 0.3, 0.7)), GROUP, "L-dropout")
 
 
 def test_a_power_is_found_and_predicts_the_largest_model(plain):
@@ -101,10 +101,10 @@ def test_intervals_are_those_of_a_fit_to_each_seed(plain):
 
 
 def test_one_seed_has_no_interval_and_few_models_one_law_or_none(tmp_path):
-    alone = tradeoffs.measured(group(tmp_path / "four", (1.5, 0.1, 0.0), SHAPES[:4], seeds=1), GROUP, "L-best")
+    alone = tradeoffs.measured(group(tmp_path / "four", (1.5, 0.1, 0.0), SHAPES[:4], seeds=1), GROUP, "L-dropout")
     found = tradeoffs.laws(alone, "without_embeddings")
     assert list(found["constants"]) == [2] and found[["b±", "predicted±", "came±"]].isna().all(axis=None)
-    three = tradeoffs.measured(group(tmp_path / "three", (1.5, 0.1, 0.0), SHAPES[:3]), GROUP, "L-best")
+    three = tradeoffs.measured(group(tmp_path / "three", (1.5, 0.1, 0.0), SHAPES[:3]), GROUP, "L-dropout")
     with pytest.raises(NotMeasured, match=r"takes 3 models .* there are 3 in all"):
         tradeoffs.law_table(three)
 
@@ -121,14 +121,14 @@ def test_the_rate_of_most_seeds_and_the_best_mean_counts(plain):
 def test_many_rates_are_told_by_their_ends(tmp_path):
     for rate, loss in ((5e-4, 2.0), (1e-3, 1.9), (2e-3, 1.8), (4e-3, 1.7)):
         write(tmp_path, SHAPES[0], 0, loss, rate=rate)
-    found = tradeoffs.measured(load_runs(tmp_path), GROUP, "L-best")
+    found = tradeoffs.measured(load_runs(tmp_path), GROUP, "L-dropout")
     assert list(found["rates"]) == ["0.0005–0.004 (4): at the end"]
 
 
 def test_flops_are_those_that_a_run_is_measured_by(tmp_path):
     model = GPT2LMHeadModel(model_config("gpt2:L2H128V1000", "lm"))  # whose vocabulary is rounded up
     write(tmp_path, "gpt2:L2H128V1000", 0, 1.5, total=model.num_parameters())
-    run = tradeoffs.measured(load_runs(tmp_path), GROUP, "L-best").iloc[0]
+    run = tradeoffs.measured(load_runs(tmp_path), GROUP, "L-dropout").iloc[0]
     counted = StepCost(model).flops(TOKENS, TOKENS * 512) * STEPS
     assert run["flops"] == pytest.approx(counted)
     assert run["without_embeddings"] == sum(p.numel() for p in model.transformer.h.parameters()) + 2 * 128
@@ -140,11 +140,11 @@ def test_other_training_data_and_resumed_times_are_left_out(tmp_path):
     every = group(tmp_path, (1.5, 0.1, 0.0))
     write(tmp_path, SHAPES[1], 7, 0.1, epochs=1)
     write(tmp_path, "gpt2:L3H192V16384", 0, 1.7, resumed_from_step=50)
-    runs = tradeoffs.measured(load_runs(tmp_path), GROUP, "L-best")
-    assert len(runs) == len(tradeoffs.measured(every, GROUP, "L-best")) + 1 and 7 not in set(runs["spec.seed"])
+    runs = tradeoffs.measured(load_runs(tmp_path), GROUP, "L-dropout")
+    assert len(runs) == len(tradeoffs.measured(every, GROUP, "L-dropout")) + 1 and 7 not in set(runs["spec.seed"])
     assert list(runs["model.name"][runs["seconds"].isna()]) == ["gpt2:L3H192V16384"]
     mixed = every.assign(precision=every["precision"].mask(every["spec.seed"] == 2, "fp32"))
-    assert set(tradeoffs.measured(mixed, GROUP, "L-best")["spec.seed"]) == {0, 1}
+    assert set(tradeoffs.measured(mixed, GROUP, "L-dropout")["spec.seed"]) == {0, 1}
 
 
 def test_the_tables_say_what_was_predicted_and_what_came(bent):
@@ -183,7 +183,9 @@ def test_points_have_the_perplexity_of_words_and_say_how_many_runs_gave_seconds(
 def test_perplexity_is_that_of_the_records(tmp_path):
     write(tmp_path, SHAPES[0], 0, 1.5)
     every = load_runs(tmp_path).assign(**{"quality.word_perplexity": 321.0})
-    assert tradeoffs.points_table(tradeoffs.measured(every, GROUP, "L-best"))["perplexity per word"].tolist() == ["321"]
+    assert tradeoffs.points_table(tradeoffs.measured(every, GROUP, "L-dropout"))["perplexity per word"].tolist() == [
+        "321"
+    ]
 
 
 def test_the_figure_can_be_read(bent):
@@ -203,9 +205,9 @@ def test_the_figure_can_be_read(bent):
 def test_answers_have_depth_and_length_and_no_law(tmp_path):
     for seed in range(3):
         for length, f1 in ((128, 55.0), (384, 60.0)):
-            make(tmp_path, "A1", seed, machine=GPU, scale="quality", length=length, f1=f1 + seed)
+            make(tmp_path, "A1", seed, machine=GPU, preset="quality", length=length, f1=f1 + seed)
         for layers, f1 in ((2, 40.0), (6, 70.0)):
-            make(tmp_path, "A1", seed, machine=GPU, scale="quality", model=f"mini-{layers}", f1=f1)
+            make(tmp_path, "A1", seed, machine=GPU, preset="quality", model=f"mini-{layers}", f1=f1)
     every = load_runs(tmp_path)
     found = every["model.name"].str.extract(r"-(\d)")[0].astype(float)
     every = every.assign(**{"model.layers": found, "model.params_total": 50_000 + 10_000 * found.fillna(3)})
@@ -241,8 +243,8 @@ def test_the_notebook_cuts_a_checkpoint_to_its_lowest_layers(tmp_path, monkeypat
 
 
 def test_depth_is_not_told_of_older_records(tmp_path):
-    make(tmp_path, "A1", machine=GPU, scale="quality", length=128)
-    make(tmp_path, "A1", machine=GPU, scale="quality")
+    make(tmp_path, "A1", machine=GPU, preset="quality", length=128)
+    make(tmp_path, "A1", machine=GPU, preset="quality")
     runs = tradeoffs.measured(load_runs(tmp_path).drop(columns="model.layers"), "h200-quality", "A1")
     assert "layers" not in tradeoffs.points_table(runs)
     assert [axis.get_xlabel() for axis in tradeoff_figures.fig_tradeoffs(runs).axes] == [tradeoffs.AXES["length"]]
@@ -250,22 +252,22 @@ def test_depth_is_not_told_of_older_records(tmp_path):
 
 def test_depth_is_that_of_any_record_of_the_same_model(tmp_path):
     for row in ("A1", "A2"):
-        make(tmp_path, row, machine=GPU, scale="quality", model="mini")
+        make(tmp_path, row, machine=GPU, preset="quality", model="mini")
     every = load_runs(tmp_path)
     every["model.layers"] = every["spec.variant"].map({"A2": 6.0})
     assert tradeoffs.measured(every, "h200-quality", "A1")["depth"].tolist() == [6]
 
 
 def test_what_is_not_there_is_told(plain, tmp_path):
-    (said,) = tradeoff_figures.shown(pd.DataFrame(plain), "h200-lm-full", "L-best")
+    (said,) = tradeoff_figures.shown(pd.DataFrame(plain), "h200-lm-full", "L-dropout")
     assert "Not measured: group 'h200-lm-full' has no records" in said.data
     (said,) = tradeoff_figures.shown(plain, GROUP, "L1")
     assert "no run of L1 in group h200-lm-quality has ended ok" in said.data
-    with pytest.raises(UnknownName, match="did you mean 'L-best'"):
+    with pytest.raises(UnknownName, match="did you mean 'L-dropout'"):
         tradeoff_figures.shown(plain, GROUP, "L-bset")
     alone = plain[(plain["model.name"] == SHAPES[0])]
     with pytest.raises(NotMeasured, match="no two models and no two lengths"):
         tradeoff_figures.fig_tradeoffs(alone)
-    read, figure, points, laws, misses = tradeoff_figures.shown(plain, GROUP, "L-best")
+    read, figure, points, laws, misses = tradeoff_figures.shown(plain, GROUP, "L-dropout")
     assert "M tokens, in " in read.data and misses.data == tradeoffs.misses(plain)
     assert figure.data[:4] == b"\x89PNG" and "| 1,024 |" in points.data.replace("\u00a0", " ") and "a·N⁻ᵇ" in laws.data

@@ -27,7 +27,7 @@ def spec_of(variant: str):
     """A row at smoke scale, made smaller, in one process of a machine that has all it needs but a GPU."""
     here = Machine(deepspeed=True)
     (spec,) = plan([variant], "smoke", data="synthetic:60", machine=here, world=1)
-    scale = dataclasses.replace(spec.scale, steps=STEPS, measure_from=WARM_UP, effective_batch=8, quality=False)
+    scale = dataclasses.replace(spec.preset, steps=STEPS, measure_from=WARM_UP, effective_batch=8, quality=False)
     return dataclasses.replace(spec, scale=scale)
 
 
@@ -55,14 +55,14 @@ def test_nvidia_smi_is_asked_once_a_step_and_its_mean_over_all_gpus_kept(said, f
     model, meter = train(spec_of("P0-polled"), features, tmp_path)
     assert meter.polled == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert [words[0] for words in said] == ["--query-gpu=utilization.gpu"] * STEPS
-    assert meter.speed(StepCost(model), 1.0).utilisation_polled == pytest.approx(0.8), "of the measured steps"
+    assert meter.speed(StepCost(model), 1.0).gpu_busy_polled == pytest.approx(0.8), "of the measured steps"
     assert meter.data_ms() is None, "the Trainer fetches them"
 
 
 def test_without_the_setting_nobody_asks(said, features, tmp_path):
     model, meter = train(spec_of("P0"), features, tmp_path)
     assert said == []
-    assert meter.speed(StepCost(model), 1.0).utilisation_polled is None
+    assert meter.speed(StepCost(model), 1.0).gpu_busy_polled is None
 
 
 @pytest.mark.parametrize("words", ["", "[N/A]\n"])
@@ -72,7 +72,7 @@ def test_a_silent_nvidia_smi_is_named(words, monkeypatch):
         machine.polled_utilisation()
 
 
-@pytest.mark.parametrize("variant", ["P0", "P0-ds"])
+@pytest.mark.parametrize("variant", ["P0", "P0-deepspeed"])
 def test_deepspeed_is_asked_for_zero_1_and_else_takes_the_arguments(variant, said, features, tmp_path, monkeypatch):
     class Asked(Exception):
         pass
@@ -119,5 +119,5 @@ def test_the_class_that_trained_is_what_the_trainer_has_called(wrapped, said, fe
 def test_deepspeed_is_launched_in_one_process_too(tmp_path, monkeypatch):
     launched = []
     monkeypatch.setattr(fitting, "run_processes", lambda spec, runs, say: launched.append(spec.variant))
-    fitting.fit(spec_of("P0-ds"), tmp_path, say=lambda _: None)
-    assert launched == ["P0-ds"]
+    fitting.fit(spec_of("P0-deepspeed"), tmp_path, say=lambda _: None)
+    assert launched == ["P0-deepspeed"]

@@ -16,7 +16,7 @@ from qa_lib.data.load import load_data
 from qa_lib.errors import UserError
 from qa_lib.measure import machine
 from qa_lib.measure.machine import turn
-from qa_lib.run import fit, fitbatch, launch, tune
+from qa_lib.run import fit, launch, max_batch, tune
 from qa_lib.run.plan import plan
 from qa_lib.run.process import SHARE, child_env
 from qa_lib.spec import Machine
@@ -40,12 +40,12 @@ def tried(monkeypatch, tmp_path):
 
     def work(self, spec, run_dir, cards):
         specs.append((spec, *cards, child_env(cards, self._shares(cards)).get(SHARE)))
-        rate, entry = spec.scale.learning_rate, record.new_record(spec, {})
+        rate, entry = spec.preset.learning_rate, record.new_record(spec, {})
         if (rate, spec.seed) == (4e-3, 1):
             return record.finish(run_dir, entry, "error", {"message": "loss is nan at step 12"})
         score = 90 - 1e4 * abs(rate - 2e-3) - spec.recipe.rank
         answers, text = {"f1": 1e4 * rate, "best_f1": score}, {"word_perplexity": 110 - score}
-        entry["quality"] |= text if spec.scale.task == "lm" else answers
+        entry["quality"] |= text if spec.preset.task == "lm" else answers
         return record.finish(run_dir, entry, "ok")
 
     monkeypatch.setattr(launch.Launcher, "_work", work)
@@ -59,7 +59,7 @@ def test_every_point_is_a_run_of_its_own_in_a_group_of_tries():
     points = tune.points([spec], [1e-3, 2e-3], ["lora-all-r8", "lora-qv-r32"])
     assert len({point.hash for point in points} | {spec.hash}) == 5
     assert {point.group for point in points} == {"cpu-tune"}
-    assert [(p.scale.learning_rate, p.asked.trainable, p.recipe.rank) for p in points][:2] == [
+    assert [(p.preset.learning_rate, p.asked.trainable, p.recipe.rank) for p in points][:2] == [
         (1e-3, "lora-all-r8", 8), (1e-3, "lora-qv-r32", 32)]  # fmt: skip
     assert [p.asked.trainable for p in tune.points([spec], [], [])] == ["lora-all"]
     with pytest.raises(UnknownName, match="lora-any-r8"):
@@ -74,7 +74,7 @@ def test_a_tried_rank_trains_at_the_rate_that_was_asked_for():
 
 def test_the_best_point_is_named(tried, capsys):
     rates = ("--learning-rate", "1e-3", "2e-3", "4e-3")
-    assert call("B1-all", "--scale", "smoke", "--trainable", "lora-all-r8", "lora-all-r32", *rates) == 0
+    assert call("B1-all", "--preset", "smoke", "--trainable", "lora-all-r8", "lora-all-r32", *rates) == 0
     out = capsys.readouterr().out.splitlines()
     assert len(out) == 7
     assert out[-1] == "B1-all, best: lora-all-r8, learning rate 0.002, F1 at the best threshold 82.00"
@@ -83,14 +83,14 @@ def test_the_best_point_is_named(tried, capsys):
 
 def test_a_point_that_fails_ends_no_search_and_is_not_the_best(tried, capsys):
     rates = ("--learning-rate", "4e-3", "1e-3", "--seeds", "0", "1")
-    assert call("B1-all", "--scale", "smoke", "--trainable", "lora-all-r8", *rates) == 1
+    assert call("B1-all", "--preset", "smoke", "--trainable", "lora-all-r8", *rates) == 1
     out = capsys.readouterr().out
     assert "loss is nan at step 12" in out and len(tried) == 4
     assert out.splitlines()[-1] == "B1-all, best: lora-all-r8, learning rate 0.001, F1 at the best threshold 72.00"
 
 
 def test_a_language_model_is_tuned_to_the_least_perplexity(tried, capsys):
-    assert call("L1", "L-lora", "--scale", "lm-smoke", "--learning-rate", "1e-3", "2e-3", "3e-3") == 0
+    assert call("L1", "L-lora", "--preset", "lm-smoke", "--learning-rate", "1e-3", "2e-3", "3e-3") == 0
     out = capsys.readouterr().out.splitlines()
     assert out[-2] == "L1, best: all, learning rate 0.002, perplexity 28.00"
     assert out[-1] == "L-lora, best: lora-all, learning rate 0.002, perplexity 52.00", "its recipe has no rate here"
@@ -99,21 +99,21 @@ def test_a_language_model_is_tuned_to_the_least_perplexity(tried, capsys):
 
 def test_a_card_that_is_named_twice_is_shared(tried, monkeypatch):
     monkeypatch.setattr(tune, "probe", lambda: (dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90), {}))
-    call("A1", "--scale", "smoke", "--learning-rate", "1e-3", "2e-3", "--gpus", "0", "0")
+    call("A1", "--preset", "smoke", "--learning-rate", "1e-3", "2e-3", "--gpus", "0", "0")
     assert {(gpu, shared) for _, gpu, shared in tried} == {(0, "1")}
     tried.clear()
     monkeypatch.setattr(tune, "probe", lambda: (dataclasses.replace(CPU, hardware="h200", gpus=2, sm=90), {}))
-    call(*"A1 --scale smoke --learning-rate 1e-3 2e-3 3e-3 --seeds 0 2 --gpus 0 0 1".split())
+    call(*"A1 --preset smoke --learning-rate 1e-3 2e-3 3e-3 --seeds 0 2 --gpus 0 0 1".split())
     assert {(gpu, shared) for _, gpu, shared in tried} == {(0, "1"), (1, None)}, "one run at a time on the second card"
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("A1", "--scale", "smoke", "--learning-rate", "2"), "'2' is not a learning rate"),
-        (("A1", "--scale", "smoke", "--gpus", "5"), "--gpus 5: this machine has"),
-        (("A1", "--scale", "quality"), "has no data of its own"),
-        (("A1", "--scale", "bench", "--data", "synthetic:80", "--model", "tiny"), "no quality"),
+        (("A1", "--preset", "smoke", "--learning-rate", "2"), "'2' is not a learning rate"),
+        (("A1", "--preset", "smoke", "--gpus", "5"), "--gpus 5: this machine has"),
+        (("A1", "--preset", "quality"), "has no data of its own"),
+        (("A1", "--preset", "bench", "--data", "synthetic:80", "--model", "tiny"), "no quality"),
     ],
 )
 def test_bad_searches_are_refused_by_name(tried, words, said):
@@ -148,14 +148,14 @@ def test_runs_on_one_gpu_take_turns(monkeypatch, tmp_path):
 def test_runs_on_a_cpu_never_disturb_each_other(monkeypatch, tmp_path):
     monkeypatch.setenv(SHARE, "1")
     (spec,) = plan(["A1"], "smoke", machine=CPU, data="synthetic:80")
-    spec = dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, steps=2, measure_from=1))
+    spec = dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, steps=2, measure_from=1))
     entry = fit.fit(spec, tmp_path, say=lambda _: None)
     assert entry["time"]["wall_s"] > 0, "each run has its own threads, so times are recorded"
 
 
 def test_data_that_were_loaded_before_count_as_time_of_the_run(tmp_path):
     (spec,) = plan(["A1"], "smoke", machine=CPU, data="synthetic:80")
-    spec = dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, steps=2, measure_from=1))
+    spec = dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, steps=2, measure_from=1))
     data = load_data(spec)
     assert data.load_s > 0
     data.load_s = 100.0
@@ -163,14 +163,14 @@ def test_data_that_were_loaded_before_count_as_time_of_the_run(tmp_path):
     assert entry["time"]["prepare_s"] > 100 and entry["time"]["wall_s"] > entry["time"]["prepare_s"]
 
 
-@pytest.mark.parametrize("group", ["h200-tune", "h200-fit-14.9gib-sm75"])
+@pytest.mark.parametrize("group", ["h200-tune", "h200-max-batch-14.9gib-sm75"])
 def test_committed_tries_keep_their_names(group):
     """What the verbs would run today under the conditions of a committed try has its hash and its folder."""
     gpu = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90, backends=("inductor", "aot_eager", "cudagraphs"))
     names = []
     for path in sorted((ROOT / "runs" / group).glob("*/record.json")):
         kept = record.read_record(path.parent)
-        asked, scale = kept["spec"]["settings"], kept["spec"]["scale"]
+        asked, scale = kept["spec"]["settings"], kept["spec"]["preset"]
         identity = {"data": {k: kept["data"][k] for k in ("name", "sha256")}}
         identity["model"] = {k: kept["model"][k] for k in ("name", "revision")}
         row = (kept["spec"]["variant"], "tiny", "synthetic:80")
@@ -179,7 +179,7 @@ def test_committed_tries_keep_their_names(group):
             (spec,) = tune.points(found, [scale["learning_rate"]], [asked["trainable"]])
         else:
             words = argparse.Namespace(limit_gib=14.9, sm=75, data=row[2], model=row[1])
-            spec = fitbatch.specs_for(row[0], words, gpu)(asked["micro_batch"])
+            spec = max_batch.specs_for(row[0], words, gpu)(asked["micro_batch"])
         spec = dataclasses.replace(spec, **identity)
         assert (spec.search, spec.sm) == (kept["spec"]["search"], kept["spec"]["sm"])
         assert str(spec.run_path) == f"{group}/{path.parent.name}"

@@ -11,7 +11,7 @@ from qa_lib import record, variants
 from qa_lib.record import read_record
 from qa_lib.report.runs import cells, load_runs, select
 from qa_lib.run.plan import plan
-from qa_lib.spec import SCALES, Machine, Scale, Spec, describe, missing
+from qa_lib.spec import PRESETS, Machine, Preset, Spec, describe, missing
 from qa_lib.variants import FAMILIES, RECIPES, VARIANTS, Settings, SpecError, UnknownName
 
 PACKAGE = Path(variants.__file__).parent
@@ -45,14 +45,14 @@ def test_no_two_rows_are_the_same_run():
 
 
 def test_hash_follows_everything_that_defines_a_run_and_nothing_else(monkeypatch):
-    def spec(variant="A1", scale="smoke", seed=0, machine=CPU, **more):
-        return plan([variant], scale, [seed], machine=machine, **more)[0]
+    def spec(variant="A1", preset="smoke", seed=0, machine=CPU, **more):
+        return plan([variant], preset, [seed], machine=machine, **more)[0]
 
     base = spec()
     assert spec().hash == base.hash
     assert spec(machine=GPU).hash == base.hash
     assert len({s.hash for s in (base, spec("A2"), spec(seed=1), spec(micro_batch=16), spec(data="synthetic:40"))}) == 5
-    assert len({spec(row).hash for row in ("E-best", "E-moments", "E-lean")}) == 3
+    assert len({spec(row).hash for row in ("E-dropout", "E-dropout-moments", "E-recompute-elementwise")}) == 3
     assert base.run_id == f"A1-s0-{base.hash[:6]}"
     before = spec("B1").hash
     monkeypatch.setitem(RECIPES, "lora-qv", dataclasses.replace(RECIPES["lora-qv"], rank=9))
@@ -65,11 +65,11 @@ def test_a_rate_and_a_number_of_epochs_of_ones_own_are_part_of_the_run(tmp_path)
         return plan(["A1"], "smoke", machine=CPU, **own)[0]
 
     assert (
-        spec(epochs=0, learning_rate=0.0).hash == spec(learning_rate=SCALES["smoke"].learning_rate).hash == spec().hash
+        spec(epochs=0, learning_rate=0.0).hash == spec(learning_rate=PRESETS["smoke"].learning_rate).hash == spec().hash
     )
     own = [spec(), spec(epochs=2), spec(learning_rate=1e-3), spec(epochs=2, learning_rate=1e-3)]
     assert len({each.hash for each in own}) == 4
-    assert (own[1].scale.steps, own[1].scale.epochs) == (None, 2)
+    assert (own[1].preset.steps, own[1].preset.epochs) == (None, 2)
     for rate in (-1.0, 1.0, float("nan")):
         with pytest.raises(SpecError, match="is not between 0 and 1"):
             spec(learning_rate=rate)
@@ -85,12 +85,12 @@ RUNS = PACKAGE.parent / "runs"
 
 def spec_of_record(entry: dict) -> Spec:
     """The spec that a committed run's record was made of, its settings from the table of today."""
-    asked, scale = entry["spec"]["settings"], entry["spec"]["scale"]
+    asked, scale = entry["spec"]["settings"], entry["spec"]["preset"]
     row = dataclasses.replace(VARIANTS[entry["spec"]["variant"]].settings, micro_batch=asked["micro_batch"])
     if entry["spec"]["search"] == "tune":
         row = dataclasses.replace(row, trainable=asked["trainable"])
     return Spec(
-        variant=entry["spec"]["variant"], scale=Scale(**scale), seed=entry["spec"]["seed"], asked=row, settings=row,
+        variant=entry["spec"]["variant"], preset=Preset(**scale), seed=entry["spec"]["seed"], asked=row, settings=row,
         adjusted=[], skip=None, hardware=entry["spec"]["hardware"], world=entry["spec"]["world"],
         stages=entry["spec"]["stages"] or 1,
         data={key: entry["data"][key] for key in ("name", "sha256")},
@@ -111,16 +111,16 @@ def test_every_committed_run_keeps_its_name():
 
 def test_a_new_setting_or_scale_field_at_its_default_moves_no_hash(monkeypatch):
     """The dataclasses of tomorrow: one more field each, whose default means "as before"."""
-    (today,) = plan(["E-best"], "smoke", machine=CPU)
+    (today,) = plan(["E-dropout"], "smoke", machine=CPU)
     wider = dataclasses.make_dataclass("Settings", [("offload", str, "none")], bases=(Settings,), frozen=True)
-    scale = dataclasses.make_dataclass("Scale", [("replicas", int, 1)], bases=(Scale,), frozen=True, kw_only=True)
+    scale = dataclasses.make_dataclass("Scale", [("replicas", int, 1)], bases=(Preset,), frozen=True, kw_only=True)
     monkeypatch.setattr("qa_lib.spec.Settings", wider)
     monkeypatch.setattr("qa_lib.spec.Scale", scale)
 
     def tomorrow(settings=None, scales=None):
         asked = wider(**dataclasses.asdict(today.asked), **settings or {})
         grown = scale(**dataclasses.asdict(today.scale), **scales or {})
-        return dataclasses.replace(today, asked=asked, scale=grown).hash
+        return dataclasses.replace(today, asked=asked, preset=grown).hash
 
     assert tomorrow() == today.hash
     assert len({today.hash, tomorrow({"offload": "cpu"}), tomorrow(scales={"replicas": 2})}) == 3
@@ -145,8 +145,8 @@ def test_a_cpu_cannot_do_fp16_and_says_so():
         ("D1", CPU, None),
         ("A4", dataclasses.replace(CPU, compiler=False), "C++ compiler"),
         ("C1", dataclasses.replace(CPU, bitsandbytes=False), "bitsandbytes"),
-        ("P0-ds", GPU_PAIR, "needs the package deepspeed"),
-        ("P0-ds", dataclasses.replace(GPU_PAIR, deepspeed=True), None),
+        ("P0-deepspeed", GPU_PAIR, "needs the package deepspeed"),
+        ("P0-deepspeed", dataclasses.replace(GPU_PAIR, deepspeed=True), None),
         ("P0-polled", CPU, "CUDA"),
         ("P0-polled", GPU_PAIR, None),
         ("A2", Machine(), None),
@@ -158,9 +158,12 @@ def test_what_a_machine_lacks_skips_the_row_with_the_reason(variant, machine, re
 
 
 def test_a_row_says_from_which_generation_it_runs():
-    found = {name: variants.since(VARIANTS[name].settings) for name in ("A1", "A3", "E-t4-best", "E-best", "E-fp8")}
-    assert found == {"A1": None, "A3": 70, "E-t4-best": 75, "E-best": 80, "E-fp8": 89}
-    (spec,) = plan(["E-short"], "smoke", machine=GPU)
+    found = {
+        name: variants.since(VARIANTS[name].settings)
+        for name in ("A1", "A3", "E-t4-masters", "E-dropout", "E-dropout-fp8")
+    }
+    assert found == {"A1": None, "A3": 70, "E-t4-masters": 75, "E-dropout": 80, "E-dropout-fp8": 89}
+    (spec,) = plan(["E-varlen"], "smoke", machine=GPU)
     assert "On a GPU it takes compute capability 8.0 or newer." in describe(spec)
     for name, since in found.items():
         older = dataclasses.replace(GPU, sm=(since or 80) - 1, compiler=(since or 80) > 70)
@@ -177,7 +180,7 @@ def test_unknown_names_suggest_the_nearest():
 
 
 def test_scales_are_sound():
-    for scale in SCALES.values():
+    for scale in PRESETS.values():
         assert (scale.steps is None) != (scale.epochs is None)
         assert (scale.batch or Settings().micro_batch) % Settings().micro_batch == 0
         assert 0 < scale.stride < scale.max_length <= {"qa": 512, "lm": 1024}[scale.task]
@@ -187,7 +190,7 @@ def test_variants_verb_prints_every_row_as_json():
     done = subprocess.run([sys.executable, "-m", "qa_lib", "variants", "--json"], capture_output=True, text=True)
     rows = {row["name"]: row for row in json.loads(done.stdout)}
     assert list(rows) == list(VARIANTS)
-    assert rows["C1"]["settings"]["optimizer"] == "adamw8bit"
+    assert rows["C1"]["settings"]["optimizer"] == "adamw-8bit"
 
 
 # What each room of the package may import of ours; whatever is not named here is forbidden.
@@ -299,11 +302,11 @@ def test_specs_driver_and_report_do_without_torch():
 
 
 def test_lists_of_sizes_are_tried_in_every_combination():
-    specs = plan(["A1", "A2"], "fit", [0], "synthetic:40", "tiny", [8, 32], GPU, max_length=[128, 384, 128])
-    assert [(s.variant, s.scale.max_length, s.asked.micro_batch) for s in specs] == [
+    specs = plan(["A1", "A2"], "sizing", [0], "synthetic:40", "tiny", [8, 32], GPU, max_length=[128, 384, 128])
+    assert [(s.variant, s.preset.max_length, s.asked.micro_batch) for s in specs] == [
         (row, length, size) for length in (128, 384) for size in (8, 32) for row in ("A1", "A2")
     ]
-    (one,) = plan(["A1"], "fit", [0], "synthetic:40", "tiny", 32, GPU)
+    (one,) = plan(["A1"], "sizing", [0], "synthetic:40", "tiny", 32, GPU)
     assert one.hash in {spec.hash for spec in specs} and len({spec.hash for spec in specs}) == 8
 
 
@@ -311,7 +314,7 @@ def test_sizes_that_do_not_go_together_are_left_out_where_others_remain():
     left_out = []
     sizes = {"micro_batch": [8, 16], "batch": [8, 32], "world": [1, 2], "machine": CPU, "left_out": left_out}
     found = plan(["A1"], "smoke", **sizes)
-    assert [(spec.asked.micro_batch, spec.scale.batch) for spec in found] == [(8, 8), (8, 32), (16, 32)]
+    assert [(spec.asked.micro_batch, spec.preset.batch) for spec in found] == [(8, 8), (8, 32), (16, 32)]
     assert len(left_out) == 2 and "A1: micro-batch 16 does not divide the effective batch 8" in left_out[1]
     with pytest.raises(SpecError, match="micro-batch 5 does not divide"):
         plan(["A1", "A2"], "smoke", micro_batch=[5, 7], machine=CPU, left_out=[])

@@ -25,8 +25,8 @@ class Batches:
         self.per_epoch = len(features) // self.size
         if not self.per_epoch:
             raise UserError(f"{len(features)} features are too few for a micro-batch of {self.size}")
-        epochs = spec.scale.epochs
-        self.steps = spec.scale.steps or max(1, epochs * self.per_epoch // spec.micro_batches)
+        epochs = spec.preset.epochs
+        self.steps = spec.preset.steps or max(1, epochs * self.per_epoch // spec.micro_batches)
 
     def _epoch(self, epoch: int) -> np.ndarray:
         if epoch not in self._epochs:
@@ -38,7 +38,7 @@ class Batches:
     def _drawn(self, epoch: int) -> np.ndarray:
         draw = np.random.default_rng([self.spec.seed, epoch])
         order = draw.permutation(len(self.features))[: self.per_epoch * self.size]
-        if self.spec.settings.order == "bucketed":
+        if self.spec.settings.group_by_length:
             lengths = self.features.lengths
             spans = np.array_split(order, range(BUCKET * self.size, len(order), BUCKET * self.size))
             order = np.concatenate([span[np.argsort(lengths[span], kind="stable")] for span in spans])
@@ -57,8 +57,8 @@ class Batches:
 
     def padded_length(self, indices: np.ndarray) -> int:
         """Tokens to which these features are padded: the limit, or the longest rounded up to one of few lengths."""
-        limit = self.spec.scale.max_length
-        if self.spec.settings.padding == "max":
+        limit = self.spec.preset.max_length
+        if self.spec.settings.padding == "max_length":
             return limit
         return min(limit, int(-(-self.features.lengths[indices].max() // ROUND) * ROUND))
 

@@ -21,7 +21,7 @@ from qa_lib.spec import Spec, find_shape
 class Data:
     """A run's two sources, the features to train on and what is scored, what loading them took in seconds, and how much
     there is to train on (`n` questions, or words) and to score (`n_eval` questions, or tokens). A language model's
-    features are Windows, and it is scored on a bare Text. What is of validation is None where the scale measures no
+    features are Windows, and it is scored on a bare Text. What is of validation is None where the preset measures no
     quality."""
 
     tokenizer: Tokenizer
@@ -38,9 +38,9 @@ def load_data(spec: Spec) -> Data:
     """Tokenizer, sources and features of a run, from the cache where they are in it."""
     begin = time.perf_counter()
     tokenizer = build_tokenizer(spec.model_source)
-    limits = (spec.scale.max_length, spec.scale.stride)
+    limits = (spec.preset.max_length, spec.preset.stride)
     source = open_source(spec.data_source, "train")
-    validation = open_source(spec.data_source, "validation") if spec.scale.quality else None
+    validation = open_source(spec.data_source, "validation") if spec.preset.quality else None
     features = build_features(source, tokenizer, *limits)
     held_out = build_features(validation, tokenizer, *limits) if validation else None
     if held_out and held_out.examples_sha256 == features.examples_sha256:
@@ -65,9 +65,9 @@ def load_text(spec: Spec) -> Data:
     Raises DataError for a text that cannot be read, and UserError for one that is shorter than a window and for a
     tokenizer without an end token.
     """
-    begin, length = time.perf_counter(), spec.scale.max_length
+    begin, length = time.perf_counter(), spec.preset.max_length
     source = open_text(spec.data_source, "train")
-    validation = open_text(spec.data_source, "validation") if spec.scale.quality else None
+    validation = open_text(spec.data_source, "validation") if spec.preset.quality else None
     shape = find_shape(spec.model_source)
     tokenizer = learn_tokenizer(source, shape.vocabulary) if shape else build_tokenizer(spec.model_source)
     text = tokenise_text(source, tokenizer)

@@ -1,4 +1,5 @@
-"""Training without padding: several features in one packed row of static length, isolated from one another (row E1).
+"""Training without padding: several features in one packed row of static length, isolated from one another (row
+E-packed).
 
 Half of a batch that is padded to 384 tokens is not text. Packing (Krell et al. 2021) lays features end to end instead.
 Here a micro-batch keeps its number of features, so that the training stays the same: features are dealt to
@@ -88,7 +89,7 @@ class PackedBatches(Batches):
         features have places, how long these are."""
         if self.has_places:
             return few_limits(self.longest, CALLS)
-        most = self.spec.scale.max_length
+        most = self.spec.preset.max_length
         tails = (min(most, n) for n in range(self.budget - self.least, 0, -most))
         return [int(_aligned(n)) for n in (*self.longest, *tails)]
 
@@ -132,6 +133,6 @@ class PackedBatches(Batches):
             return ends[:-1], ends.astype(np.int32)
         if (total := lengths.sum()) > self.budget:
             raise UserError(f"features of {total} tokens do not fit into a packed row of {self.budget}")
-        tails = self.spec.scale.max_length * np.arange(1, len(self.limits) - self.size + 1)
+        tails = self.spec.preset.max_length * np.arange(1, len(self.limits) - self.size + 1)
         ends = np.concatenate([[0], lengths.cumsum(), np.minimum(total + tails, self.budget)])
         return ends[: len(lengths)], ends.astype(np.int32)

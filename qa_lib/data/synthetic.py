@@ -1,4 +1,4 @@
-"""SQuAD v2-shaped text that a tiny BERT can learn in the 400 steps of scale smoke, so that everything runs offline.
+"""SQuAD v2-shaped text that a tiny BERT can learn in the 400 steps of preset smoke, so that everything runs offline.
 
 The question's first word names a kind of phrase (who, where, when, what); a paragraph holds at most one phrase of each
 kind between filler words, and a third of the questions ask for a kind that is absent. Learnable, and not by position.

@@ -174,7 +174,7 @@ class Meter:
         self.flush()
         self.done.set()
 
-    def joules_per_feature(self) -> float | None:
+    def joules_per_sample(self) -> float | None:
         """Energy of the GPU over the measured steps by its own counter; None where there is none or it stood still."""
         used = 0.0 if None in self.joules else sum(self.joules)
         return used / sum(count[0] for count in self.counts[self.warm_up :]) if used else None
@@ -217,15 +217,15 @@ class Meter:
         possible = matrix_tflops * 1e12 * devices
         features, real, real_squares, computed, computed_squares = counts.sum(0) / sum(measured)
         return Speed(
-            features_per_s=features,
-            tokens_per_s=computed,
-            real_tokens_per_s=real,
+            samples_per_s=features,
+            tokens_per_s_padded=computed,
+            tokens_per_s=real,
             pad_fraction=1 - real / computed,
-            mfu=cost.flops(real, real_squares) / possible,
-            hfu=cost.flops(computed, computed_squares, recompute=True) / possible,
-            peak_tflops_measured=matrix_tflops,
-            utilisation=_mean(self.samples),
-            utilisation_polled=_mean(self.polled[self.warm_up :]),
+            gemm_utilization=cost.flops(real, real_squares) / possible,
+            gemm_utilization_padded=cost.flops(computed, computed_squares, recompute=True) / possible,
+            gemm_tflops_measured=matrix_tflops,
+            gpu_busy=_mean(self.samples),
+            gpu_busy_polled=_mean(self.polled[self.warm_up :]),
         )
 
 

@@ -2,11 +2,11 @@
 
 A packed row holds many features, and a token must attend to its own feature's tokens alone. A mask over the whole row
 would do that and cost as much as attention over all of it: quadratic in its length. FlashAttention (Dao et al.
-2022, 2023) is told where segments end, computes nothing across them, and never writes the scores to memory: row E1.
-A T4 lacks it and has PyTorch's memory-efficient kernel (Rabe and Staats 2021), for which packed rows have a place of
-fixed length for each feature: rows E1-efficient and E-t4. A CPU takes the mask. A kernel of our own for short segments
-is in model/short.py, row E-short. The padded rows' own kernels, eager in A1 and SDPA in A2, are transformers' and
-PyTorch's.
+2022, 2023) is told where segments end, computes nothing across them, and never writes the scores to memory: row
+E-packed. A T4 lacks it and has PyTorch's memory-efficient kernel (Rabe and Staats 2021), for which packed rows have a
+place of fixed length for each feature: rows E-packed-efficient and E-t4. A CPU takes the mask. A kernel of our own for
+short segments is in model/short.py, row E-varlen. The padded rows' own kernels, eager in A1 and SDPA in A2, are
+transformers' and PyTorch's.
 
 Kernels here take query, key and value [tokens, heads, width], `Segments`, dropout and the scale of the scores; the
 memory-efficient one takes the three as one tensor [tokens, 3, heads, width].
@@ -185,7 +185,7 @@ def _interface(kernel):
     return attention
 
 
-KERNELS = {"flash": flash, "efficient": efficient, "blockmask": blockmask}
+KERNELS = {"flash": flash, "efficient": efficient, "block-diagonal": blockmask}
 
 
 def attention_name(kernel: str) -> str:

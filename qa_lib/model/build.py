@@ -42,7 +42,7 @@ def build_model(spec: Spec, head: type = AutoModelForQuestionAnswering) -> torch
     """
     torch.manual_seed(spec.seed)
     model = _pretrained(spec, head)
-    if encoder_of(model).causal or spec.settings.checkpointing is True:
+    if encoder_of(model).causal or spec.settings.activation_checkpointing is True:
         model.config.use_cache = False  # which is for generating; with checkpointing it breaks the compiler's graph
     if encoder_of(model).causal:
         model.loss_type = "ForCausalLM"  # what transformers takes for it, after a warning
@@ -70,18 +70,18 @@ def _recompute_layers(model: torch.nn.Module, _: Settings) -> None:
 
 # In the order in which they are applied.
 TRANSFORMS = (
-    Transform("checkpointing", (True,), _recompute_layers),
-    Transform("projections", ("fused",), lambda model, _: fuse_projections(model)),
+    Transform("activation_checkpointing", (True,), _recompute_layers),
+    Transform("qkv", ("fused",), lambda model, _: fuse_projections(model)),
     # Leaves itself the bias of the fused projections.
-    Transform("attention", ("short",), lambda model, _: use_short_attention(model), ("projections",)),
+    Transform("attention", ("triton-varlen",), lambda model, _: use_short_attention(model), ("qkv",)),
     Transform("dropout", ("hash",), lambda model, _: use_hash_dropout(model)),
     # Computes the bits of that dropout itself.
     Transform("norms", ("fused",), lambda model, _: use_fused_norms(model), ("dropout",)),
-    Transform("activation", ("sigmoid",), lambda model, _: use_sigmoid_gelu(model)),
+    Transform("gelu", ("sigmoid",), lambda model, _: use_sigmoid_gelu(model)),
     # Takes linear layers as the two before have left them: with or without a bias.
     Transform("feed_forward", ("fp8",), lambda model, _: use_float8(model), ("norms", "activation")),
-    Transform("rounding", ("int8", "int4"), lambda model, settings: use_rounding(model, settings.rounding)),
-    Transform("frozen", ("nf4",), lambda model, settings: use_nf4(model, DTYPES[settings.precision])),
+    Transform("qat", ("int8", "int4"), lambda model, settings: use_rounding(model, settings.qat)),
+    Transform("base_quantization", ("nf4",), lambda model, settings: use_nf4(model, DTYPES[settings.precision])),
 )
 
 
@@ -110,24 +110,24 @@ def model_config(source: str, task: str = "qa") -> PreTrainedConfig:
 
 
 def _pretrained(spec: Spec, head: type) -> torch.nn.Module:
-    source, task, attention = spec.model_source, spec.scale.task, spec.settings.attention
+    source, task, attention = spec.model_source, spec.preset.task, spec.settings.attention
     config = model_config(source, task)
     if spec.settings.padding == "packed":
         attention = attention_name(attention)
     elif task == "lm" and attention == "sdpa" and spec.settings.engine == "loop":
         attention = UNMASKED
-    if spec.scale.max_length > most_tokens(config):
+    if spec.preset.max_length > most_tokens(config):
         raise UserError(
-            f"{source} takes {most_tokens(config)} tokens at most, and scale {spec.scale.name} "
-            f"makes features of {spec.scale.max_length}"
+            f"{source} takes {most_tokens(config)} tokens at most, and scale {spec.preset.name} "
+            f"makes features of {spec.preset.max_length}"
         )
     if source == "tiny" or find_shape(source):
         return head.from_config(config, attn_implementation=attention)
     folder = find_folder(source)
     if inspect_checkpoint(folder)[1]:
         return load(folder, head, attention, new_head=True, task=task, dtype=torch.float32)
-    if spec.scale.quality:
-        raise UserError(f"{folder} holds no model.safetensors, and scale {spec.scale.name} needs weights")
+    if spec.preset.quality:
+        raise UserError(f"{folder} holds no model.safetensors, and scale {spec.preset.name} needs weights")
     with as_user_error(folder):
         return head.from_config(config, attn_implementation=attention)
 
@@ -153,7 +153,7 @@ def apply_recipe(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
         )
         inject_adapter_in_model(config, model)
         head.requires_grad_(True)
-    elif recipe.kind == "biases":
+    elif recipe.kind == "bitfit":
         for name, parameter in model.named_parameters():
             parameter.requires_grad = name.endswith(".bias")
         head.requires_grad_(True)

@@ -1,4 +1,5 @@
-"""A question-answering model over packed rows: several features in one row, isolated from one another (rows E1 and on).
+"""A question-answering model over packed rows: several features in one row, isolated from one another (rows E-packed
+and on).
 
 data/packing.py says why rows are packed and how. A model must then do three things that it does not do by itself:
 count positions from the start of each feature, keep attention within it (model/attention.py), and take the softmax of

@@ -1,4 +1,4 @@
-"""Matrix products that leave their bias to the kernel after them, or its gradient (rows E-short, E-norm, E-gelu).
+"""Matrix products that leave their bias to the kernel after them, or its gradient (rows E-varlen, E-norm, E-gelu).
 
 A bias costs next to nothing to add, in the product's own kernel or in one that reads the product anyway. Its gradient
 is the trap: the sum of the product's gradient over all tokens, for which PyTorch and its compiler read that gradient

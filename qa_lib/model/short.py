@@ -1,4 +1,4 @@
-"""Attention for short segments by a Triton kernel of our own (row E-short).
+"""Attention for short segments by a Triton kernel of our own (row E-varlen).
 
 FlashAttention is made for sequences of thousands of tokens. The features of a packed row have 180 on average, and there
 its kernel reaches a fifth of the rate of matrix products: much of what its tiles of 128 tokens compute is padding, its
@@ -43,7 +43,7 @@ from qa_lib.model.encoders import encoder_of, layers_of
 from qa_lib.model.products import BiasedProduct, added_up, linear_of, unchanged
 from qa_lib.model.projections import FusedSelfAttention
 
-NAME = attention_name("short")
+NAME = attention_name("triton-varlen")
 HALF = 2**16  # values of half a hash
 
 

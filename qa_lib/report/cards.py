@@ -19,7 +19,7 @@ from qa_lib.report.runs import (
 )
 from qa_lib.report.tables import DATA_SHEET_TFLOPS, in_order, summarise
 from qa_lib.report.text import MISSING, folded, gain, number, or_why, say
-from qa_lib.spec import SCALES, Machine, missing
+from qa_lib.spec import PRESETS, Machine, missing
 from qa_lib.variants import VARIANTS, choices, find_recipe, since
 
 SIZES_GIB = (1, 1.5, 2, 3, 4, 6, 8, 12, 14.9, 24)  # 14.9: a T4
@@ -33,12 +33,12 @@ SCATTER = 0.06  # by so much a try's speed depends on the lengths that it draws,
 def vram_table(runs: pd.DataFrame) -> pd.DataFrame:
     """Peaks of one step at micro-batch 8 after one to settle, the seeds' protocol, ours beside their T4's.
 
-    `runs` of one group at scale vram. Raises NotMeasured where no run has a peak.
+    `runs` of one group at preset vram. Raises NotMeasured where no run has a peak.
     """
     runs = usual(runs)
     ours = runs[runs["memory.peak_alloc_mib"].notna() & (runs["micro_batch"] == 8)]
     if ours.empty:
-        raise NotMeasured("no run at scale vram has a peak: GPU memory is counted by the GPU's allocator")
+        raise NotMeasured("no run at preset vram has a peak: GPU memory is counted by the GPU's allocator")
     ours = in_order(ours.drop_duplicates("spec.variant", keep="last").set_index("spec.variant"))
     theirs = published().reindex(ours.index)
     table = pd.DataFrame(index=ours.index)
@@ -67,23 +67,23 @@ def worth(quality: pd.DataFrame) -> pd.DataFrame:
 
 
 def largest_batches(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
-    """Of a group that `fit-batch` made: each row's largest micro-batch that fitted, the smallest that did not, the best
+    """Of a group that `max-batch` made: each row's largest micro-batch that fitted, the smallest that did not, the best
     speed at any, and its score by worth(); last the rows that cannot run there, and why.
 
     Raises NotMeasured where nothing fitted.
     """
-    runs = usual(runs).set_index("spec.variant").astype({"speed.features_per_s": float})
+    runs = usual(runs).set_index("spec.variant").astype({"speed.samples_per_s": float})
     fitted = runs[runs["status"] == "ok"]
     if fitted.empty:
-        raise NotMeasured("no try of fit-batch has fitted in this group")
+        raise NotMeasured("no try of max-batch has fitted in this group")
     most, best = (fitted.sort_values(column, ascending=False, kind="stable").groupby(level=0).head(1) for column in
-                  ("micro_batch", "speed.features_per_s"))  # fmt: skip
+                  ("micro_batch", "speed.samples_per_s"))  # fmt: skip
     failed = runs.loc[runs["status"] == "oom", "micro_batch"].groupby(level=0).min()
     table = pd.DataFrame({
         "largest micro-batch": most["micro_batch"].astype(str),
         "too large": failed.reindex(most.index).map("{:.0f}".format, na_action="ignore"),
         "reserved MiB": most["memory.peak_reserved_mib"].map(number),
-        "best features/s tried": best["speed.features_per_s"].map(number),
+        "best features/s tried": best["speed.samples_per_s"].map(number),
         "at micro-batch": best["micro_batch"].astype(str),
     })  # fmt: skip
     table[f"Δ{score_name(runs)} vs {BASELINE}"] = [f1["text"].get(name, "not known") for name in table.index]
@@ -99,7 +99,7 @@ def best_first(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
     Full fine-tunes stand before adapters. Among either the quickest is preferred; then those of unknown score; last
     those that lost more than ALLOWED in the mean, the least lossy of them first. `f1` by worth(). Raises NotMeasured.
     """
-    columns = {"spec.variant": "variant", "micro_batch": "size", "speed.features_per_s": "speed",
+    columns = {"spec.variant": "variant", "micro_batch": "size", "speed.samples_per_s": "speed",
                "memory.peak_reserved_mib": "reserved"}  # fmt: skip
     runs = usual(runs)
     measured = runs.loc[runs["status"] == "ok", list(columns)].rename(columns=columns).dropna()
@@ -152,8 +152,8 @@ def estimated_minutes(runs: pd.DataFrame, group: str, variant: str, card: str, s
     measured_on = own["env.gpu"].iloc[0]
     if absent := {measured_on, card} - DATA_SHEET_TFLOPS.keys():
         raise NotMeasured(f"no data sheet is known of {', '.join(map(str, sorted(absent, key=str)))}")
-    tries = near[(near["spec.search"] == "fit-batch") & (near["spec.sm"] == sm) & (near["spec.variant"] == variant)]
-    speed = tries["speed.features_per_s"].astype(float).max()
+    tries = near[(near["spec.search"] == "max-batch") & (near["spec.sm"] == sm) & (near["spec.variant"] == variant)]
+    speed = tries["speed.samples_per_s"].astype(float).max()
     if math.isnan(speed):
         speed = projected(summarise(own), [variant])["speed"].get(variant)
     if speed is None:
@@ -175,7 +175,7 @@ def which_row(runs: pd.DataFrame, group: str) -> str:
     """For a notebook: which row to take on which card, and folded below it the tables of a group's hardware, each with
     what it says, or why it is not there; as Markdown.
 
-    `runs` are all records; the seeds' protocol and the searches of fit-batch are groups of their own.
+    `runs` are all records; the seeds' protocol and the searches of max-batch are groups of their own.
     """
     own = select(runs, group)
     f1 = worth(quality_runs(runs, group))
@@ -188,13 +188,13 @@ def which_row(runs: pd.DataFrame, group: str) -> str:
         ),
     ]
     found = neighbours(runs, group)
-    for name in sorted(set(found.loc[found["spec.search"] == "fit-batch", "group"])):
+    for name in sorted(set(found.loc[found["spec.search"] == "max-batch", "group"])):
         tries = select(runs, name)
-        limit, sm, task = tries[["spec.scale.limit_gib", "spec.sm", "task.name"]].iloc[0]
+        limit, sm, task = tries[["spec.preset.limit_gib", "spec.sm", "task.name"]].iloc[0]
         tried = set(tries["spec.variant"])
         fitting = [row for row in VARIANTS.values() if row.task == task and row.settings.parallel == "none"]
         absent = [row.name for row in fitting if row.name not in tried and (since(row.settings) or 0) <= sm]
-        largest = SCALES["full"].effective_batch
+        largest = PRESETS["full"].effective_batch
         room = say("cards.search", limit=limit, sm=sm, absent=absent, code=commits(tries), **said)
         quickest = _quickest(tries, f1)
         parts += [

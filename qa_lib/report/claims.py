@@ -49,14 +49,14 @@ class Facts:
     def line(self, variant: str, micro_batch: int) -> pd.Series:
         """A row's line of the bench group. Raises NotMeasured where it has no speed."""
         rows = self.bench[(self.bench["variant"] == variant) & (self.bench["micro_batch"] == micro_batch)]
-        rows = rows.dropna(subset=["features_per_s"])
+        rows = rows.dropna(subset=["samples_per_s"])
         if rows.empty:
             raise NotMeasured(f"{variant} has no measured speed at micro-batch {micro_batch}")
         return rows.iloc[0]
 
     def speed(self, variant: str, base: str = BASELINE, micro_batch: int = 32) -> float:
         """Features/s of a row over another's."""
-        return self.line(variant, micro_batch)["features_per_s"] / self.line(base, micro_batch)["features_per_s"]
+        return self.line(variant, micro_batch)["samples_per_s"] / self.line(base, micro_batch)["samples_per_s"]
 
     def peak(self, variant: str, base: str) -> float:
         """Peak allocated memory of a row over another's at micro-batch 32, in the bench group."""
@@ -67,7 +67,7 @@ class Facts:
         measured = self.vram[self.vram["micro_batch"] == 8].dropna(subset=["memory.peak_alloc_mib"])
         peaks = measured.groupby("spec.variant")["memory.peak_alloc_mib"].last()
         if absent := [name for name in (variant, base) if name not in peaks]:
-            raise NotMeasured(f"{absent[0]} has no peak at scale vram")
+            raise NotMeasured(f"{absent[0]} has no peak at preset vram")
         return peaks[variant] / peaks[base]
 
     def against_parent(self, variant: str) -> dict:
@@ -132,7 +132,7 @@ FILTERS |= {verdict.__name__: verdict for verdict in (between, costs, about, hol
 
 def facts_of(runs: pd.DataFrame, group: str) -> Facts:
     """The facts in all records of a group's hardware; where it has no bench group, the group's own speeds."""
-    bench, vram = (sibling(runs, group, scale) for scale in ("bench", "vram"))
+    bench, vram = (sibling(runs, group, preset) for preset in ("bench", "vram"))
     lines = summarise(select(runs, group) if bench.empty else bench)
     return Facts(*map(usual, (lines, quality_runs(runs, group), vram, tries_of(runs, group))))
 

@@ -15,7 +15,7 @@ from qa_lib.report.text import MISSING, count, factor, number, say, share
 from qa_lib.variants import VARIANTS
 
 STATES = "weights + gradients + optimizer, GiB"
-DATA_PARALLEL = ("P0", "P1", "P-fast")  # the Trainer under DDP, the baseline under it, and the fast stack
+DATA_PARALLEL = ("P0", "P1", "P-one-bucket")  # the Trainer under DDP, the baseline under it, and the fast stack
 
 
 def setup_table(every: pd.DataFrame, groups: Sequence[str]) -> pd.DataFrame:

@@ -1,9 +1,8 @@
 """Scaling profiles: memory and speed against context length and batch, a line a row of the variants table.
 
 Memory is a fixed cost (weights, gradients, optimizer state) and a cost for each token of a micro-batch, which the
-backward pass keeps. Both are fitted here to what was measured; the budget of run/budget.py, drawn dashed, predicts them
-from the model's shapes. A size that ran out of memory is a cross at the top.
-"""
+backward pass keeps. Both are fitted here to what was measured; the budget of run/memory_estimate.py, drawn dashed,
+predicts them from the model's shapes. A size that ran out of memory is a cross at the top. """
 
 import math
 from collections.abc import Callable, Sequence
@@ -32,7 +31,7 @@ SIZES = {
 }
 MEASURES = {  # column of `points` -> value of a record, its name in figures
     "gib": ("memory.peak_alloc_mib", "peak GPU memory, allocated, in GiB"),
-    "speed": ("speed.features_per_s", "features/s in training"),
+    "speed": ("speed.samples_per_s", "features/s in training"),
 }
 STATES = ["memory.params_mib", "memory.grads_mib", "memory.optimizer_mib"]
 NONE = "the group has no runs of these rows"
@@ -44,16 +43,17 @@ def points(runs: pd.DataFrame, rows: Sequence[str] = (), predicted: pd.Series | 
 
     Columns: variant; length, batch (0 where a step is one micro-batch, or so many tokens) and micro_batch; gib, speed,
     states (GiB of weights, gradients and optimizer), tokens (computed in a micro-batch), predicted (GiB, where
-    run.budget.predicted is given), oom, whether every seed ran out of memory, and code (commits). Raises NotMeasured
-    where there is none.
-    """
+    run.memory_estimate.predicted is given), oom, whether every seed ran out of memory, and code (commits). Raises
+    NotMeasured where there is none. """
     by_tokens = runs.reindex(columns=[BATCH_TOKENS])[BATCH_TOKENS].notna()
     runs = runs.assign(batch=runs["batch"].mask(by_tokens | (runs["batch"] == runs["micro_batch"]), 0))
     runs = runs.assign(predicted=math.nan if predicted is None else predicted)
     runs = runs[runs["status"].isin(["ok", "oom"]) & (runs["spec.variant"].isin(rows) | (len(rows) == 0))]
     if runs.empty:
         raise NotMeasured(f"no run of {', '.join(rows) or 'this group'} has ended ok or out of memory")
-    values = runs.reindex(columns=[*(column for column, _ in MEASURES.values()), "speed.tokens_per_s", "predicted"])
+    values = runs.reindex(
+        columns=[*(column for column, _ in MEASURES.values()), "speed.tokens_per_s_padded", "predicted"]
+    )
     found = values.astype(float).set_axis([*MEASURES, "tokens", "predicted"], axis=1)
     # A row that pads to the longest of a batch peaks at one of full length; a packed one has as many as it computes.
     packed = found["tokens"] / found["speed"] * runs["micro_batch"]
@@ -177,7 +177,7 @@ def _figure(size: str, measure: str) -> Callable[[pd.DataFrame], Figure]:
     return lambda runs: fig_curve(runs, points(runs), size, measure)
 
 
-FIGURES = {  # of a group whose scale is for profiles
+FIGURES = {  # of a group whose preset is for profiles
     "memory_by_length": _figure("length", "gib"),
     "memory_by_batch": _figure("micro_batch", "gib"),
     "speed_by_batch": _figure("micro_batch", "speed"),

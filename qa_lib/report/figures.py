@@ -45,7 +45,7 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
     titles = in_cells(shown, sentences.speed_finding)
     figure, panels = _panels(runs, shown, titles, parts, lambda rows: 0.34 * len(rows))
     for axis, part in panels:
-        speed, half = part["features_per_s"], part["features_per_s±"]
+        speed, half = part["samples_per_s"], part["samples_per_s±"]
         trainer = part["variant"].isin(PEERS)
         for chosen, color, label in ((~trainer, BLUE, "this library"), (trainer, GREY, "transformers.Trainer")):
             if chosen.any():  # the legend gives bars that are none a colour of their own
@@ -56,7 +56,7 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
         factors = {f"× {baseline(runs)}": part["ratio"].map(number), "× row above": _gains(part)}
         style.columns(axis, {"features/s": speed.map(number)} | factors | {"n": part["n"].map(str)})
         style.name_rows(axis, _in_words(part["variant"]))
-        end = (shown["features_per_s"] + shown["features_per_s±"].fillna(0)).max()  # one scale for all panels
+        end = (shown["samples_per_s"] + shown["samples_per_s±"].fillna(0)).max()  # one preset for all panels
         axis.set(xlabel="features/s in training (longer is faster)", xlim=(0, 1.05 * end))
     style.legend(figure.axes[0])
     return figure
@@ -64,7 +64,7 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
 
 def _gains(part: pd.DataFrame) -> list[str]:
     """The speed of each line over that of the row which it changes; this is named where it does not stand above."""
-    speed, said = part.set_index("variant")["features_per_s"], []
+    speed, said = part.set_index("variant")["samples_per_s"], []
     for above, name in pairwise(["", *speed.index]):
         parent = VARIANTS[name].parent
         ratio = number(speed[name] / speed.get(parent, math.nan))
@@ -84,8 +84,8 @@ def fig_memory(runs: pd.DataFrame) -> Figure:
     titles = in_cells(lines, sentences.memory_finding)
     figure, panels = _panels(runs, lines, titles, cells(lines), lambda _: 4.0)
     for axis, part in panels:
-        part = part.assign(gib=part["peak_mib"] / 1024).dropna(subset=["gib", "features_per_s"])
-        part = part.sort_values("features_per_s", ascending=False)
+        part = part.assign(gib=part["peak_mib"] / 1024).dropna(subset=["gib", "samples_per_s"])
+        part = part.sort_values("samples_per_s", ascending=False)
         part = part[sentences.trains_all(part)]  # how much less a part takes is told beside what it costs in F1
         trainer = part["variant"].str.startswith(sentences.PLAIN)
         front = part[part["gib"] < part["gib"].cummin().shift(fill_value=math.inf)]
@@ -93,16 +93,16 @@ def fig_memory(runs: pd.DataFrame) -> Figure:
             (trainer, "transformers.Trainer", {"color": GREY, "marker": "s"}),
             (~trainer, "this library", {"color": BLUE}),
         ):
-            axis.scatter(part["features_per_s"][chosen], part["gib"][chosen], s=40, label=label, **look)
+            axis.scatter(part["samples_per_s"][chosen], part["gib"][chosen], s=40, label=label, **look)
         look = {"color": BLUE, "zorder": 1, "linewidth": 1, "label": "none is both leaner and faster"}
-        axis.step(front["features_per_s"], front["gib"], where="post", **look)
+        axis.step(front["samples_per_s"], front["gib"], where="post", **look)
         axis.set(xlabel="features/s in training (further right is faster)", ylabel="peak GPU memory, allocated, in GiB")
         axis.set(xlim=(0, None), ylim=(0, None))
         named = pd.concat([front, part[part["variant"] == baseline(runs)], part[trainer][:1]]).drop_duplicates(
             "variant"
         )
-        said = [f"{row.variant}: {number(row.gib)} GiB, {number(row.features_per_s)}/s" for row in named.itertuples()]
-        style.name_points(axis, zip(named["features_per_s"], named["gib"], said, strict=True))
+        said = [f"{row.variant}: {number(row.gib)} GiB, {number(row.samples_per_s)}/s" for row in named.itertuples()]
+        style.name_points(axis, zip(named["samples_per_s"], named["gib"], said, strict=True))
     style.legend(figure.axes[0])
     return figure
 
@@ -211,7 +211,7 @@ def fig_run(record: dict, run_dir: Path) -> Figure:
         raise NotMeasured(f"{record['run_id']} is {record['status']}: {record['error']['message']}")
     title = f"{record['run_id']}: loss {steps['loss'].iloc[-20:].mean():.2f} at the end"
     figure = style.new_figure(title, "", 3.2)
-    begin = record["spec"]["scale"]["measure_from"]
+    begin = record["spec"]["preset"]["measure_from"]
     for axis, column, name in zip(figure.subplots(1, 2), ("loss", "ms"), ("training loss", "step in ms"), strict=True):
         axis.plot(steps["step"], steps[column], color=BLUE, linewidth=1)
         axis.axvline(begin, color="0.4", linestyle="--", linewidth=1)
@@ -242,9 +242,9 @@ def _timed(runs: pd.DataFrame) -> pd.DataFrame:
     if len(done) and done["time.wall_s"].notna().mean() < 0.5:
         raise NotMeasured("most runs of this group shared the GPU, and such runs record no times")
     first = baseline(runs)
-    base = lines[(lines["variant"] == first) & lines["features_per_s"].notna()].sort_values("micro_batch")
+    base = lines[(lines["variant"] == first) & lines["samples_per_s"].notna()].sort_values("micro_batch")
     if base.empty:
-        raise NotMeasured(f"{first} has no measured features_per_s")
+        raise NotMeasured(f"{first} has no measured samples_per_s")
     others = [name for name in AXIS_NAMES if name != "micro_batch"]
     return lines.merge(base.drop_duplicates(others, keep="last")[AXIS_NAMES])
 

@@ -45,8 +45,8 @@ def manifest(runs: pd.DataFrame) -> dict:
 def _records(runs: pd.DataFrame) -> dict[str, str]:
     """By run id, the digest of all that is drawn of the run."""
     return {
-        run_id: sha256(_bytes(folder / "record.json") + _bytes(folder / "profile.json"))
-        for run_id, folder in sorted(zip(runs["run_id"], runs["path"], strict=True))
+        run_id: sha256(json.dumps([run.record, run.profile()]).encode())
+        for run_id, run in sorted(zip(runs["run_id"], runs["run"], strict=True))
     }
 
 
@@ -97,7 +97,7 @@ def _drawn(runs: pd.DataFrame) -> Pictures:
     from qa_lib.report import curves, figures, scaling_figures, style
 
     drawn, not_drawn = {}, {}
-    if runs["spec.scale.name"].iloc[0] in PROFILES:
+    if runs["spec.preset.name"].iloc[0] in PROFILES:
         kinds = curves.FIGURES
     else:
         kinds = figures.FIGURES | (scaling_figures.FIGURES if several(runs).any() else {})

@@ -25,5 +25,5 @@ def reached(every: pd.DataFrame, group: str) -> str:
         raise NotMeasured(f"group {group} has no run of {', '.join(absent)}")
     best, peer = lines.loc[best], lines.loc[peer]
     return say("goals.reached", best=best, peer=peer, tokens=TOKENS_PER_S, times=TIMES, mfu=MFU, length=LENGTH,
-               ratio=best["tokens_per_s"] / peer["tokens_per_s"], gpu=runs["env.gpu"].iloc[0], group=group,
+               ratio=best["tokens_per_s_padded"] / peer["tokens_per_s_padded"], gpu=runs["env.gpu"].iloc[0], group=group,
                code=commits(runs[runs["spec.variant"].isin([best["variant"], peer["variant"]])]))  # fmt: skip

@@ -117,8 +117,8 @@ def fig_scores(runs: pd.DataFrame, examples: pd.DataFrame, group: str) -> Figure
 
 @style()
 def fig_stack(record: dict, predicted: dict, examples: pd.DataFrame) -> Figure:
-    """What lies in memory at the peak: as run.budget.estimate has `predicted` it for the row of `record`, and as it was
-    measured in REFERENCE for that row, the one that it changes and the baseline."""
+    """What lies in memory at the peak: as run.memory_estimate.estimate has `predicted` it for the row of `record`, and
+    as it was measured in REFERENCE for that row, the one that it changes and the baseline."""
     variant, measured = record["spec"]["variant"], record["memory"]["peak_alloc_mib"]
     said = f"{number(measured)} measured" if measured else "not measured without a GPU"
     title = f"{variant} here: {number(predicted['peak_mib'])} MiB at the peak predicted, {said}"
@@ -183,7 +183,7 @@ def fig_packed(spec, batches) -> Figure:
     attend to which. Raises NotMeasured for a row that pads."""
     if spec.settings.padding != "packed":
         raise NotMeasured(f"{spec.variant} packs nothing")
-    indices, limit = batches.step(0)[0], spec.scale.max_length
+    indices, limit = batches.step(0)[0], spec.preset.max_length
     begins, lengths = batches.arrays(indices)["cu_seqlens"][: batches.size], batches.features.lengths[indices]
     title = (
         f"{batches.size} features in a row of {batches.budget:,} tokens: {share(1 - lengths.sum() / batches.budget)} "

@@ -10,13 +10,13 @@ import pandas as pd
 
 from qa_lib.measure.goodput import REFERENCE, efficiency
 from qa_lib.record import Noise
-from qa_lib.report.runs import NotMeasured, read_steps
+from qa_lib.report.runs import NotMeasured
 from qa_lib.report.tables import interval
 from qa_lib.report.text import say
 
 EVERY = 50  # steps between two losses of the slides' log (logging_steps)
 PLAIN = "P0"  # transformers.Trainer under torchrun
-SCALED = "P-fast"  # the row that was run at several batches
+SCALED = "P-one-bucket"  # the row that was run at several batches
 SMOOTH = 0.1  # share of a training that a smoothed loss is the mean of
 
 
@@ -36,7 +36,7 @@ def logs_of(runs: pd.DataFrame) -> pd.DataFrame:
     log; loss, its mean over the run; raw and again, means of `formula` over the log as it is and `repeated`."""
     columns, lines = ["group", "world", "batch", "run_id", "variant", "seed", "log", "loss", "raw", "again"], []
     for run in runs[runs["status"] == "ok"].to_dict("records"):
-        log = read_steps(run["path"])
+        log = run["run"].steps().dropna(subset="loss")
         if len(log) <= 2 * EVERY or not run["batch"]:
             continue
         values = {"raw": log["loss"], "again": repeated(log["loss"])}

@@ -76,17 +76,17 @@ def summary(runs: pd.DataFrame, group: str) -> str:
     return f"{say('readme.headline', **said)}\n\n{listed}"
 
 
-def text_in_reach(scale: str, data: str, model: str) -> tuple[str, str, str, str]:
-    """Scale, data and model for a look at text, those that are given, and as Markdown what is looked at: else SQuAD v2
+def text_in_reach(preset: str, data: str, model: str) -> tuple[str, str, str, str]:
+    """Preset, data and model for a look at text, those that are given, and as Markdown what is looked at: else SQuAD v2
     where a folder or Colab's network has it, or generated text. Without BERT's vocabulary a word counts as a token."""
     from huggingface_hub import try_to_load_from_cache  # takes a while, and only this needs it
 
     online = "google.colab" in sys.modules
     found = data or (str(SQUAD) if SQUAD.is_dir() else "squad_v2" if online else "")
-    scale = scale or ("full" if found else "smoke")
+    preset = preset or ("full" if found else "smoke")
     whole_words = found and not (model or online or try_to_load_from_cache("bert-base-uncased", "vocab.txt"))
     said = say("notebook.text", data=Path(found).name, whole_words=whole_words)
-    return scale, found, "tiny" if whole_words else model, said
+    return preset, found, "tiny" if whole_words else model, said
 
 
 def result(record: dict, runs: str | Path, examples: Sequence = (), count: int = 5) -> str:
@@ -97,8 +97,8 @@ def result(record: dict, runs: str | Path, examples: Sequence = (), count: int =
     task, quality, time = record["task"], record["quality"], record["time"]
     measured = {
         task["label"]: points(quality[task["metric"]]),
-        "features/s": number(record["speed"]["features_per_s"]),
-        "tokens/s": number(record["speed"]["tokens_per_s"] if task["name"] == "lm" else None),
+        "features/s": number(record["speed"]["samples_per_s"]),
+        "tokens/s": number(record["speed"]["tokens_per_s_padded"] if task["name"] == "lm" else None),
         "ms a step": number(time["step_ms"]["median"]),
         "MiB of GPU memory at the peak": number(record["memory"]["peak_alloc_mib"]),
         "s in all": number(time["wall_s"]),

@@ -6,7 +6,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 
 from qa_lib.measure.trace import PARTS, PHASES
-from qa_lib.report.runs import AXIS_NAMES, RECOMMENDED, NotMeasured, baseline, cells, read_profile
+from qa_lib.report.runs import AXIS_NAMES, RECOMMENDED, NotMeasured, baseline, cells
 from qa_lib.report.style import COLORBLIND, columns, legend, name_points, new_figure, stack, style
 from qa_lib.report.tables import place
 from qa_lib.report.text import number, share
@@ -24,12 +24,12 @@ HELD_COLORS = dict(zip(HELD, [*COLORBLIND[:4], "0.85"], strict=True))
 def profiles(runs: pd.DataFrame) -> pd.DataFrame:
     """The profiles beside the runs of a group, in table order: AXES, variant, name (of row and cell), profile, and the
     peak of its memory beside the run's, peak_mib and recorded_mib. Raises NotMeasured if there is none."""
-    found = runs.assign(variant=runs["spec.variant"], profile=runs["path"].map(read_profile))
+    found = runs.assign(variant=runs["spec.variant"], profile=runs["run"].map(lambda run: run.profile()))
     found["recorded_mib"] = runs.reindex(columns=["memory.peak_alloc_mib"])["memory.peak_alloc_mib"]
     found = found.loc[found["profile"].notna(), [*AXIS_NAMES, "variant", "profile", "recorded_mib"]]
     found["peak_mib"] = [(profile["memory"] or {}).get("peak_mib") for profile in found["profile"]]
     if found.empty:
-        raise NotMeasured("no run of this group has a profile: python -m qa_lib profile ROW --scale S makes one")
+        raise NotMeasured("no run of this group has a profile: python -m qa_lib profile ROW --preset S makes one")
     found = found.sort_values("variant", key=lambda names: names.map(place), kind="stable").reset_index(drop=True)
     found["name"] = found["variant"]
     for label, part in cells(found):

@@ -1,6 +1,6 @@
 """Whether rows keep the baseline's quality, how long that takes, and which tries led to the learning rates.
 
-`runs` are those of one group at a scale that measures quality. A difference that is not significant is no evidence of
+`runs` are those of one group at a preset that measures quality. A difference that is not significant is no evidence of
 equality. So equality is tested as such: by two one-sided t-tests (Schuirmann 1987) over the differences between runs of
 equal seeds, which come to whether their 90 % interval lies within a margin.
 """
@@ -18,7 +18,6 @@ from qa_lib.report.runs import (
     found_compiled,
     in_cells,
     neighbours,
-    read_steps,
     score_name,
     select,
     sibling,
@@ -26,22 +25,22 @@ from qa_lib.report.runs import (
 )
 from qa_lib.report.tables import interval, summarise
 from qa_lib.report.text import MISSING, gain, number, points, share
-from qa_lib.spec import SCALES
+from qa_lib.spec import PRESETS
 from qa_lib.variants import VARIANTS, find_recipe
 
 MARGIN = 1.0  # points of F1 within which a row counts as good as the baseline
-FAULTY = {name for name, row in VARIANTS.items() if row.settings.join != "id"}
+FAULTY = {name for name, row in VARIANTS.items() if row.settings.fault == "positional-join"}
 VERDICTS = {"beyond": "✗", "open": "?", "no worse": "✓+", "within": "✓"}
 HEADS = {"F1": "quality.f1", "F1 at best threshold": "quality.best_f1"}
 METRICS = tuple(HEADS.values())  # at threshold 0, and at the best one
 FULL_FEATURES, FULL_EPOCHS = 131_754, 3  # of all of SQuAD v2's training questions at 384/128, and the seeds' epochs
 PROJECTED = 32  # micro-batch
 COMPARED = 200  # steps whose losses stand beside those of another row
-TIMED = ("A0", "A0-compile", "A1", "A4", "E-best", RECOMMENDED)
+TIMED = ("A0", "A0-compile", "A1", "A4", "E-dropout", RECOMMENDED)
 
 
 def quality_runs(runs: pd.DataFrame, group: str) -> pd.DataFrame:
-    """Of all records, those that say what the rows of a group are worth: of scale `quality` on the same hardware, or
+    """Of all records, those that say what the rows of a group are worth: of preset `quality` on the same hardware, or
     else the group's own."""
     found = sibling(runs, group, "quality")
     return select(runs, group) if found.empty else found
@@ -165,7 +164,7 @@ def overview(runs: pd.DataFrame, judged: pd.DataFrame) -> pd.DataFrame:
     reserved = largest_batch(runs).groupby("spec.variant")["memory.peak_reserved_mib"].max().astype(float) / 1024
     table = lines[["change"]].set_axis(["what it changes"], axis="columns")
     table["n"] = lines["n"].astype(str)
-    table["features/s"] = list(map(number, lines["features_per_s"], lines["features_per_s±"]))
+    table["features/s"] = list(map(number, lines["samples_per_s"], lines["samples_per_s±"]))
     table[f"× {BASELINE}"] = lines["ratio"].map(number)
     table["GiB reserved"] = reserved.map(number)
     try:
@@ -210,20 +209,20 @@ def projected(lines: pd.DataFrame, rows=TIMED) -> pd.DataFrame:
     """Minutes of training on the full data set at a bench group's speeds, a line for each of `rows` that has one.
 
     Columns: speed (features/s); compile_s, NaN where it was not measured; cold, whether compile_s is of runs that found
-    nothing compiled; minutes of training and compilation. Data and scoring are not part of that scale. `lines` of
+    nothing compiled; minutes of training and compilation. Data and scoring are not part of that preset. `lines` of
     tables.summarise. Raises NotMeasured.
     """
     if lines["task.name"].iloc[0] != "qa":
         raise NotMeasured("the projection is to SQuAD v2's training questions, and this is another task")
     part = usual(lines)
-    part = part[(part["micro_batch"] == PROJECTED) & part["features_per_s"].notna()].set_index("variant")
+    part = part[(part["micro_batch"] == PROJECTED) & part["samples_per_s"].notna()].set_index("variant")
     if BASELINE not in part.index:
         raise NotMeasured(f"no row has a measured speed at micro-batch {PROJECTED} to project from")
     part = part.loc[[name for name in rows if name in part.index]]
     cold = part["compile_s"].astype(float)
     eager = pd.Series([VARIANTS[name].settings.compile == "none" for name in part.index], part.index)
     compile_s = cold.fillna(part["warm_compile_s"].astype(float)).mask(eager, 0.0)
-    table = pd.DataFrame({"speed": part["features_per_s"], "compile_s": compile_s, "cold": eager | cold.notna()})
+    table = pd.DataFrame({"speed": part["samples_per_s"], "compile_s": compile_s, "cold": eager | cold.notna()})
     table["minutes"] = (FULL_FEATURES * FULL_EPOCHS / table["speed"] + compile_s.fillna(0.0)) / 60
     return table
 
@@ -253,7 +252,7 @@ def losses_table(runs: pd.DataFrame) -> pd.DataFrame:
     logs = {
         (run["spec.variant"], run["spec.seed"]): log["loss"].iloc[:COMPARED].to_numpy()
         for run in found[found["status"] == "ok"].to_dict("records")
-        if len(log := read_steps(run["path"])) >= COMPARED
+        if len(log := run["run"].steps().dropna(subset="loss")) >= COMPARED
     }
     lines = []
     for name, row in VARIANTS.items():
@@ -272,17 +271,17 @@ def tries_table(runs: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
     """The points of `python -m qa_lib tune`, the best of each row first by the last difference.
 
     Points may have been tried with different seeds, so each is compared with the baseline's runs of its own seeds at
-    the rate of scale `quality`, be they tries too or in `quality`. Raises NotMeasured.
+    the rate of preset `quality`, be they tries too or in `quality`. Raises NotMeasured.
     """
     require_answers(runs)
     runs, quality = usual(runs), usual(quality)
     runs = runs[runs[METRICS[0]].notna()] if len(runs) else runs
     if runs.empty:
         raise NotMeasured("no try of python -m qa_lib tune has an F1 on this hardware")
-    rate, trainable = runs["spec.scale.learning_rate"], runs["spec.settings.trainable"]
+    rate, trainable = runs["spec.preset.learning_rate"], runs["spec.settings.trainable"]
     factors = trainable.map(lambda name: find_recipe(name).lr_factor)
     runs = runs.assign(rate=(rate * factors).map("{:g}".format)).sort_values("time.started")
-    default = (rate == SCALES["quality"].learning_rate) & (trainable == VARIANTS[BASELINE].settings.trainable)
+    default = (rate == PRESETS["quality"].learning_rate) & (trainable == VARIANTS[BASELINE].settings.trainable)
     base = pd.concat([quality, runs[default]]).query(f"`spec.variant` == '{BASELINE}'").drop_duplicates("spec.seed")
     lines = []
     point = ["spec.variant", "spec.settings.trainable", "rate"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from qa_lib.record import RecordError, read_quantized
+from qa_lib.record import RecordError
 from qa_lib.report.quality import largest_batch
 from qa_lib.report.runs import NotMeasured, ReportError, commits, not_measured, on_cpu, select, sibling
 from qa_lib.report.sentences import CPU_CAVEAT
@@ -21,9 +21,9 @@ from qa_lib.report.text import MISSING, gain, markdown, number, points, say
 from qa_lib.variants import VARIANTS
 
 FULL = ("A1-fp32", "A1")  # rows of full precision; the first that was quantized is compared with
-AWARE = {row.settings.rounding: name for name, row in VARIANTS.items() if row.settings.rounding != "none"}  # by width
+AWARE = {row.settings.qat: name for name, row in VARIANTS.items() if row.settings.qat != "none"}  # by width
 WAYS = ("full precision", "post-training", "quantization-aware")
-SPEED = "speed.features_per_s"
+SPEED = "speed.samples_per_s"
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,14 @@ def _files(runs: pd.DataFrame) -> tuple[pd.DataFrame, tuple[str, ...]]:
     """Every quantized.json beside some runs, a line each, and what is wrong with those that cannot be read."""
     found, broken = [], []
     for run in runs.to_dict("records"):
-        for path in sorted(run["path"].glob("model-*/quantized.json")):
-            try:
-                entry = read_quantized(path.parent)
-                if (entry["group"], entry["run_id"]) != (run["group"], run["run_id"]):
-                    raise RecordError(f"{path}: it is of {entry['group'][:40]}/{entry['run_id'][:40]}")
-            except RecordError as problem:
-                broken.append(str(problem))
-                continue
-            found.append(entry | {"file": str(path), "variant": run["spec.variant"], "seed": run["spec.seed"]})
+        try:
+            entries = run["run"].quantized()
+        except RecordError as problem:
+            broken.append(str(problem))
+            continue
+        for entry in entries:
+            path = f"{entry['run_id']}/model-{entry['width']}/quantized.json"
+            found.append(entry | {"file": path, "variant": run["spec.variant"], "seed": run["spec.seed"]})
     return pd.json_normalize(found), tuple(broken)
 
 
@@ -108,7 +107,7 @@ def _line(file: dict, way: str, when: str) -> dict:
 
 def speeds(every: pd.DataFrame, found: Quantized) -> tuple[pd.Series, str]:
     """Each row's training speed as a factor of full precision's, and the group that it was measured in: that of the
-    quantized runs, or where these were not timed, that of scale `bench`."""
+    quantized runs, or where these were not timed, that of preset `bench`."""
     group = found.runs["group"].iloc[0]
     for runs in (found.runs, sibling(every, group, "bench")):
         timed = runs[(runs["status"] == "ok") & runs["spec.variant"].isin([found.full, *AWARE.values()])]

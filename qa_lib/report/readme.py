@@ -35,14 +35,22 @@ from qa_lib.variants import VARIANTS
 
 README = Path("README.md")
 REFERENCE = "h200-bench"  # the group that the README shows if it is there
-PLAIN, BEST_PEER, LEAN = "A0", "A0-compile", "E-least"
-LANGUAGE = ("L2", "L-best", "L0-compile")  # mixed precision, the recommended row, the Trainer at its best
+PLAIN, BEST_PEER, LEAN = "A0", "A0-compile", "E-recompute-moments"
+LANGUAGE = ("L-bf16", "L-dropout", "L0-compile")  # mixed precision, the recommended row, the Trainer at its best
 # What one may decide for: the rows of this page's table, and with two steps between them those of the report's first.
 T4 = "E-t4-norm"  # the quickest that such a card can run
-SHORT = (PLAIN, BEST_PEER, BASELINE, T4, RECOMMENDED, LEAN, "EB1-lean")
-ROWS = (*SHORT, "A4", "EC1")
-# The six techniques that gain most: row, the row it is compared with. E5 holds two steps, both of half precision.
-GAINS = {"A2": "A1", "A3": "A2", "E1": "A3", "E3": "E2", "E5": "E3", "E-short": "E-regions"}
+SHORT = (PLAIN, BEST_PEER, BASELINE, T4, RECOMMENDED, LEAN, "E-packed-lora")
+ROWS = (*SHORT, "A4", "E-packed-8bit")
+# The six techniques that gain most: row, the row it is compared with. E-masters holds two steps, both of half
+# precision.
+GAINS = {
+    "A2": "A1",
+    "A3": "A2",
+    "E-packed": "A3",
+    "E-graph": "E-adamw",
+    "E-masters": "E-graph",
+    "E-varlen": "E-regions",
+}
 
 
 def committed_groups(runs: pd.DataFrame, folder: Path) -> list[str]:
@@ -103,7 +111,7 @@ def facts(runs: pd.DataFrame, group: str) -> dict:
     return {
         "plain": minutes.loc[PLAIN], "peer": minutes.loc[BEST_PEER], "best": minutes.loc[RECOMMENDED],
         "baseline": lines.loc[BASELINE], "stack": lines.loc[RECOMMENDED], "lean": lines.loc[LEAN],
-        "speed": lines["features_per_s"], "gpu": own["env.gpu"].iloc[0], "gpus": sorted(set(runs["env.gpu"].dropna())),
+        "speed": lines["samples_per_s"], "gpu": own["env.gpu"].iloc[0], "gpus": sorted(set(runs["env.gpu"].dropna())),
         "model": own["model.name"].iloc[0], "judged": _judged(runs, group), "margin": quality.MARGIN,
         "scored": set(runs.loc[runs["quality.f1"].notna(), "model.name"]),
     }  # fmt: skip
@@ -132,7 +140,7 @@ def rows(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
 
 def lead(runs: pd.DataFrame, group: str) -> str:
     """How the recommended row's lead over the Trainer at its best changes with the batch, by the group's own runs or
-    those of scale `fit` on that hardware, if one of them tells."""
+    those of preset `fit` on that hardware, if one of them tells."""
     for found in (runs[runs["group"] == group], sibling(runs, group, "fit")):
         with contextlib.suppress(NotMeasured):
             return curves.lead_by_batch(found[found["spec.variant"].isin([BEST_PEER, RECOMMENDED])])

@@ -1,10 +1,9 @@
 """Records as the report reads them: one DataFrame, a row a run; which runs count, and which may be compared.
 
-The runs of a group share hardware, scale, task and data. What may differ among them, beside the row of the variants
+The runs of a group share hardware, preset, task and data. What may differ among them, beside the row of the variants
 table and the seed, is an axis (AXES). Runs that agree in every axis are a cell, and ratios hold within one cell only.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import itemgetter
@@ -12,19 +11,20 @@ from pathlib import Path
 
 import pandas as pd
 
-from qa_lib.errors import UserError, printable
-from qa_lib.record import PROFILE_SCHEMA, RecordError, read_document, read_record, run_files
+from qa_lib.archive import read_runs, say_left_out
+from qa_lib.errors import UserError
+from qa_lib.record import RecordError
 from qa_lib.variants import BASELINES, VARIANTS
 
 BASELINE = BASELINES["qa"]  # the row that ratios and differences refer to, in question answering
-RECOMMENDED = "E-top"  # the row that sentences speak of, where it was run
+RECOMMENDED = "E-moments"  # the row that sentences speak of, where it was run
 TASK = ["task.name", "task.metric", "task.label", "task.higher_is_better"]
-LENGTH, MICRO_BATCH = "spec.scale.max_length", "spec.settings.micro_batch"
-EPOCHS, RATE = "spec.scale.epochs", "spec.scale.learning_rate"
-BATCH, BATCH_TOKENS = "spec.scale.effective_batch", "spec.scale.batch_tokens"
+LENGTH, MICRO_BATCH = "spec.preset.max_length", "spec.settings.micro_batch"
+EPOCHS, RATE = "spec.preset.epochs", "spec.preset.learning_rate"
+BATCH, BATCH_TOKENS = "spec.preset.effective_batch", "spec.preset.batch_tokens"
 AXIS_COLUMNS = (LENGTH, EPOCHS, RATE, BATCH, BATCH_TOKENS)
 # What must be equal within a group, or a ratio would compare different work; but for AXIS_COLUMNS.
-IDENTITY = ("spec.hardware", "spec.scale.", "spec.search", "spec.sm", "data.name", "data.sha256", *TASK[:2])
+IDENTITY = ("spec.hardware", "spec.preset.", "spec.search", "spec.sm", "data.name", "data.sha256", *TASK[:2])
 
 
 class ReportError(UserError):
@@ -56,7 +56,7 @@ def _precision(runs: pd.DataFrame) -> pd.Series:
 
 
 def _training(runs: pd.DataFrame) -> pd.Series:
-    """How many epochs, where a scale counts them, at which learning rate: '3 epochs at 0.0002'."""
+    """How many epochs, where a preset counts them, at which learning rate: '3 epochs at 0.0002'."""
     epochs = runs[EPOCHS].map("{:g} epochs at ".format, na_action="ignore").replace("1 epochs at ", "1 epoch at ")
     epochs = epochs.fillna("")
     return epochs + runs[RATE].map("{:g}".format)
@@ -93,57 +93,29 @@ AXIS_NAMES = [axis.name for axis in AXES]
 
 
 def load_runs(runs: str | Path = "runs", broken: dict[Path, str] | None = None) -> pd.DataFrame:
-    """Every record below `runs`, a row a run, a column a value named by its path ('speed.features_per_s'), and AXES.
+    """Every record below `runs`, a row a run, a column a value named by its path ('speed.samples_per_s'), and AXES.
 
     Sorted by group, variant and seed. A record that cannot be trusted is left out, with a line on the terminal; where
     `broken` is given, with its folder and the line there instead.
     """
-    rows = []
-    for folder in sorted(path.parent for path in run_files(Path(runs), "record.json")):
-        try:
-            record = read_record(folder)
-            if (record["group"], record["run_id"]) != (folder.parent.name, folder.name):
-                raise RecordError(f"{folder}: its record is that of {record['group'][:40]}/{record['run_id'][:40]}")
-            rows.append(record | {"path": folder})
-        except RecordError as problem:
-            if broken is None:
-                print(printable(f"left out: {problem}"), file=sys.stderr)
-            else:
-                broken[folder] = str(problem)
+
+    def told(problem: RecordError) -> None:
+        broken[Path(str(problem).partition(":")[0]).parent] = str(problem)
+
+    found = read_runs(runs, left_out=say_left_out if broken is None else told)
+    rows = [run.record | {"run": run} for run in found]
     if not rows:
         return pd.DataFrame(columns=["group", "status", "spec.variant", "spec.seed", *AXIS_NAMES])
     found = pd.json_normalize(rows)
     return found.assign(**{axis.name: axis.value(found) for axis in AXES})
 
 
-def read_profile(run_dir: Path) -> dict | None:
-    """The profile beside a run's record; None if it was never profiled. Raises RecordError for one that is broken."""
-    path = run_dir / "profile.json"
-    profile = read_document(path)
-    if profile is None:
-        return None
-    if not isinstance(profile, dict) or profile.get("schema") != PROFILE_SCHEMA:
-        raise RecordError(f"{path}: not a profile of this version, which reads {PROFILE_SCHEMA!r}")
-    return profile
-
-
-def read_steps(run_dir: Path) -> pd.DataFrame:
-    """The log beside a run's record, a line a step that has a loss; without lines where there is none. Raises
-    RecordError for one that is broken."""
-    path = run_dir / "steps.jsonl"
-    try:
-        steps = pd.read_json(path, lines=True) if path.is_file() else pd.DataFrame()
-        return steps.dropna(subset=["loss"]) if len(steps) else steps
-    except (OSError, ValueError, KeyError, RecursionError) as problem:
-        raise RecordError(f"{path}: not readable as a log of steps ({problem})") from problem
-
-
 def published() -> pd.DataFrame:
     """The seeds' numbers by row, with the names of `lines`."""
-    names = {"f1": "score", "train_samples_per_s": "features_per_s", "peak_alloc_mib": "peak_mib"}
+    names = {"f1": "score", "train_samples_per_s": "samples_per_s", "peak_alloc_mib": "peak_mib"}
     table = pd.read_csv(Path(__file__).with_name("published.csv"), comment="#", index_col="row").rename(columns=names)
     base = table.loc[BASELINE]
-    return table.assign(ratio=table["features_per_s"] / base["features_per_s"], delta=table["score"] - base["score"])
+    return table.assign(ratio=table["samples_per_s"] / base["samples_per_s"], delta=table["score"] - base["score"])
 
 
 def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
@@ -160,7 +132,7 @@ def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     chosen = chosen.drop_duplicates(["spec.variant", "spec.seed", *AXIS_NAMES], keep="last")
     for column in (name for name in chosen if name.startswith(IDENTITY) and name not in AXIS_COLUMNS):
         # A shorter feature may have a shorter stride.
-        for _, part in chosen.groupby("length") if column == "spec.scale.stride" else [(None, chosen)]:
+        for _, part in chosen.groupby("length") if column == "spec.preset.stride" else [(None, chosen)]:
             if len(part[column].unique()) > 1:
                 one, *others = part.drop_duplicates(column)[["run_id", column]].to_numpy()
                 raise ReportError(
@@ -189,7 +161,7 @@ def newest(runs: pd.DataFrame) -> dict[str, str]:
 
 
 def searches(runs: pd.DataFrame) -> set[str]:
-    """The groups that hold the tries of a search (`fit-batch`, `tune`), of which no row is compared with another."""
+    """The groups that hold the tries of a search (`max-batch`, `tune`), of which no row is compared with another."""
     return set(runs.loc[runs["spec.search"] != "", "group"]) if len(runs) else set()
 
 
@@ -208,7 +180,7 @@ def found_compiled(runs: pd.DataFrame) -> pd.Series:
 def measured_apart(runs: pd.DataFrame) -> list[str]:
     """The rows of a cell all of whose timed runs are of other code than the baseline's: of another day, and perhaps of
     a host that launches kernels faster or slower."""
-    timed = runs[runs["speed.features_per_s"].notna()]
+    timed = runs[runs["speed.samples_per_s"].notna()]
     of_base = timed.loc[timed["spec.variant"] == baseline(runs), "code.commit"]
     together = timed.groupby("spec.variant")["code.commit"].agg(lambda code: code.isin(of_base).any())
     return [name for name in VARIANTS if name in together.index and not together[name]] if len(of_base) else []
@@ -220,17 +192,17 @@ def on_cpu(runs: pd.DataFrame) -> bool:
 
 
 def neighbours(runs: pd.DataFrame, group: str) -> pd.DataFrame:
-    """All runs that share hardware and task with a group, whatever their scale."""
+    """All runs that share hardware and task with a group, whatever their preset."""
     own = runs[runs["group"] == group]
     return runs[runs["spec.hardware"].isin(own["spec.hardware"]) & runs["task.name"].isin(own["task.name"])]
 
 
-def sibling(runs: pd.DataFrame, group: str, scale: str) -> pd.DataFrame:
-    """The runs that count of a group's hardware at another scale, which may be of another task; without rows where
+def sibling(runs: pd.DataFrame, group: str, preset: str) -> pd.DataFrame:
+    """The runs that count of a group's hardware at another preset, which may be of another task; without rows where
     there are none."""
     hardware = runs.loc[runs["group"] == group, "spec.hardware"]
     found = runs[runs["spec.hardware"].isin(hardware)]
-    found = found[(found["spec.scale.name"] == scale) & (found["spec.search"] == "")]
+    found = found[(found["spec.preset.name"] == preset) & (found["spec.search"] == "")]
     return found if found.empty else select(found, found["group"].iloc[0])
 
 

@@ -22,14 +22,14 @@ from qa_lib.variants import VARIANTS
 WHERE = ["variant", "world", "stages"]  # a row, and the GPUs that it ran on
 KEYS = [*WHERE, "batch", "micro_batch"]  # what tells lines apart, beside what _alike keeps
 MEASURES = {
-    "rate": "speed.features_per_s",
+    "rate": "speed.samples_per_s",
     "step_ms": "time.step_ms.median",
     "busy_ms": "parallel.busy_ms",
     "exposed_ms": "parallel.exposed_ms",
     "bubble": "parallel.bubble",
     "bubble_formula": "parallel.bubble_formula",
     "allreduce_gbs": "parallel.allreduce_gbs",
-    "utilisation": "speed.utilisation",
+    "utilisation": "speed.gpu_busy",
     "equal": "parallel.weights_equal",
     "learnt": "parallel.efficiency",
     "goodput": "parallel.goodput",
@@ -37,7 +37,7 @@ MEASURES = {
 STEPS = r"parallel\.rank_step_ms\.\d+"
 COMPUTING = r"parallel\.rank_computing_ms\.\d+"
 PEAKS = r"memory\.peak_alloc_mib|parallel\.rank_peak_mib\.\d+"
-SHOWN = "P-fast"  # the row that titles speak of, where it was run
+SHOWN = "P-one-bucket"  # the row that titles speak of, where it was run
 
 
 def one_gpu(variant: str) -> str:

@@ -1,4 +1,4 @@
-"""The figures of rows for several GPUs: `fig_*(runs) -> Figure`, two from runs of scale `parallel`, two of `slides`.
+"""The figures of rows for several GPUs: `fig_*(runs) -> Figure`, two from runs of preset `parallel`, two of `slides`.
 
 As in figures.py, titles are sentences computed from the records, and a figure whose values no record holds raises
 NotMeasured.
@@ -38,7 +38,7 @@ def _figure(runs: pd.DataFrame, title: str, said: str, height: float) -> Figure:
 
 def _whole(runs: pd.DataFrame) -> pd.DataFrame:
     """Of runs those of whole passes over the data: others measure speed, and learn little."""
-    return runs[runs.reindex(columns=["spec.scale.epochs"])["spec.scale.epochs"].notna()]
+    return runs[runs.reindex(columns=["spec.preset.epochs"])["spec.preset.epochs"].notna()]
 
 
 @style.style()

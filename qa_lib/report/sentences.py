@@ -27,11 +27,11 @@ from qa_lib.report.text import say
 from qa_lib.variants import VARIANTS
 
 PLAIN = ("A0", "L0")  # transformers.Trainer as it comes
-PEERS = ("A0", "A0-best", "A0-compile", "L0", "L0-sdpa", "L0-compile")  # drawn beside the ladder, no rungs of it
-# Each but E1 changes the rung before.
-LADDER = ("A1", "A2", "A3", "A4-nb", "A4", "E1", "E2", "E3", "E4", "E5", "E6", "E-best", "E-regions",
-          "E-short", "E-norm", "E-gelu", "E-top", "E-top-fp8",
-          "L1", "L2", "L3", "L4", "L5", "L6", "L7", "L-best")  # fmt: skip
+PEERS = ("A0", "A0-grouped", "A0-compile", "L0", "L0-sdpa", "L0-compile")  # drawn beside the ladder, no rungs of it
+# Each but E-packed changes the rung before.
+LADDER = ("A1", "A2", "A3", "A4-nb", "A4", "E-packed", "E-adamw", "E-graph", "E-bf16", "E-masters", "E-qkv", "E-dropout", "E-regions",
+          "E-varlen", "E-norm", "E-gelu", "E-moments", "E-fp8",
+          "L1", "L-bf16", "L-sdpa", "L-compile", "L-adamw", "L-graph", "L-masters", "L-dropout")  # fmt: skip
 CPU_CAVEAT = "CPU speeds prove the plumbing only and say nothing about GPUs"
 WHISKERS = f"± and whiskers: t-based {LEVEL} % interval over seeds, where n ≥ 3"
 
@@ -73,7 +73,7 @@ def _line(part: pd.DataFrame, variant: str, *measures: str) -> dict:
 
 def speed_finding(part: pd.DataFrame) -> str:
     """How far the ladder reaches, and the peer beside it."""
-    base = _line(part, baseline(part), "features_per_s")
+    base = _line(part, baseline(part), "samples_per_s")
     timed = part.dropna(subset="ratio").set_index("variant", drop=False)
     rungs = [name for name in LADDER if name in timed.index]
     top = timed.loc[RECOMMENDED if RECOMMENDED in rungs else rungs[-1]].to_dict()

@@ -24,8 +24,8 @@ from qa_lib.report.tables import interval
 from qa_lib.report.text import say
 from qa_lib.variants import VARIANTS
 
-DEEPSPEED, POLLED = "P0-ds", "P0-polled"  # PLAIN with DeepSpeed, and asking nvidia-smi
-SPREAD = ("P-fast", "P-sharded", "P-1f1b")  # rows that spread one batch in different ways
+DEEPSPEED, POLLED = "P0-deepspeed", "P0-polled"  # PLAIN with DeepSpeed, and asking nvidia-smi
+SPREAD = ("P-one-bucket", "P-zero1", "P-1f1b")  # rows that spread one batch in different ways
 DIVIDES = ("pipeline", "tensor")  # ways to share a step in which no GPU has the whole model
 CONCLUSIONS = ("data_first", "pipeline_pays", "batch_costs", "in_a_minute")  # macros of texts/slides.md.j2
 HYPOTHESES = {  # macro of texts/slides.md.j2, which says what was measured -> the hypothesis
@@ -54,19 +54,19 @@ def theirs() -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the hypotheses are checked against: runs of scale `parallel` and of scale `slides`."""
+    """What the hypotheses are checked against: runs of preset `parallel` and of preset `slides`."""
 
     speed: pd.DataFrame
     slides: pd.DataFrame
 
     @cached_property
     def logs(self) -> pd.DataFrame:
-        """The logs of scale slides."""
+        """The logs of preset slides."""
         return logs_of(self.slides)
 
     @cached_property
     def lines(self) -> pd.DataFrame:
-        """scaling() of the runs of scale parallel."""
+        """scaling() of the runs of preset parallel."""
         return scaling(self.speed)
 
     def imitated(self, row: str = PLAIN) -> pd.DataFrame:
@@ -170,7 +170,7 @@ class Facts:
     def polling(self) -> dict:
         """PLAIN and POLLED at the most GPUs that both ran on: world, and of each a dict of ms, busy and said (shares,
         the mean of what nvidia-smi answered). Raises NotMeasured."""
-        columns = {"ms": "time.step_ms.median", "busy": "speed.utilisation", "said": "speed.utilisation_polled"}
+        columns = {"ms": "time.step_ms.median", "busy": "speed.gpu_busy", "said": "speed.gpu_busy_polled"}
         for runs in (self.speed, self.slides):  # which are of two models
             done = runs[runs["status"] == "ok"]
             values = done.reindex(columns=columns.values()).set_axis([*columns], axis="columns").astype(float)

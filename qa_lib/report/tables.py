@@ -34,16 +34,16 @@ from qa_lib.variants import BASELINES, VARIANTS
 
 LEVEL = 90  # percent, of every interval: the test of equality by two one-sided tests is one of 90 %
 MEASURES = {  # name in `lines` -> value of a record; beside them `score`, the one that the task names
-    "features_per_s": "speed.features_per_s",
-    "tokens_per_s": "speed.tokens_per_s",
+    "samples_per_s": "speed.samples_per_s",
+    "tokens_per_s_padded": "speed.tokens_per_s_padded",
     "step_ms": "time.step_ms.median",
     "step_p10_ms": "time.step_ms.p10",
     "step_p90_ms": "time.step_ms.p90",
     "data_ms": "time.data_ms",
-    "busy": "speed.utilisation",
-    "matrix_share": "speed.mfu",
+    "busy": "speed.gpu_busy",
+    "matrix_share": "speed.gemm_utilization",
     "peak_mib": "memory.peak_alloc_mib",
-    "joules": "energy.joules_per_feature",
+    "joules": "energy.joules_per_sample",
     "exact": "quality.exact",
     "trainable": "model.params_trainable",
     "params": "model.params_total",
@@ -138,7 +138,7 @@ def summarise(runs: pd.DataFrame) -> pd.DataFrame:
     base = values[values.index.get_level_values("row") == first].droplevel("row")
     same_seed = base.reindex(values.index.droplevel("row")).set_axis(values.index)
     values["delta"] = values["score"] - same_seed["score"]
-    values["ratio"] = values["features_per_s"] / same_seed["features_per_s"]
+    values["ratio"] = values["samples_per_s"] / same_seed["samples_per_s"]
     values["paired"] = values.index.droplevel("row").isin(base.index).astype(float)
     rows = values.groupby(level=["cell", "row"])
     means, halves, n = rows.mean(), interval(rows).add_suffix("±"), rows.size()
@@ -146,7 +146,7 @@ def summarise(runs: pd.DataFrame) -> pd.DataFrame:
     base_means = of_base.mean().reindex(means.index, level="cell")
     base_n = of_base.size().reindex(n.index, level="cell")
     means["warm_compile_s"] = rows["warm_compile_s"].max()  # the least that compilation takes without a cache
-    means["ratio"] = means["features_per_s"] / base_means["features_per_s"]
+    means["ratio"] = means["samples_per_s"] / base_means["samples_per_s"]
     means["break_even"] = _break_even(means, base_means)
     halves["ratio±"] = halves["ratio±"].where((means["paired"] == 1) & (n == base_n))
     halves.loc[halves.index.get_level_values("row") == first, ["ratio±", "delta±"]] = math.nan
@@ -195,7 +195,7 @@ def _measured(runs: pd.DataFrame, cell: pd.Series) -> pd.DataFrame:
     values = values.astype(float)
     half = runs["spec.settings.precision"] != "fp32"
     peak = runs["env.gpu"].map(DATA_SHEET_TFLOPS).astype(float).where(half)
-    values["mfu"] = values["matrix_share"] * runs["speed.peak_tflops_measured"].astype(float) / peak
+    values["mfu"] = values["matrix_share"] * runs["speed.gemm_tflops_measured"].astype(float) / peak
     values.loc[runs["time.resumed_from_step"].notna(), WHOLE_RUN] = math.nan
     # What an earlier run has compiled is not this row's price.
     cached = found_compiled(runs)
@@ -244,7 +244,7 @@ def _step(line: dict) -> str:
 
 def _text_speed(line: dict) -> str:
     """What a language model's speed is told in; of questions, tokens are half padding."""
-    return number(line["tokens_per_s"], line["tokens_per_s±"]) if line["task.name"] == "lm" else MISSING
+    return number(line["tokens_per_s_padded"], line["tokens_per_s_padded±"]) if line["task.name"] == "lm" else MISSING
 
 
 COLUMNS = {  # heading, in which {score} stands for the score's label and {base} for the baseline -> text of a line
@@ -253,7 +253,7 @@ COLUMNS = {  # heading, in which {score} stands for the score's label and {base}
     **{axis.label: lambda line, name=axis.name: str(line[name]) for axis in AXES},
     "status": lambda line: line["status"],
     "n": lambda line: str(line["n"]),
-    "features/s": lambda line: number(line["features_per_s"], line["features_per_s±"]),
+    "features/s": lambda line: number(line["samples_per_s"], line["samples_per_s±"]),
     "tokens/s": _text_speed,
     "× {base}": lambda line: number(line["ratio"], line["ratio±"]),
     "step ms [p10–p90]": _step,
@@ -321,7 +321,7 @@ def published_table(lines: pd.DataFrame) -> pd.DataFrame:
         return lines[:0]
     theirs = published()
     table = pd.DataFrame({
-        "T4: samples/s": theirs["features_per_s"].map(number),
+        "T4: samples/s": theirs["samples_per_s"].map(number),
         "T4: F1": theirs["score"].map(points),
         "T4: ΔF1": theirs["delta"].map(gain),
         f"T4: × {BASELINE}": theirs["ratio"].map(number),

@@ -270,7 +270,7 @@ def training(runs: pd.DataFrame) -> str:
     one = runs.iloc[0]
     return say("tradeoffs.training", data=one["data.name"], words=one["data.n"], epochs=one[EPOCHS],
                steps=one["time.steps"], a_step=one["batch"] * one["length"],
-               stride=one["spec.scale.stride"])  # fmt: skip
+               stride=one["spec.preset.stride"])  # fmt: skip
 
 
 def in_words(what: str) -> Callable[[float], str]:

@@ -1,16 +1,16 @@
 """Records in the formats of other tools: a table, or each run's curves and figures for those that draw them."""
 
 import argparse
-import contextlib
 import importlib
-import sys
+import math
 from pathlib import Path
 
 import pandas as pd
 
+from qa_lib.archive import read_runs
 from qa_lib.cli import folder, given, path
-from qa_lib.errors import UserError, printable
-from qa_lib.record import RecordError, read_record, run_files, strict_json, write_atomically
+from qa_lib.errors import UserError
+from qa_lib.record import write_atomically
 
 STEP_VALUES = ("loss", "lr", "ms")  # of a line of steps.jsonl
 
@@ -32,43 +32,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Write what was asked for and say how many runs are in it."""
-    folders = sorted(file.parent for file in run_files(args.runs, "record.json"))
-    records = {}
-    for run_dir in folders:
-        if args.group in (None, run_dir.parent.name):
-            try:
-                records[run_dir] = read_record(run_dir)
-            except RecordError as problem:
-                print(printable(f"left out: {problem}"), file=sys.stderr)
-    if not records:
+    found = read_runs(args.runs, args.group)
+    if not found:
         raise UserError(f"no record of {args.group or 'any group'} below {args.runs}")
     if args.csv:
-        write_atomically(args.csv, pd.json_normalize([*records.values()]).to_csv(index=False))
+        write_atomically(args.csv, pd.json_normalize([_own(run.record) for run in found]).to_csv(index=False))
     else:
         write = to_tensorboard if args.tensorboard else to_wandb
-        for run_dir, record in records.items():
-            write(record, steps_of(run_dir), args.tensorboard or args.wandb)
-    print(f"{args.csv or args.tensorboard or args.wandb}: {len(records)} runs")
+        for run in found:
+            write(run.record, run.steps().to_dict("records"), args.tensorboard or args.wandb)
+    print(f"{args.csv or args.tensorboard or args.wandb}: {len(found)} runs")
     return 0
 
 
-def steps_of(run_dir: Path) -> list[dict]:
-    """The whole lines of a run's step log, without one that is being written; none where it has no log."""
-    log, steps = run_dir / "steps.jsonl", []
-    for line in log.read_bytes().splitlines() if log.is_file() else []:
-        with contextlib.suppress(ValueError, RecursionError):
-            step = strict_json(line.decode())
-            if isinstance(step, dict) and isinstance(step.get("step"), int):
-                steps.append({"step": step["step"], **{name: _number(step.get(name)) for name in STEP_VALUES}})
-    return steps
-
-
-def _number(value: object) -> float | None:
-    return value if isinstance(value, int | float) else None
+def _own(record: dict) -> dict:
+    """The record without what an archive keeps beside it."""
+    return {name: value for name, value in record.items() if name not in ("profile", "quantized")}
 
 
 def figures_of(record: dict) -> dict[str, float]:
-    """The numbers that a run has measured, named as in its record: 'speed/features_per_s'."""
+    """The numbers that a run has measured, named as in its record: 'speed/samples_per_s'."""
     parts = {name: record[name] for name in ("speed", "memory", "energy", "quality", "time")}
     values = pd.json_normalize(parts, sep="/").iloc[0].to_dict()
     return {name: value for name, value in values.items() if type(value) in (int, float) and value == value}
@@ -82,8 +65,8 @@ def to_tensorboard(record: dict, steps: list[dict], folder: Path) -> None:
     with writer:
         for line in steps:
             for name in STEP_VALUES:
-                if line[name] is not None:
-                    writer.add_scalar(name, line[name], line["step"])
+                if not math.isnan(line[name]):
+                    writer.add_scalar(name, line[name], int(line["step"]))
         for name, value in figures_of(record).items():
             writer.add_scalar(name, value, record["time"]["steps"])
 
@@ -95,7 +78,7 @@ def to_wandb(record: dict, steps: list[dict], folder: Path) -> None:
         project=record["group"], name=record["run_id"], config=record["spec"], dir=folder, mode="offline"
     )
     for line in steps:
-        run.log({name: line[name] for name in STEP_VALUES}, step=line["step"])
+        run.log({name: line[name] for name in STEP_VALUES if not math.isnan(line[name])}, step=int(line["step"]))
     run.summary.update(figures_of(record))
     run.finish()
 

@@ -40,7 +40,7 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
     return work(spec, runs, data, say)
 
 
-EXAMPLE = "example: python -m qa_lib run A3 --scale smoke --seed 0"
+EXAMPLE = "example: python -m qa_lib run A3 --preset smoke --seed 0"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,12 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run one row here, whatever its record says, and print the record."""
     sources = (args.data, args.model, args.micro_batch)
-    (spec,) = plan([args.variant], args.scale, [args.seed], *sources, **own_of(args))
+    (spec,) = plan([args.variant], args.preset, [args.seed], *sources, **own_of(args))
     entry = fit(spec, args.runs)
     if entry["status"] == "running":  # one of torchrun's processes, and not the first
         return 0
     task = entry["task"]
-    measured = {"features/s": entry["speed"]["features_per_s"], task["label"]: entry["quality"][task["metric"]]}
+    measured = {"features/s": entry["speed"]["samples_per_s"], task["label"]: entry["quality"][task["metric"]]}
     figures = [f"{name} {value:.2f}" for name, value in measured.items() if value is not None]
     print(", ".join([f"{spec.variant}: {entry['status']}", *figures]))
     print(args.runs / spec.run_path / "record.json")

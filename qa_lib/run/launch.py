@@ -1,6 +1,6 @@
 """Runs in processes of their own: started on their cards, ended with all their children, judged by their records.
 
-This is the one scheduler, of `sweep`, `tune` and `fit-batch` alike: a thread for each run that may go on at a time
+This is the one scheduler, of `sweep`, `tune` and `max-batch` alike: a thread for each run that may go on at a time
 takes its cards, starts the process and waits for its end. Neither an exit code nor papermill's metadata can tell a
 dead kernel, or a notebook that ran another row, from success; a run counts when its record is where it must be, has the
 asked hash, is terminal and complete.
@@ -39,7 +39,7 @@ DRIVER_LOCK = ".driver.lock"  # held by the driver of a run from before its proc
 def add_launcher_arguments(parser: argparse.ArgumentParser) -> None:
     """The options --gpus, which Launcher checks, and --time-limit."""
     add_several(parser, "--gpus", whole(0, 1023), "N", "cards to use; one that is named twice has two runs at a time")
-    parser.add_argument("--time-limit", type=one_or_more, metavar="SECONDS", help="for each run (its scale's)")
+    parser.add_argument("--time-limit", type=one_or_more, metavar="SECONDS", help="for each run (its preset's)")
 
 
 def say_idle(machine: Machine, gpus: list[int] | None) -> None:
@@ -75,7 +75,7 @@ class Launcher:
 
     Runs on one card take turns in training, so that one prepares while another is timed; with `share` they train at
     once, and record no times. `force` drops finished records first, `again` are statuses that are run again as well.
-    `command` makes the command of a run, and `time_limit_s` replaces its scale's limit. Raises UserError for a card
+    `command` makes the command of a run, and `time_limit_s` replaces its preset's limit. Raises UserError for a card
     that the machine does not have.
     """
 
@@ -199,7 +199,7 @@ class Launcher:
 
     def _work(self, spec: Spec, run_dir: Path, cards: tuple[int, ...]) -> dict:
         """The record of a run that has its process now. Raises RunTaken if another process works on it."""
-        begin, env = time.monotonic(), child_env(cards, self._shares(cards), spec.scale.threads)
+        begin, env = time.monotonic(), child_env(cards, self._shares(cards), spec.preset.threads)
         with open(run_dir / "log.txt", "w") as log:
             process = self._start(spec, run_dir, env, log)
         self.active.append(spec)
@@ -230,7 +230,7 @@ class Launcher:
 
         What a run waits for the GPU, while others train on it, is no part of its time.
         """
-        seen, used, limit = time.monotonic(), 0.0, self.time_limit_s or spec.scale.time_limit_s
+        seen, used, limit = time.monotonic(), 0.0, self.time_limit_s or spec.preset.time_limit_s
         while process.poll() is None:
             if self.stopped.wait(POLL_S):
                 return self.why
@@ -254,7 +254,7 @@ def _first(free: list[int | None], world: int) -> list[int | None]:
 
 def side_by_side(specs: list[Spec]) -> int:
     """How many runs at a time: one, but on a CPU as many as the cores allow where a run takes few of them."""
-    threads = {spec.scale.threads and spec.scale.threads * spec.world for spec in specs if spec.hardware == "cpu"}
+    threads = {spec.preset.threads and spec.preset.threads * spec.world for spec in specs if spec.hardware == "cpu"}
     return max(1, min(8, (os.cpu_count() or 1) // max(threads))) if threads and None not in threads else 1
 
 

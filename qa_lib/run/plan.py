@@ -1,10 +1,9 @@
-"""From names to specs: which data and model a scale means here, and what identifies them."""
+"""From names to specs: which data and model a preset means here, and what identifies them."""
 
 import contextlib
 import dataclasses
 import hashlib
 import itertools
-import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from qa_lib.data.text import open_text
 from qa_lib.errors import UserError
 from qa_lib.model.encoders import find_encoder
 from qa_lib.model.hf_checkpoint import checkpoint_files, commit_of, inspect_checkpoint
-from qa_lib.spec import HEAD, Machine, Spec, find_scale, find_shape, resolve, unshared, whole_number
+from qa_lib.spec import HEAD, Machine, Spec, find_preset, find_shape, resolve, sha256_of_json, unshared, whole_number
 from qa_lib.variants import SpecError
 
 SOURCES = {"qa": open_source, "lm": open_text}  # task -> what opens its data
@@ -25,7 +24,7 @@ Several = int | Sequence[int] | None  # a size, or those that a sweep tries
 
 def plan(
     variants: Sequence[str],
-    scale: str,
+    preset: str,
     seeds: Sequence[int] = (0,),
     data: str | os.PathLike | None = None,
     model: str | os.PathLike | None = None,
@@ -37,9 +36,9 @@ def plan(
     left_out: list[str] | None = None,
     **own,
 ) -> list[Spec]:
-    """The specs of variants x seeds at a scale, in that order: all rows with the first seed come first, each once.
+    """The specs of variants x seeds at a preset, in that order: all rows with the first seed come first, each once.
 
-    `data` and `model` (paths, or hub names) replace the scale's own, unless they are empty; `machine` is this one
+    `data` and `model` (paths, or hub names) replace the preset's own, unless they are empty; `machine` is this one
     unless given. Sizes and what `own` may hold are arguments of `resolve`; a list in place of a size gives every row a
     spec for each, and several lists their product.
 
@@ -47,7 +46,7 @@ def plan(
     not to be had. Where `left_out` is given, sizes that do not go together are told there instead, a sentence for each,
     as long as their row has others.
     """
-    size = find_scale(scale)
+    size = find_preset(preset)
     variants, seeds = _list("variants", variants), _list("seeds", seeds)
     for name in variants:
         if not isinstance(name, str):
@@ -56,7 +55,7 @@ def plan(
     data, model = _source("data", data, size.data), _source("model", model, size.model)
     for name, value in (("data", data), ("model", model)):
         if not value:
-            raise UserError(f"scale {scale!r} has no {name} of its own: give --{name} (a path)")
+            raise UserError(f"preset {preset!r} has no {name} of its own: give --{name} (a path)")
     if machine is None:
         from qa_lib.measure.machine import this_machine  # imports torch, which a driver does without
 
@@ -66,7 +65,7 @@ def plan(
     specs, faults = [], {}
     for seed, one, variant in itertools.product(dict.fromkeys(seeds), sizes, dict.fromkeys(variants)):
         try:
-            specs.append(resolve(variant, scale, seed, machine, {}, {}, data, model, **own, **one))
+            specs.append(resolve(variant, preset, seed, machine, {}, {}, data, model, **own, **one))
         except SpecError as problem:
             if left_out is None:
                 raise
@@ -151,9 +150,9 @@ def _joined(hashes: list[str]) -> str:
 def check_planned(spec: Spec, hashes: list[str]) -> None:
     """Hold what was loaded against what a spec was planned with: the hashes of its sources, and the model's files, read
     again. Raises UserError."""
-    if not spec.scale.quality and _joined(hashes) != spec.data.get("sha256"):
+    if not spec.preset.quality and _joined(hashes) != spec.data.get("sha256"):
         with contextlib.suppress(DataError):  # it may have been planned to be scored
-            hashes = [*hashes, SOURCES[spec.scale.task](spec.data_source, "validation").sha256]
+            hashes = [*hashes, SOURCES[spec.preset.task](spec.data_source, "validation").sha256]
     changed = {
         spec.data_source: _joined(hashes) != spec.data.get("sha256"),
         spec.model_source: identify_model(spec.model_source) != spec.model,
@@ -175,10 +174,9 @@ def without_folders(source: str) -> str:
 def identify_model(source: str) -> dict:
     """{name, revision}: a folder's files by content, the tiny model and shapes by definition, a hub's name as it is."""
     if source == "tiny":
-        definition = json.dumps([TINY_CONFIG, vocabulary()])
-        return {"name": "tiny", "revision": hashlib.sha256(definition.encode()).hexdigest()[:12]}
+        return {"name": "tiny", "revision": sha256_of_json([TINY_CONFIG, vocabulary()])[:12]}
     if shape := find_shape(source):
-        return {"name": source, "revision": hashlib.sha256(repr(shape).encode()).hexdigest()[:12]}
+        return {"name": source, "revision": sha256_of_json(dataclasses.asdict(shape))[:12]}
     folder = Path(source)
     if folder.is_dir():
         return {

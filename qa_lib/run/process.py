@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from qa_lib.errors import SIGNALS, UserError, stoppable
-from qa_lib.spec import Scale, Spec
+from qa_lib.spec import Preset, Spec
 from qa_lib.variants import Settings
 
 SHARE = "QA_LIB_SHARE"  # an environment variable: where it is set, other runs train on this GPU at the same time
@@ -41,7 +41,7 @@ def call(function: str, spec: Spec, *words) -> list[str]:
 def spec_from(written: str) -> Spec:
     """The spec that `call` wrote as JSON."""
     values = json.loads(written)
-    kinds = {"scale": Scale, "asked": Settings, "settings": Settings}
+    kinds = {"preset": Preset, "asked": Settings, "settings": Settings}
     return Spec(**values | {name: kind(**values[name]) for name, kind in kinds.items()})
 
 

@@ -100,8 +100,8 @@ def _timeline(entries: list[dict], base: int) -> list[tuple[float, float]]:
 
 def _short(spec: Spec, steps: int) -> Spec:
     """The spec with so many steps and nothing after them; its run folder stays that of `spec`."""
-    scale = dataclasses.replace(spec.scale, steps=steps, epochs=None, measure_from=WARM, checkpoint_every=0)
-    return dataclasses.replace(spec, scale=scale)
+    preset = dataclasses.replace(spec.preset, steps=steps, epochs=None, measure_from=WARM, checkpoint_every=0)
+    return dataclasses.replace(spec, preset=preset)
 
 
 def _train(spec: Spec, data, device, watch: Watch):
@@ -139,26 +139,26 @@ def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dic
         raise UserError(f"{spec.variant} cannot run here: {spec.skip}")
     if spec.world > 1:
         raise UserError(f"{spec.variant} runs in {spec.world} processes, and a profile is of one")
-    if spec.scale.threads:
-        torch.set_num_threads(spec.scale.threads)
+    if spec.preset.threads:
+        torch.set_num_threads(spec.preset.threads)
     device, run_dir = train_device(), Path(runs) / spec.run_path
-    data = TASKS[spec.scale.task].load(spec)
+    data = TASKS[spec.preset.task].load(spec)
     # The same kernels one by one, for what a graph hides: who launched them, and when memory was taken.
-    open_spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, step="eager"))
+    open_spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, cuda_graph=False))
     memory = None
     if device.type == "cuda" and spec.settings.engine == "loop":
         say(f"{spec.variant}: one step under the allocator's eyes")
         memory = _memory(open_spec, data, device)  # first, while nothing else is allocated
     say(f"{spec.variant}: {WARM + TIMED} steps, then {PROFILED} under the profiler")
     found, events, step_ms, packed = _time(spec, data, device, WARM + TIMED)
-    if spec.settings.step == "graph":
+    if spec.settings.cuda_graph:
         say(f"{spec.variant}: the same kernels one by one, to name them")
         found = trace.label_like(found, _time(open_spec, data, device, 4)[0])
     entry = {
         "schema": record.PROFILE_SCHEMA,
         "run_id": spec.run_id,
         "group": spec.group,
-        "spec": {"variant": spec.variant, "scale": spec.scale.name, "seed": spec.seed, "hash": spec.hash,
+        "spec": {"variant": spec.variant, "preset": spec.preset.name, "seed": spec.seed, "hash": spec.hash,
                  "micro_batch": spec.settings.micro_batch, "adjusted": spec.adjusted},
         "code": record.code_version(),
         "env": machine.environment(),
@@ -238,12 +238,12 @@ def counters(spec: Spec, say=print) -> list[dict] | None:
 def count_one_step(spec: Spec) -> None:
     """What runs under Nsight Compute."""
     watch = ncu.OneStep()
-    _train(_short(spec, watch.at), TASKS[spec.scale.task].load(spec), train_device(), watch)
+    _train(_short(spec, watch.at), TASKS[spec.preset.task].load(spec), train_device(), watch)
 
 
 EXAMPLE = """examples:
-  python -m qa_lib profile A1 --scale smoke
-  python -m qa_lib profile E-top --scale bench --data squad/ --micro-batch 32 --ncu"""
+  python -m qa_lib profile A1 --preset smoke
+  python -m qa_lib profile E-moments --preset bench --data squad/ --micro-batch 32 --ncu"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -255,7 +255,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Profile one row here, print where its step goes and where the files are."""
-    (spec,) = plan([args.variant], args.scale, [0], args.data, args.model, args.micro_batch)
+    (spec,) = plan([args.variant], args.preset, [0], args.data, args.model, args.micro_batch)
     with turn(train_device()):  # other runs may be timed on this GPU
         entry = profile(spec, args.runs, count=args.ncu)
     time = entry["time"]

@@ -42,7 +42,7 @@ def quantize_run(run_dir: Path, width: str, data: str | None = None, say=print) 
     if entry["task"]["name"] != "qa":
         raise UserError(f"{run_dir}: its task is {entry['task']['name']!r} and not 'qa'")
     if not (run_dir / "model").is_dir():
-        raise UserError(f"{run_dir}: no model/ in it; a run keeps its model at a scale that measures quality")
+        raise UserError(f"{run_dir}: no model/ in it; a run keeps its model at a preset that measures quality")
     source = open_source(data, "validation") if data else _own_questions(entry)
     with record.lock(run_dir):
         return _quantize(run_dir, entry, width, source, say)

@@ -41,12 +41,12 @@ class SlurmLauncher(Launcher):
 
     def _start(self, spec: Spec, run_dir: Path, env: dict[str, str], log: TextIO) -> subprocess.Popen:
         cancel(run_dir)  # what a driver that was killed has left in the queue
-        limit_min = math.ceil((self.time_limit_s or spec.scale.time_limit_s) / 60) + SPARE_MIN
+        limit_min = math.ceil((self.time_limit_s or spec.preset.time_limit_s) / 60) + SPARE_MIN
         asked = {"job-name": job_name(run_dir), "open-mode": "append", "time": limit_min}
         if spec.hardware != "cpu":
             asked["gpus"] = spec.world
-        if spec.scale.threads:
-            asked["cpus-per-task"] = spec.scale.threads * spec.world
+        if spec.preset.threads:
+            asked["cpus-per-task"] = spec.preset.threads * spec.world
         words = sbatch(self.command(spec, self.runs), run_dir / "log.txt", **asked)
         # In a session of its own, which Ctrl-C does not reach: it has to wait until the job is gone.
         return subprocess.Popen(words, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)

@@ -25,7 +25,7 @@ from qa_lib.record import duration
 from qa_lib.run import slurm
 from qa_lib.run.launch import ROOT, Launcher, add_launcher_arguments, probe, say_idle
 from qa_lib.run.plan import plan
-from qa_lib.spec import SCALES, WORLD, Spec, find_scale
+from qa_lib.spec import PRESETS, WORLD, Spec, find_preset
 from qa_lib.variants import FAMILIES, VARIANTS, find_variant
 
 NOT_BEGUN = "not begun"  # of a run without a record
@@ -69,7 +69,7 @@ def notebook_parameters(spec: Spec, runs: Path) -> dict:
     """What the driver passes to a notebook's parameters cell."""
     values = {
         "variant": spec.variant,
-        "scale": spec.scale.name,
+        "preset": spec.preset.name,
         "seed": spec.seed,
         "data": _from_root(spec.data_source) if Path(spec.data_source).exists() else spec.data_source,
         "model": _from_root(spec.model_source) if Path(spec.model_source).exists() else spec.model_source,
@@ -78,10 +78,10 @@ def notebook_parameters(spec: Spec, runs: Path) -> dict:
     }
     if spec.asked.parallel != "none":
         values |= {"world": spec.world} | ({"stages": spec.stages} if spec.stages > 1 else {})
-    scale, usual = spec.scale, SCALES[spec.scale.name]
-    if (scale.effective_batch, scale.batch_tokens) != (usual.effective_batch, usual.batch_tokens):
-        values["batch"] = scale.effective_batch
-    own = {name: getattr(scale, name) for name in ("epochs", "learning_rate", "max_length")}
+    preset, usual = spec.preset, PRESETS[spec.preset.name]
+    if (preset.effective_batch, preset.batch_tokens) != (usual.effective_batch, usual.batch_tokens):
+        values["batch"] = preset.effective_batch
+    own = {name: getattr(preset, name) for name in ("epochs", "learning_rate", "max_length")}
     return values | {name: value for name, value in own.items() if value != getattr(usual, name)}
 
 
@@ -162,7 +162,7 @@ def _summary(specs: list[Spec], runs: Path) -> tuple[str, dict[str, int]]:
         with contextlib.suppress(record.RecordError):
             entry = record.read_record(runs / spec.run_path)
             row |= {"status": entry["status"], "seconds": entry["time"]["wall_s"]}
-            row |= {"features/s": entry["speed"]["features_per_s"]}
+            row |= {"features/s": entry["speed"]["samples_per_s"]}
             row |= {entry["task"]["label"]: entry["quality"][entry["task"]["metric"]]}
         rows.append(row)
     table = pd.DataFrame(rows).dropna(axis=1, how="all")
@@ -185,15 +185,15 @@ def progress_of(run_dir: Path) -> tuple[int, int | None]:
 
 def _sizes(spec: Spec) -> dict[str, int | None]:
     """What a sweep may vary of a row beside its seed."""
-    sizes = {"length": spec.scale.max_length, "batch": spec.scale.batch}
+    sizes = {"length": spec.preset.max_length, "batch": spec.preset.batch}
     return sizes | {"micro-batch": spec.asked.micro_batch, "world": spec.world}
 
 
 def _own_sizes(spec: Spec) -> list[str]:
-    """The sizes that are not those of the spec's row or scale: ['length 128']."""
-    asked, scale = find_variant(spec.variant).settings, SCALES.get(spec.scale.name, spec.scale)
+    """The sizes that are not those of the spec's row or preset: ['length 128']."""
+    asked, preset = find_variant(spec.variant).settings, PRESETS.get(spec.preset.name, spec.preset)
     world = 1 if asked.parallel == "none" else WORLD
-    usual = _sizes(dataclasses.replace(spec, asked=asked, scale=scale, world=world))
+    usual = _sizes(dataclasses.replace(spec, asked=asked, preset=preset, world=world))
     return [f"{name} {size}" for name, size in _sizes(spec).items() if size != usual[name]]
 
 
@@ -216,10 +216,10 @@ def _line(spec: Spec, entry: dict) -> str:
 
 
 EXAMPLE = """examples:
-  python -m qa_lib sweep --scale smoke                              every row, offline, on a CPU
-  python -m qa_lib sweep --family A --scale bench --seeds 0 1 2 --gpus 0 1
-  python -m qa_lib sweep --variants A1,A4 --scale local --data squad/ --model bert/ --plan
-  python -m qa_lib sweep --variants A1,E-top --scale fit --micro-batch 8 32 128 --max-length 128 256 512"""
+  python -m qa_lib sweep --preset smoke                              every row, offline, on a CPU
+  python -m qa_lib sweep --family A --preset bench --seeds 0 1 2 --gpus 0 1
+  python -m qa_lib sweep --variants A1,A4 --preset local --data squad/ --model bert/ --plan
+  python -m qa_lib sweep --variants A1,E-moments --preset sizing --micro-batch 8 32 128 --max-length 128 256 512"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -230,7 +230,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser, several=True)
     add_launcher_arguments(parser)
     parser.add_argument("--launcher", choices=["local", "slurm"], default="local", help="where runs go (%(default)s)")
-    parser.add_argument("--share", action="store_true", help="runs on one card train at once; records no times")
+    parser.add_argument("--shared-gpu", action="store_true", help="runs on one card train at once; records no times")
     parser.add_argument("--plan", action="store_true", help="say what would run, and run nothing")
     parser.add_argument("--force", action="store_true", help="run again what is finished, too")
     parser.add_argument(
@@ -242,11 +242,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Plan and run a sweep; exit code 1 when a run failed."""
     # A wrong name is told before this machine is probed, which takes seconds.
-    task = find_scale(args.scale).task
+    task = find_preset(args.preset).task
     every = [row.name for row in VARIANTS.values() if row.task == task]
     names = every if args.variants is args.family is None else rows_of(args)
     if args.launcher == "slurm" and (args.gpus or args.share):
-        raise UserError("--gpus and --share are for this machine's cards; Slurm gives each run cards of its own")
+        raise UserError("--gpus and --shared-gpu are for this machine's cards; Slurm gives each run cards of its own")
     machine, env = slurm.probe(args.runs, max(args.world or [0])) if args.launcher == "slurm" else probe()
     kind = {"local": Launcher, "slurm": slurm.SlurmLauncher}[args.launcher]
     launcher = kind(
@@ -255,7 +255,7 @@ def main(args: argparse.Namespace) -> int:
     if args.launcher == "local":
         say_idle(machine, args.gpus)
     sources, left_out = (args.data, args.model, args.micro_batch, machine), []
-    specs = plan(names, args.scale, args.seeds, *sources, **own_of(args), left_out=left_out)
+    specs = plan(names, args.preset, args.seeds, *sources, **own_of(args), left_out=left_out)
     print("".join(f"left out: {reason}\n" for reason in left_out), end="", file=sys.stderr, flush=True)
     if args.plan:
         for spec in specs:

@@ -1,7 +1,7 @@
 """What kinds of work the lab trains for. A task is its data, its model's head and its score; the rest is shared.
 
 Question answering is the first, language modelling the second. Another one takes a loader in data/load.py, an
-evaluation in score/, a scale that names it, rows (Variant.task in variants.py says whose they are), and an entry here
+evaluation in score/, a preset that names it, rows (Variant.task in variants.py says whose they are), and an entry here
 and in each of these:
 
 - record.SCORING: the names of its scores, which the report reads
@@ -41,7 +41,7 @@ def prepare(spec: Spec, data: Data | None = None) -> tuple[Data, torch.nn.Module
 
     Raises UserError where they do not go together, or are not those that the spec was planned with.
     """
-    task = TASKS[spec.scale.task]
+    task = TASKS[spec.preset.task]
     data = data or task.load(spec)
     model = build_model(spec, task.head)
     check_tokenizer(spec.model_source, data.tokenizer, model)

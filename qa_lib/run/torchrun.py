@@ -13,7 +13,7 @@ record. As a job of Slurm on two nodes of four GPUs:
     srun --kill-on-bad-exit torchrun --nnodes 2 --nproc-per-node 4 --max-restarts 3 \\
         --rdzv-backend c10d --rdzv-endpoint "$head:29400" --rdzv-id "$SLURM_JOB_ID" \\
         --rdzv-conf join_timeout=40,read_timeout=20 \\
-        -m qa_lib run P-fast --scale bench --world 8
+        -m qa_lib run P-one-bucket --preset bench --world 8
 
 Without Slurm, what `srun` starts is started by hand on each host, with one of them as "$head". The last line but one is
 for hosts that never meet: torchrun then ends within a minute, and its last line says RendezvousTimeoutError where the
@@ -56,7 +56,7 @@ def run_processes(spec: Spec, runs: str | Path, say=print) -> dict:
     with record.lock(run_dir):
         # So that processes that die before their first line leave no older result standing.
         record.write_record(run_dir, record.new_record(spec, environment()) | {"status": record.STARTING})
-    threads = spec.scale.threads or max(1, (os.cpu_count() or 1) // spec.world)
+    threads = spec.preset.threads or max(1, (os.cpu_count() or 1) // spec.world)
     process = subprocess.Popen(
         call("qa_lib.run.torchrun:supervise", spec, runs),
         env=child_env(threads=threads) | {"PYTHONUNBUFFERED": "1"},

@@ -1,6 +1,6 @@
 """Tries of one row with other learning rates and other recipes (what trains), each a run in the group `*-tune`.
 
-How the learning rate of scale `quality` and the recipes of the LoRA rows were found. The points that lost are kept.
+How the learning rate of preset `quality` and the recipes of the LoRA rows were found. The points that lost are kept.
 Points share a GPU and record no times. Where these matter, or several sizes are to be compared at a rate of each one's
 own, `sweep --learning-rate` leaves all of it in one group (notebooks/scaling.ipynb).
 """
@@ -31,30 +31,30 @@ def points(specs: list[Spec], rates: list[float], trainables: list[str]) -> list
     """
     found = []
     for peak, trainable, spec in itertools.product(rates or [None], trainables or [None], specs):
-        scale = dataclasses.replace(spec.scale, name="tune", learning_rate=peak or spec.scale.learning_rate)
+        preset = dataclasses.replace(spec.preset, name="tune", learning_rate=peak or spec.preset.learning_rate)
         recipe = trainable or spec.asked.trainable
         asked, settings = (dataclasses.replace(each, trainable=recipe) for each in (spec.asked, spec.settings))
-        found.append(dataclasses.replace(spec, scale=scale, asked=asked, settings=settings, search="tune"))
+        found.append(dataclasses.replace(spec, preset=preset, asked=asked, settings=settings, search="tune"))
     return found
 
 
 def name_of(point: Spec) -> str:
     """What the runs of a point have in common, whatever their seed."""
-    factor = point.recipe.lr_factor if point.scale.recipe_rates else 1
-    return f"{point.settings.trainable}, learning rate {point.scale.learning_rate * factor:g}"
+    factor = point.recipe.lr_factor if point.preset.recipe_rates else 1
+    return f"{point.settings.trainable}, learning rate {point.preset.learning_rate * factor:g}"
 
 
 EXAMPLE = """examples:
-  python -m qa_lib tune L-best --scale lm-quality --learning-rate 5e-4 1e-3 2e-3 --data wikitext/
-  python -m qa_lib tune A1 --scale quality --learning-rate 5e-5 1e-4 2e-4 --data squad/ --model minilm/
-  python -m qa_lib tune B1-all --scale quality --trainable lora-all-r8 lora-qv-r32 --learning-rate 1e-3 3e-3 \\
+  python -m qa_lib tune L-dropout --preset lm-quality --learning-rate 5e-4 1e-3 2e-3 --data wikitext/
+  python -m qa_lib tune A1 --preset quality --learning-rate 5e-5 1e-4 2e-4 --data squad/ --model minilm/
+  python -m qa_lib tune B1-all --preset quality --trainable lora-all-r8 lora-qv-r32 --learning-rate 1e-3 3e-3 \\
       --data squad/ --model minilm/ --gpus 0 1"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib tune`."""
     add_rows(parser, "variants")
-    add_several(parser, "--learning-rate", rate, "X", "of the scale (its own)", default=[])
+    add_several(parser, "--learning-rate", rate, "X", "of the preset (its own)", default=[])
     add_several(parser, "--trainable", given, "NAME", "such as lora-all-r32 (the row's own)", default=[])
     add_several(parser, "--seeds", seed, "N", "a run of every point for each (0)", default=[0])
     add_launcher_arguments(parser)
@@ -67,12 +67,12 @@ def main(args: argparse.Namespace) -> int:
     machine, env = probe()
     say_idle(machine, args.gpus)
     launcher = Launcher(args.runs, machine, env, args.gpus, share=True, time_limit_s=args.time_limit)
-    specs = plan(rows, args.scale, args.seeds, args.data, args.model, args.micro_batch, machine)
-    if not specs[0].scale.quality:
-        raise UserError(f"scale {args.scale!r} measures no quality, by which points are compared")
+    specs = plan(rows, args.preset, args.seeds, args.data, args.model, args.micro_batch, machine)
+    if not specs[0].preset.quality:
+        raise UserError(f"preset {args.preset!r} measures no quality, by which points are compared")
     tries = points(specs, args.learning_rate, args.trainable)
     entries = launcher.run_all(tries, _tell)
-    metric, label = JUDGED[specs[0].scale.task]
+    metric, label = JUDGED[specs[0].preset.task]
     scores = [entry["quality"][metric] if entry["status"] == "ok" else None for entry in entries]
     found = pd.DataFrame({"row": [each.variant for each in tries], "point": map(name_of, tries), "score": scores})
     for row, own in found.astype({"score": float}).groupby("row", sort=False):
@@ -81,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
         if means.empty:
             print(f"{row}: no point was measured with every seed")
         else:
-            best = means.idxmax() if SCORING[specs[0].scale.task].higher_is_better else means.idxmin()
+            best = means.idxmax() if SCORING[specs[0].preset.task].higher_is_better else means.idxmin()
             print(f"{row}, best: {best}, {label} {means[best]:.2f}")
     # A rate too high for one point says nothing about the others.
     return 0 if all(entry["status"] in FINISHED for entry in entries) else 1
@@ -91,6 +91,6 @@ def _tell(point: Spec, entry: dict) -> None:
     """A line about a try that has ended."""
     result = f"{entry['status']}, {entry['error']['message']}"
     if entry["status"] == "ok":
-        metric, label = JUDGED[point.scale.task]
+        metric, label = JUDGED[point.preset.task]
         result = f"{label} {entry['quality'][metric]:.2f}"
     print(f"  {point.run_id} {name_of(point)}: {result}", flush=True)

@@ -55,7 +55,7 @@ from qa_lib.train.steplog import StepFailed
 
 def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> dict:
     """Train, measure and evaluate a spec in this process, one of torchrun's where it has several; see fit.fit."""
-    run_dir, task, device = Path(runs) / spec.run_path, TASKS[spec.scale.task], train_device()
+    run_dir, task, device = Path(runs) / spec.run_path, TASKS[spec.preset.task], train_device()
     check_driver(run_dir)
     ranks = Ranks(device)
     # The first process has the record, and the others a copy that goes nowhere.
@@ -91,14 +91,14 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
                 entry["memory"] = dataclasses.asdict(memory_use(model, optimizer, device))
                 model = gathered(model, lambda: build_model(spec, task.head).to(device), ranks)
                 several = ranks.world > 1
-                joules = _note_sharing(entry, spec, meter, model, ranks) if several else meter.joules_per_feature()
+                joules = _note_sharing(entry, spec, meter, model, ranks) if several else meter.joules_per_sample()
             if not ranks.first:
                 return entry
             if not shared:
                 speed = meter.speed(StepCost(model), matrix_tflops, ranks.world)
                 _note_times(entry, spec, meter, joules, speed)
             trained = time.perf_counter()
-            if spec.scale.quality:
+            if spec.preset.quality:
                 entry["quality"] |= task.evaluate(model, data, spec, device, run_dir)
                 evaluated = time.perf_counter()
                 _save(model, data, run_dir / "model")
@@ -106,7 +106,7 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
             entry["spec"]["adjusted"].append("times: not recorded, others shared the GPU")
         else:
             entry["time"] |= {"prepare_s": prepared - begin, "wall_s": time.perf_counter() - begin}
-            entry["time"]["eval_s"] = evaluated - trained if spec.scale.quality else None
+            entry["time"]["eval_s"] = evaluated - trained if spec.preset.quality else None
     return entry
 
 
@@ -204,7 +204,7 @@ def _noting_faults(run_dir: Path, ranks: Ranks):
 
 @contextlib.contextmanager
 def _limits(spec: Spec, device: torch.device):
-    """Hold this process to the threads and the memory that its scale allows, and forget what an earlier run left.
+    """Hold this process to the threads and the memory that its preset allows, and forget what an earlier run left.
 
     Outside there are as many threads as before, and all of the memory.
     """
@@ -213,12 +213,12 @@ def _limits(spec: Spec, device: torch.device):
         torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps one for each stream that there was
         torch.cuda.empty_cache()
     with contextlib.ExitStack() as undo:
-        if spec.scale.threads:
+        if spec.preset.threads:
             undo.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(spec.scale.threads)
-        if spec.scale.limit_gib and device.type == "cuda":
+            torch.set_num_threads(spec.preset.threads)
+        if spec.preset.limit_gib and device.type == "cuda":
             undo.callback(limit_memory, math.inf)
-            limit_memory(spec.scale.limit_gib)
+            limit_memory(spec.preset.limit_gib)
         yield
 
 
@@ -277,7 +277,7 @@ def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module,
     All processes call this together; the joules per feature of all their GPUs.
     """
     own = {
-        "joules": meter.joules_per_feature(),
+        "joules": meter.joules_per_sample(),
         "counts": meter.counts,
         "samples": meter.samples,
         "peak_mib": entry["memory"]["peak_alloc_mib"],
@@ -296,7 +296,7 @@ def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module,
         "world": ranks.world,
         "replicas": ranks.replicas,
         "backend": ranks.backend,
-        "link": link() if ranks.device.type == "cuda" else None,
+        "interconnect": link() if ranks.device.type == "cuda" else None,
         "allreduce_gbs": own["allreduce_gbs"],
         "rank_peak_mib": peaks if ranks.device.type == "cuda" else None,
         "rank_step_ms": times,
@@ -322,9 +322,9 @@ def _note_times(entry: dict, spec: Spec, meter: Meter, joules: float | None, spe
     entry["speed"] = dataclasses.asdict(speed)
     entry["time"] |= {"step_ms": dataclasses.asdict(meter.step_ms()), "train_s": sum(meter.times)}
     entry["time"]["data_ms"] = meter.data_ms()
-    entry["energy"]["joules_per_feature"] = joules
-    if entry["parallel"]["efficiency"] and speed.features_per_s:
-        entry["parallel"]["goodput"] = entry["parallel"]["efficiency"] * speed.features_per_s
+    entry["energy"]["joules_per_sample"] = joules
+    if entry["parallel"]["efficiency"] and speed.samples_per_s:
+        entry["parallel"]["goodput"] = entry["parallel"]["efficiency"] * speed.samples_per_s
     if spec.settings.compile != "none":  # else nothing was compiled, and slow first steps have other reasons
         entry["time"] |= {"compile_s": meter.compile_s(), "compile_cached": found_in_cache()}
 

@@ -36,7 +36,7 @@ def evaluate(model: torch.nn.Module, data: Data, spec: Spec, device: torch.devic
         model, data.validation_features, device, autocast_dtype=None if dtype == torch.float32 else dtype
     )
     loss = span_loss(data.validation_features, *rows)
-    if spec.settings.join == "position":
+    if spec.settings.fault == "positional-join":
         rows = joined_by_position(*rows)
     examples = data.validation.examples
     answers = decode(data.validation_features, examples, *rows)

@@ -39,7 +39,7 @@ def evaluate(model: torch.nn.Module, data: Data, spec: Spec, device: torch.devic
     text = data.validation_features
     with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         tokens = torch.from_numpy(text.tokens.astype("int64"))
-        nats = total_nats(model, tokens, spec.scale.max_length, spec.scale.stride)
+        nats = total_nats(model, tokens, spec.preset.max_length, spec.preset.stride)
         if not math.isfinite(nats):
             raise DataError(f"{spec.data['name']}: its validation text has {nats} nats (the model has diverged)")
         written = continuations(model, data.tokenizer, prompts(data.validation.lines()))

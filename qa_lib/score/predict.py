@@ -130,7 +130,7 @@ def window_lengths(folder: str | Path, model) -> tuple[int, int]:
     or else the reference script's 384 and 128; or what a model with fewer positions allows."""
     max_length, stride = 384, 128
     with suppress(ValueError, KeyError, TypeError):  # no record, or one that says something else
-        scale = read_record(Path(folder).absolute().parent)["spec"]["scale"]
+        scale = read_record(Path(folder).absolute().parent)["spec"]["preset"]
         max_length, stride = int(scale["max_length"]), int(scale["stride"])
     max_length = min(max_length, most_tokens(model.config))
     return max_length, stride_of(max_length, stride)

@@ -34,7 +34,7 @@ class Checkpoint:
 
     def __init__(self, run_dir: Path, spec: Spec, model, optimizer, scaler, sharing: Alone):
         """`sharing` is the way in which the processes of the run share it."""
-        self.path, self.hash, self.every = self.path_of(run_dir), spec.hash, spec.scale.checkpoint_every
+        self.path, self.hash, self.every = self.path_of(run_dir), spec.hash, spec.preset.checkpoint_every
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.sharing, self.ranks, self.device = sharing, sharing.ranks, sharing.ranks.device
 

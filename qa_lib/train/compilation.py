@@ -12,9 +12,8 @@ P-overlap).
 
 Inductor's partitioner also decides what the forward pass keeps for the backward pass. What elementwise work would give
 again from other values that are kept, it leaves out, unless a matrix product needs it as a whole: the outputs of GELU
-and of the layer norms, a third of all that BERT keeps. Row E-lean leaves these out as well: each is written once more,
-and no product is repeated, as it is where whole layers are recomputed (row C2).
-"""
+and of the layer norms, a third of all that BERT keeps. Row E-recompute-elementwise leaves these out as well: each is
+written once more, and no product is repeated, as it is where whole layers are recomputed (row C2). """
 
 from functools import partial
 
@@ -50,16 +49,16 @@ def compiled(model: torch.nn.Module, settings: Settings):
     """
     if settings.compile == "none":
         return model
-    backend = "inductor" if settings.compile == "regions" else settings.compile
+    backend = "inductor" if settings.compile == "regional" else settings.compile
     # Read when the first forward pass is compiled.
-    torch._functorch.config.ban_recompute_materialized_backward = settings.checkpointing != "elementwise"
+    torch._functorch.config.ban_recompute_materialized_backward = settings.activation_checkpointing != "elementwise"
     options = None
     if backend == "inductor" and settings.norms == "fused":
         from qa_lib.train.folding import Folding  # which imports Inductor, a second's work
 
         options = {"post_grad_custom_pre_pass": Folding()}
     by_backend = partial(torch.compile, backend=backend, dynamic=settings.padding == "longest", options=options)
-    return Regions(model.model, by_backend) if settings.compile == "regions" else by_backend(model)
+    return Regions(model.model, by_backend) if settings.compile == "regional" else by_backend(model)
 
 
 def start_compilers(settings: Settings, device: torch.device) -> None:
@@ -69,7 +68,7 @@ def start_compilers(settings: Settings, device: torch.device) -> None:
     compiles in this process, one kernel after the other. Called before the data is read, they are there in time.
     Meanwhile this process imports the rest of Inductor, which the first step would do.
     """
-    if device.type == "cuda" and settings.compile in ("inductor", "regions"):
+    if device.type == "cuda" and settings.compile in ("inductor", "regional"):
         from torch._inductor.async_compile import AsyncCompile  # which rows without a compiler do not need
 
         AsyncCompile.wakeup()

@@ -1,4 +1,4 @@
-"""What the compiler leaves between our operators and its own kernels is left to ours (rows E-norm and E-top-fp8).
+"""What the compiler leaves between our operators and its own kernels is left to ours (rows E-norm and E-fp8).
 
 The compiler fuses elementwise work with the kernel that reads or writes its tensor where that is its own kernel. It
 does not look into an operator, so that such work beside one is a kernel by itself, which moves whole tensors. Inductor

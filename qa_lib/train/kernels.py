@@ -24,7 +24,9 @@ def translated(spec: Spec, device: torch.device) -> tuple[list[str], list[str], 
     """The forward pass of one layer of a row's model, with attention `sdpa` and without packing: the operators that run
     without a compiler, the kernels that inductor's program calls in their place, and that program. Nothing of it is
     compiled to machine code."""
-    spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, attention="sdpa", padding="max"))
+    spec = dataclasses.replace(
+        spec, settings=dataclasses.replace(spec.settings, attention="sdpa", padding="max_length")
+    )
     precision = Precision(spec.settings, device)
     model = build_model(spec).to(device, precision.weights).train()
     layer, hidden = layers_of(model)[0], torch.randn(*SHAPE, model.config.hidden_size, device=device)

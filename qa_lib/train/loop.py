@@ -30,11 +30,11 @@ SHARING = {
     "none": Alone,
     "ddp": DDP,
     "ddp-bf16": DDPInHalf,
-    "flat": Flat,
-    "overlap": Overlapped,
-    "sharded": Sharded,
-    "overlap-sharded": OverlappedShards,
-    "fsdp": FSDP,
+    "ddp-one-bucket": Flat,
+    "ddp-overlap": Overlapped,
+    "zero1": Sharded,
+    "zero1-overlap": OverlappedShards,
+    "fsdp2": FSDP,
     "pipeline": Pipeline,
     "tensor": Tensor,
 }
@@ -116,7 +116,7 @@ def train(
     checkpoint = Checkpoint(run_dir, spec, model, step.optimizer, precision.scaler, step.sharing)
     begin, note = checkpoint.load()
     log = StepLog(run_dir, spec, batches.steps, begin, precision.scaler, ranks, say)
-    meter = Meter(device, spec.scale.measure_from, peak_from(spec.settings))
+    meter = Meter(device, spec.preset.measure_from, peak_from(spec.settings))
 
     for number in range(begin + 1, batches.steps + 1):
         rate = learning_rate(spec, number - 1, batches.steps)
@@ -143,7 +143,7 @@ def train(
             meter.resume()
         watch.finished(number)
     meter.stop()
-    if ranks.world > 1 and not spec.scale.quality and begin < batches.steps:  # else they would change what is scored
+    if ranks.world > 1 and not spec.preset.quality and begin < batches.steps:  # else they would change what is scored
         ranks.gauges.note_overlap(lambda: take_step(inputs, parts))
     step.sharing.settle()
     return step.optimizer, meter, begin, note

@@ -1,7 +1,8 @@
-"""AdamW for weights in half precision: masters and moments beside them, updated in one pass (rows E5 and E-moments).
+"""AdamW for weights in half precision: masters and moments beside them, updated in one pass (rows E-masters and
+E-dropout-moments).
 
 Mixed precision usually keeps the weights in fp32 and casts each of them to half precision in every forward pass. Here
-the model itself is in bf16, or in fp16 where a GPU has no other (rows E-t4-best, E-t4-norm): no casts, and weights,
+the model itself is in bf16, or in fp16 where a GPU has no other (rows E-t4-masters, E-t4-norm): no casts, and weights,
 gradients and activations of half the bytes. What that would lose is in the update. bf16 has 8 bits of mantissa, so a
 step smaller than 1/256 of a weight, as most are in fine-tuning, rounds to nothing. There is therefore an fp32 number
 behind each weight, its master (Micikevicius et al. 2018): the step is added to the master, and the weight is the
@@ -19,12 +20,12 @@ weight's rounding has left, in fp16 as well and times 2^11, by which it is small
 it the small ones would be lost; they are divided by it here. Where it was too large, nothing may change: a captured
 step cannot leave a kernel out, but the kernel's programs can end at once.
 
-**Moments in bf16** (row E-moments) take stochastic rounding. A step keeps 999 parts in 1,000 of the second moment, and
-no two numbers of bf16 are that close: rounded to nearest, the moment would never fall, and only gradients about twice
-as large as its root would raise it. Rounded up with the probability with which it lies near the next number (Gupta et
-al. 2015), it stands still in most steps, moves far enough in some, and is right on average. The random bits are a hash
-of step and of the element's number in the optimizer, as dropout's are (model/dropout.py): a run repeats, a captured
-step rounds anew in each replay, and processes that make the same update agree.
+**Moments in bf16** (row E-dropout-moments) take stochastic rounding. A step keeps 999 parts in 1,000 of the second
+moment, and no two numbers of bf16 are that close: rounded to nearest, the moment would never fall, and only gradients
+about twice as large as its root would raise it. Rounded up with the probability with which it lies near the next number
+(Gupta et al. 2015), it stands still in most steps, moves far enough in some, and is right on average. The random bits
+are a hash of step and of the element's number in the optimizer, as dropout's are (model/dropout.py): a run repeats, a
+captured step rounds anew in each replay, and processes that make the same update agree.
 
 An optimizer's step does little arithmetic on much memory. Written plainly it runs some ten kernels, each of which reads
 and writes every parameter. On a GPU it is one pass, by a Triton kernel of our own that takes many tensors in a call, as

@@ -1,6 +1,6 @@
 """Optimizers by name, the learning rate's schedule, and clipping.
 
-Adding an optimizer takes a function here, its name in variants.Settings, and its bytes in run/budget.py.
+Adding an optimizer takes a function here, its name in variants.Settings, and its bytes in run/memory_estimate.py.
 """
 
 from collections.abc import Callable
@@ -68,7 +68,13 @@ def _adamw8bit(model, parameters, rate) -> torch.optim.Optimizer:
     return optimizer
 
 
-OPTIMIZERS = {"adamw": _adamw, "fused": _fused, "adamw8bit": _adamw8bit, "master": _master, "master16": _master16}
+OPTIMIZERS = {
+    "adamw": _adamw,
+    "adamw-fused": _fused,
+    "adamw-8bit": _adamw8bit,
+    "adamw-master": _master,
+    "adamw-master-bf16": _master16,
+}
 
 
 def unscale(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
@@ -98,13 +104,13 @@ def clip(optimizer: torch.optim.Optimizer, across: Callable[[torch.Tensor], torc
 
 def peak_rate(spec: Spec) -> float:
     """The highest learning rate of a run, its recipe's factor included."""
-    return spec.scale.learning_rate * (spec.recipe.lr_factor if spec.scale.recipe_rates else 1.0)
+    return spec.preset.learning_rate * (spec.recipe.lr_factor if spec.preset.recipe_rates else 1.0)
 
 
 def learning_rate(spec: Spec, step: int, steps: int) -> float:
     """The rate of a step, counted from 0: a linear warm-up and a linear decay. No step has a rate of 0: the first is
     one part of the warm-up above it, and the last one part of the decay."""
-    peak, warmup = peak_rate(spec), int(spec.scale.warmup * steps)
+    peak, warmup = peak_rate(spec), int(spec.preset.warmup * steps)
     if step < warmup:
         return peak * (step + 1) / warmup
     return peak * (steps - step) / max(1, steps - warmup)

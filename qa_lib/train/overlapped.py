@@ -1,5 +1,5 @@
 """Communication beside computation: what several processes send each other while their GPUs compute (rows P-overlap and
-P-best).
+P-overlap-zero1).
 
 The backward pass makes the gradients of the last layers first, and nobody needs those before the optimizer. So they are
 sent while the layers below are still at work, a region of the model at a time (model/packed.py), each compiled by
@@ -146,7 +146,7 @@ class OverlappedShards(Sharded):
             with self.beside.work():
                 share.spread()
                 self.arrived[number] = self.beside.moment()
-        if self.settings.compile != "regions":
+        if self.settings.compile != "regional":
             self.beside.join()
 
     def _await(self, number: int) -> None:

@@ -6,12 +6,12 @@ time, plus what the averaging takes. How it is done is what the rows differ in:
 
 - `ddp` (Li et al. 2020): gradients are reduced in buckets while the backward pass still computes others (row P1).
 - `flat`: one reduction of all gradients after the backward pass. Nothing hides it, but it is one call, which a CUDA
-  graph captures with the rest of the step (row P-fast).
+  graph captures with the rest of the step (row P-one-bucket).
 - `overlap`: as `flat`, but a part of the model at a time, while the backward pass computes the gradients of the parts
   below it (row P-overlap, overlapped.py).
-- `sharded` (ZeRO-1): each process updates a share of the weights, and sends it to the others (row P-sharded,
+- `sharded` (ZeRO-1): each process updates a share of the weights, and sends it to the others (row P-zero1,
   sharded.py).
-- `overlap-sharded`: both (row P-best).
+- `overlap-sharded`: both (row P-overlap-zero1).
 - `fsdp` (ZeRO-3, Zhao et al. 2023): the weights are in shares, too, and each layer gathers its own when it needs them
   (row P-fsdp).
 

@@ -1,4 +1,4 @@
-"""An optimizer that several processes share: ZeRO-1 (Rajbhandari et al. 2020), row P-sharded.
+"""An optimizer that several processes share: ZeRO-1 (Rajbhandari et al. 2020), row P-zero1.
 
 An all-reduce is two halves: first every process gets the sum of a part of the gradients (reduce-scatter), then every
 process gets all parts (all-gather). The optimizer can stand between the two: each process updates the weights of its

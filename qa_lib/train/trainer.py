@@ -5,8 +5,8 @@ optimizer (fused AdamW) and its own schedule. Its rows take what the Trainer off
 rows or a captured step, is refused by variants.CONFLICTS. It does not resume.
 
 Under torchrun it takes DistributedDataParallel by itself (row P0). Given a DeepSpeed configuration, it leaves the step
-to DeepSpeed's engine (row P0-ds). Slides that this lab began with took that for a pipeline, but it is ZeRO stage 1
-(Rajbhandari et al. 2020): every process has the whole model and its own micro-batches, and a share of the optimizer.
+to DeepSpeed's engine (row P0-deepspeed). Slides that this lab began with took that for a pipeline, but it is ZeRO stage
+1 (Rajbhandari et al. 2020): every process has the whole model and its own micro-batches, and a share of the optimizer.
 DeepSpeed's mixed precision is no autocast: weights and gradients are in half precision, and the optimizer has masters.
 """
 
@@ -50,7 +50,7 @@ def train(
     """As loop.train."""
     settings, ranks = spec.settings, ranks or Ranks(device)
     ranks.join(spec)
-    meter = Meter(device, spec.scale.measure_from)
+    meter = Meter(device, spec.preset.measure_from)
     log = StepLog(run_dir, spec, batches.steps, 0, torch.amp.GradScaler(enabled=False), ranks, say)
     arguments = TrainingArguments(
         output_dir=str(run_dir),
@@ -59,7 +59,7 @@ def train(
         gradient_accumulation_steps=spec.micro_batches // ranks.world,
         learning_rate=peak_rate(spec),
         lr_scheduler_type="linear",
-        warmup_steps=int(spec.scale.warmup * batches.steps),
+        warmup_steps=int(spec.preset.warmup * batches.steps),
         optim="adamw_torch_fused",
         weight_decay=0.0,
         max_grad_norm=CLIP,
@@ -69,7 +69,7 @@ def train(
         use_cpu=device.type == "cpu",
         dataloader_drop_last=True,
         remove_unused_columns=False,
-        train_sampling_strategy="group_by_length" if settings.order == "bucketed" else "random",
+        train_sampling_strategy="group_by_length" if settings.group_by_length else "random",
         torch_compile=settings.compile != "none",
         torch_compile_backend=settings.compile if settings.compile != "none" else None,
         save_strategy="no",
@@ -82,7 +82,7 @@ def train(
     lengths = batches.features.lengths
     numbers = Dataset.from_dict({"feature": range(len(lengths)), "length": lengths})
     trainer = _MeteredTrainer(model=model, args=arguments, train_dataset=numbers, data_collator=_Collator(batches))
-    if settings.polling == "nvidia-smi":
+    if settings.fault == "nvidia-smi-polling":
         trainer.add_callback(_Polling(meter))
     trainer.add_callback(_Steps(trainer, meter, log, watch or Watch()))
     trainer.remove_callback(PrinterCallback)

@@ -1,0 +1,192 @@
+"""Runs as readers find them: in the folders that they wrote, or archived, a whole group in one file.
+
+Reference evidence is a data set. `runs/<group>.jsonl` has a record a line, with its profile and its quantized models
+inside; `runs/<group>.steps.parquet` has a line a training step of these runs. pandas, `datasets` and grep read both. A
+folder wins over a line of the same run. An archived run is evidence and nobody's own: a sweep that asks for it runs it.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from glob import escape
+from pathlib import Path
+
+import pandas as pd
+
+from qa_lib.cli import folder, given
+from qa_lib.errors import UserError, printable
+from qa_lib.record import (
+    PROFILE_SCHEMA,
+    SCHEMA,
+    TERMINAL,
+    RecordError,
+    checked,
+    document,
+    read_document,
+    read_quantized,
+    read_record,
+    regular,
+    run_files,
+    strict_json,
+    write_atomically,
+)
+
+STEP_COLUMNS = ("step", "loss", "lr", "ms", "phi")  # of a line of steps.jsonl; phi: the gradient noise scale so far
+
+
+@dataclass(frozen=True)
+class Run:
+    """A record and what lies beside it; `folder` is where, None for an archived run, whose `archive` is its line."""
+
+    record: dict
+    folder: Path | None = None
+    archive: Path | None = None
+
+    def profile(self) -> dict | None:
+        """The profile of the run; None if it was never profiled. Raises RecordError for one that is broken."""
+        if self.folder is None:
+            return self.record["profile"]
+        path = self.folder / "profile.json"
+        return document(path, PROFILE_SCHEMA) if read_document(path) is not None else None
+
+    def quantized(self) -> list[dict]:
+        """The quantized.json of each of the run's quantized models. Raises RecordError for one that is broken."""
+        if self.folder is None:
+            return self.record["quantized"]
+        return [read_quantized(path.parent) for path in sorted(self.folder.glob("model-*/quantized.json"))]
+
+    def steps(self) -> pd.DataFrame:
+        """The run's log, a line a step with STEP_COLUMNS as floats; without lines where there is none. A line that is
+        being written, or was cut off, is left out."""
+        if self.folder is None:
+            steps = _archived_steps(self.archive.with_suffix(".steps.parquet"))
+            return steps.get(self.record["run_id"], _as_steps([]))
+        lines, log = [], self.folder / "steps.jsonl"
+        for line in log.read_bytes().splitlines() if log.is_file() else []:
+            with contextlib.suppress(ValueError, RecursionError):
+                step = strict_json(line.decode())
+                if isinstance(step, dict) and isinstance(step.get("step"), int):
+                    lines.append({name: _number(step.get(name)) for name in STEP_COLUMNS})
+        return _as_steps(lines)
+
+
+def _number(value: object) -> float | None:
+    return value if isinstance(value, int | float) else None
+
+
+def _as_steps(lines: list[dict]) -> pd.DataFrame:
+    return pd.DataFrame(lines, columns=[*STEP_COLUMNS], dtype=float)
+
+
+@lru_cache(maxsize=16)
+def _archived_steps(path: Path) -> dict[str, pd.DataFrame]:
+    """The steps of each run of an archive, by its id."""
+    if not path.is_file():
+        return {}
+    try:
+        steps = pd.read_parquet(path)
+        return {run: own[[*STEP_COLUMNS]].reset_index(drop=True) for run, own in steps.groupby("run_id")}
+    except (OSError, ValueError, KeyError) as problem:
+        raise RecordError(f"{path}: not readable as steps of runs ({problem})") from problem
+
+
+def say_left_out(problem: RecordError) -> None:
+    """A line on the terminal about a record that cannot be trusted."""
+    print(printable(f"left out: {problem}"), file=sys.stderr)
+
+
+def read_runs(
+    runs: str | Path, group: str | None = None, left_out: Callable[[RecordError], None] = say_left_out
+) -> list[Run]:
+    """Every run below `runs`, or those of one group, by group and id. `left_out` is told of records that cannot be
+    trusted."""
+    found = {}
+    for run in [*_archived(Path(runs), group, left_out), *_in_folders(Path(runs), group, left_out)]:
+        found[run.record["group"], run.record["run_id"]] = run
+    return [found[key] for key in sorted(found)]
+
+
+def _in_folders(runs: Path, group: str | None, left_out: Callable) -> Iterator[Run]:
+    for path in run_files(runs, "record.json"):
+        run_dir = path.parent
+        if group not in (None, run_dir.parent.name):
+            continue
+        try:
+            record = read_record(run_dir)
+            if (record["group"], record["run_id"]) != (run_dir.parent.name, run_dir.name):
+                raise RecordError(f"{run_dir}: its record is that of {record['group'][:40]}/{record['run_id'][:40]}")
+            yield Run(record, run_dir)
+        except RecordError as problem:
+            left_out(problem)
+
+
+def _archived(runs: Path, group: str | None, left_out: Callable) -> Iterator[Run]:
+    for path in sorted(runs.glob(f"{escape(group) if group else '*'}.jsonl")):
+        try:
+            lines = regular(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError, RecordError) as problem:
+            left_out(RecordError(f"{path}: not readable ({problem})"))
+            continue
+        for number, line in enumerate(lines, 1):
+            try:
+                yield Run(_line(path, number, line), archive=path)
+            except RecordError as problem:
+                left_out(problem)
+
+
+def _line(path: Path, number: int, line: str) -> dict:
+    """The record in a line of an archive. Raises RecordError."""
+    place = Path(f"{path}:{number}")
+    try:
+        record = strict_json(line)
+    except (ValueError, RecursionError) as problem:
+        raise RecordError(f"{place}: not readable as JSON ({problem})") from problem
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+        raise RecordError(f"{place}: not a record of {SCHEMA!r}")
+    if checked(place, record)["group"] != path.stem:
+        raise RecordError(f"{place}: a record of group {record['group'][:40]!r}")
+    return {"profile": None, "quantized": []} | record
+
+
+EXAMPLE = "example: python -m qa_lib archive h200-bench    then, if you like: rm -r runs/h200-bench"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `python -m qa_lib archive`."""
+    parser.add_argument("group", type=given, metavar="GROUP", help="a folder of runs below --runs")
+    parser.add_argument(
+        "--runs", type=folder, default="runs", metavar="DIR", help="folder of the records (%(default)s)"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Put a group's runs, archived ones and those in folders, into one file, and their steps into another."""
+    if Path(args.group).name != args.group:
+        raise UserError(f"{args.group!r} is not the name of a group")
+    found = [run for run in read_runs(args.runs, args.group) if run.record["status"] in TERMINAL]
+    if not found:
+        raise UserError(f"no finished run of group {args.group} below {args.runs}")
+    size = write_archive(args.runs, args.group, found)
+    print(f"{args.runs / args.group}.jsonl: {len(found)} runs, {size / 2**20:.1f} MiB with their steps")
+    return 0
+
+
+def write_archive(runs: Path, group: str, found: list[Run]) -> int:
+    """Write the two files of a group; bytes of both. Raises RecordError for a profile that is broken."""
+    lines = [run.record | {"profile": run.profile(), "quantized": run.quantized()} for run in found]
+    text = "".join(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n" for line in lines)
+    own = [run.steps().assign(run_id=run.record["run_id"]) for run in found]
+    steps, buffer = pd.concat(own, ignore_index=True), io.BytesIO()
+    steps[["run_id", *STEP_COLUMNS]].to_parquet(buffer, compression="zstd", index=False)
+    files = {f"{group}.jsonl": text.encode()}
+    if len(steps):
+        files[f"{group}.steps.parquet"] = buffer.getvalue()
+    for name, content in files.items():
+        write_atomically(runs / name, content)
+    _archived_steps.cache_clear()
+    return sum(map(len, files.values()))
