@@ -201,19 +201,6 @@ def test_answers_are_right_and_long_paragraphs_windowed(server, runs, questions)
     assert all(f"{part} " in card[4]["value"] for part in ("tokenise", "model", "decode"))
 
 
-def test_the_decoders_best_span_is_the_answer_also_where_it_is_punctuation():
-    """(Beginning, end, score) in a paragraph; the best span holds a comma, or nothing else."""
-    context = "with , they and all"
-    for span in ((5, 11), (5, 6)):
-        places = [(5, 5), span, (7, 11)]
-        nbest = [{"text": context[begin:end], "begin": begin, "end": end} for begin, end in places]
-        found = {"context": context, "margin": -2.0, "nbest": nbest}
-        text, marked = decided(found, -2.0)
-        assert text == context[slice(*span)] and f"<mark>{text}</mark>" in marked
-        assert decided(found, -2.1) == ("No answer", f'<div class="text">{context}</div>')
-    assert decided(found | {"margin": None}, 1e9)[0] == "No answer"
-
-
 @pytest.mark.parametrize(
     ("question", "context", "said"),
     [
@@ -520,19 +507,6 @@ def test_a_corrupt_record_costs_a_sentence(runs, tmp_path, variant, change, said
     assert set(page.names) == {"cpu-smoke", "another"} and list(other.table["row"]) == ["A1", "A2"] and other.figures
 
 
-def test_two_records_that_are_spoilt_together_cost_a_sentence_each(runs, tmp_path):
-    for group, length in (("one", True), ("other", 0)):
-        path = tmp_path / group / "A1-s0-aaaaaa" / "record.json"
-        path.parent.mkdir(parents=True)
-        entry = json.loads((folder_of(runs).parent / "record.json").read_text())
-        entry["spec"]["preset"]["max_length"] = length
-        path.write_text(json.dumps(entry | {"group": group, "run_id": "A1-s0-aaaaaa"}))
-    shutil.copytree(folder_of(runs).parent, tmp_path / key_of(runs))
-    for group, length in (("one", "'True'"), ("other", "'0'")):
-        assert f"max_length is {length}, and not" in dashboard(tmp_path, tmp_path, group).said[0]
-    assert list(dashboard(tmp_path, tmp_path, "cpu-smoke").table["row"]) == ["A1"]
-
-
 def test_the_dashboard_opens_on_the_newest_group(tmp_path):
     older, newer = make(tmp_path, "A1"), make(tmp_path, "A1", machine=GPU)
     for day, folder in enumerate((older, newer), 1):
@@ -642,18 +616,6 @@ def test_browser_marks_the_answer_and_the_threshold_decides_again(page, server, 
     page.locator("mark").wait_for()
     assert page.locator("mark").text_content() == best and page.locator(".paragraph .text").text_content() == context
     assert joined and server.ask["id"] not in {body["fn_index"] for body in joined}, "the model runs once"
-
-
-def test_browser_compares_two_and_offers_examples(page, questions):
-    page.get_by_label("Compare with").click()
-    page.get_by_role("option", name=re.compile("^A1")).click()
-    page.get_by_role("button", name=re.compile("How many parameters")).click()
-    page.wait_for_function("document.querySelector('textarea').value.startsWith('BERT is a neural network')")
-    page.locator("#ask").click()
-    page.locator(".paragraph .text").nth(1).wait_for()
-    values = page.locator("input[type=number]:visible").evaluate_all("all => all.map(one => one.value)")
-    assert len(values) == 2 and values[0] == "3.25" != values[1]
-    assert page.locator(".answer:visible").count() == 2 and fits(page)
 
 
 def test_browser_dashboard_shows_a_group_and_how_far_runs_are(page, runs):

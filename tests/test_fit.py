@@ -26,10 +26,10 @@ CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=Tr
 
 
 def short(variant, micro_batch=None):
-    """A row at smoke scale with few steps and no quality, so that nothing is saved."""
+    """A row at smoke preset with few steps and no quality, so that nothing is saved."""
     (spec,) = plan([variant], "smoke", data="synthetic:40", machine=CPU, micro_batch=micro_batch)
-    scale = {"steps": 3, "measure_from": 1, "checkpoint_every": 0, "quality": False}
-    return dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, **scale))
+    preset = {"steps": 3, "measure_from": 1, "checkpoint_every": 0, "quality": False}
+    return dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, **preset))
 
 
 def scored(spec, monkeypatch, quality):
@@ -83,7 +83,7 @@ def test_a_model_for_shorter_features_is_refused(tmp_path):
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 64}))
     (spec,) = plan(["A1"], "local", data="synthetic:40", model=str(tmp_path / "model"), machine=CPU)
-    with pytest.raises(UserError, match=r"takes 64 tokens at most, and scale local makes features of 384"):
+    with pytest.raises(UserError, match=r"takes 64 tokens at most, and preset local makes features of 384"):
         build_model(spec)
 
 
@@ -112,18 +112,6 @@ def test_a_score_that_json_has_not_makes_the_run_an_error(tmp_path, monkeypatch)
     assert entry["quality"] == {"nats": None, "n": 20} and entry["time"]["steps"] == 3
 
 
-def test_a_run_that_ends_in_its_warm_up_has_no_speed(tmp_path):
-    """A row that notes the noise of its gradients, resumed a few steps before its end say."""
-    spec = short("A1", micro_batch=8)
-    scale = dataclasses.replace(spec.preset, measure_from=3)
-    spec = dataclasses.replace(
-        spec, scale=scale, settings=dataclasses.replace(spec.settings, parallel="ddp-one-bucket")
-    )
-    entry = fit(spec, tmp_path, say=lambda _: None)
-    assert (entry["status"], entry["speed"]["samples_per_s"], entry["parallel"]["goodput"]) == ("ok", None, None)
-    assert entry["parallel"]["efficiency"] > 0
-
-
 def test_a_run_has_the_threads_of_its_record_and_leaves_those_of_its_process(tmp_path):
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -144,16 +132,6 @@ def test_a_limit_of_memory_ends_with_its_run(monkeypatch):
         with contextlib.suppress(MemoryError), _limits(each, torch.device("cuda")):
             raise MemoryError
     assert limits == [4.0, math.inf]
-
-
-def test_what_only_an_unfinished_run_needs_goes_with_its_end(tmp_path):
-    spec = short("A1")
-    run_dir = tmp_path / spec.run_path
-    run_dir.mkdir(parents=True)
-    for name in ("checkpoint.refused", "checkpoint.partial", "fault-1.json"):
-        (run_dir / name).write_text("")
-    fit(spec, tmp_path, say=lambda _: None)
-    assert not {path.name for path in run_dir.iterdir()} & {"checkpoint.refused", "checkpoint.partial", "fault-1.json"}
 
 
 def test_a_run_that_waits_says_so_in_its_record(tmp_path, monkeypatch):
@@ -183,10 +161,7 @@ def test_a_run_beside_others_records_no_times(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("problem", "status", "step"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory"), "oom", 2),
-        (ValueError("a fault\nin two lines"), "error", 2),
-    ],
+    [(torch.OutOfMemoryError("CUDA out of memory"), "oom", 2), (ValueError("a fault\nin two lines"), "error", 2)],
 )
 def test_what_ends_a_run_is_in_its_record(problem, status, step, tmp_path, monkeypatch):
     calls = []

@@ -25,7 +25,7 @@ from transformers import (
 
 from qa_lib.cli import Parser
 from qa_lib.data.load import load_data
-from qa_lib.data.squad import DataError, Example
+from qa_lib.data.squad import Example
 from qa_lib.data.windows import build_features
 from qa_lib.errors import UserError
 from qa_lib.model.build import build_model, save_model
@@ -98,32 +98,6 @@ def test_batch_size_and_padding_change_nothing(model, features, batch_tokens):
     assert list(one.null_odds.values()) == pytest.approx(list(other.null_odds.values()), abs=1e-3)
 
 
-def test_order_of_the_questions_changes_nothing(model, features, tokenizer):
-    wanted = answers(model, features, EXAMPLES).predictions
-    assert len(set(wanted.values())) > 10
-    for seed in range(3):
-        mixed = [EXAMPLES[i] for i in np.random.default_rng(seed).permutation(len(EXAMPLES))]
-        other = build_features(Given(mixed), tokenizer, 40, 10, cache=False)
-        assert answers(model, other, mixed, batch_tokens=150 * (seed + 1)).predictions == wanted
-
-
-def test_the_models_mode_is_put_back_and_no_graph_is_kept(model, features):
-    model.train()
-    _, start, _ = predict_logits(model, features)
-    assert model.training and not start.requires_grad
-    _, again, _ = predict_logits(model.eval(), features)
-    assert not model.training and torch.equal(start.nan_to_num(), again.nan_to_num())  # no dropout in either
-
-
-def test_cudnn_prepares_nothing_for_the_many_shapes_of_batches(model, features):
-    allowed = []
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    hook = model.register_forward_pre_hook(lambda *_: allowed.append(torch.backends.cuda.cudnn_sdp_enabled()))
-    predict_logits(model, features)
-    hook.remove()
-    assert set(allowed) == {False} and torch.backends.cuda.cudnn_sdp_enabled() == before
-
-
 def test_autocast(model, features):
     _, start, _ = predict_logits(model, features)
     _, half, _ = predict_logits(model, features, autocast_dtype=torch.bfloat16)
@@ -176,13 +150,6 @@ def test_batches_hold_what_they_may(features):
     assert sum(n for n, _ in seen) == len(features)
     assert max(n * width for n, width in seen) <= 120
     assert seen == sorted(seen, key=lambda shape: -shape[1]) and {width % 8 for _, width in seen} == {0}
-
-
-def test_progress_is_shown_only_where_asked_for(model, features, capsys):
-    predict_logits(model, features)
-    assert capsys.readouterr() == ("", "")
-    predict_logits(model, features, progress=True)
-    assert f"{len(features)}/{len(features)}" in capsys.readouterr().err
 
 
 def run(*words):
@@ -264,20 +231,6 @@ def test_a_name_that_is_neither_a_folder_nor_a_hubs_is_one_line(hub, name):
     assert "\n" not in str(caught.value) and name.strip("./") in str(caught.value) and len(str(caught.value)) < 220
 
 
-@pytest.mark.parametrize("message", ["only pytorch_model.bin, a pickle", "cannot be loaded: .*", "config.json has"])
-def test_what_a_folder_is_refused_for_a_model_of_the_hub_is_too(hub, message, monkeypatch):
-    spoil = {"only": only_pickle, "cann": own_code, "conf": REFUSED["config.json has quantization_config"]}[message[:4]]
-    for path in hub.iterdir():  # the files themselves, so that they can be changed as those of a folder
-        content = path.read_bytes()
-        path.unlink()
-        path.write_bytes(content)
-    spoil(hub)
-    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
-    with pytest.raises(UserError, match=message):
-        run("--model", "lab/bert", "--question", "where", "--context", TEXT)
-    assert not Path("ran").exists()
-
-
 def test_only_safetensors_and_texts_are_asked_of_the_hub(hub, monkeypatch):
     asked = {}
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: asked.update(options) or hub)
@@ -347,16 +300,6 @@ def test_bad_input_writes_nothing(folder, tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_nan_logits_name_file_article_and_question(folder, tmp_path):
-    weights = load_file(folder / "model.safetensors")
-    weights["qa_outputs.bias"][:] = torch.nan
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    data = write(tmp_path / "data.json", DATA)
-    with pytest.raises(DataError, match=r"data\.json: article 'Rivers', question 'q1': NaN") as caught:
-        run("--model", folder, data, "--out", tmp_path / "out")
-    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
-
-
 def spoil_config(folder, **changes):
     config = json.loads((folder / "config.json").read_text())
     write(folder / "config.json", config | changes)
@@ -413,19 +356,9 @@ def index_names_outside(folder):
     save_file(indexed(folder, "../outside.safetensors"), folder.parent / "outside.safetensors", {"format": "pt"})
 
 
-def index_names_link_outside(folder):
-    save_file(indexed(folder, "in.safetensors"), folder.parent / "outside.safetensors", {"format": "pt"})
-    (folder / "in.safetensors").symlink_to("../outside.safetensors")
-
-
 def index_names_pipe(folder):
     indexed(folder, "pipe.safetensors")
     os.mkfifo(folder / "pipe.safetensors")
-
-
-def broken_index(folder):
-    indexed(folder, "x.safetensors")
-    write(folder / INDEX, {"weight_map": None})
 
 
 def weights_are_a_device(folder):
@@ -444,18 +377,8 @@ def whole_numbers(folder):
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
-def three_labels(folder):
-    BertForQuestionAnswering(BertConfig(vocab_size=300, num_labels=3, **SMALL)).save_pretrained(folder)
-
-
 def one_token_type(folder):
     BertForQuestionAnswering(BertConfig(vocab_size=300, type_vocab_size=1, **SMALL)).save_pretrained(folder)
-
-
-def sparse_tokens(folder):
-    content = json.loads((folder / "tokenizer.json").read_text())
-    content["model"]["vocab"]["zebra"] = 5_000
-    write(folder / "tokenizer.json", content)
 
 
 def own_code(folder):

@@ -79,21 +79,6 @@ def test_a_kernel_belongs_to_the_phase_and_part_that_launched_it():
     assert summary["parts"]["forward"] == pytest.approx({"feed-forward": 0.1, "norms and elementwise": 0.1})
 
 
-def test_whatever_a_lookup_calls_counts_as_embeddings():
-    events = [
-        cpu("ProfilerStep#5", 0, 4000, cat="user_annotation"),
-        cpu("forward", 0, 4000, cat="user_annotation"),
-        cpu("aten::embedding", 100, 50, [(30522, HIDDEN), (64,)], 1),
-        cpu("aten::gather", 110, 30, [(30522, HIDDEN), (64,)], 2),
-        cpu("aten::gather", 200, 30, [(1, 512), (1, 64)], 3),
-        *launched("gather_kernel", 1000, 20, 120, 2, 2),
-        *launched("gather_kernel", 1100, 5, 210, 3, 3),
-    ]
-    assert trace.work(events, WIDTHS)["part"].tolist() == ["embeddings", "norms and elementwise"]
-    on_a_cpu = trace.work(events[:4], WIDTHS)
-    assert on_a_cpu["part"].tolist() == ["embeddings"] * 2
-
-
 def test_kernels_of_a_graph_take_the_labels_of_those_launched_one_by_one():
     known = trace.work(gpu_trace(), WIDTHS)
     events = [cpu("ProfilerStep#5", 0, 4000, cat="user_annotation")]
@@ -133,11 +118,6 @@ def test_kernels_of_a_graph_take_the_labels_of_those_launched_one_by_one():
 )
 def test_parts(kernel, op, sizes, phase, part):
     assert trace.part_of(kernel, op, sizes, phase, WIDTHS) == part
-
-
-def test_the_product_of_a_decoders_head_is_the_losss():
-    sizes, widths = [(64, HIDDEN), (HIDDEN, 50304)], trace.Widths(HIDDEN, WIDE, outputs=50304)
-    assert trace.part_of("nvjet_tst", "aten::mm", sizes, "forward", widths) == "loss"
 
 
 def test_on_a_cpu_an_operator_is_charged_its_own_time_alone():

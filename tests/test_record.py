@@ -1,5 +1,4 @@
 import dataclasses
-import json
 import os
 import re
 import subprocess
@@ -32,17 +31,6 @@ def test_a_new_record_knows_its_run_and_has_null_for_what_is_not_measured(spec, 
     assert record.read_record(tmp_path / "run") == entry
 
 
-def test_finish_is_terminal_and_keeps_what_was_measured(spec, tmp_path):
-    entry = record.new_record(spec, ENV)
-    entry["speed"]["samples_per_s"] = 12.5
-    done = record.finish(tmp_path, entry, "oom", {"kind": "OutOfMemoryError", "message": "no", "step": 3})
-    assert record.read_record(tmp_path) == done
-    assert done["status"] in record.TERMINAL
-    assert done["speed"]["samples_per_s"] == 12.5
-    assert done["error"] == {"kind": "OutOfMemoryError", "message": "no", "step": 3}
-    assert done["time"]["ended"]
-
-
 def test_an_older_record_has_null_for_a_score_that_came_later(spec, tmp_path):
     entry = record.new_record(spec, ENV)
     entry["task"]["scores"].remove("loss")
@@ -58,13 +46,6 @@ def test_an_older_record_has_null_for_a_score_that_came_later(spec, tmp_path):
         record.read_record(tmp_path)
 
 
-def test_a_run_counts_as_of_the_processes_that_trained(spec, tmp_path):
-    entry = record.new_record(spec, ENV)
-    entry["parallel"]["world"] = 2
-    record.finish(tmp_path / spec.run_path, entry, "ok")
-    assert list(load_runs(tmp_path)["world"]) == [2]
-
-
 def test_an_older_record_has_the_default_of_what_could_be_chosen_later_and_its_runs_are_compared(spec, tmp_path):
     for seed, fields in ((0, {"settings": ["norms"], "preset": ["warmup"]}), (1, {})):
         one = dataclasses.replace(spec, seed=seed)
@@ -76,18 +57,6 @@ def test_an_older_record_has_the_default_of_what_could_be_chosen_later_and_its_r
     chosen = select(load_runs(tmp_path), spec.group)
     assert list(chosen["spec.seed"]) == [0, 1]
     assert set(chosen["spec.settings.norms"]) == {"native"} and set(chosen["spec.preset.warmup"]) == {0.1}
-
-
-def test_load_runs_is_a_row_a_run_with_dotted_columns(spec, tmp_path):
-    for seed, status in ((0, "ok"), (1, "skipped")):
-        (one,) = plan(["A1"], "smoke", [seed], data="synthetic:40", machine=Machine())
-        record.finish(tmp_path / one.run_path, record.new_record(one, ENV), status)
-    runs = load_runs(tmp_path)
-    assert list(runs["spec.seed"]) == [0, 1]
-    assert list(runs["status"]) == ["ok", "skipped"]
-    assert runs["speed.samples_per_s"].isna().all()
-    assert list(runs["spec.settings.attention"]) == ["eager", "eager"]
-    assert load_runs(tmp_path / "nothing").empty
 
 
 @pytest.mark.parametrize(
@@ -187,10 +156,6 @@ def test_a_commit_that_is_named_is_a_whole_hash(monkeypatch):
         monkeypatch.setenv("QA_LIB_COMMIT", name)
         with pytest.raises(record.RecordError, match=r"QA_LIB_COMMIT=.*whole hash"):
             record.code_version()
-
-
-def test_records_are_plain_json(spec):
-    assert json.loads(json.dumps(record.new_record(spec, ENV)))["schema"] == record.SCHEMA
 
 
 @pytest.mark.parametrize("kind", ["device", "pipe", "folder", "link to a device"])

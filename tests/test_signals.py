@@ -21,11 +21,9 @@ import pytest
 from qa_lib import record
 from qa_lib.errors import CTRL_C, SIGNALS
 from qa_lib.run.fit import fit
-from qa_lib.run.launch import DRIVER_LOCK
 from qa_lib.run.plan import plan
-from qa_lib.run.process import DRIVER, DRIVER_GONE, plain_command
+from qa_lib.run.process import DRIVER_GONE
 from qa_lib.spec import Machine
-from tests import warm
 from tests.conftest import slow
 from tests.small import FIT, write_notebook
 
@@ -105,17 +103,6 @@ def test_a_signal_ends_children_and_is_named_in_records_and_on_the_terminal(verb
 
 
 @pytest.mark.slow
-def test_a_closing_terminal_reaches_all_processes_and_comes_twice(tmp_path):
-    with Lab(tmp_path, "tune") as lab:
-        lab.wait_for_steps()
-        for _ in range(2):
-            os.killpg(lab.process.pid, signal.SIGHUP)
-        assert lab.process.communicate(timeout=30)[1].count("\n") == 1
-        assert {entry["status"] for entry in lab.records()} == {"killed"}
-        assert not lab.alive
-
-
-@pytest.mark.slow
 def test_nohup_keeps_a_run_from_sighup_but_not_from_sigterm(tmp_path):
     with Lab(tmp_path, "run", before=("nohup",)) as lab:
         lab.wait_for_steps()
@@ -137,18 +124,6 @@ def test_a_run_whose_driver_was_killed_ends_and_says_so(verb, before, tmp_path):
         lab.wait_for(lambda: not lab.alive, 45)  # it takes three seconds, but for a busy machine
         told = [(entry["status"], entry["error"]["message"]) for entry in lab.records()]
         assert told and set(told) == {("killed", f"stopped by {DRIVER_GONE}")}
-
-
-def test_a_run_whose_driver_went_before_it_began_says_so(tmp_path):
-    (spec,) = plan(["A1"], "smoke", machine=CPU)
-    lock = tmp_path / spec.run_path / DRIVER_LOCK  # which nobody holds
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    process = warm.python(tmp_path / "log", *plain_command(spec, tmp_path)[2:], **{DRIVER: str(lock)})
-    process.join(60)
-    entry = record.read_record(tmp_path / spec.run_path)
-    assert process.exitcode and entry["status"] == "killed"
-    assert entry["error"]["message"] == f"stopped by {DRIVER_GONE}"
 
 
 def test_ctrl_c_in_a_notebook_is_a_keyboard_interrupt_whose_record_says_killed(tmp_path):

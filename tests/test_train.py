@@ -40,11 +40,11 @@ def features():
     return build_features(open_source("synthetic:120", "train"), build_tokenizer("tiny"), 96, 32)
 
 
-def spec_of(variant, micro_batch=None, machine=CPU, **scale):
-    """A row at smoke scale, made smaller."""
+def spec_of(variant, micro_batch=None, machine=CPU, **preset):
+    """A row at smoke preset, made smaller."""
     (spec,) = plan([variant], "smoke", data="synthetic:120", machine=machine, micro_batch=micro_batch)
-    scale = {"steps": 6, "checkpoint_every": 0, "measure_from": 2, "effective_batch": 16} | scale
-    return dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, **scale))
+    preset = {"steps": 6, "checkpoint_every": 0, "measure_from": 2, "effective_batch": 16} | preset
+    return dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, **preset))
 
 
 def trained(spec, features, run_dir, model=None):
@@ -68,17 +68,6 @@ def test_the_learning_rate_rises_to_its_peak_and_no_step_has_a_rate_of_zero():
     assert learning_rate(lora, 0, 100) == peak_rate(lora) == spec.preset.learning_rate
     pretrained = spec_of("B1-all", warmup=0.0, recipe_rates=True)
     assert learning_rate(pretrained, 0, 100) == peak_rate(pretrained) == 5 * spec.preset.learning_rate
-
-
-def test_each_epoch_is_another_permutation_in_full_micro_batches(features):
-    batches = Batches(features, spec_of("A1", micro_batch=8))
-    per_epoch = len(features) // 8
-    stream = [m for step in range(per_epoch) for m in batches.step(step)]  # two micro-batches a step: two epochs
-    first, second = np.concatenate(stream[:per_epoch]), np.concatenate(stream[per_epoch : 2 * per_epoch])
-    assert len(set(first)) == len(first) == per_epoch * 8
-    assert len(set(second)) == len(second)
-    assert list(first) != list(second)
-    assert {len(m) for m in stream} == {8}
 
 
 def test_padding_is_to_the_limit_the_longest_or_among_equals(features):
@@ -246,17 +235,6 @@ def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_run_begins_anew(dam
     assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(model).items())
 
 
-def test_a_checkpoint_of_other_code_is_not_gone_on_from(features, tmp_path, monkeypatch):
-    spec = spec_of("A1", checkpoint_every=2)
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    with pytest.raises(KeyboardInterrupt):
-        train(build_model(spec), StopAfter(Batches(features, spec), 4), spec, DEVICE, run_dir, quiet)
-    monkeypatch.setattr("qa_lib.train.checkpoint.code_digest", lambda: "of a changed line")
-    begin, refused = trained(spec, features, run_dir)[3:]
-    assert begin == 0 and "is of other code (commit" in refused
-
-
 def test_a_full_disk_leaves_the_older_checkpoint(features, tmp_path, monkeypatch):
     import safetensors.torch
 
@@ -322,21 +300,6 @@ def test_the_8bit_optimizer_keeps_small_tensors_and_embeddings_in_32_bits(featur
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     assert set(manager.pid2config) <= embeddings and not manager.index2config, "frozen embeddings have no place"
     assert isinstance(build_optimizer(build_model(spec_of("A1")), spec_of("A1")), torch.optim.AdamW)
-
-
-def test_the_meter_counts_what_was_trained(features, tmp_path):
-    from qa_lib.measure.cost import StepCost
-
-    spec = spec_of("A1", steps=10, measure_from=4)
-    model, _, meter, *_ = trained(spec, features, tmp_path)
-    speed, clock = meter.speed(StepCost(model), matrix_tflops=1.0), meter.step_ms()
-    assert len(meter.times) == 10
-    assert clock.n == 6
-    assert clock.p10 <= clock.median <= clock.p90
-    assert speed.tokens_per_s_padded == pytest.approx(96 * speed.samples_per_s)
-    used = [features.lengths[m] for step in range(4, 10) for m in Batches(features, spec).step(step)]
-    assert speed.pad_fraction == pytest.approx(1 - np.concatenate(used).sum() / (6 * 16 * 96))
-    assert 0 < speed.gemm_utilization < speed.gemm_utilization_padded
 
 
 def test_the_time_for_inputs_is_of_the_host_and_of_the_measured_steps(features, tmp_path, monkeypatch):

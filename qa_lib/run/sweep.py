@@ -245,12 +245,12 @@ def main(args: argparse.Namespace) -> int:
     task = find_preset(args.preset).task
     every = [row.name for row in VARIANTS.values() if row.task == task]
     names = every if args.variants is args.family is None else rows_of(args)
-    if args.launcher == "slurm" and (args.gpus or args.share):
+    if args.launcher == "slurm" and (args.gpus or args.shared_gpu):
         raise UserError("--gpus and --shared-gpu are for this machine's cards; Slurm gives each run cards of its own")
     machine, env = slurm.probe(args.runs, max(args.world or [0])) if args.launcher == "slurm" else probe()
     kind = {"local": Launcher, "slurm": slurm.SlurmLauncher}[args.launcher]
     launcher = kind(
-        args.runs, machine, env, args.gpus, args.share, args.force, (args.retry,), notebook_command, args.time_limit
+        args.runs, machine, env, args.gpus, args.shared_gpu, args.force, (args.retry,), notebook_command, args.time_limit
     )
     if args.launcher == "local":
         say_idle(machine, args.gpus)
