@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from qa_lib.errors import UserError
-from qa_lib.spec import MOST, PRESETS
+from qa_lib.presets import MOST, PRESETS
 from qa_lib.variants import find_family, find_variant
 
 

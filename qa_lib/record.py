@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 from qa_lib.errors import UserError
-from qa_lib.spec import Preset, Spec, whole_number
+from qa_lib.presets import Preset, whole_number
+from qa_lib.spec import Spec
 from qa_lib.variants import Settings
 
 SCHEMA, PROFILE_SCHEMA, QUANTIZED_SCHEMA = "qa_lib/3", "qa_lib-profile/3", "qa_lib-quantized/3"

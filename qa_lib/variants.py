@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
@@ -430,36 +430,50 @@ def find_family(letter: str) -> list[str]:
     return [variant.name for variant in VARIANTS.values() if variant.family == letter]
 
 
-def needs(settings: Settings) -> list[str]:
-    """What a machine must have for these settings, by name; spec.missing says what the names mean."""
-    wanted = {
-        "compiler": settings.compile in ("inductor", "regional"),
-        f"backend {settings.compile}": settings.compile not in ("none", "inductor", "regional"),
-        "cuda": settings.compile == "cudagraphs"
-        or settings.attention == "efficient"
-        or settings.fault == "nvidia-smi-polling",
-        "triton-dot": settings.attention == "triton-varlen",
-        "triton": settings.attention == "triton-varlen"
-        or settings.norms == "fused"
-        or settings.gelu == "sigmoid"
-        or settings.half_weights,
-        "sm89": settings.feed_forward == "fp8",
-        "sm80": settings.attention == "flash" or settings.precision == "bf16",
-        "bitsandbytes": settings.optimizer == "adamw-8bit" or settings.base_quantization == "nf4",
-        "torchao": settings.qat != "none",
-        "deepspeed": settings.parallel == "deepspeed",
-    }
-    return [need for need, asked in wanted.items() if asked]
+@dataclass(frozen=True)
+class Need:
+    """What a machine must have for settings that meet one of the conditions `of`: `met` says of a spec.Machine whether
+    it has it, `sm` from which compute capability x 10 GPUs do."""
+
+    of: tuple[str, ...]
+    met: Callable
+    why: str
+    sm: int = 0
 
 
-# A need -> the compute capability x 10 from which GPUs meet it: a T4 has 75, an A100 80, an L4 89, an H100 90. Inductor
-# writes kernels for 70; the oldest that those of our own are compiled for in the tests is a T4.
-SINCE = {"compiler": 70, "triton": 75, "triton-dot": 80, "sm80": 80, "sm89": 89}
+VOLTA, TURING, AMPERE, ADA = 70, 75, 80, 89  # compute capability x 10: of a V100, a T4, an A100, an L4; an H100 has 90
+# Inductor writes kernels for Volta; the oldest that those of our own are compiled for in the tests is a T4.
+# fmt: off
+NEEDS = (
+    Need(("compile=cudagraphs", "attention=efficient", "fault=nvidia-smi-polling"),
+         lambda machine: machine.gpus > 0, "needs a CUDA GPU"),
+    Need(("attention=flash", "precision=bf16"), lambda machine: machine.sm >= AMPERE,
+         "needs a GPU of compute capability 8.0 or newer (bf16 and FlashAttention)", AMPERE),
+    Need(("feed_forward=fp8",), lambda machine: machine.sm >= ADA,
+         "needs a GPU of compute capability 8.9 or newer (8-bit floats)", ADA),
+    Need(("attention=triton-varlen", "norms=fused", "gelu=sigmoid", "optimizer=adamw-master*"),
+         lambda machine: not machine.gpus or (machine.compiler and machine.sm >= TURING),
+         "needs Triton where there is a GPU, and one of compute capability 7.5 or newer", TURING),
+    Need(("attention=triton-varlen",), lambda machine: not machine.gpus or machine.sm >= AMPERE,
+         "needs a GPU of compute capability 8.0 or newer (GEMMs in Triton)", AMPERE),
+    Need(("compile=inductor|regional",), lambda machine: machine.compiler,
+         "torch.compile needs a C++ compiler (g++), or Triton with a GPU", VOLTA),
+    Need(("optimizer=adamw-8bit", "base_quantization=nf4"), lambda machine: machine.bitsandbytes,
+         "needs the package bitsandbytes"),
+    Need(("parallel=deepspeed",), lambda machine: machine.deepspeed, "needs the package deepspeed"),
+    Need(("qat!=none",), lambda machine: machine.torchao, "needs the package torchao"),
+)
+# fmt: on
+
+
+def needs(settings: Settings) -> list[Need]:
+    """What a machine must have for these settings."""
+    return [need for need in NEEDS if any(_matches(settings, condition) for condition in need.of)]
 
 
 def since(settings: Settings) -> int | None:
     """The compute capability x 10 from which GPUs run these settings; None for every one that PyTorch has."""
-    return max((SINCE[need] for need in needs(settings) if need in SINCE), default=None)
+    return max((need.sm for need in needs(settings)), default=0) or None
 
 
 EXAMPLE = "example: python -m qa_lib variants --json | jq '.[] | select(.family == \"B\")'"
@@ -485,4 +499,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _as_json(variant: Variant) -> dict:
     own = {"family": variant.family, "settings": dataclasses.asdict(variant.settings)}
-    return dataclasses.asdict(variant) | own | {"needs": needs(variant.settings), "since": since(variant.settings)}
+    return (
+        dataclasses.asdict(variant)
+        | own
+        | {"needs": [need.why for need in needs(variant.settings)], "since": since(variant.settings)}
+    )

@@ -43,7 +43,8 @@ from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.score import perplexity
 from qa_lib.score.perplexity import total_nats, windows
-from qa_lib.spec import PRESETS, TRAINER_OPTIMIZER, Machine, SpecError, find_shape, resolve
+from qa_lib.presets import PRESETS, find_shape
+from qa_lib.spec import TRAINER_OPTIMIZER, Machine, SpecError, resolve
 from qa_lib.train.compilation import LossOf
 from qa_lib.variants import BASELINES, VARIANTS, find_family
 

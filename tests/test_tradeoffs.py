@@ -16,7 +16,8 @@ from qa_lib.model.encoders import layers_of
 from qa_lib.report import text, tradeoff_figures, tradeoffs
 from qa_lib.report.runs import NotMeasured, load_runs
 from qa_lib.run.plan import plan
-from qa_lib.spec import Machine, find_shape, resolve
+from qa_lib.presets import find_shape
+from qa_lib.spec import Machine, resolve
 from qa_lib.variants import UnknownName
 from tests import tiny
 from tests.test_figures import faults

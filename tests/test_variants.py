@@ -11,7 +11,8 @@ from qa_lib import record, variants
 from qa_lib.record import read_record
 from qa_lib.report.runs import cells, load_runs, select
 from qa_lib.run.plan import plan
-from qa_lib.spec import PRESETS, Machine, Preset, Spec, describe, missing
+from qa_lib.presets import PRESETS, Preset
+from qa_lib.spec import Machine, Spec, describe, missing
 from qa_lib.variants import FAMILIES, RECIPES, VARIANTS, Settings, SpecError, UnknownName
 
 PACKAGE = Path(variants.__file__).parent

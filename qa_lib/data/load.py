@@ -14,7 +14,8 @@ from qa_lib.data.tokenise import build_tokenizer
 from qa_lib.data.tokens import Text, Windows, learn_tokenizer, tokenise_text
 from qa_lib.data.windows import Features, build_features
 from qa_lib.errors import UserError
-from qa_lib.spec import Spec, find_shape
+from qa_lib.presets import find_shape
+from qa_lib.spec import Spec
 
 
 @dataclass

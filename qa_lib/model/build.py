@@ -25,7 +25,8 @@ from qa_lib.model.norms import use_fused_norms
 from qa_lib.model.projections import fuse_projections, split_projections
 from qa_lib.model.quantize import is_rounding, use_rounding
 from qa_lib.model.short import use_short_attention
-from qa_lib.spec import HEAD, Spec, find_shape
+from qa_lib.presets import HEAD, find_shape
+from qa_lib.spec import Spec
 from qa_lib.variants import Recipe, Settings
 
 ALIGN = 64  # tokens of a vocabulary are made a multiple of this

@@ -18,10 +18,10 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import curve_fit
 
+from qa_lib.presets import find_shape
 from qa_lib.report.runs import EPOCHS, RATE, NotMeasured, select
 from qa_lib.report.tables import interval
 from qa_lib.report.text import FILTERS, MISSING, count, number, points, say
-from qa_lib.spec import find_shape
 
 SCORES = {  # task -> value of a record, its name; by bytes, tokenizers may differ
     "lm": ("quality.bits_per_byte", "bits per byte"),

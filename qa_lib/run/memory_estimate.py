@@ -26,9 +26,10 @@ from qa_lib.errors import UserError
 from qa_lib.measure.meter import MIB
 from qa_lib.model.build import apply_recipe, model_config
 from qa_lib.model.encoders import embeddings_of, encoder_of, layers_of, layers_passed, trains
+from qa_lib.presets import Preset, find_preset, find_shape
 from qa_lib.run.plan import plan
 from qa_lib.run.tasks import TASKS
-from qa_lib.spec import Machine, Preset, Spec, adjust, find_preset, find_shape
+from qa_lib.spec import Machine, Spec, adjust
 from qa_lib.variants import Settings
 
 LIBRARIES_MIB = 100  # measured on one H200: workspaces of cuBLAS, and inputs

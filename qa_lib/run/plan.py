@@ -14,7 +14,8 @@ from qa_lib.data.text import open_text
 from qa_lib.errors import UserError
 from qa_lib.model.encoders import find_encoder
 from qa_lib.model.hf_checkpoint import checkpoint_files, commit_of, inspect_checkpoint
-from qa_lib.spec import HEAD, Machine, Spec, find_preset, find_shape, resolve, sha256_of_json, unshared, whole_number
+from qa_lib.presets import HEAD, find_preset, find_shape, whole_number
+from qa_lib.spec import Machine, Spec, resolve, sha256_of_json, unshared
 from qa_lib.variants import SpecError
 
 SOURCES = {"qa": open_source, "lm": open_text}  # task -> what opens its data

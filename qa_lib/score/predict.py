@@ -30,9 +30,9 @@ from qa_lib.errors import UserError
 from qa_lib.model.encoders import most_tokens
 from qa_lib.model.hf_checkpoint import find_folder, inspect_checkpoint, pickle_in
 from qa_lib.model.load import check_tokenizer, load
+from qa_lib.presets import stride_of
 from qa_lib.record import read_record
 from qa_lib.score.decode import decode
-from qa_lib.spec import stride_of
 
 EXAMPLE = """examples:
   python -m qa_lib predict --model my-bert/ --question "Who wrote it?" --context "It was written by Ada."

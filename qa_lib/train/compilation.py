@@ -13,7 +13,7 @@ P-overlap).
 Inductor's partitioner also decides what the forward pass keeps for the backward pass. What elementwise work would give
 again from other values that are kept, it leaves out, unless a matrix product needs it as a whole: the outputs of GELU
 and of the layer norms, a third of all that BERT keeps. Row E-recompute-elementwise leaves these out as well: each is
-written once more, and no product is repeated, as it is where whole layers are recomputed (row C2). """
+written once more, and no product is repeated, as it is where whole layers are recomputed (row C2)."""
 
 from functools import partial
 

@@ -4,7 +4,7 @@ Tensor cores multiply 16-bit numbers several times as fast as 32-bit ones. fp16 
 65,504 and underflows early, so its loss is scaled up before the backward pass and gradients down after it (GradScaler);
 bf16 has fp32's range and needs none of that (row E-bf16). With `autocast` the weights stay in fp32, and each product
 casts its operands; with the optimizer `master` the weights themselves are in half precision and nothing is cast (row
-E-masters). Tensor cores multiply fp16 from compute capability 7.0 on, as a T4 has, and bf16 from 8.0 on. """
+E-masters). Tensor cores multiply fp16 from compute capability 7.0 on, as a T4 has, and bf16 from 8.0 on."""
 
 import torch
 
