@@ -247,7 +247,7 @@ def resolve(
         raise SpecError(f"{variant} is no pipeline and has no stages")
     settings, adjusted = adjust(asked, machine)
     spec = Spec(
-        variant=variant, preset=size, seed=seed, asked=asked, settings=settings, adjusted=adjusted,
+        variant=named.name, preset=size, seed=seed, asked=asked, settings=settings, adjusted=adjusted,
         skip=missing(settings, machine, world), hardware=machine.hardware, data=data, model=model,
         data_source=data_source, model_source=model_source, world=world, stages=stages,
     )  # fmt: skip

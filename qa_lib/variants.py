@@ -413,13 +413,15 @@ FAMILIES = {
     "P": "parallel",
     "L": "language",
 }  # family -> notebook
+RECOMMENDED = "E-moments"  # what `recommended` stands for, and sentences speak of
 BASELINES = {"qa": "A1", "lm": "L1"}  # task -> the variant that its others are compared with
 
 
 def find_variant(name: str) -> Variant:
-    """The variant of that name; UnknownName otherwise."""
+    """The variant of that name, or the `recommended` one; UnknownName otherwise."""
+    name = RECOMMENDED if name == "recommended" else name
     if name not in VARIANTS:
-        raise UnknownName(nearest("variant", name, VARIANTS))
+        raise UnknownName(nearest("variant", name, [*VARIANTS, "recommended"]))
     return VARIANTS[name]
 
 
