@@ -291,7 +291,7 @@ VERBS = {
             flag("--fix-spans", "move misplaced gold answers to their only occurrence"),
         ),
         "score validation.json answers/predictions.json\n"
-        "score dev.json answers/texts.json --na-prob answers/null_odds.json --na-threshold 0",
+        "score dev.json texts.json --na-prob answers/null_odds.json --na-threshold 0",
     ),
 }
 
