@@ -171,7 +171,7 @@ class Parallel:
     (train/pipeline.py); `rank_computing_ms` is how long each computes in a step, and says whether stages are balanced.
     `interconnect` is how the GPUs are connected (measure/hardware.py); `rank_*` have a value for each process, by its
     rank; `allreduce_gbs` is the bus bandwidth of one reduction; of a step, `busy_ms` is how long a GPU computes and
-    `exposed_ms` how long it only communicates, means over the processes (measure/overlap.py); `goodput` is samples a
+    `exposed_ms` how long it only communicates, means over the processes (measure/comm.py); `goodput` is samples a
     second times `efficiency` (measure/goodput.py)."""
 
     world: int | None = None

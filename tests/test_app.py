@@ -198,7 +198,7 @@ def test_answers_are_right_and_long_paragraphs_windowed(server, runs, questions)
     assert sum(right(example) for example in questions[:30]) >= 24
     found, card = server(key_of(runs), "who came ?", " ".join(example.context for example in questions[:20]))
     assert found["windows"] > 5 and f"{found['windows']} windows" in card[4]["value"]
-    assert all(f"{part} " in card[4]["value"] for part in ("tokenise", "model", "decode"))
+    assert all(f"{part} " in card[4]["value"] for part in ("tokenize", "model", "decode"))
 
 
 def test_the_decoders_best_span_is_the_answer_also_where_it_is_punctuation():

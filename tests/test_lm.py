@@ -29,12 +29,13 @@ from qa_lib.data.batches import Batches
 from qa_lib.data.load import load_text
 from qa_lib.data.squad import DataError
 from qa_lib.data.text import open_text
-from qa_lib.data.tokenise import build_tokenizer
-from qa_lib.data.tokens import learn_tokenizer, tokenise_text
+from qa_lib.data.tokenize import build_tokenizer
+from qa_lib.data.tokens import learn_tokenizer, tokenize_text
 from qa_lib.errors import UserError
-from qa_lib.measure.cost import StepCost
+from qa_lib.measure.flops import StepCost
 from qa_lib.model.build import build_model, model_config
 from qa_lib.model.hf_checkpoint import SUMS
+from qa_lib.presets import PRESETS, find_shape
 from qa_lib.report import tables
 from qa_lib.report.notebook import result
 from qa_lib.report.runs import load_runs, select
@@ -43,9 +44,8 @@ from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.score import perplexity
 from qa_lib.score.perplexity import total_nats, windows
-from qa_lib.presets import PRESETS, find_shape
 from qa_lib.spec import TRAINER_OPTIMIZER, Machine, SpecError, resolve
-from qa_lib.train.compilation import LossOf
+from qa_lib.train.compile import LossOf
 from qa_lib.variants import BASELINES, VARIANTS, find_family
 
 WIKITEXT = Path(__file__).resolve().parents[2] / "shared" / "wikitext"
@@ -90,7 +90,7 @@ def tokenizer(folder, tmp_path_factory):
 
 def test_a_text_becomes_one_array_that_gives_it_back(folder, tokenizer):
     source = open_text(folder, "train")
-    text = tokenise_text(source, tokenizer)
+    text = tokenize_text(source, tokenizer)
     whole = "".join(source.lines())
     ends = np.flatnonzero(text.tokens == tokenizer.eos_token_id)
     assert ends[0] == 0 and len(ends) == 2, "before each document"
@@ -102,21 +102,21 @@ def test_a_text_becomes_one_array_that_gives_it_back(folder, tokenizer):
 
 def test_it_does_not_matter_how_many_lines_are_read_at_a_time(folder, tokenizer, monkeypatch):
     source = open_text(folder, "train")
-    before, words, size = vars(tokenise_text(source, tokenizer)).values()
+    before, words, size = vars(tokenize_text(source, tokenizer)).values()
     monkeypatch.setattr(tokens, "LINES_PER_CALL", 3)
-    after = tokens._tokenise(source, tokenizer.backend_tokenizer, tokenizer.eos_token_id)
+    after = tokens._tokenize(source, tokenizer.backend_tokenizer, tokenizer.eos_token_id)
     assert after.tokens.tolist() == before.tolist()
     assert (after.words, after.bytes) == (words, size)
 
 
 def test_arrays_are_made_once_by_content_and_memory_mapped(folder, tokenizer, tmp_path, monkeypatch):
     source = open_text(folder, "validation")
-    first = tokenise_text(source, tokenizer)
+    first = tokenize_text(source, tokenizer)
     assert isinstance(first.tokens.base, np.memmap) and first.tokens.dtype == np.uint16
     (tmp_path / "other.txt").write_bytes((folder / "validation.txt").read_bytes())
     same = open_text(tmp_path / "other.txt", "train")
     monkeypatch.setattr(same, "lines", lambda: pytest.fail("read again"))
-    assert tokenise_text(same, tokenizer).tokens.tolist() == first.tokens.tolist()
+    assert tokenize_text(same, tokenizer).tokens.tolist() == first.tokens.tolist()
     assert learn_tokenizer(open_text(folder, "train"), 400).get_vocab() == tokenizer.get_vocab()
     assert tokens._learn(open_text(folder, "train"), 400) == tokens._learn(open_text(folder, "train"), 400)
 
@@ -127,8 +127,8 @@ def test_a_large_vocabulary_takes_wider_numbers(folder, tokenizer):
     for tokens_in_all, dtype in ((2**16, np.uint16), (2**16 + 1, np.uint32)):
         backend.add_tokens([f"<{number}>" for number in range(backend.get_vocab_size(), tokens_in_all)])
         assert backend.get_vocab_size() == tokens_in_all
-        assert tokens._tokenise(source, backend, tokens_in_all - 1).tokens.dtype == dtype
-    assert tokens._tokenise(source, backend, 2**16).tokens[0] == 2**16
+        assert tokens._tokenize(source, backend, tokens_in_all - 1).tokens.dtype == dtype
+    assert tokens._tokenize(source, backend, 2**16).tokens[0] == 2**16
 
 
 def test_a_tokenizer_is_learnt_for_each_text_and_size(folder, tokenizer, tmp_path):
@@ -141,7 +141,7 @@ def test_a_tokenizer_is_learnt_for_each_text_and_size(folder, tokenizer, tmp_pat
 
 def test_a_text_that_speaks_of_an_end_token_does_not_end(folder, tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text(f"the sea {tokens.END} back\n")
-    assert tokenise_text(open_text(tmp_path / "a.txt", "train"), tokenizer).tokens.tolist().count(0) == 1
+    assert tokenize_text(open_text(tmp_path / "a.txt", "train"), tokenizer).tokens.tolist().count(0) == 1
 
 
 def test_the_hub_gives_the_same_lines_as_the_file(folder, monkeypatch):
@@ -207,7 +207,7 @@ def test_a_context_longer_than_the_validation_text_is_the_text(folder, tmp_path)
 def test_windows_line_ends_are_line_ends(folder, tmp_path, tokenizer):
     whole = (folder / "validation.txt").read_bytes()
     (tmp_path / "wiki.valid.tokens").write_bytes(whole.replace(b"\n", b"\r\n"))
-    text, plain = (tokenise_text(open_text(path, "validation"), tokenizer) for path in (tmp_path, folder))
+    text, plain = (tokenize_text(open_text(path, "validation"), tokenizer) for path in (tmp_path, folder))
     assert text.tokens.tolist() == plain.tokens.tolist() and (text.words, text.bytes) == (plain.words, plain.bytes)
 
 
@@ -231,7 +231,7 @@ def test_what_is_no_text_is_refused(folder, tmp_path):
 
 def test_a_tokenizer_without_an_end_token_is_refused(folder):
     with pytest.raises(UserError, match=r"has no end token \(eos_token\), with which a text begins"):
-        tokenise_text(open_text(folder, "validation"), build_tokenizer("tiny"))
+        tokenize_text(open_text(folder, "validation"), build_tokenizer("tiny"))
 
 
 def test_a_folder_whose_tokenizer_has_no_end_token_is_named(run, tmp_path):
@@ -248,7 +248,7 @@ def test_a_folder_whose_tokenizer_has_no_end_token_is_named(run, tmp_path):
 def test_a_tokenizer_that_is_not_fast_is_refused(folder):
     slow = SimpleNamespace(name_or_path="slow", is_fast=False, eos_token_id=0)
     with pytest.raises(UserError, match="slow: its tokenizer is not a fast one"):
-        tokenise_text(open_text(folder, "validation"), slow)
+        tokenize_text(open_text(folder, "validation"), slow)
 
 
 def test_a_context_above_the_models_positions_is_refused():
@@ -444,7 +444,7 @@ def test_the_saved_model_scores_as_the_run_did(run):
         AutoModelForCausalLM.from_pretrained(path / "model"),
         AutoTokenizer.from_pretrained(path / "model"),
     )
-    text = tokenise_text(open_text(spec.data_source, "validation"), tokenizer)
+    text = tokenize_text(open_text(spec.data_source, "validation"), tokenizer)
     nats = total_nats(model.eval(), torch.from_numpy(text.tokens.astype("int64")), 64, 32)
     assert nats == pytest.approx(record.read_record(path)["quality"]["nats"], rel=1e-4)
 
@@ -486,7 +486,7 @@ def test_a_row_trains_what_it_says_and_saves_a_plain_model(row, tmp_path):
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
     adapters = sum(parameter.numel() for name, parameter in before.items() if ".lora_" in name)
     assert entry["model"]["params_total"] == plain.num_parameters() + adapters, "also of weights that it held in 4 bits"
-    text = tokenise_text(open_text(spec.data_source, "validation"), AutoTokenizer.from_pretrained(path))
+    text = tokenize_text(open_text(spec.data_source, "validation"), AutoTokenizer.from_pretrained(path))
     nats = total_nats(plain.eval(), torch.from_numpy(text.tokens.astype("int64")), 64, 32)
     assert nats == pytest.approx(entry["quality"]["nats"], rel=1e-6)
 

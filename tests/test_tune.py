@@ -14,8 +14,8 @@ from qa_lib import record
 from qa_lib.cli import Parser
 from qa_lib.data.load import load_data
 from qa_lib.errors import UserError
-from qa_lib.measure import machine
-from qa_lib.measure.machine import turn
+from qa_lib.measure import hardware
+from qa_lib.measure.hardware import turn
 from qa_lib.run import fit, launch, max_batch, tune
 from qa_lib.run.plan import plan
 from qa_lib.run.process import SHARE, child_env
@@ -123,7 +123,7 @@ def test_bad_searches_are_refused_by_name(tried, words, said):
 
 
 def test_runs_on_one_gpu_take_turns(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(hardware.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid="GPU-1"))
     gpu, said, waited = types.SimpleNamespace(type="cuda"), [], []
 

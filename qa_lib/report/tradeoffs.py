@@ -65,7 +65,7 @@ def measured(every: pd.DataFrame, group: str, row: str) -> pd.DataFrame:
 
 
 def _sizes(runs: pd.DataFrame, task: str) -> dict[str, pd.Series]:
-    """The columns of SIZES, and depth. FLOPs are counted as in measure/cost.py, for rows that train all of the model:
+    """The columns of SIZES, and depth. FLOPs are counted as in measure/flops.py, for rows that train all of the model:
     for each token 6 for each weight of layers and head, 4 for each bias and norm, and 6 x layers x hidden x length for
     the half of attention that is not masked."""
     parameters = runs["model.params_total"].astype(float)

@@ -63,7 +63,7 @@ def answer(loaded: Model, question: str, context: str) -> dict:
 
     `nbest` is what Answers.entries gives; `margin` the null score minus that of the best span (None if no span was
     allowed); `windows` how many the paragraph was cut into, of at most `window_tokens`; `ms` the milliseconds that
-    tokenising, model and decoding took.
+    tokenizing, model and decoding took.
     Raises QuestionTooLong where the paragraph has no room, DataError for a model whose logits are NaN.
     """
     source = asked([(question, context)])
@@ -90,6 +90,6 @@ def answer(loaded: Model, question: str, context: str) -> dict:
         "window_tokens": loaded.max_length,
         "ms": {
             part: 1000 * (end - begin)
-            for part, (begin, end) in zip(("tokenise", "model", "decode"), pairwise(clock), strict=True)
+            for part, (begin, end) in zip(("tokenize", "model", "decode"), pairwise(clock), strict=True)
         },
     }

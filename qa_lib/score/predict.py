@@ -24,10 +24,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qa_lib import cli
 from qa_lib.data.squad import DataError, Source, open_source, unlabelled
-from qa_lib.data.tokenise import build_tokenizer
+from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.data.windows import Features, build_features
 from qa_lib.errors import UserError
-from qa_lib.model.encoders import most_tokens
+from qa_lib.model.architectures import max_positions
 from qa_lib.model.hf_checkpoint import find_folder, inspect_checkpoint, pickle_in
 from qa_lib.model.load import check_tokenizer, load
 from qa_lib.presets import stride_of
@@ -132,7 +132,7 @@ def window_lengths(folder: str | Path, model) -> tuple[int, int]:
     with suppress(ValueError, KeyError, TypeError):  # no record, or one that says something else
         scale = read_record(Path(folder).absolute().parent)["spec"]["preset"]
         max_length, stride = int(scale["max_length"]), int(scale["stride"])
-    max_length = min(max_length, most_tokens(model.config))
+    max_length = min(max_length, max_positions(model.config))
     return max_length, stride_of(max_length, stride)
 
 

@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 
 from qa_lib.data.squad import hash_files
-from qa_lib.measure.machine import libraries
+from qa_lib.measure.hardware import libraries
 from qa_lib.record import RecordError, code_version, regular
 from qa_lib.spec import Spec
-from qa_lib.train.parallel import Alone, part, whole
+from qa_lib.train.data_parallel import Alone, part, whole
 
 # What decides how a training goes on. A run that is resumed by other code would be neither the one nor the other.
 CODE = ("data", "model", "train", "variants.py", "spec.py")
