@@ -1,7 +1,10 @@
 import dataclasses
 import gc
 import json
+import shutil
 import weakref
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from qa_lib.measure.meter import Meter
 from qa_lib.model.build import build_model
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
+from qa_lib.train import checkpoint as checkpoints
 from qa_lib.train import compile as compilation
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.compile import compiled, forget_compiled, found_in_cache, start_compilers
@@ -246,13 +250,18 @@ def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_run_begins_anew(dam
     assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(model).items())
 
 
-def test_a_checkpoint_of_other_code_is_not_gone_on_from(features, tmp_path, monkeypatch):
+@pytest.mark.parametrize("edited", ["kernels/fused_norm.py", "train/loop.py"])
+def test_a_checkpoint_of_other_code_is_not_gone_on_from(edited, features, tmp_path, monkeypatch):
+    package = Path(checkpoints.__file__).parents[1]
+    copy = shutil.copytree(package, tmp_path / "qa_lib", ignore=shutil.ignore_patterns("__pycache__", "report"))
+    assert checkpoints.code_digest(copy) == checkpoints.code_digest()
+    (copy / edited).write_text(f"{(copy / edited).read_text()}# another line\n")
     spec = spec_of("A1", checkpoint_every=2)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     with pytest.raises(KeyboardInterrupt):
         train(build_model(spec), StopAfter(Batches(features, spec), 4), spec, DEVICE, run_dir, quiet)
-    monkeypatch.setattr("qa_lib.train.checkpoint.code_digest", lambda: "of a changed line")
+    monkeypatch.setattr(checkpoints, "code_digest", partial(checkpoints.code_digest, copy))
     begin, refused = trained(spec, features, run_dir)[3:]
     assert begin == 0 and "is of other code (commit" in refused
 
