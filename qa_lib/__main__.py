@@ -1,6 +1,5 @@
-"""The command line: python -m qa_lib VERB ... Each verb is a module with EXAMPLE, add_arguments and main."""
+"""The command line: python -m qa_lib VERB ... commands.py has the verbs, and the module of each its main."""
 
-import argparse
 import contextlib
 import errno
 import gc
@@ -8,27 +7,9 @@ import importlib
 import os
 import sys
 
-from qa_lib.cli import Parser
+from qa_lib.commands import VERBS, parser_of
 from qa_lib.errors import UserError, first_line, printable, stoppable, stopped_by
 from qa_lib.variants import nearest
-
-VERBS = {
-    "variants": ("qa_lib.variants", "list the variants: what each changes, and why"),
-    "run": ("qa_lib.run.fit", "train, measure and evaluate one variant in this process"),
-    "sweep": ("qa_lib.run.sweep", "run many variants, each through its notebook, one process a run"),
-    "profile": ("qa_lib.run.profile", "where a variant's step spends its time and memory"),
-    "memory": ("qa_lib.run.memory_estimate", "predict a variant's GPU memory, without a GPU"),
-    "max-batch": ("qa_lib.run.max_batch", "find a variant's largest micro-batch under a cap on GPU memory"),
-    "tune": ("qa_lib.run.tune", "try other learning rates, or other parameters to train, for a variant"),
-    "quantize": ("qa_lib.run.quantize", "a run's model in 8 or 4 bits: its F1, size and time to answer"),
-    "export": ("qa_lib.run.export", "records as CSV, runs for TensorBoard or Weights & Biases"),
-    "archive": ("qa_lib.archive", "put a group's records and steps into two files"),
-    "report": ("qa_lib.report.publish", "draw tables and figures from the records"),
-    "app": ("qa_lib.app", "ask checkpoints in the browser, and read the dashboard"),
-    "predict": ("qa_lib.score.predict", "answer a file of questions, or one, with a checkpoint"),
-    "score": ("qa_lib.score.f1", "score predictions by the official SQuAD v2 rules"),
-}
-
 
 STOPPED = 130  # exit code of a verb that a signal ended
 
@@ -67,7 +48,7 @@ def main(argv: list[str]) -> int:
 def _run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: python -m qa_lib VERB ...\n\nverbs:")
-        print("\n".join(f"  {verb:10}{text}" for verb, (_, text) in VERBS.items()))
+        print("\n".join(f"  {name:11}{verb.text}" for name, verb in VERBS.items()))
         print("\nexample: python -m qa_lib sweep --help")
         return 0 if argv else 2
     for word in argv:
@@ -76,19 +57,12 @@ def _run(argv: list[str]) -> int:
     verb = argv[0]
     if verb not in VERBS:
         raise UserError(nearest("verb", verb, VERBS))
-    name, text = VERBS[verb]
+    args = parser_of(verb).parse_args(argv[1:])
     gc.disable()  # modules stay, and looking for garbage among them takes a fifth of the time of importing them
-    module = importlib.import_module(name)
+    module = importlib.import_module(VERBS[verb].module)
     gc.freeze()  # nor is any looked for among them later
     gc.enable()
-    parser = Parser(
-        prog=f"python -m qa_lib {verb}",
-        description=text,
-        epilog=module.EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    module.add_arguments(parser)
-    return module.main(parser.parse_args(argv[1:]))
+    return module.main(args)
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def answer(choice, question: str, context: str) -> dict:
 
 
 def _ask(folder: Path, question: str, context: str) -> dict:
-    from qa_lib.score.ask import QuestionTooLong, ask
+    from qa_lib.score.predict import QuestionTooLong, ask
 
     try:
         return ask(folder, question, context)

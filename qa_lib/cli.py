@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from qa_lib.errors import UserError
-from qa_lib.spec import MOST, PRESETS
+from qa_lib.presets import MOST, PRESETS
 from qa_lib.variants import find_family, find_variant
 
 
@@ -91,21 +91,25 @@ def folder(text: str) -> Path:
     return found
 
 
-class _Joined(argparse.Action):
+class Joined(argparse.Action):
     """Joins the lists that the words of an option have become."""
 
     def __call__(self, parser, namespace, lists, option=None):
         setattr(namespace, self.dest, list(itertools.chain(*lists)))
 
 
-def add_several(parser: argparse.ArgumentParser, name: str, kind: type, metavar: str, help: str, **more) -> None:
-    """An option that takes several words, with commas or spaces between them; `more` are options of add_argument."""
+def several(kind: Callable) -> Callable[[str], list]:
+    """The kind of a word that holds several values, with commas or spaces between them."""
 
     def values(text: str) -> list:
         return [kind(word) for word in given(text.replace(",", " ")).split()]
 
     values.__name__ = kind.__name__  # argparse shows it for a word that is no value
-    parser.add_argument(name, **{"nargs": "+"} | more, type=values, action=_Joined, metavar=metavar, help=help)
+    return values
+
+
+def add_several(parser, name, kind, metavar, help, **more) -> None:
+    parser.add_argument(name, **{"nargs": "+"} | more, type=several(kind), action=Joined, metavar=metavar, help=help)
 
 
 def add_rows(parser: argparse.ArgumentParser, name: str, help: str = "rows of `python -m qa_lib variants`") -> None:
@@ -114,12 +118,15 @@ def add_rows(parser: argparse.ArgumentParser, name: str, help: str = "rows of `p
     parser.add_argument("--family", type=given, metavar="A", help="the rows of one family, by letter or by notebook")
 
 
-def rows_of(args: argparse.Namespace) -> list[str]:
-    """The names of the rows that were asked for. Raises UnknownName, and UserError where none was."""
+def variants_of(args: argparse.Namespace) -> list[str]:
+    """The names of the variants that were asked for. Raises UnknownName, and UserError where none was."""
     names = [*(args.variants or []), *(find_family(args.family) if args.family else [])]
     if not names:
-        raise UserError("no row is named: give rows of `python -m qa_lib variants`, or a --family")
+        raise UserError("no variant is named: give some of `python -m qa_lib variants`, or a --family")
     return [find_variant(name).name for name in names]
+
+
+rows_of = variants_of
 
 
 def add_source_arguments(parser: argparse.ArgumentParser, preset: bool = True, several: bool = False) -> None:

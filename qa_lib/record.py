@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 from qa_lib.errors import UserError
-from qa_lib.spec import Preset, Spec, whole_number
+from qa_lib.presets import Preset, whole_number
+from qa_lib.spec import Spec
 from qa_lib.variants import Settings
 
 SCHEMA, PROFILE_SCHEMA, QUANTIZED_SCHEMA = "qa_lib/3", "qa_lib-profile/3", "qa_lib-quantized/3"
@@ -170,7 +171,7 @@ class Parallel:
     (train/pipeline.py); `rank_computing_ms` is how long each computes in a step, and says whether stages are balanced.
     `interconnect` is how the GPUs are connected (measure/hardware.py); `rank_*` have a value for each process, by its
     rank; `allreduce_gbs` is the bus bandwidth of one reduction; of a step, `busy_ms` is how long a GPU computes and
-    `exposed_ms` how long it only communicates, means over the processes (measure/overlap.py); `goodput` is samples a
+    `exposed_ms` how long it only communicates, means over the processes (measure/comm.py); `goodput` is samples a
     second times `efficiency` (measure/goodput.py)."""
 
     world: int | None = None

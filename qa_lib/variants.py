@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
@@ -248,12 +248,17 @@ def find_recipe(name: str) -> Recipe:
 
 @dataclass(frozen=True)
 class Variant:
-    """What is compared: `change` holds at most one field of Settings, the difference to `parent`."""
+    """What is compared: `change` holds at most one field of Settings, the difference to `parent`.
+
+    `tags` say where the report shows it: on the `ladder` of figures, beside it as a `peer` (transformers.Trainer), in
+    tables of few variants (`headline`), as a `technique` of the README. What has no tag stands in the whole tables.
+    """
 
     name: str
     parent: str | None
     change: dict
     why: str
+    tags: tuple[str, ...] = ()
 
     @property
     def family(self) -> str:
@@ -270,138 +275,155 @@ class Variant:
         return dataclasses.replace(base, **self.change)
 
 
-def _variant(name: str, parent: str | None, why: str, **change) -> Variant:
-    return Variant(name, parent, change, why)
+def _variant(name: str, parent: str | None, why: str, tags: str = "", **change) -> Variant:
+    return Variant(name, parent, change, why, tuple(tags.split()))
 
 
 # fmt: off
 VARIANTS = {variant.name: variant for variant in [
-    _variant("A1", None, "The baseline: fp16, eager attention, every sample padded to the limit, AdamW, no compiler."),
-    _variant("A0", "A1", "What most people would run: the same training by transformers.Trainer.", engine="trainer"),
+    _variant("A1", None, "The baseline: fp16, eager attention, every sample padded to the limit, AdamW, no compiler.",
+             tags="ladder headline"),
+    _variant("A0", "A1", "What most people would run: the same training by transformers.Trainer.",
+             engine="trainer", tags="peer headline"),
     _variant("A0-sdpa", "A0", "The Trainer with fused attention, which is its default.", attention="sdpa"),
     _variant("A0-longest", "A0-sdpa", "The Trainer with its usual collator: padded to the longest.", padding="longest"),
-    _variant("A0-grouped", "A0-longest", "The Trainer with batches of like length, too.", group_by_length=True),
-    _variant("A0-compile", "A0-grouped", "Whether torch.compile helps the Trainer at its best.", compile="inductor"),
-    _variant("A2", "A1", "Fused attention keeps the score matrix out of memory and saves launches.", attention="sdpa"),
-    _variant("A3", "A2", "The compiler fuses elementwise work and removes Python from the step.", compile="inductor"),
-    _variant("A4-nb", "A3", "Padding to the longest of a batch, which one long sample spoils.", padding="longest"),
-    _variant("A4", "A4-nb", "Batches of like length make that pay: half of a batch is padding.", group_by_length=True),
-    _variant("A4-b", "A4", fault="positional-join",
-             why="The reference project's fault on purpose: sorted predictions, unsorted questions."),
+    _variant("A0-grouped", "A0-longest", "The Trainer with batches of like length, too.",
+             group_by_length=True, tags="peer"),
+    _variant("A0-compile", "A0-grouped", "Whether torch.compile helps the Trainer at its best.",
+             compile="inductor", tags="peer headline"),
+    _variant("A2", "A1", "Fused attention keeps the score matrix out of memory and saves launches.",
+             attention="sdpa", tags="ladder technique"),
+    _variant("A3", "A2", "The compiler fuses elementwise work and removes Python from the step.",
+             compile="inductor", tags="ladder technique"),
+    _variant("A4-nb", "A3", "Padding to the longest of a batch, which one long sample spoils.",
+             padding="longest", tags="ladder"),
+    _variant("A4", "A4-nb", "Batches of like length make that pay: half of a batch is padding.",
+             group_by_length=True, tags="ladder"),
+    _variant("A4-b", "A4", "The reference project's fault on purpose: sorted predictions, unsorted questions.",
+             fault="positional-join"),
     _variant("A1-fp32", "A1", "What mixed precision is worth: all of it in 32 bits.", precision="fp32"),
     _variant("A1-int8", "A1-fp32", "Training that knows that its weights will be whole numbers.", qat="int8"),
     _variant("A1-int4", "A1-fp32", "The same with 4 bits, of which rounding takes more.", qat="int4"),
-    _variant("B1", "A3", trainable="lora-qv",
-             why="LoRA r=8 on query and value at the full rate, as in the reference project."),
+    _variant("B1", "A3", "LoRA r=8 on query and value at the full rate, as in the reference project.",
+             trainable="lora-qv"),
     _variant("B1-all", "A3", "LoRA r=32 on every linear layer, at five times the rate.", trainable="lora-all"),
     _variant("B2", "A3", "BitFit: only biases and the answer head train.", trainable="bitfit"),
     _variant("B3", "A3", "The bottom layers frozen, 10 of 12: a shorter backward pass.", trainable="freeze-bottom-10"),
-    _variant("B3-last4", "A3", trainable="freeze-last-4",
-             why="The last layers frozen, 4 of 12: gradients pass through them."),
+    _variant("B3-last4", "A3", "The last layers frozen, 4 of 12: gradients pass through them.",
+             trainable="freeze-last-4"),
     _variant("C1", "A3", "Adam's two moments in 8 bits instead of 32.", optimizer="adamw-8bit"),
     _variant("C2-8", "A2", "The 8-bit optimizer alone, without the compiler.", optimizer="adamw-8bit"),
     _variant("C2", "A3", "Activations are recomputed instead of kept: memory for time.", activation_checkpointing=True),
     _variant("D1", "A3", "The compiler's graph capture without its code generation.", compile="aot_eager"),
     _variant("D1-cudagraphs", "A3", "Launch overhead alone: captured graphs of unfused kernels.", compile="cudagraphs"),
     _variant("D1-nvfuser", "A3", "The backend the proposal names; torch.compile has none any more.", compile="nvfuser"),
-    _variant("E-packed", "A3", "No padding: samples packed into sequences of one static length.", padding="packed"),
-    _variant("E-packed-efficient", "E-packed", attention="efficient",
-             why="The kernel that a T4 has, in FlashAttention's place."),
-    _variant("E-adamw", "E-packed", optimizer="adamw-fused",
-             why="AdamW as one kernel, with rate and step count on the device: no waiting."),
-    _variant("E-graph", "E-adamw", cuda_graph=True,
-             why="The whole step is one launch, so that a slow host no longer matters."),
-    _variant("E-bf16", "E-graph", precision="bf16",
-             why="No loss scaling; the same matrix rate on this generation of chips."),
-    _variant("E-masters", "E-bf16", optimizer="adamw-master",
-             why="Weights, gradients, residuals in bf16 over fp32 masters: no casts."),
-    _variant("E-masters-eager", "E-masters", cuda_graph=False,
-             why="What the capture alone gives; and where pipelines begin."),
-    _variant("E-qkv", "E-masters", qkv="fused",
-             why="Query, key and value in one linear layer: wider tiles, fewer kernels."),
-    _variant("E-dropout", "E-qkv", "Dropout's random bits at a tenth of the work.", dropout="hash"),
-    _variant("E-dropout-moments", "E-dropout", optimizer="adamw-master-bf16",
-             why="Adam's moments in bf16, rounded at random: fewer bytes."),
-    _variant("E-recompute-elementwise", "E-dropout-moments", activation_checkpointing="elementwise",
-             why="GELU and norms are computed twice, and not kept."),
-    _variant("E-regions", "E-dropout", "A quick start: layers are compiled by threes, all as one.", compile="regional"),
-    _variant("E-dropout-fp8", "E-dropout", feed_forward="fp8",
-             why="Half of the GEMMs in 8-bit floats, where the chip has them."),
-    _variant("E-varlen", "E-regions", attention="triton-varlen",
-             why="A kernel of our own: attention for segments of 180 tokens."),
-    _variant("E-recompute", "E-varlen", activation_checkpointing=True,
-             why="Layers are computed twice, in a graph: hashes need no state."),
-    _variant("E-recompute-moments", "E-recompute", optimizer="adamw-master-bf16",
-             why="The least memory of a captured step: moments in bf16."),
-    _variant("E-norm", "E-varlen", "Bias, dropout, residual and norm: one kernel each way.", norms="fused"),
-    _variant("E-gelu", "E-norm", "GELU in fewer instructions, to a fraction of bf16's step.", gelu="sigmoid"),
-    _variant("E-moments", "E-gelu", optimizer="adamw-master-bf16",
-             why="The recommended stack: Adam's moments in bf16 as well."),
-    _variant("E-fp8", "E-moments", "And half of its GEMMs in 8 bits.", feed_forward="fp8"),
+    _variant("E-packed", "A3", "No padding: samples packed into sequences of one static length.",
+             padding="packed", tags="ladder technique"),
+    _variant("E-packed-efficient", "E-packed", "The kernel that a T4 has, in FlashAttention's place.",
+             attention="efficient"),
+    _variant("E-adamw", "E-packed", "AdamW as one kernel, with rate and step count on the device: no waiting.",
+             optimizer="adamw-fused", tags="ladder"),
+    _variant("E-graph", "E-adamw", "The whole step is one launch, so that a slow host no longer matters.",
+             cuda_graph=True, tags="ladder technique"),
+    _variant("E-bf16", "E-graph", "No loss scaling; the same matrix rate on this generation of chips.",
+             precision="bf16", tags="ladder"),
+    _variant("E-masters", "E-bf16", "Weights, gradients, residuals in bf16 over fp32 masters: no casts.",
+             optimizer="adamw-master", tags="ladder technique"),
+    _variant("E-masters-eager", "E-masters", "What the capture alone gives; and where pipelines begin.",
+             cuda_graph=False),
+    _variant("E-qkv", "E-masters", "Query, key and value in one linear layer: wider tiles, fewer kernels.",
+             qkv="fused", tags="ladder"),
+    _variant("E-dropout", "E-qkv", "Dropout's random bits at a tenth of the work.", dropout="hash", tags="ladder"),
+    _variant("E-dropout-moments", "E-dropout", "Adam's moments in bf16, rounded at random: fewer bytes.",
+             optimizer="adamw-master-bf16"),
+    _variant("E-recompute-elementwise", "E-dropout-moments", "GELU and norms are computed twice, and not kept.",
+             activation_checkpointing="elementwise"),
+    _variant("E-regions", "E-dropout", "A quick start: layers are compiled by threes, all as one.",
+             compile="regional", tags="ladder"),
+    _variant("E-dropout-fp8", "E-dropout", "Half of the GEMMs in 8-bit floats, where the chip has them.",
+             feed_forward="fp8"),
+    _variant("E-varlen", "E-regions", "A kernel of our own: attention for segments of 180 tokens.",
+             attention="triton-varlen", tags="ladder technique"),
+    _variant("E-recompute", "E-varlen", "Layers are computed twice, in a graph: hashes need no state.",
+             activation_checkpointing=True),
+    _variant("E-recompute-moments", "E-recompute", "The least memory of a captured step: moments in bf16.",
+             optimizer="adamw-master-bf16", tags="headline"),
+    _variant("E-norm", "E-varlen", "Bias, dropout, residual and norm: one kernel each way.",
+             norms="fused", tags="ladder"),
+    _variant("E-gelu", "E-norm", "GELU in fewer instructions, to a fraction of bf16's step.",
+             gelu="sigmoid", tags="ladder"),
+    _variant("E-moments", "E-gelu", "The recommended stack: Adam's moments in bf16 as well.",
+             optimizer="adamw-master-bf16", tags="ladder headline"),
+    _variant("E-fp8", "E-moments", "And half of its GEMMs in 8 bits.", feed_forward="fp8", tags="ladder"),
     _variant("E-t4", "E-graph", "What is left without bf16 and FlashAttention, as on a T4.", qkv="fused"),
     _variant("E-t4-dropout", "E-t4", "Dropout's random bits at a tenth of the work, on a T4 too.", dropout="hash"),
-    _variant("E-t4-masters", "E-t4-dropout", optimizer="adamw-master",
-             why="Weights, gradients, residuals in fp16, over masters."),
-    _variant("E-t4-norm", "E-t4-masters", "Bias, dropout, residual and norm in one, on a T4 too.", norms="fused"),
-    _variant("E-packed-8bit", "E-packed", optimizer="adamw-8bit",
-             why="Packed sequences with 8-bit moments: towards the least memory."),
-    _variant("E-packed-8bit-recompute", "E-packed-8bit", activation_checkpointing=True,
-             why="Packed sequences, 8-bit moments, and layers computed twice."),
-    _variant("E-packed-lora", "E-packed-8bit-recompute", trainable="lora-all",
-             why="LoRA on top of that, on every linear layer."),
-    _variant("E-packed-lora-masters", "E-packed-lora", optimizer="adamw-master",
-             why="What is frozen in half precision: half of its bytes."),
-    _variant("E-masters-lora-qv", "E-masters", trainable="lora-qv",
-             why="Does LoRA still pay once the step is fused and captured?"),
+    _variant("E-t4-masters", "E-t4-dropout", "Weights, gradients, residuals in fp16, over masters.",
+             optimizer="adamw-master"),
+    _variant("E-t4-norm", "E-t4-masters", "Bias, dropout, residual and norm in one, on a T4 too.",
+             norms="fused", tags="headline"),
+    _variant("E-packed-8bit", "E-packed", "Packed sequences with 8-bit moments: towards the least memory.",
+             optimizer="adamw-8bit"),
+    _variant("E-packed-8bit-recompute", "E-packed-8bit", "Packed sequences, 8-bit moments, and layers computed twice.",
+             activation_checkpointing=True),
+    _variant("E-packed-lora", "E-packed-8bit-recompute", "LoRA on top of that, on every linear layer.",
+             trainable="lora-all", tags="headline"),
+    _variant("E-packed-lora-masters", "E-packed-lora", "What is frozen in half precision: half of its bytes.",
+             optimizer="adamw-master"),
+    _variant("E-masters-lora-qv", "E-masters", "Does LoRA still pay once the step is fused and captured?",
+             trainable="lora-qv"),
     _variant("E-masters-lora-all", "E-masters", "And LoRA on every linear layer?", trainable="lora-all"),
     _variant("E-dropout-bitfit", "E-dropout", "And biases alone?", trainable="bitfit"),
-    _variant("E-dropout-freeze", "E-dropout", trainable="freeze-bottom-10",
-             why="And freezing, which shortens the backward pass itself?"),
+    _variant("E-dropout-freeze", "E-dropout", "And freezing, which shortens the backward pass itself?",
+             trainable="freeze-bottom-10"),
     _variant("P0", "A0", "What most people would run on several GPUs: the Trainer under torchrun.", parallel="ddp"),
     _variant("P0-deepspeed", "P0", "What the slides called a pipeline: DeepSpeed's ZeRO-1.", parallel="deepspeed"),
     _variant("P0-polled", "P0", "The slides' fault on purpose: nvidia-smi in every step.", fault="nvidia-smi-polling"),
     _variant("P1", "A1", "The baseline on several GPUs: they average gradients while they make them.", parallel="ddp"),
     _variant("P1-bf16", "P1", "Half the bytes between the GPUs: gradients travel in bf16.", parallel="ddp-bf16"),
     _variant("P-fsdp", "P1", "Each GPU keeps a share of weights, gradients and optimizer.", parallel="fsdp2"),
-    _variant("P-one-bucket", "E-dropout", parallel="ddp-one-bucket",
-             why="E-dropout on several GPUs: one reduction inside the captured step."),
-    _variant("P-overlap", "E-regions", parallel="ddp-overlap",
-             why="Gradients are reduced while others are still computed."),
-    _variant("P-overlap-zero1", "P-overlap", parallel="zero1-overlap",
-             why="Gradients and new weights travel beside the passes."),
+    _variant("P-one-bucket", "E-dropout", "E-dropout on several GPUs: one reduction inside the captured step.",
+             parallel="ddp-one-bucket", tags="headline"),
+    _variant("P-overlap", "E-regions", "Gradients are reduced while others are still computed.",
+             parallel="ddp-overlap"),
+    _variant("P-overlap-zero1", "P-overlap", "Gradients and new weights travel beside the passes.",
+             parallel="zero1-overlap"),
     _variant("P-zero1", "P-one-bucket", "Each GPU updates its share of the weights alone.", parallel="zero1"),
-    _variant("P-gpipe", "E-masters-eager", parallel="pipeline",
-             why="Each GPU has some of the layers, and hands on micro-batches."),
+    _variant("P-gpipe", "E-masters-eager", "Each GPU has some of the layers, and hands on micro-batches.",
+             parallel="pipeline"),
     _variant("P-1f1b", "P-gpipe", "Backward as early as can be: fewer activations are kept.", schedule="1f1b"),
     _variant("P-interleaved", "P-1f1b", "Two parts of the layers a GPU: it waits less.", schedule="interleaved"),
     _variant("P-tensor", "E-masters-eager", "Each GPU has a share of every linear layer.", parallel="tensor"),
-    _variant("L1", "A1", "The baseline of language models: fp32, eager attention, AdamW.", precision="fp32"),
-    _variant("L0", "L1", "What most people would run: the same through transformers.Trainer.", engine="trainer"),
+    _variant("L1", "A1", "The baseline of language models: fp32, eager attention, AdamW.",
+             precision="fp32", tags="ladder headline"),
+    _variant("L0", "L1", "What most people would run: the same through transformers.Trainer.",
+             engine="trainer", tags="peer headline"),
     _variant("L0-bf16", "L0", "The Trainer with mixed precision.", precision="bf16"),
-    _variant("L0-sdpa", "L0-bf16", "The Trainer with fused attention, which is its default.", attention="sdpa"),
-    _variant("L0-compile", "L0-sdpa", "The Trainer with all it offers.", compile="inductor"),
+    _variant("L0-sdpa", "L0-bf16", "The Trainer with fused attention, which is its default.",
+             attention="sdpa", tags="peer"),
+    _variant("L0-compile", "L0-sdpa", "The Trainer with all it offers.", compile="inductor", tags="peer headline"),
     _variant("L-fp16", "L1", "Mixed precision where there is no bf16, as on a T4.", precision="fp16"),
-    _variant("L-bf16", "L1", "Mixed precision: GEMMs in bf16, weights in fp32.", precision="bf16"),
-    _variant("L-sdpa", "L-bf16", attention="sdpa",
-             why="Fused attention skips the half of the scores that no token may see."),
-    _variant("L-compile", "L-sdpa", compile="inductor",
-             why="The compiler fuses elementwise work, the loss over the vocabulary too."),
-    _variant("L-adamw", "L-compile", "AdamW as one kernel: no waiting for the device.", optimizer="adamw-fused"),
-    _variant("L-graph", "L-adamw", cuda_graph=True,
-             why="The whole step is one launch; windows of text all have one length."),
-    _variant("L-masters", "L-graph", optimizer="adamw-master",
-             why="Weights, gradients, residuals in bf16 over fp32 masters: no casts."),
-    _variant("L-dropout", "L-masters", dropout="hash",
-             why="The whole stack: dropout's random bits at a tenth of the work."),
-    _variant("L-recompute", "L-compile", activation_checkpointing=True,
-             why="Activations are recomputed instead of kept: memory for time."),
+    _variant("L-bf16", "L1", "Mixed precision: GEMMs in bf16, weights in fp32.", precision="bf16", tags="ladder"),
+    _variant("L-sdpa", "L-bf16", "Fused attention skips the half of the scores that no token may see.",
+             attention="sdpa", tags="ladder"),
+    _variant("L-compile", "L-sdpa", "The compiler fuses elementwise work, the loss over the vocabulary too.",
+             compile="inductor", tags="ladder"),
+    _variant("L-adamw", "L-compile", "AdamW as one kernel: no waiting for the device.",
+             optimizer="adamw-fused", tags="ladder"),
+    _variant("L-graph", "L-adamw", "The whole step is one launch; windows of text all have one length.",
+             cuda_graph=True, tags="ladder"),
+    _variant("L-masters", "L-graph", "Weights, gradients, residuals in bf16 over fp32 masters: no casts.",
+             optimizer="adamw-master", tags="ladder"),
+    _variant("L-dropout", "L-masters", "The whole stack: dropout's random bits at a tenth of the work.",
+             dropout="hash", tags="ladder headline"),
+    _variant("L-recompute", "L-compile", "Activations are recomputed instead of kept: memory for time.",
+             activation_checkpointing=True),
     _variant("L-8bit", "L-compile", "Adam's two moments in 8 bits, but for the embeddings'.", optimizer="adamw-8bit"),
     _variant("L-lora", "L-compile", "LoRA r=32 on every linear layer, over a frozen model.", trainable="lora-all"),
-    _variant("L-qlora", "L-lora", base_quantization="nf4",
-             why="The frozen layers in 4 bits: a seventh of their weights' bytes."),
+    _variant("L-qlora", "L-lora", "The frozen layers in 4 bits: a seventh of their weights' bytes.",
+             base_quantization="nf4"),
     _variant("L-ddp", "L-compile", "Several GPUs: gradients are averaged during the backward pass.", parallel="ddp"),
-    _variant("L-one-bucket", "L-dropout", parallel="ddp-one-bucket",
-             why="The whole stack on several GPUs: one captured reduction."),
+    _variant("L-one-bucket", "L-dropout", "The whole stack on several GPUs: one captured reduction.",
+             parallel="ddp-one-bucket"),
 ]}
 # fmt: on
 FAMILIES = {
@@ -413,13 +435,15 @@ FAMILIES = {
     "P": "parallel",
     "L": "language",
 }  # family -> notebook
+RECOMMENDED = "E-moments"  # what `recommended` stands for, and sentences speak of
 BASELINES = {"qa": "A1", "lm": "L1"}  # task -> the variant that its others are compared with
 
 
 def find_variant(name: str) -> Variant:
-    """The variant of that name; UnknownName otherwise."""
+    """The variant of that name, or the `recommended` one; UnknownName otherwise."""
+    name = RECOMMENDED if name == "recommended" else name
     if name not in VARIANTS:
-        raise UnknownName(nearest("variant", name, VARIANTS))
+        raise UnknownName(nearest("variant", name, [*VARIANTS, "recommended"]))
     return VARIANTS[name]
 
 
@@ -430,36 +454,50 @@ def find_family(letter: str) -> list[str]:
     return [variant.name for variant in VARIANTS.values() if variant.family == letter]
 
 
-def needs(settings: Settings) -> list[str]:
-    """What a machine must have for these settings, by name; spec.missing says what the names mean."""
-    wanted = {
-        "compiler": settings.compile in ("inductor", "regional"),
-        f"backend {settings.compile}": settings.compile not in ("none", "inductor", "regional"),
-        "cuda": settings.compile == "cudagraphs"
-        or settings.attention == "efficient"
-        or settings.fault == "nvidia-smi-polling",
-        "triton-dot": settings.attention == "triton-varlen",
-        "triton": settings.attention == "triton-varlen"
-        or settings.norms == "fused"
-        or settings.gelu == "sigmoid"
-        or settings.half_weights,
-        "sm89": settings.feed_forward == "fp8",
-        "sm80": settings.attention == "flash" or settings.precision == "bf16",
-        "bitsandbytes": settings.optimizer == "adamw-8bit" or settings.base_quantization == "nf4",
-        "torchao": settings.qat != "none",
-        "deepspeed": settings.parallel == "deepspeed",
-    }
-    return [need for need, asked in wanted.items() if asked]
+@dataclass(frozen=True)
+class Need:
+    """What a machine must have for settings that meet one of the conditions `of`: `met` says of a spec.Machine whether
+    it has it, `sm` from which compute capability x 10 GPUs do."""
+
+    of: tuple[str, ...]
+    met: Callable
+    why: str
+    sm: int = 0
 
 
-# A need -> the compute capability x 10 from which GPUs meet it: a T4 has 75, an A100 80, an L4 89, an H100 90. Inductor
-# writes kernels for 70; the oldest that those of our own are compiled for in the tests is a T4.
-SINCE = {"compiler": 70, "triton": 75, "triton-dot": 80, "sm80": 80, "sm89": 89}
+VOLTA, TURING, AMPERE, ADA = 70, 75, 80, 89  # compute capability x 10: of a V100, a T4, an A100, an L4; an H100 has 90
+# Inductor writes kernels for Volta; the oldest that those of our own are compiled for in the tests is a T4.
+# fmt: off
+NEEDS = (
+    Need(("compile=cudagraphs", "attention=efficient", "fault=nvidia-smi-polling"),
+         lambda machine: machine.gpus > 0, "needs a CUDA GPU"),
+    Need(("attention=flash", "precision=bf16"), lambda machine: machine.sm >= AMPERE,
+         "needs a GPU of compute capability 8.0 or newer (bf16 and FlashAttention)", AMPERE),
+    Need(("feed_forward=fp8",), lambda machine: machine.sm >= ADA,
+         "needs a GPU of compute capability 8.9 or newer (8-bit floats)", ADA),
+    Need(("attention=triton-varlen", "norms=fused", "gelu=sigmoid", "optimizer=adamw-master*"),
+         lambda machine: not machine.gpus or (machine.compiler and machine.sm >= TURING),
+         "needs Triton where there is a GPU, and one of compute capability 7.5 or newer", TURING),
+    Need(("attention=triton-varlen",), lambda machine: not machine.gpus or machine.sm >= AMPERE,
+         "needs a GPU of compute capability 8.0 or newer (GEMMs in Triton)", AMPERE),
+    Need(("compile=inductor|regional",), lambda machine: machine.compiler,
+         "torch.compile needs a C++ compiler (g++), or Triton with a GPU", VOLTA),
+    Need(("optimizer=adamw-8bit", "base_quantization=nf4"), lambda machine: machine.bitsandbytes,
+         "needs the package bitsandbytes"),
+    Need(("parallel=deepspeed",), lambda machine: machine.deepspeed, "needs the package deepspeed"),
+    Need(("qat!=none",), lambda machine: machine.torchao, "needs the package torchao"),
+)
+# fmt: on
+
+
+def needs(settings: Settings) -> list[Need]:
+    """What a machine must have for these settings."""
+    return [need for need in NEEDS if any(_matches(settings, condition) for condition in need.of)]
 
 
 def since(settings: Settings) -> int | None:
     """The compute capability x 10 from which GPUs run these settings; None for every one that PyTorch has."""
-    return max((SINCE[need] for need in needs(settings) if need in SINCE), default=None)
+    return max((need.sm for need in needs(settings)), default=0) or None
 
 
 EXAMPLE = "example: python -m qa_lib variants --json | jq '.[] | select(.family == \"B\")'"
@@ -485,4 +523,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _as_json(variant: Variant) -> dict:
     own = {"family": variant.family, "settings": dataclasses.asdict(variant.settings)}
-    return dataclasses.asdict(variant) | own | {"needs": needs(variant.settings), "since": since(variant.settings)}
+    return (
+        dataclasses.asdict(variant)
+        | own
+        | {"needs": [need.why for need in needs(variant.settings)], "since": since(variant.settings)}
+    )

@@ -10,8 +10,8 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 
-from qa_lib.model import ahead, gelu, norms, short
-from qa_lib.train.masters import MasterAdamW
+from qa_lib.kernels import fused_norm, gelu, precompile, varlen_attention
+from qa_lib.train.master_adamw import MasterAdamW
 
 
 class Driver:
@@ -41,17 +41,17 @@ def call_all(capability: int) -> None:
         return drawn(*shape, dtype=torch.int32)
 
     hidden, bias, statistics = drawn(tokens, width), drawn(width), drawn(2, tokens, dtype=torch.float32)
-    norms._norm(hidden, bias, hidden, bias, bias, whole(), 0.1, 1e-12)
+    fused_norm._norm(hidden, bias, hidden, bias, bias, whole(), 0.1, 1e-12)
     for other in (None, hidden):
-        norms._norm_backward(hidden, other, hidden, bias, hidden, bias, whole(), statistics, 0.1)
+        fused_norm._norm_backward(hidden, other, hidden, bias, hidden, bias, whole(), statistics, 0.1)
     for factor in (0.0, 2.0**16) if capability >= 89 else (0.0,):
         gelu._gelu_backward(drawn(tokens, inner), drawn(tokens, inner), drawn(inner), factor)
     if capability >= 80:
-        product, rows, ends = drawn(tokens, 3, heads, 64), drawn(heads, tokens, dtype=torch.float32), whole(33)
+        qkv, delta, ends = drawn(tokens, 3, heads, 64), drawn(heads, tokens, dtype=torch.float32), whole(33)
         for added in (None, drawn(3 * width)):
-            short._short(product, added, ends, whole(), 384, 0.1, 0.125)
+            varlen_attention._attention(qkv, added, ends, whole(), 384, 0.1, 0.125)
             grad = drawn(tokens, heads, 64)
-            short._short_backward(grad, product, added, rows, rows, ends, whole(), 384, 0.1, 0.125)
+            varlen_attention._attention_backward(grad, qkv, added, delta, delta, ends, whole(), 384, 0.1, 0.125)
     for moments in (torch.float32, torch.bfloat16):
         weights = [torch.nn.Parameter(drawn(*shape)) for shape in [(width, inner), (width,), (2,)]]
         MasterAdamW(weights, torch.empty((), device="cuda"), 1.0, moments)
@@ -60,14 +60,14 @@ def call_all(capability: int) -> None:
 def main() -> None:
     capability = int(sys.argv[1].replace(".", ""))
     triton.runtime.driver.set_active(Driver(capability))
-    ahead._compile = lambda kernel, likes, options, _: ahead._warmed(kernel, likes, options)
+    precompile._compile = lambda kernel, likes, options, _: precompile._warmup(kernel, likes, options)
     with FakeTensorMode():
         call_all(capability)
-    for (_, likes, *_), future in ahead._compiling.items():
+    for (_, likes, *_), future in precompile._compiling.items():
         program = future.result()
         assert f"sm_{capability}" in program.asm["ptx"] and program.asm["cubin"]
         print(program.metadata.name, likes[0])
-    print("found", ahead.found_compiled())
+    print("found", precompile.found_compiled())
 
 
 if __name__ == "__main__":

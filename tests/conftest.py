@@ -1,9 +1,7 @@
 import os
 import shutil
 import signal
-import sys
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import pytest
 
@@ -37,13 +35,3 @@ def pytest_collection_modifyitems(items):
         for package in ("triton", "torchao"):
             if item.get_closest_marker(package) and find_spec(package) is None:
                 item.add_marker(pytest.mark.skip(reason=f"{package} is not installed; see `make extras`"))
-
-
-@pytest.fixture
-def kernel_names(monkeypatch):
-    """Names of the kernels where Triton is not installed: among fake tensors of a CPU they are asked for no more."""
-    if find_spec("triton") is None:
-        columns = {"COLUMNS": 1}
-        stand_in = SimpleNamespace(norm_backward=None, gelu_backward=None, BACKWARD={}, GELU_BACKWARD=columns)
-        monkeypatch.setitem(sys.modules, "qa_lib.model.norm_kernels", stand_in)
-        monkeypatch.setitem(sys.modules, "qa_lib.model.sum_kernels", SimpleNamespace(add_up=None, ADD_UP=columns))

@@ -16,18 +16,18 @@ from torch.nn import Dropout
 from qa_lib.data.load import batches_of
 from qa_lib.data.squad import open_source
 from qa_lib.data.synthetic import TINY_CONFIG
-from qa_lib.data.tokenise import build_tokenizer
+from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.data.windows import build_features
 from qa_lib.model.build import build_model
 from qa_lib.model.dropout import HashDropout
 from qa_lib.run.plan import plan
+from qa_lib.run.worker import train
 from qa_lib.spec import Machine
 from qa_lib.train import loop
 from qa_lib.train.checkpoint import digest_of
-from qa_lib.train.engine import train
+from qa_lib.train.data_parallel import gathered
 from qa_lib.train.optim import clip
-from qa_lib.train.parallel import gathered
-from qa_lib.train.ranks import Ranks
+from qa_lib.train.process_group import Ranks
 from tests.tiny import StopAfter
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)

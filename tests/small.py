@@ -14,8 +14,9 @@ from pathlib import Path
 
 from qa_lib import record
 from qa_lib.__main__ import main
+from qa_lib.presets import PRESETS
 from qa_lib.run.plan import plan
-from qa_lib.spec import PRESETS, Machine, Spec
+from qa_lib.spec import Machine, Spec
 
 STEPS = 40
 PRESETS["test"] = dataclasses.replace(

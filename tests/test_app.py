@@ -31,7 +31,7 @@ from qa_lib.model.hf_checkpoint import write_digests
 from qa_lib.record import new_record
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
-from qa_lib.score import ask
+from qa_lib.score import predict
 from qa_lib.score.choices import named, offered
 from qa_lib.score.predict import load_qa_model, window_lengths
 from tests.plain import overflow
@@ -198,7 +198,7 @@ def test_answers_are_right_and_long_paragraphs_windowed(server, runs, questions)
     assert sum(right(example) for example in questions[:30]) >= 24
     found, card = server(key_of(runs), "who came ?", " ".join(example.context for example in questions[:20]))
     assert found["windows"] > 5 and f"{found['windows']} windows" in card[4]["value"]
-    assert all(f"{part} " in card[4]["value"] for part in ("tokenise", "model", "decode"))
+    assert all(f"{part} " in card[4]["value"] for part in ("tokenize", "model", "decode"))
 
 
 @pytest.mark.parametrize(
@@ -260,18 +260,18 @@ def test_no_place_on_this_machine_is_told(runs, monkeypatch):
 
 def test_a_checkpoint_that_is_written_again_is_loaded_again(runs, tmp_path):
     folder = shutil.copytree(folder_of(runs, "A1"), tmp_path / "model")
-    before = ask.ask(folder, "who", "it was she")["margin"]
+    before = predict.ask(folder, "who", "it was she")["margin"]
     shutil.rmtree(folder)  # weights in memory are those of the file, which is not to be written over
     shutil.copytree(folder_of(runs, "A2"), folder)
-    after, other = (ask.ask(each, "who", "it was she")["margin"] for each in (folder, folder_of(runs, "A2")))
+    after, other = (predict.ask(each, "who", "it was she")["margin"] for each in (folder, folder_of(runs, "A2")))
     assert after == other != before
 
 
 def test_a_question_that_would_cut_its_paragraph_into_very_many_pieces_is_refused(runs):
-    loaded = ask._loaded(folder_of(runs), 0)
+    loaded = predict._loaded(folder_of(runs), 0)
     length = loaded.max_length - loaded.stride - 4  # leaves a window one token more than the overlap
-    with pytest.raises(ask.QuestionTooLong, match=r"in \d,\d{3} pieces"):
-        ask.answer(loaded, "who " * length, "she " * 3_000)
+    with pytest.raises(predict.QuestionTooLong, match=r"in \d,\d{3} pieces"):
+        predict.answer(loaded, "who " * length, "she " * 3_000)
 
 
 def test_the_best_model_comes_first_and_those_of_synthetic_text_last(runs, tmp_path):

@@ -176,7 +176,7 @@ def test_output_that_nobody_reads_or_no_disk_takes_is_no_traceback(words):
 def test_a_disk_that_fills_while_the_model_is_saved_is_one_line(tmp_path):
     """No file may have more bytes than records need: the model has."""
     code = (
-        "import dataclasses, resource, sys, qa_lib.__main__ as cli; from qa_lib.spec import PRESETS;"
+        "import dataclasses, resource, sys, qa_lib.__main__ as cli; from qa_lib.presets import PRESETS;"
         "PRESETS['smoke'] = dataclasses.replace(PRESETS['smoke'], steps=5, measure_from=1, checkpoint_every=0);"
         "import qa_lib.run.fit, torch; resource.setrlimit(resource.RLIMIT_FSIZE, (290_000, 290_000));"
         "sys.exit(cli.main(sys.argv[1:]))"

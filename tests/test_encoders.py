@@ -11,16 +11,16 @@ from transformers import AutoConfig, AutoModelForQuestionAnswering, DistilBertCo
 from qa_lib.data.batches import Batches
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.errors import UserError
-from qa_lib.measure.cost import StepCost
-from qa_lib.model import encoders
+from qa_lib.measure.flops import StepCost
+from qa_lib.model import architectures
+from qa_lib.model.architectures import ENCODERS, parts_of
 from qa_lib.model.build import apply_recipe, build_model, save_model, trainable_summary
 from qa_lib.model.dropout import HashDropout
-from qa_lib.model.encoders import ENCODERS, parts_of
-from qa_lib.model.fp8 import Float8Linear, use_float8
+from qa_lib.model.fused_blocks import Float8Linear, use_float8
 from qa_lib.model.packed import Packed
 from qa_lib.run.plan import plan
+from qa_lib.run.worker import train
 from qa_lib.spec import Machine
-from qa_lib.train.engine import train
 from qa_lib.variants import RECIPES
 from tests.test_train import without_dropout
 from tests.tiny import checkpoint
@@ -152,8 +152,8 @@ def test_the_cost_of_a_step_is_what_pytorch_counts(kind, recipe, checkpointing, 
         sum(counts.values()) for name, counts in counter.get_flop_counts().items() if name.endswith(".encoder")
     )
     cost, tokens = StepCost(model), rows * length
-    layer = encoders.layers_of(model)[0]
-    vectors = len(encoders.layers_of(model)) * sum(p.numel() for p in layer.parameters() if p.ndim == 1)
+    layer = architectures.layers_of(model)[0]
+    vectors = len(architectures.layers_of(model)) * sum(p.numel() for p in layer.parameters() if p.ndim == 1)
     expected = cost.flops(tokens, rows * length**2, recompute=True)
     expected -= 2 * tokens * vectors * (1 + cost.passed + cost.recomputed)
     if recipe != "all":
@@ -169,5 +169,5 @@ def test_an_encoder_that_is_not_in_the_table_is_refused_by_name(tmp_path):
 
 def test_rows_longer_than_the_positions_are_refused(folders):
     config = AutoConfig.from_pretrained(folders["roberta"])
-    assert encoders.first_position(config) == 2 and encoders.most_tokens(config) == 512
-    assert encoders.first_position(AutoConfig.from_pretrained(folders["bert"])) == 0
+    assert architectures.first_position(config) == 2 and architectures.max_positions(config) == 512
+    assert architectures.first_position(AutoConfig.from_pretrained(folders["bert"])) == 0

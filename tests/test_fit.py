@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from qa_lib import record
-from qa_lib.data.tokenise import build_tokenizer
+from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.errors import UserError
 from qa_lib.model.build import build_model, save_model
 from qa_lib.run.fit import fit
@@ -20,7 +20,7 @@ from qa_lib.run.plan import plan
 from qa_lib.run.tasks import TASKS
 from qa_lib.run.worker import _limits, _out_of_memory
 from qa_lib.spec import Machine
-from qa_lib.train.steplog import StepFailed
+from qa_lib.train.step_log import StepFailed
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
 

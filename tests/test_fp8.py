@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from qa_lib.model.architectures import layers_of
 from qa_lib.model.build import build_model
-from qa_lib.model.encoders import layers_of
-from qa_lib.model.fp8 import Float8Linear
-from qa_lib.model.products import Product, linear_of
+from qa_lib.model.fused_blocks import Float8Linear, LinearWithoutBias
+from qa_lib.model.fused_qkv import linear_as
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 
@@ -54,7 +54,7 @@ def test_values_beyond_the_range_saturate(pair):
 
 def test_of_a_product_that_leaves_its_bias_to_others_it_leaves_it_too(pair):
     x, native, eighth = pair
-    bare = Float8Linear.of(linear_of(Product, native))
+    bare = Float8Linear.of(linear_as(LinearWithoutBias, native))
     assert bare.bias is native.bias
     grad = torch.randn(2, 32, 128).bfloat16() * 1e-4
     y, by_x, by_weight, by_bias = run(bare, x, grad)
@@ -72,5 +72,5 @@ def test_with_norms_and_gelu_of_our_own_a_layer_is_close_to_that_in_bf16_and_add
     x = torch.randn(1, 32, 64).bfloat16()
     found = layer.feed_forward_chunk(x)
     for name in ("intermediate.dense", "output.dense"):
-        layer.set_submodule(name, linear_of(Product, layer.get_submodule(name)))
+        layer.set_submodule(name, linear_as(LinearWithoutBias, layer.get_submodule(name)))
     assert len(eighths) == 2 and 0 < relative(found, layer.feed_forward_chunk(x)) < 0.05

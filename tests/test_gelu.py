@@ -12,11 +12,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, GPT2Config
 
 from qa_lib.errors import UserError
-from qa_lib.model import gelu as gelus
-from qa_lib.model.encoders import ENCODERS
-from qa_lib.model.fp8 import E5M2_MAX, in_e5m2
-from qa_lib.model.gelu import SigmoidGelu, gelu, use_sigmoid_gelu
-from qa_lib.train.folding import Folding
+from qa_lib.kernels import gelu as gelus
+from qa_lib.kernels.fp8 import E5M2_MAX, in_e5m2
+from qa_lib.kernels.gelu import gelu
+from qa_lib.model.architectures import ENCODERS
+from qa_lib.model.fused_blocks import FusedIntermediate, use_sigmoid_gelu
+from qa_lib.train.inductor_passes import Folding
 from tests.tiny import checkpoint
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -58,7 +59,7 @@ def test_the_compiler_keeps_input_and_output_and_nothing_else():
         bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
         partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
     )
-    block = nn.Sequential(SigmoidGelu(nn.Linear(16, 64)), nn.Linear(64, 16)).bfloat16()
+    block = nn.Sequential(FusedIntermediate(nn.Linear(16, 64)), nn.Linear(64, 16)).bfloat16()
     x = torch.randn(100, 16, dtype=torch.bfloat16, requires_grad=True)
     torch.compile(block.forward, backend=backend)(x).sum().backward()
     assert [value.dtype for value in kept if value.shape == (100, 64)] == [torch.bfloat16] * 2
@@ -70,7 +71,7 @@ def test_every_encoder_takes_it_and_gives_nearly_the_same(kind, tmp_path):
     ids = torch.randint(5, 100, (2, 20))
     before = model(ids).start_logits
     use_sigmoid_gelu(model)
-    assert sum(isinstance(module, SigmoidGelu) for module in model.modules()) == model.config.num_hidden_layers
+    assert sum(isinstance(module, FusedIntermediate) for module in model.modules()) == model.config.num_hidden_layers
     after = model(ids).start_logits
     assert not torch.equal(before, after)
     torch.testing.assert_close(before, after, atol=1e-3, rtol=1e-3)
@@ -138,7 +139,6 @@ def test_a_gradient_is_written_in_8_bits_beside_and_the_same():
         assert found.dtype == wanted.dtype and equal >= (0.9 if DEVICE.type == "cpu" else 1)
 
 
-@pytest.mark.usefixtures("kernel_names")
 def test_other_conversions_are_left_alone():
     def in_e4m3(x, factor):
         return (x.float() * factor).clamp(-E5M2_MAX, E5M2_MAX).to(torch.float8_e4m3fn)

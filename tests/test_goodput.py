@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from qa_lib.measure.comm import busy_and_exposed
 from qa_lib.measure.goodput import REFERENCE, efficiency, noise
-from qa_lib.measure.overlap import busy_and_exposed
 from qa_lib.record import Noise
-from qa_lib.train import sharded
-from qa_lib.train.gauges import SMOOTHING
-from qa_lib.train.parallel import Flat, square_norm
-from qa_lib.train.ranks import Ranks
-from qa_lib.train.sharded import Sharded
+from qa_lib.train import zero1
+from qa_lib.train.data_parallel import Flat, square_norm
+from qa_lib.train.grad_noise import SMOOTHING
+from qa_lib.train.process_group import Ranks
+from qa_lib.train.zero1 import Sharded
 from qa_lib.variants import Settings
 
 SIZE, LENGTH, SPREAD = 200, 3.0, 0.7  # elements of a gradient, norm of the true one, noise of an element
@@ -122,7 +122,7 @@ def test_what_a_gpu_only_communicates_is_exposed():
 def test_a_sharded_row_alone_says_nothing_of_noise(monkeypatch):
     ranks = Ranks(torch.device("cpu"))
     ranks.parts, ranks.batch = 4, 8
-    monkeypatch.setattr(sharded, "reduce_scatter", lambda out, given, op: out.copy_(given))
+    monkeypatch.setattr(zero1, "reduce_scatter", lambda out, given, op: out.copy_(given))
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: None)
     model = torch.nn.Linear(3, 1)
     sharing = Sharded(model, ranks, Settings(precision="fp32"))
@@ -150,7 +150,7 @@ def test_more_steps_for_the_overlap_change_nothing_that_is_recorded(monkeypatch)
         ranks.gauges.waits.append(([], (0.0, 1.0)))
 
     monkeypatch.setattr(
-        "qa_lib.measure.overlap.overlap", lambda step, device: step() or {"busy_ms": 1.0, "exposed_ms": 0.5}
+        "qa_lib.measure.comm.overlap", lambda step, device: step() or {"busy_ms": 1.0, "exposed_ms": 0.5}
     )
     ranks.gauges.note_overlap(step)
     assert (ranks.gauges.noise(steps=1), len(ranks.gauges.waits), ranks.gauges.overlap["busy_ms"]) == (before, 0, 1.0)

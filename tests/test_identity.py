@@ -18,10 +18,10 @@ from transformers import AutoModelForQuestionAnswering
 from qa_lib.data.load import load_data, load_text
 from qa_lib.data.squad import DataError
 from qa_lib.data.text import open_text
-from qa_lib.data.tokenise import build_tokenizer
-from qa_lib.data.tokens import learn_tokenizer, tokenise_text
+from qa_lib.data.tokenize import build_tokenizer
+from qa_lib.data.tokens import learn_tokenizer, tokenize_text
 from qa_lib.errors import UserError
-from qa_lib.measure import machine
+from qa_lib.measure import hardware
 from qa_lib.model.hf_checkpoint import SUMS, checkpoint_files, replacing, write_digests
 from qa_lib.record import read_record
 from qa_lib.run import sweep, tasks
@@ -207,7 +207,7 @@ def test_a_run_that_goes_on_under_other_libraries_says_which(squad, model, tmp_p
     with pytest.raises(KeyboardInterrupt):
         fit(spec, tmp_path / "runs", say=quiet)
     monkeypatch.undo()
-    before = machine.libraries()
+    before = hardware.libraries()
     monkeypatch.setattr(checkpoints, "libraries", lambda: before | {"torch": "9.9"})
     entry = fit(spec, tmp_path / "runs", say=quiet)
     assert entry["time"]["resumed_from_step"] == 4 and entry["status"] == "ok"
@@ -361,14 +361,14 @@ def test_a_text_that_changes_while_it_is_read_is_cached_under_no_ones_name(tmp_p
     path, old = tmp_path / "train.txt", "".join(f"the river number {i} ends in a port\n" for i in range(200))
     path.write_text(old)
     tokenizer = learn_tokenizer(open_text(path, "train"), 300)
-    for use in (lambda source: tokenise_text(source, tokenizer), lambda source: learn_tokenizer(source, 290)):
+    for use in (lambda source: tokenize_text(source, tokenizer), lambda source: learn_tokenizer(source, 290)):
         source = open_text(path, "train")
         assert source.sha256
         path.write_text(old.upper())
         with pytest.raises(DataError, match=r"train\.txt: it has changed since it was first looked at"):
             use(source)
         path.write_text(old)
-    kept = tokenise_text(open_text(path, "train"), tokenizer)
+    kept = tokenize_text(open_text(path, "train"), tokenizer)
     assert tokenizer.decode(kept.tokens[1:40].tolist()) in old
     vocabulary = learn_tokenizer(open_text(path, "train"), 290).get_vocab()
     assert not any(letter in token for token in vocabulary for letter in ("RI", "TH"))

@@ -16,8 +16,8 @@ import torch
 from qa_lib import record
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
-from qa_lib.train.ranks import Ranks
-from qa_lib.train.steplog import StepLog
+from qa_lib.train.process_group import Ranks
+from qa_lib.train.step_log import StepLog
 from tests import warm
 from tests.conftest import slow
 

@@ -12,7 +12,7 @@ from qa_lib.run.memory_estimate import estimate, gpu_of
 from qa_lib.run.plan import plan
 from qa_lib.run.profile import steady_step
 from qa_lib.spec import Machine
-from qa_lib.train.kernels import CALLS, translated
+from qa_lib.train.compile import CALLS, translated
 from tests.material import committed
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)

@@ -30,7 +30,7 @@ from qa_lib.data.squad import DataError
 from qa_lib.data.text import open_text
 from qa_lib.data.tokens import learn_tokenizer, tokenise_text
 from qa_lib.errors import UserError
-from qa_lib.measure.cost import StepCost
+from qa_lib.measure.flops import StepCost
 from qa_lib.model.build import build_model, model_config
 from qa_lib.model.hf_checkpoint import SUMS
 from qa_lib.run import sweep
@@ -84,7 +84,7 @@ def tokenizer(folder, tmp_path_factory):
 
 def test_a_text_becomes_one_array_that_gives_it_back(folder, tokenizer):
     source = open_text(folder, "train")
-    text = tokenise_text(source, tokenizer)
+    text = tokenize_text(source, tokenizer)
     whole = "".join(source.lines())
     ends = np.flatnonzero(text.tokens == tokenizer.eos_token_id)
     assert ends[0] == 0 and len(ends) == 2, "before each document"
@@ -96,12 +96,12 @@ def test_a_text_becomes_one_array_that_gives_it_back(folder, tokenizer):
 
 def test_arrays_are_made_once_by_content_and_memory_mapped(folder, tokenizer, tmp_path, monkeypatch):
     source = open_text(folder, "validation")
-    first = tokenise_text(source, tokenizer)
+    first = tokenize_text(source, tokenizer)
     assert isinstance(first.tokens.base, np.memmap) and first.tokens.dtype == np.uint16
     (tmp_path / "other.txt").write_bytes((folder / "validation.txt").read_bytes())
     same = open_text(tmp_path / "other.txt", "train")
     monkeypatch.setattr(same, "lines", lambda: pytest.fail("read again"))
-    assert tokenise_text(same, tokenizer).tokens.tolist() == first.tokens.tolist()
+    assert tokenize_text(same, tokenizer).tokens.tolist() == first.tokens.tolist()
     assert learn_tokenizer(open_text(folder, "train"), 400).get_vocab() == tokenizer.get_vocab()
     assert tokens._learn(open_text(folder, "train"), 400) == tokens._learn(open_text(folder, "train"), 400)
 
@@ -112,8 +112,8 @@ def test_a_large_vocabulary_takes_wider_numbers(folder, tokenizer):
     for tokens_in_all, dtype in ((2**16, np.uint16), (2**16 + 1, np.uint32)):
         backend.add_tokens([f"<{number}>" for number in range(backend.get_vocab_size(), tokens_in_all)])
         assert backend.get_vocab_size() == tokens_in_all
-        assert tokens._tokenise(source, backend, tokens_in_all - 1).tokens.dtype == dtype
-    assert tokens._tokenise(source, backend, 2**16).tokens[0] == 2**16
+        assert tokens._tokenize(source, backend, tokens_in_all - 1).tokens.dtype == dtype
+    assert tokens._tokenize(source, backend, 2**16).tokens[0] == 2**16
 
 
 def test_the_hub_gives_the_same_lines_as_the_file(folder, monkeypatch):
@@ -173,7 +173,7 @@ def test_a_text_of_one_token_is_too_short_to_train_on_and_long_enough_to_score(f
 def test_windows_line_ends_are_line_ends(folder, tmp_path, tokenizer):
     whole = (folder / "validation.txt").read_bytes()
     (tmp_path / "wiki.valid.tokens").write_bytes(whole.replace(b"\n", b"\r\n"))
-    text, plain = (tokenise_text(open_text(path, "validation"), tokenizer) for path in (tmp_path, folder))
+    text, plain = (tokenize_text(open_text(path, "validation"), tokenizer) for path in (tmp_path, folder))
     assert text.tokens.tolist() == plain.tokens.tolist() and (text.words, text.bytes) == (plain.words, plain.bytes)
 
 
@@ -408,7 +408,7 @@ def test_a_row_trains_what_it_says_and_saves_a_plain_model(row, tmp_path):
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
     adapters = sum(parameter.numel() for name, parameter in before.items() if ".lora_" in name)
     assert entry["model"]["params_total"] == plain.num_parameters() + adapters, "also of weights that it held in 4 bits"
-    text = tokenise_text(open_text(spec.data_source, "validation"), AutoTokenizer.from_pretrained(path))
+    text = tokenize_text(open_text(spec.data_source, "validation"), AutoTokenizer.from_pretrained(path))
     nats = total_nats(plain.eval(), torch.from_numpy(text.tokens.astype("int64")), 64, 32)
     assert nats == pytest.approx(entry["quality"]["nats"], rel=1e-6)
 

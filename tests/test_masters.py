@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from qa_lib.train import masters as module
-from qa_lib.train.masters import MasterAdamW, halves, masters, random_bits, update, upper
+from qa_lib.train import master_adamw as module
+from qa_lib.train.master_adamw import MasterAdamW, halves, masters, random_bits, update, upper
 from qa_lib.train.optim import unscale
 
 SHAPES = [(33, 17), (128,), (128,), (4, 5, 6)]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, BertConfig
 from qa_lib import record
 from qa_lib.__main__ import main
 from qa_lib.errors import UserError
-from qa_lib.measure.machine import imitate
+from qa_lib.measure.hardware import imitate
 from qa_lib.model.build import build_model
 from qa_lib.run import max_batch, memory_estimate
 from qa_lib.run.max_batch import CLOSE, STEP, largest

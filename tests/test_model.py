@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.bert import modeling_bert
 
-from qa_lib.data.tokenise import build_tokenizer
+from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.errors import UserError
 from qa_lib.model.build import TRANSFORMS, build_model, save_model
 from qa_lib.run.plan import plan

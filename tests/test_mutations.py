@@ -18,7 +18,7 @@ from qa_lib.__main__ import VERBS
 from qa_lib.cli import Parser
 from qa_lib.data import windows
 from qa_lib.data.squad import open_source
-from qa_lib.data.tokenise import build_tokenizer
+from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.errors import UserError
 from qa_lib.run.plan import identify_data, identify_model, plan
 from qa_lib.spec import Machine

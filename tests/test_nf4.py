@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from qa_lib.errors import UserError
-from qa_lib.measure.cost import StepCost
+from qa_lib.measure.flops import StepCost
 from qa_lib.model import nf4
 from qa_lib.model.build import DTYPES, build_model, trainable_summary
 from qa_lib.model.nf4 import NF4Linear, native

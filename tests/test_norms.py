@@ -15,18 +15,18 @@ from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, GP
 
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.errors import UserError
-from qa_lib.model import gelu, norms
+from qa_lib.kernels import fused_norm, gelu
+from qa_lib.kernels.reduce import sum_partials
+from qa_lib.model.architectures import ENCODERS
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.dropout import HashDropout, renew
-from qa_lib.model.encoders import ENCODERS
-from qa_lib.model.gelu import SigmoidGelu
+from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, use_fused_norms
 from qa_lib.model.load import load
 from qa_lib.model.packed import Packed
-from qa_lib.model.products import added_up
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, missing
-from qa_lib.train.compilation import LossOf, compiled
-from qa_lib.train.folding import Folding
+from qa_lib.train.compile import LossOf, compiled
+from qa_lib.train.inductor_passes import Folding
 from qa_lib.variants import VARIANTS
 from tests.tiny import checkpoint
 
@@ -51,8 +51,12 @@ def with_gradients(run, inputs, grad, seed, dropout):
     return output.detach(), *torch.autograd.grad(output, inputs, grad)
 
 
+def by_kernel(*inputs):
+    return fused_norm._norm(*inputs)[0]
+
+
 def expected(inputs, grad, seed, dropout):
-    return with_gradients(norms.reference, [x.double() for x in inputs], grad.double(), seed, dropout)
+    return with_gradients(fused_norm.reference, [x.double() for x in inputs], grad.double(), seed, dropout)
 
 
 def assert_close(found, wanted, error):
@@ -65,19 +69,17 @@ def assert_close(found, wanted, error):
 @pytest.mark.parametrize(("rows", "width"), [(1, 768), (7, 96), (4, 3), (5, 1024)])
 def test_the_kernel_is_the_reference(rows, width, dropout):
     drew = drawn(rows, width)
-    assert_close(with_gradients(norms._normed, *drew, dropout), expected(*drew, dropout), 1e-5)
+    assert_close(with_gradients(by_kernel, *drew, dropout), expected(*drew, dropout), 1e-5)
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("rows_at_once", [1, 4])
 def test_programs_with_several_rows_and_none_beyond_the_last_add_all_up(rows_at_once, monkeypatch):
-    from qa_lib.model import norm_kernels as kernels
-
-    monkeypatch.setattr(norms, "PROGRAMS", 3)
-    for options in (kernels.FORWARD, kernels.BACKWARD):
+    monkeypatch.setattr(fused_norm, "PROGRAMS", 3)
+    for options in (fused_norm.FORWARD, fused_norm.BACKWARD):
         monkeypatch.setitem(options, "ROWS", rows_at_once)
     drew = drawn(19, 96)
-    assert_close(with_gradients(norms._normed, *drew, 0.1), expected(*drew, 0.1), 1e-5)
+    assert_close(with_gradients(by_kernel, *drew, 0.1), expected(*drew, 0.1), 1e-5)
 
 
 @pytest.mark.triton
@@ -92,7 +94,7 @@ def test_programs_with_several_rows_and_none_beyond_the_last_add_all_up(rows_at_
 )
 def test_in_half_precision_it_is_as_near_as_that_allows(types, error):
     drew = drawn(9, 96, *types)
-    found = with_gradients(norms._normed, *drew, 0.1)
+    found = with_gradients(by_kernel, *drew, 0.1)
     assert_close(found, expected(*drew, 0.1), error)
     assert [x.dtype for x in found] == [types[1], *(x.dtype for x in drew[0])]
 
@@ -103,7 +105,7 @@ def test_the_kernel_drops_what_hash_dropout_drops():
     drew = drawn(40, 96)
     dropout = HashDropout(0.3).to(DEVICE)
     dropout.seed.copy_(drew[-1])
-    _, product_grad, *_ = with_gradients(norms._normed, *drew, 0.3)
+    _, product_grad, *_ = with_gradients(by_kernel, *drew, 0.3)
     assert torch.equal(product_grad != 0, dropout(torch.ones_like(product_grad)) != 0)
 
 
@@ -111,7 +113,7 @@ def test_the_kernel_drops_what_hash_dropout_drops():
 def test_large_means_and_tensors_that_are_not_contiguous_change_nothing():
     (product, bias, residual, *weights), grad, seed = drawn(6, 96)
     inputs = (product.T.contiguous().T, bias, residual + 1000, *weights)
-    found = with_gradients(norms._normed, inputs, grad.T.contiguous().T, seed, 0.1)
+    found = with_gradients(by_kernel, inputs, grad.T.contiguous().T, seed, 0.1)
     assert_close(found, expected(inputs, grad, seed, 0.1), 1e-3)
 
 
@@ -120,17 +122,17 @@ def test_the_operators_are_what_the_compiler_takes_them_for():
     inputs, _, seed = drawn(4, 32)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     arguments = (*(x.requires_grad_() for x in inputs), seed, 0.1, EPS)
-    library.opcheck(norms._norm, arguments, test_utils=checks, atol=1e-5, rtol=1e-4)
+    library.opcheck(fused_norm._norm, arguments, test_utils=checks, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU captures no graph")
 def test_replays_of_a_captured_graph_drop_out_by_the_seed_of_the_time():
     drew = drawn(70, 768, torch.bfloat16)
-    with_gradients(norms._normed, *drew, 0.1)
+    with_gradients(by_kernel, *drew, 0.1)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = with_gradients(norms._normed, *drew, 0.1)
+        found = with_gradients(by_kernel, *drew, 0.1)
     for seed in (5, -6):
         drew[-1].fill_(seed)
         graph.replay()
@@ -140,7 +142,7 @@ def test_replays_of_a_captured_graph_drop_out_by_the_seed_of_the_time():
 def test_the_reference_is_differentiated_as_finite_differences_have_it():
     inputs, _, seed = drawn(3, 5)
     inputs = [x.double().requires_grad_() for x in inputs]
-    assert torch.autograd.gradcheck(lambda *x: norms.reference(*x, seed, 0.3, EPS), inputs)
+    assert torch.autograd.gradcheck(lambda *x: fused_norm.reference(*x, seed, 0.3, EPS), inputs)
 
 
 def built(setting, **sources):
@@ -163,8 +165,8 @@ def test_every_encoder_has_it_with_the_loss_gradients_and_names_of_the_native_no
         packed(**inputs).loss.backward()
         results.append({name: p.grad for name, p in model.named_parameters()})
         layers = model.config.num_hidden_layers
-        assert sum(isinstance(m, norms.NormedProduct) for m in model.modules()) == 2 * layers * (setting == "fused")
-        assert sum(isinstance(m, SigmoidGelu) for m in model.modules()) == layers
+        assert sum(isinstance(m, FusedOutput) for m in model.modules()) == 2 * layers * (setting == "fused")
+        assert sum(isinstance(m, FusedIntermediate) for m in model.modules()) == layers
     native, fused = results
     assert list(native) == list(fused)
     torch.testing.assert_close(fused, native, atol=1e-6, rtol=1e-4)
@@ -174,8 +176,6 @@ def test_every_encoder_has_it_with_the_loss_gradients_and_names_of_the_native_no
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the model is on the CPU, for Triton's interpreter")
 def test_the_model_trains_by_the_kernels_as_without_them_and_they_add_up_gradients(monkeypatch):
     """Traced, as the compiler has it; but for the last, the output of every norm has two gradients."""
-    from qa_lib.model import norm_kernels as kernels
-
     folded = []
 
     def fold(graph, _):
@@ -190,11 +190,11 @@ def test_the_model_trains_by_the_kernels_as_without_them_and_they_add_up_gradien
     for setting in ("native", "fused"):
         model, packed, inputs = built(setting)
         if setting == "fused":
-            monkeypatch.setattr(norms, "reference", norms._normed)
+            monkeypatch.setattr(fused_norm, "reference", by_kernel)
             monkeypatch.setattr(gelu, "reference", lambda *inputs: gelu._gelu_backward(*inputs, 0.0)[:2])
-            for module in (norms, gelu):
+            for module in (fused_norm, gelu):
                 monkeypatch.setattr(module, "PROGRAMS", 2)
-            for options in (kernels.FORWARD, kernels.BACKWARD, kernels.GELU_BACKWARD):
+            for options in (fused_norm.FORWARD, fused_norm.BACKWARD, gelu.BACKWARD):
                 monkeypatch.setitem(options, "ROWS", 256)  # the interpreter takes its time for each program
         torch.compile(packed, backend=backend, fullgraph=True)(**inputs).loss.backward()
         results.append({name: p.grad for name, p in model.named_parameters()})
@@ -206,15 +206,14 @@ def test_the_model_trains_by_the_kernels_as_without_them_and_they_add_up_gradien
 @pytest.mark.parametrize(("programs", "width"), [(1, 768), (128, 3), (129, 17), (264, 2304)])
 def test_what_the_programs_found_is_added_up(programs, width):
     sums = torch.randn(programs, width, device=DEVICE)
-    torch.testing.assert_close(added_up(sums, torch.float32), sums.sum(0), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(sum_partials(sums, torch.float32), sums.sum(0), atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.usefixtures("kernel_names")
 def test_a_sum_that_is_used_again_scaled_or_broadcast_is_left_alone():
     def graph_of(total):
         def run(grad, other, *rest):
             added = total(grad, other)
-            return *norms._norm_backward(added, None, *rest), added.sum() if total is used_again else None
+            return *fused_norm._norm_backward(added, None, *rest), added.sum() if total is used_again else None
 
         inputs, grad, seed = drawn(4, 8)
         return make_fx(run, tracing_mode="fake")(grad, grad[:1], *inputs[:4], seed, torch.ones(2, 4), 0.1).graph
@@ -254,7 +253,7 @@ def test_a_model_that_is_saved_is_a_plain_one(tmp_path):
         save_model(model, data.tokenizer, tmp_path)
         plain = load(tmp_path, AutoModelForQuestionAnswering, "sdpa").eval()
         torch.testing.assert_close(plain(ids).start_logits, before, atol=1e-3, rtol=1e-3)
-    assert not any(isinstance(m, norms.NormedProduct | SigmoidGelu) for m in plain.modules())
+    assert not any(isinstance(m, FusedOutput | FusedIntermediate) for m in plain.modules())
 
 
 def test_a_machine_without_triton_and_a_model_that_norms_first_are_told():
@@ -270,4 +269,4 @@ def test_a_machine_without_triton_and_a_model_that_norms_first_are_told():
     )
     model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=100))
     with pytest.raises(UserError, match="norms after a product, and gpt2 has them before"):
-        norms.use_fused_norms(model)
+        use_fused_norms(model)

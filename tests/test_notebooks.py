@@ -23,10 +23,10 @@ from traitlets.config import PyFileConfigLoader
 from qa_lib import record
 from qa_lib.__main__ import main
 from qa_lib.data.squad import open_source
+from qa_lib.presets import PRESETS
 from qa_lib.report import publish
 from qa_lib.report.notebook import text_in_reach
 from qa_lib.run.plan import plan
-from qa_lib.spec import PRESETS
 from qa_lib.variants import FAMILIES, find_family, find_variant
 from tests.conftest import slow
 from tests.test_report import make

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from qa_lib.data.batches import Batches
 from qa_lib.data.packing import CALLS, PackedBatches, deal, few_limits
 from qa_lib.data.squad import open_source
-from qa_lib.data.tokenise import build_tokenizer
+from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.data.windows import build_features
 from qa_lib.errors import UserError
 from qa_lib.model.attention import KERNELS, Segments
@@ -21,7 +21,7 @@ from qa_lib.model.packed import Packed, Regions, regions_of
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, Spec
-from qa_lib.train.compilation import LossOf
+from qa_lib.train.compile import LossOf
 from tests.test_train import without_dropout
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from qa_lib.train.overlapped import Arrivals
-from qa_lib.train.parallel import gathered
+from qa_lib.train.data_parallel import gathered
+from qa_lib.train.overlap import Arrivals
 from qa_lib.train.pipeline import bubble, measured_bubble
-from qa_lib.train.ranks import Ranks
-from qa_lib.train.sharded import ALIGN, Share
+from qa_lib.train.process_group import Ranks
+from qa_lib.train.zero1 import ALIGN, Share
 from tests import warm
 from tests.ranks import DEVICE, losses_of, trained
 

@@ -16,7 +16,7 @@ from qa_lib.data.synthetic import synthetic_squad
 from qa_lib.errors import UserError
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.hf_checkpoint import QUANTIZED, SUMS
-from qa_lib.model.quantize import WIDTHS, _pack, _unpack, is_rounding, quantize
+from qa_lib.model.qat import WIDTHS, _pack, _unpack, is_rounding, quantize
 from qa_lib.record import RunTaken, lock, read_quantized
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan

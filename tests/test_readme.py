@@ -15,7 +15,7 @@ from traitlets.config import PyFileConfigLoader
 
 from qa_lib.__main__ import VERBS
 from qa_lib.cli import Parser
-from qa_lib.spec import PRESETS, find_preset
+from qa_lib.presets import PRESETS, find_preset
 from qa_lib.variants import find_family, find_variant
 
 ROOT = Path(__file__).parent.parent

@@ -25,15 +25,15 @@ from qa_lib import spec as specs
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.model.build import build_model
 from qa_lib.model.dropout import HashDropout
-from qa_lib.model.gelu import SigmoidGelu
+from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput
+from qa_lib.model.fused_qkv import FusedSelfAttention
 from qa_lib.model.nf4 import NF4Linear
-from qa_lib.model.norms import NormedProduct
-from qa_lib.model.projections import FusedSelfAttention
-from qa_lib.model.quantize import is_rounding
+from qa_lib.model.qat import is_rounding
+from qa_lib.run import worker
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, adjust, missing
-from qa_lib.train import engine, loop, overlapped, parallel, pipeline, sharded, tensor, trainer
-from qa_lib.train.masters import MasterAdamW
+from qa_lib.train import data_parallel, loop, overlap, pipeline, tensor, trainer, zero1
+from qa_lib.train.master_adamw import MasterAdamW
 from qa_lib.variants import CONFLICTS, VARIANTS, Settings, SpecError, _matches, choices
 from tests.pairs import Covering, pairs_of
 
@@ -121,12 +121,12 @@ class Seen:
         self.model, self.batches = build_model(spec), batches_of(data.features, spec)
         self.model.get_input_embeddings().register_forward_hook(self._look)
         folder.mkdir()
-        self.optimizer = engine.train(self.model, self.batches, spec, torch.device("cpu"), folder, lambda _: None)[0]
+        self.optimizer = worker.train(self.model, self.batches, spec, torch.device("cpu"), folder, lambda _: None)[0]
         after = dict(self.model.named_parameters())
         self.moved = {
             name
             for name, p in after.items()
-            if not torch.equal(parallel.whole(p.detach()).float(), before[name].to(p.dtype).float())
+            if not torch.equal(data_parallel.whole(p.detach()).float(), before[name].to(p.dtype).float())
         }
         self.trains = {name for name, p in after.items() if p.requires_grad}
 
@@ -141,9 +141,10 @@ class Seen:
         """The calls by which processes share a step, as they are made."""
         calls = set()
         for owner, name in (
-            (parallel, "DistributedDataParallel"), (parallel, "bf16_compress_hook"), (parallel, "fully_shard"),
-            (parallel.Flat, "reduce"), (sharded, "reduce_scatter"), (pipeline.Pipeline, "passes"),
-            (overlapped, "regions_of"), (overlapped.Share, "spread"), (tensor, "parallelize_module"),
+            (data_parallel, "DistributedDataParallel"), (data_parallel, "bf16_compress_hook"),
+            (data_parallel, "fully_shard"), (data_parallel.Flat, "reduce"), (zero1, "reduce_scatter"),
+            (pipeline.Pipeline, "passes"), (overlap, "regions_of"), (zero1.Share, "spread"),
+            (tensor, "parallelize_module"),
         ):  # fmt: skip
             real = getattr(owner, name)
             monkeypatch.setattr(owner, name, lambda *a, real=real, name=name, **k: (calls.add(name), real(*a, **k))[1])
@@ -251,9 +252,9 @@ EFFECTS = {  # setting -> whether its value was seen at work
         seen.has(HashDropout) == (value == "hash" or seen.spec.settings.attention == "triton-varlen")
         and (value == "philox" or any(m.seed for m in seen.model.modules() if isinstance(m, HashDropout)))
     ),
-    "norms": lambda seen, value: seen.has(NormedProduct) == (value == "fused"),
+    "norms": lambda seen, value: seen.has(FusedOutput) == (value == "fused"),
     "feed_forward": lambda seen, value: value == "native",
-    "gelu": lambda seen, value: seen.has(SigmoidGelu) == (value == "sigmoid"),
+    "gelu": lambda seen, value: seen.has(FusedIntermediate) == (value == "sigmoid"),
     "qat": rounds,
     "compile": compiles,
     "padding": pads,

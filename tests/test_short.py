@@ -11,11 +11,11 @@ from torch import library
 
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.errors import UserError
-from qa_lib.model import short
-from qa_lib.model.attention import KERNELS, Segments
+from qa_lib.kernels import varlen_attention as varlen
+from qa_lib.model.architectures import ENCODERS, layers_of
+from qa_lib.model.attention import KERNELS, Segments, use_short_attention
 from qa_lib.model.build import build_model
 from qa_lib.model.dropout import HashDropout, renew
-from qa_lib.model.encoders import ENCODERS, layers_of
 from qa_lib.model.packed import Packed
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, missing
@@ -50,12 +50,12 @@ def with_gradients(attention, product, grad):
 
 
 def expected(product, grad, ends, seed, dropout):
-    return with_gradients(lambda *p: short.reference(*p, ends, seed, dropout, SCALE), product.double(), grad.double())
+    return with_gradients(lambda *p: varlen.reference(*p, ends, seed, dropout, SCALE), product.double(), grad.double())
 
 
 def by_kernel(product, grad, ends, seed, dropout, longest=None):
     longest = longest or int(ends.diff().max())
-    return with_gradients(lambda *p: short._short(*p, ends, seed, longest, dropout, SCALE)[0], product, grad)
+    return with_gradients(lambda *p: varlen._attention(*p, ends, seed, longest, dropout, SCALE)[0], product, grad)
 
 
 def assert_close(found, wanted, error):
@@ -106,7 +106,7 @@ def test_the_operators_are_what_the_compiler_takes_them_for():
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     for bias in (None, torch.zeros(96, device=DEVICE, requires_grad=True)):
         arguments = (product.requires_grad_(), bias, ends, seed, 64, 0.1, SCALE)
-        library.opcheck(short._short, arguments, test_utils=checks, atol=1e-5, rtol=1e-4)
+        library.opcheck(varlen._attention, arguments, test_utils=checks, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU captures no graph")
@@ -127,12 +127,12 @@ def test_without_dropout_the_reference_is_attention_within_segments():
     product, _, ends, seed = drawn()
     query, key, value = product.unbind(1)
     masked = KERNELS["block-diagonal"](query, key, value, Segments(ends, [65]), 0.0, SCALE)
-    assert torch.allclose(short.reference(product, None, ends, seed, 0.0, SCALE), masked, atol=1e-6)
+    assert torch.allclose(varlen.reference(product, None, ends, seed, 0.0, SCALE), masked, atol=1e-6)
 
 
 def kept(seed, heads=4, length=384, rate=0.1):
     places = torch.arange(length, dtype=torch.int32).repeat(2)  # two segments
-    return short._dropout_mask(places, heads, torch.tensor(seed, dtype=torch.int32), rate)[:, :, :length]
+    return varlen._dropout_mask(places, heads, torch.tensor(seed, dtype=torch.int32), rate)[:, :, :length]
 
 
 def test_dropout_keeps_its_rate_and_no_seed_head_query_or_key_repeats_another():
@@ -151,8 +151,8 @@ def test_dropped_shares_are_lost_and_the_others_grow():
     product = torch.zeros(16, 3, 1, 16)
     product[:, 2, 0] = torch.eye(16)
     ends, seed = torch.tensor([0, 16], dtype=torch.int32), torch.tensor(9, dtype=torch.int32)
-    shares = short.reference(product, None, ends, seed, 0.25, SCALE)[:, 0]
-    mask = short._dropout_mask(torch.arange(16, dtype=torch.int32), 1, seed, 0.25)[0]
+    shares = varlen.reference(product, None, ends, seed, 0.25, SCALE)[:, 0]
+    mask = varlen._dropout_mask(torch.arange(16, dtype=torch.int32), 1, seed, 0.25)[0]
     assert torch.allclose(shares, mask / 16 / 0.75)
     assert 0.6 < mask.float().mean() < 0.9
 
@@ -222,4 +222,4 @@ def test_a_machine_without_the_kernel_and_a_width_that_it_does_not_take_are_told
     model = build_model(spec)
     model.config.num_attention_heads = 64
     with pytest.raises(UserError, match="power of 2, 16 or more, and not 1"):
-        short.use_short_attention(model)
+        use_short_attention(model)

@@ -23,10 +23,11 @@ import pytest
 from qa_lib import record
 from qa_lib.__main__ import main
 from qa_lib.errors import CTRL_C, UserError
+from qa_lib.presets import PRESETS
 from qa_lib.run import launch, sweep
 from qa_lib.run.plan import plan
 from qa_lib.run.process import call, child_env, spec_from
-from qa_lib.spec import PRESETS, Machine
+from qa_lib.spec import Machine
 from tests import small, warm
 from tests.conftest import slow
 from tests.small import FIT, PARAMETERS, PRETEND, STEPS, write_notebook

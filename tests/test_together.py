@@ -18,7 +18,7 @@ import torch
 
 from qa_lib import record
 from qa_lib.errors import Stopped, UserError
-from qa_lib.measure import machine
+from qa_lib.measure import hardware
 from qa_lib.run import torchrun
 from qa_lib.run.faults import fault_path, first_fault
 from qa_lib.run.fit import fit
@@ -28,7 +28,7 @@ from qa_lib.run.torchrun import tell_fault
 from qa_lib.run.worker import _noting_faults, recording
 from qa_lib.spec import Machine
 from qa_lib.train.checkpoint import Checkpoint
-from qa_lib.train.ranks import Ranks
+from qa_lib.train.process_group import Ranks
 from qa_lib.variants import SpecError
 from tests import faulty, warm
 from tests.conftest import slow
@@ -266,17 +266,17 @@ Legend:
 )
 def test_the_link_is_that_of_the_first_two_gpus_that_the_process_sees(visible, said, monkeypatch):
     answers = {"--query-gpu=uuid": "GPU-a\nGPU-b\nGPU-c\n", "topo": TOPOLOGY}
-    monkeypatch.setattr(machine, "_nvidia_smi", lambda first, *_: answers[first])
+    monkeypatch.setattr(hardware, "_nvidia_smi", lambda first, *_: answers[first])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: types.SimpleNamespace(uuid=visible[card]))
-    assert machine.link() == said
-    monkeypatch.setattr(machine, "_nvidia_smi", lambda *_: "")
-    assert machine.link() is None
+    assert hardware.link() == said
+    monkeypatch.setattr(hardware, "_nvidia_smi", lambda *_: "")
+    assert hardware.link() is None
 
 
 def test_the_first_process_takes_all_cards_in_one_order_whatever_order_they_are_seen_in(monkeypatch, tmp_path):
     """Two runs on two cards, seen in opposite orders, would each hold what the other waits for."""
-    monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(hardware.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     seen = threading.local()
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: types.SimpleNamespace(uuid=seen.order[card]))
@@ -285,7 +285,7 @@ def test_the_first_process_takes_all_cards_in_one_order_whatever_order_they_are_
     def run(*order):
         seen.order = order
         for _ in range(20):
-            with machine.turn(gpu):
+            with hardware.turn(gpu):
                 holders.append(order)
                 most.append(len(holders))
                 time.sleep(0.001)

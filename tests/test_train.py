@@ -1,7 +1,10 @@
 import dataclasses
 import gc
 import json
+import shutil
 import weakref
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,19 +14,20 @@ from safetensors.torch import save_file
 from qa_lib.data.batches import Batches
 from qa_lib.data.load import batches_of
 from qa_lib.data.squad import open_source
-from qa_lib.data.tokenise import build_tokenizer
+from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.data.windows import build_features
 from qa_lib.measure.meter import Meter
 from qa_lib.model.build import build_model
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
-from qa_lib.train import compilation
+from qa_lib.train import checkpoint as checkpoints
+from qa_lib.train import compile as compilation
 from qa_lib.train.checkpoint import Checkpoint
-from qa_lib.train.compilation import compiled, forget_compiled, found_in_cache, start_compilers
+from qa_lib.train.compile import compiled, forget_compiled, found_in_cache, start_compilers
 from qa_lib.train.loop import train
 from qa_lib.train.optim import build_optimizer, learning_rate, peak_rate
-from qa_lib.train.ranks import Ranks
-from qa_lib.train.steplog import NonFiniteLoss, StepLog
+from qa_lib.train.process_group import Ranks
+from qa_lib.train.step_log import NonFiniteLoss, StepLog
 from qa_lib.variants import VARIANTS, Settings
 from tests.tiny import StopAfter
 
@@ -325,7 +329,7 @@ def test_the_time_for_inputs_is_of_the_host_and_of_the_measured_steps(features, 
 
 
 def test_step_cost_is_the_usual_formula_and_less_where_less_trains():
-    from qa_lib.measure.cost import StepCost
+    from qa_lib.measure.flops import StepCost
 
     full = StepCost(build_model(spec_of("A1")))
     layer = 4 * (64 * 64 + 64) + 2 * 64 * 128 + 128 + 64 + 4 * 64
@@ -370,7 +374,7 @@ def test_an_overflow_is_excused_while_the_scaler_can_still_back_off(tmp_path):
 
 def test_the_time_left_does_not_count_compilation(tmp_path, monkeypatch):
     now, said = [0.0], []
-    monkeypatch.setattr("qa_lib.train.steplog.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("qa_lib.train.step_log.time.monotonic", lambda: now[0])
     log = StepLog(
         tmp_path, spec_of("A3"), 10, 0, torch.amp.GradScaler("cpu", enabled=False), Ranks(DEVICE), said.append
     )

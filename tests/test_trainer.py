@@ -10,8 +10,8 @@ import torch
 
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.errors import UserError
-from qa_lib.measure import machine
-from qa_lib.measure.cost import StepCost
+from qa_lib.measure import hardware
+from qa_lib.measure.flops import StepCost
 from qa_lib.model.build import build_model
 from qa_lib.run import fit as fitting
 from qa_lib.run.plan import plan
@@ -46,7 +46,7 @@ def train(spec, features, folder):
 def said(monkeypatch):
     """nvidia-smi, which answers with these lines and then no more."""
     lines, asked = list(SAID), []
-    monkeypatch.setattr(machine, "_nvidia_smi", lambda *words: (asked.append(words), lines.pop(0) if lines else "")[1])
+    monkeypatch.setattr(hardware, "_nvidia_smi", lambda *words: (asked.append(words), lines.pop(0) if lines else "")[1])
     monkeypatch.setattr(trainer.Ranks, "join", lambda self, spec: None)  # which would leave a process group behind
     return asked
 
@@ -67,9 +67,9 @@ def test_without_the_setting_nobody_asks(said, features, tmp_path):
 
 @pytest.mark.parametrize("words", ["", "[N/A]\n"])
 def test_a_silent_nvidia_smi_is_named(words, monkeypatch):
-    monkeypatch.setattr(machine, "_nvidia_smi", lambda *_: words)
+    monkeypatch.setattr(hardware, "_nvidia_smi", lambda *_: words)
     with pytest.raises(UserError, match="nvidia-smi does not tell the GPUs' utilisation"):
-        machine.polled_utilisation()
+        hardware.polled_utilisation()
 
 
 @pytest.mark.parametrize("variant", ["P0", "P0-deepspeed"])

@@ -29,8 +29,8 @@ from qa_lib.run.sweep import progress_of
 from qa_lib.score.predict import load_qa_model
 from qa_lib.spec import Machine, resolve
 from qa_lib.train.checkpoint import Checkpoint
-from qa_lib.train.parallel import Alone
-from qa_lib.train.ranks import Ranks
+from qa_lib.train.data_parallel import Alone
+from qa_lib.train.process_group import Ranks
 from tests.material import document, question, trained_tokenizer, write
 
 TIMES = int(os.environ.get("QA_LIB_MUTATIONS", "40"))  # mutations of each kind

@@ -122,7 +122,7 @@ def test_bad_searches_are_refused_by_name(tried, words, said):
 
 
 def test_runs_on_one_gpu_take_turns(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(hardware.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid="GPU-1"))
     gpu, said, waited = types.SimpleNamespace(type="cuda"), [], []
 

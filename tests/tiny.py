@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForQuestionAnswering, RobertaToken
 
 from qa_lib.data.squad import open_source
 from qa_lib.data.synthetic import TINY_CONFIG
-from qa_lib.data.tokenise import build_tokenizer
+from qa_lib.data.tokenize import build_tokenizer
 
 # What differs between the encoders: ELECTRA's embeddings may be narrower than its layers.
 SHAPES = {

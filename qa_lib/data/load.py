@@ -10,11 +10,12 @@ from qa_lib.data.batches import Batches
 from qa_lib.data.packing import PackedBatches
 from qa_lib.data.squad import Source, open_source
 from qa_lib.data.text import TextSource, open_text
-from qa_lib.data.tokenise import build_tokenizer
-from qa_lib.data.tokens import Text, Windows, learn_tokenizer, tokenise_text
+from qa_lib.data.tokenize import build_tokenizer
+from qa_lib.data.tokens import Text, Windows, learn_tokenizer, tokenize_text
 from qa_lib.data.windows import Features, build_features
 from qa_lib.errors import UserError
-from qa_lib.spec import Spec, find_shape
+from qa_lib.presets import find_shape
+from qa_lib.spec import Spec
 
 
 @dataclass
@@ -70,10 +71,10 @@ def load_text(spec: Spec) -> Data:
     validation = open_text(spec.data_source, "validation") if spec.preset.quality else None
     shape = find_shape(spec.model_source)
     tokenizer = learn_tokenizer(source, shape.vocabulary) if shape else build_tokenizer(spec.model_source)
-    text = tokenise_text(source, tokenizer)
+    text = tokenize_text(source, tokenizer)
     if len(text.tokens) < length:
         raise UserError(f"{source.name}: a text of {len(text.tokens)} tokens, shorter than a window of {length}")
-    held_out = tokenise_text(validation, tokenizer) if validation else None
+    held_out = tokenize_text(validation, tokenizer) if validation else None
     if held_out and np.array_equal(held_out.tokens, text.tokens):
         raise UserError(f"{validation.name}: is the text of {source.name}, by which it would be scored")
     return Data(

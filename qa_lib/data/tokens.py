@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from qa_lib.data.squad import check_same
 from qa_lib.data.text import SEPARATOR, TextSource
-from qa_lib.data.tokenise import bare
+from qa_lib.data.tokenize import bare
 from qa_lib.data.windows import cache_key, default_cache, load_entry, store_entry
 from qa_lib.errors import UserError
 
@@ -30,7 +30,7 @@ END = "<|endoftext|>"
 
 @dataclass(eq=False)
 class Text:
-    """A tokenised text, and how much there was of it; a line end counts as a byte."""
+    """A tokenized text, and how much there was of it; a line end counts as a byte."""
 
     tokens: np.ndarray  # uint16 or uint32 [T]: an end token, and then the text's
     words: int  # between blanks, and line ends: what WikiText calls its tokens
@@ -103,7 +103,7 @@ def _pieces(line: str) -> list[str]:
     return [line] if whole else re.findall(rf"\s{{0,{LONGEST}}}\S{{1,{LONGEST}}}|\s{{1,{LONGEST}}}", line)
 
 
-def tokenise_text(source: TextSource, tokenizer: PreTrainedTokenizerBase) -> Text:
+def tokenize_text(source: TextSource, tokenizer: PreTrainedTokenizerBase) -> Text:
     """The tokens of a text, made once and memory-mapped from the cache. Raises UserError for a text of nothing, and for
     a tokenizer that is not fast or has no end token."""
     name = tokenizer.name_or_path or type(tokenizer).__name__
@@ -116,12 +116,12 @@ def tokenise_text(source: TextSource, tokenizer: PreTrainedTokenizerBase) -> Tex
         folder = _folder("tokens", parts)
         if found := load_entry(folder, Text):
             return found
-        made = _tokenise(source, backend, tokenizer.eos_token_id)
+        made = _tokenize(source, backend, tokenizer.eos_token_id)
         check_same(source)
         return store_entry(folder, made)
 
 
-def _tokenise(source: TextSource, backend: Tokenizer, end: int) -> Text:
+def _tokenize(source: TextSource, backend: Tokenizer, end: int) -> Text:
     dtype = np.uint16 if backend.get_vocab_size() <= 2**16 else np.uint32
     pieces, words, size = [np.array([end], dtype)], 0, 0
     plain, backend.encode_special_tokens = backend.encode_special_tokens, True  # a text may speak of end tokens

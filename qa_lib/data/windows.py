@@ -4,7 +4,7 @@ A model reads a question and a paragraph together, in at most `max_length` token
 windows that share `stride` tokens, each with the whole question before it (Devlin et al. 2018, for SQuAD). Every fast
 tokenizer of transformers cuts such windows itself, and what it cuts is the truth here. Where its tokens do not depend
 on what stands beyond a blank, as with BERT's, there is a quicker way to the same windows: paragraphs repeat from
-question to question, so that every distinct text is tokenised once and the windows are put together from the pieces.
+question to question, so that every distinct text is tokenized once and the windows are put together from the pieces.
 That takes a tenth of the time of `datasets.map`, and a test holds both ways to equal windows. All rows share this step;
 its result is cached on disk, so that a run begins in less than a second.
 """
@@ -27,7 +27,7 @@ import numpy as np
 import tokenizers
 
 from qa_lib.data.squad import DataError, Example, Source
-from qa_lib.data.tokenise import Layout, Pieces, bare, distinct, find_layout, splits_at_blanks, tokenise
+from qa_lib.data.tokenize import Layout, Pieces, bare, distinct, find_layout, splits_at_blanks, tokenize
 from qa_lib.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ def _build(source: Source, tokenizer, layout: Layout, max_length: int, stride: i
     # The reference script strips blanks in front of questions: some are so long that they alone would fill a window.
     questions, contexts = [e.question.lstrip() for e in examples], [e.context for e in examples]
     texts, which = distinct(chain(questions, contexts))
-    pieces = tokenise(backend, texts)
+    pieces = tokenize(backend, texts)
     question, context = which[: len(examples)], which[len(examples) :]
     lengths = np.diff(pieces.starts)
     room = max_length - layout.size - lengths[question]
@@ -202,7 +202,7 @@ def _overflow(tokenizer, questions: list[str], contexts: list[str], max_length: 
 
 
 def _assemble(pieces: Pieces, layout: Layout, question, context, room, stride: int) -> Iterator[Window]:
-    """The same windows out of what each text was tokenised to.
+    """The same windows out of what each text was tokenized to.
 
     `question` and `context` are the texts of each example, `room` is how many tokens of the context a window of it
     holds; int [examples].

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from qa_lib.measure.cost import StepCost
+from qa_lib.measure.flops import StepCost
 from qa_lib.record import Memory, Speed, StepTime
 
 MIB = 2**20

@@ -1,40 +1,41 @@
-"""Attention within the segments of a packed row, by whichever kernel the GPU has, registered with transformers.
+"""Attention within the segments of a packed sequence, by whichever kernel the GPU has, registered with transformers.
 
-A packed row holds many features, and a token must attend to its own feature's tokens alone. A mask over the whole row
-would do that and cost as much as attention over all of it: quadratic in its length. FlashAttention (Dao et al.
+A packed sequence holds many samples, and a token must attend to its own sample's tokens alone. A mask over the whole
+sequence would do that and cost as much as attention over all of it: quadratic in its length. FlashAttention (Dao et al.
 2022, 2023) is told where segments end, computes nothing across them, and never writes the scores to memory: row
-E-packed. A T4 lacks it and has PyTorch's memory-efficient kernel (Rabe and Staats 2021), for which packed rows have a
-place of fixed length for each feature: rows E-packed-efficient and E-t4. A CPU takes the mask. A kernel of our own for
-short segments is in model/short.py, row E-varlen. The padded rows' own kernels, eager in A1 and SDPA in A2, are
-transformers' and PyTorch's.
+E-packed. A T4 lacks it and has PyTorch's memory-efficient kernel (Rabe and Staats 2021), for which packed sequences
+have a place of fixed length for each sample: rows E-packed-efficient and E-t4. A CPU takes the mask. A kernel of our
+own for short segments is in kernels/varlen_attention.py, row E-varlen. The kernels of padded batches, eager in A1 and
+SDPA in A2, are transformers' and PyTorch's.
 
-Kernels here take query, key and value [tokens, heads, width], `Segments`, dropout and the scale of the scores; the
-memory-efficient one takes the three as one tensor [tokens, 3, heads, width].
+Kernels here take query, key and value [tokens, heads, width], `Segments`, dropout and the scale of the scores; those
+for fused projections take the three as one tensor [tokens, 3, heads, width].
 """
 
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
-from torch import library
+from torch import library, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from qa_lib.errors import UserError
+from qa_lib.kernels.varlen_attention import segment_of, varlen_attention
+from qa_lib.model.architectures import encoder_of, layers_of
+from qa_lib.model.dropout import HashDropout
+from qa_lib.model.fused_qkv import BiasDeferredLinear, FusedSelfAttention, linear_as
+
 
 class Segments(NamedTuple):
-    """Where the features of a packed row lie."""
+    """Where the samples of a packed sequence lie."""
 
     cu_seqlens: torch.Tensor  # int32 [segments + 1]: where each segment begins and the last one ends
-    # At most so many tokens in each, the same for every packed row of a run; with a bias, exactly so many.
+    # At most so many tokens in each, the same for every packed sequence of a run; with a bias, exactly so many.
     limits: list[int]
     bias: torch.Tensor | None = None  # float32 [tokens], -inf where a segment is padded; for the kernel that wants that
-
-
-def segment_of(ends: torch.Tensor, tokens: int) -> torch.Tensor:
-    """For each of a packed row's tokens the number of the segment that it lies in, by cu_seqlens."""
-    return torch.searchsorted(ends[1:], torch.arange(tokens, device=ends.device, dtype=ends.dtype), right=True)
 
 
 def flash(query, key, value, segments, dropout, scale):
@@ -45,21 +46,21 @@ def flash(query, key, value, segments, dropout, scale):
     )[0]
 
 
-def efficient(product, segments, dropout, scale):
+def efficient(qkv, segments, dropout, scale):
     """PyTorch's memory-efficient kernel, for sm_50 and newer (a T4 is sm_75), over segments that are padded to limits.
 
     The kernel also takes cu_seqlens, but then its forward pass drops out by another pattern than its backward pass (it
     begins every segment and head at the same random number), and training fails without a word.
     """
-    return _efficient(product, segments.bias, segments.limits, dropout, scale)[0]
+    return _efficient(qkv, segments.bias, segments.limits, dropout, scale)[0]
 
 
-def in_one(query, key, value, product=None):
-    """Query, key and value [1, heads, tokens, width] as one tensor [tokens, 3, heads, width]: the `product` of fused
+def stack_qkv(query, key, value, qkv=None):
+    """Query, key and value [1, heads, tokens, width] as one tensor [tokens, 3, heads, width]: the `qkv` of fused
     projections, of which they are views, or a copy."""
-    if product is None:
-        product = torch.stack([part.transpose(1, 2) for part in (query, key, value)], 2)
-    return product.squeeze(0)  # indexed, it would be copied in the backward pass
+    if qkv is None:
+        qkv = torch.stack([part.transpose(1, 2) for part in (query, key, value)], 2)
+    return qkv.squeeze(0)  # indexed, it would be copied in the backward pass
 
 
 def _equal_limits(limits: list[int]) -> list[tuple[slice, tuple[int, int]]]:
@@ -96,13 +97,13 @@ _OPTIONS = "Tensor bias, SymInt[] limits, float dropout, float scale"
     "qa_lib::efficient_attention",
     mutates_args=(),
     tags=(torch.Tag.nondeterministic_seeded,),
-    schema=f"(Tensor product, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor qkv, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _efficient(product, bias, limits, dropout, scale):
-    bias, heads = bias.to(product.dtype), product.shape[2]
+def _efficient(qkv, bias, limits, dropout, scale):
+    bias, heads = bias.to(qkv.dtype), qkv.shape[2]
     calls = [
         torch.ops.aten._scaled_dot_product_efficient_attention(
-            *(_heads_first(t[part], shape) for t in product.unbind(1)), _scores(bias[part], shape, heads), True,
+            *(_heads_first(t[part], shape) for t in qkv.unbind(1)), _scores(bias[part], shape, heads), True,
             dropout, scale=scale,
         )
         for part, shape in _equal_limits(limits)
@@ -113,42 +114,42 @@ def _efficient(product, bias, limits, dropout, scale):
 
 
 @_efficient.register_fake
-def _(product, bias, limits, dropout, scale):
-    tokens, _, heads, width = product.shape
-    logsumexp = product.new_empty(heads * sum(map(_logsumexp_length, limits)), dtype=torch.float32)
-    random = product.new_empty(len(_equal_limits(limits)), dtype=torch.int64)
-    return product.new_empty(tokens, heads, width), logsumexp, random, random.clone()
+def _(qkv, bias, limits, dropout, scale):
+    tokens, _, heads, width = qkv.shape
+    logsumexp = qkv.new_empty(heads * sum(map(_logsumexp_length, limits)), dtype=torch.float32)
+    random = qkv.new_empty(len(_equal_limits(limits)), dtype=torch.int64)
+    return qkv.new_empty(tokens, heads, width), logsumexp, random, random.clone()
 
 
 @library.custom_op(
     "qa_lib::efficient_attention_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor product, Tensor output, Tensor logsumexp, Tensor seeds, Tensor offsets, "
+    schema="(Tensor grad, Tensor qkv, Tensor output, Tensor logsumexp, Tensor seeds, Tensor offsets, "
     f"{_OPTIONS}) -> Tensor",
 )
-def _efficient_backward(grad, product, output, logsumexp, seeds, offsets, bias, limits, dropout, scale):
-    """The gradient of `product`, [tokens, 3, heads, width]."""
-    bias, heads, product_grad = bias.to(product.dtype), product.shape[2], product.new_empty(product.shape)
+def _efficient_backward(grad, qkv, output, logsumexp, seeds, offsets, bias, limits, dropout, scale):
+    """The gradient of `qkv`, [tokens, 3, heads, width]."""
+    bias, heads, qkv_grad = bias.to(qkv.dtype), qkv.shape[2], qkv.new_empty(qkv.shape)
     grad, runs = grad.contiguous(), _equal_limits(limits)
     sizes = [heads * count * _logsumexp_length(limit) for _, (count, limit) in runs]
     for (part, shape), sums, seed, offset in zip(runs, logsumexp.split(sizes), seeds, offsets, strict=True):
         grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            *(_heads_first(t[part], shape) for t in (grad, *product.unbind(1))), _scores(bias[part], shape, heads),
+            *(_heads_first(t[part], shape) for t in (grad, *qkv.unbind(1))), _scores(bias[part], shape, heads),
             _heads_first(output[part], shape), sums.view(shape[0], heads, -1), seed, offset, dropout,
             [True, True, True, False], scale=scale,
         )[:3]  # fmt: skip
-        torch.stack([one.transpose(1, 2) for one in grads], 2, out=product_grad[part].unflatten(0, shape))
-    return product_grad
+        torch.stack([one.transpose(1, 2) for one in grads], 2, out=qkv_grad[part].unflatten(0, shape))
+    return qkv_grad
 
 
 @_efficient_backward.register_fake
-def _(grad, product, *_):
-    return product.new_empty(product.shape)
+def _(grad, qkv, *_):
+    return qkv.new_empty(qkv.shape)
 
 
 def _keep(ctx, inputs, output):
-    product, bias, *ctx.options = inputs
-    ctx.save_for_backward(product, *output, bias)
+    qkv, bias, *ctx.options = inputs
+    ctx.save_for_backward(qkv, *output, bias)
 
 
 def _differentiate(ctx, grad, *_):
@@ -168,28 +169,34 @@ def blockmask(query, key, value, segments, dropout, scale):
 
 def _interface(kernel):
     def attention(
-        module, query, key, value, attention_mask, dropout=0.0, scaling=None, segments=None, product=None, **kwargs
-    ):
+        module, query, key, value, attention_mask, dropout=0.0, scaling=None, segments=None, qkv=None, bias=None,
+        **kwargs,
+    ):  # fmt: skip
         """An attention function of transformers: tensors [batch, heads, tokens, width] in, [batch, tokens, heads,
-        width] out. Rows without segments, as in evaluation, are padded ones and go to SDPA."""
+        width] out. A `bias` that is in `qkv` gets its gradient from varlen_attention, whose modules have a HashDropout.
+        Batches without segments, as in evaluation, are padded ones and go to SDPA."""
         if segments is None:
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
             )
-        if kernel is efficient:
-            parts = [in_one(query, key, value, product)]
+        if kernel is varlen_attention:
+            stacked, (ends, limits, _) = stack_qkv(query, key, value, qkv), segments
+            output = varlen_attention(stacked, bias, ends, max(limits), module.dropout.seed, dropout, scaling)
+        elif kernel is efficient:
+            output = efficient(stack_qkv(query, key, value, qkv), segments, dropout, scaling)
         else:
-            parts = [t[0].transpose(0, 1) for t in (query, key, value)]
-        return kernel(*parts, segments, dropout, scaling)[None], None
+            output = kernel(*(t[0].transpose(0, 1) for t in (query, key, value)), segments, dropout, scaling)
+        return output[None], None
 
     return attention
 
 
-KERNELS = {"flash": flash, "efficient": efficient, "block-diagonal": blockmask}
+KERNELS = {"flash": flash, "efficient": efficient, "block-diagonal": blockmask, "triton-varlen": varlen_attention}
 
 
 def attention_name(kernel: str) -> str:
-    """The name that a kernel for packed rows has in transformers, which takes any with "flash" in it for its own."""
+    """The name that a kernel for packed sequences has in transformers, which takes any with "flash" in it for its
+    own."""
     return "packed-" + kernel.replace("flash", "fa")
 
 
@@ -197,8 +204,21 @@ for _name, _kernel in KERNELS.items():
     AttentionInterface.register(attention_name(_name), _interface(_kernel))
     AttentionMaskInterface.register(attention_name(_name), sdpa_mask)
 
-# For rows of text, which have no padding: SDPA that is told "causal" and given no mask. For a compiled model
+# For windows of text, which have no padding: SDPA that is told "causal" and given no mask. For a compiled model
 # transformers makes the mask all the same, and with one PyTorch does not take FlashAttention.
 UNMASKED = "unmasked"
 AttentionInterface.register(UNMASKED, sdpa_attention_forward)
 AttentionMaskInterface.register(UNMASKED, lambda *_, **__: None)
+
+
+def use_short_attention(model: nn.Module) -> None:
+    """Give the attention of every layer a seed for its dropout, in place, which dropout.renew draws anew, and leave it
+    the gradient of fused projections' bias. Raises UserError for heads of a width that the kernel does not take."""
+    width = model.config.hidden_size // model.config.num_attention_heads
+    if width < 16 or width & (width - 1):
+        raise UserError(f"attention 'short' takes heads as wide as a power of 2, 16 or more, and not {width}")
+    for layer in layers_of(model):
+        owner = layer.get_submodule(encoder_of(model).self_attention)
+        owner.dropout = HashDropout(owner.dropout.p)
+        if isinstance(owner, FusedSelfAttention):
+            owner.qkv = linear_as(BiasDeferredLinear, owner.qkv)

@@ -13,19 +13,17 @@ from transformers.utils import logging as transformers_logging
 
 from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.errors import UserError
-from qa_lib.model.attention import UNMASKED, attention_name
+from qa_lib.model.architectures import embeddings_of, encoder_of, find_encoder, layers_of, max_positions, param_counts
+from qa_lib.model.attention import UNMASKED, attention_name, use_short_attention
 from qa_lib.model.dropout import use_hash_dropout
-from qa_lib.model.encoders import embeddings_of, encoder_of, find_encoder, layers_of, most_tokens, sizes
-from qa_lib.model.fp8 import use_float8
-from qa_lib.model.gelu import use_sigmoid_gelu
+from qa_lib.model.fused_blocks import use_float8, use_fused_norms, use_sigmoid_gelu
+from qa_lib.model.fused_qkv import fuse_projections, split_projections
 from qa_lib.model.hf_checkpoint import as_user_error, find_folder, inspect_checkpoint, replacing
 from qa_lib.model.load import load, read_config
 from qa_lib.model.nf4 import NF4Linear, native, use_nf4
-from qa_lib.model.norms import use_fused_norms
-from qa_lib.model.projections import fuse_projections, split_projections
-from qa_lib.model.quantize import is_rounding, use_rounding
-from qa_lib.model.short import use_short_attention
-from qa_lib.spec import HEAD, Spec, find_shape
+from qa_lib.model.qat import is_rounding, use_rounding
+from qa_lib.presets import HEAD, find_shape
+from qa_lib.spec import Spec
 from qa_lib.variants import Recipe, Settings
 
 ALIGN = 64  # tokens of a vocabulary are made a multiple of this
@@ -79,7 +77,7 @@ TRANSFORMS = (
     Transform("norms", ("fused",), lambda model, _: use_fused_norms(model), ("dropout",)),
     Transform("gelu", ("sigmoid",), lambda model, _: use_sigmoid_gelu(model)),
     # Takes linear layers as the two before have left them: with or without a bias.
-    Transform("feed_forward", ("fp8",), lambda model, _: use_float8(model), ("norms", "activation")),
+    Transform("feed_forward", ("fp8",), lambda model, _: use_float8(model), ("norms", "gelu")),
     Transform("qat", ("int8", "int4"), lambda model, settings: use_rounding(model, settings.qat)),
     Transform("base_quantization", ("nf4",), lambda model, settings: use_nf4(model, DTYPES[settings.precision])),
 )
@@ -116,9 +114,9 @@ def _pretrained(spec: Spec, head: type) -> torch.nn.Module:
         attention = attention_name(attention)
     elif task == "lm" and attention == "sdpa" and spec.settings.engine == "loop":
         attention = UNMASKED
-    if spec.preset.max_length > most_tokens(config):
+    if spec.preset.max_length > max_positions(config):
         raise UserError(
-            f"{source} takes {most_tokens(config)} tokens at most, and scale {spec.preset.name} "
+            f"{source} takes {max_positions(config)} tokens at most, and scale {spec.preset.name} "
             f"makes features of {spec.preset.max_length}"
         )
     if source == "tiny" or find_shape(source):
@@ -202,8 +200,8 @@ def trainable_summary(model: torch.nn.Module):
     parts = {"embeddings": embeddings_of(model)}
     parts |= {f"layer {number}": [layer] for number, layer in enumerate(layers_of(model))}
     parts |= {"head": [model.get_submodule(encoder_of(model).head)], "all": [model]}
-    held, rows = sizes(model), {}
+    counts, rows = param_counts(model), {}
     for name, modules in parts.items():
         parameters = [p for module in modules for p in module.parameters()]
-        rows[name] = [sum(held[p] for p in parameters), sum(held[p] for p in parameters if p.requires_grad)]
+        rows[name] = [sum(counts[p] for p in parameters), sum(counts[p] for p in parameters if p.requires_grad)]
     return pd.DataFrame.from_dict(rows, orient="index", columns=["parameters", "trainable"])

@@ -14,29 +14,8 @@ of its seed and a captured graph draws other patterns in each replay.
 import torch
 from torch import nn
 
-from qa_lib.model.encoders import encoder_of, layers_of
-
-
-def hashed(numbers: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
-    """32 bits for each of some `numbers`, which two seeds make unrelated; all of them int32, of shapes that broadcast.
-
-    The finalizer "lowbias32" (Wellons 2018), with the seed near its start.
-    """
-    # PyTorch's int32 wraps when it multiplies, and keeps the sign when it shifts, hence the masks.
-    bits = ((numbers ^ ((numbers >> 16) & 0xFFFF)) + seed) * 0x7FEB352D
-    bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
-    return bits ^ ((bits >> 16) & 0xFFFF)
-
-
-def threshold_of(p: float) -> int:
-    """Below it 31 bits of a hash drop their element."""
-    return int(p * 2**31)
-
-
-def dropped(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
-    """Dropout with rate `p` of a tensor of fewer than 2^31 elements."""
-    bits = hashed(torch.arange(x.numel(), device=x.device, dtype=torch.int32).view(x.shape), seed) & 0x7FFFFFFF
-    return torch.where(bits >= threshold_of(p), x * (1 / (1 - p)), 0.0)
+from qa_lib.kernels.hash_dropout import hash_dropout
+from qa_lib.model.architectures import encoder_of, layers_of
 
 
 class HashDropout(nn.Module):
@@ -48,11 +27,12 @@ class HashDropout(nn.Module):
         self.register_buffer("seed", torch.zeros((), dtype=torch.int32), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return dropped(x, self.seed, self.p) if self.training and self.p else x
+        return hash_dropout(x, self.seed, self.p) if self.training and self.p else x
 
 
 def use_hash_dropout(model: nn.Module) -> None:
-    """Replace the dropouts of the hidden states, in place; attention's own is its kernel's affair (model/short.py)."""
+    """Replace the dropouts of the hidden states, in place; attention's own is its kernel's affair
+    (kernels/varlen_attention.py)."""
     encoder = encoder_of(model)
     owners = [(model, encoder.embeddings_dropout or f"{encoder.embeddings[0]}.dropout")]
     owners += [(layer, name) for layer in layers_of(model) for name in encoder.dropouts]

@@ -6,9 +6,9 @@ import threading
 from pathlib import Path
 
 from qa_lib.errors import UserError
-from qa_lib.model.encoders import encoder_of, find_encoder
+from qa_lib.model.architectures import encoder_of, find_encoder
 from qa_lib.model.hf_checkpoint import QUANTIZED, as_user_error, inspect_checkpoint
-from qa_lib.model.quantize import fill_quantized, plain_sizes, quantize
+from qa_lib.model.qat import fill_quantized, plain_sizes, quantize
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def load(folder: Path, head: type, attention: str, new_head: bool = False, task:
     """The model of a folder that has weights, by a class of transformers like AutoModelForQuestionAnswering.
 
     `attention` is ours: a config may name one that transformers would download. `new_head` allows weights without the
-    head's, which are then random. Quantized weights (model/quantize.py) come back as they were saved, and cannot be
+    head's, which are then random. Quantized weights (model/qat.py) come back as they were saved, and cannot be
     trained. Raises UserError where config and weights do not belong together.
     """
     found, files = inspect_checkpoint(folder)

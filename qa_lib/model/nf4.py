@@ -5,9 +5,9 @@ What does not train needs no gradients and no optimizer state, and its own bits 
 scale for each block of 64 weights. bitsandbytes rounds to it and widens it again; the adapters stay in fp32. The paper
 rounds the scales, too, which is not done here: 4.5 bits a weight instead of 4.13.
 
-Each product widens its weight, uses it and forgets it; its backward pass widens it again. To keep the wide weight until
-then would take two bytes more for each. Both passes are operators of our own (ahead.py) that the compiler does not look
-into: it cannot decide to keep the wide weight, and what is around them is one graph.
+Each layer widens its weight, uses it and forgets it; its backward pass widens it again. To keep the wide weight until
+then would take two bytes more for each. Both passes are custom operators that the compiler does not look into: it
+cannot decide to keep the wide weight, and what is around them is one graph.
 
 bitsandbytes' own layer lets peft make adapters in the half precision that it computes in; it returns the type of its
 input, which is fp32 after a layer norm, so that activations take twice the memory; and it casts its bias in place when
@@ -27,8 +27,8 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from qa_lib.errors import UserError
-from qa_lib.model.ahead import operator
-from qa_lib.model.encoders import layers_of
+from qa_lib.kernels.precompile import custom_op
+from qa_lib.model.architectures import layers_of
 
 BLOCK = 64  # weights that share a scale
 # What the 4 bits stand for, in shares of the block's scale: appendix E of the QLoRA paper.
@@ -108,14 +108,14 @@ def check_kernel(device: torch.device, dtype: torch.dtype) -> None:
         )
 
 
-@operator("qa_lib::nf4_product")
+@custom_op("qa_lib::nf4_product")
 def _product(inputs: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, out: int) -> torch.Tensor:
     """[..., in] -> [..., out], without a bias, in the inputs' type."""
     with torch.autocast(inputs.device.type, enabled=False):
         return functional.linear(inputs, _wide(packed, scales, out, inputs.shape[-1], inputs.dtype))
 
 
-@operator("qa_lib::nf4_product_backward")
+@custom_op("qa_lib::nf4_product_backward")
 def _product_backward(grad: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, width: int) -> torch.Tensor:
     """The gradient of the inputs [..., width] from that of the outputs [..., out]."""
     return grad @ _wide(packed, scales, grad.shape[-1], width, grad.dtype)

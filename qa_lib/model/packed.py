@@ -15,8 +15,8 @@ import torch
 from torch.nn import functional as F
 from transformers.modeling_outputs import QuestionAnsweringModelOutput
 
+from qa_lib.model.architectures import embeddings_of, encoder_of, first_position, layers_of
 from qa_lib.model.attention import Segments
-from qa_lib.model.encoders import embeddings_of, encoder_of, first_position, layers_of
 
 REGION = 3  # layers that are compiled as one
 

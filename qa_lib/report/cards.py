@@ -4,6 +4,7 @@ import math
 
 import pandas as pd
 
+from qa_lib.presets import PRESETS
 from qa_lib.report.quality import FULL_EPOCHS, FULL_FEATURES, MARGIN, as_text, equivalence, projected, quality_runs
 from qa_lib.report.runs import (
     BASELINE,
@@ -19,7 +20,7 @@ from qa_lib.report.runs import (
 )
 from qa_lib.report.tables import DATA_SHEET_TFLOPS, in_order, summarise
 from qa_lib.report.text import MISSING, folded, gain, number, or_why, say
-from qa_lib.spec import PRESETS, Machine, missing
+from qa_lib.spec import Machine, missing
 from qa_lib.variants import VARIANTS, choices, find_recipe, since
 
 SIZES_GIB = (1, 1.5, 2, 3, 4, 6, 8, 12, 14.9, 24)  # 14.9: a T4

@@ -2,7 +2,7 @@
 
 Memory is a fixed cost (weights, gradients, optimizer state) and a cost for each token of a micro-batch, which the
 backward pass keeps. Both are fitted here to what was measured; the budget of run/memory_estimate.py, drawn dashed,
-predicts them from the model's shapes. A size that ran out of memory is a cross at the top. """
+predicts them from the model's shapes. A size that ran out of memory is a cross at the top."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ def points(runs: pd.DataFrame, rows: Sequence[str] = (), predicted: pd.Series | 
     Columns: variant; length, batch (0 where a step is one micro-batch, or so many tokens) and micro_batch; gib, speed,
     states (GiB of weights, gradients and optimizer), tokens (computed in a micro-batch), predicted (GiB, where
     run.memory_estimate.predicted is given), oom, whether every seed ran out of memory, and code (commits). Raises
-    NotMeasured where there is none. """
+    NotMeasured where there is none."""
     by_tokens = runs.reindex(columns=[BATCH_TOKENS])[BATCH_TOKENS].notna()
     runs = runs.assign(batch=runs["batch"].mask(by_tokens | (runs["batch"] == runs["micro_batch"]), 0))
     runs = runs.assign(predicted=math.nan if predicted is None else predicted)

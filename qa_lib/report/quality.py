@@ -10,6 +10,7 @@ import math
 import numpy as np
 import pandas as pd
 
+from qa_lib.presets import PRESETS
 from qa_lib.report.runs import (
     BASELINE,
     RECOMMENDED,
@@ -25,7 +26,6 @@ from qa_lib.report.runs import (
 )
 from qa_lib.report.tables import interval, summarise
 from qa_lib.report.text import MISSING, gain, number, points, share
-from qa_lib.spec import PRESETS
 from qa_lib.variants import VARIANTS, find_recipe
 
 MARGIN = 1.0  # points of F1 within which a row counts as good as the baseline

@@ -2,7 +2,7 @@
 
 Two ways lead to such weights. *Post-training*: a model that was trained in full precision is rounded at the end; that
 is free, and the model had no chance to prepare. *Quantization-aware*: every forward pass of training sees the rounded
-weights, so that the model learns to answer with them; that costs training speed (model/quantize.py has the arithmetic).
+weights, so that the model learns to answer with them; that costs training speed (model/qat.py has the arithmetic).
 
 `python -m qa_lib quantize` leaves a quantized.json beside a run. Both ways are held against full precision over equal
 seeds. Times are of one thread of a CPU; a ratio of them is taken within one file, whose two models took turns.

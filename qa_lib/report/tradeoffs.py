@@ -18,10 +18,10 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import curve_fit
 
+from qa_lib.presets import find_shape
 from qa_lib.report.runs import EPOCHS, RATE, NotMeasured, select
 from qa_lib.report.tables import interval
 from qa_lib.report.text import FILTERS, MISSING, count, number, points, say
-from qa_lib.spec import find_shape
 
 SCORES = {  # task -> value of a record, its name; by bytes, tokenizers may differ
     "lm": ("quality.bits_per_byte", "bits per byte"),
@@ -65,7 +65,7 @@ def measured(every: pd.DataFrame, group: str, row: str) -> pd.DataFrame:
 
 
 def _sizes(runs: pd.DataFrame, task: str) -> dict[str, pd.Series]:
-    """The columns of SIZES, and depth. FLOPs are counted as in measure/cost.py, for rows that train all of the model:
+    """The columns of SIZES, and depth. FLOPs are counted as in measure/flops.py, for rows that train all of the model:
     for each token 6 for each weight of layers and head, 4 for each bias and norm, and 6 x layers x hidden x length for
     the half of attention that is not masked."""
     parameters = runs["model.params_total"].astype(float)

@@ -50,7 +50,7 @@ def say_idle(machine: Machine, gpus: list[int] | None) -> None:
 
 
 PROBE = (
-    "import dataclasses, json; from qa_lib.measure.machine import environment, this_machine;"
+    "import dataclasses, json; from qa_lib.measure.hardware import environment, this_machine;"
     "print(json.dumps([dataclasses.asdict(this_machine()), environment()]))"
 )
 

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 from qa_lib.cli import above_0, add_rows, add_source_arguments, capability, rows_of
 from qa_lib.errors import UserError
+from qa_lib.presets import PRESETS
 from qa_lib.record import FINISHED
 from qa_lib.run.launch import Launcher, probe
 from qa_lib.run.memory_estimate import estimate
 from qa_lib.run.plan import plan
-from qa_lib.spec import PRESETS, Machine, Spec
-from qa_lib.variants import SINCE
+from qa_lib.spec import Machine, Spec
+from qa_lib.variants import AMPERE
 
 STEP = 8  # features: sizes are multiples of this
 CLOSE = 0.06  # the search ends when the next size up is at most this much larger
@@ -49,7 +50,7 @@ def specs_for(variant: str, args: argparse.Namespace, machine: Machine) -> Calla
     preset = dataclasses.replace(PRESETS["sizing"], name=name, limit_gib=args.limit_gib)
     limits = (
         [f"attention kernels: those of compute capability {args.compute_capability / 10:g}"]
-        if args.compute_capability < SINCE["sm80"]
+        if args.compute_capability < AMPERE
         else []
     )
 

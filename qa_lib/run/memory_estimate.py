@@ -24,11 +24,12 @@ from qa_lib.data.load import load_data
 from qa_lib.data.packing import PackedBatches
 from qa_lib.errors import UserError
 from qa_lib.measure.meter import MIB
+from qa_lib.model.architectures import embeddings_of, encoder_of, layers_of, layers_passed, trains
 from qa_lib.model.build import apply_recipe, model_config
-from qa_lib.model.encoders import embeddings_of, encoder_of, layers_of, layers_passed, trains
+from qa_lib.presets import Preset, find_preset, find_shape
 from qa_lib.run.plan import plan
 from qa_lib.run.tasks import TASKS
-from qa_lib.spec import Machine, Preset, Spec, adjust, find_preset, find_shape
+from qa_lib.spec import Machine, Spec, adjust
 from qa_lib.variants import Settings
 
 LIBRARIES_MIB = 100  # measured on one H200: workspaces of cuBLAS, and inputs
@@ -157,7 +158,7 @@ def estimate(spec: Spec, features=None) -> dict:
         casts += 0 if half or word == 4 else 2 * words.numel()
         # The backward pass begins with the loss, before the layers' own work. Compiled, with the logits, which their
         # gradients write over; under the Trainer, whose compiled model returns the logits, with both and with zeros in
-        # place of a gradient from outside (train/compilation.py). Eager, in fp32, with the logarithms of softmax and
+        # place of a gradient from outside (train/compile.py). Eager, in fp32, with the logarithms of softmax and
         # the gradients of these and of their input.
         copies = 1 if settings.engine == "loop" else 3
         loss = (copies * word if compiled else 3 * 4) * tokens * config.vocab_size

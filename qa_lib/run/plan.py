@@ -12,9 +12,10 @@ from qa_lib.data.squad import DataError, hash_files, open_source, read_json
 from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.data.text import open_text
 from qa_lib.errors import UserError
-from qa_lib.model.encoders import find_encoder
+from qa_lib.model.architectures import find_encoder
 from qa_lib.model.hf_checkpoint import checkpoint_files, commit_of, inspect_checkpoint
-from qa_lib.spec import HEAD, Machine, Spec, find_preset, find_shape, resolve, sha256_of_json, unshared, whole_number
+from qa_lib.presets import HEAD, find_preset, find_shape, whole_number
+from qa_lib.spec import Machine, Spec, resolve, sha256_of_json, unshared
 from qa_lib.variants import SpecError
 
 SOURCES = {"qa": open_source, "lm": open_text}  # task -> what opens its data
@@ -57,7 +58,7 @@ def plan(
         if not value:
             raise UserError(f"preset {preset!r} has no {name} of its own: give --{name} (a path)")
     if machine is None:
-        from qa_lib.measure.machine import this_machine  # imports torch, which a driver does without
+        from qa_lib.measure.hardware import this_machine  # imports torch, which a driver does without
 
         machine = this_machine()
 

@@ -20,7 +20,8 @@ from pathlib import Path
 import psutil
 
 from qa_lib.errors import SIGNALS, UserError, stoppable
-from qa_lib.spec import Preset, Spec
+from qa_lib.presets import Preset
+from qa_lib.spec import Spec
 from qa_lib.variants import Settings
 
 SHARE = "QA_LIB_SHARE"  # an environment variable: where it is set, other runs train on this GPU at the same time

@@ -21,16 +21,16 @@ import torch
 from qa_lib import record
 from qa_lib.cli import add_source_arguments
 from qa_lib.errors import UserError
-from qa_lib.measure import machine, ncu, trace
-from qa_lib.measure.machine import copy_rate, matrix_rate, train_device, turn
+from qa_lib.measure import hardware, ncu, trace
+from qa_lib.measure.hardware import copy_rate, matrix_rate, train_device, turn
 from qa_lib.measure.meter import MIB, Watch, memory_use
+from qa_lib.model.architectures import encoder_of, parts_of
 from qa_lib.model.build import DTYPES
-from qa_lib.model.encoders import encoder_of, parts_of
 from qa_lib.run.plan import plan
 from qa_lib.run.process import SHARE, call, child_env
 from qa_lib.run.tasks import TASKS, prepare
+from qa_lib.run.worker import train
 from qa_lib.spec import Spec
-from qa_lib.train.engine import train
 
 WARM, TIMED, PROFILED = 12, 20, 3  # steps: to settle, for the step's length, under the profiler
 os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # or the profiler writes a line when it starts and one when it stops
@@ -161,7 +161,7 @@ def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dic
         "spec": {"variant": spec.variant, "preset": spec.preset.name, "seed": spec.seed, "hash": spec.hash,
                  "micro_batch": spec.settings.micro_batch, "adjusted": spec.adjusted},
         "code": record.code_version(),
-        "env": machine.environment(),
+        "env": hardware.environment(),
         "time": trace.summary(found, events, step_ms),
         "memory": memory,
         "ceilings": {

@@ -17,14 +17,13 @@ from qa_lib.cli import given, path
 from qa_lib.data.squad import Source, open_source
 from qa_lib.data.windows import build_features
 from qa_lib.errors import UserError
-from qa_lib.measure.machine import environment
+from qa_lib.measure.hardware import environment
 from qa_lib.model.hf_checkpoint import inspect_checkpoint
-from qa_lib.model.quantize import WIDTHS, quantize, save_quantized
+from qa_lib.model.qat import WIDTHS, quantize, save_quantized
 from qa_lib.run.plan import identify_data, without_folders
-from qa_lib.score.ask import Model, answer
 from qa_lib.score.decode import decode
 from qa_lib.score.f1 import score
-from qa_lib.score.predict import load_qa_model, predict_logits, window_lengths
+from qa_lib.score.predict import Model, answer, load_qa_model, predict_logits, window_lengths
 
 ASKED, REPEATS = 10, 5  # questions that are timed, one at a time, and how often
 

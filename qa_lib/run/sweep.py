@@ -21,11 +21,12 @@ from tqdm import tqdm
 from qa_lib import record
 from qa_lib.cli import add_rows, add_run_arguments, add_several, add_source_arguments, given, own_of, rows_of, seed
 from qa_lib.errors import UserError, printable
+from qa_lib.presets import PRESETS, find_preset
 from qa_lib.record import duration
 from qa_lib.run import slurm
 from qa_lib.run.launch import ROOT, Launcher, add_launcher_arguments, probe, say_idle
 from qa_lib.run.plan import plan
-from qa_lib.spec import PRESETS, WORLD, Spec, find_preset
+from qa_lib.spec import WORLD, Spec
 from qa_lib.variants import FAMILIES, VARIANTS, find_variant
 
 NOT_BEGUN = "not begun"  # of a run without a record

@@ -50,7 +50,7 @@ def run_processes(spec: Spec, runs: str | Path, say=print) -> dict:
     Raises RunTaken while others have the run, and UserError for a run that failed in any of its processes. Ctrl-C ends
     them all.
     """
-    from qa_lib.measure.machine import environment
+    from qa_lib.measure.hardware import environment
 
     run_dir = Path(runs) / spec.run_path
     with record.lock(run_dir):

@@ -6,6 +6,7 @@
 import contextlib
 import dataclasses
 import gc
+import importlib
 import json
 import math
 import os
@@ -23,9 +24,9 @@ from safetensors import SafetensorError
 from qa_lib import record
 from qa_lib.data.load import Data
 from qa_lib.errors import first_line, stoppable, stopped_by
-from qa_lib.measure.cost import StepCost
+from qa_lib.measure.flops import StepCost
 from qa_lib.measure.goodput import efficiency
-from qa_lib.measure.machine import (
+from qa_lib.measure.hardware import (
     environment,
     imitate,
     limit_memory,
@@ -36,21 +37,31 @@ from qa_lib.measure.machine import (
     turn,
 )
 from qa_lib.measure.meter import Meter, memory_use
+from qa_lib.model.architectures import param_counts
 from qa_lib.model.build import DTYPES, build_model, save_model
-from qa_lib.model.encoders import sizes
-from qa_lib.model.quantize import WIDTHS
+from qa_lib.model.qat import WIDTHS
 from qa_lib.record import Speed
 from qa_lib.run.faults import fault_path, faults, first_fault
 from qa_lib.run.process import SHARE, check_driver, follow_driver, with_driver
 from qa_lib.run.tasks import TASKS, prepare
 from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint, digest_of
-from qa_lib.train.compilation import found_in_cache, start_compilers
-from qa_lib.train.engine import train
-from qa_lib.train.parallel import gathered
+from qa_lib.train.compile import forget_compiled, found_in_cache, start_compilers
+from qa_lib.train.data_parallel import gathered
 from qa_lib.train.pipeline import bubble, measured_bubble
-from qa_lib.train.ranks import Ranks
-from qa_lib.train.steplog import StepFailed
+from qa_lib.train.process_group import Ranks
+from qa_lib.train.step_log import StepFailed
+
+# Imported when it is used: that of the Trainer takes seconds, and only the A0 rows need it.
+ENGINES = {"loop": "qa_lib.train.loop", "trainer": "qa_lib.train.trainer"}
+
+
+def train(model, batches, spec: Spec, device: torch.device, run_dir: Path, say=print, watch=None, ranks=None) -> tuple:
+    """Forget what an earlier run of this process has compiled, then train with the spec's engine; see loop.train."""
+    forget_compiled()
+    engine = importlib.import_module(ENGINES[spec.settings.engine])
+    with contextlib.nullcontext(ranks) if ranks else Ranks(device) as ranks:
+        return engine.train(model, batches, spec, device, run_dir, say, watch, ranks)
 
 
 def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> dict:
@@ -248,7 +259,7 @@ def _note_sizes(entry: dict, data: Data, model: torch.nn.Module, steps: int) -> 
     """Put into a record how much there is: steps, features, questions, parameters."""
     entry["spec"] |= {"planned_steps": steps, "n_train": len(data.features), "n_eval": data.n_eval}
     entry["data"]["n"] = data.n
-    held = sizes(model)
+    held = param_counts(model)
     entry["model"] |= {
         "params_total": sum(held.values()),
         "params_trainable": sum(n for parameter, n in held.items() if parameter.requires_grad),

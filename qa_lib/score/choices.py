@@ -85,7 +85,7 @@ def _of_run(folder: Path) -> Choice | None:
         if (folder / "quantized.json").is_file():  # whose answers are others
             quantized = read_quantized(folder)
             quality, width = quantized["after"], f" · {quantized['width']}"
-        name = f"{spec['variant']}-s{spec['seed']}{width} · {spec['scale']['name']} · F1 {quality['best_f1']:.1f}"
+        name = f"{spec['variant']}-s{spec['seed']}{width} · {spec['preset']['name']} · F1 {quality['best_f1']:.1f}"
         synthetic = str(record["data"]["name"]).startswith("synthetic")
         key = "/".join(folder.parts[-3:]).removesuffix("/model")
         return Choice(key, name, folder, float(quality["best_f1"]), float(quality["best_f1_threshold"]), synthetic)

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from qa_lib.data.load import Data
 from qa_lib.data.squad import DataError
+from qa_lib.model.architectures import max_positions
 from qa_lib.model.build import DTYPES
-from qa_lib.model.encoders import most_tokens
 from qa_lib.record import write_atomically
 from qa_lib.spec import Spec
 
@@ -101,7 +101,7 @@ def prompts(lines: Iterator[str]) -> list[tuple[str, str]]:
 def continuations(model: torch.nn.Module, tokenizer, beginnings: list[tuple[str, str]]) -> list[dict]:
     """What the model takes for the likeliest next words after each prompt: {prompt, continuation, text}. Of a model
     with few positions at least half are the prompt's."""
-    positions, found = most_tokens(model.config), []
+    positions, found = max_positions(model.config), []
     length = min(WRITTEN, positions // 2)
     for prompt, text in beginnings:
         ids = [tokenizer.eos_token_id, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]

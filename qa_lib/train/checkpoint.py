@@ -11,13 +11,13 @@ import torch
 from safetensors import safe_open
 
 from qa_lib.data.squad import hash_files
-from qa_lib.measure.machine import libraries
+from qa_lib.measure.hardware import libraries
 from qa_lib.record import RecordError, code_version, regular
 from qa_lib.spec import Spec
-from qa_lib.train.parallel import Alone, part, whole
+from qa_lib.train.data_parallel import Alone, part, whole
 
 # What decides how a training goes on. A run that is resumed by other code would be neither the one nor the other.
-CODE = ("data", "model", "train", "variants.py", "spec.py")
+CODE = ("data", "kernels", "model", "train", "variants.py", "spec.py")
 
 
 class NotBelieved(Exception):
@@ -173,8 +173,7 @@ def digest_of(tensors: dict[str, torch.Tensor], metadata: dict | None = None) ->
 
 
 @cache
-def code_digest() -> str:
+def code_digest(package: Path = Path(__file__).parents[1]) -> str:
     """SHA-256 (hex) over the sources in CODE."""
-    package = Path(__file__).parents[1]
     paths = (package / name for name in CODE)
     return hash_files(source for path in paths for source in ([path] if path.is_file() else sorted(path.glob("*.py"))))

@@ -14,17 +14,16 @@ from qa_lib.model.dropout import renew
 from qa_lib.model.packed import Packed
 from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint
-from qa_lib.train.compilation import LossOf, own_gradients, peak_from
-from qa_lib.train.graph import captured
-from qa_lib.train.optim import build_optimizer, clip, learning_rate, set_rate, trained, unscale
-from qa_lib.train.overlapped import Overlapped, OverlappedShards
-from qa_lib.train.parallel import DDP, FSDP, Alone, DDPInHalf, Flat
+from qa_lib.train.compile import LossOf, own_gradients, peak_from
+from qa_lib.train.cuda_graph import captured
+from qa_lib.train.data_parallel import DDP, FSDP, Alone, DDPInHalf, Flat
+from qa_lib.train.optim import Precision, build_optimizer, clip, learning_rate, set_rate, trained, unscale
+from qa_lib.train.overlap import Overlapped, OverlappedShards
 from qa_lib.train.pipeline import Pipeline
-from qa_lib.train.precision import Precision
-from qa_lib.train.ranks import Ranks
-from qa_lib.train.sharded import Sharded
-from qa_lib.train.steplog import StepFailed, StepLog
+from qa_lib.train.process_group import Ranks
+from qa_lib.train.step_log import StepFailed, StepLog
 from qa_lib.train.tensor import Tensor
+from qa_lib.train.zero1 import Sharded
 
 SHARING = {
     "none": Alone,

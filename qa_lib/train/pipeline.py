@@ -33,12 +33,12 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from qa_lib.measure.meter import Stopwatch
-from qa_lib.model.encoders import encoder_of, layers_of
+from qa_lib.model.architectures import encoder_of, layers_of
 from qa_lib.model.packed import Part
-from qa_lib.train.compilation import LossOf, compiled
-from qa_lib.train.parallel import Flat, end_to_end, square_norm, total_norm
-from qa_lib.train.precision import Precision
-from qa_lib.train.ranks import Ranks
+from qa_lib.train.compile import LossOf, compiled
+from qa_lib.train.data_parallel import Flat, end_to_end, square_norm, total_norm
+from qa_lib.train.optim import Precision
+from qa_lib.train.process_group import Ranks
 from qa_lib.variants import Settings, SpecError
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}

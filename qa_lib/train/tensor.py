@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from qa_lib.model.encoders import encoder_of, layers_of
-from qa_lib.train.parallel import Alone, end_to_end, lay, part, square_norm, whole
-from qa_lib.train.ranks import Ranks
-from qa_lib.train.sharded import Sharded
+from qa_lib.model.architectures import encoder_of, layers_of
+from qa_lib.train.data_parallel import Alone, end_to_end, lay, part, square_norm, whole
+from qa_lib.train.process_group import Ranks
+from qa_lib.train.zero1 import Sharded
 from qa_lib.variants import Settings, SpecError
 
 
@@ -41,7 +41,7 @@ class Tensor(Alone):
                 f"{ranks.world} processes do not divide {model.config.num_attention_heads} heads of attention"
             )
         encoder = encoder_of(model)
-        widening, narrowing = encoder.products
+        widening, narrowing = encoder.linears
         ways = {f"{encoder.self_attention}.{name}": ColwiseParallel() for name in encoder.projections}
         ways |= {encoder.attention_output: RowwiseParallel(), widening: ColwiseParallel(), narrowing: RowwiseParallel()}
         mesh = dist.init_device_mesh(ranks.device.type, (ranks.world,))

@@ -18,12 +18,12 @@ from datasets import Dataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from qa_lib.data.batches import Batches
-from qa_lib.measure.machine import polled_utilisation
+from qa_lib.measure.hardware import polled_utilisation
 from qa_lib.measure.meter import Meter, Watch
 from qa_lib.spec import Spec
 from qa_lib.train.optim import CLIP, peak_rate
-from qa_lib.train.ranks import Ranks
-from qa_lib.train.steplog import StepLog
+from qa_lib.train.process_group import Ranks
+from qa_lib.train.step_log import StepLog
 
 # "auto" is what the TrainingArguments say. The optimizer is the Trainer's own, so that DeepSpeed compiles none.
 DEEPSPEED = {

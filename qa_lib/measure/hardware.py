@@ -20,7 +20,7 @@ import torch.distributed as dist
 from qa_lib.errors import UserError
 from qa_lib.measure.meter import MIB, Stopwatch
 from qa_lib.spec import Machine, hardware_name
-from qa_lib.variants import SINCE
+from qa_lib.variants import AMPERE, VOLTA
 
 
 def train_device() -> torch.device:
@@ -37,7 +37,7 @@ def limit_memory(gib: float) -> None:
 
 def imitate(sm: int) -> None:
     """Leave PyTorch's attention in this process the kernels that a GPU of that capability has."""
-    if sm < SINCE["sm80"]:  # FlashAttention and cuDNN's attention need it
+    if sm < AMPERE:  # FlashAttention and cuDNN's attention need it
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -88,7 +88,7 @@ def this_machine() -> Machine:
         bitsandbytes=_version("bitsandbytes") is not None,
         deepspeed=_version("deepspeed") is not None,
         torchao=_version("torchao") is not None,
-        compiler=_version("triton") is not None and sm >= SINCE["compiler"] if gpus else compiler,
+        compiler=_version("triton") is not None and sm >= VOLTA if gpus else compiler,
     )
 
 

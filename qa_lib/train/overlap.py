@@ -21,8 +21,8 @@ from collections.abc import Callable
 import torch
 
 from qa_lib.model.packed import Regions, regions_of
-from qa_lib.train.parallel import Flat, end_to_end, lay, square_norm
-from qa_lib.train.sharded import Sharded, Share
+from qa_lib.train.data_parallel import Flat, end_to_end, lay, square_norm
+from qa_lib.train.zero1 import Sharded, Share
 
 
 class Beside:

@@ -11,7 +11,7 @@ import torch
 from qa_lib.measure.goodput import noise_scale
 from qa_lib.record import RecordError, duration
 from qa_lib.spec import Spec
-from qa_lib.train.ranks import Ranks
+from qa_lib.train.process_group import Ranks
 
 LOOK_EVERY_S = 1.0  # seconds between two looks at the loss; each look waits for the device
 LOOK_EVERY = 50  # steps between two looks of several processes, whose clocks differ and which must look together

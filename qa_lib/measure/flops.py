@@ -2,7 +2,7 @@
 
 import torch
 
-from qa_lib.model.encoders import encoder_of, layers_of, layers_passed, sizes
+from qa_lib.model.architectures import encoder_of, layers_of, layers_passed, param_counts
 
 
 class StepCost:
@@ -19,8 +19,8 @@ class StepCost:
     def __init__(self, model: torch.nn.Module):
         layers = layers_of(model)
         named = [(name, p) for layer in layers for name, p in layer.named_parameters()]
-        held = sizes(model)
-        self.parameters = sum(held[p] for name, p in named if ".lora_" not in name)
+        counts = param_counts(model)
+        self.parameters = sum(counts[p] for name, p in named if ".lora_" not in name)
         self.trained = sum(p.numel() for _, p in named if p.requires_grad and p.ndim > 1)
         encoder = encoder_of(model)
         head = model.get_submodule(encoder.head).weight if encoder.causal else torch.empty(0)

@@ -30,9 +30,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from qa_lib.model.encoders import layers_of
-from qa_lib.train.compilation import compiled
-from qa_lib.train.ranks import Ranks
+from qa_lib.model.architectures import layers_of
+from qa_lib.train.compile import compiled
+from qa_lib.train.process_group import Ranks
 from qa_lib.variants import Settings
 
 # How DDP is told to leave buffers alone in a forward pass; PyTorch 2.13 has the first name.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from qa_lib.spec import Spec, replicas
-from qa_lib.train.gauges import Gauges
+from qa_lib.train.grad_noise import Gauges
 
 SILENCE = timedelta(minutes=5)  # after which a process that waits for the others gives up
 TURN = timedelta(days=30)  # a run may wait so long for other runs on its GPUs

@@ -2,10 +2,10 @@
 
 BERT (Devlin et al. 2018), RoBERTa (Liu et al. 2019) and ELECTRA (Clark et al. 2020) are one architecture under three
 names in transformers, and differ in what is written down here. Whatever changes or counts a part of a model (fused
-projections, dropout, 8-bit products, frozen layers, FLOPs, memory, profiles) finds it by this table, so that another
-encoder is another entry. How a question and its context are joined, and whether token types go with them, is not here:
-the tokenizer says that (data/tokenise.py). GPT-2 (Radford et al. 2019) is the decoder among them: it sees what came
-before alone, and its head predicts the next token.
+projections, dropout, 8-bit linear layers, frozen layers, FLOPs, memory, profiles) finds it by this table, so that
+another encoder is another entry. How a question and its context are joined, and whether token types go with them, is
+not here: the tokenizer says that (data/tokenize.py). GPT-2 (Radford et al. 2019) is the decoder among them: it sees
+what came before alone, and its head predicts the next token.
 
 No torch is imported: a driver looks up whether the lab knows an architecture.
 """
@@ -26,13 +26,13 @@ class Encoder:
     embeddings_dropout: str = ""  # where it is not `dropout` in the first of the embeddings
     causal: bool = False  # a token sees those before it alone, and the head, which is the embeddings, predicts the next
     # In each layer. RECIPES of variants.py address adapters by the last part of these names.
-    attention: str = "attention"  # with its output product and norm
+    attention: str = "attention"  # with its output layer and norm
     self_attention: str = "attention.self"
     projections: tuple[str, str, str] = ("query", "key", "value")  # in self_attention
-    attention_output: str = "attention.output.dense"  # the product after it
+    attention_output: str = "attention.output.dense"  # the linear layer after it
     feed_forward: tuple[str, ...] = ("intermediate", "output")
-    products: tuple[str, ...] = ("intermediate.dense", "output.dense")  # of the feed-forward block
-    activation: str = "intermediate.intermediate_act_fn"  # between those products
+    linears: tuple[str, ...] = ("intermediate.dense", "output.dense")  # of the feed-forward block
+    activation: str = "intermediate.intermediate_act_fn"  # between those linear layers
     dropouts: tuple[str, ...] = ("attention.output.dropout", "output.dropout")  # of the hidden states
     positions_after_padding: bool = False  # positions count from padding's token id + 1, and not from 0
     adapters: Mapping[str, str] = field(default_factory=dict)  # names in RECIPES -> what is called otherwise here
@@ -41,15 +41,15 @@ class Encoder:
 ENCODERS = {
     "bert": Encoder("bert.encoder.layer", ("bert.embeddings",)),
     "roberta": Encoder("roberta.encoder.layer", ("roberta.embeddings",), positions_after_padding=True),
-    # Its small models have narrower embeddings, and a product that widens them.
+    # Its small models have narrower embeddings, and a linear layer that widens them.
     "electra": Encoder("electra.encoder.layer", ("electra.embeddings", "electra.embeddings_project")),
 }
 DECODERS = {
     "gpt2": Encoder(
         "transformer.h", ("transformer.wte", "transformer.wpe"), "lm_head", "transformer.drop", causal=True,
-        attention="attn", self_attention="attn", feed_forward=("mlp",), products=("mlp.c_fc", "mlp.c_proj"),
+        attention="attn", self_attention="attn", feed_forward=("mlp",), linears=("mlp.c_fc", "mlp.c_proj"),
         activation="mlp.act", dropouts=("attn.resid_dropout", "mlp.dropout"),
-        # Query, key and value are one product in GPT-2.
+        # Query, key and value are one linear layer in GPT-2.
         adapters={"query": "c_attn", "key": "c_attn", "value": "c_attn", "dense": "c_proj c_fc"},
     ),
 }  # fmt: skip
@@ -80,7 +80,7 @@ def first_position(config) -> int:
     return config.pad_token_id + 1 if _entry(config).positions_after_padding else 0
 
 
-def most_tokens(config) -> int:
+def max_positions(config) -> int:
     """How long a sequence may be: one token a position id."""
     return config.max_position_embeddings - first_position(config)
 
@@ -106,13 +106,13 @@ def parts_of(model) -> dict[str, list]:
     }
 
 
-def sizes(model) -> dict:
+def param_counts(model) -> dict:
     """How many weights each parameter of a model holds: its elements, unless its layer packs them otherwise."""
-    held = {parameter: parameter.numel() for parameter in model.parameters()}
+    counts = {parameter: parameter.numel() for parameter in model.parameters()}
     for module in model.modules():
         if hasattr(module, "weights_held"):
-            held |= module.weights_held()
-    return held
+            counts |= module.weights_held()
+    return counts
 
 
 def trains(module) -> bool:

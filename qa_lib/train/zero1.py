@@ -9,9 +9,9 @@ work and memory.
 import torch
 import torch.distributed as dist
 
-from qa_lib.train.masters import ALIGN
-from qa_lib.train.parallel import Alone, end_to_end, square_norm, total_norm
-from qa_lib.train.ranks import Ranks
+from qa_lib.train.data_parallel import Alone, end_to_end, square_norm, total_norm
+from qa_lib.train.master_adamw import ALIGN
+from qa_lib.train.process_group import Ranks
 
 # PyTorch 2.13 renamed them.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -4,10 +4,11 @@ The compiler fuses elementwise work with the kernel that reads or writes its ten
 does not look into an operator, so that such work beside one is a kernel by itself, which moves whole tensors. Inductor
 lets its users rewrite its graphs. Two such pieces are done by the operators here:
 
-- A norm's output goes two ways, into the next product and past it, as the residual of the next norm. Two gradients come
-  back, and the norm's backward pass takes their sum. The operator gets both, and reads one more (model/norms.py).
-- A product in 8-bit floats takes the gradient that GELU's backward pass has just written, times a power of two, in
-  e5m2. The operator writes both (model/gelu.py, model/fp8.py).
+- A norm's output goes two ways, into the next linear layer and past it, as the residual of the next norm. Two
+  gradients come back, and the norm's backward pass takes their sum. The operator gets both, and reads one more
+  (kernels/fused_norm.py).
+- A linear layer in 8-bit floats takes the gradient that GELU's backward pass has just written, times a power of two, in
+  e5m2. The operator writes both (kernels/gelu.py, kernels/fp8.py).
 
 The first is for every GPU that the norm's kernel is for, of compute capability 7.5 and newer, the second for those with
 8-bit products, 8.9 and newer.
@@ -20,9 +21,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.pattern_matcher import CallFunction, KeywordArg
 from torch.fx import Graph, Node
 
-import qa_lib.model.gelu
-import qa_lib.model.norms  # noqa: F401  register the operators
-from qa_lib.model.fp8 import E5M2_MAX
+import qa_lib.kernels.fused_norm
+import qa_lib.kernels.gelu  # noqa: F401  register the operators
+from qa_lib.kernels.fp8 import E5M2_MAX
 
 aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.qa_lib
 

@@ -1,4 +1,4 @@
-"""Tokens and character offsets of many texts at once, each distinct text and word tokenised once, in flat arrays.
+"""Tokens and character offsets of many texts at once, each distinct text and word tokenized once, in flat arrays.
 
 Text is repetitive: half of all words are a few hundred different ones, and a paragraph of SQuAD comes with some seven
 questions. A WordPiece tokenizer (Schuster and Nakajima 2012, BERT's) cuts at blanks before anything else, so that the
@@ -85,8 +85,8 @@ class Pieces(NamedTuple):
     offsets: np.ndarray  # int32 [T, 2]: first character of each token in its text, and one past its last
 
 
-def tokenise(backend, texts: list[str]) -> Pieces:
-    """The tokens of all texts; where a blank always ends a token, each distinct word is tokenised once."""
+def tokenize(backend, texts: list[str]) -> Pieces:
+    """The tokens of all texts; where a blank always ends a token, each distinct word is tokenized once."""
     if not splits_at_blanks(backend):
         return _encode(backend, texts)
     words = np.array([text.count(" ") + 1 for text in texts])
@@ -124,7 +124,7 @@ def splits_at_blanks(backend) -> bool:
 
 
 def _encode(backend, texts: list[str]) -> Pieces:
-    """What `tokenise` gives, by the tokenizer alone."""
+    """What `tokenize` gives, by the tokenizer alone."""
     ids, offsets = [], []
     for first in range(0, len(texts), TEXTS_PER_CALL):
         for encoding in backend.encode_batch(texts[first : first + TEXTS_PER_CALL], add_special_tokens=False):

@@ -16,7 +16,7 @@ then stand for 65,537 masters, one more than 16 bits can tell apart.
 
 **fp16 is not the upper half of fp32**: it has 3 more bits of mantissa and 3 fewer of exponent. Its rest is what the
 weight's rounding has left, in fp16 as well and times 2^11, by which it is smaller than the weight. Both together have
-22 bits of mantissa, where fp32 has 24. Gradients in fp16 keep the scale of the loss (train/precision.py), since without
+22 bits of mantissa, where fp32 has 24. Gradients in fp16 keep the scale of the loss (train/optim.py), since without
 it the small ones would be lost; they are divided by it here. Where it was too large, nothing may change: a captured
 step cannot leave a kernel out, but the kernel's programs can end at once.
 
@@ -29,7 +29,7 @@ captured step rounds anew in each replay, and processes that make the same updat
 
 An optimizer's step does little arithmetic on much memory. Written plainly it runs some ten kernels, each of which reads
 and writes every parameter. On a GPU it is one pass, by a Triton kernel of our own that takes many tensors in a call, as
-PyTorch's fused AdamW does (train/master_kernels.py). It moves 26 bytes a parameter: 2 of gradient, 4 of weight, 4 of
+PyTorch's fused AdamW does (train/master_adamw.py). It moves 26 bytes a parameter: 2 of gradient, 4 of weight, 4 of
 rest and 16 of moments. With moments in bf16, which are 8, it moves 18. The norm of the gradients reads 2 more. The
 compiler makes the same pass out of the plain one, but of some hundred tensors it has to look at each: that took more
 seconds than all of the model. The plain one is what runs on a CPU, and what the tests hold the kernel to. The kernel is
@@ -39,12 +39,15 @@ for GPUs of compute capability 7.5 and newer; weights in bf16 want 8.0, those in
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from qa_lib.model.ahead import start
-from qa_lib.model.dropout import hashed
+from qa_lib.kernels.hash_dropout import hash32, hash32_kernel
+from qa_lib.kernels.precompile import jit, launch, tl
 
 ALIGN = 16  # elements: the kernels read 16 bytes at a time where sizes and beginnings are multiples of so many
 FINER = 2.0**11  # times so much an fp16 weight's rest is kept
 COLUMNS = ("rest", "exp_avg", "exp_avg_sq", "first")  # of a parameter's state, as the update takes them
+COUNT = 16  # tensors of a call
+NORM = {"BLOCK": 8192, "num_warps": 4}
+UPDATE = {"BLOCK": 1024, "num_warps": 4}
 GOLDEN = 0x9E3779B1 - 2**32  # odd, and far from 0 as int32: seeds of neighbouring steps lie far apart
 
 
@@ -67,7 +70,7 @@ class MasterAdamW(torch.optim.Optimizer):
     def __init__(self, parameters, lr: torch.Tensor, max_norm: float, moments=torch.float32):
         super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8})
         self.max_norm = max_norm
-        self.across = lambda norm: norm  # of all gradients, where it has a share of them (train/parallel.py)
+        self.across = lambda norm: norm  # of all gradients, where it has a share of them (train/data_parallel.py)
         elements = 0
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -90,7 +93,7 @@ class MasterAdamW(torch.optim.Optimizer):
             self._compile_kernels()
 
     def _compile_kernels(self) -> None:
-        """Have the kernels compiled for what they will work on (model/ahead.py)."""
+        """Have the kernels compiled for what they will work on (kernels/precompile.py)."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         with FakeTensorMode() as mode:
             columns = [[mode.from_tensor(p) for p in parameters]] * 2  # a gradient is like its parameter
@@ -136,21 +139,17 @@ def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def _norm_by_kernel(tensors: list[torch.Tensor]) -> torch.Tensor:
     """As `_norm`, of tensors of one type."""
-    from qa_lib.train import master_kernels as kernels  # Triton comes with the CUDA builds of PyTorch alone
-
     calls = list(_calls(tensors))
-    programs = [sum(-(-size // kernels.NORM["BLOCK"]) for size in sizes) for _, sizes in calls]
+    programs = [sum(-(-size // NORM["BLOCK"]) for size in sizes) for _, sizes in calls]
     sums = tensors[0].new_empty(sum(programs), dtype=torch.float32)
     for ((part,), sizes), own in zip(calls, sums.split(programs), strict=True):
-        start(kernels.square_sums, (len(own),), part, sizes, own, COUNT=len(sizes), **kernels.NORM)
+        launch(square_sums, (len(own),), part, sizes, own, COUNT=len(sizes), **NORM)
     return sums.sum().sqrt()
 
 
 def _calls(*columns: list[torch.Tensor]):
     """What the kernels take in each call: as many tuples as there are columns, whose tensors belong together, and the
     sizes of the tensors. One size that is no multiple of ALIGN slows its whole call, so that these come last."""
-    from qa_lib.train.master_kernels import COUNT
-
     rows = sorted(zip(*columns, strict=True), key=lambda row: (row[0].numel() % ALIGN > 0, -row[0].numel()))
     for begin in range(0, len(rows), COUNT):
         call = rows[begin : begin + COUNT]
@@ -189,7 +188,7 @@ def random_bits(values: list[torch.Tensor], firsts: list[torch.Tensor], step: to
     number in the optimizer decide. `firsts` are the numbers of the first elements."""
     seed = step.int() * GOLDEN
     spans = [torch.arange(v.numel(), device=v.device, dtype=torch.int32).view(v.shape) for v in values]
-    return [hashed(first + span, seed) for first, span in zip(firsts, spans, strict=True)]
+    return [hash32(first + span, seed) for first, span in zip(firsts, spans, strict=True)]
 
 
 def update(
@@ -219,12 +218,97 @@ def _update_by_kernel(
     parameters, gradients, rests, means, squares, firsts, step, factor, rate, growth, beta1, beta2, eps, skip
 ) -> None:
     """As `update`."""
-    from qa_lib.train import master_kernels as kernels
-
     for columns, sizes in _calls(parameters, gradients, rests, means, squares, firsts):
-        programs = sum(-(-size // kernels.UPDATE["BLOCK"]) for size in sizes)
-        start(
-            kernels.adamw, (programs,), *columns, sizes, step, factor, rate, growth, step if skip is None else skip,
+        programs = sum(-(-size // UPDATE["BLOCK"]) for size in sizes)
+        launch(
+            adamw, (programs,), *columns, sizes, step, factor, rate, growth, step if skip is None else skip,
             BETA1=beta1, BETA2=beta2, EPS=eps, FINER=FINER, GOLDEN=GOLDEN, SKIPS=skip is not None, COUNT=len(sizes),
-            **kernels.UPDATE,
+            **UPDATE,
         )  # fmt: skip
+
+
+# The kernels. One call does many tensors. They come as tuples of COUNT pointers, of one kind each, and a program takes
+# BLOCK elements of one of the tensors, the programs of the first before those of the second. All are contiguous.
+
+
+@jit
+def locate(sizes, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """What this program does: the number of its tensor, its elements, and which of these there are."""
+    program = tl.program_id(0)
+    number, begin, size = 0, 0, sizes[0]
+    blocks = tl.cdiv(sizes[0], BLOCK)
+    for other in tl.static_range(1, COUNT):
+        if program >= blocks:
+            number, begin, size = other, blocks, sizes[other]
+        blocks += tl.cdiv(sizes[other], BLOCK)
+    element = (program - begin) * BLOCK + tl.arange(0, BLOCK)
+    return number, element, element < size
+
+
+@jit
+def chosen(pointers, number, COUNT: tl.constexpr):
+    """The pointer of that number. It is not known when the kernel is compiled, as an index of a tuple has to be."""
+    found = pointers[0]
+    for other in tl.static_range(1, COUNT):
+        if number == other:
+            found = pointers[other]
+    return found
+
+
+@jit(do_not_specialize_on_alignment=["sums"])
+def square_sums(tensors, sizes, sums, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of the squares of each program's elements, `sums` [programs]."""
+    number, element, inside = locate(sizes, COUNT, BLOCK)
+    value = tl.load(chosen(tensors, number, COUNT) + element, mask=inside, other=0.0).to(tl.float32)
+    tl.store(sums + tl.program_id(0), tl.sum(value * value, 0))
+
+
+@jit
+def upper_kernel(value, addend):
+    """As upper, of 16 bits."""
+    bits = (value.to(tl.int32, bitcast=True) + addend) & -65536
+    return tl.where(value == value, bits.to(tl.float32, bitcast=True), value)
+
+
+@jit
+def adamw(
+    weights, grads, rests, means, squares, firsts, sizes, step, factor, rate, growth, skip,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, FINER: tl.constexpr, GOLDEN: tl.constexpr,
+    SKIPS: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As update; without SKIPS `skip` is not read."""
+    if SKIPS:  # noqa: SIM102  known when it is compiled
+        if tl.load(skip) != 0.0:
+            return
+    number, element, inside = locate(sizes, COUNT, BLOCK)
+    weight_at = chosen(weights, number, COUNT) + element
+    rest_at = chosen(rests, number, COUNT) + element
+    mean_at = chosen(means, number, COUNT) + element
+    square_at = chosen(squares, number, COUNT) + element
+    grad = tl.load(chosen(grads, number, COUNT) + element, mask=inside).to(tl.float32) * tl.load(factor)
+    weight = tl.load(weight_at, mask=inside).to(tl.float32)
+    rest = tl.load(rest_at, mask=inside)
+    mean = tl.load(mean_at, mask=inside).to(tl.float32)
+    square = tl.load(square_at, mask=inside).to(tl.float32)
+
+    mean += (grad - mean) * (1 - BETA1)
+    square = square * BETA2 + grad * grad * (1 - BETA2)
+    move = mean / (tl.sqrt_rn(square * tl.load(growth)) + EPS) * tl.load(rate)
+    if rests[0].dtype.element_ty == tl.int16:
+        master = (weight.to(tl.int32, bitcast=True) + rest.to(tl.int32)).to(tl.float32, bitcast=True) - move
+        weight = upper_kernel(master, 0x8000)
+        rest = (master.to(tl.int32, bitcast=True) - weight.to(tl.int32, bitcast=True)).to(tl.int16)
+    else:
+        master = weight + rest.to(tl.float32) / FINER - move
+        weight = master.to(tl.float16).to(tl.float32)
+        rest = ((master - weight) * FINER).to(tl.float16)
+    if means[0].dtype.element_ty == tl.bfloat16:
+        seed = (tl.load(step).to(tl.int32) * GOLDEN).to(tl.uint32, bitcast=True)
+        bits = hash32_kernel((tl.load(chosen(firsts, number, COUNT)) + element).to(tl.uint32), seed)
+        mean = upper_kernel(mean, (bits & 0xFFFF).to(tl.int32))
+        square = upper_kernel(square, (bits >> 16).to(tl.int32))
+
+    tl.store(weight_at, weight.to(weights[0].dtype.element_ty), mask=inside)
+    tl.store(rest_at, rest, mask=inside)
+    tl.store(mean_at, mean.to(means[0].dtype.element_ty), mask=inside)
+    tl.store(square_at, square.to(squares[0].dtype.element_ty), mask=inside)

@@ -1,24 +1,39 @@
-"""Query, key and value of a layer as one matrix product of three times the width (rows E-qkv and E-t4).
+"""Query, key and value of a layer as one linear layer of three times the width (rows E-qkv and E-t4).
 
-Self-attention (Vaswani et al. 2017) multiplies the same hidden states by three matrices. Three products of width 768
+Self-attention (Vaswani et al. 2017) multiplies the same hidden states by three matrices. Three GEMMs of width 768
 leave a large GPU partly idle: each has few tiles to spread over its multiprocessors, each is a launch, and each reads
-the hidden states anew. One product with the three matrices side by side gives the same numbers from one launch.
-Training changes only in the order of rounding. A checkpoint must look like any other, so that the matrices are taken
-apart again before it is saved. It works on every GPU and on a CPU.
+the hidden states anew. One GEMM with the three matrices side by side gives the same numbers from one launch. Training
+changes only in the order of rounding. A checkpoint must look like any other, so that the matrices are taken apart
+again before it is saved. It works on every GPU and on a CPU.
 """
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bert.modeling_bert import eager_attention_forward
 
-from qa_lib.model.encoders import encoder_of, layers_of
-from qa_lib.model.products import BiasedProduct, unchanged
+from qa_lib.kernels.varlen_attention import attach_bias_grad
+from qa_lib.model.architectures import encoder_of, layers_of
+
+
+class BiasDeferredLinear(nn.Linear):
+    """nn.Linear that adds its bias, whose gradient is left to the attention kernel after it (kernels/reduce.py)."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias.detach())
+
+
+def linear_as(kind: type[nn.Linear], native: nn.Linear) -> nn.Linear:
+    """A linear layer of that `kind` on the weights of `native`."""
+    linear = kind(native.in_features, native.out_features, device="meta")
+    linear.weight, linear.bias = native.weight, native.bias
+    return linear
 
 
 class FusedSelfAttention(nn.Module):
-    """The self-attention of a BERT-like encoder with one product for the three projections `names`; `split` gives the
-    original back."""
+    """The self-attention of a BERT-like encoder with one linear layer for the three projections `names`; `split` gives
+    the original back."""
 
     def __init__(self, separate: nn.Module, names: tuple[str, ...]):
         super().__init__()
@@ -45,17 +60,17 @@ class FusedSelfAttention(nn.Module):
     def forward(self, hidden_states, attention_mask=None, past_key_values=None, **kwargs):
         """As the original's forward, for an encoder: hidden_states [batch, tokens, hidden]."""
         shape = hidden_states.shape[:-1]
-        product = self.qkv(hidden_states).view(*shape, 3, -1, self.width)
-        if isinstance(self.qkv, BiasedProduct):
+        qkv = self.qkv(hidden_states).view(*shape, 3, -1, self.width)
+        if isinstance(self.qkv, BiasDeferredLinear):
             if kwargs.get("segments") is not None:
                 kwargs["bias"] = self.qkv.bias
-            else:  # then it is not our kernel that takes the product
-                product = unchanged(product, self.qkv.bias)
-        parts = product.transpose(1, 3).unbind(2)
+            else:  # then it is not our kernel that takes it
+                qkv = attach_bias_grad(qkv, self.qkv.bias)
+        parts = qkv.transpose(1, 3).unbind(2)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.dropout.p if self.training else 0.0
         output, weights = attention(
-            self, *parts, attention_mask, dropout=dropout, scaling=self.scaling, product=product, **kwargs
+            self, *parts, attention_mask, dropout=dropout, scaling=self.scaling, qkv=qkv, **kwargs
         )
         return output.reshape(*shape, -1).contiguous(), weights
 

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from qa_lib.errors import UserError
-from qa_lib.model.encoders import layers_of
+from qa_lib.model.architectures import layers_of
 from qa_lib.model.hf_checkpoint import QUANTIZED, replacing
 
 WIDTHS = ("int8", "int4")

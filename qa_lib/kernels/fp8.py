@@ -1,0 +1,56 @@
+"""A linear layer in 8-bit floats, on GPUs that have them, sm_89 and newer (row E-dropout-fp8).
+
+Tensor cores multiply 8-bit floats at twice the rate of bf16, and the feed-forward block's two linear layers are two
+thirds of a layer's multiplications. An 8-bit float has 2 or 3 bits of mantissa and little range, so that operands are
+scaled into it first (Micikevicius et al. 2022): e4m3 (4 bits of exponent, 3 of mantissa) holds activations and weights,
+and e5m2, with more range, gradients. Sums are taken in fp32, and the result is bf16. The gradient of the weight stays
+in bf16: it is summed over thousands of tokens, and its error would go straight into the update.
+"""
+
+import torch
+
+# Powers of two that move values into the range of their format; fixed, since finding each tensor's maximum costs as
+# much as the GEMM saves. Layer norm and GELU keep activations within ±28, weights stay within ±7; gradients of a
+# mean loss get what GradScaler gives them in fp16, whose exponents e5m2 has.
+ACTIVATION, WEIGHT, GRADIENT = 2.0**4, 2.0**6, 2.0**16
+E4M3_MAX, E5M2_MAX = 448.0, 57344.0  # beyond which a value saturates, since the formats make it NaN or infinite
+
+
+def fp8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x W^T + b for bf16 x [..., in], W [out, in] and b [out] or None: [..., out] in bf16."""
+    return _Fp8Linear.apply(x, weight, bias)
+
+
+class _Fp8Linear(torch.autograd.Function):
+    """Both operands are in e4m3 and, for the gradient of x, in e5m2 and e4m3; for that of W they stay in bf16."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        rows = x.reshape(-1, x.shape[-1])
+        weight8 = (weight * WEIGHT).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        ctx.save_for_backward(rows, weight8)
+        ctx.has_bias = bias is not None
+        y = _scaled_mm(_in_e4m3(rows), weight8.t(), ACTIVATION * WEIGHT, bias)
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows, weight8 = ctx.saved_tensors
+        flat = grad.reshape(-1, grad.shape[-1])
+        x_grad = _scaled_mm(in_e5m2(flat, GRADIENT), weight8.t().contiguous().t(), GRADIENT * WEIGHT)
+        return x_grad.view(*grad.shape[:-1], -1), flat.t() @ rows, flat.sum(0) if ctx.has_bias else None
+
+
+def in_e5m2(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """A tensor times a factor in e5m2, saturated. In fp32, as the kernel does it that may take this over
+    (train/inductor_passes.py, which knows it by these operators)."""
+    return (x.float() * factor).clamp(-E5M2_MAX, E5M2_MAX).to(torch.float8_e5m2)
+
+
+def _in_e4m3(x):
+    return (x * ACTIVATION).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def _scaled_mm(a, b, scale: float, bias=None):
+    one, inverse = (torch.full((), value, device=a.device) for value in (1.0, 1 / scale))
+    return torch._scaled_mm(a, b, one, inverse, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True)

@@ -1,0 +1,204 @@
+"""How much work a run is, on what: the presets, and GPT-2s of one's own size. Standard library only."""
+
+import dataclasses
+import numbers
+import re
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import get_type_hints
+
+from qa_lib.variants import SpecError, UnknownName, nearest
+
+MOST = 2**31 - 1  # of what is counted here
+
+
+def whole_number(name: str, value: object, least: int, most: int = MOST) -> int:
+    """The value, NumPy's as well, as a whole number in these bounds. Raises SpecError for any other."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= value <= most:
+        raise SpecError(f"{name} is {str(value)[:40]!r}, and not a whole number from {least} to {most}")
+    return int(value)
+
+
+def stride_of(max_length: int, usual: int) -> int:
+    """Tokens that neighbouring windows of `max_length` share: the usual number, but a third of the window where that
+    would be more than half of it, which would leave a question and new tokens too little room. For the usual 128: 42
+    at 128 tokens, 85 at 255, 128 from 256 on."""
+    return usual if 2 * usual <= max_length else max_length // 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """How much work, on what. Learning-rate schedule and effective batch belong here, so that variants stay
+    comparable."""
+
+    name: str
+    task: str = "qa"  # a name of run/tasks.py
+    model: str = "bert-base-uncased"  # tiny | a hub name | "" where --model must name a folder
+    data: str = "squad_v2"  # synthetic:N | a hub name | "" where --data must name a file or folder
+    max_length: int = 384  # tokens of a sample, at most
+    stride: int = 128  # tokens that neighbouring samples of a paragraph share
+    effective_batch: int | None = 32  # samples per optimizer step; None: one micro-batch, however large
+    batch_tokens: int | None = None  # tokens per optimizer step, in place of effective_batch where samples are full
+    learning_rate: float = 3e-5
+    recipe_rates: bool = True  # recipes multiply the rate; not for a model that starts from random weights
+    warmup: float = 0.1  # share of the steps in which the learning rate rises
+    steps: int | None = None  # optimizer steps ...
+    epochs: int | None = None  # ... or passes over the training samples
+    measure_from: int = 100  # steps before this one are warm-up and not timed
+    quality: bool = False  # evaluate, and keep the model; without it random initialisation will do
+    checkpoint_every: int = 0  # optimizer steps; 0: never
+    time_limit_s: int = 3600
+    threads: int | None = None  # of a run on a CPU; None: all of them
+    limit_gib: float | None = None  # GPU memory that the run may take; None: all there is
+
+    def __post_init__(self):
+        for name, kind in _preset_types().items():
+            value = getattr(self, name)
+            if kind in (int, int | None) and value is not None:
+                whole_number(name, value, 0 if name in ("stride", "measure_from", "checkpoint_every") else 1)
+            elif not isinstance(value, kind | int if kind in (float, float | None) else kind) or (
+                isinstance(value, bool) and kind is not bool
+            ):
+                raise SpecError(f"{name} is {str(value)[:40]!r}")
+        if not 0 < self.learning_rate < 1:
+            raise SpecError(f"learning rate {self.learning_rate:g} is not between 0 and 1")
+        if not 0 <= self.warmup <= 1:
+            raise SpecError(f"warmup {self.warmup:g} is no share of the steps, from 0 to 1")
+        if self.limit_gib is not None and not self.limit_gib > 0:
+            raise SpecError(f"limit_gib {self.limit_gib:g} is not above 0")
+
+    @property
+    def batch(self) -> int | None:
+        """Samples per optimizer step; None: one micro-batch."""
+        return self.batch_tokens // self.max_length if self.batch_tokens else self.effective_batch
+
+
+_preset_types = cache(partial(get_type_hints, Preset))
+
+
+_TO_COMPARE = {"epochs": 3, "quality": True}  # three epochs, scored
+_TEXT = {
+    "task": "lm", "model": "gpt2:L12H768", "data": "Salesforce/wikitext:wikitext-103-raw-v1", "max_length": 1024,
+    "stride": 64, "batch_tokens": 32_768, "learning_rate": 6e-4, "recipe_rates": False,
+}  # fmt: skip
+PRESETS = {
+    preset.name: preset
+    for preset in [
+        Preset(
+            name="smoke", model="tiny", data="synthetic:1600", max_length=96, stride=32, effective_batch=16,
+            learning_rate=4e-3, recipe_rates=False, steps=400, measure_from=30, quality=True, checkpoint_every=100,
+            time_limit_s=300, threads=1,
+        ),
+        Preset(name="bench", steps=600),
+        # Of variants in several processes, which start slowly: enough steps to time.
+        Preset(name="parallel", steps=150, measure_from=50),
+        # The reference project's protocol for memory: one step to settle, one to measure, each of one micro-batch.
+        Preset(name="vram", effective_batch=None, steps=2, measure_from=1, time_limit_s=900),
+        # For curves over micro-batch and length, and the search of the largest micro-batch under a cap on memory.
+        Preset(name="sizing", effective_batch=None, steps=60, measure_from=30, time_limit_s=900),
+        # For differences between variants with intervals over seeds; 2e-4 was the best rate tried for A1 (group
+        # *-tune).
+        Preset(name="quality", model="", data="", learning_rate=2e-4, **_TO_COMPARE),
+        # For what a batch is worth: the noise of gradients, steps to one loss (family P, with --batch).
+        Preset(name="critical-batch", model="", data="", learning_rate=2e-4, **_TO_COMPARE),
+        Preset(name="full", checkpoint_every=500, time_limit_s=6 * 3600, **_TO_COMPARE),
+        Preset(name="local", model="", data="", checkpoint_every=500, time_limit_s=6 * 3600, **_TO_COMPARE),
+        Preset(
+            name="lm-smoke", task="lm", model="gpt2:L2H64V1024", data="synthetic:1600", max_length=64, stride=32,
+            batch_tokens=1024, learning_rate=5e-3, recipe_rates=False, steps=120, measure_from=30, quality=True,
+            checkpoint_every=60, time_limit_s=300, threads=1,
+        ),
+        Preset(name="lm-bench", steps=150, measure_from=50, **_TEXT),
+        # As `sizing`, and with positions for every context length up to 16,384.
+        Preset(
+            name="lm-sizing", effective_batch=None, steps=60, measure_from=30, time_limit_s=900,
+            **_TEXT | {"model": "gpt2:L12H768P16384", "batch_tokens": None},
+        ),
+        # Small enough for differences between variants, sizes and context lengths over seeds.
+        Preset(
+            name="lm-quality",
+            **_TEXT | _TO_COMPARE
+            | {"model": "gpt2:L6H384V16384", "data": "", "max_length": 512, "learning_rate": 1e-3},
+        ),
+        Preset(
+            name="lm-full", checkpoint_every=500, time_limit_s=6 * 3600,
+            **_TEXT | {"batch_tokens": 131_072} | _TO_COMPARE,
+        ),
+    ]
+}  # fmt: skip
+
+
+def find_preset(name: str) -> Preset:
+    """The preset of that name; UnknownName otherwise."""
+    if name not in PRESETS:
+        raise UnknownName(nearest("preset", name, PRESETS))
+    return PRESETS[name]
+
+
+def sized(
+    preset: Preset,
+    epochs: int | None = None,
+    learning_rate: float | None = None,
+    max_length: int | None = None,
+    batch: int | None = None,
+) -> Preset:
+    """The preset with these in place of its own, unless they are 0 or None; `batch` is in samples of an optimizer step.
+    Raises SpecError for numbers that cannot be, and for windows that do not make up the tokens of a step."""
+    sizes = {"epochs": epochs, "max_length": max_length, "batch": batch}
+    sizes = {name: whole_number(name, number or 0, 0) for name, number in sizes.items()}
+    changes = {"steps": None, "epochs": epochs} if sizes["epochs"] else {}
+    if learning_rate:
+        number = isinstance(learning_rate, numbers.Real) and not isinstance(learning_rate, bool)
+        changes["learning_rate"] = float(learning_rate) if number else learning_rate
+    if sizes["max_length"]:
+        changes |= {"max_length": max_length, "stride": stride_of(max_length, preset.stride)}
+    if sizes["batch"]:
+        changes |= {"effective_batch": batch, "batch_tokens": None}
+    found = dataclasses.replace(preset, **changes)
+    length, tokens = found.max_length, found.batch_tokens
+    if not 0 < found.stride < length <= (tokens or length):
+        raise SpecError(
+            f"{length} tokens are too few or too many: a sample of preset {found.name!r} has at least 3, and at most "
+            f"{tokens or 'what the model takes'}"
+        )
+    if tokens and tokens % length:
+        whole = [n for n in range(3, tokens + 1) if tokens % n == 0]
+        near = [n for n in whole if n < length][-1:] + [n for n in whole if n > length][:1]
+        raise SpecError(
+            f"samples of {length} tokens do not make up the {tokens:,} tokens of a step at preset {found.name!r}: take "
+            f"{' or '.join(map(str, near))} tokens, or give --batch"
+        )
+    return found
+
+
+HEAD, BYTES = 64, 256  # width of a head; tokens that a byte-level vocabulary has before it merges any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A GPT-2 of one's own size, with random weights: heads are 64 wide, as in GPT-2 itself, whose small model is
+    'gpt2:L12H768' and whose vocabulary and positions are the defaults."""
+
+    layers: int
+    hidden: int
+    vocabulary: int = 50_257
+    positions: int = 1024
+
+
+def find_shape(model: str) -> Shape | None:
+    """The shape that a name like 'gpt2:L12H768' or 'gpt2:L2H64V512P128' gives: layers, hidden width, tokens of the
+    vocabulary, positions. None for another name, SpecError for a shape that cannot be."""
+    if not model.startswith("gpt2:"):
+        return None
+    pattern = r"gpt2:L(?P<layers>\d+)H(?P<hidden>\d+)(V(?P<vocabulary>\d+))?(P(?P<positions>\d+))?"
+    found = re.fullmatch(pattern, model, re.ASCII)
+    sizes = {name: int(size[:10]) for name, size in found.groupdict().items() if size} if found else {}
+    shape = Shape(**{"layers": 0, "hidden": 0} | sizes)
+    if not (shape.layers and shape.hidden and shape.positions) or shape.hidden % HEAD or shape.vocabulary <= BYTES:
+        raise SpecError(
+            f"model {model!r}: a shape is written like gpt2:L12H768V50257P1024, layers, width (a multiple of {HEAD}), "
+            f"vocabulary (more than {BYTES}) and positions, of which the last two may be left out"
+        )
+    if (12 * shape.layers * shape.hidden + shape.vocabulary + shape.positions) * shape.hidden > 10**12:
+        raise SpecError(f"model {model!r}: more than a million million weights")
+    return shape
