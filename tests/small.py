@@ -24,7 +24,9 @@ PRESETS["test"] = dataclasses.replace(
 )
 
 PARAMETERS = 'variant = "A1"\nscale = "test"\nseed = 0\ndata = ""\nmodel = ""\nmicro_batch = 0\nruns = "runs"'
-SPEC = "from tests import small\nspec, pause, say = small.spec(variant, preset, seed, data, model, micro_batch), 0, print\n"
+SPEC = """from tests import small
+spec, pause, say = small.spec(variant, preset, seed, data, model, micro_batch), 0, print
+"""
 PRETEND = "small.pretend(spec, runs, pause)"
 FIT = "from qa_lib.run.fit import fit\nfit(spec, runs=runs, say=say)"
 

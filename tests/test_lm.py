@@ -28,18 +28,19 @@ from qa_lib.data.batches import Batches
 from qa_lib.data.load import load_text
 from qa_lib.data.squad import DataError
 from qa_lib.data.text import open_text
-from qa_lib.data.tokens import learn_tokenizer, tokenise_text
+from qa_lib.data.tokens import learn_tokenizer, tokenize_text
 from qa_lib.errors import UserError
 from qa_lib.measure.flops import StepCost
 from qa_lib.model.build import build_model, model_config
 from qa_lib.model.hf_checkpoint import SUMS
+from qa_lib.presets import PRESETS, find_shape
 from qa_lib.run import sweep
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.score import perplexity
 from qa_lib.score.perplexity import total_nats, windows
-from qa_lib.spec import PRESETS, Machine, SpecError, find_shape, resolve
-from qa_lib.train.compilation import LossOf
+from qa_lib.spec import Machine, SpecError, resolve
+from qa_lib.train.compile import LossOf
 from qa_lib.variants import VARIANTS, find_family
 
 WIKITEXT = Path(__file__).resolve().parents[2] / "shared" / "wikitext"

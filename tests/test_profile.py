@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
+from qa_lib.archive import Run
 from qa_lib.measure import ncu, trace
 from qa_lib.record import RecordError
-from qa_lib.report.runs import read_profile
 from qa_lib.run import profile, tasks
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
@@ -170,7 +170,7 @@ def test_what_gradients_take_is_not_taken_for_activations(monkeypatch):
 def test_a_profile_of_a_row_on_this_machine(tmp_path):
     (spec,) = plan(["E-packed-efficient" if torch.cuda.is_available() else "A2"], "smoke", data="synthetic:200")
     profile.profile(spec, tmp_path, lambda _: None)
-    found = read_profile(tmp_path / spec.run_path)
+    found = Run({}, tmp_path / spec.run_path).profile()
     time = found["time"]
     for phase, part in (("forward", "attention"), ("backward", "feed-forward"), ("optimizer", "optimizer")):
         assert time["parts"][phase][part] > 0
@@ -190,7 +190,7 @@ def test_a_profile_that_fails_leaves_the_older_one_whole(tmp_path, monkeypatch):
         profile.profile(spec, tmp_path, lambda _: None)
     assert [(p.name, p.read_text()) for p in folder.iterdir()] == [("profile.json", "older")]
     with pytest.raises(RecordError, match=r"profile\.json: not readable"):
-        read_profile(folder)
+        Run({}, folder).profile()
     (folder / "profile.json").write_text(json.dumps({"schema": "other"}))
-    with pytest.raises(RecordError, match="not a profile of this version"):
-        read_profile(folder)
+    with pytest.raises(RecordError, match="schema 'other' is not known"):
+        Run({}, folder).profile()

@@ -1,10 +1,7 @@
 import dataclasses
 import gc
 import json
-import shutil
 import weakref
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +17,6 @@ from qa_lib.measure.meter import Meter
 from qa_lib.model.build import build_model
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
-from qa_lib.train import checkpoint as checkpoints
 from qa_lib.train import compile as compilation
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.compile import compiled, forget_compiled, found_in_cache, start_compilers

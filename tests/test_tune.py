@@ -13,8 +13,8 @@ from qa_lib import record
 from qa_lib.cli import Parser
 from qa_lib.data.load import load_data
 from qa_lib.errors import UserError
-from qa_lib.measure import machine
-from qa_lib.measure.machine import turn
+from qa_lib.measure import hardware
+from qa_lib.measure.hardware import turn
 from qa_lib.run import fit, launch, tune
 from qa_lib.run.plan import plan
 from qa_lib.run.process import SHARE, child_env

@@ -11,9 +11,10 @@ import pytest
 from qa_lib import variants
 from qa_lib.__main__ import main
 from qa_lib.archive import read_runs
+from qa_lib.presets import PRESETS, Preset
 from qa_lib.run import sweep
 from qa_lib.run.plan import plan
-from qa_lib.spec import PRESETS, Machine, Preset, Spec, describe, missing
+from qa_lib.spec import Machine, Spec, describe, missing
 from qa_lib.variants import FAMILIES, RECIPES, VARIANTS, Settings, SpecError, UnknownName, Variant
 
 PACKAGE = Path(variants.__file__).parent
@@ -186,7 +187,9 @@ def test_a_new_variant_is_a_line_of_the_table(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(VARIANTS, mine.name, mine)
     monkeypatch.setattr(sweep, "probe", lambda: (GPU, {}))
     assert main(["variants"]) == 0
-    assert re.search(r"\nE-mine +E-moments +8.0 +activation_checkpointing = True\n    Least memory", capsys.readouterr().out)
+    assert re.search(
+        r"\nE-mine +E-moments +8.0 +activation_checkpointing = True\n    Least memory", capsys.readouterr().out
+    )
     assert main(["variants", "--json"]) == 0
     listed = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert list(listed) == list(VARIANTS) and listed["E-mine"]["settings"]["optimizer"] == "adamw-master-bf16"

@@ -251,7 +251,15 @@ def main(args: argparse.Namespace) -> int:
     machine, env = slurm.probe(args.runs, max(args.world or [0])) if args.launcher == "slurm" else probe()
     kind = {"local": Launcher, "slurm": slurm.SlurmLauncher}[args.launcher]
     launcher = kind(
-        args.runs, machine, env, args.gpus, args.shared_gpu, args.force, (args.retry,), notebook_command, args.time_limit
+        args.runs,
+        machine,
+        env,
+        args.gpus,
+        args.shared_gpu,
+        args.force,
+        (args.retry,),
+        notebook_command,
+        args.time_limit,
     )
     if args.launcher == "local":
         say_idle(machine, args.gpus)
