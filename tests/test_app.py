@@ -34,12 +34,12 @@ from qa_lib.run.plan import plan
 from qa_lib.score import predict
 from qa_lib.score.choices import named, offered
 from qa_lib.score.predict import load_qa_model, window_lengths
+from tests.conftest import slow
 from tests.plain import overflow
 from tests.test_report import GPU, make
 
 ROOT = Path(__file__).parent.parent
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-LOAD_SECONDS = int(os.environ.get("QA_LIB_LOAD_SECONDS", 3))  # 20 for the figures that are reported
 HEAD = "qa_outputs.weight"
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(["qa_lib.app", "tests.test_app"])
@@ -332,13 +332,7 @@ def test_foreign_hosts_and_pages_are_refused(server, host):
 
 
 @pytest.mark.parametrize(
-    ("host", "address", "local"),
-    [
-        ("127.0.0.1", "127.0.0.1", True),
-        ("::1", "::1", True),
-        ("localhost", "127.0.0.1", True),
-        ("lab", "10.0.0.7", False),
-    ],
+    ("host", "address", "local"), [("::1", "::1", True), ("localhost", "127.0.0.1", True), ("lab", "10.0.0.7", False)]
 )
 def test_other_names_are_answered_only_where_others_reach_it(host, address, local):
     assert ("*" in serving.names(host, address)) is not local
@@ -360,93 +354,68 @@ HEADS = (
 POST = "\r\n".join([*HEADS, "", ""]).encode()
 
 
-@pytest.mark.parametrize("begun", [b"", b"GET / HTTP/1.1\r\nX: ", POST], ids=["no head", "head", "body"])
+@pytest.mark.parametrize("begun", [slow(b"", id="no head"), slow(b"GET / HTTP/1.1\r\nX: ", id="head"), POST])
 def test_a_byte_now_and_then_does_not_keep_a_place(server, begun):
-    with socket.create_connection(("127.0.0.1", server.port)) as slow:
+    with socket.create_connection(("127.0.0.1", server.port)) as sender:
         begin = time.monotonic()
-        slow.sendall(begun)
-        slow.settimeout(0.2)
+        sender.sendall(begun)
+        sender.settimeout(0.2)
         while time.monotonic() < begin + 3 * SECONDS:
             try:
-                if slow.recv(100) == b"":
+                if sender.recv(100) == b"":
                     break
             except TimeoutError:
                 if begun:
-                    slow.sendall(b"x")
+                    sender.sendall(b"x")
             except ConnectionError:
                 break
         assert SECONDS - 1 < time.monotonic() - begin < SECONDS + 2
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_slow_senders(server, runs):
     """Some in their bodies, and more than are served at once that are silent or in their heads."""
-    slow = []
+    senders = []
     for sent in [POST] * 100 + [b"", b"GET / HT"] * (serving.CONNECTIONS // 2):
-        slow.append(socket.create_connection(("127.0.0.1", server.port)))
-        slow[-1].sendall(sent)
+        senders.append(socket.create_connection(("127.0.0.1", server.port)))
+        senders[-1].sendall(sent)
     for _ in range(3):
         begin = time.monotonic()
         assert httpx.get(server.address).status_code == 200
         assert time.monotonic() - begin < 1
     assert server(key_of(runs), "who ?", "it was she")[0]
-    for connection in slow:
+    for connection in senders:
         connection.close()
 
 
+@pytest.mark.slow
 def test_a_hundred_askers_get_their_own_answers(server, runs, questions):
-    """Of paragraphs of any length, each asking again when answered, for LOAD_SECONDS."""
+    """Of paragraphs of any length, all at once and once more."""
     texts = [" ".join(e.context for e in questions[i : i + (1, 1, 1, 4, 30)[i % 5]]) for i in range(100)]
     asked = [(key_of(runs), e.question, text) for e, text in zip(questions[:100], texts, strict=True)]
-    alone = [server(*one)[0]["nbest"] for one in asked]
-    process, waits, failed, sizes = psutil.Process(server.process.pid), [], [], []
-
-    async def asker(client, one, nbest, until):
-        while time.monotonic() < until:
-            begin, body = time.monotonic(), server.question(*one)
-            (await client.post("/gradio_api/queue/join", json=body)).raise_for_status()
-            async with client.stream("GET", f"/gradio_api/queue/data?session_hash={body['session_hash']}") as lines:
-                found, _ = result([line async for line in lines.aiter_lines()])
-            waits.append(time.monotonic() - begin)
-            places = [[(e["text"], e["begin"], e["end"]) for e in each[:1]] for each in (found["nbest"], nbest)]
-            failed.extend([found] if places[0] != places[1] or found["context"] != one[2] else [])
-
-    async def crowd(seconds):
-        until = time.monotonic() + seconds
-        limits = httpx.Limits(max_connections=400, keepalive_expiry=1)
-        async with httpx.AsyncClient(timeout=120, limits=limits, base_url=server.address) as client:
-            await asyncio.gather(*(asker(client, *one, until) for one in zip(asked, alone, strict=True)))
-        sizes.append(process.memory_info().rss / 2**20)
-
-    asyncio.run(crowd(3))  # to warm up
-    waits.clear()
-    asyncio.run(crowd(LOAD_SECONDS))
-    p50, p95 = (sorted(waits)[int(share * len(waits))] for share in (0.5, 0.95))
-    print(
-        f"{len(waits)} answered in {LOAD_SECONDS} s; {p50:.2f} s at the median, {p95:.2f} at p95, {max(waits):.2f} last"
-    )
-    print(f"{sizes[0]:.0f} MiB, then {sizes[1]:.0f}")
-    assert failed == [] and len(waits) >= 100
+    alone = [server(*one)[0]["nbest"][0]["text"] for one in asked]
+    process, sizes = psutil.Process(server.process.pid), []
+    with ThreadPoolExecutor(100) as pool:
+        for _ in range(2):
+            found = [each for each, _ in pool.map(lambda one: server(*one), asked)]
+            assert [each["nbest"][0]["text"] for each in found] == alone
+            assert [each["context"] for each in found] == texts
+            sizes.append(process.memory_info().rss / 2**20)
     assert sizes[1] - sizes[0] < 50
 
 
 # The command, and a notebook.
 
 
-def test_the_command_opens_soon_on_this_machine_alone_and_ends_at_a_signal(runs):
-    begin = time.monotonic()
+def test_the_command_opens_on_this_machine_alone_and_ends_at_a_signal(runs):
     command = [sys.executable, "-m", "qa_lib", "app", "--runs", str(runs), "--port", "0"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    line = process.stdout.readline()
-    address = re.search(r"http://127\.0\.0\.1:\d+", line)
-    assert address, line
+    address = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
     httpx.get(address.group()).raise_for_status()
-    seconds = time.monotonic() - begin
     listening = [c for c in psutil.Process(process.pid).net_connections("tcp") if c.status == "LISTEN"]
     assert {c.laddr.ip for c in listening} == {"127.0.0.1"}
     process.terminate()
     assert process.wait(8) == 130
-    print(f"opened after {seconds:.1f} s")
-    assert seconds < 10 * (3 if os.environ.get("CI") else 1.5)  # the clock here is shared
     assert process.stdout.read() == "stopped by SIGTERM; finished runs are kept\n"
 
 

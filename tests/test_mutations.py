@@ -4,7 +4,6 @@ result or one line; what changes a result changes the identity of a run.
 Some hundred mutations run here; QA_LIB_MUTATIONS=5000 pytest tests/test_mutations.py runs so many of each kind.
 """
 
-import importlib
 import io
 import random
 import shutil
@@ -14,8 +13,7 @@ import datasets
 import numpy as np
 import pytest
 
-from qa_lib.__main__ import VERBS
-from qa_lib.cli import Parser
+from qa_lib.commands import VERBS, parser_of
 from qa_lib.data import windows
 from qa_lib.data.squad import open_source
 from qa_lib.data.tokenize import build_tokenizer
@@ -125,8 +123,7 @@ WORDS = ["", " ", ",", "nan", "inf", "-inf", "-1", "0", "1", "1.5", "1e400", "0x
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_typed_word_is_a_value_or_one_line(verb, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    parser = Parser(prog=verb)
-    importlib.import_module(VERBS[verb][0]).add_arguments(parser)
+    parser = parser_of(verb)
     takes = [action for action in parser._actions if action.nargs != 0]
     for action in takes:
         for word in WORDS:

@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from qa_lib.cli import Parser
+from qa_lib.commands import parser_of
 from qa_lib.data.load import load_data
 from qa_lib.data.squad import Example
 from qa_lib.data.windows import build_features
@@ -34,7 +34,7 @@ from qa_lib.model.load import check_tokenizer
 from qa_lib.run.plan import plan
 from qa_lib.score.decode import decode
 from qa_lib.score.evaluate import evaluate, span_loss
-from qa_lib.score.predict import add_arguments, load_qa_model, main, predict_logits, window_lengths
+from qa_lib.score.predict import load_qa_model, main, predict_logits, window_lengths
 from qa_lib.spec import Machine
 from tests.material import document, question, trained_tokenizer, write
 from tests.test_windows import TEXT, Given
@@ -153,9 +153,7 @@ def test_batches_hold_what_they_may(features):
 
 
 def run(*words):
-    parser = Parser()
-    add_arguments(parser)
-    return main(parser.parse_args([str(word) for word in words]))
+    return main(parser_of("predict").parse_args([str(word) for word in words]))
 
 
 DATA = document((TEXT, [question("q1", "where", ("Rotterdam", TEXT.index("Rotterdam"))), question("q2", "why?")]))

@@ -35,12 +35,12 @@ def test_an_older_record_has_null_for_a_score_that_came_later(spec, tmp_path):
     entry = record.new_record(spec, ENV)
     entry["task"]["scores"].remove("loss")
     del entry["quality"]["loss"]
-    for name in ("utilisation", "gpu_busy_polled"):
+    for name in ("mfu", "gpu_busy_polled"):
         del entry["speed"][name]
     del entry["parallel"]["wrapper"]
     record.write_record(tmp_path, entry)
     again = record.read_record(tmp_path)
-    assert (again["quality"]["loss"], again["speed"]["utilisation"], again["parallel"]["wrapper"]) == (None, None, None)
+    assert (again["quality"]["loss"], again["speed"]["mfu"], again["parallel"]["wrapper"]) == (None, None, None)
     record.write_record(tmp_path, entry | {"quality": {"loss": "low"}})
     with pytest.raises(record.RecordError, match=r"quality\.loss is 'low'"):
         record.read_record(tmp_path)

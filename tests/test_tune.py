@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qa_lib import record
-from qa_lib.cli import Parser
+from qa_lib.commands import parser_of
 from qa_lib.data.load import load_data
 from qa_lib.errors import UserError
 from qa_lib.measure import hardware
@@ -26,9 +26,7 @@ CPU = Machine(backends=("inductor",), bitsandbytes=True, compiler=True)
 
 
 def call(*words):
-    parser = Parser()
-    tune.add_arguments(parser)
-    return tune.main(parser.parse_args(list(words)))
+    return tune.main(parser_of("tune").parse_args(list(words)))
 
 
 @pytest.fixture

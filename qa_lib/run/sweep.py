@@ -257,7 +257,7 @@ def main(args: argparse.Namespace) -> int:
         args.gpus,
         args.shared_gpu,
         args.force,
-        (args.retry,),
+        (),
         notebook_command,
         args.time_limit,
     )
