@@ -1,6 +1,5 @@
 """The demo as its page asks it, over HTTP, and in a real browser: tests that skip where no Chromium is installed."""
 
-import asyncio
 import html
 import json
 import multiprocessing
@@ -28,15 +27,15 @@ from qa_lib.app import Choices, answer, app, dashboard, decided, running
 from qa_lib.data.squad import MAX_CONTEXT, open_source
 from qa_lib.errors import UserError
 from qa_lib.model.hf_checkpoint import write_digests
-from qa_lib.record import new_record
+from qa_lib.record import finish, new_record
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.score import predict
 from qa_lib.score.choices import named, offered
 from qa_lib.score.predict import load_qa_model, window_lengths
+from qa_lib.spec import Machine
 from tests.conftest import slow
 from tests.plain import overflow
-from tests.test_report import GPU, make
 
 ROOT = Path(__file__).parent.parent
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -477,12 +476,12 @@ def test_a_corrupt_record_costs_a_sentence(runs, tmp_path, variant, change, said
 
 
 def test_the_dashboard_opens_on_the_newest_group(tmp_path):
-    older, newer = make(tmp_path, "A1"), make(tmp_path, "A1", machine=GPU)
-    for day, folder in enumerate((older, newer), 1):
-        entry = json.loads((folder / "record.json").read_text())
+    names = ["h200-smoke", "cpu-smoke"]
+    for day, group in enumerate(reversed(names), 1):
+        (spec,) = plan(["A1"], "smoke", machine=Machine(group.removesuffix("-smoke")))
+        entry = new_record(spec, {"gpu": None})
         entry["time"]["started"] = f"2026-01-0{day}T00:00:00+00:00"
-        (folder / "record.json").write_text(json.dumps(entry))
-    names = [newer.parent.name, older.parent.name]
+        finish(tmp_path / spec.run_path, entry, "ok")
     for wanted, shown in (("", names[0]), (names[1], names[1]), ("../..", names[0])):
         assert dashboard(tmp_path, tmp_path, wanted)[:2] == (names, shown)
     assert dashboard(tmp_path / "none", tmp_path).said[0].startswith("There are no records yet")

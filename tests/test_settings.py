@@ -1,11 +1,10 @@
 """Settings cannot lie: every value, and every two values of different settings, are refused or their effect is seen.
 
 A step is trained on the CPU with a tiny BERT, for each of a few combinations in which every two values occur together,
-and in the slow tier for every two by themselves. There Dynamo's own `eager` backend stands in for the one that is asked
-for, and in the combinations what would be compiled runs as it is: which code Inductor makes of rows is seen in the
-sweeps at preset smoke. What only a GPU can do
-is skipped with its reason, or adjusted and said. DeepSpeed, which needs a launcher, trains in test_parallel.py. `join`
-acts on predictions alone and has tests of its own.
+and in the slow tier for every value beside the defaults. There Dynamo's own `eager` backend stands in for the one that
+is asked for, and in the combinations what would be compiled runs as it is: which code Inductor makes is seen in the
+sweeps at preset smoke. What only a GPU can do is skipped with its reason, or adjusted and said. DeepSpeed needs a
+launcher and trains in test_parallel.py. The fault `positional-join` acts on predictions alone: see test_join.py.
 """
 
 import dataclasses
@@ -34,7 +33,7 @@ from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, adjust, missing
 from qa_lib.train import data_parallel, loop, overlap, pipeline, tensor, trainer, zero1
 from qa_lib.train.master_adamw import MasterAdamW
-from qa_lib.variants import CONFLICTS, VARIANTS, Settings, SpecError, _matches, choices
+from qa_lib.variants import CONFLICTS, VARIANTS, Settings, SpecError, _matches, choices, find_recipe
 from tests.pairs import Covering, pairs_of
 
 TORCHAO = find_spec("torchao") is not None
@@ -290,6 +289,15 @@ def test_every_setting_has_values_and_an_effect_to_look_for():
     assert set(VALUES) == set(EFFECTS) == fields
 
 
+def test_a_variant_is_of_values_that_the_combinations_hold():
+    """So that a new variant takes no test of its own; of recipes its kind."""
+    kinds = {find_recipe(name).kind for name in RECIPES}
+    for name, variant in VARIANTS.items():
+        asked = dataclasses.asdict(variant.settings)
+        assert find_recipe(asked.pop("trainable")).kind in kinds
+        assert all(value in VALUES[setting] for setting, value in asked.items()), name
+
+
 def says(pair: tuple, condition: str) -> bool:
     """Whether a (name, value) meets a condition of CONFLICTS."""
     return pair[0] == re.match(r"\w+", condition).group() and _matches(types.SimpleNamespace(**dict([pair])), condition)
@@ -361,7 +369,7 @@ def test_every_value_of_every_setting_trains_a_step_beside_the_defaults(name, da
         ({"padding": "longst"}, "unknown padding 'longst'; did you mean 'longest'?"),
         ({"attention": "SDPA"}, "unknown attention 'SDPA'; did you mean 'sdpa'?"),
         ({"trainable": "lora-vq"}, "unknown trainable 'lora-vq'; did you mean 'lora-qv'?"),
-        ({"activation_checkpointing": "yes"}, "unknown checkpointing 'yes'"),
+        ({"activation_checkpointing": "yes"}, "unknown activation_checkpointing 'yes'"),
         ({"micro_batch": 0}, "micro_batch 0 is not a whole number"),
     ],
 )

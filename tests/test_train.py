@@ -1,7 +1,10 @@
 import dataclasses
 import gc
 import json
+import shutil
 import weakref
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from qa_lib.measure.meter import Meter
 from qa_lib.model.build import build_model
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
+from qa_lib.train import checkpoint as checkpoints
 from qa_lib.train import compile as compilation
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.compile import compiled, forget_compiled, found_in_cache, start_compilers
@@ -51,6 +55,14 @@ def trained(spec, features, run_dir, model=None):
     run_dir.mkdir(exist_ok=True)
     model = model or build_model(spec)
     return model, *train(model, batches_of(features, spec), spec, DEVICE, run_dir, quiet)
+
+
+def stopped(spec, features, run_dir, step=4):
+    """The folder of a run that was broken off after `step`."""
+    run_dir.mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        train(build_model(spec), StopAfter(batches_of(features, spec), step), spec, DEVICE, run_dir, quiet)
+    return run_dir
 
 
 def weights(model):
@@ -137,11 +149,7 @@ def test_resume_is_exact_from_any_checkpoint(variant, features, tmp_path, monkey
         spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, compile="none"))
     whole = weights(trained(spec, features, tmp_path / "whole")[0])
     for stop in (1, 3, 5):
-        run_dir = tmp_path / f"stopped-at-{stop}"
-        killed = StopAfter(batches_of(features, spec), stop)
-        run_dir.mkdir()
-        with pytest.raises(KeyboardInterrupt):
-            train(build_model(spec), killed, spec, DEVICE, run_dir, quiet)
+        run_dir = stopped(spec, features, tmp_path / f"stopped-at-{stop}", stop)
         model, _, _, begin, refused = trained(spec, features, run_dir)
         assert begin == stop and refused is None
         for name, tensor in weights(model).items():
@@ -189,10 +197,7 @@ def test_elementwise_work_is_repeated_and_products_are_not(monkeypatch):
 
 def test_a_checkpoint_of_another_run_is_not_taken(features, tmp_path):
     spec = spec_of("A1", checkpoint_every=2)
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    with pytest.raises(KeyboardInterrupt):
-        train(build_model(spec), StopAfter(Batches(features, spec), 4), spec, DEVICE, run_dir, quiet)
+    run_dir = stopped(spec, features, tmp_path / "run")
     assert Checkpoint.path_of(run_dir).exists()
     other = dataclasses.replace(spec, seed=1)
     assert trained(other, features, run_dir)[3:] == (0, "began anew, since its checkpoint is of another run")
@@ -223,16 +228,26 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_run_begins_anew(damage, features, tmp_path):
     spec = spec_of("A1", checkpoint_every=2)
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    with pytest.raises(KeyboardInterrupt):
-        train(build_model(spec), StopAfter(Batches(features, spec), 4), spec, DEVICE, run_dir, quiet)
+    run_dir = stopped(spec, features, tmp_path / "run")
     spoil, said = DAMAGE[damage]
     spoil(Checkpoint.path_of(run_dir))
     whole = weights(trained(spec, features, tmp_path / "whole")[0])
     model, _, _, begin, refused = trained(spec, features, run_dir)
     assert begin == 0 and said in refused and (run_dir / "checkpoint.refused").exists()
     assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(model).items())
+
+
+@pytest.mark.parametrize("edited", ["kernels/fused_norm.py", "train/loop.py"])
+def test_a_checkpoint_of_other_code_is_not_gone_on_from(edited, features, tmp_path, monkeypatch):
+    package = Path(checkpoints.__file__).parents[1]
+    copy = shutil.copytree(package, tmp_path / "qa_lib", ignore=shutil.ignore_patterns("__pycache__", "report"))
+    assert checkpoints.code_digest.__wrapped__(copy) == checkpoints.code_digest()
+    (copy / edited).write_text(f"{(copy / edited).read_text()}# another line\n")
+    spec = spec_of("A1", checkpoint_every=2)
+    run_dir = stopped(spec, features, tmp_path / "run")
+    monkeypatch.setattr(checkpoints, "code_digest", partial(checkpoints.code_digest, copy))
+    begin, refused = trained(spec, features, run_dir)[3:]
+    assert begin == 0 and "is of other code (commit" in refused
 
 
 def test_a_full_disk_leaves_the_older_checkpoint(features, tmp_path, monkeypatch):
