@@ -31,8 +31,9 @@ from qa_lib.run.tasks import TASKS, prepare
 from qa_lib.score.predict import load_qa_model, window_lengths
 from qa_lib.spec import Machine
 from qa_lib.train import checkpoint as checkpoints
+from tests.conftest import slow
 from tests.material import document, question, write
-from tests.tiny import SHAPES, StopAfter, checkpoint
+from tests.tiny import StopAfter, checkpoint
 
 TEXT = "The river Rhine rises in the Alps and ends near Rotterdam, which is a port."
 OPENED: set[str] | None = None
@@ -46,7 +47,7 @@ def note(event, arguments):
 sys.addaudithook(note)
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=["bert", slow("roberta"), slow("electra")])
 def kept(request, tmp_path_factory):
     """A tiny checkpoint of each encoder, as `save_model` leaves it but for the digests."""
     return Path(checkpoint(request.param, tmp_path_factory.mktemp(request.param) / "model"))

@@ -236,9 +236,9 @@ def test_a_shape_is_a_model_by_its_sizes():
 
 
 def test_rows_and_scales_belong_to_a_task():
-    with pytest.raises(SpecError, match="L1 is a row of task lm, and preset 'smoke' of task qa"):
+    with pytest.raises(SpecError, match="L1 is a variant of task lm, and preset 'smoke' of task qa"):
         plan(["L1"], "smoke", machine=CPU)
-    with pytest.raises(SpecError, match="A1 is a row of task qa"):
+    with pytest.raises(SpecError, match="A1 is a variant of task qa"):
         plan(["A1"], "lm-smoke", machine=CPU)
     for name, row in VARIANTS.items():
         assert (row.settings.padding, row.settings.qkv) == ("max_length", "separate") or row.task == "qa", name

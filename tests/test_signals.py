@@ -4,14 +4,11 @@ And a driver that had no time to end anything leaves no run that goes on alone. 
 """
 
 import dataclasses
-import fcntl
 import json
 import os
-import pty
 import signal
 import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 
@@ -135,22 +132,3 @@ def test_ctrl_c_in_a_notebook_is_a_keyboard_interrupt_whose_record_says_killed(t
         fit(spec, tmp_path, say=interrupt)
     entry = record.read_record(tmp_path / spec.run_path)
     assert (entry["status"], entry["error"]["message"]) == ("killed", f"stopped by {CTRL_C}")
-
-
-@pytest.mark.slow
-def test_a_run_ends_with_the_terminal_that_closes(tmp_path):
-    master, slave = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "qa_lib", *WORDS["run"].split(), "--runs", str(tmp_path)],
-        cwd=ROOT, start_new_session=True, stdin=slave, stdout=slave, stderr=slave,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-    )  # fmt: skip
-    os.close(slave)
-    end = time.monotonic() + 90
-    while not any(path.stat().st_size for path in tmp_path.glob("*/*/steps.jsonl")):
-        assert process.poll() is None and time.monotonic() < end
-        time.sleep(0.05)
-    os.close(master)
-    assert process.wait(5) == 130
-    entry = record.read_record(next(tmp_path.glob("*/*/record.json")).parent)
-    assert (entry["status"], entry["error"]["message"]) == ("killed", f"stopped by {SIGNALS[signal.SIGHUP]}")

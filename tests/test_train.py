@@ -29,6 +29,7 @@ from qa_lib.train.optim import build_optimizer, learning_rate, peak_rate
 from qa_lib.train.process_group import Ranks
 from qa_lib.train.step_log import NonFiniteLoss, StepLog
 from qa_lib.variants import VARIANTS, Settings
+from tests.conftest import slow
 from tests.tiny import StopAfter
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
@@ -138,7 +139,8 @@ def without_dropout(model):
 
 
 @pytest.mark.parametrize(
-    "variant", ["A2", "B1", "B2", "C1", "C2", "E-adamw", "E-dropout-moments", "E-packed-lora-masters"]
+    "variant",
+    ["A2", slow("B1"), slow("B2"), "C1", slow("C2"), slow("E-adamw"), "E-dropout-moments", "E-packed-lora-masters"],
 )
 def test_resume_is_exact_from_any_checkpoint(variant, features, tmp_path, monkeypatch):
     spec = spec_of(variant, checkpoint_every=1)
