@@ -7,9 +7,9 @@ import nbformat
 import pandas as pd
 import pytest
 from IPython.display import Image, Markdown
+from qa_lib.report.runs import RECOMMENDED, NotMeasured, ReportError, load_runs, select
 
 from qa_lib.report import curve_tables, curves, gallery, readme, tables
-from qa_lib.report.runs import RECOMMENDED, NotMeasured, ReportError, load_runs, select
 from qa_lib.variants import VARIANTS, UnknownName
 from tests.test_figures import faults
 from tests.test_report import CPU, GPU, make

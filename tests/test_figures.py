@@ -9,9 +9,9 @@ import pytest
 from matplotlib.collections import PathCollection
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
+from qa_lib.report.runs import NotMeasured, ReportError, load_runs, select
 
 from qa_lib.report import figures, profiles, sentences, style
-from qa_lib.report.runs import NotMeasured, ReportError, load_runs, select
 from tests.material import committed
 from tests.test_report import CPU, GPU, made_profile, make
 

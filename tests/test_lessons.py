@@ -3,16 +3,16 @@
 import pytest
 import torch
 from IPython.display import Image, Markdown
+from qa_lib.report.runs import NotMeasured
+from qa_lib.run.memory_estimate import estimate, gpu_of
 
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.model.build import build_model, trainable_summary
 from qa_lib.report import lessons
-from qa_lib.report.runs import NotMeasured
-from qa_lib.run.memory_estimate import estimate, gpu_of
 from qa_lib.run.plan import plan
 from qa_lib.run.profile import steady_step
 from qa_lib.spec import Machine
-from qa_lib.train.compile import CALLS, translated
+from qa_lib.train.kernels import CALLS, translated
 from tests.material import committed
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)

@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
+from qa_lib.report.runs import read_profile
 
 from qa_lib.measure import ncu, trace
 from qa_lib.record import RecordError
-from qa_lib.report.runs import read_profile
 from qa_lib.run import profile, tasks
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine

@@ -3,10 +3,10 @@
 import json
 
 import pytest
+from qa_lib.report.runs import NotMeasured, ReportError, load_runs
 
 from qa_lib import record
 from qa_lib.report import quantized
-from qa_lib.report.runs import NotMeasured, ReportError, load_runs
 from tests.test_report import GPU, make
 
 GROUP = "h200-quality"

@@ -12,12 +12,12 @@ import nbformat
 import pandas as pd
 import papermill
 import pytest
+from qa_lib.report.runs import ReportError, found_compiled, load_runs, published, select
 
 from qa_lib import record
 from qa_lib.cli import Parser
 from qa_lib.report import cards, claims, figures, gallery, publish, quality, sentences, tables, text
 from qa_lib.report import readme as front
-from qa_lib.report.runs import ReportError, found_compiled, load_runs, published, select
 from qa_lib.spec import Machine, resolve
 from qa_lib.variants import VARIANTS
 

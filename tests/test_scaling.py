@@ -7,10 +7,10 @@ import nbformat
 import numpy as np
 import pandas as pd
 import pytest
-
-from qa_lib.report import curve_tables, losses, scaling, scaling_figures, slides, style, tables
 from qa_lib.report.runs import NotMeasured, ReportError, group_or_why, load_runs, select
 from qa_lib.report.text import factor, number
+
+from qa_lib.report import curve_tables, losses, scaling, scaling_figures, slides, style, tables
 from tests import several
 from tests.test_figures import ROOT, faults
 

@@ -2,10 +2,10 @@
 
 import pytest
 from IPython.display import Markdown
-
-from qa_lib.report import goals, scores
 from qa_lib.report.runs import NotMeasured, load_runs
 from qa_lib.report.text import said_or_why
+
+from qa_lib.report import goals, scores
 from tests.test_report import GPU, make
 from tests.test_tradeoffs import SHAPES, write
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import nbformat
 import pandas as pd
 import pytest
+from qa_lib.presets import find_shape
+from qa_lib.report.runs import NotMeasured, load_runs
 from transformers import BertForQuestionAnswering, GPT2LMHeadModel
 
 from qa_lib import record
-from qa_lib.measure.flops import StepCost
-from qa_lib.model.architectures import layers_of
+from qa_lib.measure.cost import StepCost
 from qa_lib.model.build import build_model, model_config
-from qa_lib.presets import find_shape
+from qa_lib.model.encoders import layers_of
 from qa_lib.report import text, tradeoff_figures, tradeoffs
-from qa_lib.report.runs import NotMeasured, load_runs
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, resolve
 from qa_lib.variants import UnknownName

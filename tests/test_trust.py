@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from qa_lib.report.runs import load_runs
 from transformers import BertConfig, BertForQuestionAnswering
 
 from qa_lib.app import dashboard, running
@@ -25,7 +26,6 @@ from qa_lib.data.squad import open_source
 from qa_lib.errors import UserError
 from qa_lib.model.build import save_model
 from qa_lib.report import figures, profiles, publish, style
-from qa_lib.report.runs import load_runs
 from qa_lib.run.launch import Launcher, judge
 from qa_lib.run.sweep import progress_of
 from qa_lib.score.predict import load_qa_model

@@ -10,7 +10,6 @@ import pytest
 from qa_lib import record, variants
 from qa_lib.presets import PRESETS, Preset
 from qa_lib.record import read_record
-from qa_lib.report.runs import cells, load_runs, select
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, Spec, describe, missing
 from qa_lib.variants import FAMILIES, RECIPES, VARIANTS, Settings, SpecError, UnknownName

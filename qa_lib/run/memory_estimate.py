@@ -291,7 +291,7 @@ def main(args: argparse.Namespace) -> int:
     data = "synthetic:1" if known or preset.task == "lm" else args.data  # nothing is fetched that is not asked for
     gpu = gpu_of(args.compute_capability)
     specs = plan(rows_of(args), args.preset, [0], data, args.model, args.micro_batch, gpu, max_length=args.max_length)
-    runs = read_runs(args.runs, left_out=lambda problem: None)
+    runs = read_runs(args.runs, left_out=lambda *_: None)
     heads = ("params", "grads", "optimizer", "activations", "workspace", "peak", "reserved")
     print(f"{'row':12}{'length':>7}{'micro-batch':>12}" + "".join(f"{head:>12}" for head in heads), end="")
     print("    measured  peak in")
