@@ -1,5 +1,5 @@
 """`python -m qa_lib report`: executes notebooks/report.ipynb over the records of one group, which draws its figures,
-and prints the table's essence; puts results into README.md; checks that what is committed is of today's records.
+and prints a table of few lines; puts results into README.md; checks that what is committed is of today's records.
 
 Reads run records and nothing else, and never imports torch.
 """
@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pandas as pd
+from PIL import Image
 
 from qa_lib.cli import folder, given, path
 from qa_lib.errors import printable
@@ -30,6 +31,7 @@ from qa_lib.report.load import (
     select,
 )
 from qa_lib.report.readme import README, with_results
+from qa_lib.report.style import digest
 from qa_lib.report.summary import result_table, summary
 
 EXAMPLE = "example: python -m qa_lib report --group cpu-smoke"
@@ -85,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
     given_paths = {name: os.path.relpath(getattr(args, name).absolute(), ROOT) for name in ("runs", "figures")}
     said = overview(runs, group)
     execute(NOTEBOOK, page, {"group": group} | given_paths)
-    print(printable(f"{said}\n\nOpen {page}, or {page.with_suffix('.md')} with the figures beside it."))
+    print(printable(f"{said}\n\nOpen {page}\nor   {page.with_suffix('.md')}, with the figures beside it"))
     return 0
 
 
@@ -159,9 +161,6 @@ def check(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> list[str]:
     """A line for each figure of a committed group that is of other records, each page that is of another notebook, and
     one for README.md if that is behind."""
     import nbformat
-    from PIL import Image
-
-    from qa_lib.report.style import digest
 
     problems = []
     for group in committed(runs_dir):

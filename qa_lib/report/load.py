@@ -154,7 +154,7 @@ def other_days(runs: pd.DataFrame) -> list[str]:
 
 def on_cpu(runs: pd.DataFrame) -> bool:
     """Whether a group's runs had no GPU."""
-    return len(runs) > 0 and runs["spec.hardware"].eq("cpu").all()
+    return len(runs) > 0 and bool(runs["spec.hardware"].eq("cpu").all())
 
 
 def neighbours(runs: pd.DataFrame, group: str) -> pd.DataFrame:
@@ -230,3 +230,8 @@ def is_parallel(variants: pd.Series) -> pd.Series:
 def trains_all(variants: pd.Series) -> np.ndarray:
     """Which variants train every parameter."""
     return np.array([name in VARIANTS and VARIANTS[name].settings.trainable == "all" for name in variants], dtype=bool)
+
+
+def slides() -> pd.DataFrame:
+    """A student's slides on parallel training, a line an experiment."""
+    return pd.read_csv(Path(__file__).with_name("slides.csv"), comment="#")

@@ -57,3 +57,14 @@ def result(record: dict, runs: str | Path, examples: Sequence = (), count: int =
         for example in examples[:count]
     ])  # fmt: skip
     return f"{said}\n\n{markdown(table)}"
+
+
+def first_window(questions) -> str:
+    """As text: how many training windows there are, and the first that holds its answer, with it."""
+    features = questions.features
+    first = (features.end_positions > 0).argmax()
+    feature = features.batch([first], features.lengths[first])
+    tokens = questions.tokenizer.convert_ids_to_tokens(feature["input_ids"][0])
+    answer = tokens[feature["start_positions"][0] : feature["end_positions"][0] + 1]
+    count = f"{len(features)} training windows, mean length {features.lengths.mean():.0f} tokens"
+    return f"{count}\n{' '.join(tokens)}\nanswer: {' '.join(answer)}"

@@ -25,7 +25,7 @@ def profiles(runs: pd.DataFrame) -> pd.DataFrame:
     """The profiles beside the runs of a group, in table order: variant, micro_batch, name, profile, and the peak of its
     memory beside the run's, peak_mib and recorded_mib. Raises NotMeasured if there is none."""
     lines = []
-    for run in runs.to_dict("records"):
+    for run in runs[["spec.variant", "micro_batch", "memory.peak_alloc_mib", "run"]].to_dict("records"):
         if profile := run["run"].profile():
             peak = (profile["memory"] or {}).get("peak_mib")
             lines.append((run["spec.variant"], run["micro_batch"], profile, peak, run["memory.peak_alloc_mib"]))

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pandas as pd
+from PIL import Image
 
 from qa_lib.report import curves, recommend, scaling
 from qa_lib.report.figures import speed_finding, timed
@@ -298,8 +299,6 @@ def apart(runs: pd.DataFrame, variant: str, other: str) -> str:
 
 def _pictures(folder: Path, wanted: dict[str, str]) -> list[str]:
     """Those of a group's figures that were drawn, {name: what it shows}, each with that and its title in words."""
-    from PIL import Image
-
     found = []
     for name, words in wanted.items():
         path = folder / f"{name}.png"

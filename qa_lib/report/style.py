@@ -1,5 +1,6 @@
 """What all figures share: size, colours, style, and their way into files and notebooks."""
 
+import contextlib
 import hashlib
 import io
 import textwrap
@@ -14,6 +15,7 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from PIL import Image
 
 from qa_lib.errors import first_line
 from qa_lib.record import RecordError, write_atomically
@@ -106,6 +108,17 @@ def stack(axis: Axes, table: pd.DataFrame, colors: dict[str, str]) -> None:
 
 def title_of(figure: Figure) -> str:
     return " ".join(figure.get_suptitle().split())
+
+
+def figures_of(folder: Path) -> list[tuple[str, bytes]]:
+    """Title and PNG of each figure that was drawn into a folder; without links, and what cannot be read as one."""
+    found = []
+    for path in sorted(folder.glob("*.png")):
+        with contextlib.suppress(OSError, SyntaxError, ValueError):  # as Pillow calls what is no PNG
+            if not path.is_symlink():
+                with Image.open(path, formats=["PNG"]) as image:
+                    found.append((image.text.get("Title", path.stem), path.read_bytes()))
+    return found
 
 
 def digest(runs: pd.DataFrame) -> str:

@@ -97,19 +97,24 @@ def _measured(runs: pd.DataFrame) -> pd.DataFrame:
 
 def _described(runs: pd.DataFrame) -> pd.DataFrame:
     """The columns of lines that are words, and AXES and TASK; indexed by cell and variant."""
+    members = {}
+    columns = ["status", "error.message", "time.resumed_from_step", "spec.seed", *AXES, *TASK]
+    for key, run in zip(zip(runs["cell"], runs["variant"], strict=True), runs[columns].to_dict("records"), strict=True):
+        members.setdefault(key, []).append(run)
     lines = {}
-    for key, part in runs.groupby(["cell", "variant"], sort=False):
-        counts = Counter(part["status"])
+    for key, part in members.items():
+        counts = Counter(run["status"] for run in part)
         status = next(iter(counts)) if len(counts) == 1 else ", ".join(f"{n} {name}" for name, n in counts.items())
         words = {"family": key[1][0], "change": change(key[1]), "status": status, "note": _note(part)}
-        lines[key] = part[[*AXES, *TASK]].iloc[0].to_dict() | words
-    return pd.DataFrame.from_dict(lines, orient="index").rename_axis(["cell", "variant"])
+        lines[key] = {name: part[0][name] for name in (*AXES, *TASK)} | words
+    index = pd.MultiIndex.from_tuples(lines, names=["cell", "variant"])
+    return pd.DataFrame(list(lines.values()), index=index)
 
 
-def _note(runs: pd.DataFrame) -> str:
+def _note(runs: list[dict]) -> str:
     """Why a variant's runs did not end ok, and which were resumed."""
     reasons = {}
-    for run in runs.to_dict("records"):
+    for run in runs:
         if run["status"] != "ok":
             message = run["error.message"] if pd.notna(run["error.message"]) else "not finished"
             text = textwrap.shorten(f"{run['status']}: {message}", 140, placeholder=" …")
