@@ -196,7 +196,7 @@ def lead(runs: pd.DataFrame, group: str) -> str:
     """How the recommended variant's lead over the Trainer at its best changes with the batch, by the group's own runs
     or those of preset `fit` on that hardware, if one of them tells."""
     peers = [name for name in tagged("peer") if VARIANTS[name].settings.compile != "none"]
-    for found in (runs[runs["group"] == group], sibling(runs, group, "fit")):
+    for found in (runs[runs["group"] == group], sibling(runs, group, "sizing")):
         with contextlib.suppress(NotMeasured):
             return curves.lead_by_batch(found[found["spec.variant"].isin([*peers, RECOMMENDED])])
     return (
@@ -236,7 +236,7 @@ def several(runs: pd.DataFrame, group: str, figures: Path) -> str:
         scaling.projected_words(found),
     ]
     with contextlib.suppress(NotMeasured, KeyError):
-        line = scaling.batch_worth(scaling.logs_of(sibling(runs, group, "slides")))[0].loc[found["batch"]]
+        line = scaling.batch_worth(scaling.logs_of(sibling(runs, group, "critical-batch")))[0].loc[found["batch"]]
         said.append(
             f"Each step takes {found['batch']} features, of which one teaches "
             f"{points(line['measured'], line['measured±'])} of what it does at {scaling.REFERENCE} "
@@ -271,7 +271,7 @@ def language(runs: pd.DataFrame, group: str, figures: Path) -> str:
         said += f" {apart(sibling(runs, group, 'lm-quality'), best['variant'], peer['variant'])}"
     except NotMeasured:
         said += " **Not shown:** that these rows end at one perplexity."
-    fits = sibling(runs, group, "lm-fit")
+    fits = sibling(runs, group, "lm-sizing")
     with contextlib.suppress(NotMeasured):
         said += " " + curves.lead_by_batch(fits[fits["spec.variant"].isin([best["variant"], peer["variant"]])])
     pictures = {"ladder": "Bar chart of training speed, a bar a row of the table in the report."}
