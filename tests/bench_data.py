@@ -1,4 +1,4 @@
-"""Benchmarks of the data path, by hand: python -m tests.bench_data [features | scale | batch | decode | score]
+"""Benchmarks of the data path, by hand: python -m tests.bench_data [samples | scale | batch | decode | score]
 
 Every claim is a ratio of two things timed in the same run, or a time next to the limit it has to keep.
 """
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from qa_lib.data.squad import open_source
-from qa_lib.data.windows import build_features
+from qa_lib.data.windows import build_samples
 from qa_lib.score.decode import decode
 from qa_lib.score.f1 import score
 from tests.material import SQUAD, real_tokenizer
@@ -44,7 +44,7 @@ def bench_features() -> None:
     source, tokenizer = open_source(SQUAD, "train"), real_tokenizer()
     rows = [{"question": e.question.lstrip(), "context": e.context} for e in source.examples]
     table = datasets.Dataset.from_list(rows)
-    ours, features = best_of(5, lambda: build_features(source, tokenizer, cache=False))
+    ours, samples = best_of(5, lambda: build_samples(source, tokenizer, cache=False))
 
     def windows(batch):
         return overflow(tokenizer, batch["question"], batch["context"], 384, 128)
@@ -53,10 +53,10 @@ def bench_features() -> None:
         return table.map(windows, batched=True, remove_columns=table.column_names, load_from_cache_file=False)
 
     theirs, result = best_of(2, mapped)
-    assert len(result) == len(features)
-    line(f"features: {len(rows):,} questions, {len(features):,} windows", f"{ours:.2f} s")
-    line("features: datasets.map, same questions", f"{theirs:.2f} s")
-    line("features: times faster", f"{theirs / ours:.1f}", ">= 10")
+    assert len(result) == len(samples)
+    line(f"samples: {len(rows):,} questions, {len(samples):,} windows", f"{ours:.2f} s")
+    line("samples: datasets.map, same questions", f"{theirs:.2f} s")
+    line("samples: times faster", f"{theirs / ours:.1f}", ">= 10")
 
 
 def big_document(questions: int) -> dict:
@@ -101,16 +101,16 @@ def bench_scale(questions: int = 130_000) -> None:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         begin = time.perf_counter()
         source = open_source(path, "train")
-        features = build_features(source, tokenizer, cache=folder)
+        samples = build_samples(source, tokenizer, cache=folder)
         first = time.perf_counter() - begin
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         begin = time.perf_counter()
         again = open_source(path, "train")
-        build_features(again, tokenizer, cache=folder)
+        build_samples(again, tokenizer, cache=folder)
         second = time.perf_counter() - begin
         n, paragraphs = len(source.examples), len({id(e.context) for e in source.examples})
         line(
-            f"scale: {n:,} questions, {paragraphs:,} paragraphs -> {len(features):,} windows",
+            f"scale: {n:,} questions, {paragraphs:,} paragraphs -> {len(samples):,} windows",
             f"{first:.1f} s",
             "< 15 s",
         )
@@ -120,12 +120,12 @@ def bench_scale(questions: int = 130_000) -> None:
 
 
 def bench_batch() -> None:
-    features = build_features(open_source(SQUAD, "train"), real_tokenizer())
+    samples = build_samples(open_source(SQUAD, "train"), real_tokenizer())
     draw = np.random.default_rng(0)
 
     def batches():
         for _ in range(200):
-            features.batch(draw.integers(0, len(features), 32), 384)
+            samples.batch(draw.integers(0, len(samples), 32), 384)
 
     line("batch: 32 windows padded to 384", f"{best_of(5, batches)[0] * 5:.2f} ms", "< 1 ms")
 
@@ -133,22 +133,22 @@ def bench_batch() -> None:
 def bench_decode() -> None:
     source, tokenizer = open_source(SQUAD, "train"), real_tokenizer()
     examples = source.examples[:11_850]
-    features = build_features(_Of(examples), tokenizer, cache=False)
+    samples = build_samples(_Of(examples), tokenizer, cache=False)
     draw = torch.Generator().manual_seed(0)
-    start, end = torch.randn((2, len(features), 384), generator=draw) * 4
-    ids = torch.arange(len(features))
-    ours, answers = best_of(7, lambda: decode(features, examples, ids, start, end))
-    theirs, plain = best_of(1, lambda: plain_answers(features, examples, start.numpy(), end.numpy()))
+    start, end = torch.randn((2, len(samples), 384), generator=draw) * 4
+    ids = torch.arange(len(samples))
+    ours, answers = best_of(7, lambda: decode(samples, examples, ids, start, end))
+    theirs, plain = best_of(1, lambda: plain_answers(samples, examples, start.numpy(), end.numpy()))
     assert answers.predictions == plain[0] and answers.null_odds == plain[1]
     lists, _ = best_of(1, lambda: answers.nbest)
-    line(f"decode: {len(features):,} windows", f"{ours:.3f} s", "<= 0.6 s")
+    line(f"decode: {len(samples):,} windows", f"{ours:.3f} s", "<= 0.6 s")
     line("decode: the n-best lists as well", f"{lists:.3f} s")
     line("decode: plain double loop, same windows", f"{theirs:.2f} s")
     line("decode: times faster", f"{theirs / ours:.1f}", ">= 3")
 
 
 class _Of:
-    """A source of some examples, for features that are not cached."""
+    """A source of some examples, for samples that are not cached."""
 
     name, fix_spans = "bench", False
 
@@ -165,5 +165,5 @@ def bench_score() -> None:
 
 if __name__ == "__main__":
     benches = {name.removeprefix("bench_"): call for name, call in globals().items() if name.startswith("bench_")}
-    for name in sys.argv[1:] or ("scale", "features", "batch", "decode", "score"):
+    for name in sys.argv[1:] or ("scale", "samples", "batch", "decode", "score"):
         benches[name]()

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, BertConfig
 from qa_lib import record
 from qa_lib.__main__ import main
 from qa_lib.errors import UserError
-from qa_lib.measure.hardware import imitate
+from qa_lib.measure.hardware import restrict_sdpa
 from qa_lib.model.build import build_model
 from qa_lib.run import max_batch, memory_estimate
 from qa_lib.run.max_batch import CLOSE, STEP, largest
@@ -20,7 +20,7 @@ from qa_lib.spec import Machine
 from tests.material import committed
 
 GROUP = Path(__file__).parent.parent / "runs" / "h200-bench"
-# In a packed micro-batch, which the lengths of SQuAD v2's features decide.
+# In a packed micro-batch, which the lengths of SQuAD v2's samples decide.
 TOKENS = {8: 1472, 32: 5632, 64: 11200, 128: 22400}
 MEASURED = [
     (run["spec.variant"], run["micro_batch"], run["batch"], run["memory.peak_alloc_mib"], run["memory.optimizer_mib"])
@@ -155,9 +155,9 @@ def test_close_to_the_limit_a_smaller_batch_is_tried_for_speed(monkeypatch, tmp_
 def test_an_older_gpu_is_left_the_attention_kernels_that_it_has():
     switches = torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.cudnn_sdp_enabled
     try:
-        imitate(80)
+        restrict_sdpa(80)
         assert all(enabled() for enabled in switches)
-        imitate(75)
+        restrict_sdpa(75)
         assert not any(enabled() for enabled in switches) and torch.backends.cuda.mem_efficient_sdp_enabled()
     finally:
         torch.backends.cuda.enable_flash_sdp(True)

@@ -83,7 +83,7 @@ def test_a_model_for_shorter_features_is_refused(tmp_path):
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 64}))
     (spec,) = plan(["A1"], "local", data="synthetic:40", model=str(tmp_path / "model"), machine=CPU)
-    with pytest.raises(UserError, match=r"takes 64 tokens at most, and scale local makes features of 384"):
+    with pytest.raises(UserError, match=r"takes 64 tokens at most, and scale local makes samples of 384"):
         build_model(spec)
 
 
@@ -191,7 +191,7 @@ def test_a_run_beside_others_records_no_times(tmp_path, monkeypatch):
 def test_what_ends_a_run_is_in_its_record(problem, status, step, tmp_path, monkeypatch):
     calls = []
 
-    def broken(optimizer, across):
+    def broken(optimizer, global_norm):
         calls.append(optimizer)
         if len(calls) == step:
             raise problem

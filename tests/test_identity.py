@@ -333,8 +333,8 @@ def test_a_models_configuration_is_read_inside_one_guard_in_every_verb(model, sq
 def trained_two_steps(squad, model):
     _, made, batches = prepare(planned(squad, model))
     for step in range(2):
-        (features, *_) = batches.step(step)
-        made(**batches.collate(features, torch.device("cpu"))).loss.backward()
+        (samples, *_) = batches.step(step)
+        made(**batches.collate(samples, torch.device("cpu"))).loss.backward()
 
 
 @pytest.mark.parametrize(("name", "value"), [("return_dict", False), ("chunk_size_feed_forward", 7),
@@ -523,11 +523,11 @@ def test_constants_of_an_older_transformers_are_no_surplus(tmp_path):
 
 def test_two_entries_of_a_cache_that_change_places_are_made_anew(squad, tmp_path, caplog):
     tokenizer, sources = build_tokenizer("tiny"), [open_source(squad, split) for split in ("train", "validation")]
-    before = [windows.build_features(source, tokenizer, 48, 16, tmp_path / "cache") for source in sources]
+    before = [windows.build_samples(source, tokenizer, 48, 16, tmp_path / "cache") for source in sources]
     one, other = sorted((tmp_path / "cache").iterdir())
     one.rename(tmp_path / "aside")
     other.rename(one)
     (tmp_path / "aside").rename(other)
-    after = [windows.build_features(source, tokenizer, 48, 16, tmp_path / "cache") for source in sources]
+    after = [windows.build_samples(source, tokenizer, 48, 16, tmp_path / "cache") for source in sources]
     assert [each.examples_sha256 for each in after] == [each.examples_sha256 for each in before]
     assert caplog.text.count("made anew") == 2

@@ -32,7 +32,7 @@ from qa_lib.data.text import open_text
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.data.tokens import learn_tokenizer, tokenize_text
 from qa_lib.errors import UserError
-from qa_lib.measure.flops import StepCost
+from qa_lib.measure.flops import StepFlops
 from qa_lib.model.build import build_model, model_config
 from qa_lib.model.hf_checkpoint import SUMS
 from qa_lib.presets import PRESETS, find_shape
@@ -191,9 +191,9 @@ def test_a_text_of_one_token_is_too_short_to_train_on_and_long_enough_to_score(f
     with pytest.raises(UserError, match=r"train.txt: a text of 2 tokens, shorter than a window of 64"):
         load(folder, tmp_path, train=b"a")
     data = load(folder, tmp_path, train=(b"the sea " * 20 + b"\n") * 9, validation=b"a")
-    assert (data.n_eval, data.validation_features.words, data.validation_features.bytes) == (1, 1, 1)
+    assert (data.n_eval, data.validation_samples.words, data.validation_samples.bytes) == (1, 1, 1)
     nats = total_nats(
-        model_of(short()).eval(), torch.from_numpy(data.validation_features.tokens.astype("int64")), 64, 32
+        model_of(short()).eval(), torch.from_numpy(data.validation_samples.tokens.astype("int64")), 64, 32
     )
     assert 0 < nats < 20
 
@@ -247,7 +247,7 @@ def test_a_folder_whose_tokenizer_has_no_end_token_is_named(run, tmp_path):
 
 def test_a_tokenizer_that_is_not_fast_is_refused(folder):
     slow = SimpleNamespace(name_or_path="slow", is_fast=False, eos_token_id=0)
-    with pytest.raises(UserError, match="slow: its tokenizer is not a fast one"):
+    with pytest.raises(UserError, match="slow: no fast tokenizer"):
         tokenize_text(open_text(folder, "validation"), slow)
 
 
@@ -256,7 +256,7 @@ def test_a_context_above_the_models_positions_is_refused():
         short(max_length=128)
     spec = short()
     longer = dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, max_length=128))
-    with pytest.raises(UserError, match=r"takes 80 tokens at most, and scale lm-smoke makes features of 128"):
+    with pytest.raises(UserError, match=r"takes 80 tokens at most, and scale lm-smoke makes samples of 128"):
         model_of(longer)
 
 
@@ -330,9 +330,9 @@ def test_a_gpu_runs_every_row_as_asked_but_those_of_several_gpus():
 
 def test_batches_are_windows_and_a_function_of_seed_and_step(folder):
     spec = short(data=folder)
-    features = load_text(spec).features
-    whole = features.text.tokens
-    one, other = Batches(features, spec), Batches(features, spec)
+    samples = load_text(spec).samples
+    whole = samples.text.tokens
+    one, other = Batches(samples, spec), Batches(samples, spec)
     one.step(0)
     for mine, theirs in zip(one.step(7), other.step(7), strict=True):
         batch = one.arrays(mine)
@@ -347,9 +347,9 @@ def test_the_arithmetic_of_a_step_is_that_of_its_products():
     ids = torch.zeros((4, 64), dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids).loss.backward()
-    cost = StepCost(model)
+    cost = StepFlops(model)
     matrices = sum(p.numel() for name, p in model.named_parameters() if ".h." in name and p.ndim == 2)
-    vectors = cost.parameters - matrices  # StepCost counts a product with them forward and back
+    vectors = cost.parameters - matrices  # StepFlops counts a product with them forward and back
     masked = 12 * 2 * 64 * 4 * 64**2 / 2  # eager attention computes the masked half, too
     assert cost.flops(4 * 64, 4 * 64**2) + masked - 4 * 4 * 64 * vectors == counter.get_total_flops()
 

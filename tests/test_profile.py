@@ -6,6 +6,7 @@ import pytest
 import torch
 from qa_lib.report.runs import read_profile
 
+from qa_lib.kernels import fused_norm, gelu, varlen_attention
 from qa_lib.measure import ncu, trace
 from qa_lib.record import RecordError
 from qa_lib.run import profile, tasks
@@ -135,6 +136,15 @@ def test_parts(kernel, op, sizes, phase, part):
     assert trace.part_of(kernel, op, sizes, phase, WIDTHS) == part
 
 
+def test_kernels_of_our_own_are_told_apart_by_their_names():
+    """A graph's kernels have no operator, and nothing but a name."""
+    attention = (varlen_attention.varlen_attention_forward, varlen_attention.varlen_attention_backward)
+    others = (fused_norm.norm_forward_kernel, fused_norm.norm_backward_kernel, gelu.gelu_backward_kernel)
+    for kernels, part in ((attention, "attention"), (others, "norms and elementwise")):
+        for kernel in kernels:
+            assert trace.part_of(kernel.__name__, "cudaGraphLaunch", [], "", WIDTHS) == part
+
+
 def test_the_product_of_a_decoders_head_is_the_losss():
     sizes, widths = [(64, HIDDEN), (HIDDEN, 50304)], trace.Widths(HIDDEN, WIDE, outputs=50304)
     assert trace.part_of("nvjet_tst", "aten::mm", sizes, "forward", widths) == "loss"
@@ -180,11 +190,11 @@ def test_what_gradients_take_is_not_taken_for_activations(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(held))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 600)
-    watch = profile.MemoryWatch(1)
+    hooks = profile.MemoryHooks(1)
     for phase in ("forward", "backward") * 2:
-        with watch.phase(phase):
+        with hooks.phase(phase):
             pass
-    assert watch.kept == 60 and watch.peaks == {"forward": 600, "backward": 600}
+    assert hooks.kept == 60 and hooks.peaks == {"forward": 600, "backward": 600}
 
 
 def test_a_profile_of_a_row_on_this_machine(tmp_path):

@@ -30,7 +30,7 @@ from qa_lib.run.torchrun import tell_fault
 from qa_lib.run.worker import _noting_faults, recording
 from qa_lib.spec import Machine
 from qa_lib.train.checkpoint import Checkpoint
-from qa_lib.train.process_group import Ranks
+from qa_lib.train.process_group import ProcessGroup
 from qa_lib.variants import SpecError
 from tests import faulty, warm
 from tests.conftest import slow
@@ -83,7 +83,7 @@ def test_the_record_is_of_all_processes_and_the_model_of_the_first(whole):
     assert entry["parallel"]["rank_peak_mib"] is None, "not measured on a CPU"
     steps = [json.loads(line)["step"] for line in (run_dir / "steps.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 31))
-    # Features of all processes in the time of a step.
+    # Samples of all processes in the time of a step.
     timed = [json.loads(line)["ms"] for line in (run_dir / "steps.jsonl").read_text().splitlines()][5:]
     assert entry["speed"]["samples_per_s"] == pytest.approx(16 * len(timed) / sum(timed) * 1e3, rel=0.4)
     assert (run_dir / "model" / "model.safetensors").exists()
@@ -302,9 +302,9 @@ def test_the_link_is_that_of_the_first_two_gpus_that_the_process_sees(visible, s
     monkeypatch.setattr(hardware, "_nvidia_smi", lambda first, *_: answers[first])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: types.SimpleNamespace(uuid=visible[card]))
-    assert hardware.link() == said
+    assert hardware.interconnect() == said
     monkeypatch.setattr(hardware, "_nvidia_smi", lambda *_: "")
-    assert hardware.link() is None
+    assert hardware.interconnect() is None
 
 
 def test_the_number_of_processes_is_part_of_the_identity_and_one_is_as_before():
@@ -325,7 +325,7 @@ def test_the_first_process_takes_all_cards_in_one_order_whatever_order_they_are_
     def run(*order):
         seen.order = order
         for _ in range(20):
-            with hardware.turn(gpu):
+            with hardware.gpu_lock(gpu):
                 holders.append(order)
                 most.append(len(holders))
                 time.sleep(0.001)
@@ -341,7 +341,7 @@ def test_the_first_process_takes_all_cards_in_one_order_whatever_order_they_are_
 
 def test_the_others_wait_until_the_first_has_its_turn():
     store = torch.distributed.HashStore()
-    first, second = Ranks(torch.device("cpu")), Ranks(torch.device("cpu"))
+    first, second = ProcessGroup(torch.device("cpu")), ProcessGroup(torch.device("cpu"))
     first.store = second.store = store
     second.rank = 1
     waiting = threading.Thread(target=second.start)

@@ -12,7 +12,8 @@ from qa_lib.report.runs import NotMeasured, load_runs
 from transformers import BertForQuestionAnswering, GPT2LMHeadModel
 
 from qa_lib import record
-from qa_lib.measure.cost import StepCost
+from qa_lib.measure.flops import StepFlops
+from qa_lib.model.architectures import layers_of
 from qa_lib.model.build import build_model, model_config
 from qa_lib.model.encoders import layers_of
 from qa_lib.report import text, tradeoff_figures, tradeoffs
@@ -130,7 +131,7 @@ def test_flops_are_those_that_a_run_is_measured_by(tmp_path):
     model = GPT2LMHeadModel(model_config("gpt2:L2H128V1000", "lm"))  # whose vocabulary is rounded up
     write(tmp_path, "gpt2:L2H128V1000", 0, 1.5, total=model.num_parameters())
     run = tradeoffs.measured(load_runs(tmp_path), GROUP, "L-dropout").iloc[0]
-    counted = StepCost(model).flops(TOKENS, TOKENS * 512) * STEPS
+    counted = StepFlops(model).flops(TOKENS, TOKENS * 512) * STEPS
     assert run["flops"] == pytest.approx(counted)
     assert run["without_embeddings"] == sum(p.numel() for p in model.transformer.h.parameters()) + 2 * 128
     assert run["without_embeddings"] == run["parameters"] - 128 * (1024 + model.config.vocab_size)

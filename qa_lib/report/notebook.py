@@ -61,7 +61,7 @@ def result(record: dict, runs: str | Path, examples: Sequence = (), count: int =
 
 def first_window(questions) -> str:
     """As text: how many training windows there are, and the first that holds its answer, with it."""
-    features = questions.features
+    features = questions.samples
     first = (features.end_positions > 0).argmax()
     feature = features.batch([first], features.lengths[first])
     tokens = questions.tokenizer.convert_ids_to_tokens(feature["input_ids"][0])

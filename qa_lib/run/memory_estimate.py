@@ -212,7 +212,7 @@ class SquadLengths:
 def _tokens(spec: Spec, features) -> int:
     """Tokens of a micro-batch; where padding is less than the limit this takes the data's lengths."""
     if spec.settings.padding == "packed":
-        return PackedBatches(features or load_data(spec).features, spec).budget
+        return PackedBatches(features or load_data(spec).samples, spec).budget
     return spec.settings.micro_batch * spec.preset.max_length  # a batch of the longest comes up in any epoch
 
 

@@ -22,8 +22,8 @@ from qa_lib import record
 from qa_lib.cli import add_source_arguments
 from qa_lib.errors import UserError
 from qa_lib.measure import hardware, ncu, trace
-from qa_lib.measure.hardware import copy_rate, matrix_rate, train_device, turn
-from qa_lib.measure.meter import MIB, Watch, memory_use
+from qa_lib.measure.hardware import copy_rate, gpu_lock, matrix_rate, train_device
+from qa_lib.measure.meter import MIB, Hooks, memory_use
 from qa_lib.model.architectures import encoder_of, parts_of
 from qa_lib.model.build import DTYPES
 from qa_lib.run.plan import plan
@@ -38,7 +38,7 @@ POINTS = 400  # of the allocator's timeline
 SETTLED = 5  # steps before those that a notebook looks at: it is a picture, and nothing is timed by it
 
 
-class TimeWatch(Watch):
+class TimeHooks(Hooks):
     """Profiles PROFILED steps after `warm` others and one more, which pays for the profiler's start."""
 
     def __init__(self, warm: int, device: torch.device):
@@ -53,7 +53,7 @@ class TimeWatch(Watch):
         self.profiler.step()
 
 
-class MemoryWatch(Watch):
+class MemoryHooks(Hooks):
     """Of step `at`: the GPU allocator's peak in each phase, the most that a forward pass left, and every change."""
 
     def __init__(self, at: int):
@@ -104,13 +104,13 @@ def _short(spec: Spec, steps: int) -> Spec:
     return dataclasses.replace(spec, preset=preset)
 
 
-def _train(spec: Spec, data, device, watch: Watch):
-    """Train from new weights under a watch; (model, optimizer, meter)."""
+def _train(spec: Spec, data, device, hooks: Hooks):
+    """Train from new weights under some hooks; (model, optimizer, meter)."""
     with tempfile.TemporaryDirectory() as folder:
         data, model, batches = prepare(spec, data)
         if spec.settings.compile == "none" and device.type == "cuda":
             _name_parts(model)
-        optimizer, meter, *_ = train(model, batches, spec, device, Path(folder), lambda _: None, watch)
+        optimizer, meter, *_ = train(model, batches, spec, device, Path(folder), lambda _: None, hooks)
         return model, optimizer, meter
 
 
@@ -179,7 +179,7 @@ def steady_step(spec: Spec, data) -> tuple[dict, pd.DataFrame]:
     """For a picture in a notebook: trace.summary of a few steady steps, and trace.work of the last of them. Takes its
     turn on the GPU, since other runs may be timed there."""
     device = train_device()
-    with turn(device, shared=bool(os.environ.get(SHARE))):
+    with gpu_lock(device, shared=bool(os.environ.get(SHARE))):
         found, events, step_ms, _ = _time(spec, data, device, SETTLED)
     return trace.summary(found, events, step_ms), found[found["step"] == found["step"].max()]
 
@@ -187,12 +187,12 @@ def steady_step(spec: Spec, data) -> tuple[dict, pd.DataFrame]:
 def _time(spec: Spec, data, device, warm: int) -> tuple:
     """The work of PROFILED steps after `warm` others, the trace's events, the median length of the last of those
     others in ms, and the trace's file, gzipped."""
-    watch = TimeWatch(warm, device)
-    with watch.profiler:
-        model, _, meter = _train(_short(spec, watch.steps), data, device, watch)
+    hooks = TimeHooks(warm, device)
+    with hooks.profiler:
+        model, _, meter = _train(_short(spec, hooks.steps), data, device, hooks)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json.gz")
-        watch.profiler.export_chrome_trace(str(path))
+        hooks.profiler.export_chrome_trace(str(path))
         events, packed = trace.read(path), path.read_bytes()
     config = model.config
     outputs = config.vocab_size if encoder_of(model).causal else 2
@@ -209,12 +209,12 @@ def _memory(spec: Spec, data, device) -> dict:
     """
     gc.collect()
     torch.cuda.empty_cache()
-    watch = MemoryWatch(6)
-    model, optimizer, _ = _train(_short(spec, watch.at), data, device, watch)
+    hooks = MemoryHooks(6)
+    model, optimizer, _ = _train(_short(spec, hooks.at), data, device, hooks)
     lasting = dataclasses.asdict(memory_use(model, optimizer, device))
-    activations, reserved = watch.kept / MIB, watch.reserved / MIB
-    at_peak = max(watch.peaks, key=watch.peaks.get)
-    peak = watch.peaks[at_peak] / MIB
+    activations, reserved = hooks.kept / MIB, hooks.reserved / MIB
+    at_peak = max(hooks.peaks, key=hooks.peaks.get)
+    peak = hooks.peaks[at_peak] / MIB
     # In the optimizer's phase the activations are gone and the gradients complete.
     held = lasting["grads_mib"] if at_peak == "optimizer" else activations
     return {
@@ -225,8 +225,8 @@ def _memory(spec: Spec, data, device) -> dict:
         "peak_phase": at_peak,
         "reserved_mib": reserved,
         "fragmentation_mib": max(0.0, reserved - peak),
-        "phases": {name: value / MIB for name, value in watch.peaks.items()},
-        "timeline": [[round(ms, 3), round(mib, 1)] for ms, mib in watch.timeline],
+        "phases": {name: value / MIB for name, value in hooks.peaks.items()},
+        "timeline": [[round(ms, 3), round(mib, 1)] for ms, mib in hooks.timeline],
     }
 
 
@@ -237,8 +237,8 @@ def counters(spec: Spec, say=print) -> list[dict] | None:
 
 def count_one_step(spec: Spec) -> None:
     """What runs under Nsight Compute."""
-    watch = ncu.OneStep()
-    _train(_short(spec, watch.at), TASKS[spec.preset.task].load(spec), train_device(), watch)
+    hooks = ncu.OneStep()
+    _train(_short(spec, hooks.at), TASKS[spec.preset.task].load(spec), train_device(), hooks)
 
 
 EXAMPLE = """examples:
@@ -256,7 +256,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Profile one row here, print where its step goes and where the files are."""
     (spec,) = plan([args.variant], args.preset, [0], args.data, args.model, args.micro_batch)
-    with turn(train_device()):  # other runs may be timed on this GPU
+    with gpu_lock(train_device()):  # other runs may be timed on this GPU
         entry = profile(spec, args.runs, count=args.ncu)
     time = entry["time"]
     print(f"step {time['step_ms']:.2f} ms, busy {100 * time['busy_share']:.0f} %", end="")

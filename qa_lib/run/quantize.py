@@ -15,7 +15,7 @@ import torch
 from qa_lib import record
 from qa_lib.cli import given, path
 from qa_lib.data.squad import Source, open_source
-from qa_lib.data.windows import build_features
+from qa_lib.data.windows import build_samples
 from qa_lib.errors import UserError
 from qa_lib.measure.hardware import environment
 from qa_lib.model.hf_checkpoint import inspect_checkpoint
@@ -84,7 +84,7 @@ def _own_questions(entry: dict) -> Source:
 
 def scored(loaded: Model, source: Source) -> dict[str, float]:
     """F1 of a model's answers, and the best that a threshold gives. The model is on the CPU, before and after."""
-    features = build_features(source, loaded.tokenizer, loaded.max_length, loaded.stride)
+    features = build_samples(source, loaded.tokenizer, loaded.max_length, loaded.stride)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     logits = predict_logits(loaded.model.to(device), features, device)
     loaded.model.to("cpu")

@@ -24,17 +24,17 @@ from safetensors import SafetensorError
 from qa_lib import record
 from qa_lib.data.load import Data
 from qa_lib.errors import first_line, stoppable, stopped_by
-from qa_lib.measure.flops import StepCost
+from qa_lib.measure.flops import StepFlops
 from qa_lib.measure.goodput import efficiency
 from qa_lib.measure.hardware import (
     environment,
-    imitate,
+    gpu_lock,
+    interconnect,
     limit_memory,
-    link,
     matrix_rate,
     reduce_rate,
+    restrict_sdpa,
     train_device,
-    turn,
 )
 from qa_lib.measure.meter import Meter, memory_use
 from qa_lib.model.architectures import param_counts
@@ -47,28 +47,28 @@ from qa_lib.run.tasks import TASKS, prepare
 from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint, digest_of
 from qa_lib.train.compile import forget_compiled, found_in_cache, start_compilers
-from qa_lib.train.data_parallel import gathered
+from qa_lib.train.data_parallel import gather_model
 from qa_lib.train.pipeline import bubble, measured_bubble
-from qa_lib.train.process_group import Ranks
+from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.step_log import StepFailed
 
 # Imported when it is used: that of the Trainer takes seconds, and only the A0 rows need it.
 ENGINES = {"loop": "qa_lib.train.loop", "trainer": "qa_lib.train.trainer"}
 
 
-def train(model, batches, spec: Spec, device: torch.device, run_dir: Path, say=print, watch=None, ranks=None) -> tuple:
+def train(model, batches, spec: Spec, device: torch.device, run_dir: Path, say=print, hooks=None, ranks=None) -> tuple:
     """Forget what an earlier run of this process has compiled, then train with the spec's engine; see loop.train."""
     forget_compiled()
     engine = importlib.import_module(ENGINES[spec.settings.engine])
-    with contextlib.nullcontext(ranks) if ranks else Ranks(device) as ranks:
-        return engine.train(model, batches, spec, device, run_dir, say, watch, ranks)
+    with contextlib.nullcontext(ranks) if ranks else ProcessGroup(device) as ranks:
+        return engine.train(model, batches, spec, device, run_dir, say, hooks, ranks)
 
 
 def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> dict:
     """Train, measure and evaluate a spec in this process, one of torchrun's where it has several; see fit.fit."""
     run_dir, task, device = Path(runs) / spec.run_path, TASKS[spec.preset.task], train_device()
     check_driver(run_dir)
-    ranks = Ranks(device)
+    ranks = ProcessGroup(device)
     # The first process has the record, and the others a copy that goes nowhere.
     recorded = recording(spec, run_dir, say) if ranks.first else contextlib.nullcontext(record.new_record(spec, {}))
     with _limits(spec, device), recorded as entry, _noting_faults(run_dir, ranks):
@@ -83,7 +83,7 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
             record.write_record(run_dir, entry)
 
         shared = _shares(device)
-        turns = turn(device, shared, lambda: _set_status(entry, run_dir, "waiting"))
+        turns = gpu_lock(device, shared, lambda: _set_status(entry, run_dir, "waiting"))
         with turns if ranks.first else contextlib.nullcontext(0.0) as waited_s:
             ranks.start()
             if ranks.first:
@@ -100,13 +100,13 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
                     entry["parallel"]["world"] = ranks.world
                     entry["spec"]["adjusted"].append(f"world: {ranks.world} processes at the end")
                 entry["memory"] = dataclasses.asdict(memory_use(model, optimizer, device))
-                model = gathered(model, lambda: build_model(spec, task.head).to(device), ranks)
+                model = gather_model(model, lambda: build_model(spec, task.head).to(device), ranks)
                 several = ranks.world > 1
                 joules = _note_sharing(entry, spec, meter, model, ranks) if several else meter.joules_per_sample()
             if not ranks.first:
                 return entry
             if not shared:
-                speed = meter.speed(StepCost(model), matrix_tflops, ranks.world)
+                speed = meter.speed(StepFlops(model), matrix_tflops, ranks.world)
                 _note_times(entry, spec, meter, joules, speed)
             trained = time.perf_counter()
             if spec.preset.quality:
@@ -125,7 +125,7 @@ def work_alone(spec: Spec, runs: str) -> None:
     """A run without a notebook, in a process that is its own; by the attention kernels of another GPU where a search
     asked for them."""
     if spec.sm:
-        imitate(spec.sm)
+        restrict_sdpa(spec.sm)
     work(spec, runs)
 
 
@@ -200,7 +200,7 @@ def _status_by(problem: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _noting_faults(run_dir: Path, ranks: Ranks):
+def _noting_faults(run_dir: Path, ranks: ProcessGroup):
     """Leave what ends one of torchrun's processes in the run's folder: first_fault finds the one that failed first."""
     try:
         yield
@@ -257,7 +257,7 @@ def _save(model: torch.nn.Module, data: Data, folder: Path) -> None:
 
 def _note_sizes(entry: dict, data: Data, model: torch.nn.Module, steps: int) -> None:
     """Put into a record how much there is: steps, features, questions, parameters."""
-    entry["spec"] |= {"planned_steps": steps, "n_train": len(data.features), "n_eval": data.n_eval}
+    entry["spec"] |= {"planned_steps": steps, "n_train": len(data.samples), "n_eval": data.n_eval}
     entry["data"]["n"] = data.n
     held = param_counts(model)
     entry["model"] |= {
@@ -274,15 +274,15 @@ def _note_training(entry: dict, meter: Meter, done_before: int, note: str | None
         entry["spec"]["adjusted"].append(f"checkpoint: {note}")
 
 
-def _note_noise(entry: dict, steps: int, ranks: Ranks) -> None:
+def _note_noise(entry: dict, steps: int, ranks: ProcessGroup) -> None:
     """Put into a record the gradient noise scale, where the row sees its gradients in one piece, and the efficiency of
     its batch; all processes call this together."""
-    found = ranks.gauges.noise(steps)
+    found = ranks.stats.noise(steps)
     entry["parallel"]["noise"] = dataclasses.asdict(found)
     entry["parallel"]["efficiency"] = efficiency(found, ranks.batch)
 
 
-def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module, ranks: Ranks) -> float | None:
+def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module, ranks: ProcessGroup) -> float | None:
     """Put into a record what several processes have each measured, and let the meter count the features of all.
 
     All processes call this together; the joules per feature of all their GPUs.
@@ -295,8 +295,8 @@ def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module,
         "step_ms": meter.step_ms().median,
         "weights": digest_of({name: p.detach().cpu() for name, p in model.named_parameters()}, {}),
         "allreduce_gbs": reduce_rate(ranks.device),
-        "pipelined": ranks.gauges.pipelined(),
-        **ranks.gauges.overlap,
+        "pipelined": ranks.stats.pipelined(),
+        **ranks.stats.overlap,
     }
     found = ranks.gather(own)
     # The processes of one replica have all counted the same features.
@@ -307,7 +307,7 @@ def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module,
         "world": ranks.world,
         "replicas": ranks.replicas,
         "backend": ranks.backend,
-        "interconnect": link() if ranks.device.type == "cuda" else None,
+        "interconnect": interconnect() if ranks.device.type == "cuda" else None,
         "allreduce_gbs": own["allreduce_gbs"],
         "rank_peak_mib": peaks if ranks.device.type == "cuda" else None,
         "rank_step_ms": times,
@@ -322,8 +322,8 @@ def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module,
             "bubble_formula": bubble(ranks.stages, spec.micro_batches // ranks.replicas, spec.settings.chunks),
             "rank_computing_ms": {str(rank): 1000 * computing for rank, (computing, _) in enumerate(stages)},
         }
-    if ranks.gauges.overlap.get("busy_ms"):
-        entry["parallel"] |= {name: np.mean([each[name] for each in found]).item() for name in ranks.gauges.overlap}
+    if ranks.stats.overlap.get("busy_ms"):
+        entry["parallel"] |= {name: np.mean([each[name] for each in found]).item() for name in ranks.stats.overlap}
     joules = [each["joules"] for each in found]
     return None if None in joules else sum(joules) / ranks.replicas  # each has worked on as many features
 

@@ -26,7 +26,7 @@ from qa_lib.model.packed import Packed
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, missing
 from qa_lib.train.compile import LossOf, compiled
-from qa_lib.train.inductor_passes import Folding
+from qa_lib.train.inductor_passes import OperatorFusion
 from qa_lib.variants import VARIANTS
 from tests.tiny import checkpoint
 
@@ -150,7 +150,7 @@ def built(setting, **sources):
     are those of every other."""
     (spec,) = plan(["E-gelu"], "smoke", data="synthetic:40", machine=Machine(), **sources)
     spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, norms=setting))
-    batches = batches_of(load_data(spec).features, spec)
+    batches = batches_of(load_data(spec).samples, spec)
     model = build_model(spec).train()
     torch.manual_seed(5)
     renew(model)
@@ -179,7 +179,7 @@ def test_the_model_trains_by_the_kernels_as_without_them_and_they_add_up_gradien
     folded = []
 
     def fold(graph, _):
-        Folding()(graph.graph)
+        OperatorFusion()(graph.graph)
         graph.recompile()
         calls = graph.graph.find_nodes(op="call_function", target=torch.ops.qa_lib.norm_backward.default)
         folded.append([node.args[1] is not None for node in calls])
@@ -223,12 +223,12 @@ def test_a_sum_that_is_used_again_scaled_or_broadcast_is_left_alone():
 
     for total in (used_again, lambda grad, other: grad + other, lambda grad, other: torch.add(grad, grad, alpha=2)):
         graph = graph_of(total)
-        Folding()(graph)
+        OperatorFusion()(graph)
         (call,) = graph.find_nodes(op="call_function", target=torch.ops.qa_lib.norm_backward.default)
         assert call.args[1] is None and call.args[0].target is torch.ops.aten.add.Tensor
 
 
-@pytest.mark.parametrize(("variant", "passes"), [("E-varlen", {None}), ("E-norm", {Folding})])
+@pytest.mark.parametrize(("variant", "passes"), [("E-varlen", {None}), ("E-norm", {OperatorFusion})])
 def test_the_compiler_gets_the_pass_with_the_setting(variant, passes, monkeypatch):
     given = []
     monkeypatch.setattr(torch, "compile", lambda _, options, **other: given.append(options))
@@ -268,5 +268,5 @@ def test_a_machine_without_triton_and_a_model_that_norms_first_are_told():
         dataclasses.replace(settings, attention="triton-varlen", precision="fp16"), t4
     )
     model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=100))
-    with pytest.raises(UserError, match="norms after a product, and gpt2 has them before"):
+    with pytest.raises(UserError, match="norms after a linear layer, and gpt2 has them before"):
         use_fused_norms(model)

@@ -166,7 +166,7 @@ def test_every_encoder_has_it(kind, projections, tmp_path):
     for attention in ("short", "block-diagonal"):
         settings = dataclasses.replace(spec.settings, attention=attention, qkv=projections)
         spec = dataclasses.replace(spec, settings=settings)
-        batches = batches_of(load_data(spec).features, spec)
+        batches = batches_of(load_data(spec).samples, spec)
         model = build_model(spec).eval()
         loss = Packed(model, batches.limits)(**batches.collate(batches.step(0)[0], torch.device("cpu"))).loss
         loss.backward()
@@ -187,7 +187,7 @@ def test_padded_rows_leave_no_bias_without_its_gradient():
 
 def test_its_dropout_is_renewed_and_trains_with_it():
     (spec,) = plan(["E-varlen"], "smoke", data="synthetic:40", machine=Machine())
-    batches = batches_of(load_data(spec).features, spec)
+    batches = batches_of(load_data(spec).samples, spec)
     model = build_model(spec).train()
     for name, module in model.named_modules():
         if isinstance(module, HashDropout) and name != "bert.encoder.layer.0.attention.self.dropout":
@@ -203,7 +203,7 @@ def test_layers_are_computed_twice_without_a_generator():
     found = []
     for variant in ("E-varlen", "E-recompute"):
         (spec,) = plan([variant], "smoke", data="synthetic:40", machine=Machine())
-        batches = batches_of(load_data(spec).features, spec)
+        batches = batches_of(load_data(spec).samples, spec)
         model, inputs = build_model(spec).train(), batches.collate(batches.step(0)[0], torch.device("cpu"))
         before = torch.get_rng_state()
         torch.compile(Packed(model, batches.limits), backend="aot_eager", fullgraph=True)(**inputs).loss.backward()

@@ -16,7 +16,7 @@ def bits(*values: int) -> torch.Tensor:
 
 def masters_of(optimizer: MasterAdamW) -> list[torch.Tensor]:
     parameters, states = zip(*optimizer.state.items(), strict=True)
-    return masters(parameters, [state["rest"] for state in states])
+    return masters(parameters, [state["low_bits"] for state in states])
 
 
 def train(moments, steps=20, dtype=torch.bfloat16):
@@ -60,7 +60,7 @@ def drawn_state(moments, dtype, shapes):
     torch.manual_seed(0)
     weights = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
     grads = [torch.randn_like(weight) for weight in weights]
-    kind = module.RESTS[dtype]
+    kind = module.LOW_TYPES[dtype]
     rests = [(torch.rand(w.shape, device=DEVICE) * (20_000 if kind == torch.int16 else 0.5)).to(kind) for w in weights]
     means = [torch.randn(w.shape, device=DEVICE).to(moments) for w in weights]
     squares = [torch.rand(w.shape, device=DEVICE).to(moments) for w in weights]
@@ -125,7 +125,7 @@ def test_what_is_compiled_ahead_is_what_is_started(dtype, monkeypatch):
 
         started.append((kernel, grid, like(arguments), options))
 
-    monkeypatch.setattr(module, "start", note)
+    monkeypatch.setattr(module, "launch", note)
     columns = drawn_state(torch.bfloat16, dtype, MANY)
     parameters = [torch.nn.Parameter(weight) for weight in columns[0]]
     MasterAdamW(parameters, torch.tensor(1e-3, device=DEVICE), 1.0, torch.bfloat16)._compile_kernels()

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForQuestionAnswering, DistilBertCo
 from qa_lib.data.batches import Batches
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.errors import UserError
-from qa_lib.measure.flops import StepCost
+from qa_lib.measure.flops import StepFlops
 from qa_lib.model import architectures
 from qa_lib.model.architectures import ENCODERS, parts_of
 from qa_lib.model.build import apply_recipe, build_model, save_model, trainable_summary
@@ -61,7 +61,7 @@ def test_rows_train(kind, variant, folders, tmp_path):
     spec = spec_of(variant, folders[kind])
     data, model = load_data(spec), build_model(spec)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    train(model, batches_of(data.features, spec), spec, DEVICE, tmp_path, lambda _: None)
+    train(model, batches_of(data.samples, spec), spec, DEVICE, tmp_path, lambda _: None)
     losses = [json.loads(line)["loss"] for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert len(losses) == 3 and all(map(torch.isfinite, torch.tensor(losses))) and len(set(losses)) == 3
     for name, parameter in model.named_parameters():
@@ -76,14 +76,14 @@ def test_rows_train(kind, variant, folders, tmp_path):
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_a_packed_row_has_the_loss_of_padded_ones(kind, folders):
     spec = spec_of("E-packed", folders[kind])
-    features = load_data(spec).features
-    batches = batches_of(features, spec)
+    samples = load_data(spec).samples
+    batches = batches_of(samples, spec)
     indices = batches.step(0)[0]
     model = without_dropout(build_model(spec)).train()
     packed = Packed(model, batches.limits)(**batches.collate(indices, DEVICE)).loss
     # Row by row and without padding, where the model's own softmax is over the question's own tokens.
     padded = [
-        model(**Batches.collate(_Unpadded(features), indices[i : i + 1], DEVICE)).loss for i in range(len(indices))
+        model(**Batches.collate(_Unpadded(samples), indices[i : i + 1], DEVICE)).loss for i in range(len(indices))
     ]
     assert packed.item() == pytest.approx(torch.stack(padded).mean().item(), rel=1e-5)
 
@@ -91,11 +91,11 @@ def test_a_packed_row_has_the_loss_of_padded_ones(kind, folders):
 class _Unpadded:
     """As much of Batches as its `collate` asks for."""
 
-    def __init__(self, features):
-        self.features = features
+    def __init__(self, samples):
+        self.samples = samples
 
     def arrays(self, indices):
-        return self.features.batch(indices, int(self.features.lengths[indices].max()))
+        return self.samples.batch(indices, int(self.samples.lengths[indices].max()))
 
 
 @pytest.mark.parametrize("variant", ["E-dropout", "B1-all"])
@@ -107,7 +107,7 @@ def test_what_is_saved_is_a_plain_checkpoint(kind, variant, folders, tmp_path):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    batch = {name: torch.from_numpy(array) for name, array in data.features.batch([0, 1, 2], 96).items()}
+    batch = {name: torch.from_numpy(array) for name, array in data.samples.batch([0, 1, 2], 96).items()}
     expected = model(**batch).start_logits
     save_model(model, data.tokenizer, tmp_path)
     again, loading = AutoModelForQuestionAnswering.from_pretrained(tmp_path, output_loading_info=True)
@@ -151,7 +151,7 @@ def test_the_cost_of_a_step_is_what_pytorch_counts(kind, recipe, checkpointing, 
     counted = sum(
         sum(counts.values()) for name, counts in counter.get_flop_counts().items() if name.endswith(".encoder")
     )
-    cost, tokens = StepCost(model), rows * length
+    cost, tokens = StepFlops(model), rows * length
     layer = architectures.layers_of(model)[0]
     vectors = len(architectures.layers_of(model)) * sum(p.numel() for p in layer.parameters() if p.ndim == 1)
     expected = cost.flops(tokens, rows * length**2, recompute=True)
