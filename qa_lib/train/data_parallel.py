@@ -46,9 +46,7 @@ class NoParallel:
     Made when the model is on its device, and before the optimizer, which updates `parameters`.
     """
 
-    forward_backward = (
-        None  # what makes the passes of all of a step's micro-batches, where they are not made one by one
-    )
+    forward_backward = None  # what makes all of a step's passes, where it is not one micro-batch after the other
     own = None  # the square norm of the gradients that this process has made in a step, where it is known
     draws_alike = False  # whether all processes draw the same random numbers
 
