@@ -16,6 +16,7 @@ import pytest
 import torch
 from datasets import Dataset
 from functorch.compile import make_boxed_func
+from qa_lib.report.runs import load_runs, select
 from tokenizers import Tokenizer
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
@@ -38,7 +39,6 @@ from qa_lib.model.hf_checkpoint import SUMS
 from qa_lib.presets import PRESETS, find_shape
 from qa_lib.report import tables
 from qa_lib.report.notebook import result
-from qa_lib.report.runs import load_runs, select
 from qa_lib.run import sweep
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan

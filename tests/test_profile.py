@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from qa_lib.report.runs import read_profile
 
 from qa_lib.kernels import fused_norm, gelu, varlen_attention
 from qa_lib.measure import ncu, trace
 from qa_lib.record import RecordError
+from qa_lib.report.load import profile_of
 from qa_lib.run import profile, tasks
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
@@ -200,7 +200,7 @@ def test_what_gradients_take_is_not_taken_for_activations(monkeypatch):
 def test_a_profile_of_a_row_on_this_machine(tmp_path):
     (spec,) = plan(["E-packed-efficient" if torch.cuda.is_available() else "A2"], "smoke", data="synthetic:200")
     profile.profile(spec, tmp_path, lambda _: None)
-    found = read_profile(tmp_path / spec.run_path)
+    found = profile_of({"path": tmp_path / spec.run_path})
     time = found["time"]
     for phase, part in (("forward", "attention"), ("backward", "feed-forward"), ("optimizer", "optimizer")):
         assert time["parts"][phase][part] > 0
@@ -220,7 +220,7 @@ def test_a_profile_that_fails_leaves_the_older_one_whole(tmp_path, monkeypatch):
         profile.profile(spec, tmp_path, lambda _: None)
     assert [(p.name, p.read_text()) for p in folder.iterdir()] == [("profile.json", "older")]
     with pytest.raises(RecordError, match=r"profile\.json: not readable"):
-        read_profile(folder)
+        profile_of({"path": folder})
     (folder / "profile.json").write_text(json.dumps({"schema": "other"}))
     with pytest.raises(RecordError, match="not a profile of this version"):
-        read_profile(folder)
+        profile_of({"path": folder})

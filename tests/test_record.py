@@ -8,9 +8,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from qa_lib.report.runs import load_runs, select
 
 from qa_lib import record
+from qa_lib.report.load import load_runs, select
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 

@@ -15,7 +15,7 @@ import pandas as pd
 from PIL import Image
 
 from qa_lib.cli import folder, given, path
-from qa_lib.errors import printable
+from qa_lib.errors import first_line, printable
 from qa_lib.record import write_atomically
 from qa_lib.report.figures import timed
 from qa_lib.report.format import number, terminal
@@ -85,19 +85,29 @@ def main(args: argparse.Namespace) -> int:
         raise ReportError(f"no group {group!r} below {args.runs}; there are {', '.join(began)}")
     page = args.figures / group / "report.ipynb"
     given_paths = {name: os.path.relpath(getattr(args, name).absolute(), ROOT) for name in ("runs", "figures")}
-    said = overview(runs, group)
+    said = overview_or_why(runs, group)
     execute(NOTEBOOK, page, {"group": group} | given_paths)
-    print(printable(f"{said}\n\nOpen {page}\nor   {page.with_suffix('.md')}, with the figures beside it"))
+    print(f"{said}\n\nOpen {page}\nor   {page.with_suffix('.md')}, with the figures beside it")
     return 0
+
+
+def overview_or_why(runs: pd.DataFrame, group: str) -> str:
+    """`overview`, as a terminal may have it. Raises ReportError also for what a spoilt record leads to."""
+    try:
+        return printable(overview(runs, group))
+    except ReportError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
+        raise ReportError(f"group {group!r} cannot be shown: {type(problem).__name__}, {first_line(problem)}") from None
 
 
 def overview(runs: pd.DataFrame, group: str) -> str:
     """A group's table in few lines: scores and speeds, of a CPU's runs the speeds of the reference group instead."""
     own = select(runs, group)
     lines = largest_batch(summary(own))
-    headings = ["row", "what it changes", "n", "{score}", "features/s", "× {base}", "peak MiB", "status"]
+    headings = ["row", "what it changes", "n", "{score}", "features/s", "× {base}", "peak MiB", "status", "note"]
     if on_cpu(own):
-        headings = ["row", "what it changes", "n", "{score}", "status"]
+        headings = ["row", "what it changes", "n", "{score}", "status", "note"]
     table = result_table(lines, headings)
     if on_cpu(own) and REFERENCE in set(runs["group"]):
         there = select(runs, REFERENCE)
@@ -113,30 +123,26 @@ def overview(runs: pd.DataFrame, group: str) -> str:
 
 
 def execute(notebook: str, page: Path, parameters: dict) -> None:
-    """A notebook executed from the repository's root as papermill does, with these parameters, into `page`; and as
-    Markdown beside it. Raises ReportError, which says where it stopped."""
-    import nbformat  # these take a second, and start a kernel
-    from nbclient import NotebookClient
-    from nbclient.exceptions import CellExecutionError
+    """A notebook executed by papermill from the repository's root into `page`, and as Markdown beside it; without
+    traces of when and where. Raises ReportError, which says where it stopped."""
+    import nbformat  # these take a second
+    import papermill
     from traitlets.config import Config
 
-    found = nbformat.read(ROOT / notebook, as_version=4)
-    place = next(n for n, cell in enumerate(found.cells) if "parameters" in cell.metadata.get("tags", []))
-    if parameters:
-        said = "\n".join(["# Parameters", *(f"{name} = {value!r}" for name, value in parameters.items())])
-        cell = nbformat.v4.new_code_cell(said, id="injected-parameters", metadata={"tags": ["injected-parameters"]})
-        found.cells.insert(place + 1, cell)
-    metadata = found.metadata.copy()
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out.ipynb")
         # Over files of its own: the kernel listens on no port.
-        config = Config(KernelManager={"transport": "ipc", "ip": f"{temporary}/kernel"})
-        resources = {"metadata": {"path": str(ROOT)}}
-        client = NotebookClient(found, config=config, kernel_name="python3", resources=resources, record_timing=False)
+        own = {"config": Config(KernelManager={"transport": "ipc", "ip": f"{folder}/kernel"}), "progress_bar": False}
         try:
-            client.execute()
-        except CellExecutionError as problem:
+            papermill.execute_notebook(ROOT / notebook, out, parameters, cwd=ROOT, **own)
+        except papermill.PapermillExecutionError as problem:
             raise ReportError(f"{notebook} stopped: {problem.ename}, {problem.evalue}") from None
-    found.metadata = metadata
+        found = nbformat.read(out, as_version=4)
+    source = nbformat.read(ROOT / notebook, as_version=4)
+    found.metadata = source.metadata
+    for cell in found.cells:
+        cell.metadata = {"tags": tags} if (tags := cell.metadata.get("tags")) else {}
+        cell.id = "injected-parameters" if tags == ["injected-parameters"] else cell.id
     write_atomically(page, nbformat.writes(found).rstrip() + "\n")
     write_atomically(page.with_suffix(".md"), as_markdown(found, page))
 

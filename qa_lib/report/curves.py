@@ -4,13 +4,14 @@ Memory is a fixed cost (weights, gradients, optimizer state) and a cost for each
 backward pass keeps. Both are fitted here to what was measured; the prediction of run/memory_estimate.py is drawn
 dashed. A size that ran out of memory is a cross at the top."""
 
+import contextlib
 import math
+from itertools import pairwise
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import StrMethodFormatter
 
 from qa_lib.report import style
 from qa_lib.report.format import factor, number
@@ -85,7 +86,7 @@ def fit(part: pd.DataFrame) -> tuple[float, float, float]:
 
 def fig_curve(runs: pd.DataFrame, table: pd.DataFrame, size: str, measure: str) -> Figure:
     """A measure of MEASURES against one of SIZES, from the `points` of a group's runs: the variants that are tagged
-    `headline` or `curve` in colour and named at their ends, the others grey. Raises NotMeasured."""
+    `headline` in colour and named at their ends, the others grey. Raises NotMeasured."""
     where, part = along(table, size)
     if part[measure].notna().sum() == 0:
         why = "GPU memory is counted by the GPU's allocator" if measure == "gib" else "these runs record no times"
@@ -115,38 +116,13 @@ def fig_curve(runs: pd.DataFrame, table: pd.DataFrame, size: str, measure: str) 
         axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     else:
         axis.set_ylim(0, 1.08 * part[measure].max())
-    _ticks(axis, part[size])
+    axis.set_xscale("log", base=2)
+    sizes = sorted(set(part[size]))
+    axis.set_xticks(sizes, [f"{value:,.0f}" if before * 1.2 < value else "" for before, value in pairwise([0, *sizes])])
+    axis.minorticks_off()
     axis.set(xlabel=SIZES[size], ylabel=MEASURES[measure])
     style.name_points(axis, ends)
     return figure
-
-
-def _ticks(axis: Axes, sizes: pd.Series) -> None:
-    """A logarithmic axis that names the sizes tried, as far as there is room."""
-    axis.set_xscale("log", base=2)
-    shown = []
-    for value in sorted(set(sizes)):
-        if not shown or value > 1.2 * shown[-1]:
-            shown.append(value)
-    axis.xaxis.set_major_locator(FixedLocator(shown))
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-
-
-def fig_memory_by_length(runs: pd.DataFrame, table: pd.DataFrame) -> Figure:
-    return fig_curve(runs, table, "length", "gib")
-
-
-def fig_memory_by_batch(runs: pd.DataFrame, table: pd.DataFrame) -> Figure:
-    return fig_curve(runs, table, "micro_batch", "gib")
-
-
-def fig_speed_by_length(runs: pd.DataFrame, table: pd.DataFrame) -> Figure:
-    return fig_curve(runs, table, "length", "speed")
-
-
-def fig_speed_by_batch(runs: pd.DataFrame, table: pd.DataFrame) -> Figure:
-    return fig_curve(runs, table, "micro_batch", "speed")
 
 
 def memory_finding(part: pd.DataFrame, size: str, where: str) -> str:
@@ -198,22 +174,12 @@ def lead_by_batch(runs: pd.DataFrame) -> str:
 
 
 def speed_finding(part: pd.DataFrame, size: str, where: str) -> str:
-    """Over micro-batches the lead over the Trainer at each; over lengths, what the quickest variant does at both ends.
-    There the lead is not told: at few tokens the variants wait for the host."""
-    timed = part.dropna(subset="speed")
-    best = timed.loc[timed["speed"].idxmax()]
-    own = timed[timed["variant"] == best["variant"]].sort_values(size)
-    try:
-        if size == "length":
-            raise NotMeasured("the lead is told over micro-batches")
-        variant, peer, factors = lead(part)
-    except NotMeasured:
-        if size != "length" or len(own) == 1:
-            return f"Of these {best['variant']} is quickest with {number(best['speed'])} features/s ({where})"
-        first, last = own.iloc[0], own.iloc[-1]
-        return (
-            f"From {first[size]:,} to {last[size]:,} tokens, {best['variant']} goes from {number(first['speed'])} to "
-            f"{number(last['speed'])} features/s ({where})"
-        )
-    said = ", ".join(f"×{number(times)} at {at:,}" for at, times in factors.items())
-    return f"{variant} over the Trainer, {peer}: {said} ({where})"
+    """Over micro-batches the lead over the Trainer at each; where that is not known, and over lengths, the quickest
+    variant. (At few tokens the variants wait for the host, so that a lead over lengths is none.)"""
+    if size != "length":
+        with contextlib.suppress(NotMeasured):
+            variant, peer, factors = lead(part)
+            said = ", ".join(f"×{number(times)} at {at:,}" for at, times in factors.items())
+            return f"{variant} over the Trainer, {peer}: {said} ({where})"
+    best = part.loc[part["speed"].idxmax()]
+    return f"Of these {best['variant']} is quickest with {number(best['speed'])} features/s ({where})"

@@ -1,6 +1,8 @@
 """How values are written. What was not measured is NaN, and written as "–"."""
 
 import math
+import re
+from pathlib import Path
 
 import pandas as pd
 
@@ -10,6 +12,14 @@ WORDS = {"row", "what it changes", "what it is", "group", "hardware", "you have 
          "status", "note", "one process", "arithmetic", "claim of the seeds", "of it", "holds", "measured here",
          "question", "answer", "gold", "paragraph", "text", "prompt", "continuation", "hypothesis", "their experiment",
          "one GPU", "N is", "law", "of those tried", "off is"}  # fmt: skip
+
+
+SAYINGS = dict(re.findall(r"(?ms)^## (\w+)\n(.*?)(?=^## |\Z)", Path(__file__).with_name("words.md").read_text("utf-8")))
+
+
+def say(name: str, **values) -> str:
+    """A section of words.md with these values, in one line."""
+    return " ".join(SAYINGS[name].split()).format(**values)
 
 
 def number(value: float, half: float = math.nan) -> str:
@@ -59,7 +69,19 @@ def digits(value: float, half: float = math.nan, sign: str = "") -> str:
 def written(form, table: pd.DataFrame, name: str) -> list[str]:
     """A column of a table as text, with the interval in the column `name±` where there is one."""
     halves = table[f"{name}±"] if f"{name}±" in table else [math.nan] * len(table)
-    return [form(value, half) for value, half in zip(table[name], halves, strict=True)]
+    return [form(value, *[half] * pd.notna(half)) for value, half in zip(table[name], halves, strict=True)]
+
+
+def render(table: pd.DataFrame, heads: str, **forms: str) -> pd.DataFrame:
+    """Columns of a table as text. `heads` are 'column=heading' with commas between them; `forms` names the columns that
+    a function of this module writes, percent="bubble weak". Others are written by `number`, words and whole numbers as
+    they are."""
+    named = {name: globals()[form] for form, names in forms.items() for name in names.split()}
+    cells = {}
+    for name, head in (pair.strip().split("=") for pair in heads.split(",")):
+        plain = name not in named and not pd.api.types.is_float_dtype(table[name])
+        cells[head] = table[name].map(str) if plain else written(named.get(name, number), table, name)
+    return compact(pd.DataFrame(cells, index=table.index))
 
 
 def compact(table: pd.DataFrame) -> pd.DataFrame:

@@ -1,6 +1,5 @@
-"""Figures of profiles: a step by phase and part, memory by what fills it, kernels against the hardware's ceilings."""
+"""Figures of profiles: a step by phase and part, memory by what fills it."""
 
-import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
@@ -8,15 +7,13 @@ from matplotlib.figure import Figure
 from qa_lib.measure.trace import PARTS, PHASES
 from qa_lib.report.format import number, percent
 from qa_lib.report.load import NotMeasured, baseline, place
-from qa_lib.report.style import COLORBLIND, columns, legend, name_points, new_figure, stack
+from qa_lib.report.style import COLORBLIND, columns, legend, new_figure, stack
 from qa_lib.variants import RECOMMENDED
 
 PART_COLORS = dict(zip(PARTS, sns.color_palette("colorblind", len(PARTS)), strict=True)) | {"waiting": "0.9"}
 # What fills memory: words for it, and the keys of a profile.
 HELD = {"parameters": "params", "optimizer state": "optimizer", "activations": "activations",
         "gradients and workspace": "workspace", "reserved, not used": "fragmentation"}  # fmt: skip
-# What the compiler fused, by what its kernels' symbols contain.
-OPERATIONS = {"gelu": "GELU", "layer_norm": "layer norm"}
 SAME = 0.05  # by so much the peaks of a profile and of a run of the same code may differ: they draw other batches
 HELD_COLORS = dict(zip(HELD, [*COLORBLIND[:4], "0.85"], strict=True))
 
@@ -149,65 +146,3 @@ def fig_allocator(rows: dict[str, dict]) -> Figure:
     axis.set(xlabel="ms since the step's first allocation, on the host's clock", ylabel="MiB", ylim=(0, None))
     axis.legend(fontsize=8)
     return figure
-
-
-def fig_roofline(runs: pd.DataFrame) -> Figure:
-    """The kernels of the quickest row whose hardware counters were read, against the measured ceilings."""
-    return roofline(profiles(runs).set_index("name")["profile"].to_dict())
-
-
-def roofline(rows: dict[str, dict]) -> Figure:
-    """Of the quickest of some profiles that has counters, each kernel's arithmetic on the tensor cores as a share of
-    the measured matrix rate, against its traffic with DRAM as a share of the measured copy bandwidth; a point as large
-    as its time, and the eight longest named. What is far from both ceilings waits (Williams, Waterman and Patterson
-    2009, whose roof is at 100 % of each)."""
-    rows = _with(rows, "ncu", "no hardware counters were read: python -m qa_lib profile ROW --ncu does, on a GPU")
-    name = min(rows, key=lambda name: rows[name]["time"]["step_ms"])
-    roof, slope = (rows[name]["ceilings"][key] for key in ("matrix_tflops", "copy_gb_per_s"))
-    kernels = pd.DataFrame(rows[name]["ncu"])
-    kernels = kernels[(kernels["us"] > 0) & (kernels["dram_bytes"] > 0)].sort_values("us", ascending=False)
-    ops = kernels[["fp16_ops", "bf16_ops", "fp8_ops"]].astype(float).sum(axis="columns")
-    if not (ops > 0).any() or (ops > 0).all():
-        raise NotMeasured("the counters that were read hold no products, or nothing beside them")
-    attention = kernels["name"].str.contains("flash|fmha|attention", case=False)
-    kernels = kernels.assign(
-        rate=100 * ops / kernels["us"] / 1e6 / roof,
-        width=100 * kernels["dram_bytes"] / kernels["us"] / 1e3 / slope,
-        kind=np.select([attention, ops > 0], ["attention", "matrix products"], "the rest"),
-    )
-    rate = np.average(kernels["rate"][ops > 0], weights=kernels["us"][ops > 0])
-    width = np.average(kernels["width"][ops == 0], weights=kernels["us"][ops == 0])
-    title = f"{name}: matrix work reaches {rate:.1f} % of its ceiling, the rest {width:.1f} % of its own"
-    figure = _figure(title, {name: rows[name]}, 4.0)
-    axis = figure.subplots()
-    for (kind, part), color in zip(kernels.groupby("kind"), COLORBLIND, strict=False):
-        size = 400 * part["us"] / kernels["us"].max()
-        axis.scatter(part["width"], part["rate"], s=size, color=color, alpha=0.6, label=kind, linewidth=0)
-    axis.set(xlabel="traffic with DRAM, in % of the copy bandwidth measured", xlim=(0, 103), ylim=(-6, 106),
-             ylabel="arithmetic on the tensor cores,\nin % of the matrix rate measured")  # fmt: skip
-    name_points(axis, [
-        (kernel.width, kernel.rate, f"{number(kernel.us)} µs, {kernel.times:.0f} ×: {words}")
-        for kernel in kernels.rename(columns={"count": "times"}).head(8).itertuples()
-        for words in [kernel_words(kernel.name, kernel.kind, rows[name]["time"]["kernels"])]
-    ])  # fmt: skip
-    legend(axis)
-    return figure
-
-
-def kernel_words(symbol: str, kind: str, traced: list[dict]) -> str:
-    """What a kernel does, in words: its kind, and the parts and phases under which a profile's trace has it; its kind
-    alone where it is not among the heaviest ones, which the trace has kept."""
-    found = [entry for entry in traced if _plain(entry["name"]) == _plain(symbol)]
-    parts, phases = (" and ".join(dict.fromkeys(entry[key] for entry in found)) for key in ("part", "phase"))
-    if kind == "matrix products" and parts:
-        work = f"products of {parts}"
-    elif kind == "the rest":
-        work = " and ".join(words for sign, words in OPERATIONS.items() if sign in symbol) or parts or kind
-    else:
-        work = kind
-    return ", ".join(filter(None, dict.fromkeys([work, phases])))
-
-
-def _plain(symbol: str) -> str:
-    """A kernel's symbol without its template arguments, which profilers write differently."""
-    return symbol.split("<")[0]

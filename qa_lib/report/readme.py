@@ -11,27 +11,10 @@ from pathlib import Path
 import pandas as pd
 from PIL import Image
 
-from qa_lib.report import curves, recommend, scaling
+from qa_lib.report import curves, load, recommend, scaling
 from qa_lib.report.figures import speed_finding, timed
-from qa_lib.report.format import MISSING, compact, digits, factor, gain, markdown, number, points, written
-from qa_lib.report.load import (
-    REFERENCE,
-    NotMeasured,
-    ReportError,
-    baseline,
-    commits,
-    committed,
-    judging,
-    largest_batch,
-    on_cpu,
-    other_days,
-    published,
-    searches,
-    select,
-    sibling,
-    trains_all,
-    usual,
-)
+from qa_lib.report.format import MISSING, digits, factor, gain, markdown, number, points, render, say
+from qa_lib.report.load import REFERENCE, NotMeasured, ReportError, commits, select, sibling, usual
 from qa_lib.report.stats import BASELINE, LEVEL, MARGIN, VERDICTS, compare, equivalence
 from qa_lib.report.summary import summary
 from qa_lib.variants import RECOMMENDED, VARIANTS, tagged
@@ -47,8 +30,8 @@ def with_results(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> tuple[str
         before = README.read_text(encoding="utf-8")
     except OSError as problem:
         raise ReportError(f"cannot read {README} in this folder: {problem.strerror}") from problem
-    runs = runs[runs["group"].isin(committed(runs_dir))] if runs_dir.is_dir() else runs[:0]
-    groups = sorted(set(runs["group"]) - searches(runs))
+    runs = runs[runs["group"].isin(load.committed(runs_dir))] if runs_dir.is_dir() else runs[:0]
+    groups = sorted(set(runs["group"]) - load.searches(runs))
     group = REFERENCE if REFERENCE in groups else groups[0] if groups else None
     after = before
     for name, block in BLOCKS.items():
@@ -75,10 +58,10 @@ def facts(runs: pd.DataFrame, group: str) -> dict:
     minutes = recommend.projected(every)
     peers = [name for name in tagged("peer") if name in minutes.index]
     plain = next((name for name in peers if VARIANTS[name].change == {"engine": "trainer"}), None)
-    full = lines[trains_all(lines["variant"])]
+    full = lines[load.trains_all(lines["variant"])]
     if plain is None or len(peers) < 2 or RECOMMENDED not in minutes.index or full["peak_mib"].isna().all():
         raise NotMeasured(f"the Trainer, {RECOMMENDED} and their memory have not all been measured in {group}")
-    judged = usual(judging(runs, group))
+    judged = usual(load.judging(runs, group))
     tested = equivalence(judged)
     if RECOMMENDED not in tested.index:
         raise NotMeasured(f"{RECOMMENDED} has no score")
@@ -100,40 +83,26 @@ def _not_shown(runs: pd.DataFrame, own: pd.DataFrame) -> str:
 
 def result(said: dict) -> str:
     """The result in minutes on named hardware, of `facts`."""
-    minutes = said["minutes"]["minutes"]
-    return (
-        f"**Three epochs of SQuAD v2 train BERT-base in {minutes[RECOMMENDED]:.1f} minutes on one {said['gpu']}, where "
-        f"`transformers.Trainer` takes {minutes[said['plain']]:.1f} as it comes and about {minutes[said['peer']]:.0f} "
-        "with everything it offers.**"
-    )
+    best, plain, peer = (said["minutes"].loc[name, "minutes"] for name in (RECOMMENDED, said["plain"], said["peer"]))
+    return say("result", best=best, plain=plain, peer=peer, gpu=said["gpu"])
 
 
 def headline(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """The result in minutes, with what was not shown; and the techniques with what each gains over its parent."""
     said = facts(runs, group)
     lines, judged, peer = said["lines"], said["judged"], said["minutes"].loc[said["peer"]]
-    gib, speed = lines["peak_mib"] / 1024, lines["samples_per_s"]
-    caveat = "" if peer["cold"] else (
-        f"; the Trainer's {peer['minutes']:.0f} hold {peer['compile_s']:.0f} s of it, the longest of its runs, though "
-        "each found a part of the code compiled by an earlier one"
+    gib, speed = (lines["peak_mib"] / 1024).map(number), lines["samples_per_s"]
+    kept = (
+        f"stays within {MARGIN:g} point of"
+        if judged["verdict"] == "within"
+        else f"does not fall {MARGIN:g} point below"
+    )
+    evidence = say(
+        "evidence", before=gib[BASELINE], after=gib[RECOMMENDED], lean=gib[said["lean"]], kept=kept, n=judged["n"],
+        caveat="" if peer["cold"] else say("partly_cached", **peer), params=judged["params"] / 1e6, level=LEVEL,
+        delta=gain(judged["delta"], judged["delta±"]), best=gain(judged["best_delta"], judged["best_delta±"]),
     )  # fmt: skip
-    within = judged["verdict"] == "within"
-    evidence = (
-        f"Peak memory falls from {number(gib[BASELINE])} to {number(gib[RECOMMENDED])} GiB; the leanest full training "
-        f"takes {number(gib[said['lean']])}. (This is what tensors take; a card needs what PyTorch reserves for them, "
-        "see *Results*.) The minutes are projected from measured speed, with compilation ([the "
-        f"report](runs/h200-report.ipynb) shows the arithmetic under *Time to quality*){caveat}. F1 "
-        f"{'stays within' if within else 'does not fall'} {MARGIN:g} point {'of' if within else 'below'} a plain "
-        f"loop's, shown on a smaller model ({judged['params'] / 1e6:.0f} M parameters, {judged['n']} seeds, {LEVEL} % "
-        f"intervals): the difference is {gain(judged['delta'], judged['delta±'])}, and "
-        f"{gain(judged['best_delta'], judged['best_delta±'])} at the best "
-        'threshold for "no answer".'
-    )
-    together = (
-        f"The recommended stack, row {RECOMMENDED} below, trains {number(speed[RECOMMENDED] / speed[BASELINE])} times "
-        "as fast as the same training in a plain loop. Most of that comes from six techniques, each against the row "
-        "that it changes:"
-    )
+    together = say("together", row=RECOMMENDED, ratio=number(speed[RECOMMENDED] / speed[BASELINE]))
     gains = [
         f"- {factor(speed[name] / speed[VARIANTS[name].parent])} **{name}**: {VARIANTS[name].why}"
         for name in tagged("technique")
@@ -142,45 +111,43 @@ def headline(runs: pd.DataFrame, group: str, figures: Path) -> str:
     return "\n\n".join([result(said), evidence, said["not_shown"], together, "\n".join(gains)])
 
 
-def headline_table(runs: pd.DataFrame, judged: pd.DataFrame, every: bool = False) -> pd.DataFrame:
+def headline_table(runs: pd.DataFrame, judged: pd.DataFrame) -> pd.DataFrame:
     """The variants of a group at its largest micro-batch as text: what each is, n, speed, memory (the most of all
     seeds), and the score at the best threshold against the baseline's by the runs `judged`. Those with the tag
-    `headline`; or all, with what they change, where `every` or where none of these ran."""
-    lines = largest_batch(summary(runs)).set_index("variant", drop=False)
-    reserved = largest_batch(runs).groupby("spec.variant")["memory.peak_reserved_mib"].max().astype(float) / 1024
-    every = every or not lines["variant"].isin(tagged("headline")).any()
-    words = lines["change"] if every else lines["variant"].map({name: one.why for name, one in VARIANTS.items()})
-    table = pd.DataFrame({
-        "row": lines["variant"],
-        "what it is": words,
-        "n": lines["n"].map(str),
-        "features/s": written(number, lines, "samples_per_s"),
-        f"× {baseline(lines)}": lines["ratio"].map(number),
-        "GiB reserved": reserved.reindex(lines.index).map(number),
-    })  # fmt: skip
+    `headline`, or all where none of these ran."""
+    lines = load.largest_batch(summary(runs)).set_index("variant", drop=False)
+    if lines["variant"].isin(tagged("headline")).any():
+        lines = lines[lines["variant"].isin(tagged("headline"))]
+    reserved = load.largest_batch(runs).groupby("spec.variant")["memory.peak_reserved_mib"].max().astype(float) / 1024
+    words = lines["variant"].map({name: variant.why for name, variant in VARIANTS.items()})
+    lines = lines.drop(columns="ratio±").assign(gib=reserved.reindex(lines.index), why=words)
+    heads = (
+        f"variant=row, why=what it is, n=n, samples_per_s=features/s, ratio=× {load.baseline(lines)}, gib=GiB reserved"
+    )
     with contextlib.suppress(NotMeasured):  # the columns are left out, and the table of quality says why
-        tested = equivalence(usual(judged)).dropna(subset="delta±").reindex(lines.index)
-        table["ΔF1"] = written(gain, tested, "best_delta")
-        table[f"within {MARGIN:g} F1"] = tested["verdict"].map(VERDICTS)
-    return compact(table if every else table[table["row"].isin(tagged("headline"))])
+        lines = lines.join(equivalence(usual(judged)).dropna(subset="delta±")[["best_delta", "best_delta±", "verdict"]])
+        lines["verdict"] = lines["verdict"].map(VERDICTS)
+        heads += f", best_delta=ΔF1, verdict=within {MARGIN:g} F1"
+    return render(lines, heads, gain="best_delta")
 
 
 def source(runs: pd.DataFrame, counts: str = "n") -> str:
     """Where the speed and memory of `headline_table` come from, in a sentence."""
-    shown = largest_batch(runs)
-    where = "a CPU" if on_cpu(runs) else f"one {shown['env.gpu'].iloc[0]}"
-    said = (
-        f"Speed and memory: group {shown['group'].iloc[0]}, code {commits(runs)}, on {where}, "
-        f"{shown['micro_batch'].iloc[0]} features in a forward pass, means of {counts} runs; ± is half a t-based "
-        f"{LEVEL} % interval, of three runs or more."
+    shown = load.largest_batch(runs)
+    first, others = shown.iloc[0], load.other_days(shown)
+    where = "a CPU" if load.on_cpu(runs) else f"one {first['env.gpu']}"
+    said = say("source", group=first["group"], code=commits(runs), where=where, micro_batch=first["micro_batch"],
+               counts=counts, level=LEVEL)  # fmt: skip
+    return (
+        f"{said} {', '.join(others)} ran on another day than {load.baseline(runs)}, on another host."
+        if others
+        else said
     )
-    others = other_days(shown)
-    return f"{said} {', '.join(others)} ran on another day than {baseline(runs)}, on another host." if others else said
 
 
 def rows(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """The headline variants as a table with where its numbers come from, and two pictures."""
-    own, judged = select(runs, group), usual(judging(runs, group))
+    own, judged = select(runs, group), usual(load.judging(runs, group))
     table = headline_table(own, judged)
     counts = table.pop("n").astype(int)
     table = table.drop(columns=f"within {MARGIN:g} F1", errors="ignore")
@@ -199,10 +166,7 @@ def lead(runs: pd.DataFrame, group: str) -> str:
     for found in (runs[runs["group"] == group], sibling(runs, group, "sizing")):
         with contextlib.suppress(NotMeasured):
             return curves.lead_by_batch(found[found["spec.variant"].isin([*peers, RECOMMENDED])])
-    return (
-        "The lead over the Trainer is largest where a step is short, since the Trainer waits for the host: at larger "
-        "batches it is smaller, by how much is not measured yet."
-    )
+    return say("lead_unknown")
 
 
 def _judged(judged: pd.DataFrame) -> str:
@@ -213,15 +177,16 @@ def _judged(judged: pd.DataFrame) -> str:
         return f"What is missing here is not known: {reason}."
     counts = tested.loc[tested.index.isin(tagged("headline")), "n"]
     base = judged[(judged["spec.variant"] == BASELINE) & (judged["status"] == "ok")]
-    means = base.filter(like="quality.").mean(numeric_only=True)
-    return (
-        f'ΔF1: against {BASELINE} at the best threshold for "no answer"; group {judged["group"].iloc[0]}, code '
-        f"{commits(judged)}, {judged['model.name'].iloc[0]} on {judged['spec.n_train'].max():,.0f} features, scored on "
-        f"{base['quality.n'].max():,.0f} questions (never answering scores {points(means['quality.always_null_f1'])}, "
-        f"{BASELINE} {points(means['quality.best_f1'])}), means over "
-        f"{'–'.join(dict.fromkeys(map(str, (counts.min(), counts.max()))))} equal seeds with t-based {LEVEL} % "
-        "intervals; – where fewer than three seeds ran."
+    means, seeds = (
+        base.filter(like="quality.").mean(numeric_only=True),
+        dict.fromkeys(map(str, (counts.min(), counts.max()))),
     )
+    return say(
+        "judged", base=BASELINE, group=judged["group"].iloc[0], code=commits(judged),
+        model=judged["model.name"].iloc[0], n_train=judged["spec.n_train"].max(), n_eval=base["quality.n"].max(),
+        best=points(means["quality.best_f1"]),
+        silent=points(means["quality.always_null_f1"]), seeds="–".join(seeds), level=LEVEL,
+    )  # fmt: skip
 
 
 def several(runs: pd.DataFrame, group: str, figures: Path) -> str:
@@ -237,10 +202,9 @@ def several(runs: pd.DataFrame, group: str, figures: Path) -> str:
     ]
     with contextlib.suppress(NotMeasured, KeyError):
         line = scaling.batch_worth(scaling.logs_of(sibling(runs, group, "critical-batch")))[0].loc[found["batch"]]
+        measured, predicted = points(line["measured"], line["measured±"]), points(line["predicted"])
         said.append(
-            f"Each step takes {found['batch']} features, of which one teaches "
-            f"{points(line['measured'], line['measured±'])} of what it does at {scaling.REFERENCE} "
-            f"({points(line['predicted'])} by the noise scale; both measured on a smaller model)."
+            say("teaches", batch=found["batch"], measured=measured, predicted=predicted, reference=scaling.REFERENCE)
         )
     pictures = {"scaling": "Two line charts of features a second against the number of GPUs."}
     parts = [" ".join(said), *_pictures(figures / own["group"].iloc[0], pictures)]
@@ -252,21 +216,19 @@ def language(runs: pd.DataFrame, group: str, figures: Path) -> str:
     own = sibling(runs, group, "lm-bench")
     if own.empty:
         raise NotMeasured("no language model was timed on this hardware")
-    lines = largest_batch(summary(own)).set_index("variant", drop=False)
+    lines = load.largest_batch(summary(own)).set_index("variant", drop=False)
     ratios = lines["ratio"].dropna()
     climbed, peers = (ratios[ratios.index.isin(tagged(tag))] for tag in ("ladder", "peer"))
     mixed = next((name for name in climbed.index if VARIANTS[name].change == {"precision": "bf16"}), None)
     if mixed is None or peers.empty:
         raise NotMeasured("no language model was timed with mixed precision and by the Trainer")
     best, peer = lines.loc[climbed.index[-1]], lines.loc[peers.idxmax()]
-    said = (
-        f"**{speed_finding(lines)}**; {factor(best['samples_per_s'] / lines.loc[mixed, 'samples_per_s'])} as fast as "
-        f"{mixed}, which adds mixed precision to that baseline in fp32. That is "
-        f"{number(best['tokens_per_s_padded'], best['tokens_per_s_padded±'])} tokens/s of a model in GPT-2 small's shape "
-        f"(`{own['model.name'].iloc[0]}`) with {own['length'].iloc[0]:,} tokens of context, at a peak of "
-        f"{number(best['peak_mib'] / 1024)} GiB, where the Trainer takes {number(peer['peak_mib'] / 1024)}. Group "
-        f"{own['group'].iloc[0]}, code {commits(own)}."
-    )
+    ratio = factor(best["samples_per_s"] / lines.loc[mixed, "samples_per_s"])
+    said = say(
+        "language", finding=speed_finding(lines), ratio=ratio, mixed=mixed, model=own["model.name"].iloc[0],
+        tokens=number(best["tokens_per_s_padded"], best["tokens_per_s_padded±"]), length=own["length"].iloc[0], code=commits(own),
+        gib=number(best["peak_mib"] / 1024), peer_gib=number(peer["peak_mib"] / 1024), group=own["group"].iloc[0],
+    )  # fmt: skip
     try:
         said += f" {apart(sibling(runs, group, 'lm-quality'), best['variant'], peer['variant'])}"
     except NotMeasured:
@@ -282,19 +244,14 @@ def apart(runs: pd.DataFrame, variant: str, other: str) -> str:
     """How far two language models end from each other where they were trained alike, in a sentence. Raises
     NotMeasured."""
     scored = runs[(runs["status"] == "ok") & runs["spec.variant"].isin([variant, other])]
-    parts = [part for _, part in scored.groupby(["model", "length", "training", "batch", "micro_batch"])]
-    most = max(parts, key=lambda part: (part["spec.variant"].nunique(), len(part)), default=scored)
+    most = usual(scored[scored["model"].isin(scored.loc[scored["spec.variant"] == other, "model"])])
     column = "quality.bits_per_byte"
     difference = compare(most, variant, other, column)
     both = most.groupby("spec.seed").filter(lambda part: part["spec.variant"].nunique() == 2)
-    ends, n = both.groupby("spec.variant")[column].mean().astype(float), both["spec.seed"].nunique()
-    first = most.iloc[0]
-    return (
-        f"On the validation text, a smaller model (`{first['model.name']}`, {first['training']}) ends at "
-        f"{digits(ends[variant])} bits per byte with {variant} and at {digits(ends[other])} with {other}: "
-        f"{digits(*difference, sign='+')} over {n} seed{'s' if n > 1 else ''}, where less is better (group "
-        f"{first['group']}, code {commits(most)})."
-    )
+    ends, first = both.groupby("spec.variant")[column].mean().astype(float).map(digits), most.iloc[0]
+    return say("apart", model=first["model.name"], training=first["training"], end=ends[variant], variant=variant,
+               other_end=ends[other], other=other, difference=digits(*difference, sign="+"), group=first["group"],
+               n=both["spec.seed"].nunique(), code=commits(most))  # fmt: skip
 
 
 def _pictures(folder: Path, wanted: dict[str, str]) -> list[str]:
@@ -312,18 +269,12 @@ def _pictures(folder: Path, wanted: dict[str, str]) -> list[str]:
 def card(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """Which variant to take, by a card's memory and generation; and what may be expected of a T4."""
     own, t4 = select(runs, group), recommend.for_t4(runs, group)
-    table = recommend.generation_table(own, judging(runs, group))
+    table = recommend.generation_table(own, load.judging(runs, group))
     minutes = recommend.estimated_minutes(runs, group, t4, "Tesla T4", 75)
-    theirs = published().loc[BASELINE, "train_s"] / 60
-    return (
-        f"{markdown(table)}\n\nEach is the quickest row (or {RECOMMENDED}, if that is within "
-        f"{100 * recommend.SCATTER:.0f} %) of those that train all parameters, keep their F1, fit (memory reserved on "
-        f"the {own['env.gpu'].iloc[0]}, and {recommend.CONTEXT_GIB} GiB for the process) and find their kernels on the "
-        "card; where none fits, the quickest adapter (E-packed-lora is LoRA). None of the other cards has run anything. On "
-        f"a T4, the seeds' plain Trainer took {theirs:.0f} minutes for three epochs; {t4} would take about "
-        f"{minutes:.0f}, by its best speed here with the attention kernel of a T4, at a larger micro-batch than that, "
-        "and the two cards' data-sheet peaks: an estimate that nobody has checked."
-    )
+    theirs, gpu = load.published().loc[BASELINE, "train_s"] / 60, own["env.gpu"].iloc[0]
+    said = say("cards", recommended=RECOMMENDED, scatter=100 * recommend.SCATTER, context=recommend.CONTEXT_GIB,
+               gpu=gpu, theirs=theirs, row=t4, minutes=minutes)  # fmt: skip
+    return f"{markdown(table)}\n\n{said}"
 
 
 def groups(runs: pd.DataFrame, group: str, figures: Path) -> str:
@@ -344,11 +295,7 @@ def groups(runs: pd.DataFrame, group: str, figures: Path) -> str:
             "runs": str(len(part)),
             "one run": took if len(seconds) else MISSING,
         })  # fmt: skip
-    return (
-        f"{markdown(pd.DataFrame(table))}\n\n*One run*: the median of its seconds from a fresh process to the record "
-        "(lowest–highest), with imports, data and compilation; several runs of quality shared a GPU. – where runs had "
-        "no process of their own, or were timed in another way."
-    )
+    return f"{markdown(pd.DataFrame(table))}\n\n{say('groups')}"
 
 
 BLOCKS = {"headline": headline, "rows": rows, "several": several, "language": language, "cards": card, "groups": groups}

@@ -4,21 +4,9 @@ import math
 
 import pandas as pd
 
-from qa_lib.report.format import MISSING, gain, percent
-from qa_lib.report.load import (
-    FULL_EPOCHS,
-    FULL_FEATURES,
-    REFERENCE,
-    NotMeasured,
-    ReportError,
-    baseline,
-    judging,
-    load_runs,
-    neighbours,
-    numbers,
-    select,
-    usual,
-)
+from qa_lib.report import load
+from qa_lib.report.format import MISSING, gain, percent, say
+from qa_lib.report.load import REFERENCE, NotMeasured, ReportError, numbers, select, usual
 from qa_lib.report.stats import BASELINE, MARGIN, equivalence
 from qa_lib.report.summary import DATA_SHEET_TFLOPS, average, summary
 from qa_lib.spec import Machine, missing
@@ -44,19 +32,19 @@ def projected(lines: pd.DataFrame, variants=()) -> pd.DataFrame:
         raise NotMeasured("the projection is to SQuAD v2's training questions, and this is another task")
     part = usual(lines)
     part = part[(part["micro_batch"] == PROJECTED) & part["samples_per_s"].notna()].set_index("variant")
-    if baseline(lines) not in part.index:
+    if load.baseline(lines) not in part.index:
         raise NotMeasured(f"the baseline has no measured speed at micro-batch {PROJECTED} to project from")
     part = part.loc[[name for name in variants or tagged("headline") if name in part.index]]
     cold = part["compile_s"].astype(float)
     eager = pd.Series([VARIANTS[name].settings.compile == "none" for name in part.index], part.index)
     compile_s = cold.fillna(part["warm_compile_s"].astype(float)).mask(eager, 0.0)
     table = pd.DataFrame({"speed": part["samples_per_s"], "compile_s": compile_s, "cold": eager | cold.notna()})
-    table["minutes"] = (FULL_FEATURES * FULL_EPOCHS / table["speed"] + compile_s.fillna(0.0)) / 60
+    table["minutes"] = (load.FULL_FEATURES * load.FULL_EPOCHS / table["speed"] + compile_s.fillna(0.0)) / 60
     return table
 
 
 def worth(judged: pd.DataFrame) -> pd.DataFrame:
-    """What each variant's score is worth: columns text, the difference to the baseline's at threshold 0 or at the best
+    """What each variant's score is worth: columns text, the difference to the baseline's at threshold 0 or the best
     one, whichever is worse in the mean, and lost, the points of that. Empty where it was not measured."""
     try:
         tested = equivalence(usual(judged))
@@ -127,7 +115,7 @@ def generation_table(runs: pd.DataFrame, judged: pd.DataFrame) -> pd.DataFrame:
 
 def for_t4(runs: pd.DataFrame, group: str) -> str:
     """The variant to take on a T4 by the records of a group. Raises NotMeasured."""
-    ranked = best_first(select(runs, group), worth(judging(runs, group)))
+    ranked = best_first(select(runs, group), worth(load.judging(runs, group)))
     found = quickest_on(ranked, 14.9, 75)
     if found is None:
         raise NotMeasured("no variant is known to fit a T4")
@@ -138,7 +126,7 @@ def estimated_minutes(runs: pd.DataFrame, group: str, variant: str, card: str, s
     """Minutes of the full training on a card that has run nothing, if a variant kept its share of the data sheet's peak
     there; without compilation. By its best speed in a search with the kernels of that compute capability (x 10), or
     where there was none, in the group. `runs` are all records. Raises NotMeasured."""
-    own, near = select(runs, group), neighbours(runs, group)
+    own, near = select(runs, group), load.neighbours(runs, group)
     measured_on = own["env.gpu"].iloc[0]
     if absent := {measured_on, card} - DATA_SHEET_TFLOPS.keys():
         raise NotMeasured(f"no data sheet is known of {', '.join(map(str, sorted(absent, key=str)))}")
@@ -148,52 +136,43 @@ def estimated_minutes(runs: pd.DataFrame, group: str, variant: str, card: str, s
         speed = projected(summary(own), [variant])["speed"].get(variant)
     if speed is None:
         raise NotMeasured(f"{variant} has no measured speed")
-    return FULL_FEATURES * FULL_EPOCHS / (speed * DATA_SHEET_TFLOPS[card] / DATA_SHEET_TFLOPS[measured_on]) / 60
+    return (
+        load.FULL_FEATURES * load.FULL_EPOCHS / (speed * DATA_SHEET_TFLOPS[card] / DATA_SHEET_TFLOPS[measured_on]) / 60
+    )
 
 
 def advice(env: dict, runs: str = "runs") -> str:
     """As Markdown: which card this is, which variant to take on it, and about how long three epochs take; by the
     reference group's records below `runs`. `env` is a record's."""
     if not env["gpu"]:
-        return (
-            "**No GPU here.** Stay at preset `smoke`: a tiny model on generated text, about ten seconds a row. In "
-            "Colab, *Runtime, Change runtime type* gives one."
-        )
-    gib = env["gpu_mem_mib"] / 1024
-    card = f"**This card:** {env['gpu']}, {gib:.1f} GiB."
+        return say("no_gpu")
+    gib, gpu = env["gpu_mem_mib"] / 1024, env["gpu"]
     try:
-        every = load_runs(runs)
+        every = load.load_runs(runs)
         own = select(every, REFERENCE)
-        found = quickest_on(best_first(own, worth(judging(every, REFERENCE))), gib, env["sm"])
+        found = quickest_on(best_first(own, worth(load.judging(every, REFERENCE))), gib, env["sm"])
         if found is None:
             raise NotMeasured("no variant is known to fit")
     except ReportError as reason:
-        return f"{card} Which variant suits it is not known: {reason}."
-    said = (
-        f'{card} Take `variant = "{found.variant}"` and `micro_batch = {found.micro_batch}`: the quickest that was '
-        "measured to fit, keeps its F1 and has its kernels here."
-    )
+        return f"**This card:** {gpu}, {gib:.1f} GiB. Which variant suits it is not known: {reason}."
+    said = say("advice", gpu=gpu, gib=gib, row=found.variant, size=found.micro_batch)
     try:
-        if own["env.gpu"].iloc[0] == env["gpu"]:
+        if own["env.gpu"].iloc[0] == gpu:
             minutes = projected(summary(own), [found.variant])["minutes"].get(found.variant)
             basis = "projected from its measured speed"
         else:
-            minutes = estimated_minutes(every, REFERENCE, found.variant, env["gpu"], env["sm"])
+            minutes = estimated_minutes(every, REFERENCE, found.variant, gpu, env["sm"])
             basis = "an estimate from the data sheets of this card and of the one that was measured"
     except NotMeasured:
         return f"{said} How long it takes on such a card is not known."
-    took = f"{minutes:.0f}" if minutes > 9.5 else f"{minutes:.1f}"
-    return (
-        f'{said} Three epochs of SQuAD v2 (`preset = "full"`) train in about {took} minutes, {basis}; preset `smoke` '
-        "takes about ten seconds."
-    )
+    return f"{said} {say('takes', minutes=f'{minutes:.{0 if minutes > 9.5 else 1}f}', basis=basis)}"
 
 
 def arithmetic(lines: pd.DataFrame) -> pd.DataFrame:
     """`projected` as text, with the arithmetic. Raises NotMeasured."""
     found, table = projected(lines), []
     for line in found.itertuples():
-        said = f"{FULL_FEATURES:,} × {FULL_EPOCHS} ÷ {line.speed:,.0f}/s"
+        said = f"{load.FULL_FEATURES:,} × {load.FULL_EPOCHS} ÷ {line.speed:,.0f}/s"
         if pd.isna(line.compile_s):
             said += " + compilation, not measured"
         elif line.compile_s:

@@ -15,17 +15,9 @@ from collections.abc import Iterable
 import pandas as pd
 
 from qa_lib.measure.goodput import REFERENCE
+from qa_lib.report import load
 from qa_lib.report.format import factor, number
-from qa_lib.report.load import (
-    FULL_EPOCHS,
-    FULL_FEATURES,
-    NotMeasured,
-    found_compiled,
-    in_order,
-    is_parallel,
-    numbers,
-    on_cpu,
-)
+from qa_lib.report.load import NotMeasured, is_parallel, numbers, on_cpu
 from qa_lib.report.stats import interval
 from qa_lib.report.summary import average
 from qa_lib.variants import VARIANTS, tagged
@@ -80,7 +72,7 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     values = values.assign(code=done["code.commit"]).set_index(pd.MultiIndex.from_frame(keys)).sort_index()
     lines = average(values.drop(columns="code"), KEYS)
     lines["equal"] = values.groupby(level=KEYS)["equal"].min()
-    lines = in_order(lines.sort_index().reset_index().set_index("variant")).reset_index()
+    lines = load.in_order(lines.sort_index().reset_index().set_index("variant")).reset_index()
     lines["waiting_ms"] = (lines["bubble"] * lines["step_ms"]).fillna(
         lines["exposed_ms"].where(lines["world"] > 1, 0.0)
     )
@@ -170,8 +162,8 @@ def projection(runs: pd.DataFrame) -> dict:
     done = runs[runs["status"] == "ok"].rename(columns={"spec.variant": "variant"})
     own = done[(done[KEYS] == line[KEYS]).all(axis="columns")]
     compile_s = numbers(own, {"compile_s": "time.compile_s"})["compile_s"].fillna(0.0)
-    cold = bool(not found_compiled(own)[compile_s.idxmax()])
-    seconds = FULL_FEATURES * FULL_EPOCHS / line["rate"] + compile_s.max()
+    cold = bool(not load.found_compiled(own)[compile_s.idxmax()])
+    seconds = load.FULL_FEATURES * load.FULL_EPOCHS / line["rate"] + compile_s.max()
     return {"seconds": seconds, "compile_s": compile_s.max(), "cold": cold} | line[
         ["variant", "world", "batch", "rate"]
     ].to_dict()
@@ -182,7 +174,7 @@ def projected_words(found: dict) -> str:
     said = (
         f"Three epochs of SQuAD v2 on {found['world']} GPUs would take {number(found['seconds'])} s with "
         f"{found['variant']}, data and scoring not counted: "
-        f"{FULL_FEATURES * FULL_EPOCHS:,} features ÷ {number(found['rate'])}/s"
+        f"{load.FULL_FEATURES * load.FULL_EPOCHS:,} features ÷ {number(found['rate'])}/s"
     )
     if found["compile_s"]:
         said += f" + {number(found['compile_s'])} s of compilation"

@@ -19,6 +19,7 @@ from PIL import Image
 
 from qa_lib.errors import first_line
 from qa_lib.record import RecordError, write_atomically
+from qa_lib.report.format import markdown
 from qa_lib.report.load import ReportError, on_cpu
 
 WIDTH = 9.0  # inches: 900 px at 100 dpi, the width of a README
@@ -26,6 +27,7 @@ DPI = 150  # of files; a notebook shows 100
 COLORBLIND = sns.color_palette("colorblind")  # safe for the common colour-vision deficiencies
 BLUE, ORANGE, GREEN, RED, *_ = COLORBLIND
 GREY = "0.6"
+SPOILT = (LookupError, TypeError, ValueError, AttributeError)  # what a record leads to that holds something else
 CPU_CAVEAT = "CPU speeds prove the plumbing only and say nothing about GPUs"
 
 
@@ -135,11 +137,11 @@ def png(figure: Figure, dpi: int = DPI, **more: str) -> bytes:
     return stream.getvalue()
 
 
-def show(figure_of: Callable[..., Figure], *sources, save: str | Path = ""):
+def show(figure_of: Callable[..., Figure], *sources, save: str | Path = "", name: str = ""):
     """For a notebook: figure_of(*sources) as an image, or the sentence that says why there is none.
 
-    With `save`, a folder, the figure is kept as <save>/<group>/<name>.png, by the name of the function without `fig_`;
-    the first of the sources are then the runs of that group.
+    With `save`, a folder, the figure is kept as <save>/<group>/<name>.png, by default by the name of the function
+    without `fig_`; the first of the sources are then the runs of that group.
     """
     from IPython import display  # notebooks have it; the command line need not
 
@@ -149,24 +151,25 @@ def show(figure_of: Callable[..., Figure], *sources, save: str | Path = ""):
         title, kept = title_of(figure), {}
         if save:
             runs = sources[0]
-            path = Path(save, runs["group"].iloc[0], f"{figure_of.__name__.removeprefix('fig_')}.png")
+            path = Path(save, runs["group"].iloc[0], f"{name or figure_of.__name__.removeprefix('fig_')}.png")
             write_atomically(path, png(figure, Records=digest(runs)))
             kept = {"file": path.as_posix()}
         return display.Image(png(figure, 100), width=round(100 * WIDTH), alt=title, metadata=kept)
-    except (ReportError, RecordError) as reason:
-        return display.Markdown(f"*No figure: {reason}.*")
-    except (LookupError, TypeError, ValueError, AttributeError) as problem:  # whatever a spoilt record leads to
-        return display.Markdown(f"*No figure: {type(problem).__name__}, {first_line(problem)}.*")
+    except SPOILT as problem:
+        return display.Markdown(f"*No figure: {_reason(problem)}.*")
 
 
 def show_table(table_of: Callable, *sources):
     """For a notebook: table_of(*sources), a table of text or Markdown, or the sentence that says why there is none."""
     from IPython.display import Markdown
 
-    from qa_lib.report.format import markdown
-
     try:
         found = table_of(*sources)
         return Markdown(found if isinstance(found, str) else markdown(found))
-    except (ReportError, RecordError) as reason:
-        return Markdown(f"*No table: {reason}.*")
+    except SPOILT as problem:
+        return Markdown(f"*No table: {_reason(problem)}.*")
+
+
+def _reason(problem: Exception) -> str:
+    known = isinstance(problem, ReportError | RecordError)
+    return first_line(problem) if known else f"{type(problem).__name__}, {first_line(problem)}"
