@@ -1,4 +1,4 @@
-"""Where one row's step spends its time and memory: a profile of a few steady steps, kept beside the run's record.
+"""Where one variant's step spends its time and memory: a profile of a few steady steps, kept beside the run's record.
 
 A run that is timed is not profiled and a profile is not timed, so that neither disturbs the other: the profile trains
 a few steps of its own, and takes the step's length from those before the profiler starts.
@@ -7,7 +7,6 @@ a few steps of its own, and takes the step's length from those before the profil
 import argparse
 import contextlib
 import dataclasses
-import functools
 import gc
 import json
 import os
@@ -41,14 +40,13 @@ SETTLED = 5  # steps before those that a notebook looks at: it is a picture, and
 class TimeWatch(Watch):
     """Profiles PROFILED steps after `warm` others and one more, which pays for the profiler's start."""
 
-    def __init__(self, warm: int, device: torch.device):
-        self.warm, self.device = warm, device
-        self.steps = warm + 1 + PROFILED
+    def __init__(self, warm: int):
+        self.warm, self.steps = warm, warm + 1 + PROFILED
         schedule = torch.profiler.schedule(skip_first=warm, wait=0, warmup=1, active=PROFILED, repeat=1)
         self.profiler = torch.profiler.profile(schedule=schedule, record_shapes=True)
 
     def finished(self, steps: int) -> None:
-        if self.device.type == "cuda" and steps >= self.warm:
+        if torch.cuda.is_available() and steps >= self.warm:
             torch.cuda.synchronize()  # so that a step's kernels run within its range
         self.profiler.step()
 
@@ -94,7 +92,7 @@ def _timeline(entries: list[dict], base: int) -> list[tuple[float, float]]:
     for entry in entries:
         now += changes[entry["action"]] * entry["size"]
         points.append(((entry["time_us"] - entries[0]["time_us"]) / 1e3, now / MIB))
-    every = -(-len(points) // POINTS) if points else 1
+    every = max(1, -(-len(points) // POINTS))
     return [max(points[i : i + every], key=lambda point: point[1]) for i in range(0, len(points), every)]
 
 
@@ -116,24 +114,16 @@ def _train(spec: Spec, data, device, watch: Watch):
 
 def _name_parts(model: torch.nn.Module) -> None:
     """NVTX ranges around the parts of an eager forward pass, for Nsight Systems; a compiler would merge them."""
-
-    def begin(name: str, *_) -> None:  # a hook's value, if not None, would be taken for the module's
-        torch.cuda.nvtx.range_push(name)
-
-    def end(*_) -> None:
-        torch.cuda.nvtx.range_pop()
-
     for name, modules in parts_of(model).items():
         for module in modules:
-            module.register_forward_pre_hook(functools.partial(begin, name))
-            module.register_forward_hook(end)
+            module.forward = torch.cuda.nvtx.range(name)(module.forward)
 
 
 def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dict:
     """Profile a spec and write profile.json and trace.json.gz into its run's folder; returns the profile.
 
-    `count` asks for the GPU's counters as well, which take minutes; see `counters`.
-    On failure nothing is written: an earlier profile stays whole. Raises UserError for a row that cannot run here.
+    `count` asks for the GPU's counters as well, which take minutes; see `counters`. On failure nothing is written: an
+    earlier profile stays whole. Raises UserError for a spec that cannot run here or takes several processes.
     """
     if spec.skip:
         raise UserError(f"{spec.variant} cannot run here: {spec.skip}")
@@ -176,8 +166,8 @@ def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dic
 
 
 def steady_step(spec: Spec, data) -> tuple[dict, pd.DataFrame]:
-    """For a picture in a notebook: trace.summary of a few steady steps, and trace.work of the last of them. Takes its
-    turn on the GPU, since other runs may be timed there."""
+    """For a picture in a notebook: trace.summary of a few steady steps, and trace.work of the last of them. Holds the
+    GPU meanwhile, since other runs may be timed there."""
     device = train_device()
     with turn(device, shared=bool(os.environ.get(SHARE))):
         found, events, step_ms, _ = _time(spec, data, device, SETTLED)
@@ -187,7 +177,7 @@ def steady_step(spec: Spec, data) -> tuple[dict, pd.DataFrame]:
 def _time(spec: Spec, data, device, warm: int) -> tuple:
     """The work of PROFILED steps after `warm` others, the trace's events, the median length of the last of those
     others in ms, and the trace's file, gzipped."""
-    watch = TimeWatch(warm, device)
+    watch = TimeWatch(warm)
     with watch.profiler:
         model, _, meter = _train(_short(spec, watch.steps), data, device, watch)
     with tempfile.TemporaryDirectory() as folder:
@@ -211,16 +201,18 @@ def _memory(spec: Spec, data, device) -> dict:
     torch.cuda.empty_cache()
     watch = MemoryWatch(6)
     model, optimizer, _ = _train(_short(spec, watch.at), data, device, watch)
-    lasting = dataclasses.asdict(memory_use(model, optimizer, device))
+    lasting = memory_use(model, optimizer, device)
     activations, reserved = watch.kept / MIB, watch.reserved / MIB
     at_peak = max(watch.peaks, key=watch.peaks.get)
     peak = watch.peaks[at_peak] / MIB
     # In the optimizer's phase the activations are gone and the gradients complete.
-    held = lasting["grads_mib"] if at_peak == "optimizer" else activations
+    held = lasting.grads_mib if at_peak == "optimizer" else activations
     return {
-        **{name: lasting[name] for name in ("params_mib", "optimizer_mib", "grads_mib")},
+        "params_mib": lasting.params_mib,
+        "optimizer_mib": lasting.optimizer_mib,
+        "grads_mib": lasting.grads_mib,
         "activations_mib": activations,
-        "workspace_mib": max(0.0, peak - lasting["params_mib"] - lasting["optimizer_mib"] - held),
+        "workspace_mib": max(0.0, peak - lasting.params_mib - lasting.optimizer_mib - held),
         "peak_mib": peak,
         "peak_phase": at_peak,
         "reserved_mib": reserved,
@@ -248,13 +240,13 @@ EXAMPLE = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib profile`."""
-    parser.add_argument("variant", metavar="VARIANT", help="a row of `python -m qa_lib variants`")
+    parser.add_argument("variant", metavar="VARIANT", help="one of `python -m qa_lib variants`")
     parser.add_argument("--ncu", action="store_true", help="also read the GPU's counters, with Nsight Compute")
     add_source_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Profile one row here, print where its step goes and where the files are."""
+    """Profile one variant here, print where its step goes and where the files are."""
     (spec,) = plan([args.variant], args.preset, [0], args.data, args.model, args.micro_batch)
     with turn(train_device()):  # other runs may be timed on this GPU
         entry = profile(spec, args.runs, count=args.ncu)
