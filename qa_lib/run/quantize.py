@@ -2,7 +2,7 @@
 
 Both models answer the same questions. Time is that of a CPU, which such a model is for. F1 is computed on a GPU where
 there is one, since the same whole numbers are multiplied there, in seconds instead of minutes. The run may have trained
-for it (rows A1-int8 and A1-int4) or not: that is the comparison.
+for it (variants A1-int8 and A1-int4) or not: that is the comparison.
 """
 
 import argparse
@@ -66,8 +66,8 @@ def _quantize(run_dir: Path, entry: dict, width: str, source: Source, say) -> di
         "code": record.code_version(),
         "env": environment(),
         "data": {"name": without_folders(source.name), "sha256": source.sha256, "n": len(source.examples)},
-        "before": scored(before, source) | {"weights_bytes": weights_bytes(plain)},
-        "after": scored(after, source) | {"weights_bytes": weights_bytes(folder)},
+        "before": scored(before, plain, source),
+        "after": scored(after, folder, source),
     }
     found["before"]["latency_ms"], found["after"]["latency_ms"] = latencies([before, after], source)
     record.write_atomically(folder / "quantized.json", json.dumps(found, indent=1, allow_nan=False) + "\n")
@@ -83,19 +83,21 @@ def _own_questions(entry: dict) -> Source:
     return open_source(name, "validation")
 
 
-def scored(loaded: Model, source: Source) -> dict[str, float]:
-    """F1 of a model's answers, and the best that a threshold gives. The model is on the CPU, before and after."""
+def scored(loaded: Model, folder: Path, source: Source) -> dict[str, float]:
+    """F1 of the answers of a folder's model, the best that a threshold gives, and the bytes of its weights. The model
+    is on the CPU, before and after."""
     features = build_features(source, loaded.tokenizer, loaded.max_length, loaded.stride)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     logits = predict_logits(loaded.model.to(device), features, device)
     loaded.model.to("cpu")
     answers = decode(features, source.examples, *logits)
     found = score(source.examples, answers.texts, answers.null_odds, 0.0)
-    return {"f1": found["f1"], "best_f1": found["best_f1"], "best_f1_threshold": found["best_f1_thresh"]}
-
-
-def weights_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in inspect_checkpoint(folder)[1])
+    return {
+        "f1": found["f1"],
+        "best_f1": found["best_f1"],
+        "best_f1_threshold": found["best_f1_thresh"],
+        "weights_bytes": sum(path.stat().st_size for path in inspect_checkpoint(folder)[1]),
+    }
 
 
 def latencies(models: list[Model], source: Source) -> list[float]:
@@ -126,10 +128,7 @@ def main(args: argparse.Namespace) -> int:
     """Quantize one run's model, and say what it came to."""
     found = quantize_run(args.run, args.weights, args.data)
     print(f"{args.run / f'model-{args.weights}'}:")
-    for name, unit, each in (
-        ("f1", "F1", 1),
-        ("weights_bytes", "MB", 1e6),
-        ("latency_ms", "ms a question on a thread", 1),
-    ):
+    units = {"f1": ("F1", 1), "weights_bytes": ("MB", 1e6), "latency_ms": ("ms a question on a thread", 1)}
+    for name, (unit, each) in units.items():
         print(f"  {found['before'][name] / each:.2f} -> {found['after'][name] / each:.2f} {unit}")
     return 0

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
-from tqdm import tqdm
 
 from qa_lib import record
 from qa_lib.cli import add_rows, add_run_arguments, add_several, add_source_arguments, given, own_of, rows_of, seed
@@ -28,7 +27,6 @@ from qa_lib.spec import PRESETS, WORLD, Spec, find_preset
 from qa_lib.variants import FAMILIES, VARIANTS, find_variant
 
 NOT_BEGUN = "not begun"  # of a run without a record
-BAR = "{l_bar}{bar}| {n:.1f}/{total} runs [{elapsed}<{remaining}]{postfix}"
 
 
 class NotebookError(UserError):
@@ -98,9 +96,8 @@ def _from_root(path: str | Path) -> str:
 def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -> list[dict]:
     """Run what is not finished yet and return every spec's record, in order; see Launcher.
 
-    Says first what there is to do and at the end, however it ends, how every run stands. Meanwhile a line says when
-    each starts and ends, and how long is left; on a terminal a bar shows how far the runs at work are. Last comes the
-    command `on_finish`.
+    Says first what there is to do, then when each run starts and ends and how long is left, and at the end, however it
+    ends, how every run stands. Last comes the command `on_finish`.
     """
     given = [(notebook_of(spec.variant), notebook_parameters(spec, launcher.runs)) for spec in specs]
     for notebook, names in dict.fromkeys((notebook, tuple(parameters)) for notebook, parameters in given):
@@ -108,12 +105,10 @@ def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -
     todo = [spec for spec in specs if not launcher.is_finished(spec)]
     done = before = len(specs) - len(todo)
     print(f"sweep: {len(specs)} runs, {done} finished, {len(todo)} to run", flush=True)
-    bar = tqdm(total=len(specs), initial=done, disable=None, bar_format=BAR, desc="sweep", mininterval=0.5)
     begin, started = time.monotonic(), set()
 
     def tell(line: str) -> None:
-        with tqdm.external_write_mode():
-            print(f"{time.strftime('%H:%M')} {line}", flush=True)
+        print(f"{time.strftime('%H:%M')} {line}", flush=True)
 
     def ended(spec: Spec, entry: dict) -> None:
         nonlocal done
@@ -122,21 +117,13 @@ def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -
         tell(f"[{done}/{len(specs)}] {_line(spec, entry)}" + (f"; about {duration(left)} left" if left else ""))
 
     def look() -> None:
-        bar.n, notes = done, []
         for spec in list(launcher.active):
             if spec.run_id not in started:
                 started.add(spec.run_id)
                 tell(f"{_name(spec)} starts")
-            step, planned = progress_of(launcher.runs / spec.run_path)
-            if planned:
-                bar.n += step / planned
-                notes.append(f"{spec.variant} s{spec.seed} {step}/{planned}")
-        bar.set_postfix_str(", ".join(notes), refresh=False)
-        bar.update(0)
 
     try:
-        with bar:
-            found = launcher.run_all(todo, ended, look)
+        found = launcher.run_all(todo, ended, look)
     finally:
         summary, counts = _summary(specs, launcher.runs)
         with contextlib.suppress(OSError):  # the terminal may be gone

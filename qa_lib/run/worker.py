@@ -24,18 +24,9 @@ from safetensors import SafetensorError
 from qa_lib import record
 from qa_lib.data.load import Data
 from qa_lib.errors import first_line, stoppable, stopped_by
+from qa_lib.measure import machine
 from qa_lib.measure.cost import StepCost
 from qa_lib.measure.goodput import efficiency
-from qa_lib.measure.machine import (
-    environment,
-    imitate,
-    limit_memory,
-    link,
-    matrix_rate,
-    reduce_rate,
-    train_device,
-    turn,
-)
 from qa_lib.measure.meter import Meter, memory_use
 from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.encoders import sizes
@@ -56,7 +47,7 @@ from qa_lib.train.steplog import StepFailed
 
 def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> dict:
     """Train, measure and evaluate a spec in this process, one of torchrun's where it has several; see fit.fit."""
-    run_dir, task, device = Path(runs) / spec.run_path, TASKS[spec.preset.task], train_device()
+    run_dir, task, device = Path(runs) / spec.run_path, TASKS[spec.preset.task], machine.train_device()
     check_driver(run_dir)
     ranks = Ranks(device)
     # The first process has the record, and the others a copy that goes nowhere.
@@ -71,13 +62,13 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
         _note_sizes(entry, data, model, batches.steps)
 
         shared = _shares(device)
-        held = turn(device, shared, lambda: record.write_record(run_dir, entry | {"status": "waiting"}))
+        held = machine.turn(device, shared, lambda: record.write_record(run_dir, entry | {"status": "waiting"}))
         with held if ranks.first else contextlib.nullcontext(0.0) as waited_s:
             ranks.start()
             if ranks.first:
                 record.write_record(run_dir, entry)
             begin += waited_s
-            matrix_tflops = matrix_rate(device, DTYPES[spec.settings.precision])
+            matrix_tflops = machine.matrix_rate(device, DTYPES[spec.settings.precision])
             prepared = time.perf_counter()
             with ranks:
                 optimizer, meter, done_before, note = train(model, batches, spec, device, run_dir, say, ranks=ranks)
@@ -121,7 +112,7 @@ def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
     a driver started this process, it ends with that driver.
     """
     with with_driver(), record.lock(run_dir):
-        entry = record.new_record(spec, environment())
+        entry = record.new_record(spec, machine.environment())
         try:
             follow_driver()  # which may be gone already: only in here does the record say so
             record.write_record(run_dir, entry)
@@ -184,7 +175,7 @@ def _outcome(problem: Exception) -> dict:
 
     Out of memory beside other runs is an error, which is run again, and no result: they may have filled the memory.
     """
-    status = "oom" if _out_of_memory(problem) and not _shares(train_device()) else "error"
+    status = "oom" if _out_of_memory(problem) and not _shares(machine.train_device()) else "error"
     step = problem.step if isinstance(problem, StepFailed) else None
     if step is not None:
         problem = problem.__cause__ or problem
@@ -223,10 +214,10 @@ def _limits(spec: Spec, device: torch.device):
             undo.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(spec.preset.threads)
         if spec.preset.limit_gib and device.type == "cuda":
-            undo.callback(limit_memory, math.inf)
-            limit_memory(spec.preset.limit_gib)
+            undo.callback(machine.limit_memory, math.inf)
+            machine.limit_memory(spec.preset.limit_gib)
         if spec.sm:  # for good: a search gives each try a process
-            imitate(spec.sm)
+            machine.imitate(spec.sm)
         yield
 
 
@@ -287,7 +278,7 @@ def _note_ranks(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module, r
         "peak_mib": entry["memory"]["peak_alloc_mib"],
         "step_ms": meter.step_ms().median,
         "weights": digest_of({name: p.detach().cpu() for name, p in model.named_parameters()}, {}),
-        "allreduce_gbs": reduce_rate(ranks.device),
+        "allreduce_gbs": machine.reduce_rate(ranks.device),
         "pipelined": ranks.gauges.pipelined(),
         **ranks.gauges.overlap,
     }
@@ -300,7 +291,7 @@ def _note_ranks(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module, r
         "world": ranks.world,
         "replicas": ranks.replicas,
         "backend": ranks.backend,
-        "interconnect": link() if ranks.device.type == "cuda" else None,
+        "interconnect": machine.link() if ranks.device.type == "cuda" else None,
         "allreduce_gbs": own["allreduce_gbs"],
         "rank_peak_mib": peaks if ranks.device.type == "cuda" else None,
         "rank_step_ms": times,
