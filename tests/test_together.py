@@ -26,7 +26,7 @@ from qa_lib.run.faults import fault_path, first_fault
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.run.process import kill
-from qa_lib.run.torchrun import tell_fault
+from qa_lib.run.torchrun import record_fault
 from qa_lib.run.worker import _noting_faults, recording
 from qa_lib.spec import Machine
 from qa_lib.train.checkpoint import Checkpoint
@@ -180,13 +180,13 @@ def test_the_first_fault_is_the_cause(tmp_path):
 
     left(0, 20.0, "ConnectionClosed")
     left(1, 19.5, "OutOfMemory")
-    tell_fault(spec, tmp_path, {0: 1, 1: 1})
+    record_fault(spec, tmp_path, {0: 1, 1: 1})
     assert record.read_record(tmp_path)["error"]["message"] == "process 1 of 2: OutOfMemory"
     left(0, 20.0, "ConnectionClosed")
-    tell_fault(spec, tmp_path, {0: -signal.SIGTERM, 1: -signal.SIGSEGV})
+    record_fault(spec, tmp_path, {0: -signal.SIGTERM, 1: -signal.SIGSEGV})
     assert record.read_record(tmp_path)["error"]["message"] == "process 1 of 2 was ended by SIGSEGV"
     left(0, 20.0, "OutOfMemory", "oom")
-    tell_fault(spec, tmp_path, {0: 1, 1: -signal.SIGKILL})  # which torchrun sends to one that waits in a kernel
+    record_fault(spec, tmp_path, {0: 1, 1: -signal.SIGKILL})  # which torchrun sends to one that waits in a kernel
     again = record.read_record(tmp_path)
     assert (again["status"], again["error"]["message"]) == ("oom", "process 0 of 2: OutOfMemory")
 

@@ -1,4 +1,4 @@
-"""The largest micro-batch of a variant under a cap on GPU memory, found by trying; each try is a run of its own."""
+"""The largest micro-batch of a variant under a cap on GPU memory, found by trials; each is a run of its own."""
 
 import argparse
 import dataclasses
@@ -41,7 +41,7 @@ def largest(first: int, fits: Callable[[int], bool], most: int = 4096) -> int:
     return good
 
 
-def first_try(variant: str, args: argparse.Namespace, machine: Machine) -> Spec:
+def first_trial(variant: str, args: argparse.Namespace, machine: Machine) -> Spec:
     """The spec of the least micro-batch, as a GPU of --compute-capability (at most this one's) would run it."""
     older = dataclasses.replace(machine, sm=min(args.compute_capability, machine.sm))
     name = f"max-batch-{args.limit_gib:g}gib-sm{older.sm}"
@@ -72,19 +72,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Search each variant's largest micro-batch and print every try."""
+    """Search each variant's largest micro-batch and print every trial."""
     variants = rows_of(args)
     machine, env = probe()
     if not machine.gpus:
-        raise UserError("max-batch tries on a GPU, and there is none here; `python -m qa_lib memory` predicts without")
+        raise UserError(
+            "max-batch runs trials on a GPU, and there is none here; `python -m qa_lib memory` predicts without"
+        )
     launcher = Launcher(args.runs, machine, env)
     for variant in variants:
-        print(f"{variant}: {search(first_try(variant, args, machine), launcher)}", flush=True)
+        print(f"{variant}: {search(first_trial(variant, args, machine), launcher)}", flush=True)
     return 0
 
 
 def search(first: Spec, launcher: Launcher) -> str:
-    """Try until the largest micro-batch is known, and say what was found. Raises UserError for a try that failed."""
+    """Run trials until the largest micro-batch is known, and say it. Raises UserError for a trial that failed."""
     if first.skip:
         launcher.run_all([first])  # for the record
         return f"skipped, {first.skip}"

@@ -19,7 +19,7 @@ from qa_lib.variants import SpecError
 
 SOURCES = {"qa": open_source, "lm": open_text}  # task -> what opens its data
 ANSWER_S = 5  # seconds in which the hub has to answer
-Several = int | Sequence[int] | None  # a size, or those that a sweep tries
+Several = int | Sequence[int] | None  # a size, or several
 
 
 def plan(

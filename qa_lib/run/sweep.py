@@ -218,7 +218,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Plan and run a sweep; exit code 1 when a run failed."""
-    # A wrong name is told before this machine is probed, which takes seconds.
+    # Before this machine is probed, which takes seconds: a wrong name is an error at once.
     task = find_preset(args.preset).task
     every = [variant.name for variant in VARIANTS.values() if variant.task == task]
     names = every if args.variants is args.family is None else rows_of(args)

@@ -72,17 +72,17 @@ def main(args: argparse.Namespace) -> int:
         raise UserError(f"preset {args.preset!r} measures no quality, by which points are compared")
     metric, label = JUDGED[preset.task]
 
-    def tell(point: Spec, entry: dict) -> None:
+    def report(point: Spec, entry: dict) -> None:
         result = f"{entry['status']}, {entry['error']['message']}"
         if entry["status"] == "ok":
             result = f"{label} {entry['quality'][metric]:.2f}"
         print(f"  {point.run_id} {name_of(point)}: {result}", flush=True)
 
-    tries = points(specs, args.learning_rate, args.trainable)
+    trials = points(specs, args.learning_rate, args.trainable)
     launcher = Launcher(args.runs, machine, env, args.gpus, share=True, time_limit_s=args.time_limit)
-    entries = launcher.run_all(tries, tell)
-    scores = [entry["quality"][metric] if entry["status"] == "ok" else None for entry in entries]
-    found = pd.DataFrame({"variant": [each.variant for each in tries], "point": map(name_of, tries), "score": scores})
+    entrials = launcher.run_all(trials, report)
+    scores = [entry["quality"][metric] if entry["status"] == "ok" else None for entry in entrials]
+    found = pd.DataFrame({"variant": [each.variant for each in trials], "point": map(name_of, trials), "score": scores})
     for variant, own in found.astype({"score": float}).groupby("variant", sort=False):
         # Over seeds, of points that have them all.
         means = own.groupby("point")["score"].agg(lambda seeds: seeds.mean(skipna=False)).dropna()
@@ -92,4 +92,4 @@ def main(args: argparse.Namespace) -> int:
             best = means.idxmax() if SCORING[preset.task].higher_is_better else means.idxmin()
             print(f"{variant}, best: {best}, {label} {means[best]:.2f}")
     # A rate too high for one point says nothing about the others.
-    return 0 if all(entry["status"] in FINISHED for entry in entries) else 1
+    return 0 if all(entry["status"] in FINISHED for entry in entrials) else 1

@@ -216,7 +216,7 @@ def _limits(spec: Spec, device: torch.device):
         if spec.preset.limit_gib and device.type == "cuda":
             undo.callback(machine.limit_memory, math.inf)
             machine.limit_memory(spec.preset.limit_gib)
-        if spec.sm:  # for good: a search gives each try a process
+        if spec.sm:  # for good: a search gives each trial a process
             machine.imitate(spec.sm)
         yield
 
