@@ -22,12 +22,12 @@ from qa_lib import record
 from qa_lib.errors import Stopped, UserError
 from qa_lib.measure import machine
 from qa_lib.run import torchrun
-from qa_lib.run.faults import fault_path, first_fault
+from qa_lib.run.faults import fault_path, first_fault, noting_faults
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.run.process import kill
 from qa_lib.run.torchrun import record_fault
-from qa_lib.run.worker import _noting_faults, recording
+from qa_lib.run.worker import recording
 from qa_lib.spec import Machine
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.ranks import Ranks
@@ -222,9 +222,9 @@ def test_a_process_that_torchrun_stops_tells_the_others_fault_and_no_older_one(a
 
 @pytest.mark.parametrize(("shared", "status"), [(False, "oom"), (True, "error")])
 def test_memory_that_other_runs_may_have_filled_is_an_error_of_any_process(shared, status, tmp_path, monkeypatch):
-    monkeypatch.setattr("qa_lib.run.worker._shares", lambda device: shared)
+    monkeypatch.setattr("qa_lib.run.faults.shares_gpu", lambda device: shared)
     second = types.SimpleNamespace(store=True, rank=1, world=2)
-    with pytest.raises(MemoryError), _noting_faults(tmp_path, second):
+    with pytest.raises(MemoryError), noting_faults(tmp_path, second):
         raise MemoryError
     assert first_fault(tmp_path)["status"] == status
 

@@ -107,16 +107,12 @@ def _train(spec: Spec, data, device, watch: Watch):
     with tempfile.TemporaryDirectory() as folder:
         data, model, batches = prepare(spec, data)
         if spec.settings.compile == "none" and device.type == "cuda":
-            _name_parts(model)
+            # Ranges for Nsight Systems; a compiler would merge them.
+            for name, modules in parts_of(model).items():
+                for module in modules:
+                    module.forward = torch.cuda.nvtx.range(name)(module.forward)
         optimizer, meter, *_ = train(model, batches, spec, device, Path(folder), lambda _: None, watch)
         return model, optimizer, meter
-
-
-def _name_parts(model: torch.nn.Module) -> None:
-    """NVTX ranges around the parts of an eager forward pass, for Nsight Systems; a compiler would merge them."""
-    for name, modules in parts_of(model).items():
-        for module in modules:
-            module.forward = torch.cuda.nvtx.range(name)(module.forward)
 
 
 def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dict:

@@ -123,15 +123,14 @@ def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -
                 tell(f"{_name(spec)} starts")
 
     try:
-        found = launcher.run_all(todo, ended, look)
+        launcher.run_all(todo, ended, look)
     finally:
         summary, counts = _summary(specs, launcher.runs)
         with contextlib.suppress(OSError):  # the terminal may be gone
             print(f"\n{summary}", flush=True)
         if on_finish:
             _finish(on_finish, counts)
-    done_now = {spec.run_path: entry for spec, entry in zip(todo, found, strict=True)}
-    return [done_now.get(spec.run_path) or record.read_record(launcher.runs / spec.run_path) for spec in specs]
+    return [record.read_record(launcher.runs / spec.run_path) for spec in specs]
 
 
 def _finish(command: str, counts: dict[str, int]) -> None:

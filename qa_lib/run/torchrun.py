@@ -25,8 +25,6 @@ Hosts may leave and come back with `--nnodes 1:2`. Then last_call_timeout=10 sta
 waits half a minute for more hosts, and join_timeout is over by then. When one host of two is lost, the other goes on
 with what it has, from the last checkpoint and with the same batches. When "$head" is lost, the run ends, and the same
 commands go on with it.
-
-torch is imported where it is needed and not at the top: the processes that only start others need none.
 """
 
 import contextlib
@@ -38,6 +36,7 @@ from pathlib import Path
 
 from qa_lib import record
 from qa_lib.errors import UserError, stopped_by
+from qa_lib.measure.machine import environment
 from qa_lib.run.faults import faults, first_fault
 from qa_lib.run.process import call, child_env, follow_driver, kill, with_driver
 from qa_lib.spec import Spec
@@ -52,8 +51,6 @@ def run_processes(spec: Spec, runs: str | Path, say=print) -> dict:
     Raises RunTaken while others have the run, and UserError for a run that failed in any of its processes. Ctrl-C ends
     them all.
     """
-    from qa_lib.measure.machine import environment
-
     run_dir = Path(runs) / spec.run_path
     with record.lock(run_dir):
         # So that processes that die before their first line leave no older result standing.
@@ -98,7 +95,7 @@ def _ended(run_dir: Path, reason: str) -> dict:
 
 
 def supervise(spec: Spec, runs: str) -> None:
-    """torchrun over the processes of a spec; if one fails it ends the others, and the record says which, and why."""
+    """torchrun over the processes of a spec. If one fails it ends the others, and the record says which, and why."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun

@@ -9,7 +9,6 @@ import dataclasses
 import gc
 import json
 import math
-import os
 import shutil
 import sys
 import time
@@ -32,8 +31,8 @@ from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.encoders import sizes
 from qa_lib.model.quantize import WIDTHS
 from qa_lib.record import Speed
-from qa_lib.run.faults import fault_path, faults, first_fault
-from qa_lib.run.process import SHARE, check_driver, follow_driver, with_driver
+from qa_lib.run.faults import faults, first_fault, noting_faults, outcome_of, shares_gpu
+from qa_lib.run.process import check_driver, follow_driver, with_driver
 from qa_lib.run.tasks import TASKS, prepare
 from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint, digest_of
@@ -42,7 +41,6 @@ from qa_lib.train.engine import train
 from qa_lib.train.parallel import gathered
 from qa_lib.train.pipeline import bubble, measured_bubble
 from qa_lib.train.ranks import Ranks
-from qa_lib.train.steplog import StepFailed
 
 
 def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> dict:
@@ -52,7 +50,7 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
     ranks = Ranks(device)
     # The first process has the record, and the others a copy that goes nowhere.
     recorded = recording(spec, run_dir, say) if ranks.first else contextlib.nullcontext(record.new_record(spec, {}))
-    with _limits(spec, device), recorded as entry, _noting_faults(run_dir, ranks):
+    with _limits(spec, device), recorded as entry, noting_faults(run_dir, ranks):
         if spec.skip:
             return entry
         begin = time.perf_counter()
@@ -61,7 +59,7 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
         begin = min(begin, time.perf_counter() - data.load_s)  # what the caller has loaded is this run's time as well
         _note_sizes(entry, data, model, batches.steps)
 
-        shared = _shares(device)
+        shared = shares_gpu(device)
         held = machine.turn(device, shared, lambda: record.write_record(run_dir, entry | {"status": "waiting"}))
         with held if ranks.first else contextlib.nullcontext(0.0) as waited_s:
             ranks.start()
@@ -126,7 +124,7 @@ def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
                 _finish_failed(run_dir, entry, {"status": "killed", "error": error})
             raise
         except Exception as problem:
-            outcome = _outcome(problem)
+            outcome = outcome_of(problem)
             # What JSON has not, a NaN say, may be what has ended the run: the record does without it.
             entry |= json.loads(json.dumps(entry, default=lambda _: None), parse_constant=lambda _: None)
             _finish_failed(run_dir, entry, outcome)
@@ -158,47 +156,6 @@ def _finish_failed(run_dir: Path, entry: dict, outcome: dict) -> None:
 
 
 @contextlib.contextmanager
-def _noting_faults(run_dir: Path, ranks: Ranks):
-    """Leave what ends one of torchrun's processes in the run's folder: first_fault finds the one that failed first."""
-    try:
-        yield
-    except Exception as problem:
-        if ranks.store:
-            fault = {"at": time.time()} | _outcome(problem)
-            fault["error"]["message"] = f"process {ranks.rank} of {ranks.world}: {fault['error']['message']}"
-            record.write_atomically(fault_path(run_dir, ranks.rank), json.dumps(fault))
-        raise
-
-
-def _outcome(problem: Exception) -> dict:
-    """The `status` and `error` of a run that an exception has ended.
-
-    Out of memory beside other runs is an error, which is run again, and no result: they may have filled the memory.
-    """
-    status = "oom" if _out_of_memory(problem) and not _shares(machine.train_device()) else "error"
-    step = problem.step if isinstance(problem, StepFailed) else None
-    if step is not None:
-        problem = problem.__cause__ or problem
-    error = {"kind": type(problem).__name__, "message": str(problem).split("\n")[0], "step": step}
-    return {"status": status, "error": error}
-
-
-NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-
-
-def _out_of_memory(problem: BaseException | None) -> bool:
-    """PyTorch has a class for what its GPU allocator is refused, and only messages for the host's memory, the driver's,
-    cuBLAS's and Triton's. The end of a failed graph capture raises an error of its own over it."""
-    if problem is None:
-        return False
-    return (
-        isinstance(problem, torch.OutOfMemoryError | MemoryError)
-        or (isinstance(problem, RuntimeError) and any(words in str(problem) for words in NO_MEMORY))
-        or _out_of_memory(problem.__context__)
-    )
-
-
-@contextlib.contextmanager
 def _limits(spec: Spec, device: torch.device):
     """Hold this process to the threads and the memory that its preset allows, and to the attention kernels of another
     GPU where a search asked for them; forget what an earlier run left.
@@ -219,11 +176,6 @@ def _limits(spec: Spec, device: torch.device):
         if spec.sm:  # for good: a search gives each trial a process
             machine.imitate(spec.sm)
         yield
-
-
-def _shares(device: torch.device) -> bool:
-    """Whether other runs train on this GPU at the same time."""
-    return device.type == "cuda" and bool(os.environ.get(SHARE))
 
 
 def _save(model: torch.nn.Module, data: Data, folder: Path) -> None:
