@@ -325,15 +325,15 @@ def main(args: argparse.Namespace) -> int:
     specs = plan(rows_of(args), args.preset, [0], data, args.model, args.micro_batch, gpu, max_length=args.max_length)
     runs = read_runs(args.runs, left_out=lambda problem: None)
     heads = ("params", "grads", "optimizer", "activations", "workspace", "peak", "reserved")
-    print(f"{'variant':12}{'length':>7}{'micro-batch':>12}" + "".join(f"{head:>12}" for head in heads), end="")
+    print(f"{'variant':24}{'length':>7}{'micro-batch':>12}" + "".join(f"{head:>12}" for head in heads), end="")
     print("    measured  peak in")
     for spec in specs:
         if spec.skip or spec.settings.qat != "none":
-            print(f"{spec.variant:12}{spec.skip or ROUNDED}")
+            print(f"{spec.variant:24}{spec.skip or ROUNDED}")
             continue
         found = estimate(spec, SquadLengths(spec.preset.max_length, spec.preset.stride) if known else None)
         print(
-            f"{spec.variant:12}{spec.preset.max_length:7}{spec.settings.micro_batch:12}"
+            f"{spec.variant:24}{spec.preset.max_length:7}{spec.settings.micro_batch:12}"
             + "".join(f"{found[f'{head}_mib']:12,.0f}" for head in heads)
             + f"{_measured(spec, found, runs):>12}  {found['phase']}"
         )  # fmt: skip
