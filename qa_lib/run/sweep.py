@@ -212,7 +212,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shared-gpu", action="store_true", help="runs on one card train at once; records no times")
     parser.add_argument("--plan", action="store_true", help="say what would run, and run nothing")
     parser.add_argument("--force", action="store_true", help="run again what is finished, too")
-    parser.add_argument("--on-finish", type=given, metavar="COMMAND", help="for the shell at the end, however it ends")
+    parser.add_argument("--on-finish", type=given, metavar="COMMAND", help="shell command to run at the end")
 
 
 def main(args: argparse.Namespace) -> int:
