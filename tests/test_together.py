@@ -437,7 +437,7 @@ def test_run_starts_the_processes_by_itself(tmp_path):
     words = f"run P1 --preset smoke --world 2 --data synthetic:80 --runs {tmp_path}".split()
     done = subprocess.run([sys.executable, "-m", "qa_lib", *words], capture_output=True, text=True, timeout=2 * LIMIT_S)
     assert done.returncode == 0, done.stderr
-    assert "P1: ok, features/s" in done.stdout
+    assert "P1: ok, samples/s" in done.stdout
     (path,) = tmp_path.glob("cpu-smoke/P1-*/record.json")
     assert record.read_record(path.parent)["parallel"]["weights_equal"] is True
 
