@@ -21,12 +21,12 @@ from qa_lib import record
 from qa_lib.cli import add_source_arguments
 from qa_lib.errors import UserError
 from qa_lib.measure import machine, ncu, trace
-from qa_lib.measure.machine import copy_rate, matrix_rate, train_device, turn
 from qa_lib.measure.meter import MIB, Watch, memory_use
 from qa_lib.model.build import DTYPES
 from qa_lib.model.encoders import encoder_of, parts_of
+from qa_lib.run.faults import shares_gpu
 from qa_lib.run.plan import plan
-from qa_lib.run.process import SHARE, call, child_env
+from qa_lib.run.process import call, child_env
 from qa_lib.run.tasks import TASKS, prepare
 from qa_lib.spec import Spec
 from qa_lib.train.engine import train
@@ -127,7 +127,7 @@ def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dic
         raise UserError(f"{spec.variant} runs in {spec.world} processes, and a profile is of one")
     if spec.preset.threads:
         torch.set_num_threads(spec.preset.threads)
-    device, run_dir = train_device(), Path(runs) / spec.run_path
+    device, run_dir = machine.train_device(), Path(runs) / spec.run_path
     data = TASKS[spec.preset.task].load(spec)
     # The same kernels one by one, for what a graph hides: who launched them, and when memory was taken.
     open_spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, cuda_graph=False))
@@ -151,8 +151,8 @@ def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dic
         "time": trace.summary(found, events, step_ms),
         "memory": memory,
         "ceilings": {
-            "matrix_tflops": matrix_rate(device, DTYPES[spec.settings.precision]),
-            "copy_gb_per_s": copy_rate(device),
+            "matrix_tflops": machine.matrix_rate(device, DTYPES[spec.settings.precision]),
+            "copy_gb_per_s": machine.copy_rate(device),
         },
         "ncu": counters(spec, say) if count else None,
     }  # fmt: skip
@@ -164,8 +164,8 @@ def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dic
 def steady_step(spec: Spec, data) -> tuple[dict, pd.DataFrame]:
     """For a picture in a notebook: trace.summary of a few steady steps, and trace.work of the last of them. Holds the
     GPU meanwhile, since other runs may be timed there."""
-    device = train_device()
-    with turn(device, shared=bool(os.environ.get(SHARE))):
+    device = machine.train_device()
+    with machine.turn(device, shares_gpu(device)):
         found, events, step_ms, _ = _time(spec, data, device, SETTLED)
     return trace.summary(found, events, step_ms), found[found["step"] == found["step"].max()]
 
@@ -226,7 +226,7 @@ def counters(spec: Spec, say=print) -> list[dict] | None:
 def count_one_step(spec: Spec) -> None:
     """What runs under Nsight Compute."""
     watch = ncu.OneStep()
-    _train(_short(spec, watch.at), TASKS[spec.preset.task].load(spec), train_device(), watch)
+    _train(_short(spec, watch.at), TASKS[spec.preset.task].load(spec), machine.train_device(), watch)
 
 
 EXAMPLE = """examples:
@@ -244,7 +244,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Profile one variant here, print where its step goes and where the files are."""
     (spec,) = plan([args.variant], args.preset, [0], args.data, args.model, args.micro_batch)
-    with turn(train_device()):  # other runs may be timed on this GPU
+    with machine.turn(machine.train_device()):  # other runs may be timed on this GPU
         entry = profile(spec, args.runs, count=args.ncu)
     time = entry["time"]
     print(f"step {time['step_ms']:.2f} ms, busy {100 * time['busy_share']:.0f} %", end="")

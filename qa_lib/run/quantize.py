@@ -38,39 +38,34 @@ def quantize_run(run_dir: Path, width: str, data: str | None = None, say=print) 
     no questions or has its own elsewhere, for a width that there is not, and without torchao; RunTaken while another
     process works on the run.
     """
-    entry = record.read_record(run_dir)
+    entry, plain, folder = record.read_record(run_dir), run_dir / "model", run_dir / f"model-{width}"
     if entry["task"]["name"] != "qa":
         raise UserError(f"{run_dir}: its task is {entry['task']['name']!r} and not 'qa'")
-    if not (run_dir / "model").is_dir():
+    if not plain.is_dir():
         raise UserError(f"{run_dir}: no model/ in it; a run keeps its model at a preset that measures quality")
     source = open_source(data, "validation") if data else _own_questions(entry)
     with record.lock(run_dir):
-        return _quantize(run_dir, entry, width, source, say)
-
-
-def _quantize(run_dir: Path, entry: dict, width: str, source: Source, say) -> dict:
-    plain = run_dir / "model"
-    model, tokenizer = load_qa_model(plain)
-    folder, lengths = run_dir / f"model-{width}", window_lengths(plain, model)
-    small, _ = load_qa_model(plain)
-    quantize(small, width)
-    save_quantized(small, tokenizer, folder)
-    small, _ = load_qa_model(folder)  # what is measured is what was saved
-    before, after = (Model(each, tokenizer, *lengths, small=True) for each in (model, small))
-    say(f"{entry['run_id']}: {len(source.examples)} questions, twice")
-    found = {
-        "schema": record.QUANTIZED_SCHEMA,
-        "run_id": entry["run_id"],
-        "group": entry["group"],
-        "width": width,
-        "code": record.code_version(),
-        "env": environment(),
-        "data": {"name": without_folders(source.name), "sha256": source.sha256, "n": len(source.examples)},
-        "before": scored(before, plain, source),
-        "after": scored(after, folder, source),
-    }
-    found["before"]["latency_ms"], found["after"]["latency_ms"] = latencies([before, after], source)
-    record.write_atomically(folder / "quantized.json", json.dumps(found, indent=1, allow_nan=False) + "\n")
+        small, tokenizer = load_qa_model(plain)
+        quantize(small, width)
+        save_quantized(small, tokenizer, folder)
+        # What is measured is what was saved.
+        (model, _), (small, _) = load_qa_model(plain), load_qa_model(folder)
+        lengths = window_lengths(plain, model)
+        before, after = (Model(each, tokenizer, *lengths, small=True) for each in (model, small))
+        say(f"{entry['run_id']}: {len(source.examples)} questions, twice")
+        found = {
+            "schema": record.QUANTIZED_SCHEMA,
+            "run_id": entry["run_id"],
+            "group": entry["group"],
+            "width": width,
+            "code": record.code_version(),
+            "env": environment(),
+            "data": {"name": without_folders(source.name), "sha256": source.sha256, "n": len(source.examples)},
+            "before": scored(before, plain, source),
+            "after": scored(after, folder, source),
+        }
+        found["before"]["latency_ms"], found["after"]["latency_ms"] = latencies([before, after], source)
+        record.write_atomically(folder / "quantized.json", json.dumps(found, indent=1, allow_nan=False) + "\n")
     return found
 
 
