@@ -144,7 +144,7 @@ def test_out_of_memory_is_a_result_that_is_run_again_where_asked(lab):
     write_notebook(lab.notebook)
     assert lab.run("--variants", "A1")[0] == 0
     assert lab.statuses()["A1"] == "oom"
-    assert lab.run("--variants", "A1", "--retry", "oom")[0] == 0
+    assert lab.run("--variants", "A1", "--force")[0] == 0
     assert lab.statuses()["A1"] == "ok"
 
 
@@ -185,7 +185,7 @@ def test_what_a_sweep_writes_into_a_file_can_be_read_the_next_morning(lab):
     assert sum(bool(re.search(r"\[\d/3\] A1 seed 0: ok, \d+ s", line)) for line in told) == 1
     assert sum("left" in line for line in told) == 1, "after the first of two"
     table = lines[lines.index("") + 1 :]
-    assert table[0].split()[:3] == ["row", "seed", "status"]
+    assert table[0].split()[:3] == ["variant", "seed", "status"]
     rows = [line.split()[:3] for line in table[1:4]]
     assert rows == [["A1", "0", "ok"], ["A2", "0", "ok"], ["D1-nvfuser", "0", "skipped"]]
     assert (table[4:], code) == (["sweep: 2 ok, 1 skipped"], 0)
