@@ -23,11 +23,11 @@ from qa_lib import cli
 from qa_lib.data.squad import MAX_CONTEXT, open_source
 from qa_lib.errors import UserError, first_line
 from qa_lib.record import RecordError, duration, read_record, run_files
-from qa_lib.report.gallery import pictures
-from qa_lib.report.runs import load_runs, newest, searches, select
-from qa_lib.report.sentences import caption
-from qa_lib.report.tables import result_table, summarise
-from qa_lib.report.text import LEFT
+from qa_lib.report.format import WORDS
+from qa_lib.report.load import load_runs, newest, searches, select
+from qa_lib.report.readme import source
+from qa_lib.report.style import figures_of
+from qa_lib.report.summary import result_table, summary
 from qa_lib.run.sweep import progress_of
 from qa_lib.score.choices import Choices, named
 from qa_lib.serving import guards, listen, names, serve
@@ -139,7 +139,7 @@ def details(found: dict) -> str:
 def html_table(table: pd.DataFrame, style: str = "") -> str:
     """A table of text as HTML that scrolls, numbers to the right."""
     words = ("answer", "what it changes", "note")
-    styles = ["words" if name in words else "" if name in LEFT else "number" for name in table]
+    styles = ["words" if name in words else "" if name in WORDS else "number" for name in table]
     head, *rows = (
         "".join(f'<{tag} class="{style}">{escape(cell)}</{tag}>' for cell, style in zip(cells, styles, strict=True))
         for tag, cells in [("th", list(table)), *(("td", row) for row in table.to_numpy().tolist())]
@@ -298,16 +298,17 @@ def dashboard(runs_dir: Path, figures_dir: Path, wanted: str = "") -> Dashboard:
     name = wanted if wanted in groups else groups[0]
     bad = [f"Cannot be read: {text.replace(f'{folder}/', f'{folder.name}/')}."
            for folder, text in broken.items() if folder.parent.name == name]  # fmt: skip
-    said, table, figures = [], pd.DataFrame(), {}
+    said, table, figures = [], pd.DataFrame(), []
     try:
         chosen = select(runs, name)
-        lines = summarise(chosen)
-        table = result_table(lines, HEADINGS).astype(str).map(without_paths)
-        figures, _ = pictures(chosen, figures_dir / name)
-        said = [caption(chosen, lines)]
+        table = result_table(summary(chosen), HEADINGS).astype(str).map(without_paths)
+        figures = figures_of(figures_dir / name)
+        said = [source(chosen)]
+        if not figures:
+            said.append(f"No figures yet: python -m qa_lib report --group {name} draws them.")
     except Exception as problem:  # whatever a spoilt record leads to: the other groups are to be seen
         bad.append(f"This group cannot be shown: {first_line(problem)}.")
-    return Dashboard(groups, name, [without_paths(text) for text in bad + said], table, list(figures.values()))
+    return Dashboard(groups, name, [without_paths(text) for text in bad + said], table, figures)
 
 
 def running(runs: Path) -> str:

@@ -95,16 +95,16 @@ def _archived_steps(path: Path) -> dict[str, pd.DataFrame]:
         raise RecordError(f"{path}: not readable as steps of runs ({problem})") from problem
 
 
-def say_left_out(problem: RecordError) -> None:
+def say_left_out(group: str, problem: RecordError) -> None:
     """A line on the terminal about a record that cannot be trusted."""
     print(printable(f"left out: {problem}"), file=sys.stderr)
 
 
 def read_runs(
-    runs: str | Path, group: str | None = None, left_out: Callable[[RecordError], None] = say_left_out
+    runs: str | Path, group: str | None = None, left_out: Callable[[str, RecordError], None] = say_left_out
 ) -> list[Run]:
     """Every run below `runs`, or those of one group, by group and id. `left_out` is told of records that cannot be
-    trusted."""
+    trusted, by their group."""
     found = {}
     for run in [*_archived(Path(runs), group, left_out), *_in_folders(Path(runs), group, left_out)]:
         found[run.record["group"], run.record["run_id"]] = run
@@ -122,7 +122,7 @@ def _in_folders(runs: Path, group: str | None, left_out: Callable) -> Iterator[R
                 raise RecordError(f"{run_dir}: its record is that of {record['group'][:40]}/{record['run_id'][:40]}")
             yield Run(record, run_dir)
         except RecordError as problem:
-            left_out(problem)
+            left_out(run_dir.parent.name, problem)
 
 
 def _archived(runs: Path, group: str | None, left_out: Callable) -> Iterator[Run]:
@@ -130,13 +130,13 @@ def _archived(runs: Path, group: str | None, left_out: Callable) -> Iterator[Run
         try:
             lines = regular(path).read_text(encoding="utf-8").splitlines()
         except (OSError, ValueError, RecordError) as problem:
-            left_out(RecordError(f"{path}: not readable ({problem})"))
+            left_out(path.stem, RecordError(f"{path}: not readable ({problem})"))
             continue
         for number, line in enumerate(lines, 1):
             try:
                 yield Run(_line(path, number, line), archive=path)
             except RecordError as problem:
-                left_out(problem)
+                left_out(path.stem, problem)
 
 
 def _line(path: Path, number: int, line: str) -> dict:

@@ -237,7 +237,7 @@ VERBS = {
         "archive h200-bench    then, if you like: rm -r runs/h200-bench",
     ),
     "report": Verb(
-        "qa_lib.report.publish",
+        "qa_lib.report.cli",
         "draw tables and figures from the records",
         (
             READ_RUNS,

@@ -447,6 +447,11 @@ def find_variant(name: str) -> Variant:
     return VARIANTS[name]
 
 
+def tagged(tag: str) -> list[str]:
+    """The names of the variants with a tag, in table order."""
+    return [variant.name for variant in VARIANTS.values() if tag in variant.tags]
+
+
 def find_family(letter: str) -> list[str]:
     """The names of a family's variants, in table order; UnknownName for a letter that no family has."""
     if letter not in FAMILIES:

@@ -17,7 +17,7 @@ from qa_lib.data.load import batches_of
 from qa_lib.data.squad import open_source
 from qa_lib.data.synthetic import TINY_CONFIG
 from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.data.windows import build_features
+from qa_lib.data.windows import build_samples
 from qa_lib.model.build import build_model
 from qa_lib.model.dropout import HashDropout
 from qa_lib.run.plan import plan
@@ -25,9 +25,9 @@ from qa_lib.run.worker import train
 from qa_lib.spec import Machine
 from qa_lib.train import loop
 from qa_lib.train.checkpoint import digest_of
-from qa_lib.train.data_parallel import gathered
+from qa_lib.train.data_parallel import gather_model
 from qa_lib.train.optim import clip
-from qa_lib.train.process_group import Ranks
+from qa_lib.train.process_group import ProcessGroup
 from tests.tiny import StopAfter
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
@@ -50,7 +50,7 @@ def spec_of(case: dict):
 
 
 class Unequal:
-    """Batches whose first micro-batch of each step lacks three features."""
+    """Batches whose first micro-batch of each step lacks three samples."""
 
     def __init__(self, batches):
         self.batches = batches
@@ -70,20 +70,20 @@ def losses_of(run_dir: Path) -> list[float]:
 class FirstGradients(dict):
     """The gradients of a run's first step as the optimizer takes them, by their number in the whole model."""
 
-    def __call__(self, optimizer, across) -> None:
+    def __call__(self, optimizer, global_norm) -> None:
         if not self:
-            sharing = across.__self__
-            own = {sharing.place(n): sharing.whole(p.grad, p).clone() for n, p in enumerate(sharing.parameters)}
-            self.update(sharing.ranks.united(own))
-        clip(optimizer, across)
+            strategy = global_norm.__self__
+            own = {strategy.place(n): strategy.gather(p.grad, p).clone() for n, p in enumerate(strategy.parameters)}
+            self.update(strategy.ranks.gather_stages(own))
+        clip(optimizer, global_norm)
 
 
-def trained(case: dict, run_dir: Path, ranks: Ranks) -> dict:
+def trained(case: dict, run_dir: Path, ranks: ProcessGroup) -> dict:
     """Train a case: where it began, the digest of the weights of this process, and what this process has measured."""
     run_dir.mkdir(exist_ok=True, parents=True)
     spec = spec_of(case)
-    features = build_features(open_source("synthetic:120", "train"), build_tokenizer("tiny"), 96, 32)
-    batches = batches_of(features, spec)
+    samples = build_samples(open_source("synthetic:120", "train"), build_tokenizer("tiny"), 96, 32)
+    batches = batches_of(samples, spec)
     batches = Unequal(batches) if case.get("unequal") else batches
     batches = StopAfter(batches, case["stop"]) if "stop" in case else batches
     model = build_model(spec)
@@ -99,10 +99,10 @@ def trained(case: dict, run_dir: Path, ranks: Ranks) -> dict:
     except KeyboardInterrupt:
         return {}
     torch.save(dict(loop.clip), run_dir / "gradients.pt")  # the same of all processes
-    model = gathered(model, lambda: build_model(spec), ranks)
+    model = gather_model(model, lambda: build_model(spec), ranks)
     weights = digest_of({name: p.detach() for name, p in model.named_parameters()}, {})
     state = sum(v.numel() for values in optimizer.state.values() for v in values.values() if torch.is_tensor(v))
-    norms, pipelined = ranks.gauges.norms.tolist(), ranks.gauges.pipelined()
+    norms, pipelined = ranks.stats.norms.tolist(), ranks.stats.pipelined()
     return {"begin": begin, "refused": refused, "weights": weights, "state": state, "norms": norms,
             "pipelined": pipelined, "wrapper": ranks.wrapper}  # fmt: skip
 
@@ -114,10 +114,10 @@ if __name__ == "__main__":
 
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     torch.set_num_threads(1)
-    with Ranks(DEVICE) as ranks:
+    with ProcessGroup(DEVICE) as ranks:
         for case in json.loads((folder / "cases.json").read_text()):
-            ranks.gauges.norms.zero_()
-            ranks.gauges.waits.clear()
+            ranks.stats.norms.zero_()
+            ranks.stats.waits.clear()
             ranks.wrapper = None
             found = trained(case, folder / case["name"], ranks)
             (folder / case["name"] / f"rank-{ranks.rank}.json").write_text(json.dumps(found))

@@ -16,7 +16,7 @@ from qa_lib.spec import Machine, resolve
 
 GPUS = Machine("h200", gpus=4, sm=90, backends=("inductor",), bitsandbytes=True, compiler=True)
 DATA, MODEL = {"name": "squad", "sha256": "ab" * 32}, {"name": "bert", "revision": "1"}
-PHI = 400.0  # features, from the middle of a training on
+PHI = 400.0  # samples, from the middle of a training on
 FEATURES = 40_000  # of a training
 
 
@@ -58,8 +58,8 @@ def timed(runs, variant, seed=0, *, ms, world=1, batch=32, **more):
 
 
 def parallel_group(runs):
-    """P-one-bucket takes 2 ms, 0.25 ms for each feature of a GPU, and 1 ms of waiting where there are several; P1 takes
-    1.6 ms for each feature. Three seeds each; pipelines once."""
+    """P-one-bucket takes 2 ms, 0.25 ms for each sample of a GPU, and 1 ms of waiting where there are several; P1 takes
+    1.6 ms for each sample. Three seeds each; pipelines once."""
     for seed in range(3):
         for batch in (8, 16, 32, 64, 128):
             timed(runs, "E-dropout", seed, ms=2 + 0.25 * batch, batch=batch, micro_batch=min(batch, 32))
@@ -82,7 +82,7 @@ def parallel_group(runs):
 
 
 def made_log(batch, seed, phi=True):
-    """A training's lines: its loss falls with the features that it has seen, by their efficiency at PHI, and scatters
+    """A training's lines: its loss falls with the samples that it has seen, by their efficiency at PHI, and scatters
     as one over the root of the batch."""
     chance, steps = np.random.default_rng(seed), FEATURES // batch
     progress = efficiency(Noise(sqr=1.0, var=PHI), batch) * batch * np.arange(1, steps + 1) / FEATURES

@@ -23,7 +23,7 @@ PRESETS["test"] = dataclasses.replace(
     PRESETS["smoke"], name="test", threads=None, data="synthetic:80", steps=STEPS, measure_from=5, checkpoint_every=10
 )
 
-PARAMETERS = 'variant = "A1"\nscale = "test"\nseed = 0\ndata = ""\nmodel = ""\nmicro_batch = 0\nruns = "runs"'
+PARAMETERS = 'variant = "A1"\npreset = "test"\nseed = 0\ndata = ""\nmodel = ""\nmicro_batch = 0\nruns = "runs"'
 SPEC = """from tests import small
 spec, pause, say = small.spec(variant, preset, seed, data, model, micro_batch), 0, print
 """

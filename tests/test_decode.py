@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from qa_lib.data.load import load_data
 from qa_lib.data.squad import DataError, Example, open_source
-from qa_lib.data.windows import build_features
+from qa_lib.data.windows import build_samples
 from qa_lib.errors import UserError
 from qa_lib.run.plan import plan
 from qa_lib.score.decode import decode
@@ -27,22 +27,22 @@ EXAMPLES += [Example(f"e{i}", "Rivers", "x", text) for i, text in enumerate(EDGE
 
 
 @pytest.fixture(scope="module")
-def features():
-    built = build_features(Given(EXAMPLES), trained_tokenizer([TEXT] * 3, 300), 24, 6, cache=False)
+def samples():
+    built = build_samples(Given(EXAMPLES), trained_tokenizer([TEXT] * 3, 300), 24, 6, cache=False)
     assert len(built) > len(EXAMPLES) + 20
     return built
 
 
-def logits(features, seed=0, width=0, kind=torch.float32, scale=3.0):
+def logits(samples, seed=0, width=0, kind=torch.float32, scale=3.0):
     """Random start and end logits [n, longest window + width]."""
     draw = torch.Generator().manual_seed(seed)
-    shape = (2, len(features), int(features.lengths.max()) + width)
+    shape = (2, len(samples), int(samples.lengths.max()) + width)
     return (torch.randn(shape, generator=draw) * scale).to(kind)
 
 
-def assert_same_as_the_loop(features, examples, start, end, **options):
-    found = decode(features, examples, torch.arange(len(features)), start, end, **options)
-    plain = plain_answers(features, examples, start.float().numpy(), end.float().numpy(), **options)
+def assert_same_as_the_loop(samples, examples, start, end, **options):
+    found = decode(samples, examples, torch.arange(len(samples)), start, end, **options)
+    plain = plain_answers(samples, examples, start.float().numpy(), end.float().numpy(), **options)
     assert found.predictions == plain[0]
     assert found.null_odds == plain[1]
     assert list(found.nbest) == list(plain[2])
@@ -63,45 +63,45 @@ def assert_same_as_the_loop(features, examples, start, end, **options):
     ],
     ids=str,
 )
-def test_same_as_the_double_loop(features, options):
+def test_same_as_the_double_loop(samples, options):
     for seed in range(3):
-        found = assert_same_as_the_loop(features, EXAMPLES, *logits(features, seed), **options)
+        found = assert_same_as_the_loop(samples, EXAMPLES, *logits(samples, seed), **options)
         assert 0 < sum(text == "" for text in found.predictions.values()) < len(EXAMPLES)
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.int8])
-def test_ties_go_to_what_the_loop_finds_first(features, kind):
+def test_ties_go_to_what_the_loop_finds_first(samples, kind):
     """Half precision and whole numbers give equal logits, and equal sums of unequal ones, by the dozen."""
     for seed in range(3):
-        start, end = logits(features, seed, kind=kind, scale=2.0)
+        start, end = logits(samples, seed, kind=kind, scale=2.0)
         if kind == torch.int8:
             start, end = start.float(), end.float()
-        assert_same_as_the_loop(features, EXAMPLES, start, end, n_best=5)
+        assert_same_as_the_loop(samples, EXAMPLES, start, end, n_best=5)
     zeros = torch.zeros_like(start)
     zeros[::2] = -0.0
     for n_best in (4, 50):
-        assert_same_as_the_loop(features, EXAMPLES, zeros, zeros, n_best=n_best)
+        assert_same_as_the_loop(samples, EXAMPLES, zeros, zeros, n_best=n_best)
 
 
-def test_windows_beyond_one_call(features, monkeypatch):
+def test_windows_beyond_one_call(samples, monkeypatch):
     monkeypatch.setattr("qa_lib.score.decode.WINDOWS_PER_CALL", 7)
-    assert_same_as_the_loop(features, EXAMPLES, *logits(features))
+    assert_same_as_the_loop(samples, EXAMPLES, *logits(samples))
 
 
 @needs_squad
 def test_same_as_the_double_loop_on_real_paragraphs():
     examples = open_source(SQUAD, "validation").examples[:1500]
     tokenizer = trained_tokenizer({example.context for example in examples}, 3000)
-    features = build_features(Given(examples), tokenizer, 200, 64, cache=False)
-    assert_same_as_the_loop(features, examples, *logits(features))
+    samples = build_samples(Given(examples), tokenizer, 200, 64, cache=False)
+    assert_same_as_the_loop(samples, examples, *logits(samples))
 
 
-def peaked(features, seed=0):
+def peaked(samples, seed=0):
     """Logits as of a model: low everywhere, high around the first gold answer or at [CLS]."""
-    start, end = logits(features, seed, scale=0.5) - 6
-    rows = torch.arange(len(features))
-    start[rows, torch.tensor(features.start_positions).long()] += 10
-    end[rows, torch.tensor(features.end_positions).long()] += 10
+    start, end = logits(samples, seed, scale=0.5) - 6
+    rows = torch.arange(len(samples))
+    start[rows, torch.tensor(samples.start_positions).long()] += 10
+    end[rows, torch.tensor(samples.end_positions).long()] += 10
     return start, end
 
 
@@ -109,8 +109,8 @@ def peaked(features, seed=0):
 def test_sure_logits_give_the_gold_answers():
     examples = open_source(SQUAD, "validation").examples[:2000]
     tokenizer = trained_tokenizer({example.context for example in examples}, 3000)
-    features = build_features(Given(examples), tokenizer, 384, 128, cache=False)
-    found = decode(features, examples, torch.arange(len(features)), *peaked(features), max_answer_length=200)
+    samples = build_samples(Given(examples), tokenizer, 384, 128, cache=False)
+    found = decode(samples, examples, torch.arange(len(samples)), *peaked(samples), max_answer_length=200)
     right = sum(found.predictions[e.id] == (e.answers[0][0] if e.answers else "") for e in examples)
     assert right > 0.97 * len(examples)
     assert all((found.null_odds[e.id] > 0) == e.impossible for e in examples if not found.nbest[e.id][0]["text"])
@@ -119,98 +119,98 @@ def test_sure_logits_give_the_gold_answers():
 def test_a_model_that_answers_too_rarely_has_a_better_threshold_above_zero(monkeypatch, tmp_path):
     (spec,) = plan(["A1"], "smoke", data="synthetic:200", machine=Machine())
     questions = load_data(spec)
-    features = questions.validation_features
-    start, end = peaked(features)
+    samples = questions.validation_samples
+    start, end = peaked(samples)
     start[:, 0] += 30
-    rows = torch.arange(len(features)), start, end
+    rows = torch.arange(len(samples)), start, end
     monkeypatch.setattr("qa_lib.score.evaluate.predict_logits", lambda *_, **__: rows)
     found = evaluate(torch.nn.Identity(), questions, spec, torch.device("cpu"), tmp_path)
     assert found["f1"] == found["always_null_f1"] < found["best_f1"] and found["best_f1_threshold"] > 0
 
 
-def test_padding_is_never_looked_at_and_rows_are_joined_by_id(features):
-    start, end = logits(features)
-    wanted = decode(features, EXAMPLES, torch.arange(len(features)), start, end)
+def test_padding_is_never_looked_at_and_rows_are_joined_by_id(samples):
+    start, end = logits(samples)
+    wanted = decode(samples, EXAMPLES, torch.arange(len(samples)), start, end)
     for seed, junk in enumerate((float("nan"), float("inf"), 1e9, -100.0)):
-        wide = logits(features, width=9)
+        wide = logits(samples, width=9)
         wide[:] = junk
-        for row, length in enumerate(features.lengths):
+        for row, length in enumerate(samples.lengths):
             wide[0, row, :length], wide[1, row, :length] = start[row, :length], end[row, :length]
-        order = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed))
-        found = decode(features, EXAMPLES, order, *wide[:, order])
+        order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))
+        found = decode(samples, EXAMPLES, order, *wide[:, order])
         assert (found.predictions, found.null_odds) == (wanted.predictions, wanted.null_odds)
         assert found.nbest == wanted.nbest
 
 
-def test_the_callers_logits_and_threads_are_left_alone(features):
-    start, end = logits(features)
+def test_the_callers_logits_and_threads_are_left_alone(samples):
+    start, end = logits(samples)
     before, threads = (start.clone(), end.clone()), torch.get_num_threads()
-    decode(features, EXAMPLES, torch.arange(len(features)), start, end)
+    decode(samples, EXAMPLES, torch.arange(len(samples)), start, end)
     assert torch.equal(before[0], start) and torch.equal(before[1], end)
     assert torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize("spoil", ["missing", "double", "unknown", "negative", "shape"])
-def test_ids_that_are_not_each_window_once_are_refused(features, spoil):
-    start, end = logits(features)
-    ids = torch.arange(len(features))
+def test_ids_that_are_not_each_window_once_are_refused(samples, spoil):
+    start, end = logits(samples)
+    ids = torch.arange(len(samples))
     if spoil == "missing":
         ids, start, end = ids[1:], start[1:], end[1:]
     elif spoil == "shape":
         ids = ids[:, None]
     else:
-        ids[3] = {"double": 4, "unknown": len(features), "negative": -1}[spoil]
+        ids[3] = {"double": 4, "unknown": len(samples), "negative": -1}[spoil]
     with pytest.raises(ValueError):
-        decode(features, EXAMPLES, ids, start, end)
+        decode(samples, EXAMPLES, ids, start, end)
     with pytest.raises(ValueError, match="logits of shape"):
-        decode(features, EXAMPLES, torch.arange(len(features)), *logits(features)[:, :, :-1])
+        decode(samples, EXAMPLES, torch.arange(len(samples)), *logits(samples)[:, :, :-1])
 
 
-def test_other_examples_than_the_features_are_refused(features):
-    rows = torch.arange(len(features)), *logits(features)
+def test_other_examples_than_the_features_are_refused(samples):
+    rows = torch.arange(len(samples)), *logits(samples)
     for wrong in (EXAMPLES[::-1], EXAMPLES[1:], [*EXAMPLES[:-1], Example("other", "", "x", EDGES[-1])]):
         with pytest.raises(ValueError, match="these examples are not the ones"):
-            decode(features, wrong, *rows)
+            decode(samples, wrong, *rows)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nan_inside_a_window_names_the_question(features, value):
-    start, end = logits(features)
-    row = len(features) // 2
-    end[row, features.lengths[row] - 1] = value
-    key = EXAMPLES[features.example[row]].id
+def test_nan_inside_a_window_names_the_question(samples, value):
+    start, end = logits(samples)
+    row = len(samples) // 2
+    end[row, samples.lengths[row] - 1] = value
+    key = EXAMPLES[samples.example[row]].id
     with pytest.raises(
         DataError, match=f"^article 'Rivers', question '{key}': NaN or infinite logits in window {row} "
     ):
-        decode(features, EXAMPLES, torch.arange(len(features)), start, end)
+        decode(samples, EXAMPLES, torch.arange(len(samples)), start, end)
 
 
-def test_minus_infinity_is_a_logit_like_any_other(features):
-    start, end = logits(features)
+def test_minus_infinity_is_a_logit_like_any_other(samples):
+    start, end = logits(samples)
     start[:, 1::2] = -torch.inf
     start[::3] = -torch.inf
-    found = decode(features, EXAMPLES, torch.arange(len(features)), start, end)
+    found = decode(samples, EXAMPLES, torch.arange(len(samples)), start, end)
     assert np.isfinite(list(found.null_odds.values())).all()
     json.dumps(found.nbest, allow_nan=False)
 
 
 def test_a_question_without_any_allowed_span_has_no_answer():
     example = Example("q", "", "where", "")
-    features = build_features(Given([example]), trained_tokenizer([TEXT] * 3, 300), 24, 6, cache=False)
-    found = decode(features, [example], torch.tensor([0]), *logits(features) - 50, null_threshold=1000)
+    samples = build_samples(Given([example]), trained_tokenizer([TEXT] * 3, 300), 24, 6, cache=False)
+    found = decode(samples, [example], torch.tensor([0]), *logits(samples) - 50, null_threshold=1000)
     assert (found.predictions, found.null_odds) == ({"q": ""}, {"q": pytest.approx(1e30)})
     assert [(entry["text"], entry["probability"]) for entry in found.nbest["q"]] == [("", 1.0)]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(1, 30), st.integers(1, 30))
-def test_any_logits(features, seed, kind, n_best, longest):
-    start, end = logits(features, seed, kind=kind)
-    assert_same_as_the_loop(features, EXAMPLES, start, end, n_best=n_best, max_answer_length=longest)
+def test_any_logits(samples, seed, kind, n_best, longest):
+    start, end = logits(samples, seed, kind=kind)
+    assert_same_as_the_loop(samples, EXAMPLES, start, end, n_best=n_best, max_answer_length=longest)
 
 
-def test_files(features, tmp_path):
-    found = decode(features, EXAMPLES, torch.arange(len(features)), *logits(features))
+def test_files(samples, tmp_path):
+    found = decode(samples, EXAMPLES, torch.arange(len(samples)), *logits(samples))
     paths = found.write(tmp_path / "new" / "out")
     assert [path.name for path in paths] == [
         "predictions.json",
@@ -229,8 +229,8 @@ def test_files(features, tmp_path):
     assert [path.read_bytes() for path in paths] == before
 
 
-def test_a_write_that_fails_leaves_what_was_there(features, tmp_path, monkeypatch):
-    found = decode(features, EXAMPLES, torch.arange(len(features)), *logits(features))
+def test_a_write_that_fails_leaves_what_was_there(samples, tmp_path, monkeypatch):
+    found = decode(samples, EXAMPLES, torch.arange(len(samples)), *logits(samples))
     found.write(tmp_path / "out")
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     write_text = Path.write_text
@@ -251,11 +251,11 @@ def test_a_write_that_fails_leaves_what_was_there(features, tmp_path, monkeypatc
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_same_on_the_gpu(features):
+def test_same_on_the_gpu(samples):
     for kind in (torch.float32, torch.bfloat16):
-        start, end = logits(features, kind=kind)
-        here = decode(features, EXAMPLES, torch.arange(len(features)), start, end)
-        there = decode(features, EXAMPLES, torch.arange(len(features)).cuda(), start.cuda(), end.cuda())
+        start, end = logits(samples, kind=kind)
+        here = decode(samples, EXAMPLES, torch.arange(len(samples)), start, end)
+        there = decode(samples, EXAMPLES, torch.arange(len(samples)).cuda(), start.cuda(), end.cuda())
         assert (here.predictions, here.null_odds, here.nbest) == (there.predictions, there.null_odds, there.nbest)
 
 
@@ -264,9 +264,9 @@ def test_twice_as_fast_as_the_loop_and_more_on_a_quiet_machine():
     words = TEXT.split()
     contexts = [" ".join(words[(i + k) % len(words)] for k in range(100)) for i in range(len(words))]
     examples = [Example(str(i), "", "where is it", contexts[i % len(contexts)]) for i in range(3000)]
-    features = build_features(Given(examples), trained_tokenizer([TEXT] * 3, 300), cache=False)
-    start, end = logits(features)
-    theirs, _ = best_of(2, lambda: plain_answers(features, examples, start.numpy(), end.numpy()))
-    ours, _ = best_of(7, lambda: decode(features, examples, torch.arange(len(features)), start, end))
+    samples = build_samples(Given(examples), trained_tokenizer([TEXT] * 3, 300), cache=False)
+    start, end = logits(samples)
+    theirs, _ = best_of(2, lambda: plain_answers(samples, examples, start.numpy(), end.numpy()))
+    ours, _ = best_of(7, lambda: decode(samples, examples, torch.arange(len(samples)), start, end))
     assert theirs / ours > 2, f"{theirs:.3f} s against {ours:.3f} s"
-    assert ours * 12_000 / len(features) < 1.5
+    assert ours * 12_000 / len(samples) < 1.5

@@ -17,7 +17,7 @@ from qa_lib.kernels.fp8 import E5M2_MAX, in_e5m2
 from qa_lib.kernels.gelu import gelu
 from qa_lib.model.architectures import ENCODERS
 from qa_lib.model.fused_blocks import FusedIntermediate, use_sigmoid_gelu
-from qa_lib.train.inductor_passes import Folding
+from qa_lib.train.inductor_passes import OperatorFusion
 from tests.tiny import checkpoint
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -115,7 +115,7 @@ def small_and_large(convert, factor, *inputs):
 def folded(run, *inputs):
     """The graph of a function as Inductor has it after the pass, and the factors of its gelu_backward."""
     graph = make_fx(run, select_decomp_table(), tracing_mode="fake")(*inputs)
-    Folding()(graph.graph)
+    OperatorFusion()(graph.graph)
     graph.recompile()
     calls = graph.graph.find_nodes(op="call_function", target=torch.ops.qa_lib.gelu_backward.default)
     return graph, [call.args[3] for call in calls]

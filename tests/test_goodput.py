@@ -11,27 +11,27 @@ from qa_lib.measure.comm import busy_and_exposed
 from qa_lib.measure.goodput import REFERENCE, efficiency, noise
 from qa_lib.record import Noise
 from qa_lib.train import zero1
-from qa_lib.train.data_parallel import Flat, square_norm
+from qa_lib.train.data_parallel import OneBucketDDP, square_norm
 from qa_lib.train.grad_noise import SMOOTHING
-from qa_lib.train.process_group import Ranks
-from qa_lib.train.zero1 import Sharded
+from qa_lib.train.process_group import ProcessGroup
+from qa_lib.train.zero1 import Zero1
 from qa_lib.variants import Settings
 
 SIZE, LENGTH, SPREAD = 200, 3.0, 0.7  # elements of a gradient, norm of the true one, noise of an element
 PHI = SIZE * SPREAD**2 / LENGTH**2
 
 
-def squares(processes: int, features: int, steps: int) -> tuple[float, float]:
+def squares(processes: int, samples: int, steps: int) -> tuple[float, float]:
     """Mean square norms, over so many steps, of each process's gradient and of the mean of all."""
     draw = np.random.default_rng(0)
     true = np.full(SIZE, LENGTH / SIZE**0.5)
-    own = true + SPREAD / features**0.5 * draw.standard_normal((steps, processes, SIZE))
+    own = true + SPREAD / samples**0.5 * draw.standard_normal((steps, processes, SIZE))
     return np.square(own).sum(-1).mean(), np.square(own.mean(1)).sum(-1).mean()
 
 
-@pytest.mark.parametrize(("processes", "features"), [(2, 16), (4, 8), (8, 1)])
-def test_the_noise_scale_is_found_whatever_the_processes(processes, features):
-    found = noise(*squares(processes, features, 5000), processes, features)
+@pytest.mark.parametrize(("processes", "samples"), [(2, 16), (4, 8), (8, 1)])
+def test_the_noise_scale_is_found_whatever_the_processes(processes, samples):
+    found = noise(*squares(processes, samples, 5000), processes, samples)
     assert found.sqr == pytest.approx(LENGTH**2, rel=0.02)
     assert found.var / found.sqr == pytest.approx(PHI, rel=0.04)
 
@@ -59,46 +59,46 @@ def test_efficiency_is_1_at_the_reference_and_falls_to_the_share_of_it():
 
 
 def test_a_process_alone_compares_its_first_micro_batch_with_all():
-    model, ranks = torch.nn.Linear(3, 1), Ranks(torch.device("cpu"))
+    model, ranks = torch.nn.Linear(3, 1), ProcessGroup(torch.device("cpu"))
     ranks.parts, ranks.batch = 4, 8
-    sharing, micro_batches = Flat(model, ranks, Settings(precision="fp32")), torch.randn(4, 2, 3)
+    strategy, micro_batches = OneBucketDDP(model, ranks, Settings(precision="fp32")), torch.randn(4, 2, 3)
     for number, inputs in enumerate(micro_batches, 1):
-        with sharing.micro_batch(last=number == 4):
+        with strategy.micro_batch(last=number == 4):
             (model(inputs).square().mean() / 4).backward()
     whole = square_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    sharing.reduce()
-    sharing.across(whole.sqrt())
+    strategy.reduce_grads()
+    strategy.global_norm(whole.sqrt())
     model.zero_grad()
     model(micro_batches[0]).square().mean().backward()
     first = square_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
     weight = 1 - SMOOTHING ** (8 / REFERENCE)
-    torch.testing.assert_close(ranks.gauges.norms, weight * torch.stack([first, whole]))
-    found, expected = ranks.gauges.noise(steps=1), noise(float(first), float(whole), 4, 2)
+    torch.testing.assert_close(ranks.stats.norms, weight * torch.stack([first, whole]))
+    found, expected = ranks.stats.noise(steps=1), noise(float(first), float(whole), 4, 2)
     assert (found.sqr, found.var, found.steps) == (pytest.approx(expected.sqr), pytest.approx(expected.var), 1)
 
 
 @pytest.mark.parametrize("batch", [8, 32, 512])
 def test_the_means_reach_back_over_as_many_features_whatever_the_batch(batch):
-    """Of norms that change halfway through 64,000 features, the old ones weigh 1/e times as much as the new ones."""
-    ranks = Ranks(torch.device("cpu"))
+    """Of norms that change halfway through 64,000 samples, the old ones weigh 1/e times as much as the new ones."""
+    ranks = ProcessGroup(torch.device("cpu"))
     ranks.parts, ranks.batch, steps = 4, batch, 32_000 // batch
     old, new = torch.tensor([9.0, 3.0]), torch.tensor([5.0, 4.0])
     for number in range(2 * steps):
-        ranks.gauges.note_norms(*(old if number < steps else new))
+        ranks.stats.note_norms(*(old if number < steps else new))
     share = 1 / (1 + math.exp(-1))
     expected = noise(*(share * new + (1 - share) * old).tolist(), 4, batch // 4)
-    found = ranks.gauges.noise(2 * steps)
+    found = ranks.stats.noise(2 * steps)
     assert (found.sqr, found.var) == (pytest.approx(expected.sqr, rel=0.01), pytest.approx(expected.var, rel=0.01))
 
 
 def test_a_process_alone_with_one_micro_batch_says_nothing():
-    model, ranks = torch.nn.Linear(3, 1), Ranks(torch.device("cpu"))
-    sharing = Flat(model, ranks, Settings(precision="fp32"))
-    with sharing.micro_batch(last=True):
+    model, ranks = torch.nn.Linear(3, 1), ProcessGroup(torch.device("cpu"))
+    strategy = OneBucketDDP(model, ranks, Settings(precision="fp32"))
+    with strategy.micro_batch(last=True):
         model(torch.randn(2, 3)).square().mean().backward()
-    sharing.reduce()
-    sharing.across(torch.ones(()))
-    assert ranks.gauges.noise(steps=1) == Noise()
+    strategy.reduce_grads()
+    strategy.global_norm(torch.ones(()))
+    assert ranks.stats.noise(steps=1) == Noise()
 
 
 def test_what_a_gpu_only_communicates_is_exposed():
@@ -120,37 +120,37 @@ def test_what_a_gpu_only_communicates_is_exposed():
 
 
 def test_a_sharded_row_alone_says_nothing_of_noise(monkeypatch):
-    ranks = Ranks(torch.device("cpu"))
+    ranks = ProcessGroup(torch.device("cpu"))
     ranks.parts, ranks.batch = 4, 8
     monkeypatch.setattr(zero1, "reduce_scatter", lambda out, given, op: out.copy_(given))
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: None)
     model = torch.nn.Linear(3, 1)
-    sharing = Sharded(model, ranks, Settings(precision="fp32"))
+    strategy = Zero1(model, ranks, Settings(precision="fp32"))
     model(torch.randn(2, 3)).square().mean().backward()
-    sharing.reduce()
-    sharing.across(sharing.parameters[0].grad.norm())
-    assert ranks.gauges.noise(steps=1) == Noise()
+    strategy.reduce_grads()
+    strategy.global_norm(strategy.parameters[0].grad.norm())
+    assert ranks.stats.noise(steps=1) == Noise()
 
 
 def test_gradients_that_are_not_finite_leave_no_noise_scale():
-    ranks = Ranks(torch.device("cpu"))
+    ranks = ProcessGroup(torch.device("cpu"))
     ranks.parts, ranks.batch = 4, 8
-    ranks.gauges.note_norms(torch.tensor(torch.nan), torch.tensor(1.0))
-    assert ranks.gauges.noise(steps=1) == Noise()
+    ranks.stats.note_norms(torch.tensor(torch.nan), torch.tensor(1.0))
+    assert ranks.stats.noise(steps=1) == Noise()
 
 
 def test_more_steps_for_the_overlap_change_nothing_that_is_recorded(monkeypatch):
-    ranks = Ranks(torch.device("cpu"))
+    ranks = ProcessGroup(torch.device("cpu"))
     ranks.parts, ranks.batch = 4, 8
-    ranks.gauges.note_norms(torch.tensor(2.0), torch.tensor(1.0))
-    before = ranks.gauges.noise(steps=1)
+    ranks.stats.note_norms(torch.tensor(2.0), torch.tensor(1.0))
+    before = ranks.stats.noise(steps=1)
 
     def step():
-        ranks.gauges.note_norms(torch.tensor(9.0), torch.tensor(3.0))
-        ranks.gauges.waits.append(([], (0.0, 1.0)))
+        ranks.stats.note_norms(torch.tensor(9.0), torch.tensor(3.0))
+        ranks.stats.waits.append(([], (0.0, 1.0)))
 
     monkeypatch.setattr(
         "qa_lib.measure.comm.overlap", lambda step, device: step() or {"busy_ms": 1.0, "exposed_ms": 0.5}
     )
-    ranks.gauges.note_overlap(step)
-    assert (ranks.gauges.noise(steps=1), len(ranks.gauges.waits), ranks.gauges.overlap["busy_ms"]) == (before, 0, 1.0)
+    ranks.stats.note_overlap(step)
+    assert (ranks.stats.noise(steps=1), len(ranks.stats.waits), ranks.stats.overlap["busy_ms"]) == (before, 0, 1.0)

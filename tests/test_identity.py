@@ -299,8 +299,8 @@ def test_a_models_configuration_is_read_inside_one_guard_in_every_verb(model, sq
 def trained_two_steps(squad, model):
     _, made, batches = prepare(planned(squad, model))
     for step in range(2):
-        (features, *_) = batches.step(step)
-        made(**batches.collate(features, torch.device("cpu"))).loss.backward()
+        (samples, *_) = batches.step(step)
+        made(**batches.collate(samples, torch.device("cpu"))).loss.backward()
 
 
 @pytest.mark.parametrize(("name", "value"), [("return_dict", False), ("chunk_size_feed_forward", 7),

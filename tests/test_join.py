@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from qa_lib.data.squad import DataError, open_source
-from qa_lib.data.windows import build_features
+from qa_lib.data.windows import build_samples
 from qa_lib.score.decode import decode
 from qa_lib.score.evaluate import joined_by_position
 from qa_lib.score.f1 import score
@@ -36,13 +36,13 @@ NO_ANSWER = 5_945 / 11_873
 
 @pytest.fixture(scope="module", params=["synthetic", "real"])
 def lab(request):
-    """Examples, features, and a model that knows nearly all answers: it looks them up by the tokens it is shown."""
+    """Examples, samples, and a model that knows nearly all answers: it looks them up by the tokens it is shown."""
     if request.param == "real" and not SQUAD.is_dir():
         pytest.skip("no ../shared/squad beside the repository")
     source = open_source("synthetic:2000" if request.param == "synthetic" else SQUAD, "validation")
     tokenizer = trained_tokenizer({example.context for example in source.examples}, 3000)
-    features = build_features(source, tokenizer, 384, 128, cache=False)
-    labels = dict(zip(map(bytes, windows(features)), labels_of(features), strict=True))
+    samples = build_samples(source, tokenizer, 384, 128, cache=False)
+    labels = dict(zip(map(bytes, windows(samples)), labels_of(samples), strict=True))
     draw = torch.Generator().manual_seed(0)
 
     def model(input_ids, attention_mask, token_type_ids):
@@ -53,20 +53,20 @@ def lab(request):
                 logits[side, row, position] += 10
         return SimpleNamespace(start_logits=logits[0], end_logits=logits[1])
 
-    return SimpleNamespace(examples=source.examples, features=features, model=model)
+    return SimpleNamespace(examples=source.examples, samples=samples, model=model)
 
 
-def windows(features):
-    return [features.tokens[a:b] for a, b in zip(features.starts[:-1], features.starts[1:], strict=True)]
+def windows(samples):
+    return [samples.tokens[a:b] for a, b in zip(samples.starts[:-1], samples.starts[1:], strict=True)]
 
 
-def labels_of(features):
-    return list(zip(features.start_positions.tolist(), features.end_positions.tolist(), strict=True))
+def labels_of(samples):
+    return list(zip(samples.start_positions.tolist(), samples.end_positions.tolist(), strict=True))
 
 
 def evaluated(lab, rows):
     """Scores, and how often null was answered."""
-    predictions = decode(lab.features, lab.examples, *rows).predictions
+    predictions = decode(lab.samples, lab.examples, *rows).predictions
     nulls = sum(text == "" for text in predictions.values()) / len(predictions)
     return score(lab.examples, predictions), nulls
 
@@ -76,13 +76,13 @@ def no_answer(lab):
 
 
 def test_rightly_joined_the_model_is_healthy(lab):
-    found, _ = evaluated(lab, predict_logits(lab.model, lab.features))
+    found, _ = evaluated(lab, predict_logits(lab.model, lab.samples))
     assert found["exact"] > 85 and found["f1"] > 85
 
 
 def test_wrongly_joined_it_scores_what_independence_gives(lab):
     """The fault as row A4-b has it."""
-    found, nulls = evaluated(lab, joined_by_position(*predict_logits(lab.model, lab.features)))
+    found, nulls = evaluated(lab, joined_by_position(*predict_logits(lab.model, lab.samples)))
     assert found["exact"] == pytest.approx(100 * nulls * no_answer(lab), abs=3)
     assert found["exact"] <= found["f1"] < found["exact"] + 10
     assert found["NoAns_exact"] == pytest.approx(100 * nulls, abs=4) and found["HasAns_exact"] < 5
@@ -90,27 +90,27 @@ def test_wrongly_joined_it_scores_what_independence_gives(lab):
 
 def test_wrong_labels_give_another_signature(lab):
     """The best model of labels that have nothing to do with the input: their distribution, for every input alike."""
-    width = int(lab.features.lengths.max())
-    shares = [np.bincount(column, minlength=width) / len(lab.features) for column in zip(*labels_of(lab.features))]  # noqa: B905
+    width = int(lab.samples.lengths.max())
+    shares = [np.bincount(column, minlength=width) / len(lab.samples) for column in zip(*labels_of(lab.samples))]  # noqa: B905
     with np.errstate(divide="ignore"):
-        logits = [torch.from_numpy(np.log(share)).float().expand(len(lab.features), width) for share in shares]
+        logits = [torch.from_numpy(np.log(share)).float().expand(len(lab.samples), width) for share in shares]
     loss = np.mean([-(share[share > 0] * np.log(share[share > 0])).sum() for share in shares])
-    found, nulls = evaluated(lab, (torch.arange(len(lab.features)), *logits))
+    found, nulls = evaluated(lab, (torch.arange(len(lab.samples)), *logits))
     assert nulls == 1
     assert found["exact"] == found["f1"] == pytest.approx(100 * no_answer(lab))
     assert loss > 2 * SEEDS["loss"]
 
 
 def test_the_guard_refuses_the_fault(lab):
-    """Rows that claim to be in the features' order, or any other wrong one, do not pass."""
-    ids, start, end = predict_logits(lab.model, lab.features)
+    """Rows that claim to be in the samples' order, or any other wrong one, do not pass."""
+    ids, start, end = predict_logits(lab.model, lab.samples)
     with pytest.raises(DataError, match=r"question '.*': NaN .* given to other windows"):
-        decode(lab.features, lab.examples, torch.arange(len(ids)), start, end)
+        decode(lab.samples, lab.examples, torch.arange(len(ids)), start, end)
     for seed in range(5):
         wrong = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))]
         with pytest.raises(DataError, match="given to other windows"):
-            decode(lab.features, lab.examples, wrong, start, end)
+            decode(lab.samples, lab.examples, wrong, start, end)
     order = torch.randperm(len(ids))
-    assert decode(lab.features, lab.examples, ids[order], start[order], end[order]).predictions
+    assert decode(lab.samples, lab.examples, ids[order], start[order], end[order]).predictions
     with pytest.raises(ValueError):
-        decode(lab.features, lab.examples[::-1], ids, start, end)
+        decode(lab.samples, lab.examples[::-1], ids, start, end)

@@ -30,7 +30,7 @@ from qa_lib.data.squad import DataError
 from qa_lib.data.text import open_text
 from qa_lib.data.tokens import learn_tokenizer, tokenize_text
 from qa_lib.errors import UserError
-from qa_lib.measure.flops import StepCost
+from qa_lib.measure.flops import StepFlops
 from qa_lib.model.build import build_model, model_config
 from qa_lib.model.hf_checkpoint import SUMS
 from qa_lib.presets import PRESETS, find_shape
@@ -164,9 +164,9 @@ def test_a_text_of_one_token_is_too_short_to_train_on_and_long_enough_to_score(f
     with pytest.raises(UserError, match=r"train.txt: a text of 2 tokens, shorter than a window of 64"):
         load(folder, tmp_path, train=b"a")
     data = load(folder, tmp_path, train=(b"the sea " * 20 + b"\n") * 9, validation=b"a")
-    assert (data.n_eval, data.validation_features.words, data.validation_features.bytes) == (1, 1, 1)
+    assert (data.n_eval, data.validation_samples.words, data.validation_samples.bytes) == (1, 1, 1)
     nats = total_nats(
-        model_of(short()).eval(), torch.from_numpy(data.validation_features.tokens.astype("int64")), 64, 32
+        model_of(short()).eval(), torch.from_numpy(data.validation_samples.tokens.astype("int64")), 64, 32
     )
     assert 0 < nats < 20
 
@@ -275,9 +275,9 @@ def test_a_sweep_takes_the_rows_of_its_scales_task_and_hands_on_the_length(monke
 
 def test_batches_are_windows_and_a_function_of_seed_and_step(folder):
     spec = short(data=folder)
-    features = load_text(spec).features
-    whole = features.text.tokens
-    one, other = Batches(features, spec), Batches(features, spec)
+    samples = load_text(spec).samples
+    whole = samples.text.tokens
+    one, other = Batches(samples, spec), Batches(samples, spec)
     one.step(0)
     for mine, theirs in zip(one.step(7), other.step(7), strict=True):
         batch = one.arrays(mine)
@@ -292,9 +292,9 @@ def test_the_arithmetic_of_a_step_is_that_of_its_products():
     ids = torch.zeros((4, 64), dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids).loss.backward()
-    cost = StepCost(model)
+    cost = StepFlops(model)
     matrices = sum(p.numel() for name, p in model.named_parameters() if ".h." in name and p.ndim == 2)
-    vectors = cost.parameters - matrices  # StepCost counts a product with them forward and back
+    vectors = cost.parameters - matrices  # StepFlops counts a product with them forward and back
     masked = 12 * 2 * 64 * 4 * 64**2 / 2  # eager attention computes the masked half, too
     assert cost.flops(4 * 64, 4 * 64**2) + masked - 4 * 4 * 64 * vectors == counter.get_total_flops()
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, BertConfig
 from qa_lib import record
 from qa_lib.__main__ import main
 from qa_lib.errors import UserError
-from qa_lib.measure.hardware import imitate
+from qa_lib.measure.hardware import restrict_sdpa
 from qa_lib.model.build import build_model
 from qa_lib.run import max_batch, memory_estimate
 from qa_lib.run.max_batch import CLOSE, STEP, largest
@@ -20,7 +20,7 @@ from qa_lib.spec import Machine
 from tests.material import committed
 
 GROUP = Path(__file__).parent.parent / "runs" / "h200-bench"
-# In a packed micro-batch, which the lengths of SQuAD v2's features decide.
+# In a packed micro-batch, which the lengths of SQuAD v2's samples decide.
 TOKENS = {8: 1472, 32: 5632, 64: 11200, 128: 22400}
 MEASURED = [
     (run["spec.variant"], run["micro_batch"], run["batch"], run["memory.peak_alloc_mib"], run["memory.optimizer_mib"])
@@ -76,7 +76,7 @@ def test_the_verb_prints_rows_and_skips_and_refuses_a_cpu(bert_base, capsys):
     assert main(words.split()) == 0
     printed = capsys.readouterr().out
     assert "A1" in printed and "forward and backward" in printed and "8.0 or newer" in printed
-    assert f"A1-int8     {memory_estimate.ROUNDED}" in printed
+    assert f"{'A1-int8':24}{memory_estimate.ROUNDED}" in printed
     with pytest.raises(UserError, match="A1-int8: what training on rounded weights keeps"):
         estimate(spec_of("A1-int8", bert_base, 8))
     (spec,) = plan(["A1"], "bench", [0], "synthetic:100", bert_base, machine=Machine())
@@ -144,9 +144,9 @@ def test_close_to_the_limit_a_smaller_batch_is_tried_for_speed(monkeypatch, tmp_
 def test_an_older_gpu_is_left_the_attention_kernels_that_it_has():
     switches = torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.cudnn_sdp_enabled
     try:
-        imitate(80)
+        restrict_sdpa(80)
         assert all(enabled() for enabled in switches)
-        imitate(75)
+        restrict_sdpa(75)
         assert not any(enabled() for enabled in switches) and torch.backends.cuda.mem_efficient_sdp_enabled()
     finally:
         torch.backends.cuda.enable_flash_sdp(True)

@@ -169,13 +169,13 @@ def test_dynamic_padding_compiles_symbolic_shapes_once(tmp_path, monkeypatch):
 def run(train, spec, folder, steps=6):
     from qa_lib.data.batches import Batches
     from qa_lib.data.squad import open_source
-    from qa_lib.data.windows import build_features
+    from qa_lib.data.windows import build_samples
 
     spec = spec_of(spec) if isinstance(spec, str) else spec
     spec = dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, steps=steps, checkpoint_every=0))
-    features = build_features(open_source("synthetic:60", "train"), build_tokenizer("tiny"), 96, 32)
+    samples = build_samples(open_source("synthetic:60", "train"), build_tokenizer("tiny"), 96, 32)
     model = build_model(spec)
-    result = train(model, Batches(features, spec), spec, torch.device("cpu"), folder, lambda _: None)
+    result = train(model, Batches(samples, spec), spec, torch.device("cpu"), folder, lambda _: None)
     return model, result
 
 

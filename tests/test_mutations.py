@@ -1,4 +1,4 @@
-"""Whatever a tokenizer's files, a saved data set, a cache of features and a typed word hold, the end is the right
+"""Whatever a tokenizer's files, a saved data set, a cache of samples and a typed word hold, the end is the right
 result or one line; what changes a result changes the identity of a run.
 
 Some hundred mutations run here; QA_LIB_MUTATIONS=5000 pytest tests/test_mutations.py runs so many of each kind.
@@ -89,11 +89,11 @@ def test_a_damaged_cache_is_made_anew_with_a_line(tmp_path, caplog):
     source = open_source(write(tmp_path / "data.json", document((TEXT, ENTRIES))), "train")
     tokenizer, cache = build_tokenizer("tiny"), tmp_path / "cache"
 
-    def features():
-        return windows.build_features(source, tokenizer, 48, 16, cache)
+    def samples():
+        return windows.build_samples(source, tokenizer, 48, 16, cache)
 
-    whole, chance = windows.build_features(source, tokenizer, 48, 16, False), random.Random(0)
-    features()
+    whole, chance = windows.build_samples(source, tokenizer, 48, 16, False), random.Random(0)
+    samples()
     for _ in range(3 * TIMES):
         caplog.clear()
         (entry,) = cache.iterdir()
@@ -104,14 +104,14 @@ def test_a_damaged_cache_is_made_anew_with_a_line(tmp_path, caplog):
             path.unlink()
             np.save(path, np.zeros_like(np.load(io.BytesIO(before))))
             differs = path.read_bytes() != before
-        found = features()
+        found = samples()
         assert all(np.array_equal(getattr(found, name), getattr(whole, name)) for name in ARRAYS), path
         assert (found.pad_token, found.n_examples, found.examples_sha256) == (
             whole.pad_token, whole.n_examples, whole.examples_sha256
         )  # fmt: skip
         assert differs or not caplog.text
         caplog.clear()
-        features()
+        samples()
         assert not caplog.text
 
 

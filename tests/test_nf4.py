@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from qa_lib.errors import UserError
-from qa_lib.measure.flops import StepCost
+from qa_lib.measure.flops import StepFlops
 from qa_lib.model import nf4
 from qa_lib.model.build import DTYPES, build_model, trainable_summary
 from qa_lib.model.nf4 import NF4Linear, native
@@ -61,7 +61,7 @@ def test_product_and_gradient_are_those_of_the_weight_that_the_bits_stand_for(la
     (found,) = torch.autograd.grad(small(x), x, grad)
     assert torch.allclose(found, wanted, atol=1e-5)
     library.opcheck(
-        torch.ops.qa_lib.nf4_product.default, (x.detach().requires_grad_(), small.weight, small.scales, WIDTHS[1])
+        torch.ops.qa_lib.nf4_linear.default, (x.detach().requires_grad_(), small.weight, small.scales, WIDTHS[1])
     )
 
 
@@ -126,7 +126,7 @@ def test_only_bytes_are_kept_for_the_backward_pass(layer):
     small = NF4Linear(layer, torch.float32)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         small(torch.randn(2, WIDTHS[0], requires_grad=True))
-    node = torch.ops.qa_lib.nf4_product(
+    node = torch.ops.qa_lib.nf4_linear(
         torch.randn(2, WIDTHS[0], requires_grad=True), small.weight, small.scales, WIDTHS[1]
     ).grad_fn
     assert not any(map(torch.is_tensor, vars(node).values())), "nor beside what hooks see"
@@ -194,5 +194,5 @@ def test_bitsandbytes_prints_no_lines_of_its_own():
 
 def test_weights_in_4_bits_count_as_weights():
     small, whole = model_of(), model_of(row="L-lora")
-    assert StepCost(small).flops(1000, 1e5) == StepCost(whole).flops(1000, 1e5)
+    assert StepFlops(small).flops(1000, 1e5) == StepFlops(whole).flops(1000, 1e5)
     assert trainable_summary(small).equals(trainable_summary(whole))

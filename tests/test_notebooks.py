@@ -5,11 +5,12 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
-import huggingface_hub
 import nbformat
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
@@ -24,18 +25,19 @@ from qa_lib import record
 from qa_lib.__main__ import main
 from qa_lib.data.squad import open_source
 from qa_lib.presets import PRESETS
-from qa_lib.report import publish
-from qa_lib.report.notebook import text_in_reach
+from qa_lib.report import cli
+from qa_lib.report.notebook import check_parameters, result
 from qa_lib.run.plan import plan
-from qa_lib.variants import FAMILIES, find_family, find_variant
+from qa_lib.variants import FAMILIES, UnknownName, find_family, find_variant
 from tests.conftest import slow
 from tests.test_report import make
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-ROWS = {"A1": 3, "B3": 3, "C2-8": 2, "D1": 2, "E-packed": 2}  # a quick row of each family, and its notebook's pictures
-FIGURES = 2  # of the report without a GPU: no peak memory
-MAX_CODE_CELLS = 10
+ROWS = {"A1": 3, "B3": 2, "C2-8": 2, "D1": 2, "E-packed": 2}  # a quick row of each family, and its notebook's pictures
+FIGURES = 1  # of the report without a GPU, and of one seed: the ladder
+MAX_LINES = 40  # of a cell, which fits on a screen
+MOST_LINES = 1_500  # of all notebooks together
 MAX_BYTES = 500_000
 
 
@@ -75,7 +77,7 @@ def test_a_notebook_is_stored_clean(path):
     nbformat.validate(notebook)
     assert notebook.metadata.kernelspec.name == "python3"
     # In Colab, a GPU is asked for where something trains.
-    colab = set() if path.stem in ("explore", "report", "scaling", "critical-batch") else {"accelerator", "colab"}
+    colab = set() if path.stem in ("explore", "report", "scaling", "multi_gpu") else {"accelerator", "colab"}
     assert set(notebook.metadata) == {"kernelspec", "language_info"} | colab
     ids = [cell.id for cell in notebook.cells]
     assert len(set(ids)) == len(ids)
@@ -87,18 +89,23 @@ def test_a_notebook_is_stored_clean(path):
             assert cell.outputs == []
 
 
+def lines_of(cell):
+    return [line for line in cell.source.splitlines() if line.strip() and not line.strip().startswith("#")]
+
+
 @every_notebook
-def test_a_notebook_reads_as_prose_and_hides_no_code(path):
+def test_a_notebook_reads_as_prose_and_its_cells_fit_on_a_screen(path):
     cells = read(path).cells
     assert cells[0].source.startswith("# ")
-    assert len(code_cells(path)) <= MAX_CODE_CELLS
     for before, cell in zip([None, *cells], cells, strict=False):
         if cell.cell_type == "code":
             prose = [line for line in before.source.splitlines() if not line.startswith("#")]
             assert before.cell_type == "markdown" and re.search(r"\w+ \w+.*[.:]$", "\n".join(prose), re.S), cell.source
-    statements = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.For, ast.While, ast.If, ast.Match, ast.Try)
-    for cell in code_cells(path, without=["bootstrap"]):
-        assert [ast.unparse(n) for n in ast.walk(ast.parse(cell.source)) if isinstance(n, statements)] == []
+            assert len(lines_of(cell)) <= MAX_LINES, cell.id
+
+
+def test_all_notebooks_together_stay_short():
+    assert sum(len(lines_of(cell)) for path in NOTEBOOKS for cell in code_cells(path)) <= MOST_LINES
 
 
 @every_notebook
@@ -167,7 +174,9 @@ def test_the_bootstrap_in_colab_clones(tmp_path):
     """With a git of our own that only makes the folder."""
     program = tmp_path / "bin" / "git"
     program.parent.mkdir()
-    program.write_text('#!/bin/sh\necho "$@"\nmkdir -p lab/qa_lib\ntouch lab/requirements.txt\n')
+    program.write_text(
+        '#!/bin/sh\necho "$@"\nmkdir -p lab/qa_lib lab/notebooks\ntouch lab/requirements.txt lab/notebooks/install.py\n'
+    )
     program.chmod(0o755)
     (tmp_path / "google").mkdir()
     (tmp_path / "google" / "colab.py").touch()
@@ -183,6 +192,8 @@ def test_the_bootstrap_installs_what_is_missing_or_old_and_leaves_torch_alone(tm
     (tmp_path / "pip").mkdir()
     (tmp_path / "pip" / "__init__.py").touch()
     (tmp_path / "pip" / "__main__.py").write_text("import sys; print('pip', *sys.argv[1:])")
+    (tmp_path / "notebooks").mkdir()
+    shutil.copy(ROOT / "notebooks" / "install.py", tmp_path / "notebooks")
     (tmp_path / "requirements.txt").write_text("torch>=99\nnot_there>=1.0,<2\nnumpy>=1\npandas<0.1\nneither-there>=3\n")
     done = bootstrap(tmp_path, PYTHONPATH=str(tmp_path))
     assert done.stdout.splitlines() == ["pip install -q not_there>=1.0,<2 pandas<0.1 neither-there>=3", str(tmp_path)]
@@ -249,7 +260,10 @@ def run_here(path, **parameters):
     with capture_output() as captured:
         for cell in code_cells(path, without=["bootstrap"]):
             own = "".join(f"\n{name} = {value!r}" for name, value in parameters.items() if "parameters" in tags(cell))
-            shell.run_cell(cell.source + own).raise_error()
+            done = shell.run_cell(cell.source + own)
+            done.raise_error()
+            if done.result is not None:
+                display(done.result)
             for number in plt.get_fignums():  # as a notebook shows what a cell has drawn, whatever backend is here
                 display(plt.figure(number))
                 plt.close(number)
@@ -315,19 +329,19 @@ def test_the_report_notebook_draws_from_these_runs(every):
     assert out.stat().st_size < 2 * MAX_BYTES
 
 
-PAGES = [slow(*page) if page[0].stem != "report" else page for page in publish.RENDERED.items()]
-
-
-@pytest.mark.parametrize(("notebook", "page"), PAGES, ids=lambda path: path.stem)
-def test_a_page_is_kept_as_the_committed_records_render_it(notebook, page, monkeypatch):
-    """Its pictures are drawn by whichever fonts are here; the figures' manifest ties them to records."""
-    monkeypatch.chdir(ROOT)
-    if not page.exists():
-        pytest.skip("not rendered yet")
-    kept, now = (nbformat.reads(text, 4).cells for text in (page.read_text(), publish.rendered(notebook)))
-    said, fresh = ([(cell.source, sorted(cell.get("attachments", {}))) for cell in cells] for cells in (kept, now))
-    assert said == fresh, "run python -m qa_lib report --notebook"
-    assert page.stat().st_size < MAX_BYTES
+@pytest.mark.parametrize(("notebook", "page"), cli.PAGES.items(), ids=lambda path: Path(path).stem)
+def test_a_page_is_an_executed_notebook_of_moderate_size(notebook, page):
+    """That it is of today's notebook, `report --check` says (test_readme)."""
+    kept = read(ROOT / page)
+    assert images(ROOT / page) > 0 and (ROOT / page).stat().st_size < 3 * MAX_BYTES
+    outputs = [output for cell in kept.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert [output for output in outputs if output.output_type in ("error", "stream")] == []
+    shown = [output.data.get("text/markdown", "") for output in outputs]
+    assert [text for text in shown if re.match(r"\*No (figure|table): \w+Error", text)] == []
+    assert str(ROOT) not in (ROOT / page).read_text()
+    text = (ROOT / page).with_suffix(".md").read_text()
+    links = re.findall(r"!\[.*?\]\((.*?)\)", text)
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).is_file()] == []
 
 
 def test_the_report_and_explore_notebooks_run_in_any_process(tmp_path, monkeypatch):
@@ -350,19 +364,30 @@ def test_the_explore_notebook_needs_no_run_and_no_model(swept):
     assert out.stat().st_size < MAX_BYTES
 
 
-def test_explore_looks_at_real_text_where_it_is_in_reach(tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
-    monkeypatch.chdir(tmp_path)
-    scale, data, model, said = text_in_reach("", "", "")
-    assert (scale, data, model) == ("smoke", "", "") and "Generated" in said
-    assert text_in_reach("bench", "mine/", "my-bert/")[:3] == ("bench", "mine/", "my-bert/")
-    Path("squad").mkdir()
-    scale, data, model, said = text_in_reach("", "", "")
-    assert (scale, data, model) == ("full", "squad", "tiny") and "each word counts" in said
-    monkeypatch.setitem(sys.modules, "google.colab", None)
-    assert text_in_reach("", "", "")[:3] == ("full", "squad", "")
-    Path("squad").rmdir()
-    assert text_in_reach("", "", "")[:3] == ("full", "squad_v2", "")
+def test_a_misspelt_parameter_stops_the_run():
+    cells = ["", "import os", 'variant = "A1"\nseed = 0', '# Parameters\nvarient = "A3"\n', "check_parameters(In)"]
+    with pytest.raises(UnknownName, match="unknown parameter 'varient'; did you mean 'variant'"):
+        check_parameters(cells)
+    check_parameters([*cells[:3], '# Parameters\nvariant = "A3"\n', "check_parameters(In)"])
+
+
+def test_a_result_shows_what_was_measured_and_some_answers(tmp_path):
+    record = {
+        "run_id": "A1-s0-x", "group": "cpu-smoke", "status": "ok",
+        "task": {"name": "qa", "label": "F1", "metric": "f1"},
+        "quality": {"f1": 98.5}, "speed": {"samples_per_s": 120.0}, "memory": {"peak_alloc_mib": None},
+        "time": {"step_ms": {"median": None}, "wall_s": 9.0},
+    }  # fmt: skip
+    examples = [SimpleNamespace(id="a", question="who ?", answers=(("alice", 3),)),
+                *(SimpleNamespace(id=str(n), question="what ?", answers=()) for n in range(9))]  # fmt: skip
+    assert result(record, tmp_path, examples) == "**98.50** F1 · **120** features/s · **9.00** s in all"
+    folder = tmp_path / "cpu-smoke" / "A1-s0-x" / "answers"
+    folder.mkdir(parents=True)
+    (folder / "predictions.json").write_text(json.dumps({example.id: "" for example in examples} | {"a": "bob"}))
+    text = result(record, tmp_path, examples)
+    assert "| who ? | bob | alice |" in text and text.count("| (no answer) | (no answer) |") == 4
+    oom = record | {"status": "oom", "error": {"message": "out of memory"}}
+    assert result(oom, tmp_path, examples) == "*A1-s0-x is oom: out of memory.*"
 
 
 @pytest.mark.slow

@@ -13,11 +13,11 @@ from qa_lib.data.batches import Batches
 from qa_lib.data.packing import CALLS, PackedBatches, deal, few_limits
 from qa_lib.data.squad import open_source
 from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.data.windows import build_features
+from qa_lib.data.windows import build_samples
 from qa_lib.errors import UserError
 from qa_lib.model.attention import KERNELS, Segments
 from qa_lib.model.build import build_model
-from qa_lib.model.packed import Packed, Regions, regions_of
+from qa_lib.model.packed import Packed, RegionalModel, regions_of
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, Spec
@@ -71,8 +71,8 @@ def gpu_ops_without_a_gpu():
 
 
 @pytest.fixture(scope="module")
-def features():
-    return build_features(open_source("synthetic:200", "train"), build_tokenizer("tiny"), 96, 32)
+def samples():
+    return build_samples(open_source("synthetic:200", "train"), build_tokenizer("tiny"), 96, 32)
 
 
 def spec_of(variant="E-packed", machine=CPU, attention=None, **scale) -> Spec:
@@ -116,13 +116,13 @@ def test_dealing_balances_and_loses_nothing():
     assert totals.max() - totals.min() < 20 < random_totals.max() - random_totals.min()
 
 
-def test_every_row_has_one_shape_and_nearly_no_padding(features):
-    batches = PackedBatches(features, spec_of())
+def test_every_row_has_one_shape_and_nearly_no_padding(samples):
+    batches = PackedBatches(samples, spec_of())
     rows = [batches.arrays(m) for step in range(8) for m in batches.step(step)]
     shapes = {tuple((name, array.shape) for name, array in row.items()) for row in rows}
     assert len(shapes) == 1
     assert rows[0]["input_ids"].shape == (1, batches.budget)
-    real = sum(features.lengths[m].sum() for step in range(8) for m in batches.step(step))
+    real = sum(samples.lengths[m].sum() for step in range(8) for m in batches.step(step))
     assert real / (len(rows) * batches.budget) > 0.8
     for row in rows:
         segments = np.diff(row["cu_seqlens"])
@@ -131,22 +131,22 @@ def test_every_row_has_one_shape_and_nearly_no_padding(features):
         assert segments.max() <= 96
 
 
-def test_each_segment_has_a_limit_that_holds_in_every_row(features):
-    batches = PackedBatches(features, spec_of())
+def test_each_segment_has_a_limit_that_holds_in_every_row(samples):
+    batches = PackedBatches(samples, spec_of())
     lengths = [np.diff(batches.arrays(m)["cu_seqlens"]) for step in range(batches.steps) for m in batches.step(step)]
     assert (lengths <= np.array(batches.limits)).all()
     assert (batches.limits - np.max(lengths, axis=0)).max() < 64, "no limit is an alignment too high"
 
 
-def test_each_feature_has_a_place_that_is_the_same_in_every_row(features):
-    batches = PackedBatches(features, spec_of(attention="efficient"))
+def test_each_feature_has_a_place_that_is_the_same_in_every_row(samples):
+    batches = PackedBatches(samples, spec_of(attention="efficient"))
     assert batches.budget == sum(batches.limits) and len(set(batches.limits)) <= CALLS
     assert batches.limits == sorted(batches.limits, reverse=True), "equal ones are neighbours"
     for indices in (m for step in range(batches.steps) for m in batches.step(step)):
-        row, plain = batches.arrays(indices), Batches(features, batches.spec).arrays(indices)
+        row, plain = batches.arrays(indices), Batches(samples, batches.spec).arrays(indices)
         assert list(np.diff(row["cu_seqlens"])) == batches.limits
-        assert (row["bias"] == 0).sum() == features.lengths[indices].sum()
-        for number, (begin, length) in enumerate(zip(row["cu_seqlens"], features.lengths[indices], strict=False)):
+        assert (row["bias"] == 0).sum() == samples.lengths[indices].sum()
+        for number, (begin, length) in enumerate(zip(row["cu_seqlens"], samples.lengths[indices], strict=False)):
             place = slice(begin, begin + length)
             assert (row["bias"][place] == 0).all() and list(row["position_ids"][0, place]) == list(range(length))
             for name in ("input_ids", "token_type_ids"):
@@ -169,26 +169,26 @@ def test_few_limits_are_the_best_few():
         assert sum(found) == min(some[np.searchsorted(some, lengths)].sum() for some in tried)
 
 
-def test_an_epoch_sees_each_feature_once_and_the_next_in_another_order(features):
-    batches = PackedBatches(features, spec_of())
+def test_an_epoch_sees_each_feature_once_and_the_next_in_another_order(samples):
+    batches = PackedBatches(samples, spec_of())
     first, second = batches._epoch(0), batches._epoch(1)
-    assert len(np.unique(first)) == first.size == len(features) // 8 * 8
+    assert len(np.unique(first)) == first.size == len(samples) // 8 * 8
     assert not np.array_equal(first, second)
-    assert np.array_equal(first, PackedBatches(features, spec_of())._epoch(0))
+    assert np.array_equal(first, PackedBatches(samples, spec_of())._epoch(0))
 
 
-def packed_and_padded(features, kind, dtype, device=DEVICE, qkv="separate"):
+def packed_and_padded(samples, kind, dtype, device=DEVICE, qkv="separate"):
     """A model, one micro-batch both ways, and its lengths: on the device, without dropout, in training mode."""
     spec = spec_of(attention=kind)
     spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, qkv=qkv))
-    batches = PackedBatches(features, spec)
+    batches = PackedBatches(samples, spec)
     indices = batches.step(0)[0]
     model = without_dropout(build_model(spec)).to(device, dtype).train()
     padded_spec = dataclasses.replace(
         spec, settings=dataclasses.replace(spec.settings, padding="max_length", attention="sdpa")
     )
-    padded = Batches(features, padded_spec).collate(indices, device)
-    return Packed(model, batches.limits), batches.collate(indices, device), padded, features.lengths[indices]
+    padded = Batches(samples, padded_spec).collate(indices, device)
+    return Packed(model, batches.limits), batches.collate(indices, device), padded, samples.lengths[indices]
 
 
 def padded_loss(model, inputs, lengths):
@@ -204,8 +204,8 @@ def padded_loss(model, inputs, lengths):
 
 @pytest.mark.parametrize("qkv", ["separate", "fused"])
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
-def test_logits_loss_and_gradients_are_those_of_padded_rows(features, kind, dtype, error, projections):
-    model, packed, padded, lengths = packed_and_padded(features, kind, dtype, qkv=qkv)
+def test_logits_loss_and_gradients_are_those_of_padded_rows(samples, kind, dtype, error, qkv):
+    model, packed, padded, lengths = packed_and_padded(samples, kind, dtype, qkv=qkv)
     loss, output, inside = padded_loss(model.model, padded, lengths)
     loss.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -222,11 +222,11 @@ def test_logits_loss_and_gradients_are_those_of_padded_rows(features, kind, dtyp
         assert (p.grad - expected[name]).norm() < error * max(expected[name].norm(), 1e-2 * largest), name
 
 
-def test_a_model_in_regions_is_the_model(features):
+def test_a_model_in_regions_is_the_model(samples):
     """Loss and gradients, and every parameter in one region alone; each is announced before it runs."""
-    packed, inputs, *_ = packed_and_padded(features, "block-diagonal", torch.float32)
+    packed, inputs, *_ = packed_and_padded(samples, "block-diagonal", torch.float32)
     parts = []
-    regions = Regions(packed, lambda part: parts.append(part) or part)
+    regions = RegionalModel(packed, lambda part: parts.append(part) or part)
     assert len(parts) == len(regions_of(packed.model)) == 3, "embeddings, two layers, head"
     found, announced = [], []
     regions.before = announced.append
@@ -242,8 +242,8 @@ def test_a_model_in_regions_is_the_model(features):
 
 
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
-def test_no_segment_sees_its_neighbour(features, kind, dtype, error):
-    model, packed, _, lengths = packed_and_padded(features, kind, dtype)
+def test_no_segment_sees_its_neighbour(samples, kind, dtype, error):
+    model, packed, _, lengths = packed_and_padded(samples, kind, dtype)
     ends = packed["cu_seqlens"]
     with torch.no_grad():
         before = model(**packed).start_logits[0]
@@ -259,13 +259,13 @@ def test_no_segment_sees_its_neighbour(features, kind, dtype, error):
 
 
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
-def test_a_long_tail_leaks_nothing(features, kind, dtype, error):
+def test_a_long_tail_leaks_nothing(samples, kind, dtype, error):
     """A budget far beyond the tokens: no gradient is touched by the padding, which is many segments, or in places."""
     spec = spec_of(attention=kind)
     model = without_dropout(build_model(spec)).to(DEVICE, dtype).train()
 
     def gradients(extra):
-        batches = PackedBatches(features, spec)
+        batches = PackedBatches(samples, spec)
         batches.budget += extra
         if batches.has_places:
             batches.limits = [limit + extra // batches.size for limit in batches.limits]
@@ -298,8 +298,8 @@ def test_attention_dropout_keeps_its_rate(kind, dtype, error):
 
 
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
-def test_the_compiler_traces_it_whole(features, kind, dtype, error):
-    model, packed, *_ = packed_and_padded(features, kind, dtype)
+def test_the_compiler_traces_it_whole(samples, kind, dtype, error):
+    model, packed, *_ = packed_and_padded(samples, kind, dtype)
 
     def gradients(step):
         model.zero_grad()
@@ -451,7 +451,7 @@ def test_fused_projections_are_the_same_function_and_come_apart_again(tmp_path):
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA GPU")
 @pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"optimizer": "adamw-master"}], ids=str)
-def test_a_captured_step_is_the_eager_step(features, changes, tmp_path):
+def test_a_captured_step_is_the_eager_step(samples, changes, tmp_path):
     """Ten steps without dropout, three of them eager and seven replayed, against ten eager ones."""
     from qa_lib.train.loop import train
 
@@ -461,7 +461,7 @@ def test_a_captured_step_is_the_eager_step(features, changes, tmp_path):
         spec = dataclasses.replace(spec, settings=settings)
         model = without_dropout(build_model(spec))
         (tmp_path / step).mkdir()
-        train(model, PackedBatches(features, spec), spec, DEVICE, tmp_path / step, lambda _: None)
+        train(model, PackedBatches(samples, spec), spec, DEVICE, tmp_path / step, lambda _: None)
         return torch.cat([p.detach().flatten().float() for p in model.parameters()])
 
     start = torch.cat([p.detach().flatten().to(DEVICE) for p in build_model(spec_of("E-graph")).parameters()])

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from qa_lib.train.data_parallel import gathered
-from qa_lib.train.overlap import Arrivals
+from qa_lib.train.data_parallel import gather_model
+from qa_lib.train.overlap import GradReadyHooks
 from qa_lib.train.pipeline import bubble, measured_bubble
-from qa_lib.train.process_group import Ranks
-from qa_lib.train.zero1 import ALIGN, Share
+from qa_lib.train.process_group import ProcessGroup
+from qa_lib.train.zero1 import ALIGN, FlatShard
 from tests import warm
 from tests.ranks import DEVICE, losses_of, trained
 
@@ -58,7 +58,7 @@ CASES = {
     "tensor-flat": ({"row": "P-tensor", "settings": {"parallel": "ddp-one-bucket"}} | CUT, UNCUT, 1e-4),
     "tensor-unequal": ({"row": "P-tensor", "unequal": True} | CUT, UNCUT | {"unequal": True}, 1e-4),
     "tensor-rounds": ({"row": "P-tensor", "rounds": 1e-6} | CUT, UNCUT, 1e-4),
-    # Within an epoch: at its end the Trainer leaves out more features with more processes.
+    # Within an epoch: at its end the Trainer leaves out more samples with more processes.
     "trainer": ({"row": "P0", "preset": {"steps": 5}}, {"row": "A0", "world": 1, "preset": {"steps": 5}}, 1e-4),
 }
 if find_spec("deepspeed"):  # the last one, since a Trainer after it would take DeepSpeed, too
@@ -82,7 +82,7 @@ def by_one(tmp_path_factory):
     @functools.cache
     def folder_of(case: str):
         folder = tmp_path_factory.mktemp("one")
-        (folder / "rank-0.json").write_text(json.dumps(trained(json.loads(case), folder, Ranks(DEVICE))))
+        (folder / "rank-0.json").write_text(json.dumps(trained(json.loads(case), folder, ProcessGroup(DEVICE))))
         return folder
 
     yield lambda case: folder_of(json.dumps(case, sort_keys=True))
@@ -93,7 +93,7 @@ def test_what_waits_for_gradients_does_not_keep_the_model():
     """Else every run of a process would leave its model on the GPU."""
     model = torch.nn.Linear(3, 1)
     sent, gone = [], weakref.ref(model)
-    arrivals = Arrivals([[model.weight], [model.bias]], sent.append)
+    arrivals = GradReadyHooks([[model.weight], [model.bias]], sent.append)
     with arrivals.awaited(last=True):
         model(torch.ones(1, 3)).sum().backward()
     assert sorted(sent) == [0, 1]
@@ -104,10 +104,12 @@ def test_what_waits_for_gradients_does_not_keep_the_model():
 
 @pytest.mark.parametrize("trained", [{"weight"}, {"weight", "bias", "more"}])
 def test_a_gathered_model_has_all_that_was_trained_and_no_more(trained):
-    ranks = types.SimpleNamespace(stages=2, united=lambda own: own | dict.fromkeys(trained - {*own}, own["weight"]))
+    ranks = types.SimpleNamespace(
+        stages=2, gather_stages=lambda own: own | dict.fromkeys(trained - {*own}, own["weight"])
+    )
     model, whole = torch.nn.Linear(2, 2, bias="bias" in trained), torch.nn.Linear(2, 2)
     with pytest.raises(RuntimeError, match=r"not those that its processes have trained: (bias|more)$"):
-        gathered(model, lambda: whole, ranks)
+        gather_model(model, lambda: whole, ranks)
 
 
 def found_by_ranks(folder) -> list[dict]:
@@ -247,7 +249,7 @@ def test_a_run_that_four_began_goes_on_with_two(row, resumed, by_one):
 def test_shares_begin_and_end_where_the_kernels_read_quickly():
     for rank in range(3):
         parameters = [torch.nn.Parameter(torch.ones(size)) for size in (35, 17)]
-        share = Share(parameters, types.SimpleNamespace(world=3, rank=rank))
+        share = FlatShard(parameters, types.SimpleNamespace(world=3, rank=rank))
         assert len(share.own) == 2 * ALIGN and share.own.storage_offset() == rank * 2 * ALIGN
         assert [p.sum().item() for p in parameters] == [35, 17]
 

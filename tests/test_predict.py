@@ -26,7 +26,6 @@ from transformers import (
 from qa_lib.commands import parser_of
 from qa_lib.data.load import load_data
 from qa_lib.data.squad import Example
-from qa_lib.data.windows import build_features
 from qa_lib.errors import UserError
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.hf_checkpoint import INDEX, SUMS, find_folder, write_digests
@@ -59,8 +58,8 @@ def model(tokenizer):
 
 
 @pytest.fixture(scope="module")
-def features(tokenizer):
-    return build_features(Given(EXAMPLES), tokenizer, 40, 10, cache=False)
+def samples(tokenizer):
+    return build_samples(Given(EXAMPLES), tokenizer, 40, 10, cache=False)
 
 
 @pytest.fixture
@@ -70,30 +69,30 @@ def folder(tmp_path, model, tokenizer):
     return tmp_path / "model"
 
 
-def answers(model, features, examples, **options):
-    return decode(features, examples, *predict_logits(model, features, **options))
+def answers(model, samples, examples, **options):
+    return decode(samples, examples, *predict_logits(model, samples, **options))
 
 
-def test_shape_and_join(model, features):
-    ids, start, end = predict_logits(model, features)
-    assert start.shape == end.shape == (len(features), features.lengths.max())
-    assert sorted(ids.tolist()) == list(range(len(features))) != ids.tolist()
-    lengths = features.lengths[ids.numpy()]
+def test_shape_and_join(model, samples):
+    ids, start, end = predict_logits(model, samples)
+    assert start.shape == end.shape == (len(samples), samples.lengths.max())
+    assert sorted(ids.tolist()) == list(range(len(samples))) != ids.tolist()
+    lengths = samples.lengths[ids.numpy()]
     assert (np.diff(lengths) <= 0).all() and lengths[0] > lengths[-1]
     for row, length in enumerate(lengths):
         assert start[row, :length].isfinite().all() and start[row, length:].isnan().all()
-    batch = features.batch([7], 40)
+    batch = samples.batch([7], 40)
     wanted = model(
         **{name: torch.from_numpy(batch[name]) for name in ("input_ids", "attention_mask", "token_type_ids")}
     )
-    row, length = ids.tolist().index(7), features.lengths[7]
+    row, length = ids.tolist().index(7), samples.lengths[7]
     assert torch.allclose(start[row, :length], wanted.start_logits[0, :length], atol=1e-4)
     assert torch.allclose(end[row, :length], wanted.end_logits[0, :length], atol=1e-4)
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 77, 100])
-def test_batch_size_and_padding_change_nothing(model, features, batch_tokens):
-    one, other = answers(model, features, EXAMPLES), answers(model, features, EXAMPLES, batch_tokens=batch_tokens)
+def test_batch_size_and_padding_change_nothing(model, samples, batch_tokens):
+    one, other = answers(model, samples, EXAMPLES), answers(model, samples, EXAMPLES, batch_tokens=batch_tokens)
     assert one.predictions == other.predictions
     assert list(one.null_odds.values()) == pytest.approx(list(other.null_odds.values()), abs=1e-3)
 
@@ -116,13 +115,13 @@ def answered():
 
 def test_held_out_loss_is_what_training_computes_of_each_window(answered, tmp_path):
     model, spec, data = answered
-    features = data.validation_features
+    samples = data.validation_samples
     with torch.no_grad():
         losses = []
-        for number, length in enumerate(features.lengths):
-            inputs = {name: torch.from_numpy(array) for name, array in features.batch([number], length).items()}
+        for number, length in enumerate(samples.lengths):
+            inputs = {name: torch.from_numpy(array) for name, array in samples.batch([number], length).items()}
             losses.append(model(**inputs).loss.item())
-    assert 0 < (features.end_positions > 0).sum() < len(features)
+    assert 0 < (samples.end_positions > 0).sum() < len(samples)
     right = evaluate(model, data, spec, torch.device("cpu"), tmp_path)["loss"]
     assert right == pytest.approx(np.mean(losses), rel=1e-5)
     wrong = replace(spec, settings=replace(spec.settings, fault="positional-join"))
@@ -131,14 +130,14 @@ def test_held_out_loss_is_what_training_computes_of_each_window(answered, tmp_pa
 
 def test_an_infinite_held_out_loss_is_null(answered):
     _, _, data = answered
-    features = data.validation_features
-    ids, start, end = torch.arange(len(features)), *torch.zeros(2, len(features), features.lengths.max())
-    assert span_loss(features, ids, start, end) == pytest.approx(np.log(features.lengths.max()))
-    start[3, features.start_positions[3]] = -torch.inf
-    assert span_loss(features, ids, start, end) is None
+    samples = data.validation_samples
+    ids, start, end = torch.arange(len(samples)), *torch.zeros(2, len(samples), samples.lengths.max())
+    assert span_loss(samples, ids, start, end) == pytest.approx(np.log(samples.lengths.max()))
+    start[3, samples.start_positions[3]] = -torch.inf
+    assert span_loss(samples, ids, start, end) is None
 
 
-def test_batches_hold_what_they_may(features):
+def test_batches_hold_what_they_may(samples):
     seen = []
 
     def model(input_ids, attention_mask, token_type_ids):
@@ -146,8 +145,8 @@ def test_batches_hold_what_they_may(features):
         logits = torch.zeros(input_ids.shape)
         return type("Output", (), {"start_logits": logits, "end_logits": logits})
 
-    predict_logits(model, features, batch_tokens=120)
-    assert sum(n for n, _ in seen) == len(features)
+    predict_logits(model, samples, batch_tokens=120)
+    assert sum(n for n, _ in seen) == len(samples)
     assert max(n * width for n, width in seen) <= 120
     assert seen == sorted(seen, key=lambda shape: -shape[1]) and {width % 8 for _, width in seen} == {0}
 

@@ -160,11 +160,11 @@ def test_what_gradients_take_is_not_taken_for_activations(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(held))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 600)
-    watch = profile.MemoryWatch(1)
+    hooks = profile.MemoryHooks(1)
     for phase in ("forward", "backward") * 2:
-        with watch.phase(phase):
+        with hooks.phase(phase):
             pass
-    assert watch.kept == 60 and watch.peaks == {"forward": 600, "backward": 600}
+    assert hooks.kept == 60 and hooks.peaks == {"forward": 600, "backward": 600}
 
 
 def test_a_profile_of_a_row_on_this_machine(tmp_path):

@@ -172,7 +172,7 @@ def test_layers_that_cannot_be_quantized_are_named():
     with pytest.raises(UserError, match=r"GPT2LMHeadModel: its layers have no torch\.nn\.Linear"):
         quantize(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=40)), "int8")
     odd = BertConfig(hidden_size=24, num_attention_heads=1, num_hidden_layers=1, intermediate_size=32, vocab_size=40)
-    with pytest.raises(UserError, match="a product over 24 features"):
+    with pytest.raises(UserError, match="a linear layer of 24 inputs"):
         quantize(BertForQuestionAnswering(odd), "int4")
 
 

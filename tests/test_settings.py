@@ -117,7 +117,7 @@ class Seen:
             monkeypatch.setattr(module, "train", self._noting(name, module.train))
         # Weights are rounded to 4 bits when they are moved.
         before = {name: p.detach().clone() for name, p in build_model(spec).to("cpu").named_parameters()}
-        self.model, self.batches = build_model(spec), batches_of(data.features, spec)
+        self.model, self.batches = build_model(spec), batches_of(data.samples, spec)
         self.model.get_input_embeddings().register_forward_hook(self._look)
         folder.mkdir()
         self.optimizer = worker.train(self.model, self.batches, spec, torch.device("cpu"), folder, lambda _: None)[0]
@@ -125,7 +125,7 @@ class Seen:
         self.moved = {
             name
             for name, p in after.items()
-            if not torch.equal(data_parallel.whole(p.detach()).float(), before[name].to(p.dtype).float())
+            if not torch.equal(data_parallel.gather(p.detach()).float(), before[name].to(p.dtype).float())
         }
         self.trains = {name for name, p in after.items() if p.requires_grad}
 
@@ -141,8 +141,8 @@ class Seen:
         calls = set()
         for owner, name in (
             (data_parallel, "DistributedDataParallel"), (data_parallel, "bf16_compress_hook"),
-            (data_parallel, "fully_shard"), (data_parallel.Flat, "reduce"), (zero1, "reduce_scatter"),
-            (pipeline.Pipeline, "passes"), (overlap, "regions_of"), (zero1.Share, "spread"),
+            (data_parallel, "fully_shard"), (data_parallel.OneBucketDDP, "reduce_grads"), (zero1, "reduce_scatter"),
+            (pipeline.Pipeline, "forward_backward"), (overlap, "regions_of"), (zero1.FlatShard, "all_gather_params"),
             (tensor, "parallelize_module"),
         ):  # fmt: skip
             real = getattr(owner, name)
@@ -164,7 +164,7 @@ class Seen:
         """Mean difference of lengths within a micro-batch, over an epoch."""
         epoch = range(self.batches.per_epoch // self.spec.accumulation)
         micro_batches = [m for step in epoch for m in self.batches.step(step)]
-        return float(np.mean([np.ptp(self.batches.features.lengths[m]) for m in micro_batches]))
+        return float(np.mean([np.ptp(self.batches.samples.lengths[m]) for m in micro_batches]))
 
 
 def trains_as_named(seen: Seen, recipe: str) -> bool:
@@ -192,7 +192,7 @@ def pads(seen: Seen, padding: str) -> bool:
     if padding == "packed":
         return rows == 1 and width == seen.batches.budget
     return (
-        width == limit if padding == "max_length" else width < limit or seen.batches.features.lengths.max() > limit - 32
+        width == limit if padding == "max_length" else width < limit or seen.batches.samples.lengths.max() > limit - 32
     )
 
 
@@ -233,12 +233,12 @@ SHARED = {
     "none": set(),
     "ddp": {"DistributedDataParallel"},
     "ddp-bf16": {"DistributedDataParallel", "bf16_compress_hook"},
-    "ddp-one-bucket": {"reduce"},
-    "ddp-overlap": {"reduce", "regions_of"},
-    "zero1": {"reduce_scatter", "spread"},
-    "zero1-overlap": {"reduce_scatter", "spread", "regions_of"},
+    "ddp-one-bucket": {"reduce_grads"},
+    "ddp-overlap": {"reduce_grads", "regions_of"},
+    "zero1": {"reduce_scatter", "all_gather_params"},
+    "zero1-overlap": {"reduce_scatter", "all_gather_params", "regions_of"},
     "fsdp2": {"fully_shard"},
-    "pipeline": {"passes"},
+    "pipeline": {"forward_backward"},
     "tensor": {"parallelize_module"},
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": None}

@@ -20,15 +20,15 @@ from qa_lib import record
 from qa_lib.errors import Stopped, UserError
 from qa_lib.measure import hardware
 from qa_lib.run import torchrun
-from qa_lib.run.faults import fault_path, first_fault
+from qa_lib.run.faults import fault_path, first_fault, noting_faults
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.run.process import kill
-from qa_lib.run.torchrun import tell_fault
-from qa_lib.run.worker import _noting_faults, recording
+from qa_lib.run.torchrun import record_fault
+from qa_lib.run.worker import recording
 from qa_lib.spec import Machine
 from qa_lib.train.checkpoint import Checkpoint
-from qa_lib.train.process_group import Ranks
+from qa_lib.train.process_group import ProcessGroup
 from qa_lib.variants import SpecError
 from tests import faulty, warm
 from tests.conftest import slow
@@ -72,7 +72,7 @@ def test_the_record_is_of_all_processes_and_the_model_of_the_first(whole):
     assert entry["parallel"]["rank_peak_mib"] is None, "not measured on a CPU"
     steps = [json.loads(line)["step"] for line in (run_dir / "steps.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 31))
-    # Features of all processes in the time of a step.
+    # Samples of all processes in the time of a step.
     timed = [json.loads(line)["ms"] for line in (run_dir / "steps.jsonl").read_text().splitlines()][5:]
     assert entry["speed"]["samples_per_s"] == pytest.approx(16 * len(timed) / sum(timed) * 1e3, rel=0.4)
     assert (run_dir / "model" / "model.safetensors").exists()
@@ -161,13 +161,13 @@ def test_the_first_fault_is_the_cause(tmp_path):
 
     left(0, 20.0, "ConnectionClosed")
     left(1, 19.5, "OutOfMemory")
-    tell_fault(spec, tmp_path, {0: 1, 1: 1})
+    record_fault(spec, tmp_path, {0: 1, 1: 1})
     assert record.read_record(tmp_path)["error"]["message"] == "process 1 of 2: OutOfMemory"
     left(0, 20.0, "ConnectionClosed")
-    tell_fault(spec, tmp_path, {0: -signal.SIGTERM, 1: -signal.SIGSEGV})
+    record_fault(spec, tmp_path, {0: -signal.SIGTERM, 1: -signal.SIGSEGV})
     assert record.read_record(tmp_path)["error"]["message"] == "process 1 of 2 was ended by SIGSEGV"
     left(0, 20.0, "OutOfMemory", "oom")
-    tell_fault(spec, tmp_path, {0: 1, 1: -signal.SIGKILL})  # which torchrun sends to one that waits in a kernel
+    record_fault(spec, tmp_path, {0: 1, 1: -signal.SIGKILL})  # which torchrun sends to one that waits in a kernel
     again = record.read_record(tmp_path)
     assert (again["status"], again["error"]["message"]) == ("oom", "process 0 of 2: OutOfMemory")
 
@@ -187,9 +187,9 @@ def test_a_process_that_torchrun_stops_tells_the_others_fault_and_no_older_one(a
 
 @pytest.mark.parametrize(("shared", "status"), [(False, "oom"), (True, "error")])
 def test_memory_that_other_runs_may_have_filled_is_an_error_of_any_process(shared, status, tmp_path, monkeypatch):
-    monkeypatch.setattr("qa_lib.run.worker._shares", lambda device: shared)
+    monkeypatch.setattr("qa_lib.run.faults.shares_gpu", lambda device: shared)
     second = types.SimpleNamespace(store=True, rank=1, world=2)
-    with pytest.raises(MemoryError), _noting_faults(tmp_path, second):
+    with pytest.raises(MemoryError), noting_faults(tmp_path, second):
         raise MemoryError
     assert first_fault(tmp_path)["status"] == status
 
@@ -267,9 +267,9 @@ def test_the_link_is_that_of_the_first_two_gpus_that_the_process_sees(visible, s
     monkeypatch.setattr(hardware, "_nvidia_smi", lambda first, *_: answers[first])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: types.SimpleNamespace(uuid=visible[card]))
-    assert hardware.link() == said
+    assert hardware.interconnect() == said
     monkeypatch.setattr(hardware, "_nvidia_smi", lambda *_: "")
-    assert hardware.link() is None
+    assert hardware.interconnect() is None
 
 
 def test_the_first_process_takes_all_cards_in_one_order_whatever_order_they_are_seen_in(monkeypatch, tmp_path):
@@ -283,7 +283,7 @@ def test_the_first_process_takes_all_cards_in_one_order_whatever_order_they_are_
     def run(*order):
         seen.order = order
         for _ in range(20):
-            with hardware.turn(gpu):
+            with hardware.gpu_lock(gpu):
                 holders.append(order)
                 most.append(len(holders))
                 time.sleep(0.001)
@@ -299,7 +299,7 @@ def test_the_first_process_takes_all_cards_in_one_order_whatever_order_they_are_
 
 def test_the_others_wait_until_the_first_has_its_turn():
     store = torch.distributed.HashStore()
-    first, second = Ranks(torch.device("cpu")), Ranks(torch.device("cpu"))
+    first, second = ProcessGroup(torch.device("cpu")), ProcessGroup(torch.device("cpu"))
     first.store = second.store = store
     second.rank = 1
     waiting = threading.Thread(target=second.start)

@@ -15,7 +15,7 @@ from qa_lib.data.batches import Batches
 from qa_lib.data.load import batches_of
 from qa_lib.data.squad import open_source
 from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.data.windows import build_features
+from qa_lib.data.windows import build_samples
 from qa_lib.measure.meter import Meter
 from qa_lib.model.build import build_model
 from qa_lib.run.plan import plan
@@ -26,7 +26,7 @@ from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.compile import compiled, forget_compiled, found_in_cache, start_compilers
 from qa_lib.train.loop import train
 from qa_lib.train.optim import build_optimizer, learning_rate, peak_rate
-from qa_lib.train.process_group import Ranks
+from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.step_log import NonFiniteLoss, StepLog
 from qa_lib.variants import VARIANTS, Settings
 from tests.conftest import slow
@@ -41,8 +41,8 @@ def quiet(_):
 
 
 @pytest.fixture(scope="module")
-def features():
-    return build_features(open_source("synthetic:120", "train"), build_tokenizer("tiny"), 96, 32)
+def samples():
+    return build_samples(open_source("synthetic:120", "train"), build_tokenizer("tiny"), 96, 32)
 
 
 def spec_of(variant, micro_batch=None, machine=CPU, **preset):
@@ -52,17 +52,17 @@ def spec_of(variant, micro_batch=None, machine=CPU, **preset):
     return dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, **preset))
 
 
-def trained(spec, features, run_dir, model=None):
+def trained(spec, samples, run_dir, model=None):
     run_dir.mkdir(exist_ok=True)
     model = model or build_model(spec)
-    return model, *train(model, batches_of(features, spec), spec, DEVICE, run_dir, quiet)
+    return model, *train(model, batches_of(samples, spec), spec, DEVICE, run_dir, quiet)
 
 
-def stopped(spec, features, run_dir, step=4):
+def stopped(spec, samples, run_dir, step=4):
     """The folder of a run that was broken off after `step`."""
     run_dir.mkdir()
     with pytest.raises(KeyboardInterrupt):
-        train(build_model(spec), StopAfter(batches_of(features, spec), step), spec, DEVICE, run_dir, quiet)
+        train(build_model(spec), StopAfter(batches_of(samples, spec), step), spec, DEVICE, run_dir, quiet)
     return run_dir
 
 
@@ -83,12 +83,12 @@ def test_the_learning_rate_rises_to_its_peak_and_no_step_has_a_rate_of_zero():
     assert learning_rate(pretrained, 0, 100) == peak_rate(pretrained) == 5 * spec.preset.learning_rate
 
 
-def test_padding_is_to_the_limit_the_longest_or_among_equals(features):
+def test_padding_is_to_the_limit_the_longest_or_among_equals(samples):
     def padded(variant):
-        batches = Batches(features, spec_of(variant, micro_batch=8))
+        batches = Batches(samples, spec_of(variant, micro_batch=8))
         micro_batches = [m for step in range(20) for m in batches.step(step)]
         shapes = [batches.collate(m, DEVICE)["input_ids"].shape for m in micro_batches]
-        longest = [features.lengths[m].max() for m in micro_batches]
+        longest = [samples.lengths[m].max() for m in micro_batches]
         assert all(shape == (8, batches.padded_length(m)) for shape, m in zip(shapes, micro_batches, strict=True))
         return np.array([shape[1] for shape in shapes]), np.array(longest)
 
@@ -109,7 +109,7 @@ ON_GPU = pytest.param(
 
 @pytest.mark.parametrize(("variant", "device", "tolerance"), [ON_CPU, ON_GPU])
 def test_accumulated_micro_batches_make_the_step_of_the_whole_batch(
-    variant, device, tolerance, features, tmp_path, monkeypatch
+    variant, device, tolerance, samples, tmp_path, monkeypatch
 ):
     def gradients(micro_batch):
         machine = CPU if device.type == "cpu" else None
@@ -124,7 +124,7 @@ def test_accumulated_micro_batches_make_the_step_of_the_whole_batch(
         folder.mkdir()
         # So that every step has the same weights.
         monkeypatch.setattr("qa_lib.train.loop.learning_rate", lambda *_: 0.0)
-        train(model, batches_of(features, spec), spec, device, folder, quiet)
+        train(model, batches_of(samples, spec), spec, device, folder, quiet)
         return seen
 
     for whole, parts in zip(gradients(16), gradients(4), strict=True):
@@ -142,17 +142,17 @@ def without_dropout(model):
     "variant",
     ["A2", slow("B1"), slow("B2"), "C1", slow("C2"), slow("E-adamw"), "E-dropout-moments", "E-packed-lora-masters"],
 )
-def test_resume_is_exact_from_any_checkpoint(variant, features, tmp_path, monkeypatch):
+def test_resume_is_exact_from_any_checkpoint(variant, samples, tmp_path, monkeypatch):
     spec = spec_of(variant, checkpoint_every=1)
     if spec.asked.half_weights:  # a CPU would adjust it away, but can do it
         half = dataclasses.replace(spec.settings, optimizer=spec.asked.optimizer, precision=spec.asked.precision)
         spec = dataclasses.replace(spec, settings=half)
     if spec.settings.compile != "none":  # the compiler is not what is tested here, and takes a minute
         spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, compile="none"))
-    whole = weights(trained(spec, features, tmp_path / "whole")[0])
+    whole = weights(trained(spec, samples, tmp_path / "whole")[0])
     for stop in (1, 3, 5):
-        run_dir = stopped(spec, features, tmp_path / f"stopped-at-{stop}", stop)
-        model, _, _, begin, refused = trained(spec, features, run_dir)
+        run_dir = stopped(spec, samples, tmp_path / f"stopped-at-{stop}", stop)
+        model, _, _, begin, refused = trained(spec, samples, run_dir)
         assert begin == stop and refused is None
         for name, tensor in weights(model).items():
             assert torch.equal(tensor, whole[name]), f"{name} differs after a resume at step {stop}"
@@ -197,12 +197,12 @@ def test_elementwise_work_is_repeated_and_products_are_not(monkeypatch):
     assert all(map(torch.equal, *gradients.values()))
 
 
-def test_a_checkpoint_of_another_run_is_not_taken(features, tmp_path):
+def test_a_checkpoint_of_another_run_is_not_taken(samples, tmp_path):
     spec = spec_of("A1", checkpoint_every=2)
-    run_dir = stopped(spec, features, tmp_path / "run")
+    run_dir = stopped(spec, samples, tmp_path / "run")
     assert Checkpoint.path_of(run_dir).exists()
     other = dataclasses.replace(spec, seed=1)
-    assert trained(other, features, run_dir)[3:] == (0, "began anew, since its checkpoint is of another run")
+    assert trained(other, samples, run_dir)[3:] == (0, "began anew, since its checkpoint is of another run")
     assert (run_dir / "checkpoint.refused").exists()
 
 
@@ -228,31 +228,31 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_run_begins_anew(damage, features, tmp_path):
+def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_run_begins_anew(damage, samples, tmp_path):
     spec = spec_of("A1", checkpoint_every=2)
-    run_dir = stopped(spec, features, tmp_path / "run")
+    run_dir = stopped(spec, samples, tmp_path / "run")
     spoil, said = DAMAGE[damage]
     spoil(Checkpoint.path_of(run_dir))
-    whole = weights(trained(spec, features, tmp_path / "whole")[0])
-    model, _, _, begin, refused = trained(spec, features, run_dir)
+    whole = weights(trained(spec, samples, tmp_path / "whole")[0])
+    model, _, _, begin, refused = trained(spec, samples, run_dir)
     assert begin == 0 and said in refused and (run_dir / "checkpoint.refused").exists()
     assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(model).items())
 
 
 @pytest.mark.parametrize("edited", ["kernels/fused_norm.py", "train/loop.py"])
-def test_a_checkpoint_of_other_code_is_not_gone_on_from(edited, features, tmp_path, monkeypatch):
+def test_a_checkpoint_of_other_code_is_not_gone_on_from(edited, samples, tmp_path, monkeypatch):
     package = Path(checkpoints.__file__).parents[1]
     copy = shutil.copytree(package, tmp_path / "qa_lib", ignore=shutil.ignore_patterns("__pycache__", "report"))
     assert checkpoints.code_digest.__wrapped__(copy) == checkpoints.code_digest()
     (copy / edited).write_text(f"{(copy / edited).read_text()}# another line\n")
     spec = spec_of("A1", checkpoint_every=2)
-    run_dir = stopped(spec, features, tmp_path / "run")
+    run_dir = stopped(spec, samples, tmp_path / "run")
     monkeypatch.setattr(checkpoints, "code_digest", partial(checkpoints.code_digest, copy))
-    begin, refused = trained(spec, features, run_dir)[3:]
+    begin, refused = trained(spec, samples, run_dir)[3:]
     assert begin == 0 and "is of other code (commit" in refused
 
 
-def test_a_full_disk_leaves_the_older_checkpoint(features, tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_older_checkpoint(samples, tmp_path, monkeypatch):
     import safetensors.torch
 
     from qa_lib.record import RecordError
@@ -270,15 +270,15 @@ def test_a_full_disk_leaves_the_older_checkpoint(features, tmp_path, monkeypatch
 
     monkeypatch.setattr(safetensors.torch, "save_file", fills_up)
     with pytest.raises(RecordError, match=r"checkpoint\.safetensors.*No space left.*intact"):
-        trained(spec, features, tmp_path / "run")
+        trained(spec, samples, tmp_path / "run")
     assert [p.name for p in (tmp_path / "run").glob("checkpoint*")] == ["checkpoint.safetensors"]
-    assert trained(spec, features, tmp_path / "run")[3] == 2
+    assert trained(spec, samples, tmp_path / "run")[3] == 2
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_with_the_step(features, tmp_path):
+def test_a_loss_that_is_not_finite_stops_the_run_with_the_step(samples, tmp_path):
     spec = spec_of("A1")
     model = build_model(spec)
-    batches = Batches(features, spec)
+    batches = Batches(samples, spec)
     real = batches.collate
 
     def poisoned(indices, device):
@@ -295,9 +295,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_the_step(features, tmp_pat
     assert [line["loss"] is None for line in lines[:4]] == [False, False, False, True]  # and as far as it had run
 
 
-def test_the_8bit_optimizer_keeps_small_tensors_and_embeddings_in_32_bits(features, tmp_path):
+def test_the_8bit_optimizer_keeps_small_tensors_and_embeddings_in_32_bits(samples, tmp_path):
     spec = spec_of("C2-8", steps=2)
-    model, optimizer, *_ = trained(spec, features, tmp_path)
+    model, optimizer, *_ = trained(spec, samples, tmp_path)
     names = {p: name for name, p in model.named_parameters()}
     dtypes = {names[p]: state["state1"].dtype for p, state in optimizer.state.items()}
     assert set(dtypes) == {name for name, p in model.named_parameters() if p.requires_grad}
@@ -319,12 +319,12 @@ def test_the_8bit_optimizer_keeps_small_tensors_and_embeddings_in_32_bits(featur
     assert isinstance(build_optimizer(build_model(spec_of("A1")), spec_of("A1")), torch.optim.AdamW)
 
 
-def test_the_time_for_inputs_is_of_the_host_and_of_the_measured_steps(features, tmp_path, monkeypatch):
+def test_the_time_for_inputs_is_of_the_host_and_of_the_measured_steps(samples, tmp_path, monkeypatch):
     """On a clock that only the batches move: choosing takes 2 s, collating a micro-batch 3, or 300 in the warm-up."""
     now, chosen = [0.0], []
     monkeypatch.setattr("qa_lib.train.loop.time.perf_counter", lambda: now[0])
     spec = spec_of("A1", steps=4)  # two micro-batches a step
-    batches = batches_of(features, spec)
+    batches = batches_of(samples, spec)
 
     def slow(real, seconds):
         def called(*words):
@@ -342,19 +342,19 @@ def test_the_time_for_inputs_is_of_the_host_and_of_the_measured_steps(features, 
 
 
 def test_step_cost_is_the_usual_formula_and_less_where_less_trains():
-    from qa_lib.measure.flops import StepCost
+    from qa_lib.measure.flops import StepFlops
 
-    full = StepCost(build_model(spec_of("A1")))
+    full = StepFlops(build_model(spec_of("A1")))
     layer = 4 * (64 * 64 + 64) + 2 * 64 * 128 + 128 + 64 + 4 * 64
     weights_only = 4 * 64 * 64 + 2 * 64 * 128
     tokens, squares = 1000.0, 5e5
     expected = 2 * tokens * 2 * (2 * layer + weights_only) + 12 * 2 * 64 * squares
     assert full.flops(tokens, squares) == pytest.approx(expected)
-    cost = {v: StepCost(build_model(spec_of(v))).flops(tokens, squares) for v in ("B1", "B2", "B3", "B3-last4", "C2")}
+    cost = {v: StepFlops(build_model(spec_of(v))).flops(tokens, squares) for v in ("B1", "B2", "B3", "B3-last4", "C2")}
     assert cost["B3"] < cost["B3-last4"] < expected
     assert cost["B2"] < cost["B1"] < expected
     assert cost["C2"] == expected
-    recomputing = StepCost(build_model(spec_of("C2")))
+    recomputing = StepFlops(build_model(spec_of("C2")))
     assert recomputing.flops(tokens, squares, recompute=True) == pytest.approx(
         expected + 2 * tokens * 2 * layer + 4 * 2 * 64 * squares
     )
@@ -375,7 +375,7 @@ class Scaler:
 
 def test_an_overflow_is_excused_while_the_scaler_can_still_back_off(tmp_path):
     def write(losses, scale):
-        log = StepLog(tmp_path, spec_of("A1"), 20, 0, Scaler(scale), Ranks(DEVICE), quiet)
+        log = StepLog(tmp_path, spec_of("A1"), 20, 0, Scaler(scale), ProcessGroup(DEVICE), quiet)
         for loss in losses:
             log.add(torch.tensor(loss), 1e-3)
         log.write([0.01] * len(losses))
@@ -389,7 +389,7 @@ def test_the_time_left_does_not_count_compilation(tmp_path, monkeypatch):
     now, said = [0.0], []
     monkeypatch.setattr("qa_lib.train.step_log.time.monotonic", lambda: now[0])
     log = StepLog(
-        tmp_path, spec_of("A3"), 10, 0, torch.amp.GradScaler("cpu", enabled=False), Ranks(DEVICE), said.append
+        tmp_path, spec_of("A3"), 10, 0, torch.amp.GradScaler("cpu", enabled=False), ProcessGroup(DEVICE), said.append
     )
     for clock in (84.0, 86.0):  # the first step compiles
         now[0] = clock
@@ -404,7 +404,7 @@ def test_a_spoilt_log_is_gone_on_with_and_loses_only_what_cannot_be_read(tmp_pat
     """Of the steps before the checkpoint, which was the third; what came after them is trained once more."""
     spoilt = b'{"step": 1}\n{"st\xff\n[2]\n{"loss": 2}\n{"step": "2"}\n{"step": 3}\n{"step": 4}\n{"ste'
     (tmp_path / "steps.jsonl").write_bytes(spoilt)
-    StepLog(tmp_path, spec_of("A1"), 5, 3, torch.amp.GradScaler("cpu", enabled=False), Ranks(DEVICE), quiet)
+    StepLog(tmp_path, spec_of("A1"), 5, 3, torch.amp.GradScaler("cpu", enabled=False), ProcessGroup(DEVICE), quiet)
     assert (tmp_path / "steps.jsonl").read_text() == '{"step": 1}\n{"step": 3}\n'
 
 

@@ -1,4 +1,4 @@
-"""The rows through transformers.Trainer that imitate the slides: DeepSpeed, and nvidia-smi after every step.
+"""The rows through transformers.Trainer that restrict_sdpa the slides: DeepSpeed, and nvidia-smi after every step.
 
 How DeepSpeed trains is in test_parallel.py, where the package is installed.
 """
@@ -11,7 +11,7 @@ import torch
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.errors import UserError
 from qa_lib.measure import hardware
-from qa_lib.measure.flops import StepCost
+from qa_lib.measure.flops import StepFlops
 from qa_lib.model.build import build_model
 from qa_lib.run import fit as fitting
 from qa_lib.run.plan import plan
@@ -32,13 +32,13 @@ def spec_of(variant: str):
 
 
 @pytest.fixture(scope="module")
-def features():
-    return load_data(spec_of("P0")).features
+def samples():
+    return load_data(spec_of("P0")).samples
 
 
-def train(spec, features, folder):
+def train(spec, samples, folder):
     model = build_model(spec)
-    _, meter, *_ = trainer.train(model, batches_of(features, spec), spec, torch.device("cpu"), folder, lambda _: None)
+    _, meter, *_ = trainer.train(model, batches_of(samples, spec), spec, torch.device("cpu"), folder, lambda _: None)
     return model, meter
 
 
@@ -47,22 +47,24 @@ def said(monkeypatch):
     """nvidia-smi, which answers with these lines and then no more."""
     lines, asked = list(SAID), []
     monkeypatch.setattr(hardware, "_nvidia_smi", lambda *words: (asked.append(words), lines.pop(0) if lines else "")[1])
-    monkeypatch.setattr(trainer.Ranks, "join", lambda self, spec: None)  # which would leave a process group behind
+    monkeypatch.setattr(
+        trainer.ProcessGroup, "join", lambda self, spec: None
+    )  # which would leave a process group behind
     return asked
 
 
-def test_nvidia_smi_is_asked_once_a_step_and_its_mean_over_all_gpus_kept(said, features, tmp_path):
-    model, meter = train(spec_of("P0-polled"), features, tmp_path)
+def test_nvidia_smi_is_asked_once_a_step_and_its_mean_over_all_gpus_kept(said, samples, tmp_path):
+    model, meter = train(spec_of("P0-polled"), samples, tmp_path)
     assert meter.polled == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert [words[0] for words in said] == ["--query-gpu=utilization.gpu"] * STEPS
-    assert meter.speed(StepCost(model), 1.0).gpu_busy_polled == pytest.approx(0.8), "of the measured steps"
+    assert meter.speed(StepFlops(model), 1.0).gpu_busy_polled == pytest.approx(0.8), "of the measured steps"
     assert meter.data_ms() is None, "the Trainer fetches them"
 
 
-def test_without_the_setting_nobody_asks(said, features, tmp_path):
-    model, meter = train(spec_of("P0"), features, tmp_path)
+def test_without_the_setting_nobody_asks(said, samples, tmp_path):
+    model, meter = train(spec_of("P0"), samples, tmp_path)
     assert said == []
-    assert meter.speed(StepCost(model), 1.0).gpu_busy_polled is None
+    assert meter.speed(StepFlops(model), 1.0).gpu_busy_polled is None
 
 
 @pytest.mark.parametrize("words", ["", "[N/A]\n"])
@@ -73,7 +75,7 @@ def test_a_silent_nvidia_smi_is_named(words, monkeypatch):
 
 
 @pytest.mark.parametrize("variant", ["P0", "P0-deepspeed"])
-def test_deepspeed_is_asked_for_zero_1_and_else_takes_the_arguments(variant, said, features, tmp_path, monkeypatch):
+def test_deepspeed_is_asked_for_zero_1_and_else_takes_the_arguments(variant, said, samples, tmp_path, monkeypatch):
     class Asked(Exception):
         pass
 
@@ -82,7 +84,7 @@ def test_deepspeed_is_asked_for_zero_1_and_else_takes_the_arguments(variant, sai
 
     monkeypatch.setattr(trainer, "TrainingArguments", arguments)
     with pytest.raises(Asked) as caught:
-        train(spec_of(variant), features, tmp_path)
+        train(spec_of(variant), samples, tmp_path)
     asked = caught.value.args[0]
     assert (asked["optim"], asked["max_grad_norm"]) == ("adamw_torch_fused", 1.0)
     if variant == "P0":
@@ -106,12 +108,12 @@ class Engine(torch.nn.Module):
 
 
 @pytest.mark.parametrize("wrapped", [Engine, lambda engine: torch.compile(Engine(engine), backend="eager"), None])
-def test_the_class_that_trained_is_what_the_trainer_has_called(wrapped, said, features, tmp_path, monkeypatch):
+def test_the_class_that_trained_is_what_the_trainer_has_called(wrapped, said, samples, tmp_path, monkeypatch):
     if wrapped:
         monkeypatch.setattr(trainer.Trainer, "_wrap_model", lambda self, model, *_: wrapped(model))
-    ranks, spec = trainer.Ranks(torch.device("cpu")), spec_of("P0")
+    ranks, spec = trainer.ProcessGroup(torch.device("cpu")), spec_of("P0")
     trainer.train(
-        build_model(spec), batches_of(features, spec), spec, ranks.device, tmp_path, lambda _: None, ranks=ranks
+        build_model(spec), batches_of(samples, spec), spec, ranks.device, tmp_path, lambda _: None, ranks=ranks
     )
     assert ranks.wrapper == ("Engine" if wrapped else None)
 

@@ -29,8 +29,8 @@ from qa_lib.run.sweep import progress_of
 from qa_lib.score.predict import load_qa_model
 from qa_lib.spec import Machine, resolve
 from qa_lib.train.checkpoint import Checkpoint
-from qa_lib.train.data_parallel import Alone
-from qa_lib.train.process_group import Ranks
+from qa_lib.train.data_parallel import NoParallel
+from qa_lib.train.process_group import ProcessGroup
 from tests.material import document, question, trained_tokenizer, write
 
 TIMES = int(os.environ.get("QA_LIB_MUTATIONS", "40"))  # mutations of each kind
@@ -270,7 +270,7 @@ def test_a_checkpoint_may_hold_anything(tmp_path):
         model(torch.ones(3)).sum().backward()
         optimizer.step()
         scaler = torch.amp.GradScaler("cpu", enabled=False)
-        alone = Alone(model, Ranks(torch.device("cpu")), spec.settings)
+        alone = NoParallel(model, ProcessGroup(torch.device("cpu")), spec.settings)
         return model, Checkpoint(tmp_path, spec, model, optimizer, scaler, alone)
 
     model, kept = fresh()

@@ -14,7 +14,7 @@ from qa_lib.commands import parser_of
 from qa_lib.data.load import load_data
 from qa_lib.errors import UserError
 from qa_lib.measure import hardware
-from qa_lib.measure.hardware import turn
+from qa_lib.measure.hardware import gpu_lock
 from qa_lib.run import fit, launch, tune
 from qa_lib.run.plan import plan
 from qa_lib.run.process import SHARE, child_env
@@ -125,12 +125,12 @@ def test_runs_on_one_gpu_take_turns(monkeypatch, tmp_path):
     gpu, said, waited = types.SimpleNamespace(type="cuda"), [], []
 
     def second():
-        with turn(gpu, waits=lambda: said.append(0)) as seconds:
+        with gpu_lock(gpu, waits=lambda: said.append(0)) as seconds:
             waited.append(seconds)
 
-    with turn(gpu, shared=True) as _, turn(gpu, shared=True) as seconds:
+    with gpu_lock(gpu, shared=True) as _, gpu_lock(gpu, shared=True) as seconds:
         assert seconds < 0.1, "those that are not timed do not wait for each other"
-    with turn(gpu, waits=lambda: said.append(0)) as seconds:
+    with gpu_lock(gpu, waits=lambda: said.append(0)) as seconds:
         assert seconds < 0.1
         other = threading.Thread(target=second)
         other.start()
@@ -138,7 +138,7 @@ def test_runs_on_one_gpu_take_turns(monkeypatch, tmp_path):
         assert not waited
     other.join()
     assert waited[0] >= 0.4 and len(said) == 1
-    with turn(torch.device("cpu"), waits=lambda: said.append(0)) as seconds:
+    with gpu_lock(torch.device("cpu"), waits=lambda: said.append(0)) as seconds:
         assert seconds == 0.0
 
 

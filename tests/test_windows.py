@@ -12,7 +12,7 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from qa_lib.data.squad import DataError, Example, open_source
-from qa_lib.data.windows import Features, build_features
+from qa_lib.data.windows import Samples, build_samples
 from qa_lib.errors import UserError
 from tests.material import SQUAD, best_of, document, needs_squad, question, real_tokenizer, trained_tokenizer, write
 from tests.plain import overflow, plain_positions
@@ -42,31 +42,31 @@ def flat(lists, kind=np.int64):
     return np.fromiter(itertools.chain.from_iterable(lists), kind)
 
 
-def check(examples: list[Example], tokenizer, max_length: int, stride: int) -> Features:
-    """The features of `examples`, all of whose arrays are held against the tokenizer's overflow and a plain search."""
-    features = build_features(Given(examples), tokenizer, max_length, stride, cache=False)
+def check(examples: list[Example], tokenizer, max_length: int, stride: int) -> Samples:
+    """The samples of `examples`, all of whose arrays are held against the tokenizer's overflow and a plain search."""
+    samples = build_samples(Given(examples), tokenizer, max_length, stride, cache=False)
     questions = [example.question.lstrip() for example in examples]
     wanted = overflow(tokenizer, questions, [example.context for example in examples], max_length, stride)
     n = len(wanted["input_ids"])
-    assert len(features) == n
-    assert features.lengths.tolist() == list(map(len, wanted["input_ids"]))
-    assert features.lengths.max() <= max_length
-    assert np.array_equal(features.tokens, flat(wanted["input_ids"]))
-    assert np.array_equal(features.example, wanted["overflow_to_sample_mapping"])
-    assert np.array_equal(features.offsets, np.concatenate(wanted["offset_mapping"]))
-    batch = features.batch(np.arange(n), max_length)
+    assert len(samples) == n
+    assert samples.lengths.tolist() == list(map(len, wanted["input_ids"]))
+    assert samples.lengths.max() <= max_length
+    assert np.array_equal(samples.tokens, flat(wanted["input_ids"]))
+    assert np.array_equal(samples.example, wanted["overflow_to_sample_mapping"])
+    assert np.array_equal(samples.offsets, np.concatenate(wanted["offset_mapping"]))
+    batch = samples.batch(np.arange(n), max_length)
     if "token_type_ids" in batch:
-        types = batch["token_type_ids"][np.arange(max_length) < features.lengths[:, None]]
+        types = batch["token_type_ids"][np.arange(max_length) < samples.lengths[:, None]]
         assert np.array_equal(types, flat(wanted["token_type_ids"]))
     else:  # models take all types for 0 where there are none
         assert not any(map(any, wanted.get("token_type_ids", [])))
-    spans = features.context.tolist()
+    spans = samples.context.tolist()
     for i in range(n):
         offsets, (first, stop) = wanted["offset_mapping"][i], spans[i]
         assert [place for place, text in enumerate(wanted.sequence_ids(i)) if text == 1] == list(range(first, stop))
-        positions = plain_positions(offsets, first, stop - 1, examples[features.example[i]].answers)
-        assert (features.start_positions[i], features.end_positions[i]) == positions
-    return features
+        positions = plain_positions(offsets, first, stop - 1, examples[samples.example[i]].answers)
+        assert (samples.start_positions[i], samples.end_positions[i]) == positions
+    return samples
 
 
 @needs_squad
@@ -81,9 +81,9 @@ def test_all_of_the_real_data_with_the_real_vocabulary(max_length, stride):
 def test_real_data_with_a_vocabulary_of_its_own():
     examples = open_source(SQUAD, "validation").examples
     tokenizer = trained_tokenizer({example.context for example in examples}, 4000)
-    features = check(examples, tokenizer, 160, 48)
+    samples = check(examples, tokenizer, 160, 48)
     answered = sum(not example.impossible for example in examples)
-    assert len(set(features.example[features.start_positions > 0].tolist())) > 0.99 * answered
+    assert len(set(samples.example[samples.start_positions > 0].tolist())) > 0.99 * answered
 
 
 EDGES = [
@@ -113,8 +113,8 @@ def test_edge_cases(small, max_length):
         examples.append(
             Example(f"a{start}-{length}", "", "  Where does it", TEXT, ((TEXT[start : start + length], start),))
         )
-    features = check(examples, small, max_length, 9)
-    assert len(features) > len(examples)
+    samples = check(examples, small, max_length, 9)
+    assert len(samples) > len(examples)
 
 
 @settings(max_examples=150, deadline=None)
@@ -136,9 +136,9 @@ def test_an_answer_in_a_windows_last_token_starts_there(small):
     """There the reference search runs on into [SEP], and with padding to the end of the window."""
     context = " ".join(["river"] * 40)
     examples = [Example(str(i), "", "flows", context, (("river", 6 * i),)) for i in range(40)]
-    features = check(examples, small, 20, 4)
-    last = features.context[:, 1] - 1
-    assert (features.start_positions == last).any() and (features.start_positions <= last).all()
+    samples = check(examples, small, 20, 4)
+    last = samples.context[:, 1] - 1
+    assert (samples.start_positions == last).any() and (samples.start_positions <= last).all()
 
 
 def test_tokens_that_share_a_character_may_be_parted_by_a_windows_edge():
@@ -155,10 +155,10 @@ def test_the_reader_and_the_windows_together(tmp_path, small):
     file = write(
         tmp_path / "a.json", document((TEXT, [question("q", "where", ("Rotterdam", TEXT.index("Rotterdam")))]))
     )
-    features = build_features(open_source(file, "train"), small, 64, 16, cache=False)
-    begin, end = features.characters(np.array([0]), features.start_positions[:1], features.end_positions[:1])
-    held = np.flatnonzero(features.start_positions)
-    begin, end = features.characters(held, features.start_positions[held], features.end_positions[held])
+    samples = build_samples(open_source(file, "train"), small, 64, 16, cache=False)
+    begin, end = samples.characters(np.array([0]), samples.start_positions[:1], samples.end_positions[:1])
+    held = np.flatnonzero(samples.start_positions)
+    begin, end = samples.characters(held, samples.start_positions[held], samples.end_positions[held])
     assert len(held) and {TEXT[b:e] for b, e in zip(begin, end, strict=True)} == {"Rotterdam"}
 
 
@@ -183,7 +183,7 @@ def test_a_question_that_leaves_no_room_is_refused_where_the_tokenizer_refuses(s
         return
     wanted = r"^given\.json: article 'Rivers', question 'q7': its \d+ tokens leave \d+ of 20 .* stride 4 \(1 such"
     with pytest.raises(DataError, match=wanted) as caught:
-        build_features(Given([Example("ok", "", "river", "river"), example]), small, 20, 4, cache=False)
+        build_samples(Given([Example("ok", "", "river", "river"), example]), small, 20, 4, cache=False)
     assert "\n" not in str(caught.value)
     with pytest.raises(BaseException):  # noqa: B017 - a panic of the tokenizer's is no Exception
         if len(overflow(small, [example.question], [example.context], 20, 4)["input_ids"][0]) > 20:
@@ -192,23 +192,23 @@ def test_a_question_that_leaves_no_room_is_refused_where_the_tokenizer_refuses(s
 
 def test_batches(small):
     examples = [Example(str(i), "", "where", TEXT[: 7 * i]) for i in range(30)]
-    features = build_features(Given(examples), small, 30, 10, cache=False)
-    assert len(features) > 31
+    samples = build_samples(Given(examples), small, 30, 10, cache=False)
+    assert len(samples) > 31
     rows = np.array([31, 0, 5, 5])
-    batch = features.batch(rows, 56)
+    batch = samples.batch(rows, 56)
     assert {name: (array.dtype, array.shape) for name, array in batch.items()} == {
         **dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), (np.int64, (4, 56))),
         **dict.fromkeys(("start_positions", "end_positions"), (np.int64, (4,))),
     }
     for i, row in enumerate(rows):
-        length, (first, stop) = features.lengths[row], features.context[row]
-        ids = features.tokens[features.starts[row] : features.starts[row + 1]]
+        length, (first, stop) = samples.lengths[row], samples.context[row]
+        ids = samples.tokens[samples.starts[row] : samples.starts[row + 1]]
         assert batch["input_ids"][i].tolist() == [*ids, *[small.pad_token_id] * (56 - length)]
         assert batch["attention_mask"][i].tolist() == [1] * length + [0] * (56 - length)
         assert batch["token_type_ids"][i].tolist() == [0] * first + [1] * (stop + 1 - first) + [0] * (56 - length)
     with pytest.raises(ValueError, match="does not fit"):
-        features.batch(rows, int(features.lengths[rows].max()) - 1)
-    assert features.batch(rows[:0], 8)["input_ids"].shape == (0, 8)
+        samples.batch(rows, int(samples.lengths[rows].max()) - 1)
+    assert samples.batch(rows[:0], 8)["input_ids"].shape == (0, 8)
 
 
 def test_the_tokenizer_is_left_as_it_was(small):
@@ -216,11 +216,11 @@ def test_the_tokenizer_is_left_as_it_was(small):
     inner.enable_truncation(9, stride=2)
     inner.enable_padding(length=11)
     before = inner.truncation, inner.padding
-    check_free = build_features(Given([Example("q", "", "where", TEXT)]), small, 200, 10, cache=False)
+    check_free = build_samples(Given([Example("q", "", "where", TEXT)]), small, 200, 10, cache=False)
     assert check_free.lengths[0] > 11
     assert (inner.truncation, inner.padding) == before
     with pytest.raises(DataError):
-        build_features(Given([Example("q", "", TEXT, TEXT)]), small, 20, 10, cache=False)
+        build_samples(Given([Example("q", "", TEXT, TEXT)]), small, 20, 10, cache=False)
     assert (inner.truncation, inner.padding) == before
     inner.no_truncation()
     inner.no_padding()
@@ -251,23 +251,23 @@ def test_windows_of_a_byte_level_tokenizer_are_its_own_overflow(add_prefix_space
     for start, length in itertools.product(range(0, len(TEXT) - 8), (1, 3, 8)):
         answer = (TEXT[start : start + length], start)
         examples.append(Example(f"a{start}-{length}", "", "  Where does it", TEXT, (answer,)))
-    features = check(examples, tokenizer, 60, 9)
-    assert len(features) > len(examples)
-    assert (features.tokens[features.starts[:-1]] == tokenizer.cls_token_id).all()
-    batch = features.batch(np.array([0, len(features) - 1]), 60)
+    samples = check(examples, tokenizer, 60, 9)
+    assert len(samples) > len(examples)
+    assert (samples.tokens[samples.starts[:-1]] == tokenizer.cls_token_id).all()
+    batch = samples.batch(np.array([0, len(samples) - 1]), 60)
     assert set(batch) == {"input_ids", "attention_mask", "start_positions", "end_positions"}
     assert batch["input_ids"][0, -1] == tokenizer.pad_token_id == 1
     crowded = Example("q7", "Rivers", "river " * 30, "river")
     with pytest.raises(DataError, match=r"question 'q7': its \d+ tokens leave 0 of 20 .* stride 4 \(1 such"):
-        build_features(Given([crowded]), tokenizer, 20, 4, cache=False)
+        build_samples(Given([crowded]), tokenizer, 20, 4, cache=False)
 
 
 def test_the_quick_way_gives_what_the_tokenizers_own_overflow_gives(small, monkeypatch):
     examples = [Example(f"{i}", "", "  where is it", TEXT * 2, ((TEXT[i : i + 5], i),)) for i in range(60)]
-    quick = build_features(Given(examples), small, 50, 10, cache=False)
+    quick = build_samples(Given(examples), small, 50, 10, cache=False)
     monkeypatch.setattr("qa_lib.data.windows.splits_at_blanks", lambda _: False)
     monkeypatch.setattr("qa_lib.data.windows.QUESTIONS_PER_CALL", 7)
-    assert same(quick, build_features(Given(examples), small, 50, 10, cache=False))
+    assert same(quick, build_samples(Given(examples), small, 50, 10, cache=False))
 
 
 def test_another_way_to_join_a_pair(small):
@@ -275,24 +275,24 @@ def test_another_way_to_join_a_pair(small):
     ends = [("[CLS]", tokenizer.cls_token_id), ("[SEP]", tokenizer.sep_token_id)]
     template = TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] [SEP] $B [SEP]", ends)
     tokenizer.backend_tokenizer.post_processor = template
-    features = check([Example("q", "", "where", TEXT, ((TEXT[20:30], 20),))], tokenizer, 50, 10)
-    assert "token_type_ids" not in features.batch(np.array([0]), 50)
+    samples = check([Example("q", "", "where", TEXT, ((TEXT[20:30], 20),))], tokenizer, 50, 10)
+    assert "token_type_ids" not in samples.batch(np.array([0]), 50)
 
 
 def test_tokenizers_and_lengths_that_cannot_work(small):
     source = Given([Example("q", "", "where", TEXT)])
     for lengths in ((3, 0), (20, 17), (20, -1)):
         with pytest.raises(UserError, match="max_length"):
-            build_features(source, small, *lengths, cache=False)
+            build_samples(source, small, *lengths, cache=False)
     with pytest.raises(UserError, match="no fast tokenizer"):
-        build_features(source, object(), cache=False)
+        build_samples(source, object(), cache=False)
     bare = trained_tokenizer([TEXT] * 3, 300)
     bare.backend_tokenizer.post_processor = TemplateProcessing("$A", "$A [SEP] $B", [("[SEP]", bare.sep_token_id)])
     with pytest.raises(UserError, match="does not join texts as a special token"):
-        build_features(source, bare, cache=False)
+        build_samples(source, bare, cache=False)
 
 
-def same(a: Features, b: Features) -> bool:
+def same(a: Samples, b: Samples) -> bool:
     return all(np.array_equal(value, vars(b)[name]) for name, value in vars(a).items())
 
 
@@ -304,12 +304,12 @@ def file(tmp_path):
 
 def test_the_second_call_reads_the_cache_and_no_data(file, tmp_path, small):
     store = tmp_path / "store"
-    first = build_features(open_source(file, "train"), small, 64, 16, cache=store)
+    first = build_samples(open_source(file, "train"), small, 64, 16, cache=store)
     again = open_source(file, "validation")
-    second = build_features(again, small, 64, 16, cache=store)
+    second = build_samples(again, small, 64, 16, cache=store)
     assert "examples" not in vars(again)
     assert same(first, second)
-    assert same(first, build_features(again, small, 64, 16, cache=False))
+    assert same(first, build_samples(again, small, 64, 16, cache=False))
     assert len(list(store.iterdir())) == 1
     with pytest.raises(ValueError):
         second.tokens[0] = 1  # mapped read-only
@@ -320,19 +320,19 @@ def test_an_entry_for_each_thing_that_matters(file, tmp_path, small):
     other = trained_tokenizer([TEXT] * 3, 290)
     cased = trained_tokenizer([TEXT] * 3, 300)
     cased.backend_tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
-    build_features(open_source(file, "train"), small, 64, 16, cache=store)
-    build_features(open_source(file, "train", fix_spans=True), small, 64, 16, cache=store)
+    build_samples(open_source(file, "train"), small, 64, 16, cache=store)
+    build_samples(open_source(file, "train", fix_spans=True), small, 64, 16, cache=store)
     for tokenizer, max_length, stride in ((small, 65, 16), (small, 64, 17), (other, 64, 16), (cased, 64, 16)):
-        build_features(open_source(file, "train"), tokenizer, max_length, stride, cache=store)
+        build_samples(open_source(file, "train"), tokenizer, max_length, stride, cache=store)
     file.write_text(file.read_text().replace("where", "which"))
-    build_features(open_source(file, "train"), small, 64, 16, cache=store)
+    build_samples(open_source(file, "train"), small, 64, 16, cache=store)
     assert len(list(store.iterdir())) == 7
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "meta", "noise", "empty", "zip"])
 def test_a_damaged_entry_is_made_anew(file, tmp_path, small, damage, caplog):
     store = tmp_path / "store"
-    first = build_features(open_source(file, "train"), small, 64, 16, cache=store)
+    first = build_samples(open_source(file, "train"), small, 64, 16, cache=store)
     expected = first.tokens.copy()
     (entry,) = store.iterdir()
     tokens = entry / "tokens.npy"
@@ -345,27 +345,27 @@ def test_a_damaged_entry_is_made_anew(file, tmp_path, small, damage, caplog):
         tokens.unlink()
         tokens.write_bytes({"cut": content[:-8], "noise": b"noise", "empty": b"", "zip": b"PK\x03\x04"}[damage])
     for _ in range(2):
-        assert np.array_equal(build_features(open_source(file, "train"), small, 64, 16, cache=store).tokens, expected)
+        assert np.array_equal(build_samples(open_source(file, "train"), small, 64, 16, cache=store).tokens, expected)
     assert list(store.iterdir()) == [entry]
 
 
 def test_without_a_place_to_write_features_are_still_built(file, tmp_path, small, caplog):
     (tmp_path / "taken").write_text("a file where the folder should be")
-    features = build_features(open_source(file, "train"), small, 64, 16, cache=tmp_path / "taken")
-    assert len(features) and "not cached" in caplog.text
+    samples = build_samples(open_source(file, "train"), small, 64, 16, cache=tmp_path / "taken")
+    assert len(samples) and "not cached" in caplog.text
 
 
 def test_bad_data_leaves_nothing_in_the_cache(tmp_path, small):
     file, store = write(tmp_path / "a.json", document()), tmp_path / "store"
     with pytest.raises(DataError):
-        build_features(open_source(file, "train"), small, 64, 16, cache=store)
+        build_samples(open_source(file, "train"), small, 64, 16, cache=store)
     assert not store.exists() or not list(store.iterdir())
 
 
 def test_where_the_cache_is(file, small, tmp_path, monkeypatch):
     for name, folder in (("QA_LIB_CACHE", "one"), ("XDG_CACHE_HOME", "two/qa_lib"), ("HOME", "three/.cache/qa_lib")):
         monkeypatch.setenv(name, str(tmp_path / folder.split("/")[0]))
-        build_features(open_source(file, "train"), small, 64, 16)
+        build_samples(open_source(file, "train"), small, 64, 16)
         assert len(list((tmp_path / folder / "features").iterdir())) == 1
         monkeypatch.delenv(name)
 
@@ -395,8 +395,8 @@ def test_ten_times_as_fast_as_datasets_map():
         return table.map(windows, batched=True, remove_columns=table.column_names, load_from_cache_file=False)
 
     theirs, result = best_of(1, mapped)
-    ours, features = best_of(5, lambda: build_features(Given(examples), tokenizer, cache=False))
-    assert len(result) == len(features)
+    ours, samples = best_of(5, lambda: build_samples(Given(examples), tokenizer, cache=False))
+    assert len(result) == len(samples)
     assert theirs / ours > 10, f"{theirs:.2f} s against {ours:.2f} s"
 
 
@@ -407,6 +407,6 @@ def test_a_cached_start_is_quick(tmp_path, small):
     )
     file = tmp_path / "train.json"
     file.write_text(text)
-    build_features(open_source(file, "train"), small, cache=tmp_path / "store")
-    seconds, _ = best_of(3, lambda: build_features(open_source(file, "train"), small, cache=tmp_path / "store"))
+    build_samples(open_source(file, "train"), small, cache=tmp_path / "store")
+    seconds, _ = best_of(3, lambda: build_samples(open_source(file, "train"), small, cache=tmp_path / "store"))
     assert seconds < 1

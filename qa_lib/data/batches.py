@@ -1,4 +1,4 @@
-"""Which features make up which micro-batch: a pure function of the seed and the step, so that a run can resume."""
+"""Which samples make up which micro-batch: a pure function of the seed and the step, so that a run can resume."""
 
 import numpy as np
 import torch
@@ -13,18 +13,18 @@ BUCKET = 50  # micro-batches that are sorted by length together; more would make
 class Batches:
     """The micro-batches of every optimizer step of a run.
 
-    Each epoch is a permutation of the features, cut into full micro-batches (the remainder is left out, another one
-    each epoch), so that every micro-batch has as many features. With `order` bucketed, spans of BUCKET
+    Each epoch is a permutation of the samples, cut into full micro-batches (the remainder is left out, another one
+    each epoch), so that every micro-batch has as many samples. With `order` bucketed, spans of BUCKET
     micro-batches are sorted by length before the cut and all micro-batches shuffled after it.
     """
 
-    def __init__(self, features, spec: Spec):
-        self.features, self.spec = features, spec
+    def __init__(self, samples, spec: Spec):
+        self.samples, self.spec = samples, spec
         self.size = spec.settings.micro_batch
         self._epochs: dict[int, np.ndarray] = {}
-        self.per_epoch = len(features) // self.size
+        self.per_epoch = len(samples) // self.size
         if not self.per_epoch:
-            raise UserError(f"{len(features)} features are too few for a micro-batch of {self.size}")
+            raise UserError(f"{len(samples)} samples are too few for a micro-batch of {self.size}")
         epochs = spec.preset.epochs
         self.steps = spec.preset.steps or max(1, epochs * self.per_epoch // spec.micro_batches)
 
@@ -37,16 +37,16 @@ class Batches:
 
     def _drawn(self, epoch: int) -> np.ndarray:
         draw = np.random.default_rng([self.spec.seed, epoch])
-        order = draw.permutation(len(self.features))[: self.per_epoch * self.size]
+        order = draw.permutation(len(self.samples))[: self.per_epoch * self.size]
         if self.spec.settings.group_by_length:
-            lengths = self.features.lengths
+            lengths = self.samples.lengths
             spans = np.array_split(order, range(BUCKET * self.size, len(order), BUCKET * self.size))
             order = np.concatenate([span[np.argsort(lengths[span], kind="stable")] for span in spans])
             return draw.permutation(order.reshape(self.per_epoch, self.size))
         return order.reshape(self.per_epoch, self.size)
 
     def step(self, step: int) -> list[np.ndarray]:
-        """The features of each micro-batch of an optimizer step, counted from 0: int arrays [micro_batch].
+        """The samples of each micro-batch of an optimizer step, counted from 0: int arrays [micro_batch].
 
         All of them, whichever process works on which: the same step of one process or of many.
         """
@@ -56,20 +56,20 @@ class Batches:
         ]
 
     def padded_length(self, indices: np.ndarray) -> int:
-        """Tokens to which these features are padded: the limit, or the longest rounded up to one of few lengths."""
+        """Tokens to which these samples are padded: the limit, or the longest rounded up to one of few lengths."""
         limit = self.spec.preset.max_length
         if self.spec.settings.padding == "max_length":
             return limit
-        return min(limit, int(-(-self.features.lengths[indices].max() // ROUND) * ROUND))
+        return min(limit, int(-(-self.samples.lengths[indices].max() // ROUND) * ROUND))
 
     def tokens(self, micro_batches: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """What a step processes, in tokens: the lengths of its features, and of what is computed for them."""
+        """What a step processes, in tokens: the lengths of its samples, and of what is computed for them."""
         padded = [np.full(len(m), self.padded_length(m)) for m in micro_batches]
-        return self.features.lengths[np.concatenate(micro_batches)], np.concatenate(padded)
+        return self.samples.lengths[np.concatenate(micro_batches)], np.concatenate(padded)
 
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Model inputs, int64: [micro_batch, padded_length], and [micro_batch] for the positions."""
-        return self.features.batch(indices, self.padded_length(indices))
+        return self.samples.batch(indices, self.padded_length(indices))
 
     def collate(self, indices: np.ndarray, device: torch.device) -> dict[str, torch.Tensor]:
         """`arrays` on the device; the copy to a GPU does not wait."""

@@ -1,4 +1,4 @@
-"""A run's data from its spec: tokenizer, sources, features, micro-batches."""
+"""A run's data from its spec: tokenizer, sources, samples, micro-batches."""
 
 import time
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from qa_lib.data.squad import Source, open_source
 from qa_lib.data.text import TextSource, open_text
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.data.tokens import Text, Windows, learn_tokenizer, tokenize_text
-from qa_lib.data.windows import Features, build_features
+from qa_lib.data.windows import Samples, build_samples
 from qa_lib.errors import UserError
 from qa_lib.presets import find_shape
 from qa_lib.spec import Spec
@@ -20,44 +20,36 @@ from qa_lib.spec import Spec
 
 @dataclass
 class Data:
-    """A run's two sources, the features to train on and what is scored, what loading them took in seconds, and how much
+    """A run's two sources, the samples to train on and what is scored, what loading them took in seconds, and how much
     there is to train on (`n` questions, or words) and to score (`n_eval` questions, or tokens). A language model's
-    features are Windows, and it is scored on a bare Text. What is of validation is None where the preset measures no
+    samples are Windows, and it is scored on a bare Text. What is of validation is None where the preset measures no
     quality."""
 
     tokenizer: Tokenizer
     source: Source | TextSource
-    features: Features | Windows
+    samples: Samples | Windows
     validation: Source | TextSource | None
-    validation_features: Features | Text | None
+    validation_samples: Samples | Text | None
     load_s: float
     n: int
     n_eval: int | None
 
 
 def load_data(spec: Spec) -> Data:
-    """Tokenizer, sources and features of a run, from the cache where they are in it."""
+    """Tokenizer, sources and samples of a run, from the cache where they are in it."""
     begin = time.perf_counter()
     tokenizer = build_tokenizer(spec.model_source)
     limits = (spec.preset.max_length, spec.preset.stride)
     source = open_source(spec.data_source, "train")
     validation = open_source(spec.data_source, "validation") if spec.preset.quality else None
-    features = build_features(source, tokenizer, *limits)
-    held_out = build_features(validation, tokenizer, *limits) if validation else None
-    if held_out and held_out.examples_sha256 == features.examples_sha256:
+    samples = build_samples(source, tokenizer, *limits)
+    held_out = build_samples(validation, tokenizer, *limits) if validation else None
+    if held_out and held_out.examples_sha256 == samples.examples_sha256:
         raise UserError(f"{validation.name}: has the questions of {source.name}, by which it would be scored")
     if validation:
         _ = validation.examples  # the answers, while a file that has changed costs no training
-    return Data(
-        tokenizer=tokenizer,
-        source=source,
-        features=features,
-        validation=validation,
-        validation_features=held_out,
-        load_s=time.perf_counter() - begin,
-        n=features.n_examples,
-        n_eval=held_out.n_examples if held_out else None,
-    )
+    seconds, n_eval = time.perf_counter() - begin, held_out.n_examples if held_out else None
+    return Data(tokenizer, source, samples, validation, held_out, seconds, samples.n_examples, n_eval)
 
 
 def load_text(spec: Spec) -> Data:
@@ -77,18 +69,10 @@ def load_text(spec: Spec) -> Data:
     held_out = tokenize_text(validation, tokenizer) if validation else None
     if held_out and np.array_equal(held_out.tokens, text.tokens):
         raise UserError(f"{validation.name}: is the text of {source.name}, by which it would be scored")
-    return Data(
-        tokenizer=tokenizer,
-        source=source,
-        features=Windows(text, length),
-        validation=validation,
-        validation_features=held_out,
-        load_s=time.perf_counter() - begin,
-        n=text.words,
-        n_eval=len(held_out.tokens) - 1 if held_out else None,
-    )
+    seconds, n_eval = time.perf_counter() - begin, len(held_out.tokens) - 1 if held_out else None
+    return Data(tokenizer, source, Windows(text, length), validation, held_out, seconds, text.words, n_eval)
 
 
-def batches_of(features: Features | Windows, spec: Spec) -> Batches:
+def batches_of(samples: Samples | Windows, spec: Spec) -> Batches:
     """The spec's micro-batches, packed or padded."""
-    return (PackedBatches if spec.settings.padding == "packed" else Batches)(features, spec)
+    return (PackedBatches if spec.settings.padding == "packed" else Batches)(samples, spec)

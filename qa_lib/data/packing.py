@@ -1,17 +1,17 @@
-"""Training without padding: several features in one packed row of static length, isolated from one another (row
+"""Training without padding: several samples in one packed sequence of static length, isolated from one another (variant
 E-packed).
 
-Half of a batch that is padded to 384 tokens is not text. Packing (Krell et al. 2021) lays features end to end instead.
-Here a micro-batch keeps its number of features, so that the training stays the same: features are dealt to
-micro-batches so that all have nearly the same number of tokens (`deal`), and each is one packed row of `budget` tokens,
-the same for every step of a run. That is one shape to compile and to capture as a CUDA graph, with hardly any padding.
-Attention runs within segments (`cu_seqlens`, model/attention.py), softmax and loss as well (model/packed.py).
+Half of a batch that is padded to 384 tokens is not text. Sequence packing (Krell et al. 2021) concatenates samples
+instead. Here a micro-batch keeps its number of samples, so that the training stays the same: samples are dealt to
+micro-batches so that all have nearly the same number of tokens (`deal`), and each is one packed sequence of `budget`
+tokens, the same for every step of a run. That is one shape to compile and to capture as a CUDA graph, with hardly any
+padding. Attention runs within segments (`cu_seqlens`, model/attention.py), softmax and loss as well (model/packed.py).
 
-The kernel that a T4 has takes segments of equal length alone. Features that are copied to where each is as long as the
-kernel wants it, in both passes of every layer, would move three times the bytes that it moves itself. For that
-kernel the row itself has a place for each feature, the same in every row: as long as the longest that comes there, and
-with few lengths in all, since each is a call of the kernel. As features are dealt by length, that is 7 to 8 % more
-tokens for SQuAD v2 from 32 features on (counted; 14 % at 8), and nothing is copied.
+The kernel that a T4 has takes segments of equal length alone. Samples that are copied to where each is as long as the
+kernel wants it, in both passes of every layer, would move three times the bytes that it moves itself. For that kernel
+the packed sequence itself has a place for each sample, the same in all: as long as the longest that comes there, and
+with few lengths in all, since each is a call of the kernel. As samples are dealt by length, that is 7 to 8 % more
+tokens for SQuAD v2 from 32 samples on (counted; 14 % at 8), and nothing is copied.
 """
 
 from functools import cache, cached_property
@@ -23,16 +23,16 @@ from qa_lib.errors import UserError
 from qa_lib.spec import Spec
 
 DEALT_TOGETHER = 256  # micro-batches that are dealt together: more are better balanced, fewer are more random
-PER_TOKEN = ("input_ids", "token_type_ids", "position_ids")  # what a packed row has for each token, where it is given
-ALIGN = 64  # the budget and limits of segments are multiples of this many tokens, for whole tiles in matrix products
-PLACES = 16  # where each feature has a place of its own, its length is a multiple of this, for whole loads of memory,
+PER_TOKEN = ("input_ids", "token_type_ids", "position_ids")  # what a packed sequence has for each token, where given
+ALIGN = 64  # the budget and limits of segments are multiples of this many tokens, for whole tiles in GEMMs
+PLACES = 16  # where each sample has a place of its own, its length is a multiple of this, for whole loads of memory,
 CALLS = 12  # and has at most so many values
 
 
 def deal(order: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
-    """Features `order` (n x size of them) in n groups of `size` with nearly equal sums of `lengths`: int [n, size].
+    """Samples `order` (n x size of them) in n groups of `size` with nearly equal sums of `lengths`: int [n, size].
 
-    Longest first, in rounds that give each group one feature, the longest of the round to the group that has least so
+    Longest first, in rounds that give each group one sample, the longest of the round to the group that has least so
     far (the greedy rule for balanced partition of Graham 1969, with equal numbers).
     """
     rounds = order[np.argsort(-lengths[order], kind="stable")].reshape(size, -1)
@@ -66,27 +66,27 @@ def few_limits(lengths: np.ndarray, most: int) -> list[int]:
 
 
 class PackedBatches(Batches):
-    """Micro-batches as packed rows: `size` features end to end, then padding up to `budget` tokens.
+    """Micro-batches as packed sequences: `size` samples one after the other, then padding up to `budget` tokens.
 
     The padding is cut into segments of its own of at most max_length tokens: a kernel given a longer one would leave
     part of its output unwritten.
     """
 
-    def __init__(self, features, spec: Spec):
-        super().__init__(features, spec)
+    def __init__(self, samples, spec: Spec):
+        super().__init__(samples, spec)
         epochs = -(-self.steps * spec.micro_batches // self.per_epoch)
-        lengths = [features.lengths[self._drawn(epoch)] for epoch in range(epochs)]
+        lengths = [samples.lengths[self._drawn(epoch)] for epoch in range(epochs)]
         totals = np.concatenate([part.sum(1) for part in lengths])
         self.least = int(totals.min())
-        # Features are dealt longest first, so that the k-th of a micro-batch is about as long as the k-th of any other.
+        # Samples are dealt longest first, so that the k-th of a micro-batch is about as long as the k-th of any other.
         self.longest = np.max([part.max(0) for part in lengths], axis=0)
         self.has_places = spec.settings.attention == "efficient"
         self.budget = sum(self.limits) if self.has_places else int(_aligned(totals.max()))
 
     @cached_property
     def limits(self) -> list[int]:
-        """No segment of any packed row has more tokens: those of the features, then those of the padding. Where
-        features have places, how long these are."""
+        """No segment of any packed sequence has more tokens: those of the samples, then those of the padding. Where
+        samples have places, how long these are."""
         if self.has_places:
             return few_limits(self.longest, CALLS)
         most = self.spec.preset.max_length
@@ -97,21 +97,21 @@ class PackedBatches(Batches):
         order = super()._drawn(epoch)
         # Windows of like size: a small one at the end could not be balanced, and would set the budget of all.
         windows = np.array_split(order, max(1, len(order) // DEALT_TOGETHER))
-        dealt = [deal(window.ravel(), self.features.lengths, self.size) for window in windows]
+        dealt = [deal(window.ravel(), self.samples.lengths, self.size) for window in windows]
         return np.random.default_rng([self.spec.seed, epoch, 1]).permutation(np.concatenate(dealt))
 
     def tokens(self, micro_batches: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        lengths = [self.features.lengths[m] for m in micro_batches]
-        # Attention pays for a segment's own length alone, the rest of the model for the whole packed row.
+        lengths = [self.samples.lengths[m] for m in micro_batches]
+        # Attention pays for a segment's own length alone, the rest of the model for the whole packed sequence.
         tails = [[self.budget - part.sum()] for part in lengths]
         return np.concatenate(lengths), np.concatenate([*lengths, *tails])
 
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """A packed row, int64: what PER_TOKEN names [1, budget]; cu_seqlens int32 [segments + 1],
+        """A packed sequence, int64: what PER_TOKEN names [1, budget]; cu_seqlens int32 [segments + 1],
         where each segment begins and the last one ends; start_positions and end_positions [size] within segments. Where
-        features have places, a segment is a place, and bias float32 [budget] is 0 for tokens and -inf for padding."""
-        lengths = self.features.lengths[indices]
-        batch = self.features.batch(indices, int(lengths.max()))
+        samples have places, a segment is a place, and bias float32 [budget] is 0 for tokens and -inf for padding."""
+        lengths = self.samples.lengths[indices]
+        batch = self.samples.batch(indices, int(lengths.max()))
         real = batch["attention_mask"].astype(bool)
         rows = {"position_ids": np.broadcast_to(np.arange(real.shape[1]), real.shape)} | batch
         packed = {name: np.zeros((1, self.budget), dtype=np.int64) for name in PER_TOKEN if name in rows}
@@ -125,14 +125,14 @@ class PackedBatches(Batches):
         return packed | {name: batch[name] for name in ("start_positions", "end_positions")}
 
     def _cut(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where features of these `lengths` begin, and cu_seqlens. Raises UserError for features that do not fit."""
+        """Where samples of these `lengths` begin, and cu_seqlens. Raises UserError for samples that do not fit."""
         if self.has_places:
             if len(lengths) != self.size or (lengths > self.limits).any():
-                raise UserError(f"features of {lengths.tolist()} tokens are not for places of {self.limits}")
+                raise UserError(f"samples of {lengths.tolist()} tokens are not for places of {self.limits}")
             ends = np.cumsum([0, *self.limits])
             return ends[:-1], ends.astype(np.int32)
         if (total := lengths.sum()) > self.budget:
-            raise UserError(f"features of {total} tokens do not fit into a packed row of {self.budget}")
+            raise UserError(f"samples of {total} tokens do not fit into a packed sequence of {self.budget}")
         tails = self.spec.preset.max_length * np.arange(1, len(self.limits) - self.size + 1)
         ends = np.concatenate([[0], lengths.cumsum(), np.minimum(total + tails, self.budget)])
         return ends[: len(lengths)], ends.astype(np.int32)

@@ -4,7 +4,7 @@ Text is repetitive: half of all words are a few hundred different ones, and a pa
 questions. A WordPiece tokenizer (Schuster and Nakajima 2012, BERT's) cuts at blanks before anything else, so that the
 tokens of a word are the same wherever it stands: they are looked up once and copied from then on, with offsets moved
 to where the word is. Tokenizers for which that does not hold take each text whole. Here is also what a tokenizer says
-about itself: how it joins a question and a context, and whether it gives token types. All rows share this.
+about itself: how it joins a question and a context, and whether it gives token types. All variants share this.
 """
 
 from __future__ import annotations
@@ -31,8 +31,13 @@ WORDS_PER_ROW = 256
 
 
 @contextmanager
-def bare(backend) -> Iterator:
-    """The tokenizer without the truncation and padding that earlier calls left switched on; they are put back."""
+def bare(tokenizer) -> Iterator:
+    """The backend of a fast tokenizer of transformers, without the truncation and padding that earlier calls left
+    switched on; they are put back. Raises UserError for another tokenizer."""
+    if not getattr(tokenizer, "is_fast", False):
+        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        raise UserError(f"{name}: no fast tokenizer of transformers, which alone say where their tokens come from")
+    backend = tokenizer.backend_tokenizer
     truncation, padding = backend.truncation, backend.padding
     backend.no_truncation()
     backend.no_padding()

@@ -1,4 +1,4 @@
-"""Text as one flat array of tokens, and windows of it as features: what a language model trains on and is scored by.
+"""Text as one flat array of tokens, and windows of it as samples: what a language model trains on and is scored by.
 
 Each line becomes tokens by itself, so that it does not matter how much is read at a time. The end token stands before
 the first document and between two; it is what a model that has seen nothing yet begins with. Where no tokenizer is
@@ -39,8 +39,8 @@ class Text:
 
 @dataclass(eq=False)
 class Windows:
-    """A text cut into windows of `max_length` tokens, end to end: features without padding. What is left at its end,
-    of fewer tokens, is left out."""
+    """A text cut into windows of `max_length` tokens, one after the other: samples without padding. What is left at its
+    end, of fewer tokens, is left out."""
 
     text: Text
     max_length: int
@@ -107,11 +107,9 @@ def tokenize_text(source: TextSource, tokenizer: PreTrainedTokenizerBase) -> Tex
     """The tokens of a text, made once and memory-mapped from the cache. Raises UserError for a text of nothing, and for
     a tokenizer that is not fast or has no end token."""
     name = tokenizer.name_or_path or type(tokenizer).__name__
-    if not getattr(tokenizer, "is_fast", False):
-        raise UserError(f"{name}: its tokenizer is not a fast one of transformers, which alone are read here")
     if tokenizer.eos_token_id is None:
         raise UserError(f"{name}: its tokenizer has no end token (eos_token), with which a text begins")
-    with bare(tokenizer.backend_tokenizer) as backend:
+    with bare(tokenizer) as backend:
         parts = [CACHE_VERSION, tokenizers.__version__, source.sha256, tokenizer.eos_token_id, backend.to_str()]
         folder = _folder("tokens", parts)
         if found := load_entry(folder, Text):

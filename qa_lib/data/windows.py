@@ -5,8 +5,8 @@ windows that share `stride` tokens, each with the whole question before it (Devl
 tokenizer of transformers cuts such windows itself, and what it cuts is the truth here. Where its tokens do not depend
 on what stands beyond a blank, as with BERT's, there is a quicker way to the same windows: paragraphs repeat from
 question to question, so that every distinct text is tokenized once and the windows are put together from the pieces.
-That takes a tenth of the time of `datasets.map`, and a test holds both ways to equal windows. All rows share this step;
-its result is cached on disk, so that a run begins in less than a second.
+That takes a tenth of the time of `datasets.map`, and a test holds both ways to equal windows. All variants share this
+step; its result is cached on disk, so that a run begins in less than a second.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Window = tuple[int, Sequence[np.ndarray], Sequence[np.ndarray]]
 
 
 @dataclass(eq=False)
-class Features:
+class Samples:
     """Windows over the examples of one source: special tokens, question, special tokens, context, special tokens.
 
     There are n windows of T tokens in all, none of them padding. Positions are counted from a window's first token.
@@ -102,13 +102,10 @@ def examples_sha256(examples: list[Example]) -> str:
     return hashlib.sha256(json.dumps([example.id for example in examples]).encode()).hexdigest()
 
 
-def build_features(
-    source: Source,
-    tokenizer,
-    max_length: int = 384,
-    stride: int = 128,
+def build_samples(
+    source: Source, tokenizer, max_length: int = 384, stride: int = 128,
     cache: str | os.PathLike | Literal[False] | None = None,
-) -> Features:
+) -> Samples:  # fmt: skip
     """The windows of all questions of `source`, as `tokenizer` with truncation="only_second" cuts them.
 
     `tokenizer` is a fast tokenizer of transformers. Windows hold at most `max_length` tokens; neighbours over the same
@@ -118,11 +115,7 @@ def build_features(
     Raises `DataError` for bad data and for a question that leaves its context no room, `UserError` for a tokenizer
     or lengths that cannot work.
     """
-    if not getattr(tokenizer, "is_fast", False):
-        raise UserError(
-            f"{type(tokenizer).__name__} is no fast tokenizer, so it does not tell where its tokens come from"
-        )
-    with bare(tokenizer.backend_tokenizer) as backend:
+    with bare(tokenizer) as backend:
         layout = find_layout(tokenizer, backend)
         special = layout.size
         if max_length <= special or not 0 <= stride < max_length - special:
@@ -133,11 +126,11 @@ def build_features(
             return _build(source, tokenizer, layout, max_length, stride)
         key = _key(source, backend, layout, max_length, stride)
         folder = (default_cache() if cache is None else Path(cache)) / key
-        found = load_entry(folder, Features)
+        found = load_entry(folder, Samples)
         return found or store_entry(folder, _build(source, tokenizer, layout, max_length, stride))
 
 
-def _build(source: Source, tokenizer, layout: Layout, max_length: int, stride: int) -> Features:
+def _build(source: Source, tokenizer, layout: Layout, max_length: int, stride: int) -> Samples:
     examples, backend = source.examples, tokenizer.backend_tokenizer
     # The reference script strips blanks in front of questions: some are so long that they alone would fill a window.
     questions, contexts = [e.question.lstrip() for e in examples], [e.context for e in examples]
@@ -163,7 +156,7 @@ def _build(source: Source, tokenizer, layout: Layout, max_length: int, stride: i
     starts = np.concatenate([[0], np.cumsum(size)])
     example = np.array(example, np.int32)
     positions = _answer_positions(examples, offsets, starts, example, context_span)
-    return Features(
+    return Samples(
         *(tokens, offsets, starts, example, context_span, *positions),
         *(max_length, layout.pad, layout.segments, len(examples), examples_sha256(examples)),
     )

@@ -1,4 +1,4 @@
-"""A linear layer in 8-bit floats, on GPUs that have them, sm_89 and newer (row E-dropout-fp8).
+"""A linear layer in 8-bit floats, on GPUs that have them, sm_89 and newer (variant E-dropout-fp8).
 
 Tensor cores multiply 8-bit floats at twice the rate of bf16, and the feed-forward block's two linear layers are two
 thirds of a layer's multiplications. An 8-bit float has 2 or 3 bits of mantissa and little range, so that operands are

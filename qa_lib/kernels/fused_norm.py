@@ -1,4 +1,5 @@
-"""Bias, dropout, residual and layer norm after a linear layer, forward and backward a Triton kernel each (row E-norm).
+"""Bias, dropout, residual and layer norm after a linear layer, forward and backward a Triton kernel each (variant
+E-norm).
 
 A layer of BERT has two linear layers that end so: norm(residual + dropout(x W^T + bias)). Forward, the compiler makes
 one kernel of all after the GEMM. Backward it makes two, since it has two kinds of sums to take: along each row, for the

@@ -1,4 +1,4 @@
-"""GELU by a sigmoid, in two fifths fewer instructions (row E-gelu).
+"""GELU by a sigmoid, in two fifths fewer instructions (variant E-gelu).
 
 GELU (Hendrycks and Gimpel 2016) is x times the normal distribution's cdf at x, which PyTorch computes by the error
 function: 38 instructions an element, and 53 for the gradient, so that even a kernel that only reads and writes 16-bit

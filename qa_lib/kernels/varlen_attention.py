@@ -1,4 +1,4 @@
-"""Varlen attention for short sequences by a Triton kernel of our own (row E-varlen).
+"""Varlen attention for short sequences by a Triton kernel of our own (variant E-varlen).
 
 FlashAttention is made for sequences of thousands of tokens. The samples of a packed sequence have 180 on average, and
 there its kernel reaches a fifth of the GEMM rate: much of what its tiles of 128 tokens compute is padding, its dropout
@@ -20,7 +20,7 @@ kernels clear, convert and copy. What is different here:
 - Dropout's bits are a hash (hash_dropout.py) of seed, head, query and key, computed again in the backward pass. The
   hash of seed, head and query seeds that of the keys. Tensor cores leave to one thread the keys j and j + 8 of every
   16, and these two share a hash of 32 bits. A rate is thus a multiple of 2^-16.
-- Triton's matrix products are supported from compute capability 8.0 on, in bf16 and fp16.
+- Triton's GEMMs are supported from compute capability 8.0 on, in bf16 and fp16.
 - Powers are of base 2, which the GPU has an instruction for; log2(e) is multiplied into the scale.
 
 On a CPU the same mathematics in plain PyTorch takes the kernel's place, with the same dropout, and is what the tests

@@ -1,4 +1,4 @@
-"""What communication costs a step: the time in which a GPU runs nothing else (rows of family P).
+"""What communication costs a step: the time in which a GPU runs nothing else (variants of family P).
 
 A reduction that runs beside the backward pass costs nothing but the memory bandwidth it takes; what counts is the rest,
 the exposed part. A GPU that waits for another one counts as communicating, since NCCL's kernels wait by spinning.

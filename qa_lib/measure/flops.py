@@ -5,14 +5,14 @@ import torch
 from qa_lib.model.architectures import encoder_of, layers_of, layers_passed, param_counts
 
 
-class StepCost:
+class StepFlops:
     """Arithmetic of one training step, from the model's shapes and from what of it trains.
 
     A forward pass takes 2 FLOPs a parameter and token; the gradient by activations as much, from the top down to the
     lowest layer that trains; the gradient by weights as much for what trains. Attention scores and their use take
     4 x hidden x length^2 a layer forward and twice that backward. With all parameters training this is the usual
     6 x parameters x tokens + 12 x layers x hidden x sum of length^2 (Kaplan et al. 2020, PaLM's appendix B).
-    Embeddings, the answer head and the adapters' own forward pass are not counted. A decoder's head is, a product as
+    Embeddings, the answer head and the adapters' own forward pass are not counted. A decoder's head is, a GEMM as
     wide as the vocabulary; and of its attention half, since the other half of the scores is masked.
     """
 
@@ -30,7 +30,8 @@ class StepCost:
         self.recomputed = any(getattr(m, "gradient_checkpointing", False) for m in model.modules()) * self.passed
 
     def flops(self, tokens: float, squares: float, recompute: bool = False) -> float:
-        """FLOPs for so many tokens in rows whose squared lengths sum to `squares`; with `recompute`, as executed."""
+        """FLOPs for so many tokens in sequences whose squared lengths sum to `squares`; with `recompute`, as
+        executed."""
         again = self.recomputed if recompute else 0.0
         linear = 2 * tokens * (self.parameters * (1 + self.passed + again) + self.trained)
         head = 2 * tokens * self.head * (2 + self.head_trains)

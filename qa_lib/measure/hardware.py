@@ -35,7 +35,7 @@ def limit_memory(gib: float) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / torch.cuda.get_device_properties(0).total_memory))
 
 
-def imitate(sm: int) -> None:
+def restrict_sdpa(sm: int) -> None:
     """Leave PyTorch's attention in this process the kernels that a GPU of that capability has."""
     if sm < AMPERE:  # FlashAttention and cuDNN's attention need it
         torch.backends.cuda.enable_flash_sdp(False)
@@ -43,7 +43,7 @@ def imitate(sm: int) -> None:
 
 
 @contextlib.contextmanager
-def turn(device: torch.device, shared: bool = False, waits: Callable[[], None] = lambda: None):
+def gpu_lock(device: torch.device, shared: bool = False, waits: Callable[[], None] = lambda: None):
     """Hold the GPU: one run at a time trains on it, while others prepare, so that none is timed beside another; or
     any number of `shared` ones, which are not timed. The first of several processes holds the GPUs of all of them.
 
@@ -76,7 +76,7 @@ def _version(package: str) -> str | None:
 
 
 def this_machine() -> Machine:
-    """What decides which rows can run here."""
+    """What decides which variants can run here."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     sm = int("{}{}".format(*torch.cuda.get_device_capability())) if gpus else 0
     compiler = any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++")))
@@ -101,12 +101,13 @@ def libraries() -> dict[str, str | None]:
 def environment() -> dict:
     """The record's `env`: versions and hardware; null where there is no GPU."""
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    driver = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").split() if gpu else []
     return {
         **libraries(),
         "cuda": torch.version.cuda,
         "gpu": gpu.name if gpu else None,
         "gpu_mem_mib": round(gpu.total_memory / MIB) if gpu else None,
-        "driver": _driver() if gpu else None,
+        "driver": driver[0] if driver else None,
         "sm": gpu.major * 10 + gpu.minor if gpu else None,
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
@@ -115,12 +116,7 @@ def environment() -> dict:
     }
 
 
-def _driver() -> str | None:
-    said = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").split()
-    return said[0] if said else None
-
-
-def link() -> str | None:
+def interconnect() -> str | None:
     """How the first two GPUs that this process sees are connected, as nvidia-smi names it: NV18 is 18 NVLinks, PIX one
     PCIe switch, SYS the way through both processors. None where it does not say, or sees one GPU alone."""
     # By identity, since nvidia-smi does not follow CUDA_VISIBLE_DEVICES.
@@ -162,16 +158,16 @@ def _cpu_name() -> str | None:
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Measured TFLOP/s of one large square product on random data: the ceiling that MFU is a share of. Measured anew
+    """Measured TFLOP/s of one large square GEMM on random data: the ceiling that MFU is a share of. Measured anew
     for each run, since a GPU at its power limit has not the same clock twice."""
-    size, products = (8192, 30) if device.type == "cuda" else (1024, 3)
+    size, gemms = (8192, 30) if device.type == "cuda" else (1024, 3)
     a, b, out = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(3))
-    seconds = _quickest(lambda: torch.matmul(a, b, out=out), products, device)
+    seconds = _quickest(lambda: torch.matmul(a, b, out=out), gemms, device)
     a = b = out = None  # and the memory goes back
     if device.type == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()  # of this stream, which a captured step does not use
+        torch._C._cuda_clearCublasWorkspaces()  # of this stream, which a CUDA graph does not use
         torch.cuda.empty_cache()
-    return 2 * size**3 * products / seconds / 1e12
+    return 2 * size**3 * gemms / seconds / 1e12
 
 
 def copy_rate(device: torch.device) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from qa_lib.measure.flops import StepCost
+from qa_lib.measure.flops import StepFlops
 from qa_lib.record import Memory, Speed, StepTime
 
 MIB = 2**20
@@ -58,7 +58,7 @@ def sample_utilisation(ask, samples: list[float], timed: threading.Event, done: 
                 samples.append(ask().gpu / 100)
 
 
-class Watch:
+class Hooks:
     """What a run tells of itself while it trains: its phases, as ranges that profilers show, and its finished steps.
 
     Profiles derive from it; as it is, it only names the ranges for torch.profiler and, by NVTX, for Nsight Systems.
@@ -138,7 +138,7 @@ class Meter:
         self.clock = Stopwatch(self.device)
 
     def step(self, real_lengths: np.ndarray, computed_lengths: np.ndarray) -> None:
-        """One optimizer step is done: its features' lengths, and those of the rows that were computed (tokens)."""
+        """One optimizer step is done: its samples' lengths, and those of the sequences that were computed (tokens)."""
         self.laps.append(self.clock.lap())
         self.counts.append(
             (
@@ -204,7 +204,7 @@ class Meter:
             return None
         return max(0.0, sum(self.times[: self.warm_up]) - self.warm_up * median / 1e3)
 
-    def speed(self, cost: StepCost, matrix_tflops: float, devices: int = 1) -> Speed:
+    def speed(self, step: StepFlops, matrix_tflops: float, devices: int = 1) -> Speed:
         """Rates over the measured steps, of all devices together.
 
         MFU counts the arithmetic that the real tokens need, HFU all that was computed; both are shares of
@@ -215,14 +215,14 @@ class Meter:
         if not measured:
             return Speed()
         possible = matrix_tflops * 1e12 * devices
-        features, real, real_squares, computed, computed_squares = counts.sum(0) / sum(measured)
+        samples, real, real_squares, computed, computed_squares = counts.sum(0) / sum(measured)
         return Speed(
-            samples_per_s=features,
+            samples_per_s=samples,
             tokens_per_s_padded=computed,
             tokens_per_s=real,
             pad_fraction=1 - real / computed,
-            gemm_utilization=cost.flops(real, real_squares) / possible,
-            gemm_utilization_padded=cost.flops(computed, computed_squares, recompute=True) / possible,
+            gemm_utilization=step.flops(real, real_squares) / possible,
+            gemm_utilization_padded=step.flops(computed, computed_squares, recompute=True) / possible,
             gemm_tflops_measured=matrix_tflops,
             gpu_busy=_mean(self.samples),
             gpu_busy_polled=_mean(self.polled[self.warm_up :]),

@@ -8,7 +8,7 @@ import subprocess
 import pandas as pd
 import torch
 
-from qa_lib.measure.meter import Watch
+from qa_lib.measure.meter import Hooks
 
 SETTLE = 5  # steps before the one whose kernels are counted
 HOW = "Nsight Compute is part of the CUDA toolkit (https://developer.nvidia.com/nsight-compute); put `ncu` on the PATH"
@@ -25,7 +25,7 @@ METRICS = {  # our name -> Nsight Compute's
 MICRO = {"nsecond": 1e-3, "ns": 1e-3}  # time comes in nanoseconds, for which versions have different names
 
 
-class OneStep(Watch):
+class OneStep(Hooks):
     """Opens the profiler's window for the step after SETTLE others."""
 
     at = SETTLE + 1

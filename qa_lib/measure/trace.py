@@ -21,13 +21,13 @@ _PHASES_OF_PYTORCH = {"Optimizer.step": "optimizer", "autograd::engine::evaluate
 PARTS = ("embeddings", "attention", "feed-forward", "norms and elementwise", "loss", "optimizer", "copies")
 ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset")
-_PRODUCTS = ("mm", "linear", "matmul", "dot")  # in operators' names
-_PRODUCT_KERNELS = ("gemm", "nvjet", "splitkreduce", "cublas", "cutlass")
+_GEMM_OPS = ("mm", "linear", "matmul", "dot")  # in operators' names
+_GEMM_KERNELS = ("gemm", "nvjet", "splitkreduce", "cublas", "cutlass")
 _COPIES = {"aten::copy_", "aten::_to_copy", "aten::to", "aten::clone", "aten::contiguous", "aten::fill_", "aten::zero_"}
 
 
 class Widths(NamedTuple):
-    """By which a model's matrix products are told apart: its hidden states, within its feed-forward blocks, and what
+    """By which a model's GEMMs are told apart: its hidden states, within its feed-forward blocks, and what
     its head gives for each token, two logits of an answer or as many as there are words."""
 
     hidden: int
@@ -61,9 +61,9 @@ def part_of(kernel: str, op: str, sizes: list[tuple[int, ...]], phase: str, widt
         return "attention"
     if "embedding" in name + caller:
         return "embeddings"
-    # What the compiler fused bears the names of products it follows.
+    # What the compiler fused bears the names of GEMMs it follows.
     if not name.startswith("triton") and (
-        any(word in name for word in _PRODUCT_KERNELS) or any(word in caller.split("::")[-1] for word in _PRODUCTS)
+        any(word in name for word in _GEMM_KERNELS) or any(word in caller.split("::")[-1] for word in _GEMM_OPS)
     ):
         if widths.intermediate in found:
             return "feed-forward"

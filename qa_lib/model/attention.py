@@ -2,11 +2,11 @@
 
 A packed sequence holds many samples, and a token must attend to its own sample's tokens alone. A mask over the whole
 sequence would do that and cost as much as attention over all of it: quadratic in its length. FlashAttention (Dao et al.
-2022, 2023) is told where segments end, computes nothing across them, and never writes the scores to memory: row
+2022, 2023) is told where segments end, computes nothing across them, and never writes the scores to memory: variant
 E-packed. A T4 lacks it and has PyTorch's memory-efficient kernel (Rabe and Staats 2021), for which packed sequences
-have a place of fixed length for each sample: rows E-packed-efficient and E-t4. A CPU takes the mask. A kernel of our
-own for short segments is in kernels/varlen_attention.py, row E-varlen. The kernels of padded batches, eager in A1 and
-SDPA in A2, are transformers' and PyTorch's.
+have a place of fixed length for each sample: variants E-packed-efficient and E-t4. A CPU takes the mask. A kernel of
+our own for short segments is in kernels/varlen_attention.py, variant E-varlen. The kernels of padded batches, eager in
+A1 and SDPA in A2, are transformers' and PyTorch's.
 
 Kernels here take query, key and value [tokens, heads, width], `Segments`, dropout and the scale of the scores; those
 for fused projections take the three as one tensor [tokens, 3, heads, width].
@@ -147,16 +147,16 @@ def _(grad, qkv, *_):
     return qkv.new_empty(qkv.shape)
 
 
-def _keep(ctx, inputs, output):
+def _setup_context(ctx, inputs, output):
     qkv, bias, *ctx.options = inputs
     ctx.save_for_backward(qkv, *output, bias)
 
 
-def _differentiate(ctx, grad, *_):
+def _backward(ctx, grad, *_):
     return _efficient_backward(grad, *ctx.saved_tensors, *ctx.options), *(None,) * 4
 
 
-_efficient.register_autograd(_differentiate, setup_context=_keep)
+_efficient.register_autograd(_backward, setup_context=_setup_context)
 
 
 def blockmask(query, key, value, segments, dropout, scale):

@@ -1,4 +1,4 @@
-"""The model of a run: with its task's head, the row's attention and its trainable parameters."""
+"""The model of a run: with its task's head, the variant's attention and its trainable parameters."""
 
 import warnings
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def build_model(spec: Spec, head: type = AutoModelForQuestionAnswering) -> torch
     """The spec's model on the CPU in fp32, seeded, ready to train; not compiled yet.
 
     A folder with a config but no model.safetensors gives random weights where the scale measures no quality, and
-    UserError where it does; so does an encoder that is not in the table, or one for shorter features.
+    UserError where it does; so does an encoder that is not in the table, or one for shorter samples.
     """
     torch.manual_seed(spec.seed)
     model = _pretrained(spec, head)
@@ -94,7 +94,7 @@ def model_config(source: str, task: str = "qa") -> PreTrainedConfig:
             n_embd=shape.hidden,
             n_head=shape.hidden // HEAD,
             n_positions=shape.positions,
-            # Whole tiles in the product that is as wide as the vocabulary, a third of a small model's arithmetic.
+            # Whole tiles in the GEMM that is as wide as the vocabulary, a third of a small model's arithmetic.
             vocab_size=-(-shape.vocabulary // ALIGN) * ALIGN,
             bos_token_id=0,
             eos_token_id=0,
@@ -117,7 +117,7 @@ def _pretrained(spec: Spec, head: type) -> torch.nn.Module:
     if spec.preset.max_length > max_positions(config):
         raise UserError(
             f"{source} takes {max_positions(config)} tokens at most, and scale {spec.preset.name} "
-            f"makes features of {spec.preset.max_length}"
+            f"makes samples of {spec.preset.max_length}"
         )
     if source == "tiny" or find_shape(source):
         return head.from_config(config, attn_implementation=attention)

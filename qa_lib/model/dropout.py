@@ -1,4 +1,4 @@
-"""Dropout whose random bits come from a hash of the element's number, not from PyTorch's generator (row E-dropout).
+"""Dropout whose random bits come from a hash of the element's number, not from PyTorch's generator (variant E-dropout).
 
 Dropout (Srivastava et al. 2014) needs a random bit for every element of the hidden states. PyTorch takes them from
 Philox (Salmon et al. 2011), ten rounds of multiplications for each. Compiled, dropout is fused into a kernel with a

@@ -1,4 +1,4 @@
-"""Linear layers of a block, rewired to our own kernels (rows E-norm, E-gelu and E-dropout-fp8).
+"""Linear layers of a block, rewired to our own kernels (variants E-norm, E-gelu and E-dropout-fp8).
 
 What follows a linear layer is done by one operator, its bias included: dropout, residual and norm
 (kernels/fused_norm.py), or GELU (kernels/gelu.py). The feed-forward block's GEMMs may be in 8-bit floats
@@ -73,7 +73,9 @@ def use_fused_norms(model: nn.Module) -> None:
     dropout. Raises UserError for a model whose norms come before its linear layers."""
     encoder = encoder_of(model)
     if encoder.causal:
-        raise UserError(f"norms 'fused' are for norms after a product, and {model.config.model_type} has them before")
+        raise UserError(
+            f"norms 'fused' are for norms after a linear layer, and {model.config.model_type} has them before"
+        )
     for layer in layers_of(model):
         for name in encoder.dropouts:
             owner = name.rpartition(".")[0]

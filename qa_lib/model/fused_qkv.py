@@ -1,4 +1,4 @@
-"""Query, key and value of a layer as one linear layer of three times the width (rows E-qkv and E-t4).
+"""Query, key and value of a layer as one linear layer of three times the width (variants E-qkv and E-t4).
 
 Self-attention (Vaswani et al. 2017) multiplies the same hidden states by three matrices. Three GEMMs of width 768
 leave a large GPU partly idle: each has few tiles to spread over its multiprocessors, each is a launch, and each reads

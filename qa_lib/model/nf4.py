@@ -1,4 +1,4 @@
-"""Frozen weights in 4 bits under adapters that train: QLoRA (row L-qlora).
+"""Frozen weights in 4 bits under adapters that train: QLoRA (variant L-qlora).
 
 What does not train needs no gradients and no optimizer state, and its own bits are then most of what is left. NF4
 (Dettmers et al. 2023) has 16 values, spaced so that weights drawn from a normal distribution fill them evenly, and a
@@ -14,9 +14,9 @@ input, which is fp32 after a layer norm, so that activations take twice the memo
 it is first called, which takes the compiler's graph apart. The loss of NF4 is in quality and in the time to widen. It
 works on the GPUs that bitsandbytes is built for, a T4 among them, and on a CPU.
 
-Widening is a table and a product. On a GPU bitsandbytes' kernel does it, and is held against that once, when a model is
-built. On a CPU it is plain PyTorch, since the kernel of bitsandbytes 0.50.2 is wrong by up to twice the largest weight
-on processors with AVX512-BF16, whose packed bits are right.
+Widening is a table and a multiplication. On a GPU bitsandbytes' kernel does it, and is held against that once, when a
+model is built. On a CPU it is plain PyTorch, since the kernel of bitsandbytes 0.50.2 is wrong by up to twice the
+largest weight on processors with AVX512-BF16, whose packed bits are right.
 """
 
 from importlib.metadata import version
@@ -46,22 +46,22 @@ class NF4Linear(nn.Linear):
     It is an nn.Linear for peft, which looks for one; `native` gives a layer that can be merged or initialised.
     """
 
-    def __init__(self, product: nn.Linear | Conv1D, compute: torch.dtype):
-        """The layer that computes in type `compute` what `product` computes."""
-        from bitsandbytes.functional import quantize_4bit  # only these rows need it, and its import is slow
+    def __init__(self, linear: nn.Linear | Conv1D, compute: torch.dtype):
+        """The layer that computes in type `compute` what `linear` computes."""
+        from bitsandbytes.functional import quantize_4bit  # only these variants need it, and its import is slow
 
         nn.Module.__init__(self)
-        self.transposed = isinstance(product, Conv1D)  # GPT-2's linear layer, whose weight is [in, out]
-        weight = (product.weight.T if self.transposed else product.weight).detach().contiguous()
+        self.transposed = isinstance(linear, Conv1D)  # GPT-2's linear layer, whose weight is [in, out]
+        weight = (linear.weight.T if self.transposed else linear.weight).detach().contiguous()
         self.out_features, self.in_features = weight.shape
         packed, state = quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4")
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.scales = nn.Parameter(state.absmax.view(torch.int32), requires_grad=False)
-        self.bias, self.compute = product.bias, compute
+        self.bias, self.compute = linear.bias, compute
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out], of the type that it computes in."""
-        outputs = _product(inputs.to(self.compute), self.weight, self.scales, self.out_features)
+        outputs = _linear(inputs.to(self.compute), self.weight, self.scales, self.out_features)
         return outputs if self.bias is None else outputs + self.bias.to(self.compute)
 
     def weights_held(self) -> dict[nn.Parameter, int]:
@@ -108,43 +108,43 @@ def check_kernel(device: torch.device, dtype: torch.dtype) -> None:
         )
 
 
-@custom_op("qa_lib::nf4_product")
-def _product(inputs: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, out: int) -> torch.Tensor:
+@custom_op("qa_lib::nf4_linear")
+def _linear(inputs: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, out: int) -> torch.Tensor:
     """[..., in] -> [..., out], without a bias, in the inputs' type."""
     with torch.autocast(inputs.device.type, enabled=False):
         return functional.linear(inputs, _wide(packed, scales, out, inputs.shape[-1], inputs.dtype))
 
 
-@custom_op("qa_lib::nf4_product_backward")
-def _product_backward(grad: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, width: int) -> torch.Tensor:
+@custom_op("qa_lib::nf4_linear_backward")
+def _linear_backward(grad: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, width: int) -> torch.Tensor:
     """The gradient of the inputs [..., width] from that of the outputs [..., out]."""
     return grad @ _wide(packed, scales, grad.shape[-1], width, grad.dtype)
 
 
-def _keep(ctx, inputs, output):
+def _setup_context(ctx, inputs, output):
     x, packed, scales, _ = inputs
     ctx.save_for_backward(packed, scales)
     ctx.width = x.shape[-1]
 
 
-def _differentiate(ctx, grad):
-    return _product_backward(grad, *ctx.saved_tensors, ctx.width), None, None, None
+def _backward(ctx, grad):
+    return _linear_backward(grad, *ctx.saved_tensors, ctx.width), None, None, None
 
 
-_product.register_autograd(_differentiate, setup_context=_keep)
+_linear.register_autograd(_backward, setup_context=_setup_context)
 
 
 def use_nf4(model: nn.Module, compute: torch.dtype) -> None:
-    """Give the products of every layer weights in 4 bits, in place, and compute them in this type. Raises UserError
-    where bitsandbytes widens them wrongly on this machine's GPU."""
+    """Give the linear layers of every layer weights in 4 bits, in place, and compute them in this type. Raises
+    UserError where bitsandbytes widens them wrongly on this machine's GPU."""
     if torch.cuda.is_available():
         import bitsandbytes  # noqa: F401 - which registers the kernel
 
         check_kernel(torch.device("cuda"), compute)
     for layer in layers_of(model):
-        for name, product in list(layer.named_modules()):
-            if isinstance(product, nn.Linear | Conv1D):
-                layer.set_submodule(name, NF4Linear(product, compute))
+        for name, linear in list(layer.named_modules()):
+            if isinstance(linear, nn.Linear | Conv1D):
+                layer.set_submodule(name, NF4Linear(linear, compute))
 
 
 def native(small: NF4Linear, delta: torch.Tensor | float = 0.0) -> nn.Module:

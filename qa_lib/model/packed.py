@@ -1,12 +1,12 @@
-"""A question-answering model over packed rows: several features in one row, isolated from one another (rows E-packed
-and on).
+"""A question-answering model over packed sequences: several samples in one, isolated from one another (variants
+E-packed and on).
 
-data/packing.py says why rows are packed and how. A model must then do three things that it does not do by itself:
-count positions from the start of each feature, keep attention within it (model/attention.py), and take the softmax of
-the loss over it alone. The loss is then that of padded rows, and a test holds it to that.
+data/packing.py says why samples are packed and how. A model must then do three things that it does not do by itself:
+count positions from the start of each sample, keep attention within it (model/attention.py), and take the softmax of
+the loss over it alone. The loss is then that of padded batches, and a test holds it to that.
 
-`Packed` is the whole model; a `Part` is some of its layers, for a pipeline's stages and for `Regions`, which are
-compiled one by one.
+`Packed` is the whole model; a `ModelStage` is some of its layers, for a pipeline's stages and for `RegionalModel`,
+which are compiled one by one.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,8 @@ REGION = 3  # layers that are compiled as one
 
 
 class Packed(torch.nn.Module):
-    """A question-answering model called with packed rows: the loss is the mean over features, as it is with padding."""
+    """A question-answering model called with packed sequences: the loss is the mean over samples, as it is with
+    padding."""
 
     def __init__(self, model: torch.nn.Module, limits: list[int]):
         super().__init__()
@@ -43,9 +44,10 @@ class Packed(torch.nn.Module):
         return QuestionAnsweringModelOutput(loss=loss, start_logits=starts, end_logits=ends)
 
 
-class Part(torch.nn.Module):
-    """Some of the layers of a model over packed rows, with the `embeddings` below them and the `head` above where asked
-    for; hidden states in and out, both [1, tokens, width]. The embeddings take none, and the head gives the loss."""
+class ModelStage(torch.nn.Module):
+    """Some of the layers of a model over packed sequences, with the `embeddings` below them and the `head` above where
+    asked for; hidden states in and out, both [1, tokens, width]. The embeddings take none, and the head gives the
+    loss."""
 
     def __init__(self, packed: Packed, layers: list, embeddings: bool = False, head: bool = False):
         super().__init__()
@@ -82,14 +84,14 @@ def regions_of(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
     return [embeddings_of(model), *groups, [model.get_submodule(encoder_of(model).head)]]
 
 
-class Regions(torch.nn.Module):
+class RegionalModel(torch.nn.Module):
     """A packed model as its regions one after the other. `compiled` compiles each; those of layers are alike, so that
     the compiler makes one program for all of them."""
 
-    def __init__(self, packed: Packed, compiled: Callable[[Part], Callable]):
+    def __init__(self, packed: Packed, compiled: Callable[[ModelStage], Callable]):
         super().__init__()
-        below, above = Part(packed, [], embeddings=True), Part(packed, [], head=True)
-        between = [Part(packed, layers) for layers in regions_of(packed.model)[1:-1]]
+        below, above = ModelStage(packed, [], embeddings=True), ModelStage(packed, [], head=True)
+        between = [ModelStage(packed, layers) for layers in regions_of(packed.model)[1:-1]]
         self.parts = [compiled(part) for part in (below, *between, above)]
         self.before = lambda number: None  # is called before that part's forward pass
 
@@ -103,7 +105,7 @@ class Regions(torch.nn.Module):
 
 
 def span_loss(starts, ends, start_positions, end_positions, cu_seqlens, longest: int, bias=None) -> torch.Tensor:
-    """The loss of a packed row from its logits [1, tokens], for positions as `segment_loss` takes them; a `bias`
+    """The loss of a packed sequence from its logits [1, tokens], for positions as `segment_loss` takes them; a `bias`
     [tokens] is -inf where segments are padded."""
     if bias is not None:
         starts, ends = starts + bias, ends + bias

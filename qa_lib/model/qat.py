@@ -1,4 +1,4 @@
-"""Weights in 8 or 4 bits and activations in 8, for answering on a CPU; and training that knows of it (row A1-int8).
+"""Weights in 8 or 4 bits and activations in 8, for answering on a CPU; and training that knows of it (variant A1-int8).
 
 A whole number of 8 bits takes a quarter of a float's memory, and processors have instructions that multiply many such
 numbers at once. A weight w becomes round(w / s), with a scale s for each row of a matrix (8 bits) or each GROUP weights
@@ -7,10 +7,10 @@ Sums are exact, in 32 bits; embeddings, layer norms and the answer head stay as 
 
 Rounding a trained model is free and costs some quality. Training can make up for that (Jacob et al. 2018): its forward
 pass rounds as the finished model will, but in floating point, and its backward pass takes rounding for the identity.
-The weights stay fp32 meanwhile and are saved as such; rounded afterwards they give the products they were trained on.
+The weights stay fp32 meanwhile and are saved as such; rounded afterwards they compute what they were trained on.
 
 torchao has the arithmetic. Files hold only whole numbers and scales as plain safetensors, and how they are meant is
-said here and not in them. torchao multiplies int8 by int8; its products with 4 bits widen the weights to fp32 first, so
+said here and not in them. torchao multiplies int8 by int8; its GEMMs with 4 bits widen the weights to fp32 first, so
 that these save room on a disk, and no time.
 """
 
@@ -29,9 +29,10 @@ GROUP = 32  # weights that share a scale in 4 bits
 
 
 def use_rounding(model: nn.Module, width: str) -> None:
-    """Let the products of every layer train on rounded operands, in place; weights keep their names and their fp32.
+    """Let the linear layers of every layer train on rounded operands, in place; weights keep their names and their
+    fp32.
 
-    Raises UserError without torchao, and for layers whose products cannot be quantized.
+    Raises UserError without torchao, and for layers whose linear layers cannot be quantized.
     """
     qat = _torchao().qat
     activations = qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
@@ -47,16 +48,16 @@ def is_rounding(module: nn.Module) -> bool:
 
 
 def quantize(model: nn.Module, width: str) -> None:
-    """Round the weights of every layer's products to `width`, in place: "int8" or "int4"; they train no more.
+    """Round the weights of every layer's linear layers to `width`, in place: "int8" or "int4"; they train no more.
 
-    Raises UserError for another width, without torchao, and for layers whose products cannot be quantized.
+    Raises UserError for another width, without torchao, and for layers whose linear layers cannot be quantized.
     """
     if width not in WIDTHS:
         raise UserError(f"weights of {width!r}: {' or '.join(WIDTHS)} can be had")
     ao = _torchao()
     if width == "int4":
         scheme = ao.Int8DynamicActivationIntxWeightConfig(torch.int4, ao.PerGroup(GROUP))
-    else:  # asymmetric, as training imitates it; and torchao would change Inductor's settings for all rows
+    else:  # asymmetric, as training imitates it; and torchao would change Inductor's settings for all variants
         scheme = ao.Int8DynamicActivationInt8WeightConfig(ao.MappingType.ASYMMETRIC, set_inductor_config=False)
     _in_layers(model, scheme)
     model.config.quantized = width
@@ -72,13 +73,13 @@ def _torchao():
 
 
 def _in_layers(model: nn.Module, scheme) -> None:
-    """Apply one of torchao's schemes to the products of every layer."""
+    """Apply one of torchao's schemes to the linear layers of every layer."""
     for layer in layers_of(model):
-        products = [module for module in layer.modules() if isinstance(module, nn.Linear)]
-        if not products:
+        linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+        if not linears:
             raise UserError(f"{type(model).__name__}: its layers have no torch.nn.Linear, which alone can be quantized")
-        if odd := next((p.in_features for p in products if p.in_features % GROUP), None):
-            raise UserError(f"a product over {odd} features cannot be quantized, which goes by groups of {GROUP}")
+        if odd := next((p.in_features for p in linears if p.in_features % GROUP), None):
+            raise UserError(f"a linear layer of {odd} inputs cannot be quantized, which goes by groups of {GROUP}")
         _torchao().quantize_(layer, scheme)
 
 

@@ -1,269 +1,292 @@
-"""README.md's results: what stands there between markers is made of the records of one reference group.
+"""README.md's results: what stands there between markers is made of the records of the committed groups.
 
-Each of BLOCKS is a part of the README. The words are in texts/readme.md.j2, the numbers come from tables.py, quality.py
-and cards.py. Where a record is missing, the reason stands in the number's place.
+Each of BLOCKS is a part of the README. Where a record is missing, the reason stands in the number's place.
 """
 
 import contextlib
 import os
 import re
-import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
+from PIL import Image
 
-from qa_lib.report import cards, curves, quality, scaling, scores, slides
-from qa_lib.report.gallery import read_manifest
-from qa_lib.report.runs import (
-    BASELINE,
-    RECOMMENDED,
-    NotMeasured,
-    ReportError,
-    commits,
-    on_cpu,
-    published,
-    searches,
-    select,
-    sibling,
-    usual,
-)
-from qa_lib.report.sentences import CPU_CAVEAT, apart_finding, speed_finding
-from qa_lib.report.tables import LEVEL, summarise
-from qa_lib.report.text import MISSING, markdown, number, say
-from qa_lib.variants import VARIANTS
+from qa_lib.report import curves, load, recommend, scaling
+from qa_lib.report.figures import speed_finding, timed
+from qa_lib.report.format import MISSING, digits, factor, gain, markdown, number, points, render, say
+from qa_lib.report.load import REFERENCE, NotMeasured, ReportError, commits, select, sibling, usual
+from qa_lib.report.stats import BASELINE, LEVEL, MARGIN, VERDICTS, compare, equivalence
+from qa_lib.report.summary import summary
+from qa_lib.variants import RECOMMENDED, VARIANTS, tagged
 
 README = Path("README.md")
-REFERENCE = "h200-bench"  # the group that the README shows if it is there
-PLAIN, BEST_PEER, LEAN = "A0", "A0-compile", "E-recompute-moments"
-LANGUAGE = ("L-bf16", "L-dropout", "L0-compile")  # mixed precision, the recommended row, the Trainer at its best
-# What one may decide for: the rows of this page's table, and with two steps between them those of the report's first.
-T4 = "E-t4-norm"  # the quickest that such a card can run
-SHORT = (PLAIN, BEST_PEER, BASELINE, T4, RECOMMENDED, LEAN, "E-packed-lora")
-ROWS = (*SHORT, "A4", "E-packed-8bit")
-# The six techniques that gain most: row, the row it is compared with. E-masters holds two steps, both of half
-# precision.
-GAINS = {
-    "A2": "A1",
-    "A3": "A2",
-    "E-packed": "A3",
-    "E-graph": "E-adamw",
-    "E-masters": "E-graph",
-    "E-varlen": "E-regions",
-}
+NOTHING = "No reference runs are committed yet; `make quickstart` makes a set of your own below `runs/`."
 
 
-def committed_groups(runs: pd.DataFrame, folder: Path) -> list[str]:
-    """The groups below `folder` that git tracks: only those may README.md quote. Raises ReportError without git."""
-    if not folder.is_dir():
-        return []
-    command = ["git", "-C", str(folder), "ls-files", "-z", "--", "*/record.json"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
-    except (OSError, subprocess.SubprocessError) as problem:
-        raise ReportError(f"cannot ask git which groups of {folder} are committed: {problem}") from problem
-    return sorted({Path(name).parts[0] for name in listed.split("\0") if len(Path(name).parts) == 3})
-
-
-def with_results(runs: pd.DataFrame, runs_dir: Path, figures_dir: Path) -> tuple[str, str]:
+def with_results(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> tuple[str, str]:
     """README.md's text, and the same with its BLOCKS made anew. Raises ReportError where the file or a block is
     missing."""
     try:
-        text = README.read_text(encoding="utf-8")
+        before = README.read_text(encoding="utf-8")
     except OSError as problem:
         raise ReportError(f"cannot read {README} in this folder: {problem.strerror}") from problem
-    runs = runs[runs["group"].isin(committed_groups(runs, runs_dir))]
-    groups = sorted(set(runs["group"]) - searches(runs))
+    runs = runs[runs["group"].isin(load.committed(runs_dir))] if runs_dir.is_dir() else runs[:0]
+    groups = sorted(set(runs["group"]) - load.searches(runs))
     group = REFERENCE if REFERENCE in groups else groups[0] if groups else None
-    after = text
+    after = before
     for name, block in BLOCKS.items():
         begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
         if not (found := re.search(f"(?s){begin}.*?{end}", after)):
             raise ReportError(f"{README} has no block between {begin} and {end}")
-        content = block(runs, group, figures_dir) if group else say("readme.nothing")
+        try:
+            content = block(runs, group, figures) if group else NOTHING
+        except NotMeasured as reason:
+            content = f"What is missing here is not known: {reason}."
         after = after.replace(found[0], f"{begin}\n{content}\n{end}")
-    return text, after
-
-
-def headline(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
-    """The result in minutes on named hardware, with what was not shown; and the techniques with what each gains."""
-    try:
-        said = facts(runs, group)
-    except NotMeasured as reason:
-        finding = speed_finding(quality.largest_batch(summarise(select(runs, group))))
-        return f"**{finding}.**\n\n{say('readme.unknown', reason=reason)}"
-    speed = said["speed"]
-    gains = [say("readme.gain", row=row, factor=speed[row] / speed[base]) for row, base in GAINS.items()]
-    paragraphs = [say(f"readme.{name}", **said) for name in ("headline", "evidence", "not_shown", "together")]
-    return "\n\n".join([*paragraphs, "\n".join(f"- {line}" for line in gains)])
+    return before, after
 
 
 def facts(runs: pd.DataFrame, group: str) -> dict:
-    """What the first sentences of README.md and of the report say of a bench group, by the names of the macros in
-    texts/readme.md.j2. Raises NotMeasured."""
+    """What the first sentences of README.md and of the report say of a bench group. Raises NotMeasured.
+
+    lines (of the largest micro-batch, by variant), minutes (of recommend.projected), the names of the plain Trainer,
+    the best one, the recommended variant and the leanest full training; judged, the recommended variant's line of
+    stats.equivalence with its model's params; not_shown, a sentence.
+    """
     own = select(runs, group)
-    every = summarise(own)
-    minutes = quality.projected(every)
-    lines = quality.largest_batch(every).set_index("variant", drop=False)
-    wanted = {PLAIN, BEST_PEER, RECOMMENDED, LEAN, *GAINS, *GAINS.values()}
-    if absent := sorted(wanted - set(lines.index)):
-        raise NotMeasured(f"{', '.join(absent)} have not been run")
-    return {
-        "plain": minutes.loc[PLAIN], "peer": minutes.loc[BEST_PEER], "best": minutes.loc[RECOMMENDED],
-        "baseline": lines.loc[BASELINE], "stack": lines.loc[RECOMMENDED], "lean": lines.loc[LEAN],
-        "speed": lines["samples_per_s"], "gpu": own["env.gpu"].iloc[0], "gpus": sorted(set(runs["env.gpu"].dropna())),
-        "model": own["model.name"].iloc[0], "judged": _judged(runs, group), "margin": quality.MARGIN,
-        "scored": set(runs.loc[runs["quality.f1"].notna(), "model.name"]),
-    }  # fmt: skip
-
-
-def _judged(runs: pd.DataFrame, group: str) -> dict:
-    """What is known of the recommended row's score: its line of quality.equivalence, and its model's parameters."""
-    judged = usual(quality.quality_runs(runs, group))
-    tested = quality.equivalence(judged).set_index("variant")
+    every, lines = summary(own), timed(own).set_index("variant", drop=False)
+    minutes = recommend.projected(every)
+    peers = [name for name in tagged("peer") if name in minutes.index]
+    plain = next((name for name in peers if VARIANTS[name].change == {"engine": "trainer"}), None)
+    full = lines[load.trains_all(lines["variant"])]
+    if plain is None or len(peers) < 2 or RECOMMENDED not in minutes.index or full["peak_mib"].isna().all():
+        raise NotMeasured(f"the Trainer, {RECOMMENDED} and their memory have not all been measured in {group}")
+    judged = usual(load.judging(runs, group))
+    tested = equivalence(judged)
     if RECOMMENDED not in tested.index:
         raise NotMeasured(f"{RECOMMENDED} has no score")
     params = judged.loc[judged["spec.variant"] == RECOMMENDED, "model.params_total"].iloc[0]
-    return tested.loc[RECOMMENDED].to_dict() | {"params": params}
+    return {
+        "gpu": own["env.gpu"].iloc[0], "lines": lines, "minutes": minutes, "plain": plain,
+        "peer": minutes.loc[peers, "speed"].idxmax(), "lean": full["peak_mib"].idxmin(),
+        "judged": tested.loc[RECOMMENDED].to_dict() | {"params": params}, "not_shown": _not_shown(runs, own),
+    }  # fmt: skip
 
 
-def rows(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
-    """SHORT as a table with where its numbers come from, and two pictures."""
-    own = select(runs, group)
-    judged = usual(quality.quality_runs(runs, group))
-    table = decisions(own, judged, SHORT)
+def _not_shown(runs: pd.DataFrame, own: pd.DataFrame) -> str:
+    said, gpus = "**Not shown:**", sorted(set(runs["env.gpu"].dropna()))
+    if own["model.name"].iloc[0] not in set(runs.loc[runs["quality.f1"].notna(), "model.name"]):
+        said += " the F1 of BERT-base itself, which no run here has measured; and"
+    said += f" anything on any card but the {' and '.join(gpus)}"
+    return said + ("." if "Tesla T4" in gpus else ": no T4 has run anything.")
+
+
+def result(said: dict) -> str:
+    """The result in minutes on named hardware, of `facts`."""
+    best, plain, peer = (said["minutes"].loc[name, "minutes"] for name in (RECOMMENDED, said["plain"], said["peer"]))
+    return say("result", best=best, plain=plain, peer=peer, gpu=said["gpu"])
+
+
+def headline(runs: pd.DataFrame, group: str, figures: Path) -> str:
+    """The result in minutes, with what was not shown; and the techniques with what each gains over its parent."""
+    said = facts(runs, group)
+    lines, judged, peer = said["lines"], said["judged"], said["minutes"].loc[said["peer"]]
+    gib, speed = (lines["peak_mib"] / 1024).map(number), lines["samples_per_s"]
+    kept = (
+        f"stays within {MARGIN:g} point of"
+        if judged["verdict"] == "within"
+        else f"does not fall {MARGIN:g} point below"
+    )
+    evidence = say(
+        "evidence", before=gib[BASELINE], after=gib[RECOMMENDED], lean=gib[said["lean"]], kept=kept, n=judged["n"],
+        caveat="" if peer["cold"] else say("partly_cached", **peer), params=judged["params"] / 1e6, level=LEVEL,
+        delta=gain(judged["delta"], judged["delta±"]), best=gain(judged["best_delta"], judged["best_delta±"]),
+    )  # fmt: skip
+    together = say("together", row=RECOMMENDED, ratio=number(speed[RECOMMENDED] / speed[BASELINE]))
+    gains = [
+        f"- {factor(speed[name] / speed[VARIANTS[name].parent])} **{name}**: {VARIANTS[name].why}"
+        for name in tagged("technique")
+        if {name, VARIANTS[name].parent} <= set(speed.index)
+    ]
+    return "\n\n".join([result(said), evidence, said["not_shown"], together, "\n".join(gains)])
+
+
+def headline_table(runs: pd.DataFrame, judged: pd.DataFrame) -> pd.DataFrame:
+    """The variants of a group at its largest micro-batch as text: what each is, n, speed, memory (the most of all
+    seeds), and the score at the best threshold against the baseline's by the runs `judged`. Those with the tag
+    `headline`, or all where none of these ran."""
+    lines = load.largest_batch(summary(runs)).set_index("variant", drop=False)
+    if lines["variant"].isin(tagged("headline")).any():
+        lines = lines[lines["variant"].isin(tagged("headline"))]
+    reserved = load.largest_batch(runs).groupby("spec.variant")["memory.peak_reserved_mib"].max().astype(float) / 1024
+    words = lines["variant"].map({name: variant.why for name, variant in VARIANTS.items()})
+    lines = lines.drop(columns="ratio±").assign(gib=reserved.reindex(lines.index), why=words)
+    heads = (
+        f"variant=row, why=what it is, n=n, samples_per_s=features/s, ratio=× {load.baseline(lines)}, gib=GiB reserved"
+    )
+    with contextlib.suppress(NotMeasured):  # the columns are left out, and the table of quality says why
+        lines = lines.join(equivalence(usual(judged)).dropna(subset="delta±")[["best_delta", "best_delta±", "verdict"]])
+        lines["verdict"] = lines["verdict"].map(VERDICTS)
+        heads += f", best_delta=ΔF1, verdict=within {MARGIN:g} F1"
+    return render(lines, heads, gain="best_delta")
+
+
+def source(runs: pd.DataFrame, counts: str = "n") -> str:
+    """Where the speed and memory of `headline_table` come from, in a sentence."""
+    shown = load.largest_batch(runs)
+    first, others = shown.iloc[0], load.other_days(shown)
+    where = "a CPU" if load.on_cpu(runs) else f"one {first['env.gpu']}"
+    said = say("source", group=first["group"], code=commits(runs), where=where, micro_batch=first["micro_batch"],
+               counts=counts, level=LEVEL)  # fmt: skip
+    return (
+        f"{said} {', '.join(others)} ran on another day than {load.baseline(runs)}, on another host."
+        if others
+        else said
+    )
+
+
+def rows(runs: pd.DataFrame, group: str, figures: Path) -> str:
+    """The headline variants as a table with where its numbers come from, and two pictures."""
+    own, judged = select(runs, group), usual(load.judging(runs, group))
+    table = headline_table(own, judged)
     counts = table.pop("n").astype(int)
-    table = table.drop(columns=f"within {quality.MARGIN:g} F1", errors="ignore")
-    parts = [markdown(table), f"{measured(own, (counts.min(), counts.max()))} {_source(judged)} {lead(runs, group)}"]
-    return "\n\n".join([*parts, *_pictures(group, figures_dir, "ladder", "timeline")])
+    table = table.drop(columns=f"within {MARGIN:g} F1", errors="ignore")
+    said = source(own, "–".join(dict.fromkeys(map(str, (counts.min(), counts.max())))))
+    parts = [markdown(table), f"{said} {_judged(judged)} {lead(runs, group)}"]
+    return "\n\n".join([*parts, *_pictures(figures / group, {
+        "ladder": "Bar chart of training speed, a bar a row of the table in the report.",
+        "timeline": "One training step as a timeline, coloured by part of the model.",
+    })])  # fmt: skip
 
 
 def lead(runs: pd.DataFrame, group: str) -> str:
-    """How the recommended row's lead over the Trainer at its best changes with the batch, by the group's own runs or
-    those of preset `fit` on that hardware, if one of them tells."""
-    for found in (runs[runs["group"] == group], sibling(runs, group, "fit")):
+    """How the recommended variant's lead over the Trainer at its best changes with the batch, by the group's own runs
+    or those of preset `fit` on that hardware, if one of them tells."""
+    peers = [name for name in tagged("peer") if VARIANTS[name].settings.compile != "none"]
+    for found in (runs[runs["group"] == group], sibling(runs, group, "sizing")):
         with contextlib.suppress(NotMeasured):
-            return curves.lead_by_batch(found[found["spec.variant"].isin([BEST_PEER, RECOMMENDED])])
-    return say("readme.lead_unknown")
+            return curves.lead_by_batch(found[found["spec.variant"].isin([*peers, RECOMMENDED])])
+    return say("lead_unknown")
 
 
-def several(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
+def _judged(judged: pd.DataFrame) -> str:
+    """Where the table's differences in quality come from."""
+    try:
+        tested = equivalence(judged).dropna(subset="delta±")
+    except NotMeasured as reason:
+        return f"What is missing here is not known: {reason}."
+    counts = tested.loc[tested.index.isin(tagged("headline")), "n"]
+    base = judged[(judged["spec.variant"] == BASELINE) & (judged["status"] == "ok")]
+    means, seeds = (
+        base.filter(like="quality.").mean(numeric_only=True),
+        dict.fromkeys(map(str, (counts.min(), counts.max()))),
+    )
+    return say(
+        "judged", base=BASELINE, group=judged["group"].iloc[0], code=commits(judged),
+        model=judged["model.name"].iloc[0], n_train=judged["spec.n_train"].max(), n_eval=base["quality.n"].max(),
+        best=points(means["quality.best_f1"]),
+        silent=points(means["quality.always_null_f1"]), seeds="–".join(seeds), level=LEVEL,
+    )  # fmt: skip
+
+
+def several(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """What several GPUs of the group's kind come to, with its picture."""
     own = sibling(runs, group, "parallel")
-    try:
-        finding = scaling.speed_finding(scaling.scaling(own))
-    except NotMeasured as reason:
-        return say("readme.unknown", reason=reason)
-    name, facts = own["group"].iloc[0], slides.Facts(own, sibling(runs, group, "slides"))
-    told, more = {scaling.SHOWN, scaling.one_gpu(scaling.SHOWN)}, ""
-    with contextlib.suppress(NotMeasured):
-        more = " " + say("slides.shortest", facts=facts)
-        told.add(facts.shortest()["variant"])
-    code = commits(own[own["spec.variant"].isin(told)])
-    said = say("readme.several", finding=finding, group=name, code=code) + more
-    return scaling.worded("\n\n".join([said, *_pictures(name, figures_dir, "scaling")]), own)
+    finding, found = scaling.speed_finding(scaling.scaling(own)), scaling.projection(own)
+    spoken = {re.search(r"\((.*)\)", finding)[1], found["variant"]}
+    spoken |= {scaling.one_gpu(name) for name in spoken - {found["variant"]}}
+    said = [
+        f"**{finding}.** Group {own['group'].iloc[0]}, code {commits(own[own['spec.variant'].isin(spoken)])}, a run's "
+        "GPUs all of one host.",
+        scaling.projected_words(found),
+    ]
+    with contextlib.suppress(NotMeasured, KeyError):
+        line = scaling.batch_worth(scaling.logs_of(sibling(runs, group, "critical-batch")))[0].loc[found["batch"]]
+        measured, predicted = points(line["measured"], line["measured±"]), points(line["predicted"])
+        said.append(
+            say("teaches", batch=found["batch"], measured=measured, predicted=predicted, reference=scaling.REFERENCE)
+        )
+    pictures = {"scaling": "Two line charts of features a second against the number of GPUs."}
+    parts = [" ".join(said), *_pictures(figures / own["group"].iloc[0], pictures)]
+    return scaling.worded("\n\n".join(parts), own)
 
 
-def language(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
+def language(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """What the same techniques give on a language model, on the group's hardware."""
     own = sibling(runs, group, "lm-bench")
     if own.empty:
-        return say("readme.unknown", reason="no language model was timed on this hardware")
-    lines = quality.largest_batch(summarise(own)).set_index("variant", drop=False)
-    if absent := [name for name in LANGUAGE if name not in lines.index]:
-        return say("readme.unknown", reason=f"{', '.join(absent)} have not been run")
-    mixed, best, peer = (lines.loc[name] for name in LANGUAGE)
-    name, ends = own["group"].iloc[0], None
-    if len(scored := sibling(runs, group, "lm-quality")):
-        with contextlib.suppress(NotMeasured):
-            ends = scores.apart(runs, scored["group"].iloc[0], best["variant"], peer["variant"])
-    said = say("readme.language", finding=speed_finding(lines), mixed=mixed, best=best, peer=peer, group=name,
-               model=own["model.name"].iloc[0], length=own["length"].iloc[0], code=commits(own), ends=ends)  # fmt: skip
-    rows = sibling(runs, group, "lm-fit")
-    rows = rows[rows["spec.variant"].isin(LANGUAGE[1:])]
+        raise NotMeasured("no language model was timed on this hardware")
+    lines = load.largest_batch(summary(own)).set_index("variant", drop=False)
+    ratios = lines["ratio"].dropna()
+    climbed, peers = (ratios[ratios.index.isin(tagged(tag))] for tag in ("ladder", "peer"))
+    mixed = next((name for name in climbed.index if VARIANTS[name].change == {"precision": "bf16"}), None)
+    if mixed is None or peers.empty:
+        raise NotMeasured("no language model was timed with mixed precision and by the Trainer")
+    best, peer = lines.loc[climbed.index[-1]], lines.loc[peers.idxmax()]
+    ratio = factor(best["samples_per_s"] / lines.loc[mixed, "samples_per_s"])
+    said = say(
+        "language", finding=speed_finding(lines), ratio=ratio, mixed=mixed, model=own["model.name"].iloc[0],
+        tokens=number(best["tokens_per_s_padded"], best["tokens_per_s_padded±"]), length=own["length"].iloc[0], code=commits(own),
+        gib=number(best["peak_mib"] / 1024), peer_gib=number(peer["peak_mib"] / 1024), group=own["group"].iloc[0],
+    )  # fmt: skip
+    try:
+        said += f" {apart(sibling(runs, group, 'lm-quality'), best['variant'], peer['variant'])}"
+    except NotMeasured:
+        said += " **Not shown:** that these rows end at one perplexity."
+    fits = sibling(runs, group, "lm-sizing")
     with contextlib.suppress(NotMeasured):
-        said += " " + curves.lead_by_batch(rows)
-    return "\n\n".join([said, *_pictures(name, figures_dir, "ladder")])
+        said += " " + curves.lead_by_batch(fits[fits["spec.variant"].isin([best["variant"], peer["variant"]])])
+    pictures = {"ladder": "Bar chart of training speed, a bar a row of the table in the report."}
+    return "\n\n".join([said, *_pictures(figures / own["group"].iloc[0], pictures)])
 
 
-def _pictures(group: str, figures_dir: Path, *names: str) -> list[str]:
-    """Those of a group's figures that were drawn, each with what it shows in words."""
-    manifest, found = read_manifest(figures_dir / group).get("figures", {}), []
-    for name in names:
-        if drawn := manifest.get(f"{name}.png"):
-            alt = say(f"readme.{name}", title=drawn["title"])
-            address = os.path.relpath(figures_dir / group / f"{name}.png", README.parent)
-            found.append(f"![{alt}]({Path(address).as_posix()})")
+def apart(runs: pd.DataFrame, variant: str, other: str) -> str:
+    """How far two language models end from each other where they were trained alike, in a sentence. Raises
+    NotMeasured."""
+    scored = runs[(runs["status"] == "ok") & runs["spec.variant"].isin([variant, other])]
+    most = usual(scored[scored["model"].isin(scored.loc[scored["spec.variant"] == other, "model"])])
+    column = "quality.bits_per_byte"
+    difference = compare(most, variant, other, column)
+    both = most.groupby("spec.seed").filter(lambda part: part["spec.variant"].nunique() == 2)
+    ends, first = both.groupby("spec.variant")[column].mean().astype(float).map(digits), most.iloc[0]
+    return say("apart", model=first["model.name"], training=first["training"], end=ends[variant], variant=variant,
+               other_end=ends[other], other=other, difference=digits(*difference, sign="+"), group=first["group"],
+               n=both["spec.seed"].nunique(), code=commits(most))  # fmt: skip
+
+
+def _pictures(folder: Path, wanted: dict[str, str]) -> list[str]:
+    """Those of a group's figures that were drawn, {name: what it shows}, each with that and its title in words."""
+    found = []
+    for name, words in wanted.items():
+        path = folder / f"{name}.png"
+        if path.is_file():
+            with Image.open(path) as image:
+                title = image.text.get("Title", name)
+            found.append(f"![{words} {title}]({Path(os.path.relpath(path, README.parent)).as_posix()})")
     return found
 
 
-def decisions(runs: pd.DataFrame, judged: pd.DataFrame, wanted: tuple[str, ...] = ROWS) -> pd.DataFrame:
-    """Of quality.overview the rows `wanted`, or all where none of these ran, and in words what each is."""
-    table = quality.overview(runs, judged).rename(columns={"what it changes": "what it is"})
-    if table["row"].isin(wanted).any():
-        table = table[table["row"].isin(wanted)]
-    words = {
-        name: say("readme.row", row=name, why=VARIANTS[name].why, recommended=RECOMMENDED) for name in table["row"]
-    }
-    return table.assign(**{"what it is": table["row"].map(words)})
-
-
-def measured(runs: pd.DataFrame, counts: Iterable[int] = ("n",)) -> str:
-    """Where the speed and memory of `decisions` come from, in a sentence; with the fewest and most runs of a row where
-    the table has no column for them."""
-    shown = quality.largest_batch(runs)
-    first, apart = shown.iloc[0], ""
-    with contextlib.suppress(NotMeasured):
-        apart = apart_finding(shown)
-    return say("readme.measured", gpu=None if on_cpu(runs) else first["env.gpu"], group=first["group"],
-               micro_batch=first["micro_batch"], code=commits(runs), level=LEVEL, caveat=CPU_CAVEAT,
-               counts=list(dict.fromkeys(counts)), apart=apart)  # fmt: skip
-
-
-def _source(judged: pd.DataFrame) -> str:
-    """Where the table's differences in quality come from."""
-    try:
-        tested = quality.equivalence(judged).dropna(subset="half").set_index("variant")
-    except NotMeasured as reason:
-        return say("readme.unknown", reason=reason)
-    counts = tested.loc[tested.index.isin(SHORT), "n"]
-    base = judged[(judged["spec.variant"] == BASELINE) & (judged["status"] == "ok")]
-    return say(
-        "readme.quality", group=judged["group"].iloc[0], code=commits(judged), model=judged["model.name"].iloc[0],
-        means=base.filter(like="quality.").mean(numeric_only=True), n_train=judged["spec.n_train"].max(),
-        n_eval=base["quality.n"].max(), baseline=BASELINE, seeds=sorted({counts.min(), counts.max()}),
-    )  # fmt: skip
-
-
-def card(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
-    """Which row to take, by a card's memory and generation; and what may be expected of a T4."""
-    own = select(runs, group)
-    worth = cards.worth(quality.quality_runs(runs, group))
-    try:
-        table = cards.generation_table(own, worth)
-        minutes = cards.estimated_minutes(runs, group, T4, "Tesla T4", 75)
-    except NotMeasured as reason:
-        return say("readme.unknown", reason=reason)
-    theirs = published().loc[BASELINE, "train_s"] / 60
-    gpu = own["env.gpu"].iloc[0]
-    said = say(
-        "readme.cards", gpu=gpu, context=cards.CONTEXT_GIB, minutes=minutes, theirs=theirs, row=T4,
-        recommended=RECOMMENDED,
-    )  # fmt: skip
+def card(runs: pd.DataFrame, group: str, figures: Path) -> str:
+    """Which variant to take, by a card's memory and generation; and what may be expected of a T4."""
+    own, t4 = select(runs, group), recommend.for_t4(runs, group)
+    table = recommend.generation_table(own, load.judging(runs, group))
+    minutes = recommend.estimated_minutes(runs, group, t4, "Tesla T4", 75)
+    theirs, gpu = load.published().loc[BASELINE, "train_s"] / 60, own["env.gpu"].iloc[0]
+    said = say("cards", recommended=RECOMMENDED, scatter=100 * recommend.SCATTER, context=recommend.CONTEXT_GIB,
+               gpu=gpu, theirs=theirs, row=t4, minutes=minutes)  # fmt: skip
     return f"{markdown(table)}\n\n{said}"
 
 
-def groups(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
+def groups(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """Each committed group: what ran, on which hardware, how many runs, and how long one took."""
     table = []
     for name, part in runs.groupby("group"):
         seconds = part["time.notebook_s"].astype(float).dropna()
-        first = part.iloc[0]
+        first, names = part.iloc[0], sorted(set(part["model.name"]))
         threads = part.reindex(columns=["env.cpu_count"])["env.cpu_count"].dropna().astype(int)
         hardware = [f"{' or '.join(map(str, sorted(set(threads))))} CPU threads"] if len(threads) else []
         if pd.notna(first["env.gpu"]):
             hardware.insert(0, f"{first['env.gpu']} ({first['env.gpu_mem_mib'] / 1024:.0f} GiB)")
-        names = sorted(set(part["model.name"]))
         took = f"{number(seconds.median())} s ({number(seconds.min())}–{number(seconds.max())})"
         table.append({
             "group": f"`{name}`",
@@ -272,7 +295,7 @@ def groups(runs: pd.DataFrame, group: str, figures_dir: Path) -> str:
             "runs": str(len(part)),
             "one run": took if len(seconds) else MISSING,
         })  # fmt: skip
-    return f"{markdown(pd.DataFrame(table))}\n\n{say('readme.groups')}"
+    return f"{markdown(pd.DataFrame(table))}\n\n{say('groups')}"
 
 
 BLOCKS = {"headline": headline, "rows": rows, "several": several, "language": language, "cards": card, "groups": groups}

@@ -2,25 +2,28 @@
 
 Two questions may be asked of n GPUs. *Strong* scaling keeps the effective batch and asks how much sooner it is done;
 the share of each GPU shrinks, and with it its matrix products. *Weak* scaling keeps what a GPU does in a step, so that
-the effective batch grows, which costs progress by feature (slides.py). The efficiency of either is the speed of n GPUs
-over n times that of one, which works alone on the same batch, or on one GPU's share of it.
+the effective batch grows, which costs progress by feature. The efficiency of either is the speed of n GPUs over n times
+that of one, which works alone on the same batch, or on one GPU's share of it.
 
-The one GPU runs the row that shares nothing: the nearest ancestor of parallel `none`, at the micro-batch at which it is
-quickest, since nobody would take a slower one. Where that has no record, it is the row itself in one process.
+The one GPU runs the variant that shares nothing: the nearest ancestor of parallel `none`, at the micro-batch at which
+it is quickest, since nobody would take a slower one. Where that has no record, it is the variant in one process.
 """
 
 import math
+from collections.abc import Iterable
 
 import pandas as pd
 
-from qa_lib.report.quality import FULL_EPOCHS, FULL_FEATURES
-from qa_lib.report.runs import NotMeasured, found_compiled, on_cpu, several
-from qa_lib.report.tables import interval, place
-from qa_lib.report.text import MISSING, number, say, share
-from qa_lib.variants import VARIANTS
+from qa_lib.measure.goodput import REFERENCE
+from qa_lib.report import load
+from qa_lib.report.format import factor, number
+from qa_lib.report.load import NotMeasured, is_parallel, numbers, on_cpu
+from qa_lib.report.stats import interval
+from qa_lib.report.summary import average
+from qa_lib.variants import VARIANTS, tagged
 
-WHERE = ["variant", "world", "stages"]  # a row, and the GPUs that it ran on
-KEYS = [*WHERE, "batch", "micro_batch"]  # what tells lines apart, beside what _alike keeps
+WHERE = ["variant", "world", "stages"]  # a variant, and the GPUs that it ran on
+KEYS = [*WHERE, "batch", "micro_batch"]  # what tells lines apart
 MEASURES = {
     "rate": "speed.samples_per_s",
     "step_ms": "time.step_ms.median",
@@ -34,118 +37,73 @@ MEASURES = {
     "learnt": "parallel.efficiency",
     "goodput": "parallel.goodput",
 }
-STEPS = r"parallel\.rank_step_ms\.\d+"
-COMPUTING = r"parallel\.rank_computing_ms\.\d+"
+SPREADS = {"apart": r"parallel\.rank_step_ms\.\d+", "unbalanced": r"parallel\.rank_computing_ms\.\d+"}
 PEAKS = r"memory\.peak_alloc_mib|parallel\.rank_peak_mib\.\d+"
-SHOWN = "P-one-bucket"  # the row that titles speak of, where it was run
 
 
 def one_gpu(variant: str) -> str:
-    """The row that a row for several GPUs is compared with: its nearest ancestor of parallel `none`."""
-    row = VARIANTS[variant]
-    return one_gpu(row.parent) if row.settings.parallel != "none" else variant
+    """The variant that one for several GPUs is compared with: its nearest ancestor of parallel `none`."""
+    found = VARIANTS[variant]
+    return one_gpu(found.parent) if found.settings.parallel != "none" else variant
 
 
 def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     """A group's runs that ended ok, averaged over seeds: a line for each of KEYS, in the order of the variants table.
 
-    Columns: KEYS, n, `rate` (features/s of all GPUs) and `rate±`, the others of MEASURES, peak_mib (of the process with
+    Columns: KEYS, n, MEASURES (`rate`: features/s of all GPUs) with intervals (`rate±`), peak_mib (of the process with
     the most), apart (the share by which the median step of the slowest process is longer than that of the fastest),
     unbalanced (the same of how long a pipeline's processes compute in a step), waiting_ms (a step's milliseconds in
-    which a GPU only communicates, which includes waiting for others in it, exposed_ms, or a pipeline's bubble; NaN
-    where neither was measured), `strong`, `strong±`, `weak`, `weak±` (shares; ± over equal seeds where both rows have
-    the same ones) and reference, the row that was the one GPU, or "A1, P1" if that of `weak` was another, each with "of
-    another day" where it ran by other code. Raises NotMeasured for runs without any for several GPUs.
+    which a GPU only communicates, or a pipeline's bubble; NaN where neither was measured), `strong`, `strong±`, `weak`,
+    `weak±` (shares; ± over equal seeds where both variants have the same ones) and reference, the variant that was the
+    one GPU, or two if that of `weak` was another, each with "of another day" where it ran by other code. Of the model,
+    precision, length and training of most runs. Raises NotMeasured for runs without any for several GPUs.
     """
-    done = _alike(runs[(runs["status"] == "ok") & runs["spec.variant"].isin(VARIANTS)])
-    if not several(done).any():
-        raise NotMeasured("no run of a row for several GPUs (family P) has ended ok")
-    values = done.reindex(columns=MEASURES.values()).set_axis([*MEASURES], axis="columns").astype(float)
+    done = runs[(runs["status"] == "ok") & runs["spec.variant"].isin(VARIANTS)]
+    alike = [part for _, part in done.groupby(["model", "precision", "length", "training"], dropna=False)]
+    done = max(alike, key=len, default=done)
+    if not is_parallel(done["spec.variant"]).any():
+        raise NotMeasured("no run of a variant for several GPUs (family P) has ended ok")
+    values = numbers(done, MEASURES)
     values["peak_mib"] = done.filter(regex=f"^({PEAKS})$").astype(float).max(axis="columns")
-    steps = done.filter(regex=f"^{STEPS}$").astype(float)
-    values["apart"] = steps.max(axis="columns") / steps.min(axis="columns") - 1
-    computing = done.filter(regex=f"^{COMPUTING}$").astype(float)
-    values["unbalanced"] = computing.max(axis="columns") / computing.min(axis="columns") - 1
+    for name, pattern in SPREADS.items():
+        of_ranks = done.filter(regex=f"^{pattern}$").astype(float)
+        values[name] = of_ranks.max(axis="columns") / of_ranks.min(axis="columns") - 1
     keys = done.rename(columns={"spec.variant": "variant", "spec.seed": "seed"})[[*KEYS, "seed"]]
-    values = values.set_index(pd.MultiIndex.from_frame(keys)).sort_index()
-    rows = values.groupby(level=KEYS)
-    lines = rows.mean().assign(**{"n": rows.size(), "rate±": interval(rows["rate"]), "equal": rows["equal"].min()})
-    order = {"key": lambda column: column.map(place) if column.name == "variant" else column}
-    lines = lines.reset_index().sort_values(KEYS, **order)
-    alone = lines["exposed_ms"].where(lines["world"] > 1, 0.0)
-    lines["waiting_ms"] = (lines["bubble"] * lines["step_ms"]).fillna(alone)
-    timed = values[["rate"]].assign(code=done["code.commit"].set_axis(pd.MultiIndex.from_frame(keys)).sort_index())
-    compared = [_compared(timed, line) for line in lines.itertuples()]
-    return lines.reset_index(drop=True).join(pd.DataFrame(compared))
-
-
-def _alike(runs: pd.DataFrame) -> pd.DataFrame:
-    """Of runs those that agree with the most others in model, precision, length and training."""
-    parts = [part for _, part in runs.groupby(["model", "precision", "length", "training"], dropna=False)]
-    return max(parts, key=len, default=runs)
+    values = values.assign(code=done["code.commit"]).set_index(pd.MultiIndex.from_frame(keys)).sort_index()
+    lines = average(values.drop(columns="code"), KEYS)
+    lines["equal"] = values.groupby(level=KEYS)["equal"].min()
+    lines = load.in_order(lines.sort_index().reset_index().set_index("variant")).reset_index()
+    lines["waiting_ms"] = (lines["bubble"] * lines["step_ms"]).fillna(
+        lines["exposed_ms"].where(lines["world"] > 1, 0.0)
+    )
+    return lines.join(pd.DataFrame([_compared(values[["rate", "code"]], line) for line in lines.itertuples()]))
 
 
 def _compared(timed: pd.DataFrame, line) -> dict:
-    """strong, weak and their intervals of a line, and the rows that were the one GPU; without intervals where these are
-    of other code, since between days and hosts more differs than seeds tell."""
-    own, found, rows = timed.loc[tuple(getattr(line, key) for key in KEYS)], {}, []
+    """strong, weak and their intervals of a line, and the variants that were the one GPU; without intervals where these
+    are of other code, since between days and hosts more differs than seeds tell."""
+    own, found, names = timed.loc[tuple(getattr(line, key) for key in KEYS)], {}, []
     for name, batch in (("strong", line.batch), ("weak", line.batch / line.world)):
-        row, alone = _alone(timed, line.variant, batch)
+        reference, alone = _alone(timed, line.variant, batch)
         ideal, together = line.world * alone["rate"], set(own["code"]) == set(alone["code"])
         found |= {name: own["rate"].mean() / ideal.mean(), f"{name}±": math.nan}
         if together and own.index.equals(alone.index):
             found[f"{name}±"] = float(interval(own["rate"] / ideal))
-        rows += [row if together else f"{row} of another day"] if row else []
-    return found | {"reference": ", ".join(dict.fromkeys(rows))}
+        names += [reference if together else f"{reference} of another day"] if reference else []
+    return found | {"reference": ", ".join(dict.fromkeys(names))}
 
 
 def _alone(timed: pd.DataFrame, variant: str, batch: float) -> tuple[str | None, pd.DataFrame]:
-    """The row that is a row's one GPU at that batch, and its features/s and code by seed; without any if nothing was
-    run, or if the row is no row for several GPUs."""
+    """The variant that is another's one GPU at that batch, and its features/s and code by seed; without any if nothing
+    was run, or if the variant is none for several GPUs."""
     timed = timed.dropna(subset="rate")
     alone = timed[(timed.index.get_level_values("world") == 1) & (timed.index.get_level_values("batch") == batch)]
-    for row in (one_gpu(variant), variant) if one_gpu(variant) != variant else ():
-        if row in alone.index.get_level_values("variant"):
-            sizes = alone.loc[row]
+    for name in (one_gpu(variant), variant) if one_gpu(variant) != variant else ():
+        if name in alone.index.get_level_values("variant"):
+            sizes = alone.loc[name]
             quickest = sizes["rate"].groupby(level="micro_batch").mean().idxmax()
-            return row, sizes.xs(quickest, level="micro_batch").droplevel(["world", "stages", "batch"])
+            return name, sizes.xs(quickest, level="micro_batch").droplevel(["world", "stages", "batch"])
     return None, timed[:0].droplevel(KEYS)
-
-
-SPEED = {  # heading -> text of a line
-    "row": lambda line: line["variant"],
-    "GPUs": lambda line: str(line["world"]),
-    "stages": lambda line: str(line["stages"]) if line["stages"] > 1 else MISSING,
-    "batch": lambda line: str(line["batch"]),
-    "micro-batch": lambda line: str(line["micro_batch"]),
-    "n": lambda line: str(line["n"]),
-    "features/s": lambda line: number(line["rate"], line["rate±"]),
-    "a GPU's": lambda line: number(line["rate"] / line["world"]),
-    "step ms": lambda line: number(line["step_ms"]),
-    "efficiency by φ": lambda line: share(line["learnt"]),
-    "goodput": lambda line: number(line["goodput"]),
-    "strong": lambda line: share(line["strong"], line["strong±"]),
-    "weak": lambda line: share(line["weak"], line["weak±"]),
-    "one GPU": lambda line: line["reference"] or MISSING,
-}
-COSTS = {name: SPEED[name] for name in ("row", "GPUs", "stages", "batch", "micro-batch", "step ms")} | {
-    "computes ms": lambda line: number(line["busy_ms"]),
-    "waits ms": lambda line: number(line["exposed_ms"]),
-    "bubble": lambda line: share(line["bubble"]),
-    "by formula": lambda line: share(line["bubble_formula"]),
-    "stages apart": lambda line: share(line["unbalanced"]),
-    "GiB a GPU": lambda line: number(line["peak_mib"] / 1024),
-    "ranks apart": lambda line: share(line["apart"]),
-    "all-reduce GB/s": lambda line: number(line["allreduce_gbs"]),
-    "GPU busy": lambda line: share(line["utilisation"]),
-    "weights equal": lambda line: {1.0: "yes", 0.0: "NO"}.get(line["equal"], MISSING),
-}
-
-
-def scaling_table(lines: pd.DataFrame, columns=SPEED) -> pd.DataFrame:
-    """`scaling` as text under these columns, SPEED or COSTS, without those that say nothing."""
-    table = pd.DataFrame([{name: text(line) for name, text in columns.items()} for line in lines.to_dict("records")])
-    return table.loc[:, (table != MISSING).any()]
 
 
 def worded(text: str, runs: pd.DataFrame) -> str:
@@ -153,93 +111,143 @@ def worded(text: str, runs: pd.DataFrame) -> str:
     return text.replace("GPUs", "processes").replace("GPU", "process") if on_cpu(runs) else text
 
 
-def speed_table(runs: pd.DataFrame) -> pd.DataFrame:
-    """The speed of a group's rows on one GPU and on several, as text. Raises NotMeasured."""
-    return scaling_table(scaling(runs)).rename(columns=lambda heading: worded(heading, runs))
-
-
-def cost_table(runs: pd.DataFrame) -> pd.DataFrame:
-    """What they wait for, and what memory they take, as text. Raises NotMeasured."""
-    return scaling_table(scaling(runs), COSTS).rename(columns=lambda heading: worded(heading, runs))
-
-
-def strong_batches(lines: pd.DataFrame) -> list[int]:
-    """The effective batches at which rows for several GPUs have an efficiency, that with the most such lines first."""
-    return _most(lines["batch"][lines["strong"].notna() & (lines["world"] > 1)])
-
-
-def weak_batches(lines: pd.DataFrame) -> list[int]:
-    """The same of features a GPU."""
-    return _most((lines["batch"] / lines["world"])[lines["weak"].notna() & (lines["world"] > 1)])
-
-
-def _most(sizes: pd.Series) -> list[int]:
+def common(lines: pd.DataFrame, kind: str) -> list[int]:
+    """The effective batches (`strong`) or features a GPU (`weak`) at which lines of several GPUs have an efficiency,
+    that with the most such lines first."""
+    chosen = lines[lines[kind].notna() & (lines["world"] > 1)]
+    sizes = chosen["batch"] if kind == "strong" else chosen["batch"] / chosen["world"]
     return [int(size) for size in sizes.sort_values().value_counts().index]
 
 
-def projection(runs: pd.DataFrame) -> dict:
-    """Seconds that three epochs of all of SQuAD v2 would take on the most GPUs, by the quickest row with as many
-    features a GPU as most have: seconds, with features (of the three epochs), rate, compile_s (the longest of its runs,
-    0 without a compiler) and cold, whether that found nothing compiled; variant, world and batch. Data and scoring are
-    not counted. Raises NotMeasured."""
-    lines = scaling(runs)
-    sizes = weak_batches(lines)
-    chosen = at(lines, weak=sizes[0]) if sizes else lines[:0]
-    if chosen.empty:
-        raise NotMeasured("no row has a speed on several GPUs beside its own on one")
-    line = chosen.sort_values(["world", "rate"]).iloc[-1]
-    done = runs[runs["status"] == "ok"].rename(columns={"spec.variant": "variant"})
-    own = done[(done[KEYS] == line[KEYS]).all(axis="columns")]
-    compile_s = own.reindex(columns=["time.compile_s"])["time.compile_s"].astype(float).fillna(0.0)
-    cold, features = not found_compiled(own)[compile_s.idxmax()], FULL_FEATURES * FULL_EPOCHS
-    seconds = features / line["rate"] + compile_s.max()
-    found = {"seconds": seconds, "features": features, "compile_s": compile_s.max(), "cold": bool(cold)}
-    return found | line[["variant", "world", "batch", "rate"]].to_dict()
-
-
-def at(lines: pd.DataFrame, strong: int | None = None, weak: int | None = None) -> pd.DataFrame:
-    """The timed lines of an effective batch, or of so many features a GPU; of each row, world and stages the
-    quickest."""
-    chosen = lines[lines["batch"] == (strong if weak is None else weak * lines["world"])]
-    return _quickest(chosen.dropna(subset=["rate"]))
-
-
-def near(lines: pd.DataFrame, batch: int) -> pd.DataFrame:
-    """Of each row, world and stages the quickest of the timed lines whose effective batch is nearest to one."""
-    timed = lines.dropna(subset=["rate"])
-    away = (timed["batch"] - batch).abs()
-    return _quickest(timed[away == away.groupby([timed[key] for key in WHERE]).transform("min")])
-
-
-def _quickest(timed: pd.DataFrame) -> pd.DataFrame:
-    return timed.loc[sorted(timed.groupby(WHERE)["rate"].idxmax())]
+def at(lines: pd.DataFrame, kind: str, size: int) -> pd.DataFrame:
+    """The timed lines of an effective batch (`strong`), or of so many features a GPU (`weak`); of each variant, world
+    and stages the quickest."""
+    chosen = lines[lines["batch"] == (size if kind == "strong" else size * lines["world"])].dropna(subset=["rate"])
+    return chosen.loc[sorted(chosen.groupby(WHERE)["rate"].idxmax())]
 
 
 def speed_finding(lines: pd.DataFrame) -> str:
-    """What the most GPUs come to at one batch and at one a GPU, of SHOWN, or else of the quickest row."""
+    """What the most GPUs come to at one batch a GPU and at one in all, of the headline variant, or else of the
+    quickest. Raises NotMeasured."""
     found = {}
-    for name, sizes in (("strong", strong_batches(lines)), ("weak", weak_batches(lines))):
-        chosen = at(lines, **{name: sizes[0]}) if sizes else lines[:0]
-        found[name] = chosen[(chosen["world"] > 1) & chosen[name].notna()].sort_values(["world", "rate"])
+    for kind in ("weak", "strong"):
+        sizes = common(lines, kind)
+        chosen = at(lines, kind, sizes[0]) if sizes else lines[:0]
+        found[kind] = chosen[(chosen["world"] > 1) & chosen[kind].notna()].sort_values(["world", "rate"])
     every = pd.concat(found.values())
     if every.empty:
-        raise NotMeasured("no row was run on one GPU and on several at one batch, or at one batch a GPU")
-    row = SHOWN if SHOWN in set(every["variant"]) else every.sort_values("rate")["variant"].iloc[-1]
-    own = {name: chosen[chosen["variant"] == row].to_dict("records") for name, chosen in found.items()}
-    return say("scaling.speed", **{name: lines[-1] if lines else None for name, lines in own.items()})
+        raise NotMeasured("no variant was run on one GPU and on several at one batch, or at one batch a GPU")
+    tried = every[every["variant"].isin(tagged("headline"))]
+    shown = (tried if len(tried) else every).sort_values("rate")["variant"].iloc[-1]
+    last = {kind: own.iloc[-1] for kind, part in found.items() if len(own := part[part["variant"] == shown])}
+    said = [
+        f"{factor(line[kind] * line['world'])} as fast as one at "
+        + (f"{line['batch'] // line['world']} features each" if kind == "weak" else f"{line['batch']} in all")
+        for kind, line in last.items()
+    ]
+    said[1:] = [text.replace(" as fast as one", "") for text in said[1:]]
+    return f"{next(iter(last.values()))['world']} GPUs train {', '.join(said)} ({shown})"
 
 
-def waiting_finding(lines: pd.DataFrame) -> str:
-    """The shortest and the longest waiting among lines of one batch, on the number of GPUs that most of them have."""
-    found = lines.dropna(subset=["waiting_ms"])
-    found = found[found["world"] > 1]
+def projection(runs: pd.DataFrame) -> dict:
+    """Seconds that three epochs of all of SQuAD v2 would take on the most GPUs, by the quickest variant with as many
+    features a GPU as most have: seconds, with rate, compile_s (the longest of its runs, 0 without a compiler) and cold,
+    whether that found nothing compiled; variant, world and batch. Data and scoring are not counted. Raises
+    NotMeasured."""
+    lines = scaling(runs)
+    sizes = common(lines, "weak")
+    if not sizes:
+        raise NotMeasured("no variant has a speed on several GPUs beside its own on one")
+    line = at(lines, "weak", sizes[0]).sort_values(["world", "rate"]).iloc[-1]
+    done = runs[runs["status"] == "ok"].rename(columns={"spec.variant": "variant"})
+    own = done[(done[KEYS] == line[KEYS]).all(axis="columns")]
+    compile_s = numbers(own, {"compile_s": "time.compile_s"})["compile_s"].fillna(0.0)
+    cold = bool(not load.found_compiled(own)[compile_s.idxmax()])
+    seconds = load.FULL_FEATURES * load.FULL_EPOCHS / line["rate"] + compile_s.max()
+    return {"seconds": seconds, "compile_s": compile_s.max(), "cold": cold} | line[
+        ["variant", "world", "batch", "rate"]
+    ].to_dict()
+
+
+def projected_words(found: dict) -> str:
+    """`projection` as a sentence, with the arithmetic."""
+    said = (
+        f"Three epochs of SQuAD v2 on {found['world']} GPUs would take {number(found['seconds'])} s with "
+        f"{found['variant']}, data and scoring not counted: "
+        f"{load.FULL_FEATURES * load.FULL_EPOCHS:,} features ÷ {number(found['rate'])}/s"
+    )
+    if found["compile_s"]:
+        said += f" + {number(found['compile_s'])} s of compilation"
+        said += "" if found["cold"] else ", which found a part of the code compiled"
+    return said + "."
+
+
+def logs_of(runs: pd.DataFrame) -> pd.DataFrame:
+    """The logs of a group's runs that ended ok, a line for each of more than 100 steps: variant, seed, world, batch,
+    group, run_id; log (of Run.steps) and loss, its mean."""
+    names = {"spec.variant": "variant", "spec.seed": "seed"}
+    runs = runs[(runs["status"] == "ok") & (runs["batch"] > 0)].rename(columns=names)
+    logs = runs[["variant", "seed", "world", "batch", "group", "run_id"]].assign(
+        log=[run.steps().dropna(subset="loss") for run in runs["run"]]
+    )
+    logs = logs[logs["log"].map(len) > 100].reset_index(drop=True)
+    return logs.assign(loss=logs["log"].map(lambda log: log["loss"].mean()).astype(float))
+
+
+def most_batches(logs: pd.DataFrame) -> pd.DataFrame:
+    """Of logs those of the variant that was run at the most batches. Raises NotMeasured without logs."""
+    if logs.empty:
+        raise NotMeasured("no run has a steps.jsonl of more than 100 steps beside its record")
+    return logs[logs["variant"] == logs.groupby("variant")["batch"].nunique().idxmax()]
+
+
+def noise_scales(logs: pd.DataFrame) -> pd.DataFrame:
+    """The running noise scale phi, in features, a line a logged step of `most_batches` that has one: batch, seed, step,
+    done (the share of the training), phi. Raises NotMeasured."""
+    parts = [
+        steps.reindex(columns=["step", "phi"]).assign(batch=batch, seed=seed, done=steps["step"] / steps["step"].max())
+        for batch, seed, steps in most_batches(logs)[["batch", "seed", "log"]].itertuples(index=False)
+    ]
+    found = pd.concat(parts).dropna()
+    found = found[found["phi"] > 0].reset_index(drop=True)  # noise may hide the gradient, and phi then is no number
     if found.empty:
-        raise NotMeasured("no run of several GPUs has its waiting measured")
-    found = found[found["world"] == found["world"].mode()[0]]
-    shares = found["waiting_ms"] / found["step_ms"]
-    return say("scaling.waiting", most=found.loc[shares.idxmax()].to_dict(), least=found.loc[shares.idxmin()].to_dict())
+        raise NotMeasured("no log has a noise scale (phi)")
+    return found
 
 
-def is_pipeline(variant: str) -> bool:
-    """Whether a row divides the layers, into as many stages as it was asked for."""
-    return VARIANTS[variant].settings.parallel == "pipeline"
+def efficiencies(logs: pd.DataFrame, batches: Iterable[int]) -> pd.Series:
+    """The progress by feature of batches relative to batch REFERENCE, as the noise scale predicts it: the mean over the
+    training at the smallest batch that has one, REFERENCE where it has. (phi + REFERENCE) / (phi + batch), equation 7
+    of Pollux (Qiao et al. 2021). Raises NotMeasured."""
+    phi = reference_phi(logs)["phi"].to_numpy()
+    return pd.Series({batch: ((phi + REFERENCE) / (phi + batch)).mean() for batch in batches})
+
+
+def reference_phi(logs: pd.DataFrame) -> pd.DataFrame:
+    """Of `noise_scales` those at batch REFERENCE, or at the smallest that has any."""
+    phi = noise_scales(logs)
+    return phi[phi["batch"] == (REFERENCE if REFERENCE in set(phi["batch"]) else phi["batch"].min())]
+
+
+def batch_worth(logs: pd.DataFrame) -> tuple[pd.DataFrame, float]:
+    """How much a feature teaches in a larger batch than REFERENCE, relative to it, and the loss by which that is
+    measured. By batch: measured and measured±, the features that it took until the smoothed training loss was down to
+    the one that the worst run ends with; predicted, by `efficiencies`. Raises NotMeasured where REFERENCE and a larger
+    batch were not both run."""
+    logs = most_batches(logs)
+    if REFERENCE not in set(logs["batch"]) or logs["batch"].max() == REFERENCE:
+        raise NotMeasured(f"no variant was run at batch {REFERENCE} and at a larger one")
+    curves = [_smoothed(log) for log in logs["log"]]
+    loss = max(curve.min() for curve in curves)
+    last = [log["step"].max() * batch for log, batch in zip(logs["log"], logs["batch"], strict=True)]
+    features = [(curve <= loss).idxmax() * n for curve, n in zip(curves, last, strict=True)]
+    table = logs.assign(features=features).groupby(["seed", "batch"])["features"].mean().unstack()
+    shares = table[[REFERENCE]].to_numpy() / table
+    found = pd.DataFrame({"measured": shares.mean(), "measured±": interval(shares)}).query(f"batch > {REFERENCE}")
+    return found.assign(predicted=efficiencies(logs, found.index)), loss
+
+
+def _smoothed(log: pd.DataFrame) -> pd.Series:
+    """The mean loss around each step, over a tenth of the training; by the share of the training that is done."""
+    loss = log["loss"].rolling(max(1, round(0.1 * len(log))), center=True).mean()
+    return loss.set_axis(log["step"] / log["step"].max()).dropna()

@@ -1,9 +1,12 @@
 """What all figures share: size, colours, style, and their way into files and notebooks."""
 
+import contextlib
+import hashlib
 import io
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
+from pathlib import Path
 
 import matplotlib.style
 import numpy as np
@@ -14,13 +17,18 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
-from qa_lib.report.runs import NotMeasured
+from qa_lib.errors import first_line
+from qa_lib.record import RecordError, write_atomically
+from qa_lib.report.format import markdown
+from qa_lib.report.load import ReportError, on_cpu
 
 WIDTH = 9.0  # inches: 900 px at 100 dpi, the width of a README
 DPI = 150  # of files; a notebook shows 100
 COLORBLIND = sns.color_palette("colorblind")  # safe for the common colour-vision deficiencies
 BLUE, ORANGE, GREEN, RED, *_ = COLORBLIND
 GREY = "0.6"
+SPOILT = (LookupError, TypeError, ValueError, AttributeError)  # what a record leads to that holds something else
+CPU_CAVEAT = "CPU speeds prove the plumbing only and say nothing about GPUs"
 
 
 def style():
@@ -43,21 +51,27 @@ def new_figure(title: str, note: str, height: float) -> Figure:
     return figure
 
 
+def group_figure(runs: pd.DataFrame, title: str, note: str, height: float) -> Figure:
+    """As new_figure, of a group's runs: a CPU's say so, and the caption ends with group and GPU."""
+    where = [f"Group {runs['group'].iloc[0]}", *(sorted(set(runs["env.gpu"].dropna())) or [CPU_CAVEAT])]
+    return new_figure("On a CPU: " * on_cpu(runs) + title, " · ".join(filter(None, [note, *where])) + ".", height)
+
+
 def legend(axis: Axes, height: float = 1.0) -> None:
     """The legend in one line above the axis, where nothing is drawn."""
     axis.legend(loc="lower left", bbox_to_anchor=(-0.01, height), ncols=9, fontsize=8, frameon=False,
                 columnspacing=1.2, handletextpad=0.5)  # fmt: skip
 
 
-def name_rows(axis: Axes, names: Sequence[str]) -> None:
-    """The axis as rows 0, 1, ... from the top down, with these names."""
+def name_bars(axis: Axes, names: Sequence[str]) -> None:
+    """The axis as bars 0, 1, ... from the top down, with these names."""
     axis.set_yticks(range(len(names)), names, fontsize=8)
     axis.set_ylim(len(names) - 0.4, -0.6)
     axis.grid(False, axis="y")
 
 
 def columns(axis: Axes, table: dict[str, Iterable[str]]) -> None:
-    """The columns of a table right of the axis, {head: texts}, each text level with one of the rows 0, 1, ..."""
+    """The columns of a table right of the axis, {head: texts}, each text level with one of the bars 0, 1, ..."""
     right = 0.0  # where a column ends, in points from the axis
     for head, texts in table.items():
         column = list(texts)
@@ -72,42 +86,90 @@ def name_points(axis: Axes, points: Iterable[tuple[float, float, str]]) -> None:
     """The texts of some (x, y, text) in a column right of the axis, in the order of their heights and apart from each
     other, with a line from each to its point."""
     points = sorted(points, key=itemgetter(1))
-    low, high = axis.get_ylim()
-    steps = 0.07 * (high - low) * np.arange(len(points))
-    heights = np.maximum.accumulate([y for _, y, _ in points] - steps) + steps  # each at its point's or further up
-    heights = np.minimum(heights, high - steps[::-1])
+    heights = _apart(axis, [axis.transData.transform((x, y))[1] for x, y, _ in points])
     line = {"arrowstyle": "-", "color": "0.5", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4}
     for (x, y, text), height in zip(points, heights, strict=True):
-        axis.annotate(text, (x, y), (1.02, height), textcoords=axis.get_yaxis_transform(), fontsize=8, va="center",
+        axis.annotate(text, (x, y), (1.02, height), textcoords="axes fraction", fontsize=8, va="center",
                       arrowprops=line | {"relpos": (0, 0.5)})  # fmt: skip
 
 
+def _apart(axis: Axes, heights: Sequence[float], least: float = 0.07) -> np.ndarray:
+    """Rising heights in pixels as shares of the axis, moved so that they are apart by a share."""
+    low, high = (axis.transAxes.transform((0, share))[1] for share in (0, 1))
+    steps = least * np.arange(len(heights))
+    moved = np.maximum.accumulate((np.array(heights) - low) / (high - low) - steps) + steps
+    return np.minimum(moved, 1 - steps[::-1])  # each at its point's or further up, and inside
+
+
 def stack(axis: Axes, table: pd.DataFrame, colors: dict[str, str]) -> None:
-    """A bar for each row of a table, made of a block for each column."""
+    """A bar for each line of a table, made of a block for each column."""
     table.plot.barh(stacked=True, ax=axis, color=colors, width=0.7, legend=False, ylabel="")
     axis.set_xlim(0, 1.02 * table.sum(axis="columns").max())
-    name_rows(axis, table.index)
+    name_bars(axis, table.index)
 
 
-def png(figure: Figure, dpi: int = DPI) -> bytes:
-    """A figure as PNG without date and software version, so that equal figures are equal bytes.
+def title_of(figure: Figure) -> str:
+    return " ".join(figure.get_suptitle().split())
 
-    In 64 colours, which nobody sees in these figures and which makes files and executed notebooks a third as large.
-    """
-    drawn, stream = io.BytesIO(), io.BytesIO()
+
+def figures_of(folder: Path) -> list[tuple[str, bytes]]:
+    """Title and PNG of each figure that was drawn into a folder; without links, and what cannot be read as one."""
+    found = []
+    for path in sorted(folder.glob("*.png")):
+        with contextlib.suppress(OSError, SyntaxError, ValueError):  # as Pillow calls what is no PNG
+            if not path.is_symlink():
+                with Image.open(path, formats=["PNG"]) as image:
+                    found.append((image.text.get("Title", path.stem), path.read_bytes()))
+    return found
+
+
+def digest(runs: pd.DataFrame) -> str:
+    """What a figure of these runs was drawn from: the same for the same records."""
+    return hashlib.sha256(runs.drop(columns="run").to_json(orient="records").encode()).hexdigest()[:16]
+
+
+def png(figure: Figure, dpi: int = DPI, **more: str) -> bytes:
+    """A figure as PNG with its title, and `more`, in the file; without date and software version, so that equal figures
+    are equal bytes."""
+    stream = io.BytesIO()
     with style():
-        figure.savefig(drawn, format="png", dpi=dpi)
-    image = Image.open(drawn).convert("RGB").quantize(64, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-    image.save(stream, "png", optimize=True, dpi=(dpi, dpi))
+        figure.savefig(stream, format="png", dpi=dpi, metadata={"Software": None, "Title": title_of(figure)} | more)
     return stream.getvalue()
 
 
-def show(figure_of: Callable[[pd.DataFrame], Figure], runs: pd.DataFrame):
-    """For a notebook: the figure as an image, or the sentence that says why there is none."""
+def show(figure_of: Callable[..., Figure], *sources, save: str | Path = "", name: str = ""):
+    """For a notebook: figure_of(*sources) as an image, or the sentence that says why there is none.
+
+    With `save`, a folder, the figure is kept as <save>/<group>/<name>.png, by default by the name of the function
+    without `fig_`; the first of the sources are then the runs of that group.
+    """
     from IPython import display  # notebooks have it; the command line need not
 
     try:
-        figure = figure_of(runs)
-        return display.Image(png(figure, 100), width=round(100 * WIDTH), alt=" ".join(figure.get_suptitle().split()))
-    except NotMeasured as reason:
-        return display.Markdown(f"*No figure: {reason}.*")
+        with style():
+            figure = figure_of(*sources)
+        title, kept = title_of(figure), {}
+        if save:
+            runs = sources[0]
+            path = Path(save, runs["group"].iloc[0], f"{name or figure_of.__name__.removeprefix('fig_')}.png")
+            write_atomically(path, png(figure, Records=digest(runs)))
+            kept = {"file": path.as_posix()}
+        return display.Image(png(figure, 100), width=round(100 * WIDTH), alt=title, metadata=kept)
+    except SPOILT as problem:
+        return display.Markdown(f"*No figure: {_reason(problem)}.*")
+
+
+def show_table(table_of: Callable, *sources):
+    """For a notebook: table_of(*sources), a table of text or Markdown, or the sentence that says why there is none."""
+    from IPython.display import Markdown
+
+    try:
+        found = table_of(*sources)
+        return Markdown(found if isinstance(found, str) else markdown(found))
+    except SPOILT as problem:
+        return Markdown(f"*No table: {_reason(problem)}.*")
+
+
+def _reason(problem: Exception) -> str:
+    known = isinstance(problem, ReportError | RecordError)
+    return first_line(problem) if known else f"{type(problem).__name__}, {first_line(problem)}"

@@ -35,19 +35,17 @@ def main(args: argparse.Namespace) -> int:
     found = read_runs(args.runs, args.group)
     if not found:
         raise UserError(f"no record of {args.group or 'any group'} below {args.runs}")
+    out = args.csv or args.tensorboard or args.wandb
     if args.csv:
-        write_atomically(args.csv, pd.json_normalize([_own(run.record) for run in found]).to_csv(index=False))
+        beside = ("profile", "quantized")  # of a record, in an archive
+        records = [{name: value for name, value in run.record.items() if name not in beside} for run in found]
+        write_atomically(out, pd.json_normalize(records).to_csv(index=False))
     else:
         write = to_tensorboard if args.tensorboard else to_wandb
         for run in found:
-            write(run.record, run.steps().to_dict("records"), args.tensorboard or args.wandb)
-    print(f"{args.csv or args.tensorboard or args.wandb}: {len(found)} runs")
+            write(run.record, run.steps().to_dict("records"), out)
+    print(f"{out}: {len(found)} runs")
     return 0
-
-
-def _own(record: dict) -> dict:
-    """The record without what an archive keeps beside it."""
-    return {name: value for name, value in record.items() if name not in ("profile", "quantized")}
 
 
 def figures_of(record: dict) -> dict[str, float]:

@@ -18,7 +18,7 @@ from qa_lib.spec import Spec
 def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=print) -> dict:
     """Train, measure and evaluate one spec; write its run folder below `runs` and return the record.
 
-    `data` is what the task's `load` returns, for callers that have it already. A row that cannot run here ends as
+    `data` is what the task's `load` returns, for callers that have it already. A spec that cannot run here ends as
     `skipped`, one that runs out of memory as `oom`: both are results and return normally. Anything else that fails is
     recorded as `error` and raised. Raises RunTaken while another process has the run, and UserError for a folder that
     cannot be and for data and a model that are not those that the spec was planned with.
@@ -45,7 +45,7 @@ EXAMPLE = "example: python -m qa_lib run A3 --preset smoke --seed 0"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib run`."""
-    parser.add_argument("variant", metavar="VARIANT", help="a row of `python -m qa_lib variants`")
+    parser.add_argument("variant", metavar="VARIANT", help="one of `python -m qa_lib variants`")
     parser.add_argument(
         "--seed", type=seed, default=0, metavar="N", help="of new weights, order and dropout (default: 0)"
     )
@@ -54,14 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run one row here, whatever its record says, and print the record."""
+    """Run one variant here, whatever its record says, and print the record."""
     sources = (args.data, args.model, args.micro_batch)
     (spec,) = plan([args.variant], args.preset, [args.seed], *sources, **own_of(args))
     entry = fit(spec, args.runs)
     if entry["status"] == "running":  # one of torchrun's processes, and not the first
         return 0
     task = entry["task"]
-    measured = {"features/s": entry["speed"]["samples_per_s"], task["label"]: entry["quality"][task["metric"]]}
+    measured = {"samples/s": entry["speed"]["samples_per_s"], task["label"]: entry["quality"][task["metric"]]}
     figures = [f"{name} {value:.2f}" for name, value in measured.items() if value is not None]
     print(", ".join([f"{spec.variant}: {entry['status']}", *figures]))
     print(args.runs / spec.run_path / "record.json")

@@ -1,15 +1,14 @@
 """Runs in processes of their own: started on their cards, ended with all their children, judged by their records.
 
-This is the one scheduler, of `sweep`, `tune` and `max-batch` alike: a thread for each run that may go on at a time
-takes its cards, starts the process and waits for its end. Neither an exit code nor papermill's metadata can tell a
-dead kernel, or a notebook that ran another row, from success; a run counts when its record is where it must be, has the
-asked hash, is terminal and complete.
+This is the one scheduler, of `sweep`, `tune` and `max-batch` alike. Each run that may go on at a time has a thread. It
+takes the run's cards, starts the process and waits for its end. Neither an exit code nor papermill's metadata can tell
+a dead kernel, or a notebook that ran another variant, from success. A run counts when its record is where it must be,
+has the asked hash, is terminal and complete.
 
 This module never imports torch: a driver must hold no GPU.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
@@ -46,7 +45,7 @@ def say_idle(machine: Machine, gpus: list[int] | None) -> None:
     """Say so where GPUs stay idle that nobody has spoken of."""
     if machine.gpus > 1 and not gpus:
         cards = " ".join(map(str, range(machine.gpus)))
-        print(f"one of {machine.gpus} GPUs has work at a time (rows of family P take more); --gpus {cards} uses all")
+        print(f"one of {machine.gpus} GPUs has work at a time (family P takes more); --gpus {cards} uses all")
 
 
 PROBE = (
@@ -74,9 +73,8 @@ class Launcher:
     """Runs specs in processes of their own, as many at a time as cards are named.
 
     Runs on one card take turns in training, so that one prepares while another is timed; with `share` they train at
-    once, and record no times. `force` drops finished records first, `again` are statuses that are run again as well.
-    `command` makes the command of a run, and `time_limit_s` replaces its preset's limit. Raises UserError for a card
-    that the machine does not have.
+    once, and record no times. `force` drops finished records first. `command` makes the command of a run, and
+    `time_limit_s` replaces its preset's limit. Raises UserError for a card that the machine does not have.
     """
 
     runs: Path
@@ -85,7 +83,6 @@ class Launcher:
     gpus: list[int] | None = None
     share: bool = False
     force: bool = False
-    again: tuple[str, ...] = ()
     command: Callable[[Spec, Path], list[str]] = plain_command
     time_limit_s: float | None = None
     active: list[Spec] = field(default_factory=list)  # whose processes are at work
@@ -105,7 +102,7 @@ class Launcher:
         entry = record.read_record(path)
         if entry["status"] == "skipped" and not spec.skip:
             return False
-        return entry["status"] in record.FINISHED and entry["status"] not in self.again and _fault(entry, spec) is None
+        return entry["status"] in record.FINISHED and _fault(entry, spec) is None
 
     def run_all(self, specs: list[Spec], ended=lambda spec, entry: None, look=lambda: None) -> list[dict]:
         """Run what is not finished and return every spec's record, in order.
@@ -170,17 +167,12 @@ class Launcher:
 
     def _lost(self, spec: Spec, run_dir: Path, problem: Exception) -> dict:
         """A record for a run whose own was removed or spoilt while it ran; raises any other `problem` again."""
-        lost_nothing = None
-        with contextlib.suppress(record.RecordError):
-            if record.read_record(run_dir):
-                lost_nothing = problem
-        if lost_nothing:
-            raise lost_nothing
-        lost = {"kind": "RecordLost", "message": f"its record was removed or spoilt while it ran ({problem})"}
-        entry = record.new_record(spec, self.env)
-        if run_dir.exists():
-            return record.finish(run_dir, entry, "killed", lost)
-        return entry | {"status": "killed", "error": entry["error"] | lost}
+        try:
+            record.read_record(run_dir)
+        except record.RecordError:
+            lost = {"kind": "RecordLost", "message": f"its record was removed or spoilt while it ran ({problem})"}
+            return record.finish(run_dir, record.new_record(spec, self.env), "killed", lost)
+        raise problem
 
     def _prepare(self, spec: Spec, run_dir: Path) -> dict | None:
         """The record, where there is nothing to do; else None, with the folder ready for the run's process."""

@@ -1,4 +1,4 @@
-"""The largest micro-batch of a row under a cap on GPU memory, found by trying; each try is a run of its own."""
+"""The largest micro-batch of a variant under a cap on GPU memory, found by trials; each is a run of its own."""
 
 import argparse
 import dataclasses
@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from qa_lib.cli import above_0, add_rows, add_source_arguments, capability, rows_of
 from qa_lib.errors import UserError
-from qa_lib.presets import PRESETS
 from qa_lib.record import FINISHED
 from qa_lib.run.launch import Launcher, probe
 from qa_lib.run.memory_estimate import estimate
@@ -14,7 +13,7 @@ from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, Spec
 from qa_lib.variants import AMPERE
 
-STEP = 8  # features: sizes are multiples of this
+STEP = 8  # samples: sizes are multiples of this
 CLOSE = 0.06  # the search ends when the next size up is at most this much larger
 ROOM = 0.8  # of the largest size: close to the limit the allocator frees and asks again, and a smaller one is quicker
 
@@ -42,26 +41,21 @@ def largest(first: int, fits: Callable[[int], bool], most: int = 4096) -> int:
     return good
 
 
-def specs_for(variant: str, args: argparse.Namespace, machine: Machine) -> Callable[[int], Spec]:
-    """micro-batch -> the spec of a try, as a GPU of capability --compute-capability (at most this one's) would run
-    it."""
+def first_trial(variant: str, args: argparse.Namespace, machine: Machine) -> Spec:
+    """The spec of the least micro-batch, as a GPU of --compute-capability (at most this one's) would run it."""
     older = dataclasses.replace(machine, sm=min(args.compute_capability, machine.sm))
     name = f"max-batch-{args.limit_gib:g}gib-sm{older.sm}"
-    preset = dataclasses.replace(PRESETS["sizing"], name=name, limit_gib=args.limit_gib)
-    limits = (
-        [f"attention kernels: those of compute capability {args.compute_capability / 10:g}"]
-        if args.compute_capability < AMPERE
-        else []
-    )
+    (spec,) = plan([variant], "sizing", [0], args.data, args.model, STEP, older)
+    if args.compute_capability < AMPERE:
+        spec.adjusted.append(f"attention kernels: those of compute capability {args.compute_capability / 10:g}")
+    preset = dataclasses.replace(spec.preset, name=name, limit_gib=args.limit_gib)
+    return dataclasses.replace(spec, preset=preset, search="max-batch", sm=older.sm)
 
-    (first,) = plan([variant], "sizing", [0], args.data, args.model, STEP, older)
-    first = dataclasses.replace(first, preset=preset, adjusted=first.adjusted + limits, search="max-batch", sm=older.sm)
 
-    def spec_of(micro_batch: int) -> Spec:
-        asked, settings = (dataclasses.replace(each, micro_batch=micro_batch) for each in (first.asked, first.settings))
-        return dataclasses.replace(first, asked=asked, settings=settings)
-
-    return spec_of
+def sized(spec: Spec, micro_batch: int) -> Spec:
+    """The spec with another micro-batch."""
+    asked, settings = (dataclasses.replace(each, micro_batch=micro_batch) for each in (spec.asked, spec.settings))
+    return dataclasses.replace(spec, asked=asked, settings=settings)
 
 
 EXAMPLE = "example: python -m qa_lib max-batch A3 --limit-gib 14.9 --compute-capability 7.5 --data squad/ --model bert/"
@@ -78,45 +72,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Search each row's largest micro-batch and print every try."""
-    rows = rows_of(args)
+    """Search each variant's largest micro-batch and print every trial."""
+    variants = rows_of(args)
     machine, env = probe()
     if not machine.gpus:
-        raise UserError("max-batch tries on a GPU, and there is none here; `python -m qa_lib memory` predicts without")
+        raise UserError(
+            "max-batch runs trials on a GPU, and there is none here; `python -m qa_lib memory` predicts without"
+        )
     launcher = Launcher(args.runs, machine, env)
-    for variant in rows:
-        print(f"{variant}: {search(variant, specs_for(variant, args, machine), args.limit_gib, launcher)}", flush=True)
+    for variant in variants:
+        print(f"{variant}: {search(first_trial(variant, args, machine), launcher)}", flush=True)
     return 0
 
 
-def search(variant: str, spec_of: Callable[[int], Spec], limit_gib: float, launcher: Launcher) -> str:
-    """Try until the largest micro-batch is known, and say what was found. Raises UserError for a try that failed."""
-    if skip := spec_of(STEP).skip:
-        launcher.run_all([spec_of(STEP)])  # for the record
-        return f"skipped, {skip}"
+def search(first: Spec, launcher: Launcher) -> str:
+    """Run trials until the largest micro-batch is known, and say it. Raises UserError for a trial that failed."""
+    if first.skip:
+        launcher.run_all([first])  # for the record
+        return f"skipped, {first.skip}"
     speeds = []
 
     def fits(size: int) -> bool:
-        spec = spec_of(size)
+        spec = sized(first, size)
         (entry,) = launcher.run_all([spec])
         if entry["status"] not in FINISHED:
             raise UserError(f"{spec.run_id}: {entry['status']}, {entry['error']['message']}")
         result = "out of memory"
         if entry["status"] == "ok":
             speeds.append(entry["speed"]["samples_per_s"])
-            result = f"{speeds[-1]:.0f} features/s, {entry['memory']['peak_reserved_mib']:.0f} MiB reserved"
-        print(f"  {variant} micro-batch {size}: {result}", flush=True)
+            result = f"{speeds[-1]:.0f} samples/s, {entry['memory']['peak_reserved_mib']:.0f} MiB reserved"
+        print(f"  {spec.variant} micro-batch {size}: {result}", flush=True)
         return entry["status"] == "ok"
 
-    best = largest(_guess(spec_of, limit_gib), fits)
+    best = largest(_guess(first), fits)
     if best > STEP:
         fits(max(STEP, int(ROOM * best) // STEP * STEP))
     if not best:
-        return f"does not fit into {limit_gib:g} GiB"
-    return f"largest micro-batch {best}, best {max(speeds):.0f} features/s"
+        return f"does not fit into {first.preset.limit_gib:g} GiB"
+    return f"largest micro-batch {best}, best {max(speeds):.0f} samples/s"
 
 
-def _guess(spec_of: Callable[[int], Spec], limit_gib: float) -> int:
-    """The micro-batch whose estimated budget fills the limit, which grows with it in a straight line."""
-    low, high = (estimate(spec_of(size))["reserved_mib"] for size in (32, 64))
-    return int(32 + 32 * (1024 * limit_gib - low) / (high - low))
+def _guess(spec: Spec) -> int:
+    """The micro-batch whose estimated memory fills the limit, which it does in a straight line."""
+    low, high = (estimate(sized(spec, size))["reserved_mib"] for size in (32, 64))
+    return int(32 + 32 * (1024 * spec.preset.limit_gib - low) / (high - low))

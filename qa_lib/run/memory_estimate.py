@@ -1,11 +1,12 @@
-"""How much GPU memory a row will take, from its spec alone: before a card is rented, and without one.
+"""How much GPU memory a variant will take, from its spec alone: before a card is rented, and without one.
 
-Bytes kept for the backward pass are counted in units of tokens x hidden width, layer by layer: what autograd saves in
-an eager layer under autocast, or what the compiler's partitioner keeps of it. Weights, gradients and optimizer state
-follow from the model's shapes. Terms that are measured and not derived say so. Rows that pad to the longest of a batch
-are taken to meet one of full length, which the two steps of preset `vram` need not.
+`StepMemory` adds it up, piece by piece. Weights, gradients and optimizer state follow from the model's shapes. What
+the backward pass needs is counted layer by layer, in bytes per token and hidden width: what autograd saves in an eager
+layer under autocast, or what the compiler's partitioner keeps of it. Terms that are measured and not derived say so. A
+variant that pads to the longest of a batch is taken to meet one of full length, which the two steps of preset `vram`
+need not.
 
-A language model adds its logits, one for each token and word of the vocabulary, which in a small model outweigh the
+A language model adds its logits, one for each token and word of the vocabulary. In a small model they outweigh the
 layers.
 """
 
@@ -34,7 +35,7 @@ from qa_lib.variants import Settings
 
 LIBRARIES_MIB = 100  # measured on one H200: workspaces of cuBLAS, and inputs
 RESERVED = 1.05  # measured on one H200: what the allocator reserves over its peak, 3 to 8 % more
-# Tokens of a feature: the 33 quantiles, from least to most, of the 19,273 features of 19,017 questions of SQuAD v2
+# Tokens of a sample: the 33 quantiles, from least to most, of the 19,273 samples of 19,017 questions of SQuAD v2
 # (mostly of its training set; CC BY-SA 4.0) in BERT's uncased vocabulary at 384/128.
 QUANTILES = (
     37, 78, 96, 107, 114, 119, 124, 128, 132, 135, 139, 142, 146, 150, 154, 157, 161,
@@ -52,14 +53,19 @@ def _fuses(spec: Spec) -> bool:
     return spec.settings.compile not in ("none", "cudagraphs")
 
 
+def _gemm_bytes(spec: Spec) -> int:
+    """Bytes of an element that a GEMM gives."""
+    return 4 if spec.settings.precision == "fp32" else 2
+
+
 def layer_bytes(spec: Spec, trained: bool = True) -> float:
     """Bytes a layer keeps for its backward pass, per token and hidden width, without the attention scores; `trained` or
     only passed by gradients."""
     settings, recipe, causal = spec.settings, spec.recipe, spec.preset.task == "lm"
     residual = 2 if settings.half_weights else 4  # autocast's layer norms give fp32
-    word = 4 if settings.precision == "fp32" else 2  # bytes of what products give
-    # The inputs of the two layer norms and two dropout masks; query, key, value and the attention's output (its input
-    # and the output product's are one tensor); the input of GELU, four times as wide.
+    word = _gemm_bytes(spec)
+    # The inputs of the two layer norms and two dropout masks; query, key, value and the attention's output, which is
+    # the input of the next linear layer; the input of GELU, four times as wide.
     kept = 2 * residual + 2 * 1 + 4 * word + 4 * word
     if causal and not _fuses(spec):
         # GPT-2's GELU is an approximation, written out: its input, tanh of a polynomial, and 1 more than that in fp32,
@@ -67,118 +73,154 @@ def layer_bytes(spec: Spec, trained: bool = True) -> float:
         kept += 4 * 3 * 4
     # A compiler that may repeat elementwise work gets these inputs from what else is kept.
     if recipe.kind in ("all", "top") and trained and settings.activation_checkpointing != "elementwise":
-        # The inputs of the products, for the gradients of weights: of query, key and value (without a compiler each
-        # has its own half-precision copy, unless they are one product), of the feed-forward's first product, and of its
-        # second, GELU's output.
+        # The inputs of the linear layers, for the gradients of weights: of query, key and value (without a compiler
+        # each has its own half-precision copy, unless they are one layer), of the feed-forward's first layer, and of
+        # its second, GELU's output.
         shared = _fuses(spec) or causal or settings.precision == "fp32"
         kept += (1 if shared else 3) * word + word + 4 * word
     if recipe.kind == "lora":
         # Each adapter drops out on a copy of its input of its own: 2 bytes and a mask, for a width of 1 or 4.
         inputs = {"query": 1, "key": 1, "value": 1, "dense": 1 + 1 + 4}
         wide = sum(inputs[target] for target in recipe.targets)
-        kept += 3 * (wide - 2 if causal else wide)  # query, key and value are one product there
+        kept += 3 * (wide - 2 if causal else wide)  # query, key and value are one linear layer there
     return kept
 
 
-def _weights(model, spec: Spec) -> int:
-    """Bytes of a model's weights on the GPU."""
-    each = 2 if spec.settings.half_weights else 4
-    small = 0
-    if (
-        spec.settings.base_quantization == "nf4"
-    ):  # of the layers' products: 4 bits, and a scale in fp32 for every 64 (QLoRA)
-        small = sum(p.numel() for layer in layers_of(model) for p in layer.parameters() if _in_nf4(p))
-    return each * (sum(p.numel() for p in model.parameters()) - small) + round((0.5 + 4 / 64) * small)
+class StepMemory:
+    """Bytes on a GPU in a training step of a spec whose micro-batch has so many tokens, piece by piece."""
+
+    def __init__(self, spec: Spec, tokens: int):
+        self.spec, self.settings, self.causal, self.tokens = spec, spec.settings, spec.preset.task == "lm", tokens
+        # Its shapes are the defaults of transformers, which need no network.
+        source = spec.model_source
+        self.config = BertConfig() if source == "bert-base-uncased" else model_config(source, spec.preset.task)
+        with torch.device("meta"):
+            self.model = apply_recipe(TASKS[spec.preset.task].head.from_config(self.config), spec.recipe)
+        layers = layers_of(self.model)
+        self.deep = layers_passed(self.model)
+        self.passed, self.first = layers[-self.deep :], list(layers[0].parameters())
+        nf4 = self.settings.base_quantization == "nf4"
+        self.in_nf4 = {p for layer in layers for p in layer.parameters() if nf4 and p.ndim == 2 and not p.requires_grad}
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.unit = tokens * self.config.hidden_size
+        self.word, self.compiled = _gemm_bytes(spec), _fuses(spec)
+        self.element = 2 if self.settings.half_weights else 4  # of a weight, and of the residual stream
+        self.by_layers = self.settings.activation_checkpointing is True
+
+    def weights(self) -> int:
+        """The weights; those in NF4 take 4 bits each, and a scale in fp32 for every 64 (QLoRA)."""
+        small = _elements(self.in_nf4)
+        return self.element * (_elements(self.model.parameters()) - small) + round((0.5 + 4 / 64) * small)
+
+    def gradients(self) -> int:
+        """A gradient for each weight that trains."""
+        return self.element * _elements(self.trained)
+
+    def optimizer(self) -> int:
+        """Adam's two moments, and of half-precision weights what their fp32 masters have beside them."""
+        if self.settings.optimizer == "adamw-8bit":
+            wide = {m.weight for m in self.model.modules() if isinstance(m, torch.nn.Embedding)}
+            return sum((8 if p.numel() < SMALL or p in wide else 2) * p.numel() for p in self.trained)
+        return {"adamw-master": 10, "adamw-master-bf16": 6}.get(self.settings.optimizer, 8) * _elements(self.trained)
+
+    def scores(self) -> int:
+        """Elements of a layer's attention scores, where they are written to memory."""
+        written = self.settings.attention == "eager" and self.settings.padding != "packed"
+        return self.tokens * self.config.num_attention_heads * self.spec.preset.max_length if written else 0
+
+    def activations(self) -> tuple[float, float]:
+        """What the forward pass leaves for the backward pass: in all, and of it one layer that is whole."""
+        # Of the scores: softmax in fp32, its dropout in the precision of GEMMs and the mask of that.
+        per_score = 4 + self.word + 1
+        each = [layer_bytes(self.spec, trains(one)) * self.unit + per_score * self.scores() for one in self.passed]
+        kept, layer = sum(each), max(each)
+        if self.by_layers:  # their inputs, and of one layer at a time all
+            adapters = RECOMPUTED_ADAPTERS * (self.spec.recipe.kind == "lora")
+            kept = self.deep * (self.element + adapters) * self.unit + layer
+        if any(map(trains, embeddings_of(self.model))):
+            kept += (1 if self.causal else 9) * self.unit  # dropout; and BERT's layer norm and sum
+        return kept, layer
+
+    def temporary(self) -> int:
+        """What the start of the backward pass takes beside all that is kept.
+
+        Compiled: the gradients of GELU's input and of the residual, and measured, twice as much in a layer that is
+        recomputed, or GELU's output again. Eager: measured in half precision, about three times as much and the
+        gradients of the scores. Weights in 4 bits are made whole anew for every GEMM, one at a time.
+        """
+        repeated = {False: 0, "elementwise": 8, True: 12}[self.settings.activation_checkpointing]
+        taken = (12 + repeated) * self.unit if self.compiled else 34 * self.unit + 2 * self.scores()
+        return taken + self.word * max((p.numel() for p in self.first if p in self.in_nf4), default=0)
+
+    def casts(self) -> int:
+        """Autocast's copies of the weights that gradients pass through, one layer's at a time where layers are
+        recomputed; and of a language model's head."""
+        if self.settings.half_weights or self.word == 4:
+            return 0
+        layer = _elements(p for p in self.first if p not in self.in_nf4)
+        return 2 * layer * (1 if self.by_layers else self.deep) + (2 * self.words().numel() if self.causal else 0)
+
+    def words(self) -> torch.nn.Parameter:
+        """The weight of a language model's head."""
+        return self.model.get_submodule(encoder_of(self.model).head).weight
+
+    def loss(self) -> int:
+        """What a language model's backward pass begins with, before the layers' own work.
+
+        Compiled, the logits, which their gradients write over; under the Trainer, whose compiled model returns the
+        logits, both and zeros in place of a gradient from outside (train/compile.py). Eager, in fp32, the logarithms of
+        softmax and the gradients of these and of their input. And the inputs of the last layer norm and of the head.
+        """
+        copies = 1 if self.settings.engine == "loop" else 3
+        logits = copies * self.word if self.compiled else 3 * 4
+        return logits * self.tokens * self.config.vocab_size + (self.element + self.word) * self.unit
+
+    def backward_begins(self) -> float:
+        """The most that activations and temporaries take together."""
+        kept, layer = self.activations()
+        most = kept + self.temporary()
+        return max(most, kept - (layer if self.by_layers else 0) + self.loss()) if self.causal else most
+
+    def phases(self) -> dict[str, float]:
+        """The peak of each phase of a step."""
+        gradients = self.gradients()
+        lasting = self.weights() + self.optimizer() + LIBRARIES_MIB * MIB
+        again = self.spec.accumulation > 1  # the gradients of earlier micro-batches are there in the next one's passes
+        # A language model's head is its embeddings, which come by their gradients from both ends.
+        tied = self.element * self.words().numel() if self.causal and self.words().requires_grad else 0
+        # PyTorch's default AdamW has its denominators all at once.
+        foreach = self.settings.optimizer == "adamw" and not self.settings.half_weights
+        return {
+            "forward and backward": lasting + self.casts() + self.backward_begins() + again * gradients,
+            # A compiled backward pass returns its gradients beside those that it adds to.
+            "end of backward": lasting + gradients + tied + (gradients if again and self.compiled else 0),
+            "optimizer": lasting + gradients + (4 * _elements(self.trained) if foreach else 0),
+        }
 
 
-def _in_nf4(parameter) -> bool:
-    """Whether use_nf4 would hold a layer's parameter in 4 bits."""
-    return parameter.ndim == 2 and not parameter.requires_grad
+def _elements(parameters) -> int:
+    return sum(p.numel() for p in parameters)
 
 
-def estimate(spec: Spec, features=None) -> dict:
+def estimate(spec: Spec, samples=None) -> dict:
     """MiB of params, grads, optimizer, activations and workspace, the peak and its phase, and what is reserved.
 
-    For a model that trains on a GPU. `features` are the spec's own unless they are given. Raises UserError for a spec
-    without a GPU, and for one that rounds.
+    For a model that trains on a GPU. `samples` are the spec's own unless they are given. Raises UserError for a spec
+    without a GPU, and for one that trains on rounded weights.
     """
-    settings, causal = spec.settings, spec.preset.task == "lm"
     if spec.hardware == "cpu":
-        raise UserError(f"{spec.variant}: the budget is of GPU memory, and this one is planned for a CPU")
-    if settings.qat != "none":
+        raise UserError(f"{spec.variant}: the estimate is of GPU memory, and this one is planned for a CPU")
+    if spec.settings.qat != "none":
         raise UserError(f"{spec.variant}: {ROUNDED}")
-    # Its shapes are the defaults of transformers, which need no network.
-    source = spec.model_source
-    config = BertConfig() if source == "bert-base-uncased" else model_config(source, spec.preset.task)
-    with torch.device("meta"):
-        model = apply_recipe(TASKS[spec.preset.task].head.from_config(config), spec.recipe)
-    layers, deep = layers_of(model), layers_passed(model)
-    embeddings_train = any(map(trains, embeddings_of(model)))
-    trained = [p for p in model.parameters() if p.requires_grad]
-    count, half = sum(p.numel() for p in trained), settings.half_weights
-    each = 2 if half else 4  # bytes of a weight, and of an element of the residual stream
-    params, grads = _weights(model, spec), each * count
-    # Two moments, and of the masters of half-precision weights what is not in these.
-    optimizer = {"adamw-master": 10, "adamw-master-bf16": 6}.get(settings.optimizer, 8) * count
-    if settings.optimizer == "adamw-8bit":
-        wide = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-        optimizer = sum((8 if p.numel() < SMALL or p in wide else 2) * p.numel() for p in trained)
-    tokens = _tokens(spec, features)
-    unit = tokens * config.hidden_size
-    eager_attention = settings.attention == "eager" and settings.padding != "packed"
-    scores = tokens * config.num_attention_heads * spec.preset.max_length if eager_attention else 0
-    by_layers = settings.activation_checkpointing is True
-    compiled, word = _fuses(spec), 4 if settings.precision == "fp32" else 2
-    # Softmax in fp32, its dropout in the products' precision and the mask of that.
-    per_layer = [layer_bytes(spec, trains(one)) * unit + (4 + word + 1) * scores for one in layers[-deep:]]
-    layer = max(per_layer)
-    inputs = deep * (each + RECOMPUTED_ADAPTERS * (spec.recipe.kind == "lora")) * unit
-    kept = inputs + layer if by_layers else sum(per_layer)
-    if embeddings_train:
-        kept += (1 if causal else 9) * unit  # dropout; and BERT's layer norm and sum
-    # At the start of the backward pass, beside all that is kept: compiled, the gradients of GELU's input and of the
-    # residual, and measured, twice as much in a layer that is recomputed, or GELU's output again; eager, measured in
-    # half precision, about three times as much and the gradients of the scores.
-    repeated = {False: 0, "elementwise": 8, True: 12}[settings.activation_checkpointing]
-    temporary = (12 + repeated) * unit if compiled else 34 * unit + 2 * scores
-    # Autocast's copies of the weights that gradients pass through; one layer's at a time where layers are recomputed.
-    # Weights in 4 bits are made whole anew for every product, one at a time.
-    if settings.base_quantization == "nf4":
-        temporary += word * max(p.numel() for p in layers[0].parameters() if _in_nf4(p))
-    one_layer = sum(
-        p.numel() for p in layers[0].parameters() if not (settings.base_quantization == "nf4" and _in_nf4(p))
-    )
-    casts = 0 if half or word == 4 else 2 * one_layer * (1 if by_layers else deep)
-    again = spec.accumulation > 1  # the gradients of earlier micro-batches are there in the next one's passes
-    lasting = params + optimizer + LIBRARIES_MIB * MIB
-    foreach = 4 * count if settings.optimizer == "adamw" and not half else 0  # its denominators, all at once
-    begins, ends = kept + temporary, 0
-    if causal:
-        words = model.get_submodule(encoder_of(model).head).weight
-        casts += 0 if half or word == 4 else 2 * words.numel()
-        # The backward pass begins with the loss, before the layers' own work. Compiled, with the logits, which their
-        # gradients write over; under the Trainer, whose compiled model returns the logits, with both and with zeros in
-        # place of a gradient from outside (train/compile.py). Eager, in fp32, with the logarithms of softmax and
-        # the gradients of these and of their input.
-        copies = 1 if settings.engine == "loop" else 3
-        loss = (copies * word if compiled else 3 * 4) * tokens * config.vocab_size
-        loss += (each + word) * unit  # the inputs of the last layer norm and of the head
-        begins = max(begins, kept - (layer if by_layers else 0) + loss)
-        # The head is the embeddings, which come by their gradients from both ends.
-        ends = each * words.numel() if words.requires_grad else 0
-    phases = {
-        "forward and backward": lasting + casts + begins + again * grads,
-        # A compiled backward pass returns its gradients beside those that it adds to.
-        "end of backward": lasting + grads + ends + (grads if again and compiled else 0),
-        "optimizer": lasting + grads + foreach,
-    }
+    step = StepMemory(spec, _tokens(spec, samples))
+    kept, phases = step.activations()[0], step.phases()
     phase = max(phases, key=phases.get)
     sizes = {
-        "params": params,
-        "grads": grads,
-        "optimizer": optimizer,
+        "params": step.weights(),
+        "grads": step.gradients(),
+        "optimizer": step.optimizer(),
         "activations": kept,
-        "workspace": LIBRARIES_MIB * MIB + casts + begins - kept,
+        "workspace": LIBRARIES_MIB * MIB + step.casts() + step.backward_begins() - kept,
         "peak": phases[phase],
         "reserved": RESERVED * phases[phase],
     }
@@ -186,7 +228,7 @@ def estimate(spec: Spec, features=None) -> dict:
 
 
 class SquadLengths:
-    """SQuAD v2's training features by their lengths alone, as far as QUANTILES tell: windows of at most `max_length`
+    """SQuAD v2's training samples by their lengths alone, as far as QUANTILES tell: windows of at most `max_length`
     tokens, of which neighbours share `stride`."""
 
     def __init__(self, max_length: int, stride: int):
@@ -209,10 +251,10 @@ class SquadLengths:
         return len(self.lengths)
 
 
-def _tokens(spec: Spec, features) -> int:
+def _tokens(spec: Spec, samples) -> int:
     """Tokens of a micro-batch; where padding is less than the limit this takes the data's lengths."""
     if spec.settings.padding == "packed":
-        return PackedBatches(features or load_data(spec).features, spec).budget
+        return PackedBatches(samples or load_data(spec).samples, spec).budget
     return spec.settings.micro_batch * spec.preset.max_length  # a batch of the longest comes up in any epoch
 
 
@@ -228,47 +270,38 @@ def predicted(runs: pd.DataFrame, model: str = "") -> pd.Series:
     """Of runs (report.runs.load_runs) the peak in MiB that `estimate` gives, by their index; NaN for one on a CPU, for
     one that an older optimizer made, and for one whose weights take another size than those of `model`, a folder or a
     name; without it, the record's own."""
-    peaks, cached = {}, {}
+    peaks, estimates = {}, {}
     for index, run in runs["run"].items():
-        entry = run.record
-        spec = _spec_of(entry, model)
-        # Of every seed.
-        key = repr((spec.asked, spec.settings, spec.preset, spec.model_source, spec.world, spec.stages))
-        if key not in cached:
-            can = spec.hardware != "cpu" and spec.settings.qat == "none" and spec.model_source
-            cached[key] = estimate(spec, _known_lengths(spec)) if can else None
-        if cached[key] and _lasts_as(cached[key], entry):
-            peaks[index] = cached[key]["peak_mib"]
+        spec = _spec_of(run.record, model)
+        if spec.hardware == "cpu" or spec.settings.qat != "none" or not spec.model_source:
+            continue
+        if (key := repr(spec)) not in estimates:
+            generated = spec.data_source.startswith("synthetic:")
+            lengths = None if generated else SquadLengths(spec.preset.max_length, spec.preset.stride)
+            estimates[key] = estimate(spec, lengths)
+        if _lasts_as(estimates[key], run.record):
+            peaks[index] = estimates[key]["peak_mib"]
     return pd.Series(peaks, runs.index, dtype=float)
 
 
-def _lasts_as(budget: dict, entry: dict) -> bool:
-    """Whether weights and optimizer state of a record are as large as the budget has them, or not known."""
+def _lasts_as(found: dict, entry: dict) -> bool:
+    """Whether weights and optimizer state of a record are as large as the estimate has them, or not known."""
     measured = [entry["memory"][name] for name in ("params_mib", "optimizer_mib")]
-    own = budget["params_mib"] + budget["optimizer_mib"]
+    own = found["params_mib"] + found["optimizer_mib"]
     return None in measured or abs(own - sum(measured)) < SAME * sum(measured)
 
 
 def _spec_of(entry: dict, model: str) -> Spec:
-    """A record's spec, as far as memory depends on it."""
+    """A record's spec, as far as memory depends on it: the same for all seeds."""
     given, name = entry["spec"], entry["model"]["name"]
-    asked, preset = (
-        kind(**{field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values})
-        for kind, values in ((Settings, given["settings"]), (Preset, given["preset"]))
-    )
+    asked, preset = Settings(**given["settings"]), Preset(**given["preset"])
     settings, adjusted = adjust(asked, gpu_of(given["sm"] or entry["env"]["sm"]))
     source = model or (name if name == "tiny" or find_shape(name) else preset.model)
     return Spec(
-        variant=given["variant"], preset=preset, seed=given["seed"], asked=asked, settings=settings, adjusted=adjusted,
-        skip=None, hardware=given["hardware"], data=entry["data"], model=entry["model"],
-        data_source=entry["data"]["name"], model_source=source, world=given["world"], stages=given["stages"] or 1,
+        variant=given["variant"], preset=preset, seed=0, asked=asked, settings=settings, adjusted=adjusted, skip=None,
+        hardware=given["hardware"], data=entry["data"], model=entry["model"], data_source=entry["data"]["name"],
+        model_source=source, world=given["world"], stages=given["stages"] or 1,
     )  # fmt: skip
-
-
-def _known_lengths(spec: Spec) -> SquadLengths | None:
-    """Those of SQuAD v2 for a spec of questions that are not generated."""
-    generated = spec.data_source.startswith("synthetic:")
-    return None if generated else SquadLengths(spec.preset.max_length, spec.preset.stride)
 
 
 EXAMPLE = """examples:
@@ -285,7 +318,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the budget of each row for a GPU of that kind, and what a record here measured."""
+    """Print the estimate of each variant for a GPU of that kind, and what a record here measured."""
     preset = find_preset(args.preset)
     known = not args.data and preset.data == "squad_v2"
     data = "synthetic:1" if known or preset.task == "lm" else args.data  # nothing is fetched that is not asked for
@@ -293,15 +326,15 @@ def main(args: argparse.Namespace) -> int:
     specs = plan(rows_of(args), args.preset, [0], data, args.model, args.micro_batch, gpu, max_length=args.max_length)
     runs = read_runs(args.runs, left_out=lambda problem: None)
     heads = ("params", "grads", "optimizer", "activations", "workspace", "peak", "reserved")
-    print(f"{'row':12}{'length':>7}{'micro-batch':>12}" + "".join(f"{head:>12}" for head in heads), end="")
+    print(f"{'variant':24}{'length':>7}{'micro-batch':>12}" + "".join(f"{head:>12}" for head in heads), end="")
     print("    measured  peak in")
     for spec in specs:
         if spec.skip or spec.settings.qat != "none":
-            print(f"{spec.variant:12}{spec.skip or ROUNDED}")
+            print(f"{spec.variant:24}{spec.skip or ROUNDED}")
             continue
         found = estimate(spec, SquadLengths(spec.preset.max_length, spec.preset.stride) if known else None)
         print(
-            f"{spec.variant:12}{spec.preset.max_length:7}{spec.settings.micro_batch:12}"
+            f"{spec.variant:24}{spec.preset.max_length:7}{spec.settings.micro_batch:12}"
             + "".join(f"{found[f'{head}_mib']:12,.0f}" for head in heads)
             + f"{_measured(spec, found, runs):>12}  {found['phase']}"
         )  # fmt: skip
@@ -309,13 +342,13 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(spec: Spec, budget: dict, runs: list[Run]) -> str:
+def _measured(spec: Spec, found: dict, runs: list[Run]) -> str:
     """The peak of a run with these settings, this model and this optimizer on whichever GPU, as text."""
     asked = dataclasses.asdict(spec.asked)
     for entry in (run.record for run in runs):
         own = entry["spec"]
         same = (own["variant"], own["preset"]["name"], own["settings"]) == (spec.variant, spec.preset.name, asked)
         same &= (own["preset"]["max_length"], entry["model"]["name"]) == (spec.preset.max_length, spec.model["name"])
-        if same and _lasts_as(budget, entry) and (peak := entry["memory"]["peak_alloc_mib"]):
+        if same and _lasts_as(found, entry) and (peak := entry["memory"]["peak_alloc_mib"]):
             return f"{peak:,.0f}"
     return "–"

@@ -20,7 +20,7 @@ from qa_lib.variants import SpecError
 
 SOURCES = {"qa": open_source, "lm": open_text}  # task -> what opens its data
 ANSWER_S = 5  # seconds in which the hub has to answer
-Several = int | Sequence[int] | None  # a size, or those that a sweep tries
+Several = int | Sequence[int] | None  # a size, or several
 
 
 def plan(
@@ -37,22 +37,22 @@ def plan(
     left_out: list[str] | None = None,
     **own,
 ) -> list[Spec]:
-    """The specs of variants x seeds at a preset, in that order: all rows with the first seed come first, each once.
+    """The specs of variants x seeds at a preset: all variants with the first seed come first, each once.
 
     `data` and `model` (paths, or hub names) replace the preset's own, unless they are empty; `machine` is this one
-    unless given. Sizes and what `own` may hold are arguments of `resolve`; a list in place of a size gives every row a
-    spec for each, and several lists their product.
+    unless given. Sizes and what `own` may hold are arguments of `resolve`. A list in place of a size gives every
+    variant a spec for each, and several lists their product.
 
     Raises SpecError for a name or number that cannot be, before files and the hub are asked, and UserError for what is
-    not to be had. Where `left_out` is given, sizes that do not go together are told there instead, a sentence for each,
-    as long as their row has others.
+    not to be had. Where `left_out` is given, it gets a sentence for sizes that do not go together, as long as their
+    variant has others.
     """
     size = find_preset(preset)
-    variants, seeds = _list("variants", variants), _list("seeds", seeds)
+    variants = _list("variants", variants)
     for name in variants:
         if not isinstance(name, str):
             raise SpecError(f"variants has {name!r}, which is no name")
-    seeds = [whole_number("seed", seed, 0, 2**63 - 1) for seed in seeds]
+    seeds = [whole_number("seed", seed, 0, 2**63 - 1) for seed in _list("seeds", seeds)]
     data, model = _source("data", data, size.data), _source("model", model, size.model)
     for name, value in (("data", data), ("model", model)):
         if not value:
@@ -63,22 +63,23 @@ def plan(
         machine = this_machine()
 
     sizes = _product(max_length=max_length, batch=batch, micro_batch=micro_batch, world=world)
-    specs, faults = [], {}
+    specs, faults = [], []
     for seed, one, variant in itertools.product(dict.fromkeys(seeds), sizes, dict.fromkeys(variants)):
         try:
             specs.append(resolve(variant, preset, seed, machine, {}, {}, data, model, **own, **one))
         except SpecError as problem:
             if left_out is None:
                 raise
-            faults.setdefault(variant, {})[str(problem)] = problem
-    for variant, problems in faults.items():
-        if variant not in {spec.variant for spec in specs}:
-            raise next(iter(problems.values()))
-        left_out += [f"{variant}: {problem}" for problem in problems]
+            faults.append((variant, problem))
+    planned = {spec.variant for spec in specs}
+    for variant, problem in faults:
+        if variant not in planned:
+            raise problem
+    if faults:
+        left_out += dict.fromkeys(f"{variant}: {problem}" for variant, problem in faults)
     go_offline_without_network(data, model)
-    found = {"model": identify_model(model)}
-    config = config_json(model)
-    found["data"] = identify_data(data, size.quality, size.task)
+    identity, config = _inspect_model(model)
+    found = {"model": identity, "data": identify_data(data, size.quality, size.task)}
     if "model_type" in config:
         find_encoder(config["model_type"], model, size.task)
     # 0, which everything divides, where it does not say.
@@ -174,37 +175,32 @@ def without_folders(source: str) -> str:
 
 def identify_model(source: str) -> dict:
     """{name, revision}: a folder's files by content, the tiny model and shapes by definition, a hub's name as it is."""
+    return _inspect_model(source)[0]
+
+
+def _inspect_model(source: str) -> tuple[dict, dict]:
+    """A model's identity, and what its config.json says; nothing for a model of the hub that is not on this machine."""
     if source == "tiny":
-        return {"name": "tiny", "revision": sha256_of_json([TINY_CONFIG, vocabulary()])[:12]}
-    if shape := find_shape(source):
-        return {"name": source, "revision": sha256_of_json(dataclasses.asdict(shape))[:12]}
-    folder = Path(source)
-    if folder.is_dir():
-        return {
-            "name": without_folders(source),
-            "revision": hash_files(checkpoint_files(folder))[:12],
-        }
-    if source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise UserError(f"model folder {source} does not exist")
+        revision, config = sha256_of_json([TINY_CONFIG, vocabulary()]), {"model_type": "bert", **TINY_CONFIG}
+    elif shape := find_shape(source):
+        revision, heads = sha256_of_json(dataclasses.asdict(shape)), shape.hidden // HEAD
+        config = {"model_type": "gpt2", "num_hidden_layers": shape.layers, "num_attention_heads": heads}
+    elif Path(source).is_dir():
+        revision, config = hash_files(checkpoint_files(Path(source))), inspect_checkpoint(Path(source))[0]
+    else:
+        return _inspect_hub(source)
+    return {"name": without_folders(source), "revision": revision[:12]}, config
+
+
+def _inspect_hub(source: str) -> tuple[dict, dict]:
+    from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+    if source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise UserError(f"model folder {source} does not exist")
     try:
         validate_repo_id(source)
     except HFValidationError as error:
         raise UserError(f"model {source!r} is neither a folder nor a name of the hub: {error}") from None
-    return {"name": source, "revision": commit_of(source)}
-
-
-def config_json(source: str) -> dict:
-    """What a model's config.json says; nothing for a model of the hub that is not on this machine."""
-    if source == "tiny":
-        return {"model_type": "bert", **TINY_CONFIG}
-    if shape := find_shape(source):
-        heads = shape.hidden // HEAD
-        return {"model_type": "gpt2", "num_hidden_layers": shape.layers, "num_attention_heads": heads}
-    if Path(source).is_dir():
-        return inspect_checkpoint(Path(source))[0]
-    from huggingface_hub import try_to_load_from_cache
-
     path = try_to_load_from_cache(source, "config.json")  # a path, None, or a mark that the hub has no such file
-    return read_json(path) if isinstance(path, str | Path) else {}
+    return {"name": source, "revision": commit_of(source)}, read_json(path) if isinstance(path, str | Path) else {}

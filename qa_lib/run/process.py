@@ -46,7 +46,7 @@ def spec_from(written: str) -> Spec:
     return Spec(**values | {name: kind(**values[name]) for name, kind in kinds.items()})
 
 
-plain_command = partial(call, "qa_lib.run.worker:work_alone")  # (spec, runs) -> the command of such a run
+plain_command = partial(call, "qa_lib.run.worker:work")  # (spec, runs) -> the command of such a run
 
 
 def child_env(cards: tuple[int, ...] = (), shared: bool = False, threads: int | None = None) -> dict[str, str]:

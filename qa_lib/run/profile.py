@@ -1,4 +1,4 @@
-"""Where one row's step spends its time and memory: a profile of a few steady steps, kept beside the run's record.
+"""Where one variant's step spends its time and memory: a profile of a few steady steps, kept beside the run's record.
 
 A run that is timed is not profiled and a profile is not timed, so that neither disturbs the other: the profile trains
 a few steps of its own, and takes the step's length from those before the profiler starts.
@@ -7,7 +7,6 @@ a few steps of its own, and takes the step's length from those before the profil
 import argparse
 import contextlib
 import dataclasses
-import functools
 import gc
 import json
 import os
@@ -22,12 +21,12 @@ from qa_lib import record
 from qa_lib.cli import add_source_arguments
 from qa_lib.errors import UserError
 from qa_lib.measure import hardware, ncu, trace
-from qa_lib.measure.hardware import copy_rate, matrix_rate, train_device, turn
-from qa_lib.measure.meter import MIB, Watch, memory_use
+from qa_lib.measure.meter import MIB, Hooks, memory_use
 from qa_lib.model.architectures import encoder_of, parts_of
 from qa_lib.model.build import DTYPES
+from qa_lib.run.faults import shares_gpu
 from qa_lib.run.plan import plan
-from qa_lib.run.process import SHARE, call, child_env
+from qa_lib.run.process import call, child_env
 from qa_lib.run.tasks import TASKS, prepare
 from qa_lib.run.worker import train
 from qa_lib.spec import Spec
@@ -38,22 +37,21 @@ POINTS = 400  # of the allocator's timeline
 SETTLED = 5  # steps before those that a notebook looks at: it is a picture, and nothing is timed by it
 
 
-class TimeWatch(Watch):
+class TimeHooks(Hooks):
     """Profiles PROFILED steps after `warm` others and one more, which pays for the profiler's start."""
 
-    def __init__(self, warm: int, device: torch.device):
-        self.warm, self.device = warm, device
-        self.steps = warm + 1 + PROFILED
+    def __init__(self, warm: int):
+        self.warm, self.steps = warm, warm + 1 + PROFILED
         schedule = torch.profiler.schedule(skip_first=warm, wait=0, warmup=1, active=PROFILED, repeat=1)
         self.profiler = torch.profiler.profile(schedule=schedule, record_shapes=True)
 
     def finished(self, steps: int) -> None:
-        if self.device.type == "cuda" and steps >= self.warm:
+        if torch.cuda.is_available() and steps >= self.warm:
             torch.cuda.synchronize()  # so that a step's kernels run within its range
         self.profiler.step()
 
 
-class MemoryWatch(Watch):
+class MemoryHooks(Hooks):
     """Of step `at`: the GPU allocator's peak in each phase, the most that a forward pass left, and every change."""
 
     def __init__(self, at: int):
@@ -94,7 +92,7 @@ def _timeline(entries: list[dict], base: int) -> list[tuple[float, float]]:
     for entry in entries:
         now += changes[entry["action"]] * entry["size"]
         points.append(((entry["time_us"] - entries[0]["time_us"]) / 1e3, now / MIB))
-    every = -(-len(points) // POINTS) if points else 1
+    every = max(1, -(-len(points) // POINTS))
     return [max(points[i : i + every], key=lambda point: point[1]) for i in range(0, len(points), every)]
 
 
@@ -104,36 +102,24 @@ def _short(spec: Spec, steps: int) -> Spec:
     return dataclasses.replace(spec, preset=preset)
 
 
-def _train(spec: Spec, data, device, watch: Watch):
-    """Train from new weights under a watch; (model, optimizer, meter)."""
+def _train(spec: Spec, data, device, hooks: Hooks):
+    """Train from new weights with hooks; (model, optimizer, meter)."""
     with tempfile.TemporaryDirectory() as folder:
         data, model, batches = prepare(spec, data)
         if spec.settings.compile == "none" and device.type == "cuda":
-            _name_parts(model)
-        optimizer, meter, *_ = train(model, batches, spec, device, Path(folder), lambda _: None, watch)
+            # Ranges for Nsight Systems; a compiler would merge them.
+            for name, modules in parts_of(model).items():
+                for module in modules:
+                    module.forward = torch.cuda.nvtx.range(name)(module.forward)
+        optimizer, meter, *_ = train(model, batches, spec, device, Path(folder), lambda _: None, hooks)
         return model, optimizer, meter
-
-
-def _name_parts(model: torch.nn.Module) -> None:
-    """NVTX ranges around the parts of an eager forward pass, for Nsight Systems; a compiler would merge them."""
-
-    def begin(name: str, *_) -> None:  # a hook's value, if not None, would be taken for the module's
-        torch.cuda.nvtx.range_push(name)
-
-    def end(*_) -> None:
-        torch.cuda.nvtx.range_pop()
-
-    for name, modules in parts_of(model).items():
-        for module in modules:
-            module.register_forward_pre_hook(functools.partial(begin, name))
-            module.register_forward_hook(end)
 
 
 def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dict:
     """Profile a spec and write profile.json and trace.json.gz into its run's folder; returns the profile.
 
-    `count` asks for the GPU's counters as well, which take minutes; see `counters`.
-    On failure nothing is written: an earlier profile stays whole. Raises UserError for a row that cannot run here.
+    `count` asks for the GPU's counters as well, which take minutes; see `counters`. On failure nothing is written: an
+    earlier profile stays whole. Raises UserError for a spec that cannot run here or takes several processes.
     """
     if spec.skip:
         raise UserError(f"{spec.variant} cannot run here: {spec.skip}")
@@ -141,7 +127,7 @@ def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dic
         raise UserError(f"{spec.variant} runs in {spec.world} processes, and a profile is of one")
     if spec.preset.threads:
         torch.set_num_threads(spec.preset.threads)
-    device, run_dir = train_device(), Path(runs) / spec.run_path
+    device, run_dir = hardware.train_device(), Path(runs) / spec.run_path
     data = TASKS[spec.preset.task].load(spec)
     # The same kernels one by one, for what a graph hides: who launched them, and when memory was taken.
     open_spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, cuda_graph=False))
@@ -165,8 +151,8 @@ def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dic
         "time": trace.summary(found, events, step_ms),
         "memory": memory,
         "ceilings": {
-            "matrix_tflops": matrix_rate(device, DTYPES[spec.settings.precision]),
-            "copy_gb_per_s": copy_rate(device),
+            "matrix_tflops": hardware.matrix_rate(device, DTYPES[spec.settings.precision]),
+            "copy_gb_per_s": hardware.copy_rate(device),
         },
         "ncu": counters(spec, say) if count else None,
     }  # fmt: skip
@@ -176,10 +162,10 @@ def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dic
 
 
 def steady_step(spec: Spec, data) -> tuple[dict, pd.DataFrame]:
-    """For a picture in a notebook: trace.summary of a few steady steps, and trace.work of the last of them. Takes its
-    turn on the GPU, since other runs may be timed there."""
-    device = train_device()
-    with turn(device, shared=bool(os.environ.get(SHARE))):
+    """For a picture in a notebook: trace.summary of a few steady steps, and trace.work of the last of them. Holds the
+    GPU meanwhile, since other runs may be timed there."""
+    device = hardware.train_device()
+    with hardware.gpu_lock(device, shares_gpu(device)):
         found, events, step_ms, _ = _time(spec, data, device, SETTLED)
     return trace.summary(found, events, step_ms), found[found["step"] == found["step"].max()]
 
@@ -187,12 +173,12 @@ def steady_step(spec: Spec, data) -> tuple[dict, pd.DataFrame]:
 def _time(spec: Spec, data, device, warm: int) -> tuple:
     """The work of PROFILED steps after `warm` others, the trace's events, the median length of the last of those
     others in ms, and the trace's file, gzipped."""
-    watch = TimeWatch(warm, device)
-    with watch.profiler:
-        model, _, meter = _train(_short(spec, watch.steps), data, device, watch)
+    hooks = TimeHooks(warm)
+    with hooks.profiler:
+        model, _, meter = _train(_short(spec, hooks.steps), data, device, hooks)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json.gz")
-        watch.profiler.export_chrome_trace(str(path))
+        hooks.profiler.export_chrome_trace(str(path))
         events, packed = trace.read(path), path.read_bytes()
     config = model.config
     outputs = config.vocab_size if encoder_of(model).causal else 2
@@ -209,24 +195,26 @@ def _memory(spec: Spec, data, device) -> dict:
     """
     gc.collect()
     torch.cuda.empty_cache()
-    watch = MemoryWatch(6)
-    model, optimizer, _ = _train(_short(spec, watch.at), data, device, watch)
-    lasting = dataclasses.asdict(memory_use(model, optimizer, device))
-    activations, reserved = watch.kept / MIB, watch.reserved / MIB
-    at_peak = max(watch.peaks, key=watch.peaks.get)
-    peak = watch.peaks[at_peak] / MIB
+    hooks = MemoryHooks(6)
+    model, optimizer, _ = _train(_short(spec, hooks.at), data, device, hooks)
+    lasting = memory_use(model, optimizer, device)
+    activations, reserved = hooks.kept / MIB, hooks.reserved / MIB
+    at_peak = max(hooks.peaks, key=hooks.peaks.get)
+    peak = hooks.peaks[at_peak] / MIB
     # In the optimizer's phase the activations are gone and the gradients complete.
-    held = lasting["grads_mib"] if at_peak == "optimizer" else activations
+    held = lasting.grads_mib if at_peak == "optimizer" else activations
     return {
-        **{name: lasting[name] for name in ("params_mib", "optimizer_mib", "grads_mib")},
+        "params_mib": lasting.params_mib,
+        "optimizer_mib": lasting.optimizer_mib,
+        "grads_mib": lasting.grads_mib,
         "activations_mib": activations,
-        "workspace_mib": max(0.0, peak - lasting["params_mib"] - lasting["optimizer_mib"] - held),
+        "workspace_mib": max(0.0, peak - lasting.params_mib - lasting.optimizer_mib - held),
         "peak_mib": peak,
         "peak_phase": at_peak,
         "reserved_mib": reserved,
         "fragmentation_mib": max(0.0, reserved - peak),
-        "phases": {name: value / MIB for name, value in watch.peaks.items()},
-        "timeline": [[round(ms, 3), round(mib, 1)] for ms, mib in watch.timeline],
+        "phases": {name: value / MIB for name, value in hooks.peaks.items()},
+        "timeline": [[round(ms, 3), round(mib, 1)] for ms, mib in hooks.timeline],
     }
 
 
@@ -237,8 +225,8 @@ def counters(spec: Spec, say=print) -> list[dict] | None:
 
 def count_one_step(spec: Spec) -> None:
     """What runs under Nsight Compute."""
-    watch = ncu.OneStep()
-    _train(_short(spec, watch.at), TASKS[spec.preset.task].load(spec), train_device(), watch)
+    hooks = ncu.OneStep()
+    _train(_short(spec, hooks.at), TASKS[spec.preset.task].load(spec), hardware.train_device(), hooks)
 
 
 EXAMPLE = """examples:
@@ -248,15 +236,15 @@ EXAMPLE = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib profile`."""
-    parser.add_argument("variant", metavar="VARIANT", help="a row of `python -m qa_lib variants`")
+    parser.add_argument("variant", metavar="VARIANT", help="one of `python -m qa_lib variants`")
     parser.add_argument("--ncu", action="store_true", help="also read the GPU's counters, with Nsight Compute")
     add_source_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Profile one row here, print where its step goes and where the files are."""
+    """Profile one variant here, print where its step goes and where the files are."""
     (spec,) = plan([args.variant], args.preset, [0], args.data, args.model, args.micro_batch)
-    with turn(train_device()):  # other runs may be timed on this GPU
+    with hardware.gpu_lock(hardware.train_device()):  # other runs may be timed on this GPU
         entry = profile(spec, args.runs, count=args.ncu)
     time = entry["time"]
     print(f"step {time['step_ms']:.2f} ms, busy {100 * time['busy_share']:.0f} %", end="")

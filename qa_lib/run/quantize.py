@@ -2,7 +2,7 @@
 
 Both models answer the same questions. Time is that of a CPU, which such a model is for. F1 is computed on a GPU where
 there is one, since the same whole numbers are multiplied there, in seconds instead of minutes. The run may have trained
-for it (rows A1-int8 and A1-int4) or not: that is the comparison.
+for it (variants A1-int8 and A1-int4) or not: that is the comparison.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import torch
 from qa_lib import record
 from qa_lib.cli import given, path
 from qa_lib.data.squad import Source, open_source
-from qa_lib.data.windows import build_features
+from qa_lib.data.windows import build_samples
 from qa_lib.errors import UserError
 from qa_lib.measure.hardware import environment
 from qa_lib.model.hf_checkpoint import inspect_checkpoint
@@ -37,39 +37,34 @@ def quantize_run(run_dir: Path, width: str, data: str | None = None, say=print) 
     no questions or has its own elsewhere, for a width that there is not, and without torchao; RunTaken while another
     process works on the run.
     """
-    entry = record.read_record(run_dir)
+    entry, plain, folder = record.read_record(run_dir), run_dir / "model", run_dir / f"model-{width}"
     if entry["task"]["name"] != "qa":
         raise UserError(f"{run_dir}: its task is {entry['task']['name']!r} and not 'qa'")
-    if not (run_dir / "model").is_dir():
+    if not plain.is_dir():
         raise UserError(f"{run_dir}: no model/ in it; a run keeps its model at a preset that measures quality")
     source = open_source(data, "validation") if data else _own_questions(entry)
     with record.lock(run_dir):
-        return _quantize(run_dir, entry, width, source, say)
-
-
-def _quantize(run_dir: Path, entry: dict, width: str, source: Source, say) -> dict:
-    plain = run_dir / "model"
-    model, tokenizer = load_qa_model(plain)
-    folder, lengths = run_dir / f"model-{width}", window_lengths(plain, model)
-    small, _ = load_qa_model(plain)
-    quantize(small, width)
-    save_quantized(small, tokenizer, folder)
-    small, _ = load_qa_model(folder)  # what is measured is what was saved
-    before, after = (Model(each, tokenizer, *lengths, small=True) for each in (model, small))
-    say(f"{entry['run_id']}: {len(source.examples)} questions, twice")
-    found = {
-        "schema": record.QUANTIZED_SCHEMA,
-        "run_id": entry["run_id"],
-        "group": entry["group"],
-        "width": width,
-        "code": record.code_version(),
-        "env": environment(),
-        "data": {"name": without_folders(source.name), "sha256": source.sha256, "n": len(source.examples)},
-        "before": scored(before, source) | {"weights_bytes": weights_bytes(plain)},
-        "after": scored(after, source) | {"weights_bytes": weights_bytes(folder)},
-    }
-    found["before"]["latency_ms"], found["after"]["latency_ms"] = latencies([before, after], source)
-    record.write_atomically(folder / "quantized.json", json.dumps(found, indent=1, allow_nan=False) + "\n")
+        small, tokenizer = load_qa_model(plain)
+        quantize(small, width)
+        save_quantized(small, tokenizer, folder)
+        # What is measured is what was saved.
+        (model, _), (small, _) = load_qa_model(plain), load_qa_model(folder)
+        lengths = window_lengths(plain, model)
+        before, after = (Model(each, tokenizer, *lengths, small=True) for each in (model, small))
+        say(f"{entry['run_id']}: {len(source.examples)} questions, twice")
+        found = {
+            "schema": record.QUANTIZED_SCHEMA,
+            "run_id": entry["run_id"],
+            "group": entry["group"],
+            "width": width,
+            "code": record.code_version(),
+            "env": environment(),
+            "data": {"name": without_folders(source.name), "sha256": source.sha256, "n": len(source.examples)},
+            "before": scored(before, plain, source),
+            "after": scored(after, folder, source),
+        }
+        found["before"]["latency_ms"], found["after"]["latency_ms"] = latencies([before, after], source)
+        record.write_atomically(folder / "quantized.json", json.dumps(found, indent=1, allow_nan=False) + "\n")
     return found
 
 
@@ -82,19 +77,21 @@ def _own_questions(entry: dict) -> Source:
     return open_source(name, "validation")
 
 
-def scored(loaded: Model, source: Source) -> dict[str, float]:
-    """F1 of a model's answers, and the best that a threshold gives. The model is on the CPU, before and after."""
-    features = build_features(source, loaded.tokenizer, loaded.max_length, loaded.stride)
+def scored(loaded: Model, folder: Path, source: Source) -> dict[str, float]:
+    """F1 of the answers of a folder's model, the best that a threshold gives, and the bytes of its weights. The model
+    is on the CPU, before and after."""
+    samples = build_samples(source, loaded.tokenizer, loaded.max_length, loaded.stride)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    logits = predict_logits(loaded.model.to(device), features, device)
+    logits = predict_logits(loaded.model.to(device), samples, device)
     loaded.model.to("cpu")
-    answers = decode(features, source.examples, *logits)
+    answers = decode(samples, source.examples, *logits)
     found = score(source.examples, answers.texts, answers.null_odds, 0.0)
-    return {"f1": found["f1"], "best_f1": found["best_f1"], "best_f1_threshold": found["best_f1_thresh"]}
-
-
-def weights_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in inspect_checkpoint(folder)[1])
+    return {
+        "f1": found["f1"],
+        "best_f1": found["best_f1"],
+        "best_f1_threshold": found["best_f1_thresh"],
+        "weights_bytes": sum(path.stat().st_size for path in inspect_checkpoint(folder)[1]),
+    }
 
 
 def latencies(models: list[Model], source: Source) -> list[float]:
@@ -125,10 +122,7 @@ def main(args: argparse.Namespace) -> int:
     """Quantize one run's model, and say what it came to."""
     found = quantize_run(args.run, args.weights, args.data)
     print(f"{args.run / f'model-{args.weights}'}:")
-    for name, unit, each in (
-        ("f1", "F1", 1),
-        ("weights_bytes", "MB", 1e6),
-        ("latency_ms", "ms a question on a thread", 1),
-    ):
+    units = {"f1": ("F1", 1), "weights_bytes": ("MB", 1e6), "latency_ms": ("ms a question on a thread", 1)}
+    for name, (unit, each) in units.items():
         print(f"  {found['before'][name] / each:.2f} -> {found['after'][name] / each:.2f} {unit}")
     return 0

@@ -1,15 +1,17 @@
 """Runs as jobs of Slurm: `sweep --launcher slurm`, on any host that has `sbatch`.
 
-Each run is a job of its own on one node: its command, its record and how they are judged are those of a run on this
-machine. `sbatch --wait` stands for the job here: it ends when the job ends, with the job's exit code, whether or not
+Each run is a job of its own on one node. Its command, its record and how they are judged are those of a run on this
+machine. `sbatch --wait` stands for the job here. It ends when the job ends, with the job's exit code, whether or not
 the cluster keeps accounts. Partition, account and the like are Slurm's own variables: SBATCH_PARTITION, SBATCH_ACCOUNT,
 SBATCH_CPUS_PER_GPU and so on.
 
 This checkout, its Python and the runs folder must be on a file system that the nodes share. A driver that is stopped
-cancels its jobs, which takes up to a minute. One that is killed outright leaves them; the next driver of that folder
-cancels those that have not begun, and waits for the others. Several drivers, on several hosts, run nothing twice where
-`flock` holds for all of them: on NFS (but not with the option local_lock), on Lustre that is mounted with the option
-flock, and on most others. Where it holds for one host alone, start all drivers of a folder on one host.
+cancels its jobs, which takes up to a minute. One that is killed outright leaves them. The next driver of that folder
+cancels those that have not begun, and waits for the others.
+
+Several drivers on several hosts run nothing twice where `flock` holds for all of them: on NFS (but not with the option
+local_lock), on Lustre that is mounted with the option flock, and on most others. Where it holds for one host alone,
+start all drivers of a folder on one host.
 """
 
 import hashlib
@@ -70,7 +72,7 @@ def cancel(run_dir: Path) -> None:
 
 
 def job_name(run_dir: Path) -> str:
-    """A run's id, and what tells its folder from others."""
+    """A run's id, and a hash of its folder's path, which is another for a run of the same id elsewhere."""
     return f"{run_dir.name}-{hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:8]}"
 
 

@@ -6,7 +6,6 @@ The notebook is a log that people can read; the record beside it is the result. 
 import argparse
 import ast
 import contextlib
-import dataclasses
 import json
 import os
 import subprocess
@@ -16,7 +15,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
-from tqdm import tqdm
 
 from qa_lib import record
 from qa_lib.cli import add_rows, add_run_arguments, add_several, add_source_arguments, given, own_of, rows_of, seed
@@ -37,7 +35,7 @@ class NotebookError(UserError):
 
 
 def notebook_of(variant: str) -> Path:
-    """The notebook of a row's family, relative to the repository."""
+    """The notebook of a variant's family, relative to the repository."""
     return Path("notebooks", f"{FAMILIES[find_variant(variant).family]}.ipynb")
 
 
@@ -56,7 +54,7 @@ def check_notebook(path: Path, parameters: Iterable[str]) -> None:
 
 
 def notebook_command(spec: Spec, runs: Path) -> list[str]:
-    """The command that executes the notebook of a spec's row and leaves it in the run's folder."""
+    """The command that executes the notebook of a spec's variant and leaves it in the run's folder."""
     paths = [ROOT / notebook_of(spec.variant), runs / spec.run_path / "notebook.ipynb"]
     command = [sys.executable, "-m", "papermill", *map(os.path.relpath, paths)]
     command += ["--kernel", "python3", "--no-progress-bar", "--log-output", "--cwd", os.path.relpath(ROOT)]
@@ -68,22 +66,27 @@ def notebook_command(spec: Spec, runs: Path) -> list[str]:
 
 def notebook_parameters(spec: Spec, runs: Path) -> dict:
     """What the driver passes to a notebook's parameters cell."""
-    values = {
-        "variant": spec.variant,
-        "preset": spec.preset.name,
-        "seed": spec.seed,
-        "data": _from_root(spec.data_source) if Path(spec.data_source).exists() else spec.data_source,
-        "model": _from_root(spec.model_source) if Path(spec.model_source).exists() else spec.model_source,
-        "micro_batch": spec.asked.micro_batch,
-        "runs": _from_root(runs),
-    }
-    if spec.asked.parallel != "none":
-        values |= {"world": spec.world} | ({"stages": spec.stages} if spec.stages > 1 else {})
-    preset, usual = spec.preset, PRESETS[spec.preset.name]
-    if (preset.effective_batch, preset.batch_tokens) != (usual.effective_batch, usual.batch_tokens):
-        values["batch"] = preset.effective_batch
+    data, model = (
+        _from_root(source) if Path(source).exists() else source for source in (spec.data_source, spec.model_source)
+    )
+    named = {"variant": spec.variant, "preset": spec.preset.name, "seed": spec.seed, "data": data, "model": model}
+    return named | own_of_spec(spec) | {"runs": _from_root(runs)}
+
+
+def own_of_spec(spec: Spec) -> dict:
+    """What a spec has otherwise than its variant and its preset say, by the names of plan's arguments."""
+    preset, usual, asked = spec.preset, PRESETS[spec.preset.name], find_variant(spec.variant).settings
     own = {name: getattr(preset, name) for name in ("epochs", "learning_rate", "max_length")}
-    return values | {name: value for name, value in own.items() if value != getattr(usual, name)}
+    own = {name: value for name, value in own.items() if value != getattr(usual, name)}
+    if (preset.effective_batch, preset.batch_tokens) != (usual.effective_batch, usual.batch_tokens):
+        own["batch"] = preset.effective_batch
+    if spec.asked.micro_batch != asked.micro_batch:
+        own["micro_batch"] = spec.asked.micro_batch
+    if spec.world != (1 if asked.parallel == "none" else WORLD):
+        own["world"] = spec.world
+    if spec.stages != (spec.world if asked.parallel == "pipeline" else 1):
+        own["stages"] = spec.stages
+    return own
 
 
 def _from_root(path: str | Path) -> str:
@@ -94,9 +97,8 @@ def _from_root(path: str | Path) -> str:
 def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -> list[dict]:
     """Run what is not finished yet and return every spec's record, in order; see Launcher.
 
-    Says first what there is to do and at the end, however it ends, how every run stands. Meanwhile a bar shows on a
-    terminal how far the runs are; elsewhere a line says when each starts and ends, and how long is left. Last comes the
-    command `on_finish`.
+    Says first what there is to do, then when each run starts and ends and how long is left, and at the end, however it
+    ends, how every run stands. Last comes the command `on_finish`.
     """
     given = [(notebook_of(spec.variant), notebook_parameters(spec, launcher.runs)) for spec in specs]
     for notebook, names in dict.fromkeys((notebook, tuple(parameters)) for notebook, parameters in given):
@@ -104,13 +106,10 @@ def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -
     todo = [spec for spec in specs if not launcher.is_finished(spec)]
     done = before = len(specs) - len(todo)
     print(f"sweep: {len(specs)} runs, {done} finished, {len(todo)} to run", flush=True)
-    layout = "{l_bar}{bar}| {n:.1f}/{total} rows [{elapsed}<{remaining}]{postfix}"
-    bar = tqdm(total=len(specs), initial=done, disable=None, bar_format=layout, desc="sweep", mininterval=0.5)
     begin, started = time.monotonic(), set()
 
     def tell(line: str) -> None:
-        if bar.disable:
-            print(f"{time.strftime('%H:%M')} {line}", flush=True)
+        print(f"{time.strftime('%H:%M')} {line}", flush=True)
 
     def ended(spec: Spec, entry: dict) -> None:
         nonlocal done
@@ -119,31 +118,20 @@ def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -
         tell(f"[{done}/{len(specs)}] {_line(spec, entry)}" + (f"; about {duration(left)} left" if left else ""))
 
     def look() -> None:
-        active = list(launcher.active)
-        for spec in active:
+        for spec in list(launcher.active):
             if spec.run_id not in started:
                 started.add(spec.run_id)
                 tell(f"{_name(spec)} starts")
-        progress = [(spec, *progress_of(launcher.runs / spec.run_path)) for spec in active]
-        bar.n = done + sum(step / planned for _, step, planned in progress if planned)
-        notes = [
-            f"{spec.variant} s{spec.seed} {step}/{planned}" if planned else f"{spec.variant} starts"
-            for spec, step, planned in progress
-        ]
-        bar.set_postfix_str(", ".join(notes), refresh=False)
-        bar.update(0)
 
     try:
-        with bar:
-            found = launcher.run_all(todo, ended, look)
+        launcher.run_all(todo, ended, look)
     finally:
         summary, counts = _summary(specs, launcher.runs)
         with contextlib.suppress(OSError):  # the terminal may be gone
             print(f"\n{summary}", flush=True)
         if on_finish:
             _finish(on_finish, counts)
-    done_now = {spec.run_path: entry for spec, entry in zip(todo, found, strict=True)}
-    return [done_now.get(spec.run_path) or record.read_record(launcher.runs / spec.run_path) for spec in specs]
+    return [record.read_record(launcher.runs / spec.run_path) for spec in specs]
 
 
 def _finish(command: str, counts: dict[str, int]) -> None:
@@ -157,17 +145,20 @@ def _finish(command: str, counts: dict[str, int]) -> None:
 
 def _summary(specs: list[Spec], runs: Path) -> tuple[str, dict[str, int]]:
     """A table of how every run stands, and how many of each kind there are."""
-    rows = []
+    lines = []
     for spec in specs:
-        row = {"row": spec.variant, "seed": spec.seed} | _sizes(spec) | {"status": NOT_BEGUN}
+        line = {"variant": spec.variant, "seed": spec.seed, "length": spec.preset.max_length}
+        line |= {"batch": spec.preset.batch, "micro-batch": spec.asked.micro_batch, "world": spec.world}
+        line["status"] = NOT_BEGUN
         with contextlib.suppress(record.RecordError):
             entry = record.read_record(runs / spec.run_path)
-            row |= {"status": entry["status"], "seconds": entry["time"]["wall_s"]}
-            row |= {"features/s": entry["speed"]["samples_per_s"]}
-            row |= {entry["task"]["label"]: entry["quality"][entry["task"]["metric"]]}
-        rows.append(row)
-    table = pd.DataFrame(rows).dropna(axis=1, how="all")
-    table = table.drop(columns=[size for size in _sizes(specs[0]) if size in table and table[size].nunique() == 1])
+            line |= {"status": entry["status"], "seconds": entry["time"]["wall_s"]}
+            line |= {"samples/s": entry["speed"]["samples_per_s"]}
+            line |= {entry["task"]["label"]: entry["quality"][entry["task"]["metric"]]}
+        lines.append(line)
+    table = pd.DataFrame(lines).dropna(axis=1, how="all")
+    sizes = table.columns.intersection(["length", "batch", "micro-batch", "world"])
+    table = table.drop(columns=[size for size in sizes if table[size].nunique() == 1])
     counts = table["status"].value_counts().to_dict()
     said = ", ".join(f"{count} {status}" for status, count in counts.items())
     return f"{table.to_string(index=False, float_format='{:.1f}'.format, na_rep='–')}\nsweep: {said}", counts
@@ -184,40 +175,28 @@ def progress_of(run_dir: Path) -> tuple[int, int | None]:
         return 0, None
 
 
-def _sizes(spec: Spec) -> dict[str, int | None]:
-    """What a sweep may vary of a row beside its seed."""
-    sizes = {"length": spec.preset.max_length, "batch": spec.preset.batch}
-    return sizes | {"micro-batch": spec.asked.micro_batch, "world": spec.world}
-
-
-def _own_sizes(spec: Spec) -> list[str]:
-    """The sizes that are not those of the spec's row or preset: ['length 128']."""
-    asked, preset = find_variant(spec.variant).settings, PRESETS.get(spec.preset.name, spec.preset)
-    world = 1 if asked.parallel == "none" else WORLD
-    usual = _sizes(dataclasses.replace(spec, asked=asked, preset=preset, world=world))
-    return [f"{name} {size}" for name, size in _sizes(spec).items() if size != usual[name]]
+def _own_words(spec: Spec) -> list[str]:
+    """['micro-batch 32', 'max-length 128']"""
+    return [f"{name.replace('_', '-')} {value}" for name, value in own_of_spec(spec).items()]
 
 
 def _name(spec: Spec) -> str:
-    return ", ".join([f"{spec.variant} seed {spec.seed}", *_own_sizes(spec)])
+    return ", ".join([f"{spec.variant} seed {spec.seed}", *_own_words(spec)])
 
 
 def _line(spec: Spec, entry: dict) -> str:
     """One run's outcome in one line."""
-    wall, score, note = (
-        entry["time"]["wall_s"],
-        entry["quality"].get(entry["task"]["metric"]),
-        entry["error"]["message"],
-    )
+    wall, score = entry["time"]["wall_s"], entry["quality"].get(entry["task"]["metric"])
     parts = [f"{_name(spec)}: {entry['status']}"]
     parts += [f"{wall:.0f} s"] if wall is not None else []
     parts += [f"{entry['task']['label']} {score:.1f}"] if score is not None else []
     parts += [text for text in entry["spec"]["adjusted"] if text.startswith("checkpoint: ")]
-    return printable(", ".join(parts + ([note] if note else [])))
+    parts += [entry["error"]["message"]] if entry["error"]["message"] else []
+    return printable(", ".join(parts))
 
 
 EXAMPLE = """examples:
-  python -m qa_lib sweep --preset smoke                              every row, offline, on a CPU
+  python -m qa_lib sweep --preset smoke                              every variant, offline, on a CPU
   python -m qa_lib sweep --family A --preset bench --seeds 0 1 2 --gpus 0 1
   python -m qa_lib sweep --variants A1,A4 --preset local --data squad/ --model bert/ --plan
   python -m qa_lib sweep --variants A1,E-moments --preset sizing --micro-batch 8 32 128 --max-length 128 256 512"""
@@ -225,8 +204,8 @@ EXAMPLE = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib sweep`."""
-    add_rows(parser, "--variants", "these rows only (default: all)")
-    add_several(parser, "--seeds", seed, "N", "a run of every row for each (0)", default=[0])
+    add_rows(parser, "--variants", "these variants only (default: all)")
+    add_several(parser, "--seeds", seed, "N", "a run of every variant for each (0)", default=[0])
     add_source_arguments(parser, several=True)
     add_run_arguments(parser, several=True)
     add_launcher_arguments(parser)
@@ -234,17 +213,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shared-gpu", action="store_true", help="runs on one card train at once; records no times")
     parser.add_argument("--plan", action="store_true", help="say what would run, and run nothing")
     parser.add_argument("--force", action="store_true", help="run again what is finished, too")
-    parser.add_argument(
-        "--on-finish", type=given, metavar="COMMAND", help="run by the shell at the end, however it ends"
-    )
-    parser.add_argument("--retry", choices=["oom"], default="", help="run again what ended with this status, too")
+    parser.add_argument("--on-finish", type=given, metavar="COMMAND", help="shell command to run at the end")
 
 
 def main(args: argparse.Namespace) -> int:
     """Plan and run a sweep; exit code 1 when a run failed."""
-    # A wrong name is told before this machine is probed, which takes seconds.
+    # Before this machine is probed, which takes seconds: a wrong name is an error at once.
     task = find_preset(args.preset).task
-    every = [row.name for row in VARIANTS.values() if row.task == task]
+    every = [variant.name for variant in VARIANTS.values() if variant.task == task]
     names = every if args.variants is args.family is None else rows_of(args)
     if args.launcher == "slurm" and (args.gpus or args.shared_gpu):
         raise UserError("--gpus and --shared-gpu are for this machine's cards; Slurm gives each run cards of its own")
@@ -269,7 +245,7 @@ def main(args: argparse.Namespace) -> int:
     if args.plan:
         for spec in specs:
             state = "finished" if launcher.is_finished(spec) else f"skip: {spec.skip}" if spec.skip else "run"
-            print(f"{spec.group}/{spec.run_id:24} {', '.join([state, *_own_sizes(spec)])}")
+            print(f"{spec.group}/{spec.run_id:24} {', '.join([state, *_own_words(spec)])}")
         return 0
     entries = sweep(specs, launcher, args.on_finish)
     failed = [entry for entry in entries if entry["status"] in ("error", "killed")]

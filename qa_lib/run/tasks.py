@@ -1,13 +1,13 @@
 """What kinds of work the lab trains for. A task is its data, its model's head and its score; the rest is shared.
 
 Question answering is the first, language modelling the second. Another one takes a loader in data/load.py, an
-evaluation in score/, a preset that names it, rows (Variant.task in variants.py says whose they are), and an entry here
-and in each of these:
+evaluation in score/, a preset that names it, variants (Variant.task in variants.py says whose they are), and an entry
+here and in each of these:
 
 - record.SCORING: the names of its scores, which the report reads
 - plan.SOURCES: what opens its data
 - encoders.OF_TASK: the models that it trains
-- variants.BASELINES: the row that its others are compared with
+- variants.BASELINES: the variant that its others are compared with
 - tune.JUDGED and tradeoffs.SCORES: the score that a search goes by, and the one that curves show
 """
 
@@ -28,8 +28,8 @@ from qa_lib.spec import Spec
 
 @dataclass(frozen=True)
 class Task:
-    """`load(spec)` gives a run's data, `head` is transformers' class for the model, and `evaluate(model, data, spec,
-    device, run_dir)` gives the record's `quality`; record.SCORING says by which of these scores rows are compared."""
+    """`load(spec)` gives a run's data, and `head` is transformers' class for the model. `evaluate(model, data, spec,
+    device, run_dir)` gives the record's `quality`; record.SCORING says which of these scores compares variants."""
 
     load: Callable
     head: type
@@ -43,10 +43,10 @@ def prepare(spec: Spec, data: Data | None = None) -> tuple[Data, torch.nn.Module
     """
     task = TASKS[spec.preset.task]
     data = data or task.load(spec)
-    model = build_model(spec, task.head)
+    batches, model = batches_of(data.samples, spec), build_model(spec, task.head)
     check_tokenizer(spec.model_source, data.tokenizer, model)
     check_planned(spec, [source.sha256 for source in (data.source, data.validation) if source])
-    return data, model, batches_of(data.features, spec)
+    return data, model, batches
 
 
 TASKS = {

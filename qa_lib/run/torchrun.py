@@ -1,10 +1,12 @@
 """One run in several processes: torchrun starts them, ends them together, and its record says which failed first.
 
-`run_processes` starts `supervise` in a process of its own, which is torchrun itself, and torchrun starts
-worker.work_as_one in each of the run's processes. Where torchrun is started by hand, the first process tells which
-failed first, by the faults that they leave in the run's folder; one that a signal has killed leaves none. Over several
-hosts that share the runs folder, torchrun is given the same command line on each of them; the first process writes the
-record. As a job of Slurm on two nodes of four GPUs:
+`run_processes` starts `supervise` in a process of its own, which is torchrun itself. torchrun starts
+worker.work_as_one in each of the run's processes. A process that fails leaves a fault in the run's folder; one that a
+signal has killed leaves none. Where torchrun is started by hand, the first process reads the faults and says in the
+record which came first.
+
+Over several hosts that share the runs folder, torchrun is given the same command line on each of them. The first
+process writes the record. As a job of Slurm on two nodes of four GPUs:
 
     #!/bin/bash
     #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=4 --time=60
@@ -15,16 +17,14 @@ record. As a job of Slurm on two nodes of four GPUs:
         --rdzv-conf join_timeout=40,read_timeout=20 \\
         -m qa_lib run P-one-bucket --preset bench --world 8
 
-Without Slurm, what `srun` starts is started by hand on each host, with one of them as "$head". The last line but one is
-for hosts that never meet: torchrun then ends within a minute, and its last line says RendezvousTimeoutError where the
-others did not come, or RendezvousConnectionError where the first was not found.
+Without Slurm, start by hand on each host what `srun` starts, with one of them as "$head". The last line but one is for
+hosts that never meet. torchrun then ends within a minute. Its last line says RendezvousTimeoutError where the others
+did not come, or RendezvousConnectionError where the first was not found.
 
-Where hosts may go and come, they are `--nnodes 1:2`, and last_call_timeout=10 stands beside the other two: else
-torchrun waits half a minute for more hosts, and join_timeout is over by then. When one host of two is lost, the other
-goes on with what it has, from the last checkpoint and with the same batches. But without "$head" nobody meets: then the
-run ends, and the same commands go on with it.
-
-torch is imported where it is needed and not at the top: the processes that only start others need none.
+Hosts may leave and come back with `--nnodes 1:2`. Then last_call_timeout=10 stands beside the other two: else torchrun
+waits half a minute for more hosts, and join_timeout is over by then. When one host of two is lost, the other goes on
+with what it has, from the last checkpoint and with the same batches. When "$head" is lost, the run ends, and the same
+commands go on with it.
 """
 
 import contextlib
@@ -36,6 +36,7 @@ from pathlib import Path
 
 from qa_lib import record
 from qa_lib.errors import UserError, stopped_by
+from qa_lib.measure.hardware import environment
 from qa_lib.run.faults import faults, first_fault
 from qa_lib.run.process import call, child_env, follow_driver, kill, with_driver
 from qa_lib.spec import Spec
@@ -50,8 +51,6 @@ def run_processes(spec: Spec, runs: str | Path, say=print) -> dict:
     Raises RunTaken while others have the run, and UserError for a run that failed in any of its processes. Ctrl-C ends
     them all.
     """
-    from qa_lib.measure.hardware import environment
-
     run_dir = Path(runs) / spec.run_path
     with record.lock(run_dir):
         # So that processes that die before their first line leave no older result standing.
@@ -96,7 +95,7 @@ def _ended(run_dir: Path, reason: str) -> dict:
 
 
 def supervise(spec: Spec, runs: str) -> None:
-    """torchrun over the processes of a spec; if one fails it ends the others, and the record says which, and why."""
+    """torchrun over the processes of a spec. If one fails it ends the others, and the record says which, and why."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
@@ -109,20 +108,20 @@ def supervise(spec: Spec, runs: str) -> None:
         torchrun(["--standalone", "--nproc-per-node", str(spec.world), *work])
     except ChildFailedError as failed:
         exit_codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-        tell_fault(spec, run_dir, exit_codes)
+        record_fault(spec, run_dir, exit_codes)
         sys.exit(1)
     except SignalException:  # from run_processes, which says so in the record
         sys.exit(1)
 
 
-def tell_fault(spec: Spec, run_dir: Path, exit_codes: dict[int, int]) -> None:
+def record_fault(spec: Spec, run_dir: Path, exit_codes: dict[int, int]) -> None:
     """Put into the record which process failed first, by rank, and why.
 
     A process that a signal has ended says nothing; of the others each has left its fault and the time of it.
     """
     first = first_fault(run_dir)
-    for told in faults(run_dir):
-        told.unlink()
+    for old in faults(run_dir):
+        old.unlink()
     killed = [rank for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM]  # not by torchrun
     # torchrun also kills those that do not heed its SIGTERM.
     if killed and not (first and first["status"] == "oom"):

@@ -1,8 +1,8 @@
-"""Tries of one row with other learning rates and other recipes (what trains), each a run in the group `*-tune`.
+"""Runs of a variant with other learning rates and other recipes (what trains), each in the group `*-tune`.
 
-How the learning rate of preset `quality` and the recipes of the LoRA rows were found. The points that lost are kept.
-Points share a GPU and record no times. Where these matter, or several sizes are to be compared at a rate of each one's
-own, `sweep --learning-rate` leaves all of it in one group (notebooks/scaling.ipynb).
+How the learning rate of preset `quality` and the recipes of the LoRA variants were found. The points that lost are
+kept. Points share a GPU and record no times. Where times matter, or several sizes are to be compared at a rate of each
+one's own, `sweep --learning-rate` leaves all of it in one group (notebooks/scaling.ipynb).
 """
 
 import argparse
@@ -55,42 +55,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m qa_lib tune`."""
     add_rows(parser, "variants")
     add_several(parser, "--learning-rate", rate, "X", "of the preset (its own)", default=[])
-    add_several(parser, "--trainable", given, "NAME", "such as lora-all-r32 (the row's own)", default=[])
+    add_several(parser, "--trainable", given, "NAME", "such as lora-all-r32 (the variant's own)", default=[])
     add_several(parser, "--seeds", seed, "N", "a run of every point for each (0)", default=[0])
     add_launcher_arguments(parser)
     add_source_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run every point, print each as it ends, and then each row's best; exit code 1 when one failed."""
-    rows = rows_of(args)
+    """Run every point, print each as it ends, and then each variant's best; exit code 1 when one failed."""
+    variants = rows_of(args)
     machine, env = probe()
     say_idle(machine, args.gpus)
-    launcher = Launcher(args.runs, machine, env, args.gpus, share=True, time_limit_s=args.time_limit)
-    specs = plan(rows, args.preset, args.seeds, args.data, args.model, args.micro_batch, machine)
-    if not specs[0].preset.quality:
+    specs = plan(variants, args.preset, args.seeds, args.data, args.model, args.micro_batch, machine)
+    preset = specs[0].preset
+    if not preset.quality:
         raise UserError(f"preset {args.preset!r} measures no quality, by which points are compared")
-    tries = points(specs, args.learning_rate, args.trainable)
-    entries = launcher.run_all(tries, _tell)
-    metric, label = JUDGED[specs[0].preset.task]
-    scores = [entry["quality"][metric] if entry["status"] == "ok" else None for entry in entries]
-    found = pd.DataFrame({"row": [each.variant for each in tries], "point": map(name_of, tries), "score": scores})
-    for row, own in found.astype({"score": float}).groupby("row", sort=False):
+    metric, label = JUDGED[preset.task]
+
+    def report(point: Spec, entry: dict) -> None:
+        result = f"{entry['status']}, {entry['error']['message']}"
+        if entry["status"] == "ok":
+            result = f"{label} {entry['quality'][metric]:.2f}"
+        print(f"  {point.run_id} {name_of(point)}: {result}", flush=True)
+
+    trials = points(specs, args.learning_rate, args.trainable)
+    launcher = Launcher(args.runs, machine, env, args.gpus, share=True, time_limit_s=args.time_limit)
+    entrials = launcher.run_all(trials, report)
+    scores = [entry["quality"][metric] if entry["status"] == "ok" else None for entry in entrials]
+    found = pd.DataFrame({"variant": [each.variant for each in trials], "point": map(name_of, trials), "score": scores})
+    for variant, own in found.astype({"score": float}).groupby("variant", sort=False):
         # Over seeds, of points that have them all.
         means = own.groupby("point")["score"].agg(lambda seeds: seeds.mean(skipna=False)).dropna()
         if means.empty:
-            print(f"{row}: no point was measured with every seed")
+            print(f"{variant}: no point was measured with every seed")
         else:
-            best = means.idxmax() if SCORING[specs[0].preset.task].higher_is_better else means.idxmin()
-            print(f"{row}, best: {best}, {label} {means[best]:.2f}")
+            best = means.idxmax() if SCORING[preset.task].higher_is_better else means.idxmin()
+            print(f"{variant}, best: {best}, {label} {means[best]:.2f}")
     # A rate too high for one point says nothing about the others.
-    return 0 if all(entry["status"] in FINISHED for entry in entries) else 1
-
-
-def _tell(point: Spec, entry: dict) -> None:
-    """A line about a try that has ended."""
-    result = f"{entry['status']}, {entry['error']['message']}"
-    if entry["status"] == "ok":
-        metric, label = JUDGED[point.preset.task]
-        result = f"{label} {entry['quality'][metric]:.2f}"
-    print(f"  {point.run_id} {name_of(point)}: {result}", flush=True)
+    return 0 if all(entry["status"] in FINISHED for entry in entrials) else 1

@@ -1,6 +1,7 @@
 """One run from spec to record, in the process that it has.
 
-`work` is a line of stations: load, build, batches, turn, train, evaluate, save. `recording` is the life of its record.
+`work` is a line of stations: load, build, batches, GPU lock, train, evaluate, save. `recording` is the life of its
+record.
 """
 
 import contextlib
@@ -9,7 +10,6 @@ import gc
 import importlib
 import json
 import math
-import os
 import shutil
 import sys
 import time
@@ -24,54 +24,44 @@ from safetensors import SafetensorError
 from qa_lib import record
 from qa_lib.data.load import Data
 from qa_lib.errors import first_line, stoppable, stopped_by
-from qa_lib.measure.flops import StepCost
+from qa_lib.measure import hardware
+from qa_lib.measure.flops import StepFlops
 from qa_lib.measure.goodput import efficiency
-from qa_lib.measure.hardware import (
-    environment,
-    imitate,
-    limit_memory,
-    link,
-    matrix_rate,
-    reduce_rate,
-    train_device,
-    turn,
-)
 from qa_lib.measure.meter import Meter, memory_use
 from qa_lib.model.architectures import param_counts
 from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.qat import WIDTHS
 from qa_lib.record import Speed
-from qa_lib.run.faults import fault_path, faults, first_fault
-from qa_lib.run.process import SHARE, check_driver, follow_driver, with_driver
+from qa_lib.run.faults import faults, first_fault, noting_faults, outcome_of, shares_gpu
+from qa_lib.run.process import check_driver, follow_driver, with_driver
 from qa_lib.run.tasks import TASKS, prepare
 from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint, digest_of
 from qa_lib.train.compile import forget_compiled, found_in_cache, start_compilers
-from qa_lib.train.data_parallel import gathered
+from qa_lib.train.data_parallel import gather_model
 from qa_lib.train.pipeline import bubble, measured_bubble
-from qa_lib.train.process_group import Ranks
-from qa_lib.train.step_log import StepFailed
+from qa_lib.train.process_group import ProcessGroup
 
-# Imported when it is used: that of the Trainer takes seconds, and only the A0 rows need it.
+# Imported when it is used: that of the Trainer takes seconds, and only the A0 variants need it.
 ENGINES = {"loop": "qa_lib.train.loop", "trainer": "qa_lib.train.trainer"}
 
 
-def train(model, batches, spec: Spec, device: torch.device, run_dir: Path, say=print, watch=None, ranks=None) -> tuple:
+def train(model, batches, spec: Spec, device: torch.device, run_dir: Path, say=print, hooks=None, ranks=None) -> tuple:
     """Forget what an earlier run of this process has compiled, then train with the spec's engine; see loop.train."""
     forget_compiled()
     engine = importlib.import_module(ENGINES[spec.settings.engine])
-    with contextlib.nullcontext(ranks) if ranks else Ranks(device) as ranks:
-        return engine.train(model, batches, spec, device, run_dir, say, watch, ranks)
+    with contextlib.nullcontext(ranks) if ranks else ProcessGroup(device) as ranks:
+        return engine.train(model, batches, spec, device, run_dir, say, hooks, ranks)
 
 
 def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> dict:
     """Train, measure and evaluate a spec in this process, one of torchrun's where it has several; see fit.fit."""
-    run_dir, task, device = Path(runs) / spec.run_path, TASKS[spec.preset.task], train_device()
+    run_dir, task, device = Path(runs) / spec.run_path, TASKS[spec.preset.task], hardware.train_device()
     check_driver(run_dir)
-    ranks = Ranks(device)
+    ranks = ProcessGroup(device)
     # The first process has the record, and the others a copy that goes nowhere.
     recorded = recording(spec, run_dir, say) if ranks.first else contextlib.nullcontext(record.new_record(spec, {}))
-    with _limits(spec, device), recorded as entry, _noting_faults(run_dir, ranks):
+    with _limits(spec, device), recorded as entry, noting_faults(run_dir, ranks):
         if spec.skip:
             return entry
         begin = time.perf_counter()
@@ -79,35 +69,27 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
         data, model, batches = prepare(spec, data)
         begin = min(begin, time.perf_counter() - data.load_s)  # what the caller has loaded is this run's time as well
         _note_sizes(entry, data, model, batches.steps)
-        if ranks.first:
-            record.write_record(run_dir, entry)
 
-        shared = _shares(device)
-        turns = turn(device, shared, lambda: _set_status(entry, run_dir, "waiting"))
-        with turns if ranks.first else contextlib.nullcontext(0.0) as waited_s:
+        shared = shares_gpu(device)
+        held = hardware.gpu_lock(device, shared, lambda: record.write_record(run_dir, entry | {"status": "waiting"}))
+        with held if ranks.first else contextlib.nullcontext(0.0) as waited_s:
             ranks.start()
             if ranks.first:
-                _set_status(entry, run_dir, "running")
+                record.write_record(run_dir, entry)
             begin += waited_s
-            matrix_tflops = matrix_rate(device, DTYPES[spec.settings.precision])
+            matrix_tflops = hardware.matrix_rate(device, DTYPES[spec.settings.precision])
             prepared = time.perf_counter()
             with ranks:
                 optimizer, meter, done_before, note = train(model, batches, spec, device, run_dir, say, ranks=ranks)
-                _note_training(entry, meter, done_before, note)
-                _note_noise(entry, len(meter.times), ranks)
-                entry["parallel"]["wrapper"] = ranks.wrapper
-                if ranks.world != spec.world:  # torchrun's may be fewer after a loss, down to one
-                    entry["parallel"]["world"] = ranks.world
-                    entry["spec"]["adjusted"].append(f"world: {ranks.world} processes at the end")
+                _note_training(entry, spec, meter, done_before, note, ranks)
                 entry["memory"] = dataclasses.asdict(memory_use(model, optimizer, device))
-                model = gathered(model, lambda: build_model(spec, task.head).to(device), ranks)
+                model = gather_model(model, lambda: build_model(spec, task.head).to(device), ranks)
                 several = ranks.world > 1
-                joules = _note_sharing(entry, spec, meter, model, ranks) if several else meter.joules_per_sample()
+                joules = _note_ranks(entry, spec, meter, model, ranks) if several else meter.joules_per_sample()
             if not ranks.first:
                 return entry
             if not shared:
-                speed = meter.speed(StepCost(model), matrix_tflops, ranks.world)
-                _note_times(entry, spec, meter, joules, speed)
+                _note_times(entry, spec, meter, joules, meter.speed(StepFlops(model), matrix_tflops, ranks.world))
             trained = time.perf_counter()
             if spec.preset.quality:
                 entry["quality"] |= task.evaluate(model, data, spec, device, run_dir)
@@ -119,14 +101,6 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
             entry["time"] |= {"prepare_s": prepared - begin, "wall_s": time.perf_counter() - begin}
             entry["time"]["eval_s"] = evaluated - trained if spec.preset.quality else None
     return entry
-
-
-def work_alone(spec: Spec, runs: str) -> None:
-    """A run without a notebook, in a process that is its own; by the attention kernels of another GPU where a search
-    asked for them."""
-    if spec.sm:
-        imitate(spec.sm)
-    work(spec, runs)
 
 
 def work_as_one(spec: Spec, runs: str) -> None:
@@ -147,7 +121,7 @@ def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
     a driver started this process, it ends with that driver.
     """
     with with_driver(), record.lock(run_dir):
-        entry = record.new_record(spec, environment())
+        entry = record.new_record(spec, hardware.environment())
         try:
             follow_driver()  # which may be gone already: only in here does the record say so
             record.write_record(run_dir, entry)
@@ -157,19 +131,18 @@ def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
             if entry["status"] in record.FINISHED:  # it had its result when the signal came
                 record.write_record(run_dir, entry)
             else:
-                _finish_failed(run_dir, entry, "killed", {"kind": "killed", "message": stopped_by(stop)})
+                error = {"kind": "killed", "message": stopped_by(stop)}
+                _finish_failed(run_dir, entry, {"status": "killed", "error": error})
             raise
         except Exception as problem:
-            error = _told(problem)
+            outcome = outcome_of(problem)
             # What JSON has not, a NaN say, may be what has ended the run: the record does without it.
             entry |= json.loads(json.dumps(entry, default=lambda _: None), parse_constant=lambda _: None)
-            status = _status_by(problem)
-            _finish_failed(run_dir, entry, status, error)
-            if status == "error":
+            _finish_failed(run_dir, entry, outcome)
+            if outcome["status"] == "error":
                 raise
-            say(
-                f"{spec.variant}: out of memory " + (f"in step {error['step']}" if error["step"] else "before training")
-            )
+            step = outcome["error"]["step"]
+            say(f"{spec.variant}: out of memory " + (f"in step {step}" if step else "before training"))
 
 
 def _finish_whole(spec: Spec, run_dir: Path, entry: dict, say) -> None:
@@ -185,37 +158,18 @@ def _finish_whole(spec: Spec, run_dir: Path, entry: dict, say) -> None:
             old.unlink(missing_ok=True)
 
 
-def _finish_failed(run_dir: Path, entry: dict, status: str, error: dict) -> None:
+def _finish_failed(run_dir: Path, entry: dict, outcome: dict) -> None:
     """End the record of a run by what has ended this process; or by the first fault of torchrun's processes, which may
     be another's, at which torchrun stops this one by a signal. torchrun starts all at once: older faults are of those
     before them."""
-    first = first_fault(run_dir, psutil.Process().create_time()) or {"status": status, "error": error}
+    first = first_fault(run_dir, psutil.Process().create_time()) or outcome
     record.finish(run_dir, entry, first["status"], first["error"])
-
-
-def _status_by(problem: Exception) -> str:
-    """The status of a run that an exception has ended. Beside others it may be they who filled the memory: an error,
-    which is run again, and no result."""
-    return "oom" if _out_of_memory(problem) and not _shares(train_device()) else "error"
-
-
-@contextlib.contextmanager
-def _noting_faults(run_dir: Path, ranks: Ranks):
-    """Leave what ends one of torchrun's processes in the run's folder: first_fault finds the one that failed first."""
-    try:
-        yield
-    except Exception as problem:
-        if ranks.store:
-            error = _told(problem)
-            error["message"] = f"process {ranks.rank} of {ranks.world}: {error['message']}"
-            fault = {"at": time.time(), "status": _status_by(problem), "error": error}
-            record.write_atomically(fault_path(run_dir, ranks.rank), json.dumps(fault))
-        raise
 
 
 @contextlib.contextmanager
 def _limits(spec: Spec, device: torch.device):
-    """Hold this process to the threads and the memory that its preset allows, and forget what an earlier run left.
+    """Hold this process to the threads and the memory that its preset allows, and to the attention kernels of another
+    GPU where a search asked for them; forget what an earlier run left.
 
     Outside there are as many threads as before, and all of the memory.
     """
@@ -228,20 +182,11 @@ def _limits(spec: Spec, device: torch.device):
             undo.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(spec.preset.threads)
         if spec.preset.limit_gib and device.type == "cuda":
-            undo.callback(limit_memory, math.inf)
-            limit_memory(spec.preset.limit_gib)
+            undo.callback(hardware.limit_memory, math.inf)
+            hardware.limit_memory(spec.preset.limit_gib)
+        if spec.sm:  # for good: a search gives each trial a process
+            hardware.restrict_sdpa(spec.sm)
         yield
-
-
-def _shares(device: torch.device) -> bool:
-    """Whether other runs train on this GPU at the same time."""
-    return device.type == "cuda" and bool(os.environ.get(SHARE))
-
-
-def _set_status(entry: dict, run_dir: Path, status: str) -> None:
-    if entry["status"] != status:
-        entry["status"] = status
-        record.write_record(run_dir, entry)
 
 
 def _save(model: torch.nn.Module, data: Data, folder: Path) -> None:
@@ -256,8 +201,8 @@ def _save(model: torch.nn.Module, data: Data, folder: Path) -> None:
 
 
 def _note_sizes(entry: dict, data: Data, model: torch.nn.Module, steps: int) -> None:
-    """Put into a record how much there is: steps, features, questions, parameters."""
-    entry["spec"] |= {"planned_steps": steps, "n_train": len(data.features), "n_eval": data.n_eval}
+    """Put into a record how much there is: steps, samples, questions, parameters."""
+    entry["spec"] |= {"planned_steps": steps, "n_train": len(data.samples), "n_eval": data.n_eval}
     entry["data"]["n"] = data.n
     held = param_counts(model)
     entry["model"] |= {
@@ -267,25 +212,29 @@ def _note_sizes(entry: dict, data: Data, model: torch.nn.Module, steps: int) -> 
     }
 
 
-def _note_training(entry: dict, meter: Meter, done_before: int, note: str | None) -> None:
-    """Put into a record how many steps were trained, and what became of an earlier process's."""
+def _note_training(
+    entry: dict, spec: Spec, meter: Meter, done_before: int, note: str | None, ranks: ProcessGroup
+) -> None:
+    """Put into a record how many steps were trained and in which processes, what became of an earlier process's, and
+    the gradient noise scale, where the variant sees its gradients in one piece; all processes call this together."""
+    noise = ranks.stats.noise(len(meter.times))
     entry["time"] |= {"steps": done_before + len(meter.times), "resumed_from_step": done_before or None}
+    entry["parallel"] |= {
+        "wrapper": ranks.wrapper,
+        "noise": dataclasses.asdict(noise),
+        "efficiency": efficiency(noise, ranks.batch),
+    }
     if note:
         entry["spec"]["adjusted"].append(f"checkpoint: {note}")
+    if ranks.world != spec.world:  # torchrun's may be fewer after a loss, down to one
+        entry["parallel"]["world"] = ranks.world
+        entry["spec"]["adjusted"].append(f"world: {ranks.world} processes at the end")
 
 
-def _note_noise(entry: dict, steps: int, ranks: Ranks) -> None:
-    """Put into a record the gradient noise scale, where the row sees its gradients in one piece, and the efficiency of
-    its batch; all processes call this together."""
-    found = ranks.gauges.noise(steps)
-    entry["parallel"]["noise"] = dataclasses.asdict(found)
-    entry["parallel"]["efficiency"] = efficiency(found, ranks.batch)
+def _note_ranks(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module, ranks: ProcessGroup) -> float | None:
+    """Put into a record what several processes have each measured, and let the meter count the samples of all.
 
-
-def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module, ranks: Ranks) -> float | None:
-    """Put into a record what several processes have each measured, and let the meter count the features of all.
-
-    All processes call this together; the joules per feature of all their GPUs.
+    All processes call this together; the joules per sample of all their GPUs.
     """
     own = {
         "joules": meter.joules_per_sample(),
@@ -294,12 +243,12 @@ def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module,
         "peak_mib": entry["memory"]["peak_alloc_mib"],
         "step_ms": meter.step_ms().median,
         "weights": digest_of({name: p.detach().cpu() for name, p in model.named_parameters()}, {}),
-        "allreduce_gbs": reduce_rate(ranks.device),
-        "pipelined": ranks.gauges.pipelined(),
-        **ranks.gauges.overlap,
+        "allreduce_gbs": hardware.reduce_rate(ranks.device),
+        "pipelined": ranks.stats.pipelined(),
+        **ranks.stats.overlap,
     }
     found = ranks.gather(own)
-    # The processes of one replica have all counted the same features.
+    # The processes of one replica have all counted the same samples.
     meter.counts = list(np.sum([each["counts"] for each in found], axis=0) * ranks.replicas // ranks.world)
     meter.samples = [sample for each in found for sample in each["samples"]]
     peaks, times = ({str(rank): each[name] for rank, each in enumerate(found)} for name in ("peak_mib", "step_ms"))
@@ -307,7 +256,7 @@ def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module,
         "world": ranks.world,
         "replicas": ranks.replicas,
         "backend": ranks.backend,
-        "interconnect": link() if ranks.device.type == "cuda" else None,
+        "interconnect": hardware.interconnect() if ranks.device.type == "cuda" else None,
         "allreduce_gbs": own["allreduce_gbs"],
         "rank_peak_mib": peaks if ranks.device.type == "cuda" else None,
         "rank_step_ms": times,
@@ -322,10 +271,10 @@ def _note_sharing(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module,
             "bubble_formula": bubble(ranks.stages, spec.micro_batches // ranks.replicas, spec.settings.chunks),
             "rank_computing_ms": {str(rank): 1000 * computing for rank, (computing, _) in enumerate(stages)},
         }
-    if ranks.gauges.overlap.get("busy_ms"):
-        entry["parallel"] |= {name: np.mean([each[name] for each in found]).item() for name in ranks.gauges.overlap}
+    if ranks.stats.overlap.get("busy_ms"):
+        entry["parallel"] |= {name: np.mean([each[name] for each in found]).item() for name in ranks.stats.overlap}
     joules = [each["joules"] for each in found]
-    return None if None in joules else sum(joules) / ranks.replicas  # each has worked on as many features
+    return None if None in joules else sum(joules) / ranks.replicas  # each has worked on as many samples
 
 
 def _note_times(entry: dict, spec: Spec, meter: Meter, joules: float | None, speed: Speed) -> None:
@@ -338,26 +287,3 @@ def _note_times(entry: dict, spec: Spec, meter: Meter, joules: float | None, spe
         entry["parallel"]["goodput"] = entry["parallel"]["efficiency"] * speed.samples_per_s
     if spec.settings.compile != "none":  # else nothing was compiled, and slow first steps have other reasons
         entry["time"] |= {"compile_s": meter.compile_s(), "compile_cached": found_in_cache()}
-
-
-def _told(problem: BaseException) -> dict:
-    """A record's `error` of what ended a run."""
-    step = problem.step if isinstance(problem, StepFailed) else None
-    if isinstance(problem, StepFailed) and problem.__cause__ is not None:
-        problem = problem.__cause__
-    return {"kind": type(problem).__name__, "message": str(problem).split("\n")[0], "step": step}
-
-
-NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-
-
-def _out_of_memory(problem: BaseException | None) -> bool:
-    """PyTorch has a class for what its GPU allocator is refused, and only messages for the host's memory, the driver's,
-    cuBLAS's and Triton's. The end of a failed graph capture raises an error of its own over it."""
-    if problem is None:
-        return False
-    return (
-        isinstance(problem, torch.OutOfMemoryError | MemoryError)
-        or (isinstance(problem, RuntimeError) and any(words in str(problem) for words in NO_MEMORY))
-        or _out_of_memory(problem.__context__)
-    )

@@ -10,7 +10,7 @@ speaks for all, and SQuAD v2 answers nothing where that score is higher than the
 The script's double loop in Python takes three times as long as what is here: each step is one call of NumPy for
 thousands of windows. Two sorts find starts and ends, one table holds their sums, one sort ranks what is left, question
 by question: half a second for SQuAD's validation set. Ties go to what the loop finds first, so that both give the same
-lists. Every row's answers, and the app's, come from here.
+lists. Every variant's answers, and the app's, come from here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from qa_lib.data.squad import DataError, Example
-from qa_lib.data.windows import Features, examples_sha256
+from qa_lib.data.windows import Samples, examples_sha256
 from qa_lib.errors import UserError
 from qa_lib.record import regular
 
@@ -120,74 +120,67 @@ class Answers:
 
 
 def decode(
-    features: Features,
-    examples: list[Example],
-    feature_ids: torch.Tensor,
-    start_logits: torch.Tensor,
-    end_logits: torch.Tensor,
-    *,
-    n_best: int = 20,
-    max_answer_length: int = 30,
-    null_threshold: float = 0.0,
-) -> Answers:
-    """Answer every question of `examples`, whose windows are `features`.
+    samples: Samples, examples: list[Example], sample_ids: torch.Tensor, start_logits: torch.Tensor,
+    end_logits: torch.Tensor, *, n_best: int = 20, max_answer_length: int = 30, null_threshold: float = 0.0,
+) -> Answers:  # fmt: skip
+    """Answer every question of `examples`, whose windows are `samples`.
 
-    Row r of the logits [n, L] belongs to window `feature_ids[r]`; rows come in any order. What lies beyond a window's
+    Row r of the logits [n, L] belongs to window `sample_ids[r]`; rows come in any order. What lies beyond a window's
     own length is never looked at. A window's candidates are the spans between its `n_best` best start and end
     positions that lie in the context and have at most `max_answer_length` tokens; a question's null score is the
     lowest start + end logit at [CLS] over its windows, and "" is answered if null score - best span > `null_threshold`.
     Equal scores are ranked by window, then by rank of start and of end, equal logits by position.
-    Raises ValueError unless every window has exactly one row and the examples are those of the features;
+    Raises ValueError unless every window has exactly one row and the examples are those of the samples;
     `DataError` if a logit inside a window is NaN or infinite (also what rows under wrong ids from `predict_logits`
     lead to, as it leaves NaN beyond each window's length).
     """
-    rows = _rows_by_id(features, examples, feature_ids, start_logits, end_logits)
+    rows = _rows_by_id(samples, examples, sample_ids, start_logits, end_logits)
     both = [logits.float().cpu().numpy() for logits in (start_logits, end_logits)]
     spans, nulls = [], []
-    for first in range(0, len(features), WINDOWS_PER_CALL):
+    for first in range(0, len(samples), WINDOWS_PER_CALL):
         windows = slice(first, first + WINDOWS_PER_CALL)
-        outside = np.arange(start_logits.shape[1]) >= features.lengths[windows, None]
-        start, end = (_inside(logits[rows[windows]], outside, first, features, examples) for logits in both)
-        window, *columns = _window_spans(start, end, features.context[windows].copy(), n_best, max_answer_length)
+        outside = np.arange(start_logits.shape[1]) >= samples.lengths[windows, None]
+        start, end = (_inside(logits[rows[windows]], outside, first, samples, examples) for logits in both)
+        window, *columns = _window_spans(start, end, samples.context[windows].copy(), n_best, max_answer_length)
         spans.append((window + first, *columns))
         nulls.append((start[:, 0].clip(min=LOWEST), end[:, 0].clip(min=LOWEST)))
     window, first, last, start, end = map(np.concatenate, zip(*spans, strict=True))
-    question = features.example[window]
+    question = samples.example[window]
     order = np.lexsort((-(start + end), question))  # question by question, best first, ties as they came
-    columns = (start + end, *features.characters(window, first, last), start, end)
+    columns = (start + end, *samples.characters(window, first, last), start, end)
     ranked = list(zip(*(column[order].tolist() for column in columns), strict=True))
     bounds = np.searchsorted(question[order], np.arange(len(examples) + 1)).tolist()
     best = [ranked[begin : min(stop, begin + n_best)] for begin, stop in pairwise(bounds)]
 
     start, end = map(np.concatenate, zip(*nulls, strict=True))
-    order = np.lexsort((start + end, features.example))
-    _, first = np.unique(features.example[order], return_index=True)  # of each question its lowest null score
+    order = np.lexsort((start + end, samples.example))
+    _, first = np.unique(samples.example[order], return_index=True)  # of each question its lowest null score
     lows = zip(*(column[order[first]].tolist() for column in (start + end, start, end)), strict=True)
     null_answers = [(score, None, None, start_logit, end_logit) for score, start_logit, end_logit in lows]
     return Answers(examples, best, null_answers, n_best, null_threshold)
 
 
-def _rows_by_id(features, examples, feature_ids, start_logits, end_logits) -> np.ndarray:
+def _rows_by_id(samples, examples, sample_ids, start_logits, end_logits) -> np.ndarray:
     """The row of each window: the guard that logits are joined by id and by nothing else."""
-    if len(examples) != features.n_examples or examples_sha256(examples) != features.examples_sha256:
-        raise ValueError("these examples are not the ones, or not in the order, that the features were built from")
-    n = len(features)
+    if len(examples) != samples.n_examples or examples_sha256(examples) != samples.examples_sha256:
+        raise ValueError("these examples are not the ones, or not in the order, that the samples were built from")
+    n = len(samples)
     shape = tuple(start_logits.shape)
-    if shape != tuple(end_logits.shape) or len(shape) != 2 or shape[0] != n or shape[1] < features.lengths.max():
+    if shape != tuple(end_logits.shape) or len(shape) != 2 or shape[0] != n or shape[1] < samples.lengths.max():
         raise ValueError(f"logits of shape {shape} and {tuple(end_logits.shape)} for {n} windows")
-    ids = torch.as_tensor(feature_ids).cpu().numpy()
+    ids = torch.as_tensor(sample_ids).cpu().numpy()
     if not np.array_equal(np.sort(ids), np.arange(n)):
-        raise ValueError(f"feature ids must be the numbers 0 to {n - 1}, each once, one a row of the logits")
+        raise ValueError(f"sample ids must be the numbers 0 to {n - 1}, each once, one a row of the logits")
     return np.argsort(ids)
 
 
-def _inside(logits: np.ndarray, outside: np.ndarray, first: int, features, examples) -> np.ndarray:
+def _inside(logits: np.ndarray, outside: np.ndarray, first: int, samples, examples) -> np.ndarray:
     """The logits with -inf beyond the windows, of which `first` is the number of the first one."""
     values = np.where(outside, -np.inf, logits)
     wrong = ~(values < np.inf).all(axis=1)
     if wrong.any():
         window = first + int(wrong.argmax())
-        example = examples[features.example[window]]
+        example = examples[samples.example[window]]
         raise DataError(
             f"article {example.title[:80]!r}, question {example.id!r}: NaN or infinite logits in window {window} "
             "(the model has diverged, or its outputs were given to other windows)"

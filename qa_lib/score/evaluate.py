@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from qa_lib.data.load import Data
-from qa_lib.data.windows import Features
+from qa_lib.data.windows import Samples
 from qa_lib.model.build import DTYPES
 from qa_lib.record import SCORING
 from qa_lib.score.decode import decode
@@ -33,13 +33,13 @@ def evaluate(model: torch.nn.Module, data: Data, spec: Spec, device: torch.devic
     model.eval()
     dtype = DTYPES[spec.settings.precision]
     rows = predict_logits(
-        model, data.validation_features, device, autocast_dtype=None if dtype == torch.float32 else dtype
+        model, data.validation_samples, device, autocast_dtype=None if dtype == torch.float32 else dtype
     )
-    loss = span_loss(data.validation_features, *rows)
+    loss = span_loss(data.validation_samples, *rows)
     if spec.settings.fault == "positional-join":
         rows = joined_by_position(*rows)
     examples = data.validation.examples
-    answers = decode(data.validation_features, examples, *rows)
+    answers = decode(data.validation_samples, examples, *rows)
     answers.write(run_dir / "answers")
     found = score(examples, answers.texts, answers.null_odds, 0.0)
     found["loss"] = loss
@@ -47,7 +47,7 @@ def evaluate(model: torch.nn.Module, data: Data, spec: Spec, device: torch.devic
     return {name: found.get(OFFICIAL.get(name, name)) for name in SCORING["qa"].scores}
 
 
-def span_loss(features: Features, ids: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> float | None:
+def span_loss(samples: Samples, ids: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> float | None:
     """The held-out loss: what training minimises, in nats, as the mean over all windows; None if it is not finite.
 
     `ids`, `start` and `end` are what predict_logits gives. As in training a window's loss is the mean of two cross
@@ -55,7 +55,7 @@ def span_loss(features: Features, ids: torch.Tensor, start: torch.Tensor, end: t
     tokens, so that it does not depend on padding.
     """
     parts = []
-    for logits, positions in ((start, features.start_positions), (end, features.end_positions)):
+    for logits, positions in ((start, samples.start_positions), (end, samples.end_positions)):
         target = torch.from_numpy(positions[ids.cpu().numpy()]).to(logits.device)
         scores = logits.masked_fill(logits.isnan(), -torch.inf)
         parts.append(torch.nn.functional.cross_entropy(scores, target))
@@ -64,7 +64,8 @@ def span_loss(features: Features, ids: torch.Tensor, start: torch.Tensor, end: t
 
 
 def joined_by_position(ids: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The fault of row A4-b, kept on purpose: row r of logits that are sorted by length goes to window r of the data.
+    """The fault of variant A4-b, kept on purpose: row r of logits that are sorted by length goes to window r of the
+    data.
 
     The seeds' Trainer returned its predictions in the order in which it had grouped them by length, and the notebook
     read them in the order of the questions. What lies beyond a row's own window is -100, the Trainer's filling of

@@ -4,11 +4,11 @@ Exact match asks whether an answer is, but for case, punctuation and articles, o
 milder: the harmonic mean of how many of the answer's words are right and how many of the right words it has, by the
 best of people's answers. A question without an answer counts 1 for silence and 0 for anything else, so that a model
 which never answers scores the share of such questions: half of SQuAD v2. When to be silent is a threshold; `best_f1`
-says what the best one would have given on these very questions, which flatters every row alike.
+says what the best one would have given on these very questions, which flatters every variant alike.
 
 Figures agree with the official script's to the last digit: sums run over the questions in the data's order with
 Python's `sum`, and scores are int or float where that script has them so (from Python 3.12, `sum` tells them apart).
-Every row's quality is measured here.
+Every variant's quality is measured here.
 """
 
 from __future__ import annotations
@@ -49,11 +49,9 @@ def f1(gold: list[str], predicted: list[str]) -> float:
 
 
 def score(
-    examples: list[Example],
-    predictions: Mapping[str, str],
-    na_probs: Mapping[str, float] | None = None,
+    examples: list[Example], predictions: Mapping[str, str], na_probs: Mapping[str, float] | None = None,
     na_threshold: float = 1.0,
-) -> dict[str, float | int]:
+) -> dict[str, float | int]:  # fmt: skip
     """Score `predictions` (question id -> answer, "" for none) with the official keys; scores in percent.
 
     exact, f1 and total over all questions, with the prefixes HasAns_ and NoAns_ over those with and without an answer

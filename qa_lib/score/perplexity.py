@@ -1,8 +1,8 @@
 """How well a language model predicts a text: the record's `quality` for the task "lm", and what it writes by itself.
 
-Perplexity is the exponential of the mean negative log-likelihood. Per token it depends on the tokenizer, so that rows
-are compared by the one per word: the nats of all tokens over the words and line ends of the source, whatever the
-tokenizer made of them. Bits per byte are the same nats over the bytes. A text is longer than a model's context, so
+Perplexity is the exponential of the mean negative log-likelihood. Per token it depends on the tokenizer, so that
+variants are compared by the one per word: the nats of all tokens over the words and line ends of the source, whatever
+the tokenizer made of them. Bits per byte are the same nats over the bytes. A text is longer than a model's context, so
 that a window slides over it, and each token is predicted once, from at least as many tokens as neighbouring windows
 share (the scale's `stride`), or from all there are.
 """
@@ -36,7 +36,7 @@ def evaluate(model: torch.nn.Module, data: Data, spec: Spec, device: torch.devic
     """
     model.eval()
     dtype = DTYPES[spec.settings.precision]
-    text = data.validation_features
+    text = data.validation_samples
     with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         tokens = torch.from_numpy(text.tokens.astype("int64"))
         nats = total_nats(model, tokens, spec.preset.max_length, spec.preset.stride)
@@ -101,20 +101,13 @@ def prompts(lines: Iterator[str]) -> list[tuple[str, str]]:
 def continuations(model: torch.nn.Module, tokenizer, beginnings: list[tuple[str, str]]) -> list[dict]:
     """What the model takes for the likeliest next words after each prompt: {prompt, continuation, text}. Of a model
     with few positions at least half are the prompt's."""
-    positions, found = max_positions(model.config), []
+    positions, end, found = max_positions(model.config), tokenizer.eos_token_id, []
     length = min(WRITTEN, positions // 2)
+    options = {"do_sample": False, "use_cache": True, "pad_token_id": end, "eos_token_id": end}
     for prompt, text in beginnings:
-        ids = [tokenizer.eos_token_id, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
+        ids = [end, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
         ids = torch.tensor([ids[: positions - length]], device=model.device)
-        written = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=length,
-            do_sample=False,
-            use_cache=True,
-            pad_token_id=tokenizer.eos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
+        written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, **options)
         said = tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
         found.append({"prompt": prompt, "continuation": said, "text": text})
     return found

@@ -1,10 +1,10 @@
-"""Run a question-answering model over features, and answer a file or a single question with it.
+"""Run a question-answering model over samples, and answer a file or a single question with it.
 
 Inference needs no gradients, so that a batch may be as large as the memory lets it, and each may have a shape of its
 own. Windows are therefore sorted by length and put together by tokens, not by number: a batch is padded to its longest
 window only, and where SQuAD's windows fill 180 of 384 tokens on average, half of the work falls away, by the same
-reasoning as in row A4. Sorting changes the order of the results; each row of logits is returned with the number of the
-window that it belongs to, and nothing after this file goes by position. Row A4-b shows what happens if one does.
+reasoning as in variant A4. Sorting changes the order of the results; each row of logits is returned with the number of
+the window that it belongs to, and nothing after this file goes by position. Row A4-b shows what happens if one does.
 
 A checkpoint is a folder that somebody else may have written; model/hf_checkpoint.py says what is believed of it.
 The app asks one question at a time (`ask`): a checkpoint is loaded once, and kept with a few others.
@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from qa_lib import cli
 from qa_lib.data.squad import DataError, Source, open_source, unlabelled
 from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.data.windows import Features, build_features
+from qa_lib.data.windows import Samples, build_samples
 from qa_lib.errors import UserError
 from qa_lib.model.architectures import max_positions
 from qa_lib.model.hf_checkpoint import find_folder, inspect_checkpoint, pickle_in
@@ -54,31 +54,26 @@ THREADS = torch.get_num_threads()
 
 
 def predict_logits(
-    model,
-    features: Features,
-    device: torch.device | str = "cpu",
-    *,
-    batch_tokens: int = 16_384,
-    autocast_dtype: torch.dtype | None = None,
-    progress: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits of all n windows: (feature ids int64 [n], start and end logits float32 [n, longest window]) on `device`.
+    model, samples: Samples, device: torch.device | str = "cpu", *, batch_tokens: int = 16_384,
+    autocast_dtype: torch.dtype | None = None, progress: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Logits of all n windows: (sample ids int64 [n], start and end logits float32 [n, longest window]) on `device`.
 
     `model` is called like `BertForQuestionAnswering` and is on `device` already. Batches hold windows of similar
     length, longest first, of at most `batch_tokens` tokens with padding, and are padded to their longest window,
     rounded up to a multiple of 8. `autocast_dtype` switches autocast on. Row r belongs to window ids[r]; beyond that
     window's length the logits are NaN, so that rows given to other windows do not pass `decode`.
     """
-    order = np.argsort(-features.lengths, kind="stable")
-    start, end = torch.full((2, len(features), features.lengths.max()), torch.nan, device=device)
+    order = np.argsort(-samples.lengths, kind="stable")
+    start, end = torch.full((2, len(samples), samples.lengths.max()), torch.nan, device=device)
     autocast = torch.autocast(torch.device(device).type, autocast_dtype) if autocast_dtype else nullcontext()
     training = getattr(model, "training", False)
     if training:
         model.eval()
     done = 0
     with torch.inference_mode(), sdpa_kernel(KERNELS), autocast:
-        for rows, width in _batches(order, features, batch_tokens, progress):
-            batch = features.batch(rows, width)
+        for rows, width in _batches(order, samples, batch_tokens, progress):
+            batch = samples.batch(rows, width)
             output = model(**{name: torch.from_numpy(batch[name]).to(device) for name in INPUTS if name in batch})
             width = min(width, start.shape[1])
             padding = torch.from_numpy(batch["attention_mask"][:, :width] == 0).to(device)
@@ -90,14 +85,14 @@ def predict_logits(
     return torch.from_numpy(order), start, end
 
 
-def _batches(order, features, batch_tokens: int, progress: bool) -> Iterator[tuple]:
+def _batches(order, samples, batch_tokens: int, progress: bool) -> Iterator[tuple]:
     """The windows `order` in batches, each with the length to pad to; at least one window in each."""
     from tqdm import tqdm
 
     with tqdm(total=len(order), unit="window", disable=not progress) as bar:
         first = 0
         while first < len(order):
-            width = min(features.max_length, -(-int(features.lengths[order[first]]) // 8) * 8)
+            width = min(samples.max_length, -(-int(samples.lengths[order[first]]) // 8) * 8)
             rows = order[first : first + max(1, batch_tokens // width)]
             yield rows, width
             first += len(rows)
@@ -172,6 +167,13 @@ class Model:
     small: bool
 
 
+def load_answerer(folder: Path) -> Model:
+    """The checkpoint in `folder` on the device that it answers on. Raises UserError as load_qa_model does."""
+    model, tokenizer = load_qa_model(folder)
+    small = model.num_parameters() < 10_000_000
+    return Model(model.to(answering_device(model)), tokenizer, *window_lengths(folder, model), small)
+
+
 def ask(folder: Path, question: str, context: str) -> dict:
     """What `answer` gives, by the checkpoint in `folder`, which is loaded if it is not in memory as it is now.
 
@@ -185,9 +187,7 @@ def ask(folder: Path, question: str, context: str) -> dict:
 @lru_cache(LOADED)
 def _loaded(folder: Path, written: int) -> Model:
     """The checkpoint in `folder`, whose weights were `written` then: a run that is done again overwrites them."""
-    model, tokenizer = load_qa_model(folder)
-    small = model.num_parameters() < 10_000_000
-    loaded = Model(model.to(answering_device(model)), tokenizer, *window_lengths(folder, model), small)
+    loaded = load_answerer(folder)
     for words in (1, 4 * loaded.max_length):  # so that no asker waits for what happens the first time
         answer(loaded, "who", "she " * words)
     return loaded
@@ -204,24 +204,24 @@ def answer(loaded: Model, question: str, context: str) -> dict:
     source = asked([(question, context)])
     (example,), clock = source.examples, [time.perf_counter()]
     try:
-        features = build_features(source, loaded.tokenizer, loaded.max_length, loaded.stride, cache=False)
+        samples = build_samples(source, loaded.tokenizer, loaded.max_length, loaded.stride, cache=False)
     except DataError:
         raise QuestionTooLong(f"too long for this model, which reads {loaded.max_length} tokens at a time") from None
-    if len(features) > MOST_WINDOWS:
-        raise QuestionTooLong(f"so long that this model would read its paragraph in {len(features):,} pieces")
+    if len(samples) > MOST_WINDOWS:
+        raise QuestionTooLong(f"so long that this model would read its paragraph in {len(samples):,} pieces")
     clock.append(time.perf_counter())
-    logits = predict_logits(loaded.model, features, loaded.model.device, batch_tokens=BATCH_TOKENS)
+    logits = predict_logits(loaded.model, samples, loaded.model.device, batch_tokens=BATCH_TOKENS)
     if loaded.model.device.type == "cuda":
         torch.cuda.synchronize()
     clock.append(time.perf_counter())
-    answers = decode(features, source.examples, *logits)
+    answers = decode(samples, source.examples, *logits)
     nbest = answers.entries(0)
     clock.append(time.perf_counter())
     odds = answers.null_odds[example.id]
     return {
         "margin": odds if odds < -LOWEST else None,
         "nbest": nbest,
-        "windows": len(features),
+        "windows": len(samples),
         "window_tokens": loaded.max_length,
         "ms": {
             part: 1000 * (end - begin)
@@ -248,14 +248,12 @@ def main(args: argparse.Namespace) -> int:
         raise UserError("predict takes either DATA.json and --out, or --question and --context")
     source = unlabelled(open_source(args.data, "validation")) if file else asked([(args.question, args.context)])
     examples = source.examples  # bad data is told before the model takes its seconds to load
-    folder = find_folder(args.model)
-    model, tokenizer = load_qa_model(folder)
-    device = answering_device(model)
-    lengths = window_lengths(folder, model)
-    features = build_features(source, tokenizer, *lengths, cache=None if file else False)
-    logits = predict_logits(model.to(device), features, device, progress=file and sys.stderr.isatty())
+    loaded = load_answerer(find_folder(args.model))
+    cache = None if file else False
+    samples = build_samples(source, loaded.tokenizer, loaded.max_length, loaded.stride, cache)
+    logits = predict_logits(loaded.model, samples, loaded.model.device, progress=file and sys.stderr.isatty())
     try:
-        answers = decode(features, examples, *logits)
+        answers = decode(samples, examples, *logits)
     except DataError as error:
         raise DataError(f"{source.name}: {error}") from None
     if file:

@@ -14,7 +14,7 @@ from qa_lib.data.squad import hash_files
 from qa_lib.measure.hardware import libraries
 from qa_lib.record import RecordError, code_version, regular
 from qa_lib.spec import Spec
-from qa_lib.train.data_parallel import Alone, part, whole
+from qa_lib.train.data_parallel import NoParallel, gather, shard
 
 # What decides how a training goes on. A run that is resumed by other code would be neither the one nor the other.
 CODE = ("data", "kernels", "model", "train", "variants.py", "spec.py")
@@ -32,11 +32,11 @@ class Checkpoint:
     Frozen parameters are not in it: the seed or the pretrained checkpoint gives them again.
     """
 
-    def __init__(self, run_dir: Path, spec: Spec, model, optimizer, scaler, sharing: Alone):
-        """`sharing` is the way in which the processes of the run share it."""
+    def __init__(self, run_dir: Path, spec: Spec, model, optimizer, scaler, strategy: NoParallel):
+        """`strategy` is the way in which the processes of the run share it."""
         self.path, self.hash, self.every = self.path_of(run_dir), spec.hash, spec.preset.checkpoint_every
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
-        self.sharing, self.ranks, self.device = sharing, sharing.ranks, sharing.ranks.device
+        self.strategy, self.ranks, self.device = strategy, strategy.ranks, strategy.ranks.device
 
     def is_due(self, step: int, steps: int) -> bool:
         """Whether the state after `step` of `steps` is to be kept; after the last nothing is left to do."""
@@ -45,16 +45,16 @@ class Checkpoint:
     def save(self, step: int) -> None:
         """Write the state after `step` optimizer steps, as the one file of all processes. Raises RecordError when the
         disk is full."""
-        tensors = {f"model.{name}": whole(p.detach()) for name, p in self.model.named_parameters() if p.requires_grad}
+        tensors = {f"model.{name}": gather(p.detach()) for name, p in self.model.named_parameters() if p.requires_grad}
         plain = {}
         for index, parameter in self._parameters().items():
             for key, value in self.optimizer.state[parameter].items():
                 if torch.is_tensor(value):
-                    tensors[f"optimizer.{index}.{key}"] = self.sharing.whole(value, parameter)
+                    tensors[f"optimizer.{index}.{key}"] = self.strategy.gather(value, parameter)
                 else:
                     plain[f"{index}.{key}"] = value
         on_cpu = {name: None for name, tensor in tensors.items() if tensor.device.type == "cpu"}
-        tensors, plain, on_cpu = map(self.ranks.united, (tensors, plain, on_cpu))
+        tensors, plain, on_cpu = map(self.ranks.gather_stages, (tensors, plain, on_cpu))
         drawn = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             drawn["cuda"] = torch.cuda.get_rng_state(self.device)
@@ -124,19 +124,19 @@ class Checkpoint:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
-                    parameter.copy_(part(tensors[f"model.{name}"], parameter))
+                    parameter.copy_(shard(tensors[f"model.{name}"], parameter))
         for index, parameter in self._parameters().items():
             own, prefix = self.optimizer.state[parameter], f"optimizer.{index}."
             for name, tensor in tensors.items():
                 if name.startswith(prefix):
                     tensor = tensor if name in state["on_cpu"] else tensor.to(self.device)
-                    own[name.removeprefix(prefix)] = self.sharing.part(tensor, parameter)
+                    own[name.removeprefix(prefix)] = self.strategy.shard(tensor, parameter)
             for name, value in state["optimizer"].items():
                 if name.startswith(f"{index}."):
                     own[name.removeprefix(f"{index}.")] = value
         self.scaler.load_state_dict(state["scaler"])
         # A process that the run did not have before draws from its own seed on.
-        rank = 0 if self.sharing.draws_alike else self.ranks.rank
+        rank = 0 if self.strategy.draws_alike else self.ranks.rank
         if (mine := f"rng.cpu.{rank}") in tensors:
             torch.set_rng_state(tensors[mine])
         if (mine := f"rng.cuda.{rank}") in tensors:
@@ -147,7 +147,7 @@ class Checkpoint:
         """The optimizer's parameters by their numbers in the whole model. Their states are read one by one, and not by
         state_dict, whose form bitsandbytes changes."""
         parameters = (p for group in self.optimizer.param_groups for p in group["params"])
-        return {self.sharing.place(number): parameter for number, parameter in enumerate(parameters)}
+        return {self.strategy.place(number): parameter for number, parameter in enumerate(parameters)}
 
     @staticmethod
     def path_of(run_dir: Path) -> Path:

@@ -1,19 +1,19 @@
-"""torch.compile around the forward pass, by backend (rows A3 and D).
+"""torch.compile around the forward pass, by backend (variants A3 and D).
 
 `inductor` traces the model into one graph, fuses elementwise work into few kernels that read and write memory once, and
 takes Python out of the step. `aot_eager` traces and differentiates the graph but runs its kernels as they are, which
 shows what tracing alone contributes; `cudagraphs` replays those kernels as CUDA graphs, which shows what launches cost.
 Inductor writes its kernels in Triton, for GPUs of compute capability 7.0 and newer.
 
-`regions` is Inductor again, on a few layers of packed rows at a time (row E-regions). All layers are alike, so that one
-program serves every region, and the time before the first step falls with the tracing and code generation. What would
-be fused across a border is lost, and the backward pass comes in pieces, whose gradients can be sent on meanwhile (row
-P-overlap).
+`regions` is Inductor again, on a few layers of packed sequences at a time (variant E-regions). All layers are alike, so
+that one program serves every region, and the time before the first step falls with the tracing and code generation.
+What would be fused across a border is lost, and the backward pass comes in pieces, whose gradients can be sent on
+meanwhile (variant P-overlap).
 
 Inductor's partitioner also decides what the forward pass keeps for the backward pass. What elementwise work would give
-again from other values that are kept, it leaves out, unless a matrix product needs it as a whole: the outputs of GELU
+again from other values that are kept, it leaves out, unless a GEMM needs it as a whole: the outputs of GELU
 and of the layer norms, a third of all that BERT keeps. Row E-recompute-elementwise leaves these out as well: each is
-written once more, and no product is repeated, as it is where whole layers are recomputed (row C2)."""
+written once more, and no GEMM is repeated, as it is where whole layers are recomputed (variant C2)."""
 
 import dataclasses
 import re
@@ -26,12 +26,12 @@ from qa_lib.kernels.precompile import found_compiled
 from qa_lib.measure.meter import PEAK_FROM
 from qa_lib.model.architectures import layers_of
 from qa_lib.model.build import build_model
-from qa_lib.model.packed import Regions
+from qa_lib.model.packed import RegionalModel
 from qa_lib.spec import Spec
 from qa_lib.train.optim import Precision
 from qa_lib.variants import Settings
 
-SHAPE = (8, 64)  # rows and tokens of the input; the kernels are the same for others
+SHAPE = (8, 64)  # sequences and tokens of the input; the kernels are the same for others
 NO_WORK = ("_unsafe_view", "empty_like")  # beside the views
 # In the program that inductor generates, the lines that start a kernel.
 CALLS = re.compile(r"^ +(?:buf\d+ = )?((?:extern_kernels|aten|torch\.ops\.aten|cpp_fused|triton)\w*(?:\.\w+)*)\(", re.M)
@@ -65,11 +65,11 @@ def compiled(model: torch.nn.Module, settings: Settings):
     torch._functorch.config.ban_recompute_materialized_backward = settings.activation_checkpointing != "elementwise"
     options = None
     if backend == "inductor" and settings.norms == "fused":
-        from qa_lib.train.inductor_passes import Folding  # which imports Inductor, a second's work
+        from qa_lib.train.inductor_passes import OperatorFusion  # which imports Inductor, a second's work
 
-        options = {"post_grad_custom_pre_pass": Folding()}
+        options = {"post_grad_custom_pre_pass": OperatorFusion()}
     by_backend = partial(torch.compile, backend=backend, dynamic=settings.padding == "longest", options=options)
-    return Regions(model.model, by_backend) if settings.compile == "regional" else by_backend(model)
+    return RegionalModel(model.model, by_backend) if settings.compile == "regional" else by_backend(model)
 
 
 def start_compilers(settings: Settings, device: torch.device) -> None:
@@ -80,7 +80,7 @@ def start_compilers(settings: Settings, device: torch.device) -> None:
     Meanwhile this process imports the rest of Inductor, which the first step would do.
     """
     if device.type == "cuda" and settings.compile in ("inductor", "regional"):
-        from torch._inductor.async_compile import AsyncCompile  # which rows without a compiler do not need
+        from torch._inductor.async_compile import AsyncCompile  # which variants without a compiler do not need
 
         AsyncCompile.wakeup()
         import torch._inductor.compile_fx  # noqa: F401
@@ -119,8 +119,8 @@ def peak_from(settings: Settings) -> int:
 
 
 def translated(spec: Spec, device: torch.device) -> tuple[list[str], list[str], str]:
-    """The forward pass of one layer of a row's model, with attention `sdpa` and without packing: the operators that run
-    without a compiler, the kernels that inductor's program calls in their place, and that program. Nothing of it is
+    """The forward pass of one layer of a variant's model, with attention `sdpa` and without packing: the operators that
+    run without a compiler, the kernels that inductor's program calls in their place, and that program. Nothing of it is
     compiled to machine code."""
     from torch._inductor.utils import get_code  # a second's work, as is the next
     from torch.fx.experimental.proxy_tensor import make_fx

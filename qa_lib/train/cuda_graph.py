@@ -1,4 +1,4 @@
-"""A whole optimizer step as one CUDA graph: one launch for the host, however many kernels there are (row E-graph).
+"""A whole optimizer step as one CUDA graph: one launch for the host, however many kernels there are (variant E-graph).
 
 A step of BERT-base is some 1,700 kernels, each launched by Python, PyTorch and the driver in turn. Where the host needs
 longer for that than the GPU for the kernels, the GPU waits. A CUDA graph records the launches of one step and replays
@@ -16,7 +16,7 @@ from qa_lib.variants import Settings
 WARM_UP = 3  # steps before the capture: the compiler, cuBLAS and the optimizer's state must have settled
 
 
-def captured(step: Callable[..., torch.Tensor], settings: Settings) -> Callable[..., torch.Tensor]:
+def graphed(step: Callable[..., torch.Tensor], settings: Settings) -> Callable[..., torch.Tensor]:
     """The step as one CUDA graph where the settings ask for it; else the step."""
     return GraphedStep(step) if settings.cuda_graph else step
 

@@ -1,19 +1,19 @@
-"""Several processes that make one step together, one a GPU (the rows of family P).
+"""Several processes that make one step together, one a GPU (the variants of family P).
 
 Data parallelism: every process has the model, computes the gradients of its share of a step's micro-batches, and all
 average them before they update their weights, which therefore stay equal. That is the step of one process, in less
-time, plus what the averaging takes. How it is done is what the rows differ in:
+time, plus what the averaging takes. How it is done is what the variants differ in:
 
-- `ddp` (Li et al. 2020): gradients are reduced in buckets while the backward pass still computes others (row P1).
+- `ddp` (Li et al. 2020): gradients are reduced in buckets while the backward pass still computes others (variant P1).
 - `flat`: one reduction of all gradients after the backward pass. Nothing hides it, but it is one call, which a CUDA
-  graph captures with the rest of the step (row P-one-bucket).
+  graph captures with the rest of the step (variant P-one-bucket).
 - `overlap`: as `flat`, but a part of the model at a time, while the backward pass computes the gradients of the parts
-  below it (row P-overlap, overlapped.py).
-- `sharded` (ZeRO-1): each process updates a share of the weights, and sends it to the others (row P-zero1,
-  sharded.py).
-- `overlap-sharded`: both (row P-overlap-zero1).
+  below it (variant P-overlap, overlap.py).
+- `sharded` (ZeRO-1): each process updates a share of the weights, and sends it to the others (variant P-zero1,
+  zero1.py).
+- `overlap-sharded`: both (variant P-overlap-zero1).
 - `fsdp` (ZeRO-3, Zhao et al. 2023): the weights are in shares, too, and each layer gathers its own when it needs them
-  (row P-fsdp).
+  (variant P-fsdp).
 
 Process r of n takes micro-batches r, r + n, ... of the step's list, which follows from seed and step whatever n is: a
 run that four began can go on with two. Where the model itself is divided (pipeline.py, tensor.py), the processes that
@@ -32,28 +32,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qa_lib.model.architectures import layers_of
 from qa_lib.train.compile import compiled
-from qa_lib.train.process_group import Ranks
+from qa_lib.train.process_group import ProcessGroup
 from qa_lib.variants import Settings
 
 # How DDP is told to leave buffers alone in a forward pass; PyTorch 2.13 has the first name.
-OWN_BUFFERS = next(
-    name
-    for name in ("forward_sync_buffers", "broadcast_buffers")
-    if name in signature(DistributedDataParallel).parameters
-)
+NAMES = signature(DistributedDataParallel).parameters
+OWN_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in NAMES else "broadcast_buffers"
 
 
-class Alone:
+class NoParallel:
     """One process that shares nothing; the base of the ways to share.
 
     Made when the model is on its device, and before the optimizer, which updates `parameters`.
     """
 
-    passes = None  # what makes the passes of all of a step's micro-batches, where they are not made one by one
+    forward_backward = None  # what makes all of a step's passes, where it is not one micro-batch after the other
     own = None  # the square norm of the gradients that this process has made in a step, where it is known
     draws_alike = False  # whether all processes draw the same random numbers
 
-    def __init__(self, model: torch.nn.Module, ranks: Ranks, settings: Settings):
+    def __init__(self, model: torch.nn.Module, ranks: ProcessGroup, settings: Settings):
         self.model, self.ranks, self.settings = model, ranks, settings
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
@@ -68,42 +65,42 @@ class Alone:
         """A context around forward and backward pass of a micro-batch; `last` says that none follows in the step."""
         return contextlib.nullcontext()
 
-    def reduce(self) -> None:
+    def reduce_grads(self) -> None:
         """After the last backward pass: average the gradients over the processes."""
 
-    def agree(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    def sync_found_inf(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """After the gradients are unscaled: let all processes know whether one has found an overflow."""
 
-    def across(self, norm: torch.Tensor) -> torch.Tensor:
+    def global_norm(self, norm: torch.Tensor) -> torch.Tensor:
         """The norm of all gradients from the norm of those that this process has."""
         return norm
 
     def note(self, norm: torch.Tensor) -> None:
         """Note the norm of all gradients beside `own`, for the noise scale (measure/goodput.py)."""
         if self.own is not None and self.settings.precision != "fp16":  # where a loss scale is on `own`
-            self.ranks.gauges.note_norms(self.own, norm.square())
+            self.ranks.stats.note_norms(self.own, norm.square())
         self.own = None
 
-    def spread(self) -> None:
+    def all_gather_params(self) -> None:
         """After the update: give every process all the weights."""
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """After the last step, and before a checkpoint: give every process all the weights, if they have not come."""
 
     def place(self, number: int) -> int:
         """The number of one of `parameters` among those that a process alone would train."""
         return number
 
-    def whole(self, state: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    def gather(self, state: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         """Optimizer state of a parameter as one process alone would have it; all processes call this together."""
-        return whole(state)
+        return gather(state)
 
-    def part(self, state: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """The reverse of `whole`, for a parameter of this process's optimizer."""
-        return part(state, parameter) if state.shape == parameter.shape else state
+    def shard(self, state: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """The reverse of `gather`, for a parameter of this process's optimizer."""
+        return shard(state, parameter) if state.shape == parameter.shape else state
 
 
-class DDP(Alone):
+class DDP(NoParallel):
     """PyTorch's DistributedDataParallel; with accumulation, the last micro-batch's backward pass reduces."""
 
     hook = None
@@ -120,7 +117,7 @@ class DDP(Alone):
         return contextlib.nullcontext() if last else self.forward.no_sync()
 
 
-class DDPInHalf(DDP):
+class DDPBf16(DDP):
     """Gradients are cast to bf16 on their way, which halves the bytes and rounds the sum to 8 bits of mantissa."""
 
     @staticmethod
@@ -128,8 +125,8 @@ class DDPInHalf(DDP):
         return bf16_compress_hook(state, bucket)  # by its own name DDP takes it on GPUs alone
 
 
-class Flat(Alone):
-    """All gradients end to end in one tensor, averaged by one call, whose parts are the gradients from then on."""
+class OneBucketDDP(NoParallel):
+    """All gradients flattened into one tensor, averaged by one call, whose parts are the gradients from then on."""
 
     peers = None  # the group of processes that have these parameters; all
 
@@ -142,22 +139,22 @@ class Flat(Alone):
         yield
         self.passed += 1
         if self.ranks.world == self.passed == 1 and not last:
-            self.first = square_norm(end_to_end(self.parameters))
+            self.first = square_norm(flatten(self.parameters))
 
-    def reduce(self):
-        flat = end_to_end(self.parameters)
+    def reduce_grads(self):
+        flat = flatten(self.parameters)
         # A micro-batch's gradients are those of its part of the step's mean loss.
         self.own = square_norm(flat) if self.first is None else self.first * self.passed**2
         self.passed, self.first = 0, None
         self.ranks.mean(flat, self.peers)
-        lay(flat, self.parameters)
+        unflatten(flat, self.parameters)
 
-    def across(self, norm):
+    def global_norm(self, norm):
         self.note(norm)
         return norm
 
 
-class FSDP(Alone):
+class FSDP2(NoParallel):
     """PyTorch's fully_shard (FSDP2) over each layer and what is around them."""
 
     def __init__(self, model, ranks, settings):
@@ -177,13 +174,13 @@ def total_norm(norm: torch.Tensor, group: dist.ProcessGroup | None = None) -> to
     return squares.sqrt()
 
 
-def end_to_end(parameters: list[torch.nn.Parameter], *more: torch.Tensor) -> torch.Tensor:
+def flatten(parameters: list[torch.nn.Parameter], *more: torch.Tensor) -> torch.Tensor:
     """The gradients of some parameters, and more, in one tensor."""
     return torch.cat([*(p.grad.flatten() for p in parameters), *more])
 
 
-def lay(flat: torch.Tensor, parameters: list[torch.nn.Parameter]) -> None:
-    """Let the gradients of some parameters be the parts of a tensor that holds them end to end."""
+def unflatten(flat: torch.Tensor, parameters: list[torch.nn.Parameter]) -> None:
+    """Let the gradients of some parameters be the parts of a flat tensor."""
     for parameter, gradient in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
         parameter.grad = gradient.view_as(parameter)
 
@@ -192,22 +189,22 @@ def square_norm(gradients: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(gradients, dtype=torch.float32).square()
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def gather(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor of which this process has a share; all processes call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def part(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The reverse of `whole`: of a tensor the share that this process has of the parameter `like`."""
+def shard(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The reverse of `gather`: of a tensor the share that this process has of the parameter `like`."""
     return distribute_tensor(tensor, like.device_mesh, like.placements) if isinstance(like, DTensor) else tensor
 
 
-def gathered(model: torch.nn.Module, build, ranks: Ranks) -> torch.nn.Module:
+def gather_model(model: torch.nn.Module, build, ranks: ProcessGroup) -> torch.nn.Module:
     """The trained model, with whole parameters each in memory of its own: the same, or where it was in shares another,
     which `build()` makes. All processes call this together. Raises RuntimeError where their parameters are not those of
     what `build()` makes."""
     if ranks.stages > 1 or any(isinstance(p, DTensor) for p in model.parameters()):
-        weights = ranks.united({name: whole(p.detach()) for name, p in model.named_parameters()})
+        weights = ranks.gather_stages({name: gather(p.detach()) for name, p in model.named_parameters()})
         model = build()
         missing, unknown = model.load_state_dict(weights, strict=False)  # without the buffers
         lost = set(missing) & {name for name, _ in model.named_parameters()}

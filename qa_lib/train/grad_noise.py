@@ -13,14 +13,14 @@ from qa_lib.measure.meter import elapsed
 from qa_lib.record import Noise
 
 KEPT = 100  # steps that a pipeline's bubble is measured over, the last
-# What a step of REFERENCE features leaves of the running means of gradient norms before it; one of twice as many leaves
-# its square. So the means reach back over as many features whatever the batch, and noise scales of different batches
+# What a step of REFERENCE samples leaves of the running means of gradient norms before it; one of twice as many leaves
+# its square. So the means reach back over as many samples whatever the batch, and noise scales of different batches
 # tell of the same part of a training. AdaptDL, the code of Pollux, scales its smoothing by the batch in this way.
 SMOOTHING = 0.999
 
 
-class Gauges:
-    """What one process of a run has measured of its steps; `ranks` are the Ranks that own it.
+class StepStats:
+    """What one process of a run has measured of its steps; `ranks` is the ProcessGroup that owns it.
 
     `norms` are note_norms' running means, and `waits` the stopwatches of a pipeline: for each step its laps of
     computing, and the passes as a whole. `overlap` is what measure/comm.py has found, empty where nothing was asked.
@@ -33,7 +33,7 @@ class Gauges:
 
     def note_norms(self, own: torch.Tensor, mean: torch.Tensor) -> None:
         """Keep for the gradient noise scale the square norms of the gradient of this process's part of a step and of
-        the whole step's (scalars): running means over the last REFERENCE / (1 - SMOOTHING) features."""
+        the whole step's (scalars): running means over the last REFERENCE / (1 - SMOOTHING) samples."""
         if self.ranks.parts > 1:
             self.norms.lerp_(torch.stack([own, mean]), 1 - self.kept(1))
 
@@ -66,4 +66,4 @@ class Gauges:
         waits, norms = self.waits.copy(), self.norms.clone()
         self.overlap = overlap(step, self.ranks.device)
         self.waits = waits
-        self.norms.copy_(norms)  # in place: a captured step writes there
+        self.norms.copy_(norms)  # in place: a CUDA graph writes there

@@ -1,4 +1,4 @@
-"""What the compiler leaves between our operators and its own kernels is left to ours (rows E-norm and E-fp8).
+"""What the compiler leaves between our operators and its own kernels is left to ours (variants E-norm and E-fp8).
 
 The compiler fuses elementwise work with the kernel that reads or writes its tensor where that is its own kernel. It
 does not look into an operator, so that such work beside one is a kernel by itself, which moves whole tensors. Inductor
@@ -11,7 +11,7 @@ lets its users rewrite its graphs. Two such pieces are done by the operators her
   e5m2. The operator writes both (kernels/gelu.py, kernels/fp8.py).
 
 The first is for every GPU that the norm's kernel is for, of compute capability 7.5 and newer, the second for those with
-8-bit products, 8.9 and newer.
+8-bit GEMMs, 8.9 and newer.
 """
 
 import operator
@@ -28,7 +28,7 @@ from qa_lib.kernels.fp8 import E5M2_MAX
 aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.qa_lib
 
 
-class Folding(CustomGraphPass):
+class OperatorFusion(CustomGraphPass):
     """Rewrites a graph in place."""
 
     def __call__(self, graph: Graph) -> None:

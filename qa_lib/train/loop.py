@@ -1,4 +1,4 @@
-"""The training loop. Every row but A0 runs through `train`; what a row changes is in the technique's own file.
+"""The training loop. Every variant but A0 runs through `train`; what a variant changes is in the technique's own file.
 
 `OptimizerStep` is the step that textbooks show, forward, backward, clip, step; `train` repeats it and keeps books.
 """
@@ -9,31 +9,31 @@ from pathlib import Path
 import torch
 
 from qa_lib.data.batches import Batches
-from qa_lib.measure.meter import Meter, Watch
+from qa_lib.measure.meter import Hooks, Meter
 from qa_lib.model.dropout import renew
 from qa_lib.model.packed import Packed
 from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.compile import LossOf, own_gradients, peak_from
-from qa_lib.train.cuda_graph import captured
-from qa_lib.train.data_parallel import DDP, FSDP, Alone, DDPInHalf, Flat
+from qa_lib.train.cuda_graph import graphed
+from qa_lib.train.data_parallel import DDP, FSDP2, DDPBf16, NoParallel, OneBucketDDP
 from qa_lib.train.optim import Precision, build_optimizer, clip, learning_rate, set_rate, trained, unscale
-from qa_lib.train.overlap import Overlapped, OverlappedShards
+from qa_lib.train.overlap import OverlapDDP, OverlapZero1
 from qa_lib.train.pipeline import Pipeline
-from qa_lib.train.process_group import Ranks
+from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.step_log import StepFailed, StepLog
 from qa_lib.train.tensor import Tensor
-from qa_lib.train.zero1 import Sharded
+from qa_lib.train.zero1 import Zero1
 
-SHARING = {
-    "none": Alone,
+STRATEGIES = {
+    "none": NoParallel,
     "ddp": DDP,
-    "ddp-bf16": DDPInHalf,
-    "ddp-one-bucket": Flat,
-    "ddp-overlap": Overlapped,
-    "zero1": Sharded,
-    "zero1-overlap": OverlappedShards,
-    "fsdp2": FSDP,
+    "ddp-bf16": DDPBf16,
+    "ddp-one-bucket": OneBucketDDP,
+    "ddp-overlap": OverlapDDP,
+    "zero1": Zero1,
+    "zero1-overlap": OverlapZero1,
+    "fsdp2": FSDP2,
     "pipeline": Pipeline,
     "tensor": Tensor,
 }
@@ -42,12 +42,12 @@ SHARING = {
 class OptimizerStep:
     """Forward and backward pass of every micro-batch, then one update of the weights."""
 
-    def __init__(self, model, batches: Batches, spec: Spec, precision: Precision, watch: Watch, ranks: Ranks):
-        self.model, self.precision, self.watch = model, precision, watch
-        self.sharing = SHARING[spec.settings.parallel](model, ranks, spec.settings)
+    def __init__(self, model, batches: Batches, spec: Spec, precision: Precision, hooks: Hooks, ranks: ProcessGroup):
+        self.model, self.precision, self.hooks = model, precision, hooks
+        self.strategy = STRATEGIES[spec.settings.parallel](model, ranks, spec.settings)
         forward = Packed(model, batches.limits) if spec.settings.padding == "packed" else model
-        self.forward = self.sharing.wrapped(LossOf(forward))
-        self.optimizer = build_optimizer(model, spec, self.sharing.parameters)
+        self.forward = self.strategy.wrapped(LossOf(forward))
+        self.optimizer = build_optimizer(model, spec, self.strategy.parameters)
         self.keep_gradients = own_gradients(spec)
         if self.keep_gradients:
             for parameter in trained(model):
@@ -57,62 +57,56 @@ class OptimizerStep:
         """One step on model inputs that are on the device; the mean loss, which stays there.
 
         Each micro-batch is one of `parts` equal parts of what this process does in the step, where all have the same
-        number of features, and counts accordingly more or less where they have not.
+        number of samples, and counts accordingly more or less where they have not.
         """
-        scaler, optimizer, watch, sharing = self.precision.scaler, self.optimizer, self.watch, self.sharing
-        sharing.begin()
-        mean_loss = (sharing.passes or self.passes)(micro_batches, parts)
-        with watch.phase("reduce"):
-            sharing.reduce()
-        with watch.phase("optimizer"):
+        scaler, optimizer, hooks, strategy = self.precision.scaler, self.optimizer, self.hooks, self.strategy
+        strategy.begin()
+        mean_loss = (strategy.forward_backward or self.forward_backward)(micro_batches, parts)
+        with hooks.phase("reduce"):
+            strategy.reduce_grads()
+        with hooks.phase("optimizer"):
             unscale(optimizer, scaler)
-            sharing.agree(scaler, optimizer)
-            clip(optimizer, sharing.across)
+            strategy.sync_found_inf(scaler, optimizer)
+            clip(optimizer, strategy.global_norm)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=not self.keep_gradients)
-            sharing.spread()
+            strategy.all_gather_params()
         return mean_loss
 
-    def passes(self, micro_batches, parts) -> torch.Tensor:
+    def forward_backward(self, micro_batches, parts) -> torch.Tensor:
         """Forward and backward pass of one micro-batch after the other; the mean loss."""
         mean_loss = torch.zeros((), device=self.precision.device)
         for number, (inputs, part) in enumerate(zip(micro_batches, parts, strict=True), 1):
             renew(self.model)
-            with self.sharing.micro_batch(last=number == len(parts)):
-                with self.watch.phase("forward"), self.precision.autocast():
+            with self.strategy.micro_batch(last=number == len(parts)):
+                with self.hooks.phase("forward"), self.precision.autocast():
                     loss = self.forward(**inputs) / part
-                with self.watch.phase("backward"):
+                with self.hooks.phase("backward"):
                     self.precision.scaler.scale(loss).backward()
             mean_loss += loss.detach()
         return mean_loss
 
 
 def train(
-    model: torch.nn.Module,
-    batches: Batches,
-    spec: Spec,
-    device: torch.device,
-    run_dir: Path,
-    say=print,
-    watch: Watch | None = None,
-    ranks: Ranks | None = None,
-) -> tuple[torch.optim.Optimizer, Meter, int, str | None]:
+    model: torch.nn.Module, batches: Batches, spec: Spec, device: torch.device, run_dir: Path, say=print,
+    hooks: Hooks | None = None, ranks: ProcessGroup | None = None,
+) -> tuple[torch.optim.Optimizer, Meter, int, str | None]:  # fmt: skip
     """Train `model` in place for all of the batches' steps; resumes from the run's checkpoint if there is one.
 
     Writes steps.jsonl and, as often as the scale says, a checkpoint into `run_dir`. Returns the optimizer, the meter,
     the number of steps that were done before, and what is to be said of a checkpoint. Raises StepFailed.
     `ranks` are the processes that train together: all of them call this, and the first writes.
     """
-    ranks = ranks or Ranks(device)
+    ranks = ranks or ProcessGroup(device)
     ranks.join(spec)
-    watch, precision = watch or Watch(), Precision(spec.settings, device)
+    hooks, precision = hooks or Hooks(), Precision(spec.settings, device)
     model.to(device, precision.weights).train()
-    step = OptimizerStep(model, batches, spec, precision, watch, ranks)
+    step = OptimizerStep(model, batches, spec, precision, hooks, ranks)
     # Of dropout: the weights have been drawn already.
-    torch.manual_seed(spec.seed + (0 if step.sharing.draws_alike else ranks.rank))
-    take_step = captured(step, spec.settings)
-    checkpoint = Checkpoint(run_dir, spec, model, step.optimizer, precision.scaler, step.sharing)
+    torch.manual_seed(spec.seed + (0 if step.strategy.draws_alike else ranks.rank))
+    take_step = graphed(step, spec.settings)
+    checkpoint = Checkpoint(run_dir, spec, model, step.optimizer, precision.scaler, step.strategy)
     begin, note = checkpoint.load()
     log = StepLog(run_dir, spec, batches.steps, begin, precision.scaler, ranks, say)
     meter = Meter(device, spec.preset.measure_from, peak_from(spec.settings))
@@ -122,11 +116,11 @@ def train(
         set_rate(step.optimizer, rate)
         begun = time.perf_counter()
         together = batches.step(number - 1)
-        micro_batches = ranks.mine(together)
+        micro_batches = ranks.local_micro_batches(together)
         share = sum(map(len, together)) / ranks.replicas
-        parts = [share / len(features) for features in micro_batches]
+        parts = [share / len(samples) for samples in micro_batches]
         try:
-            inputs = [batches.collate(features, device) for features in micro_batches]
+            inputs = [batches.collate(samples, device) for samples in micro_batches]
             meter.data_s.append(time.perf_counter() - begun)
             loss = take_step(inputs, parts)
         except Exception as problem:
@@ -137,12 +131,12 @@ def train(
         if log.due or saves or number == batches.steps:
             log.write(meter.flush())
             if saves:
-                step.sharing.settle()
+                step.strategy.finish()
                 checkpoint.save(number)
             meter.resume()
-        watch.finished(number)
+        hooks.finished(number)
     meter.stop()
     if ranks.world > 1 and not spec.preset.quality and begin < batches.steps:  # else they would change what is scored
-        ranks.gauges.note_overlap(lambda: take_step(inputs, parts))
-    step.sharing.settle()
+        ranks.stats.note_overlap(lambda: take_step(inputs, parts))
+    step.strategy.finish()
     return step.optimizer, meter, begin, note

@@ -1,36 +1,36 @@
-"""AdamW for weights in half precision: masters and moments beside them, updated in one pass (rows E-masters and
+"""AdamW for weights in half precision: masters and moments beside them, updated in one pass (variants E-masters and
 E-dropout-moments).
 
 Mixed precision usually keeps the weights in fp32 and casts each of them to half precision in every forward pass. Here
-the model itself is in bf16, or in fp16 where a GPU has no other (rows E-t4-masters, E-t4-norm): no casts, and weights,
-gradients and activations of half the bytes. What that would lose is in the update. bf16 has 8 bits of mantissa, so a
-step smaller than 1/256 of a weight, as most are in fine-tuning, rounds to nothing. There is therefore an fp32 number
-behind each weight, its master (Micikevicius et al. 2018): the step is added to the master, and the weight is the
-master's rounding.
+the model itself is in bf16, or in fp16 where a GPU has no other (variants E-t4-masters, E-t4-norm): no casts, and
+weights, gradients and activations of half the bytes. What that would lose is in the update. bf16 has 8 bits of
+mantissa, so a step smaller than 1/256 of a weight, as most are in fine-tuning, rounds to nothing. There is therefore an
+fp32 number behind each weight, its master (Micikevicius et al. 2018): the step is added to the master, and the weight
+is the master's rounding.
 
 **Half of the master is in the weight already.** bf16 is the upper half of fp32, so that 16 bits beside the weight are
-enough. They are kept as a whole number, the `rest`: how many of its own last places the master lies above or below the
-weight, from -32,768 to 32,767. The bits of the weight plus the rest are those of the master, exactly. A master half-way
-between two weights, one in 65,536, is rounded away from zero. A cast would take the even one of the two, which would
-then stand for 65,537 masters, one more than 16 bits can tell apart.
+enough. They are kept as a whole number, the *low bits*: how many of its own last places the master lies above or below
+the weight, from -32,768 to 32,767. The bits of the weight plus the low bits are those of the master, exactly. A master
+half-way between two weights, one in 65,536, is rounded away from zero. A cast would take the even one of the two, which
+would then stand for 65,537 masters, one more than 16 bits can tell apart.
 
-**fp16 is not the upper half of fp32**: it has 3 more bits of mantissa and 3 fewer of exponent. Its rest is what the
-weight's rounding has left, in fp16 as well and times 2^11, by which it is smaller than the weight. Both together have
-22 bits of mantissa, where fp32 has 24. Gradients in fp16 keep the scale of the loss (train/optim.py), since without
-it the small ones would be lost; they are divided by it here. Where it was too large, nothing may change: a captured
-step cannot leave a kernel out, but the kernel's programs can end at once.
+**fp16 is not the upper half of fp32**: it has 3 more bits of mantissa and 3 fewer of exponent. Its low bits are what
+the weight's rounding has left, in fp16 as well and times 2^11, by which it is smaller than the weight. Both together
+have 22 bits of mantissa, where fp32 has 24. Gradients in fp16 keep the scale of the loss (train/optim.py), since
+without it the small ones would be lost; they are divided by it here. Where it was too large, nothing may change: a CUDA
+graph cannot leave a kernel out, but the kernel's programs can end at once.
 
-**Moments in bf16** (row E-dropout-moments) take stochastic rounding. A step keeps 999 parts in 1,000 of the second
+**Moments in bf16** (variant E-dropout-moments) take stochastic rounding. A step keeps 999 parts in 1,000 of the second
 moment, and no two numbers of bf16 are that close: rounded to nearest, the moment would never fall, and only gradients
 about twice as large as its root would raise it. Rounded up with the probability with which it lies near the next number
 (Gupta et al. 2015), it stands still in most steps, moves far enough in some, and is right on average. The random bits
 are a hash of step and of the element's number in the optimizer, as dropout's are (model/dropout.py): a run repeats, a
-captured step rounds anew in each replay, and processes that make the same update agree.
+CUDA graph rounds anew in each replay, and processes that make the same update agree.
 
 An optimizer's step does little arithmetic on much memory. Written plainly it runs some ten kernels, each of which reads
 and writes every parameter. On a GPU it is one pass, by a Triton kernel of our own that takes many tensors in a call, as
-PyTorch's fused AdamW does (train/master_adamw.py). It moves 26 bytes a parameter: 2 of gradient, 4 of weight, 4 of
-rest and 16 of moments. With moments in bf16, which are 8, it moves 18. The norm of the gradients reads 2 more. The
+PyTorch's fused AdamW does. It moves 26 bytes a parameter: 2 of gradient, 4 of weight, 4 of
+low bits and 16 of moments. With moments in bf16, which are 8, it moves 18. The norm of the gradients reads 2 more. The
 compiler makes the same pass out of the plain one, but of some hundred tensors it has to look at each: that took more
 seconds than all of the model. The plain one is what runs on a CPU, and what the tests hold the kernel to. The kernel is
 for GPUs of compute capability 7.5 and newer; weights in bf16 want 8.0, those in fp16 do on a T4's 7.5.
@@ -43,8 +43,8 @@ from qa_lib.kernels.hash_dropout import hash32, hash32_kernel
 from qa_lib.kernels.precompile import jit, launch, tl
 
 ALIGN = 16  # elements: the kernels read 16 bytes at a time where sizes and beginnings are multiples of so many
-FINER = 2.0**11  # times so much an fp16 weight's rest is kept
-COLUMNS = ("rest", "exp_avg", "exp_avg_sq", "first")  # of a parameter's state, as the update takes them
+FINER = 2.0**11  # times so much an fp16 weight's low bits are kept
+COLUMNS = ("low_bits", "exp_avg", "exp_avg_sq", "first")  # of a parameter's state, as the update takes them
 COUNT = 16  # tensors of a call
 NORM = {"BLOCK": 8192, "num_warps": 4}
 UPDATE = {"BLOCK": 1024, "num_warps": 4}
@@ -70,18 +70,18 @@ class MasterAdamW(torch.optim.Optimizer):
     def __init__(self, parameters, lr: torch.Tensor, max_norm: float, moments=torch.float32):
         super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8})
         self.max_norm = max_norm
-        self.across = lambda norm: norm  # of all gradients, where it has a share of them (train/data_parallel.py)
+        self.global_norm = lambda norm: norm  # of all gradients, where it has a share of them (train/data_parallel.py)
         elements = 0
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.dtype not in RESTS:
+                if parameter.dtype not in LOW_TYPES:
                     raise TypeError(
                         f"masters are of parameters in half precision, and there is one of {parameter.dtype}"
                     )
                 if not parameter.is_contiguous():
                     raise ValueError(f"masters are of contiguous parameters, and one of {parameter.shape} is not")
                 self.state[parameter] = {
-                    "rest": torch.zeros_like(parameter, dtype=RESTS[parameter.dtype]),
+                    "low_bits": torch.zeros_like(parameter, dtype=LOW_TYPES[parameter.dtype]),
                     "exp_avg": torch.zeros_like(parameter, dtype=moments),
                     "exp_avg_sq": torch.zeros_like(parameter, dtype=moments),
                     "step": torch.zeros((), device=parameter.device),
@@ -111,7 +111,7 @@ class MasterAdamW(torch.optim.Optimizer):
         every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         gradients = {p: p.grad.contiguous() for p in every}
         norm_of = _norm_by_kernel if every[0].is_cuda else _norm
-        norm = self.across(norm_of(list(gradients.values())))
+        norm = self.global_norm(norm_of(list(gradients.values())))
         steps, skip = [self.state[p]["step"] for p in every], None
         if self.grad_scale is None:
             factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)  # as in clip_grad_norm_
@@ -156,19 +156,19 @@ def _calls(*columns: list[torch.Tensor]):
         yield tuple(zip(*call, strict=True)), tuple(row[0].numel() for row in call)
 
 
-RESTS = {torch.bfloat16: torch.int16, torch.float16: torch.float16}  # the type of a weight's rest
+LOW_TYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float16}  # the type of a weight's low bits
 
 
-def masters(parameters: list[torch.Tensor], rests: list[torch.Tensor]) -> list[torch.Tensor]:
+def masters(parameters: list[torch.Tensor], lows: list[torch.Tensor]) -> list[torch.Tensor]:
     """The fp32 masters of parameters in half precision."""
-    pairs = zip(parameters, rests, strict=True)
+    pairs = zip(parameters, lows, strict=True)
     if parameters[0].dtype == torch.float16:
-        return [p.float() + rest.float() / FINER for p, rest in pairs]
-    return [(p.float().view(torch.int32) + rest.int()).view(torch.float32) for p, rest in pairs]
+        return [p.float() + low.float() / FINER for p, low in pairs]
+    return [(p.float().view(torch.int32) + low.int()).view(torch.float32) for p, low in pairs]
 
 
 def halves(masters: list[torch.Tensor], dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """fp32 masters as their roundings to half precision, in fp32 still, and the rests."""
+    """fp32 masters as their roundings to half precision, in fp32 still, and the low bits."""
     if dtype == torch.float16:
         weights = [master.half().float() for master in masters]
         return weights, [(m - weight) * FINER for m, weight in zip(masters, weights, strict=True)]
@@ -192,7 +192,7 @@ def random_bits(values: list[torch.Tensor], firsts: list[torch.Tensor], step: to
 
 
 def update(
-    parameters, gradients, rests, means, squares, firsts, step, factor, rate, growth, beta1, beta2, eps, skip
+    parameters, gradients, lows, means, squares, firsts, step, factor, rate, growth, beta1, beta2, eps, skip
 ) -> None:
     """AdamW on lists of tensors, in place, for gradients times `factor`. `rate` is the learning rate over the means'
     correction, `growth` one over that of the squares. Where `skip` is a number other than 0, nothing changes."""
@@ -202,23 +202,23 @@ def update(
     new_squares = torch._foreach_addcmul(new_squares, gradients, gradients, 1 - beta2)
     roots = torch._foreach_add(torch._foreach_sqrt(torch._foreach_mul(new_squares, growth)), eps)
     moves = torch._foreach_mul(torch._foreach_div(new_means, roots), rate)
-    new_masters = torch._foreach_sub(masters(parameters, rests), moves)
+    new_masters = torch._foreach_sub(masters(parameters, lows), moves)
     if means[0].dtype == torch.bfloat16:
         bits = random_bits(means, firsts, step)
         new_means = [upper(mean, low & 0xFFFF) for mean, low in zip(new_means, bits, strict=True)]
         new_squares = [upper(square, (high >> 16) & 0xFFFF) for square, high in zip(new_squares, bits, strict=True)]
-    weights, new_rests = halves(new_masters, parameters[0].dtype)
-    for old, new in ((means, new_means), (squares, new_squares), (rests, new_rests), (parameters, weights)):
+    weights, new_lows = halves(new_masters, parameters[0].dtype)
+    for old, new in ((means, new_means), (squares, new_squares), (lows, new_lows), (parameters, weights)):
         if skip is not None:
             new = [torch.where(skip != 0, a, b) for a, b in zip(old, new, strict=True)]
         torch._foreach_copy_(old, new)
 
 
 def _update_by_kernel(
-    parameters, gradients, rests, means, squares, firsts, step, factor, rate, growth, beta1, beta2, eps, skip
+    parameters, gradients, lows, means, squares, firsts, step, factor, rate, growth, beta1, beta2, eps, skip
 ) -> None:
     """As `update`."""
-    for columns, sizes in _calls(parameters, gradients, rests, means, squares, firsts):
+    for columns, sizes in _calls(parameters, gradients, lows, means, squares, firsts):
         programs = sum(-(-size // UPDATE["BLOCK"]) for size in sizes)
         launch(
             adamw, (programs,), *columns, sizes, step, factor, rate, growth, step if skip is None else skip,
@@ -272,7 +272,7 @@ def upper_kernel(value, addend):
 
 @jit
 def adamw(
-    weights, grads, rests, means, squares, firsts, sizes, step, factor, rate, growth, skip,
+    weights, grads, lows, means, squares, firsts, sizes, step, factor, rate, growth, skip,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, FINER: tl.constexpr, GOLDEN: tl.constexpr,
     SKIPS: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -282,26 +282,26 @@ def adamw(
             return
     number, element, inside = locate(sizes, COUNT, BLOCK)
     weight_at = chosen(weights, number, COUNT) + element
-    rest_at = chosen(rests, number, COUNT) + element
+    low_at = chosen(lows, number, COUNT) + element
     mean_at = chosen(means, number, COUNT) + element
     square_at = chosen(squares, number, COUNT) + element
     grad = tl.load(chosen(grads, number, COUNT) + element, mask=inside).to(tl.float32) * tl.load(factor)
     weight = tl.load(weight_at, mask=inside).to(tl.float32)
-    rest = tl.load(rest_at, mask=inside)
+    low = tl.load(low_at, mask=inside)
     mean = tl.load(mean_at, mask=inside).to(tl.float32)
     square = tl.load(square_at, mask=inside).to(tl.float32)
 
     mean += (grad - mean) * (1 - BETA1)
     square = square * BETA2 + grad * grad * (1 - BETA2)
     move = mean / (tl.sqrt_rn(square * tl.load(growth)) + EPS) * tl.load(rate)
-    if rests[0].dtype.element_ty == tl.int16:
-        master = (weight.to(tl.int32, bitcast=True) + rest.to(tl.int32)).to(tl.float32, bitcast=True) - move
+    if lows[0].dtype.element_ty == tl.int16:
+        master = (weight.to(tl.int32, bitcast=True) + low.to(tl.int32)).to(tl.float32, bitcast=True) - move
         weight = upper_kernel(master, 0x8000)
-        rest = (master.to(tl.int32, bitcast=True) - weight.to(tl.int32, bitcast=True)).to(tl.int16)
+        low = (master.to(tl.int32, bitcast=True) - weight.to(tl.int32, bitcast=True)).to(tl.int16)
     else:
-        master = weight + rest.to(tl.float32) / FINER - move
+        master = weight + low.to(tl.float32) / FINER - move
         weight = master.to(tl.float16).to(tl.float32)
-        rest = ((master - weight) * FINER).to(tl.float16)
+        low = ((master - weight) * FINER).to(tl.float16)
     if means[0].dtype.element_ty == tl.bfloat16:
         seed = (tl.load(step).to(tl.int32) * GOLDEN).to(tl.uint32, bitcast=True)
         bits = hash32_kernel((tl.load(chosen(firsts, number, COUNT)) + element).to(tl.uint32), seed)
@@ -309,6 +309,6 @@ def adamw(
         square = upper_kernel(square, (bits >> 16).to(tl.int32))
 
     tl.store(weight_at, weight.to(weights[0].dtype.element_ty), mask=inside)
-    tl.store(rest_at, rest, mask=inside)
+    tl.store(low_at, low, mask=inside)
     tl.store(mean_at, mean.to(means[0].dtype.element_ty), mask=inside)
     tl.store(square_at, square.to(squares[0].dtype.element_ty), mask=inside)

@@ -2,14 +2,15 @@
 
 Tensor cores multiply 16-bit numbers several times as fast as 32-bit ones. fp16 has the finer mantissa but ends at
 65,504 and underflows early, so its loss is scaled up before the backward pass and gradients down after it (GradScaler);
-bf16 has fp32's range and needs none of that (row E-bf16). With `autocast` the weights stay in fp32, and each GEMM casts
-its operands; with the optimizer `master` the weights themselves are in half precision and nothing is cast (row
-E-masters). Tensor cores multiply fp16 from compute capability 7.0 on, as a T4 has, and bf16 from 8.0 on.
+bf16 has fp32's range and needs none of that (variant E-bf16). With `autocast` the weights stay in fp32, and each GEMM
+casts its operands; with the optimizer `master` the weights themselves are in half precision and nothing is cast
+(variant E-masters). Tensor cores multiply fp16 from compute capability 7.0 on, as a T4 has, and bf16 from 8.0 on.
 
 Adding an optimizer takes a function here, its name in variants.Settings, and its bytes in run/memory_estimate.py.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -39,7 +40,7 @@ class Precision:
 
 def build_optimizer(model: torch.nn.Module, spec: Spec, parameters: list | None = None) -> torch.optim.Optimizer:
     """The settings' optimizer over `parameters`, by default all that train: AdamW without weight decay, as in the
-    seeds, in one of its forms."""
+    reference project, in one of its forms."""
     return OPTIMIZERS[spec.settings.optimizer](model, parameters or trained(model), peak_rate(spec))
 
 
@@ -60,13 +61,8 @@ def _fused(model, parameters, rate) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0, fused=True, capturable=cuda)
 
 
-def _master(model, parameters, rate) -> torch.optim.Optimizer:
-    return MasterAdamW(parameters, lr=torch.tensor(rate, device=parameters[0].device), max_norm=CLIP)
-
-
-def _master16(model, parameters, rate) -> torch.optim.Optimizer:
-    rate = torch.tensor(rate, device=parameters[0].device)
-    return MasterAdamW(parameters, lr=rate, max_norm=CLIP, moments=torch.bfloat16)
+def _master(model, parameters, rate, moments=torch.float32) -> torch.optim.Optimizer:
+    return MasterAdamW(parameters, torch.tensor(rate, device=parameters[0].device), CLIP, moments)
 
 
 def _adamw8bit(model, parameters, rate) -> torch.optim.Optimizer:
@@ -76,7 +72,7 @@ def _adamw8bit(model, parameters, rate) -> torch.optim.Optimizer:
     gradients are sparse and uneven).
     """
     # On import it warns of a 4-bit CPU kernel that nothing here uses.
-    import bitsandbytes  # only these rows need it, and its import is slow
+    import bitsandbytes  # only these variants need it, and its import is slow
 
     # One for the whole process, by the place of a parameter in its optimizer: it must forget an earlier model's, and
     # keep no module alive.
@@ -91,13 +87,8 @@ def _adamw8bit(model, parameters, rate) -> torch.optim.Optimizer:
     return optimizer
 
 
-OPTIMIZERS = {
-    "adamw": _adamw,
-    "adamw-fused": _fused,
-    "adamw-8bit": _adamw8bit,
-    "adamw-master": _master,
-    "adamw-master-bf16": _master16,
-}
+OPTIMIZERS = {"adamw": _adamw, "adamw-fused": _fused, "adamw-8bit": _adamw8bit, "adamw-master": _master}
+OPTIMIZERS["master16"] = partial(_master, moments=torch.bfloat16)
 
 
 def unscale(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
@@ -112,16 +103,16 @@ def unscale(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> N
         optimizer.grad_scale = scaler._get_scale_async()
 
 
-def clip(optimizer: torch.optim.Optimizer, across: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def clip(optimizer: torch.optim.Optimizer, global_norm: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Scale the gradients down to the norm CLIP; MasterAdamW does so itself while it reads them.
 
-    `across` makes the norm of all gradients from that of the optimizer's (see parallel.Alone).
+    `global_norm` makes the norm of all gradients from that of the optimizer's (see data_parallel.NoParallel).
     """
     if isinstance(optimizer, MasterAdamW):
-        optimizer.across = across
+        optimizer.global_norm = global_norm
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = across(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+    norm = global_norm(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
     torch.nn.utils.clip_grads_with_norm_(parameters, CLIP, norm)
 
 

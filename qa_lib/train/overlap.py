@@ -1,5 +1,5 @@
-"""Communication beside computation: what several processes send each other while their GPUs compute (rows P-overlap and
-P-overlap-zero1).
+"""Communication beside computation: what several processes send each other while their GPUs compute (variants P-overlap
+and P-overlap-zero1).
 
 The backward pass makes the gradients of the last layers first, and nobody needs those before the optimizer. So they are
 sent while the layers below are still at work, a region of the model at a time (model/packed.py), each compiled by
@@ -10,8 +10,8 @@ With a sharded optimizer it is the new weights that travel last. The next step's
 region first, so that the others can come while it computes.
 
 A GPU does work beside other work if it is given on another *stream*. Between streams there is no order but what is
-asked for: `Beside.work` comes after all before it, `join` makes what follows wait. It is not free: whatever runs beside
-the backward pass takes some of the GPU's processors and memory bandwidth from it.
+asked for: `SideStream.work` comes after all before it, `join` makes what follows wait. It is not free: whatever runs
+beside the backward pass takes some of the GPU's processors and memory bandwidth from it.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from collections.abc import Callable
 
 import torch
 
-from qa_lib.model.packed import Regions, regions_of
-from qa_lib.train.data_parallel import Flat, end_to_end, lay, square_norm
-from qa_lib.train.zero1 import Sharded, Share
+from qa_lib.model.packed import RegionalModel, regions_of
+from qa_lib.train.data_parallel import OneBucketDDP, flatten, square_norm, unflatten
+from qa_lib.train.zero1 import FlatShard, Zero1
 
 
-class Beside:
+class SideStream:
     """Work that the device does beside the rest: on a stream of its own, or on a CPU at once."""
 
     def __init__(self, device: torch.device):
@@ -41,19 +41,19 @@ class Beside:
         with torch.cuda.stream(self.stream):
             yield
 
-    def moment(self) -> torch.cuda.Event | None:
-        """Now, by this work, for `join`."""
+    def event(self) -> torch.cuda.Event | None:
+        """An event behind the work so far, for `join`."""
         return self.stream.record_event() if self.stream else None
 
-    def join(self, moment: torch.cuda.Event | None = None) -> None:
-        """Let what follows wait for the work, or for what of it came before a moment."""
-        if moment:
-            torch.cuda.current_stream().wait_event(moment)
+    def join(self, event: torch.cuda.Event | None = None) -> None:
+        """Let what follows wait for the work, or for what of it came before an event."""
+        if event:
+            torch.cuda.current_stream().wait_event(event)
         elif self.stream:
             torch.cuda.current_stream().wait_stream(self.stream)
 
 
-class Arrivals:
+class GradReadyHooks:
     """Calls `send(number)` as soon as a backward pass has made all gradients of one of some lists of parameters."""
 
     def __init__(self, lists: list[list[torch.nn.Parameter]], send: Callable[[int], None]):
@@ -82,7 +82,7 @@ class Arrivals:
                 self.send(number)
 
 
-def split(parameters: list[torch.nn.Parameter], model: torch.nn.Module) -> list[list[torch.nn.Parameter]]:
+def split_by_region(parameters: list[torch.nn.Parameter], model: torch.nn.Module) -> list[list[torch.nn.Parameter]]:
     """Those of each of the model's regions, in order of the forward pass. A parameter of two regions is through with
     the lower one, and what is in none goes with the embeddings."""
     region_of, regions = dict.fromkeys(parameters, 0), regions_of(model)
@@ -91,84 +91,82 @@ def split(parameters: list[torch.nn.Parameter], model: torch.nn.Module) -> list[
     return [[p for p in parameters if region_of[p] == number] for number in range(len(regions))]
 
 
-class Overlapped(Flat):
+class OverlapDDP(OneBucketDDP):
     """The gradients of each of the model's regions in one tensor, whose reduction begins as soon as all are there."""
 
     def __init__(self, model, ranks, settings):
         super().__init__(model, ranks, settings)
-        self.regions = split(self.parameters, model)
-        self.beside, self.sent = Beside(ranks.device), []  # gradients, their square norm, their region
-        self.arrivals = Arrivals(self.regions if ranks.world > 1 else [], self._send)
+        self.regions = split_by_region(self.parameters, model)
+        self.side_stream, self.sent = SideStream(ranks.device), []  # gradients, their square norm, their region
+        self.grad_hooks = GradReadyHooks(self.regions if ranks.world > 1 else [], self._send)
 
     @contextlib.contextmanager
     def micro_batch(self, last):
-        with self.arrivals.awaited(last), super().micro_batch(last):
+        with self.grad_hooks.awaited(last), super().micro_batch(last):
             yield
 
     def _send(self, number: int) -> None:
-        with self.beside.work():
-            flat = end_to_end(self.regions[number])
+        with self.side_stream.work():
+            flat = flatten(self.regions[number])
             own = square_norm(flat)
             self.sent.append((self.ranks.mean(flat), own, self.regions[number]))
 
-    def reduce(self):
+    def reduce_grads(self):
         if self.ranks.world == 1:
-            return super().reduce()
+            return super().reduce_grads()
         self.passed = 0
-        self.beside.join()
+        self.side_stream.join()
         for flat, _, region in self.sent:
-            lay(flat, region)
+            unflatten(flat, region)
         self.own = sum(own for _, own, _ in self.sent)
         self.sent.clear()
 
 
-class OverlappedShards(Sharded):
-    """A Share for each of the model's regions. Gradients are reduced as soon as a region has all of them, and the new
-    weights come in the next step, while the regions below them compute: every process has only its part of them until
-    then, or until `settle`."""
+class OverlapZero1(Zero1):
+    """ZeRO-1 with a FlatShard for each of the model's regions. Gradients are reduced as soon as a region has all of
+    them, and the new weights come in the next step, while the regions below them compute: every process has only its
+    part of them until then, or until `finish`."""
 
     def divided(self):
-        regions = split(self.parameters, self.model)
-        shares = {number: Share(region, self.ranks) for number, region in enumerate(regions) if region}
-        self.by_region, self.beside, self.norms = shares, Beside(self.ranks.device), []
-        self.arrivals = Arrivals(regions, self._send)
+        regions = split_by_region(self.parameters, self.model)
+        shares = {number: FlatShard(region, self.ranks) for number, region in enumerate(regions) if region}
+        self.by_region, self.side_stream, self.norms = shares, SideStream(self.ranks.device), []
+        self.grad_hooks = GradReadyHooks(regions, self._send)
         return [*shares.values()]
 
     def wrapped(self, forward):
         forward = super().wrapped(forward)
-        if isinstance(forward, Regions):
+        if isinstance(forward, RegionalModel):
             forward.before = self._await
         return forward
 
     def begin(self):
-        self.arrived = {}
+        self.events = {}
         for number, share in self.by_region.items():
-            with self.beside.work():
-                share.spread()
-                self.arrived[number] = self.beside.moment()
+            with self.side_stream.work():
+                share.all_gather_params()
+                self.events[number] = self.side_stream.event()
         if self.settings.compile != "regional":
-            self.beside.join()
+            self.side_stream.join()
 
     def _await(self, number: int) -> None:
-        if number in self.arrived:
-            self.beside.join(self.arrived[number])
+        if number in self.events:
+            self.side_stream.join(self.events[number])
 
-    @contextlib.contextmanager
     def micro_batch(self, last):
-        with self.arrivals.awaited(last):
-            yield
+        return self.grad_hooks.awaited(last)
 
     def _send(self, number: int) -> None:
-        with self.beside.work():
-            self.norms.append(self.by_region[number].reduce())
+        with self.side_stream.work():
+            self.norms.append(self.by_region[number].reduce_grads())
 
-    def reduce(self):
-        self.beside.join()
-        self.finish(self.norms)
+    def reduce_grads(self):
+        self.side_stream.join()
+        self.release_grads(self.norms)
         self.norms = []
 
-    def spread(self):
+    def all_gather_params(self):
         pass  # in `begin` of the next step
 
-    def settle(self):
-        super().spread()
+    def finish(self):
+        super().all_gather_params()

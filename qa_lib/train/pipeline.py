@@ -1,11 +1,11 @@
-"""Each process has some of the layers, and micro-batches pass through all of them (rows P-gpipe to P-interleaved).
+"""Each process has some of the layers, and micro-batches pass through all of them (variants P-gpipe to P-interleaved).
 
 A pipeline of p stages (GPipe, Huang et al. 2019) needs no process to hold the whole model, and sends no gradients but
 those of hidden states: a few MiB a micro-batch, where data parallelism sends all of the weights' gradients. Its price
 is waiting. The last stage has nothing to do until the first micro-batch comes, and the first nothing after its last
 forward pass until gradients come back: of m micro-batches' time, p - 1 are lost at either end together. That share of a
 step, the bubble, is (p - 1) / (m + p - 1): a fifth with two stages and four micro-batches. More micro-batches make it
-small, but with them their matrix products.
+small, but with them their GEMMs.
 
 - `gpipe`: all micro-batches forward, then all backward. A stage keeps the activations of all m.
 - `1f1b` (PipeDream, Narayanan et al. 2019): a stage begins the backward pass of a micro-batch as soon as it can. The
@@ -34,11 +34,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from qa_lib.measure.meter import Stopwatch
 from qa_lib.model.architectures import encoder_of, layers_of
-from qa_lib.model.packed import Part
+from qa_lib.model.packed import ModelStage
 from qa_lib.train.compile import LossOf, compiled
-from qa_lib.train.data_parallel import Flat, end_to_end, square_norm, total_norm
+from qa_lib.train.data_parallel import OneBucketDDP, flatten, square_norm, total_norm
 from qa_lib.train.optim import Precision
-from qa_lib.train.process_group import Ranks
+from qa_lib.train.process_group import ProcessGroup
 from qa_lib.variants import Settings, SpecError
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
@@ -50,15 +50,15 @@ def bubble(stages: int, micro_batches: int, chunks: int = 1) -> float:
 
 
 def measured_bubble(stages: list[tuple[float, float]]) -> float:
-    """The share of a step in which the stage that computes least waits, from what Gauges.pipelined said in each. The
+    """The share of a step in which the stage that computes least waits, from what StepStats.pipelined said in each. The
     passes of the first stage are a step's: later ones end before, and wait in the reduction that follows."""
     return 1 - min(computing for computing, _ in stages) / max(passes for _, passes in stages)
 
 
-class Pipeline(Flat):
+class Pipeline(OneBucketDDP):
     """One stage, which has `chunks` parts of the layers; the first part has the embeddings, the last the head."""
 
-    def __init__(self, model: nn.Module, ranks: Ranks, settings: Settings):
+    def __init__(self, model: nn.Module, ranks: ProcessGroup, settings: Settings):
         """Leaves of the model what this stage has, other modules empty. SpecError where layers cannot be divided."""
         encoder, layers, self.count = encoder_of(model), layers_of(model), ranks.stages * settings.chunks
         size, rest = divmod(len(layers), self.count)
@@ -84,25 +84,26 @@ class Pipeline(Flat):
         self.parts = {}
         for number in self.numbers:
             ends = {"embeddings": number == 0, "head": number == self.count - 1}
-            part = Part(forward.model, layers[number * size : (number + 1) * size], **ends)
+            part = ModelStage(forward.model, layers[number * size : (number + 1) * size], **ends)
             self.parts[number] = compiled(part, self.settings)
         return forward
 
-    def passes(self, micro_batches: list[dict], parts: list[float]) -> torch.Tensor:
-        """As OptimizerStep.passes; but the last stage alone has the loss, which therefore counts for all of them."""
+    def forward_backward(self, micro_batches: list[dict], parts: list[float]) -> torch.Tensor:
+        """As OptimizerStep.forward_backward; but the last stage alone has the loss, which therefore counts for all of
+        them."""
         if not self.schedule:
-            self._lay(len(micro_batches), micro_batches[0]["input_ids"].shape)
+            self._build_schedule(len(micro_batches), micro_batches[0]["input_ids"].shape)
         self.micro_batches[:], self.laps[:], self.shares = micro_batches, [], parts
         for stage in self.stages:
             stage.first = None
         self.loss = torch.zeros((), device=self.ranks.device)
         clock = Stopwatch(self.ranks.device)
         self.schedule.step(target=torch.arange(len(parts)), return_outputs=False)
-        self.ranks.gauges.waits.append((self.laps[:], clock.lap()))
+        self.ranks.stats.waits.append((self.laps[:], clock.lap()))
         return self.loss * self.ranks.stages
 
-    def _lay(self, micro_batches: int, shape: torch.Size) -> None:
-        """Make the stages and their schedule for packed rows of that shape, [1, tokens]."""
+    def _build_schedule(self, micro_batches: int, shape: torch.Size) -> None:
+        """Make the stages and their schedule for packed sequences of that shape, [1, tokens]."""
         device, width = self.ranks.device, self.model.config.hidden_size
         # What goes in and comes out. Hidden states come from layer norms, which give the type of their weights.
         hidden = self.parameters[0].new_empty(*shape, width, device="meta", requires_grad=True)
@@ -125,14 +126,14 @@ class Pipeline(Flat):
         self.loss += loss.detach()
         return loss
 
-    def reduce(self):
+    def reduce_grads(self):
         if self.ranks.replicas > 1:
-            super().reduce()
+            super().reduce_grads()
         else:  # nothing to average; as for a process alone, the first micro-batch is compared with all
             self.own = sum(stage.first for stage in self.stages) * len(self.micro_batches) ** 2
 
-    def across(self, norm):
-        return total_norm(super().across(norm), self.line)
+    def global_norm(self, norm):
+        return total_norm(super().global_norm(norm), self.line)
 
     def place(self, number):
         return self.places[number]
@@ -154,4 +155,4 @@ class Stage(PipelineStage):
         super().backward_one_chunk(*args, **options)
         self.laps.append(clock.lap())
         if self.alone and self.first is None:
-            self.first = square_norm(end_to_end([p for p in self.submod.parameters() if p.requires_grad]))
+            self.first = square_norm(flatten([p for p in self.submod.parameters() if p.requires_grad]))

@@ -1,7 +1,7 @@
 """The processes of a run, as torchrun started them: how they meet, and what they tell each other.
 
 What they do to a step's gradients is in parallel.py, and in pipeline.py and tensor.py where they divide the model;
-what each measures meanwhile is in gauges.py.
+what each measures meanwhile is in grad_noise.py.
 """
 
 from datetime import timedelta
@@ -11,19 +11,19 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from qa_lib.spec import Spec, replicas
-from qa_lib.train.grad_noise import Gauges
+from qa_lib.train.grad_noise import StepStats
 
 SILENCE = timedelta(minutes=5)  # after which a process that waits for the others gives up
 TURN = timedelta(days=30)  # a run may wait so long for other runs on its GPUs
 
 
-class Ranks:
+class ProcessGroup:
     """The processes of a run, as torchrun started them, seen from one of them; or this process alone.
 
     `rank` counts from 0 to `world` - 1. The first alone writes record, steps.jsonl and checkpoint. `join` makes the
     process group, which `gather` and `mean` need where there are others; leaving the context ends it. Neighbours make
     up a pipeline of `stages`; there are `replicas` of the model. The noise scale compares one of a step's equal `parts`
-    with all of its `batch` features; `gauges` have what this process has measured. `wrapper` is the name of the class
+    with all of its `batch` samples; `stats` have what this process has measured. `wrapper` is the name of the class
     that PyTorch or DeepSpeed has put around the model, if any.
     """
 
@@ -31,7 +31,7 @@ class Ranks:
         self.device, self.rank, self.world, self.store = device, 0, 1, None
         self.stages = self.replicas = self.parts = self.batch = 1
         self.wrapper = None
-        self.gauges = Gauges(self)
+        self.stats = StepStats(self)
         if dist.is_torchelastic_launched():
             self.store, self.rank, self.world = next(rendezvous("env://"))
         if device.type == "cuda":
@@ -53,8 +53,8 @@ class Ranks:
             self.store.wait(["turn"], TURN)
 
     def join(self, spec: Spec) -> None:
-        """Make the process group, if the spec's row works in one. Raises SpecError for processes that cannot share a
-        step's micro-batches evenly."""
+        """Make the process group, if the spec's variant works in one. Raises SpecError for processes that cannot share
+        a step's micro-batches evenly."""
         self.stages, self.replicas = spec.stages, replicas(spec, self.world)
         # The noise scale takes batches of two sizes: the step's, and what each replica has of it, or one of
         # its micro-batches.
@@ -71,14 +71,14 @@ class Ranks:
                 device_id=self.device if self.backend == "nccl" else None,
             )
 
-    def __enter__(self) -> "Ranks":
+    def __enter__(self) -> "ProcessGroup":
         return self
 
     def __exit__(self, kind, *_) -> None:
         if dist.is_initialized() and kind is None:  # after an error the others may never come to the end
             dist.destroy_process_group()
 
-    def mine(self, micro_batches: list) -> list:
+    def local_micro_batches(self, micro_batches: list) -> list:
         """This process's share of a step's micro-batches."""
         return micro_batches[self.rank * self.replicas // self.world :: self.replicas]
 
@@ -95,7 +95,7 @@ class Ranks:
                 tensor /= dist.get_world_size(group)
         return tensor
 
-    def united(self, own: dict) -> dict:
+    def gather_stages(self, own: dict) -> dict:
         """What the stages of this process's pipeline gave, in one dict, tensors on the CPU; without stages, its own."""
         if self.stages == 1:
             return own

@@ -11,7 +11,7 @@ import torch
 from qa_lib.measure.goodput import noise_scale
 from qa_lib.record import RecordError, duration
 from qa_lib.spec import Spec
-from qa_lib.train.process_group import Ranks
+from qa_lib.train.process_group import ProcessGroup
 
 LOOK_EVERY_S = 1.0  # seconds between two looks at the loss; each look waits for the device
 LOOK_EVERY = 50  # steps between two looks of several processes, whose clocks differ and which must look together
@@ -32,7 +32,7 @@ class NonFiniteLoss(StepFailed):
 
 class StepLog:
     """steps.jsonl of a run: a line a step with its number, loss, learning rate (lr) and milliseconds (ms); where the
-    row's gradients show it, some lines have the noise scale so far (phi, in features).
+    variant's gradients show it, some lines have the noise scale so far (phi, in samples).
 
     Losses stay on the device until `write`, so that logging does not stall a step. `begin` is the number of steps that
     an earlier process has done; of its lines those are kept that can be read. Of several `ranks` all note their steps,
@@ -40,13 +40,13 @@ class StepLog:
     """
 
     def __init__(
-        self, run_dir: Path, spec: Spec, steps: int, begin: int, scaler: torch.amp.GradScaler, ranks: Ranks, say
+        self, run_dir: Path, spec: Spec, steps: int, begin: int, scaler: torch.amp.GradScaler, ranks: ProcessGroup, say
     ):
         self.path, self.steps, self.written, self.scaler = run_dir / "steps.jsonl", steps, begin, scaler
         self.ranks, self.say = ranks, say if ranks.first else lambda _: None
         self.pending, self.begin, self.said = [], begin, begin
         self.started = self.looked = self.said_at = time.monotonic()
-        self.label, self.features = f"{spec.variant} seed {spec.seed}", spec.micro_batches * spec.settings.micro_batch
+        self.label, self.samples = f"{spec.variant} seed {spec.seed}", spec.micro_batches * spec.settings.micro_batch
         self.compiling = spec.settings.compile != "none"
         if self.compiling:
             self.say(f"{self.label}: compiling, then {steps - begin} steps")
@@ -80,7 +80,7 @@ class StepLog:
             )
             if not finite and not excused and broken is None:
                 broken = NonFiniteLoss(self.written, f"loss is {value}")
-        if phi := noise_scale(self.ranks.gauges.noise(self.written - self.begin)):
+        if phi := noise_scale(self.ranks.stats.noise(self.written - self.begin)):
             lines[-1]["phi"] = round(phi, 2)
         self._append("".join(json.dumps(line) + "\n" for line in lines))
         self.pending.clear()
@@ -100,7 +100,7 @@ class StepLog:
         per_step = (self.looked - self.said_at) / (self.written - self.said)
         left, taken = (self.steps - self.written) * per_step, self.looked - self.started
         return (
-            f"step {self.written}/{self.steps}, loss {loss:.3f}, {self.features / per_step:.0f} features/s, "
+            f"step {self.written}/{self.steps}, loss {loss:.3f}, {self.samples / per_step:.0f} samples/s, "
             f"{duration(taken)} so far, {duration(left)} left"
         )
 

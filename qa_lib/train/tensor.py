@@ -1,14 +1,14 @@
-"""Each process has a share of the matrix products of every layer (row P-tensor).
+"""Each process has a share of the GEMMs of every layer (variant P-tensor).
 
-A layer's two blocks are each a product that widens, something element by element or head by head, and a product that
-narrows. Megatron-LM (Shoeybi et al. 2019) cuts the first by columns, so that each process has some of the heads, or of
-the feed-forward block's units, and the second by rows, so that each has a part of every sum: one all-reduce a block
-adds them up. Everything between is computed nowhere twice; embeddings, norms and dropout of the hidden states are
-computed everywhere, from the same random numbers. All processes see all micro-batches.
+A layer's two blocks are each a linear layer that widens, something element by element or head by head, and a linear
+layer that narrows. Megatron-LM (Shoeybi et al. 2019) cuts the first by columns, so that each process has some of the
+heads, or of the feed-forward block's units, and the second by rows, so that each has a part of every sum: one
+all-reduce a block adds them up. Everything between is computed nowhere twice; embeddings, norms and dropout of the
+hidden states are computed everywhere, from the same random numbers. All processes see all micro-batches.
 
 What it costs is those sums: each of the layer's two blocks sends the hidden states once in the forward pass, and their
-gradients once for every product that reads them in the backward pass (four, with query, key and value apart), and none
-of it can wait. It is made for models that do not fit elsewhere; one of this size is quicker by any other way.
+gradients once for every linear layer that reads them in the backward pass (four, with query, key and value apart), and
+none of it can wait. It is made for models that do not fit elsewhere; one of this size is quicker by any other way.
 
 What every process has whole would be equal everywhere, if sums were. But a GPU adds up in whatever order its threads
 end, and rounds differently each time, so that copies of one weight would drift apart over the steps. Their gradients
@@ -21,19 +21,19 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from qa_lib.model.architectures import encoder_of, layers_of
-from qa_lib.train.data_parallel import Alone, end_to_end, lay, part, square_norm, whole
-from qa_lib.train.process_group import Ranks
-from qa_lib.train.zero1 import Sharded
+from qa_lib.train.data_parallel import NoParallel, flatten, gather, shard, square_norm, unflatten
+from qa_lib.train.process_group import ProcessGroup
+from qa_lib.train.zero1 import Zero1
 from qa_lib.variants import Settings, SpecError
 
 
-class Tensor(Alone):
-    """The model's products cut by PyTorch's DTensor, and an optimizer over what of them is here."""
+class Tensor(NoParallel):
+    """The model's linear layers cut by PyTorch's DTensor, and an optimizer over what of them is here."""
 
     draws_alike = True
-    agree = Sharded.agree
+    sync_found_inf = Zero1.sync_found_inf
 
-    def __init__(self, model: torch.nn.Module, ranks: Ranks, settings: Settings):
+    def __init__(self, model: torch.nn.Module, ranks: ProcessGroup, settings: Settings):
         """SpecError where the processes do not divide the heads: of a model that was not here yet when the run was
         planned, or in a run that more processes resume."""
         if model.config.num_attention_heads % ranks.world:
@@ -54,32 +54,32 @@ class Tensor(Alone):
         self.of = dict(zip(self.parameters, self.trained, strict=True))
         self.alike = [own for own, p in self.of.items() if not is_cut(p)]  # what every process has whole
 
-    def reduce(self):
+    def reduce_grads(self):
         for own, parameter in self.of.items():
             own.grad, parameter.grad = local(parameter.grad), None
-        lay(self.ranks.mean(end_to_end(self.alike)), self.alike)
+        unflatten(self.ranks.mean(flatten(self.alike)), self.alike)
 
-    def across(self, norm):
+    def global_norm(self, norm):
         # Not from `norm`, whose rounding differs by process: all must scale by the same number.
         cut = [own for own, p in self.of.items() if is_cut(p)]
         alike, shares = (torch.stack([square_norm(p.grad) for p in each]).sum() for each in (self.alike, cut))
         dist.all_reduce(shares)
         return (alike + shares).sqrt()
 
-    def whole(self, state, parameter):
+    def gather(self, state, parameter):
         like = self.of[parameter]
         if state.shape != parameter.shape or not isinstance(like, DTensor):
             return state
         # As bytes, here and below, since NCCL knows no int16.
-        return whole(DTensor.from_local(state.view(torch.uint8), like.device_mesh, like.placements)).view(state.dtype)
+        return gather(DTensor.from_local(state.view(torch.uint8), like.device_mesh, like.placements)).view(state.dtype)
 
-    def part(self, state, parameter):
+    def shard(self, state, parameter):
         like = self.of[parameter]
-        return local(part(state.view(torch.uint8), like)).view(state.dtype) if state.shape == like.shape else state
+        return local(shard(state.view(torch.uint8), like)).view(state.dtype) if state.shape == like.shape else state
 
 
 def is_cut(parameter: torch.Tensor) -> bool:
-    """Whether each process has a share of it; the biases of narrowing products are DTensors, and everywhere whole."""
+    """Whether each process has a share of it; the biases of narrowing layers are DTensors, and everywhere whole."""
     return isinstance(parameter, DTensor) and parameter.placements[0].is_shard()
 
 

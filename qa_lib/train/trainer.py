@@ -1,14 +1,14 @@
-"""The A0 and P0 rows: the same training through transformers.Trainer, timed by the same meter.
+"""The A0 and P0 variants: the same training through transformers.Trainer, timed by the same meter.
 
 This is the peer that the loop is measured against: what most people would run, with its own order of the data, its own
-optimizer (fused AdamW) and its own schedule. Its rows take what the Trainer offers and no more; what it has not, packed
-rows or a captured step, is refused by variants.CONFLICTS. It does not resume.
+optimizer (fused AdamW) and its own schedule. Its variants take what the Trainer offers and no more; what it has not,
+packed sequences or a CUDA graph, is refused by variants.CONFLICTS. It does not resume.
 
-Under torchrun it takes DistributedDataParallel by itself (row P0). Given a DeepSpeed configuration, it leaves the step
-to DeepSpeed's engine (row P0-deepspeed). Slides that this lab began with took that for a pipeline, but it is ZeRO stage
-1 (Rajbhandari et al. 2020): every process has the whole model and its own micro-batches, and a share of the optimizer.
-DeepSpeed's mixed precision is no autocast: weights and gradients are in half precision, and the optimizer has masters.
-"""
+Under torchrun it takes DistributedDataParallel by itself (variant P0). Given a DeepSpeed configuration, it leaves the
+step to DeepSpeed's engine (variant P0-deepspeed). Slides that this lab began with took that for a pipeline, but it is
+ZeRO stage 1 (Rajbhandari et al. 2020): every process has the whole model and its own micro-batches, and a share of the
+optimizer. DeepSpeed's mixed precision is no autocast: weights and gradients are in half precision, and the optimizer
+has masters."""
 
 from pathlib import Path
 
@@ -19,10 +19,10 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from qa_lib.data.batches import Batches
 from qa_lib.measure.hardware import polled_utilisation
-from qa_lib.measure.meter import Meter, Watch
+from qa_lib.measure.meter import Hooks, Meter
 from qa_lib.spec import Spec
 from qa_lib.train.optim import CLIP, peak_rate
-from qa_lib.train.process_group import Ranks
+from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.step_log import StepLog
 
 # "auto" is what the TrainingArguments say. The optimizer is the Trainer's own, so that DeepSpeed compiles none.
@@ -38,17 +38,11 @@ DEEPSPEED = {
 
 
 def train(
-    model: torch.nn.Module,
-    batches: Batches,
-    spec: Spec,
-    device: torch.device,
-    run_dir: Path,
-    say=print,
-    watch: Watch | None = None,
-    ranks: Ranks | None = None,
-) -> tuple[torch.optim.Optimizer, Meter, int, None]:
+    model: torch.nn.Module, batches: Batches, spec: Spec, device: torch.device, run_dir: Path, say=print,
+    hooks: Hooks | None = None, ranks: ProcessGroup | None = None,
+) -> tuple[torch.optim.Optimizer, Meter, int, None]:  # fmt: skip
     """As loop.train."""
-    settings, ranks = spec.settings, ranks or Ranks(device)
+    settings, ranks = spec.settings, ranks or ProcessGroup(device)
     ranks.join(spec)
     meter = Meter(device, spec.preset.measure_from)
     log = StepLog(run_dir, spec, batches.steps, 0, torch.amp.GradScaler(enabled=False), ranks, say)
@@ -79,12 +73,12 @@ def train(
         report_to="none",
     )
     arguments._n_gpu = 1  # with more in sight the Trainer would take them all, and multiply the batch
-    lengths = batches.features.lengths
-    numbers = Dataset.from_dict({"feature": range(len(lengths)), "length": lengths})
+    lengths = batches.samples.lengths
+    numbers = Dataset.from_dict({"sample": range(len(lengths)), "length": lengths})
     trainer = _MeteredTrainer(model=model, args=arguments, train_dataset=numbers, data_collator=_Collator(batches))
     if settings.fault == "nvidia-smi-polling":
         trainer.add_callback(_Polling(meter))
-    trainer.add_callback(_Steps(trainer, meter, log, watch or Watch()))
+    trainer.add_callback(_Steps(trainer, meter, log, hooks or Hooks()))
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     meter.stop()
@@ -95,13 +89,13 @@ def train(
 
 
 class _Collator:
-    """Feature numbers to model inputs, remembering which they were."""
+    """Sample numbers to model inputs, remembering which they were."""
 
     def __init__(self, batches: Batches):
         self.batches, self.seen = batches, []
 
     def __call__(self, numbers: list[dict]) -> dict[str, torch.Tensor]:
-        self.seen.append(np.array([number["feature"] for number in numbers]))
+        self.seen.append(np.array([number["sample"] for number in numbers]))
         return self.batches.collate(self.seen[-1], torch.device("cpu"))
 
 
@@ -130,8 +124,8 @@ class _Polling(TrainerCallback):
 
 
 class _Steps(TrainerCallback):
-    def __init__(self, trainer: _MeteredTrainer, meter: Meter, log: StepLog, watch: Watch):
-        self.trainer, self.meter, self.log, self.watch = trainer, meter, log, watch
+    def __init__(self, trainer: _MeteredTrainer, meter: Meter, log: StepLog, hooks: Hooks):
+        self.trainer, self.meter, self.log, self.hooks = trainer, meter, log, hooks
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.meter.resume()
@@ -145,4 +139,4 @@ class _Steps(TrainerCallback):
         if self.log.due or state.global_step == args.max_steps:
             self.log.write(self.meter.flush())
             self.meter.resume()
-        self.watch.finished(state.global_step)
+        self.hooks.finished(state.global_step)

@@ -1,4 +1,4 @@
-"""An optimizer that several processes share: ZeRO-1 (Rajbhandari et al. 2020), row P-zero1.
+"""An optimizer that several processes share: ZeRO-1 (Rajbhandari et al. 2020), variant P-zero1.
 
 An all-reduce is two halves: first every process gets the sum of a part of the gradients (reduce-scatter), then every
 process gets all parts (all-gather). The optimizer can stand between the two: each process updates the weights of its
@@ -9,23 +9,23 @@ work and memory.
 import torch
 import torch.distributed as dist
 
-from qa_lib.train.data_parallel import Alone, end_to_end, square_norm, total_norm
+from qa_lib.train.data_parallel import NoParallel, flatten, square_norm, total_norm
 from qa_lib.train.master_adamw import ALIGN
-from qa_lib.train.process_group import Ranks
+from qa_lib.train.process_group import ProcessGroup
 
 # PyTorch 2.13 renamed them.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Share:
-    """Some weights end to end in one tensor, of which this process updates an equal part.
+class FlatShard:
+    """Some weights flattened into one tensor, of which this process updates an equal part.
 
     The parameters become views of that tensor, and `own`, the part, is a parameter of the optimizer. AdamW computes
     element by element, so that where one tensor ends and another begins makes no difference to it.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter], ranks: Ranks):
+    def __init__(self, parameters: list[torch.nn.Parameter], ranks: ProcessGroup):
         self.parameters, self.ranks = parameters, ranks
         self.size = sum(p.numel() for p in parameters)
         length = -(-self.size // (ALIGN * ranks.world)) * ALIGN
@@ -37,9 +37,9 @@ class Share:
             begin += parameter.numel()
         self.own = torch.nn.Parameter(self.flat.view(ranks.world, length)[ranks.rank])
 
-    def reduce(self) -> torch.Tensor:
+    def reduce_grads(self) -> torch.Tensor:
         """Average the gradients over the processes, each its own part; the square norm of what there was before."""
-        flat = end_to_end(self.parameters, self.padding)
+        flat = flatten(self.parameters, self.padding)
         norm = square_norm(flat)
         self.own.grad = torch.empty_like(self.own)
         reduce_scatter(self.own.grad, flat, self.ranks.average)
@@ -47,65 +47,65 @@ class Share:
             self.own.grad /= self.ranks.world
         return norm
 
-    def spread(self) -> None:
+    def all_gather_params(self) -> None:
         """Give every process all the weights."""
         all_gather(self.flat, self.own.detach())
 
-    def whole(self, state: torch.Tensor) -> torch.Tensor:
+    def gather(self, state: torch.Tensor) -> torch.Tensor:
         """Of optimizer state all that belongs to the weights."""
         full = state.new_empty(len(self.flat))
         # As bytes, since NCCL knows no int16.
         all_gather(full.view(torch.uint8), state.view(torch.uint8))
         return full[: self.size]
 
-    def part(self, state: torch.Tensor) -> torch.Tensor:
-        """The reverse of `whole`."""
+    def shard(self, state: torch.Tensor) -> torch.Tensor:
+        """The reverse of `gather`."""
         padded = torch.cat([state, state.new_zeros(len(self.padding))])
         return padded.view(self.ranks.world, -1)[self.ranks.rank].clone()
 
 
-class Sharded(Alone):
-    """All trained weights as one Share (ZeRO-1)."""
+class Zero1(NoParallel):
+    """All trained weights as one FlatShard (ZeRO-1)."""
 
     def __init__(self, model, ranks, settings):
         super().__init__(model, ranks, settings)
-        self.shares = self.divided()
-        self.parameters = [share.own for share in self.shares]
+        self.flat_shards = self.divided()
+        self.parameters = [share.own for share in self.flat_shards]
 
-    def divided(self) -> list[Share]:
-        return [Share(self.parameters, self.ranks)]
+    def divided(self) -> list[FlatShard]:
+        return [FlatShard(self.parameters, self.ranks)]
 
-    def reduce(self):
-        self.finish([share.reduce() for share in self.shares])
+    def reduce_grads(self):
+        self.release_grads([share.reduce_grads() for share in self.flat_shards])
 
-    def finish(self, norms: list[torch.Tensor]) -> None:
+    def release_grads(self, norms: list[torch.Tensor]) -> None:
         """When the shares are reduced, with the square norms of what was there before."""
         self.own = sum(norms) if self.ranks.world > 1 else None  # one process has no two batches to compare
-        for share in self.shares:
+        for share in self.flat_shards:
             for parameter in share.parameters:
                 parameter.grad = None
 
-    def agree(self, scaler, optimizer):
+    def sync_found_inf(self, scaler, optimizer):
         if scaler.is_enabled():
             for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
                 dist.all_reduce(found, dist.ReduceOp.MAX)
 
-    def across(self, norm):
+    def global_norm(self, norm):
         norm = total_norm(norm)
         self.note(norm)
         return norm
 
-    def spread(self):
-        for share in self.shares:
-            share.spread()
+    def all_gather_params(self):
+        for share in self.flat_shards:
+            share.all_gather_params()
 
-    def whole(self, state, parameter):
+    def gather(self, state, parameter):
         # A step count has the same value for all.
-        return self._share(parameter).whole(state) if state.shape == parameter.shape else state
+        return self._share(parameter).gather(state) if state.shape == parameter.shape else state
 
-    def part(self, state, parameter):
+    def shard(self, state, parameter):
         share = self._share(parameter)
-        return share.part(state) if state.shape == (share.size,) else state
+        return share.shard(state) if state.shape == (share.size,) else state
 
-    def _share(self, parameter: torch.Tensor) -> Share:
+    def _share(self, parameter: torch.Tensor) -> FlatShard:
         return next(share for share in self.shares if share.own is parameter)

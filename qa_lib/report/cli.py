@@ -1,0 +1,186 @@
+"""`python -m qa_lib report`: executes notebooks/report.ipynb over the records of one group, which draws its figures,
+and prints a table of few lines; puts results into README.md; checks that what is committed is of today's records.
+
+Reads run records and nothing else, and never imports torch.
+"""
+
+import argparse
+import itertools
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import pandas as pd
+from PIL import Image
+
+from qa_lib.cli import folder, given, path
+from qa_lib.errors import first_line, printable
+from qa_lib.record import write_atomically
+from qa_lib.report.figures import timed
+from qa_lib.report.format import number, terminal
+from qa_lib.report.load import (
+    REFERENCE,
+    ReportError,
+    baseline,
+    committed,
+    largest_batch,
+    load_runs,
+    newest,
+    on_cpu,
+    select,
+)
+from qa_lib.report.readme import README, with_results
+from qa_lib.report.style import digest
+from qa_lib.report.summary import result_table, summary
+
+EXAMPLE = "example: python -m qa_lib report --group cpu-smoke"
+ROOT = Path(__file__).parents[2]
+NOTEBOOK = "notebooks/report.ipynb"
+PAGES = {  # the notebooks that only read records -> the page that each is kept as
+    NOTEBOOK: "runs/h200-report.ipynb",
+    "notebooks/multi_gpu.ipynb": "runs/h200-multi-gpu.ipynb",
+    "notebooks/scaling.ipynb": "runs/h200-scaling.ipynb",
+}
+SHOWN = 18  # lines of the table in the terminal
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `report`."""
+    parser.add_argument("--runs", type=path, default=Path("runs"), metavar="DIR", help="of the records (runs)")
+    parser.add_argument("--figures", type=folder, default=Path("figures"), metavar="DIR", help="drawn into (figures)")
+    parser.add_argument("--group", type=given, metavar="G", help="of runs (default: the newest)")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--readme", action="store_true", help="only put the committed groups' results into README.md")
+    either.add_argument("--pages", action="store_true", help="only make the executed pages of the repository again")
+    either.add_argument(
+        "--check", action="store_true", help="write nothing; fail if figures, pages or README.md are old"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Make the report of a group; 1 if a check fails."""
+    broken: dict[str, list[str]] = {}
+    runs = load_runs(args.runs, broken)
+    if args.check:
+        problems = [*itertools.chain(*broken.values()), *check(runs, args.runs, args.figures)]
+        print("\n".join(problems) or "README.md, pages and figures of the committed runs are up to date")
+        return 1 if problems else 0
+    for problem in itertools.chain(*broken.values()):
+        print(printable(f"left out: {problem}"), file=sys.stderr)
+    if args.readme:
+        write_atomically(README, with_results(runs, args.runs, args.figures)[1])
+        print(f"Results written into {README}")
+        return 0
+    if args.pages:
+        for notebook, page in PAGES.items():
+            execute(notebook, ROOT / page, {})
+            print(f"{notebook} executed into {page}")
+        return 0
+    began = newest(runs)
+    if not began:
+        raise ReportError(f"no record below {args.runs}: run something first, for example make quickstart")
+    group = args.group or [*began][-1]
+    if group not in set(runs["group"]):
+        raise ReportError(f"no group {group!r} below {args.runs}; there are {', '.join(began)}")
+    page = args.figures / group / "report.ipynb"
+    given_paths = {name: os.path.relpath(getattr(args, name).absolute(), ROOT) for name in ("runs", "figures")}
+    said = overview_or_why(runs, group)
+    execute(NOTEBOOK, page, {"group": group} | given_paths)
+    print(f"{said}\n\nOpen {page}\nor   {page.with_suffix('.md')}, with the figures beside it")
+    return 0
+
+
+def overview_or_why(runs: pd.DataFrame, group: str) -> str:
+    """`overview`, as a terminal may have it. Raises ReportError also for what a spoilt record leads to."""
+    try:
+        return printable(overview(runs, group))
+    except ReportError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
+        raise ReportError(f"group {group!r} cannot be shown: {type(problem).__name__}, {first_line(problem)}") from None
+
+
+def overview(runs: pd.DataFrame, group: str) -> str:
+    """A group's table in few lines: scores and speeds, of a CPU's runs the speeds of the reference group instead."""
+    own = select(runs, group)
+    lines = largest_batch(summary(own))
+    headings = ["row", "what it changes", "n", "{score}", "features/s", "× {base}", "peak MiB", "status", "note"]
+    if on_cpu(own):
+        headings = ["row", "what it changes", "n", "{score}", "status", "note"]
+    table = result_table(lines, headings)
+    if on_cpu(own) and REFERENCE in set(runs["group"]):
+        there = select(runs, REFERENCE)
+        ratios = timed(there).set_index("variant")["ratio"].reindex(lines["variant"])
+        table[f"speed × {baseline(there)} on one {there['env.gpu'].iloc[0]}"] = list(map(number, ratios))
+    said = [f"Group {group}: {len(own)} runs, micro-batch {lines['micro_batch'].iloc[0]}", "", terminal(table[:SHOWN])]
+    if len(table) > SHOWN:
+        said.append(f"and {len(table) - SHOWN} more in the report")
+    others = [name for name in newest(runs) if name != group]
+    if others:
+        said += ["", f"Other groups (--group): {', '.join(others)}"[:100]]
+    return "\n".join(said)
+
+
+def execute(notebook: str, page: Path, parameters: dict) -> None:
+    """A notebook executed by papermill from the repository's root into `page`, and as Markdown beside it; without
+    traces of when and where. Raises ReportError, which says where it stopped."""
+    import nbformat  # these take a second
+    import papermill
+    from traitlets.config import Config
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out.ipynb")
+        # Over files of its own: the kernel listens on no port.
+        own = {"config": Config(KernelManager={"transport": "ipc", "ip": f"{folder}/kernel"}), "progress_bar": False}
+        try:
+            papermill.execute_notebook(ROOT / notebook, out, parameters, cwd=ROOT, **own)
+        except papermill.PapermillExecutionError as problem:
+            raise ReportError(f"{notebook} stopped: {problem.ename}, {problem.evalue}") from None
+        found = nbformat.read(out, as_version=4)
+    source = nbformat.read(ROOT / notebook, as_version=4)
+    found.metadata = source.metadata
+    for cell in found.cells:
+        cell.metadata = {"tags": tags} if (tags := cell.metadata.get("tags")) else {}
+        cell.id = "injected-parameters" if tags == ["injected-parameters"] else cell.id
+    write_atomically(page, nbformat.writes(found).rstrip() + "\n")
+    write_atomically(page.with_suffix(".md"), as_markdown(found, page))
+
+
+def as_markdown(found, page: Path) -> str:
+    """An executed notebook as Markdown without its code, its pictures those that were saved as files."""
+    parts = []
+    for cell in found.cells:
+        if cell.cell_type == "markdown":
+            parts.append(cell.source)
+        for output in cell.get("outputs", []):
+            picture = output.get("metadata", {}).get("image/png", {})
+            if "file" in picture:
+                file = os.path.relpath(ROOT / picture["file"], page.parent.absolute())
+                parts.append(f"![{picture['alt']}]({Path(file).as_posix()})")
+            elif "text/markdown" in output.get("data", {}):
+                parts.append(output["data"]["text/markdown"])
+    return "\n\n".join(parts) + "\n"
+
+
+def check(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> list[str]:
+    """A line for each figure of a committed group that is of other records, each page that is of another notebook, and
+    one for README.md if that is behind."""
+    import nbformat
+
+    problems = []
+    for group in committed(runs_dir):
+        now = digest(select(runs, group))
+        for drawn in sorted((figures / group).glob("*.png")):
+            with Image.open(drawn) as image:
+                if image.text.get("Records") != now:
+                    problems.append(f"{drawn} is of other records: run python -m qa_lib report --pages")
+    for notebook, page in PAGES.items():
+        if (ROOT / page).exists():
+            kept, source = (nbformat.read(ROOT / file, as_version=4).cells for file in (page, notebook))
+            if [cell.source for cell in kept] != [cell.source for cell in source]:
+                problems.append(f"{page} is not of today's {notebook}: run python -m qa_lib report --pages")
+    before, after = with_results(runs, runs_dir, figures)
+    if before != after:
+        problems.append(f"{README} is not up to date: run python -m qa_lib report --readme")
+    return problems

@@ -1,0 +1,109 @@
+"""How values are written. What was not measured is NaN, and written as "–"."""
+
+import math
+import re
+from pathlib import Path
+
+import pandas as pd
+
+MISSING = "–"
+# Columns of words, which are set to the left.
+WORDS = {"row", "what it changes", "what it is", "group", "hardware", "you have at least", "model", "precision",
+         "status", "note", "one process", "arithmetic", "claim of the seeds", "of it", "holds", "measured here",
+         "question", "answer", "gold", "paragraph", "text", "prompt", "continuation", "hypothesis", "their experiment",
+         "one GPU", "N is", "law", "of those tried", "off is"}  # fmt: skip
+
+
+SAYINGS = dict(re.findall(r"(?ms)^## (\w+)\n(.*?)(?=^## |\Z)", Path(__file__).with_name("words.md").read_text("utf-8")))
+
+
+def say(name: str, **values) -> str:
+    """A section of words.md with these values, in one line."""
+    return " ".join(SAYINGS[name].split()).format(**values)
+
+
+def number(value: float, half: float = math.nan) -> str:
+    """Three significant digits or all before the point, '–' for NaN; with ± half an interval where there is one."""
+    if pd.isna(value):
+        return MISSING
+    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:,.{digits}f}" + (f" ± {half:,.{digits}f}" if pd.notna(half) else "")
+
+
+def factor(value: float) -> str:
+    """A ratio as '×1.52'."""
+    return f"×{number(value)}" if pd.notna(value) else MISSING
+
+
+def count(value: float) -> str:
+    """A number of parameters: '75.3 k', '109 M'."""
+    if pd.isna(value) or value < 1000:
+        return MISSING if pd.isna(value) else f"{value:.0f}"
+    return f"{value / 1e6:.3g} M" if value >= 999_500 else f"{value / 1e3:.3g} k"
+
+
+def percent(value: float, half: float = math.nan) -> str:
+    """A part of a whole, or of another variant's value, in percent, with ± half an interval where there is one."""
+    return f"{number(100 * value, 100 * half)} %" if pd.notna(value) else MISSING
+
+
+def points(value: float, half: float = math.nan, sign: str = "") -> str:
+    """A score or a difference of scores with two decimals, as F1 in points of 100 has; `sign` "+" marks a gain."""
+    if pd.isna(value):
+        return MISSING
+    return f"{value:{sign}.2f}".replace("-", "−") + (f" ± {half:.2f}" if pd.notna(half) else "")
+
+
+def gain(value: float, half: float = math.nan) -> str:
+    """A difference of scores with its sign."""
+    return points(value, half, "+")
+
+
+def digits(value: float, half: float = math.nan, sign: str = "") -> str:
+    """A loss or an exponent, whose third decimal counts."""
+    if pd.isna(value):
+        return MISSING
+    return f"{value:{sign}.3f}".replace("-", "−") + (f" ± {half:.3f}" if pd.notna(half) else "")
+
+
+def written(form, table: pd.DataFrame, name: str) -> list[str]:
+    """A column of a table as text, with the interval in the column `name±` where there is one."""
+    halves = table[f"{name}±"] if f"{name}±" in table else [math.nan] * len(table)
+    return [form(value, *[half] * pd.notna(half)) for value, half in zip(table[name], halves, strict=True)]
+
+
+def render(table: pd.DataFrame, heads: str, **forms: str) -> pd.DataFrame:
+    """Columns of a table as text. `heads` are 'column=heading' with commas between them; `forms` names the columns that
+    a function of this module writes, percent="bubble weak". Others are written by `number`, words and whole numbers as
+    they are."""
+    named = {name: globals()[form] for form, names in forms.items() for name in names.split()}
+    cells = {}
+    for name, head in (pair.strip().split("=") for pair in heads.split(",")):
+        plain = name not in named and not pd.api.types.is_float_dtype(table[name])
+        cells[head] = table[name].map(str) if plain else written(named.get(name, number), table, name)
+    return compact(pd.DataFrame(cells, index=table.index))
+
+
+def compact(table: pd.DataFrame) -> pd.DataFrame:
+    """A table of text without the columns that say nothing."""
+    return table.loc[:, (table.fillna(MISSING) != MISSING).any()].fillna(MISSING)
+
+
+def markdown(table: pd.DataFrame) -> str:
+    """A table of text as a Markdown table, numbers to the right; a sentence if it has no lines."""
+    if table.empty:
+        return "*Nothing of this table has been run.*"
+    text = table.astype(str).map(lambda cell: cell.replace("|", "\\|").replace("\n", "↵"))
+    for name in set(text) - WORDS:
+        text[name] = text[name].str.replace(" ", "\u00a0")  # "609 ± 6" stays in one line
+    rule = ["---" if name in WORDS else "---:" for name in text]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [list(text), rule, *text.to_numpy().tolist()])
+
+
+def terminal(table: pd.DataFrame, width: int = 100) -> str:
+    """A table of text in columns for a terminal, its lines cut at `width` letters."""
+    text = table.astype(str)
+    widths = {name: max(len(name), *text[name].str.len()) for name in text}
+    lines = [dict(zip(text, text, strict=True)), *text.to_dict("records")]
+    aligned = [[f"{line[name]:{'<' if name in WORDS else '>'}{widths[name]}}" for name in text] for line in lines]
+    return "\n".join("  ".join(cells).rstrip()[:width] for cells in aligned)

@@ -1,0 +1,226 @@
+"""From runs to lines: means over seeds with their intervals, ratios to the baseline, and these as tables of text.
+
+`average` is the one place where seeds are averaged. `summary` uses it for a group's variants; curves.py, scaling.py and
+the notebooks for what they compare. What was not measured is NaN.
+"""
+
+import math
+import textwrap
+from collections import Counter
+from collections.abc import Iterable
+
+import pandas as pd
+
+from qa_lib.report.format import MISSING, compact, count, gain, number, percent, points, written
+from qa_lib.report.load import AXES, TASK, baseline, found_compiled, in_order, numbers, place, select, usual
+from qa_lib.report.stats import interval
+from qa_lib.variants import BASELINES, VARIANTS
+
+MEASURES = {  # name in lines -> column of runs; beside them `score`, the one that the task names
+    "samples_per_s": "speed.samples_per_s",
+    "tokens_per_s_padded": "speed.tokens_per_s_padded",
+    "step_ms": "time.step_ms.median",
+    "step_p10_ms": "time.step_ms.p10",
+    "step_p90_ms": "time.step_ms.p90",
+    "data_ms": "time.data_ms",
+    "busy": "speed.gpu_busy",
+    "matrix_share": "speed.gemm_utilization",
+    "peak_mib": "memory.peak_alloc_mib",
+    "joules": "energy.joules_per_sample",
+    "trainable": "model.params_trainable",
+    "params": "model.params_total",
+    "compile_s": "time.compile_s",
+    "wall_s": "time.wall_s",
+}
+# Dense TFLOP/s of fp16 and bf16 by NVIDIA's data sheets (H100 and H200: half of their 1,979 with sparsity), which MFU
+# is a share of. Cards by PyTorch's name for them; the PCIe cards of a name clock lower and are left out.
+DATA_SHEET_TFLOPS = {
+    "NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100-SXM4-40GB": 312,
+    "NVIDIA L4": 121, "Tesla T4": 65,
+}  # fmt: skip
+
+
+def average(values: pd.DataFrame, keys: Iterable) -> pd.DataFrame:
+    """The mean over seeds of each column of `values`, with half its interval as `<name>±`, and n, how many there are;
+    indexed by `keys`, columns (as groupby takes them) that tell lines apart."""
+    groups = values.groupby(list(keys), dropna=False, sort=False)
+    return groups.mean().join(interval(groups).add_suffix("±")).assign(n=groups.size())
+
+
+def summary(runs: pd.DataFrame, by: Iterable[str] = AXES) -> pd.DataFrame:
+    """A group's runs, averaged over seeds: a line for each variant and value of the axes `by`, in the order of the
+    variants table.
+
+    Columns: AXES, TASK, variant, family, change, status, note, n (runs that ended ok) and, over these, MEASURES, mfu
+    and `score` with their intervals (`<name>±`). Against the baseline under the same values: ratio, of features/s, with
+    `ratio±` over equal seeds where both have the same ones; delta, the score minus the baseline's, with `delta±` over
+    the seeds that both have; break_even (optimizer steps after which compilation is made up for; inf: never).
+    """
+    by = list(by)
+    runs = runs.assign(cell=runs.groupby(by, dropna=False).ngroup(), variant=runs["spec.variant"])
+    done = runs[runs["status"] == "ok"]
+    values = _measured(done).set_index(pd.MultiIndex.from_frame(done[["cell", "variant", "spec.seed"]]))
+    base = values[values.index.get_level_values("variant") == baseline(runs)].droplevel("variant")
+    same_seed = base.reindex(values.index.droplevel("variant")).set_axis(values.index)
+    values["delta"] = values["score"] - same_seed["score"]
+    values["ratio"] = values["samples_per_s"] / same_seed["samples_per_s"]
+    values["paired"] = values.index.droplevel("variant").isin(base.index).astype(float)
+    lines = average(values, ["cell", "variant"])
+    of_base = average(base, ["cell"]).reindex(lines.index, level="cell")
+    lines["ratio"] = lines["samples_per_s"] / of_base["samples_per_s"]
+    lines["ratio±"] = lines["ratio±"].where((lines["paired"] == 1) & (lines["n"] == of_base["n"]))
+    lines["warm_compile_s"] = values["warm_compile_s"].groupby(level=["cell", "variant"]).max()  # without a cache
+    lines.loc[lines.index.get_level_values("variant") == baseline(runs), ["ratio±", "delta±"]] = math.nan
+    saved = (of_base["step_ms"] - lines["step_ms"]) / 1e3
+    lines["break_even"] = (lines["compile_s"] / saved).mask(saved <= 0, math.inf).where(lines["compile_s"].notna())
+    described = _described(runs)
+    found = described.join(lines.drop(columns=["paired", "paired±"])).fillna({"n": 0}).astype({"n": int})
+    found = found.reset_index().sort_values(
+        ["cell", "variant"], key=lambda keys: place(keys) if keys.name == "variant" else keys
+    )
+    return found.drop(columns="cell").reset_index(drop=True)
+
+
+def _measured(runs: pd.DataFrame) -> pd.DataFrame:
+    """MEASURES, score and mfu of runs that ended ok. compile_s is of those that found nothing compiled (what an earlier
+    run has compiled is not this one's price), warm_compile_s of the others; a resumed run timed only its last part."""
+    metric = f"quality.{runs['task.metric'].iloc[0]}" if len(runs) else "quality.f1"
+    values = numbers(runs, MEASURES | {"score": metric})
+    peak = runs["env.gpu"].map(DATA_SHEET_TFLOPS).astype(float).where(runs["spec.settings.precision"] != "fp32")
+    values["mfu"] = values["matrix_share"] * runs["speed.gemm_tflops_measured"].astype(float) / peak
+    values.loc[runs["time.resumed_from_step"].notna(), ["compile_s", "wall_s"]] = math.nan
+    cached = found_compiled(runs)
+    values["warm_compile_s"] = values["compile_s"].where(cached)
+    values["compile_s"] = values["compile_s"].mask(cached)
+    return values
+
+
+def _described(runs: pd.DataFrame) -> pd.DataFrame:
+    """The columns of lines that are words, and AXES and TASK; indexed by cell and variant."""
+    members = {}
+    columns = ["status", "error.message", "time.resumed_from_step", "spec.seed", *AXES, *TASK]
+    for key, run in zip(zip(runs["cell"], runs["variant"], strict=True), runs[columns].to_dict("records"), strict=True):
+        members.setdefault(key, []).append(run)
+    lines = {}
+    for key, part in members.items():
+        counts = Counter(run["status"] for run in part)
+        status = next(iter(counts)) if len(counts) == 1 else ", ".join(f"{n} {name}" for name, n in counts.items())
+        words = {"family": key[1][0], "change": change(key[1]), "status": status, "note": _note(part)}
+        lines[key] = {name: part[0][name] for name in (*AXES, *TASK)} | words
+    index = pd.MultiIndex.from_tuples(lines, names=["cell", "variant"])
+    return pd.DataFrame(list(lines.values()), index=index)
+
+
+def _note(runs: list[dict]) -> str:
+    """Why a variant's runs did not end ok, and which were resumed."""
+    reasons = {}
+    for run in runs:
+        if run["status"] != "ok":
+            message = run["error.message"] if pd.notna(run["error.message"]) else "not finished"
+            text = textwrap.shorten(f"{run['status']}: {message}", 140, placeholder=" …")
+        elif pd.notna(run["time.resumed_from_step"]):
+            text = f"resumed at step {run['time.resumed_from_step']:.0f}, so no time of the whole run"
+        else:
+            continue
+        reasons.setdefault(text, []).append(str(run["spec.seed"]))
+    return "; ".join(
+        text if len(seeds) == len(runs) else f"seed {', '.join(seeds)} {text}" for text, seeds in reasons.items()
+    )
+
+
+def change(variant: str, ancestor: str | None = None) -> str:
+    """What a variant changes, as its parent and the one setting: 'A1 + attention: sdpa'. Where an earlier `ancestor` is
+    given, as that and every setting between them."""
+    found = VARIANTS.get(variant)
+    if found is None or found.parent is None:
+        return MISSING if found is None else "baseline"
+    changed = dict(found.change)
+    ancestor = ancestor or found.parent
+    while found.parent != ancestor:
+        found = VARIANTS[found.parent]
+        changed = found.change | changed  # what a later variant sets counts
+    before = VARIANTS[ancestor].settings
+    said = " + ".join(
+        [ancestor, *(f"{key}: {value}" for key, value in changed.items() if value != getattr(before, key))]
+    )
+    return f"baseline ({said})" if variant in BASELINES.values() else said
+
+
+def _step(lines: pd.DataFrame) -> list[str]:
+    parts = (lines[name].map(number) for name in ("step_ms", "step_p10_ms", "step_p90_ms"))
+    return [
+        MISSING if median == MISSING else f"{median} [{low}–{high}]" for median, low, high in zip(*parts, strict=True)
+    ]
+
+
+def _break_even(steps: float) -> str:
+    return "never" if steps == math.inf else number(steps)
+
+
+def _tokens(lines: pd.DataFrame) -> list[str]:
+    """What a language model's speed is told in; of questions, tokens are half padding."""
+    return written(
+        number,
+        lines.assign(tokens_per_s_padded=lines["tokens_per_s_padded"].where(lines["task.name"] == "lm")),
+        "tokens_per_s_padded",
+    )
+
+
+COLUMNS = {  # heading, in which {score} stands for the score's label and {base} for the baseline -> texts of lines
+    "row": lambda lines: lines["variant"],
+    "what it changes": lambda lines: lines["change"],
+    **{label: lambda lines, name=name: lines[name].map(str) for name, label in AXES.items()},
+    "status": lambda lines: lines["status"],
+    "n": lambda lines: lines["n"].map(str),
+    "features/s": lambda lines: written(number, lines, "samples_per_s"),
+    "tokens/s": _tokens,
+    "× {base}": lambda lines: written(number, lines, "ratio"),
+    "step ms [p10–p90]": _step,
+    "waits for data, at most": lambda lines: (lines["data_ms"] / lines["step_ms"]).map(percent),
+    "GPU busy": lambda lines: lines["busy"].map(percent),
+    "of matrix rate": lambda lines: lines["matrix_share"].map(percent),
+    "MFU": lambda lines: lines["mfu"].map(percent),
+    "peak MiB": lambda lines: lines["peak_mib"].map(number),
+    "J/feature": lambda lines: lines["joules"].map(number),
+    "{score}": lambda lines: written(points, lines, "score"),
+    "Δ{score} vs {base}": lambda lines: written(gain, lines, "delta"),
+    "trainable": lambda lines: lines["trainable"].map(count),
+    "compile s": lambda lines: lines["compile_s"].map(number),
+    "break-even step": lambda lines: lines["break_even"].map(_break_even),
+    "wall s": lambda lines: lines["wall_s"].map(number),
+    "note": lambda lines: lines["note"].replace("", MISSING),
+}  # fmt: skip
+
+
+def result_table(lines: pd.DataFrame, headings: Iterable[str] = COLUMNS) -> pd.DataFrame:
+    """`summary` as text under these of COLUMNS; without those that say nothing: no value, an axis at one, all ok."""
+    constant = [label for name, label in AXES.items() if lines[name].nunique(dropna=False) == 1]
+    constant += ["status"] if lines["status"].eq("ok").all() else []
+    table = pd.DataFrame({name: list(COLUMNS[name](lines)) for name in headings if name not in constant})
+    names = {"score": lines["task.label"].iloc[0], "base": baseline(lines)}
+    return compact(table).rename(columns=lambda name: name.format(**names))
+
+
+def family_table(runs: pd.DataFrame, group: str, variant: str) -> pd.DataFrame:
+    """For a notebook: the variants of a variant's family in its group, above them the baseline and those that the
+    family changes. Only of the model, length and training that the variant's newest run had: a search or a scaling
+    group has many."""
+    chosen = select(runs, group)
+    own = chosen[chosen["spec.variant"] == variant].tail(1)  # select has sorted by time
+    for axis in ("model", "length", "training"):
+        chosen = chosen[chosen[axis].isin(own[axis])] if len(own) else chosen
+    lines = summary(chosen)
+    family = set(lines.loc[lines["family"] == VARIANTS[variant].family, "variant"])
+    parents = {VARIANTS[name].parent for name in family if name in VARIANTS}
+    return result_table(lines[lines["variant"].isin(family | parents | {baseline(lines)})])
+
+
+def cold_costs(runs: pd.DataFrame) -> pd.DataFrame:
+    """Seconds of a run that found nothing compiled and was not resumed, the mean of each variant's, by part; of the
+    usual conditions. Indexed by variant in table order: preparing, compiling, training, scoring, wall; n."""
+    runs = usual(runs)
+    whole = runs[runs["time.wall_s"].notna() & runs["time.resumed_from_step"].isna() & ~found_compiled(runs)]
+    parts = {"preparing": "prepare", "compiling": "compile", "training": "train", "scoring": "eval", "wall": "wall"}
+    seconds = numbers(whole, {part: f"time.{name}_s" for part, name in parts.items()}).fillna(0.0)
+    seconds["training"] -= seconds["compiling"]
+    return in_order(average(seconds, [whole["spec.variant"].rename("variant")]))[[*parts, "n"]]

@@ -1,0 +1,173 @@
+"""Every encoder of the table does what BERT does: trains every kind of row, packs, saves, and costs what is counted."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForQuestionAnswering, DistilBertConfig
+
+from qa_lib.data.batches import Batches
+from qa_lib.data.load import batches_of, load_data
+from qa_lib.errors import UserError
+from qa_lib.measure.flops import StepFlops
+from qa_lib.model import architectures
+from qa_lib.model.architectures import ENCODERS, parts_of
+from qa_lib.model.build import apply_recipe, build_model, save_model, trainable_summary
+from qa_lib.model.dropout import HashDropout
+from qa_lib.model.fused_blocks import Float8Linear, use_float8
+from qa_lib.model.packed import Packed
+from qa_lib.run.plan import plan
+from qa_lib.run.worker import train
+from qa_lib.spec import Machine
+from qa_lib.variants import RECIPES
+from tests.test_train import without_dropout
+from tests.tiny import checkpoint
+
+CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
+DEVICE = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {kind: checkpoint(kind, tmp_path_factory.mktemp(kind)) for kind in ENCODERS}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models as small as these only wait for a second one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def spec_of(variant, folder, **settings):
+    """A row at the smoke scale with three steps; without Inductor, which is slow: D1 stands for compiled rows."""
+    (spec,) = plan([variant], "smoke", [0], "synthetic:40", folder, machine=CPU)
+    assert spec.skip is None
+    if spec.settings.compile == "inductor":
+        settings = {"compile": "none"} | settings
+    scale = dataclasses.replace(spec.preset, steps=3, measure_from=1, checkpoint_every=0)
+    return dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, **settings), scale=scale)
+
+
+@pytest.mark.parametrize(
+    "variant", ["A1", "A2", "A4", "A0", "B1", "B3", "C1", "C2", "D1", "E-packed", "E-adamw", "E-dropout"]
+)
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_rows_train(kind, variant, folders, tmp_path):
+    spec = spec_of(variant, folders[kind])
+    data, model = load_data(spec), build_model(spec)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    train(model, batches_of(data.samples, spec), spec, DEVICE, tmp_path, lambda _: None)
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert len(losses) == 3 and all(map(torch.isfinite, torch.tensor(losses))) and len(set(losses)) == 3
+    for name, parameter in model.named_parameters():
+        assert parameter.isfinite().all()
+        # Full rows move every matrix but those of tokens and positions that the few steps do not meet.
+        if parameter.requires_grad and ".layer." in name and parameter.ndim > 1 and ".lora_A" not in name:
+            assert not torch.equal(parameter, before[name]), name
+        if not parameter.requires_grad:
+            assert torch.equal(parameter, before[name]), name
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_a_packed_row_has_the_loss_of_padded_ones(kind, folders):
+    spec = spec_of("E-packed", folders[kind])
+    samples = load_data(spec).samples
+    batches = batches_of(samples, spec)
+    indices = batches.step(0)[0]
+    model = without_dropout(build_model(spec)).train()
+    packed = Packed(model, batches.limits)(**batches.collate(indices, DEVICE)).loss
+    # Row by row and without padding, where the model's own softmax is over the question's own tokens.
+    padded = [
+        model(**Batches.collate(_Unpadded(samples), indices[i : i + 1], DEVICE)).loss for i in range(len(indices))
+    ]
+    assert packed.item() == pytest.approx(torch.stack(padded).mean().item(), rel=1e-5)
+
+
+class _Unpadded:
+    """As much of Batches as its `collate` asks for."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def arrays(self, indices):
+        return self.samples.batch(indices, int(self.samples.lengths[indices].max()))
+
+
+@pytest.mark.parametrize("variant", ["E-dropout", "B1-all"])
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_what_is_saved_is_a_plain_checkpoint(kind, variant, folders, tmp_path):
+    spec = spec_of(variant, folders[kind])
+    data, model = load_data(spec), build_model(spec).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    batch = {name: torch.from_numpy(array) for name, array in data.samples.batch([0, 1, 2], 96).items()}
+    expected = model(**batch).start_logits
+    save_model(model, data.tokenizer, tmp_path)
+    again, loading = AutoModelForQuestionAnswering.from_pretrained(tmp_path, output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    assert torch.allclose(again.eval()(**batch).start_logits, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_the_parts_hold_every_parameter_once(kind, folders):
+    model = build_model(spec_of("A1", folders[kind]))
+    parts = [id(p) for modules in parts_of(model).values() for module in modules for p in module.parameters()]
+    assert sorted(parts) == sorted(id(p) for p in model.parameters())
+    table = trainable_summary(model)
+    assert table.loc["all", "parameters"] == table["parameters"][:-1].sum() == model.num_parameters()
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_dropouts_and_products_are_the_tables(kind, folders):
+    model = build_model(spec_of("E-dropout", folders[kind]))
+    plain = {name for name, module in model.named_modules() if type(module) is torch.nn.Dropout}
+    assert all(name.endswith("attention.self.dropout") for name in plain)
+    assert sum(isinstance(module, HashDropout) for module in model.modules()) == 5
+    state = model.state_dict()
+    use_float8(model)
+    assert sum(isinstance(module, Float8Linear) for module in model.modules()) == 4
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("recipe", "checkpointing"), [("all", False), ("all", True), ("freeze-bottom-10", False)])
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_the_cost_of_a_step_is_what_pytorch_counts(kind, recipe, checkpointing, folders):
+    """Of the layers' products and of attention. The count has no biases and norms, which the usual formula takes for
+    weights; and where layers are frozen, autograd leaves out one product that the formula has: the lowest trained
+    layer's query, key and value need no gradient by their input."""
+    spec = spec_of("A1", folders[kind], activation_checkpointing=checkpointing)
+    model = apply_recipe(build_model(spec), RECIPES[recipe]).train()
+    rows, length = 3, 32
+    ids = torch.randint(5, 100, (rows, length))
+    with FlopCounterMode(display=False) as counter:
+        model(ids, start_positions=ids[:, 0] % length, end_positions=ids[:, 1] % length).loss.backward()
+    counted = sum(
+        sum(counts.values()) for name, counts in counter.get_flop_counts().items() if name.endswith(".encoder")
+    )
+    cost, tokens = StepFlops(model), rows * length
+    layer = architectures.layers_of(model)[0]
+    vectors = len(architectures.layers_of(model)) * sum(p.numel() for p in layer.parameters() if p.ndim == 1)
+    expected = cost.flops(tokens, rows * length**2, recompute=True)
+    expected -= 2 * tokens * vectors * (1 + cost.passed + cost.recomputed)
+    if recipe != "all":
+        expected -= 2 * tokens * 3 * model.config.hidden_size**2
+    assert counted == expected
+
+
+def test_an_encoder_that_is_not_in_the_table_is_refused_by_name(tmp_path):
+    DistilBertConfig().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="type 'distilbert'; this lab knows bert, roberta, electra"):
+        plan(["A1"], "bench", [0], "synthetic:40", str(tmp_path), machine=CPU)
+
+
+def test_rows_longer_than_the_positions_are_refused(folders):
+    config = AutoConfig.from_pretrained(folders["roberta"])
+    assert architectures.first_position(config) == 2 and architectures.max_positions(config) == 512
+    assert architectures.first_position(AutoConfig.from_pretrained(folders["bert"])) == 0

@@ -1,0 +1,272 @@
+"""Bias, dropout, residual and norm in one kernel: against plain PyTorch in float64, all gradients included.
+
+The kernels run on a GPU, or in Triton's interpreter where it is installed without one (conftest.py asks for it).
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import library
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, GPT2Config
+
+from qa_lib.data.load import batches_of, load_data
+from qa_lib.errors import UserError
+from qa_lib.kernels import fused_norm, gelu
+from qa_lib.kernels.reduce import sum_partials
+from qa_lib.model.architectures import ENCODERS
+from qa_lib.model.build import build_model, save_model
+from qa_lib.model.dropout import HashDropout, renew
+from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, use_fused_norms
+from qa_lib.model.load import load
+from qa_lib.model.packed import Packed
+from qa_lib.run.plan import plan
+from qa_lib.spec import Machine, missing
+from qa_lib.train.compile import LossOf, compiled
+from qa_lib.train.inductor_passes import OperatorFusion
+from qa_lib.variants import VARIANTS
+from tests.tiny import checkpoint
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+EPS = 1e-5
+
+
+def drawn(rows, width, dtype=torch.float32, residual_type=None, weight_type=None):
+    """Product, bias, residual, gamma and beta; the output's gradient; and a seed."""
+    torch.manual_seed(0)
+    residual_type, weight_type = residual_type or dtype, weight_type or dtype
+    large = [torch.randn(rows, width, device=DEVICE).to(kind) for kind in (dtype, residual_type, residual_type)]
+    bias, gamma, beta = (torch.randn(width, device=DEVICE).to(weight_type) for _ in range(3))
+    product, residual, grad = large
+    return (product, bias, residual + 3, gamma, beta), grad, torch.tensor(-1234567, dtype=torch.int32, device=DEVICE)
+
+
+def with_gradients(run, inputs, grad, seed, dropout):
+    """The output and the gradients of the five inputs."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    output = run(*inputs, seed, dropout, EPS)
+    return output.detach(), *torch.autograd.grad(output, inputs, grad)
+
+
+def by_kernel(*inputs):
+    return fused_norm._norm(*inputs)[0]
+
+
+def expected(inputs, grad, seed, dropout):
+    return with_gradients(fused_norm.reference, [x.double() for x in inputs], grad.double(), seed, dropout)
+
+
+def assert_close(found, wanted, error):
+    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        assert (one.double() - other).norm() < error * other.norm(), number
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(("rows", "width"), [(1, 768), (7, 96), (4, 3), (5, 1024)])
+def test_the_kernel_is_the_reference(rows, width, dropout):
+    drew = drawn(rows, width)
+    assert_close(with_gradients(by_kernel, *drew, dropout), expected(*drew, dropout), 1e-5)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("rows_at_once", [1, 4])
+def test_programs_with_several_rows_and_none_beyond_the_last_add_all_up(rows_at_once, monkeypatch):
+    monkeypatch.setattr(fused_norm, "PROGRAMS", 3)
+    for options in (fused_norm.FORWARD, fused_norm.BACKWARD):
+        monkeypatch.setitem(options, "ROWS", rows_at_once)
+    drew = drawn(19, 96)
+    assert_close(with_gradients(by_kernel, *drew, 0.1), expected(*drew, 0.1), 1e-5)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    ("types", "error"),
+    [
+        ((torch.float16, torch.float16, torch.float16), 2e-3),
+        ((torch.bfloat16, torch.bfloat16, torch.bfloat16), 1e-2),
+        ((torch.bfloat16, torch.float32, torch.float32), 5e-3),  # as autocast has it
+    ],
+    ids=str,
+)
+def test_in_half_precision_it_is_as_near_as_that_allows(types, error):
+    drew = drawn(9, 96, *types)
+    found = with_gradients(by_kernel, *drew, 0.1)
+    assert_close(found, expected(*drew, 0.1), error)
+    assert [x.dtype for x in found] == [types[1], *(x.dtype for x in drew[0])]
+
+
+@pytest.mark.triton
+def test_the_kernel_drops_what_hash_dropout_drops():
+    """Read off the gradient of the product, which is 0 where nothing passes, and nowhere else."""
+    drew = drawn(40, 96)
+    dropout = HashDropout(0.3).to(DEVICE)
+    dropout.seed.copy_(drew[-1])
+    _, product_grad, *_ = with_gradients(by_kernel, *drew, 0.3)
+    assert torch.equal(product_grad != 0, dropout(torch.ones_like(product_grad)) != 0)
+
+
+@pytest.mark.triton
+def test_large_means_and_tensors_that_are_not_contiguous_change_nothing():
+    (product, bias, residual, *weights), grad, seed = drawn(6, 96)
+    inputs = (product.T.contiguous().T, bias, residual + 1000, *weights)
+    found = with_gradients(by_kernel, inputs, grad.T.contiguous().T, seed, 0.1)
+    assert_close(found, expected(inputs, grad, seed, 0.1), 1e-3)
+
+
+@pytest.mark.triton
+def test_the_operators_are_what_the_compiler_takes_them_for():
+    inputs, _, seed = drawn(4, 32)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    arguments = (*(x.requires_grad_() for x in inputs), seed, 0.1, EPS)
+    library.opcheck(fused_norm._norm, arguments, test_utils=checks, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU captures no graph")
+def test_replays_of_a_captured_graph_drop_out_by_the_seed_of_the_time():
+    drew = drawn(70, 768, torch.bfloat16)
+    with_gradients(by_kernel, *drew, 0.1)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = with_gradients(by_kernel, *drew, 0.1)
+    for seed in (5, -6):
+        drew[-1].fill_(seed)
+        graph.replay()
+        assert_close(found, expected(*drew, 0.1), 1e-2)
+
+
+def test_the_reference_is_differentiated_as_finite_differences_have_it():
+    inputs, _, seed = drawn(3, 5)
+    inputs = [x.double().requires_grad_() for x in inputs]
+    assert torch.autograd.gradcheck(lambda *x: fused_norm.reference(*x, seed, 0.3, EPS), inputs)
+
+
+def built(setting, **sources):
+    """A model that trains under this value of the setting norms, for packed rows, and a batch; the seeds of its dropout
+    are those of every other."""
+    (spec,) = plan(["E-gelu"], "smoke", data="synthetic:40", machine=Machine(), **sources)
+    spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, norms=setting))
+    batches = batches_of(load_data(spec).samples, spec)
+    model = build_model(spec).train()
+    torch.manual_seed(5)
+    renew(model)
+    return model, Packed(model, batches.limits), batches.collate(batches.step(0)[0], torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_every_encoder_has_it_with_the_loss_gradients_and_names_of_the_native_norms(kind, tmp_path):
+    folder, results = checkpoint(kind, tmp_path), []
+    for setting in ("native", "fused"):
+        model, packed, inputs = built(setting, model=folder)
+        packed(**inputs).loss.backward()
+        results.append({name: p.grad for name, p in model.named_parameters()})
+        layers = model.config.num_hidden_layers
+        assert sum(isinstance(m, FusedOutput) for m in model.modules()) == 2 * layers * (setting == "fused")
+        assert sum(isinstance(m, FusedIntermediate) for m in model.modules()) == layers
+    native, fused = results
+    assert list(native) == list(fused)
+    torch.testing.assert_close(fused, native, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.triton
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the model is on the CPU, for Triton's interpreter")
+def test_the_model_trains_by_the_kernels_as_without_them_and_they_add_up_gradients(monkeypatch):
+    """Traced, as the compiler has it; but for the last, the output of every norm has two gradients."""
+    folded = []
+
+    def fold(graph, _):
+        OperatorFusion()(graph.graph)
+        graph.recompile()
+        calls = graph.graph.find_nodes(op="call_function", target=torch.ops.qa_lib.norm_backward.default)
+        folded.append([node.args[1] is not None for node in calls])
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=fold)
+    results = []
+    for setting in ("native", "fused"):
+        model, packed, inputs = built(setting)
+        if setting == "fused":
+            monkeypatch.setattr(fused_norm, "reference", by_kernel)
+            monkeypatch.setattr(gelu, "reference", lambda *inputs: gelu._gelu_backward(*inputs, 0.0)[:2])
+            for module in (fused_norm, gelu):
+                monkeypatch.setattr(module, "PROGRAMS", 2)
+            for options in (fused_norm.FORWARD, fused_norm.BACKWARD, gelu.BACKWARD):
+                monkeypatch.setitem(options, "ROWS", 256)  # the interpreter takes its time for each program
+        torch.compile(packed, backend=backend, fullgraph=True)(**inputs).loss.backward()
+        results.append({name: p.grad for name, p in model.named_parameters()})
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-3)
+    assert folded == [[], [False] + [True] * (2 * model.config.num_hidden_layers - 1)]
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(("programs", "width"), [(1, 768), (128, 3), (129, 17), (264, 2304)])
+def test_what_the_programs_found_is_added_up(programs, width):
+    sums = torch.randn(programs, width, device=DEVICE)
+    torch.testing.assert_close(sum_partials(sums, torch.float32), sums.sum(0), atol=1e-4, rtol=1e-5)
+
+
+def test_a_sum_that_is_used_again_scaled_or_broadcast_is_left_alone():
+    def graph_of(total):
+        def run(grad, other, *rest):
+            added = total(grad, other)
+            return *fused_norm._norm_backward(added, None, *rest), added.sum() if total is used_again else None
+
+        inputs, grad, seed = drawn(4, 8)
+        return make_fx(run, tracing_mode="fake")(grad, grad[:1], *inputs[:4], seed, torch.ones(2, 4), 0.1).graph
+
+    def used_again(grad, other):
+        return grad + grad
+
+    for total in (used_again, lambda grad, other: grad + other, lambda grad, other: torch.add(grad, grad, alpha=2)):
+        graph = graph_of(total)
+        OperatorFusion()(graph)
+        (call,) = graph.find_nodes(op="call_function", target=torch.ops.qa_lib.norm_backward.default)
+        assert call.args[1] is None and call.args[0].target is torch.ops.aten.add.Tensor
+
+
+@pytest.mark.parametrize(("variant", "passes"), [("E-varlen", {None}), ("E-norm", {OperatorFusion})])
+def test_the_compiler_gets_the_pass_with_the_setting(variant, passes, monkeypatch):
+    given = []
+    monkeypatch.setattr(torch, "compile", lambda _, options, **other: given.append(options))
+    compiled(LossOf(built("fused")[1]), VARIANTS[variant].settings)
+    assert {options and type(*options.values()) for options in given} == passes
+
+
+def test_dynamo_traces_the_whole_model():
+    model, packed, inputs = built("fused")
+    loss = packed(**inputs).loss
+    traced = torch.compile(packed, backend="aot_eager", fullgraph=True)(**inputs).loss
+    traced.backward()
+    torch.testing.assert_close(traced, loss)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_model_that_is_saved_is_a_plain_one(tmp_path):
+    (spec,) = plan(["E-gelu"], "smoke", data="synthetic:40", machine=Machine())
+    data, model, ids = load_data(spec), build_model(spec).eval(), torch.randint(5, 100, (2, 20))
+    with torch.no_grad():
+        before = model(ids).start_logits
+        save_model(model, data.tokenizer, tmp_path)
+        plain = load(tmp_path, AutoModelForQuestionAnswering, "sdpa").eval()
+        torch.testing.assert_close(plain(ids).start_logits, before, atol=1e-3, rtol=1e-3)
+    assert not any(isinstance(m, FusedOutput | FusedIntermediate) for m in plain.modules())
+
+
+def test_a_machine_without_triton_and_a_model_that_norms_first_are_told():
+    settings = dataclasses.replace(VARIANTS["E-norm"].settings, attention="flash")
+    gpu = Machine(gpus=1, sm=80, backends=("inductor",), compiler=True)
+    assert missing(settings, gpu) is None
+    assert "Triton" in missing(settings, dataclasses.replace(gpu, compiler=False))
+    t4 = dataclasses.replace(gpu, sm=75)
+    assert missing(VARIANTS["E-t4-norm"].settings, t4) is None
+    assert "7.5 or newer" in missing(VARIANTS["E-t4-norm"].settings, dataclasses.replace(t4, sm=70))
+    assert "matrix products in Triton" in missing(
+        dataclasses.replace(settings, attention="triton-varlen", precision="fp16"), t4
+    )
+    model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=100))
+    with pytest.raises(UserError, match="norms after a linear layer, and gpt2 has them before"):
+        use_fused_norms(model)

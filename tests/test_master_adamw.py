@@ -1,0 +1,303 @@
+import pytest
+import torch
+
+from qa_lib.train import master_adamw as module
+from qa_lib.train.master_adamw import MasterAdamW, halves, masters, random_bits, update, upper
+from qa_lib.train.optim import unscale
+
+SHAPES = [(33, 17), (128,), (128,), (4, 5, 6)]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def bits(*values: int) -> torch.Tensor:
+    """The fp32 numbers that have these bits."""
+    return torch.tensor(values).to(torch.int32).view(torch.float32)
+
+
+def masters_of(optimizer: MasterAdamW) -> list[torch.Tensor]:
+    parameters, states = zip(*optimizer.state.items(), strict=True)
+    return masters(parameters, [state["low_bits"] for state in states])
+
+
+def train(moments, steps=20, dtype=torch.bfloat16):
+    """Masters after steps on fixed gradients, and the weights of PyTorch's AdamW in fp32 after the same. The norm of
+    the gradients falls from 28 to 1.4, so that a limit of 3 clips the first half of the steps."""
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(shape).to(DEVICE, dtype)) for shape in SHAPES]
+    copies = [torch.nn.Parameter(p.detach().float()) for p in parameters]
+    ours = MasterAdamW(parameters, lr=torch.tensor(1e-2, device=DEVICE), max_norm=3.0, moments=moments)
+    theirs = torch.optim.AdamW(copies, lr=1e-2, weight_decay=0.0)
+    for step in range(steps):
+        torch.manual_seed(step)
+        for parameter, copy in zip(parameters, copies, strict=True):
+            parameter.grad = torch.randn(parameter.shape).to(DEVICE, dtype) / (step + 1)
+            copy.grad = parameter.grad.float()
+        torch.nn.utils.clip_grad_norm_(copies, 3.0)
+        ours.step()
+        theirs.step()
+    return parameters, masters_of(ours), [copy.detach() for copy in copies]
+
+
+# The type of both moments and of the weights.
+TYPES = [
+    (torch.float32, torch.bfloat16, 1e-6),
+    (torch.float32, torch.float16, 1e-5),
+    (torch.bfloat16, torch.bfloat16, 4e-3),
+]
+
+
+@pytest.mark.parametrize(("moments", "dtype", "tolerance"), TYPES)
+def test_it_is_adamw_with_clipping(moments, dtype, tolerance):
+    """In each of 20 steps of a hundredth, a moment in bf16 is wrong by 1/256 at most."""
+    weights, ours, theirs = train(moments, dtype=dtype)
+    for weight, a, b in zip(weights, ours, theirs, strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=tolerance)
+        assert torch.equal(weight, a.to(dtype)), "no tie among these"
+
+
+def drawn_state(moments, dtype, shapes):
+    """Tensors as `update` takes them, in the middle of a training."""
+    torch.manual_seed(0)
+    weights = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
+    grads = [torch.randn_like(weight) for weight in weights]
+    kind = module.LOW_TYPES[dtype]
+    rests = [(torch.rand(w.shape, device=DEVICE) * (20_000 if kind == torch.int16 else 0.5)).to(kind) for w in weights]
+    means = [torch.randn(w.shape, device=DEVICE).to(moments) for w in weights]
+    squares = [torch.rand(w.shape, device=DEVICE).to(moments) for w in weights]
+    firsts = [torch.tensor(10**7 * number, dtype=torch.int32, device=DEVICE) for number in range(len(shapes))]
+    return weights, grads, rests, means, squares, firsts
+
+
+# More tensors than a call takes; one element, a block, one more, several.
+MANY = [*SHAPES, *[(3, 5)] * 15, (1,), (1024,), (1025,), (4097,)]
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("skips", [None, False, True])
+@pytest.mark.parametrize(("moments", "dtype"), [each[:2] for each in TYPES], ids=str)
+def test_the_kernel_is_the_plain_update(moments, dtype, skips):
+    """Masters and moments of one step. The bits that are drawn at random are the same, so that a moment in bf16 is at
+    most one number away, and in few places."""
+    scalars = [torch.tensor(value, device=DEVICE) for value in (3.0, 0.7, 1e-2, 1.5)]
+    skip = None if skips is None else torch.tensor(float(skips), device=DEVICE)
+    before, found, wanted = (drawn_state(moments, dtype, MANY) for _ in range(3))
+    for run, columns in ((module._update_by_kernel, found), (update, wanted)):
+        run(*columns, *scalars, 0.9, 0.999, 1e-8, skip)
+    for one, other in zip(masters(found[0], found[2]), masters(wanted[0], wanted[2]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    ours, plain = (torch.cat([t.flatten() for t in state[3] + state[4]]) for state in (found, wanted))
+    torch.testing.assert_close(ours, plain, rtol=1e-6 if moments == torch.float32 else 2**-7, atol=1e-7)
+    assert moments == torch.float32 or (ours != plain).float().mean() < 0.02
+    changed = not all(torch.equal(one, other) for one, other in zip(found[0], before[0], strict=True))
+    assert changed == (not skips)
+
+
+@pytest.mark.triton
+def test_the_kernel_rounds_as_the_plain_update_does():
+    """Ties and carries, for gradients that are 0; and what is not a number stays none."""
+    lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    upper_half = torch.arange(0x0080, 0x7F00)  # of bf16 the interpreter casts subnormal numbers wrongly
+    master = ((upper_half[:, None] << 16) + lower).to(torch.int32).view(torch.float32).flatten()
+    master = torch.cat([master, -master, torch.tensor([torch.inf])])
+    nearest = upper(master, 0x8000)
+    rest = (master.view(torch.int32) - nearest.view(torch.int32)).to(torch.int16)
+    zeros = torch.zeros_like(master)
+    found = []
+    for run in (module._update_by_kernel, update):
+        state = [t.clone().to(DEVICE) for t in (nearest.bfloat16(), zeros.bfloat16(), rest, zeros, zeros)]
+        state[1][0] = torch.nan
+        scalars = [torch.tensor(value, device=DEVICE) for value in (3.0, 1.0, 1e-2, 1.5)]
+        first = torch.tensor(0, dtype=torch.int32, device=DEVICE)
+        run(*[[t] for t in state], [first], *scalars, 0.9, 0.999, 1e-8, None)
+        assert state[0][0].isnan() and state[3][0].isnan()
+        found.append([state[0][1:], state[2][1:]])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_what_is_compiled_ahead_is_what_is_started(dtype, monkeypatch):
+    started = []
+
+    def note(kernel, grid, *arguments, **options):
+        def like(argument):
+            return tuple(map(like, argument)) if isinstance(argument, tuple) else getattr(argument, "dtype", argument)
+
+        started.append((kernel, grid, like(arguments), options))
+
+    monkeypatch.setattr(module, "launch", note)
+    columns = drawn_state(torch.bfloat16, dtype, MANY)
+    parameters = [torch.nn.Parameter(weight) for weight in columns[0]]
+    MasterAdamW(parameters, torch.tensor(1e-3, device=DEVICE), 1.0, torch.bfloat16)._compile_kernels()
+    ahead = started[-4:]
+    started.clear()
+    number = torch.tensor(1.0, device=DEVICE)
+    module._norm_by_kernel(list(columns[1]))
+    module._update_by_kernel(*columns, *[number] * 4, 0.9, 0.999, 1e-8, number if dtype == torch.float16 else None)
+    assert ahead == started and len(started) == 4
+
+
+@pytest.mark.triton
+def test_the_kernels_norm_is_that_of_all_elements():
+    tensors = drawn_state(torch.float32, torch.bfloat16, MANY)[1]
+    wanted = torch.cat([tensor.double().flatten() for tensor in tensors]).norm()
+    assert module._norm_by_kernel(tensors).item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def after_steps(grads, captures):
+    """Parameters, masters and step count after a step on each of these gradients, the fifth of which overflows where
+    the loss has a scale, as in fp16; captured in the fourth, or never."""
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(grad.shape, device=DEVICE).to(grad.dtype)) for grad in grads[0]]
+    optimizer = MasterAdamW(parameters, lr=torch.tensor(1e-2, device=DEVICE), max_norm=3.0, moments=torch.bfloat16)
+    scaler = torch.amp.GradScaler("cuda", enabled=grads[0][0].dtype == torch.float16, init_scale=64.0)
+    scaler.scale(torch.ones((), device=DEVICE))  # makes the scale's tensor
+    inputs, graph = [torch.empty_like(p) for p in parameters], torch.cuda.CUDAGraph()
+
+    def step():
+        for parameter, one in zip(parameters, inputs, strict=True):
+            parameter.grad = one * 1
+        unscale(optimizer, scaler)
+        scaler.step(optimizer)
+        scaler.update()
+
+    for number, given in enumerate(grads):
+        torch._foreach_copy_(inputs, given)
+        if number == 4 and scaler.is_enabled():
+            inputs[0].fill_(torch.inf)
+        optimizer.param_groups[0]["lr"].fill_(1e-2 / (number + 1))
+        if captures and number == 3:
+            with torch.cuda.graph(graph):
+                step()
+        if captures and number >= 3:
+            graph.replay()
+        else:
+            step()
+    return [*parameters, *masters_of(optimizer), optimizer.state[parameters[0]]["step"]]
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU captures no graph")
+@pytest.mark.parametrize(("dtype", "steps"), [(torch.bfloat16, 6), (torch.float16, 5)], ids=str)
+def test_a_captured_step_is_a_step(dtype, steps):
+    """With gradients, rate, scale and overflow of the time of each replay."""
+    grads = [[torch.randn(shape, device=DEVICE).to(dtype) for shape in SHAPES] for _ in range(6)]
+    found = after_steps(grads, captures=True)
+    torch.testing.assert_close(found, after_steps(grads, captures=False), rtol=0, atol=0)
+    assert found[-1] == steps
+
+
+def test_weight_and_rest_are_the_master_for_every_weight():
+    """All upper halves of fp32, with lower halves on both sides of every border: of both signs, carries into the
+    exponent, subnormal numbers, zeros and infinities."""
+    lower = torch.tensor([0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF])
+    master = ((torch.arange(-(2**15), 2**15)[:, None] << 16) + lower).to(torch.int32).view(torch.float32)
+    master = master[~master.isnan()]
+    nearest = upper(master, 0x8000)
+    weight, distance = nearest.bfloat16(), master.view(torch.int32) - nearest.view(torch.int32)
+    assert torch.equal(weight.float(), nearest) and distance.abs().max() == 2**15
+    (again,) = masters([weight], [distance.to(torch.int16)])
+    assert torch.equal(again.view(torch.int32), master.view(torch.int32))
+    # Where two weights are equally near, it is the larger one.
+    tie = master.view(torch.int32) & 0xFFFF == 0x8000
+    assert torch.equal(weight[~tie], master.bfloat16()[~tie])
+    assert (nearest[tie].abs() > master[tie].abs()).all()
+
+
+def test_fp16_and_its_rest_have_22_bits_of_the_master():
+    master = torch.randn(100_000) * 10.0 ** torch.randint(-6, 3, (100_000,))
+    (weight,), (rest,) = halves([master], torch.float16)
+    (again,) = masters([weight.half()], [rest.half()])
+    assert ((again - master).abs() <= 2**-22 * master.abs() + 2**-36).all()
+
+
+def test_the_scale_of_the_loss_is_taken_off_and_an_overflow_changes_nothing():
+    """As GradScaler does it to fp32 gradients; and its scale falls."""
+    torch.manual_seed(0)
+    start, grads = torch.randn(50).half(), [torch.randn(50) * 1e-3 for _ in range(3)]
+    found = []
+    for overflows in (False, True):
+        parameter = torch.nn.Parameter(start.clone())
+        optimizer = MasterAdamW([parameter], lr=torch.tensor(1e-2), max_norm=0.005)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for number, grad in enumerate(grads):
+            for times in ([torch.inf] if overflows and number == 1 else []) + [1.0]:
+                parameter.grad = (grad * scaler.scale(torch.tensor(times))).half()
+                unscale(optimizer, scaler)
+                scaler.step(optimizer)
+                scaler.update()
+                assert optimizer.grad_scale is None
+        assert scaler.get_scale() == (512.0 if overflows else 1024.0)
+        assert optimizer.state[parameter]["step"] == 3
+        found.append(masters_of(optimizer)[0])
+    torch.testing.assert_close(*found, rtol=0, atol=2e-5)
+    copy = torch.nn.Parameter(start.float())
+    theirs = torch.optim.AdamW([copy], lr=1e-2, weight_decay=0.0)
+    for grad in grads:
+        copy.grad = (grad * 1024).half().float() / 1024
+        torch.nn.utils.clip_grad_norm_([copy], 0.005)
+        theirs.step()
+    torch.testing.assert_close(found[0], copy.detach(), rtol=0, atol=1e-5)
+
+
+def test_what_is_not_a_number_stays_none():
+    """GPUs make the one with all bits set, to which no rounding may be added."""
+    for addend in (0x8000, 0xFFFF):
+        assert upper(bits(0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001), addend).isnan().all()
+
+
+def test_small_steps_are_not_lost_in_bf16():
+    """Steps of 1e-5 are far below bf16's resolution near 1: plain bf16 would stand still, the masters move."""
+    parameter = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    optimizer = MasterAdamW([parameter], lr=torch.tensor(1e-5), max_norm=torch.inf)
+    for _ in range(400):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert torch.allclose(masters_of(optimizer)[0], torch.tensor(1 - 400e-5), atol=1e-5)
+    assert parameter[0].item() == pytest.approx(1 - 400e-5, abs=2e-3)
+    assert parameter[0].item() < 1
+
+
+def drawn(value, step=1, first=0):
+    """Both halves of the random bits for a tensor."""
+    (found,) = random_bits([value], [torch.tensor(first, dtype=torch.int32)], torch.tensor(float(step)))
+    return found & 0xFFFF, found >> 16 & 0xFFFF
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
+def test_rounding_at_random_is_right_on_average(sign, share):
+    """bf16's numbers from 1 on are 1/128 apart; a carry into the exponent just below 2."""
+    for below in (1.0, 2 - 2**-7):
+        value = torch.full((10_000,), sign * (below + share / 128))
+        for addend in drawn(value):
+            found = (upper(value, addend).abs() - below) * 128
+            assert set(found.tolist()) <= {0.0, 1.0}
+            assert found.mean().item() == pytest.approx(share, abs=5 * (share * (1 - share) / len(value)) ** 0.5 + 1e-3)
+
+
+def test_steps_moments_and_parameters_have_random_bits_of_their_own():
+    value = torch.empty(10_000)
+    found = torch.stack([half for own in ((1, 0), (2, 0), (3, 0), (1, 10_000)) for half in drawn(value, *own)]).float()
+    related = torch.corrcoef(found) - torch.eye(len(found))
+    assert related.abs().max() < 5 / len(value) ** 0.5
+    assert torch.equal(drawn(value)[0], found[0].int()), "a function of step and element"
+
+
+def test_a_second_moment_in_bf16_falls_when_gradients_vanish():
+    """As in fp32, on average; rounded to nearest it would keep the value that it had."""
+    parameter = torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
+    optimizer = MasterAdamW([parameter], lr=torch.tensor(1e-5), max_norm=torch.inf, moments=torch.bfloat16)
+    square = optimizer.state[parameter]["exp_avg_sq"].fill_(1.0)
+    assert (square.float() * 0.999).bfloat16().eq(square).all()
+    parameter.grad = torch.zeros_like(parameter)
+    for _ in range(300):
+        optimizer.step()
+    assert square.float().mean().item() == pytest.approx(0.999**300, rel=0.01)
+
+
+def test_parameters_in_full_precision_or_with_gaps_are_refused():
+    with pytest.raises(TypeError, match=r"one of torch\.float32"):
+        MasterAdamW([torch.nn.Parameter(torch.ones(3))], lr=torch.tensor(1e-3), max_norm=1.0)
+    columns = torch.nn.Parameter(torch.ones(4, 4).bfloat16()[:, :2])
+    with pytest.raises(ValueError, match=r"one of torch\.Size\(\[4, 2\]\) is not"):
+        MasterAdamW([columns], lr=torch.tensor(1e-3), max_norm=1.0)

@@ -1,0 +1,225 @@
+"""Attention for short segments: the kernel against plain PyTorch in float64, dropout and gradients included.
+
+The kernels run on a GPU, or in Triton's interpreter where it is installed without one (conftest.py asks for it).
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import library
+
+from qa_lib.data.load import batches_of, load_data
+from qa_lib.errors import UserError
+from qa_lib.kernels import varlen_attention as varlen
+from qa_lib.model.architectures import ENCODERS, layers_of
+from qa_lib.model.attention import KERNELS, Segments, use_short_attention
+from qa_lib.model.build import build_model
+from qa_lib.model.dropout import HashDropout, renew
+from qa_lib.model.packed import Packed
+from qa_lib.run.plan import plan
+from qa_lib.spec import Machine, missing
+from qa_lib.variants import VARIANTS
+from tests.tiny import checkpoint
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SCALE = 0.3
+HALVES = [(torch.float16, 2e-3)]
+if DEVICE.type == "cuda":  # the interpreter multiplies the bits of bf16 as whole numbers
+    HALVES += [(torch.bfloat16, 2e-2)]
+# One token, none, an odd number, a whole tile, one more, and two tokens of padding.
+LENGTHS = [1, 0, 37, 64, 65, 2]
+
+
+def drawn(lengths=LENGTHS, heads=2, width=16, dtype=torch.float32):
+    """A product and the gradient of the attention's output, where segments end, and a seed."""
+    torch.manual_seed(0)
+    tokens = sum(lengths)
+    product, grad = torch.randn(tokens, 3, heads, width), torch.randn(tokens, heads, width)
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    seed = torch.tensor(-1234567, dtype=torch.int32)
+    return product.to(DEVICE, dtype), grad.to(DEVICE, dtype), ends.to(DEVICE), seed.to(DEVICE)
+
+
+def with_gradients(attention, product, grad):
+    """What `attention` makes of a product, and the gradients of product and bias."""
+    product = product.detach().requires_grad_()
+    bias = product.new_zeros(product[0].numel(), requires_grad=True)
+    output = attention(product, bias)
+    return output.detach(), *torch.autograd.grad(output, (product, bias), grad)
+
+
+def expected(product, grad, ends, seed, dropout):
+    return with_gradients(lambda *p: varlen.reference(*p, ends, seed, dropout, SCALE), product.double(), grad.double())
+
+
+def by_kernel(product, grad, ends, seed, dropout, longest=None):
+    longest = longest or int(ends.diff().max())
+    return with_gradients(lambda *p: varlen._attention(*p, ends, seed, longest, dropout, SCALE)[0], product, grad)
+
+
+def assert_close(found, wanted, error):
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.double() - other).norm() < error * other.norm()
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("lengths", [LENGTHS, [130, 3], [1], [5, 20, 0, 0], [384], [1, 383, 0]], ids=str)
+def test_the_kernel_is_the_reference(lengths, dropout):
+    inputs = drawn(lengths)
+    assert_close(by_kernel(*inputs, dropout), expected(*inputs, dropout), 1e-5)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(("heads", "width"), [(1, 32), (12, 64), (3, 128)])
+def test_heads_of_every_number_and_width_are_the_references(heads, width):
+    inputs = drawn([70, 1, 9], heads, width)
+    assert_close(by_kernel(*inputs, 0.1), expected(*inputs, 0.1), 1e-5)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(("dtype", "error"), HALVES, ids=str)
+def test_in_half_precision_it_is_as_near_as_that_allows(dtype, error):
+    inputs = drawn([70, 9], dtype=dtype)
+    assert_close(by_kernel(*inputs, 0.1), expected(*inputs, 0.1), error)
+
+
+@pytest.mark.triton
+def test_limits_beyond_the_longest_segment_and_extreme_scores_change_nothing():
+    product, *rest = drawn([70, 9])
+    product[:, :2] *= 30  # powers of 2 with these exponents are beyond fp32
+    # Scores of thousands are rounded to some 1e-4 in fp32, by which weights then differ, as a processor's sums do.
+    assert_close(by_kernel(product, *rest, 0.1, longest=256), expected(product, *rest, 0.1), 1e-3)
+
+
+@pytest.mark.triton
+def test_keys_beyond_the_end_count_nothing_even_where_all_others_score_far_less_than_their_0():
+    product, *rest = drawn([70, 9])
+    product[:, 0], product[:, 1] = product[:, 0] - 30, 1 + product[:, 1] / 10
+    assert_close(by_kernel(product, *rest, 0.1), expected(product, *rest, 0.1), 1e-4)
+
+
+@pytest.mark.triton
+def test_the_operators_are_what_the_compiler_takes_them_for():
+    product, _, ends, seed = drawn([20, 3])
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    for bias in (None, torch.zeros(96, device=DEVICE, requires_grad=True)):
+        arguments = (product.requires_grad_(), bias, ends, seed, 64, 0.1, SCALE)
+        library.opcheck(varlen._attention, arguments, test_utils=checks, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU captures no graph")
+def test_replays_of_a_captured_graph_drop_out_by_the_seed_of_the_time():
+    inputs = drawn([70, 9], dtype=torch.bfloat16)
+    by_kernel(*inputs, 0.1, longest=70)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = by_kernel(*inputs, 0.1, longest=70)
+    for seed in (5, -6):
+        inputs[-1].fill_(seed)
+        graph.replay()
+        assert_close(found, expected(*inputs, 0.1), 2e-2)
+
+
+def test_without_dropout_the_reference_is_attention_within_segments():
+    product, _, ends, seed = drawn()
+    query, key, value = product.unbind(1)
+    masked = KERNELS["block-diagonal"](query, key, value, Segments(ends, [65]), 0.0, SCALE)
+    assert torch.allclose(varlen.reference(product, None, ends, seed, 0.0, SCALE), masked, atol=1e-6)
+
+
+def kept(seed, heads=4, length=384, rate=0.1):
+    places = torch.arange(length, dtype=torch.int32).repeat(2)  # two segments
+    return varlen._dropout_mask(places, heads, torch.tensor(seed, dtype=torch.int32), rate)[:, :, :length]
+
+
+def test_dropout_keeps_its_rate_and_no_seed_head_query_or_key_repeats_another():
+    patterns = torch.stack([kept(seed).float() - 0.9 for seed in (3, 4, -(2**31))])
+    assert patterns.mean().abs() < 5 * (0.09 / patterns.numel()) ** 0.5
+    for dim in range(4):  # seeds, heads, queries (of both segments), keys
+        size = patterns.shape[dim]
+        for step in {1, 2, 8, 16, 384} & {*range(size)}:
+            one, other = patterns.narrow(dim, step, size - step), patterns.narrow(dim, 0, size - step)
+            assert (one * other).mean().abs() / 0.09 < 5 / one.numel() ** 0.5, (dim, step)
+    assert not kept(3, rate=0.5).all() and kept(3, rate=0.0).all()
+
+
+def test_dropped_shares_are_lost_and_the_others_grow():
+    """Read off the output for values that are the identity, of one segment with equal scores."""
+    product = torch.zeros(16, 3, 1, 16)
+    product[:, 2, 0] = torch.eye(16)
+    ends, seed = torch.tensor([0, 16], dtype=torch.int32), torch.tensor(9, dtype=torch.int32)
+    shares = varlen.reference(product, None, ends, seed, 0.25, SCALE)[:, 0]
+    mask = varlen._dropout_mask(torch.arange(16, dtype=torch.int32), 1, seed, 0.25)[0]
+    assert torch.allclose(shares, mask / 16 / 0.75)
+    assert 0.6 < mask.float().mean() < 0.9
+
+
+@pytest.mark.parametrize("qkv", ["fused", "separate"])
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_every_encoder_has_it(kind, projections, tmp_path):
+    """With the loss and gradients of another kernel, and with a seed of its own in every layer."""
+    (spec,) = plan(["E-varlen"], "smoke", data="synthetic:40", model=checkpoint(kind, tmp_path), machine=Machine())
+    results = []
+    for attention in ("short", "block-diagonal"):
+        settings = dataclasses.replace(spec.settings, attention=attention, qkv=projections)
+        spec = dataclasses.replace(spec, settings=settings)
+        batches = batches_of(load_data(spec).samples, spec)
+        model = build_model(spec).eval()
+        loss = Packed(model, batches.limits)(**batches.collate(batches.step(0)[0], torch.device("cpu"))).loss
+        loss.backward()
+        gradients = [p.grad for p in model.parameters()]
+        results.append([loss.detach(), *gradients])
+        seeds = {name for name, m in model.named_modules() if isinstance(m, HashDropout) and ".self." in name}
+        assert len(seeds) == (attention == "short") * len(layers_of(model))
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-3)
+
+
+def test_padded_rows_leave_no_bias_without_its_gradient():
+    (spec,) = plan(["E-varlen"], "smoke", data="synthetic:40", machine=Machine())
+    model = build_model(spec).eval()
+    outputs = model(torch.randint(5, 100, (2, 20)))
+    outputs.start_logits.sum().backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if ".layer." in name)
+
+
+def test_its_dropout_is_renewed_and_trains_with_it():
+    (spec,) = plan(["E-varlen"], "smoke", data="synthetic:40", machine=Machine())
+    batches = batches_of(load_data(spec).samples, spec)
+    model = build_model(spec).train()
+    for name, module in model.named_modules():
+        if isinstance(module, HashDropout) and name != "bert.encoder.layer.0.attention.self.dropout":
+            module.p = 0.0
+    packed, inputs = Packed(model, batches.limits), batches.collate(batches.step(0)[0], torch.device("cpu"))
+    first, again = packed(**inputs).loss, packed(**inputs).loss
+    renew(model)
+    assert first == again != packed(**inputs).loss
+
+
+def test_layers_are_computed_twice_without_a_generator():
+    """So that a captured step can do it: the gradients are those of one computation, and no random number is drawn."""
+    found = []
+    for variant in ("E-varlen", "E-recompute"):
+        (spec,) = plan([variant], "smoke", data="synthetic:40", machine=Machine())
+        batches = batches_of(load_data(spec).samples, spec)
+        model, inputs = build_model(spec).train(), batches.collate(batches.step(0)[0], torch.device("cpu"))
+        before = torch.get_rng_state()
+        torch.compile(Packed(model, batches.limits), backend="aot_eager", fullgraph=True)(**inputs).loss.backward()
+        assert torch.equal(torch.get_rng_state(), before)
+        found.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*found)
+
+
+def test_a_machine_without_the_kernel_and_a_width_that_it_does_not_take_are_told():
+    settings = dataclasses.replace(VARIANTS["E-varlen"].settings, precision="fp16", optimizer="adamw-fused")
+    gpu = Machine(gpus=1, sm=80, backends=("inductor",), compiler=True)
+    assert missing(settings, gpu) is None
+    assert "8.0" in missing(settings, dataclasses.replace(gpu, sm=75))
+    assert "Triton" in missing(settings, dataclasses.replace(gpu, compiler=False))
+    (spec,) = plan(["E-varlen"], "smoke", data="synthetic:40", machine=Machine())
+    model = build_model(spec)
+    model.config.num_attention_heads = 64
+    with pytest.raises(UserError, match="power of 2, 16 or more, and not 1"):
+        use_short_attention(model)
