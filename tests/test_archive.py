@@ -56,7 +56,7 @@ def archived(runs, specs):
 def told(runs, **more):
     """The runs that are read, and what is said of those that are not."""
     left_out = []
-    return read_runs(runs, left_out=lambda problem: left_out.append(str(problem)), **more), left_out
+    return read_runs(runs, left_out=lambda _, problem: left_out.append(str(problem)), **more), left_out
 
 
 def test_an_archive_says_what_the_folders_said(runs, specs, capsys):

@@ -26,6 +26,7 @@ from transformers import (
 from qa_lib.commands import parser_of
 from qa_lib.data.load import load_data
 from qa_lib.data.squad import Example
+from qa_lib.data.windows import build_samples
 from qa_lib.errors import UserError
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.hf_checkpoint import INDEX, SUMS, find_folder, write_digests

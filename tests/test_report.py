@@ -37,7 +37,7 @@ def make(
 ):  # fmt: skip
     """Write one record as fit would; `values` replace numbers by name, None for not measured. Returns its folder."""
     data, identity = {"name": "synthetic:1600", "sha256": "ab" * 32}, {"name": model, "revision": "1"}
-    spec = resolve(variant, scale, seed, machine, data, identity, "synthetic:1600", "tiny", micro_batch)
+    spec = resolve(variant, preset, seed, machine, data, identity, "synthetic:1600", "tiny", micro_batch)
     size = dataclasses.replace(spec.preset, task=task, max_length=length or spec.preset.max_length)
     asked = dataclasses.replace(spec.asked, precision=precision or spec.asked.precision)
     spec = dataclasses.replace(spec, preset=size, asked=asked, world=world)
