@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,16 @@ needs_squad = pytest.mark.skipif(not SQUAD.is_dir(), reason="no ../shared/squad 
 def committed():
     """The committed records, read once a process; not to be changed."""
     return load_runs(ROOT / "runs")
+
+
+def best_of(times: int, call):
+    """The fastest of some calls (s), and the last result: other work on the machine only ever adds."""
+    seconds = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        result = call()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds), result
 
 
 def real_tokenizer_folder() -> Path | None:

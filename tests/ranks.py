@@ -36,17 +36,17 @@ STEPS = 6
 
 
 def spec_of(case: dict):
-    """A row at smoke scale with 16 samples a step, for the case's number of processes, and a model of its shape."""
+    """A row at smoke preset with 16 samples a step, for the case's number of processes, and a model of its shape."""
     TINY_CONFIG.update({"num_hidden_layers": 2, "num_attention_heads": 2} | case.get("shape", {}))
-    scale = {"steps": STEPS, "checkpoint_every": 0, "measure_from": 2, "quality": False, "learning_rate": 1e-3}
+    preset = {"steps": STEPS, "checkpoint_every": 0, "measure_from": 2, "quality": False, "learning_rate": 1e-3}
     world = case.get("world", 2)
     (spec,) = plan(
         [case["row"]], "smoke", data="synthetic:120", machine=CPU, micro_batch=16 // max(case.get("parts", 2), world),
         world=world, stages=case.get("stages"),
     )  # fmt: skip
     settings = dataclasses.replace(spec.settings, **{"compile": "none"} | case.get("settings", {}))
-    scale = dataclasses.replace(spec.preset, **scale | case.get("scale", {}))
-    return dataclasses.replace(spec, scale=scale, settings=settings)
+    preset = dataclasses.replace(spec.preset, **preset | case.get("preset", {}))
+    return dataclasses.replace(spec, preset=preset, settings=settings)
 
 
 class Unequal:
@@ -72,7 +72,7 @@ class FirstGradients(dict):
 
     def __call__(self, optimizer, global_norm) -> None:
         if not self:
-            strategy = global_norm.__self__
+            strategy = across.__self__
             own = {strategy.place(n): strategy.gather(p.grad, p).clone() for n, p in enumerate(strategy.parameters)}
             self.update(strategy.ranks.gather_stages(own))
         clip(optimizer, global_norm)

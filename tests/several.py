@@ -21,12 +21,12 @@ FEATURES = 40_000  # of a training
 
 
 def write(
-    runs, variant, scale, seed=0, *, world=1, batch=32, micro_batch=8, stages=None, log=None, name="", **values
+    runs, variant, preset, seed=0, *, world=1, batch=32, micro_batch=8, stages=None, log=None, name="", **values
 ):  # fmt: skip
     """A record that ended ok, with these values by path ('parallel.bubble') and the lines of its log; of a row `name`
     that is otherwise as `variant`."""
     own = {"world": world, "stages": stages, "batch": batch}
-    spec = resolve(variant, scale, seed, GPUS, DATA, MODEL, "squad/", "bert/", micro_batch, **own)
+    spec = resolve(variant, preset, seed, GPUS, DATA, MODEL, "squad/", "bert/", micro_batch, **own)
     spec = dataclasses.replace(spec, variant=name or variant)
     entry = record.new_record(spec, {"python": "3.11", "gpu": "NVIDIA H200"})
     entry["code"] = {"commit": "0123456789abcdef0123456789abcdef01234567", "dirty": False}
@@ -47,7 +47,7 @@ def write(
 
 
 def timed(runs, variant, seed=0, *, ms, world=1, batch=32, **more):
-    """A run of scale `parallel` whose steps take so many milliseconds, some percent more or less by its seed; those of
+    """A run of preset `parallel` whose steps take so many milliseconds, some percent more or less by its seed; those of
     process n take n percent longer than the first's, twice that with seed 1, and thrice with seed 2."""
     ms *= 1 + 0.01 * (seed - 1)
     speed = {"speed.samples_per_s": 1e3 * batch / ms, "time.step_ms.median": ms}

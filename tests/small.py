@@ -1,4 +1,4 @@
-"""A lab small enough for tests of the driver: a scale of 40 steps, a run without a model, and a notebook to spoil.
+"""A lab small enough for tests of the driver: a preset of 40 steps, a run without a model, and a notebook to spoil.
 
 `python -m tests.small VERB ...` is `python -m qa_lib VERB ...` with $SMALL_NOTEBOOK for every family's notebook,
 $SMALL_MACHINE for what the driver's probe found. With $SMALL_PLAIN the notebook's cells are run by a plain Python,
@@ -20,19 +20,13 @@ from qa_lib.spec import Machine, Spec
 
 STEPS = 40
 PRESETS["test"] = dataclasses.replace(
-    PRESETS["smoke"],
-    name="test",
-    threads=None,
-    data="synthetic:80",
-    steps=STEPS,
-    measure_from=5,
-    checkpoint_every=10,
+    PRESETS["smoke"], name="test", threads=None, data="synthetic:80", steps=STEPS, measure_from=5, checkpoint_every=10
 )
 
 PARAMETERS = 'variant = "A1"\nscale = "test"\nseed = 0\ndata = ""\nmodel = ""\nmicro_batch = 0\nruns = "runs"'
-SPEC = (
-    "from tests import small\nspec, pause, say = small.spec(variant, scale, seed, data, model, micro_batch), 0, print\n"
-)
+SPEC = """from tests import small
+spec, pause, say = small.spec(variant, preset, seed, data, model, micro_batch), 0, print
+"""
 PRETEND = "small.pretend(spec, runs, pause)"
 FIT = "from qa_lib.run.fit import fit\nfit(spec, runs=runs, say=say)"
 
@@ -43,9 +37,9 @@ def probed() -> tuple[Machine, dict]:
     return Machine(**machine | {"backends": tuple(machine["backends"])}), env
 
 
-def spec(variant, scale, seed, data, model, micro_batch) -> Spec:
+def spec(variant, preset, seed, data, model, micro_batch) -> Spec:
     """The spec that the driver made of the same words."""
-    (found,) = plan([variant], scale, [seed], data, model, micro_batch, probed()[0])
+    (found,) = plan([variant], preset, [seed], data, model, micro_batch, probed()[0])
     return found
 
 

@@ -1,6 +1,5 @@
 """The demo as its page asks it, over HTTP, and in a real browser: tests that skip where no Chromium is installed."""
 
-import asyncio
 import html
 import json
 import multiprocessing
@@ -28,18 +27,18 @@ from qa_lib.app import Choices, answer, app, dashboard, decided, running
 from qa_lib.data.squad import MAX_CONTEXT, open_source
 from qa_lib.errors import UserError
 from qa_lib.model.hf_checkpoint import write_digests
-from qa_lib.record import new_record
+from qa_lib.record import finish, new_record
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.score import predict
 from qa_lib.score.choices import named, offered
 from qa_lib.score.predict import load_qa_model, window_lengths
+from qa_lib.spec import Machine
+from tests.conftest import slow
 from tests.plain import overflow
-from tests.test_report import GPU, make
 
 ROOT = Path(__file__).parent.parent
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-LOAD_SECONDS = int(os.environ.get("QA_LIB_LOAD_SECONDS", 3))  # 20 for the figures that are reported
 HEAD = "qa_outputs.weight"
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(["qa_lib.app", "tests.test_app"])
@@ -201,19 +200,6 @@ def test_answers_are_right_and_long_paragraphs_windowed(server, runs, questions)
     assert all(f"{part} " in card[4]["value"] for part in ("tokenize", "model", "decode"))
 
 
-def test_the_decoders_best_span_is_the_answer_also_where_it_is_punctuation():
-    """(Beginning, end, score) in a paragraph; the best span holds a comma, or nothing else."""
-    context = "with , they and all"
-    for span in ((5, 11), (5, 6)):
-        places = [(5, 5), span, (7, 11)]
-        nbest = [{"text": context[begin:end], "begin": begin, "end": end} for begin, end in places]
-        found = {"context": context, "margin": -2.0, "nbest": nbest}
-        text, marked = decided(found, -2.0)
-        assert text == context[slice(*span)] and f"<mark>{text}</mark>" in marked
-        assert decided(found, -2.1) == ("No answer", f'<div class="text">{context}</div>')
-    assert decided(found | {"margin": None}, 1e9)[0] == "No answer"
-
-
 @pytest.mark.parametrize(
     ("question", "context", "said"),
     [
@@ -345,13 +331,7 @@ def test_foreign_hosts_and_pages_are_refused(server, host):
 
 
 @pytest.mark.parametrize(
-    ("host", "address", "local"),
-    [
-        ("127.0.0.1", "127.0.0.1", True),
-        ("::1", "::1", True),
-        ("localhost", "127.0.0.1", True),
-        ("lab", "10.0.0.7", False),
-    ],
+    ("host", "address", "local"), [("::1", "::1", True), ("localhost", "127.0.0.1", True), ("lab", "10.0.0.7", False)]
 )
 def test_other_names_are_answered_only_where_others_reach_it(host, address, local):
     assert ("*" in serving.names(host, address)) is not local
@@ -373,93 +353,68 @@ HEADS = (
 POST = "\r\n".join([*HEADS, "", ""]).encode()
 
 
-@pytest.mark.parametrize("begun", [b"", b"GET / HTTP/1.1\r\nX: ", POST], ids=["no head", "head", "body"])
+@pytest.mark.parametrize("begun", [slow(b"", id="no head"), slow(b"GET / HTTP/1.1\r\nX: ", id="head"), POST])
 def test_a_byte_now_and_then_does_not_keep_a_place(server, begun):
-    with socket.create_connection(("127.0.0.1", server.port)) as slow:
+    with socket.create_connection(("127.0.0.1", server.port)) as sender:
         begin = time.monotonic()
-        slow.sendall(begun)
-        slow.settimeout(0.2)
+        sender.sendall(begun)
+        sender.settimeout(0.2)
         while time.monotonic() < begin + 3 * SECONDS:
             try:
-                if slow.recv(100) == b"":
+                if sender.recv(100) == b"":
                     break
             except TimeoutError:
                 if begun:
-                    slow.sendall(b"x")
+                    sender.sendall(b"x")
             except ConnectionError:
                 break
         assert SECONDS - 1 < time.monotonic() - begin < SECONDS + 2
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_slow_senders(server, runs):
     """Some in their bodies, and more than are served at once that are silent or in their heads."""
-    slow = []
+    senders = []
     for sent in [POST] * 100 + [b"", b"GET / HT"] * (serving.CONNECTIONS // 2):
-        slow.append(socket.create_connection(("127.0.0.1", server.port)))
-        slow[-1].sendall(sent)
+        senders.append(socket.create_connection(("127.0.0.1", server.port)))
+        senders[-1].sendall(sent)
     for _ in range(3):
         begin = time.monotonic()
         assert httpx.get(server.address).status_code == 200
         assert time.monotonic() - begin < 1
     assert server(key_of(runs), "who ?", "it was she")[0]
-    for connection in slow:
+    for connection in senders:
         connection.close()
 
 
+@pytest.mark.slow
 def test_a_hundred_askers_get_their_own_answers(server, runs, questions):
-    """Of paragraphs of any length, each asking again when answered, for LOAD_SECONDS."""
+    """Of paragraphs of any length, all at once and once more."""
     texts = [" ".join(e.context for e in questions[i : i + (1, 1, 1, 4, 30)[i % 5]]) for i in range(100)]
     asked = [(key_of(runs), e.question, text) for e, text in zip(questions[:100], texts, strict=True)]
-    alone = [server(*one)[0]["nbest"] for one in asked]
-    process, waits, failed, sizes = psutil.Process(server.process.pid), [], [], []
-
-    async def asker(client, one, nbest, until):
-        while time.monotonic() < until:
-            begin, body = time.monotonic(), server.question(*one)
-            (await client.post("/gradio_api/queue/join", json=body)).raise_for_status()
-            async with client.stream("GET", f"/gradio_api/queue/data?session_hash={body['session_hash']}") as lines:
-                found, _ = result([line async for line in lines.aiter_lines()])
-            waits.append(time.monotonic() - begin)
-            places = [[(e["text"], e["begin"], e["end"]) for e in each[:1]] for each in (found["nbest"], nbest)]
-            failed.extend([found] if places[0] != places[1] or found["context"] != one[2] else [])
-
-    async def crowd(seconds):
-        until = time.monotonic() + seconds
-        limits = httpx.Limits(max_connections=400, keepalive_expiry=1)
-        async with httpx.AsyncClient(timeout=120, limits=limits, base_url=server.address) as client:
-            await asyncio.gather(*(asker(client, *one, until) for one in zip(asked, alone, strict=True)))
-        sizes.append(process.memory_info().rss / 2**20)
-
-    asyncio.run(crowd(3))  # to warm up
-    waits.clear()
-    asyncio.run(crowd(LOAD_SECONDS))
-    p50, p95 = (sorted(waits)[int(share * len(waits))] for share in (0.5, 0.95))
-    print(
-        f"{len(waits)} answered in {LOAD_SECONDS} s; {p50:.2f} s at the median, {p95:.2f} at p95, {max(waits):.2f} last"
-    )
-    print(f"{sizes[0]:.0f} MiB, then {sizes[1]:.0f}")
-    assert failed == [] and len(waits) >= 100
+    alone = [server(*one)[0]["nbest"][0]["text"] for one in asked]
+    process, sizes = psutil.Process(server.process.pid), []
+    with ThreadPoolExecutor(100) as pool:
+        for _ in range(2):
+            found = [each for each, _ in pool.map(lambda one: server(*one), asked)]
+            assert [each["nbest"][0]["text"] for each in found] == alone
+            assert [each["context"] for each in found] == texts
+            sizes.append(process.memory_info().rss / 2**20)
     assert sizes[1] - sizes[0] < 50
 
 
 # The command, and a notebook.
 
 
-def test_the_command_opens_soon_on_this_machine_alone_and_ends_at_a_signal(runs):
-    begin = time.monotonic()
+def test_the_command_opens_on_this_machine_alone_and_ends_at_a_signal(runs):
     command = [sys.executable, "-m", "qa_lib", "app", "--runs", str(runs), "--port", "0"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    line = process.stdout.readline()
-    address = re.search(r"http://127\.0\.0\.1:\d+", line)
-    assert address, line
+    address = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
     httpx.get(address.group()).raise_for_status()
-    seconds = time.monotonic() - begin
     listening = [c for c in psutil.Process(process.pid).net_connections("tcp") if c.status == "LISTEN"]
     assert {c.laddr.ip for c in listening} == {"127.0.0.1"}
     process.terminate()
     assert process.wait(8) == 130
-    print(f"opened after {seconds:.1f} s")
-    assert seconds < 10 * (3 if os.environ.get("CI") else 1.5)  # the clock here is shared
     assert process.stdout.read() == "stopped by SIGTERM; finished runs are kept\n"
 
 
@@ -524,26 +479,13 @@ def test_a_corrupt_record_costs_a_sentence(runs, tmp_path, variant, change, said
     )
 
 
-def test_two_records_that_are_spoilt_together_cost_a_sentence_each(runs, tmp_path):
-    for group, length in (("one", True), ("other", 0)):
-        path = tmp_path / group / "A1-s0-aaaaaa" / "record.json"
-        path.parent.mkdir(parents=True)
-        entry = json.loads((folder_of(runs).parent / "record.json").read_text())
-        entry["spec"]["preset"]["max_length"] = length
-        path.write_text(json.dumps(entry | {"group": group, "run_id": "A1-s0-aaaaaa"}))
-    shutil.copytree(folder_of(runs).parent, tmp_path / key_of(runs))
-    for group, length in (("one", "'True'"), ("other", "'0'")):
-        assert f"max_length is {length}, and not" in dashboard(tmp_path, tmp_path, group).said[0]
-    assert list(dashboard(tmp_path, tmp_path, "cpu-smoke").table["row"]) == ["A1"]
-
-
 def test_the_dashboard_opens_on_the_newest_group(tmp_path):
-    older, newer = make(tmp_path, "A1"), make(tmp_path, "A1", machine=GPU)
-    for day, folder in enumerate((older, newer), 1):
-        entry = json.loads((folder / "record.json").read_text())
+    names = ["h200-smoke", "cpu-smoke"]
+    for day, group in enumerate(reversed(names), 1):
+        (spec,) = plan(["A1"], "smoke", machine=Machine(group.removesuffix("-smoke")))
+        entry = new_record(spec, {"gpu": None})
         entry["time"]["started"] = f"2026-01-0{day}T00:00:00+00:00"
-        (folder / "record.json").write_text(json.dumps(entry))
-    names = [newer.parent.name, older.parent.name]
+        finish(tmp_path / spec.run_path, entry, "ok")
     for wanted, shown in (("", names[0]), (names[1], names[1]), ("../..", names[0])):
         assert dashboard(tmp_path, tmp_path, wanted)[:2] == (names, shown)
     assert dashboard(tmp_path / "none", tmp_path).said[0].startswith("There are no records yet")
@@ -646,18 +588,6 @@ def test_browser_marks_the_answer_and_the_threshold_decides_again(page, server, 
     page.locator("mark").wait_for()
     assert page.locator("mark").text_content() == best and page.locator(".paragraph .text").text_content() == context
     assert joined and server.ask["id"] not in {body["fn_index"] for body in joined}, "the model runs once"
-
-
-def test_browser_compares_two_and_offers_examples(page, questions):
-    page.get_by_label("Compare with").click()
-    page.get_by_role("option", name=re.compile("^A1")).click()
-    page.get_by_role("button", name=re.compile("How many parameters")).click()
-    page.wait_for_function("document.querySelector('textarea').value.startsWith('BERT is a neural network')")
-    page.locator("#ask").click()
-    page.locator(".paragraph .text").nth(1).wait_for()
-    values = page.locator("input[type=number]:visible").evaluate_all("all => all.map(one => one.value)")
-    assert len(values) == 2 and values[0] == "3.25" != values[1]
-    assert page.locator(".answer:visible").count() == 2 and fits(page)
 
 
 def test_browser_dashboard_shows_a_group_and_how_far_runs_are(page, runs):

@@ -18,8 +18,7 @@ from qa_lib.run.plan import plan
 from qa_lib.score.decode import decode
 from qa_lib.score.evaluate import evaluate
 from qa_lib.spec import Machine
-from tests.bench_data import best_of
-from tests.material import SQUAD, needs_squad, trained_tokenizer
+from tests.material import SQUAD, best_of, needs_squad, trained_tokenizer
 from tests.plain import plain_answers
 from tests.test_windows import EDGES, TEXT, Given
 

@@ -9,7 +9,6 @@ import pytest
 
 from qa_lib import record
 from qa_lib.__main__ import main
-from qa_lib.run import export
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 
@@ -96,11 +95,3 @@ def test_a_bad_record_costs_a_line_and_no_export(runs, tmp_path, monkeypatch, ca
     assert main(["export", "--runs", str(runs), to, str(tmp_path / "out")]) == 0
     said, told = capsys.readouterr()
     assert "1 runs" in said and re.fullmatch(r"left out: .*D1-.*qa_lib/99.*\n", told)
-
-
-def test_lines_of_a_step_log_that_are_none_are_passed_over(runs):
-    (log,) = runs.glob("*/A1-*/steps.jsonl")
-    good = log.read_text().splitlines()[1]
-    bad = ["[]", "3", '{"step": "x"}', "[" * 100_000, '{"step": 1, "loss": NaN}', "\\xff"]
-    log.write_text("\n".join([*bad, good]))
-    assert [step["step"] for step in export.steps_of(log.parent)] == [2]

@@ -11,20 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from qa_lib import record
-from qa_lib.run.plan import plan
-from qa_lib.spec import Machine
-from qa_lib.train.process_group import Ranks
-from qa_lib.train.step_log import StepLog
 from tests import warm
 from tests.conftest import slow
 
 KILLS = int(os.environ.get("QA_LIB_KILLS", 3))
 SEED = 7  # of the moments
-
-ALONE = Ranks(torch.device("cpu"))
 
 
 class Run:
@@ -79,15 +72,3 @@ def test_random_kills_leave_no_trace(kills, whole, tmp_path):
     entry, *rest = run.finish()
     assert entry["status"] == "ok" and rest == list(whole[1:]), at_steps
     assert entry["quality"] == whole[0]["quality"]
-
-
-@pytest.mark.parametrize("tail", [b'{"step": 51, "lo', b"\xff\xfe", b"[" * 100_000], ids=["cut", "spoilt", "nested"])
-def test_a_log_that_was_cut_short_resumes_into_whole_lines(tmp_path, tail):
-    """The checkpoint knows 100 steps, and of the log 50 lines reached the disk."""
-    (spec,) = plan(["A1"], "smoke", machine=Machine())
-    log = tmp_path / "steps.jsonl"
-    log.write_bytes(b"".join(b'{"step": %d, "loss": 0.1}\n' % step for step in range(1, 51)) + tail)
-    resumed = StepLog(tmp_path, spec, 400, 100, torch.amp.GradScaler(enabled=False), ALONE, lambda _: None)
-    resumed.add(torch.tensor(0.5), 1e-3)
-    resumed.write([0.1])
-    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [*range(1, 51), 101]

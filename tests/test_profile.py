@@ -5,10 +5,9 @@ import json
 import pytest
 import torch
 
-from qa_lib.kernels import fused_norm, gelu, varlen_attention
+from qa_lib.archive import Run
 from qa_lib.measure import ncu, trace
 from qa_lib.record import RecordError
-from qa_lib.report.load import profile_of
 from qa_lib.run import profile, tasks
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
@@ -80,21 +79,6 @@ def test_a_kernel_belongs_to_the_phase_and_part_that_launched_it():
     assert summary["parts"]["forward"] == pytest.approx({"feed-forward": 0.1, "norms and elementwise": 0.1})
 
 
-def test_whatever_a_lookup_calls_counts_as_embeddings():
-    events = [
-        cpu("ProfilerStep#5", 0, 4000, cat="user_annotation"),
-        cpu("forward", 0, 4000, cat="user_annotation"),
-        cpu("aten::embedding", 100, 50, [(30522, HIDDEN), (64,)], 1),
-        cpu("aten::gather", 110, 30, [(30522, HIDDEN), (64,)], 2),
-        cpu("aten::gather", 200, 30, [(1, 512), (1, 64)], 3),
-        *launched("gather_kernel", 1000, 20, 120, 2, 2),
-        *launched("gather_kernel", 1100, 5, 210, 3, 3),
-    ]
-    assert trace.work(events, WIDTHS)["part"].tolist() == ["embeddings", "norms and elementwise"]
-    on_a_cpu = trace.work(events[:4], WIDTHS)
-    assert on_a_cpu["part"].tolist() == ["embeddings"] * 2
-
-
 def test_kernels_of_a_graph_take_the_labels_of_those_launched_one_by_one():
     known = trace.work(gpu_trace(), WIDTHS)
     events = [cpu("ProfilerStep#5", 0, 4000, cat="user_annotation")]
@@ -134,20 +118,6 @@ def test_kernels_of_a_graph_take_the_labels_of_those_launched_one_by_one():
 )
 def test_parts(kernel, op, sizes, phase, part):
     assert trace.part_of(kernel, op, sizes, phase, WIDTHS) == part
-
-
-def test_kernels_of_our_own_are_told_apart_by_their_names():
-    """A graph's kernels have no operator, and nothing but a name."""
-    attention = (varlen_attention.varlen_attention_forward, varlen_attention.varlen_attention_backward)
-    others = (fused_norm.norm_forward_kernel, fused_norm.norm_backward_kernel, gelu.gelu_backward_kernel)
-    for kernels, part in ((attention, "attention"), (others, "norms and elementwise")):
-        for kernel in kernels:
-            assert trace.part_of(kernel.__name__, "cudaGraphLaunch", [], "", WIDTHS) == part
-
-
-def test_the_product_of_a_decoders_head_is_the_losss():
-    sizes, widths = [(64, HIDDEN), (HIDDEN, 50304)], trace.Widths(HIDDEN, WIDE, outputs=50304)
-    assert trace.part_of("nvjet_tst", "aten::mm", sizes, "forward", widths) == "loss"
 
 
 def test_on_a_cpu_an_operator_is_charged_its_own_time_alone():
@@ -200,7 +170,7 @@ def test_what_gradients_take_is_not_taken_for_activations(monkeypatch):
 def test_a_profile_of_a_row_on_this_machine(tmp_path):
     (spec,) = plan(["E-packed-efficient" if torch.cuda.is_available() else "A2"], "smoke", data="synthetic:200")
     profile.profile(spec, tmp_path, lambda _: None)
-    found = profile_of({"path": tmp_path / spec.run_path})
+    found = Run({}, tmp_path / spec.run_path).profile()
     time = found["time"]
     for phase, part in (("forward", "attention"), ("backward", "feed-forward"), ("optimizer", "optimizer")):
         assert time["parts"][phase][part] > 0
@@ -220,7 +190,7 @@ def test_a_profile_that_fails_leaves_the_older_one_whole(tmp_path, monkeypatch):
         profile.profile(spec, tmp_path, lambda _: None)
     assert [(p.name, p.read_text()) for p in folder.iterdir()] == [("profile.json", "older")]
     with pytest.raises(RecordError, match=r"profile\.json: not readable"):
-        profile_of({"path": folder})
+        Run({}, folder).profile()
     (folder / "profile.json").write_text(json.dumps({"schema": "other"}))
-    with pytest.raises(RecordError, match="not a profile of this version"):
-        profile_of({"path": folder})
+    with pytest.raises(RecordError, match="schema 'other' is not known"):
+        Run({}, folder).profile()

@@ -4,14 +4,11 @@ And a driver that had no time to end anything leaves no run that goes on alone. 
 """
 
 import dataclasses
-import fcntl
 import json
 import os
-import pty
 import signal
 import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 
@@ -21,11 +18,9 @@ import pytest
 from qa_lib import record
 from qa_lib.errors import CTRL_C, SIGNALS
 from qa_lib.run.fit import fit
-from qa_lib.run.launch import DRIVER_LOCK
 from qa_lib.run.plan import plan
-from qa_lib.run.process import DRIVER, DRIVER_GONE, plain_command
+from qa_lib.run.process import DRIVER_GONE
 from qa_lib.spec import Machine
-from tests import warm
 from tests.conftest import slow
 from tests.small import FIT, write_notebook
 
@@ -105,17 +100,6 @@ def test_a_signal_ends_children_and_is_named_in_records_and_on_the_terminal(verb
 
 
 @pytest.mark.slow
-def test_a_closing_terminal_reaches_all_processes_and_comes_twice(tmp_path):
-    with Lab(tmp_path, "tune") as lab:
-        lab.wait_for_steps()
-        for _ in range(2):
-            os.killpg(lab.process.pid, signal.SIGHUP)
-        assert lab.process.communicate(timeout=30)[1].count("\n") == 1
-        assert {entry["status"] for entry in lab.records()} == {"killed"}
-        assert not lab.alive
-
-
-@pytest.mark.slow
 def test_nohup_keeps_a_run_from_sighup_but_not_from_sigterm(tmp_path):
     with Lab(tmp_path, "run", before=("nohup",)) as lab:
         lab.wait_for_steps()
@@ -139,18 +123,6 @@ def test_a_run_whose_driver_was_killed_ends_and_says_so(verb, before, tmp_path):
         assert told and set(told) == {("killed", f"stopped by {DRIVER_GONE}")}
 
 
-def test_a_run_whose_driver_went_before_it_began_says_so(tmp_path):
-    (spec,) = plan(["A1"], "smoke", machine=CPU)
-    lock = tmp_path / spec.run_path / DRIVER_LOCK  # which nobody holds
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    process = warm.python(tmp_path / "log", *plain_command(spec, tmp_path)[2:], **{DRIVER: str(lock)})
-    process.join(60)
-    entry = record.read_record(tmp_path / spec.run_path)
-    assert process.exitcode and entry["status"] == "killed"
-    assert entry["error"]["message"] == f"stopped by {DRIVER_GONE}"
-
-
 def test_ctrl_c_in_a_notebook_is_a_keyboard_interrupt_whose_record_says_killed(tmp_path):
     def interrupt(line: str) -> None:
         raise KeyboardInterrupt
@@ -160,22 +132,3 @@ def test_ctrl_c_in_a_notebook_is_a_keyboard_interrupt_whose_record_says_killed(t
         fit(spec, tmp_path, say=interrupt)
     entry = record.read_record(tmp_path / spec.run_path)
     assert (entry["status"], entry["error"]["message"]) == ("killed", f"stopped by {CTRL_C}")
-
-
-@pytest.mark.slow
-def test_a_run_ends_with_the_terminal_that_closes(tmp_path):
-    master, slave = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "qa_lib", *WORDS["run"].split(), "--runs", str(tmp_path)],
-        cwd=ROOT, start_new_session=True, stdin=slave, stdout=slave, stderr=slave,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-    )  # fmt: skip
-    os.close(slave)
-    end = time.monotonic() + 90
-    while not any(path.stat().st_size for path in tmp_path.glob("*/*/steps.jsonl")):
-        assert process.poll() is None and time.monotonic() < end
-        time.sleep(0.05)
-    os.close(master)
-    assert process.wait(5) == 130
-    entry = record.read_record(next(tmp_path.glob("*/*/record.json")).parent)
-    assert (entry["status"], entry["error"]["message"]) == ("killed", f"stopped by {SIGNALS[signal.SIGHUP]}")

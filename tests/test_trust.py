@@ -1,5 +1,4 @@
-"""What files say is compared with where they lie and never followed; whatever they hold, an end is the right result or
-one line that names the culprit.
+"""Whatever files hold, an end is the right result or one line that names the culprit; and no name in them is followed.
 
 Some hundred mutations run here; QA_LIB_MUTATIONS=5000 pytest tests/test_trust.py runs so many of each kind.
 """
@@ -12,19 +11,19 @@ import signal
 from contextlib import contextmanager
 from pathlib import Path
 
-import nbformat
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import BertConfig, BertForQuestionAnswering
 
-from qa_lib.app import dashboard, running
+from qa_lib import record
+from qa_lib.__main__ import main
+from qa_lib.app import running
+from qa_lib.archive import read_runs
 from qa_lib.data.squad import open_source
 from qa_lib.errors import UserError
 from qa_lib.model.build import save_model
-from qa_lib.report import cli, figures, profiles, style
-from qa_lib.report.load import load_runs, newest, select
 from qa_lib.run.launch import Launcher, judge
 from qa_lib.run.sweep import progress_of
 from qa_lib.score.predict import load_qa_model
@@ -33,10 +32,11 @@ from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.data_parallel import NoParallel
 from qa_lib.train.process_group import ProcessGroup
 from tests.material import document, question, trained_tokenizer, write
-from tests.test_report import CPU, made_profile, make
 
 TIMES = int(os.environ.get("QA_LIB_MUTATIONS", "40"))  # mutations of each kind
 SECONDS = 20  # that any of them may take
+CPU = Machine()
+DATA, MODEL = {"name": "synthetic:1600", "sha256": "ab" * 32}, {"name": "tiny", "revision": "1"}
 TEXT = "The river Rhine rises in the Alps and ends near Rotterdam, which is a port."
 
 
@@ -56,77 +56,53 @@ def limited():
 
 
 class Lab:
-    """Runs and figures below `place`/lab, with files around them that nobody may touch."""
+    """Three runs below `place`/lab/runs, the last of them archived, with files around them that nobody may touch."""
 
     def __init__(self, place: Path):
-        self.place, self.runs, self.figures = place, place / "lab" / "runs", place / "lab" / "figures"
+        self.place, self.runs = place, place / "lab" / "runs"
         for name in ("x", "x.png", "lab/x", "lab/x.png", "keep/record.json"):
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             (place / name).write_text("mine")
-        self.folders = [make(self.runs, variant) for variant in ("A1", "A2")]
-        for folder in self.folders:
-            run = {"run_id": folder.name, "group": "cpu-smoke", "spec.variant": folder.name[:2]}
-            write(folder / "profile.json", made_profile(run))
+        self.specs = [resolve(name, "smoke", 0, CPU, DATA, MODEL, "", "") for name in ("A1", "A2", "A3")]
+        for spec in self.specs:
+            folder = self.runs / spec.run_path
+            record.finish(folder, record.new_record(spec, {"gpu": "NVIDIA H200"}), "ok")
+            write(folder / "profile.json", {"schema": record.PROFILE_SCHEMA, "time": {"busy_ms": 1.0}})
             (folder / "steps.jsonl").write_text('{"step": 1, "loss": 2.0, "lr": 0.1, "ms": 3.0}\n' * 3)
-            cells = [nbformat.v4.new_markdown_cell("![a](x.png)"), nbformat.v4.new_code_cell("1")]
-            cells[1].outputs = [nbformat.v4.new_output("execute_result", {"text/plain": "1", "image/png": "eA=="})]
-            nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / "notebook.ipynb")
-        identity = {"name": "tiny", "revision": "1"}, "synthetic:1600", "tiny"
-        data = {"name": "synthetic:1600", "sha256": "ab" * 32}
-        self.spec = resolve("A2", "smoke", 0, CPU, data, *identity)
-        self.report()
-        run = self.folders[1]
-        self.files = [run / name for name in ("record.json", "profile.json", "steps.jsonl", "notebook.ipynb")]
+        assert main(["archive", "cpu-smoke", "--runs", str(self.runs)]) == 0
+        shutil.rmtree(self.runs / self.specs[2].run_path)
+        run = self.runs / self.specs[1].run_path
+        self.files = [run / name for name in ("record.json", "profile.json", "steps.jsonl")]
+        self.files.append(self.runs / "cpu-smoke.jsonl")
         self.kept = {path: path.read_bytes() for path in self.place.rglob("*") if path.is_file()}
-
-    def report(self) -> None:
-        """What the report prints of these records, and what its notebook draws; without the notebook's process."""
-        runs = load_runs(self.runs)
-        print(cli.overview_or_why(runs, [*newest(runs)][-1] if len(runs) else "cpu-smoke"))
-        for figure_of in (figures.fig_ladder, profiles.fig_timeline):
-            style.show(figure_of, select(runs, "cpu-smoke"), save=self.figures)
 
     def use(self) -> None:
         """All that reads such files. Only UserErrors may come of it, and only of those that have one thing to read."""
-        run = self.folders[1]
-        load_runs(self.runs, {})
-        self.report_or_say()
-        assert dashboard(self.runs, self.figures).shown == "cpu-smoke"
+        spec = self.specs[1]
+        run_dir, found = self.runs / spec.run_path, read_runs(self.runs)
+        assert {run.record["group"] for run in found} == {"cpu-smoke"} and len(found) >= 2
         running(self.runs)
-        progress_of(run)
-        after = (run / "record.json").read_bytes()
-        launcher = Launcher(self.runs, Machine("cpu"), {})
-        for ask in (lambda: launcher.is_finished(self.spec), lambda: judge(self.spec, run, None, 0, 1.0)):
+        progress_of(run_dir)
+        after = (run_dir / "record.json").read_bytes()
+        launcher = Launcher(self.runs, CPU, {})
+        asks = [lambda: launcher.is_finished(spec), lambda: judge(spec, run_dir, None, 0, 1.0)]
+        for ask in [*asks, *(ask for run in found for ask in (run.profile, run.quantized, run.steps))]:
             try:
                 ask()
             except UserError as problem:
                 assert "\n" not in str(problem)
-        (run / "record.json").write_bytes(after)
-
-    def report_or_say(self) -> None:
-        try:
-            self.report()
-        except UserError as problem:
-            assert "cpu-smoke" in str(problem)
+        (run_dir / "record.json").write_bytes(after)
 
     def check_and_restore(self, changed: Path) -> None:
-        """Nothing but the file that was changed and the figures is other than it was."""
+        """Nothing but the file that was changed is other than it was."""
         found = {path: path.read_bytes() for path in self.place.rglob("*") if path.is_file()}
-        ours = {changed} | {path for path in {*found, *self.kept} if path.is_relative_to(self.figures / "cpu-smoke")}
-        assert {path: content for path, content in found.items() if path not in ours} == {
-            path: content for path, content in self.kept.items() if path not in ours
-        }
-        for path in found.keys() - self.kept.keys():
-            path.unlink()
-        for path in ours & self.kept.keys():
-            if path.read_bytes() != self.kept[path] if path.exists() else True:
-                path.write_bytes(self.kept[path])
+        assert found | {changed: b""} == self.kept | {changed: b""}
+        changed.write_bytes(self.kept[changed])
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(style, "png", lambda figure, *_, **__: b"a picture")  # which takes most of the time
         place = tmp_path_factory.mktemp("trust")
         (place / "lab").mkdir()
         patch.chdir(place / "lab")
@@ -172,7 +148,7 @@ def at(document, way):
     return document
 
 
-PATHS = ["../x", "../x.png", "../../x", "../../x.png", "../../web", "../../../keep", "/", ".", "..", "", "a\0b.png",
+PATHS = ["../x", "../x.png", "../../x", "../../x.png", "../../../keep", "/", ".", "..", "", "a\0b.png",
          "a\nb", "C:\\x", "\\\\host\\x", "x" * 5_000, "\x1b[2J", "\ud800", "~/x", "file:///x", "~"]  # fmt: skip
 
 
@@ -233,30 +209,21 @@ def test_records_and_what_lies_beside_them_may_hold_anything(lab, number, capsys
         lab.check_and_restore(file)
 
 
-def test_one_bad_record_costs_one_row_and_a_sentence(lab, capsys):
+def test_one_bad_record_costs_one_run_and_a_sentence(lab):
     path = lab.files[0]
     for value in VALUES[6:]:
         for way in (("spec", "adjusted", False), ("quality", "f1", False), ("env", "gpu", False)):
             if (way[1], value) in (("adjusted", []), ("gpu", ""), ("gpu", "text"), ("gpu", "\x1b]0;x\x07")):
                 continue
             written(path, changed(read(path), way, value))
-            broken = {}
-            assert list(load_runs(lab.runs, broken)["spec.variant"]) == ["A1"], (way, value)
-            (said,) = broken.values()
-            assert str(path) in said and "\n" not in said
+            said = []
+            assert [run.record["spec"]["variant"] for run in read_runs(lab.runs, left_out=said.append)] == [
+                "A1",
+                "A2",
+                "A3",
+            ]
+            assert str(path) in str(said[0]) and "\n" not in str(said[0]) and len(said) == 1, (way, value)
             lab.check_and_restore(path)
-
-
-@pytest.mark.parametrize("escape", ["\x1b[2J", "\x1b]0;title\x07", "\x9b2J"])
-def test_no_terminal_obeys_a_message(lab, escape, capsys):
-    path = lab.files[0]
-    entry = read(path)
-    entry |= {"status": "error", "error": {"kind": "E", "message": f"{escape}boo", "step": 1}}
-    written(path, entry)
-    lab.report()
-    said = capsys.readouterr().out
-    assert "boo" in said and not {"\x1b", "\x07", "\x9b"} & set(said)
-    lab.check_and_restore(path)
 
 
 @pytest.fixture(scope="module")

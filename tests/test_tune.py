@@ -1,6 +1,5 @@
 """Searches: the points they try; how runs share a GPU or take turns on it, and which times they record."""
 
-import argparse
 import dataclasses
 import threading
 import time
@@ -11,12 +10,12 @@ import pytest
 import torch
 
 from qa_lib import record
-from qa_lib.cli import Parser
+from qa_lib.commands import parser_of
 from qa_lib.data.load import load_data
 from qa_lib.errors import UserError
 from qa_lib.measure import hardware
-from qa_lib.measure.hardware import gpu_lock
-from qa_lib.run import fit, launch, max_batch, tune
+from qa_lib.measure.hardware import turn
+from qa_lib.run import fit, launch, tune
 from qa_lib.run.plan import plan
 from qa_lib.run.process import SHARE, child_env
 from qa_lib.spec import Machine
@@ -27,9 +26,7 @@ CPU = Machine(backends=("inductor",), bitsandbytes=True, compiler=True)
 
 
 def call(*words):
-    parser = Parser()
-    tune.add_arguments(parser)
-    return tune.main(parser.parse_args(list(words)))
+    return tune.main(parser_of("tune").parse_args(list(words)))
 
 
 @pytest.fixture
@@ -141,16 +138,8 @@ def test_runs_on_one_gpu_take_turns(monkeypatch, tmp_path):
         assert not waited
     other.join()
     assert waited[0] >= 0.4 and len(said) == 1
-    with gpu_lock(torch.device("cpu"), waits=lambda: said.append(0)) as seconds:
+    with turn(torch.device("cpu"), waits=lambda: said.append(0)) as seconds:
         assert seconds == 0.0
-
-
-def test_runs_on_a_cpu_never_disturb_each_other(monkeypatch, tmp_path):
-    monkeypatch.setenv(SHARE, "1")
-    (spec,) = plan(["A1"], "smoke", machine=CPU, data="synthetic:80")
-    spec = dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, steps=2, measure_from=1))
-    entry = fit.fit(spec, tmp_path, say=lambda _: None)
-    assert entry["time"]["wall_s"] > 0, "each run has its own threads, so times are recorded"
 
 
 def test_data_that_were_loaded_before_count_as_time_of_the_run(tmp_path):
@@ -161,27 +150,3 @@ def test_data_that_were_loaded_before_count_as_time_of_the_run(tmp_path):
     data.load_s = 100.0
     entry = fit.fit(spec, tmp_path, data=data, say=lambda _: None)
     assert entry["time"]["prepare_s"] > 100 and entry["time"]["wall_s"] > entry["time"]["prepare_s"]
-
-
-@pytest.mark.parametrize("group", ["h200-tune", "h200-max-batch-14.9gib-sm75"])
-def test_committed_tries_keep_their_names(group):
-    """What the verbs would run today under the conditions of a committed try has its hash and its folder."""
-    gpu = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90, backends=("inductor", "aot_eager", "cudagraphs"))
-    names = []
-    for path in sorted((ROOT / "runs" / group).glob("*/record.json")):
-        kept = record.read_record(path.parent)
-        asked, scale = kept["spec"]["settings"], kept["spec"]["preset"]
-        identity = {"data": {k: kept["data"][k] for k in ("name", "sha256")}}
-        identity["model"] = {k: kept["model"][k] for k in ("name", "revision")}
-        row = (kept["spec"]["variant"], "tiny", "synthetic:80")
-        if group == "h200-tune":
-            found = plan([row[0]], "quality", [kept["spec"]["seed"]], row[2], row[1], asked["micro_batch"], gpu)
-            (spec,) = tune.points(found, [scale["learning_rate"]], [asked["trainable"]])
-        else:
-            words = argparse.Namespace(limit_gib=14.9, sm=75, data=row[2], model=row[1])
-            spec = max_batch.specs_for(row[0], words, gpu)(asked["micro_batch"])
-        spec = dataclasses.replace(spec, **identity)
-        assert (spec.search, spec.sm) == (kept["spec"]["search"], kept["spec"]["sm"])
-        assert str(spec.run_path) == f"{group}/{path.parent.name}"
-        names.append(spec.run_id)
-    assert len(names) > 50

@@ -14,8 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from qa_lib.data.squad import DataError, Example, open_source
 from qa_lib.data.windows import Samples, build_samples
 from qa_lib.errors import UserError
-from tests.bench_data import best_of
-from tests.material import SQUAD, document, needs_squad, question, real_tokenizer, trained_tokenizer, write
+from tests.material import SQUAD, best_of, document, needs_squad, question, real_tokenizer, trained_tokenizer, write
 from tests.plain import overflow, plain_positions
 from tests.tiny import byte_level_tokenizer
 
@@ -382,7 +381,7 @@ def many(n: int, tokenizer_words: list[str]) -> list[Example]:
 @pytest.mark.slow
 @pytest.mark.alone
 def test_ten_times_as_fast_as_datasets_map():
-    """On random words the paragraphs differ more than in real text, so the real ratio is higher; see bench_data."""
+    """On random words the paragraphs differ more than in real text, so the real ratio is higher."""
     import datasets
 
     words = ["".join(random.Random(i).choices("etaoinshrdlu", k=1 + i % 9)) for i in range(5000)]

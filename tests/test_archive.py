@@ -1,0 +1,146 @@
+"""Runs in folders become two files of their group, which say the same."""
+
+import json
+import shutil
+
+import pytest
+
+from qa_lib import record
+from qa_lib.__main__ import main
+from qa_lib.archive import STEP_COLUMNS, read_runs
+from qa_lib.record import PROFILE_SCHEMA, QUANTIZED_SCHEMA
+from qa_lib.run.launch import Launcher
+from qa_lib.run.plan import plan
+from qa_lib.spec import Machine
+from tests.material import write
+
+GROUP = "cpu-smoke"
+LINES = [{"step": 1, "loss": None, "lr": 1e-3, "ms": 5.0}, {"step": 2, "loss": 0.5, "lr": 1e-3, "ms": 4.0, "phi": 70.0}]
+QUALITY = {"f1": 81.5, "best_f1": 82.0, "best_f1_threshold": -1.5, "weights_bytes": 9, "latency_ms": 3}
+
+
+@pytest.fixture(scope="module")
+def specs():
+    return plan(["A1", "A2", "A3", "A4"], "smoke", data="synthetic:40", machine=Machine())
+
+
+@pytest.fixture
+def runs(tmp_path, specs):
+    """A1 with a log, a profile and a quantized model; A2, and A3 that ran out of memory; A4 is still at work."""
+    for spec, status in zip(specs, ("ok", "ok", "oom", "running"), strict=True):
+        entry = record.new_record(spec, {"gpu": None})
+        entry["quality"] |= {"f1": 81.5, "n": 40}
+        entry["spec"]["n_eval"] = 40
+        record.finish(tmp_path / spec.run_path, entry, status)
+    folder = tmp_path / specs[0].run_path
+    (folder / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES) + '{"step": 3, "lo')
+    write(folder / "profile.json", {"schema": PROFILE_SCHEMA, "time": {"busy_ms": 1.0}})
+    (folder / "model-int8").mkdir()
+    own = {"schema": QUANTIZED_SCHEMA, "run_id": folder.name, "group": GROUP, "width": "int8"}
+    write(folder / "model-int8" / "quantized.json",
+          own | {"code": {}, "env": {}, "data": {}, "before": QUALITY, "after": QUALITY})  # fmt: skip
+    return tmp_path
+
+
+def archive(runs, group=GROUP):
+    return main(["archive", group, "--runs", str(runs)])
+
+
+def archived(runs, specs):
+    """The same runs, archived alone."""
+    assert archive(runs) == 0
+    shutil.rmtree(runs / GROUP)
+    return runs
+
+
+def told(runs, **more):
+    """The runs that are read, and what is said of those that are not."""
+    left_out = []
+    return read_runs(runs, left_out=lambda problem: left_out.append(str(problem)), **more), left_out
+
+
+def test_an_archive_says_what_the_folders_said(runs, specs, capsys):
+    before = [run for run in read_runs(runs) if run.record["status"] != "running"]
+    held = [(run.record, run.steps(), run.profile(), run.quantized()) for run in before]
+    after, left_out = told(archived(runs, specs))
+    assert capsys.readouterr().out.startswith(f"{runs}/{GROUP}.jsonl: 3 runs, ") and not left_out
+    for run, (entry, steps, profile, quantized) in zip(after, held, strict=True):
+        assert (run.folder, run.archive) == (None, runs / f"{GROUP}.jsonl")
+        assert run.record == entry | {"profile": profile, "quantized": quantized}
+        assert (run.profile(), run.quantized()) == (profile, quantized)
+        assert run.steps().equals(steps) and list(steps) == list(STEP_COLUMNS)
+    assert [len(run.steps()) for run in after] == [2, 0, 0] and held[0][2] and held[0][3], "of the first there is all"
+
+
+def test_a_folder_wins_over_its_line_and_a_second_archive_keeps_all(runs, specs, capsys):
+    archived(runs, specs)
+    again = record.new_record(specs[1], {"gpu": None})
+    again["quality"]["f1"] = 12.5
+    record.finish(runs / specs[1].run_path, again, "ok")
+    steps = '{"step": 1, "loss": 2.0, "lr": 0.1, "ms": 3.0}\n'
+    (runs / specs[1].run_path / "steps.jsonl").write_text(steps)
+    first, second, _ = read_runs(runs, GROUP)
+    assert (first.folder, second.folder) == (None, runs / specs[1].run_path)
+    assert archive(runs) == 0
+    shutil.rmtree(runs / GROUP)
+    found = read_runs(runs)
+    assert [run.record["quality"]["f1"] for run in found] == [81.5, 12.5, 81.5]
+    assert [len(run.steps()) for run in found] == [2, 1, 0] and found[0].profile() and found[0].quantized()
+
+
+def test_an_archived_run_is_evidence_and_nobodys_own(runs, specs):
+    launcher = Launcher(runs, Machine(), {})
+    assert launcher.is_finished(specs[2])
+    archived(runs, specs)
+    assert not any(map(launcher.is_finished, specs))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda line: line[: len(line) // 2], "not readable as JSON"),
+        (lambda line: line.replace(record.SCHEMA, "qa_lib/2"), "not a record of 'qa_lib/3'"),
+        (lambda line: line.replace('"group":"cpu-smoke"', '"group":"h200-bench"'), "a record of group 'h200-bench'"),
+        (lambda line: line.replace('"f1":81.5', '"f1":"fast"', 1), "quality.f1 is 'fast'"),
+        (lambda line: "[]", "not a record of"),
+    ],
+    ids=["cut", "schema", "group", "value", "list"],
+)
+def test_a_broken_line_costs_itself_and_is_named(runs, specs, spoil, said):
+    path = archived(runs, specs) / f"{GROUP}.jsonl"
+    first, second, third = path.read_text().splitlines()
+    path.write_text("\n".join([first, spoil(second), third]))
+    found, (problem,) = told(runs)
+    assert [run.record["spec"]["variant"] for run in found] == ["A1", "A3"] and len(found[0].steps()) == 2
+    assert problem.startswith(f"{path}:2: {said}"), problem
+
+
+def test_steps_that_are_no_parquet_are_named(runs, specs):
+    path = archived(runs, specs) / f"{GROUP}.steps.parquet"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(record.RecordError, match=r"steps\.parquet: not readable as steps"):
+        read_runs(runs)[0].steps()
+
+
+@pytest.mark.parametrize(
+    ("group", "said"),
+    [("h200-none", "no finished run of group h200-none"), ("../x", "'../x' is not the name of a group")],
+)
+def test_what_is_no_group_is_one_line(runs, group, said, capsys):
+    before = sorted(runs.rglob("*"))
+    assert archive(runs, group) == 2 and said in capsys.readouterr().err
+    assert sorted(runs.rglob("*")) == before
+
+
+def test_one_group_is_read_whatever_signs_are_in_its_name(runs, specs):
+    archived(runs, specs)
+    (runs / f"{GROUP}.jsonl").rename(runs / "cpu-[smoke].jsonl")
+    assert told(runs, group="cpu-s") == ([], [])
+    assert len(told(runs, group="cpu-[smoke]")[1]) == 3, "found, and of another group"
+
+
+def test_lines_of_a_step_log_that_are_none_are_passed_over(runs, specs):
+    log = runs / specs[0].run_path / "steps.jsonl"
+    bad = ["[]", "3", '{"step": "x"}', "[" * 100_000, '{"step": 1, "loss": NaN}', "\\xff"]
+    log.write_text("\n".join([*bad, log.read_text().splitlines()[1]]))
+    assert read_runs(runs)[0].steps()["step"].tolist() == [2]
