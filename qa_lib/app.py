@@ -19,7 +19,6 @@ import gradio as gr
 import pandas as pd
 from starlette.applications import Starlette
 
-from qa_lib import cli
 from qa_lib.data.squad import MAX_CONTEXT, open_source
 from qa_lib.errors import UserError, first_line
 from qa_lib.record import RecordError, duration, read_record, run_files
@@ -32,11 +31,6 @@ from qa_lib.run.sweep import progress_of
 from qa_lib.score.choices import Choices, named
 from qa_lib.serving import guards, listen, names, serve
 
-EXAMPLE = """examples:
-  python -m qa_lib app --model deepset/minilm-uncased-squad2          # of the hub: safetensors alone, and no code
-  python -m qa_lib app --model my-bert/ --model runs/h200-local/A3-s0-1a2b3c/   # two side by side
-On another machine: ssh -L 8600:localhost:8600 MACHINE, start it there, and open http://localhost:8600 here.
-In a notebook, and in Colab: from qa_lib.app import app; app()"""
 MAX_QUESTION = 1_000  # characters
 WAITING = 256  # events that may wait; the next is told that the queue is full
 SESSIONS = 256  # pages whose state is kept
@@ -343,16 +337,6 @@ def app(*models: str, runs: str | Path = "runs", figures: str | Path = "figures"
         app_kwargs={"middleware": guards(hosts, "*")}, **LOOK,
     )  # fmt: skip
     return demo
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `python -m qa_lib app`."""
-    models = {"action": "append", "default": [], "type": cli.given}
-    parser.add_argument("--model", **models, metavar="M", help="folder or hub name; repeatable")
-    parser.add_argument("--runs", type=cli.path, default=Path("runs"), metavar="DIR", help="of the records (runs)")
-    parser.add_argument("--figures", type=cli.path, default=Path("figures"), metavar="DIR", help="of reports (figures)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
-    parser.add_argument("--port", type=cli.whole(0, 65535), default=8600, metavar="N", help="0 takes a free one (8600)")
 
 
 def main(args: argparse.Namespace) -> int:

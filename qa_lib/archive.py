@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from qa_lib.cli import folder, given
 from qa_lib.errors import UserError, printable
 from qa_lib.record import (
     PROFILE_SCHEMA,
@@ -151,17 +150,6 @@ def _line(path: Path, number: int, line: str) -> dict:
     if checked(place, record)["group"] != path.stem:
         raise RecordError(f"{place}: a record of group {record['group'][:40]!r}")
     return {"profile": None, "quantized": []} | record
-
-
-EXAMPLE = "example: python -m qa_lib archive h200-bench    then, if you like: rm -r runs/h200-bench"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `python -m qa_lib archive`."""
-    parser.add_argument("group", type=given, metavar="GROUP", help="a folder of runs below --runs")
-    parser.add_argument(
-        "--runs", type=folder, default="runs", metavar="DIR", help="folder of the records (%(default)s)"
-    )
 
 
 def main(args: argparse.Namespace) -> int:

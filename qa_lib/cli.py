@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from qa_lib.errors import UserError
-from qa_lib.presets import MOST, PRESETS
+from qa_lib.presets import MOST
 from qa_lib.variants import find_family, find_variant
 
 
@@ -108,16 +108,6 @@ def several(kind: Callable) -> Callable[[str], list]:
     return values
 
 
-def add_several(parser, name, kind, metavar, help, **more) -> None:
-    parser.add_argument(name, **{"nargs": "+"} | more, type=several(kind), action=Joined, metavar=metavar, help=help)
-
-
-def add_rows(parser: argparse.ArgumentParser, name: str, help: str = "rows of `python -m qa_lib variants`") -> None:
-    """Rows by their names, as the option or argument `name`, and by their family; see rows_of."""
-    add_several(parser, name, given, "VARIANT", help, **{} if name.startswith("-") else {"nargs": "*"})
-    parser.add_argument("--family", type=given, metavar="A", help="the rows of one family, by letter or by notebook")
-
-
 def variants_of(args: argparse.Namespace) -> list[str]:
     """The names of the variants that were asked for. Raises UnknownName, and UserError where none was."""
     names = [*(args.variants or []), *(find_family(args.family) if args.family else [])]
@@ -126,49 +116,6 @@ def variants_of(args: argparse.Namespace) -> list[str]:
     return [find_variant(name).name for name in names]
 
 
-rows_of = variants_of
-
-
-def add_source_arguments(parser: argparse.ArgumentParser, preset: bool = True, several: bool = False) -> None:
-    """Options that `run`, `sweep` and others share; those that have a preset of their own take no `preset`, and
-    `several` micro-batches may be given to those that try each."""
-    if preset:
-        parser.add_argument("--preset", type=given, required=True, metavar="S", help=", ".join(PRESETS))
-    parser.add_argument("--data", type=given, metavar="DIR", help="questions or text: a folder, a file, or a hub name")
-    parser.add_argument("--model", type=given, metavar="DIR", help="a folder, a hub name, or a shape: gpt2:L12H768")
-    add_size(parser, "--micro-batch", several)
-    parser.add_argument("--runs", type=folder, default="runs", metavar="DIR", help="where records go (%(default)s)")
-
-
-def add_run_arguments(parser: argparse.ArgumentParser, several: bool = False) -> None:
-    """Options of `run` and `sweep`: what a run may have otherwise than its row and its preset say; `several` of a size
-    may be given to the latter."""
-    add_size(parser, "--world", several)
-    parser.add_argument("--stages", type=one_or_more, metavar="N", help="of them in one pipeline (rows: all)")
-    add_size(parser, "--batch", several)
-    parser.add_argument("--epochs", type=one_or_more, metavar="N", help="passes over the data (its preset's)")
-    parser.add_argument(
-        "--learning-rate", type=rate, metavar="X", help="its peak, before a recipe's factor (its preset's)"
-    )
-    add_size(parser, "--max-length", several)
-
-
-SIZES = {
-    "--micro-batch": "features in one forward pass (rows: 8)",
-    "--batch": "features in an optimizer step (its preset's)",
-    "--max-length": "tokens of a feature or window (its preset's); neighbours of fewer than 256 share a third",
-    "--world": "processes of a P row, one a GPU (rows: 2)",
-}
-
-
-def add_size(parser: argparse.ArgumentParser, name: str, several: bool) -> None:
-    """One of SIZES as an option; it takes several numbers where each is to be tried."""
-    if several:
-        add_several(parser, name, one_or_more, "N", f"{SIZES[name]}; several: each")
-    else:
-        parser.add_argument(name, type=one_or_more, metavar="N", help=SIZES[name])
-
-
 def own_of(args: argparse.Namespace) -> dict:
-    """What add_run_arguments has read, as `plan` takes it."""
+    """What of its preset a run has otherwise, as `plan` takes it."""
     return {name: getattr(args, name) for name in ("world", "stages", "batch", "epochs", "learning_rate", "max_length")}

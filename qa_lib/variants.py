@@ -505,14 +505,6 @@ def since(settings: Settings) -> int | None:
     return max((need.sm for need in needs(settings)), default=0) or None
 
 
-EXAMPLE = "example: python -m qa_lib variants --json | jq '.[] | select(.family == \"B\")'"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `python -m qa_lib variants`."""
-    parser.add_argument("--json", action="store_true", help="print every variant with all its settings as JSON")
-
-
 def main(args: argparse.Namespace) -> int:
     """Print the table of variants."""
     if args.json:

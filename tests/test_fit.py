@@ -15,11 +15,10 @@ from qa_lib import record
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.errors import UserError
 from qa_lib.model.build import build_model, save_model
-from qa_lib.run.faults import out_of_memory
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.run.tasks import TASKS
-from qa_lib.run.worker import _limits
+from qa_lib.run.worker import _limits, _out_of_memory
 from qa_lib.spec import Machine
 from qa_lib.train.step_log import StepFailed
 
@@ -75,7 +74,7 @@ def test_every_model_of_a_process_is_compiled(tmp_path):
     ],
 )
 def test_memory_runs_out_in_many_words(problem, told):
-    assert out_of_memory(problem) is told
+    assert _out_of_memory(problem) is told
 
 
 def test_a_model_for_shorter_features_is_refused(tmp_path):
@@ -125,7 +124,7 @@ def test_a_run_has_the_threads_of_its_record_and_leaves_those_of_its_process(tmp
 
 def test_a_limit_of_memory_ends_with_its_run(monkeypatch):
     limits = []
-    monkeypatch.setattr("qa_lib.measure.machine.limit_memory", limits.append)
+    monkeypatch.setattr("qa_lib.run.worker.limit_memory", limits.append)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     spec = short("A1")
     limited = dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, limit_gib=4.0))
@@ -145,14 +144,14 @@ def test_a_run_that_waits_says_so_in_its_record(tmp_path, monkeypatch):
         yield 1000.0
 
     spec = short("A1")
-    monkeypatch.setattr("qa_lib.measure.machine.turn", busy)
+    monkeypatch.setattr("qa_lib.run.worker.turn", busy)
     entry = fit(spec, tmp_path, say=lambda _: None)
     assert seen == ["waiting"] and entry["status"] == "ok"
     assert entry["time"]["wall_s"] < 0, "what was waited is no time of the run"
 
 
 def test_a_run_beside_others_records_no_times(tmp_path, monkeypatch):
-    monkeypatch.setattr("qa_lib.run.worker.shares_gpu", lambda device: True)
+    monkeypatch.setattr("qa_lib.run.worker._shares", lambda device: True)
     entry = fit(short("A1"), tmp_path, say=lambda _: None)
     assert set(entry["speed"].values()) == set(entry["energy"].values()) == {None}
     known = {name for name, value in entry["time"].items() if value is not None} - {"step_ms"}

@@ -14,7 +14,6 @@ from pathlib import Path
 import pandas as pd
 from PIL import Image
 
-from qa_lib.cli import folder, given, path
 from qa_lib.errors import first_line, printable
 from qa_lib.record import write_atomically
 from qa_lib.report.figures import timed
@@ -34,7 +33,6 @@ from qa_lib.report.readme import README, with_results
 from qa_lib.report.style import digest
 from qa_lib.report.summary import result_table, summary
 
-EXAMPLE = "example: python -m qa_lib report --group cpu-smoke"
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = "notebooks/report.ipynb"
 PAGES = {  # the notebooks that only read records -> the page that each is kept as
@@ -43,19 +41,6 @@ PAGES = {  # the notebooks that only read records -> the page that each is kept 
     "notebooks/scaling.ipynb": "runs/h200-scaling.ipynb",
 }
 SHOWN = 18  # lines of the table in the terminal
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `report`."""
-    parser.add_argument("--runs", type=path, default=Path("runs"), metavar="DIR", help="of the records (runs)")
-    parser.add_argument("--figures", type=folder, default=Path("figures"), metavar="DIR", help="drawn into (figures)")
-    parser.add_argument("--group", type=given, metavar="G", help="of runs (default: the newest)")
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument("--readme", action="store_true", help="only put the committed groups' results into README.md")
-    either.add_argument("--pages", action="store_true", help="only make the executed pages of the repository again")
-    either.add_argument(
-        "--check", action="store_true", help="write nothing; fail if figures, pages or README.md are old"
-    )
 
 
 def main(args: argparse.Namespace) -> int:

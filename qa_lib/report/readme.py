@@ -226,7 +226,8 @@ def language(runs: pd.DataFrame, group: str, figures: Path) -> str:
     ratio = factor(best["samples_per_s"] / lines.loc[mixed, "samples_per_s"])
     said = say(
         "language", finding=speed_finding(lines), ratio=ratio, mixed=mixed, model=own["model.name"].iloc[0],
-        tokens=number(best["tokens_per_s_padded"], best["tokens_per_s_padded±"]), length=own["length"].iloc[0], code=commits(own),
+        tokens=number(best["tokens_per_s_padded"], best["tokens_per_s_padded±"]), length=own["length"].iloc[0],
+        code=commits(own),
         gib=number(best["peak_mib"] / 1024), peer_gib=number(peer["peak_mib"] / 1024), group=own["group"].iloc[0],
     )  # fmt: skip
     try:

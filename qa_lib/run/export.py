@@ -8,26 +8,10 @@ from pathlib import Path
 import pandas as pd
 
 from qa_lib.archive import read_runs
-from qa_lib.cli import folder, given, path
 from qa_lib.errors import UserError
 from qa_lib.record import write_atomically
 
 STEP_VALUES = ("loss", "lr", "ms")  # of a line of steps.jsonl
-
-EXAMPLE = """examples:
-  python -m qa_lib export --csv runs.csv
-  python -m qa_lib export --tensorboard logs/      then: tensorboard --logdir logs/
-  python -m qa_lib export --wandb logs/            then: wandb sync logs/wandb/offline-run-*"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `python -m qa_lib export`."""
-    parser.add_argument("--runs", type=path, default="runs", metavar="DIR", help="folder of the records (%(default)s)")
-    parser.add_argument("--group", type=given, metavar="G", help="this group alone (default: all)")
-    to = parser.add_mutually_exclusive_group(required=True)
-    to.add_argument("--csv", type=path, metavar="OUT.csv", help="a line a run, a column a value of its record")
-    to.add_argument("--tensorboard", type=folder, metavar="DIR", help="event files; needs the package tensorboard")
-    to.add_argument("--wandb", type=folder, metavar="DIR", help="offline runs; needs the package wandb, and no account")
 
 
 def main(args: argparse.Namespace) -> int:

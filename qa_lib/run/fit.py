@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from qa_lib.cli import add_run_arguments, add_source_arguments, own_of, seed
+from qa_lib.cli import own_of
 from qa_lib.data.load import Data
 from qa_lib.errors import UserError
 from qa_lib.run.plan import plan
@@ -38,19 +38,6 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
     if several and not spec.skip and not torchrun:
         return run_processes(spec, runs, say)
     return work(spec, runs, data, say)
-
-
-EXAMPLE = "example: python -m qa_lib run A3 --preset smoke --seed 0"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `python -m qa_lib run`."""
-    parser.add_argument("variant", metavar="VARIANT", help="one of `python -m qa_lib variants`")
-    parser.add_argument(
-        "--seed", type=seed, default=0, metavar="N", help="of new weights, order and dropout (default: 0)"
-    )
-    add_source_arguments(parser)
-    add_run_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:

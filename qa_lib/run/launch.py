@@ -8,7 +8,6 @@ has the asked hash, is terminal and complete.
 This module never imports torch: a driver must hold no GPU.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import ClassVar, TextIO
 
 from qa_lib import record
-from qa_lib.cli import add_several, one_or_more, whole
 from qa_lib.errors import UserError, stopped_by
 from qa_lib.run.process import DRIVER, child_env, kill, plain_command
 from qa_lib.spec import Machine, Spec
@@ -33,12 +31,6 @@ ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.2
 NEVER_BEGAN = "NeverBegan"  # kind of the error where a process ended before its run began
 DRIVER_LOCK = ".driver.lock"  # held by the driver of a run from before its process starts to the end
-
-
-def add_launcher_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options --gpus, which Launcher checks, and --time-limit."""
-    add_several(parser, "--gpus", whole(0, 1023), "N", "cards to use; one that is named twice has two runs at a time")
-    parser.add_argument("--time-limit", type=one_or_more, metavar="SECONDS", help="for each run (its preset's)")
 
 
 def say_idle(machine: Machine, gpus: list[int] | None) -> None:

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from collections.abc import Callable
 
-from qa_lib.cli import above_0, add_rows, add_source_arguments, capability, rows_of
+from qa_lib.cli import variants_of
 from qa_lib.errors import UserError
 from qa_lib.record import FINISHED
 from qa_lib.run.launch import Launcher, probe
@@ -58,22 +58,9 @@ def sized(spec: Spec, micro_batch: int) -> Spec:
     return dataclasses.replace(spec, asked=asked, settings=settings)
 
 
-EXAMPLE = "example: python -m qa_lib max-batch A3 --limit-gib 14.9 --compute-capability 7.5 --data squad/ --model bert/"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `python -m qa_lib max-batch`."""
-    add_rows(parser, "variants")
-    parser.add_argument("--limit-gib", type=above_0, required=True, metavar="G", help="GPU memory to stay within")
-    parser.add_argument(
-        "--compute-capability", type=capability, default=90, metavar="X.Y", help="use what such a GPU has (T4: 7.5)"
-    )
-    add_source_arguments(parser, preset=False)
-
-
 def main(args: argparse.Namespace) -> int:
     """Search each variant's largest micro-batch and print every trial."""
-    variants = rows_of(args)
+    variants = variants_of(args)
     machine, env = probe()
     if not machine.gpus:
         raise UserError(

@@ -20,7 +20,7 @@ import torch
 from transformers import BertConfig
 
 from qa_lib.archive import Run, read_runs
-from qa_lib.cli import add_rows, add_size, add_source_arguments, capability, rows_of
+from qa_lib.cli import variants_of
 from qa_lib.data.load import load_data
 from qa_lib.data.packing import PackedBatches
 from qa_lib.errors import UserError
@@ -304,26 +304,15 @@ def _spec_of(entry: dict, model: str) -> Spec:
     )  # fmt: skip
 
 
-EXAMPLE = """examples:
-  python -m qa_lib memory A1 C1 C2 E-moments --preset bench --data squad/ --model bert/ --micro-batch 32
-  python -m qa_lib memory L1 L-dropout --preset lm-sizing --max-length 1024 16384"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `python -m qa_lib memory`."""
-    add_rows(parser, "variants")
-    parser.add_argument("--compute-capability", type=capability, default=90, metavar="X.Y", help="of the GPU (9.0)")
-    add_source_arguments(parser, several=True)
-    add_size(parser, "--max-length", several=True)
-
-
 def main(args: argparse.Namespace) -> int:
     """Print the estimate of each variant for a GPU of that kind, and what a record here measured."""
     preset = find_preset(args.preset)
     known = not args.data and preset.data == "squad_v2"
     data = "synthetic:1" if known or preset.task == "lm" else args.data  # nothing is fetched that is not asked for
     gpu = gpu_of(args.compute_capability)
-    specs = plan(rows_of(args), args.preset, [0], data, args.model, args.micro_batch, gpu, max_length=args.max_length)
+    specs = plan(
+        variants_of(args), args.preset, [0], data, args.model, args.micro_batch, gpu, max_length=args.max_length
+    )
     runs = read_runs(args.runs, left_out=lambda problem: None)
     heads = ("params", "grads", "optimizer", "activations", "workspace", "peak", "reserved")
     print(f"{'variant':24}{'length':>7}{'micro-batch':>12}" + "".join(f"{head:>12}" for head in heads), end="")

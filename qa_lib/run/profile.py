@@ -18,7 +18,6 @@ import pandas as pd
 import torch
 
 from qa_lib import record
-from qa_lib.cli import add_source_arguments
 from qa_lib.errors import UserError
 from qa_lib.measure import hardware, ncu, trace
 from qa_lib.measure.meter import MIB, Hooks, memory_use
@@ -227,18 +226,6 @@ def count_one_step(spec: Spec) -> None:
     """What runs under Nsight Compute."""
     hooks = ncu.OneStep()
     _train(_short(spec, hooks.at), TASKS[spec.preset.task].load(spec), hardware.train_device(), hooks)
-
-
-EXAMPLE = """examples:
-  python -m qa_lib profile A1 --preset smoke
-  python -m qa_lib profile E-moments --preset bench --data squad/ --micro-batch 32 --ncu"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `python -m qa_lib profile`."""
-    parser.add_argument("variant", metavar="VARIANT", help="one of `python -m qa_lib variants`")
-    parser.add_argument("--ncu", action="store_true", help="also read the GPU's counters, with Nsight Compute")
-    add_source_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -13,13 +13,12 @@ from pathlib import Path
 import torch
 
 from qa_lib import record
-from qa_lib.cli import given, path
 from qa_lib.data.squad import Source, open_source
 from qa_lib.data.windows import build_samples
 from qa_lib.errors import UserError
 from qa_lib.measure.hardware import environment
 from qa_lib.model.hf_checkpoint import inspect_checkpoint
-from qa_lib.model.qat import WIDTHS, quantize, save_quantized
+from qa_lib.model.qat import quantize, save_quantized
 from qa_lib.run.plan import identify_data, without_folders
 from qa_lib.score.decode import decode
 from qa_lib.score.f1 import score
@@ -105,17 +104,6 @@ def latencies(models: list[Model], source: Source) -> list[float]:
     finally:
         torch.set_num_threads(threads)
     return [statistics.median(each) for each in zip(*times, strict=True)]
-
-
-EXAMPLE = """example: python -m qa_lib quantize runs/cpu-smoke/A1-int8-s0-1a2b3c --weights int8
-then:    python -m qa_lib predict --model runs/cpu-smoke/A1-int8-s0-1a2b3c/model-int8 ..."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `python -m qa_lib quantize`."""
-    parser.add_argument("run", type=path, metavar="RUN", help="folder of a run that has its model")
-    parser.add_argument("--weights", choices=WIDTHS, default="int8", help="bits of a weight (default: %(default)s)")
-    parser.add_argument("--data", type=given, metavar="D", help="questions to score by (default: the run's own)")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -17,12 +17,12 @@ from pathlib import Path
 import pandas as pd
 
 from qa_lib import record
-from qa_lib.cli import add_rows, add_run_arguments, add_several, add_source_arguments, given, own_of, rows_of, seed
+from qa_lib.cli import own_of, variants_of
 from qa_lib.errors import UserError, printable
 from qa_lib.presets import PRESETS, find_preset
 from qa_lib.record import duration
 from qa_lib.run import slurm
-from qa_lib.run.launch import ROOT, Launcher, add_launcher_arguments, probe, say_idle
+from qa_lib.run.launch import ROOT, Launcher, probe, say_idle
 from qa_lib.run.plan import plan
 from qa_lib.spec import WORLD, Spec
 from qa_lib.variants import FAMILIES, VARIANTS, find_variant
@@ -193,27 +193,6 @@ def _line(spec: Spec, entry: dict) -> str:
     parts += [text for text in entry["spec"]["adjusted"] if text.startswith("checkpoint: ")]
     parts += [entry["error"]["message"]] if entry["error"]["message"] else []
     return printable(", ".join(parts))
-
-
-EXAMPLE = """examples:
-  python -m qa_lib sweep --preset smoke                              every variant, offline, on a CPU
-  python -m qa_lib sweep --family A --preset bench --seeds 0 1 2 --gpus 0 1
-  python -m qa_lib sweep --variants A1,A4 --preset local --data squad/ --model bert/ --plan
-  python -m qa_lib sweep --variants A1,E-moments --preset sizing --micro-batch 8 32 128 --max-length 128 256 512"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `python -m qa_lib sweep`."""
-    add_rows(parser, "--variants", "these variants only (default: all)")
-    add_several(parser, "--seeds", seed, "N", "a run of every variant for each (0)", default=[0])
-    add_source_arguments(parser, several=True)
-    add_run_arguments(parser, several=True)
-    add_launcher_arguments(parser)
-    parser.add_argument("--launcher", choices=["local", "slurm"], default="local", help="where runs go (%(default)s)")
-    parser.add_argument("--shared-gpu", action="store_true", help="runs on one card train at once; records no times")
-    parser.add_argument("--plan", action="store_true", help="say what would run, and run nothing")
-    parser.add_argument("--force", action="store_true", help="run again what is finished, too")
-    parser.add_argument("--on-finish", type=given, metavar="COMMAND", help="shell command to run at the end")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -11,10 +11,10 @@ import itertools
 
 import pandas as pd
 
-from qa_lib.cli import add_rows, add_several, add_source_arguments, given, rate, rows_of, seed
+from qa_lib.cli import variants_of
 from qa_lib.errors import UserError
 from qa_lib.record import FINISHED, SCORING
-from qa_lib.run.launch import Launcher, add_launcher_arguments, probe, say_idle
+from qa_lib.run.launch import Launcher, probe, say_idle
 from qa_lib.run.plan import plan
 from qa_lib.spec import Spec
 
@@ -44,26 +44,9 @@ def name_of(point: Spec) -> str:
     return f"{point.settings.trainable}, learning rate {point.preset.learning_rate * factor:g}"
 
 
-EXAMPLE = """examples:
-  python -m qa_lib tune L-dropout --preset lm-quality --learning-rate 5e-4 1e-3 2e-3 --data wikitext/
-  python -m qa_lib tune A1 --preset quality --learning-rate 5e-5 1e-4 2e-4 --data squad/ --model minilm/
-  python -m qa_lib tune B1-all --preset quality --trainable lora-all-r8 lora-qv-r32 --learning-rate 1e-3 3e-3 \\
-      --data squad/ --model minilm/ --gpus 0 1"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `python -m qa_lib tune`."""
-    add_rows(parser, "variants")
-    add_several(parser, "--learning-rate", rate, "X", "of the preset (its own)", default=[])
-    add_several(parser, "--trainable", given, "NAME", "such as lora-all-r32 (the variant's own)", default=[])
-    add_several(parser, "--seeds", seed, "N", "a run of every point for each (0)", default=[0])
-    add_launcher_arguments(parser)
-    add_source_arguments(parser)
-
-
 def main(args: argparse.Namespace) -> int:
     """Run every point, print each as it ends, and then each variant's best; exit code 1 when one failed."""
-    variants = rows_of(args)
+    variants = variants_of(args)
     machine, env = probe()
     say_idle(machine, args.gpus)
     specs = plan(variants, args.preset, args.seeds, args.data, args.model, args.micro_batch, machine)

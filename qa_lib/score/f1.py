@@ -21,12 +21,7 @@ import string
 from collections import Counter
 from collections.abc import Mapping
 
-from qa_lib.cli import given, number
 from qa_lib.data.squad import DataError, Example, open_source, read_json
-
-EXAMPLE = """examples:
-  python -m qa_lib score validation.json answers/predictions.json
-  python -m qa_lib score validation.json answers/texts.json --na-prob answers/null_odds.json --na-threshold 0"""
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -134,18 +129,6 @@ def _best_threshold(examples, predictions, scores, na_probs) -> tuple[float, flo
         if current > best:
             best, threshold = current, na_probs[key]
     return 100.0 * best / len(scores), threshold
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("data", type=given, metavar="DATA.json", help="questions with gold answers, SQuAD v1.1 or v2.0")
-    parser.add_argument(
-        "predictions", type=given, metavar="PREDICTIONS.json", help="question id -> answer, '' for none"
-    )
-    parser.add_argument("--na-prob", type=given, metavar="FILE", help="question id -> how sure of no answer")
-    parser.add_argument(
-        "--na-threshold", type=number, default=1.0, metavar="X", help="above it, no answer (default 1.0)"
-    )
-    parser.add_argument("--fix-spans", action="store_true", help="move misplaced gold answers to their only occurrence")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from qa_lib import cli
 from qa_lib.data.squad import DataError, Source, open_source, unlabelled
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.data.windows import Samples, build_samples
@@ -38,11 +37,6 @@ from qa_lib.model.load import check_tokenizer, load
 from qa_lib.presets import stride_of
 from qa_lib.record import read_record
 from qa_lib.score.decode import LOWEST, decode
-
-EXAMPLE = """examples:
-  python -m qa_lib predict --model my-bert/ --question "Who wrote it?" --context "It was written by Ada."
-  python -m qa_lib predict --model runs/h200-local/A3-s0-1a2b3c/ dev-v2.0.json --out answers/
-  python -m qa_lib predict --model deepset/bert-base-cased-squad2 dev-v2.0.json --out answers/"""
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 # Without cuDNN's, which is prepared anew for each batch's shape, for longer than the batch then takes.
@@ -228,16 +222,6 @@ def answer(loaded: Model, question: str, context: str) -> dict:
             for part, (begin, end) in zip(("tokenize", "model", "decode"), pairwise(clock), strict=True)
         },
     }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("data", nargs="?", type=cli.given, metavar="DATA.json", help="a file or other source to answer")
-    parser.add_argument(
-        "--model", type=cli.given, required=True, metavar="M", help="a model's or run's folder, or a hub name"
-    )
-    parser.add_argument("--out", type=cli.folder, metavar="DIR", help="for predictions, spans, n-best lists, null odds")
-    parser.add_argument("--question", metavar="TEXT", help="one question, answered on the terminal")
-    parser.add_argument("--context", metavar="TEXT", help="the paragraph that the one question is about")
 
 
 def main(args: argparse.Namespace) -> int:
