@@ -20,12 +20,12 @@ from qa_lib import record
 from qa_lib.errors import Stopped, UserError
 from qa_lib.measure import hardware
 from qa_lib.run import torchrun
-from qa_lib.run.faults import fault_path, first_fault
+from qa_lib.run.faults import fault_path, first_fault, noting_faults
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.run.process import kill
-from qa_lib.run.torchrun import tell_fault
-from qa_lib.run.worker import _noting_faults, recording
+from qa_lib.run.torchrun import record_fault
+from qa_lib.run.worker import recording
 from qa_lib.spec import Machine
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.process_group import ProcessGroup
@@ -161,13 +161,13 @@ def test_the_first_fault_is_the_cause(tmp_path):
 
     left(0, 20.0, "ConnectionClosed")
     left(1, 19.5, "OutOfMemory")
-    tell_fault(spec, tmp_path, {0: 1, 1: 1})
+    record_fault(spec, tmp_path, {0: 1, 1: 1})
     assert record.read_record(tmp_path)["error"]["message"] == "process 1 of 2: OutOfMemory"
     left(0, 20.0, "ConnectionClosed")
-    tell_fault(spec, tmp_path, {0: -signal.SIGTERM, 1: -signal.SIGSEGV})
+    record_fault(spec, tmp_path, {0: -signal.SIGTERM, 1: -signal.SIGSEGV})
     assert record.read_record(tmp_path)["error"]["message"] == "process 1 of 2 was ended by SIGSEGV"
     left(0, 20.0, "OutOfMemory", "oom")
-    tell_fault(spec, tmp_path, {0: 1, 1: -signal.SIGKILL})  # which torchrun sends to one that waits in a kernel
+    record_fault(spec, tmp_path, {0: 1, 1: -signal.SIGKILL})  # which torchrun sends to one that waits in a kernel
     again = record.read_record(tmp_path)
     assert (again["status"], again["error"]["message"]) == ("oom", "process 0 of 2: OutOfMemory")
 
@@ -187,9 +187,9 @@ def test_a_process_that_torchrun_stops_tells_the_others_fault_and_no_older_one(a
 
 @pytest.mark.parametrize(("shared", "status"), [(False, "oom"), (True, "error")])
 def test_memory_that_other_runs_may_have_filled_is_an_error_of_any_process(shared, status, tmp_path, monkeypatch):
-    monkeypatch.setattr("qa_lib.run.worker._shares", lambda device: shared)
+    monkeypatch.setattr("qa_lib.run.faults.shares_gpu", lambda device: shared)
     second = types.SimpleNamespace(store=True, rank=1, world=2)
-    with pytest.raises(MemoryError), _noting_faults(tmp_path, second):
+    with pytest.raises(MemoryError), noting_faults(tmp_path, second):
         raise MemoryError
     assert first_fault(tmp_path)["status"] == status
 
