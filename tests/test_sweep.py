@@ -348,7 +348,7 @@ def test_a_new_variant_is_in_the_table_that_a_sweep_prints(tmp_path, monkeypatch
     monkeypatch.setitem(VARIANTS, mine.name, mine)
     specs = plan(["D-mine"], "smoke", data="synthetic:40", machine=Machine())
     sweep.sweep(specs, launch.Launcher(tmp_path, Machine(), {}))
-    assert re.search(r"\nD-mine +0 +skipped\nsweep: 1 skipped\n", capsys.readouterr().out)
+    assert re.search(r"\n *D-mine +0 +skipped\nsweep: 1 skipped\n", capsys.readouterr().out)
 
 
 def test_the_command_at_the_end_is_told_the_counts_and_its_failure_is_said(tmp_path, capfd):
