@@ -108,4 +108,4 @@ class Zero1(NoParallel):
         return share.shard(state) if state.shape == (share.size,) else state
 
     def _share(self, parameter: torch.Tensor) -> FlatShard:
-        return next(share for share in self.shares if share.own is parameter)
+        return next(share for share in self.flat_shards if share.own is parameter)
