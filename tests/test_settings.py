@@ -22,6 +22,7 @@ from transformers import Trainer
 
 from qa_lib import spec as specs
 from qa_lib.data.load import batches_of, load_data
+from qa_lib.model.build import DTYPES as DTYPES_OF
 from qa_lib.model.build import build_model
 from qa_lib.model.dropout import HashDropout
 from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput
@@ -31,7 +32,7 @@ from qa_lib.model.qat import is_rounding
 from qa_lib.run import worker
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, adjust, missing
-from qa_lib.train import data_parallel, loop, overlap, pipeline, tensor, trainer, zero1
+from qa_lib.train import data_parallel, loop, optim, overlap, pipeline, tensor, trainer, zero1
 from qa_lib.train.master_adamw import MasterAdamW
 from qa_lib.variants import CONFLICTS, VARIANTS, Settings, SpecError, _matches, choices, find_recipe
 from tests.pairs import Covering, pairs_of
@@ -287,6 +288,18 @@ def check(asked: Settings, names, data, folder, monkeypatch, traced=True) -> Non
 def test_every_setting_has_values_and_an_effect_to_look_for():
     fields = {field.name for field in dataclasses.fields(Settings)}
     assert set(VALUES) == set(EFFECTS) == fields
+
+
+def test_tables_of_the_code_have_every_value_of_their_setting():
+    tables = {
+        "optimizer": optim.OPTIMIZERS,
+        "schedule": pipeline.SCHEDULES,
+        "precision": DTYPES_OF,
+        "engine": worker.ENGINES,
+    }
+    tables["parallel"] = loop.STRATEGIES | {"deepspeed": None}  # which transformers.Trainer has
+    for name, table in tables.items():
+        assert {*table} == {*choices()[name]}, name
 
 
 def test_a_variant_is_of_values_that_the_combinations_hold():
