@@ -200,23 +200,14 @@ def main(args: argparse.Namespace) -> int:
     # Before this machine is probed, which takes seconds: a wrong name is an error at once.
     task = find_preset(args.preset).task
     every = [variant.name for variant in VARIANTS.values() if variant.task == task]
-    names = every if args.variants is args.family is None else rows_of(args)
-    if args.launcher == "slurm" and (args.gpus or args.shared_gpu):
+    names = every if args.variants is args.family is None else variants_of(args)
+    by_slurm = args.launcher == "slurm"
+    if by_slurm and (args.gpus or args.shared_gpu):
         raise UserError("--gpus and --shared-gpu are for this machine's cards; Slurm gives each run cards of its own")
-    machine, env = slurm.probe(args.runs, max(args.world or [0])) if args.launcher == "slurm" else probe()
-    kind = {"local": Launcher, "slurm": slurm.SlurmLauncher}[args.launcher]
-    launcher = kind(
-        args.runs,
-        machine,
-        env,
-        args.gpus,
-        args.shared_gpu,
-        args.force,
-        (),
-        notebook_command,
-        args.time_limit,
-    )
-    if args.launcher == "local":
+    machine, env = slurm.probe(args.runs, max(args.world or [0])) if by_slurm else probe()
+    own = {"share": args.shared_gpu, "force": args.force, "time_limit_s": args.time_limit, "command": notebook_command}
+    launcher = (slurm.SlurmLauncher if by_slurm else Launcher)(args.runs, machine, env, args.gpus, **own)
+    if not by_slurm:
         say_idle(machine, args.gpus)
     sources, left_out = (args.data, args.model, args.micro_batch, machine), []
     specs = plan(names, args.preset, args.seeds, *sources, **own_of(args), left_out=left_out)
