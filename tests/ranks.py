@@ -72,7 +72,7 @@ class FirstGradients(dict):
 
     def __call__(self, optimizer, global_norm) -> None:
         if not self:
-            strategy = across.__self__
+            strategy = global_norm.__self__
             own = {strategy.place(n): strategy.gather(p.grad, p).clone() for n, p in enumerate(strategy.parameters)}
             self.update(strategy.ranks.gather_stages(own))
         clip(optimizer, global_norm)

@@ -138,7 +138,7 @@ def test_runs_on_one_gpu_take_turns(monkeypatch, tmp_path):
         assert not waited
     other.join()
     assert waited[0] >= 0.4 and len(said) == 1
-    with turn(torch.device("cpu"), waits=lambda: said.append(0)) as seconds:
+    with gpu_lock(torch.device("cpu"), waits=lambda: said.append(0)) as seconds:
         assert seconds == 0.0
 
 
