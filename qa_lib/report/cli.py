@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 from PIL import Image
 
-from qa_lib.errors import first_line, printable
+from qa_lib.errors import printable
 from qa_lib.record import write_atomically
 from qa_lib.report.figures import timed
 from qa_lib.report.format import number, terminal
@@ -30,7 +30,7 @@ from qa_lib.report.load import (
     select,
 )
 from qa_lib.report.readme import README, with_results
-from qa_lib.report.style import digest
+from qa_lib.report.style import SPOILT, digest, reason
 from qa_lib.report.summary import result_table, summary
 
 ROOT = Path(__file__).parents[2]
@@ -80,10 +80,8 @@ def overview_or_why(runs: pd.DataFrame, group: str) -> str:
     """`overview`, as a terminal may have it. Raises ReportError also for what a spoilt record leads to."""
     try:
         return printable(overview(runs, group))
-    except ReportError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
-        raise ReportError(f"group {group!r} cannot be shown: {type(problem).__name__}, {first_line(problem)}") from None
+    except SPOILT as problem:
+        raise ReportError(f"group {group!r} cannot be shown: {reason(problem)}") from None
 
 
 def overview(runs: pd.DataFrame, group: str) -> str:
@@ -97,7 +95,8 @@ def overview(runs: pd.DataFrame, group: str) -> str:
     if on_cpu(own) and REFERENCE in set(runs["group"]):
         there = select(runs, REFERENCE)
         ratios = timed(there).set_index("variant")["ratio"].reindex(lines["variant"])
-        table[f"speed × {baseline(there)} on one {there['env.gpu'].iloc[0]}"] = list(map(number, ratios))
+        head = f"speed × {baseline(there)} on one {there['env.gpu'].iloc[0]}"
+        table.insert(min(4, table.shape[1]), head, list(map(number, ratios)))
     said = [f"Group {group}: {len(own)} runs, micro-batch {lines['micro_batch'].iloc[0]}", "", terminal(table[:SHOWN])]
     if len(table) > SHOWN:
         said.append(f"and {len(table) - SHOWN} more in the report")

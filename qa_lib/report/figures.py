@@ -5,9 +5,7 @@ A `fig_*(runs)` takes the runs of one group. Titles say the finding; a figure wh
 NotMeasured.
 """
 
-import math
 import textwrap
-from itertools import pairwise
 from pathlib import Path
 
 import pandas as pd
@@ -94,12 +92,11 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
 
 def _gains(shown: pd.DataFrame) -> list[str]:
     """The speed of each line over that of the variant which it changes; this is named where it does not stand above."""
-    speed, said = shown.set_index("variant")["samples_per_s"], []
-    for above, name in pairwise(["", *speed.index]):
-        parent = VARIANTS[name].parent
-        ratio = number(speed[name] / speed.get(parent, math.nan))
-        said.append(ratio if parent == above or ratio == MISSING else f"{ratio} ({parent})")
-    return said
+    speed = shown.set_index("variant")["samples_per_s"]
+    parents = [VARIANTS[name].parent for name in speed.index]
+    ratios = map(number, speed / speed.reindex(parents).to_numpy())
+    found = zip(ratios, parents, ["", *speed.index[:-1]], strict=True)
+    return [ratio if parent == above or ratio == MISSING else f"{ratio} ({parent})" for ratio, parent, above in found]
 
 
 def fig_run(record: dict, runs: str | Path) -> Figure:

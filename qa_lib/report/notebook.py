@@ -35,7 +35,7 @@ def result(record: dict, runs: str | Path, examples: Sequence = (), count: int =
     measured = {
         task["label"]: points(quality[task["metric"]]),
         "features/s": number(record["speed"]["samples_per_s"]),
-        "tokens/s": number(record["speed"]["tokens_per_s_padded"] if task["name"] == "lm" else None),
+        "tokens/s": number(record["speed"]["tokens_per_s"] if task["name"] == "lm" else None),
         "ms a step": number(time["step_ms"]["median"]),
         "MiB of GPU memory at the peak": number(record["memory"]["peak_alloc_mib"]),
         "s in all": number(time["wall_s"]),

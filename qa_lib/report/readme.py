@@ -195,19 +195,15 @@ def several(runs: pd.DataFrame, group: str, figures: Path) -> str:
     finding, found = scaling.speed_finding(scaling.scaling(own)), scaling.projection(own)
     spoken = {re.search(r"\((.*)\)", finding)[1], found["variant"]}
     spoken |= {scaling.one_gpu(name) for name in spoken - {found["variant"]}}
-    said = [
-        f"**{finding}.** Group {own['group'].iloc[0]}, code {commits(own[own['spec.variant'].isin(spoken)])}, a run's "
-        "GPUs all of one host.",
-        scaling.projected_words(found),
-    ]
+    code, name = commits(own[own["spec.variant"].isin(spoken)]), own["group"].iloc[0]
+    said = [say("several", finding=finding, group=name, code=code), scaling.projected_words(found)]
     with contextlib.suppress(NotMeasured, KeyError):
         line = scaling.batch_worth(scaling.logs_of(sibling(runs, group, "critical-batch")))[0].loc[found["batch"]]
         measured, predicted = points(line["measured"], line["measured±"]), points(line["predicted"])
-        said.append(
-            say("teaches", batch=found["batch"], measured=measured, predicted=predicted, reference=scaling.REFERENCE)
-        )
+        known = {"measured": measured, "predicted": predicted, "reference": scaling.REFERENCE}
+        said.append(say("teaches", batch=found["batch"], **known))
     pictures = {"scaling": "Two line charts of features a second against the number of GPUs."}
-    parts = [" ".join(said), *_pictures(figures / own["group"].iloc[0], pictures)]
+    parts = [" ".join(said), *_pictures(figures / name, pictures)]
     return scaling.worded("\n\n".join(parts), own)
 
 
@@ -226,7 +222,7 @@ def language(runs: pd.DataFrame, group: str, figures: Path) -> str:
     ratio = factor(best["samples_per_s"] / lines.loc[mixed, "samples_per_s"])
     said = say(
         "language", finding=speed_finding(lines), ratio=ratio, mixed=mixed, model=own["model.name"].iloc[0],
-        tokens=number(best["tokens_per_s_padded"], best["tokens_per_s_padded±"]), length=own["length"].iloc[0],
+        tokens=number(best["tokens_per_s"], best["tokens_per_s±"]), length=own["length"].iloc[0],
         code=commits(own),
         gib=number(best["peak_mib"] / 1024), peer_gib=number(peer["peak_mib"] / 1024), group=own["group"].iloc[0],
     )  # fmt: skip

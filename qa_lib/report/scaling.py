@@ -16,7 +16,7 @@ import pandas as pd
 
 from qa_lib.measure.goodput import REFERENCE
 from qa_lib.report import load
-from qa_lib.report.format import factor, number
+from qa_lib.report.format import factor, number, say
 from qa_lib.report.load import NotMeasured, is_parallel, numbers, on_cpu
 from qa_lib.report.stats import interval
 from qa_lib.report.summary import average
@@ -24,19 +24,12 @@ from qa_lib.variants import VARIANTS, tagged
 
 WHERE = ["variant", "world", "stages"]  # a variant, and the GPUs that it ran on
 KEYS = [*WHERE, "batch", "micro_batch"]  # what tells lines apart
-MEASURES = {
-    "rate": "speed.samples_per_s",
-    "step_ms": "time.step_ms.median",
-    "busy_ms": "parallel.busy_ms",
-    "exposed_ms": "parallel.exposed_ms",
-    "bubble": "parallel.bubble",
-    "bubble_formula": "parallel.bubble_formula",
-    "allreduce_gbs": "parallel.allreduce_gbs",
-    "utilisation": "speed.gpu_busy",
-    "equal": "parallel.weights_equal",
-    "learnt": "parallel.efficiency",
-    "goodput": "parallel.goodput",
-}
+MEASURES = {  # name in lines -> column of runs
+    "rate": "speed.samples_per_s", "step_ms": "time.step_ms.median", "utilisation": "speed.gpu_busy",
+    "busy_ms": "parallel.busy_ms", "exposed_ms": "parallel.exposed_ms", "allreduce_gbs": "parallel.allreduce_gbs",
+    "bubble": "parallel.bubble", "bubble_formula": "parallel.bubble_formula",
+    "learnt": "parallel.efficiency", "goodput": "parallel.goodput",
+}  # fmt: skip
 SPREADS = {"apart": r"parallel\.rank_step_ms\.\d+", "unbalanced": r"parallel\.rank_computing_ms\.\d+"}
 PEAKS = r"memory\.peak_alloc_mib|parallel\.rank_peak_mib\.\d+"
 
@@ -71,7 +64,6 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     keys = done.rename(columns={"spec.variant": "variant", "spec.seed": "seed"})[[*KEYS, "seed"]]
     values = values.assign(code=done["code.commit"]).set_index(pd.MultiIndex.from_frame(keys)).sort_index()
     lines = average(values.drop(columns="code"), KEYS)
-    lines["equal"] = values.groupby(level=KEYS)["equal"].min()
     lines = load.in_order(lines.sort_index().reset_index().set_index("variant")).reset_index()
     lines["waiting_ms"] = (lines["bubble"] * lines["step_ms"]).fillna(
         lines["exposed_ms"].where(lines["world"] > 1, 0.0)
@@ -171,15 +163,10 @@ def projection(runs: pd.DataFrame) -> dict:
 
 def projected_words(found: dict) -> str:
     """`projection` as a sentence, with the arithmetic."""
-    said = (
-        f"Three epochs of SQuAD v2 on {found['world']} GPUs would take {number(found['seconds'])} s with "
-        f"{found['variant']}, data and scoring not counted: "
-        f"{load.FULL_FEATURES * load.FULL_EPOCHS:,} features ÷ {number(found['rate'])}/s"
-    )
-    if found["compile_s"]:
-        said += f" + {number(found['compile_s'])} s of compilation"
-        said += "" if found["cold"] else ", which found a part of the code compiled"
-    return said + "."
+    compiled = f" + {number(found['compile_s'])} s of compilation" if found["compile_s"] else ""
+    compiled += "" if found["cold"] or not compiled else ", which found a part of the code compiled"
+    features, seconds, rate = load.FULL_FEATURES * load.FULL_EPOCHS, number(found["seconds"]), number(found["rate"])
+    return say("projected", **found | {"features": features, "seconds": seconds, "rate": rate, "compiled": compiled})
 
 
 def logs_of(runs: pd.DataFrame) -> pd.DataFrame:

@@ -94,8 +94,3 @@ def between(difference: tuple[float, float], low: float, high: float) -> str:
     if low < value - half and value + half < high:
         return HOLDS
     return FAILS if value + half < low or high < value - half else OPEN
-
-
-def holds(truth: bool) -> str:
-    """The verdict of a claim about a ratio that was measured."""
-    return HOLDS if truth else FAILS

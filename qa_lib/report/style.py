@@ -27,7 +27,13 @@ DPI = 150  # of files; a notebook shows 100
 COLORBLIND = sns.color_palette("colorblind")  # safe for the common colour-vision deficiencies
 BLUE, ORANGE, GREEN, RED, *_ = COLORBLIND
 GREY = "0.6"
-SPOILT = (LookupError, TypeError, ValueError, AttributeError)  # what a record leads to that holds something else
+SPOILT = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+)  # of a spoilt record
 CPU_CAVEAT = "CPU speeds prove the plumbing only and say nothing about GPUs"
 
 
@@ -156,7 +162,7 @@ def show(figure_of: Callable[..., Figure], *sources, save: str | Path = "", name
             kept = {"file": path.as_posix()}
         return display.Image(png(figure, 100), width=round(100 * WIDTH), alt=title, metadata=kept)
     except SPOILT as problem:
-        return display.Markdown(f"*No figure: {_reason(problem)}.*")
+        return display.Markdown(f"*No figure: {reason(problem)}.*")
 
 
 def show_table(table_of: Callable, *sources):
@@ -167,9 +173,10 @@ def show_table(table_of: Callable, *sources):
         found = table_of(*sources)
         return Markdown(found if isinstance(found, str) else markdown(found))
     except SPOILT as problem:
-        return Markdown(f"*No table: {_reason(problem)}.*")
+        return Markdown(f"*No table: {reason(problem)}.*")
 
 
-def _reason(problem: Exception) -> str:
+def reason(problem: Exception) -> str:
+    """Why there is nothing to show, in few words."""
     known = isinstance(problem, ReportError | RecordError)
     return first_line(problem) if known else f"{type(problem).__name__}, {first_line(problem)}"
