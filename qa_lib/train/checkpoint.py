@@ -17,7 +17,7 @@ from qa_lib.spec import Spec
 from qa_lib.train.data_parallel import NoParallel, gather, shard
 
 # What decides how a training goes on. A run that is resumed by other code would be neither the one nor the other.
-CODE = ("data", "kernels", "model", "train", "variants.py", "spec.py")
+CODE = ("data", "kernels", "model", "train", "variants.py", "presets.py", "spec.py")
 
 
 class NotBelieved(Exception):
