@@ -61,7 +61,7 @@ def runs(tmp_path_factory):
     save_file(weights | {HEAD: 1.1 * weights[HEAD]}, other / "model" / "model.safetensors", {"format": "pt"})
     write_digests(other / "model")
     entry = json.loads((other / "record.json").read_text())
-    entry["spec"] = new_record(second, {})["spec"] | {"adjusted": [EVIL]}
+    entry["spec"] = new_record(second, {})["spec"]
     entry["quality"] |= {"best_f1": 99.94, "best_f1_threshold": 3.25}
     (other / "record.json").write_text(json.dumps(entry | {"run_id": other.name}))
     broken = folder / "cpu-smoke" / "A3-s0-abcdef"
@@ -70,10 +70,14 @@ def runs(tmp_path_factory):
     (spec,) = plan(["A4"], "smoke")
     entry = new_record(spec, entry["env"])
     entry["spec"]["planned_steps"] = 400
+    entry["error"]["message"] = EVIL
     lively = folder / spec.run_path
     lively.mkdir()
     (lively / "record.json").write_text(json.dumps(entry))
     (lively / "steps.jsonl").write_text('{"step": 7, "loss": 1.0, "lr": 0.1, "ms": 1.0}\n')
+    figure = folder.parent / "figures" / "cpu-smoke" / "ladder.png"
+    figure.parent.mkdir(parents=True)
+    Image.new("RGB", (9, 9)).save(figure)
     return folder
 
 
@@ -592,10 +596,6 @@ def test_browser_marks_the_answer_and_the_threshold_decides_again(page, server, 
 
 
 def test_browser_dashboard_shows_a_group_and_how_far_runs_are(page, runs):
-    figure = runs.parent / "figures" / "cpu-smoke" / "ladder.png"
-    figure.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", (9, 9)).save(figure)
-    page.reload()
     page.get_by_role("tab", name="Dashboard").click()
     page.get_by_text("step 7 of ").wait_for()
     page.wait_for_function("document.querySelectorAll('.shown img').length > 0")

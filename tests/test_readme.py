@@ -1,7 +1,6 @@
 """What the README tells people to type exists: verbs, options, names, make targets, notebooks and their parameters."""
 
 import ast
-import importlib
 import re
 import shlex
 import subprocess
@@ -13,8 +12,7 @@ import pytest
 from nbconvert.exporters import get_exporter
 from traitlets.config import PyFileConfigLoader
 
-from qa_lib.__main__ import VERBS
-from qa_lib.cli import Parser
+from qa_lib.commands import VERBS, parser_of
 from qa_lib.presets import PRESETS, find_preset
 from qa_lib.variants import find_family, find_variant
 
@@ -53,12 +51,9 @@ def make(words):
 
 def python(words):
     assert words[1:3] == ["-m", "qa_lib"]
-    module = importlib.import_module(VERBS[words[3]][0])
-    parser = Parser()
-    module.add_arguments(parser)
-    args = vars(parser.parse_args(words[4:]))
-    if args.get("scale"):
-        find_preset(args["scale"])
+    args = vars(parser_of(words[3]).parse_args(words[4:]))
+    if args.get("preset"):
+        find_preset(args["preset"])
     if args.get("family"):
         find_family(args["family"])
     if words[3] in ("run", "sweep"):
