@@ -49,8 +49,8 @@ def spec_of(variant, folder, **settings):
     assert spec.skip is None
     if spec.settings.compile == "inductor":
         settings = {"compile": "none"} | settings
-    scale = dataclasses.replace(spec.preset, steps=3, measure_from=1, checkpoint_every=0)
-    return dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, **settings), scale=scale)
+    preset = dataclasses.replace(spec.preset, steps=3, measure_from=1, checkpoint_every=0)
+    return dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, **settings), preset=preset)
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_a_run_has_the_threads_of_its_record_and_leaves_those_of_its_process(tmp
 
 def test_a_limit_of_memory_ends_with_its_run(monkeypatch):
     limits = []
-    monkeypatch.setattr("qa_lib.run.worker.limit_memory", limits.append)
+    monkeypatch.setattr("qa_lib.measure.hardware.limit_memory", limits.append)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     spec = short("A1")
     limited = dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, limit_gib=4.0))
@@ -145,7 +145,7 @@ def test_a_run_that_waits_says_so_in_its_record(tmp_path, monkeypatch):
         yield 1000.0
 
     spec = short("A1")
-    monkeypatch.setattr("qa_lib.run.worker.turn", busy)
+    monkeypatch.setattr("qa_lib.measure.hardware.gpu_lock", busy)
     entry = fit(spec, tmp_path, say=lambda _: None)
     assert seen == ["waiting"] and entry["status"] == "ok"
     assert entry["time"]["wall_s"] < 0, "what was waited is no time of the run"

@@ -264,9 +264,7 @@ def test_a_machine_without_triton_and_a_model_that_norms_first_are_told():
     t4 = dataclasses.replace(gpu, sm=75)
     assert missing(VARIANTS["E-t4-norm"].settings, t4) is None
     assert "7.5 or newer" in missing(VARIANTS["E-t4-norm"].settings, dataclasses.replace(t4, sm=70))
-    assert "matrix products in Triton" in missing(
-        dataclasses.replace(settings, attention="triton-varlen", precision="fp16"), t4
-    )
+    assert "GEMMs in Triton" in missing(dataclasses.replace(settings, attention="triton-varlen", precision="fp16"), t4)
     model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=100))
     with pytest.raises(UserError, match="norms after a linear layer, and gpt2 has them before"):
         use_fused_norms(model)

@@ -85,7 +85,7 @@ def test_the_own_gpu_is_sampled_from_the_warm_ups_end_until_the_last_step(preten
     meter.stop()
     until(lambda: not samplers())
     seen = len(meter.samples)
-    assert meter.speed(FREE, 1.0).utilisation == 0.75
+    assert meter.speed(FREE, 1.0).gpu_busy == 0.75
     assert len(meter.samples) == seen
 
 
@@ -149,7 +149,7 @@ def test_without_nvml_utilisation_is_null(pretend):
     for _ in range(2):
         meter.step(LENGTHS, LENGTHS)
     assert not samplers()
-    assert meter.speed(FREE, 1.0).utilisation is None
+    assert meter.speed(FREE, 1.0).gpu_busy is None
 
 
 def test_masters_beside_the_model_are_memory_of_the_optimizer():

@@ -75,14 +75,14 @@ def samples():
     return build_samples(open_source("synthetic:200", "train"), build_tokenizer("tiny"), 96, 32)
 
 
-def spec_of(variant="E-packed", machine=CPU, attention=None, **scale) -> Spec:
+def spec_of(variant="E-packed", machine=CPU, attention=None, **work) -> Spec:
     (spec,) = plan([variant], "smoke", data="synthetic:200", machine=machine)
     own = {"attention": attention} if attention else {}
     if attention == "flash":
         own["precision"] = "bf16"
     settings = dataclasses.replace(spec.settings, compile="none", **own)
-    scale = dataclasses.replace(spec.preset, **{"steps": 8} | scale)
-    return dataclasses.replace(spec, settings=settings, scale=scale)
+    preset = dataclasses.replace(spec.preset, **{"steps": 8} | work)
+    return dataclasses.replace(spec, settings=settings, preset=preset)
 
 
 def segments(kind, lengths, limits) -> Segments:
@@ -413,13 +413,13 @@ def test_the_kernel_is_chosen_by_capability_and_named():
     assert "CUDA" in kernel("E-packed-efficient", CPU)[1]
     assert "8.0" in kernel("E-bf16", T4)[1]
     assert kernel("E-graph", CPU)[1] is None
-    assert "CUDA graph" in kernel("E-graph", CPU)[2]
+    assert "cuda_graph: False" in kernel("E-graph", CPU)[2]
 
 
 def test_beyond_rows_run_and_end_to_end(tmp_path):
     """The whole path on this machine, through fit: packed training, padded evaluation."""
     spec = dataclasses.replace(
-        spec_of("E-adamw", steps=20), preset=dataclasses.replace(spec_of().scale, steps=20, measure_from=5)
+        spec_of("E-adamw", steps=20), preset=dataclasses.replace(spec_of().preset, steps=20, measure_from=5)
     )
     entry = fit(spec, tmp_path, say=lambda _: None)
     assert entry["status"] == "ok"

@@ -16,7 +16,7 @@ from PIL import Image
 from scipy.stats import t as student
 
 from qa_lib import record
-from qa_lib.cli import Parser
+from qa_lib.commands import parser_of
 from qa_lib.report import cli, curves, figures, load, profiles, readme, recommend, scaling, stats, style
 from qa_lib.report.load import NotMeasured, ReportError, load_runs, select
 from qa_lib.report.summary import change, cold_costs, family_table, result_table, summary
@@ -67,9 +67,7 @@ def lines_of(runs, group="cpu-smoke"):
 
 
 def call(*words):
-    parser = Parser()
-    cli.add_arguments(parser)
-    return cli.main(parser.parse_args(list(words)))
+    return cli.main(parser_of("report").parse_args(list(words)))
 
 
 def made_profile(run):

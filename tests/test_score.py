@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from qa_lib.cli import Parser
+from qa_lib.commands import parser_of
 from qa_lib.data.squad import DataError, Example, open_source
 from qa_lib.errors import UserError
-from qa_lib.score.f1 import add_arguments, f1, main, normalise, score
+from qa_lib.score.f1 import f1, main, normalise, score
 from tests.material import SQUAD, document, needs_squad, question, write
 
 EXAMPLES = [
@@ -181,9 +181,7 @@ def test_sums_run_in_the_datas_order():
 
 
 def run(*words):
-    parser = Parser()
-    add_arguments(parser)
-    return main(parser.parse_args([str(word) for word in words]))
+    return main(parser_of("score").parse_args([str(word) for word in words]))
 
 
 @pytest.fixture

@@ -87,7 +87,8 @@ def here(asked: Settings) -> tuple[Settings, str | None]:
     settings, _ = adjust(asked, CPU)
     skip = missing(settings, CPU)
     if (asked.precision == "bf16" or asked.half_weights) and not skip:
-        settings = dataclasses.replace(settings, precision=asked.precision, optimizer=asked.optimizer)
+        optimizer = asked.optimizer if asked.half_weights else settings.optimizer
+        settings = dataclasses.replace(settings, precision=asked.precision, optimizer=optimizer)
     return settings, skip
 
 

@@ -27,8 +27,8 @@ def spec_of(variant: str):
     """A row at smoke scale, made smaller, in one process of a machine that has all it needs but a GPU."""
     here = Machine(deepspeed=True)
     (spec,) = plan([variant], "smoke", data="synthetic:60", machine=here, world=1)
-    scale = dataclasses.replace(spec.preset, steps=STEPS, measure_from=WARM_UP, effective_batch=8, quality=False)
-    return dataclasses.replace(spec, scale=scale)
+    preset = dataclasses.replace(spec.preset, steps=STEPS, measure_from=WARM_UP, effective_batch=8, quality=False)
+    return dataclasses.replace(spec, preset=preset)
 
 
 @pytest.fixture(scope="module")

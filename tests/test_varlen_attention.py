@@ -159,12 +159,12 @@ def test_dropped_shares_are_lost_and_the_others_grow():
 
 @pytest.mark.parametrize("qkv", ["fused", "separate"])
 @pytest.mark.parametrize("kind", ENCODERS)
-def test_every_encoder_has_it(kind, projections, tmp_path):
+def test_every_encoder_has_it(kind, qkv, tmp_path):
     """With the loss and gradients of another kernel, and with a seed of its own in every layer."""
     (spec,) = plan(["E-varlen"], "smoke", data="synthetic:40", model=checkpoint(kind, tmp_path), machine=Machine())
     results = []
-    for attention in ("short", "block-diagonal"):
-        settings = dataclasses.replace(spec.settings, attention=attention, qkv=projections)
+    for attention in ("triton-varlen", "block-diagonal"):
+        settings = dataclasses.replace(spec.settings, attention=attention, qkv=qkv)
         spec = dataclasses.replace(spec, settings=settings)
         batches = batches_of(load_data(spec).samples, spec)
         model = build_model(spec).eval()
@@ -173,7 +173,7 @@ def test_every_encoder_has_it(kind, projections, tmp_path):
         gradients = [p.grad for p in model.parameters()]
         results.append([loss.detach(), *gradients])
         seeds = {name for name, m in model.named_modules() if isinstance(m, HashDropout) and ".self." in name}
-        assert len(seeds) == (attention == "short") * len(layers_of(model))
+        assert len(seeds) == (attention == "triton-varlen") * len(layers_of(model))
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-3)
 
 

@@ -43,10 +43,10 @@ def prepare(spec: Spec, data: Data | None = None) -> tuple[Data, torch.nn.Module
     """
     task = TASKS[spec.preset.task]
     data = data or task.load(spec)
-    batches, model = batches_of(data.samples, spec), build_model(spec, task.head)
+    model = build_model(spec, task.head)
     check_tokenizer(spec.model_source, data.tokenizer, model)
     check_planned(spec, [source.sha256 for source in (data.source, data.validation) if source])
-    return data, model, batches
+    return data, model, batches_of(data.samples, spec)
 
 
 TASKS = {
