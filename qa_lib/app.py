@@ -276,22 +276,21 @@ class Dashboard(NamedTuple):
 
 def dashboard(runs_dir: Path, figures_dir: Path, wanted: str = "") -> Dashboard:
     """The report of the `wanted` group, or else of the newest. What cannot be read or shown costs a sentence."""
-    broken: dict[Path, str] = {}
+    broken: dict[str, list[str]] = {}
     try:
         runs = load_runs(runs_dir, broken)
     except Exception as problem:  # whatever records lead to that are spoilt together
         said = f"The records cannot be read: {without_paths(first_line(problem))}."
         return Dashboard([], None, [said], pd.DataFrame(), [])
     began = newest(runs)
-    groups = {*began, *(folder.parent.name for folder in broken)} - searches(runs)
+    groups = {*began, *broken} - searches(runs)
     groups = sorted(sorted(groups), key=lambda name: began.get(name, ""), reverse=True)
     if not groups:
         return Dashboard(
             [], None, ["There are no records yet: make quickstart makes some in minutes."], pd.DataFrame(), []
         )
     name = wanted if wanted in groups else groups[0]
-    bad = [f"Cannot be read: {text.replace(f'{folder}/', f'{folder.name}/')}."
-           for folder, text in broken.items() if folder.parent.name == name]  # fmt: skip
+    bad = [f"Cannot be read: {text.removeprefix(f'{runs_dir}/')}." for text in broken.get(name, [])]
     said, table, figures = [], pd.DataFrame(), []
     try:
         chosen = select(runs, name)

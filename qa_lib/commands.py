@@ -258,7 +258,7 @@ VERBS = {
             option("--model", given, "M", "folder or hub name; repeatable", action="append", default=[]),
             READ_RUNS,
             option("--figures", path, "DIR", "of reports (figures)", default="figures"),
-            option("--host", given, "H", "address to listen on (127.0.0.1: this machine alone)", default="127.0.0.1"),
+            option("--host", str, "H", "address to listen on (127.0.0.1: this machine alone)", default="127.0.0.1"),
             option("--port", whole(0, 65535), "N", "0 takes a free one (8600)", default=8600),
         ),
         "app --model deepset/minilm-uncased-squad2    # of the hub: safetensors, no code\n"

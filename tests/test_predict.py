@@ -98,9 +98,9 @@ def test_batch_size_and_padding_change_nothing(model, samples, batch_tokens):
     assert list(one.null_odds.values()) == pytest.approx(list(other.null_odds.values()), abs=1e-3)
 
 
-def test_autocast(model, features):
-    _, start, _ = predict_logits(model, features)
-    _, half, _ = predict_logits(model, features, autocast_dtype=torch.bfloat16)
+def test_autocast(model, samples):
+    _, start, _ = predict_logits(model, samples)
+    _, half, _ = predict_logits(model, samples, autocast_dtype=torch.bfloat16)
     assert half.dtype == torch.float32
     inside = ~start.isnan()
     assert 0 < (half - start)[inside].abs().max() < 0.1 * start[inside].abs().max()

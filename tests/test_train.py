@@ -380,7 +380,7 @@ def test_an_overflow_is_excused_while_the_scaler_can_still_back_off(tmp_path):
             log.add(torch.tensor(loss), 1e-3)
         log.write([0.01] * len(losses))
 
-    write([1.0, float("inf"), 1.0], preset=2.0**15)
+    write([1.0, float("inf"), 1.0], scale=2.0**15)
     with pytest.raises(NonFiniteLoss, match="inf at step 2"):
         write([1.0, float("inf"), 1.0], scale=1.0)
 
