@@ -139,7 +139,7 @@ def test_a_family_notebook_begins_with_a_row_of_its_family(family):
     exec(tagged(path, "parameters")[0], values)
     assert find_variant(values["variant"]).family == family
     task = find_variant(values["variant"]).task
-    assert values["scale"] == {"qa": "smoke", "lm": "lm-smoke"}[task]
+    assert values["preset"] == {"qa": "smoke", "lm": "lm-smoke"}[task]
     (said,) = (cell.source for cell in read(path).cells if cell.source.startswith("What to run."))
     named = re.findall("`(.+?)`", said)
     assert named[: len(find_family(family))] == find_family(family)
