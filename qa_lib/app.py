@@ -37,7 +37,7 @@ SESSIONS = 256  # pages whose state is kept
 UNFINISHED = (b'"starting"', b'"waiting"', b'"running"')
 # Of a group's table; and the axes, where a group varies them.
 HEADINGS = ("row", "what it changes", "model", "world size", "effective batch", "length", "training", "micro-batch",
-            "features/s", "tokens/s", "× {base}", "step ms [p10–p90]", "MFU", "peak MiB", "{score}",
+            "samples/s", "tokens/s", "× {base}", "step ms [p10–p90]", "MFU", "peak MiB", "{score}",
             "Δ{score} vs {base}", "n", "status", "note")  # fmt: skip
 CSS = """
 .gradio-container { width: 100% !important; max-width: min(1180px, 100%) !important; margin: 0 auto !important }

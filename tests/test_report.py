@@ -169,7 +169,7 @@ def test_a_row_without_a_result_stands_with_its_reason(runs):
     table = result_table(summary(select(load_runs(runs), "cpu-smoke"))).set_index("row")
     assert table.loc["D1-nvfuser", "note"] == "skipped: no backend named 'nvfuser'"
     assert table.loc["A3", ["status", "note"]].tolist() == ["1 ok, 1 error", "seed 1 error: no luck"]
-    assert table.loc["C1", "features/s"] == "–" and table.loc["A1", "note"] == "–" and "peak MiB" not in table
+    assert table.loc["C1", "samples/s"] == "–" and table.loc["A1", "note"] == "–" and "peak MiB" not in table
 
 
 def test_the_newest_of_two_runs_counts_and_what_cannot_be_compared_is_refused(runs):
@@ -206,11 +206,11 @@ def test_the_cost_is_that_of_a_run_which_found_nothing_compiled(runs):
 def test_a_familys_table_has_the_baseline_and_what_its_rows_change(runs):
     assert list(family_table(load_runs(runs), "cpu-smoke", "B1")["row"]) == ["A1", "A3", "B1"]
     assert change("A4") == "A4-nb + group_by_length: True" and change("A1") == "baseline"
-    assert change("A4", "A2") == "A2 + compile: inductor + padding: longest + order: bucketed"
+    assert change("A4", "A2") == "A2 + compile: inductor + padding: longest + group_by_length: True"
 
 
 def test_published_training_times_agree_with_published_throughput():
-    """The seeds trained 3 epochs of 131,754 features; what they published agrees with itself within 1 %."""
+    """The seeds trained 3 epochs of 131,754 samples; what they published agrees with itself within 1 %."""
     theirs = load.published().dropna(subset=["train_s", "samples_per_s"])
     assert (theirs["samples_per_s"] * theirs["train_s"] / (131_754 * 3)).between(0.99, 1.01).all()
 
@@ -290,7 +290,7 @@ def test_efficiencies_are_against_the_row_that_shares_nothing(tmp_path):
     line = scaling.scaling(select(load_runs(tmp_path), "h200-parallel")).query("variant == 'P-one-bucket'").iloc[0]
     assert line["strong"] == pytest.approx(161 / 4 / 101) and line["weak"] == pytest.approx(161 / 4 / 51)
     assert line["reference"] == "E-dropout" and line["strong±"] > 0
-    assert scaling.speed_finding(line.to_frame().T).startswith("4 GPUs train ×3.16 as fast as one at 8 features each")
+    assert scaling.speed_finding(line.to_frame().T).startswith("4 GPUs train ×3.16 as fast as one at 8 samples each")
 
 
 def test_the_noise_scale_predicts_what_a_batch_teaches():
@@ -298,7 +298,7 @@ def test_the_noise_scale_predicts_what_a_batch_teaches():
     logs = pd.DataFrame({"variant": "P-one-bucket", "seed": 0, "world": 1, "batch": [32, 64], "log": [steps, steps]})
     worth, loss = scaling.batch_worth(logs)
     assert worth.loc[64, "predicted"] == pytest.approx((96 + 32) / (96 + 64))
-    assert worth.loc[64, "measured"] == pytest.approx(0.5) and loss > 1  # as many steps of twice the features
+    assert worth.loc[64, "measured"] == pytest.approx(0.5) and loss > 1  # as many steps of twice the samples
     with pytest.raises(NotMeasured):
         scaling.batch_worth(logs[:1])
 
@@ -349,7 +349,7 @@ def test_the_ladder_says_how_far_it_reaches(runs):
         == "On a CPU: A4 trains 2.00× as fast as A1, 2.11× as fast as the plain Trainer (A0)"
     )
     words = [text.get_text() for text in figures.fig_ladder(own).axes[0].texts]
-    assert {"features/s", "× A1", "× row above", "1.25", "0.95 (A1)"} <= set(words)
+    assert {"samples/s", "× A1", "× row above", "1.25", "0.95 (A1)"} <= set(words)
 
 
 def test_a_few_timed_runs_do_not_stand_for_a_group_that_shared_the_gpu(runs):
@@ -428,7 +428,7 @@ def test_the_report_of_a_small_group_fits_a_terminal_and_draws_its_figures(runs,
 def test_the_printed_table_has_no_cpu_speeds_and_the_speeds_of_the_reference_beside(runs):
     every = pd.concat([load_runs(runs), committed()])
     said = cli.overview(every, "cpu-smoke")
-    assert "features/s" not in said and "speed × A1 on one NVIDIA H200" in said and "1.92" in said
+    assert "samples/s" not in said and "speed × A1 on one NVIDIA H200" in said and "1.92" in said
     assert len(cli.overview(committed(), load.REFERENCE).splitlines()) <= 26
 
 

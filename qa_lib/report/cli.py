@@ -88,7 +88,7 @@ def overview(runs: pd.DataFrame, group: str) -> str:
     """A group's table in few lines: scores and speeds, of a CPU's runs the speeds of the reference group instead."""
     own = select(runs, group)
     lines = largest_batch(summary(own))
-    headings = ["row", "what it changes", "n", "{score}", "features/s", "× {base}", "peak MiB", "status", "note"]
+    headings = ["row", "what it changes", "n", "{score}", "samples/s", "× {base}", "peak MiB", "status", "note"]
     if on_cpu(own):
         headings = ["row", "what it changes", "n", "{score}", "status", "note"]
     table = result_table(lines, headings)

@@ -20,11 +20,11 @@ from qa_lib.report.summary import average
 from qa_lib.variants import VARIANTS, tagged
 
 SIZES = {
-    "length": "tokens of a feature or window",
-    "batch": "features in an optimizer step",
-    "micro_batch": "features in one forward pass (micro-batch)",
+    "length": "tokens of a sample or window",
+    "batch": "samples in an optimizer step",
+    "micro_batch": "samples in one forward pass (micro-batch)",
 }
-MEASURES = {"gib": "peak GPU memory, allocated, in GiB", "speed": "features/s in training"}
+MEASURES = {"gib": "peak GPU memory, allocated, in GiB", "speed": "samples/s in training"}
 COLUMNS = {
     "gib": "memory.peak_alloc_mib", "speed": "speed.samples_per_s", "tokens": "speed.tokens_per_s_padded",
     "params": "memory.params_mib", "grads": "memory.grads_mib", "optimizer": "memory.optimizer_mib",
@@ -137,7 +137,7 @@ def memory_finding(part: pd.DataFrame, size: str, where: str) -> str:
     high = reached[reached == reached.max()].index.max()
     growth = growth[high].dropna()
     most, least = growth.idxmax(), growth.idxmin()
-    unit = "tokens" if size == "length" else "features"
+    unit = "tokens" if size == "length" else "samples"
     said = f"From {low:,} to {high:,} {unit}, memory grows ×{number(growth[most])} in {most}"
     return said + (f" and ×{number(growth[least])} in {least}" if most != least else "")
 
@@ -147,7 +147,7 @@ def lead(part: pd.DataFrame) -> tuple[str, str, pd.Series]:
     the compiler the same, and by what factor the first is quicker, by micro-batch. Raises NotMeasured where no
     micro-batch has both: a lead over the Trainer as it comes would be the larger one."""
     speeds = part.pivot(index="micro_batch", columns="variant", values="speed").dropna(axis="columns", how="all")
-    speeds = speeds[speeds.index > 1]  # a pass of one feature waits for the host, whatever the variant
+    speeds = speeds[speeds.index > 1]  # a pass of one sample waits for the host, whatever the variant
     of_trainer = {name for name in speeds if VARIANTS[name].settings.engine == "trainer"}
     peers = [name for name in of_trainer if VARIANTS[name].settings.compile != "none"]
     others = speeds.columns.difference(of_trainer)
@@ -166,7 +166,7 @@ def lead_by_batch(runs: pd.DataFrame) -> str:
     if len(factors) < 2:
         raise NotMeasured("no two micro-batches have a speed of both the visible loop and the Trainer")
     said = [f"{factor(times)} at {size}" for size, times in factors.items()]
-    said[0] = said[0].replace(" at", f" as fast as {peer} at") + " features in a forward pass"
+    said[0] = said[0].replace(" at", f" as fast as {peer} at") + " samples in a forward pass"
     return (
         f"The lead depends on the batch: {variant} trains {', '.join(said)} "
         f"(group {runs['group'].iloc[0]}, code {commits(runs)})."
@@ -182,4 +182,4 @@ def speed_finding(part: pd.DataFrame, size: str, where: str) -> str:
             said = ", ".join(f"×{number(times)} at {at:,}" for at, times in factors.items())
             return f"{variant} over the Trainer, {peer}: {said} ({where})"
     best = part.loc[part["speed"].idxmax()]
-    return f"Of these {best['variant']} is quickest with {number(best['speed'])} features/s ({where})"
+    return f"Of these {best['variant']} is quickest with {number(best['speed'])} samples/s ({where})"

@@ -83,9 +83,9 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
     for height, note in shown.loc[speed.isna(), "note"].items():
         axis.text(0, height, " " + textwrap.shorten(note or "not measured", 60), va="center", fontsize=8)
     factors = {f"× {baseline(runs)}": shown["ratio"].map(number), "× row above": _gains(shown)}
-    style.columns(axis, {"features/s": speed.map(number)} | factors | {"n": shown["n"].map(str)})
+    style.columns(axis, {"samples/s": speed.map(number)} | factors | {"n": shown["n"].map(str)})
     style.name_bars(axis, in_words(shown["variant"]))
-    axis.set(xlabel="features/s in training (longer is faster)", xlim=(0, 1.05 * speed.max()))
+    axis.set(xlabel="samples/s in training (longer is faster)", xlim=(0, 1.05 * speed.max()))
     style.legend(axis)
     return figure
 

@@ -33,7 +33,7 @@ AXES = {  # what may differ within a group, as columns of the frame -> the name 
 # What must be equal within a group, or a ratio would compare different work; but for what the axes hold.
 IDENTITY = ("spec.hardware", "spec.preset.", "spec.search", "spec.sm", "data.name", "data.sha256", *TASK[:2])
 OF_AXES = (LENGTH, EPOCHS, RATE, BATCH, BATCH_TOKENS)
-FULL_FEATURES, FULL_EPOCHS = 131_754, 3  # of all of SQuAD v2's training questions at 384/128, and the seeds' epochs
+FULL_SAMPLES, FULL_EPOCHS = 131_754, 3  # of all of SQuAD v2's training questions at 384/128, and the reference project's epochs
 
 
 class ReportError(UserError):
@@ -62,11 +62,9 @@ def load_runs(runs: str | Path = "runs", broken: dict[str, list[str]] | None = N
 
 
 def with_axes(runs: pd.DataFrame) -> pd.DataFrame:
-    """Runs with the columns of AXES: `batch` in features, 0 where a step is one micro-batch; `precision` 'own' unless
+    """Runs with the columns of AXES: `batch` in samples, 0 where a step is one micro-batch; `precision` 'own' unless
     another than the variant's was asked for; `training` as '3 epochs at 0.0002'; `world` as many as trained."""
-    seen = numbers(
-        runs, {"tokens": BATCH_TOKENS, "features": BATCH, "world": "parallel.world", "stages": "spec.stages"}
-    )
+    seen = numbers(runs, {"tokens": BATCH_TOKENS, "samples": BATCH, "world": "parallel.world", "stages": "spec.stages"})
     asked = runs["spec.settings.precision"]
     own = runs["spec.variant"].map({name: variant.settings.precision for name, variant in VARIANTS.items()})
     epochs = runs[EPOCHS].map("{:g} epochs at ".format, na_action="ignore").replace("1 epochs at ", "1 epoch at ")
@@ -74,7 +72,7 @@ def with_axes(runs: pd.DataFrame) -> pd.DataFrame:
         model=runs["model.name"].astype(str) + " " + runs["model.revision"].astype(str).str[:7],
         world=seen["world"].fillna(runs["spec.world"]).astype(int),
         stages=seen["stages"].fillna(1).astype(int),
-        batch=(seen["tokens"] // runs[LENGTH]).fillna(seen["features"]).fillna(0).astype(int),
+        batch=(seen["tokens"] // runs[LENGTH]).fillna(seen["samples"]).fillna(0).astype(int),
         precision=asked.where(own.notna() & (asked != own), "own"),
         length=runs[LENGTH],
         training=epochs.fillna("") + runs[RATE].map("{:g}".format),
@@ -99,7 +97,7 @@ def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     chosen = chosen.sort_values(["time.started", "run_id"])
     chosen = chosen.drop_duplicates(["spec.variant", "spec.seed", *AXES], keep="last")
     for column in (name for name in chosen if name.startswith(IDENTITY) and name not in OF_AXES):
-        # A shorter feature may have a shorter stride.
+        # A shorter sample may have a shorter stride.
         for _, part in chosen.groupby("length") if column == "spec.preset.stride" else [(None, chosen)]:
             if len(part[column].unique()) > 1:
                 one, *others = part.drop_duplicates(column)[["run_id", column]].to_numpy()
@@ -127,13 +125,14 @@ def searches(runs: pd.DataFrame) -> set[str]:
 
 
 def committed(runs_dir: Path) -> list[str]:
-    """The groups below a folder that git tracks: only those may README.md quote. Raises ReportError without git."""
-    command = ["git", "-C", str(runs_dir), "ls-files", "-z", "--", "*/record.json"]
+    """The archived groups of a folder that git tracks: only those may README.md quote. Raises ReportError without
+    git."""
+    command = ["git", "-C", str(runs_dir), "ls-files", "-z", "--", "*.jsonl"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError) as problem:
         raise ReportError(f"cannot ask git which groups of {runs_dir} are committed: {problem}") from problem
-    return sorted({Path(name).parts[0] for name in listed.split("\0") if len(Path(name).parts) == 3})
+    return sorted(Path(name).stem for name in listed.split("\0") if name)
 
 
 def found_compiled(runs: pd.DataFrame) -> pd.Series:

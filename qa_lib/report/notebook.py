@@ -34,7 +34,7 @@ def result(record: dict, runs: str | Path, examples: Sequence = (), count: int =
     task, quality, time = record["task"], record["quality"], record["time"]
     measured = {
         task["label"]: points(quality[task["metric"]]),
-        "features/s": number(record["speed"]["samples_per_s"]),
+        "samples/s": number(record["speed"]["samples_per_s"]),
         "tokens/s": number(record["speed"]["tokens_per_s"] if task["name"] == "lm" else None),
         "ms a step": number(time["step_ms"]["median"]),
         "MiB of GPU memory at the peak": number(record["memory"]["peak_alloc_mib"]),
@@ -61,10 +61,10 @@ def result(record: dict, runs: str | Path, examples: Sequence = (), count: int =
 
 def first_window(questions) -> str:
     """As text: how many training windows there are, and the first that holds its answer, with it."""
-    features = questions.samples
-    first = (features.end_positions > 0).argmax()
-    feature = features.batch([first], features.lengths[first])
-    tokens = questions.tokenizer.convert_ids_to_tokens(feature["input_ids"][0])
-    answer = tokens[feature["start_positions"][0] : feature["end_positions"][0] + 1]
-    count = f"{len(features)} training windows, mean length {features.lengths.mean():.0f} tokens"
+    samples = questions.samples
+    first = (samples.end_positions > 0).argmax()
+    sample = samples.batch([first], samples.lengths[first])
+    tokens = questions.tokenizer.convert_ids_to_tokens(sample["input_ids"][0])
+    answer = tokens[sample["start_positions"][0] : sample["end_positions"][0] + 1]
+    count = f"{len(samples)} training windows, mean length {samples.lengths.mean():.0f} tokens"
     return f"{count}\n{' '.join(tokens)}\nanswer: {' '.join(answer)}"

@@ -122,7 +122,7 @@ def headline_table(runs: pd.DataFrame, judged: pd.DataFrame) -> pd.DataFrame:
     words = lines["variant"].map({name: variant.why for name, variant in VARIANTS.items()})
     lines = lines.drop(columns="ratio±").assign(gib=reserved.reindex(lines.index), why=words)
     heads = (
-        f"variant=row, why=what it is, n=n, samples_per_s=features/s, ratio=× {load.baseline(lines)}, gib=GiB reserved"
+        f"variant=row, why=what it is, n=n, samples_per_s=samples/s, ratio=× {load.baseline(lines)}, gib=GiB reserved"
     )
     with contextlib.suppress(NotMeasured):  # the columns are left out, and the table of quality says why
         lines = lines.join(equivalence(usual(judged)).dropna(subset="delta±")[["best_delta", "best_delta±", "verdict"]])
@@ -202,7 +202,7 @@ def several(runs: pd.DataFrame, group: str, figures: Path) -> str:
         measured, predicted = points(line["measured"], line["measured±"]), points(line["predicted"])
         known = {"measured": measured, "predicted": predicted, "reference": scaling.REFERENCE}
         said.append(say("teaches", batch=found["batch"], **known))
-    pictures = {"scaling": "Two line charts of features a second against the number of GPUs."}
+    pictures = {"scaling": "Two line charts of samples a second against the number of GPUs."}
     parts = [" ".join(said), *_pictures(figures / name, pictures)]
     return scaling.worded("\n\n".join(parts), own)
 

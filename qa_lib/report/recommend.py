@@ -25,7 +25,7 @@ def projected(lines: pd.DataFrame, variants=()) -> pd.DataFrame:
     """Minutes of training on the full data set at a bench group's speeds (`lines` of summary), indexed by variant: of
     the headline ones, or of these.
 
-    Columns: speed (features/s); compile_s, NaN where it was not measured; cold, whether compile_s is of runs that found
+    Columns: speed (samples/s); compile_s, NaN where it was not measured; cold, whether compile_s is of runs that found
     nothing compiled; minutes of training and compilation. Data and scoring are not counted. Raises NotMeasured.
     """
     if len(lines) and lines["task.name"].iloc[0] != "qa":
@@ -39,7 +39,7 @@ def projected(lines: pd.DataFrame, variants=()) -> pd.DataFrame:
     eager = pd.Series([VARIANTS[name].settings.compile == "none" for name in part.index], part.index)
     compile_s = cold.fillna(part["warm_compile_s"].astype(float)).mask(eager, 0.0)
     table = pd.DataFrame({"speed": part["samples_per_s"], "compile_s": compile_s, "cold": eager | cold.notna()})
-    table["minutes"] = (load.FULL_FEATURES * load.FULL_EPOCHS / table["speed"] + compile_s.fillna(0.0)) / 60
+    table["minutes"] = (load.FULL_SAMPLES * load.FULL_EPOCHS / table["speed"] + compile_s.fillna(0.0)) / 60
     return table
 
 
@@ -61,7 +61,7 @@ def worth(judged: pd.DataFrame) -> pd.DataFrame:
 
 def best_first(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
     """Variants of the kinds in ALLOWED at each micro-batch, the one to prefer first: variant, micro_batch, speed
-    (features/s, the mean of all seeds), reserved (MiB, the most of them), kind, doubt (0: keeps its score, 1: not
+    (samples/s, the mean of all seeds), reserved (MiB, the most of them), kind, doubt (0: keeps its score, 1: not
     known, 2: does not).
 
     Full fine-tunes stand before adapters. Among either the quickest is preferred; then those of unknown score; last
@@ -137,7 +137,7 @@ def estimated_minutes(runs: pd.DataFrame, group: str, variant: str, card: str, s
     if speed is None:
         raise NotMeasured(f"{variant} has no measured speed")
     return (
-        load.FULL_FEATURES * load.FULL_EPOCHS / (speed * DATA_SHEET_TFLOPS[card] / DATA_SHEET_TFLOPS[measured_on]) / 60
+        load.FULL_SAMPLES * load.FULL_EPOCHS / (speed * DATA_SHEET_TFLOPS[card] / DATA_SHEET_TFLOPS[measured_on]) / 60
     )
 
 
@@ -172,7 +172,7 @@ def arithmetic(lines: pd.DataFrame) -> pd.DataFrame:
     """`projected` as text, with the arithmetic. Raises NotMeasured."""
     found, table = projected(lines), []
     for line in found.itertuples():
-        said = f"{load.FULL_FEATURES:,} × {load.FULL_EPOCHS} ÷ {line.speed:,.0f}/s"
+        said = f"{load.FULL_SAMPLES:,} × {load.FULL_EPOCHS} ÷ {line.speed:,.0f}/s"
         if pd.isna(line.compile_s):
             said += " + compilation, not measured"
         elif line.compile_s:

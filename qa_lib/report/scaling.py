@@ -2,7 +2,7 @@
 
 Two questions may be asked of n GPUs. *Strong* scaling keeps the effective batch and asks how much sooner it is done;
 the share of each GPU shrinks, and with it its matrix products. *Weak* scaling keeps what a GPU does in a step, so that
-the effective batch grows, which costs progress by feature. The efficiency of either is the speed of n GPUs over n times
+the effective batch grows, which costs progress by sample. The efficiency of either is the speed of n GPUs over n times
 that of one, which works alone on the same batch, or on one GPU's share of it.
 
 The one GPU runs the variant that shares nothing: the nearest ancestor of parallel `none`, at the micro-batch at which
@@ -43,7 +43,7 @@ def one_gpu(variant: str) -> str:
 def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     """A group's runs that ended ok, averaged over seeds: a line for each of KEYS, in the order of the variants table.
 
-    Columns: KEYS, n, MEASURES (`rate`: features/s of all GPUs) with intervals (`rate±`), peak_mib (of the process with
+    Columns: KEYS, n, MEASURES (`rate`: samples/s of all GPUs) with intervals (`rate±`), peak_mib (of the process with
     the most), apart (the share by which the median step of the slowest process is longer than that of the fastest),
     unbalanced (the same of how long a pipeline's processes compute in a step), waiting_ms (a step's milliseconds in
     which a GPU only communicates, or a pipeline's bubble; NaN where neither was measured), `strong`, `strong±`, `weak`,
@@ -86,7 +86,7 @@ def _compared(timed: pd.DataFrame, line) -> dict:
 
 
 def _alone(timed: pd.DataFrame, variant: str, batch: float) -> tuple[str | None, pd.DataFrame]:
-    """The variant that is another's one GPU at that batch, and its features/s and code by seed; without any if nothing
+    """The variant that is another's one GPU at that batch, and its samples/s and code by seed; without any if nothing
     was run, or if the variant is none for several GPUs."""
     timed = timed.dropna(subset="rate")
     alone = timed[(timed.index.get_level_values("world") == 1) & (timed.index.get_level_values("batch") == batch)]
@@ -104,7 +104,7 @@ def worded(text: str, runs: pd.DataFrame) -> str:
 
 
 def common(lines: pd.DataFrame, kind: str) -> list[int]:
-    """The effective batches (`strong`) or features a GPU (`weak`) at which lines of several GPUs have an efficiency,
+    """The effective batches (`strong`) or samples a GPU (`weak`) at which lines of several GPUs have an efficiency,
     that with the most such lines first."""
     chosen = lines[lines[kind].notna() & (lines["world"] > 1)]
     sizes = chosen["batch"] if kind == "strong" else chosen["batch"] / chosen["world"]
@@ -112,7 +112,7 @@ def common(lines: pd.DataFrame, kind: str) -> list[int]:
 
 
 def at(lines: pd.DataFrame, kind: str, size: int) -> pd.DataFrame:
-    """The timed lines of an effective batch (`strong`), or of so many features a GPU (`weak`); of each variant, world
+    """The timed lines of an effective batch (`strong`), or of so many samples a GPU (`weak`); of each variant, world
     and stages the quickest."""
     chosen = lines[lines["batch"] == (size if kind == "strong" else size * lines["world"])].dropna(subset=["rate"])
     return chosen.loc[sorted(chosen.groupby(WHERE)["rate"].idxmax())]
@@ -134,7 +134,7 @@ def speed_finding(lines: pd.DataFrame) -> str:
     last = {kind: own.iloc[-1] for kind, part in found.items() if len(own := part[part["variant"] == shown])}
     said = [
         f"{factor(line[kind] * line['world'])} as fast as one at "
-        + (f"{line['batch'] // line['world']} features each" if kind == "weak" else f"{line['batch']} in all")
+        + (f"{line['batch'] // line['world']} samples each" if kind == "weak" else f"{line['batch']} in all")
         for kind, line in last.items()
     ]
     said[1:] = [text.replace(" as fast as one", "") for text in said[1:]]
@@ -143,7 +143,7 @@ def speed_finding(lines: pd.DataFrame) -> str:
 
 def projection(runs: pd.DataFrame) -> dict:
     """Seconds that three epochs of all of SQuAD v2 would take on the most GPUs, by the quickest variant with as many
-    features a GPU as most have: seconds, with rate, compile_s (the longest of its runs, 0 without a compiler) and cold,
+    samples a GPU as most have: seconds, with rate, compile_s (the longest of its runs, 0 without a compiler) and cold,
     whether that found nothing compiled; variant, world and batch. Data and scoring are not counted. Raises
     NotMeasured."""
     lines = scaling(runs)
@@ -155,7 +155,7 @@ def projection(runs: pd.DataFrame) -> dict:
     own = done[(done[KEYS] == line[KEYS]).all(axis="columns")]
     compile_s = numbers(own, {"compile_s": "time.compile_s"})["compile_s"].fillna(0.0)
     cold = bool(not load.found_compiled(own)[compile_s.idxmax()])
-    seconds = load.FULL_FEATURES * load.FULL_EPOCHS / line["rate"] + compile_s.max()
+    seconds = load.FULL_SAMPLES * load.FULL_EPOCHS / line["rate"] + compile_s.max()
     return {"seconds": seconds, "compile_s": compile_s.max(), "cold": cold} | line[
         ["variant", "world", "batch", "rate"]
     ].to_dict()
@@ -165,8 +165,8 @@ def projected_words(found: dict) -> str:
     """`projection` as a sentence, with the arithmetic."""
     compiled = f" + {number(found['compile_s'])} s of compilation" if found["compile_s"] else ""
     compiled += "" if found["cold"] or not compiled else ", which found a part of the code compiled"
-    features, seconds, rate = load.FULL_FEATURES * load.FULL_EPOCHS, number(found["seconds"]), number(found["rate"])
-    return say("projected", **found | {"features": features, "seconds": seconds, "rate": rate, "compiled": compiled})
+    samples, seconds, rate = load.FULL_SAMPLES * load.FULL_EPOCHS, number(found["seconds"]), number(found["rate"])
+    return say("projected", **found | {"samples": samples, "seconds": seconds, "rate": rate, "compiled": compiled})
 
 
 def logs_of(runs: pd.DataFrame) -> pd.DataFrame:
@@ -189,7 +189,7 @@ def most_batches(logs: pd.DataFrame) -> pd.DataFrame:
 
 
 def noise_scales(logs: pd.DataFrame) -> pd.DataFrame:
-    """The running noise scale phi, in features, a line a logged step of `most_batches` that has one: batch, seed, step,
+    """The running noise scale phi, in samples, a line a logged step of `most_batches` that has one: batch, seed, step,
     done (the share of the training), phi. Raises NotMeasured."""
     parts = [
         steps.reindex(columns=["step", "phi"]).assign(batch=batch, seed=seed, done=steps["step"] / steps["step"].max())
@@ -203,7 +203,7 @@ def noise_scales(logs: pd.DataFrame) -> pd.DataFrame:
 
 
 def efficiencies(logs: pd.DataFrame, batches: Iterable[int]) -> pd.Series:
-    """The progress by feature of batches relative to batch REFERENCE, as the noise scale predicts it: the mean over the
+    """The progress by sample of batches relative to batch REFERENCE, as the noise scale predicts it: the mean over the
     training at the smallest batch that has one, REFERENCE where it has. (phi + REFERENCE) / (phi + batch), equation 7
     of Pollux (Qiao et al. 2021). Raises NotMeasured."""
     phi = reference_phi(logs)["phi"].to_numpy()
@@ -217,8 +217,8 @@ def reference_phi(logs: pd.DataFrame) -> pd.DataFrame:
 
 
 def batch_worth(logs: pd.DataFrame) -> tuple[pd.DataFrame, float]:
-    """How much a feature teaches in a larger batch than REFERENCE, relative to it, and the loss by which that is
-    measured. By batch: measured and measured±, the features that it took until the smoothed training loss was down to
+    """How much a sample teaches in a larger batch than REFERENCE, relative to it, and the loss by which that is
+    measured. By batch: measured and measured±, the samples that it took until the smoothed training loss was down to
     the one that the worst run ends with; predicted, by `efficiencies`. Raises NotMeasured where REFERENCE and a larger
     batch were not both run."""
     logs = most_batches(logs)
@@ -227,8 +227,8 @@ def batch_worth(logs: pd.DataFrame) -> tuple[pd.DataFrame, float]:
     curves = [_smoothed(log) for log in logs["log"]]
     loss = max(curve.min() for curve in curves)
     last = [log["step"].max() * batch for log, batch in zip(logs["log"], logs["batch"], strict=True)]
-    features = [(curve <= loss).idxmax() * n for curve, n in zip(curves, last, strict=True)]
-    table = logs.assign(features=features).groupby(["seed", "batch"])["features"].mean().unstack()
+    samples = [(curve <= loss).idxmax() * n for curve, n in zip(curves, last, strict=True)]
+    table = logs.assign(samples=samples).groupby(["seed", "batch"])["samples"].mean().unstack()
     shares = table[[REFERENCE]].to_numpy() / table
     found = pd.DataFrame({"measured": shares.mean(), "measured±": interval(shares)}).query(f"batch > {REFERENCE}")
     return found.assign(predicted=efficiencies(logs, found.index)), loss

@@ -43,7 +43,7 @@ def summary(runs: pd.DataFrame, by: Iterable[str] = AXES) -> pd.DataFrame:
     variants table.
 
     Columns: AXES, TASK, variant, family, change, status, note, n (runs that ended ok) and, over these, MEASURES, mfu
-    and `score` with their intervals (`<name>±`). Against the baseline under the same values: ratio, of features/s, with
+    and `score` with their intervals (`<name>±`). Against the baseline under the same values: ratio, of samples/s, with
     `ratio±` over equal seeds where both have the same ones; delta, the score minus the baseline's, with `delta±` over
     the seeds that both have; break_even (optimizer steps after which compilation is made up for; inf: never).
     """
@@ -163,7 +163,7 @@ COLUMNS = {  # heading, in which {score} stands for the score's label and {base}
     **{label: lambda lines, name=name: lines[name].map(str) for name, label in AXES.items()},
     "status": lambda lines: lines["status"],
     "n": lambda lines: lines["n"].map(str),
-    "features/s": lambda lines: written(number, lines, "samples_per_s"),
+    "samples/s": lambda lines: written(number, lines, "samples_per_s"),
     "tokens/s": _tokens,
     "× {base}": lambda lines: written(number, lines, "ratio"),
     "step ms [p10–p90]": _step,
@@ -172,7 +172,7 @@ COLUMNS = {  # heading, in which {score} stands for the score's label and {base}
     "of matrix rate": lambda lines: lines["matrix_share"].map(percent),
     "MFU": lambda lines: lines["mfu"].map(percent),
     "peak MiB": lambda lines: lines["peak_mib"].map(number),
-    "J/feature": lambda lines: lines["joules"].map(number),
+    "J/sample": lambda lines: lines["joules"].map(number),
     "{score}": lambda lines: written(points, lines, "score"),
     "Δ{score} vs {base}": lambda lines: written(gain, lines, "delta"),
     "trainable": lambda lines: lines["trainable"].map(count),
