@@ -33,7 +33,7 @@ AXES = {  # what may differ within a group, as columns of the frame -> the name 
 # What must be equal within a group, or a ratio would compare different work; but for what the axes hold.
 IDENTITY = ("spec.hardware", "spec.preset.", "spec.search", "spec.sm", "data.name", "data.sha256", *TASK[:2])
 OF_AXES = (LENGTH, EPOCHS, RATE, BATCH, BATCH_TOKENS)
-FULL_SAMPLES, FULL_EPOCHS = 131_754, 3  # of all of SQuAD v2's training questions at 384/128, and the reference project's epochs
+FULL_SAMPLES, FULL_EPOCHS = 131_754, 3  # of all of SQuAD v2's training questions at 384/128; its epochs
 
 
 class ReportError(UserError):
