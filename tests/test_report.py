@@ -16,6 +16,7 @@ from PIL import Image
 from scipy.stats import t as student
 
 from qa_lib import record
+from qa_lib.archive import read_runs, write_archive
 from qa_lib.commands import parser_of
 from qa_lib.report import cli, curves, figures, load, profiles, readme, recommend, scaling, stats, style
 from qa_lib.report.load import NotMeasured, ReportError, load_runs, select
@@ -383,9 +384,10 @@ def test_what_cannot_be_shown_is_a_sentence(runs):
 
 @pytest.fixture
 def front(runs):
-    """README.md with empty blocks, and the runs in git's index."""
+    """README.md with empty blocks, and the runs, archived, in git's index."""
     blocks = "\n\n".join(f"<!-- {name} -->\n<!-- /{name} -->" for name in readme.BLOCKS)
     Path("README.md").write_text(f"# Title\n\n{blocks}\n\ntail\n")
+    write_archive(Path("runs"), "cpu-smoke", read_runs("runs", "cpu-smoke"))
     subprocess.run(["git", "init", "-q"], check=True)
     subprocess.run(["git", "add", "runs"], check=True)
     return Path("README.md")
