@@ -3,11 +3,11 @@ PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 WORKERS ?= 2
 BIN := .venv/bin
-# The seeds' matrix, and three rows of two processes; `python -m qa_lib sweep --preset smoke` runs the rows beyond it, too.
-ROWS := A1,A0,A2,A3,A4-nb,A4,A4-b,B1,B1-all,B2,B3,B3-last4,C1,C2-8,C2,D1,D1-cudagraphs,D1-nvfuser,P1,P-fsdp,P-1f1b
+# The reference project's matrix, and three variants of two processes; `python -m qa_lib sweep --preset smoke` runs all.
+VARIANTS := A1,A0,A2,A3,A4-nb,A4,A4-b,B1,B1-all,B2,B3,B3-last4,C1,C2-8,C2,D1,D1-cudagraphs,D1-nvfuser,P1,P-fsdp,P-1f1b
 
-quickstart: .venv/ready  ## every row of the seeds, three parallel ones, two of a language model, then the report
-	$(BIN)/python -m qa_lib sweep --preset smoke --variants $(ROWS)
+quickstart: .venv/ready  ## every variant of the reference project, three parallel ones, two of a language model, then the report
+	$(BIN)/python -m qa_lib sweep --preset smoke --variants $(VARIANTS)
 	$(BIN)/python -m qa_lib sweep --preset lm-smoke --variants L1,L-sdpa
 	$(BIN)/python -m qa_lib report
 
