@@ -26,7 +26,6 @@ from qa_lib.record import (
     RecordError,
     checked,
     document,
-    read_document,
     read_quantized,
     read_record,
     regular,
@@ -51,7 +50,7 @@ class Run:
         if self.folder is None:
             return self.record["profile"]
         path = self.folder / "profile.json"
-        return document(path, PROFILE_SCHEMA) if read_document(path) is not None else None
+        return document(path, PROFILE_SCHEMA) if path.exists() else None
 
     def quantized(self) -> list[dict]:
         """The quantized.json of each of the run's quantized models. Raises RecordError for one that is broken."""
@@ -149,7 +148,10 @@ def _line(path: Path, number: int, line: str) -> dict:
         raise RecordError(f"{place}: not a record of {SCHEMA!r}")
     if checked(place, record)["group"] != path.stem:
         raise RecordError(f"{place}: a record of group {record['group'][:40]!r}")
-    return {"profile": None, "quantized": []} | record
+    record = {"profile": None, "quantized": []} | record
+    if not isinstance(record["profile"], dict | None) or not isinstance(record["quantized"], list):
+        raise RecordError(f"{place}: its profile or its quantized models are not such")
+    return record
 
 
 def main(args: argparse.Namespace) -> int:

@@ -144,15 +144,17 @@ def sized(
 ) -> Preset:
     """The preset with these in place of its own, unless they are 0 or None; `batch` is in samples of an optimizer step.
     Raises SpecError for numbers that cannot be, and for windows that do not make up the tokens of a step."""
-    sizes = {"epochs": epochs, "max_length": max_length, "batch": batch}
-    sizes = {name: whole_number(name, number or 0, 0) for name, number in sizes.items()}
-    changes = {"steps": None, "epochs": epochs} if sizes["epochs"] else {}
+    epochs, max_length, batch = (
+        whole_number(name, number or 0, 0)
+        for name, number in (("epochs", epochs), ("max_length", max_length), ("batch", batch))
+    )
+    changes = {"steps": None, "epochs": epochs} if epochs else {}
     if learning_rate:
         number = isinstance(learning_rate, numbers.Real) and not isinstance(learning_rate, bool)
         changes["learning_rate"] = float(learning_rate) if number else learning_rate
-    if sizes["max_length"]:
+    if max_length:
         changes |= {"max_length": max_length, "stride": stride_of(max_length, preset.stride)}
-    if sizes["batch"]:
+    if batch:
         changes |= {"effective_batch": batch, "batch_tokens": None}
     found = dataclasses.replace(preset, **changes)
     length, tokens = found.max_length, found.batch_tokens

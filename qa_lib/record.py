@@ -61,7 +61,7 @@ class Time:
     """When, and how many seconds what took; `steps` that were trained, in all processes that worked on the run.
 
     `first_step_s` is from the process's start to the end of its first training step, null where the process had served
-    another run. `prepare_s` ends before the first step: data, features, model, the measured matrix rate, the compiler's
+    another run. `prepare_s` ends before the first step: data, samples, model, the measured matrix rate, the compiler's
     imports, and the start of its processes, which go on meanwhile. `compile_s` is a part of `train_s`
     (Meter.compile_s). `wall_s` is all of these, `eval_s` and the writing of the model, and `notebook_s` its process's
     imports as well.
