@@ -6,10 +6,13 @@ BIN := .venv/bin
 # The reference project's matrix, and three variants of two processes; `python -m qa_lib sweep --preset smoke` runs all.
 VARIANTS := A1,A0,A2,A3,A4-nb,A4,A4-b,B1,B1-all,B2,B3,B3-last4,C1,C2-8,C2,D1,D1-cudagraphs,D1-nvfuser,P1,P-fsdp,P-1f1b
 
-quickstart: .venv/ready  ## every variant of the reference project, three parallel ones, two of a language model, then the report
+quickstart: .venv/ready  ## eight small trainings on a CPU, and what came of them on one screen
+	$(BIN)/python -m qa_lib quickstart
+
+matrix: .venv/ready  ## every variant of the reference project, three parallel ones, two of a language model, then the report
 	$(BIN)/python -m qa_lib sweep --preset smoke --variants $(VARIANTS)
 	$(BIN)/python -m qa_lib sweep --preset lm-smoke --variants L1,L-sdpa
-	$(BIN)/python -m qa_lib report
+	$(BIN)/python -m qa_lib report --group cpu-smoke
 
 app: .venv/ready  ## ask the best of your runs' models in the browser; and the dashboard
 	$(BIN)/python -m qa_lib app
@@ -43,4 +46,4 @@ lint: .venv/ready
 .venv/extras: .venv/ready
 	$(BIN)/python -m pip install -q --no-deps --target $@ triton==3.9.0 torchao==0.18.0
 
-.PHONY: quickstart app test test-all test-slow extras lint
+.PHONY: quickstart matrix app test test-all test-slow extras lint

@@ -104,6 +104,12 @@ class Verb:
 
 
 VERBS = {
+    "quickstart": Verb(
+        "qa_lib.quickstart",
+        "train a few variants here, in minutes and offline, and see what comes of it",
+        (RUNS, option("--figures", folder, "DIR", "drawn into (figures)", default="figures")),
+        "quickstart",
+    ),
     "variants": Verb(
         "qa_lib.variants",
         "list the variants: what each changes, and why",

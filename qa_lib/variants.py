@@ -251,7 +251,8 @@ class Variant:
     """What is compared: `change` holds at most one field of Settings, the difference to `parent`.
 
     `tags` say where the report shows it: on the `ladder` of figures, beside it as a `peer` (transformers.Trainer), in
-    tables of few variants (`headline`), as a `technique` of the README. What has no tag stands in the whole tables.
+    tables of few variants (`headline`), as a `technique` of the README; and whether `quickstart` trains it. What has no
+    tag stands in the whole tables.
     """
 
     name: str
@@ -282,7 +283,7 @@ def _variant(name: str, parent: str | None, why: str, tags: str = "", **change) 
 # fmt: off
 VARIANTS = {variant.name: variant for variant in [
     _variant("A1", None, "The baseline: fp16, eager attention, every sample padded to the limit, AdamW, no compiler.",
-             tags="ladder headline"),
+             tags="ladder headline quickstart"),
     _variant("A0", "A1", "What most people would run: the same training by transformers.Trainer.",
              engine="trainer", tags="peer headline"),
     _variant("A0-sdpa", "A0", "The Trainer with fused attention, which is its default.", attention="sdpa"),
@@ -292,33 +293,33 @@ VARIANTS = {variant.name: variant for variant in [
     _variant("A0-compile", "A0-grouped", "Whether torch.compile helps the Trainer at its best.",
              compile="inductor", tags="peer headline"),
     _variant("A2", "A1", "Fused attention keeps the score matrix out of memory and saves launches.",
-             attention="sdpa", tags="ladder technique"),
+             attention="sdpa", tags="ladder technique quickstart"),
     _variant("A3", "A2", "The compiler fuses elementwise work and removes Python from the step.",
-             compile="inductor", tags="ladder technique"),
+             compile="inductor", tags="ladder technique quickstart"),
     _variant("A4-nb", "A3", "Padding to the longest of a batch, which one long sample spoils.",
              padding="longest", tags="ladder"),
     _variant("A4", "A4-nb", "Batches of like length make that pay: half of a batch is padding.",
-             group_by_length=True, tags="ladder"),
+             group_by_length=True, tags="ladder quickstart"),
     _variant("A4-b", "A4", "The reference project's fault on purpose: sorted predictions, unsorted questions.",
-             fault="positional-join"),
+             fault="positional-join", tags="quickstart"),
     _variant("A1-fp32", "A1", "What mixed precision is worth: all of it in 32 bits.", precision="fp32"),
     _variant("A1-int8", "A1-fp32", "Training that knows that its weights will be whole numbers.", qat="int8"),
     _variant("A1-int4", "A1-fp32", "The same with 4 bits, of which rounding takes more.", qat="int4"),
     _variant("B1", "A3", "LoRA r=8 on query and value at the full rate, as in the reference project.",
-             trainable="lora-qv"),
+             trainable="lora-qv", tags="quickstart"),
     _variant("B1-all", "A3", "LoRA r=32 on every linear layer, at five times the rate.", trainable="lora-all"),
     _variant("B2", "A3", "BitFit: only biases and the answer head train.", trainable="bitfit"),
     _variant("B3", "A3", "The bottom layers frozen, 10 of 12: a shorter backward pass.", trainable="freeze-bottom-10"),
     _variant("B3-last4", "A3", "The last layers frozen, 4 of 12: gradients pass through them.",
              trainable="freeze-last-4"),
-    _variant("C1", "A3", "Adam's two moments in 8 bits instead of 32.", optimizer="adamw-8bit"),
+    _variant("C1", "A3", "Adam's two moments in 8 bits instead of 32.", optimizer="adamw-8bit", tags="quickstart"),
     _variant("C2-8", "A2", "The 8-bit optimizer alone, without the compiler.", optimizer="adamw-8bit"),
     _variant("C2", "A3", "Activations are recomputed instead of kept: memory for time.", activation_checkpointing=True),
     _variant("D1", "A3", "The compiler's graph capture without its code generation.", compile="aot_eager"),
     _variant("D1-cudagraphs", "A3", "Launch overhead alone: captured graphs of unfused kernels.", compile="cudagraphs"),
     _variant("D1-nvfuser", "A3", "The backend the proposal names; torch.compile has none any more.", compile="nvfuser"),
     _variant("E-packed", "A3", "No padding: samples packed into sequences of one static length.",
-             padding="packed", tags="ladder technique"),
+             padding="packed", tags="ladder technique quickstart"),
     _variant("E-packed-efficient", "E-packed", "The kernel that a T4 has, in FlashAttention's place.",
              attention="efficient"),
     _variant("E-adamw", "E-packed", "AdamW as one kernel, with rate and step count on the device: no waiting.",

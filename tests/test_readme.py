@@ -1,4 +1,4 @@
-"""What the README tells people to type exists: verbs, options, names, make targets, notebooks and their parameters."""
+"""What README.md and docs/ tell people to type exists: verbs, options, names, make targets, notebooks and their parameters."""
 
 import ast
 import re
@@ -17,7 +17,8 @@ from qa_lib.presets import PRESETS, find_preset
 from qa_lib.variants import find_family, find_variant
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+README = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 
 
 # A line that ends in a backslash goes on in the next.
@@ -104,8 +105,13 @@ def test_the_readme_names_every_scale_and_every_notebook():
 
 
 def test_links_and_pictures_of_the_readme_are_there():
-    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", README)
-    assert [target for target in targets if not (ROOT / target).exists()] == []
+    for page in PAGES:
+        targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8"))
+        assert [target for target in targets if not (page.parent / target).exists()] == [], page
+
+
+def test_the_readme_is_short():
+    assert len(PAGES[0].read_text(encoding="utf-8").split()) <= 1400
 
 
 def test_the_results_in_the_readme_and_the_figures_are_those_of_the_committed_records():

@@ -122,6 +122,7 @@ class Meter:
     def __init__(self, device: torch.device, warm_up: int, peak_from: int = PEAK_FROM):
         self.device, self.warm_up, self.peak_from = device, warm_up, min(peak_from, warm_up)
         self.laps, self.times, self.counts = [], [], []
+        self.first_step_at = None  # time.time() when the first step of this process was done
         self.data_s = []  # the host's seconds to prepare each step's inputs
         self.joules = []  # of the GPU in each measured stretch; None where its counter did not answer
         self.counter = None  # the joules that it told when the stretch began
@@ -149,6 +150,10 @@ class Meter:
                 np.square(computed_lengths, dtype=np.int64).sum(),
             )
         )
+        if len(self.counts) == 1:  # which is never measured where the GPU matters: to wait for it costs nothing
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            self.first_step_at = time.time()
         if len(self.counts) == self.peak_from and self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         if len(self.counts) == self.warm_up and self.device.type == "cuda":

@@ -29,7 +29,7 @@ from qa_lib.report.load import (
     on_cpu,
     select,
 )
-from qa_lib.report.readme import README, with_results
+from qa_lib.report.readme import with_results
 from qa_lib.report.style import SPOILT, digest, reason
 from qa_lib.report.summary import result_table, summary
 
@@ -54,8 +54,9 @@ def main(args: argparse.Namespace) -> int:
     for problem in itertools.chain(*broken.values()):
         print(printable(f"left out: {problem}"), file=sys.stderr)
     if args.readme:
-        write_atomically(README, with_results(runs, args.runs, args.figures)[1])
-        print(f"Results written into {README}")
+        for page, (_, after) in with_results(runs, args.runs, args.figures).items():
+            write_atomically(page, after)
+            print(f"results written into {page}")
         return 0
     if args.pages:
         for notebook, page in PAGES.items():
@@ -164,7 +165,7 @@ def check(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> list[str]:
             kept, source = (nbformat.read(ROOT / file, as_version=4).cells for file in (page, notebook))
             if [cell.source for cell in kept] != [cell.source for cell in source]:
                 problems.append(f"{page} is not of today's {notebook}: run python -m qa_lib report --pages")
-    before, after = with_results(runs, runs_dir, figures)
-    if before != after:
-        problems.append(f"{README} is not up to date: run python -m qa_lib report --readme")
+    for page, (before, after) in with_results(runs, runs_dir, figures).items():
+        if before != after:
+            problems.append(f"{page} is not up to date: run python -m qa_lib report --readme")
     return problems

@@ -1,6 +1,7 @@
-"""README.md's results: what stands there between markers is made of the records of the committed groups.
+"""README.md's results, and those of pages in docs/: what stands there between markers is made of the records of the
+committed groups.
 
-Each of BLOCKS is a part of the README. Where a record is missing, the reason stands in the number's place.
+Each of BLOCKS is a part of one page. Where a record is missing, the reason stands in the number's place.
 """
 
 import contextlib
@@ -19,31 +20,35 @@ from qa_lib.report.stats import BASELINE, LEVEL, MARGIN, VERDICTS, compare, equi
 from qa_lib.report.summary import summary
 from qa_lib.variants import RECOMMENDED, VARIANTS, tagged
 
-README = Path("README.md")
+PAGES = [Path("README.md"), *map(Path, ("docs/several-gpus.md", "docs/language-model.md", "docs/presets.md"))]
 NOTHING = "No reference runs are committed yet; `make quickstart` makes a set of your own below `runs/`."
 
 
-def with_results(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> tuple[str, str]:
-    """README.md's text, and the same with its BLOCKS made anew. Raises ReportError where the file or a block is
+def with_results(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> dict[Path, tuple[str, str]]:
+    """The text of each of PAGES, and the same with its BLOCKS made anew. Raises ReportError where a file or a block is
     missing."""
-    try:
-        before = README.read_text(encoding="utf-8")
-    except OSError as problem:
-        raise ReportError(f"cannot read {README} in this folder: {problem.strerror}") from problem
     runs = runs[runs["group"].isin(load.committed(runs_dir))] if runs_dir.is_dir() else runs[:0]
     groups = sorted(set(runs["group"]) - load.searches(runs))
     group = REFERENCE if REFERENCE in groups else groups[0] if groups else None
-    after = before
+    try:
+        before = {page: page.read_text(encoding="utf-8") for page in PAGES}
+    except OSError as problem:
+        raise ReportError(f"cannot read {problem.filename} in this folder: {problem.strerror}") from problem
+    after = dict(before)
     for name, block in BLOCKS.items():
         begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-        if not (found := re.search(f"(?s){begin}.*?{end}", after)):
-            raise ReportError(f"{README} has no block between {begin} and {end}")
+        found = {page: re.search(f"(?s){begin}.*?{end}", text) for page, text in after.items()}
+        page = next((page for page, part in found.items() if part), None)
+        if page is None:
+            raise ReportError(f"no page has a block between {begin} and {end}: {', '.join(map(str, PAGES))}")
         try:
             content = block(runs, group, figures) if group else NOTHING
         except NotMeasured as reason:
             content = f"What is missing here is not known: {reason}."
-        after = after.replace(found[0], f"{begin}\n{content}\n{end}")
-    return before, after
+        if page.parent.name:  # links are from the page
+            content = re.sub(r"\]\((figures|runs)/", r"](../\1/", content)
+        after[page] = after[page].replace(found[page][0], f"{begin}\n{content}\n{end}")
+    return {page: (before[page], after[page]) for page in PAGES}
 
 
 def facts(runs: pd.DataFrame, group: str) -> dict:
@@ -259,7 +264,7 @@ def _pictures(folder: Path, wanted: dict[str, str]) -> list[str]:
         if path.is_file():
             with Image.open(path) as image:
                 title = image.text.get("Title", name)
-            found.append(f"![{words} {title}]({Path(os.path.relpath(path, README.parent)).as_posix()})")
+            found.append(f"![{words} {title}]({Path(os.path.relpath(path)).as_posix()})")
     return found
 
 

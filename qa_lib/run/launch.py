@@ -25,6 +25,7 @@ from typing import ClassVar, TextIO
 from qa_lib import record
 from qa_lib.errors import UserError, stopped_by
 from qa_lib.run.process import DRIVER, child_env, kill, plain_command
+from qa_lib.run.warm import Forked, fork
 from qa_lib.spec import Machine, Spec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +67,8 @@ class Launcher:
 
     Runs on one card take turns in training, so that one prepares while another is timed; with `share` they train at
     once, and record no times. `force` drops finished records first. `command` makes the command of a run, and
-    `time_limit_s` replaces its preset's limit. Raises UserError for a card that the machine does not have.
+    `time_limit_s` replaces its preset's limit. With `warm` processes begin with PyTorch imported (run/warm.py). Raises
+    UserError for a card that the machine does not have.
     """
 
     runs: Path
@@ -77,6 +79,7 @@ class Launcher:
     force: bool = False
     command: Callable[[Spec, Path], list[str]] = plain_command
     time_limit_s: float | None = None
+    warm: bool = False
     active: list[Spec] = field(default_factory=list)  # whose processes are at work
     stopped: threading.Event = field(default_factory=threading.Event)
     why: str = ""  # it was stopped
@@ -196,9 +199,11 @@ class Launcher:
             scrub(run_dir)
             return judge(spec, run_dir, reason, process.returncode, time.monotonic() - begin)
 
-    def _start(self, spec: Spec, run_dir: Path, env: dict[str, str], log: TextIO) -> subprocess.Popen:
+    def _start(self, spec: Spec, run_dir: Path, env: dict[str, str], log: TextIO) -> subprocess.Popen | Forked:
         """A run's process, which ends with this driver."""
         env |= {DRIVER: str((run_dir / DRIVER_LOCK).absolute())}
+        if self.warm:
+            return fork(self.command(spec, self.runs), env, log.name)
         return subprocess.Popen(self.command(spec, self.runs), env=env, stdout=log, stderr=subprocess.STDOUT)
 
     def _end(self, process: subprocess.Popen, run_dir: Path) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
+from tqdm import tqdm
 
 from qa_lib import record
 from qa_lib.cli import own_of, variants_of
@@ -107,13 +108,16 @@ def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -
     done = before = len(specs) - len(todo)
     print(f"sweep: {len(specs)} runs, {done} finished, {len(todo)} to run", flush=True)
     begin, started = time.monotonic(), set()
+    bar = tqdm(total=len(specs), initial=done, unit="run", leave=False, disable=None)  # on a terminal alone
 
     def tell(line: str) -> None:
-        print(f"{time.strftime('%H:%M')} {line}", flush=True)
+        bar.write(f"{time.strftime('%H:%M')} {line}")
+        sys.stdout.flush()
 
     def ended(spec: Spec, entry: dict) -> None:
         nonlocal done
         done += 1
+        bar.update()
         left = (time.monotonic() - begin) / (done - before) * (len(specs) - done)
         tell(f"[{done}/{len(specs)}] {_line(spec, entry)}" + (f"; about {duration(left)} left" if left else ""))
 
@@ -122,10 +126,14 @@ def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -
             if spec.run_id not in started:
                 started.add(spec.run_id)
                 tell(f"{_name(spec)} starts")
+        if not bar.disable:
+            steps = {spec.variant: progress_of(launcher.runs / spec.run_path) for spec in list(launcher.active)}
+            bar.set_postfix_str(", ".join(f"{name} {step}/{of}" for name, (step, of) in steps.items() if of))
 
     try:
         launcher.run_all(todo, ended, look)
     finally:
+        bar.close()
         summary, counts = _summary(specs, launcher.runs)
         with contextlib.suppress(OSError):  # the terminal may be gone
             print(f"\n{summary}", flush=True)
@@ -153,7 +161,8 @@ def _summary(specs: list[Spec], runs: Path) -> tuple[str, dict[str, int]]:
         with contextlib.suppress(record.RecordError):
             entry = record.read_record(runs / spec.run_path)
             line |= {"status": entry["status"], "seconds": entry["time"]["wall_s"]}
-            line |= {"samples/s": entry["speed"]["samples_per_s"]}
+            if spec.hardware != "cpu":  # whose speeds rank nothing
+                line |= {"samples/s": entry["speed"]["samples_per_s"]}
             line |= {entry["task"]["label"]: entry["quality"][entry["task"]["metric"]]}
         lines.append(line)
     table = pd.DataFrame(lines).dropna(axis=1, how="all")
@@ -206,6 +215,7 @@ def main(args: argparse.Namespace) -> int:
         raise UserError("--gpus and --shared-gpu are for this machine's cards; Slurm gives each run cards of its own")
     machine, env = slurm.probe(args.runs, max(args.world or [0])) if by_slurm else probe()
     own = {"share": args.shared_gpu, "force": args.force, "time_limit_s": args.time_limit, "command": notebook_command}
+    own["warm"] = not by_slurm
     launcher = (slurm.SlurmLauncher if by_slurm else Launcher)(args.runs, machine, env, args.gpus, **own)
     if not by_slurm:
         say_idle(machine, args.gpus)

@@ -10,6 +10,7 @@ import gc
 import importlib
 import json
 import math
+import os
 import shutil
 import sys
 import time
@@ -33,7 +34,7 @@ from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.qat import WIDTHS
 from qa_lib.record import Speed
 from qa_lib.run.faults import faults, first_fault, noting_faults, outcome_of, shares_gpu
-from qa_lib.run.process import check_driver, follow_driver, with_driver
+from qa_lib.run.process import START, WARM, check_driver, follow_driver, with_driver
 from qa_lib.run.tasks import TASKS, prepare
 from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint, digest_of
@@ -42,6 +43,7 @@ from qa_lib.train.data_parallel import gather_model
 from qa_lib.train.pipeline import bubble, measured_bubble
 from qa_lib.train.process_group import ProcessGroup
 
+served: list[str] = []  # the runs that this process has worked on
 # Imported when it is used: that of the Trainer takes seconds, and only the A0 variants need it.
 ENGINES = {"loop": "qa_lib.train.loop", "trainer": "qa_lib.train.trainer"}
 
@@ -64,7 +66,8 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
     with _limits(spec, device), recorded as entry, noting_faults(run_dir, ranks):
         if spec.skip:
             return entry
-        begin = time.perf_counter()
+        begin, first_run = time.perf_counter(), not served
+        served.append(spec.run_id)
         start_compilers(spec.settings, device)
         data, model, batches = prepare(spec, data)
         begin = min(begin, time.perf_counter() - data.load_s)  # what the caller has loaded is this run's time as well
@@ -88,7 +91,11 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
                 joules = _note_ranks(entry, spec, meter, model, ranks) if several else meter.joules_per_sample()
             if not ranks.first:
                 return entry
+            if os.environ.get(START, WARM) != WARM:
+                entry["spec"]["adjusted"].append(f"start: {os.environ[START]}")
             if not shared:
+                if first_run and START not in os.environ and meter.first_step_at:
+                    entry["time"]["first_step_s"] = meter.first_step_at - psutil.Process().create_time()
                 _note_times(entry, spec, meter, joules, meter.speed(StepFlops(model), matrix_tflops, ranks.world))
             trained = time.perf_counter()
             if spec.preset.quality:

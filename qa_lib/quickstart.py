@@ -1,0 +1,123 @@
+"""`python -m qa_lib quickstart`: a few variants of the ladder, trained on a CPU and offline, and what came of it on one
+screen. Everything that takes long is done in warm processes; this one never imports torch.
+"""
+
+import argparse
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pandas as pd
+
+from qa_lib.data.squad import open_source
+from qa_lib.errors import UserError
+from qa_lib.record import write_atomically
+from qa_lib.report.figures import timed
+from qa_lib.report.format import factor, number, percent, points, terminal
+from qa_lib.report.load import REFERENCE, load_runs, select
+from qa_lib.run.launch import ROOT, Launcher
+from qa_lib.run.plan import plan
+from qa_lib.run.sweep import notebook_command, sweep
+from qa_lib.run.warm import SERVER, fork
+from qa_lib.spec import Machine, Spec
+from qa_lib.variants import tagged
+
+PRESET, MICRO_BATCH, T4 = "smoke", 32, 75  # for memory and speed: samples in a forward pass; compute capability x 10
+NEXT = """What to type next
+  make app                                    ask this model, and others, in the browser
+  python -m qa_lib variants                   what each variant changes, and why
+  python -m qa_lib run recommended --preset full
+                                              on a GPU: BERT-base on SQuAD v2, three epochs
+  make matrix                                 every variant of the reference project, in some minutes"""
+
+
+def main(args: argparse.Namespace) -> int:
+    """Train what has not been trained yet, and print the summary, which is kept for the next time; 1 if a run fails."""
+    kept, names = args.figures / "quickstart.txt", tagged("quickstart")
+    # A run's id is the same on every machine.
+    ids = [spec.run_id for spec in plan(names, PRESET, machine=Machine())]
+    records = [next(args.runs.glob(f"*/{name}/record.json"), None) for name in ids]
+    if not kept.exists() or None in records or kept.stat().st_mtime < max(path.stat().st_mtime for path in records):
+        with ProcessPoolExecutor(1, mp_context=SERVER) as pool:
+            print("PyTorch is being imported, once for all runs", flush=True)
+            machine, env = pool.submit(_probe).result()
+            specs = plan(names, PRESET, machine=machine)
+            launcher = Launcher(args.runs, machine, env, command=notebook_command, warm=True)
+            entries = sweep(specs, launcher)
+            if any(entry["status"] not in ("ok", "skipped") for entry in entries):
+                return 1
+            print("the report's notebook is being executed", flush=True)
+            page = _report(specs[0].group, args)
+            folder = args.runs / specs[-1].run_path / "model"
+            answered = pool.submit(_answer, folder).result()
+            peaks = pool.submit(_peaks, names).result()
+        table = _table(specs, entries, peaks)
+        notebook = args.runs / specs[-1].run_path / "notebook.ipynb"
+        figure = next(iter(sorted(page.parent.glob("*.png"))), page)
+        files = f"Open\n  {notebook}\n  {page}\n  {figure}"
+        write_atomically(kept, "\n\n".join([table, answered, files, NEXT]) + "\n")
+    print(f"\n{kept.read_text(encoding='utf-8')}", end="")
+    return 0
+
+
+def _probe() -> tuple[Machine, dict]:
+    from qa_lib.measure.hardware import environment, this_machine
+
+    return this_machine(), environment()
+
+
+def _report(group: str, args: argparse.Namespace) -> Path:
+    """Make the group's report; its page. Raises UserError."""
+    page = args.figures / group / "report.ipynb"
+    log = page.with_suffix(".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    words = ["--group", group, "--runs", str(args.runs), "--figures", str(args.figures)]
+    process = fork([sys.executable, "-m", "qa_lib", "report", *words], dict(os.environ), log)
+    if process.wait():
+        raise UserError(f"the report could not be made: {log} says why")
+    log.unlink(missing_ok=True)
+    return page
+
+
+def _table(specs: list[Spec], entries: list[dict], peaks: dict[str, float]) -> str:
+    """What each run came to here, and beside it what is predicted for a T4 and was measured on another GPU."""
+    every = load_runs(ROOT / "runs")
+    there = timed(select(every, REFERENCE)).set_index("variant") if REFERENCE in set(every["group"]) else pd.DataFrame()
+    gpu = select(every, REFERENCE)["env.gpu"].iloc[0] if len(there) else "GPU"
+    lines = []
+    for spec, entry in zip(specs, entries, strict=True):
+        measured = there.loc[spec.variant] if spec.variant in there.index else {}
+        lines.append({
+            "variant": spec.variant,
+            "F1": points(entry["quality"]["f1"]),
+            "padding": percent(entry["speed"]["pad_fraction"]),
+            "T4: peak GiB": number(peaks[spec.variant] / 1024),
+            f"{gpu}: samples/s": number(measured.get("samples_per_s")),
+            "× A1": factor(measured.get("ratio")),
+        })  # fmt: skip
+    said = f"""F1 and padding: a tiny BERT on generated questions, trained here. Memory: BERT-base, as predicted
+for a T4. Speed: BERT-base, as measured ({REFERENCE}). Both with {MICRO_BATCH} samples in a forward pass."""
+    return f"{said}\n\n{terminal(pd.DataFrame(lines))}"
+
+
+def _peaks(names: list[str]) -> dict[str, float]:
+    """The predicted peak in MiB of BERT-base on a T4, by variant."""
+    from qa_lib.run.memory_estimate import SquadLengths, estimate, gpu_of
+
+    specs = plan(names, "bench", data="synthetic:1", micro_batch=MICRO_BATCH, machine=gpu_of(T4))
+    return {spec.variant: estimate(spec, SquadLengths(384, 128))["peak_mib"] for spec in specs}
+
+
+def _answer(folder: Path) -> str:
+    """A question that the model of a folder is asked, and its answer."""
+    from qa_lib.score.predict import ask
+
+    generated = open_source("synthetic:200", "validation").examples
+    example = min((example for example in generated if example.answers), key=lambda example: len(example.context))
+    found = ask(folder, example.question, example.context)
+    best = found["nbest"][0]
+    return (
+        f"A question to the last one\n  {example.context}\n  {example.question}\n"
+        f"  -> {best['text'] or 'no answer'}   ({best['probability']:.0%}, {sum(found['ms'].values()):.0f} ms)"
+    )
