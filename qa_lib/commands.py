@@ -176,7 +176,6 @@ VERBS = {
             PRESET,
             *sizes("--micro-batch", "--max-length"),
             *SOURCES,
-            READ_RUNS,
         ),
         "memory A1 C1 recommended --preset bench --model bert/ --micro-batch 32\n"
         "memory L1 L-dropout --preset lm-sizing --max-length 1024 16384",

@@ -1,4 +1,4 @@
-"""What README.md and docs/ tell people to type exists: verbs, options, names, make targets, notebooks and their parameters."""
+"""What README.md and docs/ tell people to type exists: verbs, options, names, make targets, notebooks, parameters."""
 
 import ast
 import re

@@ -19,7 +19,6 @@ import pandas as pd
 import torch
 from transformers import BertConfig
 
-from qa_lib.archive import Run, read_runs
 from qa_lib.cli import variants_of
 from qa_lib.data.load import load_data
 from qa_lib.data.packing import PackedBatches
@@ -305,7 +304,7 @@ def _spec_of(entry: dict, model: str) -> Spec:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the estimate of each variant for a GPU of that kind, and what a record here measured."""
+    """Print the estimate of each variant for a GPU of that kind."""
     preset = find_preset(args.preset)
     known = not args.data and preset.data == "squad_v2"
     data = "synthetic:1" if known or preset.task == "lm" else args.data  # nothing is fetched that is not asked for
@@ -313,31 +312,19 @@ def main(args: argparse.Namespace) -> int:
     specs = plan(
         variants_of(args), args.preset, [0], data, args.model, args.micro_batch, gpu, max_length=args.max_length
     )
-    runs = read_runs(args.runs, left_out=lambda problem: None)
-    heads = ("params", "grads", "optimizer", "activations", "workspace", "peak", "reserved")
-    print(f"{'variant':24}{'length':>7}{'micro-batch':>12}" + "".join(f"{head:>12}" for head in heads), end="")
-    print("    measured  peak in")
+    lines = []
     for spec in specs:
+        line = {"variant": spec.variant, "length": spec.preset.max_length, "micro-batch": spec.settings.micro_batch}
         if spec.skip or spec.settings.qat != "none":
-            print(f"{spec.variant:24}{spec.skip or ROUNDED}")
+            print(f"{spec.variant}: {spec.skip or ROUNDED}")
             continue
         found = estimate(spec, SquadLengths(spec.preset.max_length, spec.preset.stride) if known else None)
-        print(
-            f"{spec.variant:24}{spec.preset.max_length:7}{spec.settings.micro_batch:12}"
-            + "".join(f"{found[f'{head}_mib']:12,.0f}" for head in heads)
-            + f"{_measured(spec, found, runs):>12}  {found['phase']}"
-        )  # fmt: skip
-    print("MiB of GPU memory; beside it a process has a CUDA context of 300 to 600 MiB.")
+        lines.append(line | {name.removesuffix("_mib"): size for name, size in found.items()})
+    if lines:
+        table = pd.DataFrame(lines)
+        phases = table.pop("phase")
+        print(table.to_string(index=False, float_format="{:,.0f}".format))
+        for phase in phases.unique():
+            print(f"peak in {phase}: {', '.join(table.loc[phases == phase, 'variant'].unique())}")
+        print("MiB of GPU memory; beside it a process has a CUDA context of 300 to 600 MiB.")
     return 0
-
-
-def _measured(spec: Spec, found: dict, runs: list[Run]) -> str:
-    """The peak of a run with these settings, this model and this optimizer on whichever GPU, as text."""
-    asked = dataclasses.asdict(spec.asked)
-    for entry in (run.record for run in runs):
-        own = entry["spec"]
-        same = (own["variant"], own["preset"]["name"], own["settings"]) == (spec.variant, spec.preset.name, asked)
-        same &= (own["preset"]["max_length"], entry["model"]["name"]) == (spec.preset.max_length, spec.model["name"])
-        if same and _lasts_as(found, entry) and (peak := entry["memory"]["peak_alloc_mib"]):
-            return f"{peak:,.0f}"
-    return "–"
