@@ -59,16 +59,14 @@ def test_saved_datasets(tmp_path):
     assert open_source(tmp_path / "both", "validation").examples == EXPECTED
     assert open_source(tmp_path / "one", "validation").examples == EXPECTED
     flat(("train",)).save_to_disk(tmp_path / "train-only")
-    with pytest.raises(DataError, match="without the split 'validation'"):
+    with pytest.raises(DataError, match="no data set of save_to_disk with a split 'validation'"):
         open_source(tmp_path / "train-only", "validation")
     source = open_source(tmp_path / "one", "train")
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
     assert source.sha256 == open_source(tmp_path / "copy", "train").sha256
     next((tmp_path / "copy").glob("*.arrow")).write_bytes(b"junk")
-    broken = open_source(tmp_path / "copy", "train")
-    assert broken.sha256 != source.sha256
     with pytest.raises(DataError, match="copy"):
-        broken.examples  # noqa: B018
+        open_source(tmp_path / "copy", "train").examples  # noqa: B018
 
 
 def test_hub_is_asked_for_data_and_never_for_code(monkeypatch):
@@ -95,12 +93,14 @@ def test_hub_is_asked_for_data_and_never_for_code(monkeypatch):
 
 def test_flat_data_of_another_kind_is_refused(tmp_path):
     flat()["train"].remove_columns("answers").save_to_disk(tmp_path / "poor")
-    with pytest.raises(DataError, match="poor: not the flat SQuAD layout, no column answers"):
+    with pytest.raises(DataError, match=r"poor: article .*not the SQuAD layout, no object under .answers"):
         open_source(tmp_path / "poor", "train").examples  # noqa: B018
     datasets.Dataset.from_list([{"id": "a", "question": "b", "context": "c", "answers": "d"}]).save_to_disk(
         tmp_path / "odd"
     )
-    with pytest.raises(DataError, match="odd: article '', question 'a': answers without"):
+    with pytest.raises(
+        DataError, match="odd: article '', question 'a': not the SQuAD layout, no object under 'answers'"
+    ):
         open_source(tmp_path / "odd", "train").examples  # noqa: B018
 
 
@@ -160,30 +160,33 @@ def test_what_is_odd_but_fine(tmp_path):
 
 ONE = "article 0 'Rivers', question 'q1'"
 BAD = {
-    "no entry": (document((CONTEXT, [17])), "article 0 'Rivers': a question that is not an object"),
-    "no id": (document((CONTEXT, [{"question": "x"}])), "article 0 'Rivers': no question id"),
-    "id no text": (document((CONTEXT, [question(7, "x")])), "article 0 'Rivers': no question id"),
-    "no question": (document((CONTEXT, [question("q1", None)])), f"{ONE}: no question"),
-    "no context": (document((None, [question("q1", "x")])), "article 0 'Rivers': no context"),
-    "no answers": (document((CONTEXT, [{"id": "q1", "question": "x"}])), f"{ONE}: no list under 'answers'"),
-    "answers no list": (document((CONTEXT, [question("q1", "x", answers={})])), f"{ONE}: no list under 'answers'"),
+    "no entry": (document((CONTEXT, [17])), "article 0 'Rivers': .*no text under 'id'"),
+    "no id": (document((CONTEXT, [{"question": "x"}])), "article 0 'Rivers': .*no text under 'id'"),
+    "id no text": (document((CONTEXT, [question(7, "x")])), "article 0 'Rivers': .*no text under 'id'"),
+    "no question": (document((CONTEXT, [question("q1", None)])), f"{ONE}: .*no text under 'question'"),
+    "no context": (document((None, [question("q1", "x")])), "article 0 'Rivers': .*no text under 'context'"),
+    "no answers": (document((CONTEXT, [{"id": "q1", "question": "x"}])), f"{ONE}: .*no list under 'answers'"),
+    "answers no list": (document((CONTEXT, [question("q1", "x", answers={})])), f"{ONE}: .*no list under 'answers'"),
     "no start": (
         document((CONTEXT, [question("q1", "x", answers=[{"text": "The"}], is_impossible=False)])),
-        f"{ONE}: an answer without",
+        f"{ONE}: .*no whole number under 'answer_start'",
     ),
-    "true start": (document((CONTEXT, [question("q1", "x", ("h", True))])), f"{ONE}: an answer without"),
-    "empty answer": (document((CONTEXT, [question("q1", "x", ("", 3))])), f"{ONE}: an answer of no text"),
+    "true start": (
+        document((CONTEXT, [question("q1", "x", ("h", True))])),
+        f"{ONE}: .*no whole number under 'answer_start'",
+    ),
+    "empty answer": (document((CONTEXT, [question("q1", "x", ("", 3))])), f"{ONE}: '' at 3"),
     "impossible with answers": (
         document((CONTEXT, [question("q1", "x", GOLD, is_impossible=True)])),
-        f"{ONE}: is_impossible is true, but it has 1 answers",
+        f"{ONE}: 1 answers, and is_impossible is true",
     ),
     "possible without": (
         document((CONTEXT, [question("q1", "x", is_impossible=False)])),
-        f"{ONE}: no answers, but is_impossible is not true",
+        f"{ONE}: 0 answers, and is_impossible is false",
     ),
     "impossible no truth": (
         document((CONTEXT, [question("q1", "x", is_impossible="no")])),
-        f"{ONE}: is_impossible is neither",
+        f"{ONE}: .*no true or false under 'is_impossible'",
     ),
     "double id": (
         document((CONTEXT, [question("q1", "x")]), ("Other.", [question("q1", "y")])),
@@ -204,7 +207,7 @@ BAD = {
     "data no list": ({"data": {}}, "no list under 'data'"),
     "flat JSON": ({"data": [{"id": "q1", "question": "x", "context": "y"}]}, "article 0: .*no list under 'paragraphs'"),
     "no qas": ({"data": [{"title": "A", "paragraphs": [{"context": "x"}]}]}, "'A', paragraph 0: .*under 'qas'"),
-    "title no text": ({"data": [{"title": 3, "paragraphs": []}]}, "article 0: no title"),
+    "title no text": ({"data": [{"title": 3, "paragraphs": []}]}, "article 0: .*no text under 'title'"),
 }
 
 

@@ -23,12 +23,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from qa_lib import record
 from qa_lib.__main__ import main
-from qa_lib.data import tokens
+from qa_lib.data import text as tokens
 from qa_lib.data.batches import Batches
 from qa_lib.data.load import load_text
 from qa_lib.data.squad import DataError
-from qa_lib.data.text import open_text
-from qa_lib.data.tokens import learn_tokenizer, tokenize_text
+from qa_lib.data.text import learn_tokenizer, open_text, tokenize_text
 from qa_lib.errors import UserError
 from qa_lib.measure.flops import StepFlops
 from qa_lib.model.build import build_model, model_config
@@ -86,7 +85,7 @@ def tokenizer(folder, tmp_path_factory):
 def test_a_text_becomes_one_array_that_gives_it_back(folder, tokenizer):
     source = open_text(folder, "train")
     text = tokenize_text(source, tokenizer)
-    whole = "".join(source.lines())
+    whole = "".join(source.rows())
     ends = np.flatnonzero(text.tokens == tokenizer.eos_token_id)
     assert ends[0] == 0 and len(ends) == 2, "before each document"
     parts = [tokenizer.decode(part[1:]) for part in np.split(text.tokens, ends[1:])]
@@ -101,7 +100,7 @@ def test_arrays_are_made_once_by_content_and_memory_mapped(folder, tokenizer, tm
     assert isinstance(first.tokens.base, np.memmap) and first.tokens.dtype == np.uint16
     (tmp_path / "other.txt").write_bytes((folder / "validation.txt").read_bytes())
     same = open_text(tmp_path / "other.txt", "train")
-    monkeypatch.setattr(same, "lines", lambda: pytest.fail("read again"))
+    monkeypatch.setattr(same, "rows", lambda: pytest.fail("read again"))
     assert tokenize_text(same, tokenizer).tokens.tolist() == first.tokens.tolist()
     assert learn_tokenizer(open_text(folder, "train"), 400).get_vocab() == tokenizer.get_vocab()
     assert tokens._learn(open_text(folder, "train"), 400) == tokens._learn(open_text(folder, "train"), 400)
@@ -127,15 +126,15 @@ def test_the_hub_gives_the_same_lines_as_the_file(folder, monkeypatch):
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     source = open_text(PRESETS["lm-full"].data, "validation")
-    assert list(source.lines()) == list(open_text(folder, "validation").lines())
+    assert list(source.rows()) == list(open_text(folder, "validation").rows())
     assert asked == [("Salesforce/wikitext", "wikitext-103-raw-v1", "validation")] and len(source.sha256) == 64
 
 
 @pytest.mark.skipif(not WIKITEXT.is_dir(), reason="no ../shared/wikitext beside the repository")
 def test_wikitext_has_as_many_words_as_its_authors_count():
-    lines = list(open_text(WIKITEXT / "wiki.valid.tokens", "train").lines())
+    lines = list(open_text(WIKITEXT / "wiki.valid.tokens", "train").rows())
     assert sum(len(line.split()) + 1 for line in lines) == 217_646
-    assert list(open_text(WIKITEXT, "validation").lines()) == lines
+    assert list(open_text(WIKITEXT, "validation").rows()) == lines
 
 
 # Bad input: a clear error, or the right number.
@@ -184,7 +183,7 @@ def test_broken_text_is_named_by_its_line(folder, tmp_path):
     path = tmp_path / "cut.txt.gz"
     path.write_bytes((folder / "train.txt.gz").read_bytes()[:-20])
     with pytest.raises(DataError, match=r"cut.txt.gz: cannot be read after line"):
-        list(open_text(path, "train").lines())
+        list(open_text(path, "train").rows())
 
 
 def test_what_is_no_text_is_refused(folder, tmp_path):

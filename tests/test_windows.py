@@ -211,19 +211,11 @@ def test_batches(small):
     assert samples.batch(rows[:0], 8)["input_ids"].shape == (0, 8)
 
 
-def test_the_tokenizer_is_left_as_it_was(small):
+def test_what_a_tokenizers_file_says_of_truncation_and_padding_does_not_count(small):
     inner = small.backend_tokenizer
     inner.enable_truncation(9, stride=2)
     inner.enable_padding(length=11)
-    before = inner.truncation, inner.padding
-    check_free = build_samples(Given([Example("q", "", "where", TEXT)]), small, 200, 10, cache=False)
-    assert check_free.lengths[0] > 11
-    assert (inner.truncation, inner.padding) == before
-    with pytest.raises(DataError):
-        build_samples(Given([Example("q", "", TEXT, TEXT)]), small, 20, 10, cache=False)
-    assert (inner.truncation, inner.padding) == before
-    inner.no_truncation()
-    inner.no_padding()
+    assert build_samples(Given([Example("q", "", "where", TEXT)]), small, 200, 10, cache=False).lengths[0] > 11
 
 
 def test_tokenizers_that_cannot_be_cut_at_blanks_give_the_same_as_their_own_overflow(small):
@@ -262,11 +254,10 @@ def test_windows_of_a_byte_level_tokenizer_are_its_own_overflow(add_prefix_space
         build_samples(Given([crowded]), tokenizer, 20, 4, cache=False)
 
 
-def test_the_quick_way_gives_what_the_tokenizers_own_overflow_gives(small, monkeypatch):
+def test_words_tokenized_once_give_what_whole_texts_give(small, monkeypatch):
     examples = [Example(f"{i}", "", "  where is it", TEXT * 2, ((TEXT[i : i + 5], i),)) for i in range(60)]
     quick = build_samples(Given(examples), small, 50, 10, cache=False)
-    monkeypatch.setattr("qa_lib.data.windows.splits_at_blanks", lambda _: False)
-    monkeypatch.setattr("qa_lib.data.windows.QUESTIONS_PER_CALL", 7)
+    monkeypatch.setattr("qa_lib.data.tokenize._splits_at_blanks", lambda _: False)
     assert same(quick, build_samples(Given(examples), small, 50, 10, cache=False))
 
 

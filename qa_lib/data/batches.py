@@ -1,5 +1,7 @@
 """Which samples make up which micro-batch: a pure function of the seed and the step, so that a run can resume."""
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 
@@ -21,19 +23,12 @@ class Batches:
     def __init__(self, samples, spec: Spec):
         self.samples, self.spec = samples, spec
         self.size = spec.settings.micro_batch
-        self._epochs: dict[int, np.ndarray] = {}
+        self._epoch = lru_cache(2)(self._drawn)  # a step can straddle two epochs
         self.per_epoch = len(samples) // self.size
         if not self.per_epoch:
             raise UserError(f"{len(samples)} samples are too few for a micro-batch of {self.size}")
         epochs = spec.preset.epochs
         self.steps = spec.preset.steps or max(1, epochs * self.per_epoch // spec.micro_batches)
-
-    def _epoch(self, epoch: int) -> np.ndarray:
-        if epoch not in self._epochs:
-            # A step can straddle two epochs, so that the one before is kept.
-            self._epochs = {key: kept for key, kept in self._epochs.items() if key == epoch - 1}
-            self._epochs[epoch] = self._drawn(epoch)
-        return self._epochs[epoch]
 
     def _drawn(self, epoch: int) -> np.ndarray:
         draw = np.random.default_rng([self.spec.seed, epoch])

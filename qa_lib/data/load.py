@@ -9,9 +9,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from qa_lib.data.batches import Batches
 from qa_lib.data.packing import PackedBatches
 from qa_lib.data.squad import Source, open_source
-from qa_lib.data.text import TextSource, open_text
+from qa_lib.data.text import Text, Windows, learn_tokenizer, open_text, tokenize_text
 from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.data.tokens import Text, Windows, learn_tokenizer, tokenize_text
 from qa_lib.data.windows import Samples, build_samples
 from qa_lib.errors import UserError
 from qa_lib.presets import find_shape
@@ -26,9 +25,9 @@ class Data:
     quality."""
 
     tokenizer: Tokenizer
-    source: Source | TextSource
+    source: Source
     samples: Samples | Windows
-    validation: Source | TextSource | None
+    validation: Source | None
     validation_samples: Samples | Text | None
     load_s: float
     n: int

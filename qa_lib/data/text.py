@@ -1,46 +1,49 @@
-"""Where running text comes from: files, folders, the hub and the generator, all as lines.
+"""Running text, and windows of its tokens: what a language model trains on and is scored by.
 
-A source is its lines, each with its line end, decoded and never all in memory at once. A line that holds a form feed
-alone separates two documents. Everything else is text, as it stands: nothing is stripped, and only Windows line ends
-are made plain ones, so that words, line ends and bytes are counted as in the original.
+Text comes from files, folders, the hub and the generator. A source is its lines, each with its line end, decoded and
+never all in memory at once. A line that holds a form feed alone separates two documents. Everything else is text, as it
+stands: nothing is stripped, and only Windows line ends are made plain ones, so that words, line ends and bytes are
+counted as in the original.
+
+Each line becomes tokens by itself, so that it does not matter how much is read at a time. The end token stands before
+the first document and between two; it is what a model that has seen nothing yet begins with. Where no tokenizer is
+given, a byte-level BPE (Sennrich et al. 2016, Radford et al. 2019) is learnt from the training text. Tokenizers and
+arrays are cached by the content that they were made of, and arrays are memory-mapped from there.
 """
 
 import gzip
-import hashlib
-import json
 import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
+from types import SimpleNamespace
 
-from qa_lib.data.squad import DataError, generated, hub_digest, hub_table, sha256_of
+import numpy as np
+import tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from qa_lib.data.squad import DataError, Source, find_file, generated, hub_table, is_hub_name, sha256_of
+from qa_lib.data.tokenize import bare
+from qa_lib.data.windows import cached
+from qa_lib.errors import UserError
 
 ENDINGS = (".txt", ".txt.gz", ".tokens")
 # In a folder: by the name of the split, or as WikiText-103 comes.
 NAMES = {"train": ("train", "wiki.train"), "validation": ("validation", "wiki.valid")}
 SEPARATOR = "\f"
+CACHE_VERSION = 3  # of the cached files; raise it when they, or what is in them, change
+LINES_PER_CALL = 10_000
+LONGEST = 1_000  # characters of a word or a blank that a tokenizer learns from as a whole
+END = "<|endoftext|>"
 
 
-@dataclass
-class TextSource:
-    """A text that is read when it is used: `lines()` reads it from the start, and `sha256` is the hash of the content
-    as stored (hex). Both raise DataError."""
-
-    name: str
-    split: str
-    digest: Callable[[], str]
-    lines: Callable[[], Iterator[str]]
-
-    @cached_property
-    def sha256(self) -> str:
-        return self.digest()
-
-
-def open_text(source: str | os.PathLike, split: str) -> TextSource:
-    """Find the text `source`; nothing is read yet.
+def open_text(source: str | os.PathLike, split: str) -> Source:
+    """Find the text `source`, whose `rows` are lines; nothing is read yet.
 
     `source` is one of
       - "synthetic:1600": the paragraphs of so many generated questions, one a line,
@@ -49,29 +52,22 @@ def open_text(source: str | os.PathLike, split: str) -> TextSource:
       - a data set of the hub with a column `text`, and its configuration: "Salesforce/wikitext:wikitext-103-raw-v1".
     Raises DataError if there is no such text, and on use of the result if its content is bad.
     """
-    name, path = os.fspath(source), Path(source)
+    name = os.fspath(source)
+    names = [known + ending for known in NAMES[split] for ending in ENDINGS]
+    path = find_file(name, names)
     if name.startswith("synthetic:"):
-        document = generated(name, split)
-
-        @cache
-        def digest() -> str:
-            return hashlib.sha256(f"text {json.dumps(document(), sort_keys=True)}".encode()).hexdigest()
-
-        return TextSource(name, split, digest, partial(_paragraphs, document))
-    if path.is_dir():
-        names = [known + ending for known in NAMES[split] for ending in ENDINGS]
-        found = next((path / file for file in names if (path / file).is_file()), None)
-        if found is None:
-            raise DataError(f"{path}: none of {', '.join(names)} in this folder")
-        path = found
-    elif path.is_file() and (not name.endswith(ENDINGS) or split != "train"):
+        digest, document = generated(name, split, "text ")
+        return Source(name, digest, partial(_paragraphs, document))
+    if os.path.isdir(name) and not path:
+        raise DataError(f"{name}: none of {', '.join(names)} in this folder")
+    if os.path.isfile(name) and (not name.endswith(ENDINGS) or split != "train"):
         wanted = f"not one of {', '.join(ENDINGS)}" if split == "train" else "one file has no text to validate on"
-        raise DataError(f"{path}: {wanted}; a folder with train.txt and validation.txt has both")
-    if path.is_file():
-        return TextSource(str(path), split, partial(sha256_of, path), partial(_lines, path))
-    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", name) and not name.endswith(ENDINGS):
-        table = hub_table(name, split, "a text file, or a folder with train.txt and validation.txt")
-        return TextSource(name, split, partial(hub_digest, name, split, table), partial(_rows, table, name))
+        raise DataError(f"{name}: {wanted}; a folder with train.txt and validation.txt has both")
+    if path:
+        return Source(str(path), partial(sha256_of, path), partial(_lines, path))
+    if is_hub_name(name) and not name.endswith(ENDINGS):
+        digest, table = hub_table(name, split, "a text file, or a folder with train.txt and validation.txt")
+        return Source(name, digest, partial(_rows, table, name))
     raise DataError(f"{name!r}: no such file or folder")
 
 
@@ -99,3 +95,92 @@ def _rows(table: Callable, name: str) -> Iterator[str]:
         raise DataError(f"{name}: no column text")
     for row in table()["text"]:
         yield row if row.endswith("\n") else row + "\n"
+
+
+@dataclass(eq=False)
+class Text:
+    """A tokenized text, and how much there was of it; a line end counts as a byte."""
+
+    tokens: np.ndarray  # uint16 or uint32 [T]: an end token, and then the text's
+    words: int  # between blanks, and line ends: what WikiText calls its tokens
+    bytes: int  # of UTF-8
+
+
+@dataclass(eq=False)
+class Windows:
+    """A text cut into windows of `max_length` tokens, one after the other: samples without padding. What is left at its
+    end, of fewer tokens, is left out."""
+
+    text: Text
+    max_length: int
+
+    def __len__(self) -> int:
+        return len(self.text.tokens) // self.max_length
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [n]: tokens of each window."""
+        return np.full(len(self), self.max_length)
+
+    def batch(self, indices: np.ndarray, pad_to: int) -> dict[str, np.ndarray]:
+        """Windows `indices` (b of them) as a model's keyword arguments: input_ids and, equal to them, labels, which
+        transformers' models shift by themselves; int64 [b, max_length]. There is nothing to pad."""
+        places = np.asarray(indices)[:, None] * self.max_length + np.arange(self.max_length)
+        ids = self.text.tokens[places].astype(np.int64)
+        return {"input_ids": ids, "labels": ids}
+
+
+def learn_tokenizer(source: Source, size: int) -> PreTrainedTokenizerBase:
+    """A byte-level BPE of at most `size` tokens, learnt from the text or found in the cache. The end token has the
+    number 0."""
+    parts = ["bpe", CACHE_VERSION, tokenizers.__version__, source.sha256, size]
+    learnt = cached(parts, SimpleNamespace, lambda: SimpleNamespace(content=_learn(source, size)))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(learnt.content),
+        bos_token=END,
+        eos_token=END,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def _learn(source: Source, size: int) -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(chain.from_iterable(map(_pieces, source.read())), trainer)
+    return tokenizer.to_str()
+
+
+def _pieces(line: str) -> list[str]:
+    """A line, cut up where a word or a blank in it is longer than LONGEST characters: to learn from one takes time by
+    the square of its length, in which no signal is heard."""
+    whole = len(line) <= LONGEST or not re.search(rf"\S{{{LONGEST + 1}}}|\s{{{LONGEST + 1}}}", line)
+    return [line] if whole else re.findall(rf"\s{{0,{LONGEST}}}\S{{1,{LONGEST}}}|\s{{1,{LONGEST}}}", line)
+
+
+def tokenize_text(source: Source, tokenizer: PreTrainedTokenizerBase) -> Text:
+    """The tokens of a text, made once and memory-mapped from the cache. Raises UserError for a text of nothing, and for
+    a tokenizer that is not fast or has no end token."""
+    end, backend = tokenizer.eos_token_id, bare(tokenizer)
+    if end is None:
+        name = tokenizer.name_or_path or type(tokenizer).__name__
+        raise UserError(f"{name}: its tokenizer has no end token (eos_token), with which a text begins")
+    parts = ["tokens", CACHE_VERSION, tokenizers.__version__, source.sha256, end, backend.to_str()]
+    return cached(parts, Text, lambda: _tokenize(source, backend, end))
+
+
+def _tokenize(source: Source, backend: Tokenizer, end: int) -> Text:
+    dtype = np.uint16 if backend.get_vocab_size() <= 2**16 else np.uint32
+    pieces, words, size, lines_of = [np.array([end], dtype)], 0, 0, source.read()
+    backend.encode_special_tokens = True  # a text may speak of end tokens; transformers puts it back at its next call
+    for lines in iter(lambda: list(islice(lines_of, LINES_PER_CALL)), []):
+        words += sum(len(line.split()) + line.endswith("\n") for line in lines)
+        size += sum(len(line.encode()) for line in lines)
+        encoded = backend.encode_batch_fast(lines, add_special_tokens=False)
+        ids = ([end] if line.strip(" \n") == SEPARATOR else e.ids for line, e in zip(lines, encoded, strict=True))
+        pieces.append(np.fromiter(chain.from_iterable(ids), dtype))
+    if not size:
+        raise UserError(f"{source.name}: an empty text")
+    return Text(np.concatenate(pieces), words, size)

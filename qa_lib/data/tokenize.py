@@ -12,14 +12,14 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import tokenizers
 from transformers import AutoTokenizer, BertTokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -30,24 +30,16 @@ TEXTS_PER_CALL = 2_000  # one call's encodings take some 150 bytes a token, so n
 WORDS_PER_ROW = 256
 
 
-@contextmanager
-def bare(tokenizer) -> Iterator:
-    """The backend of a fast tokenizer of transformers, without the truncation and padding that earlier calls left
-    switched on; they are put back. Raises UserError for another tokenizer."""
+def bare(tokenizer) -> tokenizers.Tokenizer:
+    """The backend of a fast tokenizer of transformers, without the truncation and padding that its file or an earlier
+    call left switched on; transformers sets both at each call of its own. Raises UserError for another tokenizer."""
     if not getattr(tokenizer, "is_fast", False):
         name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
         raise UserError(f"{name}: no fast tokenizer of transformers, which alone say where their tokens come from")
     backend = tokenizer.backend_tokenizer
-    truncation, padding = backend.truncation, backend.padding
     backend.no_truncation()
     backend.no_padding()
-    try:
-        yield backend
-    finally:
-        if truncation is not None:
-            backend.enable_truncation(**truncation)
-        if padding is not None:
-            backend.enable_padding(**padding)
+    return backend
 
 
 @dataclass(frozen=True)
@@ -92,7 +84,7 @@ class Pieces(NamedTuple):
 
 def tokenize(backend, texts: list[str]) -> Pieces:
     """The tokens of all texts; where a blank always ends a token, each distinct word is tokenized once."""
-    if not splits_at_blanks(backend):
+    if not _splits_at_blanks(backend):
         return _encode(backend, texts)
     words = np.array([text.count(" ") + 1 for text in texts])
     known, word = distinct(chain.from_iterable(text.split(" ") for text in texts))
@@ -120,7 +112,7 @@ def _encode_words(backend, words: list[str]) -> Pieces:
     return Pieces(ids, np.searchsorted(word, np.arange(len(words) + 1)), offsets)
 
 
-def splits_at_blanks(backend) -> bool:
+def _splits_at_blanks(backend) -> bool:
     """Whether tokens on both sides of a blank are what they are without the other side, as in BERT's own pipeline."""
     parts = json.loads(backend.to_str())
     kinds = [(parts[name] or {}).get("type") for name in ("normalizer", "pre_tokenizer", "model")]

@@ -2,11 +2,10 @@
 
 A model reads a question and a paragraph together, in at most `max_length` tokens. A longer paragraph is cut into
 windows that share `stride` tokens, each with the whole question before it (Devlin et al. 2018, for SQuAD). Every fast
-tokenizer of transformers cuts such windows itself, and what it cuts is the truth here. Where its tokens do not depend
-on what stands beyond a blank, as with BERT's, there is a quicker way to the same windows: paragraphs repeat from
-question to question, so that every distinct text is tokenized once and the windows are put together from the pieces.
-That takes a tenth of the time of `datasets.map`, and a test holds both ways to equal windows. All variants share this
-step; its result is cached on disk, so that a run begins in less than a second.
+tokenizer of transformers cuts such windows itself, and tests hold these here to what it cuts. But paragraphs repeat
+from question to question: here every distinct text is tokenized once, and the windows are put together from the pieces.
+That takes a tenth of the time of `datasets.map`. All variants share this step; its result is cached on disk, so that a
+run begins in less than a second.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -26,14 +25,13 @@ from typing import Literal
 import numpy as np
 import tokenizers
 
-from qa_lib.data.squad import DataError, Example, Source
-from qa_lib.data.tokenize import Layout, Pieces, bare, distinct, find_layout, splits_at_blanks, tokenize
+from qa_lib.data.squad import DataError, Example, Source, hash_files
+from qa_lib.data.tokenize import Layout, Pieces, bare, distinct, find_layout, tokenize
 from qa_lib.errors import UserError
 
 log = logging.getLogger(__name__)
 
-CACHE_VERSION = 4  # of the cached files; raise it when they, or what is in them, change
-QUESTIONS_PER_CALL = 1_000
+CACHE_VERSION = 5  # of the cached files; raise it when they, or what is in them, change
 
 # Of which example a window is, its token ids and their offsets, each as arrays to be joined.
 Window = tuple[int, Sequence[np.ndarray], Sequence[np.ndarray]]
@@ -115,37 +113,29 @@ def build_samples(
     Raises `DataError` for bad data and for a question that leaves its context no room, `UserError` for a tokenizer
     or lengths that cannot work.
     """
-    with bare(tokenizer) as backend:
-        layout = find_layout(tokenizer, backend)
-        special = layout.size
-        if max_length <= special or not 0 <= stride < max_length - special:
-            raise UserError(
-                f"max_length {max_length} with stride {stride}: 0 <= stride < max_length - {special} is needed"
-            )
-        if cache is False:
-            return _build(source, tokenizer, layout, max_length, stride)
-        key = _key(source, backend, layout, max_length, stride)
-        folder = (default_cache() if cache is None else Path(cache)) / key
-        found = load_entry(folder, Samples)
-        return found or store_entry(folder, _build(source, tokenizer, layout, max_length, stride))
+    backend = bare(tokenizer)
+    layout = find_layout(tokenizer, backend)
+    if max_length <= layout.size or not 0 <= stride < max_length - layout.size:
+        needed = f"0 <= stride < max_length - {layout.size} is needed"
+        raise UserError(f"max_length {max_length} with stride {stride}: {needed}")
+    if cache is False:
+        return _build(source, backend, layout, max_length, stride)
+    parts = [CACHE_VERSION, tokenizers.__version__, source.sha256, source.fix_spans, source.labelled]
+    parts += [asdict(layout), max_length, stride, backend.to_str()]
+    return cached(parts, Samples, lambda: _build(source, backend, layout, max_length, stride), cache)
 
 
-def _build(source: Source, tokenizer, layout: Layout, max_length: int, stride: int) -> Samples:
-    examples, backend = source.examples, tokenizer.backend_tokenizer
+def _build(source: Source, backend, layout: Layout, max_length: int, stride: int) -> Samples:
+    examples = source.examples
     # The reference script strips blanks in front of questions: some are so long that they alone would fill a window.
-    questions, contexts = [e.question.lstrip() for e in examples], [e.context for e in examples]
-    texts, which = distinct(chain(questions, contexts))
+    texts, which = distinct(chain((e.question.lstrip() for e in examples), (e.context for e in examples)))
     pieces = tokenize(backend, texts)
     question, context = which[: len(examples)], which[len(examples) :]
     lengths = np.diff(pieces.starts)
     room = max_length - layout.size - lengths[question]
     _refuse_cramped(source, lengths[question], lengths[context], room, max_length, stride)
-    if splits_at_blanks(backend):
-        windows = _assemble(pieces, layout, question, context, room, stride)
-    else:
-        windows = _overflow(tokenizer, questions, contexts, max_length, stride)
     tokens, offsets, size, example = [], [], [], []
-    for number, ids, places in windows:
+    for number, ids, places in _windows(pieces, layout, question, context, room, stride):
         tokens += ids
         offsets += places
         size.append(sum(map(len, ids)))
@@ -176,26 +166,8 @@ def _refuse_cramped(source: Source, question, context, room, max_length: int, st
         )
 
 
-def _overflow(tokenizer, questions: list[str], contexts: list[str], max_length: int, stride: int) -> Iterator[Window]:
-    """The windows as the tokenizer itself cuts them."""
-    for begin in range(0, len(questions), QUESTIONS_PER_CALL):
-        part = slice(begin, begin + QUESTIONS_PER_CALL)
-        found = tokenizer(
-            questions[part],
-            contexts[part],
-            truncation="only_second",
-            max_length=max_length,
-            stride=stride,
-            return_overflowing_tokens=True,
-            return_offsets_mapping=True,
-        )
-        columns = found["overflow_to_sample_mapping"], found["input_ids"], found["offset_mapping"]
-        for number, ids, offsets in zip(*columns, strict=True):
-            yield begin + number, [np.array(ids, np.int32)], [np.array(offsets, np.int32)]
-
-
-def _assemble(pieces: Pieces, layout: Layout, question, context, room, stride: int) -> Iterator[Window]:
-    """The same windows out of what each text was tokenized to.
+def _windows(pieces: Pieces, layout: Layout, question, context, room, stride: int) -> Iterator[Window]:
+    """The windows out of what each text was tokenized to.
 
     `question` and `context` are the texts of each example, `room` is how many tokens of the context a window of it
     holds; int [examples].
@@ -208,14 +180,13 @@ def _assemble(pieces: Pieces, layout: Layout, question, context, room, stride: i
         return pieces.ids[begin:end], pieces.offsets[begin:end]
 
     for number, (q, c, most) in enumerate(zip(question.tolist(), context.tolist(), room.tolist(), strict=True)):
-        asked = cut(starts[q], starts[q + 1])
-        begin, stop = starts[c], starts[c + 1]
-        end = min(begin + most, stop)
-        yield number, *zip(before, asked, between, cut(begin, end), after, strict=True)
-        while end < stop:
-            begin = end - stride
+        asked, begin, stop = cut(starts[q], starts[q + 1]), starts[c], starts[c + 1]
+        while True:
             end = min(begin + most, stop)
             yield number, *zip(before, asked, between, cut(begin, end), after, strict=True)
+            if end == stop:
+                break
+            begin = end - stride
 
 
 def _answer_positions(examples: list[Example], offsets, starts, example, context_span) -> np.ndarray:
@@ -243,61 +214,49 @@ def default_cache() -> Path:
     return Path(os.environ.get("QA_LIB_CACHE") or Path(base) / "qa_lib") / "features"
 
 
-def _key(source: Source, backend, layout: Layout, max_length: int, stride: int) -> str:
-    """Hash of all that the windows depend on."""
-    parts = [CACHE_VERSION, tokenizers.__version__, source.sha256, source.fix_spans, asdict(layout), max_length, stride]
-    return cache_key([*parts, backend.to_str()])
+def cached(parts: list, kind: type, make: Callable, cache: str | os.PathLike | None = None):
+    """What `make` gives, an object with arrays and values that JSON takes, as it is read from the folder `cache`, or
+    else default_cache(). `parts` are all that it is made of; JSON takes them. `kind` makes it of its values by name."""
+    folder = Path(cache or default_cache(), hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32])
+    return _load(folder, kind) or _store(folder, kind, make())
 
 
-def cache_key(parts: list) -> str:
-    """The name of a cache entry that is made of these, which JSON takes."""
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-
-
-def load_entry(folder: Path, kind: type):
-    """The cached object of a dataclass, its arrays memory-mapped; None if there is none, or one that is damaged."""
+def _load(folder: Path, kind: type):
+    """The object in a folder, its arrays memory-mapped; None if there is none, or one that is damaged."""
     if not os.path.exists(folder):  # which a path that is too long is not either
         return None
     try:
         meta = json.loads((folder / "meta.json").read_bytes())
-        digest = meta.pop("sha256")
-        names = [field.name for field in fields(kind) if field.name not in meta]
-        # As plain arrays over the mapping: indexing np.memmap itself costs several times as much.
-        arrays = {name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in names}
-        if _digest_of(folder, arrays, meta) != digest:
+        if meta.pop("sha256") != _digest(folder, meta):
             raise ValueError("it does not hold what was stored")
-        return kind(**arrays, **meta)
+        # As plain arrays over the mapping: indexing np.memmap itself costs several times as much.
+        return kind(**{path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in folder.glob("*.npy")}, **meta)
     except Exception as error:  # NumPy has many for a file that it cannot read, and all mean the same
         log.warning("%s: damaged, made anew (%s)", folder, error)
         return None
 
 
-def _digest_of(folder: Path, arrays: dict[str, np.ndarray], meta: dict) -> str:
-    """SHA-256 (hex) of a cache entry: its key, names, types, shapes and bytes of its arrays, and what JSON holds beside
-    them."""
-    digest = hashlib.sha256(json.dumps([folder.name, meta], sort_keys=True).encode())
-    for name, array in sorted(arrays.items()):
-        digest.update(f"{name} {array.dtype} {array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).view(np.uint8))
-    return digest.hexdigest()
+def _digest(folder: Path, meta: dict) -> str:
+    """SHA-256 (hex) of a cache entry: its key, its arrays' files, and what JSON holds beside them."""
+    files = hash_files(sorted(folder.glob("*.npy")))
+    return hashlib.sha256(json.dumps([folder.name, files, meta], sort_keys=True).encode()).hexdigest()
 
 
-def store_entry(folder: Path, made):
+def _store(folder: Path, kind: type, made):
     """Put a whole cache entry in place at once, and give it as it is read from there; or `made`, if the disk does not
     let us, which only costs time."""
-    arrays = {name: value for name, value in vars(made).items() if isinstance(value, np.ndarray)}
-    meta = {name: value for name, value in vars(made).items() if name not in arrays}
+    meta = dict(vars(made))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="tmp-", dir=folder.parent) as work:
-            entry = Path(work, "entry")
+            entry = Path(work, folder.name)
             entry.mkdir()
-            for name, array in arrays.items():
-                np.save(entry / f"{name}.npy", array)
-            (entry / "meta.json").write_text(json.dumps(meta | {"sha256": _digest_of(folder, arrays, meta)}))
+            for name in [name for name, value in meta.items() if isinstance(value, np.ndarray)]:
+                np.save(entry / f"{name}.npy", meta.pop(name))
+            (entry / "meta.json").write_text(json.dumps(meta | {"sha256": _digest(entry, meta)}))
             shutil.rmtree(folder, ignore_errors=True)  # a damaged entry, or a neighbour's equal one
             entry.rename(folder)
     except OSError as error:
         log.warning("%s: not cached (%s)", folder, error)
         return made
-    return load_entry(folder, type(made)) or made
+    return _load(folder, kind) or made

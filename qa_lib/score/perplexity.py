@@ -42,7 +42,7 @@ def evaluate(model: torch.nn.Module, data: Data, spec: Spec, device: torch.devic
         nats = total_nats(model, tokens, spec.preset.max_length, spec.preset.stride)
         if not math.isfinite(nats):
             raise DataError(f"{spec.data['name']}: its validation text has {nats} nats (the model has diverged)")
-        written = continuations(model, data.tokenizer, prompts(data.validation.lines()))
+        written = continuations(model, data.tokenizer, prompts(data.validation.rows()))
     write_atomically(run_dir / "answers" / "continuations.json", json.dumps(written, indent=1) + "\n")
     n = len(tokens) - 1
     return {

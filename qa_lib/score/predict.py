@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from qa_lib.data.squad import DataError, Source, open_source, unlabelled
+from qa_lib.data.squad import DataError, Source, open_source
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.data.windows import Samples, build_samples
 from qa_lib.errors import UserError
@@ -134,13 +134,10 @@ def window_lengths(folder: str | Path, model) -> tuple[int, int]:
     return max_length, stride_of(max_length, stride)
 
 
-def asked(pairs: list[tuple[str, str]]) -> Source:
-    """A source of (question, paragraph) pairs that somebody typed, with their numbers as ids."""
-    entries = [
-        ("what was asked", "", context, {"id": str(i), "question": question, "answers": [], "is_impossible": True})
-        for i, (question, context) in enumerate(pairs)
-    ]
-    return Source("what was asked", "validation", False, str, lambda: entries)
+def asked(question: str, context: str) -> Source:
+    """A source of one question about a paragraph, both of which somebody typed."""
+    row = "what was asked", "", {"context": context}, {"id": "0", "question": question}
+    return Source("what was asked", str, lambda: [row], labelled=False)
 
 
 class QuestionTooLong(DataError):
@@ -195,7 +192,7 @@ def answer(loaded: Model, question: str, context: str) -> dict:
     tokenizing, model and decoding took.
     Raises QuestionTooLong where the paragraph has no room, DataError for a model whose logits are NaN.
     """
-    source = asked([(question, context)])
+    source = asked(question, context)
     (example,), clock = source.examples, [time.perf_counter()]
     try:
         samples = build_samples(source, loaded.tokenizer, loaded.max_length, loaded.stride, cache=False)
@@ -230,7 +227,7 @@ def main(args: argparse.Namespace) -> int:
     file = given == [True, True, False, False]
     if not file and given != [False, False, True, True]:
         raise UserError("predict takes either DATA.json and --out, or --question and --context")
-    source = unlabelled(open_source(args.data, "validation")) if file else asked([(args.question, args.context)])
+    source = open_source(args.data, "validation", labelled=False) if file else asked(args.question, args.context)
     examples = source.examples  # bad data is told before the model takes its seconds to load
     loaded = load_answerer(find_folder(args.model))
     cache = None if file else False
