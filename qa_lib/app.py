@@ -94,12 +94,9 @@ def answer(choice, question: str, context: str) -> dict:
 
 
 def _ask(folder: Path, question: str, context: str) -> dict:
-    from qa_lib.score.predict import QuestionTooLong, ask
+    from qa_lib.score.predict import ask
 
-    try:
-        return ask(folder, question, context)
-    except QuestionTooLong as problem:
-        raise UserError(f"the question is {problem}") from None
+    return ask(folder, question, context)
 
 
 def decided(found: dict, threshold: float) -> tuple[str, str]:

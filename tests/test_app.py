@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from qa_lib import serving
 from qa_lib.__main__ import main
 from qa_lib.app import Choices, answer, app, dashboard, decided, running
-from qa_lib.data.squad import MAX_CONTEXT, open_source
+from qa_lib.data.squad import MAX_CONTEXT, DataError, open_source
 from qa_lib.errors import UserError
 from qa_lib.model.hf_checkpoint import write_digests
 from qa_lib.record import finish, new_record
@@ -274,7 +274,7 @@ def test_a_checkpoint_that_is_written_again_is_loaded_again(runs, tmp_path):
 def test_a_question_that_would_cut_its_paragraph_into_very_many_pieces_is_refused(runs):
     loaded = predict._loaded(folder_of(runs), 0)
     length = loaded.max_length - loaded.stride - 4  # leaves a window one token more than the overlap
-    with pytest.raises(predict.QuestionTooLong, match=r"in \d,\d{3} pieces"):
+    with pytest.raises(DataError, match=r"in \d,\d{3} pieces"):
         predict.answer(loaded, "who " * length, "she " * 3_000)
 
 

@@ -100,7 +100,7 @@ def test_batch_size_and_padding_change_nothing(model, samples, batch_tokens):
 
 def test_autocast(model, samples):
     _, start, _ = predict_logits(model, samples)
-    _, half, _ = predict_logits(model, samples, autocast_dtype=torch.bfloat16)
+    _, half, _ = predict_logits(model, samples, dtype=torch.bfloat16)
     assert half.dtype == torch.float32
     inside = ~start.isnan()
     assert 0 < (half - start)[inside].abs().max() < 0.1 * start[inside].abs().max()
@@ -396,7 +396,7 @@ REFUSED_TO_ANSWER = {
     ),
     r"not a question-answering model \(architectures: None\)": spoil_config(architectures=None),
     "cannot be loaded: .*": own_code,
-    "only pytorch_model.bin, a pickle": only_pickle,
+    "no weights in safetensors; a pickle": only_pickle,
     "no weights": lambda folder: (folder / "model.safetensors").unlink(),
     r"no tokenizer \(": drop_tokenizer,
     "the weights lack qa_outputs.bias": spoil_weights(without("qa_outputs.bias")),

@@ -12,7 +12,7 @@ import pytest
 from qa_lib.commands import parser_of
 from qa_lib.data.squad import DataError, Example, open_source
 from qa_lib.errors import UserError
-from qa_lib.score.f1 import f1, main, normalise, score
+from qa_lib.score.f1 import f1, main, normalise, score, squad_metric
 from tests.material import SQUAD, document, needs_squad, question, write
 
 EXAMPLES = [
@@ -131,11 +131,6 @@ def test_probabilities_that_do_not_fit(change):
         score([], {})
 
 
-def test_a_threshold_that_is_no_number_is_refused():
-    with pytest.raises(DataError, match="threshold is NaN"):
-        score(EXAMPLES, PREDICTIONS, dict.fromkeys(PREDICTIONS, 0.5), float("nan"))
-
-
 def test_a_number_of_any_size_is_one():
     huge = dict.fromkeys(PREDICTIONS, 0.5) | {"two": 10**400}
     assert score(EXAMPLES, PREDICTIONS, huge) == score(EXAMPLES, PREDICTIONS, huge | {"two": 1e300})
@@ -220,14 +215,6 @@ def test_command_line_errors_name_the_file(files):
     for path, message in ((files.folder / "none.json", "none.json: No such file"), (files.folder, "Is a directory")):
         with pytest.raises(UserError, match=message):
             run(files.data, path)
-    for text, message in (
-        ('{"q1": "Rhine", "q2": "", "q1": ""}', "predictions.json: question 'q1' comes 2 times$"),
-        ('{"q1": ' + "9" * 4000 + "}", "predictions.json: not JSON: a whole number of 4,000 digits$"),
-        ('{"q1": ' + "9" * 5000 + "}", "a whole number of 5,000 digits$"),
-    ):
-        files.texts.write_text(text)
-        with pytest.raises(UserError, match=message):
-            run(files.data, files.texts)
     files.odds.write_text('{"q1": Infinity, "q2": 0}')
     write(files.texts, {"q1": "", "q2": ""})
     with pytest.raises(UserError, match="question 'q1': inf is no no-answer probability"):
@@ -246,8 +233,6 @@ def test_misplaced_golds_can_be_scored_after_the_fix(files, capsys):
 
 
 def test_metric_needs_no_network():
-    from qa_lib.score.metric import SquadV2
-
     references = [
         {"id": e.id, "answers": {"text": [t for t, _ in e.answers], "answer_start": [s for _, s in e.answers]}}
         for e in EXAMPLES
@@ -256,7 +241,7 @@ def test_metric_needs_no_network():
     texts = [
         {"id": key, "prediction_text": text, "no_answer_probability": odds[key]} for key, text in PREDICTIONS.items()
     ]
-    metric = SquadV2()
+    metric = squad_metric()
     assert metric.compute(predictions=texts, references=references) == score(EXAMPLES, PREDICTIONS, odds)
     for text, reference in zip(texts, references, strict=True):
         metric.add(prediction=text, reference=reference)

@@ -115,12 +115,6 @@ def _weights(folder: Path, files: set[str]) -> list[Path]:
     return [folder / name for name in names]
 
 
-def pickle_in(folder: Path) -> str | None:
-    """The name of weights that nobody should load, where a folder has such."""
-    names = sorted(path.name for path in folder.iterdir())
-    return next((name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))), None)
-
-
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
     """An empty folder to write a model into. It takes the place of `folder` once it is whole, with its digests: nothing

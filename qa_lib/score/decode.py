@@ -18,8 +18,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
-import tempfile
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -29,8 +27,7 @@ import torch
 
 from qa_lib.data.squad import DataError, Example
 from qa_lib.data.windows import Samples, examples_sha256
-from qa_lib.errors import UserError
-from qa_lib.record import regular
+from qa_lib.record import write_atomically
 
 WINDOWS_PER_CALL = 2_048  # so that the tables of n_best x n_best spans stay small
 LOWEST = -1e30  # stands in for a score of -inf, so that no difference is infinite or NaN
@@ -75,15 +72,8 @@ class Answers:
         weights = [math.exp(span[0] - listed[0][0]) for span in listed]
         total = sum(weights)
         return [
-            {
-                "text": example.context[begin:end] if end else "",
-                "probability": weight / total,
-                "start_logit": start_logit,
-                "end_logit": end_logit,
-                "score": score,
-                "begin": begin,
-                "end": end,
-            }
+            {"text": example.context[begin:end] if end else "", "probability": weight / total}
+            | {"start_logit": start_logit, "end_logit": end_logit, "score": score, "begin": begin, "end": end}
             for weight, (score, begin, end, start_logit, end_logit) in zip(weights, listed, strict=True)
         ]
 
@@ -96,27 +86,19 @@ class Answers:
         }
 
     def write(self, folder: str | os.PathLike) -> list[Path]:
-        """Write predictions.json, texts.json, nbest_predictions.json and null_odds.json, each whole."""
+        """Write predictions.json, texts.json, nbest_predictions.json and null_odds.json, each whole. Raises
+        RecordError."""
         files = {
             "predictions.json": self.predictions,
             "texts.json": self.texts,
             "nbest_predictions.json": self.nbest,
             "null_odds.json": self.null_odds,
         }
-        folder = Path(folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder) as work:
-                for name, content in files.items():
-                    # One question a line: readable, and the fast encoder of json knows no indentation.
-                    lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
-                    Path(work, name).write_text("{\n" + ",\n".join(lines) + "\n}\n")
-                targets = [regular(folder / name) for name in files]
-                for name, target in zip(files, targets, strict=True):
-                    shutil.move(Path(work, name), target)  # where a link leads to another disk, too
-        except OSError as error:
-            raise UserError(f"{folder}: {error.strerror}") from None
-        return [folder / name for name in files]
+        for name, content in files.items():
+            # One question a line: readable, and the fast encoder of json knows no indentation.
+            lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
+            write_atomically(Path(folder, name), "{\n" + ",\n".join(lines) + "\n}\n")
+        return [Path(folder, name) for name in files]
 
 
 def decode(

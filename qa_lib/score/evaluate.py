@@ -31,10 +31,7 @@ def evaluate(model: torch.nn.Module, data: Data, spec: Spec, device: torch.devic
     A score that these questions do not have, such as that of unanswerable ones where there are none, is None.
     """
     model.eval()
-    dtype = DTYPES[spec.settings.precision]
-    rows = predict_logits(
-        model, data.validation_samples, device, autocast_dtype=None if dtype == torch.float32 else dtype
-    )
+    rows = predict_logits(model, data.validation_samples, device, dtype=DTYPES[spec.settings.precision])
     loss = span_loss(data.validation_samples, *rows)
     if spec.settings.fault == "positional-join":
         rows = joined_by_position(*rows)

@@ -54,10 +54,8 @@ def score(
     scale) a question above `na_threshold` counts as not answered, and best_exact, best_f1 and their _thresh are what
     the best threshold would give.
     Raises `DataError` unless predictions, and probabilities if given, are for exactly the questions of `examples`, and
-    for a probability that is no finite number or a threshold that is none.
+    for a probability that is no finite number.
     """
-    if math.isnan(na_threshold):
-        raise DataError("the no-answer threshold is NaN, which nothing is above")
     _check(examples, predictions, "prediction", lambda value: isinstance(value, str))
     exact, overlap = {}, {}
     for example in examples:
@@ -95,9 +93,7 @@ def _check(examples: list[Example], given: Mapping, what: str, good) -> None:
 
 
 def _is_number(value: object) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def _averages(examples: list[Example], exact: dict[str, float], overlap: dict[str, float]) -> dict[str, float | int]:
@@ -131,11 +127,44 @@ def _best_threshold(examples, predictions, scores, na_probs) -> tuple[float, flo
     return 100.0 * best / len(scores), threshold
 
 
+def squad_metric():
+    """The score as an `evaluate.Metric` that is here, not on the hub: nothing is downloaded.
+
+    Its `compute` takes what the hub's "squad_v2" metric takes and gives the keys of `score`. predictions: {id,
+    prediction_text, no_answer_probability}; references: {id, answers: {text, answer_start}}, the answers' texts empty
+    for a question without one; no_answer_threshold: probability above which a question counts as not answered.
+    """
+    import datasets  # which with evaluate takes seconds to import, and which no other score needs
+    import evaluate
+
+    text, number, place = (datasets.Value(kind) for kind in ("string", "float32", "int32"))
+    answers = {"text": datasets.List(text), "answer_start": datasets.List(place)}
+    predictions = {"id": text, "prediction_text": text, "no_answer_probability": number}
+    features = datasets.Features({"predictions": predictions, "references": {"id": text, "answers": answers}})
+
+    class SquadV2(evaluate.Metric):
+        def _info(self) -> evaluate.MetricInfo:
+            return evaluate.MetricInfo(__doc__, "Rajpurkar, Jia, Liang 2018", features)
+
+        def _compute(self, predictions: list[dict], references: list[dict], no_answer_threshold: float = 1.0) -> dict:
+            examples = []
+            for row in references:
+                golds = zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)
+                examples.append(Example(row["id"], "", "", "", tuple(golds)))
+            texts = {row["id"]: row["prediction_text"] for row in predictions}
+            chances = {row["id"]: row["no_answer_probability"] for row in predictions}
+            return score(examples, texts, chances, no_answer_threshold)
+
+    return SquadV2()
+
+
 def main(args: argparse.Namespace) -> int:
     """Print the official keys as JSON."""
     examples = open_source(args.data, "validation", args.fix_spans).examples
-    predictions = _read_by_id(args.predictions)
-    na_probs = _read_by_id(args.na_prob) if args.na_prob else None
+    predictions, na_probs = (read_json(path) if path else None for path in (args.predictions, args.na_prob))
+    for path, values in ((args.predictions, predictions), (args.na_prob, na_probs)):
+        if path and not isinstance(values, dict):
+            raise DataError(f"{path}: not an object of question id -> value")
     try:
         found = score(examples, predictions, na_probs, args.na_threshold)
     except DataError as error:
@@ -143,20 +172,3 @@ def main(args: argparse.Namespace) -> int:
         raise DataError(f"{names} for {args.data}: {error}") from None
     print(json.dumps(found, indent=2))
     return 0
-
-
-def _read_by_id(path: str) -> dict:
-    """The JSON object in a file, with each id once. Raises DataError."""
-    pairs = read_json(path, object_pairs_hook=tuple, parse_int=_whole_number)
-    if not isinstance(pairs, tuple):  # which objects become here, so that none of their pairs is lost
-        raise DataError(f"{path}: not an object of question id -> value")
-    for key, count in Counter(key for key, _ in pairs).items():
-        if count > 1:
-            raise DataError(f"{path}: question {key[:80]!r} comes {count} times")
-    return dict(pairs)
-
-
-def _whole_number(digits: str) -> int:
-    if len(digits) > 400:
-        raise ValueError(f"a whole number of {len(digits):,} digits")
-    return int(digits)

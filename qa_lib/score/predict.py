@@ -16,8 +16,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -26,13 +25,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm import tqdm
 
 from qa_lib.data.squad import DataError, Source, open_source
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.data.windows import Samples, build_samples
 from qa_lib.errors import UserError
 from qa_lib.model.architectures import max_positions
-from qa_lib.model.hf_checkpoint import find_folder, inspect_checkpoint, pickle_in
+from qa_lib.model.hf_checkpoint import find_folder, inspect_checkpoint
 from qa_lib.model.load import check_tokenizer, load
 from qa_lib.presets import stride_of
 from qa_lib.record import read_record
@@ -49,24 +49,20 @@ THREADS = torch.get_num_threads()
 
 def predict_logits(
     model, samples: Samples, device: torch.device | str = "cpu", *, batch_tokens: int = 16_384,
-    autocast_dtype: torch.dtype | None = None, progress: bool = False,
+    dtype: torch.dtype = torch.float32, progress: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Logits of all n windows: (sample ids int64 [n], start and end logits float32 [n, longest window]) on `device`.
 
-    `model` is called like `BertForQuestionAnswering` and is on `device` already. Batches hold windows of similar
-    length, longest first, of at most `batch_tokens` tokens with padding, and are padded to their longest window,
-    rounded up to a multiple of 8. `autocast_dtype` switches autocast on. Row r belongs to window ids[r]; beyond that
-    window's length the logits are NaN, so that rows given to other windows do not pass `decode`.
+    `model` is called like `BertForQuestionAnswering`, in eval mode and on `device` already. Batches hold windows of
+    similar length, longest first, of at most `batch_tokens` tokens with padding, and are padded to their longest
+    window, rounded up to a multiple of 8. Another `dtype` is that of autocast. Row r belongs to window ids[r]; beyond
+    that window's length the logits are NaN, so that rows given to other windows do not pass `decode`.
     """
-    order = np.argsort(-samples.lengths, kind="stable")
+    batches, done = _batches(samples, batch_tokens), 0
     start, end = torch.full((2, len(samples), samples.lengths.max()), torch.nan, device=device)
-    autocast = torch.autocast(torch.device(device).type, autocast_dtype) if autocast_dtype else nullcontext()
-    training = getattr(model, "training", False)
-    if training:
-        model.eval()
-    done = 0
+    autocast = torch.autocast(torch.device(device).type, dtype, enabled=dtype != torch.float32)
     with torch.inference_mode(), sdpa_kernel(KERNELS), autocast:
-        for rows, width in _batches(order, samples, batch_tokens, progress):
+        for rows, width in tqdm(batches, unit="batch", disable=not progress):
             batch = samples.batch(rows, width)
             output = model(**{name: torch.from_numpy(batch[name]).to(device) for name in INPUTS if name in batch})
             width = min(width, start.shape[1])
@@ -74,23 +70,17 @@ def predict_logits(
             for logits, found in ((start, output.start_logits), (end, output.end_logits)):
                 logits[done : done + len(rows), :width] = found[:, :width].masked_fill(padding, torch.nan)
             done += len(rows)
-    if training:
-        model.train()
-    return torch.from_numpy(order), start, end
+    return torch.from_numpy(np.concatenate([rows for rows, _ in batches])), start, end
 
 
-def _batches(order, samples, batch_tokens: int, progress: bool) -> Iterator[tuple]:
-    """The windows `order` in batches, each with the length to pad to; at least one window in each."""
-    from tqdm import tqdm
-
-    with tqdm(total=len(order), unit="window", disable=not progress) as bar:
-        first = 0
-        while first < len(order):
-            width = min(samples.max_length, -(-int(samples.lengths[order[first]]) // 8) * 8)
-            rows = order[first : first + max(1, batch_tokens // width)]
-            yield rows, width
-            first += len(rows)
-            bar.update(len(rows))
+def _batches(samples: Samples, batch_tokens: int) -> list[tuple[np.ndarray, int]]:
+    """All windows in batches, longest first, each with the length to pad to; at least one window in each."""
+    order, batches = np.argsort(-samples.lengths, kind="stable"), []
+    while len(order):
+        width = min(samples.max_length, -(-int(samples.lengths[order[0]]) // 8) * 8)
+        rows, order = np.split(order, [max(1, batch_tokens // width)])
+        batches.append((rows, width))
+    return batches
 
 
 def load_qa_model(folder: str | Path) -> tuple:
@@ -109,9 +99,7 @@ def load_qa_model(folder: str | Path) -> tuple:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
         raise UserError(f"{folder}: no tokenizer (tokenizer.json or vocab.txt)")
     if not weights:
-        pickled = pickle_in(folder)
-        found = f"only {pickled}, a pickle, which could run any code when loaded" if pickled else "no weights"
-        raise UserError(f"{folder}: {found}; model.safetensors is needed")
+        raise UserError(f"{folder}: no weights in safetensors; a pickle could run any code when loaded")
     tokenizer = build_tokenizer(folder)
     model = load(folder, AutoModelForQuestionAnswering, "sdpa")
     check_tokenizer(folder, tokenizer, model)
@@ -140,29 +128,20 @@ def asked(question: str, context: str) -> Source:
     return Source("what was asked", str, lambda: [row], labelled=False)
 
 
-class QuestionTooLong(DataError):
-    """A question that leaves its paragraph no room in a window, or so little that it is cut into very many."""
-
-
 @dataclass(frozen=True)
 class Model:
-    """A loaded checkpoint, ready to answer, with the tokens of its windows and of their overlap.
-
-    A `small` one is kept to one thread: beside busy cores the tiny model took 175 ms with two and 2 with one.
-    """
+    """A loaded checkpoint, ready to answer, with the tokens of its windows and of their overlap."""
 
     model: torch.nn.Module
     tokenizer: object
     max_length: int
     stride: int
-    small: bool
 
 
 def load_answerer(folder: Path) -> Model:
     """The checkpoint in `folder` on the device that it answers on. Raises UserError as load_qa_model does."""
     model, tokenizer = load_qa_model(folder)
-    small = model.num_parameters() < 10_000_000
-    return Model(model.to(answering_device(model)), tokenizer, *window_lengths(folder, model), small)
+    return Model(model.to(answering_device(model)), tokenizer, *window_lengths(folder, model))
 
 
 def ask(folder: Path, question: str, context: str) -> dict:
@@ -171,7 +150,8 @@ def ask(folder: Path, question: str, context: str) -> dict:
     Raises UserError for what load_qa_model refuses, and what `answer` raises.
     """
     loaded = _loaded(folder, max((path.stat().st_mtime_ns for path in folder.glob("*.safetensors")), default=0))
-    torch.set_num_threads(1 if loaded.small else THREADS)
+    # Beside busy cores the tiny model took 175 ms with two threads and 2 with one.
+    torch.set_num_threads(1 if loaded.model.num_parameters() < 10_000_000 else THREADS)
     return answer(loaded, question, context)
 
 
@@ -190,16 +170,18 @@ def answer(loaded: Model, question: str, context: str) -> dict:
     `nbest` is what Answers.entries gives; `margin` the null score minus that of the best span (None if no span was
     allowed); `windows` how many the paragraph was cut into, of at most `window_tokens`; `ms` the milliseconds that
     tokenizing, model and decoding took.
-    Raises QuestionTooLong where the paragraph has no room, DataError for a model whose logits are NaN.
+    Raises DataError for a question that leaves its paragraph no room in a window, or so little that it is cut into very
+    many, and for a model whose logits are NaN.
     """
     source = asked(question, context)
     (example,), clock = source.examples, [time.perf_counter()]
     try:
         samples = build_samples(source, loaded.tokenizer, loaded.max_length, loaded.stride, cache=False)
     except DataError:
-        raise QuestionTooLong(f"too long for this model, which reads {loaded.max_length} tokens at a time") from None
+        most = f"this model, which reads {loaded.max_length} tokens at a time"
+        raise DataError(f"the question is too long for {most}") from None
     if len(samples) > MOST_WINDOWS:
-        raise QuestionTooLong(f"so long that this model would read its paragraph in {len(samples):,} pieces")
+        raise DataError(f"the question is so long that this model would read its paragraph in {len(samples):,} pieces")
     clock.append(time.perf_counter())
     logits = predict_logits(loaded.model, samples, loaded.model.device, batch_tokens=BATCH_TOKENS)
     if loaded.model.device.type == "cuda":
@@ -209,15 +191,13 @@ def answer(loaded: Model, question: str, context: str) -> dict:
     nbest = answers.entries(0)
     clock.append(time.perf_counter())
     odds = answers.null_odds[example.id]
+    ms = [1000 * (end - begin) for begin, end in pairwise(clock)]
     return {
         "margin": odds if odds < -LOWEST else None,
         "nbest": nbest,
         "windows": len(samples),
         "window_tokens": loaded.max_length,
-        "ms": {
-            part: 1000 * (end - begin)
-            for part, (begin, end) in zip(("tokenize", "model", "decode"), pairwise(clock), strict=True)
-        },
+        "ms": dict(zip(("tokenize", "model", "decode"), ms, strict=True)),
     }
 
 
@@ -233,10 +213,7 @@ def main(args: argparse.Namespace) -> int:
     cache = None if file else False
     samples = build_samples(source, loaded.tokenizer, loaded.max_length, loaded.stride, cache)
     logits = predict_logits(loaded.model, samples, loaded.model.device, progress=file and sys.stderr.isatty())
-    try:
-        answers = decode(samples, examples, *logits)
-    except DataError as error:
-        raise DataError(f"{source.name}: {error}") from None
+    answers = decode(samples, examples, *logits)
     if file:
         print("\n".join(map(str, answers.write(args.out))))
     else:
