@@ -360,7 +360,7 @@ def test_the_report_and_explore_notebooks_run_in_any_process(tmp_path, monkeypat
 @pytest.mark.slow
 def test_the_explore_notebook_needs_no_run_and_no_model(swept):
     out = swept.folder / "explore.ipynb"
-    swept.call("papermill", "notebooks/explore.ipynb", out, "-p", "data", "synthetic:400", "-p", "scale", "smoke")
+    swept.call("papermill", "notebooks/explore.ipynb", out, "-p", "data", "synthetic:400", "-p", "preset", "smoke")
     assert images(out) == 1
     assert out.stat().st_size < MAX_BYTES
 
