@@ -11,6 +11,8 @@ given, a byte-level BPE (Sennrich et al. 2016, Radford et al. 2019) is learnt fr
 arrays are cached by the content that they were made of, and arrays are memory-mapped from there.
 """
 
+from __future__ import annotations
+
 import gzip
 import os
 import re
@@ -21,16 +23,19 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from qa_lib.data.squad import DataError, Source, find_file, generated, hub_table, is_hub_name, sha256_of
 from qa_lib.data.tokenize import bare
 from qa_lib.data.windows import cached
 from qa_lib.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ENDINGS = (".txt", ".txt.gz", ".tokens")
 # In a folder: by the name of the split, or as WikiText-103 comes.
@@ -135,6 +140,8 @@ def learn_tokenizer(source: Source, size: int) -> PreTrainedTokenizerBase:
     number 0."""
     parts = ["bpe", CACHE_VERSION, tokenizers.__version__, source.sha256, size]
     learnt = cached(parts, SimpleNamespace, lambda: SimpleNamespace(content=_learn(source, size)))
+    from transformers import PreTrainedTokenizerFast  # a second, for which drivers do not wait
+
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(learnt.content),
         bos_token=END,

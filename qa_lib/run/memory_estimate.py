@@ -11,7 +11,6 @@ layers.
 """
 
 import argparse
-import dataclasses
 from functools import cached_property
 
 import numpy as np

@@ -1,0 +1,88 @@
+"""What a newcomer types first: commands that answer at once, a quickstart of minutes, tables that fit the terminal."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from qa_lib.commands import VERBS
+from qa_lib.record import read_record, run_files
+from tests.material import ROOT
+
+# torch and transformers cannot be imported in it.
+WITHOUT = """
+import importlib.abc, sys
+class Refused(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "datasets"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Refused())
+from qa_lib.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def run(*words, **env):
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=os.environ | env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[verb, "--help"] for verb in VERBS]
+    + [["variants"], ["export", "--csv", "OUT", "--group", "h200-vram"], ["sweep", "--preset", "smoke", "--plan"]],
+    ids=" ".join,
+)
+def test_a_command_imports_what_it_needs_and_fits_the_terminal(words, tmp_path):
+    """`memory`, `profile`, `quantize`, `run` and `predict` need torch; a sweep asks for the machine in a child."""
+    said = run(sys.executable, "-c", WITHOUT, *(word.replace("OUT", str(tmp_path / "out.csv")) for word in words))
+    assert said and max(map(len, said.splitlines())) <= 100
+
+
+def test_the_table_of_memory_fits_the_terminal():
+    said = run(sys.executable, "-m", "qa_lib", "memory", "--family", "E", "--preset", "bench", "--micro-batch", "32")
+    assert max(map(len, said.split("\npeak in")[0].splitlines())) <= 100
+
+
+def test_runs_are_forked_and_leave_nothing(tmp_path):
+    """Each in a process of its own that knows that it is warm; nothing of them is there afterwards."""
+    words = ["sweep", "--preset", "smoke", "--variants", "A1,A2", "--epochs", "1", "--runs", str(tmp_path)]
+    run(sys.executable, "-m", "qa_lib", *words)
+    found = [read_record(path.parent) for path in run_files(tmp_path, "record.json")]
+    assert [entry["status"] for entry in found] == ["ok", "ok"]
+    assert all(entry["time"]["first_step_s"] is None and entry["time"]["notebook_s"] for entry in found)
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert str(tmp_path) not in listed
+
+
+def test_a_process_is_cold_where_the_imports_have_touched_the_gpu(tmp_path):
+    script = """
+import os, sys, types
+sys.modules["qa_lib.run.preload"] = types.SimpleNamespace(TOUCHED=True)
+from qa_lib.run.warm import _become
+_become([sys.executable, "-c", "import os; print(os.environ['QA_LIB_START'])"], dict(os.environ), sys.argv[1], ".")
+"""
+    run(sys.executable, "-c", script, str(tmp_path / "log"))
+    assert (tmp_path / "log").read_text() == "cold, since what is imported touches the GPU\n"
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_the_quickstart_fits_one_screen_and_runs_nothing_twice(tmp_path):
+    words = [sys.executable, "-m", "qa_lib", "quickstart"]
+    words += ["--runs", str(tmp_path / "runs"), "--figures", str(tmp_path / "figures")]
+    first = run(*words)
+    lines = first.splitlines()
+    assert len(lines) <= 80 and max(map(len, lines)) <= 100 + len(str(tmp_path))
+    assert "E-packed  99." in first and "-> " in first
+    for path in re.findall(rf"{tmp_path}\S+", first):
+        assert os.path.exists(path)
+    records = [path.read_bytes() for path in run_files(tmp_path / "runs", "record.json")]
+    begin = time.monotonic()
+    assert run(*words).strip() in first
+    assert time.monotonic() - begin < 10
+    assert records == [path.read_bytes() for path in run_files(tmp_path / "runs", "record.json")]
