@@ -16,15 +16,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import tokenizers
-from transformers import AutoTokenizer, BertTokenizer
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from qa_lib.data.synthetic import vocabulary
 from qa_lib.errors import UserError, first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 TEXTS_PER_CALL = 2_000  # one call's encodings take some 150 bytes a token, so not all texts at once
 WORDS_PER_ROW = 256
@@ -147,6 +148,8 @@ def distinct(texts: Iterable[str]) -> tuple[list[str], np.ndarray]:
 def build_tokenizer(source: str | Path) -> Tokenizer:
     """The tokenizer of a run: of the synthetic text for "tiny", else of a folder or hub name. Never remote code. Raises
     UserError where there is none, or one that transformers cannot read."""
+    from transformers import AutoTokenizer, BertTokenizer  # a second, for which drivers do not wait
+
     if source == "tiny":
         return BertTokenizer(vocab={word: index for index, word in enumerate(vocabulary())})
     try:

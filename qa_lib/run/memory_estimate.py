@@ -320,7 +320,8 @@ def main(args: argparse.Namespace) -> int:
         found = estimate(spec, SquadLengths(spec.preset.max_length, spec.preset.stride) if known else None)
         lines.append(line | {name.removesuffix("_mib"): size for name, size in found.items()})
     if lines:
-        table = pd.DataFrame(lines)
+        short = {"optimizer": "optim.", "activations": "activ.", "workspace": "rest"}  # to fit 100 columns
+        table = pd.DataFrame(lines).rename(columns=short)
         phases = table.pop("phase")
         print(table.to_string(index=False, float_format="{:,.0f}".format))
         for phase in phases.unique():
