@@ -154,7 +154,7 @@ class Scoring:
 
 @dataclass
 class Noise:
-    """Of the gradient over all data the square norm, and the variance that a sample adds (measure/goodput.py); means
+    """Of the gradient over all data the square norm, and the variance that a sample adds (train/grad_noise.py); means
     over the last 32,000 samples or so of `steps`."""
 
     sqr: Number = None
@@ -172,7 +172,7 @@ class Parallel:
     `interconnect` is how the GPUs are connected (measure/hardware.py); `rank_*` have a value for each process, by its
     rank; `allreduce_gbs` is the bus bandwidth of one reduction; of a step, `busy_ms` is how long a GPU computes and
     `exposed_ms` how long it only communicates, means over the processes (measure/comm.py); `goodput` is samples a
-    second times `efficiency` (measure/goodput.py)."""
+    second times `efficiency` (train/grad_noise.py)."""
 
     world: int | None = None
     replicas: int | None = None

@@ -10,9 +10,9 @@ from itertools import product
 import numpy as np
 
 from qa_lib import record
-from qa_lib.measure.goodput import efficiency
 from qa_lib.record import Noise
 from qa_lib.spec import Machine, resolve
+from qa_lib.train.grad_noise import efficiency
 
 GPUS = Machine("h200", gpus=4, sm=90, backends=("inductor",), bitsandbytes=True, compiler=True)
 DATA, MODEL = {"name": "squad", "sha256": "ab" * 32}, {"name": "bert", "revision": "1"}

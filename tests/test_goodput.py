@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 
 from qa_lib.measure.comm import busy_and_exposed
-from qa_lib.measure.goodput import REFERENCE, efficiency, noise
 from qa_lib.record import Noise
 from qa_lib.train import zero1
 from qa_lib.train.data_parallel import OneBucketDDP, square_norm
-from qa_lib.train.grad_noise import SMOOTHING
+from qa_lib.train.grad_noise import REFERENCE, SMOOTHING, efficiency, noise
 from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.zero1 import Zero1
 from qa_lib.variants import Settings

@@ -203,10 +203,10 @@ LAYERS = (
     "errors variants presets spec record cli archive commands data kernels model measure train score run report serving"
     " app __main__"
 ).split()
-ALONE = {"kernels": [], "serving": ["errors"], "report": [*LAYERS[:8], "measure.trace", "measure.goodput"]}
+ALONE = {"kernels": [], "serving": ["errors"], "report": [*LAYERS[:8], "measure.trace"]}
 TORCH_FREE = (
     "errors variants spec record archive cli commands run.plan run.sweep run.slurm run.launch run.process"
-    " measure.trace measure.goodput report"
+    " measure.trace report"
 ).split()
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from qa_lib.measure.goodput import REFERENCE
+from qa_lib.presets import Preset
 from qa_lib.report import load
 from qa_lib.report.format import factor, number, say
 from qa_lib.report.load import NotMeasured, is_parallel, numbers, on_cpu
@@ -22,6 +22,7 @@ from qa_lib.report.stats import interval
 from qa_lib.report.summary import average
 from qa_lib.variants import VARIANTS, tagged
 
+REFERENCE = Preset.effective_batch  # samples of the batch whose efficiency is 1, as in train/grad_noise.py
 WHERE = ["variant", "world", "stages"]  # a variant, and the GPUs that it ran on
 KEYS = [*WHERE, "batch", "micro_batch"]  # what tells lines apart
 MEASURES = {  # name in lines -> column of runs

@@ -27,7 +27,6 @@ from qa_lib.data.load import Data
 from qa_lib.errors import first_line, stoppable, stopped_by
 from qa_lib.measure import hardware
 from qa_lib.measure.flops import StepFlops
-from qa_lib.measure.goodput import efficiency
 from qa_lib.measure.meter import Meter, memory_use
 from qa_lib.model.architectures import param_counts
 from qa_lib.model.build import DTYPES, build_model, save_model
@@ -40,6 +39,7 @@ from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint, digest_of
 from qa_lib.train.compile import forget_compiled, found_in_cache, start_compilers
 from qa_lib.train.data_parallel import gather_model
+from qa_lib.train.grad_noise import efficiency
 from qa_lib.train.pipeline import bubble, measured_bubble
 from qa_lib.train.process_group import ProcessGroup
 

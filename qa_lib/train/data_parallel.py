@@ -76,7 +76,7 @@ class NoParallel:
         return norm
 
     def note(self, norm: torch.Tensor) -> None:
-        """Note the norm of all gradients beside `own`, for the noise scale (measure/goodput.py)."""
+        """Note the norm of all gradients beside `own`, for the noise scale (train/grad_noise.py)."""
         if self.own is not None and self.settings.precision != "fp16":  # where a loss scale is on `own`
             self.ranks.stats.note_norms(self.own, norm.square())
         self.own = None

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from qa_lib.measure.goodput import noise_scale
 from qa_lib.record import RecordError, duration
 from qa_lib.spec import Spec
+from qa_lib.train.grad_noise import noise_scale
 from qa_lib.train.process_group import ProcessGroup
 
 LOOK_EVERY_S = 1.0  # seconds between two looks at the loss; each look waits for the device
