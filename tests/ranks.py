@@ -19,7 +19,7 @@ from qa_lib.data.synthetic import TINY_CONFIG
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.data.windows import build_samples
 from qa_lib.model.build import build_model
-from qa_lib.model.dropout import HashDropout
+from qa_lib.model.fused_blocks import HashDropout
 from qa_lib.run.plan import plan
 from qa_lib.run.worker import train
 from qa_lib.spec import Machine

@@ -15,8 +15,7 @@ from qa_lib.measure.flops import StepFlops
 from qa_lib.model import architectures
 from qa_lib.model.architectures import ENCODERS, parts_of
 from qa_lib.model.build import apply_recipe, build_model, save_model, trainable_summary
-from qa_lib.model.dropout import HashDropout
-from qa_lib.model.fused_blocks import Float8Linear, use_float8
+from qa_lib.model.fused_blocks import Float8Linear, HashDropout, use_float8
 from qa_lib.model.packed import Packed
 from qa_lib.run.plan import plan
 from qa_lib.run.worker import train

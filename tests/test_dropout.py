@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qa_lib.model.build import build_model
-from qa_lib.model.dropout import HashDropout, renew
+from qa_lib.model.fused_blocks import HashDropout, renew
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 

@@ -16,11 +16,10 @@ from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, GP
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.errors import UserError
 from qa_lib.kernels import fused_norm, gelu
-from qa_lib.kernels.reduce import sum_partials
+from qa_lib.kernels.common import sum_partials
 from qa_lib.model.architectures import ENCODERS
 from qa_lib.model.build import build_model, save_model
-from qa_lib.model.dropout import HashDropout, renew
-from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, use_fused_norms
+from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, HashDropout, renew, use_fused_norms
 from qa_lib.model.load import load
 from qa_lib.model.packed import Packed
 from qa_lib.run.plan import plan

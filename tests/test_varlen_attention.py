@@ -15,7 +15,7 @@ from qa_lib.kernels import varlen_attention as varlen
 from qa_lib.model.architectures import ENCODERS, layers_of
 from qa_lib.model.attention import KERNELS, Segments, use_short_attention
 from qa_lib.model.build import build_model
-from qa_lib.model.dropout import HashDropout, renew
+from qa_lib.model.fused_blocks import HashDropout, renew
 from qa_lib.model.packed import Packed
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, missing

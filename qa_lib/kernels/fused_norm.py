@@ -7,13 +7,13 @@ gradient of what was normed, and down the columns, over all tokens, for the grad
 reads everything from memory, and small kernels follow that finish the columns' sums. What is different here:
 
 - A program of the backward kernel takes every so many rows, one after the other, and keeps the columns' sums of its
-  rows in registers meanwhile: everything is read once (reduce.py has what becomes of the partial sums).
+  rows in registers meanwhile: everything is read once (common.py has what becomes of the partial sums).
 - For rows x with mean m and inverse deviation r, normed n = (x - m) r, the gradient g of n (that of the output, times
   gamma) gives that of x as r (g - mean(g) - n mean(g n)) (Ba et al. 2016, differentiated). Means are over the row.
 - The output of a norm goes two ways, into the next linear layer and past it. The kernel adds up the two gradients that
   come back (train/inductor_passes.py).
 - Between the passes are kept the GEMM's output, the residual, which is there anyway, and m and r: two numbers a row.
-- Dropout is that of hash_dropout.py, its bits computed again from each element's number; all else is in fp32.
+- Dropout is that of common.py, its bits computed again from each element's number; all else is in fp32.
 
 On a CPU plain PyTorch takes the place of the kernels, and is what the tests hold them to. They are for GPUs
 of compute capability 7.5 and newer; on a T4, which has 7.5, they compile, and nobody has run them.
@@ -22,9 +22,8 @@ of compute capability 7.5 and newer; on a T4, which has 7.5, they compile, and n
 import torch
 from torch.nn import functional as F
 
-from qa_lib.kernels.hash_dropout import hash_dropout, keep_mask, threshold_of
+from qa_lib.kernels.common import hash_dropout, keep_mask, sum_partials, threshold_of
 from qa_lib.kernels.precompile import custom_op, jit, launch, tl
-from qa_lib.kernels.reduce import sum_partials
 
 PROGRAMS = 528  # backward: four for each multiprocessor of an H200
 # Rows that a program has at a time, how far ahead of its arithmetic it reads, and threads.

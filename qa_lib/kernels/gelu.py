@@ -20,8 +20,8 @@ by five times as much, but for values near 0. The usual approximation by tanh (`
 import torch
 
 from qa_lib.kernels import fp8
+from qa_lib.kernels.common import sum_partials
 from qa_lib.kernels.precompile import custom_op, jit, launch, tl
-from qa_lib.kernels.reduce import sum_partials
 
 PROGRAMS = 264  # backward: two for each multiprocessor of an H200
 # Rows that a program has at a time, columns, how far ahead of its arithmetic it reads, and threads.

@@ -16,8 +16,8 @@ kernels clear, convert and copy. What is different here:
   would compute it again.
 - Query, key and value are one tensor, the fused projections' output, and so is their gradient: nothing is copied. Each
   program also leaves the partial sums of the gradient over its tokens: added up, they are the gradient of the
-  projections' bias (reduce.py).
-- Dropout's bits are a hash (hash_dropout.py) of seed, head, query and key, computed again in the backward pass. The
+  projections' bias (common.py).
+- Dropout's bits are a hash (common.py) of seed, head, query and key, computed again in the backward pass. The
   hash of seed, head and query seeds that of the keys. Tensor cores leave to one thread the keys j and j + 8 of every
   16, and these two share a hash of 32 bits. A rate is thus a multiple of 2^-16.
 - Triton's GEMMs are supported from compute capability 8.0 on, in bf16 and fp16.
@@ -31,9 +31,8 @@ import math
 
 import torch
 
-from qa_lib.kernels.hash_dropout import hash32, hash32_kernel
+from qa_lib.kernels.common import hash32, hash32_kernel, sum_partials
 from qa_lib.kernels.precompile import custom_op, jit, launch, tl
-from qa_lib.kernels.reduce import sum_partials
 
 HALF = 2**16  # values of half a hash
 # Tiles and threads. An H200's multiprocessor holds five programs of the first and three of the second at a time. For

@@ -25,7 +25,7 @@ from transformers.masking_utils import sdpa_mask
 from qa_lib.errors import UserError
 from qa_lib.kernels.varlen_attention import segment_of, varlen_attention
 from qa_lib.model.architectures import encoder_of, layers_of
-from qa_lib.model.dropout import HashDropout
+from qa_lib.model.fused_blocks import HashDropout
 from qa_lib.model.fused_qkv import BiasDeferredLinear, FusedSelfAttention, linear_as
 
 

@@ -15,8 +15,7 @@ from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.errors import UserError
 from qa_lib.model.architectures import embeddings_of, encoder_of, find_encoder, layers_of, max_positions, param_counts
 from qa_lib.model.attention import UNMASKED, attention_name, use_short_attention
-from qa_lib.model.dropout import use_hash_dropout
-from qa_lib.model.fused_blocks import use_float8, use_fused_norms, use_sigmoid_gelu
+from qa_lib.model.fused_blocks import use_float8, use_fused_norms, use_hash_dropout, use_sigmoid_gelu
 from qa_lib.model.fused_qkv import fuse_projections, split_projections
 from qa_lib.model.hf_checkpoint import as_user_error, find_folder, inspect_checkpoint, replacing
 from qa_lib.model.load import load, read_config

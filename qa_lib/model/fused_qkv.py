@@ -18,7 +18,7 @@ from qa_lib.model.architectures import encoder_of, layers_of
 
 
 class BiasDeferredLinear(nn.Linear):
-    """nn.Linear that adds its bias, whose gradient is left to the attention kernel after it (kernels/reduce.py)."""
+    """nn.Linear that adds its bias, whose gradient is left to the attention kernel after it (kernels/common.py)."""
 
     def forward(self, x):
         return F.linear(x, self.weight, self.bias.detach())

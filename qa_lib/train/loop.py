@@ -10,7 +10,7 @@ import torch
 
 from qa_lib.data.batches import Batches
 from qa_lib.measure.meter import Hooks, Meter
-from qa_lib.model.dropout import renew
+from qa_lib.model.fused_blocks import renew
 from qa_lib.model.packed import Packed
 from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint

@@ -24,7 +24,7 @@ graph cannot leave a kernel out, but the kernel's programs can end at once.
 moment, and no two numbers of bf16 are that close: rounded to nearest, the moment would never fall, and only gradients
 about twice as large as its root would raise it. Rounded up with the probability with which it lies near the next number
 (Gupta et al. 2015), it stands still in most steps, moves far enough in some, and is right on average. The random bits
-are a hash of step and of the element's number in the optimizer, as dropout's are (model/dropout.py): a run repeats, a
+are a hash of step and of the element's number in the optimizer, as dropout's are (kernels/common.py): a run repeats, a
 CUDA graph rounds anew in each replay, and processes that make the same update agree.
 
 An optimizer's step does little arithmetic on much memory. Written plainly it runs some ten kernels, each of which reads
@@ -39,7 +39,7 @@ for GPUs of compute capability 7.5 and newer; weights in bf16 want 8.0, those in
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from qa_lib.kernels.hash_dropout import hash32, hash32_kernel
+from qa_lib.kernels.common import hash32, hash32_kernel
 from qa_lib.kernels.precompile import jit, launch, tl
 
 ALIGN = 16  # elements: the kernels read 16 bytes at a time where sizes and beginnings are multiples of so many
