@@ -8,11 +8,11 @@ from transformers.models.bert import modeling_bert
 
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.errors import UserError
-from qa_lib.model.build import TRANSFORMS, build_model, save_model
+from qa_lib.model.build import build_model, save_model
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 from qa_lib.train import trainer
-from qa_lib.variants import VARIANTS, choices
+from qa_lib.variants import VARIANTS
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
 
@@ -238,10 +238,3 @@ def test_a_folder_without_weights_is_random_for_speed_and_refused_for_quality(tm
     assert build_model(spec("bench")).config.hidden_size == 64
     with pytest.raises(UserError, match=r"no model\.safetensors"):
         build_model(spec("local"))
-
-
-def test_each_transform_comes_after_what_it_builds_on():
-    names = [transform.setting for transform in TRANSFORMS]
-    for number, transform in enumerate(TRANSFORMS):
-        assert set(transform.after) <= set(names[:number])
-        assert set(transform.values) <= set(choices()[transform.setting])

@@ -1,24 +1,21 @@
 """The model of a run: with its task's head, the variant's attention and its trainable parameters."""
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForQuestionAnswering, BertConfig, GPT2Config, PreTrainedConfig
+from transformers import AutoModelForQuestionAnswering, BertConfig, GPT2Config, PreTrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import logging as transformers_logging
 
 from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.errors import UserError
-from qa_lib.model.architectures import embeddings_of, encoder_of, find_encoder, layers_of, max_positions, param_counts
+from qa_lib.model.architectures import embeddings_of, encoder_of, layers_of, max_positions, param_counts
 from qa_lib.model.attention import UNMASKED, attention_name, use_short_attention
 from qa_lib.model.fused_blocks import use_float8, use_fused_norms, use_hash_dropout, use_sigmoid_gelu
 from qa_lib.model.fused_qkv import fuse_projections, split_projections
-from qa_lib.model.hf_checkpoint import as_user_error, find_folder, inspect_checkpoint, replacing
-from qa_lib.model.load import load, read_config
+from qa_lib.model.hf_checkpoint import find_folder, inspect_checkpoint, replacing
+from qa_lib.model.load import as_user_error, load, read_config
 from qa_lib.model.nf4 import NF4Linear, native, use_nf4
 from qa_lib.model.qat import is_rounding, use_rounding
 from qa_lib.presets import HEAD, find_shape
@@ -27,8 +24,6 @@ from qa_lib.variants import Recipe, Settings
 
 ALIGN = 64  # tokens of a vocabulary are made a multiple of this
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-transformers_logging.disable_progress_bar()  # bars that are redrawn inside a run fill its notebook
 
 
 def build_model(spec: Spec, head: type = AutoModelForQuestionAnswering) -> torch.nn.Module:
@@ -43,43 +38,32 @@ def build_model(spec: Spec, head: type = AutoModelForQuestionAnswering) -> torch
         model.config.use_cache = False  # which is for generating; with checkpointing it breaks the compiler's graph
     if encoder_of(model).causal:
         model.loss_type = "ForCausalLM"  # what transformers takes for it, after a warning
-    for transform in TRANSFORMS:
-        if getattr(spec.settings, transform.setting) in transform.values:
-            transform.apply(model, spec.settings)
+    _transform(model, spec.settings)
     return apply_recipe(model, spec.recipe)
 
 
-class Transform(NamedTuple):
-    """What some values of a setting change of a model, in place; `after` are the settings whose transforms come before,
-    since it builds on them."""
-
-    setting: str
-    values: tuple
-    apply: Callable[[torch.nn.Module, Settings], None]
-    after: tuple[str, ...] = ()
-
-
-def _recompute_layers(model: torch.nn.Module, _: Settings) -> None:
-    # transformers 5.23 renames it, and warns of the old name.
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
-
-
-# In the order in which they are applied.
-TRANSFORMS = (
-    Transform("activation_checkpointing", (True,), _recompute_layers),
-    Transform("qkv", ("fused",), lambda model, _: fuse_projections(model)),
-    # Leaves itself the bias of the fused projections.
-    Transform("attention", ("triton-varlen",), lambda model, _: use_short_attention(model), ("qkv",)),
-    Transform("dropout", ("hash",), lambda model, _: use_hash_dropout(model)),
-    # Computes the bits of that dropout itself.
-    Transform("norms", ("fused",), lambda model, _: use_fused_norms(model), ("dropout",)),
-    Transform("gelu", ("sigmoid",), lambda model, _: use_sigmoid_gelu(model)),
-    # Takes linear layers as the two before have left them: with or without a bias.
-    Transform("feed_forward", ("fp8",), lambda model, _: use_float8(model), ("norms", "gelu")),
-    Transform("qat", ("int8", "int4"), lambda model, settings: use_rounding(model, settings.qat)),
-    Transform("base_quantization", ("nf4",), lambda model, settings: use_nf4(model, DTYPES[settings.precision])),
-)
+def _transform(model: torch.nn.Module, settings: Settings) -> None:
+    """Change of a model in place what the settings say. The order matters: some build on what others have left."""
+    if settings.activation_checkpointing is True:
+        # transformers 5.23 renames it, and warns of the old name.
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
+    if settings.qkv == "fused":
+        fuse_projections(model)
+    if settings.attention == "triton-varlen":  # leaves itself the bias of the fused projections
+        use_short_attention(model)
+    if settings.dropout == "hash":
+        use_hash_dropout(model)
+    if settings.norms == "fused":  # computes the bits of that dropout itself
+        use_fused_norms(model)
+    if settings.gelu == "sigmoid":
+        use_sigmoid_gelu(model)
+    if settings.feed_forward == "fp8":  # takes linear layers as the two before have left them: with or without a bias
+        use_float8(model)
+    if settings.qat != "none":
+        use_rounding(model, settings.qat)
+    if settings.base_quantization == "nf4":
+        use_nf4(model, DTYPES[settings.precision])
 
 
 def model_config(source: str, task: str = "qa") -> PreTrainedConfig:
@@ -98,12 +82,7 @@ def model_config(source: str, task: str = "qa") -> PreTrainedConfig:
             bos_token_id=0,
             eos_token_id=0,
         )
-    if Path(source).is_dir():
-        return read_config(Path(source), task)
-    with as_user_error(source):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    find_encoder(config.model_type, source, task)
-    return config
+    return read_config(source, task)
 
 
 def _pretrained(spec: Spec, head: type) -> torch.nn.Module:
@@ -118,14 +97,13 @@ def _pretrained(spec: Spec, head: type) -> torch.nn.Module:
             f"{source} takes {max_positions(config)} tokens at most, and scale {spec.preset.name} "
             f"makes samples of {spec.preset.max_length}"
         )
-    if source == "tiny" or find_shape(source):
-        return head.from_config(config, attn_implementation=attention)
-    folder = find_folder(source)
-    if inspect_checkpoint(folder)[1]:
-        return load(folder, head, attention, new_head=True, task=task, dtype=torch.float32)
-    if spec.preset.quality:
-        raise UserError(f"{folder} holds no model.safetensors, and scale {spec.preset.name} needs weights")
-    with as_user_error(folder):
+    if source != "tiny" and not find_shape(source):
+        folder = find_folder(source)
+        if inspect_checkpoint(folder)[1]:
+            return load(folder, head, attention, new_head=True, task=task, dtype=torch.float32)
+        if spec.preset.quality:
+            raise UserError(f"{folder} holds no model.safetensors, and preset {spec.preset.name} needs weights")
+    with as_user_error(source):
         return head.from_config(config, attn_implementation=attention)
 
 
@@ -155,19 +133,13 @@ def apply_recipe(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
             parameter.requires_grad = name.endswith(".bias")
         head.requires_grad_(True)
     elif recipe.kind == "top":
-        for module in _frozen_modules(model, recipe):
+        # The share is of 12 layers; a shallower model keeps the proportion.
+        layers, (numerator, denominator) = layers_of(model), recipe.frozen
+        count = len(layers) * numerator // denominator
+        bottom, top = embeddings_of(model) + layers[:count], layers[-max(1, count) :]
+        for module in bottom if recipe.frozen_side == "bottom" else top:
             module.requires_grad_(False)
     return model
-
-
-def _frozen_modules(model: torch.nn.Module, recipe: Recipe) -> list[torch.nn.Module]:
-    """What is frozen. The share is of 12 layers; a shallower model keeps the proportion."""
-    layers = layers_of(model)
-    numerator, denominator = recipe.frozen
-    count = len(layers) * numerator // denominator
-    if recipe.frozen_side == "bottom":
-        return embeddings_of(model) + layers[:count]
-    return layers[-max(1, count) :]
 
 
 def save_model(model: torch.nn.Module, tokenizer: Tokenizer, folder: Path) -> None:

@@ -11,7 +11,6 @@ Looking needs no torch; loading (model/load.py) does.
 
 import contextlib
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from functools import lru_cache
@@ -34,21 +33,17 @@ def find_folder(name: str | Path) -> Path:
     """The folder that is meant by a path, where a run's means the model/ in it, or by a name of the hub: what has to be
     known of that model lies in the hub's cache afterwards, and is looked at like any other folder.
 
-    Raises UserError for a name that is neither, and where the hub cannot be reached; a path that leads nowhere is for
-    `inspect_checkpoint` to tell.
+    Raises UserError for a name that is neither, and where the hub cannot be reached.
     """
     folder = Path(name)
     if folder.exists():
         run = (folder / "model").is_dir() and not (folder / "config.json").exists()
         return folder / "model" if run else folder
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
 
     files = {"allow_patterns": ["*.json", "*.txt", "model*.safetensors"], "ignore_patterns": ["*/*"]}
     try:
         return Path(snapshot_download(str(name), **files))
-    except HFValidationError:  # so it is a path
-        return folder
     except Exception as error:  # of the hub, the network or the disk
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(f"{name}: no such folder, and no model that the hub gives ({reason:.120})") from None
@@ -69,21 +64,20 @@ def inspect_checkpoint(folder: Path) -> tuple[dict, list[Path]]:
     config, is not what SHA256SUMS says, or asks for pickles, code or other folders' files."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
-    files = {path.name for path in folder.iterdir() if path.is_file()}  # no pipes and devices, which never end
-    if "config.json" not in files:
+    for path in folder.iterdir():  # pipes and devices never end
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise UserError(f"{folder}: {path.name} is neither a file nor a folder")
+    if not (folder / "config.json").exists():
         raise UserError(f"{folder}: no config.json, so not a model's folder")
     config = read_json(folder / "config.json")
     if not isinstance(config, dict):
         raise UserError(f"{folder}: config.json is no JSON object")
     for key in {"quantization_config", "transformers_weights"} & config.keys():
         raise UserError(f"{folder}: config.json has {key}; plain weights in model.safetensors are needed")
-    if "adapter_config.json" in files:  # transformers would load it, and its base from wherever it says
+    if (folder / "adapter_config.json").exists():  # transformers would load it, and its base from wherever it says
         raise UserError(f"{folder}: adapter_config.json; merge the adapter into the weights, and save those alone")
-    weights = _weights(folder, files)
-    for path in folder.iterdir():
-        if path.exists() and not path.is_file() and not path.is_dir():
-            raise UserError(f"{folder}: {path.name} is neither a file nor a folder")
-    _check_digests(folder, {path.name for path in _read_of(folder, weights)})
+    weights = _weights(folder)
+    _check_digests(folder, _read_of(folder, weights))
     return config, weights
 
 
@@ -98,19 +92,17 @@ def _read_of(folder: Path, weights: list[Path]) -> list[Path]:
     return sorted({*found, *weights})
 
 
-def _weights(folder: Path, files: set[str]) -> list[Path]:
-    if QUANTIZED in files:
-        return [folder / QUANTIZED]
-    if "model.safetensors" in files:
-        return [folder / "model.safetensors"]
-    if INDEX not in files:
+def _weights(folder: Path) -> list[Path]:
+    for name in (QUANTIZED, "model.safetensors"):
+        if (folder / name).exists():
+            return [folder / name]
+    if not (folder / INDEX).exists():
         return []
     index = read_json(folder / INDEX)
     parts = index.get("weight_map") if isinstance(index, dict) else None
     names = sorted(set(map(str, parts.values()))) if isinstance(parts, dict) else ["nothing"]
     for name in names:
-        linked = name in files and (folder / name).resolve().parent != folder.resolve()
-        if not re.fullmatch(r"[\w.-]+\.safetensors", name) or name not in files or linked:
+        if not re.fullmatch(r"[\w.-]+\.safetensors", name) or not (folder / name).is_file():
             raise UserError(f"{folder}: {INDEX} names {name[:80]!r}, which is no safetensors file of this folder")
     return [folder / name for name in names]
 
@@ -120,19 +112,14 @@ def replacing(folder: Path) -> Iterator[Path]:
     """An empty folder to write a model into. It takes the place of `folder` once it is whole, with its digests: nothing
     of a model that was there before stays beside the new one."""
     folder = folder.resolve()  # what a link leads to is replaced, and not the link
-    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    old, new = work / "old", work / "new"
-    new.mkdir()
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent, ignore_cleanup_errors=True) as work:
+        new = Path(work, "new")
+        new.mkdir()
         yield new
         write_digests(new)
         if folder.exists():
-            folder.rename(old)
+            folder.rename(Path(work, "old"))
         new.rename(folder)
-    finally:
-        if old.exists() and not folder.exists():
-            old.rename(folder)
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def write_digests(folder: Path) -> None:
@@ -141,19 +128,19 @@ def write_digests(folder: Path) -> None:
     (folder / SUMS).write_text("".join(f"{sha256_of(path)}  {path.name}\n" for path in paths))
 
 
-def _check_digests(folder: Path, files: set[str]) -> None:
-    """Raises UserError where one of `files` is not what SHA256SUMS says, or not in it; without that list, nothing."""
+def _check_digests(folder: Path, read: list[Path]) -> None:
+    """Raises UserError where a file is not what SHA256SUMS says, or one that is `read` is not in that list; without the
+    list, nothing. That a file is missing is for its reader to say."""
     if not (folder / SUMS).is_file():
         return
     lines = (folder / SUMS).read_text(errors="replace").splitlines()
     listed = dict(reversed(line.partition("  ")[::2]) for line in lines)
-    # A name is compared, and never a path to follow. That a file is missing is for its reader to say.
-    for name in sorted({*files, *(name for name in listed if Path(name).name != name or (folder / name).is_file())}):
-        if name not in listed:
-            raise UserError(f"{folder}: {name} was added after the folder was saved; whoever did deletes {SUMS}")
-        if Path(name).name != name or _known(folder / name) != listed[name]:
+    for path in sorted(folder.iterdir()):
+        if path in read and path.name not in listed:
+            raise UserError(f"{folder}: {path.name} was added after the folder was saved; whoever did deletes {SUMS}")
+        if path.name in listed and _known(path) != listed[path.name]:
             raise UserError(
-                f"{folder}: {name[:80]!r} is not the file that was saved, by its digest in {SUMS}; "
+                f"{folder}: {path.name[:80]!r} is not the file that was saved, by its digest in {SUMS}; "
                 "whoever changed it on purpose deletes that list"
             )
 
@@ -167,21 +154,3 @@ def _known(path: Path) -> str:
 @lru_cache(1000)
 def _sha256(path: Path, *_state: int) -> str:
     return sha256_of(path)
-
-
-@contextlib.contextmanager
-def as_user_error(folder: Path):
-    """Whatever the libraries make of a damaged folder, as a UserError of one line that names it."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{folder}: cannot be loaded: {first_line(error)}") from None
-    finally:
-        logging.set_verbosity(verbosity)

@@ -107,20 +107,12 @@ def fill_quantized(model: nn.Module, folder: Path) -> None:
         if found is not None and found.dtype == torch.uint8:
             found = _unpack(found)
         if found is None or (found.shape, found.dtype) != (value.shape, value.dtype):
-            raise UserError(f"{folder}: {QUANTIZED} has no {name} of {list(value.shape)} in {value.dtype}")
+            raise UserError(
+                f"{folder}: {QUANTIZED} has no {name} of {list(value.shape)} in {value.dtype}, as by config.json"
+            )
         value.copy_(found)
     if stored:
         raise UserError(f"{folder}: {QUANTIZED} has {min(stored)}, which the model by config.json has not")
-
-
-def plain_sizes(stored: dict[str, tuple], width: str) -> dict[str, tuple]:
-    """Of a quantized file's {name: (shape, type)} the same as if its weights were plain."""
-    found = {}
-    for name, (shape, kind) in stored.items():
-        if name.endswith(".qdata"):
-            shape, kind = [*shape[:-1], shape[-1] * (2 if width == "int4" else 1)], "F32"
-        found[name.removesuffix(".qdata")] = (shape, kind)
-    return found
 
 
 def _parts(model: nn.Module) -> dict[str, torch.Tensor]:
