@@ -130,8 +130,8 @@ def test_on_a_cpu_an_operator_is_charged_its_own_time_alone():
     assert trace.work(events, WIDTHS)["ms"].tolist() == pytest.approx([0.1, 0.2])
 
 
-PAGE = f"""==PROF== Connected to process 7
-"ID","Process ID","Kernel Name","gpu__time_duration.sum","{ncu.METRICS["sm_share"]}","dram__bytes.sum"
+PAGE = """==PROF== Connected to process 7
+"ID","Process ID","Kernel Name","gpu__time_duration.sum","sm__throughput","dram__bytes.sum"
 "","","","nsecond","%","byte"
 "0","7","gemm","2,000","90.0","1,000,000"
 "1","7","gemm","6,000","50.0","3,000,000"
@@ -139,11 +139,10 @@ PAGE = f"""==PROF== Connected to process 7
 """
 
 
-def test_nsight_computes_page_is_summed_by_kernel_and_averaged_by_time():
+def test_nsight_computes_page_is_summed_by_kernel():
     gemm, norm = ncu.parse(PAGE)
     assert (gemm["name"], gemm["count"], gemm["us"], gemm["dram_bytes"]) == ("gemm", 2, 8.0, 4e6)
-    assert gemm["sm_share"] == pytest.approx((90 * 2 + 50 * 6) / 8)
-    assert norm["dram_bytes"] is None and gemm["occupancy"] is None
+    assert norm["dram_bytes"] is None and gemm["fp8_ops"] is None
     assert ncu.parse("==ERROR== ERR_NVGPUCTRPERM\n") == []
 
 

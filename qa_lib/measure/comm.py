@@ -22,17 +22,15 @@ def overlap(step: Callable[[], object], device: torch.device) -> dict[str, float
     the profiler; None on a CPU. The processes call this together, with a `step` that they make together."""
     if device.type != "cuda":
         return {"busy_ms": None, "exposed_ms": None}
+    steps = schedule(wait=0, warmup=1, active=STEPS, repeat=1)
+    with profile(activities=[ProfilerActivity.CUDA], schedule=steps) as profiler:
+        for _ in range(1 + STEPS):
+            step()
+            torch.cuda.synchronize()
+            profiler.step()
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        with profile(
-            activities=[ProfilerActivity.CUDA],
-            schedule=schedule(wait=0, warmup=1, active=STEPS, repeat=1),
-            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
-        ) as profiler:
-            for _ in range(1 + STEPS):
-                step()
-                torch.cuda.synchronize()
-                profiler.step()
+        path = Path(folder, "trace.json.gz")
+        profiler.export_chrome_trace(str(path))
         busy, exposed = busy_and_exposed(trace.read(path))
     return {"busy_ms": busy / STEPS, "exposed_ms": exposed / STEPS}
 

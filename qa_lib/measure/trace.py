@@ -36,9 +36,8 @@ class Widths(NamedTuple):
 
 
 def read(path: Path) -> list[dict]:
-    """The events of a trace file, gzipped or not."""
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as stream:
+    """The events of a trace file, which is gzipped."""
+    with gzip.open(path, "rt", encoding="utf-8") as stream:
         return json.load(stream)["traceEvents"]
 
 
