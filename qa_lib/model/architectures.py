@@ -108,11 +108,7 @@ def parts_of(model) -> dict[str, list]:
 
 def param_counts(model) -> dict:
     """How many weights each parameter of a model holds: its elements, unless its layer packs them otherwise."""
-    counts = {parameter: parameter.numel() for parameter in model.parameters()}
-    for module in model.modules():
-        if hasattr(module, "weights_held"):
-            counts |= module.weights_held()
-    return counts
+    return {parameter: getattr(parameter, "held", parameter.numel()) for parameter in model.parameters()}
 
 
 def trains(module) -> bool:

@@ -14,29 +14,20 @@ input, which is fp32 after a layer norm, so that activations take twice the memo
 it is first called, which takes the compiler's graph apart. The loss of NF4 is in quality and in the time to widen. It
 works on the GPUs that bitsandbytes is built for, a T4 among them, and on a CPU.
 
-Widening is a table and a multiplication. On a GPU bitsandbytes' kernel does it, and is held against that once, when a
-model is built. On a CPU it is plain PyTorch, since the kernel of bitsandbytes 0.50.2 is wrong by up to twice the
-largest weight on processors with AVX512-BF16, whose packed bits are right.
+Widening is a table and a multiplication. On a GPU bitsandbytes' kernel does it. On a CPU it is plain PyTorch, since the
+kernel of bitsandbytes 0.50.2 is wrong by up to twice the largest weight on processors with AVX512-BF16, whose packed
+bits are right.
 """
-
-from importlib.metadata import version
 
 import torch
 from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from qa_lib.errors import UserError
 from qa_lib.kernels.precompile import custom_op
 from qa_lib.model.architectures import layers_of
 
 BLOCK = 64  # weights that share a scale
-# What the 4 bits stand for, in shares of the block's scale: appendix E of the QLoRA paper.
-VALUES = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
 
 
 class NF4Linear(nn.Linear):
@@ -57,16 +48,13 @@ class NF4Linear(nn.Linear):
         packed, state = quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4")
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.scales = nn.Parameter(state.absmax.view(torch.int32), requires_grad=False)
+        self.weight.held, self.scales.held = weight.numel(), 0  # for architectures.param_counts
         self.bias, self.compute = linear.bias, compute
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out], of the type that it computes in."""
         outputs = _linear(inputs.to(self.compute), self.weight, self.scales, self.out_features)
         return outputs if self.bias is None else outputs + self.bias.to(self.compute)
-
-    def weights_held(self) -> dict[nn.Parameter, int]:
-        """How many weights its packed parameters hold, for `sizes` of encoders.py."""
-        return {self.weight: self.in_features * self.out_features, self.scales: 0}
 
     def wide(self) -> torch.Tensor:
         """The weight [out, in] that the 4 bits stand for, in fp32."""
@@ -75,37 +63,18 @@ class NF4Linear(nn.Linear):
 
 def _wide(packed: torch.Tensor, scales: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """The weight [rows, columns]. bitsandbytes reads as many bytes as that has, whatever there are."""
-    torch._check(
-        packed.numel() == (rows * columns + 1) // 2,
-        lambda: f"{packed.numel()} bytes of weights in 4 bits are no matrix of {rows} x {columns}",
-    )
-    if packed.device.type == "cpu":
-        return _widen(packed, scales, rows, columns).to(dtype)
-    widen = torch.ops.bitsandbytes.dequantize_4bit
-    return widen(packed, scales.view(torch.float32), BLOCK, "nf4", (rows, columns), dtype)
+    if packed.numel() != (rows * columns + 1) // 2:
+        raise RuntimeError(f"{packed.numel()} bytes of weights in 4 bits are no matrix of {rows} x {columns}")
+    scales = scales.view(torch.float32)
+    if packed.device.type != "cpu":
+        return torch.ops.bitsandbytes.dequantize_4bit(packed, scales, BLOCK, "nf4", (rows, columns), dtype)
+    from bitsandbytes.functional import get_4bit_type
 
-
-def _widen(packed: torch.Tensor, scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The weight [rows, columns] in fp32: each number's value times its block's scale. The first of two weights is in
-    the upper half of their byte, and the last block may be shorter."""
-    values = torch.tensor(VALUES, device=packed.device)
-    bits = packed.view(-1)
+    # Each number's value (appendix E of the QLoRA paper) times its block's scale. The first of two weights is in the
+    # upper half of their byte, and the last block may be shorter.
+    bits, values = packed.view(-1), get_4bit_type("nf4", "cpu")
     weights = values[torch.stack([bits >> 4, bits & 15], dim=1).long()].view(-1)[: rows * columns]
-    scale = scales.view(torch.float32).view(-1).repeat_interleave(BLOCK)[: rows * columns]
-    return (weights * scale).view(rows, columns)
-
-
-def check_kernel(device: torch.device, dtype: torch.dtype) -> None:
-    """Hold what widens weights to this type on this device against the table. Raises UserError where they differ."""
-    packed = torch.arange(256, dtype=torch.uint8, device=device)  # all there are
-    scales = torch.arange(1.0, 9.0, device=device)
-    found, wanted = _wide(packed, scales.view(torch.int32), 8, BLOCK, dtype), _widen(packed, scales, 8, BLOCK)
-    error = ((found - wanted).abs() / scales[:, None]).max().item()
-    if not error <= torch.finfo(dtype).eps:
-        raise UserError(
-            f"bitsandbytes {version('bitsandbytes')} widens weights in 4 bits wrongly on {device.type}, by {error:.2g} "
-            "of the largest: install another version of it, or train L-lora, which needs none"
-        )
+    return (weights * scales.repeat_interleave(BLOCK)[: rows * columns]).view(rows, columns).to(dtype)
 
 
 @custom_op("qa_lib::nf4_linear")
@@ -135,12 +104,7 @@ _linear.register_autograd(_backward, setup_context=_setup_context)
 
 
 def use_nf4(model: nn.Module, compute: torch.dtype) -> None:
-    """Give the linear layers of every layer weights in 4 bits, in place, and compute them in this type. Raises
-    UserError where bitsandbytes widens them wrongly on this machine's GPU."""
-    if torch.cuda.is_available():
-        import bitsandbytes  # noqa: F401 - which registers the kernel
-
-        check_kernel(torch.device("cuda"), compute)
+    """Give the linear layers of every layer weights in 4 bits, in place, and compute them in this type."""
     for layer in layers_of(model):
         for name, linear in list(layer.named_modules()):
             if isinstance(linear, nn.Linear | Conv1D):
