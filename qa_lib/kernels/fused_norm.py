@@ -51,7 +51,8 @@ def _norm(
     seed: torch.Tensor, dropout: float, eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The output, of the residual's shape and type, and each row's mean and inverse deviation, fp32 [2, rows]."""
-    width, rows = _sizes(x)
+    *_, width = x.shape
+    rows = x.numel() // width
     output, statistics = residual.new_empty(residual.shape), x.new_empty(2, rows, dtype=torch.float32)
     launch(
         norm_forward_kernel, (-(-rows // FORWARD["ROWS"]),), x.contiguous(), bias, residual.contiguous(), gamma, beta,
@@ -68,7 +69,8 @@ def _norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of x and residual, and those of bias, gamma and beta [3, width], of the bias's type. The output's
     gradient is `grad`, plus `other` if there is one (train/inductor_passes.py)."""
-    width, rows = _sizes(x)
+    *_, width = x.shape
+    rows = x.numel() // width
     x_grad, residual_grad = x.new_empty(x.shape), residual.new_empty(residual.shape)
     partials = x.new_empty(min(rows, PROGRAMS), 3, width, dtype=torch.float32)
     launch(
@@ -92,12 +94,6 @@ def _backward(ctx, grad, _):
 
 
 _norm.register_autograd(_backward, setup_context=_setup_context)
-
-
-def _sizes(x: torch.Tensor) -> tuple[int, int]:
-    """Width and rows."""
-    width = x.shape[-1]
-    return width, x.numel() // width
 
 
 def _power_of_2(size: int) -> int:

@@ -5,6 +5,7 @@ import fcntl
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -150,11 +151,9 @@ def _nvidia_smi(*words: str) -> str:
 
 
 def _cpu_name() -> str | None:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or None
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
+    info = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    return named[1] if named else platform.processor() or None
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:

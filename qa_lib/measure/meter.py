@@ -17,8 +17,6 @@ from qa_lib.record import Memory, Speed, StepTime
 
 MIB = 2**20
 PEAK_FROM = 3  # steps before the peak counts: compilation is over, and the capture of a graph (graph.WARM_UP) is not
-
-
 SAMPLE_S = 0.1  # between two looks at the GPU's utilisation
 
 
@@ -141,15 +139,8 @@ class Meter:
     def step(self, real_lengths: np.ndarray, computed_lengths: np.ndarray) -> None:
         """One optimizer step is done: its samples' lengths, and those of the sequences that were computed (tokens)."""
         self.laps.append(self.clock.lap())
-        self.counts.append(
-            (
-                len(real_lengths),
-                real_lengths.sum(),
-                np.square(real_lengths, dtype=np.int64).sum(),
-                computed_lengths.sum(),
-                np.square(computed_lengths, dtype=np.int64).sum(),
-            )
-        )
+        real, computed = real_lengths.astype(np.int64), computed_lengths.astype(np.int64)
+        self.counts.append((len(real), real.sum(), real @ real, computed.sum(), computed @ computed))
         if len(self.counts) == 1:  # which is never measured where the GPU matters: to wait for it costs nothing
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
@@ -229,13 +220,9 @@ class Meter:
             gemm_utilization=step.flops(real, real_squares) / possible,
             gemm_utilization_padded=step.flops(computed, computed_squares, recompute=True) / possible,
             gemm_tflops_measured=matrix_tflops,
-            gpu_busy=_mean(self.samples),
-            gpu_busy_polled=_mean(self.polled[self.warm_up :]),
+            gpu_busy=statistics.fmean(self.samples) if self.samples else None,
+            gpu_busy_polled=statistics.fmean(self.polled[self.warm_up :]) if self.polled else None,
         )
-
-
-def _mean(shares: list[float]) -> float | None:
-    return statistics.fmean(shares) if shares else None
 
 
 def memory_use(model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Memory:

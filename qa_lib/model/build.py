@@ -72,16 +72,10 @@ def model_config(source: str, task: str = "qa") -> PreTrainedConfig:
     if source == "tiny":
         return BertConfig(vocab_size=len(vocabulary()), **TINY_CONFIG)
     if shape := find_shape(source):
-        return GPT2Config(
-            n_layer=shape.layers,
-            n_embd=shape.hidden,
-            n_head=shape.hidden // HEAD,
-            n_positions=shape.positions,
-            # Whole tiles in the GEMM that is as wide as the vocabulary, a third of a small model's arithmetic.
-            vocab_size=-(-shape.vocabulary // ALIGN) * ALIGN,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
+        # Whole tiles in the GEMM that is as wide as the vocabulary, a third of a small model's arithmetic.
+        words, heads = -(-shape.vocabulary // ALIGN) * ALIGN, shape.hidden // HEAD
+        sizes = {"n_layer": shape.layers, "n_embd": shape.hidden, "n_head": heads, "n_positions": shape.positions}
+        return GPT2Config(vocab_size=words, **sizes, bos_token_id=0, eos_token_id=0)
     return read_config(source, task)
 
 

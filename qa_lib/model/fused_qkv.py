@@ -49,12 +49,10 @@ class FusedSelfAttention(nn.Module):
 
     def split(self) -> nn.Module:
         """The original module with this one's weights."""
-        separate = self.separate[0].to_empty(device=self.qkv.weight.device).to(self.qkv.weight.dtype)
-        parts = zip(self.names, self.qkv.weight.chunk(3), self.qkv.bias.chunk(3), strict=True)
-        with torch.no_grad():
-            for name, weight, bias in parts:
-                separate.get_submodule(name).weight.copy_(weight)
-                separate.get_submodule(name).bias.copy_(bias)
+        separate = self.separate[0]
+        for name, weight, bias in zip(self.names, self.qkv.weight.chunk(3), self.qkv.bias.chunk(3), strict=True):
+            part = separate.get_submodule(name)
+            part.weight, part.bias = nn.Parameter(weight.detach().clone()), nn.Parameter(bias.detach().clone())
         return separate
 
     def forward(self, hidden_states, attention_mask=None, past_key_values=None, **kwargs):
