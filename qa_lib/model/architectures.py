@@ -26,7 +26,6 @@ class Encoder:
     embeddings_dropout: str = ""  # where it is not `dropout` in the first of the embeddings
     causal: bool = False  # a token sees those before it alone, and the head, which is the embeddings, predicts the next
     # In each layer. RECIPES of variants.py address adapters by the last part of these names.
-    attention: str = "attention"  # with its output layer and norm
     self_attention: str = "attention.self"
     projections: tuple[str, str, str] = ("query", "key", "value")  # in self_attention
     attention_output: str = "attention.output.dense"  # the linear layer after it
@@ -47,7 +46,7 @@ ENCODERS = {
 DECODERS = {
     "gpt2": Encoder(
         "transformer.h", ("transformer.wte", "transformer.wpe"), "lm_head", "transformer.drop", causal=True,
-        attention="attn", self_attention="attn", feed_forward=("mlp",), linears=("mlp.c_fc", "mlp.c_proj"),
+        self_attention="attn", feed_forward=("mlp",), linears=("mlp.c_fc", "mlp.c_proj"),
         activation="mlp.act", dropouts=("attn.resid_dropout", "mlp.dropout"),
         # Query, key and value are one linear layer in GPT-2.
         adapters={"query": "c_attn", "key": "c_attn", "value": "c_attn", "dense": "c_proj c_fc"},
@@ -93,17 +92,6 @@ def layers_of(model) -> list:
 def embeddings_of(model) -> list:
     """The modules below the layers."""
     return [module for name, module in model.named_modules() if name in encoder_of(model).embeddings]
-
-
-def parts_of(model) -> dict[str, list]:
-    """The modules of a forward pass by the part of the model that they belong to, for profiles."""
-    encoder, layers = encoder_of(model), layers_of(model)
-    return {
-        "embeddings": embeddings_of(model),
-        "attention": [layer.get_submodule(encoder.attention) for layer in layers],
-        "feed-forward": [layer.get_submodule(name) for layer in layers for name in encoder.feed_forward],
-        "loss": [model.get_submodule(encoder.head)],
-    }
 
 
 def param_counts(model) -> dict:

@@ -21,7 +21,7 @@ from qa_lib import record
 from qa_lib.errors import UserError
 from qa_lib.measure import hardware, ncu, trace
 from qa_lib.measure.meter import MIB, Hooks, memory_use
-from qa_lib.model.architectures import encoder_of, parts_of
+from qa_lib.model.architectures import encoder_of
 from qa_lib.model.build import DTYPES
 from qa_lib.run.faults import shares_gpu
 from qa_lib.run.plan import plan
@@ -105,11 +105,6 @@ def _train(spec: Spec, data, device, hooks: Hooks):
     """Train from new weights with hooks; (model, optimizer, meter)."""
     with tempfile.TemporaryDirectory() as folder:
         data, model, batches = prepare(spec, data)
-        if spec.settings.compile == "none" and device.type == "cuda":
-            # Ranges for Nsight Systems; a compiler would merge them.
-            for name, modules in parts_of(model).items():
-                for module in modules:
-                    module.forward = torch.cuda.nvtx.range(name)(module.forward)
         optimizer, meter, *_ = train(model, batches, spec, device, Path(folder), lambda _: None, hooks)
         return model, optimizer, meter
 
