@@ -29,7 +29,6 @@ class Encoder:
     self_attention: str = "attention.self"
     projections: tuple[str, str, str] = ("query", "key", "value")  # in self_attention
     attention_output: str = "attention.output.dense"  # the linear layer after it
-    feed_forward: tuple[str, ...] = ("intermediate", "output")
     linears: tuple[str, ...] = ("intermediate.dense", "output.dense")  # of the feed-forward block
     activation: str = "intermediate.intermediate_act_fn"  # between those linear layers
     dropouts: tuple[str, ...] = ("attention.output.dropout", "output.dropout")  # of the hidden states
@@ -46,7 +45,7 @@ ENCODERS = {
 DECODERS = {
     "gpt2": Encoder(
         "transformer.h", ("transformer.wte", "transformer.wpe"), "lm_head", "transformer.drop", causal=True,
-        self_attention="attn", feed_forward=("mlp",), linears=("mlp.c_fc", "mlp.c_proj"),
+        self_attention="attn", linears=("mlp.c_fc", "mlp.c_proj"),
         activation="mlp.act", dropouts=("attn.resid_dropout", "mlp.dropout"),
         # Query, key and value are one linear layer in GPT-2.
         adapters={"query": "c_attn", "key": "c_attn", "value": "c_attn", "dense": "c_proj c_fc"},
@@ -67,16 +66,13 @@ def find_encoder(model_type: str, source: str, task: str = "qa") -> Encoder:
 
 def encoder_of(model) -> Encoder:
     """The entry of a model that was built."""
-    return _entry(model.config)
-
-
-def _entry(config) -> Encoder:
-    return (ENCODERS | DECODERS)[config.model_type]
+    return (ENCODERS | DECODERS)[model.config.model_type]
 
 
 def first_position(config) -> int:
     """The position id of a sequence's first token, from a model's configuration."""
-    return config.pad_token_id + 1 if _entry(config).positions_after_padding else 0
+    found = (ENCODERS | DECODERS)[config.model_type]
+    return config.pad_token_id + 1 if found.positions_after_padding else 0
 
 
 def max_positions(config) -> int:

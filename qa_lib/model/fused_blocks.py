@@ -134,7 +134,8 @@ def use_sigmoid_gelu(model: nn.Module) -> None:
         found = layer.get_submodule(encoder.activation)
         if not isinstance(found, GELUActivation):
             raise UserError(f"activation 'sigmoid' stands for GELU, and this model has {type(found).__name__}")
-        layer.set_submodule(encoder.feed_forward[0], FusedIntermediate(layer.get_submodule(encoder.linears[0])))
+        first = encoder.linears[0]
+        layer.set_submodule(first.rpartition(".")[0], FusedIntermediate(layer.get_submodule(first)))
 
 
 def use_float8(model: nn.Module) -> None:
