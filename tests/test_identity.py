@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -437,3 +438,18 @@ def test_a_model_of_the_hub_is_known_by_its_commit(kept, tmp_path, monkeypatch):
     assert identify_model("someone/tiny") == {"name": "someone/tiny", "revision": "a1" * 20}
     monkeypatch.undo()
     assert identify_model("someone/nobody-has-this") == {"name": "someone/nobody-has-this", "revision": "main"}
+
+
+@pytest.mark.slow
+def test_a_model_of_the_hub_trains_from_its_cache(kept, tmp_path, squad):
+    """Without a network, in a process that knows no other cache."""
+    snapshot = tmp_path / "hub" / "models--someone--tiny" / "snapshots" / ("0" * 40)
+    shutil.copytree(kept, snapshot)
+    ref = snapshot.parents[1] / "refs" / "main"
+    ref.parent.mkdir()
+    ref.write_text("0" * 40)
+    words = f"run A1-fp32 --preset local --data {squad} --model someone/tiny --max-length 48 --runs {tmp_path}/runs"
+    cached = os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "qa_lib", *words.split()]
+    done = subprocess.run(command, env=cached, capture_output=True, text=True)
+    assert done.returncode == 0 and "A1-fp32: ok" in done.stdout, done.stderr

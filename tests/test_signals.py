@@ -6,11 +6,14 @@ And a driver that had no time to end anything leaves no run that goes on alone. 
 import dataclasses
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
 import time
+from fcntl import ioctl
 from pathlib import Path
+from termios import TIOCSCTTY
 
 import psutil
 import pytest
@@ -40,14 +43,15 @@ SLOW = "import time\nsay = lambda line: time.sleep(60)"  # at a tenth of the ste
 class Lab:
     """A verb at work in a session of its own, as in a terminal of its own."""
 
-    def __init__(self, folder: Path, verb: str, before: tuple[str, ...] = ()):
+    def __init__(self, folder: Path, verb: str, before: tuple[str, ...] = (), **streams):
         self.runs, notebook, self.family = folder / "runs", folder / "notebook.ipynb", []
         write_notebook(notebook, before=SLOW, work=FIT)
         machine = json.dumps([dataclasses.asdict(GPU if verb == "max-batch" else CPU), {}])
         self.process = subprocess.Popen(
             [*before, sys.executable, "-m", "tests.small", *WORDS[verb].split(), "--runs", str(self.runs)],
-            cwd=ROOT, text=True, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            cwd=ROOT, text=True, start_new_session=True,
             env=os.environ | {"SMALL_NOTEBOOK": str(notebook), "SMALL_MACHINE": machine, "OMP_NUM_THREADS": "1"},
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams,
         )  # fmt: skip
 
     def __enter__(self):
@@ -97,6 +101,28 @@ def test_a_signal_ends_children_and_is_named_in_records_and_on_the_terminal(verb
         told = [(entry["status"], entry["error"]["message"]) for entry in lab.records()]
         assert told and set(told) == {("killed", f"{who}stopped by {SIGNALS[number]}")}
         assert not lab.alive
+
+
+@pytest.mark.slow
+def test_a_closing_terminal_reaches_all_processes_and_comes_twice(tmp_path):
+    with Lab(tmp_path, "tune") as lab:
+        lab.wait_for_steps()
+        for _ in range(2):
+            os.killpg(lab.process.pid, signal.SIGHUP)
+        assert lab.process.communicate(timeout=30)[1].count("\n") == 1
+        assert {entry["status"] for entry in lab.records()} == {"killed"}
+        assert not lab.alive
+
+
+@pytest.mark.slow
+def test_a_run_ends_with_the_terminal_that_closes(tmp_path):
+    terminal, its = pty.openpty()
+    with Lab(tmp_path, "run", stdin=its, stdout=its, stderr=its, preexec_fn=lambda: ioctl(0, TIOCSCTTY, 0)) as lab:
+        os.close(its)
+        lab.wait_for_steps()
+        os.close(terminal)
+        assert lab.process.wait(5) == 130
+        assert lab.records()[0]["error"]["message"] == f"stopped by {SIGNALS[signal.SIGHUP]}"
 
 
 @pytest.mark.slow

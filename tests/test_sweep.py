@@ -127,6 +127,43 @@ def test_a_killed_kernel_is_a_row_and_only_it_runs_again(lab):
     kill_and_run_again(lab, "pause = 30 if variant == 'A1' else 0", PRETEND, 1)
 
 
+@pytest.mark.slow
+@by_papermill
+def test_a_killed_kernel_goes_on_from_its_checkpoint(lab):
+    hang = "if variant == 'A1':\n    import time\n    say = lambda line: time.sleep(600) if ' 20/' in line else None"
+    work = f"if variant == 'A1':\n    {FIT}\nelse:\n    {PRETEND}".replace("\nfit", "\n    fit")
+    kill_and_run_again(lab, hang, work, 20)
+    done = lab.records()["A1"]["time"]
+    assert (done["steps"], done["resumed_from_step"]) == (STEPS, 10)
+
+
+SPOIL = """
+import torch
+from qa_lib.run import tasks
+net, calls = tasks.build_model(spec), []
+tasks.build_model = lambda *_: net
+def hook(module, *inputs):
+    calls.append(1)
+    if variant == "A1" and len(calls) == 5:
+        torch.zeros(2**50)
+    if variant == "A2" and len(calls) == 23:
+        net.qa_outputs.weight.data.fill_(float("nan"))
+net.register_forward_pre_hook(hook)"""
+
+
+@pytest.mark.slow
+@by_papermill
+def test_out_of_memory_is_a_result_and_a_broken_loss_is_an_error(lab):
+    """A real allocation fails in A1's third step, and a weight of A2 becomes NaN before its 12th."""
+    write_notebook(lab.notebook, before=SPOIL, work=FIT)
+    assert lab.run("--variants", "A1,A2")[0] == 1
+    assert lab.statuses() == {"A1": "oom", "A2": "error"}
+    assert "allocate" in lab.records()["A1"]["error"]["message"]
+    broken = lab.records()["A2"]
+    assert (broken["error"]["kind"], broken["error"]["message"]) == ("NonFiniteLoss", "loss is nan at step 12")
+    assert "NonFiniteLoss" in (lab.runs / broken["group"] / broken["run_id"] / "log.txt").read_text()
+
+
 def test_what_a_sweep_writes_into_a_file_can_be_read_the_next_morning(lab):
     write_notebook(lab.notebook, before="pause = 0.03")
     assert lab.run("--variants", "A2")[0] == 0

@@ -336,6 +336,29 @@ def agents(number: int, *options, endpoint: str = "") -> list[subprocess.Popen]:
 
 
 @pytest.mark.slow
+def test_two_hosts_go_on_together_when_one_has_lost_its_process(tmp_path):
+    spec, fault = short(), {"rank": 1, "step": 15, "kind": "killed"}
+    work = faulty.call("qa_lib.run.worker:work_as_one", spec, tmp_path, fault)[1:]
+    both = agents(2, "--rdzv-conf", "join_timeout=40", "--max-restarts", "1", *work)
+    said = [agent.communicate(timeout=LIMIT_S)[0] for agent in both]
+    assert [agent.returncode for agent in both] == [0, 0], said
+    entry = record.read_record(tmp_path / spec.run_path)
+    assert (entry["status"], entry["time"]["resumed_from_step"], entry["time"]["steps"]) == ("ok", 10, 30)
+    assert entry["parallel"]["world"] == 2 and entry["parallel"]["weights_equal"] is True
+    assert list((tmp_path / spec.run_path).glob("fault*")) == []
+
+
+@pytest.mark.slow
+def test_run_starts_the_processes_by_itself(tmp_path):
+    words = f"run P1 --preset smoke --world 2 --data synthetic:80 --runs {tmp_path}".split()
+    done = subprocess.run([sys.executable, "-m", "qa_lib", *words], capture_output=True, text=True, timeout=2 * LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert "P1: ok, samples/s" in done.stdout
+    (path,) = tmp_path.glob("cpu-smoke/P1-*/record.json")
+    assert record.read_record(path.parent)["parallel"]["weights_equal"] is True
+
+
+@pytest.mark.slow
 def test_a_host_goes_on_alone_when_the_other_is_lost(tmp_path):
     """It takes the micro-batches of both from the last checkpoint on; here it notices sooner than by torchrun's own
     settings."""
