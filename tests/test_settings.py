@@ -4,7 +4,8 @@ A step is trained on the CPU with a tiny BERT, for each of a few combinations in
 and in the slow tier for every value, and every two, beside the defaults. There Dynamo's own `eager` backend stands in
 for the one that is asked for, and in the combinations what would be compiled runs as it is: which code Inductor makes
 is seen in the sweeps at preset smoke. What only a GPU can do is skipped with its reason, or adjusted and said.
-DeepSpeed needs a launcher and trains in test_parallel.py. The fault `positional-join` acts on predictions alone: see test_join.py.
+DeepSpeed needs a launcher and trains in test_parallel.py. The fault `positional-join` acts on predictions alone: see
+test_join.py.
 """
 
 import dataclasses
