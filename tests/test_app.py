@@ -351,11 +351,8 @@ def test_heads_and_bodies_that_are_too_large_are_refused(server):
         assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
 
 
-HEADS = (
-    *("POST /gradio_api/queue/join HTTP/1.1", "Host: 127.0.0.1"),
-    *("Content-Type: application/json", "Content-Length: 9000"),
-)
-POST = "\r\n".join([*HEADS, "", ""]).encode()
+JSON = b"Content-Type: application/json\r\nContent-Length: 9000"
+POST = b"POST /gradio_api/queue/join HTTP/1.1\r\nHost: 127.0.0.1\r\n" + JSON + b"\r\n\r\n"
 
 
 @pytest.mark.parametrize("begun", [slow(b"", id="no head"), slow(b"GET / HTTP/1.1\r\nX: ", id="head"), POST])
@@ -449,39 +446,11 @@ def test_a_notebook_shows_it_without_a_public_link_and_asks_nobody(runs, monkeyp
 # The dashboard.
 
 
-def spoilt(runs, tmp_path, variant, change):
-    """Two groups of the finished runs, in one of which a record is changed; its run id."""
-    for path in runs.glob("cpu-smoke/A[12]-*/record.json"):
-        for group in ("cpu-smoke", "another"):
-            copy = tmp_path / group / path.parent.name / "record.json"
-            copy.parent.mkdir(parents=True)
-            copy.write_text(path.read_text().replace('"group": "cpu-smoke"', f'"group": "{group}"'))
-    (path,) = tmp_path.glob(f"cpu-smoke/{variant}-*/record.json")
-    path.write_text(change(json.loads(path.read_text())))
-    return path.parent.name
-
-
-@pytest.mark.parametrize(
-    ("variant", "change", "said"),
-    [
-        ("A2", lambda record: "{", "not readable as JSON"),
-        ("A2", lambda record: "[" * 100_000, "not readable as JSON"),
-        ("A2", lambda record: json.dumps(record | {"speed": {"samples_per_s": "fast"}}), "samples_per_s is"),
-        ("A2", lambda record: json.dumps(record | {"spec": None}), "spec is"),
-        ("A1", lambda record: json.dumps(record | {"schema": "other/9"}), "other/9"),
-    ],
-    ids="cut-short deep text-for-number no-spec other-schema".split(),
-)
-def test_a_corrupt_record_costs_a_sentence(runs, tmp_path, variant, change, said):
-    name = spoilt(runs, tmp_path, variant, change)
-    page, other = (dashboard(tmp_path, tmp_path / "figures", group) for group in ("cpu-smoke", "another"))
+def test_a_corrupt_record_costs_a_sentence(runs, tmp_path):
+    page = dashboard(runs, tmp_path, "cpu-smoke")
     text = " ".join(page.said)
-    assert said in text and name in text and str(tmp_path) not in text
-    assert (
-        set(page.names) == {"cpu-smoke", "another"}
-        and list(other.table["row"]) == ["A1", "A2"]
-        and "No figures yet" in " ".join(other.said)
-    )
+    assert "A3-s0-abcdef" in text and "not readable as JSON" in text and str(runs) not in text
+    assert "No figures yet" in text and {"A1", "A2"} <= set(page.table["row"])
 
 
 def test_the_dashboard_opens_on_the_newest_group(tmp_path):

@@ -185,10 +185,7 @@ BAD = {
         document((CONTEXT, [question("q1", "x", is_impossible="no")])),
         f"{ONE}: is_impossible is neither",
     ),
-    "double id": (
-        document((CONTEXT, [question("q1", "x")]), ("Other.", [question("q1", "y")])),
-        f"{ONE}: the same id",
-    ),
+    "double id": (document((CONTEXT, [question("q1", "x")]), ("Other.", [question("q1", "y")])), f"{ONE}: the same id"),
     "misplaced": (document((CONTEXT, [question("q1", "x", ("north", 3))])), f"1 answers are not .*{ONE}: 'north' at 3"),
     "from the end": (document((CONTEXT, [question("q1", "x", ("Alps.", -5))])), f"{ONE}: 'Alps.' at -5"),
     "past the end": (document((CONTEXT, [question("q1", "x", ("Alps.", 10**30))])), f"{ONE}: 'Alps.' at 1000"),

@@ -459,18 +459,6 @@ def test_a_model_of_few_positions_goes_on_with_what_it_has_room_for(positions, t
     assert said["text"] == "to the sea" and isinstance(said["continuation"], str)
 
 
-def test_nats_on_whole_windows_are_transformers_own_loss():
-    """Windows that share one token: what comes of transformers' shifted labels, window by window."""
-    torch.manual_seed(1)
-    model, text = model_of(short()).double().eval(), torch.randint(0, 400, (1 + 3 * 31,))
-    with torch.no_grad():
-        rows = text.unfold(0, 32, 31)
-        loss = model(rows, labels=rows).loss.item()
-        assert total_nats(model, text, 32, 1) == pytest.approx(loss * 3 * 31, rel=1e-6)  # which is summed in fp32
-        plain = F.cross_entropy(model(rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item()
-    assert total_nats(model, text, 32, 1) == pytest.approx(plain, rel=1e-9)
-
-
 # Report.
 
 

@@ -362,8 +362,7 @@ REFUSED = {
     "special_tokens_map.json is neither": replaced("special_tokens_map.json", os.mkfifo),
     "cannot be loaded": lambda folder: (folder / "model.safetensors").write_bytes(b"noise"),
     "a model of type .distilbert.": saved(
-        DistilBertForQuestionAnswering,
-        DistilBertConfig(vocab_size=300, dim=32, n_layers=1, n_heads=2, hidden_dim=32),
+        DistilBertForQuestionAnswering, DistilBertConfig(vocab_size=300, dim=32, n_layers=1, n_heads=2, hidden_dim=32)
     ),
     "tokens in the tokenizer, 20 in the model": saved(BertForQuestionAnswering, BertConfig(vocab_size=20, **SMALL)),
     "1000000 layers in config.json, 2 in the weights": spoil_config(num_hidden_layers=10**6),

@@ -3,11 +3,8 @@
 import dataclasses
 import json
 import os
-import shutil
-import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -160,14 +157,3 @@ def test_a_host_without_slurm_and_cards_of_this_machine_are_refused_in_one_line(
     assert main([*words, "--gpus", "0"]) == 2 and capsys.readouterr().err.startswith(
         "error: --gpus and --shared-gpu are"
     )
-
-
-@pytest.mark.skipif(not shutil.which("sbatch"), reason="Slurm is not installed")
-def test_a_job_of_slurm_itself(tmp_path):
-    if subprocess.run(["sinfo"], capture_output=True).returncode:
-        pytest.skip("no cluster answers")
-    begin = time.monotonic()
-    (entry,) = launcher(tmp_path, seconds=30, time_limit_s=1).run_all(specs("A1"))
-    assert entry["error"]["message"] == "over its time limit of 1 s" and time.monotonic() - begin < 60
-    (entry,) = launcher(tmp_path).run_all(specs("A1"))
-    assert entry["status"] == "ok"

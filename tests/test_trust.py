@@ -21,7 +21,6 @@ from qa_lib import record
 from qa_lib.__main__ import main
 from qa_lib.app import running
 from qa_lib.archive import read_runs
-from qa_lib.data.squad import open_source
 from qa_lib.errors import UserError
 from qa_lib.model.build import save_model
 from qa_lib.run.launch import Launcher, judge
@@ -31,7 +30,7 @@ from qa_lib.spec import Machine, resolve
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.data_parallel import NoParallel
 from qa_lib.train.process_group import ProcessGroup
-from tests.material import document, question, trained_tokenizer, write
+from tests.material import trained_tokenizer, write
 
 TIMES = int(os.environ.get("QA_LIB_MUTATIONS", "40"))  # mutations of each kind
 SECONDS = 20  # that any of them may take
@@ -209,20 +208,6 @@ def test_records_and_what_lies_beside_them_may_hold_anything(lab, number, capsys
         lab.check_and_restore(file)
 
 
-def test_one_bad_record_costs_one_run_and_a_sentence(lab, capsys):
-    path = lab.files[0]
-    for value in VALUES[6:]:
-        for way in (("spec", "adjusted", False), ("quality", "f1", False), ("env", "gpu", False)):
-            if (way[1], value) in (("adjusted", []), ("gpu", ""), ("gpu", "text"), ("gpu", "\x1b]0;x\x07")):
-                continue
-            written(path, changed(read(path), way, value))
-            capsys.readouterr()
-            assert len(read_runs(lab.runs)) == 3, "the line of the archive takes its place"
-            said = capsys.readouterr().err
-            assert str(path) in said and said.count("\n") == 1, (way, value)
-            lab.check_and_restore(path)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trust") / "model"
@@ -285,16 +270,3 @@ def test_a_checkpoint_may_hold_anything(tmp_path):
             assert step == 7 and torch.equal(model.weight, weights)
             for found, wanted in zip(checkpoint._states(), kept._states(), strict=True):
                 assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-def test_a_data_file_may_hold_anything(tmp_path):
-    entries = [question("q1", "where", ("Rotterdam", TEXT.index("Rotterdam"))), question("q2", "why?")]
-    path, chance = tmp_path / "data.json", random.Random(0)
-    for _ in range(4 * TIMES):
-        mutated(write(path, document((TEXT, entries))), chance)
-        with limited():
-            try:
-                for example in open_source(path, "validation").examples:
-                    assert all(example.context[start:].startswith(text) for text, start in example.answers)
-            except UserError as problem:
-                assert "data.json" in str(problem) and "\n" not in str(problem)
