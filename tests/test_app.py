@@ -29,7 +29,6 @@ from qa_lib.data.squad import MAX_CONTEXT, open_source
 from qa_lib.errors import UserError
 from qa_lib.model.hf_checkpoint import write_digests
 from qa_lib.record import finish, new_record
-from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.score import predict
 from qa_lib.score.choices import named, offered
@@ -48,14 +47,14 @@ EVIL = '<img src=x onerror="alert(1)"><script>alert(2)</script>${alert(3)}{{aler
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, swept):
     """Two smoke runs with their checkpoints, a third whose record is cut short, and one that is running.
 
     A2 is A1 once more, with other weights, a better F1, and code in its model's name.
     """
     folder = tmp_path_factory.mktemp("app") / "runs"
     first, second = plan(["A1", "A2"], "smoke")
-    fit(first, folder, say=lambda _: None)
+    shutil.copytree(swept.folder_of("A1"), folder / first.run_path)
     other = shutil.copytree(folder / first.run_path, folder / second.run_path)
     weights = load_file(other / "model" / "model.safetensors")
     save_file(weights | {HEAD: 1.1 * weights[HEAD]}, other / "model" / "model.safetensors", {"format": "pt"})
@@ -500,7 +499,7 @@ def browser():
         browser.close()
 
 
-@pytest.fixture(params=[1280, 390])
+@pytest.fixture(params=[1280, slow(390)])
 def page(browser, server, request):
     """A page that fails the test if a script fails, something is asked of another host, or a hostile string runs."""
     problems = []
@@ -546,6 +545,7 @@ def test_browser_one_click_shows_the_answer_in_the_window(page):
     assert page.locator("footer:visible").count() == 0
 
 
+@pytest.mark.slow
 def test_browser_marks_the_answer_and_the_threshold_decides_again(page, server, questions):
     example = next(example for example in questions if example.answers)
     context = f"😀  {EVIL}\n\n {example.context} \t<b>\u200b"
@@ -564,6 +564,7 @@ def test_browser_marks_the_answer_and_the_threshold_decides_again(page, server, 
     assert joined and server.ask["id"] not in {body["fn_index"] for body in joined}, "the model runs once"
 
 
+@pytest.mark.slow
 def test_browser_dashboard_shows_a_group_and_how_far_runs_are(page, runs):
     page.get_by_role("tab", name="Dashboard").click()
     page.get_by_text("step 7 of ").wait_for()

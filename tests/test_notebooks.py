@@ -204,54 +204,15 @@ def test_the_bootstrap_installs_what_is_missing_or_old_and_leaves_torch_alone(tm
 # Executed, at smoke scale.
 
 
-class Swept:
-    """A runs folder and how to call the command line on it, offline."""
-
-    def __init__(self, folder):
-        self.folder, self.runs = folder, folder / "runs"
-        # One thread: as quick for so small a model, and on a busy machine many times quicker than two that wait.
-        fixed = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "QA_LIB_CACHE": str(folder / "cache")}
-        self.environment = os.environ | fixed
-
-    def call(self, *words, cwd=ROOT):
-        """The outcome of `python -m WORDS`; it must succeed."""
-        done = subprocess.run(
-            [sys.executable, "-m", *map(str, words)], cwd=cwd, env=self.environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done
-
-    def sweep(self, rows):
-        return self.call("qa_lib", "sweep", "--preset", "smoke", "--variants", ",".join(rows), "--runs", self.runs)
-
-    def files(self):
-        return {path: path.read_bytes() for path in self.runs.glob("*/*/*") if path.is_file()}
-
-    def folder_of(self, variant):
-        (found,) = self.runs.glob(f"*/{variant}-s0-*")
-        return found
-
-
-@pytest.fixture(scope="session")
-def swept(tmp_path_factory):
-    """The baseline through its notebook."""
-    lab = Swept(tmp_path_factory.mktemp("swept"))
-    done = lab.sweep(["A1"])
-    assert done.stdout.count(": ok, ") == 1
-    return lab
-
-
 @pytest.fixture(scope="session")
 def every(swept):
     """And a row of each other family."""
-    done = swept.sweep(ROWS)
-    assert done.stdout.count(": ok, ") == len(ROWS) - 1
+    swept.sweep(ROWS)
     return swept
 
 
-every_row = pytest.mark.parametrize(
-    ("variant", "lab"), [("A1", "swept"), *(slow(v, "every") for v in ROWS if v != "A1")]
-)
+OTHERS = [slow(variant, "every") for variant in ROWS if variant != "A1"]
+every_row = pytest.mark.parametrize(("variant", "lab"), [("A1", "swept"), *OTHERS])
 
 
 def run_here(path, **parameters):
@@ -310,10 +271,9 @@ def test_the_baseline_learns_the_smoke_task(swept):
 
 
 def test_a_second_sweep_runs_nothing_again(swept):
-    before = swept.files()
-    done = swept.sweep(["A1"])
-    assert "1 finished, 0 to run" in done.stdout.splitlines()[0]
-    assert swept.files() == before
+    before = {path: path.read_bytes() for path in swept.folder_of("A1").iterdir() if path.is_file()}
+    assert "1 finished, 0 to run" in swept.sweep(["A1"]).splitlines()[0]
+    assert {path: path.read_bytes() for path in before} == before
 
 
 @pytest.mark.slow
@@ -322,9 +282,8 @@ def test_the_report_notebook_draws_from_these_runs(every):
     out = swept.folder / "report.ipynb"
     swept.call("papermill", "notebooks/report.ipynb", out, "-p", "runs", swept.runs, "-p", "group", group)
     cells = code_cells(out)
-    shown = "".join(
-        output.data["text/markdown"] for c in cells for output in c.outputs if "text/markdown" in output.get("data", {})
-    )
+    outputs = [output.get("data", {}) for cell in cells for output in cell.outputs]
+    shown = "".join(data.get("text/markdown", "") for data in outputs)
     assert all(variant in shown for variant in ROWS)
     assert images(out) == FIGURES + (group != "cpu-smoke")
     assert out.stat().st_size < 2 * MAX_BYTES
@@ -396,9 +355,8 @@ def test_a_notebook_works_by_hand_in_its_own_folder(swept):
     """As in the README, from the folder that Jupyter opens it in."""
     runs = swept.folder / "by-hand"
     words = "-p variant A1 -p preset smoke".split()
-    swept.call(
-        "papermill", "systems.ipynb", swept.folder / "out.ipynb", *words, "-p", "runs", runs, cwd=ROOT / "notebooks"
-    )
+    out = swept.folder / "out.ipynb"
+    swept.call("papermill", "systems.ipynb", out, *words, "-p", "runs", runs, cwd=ROOT / "notebooks")
     (folder,) = runs.glob("*/*")
     entry = record.read_record(folder)
     assert (entry["status"], entry["spec"]["hash"]) == ("ok", plan(["A1"], "smoke")[0].hash)
