@@ -72,8 +72,11 @@ def swept(tmp_path_factory):
     return lab
 
 
+@pytest.hookimpl(tryfirst=True)  # before what is slow is left out
 def pytest_collection_modifyitems(items):
     for item in items:
+        if item.get_closest_marker("alone"):
+            item.add_marker(pytest.mark.slow)
         for package in ("triton", "torchao"):
             if item.get_closest_marker(package) and find_spec(package) is None:
                 item.add_marker(pytest.mark.skip(reason=f"{package} is not installed; see `make extras`"))

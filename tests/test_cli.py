@@ -21,6 +21,7 @@ from qa_lib.errors import UserError
 from qa_lib.record import read_record
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
+from tests.conftest import slow
 
 ROOT = Path(__file__).parent.parent
 
@@ -44,12 +45,9 @@ def test_a_verb_has_the_options_that_its_module_reads(verb):
     assert set(re.findall(r"\bargs\.(\w+)", source)) <= known
 
 
-@pytest.mark.alone
 def test_help_lists_the_verbs_quickly():
     """In a real process, and without torch or pandas."""
-    code = (
-        "import sys, qa_lib.__main__ as m; m.main(['--help']); sys.exit(bool({'torch', 'pandas'} & set(sys.modules)))"
-    )
+    code = "import sys, qa_lib.__main__ as m; m.main(['--help']); sys.exit(len({'torch', 'pandas'} & {*sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0
     assert all(f"\n  {verb} " in done.stdout for verb in VERBS)
@@ -148,9 +146,7 @@ def test_the_hub_is_not_asked_for_what_is_here_nor_before_the_arithmetic(no_hub,
 
 @pytest.mark.slow
 # By what is installed: looking for the module pip lets setuptools change this process's distutils.
-@pytest.mark.skipif(
-    not all(any(distributions(name=name)) for name in ("pip", "setuptools")), reason="pip cannot build here"
-)
+@pytest.mark.skipif(not all(any(distributions(name=name)) for name in ("pip", "setuptools")), reason="cannot build")
 def test_an_installed_checkout_works_from_any_folder(tmp_path):
     """Without network: in an environment of its own, with the setuptools that is here."""
     venv.create(tmp_path / "venv", system_site_packages=True)
@@ -163,7 +159,7 @@ def test_an_installed_checkout_works_from_any_folder(tmp_path):
     assert (done.returncode, done.stdout.split()[0]) == (0, "A1"), done.stderr
 
 
-@pytest.mark.parametrize("words", ["", "--help", "sweep --help", "variants"])
+@pytest.mark.parametrize("words", [slow(""), slow("--help"), slow("sweep --help"), "variants"])
 def test_output_that_nobody_reads_or_no_disk_takes_is_no_traceback(words):
     command = f"{sys.executable} -m qa_lib {words}"
     done = subprocess.run(["bash", "-c", f"{command} | true"], cwd=ROOT, capture_output=True, text=True)
@@ -172,6 +168,7 @@ def test_output_that_nobody_reads_or_no_disk_takes_is_no_traceback(words):
     assert (done.returncode, done.stderr) == (2, "error: No space left on device\n")
 
 
+@pytest.mark.slow  # test_record has a record, test_train a checkpoint, test_decode the answers
 def test_a_disk_that_fills_while_the_model_is_saved_is_one_line(tmp_path):
     """No file may have more bytes than records need: the model has."""
     code = (

@@ -315,7 +315,6 @@ def many(n: int, tokenizer_words: list[str]) -> list[Example]:
     return [Example(str(i), "", asked[i], contexts[i % len(contexts)]) for i in range(n)]
 
 
-@pytest.mark.slow
 @pytest.mark.alone
 def test_ten_times_as_fast_as_datasets_map():
     """On random words the paragraphs differ more than in real text, so the real ratio is higher."""
