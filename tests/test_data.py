@@ -15,10 +15,8 @@ from tests.material import SQUAD, document, needs_squad, question, write
 CONTEXT = "The Rhine flows north. The Rhône flows south. 🙂 Both rise in the Alps."
 GOLD = ("north", CONTEXT.index("north"))
 GOOD = document((CONTEXT, [question("q1", "Where does the Rhine flow?", GOLD), question("q2", "Why?")]))
-EXPECTED = [
-    Example("q1", "Rivers", "Where does the Rhine flow?", CONTEXT, (GOLD,)),
-    Example("q2", "Rivers", "Why?", CONTEXT),
-]
+FIRST = Example("q1", "Rivers", "Where does the Rhine flow?", CONTEXT, (GOLD,))
+EXPECTED = [FIRST, Example("q2", "Rivers", "Why?", CONTEXT)]
 
 
 def flat(splits=("train", "validation")):
@@ -97,9 +95,8 @@ def test_flat_data_of_another_kind_is_refused(tmp_path):
     flat()["train"].remove_columns("answers").save_to_disk(tmp_path / "poor")
     with pytest.raises(DataError, match="poor: not the flat SQuAD layout, no column answers"):
         open_source(tmp_path / "poor", "train").examples  # noqa: B018
-    datasets.Dataset.from_list([{"id": "a", "question": "b", "context": "c", "answers": "d"}]).save_to_disk(
-        tmp_path / "odd"
-    )
+    odd = [{"id": "a", "question": "b", "context": "c", "answers": "d"}]
+    datasets.Dataset.from_list(odd).save_to_disk(tmp_path / "odd")
     with pytest.raises(DataError, match="odd: article '', question 'a': answers without"):
         open_source(tmp_path / "odd", "train").examples  # noqa: B018
 
@@ -159,42 +156,33 @@ def test_what_is_odd_but_fine(tmp_path):
 
 
 ONE = "article 0 'Rivers', question 'q1'"
-BAD = {
-    "no entry": (document((CONTEXT, [17])), "article 0 'Rivers': a question that is not an object"),
-    "no id": (document((CONTEXT, [{"question": "x"}])), "article 0 'Rivers': no question id"),
-    "id no text": (document((CONTEXT, [question(7, "x")])), "article 0 'Rivers': no question id"),
-    "no question": (document((CONTEXT, [question("q1", None)])), f"{ONE}: no question"),
-    "no context": (document((None, [question("q1", "x")])), "article 0 'Rivers': no context"),
-    "no answers": (document((CONTEXT, [{"id": "q1", "question": "x"}])), f"{ONE}: no list under 'answers'"),
-    "answers no list": (document((CONTEXT, [question("q1", "x", answers={})])), f"{ONE}: no list under 'answers'"),
-    "no start": (
-        document((CONTEXT, [question("q1", "x", answers=[{"text": "The"}], is_impossible=False)])),
-        f"{ONE}: an answer without",
-    ),
-    "true start": (document((CONTEXT, [question("q1", "x", ("h", True))])), f"{ONE}: an answer without"),
-    "empty answer": (document((CONTEXT, [question("q1", "x", ("", 3))])), f"{ONE}: an answer of no text"),
-    "impossible with answers": (
-        document((CONTEXT, [question("q1", "x", GOLD, is_impossible=True)])),
-        f"{ONE}: is_impossible is true, but it has 1 answers",
-    ),
-    "possible without": (
-        document((CONTEXT, [question("q1", "x", is_impossible=False)])),
-        f"{ONE}: no answers, but is_impossible is not true",
-    ),
-    "impossible no truth": (
-        document((CONTEXT, [question("q1", "x", is_impossible="no")])),
-        f"{ONE}: is_impossible is neither",
-    ),
-    "double id": (document((CONTEXT, [question("q1", "x")]), ("Other.", [question("q1", "y")])), f"{ONE}: the same id"),
-    "misplaced": (document((CONTEXT, [question("q1", "x", ("north", 3))])), f"1 answers are not .*{ONE}: 'north' at 3"),
-    "from the end": (document((CONTEXT, [question("q1", "x", ("Alps.", -5))])), f"{ONE}: 'Alps.' at -5"),
-    "past the end": (document((CONTEXT, [question("q1", "x", ("Alps.", 10**30))])), f"{ONE}: 'Alps.' at 1000"),
-    "half a character": (document((CONTEXT, [question("q1", "x \ud83d")])), f"{ONE}: the question holds half"),
-    "half in the context": (
-        document(("a \udc80", [question("q1", "x")])),
-        "article 0 'Rivers': the context holds half",
-    ),
-    "1 MB paragraph": (document(("word " * 200_000, [question("q1", "x")])), "a paragraph of 1,000,000 characters"),
+NO_START = question("q1", "x", answers=[{"text": "The"}], is_impossible=False)
+# The one entry of a paragraph, and what is said of it ...
+BAD_ENTRIES = {
+    "no entry": (17, "article 0 'Rivers': a question that is not an object"),
+    "no id": ({"question": "x"}, "article 0 'Rivers': no question id"),
+    "id no text": (question(7, "x"), "article 0 'Rivers': no question id"),
+    "no question": (question("q1", None), f"{ONE}: no question"),
+    "no answers": ({"id": "q1", "question": "x"}, f"{ONE}: no list under 'answers'"),
+    "answers no list": (question("q1", "x", answers={}), f"{ONE}: no list under 'answers'"),
+    "no start": (NO_START, f"{ONE}: an answer without"),
+    "true start": (question("q1", "x", ("h", True)), f"{ONE}: an answer without"),
+    "empty answer": (question("q1", "x", ("", 3)), f"{ONE}: an answer of no text"),
+    "answers": (question("q1", "x", GOLD, is_impossible=True), f"{ONE}: is_impossible is true, but it has 1 answers"),
+    "without": (question("q1", "x", is_impossible=False), f"{ONE}: no answers, but is_impossible is not true"),
+    "impossible no truth": (question("q1", "x", is_impossible="no"), f"{ONE}: is_impossible is neither"),
+    "misplaced": (question("q1", "x", ("north", 3)), f"1 answers are not .*{ONE}: 'north' at 3"),
+    "from the end": (question("q1", "x", ("Alps.", -5)), f"{ONE}: 'Alps.' at -5"),
+    "past the end": (question("q1", "x", ("Alps.", 10**30)), f"{ONE}: 'Alps.' at 1000"),
+    "half a character": (question("q1", "x \ud83d"), f"{ONE}: the question holds half"),
+}
+# ... and a whole file.
+ASKED = [question("q1", "x")]
+BAD = {name: (document((CONTEXT, [entry])), said) for name, (entry, said) in BAD_ENTRIES.items()} | {
+    "no context": (document((None, ASKED)), "article 0 'Rivers': no context"),
+    "double id": (document((CONTEXT, ASKED), ("Other.", ASKED)), f"{ONE}: the same id"),
+    "half in the context": (document(("a \udc80", ASKED)), "article 0 'Rivers': the context holds half"),
+    "1 MB paragraph": (document(("word " * 200_000, ASKED)), "a paragraph of 1,000,000 characters"),
     "empty": (document(), "an empty data set"),
     "no questions": (document((CONTEXT, [])), "an empty data set"),
     "list": ([], "no list under 'data'"),

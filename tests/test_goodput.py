@@ -149,8 +149,7 @@ def test_more_steps_for_the_overlap_change_nothing_that_is_recorded(monkeypatch)
         ranks.stats.note_norms(torch.tensor(9.0), torch.tensor(3.0))
         ranks.stats.waits.append(([], (0.0, 1.0)))
 
-    monkeypatch.setattr(
-        "qa_lib.measure.comm.overlap", lambda step, device: step() or {"busy_ms": 1.0, "exposed_ms": 0.5}
-    )
+    found = {"busy_ms": 1.0, "exposed_ms": 0.5}
+    monkeypatch.setattr("qa_lib.measure.comm.overlap", lambda step, device: step() or found)
     ranks.stats.note_overlap(step)
     assert (ranks.stats.noise(steps=1), len(ranks.stats.waits), ranks.stats.overlap["busy_ms"]) == (before, 0, 1.0)

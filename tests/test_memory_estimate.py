@@ -60,20 +60,16 @@ def test_within_a_tenth_of_the_measured_peak(variant, size, batch, peak, state, 
 
 
 def test_optimizer_state_is_that_of_the_shapes(bert_base):
-    state = {
-        name: estimate(spec_of(name, bert_base, 8))["optimizer_mib"]
-        for name in ("A1", "C1", "B1", "E-dropout", "E-dropout-moments")
-    }
+    names = ("A1", "C1", "B1", "E-dropout", "E-dropout-moments")
+    state = {name: estimate(spec_of(name, bert_base, 8))["optimizer_mib"] for name in names}
     each = state["A1"] / 8  # bytes a parameter
     assert state["E-dropout"] == pytest.approx(10 * each) and state["E-dropout-moments"] == pytest.approx(6 * each)
     assert state["A1"] == pytest.approx(831, abs=1) and state["C1"] == pytest.approx(347, abs=3) and state["B1"] < 3
 
 
 def test_the_verb_prints_rows_and_skips_and_refuses_a_cpu(bert_base, capsys):
-    words = (
-        f"memory A1 E-dropout A1-int8 --preset bench --data synthetic:100 --model {bert_base} --compute-capability 7.5"
-    )
-    assert main(words.split()) == 0
+    words = f"A1 E-dropout A1-int8 --preset bench --data synthetic:100 --model {bert_base} --compute-capability 7.5"
+    assert main(["memory", *words.split()]) == 0
     printed = capsys.readouterr().out
     assert "A1" in printed and "forward and backward" in printed and "8.0 or newer" in printed
     assert f"{'A1-int8':24}{memory_estimate.ROUNDED}" in printed
@@ -201,22 +197,17 @@ def test_logits_and_scores_grow_as_they_should():
 
 
 def test_weights_of_a_language_model_by_row():
-    params = {name: estimate(lm_spec(name)) for name in ("L-compile", "L-masters", "L-8bit", "L-lora", "L-qlora")}
-    mib = {name: found["params_mib"] for name, found in params.items()}
+    found = {name: estimate(lm_spec(name)) for name in ("L-compile", "L-masters", "L-8bit", "L-lora", "L-qlora")}
+    mib, state = ({name: one[key] for name, one in found.items()} for key in ("params_mib", "optimizer_mib"))
     assert mib["L-masters"] == pytest.approx(mib["L-compile"] / 2) and mib["L-lora"] > mib["L-compile"]
     layers = 12 * 12 * 768**2 / 2**20  # elements of their products, in units of 2^20
     assert mib["L-lora"] - mib["L-qlora"] == pytest.approx((4 - 0.5625) * layers, rel=0.01)
-    assert (
-        params["L-lora"]["grads_mib"] < 20
-        and params["L-8bit"]["optimizer_mib"] < params["L-compile"]["optimizer_mib"] / 1.8
-    )
+    assert found["L-lora"]["grads_mib"] < 20 and state["L-8bit"] < state["L-compile"] / 1.8
 
 
 def test_of_weights_in_4_bits_one_is_whole_at_a_time():
-    mib = {
-        name: estimate(lm_spec(name, 64, model="gpt2:L2H4096V512P64"))["workspace_mib"]
-        for name in ("L-lora", "L-qlora")
-    }
+    specs = {name: lm_spec(name, 64, model="gpt2:L2H4096V512P64") for name in ("L-lora", "L-qlora")}
+    mib = {name: estimate(spec)["workspace_mib"] for name, spec in specs.items()}
     one = 2 * 4 * 4096**2 / 2**20  # bytes in half precision of the largest product's weight
     assert mib["L-lora"] - mib["L-qlora"] == pytest.approx(2 * 3 * one - one), "two layers' copies by autocast, or one"
 
@@ -244,10 +235,8 @@ def test_every_point_of_the_profiles_is_predicted_within_a_tenth(group):
 
 
 def test_the_verb_takes_several_sizes_of_a_language_model(capsys):
-    assert (
-        main("memory L1,L-dropout --preset lm-sizing --micro-batch 1 4 --max-length 1024 16384 --runs none".split())
-        == 0
-    )
+    words = "L1,L-dropout --preset lm-sizing --micro-batch 1 4 --max-length 1024 16384 --runs none"
+    assert main(["memory", *words.split()]) == 0
     rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[1:-1]]
     assert rows[:2] == [["L1", "1024", "1"], ["L-dropout", "1024", "1"]] and len(rows) == 8
 

@@ -30,6 +30,7 @@ from qa_lib.report.notebook import check_parameters, result
 from qa_lib.run.plan import plan
 from qa_lib.variants import FAMILIES, UnknownName, find_family, find_variant
 from tests.conftest import slow
+from tests.material import document, question, write
 from tests.test_report import make
 
 ROOT = Path(__file__).parent.parent
@@ -276,19 +277,6 @@ def test_a_second_sweep_runs_nothing_again(swept):
     assert {path: path.read_bytes() for path in before} == before
 
 
-@pytest.mark.slow
-def test_the_report_notebook_draws_from_these_runs(every):
-    swept, group = every, every.folder_of("A1").parent.name
-    out = swept.folder / "report.ipynb"
-    swept.call("papermill", "notebooks/report.ipynb", out, "-p", "runs", swept.runs, "-p", "group", group)
-    cells = code_cells(out)
-    outputs = [output.get("data", {}) for cell in cells for output in cell.outputs]
-    shown = "".join(data.get("text/markdown", "") for data in outputs)
-    assert all(variant in shown for variant in ROWS)
-    assert images(out) == FIGURES + (group != "cpu-smoke")
-    assert out.stat().st_size < 2 * MAX_BYTES
-
-
 @pytest.mark.parametrize(("notebook", "page"), cli.PAGES.items(), ids=lambda path: Path(path).stem)
 def test_a_page_is_an_executed_notebook_of_moderate_size(notebook, page):
     """That it is of today's notebook, `report --check` says (test_readme)."""
@@ -314,14 +302,6 @@ def test_the_report_and_explore_notebooks_run_in_any_process(tmp_path, monkeypat
     assert sum("image/png" in data for data in report) == FIGURES
     explored = run_here("notebooks/explore.ipynb", data="synthetic:400", preset="smoke")
     assert sum("image/png" in data for data in explored) == 1
-
-
-@pytest.mark.slow
-def test_the_explore_notebook_needs_no_run_and_no_model(swept):
-    out = swept.folder / "explore.ipynb"
-    swept.call("papermill", "notebooks/explore.ipynb", out, "-p", "data", "synthetic:400", "-p", "scale", "smoke")
-    assert images(out) == 1
-    assert out.stat().st_size < MAX_BYTES
 
 
 def test_a_misspelt_parameter_stops_the_run():
@@ -368,3 +348,28 @@ def test_the_model_of_a_run_answers_a_question(swept, capsys):
     words = ["--question", "who came ?", "--context", "then alice baker came ."]
     assert main(["predict", "--model", model, *words]) == 0
     assert json.loads(capsys.readouterr().out)["answer"] == "alice baker"
+
+
+# `explore` on data that lacks one kind of question.
+
+TEXT = "The river Rhine rises in the Alps and ends near Rotterdam."
+GOLD = ("Rhine", TEXT.index("Rhine"))
+
+
+def entries(split, kind):
+    """200 questions: the first version of SQuAD knows no unanswerable ones, and has no field that says so."""
+    found = [question(f"{split}{i}", f"who {i}", *([] if kind == "unanswerable" else [GOLD])) for i in range(200)]
+    return [{key: entry[key] for key in entry if kind != "v1.1" or key != "is_impossible"} for entry in found]
+
+
+KINDS = [("unanswerable", "F1 where there is an answer"), slow("answerable", "F1 where there is none")]
+
+
+@pytest.mark.parametrize(("kind", "absent"), [*KINDS, slow("v1.1", "F1 where there is none")])
+def test_explore_takes_questions_of_one_kind_alone(tmp_path, monkeypatch, kind, absent):
+    for split in ("train", "validation"):
+        write(tmp_path / f"{split}.json", document((TEXT, entries(split, kind))))
+    monkeypatch.chdir(ROOT)
+    run_here("notebooks/explore.ipynb", preset="smoke", data=str(tmp_path), model="tiny")
+    scores = InteractiveShell.instance().user_ns["scores"]
+    assert scores[absent].isna().all() and scores.loc["the gold answers", "F1"] == 100

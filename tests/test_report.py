@@ -72,36 +72,6 @@ def call(*words):
     return cli.main(parser_of("report").parse_args(list(words)))
 
 
-def made_profile(run):
-    """What `profile` writes beside a run, with numbers of no meaning."""
-    spans = [[0.0, 2.0, "forward", "attention"], [2.5, 3.0, "backward", "loss"], [6.0, 1.0, "optimizer", "optimizer"]]
-    kernel = {"name": "gemm", "count": 2, "us": 9.0, "sm_share": 70.0, "occupancy": 20.0, "tensor_share": 60.0}
-    parts = {phase: {part: ms} for _, ms, phase, part in spans}
-    memory = {
-        "params_mib": 4.0,
-        "optimizer_mib": 8.0,
-        "grads_mib": 4.0,
-        "activations_mib": 9.0,
-        "workspace_mib": 2.0,
-        "peak_mib": 23.0,
-        "peak_phase": "backward",
-        "reserved_mib": 25.0,
-        "fragmentation_mib": 2.0,
-        "phases": {"forward": 22.0, "backward": 23.0, "optimizer": 16.0},
-        "timeline": [[0.0, 12.0], [1.0, 23.0]],
-    }
-    return {
-        "schema": record.PROFILE_SCHEMA, "run_id": run["run_id"], "group": run["group"],
-        "spec": {"variant": run["spec.variant"], "micro_batch": 8}, "code": {"commit": "0123456", "dirty": False},
-        "env": {"gpu": "A GPU", "cpu": "a CPU"},
-        "time": {"step_ms": 7.5, "busy_ms": 6.0, "busy_share": 0.8, "launches_per_step": 900.0, "parts": parts,
-                 "kernels": []},
-        "timeline": spans, "memory": memory, "ceilings": {"matrix_tflops": 700.0, "copy_gb_per_s": 4000.0},
-        "ncu": [kernel | {"dram_bytes": 1e6, "fp16_ops": 4e9, "bf16_ops": 0.0, "fp8_ops": None},
-                kernel | {"name": "norm", "dram_bytes": 2e6, "fp16_ops": 0.0, "bf16_ops": 0.0, "fp8_ops": 0.0}],
-    }  # fmt: skip
-
-
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
     """A runs folder with one variant of each kind, in a folder of its own that the test works in."""
@@ -313,9 +283,12 @@ def test_the_lead_is_over_the_compiled_trainer_at_equal_batches():
 
 
 def profile_beside(run, peak=23.0):
-    entry = made_profile({"run_id": run.name, "group": run.parent.name, "spec.variant": run.name.split("-s0")[0]})
-    entry["memory"]["peak_mib"] = peak
-    (run / "profile.json").write_text(json.dumps(entry))
+    """A committed profile beside another run, as of a step of 7.5 ms."""
+    profile = next(filter(None, (one.profile() for one in read_runs(ROOT / "runs", load.REFERENCE))))
+    profile |= {"run_id": run.name, "group": run.parent.name}
+    profile["spec"] |= {"variant": run.name.split("-s0")[0], "micro_batch": 8}
+    profile["time"]["step_ms"], profile["memory"]["peak_mib"] = 7.5, peak
+    (run / "profile.json").write_text(json.dumps(profile))
 
 
 def test_profiles_are_drawn_unless_their_code_took_other_memory(tmp_path):

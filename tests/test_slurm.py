@@ -1,10 +1,10 @@
-"""Runs as jobs of Slurm: against a stand-in for its commands, and against Slurm itself where that is."""
+"""Runs as jobs of Slurm: against a stand-in for its commands, and never against Slurm itself, which nobody has here."""
 
 import dataclasses
 import json
 import os
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -126,15 +126,9 @@ def test_a_driver_that_is_stopped_cancels_its_job(cluster, tmp_path):
 
 
 def test_two_drivers_of_one_folder_submit_each_run_once(cluster, tmp_path):
-    rows, found = specs("A1", "A2", "A3"), []
-    drivers = [
-        threading.Thread(target=lambda: found.append(launcher(tmp_path, 0.5).run_all(rows)), daemon=True)
-        for _ in range(2)
-    ]
-    for driver in drivers:
-        driver.start()
-    for driver in drivers:
-        driver.join(timeout=60)
+    rows = specs("A1", "A2", "A3")
+    with ThreadPoolExecutor(2) as pool:
+        found = [*pool.map(lambda _: launcher(tmp_path, 0.5).run_all(rows), range(2))]
     assert found[0] == found[1] and [entry["status"] for entry in found[0]] == ["ok"] * 3
     assert len(asked(cluster)) == 3
 
@@ -154,6 +148,5 @@ def test_a_host_without_slurm_and_cards_of_this_machine_are_refused_in_one_line(
     monkeypatch.setenv("PATH", str(tmp_path))
     words = f"sweep --launcher slurm --preset smoke --runs {tmp_path}".split()
     assert main(words) == 2 and capsys.readouterr().err == "error: sinfo: No such file or directory\n"
-    assert main([*words, "--gpus", "0"]) == 2 and capsys.readouterr().err.startswith(
-        "error: --gpus and --shared-gpu are"
-    )
+    assert main([*words, "--gpus", "0"]) == 2
+    assert capsys.readouterr().err.startswith("error: --gpus and --shared-gpu are")
