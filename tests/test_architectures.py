@@ -99,7 +99,7 @@ class _Unpadded:
         return self.samples.batch(indices, int(self.samples.lengths[indices].max()))
 
 
-@pytest.mark.parametrize("variant", ["E-dropout", "B1-all"])
+@pytest.mark.parametrize("variant", ["E-norm", "B1-all"])
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_what_is_saved_is_a_plain_checkpoint(kind, variant, folders, tmp_path):
     spec = spec_of(variant, folders[kind])

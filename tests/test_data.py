@@ -121,17 +121,6 @@ def test_a_source_that_is_not_there(name, tmp_path, monkeypatch):
         open_source(name, "test")
 
 
-def test_one_paragraph_is_one_object(tmp_path):
-    for source in (open_source(write(tmp_path / "a.json", GOOD), "train"), _saved(tmp_path)):
-        first, second = source.examples
-        assert first.context is second.context
-
-
-def _saved(tmp_path):
-    flat()["train"].save_to_disk(tmp_path / "flat")
-    return open_source(tmp_path / "flat", "train")
-
-
 def test_hash_is_of_the_content_and_parses_nothing(tmp_path):
     source = open_source(write(tmp_path / "a.json", GOOD), "train")
     copy = open_source(write(tmp_path / "b.json", GOOD), "validation")

@@ -127,35 +127,25 @@ def test_what_changes_tokens_or_logits_changes_the_identity(model):
     assert is_new() == 8
 
 
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
 @pytest.mark.parametrize("what", ["train.json", "validation.json", "tokenizer_config.json", "model.safetensors"])
-def test_a_file_that_changes_after_the_plan_ends_the_run_and_is_named(squad, kept, tmp_path, what, monkeypatch):
-    model = shutil.copytree(kept, tmp_path / "model")
+def test_a_file_that_changes_after_the_plan_ends_the_run_and_is_named(squad, model, tmp_path, what, when, monkeypatch):
     spec = planned(squad, model)
     path = next(folder / what for folder in (squad, model) if (folder / what).exists())
     content = path.read_bytes()
-
-    def load_and_change(spec):
-        data = load_data(spec)
+    if when == "before":
         change(path, content)
-        return data
-
-    for when in ("before", "meanwhile"):
-        path.write_bytes(content)
-        if when == "before":
-            change(path, content)
-        else:
-            monkeypatch.setitem(TASKS, "qa", dataclasses.replace(TASKS["qa"], load=load_and_change))
-        if when == "meanwhile" and path.parent == squad:  # what was loaded is what was planned
-            assert fit(spec, tmp_path / "runs", say=quiet)["status"] == "ok"
-            continue
-        said = rf"is not what the run was planned with \(its file that was written last: {what}\)"
-        with pytest.raises(UserError, match=said):
-            fit(spec, tmp_path / "runs", say=quiet)
-        entry = read_record(tmp_path / "runs" / spec.run_path)
-        assert entry["status"] == "error" and what in entry["error"]["message"]
-    monkeypatch.undo()
-    path.write_bytes(content)
-    prepare(spec)
+    else:
+        load = lambda spec: (load_data(spec), change(path, content))[0]  # noqa: E731
+        monkeypatch.setitem(TASKS, "qa", dataclasses.replace(TASKS["qa"], load=load))
+    if when == "meanwhile" and path.parent == squad:  # what was loaded is what was planned
+        assert fit(spec, tmp_path / "runs", say=quiet)["status"] == "ok"
+        return
+    said = rf"is not what the run was planned with \(its file that was written last: {what}\)"
+    with pytest.raises(UserError, match=said):
+        fit(spec, tmp_path / "runs", say=quiet)
+    entry = read_record(tmp_path / "runs" / spec.run_path)
+    assert entry["status"] == "error" and what in entry["error"]["message"]
 
 
 def change(path, content):

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from transformers.models.bert import modeling_bert
 
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.errors import UserError
@@ -66,24 +65,6 @@ def test_frozen_layers_of_bert_base_are_the_seeds_numbers():
 
     assert trained_layers("freeze-bottom-10") == [10, 11]
     assert trained_layers("freeze-last-4") == list(range(8))
-
-
-@pytest.mark.parametrize(("variant", "eager", "fused"), [("A1", 2, 0), ("A2", 0, 2)])
-def test_the_attention_function_is_the_rows(variant, eager, fused, monkeypatch):
-    calls = {"eager": 0, "sdpa": 0}
-    real_eager, real_sdpa = modeling_bert.eager_attention_forward, torch.nn.functional.scaled_dot_product_attention
-
-    def count(name, function):
-        def counted(*args, **kwargs):
-            calls[name] += 1
-            return function(*args, **kwargs)
-
-        return counted
-
-    monkeypatch.setattr(modeling_bert, "eager_attention_forward", count("eager", real_eager))
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", count("sdpa", real_sdpa))
-    build_model(spec_of(variant))(**inputs())
-    assert calls == {"eager": eager, "sdpa": fused}
 
 
 def gradients(model):

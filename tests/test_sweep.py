@@ -193,6 +193,7 @@ def test_two_sweeps_share_the_work(lab):
     assert sorted(steps) == sorted([*range(1, STEPS + 1)] * 2)
 
 
+@pytest.mark.slow
 @by_papermill
 def test_ctrl_c_keeps_what_is_finished(lab):
     write_notebook(lab.notebook, before="pause = 30 if variant == 'A2' else 0")
@@ -427,6 +428,7 @@ if lives.stat().st_size <= {deaths}:
     assert lab.statuses() == {"A1": status} and lives.read_text() == "11"
 
 
+@pytest.mark.slow
 def test_a_try_runs_in_a_process_of_its_own_with_the_spec_that_was_asked_for(tmp_path, machine):
     found, env = Machine(), {}
     (spec,) = plan(["A2"], "smoke", data="synthetic:80", machine=found)

@@ -1,7 +1,6 @@
 """Windows equal, one by one, to those of the tokenizer's own overflow and of the reference recipe's search."""
 
 import itertools
-import random
 
 import numpy as np
 import pytest
@@ -305,35 +304,6 @@ def test_where_the_cache_is(file, small, tmp_path, monkeypatch):
         build_samples(open_source(file, "train"), small, 64, 16)
         assert len(list((tmp_path / folder / "features").iterdir())) == 1
         monkeypatch.delenv(name)
-
-
-def many(n: int, tokenizer_words: list[str]) -> list[Example]:
-    """n questions about n / 6 paragraphs of random words."""
-    draw = random.Random(1)
-    contexts = [" ".join(draw.choices(tokenizer_words, k=draw.randint(60, 220))) for _ in range(n // 6)]
-    asked = [" ".join(draw.choices(tokenizer_words, k=10)) for _ in range(n)]
-    return [Example(str(i), "", asked[i], contexts[i % len(contexts)]) for i in range(n)]
-
-
-@pytest.mark.alone
-def test_ten_times_as_fast_as_datasets_map():
-    """On random words the paragraphs differ more than in real text, so the real ratio is higher."""
-    import datasets
-
-    words = ["".join(random.Random(i).choices("etaoinshrdlu", k=1 + i % 9)) for i in range(5000)]
-    tokenizer, examples = trained_tokenizer(words, 2000), many(3000, words)
-    table = datasets.Dataset.from_list([{"question": e.question, "context": e.context} for e in examples])
-
-    def windows(batch):
-        return overflow(tokenizer, batch["question"], batch["context"], 384, 128)
-
-    def mapped():
-        return table.map(windows, batched=True, remove_columns=table.column_names, load_from_cache_file=False)
-
-    theirs, result = best_of(1, mapped)
-    ours, samples = best_of(5, lambda: build_samples(Given(examples), tokenizer, cache=False))
-    assert len(result) == len(samples)
-    assert theirs / ours > 10, f"{theirs:.2f} s against {ours:.2f} s"
 
 
 @pytest.mark.alone
