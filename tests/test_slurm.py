@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import os
+import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -15,29 +17,6 @@ from qa_lib.run import slurm
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 
-# A job is a process of the stand-in: its number is kept by the job's name, its words by one line of a file.
-SBATCH = """#!/bin/sh
-here=$(dirname "$0")
-echo "$@" >> "$here/asked"
-for word in "$@"; do
-  case $word in
-    --output=*) output=${word#*=} ;;
-    --wrap=*) command=${word#*=} ;;
-    --job-name=*) name=${word#*=} ;;
-    --gpus=9) echo "sbatch: error: Requested node configuration is not available" >&2; exit 1 ;;
-  esac
-done
-echo "Submitted batch job 1"
-setsid sh -c "$command" >> "$output" 2>&1 &
-echo $! > "$here/job-$name"
-wait $!
-"""
-SCANCEL = """#!/bin/sh
-here=$(dirname "$0")
-echo "$2" >> "$here/cancelled"
-test -e "$here/job-$2" && kill -TERM "-$(cat "$here/job-$2")" 2> /dev/null
-rm -f "$here/job-$2"
-"""
 # What a run leaves, without one: `python -c RUN HASH FOLDER SECONDS` goes on for that long.
 RUN = """
 import sys, time
@@ -57,11 +36,7 @@ CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=Tr
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
     """The folder of a stand-in for Slurm, whose commands are the only ones found before the system's."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    for name, text in {"sbatch": SBATCH, "scancel": SCANCEL, "sinfo": "#!/bin/sh\necho gpu:h100:8"}.items():
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
+    folder = shutil.copytree(Path(__file__).parent / "slurm", tmp_path / "bin")
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return folder
 

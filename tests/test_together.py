@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import types
+from pathlib import Path
 
 import psutil
 import pytest
@@ -241,23 +242,14 @@ def test_stages_are_part_of_the_identity():
     assert plan(["P-gpipe"], "smoke", machine=CPU, micro_batch=2, stages=4)[0].hash == four.hash
 
 
-TOPOLOGY = """\tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity
-GPU0\t X \tPIX\tSYS\tSYS\t0-31
-GPU1\tPIX\t X \tNV18\tSYS\t0-31
-GPU2\tSYS\tNV18\t X \tSYS\t0-31
-NIC0\tSYS\tSYS\tSYS\t X
-
-Legend:
-
-  X    = Self
-"""
-
-
 @pytest.mark.parametrize(
     ("visible", "said"), [("abc", "PIX"), ("cb", "NV18"), ("ca", "SYS"), ("b", None), ("ax", None)]
 )
 def test_the_link_is_that_of_the_first_two_gpus_that_the_process_sees(visible, said, monkeypatch):
-    answers = {"--query-gpu=uuid": "GPU-a\nGPU-b\nGPU-c\n", "topo": TOPOLOGY}
+    answers = {
+        "--query-gpu=uuid": "GPU-a\nGPU-b\nGPU-c\n",
+        "topo": (Path(__file__).parent / "topology.txt").read_text(),
+    }
     monkeypatch.setattr(hardware, "_nvidia_smi", lambda first, *_: answers[first])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: types.SimpleNamespace(uuid=visible[card]))
