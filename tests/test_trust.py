@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from transformers import BertConfig, BertForQuestionAnswering
 
 from qa_lib import record
@@ -149,34 +147,18 @@ def at(document, way):
 
 PATHS = ["../x", "../x.png", "../../x", "../../x.png", "../../../keep", "/", ".", "..", "", "a\0b.png",
          "a\nb", "C:\\x", "\\\\host\\x", "x" * 5_000, "\x1b[2J", "\ud800", "~/x", "file:///x", "~"]  # fmt: skip
-
-
-@settings(max_examples=TIMES, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(chance=st.randoms(use_true_random=False), path=st.sampled_from([*PATHS, "{outside}/x", "{outside}/x.png"]))
-def test_no_string_of_a_file_leads_out_of_its_folder(lab, chance, path, capsys):
-    file = chance.choice(lab.files)
-    document = read(file)
-    ways = [way for way in spots(document) if way[-1] or isinstance(at(document, way), str)]
-    way = chance.choice(ways)
-    written(file, changed(document, way, path.replace("{outside}", str(lab.place))))
-    with limited():
-        lab.use()
-    assert "\x1b" not in (said := "".join(capsys.readouterr())) and "Traceback" not in said
-    lab.check_and_restore(file)
-
-
-VALUES = [None, True, -1, 0, 1.5, 10**18, "", "text", [], {}, [1], [[]], {"a": {"b": [1]}}, "\ud800", "\x1b]0;x\x07",
-          float("nan"), float("inf"), 10**400]  # fmt: skip
+VALUES = [None, True, -1, 0, 1.5, 10**18, "text", [], {}, [1], [[]], {"a": {"b": [1]}}, "\x1b]0;x\x07", float("nan"),
+          float("inf"), 10**400, *PATHS]  # fmt: skip
 
 
 def mutated(path: Path, chance: random.Random) -> None:
     """Another value, no value, or spoilt bytes, in a file of JSON."""
     content = bytearray(path.read_bytes())
-    kind = chance.choice(["value", "value", "value", "gone", "bit", "cut", "deep", "huge"])
-    if kind in ("value", "gone"):
+    kind = chance.choice(["value", "value", "value", "key", "gone", "bit", "cut", "deep", "huge"])
+    if kind in ("value", "key", "gone"):
         document = read(path)
-        way = chance.choice([way for way in spots(document) if not way[-1]])
-        if kind == "value":
+        way = chance.choice([way for way in spots(document) if way[-1] == (kind == "key")])
+        if kind != "gone":
             written(path, changed(document, way, chance.choice(VALUES)))
         else:
             del at(document, (*way[:-2], None))[way[-2]]
@@ -221,7 +203,7 @@ def change(path: Path, chance: random.Random) -> bool:
 @pytest.mark.parametrize("number", range(4))
 def test_records_and_what_lies_beside_them_may_hold_anything(lab, number, capsys):
     file, chance = lab.files[number], random.Random(number)
-    for _ in range(TIMES // 4):
+    for _ in range(TIMES // 2):
         mutated(file, chance)
         with limited():
             lab.use()
