@@ -133,11 +133,16 @@ def test_a_file_that_changes_after_the_plan_ends_the_run_and_is_named(squad, mod
     spec = planned(squad, model)
     path = next(folder / what for folder in (squad, model) if (folder / what).exists())
     content = path.read_bytes()
+
+    def load_and_change(spec):
+        data = load_data(spec)
+        change(path, content)
+        return data
+
     if when == "before":
         change(path, content)
     else:
-        load = lambda spec: (load_data(spec), change(path, content))[0]  # noqa: E731
-        monkeypatch.setitem(TASKS, "qa", dataclasses.replace(TASKS["qa"], load=load))
+        monkeypatch.setitem(TASKS, "qa", dataclasses.replace(TASKS["qa"], load=load_and_change))
     if when == "meanwhile" and path.parent == squad:  # what was loaded is what was planned
         assert fit(spec, tmp_path / "runs", say=quiet)["status"] == "ok"
         return

@@ -129,7 +129,9 @@ def test_what_waits_for_gradients_does_not_keep_the_model():
 
 @pytest.mark.parametrize("trained", [{"weight"}, {"weight", "bias", "more"}])
 def test_a_gathered_model_has_all_that_was_trained_and_no_more(trained):
-    gather = lambda own: own | dict.fromkeys(trained - {*own}, own["weight"])  # noqa: E731
+    def gather(own):
+        return own | dict.fromkeys(trained - {*own}, own["weight"])
+
     ranks = types.SimpleNamespace(stages=2, gather_stages=gather)
     model, whole = torch.nn.Linear(2, 2, bias="bias" in trained), torch.nn.Linear(2, 2)
     with pytest.raises(RuntimeError, match=r"not those that its processes have trained: (bias|more)$"):

@@ -142,17 +142,19 @@ class Seen:
     def _noted_sharing(self, monkeypatch):
         """The calls by which processes share a step, as they are made."""
         calls = set()
+
+        def noting(name, real):
+            return lambda *words, **more: (calls.add(name), real(*words, **more))[1]
+
         for owner, name in (
             (data_parallel, "DistributedDataParallel"), (data_parallel, "bf16_compress_hook"),
             (data_parallel, "fully_shard"), (data_parallel.OneBucketDDP, "reduce_grads"), (zero1, "reduce_scatter"),
             (pipeline.Pipeline, "forward_backward"), (overlap, "regions_of"), (zero1.FlatShard, "all_gather_params"),
             (tensor, "parallelize_module"),
         ):  # fmt: skip
-            real = getattr(owner, name)
-            monkeypatch.setattr(owner, name, lambda *a, real=real, name=name, **k: (calls.add(name), real(*a, **k))[1])
+            monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
         for name, real in pipeline.SCHEDULES.items():
-            noted = lambda *a, real=real, name=name, **k: (calls.add(name), real(*a, **k))[1]  # noqa: E731
-            monkeypatch.setitem(pipeline.SCHEDULES, name, noted)
+            monkeypatch.setitem(pipeline.SCHEDULES, name, noting(name, real))
         return calls
 
     def _look(self, module, inputs, output):

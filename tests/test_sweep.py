@@ -464,7 +464,9 @@ def test_a_folder_that_is_removed_or_spoilt_costs_one_run(tmp_path, monkeypatch,
             shutil.rmtree(tmp_path / lost) if fault == "removed" else (tmp_path / lost / "record.json").write_text("{x")
             gone.append(True)
 
-    command = lambda spec, runs: call("tests.small:pretend", spec, runs, 0.05)  # noqa: E731
+    def command(spec, runs):
+        return call("tests.small:pretend", spec, runs, 0.05)
+
     entries = launch.Launcher(tmp_path, Machine(), {}, command=command).run_all(specs, look=look)
     assert [entry["status"] for entry in entries] == ["ok", "killed", "ok"]
     assert entries[1]["error"]["kind"] == "RecordLost" and "removed or spoilt" in entries[1]["error"]["message"]
