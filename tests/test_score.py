@@ -108,11 +108,12 @@ def test_predictions_that_do_not_fit(change, message):
         score(EXAMPLES, given)
 
 
-@pytest.mark.parametrize("two", [..., "0.5", float("nan"), float("inf"), -float("inf"), True])
-def test_probabilities_that_do_not_fit(two):
-    given = dict.fromkeys(PREDICTIONS, 0.5) | {"two": two}
-    if two is ...:
-        given["other"] = given.pop("two")
+WRONG = (..., "0.5", float("nan"), float("inf"), -float("inf"), True)
+
+
+@pytest.mark.parametrize("change", [{"other": 0.5}, *({"two": value} for value in WRONG)])
+def test_probabilities_that_do_not_fit(change):
+    given = {key: value for key, value in (dict.fromkeys(PREDICTIONS, 0.5) | change).items() if value is not ...}
     with pytest.raises(DataError, match="no-answer probability"):
         score(EXAMPLES, PREDICTIONS, given)
     with pytest.raises(DataError, match="no questions"):
