@@ -102,8 +102,8 @@ def test_a_folder_that_cannot_be_written_to_is_refused_where_it_is_the_default(t
 def test_a_list_takes_commas_and_spaces(words):
     parser = parser_of("sweep")
     variants, seeds = (text.split(" ") for text in words)
-    args = parser.parse_args(["--preset", "smoke", "--variants", *variants, "--seeds", *seeds])
-    assert (args.variants, args.seeds) == (["A1", "A4"], [0, 1])
+    args = parser.parse_args(["--preset", "smoke", "--variants", *variants, "--seeds", *seeds, "--micro-batch", "1,8"])
+    assert (args.variants, args.seeds, args.micro_batch) == (["A1", "A4"], [0, 1], [1, 8])
 
 
 @pytest.mark.parametrize("verb", ["memory", "max-batch", "tune", "sweep"])

@@ -25,7 +25,7 @@ from qa_lib.train import compile as compilation
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.compile import compiled, forget_compiled, found_in_cache, start_compilers
 from qa_lib.train.loop import train
-from qa_lib.train.optim import build_optimizer, learning_rate, peak_rate
+from qa_lib.train.optim import build_optimizer, clip, learning_rate, peak_rate
 from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.step_log import NonFiniteLoss, StepLog
 from qa_lib.variants import VARIANTS, Settings
@@ -97,6 +97,13 @@ def test_padding_is_to_the_limit_the_longest_or_among_equals(samples):
     assert np.all((lengths >= longest) & (lengths < longest + 32) & (lengths % 32 == 0))
     assert len(set(lengths)) > 1
     assert padded("A4")[0].sum() < 0.8 * lengths.sum()
+
+
+def test_gradients_are_scaled_down_to_a_norm_of_1():
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.full((4,), 3.0)
+    clip(torch.optim.SGD([parameter]), lambda norm: norm)
+    assert parameter.grad.tolist() == pytest.approx([0.5] * 4)
 
 
 ON_CPU = ("A1", DEVICE, 1e-5)
