@@ -368,7 +368,7 @@ def test_every_value_of_every_setting_trains_a_step_beside_the_defaults(name, da
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("one", "other"), itertools.combinations(VALUES, 2), ids=lambda name: name)
+@pytest.mark.parametrize(("one", "other"), [*itertools.combinations(VALUES, 2)], ids=lambda name: name)
 def test_two_settings_alone_train_a_step(one, other, data, tmp_path, monkeypatch):
     default = Settings()
     for number, (a, b) in enumerate(itertools.product(VALUES[one], VALUES[other])):
