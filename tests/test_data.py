@@ -5,11 +5,8 @@ import shutil
 
 import datasets
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from qa_lib.data.squad import DataError, Example, open_source
-from qa_lib.errors import UserError
 from tests.material import SQUAD, document, needs_squad, question, write
 
 CONTEXT = "The Rhine flows north. The Rhône flows south. 🙂 Both rise in the Alps."
@@ -230,50 +227,6 @@ def test_many_misplaced_answers_stay_one_readable_line(tmp_path):
     with pytest.raises(DataError, match=r"500 answers .*; and 480 more$") as caught:
         open_source(write(tmp_path / "data.json", document((CONTEXT, entries))), "train").examples  # noqa: B018
     assert len(str(caught.value)) < 3_000
-
-
-ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("\ud800"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=5,
-)
-QUICK = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-def read(file, fix_spans):
-    """The examples, or None after an error that a user can read; anything else fails the test."""
-    try:
-        return open_source(file, "train", fix_spans).examples
-    except UserError as error:
-        assert str(file) in str(error) and "\n" not in str(error)
-        return None
-
-
-@QUICK
-@given(st.data(), st.booleans())
-def test_fuzz_one_part_of_a_good_file_becomes_anything(tmp_path, data, fix_spans):
-    broken = json.loads(json.dumps(GOOD))
-    holder, keys = broken, [None]
-    while isinstance(holder, (dict, list)) and holder:
-        key = data.draw(st.sampled_from(sorted(holder) if isinstance(holder, dict) else range(len(holder))))
-        if not isinstance(holder[key], (dict, list)) or not data.draw(st.booleans()):
-            holder[key] = data.draw(ANYTHING)
-            break
-        keys.append(key)
-        holder = holder[key]
-    examples = read(write(tmp_path / "data.json", broken), fix_spans)
-    for example in examples or []:
-        for text, start in example.answers:
-            assert example.context[start : start + len(text)] == text != ""
-
-
-@QUICK
-@given(st.binary(max_size=50) | ANYTHING.map(lambda value: json.dumps(value).encode()), st.integers(0, 400))
-def test_fuzz_bytes(tmp_path, noise, place):
-    file, good = tmp_path / "data.json", json.dumps(GOOD).encode()
-    for content in (noise, good[:place], good[:place] + noise + good[place + len(noise) :]):
-        file.write_bytes(content)
-        read(file, False)
 
 
 @needs_squad

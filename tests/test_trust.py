@@ -19,6 +19,7 @@ from qa_lib import record
 from qa_lib.__main__ import main
 from qa_lib.app import running
 from qa_lib.archive import read_runs
+from qa_lib.data.squad import open_source
 from qa_lib.errors import UserError
 from qa_lib.model.build import save_model
 from qa_lib.run.launch import Launcher, judge
@@ -28,7 +29,7 @@ from qa_lib.spec import Machine, resolve
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.data_parallel import NoParallel
 from qa_lib.train.process_group import ProcessGroup
-from tests.material import trained_tokenizer, write
+from tests.material import document, question, trained_tokenizer, write
 
 TIMES = int(os.environ.get("QA_LIB_MUTATIONS", "40"))  # mutations of each kind
 SECONDS = 20  # that any of them may take
@@ -264,3 +265,13 @@ def test_a_checkpoint_may_hold_anything(tmp_path):
             assert step == 7 and torch.equal(model.weight, weights)
             for found, wanted in zip(checkpoint._states(), kept._states(), strict=True):
                 assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("fix_spans", [False, True])
+def test_a_data_file_may_hold_anything(fix_spans, tmp_path):
+    entries = [question("q1", "where", ("Rotterdam", TEXT.index("Rotterdam"))), question("q2", "why?")]
+    path, chance = tmp_path / "data.json", random.Random(0)
+    for _ in range(4 * TIMES):
+        mutated(write(path, document((TEXT, entries))), chance)
+        for example in one_line(lambda: open_source(path, "train", fix_spans).examples, "data.json") or ():
+            assert all(text and example.context[start:].startswith(text) for text, start in example.answers)
