@@ -23,7 +23,7 @@ from qa_lib.model.dropout import HashDropout, renew
 from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, use_fused_norms
 from qa_lib.model.packed import Packed
 from qa_lib.run.plan import plan
-from qa_lib.spec import Machine, missing
+from qa_lib.spec import Machine
 from qa_lib.train.compile import LossOf, compiled
 from qa_lib.train.inductor_passes import OperatorFusion
 from qa_lib.variants import VARIANTS
@@ -244,15 +244,7 @@ def test_dynamo_traces_the_whole_model():
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_a_machine_without_triton_and_a_model_that_norms_first_are_told():
-    settings = dataclasses.replace(VARIANTS["E-norm"].settings, attention="flash")
-    gpu = Machine(gpus=1, sm=80, backends=("inductor",), compiler=True)
-    assert missing(settings, gpu) is None
-    assert "Triton" in missing(settings, dataclasses.replace(gpu, compiler=False))
-    t4 = dataclasses.replace(gpu, sm=75)
-    assert missing(VARIANTS["E-t4-norm"].settings, t4) is None
-    assert "7.5 or newer" in missing(VARIANTS["E-t4-norm"].settings, dataclasses.replace(t4, sm=70))
-    assert "GEMMs in Triton" in missing(dataclasses.replace(settings, attention="triton-varlen", precision="fp16"), t4)
+def test_a_model_that_norms_first_is_told():
     model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=100))
     with pytest.raises(UserError, match="norms after a linear layer, and gpt2 has them before"):
         use_fused_norms(model)

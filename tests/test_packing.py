@@ -407,10 +407,6 @@ def test_the_kernel_is_chosen_by_capability_and_named():
     assert kernel("E-packed", T4)[:2] == ("efficient", None)
     assert kernel("E-packed", H200)[:2] == ("flash", None)
     assert "flash" in kernel("E-packed", H200)[2]
-    assert kernel("E-packed-efficient", H200)[:2] == ("efficient", None)
-    assert "CUDA" in kernel("E-packed-efficient", CPU)[1]
-    assert "8.0" in kernel("E-bf16", T4)[1]
-    assert kernel("E-graph", CPU)[1] is None
     assert "cuda_graph: False" in kernel("E-graph", CPU)[2]
 
 

@@ -135,6 +135,12 @@ def test_a_new_field_whose_default_means_what_was_before_renames_no_committed_ru
         ("P0-polled", CPU, "CUDA"),
         ("P0-polled", GPU_PAIR, None),
         ("A2", Machine(), None),
+        ("E-varlen", dataclasses.replace(GPU, sm=75), "8.0 or newer"),
+        ("E-norm", dataclasses.replace(GPU, compiler=False), "Triton"),
+        ("E-t4-norm", dataclasses.replace(GPU, sm=70), "7.5 or newer"),
+        ("E-t4-norm", dataclasses.replace(GPU, sm=75), None),
+        ("E-packed-efficient", CPU, "CUDA"),
+        ("E-graph", CPU, None),
     ],
 )
 def test_what_a_machine_lacks_skips_the_row_with_the_reason(variant, machine, reason):
@@ -150,6 +156,8 @@ def test_a_row_says_from_which_generation_it_runs():
     for name, since in found.items():
         older = dataclasses.replace(GPU, sm=(since or 80) - 1, compiler=(since or 80) > 70)
         assert bool(missing(VARIANTS[name].settings, older)) == bool(since), name
+    in_fp16 = dataclasses.replace(VARIANTS["E-norm"].settings, precision="fp16")
+    assert "GEMMs in Triton" in missing(in_fp16, dataclasses.replace(GPU, sm=75))
 
 
 def test_scales_are_sound():
