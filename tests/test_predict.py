@@ -236,13 +236,6 @@ def test_only_safetensors_and_texts_are_asked_of_the_hub(hub, monkeypatch):
     assert list(filter_repo_objects(f"{kept} {others}".split(), **asked)) == kept.split()
 
 
-def test_a_runs_folder_means_the_model_in_it(folder, capsys):
-    for name in (folder, folder.parent):
-        assert run("--model", name, "--question", "where", "--context", TEXT) == 0
-    one, other = capsys.readouterr().out.splitlines()
-    assert one == other
-
-
 @pytest.mark.parametrize(
     "words", ["", "data.json", "--out x", "data.json --question x", "--question x", "--question q --context c --out x"]
 )

@@ -377,29 +377,19 @@ def test_two_settings_alone_train_a_step(one, other, data, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"optimizer": "lion"}, "unknown optimizer 'lion'"),
-        ({"attention": "SDPA"}, "unknown attention 'SDPA'; did you mean 'sdpa'?"),
-        ({"trainable": "lora-vq"}, "unknown trainable 'lora-vq'; did you mean 'lora-qv'?"),
-        ({"micro_batch": 0}, "micro_batch 0 is not a whole number"),
-    ],
-)
-def test_an_unknown_value_is_refused_with_the_nearest(change, said):
-    with pytest.raises(SpecError, match=re.escape(said)):
-        Settings(**change)
-
-
-@pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"optimizer": "lion"}, ["unknown optimizer 'lion'"]),
+        ({"attention": "SDPA"}, ["unknown attention 'SDPA'; did you mean 'sdpa'?"]),
+        ({"trainable": "lora-vq"}, ["unknown trainable 'lora-vq'; did you mean 'lora-qv'?"]),
+        ({"micro_batch": 0}, ["micro_batch 0 is not a whole number"]),
         ({"engine": "trainer", "optimizer": "adamw-8bit"}, ["engine 'trainer'", "optimizer 'adamw-8bit'", "fused"]),
         ({"qkv": "fused", "trainable": "lora-all"}, ["qkv 'fused'", "trainable 'lora-all'", "away"]),
         ({"feed_forward": "fp8", "precision": "bf16"}, ["feed_forward 'fp8'", "optimizer 'adamw'", "weights in bf16"]),
         ({"optimizer": "adamw-master-bf16"}, ["optimizer 'adamw-master-bf16'", "precision 'fp16'"]),
     ],
 )
-def test_a_conflict_names_both_settings_and_the_reason(change, words):
+def test_an_unknown_value_or_a_conflict_is_refused_with_the_nearest_or_the_reason(change, words):
     with pytest.raises(SpecError) as refusal:
         Settings(**change)
     assert all(word in str(refusal.value) for word in words), refusal.value
