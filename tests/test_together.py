@@ -246,10 +246,8 @@ def test_stages_are_part_of_the_identity():
     ("visible", "said"), [("abc", "PIX"), ("cb", "NV18"), ("ca", "SYS"), ("b", None), ("ax", None)]
 )
 def test_the_link_is_that_of_the_first_two_gpus_that_the_process_sees(visible, said, monkeypatch):
-    answers = {
-        "--query-gpu=uuid": "GPU-a\nGPU-b\nGPU-c\n",
-        "topo": (Path(__file__).parent / "topology.txt").read_text(),
-    }
+    topology = (Path(__file__).parent / "topology.txt").read_text()
+    answers = {"--query-gpu=uuid": "GPU-a\nGPU-b\nGPU-c\n", "topo": topology}
     monkeypatch.setattr(hardware, "_nvidia_smi", lambda first, *_: answers[first])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: types.SimpleNamespace(uuid=visible[card]))
