@@ -162,7 +162,7 @@ def test_output_that_nobody_reads_or_no_disk_takes_is_no_traceback(words):
     assert (done.returncode, done.stderr) == (2, "error: No space left on device\n")
 
 
-@pytest.mark.slow  # test_record has a record, test_train a checkpoint, test_decode the answers
+@pytest.mark.slow  # a record on a full disk is in test_record, a checkpoint in test_train
 def test_a_disk_that_fills_while_the_model_is_saved_is_one_line(tmp_path):
     """No file may have more bytes than records need: the model has."""
     code = (
