@@ -48,10 +48,12 @@ class Lab:
         self.runs, notebook, self.family = folder / "runs", folder / "notebook.ipynb", []
         write_notebook(notebook, before=SLOW, work=FIT)
         machine = json.dumps([dataclasses.asdict(GPU if verb == "max-batch" else CPU), {}])
+        environment = os.environ | {"SMALL_NOTEBOOK": str(notebook), "SMALL_MACHINE": machine, "OMP_NUM_THREADS": "1"}
+        if verb == "sweep":
+            environment["SMALL_PLAIN"] = "1"  # through papermill and its kernel: see test_sweep
         self.process = subprocess.Popen(
             [*before, sys.executable, "-m", "tests.small", *WORDS[verb].split(), "--runs", str(self.runs)],
-            cwd=ROOT, text=True, start_new_session=True,
-            env=os.environ | {"SMALL_NOTEBOOK": str(notebook), "SMALL_MACHINE": machine, "OMP_NUM_THREADS": "1"},
+            cwd=ROOT, env=environment, text=True, start_new_session=True,
             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams,
         )  # fmt: skip
 
@@ -65,7 +67,7 @@ class Lab:
 
     def wait_for_steps(self) -> None:
         """Wait until a run trains, and note the processes that are there then."""
-        self.wait_for(lambda: any(path.stat().st_size for path in self.runs.glob("*/*/steps.jsonl")), 60)
+        self.wait_for(lambda: any(path.stat().st_size for path in self.runs.glob("*/*/steps.jsonl")), 150)
         self.family = psutil.Process(self.process.pid).children(recursive=True)
 
     def wait_for(self, condition, seconds: float) -> None:
