@@ -66,7 +66,7 @@ def test_help_lists_the_verbs_quickly():
         (["sweep", "--variants", "", "--preset", "smoke"], "argument --variants: it is empty"),
         (["memory", "--preset", "bench"], "no variant is named"),
         (["tune", "--family", "Z", "--preset", "smoke"], "unknown family 'Z'"),
-        (["run", "A1", "--preset", "smoke", "--learning-rate", "2"], "argument --learning-rate: '2' is not a learning"),
+        (["run", "A1", "--preset", "smoke", "--learning-rate", "1"], "argument --learning-rate: '1' is not a learning"),
         (["run", "E-dropout", "--preset", "full", "--micro-batch", "24"], "micro-batch 24 does not divide"),
         (["run", "A1", "--preset", "smoke", "--micro-batch=0"], "argument --micro-batch: '0' is not a whole"),
         (["sweep", "--preset", "smoke", "--micro-batch=1.5"], "argument --micro-batch: '1.5' is not a whole number"),
