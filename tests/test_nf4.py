@@ -180,6 +180,7 @@ def test_the_kernel_is_checked_when_a_model_is_built_for_a_gpu(monkeypatch):
         model_of("fp16")
 
 
+@pytest.mark.slow
 def test_bitsandbytes_prints_no_lines_of_its_own():
     """On processors with AVX512-BF16 it warns on import, of a package that nothing here uses."""
     code = "import qa_lib; from bitsandbytes.backends.cpu import ops; ops.logger.warning('Failed to load')"

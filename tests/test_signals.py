@@ -85,8 +85,8 @@ class Lab:
 
 
 # All signals go through errors.stoppable, and all verbs with processes of their own through launch.Launcher.
-CASES = [slow("run", number) if number != signal.SIGTERM else ("run", number) for number in SIGNALS]
-CASES += [("sweep", signal.SIGINT), slow("tune", signal.SIGHUP), slow("max-batch", signal.SIGTERM)]
+CASES = [("sweep", signal.SIGTERM), slow("sweep", signal.SIGINT), *(slow("run", number) for number in SIGNALS)]
+CASES += [slow("tune", signal.SIGHUP), slow("max-batch", signal.SIGTERM)]
 
 
 @pytest.mark.parametrize(("verb", "number"), CASES, ids=lambda value: getattr(value, "name", value))
