@@ -18,14 +18,13 @@ app: .venv/ready  ## ask the best of your runs' models in the browser; and the d
 	$(BIN)/python -m qa_lib app
 
 test: lint  ## everything once, in minutes: pairs of settings in few runs, one fault of each kind
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not alone"
-	$(BIN)/python -m pytest -m "alone and not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-all: test test-slow  ## and every pair, fault, signal and notebook by itself
 
 test-slow: .venv/ready  ## what `make test` leaves out
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "slow and not alone"
-	$(BIN)/python -m pytest -m "slow and alone"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "slow and not alone"
+	$(BIN)/python -m pytest -m alone
 
 # Packages that print lines of their own into what other tests read; Triton comes with PyTorch's CUDA builds alone.
 extras: .venv/extras  ## tests of kernels, without a GPU, and of quantized weights: 300 MB to fetch

@@ -1,7 +1,11 @@
+import fcntl
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -30,8 +34,49 @@ def cache(tmp_path_factory, monkeypatch):
     return folder
 
 
+class Swept:
+    """A runs folder and how to call the command line on it, offline."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.runs = folder, folder / "runs"
+        # One thread: as quick for so small a model, and on a busy machine many times quicker than two that wait.
+        fixed = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "QA_LIB_CACHE": str(folder / "cache")}
+        self.environment = os.environ | fixed
+
+    def call(self, *words, cwd=Path(__file__).parent.parent):
+        """What `python -m WORDS` says; it must succeed."""
+        command = [sys.executable, "-m", *map(str, words)]
+        done = subprocess.run(command, cwd=cwd, env=self.environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def sweep(self, rows) -> str:
+        return self.call("qa_lib", "sweep", "--preset", "smoke", "--variants", ",".join(rows), "--runs", self.runs)
+
+    def folder_of(self, variant) -> Path:
+        (found,) = self.runs.glob(f"*/{variant}-s0-*")
+        return found
+
+
+@pytest.fixture(scope="session")
+def swept(tmp_path_factory):
+    """A1 at preset smoke, trained through its notebook: once, by whichever worker asks first."""
+    top = tmp_path_factory.getbasetemp()
+    folder = (top.parent if "PYTEST_XDIST_WORKER" in os.environ else top) / "swept"
+    folder.mkdir(exist_ok=True)
+    lab = Swept(folder)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not lab.runs.exists():
+            assert lab.sweep(["A1"]).count(": ok, ") == 1
+    return lab
+
+
+@pytest.hookimpl(tryfirst=True)  # before what is slow is left out
 def pytest_collection_modifyitems(items):
     for item in items:
+        if item.get_closest_marker("alone"):
+            item.add_marker(pytest.mark.slow)
         for package in ("triton", "torchao"):
             if item.get_closest_marker(package) and find_spec(package) is None:
                 item.add_marker(pytest.mark.skip(reason=f"{package} is not installed; see `make extras`"))

@@ -5,15 +5,8 @@ import numpy as np
 
 def overflow(tokenizer, questions: list[str], contexts: list[str], max_length: int, stride: int):
     """The windows that the fast tokenizer itself cuts."""
-    return tokenizer(
-        questions,
-        contexts,
-        truncation="only_second",
-        max_length=max_length,
-        stride=stride,
-        return_overflowing_tokens=True,
-        return_offsets_mapping=True,
-    )
+    cut = {"truncation": "only_second", "max_length": max_length, "stride": stride}
+    return tokenizer(questions, contexts, return_overflowing_tokens=True, return_offsets_mapping=True, **cut)
 
 
 def plain_positions(offsets, first: int, last: int, answers) -> tuple[int, int]:

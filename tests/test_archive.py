@@ -137,10 +137,3 @@ def test_one_group_is_read_whatever_signs_are_in_its_name(runs, specs):
     (runs / f"{GROUP}.jsonl").rename(runs / "cpu-[smoke].jsonl")
     assert told(runs, group="cpu-s") == ([], [])
     assert len(told(runs, group="cpu-[smoke]")[1]) == 3, "found, and of another group"
-
-
-def test_lines_of_a_step_log_that_are_none_are_passed_over(runs, specs):
-    log = runs / specs[0].run_path / "steps.jsonl"
-    bad = ["[]", "3", '{"step": "x"}', "[" * 100_000, '{"step": 1, "loss": NaN}', "\\xff"]
-    log.write_text("\n".join([*bad, log.read_text().splitlines()[1]]))
-    assert read_runs(runs)[0].steps()["step"].tolist() == [2]

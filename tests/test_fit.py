@@ -12,9 +12,7 @@ import pytest
 import torch
 
 from qa_lib import record
-from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.errors import UserError
-from qa_lib.model.build import build_model, save_model
+from qa_lib.model.build import build_model
 from qa_lib.run.faults import out_of_memory
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
@@ -78,30 +76,11 @@ def test_memory_runs_out_in_many_words(problem, told):
     assert out_of_memory(problem) is told
 
 
-def test_a_model_for_shorter_features_is_refused(tmp_path):
-    save_model(build_model(short("A1")), build_tokenizer("tiny"), tmp_path / "model")
-    (tmp_path / "model" / "SHA256SUMS").unlink()
-    config = tmp_path / "model" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 64}))
-    (spec,) = plan(["A1"], "local", data="synthetic:40", model=str(tmp_path / "model"), machine=CPU)
-    with pytest.raises(UserError, match=r"takes 64 tokens at most, and .* local makes .* of 384"):
-        build_model(spec)
-
-
 def test_a_try_chooses_its_card_before_anything_asks_cuda():
     """The module that a new process imports first must not import bitsandbytes, which looks for cards at once."""
     asked = "import sys, qa_lib.run.process; print([name for name in ('bitsandbytes', 'peft') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, env=os.environ, check=True)
     assert done.stdout == "[]\n"
-
-
-def test_a_second_task_brings_its_own_scores(tmp_path, monkeypatch):
-    """The seam: a task of a metric of which less is better, with the same data and head."""
-    spec = scored(short("A1"), monkeypatch, {"nats": 1.5, "n": 20})
-    fit(spec, tmp_path, say=lambda _: None)
-    entry = record.read_record(tmp_path / "cpu-smoke-toy" / spec.run_id)
-    assert entry["quality"] == {"nats": 1.5, "n": 20}
-    assert (entry["task"]["metric"], entry["task"]["higher_is_better"]) == ("nats", False)
 
 
 def test_a_score_that_json_has_not_makes_the_run_an_error(tmp_path, monkeypatch):

@@ -11,19 +11,18 @@ from functorch.compile import make_boxed_func
 from torch import library
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
-from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.errors import UserError
 from qa_lib.kernels import fused_norm, gelu
 from qa_lib.kernels.common import sum_partials
 from qa_lib.model.architectures import ENCODERS
-from qa_lib.model.build import build_model, save_model
+from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, HashDropout, renew, use_fused_norms
-from qa_lib.model.load import load
 from qa_lib.model.packed import Packed
 from qa_lib.run.plan import plan
-from qa_lib.spec import Machine, missing
+from qa_lib.spec import Machine
 from qa_lib.train.compile import LossOf, compiled
 from qa_lib.train.inductor_passes import OperatorFusion
 from qa_lib.variants import VARIANTS
@@ -244,26 +243,7 @@ def test_dynamo_traces_the_whole_model():
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_a_model_that_is_saved_is_a_plain_one(tmp_path):
-    (spec,) = plan(["E-gelu"], "smoke", data="synthetic:40", machine=Machine())
-    data, model, ids = load_data(spec), build_model(spec).eval(), torch.randint(5, 100, (2, 20))
-    with torch.no_grad():
-        before = model(ids).start_logits
-        save_model(model, data.tokenizer, tmp_path)
-        plain = load(tmp_path, AutoModelForQuestionAnswering, "sdpa").eval()
-        torch.testing.assert_close(plain(ids).start_logits, before, atol=1e-3, rtol=1e-3)
-    assert not any(isinstance(m, FusedOutput | FusedIntermediate) for m in plain.modules())
-
-
-def test_a_machine_without_triton_and_a_model_that_norms_first_are_told():
-    settings = dataclasses.replace(VARIANTS["E-norm"].settings, attention="flash")
-    gpu = Machine(gpus=1, sm=80, backends=("inductor",), compiler=True)
-    assert missing(settings, gpu) is None
-    assert "Triton" in missing(settings, dataclasses.replace(gpu, compiler=False))
-    t4 = dataclasses.replace(gpu, sm=75)
-    assert missing(VARIANTS["E-t4-norm"].settings, t4) is None
-    assert "7.5 or newer" in missing(VARIANTS["E-t4-norm"].settings, dataclasses.replace(t4, sm=70))
-    assert "GEMMs in Triton" in missing(dataclasses.replace(settings, attention="triton-varlen", precision="fp16"), t4)
+def test_a_model_that_norms_first_is_told():
     model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=100))
     with pytest.raises(UserError, match="norms after a linear layer, and gpt2 has them before"):
         use_fused_norms(model)

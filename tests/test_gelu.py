@@ -23,6 +23,9 @@ from tests.tiny import checkpoint
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+ERRORS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
 def drawn(rows, width, dtype=torch.float32):
     """The output's gradient, the product and the bias."""
     torch.manual_seed(0)
@@ -85,9 +88,7 @@ def test_another_activation_is_refused_by_name():
 
 @pytest.mark.triton
 @pytest.mark.parametrize(("rows", "width"), [(1, 3072), (11, 100), (6, 1)])
-@pytest.mark.parametrize(
-    ("dtype", "error"), [(torch.float32, 1e-5), (torch.float16, 1e-3), (torch.bfloat16, 8e-3)], ids=str
-)
+@pytest.mark.parametrize(("dtype", "error"), ERRORS.items(), ids=str)
 def test_the_backward_kernel_is_the_derivative(rows, width, dtype, error, monkeypatch):
     monkeypatch.setattr(gelus, "PROGRAMS", 2)
     grad, *inputs = drawn(rows, width, dtype)

@@ -31,31 +31,28 @@ class Run:
         return warm.python(self.folder / "log", *f"qa_lib run A1 --preset smoke --runs {self.folder}".split())
 
     def path(self, name: str) -> Path | None:
-        return next(self.folder.glob(f"*/*/{name}"), None)
+        return next(self.folder.glob(f"*/A1-*/{name}"), None)
 
     def steps(self) -> int:
         """How many steps its log holds."""
         log = self.path("steps.jsonl")
         return log.read_bytes().count(b"\n") if log else 0
 
-    def finish(self) -> tuple[dict, list[float], bytes, bytes]:
-        """Run to the end: the record, every step's loss, the weights, the n-best lists."""
+    def finish(self) -> None:
         process = self.start()
         process.join(180)
         assert process.exitcode == 0, (self.folder / "log").read_text()
+
+    def found(self) -> tuple[dict, list[float], bytes, bytes]:
+        """Of a run that has ended: the record, every step's loss, the weights, the n-best lists."""
         lines = [json.loads(line) for line in self.path("steps.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
         files = [self.path(name).read_bytes() for name in ("model/model.safetensors", "answers/nbest_predictions.json")]
         return record.read_record(self.path("record.json").parent), [line["loss"] for line in lines], *files
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    return Run(tmp_path_factory.mktemp("whole")).finish()
-
-
 @pytest.mark.parametrize("kills", [1, slow(KILLS)])
-def test_random_kills_leave_no_trace(kills, whole, tmp_path):
+def test_random_kills_leave_no_trace(kills, swept, tmp_path):
     chance, run, at_steps = random.Random(SEED), Run(tmp_path), []
     while len(at_steps) < kills:
         process, before = run.start(), run.steps()
@@ -69,6 +66,7 @@ def test_random_kills_leave_no_trace(kills, whole, tmp_path):
         process.join()
         at_steps.append(run.steps())
         assert record.read_record(run.path("record.json").parent)["status"] == "running"
-    entry, *rest = run.finish()
-    assert entry["status"] == "ok" and rest == list(whole[1:]), at_steps
-    assert entry["quality"] == whole[0]["quality"]
+    run.finish()
+    (entry, *rest), (whole, *others) = run.found(), Run(swept.runs).found()
+    assert entry["status"] == "ok" and rest == others, at_steps
+    assert entry["quality"] == whole["quality"]

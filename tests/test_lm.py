@@ -164,10 +164,8 @@ def test_a_text_of_one_token_is_too_short_to_train_on_and_long_enough_to_score(f
         load(folder, tmp_path, train=b"a")
     data = load(folder, tmp_path, train=(b"the sea " * 20 + b"\n") * 9, validation=b"a")
     assert (data.n_eval, data.validation_samples.words, data.validation_samples.bytes) == (1, 1, 1)
-    nats = total_nats(
-        model_of(short()).eval(), torch.from_numpy(data.validation_samples.tokens.astype("int64")), 64, 32
-    )
-    assert 0 < nats < 20
+    tokens_ = torch.from_numpy(data.validation_samples.tokens.astype("int64"))
+    assert 0 < total_nats(model_of(short()).eval(), tokens_, 64, 32) < 20
 
 
 def test_windows_line_ends_are_line_ends(folder, tmp_path, tokenizer):
@@ -458,32 +456,17 @@ def test_a_model_of_few_positions_goes_on_with_what_it_has_room_for(positions, t
     assert said["text"] == "to the sea" and isinstance(said["continuation"], str)
 
 
-def test_nats_on_whole_windows_are_transformers_own_loss():
-    """Windows that share one token: what comes of transformers' shifted labels, window by window."""
-    torch.manual_seed(1)
-    model, text = model_of(short()).double().eval(), torch.randint(0, 400, (1 + 3 * 31,))
-    with torch.no_grad():
-        rows = text.unfold(0, 32, 31)
-        loss = model(rows, labels=rows).loss.item()
-        assert total_nats(model, text, 32, 1) == pytest.approx(loss * 3 * 31, rel=1e-6)  # which is summed in fp32
-        plain = F.cross_entropy(model(rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item()
-    assert total_nats(model, text, 32, 1) == pytest.approx(plain, rel=1e-9)
-
-
 # Report.
 
 
 def test_neighbours_of_a_short_length_share_a_third_of_it():
     """Of lengths for which the preset's own would be more than half; the others keep it, and their runs their names."""
-    found = {
-        (preset, length): resolve(row, preset, 0, GPU, {}, {}, "", "", max_length=length).preset.stride
-        for row, preset, lengths in (
-            ("A1", "sizing", (128, 129, 255, 256, 512)),
-            ("L1", "lm-sizing", (96, 128, 16_384)),
-        )
-        for length in lengths
-    }
-    assert list(found.values()) == [42, 43, 85, 128, 128, 32, 64, 64]
+
+    def strides(variant, preset, *lengths):
+        return [resolve(variant, preset, 0, GPU, {}, {}, "", "", max_length=n).preset.stride for n in lengths]
+
+    assert strides("A1", "sizing", 128, 129, 255, 256, 512) == [42, 43, 85, 128, 128]
+    assert strides("L1", "lm-sizing", 96, 128, 16_384) == [32, 64, 64]
 
 
 def test_a_word_without_end_is_learnt_from_in_pieces(tmp_path):

@@ -39,11 +39,8 @@ def train(moments, steps=20, dtype=torch.bfloat16):
 
 
 # The type of both moments and of the weights.
-TYPES = [
-    (torch.float32, torch.bfloat16, 1e-6),
-    (torch.float32, torch.float16, 1e-5),
-    (torch.bfloat16, torch.bfloat16, 4e-3),
-]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+TYPES = [(FP32, BF16, 1e-6), (FP32, FP16, 1e-5), (BF16, BF16, 4e-3)]
 
 
 @pytest.mark.parametrize(("moments", "dtype", "tolerance"), TYPES)

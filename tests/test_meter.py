@@ -135,21 +135,16 @@ def test_a_run_that_fails_is_sampled_no_more(pretend):
     until(lambda: not samplers())
 
 
-def test_a_gpu_that_falls_silent_ends_the_samples_and_not_the_run(pretend):
-    pretend(NVML(looks=3))
+@pytest.mark.parametrize(("looks", "samples"), [(3, [0.75, 0.75]), (0, [])])
+def test_a_gpu_that_falls_silent_ends_the_samples_and_not_the_run(looks, samples, pretend):
+    """The first look is to see whether it answers."""
+    pretend(NVML(looks))
     meter = Meter(GPU, warm_up=1)
     meter.step(LENGTHS, LENGTHS)
     until(lambda: not samplers())
-    assert meter.samples == [0.75, 0.75], "the first look was to see whether it answers"
-
-
-def test_without_nvml_utilisation_is_null(pretend):
-    pretend(NVML(looks=0))
-    meter = Meter(GPU, warm_up=1)
-    for _ in range(2):
-        meter.step(LENGTHS, LENGTHS)
-    assert not samplers()
-    assert meter.speed(FREE, 1.0).gpu_busy is None
+    assert meter.samples == samples
+    meter.step(LENGTHS, LENGTHS)
+    assert meter.speed(FREE, 1.0).gpu_busy == (0.75 if samples else None)
 
 
 def test_masters_beside_the_model_are_memory_of_the_optimizer():

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from transformers.models.bert import modeling_bert
 
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.errors import UserError
@@ -12,7 +11,6 @@ from qa_lib.model.build import build_model, save_model
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 from qa_lib.train import trainer
-from qa_lib.variants import VARIANTS
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
 
@@ -40,15 +38,6 @@ def with_gradient(variant):
     return {name for name, p in model.named_parameters() if p.grad is not None}, model
 
 
-def layer(i):
-    return f"bert.encoder.layer.{i}."
-
-
-def test_full_fine_tuning_reaches_every_parameter():
-    names, model = with_gradient("A1")
-    assert names == {name for name, _ in model.named_parameters()}
-
-
 @pytest.mark.parametrize(("variant", "modules", "rank"), [("B1", 2, 8), ("B1-all", 6, 32)])
 def test_lora_trains_its_factors_and_the_head(variant, modules, rank):
     names, _ = with_gradient(variant)
@@ -59,25 +48,6 @@ def test_lora_trains_its_factors_and_the_head(variant, modules, rank):
         assert all(".query." in name or ".value." in name for name in factors)
     shapes = {p.shape[0] for name, p in with_gradient(variant)[1].named_parameters() if ".lora_A" in name}
     assert shapes == {rank}
-
-
-def test_bitfit_trains_biases_and_the_head():
-    names, model = with_gradient("B2")
-    biases = {name for name, _ in model.named_parameters() if name.endswith(".bias")}
-    assert names == biases | {"qa_outputs.weight"}
-
-
-def test_b3_freezes_the_embeddings_and_the_bottom():
-    names, _ = with_gradient("B3")
-    assert not any(name.startswith(("bert.embeddings.", layer(0))) for name in names)
-    assert any(name.startswith(layer(1)) for name in names)
-
-
-def test_b3_last4_freezes_the_top_alone():
-    names, _ = with_gradient("B3-last4")
-    assert not any(name.startswith(layer(1)) for name in names)
-    assert any(name.startswith(layer(0)) for name in names)
-    assert any(name.startswith("bert.embeddings.") for name in names)
 
 
 def test_frozen_layers_of_bert_base_are_the_seeds_numbers():
@@ -94,24 +64,6 @@ def test_frozen_layers_of_bert_base_are_the_seeds_numbers():
 
     assert trained_layers("freeze-bottom-10") == [10, 11]
     assert trained_layers("freeze-last-4") == list(range(8))
-
-
-@pytest.mark.parametrize(("variant", "eager", "fused"), [("A1", 2, 0), ("A2", 0, 2)])
-def test_the_attention_function_is_the_rows(variant, eager, fused, monkeypatch):
-    calls = {"eager": 0, "sdpa": 0}
-    real_eager, real_sdpa = modeling_bert.eager_attention_forward, torch.nn.functional.scaled_dot_product_attention
-
-    def count(name, function):
-        def counted(*args, **kwargs):
-            calls[name] += 1
-            return function(*args, **kwargs)
-
-        return counted
-
-    monkeypatch.setattr(modeling_bert, "eager_attention_forward", count("eager", real_eager))
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", count("sdpa", real_sdpa))
-    build_model(spec_of(variant))(**inputs())
-    assert calls == {"eager": eager, "sdpa": fused}
 
 
 def gradients(model):
@@ -137,21 +89,6 @@ def test_checkpointing_recomputes_and_changes_no_gradient_with_dropout_on():
     plain, recomputed = counted("A2"), counted("C2")
     assert calls == {"A2": 1, "C2": 2}
     assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
-
-
-@pytest.mark.parametrize("variant", ["A3", "D1", "D1-cudagraphs"])
-def test_the_compile_backend_is_the_rows(variant, monkeypatch, tmp_path):
-    from qa_lib.train import loop as module
-
-    asked = []
-
-    def spy(model, backend, dynamic, options):
-        asked.append((backend, dynamic))
-        return model
-
-    monkeypatch.setattr(torch, "compile", spy)
-    run(module.train, variant, tmp_path)
-    assert asked == [(VARIANTS[variant].settings.compile, False)]
 
 
 def test_dynamic_padding_compiles_symbolic_shapes_once(tmp_path, monkeypatch):

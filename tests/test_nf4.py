@@ -25,10 +25,8 @@ WIDTHS = 96, 160  # of inputs and outputs; neither is a power of 2
 def model_of(precision="bf16", row="L-qlora"):
     machine = gpu_of(90)
     (spec,) = plan([row], "lm-quality", [0], "synthetic:1", "gpt2:L2H128V512", 4, machine)
-    return build_model(
-        dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, precision=precision)),
-        AutoModelForCausalLM,
-    )
+    settings = dataclasses.replace(spec.settings, precision=precision)
+    return build_model(dataclasses.replace(spec, settings=settings), AutoModelForCausalLM)
 
 
 @pytest.fixture(params=["linear", "conv1d", "no bias"])
@@ -57,9 +55,8 @@ def test_product_and_gradient_are_those_of_the_weight_that_the_bits_stand_for(la
     (wanted,) = torch.autograd.grad(expected, x, grad)
     (found,) = torch.autograd.grad(small(x), x, grad)
     assert torch.allclose(found, wanted, atol=1e-5)
-    library.opcheck(
-        torch.ops.qa_lib.nf4_linear.default, (x.detach().requires_grad_(), small.weight, small.scales, WIDTHS[1])
-    )
+    arguments = (x.detach().requires_grad_(), small.weight, small.scales, WIDTHS[1])
+    library.opcheck(torch.ops.qa_lib.nf4_linear.default, arguments)
 
 
 def test_its_bits_are_those_of_bitsandbytes_own_layer(layer):
@@ -120,12 +117,10 @@ def test_a_weight_takes_4_bits_and_its_share_of_a_scale(layer):
 
 def test_only_bytes_are_kept_for_the_backward_pass(layer):
     kept = []
-    small = NF4Linear(layer, torch.float32)
+    small, x = NF4Linear(layer, torch.float32), torch.randn(2, WIDTHS[0], requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        small(torch.randn(2, WIDTHS[0], requires_grad=True))
-    node = torch.ops.qa_lib.nf4_linear(
-        torch.randn(2, WIDTHS[0], requires_grad=True), small.weight, small.scales, WIDTHS[1]
-    ).grad_fn
+        small(x)
+    node = torch.ops.qa_lib.nf4_linear(x, small.weight, small.scales, WIDTHS[1]).grad_fn
     assert not any(map(torch.is_tensor, vars(node).values())), "nor beside what hooks see"
     assert kept and all(tensor.dtype in (torch.uint8, torch.int32) for tensor in kept)
 
@@ -159,6 +154,7 @@ def test_on_a_cpu_weights_are_widened_without_the_kernel_of_bitsandbytes(monkeyp
     assert torch.allclose(small.wide(), weight, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_bitsandbytes_prints_no_lines_of_its_own():
     """On processors with AVX512-BF16 it warns on import, of a package that nothing here uses."""
     code = "import qa_lib; from bitsandbytes.backends.cpu import ops; ops.logger.warning('Failed to load')"

@@ -30,6 +30,7 @@ from qa_lib.report.notebook import check_parameters, result
 from qa_lib.run.plan import plan
 from qa_lib.variants import FAMILIES, UnknownName, find_family, find_variant
 from tests.conftest import slow
+from tests.material import document, question, write
 from tests.test_report import make
 
 ROOT = Path(__file__).parent.parent
@@ -204,54 +205,15 @@ def test_the_bootstrap_installs_what_is_missing_or_old_and_leaves_torch_alone(tm
 # Executed, at smoke scale.
 
 
-class Swept:
-    """A runs folder and how to call the command line on it, offline."""
-
-    def __init__(self, folder):
-        self.folder, self.runs = folder, folder / "runs"
-        # One thread: as quick for so small a model, and on a busy machine many times quicker than two that wait.
-        fixed = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "QA_LIB_CACHE": str(folder / "cache")}
-        self.environment = os.environ | fixed
-
-    def call(self, *words, cwd=ROOT):
-        """The outcome of `python -m WORDS`; it must succeed."""
-        done = subprocess.run(
-            [sys.executable, "-m", *map(str, words)], cwd=cwd, env=self.environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done
-
-    def sweep(self, rows):
-        return self.call("qa_lib", "sweep", "--preset", "smoke", "--variants", ",".join(rows), "--runs", self.runs)
-
-    def files(self):
-        return {path: path.read_bytes() for path in self.runs.glob("*/*/*") if path.is_file()}
-
-    def folder_of(self, variant):
-        (found,) = self.runs.glob(f"*/{variant}-s0-*")
-        return found
-
-
-@pytest.fixture(scope="session")
-def swept(tmp_path_factory):
-    """The baseline through its notebook."""
-    lab = Swept(tmp_path_factory.mktemp("swept"))
-    done = lab.sweep(["A1"])
-    assert done.stdout.count(": ok, ") == 1
-    return lab
-
-
 @pytest.fixture(scope="session")
 def every(swept):
     """And a row of each other family."""
-    done = swept.sweep(ROWS)
-    assert done.stdout.count(": ok, ") == len(ROWS) - 1
+    swept.sweep(ROWS)
     return swept
 
 
-every_row = pytest.mark.parametrize(
-    ("variant", "lab"), [("A1", "swept"), *(slow(v, "every") for v in ROWS if v != "A1")]
-)
+OTHERS = [slow(variant, "every") for variant in ROWS if variant != "A1"]
+every_row = pytest.mark.parametrize(("variant", "lab"), [("A1", "swept"), *OTHERS])
 
 
 def run_here(path, **parameters):
@@ -309,25 +271,11 @@ def test_the_baseline_learns_the_smoke_task(swept):
     assert 30 <= quality["always_null_f1"] <= 50
 
 
+@pytest.mark.slow  # the driver by itself: test_sweep
 def test_a_second_sweep_runs_nothing_again(swept):
-    before = swept.files()
-    done = swept.sweep(["A1"])
-    assert "1 finished, 0 to run" in done.stdout.splitlines()[0]
-    assert swept.files() == before
-
-
-@pytest.mark.slow
-def test_the_report_notebook_draws_from_these_runs(every):
-    swept, group = every, every.folder_of("A1").parent.name
-    out = swept.folder / "report.ipynb"
-    swept.call("papermill", "notebooks/report.ipynb", out, "-p", "runs", swept.runs, "-p", "group", group)
-    cells = code_cells(out)
-    shown = "".join(
-        output.data["text/markdown"] for c in cells for output in c.outputs if "text/markdown" in output.get("data", {})
-    )
-    assert all(variant in shown for variant in ROWS)
-    assert images(out) == FIGURES + (group != "cpu-smoke")
-    assert out.stat().st_size < 2 * MAX_BYTES
+    before = {path: path.read_bytes() for path in swept.folder_of("A1").iterdir() if path.is_file()}
+    assert "1 finished, 0 to run" in swept.sweep(["A1"]).splitlines()[0]
+    assert {path: path.read_bytes() for path in before} == before
 
 
 @pytest.mark.parametrize(("notebook", "page"), cli.PAGES.items(), ids=lambda path: Path(path).stem)
@@ -355,14 +303,6 @@ def test_the_report_and_explore_notebooks_run_in_any_process(tmp_path, monkeypat
     assert sum("image/png" in data for data in report) == FIGURES
     explored = run_here("notebooks/explore.ipynb", data="synthetic:400", preset="smoke")
     assert sum("image/png" in data for data in explored) == 1
-
-
-@pytest.mark.slow
-def test_the_explore_notebook_needs_no_run_and_no_model(swept):
-    out = swept.folder / "explore.ipynb"
-    swept.call("papermill", "notebooks/explore.ipynb", out, "-p", "data", "synthetic:400", "-p", "preset", "smoke")
-    assert images(out) == 1
-    assert out.stat().st_size < MAX_BYTES
 
 
 def test_a_misspelt_parameter_stops_the_run():
@@ -396,9 +336,8 @@ def test_a_notebook_works_by_hand_in_its_own_folder(swept):
     """As in the README, from the folder that Jupyter opens it in."""
     runs = swept.folder / "by-hand"
     words = "-p variant A1 -p preset smoke".split()
-    swept.call(
-        "papermill", "systems.ipynb", swept.folder / "out.ipynb", *words, "-p", "runs", runs, cwd=ROOT / "notebooks"
-    )
+    out = swept.folder / "out.ipynb"
+    swept.call("papermill", "systems.ipynb", out, *words, "-p", "runs", runs, cwd=ROOT / "notebooks")
     (folder,) = runs.glob("*/*")
     entry = record.read_record(folder)
     assert (entry["status"], entry["spec"]["hash"]) == ("ok", plan(["A1"], "smoke")[0].hash)
@@ -410,3 +349,28 @@ def test_the_model_of_a_run_answers_a_question(swept, capsys):
     words = ["--question", "who came ?", "--context", "then alice baker came ."]
     assert main(["predict", "--model", model, *words]) == 0
     assert json.loads(capsys.readouterr().out)["answer"] == "alice baker"
+
+
+# `explore` on data that lacks one kind of question.
+
+TEXT = "The river Rhine rises in the Alps and ends near Rotterdam."
+GOLD = ("Rhine", TEXT.index("Rhine"))
+
+
+def entries(split, kind):
+    """200 questions: the first version of SQuAD knows no unanswerable ones, and has no field that says so."""
+    found = [question(f"{split}{i}", f"who {i}", *([] if kind == "unanswerable" else [GOLD])) for i in range(200)]
+    return [{key: entry[key] for key in entry if kind != "v1.1" or key != "is_impossible"} for entry in found]
+
+
+KINDS = [("unanswerable", "F1 where there is an answer"), slow("answerable", "F1 where there is none")]
+
+
+@pytest.mark.parametrize(("kind", "absent"), [*KINDS, slow("v1.1", "F1 where there is none")])
+def test_explore_takes_questions_of_one_kind_alone(tmp_path, monkeypatch, kind, absent):
+    for split in ("train", "validation"):
+        write(tmp_path / f"{split}.json", document((TEXT, entries(split, kind))))
+    monkeypatch.chdir(ROOT)
+    run_here("notebooks/explore.ipynb", preset="smoke", data=str(tmp_path), model="tiny")
+    scores = InteractiveShell.instance().user_ns["scores"]
+    assert scores[absent].isna().all() and scores.loc["the gold answers", "F1"] == 100

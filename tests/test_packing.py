@@ -184,10 +184,8 @@ def packed_and_padded(samples, kind, dtype, device=DEVICE, qkv="separate"):
     batches = PackedBatches(samples, spec)
     indices = batches.step(0)[0]
     model = without_dropout(build_model(spec)).to(device, dtype).train()
-    padded_spec = dataclasses.replace(
-        spec, settings=dataclasses.replace(spec.settings, padding="max_length", attention="sdpa")
-    )
-    padded = Batches(samples, padded_spec).collate(indices, device)
+    settings = dataclasses.replace(spec.settings, padding="max_length", attention="sdpa")
+    padded = Batches(samples, dataclasses.replace(spec, settings=settings)).collate(indices, device)
     return Packed(model, batches.limits), batches.collate(indices, device), padded, samples.lengths[indices]
 
 
@@ -409,22 +407,13 @@ def test_the_kernel_is_chosen_by_capability_and_named():
     assert kernel("E-packed", T4)[:2] == ("efficient", None)
     assert kernel("E-packed", H200)[:2] == ("flash", None)
     assert "flash" in kernel("E-packed", H200)[2]
-    assert kernel("E-packed-efficient", H200)[:2] == ("efficient", None)
-    assert "CUDA" in kernel("E-packed-efficient", CPU)[1]
-    assert "8.0" in kernel("E-bf16", T4)[1]
-    assert kernel("E-graph", CPU)[1] is None
     assert "cuda_graph: False" in kernel("E-graph", CPU)[2]
 
 
 def test_beyond_rows_run_and_end_to_end(tmp_path):
     """The whole path on this machine, through fit: packed training, padded evaluation."""
-    spec = dataclasses.replace(
-        spec_of("E-adamw", steps=20), preset=dataclasses.replace(spec_of().preset, steps=20, measure_from=5)
-    )
-    entry = fit(spec, tmp_path, say=lambda _: None)
-    assert entry["status"] == "ok"
-    assert entry["time"]["steps"] == 20
-    assert entry["quality"]["n"] == 200
+    entry = fit(spec_of("E-adamw", steps=20, measure_from=5), tmp_path, say=lambda _: None)
+    assert (entry["status"], entry["time"]["steps"], entry["quality"]["n"]) == ("ok", 20, 200)
     assert entry["speed"]["pad_fraction"] < 0.2
 
 
@@ -455,15 +444,15 @@ def test_a_captured_step_is_the_eager_step(samples, changes, tmp_path):
     """Ten steps without dropout, three of them eager and seven replayed, against ten eager ones."""
     from qa_lib.train.loop import train
 
-    def weights(step):
+    def weights(captured):
         spec = spec_of("E-graph", machine=H200, steps=10, checkpoint_every=0, measure_from=2)
-        settings = dataclasses.replace(spec.settings, step=step, **changes)
-        spec = dataclasses.replace(spec, settings=settings)
+        settings = dataclasses.replace(spec.settings, cuda_graph=captured, **changes)
+        spec, folder = dataclasses.replace(spec, settings=settings), tmp_path / str(captured)
         model = without_dropout(build_model(spec))
-        (tmp_path / step).mkdir()
-        train(model, PackedBatches(samples, spec), spec, DEVICE, tmp_path / step, lambda _: None)
+        folder.mkdir()
+        train(model, PackedBatches(samples, spec), spec, DEVICE, folder, lambda _: None)
         return torch.cat([p.detach().flatten().float() for p in model.parameters()])
 
     start = torch.cat([p.detach().flatten().to(DEVICE) for p in build_model(spec_of("E-graph")).parameters()])
-    eager, graph = weights("eager"), weights("graph")
+    eager, graph = weights(False), weights(True)
     assert (graph - eager).norm() < 1e-2 * (eager - start).norm()

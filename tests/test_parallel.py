@@ -21,6 +21,7 @@ from qa_lib.train.pipeline import bubble, measured_bubble
 from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.zero1 import ALIGN, FlatShard
 from tests import warm
+from tests.conftest import slow
 from tests.ranks import DEVICE, losses_of, trained
 
 # For rows that cut the model: four layers and heads, and four micro-batches a step.
@@ -65,11 +66,35 @@ if find_spec("deepspeed"):  # the last one, since a Trainer after it would take 
     CASES["deepspeed"] = ({"row": "P0-deepspeed", "preset": {"steps": 5}}, {"row": "P0", "preset": {"steps": 5}}, 1e-4)
 
 
+# One of each kind is in the default tier.
+QUICK = {"ddp", "fsdp", "flat", "overlap", "sharded", "best-accumulated", "sharded-unequal", "best-masters", "1f1b"}
+QUICK |= {"interleaved-unequal", "tensor", "tensor-flat", "trainer", "deepspeed", "grid"}
+QUICK |= {"P-fsdp", "P-1f1b", "P-zero1-masters"}
+
+
+def tiers(names) -> list:
+    return [name if name in QUICK else slow(name) for name in names]
+
+
 def launch(cases: list[dict], world: int, folder) -> None:
     """Train the cases in so many processes."""
     folder.mkdir(exist_ok=True)
     (folder / "cases.json").write_text(json.dumps(cases))
     warm.together(folder, world, "tests.ranks", str(folder))
+
+
+class Launched(dict):
+    """The folders of cases by name. When the first of a tier is asked for, `train` trains all of it in one launch."""
+
+    def __init__(self, cases: dict[str, dict], train, folder):
+        self.cases, self.train, self.folder = cases, train, folder
+
+    def __missing__(self, name):
+        own = {other for other in self.cases if (other in QUICK) == (name in QUICK)}
+        folder = self.folder / ("quick" if name in QUICK else "slow")
+        self.train([self.cases[other] | {"name": other} for other in self.cases if other in own], folder)
+        self.update({other: folder / other for other in own})
+        return self[name]
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +129,10 @@ def test_what_waits_for_gradients_does_not_keep_the_model():
 
 @pytest.mark.parametrize("trained", [{"weight"}, {"weight", "bias", "more"}])
 def test_a_gathered_model_has_all_that_was_trained_and_no_more(trained):
-    ranks = types.SimpleNamespace(
-        stages=2, gather_stages=lambda own: own | dict.fromkeys(trained - {*own}, own["weight"])
-    )
+    def gather(own):
+        return own | dict.fromkeys(trained - {*own}, own["weight"])
+
+    ranks = types.SimpleNamespace(stages=2, gather_stages=gather)
     model, whole = torch.nn.Linear(2, 2, bias="bias" in trained), torch.nn.Linear(2, 2)
     with pytest.raises(RuntimeError, match=r"not those that its processes have trained: (bias|more)$"):
         gather_model(model, lambda: whole, ranks)
@@ -118,34 +144,33 @@ def found_by_ranks(folder) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two")
-    launch([case | {"name": name} for name, (case, _, _) in CASES.items()], 2, folder)
-    return folder
+    cases = {name: case for name, (case, _, _) in CASES.items()}
+    return Launched(cases, lambda found, folder: launch(found, 2, folder), tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiers(CASES))
 def test_two_processes_make_the_steps_of_one(name, shared, by_one):
     case, alone, tolerance = CASES[name]
     # Without another row for it, the same case: one process takes all of a step's micro-batches.
     one = by_one(alone or case)
-    np.testing.assert_allclose(losses_of(shared / name), losses_of(one), rtol=tolerance)
-    first, second = found_by_ranks(shared / name)
+    np.testing.assert_allclose(losses_of(shared[name]), losses_of(one), rtol=tolerance)
+    first, second = found_by_ranks(shared[name])
     assert first["weights"] == second["weights"]
 
 
 WRAPPERS = {"ddp": "DistributedDataParallel", "trainer": "DistributedDataParallel", "deepspeed": "DeepSpeedEngine"}
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name in (*WRAPPERS, "flat", "fsdp")])
+@pytest.mark.parametrize("name", tiers(name for name in CASES if name in (*WRAPPERS, "flat", "fsdp")))
 def test_the_class_that_trained_is_named(name, shared):
-    assert [rank["wrapper"] for rank in found_by_ranks(shared / name)] == 2 * [WRAPPERS.get(name)]
+    assert [rank["wrapper"] for rank in found_by_ranks(shared[name])] == 2 * [WRAPPERS.get(name)]
 
 
-@pytest.mark.parametrize("name", [name for name, (case, _, _) in CASES.items() if "parts" in case])
+@pytest.mark.parametrize("name", tiers(name for name, (case, _, _) in CASES.items() if "parts" in case))
 def test_a_model_in_parts_has_the_gradients_of_the_whole(name, shared, by_one):
     """Each parameter's, before they are clipped: AdamW hides a gradient that is too large by a factor."""
     _, alone, tolerance = CASES[name]
-    found, expected = (torch.load(folder / "gradients.pt") for folder in (shared / name, by_one(alone)))
+    found, expected = (torch.load(folder / "gradients.pt") for folder in (shared[name], by_one(alone)))
     assert found.keys() == expected.keys() and len(found) > 60
     # Keys' biases have none but what rounding leaves.
     largest = max(gradient.abs().max().item() for gradient in expected.values())
@@ -153,11 +178,11 @@ def test_a_model_in_parts_has_the_gradients_of_the_whole(name, shared, by_one):
         torch.testing.assert_close(gradient, expected[number], rtol=tolerance, atol=tolerance * largest)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("trainer", "deepspeed")])
+@pytest.mark.parametrize("name", tiers(name for name in CASES if name not in ("trainer", "deepspeed")))
 def test_gradients_are_as_large_as_those_of_one_process(name, shared, by_one):
     """The norm of all, whatever shares they are in: neither AdamW nor clipping lets a loss show a common factor."""
     case, alone, tolerance = CASES[name]
-    assert norm_in(shared / name) == pytest.approx(norm_in(by_one(alone or case)), rel=tolerance)
+    assert norm_in(shared[name]) == pytest.approx(norm_in(by_one(alone or case)), rel=tolerance)
 
 
 def norm_in(folder) -> float:
@@ -166,10 +191,10 @@ def norm_in(folder) -> float:
     return torch.cat([gradient.double().flatten() for gradient in gradients]).norm().item()
 
 
-@pytest.mark.parametrize(("name", "formula"), [("gpipe", 1 / 5), ("1f1b", 1 / 5), ("interleaved", 1 / 9)])
+@pytest.mark.parametrize(("name", "formula"), [slow("gpipe", 1 / 5), ("1f1b", 1 / 5), slow("interleaved", 1 / 9)])
 def test_a_stage_waits_at_least_as_long_as_the_formula_says(name, formula, shared):
     assert bubble(2, 4, 2 if name == "interleaved" else 1) == pytest.approx(formula)
-    stages = [rank["pipelined"] for rank in found_by_ranks(shared / name)]
+    stages = [rank["pipelined"] for rank in found_by_ranks(shared[name])]
     assert formula / 2 < measured_bubble(stages) < 1, "less where the stages are not equally long"
 
 
@@ -182,7 +207,7 @@ def test_a_bubble_is_of_the_whole_step():
 def test_ways_to_reduce_see_one_noise_scale(shared):
     """Square norms of each process's gradient and of the mean of all, which the noise scale is made of."""
     flat, overlap, sharded, ddp = (
-        np.mean([rank["norms"] for rank in found_by_ranks(shared / name)], axis=0)
+        np.mean([rank["norms"] for rank in found_by_ranks(shared[name])], axis=0)
         for name in ("flat", "overlap", "sharded", "ddp")
     )
     assert flat == pytest.approx(sharded, rel=1e-3)
@@ -192,35 +217,29 @@ def test_ways_to_reduce_see_one_noise_scale(shared):
     assert not ddp.any(), "which never has its gradients in one piece"
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "interleaved-unequal"])
+@pytest.mark.parametrize("name", tiers(["gpipe", "1f1b", "interleaved", "interleaved-unequal"]))
 def test_a_pipeline_compares_its_first_micro_batch_with_all_as_one_process_does(name, shared, by_one):
     case, *_ = CASES[name]
     one, *_ = found_by_ranks(by_one(case | {"row": "P-one-bucket", "world": 1}))
-    stages = [rank["norms"] for rank in found_by_ranks(shared / name)]
+    stages = [rank["norms"] for rank in found_by_ranks(shared[name])]
     assert np.sum(stages, axis=0) == pytest.approx(one["norms"], rel=1e-3)
     assert min(one["norms"]) > 0
 
 
 def test_a_sharded_optimizer_is_half_of_it(shared):
-    flat, sharded, fsdp, whole = (
-        found_by_ranks(shared / name)[0]["state"] for name in ("flat", "sharded", "fsdp", "ddp")
-    )
+    names = ("flat", "sharded", "fsdp", "ddp")
+    flat, sharded, fsdp, whole = (found_by_ranks(shared[name])[0]["state"] for name in names)
     assert sharded < 0.51 * flat
     assert whole == pytest.approx(fsdp, rel=0.01), "numbers of elements of DTensors are those of the whole"
 
 
 BREAK = 4
 BEGUN = {"world": 4, "preset": {"checkpoint_every": 2}}
-FOUR = {row: BEGUN | {"row": row, "name": row} for row in ("P1", "P-zero1", "P-overlap-zero1", "P-fsdp")}
-FOUR |= {row: BEGUN | CUT | {"row": row, "name": row} for row in ("P-1f1b", "P-tensor")}
+FOUR = {row: BEGUN | {"row": row} for row in ("P1", "P-zero1", "P-overlap-zero1", "P-fsdp")}
+FOUR |= {row: BEGUN | CUT | {"row": row} for row in ("P-1f1b", "P-tensor")}
 FOUR["P-1f1b"]["stages"] = 2
-FOUR |= {
-    "sharded-masters": FOUR["P-zero1"]
-    | {"name": "sharded-masters", "settings": BF16 | {"optimizer": "adamw-master-bf16"}},
-    "tensor-masters": FOUR["P-tensor"] | {"name": "tensor-masters", "settings": BF16},
-}
-
-
+FOUR["P-zero1-masters"] = FOUR["P-zero1"] | {"settings": BF16 | {"optimizer": "adamw-master-bf16"}}
+FOUR["P-tensor-masters"] = FOUR["P-tensor"] | {"settings": BF16}
 GRID = CUT | {"row": "P-1f1b", "world": 4, "stages": 2, "name": "grid"}  # two pipelines of two
 
 
@@ -228,22 +247,25 @@ GRID = CUT | {"row": "P-1f1b", "world": 4, "stages": 2, "name": "grid"}  # two p
 def resumed(tmp_path_factory):
     """Runs that four processes broke off after BREAK steps and two ended: of pipelines two, and then one. And GRID,
     which four began and ended."""
-    folder = tmp_path_factory.mktemp("four")
-    launch([GRID, *(case | {"stop": BREAK} for case in FOUR.values())], 4, folder)
-    assert len(list(folder.glob("*/checkpoint.safetensors"))) == len(FOUR)
-    launch(list(FOUR.values()), 2, folder)
-    return folder
+
+    def train(cases, folder):
+        launch([case if case == GRID else case | {"stop": BREAK} for case in cases], 4, folder)
+        cases = [case for case in cases if case != GRID]
+        assert len(list(folder.glob("*/checkpoint.safetensors"))) == len(cases)
+        launch(cases, 2, folder)
+
+    return Launched(FOUR | {"grid": GRID}, train, tmp_path_factory.mktemp("four"))
 
 
-@pytest.mark.parametrize("row", FOUR)
+@pytest.mark.parametrize("row", tiers(FOUR))
 def test_a_run_that_four_began_goes_on_with_two(row, resumed, by_one):
     """Its steps are those of one process throughout: the same micro-batches, and optimizer state in other shares."""
-    first, second, *_ = found_by_ranks(resumed / row)
+    first, second, *_ = found_by_ranks(resumed[row])
     assert (first["begin"], first["refused"]) == (BREAK, None)
     assert first["weights"] == second["weights"]
     half = {"settings": FOUR[row]["settings"]} if "settings" in FOUR[row] else {}
     alone = by_one(UNCUT | half if "parts" in FOUR[row] else FOUR[row])
-    np.testing.assert_allclose(losses_of(resumed / row), losses_of(alone), rtol=0.05 if half else 1e-4)
+    np.testing.assert_allclose(losses_of(resumed[row]), losses_of(alone), rtol=0.05 if half else 1e-4)
 
 
 def test_shares_begin_and_end_where_the_kernels_read_quickly():
@@ -255,7 +277,7 @@ def test_shares_begin_and_end_where_the_kernels_read_quickly():
 
 
 def test_two_pipelines_of_two_make_the_steps_of_one_process(resumed, shared, by_one):
-    folder, one = resumed / "grid", by_one(UNCUT)
+    folder, one = resumed["grid"], by_one(UNCUT)
     np.testing.assert_allclose(losses_of(folder), losses_of(one), rtol=1e-4)
     found, expected = (torch.load(each / "gradients.pt") for each in (folder, one))
     assert found.keys() == expected.keys()
@@ -266,6 +288,6 @@ def test_two_pipelines_of_two_make_the_steps_of_one_process(resumed, shared, by_
     assert len(ranks) == 4 and len({rank["weights"] for rank in ranks}) == 1
     # Each stage has a part of both square norms; in all they are those of two processes that have the whole model.
     norms, flat = (
-        np.mean([rank["norms"] for rank in found_by_ranks(each)], axis=0) for each in (folder, shared / "tensor-flat")
+        np.mean([rank["norms"] for rank in found_by_ranks(each)], axis=0) for each in (folder, shared["tensor-flat"])
     )
     assert 2 * norms == pytest.approx(flat, rel=1e-3)

@@ -24,16 +24,8 @@ def cpu(name, ts, dur, sizes=(), number=None, cat="cpu_op"):
 def launched(name, ts, dur, at, call, number=None, graph=False):
     """A runtime call at time `at` and the kernel that it launched, which ran from ts on."""
     runtime = "cudaGraphLaunch" if graph else "cudaLaunchKernel"
-    yield {
-        "ph": "X",
-        "cat": "cuda_runtime",
-        "name": runtime,
-        "ts": at,
-        "dur": 1,
-        "tid": 1,
-        "args": {"correlation": call},
-    }
-    args = {"correlation": call, "External id": number}
+    own, args = {"correlation": call}, {"correlation": call, "External id": number}
+    yield {"ph": "X", "cat": "cuda_runtime", "name": runtime, "ts": at, "dur": 1, "tid": 1, "args": own}
     yield {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur, "tid": 7, "args": args}
 
 
@@ -52,12 +44,8 @@ def gpu_trace():
             cpu("aten::native_layer_norm", base + 40, 10, [(64, HIDDEN)], call + 2),
             cpu("aten::mul", base + 2020, 10, [(WIDTHS)], call + 3),
         ]
-        for kernel, at, offset in (
-            ("nvjet_tst", 25, 0),
-            ("nvjet_ntt", 1025, 1),
-            ("norm_kernel", 45, 2),
-            ("adam", 2025, 3),
-        ):
+        kernels = ("nvjet_tst", 25, 0), ("nvjet_ntt", 1025, 1), ("norm_kernel", 45, 2), ("adam", 2025, 3)
+        for kernel, at, offset in kernels:
             events += launched(kernel, base + at + 1000, 100, base + at, call + offset, call + offset)
     return events
 
@@ -99,13 +87,7 @@ def test_kernels_of_a_graph_take_the_labels_of_those_launched_one_by_one():
         ("cutlass_80_gemm", "aten::bmm", [(96, 384, 64), (96, 64, 384)], "backward", "attention"),
         ("triton_per_fused_add_native_dropout_native_layer_norm_5", "", [], "forward", "norms and elementwise"),
         ("triton_poi_fused_gelu_2", "", [], "forward", "norms and elementwise"),
-        (
-            "triton_poi_fused_addmm_gelu_2",
-            "triton_poi_fused_addmm_gelu_2",
-            [(64, WIDE)],
-            "forward",
-            "norms and elementwise",
-        ),
+        (*["triton_poi_fused_addmm_gelu_2"] * 2, [(64, WIDE)], "forward", "norms and elementwise"),
         ("vectorized_elementwise_kernel", "aten::copy_", [(WIDE, HIDDEN)], "forward", "copies"),
         ("Memcpy HtoD", "", [], "forward", "copies"),
         ("triton_per_fused_add_embedding_native_layer_norm_0", "", [], "forward", "embeddings"),

@@ -17,7 +17,7 @@ from qa_lib.errors import UserError
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.hf_checkpoint import QUANTIZED, SUMS
 from qa_lib.model.qat import WIDTHS, _pack, _unpack, is_rounding, quantize
-from qa_lib.record import RunTaken, lock, read_quantized
+from qa_lib.record import SCORING, RunTaken, lock, read_quantized
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.run.quantize import quantize_run
@@ -32,9 +32,8 @@ def quiet(_):
 
 def spec_of(variant):
     (spec,) = plan([variant], "smoke", data="synthetic:60", machine=Machine(torchao=True))
-    return dataclasses.replace(
-        spec, preset=dataclasses.replace(spec.preset, steps=4, measure_from=1, checkpoint_every=0)
-    )
+    preset = dataclasses.replace(spec.preset, steps=4, measure_from=1, checkpoint_every=0)
+    return dataclasses.replace(spec, preset=preset)
 
 
 @pytest.fixture(scope="module")
@@ -205,15 +204,8 @@ def test_a_run_without_a_model_an_unknown_width_and_a_missing_package_are_one_li
     assert "no model/ in it" in capsys.readouterr().err
     entry = json.loads((run / "record.json").read_text())
     entry["task"]["name"] = "lm"
-    (tmp_path / "record.json").write_text(
-        json.dumps(
-            entry
-            | {
-                "quality": entry["quality"]
-                | dict.fromkeys("word_perplexity token_perplexity bits_per_byte nats n words bytes".split())
-            }
-        )
-    )
+    entry["quality"] |= dict.fromkeys(SCORING["lm"].scores)
+    (tmp_path / "record.json").write_text(json.dumps(entry))
     assert main(["quantize", str(tmp_path)]) == 2
     assert "its task is 'lm'" in capsys.readouterr().err
     with pytest.raises(UserError, match="weights of 'int3': int8 or int4 can be had"):

@@ -90,11 +90,9 @@ def git(words):
 def test_the_repository_has_one_address():
     """A fork puts its own in place of it everywhere, see the end of README.md."""
     files = [ROOT / "README.md", ROOT / "CITATION.cff", *ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("runs/*.ipynb")]
-    found = [
-        re.findall(r"(?:github\.com|colab\.research\.google\.com/github)/([\w./-]+)", path.read_text())
-        for path in files
-    ]
-    assert len({address.split("/blob/")[0] for addresses in found for address in addresses}) == 1
+    address = re.compile(r"(?:github\.com|colab\.research\.google\.com/github)/([\w./-]+)")
+    found = {name.split("/blob/")[0] for path in files for name in address.findall(path.read_text())}
+    assert len(found) == 1
 
 
 def test_the_readme_names_every_scale_and_every_notebook():

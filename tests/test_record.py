@@ -1,4 +1,6 @@
 import dataclasses
+import functools
+import operator
 import os
 import re
 import subprocess
@@ -203,14 +205,8 @@ def test_a_lock_empties_no_file_that_it_is_a_link_to(tmp_path):
      ("speed.samples_per_s", True), ("spec.preset.learning_rate", "fast"), ("time.steps", False)],
 )  # fmt: skip
 def test_a_number_is_no_truth_value_and_a_size_is_above_0(spec, tmp_path, way, value):
-    entry = record.new_record(spec, ENV)
-    record.write_record(tmp_path, entry)
-    record.read_record(tmp_path)
-    inside = entry
-    *above, last = way.split(".")
-    for name in above:
-        inside = inside[name]
-    inside[last] = value
+    entry, (*above, last) = record.new_record(spec, ENV), way.split(".")
+    functools.reduce(operator.getitem, above, entry)[last] = value
     record.write_record(tmp_path, entry)
     with pytest.raises(record.RecordError, match=last):
         record.read_record(tmp_path)

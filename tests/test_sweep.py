@@ -127,6 +127,43 @@ def test_a_killed_kernel_is_a_row_and_only_it_runs_again(lab):
     kill_and_run_again(lab, "pause = 30 if variant == 'A1' else 0", PRETEND, 1)
 
 
+@pytest.mark.slow
+@by_papermill
+def test_a_killed_kernel_goes_on_from_its_checkpoint(lab):
+    hang = "if variant == 'A1':\n    import time\n    say = lambda line: time.sleep(600) if ' 20/' in line else None"
+    work = f"if variant == 'A1':\n    {FIT}\nelse:\n    {PRETEND}".replace("\nfit", "\n    fit")
+    kill_and_run_again(lab, hang, work, 20)
+    done = lab.records()["A1"]["time"]
+    assert (done["steps"], done["resumed_from_step"]) == (STEPS, 10)
+
+
+SPOIL = """
+import torch
+from qa_lib.run import tasks
+net, calls = tasks.build_model(spec), []
+tasks.build_model = lambda *_: net
+def hook(module, *inputs):
+    calls.append(1)
+    if variant == "A1" and len(calls) == 5:
+        torch.zeros(2**50)
+    if variant == "A2" and len(calls) == 23:
+        net.qa_outputs.weight.data.fill_(float("nan"))
+net.register_forward_pre_hook(hook)"""
+
+
+@pytest.mark.slow
+@by_papermill
+def test_out_of_memory_is_a_result_and_a_broken_loss_is_an_error(lab):
+    """A real allocation fails in A1's third step, and a weight of A2 becomes NaN before its 12th."""
+    write_notebook(lab.notebook, before=SPOIL, work=FIT)
+    assert lab.run("--variants", "A1,A2")[0] == 1
+    assert lab.statuses() == {"A1": "oom", "A2": "error"}
+    assert "allocate" in lab.records()["A1"]["error"]["message"]
+    broken = lab.records()["A2"]
+    assert (broken["error"]["kind"], broken["error"]["message"]) == ("NonFiniteLoss", "loss is nan at step 12")
+    assert "NonFiniteLoss" in (lab.runs / broken["group"] / broken["run_id"] / "log.txt").read_text()
+
+
 def test_what_a_sweep_writes_into_a_file_can_be_read_the_next_morning(lab):
     write_notebook(lab.notebook, before="pause = 0.03")
     assert lab.run("--variants", "A2")[0] == 0
@@ -156,6 +193,7 @@ def test_two_sweeps_share_the_work(lab):
     assert sorted(steps) == sorted([*range(1, STEPS + 1)] * 2)
 
 
+@pytest.mark.slow
 @by_papermill
 def test_ctrl_c_keeps_what_is_finished(lab):
     write_notebook(lab.notebook, before="pause = 30 if variant == 'A2' else 0")
@@ -390,6 +428,7 @@ if lives.stat().st_size <= {deaths}:
     assert lab.statuses() == {"A1": status} and lives.read_text() == "11"
 
 
+@pytest.mark.slow
 def test_a_try_runs_in_a_process_of_its_own_with_the_spec_that_was_asked_for(tmp_path, machine):
     found, env = Machine(), {}
     (spec,) = plan(["A2"], "smoke", data="synthetic:80", machine=found)
@@ -425,9 +464,9 @@ def test_a_folder_that_is_removed_or_spoilt_costs_one_run(tmp_path, monkeypatch,
             shutil.rmtree(tmp_path / lost) if fault == "removed" else (tmp_path / lost / "record.json").write_text("{x")
             gone.append(True)
 
-    launcher = launch.Launcher(
-        tmp_path, Machine(), {}, command=lambda spec, runs: call("tests.small:pretend", spec, runs, 0.05)
-    )
-    entries = launcher.run_all(specs, look=look)
+    def command(spec, runs):
+        return call("tests.small:pretend", spec, runs, 0.05)
+
+    entries = launch.Launcher(tmp_path, Machine(), {}, command=command).run_all(specs, look=look)
     assert [entry["status"] for entry in entries] == ["ok", "killed", "ok"]
     assert entries[1]["error"]["kind"] == "RecordLost" and "removed or spoilt" in entries[1]["error"]["message"]

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import types
+from pathlib import Path
 
 import psutil
 import pytest
@@ -35,6 +36,7 @@ from tests.conftest import slow
 from tests.ranks import losses_of
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
+PIPED = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 LIMIT_S = 120  # in which a failed run must have ended; 15 s on two free cores
 
 
@@ -121,9 +123,7 @@ def test_ctrl_c_ends_all_processes(tmp_path):
     """From a terminal it comes to torchrun as well."""
     spec = short(steps=100_000)
     command = torchrun.call("qa_lib.run.fit:fit", spec, tmp_path)
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    process = subprocess.Popen(command, start_new_session=True, **PIPED)
     end = time.monotonic() + LIMIT_S
     while not any(path.stat().st_size for path in tmp_path.glob("*/*/steps.jsonl")):
         assert time.monotonic() < end
@@ -172,9 +172,10 @@ def test_the_first_fault_is_the_cause(tmp_path):
     assert (again["status"], again["error"]["message"]) == ("oom", "process 0 of 2: OutOfMemory")
 
 
-@pytest.mark.parametrize(
-    ("age", "status", "message"), [(0, "error", "process 1 of 2: a fault"), (1e6, "killed", "stopped by SIGTERM")]
-)
+AGES = (0, "error", "process 1 of 2: a fault"), (1e6, "killed", "stopped by SIGTERM")
+
+
+@pytest.mark.parametrize(("age", "status", "message"), AGES)
 def test_a_process_that_torchrun_stops_tells_the_others_fault_and_no_older_one(age, status, message, tmp_path):
     error = {"kind": "ValueError", "message": "process 1 of 2: a fault", "step": 3}
     with pytest.raises(Stopped), recording(short(), tmp_path, silent):
@@ -207,12 +208,7 @@ def test_more_gpus_than_there_are_skip_the_row_with_the_reason(tmp_path):
     ("row", "counts", "said"),
     [
         ("A1", {"world": 2}, "A1 trains in one process, not in 2"),
-        (
-            "P1",
-            {"world": 4},
-            "4 processes do not divide the 2 micro-batches of a step at preset 'smoke', which are 16 samples by 8",
-        ),
-        ("P1", {"world": 3}, "3 processes do not divide"),
+        ("P1", {"world": 4}, "4 processes do not divide the 2 micro-batches of a step at preset 'smoke', which are 16"),
         ("P1", {"stages": 2}, "P1 is no pipeline"),
         ("P-gpipe", {"world": 3, "stages": 2}, "3 processes do not make up pipelines of 2"),
         ("P-1f1b", {"world": 4}, "1f1b takes at least as many micro-batches as the 4 stages, and a pipeline has 2"),
@@ -239,31 +235,19 @@ def test_a_model_that_cannot_be_divided_skips_the_row_with_the_reason(row, world
 
 def test_stages_are_part_of_the_identity():
     """Two pipelines of two, and one of four, whatever was asked for by a number and what by its absence."""
-    two, four, same = (
-        plan(["P-gpipe"], "smoke", machine=CPU, micro_batch=2, world=4, stages=stages)[0] for stages in (2, 4, None)
-    )
+    more = {"machine": CPU, "micro_batch": 2, "world": 4}
+    two, four, same = (plan(["P-gpipe"], "smoke", stages=stages, **more)[0] for stages in (2, 4, None))
     assert (two.stages, two.accumulation, four.accumulation) == (2, 4, 8)
     assert two.hash != four.hash == same.hash
     assert plan(["P-gpipe"], "smoke", machine=CPU, micro_batch=2, stages=4)[0].hash == four.hash
 
 
-TOPOLOGY = """\tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity
-GPU0\t X \tPIX\tSYS\tSYS\t0-31
-GPU1\tPIX\t X \tNV18\tSYS\t0-31
-GPU2\tSYS\tNV18\t X \tSYS\t0-31
-NIC0\tSYS\tSYS\tSYS\t X
-
-Legend:
-
-  X    = Self
-"""
-
-
 @pytest.mark.parametrize(
-    ("visible", "said"), [("abc", "PIX"), ("cb", "NV18"), ("ca", "SYS"), ("b", None), ("", None), ("ax", None)]
+    ("visible", "said"), [("abc", "PIX"), ("cb", "NV18"), ("ca", "SYS"), ("b", None), ("ax", None)]
 )
 def test_the_link_is_that_of_the_first_two_gpus_that_the_process_sees(visible, said, monkeypatch):
-    answers = {"--query-gpu=uuid": "GPU-a\nGPU-b\nGPU-c\n", "topo": TOPOLOGY}
+    topology = (Path(__file__).parent / "topology.txt").read_text()
+    answers = {"--query-gpu=uuid": "GPU-a\nGPU-b\nGPU-c\n", "topo": topology}
     monkeypatch.setattr(hardware, "_nvidia_smi", lambda first, *_: answers[first])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: types.SimpleNamespace(uuid=visible[card]))
@@ -329,10 +313,30 @@ def agents(number: int, *options, endpoint: str = "") -> list[subprocess.Popen]:
     words = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "test", *options]
     env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", *words]
-    return [
-        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for _ in range(number)
-    ]
+    return [subprocess.Popen(command, env=env, **PIPED) for _ in range(number)]
+
+
+@pytest.mark.slow
+def test_two_hosts_go_on_together_when_one_has_lost_its_process(tmp_path):
+    spec, fault = short(), {"rank": 1, "step": 15, "kind": "killed"}
+    work = faulty.call("qa_lib.run.worker:work_as_one", spec, tmp_path, fault)[1:]
+    both = agents(2, "--rdzv-conf", "join_timeout=40", "--max-restarts", "1", *work)
+    said = [agent.communicate(timeout=LIMIT_S)[0] for agent in both]
+    assert [agent.returncode for agent in both] == [0, 0], said
+    entry = record.read_record(tmp_path / spec.run_path)
+    assert (entry["status"], entry["time"]["resumed_from_step"], entry["time"]["steps"]) == ("ok", 10, 30)
+    assert entry["parallel"]["world"] == 2 and entry["parallel"]["weights_equal"] is True
+    assert list((tmp_path / spec.run_path).glob("fault*")) == []
+
+
+@pytest.mark.slow
+def test_run_starts_the_processes_by_itself(tmp_path):
+    words = f"run P1 --preset smoke --world 2 --data synthetic:80 --runs {tmp_path}".split()
+    done = subprocess.run([sys.executable, "-m", "qa_lib", *words], capture_output=True, text=True, timeout=2 * LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert "P1: ok, samples/s" in done.stdout
+    (path,) = tmp_path.glob("cpu-smoke/P1-*/record.json")
+    assert record.read_record(path.parent)["parallel"]["weights_equal"] is True
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from qa_lib.train import compile as compilation
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.compile import compiled, forget_compiled, found_in_cache, start_compilers
 from qa_lib.train.loop import train
-from qa_lib.train.optim import build_optimizer, learning_rate, peak_rate
+from qa_lib.train.optim import build_optimizer, clip, learning_rate, peak_rate
 from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.step_log import NonFiniteLoss, StepLog
 from qa_lib.variants import VARIANTS, Settings
@@ -99,6 +99,13 @@ def test_padding_is_to_the_limit_the_longest_or_among_equals(samples):
     assert padded("A4")[0].sum() < 0.8 * lengths.sum()
 
 
+def test_gradients_are_scaled_down_to_a_norm_of_1():
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.full((4,), 3.0)
+    clip(torch.optim.SGD([parameter]), lambda norm: norm)
+    assert parameter.grad.tolist() == pytest.approx([0.5] * 4)
+
+
 ON_CPU = ("A1", DEVICE, 1e-5)
 # In half precision, and by graphs that write their gradients to the same place again and again.
 ON_GPU = pytest.param(
@@ -138,10 +145,10 @@ def without_dropout(model):
     return model
 
 
-@pytest.mark.parametrize(
-    "variant",
-    ["A2", slow("B1"), slow("B2"), "C1", slow("C2"), slow("E-adamw"), "E-dropout-moments", "E-packed-lora-masters"],
-)
+OTHERS = [slow(name) for name in ("A2", "B1", "B2", "C2", "E-adamw")]
+
+
+@pytest.mark.parametrize("variant", ["C1", "E-dropout-moments", "E-packed-lora-masters", *OTHERS])
 def test_resume_is_exact_from_any_checkpoint(variant, samples, tmp_path, monkeypatch):
     spec = spec_of(variant, checkpoint_every=1)
     if spec.asked.half_weights:  # a CPU would adjust it away, but can do it
@@ -162,13 +169,7 @@ def test_resume_is_exact_from_any_checkpoint(variant, samples, tmp_path, monkeyp
 
 @pytest.mark.parametrize(
     ("variant", "device", "started"),
-    [
-        ("E-dropout", "cuda", 1),
-        ("E-regions", "cuda", 1),
-        ("A1", "cuda", 0),
-        ("D1-cudagraphs", "cuda", 0),
-        ("A4", "cpu", 0),
-    ],
+    [("E-dropout", "cuda", 1), ("E-regions", "cuda", 1), ("D1-cudagraphs", "cuda", 0), ("A4", "cpu", 0)],
 )
 def test_the_compilers_processes_start_where_a_gpus_kernels_are_compiled(variant, device, started, monkeypatch):
     calls = []
@@ -213,17 +214,10 @@ def flip(path):
     path.write_bytes(content)
 
 
-DAMAGE = {
+DAMAGE = {  # and whatever else: test_trust
     "a flipped bit": (flip, "its digest is not that"),
-    "half of it zeroed": (
-        lambda p: p.write_bytes(p.read_bytes()[: p.stat().st_size // 2].ljust(p.stat().st_size)),
-        "is",
-    ),
     "cut off": (lambda p: p.write_bytes(p.read_bytes()[:5000]), "cannot be read"),
-    "empty": (lambda p: p.write_bytes(b""), "cannot be read"),
-    "without metadata": (lambda p: save_file({"x": torch.ones(3)}, p), "cannot be read"),
     "with other metadata": (lambda p: save_file({"x": torch.ones(3)}, p, {"state": "{}"}), "cannot be read"),
-    "with metadata that are no JSON": (lambda p: save_file({"x": torch.ones(3)}, p, {"state": "{"}), "cannot be read"),
 }
 
 
@@ -341,25 +335,6 @@ def test_the_time_for_inputs_is_of_the_host_and_of_the_measured_steps(samples, t
     assert Meter(DEVICE, warm_up=2).data_ms() is None
 
 
-def test_step_cost_is_the_usual_formula_and_less_where_less_trains():
-    from qa_lib.measure.flops import StepFlops
-
-    full = StepFlops(build_model(spec_of("A1")))
-    layer = 4 * (64 * 64 + 64) + 2 * 64 * 128 + 128 + 64 + 4 * 64
-    weights_only = 4 * 64 * 64 + 2 * 64 * 128
-    tokens, squares = 1000.0, 5e5
-    expected = 2 * tokens * 2 * (2 * layer + weights_only) + 12 * 2 * 64 * squares
-    assert full.flops(tokens, squares) == pytest.approx(expected)
-    cost = {v: StepFlops(build_model(spec_of(v))).flops(tokens, squares) for v in ("B1", "B2", "B3", "B3-last4", "C2")}
-    assert cost["B3"] < cost["B3-last4"] < expected
-    assert cost["B2"] < cost["B1"] < expected
-    assert cost["C2"] == expected
-    recomputing = StepFlops(build_model(spec_of("C2")))
-    assert recomputing.flops(tokens, squares, recompute=True) == pytest.approx(
-        expected + 2 * tokens * 2 * layer + 4 * 2 * 64 * squares
-    )
-
-
 class Scaler:
     """A GradScaler as far as the log asks it."""
 
@@ -388,9 +363,8 @@ def test_an_overflow_is_excused_while_the_scaler_can_still_back_off(tmp_path):
 def test_the_time_left_does_not_count_compilation(tmp_path, monkeypatch):
     now, said = [0.0], []
     monkeypatch.setattr("qa_lib.train.step_log.time.monotonic", lambda: now[0])
-    log = StepLog(
-        tmp_path, spec_of("A3"), 10, 0, torch.amp.GradScaler("cpu", enabled=False), ProcessGroup(DEVICE), said.append
-    )
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    log = StepLog(tmp_path, spec_of("A3"), 10, 0, scaler, ProcessGroup(DEVICE), said.append)
     for clock in (84.0, 86.0):  # the first step compiles
         now[0] = clock
         log.add(torch.tensor(1.0), 0.1)

@@ -112,9 +112,8 @@ def test_the_class_that_trained_is_what_the_trainer_has_called(wrapped, said, sa
     if wrapped:
         monkeypatch.setattr(trainer.Trainer, "_wrap_model", lambda self, model, *_: wrapped(model))
     ranks, spec = trainer.ProcessGroup(torch.device("cpu")), spec_of("P0")
-    trainer.train(
-        build_model(spec), batches_of(samples, spec), spec, ranks.device, tmp_path, lambda _: None, ranks=ranks
-    )
+    given = build_model(spec), batches_of(samples, spec), spec
+    trainer.train(*given, ranks.device, tmp_path, lambda _: None, ranks=ranks)
     assert ranks.wrapper == ("Engine" if wrapped else None)
 
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from transformers import BertConfig, BertForQuestionAnswering
 
 from qa_lib import record
@@ -150,34 +148,18 @@ def at(document, way):
 
 PATHS = ["../x", "../x.png", "../../x", "../../x.png", "../../../keep", "/", ".", "..", "", "a\0b.png",
          "a\nb", "C:\\x", "\\\\host\\x", "x" * 5_000, "\x1b[2J", "\ud800", "~/x", "file:///x", "~"]  # fmt: skip
-
-
-@settings(max_examples=TIMES, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(chance=st.randoms(use_true_random=False), path=st.sampled_from([*PATHS, "{outside}/x", "{outside}/x.png"]))
-def test_no_string_of_a_file_leads_out_of_its_folder(lab, chance, path, capsys):
-    file = chance.choice(lab.files)
-    document = read(file)
-    ways = [way for way in spots(document) if way[-1] or isinstance(at(document, way), str)]
-    way = chance.choice(ways)
-    written(file, changed(document, way, path.replace("{outside}", str(lab.place))))
-    with limited():
-        lab.use()
-    assert "\x1b" not in (said := "".join(capsys.readouterr())) and "Traceback" not in said
-    lab.check_and_restore(file)
-
-
-VALUES = [None, True, -1, 0, 1.5, 10**18, "", "text", [], {}, [1], [[]], {"a": {"b": [1]}}, "\ud800", "\x1b]0;x\x07",
-          float("nan"), float("inf"), 10**400]  # fmt: skip
+VALUES = [None, True, -1, 0, 1.5, 10**18, "text", [], {}, [1], [[]], {"a": {"b": [1]}}, "\x1b]0;x\x07", float("nan"),
+          float("inf"), 10**400, *PATHS]  # fmt: skip
 
 
 def mutated(path: Path, chance: random.Random) -> None:
     """Another value, no value, or spoilt bytes, in a file of JSON."""
     content = bytearray(path.read_bytes())
-    kind = chance.choice(["value", "value", "value", "gone", "bit", "cut", "deep", "huge"])
-    if kind in ("value", "gone"):
+    kind = chance.choice(["value", "value", "value", "key", "gone", "bit", "cut", "deep", "huge"])
+    if kind in ("value", "key", "gone"):
         document = read(path)
-        way = chance.choice([way for way in spots(document) if not way[-1]])
-        if kind == "value":
+        way = chance.choice([way for way in spots(document) if way[-1] == (kind == "key")])
+        if kind != "gone":
             written(path, changed(document, way, chance.choice(VALUES)))
         else:
             del at(document, (*way[:-2], None))[way[-2]]
@@ -198,29 +180,36 @@ def spoilt(content: bytearray, chance: random.Random, kind: str) -> bytes:
     return bytes(content)
 
 
+def one_line(ask, names: str):
+    """What `ask` gives; None where it ends in a UserError, of one line that has one of `names` in it."""
+    with limited():
+        try:
+            return ask()
+        except UserError as problem:
+            assert "\n" not in str(problem) and any(name in str(problem) for name in names.split()), problem
+
+
+def change(path: Path, chance: random.Random) -> bool:
+    """Spoil a file; whether its bytes are others now."""
+    before = path.read_bytes()
+    path.unlink()  # it may be mapped into memory
+    path.write_bytes(before)
+    if path.suffix == ".json" and chance.random() < 0.8:
+        mutated(path, chance)
+    else:
+        path.write_bytes(spoilt(bytearray(before), chance, chance.choice(["bit", "bit", "cut"])))
+    return path.read_bytes() != before
+
+
 @pytest.mark.parametrize("number", range(4))
 def test_records_and_what_lies_beside_them_may_hold_anything(lab, number, capsys):
     file, chance = lab.files[number], random.Random(number)
-    for _ in range(TIMES // 4):
+    for _ in range(TIMES // 2):
         mutated(file, chance)
         with limited():
             lab.use()
         assert "\x1b" not in (said := "".join(capsys.readouterr())) and "Traceback" not in said
         lab.check_and_restore(file)
-
-
-def test_one_bad_record_costs_one_run_and_a_sentence(lab, capsys):
-    path = lab.files[0]
-    for value in VALUES[6:]:
-        for way in (("spec", "adjusted", False), ("quality", "f1", False), ("env", "gpu", False)):
-            if (way[1], value) in (("adjusted", []), ("gpu", ""), ("gpu", "text"), ("gpu", "\x1b]0;x\x07")):
-                continue
-            written(path, changed(read(path), way, value))
-            capsys.readouterr()
-            assert len(read_runs(lab.runs)) == 3, "the line of the archive takes its place"
-            said = capsys.readouterr().err
-            assert str(path) in said and said.count("\n") == 1, (way, value)
-            lab.check_and_restore(path)
 
 
 @pytest.fixture(scope="module")
@@ -242,18 +231,9 @@ def test_a_model_folder_may_hold_anything(model, tmp_path, digests):
         shutil.copytree(model, folder)
         if not digests:
             (folder / "SHA256SUMS").unlink()
-        path = folder / chance.choice(names)
-        before = path.read_bytes()
-        if path.suffix == ".json":
-            mutated(path, chance)
-        else:
-            path.write_bytes(spoilt(bytearray(before), chance, chance.choice(["bit", "cut"])))
-        with limited():
-            try:
-                load_qa_model(folder)
-                assert not digests or path.read_bytes() == before
-            except UserError as problem:
-                assert str(folder) in str(problem) and "\n" not in str(problem)
+        differs = change(folder / chance.choice(names), chance)
+        loaded = one_line(lambda folder=folder: load_qa_model(folder), str(folder))
+        assert not (loaded and digests and differs)
 
 
 def test_a_checkpoint_may_hold_anything(tmp_path):
@@ -287,14 +267,11 @@ def test_a_checkpoint_may_hold_anything(tmp_path):
                 assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_a_data_file_may_hold_anything(tmp_path):
+@pytest.mark.parametrize("fix_spans", [False, True])
+def test_a_data_file_may_hold_anything(fix_spans, tmp_path):
     entries = [question("q1", "where", ("Rotterdam", TEXT.index("Rotterdam"))), question("q2", "why?")]
     path, chance = tmp_path / "data.json", random.Random(0)
     for _ in range(4 * TIMES):
         mutated(write(path, document((TEXT, entries))), chance)
-        with limited():
-            try:
-                for example in open_source(path, "validation").examples:
-                    assert all(example.context[start:].startswith(text) for text, start in example.answers)
-            except UserError as problem:
-                assert "data.json" in str(problem) and "\n" not in str(problem)
+        for example in one_line(lambda: open_source(path, "train", fix_spans).examples, "data.json") or ():
+            assert all(text and example.context[start:].startswith(text) for text, start in example.answers)

@@ -12,11 +12,8 @@ from qa_lib.data.synthetic import TINY_CONFIG
 from qa_lib.data.tokenize import build_tokenizer
 
 # What differs between the encoders: ELECTRA's embeddings may be narrower than its layers.
-SHAPES = {
-    "bert": {},
-    "roberta": {"max_position_embeddings": 514, "type_vocab_size": 1},
-    "electra": {"embedding_size": 32},
-}
+ROBERTA = {"max_position_embeddings": 514, "type_vocab_size": 1}
+SHAPES = {"bert": {}, "roberta": ROBERTA, "electra": {"embedding_size": 32}}
 
 
 def byte_level_tokenizer(texts, size: int = 400, **options) -> RobertaTokenizer:
