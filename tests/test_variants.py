@@ -200,12 +200,12 @@ def test_a_new_variant_is_a_line_of_the_table(monkeypatch, tmp_path, capsys):
 
 # A module or package imports those that stand before it alone; of some, these alone.
 LAYERS = (
-    "errors variants presets spec record cli archive commands data kernels model measure train score run report serving"
+    "errors variants presets spec record cli archive data kernels model measure train score run report serving"
     " app __main__"
 ).split()
-ALONE = {"kernels": [], "serving": ["errors"], "report": [*LAYERS[:8], "measure.trace", "measure.goodput"]}
+ALONE = {"kernels": [], "serving": ["errors"], "report": [*LAYERS[:7], "measure.trace", "measure.goodput"]}
 TORCH_FREE = (
-    "errors variants spec record archive cli commands run.plan run.sweep run.slurm run.launch run.process"
+    "errors variants spec record archive cli run.plan run.sweep run.slurm run.launch run.process"
     " measure.trace measure.goodput report"
 ).split()
 
