@@ -90,18 +90,9 @@ class Settings:
     # each | pipeline: some of the layers each (train/pipeline.py) | tensor: a share of every linear layer each
     # (train/tensor.py) | deepspeed: ZeRO-1 by DeepSpeed under the Trainer (train/trainer.py)
     parallel: Literal[
-        "none",
-        "ddp",
-        "ddp-bf16",
-        "ddp-one-bucket",
-        "ddp-overlap",
-        "zero1",
-        "zero1-overlap",
-        "fsdp2",
-        "pipeline",
-        "tensor",
-        "deepspeed",
-    ] = "none"
+        "none", "ddp", "ddp-bf16", "ddp-one-bucket", "ddp-overlap", "zero1", "zero1-overlap", "fsdp2", "pipeline",
+        "tensor", "deepspeed"
+    ] = "none"  # fmt: skip
     # in which order a pipeline's stages take micro-batches: gpipe, all forward, then all backward | 1f1b, backward as
     # early as can be | interleaved: 1f1b with two parts of the layers a process
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "gpipe"
@@ -317,9 +308,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _as_json(variant: Variant) -> dict:
-    own = {"family": variant.family, "settings": dataclasses.asdict(variant.settings)}
-    return (
-        dataclasses.asdict(variant)
-        | own
-        | {"needs": [need.why for need in needs(variant.settings)], "since": since(variant.settings)}
-    )
+    settings = variant.settings
+    own = {"family": variant.family, "settings": dataclasses.asdict(settings)}
+    needed = {"needs": [need.why for need in needs(settings)], "since": since(settings)}
+    return dataclasses.asdict(variant) | own | needed
