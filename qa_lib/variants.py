@@ -37,6 +37,9 @@ def nearest(kind: str, name: str, known: Iterable[str]) -> str:
     return f"unknown {kind} {name!r}{hint} (known: {', '.join(folded.values())})"
 
 
+DataParallel = Literal["ddp", "ddp-bf16", "ddp-one-bucket", "ddp-overlap", "zero1", "zero1-overlap", "fsdp2"]
+
+
 @dataclass(frozen=True)
 class Settings:
     """Every knob of a run; the defaults are variant A1, the baseline of the reference project.
@@ -89,10 +92,7 @@ class Settings:
     # zero1: a share of the optimizer each | zero1-overlap: both | fsdp2: a share of weights, gradients and optimizer
     # each | pipeline: some of the layers each (train/pipeline.py) | tensor: a share of every linear layer each
     # (train/tensor.py) | deepspeed: ZeRO-1 by DeepSpeed under the Trainer (train/trainer.py)
-    parallel: Literal[
-        "none", "ddp", "ddp-bf16", "ddp-one-bucket", "ddp-overlap", "zero1", "zero1-overlap", "fsdp2", "pipeline",
-        "tensor", "deepspeed"
-    ] = "none"  # fmt: skip
+    parallel: Literal["none", DataParallel, "pipeline", "tensor", "deepspeed"] = "none"
     # in which order a pipeline's stages take micro-batches: gpipe, all forward, then all backward | 1f1b, backward as
     # early as can be | interleaved: 1f1b with two parts of the layers a process
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "gpipe"
@@ -221,9 +221,15 @@ def _variant(name: str, parent: str, change: str, tags: str, why: str) -> Varian
 
 
 VARIANTS = {line["name"]: _variant(**line) for line in _table("variants.csv")}
-FAMILIES = {  # family -> notebook
-    "A": "systems", "B": "peft", "C": "memory", "D": "backends", "E": "beyond", "P": "parallel", "L": "language",
-}  # fmt: skip
+FAMILIES = {
+    "A": "systems",
+    "B": "peft",
+    "C": "memory",
+    "D": "backends",
+    "E": "beyond",
+    "P": "parallel",
+    "L": "language",
+}  # family -> notebook
 RECOMMENDED = "E-moments"  # what `recommended` stands for, and sentences speak of
 BASELINES = {"qa": "A1", "lm": "L1"}  # task -> the variant that its others are compared with
 
