@@ -1,4 +1,4 @@
-"""The command line: python -m qa_lib VERB ... commands.py has the verbs, and the module of each its main."""
+"""The command line: python -m qa_lib VERB ... verbs.toml lists the verbs, and the module of each has its main."""
 
 import contextlib
 import errno
@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 
-from qa_lib.commands import VERBS, parser_of
+from qa_lib.cli import VERBS, parser_of
 from qa_lib.errors import UserError, first_line, printable, stoppable, stopped_by
 from qa_lib.variants import nearest
 

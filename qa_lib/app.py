@@ -22,7 +22,6 @@ from starlette.applications import Starlette
 from qa_lib.data.squad import MAX_CONTEXT, open_source
 from qa_lib.errors import UserError, first_line
 from qa_lib.record import RecordError, duration, read_record, run_files
-from qa_lib.report.format import WORDS
 from qa_lib.report.load import load_runs, newest, searches, select
 from qa_lib.report.readme import source
 from qa_lib.report.style import figures_of
@@ -39,36 +38,12 @@ UNFINISHED = (b'"starting"', b'"waiting"', b'"running"')
 HEADINGS = ("row", "what it changes", "model", "world size", "effective batch", "length", "training", "micro-batch",
             "samples/s", "tokens/s", "× {base}", "step ms [p10–p90]", "MFU", "peak MiB", "{score}",
             "Δ{score} vs {base}", "n", "status", "note")  # fmt: skip
-CSS = """
-.gradio-container { width: 100% !important; max-width: min(1180px, 100%) !important; margin: 0 auto !important }
-footer { display: none !important }
-.shown p { margin: .4em 0; overflow-wrap: anywhere }
-.shown img { max-width: 100%; margin: .8em 0 }
-.shown progress { width: 8em; margin: 0 .6em }
-.shown .text { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 14em; overflow-y: auto }
-.shown mark { background: #ffd8a8; color: #000; border-radius: 3px }
-.shown .wide { overflow: auto; max-height: 34em; margin: .6em 0 }
-.shown .few { max-height: 13em }
-.shown table { width: 100%; border-collapse: collapse; white-space: nowrap }
-.shown :is(table, thead, tbody, tr) { border: 0 !important }
-.shown .words { white-space: normal; min-width: 11em }
-.shown :is(th, td) { padding: .2em .7em !important; text-align: left; border-width: 0 0 1px !important;
-  border-color: var(--border-color-primary) !important }
-.shown thead th { position: sticky; top: 0; background: var(--body-background-fill) }
-.shown .number { text-align: right !important; font-variant-numeric: tabular-nums }
-"""
-FONT = ("system-ui", "sans-serif")
+FONTS = {"font": ("system-ui", "sans-serif"), "font_mono": ("ui-monospace", "monospace")}
 LOOK = {
-    "theme": gr.themes.Default(
-        primary_hue="blue", text_size="sm", spacing_size="sm", font=FONT, font_mono=("ui-monospace", "monospace")
-    ),
-    "css": CSS,
+    "theme": gr.themes.Default(primary_hue="blue", text_size="sm", spacing_size="sm", **FONTS),
+    "css": Path(__file__).with_name("app.css").read_text(encoding="utf-8"),
     "footer_links": [],
-    "run_history": False,
-    "ssr_mode": False,
-    "mcp_server": False,
-    "enable_monitoring": False,
-}
+} | dict.fromkeys(("run_history", "ssr_mode", "mcp_server", "enable_monitoring"), False)
 QUIET = {"show_progress": "hidden", "api_visibility": "private"}
 # One thread for all models: two that are compared would take each other's cores, and each thread that calls torch keeps
 # memory of its own. It imports torch, too, while the page is being read.
@@ -128,15 +103,9 @@ def details(found: dict) -> str:
 
 
 def html_table(table: pd.DataFrame, style: str = "") -> str:
-    """A table of text as HTML that scrolls, numbers to the right."""
-    words = ("answer", "what it changes", "note")
-    styles = ["words" if name in words else "" if name in WORDS else "number" for name in table]
-    head, *rows = (
-        "".join(f'<{tag} class="{style}">{escape(cell)}</{tag}>' for cell, style in zip(cells, styles, strict=True))
-        for tag, cells in [("th", list(table)), *(("td", row) for row in table.to_numpy().tolist())]
-    )
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    return f'<div class="wide {style}"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    """A table of text as HTML that scrolls."""
+    with pd.option_context("display.max_colwidth", None):
+        return f'<div class="wide {style}">{table.to_html(index=False, border=0)}</div>'
 
 
 def without_paths(text: str) -> str:
@@ -274,30 +243,24 @@ class Dashboard(NamedTuple):
 def dashboard(runs_dir: Path, figures_dir: Path, wanted: str = "") -> Dashboard:
     """The report of the `wanted` group, or else of the newest. What cannot be read or shown costs a sentence."""
     broken: dict[str, list[str]] = {}
+    groups, name, said, table, figures = [], None, [], pd.DataFrame(), []
     try:
         runs = load_runs(runs_dir, broken)
-    except Exception as problem:  # whatever records lead to that are spoilt together
-        said = f"The records cannot be read: {without_paths(first_line(problem))}."
-        return Dashboard([], None, [said], pd.DataFrame(), [])
-    began = newest(runs)
-    groups = {*began, *broken} - searches(runs)
-    groups = sorted(sorted(groups), key=lambda name: began.get(name, ""), reverse=True)
-    if not groups:
-        return Dashboard(
-            [], None, ["There are no records yet: make quickstart makes some in minutes."], pd.DataFrame(), []
-        )
-    name = wanted if wanted in groups else groups[0]
-    bad = [f"Cannot be read: {text.removeprefix(f'{runs_dir}/')}." for text in broken.get(name, [])]
-    said, table, figures = [], pd.DataFrame(), []
-    try:
-        chosen = select(runs, name)
-        table = result_table(summary(chosen), HEADINGS).astype(str).map(without_paths)
-        figures = figures_of(figures_dir / name)
-        said = [source(chosen)]
-        if not figures:
-            said.append(f"No figures yet: python -m qa_lib report --group {name} draws them.")
+        began = newest(runs)
+        groups = sorted(sorted({*began, *broken} - searches(runs)), key=lambda name: began.get(name, ""), reverse=True)
+        name = wanted if wanted in groups else next(iter(groups), None)
+        if name in began:
+            chosen = select(runs, name)
+            table = result_table(summary(chosen), HEADINGS).astype(str).map(without_paths)
+            figures = figures_of(figures_dir / name)
+            said = [source(chosen)]
+            if not figures:
+                said.append(f"No figures yet: python -m qa_lib report --group {name} draws them.")
+        elif not groups:
+            said = ["There are no records yet: make quickstart makes some in minutes."]
     except Exception as problem:  # whatever a spoilt record leads to: the other groups are to be seen
-        bad.append(f"This group cannot be shown: {first_line(problem)}.")
+        said = [f"This cannot be shown: {first_line(problem)}."]
+    bad = [f"Cannot be read: {text.removeprefix(f'{runs_dir}/')}." for text in broken.get(name, [])]
     return Dashboard(groups, name, [without_paths(text) for text in bad + said], table, figures)
 
 

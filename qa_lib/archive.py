@@ -18,21 +18,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from qa_lib import record
 from qa_lib.errors import UserError, printable
-from qa_lib.record import (
-    PROFILE_SCHEMA,
-    SCHEMA,
-    TERMINAL,
-    RecordError,
-    checked,
-    document,
-    read_quantized,
-    read_record,
-    regular,
-    run_files,
-    strict_json,
-    write_atomically,
-)
+from qa_lib.record import RecordError
 
 STEP_COLUMNS = ("step", "loss", "lr", "ms", "phi")  # of a line of steps.jsonl; phi: the gradient noise scale so far
 
@@ -50,13 +38,13 @@ class Run:
         if self.folder is None:
             return self.record["profile"]
         path = self.folder / "profile.json"
-        return document(path, PROFILE_SCHEMA) if path.exists() else None
+        return record.document(path, record.PROFILE_SCHEMA) if path.exists() else None
 
     def quantized(self) -> list[dict]:
         """The quantized.json of each of the run's quantized models. Raises RecordError for one that is broken."""
         if self.folder is None:
             return self.record["quantized"]
-        return [read_quantized(path.parent) for path in sorted(self.folder.glob("model-*/quantized.json"))]
+        return [record.read_quantized(path.parent) for path in sorted(self.folder.glob("model-*/quantized.json"))]
 
     def steps(self) -> pd.DataFrame:
         """The run's log, a line a step with STEP_COLUMNS as floats; without lines where there is none. A line that is
@@ -67,7 +55,7 @@ class Run:
         lines, log = [], self.folder / "steps.jsonl"
         for line in log.read_bytes().splitlines() if log.is_file() else []:
             with contextlib.suppress(ValueError, RecursionError):
-                step = strict_json(line.decode())
+                step = record.strict_json(line.decode())
                 if isinstance(step, dict) and isinstance(step.get("step"), int):
                     lines.append({name: _number(step.get(name)) for name in STEP_COLUMNS})
         return _as_steps(lines)
@@ -110,15 +98,15 @@ def read_runs(
 
 
 def _in_folders(runs: Path, group: str | None, left_out: Callable) -> Iterator[Run]:
-    for path in run_files(runs, "record.json"):
+    for path in record.run_files(runs, "record.json"):
         run_dir = path.parent
         if group not in (None, run_dir.parent.name):
             continue
         try:
-            record = read_record(run_dir)
-            if (record["group"], record["run_id"]) != (run_dir.parent.name, run_dir.name):
-                raise RecordError(f"{run_dir}: its record is that of {record['group'][:40]}/{record['run_id'][:40]}")
-            yield Run(record, run_dir)
+            entry = record.read_record(run_dir)
+            if (entry["group"], entry["run_id"]) != (run_dir.parent.name, run_dir.name):
+                raise RecordError(f"{run_dir}: its record is that of {entry['group'][:40]}/{entry['run_id'][:40]}")
+            yield Run(entry, run_dir)
         except RecordError as problem:
             left_out(run_dir.parent.name, problem)
 
@@ -126,7 +114,7 @@ def _in_folders(runs: Path, group: str | None, left_out: Callable) -> Iterator[R
 def _archived(runs: Path, group: str | None, left_out: Callable) -> Iterator[Run]:
     for path in sorted(runs.glob(f"{escape(group) if group else '*'}.jsonl")):
         try:
-            lines = regular(path).read_text(encoding="utf-8").splitlines()
+            lines = record.regular(path).read_text(encoding="utf-8").splitlines()
         except (OSError, ValueError, RecordError) as problem:
             left_out(path.stem, RecordError(f"{path}: not readable ({problem})"))
             continue
@@ -141,24 +129,24 @@ def _line(path: Path, number: int, line: str) -> dict:
     """The record in a line of an archive. Raises RecordError."""
     place = Path(f"{path}:{number}")
     try:
-        record = strict_json(line)
+        entry = record.strict_json(line)
     except (ValueError, RecursionError) as problem:
         raise RecordError(f"{place}: not readable as JSON ({problem})") from problem
-    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
-        raise RecordError(f"{place}: not a record of {SCHEMA!r}")
-    if checked(place, record)["group"] != path.stem:
-        raise RecordError(f"{place}: a record of group {record['group'][:40]!r}")
-    record = {"profile": None, "quantized": []} | record
-    if not isinstance(record["profile"], dict | None) or not isinstance(record["quantized"], list):
+    if not isinstance(entry, dict) or entry.get("schema") != record.SCHEMA:
+        raise RecordError(f"{place}: not a record of {record.SCHEMA!r}")
+    if record.checked(place, entry)["group"] != path.stem:
+        raise RecordError(f"{place}: a record of group {entry['group'][:40]!r}")
+    entry = {"profile": None, "quantized": []} | entry
+    if not isinstance(entry["profile"], dict | None) or not isinstance(entry["quantized"], list):
         raise RecordError(f"{place}: its profile or its quantized models are not such")
-    return record
+    return entry
 
 
 def main(args: argparse.Namespace) -> int:
     """Put a group's runs, archived ones and those in folders, into one file, and their steps into another."""
     if Path(args.group).name != args.group:
         raise UserError(f"{args.group!r} is not the name of a group")
-    found = [run for run in read_runs(args.runs, args.group) if run.record["status"] in TERMINAL]
+    found = [run for run in read_runs(args.runs, args.group) if run.record["status"] in record.TERMINAL]
     if not found:
         raise UserError(f"no finished run of group {args.group} below {args.runs}")
     size = write_archive(args.runs, args.group, found)
@@ -177,6 +165,6 @@ def write_archive(runs: Path, group: str, found: list[Run]) -> int:
     if len(steps):
         files[f"{group}.steps.parquet"] = buffer.getvalue()
     for name, content in files.items():
-        write_atomically(runs / name, content)
+        record.write_atomically(runs / name, content)
     _archived_steps.cache_clear()
     return sum(map(len, files.values()))

@@ -302,22 +302,12 @@ def duration(seconds: float) -> str:
 def new_record(spec: Spec, env: dict) -> dict:
     """A record of status `running`: what is known before the work begins, and null for everything else."""
     task = SCORING[spec.preset.task]
+    known = "variant seed hash hardware world stages search sm adjusted".split()
+    settings = {"preset": dataclasses.asdict(spec.preset), "settings": dataclasses.asdict(spec.asked)}
     record = Record(
         run_id=spec.run_id,
         group=spec.group,
-        spec=Asked(
-            variant=spec.variant,
-            seed=spec.seed,
-            hash=spec.hash,
-            hardware=spec.hardware,
-            world=spec.world,
-            stages=spec.stages,
-            search=spec.search,
-            sm=spec.sm,
-            preset=dataclasses.asdict(spec.preset),
-            settings=dataclasses.asdict(spec.asked),
-            adjusted=spec.adjusted,
-        ),
+        spec=Asked(**{name: getattr(spec, name) for name in known}, **settings),
         code=code_version(),
         env=env,
         data=spec.data | {"n": None},
@@ -435,9 +425,7 @@ def checked(path: Path, record: dict) -> dict:
         for name, unnamed in (("settings", Settings()), ("preset", Preset(name=""))):  # as in the hash of a run
             record["spec"][name] = dataclasses.asdict(unnamed) | record["spec"][name]
         known = {field.name for field in dataclasses.fields(Preset)}
-        Preset(
-            **{name: value for name, value in record["spec"]["preset"].items() if name in known}
-        )  # which checks them
+        Preset(**{name: value for name, value in record["spec"]["preset"].items() if name in known})  # checks them
         for name, section in (("commit", "code"), ("name", "data"), ("sha256", "data"), ("revision", "model")):
             _require(record[section].get(name), str | None if name == "commit" else str, f"{section}.{name}")
         whole_number("spec.settings.micro_batch", record["spec"]["settings"]["micro_batch"], 1)

@@ -47,29 +47,24 @@ def missing(settings: Settings, machine: Machine, world: int = 1) -> str | None:
 
 def adjust(settings: Settings, machine: Machine) -> tuple[Settings, list[str]]:
     """The settings as this machine runs them, and a sentence for each that had to change."""
-    changes, said = {}, []
+    found = []  # (setting, value, why)
     gpu_alone = settings.feed_forward == "fp8" or settings.attention in ("flash", "efficient")
     if not machine.gpus and not gpu_alone:
         if settings.precision != "fp32":
-            changes["precision"] = "fp32"
-            said.append(f"precision: fp32, since {settings.precision} autocast needs a GPU")
+            found.append(("precision", "fp32", f"since {settings.precision} autocast needs a GPU"))
         if settings.half_weights:
-            changes["optimizer"] = "adamw-fused"
-            said.append("optimizer: adamw-fused, since fp32 weights need no masters")
+            found.append(("optimizer", "adamw-fused", "since fp32 weights need no masters"))
         if settings.cuda_graph:
-            changes["cuda_graph"] = False
-            said.append("cuda_graph: False, since it needs a GPU")
+            found.append(("cuda_graph", False, "since it needs a GPU"))
     if settings.engine == "trainer" and settings.optimizer != "adamw-fused":
-        changes["optimizer"] = "adamw-fused"
-        said.append(TRAINER_OPTIMIZER)
+        found.append(("optimizer", "adamw-fused", "which transformers.Trainer takes by itself"))
     if settings.padding == "packed" and settings.attention == "sdpa":
         on_gpu = "flash" if machine.sm >= AMPERE else "efficient"
-        changes["attention"] = on_gpu if machine.gpus else "block-diagonal"
-        said.append(f"attention: {changes['attention']}, the kernel for packed sequences here")
-    return dataclasses.replace(settings, **changes), said
-
-
-TRAINER_OPTIMIZER = "optimizer: adamw-fused, which transformers.Trainer takes by itself"
+        found.append(
+            ("attention", on_gpu if machine.gpus else "block-diagonal", "the kernel for packed sequences here")
+        )
+    said = [f"{name}: {value}, {why}" for name, value, why in found]
+    return dataclasses.replace(settings, **{name: value for name, value, _ in found}), said
 
 
 IDENTITY = 1  # the version of what a run's hash covers, and of the names in it

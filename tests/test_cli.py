@@ -15,8 +15,7 @@ import pytest
 
 from qa_lib import __main__ as cli
 from qa_lib import variants
-from qa_lib.cli import variants_of
-from qa_lib.commands import VERBS, parser_of
+from qa_lib.cli import VERBS, parser_of, variants_of
 from qa_lib.errors import UserError
 from qa_lib.record import read_record
 from qa_lib.run.plan import plan

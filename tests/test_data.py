@@ -92,9 +92,7 @@ def test_flat_data_of_another_kind_is_refused(tmp_path):
         open_source(tmp_path / "poor", "train").examples  # noqa: B018
     odd = [{"id": "a", "question": "b", "context": "c", "answers": "d"}]
     datasets.Dataset.from_list(odd).save_to_disk(tmp_path / "odd")
-    with pytest.raises(
-        DataError, match="odd: article .*not the SQuAD layout, no object under .answers."
-    ):
+    with pytest.raises(DataError, match=r"odd: article .*not the SQuAD layout, no object under .answers."):
         open_source(tmp_path / "odd", "train").examples  # noqa: B018
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from qa_lib.commands import VERBS
+from qa_lib.cli import VERBS
 from qa_lib.record import read_record, run_files
 from tests.material import ROOT
 

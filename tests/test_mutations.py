@@ -13,7 +13,7 @@ import datasets
 import numpy as np
 import pytest
 
-from qa_lib.commands import VERBS, parser_of
+from qa_lib.cli import VERBS, parser_of
 from qa_lib.data import windows
 from qa_lib.data.squad import open_source
 from qa_lib.data.tokenize import build_tokenizer

@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from qa_lib.commands import parser_of
+from qa_lib.cli import parser_of
 from qa_lib.data.load import load_data
 from qa_lib.data.squad import Example
 from qa_lib.data.windows import build_samples

@@ -12,7 +12,7 @@ import pytest
 from nbconvert.exporters import get_exporter
 from traitlets.config import PyFileConfigLoader
 
-from qa_lib.commands import VERBS, parser_of
+from qa_lib.cli import VERBS, parser_of
 from qa_lib.presets import PRESETS, find_preset
 from qa_lib.variants import find_family, find_variant
 

@@ -16,7 +16,7 @@ from scipy.stats import t as student
 
 from qa_lib import record
 from qa_lib.archive import read_runs, write_archive
-from qa_lib.commands import parser_of
+from qa_lib.cli import parser_of
 from qa_lib.report import cli, curves, figures, load, profiles, readme, recommend, scaling, stats, style
 from qa_lib.report.load import NotMeasured, ReportError, load_runs, select
 from qa_lib.report.summary import change, cold_costs, family_table, result_table, summary

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from qa_lib.commands import parser_of
+from qa_lib.cli import parser_of
 from qa_lib.data.squad import DataError, Example, open_source
 from qa_lib.errors import UserError
 from qa_lib.score.f1 import f1, main, normalise, score, squad_metric

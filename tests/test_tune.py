@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qa_lib import record
-from qa_lib.commands import parser_of
+from qa_lib.cli import parser_of
 from qa_lib.data.load import load_data
 from qa_lib.errors import UserError
 from qa_lib.measure import hardware

@@ -309,7 +309,15 @@ def main(args: argparse.Namespace) -> int:
     data = "synthetic:1" if known or preset.task == "lm" else args.data  # nothing is fetched that is not asked for
     gpu = gpu_of(args.compute_capability)
     specs = plan(
-        variants_of(args), args.preset, [0], data, args.model, args.micro_batch, gpu, max_length=args.max_length
+        variants_of(args),
+        args.preset,
+        [0],
+        data,
+        args.model,
+        args.micro_batch,
+        gpu,
+        max_length=args.max_length,
+        batch=args.batch,
     )
     lines = []
     for spec in specs:

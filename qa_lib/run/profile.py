@@ -225,7 +225,7 @@ def count_one_step(spec: Spec) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Profile one variant here, print where its step goes and where the files are."""
-    (spec,) = plan([args.variant], args.preset, [0], args.data, args.model, args.micro_batch)
+    (spec,) = plan([args.variant], args.preset, [0], args.data, args.model, args.micro_batch, batch=args.batch)
     with hardware.gpu_lock(hardware.train_device()):  # other runs may be timed on this GPU
         entry = profile(spec, args.runs, count=args.ncu)
     time = entry["time"]

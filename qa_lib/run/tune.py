@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
     variants = variants_of(args)
     machine, env = probe()
     say_idle(machine, args.gpus)
-    specs = plan(variants, args.preset, args.seeds, args.data, args.model, args.micro_batch, machine)
+    specs = plan(variants, args.preset, args.seeds, args.data, args.model, args.micro_batch, machine, batch=args.batch)
     preset = specs[0].preset
     if not preset.quality:
         raise UserError(f"preset {args.preset!r} measures no quality, by which points are compared")
