@@ -100,7 +100,7 @@ def trained(case: dict, run_dir: Path, ranks: ProcessGroup) -> dict:
         return {}
     torch.save(dict(loop.clip), run_dir / "gradients.pt")  # the same of all processes
     model = gather_model(model, lambda: build_model(spec), ranks)
-    weights = digest_of({name: p.detach() for name, p in model.named_parameters()}, {})
+    weights = digest_of({name: p.detach() for name, p in model.named_parameters()})
     state = sum(v.numel() for values in optimizer.state.values() for v in values.values() if torch.is_tensor(v))
     norms, pipelined = ranks.stats.norms.tolist(), ranks.stats.pipelined()
     return {"begin": begin, "refused": refused, "weights": weights, "state": state, "norms": norms,

@@ -230,7 +230,7 @@ def resumed(tmp_path_factory):
     which four began and ended."""
     folder = tmp_path_factory.mktemp("four")
     launch([GRID, *(case | {"stop": BREAK} for case in FOUR.values())], 4, folder)
-    assert len(list(folder.glob("*/checkpoint.safetensors"))) == len(FOUR)
+    assert len(list(folder.glob("*/checkpoint.pt"))) == len(FOUR)
     launch(list(FOUR.values()), 2, folder)
     return folder
 

@@ -153,7 +153,7 @@ def _finish_whole(spec: Spec, run_dir: Path, entry: dict, say) -> None:
     else:
         record.finish(run_dir, entry, "ok")
         # Checkpoints that were not believed or not written to their end, and faults of processes that were restarted.
-        kept = [Checkpoint.path_of(run_dir).with_suffix(end) for end in (".safetensors", ".refused", ".partial")]
+        kept = [Checkpoint.path_of(run_dir).with_suffix(end) for end in (".pt", ".refused", ".partial")]
         for old in [*kept, *faults(run_dir)]:
             old.unlink(missing_ok=True)
 
@@ -242,7 +242,7 @@ def _note_ranks(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module, r
         "samples": meter.samples,
         "peak_mib": entry["memory"]["peak_alloc_mib"],
         "step_ms": meter.step_ms().median,
-        "weights": digest_of({name: p.detach().cpu() for name, p in model.named_parameters()}, {}),
+        "weights": digest_of({name: p.detach().cpu() for name, p in model.named_parameters()}),
         "allreduce_gbs": hardware.reduce_rate(ranks.device),
         "pipelined": ranks.stats.pipelined(),
         **ranks.stats.overlap,

@@ -1,14 +1,12 @@
 """What an unfinished run needs to go on exactly where it was, and whether it may be believed."""
 
 import hashlib
-import json
+import io
 import os
 from functools import cache
 from pathlib import Path
 
-import safetensors.torch
 import torch
-from safetensors import safe_open
 
 from qa_lib.data.squad import hash_files
 from qa_lib.measure.hardware import libraries
@@ -18,18 +16,15 @@ from qa_lib.train.data_parallel import NoParallel, gather, shard
 
 # What decides how a training goes on. A run that is resumed by other code would be neither the one nor the other.
 CODE = ("data", "kernels", "model", "train", "variants.py", "presets.py", "spec.py")
-
-
-class NotBelieved(Exception):
-    """A checkpoint that must not be gone on from; the message says why."""
+DIGEST = 32  # bytes of SHA-256
 
 
 class Checkpoint:
-    """All that the rest of a run depends on, in one safetensors file that is replaced atomically.
+    """All that the rest of a run depends on, in one file of torch.save that is replaced atomically.
 
-    Trained parameters, optimizer state, GradScaler, random-number states and the step; beside them the run's hash, the
-    code's and a digest of the tensors, by which `load` knows a file that is damaged, of another run or of other code.
-    Frozen parameters are not in it: the seed or the pretrained checkpoint gives them again.
+    Trained parameters, optimizer state, GradScaler, random-number states and the step; beside them the run's hash and
+    the code's, and before them a digest of all, by which `load` knows a file that is damaged, of another run or of
+    other code. Frozen parameters are not in it: the seed or the pretrained checkpoint gives them again.
     """
 
     def __init__(self, run_dir: Path, spec: Spec, model, optimizer, scaler, strategy: NoParallel):
@@ -45,45 +40,32 @@ class Checkpoint:
     def save(self, step: int) -> None:
         """Write the state after `step` optimizer steps, as the one file of all processes. Raises RecordError when the
         disk is full."""
-        tensors = {f"model.{name}": gather(p.detach()) for name, p in self.model.named_parameters() if p.requires_grad}
-        plain = {}
-        for index, parameter in self._parameters().items():
-            for key, value in self.optimizer.state[parameter].items():
-                if torch.is_tensor(value):
-                    tensors[f"optimizer.{index}.{key}"] = self.strategy.gather(value, parameter)
-                else:
-                    plain[f"{index}.{key}"] = value
-        on_cpu = {name: None for name, tensor in tensors.items() if tensor.device.type == "cpu"}
-        tensors, plain, on_cpu = map(self.ranks.gather_stages, (tensors, plain, on_cpu))
+        weights = {name: gather(p.detach()) for name, p in self.model.named_parameters() if p.requires_grad}
+        moments = {
+            (index, name): self.strategy.gather(value, parameter) if torch.is_tensor(value) else value
+            for index, parameter in self._parameters().items()
+            for name, value in self.optimizer.state[parameter].items()
+        }
+        weights, moments = map(self.ranks.gather_stages, (weights, moments))
         drawn = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             drawn["cuda"] = torch.cuda.get_rng_state(self.device)
-        for rank, states in enumerate(self.ranks.gather(drawn)):
-            tensors |= {f"rng.{kind}.{rank}": state for kind, state in states.items()}
+        drawn = self.ranks.gather(drawn)
         if not self.ranks.first:
             return
-        # A copy each, since optimizers may let several states share storage, which safetensors refuses; on the host,
-        # since a copy on the GPU would count in the run's memory.
-        tensors = {name: t.to("cpu", copy=True).contiguous() for name, t in tensors.items()}
-        metadata = {
-            "hash": self.hash,
-            "code": code_digest(),
-            "commit": code_version()["commit"],
-            "libraries": libraries(),
-            "step": step,
-            "optimizer": plain,
-            "scaler": self.scaler.state_dict(),
-            # AdamW keeps its step counts on the CPU, where they must come back.
-            "on_cpu": list(on_cpu),
-        }
-        metadata["digest"] = digest_of(tensors, metadata)
+        code = {"hash": self.hash, "code": code_digest(), "commit": code_version()["commit"], "libraries": libraries()}
+        state = {"weights": weights, "optimizer": moments, "scaler": self.scaler.state_dict(), "drawn": drawn}
+        stream = io.BytesIO()
+        torch.save(code | state | {"step": step}, stream)
         temporary = self.path.with_suffix(".partial")
         try:
-            safetensors.torch.save_file(tensors, temporary, {"state": json.dumps(metadata)})
-            with open(temporary, "rb") as stream:
-                os.fsync(stream.fileno())
+            with open(temporary, "wb") as file:
+                file.write(hashlib.sha256(stream.getbuffer()).digest())
+                file.write(stream.getbuffer())
+                file.flush()
+                os.fsync(file.fileno())
             temporary.replace(regular(self.path))
-        except (OSError, safetensors.SafetensorError) as problem:
+        except OSError as problem:
             temporary.unlink(missing_ok=True)
             raise RecordError(f"cannot write {self.path}: {problem}; the checkpoint before it is intact") from problem
 
@@ -91,57 +73,46 @@ class Checkpoint:
         """Restore the state if this run left one: the number of steps already done, 0 without a checkpoint; and what is
         to be said of it: that other versions of libraries began the run, or why it is not believed. That one is set
         aside as checkpoint.refused until the run ends ok."""
-        found, note = None, None
-        if self.path.exists():
-            try:
-                found = self._read()
-                note = _changed(found[0]["libraries"])
-            except NotBelieved as reason:
-                note = f"began anew, since its checkpoint {reason}"
+        found, note = self._read() if self.path.exists() else ({}, None)
         self.ranks.gather(None)  # all have read it before the first sets it aside
         if note and not found and self.ranks.first:
             self.path.replace(self.path.with_suffix(".refused"))
-        return self._restore(*found) if found else 0, note
+        return self._restore(found) if found else 0, note
 
-    def _read(self) -> tuple[dict, dict[str, torch.Tensor]]:
-        """The file's metadata and tensors. Raises NotBelieved."""
-        try:
-            with safe_open(self.path, "pt") as stored:
-                state = json.loads(stored.metadata()["state"])
-                tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (not a dict)
-            found = {name: state[name] for name in ("hash", "code", "digest", "commit", "libraries")}
-        except Exception as problem:  # whatever safetensors, JSON and this layout make of a damaged file
-            raise NotBelieved(f"cannot be read ({type(problem).__name__})") from None
+    def _read(self) -> tuple[dict, str | None]:
+        """What `save` wrote, and what is to be said of it; nothing where it is not believed."""
+        content = memoryview(self.path.read_bytes())
+        anew = "began anew, since its checkpoint"
+        if content[:DIGEST] != hashlib.sha256(content[DIGEST:]).digest():
+            return {}, f"{anew} is damaged: its digest is not that of what it holds"
+        found = torch.load(io.BytesIO(content[DIGEST:]), map_location="cpu")
         if found["hash"] != self.hash:
-            raise NotBelieved("is of another run")
+            return {}, f"{anew} is of another run"
         if found["code"] != code_digest():
-            raise NotBelieved(f"is of other code (commit {str(found['commit'])[:7]})")
-        if state.pop("digest") != digest_of(tensors, state):
-            raise NotBelieved("is damaged: its digest is not that of what it holds")
-        return state, tensors
+            return {}, f"{anew} is of other code (commit {str(found['commit'])[:7]})"
+        return found, _changed(found["libraries"])
 
-    def _restore(self, state: dict, tensors: dict[str, torch.Tensor]) -> int:
+    def _restore(self, found: dict) -> int:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
-                    parameter.copy_(shard(tensors[f"model.{name}"], parameter))
-        for index, parameter in self._parameters().items():
-            own, prefix = self.optimizer.state[parameter], f"optimizer.{index}."
-            for name, tensor in tensors.items():
-                if name.startswith(prefix):
-                    tensor = tensor if name in state["on_cpu"] else tensor.to(self.device)
-                    own[name.removeprefix(prefix)] = self.strategy.shard(tensor, parameter)
-            for name, value in state["optimizer"].items():
-                if name.startswith(f"{index}."):
-                    own[name.removeprefix(f"{index}.")] = value
-        self.scaler.load_state_dict(state["scaler"])
+                    parameter.copy_(shard(found["weights"][name], parameter))
+        parameters = self._parameters()
+        for (index, name), value in found["optimizer"].items():
+            if index not in parameters:  # of another stage of the pipeline
+                continue
+            if torch.is_tensor(value):
+                # PyTorch's plain AdamW keeps its step counts on the CPU.
+                on_cpu = name == "step" and not self.optimizer.defaults.get("capturable", True)
+                value = self.strategy.shard(value if on_cpu else value.to(self.device), parameters[index])
+            self.optimizer.state[parameters[index]][name] = value
+        self.scaler.load_state_dict(found["scaler"])
         # A process that the run did not have before draws from its own seed on.
-        rank = 0 if self.strategy.draws_alike else self.ranks.rank
-        if (mine := f"rng.cpu.{rank}") in tensors:
-            torch.set_rng_state(tensors[mine])
-        if (mine := f"rng.cuda.{rank}") in tensors:
-            torch.cuda.set_rng_state(tensors[mine], self.device)
-        return state["step"]
+        for drawn in found["drawn"][0 if self.strategy.draws_alike else self.ranks.rank :][:1]:
+            torch.set_rng_state(drawn["cpu"])
+            if "cuda" in drawn:
+                torch.cuda.set_rng_state(drawn["cuda"], self.device)
+        return found["step"]
 
     def _parameters(self) -> dict[int, torch.Tensor]:
         """The optimizer's parameters by their numbers in the whole model. Their states are read one by one, and not by
@@ -152,7 +123,7 @@ class Checkpoint:
     @staticmethod
     def path_of(run_dir: Path) -> Path:
         """Where a run's checkpoint lies while it is unfinished."""
-        return run_dir / "checkpoint.safetensors"
+        return run_dir / "checkpoint.pt"
 
 
 def _changed(before: dict[str, str | None]) -> str | None:
@@ -162,9 +133,9 @@ def _changed(before: dict[str, str | None]) -> str | None:
     return f"went on under {', '.join(other)}" if other else None
 
 
-def digest_of(tensors: dict[str, torch.Tensor], metadata: dict | None = None) -> str:
-    """SHA-256 (hex) over names, types, shapes and bytes of tensors on the CPU, and over what JSON holds beside them."""
-    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+def digest_of(tensors: dict[str, torch.Tensor]) -> str:
+    """SHA-256 (hex) over names, types, shapes and bytes of tensors on the CPU."""
+    digest = hashlib.sha256(b"{}")  # as in the records that there are
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
