@@ -12,8 +12,7 @@ from qa_lib.measure.goodput import REFERENCE, efficiency, noise
 from qa_lib.record import Noise
 from qa_lib.train import zero1
 from qa_lib.train.data_parallel import OneBucketDDP, square_norm
-from qa_lib.train.grad_noise import SMOOTHING
-from qa_lib.train.process_group import ProcessGroup
+from qa_lib.train.process_group import SMOOTHING, ProcessGroup
 from qa_lib.train.zero1 import Zero1
 from qa_lib.variants import Settings
 

@@ -101,28 +101,22 @@ class NoParallel:
 
 
 class DDP(NoParallel):
-    """PyTorch's DistributedDataParallel; with accumulation, the last micro-batch's backward pass reduces."""
+    """PyTorch's DistributedDataParallel; with accumulation, the last micro-batch's backward pass reduces.
 
-    hook = None
+    As `ddp-bf16`, gradients are cast to bf16 on their way, which halves the bytes and rounds the sum to 8 bits of
+    mantissa.
+    """
 
     def wrapped(self, forward):
         # Buffers are the seeds of hash dropout, and each process draws its own.
         self.forward = DistributedDataParallel(forward, gradient_as_bucket_view=True, **{OWN_BUFFERS: False})
         self.ranks.wrapper = type(self.forward).__name__
-        if self.hook:
-            self.forward.register_comm_hook(None, self.hook)
+        if self.settings.parallel == "ddp-bf16":  # by its own name DDP takes the hook on GPUs alone
+            self.forward.register_comm_hook(None, lambda *bucket: bf16_compress_hook(*bucket))
         return super().wrapped(self.forward)
 
     def micro_batch(self, last):
         return contextlib.nullcontext() if last else self.forward.no_sync()
-
-
-class DDPBf16(DDP):
-    """Gradients are cast to bf16 on their way, which halves the bytes and rounds the sum to 8 bits of mantissa."""
-
-    @staticmethod
-    def hook(state, bucket):
-        return bf16_compress_hook(state, bucket)  # by its own name DDP takes it on GPUs alone
 
 
 class OneBucketDDP(NoParallel):

@@ -16,7 +16,7 @@ from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.compile import LossOf, own_gradients, peak_from
 from qa_lib.train.cuda_graph import graphed
-from qa_lib.train.data_parallel import DDP, FSDP2, DDPBf16, NoParallel, OneBucketDDP
+from qa_lib.train.data_parallel import DDP, FSDP2, NoParallel, OneBucketDDP
 from qa_lib.train.optim import Precision, build_optimizer, clip, learning_rate, set_rate, trained, unscale
 from qa_lib.train.overlap import OverlapDDP, OverlapZero1
 from qa_lib.train.pipeline import Pipeline
@@ -28,7 +28,7 @@ from qa_lib.train.zero1 import Zero1
 STRATEGIES = {
     "none": NoParallel,
     "ddp": DDP,
-    "ddp-bf16": DDPBf16,
+    "ddp-bf16": DDP,
     "ddp-one-bucket": OneBucketDDP,
     "ddp-overlap": OverlapDDP,
     "zero1": Zero1,
