@@ -211,7 +211,7 @@ def test_a_familys_table_has_the_baseline_and_what_its_rows_change(runs):
 
 
 def test_published_training_times_agree_with_published_throughput():
-    """The seeds trained 3 epochs of 131,754 samples; what they published agrees with itself within 1 %."""
+    """The reference project trained 3 epochs of 131,754 samples; what they published agrees with itself within 1 %."""
     theirs = load.published().dropna(subset=["train_s", "samples_per_s"])
     assert (theirs["samples_per_s"] * theirs["train_s"] / (131_754 * 3)).between(0.99, 1.01).all()
 
