@@ -290,11 +290,3 @@ def test_a_second_moment_in_bf16_falls_when_gradients_vanish():
     for _ in range(300):
         optimizer.step()
     assert square.float().mean().item() == pytest.approx(0.999**300, rel=0.01)
-
-
-def test_parameters_in_full_precision_or_with_gaps_are_refused():
-    with pytest.raises(TypeError, match=r"one of torch\.float32"):
-        MasterAdamW([torch.nn.Parameter(torch.ones(3))], lr=torch.tensor(1e-3), max_norm=1.0)
-    columns = torch.nn.Parameter(torch.ones(4, 4).bfloat16()[:, :2])
-    with pytest.raises(ValueError, match=r"one of torch\.Size\(\[4, 2\]\) is not"):
-        MasterAdamW([columns], lr=torch.tensor(1e-3), max_norm=1.0)

@@ -17,7 +17,7 @@ from scipy.stats import t as student
 from qa_lib import record
 from qa_lib.archive import read_runs, write_archive
 from qa_lib.cli import parser_of
-from qa_lib.report import cli, curves, figures, load, profiles, readme, recommend, scaling, stats, style
+from qa_lib.report import cli, curves, figures, load, readme, recommend, scaling, stats, style
 from qa_lib.report.load import NotMeasured, ReportError, load_runs, select
 from qa_lib.report.summary import change, cold_costs, family_table, result_table, summary
 from qa_lib.spec import Machine, resolve
@@ -180,7 +180,7 @@ def test_a_familys_table_has_the_baseline_and_what_its_rows_change(runs):
 
 
 def test_published_training_times_agree_with_published_throughput():
-    """The seeds trained 3 epochs of 131,754 samples; what they published agrees with itself within 1 %."""
+    """The reference project trained 3 epochs of 131,754 samples; what they published agrees with itself within 1 %."""
     theirs = load.published().dropna(subset=["train_s", "samples_per_s"])
     assert (theirs["samples_per_s"] * theirs["train_s"] / (131_754 * 3)).between(0.99, 1.01).all()
 
@@ -294,8 +294,8 @@ def test_profiles_are_drawn_unless_their_code_took_other_memory(tmp_path):
     for variant, peak in (("A1", 23.0), ("A3", 23.0), ("C2", 90.0)):
         profile_beside(make(tmp_path, variant, machine=GPU, peak=23.0), peak)
     runs = select(load_runs(tmp_path), "h200-smoke")
-    assert style.title_of(profiles.fig_timeline(runs)) == "A step takes 7.50 ms in A1, 7.50 ms in A3"
-    bars = [label.get_text() for label in profiles.fig_phases(runs).axes[0].get_yticklabels()]
+    assert style.title_of(figures.fig_timeline(runs)) == "A step takes 7.50 ms in A1, 7.50 ms in A3"
+    bars = [label.get_text() for label in figures.fig_phases(runs).axes[0].get_yticklabels()]
     assert bars == ["A1", "A3"]
 
 
@@ -332,7 +332,7 @@ def test_a_figure_is_kept_with_its_title_and_what_it_was_drawn_from(runs, tmp_pa
 
 def test_what_cannot_be_shown_is_a_sentence(runs):
     own = select(load_runs(runs), "cpu-smoke")
-    assert style.show(profiles.fig_timeline, own).data.startswith("*No figure: no run of this group has a profile")
+    assert style.show(figures.fig_timeline, own).data.startswith("*No figure: no run of this group has a profile")
     assert style.show_table(lambda: {}["x"]).data.startswith("*No table: KeyError")
 
 

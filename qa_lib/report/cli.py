@@ -16,19 +16,10 @@ from PIL import Image
 
 from qa_lib.errors import printable
 from qa_lib.record import write_atomically
+from qa_lib.report import load
 from qa_lib.report.figures import timed
 from qa_lib.report.format import number, terminal
-from qa_lib.report.load import (
-    REFERENCE,
-    ReportError,
-    baseline,
-    committed,
-    largest_batch,
-    load_runs,
-    newest,
-    on_cpu,
-    select,
-)
+from qa_lib.report.load import ReportError, select
 from qa_lib.report.readme import with_results
 from qa_lib.report.style import SPOILT, digest, reason
 from qa_lib.report.summary import result_table, summary
@@ -46,7 +37,7 @@ SHOWN = 18  # lines of the table in the terminal
 def main(args: argparse.Namespace) -> int:
     """Make the report of a group; 1 if a check fails."""
     broken: dict[str, list[str]] = {}
-    runs = load_runs(args.runs, broken)
+    runs = load.load_runs(args.runs, broken)
     if args.check:
         problems = [*itertools.chain(*broken.values()), *check(runs, args.runs, args.figures)]
         print("\n".join(problems) or "README.md, pages and figures of the committed runs are up to date")
@@ -63,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
             execute(notebook, ROOT / page, {})
             print(f"{notebook} executed into {page}")
         return 0
-    began = newest(runs)
+    began = load.newest(runs)
     if not began:
         raise ReportError(f"no record below {args.runs}: run something first, for example make quickstart")
     group = args.group or [*began][-1]
@@ -71,37 +62,32 @@ def main(args: argparse.Namespace) -> int:
         raise ReportError(f"no group {group!r} below {args.runs}; there are {', '.join(began)}")
     page = args.figures / group / "report.ipynb"
     given_paths = {name: os.path.relpath(getattr(args, name).absolute(), ROOT) for name in ("runs", "figures")}
-    said = overview_or_why(runs, group)
+    try:
+        said = printable(overview(runs, group))
+    except SPOILT as problem:
+        raise ReportError(f"group {group!r} cannot be shown: {reason(problem)}") from None
     execute(NOTEBOOK, page, {"group": group} | given_paths)
     print(f"{said}\n\nOpen {page}\nor   {page.with_suffix('.md')}, with the figures beside it")
     return 0
 
 
-def overview_or_why(runs: pd.DataFrame, group: str) -> str:
-    """`overview`, as a terminal may have it. Raises ReportError also for what a spoilt record leads to."""
-    try:
-        return printable(overview(runs, group))
-    except SPOILT as problem:
-        raise ReportError(f"group {group!r} cannot be shown: {reason(problem)}") from None
-
-
 def overview(runs: pd.DataFrame, group: str) -> str:
     """A group's table in few lines: scores and speeds, of a CPU's runs the speeds of the reference group instead."""
     own = select(runs, group)
-    lines = largest_batch(summary(own))
+    lines = load.largest_batch(summary(own))
     headings = ["row", "what it changes", "n", "{score}", "samples/s", "× {base}", "peak MiB", "status", "note"]
-    if on_cpu(own):
+    if load.on_cpu(own):
         headings = ["row", "what it changes", "n", "{score}", "status", "note"]
     table = result_table(lines, headings)
-    if on_cpu(own) and REFERENCE in set(runs["group"]):
-        there = select(runs, REFERENCE)
+    if load.on_cpu(own) and load.REFERENCE in set(runs["group"]):
+        there = select(runs, load.REFERENCE)
         ratios = timed(there).set_index("variant")["ratio"].reindex(lines["variant"])
-        head = f"speed × {baseline(there)} on one {there['env.gpu'].iloc[0]}"
+        head = f"speed × {load.baseline(there)} on one {there['env.gpu'].iloc[0]}"
         table.insert(min(4, table.shape[1]), head, list(map(number, ratios)))
     said = [f"Group {group}: {len(own)} runs, micro-batch {lines['micro_batch'].iloc[0]}", "", terminal(table[:SHOWN])]
     if len(table) > SHOWN:
         said.append(f"and {len(table) - SHOWN} more in the report")
-    others = [name for name in newest(runs) if name != group]
+    others = [name for name in load.newest(runs) if name != group]
     if others:
         said += ["", f"Other groups (--group): {', '.join(others)}"[:100]]
     return "\n".join(said)
@@ -154,7 +140,7 @@ def check(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> list[str]:
     import nbformat
 
     problems = []
-    for group in committed(runs_dir):
+    for group in load.committed(runs_dir):
         now = digest(select(runs, group))
         for drawn in sorted((figures / group).glob("*.png")):
             with Image.open(drawn) as image:

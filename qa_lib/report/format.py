@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -47,23 +48,16 @@ def percent(value: float, half: float = math.nan) -> str:
     return f"{number(100 * value, 100 * half)} %" if pd.notna(value) else MISSING
 
 
-def points(value: float, half: float = math.nan, sign: str = "") -> str:
+def points(value: float, half: float = math.nan, sign: str = "", decimals: int = 2) -> str:
     """A score or a difference of scores with two decimals, as F1 in points of 100 has; `sign` "+" marks a gain."""
     if pd.isna(value):
         return MISSING
-    return f"{value:{sign}.2f}".replace("-", "−") + (f" ± {half:.2f}" if pd.notna(half) else "")
+    said = f"{value:{sign}.{decimals}f}".replace("-", "−")
+    return said + (f" ± {half:.{decimals}f}" if pd.notna(half) else "")
 
 
-def gain(value: float, half: float = math.nan) -> str:
-    """A difference of scores with its sign."""
-    return points(value, half, "+")
-
-
-def digits(value: float, half: float = math.nan, sign: str = "") -> str:
-    """A loss or an exponent, whose third decimal counts."""
-    if pd.isna(value):
-        return MISSING
-    return f"{value:{sign}.3f}".replace("-", "−") + (f" ± {half:.3f}" if pd.notna(half) else "")
+gain = partial(points, sign="+")  # a difference of scores with its sign
+digits = partial(points, decimals=3)  # a loss or an exponent, whose third decimal counts
 
 
 def written(form, table: pd.DataFrame, name: str) -> list[str]:

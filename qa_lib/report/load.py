@@ -214,9 +214,13 @@ def commits(runs: pd.DataFrame) -> str:
 
 
 def published() -> pd.DataFrame:
-    """The seeds' numbers by variant, as summary names them: score, samples_per_s, peak_mib, ratio, delta."""
+    """The reference project's numbers by variant: score, samples_per_s, peak_mib, ratio and delta, as summary has them.
+
+    Beside them its own names.
+    """
     names = {"f1": "score", "train_samples_per_s": "samples_per_s", "peak_alloc_mib": "peak_mib"}
-    table = pd.read_csv(Path(__file__).with_name("published.csv"), comment="#", index_col="row").rename(columns=names)
+    table = pd.read_csv(Path(__file__).with_name("published.csv"), comment="#").rename(columns=names)
+    table = table.set_index("variant")
     base = table.loc[BASELINES["qa"]]
     return table.assign(ratio=table["samples_per_s"] / base["samples_per_s"], delta=table["score"] - base["score"])
 
@@ -229,8 +233,3 @@ def is_parallel(variants: pd.Series) -> pd.Series:
 def trains_all(variants: pd.Series) -> np.ndarray:
     """Which variants train every parameter."""
     return np.array([name in VARIANTS and VARIANTS[name].settings.trainable == "all" for name in variants], dtype=bool)
-
-
-def slides() -> pd.DataFrame:
-    """A student's slides on parallel training, a line an experiment."""
-    return pd.read_csv(Path(__file__).with_name("slides.csv"), comment="#")

@@ -27,13 +27,7 @@ DPI = 150  # of files; a notebook shows 100
 COLORBLIND = sns.color_palette("colorblind")  # safe for the common colour-vision deficiencies
 BLUE, ORANGE, GREEN, RED, *_ = COLORBLIND
 GREY = "0.6"
-SPOILT = (
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    ArithmeticError,
-)  # of a spoilt record
+SPOILT = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)  # of a spoilt record
 CPU_CAVEAT = "CPU speeds prove the plumbing only and say nothing about GPUs"
 
 

@@ -151,9 +151,7 @@ def _break_even(steps: float) -> str:
 def _tokens(lines: pd.DataFrame) -> list[str]:
     """What a language model's speed is told in; of questions, tokens are half padding."""
     return written(
-        number,
-        lines.assign(tokens_per_s=lines["tokens_per_s"].where(lines["task.name"] == "lm")),
-        "tokens_per_s",
+        number, lines.assign(tokens_per_s=lines["tokens_per_s"].where(lines["task.name"] == "lm")), "tokens_per_s"
     )
 
 

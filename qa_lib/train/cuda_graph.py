@@ -3,22 +3,15 @@
 A step of BERT-base is some 1,700 kernels, each launched by Python, PyTorch and the driver in turn. Where the host needs
 longer for that than the GPU for the kernels, the GPU waits. A CUDA graph records the launches of one step and replays
 all of them at once. The price: every replay is the same kernels on the same addresses, so shapes stay the same (packed
-rows see to that), inputs are copied into the recorded ones, and nothing in the step may wait for the device. Every GPU
-that PyTorch supports can do it.
+sequences see to that), inputs are copied into the recorded ones, and nothing in the step may wait for the device. Every
+GPU that PyTorch supports can do it.
 """
 
 from collections.abc import Callable
 
 import torch
 
-from qa_lib.variants import Settings
-
 WARM_UP = 3  # steps before the capture: the compiler, cuBLAS and the optimizer's state must have settled
-
-
-def graphed(step: Callable[..., torch.Tensor], settings: Settings) -> Callable[..., torch.Tensor]:
-    """The step as one CUDA graph where the settings ask for it; else the step."""
-    return GraphedStep(step) if settings.cuda_graph else step
 
 
 class GraphedStep:

@@ -101,28 +101,22 @@ class NoParallel:
 
 
 class DDP(NoParallel):
-    """PyTorch's DistributedDataParallel; with accumulation, the last micro-batch's backward pass reduces."""
+    """PyTorch's DistributedDataParallel; with accumulation, the last micro-batch's backward pass reduces.
 
-    hook = None
+    As `ddp-bf16`, gradients are cast to bf16 on their way, which halves the bytes and rounds the sum to 8 bits of
+    mantissa.
+    """
 
     def wrapped(self, forward):
         # Buffers are the seeds of hash dropout, and each process draws its own.
         self.forward = DistributedDataParallel(forward, gradient_as_bucket_view=True, **{OWN_BUFFERS: False})
         self.ranks.wrapper = type(self.forward).__name__
-        if self.hook:
-            self.forward.register_comm_hook(None, self.hook)
+        if self.settings.parallel == "ddp-bf16":  # by its own name DDP takes the hook on GPUs alone
+            self.forward.register_comm_hook(None, lambda *bucket: bf16_compress_hook(*bucket))
         return super().wrapped(self.forward)
 
     def micro_batch(self, last):
         return contextlib.nullcontext() if last else self.forward.no_sync()
-
-
-class DDPBf16(DDP):
-    """Gradients are cast to bf16 on their way, which halves the bytes and rounds the sum to 8 bits of mantissa."""
-
-    @staticmethod
-    def hook(state, bucket):
-        return bf16_compress_hook(state, bucket)  # by its own name DDP takes it on GPUs alone
 
 
 class OneBucketDDP(NoParallel):
@@ -201,16 +195,12 @@ def shard(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def gather_model(model: torch.nn.Module, build, ranks: ProcessGroup) -> torch.nn.Module:
     """The trained model, with whole parameters each in memory of its own: the same, or where it was in shares another,
-    which `build()` makes. All processes call this together. Raises RuntimeError where their parameters are not those of
-    what `build()` makes."""
+    which `build()` makes. All processes call this together."""
     if ranks.stages > 1 or any(isinstance(p, DTensor) for p in model.parameters()):
         weights = ranks.gather_stages({name: gather(p.detach()) for name, p in model.named_parameters()})
         model = build()
-        missing, unknown = model.load_state_dict(weights, strict=False)  # without the buffers
-        lost = set(missing) & {name for name, _ in model.named_parameters()}
-        if lost or unknown:
-            names = ", ".join([*sorted(lost), *unknown])
-            raise RuntimeError(f"the model's parameters are not those that its processes have trained: {names}")
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(weights[name])
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model

@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from qa_lib.data.batches import Batches
-from qa_lib.measure.meter import Hooks, Meter
+from qa_lib.measure.meter import PEAK_FROM, Hooks, Meter
 from qa_lib.model.fused_blocks import renew
 from qa_lib.model.packed import Packed
 from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint
-from qa_lib.train.compile import LossOf, own_gradients, peak_from
-from qa_lib.train.cuda_graph import graphed
-from qa_lib.train.data_parallel import DDP, FSDP2, DDPBf16, NoParallel, OneBucketDDP
+from qa_lib.train.compile import LossOf
+from qa_lib.train.cuda_graph import GraphedStep
+from qa_lib.train.data_parallel import DDP, FSDP2, NoParallel, OneBucketDDP
 from qa_lib.train.optim import Precision, build_optimizer, clip, learning_rate, set_rate, trained, unscale
 from qa_lib.train.overlap import OverlapDDP, OverlapZero1
 from qa_lib.train.pipeline import Pipeline
@@ -28,7 +28,7 @@ from qa_lib.train.zero1 import Zero1
 STRATEGIES = {
     "none": NoParallel,
     "ddp": DDP,
-    "ddp-bf16": DDPBf16,
+    "ddp-bf16": DDP,
     "ddp-one-bucket": OneBucketDDP,
     "ddp-overlap": OverlapDDP,
     "zero1": Zero1,
@@ -48,7 +48,9 @@ class OptimizerStep:
         forward = Packed(model, batches.limits) if spec.settings.padding == "packed" else model
         self.forward = self.strategy.wrapped(LossOf(forward))
         self.optimizer = build_optimizer(model, spec, self.strategy.parameters)
-        self.keep_gradients = own_gradients(spec)
+        # The cudagraphs backend returns gradients in memory which its next replay writes over. Where a further
+        # micro-batch must add to them, they need memory of their own, for the whole run.
+        self.keep_gradients = spec.settings.compile == "cudagraphs" and spec.accumulation > 1
         if self.keep_gradients:
             for parameter in trained(model):
                 parameter.grad = torch.zeros_like(parameter)
@@ -94,7 +96,7 @@ def train(
 ) -> tuple[torch.optim.Optimizer, Meter, int, str | None]:  # fmt: skip
     """Train `model` in place for all of the batches' steps; resumes from the run's checkpoint if there is one.
 
-    Writes steps.jsonl and, as often as the scale says, a checkpoint into `run_dir`. Returns the optimizer, the meter,
+    Writes steps.jsonl and, as often as the preset says, a checkpoint into `run_dir`. Returns the optimizer, the meter,
     the number of steps that were done before, and what is to be said of a checkpoint. Raises StepFailed.
     `ranks` are the processes that train together: all of them call this, and the first writes.
     """
@@ -105,11 +107,13 @@ def train(
     step = OptimizerStep(model, batches, spec, precision, hooks, ranks)
     # Of dropout: the weights have been drawn already.
     torch.manual_seed(spec.seed + (0 if step.strategy.draws_alike else ranks.rank))
-    take_step = graphed(step, spec.settings)
+    take_step = GraphedStep(step) if spec.settings.cuda_graph else step
     checkpoint = Checkpoint(run_dir, spec, model, step.optimizer, precision.scaler, step.strategy)
     begin, note = checkpoint.load()
     log = StepLog(run_dir, spec, batches.steps, begin, precision.scaler, ranks, say)
-    meter = Meter(device, spec.preset.measure_from, peak_from(spec.settings))
+    # The step after which compilation allocates no more. The cudagraphs backend records its graphs in the first, and a
+    # replay allocates nothing that would be seen.
+    meter = Meter(device, spec.preset.measure_from, 0 if spec.settings.compile == "cudagraphs" else PEAK_FROM)
 
     for number in range(begin + 1, batches.steps + 1):
         rate = learning_rate(spec, number - 1, batches.steps)

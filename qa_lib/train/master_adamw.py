@@ -58,7 +58,7 @@ class MasterAdamW(torch.optim.Optimizer):
     A master begins as the parameter is when the optimizer is made, so with the bits that a cast to half precision has
     left. Nothing waits for the device: rate and step count are tensors on it. Gradients are taken as if clipped to the
     norm `max_norm`, which saves clip_grad_norm_ its pass over them. `moments` is the type of both, fp32 or bf16.
-    Raises TypeError for parameters that are in neither bf16 nor fp16, ValueError for one that is not contiguous.
+    Parameters are contiguous, and all in bf16 or all in fp16.
     """
 
     # What GradScaler hands to an optimizer that says so (optim.unscale): the scale that is on the gradients, and more
@@ -71,48 +71,42 @@ class MasterAdamW(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8})
         self.max_norm = max_norm
         self.global_norm = lambda norm: norm  # of all gradients, where it has a share of them (train/data_parallel.py)
-        elements = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.dtype not in LOW_TYPES:
-                    raise TypeError(
-                        f"masters are of parameters in half precision, and there is one of {parameter.dtype}"
-                    )
-                if not parameter.is_contiguous():
-                    raise ValueError(f"masters are of contiguous parameters, and one of {parameter.shape} is not")
-                self.state[parameter] = {
-                    "low_bits": torch.zeros_like(parameter, dtype=LOW_TYPES[parameter.dtype]),
-                    "exp_avg": torch.zeros_like(parameter, dtype=moments),
-                    "exp_avg_sq": torch.zeros_like(parameter, dtype=moments),
-                    "step": torch.zeros((), device=parameter.device),
-                    # The number of its first element in this optimizer, for random bits of its own.
-                    "first": torch.tensor(elements, dtype=torch.int32, device=parameter.device),
-                }
-                elements = (elements + parameter.numel()) % 2**31
-        if self.param_groups[0]["params"][0].is_cuda:
-            self._compile_kernels()
+        parameters, elements = self.param_groups[0]["params"], 0
+        for parameter in parameters:
+            self.state[parameter] = {
+                "low_bits": torch.zeros_like(parameter, dtype=LOW_TYPES[parameter.dtype]),
+                "exp_avg": torch.zeros_like(parameter, dtype=moments),
+                "exp_avg_sq": torch.zeros_like(parameter, dtype=moments),
+                "step": torch.zeros((), device=parameter.device),
+                # The number of its first element in this optimizer, for random bits of its own.
+                "first": torch.tensor(elements, dtype=torch.int32, device=parameter.device),
+            }
+            elements = (elements + parameter.numel()) % 2**31
+        if parameters[0].is_cuda:
+            self._compile_kernels(parameters)
 
-    def _compile_kernels(self) -> None:
+    def _compile_kernels(self, parameters: list[torch.nn.Parameter]) -> None:
         """Have the kernels compiled for what they will work on (kernels/precompile.py)."""
-        parameters = [p for group in self.param_groups for p in group["params"]]
         with FakeTensorMode() as mode:
             columns = [[mode.from_tensor(p) for p in parameters]] * 2  # a gradient is like its parameter
             for name in COLUMNS:
                 columns.append([mode.from_tensor(self.state[p][name]) for p in parameters])
             number = torch.empty((), device=parameters[0].device)
             skip = number if parameters[0].dtype == torch.float16 else None  # whose loss has a scale
-            others = *self.defaults["betas"], self.defaults["eps"], skip
             _norm_by_kernel(columns[1])
-            _update_by_kernel(*columns, number, number, number, number, *others)
+            _update_by_kernel(
+                *columns, number, number, number, number, *self.defaults["betas"], self.defaults["eps"], skip
+            )
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
         """One update of every parameter that has a gradient."""
-        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        gradients = {p: p.grad.contiguous() for p in every}
-        norm_of = _norm_by_kernel if every[0].is_cuda else _norm
-        norm = self.global_norm(norm_of(list(gradients.values())))
-        steps, skip = [self.state[p]["step"] for p in every], None
+        (group,) = self.param_groups
+        parameters = [p for p in group["params"] if p.grad is not None]
+        gradients = [p.grad.contiguous() for p in parameters]
+        on_gpu, skip = parameters[0].is_cuda, None
+        norm = self.global_norm((_norm_by_kernel if on_gpu else _norm)(gradients))
+        steps = [self.state[p]["step"] for p in parameters]
         if self.grad_scale is None:
             factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)  # as in clip_grad_norm_
             torch._foreach_add_(steps, 1)
@@ -122,14 +116,11 @@ class MasterAdamW(torch.optim.Optimizer):
             # A tensor each: of one for all, PyTorch asks the device for its value, which a capture forbids.
             torch._foreach_add_(steps, [1.0 - (skip > 0).float()] * len(steps))
         step = steps[0]  # all parameters are updated in every step
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            rate, growth = group["lr"] / (1 - torch.pow(beta1, step)), 1 / (1 - torch.pow(beta2, step))
-            parameters = [p for p in group["params"] if p.grad is not None]
-            own = [gradients[p] for p in parameters]
-            columns = [[self.state[p][name] for p in parameters] for name in COLUMNS]
-            run = _update_by_kernel if step.is_cuda else update
-            run(parameters, own, *columns, step, factor, rate, growth, beta1, beta2, group["eps"], skip)
+        beta1, beta2 = group["betas"]
+        rate, growth = group["lr"] / (1 - torch.pow(beta1, step)), 1 / (1 - torch.pow(beta2, step))
+        columns = [[self.state[p][name] for p in parameters] for name in COLUMNS]
+        run = _update_by_kernel if on_gpu else update
+        run(parameters, gradients, *columns, step, factor, rate, growth, beta1, beta2, group["eps"], skip)
 
 
 def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -150,10 +141,10 @@ def _norm_by_kernel(tensors: list[torch.Tensor]) -> torch.Tensor:
 def _calls(*columns: list[torch.Tensor]):
     """What the kernels take in each call: as many tuples as there are columns, whose tensors belong together, and the
     sizes of the tensors. One size that is no multiple of ALIGN slows its whole call, so that these come last."""
-    rows = sorted(zip(*columns, strict=True), key=lambda row: (row[0].numel() % ALIGN > 0, -row[0].numel()))
-    for begin in range(0, len(rows), COUNT):
-        call = rows[begin : begin + COUNT]
-        yield tuple(zip(*call, strict=True)), tuple(row[0].numel() for row in call)
+    together = sorted(zip(*columns, strict=True), key=lambda one: (one[0].numel() % ALIGN > 0, -one[0].numel()))
+    for begin in range(0, len(together), COUNT):
+        call = together[begin : begin + COUNT]
+        yield tuple(zip(*call, strict=True)), tuple(one[0].numel() for one in call)
 
 
 LOW_TYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float16}  # the type of a weight's low bits
@@ -191,9 +182,7 @@ def random_bits(values: list[torch.Tensor], firsts: list[torch.Tensor], step: to
     return [hash32(first + span, seed) for first, span in zip(firsts, spans, strict=True)]
 
 
-def update(
-    parameters, gradients, lows, means, squares, firsts, step, factor, rate, growth, beta1, beta2, eps, skip
-) -> None:
+def update(parameters, gradients, lows, means, squares, firsts, step, factor, rate, growth, beta1, beta2, eps, skip):
     """AdamW on lists of tensors, in place, for gradients times `factor`. `rate` is the learning rate over the means'
     correction, `growth` one over that of the squares. Where `skip` is a number other than 0, nothing changes."""
     gradients = [g.float() * factor for g in gradients]
@@ -214,14 +203,13 @@ def update(
         torch._foreach_copy_(old, new)
 
 
-def _update_by_kernel(
-    parameters, gradients, lows, means, squares, firsts, step, factor, rate, growth, beta1, beta2, eps, skip
-) -> None:
+def _update_by_kernel(*lists_and_values) -> None:
     """As `update`."""
-    for columns, sizes in _calls(parameters, gradients, lows, means, squares, firsts):
+    *columns, step, factor, rate, growth, beta1, beta2, eps, skip = lists_and_values
+    for tensors, sizes in _calls(*columns):
         programs = sum(-(-size // UPDATE["BLOCK"]) for size in sizes)
         launch(
-            adamw, (programs,), *columns, sizes, step, factor, rate, growth, step if skip is None else skip,
+            adamw, (programs,), *tensors, sizes, step, factor, rate, growth, step if skip is None else skip,
             BETA1=beta1, BETA2=beta2, EPS=eps, FINER=FINER, GOLDEN=GOLDEN, SKIPS=skip is not None, COUNT=len(sizes),
             **UPDATE,
         )  # fmt: skip

@@ -133,7 +133,4 @@ def learning_rate(spec: Spec, step: int, steps: int) -> float:
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Give every parameter group this learning rate, in place where a graph reads it from the device."""
     for group in optimizer.param_groups:
-        if torch.is_tensor(group["lr"]):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
+        group["lr"] = group["lr"].fill_(rate) if torch.is_tensor(group["lr"]) else rate

@@ -31,26 +31,20 @@ class SideStream:
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    @contextlib.contextmanager
-    def work(self):
+    def work(self) -> contextlib.AbstractContextManager:
         """What is started inside comes after all that was started before, and what follows does not wait for it."""
-        if self.stream is None:
-            yield
-            return
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            yield
+        if self.stream:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self.stream)  # nothing, of None
 
     def event(self) -> torch.cuda.Event | None:
         """An event behind the work so far, for `join`."""
-        return self.stream.record_event() if self.stream else None
+        return self.stream and self.stream.record_event()
 
     def join(self, event: torch.cuda.Event | None = None) -> None:
         """Let what follows wait for the work, or for what of it came before an event."""
-        if event:
-            torch.cuda.current_stream().wait_event(event)
-        elif self.stream:
-            torch.cuda.current_stream().wait_stream(self.stream)
+        if self.stream:
+            torch.cuda.current_stream().wait_event(event or self.event())
 
 
 class GradReadyHooks:
@@ -100,10 +94,8 @@ class OverlapDDP(OneBucketDDP):
         self.side_stream, self.sent = SideStream(ranks.device), []  # gradients, their square norm, their region
         self.grad_hooks = GradReadyHooks(self.regions if ranks.world > 1 else [], self._send)
 
-    @contextlib.contextmanager
     def micro_batch(self, last):
-        with self.grad_hooks.awaited(last), super().micro_batch(last):
-            yield
+        return self.grad_hooks.awaited(last) if self.ranks.world > 1 else super().micro_batch(last)
 
     def _send(self, number: int) -> None:
         with self.side_stream.work():
@@ -114,7 +106,6 @@ class OverlapDDP(OneBucketDDP):
     def reduce_grads(self):
         if self.ranks.world == 1:
             return super().reduce_grads()
-        self.passed = 0
         self.side_stream.join()
         for flat, _, region in self.sent:
             unflatten(flat, region)

@@ -74,12 +74,10 @@ class StepLog:
         losses = self.ranks.mean(torch.stack([loss for loss, _ in self.pending])).tolist()
         for value, (_, rate), taken in zip(losses, self.pending, seconds, strict=True):
             self.written += 1
-            finite = math.isfinite(value)
-            lines.append(
-                {"step": self.written, "loss": value if finite else None, "lr": rate, "ms": round(1e3 * taken, 4)}
-            )
-            if not finite and not excused and broken is None:
-                broken = NonFiniteLoss(self.written, f"loss is {value}")
+            loss = value if math.isfinite(value) else None
+            lines.append({"step": self.written, "loss": loss, "lr": rate, "ms": round(1e3 * taken, 4)})
+            if loss is None and not excused:
+                broken = broken or NonFiniteLoss(self.written, f"loss is {value}")
         if phi := noise_scale(self.ranks.stats.noise(self.written - self.begin)):
             lines[-1]["phi"] = round(phi, 2)
         self._append("".join(json.dumps(line) + "\n" for line in lines))
@@ -92,17 +90,13 @@ class StepLog:
             self.compiling, self.said, self.said_at = False, self.written, self.looked
         tenth = self.written - self.said >= self.steps / 10
         if tenth or self.written == self.steps or self.looked - self.said_at >= SAY_EVERY_S:
-            self.say(f"{self.label}: {self._progress(value)}")
+            per_step = (self.looked - self.said_at) / (self.written - self.said)  # since the last line
+            left, taken = (self.steps - self.written) * per_step, self.looked - self.started
+            self.say(
+                f"{self.label}: step {self.written}/{self.steps}, loss {value:.3f}, "
+                f"{self.samples / per_step:.0f} samples/s, {duration(taken)} so far, {duration(left)} left"
+            )
             self.said, self.said_at = self.written, self.looked
-
-    def _progress(self, loss: float) -> str:
-        """Where the run is: step, loss, speed since the last line, time since the first step, time that is left."""
-        per_step = (self.looked - self.said_at) / (self.written - self.said)
-        left, taken = (self.steps - self.written) * per_step, self.looked - self.started
-        return (
-            f"step {self.written}/{self.steps}, loss {loss:.3f}, {self.samples / per_step:.0f} samples/s, "
-            f"{duration(taken)} so far, {duration(left)} left"
-        )
 
     def _append(self, text: str, mode: str = "a") -> None:
         if not self.ranks.first:
@@ -119,7 +113,6 @@ def _whole_lines(path: Path, last: int) -> list[str]:
     found = []
     for line in path.read_bytes().split(b"\n") if path.exists() else []:
         with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
-            step = json.loads(line)
-            if isinstance(step, dict) and step["step"] <= last:
-                found.append(json.dumps(step) + "\n")
+            if json.loads(line)["step"] <= last:
+                found.append(line.decode() + "\n")
     return found

@@ -64,7 +64,6 @@ def train(
         dataloader_drop_last=True,
         remove_unused_columns=False,
         train_sampling_strategy="group_by_length" if settings.group_by_length else "random",
-        torch_compile=settings.compile != "none",
         torch_compile_backend=settings.compile if settings.compile != "none" else None,
         save_strategy="no",
         logging_strategy="no",
@@ -76,9 +75,8 @@ def train(
     lengths = batches.samples.lengths
     numbers = Dataset.from_dict({"sample": range(len(lengths)), "length": lengths})
     trainer = _MeteredTrainer(model=model, args=arguments, train_dataset=numbers, data_collator=_Collator(batches))
-    if settings.fault == "nvidia-smi-polling":
-        trainer.add_callback(_Polling(meter))
-    trainer.add_callback(_Steps(trainer, meter, log, hooks or Hooks()))
+    polls = settings.fault == "nvidia-smi-polling"
+    trainer.add_callback(_Steps(trainer, meter, log, hooks or Hooks(), polls))
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     meter.stop()
@@ -105,32 +103,26 @@ class _MeteredTrainer(Trainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.parts = []
-        self.rate = 0.0  # of the step: when the callback is called, the scheduler has set the next one's
 
     def training_step(self, *args, **kwargs):
-        self.rate = self.optimizer.param_groups[0]["lr"]
+        self.rate = self.optimizer.param_groups[0]["lr"]  # when the callback is called, the scheduler has set the next
         self.parts.append(super().training_step(*args, **kwargs))
         return self.parts[-1]
 
 
-class _Polling(TrainerCallback):
-    """The slides' way to watch the GPUs: every process starts nvidia-smi after every step, and waits for it."""
-
-    def __init__(self, meter: Meter):
-        self.meter = meter
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.meter.polled.append(polled_utilisation())
-
-
 class _Steps(TrainerCallback):
-    def __init__(self, trainer: _MeteredTrainer, meter: Meter, log: StepLog, hooks: Hooks):
-        self.trainer, self.meter, self.log, self.hooks = trainer, meter, log, hooks
+    """Notes each step; and `polls` as the slides' students watched their GPUs: every process starts nvidia-smi after
+    every step, and waits for it."""
+
+    def __init__(self, trainer: _MeteredTrainer, meter: Meter, log: StepLog, hooks: Hooks, polls: bool):
+        self.trainer, self.meter, self.log, self.hooks, self.polls = trainer, meter, log, hooks, polls
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.meter.resume()
 
     def on_step_end(self, args, state, control, **kwargs):
+        if self.polls:
+            self.meter.polled.append(polled_utilisation())
         collator, parts = self.trainer.data_collator, self.trainer.parts
         micro_batches = [collator.seen.pop(0) for _ in parts]
         self.meter.step(*collator.batches.tokens(micro_batches))
