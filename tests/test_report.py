@@ -365,7 +365,7 @@ def test_the_readme_is_made_of_committed_groups_and_checked(front, runs, capsys,
 
 def test_a_readme_without_markers_and_a_folder_without_git_are_clear_errors(front, runs):
     front.write_text("nothing")
-    with pytest.raises(ReportError, match="has no block between <!-- headline -->"):
+    with pytest.raises(ReportError, match="no page has a block between <!-- headline -->"):
         call("--readme")
     with pytest.raises(ReportError, match="no group 'x' below runs; there are cpu-smoke"):
         call("--group", "x")
@@ -392,7 +392,13 @@ def test_the_printed_table_has_no_cpu_speeds_and_the_speeds_of_the_reference_bes
 
 
 def test_every_tag_is_one_that_the_report_knows():
-    assert {tag for variant in VARIANTS.values() for tag in variant.tags} == {"ladder", "peer", "headline", "technique"}
+    assert {tag for variant in VARIANTS.values() for tag in variant.tags} == {
+        "ladder",
+        "peer",
+        "headline",
+        "technique",
+        "quickstart",
+    }
     assert RECOMMENDED in tagged("ladder") and RECOMMENDED in tagged("headline")
 
 

@@ -25,13 +25,13 @@ NOTHING = "No reference runs are committed yet; `make quickstart` makes a set of
 
 
 def with_results(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> dict[Path, tuple[str, str]]:
-    """The text of each of PAGES, and the same with its BLOCKS made anew. Raises ReportError where a file or a block is
-    missing."""
+    """The text of each of PAGES, and the same with its BLOCKS made anew. Raises ReportError where README.md or a block
+    is missing."""
     runs = runs[runs["group"].isin(load.committed(runs_dir))] if runs_dir.is_dir() else runs[:0]
     groups = sorted(set(runs["group"]) - load.searches(runs))
     group = REFERENCE if REFERENCE in groups else groups[0] if groups else None
     try:
-        before = {page: page.read_text(encoding="utf-8") for page in PAGES}
+        before = {page: page.read_text(encoding="utf-8") for page in PAGES if page.exists() or page == PAGES[0]}
     except OSError as problem:
         raise ReportError(f"cannot read {problem.filename} in this folder: {problem.strerror}") from problem
     after = dict(before)
@@ -48,7 +48,7 @@ def with_results(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> dict[Path
         if page.parent.name:  # links are from the page
             content = re.sub(r"\]\((figures|runs)/", r"](../\1/", content)
         after[page] = after[page].replace(found[page][0], f"{begin}\n{content}\n{end}")
-    return {page: (before[page], after[page]) for page in PAGES}
+    return {page: (before[page], after[page]) for page in before}
 
 
 def facts(runs: pd.DataFrame, group: str) -> dict:

@@ -7,7 +7,6 @@ import matplotlib.pyplot  # noqa: F401
 import papermill.cli  # noqa: F401
 import seaborn  # noqa: F401
 
-import qa_lib.report.figures
 import qa_lib.run.fit  # noqa: F401
 
 NOT_INITIALIZED = 3  # CUresult

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -225,7 +226,8 @@ def main(args: argparse.Namespace) -> int:
     if args.plan:
         for spec in specs:
             state = "finished" if launcher.is_finished(spec) else f"skip: {spec.skip}" if spec.skip else "run"
-            print(f"{spec.group}/{spec.run_id:24} {', '.join([state, *_own_words(spec)])}")
+            line = f"{spec.group}/{spec.run_id:24} {', '.join([state, *_own_words(spec)])}"
+            print(textwrap.fill(line, 100, subsequent_indent="    ", break_on_hyphens=False))
         return 0
     entries = sweep(specs, launcher, args.on_finish)
     failed = [entry for entry in entries if entry["status"] in ("error", "killed")]
