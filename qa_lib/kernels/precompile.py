@@ -32,12 +32,12 @@ _compiling: dict[tuple, Future] = {}
 _cache_hits: list[bool] = []  # of each kernel that was compiled, whether an earlier process had compiled it
 
 
-def custom_op(name: str, **options) -> Callable:
+def custom_op(name: str) -> Callable:
     """Make a function that launches kernels a custom operator of that name, which the compiler does not look into. The
-    function itself tells the compiler shapes and types; `options` are those of library.custom_op."""
+    function itself tells the compiler shapes and types."""
 
     def decorate(function):
-        op = library.custom_op(name, function, mutates_args=(), **options)
+        op = library.custom_op(name, function, mutates_args=())
         op.register_fake(function)
         return op
 

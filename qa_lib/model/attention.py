@@ -16,14 +16,13 @@ from itertools import groupby
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import library, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from qa_lib.errors import UserError
-from qa_lib.kernels.precompile import custom_op
 from qa_lib.kernels.varlen_attention import segment_of, varlen_attention
 from qa_lib.model.architectures import encoder_of, layers_of
 from qa_lib.model.fused_blocks import HashDropout
@@ -85,12 +84,22 @@ def _scores(bias: torch.Tensor, shape: tuple[int, int], heads: int) -> torch.Ten
     return bias.view(shape[0], 1, 1, shape[1]).expand(-1, heads, shape[1], -1)
 
 
+def _logsumexp_length(limit: int) -> int:
+    """Entries that the kernel keeps for the softmax of a segment and head."""
+    return -(-limit // 32) * 32
+
+
+_OPTIONS = "Tensor bias, SymInt[] limits, float dropout, float scale"
+
+
 # Operators of their own, which the compiler does not look into: it would trace a dozen calls in every layer.
-@custom_op("qa_lib::efficient_attention", tags=(torch.Tag.nondeterministic_seeded,))
-def _efficient(
-    qkv: torch.Tensor, bias: torch.Tensor, limits: list[int], dropout: float, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The output; of each run what the softmax of its segments and heads is divided by, and its random state."""
+@library.custom_op(
+    "qa_lib::efficient_attention",
+    mutates_args=(),
+    tags=(torch.Tag.nondeterministic_seeded,),
+    schema=f"(Tensor qkv, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _efficient(qkv, bias, limits, dropout, scale):
     bias, heads = bias.to(qkv.dtype), qkv.shape[2]
     calls = [
         torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -104,16 +113,25 @@ def _efficient(
     return output, torch.cat([t.flatten() for t in logsumexps]), torch.stack(seeds), torch.stack(offsets)
 
 
-@custom_op("qa_lib::efficient_attention_backward")
-def _efficient_backward(
-    grad: torch.Tensor, qkv: torch.Tensor, output: torch.Tensor, logsumexp: torch.Tensor, seeds: torch.Tensor,
-    offsets: torch.Tensor, bias: torch.Tensor, limits: list[int], dropout: float, scale: float,
-) -> torch.Tensor:  # fmt: skip
+@_efficient.register_fake
+def _(qkv, bias, limits, dropout, scale):
+    tokens, _, heads, width = qkv.shape
+    logsumexp = qkv.new_empty(heads * sum(map(_logsumexp_length, limits)), dtype=torch.float32)
+    random = qkv.new_empty(len(_equal_limits(limits)), dtype=torch.int64)
+    return qkv.new_empty(tokens, heads, width), logsumexp, random, random.clone()
+
+
+@library.custom_op(
+    "qa_lib::efficient_attention_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor qkv, Tensor output, Tensor logsumexp, Tensor seeds, Tensor offsets, "
+    f"{_OPTIONS}) -> Tensor",
+)
+def _efficient_backward(grad, qkv, output, logsumexp, seeds, offsets, bias, limits, dropout, scale):
     """The gradient of `qkv`, [tokens, 3, heads, width]."""
     bias, heads, qkv_grad = bias.to(qkv.dtype), qkv.shape[2], qkv.new_empty(qkv.shape)
     grad, runs = grad.contiguous(), _equal_limits(limits)
-    # The kernel keeps these for whole warps of 32 queries.
-    sizes = [heads * count * (-(-limit // 32) * 32) for _, (count, limit) in runs]
+    sizes = [heads * count * _logsumexp_length(limit) for _, (count, limit) in runs]
     for (part, shape), sums, seed, offset in zip(runs, logsumexp.split(sizes), seeds, offsets, strict=True):
         grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             *(_heads_first(t[part], shape) for t in (grad, *qkv.unbind(1))), _scores(bias[part], shape, heads),
@@ -122,6 +140,11 @@ def _efficient_backward(
         )[:3]  # fmt: skip
         torch.stack([one.transpose(1, 2) for one in grads], 2, out=qkv_grad[part].unflatten(0, shape))
     return qkv_grad
+
+
+@_efficient_backward.register_fake
+def _(grad, qkv, *_):
+    return qkv.new_empty(qkv.shape)
 
 
 def _setup_context(ctx, inputs, output):
