@@ -86,3 +86,16 @@ def test_the_quickstart_fits_one_screen_and_runs_nothing_twice(tmp_path):
     assert run(*words).strip() in first
     assert time.monotonic() - begin < 10
     assert records == [path.read_bytes() for path in run_files(tmp_path / "runs", "record.json")]
+
+
+def test_the_first_step_is_timed_from_a_cold_start_alone(tmp_path):
+    script = """
+import sys
+from tests import small
+from qa_lib.run.fit import fit
+from qa_lib.run.plan import plan
+for spec in plan(["A1"], "test", [0, 1]):
+    print(fit(spec, sys.argv[1], say=lambda _: None)["time"]["first_step_s"])
+"""
+    cold, served = run(sys.executable, "-c", script, str(tmp_path)).split()
+    assert 0.5 < float(cold) < 300 and served == "None"
