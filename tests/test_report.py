@@ -137,7 +137,7 @@ def test_what_differs_within_a_group_is_an_axis(runs):
 
 def test_a_row_without_a_result_stands_with_its_reason(runs):
     make(runs, "A3", seed=1, status="error", error={"kind": "ValueError", "message": "no luck"})
-    table = result_table(summary(select(load_runs(runs), "cpu-smoke"))).set_index("row")
+    table = result_table(summary(select(load_runs(runs), "cpu-smoke"))).set_index("variant")
     assert table.loc["D1-nvfuser", "note"] == "skipped: no backend named 'nvfuser'"
     assert table.loc["A3", ["status", "note"]].tolist() == ["1 ok, 1 error", "seed 1 error: no luck"]
     assert table.loc["C1", "samples/s"] == "–" and table.loc["A1", "note"] == "–" and "peak MiB" not in table
@@ -174,7 +174,7 @@ def test_the_cost_is_that_of_a_run_which_found_nothing_compiled(runs):
 
 
 def test_a_familys_table_has_the_baseline_and_what_its_rows_change(runs):
-    assert list(family_table(load_runs(runs), "cpu-smoke", "B1")["row"]) == ["A1", "A3", "B1"]
+    assert list(family_table(load_runs(runs), "cpu-smoke", "B1")["variant"]) == ["A1", "A3", "B1"]
     assert change("A4") == "A4-nb + group_by_length: True" and change("A1") == "baseline"
     assert change("A4", "A2") == "A2 + compile: inductor + padding: longest + group_by_length: True"
 
@@ -307,7 +307,7 @@ def test_the_ladder_says_how_far_it_reaches(runs):
     title = style.title_of(figures.fig_ladder(own))
     assert title == "On a CPU: A4 trains 2.00× as fast as A1, 2.11× as fast as the plain Trainer (A0)"
     words = [text.get_text() for text in figures.fig_ladder(own).axes[0].texts]
-    assert {"samples/s", "× A1", "× row above", "1.25", "0.95 (A1)"} <= set(words)
+    assert {"samples/s", "× A1", "× variant above", "1.25", "0.95 (A1)"} <= set(words)
 
 
 def test_a_few_timed_runs_do_not_stand_for_a_group_that_shared_the_gpu(runs):

@@ -155,7 +155,7 @@ def advice(env: dict, runs: str = "runs") -> str:
             raise NotMeasured("no variant is known to fit")
     except ReportError as reason:
         return f"**This card:** {gpu}, {gib:.1f} GiB. Which variant suits it is not known: {reason}."
-    said = say("advice", gpu=gpu, gib=gib, row=found.variant, size=found.micro_batch)
+    said = say("advice", gpu=gpu, gib=gib, variant=found.variant, size=found.micro_batch)
     try:
         if own["env.gpu"].iloc[0] == gpu:
             minutes = projected(summary(own), [found.variant])["minutes"].get(found.variant)
@@ -179,4 +179,4 @@ def arithmetic(lines: pd.DataFrame) -> pd.DataFrame:
             said += f" + {line.compile_s:.1f} s" + ("" if line.cold else ", a part of the code from a cache")
         of_base = percent(line.minutes / found.loc[BASELINE, "minutes"])
         table.append((line.Index, said, f"{line.minutes:.1f}", of_base))
-    return pd.DataFrame(table, columns=["row", "arithmetic", "minutes", f"of {BASELINE}'s time"])
+    return pd.DataFrame(table, columns=["variant", "arithmetic", "minutes", f"of {BASELINE}'s time"])

@@ -156,7 +156,7 @@ def _tokens(lines: pd.DataFrame) -> list[str]:
 
 
 COLUMNS = {  # heading, in which {score} stands for the score's label and {base} for the baseline -> texts of lines
-    "row": lambda lines: lines["variant"],
+    "variant": lambda lines: lines["variant"],
     "what it changes": lambda lines: lines["change"],
     **{label: lambda lines, name=name: lines[name].map(str) for name, label in AXES.items()},
     "status": lambda lines: lines["status"],
