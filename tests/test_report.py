@@ -340,8 +340,9 @@ def test_what_cannot_be_shown_is_a_sentence(runs):
 
 
 @pytest.fixture
-def front(runs):
-    """README.md with empty blocks, and the runs, archived, in git's index."""
+def front(runs, monkeypatch):
+    """README.md as the only page, with empty blocks, and the runs, archived, in git's index."""
+    monkeypatch.setattr(readme, "PAGES", [Path("README.md")])
     blocks = "\n\n".join(f"<!-- {name} -->\n<!-- /{name} -->" for name in readme.BLOCKS)
     Path("README.md").write_text(f"# Title\n\n{blocks}\n\ntail\n")
     write_archive(Path("runs"), "cpu-smoke", read_runs("runs", "cpu-smoke"))
@@ -365,7 +366,7 @@ def test_the_readme_is_made_of_committed_groups_and_checked(front, runs, capsys,
 
 def test_a_readme_without_markers_and_a_folder_without_git_are_clear_errors(front, runs):
     front.write_text("nothing")
-    with pytest.raises(ReportError, match="has no block between <!-- headline -->"):
+    with pytest.raises(ReportError, match="no page has a block between <!-- headline -->"):
         call("--readme")
     with pytest.raises(ReportError, match="no group 'x' below runs; there are cpu-smoke"):
         call("--group", "x")
@@ -392,7 +393,8 @@ def test_the_printed_table_has_no_cpu_speeds_and_the_speeds_of_the_reference_bes
 
 
 def test_every_tag_is_one_that_the_report_knows():
-    assert {tag for variant in VARIANTS.values() for tag in variant.tags} == {"ladder", "peer", "headline", "technique"}
+    known = {"ladder", "peer", "headline", "technique", "quickstart"}
+    assert {tag for variant in VARIANTS.values() for tag in variant.tags} == known
     assert RECOMMENDED in tagged("ladder") and RECOMMENDED in tagged("headline")
 
 
