@@ -224,7 +224,7 @@ def test_the_quickest_that_fits_and_keeps_its_score_is_recommended():
         found = recommend.quickest_on(ranked, gib, sm)
         assert found.reserved / 1024 + 0.5 <= gib and recommend.runs_on(found.variant, sm)
     table = recommend.generation_table(own, quality)
-    t4 = recommend.for_t4(runs, load.REFERENCE)
+    t4 = recommend.best_for(runs, load.REFERENCE, 14.9, 75).variant
     assert table.iloc[-1].tolist() == ["4 GiB", f"{t4} at 32", *["E-moments at 32"] * 3]
 
 
