@@ -35,7 +35,7 @@ WAITING = 256  # events that may wait; the next is told that the queue is full
 SESSIONS = 256  # pages whose state is kept
 UNFINISHED = (b'"starting"', b'"waiting"', b'"running"')
 # Of a group's table; and the axes, where a group varies them.
-HEADINGS = ("row", "what it changes", "model", "world size", "effective batch", "length", "training", "micro-batch",
+HEADINGS = ("variant", "what it changes", "model", "world size", "effective batch", "length", "training", "micro-batch",
             "samples/s", "tokens/s", "× {base}", "step ms [p10–p90]", "MFU", "peak MiB", "{score}",
             "Δ{score} vs {base}", "n", "status", "note")  # fmt: skip
 FONTS = {"font": ("system-ui", "sans-serif"), "font_mono": ("ui-monospace", "monospace")}

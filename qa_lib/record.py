@@ -142,8 +142,8 @@ class Model:
 
 @dataclass
 class Scoring:
-    """What a run is scored by: `metric` names the score in `quality` that rows are compared by, `label` is how people
-    write it, and `scores` are all that `quality` holds."""
+    """What a run is scored by: `metric` names the score in `quality` that variants are compared by, `label` is how
+    people write it, and `scores` are all that `quality` holds."""
 
     name: str = "qa"
     metric: str = "f1"

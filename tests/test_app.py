@@ -423,7 +423,7 @@ def test_a_corrupt_record_costs_a_sentence(runs, tmp_path):
     page = dashboard(runs, tmp_path, "cpu-smoke")
     text = " ".join(page.said)
     assert "A3-s0-abcdef" in text and "not readable as JSON" in text and str(runs) not in text
-    assert "No figures yet" in text and {"A1", "A2"} <= set(page.table["row"])
+    assert "No figures yet" in text and {"A1", "A2"} <= set(page.table["variant"])
 
 
 def test_the_dashboard_opens_on_the_newest_group(tmp_path):

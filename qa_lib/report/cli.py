@@ -75,9 +75,9 @@ def overview(runs: pd.DataFrame, group: str) -> str:
     """A group's table in few lines: scores and speeds, of a CPU's runs the speeds of the reference group instead."""
     own = select(runs, group)
     lines = load.largest_batch(summary(own))
-    headings = ["row", "what it changes", "n", "{score}", "samples/s", "× {base}", "peak MiB", "status", "note"]
+    headings = ["variant", "what it changes", "n", "{score}", "samples/s", "× {base}", "peak MiB", "status", "note"]
     if load.on_cpu(own):
-        headings = ["row", "what it changes", "n", "{score}", "status", "note"]
+        headings = ["variant", "what it changes", "n", "{score}", "status", "note"]
     table = result_table(lines, headings)
     if load.on_cpu(own) and load.REFERENCE in set(runs["group"]):
         there = select(runs, load.REFERENCE)

@@ -91,7 +91,7 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
     axis.errorbar(speed, shown.index, xerr=shown["samples_per_s±"], fmt="none", color="black", capsize=3, linewidth=1)
     for height, note in shown.loc[speed.isna(), "note"].items():
         axis.text(0, height, " " + textwrap.shorten(note or "not measured", 60), va="center", fontsize=8)
-    factors = {f"× {baseline(runs)}": shown["ratio"].map(number), "× row above": _gains(shown)}
+    factors = {f"× {baseline(runs)}": shown["ratio"].map(number), "× variant above": _gains(shown)}
     style.columns(axis, {"samples/s": speed.map(number)} | factors | {"n": shown["n"].map(str)})
     style.name_bars(axis, in_words(shown["variant"]))
     axis.set(xlabel="samples/s in training (longer is faster)", xlim=(0, 1.05 * speed.max()))
@@ -134,7 +134,7 @@ def profiles(runs: pd.DataFrame) -> pd.DataFrame:
             peak = (profile["memory"] or {}).get("peak_mib")
             lines.append((run["spec.variant"], run["micro_batch"], profile, peak, run["memory.peak_alloc_mib"]))
     if not lines:
-        raise NotMeasured("no run of this group has a profile: python -m qa_lib profile ROW --preset S makes one")
+        raise NotMeasured("no run of this group has a profile: python -m qa_lib profile VARIANT --preset S makes one")
     found = pd.DataFrame(lines, columns=["variant", "micro_batch", "profile", "peak_mib", "recorded_mib"])
     found = found.sort_values("variant", key=place, kind="stable").reset_index(drop=True)
     several = found["micro_batch"].nunique() > 1
@@ -232,7 +232,7 @@ def phases(shown: dict[str, dict]) -> Figure:
     largest = table.loc[most].idxmax()
     title = f"{largest.capitalize()} fill {percent(1024 * table.loc[most, largest] / peaks[most])} of {most}'s peak"
     if least != most:
-        title += f"; of these rows {least} peaks lowest, at {percent(peaks[least] / peaks[most])}"
+        title += f"; of these variants {least} peaks lowest, at {percent(peaks[least] / peaks[most])}"
     figure = _profile_figure(title, shown, 1.4 + 0.3 * len(shown))
     axis = figure.subplots()
     style.stack(axis, table, HELD_COLORS)

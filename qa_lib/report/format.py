@@ -9,7 +9,7 @@ import pandas as pd
 
 MISSING = "–"
 # Columns of words, which are set to the left.
-WORDS = {"row", "what it changes", "what it is", "group", "hardware", "you have at least", "model", "precision",
+WORDS = {"variant", "what it changes", "what it is", "group", "hardware", "you have at least", "model", "precision",
          "status", "note", "one process", "arithmetic", "their claim", "of it", "holds", "measured here",
          "question", "answer", "gold", "paragraph", "text", "prompt", "continuation", "hypothesis", "their experiment",
          "one GPU", "N is", "law", "of those tried", "off is"}  # fmt: skip
@@ -67,14 +67,14 @@ def written(form, table: pd.DataFrame, name: str) -> list[str]:
 
 
 def render(table: pd.DataFrame, heads: str, **forms: str) -> pd.DataFrame:
-    """Columns of a table as text. `heads` are 'column=heading' with commas between them; `forms` names the columns that
-    a function of this module writes, percent="bubble weak". Others are written by `number`, words and whole numbers as
-    they are."""
+    """Columns of a table as text. `heads` are 'column=heading', or the column's name alone, with commas between them;
+    `forms` names the columns that a function of this module writes, percent="bubble weak". Others are written by
+    `number`, words and whole numbers as they are."""
     named = {name: globals()[form] for form, names in forms.items() for name in names.split()}
     cells = {}
-    for name, head in (pair.strip().split("=") for pair in heads.split(",")):
+    for name, _, head in (pair.strip().partition("=") for pair in heads.split(",")):
         plain = name not in named and not pd.api.types.is_float_dtype(table[name])
-        cells[head] = table[name].map(str) if plain else written(named.get(name, number), table, name)
+        cells[head or name] = table[name].map(str) if plain else written(named.get(name, number), table, name)
     return compact(pd.DataFrame(cells, index=table.index))
 
 

@@ -97,17 +97,14 @@ def headline(runs: pd.DataFrame, group: str, figures: Path) -> str:
     said = facts(runs, group)
     lines, judged, peer = said["lines"], said["judged"], said["minutes"].loc[said["peer"]]
     gib, speed = (lines["peak_mib"] / 1024).map(number), lines["samples_per_s"]
-    kept = (
-        f"stays within {MARGIN:g} point of"
-        if judged["verdict"] == "within"
-        else f"does not fall {MARGIN:g} point below"
-    )
+    kept = "stays within {:g} point of" if judged["verdict"] == "within" else "does not fall {:g} point below"
     evidence = say(
-        "evidence", before=gib[BASELINE], after=gib[RECOMMENDED], lean=gib[said["lean"]], kept=kept, n=judged["n"],
+        "evidence", before=gib[BASELINE], after=gib[RECOMMENDED], lean=gib[said["lean"]], n=judged["n"],
         caveat="" if peer["cold"] else say("partly_cached", **peer), params=judged["params"] / 1e6, level=LEVEL,
+        kept=kept.format(MARGIN),
         delta=gain(judged["delta"], judged["delta±"]), best=gain(judged["best_delta"], judged["best_delta±"]),
     )  # fmt: skip
-    together = say("together", row=RECOMMENDED, ratio=number(speed[RECOMMENDED] / speed[BASELINE]))
+    together = say("together", variant=RECOMMENDED, ratio=number(speed[RECOMMENDED] / speed[BASELINE]))
     gains = [
         f"- {factor(speed[name] / speed[VARIANTS[name].parent])} **{name}**: {VARIANTS[name].why}"
         for name in tagged("technique")
@@ -126,9 +123,7 @@ def headline_table(runs: pd.DataFrame, judged: pd.DataFrame) -> pd.DataFrame:
     reserved = load.largest_batch(runs).groupby("spec.variant")["memory.peak_reserved_mib"].max().astype(float) / 1024
     words = lines["variant"].map({name: variant.why for name, variant in VARIANTS.items()})
     lines = lines.drop(columns="ratio±").assign(gib=reserved.reindex(lines.index), why=words)
-    heads = (
-        f"variant=row, why=what it is, n=n, samples_per_s=samples/s, ratio=× {load.baseline(lines)}, gib=GiB reserved"
-    )
+    heads = f"variant, why=what it is, n, samples_per_s=samples/s, ratio=× {load.baseline(lines)}, gib=GiB reserved"
     with contextlib.suppress(NotMeasured):  # the columns are left out, and the table of quality says why
         lines = lines.join(equivalence(usual(judged)).dropna(subset="delta±")[["best_delta", "best_delta±", "verdict"]])
         lines["verdict"] = lines["verdict"].map(VERDICTS)
@@ -143,23 +138,19 @@ def source(runs: pd.DataFrame, counts: str = "n") -> str:
     where = "a CPU" if load.on_cpu(runs) else f"one {first['env.gpu']}"
     said = say("source", group=first["group"], code=commits(runs), where=where, micro_batch=first["micro_batch"],
                counts=counts, level=LEVEL)  # fmt: skip
-    return (
-        f"{said} {', '.join(others)} ran on another day than {load.baseline(runs)}, on another host."
-        if others
-        else said
-    )
+    days = f" {', '.join(others)} ran on another day than {load.baseline(runs)}, on another host."
+    return said + days * bool(others)
 
 
-def rows(runs: pd.DataFrame, group: str, figures: Path) -> str:
+def variants(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """The headline variants as a table with where its numbers come from, and two pictures."""
     own, judged = select(runs, group), usual(load.judging(runs, group))
     table = headline_table(own, judged)
-    counts = table.pop("n").astype(int)
+    said = source(own, _range(table.pop("n").astype(int)))
     table = table.drop(columns=f"within {MARGIN:g} F1", errors="ignore")
-    said = source(own, "–".join(dict.fromkeys(map(str, (counts.min(), counts.max())))))
     parts = [markdown(table), f"{said} {_judged(judged)} {lead(runs, group)}"]
     return "\n\n".join([*parts, *_pictures(figures / group, {
-        "ladder": "Bar chart of training speed, a bar a row of the table in the report.",
+        "ladder": "Bar chart of training speed, a bar a variant of the table in the report.",
         "timeline": "One training step as a timeline, coloured by part of the model.",
     })])  # fmt: skip
 
@@ -174,6 +165,11 @@ def lead(runs: pd.DataFrame, group: str) -> str:
     return say("lead_unknown")
 
 
+def _range(counts: pd.Series) -> str:
+    """From the least to the most of some counts, '1–3'; one number where they are equal."""
+    return "–".join(dict.fromkeys(map(str, (counts.min(), counts.max()))))
+
+
 def _judged(judged: pd.DataFrame) -> str:
     """Where the table's differences in quality come from."""
     try:
@@ -182,15 +178,12 @@ def _judged(judged: pd.DataFrame) -> str:
         return f"What is missing here is not known: {reason}."
     counts = tested.loc[tested.index.isin(tagged("headline")), "n"]
     base = judged[(judged["spec.variant"] == BASELINE) & (judged["status"] == "ok")]
-    means, seeds = (
-        base.filter(like="quality.").mean(numeric_only=True),
-        dict.fromkeys(map(str, (counts.min(), counts.max()))),
-    )
+    means = base.filter(like="quality.").mean(numeric_only=True)
     return say(
         "judged", base=BASELINE, group=judged["group"].iloc[0], code=commits(judged),
         model=judged["model.name"].iloc[0], n_train=judged["spec.n_train"].max(), n_eval=base["quality.n"].max(),
         best=points(means["quality.best_f1"]),
-        silent=points(means["quality.always_null_f1"]), seeds="–".join(seeds), level=LEVEL,
+        silent=points(means["quality.always_null_f1"]), seeds=_range(counts), level=LEVEL,
     )  # fmt: skip
 
 
@@ -234,11 +227,11 @@ def language(runs: pd.DataFrame, group: str, figures: Path) -> str:
     try:
         said += f" {apart(sibling(runs, group, 'lm-quality'), best['variant'], peer['variant'])}"
     except NotMeasured:
-        said += " **Not shown:** that these rows end at one perplexity."
+        said += " **Not shown:** that these variants end at one perplexity."
     fits = sibling(runs, group, "lm-sizing")
     with contextlib.suppress(NotMeasured):
         said += " " + curves.lead_by_batch(fits[fits["spec.variant"].isin([best["variant"], peer["variant"]])])
-    pictures = {"ladder": "Bar chart of training speed, a bar a row of the table in the report."}
+    pictures = {"ladder": "Bar chart of training speed, a bar a variant of the table in the report."}
     return "\n\n".join([said, *_pictures(figures / own["group"].iloc[0], pictures)])
 
 
@@ -268,14 +261,14 @@ def _pictures(folder: Path, wanted: dict[str, str]) -> list[str]:
     return found
 
 
-def card(runs: pd.DataFrame, group: str, figures: Path) -> str:
+def cards(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """Which variant to take, by a card's memory and generation; and what may be expected of a T4."""
-    own, t4 = select(runs, group), recommend.for_t4(runs, group)
+    own, t4 = select(runs, group), recommend.best_for(runs, group, 14.9, 75).variant
     table = recommend.generation_table(own, load.judging(runs, group))
     minutes = recommend.estimated_minutes(runs, group, t4, "Tesla T4", 75)
     theirs, gpu = load.published().loc[BASELINE, "train_s"] / 60, own["env.gpu"].iloc[0]
     said = say("cards", recommended=RECOMMENDED, scatter=100 * recommend.SCATTER, context=recommend.CONTEXT_GIB,
-               gpu=gpu, theirs=theirs, row=t4, minutes=minutes)  # fmt: skip
+               gpu=gpu, theirs=theirs, variant=t4, minutes=minutes)  # fmt: skip
     return f"{markdown(table)}\n\n{said}"
 
 
@@ -300,4 +293,4 @@ def groups(runs: pd.DataFrame, group: str, figures: Path) -> str:
     return f"{markdown(pd.DataFrame(table))}\n\n{say('groups')}"
 
 
-BLOCKS = {"headline": headline, "rows": rows, "several": several, "language": language, "cards": card, "groups": groups}
+BLOCKS = {block.__name__: block for block in (headline, variants, several, language, cards, groups)}

@@ -5,10 +5,10 @@ import math
 import pandas as pd
 
 from qa_lib.report import load
-from qa_lib.report.format import MISSING, gain, percent, say
+from qa_lib.report.format import MISSING, gain, say
 from qa_lib.report.load import REFERENCE, NotMeasured, ReportError, numbers, select, usual
 from qa_lib.report.stats import BASELINE, MARGIN, equivalence
-from qa_lib.report.summary import DATA_SHEET_TFLOPS, average, summary
+from qa_lib.report.summary import DATA_SHEET_TFLOPS, summary
 from qa_lib.spec import Machine, missing
 from qa_lib.variants import RECOMMENDED, VARIANTS, choices, find_recipe, tagged
 
@@ -72,11 +72,8 @@ def best_first(runs: pd.DataFrame, f1: pd.DataFrame) -> pd.DataFrame:
     values = numbers(runs, {"speed": "speed.samples_per_s", "reserved": "memory.peak_reserved_mib"}).dropna()
     if values.empty:
         raise NotMeasured("no run of this group has both GPU memory and speed, so none can be recommended")
-    keys = [
-        runs.loc[values.index, name].rename(as_) for name, as_ in (("spec.variant", "variant"), ("micro_batch",) * 2)
-    ]
-    found = average(values[["speed"]], keys)[["speed"]].assign(reserved=values["reserved"].groupby(keys).max())
-    found = found.sort_index().reset_index()
+    found = values.join(runs[["spec.variant", "micro_batch"]]).rename(columns={"spec.variant": "variant"})
+    found = found.groupby(["variant", "micro_batch"]).agg({"speed": "mean", "reserved": "max"}).reset_index()
     found["kind"] = found["variant"].map(lambda name: find_recipe(VARIANTS[name].settings.trainable).kind)
     found = found[found["kind"].isin(ALLOWED)]
     lost = found["variant"].map(f1["lost"]).astype(float)
@@ -113,13 +110,12 @@ def generation_table(runs: pd.DataFrame, judged: pd.DataFrame) -> pd.DataFrame:
     return table[(table[list(GENERATIONS.values())] != MISSING).any(axis=1)]
 
 
-def for_t4(runs: pd.DataFrame, group: str) -> str:
-    """The variant to take on a T4 by the records of a group. Raises NotMeasured."""
-    ranked = best_first(select(runs, group), worth(load.judging(runs, group)))
-    found = quickest_on(ranked, 14.9, 75)
+def best_for(runs: pd.DataFrame, group: str, gib: float, sm: int):
+    """The variant to take on a card, by the records of a group: a line of `best_first`. Raises NotMeasured."""
+    found = quickest_on(best_first(select(runs, group), worth(load.judging(runs, group))), gib, sm)
     if found is None:
-        raise NotMeasured("no variant is known to fit a T4")
-    return found.variant
+        raise NotMeasured(f"no variant is known to fit {gib:.3g} GiB")
+    return found
 
 
 def estimated_minutes(runs: pd.DataFrame, group: str, variant: str, card: str, sm: int) -> float:
@@ -149,14 +145,12 @@ def advice(env: dict, runs: str = "runs") -> str:
     gib, gpu = env["gpu_mem_mib"] / 1024, env["gpu"]
     try:
         every = load.load_runs(runs)
-        own = select(every, REFERENCE)
-        found = quickest_on(best_first(own, worth(load.judging(every, REFERENCE))), gib, env["sm"])
-        if found is None:
-            raise NotMeasured("no variant is known to fit")
+        found = best_for(every, REFERENCE, gib, env["sm"])
     except ReportError as reason:
         return f"**This card:** {gpu}, {gib:.1f} GiB. Which variant suits it is not known: {reason}."
-    said = say("advice", gpu=gpu, gib=gib, row=found.variant, size=found.micro_batch)
+    said = say("advice", gpu=gpu, gib=gib, variant=found.variant, size=found.micro_batch)
     try:
+        own = select(every, REFERENCE)
         if own["env.gpu"].iloc[0] == gpu:
             minutes = projected(summary(own), [found.variant])["minutes"].get(found.variant)
             basis = "projected from its measured speed"
@@ -166,17 +160,3 @@ def advice(env: dict, runs: str = "runs") -> str:
     except NotMeasured:
         return f"{said} How long it takes on such a card is not known."
     return f"{said} {say('takes', minutes=f'{minutes:.{0 if minutes > 9.5 else 1}f}', basis=basis)}"
-
-
-def arithmetic(lines: pd.DataFrame) -> pd.DataFrame:
-    """`projected` as text, with the arithmetic. Raises NotMeasured."""
-    found, table = projected(lines), []
-    for line in found.itertuples():
-        said = f"{load.FULL_SAMPLES:,} × {load.FULL_EPOCHS} ÷ {line.speed:,.0f}/s"
-        if pd.isna(line.compile_s):
-            said += " + compilation, not measured"
-        elif line.compile_s:
-            said += f" + {line.compile_s:.1f} s" + ("" if line.cold else ", a part of the code from a cache")
-        of_base = percent(line.minutes / found.loc[BASELINE, "minutes"])
-        table.append((line.Index, said, f"{line.minutes:.1f}", of_base))
-    return pd.DataFrame(table, columns=["row", "arithmetic", "minutes", f"of {BASELINE}'s time"])

@@ -6,7 +6,6 @@ the notebooks for what they compare. What was not measured is NaN.
 
 import math
 import textwrap
-from collections import Counter
 from collections.abc import Iterable
 
 import pandas as pd
@@ -88,24 +87,20 @@ def _measured(runs: pd.DataFrame) -> pd.DataFrame:
 
 def _described(runs: pd.DataFrame) -> pd.DataFrame:
     """The columns of lines that are words, and AXES and TASK; indexed by cell and variant."""
-    members = {}
-    columns = ["status", "error.message", "time.resumed_from_step", "spec.seed", *AXES, *TASK]
-    for key, run in zip(zip(runs["cell"], runs["variant"], strict=True), runs[columns].to_dict("records"), strict=True):
-        members.setdefault(key, []).append(run)
-    lines = {}
-    for key, part in members.items():
-        counts = Counter(run["status"] for run in part)
-        status = next(iter(counts)) if len(counts) == 1 else ", ".join(f"{n} {name}" for name, n in counts.items())
-        words = {"family": key[1][0], "change": change(key[1]), "status": status, "note": _note(part)}
-        lines[key] = {name: part[0][name] for name in (*AXES, *TASK)} | words
-    index = pd.MultiIndex.from_tuples(lines, names=["cell", "variant"])
-    return pd.DataFrame(list(lines.values()), index=index)
+    keys = ["cell", "variant"]
+    found = runs.drop_duplicates(keys).set_index(keys)[[*AXES, *TASK]]
+    parts = [part for _, part in runs.groupby(keys, sort=False)]
+    names = found.index.get_level_values("variant")
+    states = [part["status"].value_counts(sort=False) for part in parts]
+    status = [n.index[0] if len(n) == 1 else ", ".join(f"{n[name]} {name}" for name in n.index) for n in states]
+    return found.assign(family=names.str[0], change=names.map(change), status=status, note=list(map(_note, parts)))
 
 
-def _note(runs: list[dict]) -> str:
+def _note(runs: pd.DataFrame) -> str:
     """Why a variant's runs did not end ok, and which were resumed."""
     reasons = {}
-    for run in runs:
+    columns = ["status", "error.message", "time.resumed_from_step", "spec.seed"]
+    for run in runs[columns].to_dict("records"):
         if run["status"] != "ok":
             message = run["error.message"] if pd.notna(run["error.message"]) else "not finished"
             text = textwrap.shorten(f"{run['status']}: {message}", 140, placeholder=" …")
@@ -131,32 +126,24 @@ def change(variant: str, ancestor: str | None = None) -> str:
         found = VARIANTS[found.parent]
         changed = found.change | changed  # what a later variant sets counts
     before = VARIANTS[ancestor].settings
-    said = " + ".join(
-        [ancestor, *(f"{key}: {value}" for key, value in changed.items() if value != getattr(before, key))]
-    )
+    said = [f"{key}: {value}" for key, value in changed.items() if value != getattr(before, key)]
+    said = " + ".join([ancestor, *said])
     return f"baseline ({said})" if variant in BASELINES.values() else said
 
 
-def _step(lines: pd.DataFrame) -> list[str]:
-    parts = (lines[name].map(number) for name in ("step_ms", "step_p10_ms", "step_p90_ms"))
-    return [
-        MISSING if median == MISSING else f"{median} [{low}–{high}]" for median, low, high in zip(*parts, strict=True)
-    ]
-
-
-def _break_even(steps: float) -> str:
-    return "never" if steps == math.inf else number(steps)
+def _step(lines: pd.DataFrame) -> pd.Series:
+    median, low, high = (lines[name].map(number) for name in ("step_ms", "step_p10_ms", "step_p90_ms"))
+    return (median + " [" + low + "–" + high + "]").where(median != MISSING, MISSING)
 
 
 def _tokens(lines: pd.DataFrame) -> list[str]:
     """What a language model's speed is told in; of questions, tokens are half padding."""
-    return written(
-        number, lines.assign(tokens_per_s=lines["tokens_per_s"].where(lines["task.name"] == "lm")), "tokens_per_s"
-    )
+    of_text = lines["tokens_per_s"].where(lines["task.name"] == "lm")
+    return written(number, lines.assign(tokens_per_s=of_text), "tokens_per_s")
 
 
 COLUMNS = {  # heading, in which {score} stands for the score's label and {base} for the baseline -> texts of lines
-    "row": lambda lines: lines["variant"],
+    "variant": lambda lines: lines["variant"],
     "what it changes": lambda lines: lines["change"],
     **{label: lambda lines, name=name: lines[name].map(str) for name, label in AXES.items()},
     "status": lambda lines: lines["status"],
@@ -175,7 +162,7 @@ COLUMNS = {  # heading, in which {score} stands for the score's label and {base}
     "Δ{score} vs {base}": lambda lines: written(gain, lines, "delta"),
     "trainable": lambda lines: lines["trainable"].map(count),
     "compile s": lambda lines: lines["compile_s"].map(number),
-    "break-even step": lambda lines: lines["break_even"].map(_break_even),
+    "break-even step": lambda lines: lines["break_even"].map(number).replace("inf", "never"),
     "wall s": lambda lines: lines["wall_s"].map(number),
     "note": lambda lines: lines["note"].replace("", MISSING),
 }  # fmt: skip
