@@ -35,7 +35,7 @@ from tests.test_report import make
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-ROWS = {"A1": 3, "B3": 2, "C2-8": 2, "D1": 2, "E-packed": 2}  # a quick row of each family, and its notebook's pictures
+ROWS = {"A1": 2, "B3": 2, "C2-8": 2, "D1": 2, "E-packed": 2}  # a quick row of each family, and its notebook's pictures
 FIGURES = 1  # of the report without a GPU, and of one seed: the ladder
 MAX_LINES = 40  # of a cell, which fits on a screen
 MOST_LINES = 1_500  # of all notebooks together
