@@ -26,8 +26,8 @@ from qa_lib.measure.meter import MIB
 from qa_lib.model.architectures import embeddings_of, encoder_of, layers_of, layers_passed, trains
 from qa_lib.model.build import apply_recipe, model_config
 from qa_lib.presets import Preset, find_preset, find_shape
+from qa_lib.run.fit import TASKS
 from qa_lib.run.plan import plan
-from qa_lib.run.tasks import TASKS
 from qa_lib.spec import Machine, Spec, adjust
 from qa_lib.variants import Settings
 

@@ -23,11 +23,9 @@ from qa_lib.measure import hardware, ncu, trace
 from qa_lib.measure.meter import MIB, Hooks, memory_use
 from qa_lib.model.architectures import encoder_of
 from qa_lib.model.build import DTYPES
-from qa_lib.run.faults import shares_gpu
+from qa_lib.run.fit import TASKS, prepare, shares_gpu, train
 from qa_lib.run.plan import plan
 from qa_lib.run.process import call, child_env
-from qa_lib.run.tasks import TASKS, prepare
-from qa_lib.run.worker import train
 from qa_lib.spec import Spec
 
 WARM, TIMED, PROFILED = 12, 20, 3  # steps: to settle, for the step's length, under the profiler
