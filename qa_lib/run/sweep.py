@@ -22,8 +22,7 @@ from qa_lib.cli import own_of, variants_of
 from qa_lib.errors import UserError, printable
 from qa_lib.presets import find_preset
 from qa_lib.record import duration
-from qa_lib.run import slurm
-from qa_lib.run.launch import ROOT, Launcher, probe, say_idle
+from qa_lib.run.launch import ROOT, Launcher, SlurmLauncher, probe, probe_node, say_idle
 from qa_lib.run.plan import plan
 from qa_lib.spec import Spec
 from qa_lib.variants import FAMILIES, VARIANTS, find_variant
@@ -192,10 +191,10 @@ def main(args: argparse.Namespace) -> int:
     by_slurm = args.launcher == "slurm"
     if by_slurm and (args.gpus or args.shared_gpu):
         raise UserError("--gpus and --shared-gpu are for this machine's cards; Slurm gives each run cards of its own")
-    machine, env = slurm.probe(args.runs, max(args.world or [0])) if by_slurm else probe()
+    machine, env = probe_node(args.runs, max(args.world or [0])) if by_slurm else probe()
     own = {"share": args.shared_gpu, "force": args.force, "time_limit_s": args.time_limit, "command": notebook_command}
     own["warm"] = not by_slurm
-    launcher = (slurm.SlurmLauncher if by_slurm else Launcher)(args.runs, machine, env, args.gpus, **own)
+    launcher = (SlurmLauncher if by_slurm else Launcher)(args.runs, machine, env, args.gpus, **own)
     if not by_slurm:
         say_idle(machine, args.gpus)
     sources, left_out = (args.data, args.model, args.micro_batch, machine), []
