@@ -103,10 +103,10 @@ def _source(name: str, value: object, usual: str) -> str:
 
 def _product(**sizes: Several) -> list[dict]:
     """Every combination of some sizes, each by its name. Raises SpecError."""
-    lists = []
-    for name, size in sizes.items():
-        several = _list(name, size) if isinstance(size, Sequence) and size != "" else [size]
-        lists.append(dict.fromkeys(None if number is None else whole_number(name, number, 0) for number in several))
+    lists = [
+        dict.fromkeys(_list(name, size)) if isinstance(size, Sequence) and size != "" else [size]
+        for name, size in sizes.items()
+    ]
     return [dict(zip(sizes, values, strict=True)) for values in itertools.product(*lists)]
 
 
