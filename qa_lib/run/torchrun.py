@@ -120,23 +120,19 @@ def record_fault(spec: Spec, run_dir: Path, exit_codes: dict[int, int]) -> None:
 
     A process that a signal has ended says nothing; of the others each has left its fault and the time of it.
     """
-    first = first_fault(run_dir)
+    outcome = first_fault(run_dir)
     for old in faults(run_dir):
         old.unlink()
-    killed = [rank for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM]  # not by torchrun
-    # torchrun also kills those that do not heed its SIGTERM.
-    if killed and not (first and first["status"] == "oom"):
-        name = signal.Signals(-exit_codes[killed[0]]).name
-        message = f"process {killed[0]} of {spec.world} was ended by {name}"
-        status, error = "killed", {"kind": name, "message": message, "step": None}
-    elif first:
-        status, error = first["status"], first["error"]
-    else:
-        rank, code = min(exit_codes.items())
-        message = f"process {rank} of {spec.world} ended with exit code {code}"
-        status, error = "killed", {"kind": "ProcessEnded", "message": message, "step": None}
+    # Not by torchrun, but that it also kills those that do not heed its SIGTERM.
+    killed = {rank: code for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM}
+    if not outcome or (killed and outcome["status"] != "oom"):
+        rank, code = min((killed or exit_codes).items())
+        kind = signal.Signals(-code).name if code < 0 else "ProcessEnded"
+        ended = f"was ended by {kind}" if code < 0 else f"ended with exit code {code}"
+        error = {"kind": kind, "message": f"process {rank} of {spec.world} {ended}", "step": None}
+        outcome = {"status": "killed", "error": error}
     with record.lock(run_dir):
-        record.finish(run_dir, record.read_record(run_dir), status, error)
+        record.finish(run_dir, record.read_record(run_dir), outcome["status"], outcome["error"])
 
 
 def fault_path(run_dir: Path, rank: int | str) -> Path:
