@@ -115,7 +115,7 @@ def test_a_node_is_asked_what_it_is_in_a_job_of_its_kind(cluster, tmp_path, monk
     assert (machine.hardware, machine.gpus, env) == ("h100", 4, {"gpu": "NVIDIA H100"})
     assert "--gpus=1 " in asked(cluster)[0] and not list((tmp_path / "runs").iterdir())
     monkeypatch.setattr(launch, "PROBE", "import nothing_of_the_kind")
-    with pytest.raises(UserError, match=r"no node can load the lab: ModuleNotFoundError.*nothing_of_the_kind"):
+    with pytest.raises(UserError, match=r"a node cannot load the lab: ModuleNotFoundError.*nothing_of_the_kind"):
         launch.probe_node(tmp_path / "runs", None)
 
 

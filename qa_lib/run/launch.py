@@ -55,13 +55,13 @@ PROBE = (
 def probe() -> tuple[Machine, dict]:
     """This machine and its environment, asked in a process of its own, since the driver must not hold a GPU."""
     done = subprocess.run([sys.executable, "-c", PROBE], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(f"this Python cannot load the lab: {done.stderr.strip().splitlines()[-1]}")
-    return probed(done.stdout)
+    return probed("this Python", done.returncode, done.stderr if done.returncode else done.stdout)
 
 
-def probed(said: str) -> tuple[Machine, dict]:
-    """What PROBE has printed."""
+def probed(who: str, code: int, said: str) -> tuple[Machine, dict]:
+    """What PROBE has printed. Raises UserError, which says who has run it, where that has failed."""
+    if code:
+        raise UserError(f"{who} cannot load the lab: {(said.strip() or 'it says nothing').splitlines()[-1]}")
     machine, env = json.loads(said.splitlines()[-1])
     return Machine(**machine | {"backends": tuple(machine["backends"])}), env
 
@@ -100,9 +100,8 @@ class Launcher:
         if self.force or not (path / "record.json").exists():
             return False
         entry = record.read_record(path)
-        if entry["status"] == "skipped" and not spec.skip:
-            return False
-        return entry["status"] in record.FINISHED and _fault(entry, spec) is None
+        able = entry["status"] == "skipped" and not spec.skip
+        return entry["status"] in record.FINISHED and not able and _fault(entry, spec) is None
 
     def run_all(self, specs: list[Spec], ended=lambda spec, entry: None, look=lambda: None) -> list[dict]:
         """Run what is not finished and return every spec's record, in order.
@@ -357,9 +356,7 @@ def probe_node(runs: Path, world: int | None) -> tuple[Machine, dict]:
         words = sbatch([sys.executable, "-c", PROBE], output, time=SPARE_MIN, **asked)
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
         said = output.read_text() if output.exists() else done.stderr
-        if done.returncode:
-            raise UserError(f"no node can load the lab: {(said.strip() or 'it says nothing').splitlines()[-1]}")
-        machine, env = probed(said)
+        machine, env = probed("a node", done.returncode, said)
     finally:
         output.unlink(missing_ok=True)
     return replace(machine, gpus=machine.gpus and (world or WORLD)), env
