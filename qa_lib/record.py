@@ -511,7 +511,7 @@ def lock(run_dir: Path, name: str = ".lock"):
     """Hold the run's folder while working in it; RunTaken if another process does. Freed when the holder dies.
 
     `.lock` is held by who writes the record; a driver holds `.driver.lock` from before its kernel starts to the end.
-    For other hosts, where the file system hands locks on: run/slurm.py says which do. Raises RecordError for a folder
+    For other hosts, where the file system hands locks on: run/launch.py says which do. Raises RecordError for a folder
     with a pipe or device in it, which no run has left there and none can write to.
     """
     run_dir.mkdir(parents=True, exist_ok=True)

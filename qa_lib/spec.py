@@ -78,7 +78,8 @@ class Spec:
     `asked` are the variant's settings, `settings` what this machine makes of them, each change said in `adjusted`.
     `data_source` and `model_source` say where to load from; paths differ between machines, so they are not hashed.
     `search` names the verb of whose search the run is a try ("tune", "max-batch"), and `sm` the compute capability x 10
-    whose kernels that search allowed; "" and None otherwise.
+    whose kernels that search allowed; "" and None otherwise. `own` is what was asked for in place of the variant's and
+    the preset's, by the names of plan's arguments.
     """
 
     variant: str
@@ -97,6 +98,7 @@ class Spec:
     stages: int = 1  # processes that a micro-batch passes through, where they make up pipelines
     search: str = ""
     sm: int | None = None
+    own: dict = field(default_factory=dict, compare=False)
 
     def __post_init__(self):
         whole_number("seed", self.seed, 0, 2**63 - 1)
@@ -214,10 +216,9 @@ def resolve(
     variant of another task and a number that cannot be.
     """
     named, size = find_variant(variant), sized(find_preset(preset), **own)
-    micro_batch, world, stages = (
-        whole_number(name, value or 0, 0)
-        for name, value in (("micro_batch", micro_batch), ("world", world), ("stages", stages))
-    )
+    counts = {"micro_batch": micro_batch, "world": world, "stages": stages}
+    counts = {name: whole_number(name, value or 0, 0) for name, value in counts.items()}
+    micro_batch, world, stages = counts.values()
     asked = dataclasses.replace(named.settings, **{"micro_batch": micro_batch} if micro_batch else {})
     if named.task != size.task:
         raise SpecError(f"{variant} is a variant of task {named.task}, and preset {preset!r} of task {size.task}")
@@ -241,10 +242,14 @@ def resolve(
     if stages > 1 and asked.parallel != "pipeline":
         raise SpecError(f"{variant} is no pipeline and has no stages")
     settings, adjusted = adjust(asked, machine)
+    # What these can be one of alone is nothing of a run's own.
+    one = {"none": ("world", "stages"), "pipeline": ()}.get(asked.parallel, ("stages",))
+    values = dataclasses.asdict(size) | counts | {"batch": size.effective_batch}
+    given = {name: values[name] for name, value in (own | counts).items() if value and name not in one}
     spec = Spec(
         variant=named.name, preset=size, seed=seed, asked=asked, settings=settings, adjusted=adjusted,
         skip=missing(settings, machine, world), hardware=machine.hardware, data=data, model=model,
-        data_source=data_source, model_source=model_source, world=world, stages=stages,
+        data_source=data_source, model_source=model_source, world=world, stages=stages, own=given,
     )  # fmt: skip
     replicas(spec, world)
     return spec

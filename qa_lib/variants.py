@@ -205,7 +205,7 @@ class Variant:
 
     @property
     def task(self) -> str:
-        """The task that the variant is for, a name of run/tasks.py."""
+        """The task that the variant is for, a name of run/fit.py."""
         return "lm" if self.family == "L" else "qa"
 
     @cached_property

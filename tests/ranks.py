@@ -20,8 +20,8 @@ from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.data.windows import build_samples
 from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import HashDropout
+from qa_lib.run.fit import train
 from qa_lib.run.plan import plan
-from qa_lib.run.worker import train
 from qa_lib.spec import Machine
 from qa_lib.train import loop
 from qa_lib.train.checkpoint import digest_of

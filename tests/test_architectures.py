@@ -17,8 +17,8 @@ from qa_lib.model.architectures import ENCODERS
 from qa_lib.model.build import apply_recipe, build_model, save_model, trainable_summary
 from qa_lib.model.fused_blocks import Float8Linear, HashDropout, use_float8
 from qa_lib.model.packed import Packed
+from qa_lib.run.fit import train
 from qa_lib.run.plan import plan
-from qa_lib.run.worker import train
 from qa_lib.spec import Machine
 from qa_lib.variants import RECIPES
 from tests.conftest import slow

@@ -13,11 +13,8 @@ import torch
 
 from qa_lib import record
 from qa_lib.model.build import build_model
-from qa_lib.run.faults import out_of_memory
-from qa_lib.run.fit import fit
+from qa_lib.run.fit import TASKS, _limits, fit, out_of_memory
 from qa_lib.run.plan import plan
-from qa_lib.run.tasks import TASKS
-from qa_lib.run.worker import _limits
 from qa_lib.spec import Machine
 from qa_lib.train.step_log import StepFailed
 
@@ -131,7 +128,7 @@ def test_a_run_that_waits_says_so_in_its_record(tmp_path, monkeypatch):
 
 
 def test_a_run_beside_others_records_no_times(tmp_path, monkeypatch):
-    monkeypatch.setattr("qa_lib.run.worker.shares_gpu", lambda device: True)
+    monkeypatch.setattr("qa_lib.run.fit.shares_gpu", lambda device: True)
     entry = fit(short("A1"), tmp_path, say=lambda _: None)
     assert set(entry["speed"].values()) == set(entry["energy"].values()) == {None}
     known = {name for name, value in entry["time"].items() if value is not None} - {"step_ms"}

@@ -24,10 +24,10 @@ from qa_lib.errors import UserError
 from qa_lib.measure import hardware
 from qa_lib.model.hf_checkpoint import SUMS, checkpoint_files, replacing, write_digests
 from qa_lib.record import read_record
-from qa_lib.run import sweep, tasks
-from qa_lib.run.fit import fit
+from qa_lib.run import fit as fitting
+from qa_lib.run import sweep
+from qa_lib.run.fit import TASKS, fit, prepare
 from qa_lib.run.plan import identify_data, identify_model, plan
-from qa_lib.run.tasks import TASKS, prepare
 from qa_lib.score.predict import load_qa_model, window_lengths
 from qa_lib.spec import Machine
 from qa_lib.train import checkpoint as checkpoints
@@ -197,8 +197,8 @@ def test_a_saved_data_set_is_what_its_state_lists(tmp_path):
 
 def test_a_run_that_goes_on_under_other_libraries_says_which(squad, model, tmp_path, monkeypatch):
     spec = planned(squad, model, steps=6, every=2)
-    usual = tasks.batches_of
-    monkeypatch.setattr(tasks, "batches_of", lambda *of: StopAfter(usual(*of), 4))
+    usual = fitting.batches_of
+    monkeypatch.setattr(fitting, "batches_of", lambda *of: StopAfter(usual(*of), 4))
     with pytest.raises(KeyboardInterrupt):
         fit(spec, tmp_path / "runs", say=quiet)
     monkeypatch.undo()

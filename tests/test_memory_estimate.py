@@ -1,4 +1,4 @@
-"""The predicted budget against peaks that were measured, and the search that starts from it."""
+"""The predicted budget against peaks that were measured, and the search for the largest micro-batch."""
 
 import dataclasses
 
@@ -13,10 +13,10 @@ from qa_lib.measure.hardware import restrict_sdpa
 from qa_lib.model.build import build_model
 from qa_lib.run import max_batch, memory_estimate
 from qa_lib.run.max_batch import CLOSE, STEP, largest
-from qa_lib.run.memory_estimate import estimate, gpu_of, layer_bytes
+from qa_lib.run.memory_estimate import StepMemory, estimate, gpu_of
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
-from tests.material import ROOT, committed
+from tests.material import committed
 
 # In a packed micro-batch, which the lengths of SQuAD v2's samples decide.
 TOKENS = {8: 1472, 32: 5632, 64: 11200, 128: 22400}
@@ -47,7 +47,7 @@ def test_the_verb_prints_rows_and_skips_and_refuses_a_cpu(bert_base, capsys):
     assert main(["memory", *words.split()]) == 0
     printed = capsys.readouterr().out
     assert "A1" in printed and "forward and backward" in printed and "8.0 or newer" in printed
-    assert f"{'A1-int8':24}{memory_estimate.ROUNDED}" in printed
+    assert f"A1-int8: {memory_estimate.ROUNDED}" in printed
     with pytest.raises(UserError, match="A1-int8: what training on rounded weights keeps"):
         estimate(spec_of("A1-int8", bert_base, 8))
     (spec,) = plan(["A1"], "bench", [0], "synthetic:100", bert_base, machine=Machine())
@@ -56,16 +56,15 @@ def test_the_verb_prints_rows_and_skips_and_refuses_a_cpu(bert_base, capsys):
 
 
 def test_without_data_rows_are_packed_by_the_lengths_of_squad(bert_base, monkeypatch, capsys):
-    """As the data themselves decided it; the verb reads none, and shows what a record of these settings measured."""
+    """As the data themselves decided it; the verb reads none."""
     for size, tokens in TOKENS.items():
         packed = dataclasses.replace(spec_of("E-dropout", bert_base, size, max(size, 32)), data_source="nowhere")
         assert abs(memory_estimate._tokens(packed, memory_estimate.SquadLengths(384, 128)) - tokens) <= 64
     monkeypatch.setattr(memory_estimate, "load_data", None)
     words = "memory E-graph --preset bench --micro-batch 32 --model".split()
-    assert main([*words, bert_base, "--runs", str(ROOT / "runs")]) == 0
+    assert main([*words, bert_base]) == 0
     row = capsys.readouterr().out.splitlines()[1].split()
     assert row[:3] == ["E-graph", "384", "32"]
-    assert abs(int(row[10].replace(",", "")) - int(row[8].replace(",", ""))) < 500
 
 
 def test_a_record_of_an_older_optimizer_is_not_held_against_todays_prediction():
@@ -76,18 +75,17 @@ def test_a_record_of_an_older_optimizer_is_not_held_against_todays_prediction():
 
 
 @pytest.mark.parametrize("limit", [0, 7, 8, 20, 100, 333, 1000, 4096, 9000])
-@pytest.mark.parametrize("first", [1, 96, 100_000])
-def test_the_search_finds_the_largest_that_fits_in_few_tries(limit, first):
+def test_the_search_finds_the_largest_that_fits_in_few_tries(limit):
     tries = []
 
     def fits(size):
         tries.append(size)
         return size <= limit
 
-    found = largest(first, fits)
+    found = largest(fits)
     best = min(limit // STEP * STEP, 4096)
     assert found <= best and best - found <= max(STEP, CLOSE * found)
-    assert len(tries) == len(set(tries)) and len(tries) <= 20
+    assert len(tries) == len(set(tries)) and len(tries) <= 10
     assert found == 0 or found in tries
 
 
@@ -98,13 +96,12 @@ def test_close_to_the_limit_a_smaller_batch_is_tried_for_speed(monkeypatch, tmp_
         assert (spec.search, spec.sm, spec.group) == ("max-batch", 75, "h200-max-batch-14.9gib-sm75")
         if spec.skip or size > 200:
             return [entry | {"status": "skipped" if spec.skip else "oom"}]
-        entry["speed"]["samples_per_s"] = 10.0 * size if size < 180 else 900.0  # the allocator frees and asks again
+        entry["speed"]["samples_per_s"] = 10.0 * size if size < 170 else 900.0  # the allocator frees and asks again
         entry["memory"]["peak_reserved_mib"] = 70.0 * size
         return [entry | {"status": "ok"}]
 
     monkeypatch.setattr(max_batch.Launcher, "run_all", run_all)
     monkeypatch.setattr(max_batch, "probe", lambda: (Machine(hardware="h200", gpus=1, sm=90, compiler=True), {}))
-    monkeypatch.setattr(max_batch, "_guess", lambda *_: 190)
     where = ["--data", "synthetic:80", "--model", "tiny", "--runs", str(tmp_path)]
     assert main(["max-batch", "A3,E-bf16", "--limit-gib", "14.9", "--compute-capability", "7.5", *where]) == 0
     out = capsys.readouterr().out
@@ -156,7 +153,9 @@ def test_a_layer_keeps_what_autograd_keeps():
     for length in (64, 128):
         found = kept_by_autograd(2, length) - kept_by_autograd(1, length)
         tokens, hidden, heads = 2 * length, 128, 2
-        wanted = (layer_bytes(lm_spec("L1")) + 2 * 3) * tokens * hidden + (4 + 4 + 1 + 3) * tokens * heads * length
+        wanted = (StepMemory(lm_spec("L1"), 1).layer_bytes() + 2 * 3) * tokens * hidden + (
+            4 + 4 + 1 + 3
+        ) * tokens * heads * length
         assert found == pytest.approx(wanted, rel=0.01)
 
 
@@ -194,9 +193,9 @@ def test_every_point_of_the_profiles_is_predicted_within_a_tenth(group):
 
 
 def test_the_verb_takes_several_sizes_of_a_language_model(capsys):
-    words = "L1,L-dropout --preset lm-sizing --micro-batch 1 4 --max-length 1024 16384 --runs none"
+    words = "L1,L-dropout --preset lm-sizing --micro-batch 1 4 --max-length 1024 16384"
     assert main(["memory", *words.split()]) == 0
-    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[1:-1]]
+    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[1:-2]]
     assert rows[:2] == [["L1", "1024", "1"], ["L-dropout", "1024", "1"]] and len(rows) == 8
 
 

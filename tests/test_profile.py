@@ -8,7 +8,7 @@ import torch
 from qa_lib.archive import Run
 from qa_lib.measure import ncu, trace
 from qa_lib.record import RecordError
-from qa_lib.run import profile, tasks
+from qa_lib.run import fit, profile
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 
@@ -166,7 +166,7 @@ def test_a_profile_that_fails_leaves_the_older_one_whole(tmp_path, monkeypatch):
     folder = tmp_path / spec.run_path
     folder.mkdir(parents=True)
     (folder / "profile.json").write_text("older")
-    monkeypatch.setattr(tasks, "build_model", lambda *_: (_ for _ in ()).throw(RuntimeError("no model")))
+    monkeypatch.setattr(fit, "build_model", lambda *_: (_ for _ in ()).throw(RuntimeError("no model")))
     with pytest.raises(RuntimeError, match="no model"):
         profile.profile(spec, tmp_path, lambda _: None)
     assert [(p.name, p.read_text()) for p in folder.iterdir()] == [("profile.json", "older")]

@@ -28,7 +28,7 @@ from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, HashDropou
 from qa_lib.model.fused_qkv import FusedSelfAttention
 from qa_lib.model.nf4 import NF4Linear
 from qa_lib.model.qat import is_rounding
-from qa_lib.run import worker
+from qa_lib.run import fit
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, adjust, missing
 from qa_lib.train import data_parallel, loop, optim, overlap, pipeline, tensor, trainer, zero1
@@ -121,7 +121,7 @@ class Seen:
         self.model, self.batches = build_model(spec), batches_of(data.samples, spec)
         self.model.get_input_embeddings().register_forward_hook(self._look)
         folder.mkdir()
-        self.optimizer = worker.train(self.model, self.batches, spec, torch.device("cpu"), folder, lambda _: None)[0]
+        self.optimizer = fit.train(self.model, self.batches, spec, torch.device("cpu"), folder, lambda _: None)[0]
         after = dict(self.model.named_parameters())
         self.moved = {
             name
@@ -290,7 +290,7 @@ def test_every_setting_has_values_and_an_effect_to_look_for():
 
 
 def test_tables_of_the_code_have_every_value_of_their_setting():
-    tables = {"optimizer": optim.OPTIMIZERS, "schedule": pipeline.SCHEDULES, "engine": worker.ENGINES}
+    tables = {"optimizer": optim.OPTIMIZERS, "schedule": pipeline.SCHEDULES, "engine": fit.ENGINES}
     tables["precision"] = DTYPES_OF
     tables["parallel"] = loop.STRATEGIES | {"deepspeed": None}  # which transformers.Trainer has
     for name, table in tables.items():

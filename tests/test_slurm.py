@@ -13,7 +13,7 @@ import pytest
 from qa_lib import record
 from qa_lib.__main__ import main
 from qa_lib.errors import UserError
-from qa_lib.run import slurm
+from qa_lib.run import launch
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 
@@ -45,7 +45,7 @@ def launcher(runs, seconds=0.0, **more):
     def command(spec, runs):
         return [sys.executable, "-c", RUN, str(runs / spec.run_path), str(seconds)]
 
-    return slurm.SlurmLauncher(runs, CPU, {}, command=command, **more)
+    return launch.SlurmLauncher(runs, CPU, {}, command=command, **more)
 
 
 def specs(*rows, **changes):
@@ -110,13 +110,13 @@ def test_two_drivers_of_one_folder_submit_each_run_once(cluster, tmp_path):
 
 def test_a_node_is_asked_what_it_is_in_a_job_of_its_kind(cluster, tmp_path, monkeypatch):
     said = [dataclasses.asdict(Machine("h100", gpus=1, sm=90)), {"gpu": "NVIDIA H100"}]
-    monkeypatch.setattr(slurm, "PROBE", f"print({json.dumps(said)!r})")
-    machine, env = slurm.probe(tmp_path / "runs", 4)
+    monkeypatch.setattr(launch, "PROBE", f"print({json.dumps(said)!r})")
+    machine, env = launch.probe_node(tmp_path / "runs", 4)
     assert (machine.hardware, machine.gpus, env) == ("h100", 4, {"gpu": "NVIDIA H100"})
     assert "--gpus=1 " in asked(cluster)[0] and not list((tmp_path / "runs").iterdir())
-    monkeypatch.setattr(slurm, "PROBE", "import nothing_of_the_kind")
-    with pytest.raises(UserError, match=r"no node can load the lab: ModuleNotFoundError.*nothing_of_the_kind"):
-        slurm.probe(tmp_path / "runs", None)
+    monkeypatch.setattr(launch, "PROBE", "import nothing_of_the_kind")
+    with pytest.raises(UserError, match=r"a node cannot load the lab: ModuleNotFoundError.*nothing_of_the_kind"):
+        launch.probe_node(tmp_path / "runs", None)
 
 
 def test_a_host_without_slurm_and_cards_of_this_machine_are_refused_in_one_line(tmp_path, monkeypatch, capsys):

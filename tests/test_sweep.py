@@ -139,9 +139,9 @@ def test_a_killed_kernel_goes_on_from_its_checkpoint(lab):
 
 SPOIL = """
 import torch
-from qa_lib.run import tasks
-net, calls = tasks.build_model(spec), []
-tasks.build_model = lambda *_: net
+from qa_lib.run import fit as module
+net, calls = module.build_model(spec), []
+module.build_model = lambda *_: net
 def hook(module, *inputs):
     calls.append(1)
     if variant == "A1" and len(calls) == 5:
@@ -283,7 +283,7 @@ def test_a_notebook_without_its_parameters_tag_is_refused_by_name(lab):
 
 def test_a_notebook_that_does_not_take_a_parameter_is_refused_by_name(lab):
     write_notebook(lab.notebook, parameters=PARAMETERS.replace("seed = 0\n", ""))
-    with pytest.raises(sweep.NotebookError, match=r"notebook\.ipynb: its parameters cell does not set seed"):
+    with pytest.raises(UserError, match=r"notebook\.ipynb: its parameters cell does not set seed"):
         sweep.check_notebook(lab.notebook, {"variant": "A2", "seed": 0})
 
 

@@ -21,12 +21,10 @@ from qa_lib import record
 from qa_lib.errors import Stopped, UserError
 from qa_lib.measure import hardware
 from qa_lib.run import torchrun
-from qa_lib.run.faults import fault_path, first_fault, noting_faults
-from qa_lib.run.fit import fit
+from qa_lib.run.fit import fit, noting_faults, recording
 from qa_lib.run.plan import plan
 from qa_lib.run.process import kill
-from qa_lib.run.torchrun import record_fault
-from qa_lib.run.worker import recording
+from qa_lib.run.torchrun import fault_path, first_fault, record_fault
 from qa_lib.spec import Machine
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.process_group import ProcessGroup
@@ -83,7 +81,7 @@ def test_the_record_is_of_all_processes_and_the_model_of_the_first(whole):
 
 def fit_warm(spec, runs, **fault) -> dict:
     """The record of a run in its processes, which one ends or spoils by a fault; without torchrun."""
-    words = faulty.call("qa_lib.run.worker:work_as_one", spec, runs, fault)[2:]
+    words = faulty.call("qa_lib.run.fit:work_as_one", spec, runs, fault)[2:]
     warm.together(runs, spec.world, *words, TORCHELASTIC_RESTART_COUNT="0")
     return record.read_record(runs / spec.run_path)
 
@@ -188,7 +186,7 @@ def test_a_process_that_torchrun_stops_tells_the_others_fault_and_no_older_one(a
 
 @pytest.mark.parametrize(("shared", "status"), [(False, "oom"), (True, "error")])
 def test_memory_that_other_runs_may_have_filled_is_an_error_of_any_process(shared, status, tmp_path, monkeypatch):
-    monkeypatch.setattr("qa_lib.run.faults.shares_gpu", lambda device: shared)
+    monkeypatch.setattr("qa_lib.run.fit.shares_gpu", lambda device: shared)
     second = types.SimpleNamespace(store=True, rank=1, world=2)
     with pytest.raises(MemoryError), noting_faults(tmp_path, second):
         raise MemoryError
@@ -319,7 +317,7 @@ def agents(number: int, *options, endpoint: str = "") -> list[subprocess.Popen]:
 @pytest.mark.slow
 def test_two_hosts_go_on_together_when_one_has_lost_its_process(tmp_path):
     spec, fault = short(), {"rank": 1, "step": 15, "kind": "killed"}
-    work = faulty.call("qa_lib.run.worker:work_as_one", spec, tmp_path, fault)[1:]
+    work = faulty.call("qa_lib.run.fit:work_as_one", spec, tmp_path, fault)[1:]
     both = agents(2, "--rdzv-conf", "join_timeout=40", "--max-restarts", "1", *work)
     said = [agent.communicate(timeout=LIMIT_S)[0] for agent in both]
     assert [agent.returncode for agent in both] == [0, 0], said
@@ -344,7 +342,7 @@ def test_a_host_goes_on_alone_when_the_other_is_lost(tmp_path):
     """It takes the micro-batches of both from the last checkpoint on; here it notices sooner than by torchrun's own
     settings."""
     spec = short(steps=200)
-    work = torchrun.call("qa_lib.run.worker:work_as_one", spec, tmp_path)[1:]
+    work = torchrun.call("qa_lib.run.fit:work_as_one", spec, tmp_path)[1:]
     conf = "join_timeout=40,last_call_timeout=3,keep_alive_interval=1"
     options = ("--nnodes", "1:2", "--rdzv-conf", conf, "--max-restarts", "1", *work)
     endpoint, end = free_endpoint(), time.monotonic() + LIMIT_S

@@ -190,7 +190,7 @@ LAYERS = (
 ).split()
 ALONE = {"kernels": [], "serving": ["errors"], "report": [*LAYERS[:7], "measure.trace"]}
 TORCH_FREE = (
-    "errors variants spec record archive cli run.plan run.sweep run.slurm run.launch run.process measure.trace report"
+    "errors variants spec record archive cli run.plan run.sweep run.launch run.process measure.trace report"
 ).split()
 
 

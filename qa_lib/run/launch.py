@@ -1,15 +1,18 @@
 """Runs in processes of their own: started on their cards, ended with all their children, judged by their records.
 
-This is the one scheduler, of `sweep`, `tune` and `max-batch` alike. Each run that may go on at a time has a thread. It
-takes the run's cards, starts the process and waits for its end. Neither an exit code nor papermill's metadata can tell
-a dead kernel, or a notebook that ran another variant, from success. A run counts when its record is where it must be,
-has the asked hash, is terminal and complete.
+This is the one scheduler, here and on Slurm (SlurmLauncher), of `sweep`, `tune` and `max-batch` alike. Each run that
+may go on at a time has a thread. It takes the run's cards, starts the process and waits for its end. Neither an exit
+code nor papermill's metadata can tell a dead kernel, or a notebook that ran another variant, from success. A run counts
+when its record is where it must be, has the asked hash, is terminal and complete.
 
 This module never imports torch: a driver must hold no GPU.
 """
 
+import hashlib
 import json
+import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, TextIO
 
@@ -26,10 +29,12 @@ from qa_lib import record
 from qa_lib.errors import UserError, stopped_by
 from qa_lib.run.process import DRIVER, child_env, kill, plain_command
 from qa_lib.run.warm import Forked, fork
-from qa_lib.spec import Machine, Spec
+from qa_lib.spec import WORLD, Machine, Spec
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.2
+AT_A_TIME = 64  # jobs in the queue
+SPARE_MIN = 10  # minutes that a job may take beyond its run's limit, which does not count what a run needs to start
 NEVER_BEGAN = "NeverBegan"  # kind of the error where a process ended before its run began
 DRIVER_LOCK = ".driver.lock"  # held by the driver of a run from before its process starts to the end
 
@@ -50,13 +55,13 @@ PROBE = (
 def probe() -> tuple[Machine, dict]:
     """This machine and its environment, asked in a process of its own, since the driver must not hold a GPU."""
     done = subprocess.run([sys.executable, "-c", PROBE], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(f"this Python cannot load the lab: {done.stderr.strip().splitlines()[-1]}")
-    return probed(done.stdout)
+    return probed("this Python", done.returncode, done.stderr if done.returncode else done.stdout)
 
 
-def probed(said: str) -> tuple[Machine, dict]:
-    """What PROBE has printed."""
+def probed(who: str, code: int, said: str) -> tuple[Machine, dict]:
+    """What PROBE has printed. Raises UserError, which says who has run it, where that has failed."""
+    if code:
+        raise UserError(f"{who} cannot load the lab: {(said.strip() or 'it says nothing').splitlines()[-1]}")
     machine, env = json.loads(said.splitlines()[-1])
     return Machine(**machine | {"backends": tuple(machine["backends"])}), env
 
@@ -95,9 +100,8 @@ class Launcher:
         if self.force or not (path / "record.json").exists():
             return False
         entry = record.read_record(path)
-        if entry["status"] == "skipped" and not spec.skip:
-            return False
-        return entry["status"] in record.FINISHED and _fault(entry, spec) is None
+        able = entry["status"] == "skipped" and not spec.skip
+        return entry["status"] in record.FINISHED and not able and _fault(entry, spec) is None
 
     def run_all(self, specs: list[Spec], ended=lambda spec, entry: None, look=lambda: None) -> list[dict]:
         """Run what is not finished and return every spec's record, in order.
@@ -155,19 +159,9 @@ class Launcher:
         except record.RunTaken:
             self.stopped.wait(POLL_S)
             return None
-        except (record.RecordError, OSError) as problem:
-            if self.stopped.is_set():
-                raise
-            return self._lost(spec, run_dir, problem)
-
-    def _lost(self, spec: Spec, run_dir: Path, problem: Exception) -> dict:
-        """A record for a run whose own was removed or spoilt while it ran; raises any other `problem` again."""
-        try:
-            record.read_record(run_dir)
-        except record.RecordError:
+        except (record.RecordError, FileNotFoundError) as problem:
             lost = {"kind": "RecordLost", "message": f"its record was removed or spoilt while it ran ({problem})"}
             return record.finish(run_dir, record.new_record(spec, self.env), "killed", lost)
-        raise problem
 
     def _prepare(self, spec: Spec, run_dir: Path) -> dict | None:
         """The record, where there is nothing to do; else None, with the folder ready for the run's process."""
@@ -253,11 +247,10 @@ def scrub(run_dir: Path) -> None:
     places = {str(ROOT): ".", str(Path.home()): "~", "/usr/local": "<system>"} | python
     for path in (run_dir / "notebook.ipynb", run_dir / "log.txt"):
         if path.exists():
-            text = clean = path.read_text(encoding="utf-8", errors="replace")
-            for place, name in sorted(places.items(), key=lambda item: -len(item[0])):
-                clean = clean.replace(place + "/", name + "/") if len(place) > 1 else clean
-            if clean != text:
-                record.write_atomically(path, clean)
+            text = path.read_text(encoding="utf-8", errors="replace")
+            for place in sorted({*places} - {"/"}, key=len, reverse=True):
+                text = text.replace(f"{place}/", f"{places[place]}/")
+            record.write_atomically(path, text)
 
 
 def judge(spec: Spec, run_dir: Path, reason: str | None, code: int, seconds: float) -> dict:
@@ -292,3 +285,78 @@ def _fault(entry: dict, spec: Spec) -> str | None:
         if answered != entry["spec"]["n_eval"]:
             return f"{answered} of {entry['spec']['n_eval']} questions were answered"
     return None
+
+
+class SlurmLauncher(Launcher):
+    """Runs specs as jobs of Slurm, at most AT_A_TIME in its queue, on any host that has `sbatch`; see Launcher.
+
+    Each run is a job of its own on one node. Its command, its record and how they are judged are those of a run on this
+    machine. `sbatch --wait` stands for the job here. It ends when the job ends, with the job's exit code, whether or
+    not the cluster keeps accounts. Partition, account and the like are Slurm's own variables: SBATCH_PARTITION,
+    SBATCH_ACCOUNT, SBATCH_CPUS_PER_GPU and so on.
+
+    This checkout, its Python and the runs folder must be on a file system that the nodes share. A driver that is
+    stopped cancels its jobs, which takes up to a minute. One that is killed outright leaves them. The next driver of
+    that folder cancels those that have not begun, and waits for the others.
+
+    Several drivers on several hosts run nothing twice where `flock` holds for all of them: on NFS (but not with the
+    option local_lock), on Lustre that is mounted with the option flock, and on most others. Where it holds for one host
+    alone, start all drivers of a folder on one host.
+    """
+
+    idle = ("waiting", record.STARTING)  # the latter in Slurm's queue
+
+    def _cards(self, specs):
+        return [None] * max(1, min(AT_A_TIME, len(specs)))
+
+    def _start(self, spec, run_dir, env, log):
+        cancel(run_dir)  # what a driver that was killed has left in the queue
+        limit_min = math.ceil((self.time_limit_s or spec.preset.time_limit_s) / 60) + SPARE_MIN
+        asked = {"job-name": job_name(run_dir), "open-mode": "append", "time": limit_min}
+        if spec.hardware != "cpu":
+            asked["gpus"] = spec.world
+        if spec.preset.threads:
+            asked["cpus-per-task"] = spec.preset.threads * spec.world
+        words = sbatch(self.command(spec, self.runs), run_dir / "log.txt", **asked)
+        # In a session of its own, which Ctrl-C does not reach: it has to wait until the job is gone.
+        return subprocess.Popen(words, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def _end(self, process, run_dir):
+        if process.poll() is None:
+            cancel(run_dir)
+        process.wait()
+        os.utime(run_dir)  # else NFS may show the folder as it was up to a minute ago
+
+
+def sbatch(command: list[str], output: Path, **asked) -> list[str]:
+    """The command that runs another as a job on one node, what it prints going to `output`, and waits for its end."""
+    asked |= {"nodes": 1, "ntasks": 1, "export": "ALL", "output": output.absolute(), "wrap": shlex.join(command)}
+    return ["sbatch", "--wait", *(f"--{name}={value}" for name, value in asked.items())]
+
+
+def cancel(run_dir: Path) -> None:
+    """Cancel the job of a run, if there is one."""
+    subprocess.run(["scancel", "--name", job_name(run_dir)])
+
+
+def job_name(run_dir: Path) -> str:
+    """A run's id, and a hash of its folder's path, which is another for a run of the same id elsewhere."""
+    return f"{run_dir.name}-{hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:8]}"
+
+
+def probe_node(runs: Path, world: int | None) -> tuple[Machine, dict]:
+    """A node and its environment, asked in a job: this host may be of another kind. It counts as many GPUs as a run in
+    `world` processes takes, since that many are its job's. Raises UserError where no such job can run."""
+    partition = ["--partition", name] if (name := os.environ.get("SBATCH_PARTITION")) else []
+    kinds = subprocess.run(["sinfo", "--noheader", "--format=%G", *partition], capture_output=True, text=True).stdout
+    runs.mkdir(parents=True, exist_ok=True)
+    output = runs.absolute() / f".probe-{os.getpid()}.txt"
+    asked = {"gpus": 1} if "gpu" in kinds else {}
+    try:
+        words = sbatch([sys.executable, "-c", PROBE], output, time=SPARE_MIN, **asked)
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        said = output.read_text() if output.exists() else done.stderr
+        machine, env = probed("a node", done.returncode, said)
+    finally:
+        output.unlink(missing_ok=True)
+    return replace(machine, gpus=machine.gpus and (world or WORLD)), env

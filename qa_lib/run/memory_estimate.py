@@ -11,7 +11,6 @@ layers.
 """
 
 import argparse
-from functools import cached_property
 
 import numpy as np
 import pandas as pd
@@ -26,8 +25,8 @@ from qa_lib.measure.meter import MIB
 from qa_lib.model.architectures import embeddings_of, encoder_of, layers_of, layers_passed, trains
 from qa_lib.model.build import apply_recipe, model_config
 from qa_lib.presets import Preset, find_preset, find_shape
+from qa_lib.run.fit import TASKS
 from qa_lib.run.plan import plan
-from qa_lib.run.tasks import TASKS
 from qa_lib.spec import Machine, Spec, adjust
 from qa_lib.variants import Settings
 
@@ -44,44 +43,6 @@ RECOMPUTED_ADAPTERS = 5.5  # measured: bytes that each layer with adapters keeps
 SAME = 0.02  # by so much weights and optimizer state of one model and one code differ, measured and predicted
 ROUNDED = "what training on rounded weights keeps for its backward pass is not predicted"
 SMALL = 4096  # tensors of fewer elements keep 32-bit moments in the 8-bit optimizer
-
-
-def _fuses(spec: Spec) -> bool:
-    """Whether a compiler decides what is kept; the cudagraphs backend runs PyTorch's own kernels."""
-    return spec.settings.compile not in ("none", "cudagraphs")
-
-
-def _gemm_bytes(spec: Spec) -> int:
-    """Bytes of an element that a GEMM gives."""
-    return 4 if spec.settings.precision == "fp32" else 2
-
-
-def layer_bytes(spec: Spec, trained: bool = True) -> float:
-    """Bytes a layer keeps for its backward pass, per token and hidden width, without the attention scores; `trained` or
-    only passed by gradients."""
-    settings, recipe, causal = spec.settings, spec.recipe, spec.preset.task == "lm"
-    residual = 2 if settings.half_weights else 4  # autocast's layer norms give fp32
-    word = _gemm_bytes(spec)
-    # The inputs of the two layer norms and two dropout masks; query, key, value and the attention's output, which is
-    # the input of the next linear layer; the input of GELU, four times as wide.
-    kept = 2 * residual + 2 * 1 + 4 * word + 4 * word
-    if causal and not _fuses(spec):
-        # GPT-2's GELU is an approximation, written out: its input, tanh of a polynomial, and 1 more than that in fp32,
-        # and half of the input as it is.
-        kept += 4 * 3 * 4
-    # A compiler that may repeat elementwise work gets these inputs from what else is kept.
-    if recipe.kind in ("all", "top") and trained and settings.activation_checkpointing != "elementwise":
-        # The inputs of the linear layers, for the gradients of weights: of query, key and value (without a compiler
-        # each has its own half-precision copy, unless they are one layer), of the feed-forward's first layer, and of
-        # its second, GELU's output.
-        shared = _fuses(spec) or causal or settings.precision == "fp32"
-        kept += (1 if shared else 3) * word + word + 4 * word
-    if recipe.kind == "lora":
-        # Each adapter drops out on a copy of its input of its own: 2 bytes and a mask, for a width of 1 or 4.
-        inputs = {"query": 1, "key": 1, "value": 1, "dense": 1 + 1 + 4}
-        wide = sum(inputs[target] for target in recipe.targets)
-        kept += 3 * (wide - 2 if causal else wide)  # query, key and value are one linear layer there
-    return kept
 
 
 class StepMemory:
@@ -101,8 +62,12 @@ class StepMemory:
         self.in_nf4 = {p for layer in layers for p in layer.parameters() if nf4 and p.ndim == 2 and not p.requires_grad}
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.unit = tokens * self.config.hidden_size
-        self.word, self.compiled = _gemm_bytes(spec), _fuses(spec)
-        self.element = 2 if self.settings.half_weights else 4  # of a weight, and of the residual stream
+        self.word = 4 if self.settings.precision == "fp32" else 2  # bytes of an element that a GEMM gives
+        # Whether a compiler decides what is kept; the cudagraphs backend runs PyTorch's own kernels.
+        self.compiled = self.settings.compile not in ("none", "cudagraphs")
+        self.element = (
+            2 if self.settings.half_weights else 4
+        )  # of a weight, and of the residual stream: autocast's norms give fp32
         self.by_layers = self.settings.activation_checkpointing is True
 
     def weights(self) -> int:
@@ -126,11 +91,36 @@ class StepMemory:
         written = self.settings.attention == "eager" and self.settings.padding != "packed"
         return self.tokens * self.config.num_attention_heads * self.spec.preset.max_length if written else 0
 
+    def layer_bytes(self, trained: bool = True) -> float:
+        """Bytes a layer keeps for its backward pass, per token and hidden width, without the attention scores;
+        `trained` or only passed by gradients."""
+        settings, recipe, causal, word = self.settings, self.spec.recipe, self.causal, self.word
+        # The inputs of the two layer norms and two dropout masks; query, key, value and the attention's output, which
+        # is the input of the next linear layer; the input of GELU, four times as wide.
+        kept = 2 * self.element + 2 * 1 + 4 * word + 4 * word
+        if causal and not self.compiled:
+            # GPT-2's GELU is an approximation, written out: its input, tanh of a polynomial, and 1 more than that in
+            # fp32, and half of the input as it is.
+            kept += 4 * 3 * 4
+        # A compiler that may repeat elementwise work gets these inputs from what else is kept.
+        if recipe.kind in ("all", "top") and trained and settings.activation_checkpointing != "elementwise":
+            # The inputs of the linear layers, for the gradients of weights: of query, key and value (without a compiler
+            # each has its own half-precision copy, unless they are one layer), of the feed-forward's first layer, and
+            # of its second, GELU's output.
+            shared = self.compiled or causal or settings.precision == "fp32"
+            kept += (1 if shared else 3) * word + word + 4 * word
+        if recipe.kind == "lora":
+            # Each adapter drops out on a copy of its input of its own: 2 bytes and a mask, for a width of 1 or 4.
+            inputs = {"query": 1, "key": 1, "value": 1, "dense": 1 + 1 + 4}
+            wide = sum(inputs[target] for target in recipe.targets)
+            kept += 3 * (wide - 2 if causal else wide)  # query, key and value are one linear layer there
+        return kept
+
     def activations(self) -> tuple[float, float]:
         """What the forward pass leaves for the backward pass: in all, and of it one layer that is whole."""
         # Of the scores: softmax in fp32, its dropout in the precision of GEMMs and the mask of that.
         per_score = 4 + self.word + 1
-        each = [layer_bytes(self.spec, trains(one)) * self.unit + per_score * self.scores() for one in self.passed]
+        each = [self.layer_bytes(trains(one)) * self.unit + per_score * self.scores() for one in self.passed]
         kept, layer = sum(each), max(each)
         if self.by_layers:  # their inputs, and of one layer at a time all
             adapters = RECOMPUTED_ADAPTERS * (self.spec.recipe.kind == "lora")
@@ -233,17 +223,12 @@ class SquadLengths:
         """UserError for windows that a question and the shared tokens fill."""
         if max_length <= QUESTION + stride:
             raise UserError(f"{max_length} tokens are too few for a question and the {stride} that windows share")
-        self.max_length, self.stride = max_length, stride
-
-    @cached_property
-    def lengths(self) -> np.ndarray:
-        """int64 [n]: tokens of each."""
         places, known = np.linspace(0, 1, 131_754), np.linspace(0, 1, len(QUANTILES))
         whole = np.interp(places, known, QUANTILES).round().astype(int)
         # A window that is too long becomes full ones, each of which moves on by what it does not share, and a rest.
-        step = self.max_length - QUESTION - self.stride
-        full = np.maximum(0, -(-(whole - self.max_length) // step))
-        return np.concatenate([whole - full * step, np.full(full.sum(), self.max_length)])
+        step = max_length - QUESTION - stride
+        full = np.maximum(0, -(-(whole - max_length) // step))
+        self.lengths = np.concatenate([whole - full * step, np.full(full.sum(), max_length)])  # int64 [n]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -308,17 +293,8 @@ def main(args: argparse.Namespace) -> int:
     known = not args.data and preset.data == "squad_v2"
     data = "synthetic:1" if known or preset.task == "lm" else args.data  # nothing is fetched that is not asked for
     gpu = gpu_of(args.compute_capability)
-    specs = plan(
-        variants_of(args),
-        args.preset,
-        [0],
-        data,
-        args.model,
-        args.micro_batch,
-        gpu,
-        max_length=args.max_length,
-        batch=args.batch,
-    )
+    sources, sizes = (data, args.model, args.micro_batch, gpu), {"max_length": args.max_length, "batch": args.batch}
+    specs = plan(variants_of(args), args.preset, [0], *sources, **sizes)
     lines = []
     for spec in specs:
         line = {"variant": spec.variant, "length": spec.preset.max_length, "micro-batch": spec.settings.micro_batch}

@@ -16,7 +16,7 @@ from qa_lib.model.architectures import find_encoder
 from qa_lib.model.hf_checkpoint import checkpoint_files, commit_of, inspect_checkpoint
 from qa_lib.presets import HEAD, find_preset, find_shape, whole_number
 from qa_lib.spec import Machine, Spec, resolve, sha256_of_json, unshared
-from qa_lib.variants import SpecError
+from qa_lib.variants import SpecError, find_variant
 
 SOURCES = {"qa": open_source, "lm": open_text}  # task -> what opens its data
 ANSWER_S = 5  # seconds in which the hub has to answer
@@ -48,10 +48,7 @@ def plan(
     variant has others.
     """
     size = find_preset(preset)
-    variants = _list("variants", variants)
-    for name in variants:
-        if not isinstance(name, str):
-            raise SpecError(f"variants has {name!r}, which is no name")
+    variants = [find_variant(name).name for name in _list("variants", variants)]
     seeds = [whole_number("seed", seed, 0, 2**63 - 1) for seed in _list("seeds", seeds)]
     data, model = _source("data", data, size.data), _source("model", model, size.model)
     for name, value in (("data", data), ("model", model)):
@@ -68,12 +65,10 @@ def plan(
         try:
             specs.append(resolve(variant, preset, seed, machine, {}, {}, data, model, **own, **one))
         except SpecError as problem:
-            if left_out is None:
-                raise
             faults.append((variant, problem))
     planned = {spec.variant for spec in specs}
     for variant, problem in faults:
-        if variant not in planned:
+        if left_out is None or variant not in planned:
             raise problem
     if faults:
         left_out += dict.fromkeys(f"{variant}: {problem}" for variant, problem in faults)
@@ -108,10 +103,10 @@ def _source(name: str, value: object, usual: str) -> str:
 
 def _product(**sizes: Several) -> list[dict]:
     """Every combination of some sizes, each by its name. Raises SpecError."""
-    lists = []
-    for name, size in sizes.items():
-        several = _list(name, size) if isinstance(size, Sequence) and size != "" else [size]
-        lists.append(dict.fromkeys(None if number is None else whole_number(name, number, 0) for number in several))
+    lists = [
+        dict.fromkeys(_list(name, size)) if isinstance(size, Sequence) and size != "" else [size]
+        for name, size in sizes.items()
+    ]
     return [dict(zip(sizes, values, strict=True)) for values in itertools.product(*lists)]
 
 

@@ -36,7 +36,7 @@ _names = dict(SIGNALS)  # what signals are called in this process: SIGTERM has a
 
 
 def call(function: str, spec: Spec, *words) -> list[str]:
-    """The command of a fresh Python that calls a function like "qa_lib.run.worker:work" with the spec and words."""
+    """The command of a fresh Python that calls a function like "qa_lib.run.fit:work" with the spec and words."""
     written = json.dumps(dataclasses.asdict(spec))
     return [sys.executable, "-m", "qa_lib.run.process", function, written, *map(str, words)]
 
@@ -48,7 +48,7 @@ def spec_from(written: str) -> Spec:
     return Spec(**values | {name: kind(**values[name]) for name, kind in kinds.items()})
 
 
-plain_command = partial(call, "qa_lib.run.worker:work")  # (spec, runs) -> the command of such a run
+plain_command = partial(call, "qa_lib.run.fit:work")  # (spec, runs) -> the command of such a run
 
 
 def child_env(cards: tuple[int, ...] = (), shared: bool = False, threads: int | None = None) -> dict[str, str]:

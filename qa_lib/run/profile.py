@@ -23,11 +23,9 @@ from qa_lib.measure import hardware, ncu, trace
 from qa_lib.measure.meter import MIB, Hooks, memory_use
 from qa_lib.model.architectures import encoder_of
 from qa_lib.model.build import DTYPES
-from qa_lib.run.faults import shares_gpu
+from qa_lib.run.fit import TASKS, prepare, shares_gpu, train
 from qa_lib.run.plan import plan
 from qa_lib.run.process import call, child_env
-from qa_lib.run.tasks import TASKS, prepare
-from qa_lib.run.worker import train
 from qa_lib.spec import Spec
 
 WARM, TIMED, PROFILED = 12, 20, 3  # steps: to settle, for the step's length, under the profiler
@@ -95,14 +93,10 @@ def _timeline(entries: list[dict], base: int) -> list[tuple[float, float]]:
     return [max(points[i : i + every], key=lambda point: point[1]) for i in range(0, len(points), every)]
 
 
-def _short(spec: Spec, steps: int) -> Spec:
-    """The spec with so many steps and nothing after them; its run folder stays that of `spec`."""
+def _train(spec: Spec, steps: int, data, device, hooks: Hooks):
+    """Train so many steps from new weights with hooks, and nothing after them; (model, optimizer, meter)."""
     preset = dataclasses.replace(spec.preset, steps=steps, epochs=None, measure_from=WARM, checkpoint_every=0)
-    return dataclasses.replace(spec, preset=preset)
-
-
-def _train(spec: Spec, data, device, hooks: Hooks):
-    """Train from new weights with hooks; (model, optimizer, meter)."""
+    spec = dataclasses.replace(spec, preset=preset)
     with tempfile.TemporaryDirectory() as folder:
         data, model, batches = prepare(spec, data)
         optimizer, meter, *_ = train(model, batches, spec, device, Path(folder), lambda _: None, hooks)
@@ -169,7 +163,7 @@ def _time(spec: Spec, data, device, warm: int) -> tuple:
     others in ms, and the trace's file, gzipped."""
     hooks = TimeHooks(warm)
     with hooks.profiler:
-        model, _, meter = _train(_short(spec, hooks.steps), data, device, hooks)
+        model, _, meter = _train(spec, hooks.steps, data, device, hooks)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json.gz")
         hooks.profiler.export_chrome_trace(str(path))
@@ -190,7 +184,7 @@ def _memory(spec: Spec, data, device) -> dict:
     gc.collect()
     torch.cuda.empty_cache()
     hooks = MemoryHooks(6)
-    model, optimizer, _ = _train(_short(spec, hooks.at), data, device, hooks)
+    model, optimizer, _ = _train(spec, hooks.at, data, device, hooks)
     lasting = memory_use(model, optimizer, device)
     activations, reserved = hooks.kept / MIB, hooks.reserved / MIB
     at_peak = max(hooks.peaks, key=hooks.peaks.get)
@@ -220,7 +214,7 @@ def counters(spec: Spec, say=print) -> list[dict] | None:
 def count_one_step(spec: Spec) -> None:
     """What runs under Nsight Compute."""
     hooks = ncu.OneStep()
-    _train(_short(spec, hooks.at), TASKS[spec.preset.task].load(spec), hardware.train_device(), hooks)
+    _train(spec, hooks.at, TASKS[spec.preset.task].load(spec), hardware.train_device(), hooks)
 
 
 def main(args: argparse.Namespace) -> int:

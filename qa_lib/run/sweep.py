@@ -4,10 +4,10 @@ The notebook is a log that people can read; the record beside it is the result. 
 """
 
 import argparse
-import ast
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -21,19 +21,14 @@ from tqdm import tqdm
 from qa_lib import record
 from qa_lib.cli import own_of, variants_of
 from qa_lib.errors import UserError, printable
-from qa_lib.presets import PRESETS, find_preset
+from qa_lib.presets import find_preset
 from qa_lib.record import duration
-from qa_lib.run import slurm
-from qa_lib.run.launch import ROOT, Launcher, probe, say_idle
+from qa_lib.run.launch import ROOT, Launcher, SlurmLauncher, probe, probe_node, say_idle
 from qa_lib.run.plan import plan
-from qa_lib.spec import WORLD, Spec
+from qa_lib.spec import Spec
 from qa_lib.variants import FAMILIES, VARIANTS, find_variant
 
 NOT_BEGUN = "not begun"  # of a run without a record
-
-
-class NotebookError(UserError):
-    """A notebook that must not be run; the message names it."""
 
 
 def notebook_of(variant: str) -> Path:
@@ -42,17 +37,16 @@ def notebook_of(variant: str) -> Path:
 
 
 def check_notebook(path: Path, parameters: Iterable[str]) -> None:
-    """Refuse a notebook that would not take the parameters: papermill would run its defaults without a word."""
+    """Raises UserError for a notebook that would not take the parameters: papermill would run its defaults."""
     try:
         cells = json.loads((ROOT / path).read_text(encoding="utf-8"))["cells"]
         tagged = ["".join(cell["source"]) for cell in cells if "parameters" in cell["metadata"].get("tags", [])]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise NotebookError(f"{path}: not a readable notebook ({problem})") from problem
+        raise UserError(f"{path}: not a readable notebook ({problem})") from problem
     if len(tagged) != 1:
-        raise NotebookError(f"{path}: {len(tagged)} cells are tagged 'parameters', and exactly one must be")
-    names = {node.id for node in ast.walk(ast.parse(tagged[0])) if isinstance(node, ast.Name)}
-    if absent := sorted(set(parameters) - names):
-        raise NotebookError(f"{path}: its parameters cell does not set {', '.join(absent)}")
+        raise UserError(f"{path}: {len(tagged)} cells are tagged 'parameters', and exactly one must be")
+    if absent := sorted(set(parameters) - set(re.findall(r"^(\w+) *=", tagged[0], re.M))):
+        raise UserError(f"{path}: its parameters cell does not set {', '.join(absent)}")
 
 
 def notebook_command(spec: Spec, runs: Path) -> list[str]:
@@ -72,23 +66,7 @@ def notebook_parameters(spec: Spec, runs: Path) -> dict:
         _from_root(source) if Path(source).exists() else source for source in (spec.data_source, spec.model_source)
     )
     named = {"variant": spec.variant, "preset": spec.preset.name, "seed": spec.seed, "data": data, "model": model}
-    return named | own_of_spec(spec) | {"runs": _from_root(runs)}
-
-
-def own_of_spec(spec: Spec) -> dict:
-    """What a spec has otherwise than its variant and its preset say, by the names of plan's arguments."""
-    preset, usual, asked = spec.preset, PRESETS[spec.preset.name], find_variant(spec.variant).settings
-    own = {name: getattr(preset, name) for name in ("epochs", "learning_rate", "max_length")}
-    own = {name: value for name, value in own.items() if value != getattr(usual, name)}
-    if (preset.effective_batch, preset.batch_tokens) != (usual.effective_batch, usual.batch_tokens):
-        own["batch"] = preset.effective_batch
-    if spec.asked.micro_batch != asked.micro_batch:
-        own["micro_batch"] = spec.asked.micro_batch
-    if spec.world != (1 if asked.parallel == "none" else WORLD):
-        own["world"] = spec.world
-    if spec.stages != (spec.world if asked.parallel == "pipeline" else 1):
-        own["stages"] = spec.stages
-    return own
+    return named | spec.own | {"runs": _from_root(runs)}
 
 
 def _from_root(path: str | Path) -> str:
@@ -187,7 +165,7 @@ def progress_of(run_dir: Path) -> tuple[int, int | None]:
 
 def _own_words(spec: Spec) -> list[str]:
     """['micro-batch 32', 'max-length 128']"""
-    return [f"{name.replace('_', '-')} {value}" for name, value in own_of_spec(spec).items()]
+    return [f"{name.replace('_', '-')} {value}" for name, value in spec.own.items()]
 
 
 def _name(spec: Spec) -> str:
@@ -214,10 +192,10 @@ def main(args: argparse.Namespace) -> int:
     by_slurm = args.launcher == "slurm"
     if by_slurm and (args.gpus or args.shared_gpu):
         raise UserError("--gpus and --shared-gpu are for this machine's cards; Slurm gives each run cards of its own")
-    machine, env = slurm.probe(args.runs, max(args.world or [0])) if by_slurm else probe()
+    machine, env = probe_node(args.runs, max(args.world or [0])) if by_slurm else probe()
     own = {"share": args.shared_gpu, "force": args.force, "time_limit_s": args.time_limit, "command": notebook_command}
     own["warm"] = not by_slurm
-    launcher = (slurm.SlurmLauncher if by_slurm else Launcher)(args.runs, machine, env, args.gpus, **own)
+    launcher = (SlurmLauncher if by_slurm else Launcher)(args.runs, machine, env, args.gpus, **own)
     if not by_slurm:
         say_idle(machine, args.gpus)
     sources, left_out = (args.data, args.model, args.micro_batch, machine), []

@@ -1,7 +1,7 @@
 """One run in several processes: torchrun starts them, ends them together, and its record says which failed first.
 
 `run_processes` starts `supervise` in a process of its own, which is torchrun itself. torchrun starts
-worker.work_as_one in each of the run's processes. A process that fails leaves a fault in the run's folder; one that a
+fit.work_as_one in each of the run's processes. A process that fails leaves a fault in the run's folder; one that a
 signal has killed leaves none. Where torchrun is started by hand, the first process reads the faults and says in the
 record which came first.
 
@@ -28,20 +28,21 @@ commands go on with it.
 """
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
+from operator import itemgetter
 from pathlib import Path
 
 from qa_lib import record
 from qa_lib.errors import UserError, stopped_by
 from qa_lib.measure.hardware import environment
-from qa_lib.run.faults import faults, first_fault
 from qa_lib.run.process import call, child_env, follow_driver, kill, with_driver
 from qa_lib.spec import Spec
 
-STOPPED = "killed"  # kind of the error of a run that a signal has stopped, as worker.recording writes it
+STOPPED = "killed"  # kind of the error of a run that a signal has stopped, as fit.recording writes it
 GRACE_S = 45  # for the first process to write its record; torchrun itself kills after 30 s what does not end
 
 
@@ -103,7 +104,7 @@ def supervise(spec: Spec, runs: str) -> None:
     run_dir = Path(runs) / spec.run_path
     for old in faults(run_dir):
         old.unlink()
-    work = call("qa_lib.run.worker:work_as_one", spec, runs)[1:]  # without the Python
+    work = call("qa_lib.run.fit:work_as_one", spec, runs)[1:]  # without the Python
     try:
         torchrun(["--standalone", "--nproc-per-node", str(spec.world), *work])
     except ChildFailedError as failed:
@@ -119,20 +120,38 @@ def record_fault(spec: Spec, run_dir: Path, exit_codes: dict[int, int]) -> None:
 
     A process that a signal has ended says nothing; of the others each has left its fault and the time of it.
     """
-    first = first_fault(run_dir)
+    outcome = first_fault(run_dir)
     for old in faults(run_dir):
         old.unlink()
-    killed = [rank for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM]  # not by torchrun
-    # torchrun also kills those that do not heed its SIGTERM.
-    if killed and not (first and first["status"] == "oom"):
-        name = signal.Signals(-exit_codes[killed[0]]).name
-        message = f"process {killed[0]} of {spec.world} was ended by {name}"
-        status, error = "killed", {"kind": name, "message": message, "step": None}
-    elif first:
-        status, error = first["status"], first["error"]
-    else:
-        rank, code = min(exit_codes.items())
-        message = f"process {rank} of {spec.world} ended with exit code {code}"
-        status, error = "killed", {"kind": "ProcessEnded", "message": message, "step": None}
+    # Not by torchrun, but that it also kills those that do not heed its SIGTERM.
+    killed = {rank: code for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM}
+    if not outcome or (killed and outcome["status"] != "oom"):
+        rank, code = min((killed or exit_codes).items())
+        kind = signal.Signals(-code).name if code < 0 else "ProcessEnded"
+        ended = f"was ended by {kind}" if code < 0 else f"ended with exit code {code}"
+        error = {"kind": kind, "message": f"process {rank} of {spec.world} {ended}", "step": None}
+        outcome = {"status": "killed", "error": error}
     with record.lock(run_dir):
-        record.finish(run_dir, record.read_record(run_dir), status, error)
+        record.finish(run_dir, record.read_record(run_dir), outcome["status"], outcome["error"])
+
+
+def fault_path(run_dir: Path, rank: int | str) -> Path:
+    """Where a process leaves what ended it."""
+    return run_dir / f"fault-{rank}.json"
+
+
+def faults(run_dir: Path) -> list[Path]:
+    """What the processes of a run have left of faults."""
+    return [*run_dir.glob(fault_path(run_dir, "*").name)]
+
+
+def first_fault(run_dir: Path, since: float = 0.0) -> dict | None:
+    """The status and error of the process that failed first, of those that have left a fault since that time. None
+    where none has."""
+    found = []
+    for path in faults(run_dir):
+        with contextlib.suppress(OSError):
+            found.append(json.loads(path.read_text()))
+    found = [fault for fault in found if fault["at"] >= since]
+    own = [fault for fault in found if fault["status"] == "oom"]  # what no other process's end leads to
+    return min(own or found, key=itemgetter("at"), default=None)
