@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForQuestionAnswering, DistilBertCo
 from qa_lib.data.batches import Batches
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.errors import UserError
-from qa_lib.measure.flops import StepFlops
+from qa_lib.measure.meter import StepFlops
 from qa_lib.model import architectures
 from qa_lib.model.architectures import ENCODERS
 from qa_lib.model.build import apply_recipe, build_model, save_model, trainable_summary

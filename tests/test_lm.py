@@ -29,7 +29,7 @@ from qa_lib.data.load import load_text
 from qa_lib.data.squad import DataError
 from qa_lib.data.text import learn_tokenizer, open_text, tokenize_text
 from qa_lib.errors import UserError
-from qa_lib.measure.flops import StepFlops
+from qa_lib.measure.meter import StepFlops
 from qa_lib.model.build import build_model, model_config
 from qa_lib.model.hf_checkpoint import SUMS
 from qa_lib.presets import PRESETS, find_shape

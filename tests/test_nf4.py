@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from qa_lib.measure.flops import StepFlops
+from qa_lib.measure.meter import StepFlops
 from qa_lib.model import nf4
 from qa_lib.model.build import DTYPES, build_model, trainable_summary
 from qa_lib.model.nf4 import NF4Linear, native

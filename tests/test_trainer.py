@@ -11,7 +11,7 @@ import torch
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.errors import UserError
 from qa_lib.measure import hardware
-from qa_lib.measure.flops import StepFlops
+from qa_lib.measure.meter import StepFlops
 from qa_lib.model.build import build_model
 from qa_lib.run import fit as fitting
 from qa_lib.run.plan import plan

@@ -31,8 +31,7 @@ from qa_lib.data.batches import Batches
 from qa_lib.data.load import Data, batches_of, load_data, load_text
 from qa_lib.errors import UserError, first_line, stoppable, stopped_by
 from qa_lib.measure import hardware
-from qa_lib.measure.flops import StepFlops
-from qa_lib.measure.meter import Meter, memory_use
+from qa_lib.measure.meter import Meter, StepFlops, memory_use
 from qa_lib.model.architectures import param_counts
 from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.load import check_tokenizer
