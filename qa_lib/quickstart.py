@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
             machine, env = pool.submit(_probe).result()
             specs = plan(names, PRESET, machine=machine)
             launcher = Launcher(args.runs, machine, env, command=notebook_command, warm=True)
-            entries = sweep(specs, launcher)
+            entries = sweep(specs[::-1], launcher)[::-1]  # the longest first: no core is idle at the end
             if any(entry["status"] not in ("ok", "skipped") for entry in entries):
                 return 1
             print("the report's notebook is being executed", flush=True)
