@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import io
+import json
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
@@ -125,7 +126,8 @@ def figures_of(folder: Path) -> list[tuple[str, bytes]]:
 
 def digest(runs: pd.DataFrame) -> str:
     """What a figure of these runs was drawn from: the same for the same records."""
-    return hashlib.sha256(runs.drop(columns="run").to_json(orient="records").encode()).hexdigest()[:16]
+    records = [run.record for run in runs["run"]]  # and not the frame, whose types depend on what else was loaded
+    return hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def png(figure: Figure, dpi: int = DPI, **more: str) -> bytes:
