@@ -125,7 +125,7 @@ def test_what_is_compiled_ahead_is_what_is_started(dtype, monkeypatch):
     monkeypatch.setattr(module, "launch", note)
     columns = drawn_state(torch.bfloat16, dtype, MANY)
     parameters = [torch.nn.Parameter(weight) for weight in columns[0]]
-    MasterAdamW(parameters, torch.tensor(1e-3, device=DEVICE), 1.0, torch.bfloat16)._compile_kernels()
+    MasterAdamW(parameters, torch.tensor(1e-3, device=DEVICE), 1.0, torch.bfloat16)._compile_kernels(parameters)
     ahead = started[-4:]
     started.clear()
     number = torch.tensor(1.0, device=DEVICE)
