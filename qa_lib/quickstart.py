@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
             peaks = pool.submit(_peaks, names).result()
         table = _table(specs, entries, peaks)
         notebook = args.runs / specs[-1].run_path / "notebook.ipynb"
-        figure = next(iter(sorted(page.parent.glob("*.png"))), page)
+        figure = min(page.parent.glob("*.png"), default=page)
         files = f"Open\n  {notebook}\n  {page}\n  {figure}"
         write_atomically(kept, "\n\n".join([table, answered, files, NEXT]) + "\n")
     print(f"\n{kept.read_text(encoding='utf-8')}", end="")
@@ -106,7 +106,8 @@ def _peaks(names: list[str]) -> dict[str, float]:
     from qa_lib.run.memory_estimate import SquadLengths, estimate, gpu_of
 
     specs = plan(names, "bench", data="synthetic:1", micro_batch=MICRO_BATCH, machine=gpu_of(T4))
-    return {spec.variant: estimate(spec, SquadLengths(384, 128))["peak_mib"] for spec in specs}
+    lengths = SquadLengths(specs[0].preset.max_length, specs[0].preset.stride)
+    return {spec.variant: estimate(spec, lengths)["peak_mib"] for spec in specs}
 
 
 def _answer(folder: Path) -> str:

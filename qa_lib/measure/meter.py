@@ -16,7 +16,9 @@ from qa_lib.model.architectures import encoder_of, layers_of, layers_passed, par
 from qa_lib.record import Memory, Speed, StepTime
 
 MIB = 2**20
-PEAK_FROM = 3  # steps before the peak counts: compilation is over, and the capture of a graph (graph.WARM_UP) is not
+PEAK_FROM = (
+    3  # steps before the peak counts: compilation is over, and the capture of a graph (cuda_graph.py) is not
+)
 SAMPLE_S = 0.1  # between two looks at the GPU's utilisation
 
 
@@ -141,7 +143,7 @@ class Meter:
         self.laps.append(self.clock.lap())
         real, computed = real_lengths.astype(np.int64), computed_lengths.astype(np.int64)
         self.counts.append((len(real), real.sum(), real @ real, computed.sum(), computed @ computed))
-        if len(self.counts) == 1:  # which is never measured where the GPU matters: to wait for it costs nothing
+        if len(self.counts) == 1:  # it is warm-up, so that waiting for it costs nothing
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             self.first_step_at = time.time()
@@ -203,8 +205,8 @@ class Meter:
     def speed(self, step: "StepFlops", matrix_tflops: float, devices: int = 1) -> Speed:
         """Rates over the measured steps, of all devices together.
 
-        MFU counts the arithmetic that the real tokens need, HFU all that was computed; both are shares of
-        `matrix_tflops`, the measured matrix rate of a device.
+        `gemm_utilization` counts the arithmetic that the real tokens need, `gemm_utilization_padded` all that was
+        computed; both are shares of `matrix_tflops`, the measured matrix rate of a device.
         """
         self.flush()
         measured, counts = self.times[self.warm_up :], np.array(self.counts[self.warm_up :], dtype=np.float64)

@@ -88,7 +88,7 @@ def _pretrained(spec: Spec, head: type) -> torch.nn.Module:
         attention = UNMASKED
     if spec.preset.max_length > max_positions(config):
         raise UserError(
-            f"{source} takes {max_positions(config)} tokens at most, and scale {spec.preset.name} "
+            f"{source} takes {max_positions(config)} tokens at most, and preset {spec.preset.name} "
             f"makes samples of {spec.preset.max_length}"
         )
     if source != "tiny" and not find_shape(source):

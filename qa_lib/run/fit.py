@@ -69,6 +69,7 @@ TASKS = {
     "qa": Task(load_data, AutoModelForQuestionAnswering, evaluate.evaluate),
     "lm": Task(load_text, AutoModelForCausalLM, perplexity.evaluate),
 }
+NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 served: list[str] = []  # the runs that this process has worked on
 # Imported when it is used: that of the Trainer takes seconds, and only the A0 variants need it.
 ENGINES = {"loop": "qa_lib.train.loop", "trainer": "qa_lib.train.trainer"}
@@ -358,9 +359,6 @@ def _note_times(entry: dict, spec: Spec, meter: Meter, joules: float | None, spe
         entry["parallel"]["goodput"] = entry["parallel"]["efficiency"] * speed.samples_per_s
     if spec.settings.compile != "none":  # else nothing was compiled, and slow first steps have other reasons
         entry["time"] |= {"compile_s": meter.compile_s(), "compile_cached": found_in_cache()}
-
-
-NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def outcome_of(problem: BaseException) -> dict:

@@ -159,9 +159,20 @@ class Launcher:
         except record.RunTaken:
             self.stopped.wait(POLL_S)
             return None
-        except (record.RecordError, FileNotFoundError) as problem:
+        except (record.RecordError, OSError) as problem:
+            if self.stopped.is_set():
+                raise
+            return self._lost(spec, run_dir, problem)
+
+    def _lost(self, spec: Spec, run_dir: Path, problem: Exception) -> dict:
+        """A record for a run whose own was removed or spoilt while it ran; raises any other `problem` again, so that no
+        whole record is written over."""
+        try:
+            record.read_record(run_dir)
+        except record.RecordError:
             lost = {"kind": "RecordLost", "message": f"its record was removed or spoilt while it ran ({problem})"}
             return record.finish(run_dir, record.new_record(spec, self.env), "killed", lost)
+        raise problem
 
     def _prepare(self, spec: Spec, run_dir: Path) -> dict | None:
         """The record, where there is nothing to do; else None, with the folder ready for the run's process."""
@@ -247,10 +258,11 @@ def scrub(run_dir: Path) -> None:
     places = {str(ROOT): ".", str(Path.home()): "~", "/usr/local": "<system>"} | python
     for path in (run_dir / "notebook.ipynb", run_dir / "log.txt"):
         if path.exists():
-            text = path.read_text(encoding="utf-8", errors="replace")
+            text = clean = path.read_text(encoding="utf-8", errors="replace")
             for place in sorted({*places} - {"/"}, key=len, reverse=True):
-                text = text.replace(f"{place}/", f"{places[place]}/")
-            record.write_atomically(path, text)
+                clean = clean.replace(f"{place}/", f"{places[place]}/")
+            if clean != text:
+                record.write_atomically(path, clean)
 
 
 def judge(spec: Spec, run_dir: Path, reason: str | None, code: int, seconds: float) -> dict:

@@ -65,9 +65,8 @@ class StepMemory:
         self.word = 4 if self.settings.precision == "fp32" else 2  # bytes of an element that a GEMM gives
         # Whether a compiler decides what is kept; the cudagraphs backend runs PyTorch's own kernels.
         self.compiled = self.settings.compile not in ("none", "cudagraphs")
-        self.element = (
-            2 if self.settings.half_weights else 4
-        )  # of a weight, and of the residual stream: autocast's norms give fp32
+        # Bytes of an element of a weight, and of the residual stream: autocast's norms give fp32.
+        self.element = 2 if self.settings.half_weights else 4
         self.by_layers = self.settings.activation_checkpointing is True
 
     def weights(self) -> int:
