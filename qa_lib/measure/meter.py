@@ -16,9 +16,7 @@ from qa_lib.model.architectures import encoder_of, layers_of, layers_passed, par
 from qa_lib.record import Memory, Speed, StepTime
 
 MIB = 2**20
-PEAK_FROM = (
-    3  # steps before the peak counts: compilation is over, and the capture of a graph (cuda_graph.py) is not
-)
+PEAK_FROM = 3  # steps before the peak counts: compilation is over, and the capture of a graph (cuda_graph.py) is not
 SAMPLE_S = 0.1  # between two looks at the GPU's utilisation
 
 
