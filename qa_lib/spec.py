@@ -40,7 +40,12 @@ def missing(settings: Settings, machine: Machine, world: int = 1) -> str | None:
     """Why these settings cannot run on the machine in `world` processes, in one sentence; None if they can."""
     if machine.gpus and world > machine.gpus:
         return f"needs {world} GPUs, and this machine has {machine.gpus}"
-    if (backend := settings.compile) not in ("none", "inductor", "regional") and backend not in machine.backends:
+    if (backend := settings.compile) not in (
+        "none",
+        "inductor",
+        "regional",
+        "reduce-overhead",
+    ) and backend not in machine.backends:
         return f"this PyTorch has no torch.compile backend named {backend!r}"
     return next((need.why for need in needs(settings) if not need.met(machine)), None)
 
@@ -48,12 +53,14 @@ def missing(settings: Settings, machine: Machine, world: int = 1) -> str | None:
 def adjust(settings: Settings, machine: Machine) -> tuple[Settings, list[str]]:
     """The settings as this machine runs them, and a sentence for each that had to change."""
     found = []  # (setting, value, why)
-    gpu_alone = settings.feed_forward == "fp8" or settings.attention in ("flash", "efficient")
+    gpu_alone = settings.feed_forward == "fp8" or settings.attention in ("cudnn", "flash", "efficient")
     if not machine.gpus and not gpu_alone:
         if settings.precision != "fp32":
             found.append(("precision", "fp32", f"since {settings.precision} autocast needs a GPU"))
         if settings.half_weights:
             found.append(("optimizer", "adamw-fused", "since fp32 weights need no masters"))
+        if settings.loss != "native":
+            found.append(("loss", "native", "since chunks of logits are for weights in half precision"))
         if settings.cuda_graph:
             found.append(("cuda_graph", False, "since it needs a GPU"))
     if settings.engine == "trainer" and settings.optimizer != "adamw-fused":

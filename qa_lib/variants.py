@@ -47,28 +47,33 @@ class Settings:
     Raises UnknownName for a value that does not exist and SpecError for two that do not go together (CONFLICTS).
     """
 
-    # loop: the visible loop of train/loop.py | trainer: transformers.Trainer
-    engine: Literal["loop", "trainer"] = "loop"
-    # autocast to fp16 (with GradScaler) or bf16 | fp32: no autocast
-    precision: Literal["fp16", "bf16", "fp32"] = "fp16"
-    # For padded sequences eager | sdpa; for packed ones flash | efficient | block-diagonal, where sdpa takes what the
-    # GPU has | triton-varlen, a kernel of our own
-    attention: Literal["eager", "sdpa", "flash", "efficient", "block-diagonal", "triton-varlen"] = "eager"
+    # loop: the visible loop of train/loop.py | trainer: transformers.Trainer | plain: a rival of peers/
+    engine: Literal["loop", "trainer", "plain"] = "loop"
+    # autocast to fp16 (with GradScaler) or bf16 | fp32: no autocast | pure-bf16: weights and moments as well
+    precision: Literal["fp16", "bf16", "fp32", "pure-bf16"] = "fp16"
+    # For padded sequences eager | sdpa | cudnn, SDPA by cuDNN for a decoder; for packed ones flash | efficient |
+    # block-diagonal, where sdpa takes what the GPU has | triton-varlen, a kernel of our own
+    attention: Literal["eager", "sdpa", "cudnn", "flash", "efficient", "block-diagonal", "triton-varlen"] = "eager"
     # query, key and value: separate linear layers | fused into one
     qkv: Literal["separate", "fused"] = "separate"
-    # random bits of the hidden states' dropout: philox, PyTorch's generator | hash of the element's number
-    dropout: Literal["philox", "hash"] = "philox"
+    # random bits of the hidden states' dropout: philox, PyTorch's generator | hash of the element's number | none: no
+    # dropout anywhere
+    dropout: Literal["philox", "hash", "none"] = "philox"
     # what comes between a layer's linear layers and the norms after them, and these: native, the compiler's | fused,
     # kernels of our own (kernels/fused_norm.py)
     norms: Literal["native", "fused"] = "native"
+    # of a language model: native, from all logits | chunked, head and loss together, some tokens at a time
+    # (kernels/linear_cross_entropy.py)
+    loss: Literal["native", "chunked"] = "native"
     # linear layers of the feed-forward blocks: native, in the precision's type | fp8
     feed_forward: Literal["native", "fp8"] = "native"
     # GELU of the feed-forward blocks: exact, by the error function | sigmoid of a polynomial (kernels/gelu.py)
     gelu: Literal["exact", "sigmoid"] = "exact"
     # quantization-aware training: weights rounded to so many bits, activations to 8 (model/qat.py)
     qat: Literal["none", "int8", "int4"] = "none"
-    # a backend of torch.compile | regional: inductor, for a few layers at a time
-    compile: Literal["none", "inductor", "regional", "aot_eager", "cudagraphs", "nvfuser"] = "none"
+    # a backend of torch.compile | regional: inductor, for a few layers at a time | reduce-overhead: its mode, in which
+    # PyTorch replays the passes of a plain engine as CUDA graphs
+    compile: Literal["none", "inductor", "regional", "aot_eager", "cudagraphs", "nvfuser", "reduce-overhead"] = "none"
     # to the preset's max_length | to the longest of the micro-batch | packed: none, samples share sequences
     padding: Literal["max_length", "longest", "packed"] = "max_length"
     # micro-batches of samples of like length, in random order
@@ -270,13 +275,13 @@ VOLTA, TURING, AMPERE, ADA = 70, 75, 80, 89  # compute capability x 10: of a V10
 # Inductor writes kernels for Volta; the oldest that those of our own are compiled for in the tests is a T4.
 # fmt: off
 NEEDS = (
-    Need(("compile=cudagraphs", "attention=efficient", "fault=nvidia-smi-polling"),
+    Need(("compile=cudagraphs|reduce-overhead", "attention=efficient", "fault=nvidia-smi-polling"),
          lambda machine: machine.gpus > 0, "needs a CUDA GPU"),
-    Need(("attention=flash", "precision=bf16"), lambda machine: machine.sm >= AMPERE,
-         "needs a GPU of compute capability 8.0 or newer (bf16 and FlashAttention)", AMPERE),
+    Need(("attention=flash|cudnn", "precision=*bf16"), lambda machine: machine.sm >= AMPERE,
+         "needs a GPU of compute capability 8.0 or newer (bf16, FlashAttention and cuDNN's)", AMPERE),
     Need(("feed_forward=fp8",), lambda machine: machine.sm >= ADA,
          "needs a GPU of compute capability 8.9 or newer (8-bit floats)", ADA),
-    Need(("attention=triton-varlen", "norms=fused", "gelu=sigmoid", "optimizer=adamw-master*"),
+    Need(("attention=triton-varlen", "norms=fused", "loss=chunked", "gelu=sigmoid", "optimizer=adamw-master*"),
          lambda machine: not machine.gpus or (machine.compiler and machine.sm >= TURING),
          "needs Triton where there is a GPU, and one of compute capability 7.5 or newer", TURING),
     Need(("attention=triton-varlen",), lambda machine: not machine.gpus or machine.sm >= AMPERE,

@@ -11,15 +11,13 @@ from functorch.compile import make_boxed_func
 from torch import library
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
-from transformers import AutoModelForCausalLM, GPT2Config
 
 from qa_lib.data.load import batches_of, load_data
-from qa_lib.errors import UserError
 from qa_lib.kernels import fused_norm, gelu
 from qa_lib.kernels.common import sum_partials
 from qa_lib.model.architectures import ENCODERS
 from qa_lib.model.build import build_model
-from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, HashDropout, renew, use_fused_norms
+from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, HashDropout, renew
 from qa_lib.model.packed import Packed
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
@@ -243,7 +241,22 @@ def test_dynamo_traces_the_whole_model():
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_a_model_that_norms_first_is_told():
-    model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=100))
-    with pytest.raises(UserError, match="norms after a linear layer, and gpt2 has them before"):
-        use_fused_norms(model)
+def with_stream_gradients(run, inputs, grad, seed, dropout):
+    """The sum, its norm and the gradients of the five inputs."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    total, normed = run(*inputs, seed, dropout, EPS)[:2]
+    gradients = torch.autograd.grad((total, normed), inputs, (grad.flip(0), grad))
+    return total.detach(), normed.detach(), *gradients
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(("rows", "width"), [(1, 768), (7, 96), (4, 3)])
+def test_the_kernel_gives_the_residual_stream_and_its_norm(rows, width, dropout):
+    inputs, grad, seed = drawn(rows, width)
+    wide = [x.double() for x in inputs]
+    wanted = with_stream_gradients(
+        fused_norm.fused_add_norm, [x.cpu() for x in wide], grad.double().cpu(), seed.cpu(), dropout
+    )
+    found = with_stream_gradients(fused_norm._add_norm, inputs, grad, seed, dropout)
+    assert_close([x.cpu() for x in found], wanted, 1e-5)

@@ -80,10 +80,22 @@ def test_every_encoder_takes_it_and_gives_nearly_the_same(kind, tmp_path):
     torch.testing.assert_close(before, after, atol=1e-3, rtol=1e-3)
 
 
+def test_the_approximation_by_tanh_is_a_sigmoid_of_two_terms():
+    x = torch.linspace(-9, 9, 2001, dtype=torch.float64)[:, None].requires_grad_()
+    bias = torch.tensor([0.25], dtype=torch.float64, requires_grad=True)
+    grad = torch.linspace(-1, 2, 2001, dtype=torch.float64)[:, None]
+    wanted = torch.nn.functional.gelu(x + bias, approximate="tanh")
+    found = gelu(x, bias, tanh=True)
+    torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
+    pairs = zip(*(torch.autograd.grad(value, (x, bias), grad) for value in (found, wanted)), strict=True)
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+
+
 def test_another_activation_is_refused_by_name():
-    model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=100))
-    with pytest.raises(UserError, match="stands for GELU, and this model has NewGELUActivation"):
-        use_sigmoid_gelu(model)
+    config = GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=100, activation_function="silu")
+    with pytest.raises(UserError, match="stands for GELU, and this model has SiLU"):
+        use_sigmoid_gelu(AutoModelForCausalLM.from_config(config))
 
 
 @pytest.mark.triton

@@ -1,5 +1,5 @@
-"""Bias, dropout, residual and layer norm after a linear layer, forward and backward a Triton kernel each (variant
-E-norm).
+"""Bias, dropout, residual and layer norm after a linear layer, forward and backward a Triton kernel each (variants
+E-norm and L-norm).
 
 A layer of BERT has two linear layers that end so: norm(residual + dropout(x W^T + bias)). Forward, the compiler makes
 one kernel of all after the GEMM. Backward it makes two, since it has two kinds of sums to take: along each row, for the
@@ -14,6 +14,11 @@ reads everything from memory, and small kernels follow that finish the columns' 
   come back (train/inductor_passes.py).
 - Between the passes are kept the GEMM's output, the residual, which is there anyway, and m and r: two numbers a row.
 - Dropout is that of common.py, its bits computed again from each element's number; all else is in fp32.
+
+GPT-2 has its norms before the linear layers (pre-norm; Radford et al. 2019), and the residual stream passes them by:
+s = residual + dropout(x W^T + bias) goes on as it is, and norm(s) into the next linear layer. `fused_add_norm` gives
+both. Its backward pass gets a gradient of each and adds that of s to what comes through the norm. It is the same
+arithmetic in another order, so that the same two kernels do both. Kept is s, which is there anyway, and not x.
 
 On a CPU plain PyTorch takes the place of the kernels, and is what the tests hold them to. They are for GPUs
 of compute capability 7.5 and newer; on a T4, which has 7.5, they compile, and nobody has run them.
@@ -45,19 +50,44 @@ def reference(x, bias, residual, gamma, beta, seed, dropout, eps):
     return F.layer_norm(residual + x, gamma.shape, gamma, beta, eps)
 
 
+def fused_add_norm(x, bias, residual, gamma, beta, seed, dropout: float, eps: float):
+    """residual + dropout(x + bias) and its norm, for tensors as fused_norm takes them; both of the residual's shape and
+    type."""
+    if residual.is_cuda:
+        return _add_norm(x, bias, residual, gamma, beta, seed, dropout, eps)[:2]
+    x = hash_dropout(x + bias, seed, dropout) if dropout else x + bias
+    total = residual + x
+    return total, F.layer_norm(total, gamma.shape, gamma, beta, eps)
+
+
 @custom_op("qa_lib::norm")
 def _norm(
     x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor,
     seed: torch.Tensor, dropout: float, eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The output, of the residual's shape and type, and each row's mean and inverse deviation, fp32 [2, rows]."""
+    return _forward(None, x, bias, residual, gamma, beta, seed, dropout, eps)
+
+
+@custom_op("qa_lib::add_norm")
+def _add_norm(
+    x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor,
+    seed: torch.Tensor, dropout: float, eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The sum, and what `_norm` gives."""
+    total = residual.new_empty(residual.shape)
+    return total, *_forward(total, x, bias, residual, gamma, beta, seed, dropout, eps)
+
+
+def _forward(total, x, bias, residual, gamma, beta, seed, dropout, eps):
+    """What `_norm` gives; into `total`, if there is one, goes what was normed."""
     *_, width = x.shape
     rows = x.numel() // width
     output, statistics = residual.new_empty(residual.shape), x.new_empty(2, rows, dtype=torch.float32)
     launch(
         norm_forward_kernel, (-(-rows // FORWARD["ROWS"]),), x.contiguous(), bias, residual.contiguous(), gamma, beta,
-        seed, output, statistics, rows, eps, threshold_of(dropout), 1 / (1 - dropout), WIDTH=width,
-        BLOCK=_power_of_2(width), DROPS=dropout > 0, **FORWARD,
+        seed, total, output, statistics, rows, eps, threshold_of(dropout), 1 / (1 - dropout), WIDTH=width,
+        BLOCK=_power_of_2(width), DROPS=dropout > 0, KEEPS=total is not None, **FORWARD,
     )  # fmt: skip
     return output, statistics
 
@@ -69,15 +99,29 @@ def _norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of x and residual, and those of bias, gamma and beta [3, width], of the bias's type. The output's
     gradient is `grad`, plus `other` if there is one (train/inductor_passes.py)."""
-    *_, width = x.shape
-    rows = x.numel() // width
-    x_grad, residual_grad = x.new_empty(x.shape), residual.new_empty(residual.shape)
-    partials = x.new_empty(min(rows, PROGRAMS), 3, width, dtype=torch.float32)
+    return _run_backward(grad, other, x, bias, residual, gamma, seed, statistics, dropout, x.dtype)
+
+
+@custom_op("qa_lib::add_norm_backward")
+def _add_norm_backward(
+    total_grad: torch.Tensor, grad: torch.Tensor, total: torch.Tensor, bias: torch.Tensor, gamma: torch.Tensor,
+    seed: torch.Tensor, statistics: torch.Tensor, dropout: float, dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """As `_norm_backward`, for the gradients of the sum and of its norm, and an x of that `dtype`."""
+    return _run_backward(grad, total_grad, None, bias, total, gamma, seed, statistics, dropout, dtype)
+
+
+def _run_backward(grad, other, x, bias, residual, gamma, seed, statistics, dropout, dtype):
+    """Launch the kernel. Without `x`, `residual` is the sum that was normed, and `other` its gradient."""
+    *_, width = residual.shape
+    rows = residual.numel() // width
+    x_grad, residual_grad = residual.new_empty(residual.shape, dtype=dtype), residual.new_empty(residual.shape)
+    partials = residual.new_empty(min(rows, PROGRAMS), 3, width, dtype=torch.float32)
     launch(
         norm_backward_kernel, (len(partials),), grad.contiguous(), None if other is None else other.contiguous(),
-        x.contiguous(), bias, residual.contiguous(), gamma, seed, statistics, x_grad, residual_grad, partials, rows,
-        threshold_of(dropout), 1 / (1 - dropout), WIDTH=width, BLOCK=_power_of_2(width), ADDS=other is not None,
-        DROPS=dropout > 0, **BACKWARD,
+        None if x is None else x.contiguous(), bias, residual.contiguous(), gamma, seed, statistics, x_grad,
+        residual_grad, partials, rows, threshold_of(dropout), 1 / (1 - dropout), WIDTH=width, BLOCK=_power_of_2(width),
+        ADDS=other is not None, DROPS=dropout > 0, SUMMED=x is None, **BACKWARD,
     )  # fmt: skip
     return x_grad, residual_grad, sum_partials(partials, bias.dtype)
 
@@ -96,6 +140,23 @@ def _backward(ctx, grad, _):
 _norm.register_autograd(_backward, setup_context=_setup_context)
 
 
+def _setup_add_context(ctx, inputs, output):
+    x, bias, _, gamma, _, seed, ctx.dropout, _ = inputs
+    (total, _, statistics), ctx.dtype = output, x.dtype
+    ctx.save_for_backward(total, bias, gamma, seed, statistics)
+
+
+def _add_backward(ctx, total_grad, grad, _):
+    x_grad, residual_grad, weights_grad = _add_norm_backward(
+        total_grad, grad, *ctx.saved_tensors, ctx.dropout, ctx.dtype
+    )
+    bias_grad, gamma_grad, beta_grad = weights_grad
+    return x_grad, bias_grad, residual_grad, gamma_grad, beta_grad, None, None, None
+
+
+_add_norm.register_autograd(_add_backward, setup_context=_setup_add_context)
+
+
 def _power_of_2(size: int) -> int:
     """The least that is not below `size`."""
     return 1 << (size - 1).bit_length()
@@ -107,10 +168,11 @@ def _power_of_2(size: int) -> int:
 
 @jit(do_not_specialize=["threshold"])
 def norm_forward_kernel(
-    gemm_out, bias, residual, gamma, beta, seed, output, statistics, rows, eps, threshold, keeps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROPS: tl.constexpr,
+    gemm_out, bias, residual, gamma, beta, seed, total, output, statistics, rows, eps, threshold, keeps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROPS: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
-    """Of ROWS rows: the output, and the mean and the inverse deviation of what was normed."""
+    """Of ROWS rows: the output, and the mean and the inverse deviation of what was normed; with KEEPS that as well, in
+    `total`, and as it is rounded there."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     in_rows, in_width = row < rows, column < WIDTH
@@ -121,6 +183,10 @@ def norm_forward_kernel(
     if DROPS:
         x = tl.where(keep_mask(at, tl.load(seed).to(tl.uint32, bitcast=True), threshold), x * keeps, 0.0)
     x += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    if KEEPS:
+        rounded = x.to(total.dtype.element_ty)
+        tl.store(total + at, rounded, mask=inside)
+        x = rounded.to(tl.float32)
     mean = tl.sum(x, 1) / WIDTH
     x = tl.where(in_width, x - mean[:, None], 0.0)
     inverse = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)
@@ -136,10 +202,11 @@ def norm_forward_kernel(
 def norm_backward_kernel(
     grad, other, gemm_out, bias, residual, gamma, seed, statistics, gemm_grad, residual_grad, partials, rows, threshold,
     keeps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADDS: tl.constexpr, DROPS: tl.constexpr,
-    STAGES: tl.constexpr,
+    SUMMED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Of every so many rows: the gradients of gemm_out and residual, and the program's part of the gradients of bias,
-    gamma and beta, in `partials` [programs, 3, WIDTH]. The output's gradient is `grad`, or with ADDS grad + other. Rows
+    gamma and beta, in `partials` [programs, 3, WIDTH]. The output's gradient is `grad`, or with ADDS grad + other. With
+    SUMMED `residual` is what was normed, and gemm_out is not read; with both, `other` is the gradient of that sum. Rows
     beyond the last have zeros here, and add none to the partials."""
     column = tl.arange(0, BLOCK)
     in_width = column < WIDTH
@@ -156,22 +223,25 @@ def norm_backward_kernel(
         at = row[:, None] * WIDTH + column
         inside = in_rows[:, None] & in_width
         y_grad = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
-        if ADDS:
+        if ADDS and not SUMMED:
             y_grad += tl.load(other + at, mask=inside, other=0.0).to(tl.float32)
-        x = tl.load(gemm_out + at, mask=inside, other=0.0).to(tl.float32) + shift
-        rest = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         mean = tl.load(statistics + row, mask=in_rows, other=0.0)
         inverse = tl.load(statistics + rows + row, mask=in_rows, other=0.0)
         if DROPS:
             keep = keep_mask(at, seed_bits, threshold)
-            x = tl.where(keep, x * keeps, 0.0)
-        x = (x + rest - mean[:, None]) * inverse[:, None]
+        if not SUMMED:
+            rest = tl.load(gemm_out + at, mask=inside, other=0.0).to(tl.float32) + shift
+            x += tl.where(keep, rest * keeps, 0.0) if DROPS else rest
+        x = (x - mean[:, None]) * inverse[:, None]
         gamma_sum += y_grad * x
         beta_sum += y_grad
         y_grad *= scale
         along = tl.sum(y_grad * x, 1) / WIDTH
         level = tl.sum(y_grad, 1) / WIDTH
         x_grad = (y_grad - level[:, None] - x * along[:, None]) * inverse[:, None]
+        if ADDS and SUMMED:
+            x_grad += tl.load(other + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(residual_grad + at, x_grad.to(residual_grad.dtype.element_ty), mask=inside)
         if DROPS:
             x_grad = tl.where(keep, x_grad * keeps, 0.0)

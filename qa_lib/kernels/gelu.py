@@ -1,4 +1,4 @@
-"""GELU by a sigmoid, in two fifths fewer instructions (variant E-gelu).
+"""GELU by a sigmoid, in two fifths fewer instructions (variants E-gelu and L-gelu).
 
 GELU (Hendrycks and Gimpel 2016) is x times the normal distribution's cdf at x, which PyTorch computes by the error
 function: 38 instructions an element, and 53 for the gradient, so that even a kernel that only reads and writes 16-bit
@@ -15,6 +15,9 @@ the bias's gradient; the compiler would read it once more for that.
 The polynomial was fitted to GELU's values v. They are off by a fifth of half a step of bf16 at most, that is of
 2^-9 |v| + 1e-5; the gradients g by a fifth of 2^-9 |g| + 1e-3. A test holds both to that. Rounding to bf16 alone is off
 by five times as much, but for values near 0. The usual approximation by tanh (`gelu_new`) is off by up to 5e-4.
+
+GPT-2 was trained with that approximation, x (1 + tanh(z)) / 2. It is a sigmoid itself, x sigmoid(2 z), so that two
+terms give it exactly.
 """
 
 import torch
@@ -29,36 +32,39 @@ BACKWARD = {"ROWS": 1, "COLUMNS": 1024, "STAGES": 3, "num_warps": 4}
 
 # Of x, x^3 and x^5, by linear programming over 0 < x < 6.
 TERMS = (1.59422507, 7.46130176e-2, -7.83352601e-4)
+# Of the approximation by tanh, z = sqrt(2 / pi) (x + 0.044715 x^3).
+TANH_TERMS = (1.59576912, 7.13548163e-2, 0.0)
 LAST = 40.0  # the square of the largest x that the polynomial is for; further out, the cdf is 0 or 1 all the same
 E5M2_MAX = tl.constexpr(fp8.E5M2_MAX)
 
 
-def gelu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """GELU of x + bias, for x [..., width] and bias [width], of the type of x."""
-    return _Gelu.apply(x, bias)
+def gelu(x: torch.Tensor, bias: torch.Tensor, tanh: bool = False) -> torch.Tensor:
+    """GELU of x + bias, or its approximation by tanh, for x [..., width] and bias [width], of the type of x."""
+    return _Gelu.apply(x, bias, tanh)
 
 
 class _Gelu(torch.autograd.Function):
     # PyTorch's own derivative would have the compiler keep the cdf for the backward pass, in fp32.
     @staticmethod
-    def forward(ctx, x, bias):
+    def forward(ctx, x, bias, tanh):
         ctx.save_for_backward(x, bias)
+        ctx.tanh = tanh
         biased = _wide(x) + bias
-        cdf, _ = _cdf(biased)
+        cdf, _ = _cdf(biased, tanh)
         return (biased * cdf).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad):
         x, bias = ctx.saved_tensors
         if x.is_cuda:
-            return _gelu_backward(grad, x, bias, 0.0)[:2]
-        return reference(grad, x, bias)
+            return *_gelu_backward(grad, x, bias, 0.0, ctx.tanh)[:2], None
+        return *reference(grad, x, bias, ctx.tanh), None
 
 
-def reference(grad, x, bias):
+def reference(grad, x, bias, tanh=False):
     """As the operator in plain PyTorch, without a factor: the gradients of x and bias."""
     biased = _wide(x) + bias
-    cdf, slope = _cdf(biased)
+    cdf, slope = _cdf(biased, tanh)
     x_grad = grad * cdf * (1 + biased * (1 - cdf) * slope)
     return x_grad.to(x.dtype), x_grad.flatten(0, -2).sum(0).to(bias.dtype)
 
@@ -67,10 +73,10 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _cdf(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _cdf(x: torch.Tensor, tanh: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The normal distribution's cdf at x, and the polynomial's derivative, whose product with cdf and 1 - cdf is the
     derivative of the cdf."""
-    first, second, third = TERMS
+    first, second, third = TANH_TERMS if tanh else TERMS
     square = (x * x).clamp(max=LAST)
     cdf = torch.sigmoid(x * (first + square * (second + square * third)))
     return cdf, first + square * (3 * second + square * (5 * third))
@@ -78,7 +84,7 @@ def _cdf(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @custom_op("qa_lib::gelu_backward")
 def _gelu_backward(
-    grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, factor: float
+    grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, factor: float, tanh: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of x and bias; and that of x in e5m2, times `factor` [rows, width], saturated as in fp8.py: empty
     where the factor is 0 (train/inductor_passes.py)."""
@@ -89,7 +95,8 @@ def _gelu_backward(
     partials = x.new_empty(min(rows, PROGRAMS), width, dtype=torch.float32)
     launch(
         gelu_backward_kernel, (len(partials), -(-width // BACKWARD["COLUMNS"])), grad.contiguous(), x.contiguous(),
-        bias, x_grad, x_grad8 if factor else None, partials, rows, *TERMS, LAST, FACTOR=factor, WIDTH=width, **BACKWARD,
+        bias, x_grad, x_grad8 if factor else None, partials, rows, *(TANH_TERMS if tanh else TERMS), LAST,
+        FACTOR=factor, WIDTH=width, **BACKWARD,
     )  # fmt: skip
     return x_grad, sum_partials(partials, bias.dtype), x_grad8
 

@@ -12,7 +12,8 @@ from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.errors import UserError
 from qa_lib.model.architectures import embeddings_of, encoder_of, layers_of, max_positions, param_counts
 from qa_lib.model.attention import UNMASKED, attention_name, use_short_attention
-from qa_lib.model.fused_blocks import use_float8, use_fused_norms, use_hash_dropout, use_sigmoid_gelu
+from qa_lib.model.fused_blocks import Conv1DGelu, use_float8, use_fused_norms, use_hash_dropout, use_sigmoid_gelu
+from qa_lib.model.fused_decoder import FusedDecoder, use_fused_decoder
 from qa_lib.model.fused_qkv import fuse_projections, split_projections
 from qa_lib.model.hf_checkpoint import find_folder, inspect_checkpoint, replacing
 from qa_lib.model.load import as_user_error, load, read_config
@@ -23,7 +24,7 @@ from qa_lib.spec import Spec
 from qa_lib.variants import Recipe, Settings
 
 ALIGN = 64  # tokens of a vocabulary are made a multiple of this
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "pure-bf16": torch.bfloat16}
 
 
 def build_model(spec: Spec, head: type = AutoModelForQuestionAnswering) -> torch.nn.Module:
@@ -38,6 +39,8 @@ def build_model(spec: Spec, head: type = AutoModelForQuestionAnswering) -> torch
         model.config.use_cache = False  # which is for generating; with checkpointing it breaks the compiler's graph
     if encoder_of(model).causal:
         model.loss_type = "ForCausalLM"  # what transformers takes for it, after a warning
+    elif spec.settings.loss == "chunked":
+        raise UserError(f"{spec.variant}: loss 'chunked' is that of a language model")
     _transform(model, spec.settings)
     return apply_recipe(model, spec.recipe)
 
@@ -52,10 +55,14 @@ def _transform(model: torch.nn.Module, settings: Settings) -> None:
         fuse_projections(model)
     if settings.attention == "triton-varlen":  # leaves itself the bias of the fused projections
         use_short_attention(model)
-    if settings.dropout == "hash":
+    if settings.dropout == "none":
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+    if settings.dropout == "hash" or settings.norms == "fused":
         use_hash_dropout(model)
     if settings.norms == "fused":  # computes the bits of that dropout itself
-        use_fused_norms(model)
+        use_fused_decoder(model, settings) if encoder_of(model).causal else use_fused_norms(model)
     if settings.gelu == "sigmoid":
         use_sigmoid_gelu(model)
     if settings.feed_forward == "fp8":  # takes linear layers as the two before have left them: with or without a bias
@@ -84,8 +91,8 @@ def _pretrained(spec: Spec, head: type) -> torch.nn.Module:
     config = model_config(source, task)
     if spec.settings.padding == "packed":
         attention = attention_name(attention)
-    elif task == "lm" and attention == "sdpa" and spec.settings.engine == "loop":
-        attention = UNMASKED
+    elif task == "lm" and spec.settings.engine == "loop":
+        attention = UNMASKED.get(attention, attention)
     if spec.preset.max_length > max_positions(config):
         raise UserError(
             f"{source} takes {max_positions(config)} tokens at most, and preset {spec.preset.name} "
@@ -106,6 +113,8 @@ def apply_recipe(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
     encoder = encoder_of(model)
     head = torch.nn.Module() if encoder.causal else model.get_submodule(encoder.head)
     if recipe.kind == "lora":
+        if any(isinstance(module, FusedDecoder | Conv1DGelu) for module in model.modules()):
+            raise UserError("adapters of a decoder take norms 'native' and gelu 'exact'")
         # peft asks transformers by a name that transformers 5.23 deprecates.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
         from peft import LoraConfig, inject_adapter_in_model

@@ -18,7 +18,8 @@ What follows a linear layer is done by one operator, its bias included: dropout,
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers.activations import GELUActivation
+from transformers.activations import GELUActivation, NewGELUActivation
+from transformers.pytorch_utils import Conv1D
 
 from qa_lib.errors import UserError
 from qa_lib.kernels.common import hash_dropout
@@ -61,6 +62,13 @@ class FusedOutput(nn.Module):
         norm, rate = self.LayerNorm, self.dropout.p if self.training else 0.0
         x, bias = self.dense(hidden_states), self.dense.bias
         return fused_norm(x, bias, input_tensor, norm.weight, norm.bias, self.dropout.seed, rate, norm.eps)
+
+
+class Conv1DGelu(Conv1D):
+    """GPT-2's linear layer, whose weight is [in, out], with its bias and the approximation of GELU by tanh."""
+
+    def forward(self, x):
+        return gelu(x @ self.weight, self.bias, tanh=True)
 
 
 class FusedIntermediate(nn.Module):
@@ -114,12 +122,8 @@ def renew(model: nn.Module) -> None:
 
 def use_fused_norms(model: nn.Module) -> None:
     """Replace what follows the linear layers of every layer that end in a norm, in place, for a model with hash
-    dropout. Raises UserError for a model whose norms come before its linear layers."""
+    dropout. Of a decoder, whose norms come before its linear layers, see fused_decoder.py."""
     encoder = encoder_of(model)
-    if encoder.causal:
-        raise UserError(
-            f"norms 'fused' are for norms after a linear layer, and {model.config.model_type} has them before"
-        )
     for layer in layers_of(model):
         for name in encoder.dropouts:
             owner = name.rpartition(".")[0]
@@ -132,6 +136,10 @@ def use_sigmoid_gelu(model: nn.Module) -> None:
     encoder = encoder_of(model)
     for layer in layers_of(model):
         found = layer.get_submodule(encoder.activation)
+        if isinstance(found, NewGELUActivation):
+            layer.get_submodule(encoder.linears[0]).__class__ = Conv1DGelu
+            layer.set_submodule(encoder.activation, nn.Identity())
+            continue
         if not isinstance(found, GELUActivation):
             raise UserError(f"activation 'sigmoid' stands for GELU, and this model has {type(found).__name__}")
         first = encoder.linears[0]

@@ -72,7 +72,7 @@ TASKS = {
 NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 served: list[str] = []  # the runs that this process has worked on
 # Imported when it is used: that of the Trainer takes seconds, and only the A0 variants need it.
-ENGINES = {"loop": "qa_lib.train.loop", "trainer": "qa_lib.train.trainer"}
+ENGINES = {"loop": "qa_lib.train.loop", "trainer": "qa_lib.train.trainer", "plain": "qa_lib.train.plain"}
 
 
 def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=print) -> dict:

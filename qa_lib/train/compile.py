@@ -19,7 +19,9 @@ from functools import partial
 
 import torch
 import torch._functorch.config
+from torch.nn import functional as F
 
+from qa_lib.kernels.linear_cross_entropy import IGNORED, linear_cross_entropy
 from qa_lib.kernels.precompile import found_compiled
 from qa_lib.model.packed import RegionalModel
 from qa_lib.variants import Settings
@@ -38,6 +40,20 @@ class LossOf(torch.nn.Module):
 
     def forward(self, **inputs) -> torch.Tensor:
         return self.model(**inputs).loss
+
+
+class ChunkedLossOf(torch.nn.Module):
+    """As LossOf, of a language model whose head and loss are computed together."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, labels) -> torch.Tensor:
+        """The mean loss of predicting each next token; both [batch, tokens]."""
+        hidden = self.model.base_model(input_ids=input_ids).last_hidden_state
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        return linear_cross_entropy(hidden.flatten(0, 1), self.model.lm_head.weight, targets.flatten())
 
 
 def compiled(model: torch.nn.Module, settings: Settings):

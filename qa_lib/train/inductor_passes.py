@@ -74,7 +74,7 @@ def _fold_conversions(graph: Graph) -> None:
         call = source.args[0] if source.target is operator.getitem and source.args[1] == 0 else None
         if call is None or call.target is not ours.gelu_backward.default or call.args[3]:
             continue
-        call.args = (*call.args[:3], float(found.kwargs["factor"]))
+        call.args = (*call.args[:3], float(found.kwargs["factor"]), *call.args[4:])
         call.meta["val"] = (*call.meta["val"][:2], converted.meta["val"])
         with graph.inserting_after(call):
             eighth = graph.call_function(operator.getitem, (call, 2))

@@ -14,7 +14,7 @@ from qa_lib.model.fused_blocks import renew
 from qa_lib.model.packed import Packed
 from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint
-from qa_lib.train.compile import LossOf
+from qa_lib.train.compile import ChunkedLossOf, LossOf
 from qa_lib.train.cuda_graph import GraphedStep
 from qa_lib.train.data_parallel import DDP, FSDP2, NoParallel, OneBucketDDP
 from qa_lib.train.optim import Precision, build_optimizer, clip, learning_rate, set_rate, trained, unscale
@@ -46,7 +46,8 @@ class OptimizerStep:
         self.model, self.precision, self.hooks = model, precision, hooks
         self.strategy = STRATEGIES[spec.settings.parallel](model, ranks, spec.settings)
         forward = Packed(model, batches.limits) if spec.settings.padding == "packed" else model
-        self.forward = self.strategy.wrapped(LossOf(forward))
+        loss_of = ChunkedLossOf if spec.settings.loss == "chunked" else LossOf
+        self.forward = self.strategy.wrapped(loss_of(forward))
         self.optimizer = build_optimizer(model, spec, self.strategy.parameters)
         # The cudagraphs backend returns gradients in memory which its next replay writes over. Where a further
         # micro-batch must add to them, they need memory of their own, for the whole run.

@@ -1,0 +1,31 @@
+"""Head and loss in parts of the tokens: the value and the gradients are those of plain PyTorch."""
+
+import pytest
+import torch
+
+from qa_lib.kernels import linear_cross_entropy as lce
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def drawn(tokens, words, dtype=torch.float32):
+    torch.manual_seed(0)
+    targets = torch.randint(words, (tokens,), device=DEVICE)
+    targets[::3] = lce.IGNORED
+    targets[1], targets[-1] = 0, words - 1
+    return 3 * torch.randn(tokens, words, device=DEVICE, dtype=dtype), targets
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(("tokens", "words", "block"), [(5, 7, 16), (4, 64, 16), (6, 100, 32)])
+def test_the_kernel_leaves_the_gradient_in_place_of_the_logits(tokens, words, block):
+    logits, targets = drawn(tokens, words)
+    wide = logits.double().requires_grad_()
+    loss = torch.nn.functional.cross_entropy(wide, targets, ignore_index=lce.IGNORED, reduction="none")
+    (wanted,) = torch.autograd.grad(loss.sum() * 0.25, wide)
+    losses, scale = torch.empty(tokens, device=DEVICE), torch.tensor(0.25, device=DEVICE)
+    lce.loss_kernel[(tokens,)](
+        logits, targets, scale, losses, WORDS=words, IGNORED=lce.IGNORED, BLOCK=block, num_warps=1
+    )
+    torch.testing.assert_close(losses.double(), loss.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits.double(), wanted, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,143 @@
+"""A decoder's fused training pass, its loss in parts and the plain rivals: transformers' model is the reference."""
+
+import itertools
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, BertConfig, GPT2Config
+
+from qa_lib.errors import UserError
+from qa_lib.kernels.linear_cross_entropy import linear_cross_entropy
+from qa_lib.model.build import apply_recipe
+from qa_lib.model.fused_blocks import use_hash_dropout, use_sigmoid_gelu
+from qa_lib.model.fused_decoder import use_fused_decoder
+from qa_lib.peers.bert import Bert
+from qa_lib.peers.gpt2 import GPT2
+from qa_lib.train.compile import ChunkedLossOf, LossOf
+from qa_lib.variants import VARIANTS, Settings, find_recipe
+
+
+def decoder(dropout=0.0, seed=0):
+    torch.manual_seed(seed)
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    config = GPT2Config(vocab_size=96, n_layer=2, n_embd=32, n_head=4, n_positions=24, bos_token_id=0, eos_token_id=0)
+    config.update(rates)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="unmasked")
+    model.loss_type = "ForCausalLM"
+    model.config.use_cache = False
+    return model.train()
+
+
+def losses_and_gradients(run, model, inputs):
+    loss = run(**inputs)
+    loss.backward()
+    return loss.item(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.fixture
+def windows():
+    ids = torch.randint(96, (3, 24), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+def test_the_fused_pass_is_transformers_own(windows):
+    native, fused = decoder(), decoder()
+    use_hash_dropout(fused)
+    use_fused_decoder(fused, VARIANTS["L-norm"].settings)
+    use_sigmoid_gelu(fused)
+    wanted, found = (losses_and_gradients(LossOf(model), model, windows) for model in (native, fused))
+    in_parts = losses_and_gradients(ChunkedLossOf(other := decoder()), other, windows)
+    for loss, gradients in (found, in_parts):
+        assert loss == pytest.approx(wanted[0], rel=1e-6)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, wanted[1][name], rtol=1e-4, atol=1e-6)
+    native.eval(), fused.eval()
+    assert fused.state_dict().keys() >= native.state_dict().keys()
+    torch.testing.assert_close(fused(windows["input_ids"]).logits, native(windows["input_ids"]).logits)
+
+
+def test_the_fused_pass_drops_out_and_by_new_bits_of_another_seed(windows):
+    fused = decoder(0.5)
+    use_hash_dropout(fused)
+    use_fused_decoder(fused, VARIANTS["L-norm"].settings)
+    torch.manual_seed(0)
+    first, again = (torch.manual_seed(0) and LossOf(fused)(**windows).item() for _ in range(2))
+    for module in fused.modules():
+        if hasattr(module, "seed"):
+            module.seed += 1
+    torch.manual_seed(0)
+    assert first == again != LossOf(fused)(**windows).item()
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"), [({"attention": "eager"}, "attention"), ({"parallel": "fsdp2"}, "parallel")]
+)
+def test_what_calls_layers_one_by_one_is_refused(changed, named):
+    with pytest.raises(UserError, match=f"take {named} 'sdpa|take {named} 'none"):
+        use_fused_decoder(decoder(), Settings(**{"attention": "sdpa", **changed}))
+
+
+def test_adapters_are_refused_where_their_linear_layers_are_fused():
+    model = decoder()
+    use_sigmoid_gelu(model)
+    with pytest.raises(UserError, match="gelu 'exact'"):
+        apply_recipe(model, find_recipe("lora-all"))
+
+
+def test_the_mean_leaves_out_what_does_not_count():
+    hidden, weight = torch.randn(4, 8), torch.randn(16, 8)
+    targets = torch.tensor([3, -100, 15, -100])
+    wanted = torch.nn.functional.cross_entropy((hidden @ weight.T)[::2], targets[::2])
+    torch.testing.assert_close(linear_cross_entropy(hidden, weight, targets), wanted)
+
+
+def copied(pairs):
+    with torch.no_grad():
+        for to, source in pairs:
+            to.copy_(source)
+
+
+def round_trip(peer, native, like):
+    """Copy a rival's weights into a second model: it must be the first again."""
+    copied((other, own) for own, other in peer.pairs(like))
+    for name, parameter in native.named_parameters():
+        torch.testing.assert_close(like.get_parameter(name), parameter, rtol=0, atol=0)
+
+
+def test_the_plain_gpt2_is_transformers_own(windows):
+    native = decoder()
+    peer = GPT2(native, 0.0)
+    copied(peer.pairs(native))
+    assert peer(**windows).item() == pytest.approx(native(**windows).loss.item(), rel=1e-5)
+    assert sum(p.numel() for p in peer.parameters()) == sum(p.numel() for p in native.parameters())
+    round_trip(peer, native, decoder(seed=1))
+
+
+def reader(seed=0):
+    torch.manual_seed(seed)
+    config = BertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return AutoModelForQuestionAnswering.from_config(config)
+
+
+def test_the_plain_bert_is_transformers_own_one_sample_at_a_time():
+    native = reader()
+    peer = Bert(native, 0.0, longest=9)
+    copied(peer.pairs(native))
+    lengths = torch.tensor([9, 5, 7])
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    ids, types = torch.randint(50, (1, 21)), torch.randint(2, (1, 21))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    starts, stops = torch.tensor([0, 4, 6]), torch.tensor([8, 0, 6])
+    found = peer(ids, positions, types, ends, starts, stops)
+    one_by_one = [
+        native(
+            input_ids=ids[:, begin:end], token_type_ids=types[:, begin:end],
+            start_positions=starts[i : i + 1], end_positions=stops[i : i + 1],
+        ).loss
+        for i, (begin, end) in enumerate(itertools.pairwise(ends))
+    ]  # fmt: skip
+    torch.testing.assert_close(found, torch.stack(one_by_one).mean(), rtol=1e-5, atol=1e-6)
+    round_trip(peer, native, reader(1))
