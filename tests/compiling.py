@@ -10,7 +10,7 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 
-from qa_lib.kernels import fused_norm, gelu, precompile, varlen_attention
+from qa_lib.kernels import fused_norm, gelu, linear_cross_entropy, precompile, varlen_attention
 from qa_lib.train.master_adamw import MasterAdamW
 
 
@@ -44,9 +44,12 @@ def call_all(capability: int) -> None:
     fused_norm._norm(hidden, bias, hidden, bias, bias, whole(), 0.1, 1e-12)
     for other in (None, hidden):
         fused_norm._norm_backward(hidden, other, hidden, bias, hidden, bias, whole(), statistics, 0.1)
+    total, *_ = fused_norm._add_norm(hidden, bias, hidden, bias, bias, whole(), 0.1, 1e-12)
+    fused_norm._add_norm_backward(hidden, hidden, total, bias, bias, whole(), statistics, 0.1, hidden.dtype)
     for factor in (0.0, 2.0**16) if capability >= 89 else (0.0,):
         gelu._gelu_backward(drawn(tokens, inner), drawn(tokens, inner), drawn(inner), factor)
     if capability >= 80:
+        linear_cross_entropy._loss(hidden, drawn(50_304, width), drawn(tokens, dtype=torch.int64))
         qkv, delta, ends = drawn(tokens, 3, heads, 64), drawn(heads, tokens, dtype=torch.float32), whole(33)
         for added in (None, drawn(3 * width)):
             varlen_attention._attention(qkv, added, ends, whole(), 384, 0.1, 0.125)

@@ -17,7 +17,8 @@ E4M3_MAX, E5M2_MAX = 448.0, 57344.0  # beyond which a value saturates, since the
 
 
 def fp8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x W^T + b for bf16 x [..., in], W [out, in] and b [out] or None: [..., out] in bf16."""
+    """x W^T + b for bf16 x [..., in], W [out, in], transposed in memory or not, and b [out] or None: [..., out] in
+    bf16."""
     return _Fp8Linear.apply(x, weight, bias)
 
 
@@ -27,7 +28,7 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
         rows = x.reshape(-1, x.shape[-1])
-        weight8 = (weight * WEIGHT).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        weight8 = (weight * WEIGHT).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).contiguous()
         ctx.save_for_backward(rows, weight8)
         ctx.has_bias = bias is not None
         y = _scaled_mm(_in_e4m3(rows), weight8.t(), ACTIVATION * WEIGHT, bias)

@@ -44,11 +44,16 @@ def custom_op(name: str) -> Callable:
     return decorate
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether it has a shape and a type and no memory."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
 def launch(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
     """Launch a Triton kernel, like `kernel[grid](*arguments, **options)`; among fake tensors, compile it soon. Tuples
     of tensors are allowed."""
     tensor = next(t for argument in arguments for t in _each(argument) if isinstance(t, torch.Tensor))
-    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+    if is_fake(tensor):
         likes = tuple(tuple(map(_like, a)) if isinstance(a, tuple) else _like(a) for a in arguments)
         key = (id(kernel), likes, *options.items())
         if tensor.is_cuda and key not in _compiling:

@@ -64,11 +64,16 @@ class FusedOutput(nn.Module):
         return fused_norm(x, bias, input_tensor, norm.weight, norm.bias, self.dropout.seed, rate, norm.eps)
 
 
+def conv1d_without_bias(linear: Conv1D, x: torch.Tensor) -> torch.Tensor:
+    """GPT-2's linear layer, whose weight is [in, out], without its bias; in 8-bit floats after use_float8."""
+    return fp8_linear(x, linear.weight.t(), None) if hasattr(linear, "float8") else x @ linear.weight
+
+
 class Conv1DGelu(Conv1D):
-    """GPT-2's linear layer, whose weight is [in, out], with its bias and the approximation of GELU by tanh."""
+    """A linear layer of GPT-2 with its bias and the approximation of GELU by tanh."""
 
     def forward(self, x):
-        return gelu(x @ self.weight, self.bias, tanh=True)
+        return gelu(conv1d_without_bias(self, x), self.bias, tanh=True)
 
 
 class FusedIntermediate(nn.Module):
@@ -147,7 +152,11 @@ def use_sigmoid_gelu(model: nn.Module) -> None:
 
 
 def use_float8(model: nn.Module) -> None:
-    """Give the feed-forward GEMMs of every layer 8-bit operands, in place; weights stay as they are."""
+    """Give the feed-forward GEMMs of every layer 8-bit operands, in place; weights stay as they are. A decoder must
+    have its fused training pass and GELU, which alone ask."""
     for layer in layers_of(model):
         for name in encoder_of(model).linears:
+            if encoder_of(model).causal:
+                layer.get_submodule(name).float8 = True
+                continue
             layer.set_submodule(name, Float8Linear.of(layer.get_submodule(name)))

@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from qa_lib.errors import UserError
 from qa_lib.kernels.fused_norm import fused_add_norm
 from qa_lib.model.attention import UNMASKED
+from qa_lib.model.fused_blocks import conv1d_without_bias
 from qa_lib.variants import Settings
 
 
@@ -47,7 +48,9 @@ class FusedDecoder(GPT2Model):
 def _add_norm(x, linear, hidden, dropout, norm):
     """The residual stream `hidden` after a linear layer whose input is `x`, and its norm."""
     rate = dropout.p if linear.training else 0.0
-    return fused_add_norm(x @ linear.weight, linear.bias, hidden, norm.weight, norm.bias, dropout.seed, rate, norm.eps)
+    return fused_add_norm(
+        conv1d_without_bias(linear, x), linear.bias, hidden, norm.weight, norm.bias, dropout.seed, rate, norm.eps
+    )
 
 
 def use_fused_decoder(model: torch.nn.Module, settings: Settings) -> None:
