@@ -63,8 +63,8 @@ class Settings:
     # kernels of our own (kernels/fused_norm.py)
     norms: Literal["native", "fused"] = "native"
     # of a language model: native, from all logits | chunked, head and loss together, some tokens at a time
-    # (kernels/linear_cross_entropy.py)
-    loss: Literal["native", "chunked"] = "native"
+    # (kernels/linear_cross_entropy.py) | chunked-fp8: two of its GEMMs in 8-bit floats
+    loss: Literal["native", "chunked", "chunked-fp8"] = "native"
     # linear layers of the feed-forward blocks: native, in the precision's type | fp8
     feed_forward: Literal["native", "fp8"] = "native"
     # GELU of the feed-forward blocks: exact, by the error function | sigmoid of a polynomial (kernels/gelu.py)
@@ -279,9 +279,9 @@ NEEDS = (
          lambda machine: machine.gpus > 0, "needs a CUDA GPU"),
     Need(("attention=flash|cudnn", "precision=*bf16"), lambda machine: machine.sm >= AMPERE,
          "needs a GPU of compute capability 8.0 or newer (bf16, FlashAttention and cuDNN's)", AMPERE),
-    Need(("feed_forward=fp8",), lambda machine: machine.sm >= ADA,
+    Need(("feed_forward=fp8", "loss=chunked-fp8"), lambda machine: machine.sm >= ADA,
          "needs a GPU of compute capability 8.9 or newer (8-bit floats)", ADA),
-    Need(("attention=triton-varlen", "norms=fused", "loss=chunked", "gelu=sigmoid", "optimizer=adamw-master*"),
+    Need(("attention=triton-varlen", "norms=fused", "loss=chunked*", "gelu=sigmoid", "optimizer=adamw-master*"),
          lambda machine: not machine.gpus or (machine.compiler and machine.sm >= TURING),
          "needs Triton where there is a GPU, and one of compute capability 7.5 or newer", TURING),
     Need(("attention=triton-varlen",), lambda machine: not machine.gpus or machine.sm >= AMPERE,

@@ -49,7 +49,8 @@ def call_all(capability: int) -> None:
     for factor in (0.0, 2.0**16) if capability >= 89 else (0.0,):
         gelu._gelu_backward(drawn(tokens, inner), drawn(tokens, inner), drawn(inner), factor)
     if capability >= 80:
-        linear_cross_entropy._loss(hidden, drawn(50_304, width), drawn(tokens, dtype=torch.int64))
+        for in_fp8 in (False, True) if capability >= 89 else (False,):
+            linear_cross_entropy._loss(hidden, drawn(50_304, width), drawn(tokens, dtype=torch.int64), in_fp8)
         qkv, delta, ends = drawn(tokens, 3, heads, 64), drawn(heads, tokens, dtype=torch.float32), whole(33)
         for added in (None, drawn(3 * width)):
             varlen_attention._attention(qkv, added, ends, whole(), 384, 0.1, 0.125)

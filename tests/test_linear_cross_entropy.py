@@ -24,8 +24,10 @@ def test_the_kernel_leaves_the_gradient_in_place_of_the_logits(tokens, words, bl
     loss = torch.nn.functional.cross_entropy(wide, targets, ignore_index=lce.IGNORED, reduction="none")
     (wanted,) = torch.autograd.grad(loss.sum() * 0.25, wide)
     losses, scale = torch.empty(tokens, device=DEVICE), torch.tensor(0.25, device=DEVICE)
+    scaled = torch.empty_like(logits)  # in place of what is in 8-bit floats
     lce.loss_kernel[(tokens,)](
-        logits, targets, scale, losses, WORDS=words, IGNORED=lce.IGNORED, BLOCK=block, num_warps=1
+        logits, scaled, targets, scale, losses, WORDS=words, IGNORED=lce.IGNORED, FACTOR=8.0, BLOCK=block, num_warps=1
     )
     torch.testing.assert_close(losses.double(), loss.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits.double(), wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(scaled * 0.25, 8 * logits, rtol=1e-5, atol=1e-6)

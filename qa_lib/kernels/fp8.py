@@ -28,17 +28,17 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
         rows = x.reshape(-1, x.shape[-1])
-        weight8 = (weight * WEIGHT).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).contiguous()
+        weight8 = in_e4m3(weight, WEIGHT).contiguous()
         ctx.save_for_backward(rows, weight8)
         ctx.has_bias = bias is not None
-        y = _scaled_mm(_in_e4m3(rows), weight8.t(), ACTIVATION * WEIGHT, bias)
+        y = scaled_mm(in_e4m3(rows, ACTIVATION), weight8.t(), ACTIVATION * WEIGHT, bias)
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, grad):
         rows, weight8 = ctx.saved_tensors
         flat = grad.reshape(-1, grad.shape[-1])
-        x_grad = _scaled_mm(in_e5m2(flat, GRADIENT), weight8.t().contiguous().t(), GRADIENT * WEIGHT)
+        x_grad = scaled_mm(in_e5m2(flat, GRADIENT), weight8.t().contiguous().t(), GRADIENT * WEIGHT)
         return x_grad.view(*grad.shape[:-1], -1), flat.t() @ rows, flat.sum(0) if ctx.has_bias else None
 
 
@@ -48,10 +48,14 @@ def in_e5m2(x: torch.Tensor, factor: float) -> torch.Tensor:
     return (x.float() * factor).clamp(-E5M2_MAX, E5M2_MAX).to(torch.float8_e5m2)
 
 
-def _in_e4m3(x):
-    return (x * ACTIVATION).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+def in_e4m3(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """A tensor times a factor in e4m3, saturated."""
+    return (x * factor).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def _scaled_mm(a, b, scale: float, bias=None):
-    one, inverse = (torch.full((), value, device=a.device) for value in (1.0, 1 / scale))
-    return torch._scaled_mm(a, b, one, inverse, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True)
+def scaled_mm(a, b, scale: float, bias: torch.Tensor | None = None, factor: torch.Tensor | None = None):
+    """a b / scale + bias in bf16, for a [m, k] and b [k, n] in 8-bit floats, b transposed in memory; the product times
+    a `factor`, fp32 on the device, if there is one."""
+    inverse = torch.full((), 1 / scale, device=a.device)
+    factor = torch.ones_like(inverse) if factor is None else factor
+    return torch._scaled_mm(a, b, factor, inverse, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True)

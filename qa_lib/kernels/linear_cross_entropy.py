@@ -10,24 +10,31 @@ GEMMs, as before, and no logits to remember (Hsu et al. 2024, "Liger Kernel", ha
 
 The weight's gradient is a sum over the parts. It is summed in fp32.
 
+In 8-bit floats (variant L-fp8-head; kernels/fp8.py says which and why) are the GEMMs that make the logits and the
+gradient of the hidden states. That of the weight stays in bf16.
+
 On a CPU plain PyTorch takes its place. The kernel is for GPUs of compute capability 8.0 and newer.
 """
 
 import torch
 from torch.nn import functional as F
 
+from qa_lib.kernels.fp8 import ACTIVATION, WEIGHT, in_e4m3, scaled_mm
 from qa_lib.kernels.precompile import custom_op, is_fake, jit, launch, tl
 
+FACTOR = 2.0**14  # gradients by logits, before the mean, lie within ±1, and e5m2 ends at 57,344
 IGNORED = -100  # the target of a token that does not count
 PART = 4096  # tokens at a time
 ROW = {"BLOCK": 8192, "num_warps": 8}
 
 
-def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def linear_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, in_fp8: bool = False
+) -> torch.Tensor:
     """The mean cross-entropy of hidden @ weight.T, fp32: hidden [tokens, width], weight [words, width] of the same
-    type, targets int64 [tokens], IGNORED where a token does not count."""
+    type, targets int64 [tokens], IGNORED where a token does not count. In fp8 both are bf16, and on a GPU."""
     if hidden.is_cuda:
-        return _loss(hidden, weight, targets)[0]
+        return _loss(hidden, weight, targets, in_fp8)[0]
     return reference(hidden, weight, targets)
 
 
@@ -38,23 +45,30 @@ def reference(hidden, weight, targets):
 
 @custom_op("qa_lib::linear_cross_entropy")
 def _loss(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, in_fp8: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The loss, and its gradients by hidden and weight."""
     tokens, words = len(hidden), len(weight)
-    options = {"WORDS": words, "IGNORED": IGNORED, **ROW}
+    options = {"WORDS": words, "IGNORED": IGNORED, "FACTOR": FACTOR if in_fp8 else 0.0, **ROW}
     total, losses = hidden.new_empty((), dtype=torch.float32), hidden.new_empty(tokens, dtype=torch.float32)
     hidden_grad, weight_grad = torch.empty_like(hidden), torch.empty_like(weight)
+    grads8 = hidden.new_empty(PART, words, dtype=torch.float8_e5m2) if in_fp8 else None
     if is_fake(hidden):  # there is nothing to multiply, and the kernel is compiled
-        launch(loss_kernel, (1,), hidden.new_empty(PART, words), targets, total, losses, **options)
+        launch(loss_kernel, (1,), hidden.new_empty(PART, words), grads8, targets, total, losses, **options)
         return total, hidden_grad, weight_grad
     scale = 1 / (targets != IGNORED).sum().float()
     weight_sum = torch.zeros_like(weight, dtype=torch.float32)
+    if in_fp8:
+        hidden8, weight8 = in_e4m3(hidden, ACTIVATION), in_e4m3(weight, WEIGHT)
+        across8 = weight8.t().contiguous().t()  # as a GEMM in 8-bit floats wants it for the gradient of hidden
     for begin in range(0, tokens, PART):
         part = slice(begin, begin + PART)
-        logits = hidden[part] @ weight.T
-        launch(loss_kernel, (len(logits),), logits, targets[part], scale, losses[part], **options)
-        torch.mm(logits, weight, out=hidden_grad[part])
+        logits = scaled_mm(hidden8[part], weight8.t(), ACTIVATION * WEIGHT) if in_fp8 else hidden[part] @ weight.T
+        launch(loss_kernel, (len(logits),), logits, grads8, targets[part], scale, losses[part], **options)
+        if in_fp8:
+            hidden_grad[part] = scaled_mm(grads8[: len(logits)], across8, FACTOR * WEIGHT, factor=scale)
+        else:
+            torch.mm(logits, weight, out=hidden_grad[part])
         torch.addmm(weight_sum, logits.T, hidden[part], out_dtype=torch.float32, out=weight_sum)
     return losses.sum() * scale, hidden_grad, weight_grad.copy_(weight_sum)
 
@@ -64,7 +78,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, grad, *_):
-    return *(factor * grad for factor in ctx.saved_tensors), None
+    return *(factor * grad for factor in ctx.saved_tensors), None, None
 
 
 _loss.register_autograd(_backward, setup_context=_setup_context)
@@ -72,13 +86,15 @@ _loss.register_autograd(_backward, setup_context=_setup_context)
 
 @jit
 def loss_kernel(
-    logits, targets, scale, losses, WORDS: tl.constexpr, IGNORED: tl.constexpr, BLOCK: tl.constexpr
+    logits, grads8, targets, scale, losses, WORDS: tl.constexpr, IGNORED: tl.constexpr, FACTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of one token: its loss, and in place of its `logits` [tokens, WORDS] their gradient times `scale`. A row is read
-    twice, the second time from the cache: first for its maximum and the sum of its exponentials (online softmax;
-    Milakov and Gimelshein 2018)."""
+    """Of one token: its loss, and in place of its `logits` [tokens, WORDS] their gradient times `scale`; with a FACTOR,
+    the gradient times that is in `grads8`, too. A row is read twice, the second time from the cache: first for its
+    maximum and the sum of its exponentials (online softmax; Milakov and Gimelshein 2018)."""
     row = tl.program_id(0)
-    logits += row.to(tl.int64) * WORDS
+    begin_of_row = row.to(tl.int64) * WORDS
+    logits += begin_of_row
     target = tl.load(targets + row)
     most = tl.full([BLOCK], -1e30, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -93,9 +109,12 @@ def loss_kernel(
     counts = target != IGNORED
     chosen = tl.load(logits + target, mask=counts, other=0.0).to(tl.float32)
     tl.store(losses + row, tl.where(counts, logsum - chosen, 0.0))
-    factor = tl.where(counts, tl.load(scale), 0.0)
+    counted = tl.where(counts, 1.0, 0.0)
+    factor = tl.load(scale)
     for begin in range(0, WORDS, BLOCK):
         word = begin + tl.arange(0, BLOCK)
         x = tl.load(logits + word, mask=word < WORDS, other=0.0).to(tl.float32)
-        grad = (tl.exp(x - logsum) - tl.where(word == target, 1.0, 0.0)) * factor
-        tl.store(logits + word, grad.to(logits.dtype.element_ty), mask=word < WORDS)
+        grad = (tl.exp(x - logsum) - tl.where(word == target, 1.0, 0.0)) * counted
+        tl.store(logits + word, (grad * factor).to(logits.dtype.element_ty), mask=word < WORDS)
+        if FACTOR != 0.0:
+            tl.store(grads8 + begin_of_row + word, (grad * FACTOR).to(grads8.dtype.element_ty), mask=word < WORDS)

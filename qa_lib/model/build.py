@@ -39,8 +39,8 @@ def build_model(spec: Spec, head: type = AutoModelForQuestionAnswering) -> torch
         model.config.use_cache = False  # which is for generating; with checkpointing it breaks the compiler's graph
     if encoder_of(model).causal:
         model.loss_type = "ForCausalLM"  # what transformers takes for it, after a warning
-    elif spec.settings.loss == "chunked":
-        raise UserError(f"{spec.variant}: loss 'chunked' is that of a language model")
+    elif spec.settings.loss != "native":
+        raise UserError(f"{spec.variant}: loss {spec.settings.loss!r} is that of a language model")
     _transform(model, spec.settings)
     return apply_recipe(model, spec.recipe)
 

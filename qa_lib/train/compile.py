@@ -45,15 +45,15 @@ class LossOf(torch.nn.Module):
 class ChunkedLossOf(torch.nn.Module):
     """As LossOf, of a language model whose head and loss are computed together."""
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: torch.nn.Module, fp8: bool = False):
         super().__init__()
-        self.model = model
+        self.model, self.fp8 = model, fp8
 
     def forward(self, input_ids, labels) -> torch.Tensor:
         """The mean loss of predicting each next token; both [batch, tokens]."""
         hidden = self.model.base_model(input_ids=input_ids).last_hidden_state
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        return linear_cross_entropy(hidden.flatten(0, 1), self.model.lm_head.weight, targets.flatten())
+        return linear_cross_entropy(hidden.flatten(0, 1), self.model.lm_head.weight, targets.flatten(), self.fp8)
 
 
 def compiled(model: torch.nn.Module, settings: Settings):
@@ -68,6 +68,12 @@ def compiled(model: torch.nn.Module, settings: Settings):
     # Read when the first forward pass is compiled.
     torch._functorch.config.ban_recompute_materialized_backward = settings.activation_checkpointing != "elementwise"
     options = None
+    if backend == "inductor" and settings.loss != "native":
+        from torch._inductor.lowering import make_fallback
+
+        # Inductor would do so itself, and first write a log line of all that leads to the operator: in PyTorch 2.11 it
+        # takes twice as long for every layer, and hours for twelve.
+        make_fallback(torch.ops.qa_lib.linear_cross_entropy.default, warn=False)
     if backend == "inductor" and settings.norms == "fused":
         from qa_lib.train.inductor_passes import OperatorFusion  # which imports Inductor, a second's work
 

@@ -46,8 +46,9 @@ class OptimizerStep:
         self.model, self.precision, self.hooks = model, precision, hooks
         self.strategy = STRATEGIES[spec.settings.parallel](model, ranks, spec.settings)
         forward = Packed(model, batches.limits) if spec.settings.padding == "packed" else model
-        loss_of = ChunkedLossOf if spec.settings.loss == "chunked" else LossOf
-        self.forward = self.strategy.wrapped(loss_of(forward))
+        loss = spec.settings.loss
+        forward = LossOf(forward) if loss == "native" else ChunkedLossOf(forward, fp8=loss == "chunked-fp8")
+        self.forward = self.strategy.wrapped(forward)
         self.optimizer = build_optimizer(model, spec, self.strategy.parameters)
         # The cudagraphs backend returns gradients in memory which its next replay writes over. Where a further
         # micro-batch must add to them, they need memory of their own, for the whole run.
