@@ -53,7 +53,7 @@ def missing(settings: Settings, machine: Machine, world: int = 1) -> str | None:
 def adjust(settings: Settings, machine: Machine) -> tuple[Settings, list[str]]:
     """The settings as this machine runs them, and a sentence for each that had to change."""
     found = []  # (setting, value, why)
-    gpu_alone = settings.feed_forward == "fp8" or settings.attention in ("cudnn", "flash", "efficient")
+    gpu_alone = settings.feed_forward == "fp8" or settings.attention in ("flash", "efficient")
     if not machine.gpus and not gpu_alone:
         if settings.precision != "fp32":
             found.append(("precision", "fp32", f"since {settings.precision} autocast needs a GPU"))

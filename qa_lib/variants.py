@@ -51,9 +51,9 @@ class Settings:
     engine: Literal["loop", "trainer", "plain"] = "loop"
     # autocast to fp16 (with GradScaler) or bf16 | fp32: no autocast | pure-bf16: weights and moments as well
     precision: Literal["fp16", "bf16", "fp32", "pure-bf16"] = "fp16"
-    # For padded sequences eager | sdpa | cudnn, SDPA by cuDNN for a decoder; for packed ones flash | efficient |
-    # block-diagonal, where sdpa takes what the GPU has | triton-varlen, a kernel of our own
-    attention: Literal["eager", "sdpa", "cudnn", "flash", "efficient", "block-diagonal", "triton-varlen"] = "eager"
+    # For padded sequences eager | sdpa; for packed ones flash | efficient | block-diagonal, where sdpa takes what the
+    # GPU has | triton-varlen, a kernel of our own
+    attention: Literal["eager", "sdpa", "flash", "efficient", "block-diagonal", "triton-varlen"] = "eager"
     # query, key and value: separate linear layers | fused into one
     qkv: Literal["separate", "fused"] = "separate"
     # random bits of the hidden states' dropout: philox, PyTorch's generator | hash of the element's number | none: no
@@ -277,8 +277,8 @@ VOLTA, TURING, AMPERE, ADA = 70, 75, 80, 89  # compute capability x 10: of a V10
 NEEDS = (
     Need(("compile=cudagraphs|reduce-overhead", "attention=efficient", "fault=nvidia-smi-polling"),
          lambda machine: machine.gpus > 0, "needs a CUDA GPU"),
-    Need(("attention=flash|cudnn", "precision=*bf16"), lambda machine: machine.sm >= AMPERE,
-         "needs a GPU of compute capability 8.0 or newer (bf16, FlashAttention and cuDNN's)", AMPERE),
+    Need(("attention=flash", "precision=*bf16"), lambda machine: machine.sm >= AMPERE,
+         "needs a GPU of compute capability 8.0 or newer (bf16 and FlashAttention)", AMPERE),
     Need(("feed_forward=fp8", "loss=chunked-fp8"), lambda machine: machine.sm >= ADA,
          "needs a GPU of compute capability 8.9 or newer (8-bit floats)", ADA),
     Need(("attention=triton-varlen", "norms=fused", "loss=chunked*", "gelu=sigmoid", "optimizer=adamw-master*"),

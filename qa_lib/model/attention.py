@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 from torch import library, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -207,21 +206,9 @@ for _name, _kernel in KERNELS.items():
 
 # For windows of text, which have no padding: SDPA that is told "causal" and given no mask. For a compiled model
 # transformers makes the mask all the same, and with one PyTorch does not take FlashAttention.
-UNMASKED = {"sdpa": "unmasked", "cudnn": "unmasked-cudnn"}  # by the setting `attention`
-
-
-def cudnn(module, query, key, value, attention_mask, **kwargs):
-    """As SDPA, in training by cuDNN's kernel (variant L-cudnn): on Hopper it takes a quarter less time than
-    FlashAttention 2, which was written for the generation before."""
-    if not module.training:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-
-
-for _name, _kernel in {"sdpa": sdpa_attention_forward, "cudnn": cudnn}.items():
-    AttentionInterface.register(UNMASKED[_name], _kernel)
-    AttentionMaskInterface.register(UNMASKED[_name], lambda *_, **__: None)
+UNMASKED = "unmasked"
+AttentionInterface.register(UNMASKED, sdpa_attention_forward)
+AttentionMaskInterface.register(UNMASKED, lambda *_, **__: None)
 
 
 def use_short_attention(model: nn.Module) -> None:

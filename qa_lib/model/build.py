@@ -91,8 +91,8 @@ def _pretrained(spec: Spec, head: type) -> torch.nn.Module:
     config = model_config(source, task)
     if spec.settings.padding == "packed":
         attention = attention_name(attention)
-    elif task == "lm" and spec.settings.engine == "loop":
-        attention = UNMASKED.get(attention, attention)
+    elif task == "lm" and attention == "sdpa" and spec.settings.engine == "loop":
+        attention = UNMASKED
     if spec.preset.max_length > max_positions(config):
         raise UserError(
             f"{source} takes {max_positions(config)} tokens at most, and preset {spec.preset.name} "

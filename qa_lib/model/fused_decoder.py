@@ -15,7 +15,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qa_lib.errors import UserError
 from qa_lib.kernels.fused_norm import fused_add_norm
-from qa_lib.model.attention import UNMASKED
 from qa_lib.model.fused_blocks import conv1d_without_bias
 from qa_lib.variants import Settings
 
@@ -56,7 +55,7 @@ def _add_norm(x, linear, hidden, dropout, norm):
 def use_fused_decoder(model: torch.nn.Module, settings: Settings) -> None:
     """Give a GPT-2 with hash dropout the fused training pass, in place. Raises UserError for settings that need its
     layers to be called one by one."""
-    allowed = {"attention": tuple(UNMASKED), "activation_checkpointing": (False, "elementwise")}
+    allowed = {"attention": ("sdpa",), "activation_checkpointing": (False, "elementwise")}
     allowed["parallel"] = ("none", "ddp", "ddp-bf16", "ddp-one-bucket", "zero1")
     for name, values in allowed.items():
         if getattr(settings, name) not in values:
