@@ -4,14 +4,12 @@ screen. Everything that takes long is done in warm processes; this one never imp
 
 import argparse
 import os
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pandas as pd
 
 from qa_lib.data.squad import open_source
-from qa_lib.errors import UserError
 from qa_lib.record import write_atomically
 from qa_lib.report.figures import timed
 from qa_lib.report.format import factor, number, percent, points, terminal
@@ -19,13 +17,14 @@ from qa_lib.report.load import REFERENCE, load_runs, select
 from qa_lib.run.launch import ROOT, Launcher
 from qa_lib.run.plan import plan
 from qa_lib.run.sweep import notebook_command, sweep
-from qa_lib.run.warm import SERVER, fork
+from qa_lib.run.warm import SERVER
 from qa_lib.spec import Machine, Spec
 from qa_lib.variants import tagged
 
 PRESET, MICRO_BATCH, T4 = "smoke", 32, 75  # for memory and speed: samples in a forward pass; compute capability x 10
 NEXT = """What to type next
   make app                                    ask this model, and others, in the browser
+  python -m qa_lib report                     these runs as an executed notebook, with figures
   python -m qa_lib variants                   what each variant changes, and why
   python -m qa_lib run recommended --preset full
                                               on a GPU: BERT-base on SQuAD v2, three epochs
@@ -47,15 +46,13 @@ def main(args: argparse.Namespace) -> int:
             entries = sweep(specs[::-1], launcher)[::-1]  # the longest first: no core is idle at the end
             if any(entry["status"] not in ("ok", "skipped") for entry in entries):
                 return 1
-            print("the report's notebook is being executed", flush=True)
-            page = _report(specs[0].group, args)
             folder = args.runs / specs[-1].run_path / "model"
             answered = pool.submit(_answer, folder).result()
             peaks = pool.submit(_peaks, names).result()
         table = _table(specs, entries, peaks)
         notebook = args.runs / specs[-1].run_path / "notebook.ipynb"
         figure = os.path.relpath(ROOT / "figures" / REFERENCE / "ladder.png")  # a GPU's: a CPU's would rank the reverse
-        files = f"Open\n  {notebook}\n  {page}\n  {figure}"
+        files = f"Open\n  {notebook}\n  {figure}"
         write_atomically(kept, "\n\n".join([table, answered, files, NEXT]) + "\n")
     print(f"\n{kept.read_text(encoding='utf-8')}", end="")
     return 0
@@ -65,19 +62,6 @@ def _probe() -> tuple[Machine, dict]:
     from qa_lib.measure.hardware import environment, this_machine
 
     return this_machine(), environment()
-
-
-def _report(group: str, args: argparse.Namespace) -> Path:
-    """Make the group's report; its page. Raises UserError."""
-    page = args.figures / group / "report.ipynb"
-    log = page.with_suffix(".log")
-    log.parent.mkdir(parents=True, exist_ok=True)
-    words = ["--group", group, "--runs", str(args.runs), "--figures", str(args.figures)]
-    process = fork([sys.executable, "-m", "qa_lib", "report", *words], dict(os.environ), log)
-    if process.wait():
-        raise UserError(f"the report could not be made: {log} says why")
-    log.unlink(missing_ok=True)
-    return page
 
 
 def _table(specs: list[Spec], entries: list[dict], peaks: dict[str, float]) -> str:
