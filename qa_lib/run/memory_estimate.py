@@ -21,6 +21,7 @@ from qa_lib.cli import variants_of
 from qa_lib.data.load import load_data
 from qa_lib.data.packing import PackedBatches
 from qa_lib.errors import UserError
+from qa_lib.kernels.linear_cross_entropy import PART
 from qa_lib.measure.meter import MIB
 from qa_lib.model.architectures import embeddings_of, encoder_of, layers_of, layers_passed, trains
 from qa_lib.model.build import apply_recipe, model_config
@@ -66,7 +67,8 @@ class StepMemory:
         # Whether a compiler decides what is kept; the cudagraphs backend runs PyTorch's own kernels.
         self.compiled = self.settings.compile not in ("none", "cudagraphs")
         # Bytes of an element of a weight, and of the residual stream: autocast's norms give fp32.
-        self.element = 2 if self.settings.half_weights else 4
+        pure = self.settings.precision == "pure-bf16"
+        self.element = 2 if self.settings.half_weights or pure else 4
         self.by_layers = self.settings.activation_checkpointing is True
 
     def weights(self) -> int:
@@ -83,7 +85,8 @@ class StepMemory:
         if self.settings.optimizer == "adamw-8bit":
             wide = {m.weight for m in self.model.modules() if isinstance(m, torch.nn.Embedding)}
             return sum((8 if p.numel() < SMALL or p in wide else 2) * p.numel() for p in self.trained)
-        return {"adamw-master": 10, "adamw-master-bf16": 6}.get(self.settings.optimizer, 8) * _elements(self.trained)
+        each = {"adamw-master": 10, "adamw-master-bf16": 6, "adamw": 2 * self.element}.get(self.settings.optimizer, 8)
+        return each * _elements(self.trained)
 
     def scores(self) -> int:
         """Elements of a layer's attention scores, where they are written to memory."""
@@ -142,7 +145,7 @@ class StepMemory:
     def casts(self) -> int:
         """Autocast's copies of the weights that gradients pass through, one layer's at a time where layers are
         recomputed; and of a language model's head."""
-        if self.settings.half_weights or self.word == 4:
+        if self.element == 2 or self.word == 4:
             return 0
         layer = _elements(p for p in self.first if p not in self.in_nf4)
         return 2 * layer * (1 if self.by_layers else self.deep) + (2 * self.words().numel() if self.causal else 0)
@@ -157,8 +160,14 @@ class StepMemory:
         Compiled, the logits, which their gradients write over; under the Trainer, whose compiled model returns the
         logits, both and zeros in place of a gradient from outside (train/compile.py). Eager, in fp32, the logarithms of
         softmax and the gradients of these and of their input. And the inputs of the last layer norm and of the head.
+        In parts, those of one part, in 8 bits as well where asked for, the gradients of the hidden states and of the
+        weight, and the latter's sum in fp32.
         """
-        copies = 1 if self.settings.engine == "loop" else 3
+        if self.settings.loss != "native":
+            each = 3 if self.settings.loss == "chunked-fp8" else 2
+            logits = each * min(PART, self.tokens) * self.config.vocab_size
+            return logits + (4 + self.element) * self.words().numel() + (self.element + 2 * self.word) * self.unit
+        copies = 3 if self.settings.engine == "trainer" else 1
         logits = copies * self.word if self.compiled else 3 * 4
         return logits * self.tokens * self.config.vocab_size + (self.element + self.word) * self.unit
 
@@ -176,7 +185,7 @@ class StepMemory:
         # A language model's head is its embeddings, which come by their gradients from both ends.
         tied = self.element * self.words().numel() if self.causal and self.words().requires_grad else 0
         # PyTorch's default AdamW has its denominators all at once.
-        foreach = self.settings.optimizer == "adamw" and not self.settings.half_weights
+        foreach = self.settings.optimizer == "adamw" and self.settings.engine != "plain"
         return {
             "forward and backward": lasting + self.casts() + self.backward_begins() + again * gradients,
             # A compiled backward pass returns its gradients beside those that it adds to.
