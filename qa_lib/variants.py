@@ -52,8 +52,10 @@ class Settings:
     # autocast to fp16 (with GradScaler) or bf16 | fp32: no autocast | pure-bf16: weights and moments as well
     precision: Literal["fp16", "bf16", "fp32", "pure-bf16"] = "fp16"
     # For padded sequences eager | sdpa; for packed ones flash | efficient | block-diagonal, where sdpa takes what the
-    # GPU has | triton-varlen, a kernel of our own
-    attention: Literal["eager", "sdpa", "flash", "efficient", "block-diagonal", "triton-varlen"] = "eager"
+    # GPU has | triton-varlen, a kernel of our own | triton-causal, the same for windows of text
+    attention: Literal["eager", "sdpa", "flash", "efficient", "block-diagonal", "triton-varlen", "triton-causal"] = (
+        "eager"
+    )
     # query, key and value: separate linear layers | fused into one
     qkv: Literal["separate", "fused"] = "separate"
     # random bits of the hidden states' dropout: philox, PyTorch's generator | hash of the element's number | none: no
@@ -281,10 +283,10 @@ NEEDS = (
          "needs a GPU of compute capability 8.0 or newer (bf16 and FlashAttention)", AMPERE),
     Need(("feed_forward=fp8", "loss=chunked-fp8"), lambda machine: machine.sm >= ADA,
          "needs a GPU of compute capability 8.9 or newer (8-bit floats)", ADA),
-    Need(("attention=triton-varlen", "norms=fused", "loss=chunked*", "gelu=sigmoid", "optimizer=adamw-master*"),
+    Need(("attention=triton-*", "norms=fused", "loss=chunked*", "gelu=sigmoid", "optimizer=adamw-master*"),
          lambda machine: not machine.gpus or (machine.compiler and machine.sm >= TURING),
          "needs Triton where there is a GPU, and one of compute capability 7.5 or newer", TURING),
-    Need(("attention=triton-varlen",), lambda machine: not machine.gpus or machine.sm >= AMPERE,
+    Need(("attention=triton-*",), lambda machine: not machine.gpus or machine.sm >= AMPERE,
          "needs a GPU of compute capability 8.0 or newer (GEMMs in Triton)", AMPERE),
     Need(("compile=inductor|regional",), lambda machine: machine.compiler,
          "torch.compile needs a C++ compiler (g++), or Triton with a GPU", VOLTA),

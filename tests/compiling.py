@@ -52,10 +52,11 @@ def call_all(capability: int) -> None:
         for in_fp8 in (False, True) if capability >= 89 else (False,):
             linear_cross_entropy._loss(hidden, drawn(50_304, width), drawn(tokens, dtype=torch.int64), in_fp8)
         qkv, delta, ends = drawn(tokens, 3, heads, 64), drawn(heads, tokens, dtype=torch.float32), whole(33)
-        for added in (None, drawn(3 * width)):
-            varlen_attention._attention(qkv, added, ends, whole(), 384, 0.1, 0.125)
+        for added, causal in ((None, False), (drawn(3 * width), False), (drawn(3 * width), True)):
+            varlen_attention._attention(qkv, added, ends, whole(), 384, 0.1, 0.125, causal)
             grad = drawn(tokens, heads, 64)
-            varlen_attention._attention_backward(grad, qkv, added, delta, delta, ends, whole(), 384, 0.1, 0.125)
+            options = (384, 0.1, 0.125, causal)
+            varlen_attention._attention_backward(grad, qkv, added, delta, delta, ends, whole(), *options)
     for moments in (torch.float32, torch.bfloat16):
         weights = [torch.nn.Parameter(drawn(*shape)) for shape in [(width, inner), (width,), (2,)]]
         MasterAdamW(weights, torch.empty((), device="cuda"), 1.0, moments)

@@ -40,10 +40,11 @@ def windows():
     return {"input_ids": ids, "labels": ids}
 
 
-def test_the_fused_pass_is_transformers_own(windows):
+@pytest.mark.parametrize("variant", ["L-norm", "L-attention"])
+def test_the_fused_pass_is_transformers_own(windows, variant):
     native, fused = decoder(), decoder()
     use_hash_dropout(fused)
-    use_fused_decoder(fused, VARIANTS["L-norm"].settings)
+    use_fused_decoder(fused, VARIANTS[variant].settings)
     use_sigmoid_gelu(fused)
     wanted, found = (losses_and_gradients(LossOf(model), model, windows) for model in (native, fused))
     in_parts = losses_and_gradients(ChunkedLossOf(other := decoder()), other, windows)
@@ -56,10 +57,11 @@ def test_the_fused_pass_is_transformers_own(windows):
     torch.testing.assert_close(fused(windows["input_ids"]).logits, native(windows["input_ids"]).logits)
 
 
-def test_the_fused_pass_drops_out_and_by_new_bits_of_another_seed(windows):
+@pytest.mark.parametrize("variant", ["L-norm", "L-attention"])
+def test_the_fused_pass_drops_out_and_by_new_bits_of_another_seed(windows, variant):
     fused = decoder(0.5)
     use_hash_dropout(fused)
-    use_fused_decoder(fused, VARIANTS["L-norm"].settings)
+    use_fused_decoder(fused, VARIANTS[variant].settings)
     torch.manual_seed(0)
     first, again = (torch.manual_seed(0) and LossOf(fused)(**windows).item() for _ in range(2))
     for module in fused.modules():

@@ -48,13 +48,18 @@ def with_gradients(attention, product, grad):
     return output.detach(), *torch.autograd.grad(output, (product, bias), grad)
 
 
-def expected(product, grad, ends, seed, dropout):
-    return with_gradients(lambda *p: varlen.reference(*p, ends, seed, dropout, SCALE), product.double(), grad.double())
+def expected(product, grad, ends, seed, dropout, causal=False):
+    def attention(*inputs):
+        return varlen.reference(*inputs, ends, seed, dropout, SCALE, causal)
+
+    return with_gradients(attention, product.double(), grad.double())
 
 
-def by_kernel(product, grad, ends, seed, dropout, longest=None):
+def by_kernel(product, grad, ends, seed, dropout, longest=None, causal=False):
     longest = longest or int(ends.diff().max())
-    return with_gradients(lambda *p: varlen._attention(*p, ends, seed, longest, dropout, SCALE)[0], product, grad)
+    return with_gradients(
+        lambda *p: varlen._attention(*p, ends, seed, longest, dropout, SCALE, causal)[0], product, grad
+    )
 
 
 def assert_close(found, wanted, error):
@@ -68,6 +73,25 @@ def assert_close(found, wanted, error):
 def test_the_kernel_is_the_reference(lengths, dropout):
     inputs = drawn(lengths)
     assert_close(by_kernel(*inputs, dropout), expected(*inputs, dropout), 1e-5)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("tiles", [(64, 32, 64, 32), (128, 64, 128, 64), (32, 64, 64, 32)], ids=str)
+@pytest.mark.parametrize("lengths", [[96, 96], [1, 65, 130]], ids=str)
+def test_a_causal_kernel_is_the_reference(lengths, tiles, monkeypatch):
+    for options, names in ((varlen.CAUSAL_FORWARD, ("QUERIES", "KEYS")), (varlen.CAUSAL_BACKWARD, ("BLOCK", "STEP"))):
+        for name, size in zip(names, tiles[:2] if names[0] == "QUERIES" else tiles[2:], strict=True):
+            monkeypatch.setitem(options, name, size)
+    inputs = drawn(lengths)
+    assert_close(by_kernel(*inputs, 0.1, causal=True), expected(*inputs, 0.1, causal=True), 1e-5)
+
+
+def test_the_causal_reference_is_pytorchs():
+    (product, _grad, ends, seed), length = drawn([20, 20]), 20
+    found = varlen.reference(product, None, ends, seed, 0.0, SCALE, causal=True)
+    query, key, value = product.view(2, length, 3, 2, 16).permute(2, 0, 3, 1, 4)
+    wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=SCALE)
+    torch.testing.assert_close(found.view(2, length, 2, 16).transpose(1, 2), wanted)
 
 
 @pytest.mark.triton

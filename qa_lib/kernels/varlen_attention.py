@@ -1,4 +1,4 @@
-"""Varlen attention for short sequences by a Triton kernel of our own (variant E-varlen).
+"""Varlen attention for short sequences by a Triton kernel of our own (variants E-varlen and L-attention).
 
 FlashAttention is made for sequences of thousands of tokens. The samples of a packed sequence have 180 on average, and
 there its kernel reaches a fifth of the GEMM rate: much of what its tiles of 128 tokens compute is padding, its dropout
@@ -20,6 +20,8 @@ kernels clear, convert and copy. What is different here:
 - Dropout's bits are a hash (common.py) of seed, head, query and key, computed again in the backward pass. The
   hash of seed, head and query seeds that of the keys. Tensor cores leave to one thread the keys j and j + 8 of every
   16, and these two share a hash of 32 bits. A rate is thus a multiple of 2^-16.
+- Causal attention, a decoder's, leaves out the blocks of keys after the last query of a program, and masks what is
+  left. Its windows of text are segments of one length (variant L-attention).
 - Triton's GEMMs are supported from compute capability 8.0 on, in bf16 and fp16.
 - Powers are of base 2, which the GPU has an instruction for; log2(e) is multiplied into the scale.
 
@@ -39,28 +41,36 @@ HALF = 2**16  # values of half a hash
 # heads 64 wide and with dropout no register spills (by the compiler's word).
 FORWARD = {"QUERIES": 64, "KEYS": 32, "num_warps": 4, "num_stages": 3}
 BACKWARD = {"BLOCK": 64, "STEP": 32, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
+# Of causal attention, whose segments are long.
+CAUSAL_FORWARD = {"QUERIES": 128, "KEYS": 64, "num_warps": 8, "num_stages": 3}
+CAUSAL_BACKWARD = {"BLOCK": 128, "STEP": 64, "num_warps": 8, "num_stages": 3}
 
 
-def varlen_attention(qkv, bias, cu_seqlens, longest: int, seed, dropout: float, scale: float) -> torch.Tensor:
+def varlen_attention(
+    qkv, bias, cu_seqlens, longest: int, seed, dropout: float, scale: float, causal: bool = False
+) -> torch.Tensor:
     """Attention [tokens, heads, width] within segments of at most `longest` tokens, which begin and end at `cu_seqlens`
-    int32 [segments + 1].
+    int32 [segments + 1]; if `causal`, to a token itself and those before it.
 
     `qkv` [tokens, 3, heads, width] is query, key and value, of fewer than 2^31 elements, whose width is a power of 2
     and at least 16. `bias` [3 x heads x width], or None, is in `qkv` already, and gets its gradient here. `seed`, an
     int32 on the device, decides what is dropped out.
     """
     if qkv.is_cuda:
-        return _attention(qkv, bias, cu_seqlens, seed, longest, dropout, scale)[0]
-    return reference(qkv, bias, cu_seqlens, seed, dropout, scale)
+        return _attention(qkv, bias, cu_seqlens, seed, longest, dropout, scale, causal)[0]
+    return reference(qkv, bias, cu_seqlens, seed, dropout, scale, causal)
 
 
-def reference(qkv, bias, cu_seqlens, seed, dropout, scale):
+def reference(qkv, bias, cu_seqlens, seed, dropout, scale, causal=False):
     """As varlen_attention in plain PyTorch, with all scores [heads, tokens, tokens] in memory."""
     if bias is not None:
         qkv = attach_bias_grad(qkv, bias)
     query, key, value = qkv.permute(1, 2, 0, 3)
     segment = segment_of(cu_seqlens, len(qkv))
-    scores = (query @ key.mT * scale).masked_fill(segment[:, None] != segment, -torch.inf)
+    hidden = segment[:, None] != segment
+    if causal:
+        hidden |= torch.ones_like(hidden).triu(1)
+    scores = (query @ key.mT * scale).masked_fill(hidden, -torch.inf)
     p = torch.softmax(scores, -1)
     if dropout:
         place = torch.arange(len(qkv), device=qkv.device, dtype=torch.int32) - cu_seqlens[segment]
@@ -108,15 +118,16 @@ def _dropout_scale(dropout: float) -> float:
 @custom_op("qa_lib::varlen_attention")
 def _attention(
     qkv: torch.Tensor, bias: torch.Tensor | None, cu_seqlens: torch.Tensor, seed: torch.Tensor, longest: int,
-    dropout: float, scale: float,
+    dropout: float, scale: float, causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The output, and for each head and query the logarithm to base 2 of the sum of its exponentials."""
     tokens, _, heads, width = qkv.shape
     output, logsumexp = qkv.new_empty(tokens, heads, width), qkv.new_empty(heads, tokens, dtype=torch.float32)
+    options = CAUSAL_FORWARD if causal else FORWARD
     launch(
-        varlen_attention_forward, (-(-longest // FORWARD["QUERIES"]), heads, len(cu_seqlens) - 1), qkv.contiguous(),
+        varlen_attention_forward, (-(-longest // options["QUERIES"]), heads, len(cu_seqlens) - 1), qkv.contiguous(),
         output, logsumexp, cu_seqlens, seed, tokens, scale * math.log2(math.e), _threshold(dropout),
-        _dropout_scale(dropout), HEADS=heads, WIDTH=width, DROPS=dropout > 0, **FORWARD,
+        _dropout_scale(dropout), HEADS=heads, WIDTH=width, DROPS=dropout > 0, CAUSAL=causal, **options,
     )  # fmt: skip
     return output, logsumexp
 
@@ -124,17 +135,18 @@ def _attention(
 @custom_op("qa_lib::varlen_attention_backward")
 def _attention_backward(
     grad: torch.Tensor, qkv: torch.Tensor, bias: torch.Tensor | None, delta: torch.Tensor, logsumexp: torch.Tensor,
-    cu_seqlens: torch.Tensor, seed: torch.Tensor, longest: int, dropout: float, scale: float,
+    cu_seqlens: torch.Tensor, seed: torch.Tensor, longest: int, dropout: float, scale: float, causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of `qkv` and of the bias in it; the latter is empty where there is none."""
     tokens, _, heads, width = qkv.shape
-    blocks, segments = -(-longest // BACKWARD["BLOCK"]), len(cu_seqlens) - 1
+    options = CAUSAL_BACKWARD if causal else BACKWARD
+    blocks, segments = -(-longest // options["BLOCK"]), len(cu_seqlens) - 1
     qkv_grad = qkv.new_empty(qkv.shape)
     partials = qkv.new_empty(segments * blocks, 0 if bias is None else len(bias), dtype=torch.float32)
     launch(
         varlen_attention_backward, (blocks, heads, segments), grad.contiguous(), qkv.contiguous(), delta.contiguous(),
         logsumexp, cu_seqlens, seed, qkv_grad, partials, tokens, scale, _threshold(dropout), _dropout_scale(dropout),
-        HEADS=heads, WIDTH=width, DROPS=dropout > 0, SUMS=bias is not None, **BACKWARD,
+        HEADS=heads, WIDTH=width, DROPS=dropout > 0, SUMS=bias is not None, CAUSAL=causal, **options,
     )  # fmt: skip
     return qkv_grad, qkv.new_empty(0) if bias is None else sum_partials(partials, bias.dtype)
 
@@ -149,7 +161,7 @@ def _backward(ctx, grad, _):
     delta = (grad.float() * output.float()).sum(-1).T.contiguous()
     needed = ctx.needs_input_grad[1]
     grads = _attention_backward(grad, qkv, bias if needed else None, delta, logsumexp, cu_seqlens, seed, *ctx.options)
-    return grads[0], grads[1] if needed else None, *(None,) * 5
+    return grads[0], grads[1] if needed else None, *(None,) * 6
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)
@@ -201,6 +213,7 @@ def locate(cu_seqlens):
 def varlen_attention_forward(
     qkv, output, logsumexp, cu_seqlens, seed, tokens, scale, threshold, keeps,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, DROPS: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Of QUERIES queries: output, and the logarithm to base 2 of the sum of their exponentials. `scale` is that of the
     scores times log2(e)."""
@@ -220,11 +233,13 @@ def varlen_attention_forward(
     m_i = tl.full([QUERIES], float("-inf"), tl.float32)
     l_i = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, WIDTH], tl.float32)
-    for first in range(0, length, KEYS):
+    end = tl.minimum(length, (block + 1) * QUERIES) if CAUSAL else length
+    for first in range(0, end, KEYS):
         inside = first + keys < length
         key = tl.load(key_at, mask=inside[:, None], other=0.0)
         value = tl.load(key_at + HEADS * WIDTH, mask=inside[:, None], other=0.0)
-        scores = tl.where(inside, tl.dot(query, key.T, input_precision="ieee"), float("-inf"))
+        seen = first + keys <= queries[:, None] if CAUSAL else inside
+        scores = tl.where(seen, tl.dot(query, key.T, input_precision="ieee"), float("-inf"))
         m_next = tl.maximum(m_i, tl.max(scores, 1) * scale)
         p = tl.exp2(scores * scale - m_next[:, None])
         alpha = tl.exp2(m_i - m_next)
@@ -245,7 +260,7 @@ def varlen_attention_forward(
 def varlen_attention_backward(
     grad, qkv, delta, logsumexp, cu_seqlens, seed, qkv_grad, partials, tokens, scale, threshold, keeps,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, DROPS: tl.constexpr,
-    SUMS: tl.constexpr,
+    SUMS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Of BLOCK tokens: the gradients of their keys and values, over STEP queries at a time, and then those of their
     queries, over STEP keys at a time; and, where SUMS says so, the sums of each over the tokens, in `partials`."""
@@ -270,7 +285,7 @@ def varlen_attention_backward(
 
     dk, dv = key_value_grads(
         own_at, others_at, grad_at, logsumexp + per_query, delta + per_query, seed, own, inside, block, head, begin,
-        length, tokens, scale, threshold, keeps, PART, WIDTH, BLOCK, STEP, DROPS,
+        length, tokens, scale, threshold, keeps, PART, WIDTH, BLOCK, STEP, DROPS, CAUSAL,
     )  # fmt: skip
     # Computed here and not above, where it would hold registers that then spill.
     out_at = qkv_grad + begin * STRIDE + head * WIDTH + own[:, None] * STRIDE + width
@@ -281,8 +296,8 @@ def varlen_attention_backward(
         tl.store(partials_at + 2 * PART, tl.sum(tl.where(inside[:, None], dv, 0.0), 0))
 
     dq = query_grads(
-        own_at, others_at, grad_at, logsumexp + per_query, delta + per_query, seed, own, inside, head, begin, length,
-        tokens, scale, threshold, keeps, PART, WIDTH, BLOCK, STEP, DROPS,
+        own_at, others_at, grad_at, logsumexp + per_query, delta + per_query, seed, own, inside, block, head, begin,
+        length, tokens, scale, threshold, keeps, PART, WIDTH, BLOCK, STEP, DROPS, CAUSAL,
     )  # fmt: skip
     tl.store(out_at, dq.to(dtype), mask=inside[:, None])
     if SUMS:
@@ -293,7 +308,7 @@ def varlen_attention_backward(
 def key_value_grads(
     own_at, others_at, grad_at, logsumexp, delta, seed, own, inside, block, head, begin, length, tokens, scale,
     threshold, keeps, PART: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-    DROPS: tl.constexpr,
+    DROPS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """dK and dV [BLOCK, WIDTH] of a block's `own` tokens, over all queries of the segment. Scores are [keys, queries]
     here."""
@@ -302,7 +317,7 @@ def key_value_grads(
     value = tl.load(own_at + 2 * PART, mask=inside[:, None], other=0.0)
     dk = tl.zeros([BLOCK, WIDTH], tl.float32)
     dv = tl.zeros([BLOCK, WIDTH], tl.float32)
-    for first in range(0, length, STEP):
+    for first in range(block * BLOCK if CAUSAL else 0, length, STEP):
         queries = first + tl.arange(0, STEP)
         there = queries < length
         query = tl.load(others_at + first * (3 * PART), mask=there[:, None], other=0.0)
@@ -311,6 +326,8 @@ def key_value_grads(
         lse = tl.load(logsumexp + queries, mask=there, other=0.0)
         d = tl.load(delta + queries, mask=there, other=0.0)
         p = tl.exp2(tl.dot(key, query.T, input_precision="ieee") * (scale * 1.4426950408889634) - lse[None, :])
+        if CAUSAL:
+            p = tl.where(queries[None, :] >= own[:, None], p, 0.0)
         dp = tl.dot(value, do.T, input_precision="ieee")
         p_kept = p
         if DROPS:
@@ -326,8 +343,9 @@ def key_value_grads(
 
 @jit
 def query_grads(
-    own_at, others_at, grad_at, logsumexp, delta, seed, own, inside, head, begin, length, tokens, scale, threshold,
-    keeps, PART: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, DROPS: tl.constexpr,
+    own_at, others_at, grad_at, logsumexp, delta, seed, own, inside, block, head, begin, length, tokens, scale,
+    threshold, keeps, PART: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    DROPS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """dQ [BLOCK, WIDTH] of a block's `own` tokens, over all keys of the segment. Scores are [queries, keys] here."""
     number, shift = pairs(STEP)
@@ -337,11 +355,14 @@ def query_grads(
     d = tl.load(delta + own, mask=inside, other=0.0)
     seeds = query_seed_kernel(begin + own, head, tokens, seed)
     dq = tl.zeros([BLOCK, WIDTH], tl.float32)
-    for first in range(0, length, STEP):
-        there = first + tl.arange(0, STEP) < length
+    end = tl.minimum(length, (block + 1) * BLOCK) if CAUSAL else length
+    for first in range(0, end, STEP):
+        keys = first + tl.arange(0, STEP)
+        there = keys < length
         key = tl.load(others_at + first * (3 * PART) + PART, mask=there[:, None], other=0.0)
         value = tl.load(others_at + first * (3 * PART) + 2 * PART, mask=there[:, None], other=0.0)
-        scores = tl.where(there, tl.dot(query, key.T, input_precision="ieee"), float("-inf"))
+        seen = keys <= own[:, None] if CAUSAL else there
+        scores = tl.where(seen, tl.dot(query, key.T, input_precision="ieee"), float("-inf"))
         p = tl.exp2(scores * (scale * 1.4426950408889634) - lse[:, None])
         dp = tl.dot(do, value.T, input_precision="ieee")
         if DROPS:

@@ -91,7 +91,7 @@ def _pretrained(spec: Spec, head: type) -> torch.nn.Module:
     config = model_config(source, task)
     if spec.settings.padding == "packed":
         attention = attention_name(attention)
-    elif task == "lm" and attention == "sdpa" and spec.settings.engine == "loop":
+    elif task == "lm" and attention in ("sdpa", "triton-causal") and spec.settings.engine == "loop":
         attention = UNMASKED
     if spec.preset.max_length > max_positions(config):
         raise UserError(

@@ -15,7 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qa_lib.errors import UserError
 from qa_lib.kernels.fused_norm import fused_add_norm
-from qa_lib.model.fused_blocks import conv1d_without_bias
+from qa_lib.kernels.varlen_attention import varlen_attention
+from qa_lib.model.fused_blocks import HashDropout, conv1d_without_bias
 from qa_lib.variants import Settings
 
 
@@ -38,10 +39,19 @@ class FusedDecoder(GPT2Model):
 
     def attend(self, attention, normed):
         """What GPT2Attention does before its last linear layer."""
-        heads = (*normed.shape[:2], 3, attention.num_heads, attention.head_dim)
-        query, key, value = attention.c_attn(normed).view(heads).transpose(1, 3).unbind(2)
-        kernel, dropout = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation], attention.attn_dropout.p
-        return kernel(attention, query, key, value, None, dropout=dropout, scaling=attention.scaling)[0].flatten(2)
+        linear, dropout = attention.c_attn, attention.attn_dropout
+        batch, length, width = normed.shape
+        heads = (3, attention.num_heads, attention.head_dim)
+        if isinstance(dropout, HashDropout):  # our own kernel, which gives the bias its gradient
+            qkv = torch.addmm(linear.bias.detach(), normed.flatten(0, 1), linear.weight).unflatten(1, heads)
+            ends = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=normed.device)
+            attended = varlen_attention(
+                qkv, linear.bias, ends, length, dropout.seed, dropout.p, attention.scaling, causal=True
+            )
+            return attended.reshape(batch, length, width)
+        query, key, value = linear(normed).unflatten(2, heads).transpose(1, 3).unbind(2)
+        kernel = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        return kernel(attention, query, key, value, None, dropout=dropout.p, scaling=attention.scaling)[0].flatten(2)
 
 
 def _add_norm(x, linear, hidden, dropout, norm):
@@ -55,7 +65,7 @@ def _add_norm(x, linear, hidden, dropout, norm):
 def use_fused_decoder(model: torch.nn.Module, settings: Settings) -> None:
     """Give a GPT-2 with hash dropout the fused training pass, in place. Raises UserError for settings that need its
     layers to be called one by one."""
-    allowed = {"attention": ("sdpa",), "activation_checkpointing": (False, "elementwise")}
+    allowed = {"attention": ("sdpa", "triton-causal"), "activation_checkpointing": (False, "elementwise")}
     allowed["parallel"] = ("none", "ddp", "ddp-bf16", "ddp-one-bucket", "zero1")
     for name, values in allowed.items():
         if getattr(settings, name) not in values:
@@ -64,3 +74,6 @@ def use_fused_decoder(model: torch.nn.Module, settings: Settings) -> None:
                 f"and not {getattr(settings, name)!r}"
             )
     model.transformer.__class__ = FusedDecoder
+    if settings.attention == "triton-causal":
+        for block in model.transformer.h:
+            block.attn.attn_dropout = HashDropout(block.attn.attn_dropout.p)
