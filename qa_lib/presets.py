@@ -1,10 +1,12 @@
-"""How much work a run is, on what: the presets, and GPT-2s of one's own size. Standard library only."""
+"""How much work a run is, on what: the presets (presets.toml), and GPT-2s of one's own size. Standard library only."""
 
 import dataclasses
 import numbers
 import re
+import tomllib
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import get_type_hints
 
 from qa_lib.variants import SpecError, UnknownName, nearest
@@ -76,56 +78,13 @@ class Preset:
 _preset_types = cache(partial(get_type_hints, Preset))
 
 
-_TO_COMPARE = {"epochs": 3, "quality": True}  # three epochs, scored
-_TEXT = {
-    "task": "lm", "model": "gpt2:L12H768", "data": "Salesforce/wikitext:wikitext-103-raw-v1", "max_length": 1024,
-    "stride": 64, "batch_tokens": 32_768, "learning_rate": 6e-4, "recipe_rates": False,
-}  # fmt: skip
-PRESETS = {
-    preset.name: preset
-    for preset in [
-        Preset(
-            name="smoke", model="tiny", data="synthetic:1600", max_length=96, stride=32, effective_batch=16,
-            learning_rate=4e-3, recipe_rates=False, steps=400, measure_from=30, quality=True, checkpoint_every=100,
-            time_limit_s=300, threads=1,
-        ),
-        Preset(name="bench", steps=600),
-        # Of variants in several processes, which start slowly: enough steps to time.
-        Preset(name="parallel", steps=150, measure_from=50),
-        # The reference project's protocol for memory: one step to settle, one to measure, each of one micro-batch.
-        Preset(name="vram", effective_batch=None, steps=2, measure_from=1, time_limit_s=900),
-        # For curves over micro-batch and length, and the search of the largest micro-batch under a cap on memory.
-        Preset(name="sizing", effective_batch=None, steps=60, measure_from=30, time_limit_s=900),
-        # For differences between variants with intervals over seeds; 2e-4 was the best rate tried for A1 (group
-        # *-tune).
-        Preset(name="quality", model="", data="", learning_rate=2e-4, **_TO_COMPARE),
-        # For what a batch is worth: the noise of gradients, steps to one loss (family P, with --batch).
-        Preset(name="critical-batch", model="", data="", learning_rate=2e-4, **_TO_COMPARE),
-        Preset(name="full", checkpoint_every=500, time_limit_s=6 * 3600, **_TO_COMPARE),
-        Preset(name="local", model="", data="", checkpoint_every=500, time_limit_s=6 * 3600, **_TO_COMPARE),
-        Preset(
-            name="lm-smoke", task="lm", model="gpt2:L2H64V1024", data="synthetic:1600", max_length=64, stride=32,
-            batch_tokens=1024, learning_rate=5e-3, recipe_rates=False, steps=120, measure_from=30, quality=True,
-            checkpoint_every=60, time_limit_s=300, threads=1,
-        ),
-        Preset(name="lm-bench", steps=150, measure_from=50, **_TEXT),
-        # As `sizing`, and with positions for every context length up to 16,384.
-        Preset(
-            name="lm-sizing", effective_batch=None, steps=60, measure_from=30, time_limit_s=900,
-            **_TEXT | {"model": "gpt2:L12H768P16384", "batch_tokens": None},
-        ),
-        # Small enough for differences between variants, sizes and context lengths over seeds.
-        Preset(
-            name="lm-quality",
-            **_TEXT | _TO_COMPARE
-            | {"model": "gpt2:L6H384V16384", "data": "", "max_length": 512, "learning_rate": 1e-3},
-        ),
-        Preset(
-            name="lm-full", checkpoint_every=500, time_limit_s=6 * 3600,
-            **_TEXT | {"batch_tokens": 131_072} | _TO_COMPARE,
-        ),
-    ]
-}  # fmt: skip
+def _preset(name: str, values: dict) -> Preset:
+    """A table of presets.toml."""
+    return Preset(name=name, **{key: None if value == "none" else value for key, value in values.items()})
+
+
+_FILE = Path(__file__).with_name("presets.toml")
+PRESETS = {name: _preset(name, values) for name, values in tomllib.loads(_FILE.read_text(encoding="utf-8")).items()}
 
 
 def find_preset(name: str) -> Preset:
