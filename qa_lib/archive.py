@@ -11,7 +11,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from glob import escape
 from pathlib import Path
@@ -23,6 +23,14 @@ from qa_lib.errors import UserError, printable
 from qa_lib.record import RecordError
 
 STEP_COLUMNS = ("step", "loss", "lr", "ms", "phi")  # of a line of steps.jsonl; phi: the gradient noise scale so far
+
+
+@dataclass
+class Archived(record.Record):
+    """A line of an archive: a record, and what lay beside it."""
+
+    profile: dict | None = None
+    quantized: list[record.Quantized] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -55,8 +63,8 @@ class Run:
         lines, log = [], self.folder / "steps.jsonl"
         for line in log.read_bytes().splitlines() if log.is_file() else []:
             with contextlib.suppress(ValueError, RecursionError):
-                step = record.strict_json(line.decode())
-                if isinstance(step, dict) and isinstance(step.get("step"), int):
+                step = json.loads(line, parse_int=float)
+                if isinstance(step, dict) and isinstance(step.get("step"), float):
                     lines.append({name: _number(step.get(name)) for name in STEP_COLUMNS})
         return _as_steps(lines)
 
@@ -128,17 +136,9 @@ def _archived(runs: Path, group: str | None, left_out: Callable) -> Iterator[Run
 def _line(path: Path, number: int, line: str) -> dict:
     """The record in a line of an archive. Raises RecordError."""
     place = Path(f"{path}:{number}")
-    try:
-        entry = record.strict_json(line)
-    except (ValueError, RecursionError) as problem:
-        raise RecordError(f"{place}: not readable as JSON ({problem})") from problem
-    if not isinstance(entry, dict) or entry.get("schema") != record.SCHEMA:
-        raise RecordError(f"{place}: not a record of {record.SCHEMA!r}")
-    if record.checked(place, entry)["group"] != path.stem:
+    entry = record.checked(place, record.parsed(place, line, record.SCHEMA), Archived)
+    if entry["group"] != path.stem:
         raise RecordError(f"{place}: a record of group {entry['group'][:40]!r}")
-    entry = {"profile": None, "quantized": []} | entry
-    if not isinstance(entry["profile"], dict | None) or not isinstance(entry["quantized"], list):
-        raise RecordError(f"{place}: its profile or its quantized models are not such")
     return entry
 
 

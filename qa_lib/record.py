@@ -5,7 +5,7 @@ to wait for its GPU is `waiting` meanwhile. A number that was not measured is nu
 log; nothing but the record counts as a result.
 
 In memory a record is the dict that its JSON says. The dataclasses below are its schema: the sections, their values and
-the types of these, checked whenever a record is read.
+the types of these, by which pydantic checks whatever is read.
 """
 
 import contextlib
@@ -22,19 +22,26 @@ from dataclasses import dataclass, field
 from functools import cache
 from glob import escape, glob
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Annotated
+
+from pydantic import Field, StrictBool, StrictFloat, StrictInt, TypeAdapter, ValidationError
 
 from qa_lib.errors import UserError
 from qa_lib.presets import Preset, whole_number
 from qa_lib.spec import Spec
-from qa_lib.variants import Settings
+from qa_lib.variants import Settings, SpecError
 
 SCHEMA, PROFILE_SCHEMA, QUANTIZED_SCHEMA = "qa_lib/3", "qa_lib-profile/3", "qa_lib-quantized/3"
 STARTING = "starting"  # written by a driver; the run replaces it when it begins
 FINISHED = ("ok", "oom", "skipped")  # not run again
 TERMINAL = (*FINISHED, "error", "killed")
 
-Number = int | float | None
+# What a column of a table can hold.
+FITS = Field(ge=-(2**63), lt=2**63)
+Whole = Annotated[StrictInt, FITS]
+Real = Annotated[StrictInt | StrictFloat, FITS]
+Number = Real | None
+Plain = dict[str, str | StrictBool | Number]
 
 
 @dataclass
@@ -43,7 +50,7 @@ class Error:
 
     kind: str | None = None
     message: str | None = None
-    step: int | None = None
+    step: Whole | None = None
 
 
 @dataclass
@@ -75,15 +82,15 @@ class Time:
     ended: str | None = None
     prepare_s: Number = None
     compile_s: Number = None
-    compile_cached: bool | None = None
+    compile_cached: StrictBool | None = None
     first_step_s: Number = None
     train_s: Number = None
     eval_s: Number = None
     wall_s: Number = None
     notebook_s: Number = None
     data_ms: Number = None
-    steps: int | None = None
-    resumed_from_step: int | None = None
+    steps: Whole | None = None
+    resumed_from_step: Whole | None = None
     step_ms: StepTime = field(default_factory=StepTime)
 
 
@@ -130,14 +137,31 @@ class Energy:
 
 
 @dataclass
+class Code:
+    """The checkout that the run is of; see code_version."""
+
+    commit: str | None = None
+    dirty: StrictBool | None = None
+
+
+@dataclass
+class Data:
+    """The identity of questions or text, and how many there are."""
+
+    name: str = ""
+    sha256: str = ""
+    n: Number = None
+
+
+@dataclass
 class Model:
     """The model's identity, its parameters, and how many layers it has."""
 
-    name: str | None = None
-    revision: str | None = None
+    name: str = ""
+    revision: str = ""
     params_total: Number = None
     params_trainable: Number = None
-    layers: int | None = None
+    layers: Whole | None = None
 
 
 @dataclass
@@ -148,8 +172,8 @@ class Scoring:
     name: str = "qa"
     metric: str = "f1"
     label: str = "F1"
-    higher_is_better: bool = True
-    scores: list = field(default_factory=list)
+    higher_is_better: StrictBool = True
+    scores: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -159,7 +183,7 @@ class Noise:
 
     sqr: Number = None
     var: Number = None
-    steps: int | None = None
+    steps: Whole | None = None
 
 
 @dataclass
@@ -174,10 +198,10 @@ class Parallel:
     `exposed_ms` how long it only communicates, means over the processes (measure/comm.py); `goodput` is samples a
     second times `efficiency` (train/grad_noise.py)."""
 
-    world: int | None = None
-    replicas: int | None = None
+    world: Whole | None = None
+    replicas: Whole | None = None
     wrapper: str | None = None
-    stages: int | None = None
+    stages: Whole | None = None
     schedule: str | None = None
     bubble: Number = None
     bubble_formula: Number = None
@@ -186,10 +210,10 @@ class Parallel:
     allreduce_gbs: Number = None
     busy_ms: Number = None
     exposed_ms: Number = None
-    rank_peak_mib: dict | None = None
-    rank_step_ms: dict | None = None
-    rank_computing_ms: dict | None = None
-    weights_equal: bool | None = None
+    rank_peak_mib: Plain | None = None
+    rank_step_ms: Plain | None = None
+    rank_computing_ms: Plain | None = None
+    weights_equal: StrictBool | None = None
     noise: Noise = field(default_factory=Noise)
     efficiency: Number = None
     goodput: Number = None
@@ -215,33 +239,33 @@ class Asked:
     """What of the spec tables and figures rely on; `settings` and `preset` hold more than is named here."""
 
     variant: str = ""
-    seed: int = 0
+    seed: Annotated[Whole, Field(ge=0)] = 0
     hash: str = ""
     hardware: str = ""
-    world: int = 1
-    stages: int | None = None
+    world: Whole = 1
+    stages: Whole | None = None
     search: str = ""
-    sm: int | None = None
-    preset: dict = field(default_factory=dict)
-    settings: dict = field(default_factory=dict)
-    adjusted: list = field(default_factory=list)
-    planned_steps: int | None = None
-    n_train: int | None = None
-    n_eval: int | None = None
+    sm: Whole | None = None
+    preset: Plain = field(default_factory=dict)
+    settings: Plain = field(default_factory=dict)
+    adjusted: list[str] = field(default_factory=list)
+    planned_steps: Whole | None = None
+    n_train: Whole | None = None
+    n_eval: Whole | None = None
 
 
 @dataclass
 class Record:
-    """A whole record; `code`, `env`, `data` and `quality` are dicts of plain values."""
+    """A whole record; `env` and `quality` are dicts of plain values."""
 
-    run_id: str = ""
-    group: str = ""
-    status: str = "running"
+    run_id: str
+    group: str
+    status: str
     schema: str = SCHEMA
     spec: Asked = field(default_factory=Asked)
-    code: dict = field(default_factory=dict)
-    env: dict = field(default_factory=dict)
-    data: dict = field(default_factory=dict)
+    code: Code = field(default_factory=Code)
+    env: Plain = field(default_factory=dict)
+    data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
     task: Scoring = field(default_factory=Scoring)
     error: Error = field(default_factory=Error)
@@ -250,7 +274,7 @@ class Record:
     memory: Memory = field(default_factory=Memory)
     energy: Energy = field(default_factory=Energy)
     parallel: Parallel = field(default_factory=Parallel)
-    quality: dict = field(default_factory=dict)
+    quality: dict[str, Number] = field(default_factory=dict)
 
 
 @dataclass
@@ -258,11 +282,11 @@ class Answering:
     """A model that answers on a CPU: its scores in points of 100, the bytes of its weights on disk, and the median of
     its milliseconds for a question."""
 
-    f1: int | float
-    best_f1: int | float
-    best_f1_threshold: int | float
-    weights_bytes: int
-    latency_ms: int | float
+    f1: Real
+    best_f1: Real
+    best_f1_threshold: Real
+    weights_bytes: Whole
+    latency_ms: Real
 
 
 @dataclass
@@ -272,11 +296,12 @@ class Quantized:
     run_id: str
     group: str
     width: str
-    code: dict
-    env: dict
-    data: dict
+    code: Plain
+    env: Plain
+    data: Plain
     before: Answering
     after: Answering
+    schema: str = QUANTIZED_SCHEMA
 
 
 class RecordError(UserError):
@@ -307,10 +332,11 @@ def new_record(spec: Spec, env: dict) -> dict:
     record = Record(
         run_id=spec.run_id,
         group=spec.group,
+        status="running",
         spec=Asked(**{name: getattr(spec, name) for name in known}, **settings),
-        code=code_version(),
+        code=Code(**code_version()),
         env=env,
-        data=spec.data | {"n": None},
+        data=Data(**spec.data),
         model=Model(spec.model["name"], spec.model["revision"]),
         task=task,
         time=Time(started=now()),
@@ -395,22 +421,6 @@ def run_files(runs: Path, name: str) -> list[Path]:
     return [Path(path) for path in glob(f"{escape(str(runs))}/*/*/{name}")]
 
 
-def strict_json(text: str) -> object:
-    """JSON whose numbers a table can hold and whose texts can be written: without NaN and infinity, whole numbers of
-    more than 64 bits and halves of characters. Raises ValueError, or RecursionError where it is nested too deeply."""
-
-    def number(digits: str) -> int | float:
-        value = int(digits) if digits.lstrip("-").isdigit() else float(digits)
-        if not -(2**63) <= value < 2**63:
-            raise ValueError(f"the number {digits[:40]} is too large")
-        return value
-
-    found = json.loads(text, parse_int=number, parse_float=number, parse_constant=float)
-    if "\\ud" in text.lower() or "NaN" in text or "Infinity" in text:
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
-    return found
-
-
 def read_record(run_dir: Path) -> dict:
     """The record of a run's folder. Raises RecordError when it is absent, broken, of a schema that is not known, or
     holds a value of another type than the schema says."""
@@ -418,92 +428,64 @@ def read_record(run_dir: Path) -> dict:
     return checked(path, document(path, SCHEMA))
 
 
-def checked(path: Path, record: dict) -> dict:
+def checked(path: Path, record: dict, kind: type = Record) -> dict:
     """A record read from `path`, with the defaults of fields that came after it. Raises RecordError."""
+    found = typed(path, record, kind)
     try:
-        _check(record, Record)
         for name, unnamed in (("settings", Settings()), ("preset", Preset(name=""))):  # as in the hash of a run
-            record["spec"][name] = dataclasses.asdict(unnamed) | record["spec"][name]
+            found["spec"][name] = dataclasses.asdict(unnamed) | found["spec"][name]
         known = {field.name for field in dataclasses.fields(Preset)}
-        Preset(**{name: value for name, value in record["spec"]["preset"].items() if name in known})  # checks them
-        for name, section in (("commit", "code"), ("name", "data"), ("sha256", "data"), ("revision", "model")):
-            _require(record[section].get(name), str | None if name == "commit" else str, f"{section}.{name}")
-        whole_number("spec.settings.micro_batch", record["spec"]["settings"]["micro_batch"], 1)
-        whole_number("spec.seed", record["spec"]["seed"], 0, 2**63 - 1)
-        _require(record["spec"]["settings"]["precision"], str, "spec.settings.precision")
-        known = SCORING.get(record["task"]["name"], Scoring())  # with scores that came after the record
-        for name in [*record["task"]["scores"], *known.scores]:
-            _require(record["quality"].setdefault(name), Number, f"quality.{name}")
-    except (TypeError, LookupError, AttributeError, ValueError) as problem:
+        Preset(**{name: value for name, value in found["spec"]["preset"].items() if name in known})  # checks them
+        whole_number("spec.settings.micro_batch", found["spec"]["settings"]["micro_batch"], 1)
+    except SpecError as problem:
         raise RecordError(f"{path}: {problem}") from None
-    return record
+    known = SCORING.get(found["task"]["name"], Scoring())  # with scores that came after the record
+    for name in [*found["task"]["scores"], *known.scores]:
+        found["quality"].setdefault(name)
+    return found
 
 
-def read_document(path: Path) -> object:
-    """The JSON of a regular file, None where there is none. Raises RecordError for one that cannot be read."""
+def typed(path: Path, values: dict, kind: type) -> dict:
+    """What a dataclass of the schema has of values read from `path`. Raises RecordError, which names the first value of
+    another type."""
     try:
-        return strict_json(regular(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as problem:
-        raise RecordError(f"{path}: not readable as JSON ({problem})") from problem
+        return dataclasses.asdict(_adapter(kind).validate_python(values))
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        # Where several types would do, the last part says which was tried.
+        way = ".".join(str(part) for part in first["loc"] if part not in ("int", "float", "str", "bool"))
+        raise RecordError(f"{path}: {way} is {str(first['input'])[:40]!r}") from None
+
+
+_adapter = cache(TypeAdapter)
 
 
 def read_quantized(folder: Path) -> dict:
     """The quantized.json of a run's model-<width>/. Raises RecordError as read_record does."""
     path = folder / "quantized.json"
-    found = document(path, QUANTIZED_SCHEMA)
-    try:
-        _check(found, Quantized)
-    except TypeError as problem:
-        raise RecordError(f"{path}: {problem}") from None
-    return found
+    return typed(path, document(path, QUANTIZED_SCHEMA), Quantized)
 
 
 def document(path: Path, known: str) -> dict:
-    """A file's JSON, of a known schema. Raises RecordError, which names it."""
-    found = read_document(path)
-    if found is None:
-        raise RecordError(f"{path}: no record")
+    """The JSON of a regular file, of a known schema. Raises RecordError, which names it."""
+    try:
+        return parsed(path, regular(path).read_text(encoding="utf-8"), known)
+    except FileNotFoundError:
+        raise RecordError(f"{path}: no record") from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise RecordError(f"{path}: not readable as JSON ({problem})") from problem
+
+
+def parsed(path: Path, text: str, known: str) -> dict:
+    """JSON of a known schema that stands in `path`. Raises RecordError, which names it."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as problem:
+        raise RecordError(f"{path}: not readable as JSON ({problem})") from problem
     schema = found.get("schema") if isinstance(found, dict) else None
     if schema != known:
         raise RecordError(f"{path}: schema {schema!r} is not known to this version, which reads {known!r}")
     return found
-
-
-def _check(values: dict, section: type, prefix: str = "") -> None:
-    """Hold values against a dataclass of the schema, and put null where a value that may be null is absent.
-
-    Raises TypeError, which names the value by its path.
-    """
-    _require(values, dict, prefix.removesuffix(".") or "the record")
-    for name, kind in _types(section).items():
-        if dataclasses.is_dataclass(kind):
-            _check(values.get(name), kind, f"{prefix}{name}.")
-        elif name not in values and isinstance(None, kind):
-            values[name] = None
-        else:
-            _require(values.get(name), kind, f"{prefix}{name}")
-            _check_inside(values[name], f"{prefix}{name}")
-
-
-def _check_inside(value: object, key: str) -> None:
-    """Raises TypeError unless what a dict or list of a record holds is plain: no column of a table holds another."""
-    if isinstance(value, list):
-        for number, entry in enumerate(value):
-            _require(entry, str, f"{key}[{number}]")
-    elif isinstance(value, dict):
-        for name, entry in value.items():
-            _require(entry, str | bool | Number, f"{key}.{name}")
-
-
-_types = cache(get_type_hints)
-
-
-def _require(value: object, kind, key: str) -> None:
-    truth = isinstance(value, bool) and bool not in (kind, *get_args(kind))  # which Python takes for a number
-    if truth or not isinstance(value, kind):
-        raise TypeError(f"{key} is {str(value)[:40]!r}")
 
 
 @contextlib.contextmanager

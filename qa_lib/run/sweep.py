@@ -141,7 +141,7 @@ def progress_of(run_dir: Path) -> tuple[int, int | None]:
         with open(run_dir / "steps.jsonl", "rb") as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - 400))
             return int(json.loads(stream.read().splitlines()[-1])["step"]), planned
-    except (record.RecordError, OSError, ValueError, LookupError, TypeError):
+    except (record.RecordError, OSError, ArithmeticError, ValueError, LookupError, TypeError):
         return 0, None
 
 
