@@ -12,7 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from qa_lib.presets import Preset, find_preset, find_shape, sized, whole_number
-from qa_lib.variants import AMPERE, VARIANTS, Recipe, Settings, SpecError, find_recipe, find_variant, needs, since
+from qa_lib.variants import (
+    AMPERE,
+    VARIANTS,
+    Recipe,
+    Settings,
+    SpecError,
+    find_recipe,
+    find_variant,
+    is_met,
+    needs,
+    since,
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +53,7 @@ def missing(settings: Settings, machine: Machine, world: int = 1) -> str | None:
         return f"needs {world} GPUs, and this machine has {machine.gpus}"
     if (backend := settings.compile) not in ("none", "inductor", "regional") and backend not in machine.backends:
         return f"this PyTorch has no torch.compile backend named {backend!r}"
-    return next((need.why for need in needs(settings) if not need.met(machine)), None)
+    return next((need["why"] for need in needs(settings) if not is_met(need, machine)), None)
 
 
 def adjust(settings: Settings, machine: Machine) -> tuple[Settings, list[str]]:
