@@ -60,18 +60,17 @@ def plan(
         machine = this_machine()
 
     sizes = _product(max_length=max_length, batch=batch, micro_batch=micro_batch, world=world)
-    specs, faults = [], []
+    specs, faults = [], {}
     for seed, one, variant in itertools.product(dict.fromkeys(seeds), sizes, dict.fromkeys(variants)):
         try:
             specs.append(resolve(variant, preset, seed, machine, {}, {}, data, model, **own, **one))
         except SpecError as problem:
-            faults.append((variant, problem))
+            faults[f"{variant}: {problem}"] = variant, problem
     planned = {spec.variant for spec in specs}
-    for variant, problem in faults:
+    for said, (variant, problem) in faults.items():
         if left_out is None or variant not in planned:
             raise problem
-    if faults:
-        left_out += dict.fromkeys(f"{variant}: {problem}" for variant, problem in faults)
+        left_out.append(said)
     go_offline_without_network(data, model)
     identity, config = _inspect_model(model)
     found = {"model": identity, "data": identify_data(data, size.quality, size.task)}
