@@ -64,10 +64,6 @@ class Preset:
                 raise SpecError(f"{name} is {str(value)[:40]!r}")
         if not 0 < self.learning_rate < 1:
             raise SpecError(f"learning rate {self.learning_rate:g} is not between 0 and 1")
-        if not 0 <= self.warmup <= 1:
-            raise SpecError(f"warmup {self.warmup:g} is no share of the steps, from 0 to 1")
-        if self.limit_gib is not None and not self.limit_gib > 0:
-            raise SpecError(f"limit_gib {self.limit_gib:g} is not above 0")
 
     @property
     def batch(self) -> int | None:

@@ -493,13 +493,9 @@ def lock(run_dir: Path, name: str = ".lock"):
     """Hold the run's folder while working in it; RunTaken if another process does. Freed when the holder dies.
 
     `.lock` is held by who writes the record; a driver holds `.driver.lock` from before its kernel starts to the end.
-    For other hosts, where the file system hands locks on: run/launch.py says which do. Raises RecordError for a folder
-    with a pipe or device in it, which no run has left there and none can write to.
+    For other hosts, where the file system hands locks on: run/launch.py says which do.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    for path in run_dir.iterdir():
-        if not path.is_dir():
-            regular(path)
     with open(run_dir / name, "a") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
