@@ -1,25 +1,17 @@
-"""Serve the app's page: which requests are let in, and how large they are.
+"""Which requests the app's page lets in, and how large they are.
 
 The page is for one's own machine. To show it to the world, put a server such as nginx before it, which also closes the
 connections of those that send slowly.
 """
 
 import asyncio
-import ipaddress
 import re
-import signal
-import socket
 
-import uvicorn
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse
 
-from qa_lib.errors import UserError
-
-CONNECTIONS = 600  # in all, below the 1,024 open files that many systems allow
-MAX_HEAD = 16_384  # bytes of a head that is not whole yet
 MAX_BODY = 1_500_000  # bytes; JSON may spell each of a paragraph's 100,000 characters in 12
 # What Gradio's page asks for. Its other routes upload files, hand out files, fetch addresses and describe an API.
 READ = re.compile(
@@ -82,34 +74,7 @@ def guards(hosts: list[str], frames: str) -> list[Middleware]:
     ]
 
 
-def names(host: str, address: str) -> list[str]:
-    """By what names the app may be called when it listens on `host`, which is `address`: any where others than this
-    machine reach it, since it cannot know them."""
-    local = ipaddress.ip_address(address).is_loopback
-    return ["127.0.0.1", "localhost", host, f"[{host}]"] if local else ["*"]  # in brackets: IPv6
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises UserError for an empty host and a port that is taken."""
-    if not host.strip():
-        raise UserError("--host is empty, which would listen to everybody: leave it out, or write 0.0.0.0 to mean that")
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=512)
-    except (OSError, OverflowError) as problem:
-        reason = getattr(problem, "strerror", None) or problem
-        raise UserError(f"cannot listen on {host}, port {port}: {reason}; --port takes another") from None
-    # asyncio does it for sockets of its own only: answers would wait 40 ms for the asker's delayed ACK.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener
-
-
-def serve(app, listener: socket.socket) -> None:
-    """Serve until a signal comes, and then give requests in work three seconds."""
-    config = uvicorn.Config(
-        app, http="h11", ws="none", limit_concurrency=CONNECTIONS, h11_max_incomplete_event_size=MAX_HEAD,
-        timeout_graceful_shutdown=3, log_level="warning", access_log=False, server_header=False,
-    )  # fmt: skip
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as `nohup` has it; else it ends the app as Ctrl-C does
-        uvicorn.server.HANDLED_SIGNALS = {*uvicorn.server.HANDLED_SIGNALS, signal.SIGHUP}
-    uvicorn.Server(config).run(sockets=[listener])
+def names(host: str) -> list[str]:
+    """By what names the app may be called when it listens on `host`: any where others than this machine reach it, since
+    it cannot know them."""
+    return ["127.0.0.1", "localhost", "[::1]"] if host in ("127.0.0.1", "localhost", "::1") else ["*"]

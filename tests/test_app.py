@@ -306,20 +306,15 @@ def test_foreign_hosts_and_pages_are_refused(server, host):
     assert "default-src 'self'" in policy and policy.endswith("frame-ancestors 'none'")
 
 
-@pytest.mark.parametrize(
-    ("host", "address", "local"), [("::1", "::1", True), ("localhost", "127.0.0.1", True), ("lab", "10.0.0.7", False)]
-)
-def test_other_names_are_answered_only_where_others_reach_it(host, address, local):
-    assert ("*" in serving.names(host, address)) is not local
+@pytest.mark.parametrize(("host", "local"), [("::1", True), ("localhost", True), ("lab", False), ("0.0.0.0", False)])
+def test_other_names_are_answered_only_where_others_reach_it(host, local):
+    assert ("*" in serving.names(host)) is not local
 
 
-def test_heads_and_bodies_that_are_too_large_are_refused(server):
+def test_bodies_that_are_too_large_are_refused(server):
     headers = {"Content-Type": "application/json"}
     join = f"{server.address}/gradio_api/queue/join"
     assert httpx.post(join, content=b"x" * (serving.MAX_BODY + 1), headers=headers).status_code == 413
-    with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(b"GET / HTTP/1.1\r\nX: " + b"x" * serving.MAX_HEAD)
-        assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
 
 
 @pytest.mark.slow
