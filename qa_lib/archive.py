@@ -30,7 +30,7 @@ class Archived(record.Record):
     """A line of an archive: a record, and what lay beside it."""
 
     profile: dict | None = None
-    quantized: list[record.Quantized] = field(default_factory=list)
+    quantized: list[dict] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class Run:
         """The quantized.json of each of the run's quantized models. Raises RecordError for one that is broken."""
         if self.folder is None:
             return self.record["quantized"]
-        return [record.read_quantized(path.parent) for path in sorted(self.folder.glob("model-*/quantized.json"))]
+        found = sorted(self.folder.glob("model-*/quantized.json"))
+        return [record.document(path, record.QUANTIZED_SCHEMA) for path in found]
 
     def steps(self) -> pd.DataFrame:
         """The run's log, a line a step with STEP_COLUMNS as floats; without lines where there is none. A line that is

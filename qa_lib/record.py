@@ -39,8 +39,7 @@ TERMINAL = (*FINISHED, "error", "killed")
 # What a column of a table can hold.
 FITS = Field(ge=-(2**63), lt=2**63)
 Whole = Annotated[StrictInt, FITS]
-Real = Annotated[StrictInt | StrictFloat, FITS]
-Number = Real | None
+Number = Annotated[StrictInt | StrictFloat, FITS] | None
 Plain = dict[str, str | StrictBool | Number]
 
 
@@ -277,33 +276,6 @@ class Record:
     quality: dict[str, Number] = field(default_factory=dict)
 
 
-@dataclass
-class Answering:
-    """A model that answers on a CPU: its scores in points of 100, the bytes of its weights on disk, and the median of
-    its milliseconds for a question."""
-
-    f1: Real
-    best_f1: Real
-    best_f1_threshold: Real
-    weights_bytes: Whole
-    latency_ms: Real
-
-
-@dataclass
-class Quantized:
-    """quantized.json: the model of a run before and after its weights were rounded to `width` (run/quantize.py)."""
-
-    run_id: str
-    group: str
-    width: str
-    code: Plain
-    env: Plain
-    data: Plain
-    before: Answering
-    after: Answering
-    schema: str = QUANTIZED_SCHEMA
-
-
 class RecordError(UserError):
     """A record that cannot be read or written; the message names the file."""
 
@@ -430,13 +402,18 @@ def read_record(run_dir: Path) -> dict:
 
 def checked(path: Path, record: dict, kind: type = Record) -> dict:
     """A record read from `path`, with the defaults of fields that came after it. Raises RecordError."""
-    found = typed(path, record, kind)
     try:
+        found = dataclasses.asdict(_adapter(kind).validate_python(record))
         for name, unnamed in (("settings", Settings()), ("preset", Preset(name=""))):  # as in the hash of a run
             found["spec"][name] = dataclasses.asdict(unnamed) | found["spec"][name]
         known = {field.name for field in dataclasses.fields(Preset)}
         Preset(**{name: value for name, value in found["spec"]["preset"].items() if name in known})  # checks them
         whole_number("spec.settings.micro_batch", found["spec"]["settings"]["micro_batch"], 1)
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        # Where several types would do, the last part says which was tried.
+        way = ".".join(str(part) for part in first["loc"] if part not in ("int", "float", "str", "bool"))
+        raise RecordError(f"{path}: {way} is {str(first['input'])[:40]!r}") from None
     except SpecError as problem:
         raise RecordError(f"{path}: {problem}") from None
     known = SCORING.get(found["task"]["name"], Scoring())  # with scores that came after the record
@@ -445,25 +422,7 @@ def checked(path: Path, record: dict, kind: type = Record) -> dict:
     return found
 
 
-def typed(path: Path, values: dict, kind: type) -> dict:
-    """What a dataclass of the schema has of values read from `path`. Raises RecordError, which names the first value of
-    another type."""
-    try:
-        return dataclasses.asdict(_adapter(kind).validate_python(values))
-    except ValidationError as problem:
-        first = problem.errors()[0]
-        # Where several types would do, the last part says which was tried.
-        way = ".".join(str(part) for part in first["loc"] if part not in ("int", "float", "str", "bool"))
-        raise RecordError(f"{path}: {way} is {str(first['input'])[:40]!r}") from None
-
-
 _adapter = cache(TypeAdapter)
-
-
-def read_quantized(folder: Path) -> dict:
-    """The quantized.json of a run's model-<width>/. Raises RecordError as read_record does."""
-    path = folder / "quantized.json"
-    return typed(path, document(path, QUANTIZED_SCHEMA), Quantized)
 
 
 def document(path: Path, known: str) -> dict:
