@@ -12,7 +12,6 @@ import math
 import os
 import re
 import sys
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import NoReturn
 
 from qa_lib.errors import UserError
 from qa_lib.presets import MOST, PRESETS
-from qa_lib.variants import find_family, find_variant
+from qa_lib.variants import find_family, find_variant, read_toml
 
 
 class Parser(argparse.ArgumentParser):
@@ -99,11 +98,6 @@ KINDS = {
 }
 
 
-def _read(name: str) -> dict[str, dict]:
-    """The tables of a file beside this one."""
-    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
-
-
 def _option(kind: str = "", several: bool = False, **told) -> dict:
     """What argparse is told of an option of options.toml."""
 
@@ -115,7 +109,7 @@ def _option(kind: str = "", several: bool = False, **told) -> dict:
     return told | ({"type": KINDS[kind]} if kind else {})
 
 
-OPTIONS = {name: _option(**table) for name, table in _read("options.toml").items()}
+OPTIONS = {name: _option(**table) for name, table in read_toml("options.toml").items()}
 OPTIONS["--preset"]["help"] = ", ".join(PRESETS)
 
 
@@ -132,7 +126,7 @@ class Verb:
     required: bool = False
 
 
-VERBS = {name: Verb(**table) for name, table in _read("verbs.toml").items()}
+VERBS = {name: Verb(**table) for name, table in read_toml("verbs.toml").items()}
 
 
 def parser_of(name: str) -> Parser:

@@ -3,13 +3,11 @@
 import dataclasses
 import numbers
 import re
-import tomllib
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import get_type_hints
 
-from qa_lib.variants import SpecError, UnknownName, nearest
+from qa_lib.variants import SpecError, UnknownName, nearest, read_toml
 
 MOST = 2**31 - 1  # of what is counted here
 
@@ -79,8 +77,7 @@ def _preset(name: str, values: dict) -> Preset:
     return Preset(name=name, **{key: None if value == "none" else value for key, value in values.items()})
 
 
-_FILE = Path(__file__).with_name("presets.toml")
-PRESETS = {name: _preset(name, values) for name, values in tomllib.loads(_FILE.read_text(encoding="utf-8")).items()}
+PRESETS = {name: _preset(name, values) for name, values in read_toml("presets.toml").items()}
 
 
 def find_preset(name: str) -> Preset:

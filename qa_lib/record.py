@@ -29,7 +29,7 @@ from pydantic import Field, StrictBool, StrictFloat, StrictInt, TypeAdapter, Val
 from qa_lib.errors import UserError
 from qa_lib.presets import Preset, whole_number
 from qa_lib.spec import Spec
-from qa_lib.variants import Settings, SpecError
+from qa_lib.variants import TASKS, Settings, SpecError
 
 SCHEMA, PROFILE_SCHEMA, QUANTIZED_SCHEMA = "qa_lib/3", "qa_lib-profile/3", "qa_lib-quantized/3"
 STARTING = "starting"  # written by a driver; the run replaces it when it begins
@@ -218,19 +218,7 @@ class Parallel:
     goodput: Number = None
 
 
-SCORING = {
-    "qa": Scoring(
-        scores="exact f1 has_answer_exact has_answer_f1 no_answer_f1 best_exact best_exact_threshold best_f1 "
-        "best_f1_threshold always_null_f1 loss n".split()
-    ),
-    "lm": Scoring(
-        name="lm",
-        metric="word_perplexity",
-        label="perplexity",
-        higher_is_better=False,
-        scores="word_perplexity token_perplexity bits_per_byte nats n words bytes".split(),
-    ),
-}
+SCORING = {name: Scoring(name=name, **task["scoring"]) for name, task in TASKS.items()}
 
 
 @dataclass

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import json
 import re
+import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -146,6 +147,11 @@ def _table(name: str) -> list[dict[str, str]]:
     return list(csv.DictReader(Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()))
 
 
+def read_toml(name: str) -> dict[str, dict]:
+    """The tables of a TOML file beside this one."""
+    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
 CONFLICTS = [tuple(line.values()) for line in _table("conflicts.csv")]  # two settings that do not go together, and why
 
 
@@ -232,7 +238,8 @@ FAMILIES = {
     "L": "language",
 }  # family -> notebook
 RECOMMENDED = "E-moments"  # what `recommended` stands for, and sentences speak of
-BASELINES = {"qa": "A1", "lm": "L1"}  # task -> the variant that its others are compared with
+TASKS = read_toml("tasks.toml")
+BASELINES = {name: task["baseline"] for name, task in TASKS.items()}
 
 
 def find_variant(name: str) -> Variant:

@@ -17,11 +17,7 @@ from qa_lib.record import FINISHED, SCORING
 from qa_lib.run.launch import Launcher, probe, say_idle
 from qa_lib.run.plan import plan
 from qa_lib.spec import Spec
-
-JUDGED = {  # task -> value of `quality` by which points are compared, its name
-    "qa": ("best_f1", "F1 at the best threshold"),
-    "lm": (SCORING["lm"].metric, SCORING["lm"].label),
-}
+from qa_lib.variants import TASKS
 
 
 def points(specs: list[Spec], rates: list[float], trainables: list[str]) -> list[Spec]:
@@ -53,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
     preset = specs[0].preset
     if not preset.quality:
         raise UserError(f"preset {args.preset!r} measures no quality, by which points are compared")
-    metric, label = JUDGED[preset.task]
+    metric, label = TASKS[preset.task]["tuned_by"], TASKS[preset.task]["tuned_label"]
 
     def report(point: Spec, entry: dict) -> None:
         result = f"{entry['status']}, {entry['error']['message']}"
