@@ -150,22 +150,20 @@ def main(args: argparse.Namespace) -> int:
     found = [run for run in read_runs(args.runs, args.group) if run.record["status"] in record.TERMINAL]
     if not found:
         raise UserError(f"no finished run of group {args.group} below {args.runs}")
-    size = write_archive(args.runs, args.group, found)
-    print(f"{args.runs / args.group}.jsonl: {len(found)} runs, {size / 2**20:.1f} MiB with their steps")
+    path = args.runs / f"{args.group}.jsonl"
+    write_archive(path, found)
+    print(f"{path}: {len(found)} runs, and beside it their steps")
     return 0
 
 
-def write_archive(runs: Path, group: str, found: list[Run]) -> int:
-    """Write the two files of a group; bytes of both. Raises RecordError for a profile that is broken."""
+def write_archive(path: Path, found: list[Run]) -> None:
+    """Write a group's runs to a file, and their steps beside it. Raises RecordError for a profile that is broken."""
     lines = [run.record | {"profile": run.profile(), "quantized": run.quantized()} for run in found]
     text = "".join(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n" for line in lines)
     own = [run.steps().assign(run_id=run.record["run_id"]) for run in found]
     steps, buffer = pd.concat(own, ignore_index=True), io.BytesIO()
     steps[["run_id", *STEP_COLUMNS]].to_parquet(buffer, compression="zstd", index=False)
-    files = {f"{group}.jsonl": text.encode()}
+    record.write_atomically(path, text)
     if len(steps):
-        files[f"{group}.steps.parquet"] = buffer.getvalue()
-    for name, content in files.items():
-        record.write_atomically(runs / name, content)
+        record.write_atomically(path.with_suffix(".steps.parquet"), buffer.getvalue())
     _archived_steps.cache_clear()
-    return sum(map(len, files.values()))

@@ -111,11 +111,6 @@ class Spec:
     sm: int | None = None
     own: dict = field(default_factory=dict, compare=False)
 
-    def __post_init__(self):
-        whole_number("seed", self.seed, 0, 2**63 - 1)
-        whole_number("world", self.world, 1)
-        whole_number("stages", self.stages, 1)
-
     @property
     def hash(self) -> str:
         """SHA-256 of the canonical JSON of what defines the run. Of settings and preset, fields that differ from their
