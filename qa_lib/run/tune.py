@@ -59,8 +59,8 @@ def main(args: argparse.Namespace) -> int:
 
     trials = points(specs, args.learning_rate, args.trainable)
     launcher = Launcher(args.runs, machine, env, args.gpus, share=True, time_limit_s=args.time_limit)
-    entrials = launcher.run_all(trials, report)
-    scores = [entry["quality"][metric] if entry["status"] == "ok" else None for entry in entrials]
+    entries = launcher.run_all(trials, report)
+    scores = [entry["quality"][metric] if entry["status"] == "ok" else None for entry in entries]
     found = pd.DataFrame({"variant": [each.variant for each in trials], "point": map(name_of, trials), "score": scores})
     for variant, own in found.astype({"score": float}).groupby("variant", sort=False):
         # Over seeds, of points that have them all.
@@ -71,4 +71,4 @@ def main(args: argparse.Namespace) -> int:
             best = means.idxmax() if SCORING[preset.task].higher_is_better else means.idxmin()
             print(f"{variant}, best: {best}, {label} {means[best]:.2f}")
     # A rate too high for one point says nothing about the others.
-    return 0 if all(entry["status"] in FINISHED for entry in entrials) else 1
+    return 0 if all(entry["status"] in FINISHED for entry in entries) else 1
