@@ -43,7 +43,7 @@ LOOK = {
     "theme": gr.themes.Default(primary_hue="blue", text_size="sm", spacing_size="sm", **FONTS),
     "css": Path(__file__).with_name("app.css").read_text(encoding="utf-8"),
     "footer_links": [],
-} | dict.fromkeys(("run_history", "ssr_mode", "mcp_server", "enable_monitoring"), False)
+} | dict.fromkeys(("run_history", "ssr_mode", "mcp_server", "enable_monitoring", "show_error"), False)
 QUIET = {"show_progress": "hidden", "api_visibility": "private"}
 # One thread for all models: two that are compared would take each other's cores, and each thread that calls torch keeps
 # memory of its own. It imports torch, too, while the page is being read.
@@ -298,9 +298,7 @@ def app(*models: str, runs: str | Path = "runs", figures: str | Path = "figures"
 def _launch(demo: gr.Blocks, hosts: list[str], frames: str, host: str, **more) -> None:
     """Let Gradio serve the page on `host` from a thread; `hosts` and `frames` are of serving.guards."""
     guarded = {"middleware": guards(hosts, frames)}
-    demo.launch(
-        server_name=host, app_kwargs=guarded, prevent_thread_lock=True, quiet=True, show_error=False, **LOOK, **more
-    )
+    demo.launch(server_name=host, app_kwargs=guarded, prevent_thread_lock=True, quiet=True, **LOOK, **more)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -310,9 +310,8 @@ def code_version() -> dict:
     copied without its history, or onto an older one. Raises RecordError for a name that is no hash."""
 
     def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), *words], capture_output=True, text=True, check=True, timeout=20
-        ).stdout.strip()
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
 
     if named := os.environ.get("QA_LIB_COMMIT"):
         if not re.fullmatch(r"[0-9a-f]{40}", named):

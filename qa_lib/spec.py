@@ -12,18 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from qa_lib.presets import Preset, find_preset, find_shape, sized, whole_number
-from qa_lib.variants import (
-    AMPERE,
-    VARIANTS,
-    Recipe,
-    Settings,
-    SpecError,
-    find_recipe,
-    find_variant,
-    is_met,
-    needs,
-    since,
-)
+from qa_lib.variants import AMPERE, VARIANTS, Recipe, Settings, SpecError, find_recipe, find_variant, since, unmet
 
 
 @dataclass(frozen=True)
@@ -53,7 +42,7 @@ def missing(settings: Settings, machine: Machine, world: int = 1) -> str | None:
         return f"needs {world} GPUs, and this machine has {machine.gpus}"
     if (backend := settings.compile) not in ("none", "inductor", "regional") and backend not in machine.backends:
         return f"this PyTorch has no torch.compile backend named {backend!r}"
-    return next((need["why"] for need in needs(settings) if not is_met(need, machine)), None)
+    return unmet(settings, machine)
 
 
 def adjust(settings: Settings, machine: Machine) -> tuple[Settings, list[str]]:
@@ -71,9 +60,8 @@ def adjust(settings: Settings, machine: Machine) -> tuple[Settings, list[str]]:
         found.append(("optimizer", "adamw-fused", "which transformers.Trainer takes by itself"))
     if settings.padding == "packed" and settings.attention == "sdpa":
         on_gpu = "flash" if machine.sm >= AMPERE else "efficient"
-        found.append(
-            ("attention", on_gpu if machine.gpus else "block-diagonal", "the kernel for packed sequences here")
-        )
+        kernel = on_gpu if machine.gpus else "block-diagonal"
+        found.append(("attention", kernel, "the kernel for packed sequences here"))
     said = [f"{name}: {value}, {why}" for name, value, why in found]
     return dataclasses.replace(settings, **{name: value for name, value, _ in found}), said
 

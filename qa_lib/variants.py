@@ -274,10 +274,13 @@ def needs(settings: Settings) -> list[dict[str, str]]:
     return [need for need in NEEDS if any(_matches(settings, condition) for condition in need["of"].split())]
 
 
-def is_met(need: dict[str, str], machine) -> bool:
-    """Whether a spec.Machine has what a line of NEEDS says."""
-    names = need["has"].split() + (need["on_gpu"].split() if machine.gpus else [])
-    return all(getattr(machine, name) for name in names) and (not machine.gpus or machine.sm >= int(need["sm"]))
+def unmet(settings: Settings, machine) -> str | None:
+    """The first of the needs that a spec.Machine does not meet, in words; None if it meets all."""
+    for need in needs(settings):
+        names = need["has"].split() + (need["on_gpu"].split() if machine.gpus else [])
+        if not all(getattr(machine, name) for name in names) or (machine.gpus and machine.sm < int(need["sm"])):
+            return need["why"]
+    return None
 
 
 def since(settings: Settings) -> int | None:

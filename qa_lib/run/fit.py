@@ -88,7 +88,7 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
     started = int(os.environ["WORLD_SIZE"]) if torchrun else 1
     if started > 1 and spec.settings.parallel == "none":
         raise UserError(
-            f"{spec.variant} trains in one process, and torchrun has started {started}: family P is for several"
+            f"{spec.variant} trains in one process, and torchrun has started {started}; family P takes several"
         )
     # DeepSpeed asks for a launcher also of one process, and leaves the next Trainer of the process changed.
     several = spec.world > 1 or spec.settings.parallel == "deepspeed"

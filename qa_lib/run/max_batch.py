@@ -46,9 +46,7 @@ def main(args: argparse.Namespace) -> int:
     variants = variants_of(args)
     machine, env = probe()
     if not machine.gpus:
-        raise UserError(
-            "max-batch runs trials on a GPU, and there is none here; `python -m qa_lib memory` predicts without"
-        )
+        raise UserError("max-batch needs a GPU, and there is none here; `python -m qa_lib memory` predicts without")
     launcher = Launcher(args.runs, machine, env)
     for variant in variants:
         print(f"{variant}: {search(first_trial(variant, args, machine), launcher)}", flush=True)
