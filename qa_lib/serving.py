@@ -64,10 +64,8 @@ def _refused(scope) -> PlainTextResponse | None:
 
 def guards(hosts: list[str], frames: str) -> list[Middleware]:
     """Middleware for an app that answers to `hosts`, "*" being any, and that pages of `frames` (CSP) may frame."""
-    return [
-        Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
-        Middleware(Gate, frames=frames),
-    ]
+    trusted = Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
+    return [trusted, Middleware(Gate, frames=frames)]
 
 
 def names(host: str) -> list[str]:

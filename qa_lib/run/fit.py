@@ -87,9 +87,7 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
     torchrun = torch.distributed.is_torchelastic_launched()
     started = int(os.environ["WORLD_SIZE"]) if torchrun else 1
     if started > 1 and spec.settings.parallel == "none":
-        raise UserError(
-            f"{spec.variant} trains in one process, and torchrun has started {started}; family P takes several"
-        )
+        raise UserError(f"{spec.variant} trains in one process, and torchrun has started {started}: see family P")
     # DeepSpeed asks for a launcher also of one process, and leaves the next Trainer of the process changed.
     several = spec.world > 1 or spec.settings.parallel == "deepspeed"
     if several and not spec.skip and not torchrun:
