@@ -11,7 +11,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from glob import escape
 from pathlib import Path
@@ -23,6 +23,14 @@ from qa_lib.errors import UserError, printable
 from qa_lib.record import RecordError
 
 STEP_COLUMNS = ("step", "loss", "lr", "ms", "phi")  # of a line of steps.jsonl; phi: the gradient noise scale so far
+
+
+@dataclass
+class Archived(record.Record):
+    """A line of an archive: a record, and what lay beside it."""
+
+    profile: dict | None = None
+    quantized: list[dict] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,8 @@ class Run:
         """The quantized.json of each of the run's quantized models. Raises RecordError for one that is broken."""
         if self.folder is None:
             return self.record["quantized"]
-        return [record.read_quantized(path.parent) for path in sorted(self.folder.glob("model-*/quantized.json"))]
+        found = sorted(self.folder.glob("model-*/quantized.json"))
+        return [record.document(path, record.QUANTIZED_SCHEMA) for path in found]
 
     def steps(self) -> pd.DataFrame:
         """The run's log, a line a step with STEP_COLUMNS as floats; without lines where there is none. A line that is
@@ -55,8 +64,8 @@ class Run:
         lines, log = [], self.folder / "steps.jsonl"
         for line in log.read_bytes().splitlines() if log.is_file() else []:
             with contextlib.suppress(ValueError, RecursionError):
-                step = record.strict_json(line.decode())
-                if isinstance(step, dict) and isinstance(step.get("step"), int):
+                step = json.loads(line, parse_int=float)
+                if isinstance(step, dict) and isinstance(step.get("step"), float):
                     lines.append({name: _number(step.get(name)) for name in STEP_COLUMNS})
         return _as_steps(lines)
 
@@ -128,17 +137,9 @@ def _archived(runs: Path, group: str | None, left_out: Callable) -> Iterator[Run
 def _line(path: Path, number: int, line: str) -> dict:
     """The record in a line of an archive. Raises RecordError."""
     place = Path(f"{path}:{number}")
-    try:
-        entry = record.strict_json(line)
-    except (ValueError, RecursionError) as problem:
-        raise RecordError(f"{place}: not readable as JSON ({problem})") from problem
-    if not isinstance(entry, dict) or entry.get("schema") != record.SCHEMA:
-        raise RecordError(f"{place}: not a record of {record.SCHEMA!r}")
-    if record.checked(place, entry)["group"] != path.stem:
+    entry = record.checked(place, record.parsed(place, line, record.SCHEMA), Archived)
+    if entry["group"] != path.stem:
         raise RecordError(f"{place}: a record of group {entry['group'][:40]!r}")
-    entry = {"profile": None, "quantized": []} | entry
-    if not isinstance(entry["profile"], dict | None) or not isinstance(entry["quantized"], list):
-        raise RecordError(f"{place}: its profile or its quantized models are not such")
     return entry
 
 
@@ -149,22 +150,20 @@ def main(args: argparse.Namespace) -> int:
     found = [run for run in read_runs(args.runs, args.group) if run.record["status"] in record.TERMINAL]
     if not found:
         raise UserError(f"no finished run of group {args.group} below {args.runs}")
-    size = write_archive(args.runs, args.group, found)
-    print(f"{args.runs / args.group}.jsonl: {len(found)} runs, {size / 2**20:.1f} MiB with their steps")
+    path = args.runs / f"{args.group}.jsonl"
+    write_archive(path, found)
+    print(f"{path}: {len(found)} runs, and beside it their steps")
     return 0
 
 
-def write_archive(runs: Path, group: str, found: list[Run]) -> int:
-    """Write the two files of a group; bytes of both. Raises RecordError for a profile that is broken."""
+def write_archive(path: Path, found: list[Run]) -> None:
+    """Write a group's runs to a file, and their steps beside it. Raises RecordError for a profile that is broken."""
     lines = [run.record | {"profile": run.profile(), "quantized": run.quantized()} for run in found]
     text = "".join(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n" for line in lines)
     own = [run.steps().assign(run_id=run.record["run_id"]) for run in found]
     steps, buffer = pd.concat(own, ignore_index=True), io.BytesIO()
     steps[["run_id", *STEP_COLUMNS]].to_parquet(buffer, compression="zstd", index=False)
-    files = {f"{group}.jsonl": text.encode()}
+    record.write_atomically(path, text)
     if len(steps):
-        files[f"{group}.steps.parquet"] = buffer.getvalue()
-    for name, content in files.items():
-        record.write_atomically(runs / name, content)
+        record.write_atomically(path.with_suffix(".steps.parquet"), buffer.getvalue())
     _archived_steps.cache_clear()
-    return sum(map(len, files.values()))

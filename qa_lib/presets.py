@@ -1,4 +1,4 @@
-"""How much work a run is, on what: the presets, and GPT-2s of one's own size. Standard library only."""
+"""How much work a run is, on what: the presets (presets.toml), and GPT-2s of one's own size. Standard library only."""
 
 import dataclasses
 import numbers
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import get_type_hints
 
-from qa_lib.variants import SpecError, UnknownName, nearest
+from qa_lib.variants import SpecError, UnknownName, nearest, read_toml
 
 MOST = 2**31 - 1  # of what is counted here
 
@@ -62,10 +62,6 @@ class Preset:
                 raise SpecError(f"{name} is {str(value)[:40]!r}")
         if not 0 < self.learning_rate < 1:
             raise SpecError(f"learning rate {self.learning_rate:g} is not between 0 and 1")
-        if not 0 <= self.warmup <= 1:
-            raise SpecError(f"warmup {self.warmup:g} is no share of the steps, from 0 to 1")
-        if self.limit_gib is not None and not self.limit_gib > 0:
-            raise SpecError(f"limit_gib {self.limit_gib:g} is not above 0")
 
     @property
     def batch(self) -> int | None:
@@ -76,56 +72,12 @@ class Preset:
 _preset_types = cache(partial(get_type_hints, Preset))
 
 
-_TO_COMPARE = {"epochs": 3, "quality": True}  # three epochs, scored
-_TEXT = {
-    "task": "lm", "model": "gpt2:L12H768", "data": "Salesforce/wikitext:wikitext-103-raw-v1", "max_length": 1024,
-    "stride": 64, "batch_tokens": 32_768, "learning_rate": 6e-4, "recipe_rates": False,
-}  # fmt: skip
-PRESETS = {
-    preset.name: preset
-    for preset in [
-        Preset(
-            name="smoke", model="tiny", data="synthetic:1600", max_length=96, stride=32, effective_batch=16,
-            learning_rate=4e-3, recipe_rates=False, steps=400, measure_from=30, quality=True, checkpoint_every=100,
-            time_limit_s=300, threads=1,
-        ),
-        Preset(name="bench", steps=600),
-        # Of variants in several processes, which start slowly: enough steps to time.
-        Preset(name="parallel", steps=150, measure_from=50),
-        # The reference project's protocol for memory: one step to settle, one to measure, each of one micro-batch.
-        Preset(name="vram", effective_batch=None, steps=2, measure_from=1, time_limit_s=900),
-        # For curves over micro-batch and length, and the search of the largest micro-batch under a cap on memory.
-        Preset(name="sizing", effective_batch=None, steps=60, measure_from=30, time_limit_s=900),
-        # For differences between variants with intervals over seeds; 2e-4 was the best rate tried for A1 (group
-        # *-tune).
-        Preset(name="quality", model="", data="", learning_rate=2e-4, **_TO_COMPARE),
-        # For what a batch is worth: the noise of gradients, steps to one loss (family P, with --batch).
-        Preset(name="critical-batch", model="", data="", learning_rate=2e-4, **_TO_COMPARE),
-        Preset(name="full", checkpoint_every=500, time_limit_s=6 * 3600, **_TO_COMPARE),
-        Preset(name="local", model="", data="", checkpoint_every=500, time_limit_s=6 * 3600, **_TO_COMPARE),
-        Preset(
-            name="lm-smoke", task="lm", model="gpt2:L2H64V1024", data="synthetic:1600", max_length=64, stride=32,
-            batch_tokens=1024, learning_rate=5e-3, recipe_rates=False, steps=120, measure_from=30, quality=True,
-            checkpoint_every=60, time_limit_s=300, threads=1,
-        ),
-        Preset(name="lm-bench", steps=150, measure_from=50, **_TEXT),
-        # As `sizing`, and with positions for every context length up to 16,384.
-        Preset(
-            name="lm-sizing", effective_batch=None, steps=60, measure_from=30, time_limit_s=900,
-            **_TEXT | {"model": "gpt2:L12H768P16384", "batch_tokens": None},
-        ),
-        # Small enough for differences between variants, sizes and context lengths over seeds.
-        Preset(
-            name="lm-quality",
-            **_TEXT | _TO_COMPARE
-            | {"model": "gpt2:L6H384V16384", "data": "", "max_length": 512, "learning_rate": 1e-3},
-        ),
-        Preset(
-            name="lm-full", checkpoint_every=500, time_limit_s=6 * 3600,
-            **_TEXT | {"batch_tokens": 131_072} | _TO_COMPARE,
-        ),
-    ]
-}  # fmt: skip
+def _preset(name: str, values: dict) -> Preset:
+    """A table of presets.toml."""
+    return Preset(name=name, **{key: None if value == "none" else value for key, value in values.items()})
+
+
+PRESETS = {name: _preset(name, values) for name, values in read_toml("presets.toml").items()}
 
 
 def find_preset(name: str) -> Preset:
@@ -144,18 +96,16 @@ def sized(
 ) -> Preset:
     """The preset with these in place of its own, unless they are 0 or None; `batch` is in samples of an optimizer step.
     Raises SpecError for numbers that cannot be, and for windows that do not make up the tokens of a step."""
-    epochs, max_length, batch = (
-        whole_number(name, number or 0, 0)
-        for name, number in (("epochs", epochs), ("max_length", max_length), ("batch", batch))
-    )
-    changes = {"steps": None, "epochs": epochs} if epochs else {}
+    changes = {}
+    if epochs:
+        changes |= {"steps": None, "epochs": whole_number("epochs", epochs, 1)}
     if learning_rate:
-        number = isinstance(learning_rate, numbers.Real) and not isinstance(learning_rate, bool)
-        changes["learning_rate"] = float(learning_rate) if number else learning_rate
+        changes["learning_rate"] = learning_rate
     if max_length:
+        max_length = whole_number("max_length", max_length, 1)
         changes |= {"max_length": max_length, "stride": stride_of(max_length, preset.stride)}
     if batch:
-        changes |= {"effective_batch": batch, "batch_tokens": None}
+        changes |= {"effective_batch": whole_number("batch", batch, 1), "batch_tokens": None}
     found = dataclasses.replace(preset, **changes)
     length, tokens = found.max_length, found.batch_tokens
     if not 0 < found.stride < length <= (tokens or length):
@@ -192,15 +142,12 @@ def find_shape(model: str) -> Shape | None:
     vocabulary, positions. None for another name, SpecError for a shape that cannot be."""
     if not model.startswith("gpt2:"):
         return None
-    pattern = r"gpt2:L(?P<layers>\d+)H(?P<hidden>\d+)(V(?P<vocabulary>\d+))?(P(?P<positions>\d+))?"
+    pattern = r"gpt2:L(?P<layers>\d{1,9})H(?P<hidden>\d{1,9})(V(?P<vocabulary>\d{1,9}))?(P(?P<positions>\d{1,9}))?"
     found = re.fullmatch(pattern, model, re.ASCII)
-    sizes = {name: int(size[:10]) for name, size in found.groupdict().items() if size} if found else {}
-    shape = Shape(**{"layers": 0, "hidden": 0} | sizes)
+    shape = Shape(**{name: int(size) for name, size in found.groupdict().items() if size}) if found else Shape(0, 0)
     if not (shape.layers and shape.hidden and shape.positions) or shape.hidden % HEAD or shape.vocabulary <= BYTES:
         raise SpecError(
             f"model {model!r}: a shape is written like gpt2:L12H768V50257P1024, layers, width (a multiple of {HEAD}), "
             f"vocabulary (more than {BYTES}) and positions, of which the last two may be left out"
         )
-    if (12 * shape.layers * shape.hidden + shape.vocabulary + shape.positions) * shape.hidden > 10**12:
-        raise SpecError(f"model {model!r}: more than a million million weights")
     return shape

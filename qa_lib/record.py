@@ -5,7 +5,7 @@ to wait for its GPU is `waiting` meanwhile. A number that was not measured is nu
 log; nothing but the record counts as a result.
 
 In memory a record is the dict that its JSON says. The dataclasses below are its schema: the sections, their values and
-the types of these, checked whenever a record is read.
+the types of these, by which pydantic checks whatever is read.
 """
 
 import contextlib
@@ -22,19 +22,25 @@ from dataclasses import dataclass, field
 from functools import cache
 from glob import escape, glob
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Annotated
+
+from pydantic import Field, StrictBool, StrictFloat, StrictInt, TypeAdapter, ValidationError
 
 from qa_lib.errors import UserError
 from qa_lib.presets import Preset, whole_number
 from qa_lib.spec import Spec
-from qa_lib.variants import Settings
+from qa_lib.variants import TASKS, Settings, SpecError
 
 SCHEMA, PROFILE_SCHEMA, QUANTIZED_SCHEMA = "qa_lib/3", "qa_lib-profile/3", "qa_lib-quantized/3"
 STARTING = "starting"  # written by a driver; the run replaces it when it begins
 FINISHED = ("ok", "oom", "skipped")  # not run again
 TERMINAL = (*FINISHED, "error", "killed")
 
-Number = int | float | None
+# What a column of a table can hold.
+FITS = Field(ge=-(2**63), lt=2**63)
+Whole = Annotated[StrictInt, FITS]
+Number = Annotated[StrictInt | StrictFloat, FITS] | None
+Plain = dict[str, str | StrictBool | Number]
 
 
 @dataclass
@@ -43,7 +49,7 @@ class Error:
 
     kind: str | None = None
     message: str | None = None
-    step: int | None = None
+    step: Whole | None = None
 
 
 @dataclass
@@ -75,15 +81,15 @@ class Time:
     ended: str | None = None
     prepare_s: Number = None
     compile_s: Number = None
-    compile_cached: bool | None = None
+    compile_cached: StrictBool | None = None
     first_step_s: Number = None
     train_s: Number = None
     eval_s: Number = None
     wall_s: Number = None
     notebook_s: Number = None
     data_ms: Number = None
-    steps: int | None = None
-    resumed_from_step: int | None = None
+    steps: Whole | None = None
+    resumed_from_step: Whole | None = None
     step_ms: StepTime = field(default_factory=StepTime)
 
 
@@ -130,14 +136,31 @@ class Energy:
 
 
 @dataclass
+class Code:
+    """The checkout that the run is of; see code_version."""
+
+    commit: str | None = None
+    dirty: StrictBool | None = None
+
+
+@dataclass
+class Data:
+    """The identity of questions or text, and how many there are."""
+
+    name: str = ""
+    sha256: str = ""
+    n: Number = None
+
+
+@dataclass
 class Model:
     """The model's identity, its parameters, and how many layers it has."""
 
-    name: str | None = None
-    revision: str | None = None
+    name: str = ""
+    revision: str = ""
     params_total: Number = None
     params_trainable: Number = None
-    layers: int | None = None
+    layers: Whole | None = None
 
 
 @dataclass
@@ -148,8 +171,8 @@ class Scoring:
     name: str = "qa"
     metric: str = "f1"
     label: str = "F1"
-    higher_is_better: bool = True
-    scores: list = field(default_factory=list)
+    higher_is_better: StrictBool = True
+    scores: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -159,7 +182,7 @@ class Noise:
 
     sqr: Number = None
     var: Number = None
-    steps: int | None = None
+    steps: Whole | None = None
 
 
 @dataclass
@@ -174,10 +197,10 @@ class Parallel:
     `exposed_ms` how long it only communicates, means over the processes (measure/comm.py); `goodput` is samples a
     second times `efficiency` (train/grad_noise.py)."""
 
-    world: int | None = None
-    replicas: int | None = None
+    world: Whole | None = None
+    replicas: Whole | None = None
     wrapper: str | None = None
-    stages: int | None = None
+    stages: Whole | None = None
     schedule: str | None = None
     bubble: Number = None
     bubble_formula: Number = None
@@ -186,28 +209,16 @@ class Parallel:
     allreduce_gbs: Number = None
     busy_ms: Number = None
     exposed_ms: Number = None
-    rank_peak_mib: dict | None = None
-    rank_step_ms: dict | None = None
-    rank_computing_ms: dict | None = None
-    weights_equal: bool | None = None
+    rank_peak_mib: Plain | None = None
+    rank_step_ms: Plain | None = None
+    rank_computing_ms: Plain | None = None
+    weights_equal: StrictBool | None = None
     noise: Noise = field(default_factory=Noise)
     efficiency: Number = None
     goodput: Number = None
 
 
-SCORING = {
-    "qa": Scoring(
-        scores="exact f1 has_answer_exact has_answer_f1 no_answer_f1 best_exact best_exact_threshold best_f1 "
-        "best_f1_threshold always_null_f1 loss n".split()
-    ),
-    "lm": Scoring(
-        name="lm",
-        metric="word_perplexity",
-        label="perplexity",
-        higher_is_better=False,
-        scores="word_perplexity token_perplexity bits_per_byte nats n words bytes".split(),
-    ),
-}
+SCORING = {name: Scoring(name=name, **task["scoring"]) for name, task in TASKS.items()}
 
 
 @dataclass
@@ -215,33 +226,33 @@ class Asked:
     """What of the spec tables and figures rely on; `settings` and `preset` hold more than is named here."""
 
     variant: str = ""
-    seed: int = 0
+    seed: Annotated[Whole, Field(ge=0)] = 0
     hash: str = ""
     hardware: str = ""
-    world: int = 1
-    stages: int | None = None
+    world: Whole = 1
+    stages: Whole | None = None
     search: str = ""
-    sm: int | None = None
-    preset: dict = field(default_factory=dict)
-    settings: dict = field(default_factory=dict)
-    adjusted: list = field(default_factory=list)
-    planned_steps: int | None = None
-    n_train: int | None = None
-    n_eval: int | None = None
+    sm: Whole | None = None
+    preset: Plain = field(default_factory=dict)
+    settings: Plain = field(default_factory=dict)
+    adjusted: list[str] = field(default_factory=list)
+    planned_steps: Whole | None = None
+    n_train: Whole | None = None
+    n_eval: Whole | None = None
 
 
 @dataclass
 class Record:
-    """A whole record; `code`, `env`, `data` and `quality` are dicts of plain values."""
+    """A whole record; `env` and `quality` are dicts of plain values."""
 
-    run_id: str = ""
-    group: str = ""
-    status: str = "running"
+    run_id: str
+    group: str
+    status: str
     schema: str = SCHEMA
     spec: Asked = field(default_factory=Asked)
-    code: dict = field(default_factory=dict)
-    env: dict = field(default_factory=dict)
-    data: dict = field(default_factory=dict)
+    code: Code = field(default_factory=Code)
+    env: Plain = field(default_factory=dict)
+    data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
     task: Scoring = field(default_factory=Scoring)
     error: Error = field(default_factory=Error)
@@ -250,33 +261,7 @@ class Record:
     memory: Memory = field(default_factory=Memory)
     energy: Energy = field(default_factory=Energy)
     parallel: Parallel = field(default_factory=Parallel)
-    quality: dict = field(default_factory=dict)
-
-
-@dataclass
-class Answering:
-    """A model that answers on a CPU: its scores in points of 100, the bytes of its weights on disk, and the median of
-    its milliseconds for a question."""
-
-    f1: int | float
-    best_f1: int | float
-    best_f1_threshold: int | float
-    weights_bytes: int
-    latency_ms: int | float
-
-
-@dataclass
-class Quantized:
-    """quantized.json: the model of a run before and after its weights were rounded to `width` (run/quantize.py)."""
-
-    run_id: str
-    group: str
-    width: str
-    code: dict
-    env: dict
-    data: dict
-    before: Answering
-    after: Answering
+    quality: dict[str, Number] = field(default_factory=dict)
 
 
 class RecordError(UserError):
@@ -307,10 +292,11 @@ def new_record(spec: Spec, env: dict) -> dict:
     record = Record(
         run_id=spec.run_id,
         group=spec.group,
+        status="running",
         spec=Asked(**{name: getattr(spec, name) for name in known}, **settings),
-        code=code_version(),
+        code=Code(**code_version()),
         env=env,
-        data=spec.data | {"n": None},
+        data=Data(**spec.data),
         model=Model(spec.model["name"], spec.model["revision"]),
         task=task,
         time=Time(started=now()),
@@ -324,9 +310,8 @@ def code_version() -> dict:
     copied without its history, or onto an older one. Raises RecordError for a name that is no hash."""
 
     def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), *words], capture_output=True, text=True, check=True, timeout=20
-        ).stdout.strip()
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
 
     if named := os.environ.get("QA_LIB_COMMIT"):
         if not re.fullmatch(r"[0-9a-f]{40}", named):
@@ -395,22 +380,6 @@ def run_files(runs: Path, name: str) -> list[Path]:
     return [Path(path) for path in glob(f"{escape(str(runs))}/*/*/{name}")]
 
 
-def strict_json(text: str) -> object:
-    """JSON whose numbers a table can hold and whose texts can be written: without NaN and infinity, whole numbers of
-    more than 64 bits and halves of characters. Raises ValueError, or RecursionError where it is nested too deeply."""
-
-    def number(digits: str) -> int | float:
-        value = int(digits) if digits.lstrip("-").isdigit() else float(digits)
-        if not -(2**63) <= value < 2**63:
-            raise ValueError(f"the number {digits[:40]} is too large")
-        return value
-
-    found = json.loads(text, parse_int=number, parse_float=number, parse_constant=float)
-    if "\\ud" in text.lower() or "NaN" in text or "Infinity" in text:
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
-    return found
-
-
 def read_record(run_dir: Path) -> dict:
     """The record of a run's folder. Raises RecordError when it is absent, broken, of a schema that is not known, or
     holds a value of another type than the schema says."""
@@ -418,92 +387,51 @@ def read_record(run_dir: Path) -> dict:
     return checked(path, document(path, SCHEMA))
 
 
-def checked(path: Path, record: dict) -> dict:
+def checked(path: Path, record: dict, kind: type = Record) -> dict:
     """A record read from `path`, with the defaults of fields that came after it. Raises RecordError."""
     try:
-        _check(record, Record)
+        found = dataclasses.asdict(_adapter(kind).validate_python(record))
         for name, unnamed in (("settings", Settings()), ("preset", Preset(name=""))):  # as in the hash of a run
-            record["spec"][name] = dataclasses.asdict(unnamed) | record["spec"][name]
+            found["spec"][name] = dataclasses.asdict(unnamed) | found["spec"][name]
         known = {field.name for field in dataclasses.fields(Preset)}
-        Preset(**{name: value for name, value in record["spec"]["preset"].items() if name in known})  # checks them
-        for name, section in (("commit", "code"), ("name", "data"), ("sha256", "data"), ("revision", "model")):
-            _require(record[section].get(name), str | None if name == "commit" else str, f"{section}.{name}")
-        whole_number("spec.settings.micro_batch", record["spec"]["settings"]["micro_batch"], 1)
-        whole_number("spec.seed", record["spec"]["seed"], 0, 2**63 - 1)
-        _require(record["spec"]["settings"]["precision"], str, "spec.settings.precision")
-        known = SCORING.get(record["task"]["name"], Scoring())  # with scores that came after the record
-        for name in [*record["task"]["scores"], *known.scores]:
-            _require(record["quality"].setdefault(name), Number, f"quality.{name}")
-    except (TypeError, LookupError, AttributeError, ValueError) as problem:
+        Preset(**{name: value for name, value in found["spec"]["preset"].items() if name in known})  # checks them
+        whole_number("spec.settings.micro_batch", found["spec"]["settings"]["micro_batch"], 1)
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        # Where several types would do, the last part says which was tried.
+        way = ".".join(str(part) for part in first["loc"] if part not in ("int", "float", "str", "bool"))
+        raise RecordError(f"{path}: {way} is {str(first['input'])[:40]!r}") from None
+    except SpecError as problem:
         raise RecordError(f"{path}: {problem}") from None
-    return record
-
-
-def read_document(path: Path) -> object:
-    """The JSON of a regular file, None where there is none. Raises RecordError for one that cannot be read."""
-    try:
-        return strict_json(regular(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as problem:
-        raise RecordError(f"{path}: not readable as JSON ({problem})") from problem
-
-
-def read_quantized(folder: Path) -> dict:
-    """The quantized.json of a run's model-<width>/. Raises RecordError as read_record does."""
-    path = folder / "quantized.json"
-    found = document(path, QUANTIZED_SCHEMA)
-    try:
-        _check(found, Quantized)
-    except TypeError as problem:
-        raise RecordError(f"{path}: {problem}") from None
+    known = SCORING.get(found["task"]["name"], Scoring())  # with scores that came after the record
+    for name in [*found["task"]["scores"], *known.scores]:
+        found["quality"].setdefault(name)
     return found
 
 
+_adapter = cache(TypeAdapter)
+
+
 def document(path: Path, known: str) -> dict:
-    """A file's JSON, of a known schema. Raises RecordError, which names it."""
-    found = read_document(path)
-    if found is None:
-        raise RecordError(f"{path}: no record")
+    """The JSON of a regular file, of a known schema. Raises RecordError, which names it."""
+    try:
+        return parsed(path, regular(path).read_text(encoding="utf-8"), known)
+    except FileNotFoundError:
+        raise RecordError(f"{path}: no record") from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise RecordError(f"{path}: not readable as JSON ({problem})") from problem
+
+
+def parsed(path: Path, text: str, known: str) -> dict:
+    """JSON of a known schema that stands in `path`. Raises RecordError, which names it."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as problem:
+        raise RecordError(f"{path}: not readable as JSON ({problem})") from problem
     schema = found.get("schema") if isinstance(found, dict) else None
     if schema != known:
         raise RecordError(f"{path}: schema {schema!r} is not known to this version, which reads {known!r}")
     return found
-
-
-def _check(values: dict, section: type, prefix: str = "") -> None:
-    """Hold values against a dataclass of the schema, and put null where a value that may be null is absent.
-
-    Raises TypeError, which names the value by its path.
-    """
-    _require(values, dict, prefix.removesuffix(".") or "the record")
-    for name, kind in _types(section).items():
-        if dataclasses.is_dataclass(kind):
-            _check(values.get(name), kind, f"{prefix}{name}.")
-        elif name not in values and isinstance(None, kind):
-            values[name] = None
-        else:
-            _require(values.get(name), kind, f"{prefix}{name}")
-            _check_inside(values[name], f"{prefix}{name}")
-
-
-def _check_inside(value: object, key: str) -> None:
-    """Raises TypeError unless what a dict or list of a record holds is plain: no column of a table holds another."""
-    if isinstance(value, list):
-        for number, entry in enumerate(value):
-            _require(entry, str, f"{key}[{number}]")
-    elif isinstance(value, dict):
-        for name, entry in value.items():
-            _require(entry, str | bool | Number, f"{key}.{name}")
-
-
-_types = cache(get_type_hints)
-
-
-def _require(value: object, kind, key: str) -> None:
-    truth = isinstance(value, bool) and bool not in (kind, *get_args(kind))  # which Python takes for a number
-    if truth or not isinstance(value, kind):
-        raise TypeError(f"{key} is {str(value)[:40]!r}")
 
 
 @contextlib.contextmanager
@@ -511,13 +439,9 @@ def lock(run_dir: Path, name: str = ".lock"):
     """Hold the run's folder while working in it; RunTaken if another process does. Freed when the holder dies.
 
     `.lock` is held by who writes the record; a driver holds `.driver.lock` from before its kernel starts to the end.
-    For other hosts, where the file system hands locks on: run/launch.py says which do. Raises RecordError for a folder
-    with a pipe or device in it, which no run has left there and none can write to.
+    For other hosts, where the file system hands locks on: run/launch.py says which do.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    for path in run_dir.iterdir():
-        if not path.is_dir():
-            regular(path)
     with open(run_dir / name, "a") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from qa_lib.presets import Preset, find_preset, find_shape, sized, whole_number
-from qa_lib.variants import AMPERE, VARIANTS, Recipe, Settings, SpecError, find_recipe, find_variant, needs, since
+from qa_lib.variants import AMPERE, VARIANTS, Recipe, Settings, SpecError, find_recipe, find_variant, since, unmet
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def missing(settings: Settings, machine: Machine, world: int = 1) -> str | None:
         "reduce-overhead",
     ) and backend not in machine.backends:
         return f"this PyTorch has no torch.compile backend named {backend!r}"
-    return next((need.why for need in needs(settings) if not need.met(machine)), None)
+    return unmet(settings, machine)
 
 
 def adjust(settings: Settings, machine: Machine) -> tuple[Settings, list[str]]:
@@ -67,9 +67,8 @@ def adjust(settings: Settings, machine: Machine) -> tuple[Settings, list[str]]:
         found.append(("optimizer", "adamw-fused", "which transformers.Trainer takes by itself"))
     if settings.padding == "packed" and settings.attention == "sdpa":
         on_gpu = "flash" if machine.sm >= AMPERE else "efficient"
-        found.append(
-            ("attention", on_gpu if machine.gpus else "block-diagonal", "the kernel for packed sequences here")
-        )
+        kernel = on_gpu if machine.gpus else "block-diagonal"
+        found.append(("attention", kernel, "the kernel for packed sequences here"))
     said = [f"{name}: {value}, {why}" for name, value, why in found]
     return dataclasses.replace(settings, **{name: value for name, value, _ in found}), said
 
@@ -106,11 +105,6 @@ class Spec:
     search: str = ""
     sm: int | None = None
     own: dict = field(default_factory=dict, compare=False)
-
-    def __post_init__(self):
-        whole_number("seed", self.seed, 0, 2**63 - 1)
-        whole_number("world", self.world, 1)
-        whole_number("stages", self.stages, 1)
 
     @property
     def hash(self) -> str:

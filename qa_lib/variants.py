@@ -11,7 +11,8 @@ import dataclasses
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterable
+import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
@@ -153,6 +154,11 @@ def _table(name: str) -> list[dict[str, str]]:
     return list(csv.DictReader(Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()))
 
 
+def read_toml(name: str) -> dict[str, dict]:
+    """The tables of a TOML file beside this one."""
+    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
 CONFLICTS = [tuple(line.values()) for line in _table("conflicts.csv")]  # two settings that do not go together, and why
 
 
@@ -239,7 +245,8 @@ FAMILIES = {
     "L": "language",
 }  # family -> notebook
 RECOMMENDED = "E-moments"  # what `recommended` stands for, and sentences speak of
-BASELINES = {"qa": "A1", "lm": "L1"}  # task -> the variant that its others are compared with
+TASKS = read_toml("tasks.toml")
+BASELINES = {name: task["baseline"] for name, task in TASKS.items()}
 
 
 def find_variant(name: str) -> Variant:
@@ -262,50 +269,30 @@ def find_family(letter: str) -> list[str]:
     return [variant.name for variant in VARIANTS.values() if variant.family == letter]
 
 
-@dataclass(frozen=True)
-class Need:
-    """What a machine must have for settings that meet one of the conditions `of`: `met` says of a spec.Machine whether
-    it has it, `sm` from which compute capability x 10 GPUs do."""
-
-    of: tuple[str, ...]
-    met: Callable
-    why: str
-    sm: int = 0
+VOLTA, AMPERE = 70, 80  # compute capability x 10: of a V100, an A100; a T4 has 75, an L4 89, an H100 90
+# What a machine must have for settings that meet one of the conditions `of`: what of a spec.Machine it `has`, what
+# besides where it is `on_gpu`, and the `sm` (compute capability x 10) from which GPUs have it. Inductor writes kernels
+# for Volta; the oldest that those of our own are compiled for in the tests is a T4.
+NEEDS = _table("needs.csv")
 
 
-VOLTA, TURING, AMPERE, ADA = 70, 75, 80, 89  # compute capability x 10: of a V100, a T4, an A100, an L4; an H100 has 90
-# Inductor writes kernels for Volta; the oldest that those of our own are compiled for in the tests is a T4.
-# fmt: off
-NEEDS = (
-    Need(("compile=cudagraphs|reduce-overhead", "attention=efficient", "fault=nvidia-smi-polling"),
-         lambda machine: machine.gpus > 0, "needs a CUDA GPU"),
-    Need(("attention=flash", "precision=*bf16"), lambda machine: machine.sm >= AMPERE,
-         "needs a GPU of compute capability 8.0 or newer (bf16 and FlashAttention)", AMPERE),
-    Need(("feed_forward=fp8", "loss=chunked-fp8"), lambda machine: machine.sm >= ADA,
-         "needs a GPU of compute capability 8.9 or newer (8-bit floats)", ADA),
-    Need(("attention=triton-*", "norms=fused", "loss=chunked*", "gelu=sigmoid", "optimizer=adamw-master*"),
-         lambda machine: not machine.gpus or (machine.compiler and machine.sm >= TURING),
-         "needs Triton where there is a GPU, and one of compute capability 7.5 or newer", TURING),
-    Need(("attention=triton-*",), lambda machine: not machine.gpus or machine.sm >= AMPERE,
-         "needs a GPU of compute capability 8.0 or newer (GEMMs in Triton)", AMPERE),
-    Need(("compile=inductor|regional",), lambda machine: machine.compiler,
-         "torch.compile needs a C++ compiler (g++), or Triton with a GPU", VOLTA),
-    Need(("optimizer=adamw-8bit", "base_quantization=nf4"), lambda machine: machine.bitsandbytes,
-         "needs the package bitsandbytes"),
-    Need(("parallel=deepspeed",), lambda machine: machine.deepspeed, "needs the package deepspeed"),
-    Need(("qat!=none",), lambda machine: machine.torchao, "needs the package torchao"),
-)
-# fmt: on
+def needs(settings: Settings) -> list[dict[str, str]]:
+    """The lines of NEEDS that are about these settings."""
+    return [need for need in NEEDS if any(_matches(settings, condition) for condition in need["of"].split())]
 
 
-def needs(settings: Settings) -> list[Need]:
-    """What a machine must have for these settings."""
-    return [need for need in NEEDS if any(_matches(settings, condition) for condition in need.of)]
+def unmet(settings: Settings, machine) -> str | None:
+    """The first of the needs that a spec.Machine does not meet, in words; None if it meets all."""
+    for need in needs(settings):
+        names = need["has"].split() + (need["on_gpu"].split() if machine.gpus else [])
+        if not all(getattr(machine, name) for name in names) or (machine.gpus and machine.sm < int(need["sm"])):
+            return need["why"]
+    return None
 
 
 def since(settings: Settings) -> int | None:
     """The compute capability x 10 from which GPUs run these settings; None for every one that PyTorch has."""
-    return max((need.sm for need in needs(settings)), default=0) or None
+    return max((int(need["sm"]) for need in needs(settings)), default=0) or None
 
 
 def main(args: argparse.Namespace) -> int:
@@ -324,5 +311,5 @@ def main(args: argparse.Namespace) -> int:
 def _as_json(variant: Variant) -> dict:
     settings = variant.settings
     own = {"family": variant.family, "settings": dataclasses.asdict(settings)}
-    needed = {"needs": [need.why for need in needs(settings)], "since": since(settings)}
+    needed = {"needs": [need["why"] for need in needs(settings)], "since": since(settings)}
     return dataclasses.asdict(variant) | own | needed

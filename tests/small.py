@@ -80,15 +80,13 @@ def pretend(spec: Spec, runs: str, pause: float = 0.0, status: str = "ok") -> No
         record.finish(run_dir, entry, status)
 
 
-def write_notebook(
-    path: Path, before: str = "", work: str = PRETEND, tag: str = "parameters", parameters: str = PARAMETERS
-) -> None:
+def write_notebook(path: Path, before: str = "", work: str = PRETEND) -> None:
     """A notebook with a parameters cell, a cell that makes the spec and then does `before`, and one that works."""
     import nbformat  # slow, and of no use in a kernel
 
     notebook = nbformat.v4.new_notebook()
-    notebook.cells = [nbformat.v4.new_code_cell(source) for source in (parameters, SPEC + before, work)]
-    notebook.cells[0].metadata["tags"] = [tag]
+    notebook.cells = [nbformat.v4.new_code_cell(source) for source in (PARAMETERS, SPEC + before, work)]
+    notebook.cells[0].metadata["tags"] = ["parameters"]
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(notebook, path)
 

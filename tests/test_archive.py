@@ -99,10 +99,10 @@ def test_an_archived_run_is_evidence_and_nobodys_own(runs, specs):
     ("spoil", "said"),
     [
         (lambda line: line[: len(line) // 2], "not readable as JSON"),
-        (lambda line: line.replace(record.SCHEMA, "qa_lib/2"), "not a record of 'qa_lib/3'"),
+        (lambda line: line.replace(record.SCHEMA, "qa_lib/2"), "schema 'qa_lib/2' is not known"),
         (lambda line: line.replace('"group":"cpu-smoke"', '"group":"h200-bench"'), "a record of group 'h200-bench'"),
         (lambda line: line.replace('"f1":81.5', '"f1":"fast"', 1), "quality.f1 is 'fast'"),
-        (lambda line: "[]", "not a record of"),
+        (lambda line: "[]", "schema None is not known"),
     ],
     ids=["cut", "schema", "group", "value", "list"],
 )

@@ -140,6 +140,8 @@ def test_a_family_notebook_begins_with_a_row_of_its_family(family):
     exec(tagged(path, "parameters")[0], values)
     assert find_variant(values["variant"]).family == family
     task = find_variant(values["variant"]).task
+    driven = {"variant", "preset", "seed", "data", "model", "runs", "micro_batch", "batch", "epochs", "learning_rate"}
+    assert driven | {"max_length"} <= values.keys(), "what a sweep passes; papermill would only warn, and run defaults"
     assert values["preset"] == {"qa": "smoke", "lm": "lm-smoke"}[task]
     (said,) = (cell.source for cell in read(path).cells if cell.source.startswith("What to run."))
     named = re.findall("`(.+?)`", said)

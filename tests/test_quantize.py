@@ -17,7 +17,7 @@ from qa_lib.errors import UserError
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.hf_checkpoint import QUANTIZED, SUMS
 from qa_lib.model.qat import WIDTHS, _pack, _unpack, is_rounding, quantize
-from qa_lib.record import SCORING, RunTaken, lock, read_quantized
+from qa_lib.record import QUANTIZED_SCHEMA, SCORING, RunTaken, document, lock
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.run.quantize import quantize_run
@@ -104,7 +104,7 @@ def test_what_is_saved_is_what_is_loaded(width, run, monkeypatch):
     assert torch.equal(logits(loaded), logits(model))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert answering_device(loaded) == "cpu" and answering_device(load_qa_model(run / "model")[0]) == "cuda"
-    found = read_quantized(run / f"model-{width}")
+    found = document(run / f"model-{width}" / "quantized.json", QUANTIZED_SCHEMA)
     assert found["width"] == width and found["data"]["n"] == 60
     assert found["after"]["weights_bytes"] == (run / f"model-{width}" / QUANTIZED).stat().st_size
     assert found["after"]["weights_bytes"] < 0.6 * found["before"]["weights_bytes"], "embeddings keep their 32 bits"

@@ -183,12 +183,6 @@ def test_a_link_to_a_file_stays_a_link(tmp_path):
     assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "new"
 
 
-def test_a_runs_folder_with_a_pipe_in_it_is_refused_before_anything_waits_for_it(tmp_path):
-    os.mkfifo(tmp_path / "log.txt")
-    with pytest.raises(record.RecordError, match=r"log\.txt: not a regular file"), record.lock(tmp_path):
-        pass
-
-
 def test_a_lock_empties_no_file_that_it_is_a_link_to(tmp_path):
     (tmp_path / "mine").write_text("text")
     (tmp_path / "run").mkdir()

@@ -345,7 +345,7 @@ def front(runs, monkeypatch):
     monkeypatch.setattr(readme, "PAGES", [Path("README.md")])
     blocks = "\n\n".join(f"<!-- {name} -->\n<!-- /{name} -->" for name in readme.BLOCKS)
     Path("README.md").write_text(f"# Title\n\n{blocks}\n\ntail\n")
-    write_archive(Path("runs"), "cpu-smoke", read_runs("runs", "cpu-smoke"))
+    write_archive(Path("runs/cpu-smoke.jsonl"), read_runs("runs", "cpu-smoke"))
     subprocess.run(["git", "init", "-q"], check=True)
     subprocess.run(["git", "add", "runs"], check=True)
     return Path("README.md")

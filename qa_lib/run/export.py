@@ -41,10 +41,8 @@ def figures_of(record: dict) -> dict[str, float]:
 
 def to_tensorboard(record: dict, steps: list[dict], folder: Path) -> None:
     """A run as a folder of event files: its steps as curves, its figures at its last step."""
-    writer = package("torch.utils.tensorboard", "tensorboard").SummaryWriter(
-        folder / record["group"] / record["run_id"]
-    )
-    with writer:
+    tensorboard = package("torch.utils.tensorboard", "tensorboard")
+    with tensorboard.SummaryWriter(folder / record["group"] / record["run_id"]) as writer:
         for line in steps:
             for name in STEP_VALUES:
                 if not math.isnan(line[name]):
@@ -56,9 +54,8 @@ def to_tensorboard(record: dict, steps: list[dict], folder: Path) -> None:
 def to_wandb(record: dict, steps: list[dict], folder: Path) -> None:
     """A run as an offline run of Weights & Biases: the spec as its config, its figures as its summary."""
     folder.mkdir(parents=True, exist_ok=True)
-    run = package("wandb", "wandb").init(
-        project=record["group"], name=record["run_id"], config=record["spec"], dir=folder, mode="offline"
-    )
+    names = {"project": record["group"], "name": record["run_id"]}
+    run = package("wandb", "wandb").init(**names, config=record["spec"], dir=folder, mode="offline")
     for line in steps:
         run.log({name: line[name] for name in STEP_VALUES if not math.isnan(line[name])}, step=int(line["step"]))
     run.summary.update(figures_of(record))

@@ -62,9 +62,8 @@ class Task:
 
 
 # Another task takes a loader in data/load.py, an evaluation in score/, a preset that names it, variants (Variant.task
-# says whose they are), and an entry here and in each of these: record.SCORING (the names of its scores), plan.SOURCES
-# (what opens its data), architectures.OF_TASK (the models that it trains), variants.BASELINES (the variant that its
-# others are compared with), tune.JUDGED (the score that a search goes by).
+# says whose they are), and an entry here and in each of these: tasks.toml (its scores, and what variants are compared
+# by), plan.SOURCES (what opens its data), architectures.OF_TASK (the models that it trains).
 TASKS = {
     "qa": Task(load_data, AutoModelForQuestionAnswering, evaluate.evaluate),
     "lm": Task(load_text, AutoModelForCausalLM, perplexity.evaluate),
@@ -80,19 +79,15 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
 
     `data` is what the task's `load` returns, for callers that have it already. A spec that cannot run here ends as
     `skipped`, one that runs out of memory as `oom`: both are results and return normally. Anything else that fails is
-    recorded as `error` and raised. Raises RunTaken while another process has the run, and UserError for a folder that
-    cannot be and for data and a model that are not those that the spec was planned with.
+    recorded as `error` and raised. Raises RunTaken while another process has the run, and UserError for data and
+    a model that are not those that the spec was planned with.
 
     A spec of several processes is given to torchrun, which works on it in each of them; the first has the record.
     """
-    if not isinstance(runs, str | os.PathLike) or not os.fspath(runs):
-        raise UserError(f"runs is {runs!r}, and not a folder")
     torchrun = torch.distributed.is_torchelastic_launched()
     started = int(os.environ["WORLD_SIZE"]) if torchrun else 1
     if started > 1 and spec.settings.parallel == "none":
-        raise UserError(
-            f"{spec.variant} trains in one process, and torchrun has started {started}: family P is for several"
-        )
+        raise UserError(f"{spec.variant} trains in one process, and torchrun has started {started}: see family P")
     # DeepSpeed asks for a launcher also of one process, and leaves the next Trainer of the process changed.
     several = spec.world > 1 or spec.settings.parallel == "deepspeed"
     if several and not spec.skip and not torchrun:
@@ -219,9 +214,8 @@ def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
                 return
             record.finish(run_dir, entry, "ok")
             # Checkpoints not believed or not written to their end, and faults of processes that were restarted.
-            kept = [Checkpoint.path_of(run_dir).with_suffix(end) for end in (".safetensors", ".refused", ".partial")]
-            for old in [*kept, *faults(run_dir)]:
-                old.unlink(missing_ok=True)
+            for old in [*run_dir.glob(f"{Checkpoint.path_of(run_dir).stem}.*"), *faults(run_dir)]:
+                old.unlink()
         except (Exception, KeyboardInterrupt) as problem:
             if isinstance(problem, KeyboardInterrupt) and entry["status"] in record.FINISHED:
                 record.write_record(run_dir, entry)  # it had its result when the signal came

@@ -160,8 +160,6 @@ class Launcher:
             self.stopped.wait(POLL_S)
             return None
         except (record.RecordError, OSError) as problem:
-            if self.stopped.is_set():
-                raise
             return self._lost(spec, run_dir, problem)
 
     def _lost(self, spec: Spec, run_dir: Path, problem: Exception) -> dict:
@@ -201,7 +199,6 @@ class Launcher:
             self.active.remove(spec)
             self._end(process, run_dir)
         with record.lock(run_dir):
-            scrub(run_dir)
             return judge(spec, run_dir, reason, process.returncode, time.monotonic() - begin)
 
     def _start(self, spec: Spec, run_dir: Path, env: dict[str, str], log: TextIO) -> subprocess.Popen | Forked:
@@ -250,19 +247,6 @@ def side_by_side(specs: list[Spec]) -> int:
     """How many runs at a time: one, but on a CPU as many as the cores allow where a run takes few of them."""
     threads = {spec.preset.threads and spec.preset.threads * spec.world for spec in specs if spec.hardware == "cpu"}
     return max(1, min(8, (os.cpu_count() or 1) // max(threads))) if threads and None not in threads else 1
-
-
-def scrub(run_dir: Path) -> None:
-    """Take this machine's folders out of a run's notebook and log, where warnings and tracebacks have put them."""
-    python = dict.fromkeys((sys.prefix, sys.base_prefix), "<python>")
-    places = {str(ROOT): ".", str(Path.home()): "~", "/usr/local": "<system>"} | python
-    for path in (run_dir / "notebook.ipynb", run_dir / "log.txt"):
-        if path.exists():
-            text = clean = path.read_text(encoding="utf-8", errors="replace")
-            for place in sorted({*places} - {"/"}, key=len, reverse=True):
-                clean = clean.replace(f"{place}/", f"{places[place]}/")
-            if clean != text:
-                record.write_atomically(path, clean)
 
 
 def judge(spec: Spec, run_dir: Path, reason: str | None, code: int, seconds: float) -> dict:

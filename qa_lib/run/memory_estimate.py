@@ -252,9 +252,8 @@ def _tokens(spec: Spec, samples) -> int:
 def gpu_of(sm: int) -> Machine:
     """A GPU of that compute capability with everything installed, for plans made where there is none."""
     backends = ("inductor", "aot_eager", "cudagraphs")
-    return Machine(
-        "gpu", gpus=1, sm=sm, backends=backends, bitsandbytes=True, deepspeed=True, torchao=True, compiler=True
-    )
+    installed = dict.fromkeys(("bitsandbytes", "deepspeed", "torchao", "compiler"), True)
+    return Machine("gpu", gpus=1, sm=sm, backends=backends, **installed)
 
 
 def predicted(runs: pd.DataFrame, model: str = "") -> pd.Series:

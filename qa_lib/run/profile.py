@@ -14,6 +14,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -83,14 +84,12 @@ class MemoryHooks(Hooks):
 
 def _timeline(entries: list[dict], base: int) -> list[tuple[float, float]]:
     """(ms, MiB allocated) over a step, of at most POINTS points that keep the highest of what they stand for."""
-    changes = {"alloc": 1, "free_completed": -1}
-    entries = [entry for entry in entries if entry["action"] in changes]
-    points, now = [], base
-    for entry in entries:
-        now += changes[entry["action"]] * entry["size"]
-        points.append(((entry["time_us"] - entries[0]["time_us"]) / 1e3, now / MIB))
-    every = max(1, -(-len(points) // POINTS))
-    return [max(points[i : i + every], key=lambda point: point[1]) for i in range(0, len(points), every)]
+    signs = {"alloc": 1, "free_completed": -1}
+    changes = pd.DataFrame([entry for entry in entries if entry["action"] in signs])
+    ms = (changes["time_us"] - changes["time_us"].min()) / 1e3
+    mib = (base + (changes["action"].map(signs) * changes["size"]).cumsum()) / MIB
+    highest = mib.groupby(np.arange(len(mib)) // -(-len(mib) // POINTS)).idxmax()
+    return list(zip(ms[highest].round(3), mib[highest].round(1), strict=True))
 
 
 def _train(spec: Spec, steps: int, data, device, hooks: Hooks):
@@ -185,24 +184,21 @@ def _memory(spec: Spec, data, device) -> dict:
     torch.cuda.empty_cache()
     hooks = MemoryHooks(6)
     model, optimizer, _ = _train(spec, hooks.at, data, device, hooks)
-    lasting = memory_use(model, optimizer, device)
+    lasting = dataclasses.asdict(memory_use(model, optimizer, device))
     activations, reserved = hooks.kept / MIB, hooks.reserved / MIB
     at_peak = max(hooks.peaks, key=hooks.peaks.get)
     peak = hooks.peaks[at_peak] / MIB
     # In the optimizer's phase the activations are gone and the gradients complete.
-    held = lasting.grads_mib if at_peak == "optimizer" else activations
-    return {
-        "params_mib": lasting.params_mib,
-        "optimizer_mib": lasting.optimizer_mib,
-        "grads_mib": lasting.grads_mib,
+    held = lasting["grads_mib"] if at_peak == "optimizer" else activations
+    return {name: lasting[name] for name in ("params_mib", "optimizer_mib", "grads_mib")} | {
         "activations_mib": activations,
-        "workspace_mib": max(0.0, peak - lasting.params_mib - lasting.optimizer_mib - held),
+        "workspace_mib": max(0.0, peak - lasting["params_mib"] - lasting["optimizer_mib"] - held),
         "peak_mib": peak,
         "peak_phase": at_peak,
         "reserved_mib": reserved,
         "fragmentation_mib": max(0.0, reserved - peak),
         "phases": {name: value / MIB for name, value in hooks.peaks.items()},
-        "timeline": [[round(ms, 3), round(mib, 1)] for ms, mib in hooks.timeline],
+        "timeline": hooks.timeline,
     }
 
 

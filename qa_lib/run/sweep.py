@@ -7,12 +7,10 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
@@ -34,19 +32,6 @@ NOT_BEGUN = "not begun"  # of a run without a record
 def notebook_of(variant: str) -> Path:
     """The notebook of a variant's family, relative to the repository."""
     return Path("notebooks", f"{FAMILIES[find_variant(variant).family]}.ipynb")
-
-
-def check_notebook(path: Path, parameters: Iterable[str]) -> None:
-    """Raises UserError for a notebook that would not take the parameters: papermill would run its defaults."""
-    try:
-        cells = json.loads((ROOT / path).read_text(encoding="utf-8"))["cells"]
-        tagged = ["".join(cell["source"]) for cell in cells if "parameters" in cell["metadata"].get("tags", [])]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise UserError(f"{path}: not a readable notebook ({problem})") from problem
-    if len(tagged) != 1:
-        raise UserError(f"{path}: {len(tagged)} cells are tagged 'parameters', and exactly one must be")
-    if absent := sorted(set(parameters) - set(re.findall(r"^(\w+) *=", tagged[0], re.M))):
-        raise UserError(f"{path}: its parameters cell does not set {', '.join(absent)}")
 
 
 def notebook_command(spec: Spec, runs: Path) -> list[str]:
@@ -80,9 +65,6 @@ def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -
     Says first what there is to do, then when each run starts and ends and how long is left, and at the end, however it
     ends, how every run stands. Last comes the command `on_finish`.
     """
-    given = [(notebook_of(spec.variant), notebook_parameters(spec, launcher.runs)) for spec in specs]
-    for notebook, names in dict.fromkeys((notebook, tuple(parameters)) for notebook, parameters in given):
-        check_notebook(notebook, names)
     todo = [spec for spec in specs if not launcher.is_finished(spec)]
     done = before = len(specs) - len(todo)
     print(f"sweep: {len(specs)} runs, {done} finished, {len(todo)} to run", flush=True)
@@ -159,7 +141,7 @@ def progress_of(run_dir: Path) -> tuple[int, int | None]:
         with open(run_dir / "steps.jsonl", "rb") as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - 400))
             return int(json.loads(stream.read().splitlines()[-1])["step"]), planned
-    except (record.RecordError, OSError, ValueError, LookupError, TypeError):
+    except (record.RecordError, OSError, ArithmeticError, ValueError, LookupError, TypeError):
         return 0, None
 
 

@@ -57,13 +57,9 @@ def run_processes(spec: Spec, runs: str | Path, say=print) -> dict:
         # So that processes that die before their first line leave no older result standing.
         record.write_record(run_dir, record.new_record(spec, environment()) | {"status": record.STARTING})
     threads = spec.preset.threads or max(1, (os.cpu_count() or 1) // spec.world)
-    process = subprocess.Popen(
-        call("qa_lib.run.torchrun:supervise", spec, runs),
-        env=child_env(threads=threads) | {"PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command, env = call("qa_lib.run.torchrun:supervise", spec, runs), child_env(threads=threads)
+    env["PYTHONUNBUFFERED"] = "1"
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     reason = "its processes ended before the run did"
     try:
         with with_driver():

@@ -17,11 +17,7 @@ from qa_lib.record import FINISHED, SCORING
 from qa_lib.run.launch import Launcher, probe, say_idle
 from qa_lib.run.plan import plan
 from qa_lib.spec import Spec
-
-JUDGED = {  # task -> value of `quality` by which points are compared, its name
-    "qa": ("best_f1", "F1 at the best threshold"),
-    "lm": (SCORING["lm"].metric, SCORING["lm"].label),
-}
+from qa_lib.variants import TASKS
 
 
 def points(specs: list[Spec], rates: list[float], trainables: list[str]) -> list[Spec]:
@@ -53,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
     preset = specs[0].preset
     if not preset.quality:
         raise UserError(f"preset {args.preset!r} measures no quality, by which points are compared")
-    metric, label = JUDGED[preset.task]
+    metric, label = TASKS[preset.task]["tuned_by"], TASKS[preset.task]["tuned_label"]
 
     def report(point: Spec, entry: dict) -> None:
         result = f"{entry['status']}, {entry['error']['message']}"
@@ -63,8 +59,8 @@ def main(args: argparse.Namespace) -> int:
 
     trials = points(specs, args.learning_rate, args.trainable)
     launcher = Launcher(args.runs, machine, env, args.gpus, share=True, time_limit_s=args.time_limit)
-    entrials = launcher.run_all(trials, report)
-    scores = [entry["quality"][metric] if entry["status"] == "ok" else None for entry in entrials]
+    entries = launcher.run_all(trials, report)
+    scores = [entry["quality"][metric] if entry["status"] == "ok" else None for entry in entries]
     found = pd.DataFrame({"variant": [each.variant for each in trials], "point": map(name_of, trials), "score": scores})
     for variant, own in found.astype({"score": float}).groupby("variant", sort=False):
         # Over seeds, of points that have them all.
@@ -75,4 +71,4 @@ def main(args: argparse.Namespace) -> int:
             best = means.idxmax() if SCORING[preset.task].higher_is_better else means.idxmin()
             print(f"{variant}, best: {best}, {label} {means[best]:.2f}")
     # A rate too high for one point says nothing about the others.
-    return 0 if all(entry["status"] in FINISHED for entry in entrials) else 1
+    return 0 if all(entry["status"] in FINISHED for entry in entries) else 1

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from qa_lib.record import read_quantized, read_record, run_files
+from qa_lib.record import QUANTIZED_SCHEMA, document, read_record, run_files
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ def _of_run(folder: Path) -> Choice | None:
         spec, quality, width = record["spec"], record["quality"], ""
         if record["status"] != "ok" or record["task"]["name"] != "qa":
             return None
-        if (folder / "quantized.json").is_file():  # whose answers are others
-            quantized = read_quantized(folder)
+        if (found := folder / "quantized.json").is_file():  # whose answers are others
+            quantized = document(found, QUANTIZED_SCHEMA)
             quality, width = quantized["after"], f" · {quantized['width']}"
         name = f"{spec['variant']}-s{spec['seed']}{width} · {spec['preset']['name']} · F1 {quality['best_f1']:.1f}"
         synthetic = str(record["data"]["name"]).startswith("synthetic")
