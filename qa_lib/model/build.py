@@ -24,6 +24,14 @@ from qa_lib.variants import Recipe, Settings
 
 ALIGN = 64  # tokens of a vocabulary are made a multiple of this
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+CHANGES = (  # setting, value, and what it does to a model; in this order, since some build on what others have left
+    ("qkv", "fused", fuse_projections),
+    ("attention", "triton-varlen", use_short_attention),  # leaves itself the bias of the fused projections
+    ("dropout", "hash", use_hash_dropout),
+    ("norms", "fused", use_fused_norms),  # computes the bits of that dropout itself
+    ("gelu", "sigmoid", use_sigmoid_gelu),
+    ("feed_forward", "fp8", use_float8),  # takes linear layers as the two before have left them: with or without a bias
+)
 
 
 def build_model(spec: Spec, head: type = AutoModelForQuestionAnswering) -> torch.nn.Module:
@@ -43,23 +51,14 @@ def build_model(spec: Spec, head: type = AutoModelForQuestionAnswering) -> torch
 
 
 def _transform(model: torch.nn.Module, settings: Settings) -> None:
-    """Change of a model in place what the settings say. The order matters: some build on what others have left."""
+    """Change of a model in place what the settings say."""
     if settings.activation_checkpointing is True:
         # transformers 5.23 renames it, and warns of the old name.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
-    if settings.qkv == "fused":
-        fuse_projections(model)
-    if settings.attention == "triton-varlen":  # leaves itself the bias of the fused projections
-        use_short_attention(model)
-    if settings.dropout == "hash":
-        use_hash_dropout(model)
-    if settings.norms == "fused":  # computes the bits of that dropout itself
-        use_fused_norms(model)
-    if settings.gelu == "sigmoid":
-        use_sigmoid_gelu(model)
-    if settings.feed_forward == "fp8":  # takes linear layers as the two before have left them: with or without a bias
-        use_float8(model)
+    for name, value, change in CHANGES:
+        if getattr(settings, name) == value:
+            change(model)
     if settings.qat != "none":
         use_rounding(model, settings.qat)
     if settings.base_quantization == "nf4":

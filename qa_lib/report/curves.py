@@ -66,10 +66,8 @@ def fit(part: pd.DataFrame) -> tuple[float, float, float]:
     part = part.dropna(subset=["gib", "tokens"])
     if part["tokens"].nunique() < 3:
         return math.nan, math.nan, math.nan
-    lines = np.column_stack([np.ones(len(part)), part["tokens"]])
-    weights = 1 / part["gib"].to_numpy()
-    (fixed, each), *_ = np.linalg.lstsq(lines * weights[:, None], np.ones(len(part)), rcond=None)
-    miss = np.abs(lines @ (fixed, each) * weights - 1).max()
+    each, fixed = np.polyfit(part["tokens"], part["gib"], 1, w=1 / part["gib"])
+    miss = ((fixed + each * part["tokens"]) / part["gib"] - 1).abs().max()
     return float(fixed), float(each * 2**20), float(miss)
 
 

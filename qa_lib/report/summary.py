@@ -37,17 +37,16 @@ def average(values: pd.DataFrame, keys: Iterable) -> pd.DataFrame:
     return groups.mean().join(interval(groups).add_suffix("±")).assign(n=groups.size())
 
 
-def summary(runs: pd.DataFrame, by: Iterable[str] = AXES) -> pd.DataFrame:
-    """A group's runs, averaged over seeds: a line for each variant and value of the axes `by`, in the order of the
-    variants table.
+def summary(runs: pd.DataFrame) -> pd.DataFrame:
+    """A group's runs, averaged over seeds: a line for each variant and value of the AXES, in the order of the variants
+    table.
 
     Columns: AXES, TASK, variant, family, change, status, note, n (runs that ended ok) and, over these, MEASURES, mfu
     and `score` with their intervals (`<name>±`). Against the baseline under the same values: ratio, of samples/s, with
     `ratio±` over equal seeds where both have the same ones; delta, the score minus the baseline's, with `delta±` over
     the seeds that both have; break_even (optimizer steps after which compilation is made up for; inf: never).
     """
-    by = list(by)
-    runs = runs.assign(cell=runs.groupby(by, dropna=False).ngroup(), variant=runs["spec.variant"])
+    runs = runs.assign(cell=runs.groupby([*AXES], dropna=False).ngroup(), variant=runs["spec.variant"])
     done = runs[runs["status"] == "ok"]
     values = _measured(done).set_index(pd.MultiIndex.from_frame(done[["cell", "variant", "spec.seed"]]))
     base = values[values.index.get_level_values("variant") == baseline(runs)].droplevel("variant")
