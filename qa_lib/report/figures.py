@@ -66,11 +66,6 @@ def speed_finding(lines: pd.DataFrame) -> str:
     return said
 
 
-def in_words(names) -> list[str]:
-    """Names of variants with what each is for, as the labels of bars."""
-    return [style.wrap(f"{name}: {VARIANTS[name].why}" if name in VARIANTS else name, 48) for name in names]
-
-
 def fig_ladder(runs: pd.DataFrame) -> Figure:
     """Training speed rung by rung, with its factors to the baseline and to the variant that it changes; then the
     Trainer's."""
@@ -93,7 +88,7 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
         axis.text(0, height, " " + textwrap.shorten(note or "not measured", 60), va="center", fontsize=8)
     factors = {f"× {baseline(runs)}": shown["ratio"].map(number), "× variant above": _gains(shown)}
     style.columns(axis, {"samples/s": speed.map(number)} | factors | {"n": shown["n"].map(str)})
-    style.name_bars(axis, in_words(shown["variant"]))
+    style.name_bars(axis, [style.wrap(f"{name}: {VARIANTS[name].why}", 48) for name in shown["variant"]])
     axis.set(xlabel="samples/s in training (longer is faster)", xlim=(0, 1.05 * speed.max()))
     style.legend(axis)
     return figure

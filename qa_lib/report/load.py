@@ -7,7 +7,6 @@ is an axis (AXES). Ratios hold only between runs that agree in every axis.
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from qa_lib.archive import read_runs, say_left_out
@@ -230,6 +229,6 @@ def is_parallel(variants: pd.Series) -> pd.Series:
     return variants.map({name: variant.settings.parallel != "none" for name, variant in VARIANTS.items()}).eq(True)
 
 
-def trains_all(variants: pd.Series) -> np.ndarray:
+def trains_all(variants: pd.Series) -> pd.Series:
     """Which variants train every parameter."""
-    return np.array([name in VARIANTS and VARIANTS[name].settings.trainable == "all" for name in variants], dtype=bool)
+    return variants.map({name: variant.settings.trainable == "all" for name, variant in VARIANTS.items()}).eq(True)

@@ -1,7 +1,7 @@
 """What the notebooks over one run say: a misspelt parameter, and what the run came to."""
 
-import ast
 import json
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -17,10 +17,7 @@ def check_parameters(cells: Sequence[str]) -> None:
     only warns. `cells` are those run so far, IPython's `In`: papermill puts its own right after the parameters."""
     for parameters, injected in pairwise(cells):
         if injected.startswith("# Parameters\n"):
-            known, given = (
-                [target.id for line in ast.parse(cell).body for target in line.targets]
-                for cell in (parameters, injected)
-            )
+            known, given = (re.findall(r"(?m)^(\w+) = ", cell) for cell in (parameters, injected))
             for name in given:
                 if name not in known:
                     raise UnknownName(nearest("parameter", name, known))
@@ -40,7 +37,8 @@ def result(record: dict, runs: str | Path, examples: Sequence = (), count: int =
         "MiB of GPU memory at the peak": number(record["memory"]["peak_alloc_mib"]),
         "s in all": number(time["wall_s"]),
     }
-    said = " · ".join(f"**{value}** {name}" for name, value in measured.items() if value != MISSING)
+    said = f"{record['run_id']}: "
+    said += " · ".join(f"**{value}** {name}" for name, value in measured.items() if value != MISSING)
     folder = Path(runs, record["group"], record["run_id"], "answers")
     answers, written = folder / "predictions.json", folder / "continuations.json"
     if written.exists():

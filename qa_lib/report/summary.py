@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import pandas as pd
 
 from qa_lib.report.format import MISSING, compact, count, gain, number, percent, points, written
-from qa_lib.report.load import AXES, TASK, baseline, found_compiled, in_order, numbers, place, select, usual
+from qa_lib.report.load import AXES, TASK, baseline, found_compiled, numbers, place, select
 from qa_lib.report.stats import interval
 from qa_lib.variants import BASELINES, VARIANTS
 
@@ -188,14 +188,3 @@ def family_table(runs: pd.DataFrame, group: str, variant: str) -> pd.DataFrame:
     family = set(lines.loc[lines["family"] == VARIANTS[variant].family, "variant"])
     parents = {VARIANTS[name].parent for name in family if name in VARIANTS}
     return result_table(lines[lines["variant"].isin(family | parents | {baseline(lines)})])
-
-
-def cold_costs(runs: pd.DataFrame) -> pd.DataFrame:
-    """Seconds of a run that found nothing compiled and was not resumed, the mean of each variant's, by part; of the
-    usual conditions. Indexed by variant in table order: preparing, compiling, training, scoring, wall; n."""
-    runs = usual(runs)
-    whole = runs[runs["time.wall_s"].notna() & runs["time.resumed_from_step"].isna() & ~found_compiled(runs)]
-    parts = {"preparing": "prepare", "compiling": "compile", "training": "train", "scoring": "eval", "wall": "wall"}
-    seconds = numbers(whole, {part: f"time.{name}_s" for part, name in parts.items()}).fillna(0.0)
-    seconds["training"] -= seconds["compiling"]
-    return in_order(average(seconds, [whole["spec.variant"].rename("variant")]))[[*parts, "n"]]
