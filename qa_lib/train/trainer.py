@@ -79,7 +79,6 @@ def train(
     trainer.add_callback(_Steps(trainer, meter, log, hooks or Hooks(), polls))
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    meter.stop()
     # What was called in each step, whatever was asked for; inside what torch.compile puts around it.
     trained = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)
     ranks.wrapper = None if trained is model else type(trained).__name__
