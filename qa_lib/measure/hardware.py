@@ -86,9 +86,7 @@ def this_machine() -> Machine:
         gpus=gpus,
         sm=sm,
         backends=tuple(torch._dynamo.list_backends(exclude_tags=())),
-        bitsandbytes=_version("bitsandbytes") is not None,
-        deepspeed=_version("deepspeed") is not None,
-        torchao=_version("torchao") is not None,
+        **{package: _version(package) is not None for package in ("bitsandbytes", "deepspeed", "torchao")},
         compiler=_version("triton") is not None and sm >= VOLTA if gpus else compiler,
     )
 
