@@ -123,15 +123,12 @@ def fig_run(record: dict, runs: str | Path) -> Figure:
 def profiles(runs: pd.DataFrame) -> pd.DataFrame:
     """The profiles beside the runs of a group, in table order: variant, micro_batch, name, profile, and the peak of its
     memory beside the run's, peak_mib and recorded_mib. Raises NotMeasured if there is none."""
-    lines = []
-    for run in runs[["spec.variant", "micro_batch", "memory.peak_alloc_mib", "run"]].to_dict("records"):
-        if profile := run["run"].profile():
-            peak = (profile["memory"] or {}).get("peak_mib")
-            lines.append((run["spec.variant"], run["micro_batch"], profile, peak, run["memory.peak_alloc_mib"]))
-    if not lines:
+    found = runs.rename(columns={"spec.variant": "variant", "memory.peak_alloc_mib": "recorded_mib"})
+    found = found.assign(profile=[run.profile() for run in runs["run"]]).dropna(subset="profile")
+    if found.empty:
         raise NotMeasured("no run of this group has a profile: python -m qa_lib profile VARIANT --preset S makes one")
-    found = pd.DataFrame(lines, columns=["variant", "micro_batch", "profile", "peak_mib", "recorded_mib"])
     found = found.sort_values("variant", key=place, kind="stable").reset_index(drop=True)
+    found["peak_mib"] = [(profile["memory"] or {}).get("peak_mib") for profile in found["profile"]]
     several = found["micro_batch"].nunique() > 1
     sizes = found["micro_batch"].map(", micro-batch {}".format) if several else ""
     return found.assign(name=found["variant"] + sizes)

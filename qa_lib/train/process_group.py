@@ -4,6 +4,7 @@ What they do to a step's gradients is in parallel.py, and in pipeline.py and ten
 what each measures meanwhile is in grad_noise.py.
 """
 
+from contextlib import AbstractContextManager
 from datetime import timedelta
 
 import torch
@@ -17,7 +18,7 @@ SILENCE = timedelta(minutes=5)  # after which a process that waits for the other
 TURN = timedelta(days=30)  # a run may wait so long for other runs on its GPUs
 
 
-class ProcessGroup:
+class ProcessGroup(AbstractContextManager):
     """The processes of a run, as torchrun started them, seen from one of them; or this process alone.
 
     `rank` counts from 0 to `world` - 1. The first alone writes record, steps.jsonl and checkpoint. `join` makes the
@@ -70,9 +71,6 @@ class ProcessGroup:
                 # So that NCCL connects now: it could not while a graph is captured.
                 device_id=self.device if self.backend == "nccl" else None,
             )
-
-    def __enter__(self) -> "ProcessGroup":
-        return self
 
     def __exit__(self, kind, *_) -> None:
         if dist.is_initialized() and kind is None:  # after an error the others may never come to the end
