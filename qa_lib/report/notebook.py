@@ -11,6 +11,8 @@ import pandas as pd
 from qa_lib.report.format import MISSING, markdown, number, points
 from qa_lib.variants import UnknownName, nearest
 
+SHOWN = 5  # questions
+
 
 def check_parameters(cells: Sequence[str]) -> None:
     """Raises UnknownName for a parameter that papermill was given and the notebook does not have, of which papermill
@@ -23,7 +25,7 @@ def check_parameters(cells: Sequence[str]) -> None:
                     raise UnknownName(nearest("parameter", name, known))
 
 
-def result(record: dict, runs: str | Path, examples: Sequence = (), count: int = 5) -> str:
+def result(record: dict, runs: str | Path, examples: Sequence = ()) -> str:
     """As Markdown: the score, speed and memory of the run that `record` is of, below the folder `runs`; and its answers
     to the first of the validation questions `examples`, where it answered any, or how it continued a text."""
     if record["status"] != "ok":
@@ -46,14 +48,10 @@ def result(record: dict, runs: str | Path, examples: Sequence = (), count: int =
     if not examples or not answers.exists():
         return said
     given = json.loads(answers.read_text(encoding="utf-8"))
-    table = pd.DataFrame([
-        {
-            "question": example.question,
-            "answer": given[example.id] or "(no answer)",
-            "gold": example.answers[0][0] if example.answers else "(no answer)",
-        }
-        for example in examples[:count]
-    ])  # fmt: skip
+    shown, none = examples[:SHOWN], "(no answer)"
+    table = pd.DataFrame({"question": [example.question for example in shown]})
+    table["answer"] = [given[example.id] or none for example in shown]
+    table["gold"] = [example.answers[0][0] if example.answers else none for example in shown]
     return f"{said}\n\n{markdown(table)}"
 
 
