@@ -66,7 +66,7 @@ def nvtx(name: str):
 
 
 class Stopwatch:
-    """Seconds since construction, on the device's own clock."""
+    """Marks moments on the device's own clock, the first when it is made; `elapsed` tells the time between two."""
 
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
@@ -80,13 +80,9 @@ class Stopwatch:
         return event
 
     def lap(self):
-        """Mark this moment without waiting for the device."""
+        """Mark this moment without waiting for the device: the mark before it, and this one."""
         previous, self.begin = self.begin, self._mark()
         return previous, self.begin
-
-    def seconds(self) -> float:
-        """Wait for the device; seconds since construction or the last lap."""
-        return elapsed(self.lap())
 
 
 def elapsed(lap) -> float:
