@@ -37,14 +37,10 @@ class ProcessGroup(AbstractContextManager):
             self.store, self.rank, self.world = next(rendezvous("env://"))
         if device.type == "cuda":
             torch.cuda.set_device(device)
-
-    @property
-    def first(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def backend(self) -> str:
-        return "nccl" if self.device.type == "cuda" else "gloo"
+        self.first = self.rank == 0
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        # How a reduction averages; where it can only add up, what it gives must be divided.
+        self.average = dist.ReduceOp.AVG if self.backend == "nccl" else dist.ReduceOp.SUM
 
     def start(self) -> None:
         """All processes call this: the first, which holds the GPUs by then, releases the others, which wait for it."""
@@ -79,11 +75,6 @@ class ProcessGroup(AbstractContextManager):
     def local_micro_batches(self, micro_batches: list) -> list:
         """This process's share of a step's micro-batches."""
         return micro_batches[self.rank * self.replicas // self.world :: self.replicas]
-
-    @property
-    def average(self) -> dist.ReduceOp:
-        """How a reduction averages; where it can only add up, what it gives must be divided."""
-        return dist.ReduceOp.AVG if self.backend == "nccl" else dist.ReduceOp.SUM
 
     def mean(self, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
         """The tensor, averaged in place over all processes, or over those of a group."""
