@@ -10,7 +10,7 @@ from qa_lib.errors import UserError
 from qa_lib.kernels.linear_cross_entropy import linear_cross_entropy
 from qa_lib.model.build import apply_recipe
 from qa_lib.model.fused_blocks import use_hash_dropout, use_sigmoid_gelu
-from qa_lib.model.fused_decoder import use_fused_decoder
+from qa_lib.model.fused_decoder import check_fused_decoder, use_causal_attention, use_fused_decoder
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.gpt2 import GPT2
 from qa_lib.train.compile import ChunkedLossOf, LossOf
@@ -28,6 +28,14 @@ def decoder(dropout=0.0, seed=0):
     return model.train()
 
 
+def with_fused_pass(model, variant):
+    use_hash_dropout(model)
+    use_fused_decoder(model)
+    if VARIANTS[variant].settings.attention == "triton-causal":
+        use_causal_attention(model)
+    return model
+
+
 def losses_and_gradients(run, model, inputs):
     loss = run(**inputs)
     loss.backward()
@@ -42,9 +50,7 @@ def windows():
 
 @pytest.mark.parametrize("variant", ["L-norm", "L-attention"])
 def test_the_fused_pass_is_transformers_own(windows, variant):
-    native, fused = decoder(), decoder()
-    use_hash_dropout(fused)
-    use_fused_decoder(fused, VARIANTS[variant].settings)
+    native, fused = decoder(), with_fused_pass(decoder(), variant)
     use_sigmoid_gelu(fused)
     wanted, found = (losses_and_gradients(LossOf(model), model, windows) for model in (native, fused))
     in_parts = losses_and_gradients(ChunkedLossOf(other := decoder()), other, windows)
@@ -59,9 +65,7 @@ def test_the_fused_pass_is_transformers_own(windows, variant):
 
 @pytest.mark.parametrize("variant", ["L-norm", "L-attention"])
 def test_the_fused_pass_drops_out_and_by_new_bits_of_another_seed(windows, variant):
-    fused = decoder(0.5)
-    use_hash_dropout(fused)
-    use_fused_decoder(fused, VARIANTS[variant].settings)
+    fused = with_fused_pass(decoder(0.5), variant)
     torch.manual_seed(0)
     first, again = (torch.manual_seed(0) and LossOf(fused)(**windows).item() for _ in range(2))
     for module in fused.modules():
@@ -76,7 +80,7 @@ def test_the_fused_pass_drops_out_and_by_new_bits_of_another_seed(windows, varia
 )
 def test_what_calls_layers_one_by_one_is_refused(changed, named):
     with pytest.raises(UserError, match=f"take {named} 'sdpa|take {named} 'none"):
-        use_fused_decoder(decoder(), Settings(**{"attention": "sdpa", **changed}))
+        check_fused_decoder(Settings(**{"attention": "sdpa", **changed}))
 
 
 def test_adapters_are_refused_where_their_linear_layers_are_fused():

@@ -1,8 +1,6 @@
-"""How busy the GPU is: NVML asked beside the measured steps, on a GPU that is pretended."""
+"""How busy the GPU is: NVML asked between the measured steps, on a GPU that is pretended."""
 
 import sys
-import threading
-import time
 import types
 
 import numpy as np
@@ -10,7 +8,7 @@ import pytest
 import torch
 
 from qa_lib.measure import meter as meters
-from qa_lib.measure.meter import Meter, memory_use, sample_utilisation
+from qa_lib.measure.meter import Meter, memory_use
 
 GPU = torch.device("cuda", 1)
 LENGTHS = np.array([8, 8])
@@ -53,7 +51,6 @@ def pretend(monkeypatch):
             monkeypatch.setattr(torch.cuda, name, lambda: None)
         clock = meters.Stopwatch
         monkeypatch.setattr(meters, "Stopwatch", lambda _: clock(torch.device("cpu")))
-        monkeypatch.setattr(meters, "SAMPLE_S", 0.01)
         meters._nvml.cache_clear()
         return nvml
 
@@ -61,35 +58,19 @@ def pretend(monkeypatch):
     meters._nvml.cache_clear()
 
 
-def samplers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if getattr(thread, "_target", None) is sample_utilisation]
-
-
-def until(condition) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_the_own_gpu_is_sampled_from_the_warm_ups_end_until_the_last_step(pretend):
+def test_the_own_gpu_is_asked_at_the_end_of_each_measured_stretch(pretend):
     nvml = pretend(NVML())
-    meter = Meter(GPU, warm_up=2)
-    meter.step(LENGTHS, LENGTHS)
-    assert not samplers()
-    meter.step(LENGTHS, LENGTHS)
-    (thread,) = samplers()
-    assert thread.daemon and set(nvml.handles) == {"GPU-a-uuid"}
-    until(lambda: meter.samples)
-    meter.step(LENGTHS, LENGTHS)
-    meter.stop()
-    until(lambda: not samplers())
-    seen = len(meter.samples)
+    meter = Meter(GPU, warm_up=1)
+    for _ in range(3):  # the first is the warm-up
+        meter.step(LENGTHS, LENGTHS)
+        meter.flush()
+        meter.resume()
+    assert meter.samples == [0.75, 0.75] and set(nvml.handles) == {"GPU-a-uuid"}
     assert meter.speed(FREE, 1.0).gpu_busy == 0.75
-    assert len(meter.samples) == seen
+    assert meter.samples == [0.75, 0.75]
 
 
-def test_pauses_between_steps_cost_no_energy_and_are_not_sampled(pretend):
+def test_pauses_between_steps_cost_no_energy(pretend):
     """A checkpoint, say, between `flush` and `resume`."""
     nvml = pretend(NVML())
     meter = Meter(GPU, warm_up=1)
@@ -103,12 +84,8 @@ def test_pauses_between_steps_cost_no_energy_and_are_not_sampled(pretend):
         if paused:
             meter.flush()
             spend(paused)
-            looks, seen = nvml.looks, len(meter.samples)
-            time.sleep(0.05)  # five times as long as between two looks
-            assert len(meter.samples) <= seen + 1, "one may have been on its way"
             meter.resume()
-            until(lambda looks=looks: nvml.looks < looks)
-    meter.stop()
+    meter.flush()
     spend(9000)
     assert meter.step_ms().n == 2
     assert meter.joules_per_sample() == pytest.approx(0.8 / 4)
@@ -122,17 +99,7 @@ def test_an_energy_counter_that_falls_silent_ends_the_energy_and_not_the_run(pre
         meter.step(LENGTHS, LENGTHS)
         meter.flush()
         meter.resume()
-    meter.stop()
     assert meter.joules_per_sample() is None
-
-
-def test_a_run_that_fails_is_sampled_no_more(pretend):
-    pretend(NVML())
-    meter = Meter(GPU, warm_up=1)
-    meter.step(LENGTHS, LENGTHS)
-    assert samplers()
-    del meter
-    until(lambda: not samplers())
 
 
 @pytest.mark.parametrize(("looks", "samples"), [(3, [0.75, 0.75]), (0, [])])
@@ -140,10 +107,11 @@ def test_a_gpu_that_falls_silent_ends_the_samples_and_not_the_run(looks, samples
     """The first look is to see whether it answers."""
     pretend(NVML(looks))
     meter = Meter(GPU, warm_up=1)
-    meter.step(LENGTHS, LENGTHS)
-    until(lambda: not samplers())
+    for _ in range(5):
+        meter.step(LENGTHS, LENGTHS)
+        meter.flush()
+        meter.resume()
     assert meter.samples == samples
-    meter.step(LENGTHS, LENGTHS)
     assert meter.speed(FREE, 1.0).gpu_busy == (0.75 if samples else None)
 
 

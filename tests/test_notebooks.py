@@ -323,7 +323,7 @@ def test_a_result_shows_what_was_measured_and_some_answers(tmp_path):
     }  # fmt: skip
     examples = [SimpleNamespace(id="a", question="who ?", answers=(("alice", 3),)),
                 *(SimpleNamespace(id=str(n), question="what ?", answers=()) for n in range(9))]  # fmt: skip
-    assert result(record, tmp_path, examples) == "**98.50** F1 · **120** samples/s · **9.00** s in all"
+    assert result(record, tmp_path, examples) == "A1-s0-x: **98.50** F1 · **120** samples/s · **9.00** s in all"
     folder = tmp_path / "cpu-smoke" / "A1-s0-x" / "answers"
     folder.mkdir(parents=True)
     (folder / "predictions.json").write_text(json.dumps({example.id: "" for example in examples} | {"a": "bob"}))

@@ -283,7 +283,7 @@ def test_the_others_wait_until_the_first_has_its_turn():
     store = torch.distributed.HashStore()
     first, second = ProcessGroup(torch.device("cpu")), ProcessGroup(torch.device("cpu"))
     first.store = second.store = store
-    second.rank = 1
+    second.rank, second.first = 1, False
     waiting = threading.Thread(target=second.start)
     waiting.start()
     time.sleep(0.3)

@@ -309,8 +309,6 @@ def sha256_of(path: Path) -> str:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
-    except ValueError as error:  # a name of half characters
-        raise DataError(f"{str(path)!a}: {error}") from None
 
 
 def hash_files(paths: Iterable[Path]) -> str:

@@ -4,32 +4,14 @@ The question's first word names a kind of phrase (who, where, when, what); a par
 kind between filler words, and a third of the questions ask for a kind that is absent. Learnable, and not by position.
 """
 
+import json
 import random
+from pathlib import Path
 
-_PHRASES = {
-    "who": (
-        "alice boris clara david elena farid greta henry irene jonas".split(),
-        "archer baker carter dyer fisher mason miller potter smith turner".split(),
-    ),
-    "where": (
-        "north south east west upper lower old new inner outer".split(),
-        "bergen cairo delhi lisbon lyon osaka porto quito turin vienna".split(),
-    ),
-    "when": (
-        "january march april june july august october november december".split(),
-        [str(year) for year in range(1900, 1960, 4)],
-    ),
-    "what": (
-        "red blue green silver golden wooden broken heavy little plain".split(),
-        "anchor basket candle drum engine flute hammer kettle lantern mirror".split(),
-    ),
-}
-_ASKED = {"who": "who came ?", "where": "where was it ?", "when": "when was that ?", "what": "what was brought ?"}
-_FILLER = (
-    "and then as it was said there many of them had gone while others still waited near by but no one knew how long "
-    "this would last so they went on with their work until late because little else could be done at all for now"
-).split()
-_PUNCTUATION = [".", ",", "?"]
+_TEXT = json.loads(Path(__file__).with_name("synthetic.json").read_text())
+# Of each kind the words that a phrase has at its first and at its second place.
+_PHRASES = {kind: [words.split() for words in places] for kind, places in _TEXT["phrases"].items()}
+_QUESTIONS, _FILLER, _PUNCTUATION = _TEXT["questions"], _TEXT["filler"].split(), _TEXT["punctuation"].split()
 
 # A BERT of 109 thousand parameters, enough for this text.
 TINY_CONFIG = {
@@ -45,7 +27,7 @@ TINY_CONFIG = {
 def vocabulary() -> list[str]:
     """Every WordPiece the generator needs, special tokens first, in a fixed order."""
     words = {word for pools in _PHRASES.values() for pool in pools for word in pool}
-    words.update(_FILLER, " ".join(_ASKED.values()).split(), _PUNCTUATION)
+    words.update(_FILLER, " ".join(_QUESTIONS.values()).split(), _PUNCTUATION)
     return ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted(words)]
 
 
@@ -81,7 +63,7 @@ def _paragraph(draw: random.Random, name: str, n_questions: int) -> dict:
         "qas": [
             {
                 "id": f"{name}-{kind}",
-                "question": _ASKED[kind],
+                "question": _QUESTIONS[kind],
                 "answers": [answers[kind]] if kind in answers else [],
                 "is_impossible": kind not in answers,
             }

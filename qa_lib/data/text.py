@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import tokenizers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 from qa_lib.data.squad import DataError, Source, find_file, generated, hub_table, is_hub_name, sha256_of
 from qa_lib.data.tokenize import bare
@@ -41,7 +41,7 @@ ENDINGS = (".txt", ".txt.gz", ".tokens")
 # In a folder: by the name of the split, or as WikiText-103 comes.
 NAMES = {"train": ("train", "wiki.train"), "validation": ("validation", "wiki.valid")}
 SEPARATOR = "\f"
-CACHE_VERSION = 3  # of the cached files; raise it when they, or what is in them, change
+CACHE_VERSION = 4  # of the cached files; raise it when they, or what is in them, change
 LINES_PER_CALL = 10_000
 LONGEST = 1_000  # characters of a word or a blank that a tokenizer learns from as a whole
 END = "<|endoftext|>"
@@ -151,12 +151,10 @@ def learn_tokenizer(source: Source, size: int) -> PreTrainedTokenizerBase:
 
 
 def _learn(source: Source, size: int) -> str:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(chain.from_iterable(map(_pieces, source.read())), trainer)
+    tokenizer = ByteLevelBPETokenizer()
+    pieces = chain.from_iterable(map(_pieces, source.read()))
+    options = {"vocab_size": size, "min_frequency": 0, "special_tokens": [END], "show_progress": False}
+    tokenizer.train_from_iterator(pieces, **options)
     return tokenizer.to_str()
 
 

@@ -5,7 +5,6 @@ the exposed part. A GPU that waits for another one counts as communicating, sinc
 """
 
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,17 +37,15 @@ def overlap(step: Callable[[], object], device: torch.device) -> dict[str, float
 def busy_and_exposed(events: list[dict]) -> tuple[float, float]:
     """Milliseconds of a trace in which any kernel or copy ran that does not communicate, and in which only those did
     that do."""
-    ends = []
-    for e in events:
-        if e.get("cat") in trace.ON_GPU:
-            kind = "communication" if e["name"].lower().startswith("nccl") else "work"
-            ends += [(e["ts"], kind, 1), (e["ts"] + e["dur"], kind, -1)]
-    running, busy, exposed, before = Counter(), 0.0, 0.0, 0.0
-    for moment, kind, change in sorted(ends):
-        if running["work"]:
-            busy += moment - before
-        elif running["communication"]:
-            exposed += moment - before
-        running[kind] += change
-        before = moment
-    return busy / 1e3, exposed / 1e3
+    every = [e for e in events if e.get("cat") in trace.ON_GPU]
+    busy = _covered([e for e in every if not e["name"].lower().startswith("nccl")])
+    return busy / 1e3, (_covered(every) - busy) / 1e3
+
+
+def _covered(events: list[dict]) -> float:
+    """Microseconds in which at least one of some events ran."""
+    covered, last = 0.0, 0.0
+    for begin, end in sorted((e["ts"], e["ts"] + e["dur"]) for e in events):
+        covered += max(0.0, end - max(begin, last))
+        last = max(last, end)
+    return covered

@@ -4,9 +4,7 @@ import contextlib
 import functools
 import resource
 import statistics
-import threading
 import time
-import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -17,7 +15,10 @@ from qa_lib.record import Memory, Speed, StepTime
 
 MIB = 2**20
 PEAK_FROM = 3  # steps before the peak counts: compilation is over, and the capture of a graph (cuda_graph.py) is not
-SAMPLE_S = 0.1  # between two looks at the GPU's utilisation
+ENERGY = "nvmlDeviceGetTotalEnergyConsumption"  # in millijoules, since the driver was loaded
+# The share of the last 1/6 to 1 s in which any kernel ran, however small, and be it one that waits for other GPUs: how
+# much of the time the host leaves the GPU idle, where MFU says how well it is used.
+UTILISATION = "nvmlDeviceGetUtilizationRates"
 
 
 @functools.cache
@@ -36,24 +37,11 @@ def _nvml(device: torch.device, question: str):
     return ask
 
 
-def joules(device: torch.device) -> float | None:
-    """What a GPU has used since its driver was loaded, in joules; None where it does not say."""
-    counter = _nvml(device, "nvmlDeviceGetTotalEnergyConsumption") if device.type == "cuda" else None
+def ask_nvml(device: torch.device, question: str):
+    """What NVML answers to a `question` about a GPU; None where it does not say."""
+    ask = _nvml(device, question) if device.type == "cuda" else None
     with contextlib.suppress(Exception):  # NVML's own, should the driver no longer answer
-        return counter() / 1e3 if counter else None
-
-
-def sample_utilisation(ask, samples: list[float], timed: threading.Event, done: threading.Event) -> None:
-    """Until `done`, look each SAMPLE_S what share of its last sampling period (1/6 to 1 s, NVML says) the GPU was busy,
-    and keep what is seen while steps are `timed`.
-
-    Busy is a GPU on which any kernel runs, however small, and be it one that waits for other GPUs: this says how much
-    of the time the host leaves it idle, and MFU how well it is used.
-    """
-    with contextlib.suppress(Exception):  # NVML's own, should the driver no longer answer
-        while not done.wait(SAMPLE_S):
-            if timed.is_set():
-                samples.append(ask().gpu / 100)
+        return ask() if ask else None
 
 
 class Hooks:
@@ -78,7 +66,7 @@ def nvtx(name: str):
 
 
 class Stopwatch:
-    """Seconds since construction, on the device's own clock."""
+    """Marks moments on the device's own clock, the first when it is made; `elapsed` tells the time between two."""
 
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
@@ -92,13 +80,9 @@ class Stopwatch:
         return event
 
     def lap(self):
-        """Mark this moment without waiting for the device."""
+        """Mark this moment without waiting for the device: the mark before it, and this one."""
         previous, self.begin = self.begin, self._mark()
         return previous, self.begin
-
-    def seconds(self) -> float:
-        """Wait for the device; seconds since construction or the last lap."""
-        return elapsed(self.lap())
 
 
 def elapsed(lap) -> float:
@@ -113,8 +97,9 @@ def elapsed(lap) -> float:
 class Meter:
     """Times every optimizer step and counts what it processed; the first `warm_up` of this process are not measured.
 
-    Time, energy and utilisation are of the stretches from `resume` to `flush`, and not of the pauses between them. The
-    GPU's memory peak counts from step `peak_from` on, after which compilation allocates no more.
+    Time and energy are of the stretches from `resume` to `flush`, and not of the pauses between them. At the end of
+    each, which in a run is each second, the GPU is asked how busy it has been. Its memory peak counts from step
+    `peak_from` on, after which compilation allocates no more.
     """
 
     def __init__(self, device: torch.device, warm_up: int, peak_from: int = PEAK_FROM):
@@ -123,17 +108,14 @@ class Meter:
         self.first_step_at = None  # time.time() when the first step of this process was done
         self.data_s = []  # the host's seconds to prepare each step's inputs
         self.joules = []  # of the GPU in each measured stretch; None where its counter did not answer
-        self.counter = None  # the joules that it told when the stretch began
+        self.counter = None  # its counter when the stretch began
         self.samples, self.polled = [], []  # shares of time in which the GPU was busy; `polled` has one a step
-        self.timed, self.done = threading.Event(), threading.Event()
-        weakref.finalize(self, self.done.set)  # after an error nobody calls stop
         self.resume()
 
     def resume(self) -> None:
         """Start the next step's clock now: what happened since the last step (a checkpoint, say) is not a step."""
         if len(self.counts) >= self.warm_up:
-            self.counter = joules(self.device)
-            self.timed.set()
+            self.counter = ask_nvml(self.device, ENERGY)
         self.clock = Stopwatch(self.device)
 
     def step(self, real_lengths: np.ndarray, computed_lengths: np.ndarray) -> None:
@@ -149,26 +131,19 @@ class Meter:
             torch.cuda.reset_peak_memory_stats()
         if len(self.counts) == self.warm_up and self.device.type == "cuda":
             torch.cuda.synchronize()  # so that what the warm-up still has to do is not counted
-            if ask := _nvml(self.device, "nvmlDeviceGetUtilizationRates"):
-                looks = (ask, self.samples, self.timed, self.done)
-                threading.Thread(target=sample_utilisation, args=looks, daemon=True).start()
             self.resume()
 
     def flush(self) -> list[float]:
         """Wait for the device; the seconds of each step since the last flush."""
         fresh = [elapsed(lap) for lap in self.laps]
         self.laps.clear()
-        if fresh and self.timed.is_set():
-            self.timed.clear()
-            now = joules(self.device)
-            self.joules.append(now - self.counter if now and self.counter else None)
         self.times += fresh
+        if fresh and len(self.times) > self.warm_up:
+            now, rates = (ask_nvml(self.device, question) for question in (ENERGY, UTILISATION))
+            self.joules.append((now - self.counter) / 1e3 if now and self.counter else None)
+            if rates:
+                self.samples.append(rates.gpu / 100)
         return fresh
-
-    def stop(self) -> None:
-        """The last step is done; what comes after it is not measured."""
-        self.flush()
-        self.done.set()
 
     def joules_per_sample(self) -> float | None:
         """Energy of the GPU over the measured steps by its own counter; None where there is none or it stood still."""

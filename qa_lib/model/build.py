@@ -13,7 +13,7 @@ from qa_lib.errors import UserError
 from qa_lib.model.architectures import embeddings_of, encoder_of, layers_of, max_positions, param_counts
 from qa_lib.model.attention import UNMASKED, attention_name, use_short_attention
 from qa_lib.model.fused_blocks import Conv1DGelu, use_float8, use_fused_norms, use_hash_dropout, use_sigmoid_gelu
-from qa_lib.model.fused_decoder import FusedDecoder, use_fused_decoder
+from qa_lib.model.fused_decoder import FusedDecoder, check_fused_decoder, use_causal_attention, use_fused_decoder
 from qa_lib.model.fused_qkv import fuse_projections, split_projections
 from qa_lib.model.hf_checkpoint import find_folder, inspect_checkpoint, replacing
 from qa_lib.model.load import as_user_error, load, read_config
@@ -25,6 +25,31 @@ from qa_lib.variants import Recipe, Settings
 
 ALIGN = 64  # tokens of a vocabulary are made a multiple of this
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "pure-bf16": torch.bfloat16}
+
+
+def leave_out_dropout(model: torch.nn.Module) -> None:
+    """Set every dropout's rate to 0, in place; those of the hidden states are then as fused norms take them."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    use_hash_dropout(model)
+
+
+def fuse_norms(model: torch.nn.Module) -> None:
+    """Fuse norms with what is before them, in place: layer by layer, or a decoder's training pass as a whole."""
+    (use_fused_decoder if encoder_of(model).causal else use_fused_norms)(model)
+
+
+CHANGES = (  # setting, value, and what it does to a model; in this order, since some build on what others have left
+    ("qkv", "fused", fuse_projections),
+    ("attention", "triton-varlen", use_short_attention),  # leaves itself the bias of the fused projections
+    ("dropout", "hash", use_hash_dropout),
+    ("dropout", "none", leave_out_dropout),
+    ("norms", "fused", fuse_norms),  # computes the bits of that dropout itself
+    ("attention", "triton-causal", use_causal_attention),  # which the fused decoder calls
+    ("gelu", "sigmoid", use_sigmoid_gelu),
+    ("feed_forward", "fp8", use_float8),  # takes linear layers as the two before have left them: with or without a bias
+)
 
 
 def build_model(spec: Spec, head: type = AutoModelForQuestionAnswering) -> torch.nn.Module:
@@ -46,27 +71,16 @@ def build_model(spec: Spec, head: type = AutoModelForQuestionAnswering) -> torch
 
 
 def _transform(model: torch.nn.Module, settings: Settings) -> None:
-    """Change of a model in place what the settings say. The order matters: some build on what others have left."""
+    """Change of a model in place what the settings say."""
     if settings.activation_checkpointing is True:
         # transformers 5.23 renames it, and warns of the old name.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
-    if settings.qkv == "fused":
-        fuse_projections(model)
-    if settings.attention == "triton-varlen":  # leaves itself the bias of the fused projections
-        use_short_attention(model)
-    if settings.dropout == "none":
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-    if settings.dropout == "hash" or settings.norms == "fused":
-        use_hash_dropout(model)
-    if settings.norms == "fused":  # computes the bits of that dropout itself
-        use_fused_decoder(model, settings) if encoder_of(model).causal else use_fused_norms(model)
-    if settings.gelu == "sigmoid":
-        use_sigmoid_gelu(model)
-    if settings.feed_forward == "fp8":  # takes linear layers as the two before have left them: with or without a bias
-        use_float8(model)
+    if encoder_of(model).causal and settings.norms == "fused":
+        check_fused_decoder(settings)
+    for name, value, change in CHANGES:
+        if getattr(settings, name) == value:
+            change(model)
     if settings.qat != "none":
         use_rounding(model, settings.qat)
     if settings.base_quantization == "nf4":

@@ -62,18 +62,26 @@ def _add_norm(x, linear, hidden, dropout, norm):
     )
 
 
-def use_fused_decoder(model: torch.nn.Module, settings: Settings) -> None:
-    """Give a GPT-2 with hash dropout the fused training pass, in place. Raises UserError for settings that need its
-    layers to be called one by one."""
-    allowed = {"attention": ("sdpa", "triton-causal"), "activation_checkpointing": (False, "elementwise")}
-    allowed["parallel"] = ("none", "ddp", "ddp-bf16", "ddp-one-bucket", "zero1")
+def check_fused_decoder(settings: Settings) -> None:
+    """Raise UserError for settings that need a decoder's layers to be called one by one."""
+    allowed = {
+        "attention": ("sdpa", "triton-causal"),
+        "activation_checkpointing": (False, "elementwise"),
+        "parallel": ("none", "ddp", "ddp-bf16", "ddp-one-bucket", "zero1"),
+    }
     for name, values in allowed.items():
-        if getattr(settings, name) not in values:
+        if (value := getattr(settings, name)) not in values:
             raise UserError(
-                f"norms 'fused' of a decoder take {name} {' or '.join(map(repr, values))}, "
-                f"and not {getattr(settings, name)!r}"
+                f"norms 'fused' of a decoder take {name} {' or '.join(map(repr, values))}, and not {value!r}"
             )
+
+
+def use_fused_decoder(model: torch.nn.Module) -> None:
+    """Give a GPT-2 with hash dropout the fused training pass, in place."""
     model.transformer.__class__ = FusedDecoder
-    if settings.attention == "triton-causal":
-        for block in model.transformer.h:
-            block.attn.attn_dropout = HashDropout(block.attn.attn_dropout.p)
+
+
+def use_causal_attention(model: torch.nn.Module) -> None:
+    """Have the fused training pass call our own attention kernel, in place."""
+    for block in model.transformer.h:
+        block.attn.attn_dropout = HashDropout(block.attn.attn_dropout.p)

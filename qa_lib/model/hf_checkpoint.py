@@ -138,19 +138,14 @@ def _check_digests(folder: Path, read: list[Path]) -> None:
     for path in sorted(folder.iterdir()):
         if path in read and path.name not in listed:
             raise UserError(f"{folder}: {path.name} was added after the folder was saved; whoever did deletes {SUMS}")
-        if path.name in listed and _known(path) != listed[path.name]:
+        if path.name in listed and _sha256(path, path.stat().st_ctime_ns) != listed[path.name]:
             raise UserError(
                 f"{folder}: {path.name[:80]!r} is not the file that was saved, by its digest in {SUMS}; "
                 "whoever changed it on purpose deletes that list"
             )
 
 
-def _known(path: Path) -> str:
-    """A file's SHA-256, computed once for each time that it was written: a folder is looked at several times."""
-    status = path.stat()
-    return _sha256(path, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-
-
 @lru_cache(1000)
-def _sha256(path: Path, *_state: int) -> str:
+def _sha256(path: Path, _changed_ns: int) -> str:
+    """A file's SHA-256, computed once for each time that it was changed: a folder is looked at several times."""
     return sha256_of(path)

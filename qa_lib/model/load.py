@@ -54,9 +54,7 @@ def read_config(source: str | Path, task: str = "qa"):
             if (found := getattr(config, name, None) or usual) != usual:
                 raise UserError(f"{source}: {name} is {str(found)[:40]!r} in config.json, and {usual} alone is built")
         if not encoder.causal and config.pad_token_id is None:
-            raise UserError(
-                f"{source}: pad_token_id in config.json is null; it is the number of the tokenizer's padding"
-            )
+            raise UserError(f"{source}: pad_token_id in config.json is null, and not the number of a token that pads")
     return config
 
 

@@ -107,9 +107,7 @@ def fill_quantized(model: nn.Module, folder: Path) -> None:
         if found is not None and found.dtype == torch.uint8:
             found = _unpack(found)
         if found is None or (found.shape, found.dtype) != (value.shape, value.dtype):
-            raise UserError(
-                f"{folder}: {QUANTIZED} has no {name} of {list(value.shape)} in {value.dtype}, as by config.json"
-            )
+            raise UserError(f"{folder}: {QUANTIZED} has no {name} of {list(value.shape)} in {value.dtype}")
         value.copy_(found)
     if stored:
         raise UserError(f"{folder}: {QUANTIZED} has {min(stored)}, which the model by config.json has not")

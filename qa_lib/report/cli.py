@@ -7,7 +7,6 @@ Reads run records and nothing else, and never imports torch.
 import argparse
 import itertools
 import os
-import sys
 import tempfile
 from pathlib import Path
 
@@ -37,13 +36,11 @@ SHOWN = 18  # lines of the table in the terminal
 def main(args: argparse.Namespace) -> int:
     """Make the report of a group; 1 if a check fails."""
     broken: dict[str, list[str]] = {}
-    runs = load.load_runs(args.runs, broken)
+    runs = load.load_runs(args.runs, broken if args.check else None)
     if args.check:
         problems = [*itertools.chain(*broken.values()), *check(runs, args.runs, args.figures)]
         print("\n".join(problems) or "README.md, pages and figures of the committed runs are up to date")
         return 1 if problems else 0
-    for problem in itertools.chain(*broken.values()):
-        print(printable(f"left out: {problem}"), file=sys.stderr)
     if args.readme:
         for page, (_, after) in with_results(runs, args.runs, args.figures).items():
             write_atomically(page, after)

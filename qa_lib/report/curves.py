@@ -1,30 +1,19 @@
-"""Curves: memory and speed against context length and batch, a line a variant.
+"""Memory and speed against context length and batch: the points of a curve, and what follows from them.
 
 Memory is a fixed cost (weights, gradients, optimizer state) and a cost for each token of a micro-batch, which the
-backward pass keeps. Both are fitted here to what was measured; the prediction of run/memory_estimate.py is drawn
-dashed. A size that ran out of memory is a cross at the top."""
+backward pass keeps. Both are fitted here to what was measured. notebooks/scaling.ipynb draws the curves."""
 
-import contextlib
 import math
-from itertools import pairwise
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
-from matplotlib.ticker import StrMethodFormatter
 
-from qa_lib.report import style
-from qa_lib.report.format import factor, number
+from qa_lib.report.format import factor
 from qa_lib.report.load import BATCH_TOKENS, NotMeasured, commits, in_order, numbers
 from qa_lib.report.summary import average
-from qa_lib.variants import VARIANTS, tagged
+from qa_lib.variants import VARIANTS
 
-SIZES = {
-    "length": "tokens of a sample or window",
-    "batch": "samples in an optimizer step",
-    "micro_batch": "samples in one forward pass (micro-batch)",
-}
-MEASURES = {"gib": "peak GPU memory, allocated, in GiB", "speed": "samples/s in training"}
+SIZES = ("length", "batch", "micro_batch")
 COLUMNS = {
     "gib": "memory.peak_alloc_mib", "speed": "speed.samples_per_s", "tokens": "speed.tokens_per_s_padded",
     "params": "memory.params_mib", "grads": "memory.grads_mib", "optimizer": "memory.optimizer_mib",
@@ -77,69 +66,9 @@ def fit(part: pd.DataFrame) -> tuple[float, float, float]:
     part = part.dropna(subset=["gib", "tokens"])
     if part["tokens"].nunique() < 3:
         return math.nan, math.nan, math.nan
-    lines = np.column_stack([np.ones(len(part)), part["tokens"]])
-    weights = 1 / part["gib"].to_numpy()
-    (fixed, each), *_ = np.linalg.lstsq(lines * weights[:, None], np.ones(len(part)), rcond=None)
-    miss = np.abs(lines @ (fixed, each) * weights - 1).max()
+    each, fixed = np.polyfit(part["tokens"], part["gib"], 1, w=1 / part["gib"])
+    miss = ((fixed + each * part["tokens"]) / part["gib"] - 1).abs().max()
     return float(fixed), float(each * 2**20), float(miss)
-
-
-def fig_curve(runs: pd.DataFrame, table: pd.DataFrame, size: str, measure: str) -> Figure:
-    """A measure of MEASURES against one of SIZES, from the `points` of a group's runs: the variants that are tagged
-    `headline` in colour and named at their ends, the others grey. Raises NotMeasured."""
-    where, part = along(table, size)
-    if part[measure].notna().sum() == 0:
-        why = "GPU memory is counted by the GPU's allocator" if measure == "gib" else "these runs record no times"
-        raise NotMeasured(f"no run with {where} has one: {why}")
-    finding = (memory_finding if measure == "gib" else speed_finding)(part, size, where)
-    note = f"{where} · grey: the other variants of the table" + " · dashed: predicted · ×: out of memory" * (
-        measure == "gib"
-    )
-    figure = style.group_figure(runs, finding, f"{note} · code {commits(runs)}", 4.4)
-    axis, ends = figure.subplots(), []
-    named = [name for name in part["variant"].unique() if name in tagged("headline")]
-    colors = dict(zip(named, style.COLORBLIND, strict=False))
-    for variant, line in part.sort_values(size).groupby("variant", sort=False):
-        look = {"color": colors.get(variant, "0.8"), "zorder": 2 if variant in colors else 1}
-        axis.plot(line[size], line[measure], marker="o", markersize=4, linewidth=1.4, **look)
-        if measure == "gib" and variant in colors:
-            axis.plot(line[size], line["predicted"], linestyle="--", linewidth=1, **look)
-        if line["oom"].any():
-            axis.plot(line.loc[line["oom"], size].min(), 0.97, "x", transform=axis.get_xaxis_transform(), **look)
-        last = line.dropna(subset=[measure])
-        if variant in colors and len(last):
-            fixed, each, miss = fit(line) if measure == "gib" else (math.nan,) * 3
-            cost = f": {number(fixed)} GiB + {number(each)} KiB a token" if miss <= STRAIGHT else ""
-            ends.append((last[size].iloc[-1], last[measure].iloc[-1], variant + cost))
-    if measure == "gib" or size == "length":  # at one rate of tokens, speed falls in proportion to the length
-        axis.set_yscale("log", base=2)
-        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    else:
-        axis.set_ylim(0, 1.08 * part[measure].max())
-    axis.set_xscale("log", base=2)
-    sizes = sorted(set(part[size]))
-    axis.set_xticks(sizes, [f"{value:,.0f}" if before * 1.2 < value else "" for before, value in pairwise([0, *sizes])])
-    axis.minorticks_off()
-    axis.set(xlabel=SIZES[size], ylabel=MEASURES[measure])
-    style.name_points(axis, ends)
-    return figure
-
-
-def memory_finding(part: pd.DataFrame, size: str, where: str) -> str:
-    """By what factor memory grows from the least size to the largest that most variants have reached, in the variant in
-    which it grows most and in that in which it does least. Raises NotMeasured."""
-    peaks = part.dropna(subset=["gib"]).pivot(index="variant", columns=size, values="gib")
-    low = peaks.columns.min()
-    growth = peaks.div(peaks[low], axis="index").drop(columns=low)
-    reached = growth.count()
-    if reached.sum() == 0:
-        raise NotMeasured(f"no variant has a peak at two sizes, {where}")
-    high = reached[reached == reached.max()].index.max()
-    growth = growth[high].dropna()
-    most, least = growth.idxmax(), growth.idxmin()
-    unit = "tokens" if size == "length" else "samples"
-    said = f"From {low:,} to {high:,} {unit}, memory grows ×{number(growth[most])} in {most}"
-    return said + (f" and ×{number(growth[least])} in {least}" if most != least else "")
 
 
 def lead(part: pd.DataFrame) -> tuple[str, str, pd.Series]:
@@ -171,15 +100,3 @@ def lead_by_batch(runs: pd.DataFrame) -> str:
         f"The lead depends on the batch: {variant} trains {', '.join(said)} "
         f"(group {runs['group'].iloc[0]}, code {commits(runs)})."
     )
-
-
-def speed_finding(part: pd.DataFrame, size: str, where: str) -> str:
-    """Over micro-batches the lead over the Trainer at each; where that is not known, and over lengths, the quickest
-    variant. (At few tokens the variants wait for the host, so that a lead over lengths is none.)"""
-    if size != "length":
-        with contextlib.suppress(NotMeasured):
-            variant, peer, factors = lead(part)
-            said = ", ".join(f"×{number(times)} at {at:,}" for at, times in factors.items())
-            return f"{variant} over the Trainer, {peer}: {said} ({where})"
-    best = part.loc[part["speed"].idxmax()]
-    return f"Of these {best['variant']} is quickest with {number(best['speed'])} samples/s ({where})"

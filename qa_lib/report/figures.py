@@ -66,11 +66,6 @@ def speed_finding(lines: pd.DataFrame) -> str:
     return said
 
 
-def in_words(names) -> list[str]:
-    """Names of variants with what each is for, as the labels of bars."""
-    return [style.wrap(f"{name}: {VARIANTS[name].why}" if name in VARIANTS else name, 48) for name in names]
-
-
 def fig_ladder(runs: pd.DataFrame) -> Figure:
     """Training speed rung by rung, with its factors to the baseline and to the variant that it changes; then the
     Trainer's."""
@@ -93,7 +88,7 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
         axis.text(0, height, " " + textwrap.shorten(note or "not measured", 60), va="center", fontsize=8)
     factors = {f"× {baseline(runs)}": shown["ratio"].map(number), "× variant above": _gains(shown)}
     style.columns(axis, {"samples/s": speed.map(number)} | factors | {"n": shown["n"].map(str)})
-    style.name_bars(axis, in_words(shown["variant"]))
+    style.name_bars(axis, [style.wrap(f"{name}: {VARIANTS[name].why}", 48) for name in shown["variant"]])
     axis.set(xlabel="samples/s in training (longer is faster)", xlim=(0, 1.05 * speed.max()))
     style.legend(axis)
     return figure
@@ -128,28 +123,25 @@ def fig_run(record: dict, runs: str | Path) -> Figure:
 def profiles(runs: pd.DataFrame) -> pd.DataFrame:
     """The profiles beside the runs of a group, in table order: variant, micro_batch, name, profile, and the peak of its
     memory beside the run's, peak_mib and recorded_mib. Raises NotMeasured if there is none."""
-    lines = []
-    for run in runs[["spec.variant", "micro_batch", "memory.peak_alloc_mib", "run"]].to_dict("records"):
-        if profile := run["run"].profile():
-            peak = (profile["memory"] or {}).get("peak_mib")
-            lines.append((run["spec.variant"], run["micro_batch"], profile, peak, run["memory.peak_alloc_mib"]))
-    if not lines:
+    found = runs.rename(columns={"spec.variant": "variant", "memory.peak_alloc_mib": "recorded_mib"})
+    found = found.assign(profile=[run.profile() for run in runs["run"]]).dropna(subset="profile")
+    if found.empty:
         raise NotMeasured("no run of this group has a profile: python -m qa_lib profile VARIANT --preset S makes one")
-    found = pd.DataFrame(lines, columns=["variant", "micro_batch", "profile", "peak_mib", "recorded_mib"])
     found = found.sort_values("variant", key=place, kind="stable").reset_index(drop=True)
+    found["peak_mib"] = [(profile["memory"] or {}).get("peak_mib") for profile in found["profile"]]
     several = found["micro_batch"].nunique() > 1
     sizes = found["micro_batch"].map(", micro-batch {}".format) if several else ""
     return found.assign(name=found["variant"] + sizes)
 
 
-def _with_memory(profiles: dict[str, dict]) -> dict[str, dict]:
+def with_memory(profiles: dict[str, dict]) -> dict[str, dict]:
     """Those of some profiles that have memory. Raises NotMeasured if none has."""
     if not (found := {name: profile for name, profile in profiles.items() if profile["memory"]}):
         raise NotMeasured("GPU memory is counted by the GPU's allocator, which a CPU has not")
     return found
 
 
-def _profile_figure(title: str, shown: dict[str, dict], height: float) -> Figure:
+def profile_figure(title: str, shown: dict[str, dict], height: float) -> Figure:
     """An empty figure of profiles with title and caption."""
     code = sorted({str(profile["code"]["commit"])[:7] for profile in shown.values()})
     sizes = sorted({profile["spec"]["micro_batch"] for profile in shown.values()})
@@ -181,7 +173,7 @@ def timeline(shown: dict[str, dict]) -> Figure:
     """A step of each of some profiles {name: profile} as it was without the profiler, one phase after the other; of a
     phase its parts with their times summed, since layers take turns."""
     title = "A step takes " + ", ".join(f"{number(shown[name]['time']['step_ms'])} ms in {name}" for name in shown)
-    figure = _profile_figure(title, shown, 1.4 + 1.5 * len(shown))
+    figure = profile_figure(title, shown, 1.4 + 1.5 * len(shown))
     longest = max(profile["time"]["step_ms"] for profile in shown.values())
     wide = longest / 30  # a block that has room for its number; of the narrower ones those that count stand beside
     axes = figure.subplots(len(shown), squeeze=False, sharex=True)[:, 0]
@@ -221,7 +213,7 @@ def fig_phases(runs: pd.DataFrame) -> Figure:
 
 def phases(shown: dict[str, dict]) -> Figure:
     """As fig_phases, for some profiles {name: profile}; those without memory are left out."""
-    shown = _with_memory(shown)
+    shown = with_memory(shown)
     memory = pd.DataFrame({name: profile["memory"] for name, profile in shown.items()}).T
     table = memory[[f"{key}_mib" for key in HELD.values()]].astype(float).set_axis([*HELD], axis=1) / 1024
     ended = memory["peak_phase"] == "optimizer"  # the activations are gone by then
@@ -233,22 +225,10 @@ def phases(shown: dict[str, dict]) -> Figure:
     title = f"{largest.capitalize()} fill {percent(1024 * table.loc[most, largest] / peaks[most])} of {most}'s peak"
     if least != most:
         title += f"; of these variants {least} peaks lowest, at {percent(peaks[least] / peaks[most])}"
-    figure = _profile_figure(title, shown, 1.4 + 0.3 * len(shown))
+    figure = profile_figure(title, shown, 1.4 + 0.3 * len(shown))
     axis = figure.subplots()
     style.stack(axis, table, HELD_COLORS)
     style.columns(axis, {"peaks in the": memory["peak_phase"] + " pass"})
     axis.set_xlabel("GPU memory at the peak in GiB")
     style.legend(axis)
-    return figure
-
-
-def fig_allocator(shown: dict[str, dict]) -> Figure:
-    """Memory allocated over one step, a line for each of some profiles {name: profile} that have it."""
-    shown = _with_memory(shown)
-    figure = _profile_figure("Memory allocated in the course of one step", shown, 3.2)
-    axis = figure.subplots()
-    for name, profile in shown.items():
-        axis.plot(*zip(*profile["memory"]["timeline"], strict=True), label=name, linewidth=1)
-    axis.set(xlabel="ms since the step's first allocation, on the host's clock", ylabel="MiB", ylim=(0, None))
-    axis.legend(fontsize=8)
     return figure

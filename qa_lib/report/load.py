@@ -7,7 +7,6 @@ is an axis (AXES). Ratios hold only between runs that agree in every axis.
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from qa_lib.archive import read_runs, say_left_out
@@ -32,7 +31,7 @@ AXES = {  # what may differ within a group, as columns of the frame -> the name 
 }
 # What must be equal within a group, or a ratio would compare different work; but for what the axes hold.
 IDENTITY = ("spec.hardware", "spec.preset.", "spec.search", "spec.sm", "data.name", "data.sha256", *TASK[:2])
-OF_AXES = (LENGTH, EPOCHS, RATE, BATCH, BATCH_TOKENS)
+OF_AXES = (LENGTH, "spec.preset.stride", EPOCHS, RATE, BATCH, BATCH_TOKENS)  # the stride follows from the length
 FULL_SAMPLES, FULL_EPOCHS = 131_754, 3  # of all of SQuAD v2's training questions at 384/128; its epochs
 
 
@@ -97,14 +96,12 @@ def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     chosen = chosen.sort_values(["time.started", "run_id"])
     chosen = chosen.drop_duplicates(["spec.variant", "spec.seed", *AXES], keep="last")
     for column in (name for name in chosen if name.startswith(IDENTITY) and name not in OF_AXES):
-        # A shorter sample may have a shorter stride.
-        for _, part in chosen.groupby("length") if column == "spec.preset.stride" else [(None, chosen)]:
-            if len(part[column].unique()) > 1:
-                one, *others = part.drop_duplicates(column)[["run_id", column]].to_numpy()
-                raise ReportError(
-                    f"group {group!r} mixes runs that cannot be compared: {column} is {one[1]!r} in {one[0]} and "
-                    f"{others[0][1]!r} in {others[0][0]}; move the older runs away"
-                )
+        if len(chosen[column].unique()) > 1:
+            one, other, *_ = chosen.drop_duplicates(column)[["run_id", column]].to_numpy()
+            raise ReportError(
+                f"group {group!r} mixes runs that cannot be compared: {column} is {one[1]!r} in {one[0]} and "
+                f"{other[1]!r} in {other[0]}; move the older runs away"
+            )
     return chosen.reset_index(drop=True)
 
 
@@ -230,6 +227,6 @@ def is_parallel(variants: pd.Series) -> pd.Series:
     return variants.map({name: variant.settings.parallel != "none" for name, variant in VARIANTS.items()}).eq(True)
 
 
-def trains_all(variants: pd.Series) -> np.ndarray:
+def trains_all(variants: pd.Series) -> pd.Series:
     """Which variants train every parameter."""
-    return np.array([name in VARIANTS and VARIANTS[name].settings.trainable == "all" for name in variants], dtype=bool)
+    return variants.map({name: variant.settings.trainable == "all" for name, variant in VARIANTS.items()}).eq(True)

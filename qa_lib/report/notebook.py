@@ -1,7 +1,7 @@
 """What the notebooks over one run say: a misspelt parameter, and what the run came to."""
 
-import ast
 import json
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -11,22 +11,21 @@ import pandas as pd
 from qa_lib.report.format import MISSING, markdown, number, points
 from qa_lib.variants import UnknownName, nearest
 
+SHOWN = 5  # questions
+
 
 def check_parameters(cells: Sequence[str]) -> None:
     """Raises UnknownName for a parameter that papermill was given and the notebook does not have, of which papermill
     only warns. `cells` are those run so far, IPython's `In`: papermill puts its own right after the parameters."""
     for parameters, injected in pairwise(cells):
         if injected.startswith("# Parameters\n"):
-            known, given = (
-                [target.id for line in ast.parse(cell).body for target in line.targets]
-                for cell in (parameters, injected)
-            )
+            known, given = (re.findall(r"(?m)^(\w+) = ", cell) for cell in (parameters, injected))
             for name in given:
                 if name not in known:
                     raise UnknownName(nearest("parameter", name, known))
 
 
-def result(record: dict, runs: str | Path, examples: Sequence = (), count: int = 5) -> str:
+def result(record: dict, runs: str | Path, examples: Sequence = ()) -> str:
     """As Markdown: the score, speed and memory of the run that `record` is of, below the folder `runs`; and its answers
     to the first of the validation questions `examples`, where it answered any, or how it continued a text."""
     if record["status"] != "ok":
@@ -40,7 +39,8 @@ def result(record: dict, runs: str | Path, examples: Sequence = (), count: int =
         "MiB of GPU memory at the peak": number(record["memory"]["peak_alloc_mib"]),
         "s in all": number(time["wall_s"]),
     }
-    said = " · ".join(f"**{value}** {name}" for name, value in measured.items() if value != MISSING)
+    said = f"{record['run_id']}: "
+    said += " · ".join(f"**{value}** {name}" for name, value in measured.items() if value != MISSING)
     folder = Path(runs, record["group"], record["run_id"], "answers")
     answers, written = folder / "predictions.json", folder / "continuations.json"
     if written.exists():
@@ -48,14 +48,10 @@ def result(record: dict, runs: str | Path, examples: Sequence = (), count: int =
     if not examples or not answers.exists():
         return said
     given = json.loads(answers.read_text(encoding="utf-8"))
-    table = pd.DataFrame([
-        {
-            "question": example.question,
-            "answer": given[example.id] or "(no answer)",
-            "gold": example.answers[0][0] if example.answers else "(no answer)",
-        }
-        for example in examples[:count]
-    ])  # fmt: skip
+    shown, none = examples[:SHOWN], "(no answer)"
+    table = pd.DataFrame({"question": [example.question for example in shown]})
+    table["answer"] = [given[example.id] or none for example in shown]
+    table["gold"] = [example.answers[0][0] if example.answers else none for example in shown]
     return f"{said}\n\n{markdown(table)}"
 
 

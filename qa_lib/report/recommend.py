@@ -132,9 +132,8 @@ def estimated_minutes(runs: pd.DataFrame, group: str, variant: str, card: str, s
         speed = projected(summary(own), [variant])["speed"].get(variant)
     if speed is None:
         raise NotMeasured(f"{variant} has no measured speed")
-    return (
-        load.FULL_SAMPLES * load.FULL_EPOCHS / (speed * DATA_SHEET_TFLOPS[card] / DATA_SHEET_TFLOPS[measured_on]) / 60
-    )
+    there = speed * DATA_SHEET_TFLOPS[card] / DATA_SHEET_TFLOPS[measured_on]
+    return load.FULL_SAMPLES * load.FULL_EPOCHS / there / 60
 
 
 def advice(env: dict, runs: str = "runs") -> str:

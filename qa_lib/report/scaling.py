@@ -66,9 +66,8 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     values = values.assign(code=done["code.commit"]).set_index(pd.MultiIndex.from_frame(keys)).sort_index()
     lines = average(values.drop(columns="code"), KEYS)
     lines = load.in_order(lines.sort_index().reset_index().set_index("variant")).reset_index()
-    lines["waiting_ms"] = (lines["bubble"] * lines["step_ms"]).fillna(
-        lines["exposed_ms"].where(lines["world"] > 1, 0.0)
-    )
+    exposed = lines["exposed_ms"].where(lines["world"] > 1, 0.0)
+    lines["waiting_ms"] = (lines["bubble"] * lines["step_ms"]).fillna(exposed)
     return lines.join(pd.DataFrame([_compared(values[["rate", "code"]], line) for line in lines.itertuples()]))
 
 
@@ -157,9 +156,8 @@ def projection(runs: pd.DataFrame) -> dict:
     compile_s = numbers(own, {"compile_s": "time.compile_s"})["compile_s"].fillna(0.0)
     cold = bool(not load.found_compiled(own)[compile_s.idxmax()])
     seconds = load.FULL_SAMPLES * load.FULL_EPOCHS / line["rate"] + compile_s.max()
-    return {"seconds": seconds, "compile_s": compile_s.max(), "cold": cold} | line[
-        ["variant", "world", "batch", "rate"]
-    ].to_dict()
+    found = line[["variant", "world", "batch", "rate"]].to_dict()
+    return found | {"seconds": seconds, "compile_s": compile_s.max(), "cold": cold}
 
 
 def projected_words(found: dict) -> str:
@@ -175,9 +173,8 @@ def logs_of(runs: pd.DataFrame) -> pd.DataFrame:
     group, run_id; log (of Run.steps) and loss, its mean."""
     names = {"spec.variant": "variant", "spec.seed": "seed"}
     runs = runs[(runs["status"] == "ok") & (runs["batch"] > 0)].rename(columns=names)
-    logs = runs[["variant", "seed", "world", "batch", "group", "run_id"]].assign(
-        log=[run.steps().dropna(subset="loss") for run in runs["run"]]
-    )
+    logs = runs[["variant", "seed", "world", "batch", "group", "run_id"]]
+    logs = logs.assign(log=[run.steps().dropna(subset="loss") for run in runs["run"]])
     logs = logs[logs["log"].map(len) > 100].reset_index(drop=True)
     return logs.assign(loss=logs["log"].map(lambda log: log["loss"].mean()).astype(float))
 

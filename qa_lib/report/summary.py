@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import pandas as pd
 
 from qa_lib.report.format import MISSING, compact, count, gain, number, percent, points, written
-from qa_lib.report.load import AXES, TASK, baseline, found_compiled, in_order, numbers, place, select, usual
+from qa_lib.report.load import AXES, TASK, baseline, found_compiled, numbers, place, select
 from qa_lib.report.stats import interval
 from qa_lib.variants import BASELINES, VARIANTS
 
@@ -37,17 +37,16 @@ def average(values: pd.DataFrame, keys: Iterable) -> pd.DataFrame:
     return groups.mean().join(interval(groups).add_suffix("±")).assign(n=groups.size())
 
 
-def summary(runs: pd.DataFrame, by: Iterable[str] = AXES) -> pd.DataFrame:
-    """A group's runs, averaged over seeds: a line for each variant and value of the axes `by`, in the order of the
-    variants table.
+def summary(runs: pd.DataFrame) -> pd.DataFrame:
+    """A group's runs, averaged over seeds: a line for each variant and value of the AXES, in the order of the variants
+    table.
 
     Columns: AXES, TASK, variant, family, change, status, note, n (runs that ended ok) and, over these, MEASURES, mfu
     and `score` with their intervals (`<name>±`). Against the baseline under the same values: ratio, of samples/s, with
     `ratio±` over equal seeds where both have the same ones; delta, the score minus the baseline's, with `delta±` over
     the seeds that both have; break_even (optimizer steps after which compilation is made up for; inf: never).
     """
-    by = list(by)
-    runs = runs.assign(cell=runs.groupby(by, dropna=False).ngroup(), variant=runs["spec.variant"])
+    runs = runs.assign(cell=runs.groupby([*AXES], dropna=False).ngroup(), variant=runs["spec.variant"])
     done = runs[runs["status"] == "ok"]
     values = _measured(done).set_index(pd.MultiIndex.from_frame(done[["cell", "variant", "spec.seed"]]))
     base = values[values.index.get_level_values("variant") == baseline(runs)].droplevel("variant")
@@ -189,14 +188,3 @@ def family_table(runs: pd.DataFrame, group: str, variant: str) -> pd.DataFrame:
     family = set(lines.loc[lines["family"] == VARIANTS[variant].family, "variant"])
     parents = {VARIANTS[name].parent for name in family if name in VARIANTS}
     return result_table(lines[lines["variant"].isin(family | parents | {baseline(lines)})])
-
-
-def cold_costs(runs: pd.DataFrame) -> pd.DataFrame:
-    """Seconds of a run that found nothing compiled and was not resumed, the mean of each variant's, by part; of the
-    usual conditions. Indexed by variant in table order: preparing, compiling, training, scoring, wall; n."""
-    runs = usual(runs)
-    whole = runs[runs["time.wall_s"].notna() & runs["time.resumed_from_step"].isna() & ~found_compiled(runs)]
-    parts = {"preparing": "prepare", "compiling": "compile", "training": "train", "scoring": "eval", "wall": "wall"}
-    seconds = numbers(whole, {part: f"time.{name}_s" for part, name in parts.items()}).fillna(0.0)
-    seconds["training"] -= seconds["compiling"]
-    return in_order(average(seconds, [whole["spec.variant"].rename("variant")]))[[*parts, "n"]]

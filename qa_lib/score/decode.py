@@ -7,10 +7,9 @@ the reference script (run_qa of transformers, after Devlin et al. 2019). A quest
 list. "No answer" is a pair as well, [CLS] to [CLS]; of a question's windows the one that believes in it least
 speaks for all, and SQuAD v2 answers nothing where that score is higher than the best span's by a threshold.
 
-The script's double loop in Python takes three times as long as what is here: each step is one call of NumPy for
-thousands of windows. Two sorts find starts and ends, one table holds their sums, one sort ranks what is left, question
-by question: half a second for SQuAD's validation set. Ties go to what the loop finds first, so that both give the same
-lists. Every variant's answers, and the app's, come from here.
+The script loops over a window's pairs in Python, which takes longer than what is here: one table holds their sums, and
+one sort ranks what is left. Ties go to what the loop finds first, so that both give the same lists. Every variant's
+answers, and the app's, come from here.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import json
 import math
 import os
 from functools import cached_property
-from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +28,6 @@ from qa_lib.data.squad import DataError, Example
 from qa_lib.data.windows import Samples, examples_sha256
 from qa_lib.record import write_atomically
 
-WINDOWS_PER_CALL = 2_048  # so that the tables of n_best x n_best spans stay small
 LOWEST = -1e30  # stands in for a score of -inf, so that no difference is infinite or NaN
 Span = tuple[float, int | None, int | None, float, float]  # score, characters begin to end or None, start and end logit
 
@@ -118,28 +116,21 @@ def decode(
     """
     rows = _rows_by_id(samples, examples, sample_ids, start_logits, end_logits)
     both = [logits.float().cpu().numpy() for logits in (start_logits, end_logits)]
-    spans, nulls = [], []
-    for first in range(0, len(samples), WINDOWS_PER_CALL):
-        windows = slice(first, first + WINDOWS_PER_CALL)
-        outside = np.arange(start_logits.shape[1]) >= samples.lengths[windows, None]
-        start, end = (_inside(logits[rows[windows]], outside, first, samples, examples) for logits in both)
-        window, *columns = _window_spans(start, end, samples.context[windows].copy(), n_best, max_answer_length)
-        spans.append((window + first, *columns))
-        nulls.append((start[:, 0].clip(min=LOWEST), end[:, 0].clip(min=LOWEST)))
-    window, first, last, start, end = map(np.concatenate, zip(*spans, strict=True))
-    question = samples.example[window]
-    order = np.lexsort((-(start + end), question))  # question by question, best first, ties as they came
-    columns = (start + end, *samples.characters(window, first, last), start, end)
-    ranked = list(zip(*(column[order].tolist() for column in columns), strict=True))
-    bounds = np.searchsorted(question[order], np.arange(len(examples) + 1)).tolist()
-    best = [ranked[begin : min(stop, begin + n_best)] for begin, stop in pairwise(bounds)]
-
-    start, end = map(np.concatenate, zip(*nulls, strict=True))
-    order = np.lexsort((start + end, samples.example))
-    _, first = np.unique(samples.example[order], return_index=True)  # of each question its lowest null score
-    lows = zip(*(column[order[first]].tolist() for column in (start + end, start, end)), strict=True)
-    null_answers = [(score, None, None, start_logit, end_logit) for score, start_logit, end_logit in lows]
-    return Answers(examples, best, null_answers, n_best, null_threshold)
+    spans, nulls = ([[] for _ in examples] for _ in range(2))  # of each question
+    for window, (number, length) in enumerate(zip(samples.example.tolist(), samples.lengths.tolist(), strict=True)):
+        start, end = (logits[rows[window], :length] for logits in both)
+        if not (start < np.inf).all() or not (end < np.inf).all():
+            raise DataError(
+                f"article {examples[number].title[:80]!r}, question {examples[number].id!r}: NaN or infinite logits in "
+                f"window {window} (the model has diverged, or its outputs were given to other windows)"
+            )
+        first, last = _window_spans(start, end, samples.context[window], n_best, max_answer_length)
+        columns = (start[first] + end[last], *samples.characters(window, first, last), start[first], end[last])
+        spans[number] += zip(*(column.tolist() for column in columns), strict=True)
+        null = np.array([start[0], end[0]]).clip(min=LOWEST)
+        nulls[number].append((null.sum().item(), None, None, *null.tolist()))
+    best = [sorted(found, key=itemgetter(0), reverse=True)[:n_best] for found in spans]
+    return Answers(examples, best, [min(found, key=itemgetter(0)) for found in nulls], n_best, null_threshold)
 
 
 def _rows_by_id(samples, examples, sample_ids, start_logits, end_logits) -> np.ndarray:
@@ -156,45 +147,16 @@ def _rows_by_id(samples, examples, sample_ids, start_logits, end_logits) -> np.n
     return np.argsort(ids)
 
 
-def _inside(logits: np.ndarray, outside: np.ndarray, first: int, samples, examples) -> np.ndarray:
-    """The logits with -inf beyond the windows, of which `first` is the number of the first one."""
-    values = np.where(outside, -np.inf, logits)
-    wrong = ~(values < np.inf).all(axis=1)
-    if wrong.any():
-        window = first + int(wrong.argmax())
-        example = examples[samples.example[window]]
-        raise DataError(
-            f"article {example.title[:80]!r}, question {example.id!r}: NaN or infinite logits in window {window} "
-            "(the model has diverged, or its outputs were given to other windows)"
-        )
-    return values
+def _window_spans(start, end, context, n_best: int, max_answer_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """First and last token of a window's `n_best` best spans, both int [k], best first, ties by rank of start and end.
 
-
-def _window_spans(start, end, context, n_best: int, max_answer_length: int) -> tuple[np.ndarray, ...]:
-    """Each window's `n_best` best spans, and those that tie with the last of them, by rank of start and of end:
-    window, first and last token, start and end logit, all [k].
-
-    `start` and `end` are the logits [windows, L], `context` [windows, 2] says where the paragraph lies.
+    `start` and `end` are its logits, `context` [2] says where the paragraph lies. The reference script spends places on
+    [CLS] and the question too, so that they are only struck out after the ranking.
     """
-    start_logit, start = _best_positions(start, n_best, context)
-    end_logit, end = _best_positions(end, n_best, context)
-    length = end[:, None, :] - start[:, :, None]
-    score = start_logit[:, :, None] + end_logit[:, None, :]
-    score[(length < 0) | (length >= max_answer_length)] = -np.inf
-    score = score.reshape(len(score), -1)
-    n_best = min(n_best, score.shape[1])
-    least = np.partition(score, -n_best, axis=1)[:, -n_best, None]
-    window, pair = np.nonzero((score >= least) & (score > -np.inf))
-    of_start, of_end = np.divmod(pair, end.shape[1])
-    starts, ends = (window, of_start), (window, of_end)
-    return window, start[starts], end[ends], start_logit[starts], end_logit[ends]
-
-
-def _best_positions(logits: np.ndarray, k: int, context: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The k greatest logits of each window and their positions, greatest first, equal ones from left to right.
-
-    The reference script spends places on [CLS] and the question too, so they are only now struck out, by -inf.
-    """
-    place = np.argsort(-logits, axis=1, kind="stable")[:, :k]
-    outside = (place < context[:, :1]) | (place >= context[:, 1:])
-    return np.where(outside, -np.inf, np.take_along_axis(logits, place, axis=1)), place
+    firsts, lasts = (np.argsort(-logits, kind="stable")[:n_best] for logits in (start, end))
+    firsts, lasts = (place[(place >= context[0]) & (place < context[1])] for place in (firsts, lasts))
+    length = lasts - firsts[:, None]
+    score = start[firsts, None] + end[lasts]
+    of_start, of_end = np.nonzero((length >= 0) & (length < max_answer_length) & (score > -np.inf))
+    order = np.argsort(-score[of_start, of_end], kind="stable")[:n_best]
+    return firsts[of_start[order]], lasts[of_end[order]]

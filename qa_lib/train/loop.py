@@ -141,7 +141,6 @@ def train(
                 checkpoint.save(number)
             meter.resume()
         hooks.finished(number)
-    meter.stop()
     if ranks.world > 1 and not spec.preset.quality and begin < batches.steps:  # else they would change what is scored
         ranks.stats.note_overlap(lambda: take_step(inputs, parts))
     step.strategy.finish()

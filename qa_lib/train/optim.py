@@ -31,8 +31,7 @@ class Precision:
         self.dtype, self.device = DTYPES[settings.precision], device
         self.weights = self.dtype if settings.half_weights else None
         self.mixed = settings.precision != "fp32" and not settings.half_weights
-        needs_scale = settings.precision == "fp16"
-        self.scaler = torch.amp.GradScaler(device.type, enabled=needs_scale)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.mixed)

@@ -44,7 +44,6 @@ def train(
             log.write(meter.flush())
             meter.resume()
         hooks.finished(number)
-    meter.stop()
     model.to(device, peer.norm.weight.dtype)
     _copy((other, own) for own, other in peer.pairs(model))
     return step.optimizer, meter, 0, None

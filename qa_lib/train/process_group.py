@@ -4,6 +4,7 @@ What they do to a step's gradients is in parallel.py, and in pipeline.py and ten
 what each measures meanwhile is in grad_noise.py.
 """
 
+from contextlib import AbstractContextManager
 from datetime import timedelta
 
 import torch
@@ -17,7 +18,7 @@ SILENCE = timedelta(minutes=5)  # after which a process that waits for the other
 TURN = timedelta(days=30)  # a run may wait so long for other runs on its GPUs
 
 
-class ProcessGroup:
+class ProcessGroup(AbstractContextManager):
     """The processes of a run, as torchrun started them, seen from one of them; or this process alone.
 
     `rank` counts from 0 to `world` - 1. The first alone writes record, steps.jsonl and checkpoint. `join` makes the
@@ -36,14 +37,10 @@ class ProcessGroup:
             self.store, self.rank, self.world = next(rendezvous("env://"))
         if device.type == "cuda":
             torch.cuda.set_device(device)
-
-    @property
-    def first(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def backend(self) -> str:
-        return "nccl" if self.device.type == "cuda" else "gloo"
+        self.first = self.rank == 0
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        # How a reduction averages; where it can only add up, what it gives must be divided.
+        self.average = dist.ReduceOp.AVG if self.backend == "nccl" else dist.ReduceOp.SUM
 
     def start(self) -> None:
         """All processes call this: the first, which holds the GPUs by then, releases the others, which wait for it."""
@@ -71,9 +68,6 @@ class ProcessGroup:
                 device_id=self.device if self.backend == "nccl" else None,
             )
 
-    def __enter__(self) -> "ProcessGroup":
-        return self
-
     def __exit__(self, kind, *_) -> None:
         if dist.is_initialized() and kind is None:  # after an error the others may never come to the end
             dist.destroy_process_group()
@@ -81,11 +75,6 @@ class ProcessGroup:
     def local_micro_batches(self, micro_batches: list) -> list:
         """This process's share of a step's micro-batches."""
         return micro_batches[self.rank * self.replicas // self.world :: self.replicas]
-
-    @property
-    def average(self) -> dist.ReduceOp:
-        """How a reduction averages; where it can only add up, what it gives must be divided."""
-        return dist.ReduceOp.AVG if self.backend == "nccl" else dist.ReduceOp.SUM
 
     def mean(self, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
         """The tensor, averaged in place over all processes, or over those of a group."""

@@ -36,10 +36,8 @@ class Tensor(NoParallel):
     def __init__(self, model: torch.nn.Module, ranks: ProcessGroup, settings: Settings):
         """SpecError where the processes do not divide the heads: of a model that was not here yet when the run was
         planned, or in a run that more processes resume."""
-        if model.config.num_attention_heads % ranks.world:
-            raise SpecError(
-                f"{ranks.world} processes do not divide {model.config.num_attention_heads} heads of attention"
-            )
+        if (heads := model.config.num_attention_heads) % ranks.world:
+            raise SpecError(f"{ranks.world} processes do not divide {heads} heads of attention")
         encoder = encoder_of(model)
         widening, narrowing = encoder.linears
         ways = {f"{encoder.self_attention}.{name}": ColwiseParallel() for name in encoder.projections}

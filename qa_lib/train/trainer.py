@@ -75,11 +75,11 @@ def train(
     lengths = batches.samples.lengths
     numbers = Dataset.from_dict({"sample": range(len(lengths)), "length": lengths})
     trainer = _MeteredTrainer(model=model, args=arguments, train_dataset=numbers, data_collator=_Collator(batches))
+    trainer.parts = []
     polls = settings.fault == "nvidia-smi-polling"
     trainer.add_callback(_Steps(trainer, meter, log, hooks or Hooks(), polls))
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    meter.stop()
     # What was called in each step, whatever was asked for; inside what torch.compile puts around it.
     trained = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)
     ranks.wrapper = None if trained is model else type(trained).__name__
@@ -98,11 +98,7 @@ class _Collator:
 
 
 class _MeteredTrainer(Trainer):
-    """Keeps the loss of each micro-batch of the step; the last step of an epoch may have fewer of them."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.parts = []
+    """Keeps in `parts` the loss of each micro-batch of the step; the last step of an epoch may have fewer of them."""
 
     def training_step(self, *args, **kwargs):
         self.rate = self.optimizer.param_groups[0]["lr"]  # when the callback is called, the scheduler has set the next
