@@ -40,7 +40,7 @@ class Swept:
     def __init__(self, folder: Path):
         self.folder, self.runs = folder, folder / "runs"
         # One thread: as quick for so small a model, and on a busy machine many times quicker than two that wait.
-        fixed = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "QA_LIB_CACHE": str(folder / "cache")}
+        fixed = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "QA_LIB_CACHE": str(folder / "cache"), "SWEPT": "1"}
         self.environment = os.environ | fixed
 
     def call(self, *words, cwd=Path(__file__).parent.parent):

@@ -48,6 +48,7 @@ def test_a_cell_that_is_run_again_trains_a_new_model(trainable, tmp_path):
     first = losses(spec, tmp_path)
     entry = fit(spec, tmp_path, say=lambda _: None)
     assert losses(spec, tmp_path) == first
+    assert entry["time"]["first_step_s"] is None, "which is of a process's first run"
     assert 0 < entry["time"]["data_ms"] < entry["time"]["step_ms"]["p90"]
     trains = sum(p.numel() for p in build_model(spec).parameters() if p.requires_grad)
     assert (entry["model"]["params_trainable"], entry["model"]["layers"]) == (trains, 2)

@@ -22,6 +22,7 @@ import pytest
 from qa_lib import record
 from qa_lib.__main__ import main
 from qa_lib.errors import CTRL_C, UserError
+from qa_lib.measure.hardware import this_machine
 from qa_lib.run import launch, sweep
 from qa_lib.run.plan import plan
 from qa_lib.run.process import call, child_env, spec_from
@@ -34,27 +35,18 @@ from tests.small import FIT, PARAMETERS, PRETEND, STEPS, write_notebook
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="session")
-def machine():
-    """The driver's own probe of this machine, once."""
-    found, env = launch.probe()
-    return json.dumps([dataclasses.asdict(found), env])
-
-
 @pytest.fixture(params=["plain", slow("papermill")])
-def lab(request, tmp_path, machine, monkeypatch, capfd):
-    return Lab(tmp_path, machine, monkeypatch, capfd, request.param == "plain")
+def lab(request, tmp_path, monkeypatch, capfd):
+    return Lab(tmp_path, monkeypatch, capfd, request.param == "plain")
 
 
 by_papermill = pytest.mark.parametrize("lab", ["papermill"], indirect=True)
 
 
 class Lab:
-    def __init__(self, folder, machine, patch, output, plain):
+    def __init__(self, folder, patch, output, plain):
         self.runs, self.notebook, self.patch, self.output = folder / "runs", folder / "notebook.ipynb", patch, output
-        # Two threads wait for each other on a busy machine.
-        given = {"SMALL_NOTEBOOK": str(self.notebook), "SMALL_MACHINE": machine, "OMP_NUM_THREADS": "1"}
-        for name, value in (given | ({"SMALL_PLAIN": "1"} if plain else {})).items():
+        for name, value in small.environment(self.notebook, this_machine(), plain).items():
             patch.setenv(name, value)
         write_notebook(self.notebook)
 
@@ -90,18 +82,9 @@ class Lab:
         while time.monotonic() < end:
             for path in self.runs.glob(f"*/{variant}-s0-*/steps.jsonl"):
                 if path.read_bytes().count(b"\n") >= step:
-                    return self.holder(path.with_name(".lock"))
+                    return small.holder(path.with_name(".lock"))
             time.sleep(0.05)
         raise AssertionError(f"{variant} never came to step {step}")
-
-    def holder(self, lock):
-        for fd in Path("/proc").glob("[0-9]*/fd/*"):
-            try:
-                if os.path.samefile(fd, lock):
-                    return int(fd.parts[2])
-            except OSError:
-                continue
-        raise AssertionError(f"no process holds {lock}")
 
 
 def kill_and_run_again(lab, hang, work, after):
@@ -428,7 +411,7 @@ if lives.stat().st_size <= {deaths}:
 
 
 @pytest.mark.slow
-def test_a_try_runs_in_a_process_of_its_own_with_the_spec_that_was_asked_for(tmp_path, machine):
+def test_a_try_runs_in_a_process_of_its_own_with_the_spec_that_was_asked_for(tmp_path):
     found, env = Machine(), {}
     (spec,) = plan(["A2"], "smoke", data="synthetic:80", machine=found)
     preset = dataclasses.replace(spec.preset, name="tune", steps=6, measure_from=2, learning_rate=1.0 / 3)
