@@ -72,8 +72,18 @@ def swept(tmp_path_factory):
     return lab
 
 
+# The files that take longest begin, so that workers end together.
+LONGEST = "app sweep together parallel kills train report signals packing architectures lm".split()
+
+
+def place(item) -> int:
+    name = item.path.stem.removeprefix("test_")
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+
 @pytest.hookimpl(tryfirst=True)  # before what is slow is left out
 def pytest_collection_modifyitems(items):
+    items.sort(key=place)
     for item in items:
         if item.get_closest_marker("alone"):
             item.add_marker(pytest.mark.slow)

@@ -83,13 +83,14 @@ def pretend(spec: Spec, runs: str, pause: float = 0.0, status: str = "ok") -> No
         record.finish(run_dir, entry, status)
 
 
-def holder(lock: Path) -> int:
-    """The process that has a lock of a run's folder."""
+def holders(runs: Path) -> set[int]:
+    """The processes that have the lock of a run below that folder."""
+    locks, found = [path.stat() for path in runs.glob("*/*/.lock")], set()
     for fd in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
-            if os.path.samefile(fd, lock):
-                return int(fd.parts[2])
-    raise AssertionError(f"no process holds {lock}")
+            if any(os.path.samestat(fd.stat(), lock) for lock in locks):
+                found.add(int(fd.parts[2]))
+    return found
 
 
 def write_notebook(
