@@ -34,7 +34,7 @@ from qa_lib.spec import Machine, adjust, missing
 from qa_lib.train import data_parallel, loop, optim, overlap, pipeline, tensor, trainer, zero1
 from qa_lib.train.master_adamw import MasterAdamW
 from qa_lib.variants import CONFLICTS, VARIANTS, Settings, SpecError, _matches, choices, find_recipe
-from tests.pairs import Covering, pairs_of
+from tests.pairs import combinations, pairs_of
 
 TORCHAO = find_spec("torchao") is not None
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, torchao=TORCHAO, compiler=True)
@@ -332,7 +332,7 @@ def runs_here(**values) -> bool:
 
 
 HERE_ALONE = {name: tuple(value for value in values if runs_here(**{name: value})) for name, values in VALUES.items()}
-COMBINATIONS = Covering(HERE_ALONE, clash).combinations()
+COMBINATIONS = combinations(HERE_ALONE, clash)
 
 
 def test_every_two_values_that_go_together_occur_in_a_combination():
