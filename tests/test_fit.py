@@ -4,9 +4,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -66,19 +63,13 @@ def test_every_model_of_a_process_is_compiled(tmp_path):
         (RuntimeError("CUDA error: out of memory"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"), True),
         (RuntimeError("out of resource: shared memory"), False),
         (ValueError("out of memory"), False),
     ],
 )
 def test_memory_runs_out_in_many_words(problem, told):
     assert out_of_memory(problem) is told
-
-
-def test_a_try_chooses_its_card_before_anything_asks_cuda():
-    """The module that a new process imports first must not import bitsandbytes, which looks for cards at once."""
-    asked = "import sys, qa_lib.run.process; print([name for name in ('bitsandbytes', 'peft') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, env=os.environ, check=True)
-    assert done.stdout == "[]\n"
 
 
 def test_a_score_that_json_has_not_makes_the_run_an_error(tmp_path, monkeypatch):

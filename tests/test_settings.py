@@ -1,8 +1,8 @@
 """Settings cannot lie: every value, and every two values of different settings, are refused or their effect is seen.
 
 A step is trained on the CPU with a tiny BERT, for each of a few combinations in which every two values occur together,
-and in the slow tier for every value, and every two, beside the defaults. There Dynamo's own `eager` backend stands in
-for the one that is asked for, and in the combinations what would be compiled runs as it is: which code Inductor makes
+and in the slow tier for every value beside the defaults. There Dynamo's own `eager` backend stands in for the one that
+is asked for, and in the combinations what would be compiled runs as it is: which code Inductor makes
 is seen in the sweeps at preset smoke. What only a GPU can do is skipped with its reason, or adjusted and said.
 DeepSpeed needs a launcher and trains in test_parallel.py. The fault `positional-join` acts on predictions alone: see
 test_join.py.
@@ -363,15 +363,6 @@ def test_a_value_that_does_not_train_here_says_why():
 def test_every_value_of_every_setting_trains_a_step_beside_the_defaults(name, data, tmp_path, monkeypatch):
     for number, value in enumerate(HERE_ALONE[name]):
         check(asked_for(**{name: value}), [name], data, tmp_path / str(number), monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("one", "other"), [*itertools.combinations(VALUES, 2)], ids=lambda name: name)
-def test_two_settings_alone_train_a_step(one, other, data, tmp_path, monkeypatch):
-    default = Settings()
-    for number, (a, b) in enumerate(itertools.product(VALUES[one], VALUES[other])):
-        if a != getattr(default, one) and b != getattr(default, other) and runs_here(**{one: a, other: b}):
-            check(asked_for(**{one: a, other: b}), [one, other], data, tmp_path / str(number), monkeypatch)
 
 
 @pytest.mark.parametrize(

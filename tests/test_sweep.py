@@ -120,33 +120,6 @@ def test_a_killed_kernel_goes_on_from_its_checkpoint(lab):
     assert (done["steps"], done["resumed_from_step"]) == (STEPS, 10)
 
 
-SPOIL = """
-import torch
-from qa_lib.run import fit as module
-net, calls = module.build_model(spec), []
-module.build_model = lambda *_: net
-def hook(module, *inputs):
-    calls.append(1)
-    if variant == "A1" and len(calls) == 5:
-        torch.zeros(2**50)
-    if variant == "A2" and len(calls) == 23:
-        net.qa_outputs.weight.data.fill_(float("nan"))
-net.register_forward_pre_hook(hook)"""
-
-
-@pytest.mark.slow
-@by_papermill
-def test_out_of_memory_is_a_result_and_a_broken_loss_is_an_error(lab):
-    """A real allocation fails in A1's third step, and a weight of A2 becomes NaN before its 12th."""
-    write_notebook(lab.notebook, before=SPOIL, work=FIT)
-    assert lab.run("--variants", "A1,A2")[0] == 1
-    assert lab.statuses() == {"A1": "oom", "A2": "error"}
-    assert "allocate" in lab.records()["A1"]["error"]["message"]
-    broken = lab.records()["A2"]
-    assert (broken["error"]["kind"], broken["error"]["message"]) == ("NonFiniteLoss", "loss is nan at step 12")
-    assert "NonFiniteLoss" in (lab.runs / broken["group"] / broken["run_id"] / "log.txt").read_text()
-
-
 def test_what_a_sweep_writes_into_a_file_can_be_read_the_next_morning(lab):
     write_notebook(lab.notebook, before="pause = 0.03")
     assert lab.run("--variants", "A2")[0] == 0
@@ -394,6 +367,7 @@ def test_a_rate_of_ones_own_reaches_the_notebook(tmp_path):
     given = [sweep.notebook_parameters(spec, tmp_path) for spec in (usual, own)]
     assert "learning_rate" not in given[0] and given[1] == given[0] | {"learning_rate": 1e-3}
     sweep.check_notebook(sweep.notebook_of("A1"), given[1] | {"epochs": 2})
+    assert spec_from(call("any:thing", own)[4]) == own, "and a process that needs no notebook"
 
 
 @pytest.mark.parametrize(("deaths", "status"), [(1, "ok"), (2, "killed")])
@@ -409,22 +383,6 @@ if lives.stat().st_size <= {deaths}:
     write_notebook(lab.notebook, before=die)
     assert lab.run("--variants", "A1")[0] == (status != "ok")
     assert lab.statuses() == {"A1": status} and lives.read_text() == "11"
-
-
-@pytest.mark.slow
-def test_a_try_runs_in_a_process_of_its_own_with_the_spec_that_was_asked_for(tmp_path):
-    found, env = Machine(), {}
-    (spec,) = plan(["A2"], "smoke", data="synthetic:80", machine=found)
-    preset = dataclasses.replace(spec.preset, name="tune", steps=6, measure_from=2, learning_rate=1.0 / 3)
-    spec = dataclasses.replace(spec, preset=preset, search="tune", sm=75)
-    assert spec_from(call("any:thing", spec)[4]) == spec
-    ended = []
-    launcher = launch.Launcher(tmp_path, found, env)
-    (entry,) = launcher.run_all([spec], lambda *pair: ended.append(pair))
-    assert (entry["status"], entry["spec"]["hash"], entry["time"]["steps"]) == ("ok", spec.hash, 6)
-    assert (entry["spec"]["search"], entry["spec"]["sm"], entry["time"]["notebook_s"]) == ("tune", 75, None)
-    assert ended == [(spec, entry)]
-    assert launcher.run_all([spec]) == [entry], "it is not run again"
 
 
 def test_a_line_of_the_sweep_says_what_became_of_a_checkpoint_and_holds_no_escapes():
