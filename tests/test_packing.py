@@ -417,27 +417,6 @@ def test_beyond_rows_run_and_end_to_end(tmp_path):
     assert entry["speed"]["pad_fraction"] < 0.2
 
 
-def test_fused_projections_are_the_same_function_and_come_apart_again(tmp_path):
-    from transformers import AutoModelForQuestionAnswering
-
-    from qa_lib.model.build import save_model
-
-    torch.manual_seed(0)
-    ids = torch.randint(5, 100, (2, 40))
-    separate = without_dropout(build_model(spec_of("E-packed")))
-    settings = dataclasses.replace(spec_of("E-packed").settings, qkv="fused")
-    fused = without_dropout(build_model(dataclasses.replace(spec_of("E-packed"), settings=settings)))
-    assert not any(".query." in name for name, _ in fused.named_parameters())
-    expected = separate(input_ids=ids).start_logits
-    assert torch.allclose(fused(input_ids=ids).start_logits, expected, atol=1e-5)
-    with torch.no_grad():
-        fused.bert.encoder.layer[0].attention.self.qkv.weight.mul_(1.5)
-    changed = fused(input_ids=ids).start_logits
-    save_model(fused, build_tokenizer("tiny"), tmp_path / "model")
-    again = without_dropout(AutoModelForQuestionAnswering.from_pretrained(tmp_path / "model"))
-    assert torch.allclose(again(input_ids=ids).start_logits, changed, atol=1e-5)
-
-
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA GPU")
 @pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"optimizer": "adamw-master"}], ids=str)
 def test_a_captured_step_is_the_eager_step(samples, changes, tmp_path):

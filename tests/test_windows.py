@@ -116,15 +116,6 @@ def test_any_text(small, data):
         check([example], small, 60, stride)
 
 
-def test_an_answer_in_a_windows_last_token_starts_there(small):
-    """There the reference search runs on into [SEP], and with padding to the end of the window."""
-    context = " ".join(["river"] * 40)
-    examples = [Example(str(i), "", "flows", context, (("river", 6 * i),)) for i in range(40)]
-    samples = check(examples, small, 20, 4)
-    last = samples.context[:, 1] - 1
-    assert (samples.start_positions == last).any() and (samples.start_positions <= last).all()
-
-
 def test_tokens_that_share_a_character_may_be_parted_by_a_windows_edge():
     """A Hangul syllable is taken apart into letters, which are tokens with one and the same offset."""
     tokenizer = trained_tokenizer(["각흙가나각 x"], 1)
