@@ -81,6 +81,20 @@ def test_a_score_that_json_has_not_makes_the_run_an_error(tmp_path, monkeypatch)
     assert entry["quality"] == {"nats": None, "n": 20} and entry["time"]["steps"] == 3
 
 
+def test_a_disk_that_fills_while_the_model_is_saved_is_one_line(tmp_path, monkeypatch):
+    """A record on a full disk is in test_record, a checkpoint in test_train."""
+
+    def fills_up(*_):
+        raise OSError(28, "No space left on device")
+
+    spec = scored(short("A1"), monkeypatch, {"nats": 1.0, "n": 20})
+    monkeypatch.setattr("qa_lib.run.fit.save_model", fills_up)
+    with pytest.raises(record.RecordError, match=r"^cannot write .*/model: .*No space left on device$"):
+        fit(spec, tmp_path, say=lambda _: None)
+    entry = record.read_record(tmp_path / spec.run_path)
+    assert (entry["status"], entry["error"]["kind"]) == ("error", "RecordError")
+
+
 def test_a_run_has_the_threads_of_its_record_and_leaves_those_of_its_process(tmp_path):
     threads = torch.get_num_threads()
     torch.set_num_threads(3)

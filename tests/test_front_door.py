@@ -12,19 +12,9 @@ import pytest
 from qa_lib.__main__ import main
 from qa_lib.cli import VERBS
 from qa_lib.record import read_record, run_files
-from tests.material import ROOT
+from tests.material import REFUSING, ROOT
 
-# torch and transformers cannot be imported in it.
-WITHOUT = """
-import importlib.abc, sys
-class Refused(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "transformers", "datasets"):
-            raise ImportError(name)
-sys.meta_path.insert(0, Refused())
-from qa_lib.__main__ import main
-sys.exit(main(sys.argv[1:]))
-"""
+WITHOUT = f"{REFUSING}\nfrom qa_lib.__main__ import main\nsys.exit(main(sys.argv[1:]))"
 
 
 def run(*words, **env):

@@ -13,7 +13,7 @@ from qa_lib.cli import parser_of
 from qa_lib.data.squad import DataError, Example, open_source
 from qa_lib.errors import UserError
 from qa_lib.score.f1 import f1, main, normalise, score, squad_metric
-from tests.material import SQUAD, document, needs_squad, question, write
+from tests.material import SQUAD, document, hub_row, needs_squad, question, write
 
 EXAMPLES = [
     Example("one", "A", "", "", (("the Rhine", 0), ("Rhine river", 4), ("Rhine", 4))),
@@ -199,10 +199,8 @@ def test_misplaced_golds_can_be_scored_after_the_fix(files, capsys):
 
 
 def test_metric_needs_no_network():
-    references = [
-        {"id": e.id, "answers": {"text": [t for t, _ in e.answers], "answer_start": [s for _, s in e.answers]}}
-        for e in EXAMPLES
-    ]
+    rows = [hub_row(e.id, e.title, e.question, e.context, *e.answers) for e in EXAMPLES]
+    references = [{"id": row["id"], "answers": row["answers"]} for row in rows]
     odds = {"one": 0.25, "two": 0.75, "bare": 0.125, "none": 0.625, "void": 0.5}
     names = ("id", "prediction_text", "no_answer_probability")
     texts = [dict(zip(names, (key, text, odds[key]), strict=True)) for key, text in PREDICTIONS.items()]

@@ -229,18 +229,18 @@ def test_what_was_skipped_is_run_once_the_machine_can(tmp_path):
     assert launcher.is_finished(without) and not launcher.is_finished(able)
 
 
-def test_a_notebook_without_its_parameters_tag_is_refused_by_name(lab):
-    write_notebook(lab.notebook, tag="other")
+@pytest.mark.parametrize(
+    ("spoilt", "said"),
+    [
+        ({"tag": "other"}, "0 cells are tagged 'parameters', and exactly one must be"),
+        ({"parameters": PARAMETERS.replace("seed = 0\n", "")}, "its parameters cell does not set seed"),
+    ],
+)
+def test_a_notebook_that_does_not_take_its_parameters_is_refused_by_name(lab, spoilt, said):
+    write_notebook(lab.notebook, **spoilt)
     code, _, err = lab.run("--variants", "A2")
-    assert code == 2
-    assert re.fullmatch(r"error: .*notebook\.ipynb: 0 cells are tagged 'parameters', and exactly one must be\n", err)
+    assert code == 2 and re.fullmatch(rf"error: .*notebook\.ipynb: {said}\n", err)
     assert not lab.records()
-
-
-def test_a_notebook_that_does_not_take_a_parameter_is_refused_by_name(lab):
-    write_notebook(lab.notebook, parameters=PARAMETERS.replace("seed = 0\n", ""))
-    with pytest.raises(UserError, match=r"notebook\.ipynb: its parameters cell does not set seed"):
-        sweep.check_notebook(lab.notebook, {"variant": "A2", "seed": 0})
 
 
 def test_plan_says_what_would_run_and_runs_nothing(lab):

@@ -37,7 +37,7 @@ from qa_lib.spec import Machine, resolve
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.data_parallel import NoParallel
 from qa_lib.train.process_group import ProcessGroup
-from tests.material import document, question, trained_tokenizer, write
+from tests.material import document, hub_row, question, trained_tokenizer, write
 from tests.tiny import checkpoint
 
 TIMES = int(os.environ.get("QA_LIB_MUTATIONS", "40"))  # mutations of each kind
@@ -309,8 +309,7 @@ def test_a_tokenizers_files_may_hold_anything(kind, tmp_path):
 
 def test_a_saved_data_set_may_hold_anything(tmp_path):
     """What gives other questions is other data."""
-    rows = [{"id": f"{i}", "title": "", "context": TEXT, "question": f"where {i}?",
-             "answers": {"text": ["Alps"], "answer_start": [TEXT.index("Alps")]}} for i in range(8)]  # fmt: skip
+    rows = [hub_row(f"{i}", "", f"where {i}?", TEXT, ("Alps", TEXT.index("Alps"))) for i in range(8)]
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "whole", num_shards=2)
     names = sorted(path.name for path in (tmp_path / "whole").iterdir())
     examples = open_source(tmp_path / "whole", "train").examples
