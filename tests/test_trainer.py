@@ -27,7 +27,7 @@ def spec_of(variant: str):
     """A row at smoke scale, made smaller, in one process of a machine that has all it needs but a GPU."""
     here = Machine(deepspeed=True)
     (spec,) = plan([variant], "smoke", data="synthetic:60", machine=here, world=1)
-    preset = dataclasses.replace(spec.preset, steps=STEPS, measure_from=WARM_UP, effective_batch=8, quality=False)
+    preset = dataclasses.replace(spec.preset, steps=STEPS, measure_from=WARM_UP, effective_batch=16, quality=False)
     return dataclasses.replace(spec, preset=preset)
 
 
