@@ -70,7 +70,6 @@ _become([sys.executable, "-c", "import os; print(os.environ['QA_LIB_START'])"], 
     assert (tmp_path / "log").read_text() == "cold, since what is imported touches the GPU\n"
 
 
-@pytest.mark.slow
 @pytest.mark.alone
 def test_the_quickstart_fits_one_screen_and_runs_nothing_twice(tmp_path):
     words = [sys.executable, "-m", "qa_lib", "quickstart"]
