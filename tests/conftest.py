@@ -40,7 +40,7 @@ class Swept:
     def __init__(self, folder: Path):
         self.folder, self.runs = folder, folder / "runs"
         # One thread: as quick for so small a model, and on a busy machine many times quicker than two that wait.
-        fixed = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "QA_LIB_CACHE": str(folder / "cache")}
+        fixed = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "QA_LIB_CACHE": str(folder / "cache"), "SWEPT": "1"}
         self.environment = os.environ | fixed
 
     def call(self, *words, cwd=Path(__file__).parent.parent):
@@ -72,8 +72,18 @@ def swept(tmp_path_factory):
     return lab
 
 
+# The files that take longest begin, so that workers end together.
+LONGEST = "app sweep together parallel kills train report signals packing architectures lm".split()
+
+
+def place(item) -> int:
+    name = item.path.stem.removeprefix("test_")
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+
 @pytest.hookimpl(tryfirst=True)  # before what is slow is left out
 def pytest_collection_modifyitems(items):
+    items.sort(key=place)
     for item in items:
         if item.get_closest_marker("alone"):
             item.add_marker(pytest.mark.slow)

@@ -19,6 +19,17 @@ SQUAD = Path(__file__).resolve().parents[2] / "shared" / "squad"
 needs_squad = pytest.mark.skipif(not SQUAD.is_dir(), reason="no ../shared/squad beside the repository")
 
 
+# The begin of a program in which these cannot be imported.
+REFUSING = """
+import importlib.abc, sys
+class Refused(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "datasets"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Refused())
+"""
+
+
 @functools.cache
 def committed():
     """The committed records, read once a process; not to be changed."""
@@ -73,6 +84,12 @@ def document(*paragraphs: tuple[str, list[dict]], title: str = "Rivers") -> dict
     """The official layout around (context, qas) pairs, in one article."""
     body = [{"context": context, "qas": list(entries)} for context, entries in paragraphs]
     return {"version": "v2.0", "data": [{"title": title, "paragraphs": body}]}
+
+
+def hub_row(key: str, title: str, text: str, context: str, *answers: tuple[str, int]) -> dict:
+    """A question in the hub's layout, whose answers are in columns."""
+    columns = {"text": [answer for answer, _ in answers], "answer_start": [start for _, start in answers]}
+    return {"id": key, "title": title, "question": text, "context": context, "answers": columns}
 
 
 def write(path: Path, content: object) -> Path:

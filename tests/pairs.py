@@ -2,9 +2,9 @@
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-DRAWS = 8  # combinations to choose the next one from
+TRIES = 30  # at a combination with a pair; where none succeeds, the pair is in none
 
 
 def pairs_of(combination: dict) -> set[frozenset]:
@@ -12,75 +12,34 @@ def pairs_of(combination: dict) -> set[frozenset]:
     return set(map(frozenset, itertools.combinations(combination.items(), 2)))
 
 
-def _bits(mask: int) -> Iterator[int]:
-    while mask:
-        yield (low := mask & -mask).bit_length() - 1
-        mask ^= low
+def combinations(values: dict[str, tuple], clash: Callable[[tuple, tuple], bool]) -> list[dict]:
+    """Combinations of one value for each name, none with two (name, value) that clash."""
+    every = [(name, value) for name, several in values.items() for value in several]
+    couples = [pair for pair in itertools.combinations(every, 2) if pair[0][0] != pair[1][0]]
+    clashes = {frozenset(pair) for pair in couples if clash(*pair)}
+    missing, chance, found = {frozenset(pair) for pair in couples} - clashes, random.Random(0), []
+    for pair in map(frozenset, couples):
+        if pair in missing:
+            drawn = [chosen for _ in range(TRIES) if (chosen := _drawn(pair, values, clashes, missing, chance))]
+            best = max(drawn, key=lambda chosen: len(missing & pairs_of(chosen)), default={})
+            missing -= pairs_of(best) | {pair}
+            found += [best] if best else []
+    return found
 
 
-class Covering:
-    """Combinations of one value for each name, none with two (name, value) that clash, by number and bit mask."""
+def _drawn(pair: frozenset, values: dict, clashes: set, missing: set, chance: random.Random) -> dict | None:
+    """A combination with that pair, each other value the one that misses most of those before it; None where a name
+    has no value left."""
+    chosen = dict(pair)
+    others = [name for name in values if name not in chosen]
+    for name in chance.sample(others, len(others)):
+        new = {value: _pairs_with((name, value), chosen) for value in values[name]}
+        free = [value for value in values[name] if not clashes & new[value]]
+        if not free:
+            return None
+        chosen[name] = max(chance.sample(free, len(free)), key=lambda value, new=new: len(missing & new[value]))
+    return chosen
 
-    def __init__(self, values: dict[str, tuple], clash: Callable[[tuple, tuple], bool]):
-        self.all = [(name, value) for name, several in values.items() for value in several]
-        self.names = [sum(1 << i for i, (other, _) in enumerate(self.all) if other == name) for name in values]
-        self.beside = [self._beside(i, clash) for i in range(len(self.all))]
 
-    def _beside(self, i: int, clash: Callable[[tuple, tuple], bool]) -> int:
-        """What may stand beside a value, and itself."""
-        one = self.all[i]
-        fits = (i == j or (one[0] != other[0] and not clash(one, other)) for j, other in enumerate(self.all))
-        return sum(1 << j for j, fit in enumerate(fits) if fit)
-
-    def _left(self, mask: int) -> int:
-        """What can still stand beside all that has no choice any more; 0 where a name has no value left."""
-        before = 0
-        while mask != before:
-            before = mask
-            for name in self.names:
-                left = mask & name
-                if not left:
-                    return 0
-                if not left & (left - 1):
-                    mask &= self.beside[left.bit_length() - 1]
-        return mask
-
-    def _can_end(self, mask: int) -> bool:
-        """Whether any combination is left."""
-        mask = self._left(mask)
-        choices = [mask & name for name in self.names if (mask & name) & ((mask & name) - 1)]
-        if not mask or not choices:
-            return bool(mask)
-        return any(self._can_end(mask & self.beside[i]) for i in _bits(min(choices, key=int.bit_count)))
-
-    def combinations(self) -> list[dict]:
-        """Combinations in which every two values occur together that do in any."""
-        missing, every = [0] * len(self.all), (1 << len(self.all)) - 1
-        for i, j in itertools.combinations(range(len(self.all)), 2):
-            both = self.beside[i] & self.beside[j]
-            if self.beside[i] >> j & 1 and self._can_end(every & both):
-                missing[i] |= 1 << j
-                missing[j] |= 1 << i
-        draw, found = random.Random(0), []
-        while any(missing):
-            drawn = [self._drawn(missing, draw) for _ in range(DRAWS)]
-            best = max(drawn, key=lambda chosen: sum((missing[i] & chosen).bit_count() for i in _bits(chosen)))
-            for i in _bits(best):
-                missing[i] &= ~best
-            found.append({self.all[i][0]: self.all[i][1] for i in _bits(best)})
-        return found
-
-    def _drawn(self, missing: list[int], draw: random.Random) -> int:
-        """A combination that begins with the value that misses most others, and takes what misses most of it next."""
-        mask, chosen = (1 << len(self.all)) - 1, 0
-        while True:
-            choices = [i for name in self.names if not name & chosen for i in _bits(mask & name)]
-            if not choices:
-                return chosen
-            seen = chosen or mask
-            best = max(choices, key=lambda i: ((missing[i] & seen).bit_count(), draw.random()))
-            left = self._left(mask & self.beside[best])
-            if left and self._can_end(left):
-                mask, chosen = left, chosen | 1 << best
-            else:
-                mask &= ~(1 << best)
+def _pairs_with(one: tuple, chosen: dict) -> set[frozenset]:
+    return {frozenset((one, other)) for other in chosen.items()}

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch.nn import Dropout
 
 from qa_lib.data.load import batches_of
@@ -98,7 +99,9 @@ def trained(case: dict, run_dir: Path, ranks: ProcessGroup) -> dict:
         optimizer, _, begin, refused = train(model, batches, spec, DEVICE, run_dir, lambda _: None, None, ranks)
     except KeyboardInterrupt:
         return {}
-    torch.save(dict(loop.clip), run_dir / "gradients.pt")  # the same of all processes
+    if ranks.first:  # they are the same of all processes
+        gradients = {str(number): gradient.contiguous() for number, gradient in loop.clip.items()}
+        save_file(gradients, run_dir / "gradients.safetensors")
     model = gather_model(model, lambda: build_model(spec), ranks)
     weights = digest_of({name: p.detach() for name, p in model.named_parameters()}, {})
     state = sum(v.numel() for values in optimizer.state.values() for v in values.values() if torch.is_tensor(v))

@@ -1,10 +1,12 @@
 """A lab small enough for tests of the driver: a preset of 40 steps, a run without a model, and a notebook to spoil.
 
 `python -m tests.small VERB ...` is `python -m qa_lib VERB ...` with $SMALL_NOTEBOOK for every family's notebook,
-$SMALL_MACHINE for what the driver's probe found. With $SMALL_PLAIN the notebook's cells are run by a plain Python,
-`python -m tests.small cells PARAMETERS`, and not by papermill and a kernel.
+$SMALL_MACHINE for what the driver's probe found. Runs are forked from the server at $SMALL_SERVER, which has imported
+before. With $SMALL_PLAIN the notebook's cells are run by a plain Python, `python -m tests.small cells PARAMETERS`, and
+not by papermill and a kernel.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -17,6 +19,7 @@ from qa_lib.__main__ import main
 from qa_lib.presets import PRESETS
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, Spec
+from tests import warm
 
 STEPS = 40
 PRESETS["test"] = dataclasses.replace(
@@ -33,8 +36,8 @@ FIT = "from qa_lib.run.fit import fit\nfit(spec, runs=runs, say=say)"
 
 def probed() -> tuple[Machine, dict]:
     """What the driver's probe found, without asking again: it would import torch."""
-    machine, env = json.loads(os.environ["SMALL_MACHINE"])
-    return Machine(**machine | {"backends": tuple(machine["backends"])}), env
+    machine = json.loads(os.environ["SMALL_MACHINE"])
+    return Machine(**machine | {"backends": tuple(machine["backends"])}), {}
 
 
 def spec(variant, preset, seed, data, model, micro_batch) -> Spec:
@@ -80,6 +83,16 @@ def pretend(spec: Spec, runs: str, pause: float = 0.0, status: str = "ok") -> No
         record.finish(run_dir, entry, status)
 
 
+def holders(runs: Path) -> set[int]:
+    """The processes that have the lock of a run below that folder."""
+    locks, found = [path.stat() for path in runs.glob("*/*/.lock")], set()
+    for fd in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if any(os.path.samestat(fd.stat(), lock) for lock in locks):
+                found.add(int(fd.parts[2]))
+    return found
+
+
 def write_notebook(path: Path, before: str = "", work: str = PRETEND) -> None:
     """A notebook with a parameters cell, a cell that makes the spec and then does `before`, and one that works."""
     import nbformat  # slow, and of no use in a kernel
@@ -89,6 +102,14 @@ def write_notebook(path: Path, before: str = "", work: str = PRETEND) -> None:
     notebook.cells[0].metadata["tags"] = ["parameters"]
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(notebook, path)
+
+
+def environment(notebook: Path, machine: Machine, plain: bool) -> dict[str, str]:
+    """What a driver in this lab is told."""
+    # Two threads wait for each other on a busy machine.
+    given = {"SMALL_NOTEBOOK": str(notebook), "SMALL_SERVER": warm.address(), "OMP_NUM_THREADS": "1"}
+    given["SMALL_MACHINE"] = json.dumps(dataclasses.asdict(machine))
+    return given | ({"SMALL_PLAIN": "1"} if plain else {})
 
 
 def stand_in(put=setattr) -> None:
@@ -106,4 +127,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "cells":
         sys.exit(run_cells(sys.argv[2]))
     stand_in()
+    if sys.version_info < (3, 14):  # whose servers ask for a key
+        warm.share(os.environ["SMALL_SERVER"])
     sys.exit(main(sys.argv[1:]))

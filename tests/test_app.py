@@ -3,18 +3,15 @@
 import functools
 import html
 import json
-import multiprocessing
 import os
 import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import psutil
@@ -30,16 +27,14 @@ from qa_lib.errors import UserError
 from qa_lib.model.hf_checkpoint import write_digests
 from qa_lib.record import finish, new_record
 from qa_lib.run.plan import plan
+from qa_lib.run.warm import SERVER
 from qa_lib.score import predict
 from qa_lib.score.choices import named, offered
 from qa_lib.spec import Machine
 from tests.conftest import slow
 
-ROOT = Path(__file__).parent.parent
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 HEAD = "qa_outputs.weight"
-FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["qa_lib.app", "tests.test_app"])
 EVIL = '<img src=x onerror="alert(1)"><script>alert(2)</script>${alert(3)}{{alert(4)}}![x](http://evil.example/x.png)'
 
 
@@ -84,11 +79,11 @@ def _serve(log, runs):
 
 
 class Server:
-    """The app in a process of its own, forked from one that has imported it."""
+    """The app in a process of its own, forked from one that has imported most of it."""
 
     def __init__(self, runs):
         self.log = runs.parent / "log"
-        self.process = FORK.Process(target=_serve, args=(self.log, runs))
+        self.process = SERVER.Process(target=_serve, args=(self.log, runs))
         self.process.start()
         end = time.monotonic() + 60
         while not self.log.exists() or "\n" not in self.log.read_text():
@@ -128,7 +123,9 @@ def server(runs):
     yield server
     os.kill(server.process.pid, signal.SIGTERM)
     server.process.join(5)
-    assert server.process.exitcode == 130 and "Exception in ASGI" not in server.log.read_text()
+    said = server.log.read_text()
+    assert server.process.exitcode == 130 and said.endswith("\nstopped by SIGTERM; finished runs are kept\n")
+    assert "Exception in ASGI" not in said
 
 
 @pytest.fixture(scope="module")
@@ -336,16 +333,10 @@ def test_a_hundred_askers_get_their_own_answers(server, runs, questions):
 # The command, and a notebook.
 
 
-def test_the_command_opens_on_this_machine_alone_and_ends_at_a_signal(runs):
-    command = [sys.executable, "-m", "qa_lib", "app", "--runs", str(runs), "--port", "0"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    address = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
-    httpx.get(address.group()).raise_for_status()
-    listening = [c for c in psutil.Process(process.pid).net_connections("tcp") if c.status == "LISTEN"]
+def test_it_opens_on_this_machine_alone(server):
+    """And ends at a signal: see the fixture."""
+    listening = [c for c in psutil.Process(server.process.pid).net_connections("tcp") if c.status == "LISTEN"]
     assert {c.laddr.ip for c in listening} == {"127.0.0.1"}
-    process.terminate()
-    assert process.wait(8) == 130
-    assert process.stdout.read() == "stopped by SIGTERM; finished runs are kept\n"
 
 
 def test_an_empty_host_and_a_taken_port_are_said_in_one_line(server, capsys):

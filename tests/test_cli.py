@@ -17,7 +17,6 @@ from qa_lib import __main__ as cli
 from qa_lib import variants
 from qa_lib.cli import VERBS, parser_of, variants_of
 from qa_lib.errors import UserError
-from qa_lib.record import read_record
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 from tests.conftest import slow
@@ -159,23 +158,6 @@ def test_output_that_nobody_reads_or_no_disk_takes_is_no_traceback(words):
     assert done.stderr == ""
     done = subprocess.run(["bash", "-c", f"{command} > /dev/full"], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, "error: No space left on device\n")
-
-
-@pytest.mark.slow  # a record on a full disk is in test_record, a checkpoint in test_train
-def test_a_disk_that_fills_while_the_model_is_saved_is_one_line(tmp_path):
-    """No file may have more bytes than records need: the model has."""
-    code = (
-        "import dataclasses, resource, sys, qa_lib.__main__ as cli; from qa_lib.presets import PRESETS;"
-        "PRESETS['smoke'] = dataclasses.replace(PRESETS['smoke'], steps=5, measure_from=1, checkpoint_every=0);"
-        "import qa_lib.run.fit, torch; resource.setrlimit(resource.RLIMIT_FSIZE, (290_000, 290_000));"
-        "sys.exit(cli.main(sys.argv[1:]))"
-    )
-    words = ["run", "A1", "--preset", "smoke", "--data", "synthetic:40", "--runs", str(tmp_path)]
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert re.fullmatch(r"error: cannot write .*/model: .*\n", done.stderr)
-    entry = read_record(next(tmp_path.glob("*/*/record.json")).parent)
-    assert (entry["status"], entry["error"]["kind"]) == ("error", "RecordError")
 
 
 @pytest.mark.parametrize(

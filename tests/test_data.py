@@ -7,7 +7,7 @@ import datasets
 import pytest
 
 from qa_lib.data.squad import DataError, Example, open_source
-from tests.material import SQUAD, document, needs_squad, question, write
+from tests.material import SQUAD, document, hub_row, needs_squad, question, write
 
 CONTEXT = "The Rhine flows north. The Rhône flows south. 🙂 Both rise in the Alps."
 GOLD = ("north", CONTEXT.index("north"))
@@ -18,16 +18,7 @@ EXPECTED = [FIRST, Example("q2", "Rivers", "Why?", CONTEXT)]
 
 def flat(splits=("train", "validation")):
     """The hub's layout of EXPECTED."""
-    rows = [
-        {
-            "id": e.id,
-            "title": e.title,
-            "context": e.context,
-            "question": e.question,
-            "answers": {"text": [text for text, _ in e.answers], "answer_start": [start for _, start in e.answers]},
-        }
-        for e in EXPECTED
-    ]
+    rows = [hub_row(e.id, e.title, e.question, e.context, *e.answers) for e in EXPECTED]
     answers = {"text": datasets.List(datasets.Value("string")), "answer_start": datasets.List(datasets.Value("int32"))}
     columns = {name: datasets.Value("string") for name in ("id", "title", "context", "question")}
     table = datasets.Dataset.from_list(rows, features=datasets.Features({**columns, "answers": answers}))

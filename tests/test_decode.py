@@ -90,17 +90,6 @@ def peaked(samples, seed=0):
     return start, end
 
 
-@needs_squad
-def test_sure_logits_give_the_gold_answers():
-    examples = open_source(SQUAD, "validation").examples[:2000]
-    tokenizer = trained_tokenizer({example.context for example in examples}, 3000)
-    samples = build_samples(Given(examples), tokenizer, 384, 128, cache=False)
-    found = decode(samples, examples, torch.arange(len(samples)), *peaked(samples), max_answer_length=200)
-    right = sum(found.predictions[e.id] == (e.answers[0][0] if e.answers else "") for e in examples)
-    assert right > 0.97 * len(examples)
-    assert all((found.null_odds[e.id] > 0) == e.impossible for e in examples if not found.nbest[e.id][0]["text"])
-
-
 def test_a_model_that_answers_too_rarely_has_a_better_threshold_above_zero(monkeypatch, tmp_path):
     (spec,) = plan(["A1"], "smoke", data="synthetic:200", machine=Machine())
     questions = load_data(spec)

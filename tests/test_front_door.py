@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 
+from qa_lib.__main__ import main
 from qa_lib.cli import VERBS
 from qa_lib.record import read_record, run_files
 from tests.material import ROOT
@@ -51,20 +52,17 @@ def test_a_command_imports_what_it_needs_and_fits_the_terminal(words, tmp_path):
         assert after.ru_utime - before.ru_utime < HELP_S
 
 
-def test_the_table_of_memory_fits_the_terminal():
-    said = run(sys.executable, "-m", "qa_lib", "memory", "--family", "E", "--preset", "bench", "--micro-batch", "32")
-    assert max(map(len, said.split("\npeak in")[0].splitlines())) <= 100
+def test_the_table_of_memory_fits_the_terminal(capsys):
+    assert main("memory --family E --preset bench --micro-batch 32".split()) == 0
+    assert max(map(len, capsys.readouterr().out.split("\npeak in")[0].splitlines())) <= 100
 
 
-def test_runs_are_forked_and_leave_nothing(tmp_path):
-    """Each in a process of its own that knows that it is warm; nothing of them is there afterwards."""
-    words = ["sweep", "--preset", "smoke", "--variants", "A1,A2", "--epochs", "1", "--runs", str(tmp_path)]
-    run(sys.executable, "-m", "qa_lib", *words, FRONT_DOOR=str(tmp_path))
-    found = [read_record(path.parent) for path in run_files(tmp_path, "record.json")]
-    assert [entry["status"] for entry in found] == ["ok", "ok"]
-    assert all(entry["time"]["first_step_s"] is None and entry["time"]["notebook_s"] for entry in found)
+def test_a_run_is_forked_and_leaves_nothing(swept):
+    """In a process of its own that knows that it is warm; nothing of it is there afterwards."""
+    entry = read_record(swept.folder_of("A1"))
+    assert entry["status"] == "ok" and entry["time"]["first_step_s"] is None and entry["time"]["notebook_s"]
     for _ in range(100):  # the server ends once its driver has
-        if not (left := [each.pid for each in psutil.process_iter() if environment(each).get("FRONT_DOOR")]):
+        if not (left := [each.pid for each in psutil.process_iter() if environment(each).get("SWEPT")]):
             break
         time.sleep(0.1)
     assert not left
@@ -81,7 +79,6 @@ _become([sys.executable, "-c", "import os; print(os.environ['QA_LIB_START'])"], 
     assert (tmp_path / "log").read_text() == "cold, since what is imported touches the GPU\n"
 
 
-@pytest.mark.slow
 @pytest.mark.alone
 def test_the_quickstart_fits_one_screen_and_runs_nothing_twice(tmp_path):
     words = [sys.executable, "-m", "qa_lib", "quickstart"]
@@ -97,16 +94,3 @@ def test_the_quickstart_fits_one_screen_and_runs_nothing_twice(tmp_path):
     assert run(*words).strip() in first
     assert time.monotonic() - begin < 10
     assert records == [path.read_bytes() for path in run_files(tmp_path / "runs", "record.json")]
-
-
-def test_the_first_step_is_timed_from_a_cold_start_alone(tmp_path):
-    script = """
-import sys
-from tests import small
-from qa_lib.run.fit import fit
-from qa_lib.run.plan import plan
-for spec in plan(["A1"], "test", [0, 1]):
-    print(fit(spec, sys.argv[1], say=lambda _: None)["time"]["first_step_s"])
-"""
-    cold, served = run(sys.executable, "-c", script, str(tmp_path)).split()
-    assert 0.5 < float(cold) < 300 and served == "None"

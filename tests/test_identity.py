@@ -32,7 +32,7 @@ from qa_lib.score.predict import load_qa_model, window_lengths
 from qa_lib.spec import Machine
 from qa_lib.train import checkpoint as checkpoints
 from tests.conftest import slow
-from tests.material import document, question, write
+from tests.material import document, hub_row, question, write
 from tests.tiny import StopAfter, checkpoint
 
 TEXT = "The river Rhine rises in the Alps and ends near Rotterdam, which is a port."
@@ -160,15 +160,10 @@ def change(path, content):
         save_file({name: tensor + 1e-3 for name, tensor in weights.items()}, path, {"format": "pt"})
 
 
-def rows(word="Alps"):
-    answers = {"text": [word], "answer_start": [TEXT.index(word)]}
-    return [{"id": f"{i}", "title": "", "context": TEXT, "question": f"where {i}?", "answers": answers}
-            for i in range(20)]  # fmt: skip
-
-
 def test_a_saved_data_set_is_what_its_state_lists(tmp_path):
     folder = tmp_path / "saved"
-    datasets.Dataset.from_list(rows()).save_to_disk(folder, num_shards=2)
+    rows = [hub_row(f"{i}", "", f"where {i}?", TEXT, ("Alps", TEXT.index("Alps"))) for i in range(20)]
+    datasets.Dataset.from_list(rows).save_to_disk(folder, num_shards=2)
     before = identify_data(str(folder), with_validation=False)["sha256"]
     first, second = sorted(folder.glob("*.arrow"))
 

@@ -31,7 +31,6 @@ from qa_lib.score.predict import predict_logits
 from tests.material import SQUAD, trained_tokenizer
 
 SEEDS = {"exact": 25.82, "f1": 26.87, "loss": 0.794}
-NO_ANSWER = 5_945 / 11_873
 
 
 @pytest.fixture(scope="module", params=["synthetic", "real"])

@@ -66,7 +66,10 @@ def test_random_kills_leave_no_trace(kills, swept, tmp_path):
         process.join()
         at_steps.append(run.steps())
         assert record.read_record(run.path("record.json").parent)["status"] == "running"
+    begin = time.time()
     run.finish()
+    seconds = time.time() - begin
     (entry, *rest), (whole, *others) = run.found(), Run(swept.runs).found()
     assert entry["status"] == "ok" and rest == others, at_steps
     assert entry["quality"] == whole["quality"]
+    assert 0 < entry["time"]["first_step_s"] < seconds, "since this process began, which trained its first"

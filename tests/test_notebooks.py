@@ -273,13 +273,6 @@ def test_the_baseline_learns_the_smoke_task(swept):
     assert 30 <= quality["always_null_f1"] <= 50
 
 
-@pytest.mark.slow  # the driver by itself: test_sweep
-def test_a_second_sweep_runs_nothing_again(swept):
-    before = {path: path.read_bytes() for path in swept.folder_of("A1").iterdir() if path.is_file()}
-    assert "1 finished, 0 to run" in swept.sweep(["A1"]).splitlines()[0]
-    assert {path: path.read_bytes() for path in before} == before
-
-
 @pytest.mark.parametrize(("notebook", "page"), cli.PAGES.items(), ids=lambda path: Path(path).stem)
 def test_a_page_is_an_executed_notebook_of_moderate_size(notebook, page):
     """That it is of today's notebook, `report --check` says (test_readme)."""

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from qa_lib.train.overlap import GradReadyHooks
 from qa_lib.train.pipeline import bubble, measured_bubble
@@ -158,7 +159,11 @@ def test_the_class_that_trained_is_named(name, shared):
 def test_a_model_in_parts_has_the_gradients_of_the_whole(name, shared, by_one):
     """Each parameter's, before they are clipped: AdamW hides a gradient that is too large by a factor."""
     _, alone, tolerance = CASES[name]
-    found, expected = (torch.load(folder / "gradients.pt") for folder in (shared[name], by_one(alone)))
+    assert_gradients(shared[name], by_one(alone), tolerance)
+
+
+def assert_gradients(folder, whole, tolerance) -> None:
+    found, expected = (load_file(each / "gradients.safetensors") for each in (folder, whole))
     assert found.keys() == expected.keys() and len(found) > 60
     # Keys' biases have none but what rounding leaves.
     largest = max(gradient.abs().max().item() for gradient in expected.values())
@@ -175,7 +180,7 @@ def test_gradients_are_as_large_as_those_of_one_process(name, shared, by_one):
 
 def norm_in(folder) -> float:
     """The norm of a run's first gradients."""
-    gradients = torch.load(folder / "gradients.pt").values()
+    gradients = load_file(folder / "gradients.safetensors").values()
     return torch.cat([gradient.double().flatten() for gradient in gradients]).norm().item()
 
 
@@ -267,11 +272,7 @@ def test_shares_begin_and_end_where_the_kernels_read_quickly():
 def test_two_pipelines_of_two_make_the_steps_of_one_process(resumed, shared, by_one):
     folder, one = resumed["grid"], by_one(UNCUT)
     np.testing.assert_allclose(losses_of(folder), losses_of(one), rtol=1e-4)
-    found, expected = (torch.load(each / "gradients.pt") for each in (folder, one))
-    assert found.keys() == expected.keys()
-    largest = max(gradient.abs().max().item() for gradient in expected.values())
-    for number, gradient in found.items():
-        torch.testing.assert_close(gradient, expected[number], rtol=1e-4, atol=1e-4 * largest)
+    assert_gradients(folder, one, 1e-4)
     ranks = found_by_ranks(folder)
     assert len(ranks) == 4 and len({rank["weights"] for rank in ranks}) == 1
     # Each stage has a part of both square norms; in all they are those of two processes that have the whole model.

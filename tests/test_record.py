@@ -80,13 +80,6 @@ def test_a_record_that_cannot_be_trusted_is_refused_by_name(content, message, tm
     assert not read_runs(tmp_path) and re.search(f"left out: .*{message}", capsys.readouterr().err)
 
 
-def test_a_number_that_is_none_is_refused(spec, tmp_path):
-    entry = record.new_record(spec, ENV)
-    entry["speed"]["mfu"] = float("nan")
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        record.write_record(tmp_path, entry)
-
-
 def test_a_full_disk_keeps_the_old_record_and_says_so(spec, tmp_path):
     """In a real process that may write no file beyond 4 KiB: the kernel refuses the write as a full disk does."""
     record.write_record(tmp_path, record.new_record(spec, ENV))

@@ -225,16 +225,17 @@ def test_the_quickest_that_fits_and_keeps_its_score_is_recommended():
     assert table.iloc[-1].tolist() == ["4 GiB", f"{t4} at 32", *["E-moments at 32"] * 3]
 
 
-def test_a_card_is_named_with_a_row_and_a_time(tmp_path):
+def test_a_card_is_named_with_a_row_and_a_time(tmp_path, monkeypatch):
     def said(gpu, gib, sm):
-        return recommend.advice({"gpu": gpu, "gpu_mem_mib": gib * 1024, "sm": sm}, ROOT / "runs")
+        return recommend.advice({"gpu": gpu, "gpu_mem_mib": gib * 1024, "sm": sm}, tmp_path)
 
+    assert "is not known: group" in said("Tesla T4", 14.6, 75)
+    monkeypatch.setattr(load, "load_runs", lambda _: committed())
     t4 = said("Tesla T4", 14.6, 75)
     assert 'Tesla T4, 14.6 GiB. Take `variant = "E-t4-norm"` and `micro_batch = 32`' in t4 and "an estimate" in t4
     assert "projected from its measured speed" in said("NVIDIA H200", 140, 90)
     assert "How long it takes on such a card is not known" in said("NVIDIA RTX A2000", 12, 86)
     assert "No GPU here" in recommend.advice({"gpu": None})
-    assert "is not known: group" in recommend.advice({"gpu": "Tesla T4", "gpu_mem_mib": 15000, "sm": 75}, tmp_path)
 
 
 # Several GPUs, curves, profiles.

@@ -12,8 +12,8 @@ import pytest
 from qa_lib.cli import parser_of
 from qa_lib.data.squad import DataError, Example, open_source
 from qa_lib.errors import UserError
-from qa_lib.score.f1 import f1, main, normalise, score
-from tests.material import SQUAD, document, needs_squad, question, write
+from qa_lib.score.f1 import f1, main, normalise, score, squad_metric
+from tests.material import SQUAD, document, hub_row, needs_squad, question, write
 
 EXAMPLES = [
     Example("one", "A", "", "", (("the Rhine", 0), ("Rhine river", 4), ("Rhine", 4))),
@@ -198,7 +198,22 @@ def test_misplaced_golds_can_be_scored_after_the_fix(files, capsys):
     assert json.loads(capsys.readouterr().out)["HasAns_exact"] == 100.0
 
 
-def test_scoring_imports_neither_datasets_nor_torch():
-    heavy = "'datasets', 'torch', 'numpy'"
+def test_metric_needs_no_network():
+    rows = [hub_row(e.id, e.title, e.question, e.context, *e.answers) for e in EXAMPLES]
+    references = [{"id": row["id"], "answers": row["answers"]} for row in rows]
+    odds = {"one": 0.25, "two": 0.75, "bare": 0.125, "none": 0.625, "void": 0.5}
+    names = ("id", "prediction_text", "no_answer_probability")
+    texts = [dict(zip(names, (key, text, odds[key]), strict=True)) for key, text in PREDICTIONS.items()]
+    metric = squad_metric()
+    assert metric.compute(predictions=texts, references=references) == score(EXAMPLES, PREDICTIONS, odds)
+    for text, reference in zip(texts, references, strict=True):
+        metric.add(prediction=text, reference=reference)
+    assert metric.compute(no_answer_threshold=0.3) == score(EXAMPLES, PREDICTIONS, odds, 0.3)
+    with pytest.raises(DataError, match="no prediction for 1 of 5"):
+        metric.compute(predictions=[*texts[1:], texts[1]], references=references)
+
+
+def test_scoring_imports_neither_evaluate_nor_torch():
+    heavy = "'evaluate', 'datasets', 'torch', 'numpy'"
     code = f"import sys, qa_lib.score.f1; print([m for m in ({heavy}) if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

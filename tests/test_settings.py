@@ -1,11 +1,9 @@
 """Settings cannot lie: every value, and every two values of different settings, are refused or their effect is seen.
 
-A step is trained on the CPU with a tiny BERT, for each of a few combinations in which every two values occur together,
-and in the slow tier for every value, and every two, beside the defaults. There Dynamo's own `eager` backend stands in
-for the one that is asked for, and in the combinations what would be compiled runs as it is: which code Inductor makes
-is seen in the sweeps at preset smoke. What only a GPU can do is skipped with its reason, or adjusted and said.
-DeepSpeed needs a launcher and trains in test_parallel.py. The fault `positional-join` acts on predictions alone: see
-test_join.py.
+A step is trained on the CPU with a tiny BERT, for each of a few combinations in which every two values occur together.
+What would be compiled runs as it is: which code Inductor makes is seen in the sweeps at preset smoke. What only a GPU
+can do is skipped with its reason, or adjusted and said. DeepSpeed needs a launcher and trains in test_parallel.py. The
+fault `positional-join` acts on predictions alone: see test_join.py.
 """
 
 import dataclasses
@@ -34,7 +32,7 @@ from qa_lib.spec import Machine, adjust, missing
 from qa_lib.train import data_parallel, loop, optim, overlap, pipeline, tensor, trainer, zero1
 from qa_lib.train.master_adamw import MasterAdamW
 from qa_lib.variants import CONFLICTS, VARIANTS, Settings, SpecError, _matches, choices, find_recipe
-from tests.pairs import Covering, pairs_of
+from tests.pairs import combinations, pairs_of
 
 TORCHAO = find_spec("torchao") is not None
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, torchao=TORCHAO, compiler=True)
@@ -94,18 +92,18 @@ def here(asked: Settings) -> tuple[Settings, str | None]:
 class Seen:
     """One training step under these settings, and what was seen of it."""
 
-    def __init__(self, settings: Settings, asked: Settings, data, folder, monkeypatch, traced: bool):
+    def __init__(self, settings: Settings, asked: Settings, data, folder, monkeypatch):
         (spec,) = plan(["A1"], "smoke", data="synthetic:60", machine=CPU)
         preset = dataclasses.replace(spec.preset, steps=1, effective_batch=8, measure_from=0, checkpoint_every=0)
         self.spec = spec = dataclasses.replace(spec, preset=preset, asked=asked, settings=settings)
         self.compiled, self.shapes, self.autocast, self.trainer_order = [], [], set(), None
         self.engines, self.repeats = [], []
-        compile_, train_ = torch.compile, Trainer.train
+        train_ = Trainer.train
 
         def spy_compile(model, **options):
             self.compiled.append(options["backend"])
             self.repeats.append(not functorch_config.ban_recompute_materialized_backward)
-            return compile_(model, **options | {"backend": "eager"}) if traced else model
+            return model
 
         def spy_train(trainer):
             self.trainer_order = trainer.args.train_sampling_strategy
@@ -120,7 +118,6 @@ class Seen:
         before = {name: p.detach().clone() for name, p in build_model(spec).to("cpu").named_parameters()}
         self.model, self.batches = build_model(spec), batches_of(data.samples, spec)
         self.model.get_input_embeddings().register_forward_hook(self._look)
-        folder.mkdir()
         self.optimizer = fit.train(self.model, self.batches, spec, torch.device("cpu"), folder, lambda _: None)[0]
         after = dict(self.model.named_parameters())
         self.moved = {
@@ -273,17 +270,6 @@ EFFECTS = {  # setting -> whether its value was seen at work
 }
 
 
-def check(asked: Settings, names, data, folder, monkeypatch, traced=True) -> None:
-    """Train a step, in which the named settings are seen at work; `traced` by Dynamo, or as if it were compiled."""
-    settings, skip = here(asked)
-    assert skip is None
-    as_new = functorch_config.patch(ban_recompute_materialized_backward=True)  # a run sets it for those after it
-    with monkeypatch.context() as patch, as_new:
-        seen = Seen(settings, asked, data, folder, patch, traced)
-    for name in names:
-        assert EFFECTS[name](seen, getattr(settings, name)), f"{name} {getattr(settings, name)!r} had no effect"
-
-
 def test_every_setting_has_values_and_an_effect_to_look_for():
     fields = {field.name for field in dataclasses.fields(Settings)}
     assert set(VALUES) == set(EFFECTS) == fields
@@ -332,7 +318,7 @@ def runs_here(**values) -> bool:
 
 
 HERE_ALONE = {name: tuple(value for value in values if runs_here(**{name: value})) for name, values in VALUES.items()}
-COMBINATIONS = Covering(HERE_ALONE, clash).combinations()
+COMBINATIONS = combinations(HERE_ALONE, clash)
 
 
 def test_every_two_values_that_go_together_occur_in_a_combination():
@@ -349,29 +335,19 @@ def test_every_two_values_that_go_together_occur_in_a_combination():
 @pytest.mark.parametrize("number", range(len(COMBINATIONS)))
 def test_all_settings_of_a_combination_are_seen_at_work(number, data, tmp_path, monkeypatch):
     """So that a value has its effect beside every other one."""
-    check(Settings(**COMBINATIONS[number]), VALUES, data, tmp_path / "run", monkeypatch, traced=False)
+    asked = Settings(**COMBINATIONS[number])
+    settings, skip = here(asked)
+    assert skip is None
+    with functorch_config.patch(ban_recompute_materialized_backward=True):  # a run sets it for those after it
+        seen = Seen(settings, asked, data, tmp_path, monkeypatch)
+    for name in VALUES:
+        assert EFFECTS[name](seen, getattr(settings, name)), f"{name} {getattr(settings, name)!r} had no effect"
 
 
 def test_a_value_that_does_not_train_here_says_why():
     for name in VALUES:
         skipped = [here(asked_for(**{name: value}))[1] for value in VALUES[name] if value not in HERE_ALONE[name]]
         assert HERE_ALONE[name] and all(re.match("needs |.*no torch.compile backend", why) for why in skipped)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", VALUES)
-def test_every_value_of_every_setting_trains_a_step_beside_the_defaults(name, data, tmp_path, monkeypatch):
-    for number, value in enumerate(HERE_ALONE[name]):
-        check(asked_for(**{name: value}), [name], data, tmp_path / str(number), monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("one", "other"), [*itertools.combinations(VALUES, 2)], ids=lambda name: name)
-def test_two_settings_alone_train_a_step(one, other, data, tmp_path, monkeypatch):
-    default = Settings()
-    for number, (a, b) in enumerate(itertools.product(VALUES[one], VALUES[other])):
-        if a != getattr(default, one) and b != getattr(default, other) and runs_here(**{one: a, other: b}):
-            check(asked_for(**{one: a, other: b}), [one, other], data, tmp_path / str(number), monkeypatch)
 
 
 @pytest.mark.parametrize(

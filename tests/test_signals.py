@@ -4,7 +4,6 @@ And a driver that had no time to end anything leaves no run that goes on alone. 
 """
 
 import dataclasses
-import json
 import os
 import pty
 import signal
@@ -25,7 +24,7 @@ from qa_lib.run.plan import plan
 from qa_lib.run.process import DRIVER_GONE
 from qa_lib.spec import Machine
 from tests.conftest import slow
-from tests.small import FIT, write_notebook
+from tests.small import FIT, environment, holders, write_notebook
 
 ROOT = Path(__file__).parent.parent
 CPU = Machine(backends=("inductor",), bitsandbytes=True, compiler=True)
@@ -47,13 +46,11 @@ class Lab:
     def __init__(self, folder: Path, verb: str, before: tuple[str, ...] = (), **streams):
         self.runs, notebook, self.family = folder / "runs", folder / "notebook.ipynb", []
         write_notebook(notebook, before=SLOW, work=FIT)
-        machine = json.dumps([dataclasses.asdict(GPU if verb == "max-batch" else CPU), {}])
-        environment = os.environ | {"SMALL_NOTEBOOK": str(notebook), "SMALL_MACHINE": machine, "OMP_NUM_THREADS": "1"}
-        if verb == "sweep":
-            environment["SMALL_PLAIN"] = "1"  # through papermill and its kernel: see test_sweep
+        # Through papermill and its kernel: see test_sweep.
+        own = environment(notebook, GPU if verb == "max-batch" else CPU, plain=verb == "sweep")
         self.process = subprocess.Popen(
             [*before, sys.executable, "-m", "tests.small", *WORDS[verb].split(), "--runs", str(self.runs)],
-            cwd=ROOT, env=environment, text=True, start_new_session=True,
+            cwd=ROOT, env=os.environ | own, text=True, start_new_session=True,
             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams,
         )  # fmt: skip
 
@@ -68,7 +65,8 @@ class Lab:
     def wait_for_steps(self) -> None:
         """Wait until a run trains, and note the processes that are there then."""
         self.wait_for(lambda: any(path.stat().st_size for path in self.runs.glob("*/*/steps.jsonl")), 150)
-        self.family = psutil.Process(self.process.pid).children(recursive=True)
+        runs = holders(self.runs) - {self.process.pid}  # which need not be below the driver
+        self.family = [*psutil.Process(self.process.pid).children(recursive=True), *map(psutil.Process, runs)]
 
     def wait_for(self, condition, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -102,7 +100,7 @@ def test_a_signal_ends_children_and_is_named_in_records_and_on_the_terminal(verb
         who = "" if verb == "run" else "the driver was "
         told = [(entry["status"], entry["error"]["message"]) for entry in lab.records()]
         assert told and set(told) == {("killed", f"{who}stopped by {SIGNALS[number]}")}
-        assert not lab.alive
+        lab.wait_for(lambda: not lab.alive, 2)  # what served the driver ends a moment after it
 
 
 @pytest.mark.slow
@@ -113,7 +111,7 @@ def test_a_closing_terminal_reaches_all_processes_and_comes_twice(tmp_path):
             os.killpg(lab.process.pid, signal.SIGHUP)
         assert lab.process.communicate(timeout=30)[1].count("\n") == 1
         assert {entry["status"] for entry in lab.records()} == {"killed"}
-        assert not lab.alive
+        lab.wait_for(lambda: not lab.alive, 2)  # what served the driver ends a moment after it
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ import pytest
 from qa_lib import record
 from qa_lib.__main__ import main
 from qa_lib.errors import CTRL_C, UserError
+from qa_lib.measure.hardware import this_machine
 from qa_lib.run import launch, sweep
 from qa_lib.run.plan import plan
 from qa_lib.run.process import call, child_env, spec_from
@@ -34,27 +35,18 @@ from tests.small import FIT, PRETEND, STEPS, write_notebook
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="session")
-def machine():
-    """The driver's own probe of this machine, once."""
-    found, env = launch.probe()
-    return json.dumps([dataclasses.asdict(found), env])
-
-
 @pytest.fixture(params=["plain", slow("papermill")])
-def lab(request, tmp_path, machine, monkeypatch, capfd):
-    return Lab(tmp_path, machine, monkeypatch, capfd, request.param == "plain")
+def lab(request, tmp_path, monkeypatch, capfd):
+    return Lab(tmp_path, monkeypatch, capfd, request.param == "plain")
 
 
 by_papermill = pytest.mark.parametrize("lab", ["papermill"], indirect=True)
 
 
 class Lab:
-    def __init__(self, folder, machine, patch, output, plain):
+    def __init__(self, folder, patch, output, plain):
         self.runs, self.notebook, self.patch, self.output = folder / "runs", folder / "notebook.ipynb", patch, output
-        # Two threads wait for each other on a busy machine.
-        given = {"SMALL_NOTEBOOK": str(self.notebook), "SMALL_MACHINE": machine, "OMP_NUM_THREADS": "1"}
-        for name, value in (given | ({"SMALL_PLAIN": "1"} if plain else {})).items():
+        for name, value in small.environment(self.notebook, this_machine(), plain).items():
             patch.setenv(name, value)
         write_notebook(self.notebook)
 
@@ -90,18 +82,10 @@ class Lab:
         while time.monotonic() < end:
             for path in self.runs.glob(f"*/{variant}-s0-*/steps.jsonl"):
                 if path.read_bytes().count(b"\n") >= step:
-                    return self.holder(path.with_name(".lock"))
+                    (process,) = small.holders(self.runs)
+                    return process
             time.sleep(0.05)
         raise AssertionError(f"{variant} never came to step {step}")
-
-    def holder(self, lock):
-        for fd in Path("/proc").glob("[0-9]*/fd/*"):
-            try:
-                if os.path.samefile(fd, lock):
-                    return int(fd.parts[2])
-            except OSError:
-                continue
-        raise AssertionError(f"no process holds {lock}")
 
 
 def kill_and_run_again(lab, hang, work, after):
@@ -134,33 +118,6 @@ def test_a_killed_kernel_goes_on_from_its_checkpoint(lab):
     kill_and_run_again(lab, hang, work, 20)
     done = lab.records()["A1"]["time"]
     assert (done["steps"], done["resumed_from_step"]) == (STEPS, 10)
-
-
-SPOIL = """
-import torch
-from qa_lib.run import fit as module
-net, calls = module.build_model(spec), []
-module.build_model = lambda *_: net
-def hook(module, *inputs):
-    calls.append(1)
-    if variant == "A1" and len(calls) == 5:
-        torch.zeros(2**50)
-    if variant == "A2" and len(calls) == 23:
-        net.qa_outputs.weight.data.fill_(float("nan"))
-net.register_forward_pre_hook(hook)"""
-
-
-@pytest.mark.slow
-@by_papermill
-def test_out_of_memory_is_a_result_and_a_broken_loss_is_an_error(lab):
-    """A real allocation fails in A1's third step, and a weight of A2 becomes NaN before its 12th."""
-    write_notebook(lab.notebook, before=SPOIL, work=FIT)
-    assert lab.run("--variants", "A1,A2")[0] == 1
-    assert lab.statuses() == {"A1": "oom", "A2": "error"}
-    assert "allocate" in lab.records()["A1"]["error"]["message"]
-    broken = lab.records()["A2"]
-    assert (broken["error"]["kind"], broken["error"]["message"]) == ("NonFiniteLoss", "loss is nan at step 12")
-    assert "NonFiniteLoss" in (lab.runs / broken["group"] / broken["run_id"] / "log.txt").read_text()
 
 
 def test_what_a_sweep_writes_into_a_file_can_be_read_the_next_morning(lab):
@@ -410,22 +367,6 @@ if lives.stat().st_size <= {deaths}:
     write_notebook(lab.notebook, before=die)
     assert lab.run("--variants", "A1")[0] == (status != "ok")
     assert lab.statuses() == {"A1": status} and lives.read_text() == "11"
-
-
-@pytest.mark.slow
-def test_a_try_runs_in_a_process_of_its_own_with_the_spec_that_was_asked_for(tmp_path, machine):
-    found, env = Machine(), {}
-    (spec,) = plan(["A2"], "smoke", data="synthetic:80", machine=found)
-    preset = dataclasses.replace(spec.preset, name="tune", steps=6, measure_from=2, learning_rate=1.0 / 3)
-    spec = dataclasses.replace(spec, preset=preset, search="tune", sm=75)
-    assert spec_from(call("any:thing", spec)[4]) == spec
-    ended = []
-    launcher = launch.Launcher(tmp_path, found, env)
-    (entry,) = launcher.run_all([spec], lambda *pair: ended.append(pair))
-    assert (entry["status"], entry["spec"]["hash"], entry["time"]["steps"]) == ("ok", spec.hash, 6)
-    assert (entry["spec"]["search"], entry["spec"]["sm"], entry["time"]["notebook_s"]) == ("tune", 75, None)
-    assert ended == [(spec, entry)]
-    assert launcher.run_all([spec]) == [entry], "it is not run again"
 
 
 def test_a_line_of_the_sweep_says_what_became_of_a_checkpoint_and_holds_no_escapes():

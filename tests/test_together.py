@@ -57,14 +57,13 @@ def left_of(runs) -> list[int]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run's folder, and what `fit` returned; through torchrun."""
+    """A run's folder, and its record."""
     spec, runs = short(quality=True), tmp_path_factory.mktemp("whole")
-    return runs / spec.run_path, fit(spec, runs, say=silent)
+    return runs / spec.run_path, fit_warm(spec, runs)
 
 
 def test_the_record_is_of_all_processes_and_the_model_of_the_first(whole):
     run_dir, entry = whole
-    assert entry == record.read_record(run_dir)
     assert (entry["status"], entry["spec"]["world"], entry["parallel"]["world"]) == ("ok", 2, 2)
     assert entry["parallel"]["weights_equal"] is True and entry["parallel"]["backend"] == "gloo"
     assert set(entry["parallel"]["rank_step_ms"]) == {"0", "1"}
@@ -84,6 +83,37 @@ def fit_warm(spec, runs, **fault) -> dict:
     words = faulty.call("qa_lib.run.fit:work_as_one", spec, runs, fault)[2:]
     warm.together(runs, spec.world, *words, TORCHELASTIC_RESTART_COUNT="0")
     return record.read_record(runs / spec.run_path)
+
+
+def test_torchrun_is_asked_for_as_many_processes_and_older_faults_are_gone(tmp_path, monkeypatch):
+    """By a torchrun of our own; how the real one ends is in the test after the next."""
+    spec, asked = short(), []
+    monkeypatch.setattr("torch.distributed.run.main", asked.extend)
+    (tmp_path / spec.run_path).mkdir(parents=True)
+    fault_path(tmp_path / spec.run_path, 1).write_text("{}")
+    torchrun.supervise(spec, str(tmp_path))
+    assert asked[:3] == ["--standalone", "--nproc-per-node", "2"] and "qa_lib.run.fit:work_as_one" in asked
+    assert first_fault(tmp_path / spec.run_path) is None
+
+
+FINISH = """
+import sys
+from pathlib import Path
+from qa_lib import record
+record.finish(Path(sys.argv[1]), record.read_record(Path(sys.argv[1])), "ok")
+print("done")
+"""
+
+
+def test_a_run_of_several_processes_returns_its_record_or_the_reason_why_there_is_none(tmp_path, monkeypatch):
+    spec, said = short(), []
+    run_dir = tmp_path / spec.run_path
+    commands = iter([[sys.executable, "-c", FINISH, str(run_dir)], ["true"]])
+    monkeypatch.setattr(torchrun, "call", lambda *_: next(commands))
+    entry = fit(spec, tmp_path, say=said.append)
+    assert entry == record.read_record(run_dir) and (entry["status"], said) == ("ok", ["done"])
+    with pytest.raises(UserError, match="its processes ended before the run did"):
+        fit(spec, tmp_path, say=silent)
 
 
 @pytest.mark.parametrize(

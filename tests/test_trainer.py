@@ -27,7 +27,7 @@ def spec_of(variant: str):
     """A row at smoke scale, made smaller, in one process of a machine that has all it needs but a GPU."""
     here = Machine(deepspeed=True)
     (spec,) = plan([variant], "smoke", data="synthetic:60", machine=here, world=1)
-    preset = dataclasses.replace(spec.preset, steps=STEPS, measure_from=WARM_UP, effective_batch=8, quality=False)
+    preset = dataclasses.replace(spec.preset, steps=STEPS, measure_from=WARM_UP, effective_batch=16, quality=False)
     return dataclasses.replace(spec, preset=preset)
 
 
@@ -61,9 +61,10 @@ def test_nvidia_smi_is_asked_once_a_step_and_its_mean_over_all_gpus_kept(said, s
     assert meter.data_ms() is None, "the Trainer fetches them"
 
 
-def test_without_the_setting_nobody_asks(said, samples, tmp_path):
+def test_without_the_setting_nobody_asks_and_the_steps_are_trained(said, samples, tmp_path):
     model, meter = train(spec_of("P0"), samples, tmp_path)
-    assert said == []
+    assert said == [] and len((tmp_path / "steps.jsonl").read_text().splitlines()) == len(meter.times) == STEPS
+    assert not torch.equal(model.qa_outputs.weight, build_model(spec_of("P0")).qa_outputs.weight)
     assert meter.speed(StepFlops(model), 1.0).gpu_busy_polled is None
 
 
@@ -87,6 +88,11 @@ def test_deepspeed_is_asked_for_zero_1_and_else_takes_the_arguments(variant, sai
         train(spec_of(variant), samples, tmp_path)
     asked = caught.value.args[0]
     assert (asked["optim"], asked["max_grad_norm"]) == ("adamw_torch_fused", 1.0)
+    spec = spec_of(variant)
+    assert (asked["gradient_accumulation_steps"], asked["learning_rate"]) == (
+        spec.accumulation,
+        spec.preset.learning_rate,
+    )
     if variant == "P0":
         assert asked["deepspeed"] is None
     else:

@@ -16,6 +16,7 @@ from qa_lib.run import sweep
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, Spec, describe, missing
 from qa_lib.variants import FAMILIES, RECIPES, VARIANTS, Settings, SpecError, Variant
+from tests.material import REFUSING
 
 PACKAGE = Path(variants.__file__).parent
 CPU = Machine(backends=("inductor", "aot_eager", "cudagraphs"), bitsandbytes=True, compiler=True)
@@ -194,16 +195,6 @@ TORCH_FREE = (
 ).split()
 
 
-NO_TORCH = """
-import sys
-class NoTorch:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "torch":
-            raise ImportError("torch was asked for")
-sys.meta_path.insert(0, NoTorch())
-"""
-
-
 def imports_of(module: Path) -> list[tuple[int, str]]:
     """(line, module) of everything that a file imports, also inside functions; names imported from it appended."""
     found = []
@@ -256,7 +247,7 @@ def test_specs_driver_and_report_do_without_torch():
         if path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".").startswith(tuple(TORCH_FREE))
     ]
     assert len(names) > 15
-    code = f"{NO_TORCH}\nimport {', '.join(names)}"
+    code = f"{REFUSING}\nimport {', '.join(names)}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -89,14 +89,19 @@ EDGES += ["x[MASK]y", "naïve", "日本", "ﬁn", "İ", "ΑΣ", "½", "각", "\u
 EDGES += ["wwwwww" * 30]
 
 
-@pytest.mark.parametrize("max_length", [24, 40])
-def test_edge_cases(small, max_length):
-    """Blank, empty and odd questions over odd contexts; answers at both edges of every window."""
-    examples = [Example(f"e{i}{j}", "", q, f"{c} {c}") for i, q in enumerate(EDGES) for j, c in enumerate(EDGES)]
-    examples = [e for e in examples if len(e.question) < 20]
+def edges(longest: int) -> list[Example]:
+    """Blank, empty and odd questions, shorter than that, over odd contexts; answers at both edges of every window."""
+    pairs = itertools.product(enumerate(EDGES), enumerate(EDGES))
+    examples = [Example(f"e{i}{j}", "", q, f"{c} {c}") for (i, q), (j, c) in pairs if len(q) < longest]
     for start, length in itertools.product(range(0, len(TEXT) - 8), (1, 3, 8)):
         answers = ((TEXT[start : start + length], start),)
         examples.append(Example(f"a{start}-{length}", "", "  Where does it", TEXT, answers))
+    return examples
+
+
+@pytest.mark.parametrize("max_length", [24, 40])
+def test_edge_cases(small, max_length):
+    examples = edges(20)
     samples = check(examples, small, max_length, 9)
     assert len(samples) > len(examples)
 
@@ -114,15 +119,6 @@ def test_any_text(small, data):
     room = 60 - 3 - len(small(example.question.lstrip(), add_special_tokens=False)["input_ids"])
     if room > stride:
         check([example], small, 60, stride)
-
-
-def test_an_answer_in_a_windows_last_token_starts_there(small):
-    """There the reference search runs on into [SEP], and with padding to the end of the window."""
-    context = " ".join(["river"] * 40)
-    examples = [Example(str(i), "", "flows", context, (("river", 6 * i),)) for i in range(40)]
-    samples = check(examples, small, 20, 4)
-    last = samples.context[:, 1] - 1
-    assert (samples.start_positions == last).any() and (samples.start_positions <= last).all()
 
 
 def test_tokens_that_share_a_character_may_be_parted_by_a_windows_edge():
@@ -202,11 +198,7 @@ def test_tokenizers_that_cannot_be_cut_at_blanks_give_the_same_as_their_own_over
 def test_windows_of_a_byte_level_tokenizer_are_its_own_overflow(add_prefix_space):
     """RoBERTa's: four special tokens, no token types, blanks that belong to words, several tokens for a character."""
     tokenizer = byte_level_tokenizer([TEXT] * 3, add_prefix_space=add_prefix_space)
-    examples = [Example(f"e{i}{j}", "", q, f"{c} {c}") for i, q in enumerate(EDGES) for j, c in enumerate(EDGES)]
-    examples = [example for example in examples if len(example.question) < 8]
-    for start, length in itertools.product(range(0, len(TEXT) - 8), (1, 3, 8)):
-        answer = (TEXT[start : start + length], start)
-        examples.append(Example(f"a{start}-{length}", "", "  Where does it", TEXT, (answer,)))
+    examples = edges(8)
     samples = check(examples, tokenizer, 60, 9)
     assert len(samples) > len(examples)
     assert (samples.tokens[samples.starts[:-1]] == tokenizer.cls_token_id).all()

@@ -3,17 +3,31 @@
 A command imports for ten seconds of a busy core before it does anything.
 """
 
-import multiprocessing
 import os
 import runpy
 import socket
 import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
+from qa_lib.run.warm import SERVER
+
 ROOT = Path(__file__).parent.parent
-FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["qa_lib.run.fit", "qa_lib.run.sweep", "qa_lib.train.trainer", "tests.ranks"])
+SERVER.set_forkserver_preload(["qa_lib.run.preload", "qa_lib.run.sweep", "qa_lib.train.trainer", "tests.ranks"])
+
+
+def address() -> str:
+    """Where the server listens, which is started if need be."""
+    forkserver.ensure_running()
+    return forkserver._forkserver._forkserver_address
+
+
+def share(address: str) -> None:
+    """Let this process fork from the server of another one, and start none of its own."""
+    server = forkserver._forkserver
+    server._forkserver_address, server._forkserver_alive_fd = address, os.open(os.devnull, os.O_RDONLY)
+    server.ensure_running = lambda: None
 
 
 def _become(words: list[str], log: Path, environment: dict[str, str]) -> None:
@@ -31,7 +45,7 @@ def python(log: Path, *words: str, **environment: str):
     """A process that is `python -m WORDS` from the repository's root, in a session of its own, with its output in a
     file."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    process = FORK.Process(target=_become, args=([*map(str, words)], log, environment))
+    process = SERVER.Process(target=_become, args=([*map(str, words)], log, environment))
     process.start()
     return process
 
