@@ -127,6 +127,37 @@ def _best_threshold(examples, predictions, scores, na_probs) -> tuple[float, flo
     return 100.0 * best / len(scores), threshold
 
 
+def squad_metric():
+    """The score as an `evaluate.Metric` that is here, not on the hub: nothing is downloaded.
+
+    Its `compute` takes what the hub's "squad_v2" metric takes and gives the keys of `score`. predictions: {id,
+    prediction_text, no_answer_probability}; references: {id, answers: {text, answer_start}}, the answers' texts empty
+    for a question without one; no_answer_threshold: probability above which a question counts as not answered.
+    """
+    import datasets  # which with evaluate takes seconds to import, and which no other score needs
+    import evaluate
+
+    text, number, place = (datasets.Value(kind) for kind in ("string", "float32", "int32"))
+    answers = {"text": datasets.List(text), "answer_start": datasets.List(place)}
+    predictions = {"id": text, "prediction_text": text, "no_answer_probability": number}
+    features = datasets.Features({"predictions": predictions, "references": {"id": text, "answers": answers}})
+
+    class SquadV2(evaluate.Metric):
+        def _info(self) -> evaluate.MetricInfo:
+            return evaluate.MetricInfo(__doc__, "Rajpurkar, Jia, Liang 2018", features)
+
+        def _compute(self, predictions: list[dict], references: list[dict], no_answer_threshold: float = 1.0) -> dict:
+            examples = []
+            for row in references:
+                golds = zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)
+                examples.append(Example(row["id"], "", "", "", tuple(golds)))
+            texts = {row["id"]: row["prediction_text"] for row in predictions}
+            chances = {row["id"]: row["no_answer_probability"] for row in predictions}
+            return score(examples, texts, chances, no_answer_threshold)
+
+    return SquadV2()
+
+
 def main(args: argparse.Namespace) -> int:
     """Print the official keys as JSON."""
     examples = open_source(args.data, "validation", args.fix_spans).examples
