@@ -1,13 +1,24 @@
-"""Tokenizers: how one is found, and what it says about itself: how it joins a question and a context, and whether it
-gives token types."""
+"""Tokens and character offsets of many texts at once, each distinct text and word tokenized once, in flat arrays.
+
+Text is repetitive: half of all words are a few hundred different ones, and a paragraph of SQuAD comes with some seven
+questions. A WordPiece tokenizer (Schuster and Nakajima 2012, BERT's) cuts at blanks before anything else, so that the
+tokens of a word are the same wherever it stands: they are looked up once and copied from then on, with offsets moved
+to where the word is. Tokenizers for which that does not hold take each text whole. Here is also what a tokenizer says
+about itself: how it joins a question and a context, and whether it gives token types. All variants share this.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import tokenizers
 
 from qa_lib.data.synthetic import vocabulary
@@ -17,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 TEXTS_PER_CALL = 2_000  # one call's encodings take some 150 bytes a token, so not all texts at once
+WORDS_PER_ROW = 256
 
 
 def bare(tokenizer) -> tokenizers.Tokenizer:
@@ -31,35 +43,106 @@ def bare(tokenizer) -> tokenizers.Tokenizer:
     return backend
 
 
-class Layout(NamedTuple):
-    """How a tokenizer joins a question and a context (BERT: [CLS] question [SEP] context [SEP]): how many special
-    tokens a window has, how many of them after the context, the token that pads, and whether token types go with them,
-    0 up to the context and 1 from there."""
+@dataclass(frozen=True)
+class Layout:
+    """How a tokenizer joins a question and a context: the special tokens before, between and after them (BERT's [CLS],
+    [SEP], [SEP]), the token that pads, and whether token types go with them, 0 up to the context and 1 from there."""
 
-    special: int
-    after: int
+    before: list[int]
+    between: list[int]
+    after: list[int]
     pad: int
     segments: bool
+
+    @property
+    def size(self) -> int:
+        """Special tokens in a window."""
+        return len(self.before) + len(self.between) + len(self.after)
 
 
 def find_layout(tokenizer, backend) -> Layout:
     """What the tokenizer does with a pair of texts; UserError where no window can be made of that."""
     pair = backend.encode("who", "he")
     whose = "".join("-" if text is None else str(text) for text in pair.sequence_ids)
-    parts = re.fullmatch("-+0+-*1+(-*)", whose)
+    parts = re.fullmatch("(-+)(0+)(-*)(1+)(-*)", whose)
     if not parts or tokenizer.pad_token_id is None:
         raise UserError(
             f"{type(tokenizer).__name__} does not join texts as a special token (where no answer points), question, "
             "context; or it has no token that pads"
         )
+    before, _, between, _, after = (pair.ids[slice(*parts.span(group))] for group in range(1, 6))
     segments = "token_type_ids" in tokenizer.model_input_names and 1 in pair.type_ids
-    return Layout(whose.count("-"), len(parts[1]), tokenizer.pad_token_id, segments)
+    return Layout(before, between, after, tokenizer.pad_token_id, segments)
 
 
-def encodings(backend, texts: list, add_special_tokens: bool) -> Iterator[tokenizers.Encoding]:
-    """What the backend makes of each text, or pair of texts."""
+class Pieces(NamedTuple):
+    """The tokens of many texts, without special tokens."""
+
+    ids: np.ndarray  # int32 [T]
+    starts: np.ndarray  # int64 [texts + 1]: where each text's tokens begin
+    offsets: np.ndarray  # int32 [T, 2]: first character of each token in its text, and one past its last
+
+
+def tokenize(backend, texts: list[str]) -> Pieces:
+    """The tokens of all texts; where a blank always ends a token, each distinct word is tokenized once."""
+    if not _splits_at_blanks(backend):
+        return _encode(backend, texts)
+    words = np.array([text.count(" ") + 1 for text in texts])
+    known, word = distinct(chain.from_iterable(text.split(" ") for text in texts))
+    ids, starts, offsets = _encode_words(backend, known)
+
+    size = np.array([len(text) + 1 for text in known])[word]
+    first_word = np.cumsum(words) - words
+    begin = np.cumsum(size) - size  # of each word, in characters, over all texts joined by blanks
+    begin -= np.repeat(begin[first_word], words)
+    lengths = np.diff(starts)[word]
+    source = ranges(starts[word], lengths)
+    text_starts = np.concatenate([[0], np.cumsum(lengths)])[np.append(first_word, len(word))]
+    return Pieces(ids[source], text_starts, offsets[source] + np.repeat(begin.astype(np.int32), lengths)[:, None])
+
+
+def _encode_words(backend, words: list[str]) -> Pieces:
+    """As `_encode` for words without blanks: joined to rows, as a call costs more than a word, and told apart after."""
+    rows = [" ".join(words[first : first + WORDS_PER_ROW]) for first in range(0, len(words), WORDS_PER_ROW)]
+    ids, starts, offsets = _encode(backend, rows)
+    size = np.array([len(word) + 1 for word in words])
+    begin = np.cumsum(size) - size
+    row_begin = begin[::WORDS_PER_ROW]
+    word = np.searchsorted(begin, offsets[:, 0] + np.repeat(row_begin, np.diff(starts)), "right") - 1
+    offsets -= (begin - np.repeat(row_begin, WORDS_PER_ROW)[: len(words)])[word, None].astype(np.int32)
+    return Pieces(ids, np.searchsorted(word, np.arange(len(words) + 1)), offsets)
+
+
+def _splits_at_blanks(backend) -> bool:
+    """Whether tokens on both sides of a blank are what they are without the other side, as in BERT's own pipeline."""
+    parts = json.loads(backend.to_str())
+    kinds = [(parts[name] or {}).get("type") for name in ("normalizer", "pre_tokenizer", "model")]
+    plain = not any(t["lstrip"] or t["rstrip"] or " " in t["content"] for t in parts["added_tokens"])
+    return plain and kinds == ["BertNormalizer", "BertPreTokenizer", "WordPiece"]
+
+
+def _encode(backend, texts: list[str]) -> Pieces:
+    """What `tokenize` gives, by the tokenizer alone."""
+    ids, offsets = [], []
     for first in range(0, len(texts), TEXTS_PER_CALL):
-        yield from backend.encode_batch(texts[first : first + TEXTS_PER_CALL], add_special_tokens=add_special_tokens)
+        for encoding in backend.encode_batch(texts[first : first + TEXTS_PER_CALL], add_special_tokens=False):
+            ids.append(np.array(encoding.ids, np.int32))
+            offsets.append(np.array(encoding.offsets, np.int32).reshape(-1, 2))
+    starts = np.cumsum([0, *map(len, ids)])
+    return Pieces(np.concatenate(ids), starts, np.concatenate(offsets))
+
+
+def ranges(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """begins[0], begins[0] + 1, ... (lengths[0] numbers), then the same from begins[1], and so on."""
+    ends = np.cumsum(lengths)
+    return np.repeat(begins - (ends - lengths), lengths) + np.arange(ends[-1])
+
+
+def distinct(texts: Iterable[str]) -> tuple[list[str], np.ndarray]:
+    """The distinct texts in order of appearance, and for every text its index among them."""
+    index: defaultdict[str, int] = defaultdict(count().__next__)
+    which = np.fromiter(map(index.__getitem__, texts), np.int64)
+    return list(index), which
 
 
 def build_tokenizer(source: str | Path) -> Tokenizer:
