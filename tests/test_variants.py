@@ -186,10 +186,10 @@ def test_a_new_variant_is_a_line_of_the_table(monkeypatch, tmp_path, capsys):
 
 # A module or package imports those that stand before it alone; of some, these alone.
 LAYERS = (
-    "errors variants presets spec record cli archive data kernels model measure train score run report serving"
+    "errors variants presets spec record cli archive peers data kernels model measure train score run report serving"
     " app quickstart __main__"
 ).split()
-ALONE = {"kernels": [], "serving": ["errors"], "report": [*LAYERS[:7], "measure.trace"]}
+ALONE = {"peers": [], "kernels": [], "serving": ["errors"], "report": [*LAYERS[:7], "measure.trace"]}
 TORCH_FREE = (
     "errors variants spec record archive cli run.plan run.sweep run.launch run.process measure.trace report"
 ).split()
