@@ -96,16 +96,18 @@ def sized(
 ) -> Preset:
     """The preset with these in place of its own, unless they are 0 or None; `batch` is in samples of an optimizer step.
     Raises SpecError for numbers that cannot be, and for windows that do not make up the tokens of a step."""
-    changes = {}
-    if epochs:
-        changes |= {"steps": None, "epochs": whole_number("epochs", epochs, 1)}
+    epochs, max_length, batch = (
+        whole_number(name, number or 0, 0)
+        for name, number in (("epochs", epochs), ("max_length", max_length), ("batch", batch))
+    )
+    changes = {"steps": None, "epochs": epochs} if epochs else {}
     if learning_rate:
-        changes["learning_rate"] = learning_rate
+        number = isinstance(learning_rate, numbers.Real) and not isinstance(learning_rate, bool)
+        changes["learning_rate"] = float(learning_rate) if number else learning_rate
     if max_length:
-        max_length = whole_number("max_length", max_length, 1)
         changes |= {"max_length": max_length, "stride": stride_of(max_length, preset.stride)}
     if batch:
-        changes |= {"effective_batch": whole_number("batch", batch, 1), "batch_tokens": None}
+        changes |= {"effective_batch": batch, "batch_tokens": None}
     found = dataclasses.replace(preset, **changes)
     length, tokens = found.max_length, found.batch_tokens
     if not 0 < found.stride < length <= (tokens or length):

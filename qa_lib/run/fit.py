@@ -79,11 +79,13 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
 
     `data` is what the task's `load` returns, for callers that have it already. A spec that cannot run here ends as
     `skipped`, one that runs out of memory as `oom`: both are results and return normally. Anything else that fails is
-    recorded as `error` and raised. Raises RunTaken while another process has the run, and UserError for data and
-    a model that are not those that the spec was planned with.
+    recorded as `error` and raised. Raises RunTaken while another process has the run, and UserError for a folder that
+    cannot be and for data and a model that are not those that the spec was planned with.
 
     A spec of several processes is given to torchrun, which works on it in each of them; the first has the record.
     """
+    if not isinstance(runs, str | os.PathLike) or not os.fspath(runs):
+        raise UserError(f"runs is {runs!r}, and not a folder")
     torchrun = torch.distributed.is_torchelastic_launched()
     started = int(os.environ["WORLD_SIZE"]) if torchrun else 1
     if started > 1 and spec.settings.parallel == "none":

@@ -5,7 +5,7 @@ import dataclasses
 import hashlib
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from qa_lib.data.squad import DataError, hash_files, open_source, read_json
@@ -20,7 +20,7 @@ from qa_lib.variants import SpecError, find_variant
 
 SOURCES = {"qa": open_source, "lm": open_text}  # task -> what opens its data
 ANSWER_S = 5  # seconds in which the hub has to answer
-Several = int | list[int] | None  # a size, or several
+Several = int | Sequence[int] | None  # a size, or several
 
 
 def plan(
@@ -48,9 +48,9 @@ def plan(
     variant has others.
     """
     size = find_preset(preset)
-    variants = [find_variant(name).name for name in variants]
-    seeds = [whole_number("seed", seed, 0, 2**63 - 1) for seed in seeds]
-    data, model = os.fspath(data or size.data), os.fspath(model or size.model)
+    variants = [find_variant(name).name for name in _list("variants", variants)]
+    seeds = [whole_number("seed", seed, 0, 2**63 - 1) for seed in _list("seeds", seeds)]
+    data, model = _source("data", data, size.data), _source("model", model, size.model)
     for name, value in (("data", data), ("model", model)):
         if not value:
             raise UserError(f"preset {preset!r} has no {name} of its own: give --{name} (a path)")
@@ -81,9 +81,28 @@ def plan(
     return [dataclasses.replace(spec, **found, skip=spec.skip or unshared(spec, shape)) for spec in specs]
 
 
+def _list(name: str, values: object) -> list:
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable) or not (found := list(values)):
+        raise SpecError(f"{name} is {values!r}, and not a list of at least one")
+    return found
+
+
+def _source(name: str, value: object, usual: str) -> str:
+    """A path or name as a text; without one, the `usual`."""
+    value = usual if value is None or value == "" else value
+    if isinstance(value, str | os.PathLike):
+        with contextlib.suppress(OSError, ValueError):  # of a path that is too long, or has a null byte
+            Path(value).exists()
+            return os.fspath(value)
+    raise SpecError(f"{name} is {str(value)[:40]!r}, and no path or name")
+
+
 def _product(**sizes: Several) -> list[dict]:
-    """Every combination of some sizes, each by its name."""
-    lists = [dict.fromkeys(size) if isinstance(size, list | tuple) else [size] for size in sizes.values()]
+    """Every combination of some sizes, each by its name. Raises SpecError."""
+    lists = [
+        dict.fromkeys(_list(name, size)) if isinstance(size, Sequence) and size != "" else [size]
+        for name, size in sizes.items()
+    ]
     return [dict(zip(sizes, values, strict=True)) for values in itertools.product(*lists)]
 
 
