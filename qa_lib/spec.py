@@ -225,6 +225,8 @@ def resolve(
         raise SpecError(f"{variant} is a variant of task {named.task}, and preset {preset!r} of task {size.task}")
     if size.task == "qa" and asked.cuda_graph and asked.padding != "packed":
         raise SpecError(f"{variant}: the mask of padded sequences is made on the host, and a graph has no host")
+    if size.task == "qa" and asked.engine == "plain" and asked.padding != "packed":
+        raise SpecError(f"{variant}: the plain BERT takes packed sequences")
     if (shape := find_shape(model_source)) and size.max_length > shape.positions:
         longer = re.sub(r"(P\d+)?$", f"P{size.max_length}", model_source, count=1)
         raise SpecError(

@@ -12,7 +12,14 @@ from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.errors import UserError
 from qa_lib.model.architectures import embeddings_of, encoder_of, layers_of, max_positions, param_counts
 from qa_lib.model.attention import UNMASKED, attention_name, use_short_attention
-from qa_lib.model.fused_blocks import Conv1DGelu, use_float8, use_fused_norms, use_hash_dropout, use_sigmoid_gelu
+from qa_lib.model.fused_blocks import (
+    Conv1DGelu,
+    HashDropout,
+    use_float8,
+    use_fused_norms,
+    use_hash_dropout,
+    use_sigmoid_gelu,
+)
 from qa_lib.model.fused_decoder import FusedDecoder, check_fused_decoder, use_causal_attention, use_fused_decoder
 from qa_lib.model.fused_qkv import fuse_projections, split_projections
 from qa_lib.model.hf_checkpoint import find_folder, inspect_checkpoint, replacing
@@ -27,14 +34,6 @@ ALIGN = 64  # tokens of a vocabulary are made a multiple of this
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "pure-bf16": torch.bfloat16}
 
 
-def leave_out_dropout(model: torch.nn.Module) -> None:
-    """Set every dropout's rate to 0, in place; those of the hidden states are then as fused norms take them."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    use_hash_dropout(model)
-
-
 def fuse_norms(model: torch.nn.Module) -> None:
     """Fuse norms with what is before them, in place: layer by layer, or a decoder's training pass as a whole."""
     (use_fused_decoder if encoder_of(model).causal else use_fused_norms)(model)
@@ -44,7 +43,7 @@ CHANGES = (  # setting, value, and what it does to a model; in this order, since
     ("qkv", "fused", fuse_projections),
     ("attention", "triton-varlen", use_short_attention),  # leaves itself the bias of the fused projections
     ("dropout", "hash", use_hash_dropout),
-    ("dropout", "none", leave_out_dropout),
+    ("dropout", "none", use_hash_dropout),  # at a rate of 0: fused norms know no other
     ("norms", "fused", fuse_norms),  # computes the bits of that dropout itself
     ("attention", "triton-causal", use_causal_attention),  # which the fused decoder calls
     ("gelu", "sigmoid", use_sigmoid_gelu),
@@ -67,7 +66,12 @@ def build_model(spec: Spec, head: type = AutoModelForQuestionAnswering) -> torch
     elif spec.settings.loss != "native":
         raise UserError(f"{spec.variant}: loss {spec.settings.loss!r} is that of a language model")
     _transform(model, spec.settings)
-    return apply_recipe(model, spec.recipe)
+    model = apply_recipe(model, spec.recipe)
+    if spec.settings.dropout == "none":  # that of adapters as well
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout | HashDropout):
+                module.p = 0.0
+    return model
 
 
 def _transform(model: torch.nn.Module, settings: Settings) -> None:

@@ -216,8 +216,9 @@ def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
                 return
             record.finish(run_dir, entry, "ok")
             # Checkpoints not believed or not written to their end, and faults of processes that were restarted.
-            for old in [*run_dir.glob(f"{Checkpoint.path_of(run_dir).stem}.*"), *faults(run_dir)]:
-                old.unlink()
+            kept = [Checkpoint.path_of(run_dir).with_suffix(end) for end in (".safetensors", ".refused", ".partial")]
+            for old in [*kept, *faults(run_dir)]:
+                old.unlink(missing_ok=True)
         except (Exception, KeyboardInterrupt) as problem:
             if isinstance(problem, KeyboardInterrupt) and entry["status"] in record.FINISHED:
                 record.write_record(run_dir, entry)  # it had its result when the signal came
