@@ -392,7 +392,7 @@ def test_the_printed_table_has_no_cpu_speeds_and_the_speeds_of_the_reference_bes
 
 
 def test_every_tag_is_one_that_the_report_knows():
-    known = {"ladder", "peer", "headline", "technique", "quickstart"}
+    known = {"ladder", "peer", "plain", "headline", "technique", "quickstart"}
     assert {tag for variant in VARIANTS.values() for tag in variant.tags} == known
     assert RECOMMENDED in tagged("ladder") and RECOMMENDED in tagged("headline")
 

@@ -18,7 +18,7 @@ from qa_lib.report import style
 from qa_lib.report.format import MISSING, number, percent
 from qa_lib.report.load import NotMeasured, baseline, commits, place, usual
 from qa_lib.report.stats import LEVEL
-from qa_lib.report.style import BLUE, GREY
+from qa_lib.report.style import BLUE, GREY, ORANGE
 from qa_lib.report.summary import summary
 from qa_lib.variants import RECOMMENDED, VARIANTS, tagged
 
@@ -47,8 +47,8 @@ def timed(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def speed_finding(lines: pd.DataFrame) -> str:
-    """How far the ladder reaches in lines of one micro-batch, and the quickest Trainer beside it.
-    Raises NotMeasured."""
+    """How far the ladder reaches in lines of one micro-batch, and the quickest of the Trainer and plain PyTorch beside
+    it. Raises NotMeasured."""
     base = baseline(lines)
     ratios = lines.set_index("variant")["ratio"].dropna()
     if base not in ratios:
@@ -58,18 +58,24 @@ def speed_finding(lines: pd.DataFrame) -> str:
         return f"No variant beside {base} has a speed here"
     top = RECOMMENDED if RECOMMENDED in climbed else climbed[-1]
     said = f"{top} trains {number(ratios[top])}× as fast as {base}"
-    peers = ratios[ratios.index.isin(tagged("peer"))]
+    peers = ratios[ratios.index.isin([*tagged("peer"), *tagged("plain")])]
     if len(peers):
         peer = peers.idxmax()
-        plain = "plain" if VARIANTS[peer].change == {"engine": "trainer"} else "best"
-        said += f", {number(ratios[top] / peers[peer])}× as fast as the {plain} Trainer ({peer})"
+        whose = "plain PyTorch" if peer in tagged("plain") else "the best Trainer"
+        whose = "the plain Trainer" if VARIANTS[peer].change == {"engine": "trainer"} else whose
+        said += f", {number(ratios[top] / peers[peer])}× as fast as {whose} ({peer})"
     return said
 
 
 def fig_ladder(runs: pd.DataFrame) -> Figure:
-    """Training speed rung by rung, with its factors to the baseline and to the variant that it changes; then the
-    Trainer's."""
-    order, lines = [*tagged("ladder"), *tagged("peer")], timed(runs)
+    """Training speed rung by rung, with its factors to the baseline and to the variant that it changes; then that of
+    the Trainer and of plain PyTorch."""
+    groups = {
+        "this library": ("ladder", BLUE),
+        "the Trainer": ("peer", GREY),
+        "plain PyTorch": ("plain", ORANGE),
+    }
+    order, lines = [name for tag, _ in groups.values() for name in tagged(tag)], timed(runs)
     shown = lines[lines["variant"].isin(order)].sort_values("variant", key=lambda names: names.map(order.index))
     if len(shown) < 2:
         raise NotMeasured("the ladder has one rung")
@@ -79,8 +85,8 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
     )
     figure = style.group_figure(runs, speed_finding(lines), note, 0.34 * len(shown) + 1.75)
     axis, speed = figure.subplots(), shown["samples_per_s"]
-    trainer = shown["variant"].isin(tagged("peer"))
-    for chosen, color, label in ((~trainer, BLUE, "this library"), (trainer, GREY, "transformers.Trainer")):
+    for label, (tag, color) in groups.items():
+        chosen = shown["variant"].isin(tagged(tag))
         if chosen.any():  # the legend gives bars that are none a colour of their own
             axis.barh(shown.index[chosen], speed[chosen], color=color, label=label, height=0.7)
     axis.errorbar(speed, shown.index, xerr=shown["samples_per_s±"], fmt="none", color="black", capsize=3, linewidth=1)
