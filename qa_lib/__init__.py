@@ -1,7 +1,21 @@
-"""Fine-tuning for question answering, fast and lean: one change at a time, each measured."""
+"""Fine-tuning for question answering, fast and lean: one change at a time, each measured.
 
+`plan` makes specs of runs, `fit` trains and scores one, `ask` puts a question to what it has kept (docs/using.md).
+"""
+
+import importlib
 import logging
 
 # Whichever library imports them, on some machines they warn of kernels that nothing here uses.
 for package in ("bitsandbytes", "torchao"):
     logging.getLogger(package).setLevel(logging.ERROR)
+
+_HOMES = {"plan": "qa_lib.run.plan", "fit": "qa_lib.run.fit", "ask": "qa_lib.score.predict"}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str):
+    """A name of __all__, imported when it is asked for: PyTorch takes seconds."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_HOMES)}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -4,17 +4,22 @@ import ast
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 from nbconvert.exporters import get_exporter
 from traitlets.config import PyFileConfigLoader
+from transformers import AutoModelForQuestionAnswering
 
 from qa_lib.__main__ import main
 from qa_lib.cli import VERBS, parser_of
 from qa_lib.presets import PRESETS, find_preset
 from qa_lib.variants import find_family, find_variant
+from tests.material import document, question, write
+from tests.tiny import checkpoint
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
@@ -115,3 +120,25 @@ def test_the_readme_is_short():
 def test_the_results_in_the_readme_and_the_figures_are_those_of_the_committed_records(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert main(["report", "--check"]) == 0, capsys.readouterr().out
+
+
+def test_the_python_of_the_docs_runs(tmp_path, monkeypatch, capsys):
+    """In a folder with a model and data of one's own; without the compiler, which takes half a minute here."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch._dynamo.config, "disable", True)
+    checkpoint("bert", tmp_path / "my-bert")
+    (tmp_path / "squad").mkdir()
+    for name in ("train", "validation"):
+        entries = [question(f"{name}{i}", "who came?", ("alice", 0)) for i in range(40)]
+        write(tmp_path / "squad" / f"{name}.json", document(("alice came to the harbour at nine", entries)))
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "using.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(block.strip().splitlines()) <= 10
+    exec(block, {})
+    assert capsys.readouterr().out.count("ok ") == 1
+    assert AutoModelForQuestionAnswering.from_pretrained("my-answers").config.model_type == "bert"
+
+
+def test_the_package_imports_what_is_asked_of_it():
+    code = "import qa_lib, sys; print('torch' in sys.modules, qa_lib.__all__); qa_lib.lora"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "False ['plan', 'fit', 'ask']\n" and "it has plan, fit, ask" in done.stderr

@@ -75,7 +75,8 @@ ENGINES = {"loop": "qa_lib.train.loop", "trainer": "qa_lib.train.trainer", "plai
 
 
 def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=print) -> dict:
-    """Train, measure and evaluate one spec; write its run folder below `runs` and return the record.
+    """Train, measure and evaluate one spec; write its run folder below `runs` and return the record, as in
+    fit(spec)["quality"]["f1"].
 
     `data` is what the task's `load` returns, for callers that have it already. A spec that cannot run here ends as
     `skipped`, one that runs out of memory as `oom`: both are results and return normally. Anything else that fails is

@@ -143,11 +143,13 @@ def load_answerer(folder: Path) -> Model:
     return Model(model.to(answering_device(model)), tokenizer, *window_lengths(folder, model))
 
 
-def ask(folder: Path, question: str, context: str) -> dict:
-    """What `answer` gives, by the checkpoint in `folder`, which is loaded if it is not in memory as it is now.
+def ask(folder: str | Path, question: str, context: str) -> dict:
+    """What `answer` gives, by the checkpoint in `folder`, which is loaded if it is not in memory as it is now:
+    ask("my-model", "Who came?", "Alice came.")["nbest"][0]["text"].
 
     Raises UserError for what load_qa_model refuses, and what `answer` raises.
     """
+    folder = Path(folder)
     loaded = _loaded(folder, max((path.stat().st_mtime_ns for path in folder.glob("*.safetensors")), default=0))
     # Beside busy cores the tiny model took 175 ms with two threads and 2 with one.
     torch.set_num_threads(1 if loaded.model.num_parameters() < 10_000_000 else THREADS)
