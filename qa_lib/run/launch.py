@@ -160,6 +160,8 @@ class Launcher:
             self.stopped.wait(POLL_S)
             return None
         except (record.RecordError, OSError) as problem:
+            if self.stopped.is_set():
+                raise
             return self._lost(spec, run_dir, problem)
 
     def _lost(self, spec: Spec, run_dir: Path, problem: Exception) -> dict:

@@ -1,8 +1,8 @@
 """The largest micro-batch of a variant under a cap on GPU memory, found by trials; each is a run of its own."""
 
 import argparse
-import bisect
 import dataclasses
+import math
 from collections.abc import Callable
 
 from qa_lib.cli import variants_of
@@ -21,13 +21,17 @@ ROOM = 0.8  # of the largest size: close to the limit the allocator frees and as
 def largest(fits: Callable[[int], bool], most: int = 4096) -> int:
     """The largest multiple of STEP, at most `most`, for which `fits` holds, to within CLOSE; 0 if none does.
 
-    `fits` must hold for every size below one for which it holds.
+    Bisects on a logarithmic scale. `fits` must hold for every size below one for which it holds.
     """
-    sizes = [0]
-    while (size := sizes[-1] + max(STEP, int(CLOSE * sizes[-1]) // STEP * STEP)) <= most:
-        sizes.append(size)
-    too_large = bisect.bisect_left(sizes, True, lo=1, key=lambda size: not fits(size))
-    return sizes[too_large - 1]
+    good, bad = 0, most + STEP
+    while bad - good > max(STEP, CLOSE * good):
+        size = int(math.sqrt(max(1, good) * bad)) // STEP * STEP
+        size = min(max(size, good + STEP), bad - STEP)
+        if fits(size):
+            good = size
+        else:
+            bad = size
+    return good
 
 
 def first_trial(variant: str, args: argparse.Namespace, machine: Machine) -> Spec:
