@@ -14,6 +14,7 @@ from qa_lib.model.fused_decoder import check_fused_decoder, use_causal_attention
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.gpt2 import GPT2
 from qa_lib.train.compile import ChunkedLossOf, LossOf
+from qa_lib.train.plain import PlainStep
 from qa_lib.variants import VARIANTS, Settings, find_recipe
 
 
@@ -117,6 +118,19 @@ def test_the_plain_gpt2_is_transformers_own(windows):
     assert peer(**windows).item() == pytest.approx(native(**windows).loss.item(), rel=1e-5)
     assert sum(p.numel() for p in peer.parameters()) == sum(p.numel() for p in native.parameters())
     round_trip(peer, native, decoder(seed=1))
+
+
+def test_a_rivals_step_takes_the_mean_of_its_micro_batches(windows, monkeypatch):
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: None)  # it would hide a factor
+    peer = GPT2(decoder(), 0.0)
+    loss, wanted = losses_and_gradients(peer, peer, windows)
+    peer.zero_grad()
+    step = PlainStep(peer, "fp32", "none", rate=0.0)
+    monkeypatch.setattr(step.optimizer, "zero_grad", lambda: None)
+    parts = [{name: ids[row : row + 1] for name, ids in windows.items()} for row in range(3)]
+    assert step(parts).item() == pytest.approx(loss, rel=1e-5)
+    for name, parameter in peer.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-4, atol=1e-6)
 
 
 def reader(seed=0):

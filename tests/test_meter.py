@@ -4,6 +4,7 @@ import sys
 import types
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -122,3 +123,10 @@ def test_masters_beside_the_model_are_memory_of_the_optimizer():
     view = torch.optim.SGD([torch.nn.Parameter(model.weight.detach()[:512])])  # a share, as P-zero1 has it
     found = [memory_use(model, optimizer, torch.device("cpu")).optimizer_mib for optimizer in (own, view, copied)]
     assert found == [0.0, 0.0, 4.0]
+
+
+def test_the_peak_on_the_host_is_in_mib():
+    model = torch.nn.Linear(2, 2)
+    found = memory_use(model, torch.optim.SGD(model.parameters()), torch.device("cpu")).host_rss_mib
+    now = psutil.Process().memory_info().rss / 2**20
+    assert 0.9 * now < found < 100 * now

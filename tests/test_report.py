@@ -247,8 +247,13 @@ RATES = ("E-dropout", 1, 32, 100), ("E-dropout", 1, 8, 50), ("P-one-bucket", 4, 
 def test_efficiencies_are_against_the_row_that_shares_nothing(tmp_path):
     for seed in range(3):
         for variant, world, batch, rate in RATES:
-            make(tmp_path, variant, seed, machine=FOUR, preset="parallel", world=world, batch=batch, speed=rate + seed)
-    line = scaling.scaling(select(load_runs(tmp_path), "h200-parallel")).query("variant == 'P-one-bucket'").iloc[0]
+            values = {"world": world, "batch": batch, "speed": rate + seed, "peak": rate + seed}
+            make(tmp_path, variant, seed, machine=FOUR, preset="parallel", **values)
+    runs = select(load_runs(tmp_path), "h200-parallel")
+    runs["parallel.rank_peak_mib.3"] = 2 * runs["memory.peak_alloc_mib"].where(runs["world"] == 4)
+    lines = scaling.scaling(runs)
+    assert lines["peak_mib"].tolist() == [51.0, 101.0, 2 * 161.0], "the process with the most, a mean over seeds"
+    line = lines.query("variant == 'P-one-bucket'").iloc[0]
     assert line["strong"] == pytest.approx(161 / 4 / 101) and line["weak"] == pytest.approx(161 / 4 / 51)
     assert line["reference"] == "E-dropout" and line["strong±"] > 0
     assert scaling.speed_finding(line.to_frame().T).startswith("4 GPUs train ×3.16 as fast as one at 8 samples each")

@@ -25,7 +25,7 @@ from qa_lib.train import compile as compilation
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.compile import compiled, forget_compiled, found_in_cache, start_compilers
 from qa_lib.train.loop import train
-from qa_lib.train.optim import build_optimizer, clip, learning_rate, peak_rate
+from qa_lib.train.optim import build_optimizer, clip, learning_rate, peak_rate, unscale
 from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.step_log import NonFiniteLoss, StepLog
 from qa_lib.variants import VARIANTS, Settings
@@ -104,6 +104,19 @@ def test_gradients_are_scaled_down_to_a_norm_of_1():
     parameter.grad = torch.full((4,), 3.0)
     clip(torch.optim.SGD([parameter]), lambda norm: norm)
     assert parameter.grad.tolist() == pytest.approx([0.5] * 4)
+
+
+def test_the_scale_of_the_loss_is_off_the_gradients_before_they_are_clipped():
+    parameter, scaler = torch.nn.Parameter(torch.zeros(4)), torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler.scale((0.125 * parameter).sum()).backward()
+    unscale(torch.optim.SGD([parameter]), scaler)
+    assert parameter.grad.tolist() == [0.125] * 4
+
+
+def test_adapters_count_twice():
+    """alpha / rank is 2, whatever the rank."""
+    adapted = [m for m in build_model(spec_of("B1")).modules() if hasattr(m, "get_base_layer")]
+    assert {module.scaling["default"] for module in adapted} == {2.0}
 
 
 ON_CPU = ("A1", DEVICE, 1e-5)
