@@ -89,6 +89,7 @@ def test_deepspeed_is_asked_for_zero_1_and_else_takes_the_arguments(variant, sai
     asked = caught.value.args[0]
     assert (asked["optim"], asked["max_grad_norm"]) == ("adamw_torch_fused", 1.0)
     spec = spec_of(variant)
+    assert asked["warmup_steps"] == int(spec.preset.warmup * STEPS)
     assert (asked["gradient_accumulation_steps"], asked["learning_rate"]) == (
         spec.accumulation,
         spec.preset.learning_rate,
