@@ -142,7 +142,7 @@ NAME = "bert.encoder.layer.0.output.dense.weight"
 FAULTS = {
     "another width": ({"quantized": "int2"}, None, "weights of 'int2': int8 or int4 can be had"),
     "no width": ({"quantized": None}, None, "weights of None"),
-    "the other width": ({"quantized": "int4"}, None, f"no {NAME}.scale of [64, 2]"),
+    "the other width": ({"quantized": "int4"}, None, "query.weight.scale of [64, 2]"),
     "a tensor missing": (None, lambda t: {k: v for k, v in t.items() if k != f"{NAME}.scale"}, f"no {NAME}.scale"),
     "a tensor more": (None, lambda t: t | {"more": torch.ones(1)}, "has more, which the model"),
     "another shape": (None, lambda t: t | {f"{NAME}.scale": torch.ones(3, 1)}, f"no {NAME}.scale"),
