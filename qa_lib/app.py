@@ -8,6 +8,7 @@ import base64
 import math
 import os
 import re
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -311,13 +312,16 @@ def main(args: argparse.Namespace) -> int:
     models = Choices(named(args.model), args.runs)
     hosts, host = names(args.host), f"[{args.host}]" if ":" in args.host else args.host
     demo = build(models, args.runs, args.figures)
-    frames, port = "*" if "*" in hosts else "'none'", args.port or None  # for None Gradio takes a free one
+    port = args.port
+    if not port:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
     try:
-        _launch(demo, hosts, frames, host, server_port=port, inline=False, share=False)
+        _launch(demo, hosts, "*" if "*" in hosts else "'none'", host, server_port=port, inline=False, share=False)
     except OSError:
-        raise UserError(f"cannot listen on {args.host}, port {args.port}; --port takes another") from None
+        raise UserError(f"cannot listen on {args.host}, port {port}; --port takes another") from None
     for choice in models.listed()[:1]:
         WORKER.submit(_ask, choice.folder, "who", "it was she")  # loaded while the page is being read
-    print(f"http://{host}:{demo.server_port}  (Ctrl-C stops it)", flush=True)
+    print(f"http://{host}:{port}  (Ctrl-C stops it)", flush=True)
     threading.Event().wait()
     return 0

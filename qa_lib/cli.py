@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,11 @@ from qa_lib.variants import find_family, find_variant, read_toml
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaints are UserErrors, of one line like all others."""
+    """A parser whose complaints are UserErrors, of one line like all others, and that knows -1e-3 for a number."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} ({self.prog} --help has all)")

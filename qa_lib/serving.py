@@ -4,6 +4,7 @@ The page is for one's own machine. To show it to the world, put a server such as
 connections of those that send slowly.
 """
 
+import asyncio
 import re
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -45,7 +46,10 @@ class Gate:
                 MutableHeaders(scope=message).update(self.headers)
             await send(message)
 
-        await (_refused(scope) or self.app)(scope, receive, marked)
+        try:
+            await (_refused(scope) or self.app)(scope, receive, marked)
+        except asyncio.CancelledError:  # the app ends in the middle of an answer
+            await send({"type": "http.response.body", "body": b""})
 
 
 def _refused(scope) -> PlainTextResponse | None:
