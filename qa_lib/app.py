@@ -8,8 +8,6 @@ import base64
 import math
 import os
 import re
-import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,6 +17,7 @@ from typing import NamedTuple
 
 import gradio as gr
 import pandas as pd
+from starlette.applications import Starlette
 
 from qa_lib.data.squad import MAX_CONTEXT, open_source
 from qa_lib.errors import UserError, first_line
@@ -29,7 +28,7 @@ from qa_lib.report.style import figures_of
 from qa_lib.report.summary import result_table, summary
 from qa_lib.run.sweep import progress_of
 from qa_lib.score.choices import Choices, named
-from qa_lib.serving import guards, names
+from qa_lib.serving import guards, listen, names, serve
 
 MAX_QUESTION = 1_000  # characters
 WAITING = 256  # events that may wait; the next is told that the queue is full
@@ -44,7 +43,7 @@ LOOK = {
     "theme": gr.themes.Default(primary_hue="blue", text_size="sm", spacing_size="sm", **FONTS),
     "css": Path(__file__).with_name("app.css").read_text(encoding="utf-8"),
     "footer_links": [],
-} | dict.fromkeys(("run_history", "ssr_mode", "mcp_server", "enable_monitoring", "show_error"), False)
+} | dict.fromkeys(("run_history", "ssr_mode", "mcp_server", "enable_monitoring"), False)
 QUIET = {"show_progress": "hidden", "api_visibility": "private"}
 # One thread for all models: two that are compared would take each other's cores, and each thread that calls torch keeps
 # memory of its own. It imports torch, too, while the page is being read.
@@ -290,38 +289,30 @@ def app(*models: str, runs: str | Path = "runs", figures: str | Path = "figures"
     `share` makes a public link through Gradio's servers. Raises UserError for a name that leads to no model.
     """
     # Colab's proxy and public links call it by other names.
-    hosts = ["*"] if share or gr.utils.colab_check() else names("127.0.0.1")
+    hosts = ["*"] if share or gr.utils.colab_check() else names("127.0.0.1", "127.0.0.1")
     demo = build(Choices(named(list(models)), Path(runs)), Path(runs), Path(figures))
-    _launch(demo, hosts, "*", "127.0.0.1", inline=True, share=share, height=900)
+    demo.launch(
+        inline=True, share=share, quiet=True, server_name="127.0.0.1", height=900, show_error=False,
+        app_kwargs={"middleware": guards(hosts, "*")}, **LOOK,
+    )  # fmt: skip
     return demo
-
-
-def _launch(demo: gr.Blocks, hosts: list[str], frames: str, host: str, **more) -> None:
-    """Let Gradio serve the page on `host` from a thread; `hosts` and `frames` are of serving.guards."""
-    guarded = {"middleware": guards(hosts, frames)}
-    demo.launch(server_name=host, app_kwargs=guarded, prevent_thread_lock=True, quiet=True, **LOOK, **more)
 
 
 def main(args: argparse.Namespace) -> int:
     """Serve the page until a signal comes.
 
-    Raises UserError for a name that leads to no such model, an empty host, and a port that is taken.
+    Raises UserError for a name that leads to no such model, and for a port that is taken.
     """
-    if not args.host.strip():
-        raise UserError("--host is empty, which would listen to everybody: leave it out, or write 0.0.0.0 to mean that")
     models = Choices(named(args.model), args.runs)
-    hosts, host = names(args.host), f"[{args.host}]" if ":" in args.host else args.host
+    listener = listen(args.host, args.port)
+    address, port = listener.getsockname()[:2]
     demo = build(models, args.runs, args.figures)
-    port = args.port
-    if not port:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-    try:
-        _launch(demo, hosts, "*" if "*" in hosts else "'none'", host, server_port=port, inline=False, share=False)
-    except OSError:
-        raise UserError(f"cannot listen on {args.host}, port {port}; --port takes another") from None
+    hosts = names(args.host, address)
+    parent = Starlette(middleware=guards(hosts, "*" if "*" in hosts else "'none'"))
+    gr.mount_gradio_app(parent, demo, "/", show_error=False, **LOOK)
     for choice in models.listed()[:1]:
         WORKER.submit(_ask, choice.folder, "who", "it was she")  # loaded while the page is being read
+    host = f"[{args.host}]" if ":" in args.host else args.host
     print(f"http://{host}:{port}  (Ctrl-C stops it)", flush=True)
-    threading.Event().wait()
+    serve(parent, listener)
     return 0

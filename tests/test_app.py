@@ -35,6 +35,7 @@ from tests.conftest import slow
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 HEAD = "qa_outputs.weight"
+SECONDS = 3  # of serving.SECONDS, in the server of these tests
 EVIL = '<img src=x onerror="alert(1)"><script>alert(2)</script>${alert(3)}{{alert(4)}}![x](http://evil.example/x.png)'
 
 
@@ -75,6 +76,7 @@ def runs(tmp_path_factory, swept):
 def _serve(log, runs):
     for number in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    serving.SECONDS = SECONDS
     os._exit(main(["app", "--runs", str(runs), "--figures", str(runs.parent / "figures"), "--port", "0"]))
 
 
@@ -303,15 +305,58 @@ def test_foreign_hosts_and_pages_are_refused(server, host):
     assert "default-src 'self'" in policy and policy.endswith("frame-ancestors 'none'")
 
 
-@pytest.mark.parametrize(("host", "local"), [("::1", True), ("localhost", True), ("lab", False), ("0.0.0.0", False)])
-def test_other_names_are_answered_only_where_others_reach_it(host, local):
-    assert ("*" in serving.names(host)) is not local
+@pytest.mark.parametrize(
+    ("host", "address", "local"), [("::1", "::1", True), ("localhost", "127.0.0.1", True), ("lab", "10.0.0.7", False)]
+)
+def test_other_names_are_answered_only_where_others_reach_it(host, address, local):
+    assert ("*" in serving.names(host, address)) is not local
 
 
-def test_bodies_that_are_too_large_are_refused(server):
+def test_heads_and_bodies_that_are_too_large_are_refused(server):
     headers = {"Content-Type": "application/json"}
     join = f"{server.address}/gradio_api/queue/join"
     assert httpx.post(join, content=b"x" * (serving.MAX_BODY + 1), headers=headers).status_code == 413
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nX: " + b"x" * serving.MAX_HEAD)
+        assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
+
+
+JSON = b"Content-Type: application/json\r\nContent-Length: 9000"
+POST = b"POST /gradio_api/queue/join HTTP/1.1\r\nHost: 127.0.0.1\r\n" + JSON + b"\r\n\r\n"
+
+
+@pytest.mark.parametrize("begun", [slow(b"", id="no head"), slow(b"GET / HTTP/1.1\r\nX: ", id="head"), POST])
+def test_a_byte_now_and_then_does_not_keep_a_place(server, begun):
+    with socket.create_connection(("127.0.0.1", server.port)) as sender:
+        begin = time.monotonic()
+        sender.sendall(begun)
+        sender.settimeout(0.2)
+        while time.monotonic() < begin + 3 * SECONDS:
+            try:
+                if sender.recv(100) == b"":
+                    break
+            except TimeoutError:
+                if begun:
+                    sender.sendall(b"x")
+            except ConnectionError:
+                break
+        assert SECONDS - 1 < time.monotonic() - begin < SECONDS + 2
+
+
+@pytest.mark.slow
+def test_nobody_waits_for_slow_senders(server, runs):
+    """Some in their bodies, and more than are served at once that are silent or in their heads."""
+    senders = []
+    for sent in [POST] * 100 + [b"", b"GET / HT"] * (serving.CONNECTIONS // 2):
+        senders.append(socket.create_connection(("127.0.0.1", server.port)))
+        senders[-1].sendall(sent)
+    for _ in range(3):
+        begin = time.monotonic()
+        assert httpx.get(server.address).status_code == 200
+        assert time.monotonic() - begin < 1
+    assert server(key_of(runs), "who ?", "it was she")[0]
+    for connection in senders:
+        connection.close()
 
 
 @pytest.mark.slow
