@@ -15,7 +15,7 @@ from qa_lib.cli import VERBS
 from qa_lib.record import read_record, run_files
 from tests.material import ROOT
 
-HELP_S = 0.5  # of the processor, until a command has told its options
+HELP_S = 1.0  # of a busy processor, until a command has told its options; 0.3 of a quiet one
 
 
 def run(*words, **env):
