@@ -40,12 +40,8 @@ def missing(settings: Settings, machine: Machine, world: int = 1) -> str | None:
     """Why these settings cannot run on the machine in `world` processes, in one sentence; None if they can."""
     if machine.gpus and world > machine.gpus:
         return f"needs {world} GPUs, and this machine has {machine.gpus}"
-    if (backend := settings.compile) not in (
-        "none",
-        "inductor",
-        "regional",
-        "reduce-overhead",
-    ) and backend not in machine.backends:
+    of_inductor = ("none", "inductor", "regional", "reduce-overhead")
+    if (backend := settings.compile) not in of_inductor and backend not in machine.backends:
         return f"this PyTorch has no torch.compile backend named {backend!r}"
     return unmet(settings, machine)
 

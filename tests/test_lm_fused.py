@@ -1,6 +1,7 @@
 """A decoder's fused training pass, its loss in parts and the plain rivals: transformers' model is the reference."""
 
 import itertools
+import types
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from qa_lib.model.fused_blocks import use_hash_dropout, use_sigmoid_gelu
 from qa_lib.model.fused_decoder import check_fused_decoder, use_causal_attention, use_fused_decoder
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.gpt2 import GPT2
+from qa_lib.run.plan import plan
+from qa_lib.spec import Machine
+from qa_lib.train import plain
 from qa_lib.train.compile import ChunkedLossOf, LossOf
 from qa_lib.train.plain import PlainStep
 from qa_lib.variants import VARIANTS, Settings, find_recipe
@@ -161,3 +165,12 @@ def test_the_plain_bert_is_transformers_own_one_sample_at_a_time():
     ]  # fmt: skip
     torch.testing.assert_close(found, torch.stack(one_by_one).mean(), rtol=1e-5, atol=1e-6)
     round_trip(peer, native, reader(1))
+
+
+def test_a_model_without_a_rival_is_told(tmp_path):
+    (spec,) = plan(["E-plain"], "smoke", machine=Machine(gpus=1, sm=90, compiler=True))
+    roberta = types.SimpleNamespace(config=types.SimpleNamespace(model_type="roberta"))
+    with pytest.raises(UserError, match="a BERT and a GPT-2, and this model is a roberta"):
+        plain.train(
+            roberta, None, spec, torch.device("cpu"), tmp_path, ranks=types.SimpleNamespace(join=lambda _: None)
+        )

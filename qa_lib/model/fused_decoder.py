@@ -55,11 +55,9 @@ class FusedDecoder(GPT2Model):
 
 
 def _add_norm(x, linear, hidden, dropout, norm):
-    """The residual stream `hidden` after a linear layer whose input is `x`, and its norm."""
-    rate = dropout.p if linear.training else 0.0
-    return fused_add_norm(
-        conv1d_without_bias(linear, x), linear.bias, hidden, norm.weight, norm.bias, dropout.seed, rate, norm.eps
-    )
+    """The residual stream `hidden` after a linear layer whose input is `x`, and its norm; in training."""
+    x = conv1d_without_bias(linear, x)
+    return fused_add_norm(x, linear.bias, hidden, norm.weight, norm.bias, dropout.seed, dropout.p, norm.eps)
 
 
 def check_fused_decoder(settings: Settings) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from qa_lib.data.batches import Batches
+from qa_lib.errors import UserError
 from qa_lib.measure.meter import Hooks, Meter
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.gpt2 import GPT2
@@ -26,8 +27,10 @@ def train(
     """As loop.train, for a model that stays as it is until the end."""
     settings, hooks, ranks = spec.settings, hooks or Hooks(), ranks or ProcessGroup(device)
     ranks.join(spec)
-    rate = 0.0 if settings.dropout == "none" else 0.1
-    peer = GPT2(model, rate) if spec.preset.task == "lm" else Bert(model, rate, max(batches.limits))
+    if (kind := model.config.model_type) not in ("bert", "gpt2"):
+        raise UserError(f"{spec.variant}: the rivals are a BERT and a GPT-2, and this model is a {kind}")
+    dropout = 0.0 if settings.dropout == "none" else 0.1
+    peer = GPT2(model, dropout) if kind == "gpt2" else Bert(model, dropout, max(batches.limits))
     _copy((own, other) for own, other in peer.pairs(model))
     peer.to(device, torch.bfloat16 if settings.precision == "pure-bf16" else None).train()
     step = PlainStep(peer, settings.precision, settings.compile, peak_rate(spec))
