@@ -76,7 +76,7 @@ def test_the_kernel_is_the_reference(lengths, dropout):
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("tiles", [(64, 32, 64, 32), (128, 64, 128, 64), (32, 64, 64, 32)], ids=str)
+@pytest.mark.parametrize("tiles", [(64, 32, 64, 32), (128, 64, 128, 64), (64, 64, 32, 32)], ids=str)
 @pytest.mark.parametrize("lengths", [[96, 96], [1, 65, 130]], ids=str)
 def test_a_causal_kernel_is_the_reference(lengths, tiles, monkeypatch):
     for options, names in ((varlen.CAUSAL_FORWARD, ("QUERIES", "KEYS")), (varlen.CAUSAL_BACKWARD, ("BLOCK", "STEP"))):
@@ -159,13 +159,14 @@ def kept(seed, heads=4, length=384, rate=0.1):
 
 
 def test_dropout_keeps_its_rate_and_no_seed_head_query_or_key_repeats_another():
-    patterns = torch.stack([kept(seed).float() - 0.9 for seed in (3, 4, -(2**31))])
-    assert patterns.mean().abs() < 5 * (0.09 / patterns.numel()) ** 0.5
+    rate = 26 / 256  # the nearest to 0.1 for a byte
+    patterns = torch.stack([kept(seed).float() - 1 + rate for seed in (3, 4, -(2**31))])
+    assert patterns.mean().abs() < 5 * (rate * (1 - rate) / patterns.numel()) ** 0.5
     for dim in range(4):  # seeds, heads, queries (of both segments), keys
         size = patterns.shape[dim]
         for step in {1, 2, 8, 16, 384} & {*range(size)}:
             one, other = patterns.narrow(dim, step, size - step), patterns.narrow(dim, 0, size - step)
-            assert (one * other).mean().abs() / 0.09 < 5 / one.numel() ** 0.5, (dim, step)
+            assert (one * other).mean().abs() / (rate * (1 - rate)) < 5 / one.numel() ** 0.5, (dim, step)
     assert not kept(3, rate=0.5).all() and kept(3, rate=0.0).all()
 
 

@@ -23,7 +23,6 @@ import numpy as np
 import psutil
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering
 
 from qa_lib import record
 from qa_lib.cli import own_of
@@ -53,20 +52,20 @@ from qa_lib.train.step_log import StepFailed
 
 @dataclass(frozen=True)
 class Task:
-    """`load(spec)` gives a run's data, and `head` is transformers' class for the model. `evaluate(model, data, spec,
-    device, run_dir)` gives the record's `quality`; record.SCORING says which of these scores compares variants."""
+    """`load(spec)` gives a run's data. `evaluate(model, data, spec, device, run_dir)` gives the record's `quality`;
+    record.SCORING says which of these scores compares variants."""
 
     load: Callable
-    head: type
     evaluate: Callable
 
 
 # Another task takes a loader in data/load.py, an evaluation in score/, a preset that names it, variants (Variant.task
 # says whose they are), and an entry here and in each of these: tasks.toml (its scores, and what variants are compared
-# by), plan.SOURCES (what opens its data), architectures.OF_TASK (the models that it trains).
+# by), plan.SOURCES (what opens its data), architectures.OF_TASK (the models that it trains),
+# build.head_of (transformers' class of them).
 TASKS = {
-    "qa": Task(load_data, AutoModelForQuestionAnswering, evaluate.evaluate),
-    "lm": Task(load_text, AutoModelForCausalLM, perplexity.evaluate),
+    "qa": Task(load_data, evaluate.evaluate),
+    "lm": Task(load_text, perplexity.evaluate),
 }
 NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 served: list[str] = []  # the runs that this process has worked on
@@ -120,7 +119,7 @@ def prepare(spec: Spec, data: Data | None = None) -> tuple[Data, torch.nn.Module
     """
     task = TASKS[spec.preset.task]
     data = data or task.load(spec)
-    model = build_model(spec, task.head)
+    model = build_model(spec)
     check_tokenizer(spec.model_source, data.tokenizer, model)
     check_planned(spec, [source.sha256 for source in (data.source, data.validation) if source])
     return data, model, batches_of(data.samples, spec)
@@ -164,7 +163,7 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
                 optimizer, meter, done_before, note = train(model, batches, spec, device, run_dir, say, ranks=ranks)
                 _note_training(entry, spec, meter, done_before, note, ranks)
                 entry["memory"] = dataclasses.asdict(memory_use(model, optimizer, device))
-                model = gather_model(model, lambda: build_model(spec, task.head).to(device), ranks)
+                model = gather_model(model, lambda: build_model(spec).to(device), ranks)
                 several = ranks.world > 1
                 joules = _note_ranks(entry, spec, meter, model, ranks) if several else meter.joules_per_sample()
             if not ranks.first:

@@ -24,9 +24,8 @@ from qa_lib.errors import UserError
 from qa_lib.kernels.linear_cross_entropy import PART
 from qa_lib.measure.meter import MIB
 from qa_lib.model.architectures import embeddings_of, encoder_of, layers_of, layers_passed, trains
-from qa_lib.model.build import apply_recipe, model_config
+from qa_lib.model.build import apply_recipe, head_of, model_config
 from qa_lib.presets import Preset, find_preset, find_shape
-from qa_lib.run.fit import TASKS
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, Spec, adjust
 from qa_lib.variants import Settings
@@ -55,7 +54,7 @@ class StepMemory:
         source = spec.model_source
         self.config = BertConfig() if source == "bert-base-uncased" else model_config(source, spec.preset.task)
         with torch.device("meta"):
-            self.model = apply_recipe(TASKS[spec.preset.task].head.from_config(self.config), spec.recipe)
+            self.model = apply_recipe(head_of(spec.preset.task).from_config(self.config), spec.recipe)
         layers = layers_of(self.model)
         self.deep = layers_passed(self.model)
         self.passed, self.first = layers[-self.deep :], list(layers[0].parameters())
@@ -85,8 +84,8 @@ class StepMemory:
         if self.settings.optimizer == "adamw-8bit":
             wide = {m.weight for m in self.model.modules() if isinstance(m, torch.nn.Embedding)}
             return sum((8 if p.numel() < SMALL or p in wide else 2) * p.numel() for p in self.trained)
-        each = {"adamw-master": 10, "adamw-master-bf16": 6, "adamw": 2 * self.element}.get(self.settings.optimizer, 8)
-        return each * _elements(self.trained)
+        each = {"adamw-master": 10, "adamw-master-bf16": 6, "adamw-master-8bit": 4, "adamw": 2 * self.element}
+        return each.get(self.settings.optimizer, 8) * _elements(self.trained)
 
     def scores(self) -> int:
         """Elements of a layer's attention scores, where they are written to memory."""
