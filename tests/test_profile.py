@@ -1,6 +1,7 @@
 """Profiles: a trace's events to phases and parts, Nsight Compute's pages to numbers, and a whole profile on a CPU."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,7 +142,7 @@ def test_what_gradients_take_is_not_taken_for_activations(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(held))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 600)
-    hooks = profile.MemoryHooks(1)
+    hooks = profile.MemoryHooks(1, Path("unused"))
     for phase in ("forward", "backward") * 2:
         with hooks.phase(phase):
             pass

@@ -37,6 +37,7 @@ from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.load import check_tokenizer
 from qa_lib.model.qat import WIDTHS
 from qa_lib.record import Speed
+from qa_lib.run.model_card import check_own, write_card
 from qa_lib.run.plan import check_planned, plan
 from qa_lib.run.process import SHARE, START, WARM, check_driver, follow_driver, with_driver
 from qa_lib.run.torchrun import fault_path, faults, first_fault, run_processes
@@ -144,6 +145,7 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
     with _limits(spec, device), recorded as entry, noting_faults(run_dir, ranks):
         if spec.skip:
             return entry
+        check_own(run_dir / "model", spec.run_id)
         begin, first_run = time.perf_counter(), not served
         served.append(spec.run_id)
         start_compilers(spec.settings, device)
@@ -179,7 +181,7 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
             if spec.preset.quality:
                 entry["quality"] |= task.evaluate(model, data, spec, device, run_dir)
                 evaluated = time.perf_counter()
-                _save(model, data, run_dir / "model")
+                _save(model, data, run_dir / "model", entry)
         if shared:
             entry["spec"]["adjusted"].append("times: not recorded, others shared the GPU")
         else:
@@ -259,11 +261,12 @@ def _limits(spec: Spec, device: torch.device):
         yield
 
 
-def _save(model: torch.nn.Module, data: Data, folder: Path) -> None:
-    """Keep the trained model, and nothing that was made of the one before it. Raises RecordError when the disk is
-    full."""
+def _save(model: torch.nn.Module, data: Data, folder: Path, entry: dict) -> None:
+    """Keep the trained model with its card, and nothing that was made of the one before it. Raises RecordError when the
+    disk is full."""
     try:
         save_model(model, data.tokenizer, folder)
+        write_card(folder, entry)
         for width in WIDTHS:
             shutil.rmtree(folder.with_name(f"{folder.name}-{width}"), ignore_errors=True)
     except (OSError, SafetensorError) as problem:
