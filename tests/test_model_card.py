@@ -267,7 +267,7 @@ def test_what_keeps_a_push_from_the_hub_is_one_line(run_dir, hub, tmp_path, caps
     assert "me/a b: not uploaded: HFValidationError" in told(run_dir, "me/a b")
     assert "no record" in told(tmp_path / "nothing", "me/bert")
     monkeypatch.setenv("HF_TOKEN", "hf_other")
-    assert "the hub refuses the token (401): type `hf auth login`" in told(run_dir, "me/bert")
+    assert "the hub refuses the token: type `hf auth login`" in told(run_dir, "me/bert")
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     assert "no token for the hub: type `hf auth login`, or set HF_TOKEN" in told(run_dir, "me/bert")

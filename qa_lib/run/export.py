@@ -67,9 +67,10 @@ def figures_of(record: dict) -> dict[str, float]:
 class TensorBoard:
     """A run as a folder of event files: its steps as curves, its figures at its last step."""
 
-    def __init__(self, record: dict, folder: Path):
-        tensorboard = package("torch.utils.tensorboard", "tensorboard")
-        self.writer = tensorboard.SummaryWriter(folder / record["group"] / record["run_id"], flush_secs=1)
+    needs = "torch.utils.tensorboard", "tensorboard"
+
+    def __init__(self, module, record: dict, folder: Path):
+        self.writer = module.SummaryWriter(folder / record["group"] / record["run_id"], flush_secs=1)
 
     def log(self, values: dict[str, float], step: int | None) -> None:
         for name, value in values.items():
@@ -84,12 +85,13 @@ class WeightsAndBiases:
     """A run of Weights & Biases, offline unless $WANDB_MODE says online: the spec is its config, the figures are its
     summary."""
 
-    def __init__(self, record: dict, folder: Path):
+    needs = "wandb", "wandb"
+
+    def __init__(self, module, record: dict, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
         names = {"project": record["group"], "name": record["run_id"], "config": record["spec"]}
-        mode = os.environ.get("WANDB_MODE", "offline")
         # Runs that are followed are open at the same time.
-        self.run = package("wandb", "wandb").init(**names, dir=folder, mode=mode, reinit="create_new")
+        self.run = module.init(**names, dir=folder, mode=os.environ.get("WANDB_MODE", "offline"), reinit="create_new")
 
     def log(self, values: dict[str, float], step: int | None) -> None:
         self.run.log(values, step=step)
@@ -100,29 +102,32 @@ class WeightsAndBiases:
 
 
 class Trackio(WeightsAndBiases):
-    """A run of trackio, whose files go into the folder: the spec is its config, the figures stand at its last step."""
+    """A run of trackio: the spec is its config, the figures stand at its last step."""
 
-    def __init__(self, record: dict, folder: Path):
-        os.environ["TRACKIO_DIR"] = str(folder)  # which it reads when it is imported
+    needs = "trackio", "trackio"
+
+    def __init__(self, module, record: dict, folder: Path):
         names = {"project": record["group"], "name": record["run_id"], "config": record["spec"]}
-        # No dashboard in a notebook, and not the load of this process, which is not the run's.
-        without = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
-        # In a context of its own, or it would end the run that was opened before.
-        self.run = contextvars.Context().run(package("trackio", "trackio").init, **names, **without)
+        # In a context of its own, or it would end the run that was opened before; without a dashboard in a notebook,
+        # and without the load of this process, which is not the run's.
+        self.run = contextvars.Context().run(module.init, **names, embed=False, auto_log_cpu=False, auto_log_gpu=False)
 
     def finish(self, figures: dict[str, float], step: int | None) -> None:
         self.log(figures, step)
         self.run.finish()
 
 
-TRACKERS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "trackio": Trackio}  # by option
+# By option. What each `needs` is a module, and the package that has it.
+TRACKERS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "trackio": Trackio}
 
 
 class Export:
-    """Runs on their way to a tracker of one kind, which keeps its files in `folder`."""
+    """Runs on their way to a tracker of one kind, which keeps its files in `folder`. Raises UserError where it is not
+    installed."""
 
     def __init__(self, kind: type, folder: Path):
-        self.kind, self.folder = kind, folder
+        os.environ["TRACKIO_DIR"] = str(folder)  # which trackio reads when it is imported
+        self.kind, self.module, self.folder = kind, package(*kind.needs), folder
         self.open, self.sent = {}, {}  # by run: its tracker, and the last step that this has
 
     def update(self, run: Run) -> None:
@@ -132,7 +137,7 @@ class Export:
         if entry["status"] == record.STARTING or (key in self.sent and key not in self.open):
             return  # a driver's record, before the run has written its own; or it has ended
         if key not in self.sent:
-            self.open[key], self.sent[key] = self.kind(entry, self.folder), 0
+            self.open[key], self.sent[key] = self.kind(self.module, entry, self.folder), 0
         for line in steps[steps["step"] > self.sent[key]].to_dict("records"):
             values = {name: line[name] for name in STEP_VALUES if not math.isnan(line[name])}
             self.open[key].log(values, int(line["step"]))

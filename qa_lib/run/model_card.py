@@ -44,11 +44,9 @@ def hub_names(entry: dict) -> tuple[str | None, str | None]:
     """The names of a run's base model and of its data on the hub, None for what is from elsewhere. A record says it so:
     folders go by the last part of their path, and a model's revision has 12 digits unless it is a commit of the hub."""
     model, data = entry["model"], entry["data"]["name"]
-    of_hub = "/" in data or data == entry["spec"]["preset"]["data"]
-    return (
-        model["name"] if model["revision"] == "main" or len(model["revision"]) == 40 else None,
-        data if of_hub and not data.startswith("synthetic:") else None,
-    )
+    of_hub = "/" in data or (data == entry["spec"]["preset"]["data"] and not data.startswith("synthetic:"))
+    base = model["name"] if model["revision"] == "main" or len(model["revision"]) == 40 else None
+    return base, data if of_hub else None
 
 
 def eval_results(entry: dict) -> list[EvalResult]:

@@ -57,9 +57,8 @@ def _upload(folder: Path, repo: str, public: bool, add: bool, message: str) -> s
 
 def _reason(problem: Exception) -> str:
     """Why an upload has failed, and what to do."""
-    status = problem.response.status_code if isinstance(problem, HfHubHTTPError) else None
-    if status in (401, 403):
-        return f"the hub refuses the token ({status}): type `hf auth login`, with one that may write there"
+    if isinstance(problem, HfHubHTTPError) and problem.response.status_code in (401, 403):
+        return "the hub refuses the token: type `hf auth login`, with one that may write there"
     return f"{type(problem).__name__}: {first_line(problem):.160} (give it again with --add where it has begun)"
 
 
