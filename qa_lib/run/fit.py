@@ -63,8 +63,8 @@ class Task:
 
 
 # Another task takes a loader in data/load.py, an evaluation in score/, a preset that names it, variants (Variant.task
-# says whose they are), and an entry here and in each of these: tasks.toml (its scores, and what variants are compared
-# by), plan.SOURCES (what opens its data), architectures.OF_TASK (the models that it trains).
+# says whose they are), and an entry here and in each of these: tasks.toml (its scores, what variants are compared by,
+# and words for a model's card), plan.SOURCES (what opens its data), architectures.OF_TASK (the models that it trains).
 TASKS = {
     "qa": Task(load_data, AutoModelForQuestionAnswering, evaluate.evaluate),
     "lm": Task(load_text, AutoModelForCausalLM, perplexity.evaluate),
