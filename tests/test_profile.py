@@ -151,7 +151,13 @@ def test_what_gradients_take_is_not_taken_for_activations(monkeypatch):
 
 def test_a_profile_of_a_row_on_this_machine(tmp_path):
     (spec,) = plan(["E-packed-efficient" if torch.cuda.is_available() else "A2"], "smoke", data="synthetic:200")
-    profile.profile(spec, tmp_path, lambda _: None)
+    said = []
+    profile.profile(spec, tmp_path, said.append)
+    snapshot = tmp_path / spec.run_path / profile.SNAPSHOT
+    if torch.cuda.is_available():
+        assert b"train/loop.py" in snapshot.read_bytes() and b"device_traces" in snapshot.read_bytes()
+    else:
+        assert not snapshot.exists() and "A2: no memory snapshot, which is of a GPU" in said[0]
     found = Run({}, tmp_path / spec.run_path).profile()
     time = found["time"]
     for phase, part in (("forward", "attention"), ("backward", "feed-forward"), ("optimizer", "optimizer")):
