@@ -94,6 +94,47 @@ def test_the_causal_reference_is_pytorchs():
     torch.testing.assert_close(found.view(2, length, 2, 16).transpose(1, 2), wanted)
 
 
+def plain_attention(product, ends, kept, rate, causal):
+    """Softmax attention of each segment and head by itself, whose shares `kept` [heads, tokens, tokens] leaves or
+    drops, written for the tests alone."""
+    outputs = []
+    for first, last in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        heads = []
+        for head, (query, key, value) in enumerate(product[first:last].permute(2, 1, 0, 3)):
+            exponentials = torch.exp(SCALE * torch.einsum("qw,kw->qk", query, key))
+            if causal:
+                exponentials = exponentials.tril()
+            shares = exponentials / exponentials.sum(1, keepdim=True)
+            heads.append((shares * kept[head, first:last, first:last] / (1 - rate)) @ value)
+        outputs.append(torch.stack(heads, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_given_dropout_mask_drops_those_shares_in_the_reference(causal, monkeypatch):
+    product, grad, ends, seed = drawn([1, 0, 37, 5], heads=3)
+    kept = torch.rand(3, len(product), len(product), device=DEVICE) >= 0.25
+    monkeypatch.setattr(varlen, "_dropout_mask", lambda *_: kept)
+    wanted = with_gradients(
+        lambda qkv, bias: plain_attention(qkv + bias.view(qkv.shape[1:]), ends, kept, 0.25, causal),
+        product.double(), grad.double(),
+    )  # fmt: skip
+    assert_close(expected(product, grad, ends, seed, 0.25, causal), wanted, 1e-12)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_kernel_is_plain_attention_with_the_mask_of_its_hash(causal):
+    product, grad, ends, seed = drawn([1, 0, 37, 65], heads=3)
+    places = torch.cat([torch.arange(length) for length in ends.diff().tolist()]).to(DEVICE, torch.int32)
+    kept = varlen._dropout_mask(places, 3, seed, 0.25)
+    wanted = with_gradients(
+        lambda qkv, bias: plain_attention(qkv + bias.view(qkv.shape[1:]), ends, kept, 0.25, causal),
+        product.double(), grad.double(),
+    )  # fmt: skip
+    assert_close(by_kernel(product, grad, ends, seed, 0.25, causal=causal), wanted, 1e-5)
+
+
 @pytest.mark.triton
 @pytest.mark.parametrize(("heads", "width"), [(1, 32), (12, 64), (3, 128)])
 def test_heads_of_every_number_and_width_are_the_references(heads, width):

@@ -36,6 +36,7 @@ from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.load import check_tokenizer
 from qa_lib.model.qat import WIDTHS
 from qa_lib.record import Speed
+from qa_lib.run.model_card import check_own, write_card
 from qa_lib.run.plan import check_planned, plan
 from qa_lib.run.process import SHARE, START, WARM, check_driver, follow_driver, with_driver
 from qa_lib.run.torchrun import fault_path, faults, first_fault, run_processes
@@ -60,8 +61,8 @@ class Task:
 
 
 # Another task takes a loader in data/load.py, an evaluation in score/, a preset that names it, variants (Variant.task
-# says whose they are), and an entry here and in each of these: tasks.toml (its scores, and what variants are compared
-# by), plan.SOURCES (what opens its data), architectures.OF_TASK (the models that it trains),
+# says whose they are), and an entry here and in each of these: tasks.toml (its scores, what variants are compared by,
+# and words for a model's card), plan.SOURCES (what opens its data), architectures.OF_TASK (the models that it trains),
 # build.head_of (transformers' class of them).
 TASKS = {
     "qa": Task(load_data, evaluate.evaluate),
@@ -143,6 +144,7 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
     with _limits(spec, device), recorded as entry, noting_faults(run_dir, ranks):
         if spec.skip:
             return entry
+        check_own(run_dir / "model", spec.run_id)
         begin, first_run = time.perf_counter(), not served
         served.append(spec.run_id)
         start_compilers(spec.settings, device)
@@ -178,7 +180,7 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
             if spec.preset.quality:
                 entry["quality"] |= task.evaluate(model, data, spec, device, run_dir)
                 evaluated = time.perf_counter()
-                _save(model, data, run_dir / "model")
+                _save(model, data, run_dir / "model", entry)
         if shared:
             entry["spec"]["adjusted"].append("times: not recorded, others shared the GPU")
         else:
@@ -258,11 +260,12 @@ def _limits(spec: Spec, device: torch.device):
         yield
 
 
-def _save(model: torch.nn.Module, data: Data, folder: Path) -> None:
-    """Keep the trained model, and nothing that was made of the one before it. Raises RecordError when the disk is
-    full."""
+def _save(model: torch.nn.Module, data: Data, folder: Path, entry: dict) -> None:
+    """Keep the trained model with its card, and nothing that was made of the one before it. Raises RecordError when the
+    disk is full."""
     try:
         save_model(model, data.tokenizer, folder)
+        write_card(folder, entry)
         for width in WIDTHS:
             shutil.rmtree(folder.with_name(f"{folder.name}-{width}"), ignore_errors=True)
     except (OSError, SafetensorError) as problem:
