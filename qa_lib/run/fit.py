@@ -38,7 +38,7 @@ from qa_lib.model.qat import WIDTHS
 from qa_lib.record import Speed
 from qa_lib.run.model_card import check_own, write_card
 from qa_lib.run.plan import check_planned, plan
-from qa_lib.run.process import SHARE, START, WARM, check_driver, follow_driver, with_driver
+from qa_lib.run.process import SHARE, START, WARM, check_driver, follow_driver, use_compile_cache, with_driver
 from qa_lib.run.torchrun import fault_path, faults, first_fault, run_processes
 from qa_lib.score import evaluate, perplexity
 from qa_lib.spec import Spec
@@ -100,6 +100,7 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
 
 def main(args: argparse.Namespace) -> int:
     """Run one variant here, whatever its record says, and print the record."""
+    use_compile_cache(args.compile_cache)
     sources = (args.data, args.model, args.micro_batch)
     (spec,) = plan([args.variant], args.preset, [args.seed], *sources, **own_of(args))
     entry = fit(spec, args.runs)
