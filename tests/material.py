@@ -12,6 +12,7 @@ from tokenizers import BertWordPieceTokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from qa_lib.record import read_record
 from qa_lib.report.load import load_runs
 
 ROOT = Path(__file__).parent.parent
@@ -37,12 +38,12 @@ def committed():
 
 
 def best_of(times: int, call):
-    """The fastest of some calls (s), and the last result: other work on the machine only ever adds."""
+    """The fastest of some calls (s of a busy processor), and the last result: other work only ever adds, and little."""
     seconds = []
     for _ in range(times):
-        begin = time.perf_counter()
+        begin = time.process_time()
         result = call()
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.process_time() - begin)
     return min(seconds), result
 
 
@@ -95,3 +96,29 @@ def hub_row(key: str, title: str, text: str, context: str, *answers: tuple[str, 
 def write(path: Path, content: object) -> Path:
     path.write_text(json.dumps(content))
     return path
+
+
+def edited(path: Path, **changes) -> Path:
+    """Give a file of JSON other values."""
+    return write(path, json.loads(path.read_text()) | changes)
+
+
+def flip_a_bit(path: Path, place: int = -100) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def end_of(folder: Path) -> tuple[str, str | None]:
+    """The status of a run and what is said of it, by the record in its folder."""
+    entry = read_record(folder)
+    return entry["status"], entry["error"]["message"]
+
+
+def change_record(folder: Path, **sections: dict) -> dict:
+    """Give the record in a run's folder other values in some of its sections; the record."""
+    entry = json.loads((folder / "record.json").read_text())
+    for name, values in sections.items():
+        entry[name] |= values
+    write(folder / "record.json", entry)
+    return entry

@@ -4,7 +4,6 @@ Every case in FOLDER/cases.json is trained in fp32 and without dropout, so that 
 compute can be held against each other.
 """
 
-import dataclasses
 import json
 import sys
 from importlib.util import find_spec
@@ -23,15 +22,13 @@ from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import HashDropout
 from qa_lib.run.fit import train
 from qa_lib.run.plan import plan
-from qa_lib.spec import Machine
 from qa_lib.train import loop
 from qa_lib.train.checkpoint import digest_of
 from qa_lib.train.data_parallel import gather_model
 from qa_lib.train.optim import clip
 from qa_lib.train.process_group import ProcessGroup
-from tests.tiny import StopAfter
+from tests.tiny import CPU, StopAfter, quiet, resized
 
-CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
 DEVICE = torch.device("cpu")
 STEPS = 6
 
@@ -45,9 +42,7 @@ def spec_of(case: dict):
         [case["row"]], "smoke", data="synthetic:120", machine=CPU, micro_batch=16 // max(case.get("parts", 2), world),
         world=world, stages=case.get("stages"),
     )  # fmt: skip
-    settings = dataclasses.replace(spec.settings, **{"compile": "none"} | case.get("settings", {}))
-    preset = dataclasses.replace(spec.preset, **preset | case.get("preset", {}))
-    return dataclasses.replace(spec, preset=preset, settings=settings)
+    return resized(spec, {"compile": "none"} | case.get("settings", {}), **preset | case.get("preset", {}))
 
 
 class Unequal:
@@ -62,10 +57,6 @@ class Unequal:
 
     def __getattr__(self, name):
         return getattr(self.batches, name)
-
-
-def losses_of(run_dir: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run_dir / "steps.jsonl").read_text().splitlines()]
 
 
 class FirstGradients(dict):
@@ -96,7 +87,7 @@ def trained(case: dict, run_dir: Path, ranks: ProcessGroup) -> dict:
             parameter.register_hook(lambda gradient: gradient * (1 + case["rounds"] * ranks.rank))
     loop.clip = FirstGradients()
     try:
-        optimizer, _, begin, refused = train(model, batches, spec, DEVICE, run_dir, lambda _: None, None, ranks)
+        optimizer, _, begin, refused = train(model, batches, spec, DEVICE, run_dir, quiet, None, ranks)
     except KeyboardInterrupt:
         return {}
     if ranks.first:  # they are the same of all processes

@@ -79,12 +79,11 @@ def test_hub_is_asked_for_data_and_never_for_code(monkeypatch):
 
 def test_flat_data_of_another_kind_is_refused(tmp_path):
     flat()["train"].remove_columns("answers").save_to_disk(tmp_path / "poor")
-    with pytest.raises(DataError, match=r"poor: article .*not the SQuAD layout, no object under .answers"):
-        open_source(tmp_path / "poor", "train").examples  # noqa: B018
     odd = [{"id": "a", "question": "b", "context": "c", "answers": "d"}]
     datasets.Dataset.from_list(odd).save_to_disk(tmp_path / "odd")
-    with pytest.raises(DataError, match=r"odd: article .*not the SQuAD layout, no object under .answers."):
-        open_source(tmp_path / "odd", "train").examples  # noqa: B018
+    for name in ("poor", "odd"):
+        with pytest.raises(DataError, match=rf"{name}: article .*not the SQuAD layout, no object under .answers"):
+            open_source(tmp_path / name, "train").examples  # noqa: B018
 
 
 def test_synthetic_source():
@@ -135,7 +134,6 @@ NO_START = question("q1", "x", answers=[{"text": "The"}], is_impossible=False)
 # The one entry of a paragraph, and what is said of it ...
 BAD_ENTRIES = {
     "no entry": (17, "article 0 'Rivers': .*no text under 'id'"),
-    "no id": ({"question": "x"}, "article 0 'Rivers': .*no text under 'id'"),
     "id no text": (question(7, "x"), "article 0 'Rivers': .*no text under 'id'"),
     "no question": (question("q1", None), f"{ONE}: .*no text under 'question'"),
     "no answers": ({"id": "q1", "question": "x"}, f"{ONE}: .*no list under 'answers'"),
@@ -145,10 +143,7 @@ BAD_ENTRIES = {
     "empty answer": (question("q1", "x", ("", 3)), f"{ONE}: '' at 3"),
     "answers": (question("q1", "x", GOLD, is_impossible=True), f"{ONE}: 1 answers, and is_impossible is true"),
     "without": (question("q1", "x", is_impossible=False), f"{ONE}: 0 answers, and is_impossible is false"),
-    "impossible no truth": (
-        question("q1", "x", is_impossible="no"),
-        f"{ONE}: .*no true or false under 'is_impossible'",
-    ),
+    "impossible": (question("q1", "x", is_impossible="no"), f"{ONE}: .*no true or false under 'is_impossible'"),
     "misplaced": (question("q1", "x", ("north", 3)), f"1 answers are not .*{ONE}: 'north' at 3"),
     "from the end": (question("q1", "x", ("Alps.", -5)), f"{ONE}: 'Alps.' at -5"),
     "past the end": (question("q1", "x", ("Alps.", 10**30)), f"{ONE}: 'Alps.' at 1000"),
@@ -182,17 +177,14 @@ def test_bad_layout_is_one_line_that_names_the_place(tmp_path, name):
     str(caught.value).encode()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"{", b'{"data": [}', b"\xff\xfe\xfa", b"\x80", b"[" * 200_000, b"1" * 5000, b'{"data": "\xc3("}'],
-    ids=["empty", "cut", "wrong", "bytes", "byte", "deep", "long number", "bad UTF-8"],
-)
-def test_broken_json(tmp_path, content):
+def test_broken_json(tmp_path):
     file = tmp_path / "data.json"
-    file.write_bytes(content)
-    with pytest.raises(DataError, match=r"data\.json: not JSON") as caught:
-        open_source(file, "train").examples  # noqa: B018
-    assert "\n" not in str(caught.value)
+    bytes_ = [b"\xff\xfe\xfa", b"\x80", b'{"data": "\xc3("}']
+    for content in [b"", b"{", b'{"data": [}', b"[" * 200_000, b"1" * 5000, *bytes_]:
+        file.write_bytes(content)
+        with pytest.raises(DataError, match=r"data\.json: not JSON") as caught:
+            open_source(file, "train").examples  # noqa: B018
+        assert "\n" not in str(caught.value)
 
 
 def test_misplaced_answers_are_counted_listed_and_repaired_where_they_occur_once(tmp_path, caplog):

@@ -46,9 +46,7 @@ def test_value_and_gradient_are_within_a_fraction_of_half_a_step_of_bf16():
     assert ((gradient - expected).abs() <= 0.21 * (half_step * expected.abs() + 1e-3)).all()
 
 
-@torch._functorch.config.patch(
-    ban_recompute_materialized_backward=True
-)  # a run of E-recompute-elementwise leaves it False
+@torch._functorch.config.patch(ban_recompute_materialized_backward=True)  # a run before this may have left it False
 def test_the_compiler_keeps_input_and_output_and_nothing_else():
     kept = []
 

@@ -32,8 +32,8 @@ from qa_lib.score.predict import load_qa_model, window_lengths
 from qa_lib.spec import Machine
 from qa_lib.train import checkpoint as checkpoints
 from tests.conftest import slow
-from tests.material import document, hub_row, question, write
-from tests.tiny import StopAfter, checkpoint
+from tests.material import document, edited, hub_row, question, write
+from tests.tiny import StopAfter, checkpoint, quiet, resized
 
 TEXT = "The river Rhine rises in the Alps and ends near Rotterdam, which is a port."
 OPENED: set[str] | None = None
@@ -69,19 +69,15 @@ def squad(tmp_path):
     return folder
 
 
-def small(spec, steps=4, every=0):
-    return dataclasses.replace(
-        spec, preset=dataclasses.replace(spec.preset, steps=steps, epochs=None, measure_from=1, checkpoint_every=every)
-    )
-
-
 def planned(squad, model, steps=4, every=0):
     (spec,) = plan(["A1"], "local", data=str(squad), model=str(model), machine=Machine(), max_length=48)
-    return small(spec, steps, every)
+    return resized(spec, steps=steps, epochs=None, measure_from=1, checkpoint_every=every)
 
 
-def quiet(_):
-    pass
+def nudge(path):
+    """Other weights."""
+    weights = load_file(path)
+    save_file({name: tensor + 1e-3 for name, tensor in weights.items()}, path, {"format": "pt"})
 
 
 # What Python opens of a folder; the tokenizer and the weights are opened by Rust, under names that are listed too.
@@ -110,8 +106,7 @@ def test_what_changes_tokens_or_logits_changes_the_identity(model):
         seen.add(identify_model(str(model))["revision"])
         return len(seen)
 
-    config = json.loads((model / "tokenizer_config.json").read_text())
-    write(model / "tokenizer_config.json", config | {"do_lower_case": False, "sep_token": "[PAD]"})
+    edited(model / "tokenizer_config.json", do_lower_case=False, sep_token="[PAD]")
     assert is_new() == 2
     for number, name in enumerate(["merges.txt", "vocab.json", "added_tokens.json", "special_tokens_map.json"]):
         assert name not in names
@@ -119,8 +114,7 @@ def test_what_changes_tokens_or_logits_changes_the_identity(model):
         assert is_new() == 3 + number
     (model / "merges.txt").rename(model / "vocab.txt")
     assert is_new() == 7, "the same bytes under another name"
-    weights = load_file(model / "model.safetensors")
-    save_file({name: tensor + 1e-3 for name, tensor in weights.items()}, model / "model.safetensors", {"format": "pt"})
+    nudge(model / "model.safetensors")
     assert is_new() == 8
     (model / "README.md").write_text("A card.")
     assert is_new() == 8
@@ -156,8 +150,7 @@ def change(path, content):
     if path.suffix == ".json":
         path.write_bytes(content.replace(b"where 3?", b"where 4?").replace(b"true", b"false", 1) + b"\n")
     else:
-        weights = load_file(path)
-        save_file({name: tensor + 1e-3 for name, tensor in weights.items()}, path, {"format": "pt"})
+        nudge(path)
 
 
 def test_a_saved_data_set_is_what_its_state_lists(tmp_path):
@@ -169,7 +162,7 @@ def test_a_saved_data_set_is_what_its_state_lists(tmp_path):
 
     shutil.copy(first, folder / "cache-0123456789abcdef.arrow")  # as datasets' own map() leaves
     state = json.loads((folder / "state.json").read_text())
-    write(folder / "state.json", state | {"_fingerprint": "other"})
+    edited(folder / "state.json", _fingerprint="other")
     assert identify_data(str(folder), with_validation=False)["sha256"] == before
 
     changes = {"_data_files": state["_data_files"][:1]}, {"_data_files": state["_data_files"][::-1]}
@@ -228,11 +221,6 @@ def test_adapters_and_added_files_are_refused(model, capsys):
         load_qa_model(model)
 
 
-def edited(folder, **changes):
-    config = json.loads((folder / "config.json").read_text())
-    write(folder / "config.json", config | changes)
-
-
 # Each ends in a sentence, by whichever verb, or changes no answer.
 SPOILT = {
     "hidden_size": ["64", 0, -64, 1.5, None, []],
@@ -258,7 +246,7 @@ SPOILT = {
 @pytest.mark.parametrize("name", SPOILT)
 def test_a_models_configuration_is_read_inside_one_guard_in_every_verb(model, squad, name):
     for value in SPOILT[name]:
-        edited(model, **{name: value})
+        edited(model / "config.json", **{name: value})
         asks = [lambda: load_qa_model(model), lambda: trained_two_steps(squad, model)]
         for ask in [*asks, lambda: plan(["P-tensor"], "bench", data=str(squad), model=str(model), machine=Machine())]:
             try:
@@ -275,12 +263,14 @@ def trained_two_steps(squad, model):
         made(**batches.collate(samples, torch.device("cpu"))).loss.backward()
 
 
-@pytest.mark.parametrize(("name", "value"), [("return_dict", False), ("chunk_size_feed_forward", 7),
-                                             ("output_attentions", True), ("output_hidden_states", True)])  # fmt: skip
+RETURNED = {"return_dict": False, "chunk_size_feed_forward": 7, "output_attentions": True, "output_hidden_states": True}
+
+
+@pytest.mark.parametrize(("name", "value"), RETURNED.items())
 def test_how_results_are_returned_is_not_for_a_folder_to_say(model, name, value):
     ids = torch.arange(5, 25)[None]
     before, _ = load_qa_model(model)
-    edited(model, **{name: value})
+    edited(model / "config.json", **{name: value})
     after, _ = load_qa_model(model)
     with torch.no_grad():
         assert torch.equal(before(ids).start_logits, after(ids).start_logits)
@@ -307,7 +297,7 @@ def test_surplus_weights_are_told_or_refused(model, caplog):
 
 def test_padding_tokens_that_disagree_are_told(model, squad):
     own = json.loads((model / "config.json").read_text())["pad_token_id"]
-    edited(model, pad_token_id=own + 3)
+    edited(model / "config.json", pad_token_id=own + 3)
     for ask in (lambda: load_qa_model(model), lambda: trained_two_steps(squad, model)):
         with pytest.raises(UserError, match=f"pads with token {own}, pad_token_id in config.json is {own + 3}"):
             ask()

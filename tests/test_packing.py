@@ -21,13 +21,12 @@ from qa_lib.model.build import build_model
 from qa_lib.model.packed import Packed, RegionalModel, regions_of
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
-from qa_lib.spec import Machine, Spec
+from qa_lib.spec import Spec
 from qa_lib.train.compile import LossOf
 from tests.test_train import without_dropout
+from tests.tiny import CPU, H200, quiet, resized
 
-CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
-T4 = dataclasses.replace(CPU, hardware="t4", gpus=1, sm=75)
-H200 = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90)
+T4 = dataclasses.replace(H200, hardware="t4", sm=75)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Each kernel here with its floating-point type and the relative error that the type allows.
 KINDS = [("block-diagonal", torch.float32, 1e-5), ("efficient", torch.float32, 1e-5)]
@@ -81,9 +80,7 @@ def spec_of(variant="E-packed", machine=CPU, attention=None, **work) -> Spec:
     own = {"attention": attention} if attention else {}
     if attention == "flash":
         own["precision"] = "bf16"
-    settings = dataclasses.replace(spec.settings, compile="none", **own)
-    preset = dataclasses.replace(spec.preset, **{"steps": 8} | work)
-    return dataclasses.replace(spec, settings=settings, preset=preset)
+    return resized(spec, {"compile": "none"} | own, **{"steps": 8} | work)
 
 
 def segments(kind, lengths, limits) -> Segments:
@@ -152,10 +149,9 @@ def test_each_feature_has_a_place_that_is_the_same_in_every_row(samples):
             assert (row["bias"][place] == 0).all() and list(row["position_ids"][0, place]) == list(range(length))
             for name in ("input_ids", "token_type_ids"):
                 assert (row[name][0, place] == plain[name][number, :length]).all()
-    with pytest.raises(UserError, match="not for places of"):
-        batches.arrays(batches.step(0)[0][::-1])
-    with pytest.raises(UserError, match="not for places of"):
-        batches.arrays(batches.step(0)[0][1:])
+    for wrong in (batches.step(0)[0][::-1], batches.step(0)[0][1:]):
+        with pytest.raises(UserError, match="not for places of"):
+            batches.arrays(wrong)
 
 
 def test_few_limits_are_the_best_few():
@@ -180,13 +176,11 @@ def test_an_epoch_sees_each_feature_once_and_the_next_in_another_order(samples):
 
 def packed_and_padded(samples, kind, dtype, device=DEVICE, qkv="separate"):
     """A model, one micro-batch both ways, and its lengths: on the device, without dropout, in training mode."""
-    spec = spec_of(attention=kind)
-    spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, qkv=qkv))
+    spec = resized(spec_of(attention=kind), {"qkv": qkv})
     batches = PackedBatches(samples, spec)
     indices = batches.step(0)[0]
     model = without_dropout(build_model(spec)).to(device, dtype).train()
-    settings = dataclasses.replace(spec.settings, padding="max_length", attention="sdpa")
-    padded = Batches(samples, dataclasses.replace(spec, settings=settings)).collate(indices, device)
+    padded = Batches(samples, resized(spec, {"padding": "max_length", "attention": "sdpa"})).collate(indices, device)
     return Packed(model, batches.limits), batches.collate(indices, device), padded, samples.lengths[indices]
 
 
@@ -402,7 +396,7 @@ def test_the_kernel_is_chosen_by_capability_and_named():
 
 def test_beyond_rows_run_and_end_to_end(tmp_path):
     """The whole path on this machine, through fit: packed training, padded evaluation."""
-    entry = fit(spec_of("E-adamw", steps=20, measure_from=5), tmp_path, say=lambda _: None)
+    entry = fit(spec_of("E-adamw", steps=20, measure_from=5), tmp_path, say=quiet)
     assert (entry["status"], entry["time"]["steps"], entry["quality"]["n"]) == ("ok", 20, 200)
     assert entry["speed"]["pad_fraction"] < 0.2
 
@@ -415,11 +409,10 @@ def test_a_captured_step_is_the_eager_step(samples, changes, tmp_path):
 
     def weights(captured):
         spec = spec_of("E-graph", machine=H200, steps=10, checkpoint_every=0, measure_from=2)
-        settings = dataclasses.replace(spec.settings, cuda_graph=captured, **changes)
-        spec, folder = dataclasses.replace(spec, settings=settings), tmp_path / str(captured)
+        spec, folder = resized(spec, {"cuda_graph": captured} | changes), tmp_path / str(captured)
         model = without_dropout(build_model(spec))
         folder.mkdir()
-        train(model, PackedBatches(samples, spec), spec, DEVICE, folder, lambda _: None)
+        train(model, PackedBatches(samples, spec), spec, DEVICE, folder, quiet)
         return torch.cat([p.detach().flatten().float() for p in model.parameters()])
 
     start = torch.cat([p.detach().flatten().to(DEVICE) for p in build_model(spec_of("E-graph")).parameters()])

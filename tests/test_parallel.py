@@ -22,34 +22,31 @@ from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.zero1 import ALIGN, FlatShard
 from tests import warm
 from tests.conftest import slow
-from tests.ranks import DEVICE, losses_of, trained
+from tests.ranks import DEVICE, trained
+from tests.tiny import losses_of
 
 # For rows that cut the model: four layers and heads, and four micro-batches a step.
 CUT = {"shape": {"num_hidden_layers": 4, "num_attention_heads": 4}, "parts": 4}
 UNCUT = CUT | {"row": "E-masters-eager", "world": 1}
 BF16 = {"precision": "bf16", "optimizer": "adamw-master"}
+UNPACKED, PACKED = (
+    {"ddp": "P1", "fsdp": "P-fsdp"},
+    {"flat": "P-one-bucket", "overlap": "P-overlap", "sharded": "P-zero1"},
+)
+PACKED["best"] = "P-overlap-zero1"
 # name -> (the case, the same in one process, relative tolerance of each step's loss)
-CASES = {
-    "ddp": ({"row": "P1"}, {"row": "A1", "world": 1}, 1e-4),
-    "ddp-accumulated": ({"row": "P1", "preset": {"effective_batch": 32}}, None, 1e-4),
+CASES = {name: ({"row": row}, {"row": "A1", "world": 1}, 1e-4) for name, row in UNPACKED.items()}
+CASES |= {name: ({"row": row}, {"row": "E-dropout", "world": 1}, 1e-4) for name, row in PACKED.items()}
+for name, row in (UNPACKED | PACKED).items():
+    CASES[f"{name}-accumulated"] = ({"row": row, "preset": {"effective_batch": 32}}, None, 1e-4)
+for name, row in PACKED.items():
+    CASES[f"{name}-unequal"] = ({"row": row, "unequal": True}, None, 1e-4)
+for name, parallel in (("ddp", "ddp"), ("fsdp", "fsdp2")):
+    CASES[f"{name}-unequal"] = (CASES["flat-unequal"][0] | {"settings": {"parallel": parallel}}, None, 1e-4)
+CASES |= {
     "ddp-bf16": ({"row": "P1-bf16"}, {"row": "A1", "world": 1}, 0.05),
-    "fsdp": ({"row": "P-fsdp"}, {"row": "A1", "world": 1}, 1e-4),
-    "fsdp-accumulated": ({"row": "P-fsdp", "preset": {"effective_batch": 32}}, None, 1e-4),
-    "flat": ({"row": "P-one-bucket"}, {"row": "E-dropout", "world": 1}, 1e-4),
-    "overlap": ({"row": "P-overlap"}, {"row": "E-dropout", "world": 1}, 1e-4),
-    "overlap-accumulated": ({"row": "P-overlap", "preset": {"effective_batch": 32}}, None, 1e-4),
-    "sharded": ({"row": "P-zero1"}, {"row": "E-dropout", "world": 1}, 1e-4),
-    "sharded-accumulated": ({"row": "P-zero1", "preset": {"effective_batch": 32}}, None, 1e-4),
-    "best": ({"row": "P-overlap-zero1"}, {"row": "E-dropout", "world": 1}, 1e-4),
-    "best-accumulated": ({"row": "P-overlap-zero1", "preset": {"effective_batch": 32}}, None, 1e-4),
-    "best-unequal": ({"row": "P-overlap-zero1", "unequal": True}, None, 1e-4),
     "best-masters": ({"row": "P-overlap-zero1", "settings": BF16}, {"row": "P-one-bucket", "settings": BF16}, 0.05),
     "sharded-masters": ({"row": "P-zero1", "settings": BF16}, {"row": "P-one-bucket", "settings": BF16}, 0.05),
-    "ddp-unequal": ({"row": "P-one-bucket", "unequal": True, "settings": {"parallel": "ddp"}}, None, 1e-4),
-    "flat-unequal": ({"row": "P-one-bucket", "unequal": True}, None, 1e-4),
-    "overlap-unequal": ({"row": "P-overlap", "unequal": True}, None, 1e-4),
-    "sharded-unequal": ({"row": "P-zero1", "unequal": True}, None, 1e-4),
-    "fsdp-unequal": ({"row": "P-one-bucket", "unequal": True, "settings": {"parallel": "fsdp2"}}, None, 1e-4),
     "gpipe": ({"row": "P-gpipe"} | CUT, UNCUT, 1e-4),
     "1f1b": ({"row": "P-1f1b"} | CUT, UNCUT, 1e-4),
     "interleaved": ({"row": "P-interleaved"} | CUT, UNCUT, 1e-4),

@@ -1,10 +1,10 @@
 """Models in 8 and 4 bits: what is trained on is what is saved, loaded and answered with. Most needs torchao."""
 
-import dataclasses
 import json
 import shutil
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,16 +24,13 @@ from qa_lib.run.quantize import quantize_run
 from qa_lib.score.choices import named, offered
 from qa_lib.score.predict import answering_device, load_qa_model
 from qa_lib.spec import Machine
-
-
-def quiet(_):
-    pass
+from tests.material import change_record, edited, write
+from tests.tiny import quiet, resized
 
 
 def spec_of(variant):
     (spec,) = plan([variant], "smoke", data="synthetic:60", machine=Machine(torchao=True))
-    preset = dataclasses.replace(spec.preset, steps=4, measure_from=1, checkpoint_every=0)
-    return dataclasses.replace(spec, preset=preset)
+    return resized(spec, steps=4, measure_from=1, checkpoint_every=0)
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +72,7 @@ def test_rounding_in_training_gives_the_answers_of_the_rounded_model(width, tmp_
     trained = logits(model)
     model(torch.randint(5, 40, (3, 30))).start_logits.square().sum().backward()
     assert all(p.grad.abs().sum() > 0 for name, p in model.named_parameters() if name.endswith("query.weight"))
-
-    class NoTokenizer:
-        def save_pretrained(self, folder):
-            pass
-
-    save_model(model, NoTokenizer(), tmp_path / "model")
+    save_model(model, SimpleNamespace(save_pretrained=quiet), tmp_path / "model")
     plain = BertForQuestionAnswering.from_pretrained(tmp_path / "model")
     assert not torch.allclose(logits(plain), trained, atol=1e-4), "rounding changes something"
     quantize(plain, width)
@@ -131,8 +123,7 @@ def copied(folder, to, config=None, tensors=None):
     for path in folder.iterdir():
         if path.name != SUMS:
             (to / path.name).write_bytes(path.read_bytes())
-    if config:
-        (to / "config.json").write_text(json.dumps(json.loads((to / "config.json").read_text()) | config))
+    edited(to / "config.json", **config or {})
     if tensors:
         save_file({name: t.contiguous() for name, t in tensors(load_file(to / QUANTIZED)).items()}, to / QUANTIZED)
     return to
@@ -179,20 +170,19 @@ def test_layers_that_cannot_be_quantized_are_named():
 def test_what_is_found_names_the_questions_without_the_folders_above_them(run, tmp_path):
     shutil.copytree(run / "model", tmp_path / "run" / "model")
     shutil.copy(run / "record.json", tmp_path / "run")
-    (tmp_path / "questions.json").write_text(json.dumps(synthetic_squad(20, 1)))
-    found = quantize_run(tmp_path / "run", "int8", str(tmp_path / "questions.json"), say=quiet)
+    questions = write(tmp_path / "questions.json", synthetic_squad(20, 1))
+    found = quantize_run(tmp_path / "run", "int8", str(questions), say=quiet)
     assert found["data"]["name"] == "questions.json"
 
 
 def test_other_questions_of_the_same_name_are_refused(run, tmp_path, monkeypatch):
     """A record has the last part of a path alone, which may be something else in the folder that this is called in."""
     shutil.copytree(run / "model", tmp_path / "run" / "model")
-    entry = json.loads((run / "record.json").read_text())
-    entry["data"]["name"] = "squad"
-    (tmp_path / "run" / "record.json").write_text(json.dumps(entry))
+    shutil.copy(run / "record.json", tmp_path / "run")
+    change_record(tmp_path / "run", data={"name": "squad"})
     (tmp_path / "squad").mkdir()
     for seed, name in enumerate(["train.json", "validation.json"]):
-        (tmp_path / "squad" / name).write_text(json.dumps(synthetic_squad(20, seed)))
+        write(tmp_path / "squad" / name, synthetic_squad(20, seed))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"'squad' is not the data of A1-fp32-s0-.* here: give --data"):
         quantize_run(tmp_path / "run", "int8", say=quiet)
@@ -202,10 +192,7 @@ def test_a_run_without_a_model_an_unknown_width_and_a_missing_package_are_one_li
     (tmp_path / "record.json").write_bytes((run / "record.json").read_bytes())
     assert main(["quantize", str(tmp_path)]) == 2
     assert "no model/ in it" in capsys.readouterr().err
-    entry = json.loads((run / "record.json").read_text())
-    entry["task"]["name"] = "lm"
-    entry["quality"] |= dict.fromkeys(SCORING["lm"].scores)
-    (tmp_path / "record.json").write_text(json.dumps(entry))
+    change_record(tmp_path, task={"name": "lm"}, quality=dict.fromkeys(SCORING["lm"].scores))
     assert main(["quantize", str(tmp_path)]) == 2
     assert "its task is 'lm'" in capsys.readouterr().err
     with pytest.raises(UserError, match="weights of 'int3': int8 or int4 can be had"):

@@ -1,6 +1,5 @@
 import dataclasses
 import gc
-import json
 import shutil
 import weakref
 from functools import partial
@@ -19,7 +18,6 @@ from qa_lib.data.windows import build_samples
 from qa_lib.measure.meter import Meter
 from qa_lib.model.build import build_model
 from qa_lib.run.plan import plan
-from qa_lib.spec import Machine
 from qa_lib.train import checkpoint as checkpoints
 from qa_lib.train import compile as compilation
 from qa_lib.train.checkpoint import Checkpoint
@@ -30,14 +28,10 @@ from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.step_log import NonFiniteLoss, StepLog
 from qa_lib.variants import VARIANTS, Settings
 from tests.conftest import slow
-from tests.tiny import StopAfter
+from tests.material import flip_a_bit
+from tests.tiny import CPU, StopAfter, losses_of, quiet, resized, steps_of
 
-CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
 DEVICE = torch.device("cpu")
-
-
-def quiet(_):
-    pass
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +42,7 @@ def samples():
 def spec_of(variant, micro_batch=None, machine=CPU, **preset):
     """A row at smoke preset, made smaller."""
     (spec,) = plan([variant], "smoke", data="synthetic:120", machine=machine, micro_batch=micro_batch)
-    preset = {"steps": 6, "checkpoint_every": 0, "measure_from": 2, "effective_batch": 16} | preset
-    return dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, **preset))
+    return resized(spec, **{"steps": 6, "checkpoint_every": 0, "measure_from": 2, "effective_batch": 16} | preset)
 
 
 def trained(spec, samples, run_dir, model=None):
@@ -136,9 +129,7 @@ def test_accumulated_micro_batches_make_the_step_of_the_whole_batch(
         spec = spec_of(variant, micro_batch=micro_batch, machine=machine, steps=3)
         model, seen = without_dropout(build_model(spec)), []
         monkeypatch.setattr(
-            torch.nn.utils,
-            "clip_grads_with_norm_",
-            lambda parameters, *_: seen.extend(p.grad.clone() for p in parameters),
+            torch.nn.utils, "clip_grads_with_norm_", lambda own, *_: seen.extend(p.grad.clone() for p in own)
         )
         folder = tmp_path / str(micro_batch)
         folder.mkdir()
@@ -165,10 +156,8 @@ OTHERS = [slow(name) for name in ("A2", "B1", "B2", "C2", "E-adamw")]
 def test_resume_is_exact_from_any_checkpoint(variant, samples, tmp_path, monkeypatch):
     spec = spec_of(variant, checkpoint_every=1)
     if spec.asked.half_weights:  # a CPU would adjust it away, but can do it
-        half = dataclasses.replace(spec.settings, optimizer=spec.asked.optimizer, precision=spec.asked.precision)
-        spec = dataclasses.replace(spec, settings=half)
-    if spec.settings.compile != "none":  # the compiler is not what is tested here, and takes a minute
-        spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, compile="none"))
+        spec = resized(spec, {"optimizer": spec.asked.optimizer, "precision": spec.asked.precision})
+    spec = resized(spec, {"compile": "none"})  # the compiler is not what is tested here, and takes a minute
     whole = weights(trained(spec, samples, tmp_path / "whole")[0])
     for stop in (1, 3, 5):
         run_dir = stopped(spec, samples, tmp_path / f"stopped-at-{stop}", stop)
@@ -176,19 +165,15 @@ def test_resume_is_exact_from_any_checkpoint(variant, samples, tmp_path, monkeyp
         assert begin == stop and refused is None
         for name, tensor in weights(model).items():
             assert torch.equal(tensor, whole[name]), f"{name} differs after a resume at step {stop}"
-        steps = [json.loads(line)["step"] for line in (run_dir / "steps.jsonl").read_text().splitlines()]
-        assert steps == list(range(1, spec.preset.steps + 1))
+        assert [line["step"] for line in steps_of(run_dir)] == list(range(1, spec.preset.steps + 1))
 
 
-@pytest.mark.parametrize(
-    ("variant", "device", "started"),
-    [("E-dropout", "cuda", 1), ("E-regions", "cuda", 1), ("D1-cudagraphs", "cuda", 0), ("A4", "cpu", 0)],
-)
-def test_the_compilers_processes_start_where_a_gpus_kernels_are_compiled(variant, device, started, monkeypatch):
-    calls = []
-    monkeypatch.setattr("torch._inductor.async_compile.AsyncCompile.wakeup", lambda: calls.append(1))
-    start_compilers(VARIANTS[variant].settings, torch.device(device))
-    assert len(calls) == started
+def test_the_compilers_processes_start_where_a_gpus_kernels_are_compiled(monkeypatch):
+    started = []
+    monkeypatch.setattr("torch._inductor.async_compile.AsyncCompile.wakeup", lambda: started.append(variant))
+    for variant, device in (("E-dropout", "cuda"), ("E-regions", "cuda"), ("D1-cudagraphs", "cuda"), ("A4", "cpu")):
+        start_compilers(VARIANTS[variant].settings, torch.device(device))
+    assert started == ["E-dropout", "E-regions"]
 
 
 def test_elementwise_work_is_repeated_and_products_are_not(monkeypatch):
@@ -220,15 +205,8 @@ def test_a_checkpoint_of_another_run_is_not_taken(samples, tmp_path):
     assert (run_dir / "checkpoint.refused").exists()
 
 
-def flip(path):
-    """One bit of the last tensor."""
-    content = bytearray(path.read_bytes())
-    content[-1000] ^= 1
-    path.write_bytes(content)
-
-
 DAMAGE = {  # and whatever else: test_trust
-    "a flipped bit": (flip, "its digest is not that"),
+    "a flipped bit": (flip_a_bit, "its digest is not that"),
     "cut off": (lambda p: p.write_bytes(p.read_bytes()[:5000]), "cannot be read"),
     "with other metadata": (lambda p: save_file({"x": torch.ones(3)}, p, {"state": "{}"}), "cannot be read"),
 }
@@ -298,8 +276,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_the_step(samples, tmp_path
     with pytest.raises(NonFiniteLoss, match="nan at step 4") as caught:
         train(model, batches, spec, DEVICE, tmp_path, quiet)
     assert caught.value.step == 4
-    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
-    assert [line["loss"] is None for line in lines[:4]] == [False, False, False, True]  # and as far as it had run
+    assert [loss is None for loss in losses_of(tmp_path)[:4]] == [False, False, False, True]  # and as far as it had run
 
 
 def test_the_8bit_optimizer_keeps_small_tensors_and_embeddings_in_32_bits(samples, tmp_path):

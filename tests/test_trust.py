@@ -29,6 +29,7 @@ from qa_lib.data.squad import open_source
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.errors import UserError
 from qa_lib.model.build import save_model
+from qa_lib.model.hf_checkpoint import SUMS
 from qa_lib.run.launch import Launcher, judge
 from qa_lib.run.plan import identify_data, identify_model, plan
 from qa_lib.run.sweep import progress_of
@@ -211,6 +212,14 @@ def change(path: Path, chance: random.Random) -> bool:
     return path.read_bytes() != before
 
 
+def mutants(whole: Path, place: Path, names: list[str], chance: random.Random):
+    """Copies of a folder in which one of these files is spoilt; and whether its bytes are others now."""
+    for number in range(TIMES):
+        folder = shutil.copytree(whole, place / str(number) / whole.name)
+        yield folder, change(folder / chance.choice(names), chance)
+        shutil.rmtree(folder)
+
+
 @pytest.mark.parametrize("number", range(4))
 def test_records_and_what_lies_beside_them_may_hold_anything(lab, number, capsys):
     file, chance = lab.files[number], random.Random(number)
@@ -235,13 +244,10 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize("digests", [True, False])
 def test_a_model_folder_may_hold_anything(model, tmp_path, digests):
     """With digests whatever is changed is refused; without, what loads answers without a traceback."""
-    chance, names = random.Random(0), sorted(path.name for path in model.iterdir() if path.name != "SHA256SUMS")
-    for number in range(TIMES):
-        folder = tmp_path / str(number)
-        shutil.copytree(model, folder)
-        if not digests:
-            (folder / "SHA256SUMS").unlink()
-        differs = change(folder / chance.choice(names), chance)
+    names, whole = sorted(path.name for path in model.iterdir() if path.name != SUMS), model
+    if not digests:
+        whole = shutil.copytree(model, tmp_path / "model", ignore=shutil.ignore_patterns(SUMS))
+    for folder, differs in mutants(whole, tmp_path, names, random.Random(0)):
         loaded = one_line(lambda folder=folder: load_qa_model(folder), str(folder))
         assert not (loaded and digests and differs)
 
@@ -292,19 +298,15 @@ ARRAYS = ("tokens", "offsets", "starts", "example", "context", "start_positions"
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
 def test_a_tokenizers_files_may_hold_anything(kind, tmp_path):
     """What gives other tokens is another model."""
-    whole, chance = Path(checkpoint(kind, tmp_path / "model")), random.Random(0)
+    whole = Path(checkpoint(kind, tmp_path / "model"))
     write(whole / "added_tokens.json", {"riverbank": 3})
     names = sorted(path.name for path in whole.glob("*.json") if path.name != "config.json")
     text = f"{TEXT} [CLS] alice came to the harbour at nine"  # of which the synthetic vocabulary knows the end
     tokens = build_tokenizer(whole)(text)["input_ids"]
     identity = identify_model(str(whole))
-    for number in range(TIMES):
-        folder = shutil.copytree(whole, tmp_path / str(number) / "model")
-        change(folder / chance.choice(names), chance)
+    for folder, _ in mutants(whole, tmp_path, names, random.Random(0)):
         found = one_line(lambda folder=folder: build_tokenizer(folder)(text)["input_ids"], "model")
-        if found not in (None, tokens):
-            assert identify_model(str(folder)) != identity
-        shutil.rmtree(folder)
+        assert found in (None, tokens) or identify_model(str(folder)) != identity
 
 
 def test_a_saved_data_set_may_hold_anything(tmp_path):
@@ -313,14 +315,10 @@ def test_a_saved_data_set_may_hold_anything(tmp_path):
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "whole", num_shards=2)
     names = sorted(path.name for path in (tmp_path / "whole").iterdir())
     examples = open_source(tmp_path / "whole", "train").examples
-    identity, chance = identify_data(str(tmp_path / "whole"), with_validation=False), random.Random(0)
-    for number in range(TIMES):
-        folder = shutil.copytree(tmp_path / "whole", tmp_path / str(number) / "whole")
-        change(folder / chance.choice(names), chance)
+    identity = identify_data(str(tmp_path / "whole"), with_validation=False)
+    for folder, _ in mutants(tmp_path / "whole", tmp_path, names, random.Random(0)):
         found = one_line(lambda folder=folder: open_source(folder, "train").examples, "whole")
-        if found not in (None, examples):
-            assert identify_data(str(folder), with_validation=False) != identity
-        shutil.rmtree(folder)
+        assert found in (None, examples) or identify_data(str(folder), with_validation=False) != identity
 
 
 def test_a_damaged_cache_is_made_anew_with_a_line(tmp_path, caplog):

@@ -101,9 +101,7 @@ def edges(longest: int) -> list[Example]:
 
 @pytest.mark.parametrize("max_length", [24, 40])
 def test_edge_cases(small, max_length):
-    examples = edges(20)
-    samples = check(examples, small, max_length, 9)
-    assert len(samples) > len(examples)
+    assert len(check(edges(20), small, max_length, 9)) > len(edges(20))
 
 
 @settings(max_examples=150, deadline=None)
@@ -131,10 +129,10 @@ def test_tokens_that_share_a_character_may_be_parted_by_a_windows_edge():
         check(examples, tokenizer, max_length, 7)
 
 
-@pytest.mark.parametrize(
-    ("words", "context", "refused"),
-    [(30, 1, True), (17, 1, True), (16, 1, False), (17, 0, False), (16, 2, True), (13, 4, False), (13, 5, True)],
-)
+ROOM = [(30, 1, True), (17, 1, True), (16, 1, False), (17, 0, False), (16, 2, True), (13, 4, False), (13, 5, True)]
+
+
+@pytest.mark.parametrize(("words", "context", "refused"), ROOM)
 def test_a_question_that_leaves_no_room_is_refused_where_the_tokenizer_refuses(small, words, context, refused):
     """20 tokens with stride 4: 17 of them for question and context."""
     example = Example("q7", "Rivers", " ".join(["river"] * words), " ".join(["river"] * context))
@@ -186,9 +184,8 @@ def test_tokenizers_that_cannot_be_cut_at_blanks_give_the_same_as_their_own_over
         if change == "token":
             tokenizer.add_tokens([AddedToken("<b>", lstrip=True, rstrip=True)])
         elif change == "normalizer":
-            tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
-                [normalizers.Replace("h f", "hf"), normalizers.BertNormalizer()]
-            )
+            parts = [normalizers.Replace("h f", "hf"), normalizers.BertNormalizer()]
+            tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(parts)
         else:
             tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split("e", "isolated")
         check(examples, tokenizer, 50, 10)
@@ -198,9 +195,8 @@ def test_tokenizers_that_cannot_be_cut_at_blanks_give_the_same_as_their_own_over
 def test_windows_of_a_byte_level_tokenizer_are_its_own_overflow(add_prefix_space):
     """RoBERTa's: four special tokens, no token types, blanks that belong to words, several tokens for a character."""
     tokenizer = byte_level_tokenizer([TEXT] * 3, add_prefix_space=add_prefix_space)
-    examples = edges(8)
-    samples = check(examples, tokenizer, 60, 9)
-    assert len(samples) > len(examples)
+    samples = check(edges(8), tokenizer, 60, 9)
+    assert len(samples) > len(edges(8))
     assert (samples.tokens[samples.starts[:-1]] == tokenizer.cls_token_id).all()
     batch = samples.batch(np.array([0, len(samples) - 1]), 60)
     assert set(batch) == {"input_ids", "attention_mask", "start_positions", "end_positions"}
@@ -290,7 +286,7 @@ def test_where_the_cache_is(file, small, tmp_path, monkeypatch):
         monkeypatch.delenv(name)
 
 
-@pytest.mark.alone
+@pytest.mark.slow
 def test_a_cached_start_is_quick(tmp_path, small):
     paragraphs = [(f"{TEXT} {i}", [question(f"{i}-{k}", f"where {k}") for k in range(7)]) for i in range(2000)]
     file = write(tmp_path / "train.json", document(*paragraphs))
