@@ -14,10 +14,7 @@ from safetensors.torch import save_file
 from torch.nn import Dropout
 
 from qa_lib.data.load import batches_of
-from qa_lib.data.squad import open_source
 from qa_lib.data.synthetic import TINY_CONFIG
-from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.data.windows import build_samples
 from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import HashDropout
 from qa_lib.run.fit import train
@@ -27,7 +24,7 @@ from qa_lib.train.checkpoint import digest_of
 from qa_lib.train.data_parallel import gather_model
 from qa_lib.train.optim import clip
 from qa_lib.train.process_group import ProcessGroup
-from tests.tiny import CPU, StopAfter, quiet, resized
+from tests.tiny import CPU, StopAfter, quiet, resized, samples_of
 
 DEVICE = torch.device("cpu")
 STEPS = 6
@@ -74,8 +71,7 @@ def trained(case: dict, run_dir: Path, ranks: ProcessGroup) -> dict:
     """Train a case: where it began, the digest of the weights of this process, and what this process has measured."""
     run_dir.mkdir(exist_ok=True, parents=True)
     spec = spec_of(case)
-    samples = build_samples(open_source("synthetic:120", "train"), build_tokenizer("tiny"), 96, 32)
-    batches = batches_of(samples, spec)
+    batches = batches_of(samples_of("synthetic:120"), spec)
     batches = Unequal(batches) if case.get("unequal") else batches
     batches = StopAfter(batches, case["stop"]) if "stop" in case else batches
     model = build_model(spec)

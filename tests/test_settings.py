@@ -3,7 +3,7 @@
 A step is trained on the CPU with a tiny BERT, for each of a few combinations in which every two values occur together.
 What would be compiled runs as it is: which code Inductor makes is seen in the sweeps at preset smoke. What only a GPU
 can do is skipped with its reason, or adjusted and said. DeepSpeed needs a launcher and trains in test_parallel.py. The
-fault `positional-join` acts on predictions alone: see test_join.py.
+fault `positional-join` acts on predictions alone: see test_decode.py.
 """
 
 import dataclasses

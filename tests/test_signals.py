@@ -29,7 +29,7 @@ WORDS = {
     "run": "run A1 --preset smoke",
     "sweep": "sweep --variants A1 --preset smoke",
     "tune": "tune A1 --preset smoke --learning-rate 1e-3 2e-3",
-    "max-batch": "max-batch A1-fp32 --limit-gib 0.2 --data synthetic:60 --model tiny",
+    "max-batch": "max-batch A1-fp32 --limit-gib 0.2 --data synthetic:80 --model tiny",
 }
 SECONDS = 25 if "PYTEST_XDIST_WORKER" in os.environ else 5  # beside other tests it takes longer
 SLOW = "import time\nsay = lambda line: time.sleep(60)"  # at a tenth of the steps: long enough for any test

@@ -23,7 +23,7 @@ from qa_lib.measure import hardware
 from qa_lib.run import torchrun
 from qa_lib.run.fit import fit, noting_faults, recording
 from qa_lib.run.plan import plan
-from qa_lib.run.process import kill
+from qa_lib.run.process import call, kill
 from qa_lib.run.torchrun import fault_path, first_fault, record_fault
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.process_group import ProcessGroup
@@ -97,22 +97,13 @@ def test_torchrun_is_asked_for_as_many_processes_and_older_faults_are_gone(tmp_p
     assert first_fault(tmp_path / spec.run_path) is None
 
 
-FINISH = """
-import sys
-from pathlib import Path
-from qa_lib import record
-record.finish(Path(sys.argv[1]), record.read_record(Path(sys.argv[1])), "ok")
-print("done")
-"""
-
-
 def test_a_run_of_several_processes_returns_its_record_or_the_reason_why_there_is_none(tmp_path, monkeypatch):
     spec, said = short(), []
     run_dir = tmp_path / spec.run_path
-    commands = iter([[sys.executable, "-c", FINISH, str(run_dir)], ["true"]])
+    commands = iter([call("tests.small:pretend", spec, tmp_path), ["true"]])
     monkeypatch.setattr(torchrun, "call", lambda *_: next(commands))
     entry = fit(spec, tmp_path, say=said.append)
-    assert entry == record.read_record(run_dir) and (entry["status"], said) == ("ok", ["done"])
+    assert entry == record.read_record(run_dir) and (entry["status"], said) == ("ok", ["the last word"])
     with pytest.raises(UserError, match="its processes ended before the run did"):
         fit(spec, tmp_path, say=quiet)
 

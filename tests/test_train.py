@@ -12,9 +12,6 @@ from safetensors.torch import save_file
 
 from qa_lib.data.batches import Batches
 from qa_lib.data.load import batches_of
-from qa_lib.data.squad import open_source
-from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.data.windows import build_samples
 from qa_lib.measure.meter import Meter
 from qa_lib.model.build import build_model
 from qa_lib.run.plan import plan
@@ -29,14 +26,14 @@ from qa_lib.train.step_log import NonFiniteLoss, StepLog
 from qa_lib.variants import VARIANTS, Settings
 from tests.conftest import slow
 from tests.material import flip_a_bit
-from tests.tiny import CPU, StopAfter, losses_of, quiet, resized, steps_of
+from tests.tiny import CPU, StopAfter, losses_of, quiet, resized, samples_of, steps_of
 
 DEVICE = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def samples():
-    return build_samples(open_source("synthetic:120", "train"), build_tokenizer("tiny"), 96, 32)
+    return samples_of("synthetic:120")
 
 
 def spec_of(variant, micro_batch=None, machine=CPU, **preset):

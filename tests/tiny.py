@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForQuestionAnswering, RobertaToken
 from qa_lib.data.squad import open_source
 from qa_lib.data.synthetic import TINY_CONFIG
 from qa_lib.data.tokenize import build_tokenizer
+from qa_lib.data.windows import Samples, build_samples
 from qa_lib.spec import Machine, Spec
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
@@ -42,6 +43,11 @@ def checkpoint(model_type: str, folder: Path) -> str:
     AutoModelForQuestionAnswering.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def samples_of(source: str) -> Samples:
+    """Short windows of synthetic questions."""
+    return build_samples(open_source(source, "train"), build_tokenizer("tiny"), 96, 32)
 
 
 def quiet(_) -> None:
