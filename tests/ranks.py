@@ -34,11 +34,9 @@ def spec_of(case: dict):
     """A row at smoke preset with 16 features a step, for the case's number of processes, and a model of its shape."""
     TINY_CONFIG.update({"num_hidden_layers": 2, "num_attention_heads": 2} | case.get("shape", {}))
     preset = {"steps": STEPS, "checkpoint_every": 0, "measure_from": 2, "quality": False, "learning_rate": 1e-3}
-    world = case.get("world", 2)
-    (spec,) = plan(
-        [case["row"]], "smoke", data="synthetic:120", machine=CPU, micro_batch=16 // max(case.get("parts", 2), world),
-        world=world, stages=case.get("stages"),
-    )  # fmt: skip
+    world, stages = case.get("world", 2), case.get("stages")
+    size = 16 // max(case.get("parts", 2), world)
+    (spec,) = plan([case["row"]], "smoke", [0], "synthetic:120", "", size, CPU, world=world, stages=stages)
     return resized(spec, {"compile": "none"} | case.get("settings", {}), **preset | case.get("preset", {}))
 
 

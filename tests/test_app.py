@@ -23,8 +23,7 @@ from safetensors.torch import load_file, save_file
 from qa_lib import serving
 from qa_lib.__main__ import main
 from qa_lib.app import Choices, answer, app, dashboard, decided, running
-from qa_lib.data.squad import MAX_CONTEXT, DataError, open_source
-from qa_lib.errors import UserError
+from qa_lib.data.squad import MAX_CONTEXT, open_source
 from qa_lib.model.hf_checkpoint import write_digests
 from qa_lib.record import finish, new_record, write_record
 from qa_lib.run.plan import plan
@@ -33,7 +32,7 @@ from qa_lib.score import predict
 from qa_lib.score.choices import named, offered
 from qa_lib.spec import Machine
 from tests.conftest import slow
-from tests.material import change_record, write
+from tests.material import change_record, refused, write
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 HEAD = "qa_outputs.weight"
@@ -200,8 +199,7 @@ def test_models_are_called_by_run_and_never_by_path(server, runs, tmp_path):
         with pytest.raises(AssertionError, match="'success': False"):
             server(key, "who ?", "text")
         assert Choices([], runs).find(key) is None
-    with pytest.raises(UserError, match="no such model"):
-        answer(None, "who ?", "text")
+    refused("no such model", answer, None, "who ?", "text")
     assert str(runs.parent) not in server.client.get("/").text
 
 
@@ -210,9 +208,7 @@ def test_hostile_model_folders_are_refused_in_a_clear_sentence(runs, tmp_path, c
     choices = Choices([], tmp_path)
     (choice,) = choices.listed()
     (run / "model" / "config.json").write_text('{"architectures": ["X"], "auto_map": {"AutoModel": "evil.Model"}}')
-    with pytest.raises(UserError) as refused:
-        answer(choice, "who ?", "text")
-    assert "cannot be asked" in str(refused.value) and str(tmp_path) not in str(refused.value)
+    assert str(tmp_path) not in refused("cannot be asked", answer, choice, "who ?", "text")
     (run / "model" / "model.safetensors").rename(run / "model" / "pytorch_model.bin")
     assert main(["app", "--model", str(run / "model"), "--port", "0"]) == 2
     assert "error: " in capsys.readouterr().err and choices.listed() == []
@@ -224,10 +220,8 @@ def test_no_place_on_this_machine_is_told(runs, monkeypatch):
 
     monkeypatch.setattr("qa_lib.app._ask", fail)
     (choice, *_) = Choices([], runs).listed()
-    with pytest.raises(UserError) as refused:
-        answer(choice, "who ?", "text")
-    assert str(runs) not in str(refused.value) and "secret" not in str(refused.value)
-    assert "…/mine.bin cannot be read" in str(refused.value)
+    said = refused("…/mine.bin cannot be read", answer, choice, "who ?", "text")
+    assert str(runs) not in said and "secret" not in said
 
 
 def test_a_checkpoint_that_is_written_again_is_loaded_again(runs, tmp_path):
@@ -242,8 +236,7 @@ def test_a_checkpoint_that_is_written_again_is_loaded_again(runs, tmp_path):
 def test_a_question_that_would_cut_its_paragraph_into_very_many_pieces_is_refused(runs):
     loaded = predict._loaded(folder_of(runs), 0)
     length = loaded.max_length - loaded.stride - 4  # leaves a window one token more than the overlap
-    with pytest.raises(DataError, match=r"in \d,\d{3} pieces"):
-        predict.answer(loaded, "who " * length, "she " * 3_000)
+    refused(r"in \d,\d{3} pieces", predict.answer, loaded, "who " * length, "she " * 3_000)
 
 
 def test_the_best_model_comes_first_and_those_of_synthetic_text_last(runs, tmp_path):

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from qa_lib.data.load import load_data
 from qa_lib.data.squad import DataError, Example, open_source
 from qa_lib.data.windows import build_samples
-from qa_lib.errors import UserError
 from qa_lib.run.plan import plan
 from qa_lib.score.decode import decode
 from qa_lib.score.evaluate import evaluate, joined_by_position
 from qa_lib.score.f1 import score
 from qa_lib.score.predict import predict_logits
 from qa_lib.spec import Machine
-from tests.material import SQUAD, best_of, needs_squad, trained_tokenizer
+from tests.material import SQUAD, best_of, needs_squad, refused, trained_tokenizer
 from tests.plain import plain_answers
 from tests.test_windows import EDGES, TEXT, Given
 
@@ -152,8 +151,7 @@ def test_nan_inside_a_window_names_the_question(samples, value):
     end[row, samples.lengths[row] - 1] = value
     key = EXAMPLES[samples.example[row]].id
     said = f"^article 'Rivers', question '{key}': NaN or infinite logits in window {row} "
-    with pytest.raises(DataError, match=said):
-        decode(samples, EXAMPLES, torch.arange(len(samples)), start, end)
+    refused(said, decode, samples, EXAMPLES, torch.arange(len(samples)), start, end)
 
 
 def test_minus_infinity_is_a_logit_like_any_other(samples):
@@ -184,8 +182,7 @@ def test_files(samples, tmp_path):
 def test_where_nothing_can_be_written_is_named(samples, tmp_path):
     found = decode(samples, EXAMPLES, torch.arange(len(samples)), *logits(samples))
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot write .*file"):
-        found.write(tmp_path / "file")
+    refused(r"cannot write .*file", found.write, tmp_path / "file")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -303,5 +300,4 @@ def test_the_guard_refuses_the_fault(lab):
         decode(lab.samples, lab.examples, torch.arange(len(ids)), start, end)
     for seed in range(5):
         wrong = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))]
-        with pytest.raises(DataError, match="given to other windows"):
-            decode(lab.samples, lab.examples, wrong, start, end)
+        refused("given to other windows", decode, lab.samples, lab.examples, wrong, start, end)

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForQuestionAnswering
 
 from qa_lib.data.load import load_data, load_text
-from qa_lib.data.squad import DataError
 from qa_lib.data.text import learn_tokenizer, open_text, tokenize_text
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.errors import UserError
@@ -32,7 +31,7 @@ from qa_lib.score.predict import load_qa_model, window_lengths
 from qa_lib.spec import Machine
 from qa_lib.train import checkpoint as checkpoints
 from tests.conftest import slow
-from tests.material import document, edited, hub_row, question, write
+from tests.material import document, edited, hub_row, question, refused, write
 from tests.tiny import StopAfter, checkpoint, quiet, resized
 
 TEXT = "The river Rhine rises in the Alps and ends near Rotterdam, which is a port."
@@ -140,8 +139,7 @@ def test_a_file_that_changes_after_the_plan_ends_the_run_and_is_named(squad, mod
         assert fit(spec, tmp_path / "runs", say=quiet)["status"] == "ok"
         return
     said = rf"is not what the run was planned with \(its file that was written last: {what}\)"
-    with pytest.raises(UserError, match=said):
-        fit(spec, tmp_path / "runs", say=quiet)
+    refused(said, fit, spec, tmp_path / "runs", say=quiet)
     entry = read_record(tmp_path / "runs" / spec.run_path)
     assert entry["status"] == "error" and what in entry["error"]["message"]
 
@@ -170,17 +168,14 @@ def test_a_saved_data_set_is_what_its_state_lists(tmp_path):
         write(folder / "state.json", state | own)
         assert identify_data(str(folder), with_validation=False)["sha256"] != before, number
     write(folder / "state.json", state)
-    with pytest.raises(UserError, match="by the same questions"):  # a data set without parts
-        identify_data(str(folder), with_validation=True)
+    refused("by the same questions", identify_data, str(folder), with_validation=True)  # a data set without parts
 
     outside = shutil.copy(second, tmp_path / "outside.arrow")
     write(folder / "state.json", state | {"_data_files": [{"filename": f"../{Path(outside).name}"}]})
-    with pytest.raises(DataError, match=r"lists 'outside\.arrow' of another folder"):
-        identify_data(str(folder), with_validation=False)
+    refused(r"lists 'outside\.arrow' of another folder", identify_data, str(folder), with_validation=False)
     for spoilt in ({}, [], {"_data_files": 3}, {"_data_files": [{}]}):
         write(folder / "state.json", spoilt)
-        with pytest.raises(DataError, match="saved: not a data set that datasets can load"):
-            identify_data(str(folder), with_validation=False)
+        refused("saved: not a data set that datasets can load", identify_data, str(folder), with_validation=False)
 
 
 def test_a_run_that_goes_on_under_other_libraries_says_which(squad, model, tmp_path, monkeypatch):
@@ -211,14 +206,12 @@ def test_a_model_that_is_not_whole_takes_no_ones_place(tmp_path):
 def test_adapters_and_added_files_are_refused(model, capsys):
     (model / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
     for ask in (lambda: load_qa_model(model), lambda: identify_model(str(model))):
-        with pytest.raises(UserError, match=r"adapter_config\.json; merge the adapter into the weights"):
-            ask()
+        refused(r"adapter_config\.json; merge the adapter into the weights", ask)
     (model / "adapter_config.json").unlink()
     write_digests(model)
     load_qa_model(model)
     (model / "added_tokens.json").write_text('{"the": 5}')
-    with pytest.raises(UserError, match=rf"added_tokens\.json was added after the folder was saved.*deletes {SUMS}"):
-        load_qa_model(model)
+    refused(rf"added_tokens\.json was added after the folder was saved.*deletes {SUMS}", load_qa_model, model)
 
 
 # Each ends in a sentence, by whichever verb, or changes no answer.
@@ -291,16 +284,14 @@ def test_surplus_weights_are_told_or_refused(model, caplog):
     (said,) = load_with(foo__bar=1)
     assert "1 weights are of no use here and are left out, such as foo.bar" in said
     for name in (f"{prefix}__encoder__layer__0__attention__self__query__lora_A", "qa_outputs__extra", "x__lora_B"):
-        with pytest.raises(UserError, match=r"for which a .* has no place"):
-            load_with(**{name: 1})
+        refused(r"for which a .* has no place", load_with, **{name: 1})
 
 
 def test_padding_tokens_that_disagree_are_told(model, squad):
     own = json.loads((model / "config.json").read_text())["pad_token_id"]
     edited(model / "config.json", pad_token_id=own + 3)
     for ask in (lambda: load_qa_model(model), lambda: trained_two_steps(squad, model)):
-        with pytest.raises(UserError, match=f"pads with token {own}, pad_token_id in config.json is {own + 3}"):
-            ask()
+        refused(f"pads with token {own}, pad_token_id in config.json is {own + 3}", ask)
 
 
 def test_a_text_that_changes_while_it_is_read_is_cached_under_no_ones_name(tmp_path):
@@ -312,8 +303,7 @@ def test_a_text_that_changes_while_it_is_read_is_cached_under_no_ones_name(tmp_p
         source = open_text(path, "train")
         assert source.sha256
         path.write_text(old.upper())
-        with pytest.raises(DataError, match=r"train\.txt: it has changed since it was first looked at"):
-            use(source)
+        refused(r"train\.txt: it has changed since it was first looked at", use, source)
         path.write_text(old)
     kept = tokenize_text(open_text(path, "train"), tokenizer)
     assert tokenizer.decode(kept.tokens[1:40].tolist()) in old
@@ -356,8 +346,7 @@ def test_data_of_another_plan_are_refused(squad, model, tmp_path):
 def test_the_same_content_in_other_bytes_is_not_scored_by(squad, model, tmp_path, kind):
     if kind == "spaces":
         (squad / "validation.json").write_text(json.dumps(json.loads((squad / "train.json").read_text()), indent=1))
-        with pytest.raises(UserError, match=r"validation\.json: has the questions of .*train\.json"):
-            load_data(planned(squad, model))
+        refused(r"validation\.json: has the questions of .*train\.json", load_data, planned(squad, model))
         return
     text = "".join(f"the river number {i} ends in a port\n" for i in range(300))
     (tmp_path / "train.txt").write_text(text)
@@ -366,8 +355,7 @@ def test_the_same_content_in_other_bytes_is_not_scored_by(squad, model, tmp_path
     else:
         (tmp_path / "validation.txt").write_bytes(text.replace("\n", "\r\n").encode())
     (spec,) = plan(["L1"], "lm-smoke", data=str(tmp_path), machine=Machine())
-    with pytest.raises(UserError, match=r"validation\.txt.*: is the text of .*train\.txt"):
-        load_text(spec)
+    refused(r"validation\.txt.*: is the text of .*train\.txt", load_text, spec)
 
 
 def test_a_link_is_called_by_its_own_name_wherever_it_is_asked_for(squad, model, tmp_path, monkeypatch):

@@ -35,10 +35,10 @@ from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.score import perplexity
 from qa_lib.score.perplexity import total_nats, windows
-from qa_lib.spec import SpecError, resolve
+from qa_lib.spec import resolve
 from qa_lib.train.compile import LossOf
 from qa_lib.variants import VARIANTS, find_family
-from tests.material import SQUAD, edited
+from tests.material import SQUAD, edited, refused
 from tests.tiny import CPU, H200, losses_of, quiet, resized
 
 WIKITEXT = SQUAD.parent / "wikitext"
@@ -152,10 +152,8 @@ def load(folder, tmp_path, **files):
 
 def test_an_empty_text_is_refused_and_one_token_is_too_short_to_train_on_and_enough_to_score(folder, tmp_path):
     for split in ("train", "validation"):
-        with pytest.raises(UserError, match=f"{split}.txt: an empty text"):
-            load(folder, tmp_path / "empty", **{split: b""})
-    with pytest.raises(UserError, match=r"train.txt: a text of 2 tokens, shorter than a window of 64"):
-        load(folder, tmp_path, train=b"a")
+        refused(f"{split}.txt: an empty text", load, folder, tmp_path / "empty", **{split: b""})
+    refused(r"train.txt: a text of 2 tokens, shorter than a window of 64", load, folder, tmp_path, train=b"a")
     data = load(folder, tmp_path, train=(b"the sea " * 20 + b"\n") * 9, validation=b"a")
     assert (data.n_eval, data.validation_samples.words, data.validation_samples.bytes) == (1, 1, 1)
     tokens_ = torch.from_numpy(data.validation_samples.tokens.astype("int64"))
@@ -174,8 +172,7 @@ def test_broken_text_is_named_by_its_line(folder, tmp_path):
         load(folder, tmp_path, validation=b"the\nsea\xff\n")
     path = tmp_path / "cut.txt.gz"
     path.write_bytes((folder / "train.txt.gz").read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"cut.txt.gz: cannot be read after line"):
-        list(open_text(path, "train").rows())
+    refused(r"cut.txt.gz: cannot be read after line", list, open_text(path, "train").rows())
 
 
 def test_what_is_no_text_is_refused(folder, tmp_path):
@@ -183,8 +180,7 @@ def test_what_is_no_text_is_refused(folder, tmp_path):
         (tmp_path, "none of train.txt, train.txt.gz"), (tmp_path / "gone.txt", "no such file"),
         (folder / "train.txt.gz", "one file has no text to validate on"), (__file__, "not one of .txt"),
     ):  # fmt: skip
-        with pytest.raises(DataError, match=re.escape(reason)):
-            open_text(source, "train" if reason[0] == "n" else "validation")
+        refused(re.escape(reason), open_text, source, "train" if reason[0] == "n" else "validation")
 
 
 def test_a_folder_whose_tokenizer_has_no_end_token_is_named(run, tmp_path):
@@ -198,10 +194,8 @@ def test_a_folder_whose_tokenizer_has_no_end_token_is_named(run, tmp_path):
 
 
 def test_a_context_above_the_models_positions_is_refused():
-    with pytest.raises(SpecError, match="has positions for 80 tokens and not for 128: give --model gpt2:L2H64V400P128"):
-        short(max_length=128)
-    with pytest.raises(UserError, match=r"takes 80 tokens at most, and .* lm-smoke makes .* of 128"):
-        model_of(resized(short(), max_length=128))
+    refused("has positions for 80 tokens and not for 128: give --model gpt2:L2H64V400P128", short, max_length=128)
+    refused(r"takes 80 tokens at most, and .* lm-smoke makes .* of 128", model_of, resized(short(), max_length=128))
 
 
 # Sizes, rows and presets.
@@ -218,15 +212,13 @@ def test_a_shape_is_a_model_by_its_sizes():
                  for name in ("gpt2:L4H64V4096", "gpt2:L12H768", "gpt2:L24H1024")]  # fmt: skip
     assert [round(size / 1e6, 1) for size in sizes] == [0.5, 124.5, 354.9]
     for wrong in ("gpt2:", "gpt2:L2H65", "gpt2:L0H64", "gpt2:L2H64V256", "gpt2:L2H64P0", "gpt2:l2h64", "gpt2:L²H64"):
-        with pytest.raises(SpecError, match="a shape is written like gpt2:L12H768"):
-            find_shape(wrong)
+        refused("a shape is written like gpt2:L12H768", find_shape, wrong)
     assert find_shape("gpt2") is None
 
 
 def test_rows_and_scales_belong_to_a_task():
     for row, preset, said in (("L1", "smoke", "lm, and preset 'smoke' of task qa"), ("A1", "lm-smoke", "qa")):
-        with pytest.raises(SpecError, match=f"{row} is a variant of task {said}"):
-            plan([row], preset, machine=CPU)
+        refused(f"{row} is a variant of task {said}", plan, [row], preset, machine=CPU)
     for name, row in VARIANTS.items():
         assert (row.settings.padding, row.settings.qkv) == ("max_length", "separate") or row.task == "qa", name
         assert not row.settings.cuda_graph or row.settings.padding == "packed" or row.task == "lm", name
@@ -238,12 +230,9 @@ def test_a_context_length_is_asked_for_and_keeps_the_tokens_of_a_step():
     found = [lengthened("L1", "lm-bench", length) for length in (256, 1024)]
     assert [spec.micro_batches * spec.settings.micro_batch for spec in found] == [128, 32]
     for length in (1, 2, 2048):
-        with pytest.raises(SpecError, match="tokens are too few or too many"):
-            plan(["L1"], "lm-smoke", machine=CPU, max_length=length)
-    with pytest.raises(SpecError, match=r"1000 tokens do not make up the 32,768 .* take 512 or 1024 tokens"):
-        lengthened("L1", "lm-bench", 1000)
-    with pytest.raises(SpecError, match=r"3 tokens do not make up the 1,024 .* take 4 tokens"):
-        plan(["L1"], "lm-smoke", machine=CPU, max_length=3)
+        refused("tokens are too few or too many", plan, ["L1"], "lm-smoke", machine=CPU, max_length=length)
+    refused(r"1000 tokens do not make up the 32,768 .* take 512 or 1024 tokens", lengthened, "L1", "lm-bench", 1000)
+    refused(r"3 tokens do not make up the 1,024 .* take 4 tokens", plan, ["L1"], "lm-smoke", machine=CPU, max_length=3)
     assert lengthened("L1", "lm-bench", 1000, batch=32).preset.batch == 32
 
 
@@ -350,8 +339,7 @@ def test_a_compiled_loss_has_no_gradient_of_logits():
 def test_a_model_that_has_diverged_ends_its_run_as_an_error(folder, tmp_path, monkeypatch):
     spec = short(data=folder)
     monkeypatch.setattr("qa_lib.score.perplexity.total_nats", lambda *_: math.nan)
-    with pytest.raises(DataError, match=r"text has nan nats \(the model has diverged\)"):
-        fit(spec, tmp_path, say=quiet)
+    refused(r"text has nan nats \(the model has diverged\)", fit, spec, tmp_path, say=quiet)
     entry = record.read_record(tmp_path / spec.run_path)
     assert (entry["status"], entry["error"]["kind"], entry["quality"]["nats"]) == ("error", "DataError", None)
 
@@ -364,16 +352,14 @@ def test_a_run_goes_on_from_a_checkpoint_and_its_tokenizer(run, tmp_path):
     assert after["n"] == before["n"] and after["nats"] < 1.5 * before["nats"]
     bare = shutil.copytree(runs / spec.run_path / "model", tmp_path / "bare")
     (bare / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"no model.safetensors, and .* lm-smoke needs weights"):
-        model_of(short(model=str(bare)))
+    refused(r"no model.safetensors, and .* lm-smoke needs weights", model_of, short(model=str(bare)))
 
 
 def test_a_model_of_the_other_task_is_refused(run):
     spec, runs = run
     with pytest.raises(UserError, match=r"of type 'gpt2'; this lab knows bert, roberta, electra for task qa"):
         plan(["A1"], "smoke", model=str(runs / spec.run_path / "model"), machine=CPU)
-    with pytest.raises(UserError, match=r"of type 'bert'; this lab knows gpt2 for task lm"):
-        short(model="tiny")
+    refused(r"of type 'bert'; this lab knows gpt2 for task lm", short, model="tiny")
 
 
 @pytest.mark.parametrize("row", "L0 L-sdpa L-adamw L-dropout L-recompute L-8bit L-lora L-qlora".split())

@@ -28,9 +28,9 @@ from qa_lib.presets import PRESETS
 from qa_lib.report import cli
 from qa_lib.report.notebook import check_parameters, result
 from qa_lib.run.plan import plan
-from qa_lib.variants import FAMILIES, UnknownName, find_variant
+from qa_lib.variants import FAMILIES, find_variant
 from tests.conftest import slow
-from tests.material import ROOT, document, question, write
+from tests.material import ROOT, document, question, refused, write
 from tests.test_report import make
 from tests.tiny import steps_of
 
@@ -173,9 +173,8 @@ def test_the_bootstrap_in_colab_clones(tmp_path):
     """With a git of our own that only makes the folder."""
     program = tmp_path / "bin" / "git"
     program.parent.mkdir()
-    program.write_text(
-        '#!/bin/sh\necho "$@"\nmkdir -p lab/qa_lib lab/notebooks\ntouch lab/requirements.txt lab/notebooks/install.py\n'
-    )
+    files = "lab/requirements.txt lab/notebooks/install.py"
+    program.write_text(f'#!/bin/sh\necho "$@"\nmkdir -p lab/qa_lib lab/notebooks\ntouch {files}\n')
     program.chmod(0o755)
     (tmp_path / "google").mkdir()
     (tmp_path / "google" / "colab.py").touch()
@@ -294,8 +293,7 @@ def test_the_report_and_explore_notebooks_run_in_any_process(tmp_path, monkeypat
 
 def test_a_misspelt_parameter_stops_the_run():
     cells = ["", "import os", 'variant = "A1"\nseed = 0', '# Parameters\nvarient = "A3"\n', "check_parameters(In)"]
-    with pytest.raises(UnknownName, match="unknown parameter 'varient'; did you mean 'variant'"):
-        check_parameters(cells)
+    refused("unknown parameter 'varient'; did you mean 'variant'", check_parameters, cells)
     check_parameters([*cells[:3], '# Parameters\nvariant = "A3"\n', "check_parameters(In)"])
 
 

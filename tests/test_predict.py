@@ -20,7 +20,6 @@ from qa_lib.cli import parser_of
 from qa_lib.data.load import load_data
 from qa_lib.data.squad import Example
 from qa_lib.data.windows import build_samples
-from qa_lib.errors import UserError
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.hf_checkpoint import INDEX, SUMS, find_folder, write_digests
 from qa_lib.model.load import check_tokenizer
@@ -29,7 +28,7 @@ from qa_lib.score.decode import decode
 from qa_lib.score.evaluate import evaluate, span_loss
 from qa_lib.score.predict import load_qa_model, main, predict_logits, window_lengths
 from qa_lib.spec import Machine
-from tests.material import document, edited, flip_a_bit, question, trained_tokenizer, write
+from tests.material import document, edited, flip_a_bit, question, refused, trained_tokenizer, write
 from tests.test_windows import TEXT, Given
 from tests.tiny import resized
 
@@ -209,15 +208,13 @@ def hub(folder, tmp_path, monkeypatch):
 def test_a_name_of_the_hub_answers_as_its_folder_does(hub, folder, capsys):
     assert asked("lab/bert", capsys) == asked(folder, capsys)
     Path("lab/bert").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"lab/bert: no config\.json"):  # a folder of that name comes first
-        asked("lab/bert", capsys)
+    refused(r"lab/bert: no config\.json", asked, "lab/bert", capsys)  # a folder of that name comes first
 
 
 @pytest.mark.parametrize("name", ["lab/none", "my-brt", "./my-bert", "/no/such/folder", "runs/x/y/"])
 def test_a_name_that_is_neither_a_folder_nor_a_hubs_is_one_line(hub, name, capsys):
-    with pytest.raises(UserError, match="no such folder") as caught:
-        asked(name, capsys)
-    assert "\n" not in str(caught.value) and name.strip("./") in str(caught.value) and len(str(caught.value)) < 220
+    said = refused("no such folder", asked, name, capsys)
+    assert name.strip("./") in said and len(said) < 220
 
 
 def test_only_safetensors_and_texts_are_asked_of_the_hub(hub, monkeypatch):
@@ -231,28 +228,21 @@ def test_only_safetensors_and_texts_are_asked_of_the_hub(hub, monkeypatch):
 def test_one_thing_or_the_other(folder):
     incomplete = ["", "data.json", "--out x", "--question x"]
     for words in [*incomplete, "data.json --question x", "--question q --context c --out x"]:
-        with pytest.raises(UserError, match=r"either DATA\.json and --out, or"):
-            run("--model", folder, *words.split())
+        refused(r"either DATA\.json and --out, or", run, "--model", folder, *words.split())
 
 
 def test_bad_input_writes_nothing(folder, tmp_path, capsys):
     data, out = tmp_path / "data.json", tmp_path / "out"
     long = document((TEXT, [question("q1", "river " * 60)]))
-    bad = {
-        "data.json: not JSON": None,
-        "data.json: an empty data set": document(),
-        "data.json: article 'Rivers', question 'q1': its .* tokens leave 0 of 48": long,
-    }
-    for message, content in bad.items():
-        write(data, content) if content else data.write_text("{")
-        with pytest.raises(UserError, match=message) as caught:
-            run("--model", folder, data, "--out", out)
-        assert "\n" not in str(caught.value) and not out.exists()
-    with pytest.raises(UserError, match="a paragraph of 1,000,000 characters"):
-        asked(folder, capsys, "x", "word " * 200_000)
+    room = "article 'Rivers', question 'q1': its .* tokens leave 0 of 48"
+    empty = json.dumps(document())
+    for message, content in (("not JSON", "{"), ("an empty data set", empty), (room, json.dumps(long))):
+        data.write_text(content)
+        refused(f"data.json: {message}", run, "--model", folder, data, "--out", out)
+        assert not out.exists()
+    refused("a paragraph of 1,000,000 characters", asked, folder, capsys, "x", "word " * 200_000)
     out.write_text("mine")
-    with pytest.raises(UserError, match="out is no folder that can be written to"):
-        run("--model", folder, write(data, DATA), "--out", out)
+    refused("out is no folder that can be written to", run, "--model", folder, write(data, DATA), "--out", out)
     assert out.read_text() == "mine"
     assert capsys.readouterr().out == ""
 
@@ -369,9 +359,8 @@ def test_model_folders_that_are_refused(folder, message, monkeypatch, capfd):
     (REFUSED | REFUSED_TO_ANSWER)[message](folder)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))  # whoever asks whether to trust code hears yes
     for use in (load_qa_model, train_from) if message in REFUSED else (load_qa_model,):
-        with pytest.raises(UserError, match=f"model.*: .*{message}") as caught:
-            use(folder)
-        assert "\n" not in str(caught.value) and not (folder.parent / "ran").exists()
+        refused(f"model.*: .*{message}", use, folder)
+        assert not (folder.parent / "ran").exists()
     assert "LOAD REPORT" not in capfd.readouterr().err
 
 
@@ -437,5 +426,4 @@ def test_a_kept_model_holds_digests_that_sha256sum_reads_and_is_replaced_whole(t
     done = subprocess.run(["sha256sum", "-c", SUMS], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0 and "model.safetensors: OK" in done.stdout
     (folder / SUMS).write_text("../../../dev/zero  ../../../dev/zero\n")
-    with pytest.raises(UserError, match=r"config\.json was added after"):
-        load_qa_model(folder)
+    refused(r"config\.json was added after", load_qa_model, folder)

@@ -1,6 +1,7 @@
 """Models in 8 and 4 bits: what is trained on is what is saved, loaded and answered with. Most needs torchao."""
 
 import json
+import re
 import shutil
 import sys
 from importlib.util import find_spec
@@ -24,7 +25,7 @@ from qa_lib.run.quantize import quantize_run
 from qa_lib.score.choices import named, offered
 from qa_lib.score.predict import answering_device, load_qa_model
 from qa_lib.spec import Machine
-from tests.material import change_record, edited, write
+from tests.material import change_record, edited, refused, write
 from tests.tiny import quiet, resized
 
 
@@ -145,16 +146,13 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_folder_of_other_numbers_is_refused(fault, run, tmp_path):
     config, tensors, said = FAULTS[fault]
-    with pytest.raises(UserError) as refusal:
-        load_qa_model(copied(run / "model-int8", tmp_path / "model", config, tensors))
-    assert said in str(refusal.value)
+    refused(re.escape(said), load_qa_model, copied(run / "model-int8", tmp_path / "model", config, tensors))
 
 
 @pytest.mark.torchao
 def test_a_quantized_model_is_not_trained(run):
     (spec,) = plan(["A1"], "local", data="synthetic:40", model=str(run / "model-int8"), machine=Machine())
-    with pytest.raises(UserError, match="quantized, and train no more"):
-        build_model(spec)
+    refused("quantized, and train no more", build_model, spec)
 
 
 @pytest.mark.torchao
@@ -162,8 +160,7 @@ def test_layers_that_cannot_be_quantized_are_named():
     with pytest.raises(UserError, match=r"GPT2LMHeadModel: its layers have no torch\.nn\.Linear"):
         quantize(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=40)), "int8")
     odd = BertConfig(hidden_size=24, num_attention_heads=1, num_hidden_layers=1, intermediate_size=32, vocab_size=40)
-    with pytest.raises(UserError, match="a linear layer of 24 inputs"):
-        quantize(BertForQuestionAnswering(odd), "int4")
+    refused("a linear layer of 24 inputs", quantize, BertForQuestionAnswering(odd), "int4")
 
 
 @pytest.mark.torchao
@@ -195,14 +192,12 @@ def test_a_run_without_a_model_an_unknown_width_and_a_missing_package_are_one_li
     change_record(tmp_path, task={"name": "lm"}, quality=dict.fromkeys(SCORING["lm"].scores))
     assert main(["quantize", str(tmp_path)]) == 2
     assert "its task is 'lm'" in capsys.readouterr().err
-    with pytest.raises(UserError, match="weights of 'int3': int8 or int4 can be had"):
-        quantize_run(run, "int3")
+    refused("weights of 'int3': int8 or int4 can be had", quantize_run, run, "int3")
     for module in ("torchao", "torchao.quantization", "torchao.quantization.qat"):
         monkeypatch.setitem(sys.modules, module, None)
     assert main(["quantize", str(run)]) == 2
     assert "pip install torchao" in capsys.readouterr().err
-    with pytest.raises(UserError, match="pip install torchao"):
-        build_model(spec_of("A1-int8"))
+    refused("pip install torchao", build_model, spec_of("A1-int8"))
 
 
 @pytest.mark.torchao

@@ -18,11 +18,11 @@ from qa_lib import record
 from qa_lib.archive import read_runs, write_archive
 from qa_lib.cli import parser_of
 from qa_lib.report import cli, curves, figures, load, readme, recommend, scaling, stats, style
-from qa_lib.report.load import NotMeasured, ReportError, load_runs, select
+from qa_lib.report.load import NotMeasured, load_runs, select
 from qa_lib.report.summary import change, family_table, result_table, summary
 from qa_lib.spec import resolve
 from qa_lib.variants import RECOMMENDED, VARIANTS, tagged
-from tests.material import ROOT, change_record, committed
+from tests.material import ROOT, change_record, committed, refused
 from tests.tiny import CPU, H200
 
 SPEEDS = {"A0": 95.0, "A1": 100.0, "A2": 120.0, "A3": 150.0, "A4-nb": 160.0, "A4": 200.0, "B1": 300.0, "C2": 80.0}
@@ -143,8 +143,7 @@ def test_a_row_without_a_result_stands_with_its_reason(runs):
 def test_the_newest_of_two_runs_counts_and_what_cannot_be_compared_is_refused(runs):
     folder = make(runs, "A2", speed=500.0)
     change_record(folder, data={"sha256": "cd" * 32})
-    with pytest.raises(ReportError, match=r"mixes runs that cannot be compared: data\.sha256"):
-        select(load_runs(runs), "cpu-smoke")
+    refused(r"mixes runs that cannot be compared: data\.sha256", select, load_runs(runs), "cpu-smoke")
     with pytest.raises(NotMeasured, match=r"group 'other' has no records \(groups with records: cpu-smoke"):
         select(load_runs(runs), "other")
 
@@ -366,8 +365,7 @@ def test_a_readme_without_markers_and_a_folder_without_git_are_clear_errors(fron
         (["--group", "x"], "no group 'x' below runs; there are cpu-smoke"),
         (["--runs", "nowhere"], "no record below nowhere"),
     ):
-        with pytest.raises(ReportError, match=said):
-            call(*words)
+        refused(said, call, *words)
 
 
 def test_the_report_of_a_small_group_fits_a_terminal_and_draws_its_figures(runs, capsys):

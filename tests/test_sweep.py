@@ -18,7 +18,6 @@ import pytest
 
 from qa_lib import record
 from qa_lib.__main__ import main
-from qa_lib.errors import UserError
 from qa_lib.measure.hardware import this_machine
 from qa_lib.run import launch, sweep
 from qa_lib.run.plan import plan
@@ -27,7 +26,7 @@ from qa_lib.spec import Machine
 from qa_lib.variants import VARIANTS, Variant
 from tests import small, warm
 from tests.conftest import slow
-from tests.material import ROOT, change_record
+from tests.material import ROOT, change_record, refused
 from tests.small import FIT, PRETEND, STEPS, write_notebook
 
 
@@ -265,10 +264,8 @@ def test_runs_of_two_cards_get_pairs_and_never_one_card_twice(tmp_path):
     first, *others = cards_of([three, one, two], [0, 1, 2])
     assert sorted(first) == [0, 1, 2] == sorted(sum(others, ()))
     for gpus in ([0], [0, 0]):
-        with pytest.raises(UserError, match="a run takes 2 different cards"):
-            cards_of(wide, gpus)
-    with pytest.raises(UserError, match="--gpus 4: this machine has 4 GPUs"):
-        cards_of(wide, [4])
+        refused("a run takes 2 different cards", cards_of, wide, gpus)
+    refused("--gpus 4: this machine has 4 GPUs", cards_of, wide, [4])
 
 
 UNFINISHED = [

@@ -27,10 +27,9 @@ from qa_lib.run.process import call, kill
 from qa_lib.run.torchrun import fault_path, first_fault, record_fault
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.process_group import ProcessGroup
-from qa_lib.variants import SpecError
 from tests import faulty, warm
 from tests.conftest import slow
-from tests.material import end_of
+from tests.material import end_of, refused
 from tests.tiny import CPU, H200, losses_of, quiet, resized, steps_of
 
 PIPED = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -104,8 +103,7 @@ def test_a_run_of_several_processes_returns_its_record_or_the_reason_why_there_i
     monkeypatch.setattr(torchrun, "call", lambda *_: next(commands))
     entry = fit(spec, tmp_path, say=said.append)
     assert entry == record.read_record(run_dir) and (entry["status"], said) == ("ok", ["the last word"])
-    with pytest.raises(UserError, match="its processes ended before the run did"):
-        fit(spec, tmp_path, say=quiet)
+    refused("its processes ended before the run did", fit, spec, tmp_path, say=quiet)
 
 
 FAULTS = [
@@ -116,9 +114,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("status", "kind", "message"), FAULTS)
-def test_one_process_fails_and_all_end_with_its_fault_in_the_record(
-    status, kind, message, whole, tmp_path, monkeypatch
-):
+def test_one_process_fails_and_all_end_with_its_fault_told(status, kind, message, whole, tmp_path, monkeypatch):
     spec, fault = short(), {"rank": 1, "step": 15, "kind": status}
     with monkeypatch.context() as patch:
         patch.setattr(torchrun, "call", lambda *words: faulty.call(*words, fault))
@@ -161,8 +157,7 @@ def test_a_row_of_one_process_is_refused_by_several(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("torch.distributed.is_torchelastic_launched", lambda: True)
     (alone,) = plan(["A1"], "smoke", machine=CPU)
-    with pytest.raises(UserError, match="A1 trains in one process, and torchrun has started 2"):
-        fit(alone, tmp_path, say=quiet)
+    refused("A1 trains in one process, and torchrun has started 2", fit, alone, tmp_path, say=quiet)
     assert not list(tmp_path.iterdir())
 
 
@@ -228,8 +223,7 @@ UNSHARED = [
 
 @pytest.mark.parametrize(("row", "counts", "said"), UNSHARED)
 def test_processes_that_cannot_share_a_step_are_refused_before_anything_starts(row, counts, said):
-    with pytest.raises(SpecError, match=said):
-        plan([row], "smoke", machine=CPU, **counts)
+    refused(said, plan, [row], "smoke", machine=CPU, **counts)
 
 
 def test_a_model_that_cannot_be_divided_skips_the_row_with_the_reason():

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from qa_lib.data.load import batches_of, load_data
-from qa_lib.errors import UserError
 from qa_lib.measure import hardware
 from qa_lib.measure.meter import StepFlops
 from qa_lib.model.build import build_model
@@ -15,6 +14,7 @@ from qa_lib.run import fit as fitting
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 from qa_lib.train import trainer
+from tests.material import refused
 from tests.tiny import quiet, resized
 
 STEPS, WARM_UP = 5, 2
@@ -67,8 +67,7 @@ def test_without_the_setting_nobody_asks_and_the_steps_are_trained(said, samples
 @pytest.mark.parametrize("words", ["", "[N/A]\n"])
 def test_a_silent_nvidia_smi_is_named(words, monkeypatch):
     monkeypatch.setattr(hardware, "_nvidia_smi", lambda *_: words)
-    with pytest.raises(UserError, match="nvidia-smi does not tell the GPUs' utilisation"):
-        hardware.polled_utilisation()
+    refused("nvidia-smi does not tell the GPUs' utilisation", hardware.polled_utilisation)
 
 
 @pytest.mark.parametrize("variant", ["P0", "P0-deepspeed"])
