@@ -37,6 +37,14 @@ def committed():
     return load_runs(ROOT / "runs")
 
 
+def wait_for(condition, most: float = 120) -> None:
+    """Wait for what takes seconds, or longer beside other work; the limit (s) is for what never comes."""
+    end = time.monotonic() + most
+    while not condition():
+        assert time.monotonic() < end, f"not within {most} s"
+        time.sleep(0.05)
+
+
 def best_of(times: int, call):
     """The fastest of some calls (s of a busy processor), and the last result: other work only ever adds, and little."""
     seconds = []

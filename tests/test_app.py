@@ -32,7 +32,7 @@ from qa_lib.score import predict
 from qa_lib.score.choices import named, offered
 from qa_lib.spec import Machine
 from tests.conftest import slow
-from tests.material import change_record, refused, write
+from tests.material import change_record, refused, wait_for, write
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 HEAD = "qa_outputs.weight"
@@ -84,10 +84,7 @@ class Server:
         self.log = runs.parent / "log"
         self.process = SERVER.Process(target=_serve, args=(self.log, runs))
         self.process.start()
-        end = time.monotonic() + 60
-        while not self.log.exists() or "\n" not in self.log.read_text():
-            assert time.monotonic() < end and self.process.is_alive()
-            time.sleep(0.05)
+        wait_for(lambda: not self.process.is_alive() or (self.log.exists() and "\n" in self.log.read_text()))
         self.address = re.search(r"http://127\.0\.0\.1:\d+", self.log.read_text()).group()
         self.port = int(self.address.rpartition(":")[2])
         self.client = httpx.Client(timeout=60, base_url=self.address)
@@ -104,16 +101,12 @@ class Server:
         """What was found, and the first card's updates."""
         body = self.question(*question)
         self.client.post("/gradio_api/queue/join", json=body).raise_for_status()
-        with self.client.stream("GET", f"/gradio_api/queue/data?session_hash={body['session_hash']}") as lines:
-            return result(lines.iter_lines())
-
-
-def result(lines):
-    for line in lines:
-        if line.startswith("data: ") and (message := json.loads(line[6:]))["msg"] == "process_completed":
-            assert message["success"], message
-            card = message["output"]["data"][:6]
-            return card[5], card
+        lines = self.client.get(f"/gradio_api/queue/data?session_hash={body['session_hash']}").text.splitlines()
+        said = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+        (message,) = (one for one in said if one["msg"] == "process_completed")
+        assert message["success"], message
+        card = message["output"]["data"][:6]
+        return card[5], card
 
 
 @pytest.fixture(scope="module")
@@ -321,7 +314,7 @@ def test_a_byte_now_and_then_does_not_keep_a_place(server, begun):
                         break
                 except TimeoutError:
                     sender.sendall(b"x" if begun else b"")
-        assert SECONDS - 1 < time.monotonic() - begin < SECONDS + 2
+        assert SECONDS - 1 < time.monotonic() - begin < 3 * SECONDS
 
 
 @pytest.mark.slow
@@ -334,7 +327,7 @@ def test_nobody_waits_for_slow_senders(server, runs):
     for _ in range(3):
         begin = time.monotonic()
         assert httpx.get(server.address).status_code == 200
-        assert time.monotonic() - begin < 1
+        assert time.monotonic() - begin < SECONDS - 1, "it has not waited until they were given up"
     assert server(key_of(runs), "who ?", "it was she")[0]
     for connection in senders:
         connection.close()

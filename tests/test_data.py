@@ -132,7 +132,6 @@ BAD_ENTRIES = {
     "no entry": (17, "article 0 'Rivers': .*no text under 'id'"),
     "id no text": (question(7, "x"), "article 0 'Rivers': .*no text under 'id'"),
     "no question": (question("q1", None), f"{ONE}: .*no text under 'question'"),
-    "no answers": ({"id": "q1", "question": "x"}, f"{ONE}: .*no list under 'answers'"),
     "answers no list": (question("q1", "x", answers={}), f"{ONE}: .*no list under 'answers'"),
     "no start": (NO_START, f"{ONE}: .*no whole number under 'answer_start'"),
     "true start": (question("q1", "x", ("h", True)), f"{ONE}: .*no whole number under 'answer_start'"),

@@ -5,7 +5,6 @@ import re
 import resource
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from qa_lib.__main__ import main
 from qa_lib.cli import VERBS
 from qa_lib.record import read_record, run_files
-from tests.material import ROOT
+from tests.material import ROOT, wait_for
 
 HELP_S = 1.0  # of a busy processor, until a command has told its options; 0.3 of a quiet one
 
@@ -65,11 +64,8 @@ def test_a_run_is_forked_and_leaves_nothing(swept):
     """In a process of its own that knows that it is warm; nothing of it is there afterwards."""
     entry = read_record(swept.folder_of("A1"))
     assert entry["status"] == "ok" and entry["time"]["first_step_s"] is None and entry["time"]["notebook_s"]
-    for _ in range(100):  # the server ends once its driver has
-        if not (left := [each.pid for each in psutil.process_iter() if environment(each).get("SWEPT")]):
-            break
-        time.sleep(0.1)
-    assert not left
+    # The server ends once its driver has.
+    wait_for(lambda: not any(environment(each).get("SWEPT") for each in psutil.process_iter()))
 
 
 def test_a_process_is_cold_where_the_imports_have_touched_the_gpu(tmp_path):

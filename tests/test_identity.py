@@ -28,11 +28,10 @@ from qa_lib.run import sweep
 from qa_lib.run.fit import TASKS, fit, prepare
 from qa_lib.run.plan import identify_data, identify_model, plan
 from qa_lib.score.predict import load_qa_model, window_lengths
-from qa_lib.spec import Machine
 from qa_lib.train import checkpoint as checkpoints
 from tests.conftest import slow
 from tests.material import document, edited, hub_row, question, refused, write
-from tests.tiny import StopAfter, checkpoint, quiet, resized
+from tests.tiny import CPU, StopAfter, checkpoint, quiet, resized
 
 TEXT = "The river Rhine rises in the Alps and ends near Rotterdam, which is a port."
 OPENED: set[str] | None = None
@@ -69,7 +68,7 @@ def squad(tmp_path):
 
 
 def planned(squad, model, steps=4, every=0):
-    (spec,) = plan(["A1"], "local", data=str(squad), model=str(model), machine=Machine(), max_length=48)
+    (spec,) = plan(["A1"], "local", data=str(squad), model=str(model), machine=CPU, max_length=48)
     return resized(spec, steps=steps, epochs=None, measure_from=1, checkpoint_every=every)
 
 
@@ -241,7 +240,7 @@ def test_a_models_configuration_is_read_inside_one_guard_in_every_verb(model, sq
     for value in SPOILT[name]:
         edited(model / "config.json", **{name: value})
         asks = [lambda: load_qa_model(model), lambda: trained_two_steps(squad, model)]
-        for ask in [*asks, lambda: plan(["P-tensor"], "bench", data=str(squad), model=str(model), machine=Machine())]:
+        for ask in [*asks, lambda: plan(["P-tensor"], "bench", data=str(squad), model=str(model), machine=CPU)]:
             try:
                 ask()
             except UserError as problem:
@@ -354,7 +353,7 @@ def test_the_same_content_in_other_bytes_is_not_scored_by(squad, model, tmp_path
         (tmp_path / "validation.txt.gz").write_bytes(gzip.compress(text.encode()))
     else:
         (tmp_path / "validation.txt").write_bytes(text.replace("\n", "\r\n").encode())
-    (spec,) = plan(["L1"], "lm-smoke", data=str(tmp_path), machine=Machine())
+    (spec,) = plan(["L1"], "lm-smoke", data=str(tmp_path), machine=CPU)
     refused(r"validation\.txt.*: is the text of .*train\.txt", load_text, spec)
 
 
@@ -363,7 +362,7 @@ def test_a_link_is_called_by_its_own_name_wherever_it_is_asked_for(squad, model,
     spec = planned(tmp_path / "link", model)
     passed = sweep.notebook_parameters(spec, tmp_path / "runs")
     monkeypatch.chdir(sweep.ROOT)
-    (again,) = plan(["A1"], "local", data=passed["data"], model=passed["model"], machine=Machine(), max_length=48)
+    (again,) = plan(["A1"], "local", data=passed["data"], model=passed["model"], machine=CPU, max_length=48)
     assert (again.data, again.model) == (spec.data, spec.model) and spec.data["name"] == "link"
     monkeypatch.chdir(squad)
     assert identify_data(".", with_validation=True) == identify_data(str(squad), with_validation=True)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,10 +28,9 @@ from qa_lib.run.plan import identify_model, plan
 from qa_lib.score.decode import decode
 from qa_lib.score.evaluate import evaluate, span_loss
 from qa_lib.score.predict import load_qa_model, main, predict_logits, window_lengths
-from qa_lib.spec import Machine
 from tests.material import document, edited, flip_a_bit, question, refused, trained_tokenizer, write
 from tests.test_windows import TEXT, Given
-from tests.tiny import resized
+from tests.tiny import CPU, resized
 
 EXAMPLES = [Example(f"q{i}", "Rivers", "where is it"[: i % 9], (TEXT * 2)[i : 9 * i + 3]) for i in range(40)]
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -101,7 +101,7 @@ def test_autocast(model, samples):
 @pytest.fixture(scope="module")
 def answered():
     """A model that has learnt nothing, its spec, and questions with answers."""
-    (spec,) = plan(["A1"], "smoke", data="synthetic:40", machine=Machine())
+    (spec,) = plan(["A1"], "smoke", data="synthetic:40", machine=CPU)
     torch.manual_seed(0)
     return build_model(spec).eval(), spec, load_data(spec)
 
@@ -135,8 +135,7 @@ def test_batches_hold_what_they_may(samples):
 
     def model(input_ids, attention_mask, token_type_ids):
         seen.append(tuple(input_ids.shape))
-        logits = torch.zeros(input_ids.shape)
-        return type("Output", (), {"start_logits": logits, "end_logits": logits})
+        return SimpleNamespace(start_logits=torch.zeros(input_ids.shape), end_logits=torch.zeros(input_ids.shape))
 
     predict_logits(model, samples, batch_tokens=120)
     assert sum(n for n, _ in seen) == len(samples)
@@ -394,7 +393,7 @@ def test_a_record_that_says_nonsense_gives_the_recipes_windows(folder, model):
 
 def train_from(folder):
     """Plan a run from a folder and build what it trains, as `run` does before the first step."""
-    (spec,) = plan(["A2"], "local", data="synthetic:40", model=str(folder), machine=Machine("cpu"))
+    (spec,) = plan(["A2"], "local", data="synthetic:40", model=str(folder), machine=CPU)
     spec = resized(spec, max_length=40, stride=10)
     data, model = load_data(spec), build_model(spec)
     check_tokenizer(folder, data.tokenizer, model)

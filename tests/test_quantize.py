@@ -90,11 +90,13 @@ def test_a_row_trains_and_its_f1_is_that_of_its_quantized_model(tmp_path):
 
 @pytest.mark.torchao
 @pytest.mark.parametrize("width", WIDTHS)
-def test_what_is_saved_is_what_is_loaded(width, run, monkeypatch):
+def test_what_is_saved_is_what_is_loaded_and_not_trained(width, run, monkeypatch):
     model, _ = load_qa_model(run / "model")
     quantize(model, width)
     loaded, _ = load_qa_model(run / f"model-{width}")
     assert torch.equal(logits(loaded), logits(model))
+    (spec,) = plan(["A1"], "local", data="synthetic:40", model=str(run / f"model-{width}"), machine=Machine())
+    refused("quantized, and train no more", build_model, spec)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert answering_device(loaded) == "cpu" and answering_device(load_qa_model(run / "model")[0]) == "cuda"
     found = document(run / f"model-{width}" / "quantized.json", QUANTIZED_SCHEMA)
@@ -147,12 +149,6 @@ FAULTS = {
 def test_a_folder_of_other_numbers_is_refused(fault, run, tmp_path):
     config, tensors, said = FAULTS[fault]
     refused(re.escape(said), load_qa_model, copied(run / "model-int8", tmp_path / "model", config, tensors))
-
-
-@pytest.mark.torchao
-def test_a_quantized_model_is_not_trained(run):
-    (spec,) = plan(["A1"], "local", data="synthetic:40", model=str(run / "model-int8"), machine=Machine())
-    refused("quantized, and train no more", build_model, spec)
 
 
 @pytest.mark.torchao

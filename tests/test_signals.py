@@ -21,7 +21,7 @@ from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.run.process import DRIVER_GONE
 from tests.conftest import slow
-from tests.material import ROOT, end_of
+from tests.material import ROOT, end_of, wait_for
 from tests.small import FIT, environment, holders, write_notebook
 from tests.tiny import CPU, H200
 
@@ -60,20 +60,13 @@ class Lab:
 
     def wait_for_steps(self) -> None:
         """Wait until a run trains, for as long as its driver lives, and note the processes that are there then."""
-        self.wait_for(lambda: self.process.poll() is not None or self.trains(), 400)
+        wait_for(lambda: self.process.poll() is not None or self.trains(), 400)
         assert self.process.poll() is None
         runs = holders(self.runs) - {self.process.pid}  # which need not be below the driver
         self.family = [*psutil.Process(self.process.pid).children(recursive=True), *map(psutil.Process, runs)]
 
     def trains(self) -> bool:
         return any(log.stat().st_size for log in self.runs.glob("*/*/steps.jsonl"))
-
-    def wait_for(self, condition, most: float = 120) -> None:
-        """Wait for what takes seconds, or minutes beside other work; the limit is for what never comes."""
-        end = time.monotonic() + most
-        while not condition():
-            assert time.monotonic() < end
-            time.sleep(0.05)
 
     def ends(self) -> set[tuple]:
         """The status of each run and what is said of it."""
@@ -101,7 +94,7 @@ def test_a_signal_ends_children_and_is_named_in_records_and_on_the_terminal(verb
         assert err == f"stopped by {SIGNALS[number]}; finished runs are kept\n"
         who = "" if verb == "run" else "the driver was "
         assert lab.ends() == {("killed", f"{who}stopped by {SIGNALS[number]}")}
-        lab.wait_for(lambda: not lab.alive)  # what served the driver ends a moment after it
+        wait_for(lambda: not lab.alive)  # what served the driver ends a moment after it
 
 
 @pytest.mark.slow
@@ -114,7 +107,7 @@ def test_what_a_terminal_sends_reaches_all_processes_and_may_come_twice(number, 
             os.killpg(lab.process.pid, number)
         assert lab.process.communicate(timeout=30)[1] == f"stopped by {SIGNALS[number]}; finished runs are kept\n"
         assert {status for status, _ in lab.ends()} == {"killed"}
-        lab.wait_for(lambda: not lab.alive)
+        wait_for(lambda: not lab.alive)
 
 
 @pytest.mark.slow
@@ -147,7 +140,7 @@ def test_a_run_whose_driver_was_killed_ends_and_says_so(verb, before, tmp_path):
         lab.wait_for_steps()
         lab.process.kill()
         lab.process.communicate()
-        lab.wait_for(lambda: not lab.alive)
+        wait_for(lambda: not lab.alive)
         assert lab.ends() == {("killed", f"stopped by {DRIVER_GONE}")}
 
 

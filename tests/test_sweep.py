@@ -26,7 +26,7 @@ from qa_lib.spec import Machine
 from qa_lib.variants import VARIANTS, Variant
 from tests import small, warm
 from tests.conftest import slow
-from tests.material import ROOT, change_record, refused
+from tests.material import ROOT, change_record, refused, wait_for
 from tests.small import FIT, PRETEND, STEPS, write_notebook
 
 
@@ -73,14 +73,14 @@ class Lab:
 
     def wait_for_step(self, variant, step):
         """Wait until that row's steps.jsonl has so many lines; the process that holds the run's lock."""
-        end = time.monotonic() + 90
-        while time.monotonic() < end:
-            for path in self.runs.glob(f"*/{variant}-s0-*/steps.jsonl"):
-                if path.read_bytes().count(b"\n") >= step:
-                    (process,) = small.holders(self.runs)
-                    return process
-            time.sleep(0.05)
-        raise AssertionError(f"{variant} never came to step {step}")
+
+        def done():
+            logs = self.runs.glob(f"*/{variant}-s0-*/steps.jsonl")
+            return any(log.read_bytes().count(b"\n") >= step for log in logs)
+
+        wait_for(done)
+        (process,) = small.holders(self.runs)
+        return process
 
 
 def kill_and_run_again(lab, hang, work, after):

@@ -29,7 +29,7 @@ from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.process_group import ProcessGroup
 from tests import faulty, warm
 from tests.conftest import slow
-from tests.material import end_of, refused
+from tests.material import end_of, refused, wait_for
 from tests.tiny import CPU, H200, losses_of, quiet, resized, steps_of
 
 PIPED = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -39,14 +39,6 @@ LIMIT_S = 120  # in which a failed run must have ended; 15 s on two free cores
 def short(variant="P1", **preset):
     (spec,) = plan([variant], "smoke", data="synthetic:120", machine=CPU)
     return resized(spec, **{"steps": 30, "measure_from": 5, "checkpoint_every": 10, "quality": False} | preset)
-
-
-def wait_until(condition) -> None:
-    """Wait for what must come to be."""
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 def left_of(runs) -> list[int]:
@@ -139,7 +131,7 @@ def test_ctrl_c_ends_all_processes(tmp_path):
     spec = short(steps=100_000)
     command = torchrun.call("qa_lib.run.fit:fit", spec, tmp_path)
     process = subprocess.Popen(command, start_new_session=True, **PIPED)
-    wait_until(lambda: any(path.stat().st_size for path in tmp_path.glob("*/*/steps.jsonl")))
+    wait_for(lambda: any(path.stat().st_size for path in tmp_path.glob("*/*/steps.jsonl")))
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 3  # torchrun and its two
     os.killpg(process.pid, signal.SIGINT)
@@ -353,9 +345,9 @@ def test_a_host_goes_on_alone_when_the_other_is_lost(tmp_path):
     options = ("--nnodes", "1:2", "--rdzv-conf", conf, "--max-restarts", "1", *work)
     endpoint = free_endpoint()
     (head,) = agents(1, *options, endpoint=endpoint)
-    wait_until(lambda: answers(endpoint))
+    wait_for(lambda: answers(endpoint))
     (other,) = agents(1, *options, endpoint=endpoint)
-    wait_until(Checkpoint.path_of(tmp_path / spec.run_path).exists)
+    wait_for(Checkpoint.path_of(tmp_path / spec.run_path).exists)
     kill(other)
     said = head.communicate(timeout=LIMIT_S)[0]
     assert head.returncode == 0, said

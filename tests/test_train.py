@@ -231,40 +231,33 @@ def test_a_checkpoint_of_other_code_is_not_gone_on_from(edited, samples, tmp_pat
 
 
 def test_a_full_disk_leaves_the_older_checkpoint(samples, tmp_path, monkeypatch):
-    import safetensors.torch
-
     spec = spec_of("A1", checkpoint_every=2)
-    (tmp_path / "run").mkdir()
-    real, calls = safetensors.torch.save_file, []
 
     def fills_up(tensors, path, metadata):
-        calls.append(path)
-        if len(calls) == 2:
+        if Checkpoint.path_of(tmp_path / "run").exists():
             path.write_bytes(b"half")
             raise OSError(28, "No space left on device")
-        real(tensors, path, metadata)
+        save_file(tensors, path, metadata)
 
-    monkeypatch.setattr(safetensors.torch, "save_file", fills_up)
-    refused(r"checkpoint\.safetensors.*No space left.*intact", trained, spec, samples, tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.torch.save_file", fills_up)
+        refused(r"checkpoint\.safetensors.*No space left.*intact", trained, spec, samples, tmp_path / "run")
     assert [p.name for p in (tmp_path / "run").glob("checkpoint*")] == ["checkpoint.safetensors"]
     assert trained(spec, samples, tmp_path / "run")[3] == 2
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_with_the_step(samples, tmp_path):
-    spec = spec_of("A1")
+def test_a_loss_that_is_not_finite_stops_the_run_with_the_step(samples, tmp_path, monkeypatch):
+    spec, calls = spec_of("A1"), []
     model = build_model(spec)
-    batches = Batches(samples, spec)
-    real = batches.collate
 
-    def poisoned(indices, device):
-        if list(indices) == list(batches.step(3)[0]):
-            with torch.no_grad():
-                model.qa_outputs.bias.fill_(float("nan"))
-        return real(indices, device)
+    def poison(*_):
+        calls.append(0)
+        if len(calls) == 3:
+            model.qa_outputs.bias.data.fill_(torch.nan)
 
-    batches.collate = poisoned
+    monkeypatch.setattr("qa_lib.train.loop.clip", poison)
     with pytest.raises(NonFiniteLoss, match="nan at step 4") as caught:
-        train(model, batches, spec, DEVICE, tmp_path, quiet)
+        train(model, batches_of(samples, spec), spec, DEVICE, tmp_path, quiet)
     assert caught.value.step == 4
     assert [loss is None for loss in losses_of(tmp_path)[:4]] == [False, False, False, True]  # and as far as it had run
 
@@ -315,22 +308,10 @@ def test_the_time_for_inputs_is_of_the_host_and_of_the_measured_steps(samples, t
     assert Meter(DEVICE, warm_up=2).data_ms() is None
 
 
-class Scaler:
-    """A GradScaler as far as the log asks it."""
-
-    def __init__(self, scale):
-        self.scale = scale
-
-    def is_enabled(self):
-        return True
-
-    def get_scale(self):
-        return self.scale
-
-
 def test_an_overflow_is_excused_while_the_scaler_can_still_back_off(tmp_path):
     def write(losses, scale):
-        log = StepLog(tmp_path, spec_of("A1"), 20, 0, Scaler(scale), ProcessGroup(DEVICE), quiet)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        log = StepLog(tmp_path, spec_of("A1"), 20, 0, scaler, ProcessGroup(DEVICE), quiet)
         for loss in losses:
             log.add(torch.tensor(loss), 1e-3)
         log.write([0.01] * len(losses))

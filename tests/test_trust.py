@@ -34,16 +34,15 @@ from qa_lib.run.launch import Launcher, judge
 from qa_lib.run.plan import identify_data, identify_model, plan
 from qa_lib.run.sweep import progress_of
 from qa_lib.score.predict import load_qa_model
-from qa_lib.spec import Machine, resolve
+from qa_lib.spec import resolve
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.data_parallel import NoParallel
 from qa_lib.train.process_group import ProcessGroup
 from tests.material import document, hub_row, question, trained_tokenizer, write
-from tests.tiny import checkpoint
+from tests.tiny import CPU, checkpoint
 
 TIMES = int(os.environ.get("QA_LIB_MUTATIONS", "40"))  # mutations of each kind
 SECONDS = 20  # that any of them may take
-CPU = Machine()
 DATA, MODEL = {"name": "synthetic:1600", "sha256": "ab" * 32}, {"name": "tiny", "revision": "1"}
 TEXT = "The river Rhine rises in the Alps and ends near Rotterdam, which is a port."
 ENTRIES = [question("q1", "where", ("Rotterdam", TEXT.index("Rotterdam"))), question("q2", "why?")]
@@ -380,7 +379,7 @@ def test_a_plan_is_of_values_that_can_be_or_one_line(monkeypatch, tmp_path):
     chance = random.Random(0)
     for _ in range(5 * TIMES):
         given = {name: chance.choice(GIVEN) for name in chance.sample(NAMES, chance.choice([1, 1, 2, 3]))}
-        rest = {"variants": ["A1"], "preset": "smoke", "machine": Machine()}
+        rest = {"variants": ["A1"], "preset": "smoke", "machine": CPU}
         specs = one_line(lambda: plan(**rest | given), " ".join([*NAMES, "micro-batch", "seed", "rate", "A1"]))  # noqa: B023
         for spec in specs or ():
             sizes = spec.seed, spec.world, spec.stages, spec.asked.micro_batch, spec.preset.max_length
