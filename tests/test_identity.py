@@ -28,6 +28,7 @@ from qa_lib.run import sweep
 from qa_lib.run.fit import TASKS, fit, prepare
 from qa_lib.run.plan import identify_data, identify_model, plan
 from qa_lib.score.predict import load_qa_model, window_lengths
+from qa_lib.spec import Machine
 from qa_lib.train import checkpoint as checkpoints
 from tests.conftest import slow
 from tests.material import document, edited, hub_row, question, refused, write
@@ -240,7 +241,7 @@ def test_a_models_configuration_is_read_inside_one_guard_in_every_verb(model, sq
     for value in SPOILT[name]:
         edited(model / "config.json", **{name: value})
         asks = [lambda: load_qa_model(model), lambda: trained_two_steps(squad, model)]
-        for ask in [*asks, lambda: plan(["P-tensor"], "bench", data=str(squad), model=str(model), machine=CPU)]:
+        for ask in [*asks, lambda: plan(["P-tensor"], "bench", data=str(squad), model=str(model), machine=Machine())]:
             try:
                 ask()
             except UserError as problem:
