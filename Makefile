@@ -23,8 +23,7 @@ test: lint  ## everything once, in minutes: pairs of settings in few runs, one f
 test-all: test test-slow  ## and every pair, fault, signal and notebook by itself
 
 test-slow: .venv/ready  ## what `make test` leaves out
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "slow and not alone"
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m slow
 
 # Packages that print lines of their own into what other tests read; Triton comes with PyTorch's CUDA builds alone.
 extras: .venv/extras  ## tests of kernels, without a GPU, and of quantized weights: 300 MB to fetch

@@ -26,12 +26,12 @@ def slow(*values, **more):
     return pytest.param(*values, marks=pytest.mark.slow, **more)
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
+@pytest.fixture(autouse=True, scope="session")
+def cache(tmp_path_factory):
     """Features are cached in a folder of the test session's own."""
-    folder = tmp_path_factory.getbasetemp() / "cache"
-    monkeypatch.setenv("QA_LIB_CACHE", str(folder))
-    return folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QA_LIB_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+        yield
 
 
 class Swept:
@@ -43,15 +43,14 @@ class Swept:
         fixed = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "QA_LIB_CACHE": str(folder / "cache"), "SWEPT": "1"}
         self.environment = os.environ | fixed
 
-    def call(self, *words, cwd=Path(__file__).parent.parent):
-        """What `python -m WORDS` says; it must succeed."""
-        command = [sys.executable, "-m", *map(str, words)]
-        done = subprocess.run(command, cwd=cwd, env=self.environment, capture_output=True, text=True)
+    def sweep(self, rows) -> str:
+        """What a sweep of these rows says; it must succeed."""
+        command = [sys.executable, "-m", "qa_lib", "sweep", "--preset", "smoke", "--variants", ",".join(rows)]
+        command += ["--runs", self.runs]
+        root = Path(__file__).parent.parent
+        done = subprocess.run(command, cwd=root, env=self.environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
-
-    def sweep(self, rows) -> str:
-        return self.call("qa_lib", "sweep", "--preset", "smoke", "--variants", ",".join(rows), "--runs", self.runs)
 
     def folder_of(self, variant) -> Path:
         (found,) = self.runs.glob(f"*/{variant}-s0-*")
@@ -73,7 +72,7 @@ def swept(tmp_path_factory):
 
 
 # The files that take longest begin, so that workers end together.
-LONGEST = "app sweep together parallel kills train report signals packing architectures lm".split()
+LONGEST = "front_door app sweep together parallel kills train report signals packing architectures lm".split()
 
 
 def place(item) -> int:
@@ -85,8 +84,6 @@ def place(item) -> int:
 def pytest_collection_modifyitems(items):
     items.sort(key=place)
     for item in items:
-        if item.get_closest_marker("alone"):
-            item.add_marker(pytest.mark.slow)
         for package in ("triton", "torchao"):
             if item.get_closest_marker(package) and find_spec(package) is None:
                 item.add_marker(pytest.mark.skip(reason=f"{package} is not installed; see `make extras`"))

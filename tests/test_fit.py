@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import math
 
 import pytest
@@ -12,17 +11,15 @@ from qa_lib import record, variants
 from qa_lib.model.build import build_model
 from qa_lib.run.fit import TASKS, _limits, fit, out_of_memory
 from qa_lib.run.plan import plan
-from qa_lib.spec import Machine
 from qa_lib.train.step_log import StepFailed
-
-CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
+from tests.material import end_of, refused
+from tests.tiny import CPU, losses_of, quiet, resized
 
 
 def short(variant, micro_batch=None):
     """A row at smoke preset with few steps and no quality, so that nothing is saved."""
     (spec,) = plan([variant], "smoke", data="synthetic:40", machine=CPU, micro_batch=micro_batch)
-    preset = {"steps": 3, "measure_from": 1, "checkpoint_every": 0, "quality": False}
-    return dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, **preset))
+    return resized(spec, steps=3, measure_from=1, checkpoint_every=0, quality=False)
 
 
 def scored(spec, monkeypatch, quality):
@@ -31,21 +28,16 @@ def scored(spec, monkeypatch, quality):
     monkeypatch.setitem(record.SCORING, "toy", task)
     monkeypatch.setitem(variants.TASKS, "toy", {"card": variants.TASKS["qa"]["card"] | {"metrics": {}}})
     monkeypatch.setitem(TASKS, "toy", dataclasses.replace(TASKS["qa"], evaluate=lambda *_: quality))
-    return dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, task="toy", quality=True))
-
-
-def losses(spec, runs):
-    return [json.loads(line)["loss"] for line in (runs / spec.run_path / "steps.jsonl").read_text().splitlines()]
+    return resized(spec, task="toy", quality=True)
 
 
 @pytest.mark.parametrize("trainable", ["all", "lora-qv"])
 def test_a_cell_that_is_run_again_trains_a_new_model(trainable, tmp_path):
-    spec = short("A1")
-    spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, trainable=trainable))
-    fit(spec, tmp_path, say=lambda _: None)
-    first = losses(spec, tmp_path)
-    entry = fit(spec, tmp_path, say=lambda _: None)
-    assert losses(spec, tmp_path) == first
+    spec = resized(short("A1"), {"trainable": trainable})
+    fit(spec, tmp_path, say=quiet)
+    first = losses_of(tmp_path / spec.run_path)
+    entry = fit(spec, tmp_path, say=quiet)
+    assert losses_of(tmp_path / spec.run_path) == first
     assert entry["time"]["first_step_s"] is None, "which is of a process's first run"
     assert 0 < entry["time"]["data_ms"] < entry["time"]["step_ms"]["p90"]
     trains = sum(p.numel() for p in build_model(spec).parameters() if p.requires_grad)
@@ -55,28 +47,25 @@ def test_a_cell_that_is_run_again_trains_a_new_model(trainable, tmp_path):
 @torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True)
 def test_every_model_of_a_process_is_compiled(tmp_path):
     for micro_batch in (4, 8):
-        assert fit(short("D1", micro_batch), tmp_path, say=lambda _: None)["status"] == "ok"
+        assert fit(short("D1", micro_batch), tmp_path, say=quiet)["status"] == "ok"
 
 
-@pytest.mark.parametrize(
-    ("problem", "told"),
-    [
-        (RuntimeError("CUDA error: out of memory"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"), True),
-        (RuntimeError("out of resource: shared memory"), False),
-        (ValueError("out of memory"), False),
-    ],
-)
-def test_memory_runs_out_in_many_words(problem, told):
-    assert out_of_memory(problem) is told
+def test_memory_runs_out_in_many_words():
+    for words in (
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "Triton Error [CUDA]: out of memory",
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes",
+    ):
+        assert out_of_memory(RuntimeError(words)), words
+    for other in (RuntimeError("out of resource: shared memory"), ValueError("out of memory")):
+        assert not out_of_memory(other)
 
 
 def test_a_score_that_json_has_not_makes_the_run_an_error(tmp_path, monkeypatch):
     spec = scored(short("A1"), monkeypatch, {"nats": math.nan, "n": 20})
     with pytest.raises(ValueError, match="not JSON compliant"):
-        fit(spec, tmp_path, say=lambda _: None)
+        fit(spec, tmp_path, say=quiet)
     entry = record.read_record(tmp_path / spec.run_path)
     assert (entry["status"], entry["error"]["kind"]) == ("error", "ValueError")
     assert entry["quality"] == {"nats": None, "n": 20} and entry["time"]["steps"] == 3
@@ -90,17 +79,15 @@ def test_a_disk_that_fills_while_the_model_is_saved_is_one_line(tmp_path, monkey
 
     spec = scored(short("A1"), monkeypatch, {"nats": 1.0, "n": 20})
     monkeypatch.setattr("qa_lib.run.fit.save_model", fills_up)
-    with pytest.raises(record.RecordError, match=r"^cannot write .*/model: .*No space left on device$"):
-        fit(spec, tmp_path, say=lambda _: None)
-    entry = record.read_record(tmp_path / spec.run_path)
-    assert (entry["status"], entry["error"]["kind"]) == ("error", "RecordError")
+    refused(r"^cannot write .*/model: .*No space left on device$", fit, spec, tmp_path, say=quiet)
+    assert end_of(tmp_path / spec.run_path)[0] == "error"
 
 
 def test_a_run_has_the_threads_of_its_record_and_leaves_those_of_its_process(tmp_path):
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        entry = fit(short("A1"), tmp_path, say=lambda _: None)
+        entry = fit(short("A1"), tmp_path, say=quiet)
         assert (entry["env"]["threads"], entry["spec"]["preset"]["threads"], torch.get_num_threads()) == (1, 1, 3)
     finally:
         torch.set_num_threads(threads)
@@ -110,9 +97,7 @@ def test_a_limit_of_memory_ends_with_its_run(monkeypatch):
     limits = []
     monkeypatch.setattr("qa_lib.measure.hardware.limit_memory", limits.append)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
-    spec = short("A1")
-    limited = dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, limit_gib=4.0))
-    for each in (limited, spec):
+    for each in (resized(short("A1"), limit_gib=4.0), short("A1")):
         with contextlib.suppress(MemoryError), _limits(each, torch.device("cuda")):
             raise MemoryError
     assert limits == [4.0, math.inf]
@@ -129,38 +114,36 @@ def test_a_run_that_waits_says_so_in_its_record(tmp_path, monkeypatch):
 
     spec = short("A1")
     monkeypatch.setattr("qa_lib.measure.hardware.gpu_lock", busy)
-    entry = fit(spec, tmp_path, say=lambda _: None)
+    entry = fit(spec, tmp_path, say=quiet)
     assert seen == ["waiting"] and entry["status"] == "ok"
     assert entry["time"]["wall_s"] < 0, "what was waited is no time of the run"
 
 
 def test_a_run_beside_others_records_no_times(tmp_path, monkeypatch):
     monkeypatch.setattr("qa_lib.run.fit.shares_gpu", lambda device: True)
-    entry = fit(short("A1"), tmp_path, say=lambda _: None)
+    entry = fit(short("A1"), tmp_path, say=quiet)
     assert set(entry["speed"].values()) == set(entry["energy"].values()) == {None}
     known = {name for name, value in entry["time"].items() if value is not None} - {"step_ms"}
     assert known == {"started", "ended", "steps"} and set(entry["time"]["step_ms"].values()) == {None}
     assert "others shared the GPU" in entry["spec"]["adjusted"][-1]
 
 
-@pytest.mark.parametrize(
-    ("problem", "status", "step"),
-    [(torch.OutOfMemoryError("CUDA out of memory"), "oom", 2), (ValueError("a fault\nin two lines"), "error", 2)],
-)
-def test_what_ends_a_run_is_in_its_record(problem, status, step, tmp_path, monkeypatch):
+FAULTS = (torch.OutOfMemoryError("CUDA out of memory"), "oom"), (ValueError("a fault\nin two lines"), "error")
+
+
+@pytest.mark.parametrize(("problem", "status"), FAULTS)
+def test_what_ends_a_run_is_in_its_record(problem, status, tmp_path, monkeypatch):
     calls = []
 
     def broken(optimizer, global_norm):
         calls.append(optimizer)
-        if len(calls) == step:
+        if len(calls) == 2:
             raise problem
 
     monkeypatch.setattr("qa_lib.train.loop.clip", broken)
     spec = short("A1")
     with contextlib.nullcontext() if status == "oom" else pytest.raises(StepFailed):
-        fit(spec, tmp_path, say=lambda _: None)
+        fit(spec, tmp_path, say=quiet)
     entry = record.read_record(tmp_path / spec.run_path)
     assert entry["status"] == status
-    assert entry["error"] == {
-        "kind": type(problem).__name__, "message": str(problem).split("\n")[0], "step": step,
-    }  # fmt: skip
+    assert entry["error"] == {"kind": type(problem).__name__, "message": str(problem).split("\n")[0], "step": 2}

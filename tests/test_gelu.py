@@ -11,13 +11,13 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, GPT2Config
 
-from qa_lib.errors import UserError
 from qa_lib.kernels import gelu as gelus
 from qa_lib.kernels.fp8 import E5M2_MAX, in_e5m2
 from qa_lib.kernels.gelu import gelu
 from qa_lib.model.architectures import ENCODERS
 from qa_lib.model.fused_blocks import FusedIntermediate, use_sigmoid_gelu
 from qa_lib.train.inductor_passes import OperatorFusion
+from tests.material import refused
 from tests.tiny import checkpoint
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -46,9 +46,7 @@ def test_value_and_gradient_are_within_a_fraction_of_half_a_step_of_bf16():
     assert ((gradient - expected).abs() <= 0.21 * (half_step * expected.abs() + 1e-3)).all()
 
 
-@torch._functorch.config.patch(
-    ban_recompute_materialized_backward=True
-)  # a run of E-recompute-elementwise leaves it False
+@torch._functorch.config.patch(ban_recompute_materialized_backward=True)  # a run before this may have left it False
 def test_the_compiler_keeps_input_and_output_and_nothing_else():
     kept = []
 
@@ -94,8 +92,7 @@ def test_the_approximation_by_tanh_is_a_sigmoid_of_two_terms():
 
 def test_another_activation_is_refused_by_name():
     config = GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=100, activation_function="silu")
-    with pytest.raises(UserError, match="stands for GELU, and this model has SiLU"):
-        use_sigmoid_gelu(AutoModelForCausalLM.from_config(config))
+    refused("stands for GELU, and this model has SiLU", use_sigmoid_gelu, AutoModelForCausalLM.from_config(config))
 
 
 @pytest.mark.triton

@@ -20,6 +20,14 @@ SIZE, LENGTH, SPREAD = 200, 3.0, 0.7  # elements of a gradient, norm of the true
 PHI = SIZE * SPREAD**2 / LENGTH**2
 
 
+@pytest.fixture
+def ranks():
+    """A process that takes four micro-batches of two samples a step."""
+    ranks = ProcessGroup(torch.device("cpu"))
+    ranks.parts, ranks.batch = 4, 8
+    return ranks
+
+
 def squares(processes: int, samples: int, steps: int) -> tuple[float, float]:
     """Mean square norms, over so many steps, of each process's gradient and of the mean of all."""
     draw = np.random.default_rng(0)
@@ -45,9 +53,8 @@ def test_efficiency_is_1_at_the_reference_and_falls_to_the_share_of_it():
     assert efficiency(Noise(), 64) is None
 
 
-def test_a_process_alone_compares_its_first_micro_batch_with_all():
-    model, ranks = torch.nn.Linear(3, 1), ProcessGroup(torch.device("cpu"))
-    ranks.parts, ranks.batch = 4, 8
+def test_a_process_alone_compares_its_first_micro_batch_with_all(ranks):
+    model = torch.nn.Linear(3, 1)
     strategy, micro_batches = OneBucketDDP(model, ranks, Settings(precision="fp32")), torch.randn(4, 2, 3)
     for number, inputs in enumerate(micro_batches, 1):
         with strategy.micro_batch(last=number == 4):
@@ -65,10 +72,9 @@ def test_a_process_alone_compares_its_first_micro_batch_with_all():
 
 
 @pytest.mark.parametrize("batch", [8, 32, 512])
-def test_the_means_reach_back_over_as_many_features_whatever_the_batch(batch):
+def test_the_means_reach_back_over_as_many_features_whatever_the_batch(batch, ranks):
     """Of norms that change halfway through 64,000 samples, the old ones weigh 1/e times as much as the new ones."""
-    ranks = ProcessGroup(torch.device("cpu"))
-    ranks.parts, ranks.batch, steps = 4, batch, 32_000 // batch
+    ranks.batch, steps = batch, 32_000 // batch
     old, new = torch.tensor([9.0, 3.0]), torch.tensor([5.0, 4.0])
     for number in range(2 * steps):
         ranks.stats.note_norms(*(old if number < steps else new))
@@ -106,9 +112,7 @@ def test_what_a_gpu_only_communicates_is_exposed():
     assert busy_and_exposed([]) == (0, 0)
 
 
-def test_a_sharded_row_alone_says_nothing_of_noise(monkeypatch):
-    ranks = ProcessGroup(torch.device("cpu"))
-    ranks.parts, ranks.batch = 4, 8
+def test_a_sharded_row_alone_says_nothing_of_noise(ranks, monkeypatch):
     monkeypatch.setattr(zero1, "reduce_scatter", lambda out, given, op: out.copy_(given))
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: None)
     model = torch.nn.Linear(3, 1)
@@ -119,16 +123,12 @@ def test_a_sharded_row_alone_says_nothing_of_noise(monkeypatch):
     assert ranks.stats.noise(steps=1) == Noise()
 
 
-def test_gradients_that_are_not_finite_leave_no_noise_scale():
-    ranks = ProcessGroup(torch.device("cpu"))
-    ranks.parts, ranks.batch = 4, 8
+def test_gradients_that_are_not_finite_leave_no_noise_scale(ranks):
     ranks.stats.note_norms(torch.tensor(torch.nan), torch.tensor(1.0))
     assert ranks.stats.noise(steps=1) == Noise()
 
 
-def test_more_steps_for_the_overlap_change_nothing_that_is_recorded(monkeypatch):
-    ranks = ProcessGroup(torch.device("cpu"))
-    ranks.parts, ranks.batch = 4, 8
+def test_more_steps_for_the_overlap_change_nothing_that_is_recorded(ranks, monkeypatch):
     ranks.stats.note_norms(torch.tensor(2.0), torch.tensor(1.0))
     before = ranks.stats.noise(steps=1)
 

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForQuestionAnswering
 
 from qa_lib.data.load import load_data, load_text
-from qa_lib.data.squad import DataError
 from qa_lib.data.text import learn_tokenizer, open_text, tokenize_text
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.errors import UserError
@@ -32,8 +31,8 @@ from qa_lib.score.predict import load_qa_model, window_lengths
 from qa_lib.spec import Machine
 from qa_lib.train import checkpoint as checkpoints
 from tests.conftest import slow
-from tests.material import document, hub_row, question, write
-from tests.tiny import StopAfter, checkpoint
+from tests.material import document, edited, hub_row, question, refused, write
+from tests.tiny import CPU, StopAfter, checkpoint, quiet, resized
 
 TEXT = "The river Rhine rises in the Alps and ends near Rotterdam, which is a port."
 OPENED: set[str] | None = None
@@ -69,19 +68,15 @@ def squad(tmp_path):
     return folder
 
 
-def small(spec, steps=4, every=0):
-    return dataclasses.replace(
-        spec, preset=dataclasses.replace(spec.preset, steps=steps, epochs=None, measure_from=1, checkpoint_every=every)
-    )
-
-
 def planned(squad, model, steps=4, every=0):
-    (spec,) = plan(["A1"], "local", data=str(squad), model=str(model), machine=Machine(), max_length=48)
-    return small(spec, steps, every)
+    (spec,) = plan(["A1"], "local", data=str(squad), model=str(model), machine=CPU, max_length=48)
+    return resized(spec, steps=steps, epochs=None, measure_from=1, checkpoint_every=every)
 
 
-def quiet(_):
-    pass
+def nudge(path):
+    """Other weights."""
+    weights = load_file(path)
+    save_file({name: tensor + 1e-3 for name, tensor in weights.items()}, path, {"format": "pt"})
 
 
 # What Python opens of a folder; the tokenizer and the weights are opened by Rust, under names that are listed too.
@@ -110,8 +105,7 @@ def test_what_changes_tokens_or_logits_changes_the_identity(model):
         seen.add(identify_model(str(model))["revision"])
         return len(seen)
 
-    config = json.loads((model / "tokenizer_config.json").read_text())
-    write(model / "tokenizer_config.json", config | {"do_lower_case": False, "sep_token": "[PAD]"})
+    edited(model / "tokenizer_config.json", do_lower_case=False, sep_token="[PAD]")
     assert is_new() == 2
     for number, name in enumerate(["merges.txt", "vocab.json", "added_tokens.json", "special_tokens_map.json"]):
         assert name not in names
@@ -119,8 +113,7 @@ def test_what_changes_tokens_or_logits_changes_the_identity(model):
         assert is_new() == 3 + number
     (model / "merges.txt").rename(model / "vocab.txt")
     assert is_new() == 7, "the same bytes under another name"
-    weights = load_file(model / "model.safetensors")
-    save_file({name: tensor + 1e-3 for name, tensor in weights.items()}, model / "model.safetensors", {"format": "pt"})
+    nudge(model / "model.safetensors")
     assert is_new() == 8
     (model / "README.md").write_text("A card.")
     assert is_new() == 8
@@ -146,8 +139,7 @@ def test_a_file_that_changes_after_the_plan_ends_the_run_and_is_named(squad, mod
         assert fit(spec, tmp_path / "runs", say=quiet)["status"] == "ok"
         return
     said = rf"is not what the run was planned with \(its file that was written last: {what}\)"
-    with pytest.raises(UserError, match=said):
-        fit(spec, tmp_path / "runs", say=quiet)
+    refused(said, fit, spec, tmp_path / "runs", say=quiet)
     entry = read_record(tmp_path / "runs" / spec.run_path)
     assert entry["status"] == "error" and what in entry["error"]["message"]
 
@@ -156,8 +148,7 @@ def change(path, content):
     if path.suffix == ".json":
         path.write_bytes(content.replace(b"where 3?", b"where 4?").replace(b"true", b"false", 1) + b"\n")
     else:
-        weights = load_file(path)
-        save_file({name: tensor + 1e-3 for name, tensor in weights.items()}, path, {"format": "pt"})
+        nudge(path)
 
 
 def test_a_saved_data_set_is_what_its_state_lists(tmp_path):
@@ -169,7 +160,7 @@ def test_a_saved_data_set_is_what_its_state_lists(tmp_path):
 
     shutil.copy(first, folder / "cache-0123456789abcdef.arrow")  # as datasets' own map() leaves
     state = json.loads((folder / "state.json").read_text())
-    write(folder / "state.json", state | {"_fingerprint": "other"})
+    edited(folder / "state.json", _fingerprint="other")
     assert identify_data(str(folder), with_validation=False)["sha256"] == before
 
     changes = {"_data_files": state["_data_files"][:1]}, {"_data_files": state["_data_files"][::-1]}
@@ -177,17 +168,14 @@ def test_a_saved_data_set_is_what_its_state_lists(tmp_path):
         write(folder / "state.json", state | own)
         assert identify_data(str(folder), with_validation=False)["sha256"] != before, number
     write(folder / "state.json", state)
-    with pytest.raises(UserError, match="by the same questions"):  # a data set without parts
-        identify_data(str(folder), with_validation=True)
+    refused("by the same questions", identify_data, str(folder), with_validation=True)  # a data set without parts
 
     outside = shutil.copy(second, tmp_path / "outside.arrow")
     write(folder / "state.json", state | {"_data_files": [{"filename": f"../{Path(outside).name}"}]})
-    with pytest.raises(DataError, match=r"lists 'outside\.arrow' of another folder"):
-        identify_data(str(folder), with_validation=False)
+    refused(r"lists 'outside\.arrow' of another folder", identify_data, str(folder), with_validation=False)
     for spoilt in ({}, [], {"_data_files": 3}, {"_data_files": [{}]}):
         write(folder / "state.json", spoilt)
-        with pytest.raises(DataError, match="saved: not a data set that datasets can load"):
-            identify_data(str(folder), with_validation=False)
+        refused("saved: not a data set that datasets can load", identify_data, str(folder), with_validation=False)
 
 
 def test_a_run_that_goes_on_under_other_libraries_says_which(squad, model, tmp_path, monkeypatch):
@@ -218,19 +206,12 @@ def test_a_model_that_is_not_whole_takes_no_ones_place(tmp_path):
 def test_adapters_and_added_files_are_refused(model, capsys):
     (model / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
     for ask in (lambda: load_qa_model(model), lambda: identify_model(str(model))):
-        with pytest.raises(UserError, match=r"adapter_config\.json; merge the adapter into the weights"):
-            ask()
+        refused(r"adapter_config\.json; merge the adapter into the weights", ask)
     (model / "adapter_config.json").unlink()
     write_digests(model)
     load_qa_model(model)
     (model / "added_tokens.json").write_text('{"the": 5}')
-    with pytest.raises(UserError, match=rf"added_tokens\.json was added after the folder was saved.*deletes {SUMS}"):
-        load_qa_model(model)
-
-
-def edited(folder, **changes):
-    config = json.loads((folder / "config.json").read_text())
-    write(folder / "config.json", config | changes)
+    refused(rf"added_tokens\.json was added after the folder was saved.*deletes {SUMS}", load_qa_model, model)
 
 
 # Each ends in a sentence, by whichever verb, or changes no answer.
@@ -258,7 +239,7 @@ SPOILT = {
 @pytest.mark.parametrize("name", SPOILT)
 def test_a_models_configuration_is_read_inside_one_guard_in_every_verb(model, squad, name):
     for value in SPOILT[name]:
-        edited(model, **{name: value})
+        edited(model / "config.json", **{name: value})
         asks = [lambda: load_qa_model(model), lambda: trained_two_steps(squad, model)]
         for ask in [*asks, lambda: plan(["P-tensor"], "bench", data=str(squad), model=str(model), machine=Machine())]:
             try:
@@ -275,12 +256,14 @@ def trained_two_steps(squad, model):
         made(**batches.collate(samples, torch.device("cpu"))).loss.backward()
 
 
-@pytest.mark.parametrize(("name", "value"), [("return_dict", False), ("chunk_size_feed_forward", 7),
-                                             ("output_attentions", True), ("output_hidden_states", True)])  # fmt: skip
+RETURNED = {"return_dict": False, "chunk_size_feed_forward": 7, "output_attentions": True, "output_hidden_states": True}
+
+
+@pytest.mark.parametrize(("name", "value"), RETURNED.items())
 def test_how_results_are_returned_is_not_for_a_folder_to_say(model, name, value):
     ids = torch.arange(5, 25)[None]
     before, _ = load_qa_model(model)
-    edited(model, **{name: value})
+    edited(model / "config.json", **{name: value})
     after, _ = load_qa_model(model)
     with torch.no_grad():
         assert torch.equal(before(ids).start_logits, after(ids).start_logits)
@@ -301,16 +284,14 @@ def test_surplus_weights_are_told_or_refused(model, caplog):
     (said,) = load_with(foo__bar=1)
     assert "1 weights are of no use here and are left out, such as foo.bar" in said
     for name in (f"{prefix}__encoder__layer__0__attention__self__query__lora_A", "qa_outputs__extra", "x__lora_B"):
-        with pytest.raises(UserError, match=r"for which a .* has no place"):
-            load_with(**{name: 1})
+        refused(r"for which a .* has no place", load_with, **{name: 1})
 
 
 def test_padding_tokens_that_disagree_are_told(model, squad):
     own = json.loads((model / "config.json").read_text())["pad_token_id"]
-    edited(model, pad_token_id=own + 3)
+    edited(model / "config.json", pad_token_id=own + 3)
     for ask in (lambda: load_qa_model(model), lambda: trained_two_steps(squad, model)):
-        with pytest.raises(UserError, match=f"pads with token {own}, pad_token_id in config.json is {own + 3}"):
-            ask()
+        refused(f"pads with token {own}, pad_token_id in config.json is {own + 3}", ask)
 
 
 def test_a_text_that_changes_while_it_is_read_is_cached_under_no_ones_name(tmp_path):
@@ -322,8 +303,7 @@ def test_a_text_that_changes_while_it_is_read_is_cached_under_no_ones_name(tmp_p
         source = open_text(path, "train")
         assert source.sha256
         path.write_text(old.upper())
-        with pytest.raises(DataError, match=r"train\.txt: it has changed since it was first looked at"):
-            use(source)
+        refused(r"train\.txt: it has changed since it was first looked at", use, source)
         path.write_text(old)
     kept = tokenize_text(open_text(path, "train"), tokenizer)
     assert tokenizer.decode(kept.tokens[1:40].tolist()) in old
@@ -366,8 +346,7 @@ def test_data_of_another_plan_are_refused(squad, model, tmp_path):
 def test_the_same_content_in_other_bytes_is_not_scored_by(squad, model, tmp_path, kind):
     if kind == "spaces":
         (squad / "validation.json").write_text(json.dumps(json.loads((squad / "train.json").read_text()), indent=1))
-        with pytest.raises(UserError, match=r"validation\.json: has the questions of .*train\.json"):
-            load_data(planned(squad, model))
+        refused(r"validation\.json: has the questions of .*train\.json", load_data, planned(squad, model))
         return
     text = "".join(f"the river number {i} ends in a port\n" for i in range(300))
     (tmp_path / "train.txt").write_text(text)
@@ -375,9 +354,8 @@ def test_the_same_content_in_other_bytes_is_not_scored_by(squad, model, tmp_path
         (tmp_path / "validation.txt.gz").write_bytes(gzip.compress(text.encode()))
     else:
         (tmp_path / "validation.txt").write_bytes(text.replace("\n", "\r\n").encode())
-    (spec,) = plan(["L1"], "lm-smoke", data=str(tmp_path), machine=Machine())
-    with pytest.raises(UserError, match=r"validation\.txt.*: is the text of .*train\.txt"):
-        load_text(spec)
+    (spec,) = plan(["L1"], "lm-smoke", data=str(tmp_path), machine=CPU)
+    refused(r"validation\.txt.*: is the text of .*train\.txt", load_text, spec)
 
 
 def test_a_link_is_called_by_its_own_name_wherever_it_is_asked_for(squad, model, tmp_path, monkeypatch):
@@ -385,7 +363,7 @@ def test_a_link_is_called_by_its_own_name_wherever_it_is_asked_for(squad, model,
     spec = planned(tmp_path / "link", model)
     passed = sweep.notebook_parameters(spec, tmp_path / "runs")
     monkeypatch.chdir(sweep.ROOT)
-    (again,) = plan(["A1"], "local", data=passed["data"], model=passed["model"], machine=Machine(), max_length=48)
+    (again,) = plan(["A1"], "local", data=passed["data"], model=passed["model"], machine=CPU, max_length=48)
     assert (again.data, again.model) == (spec.data, spec.model) and spec.data["name"] == "link"
     monkeypatch.chdir(squad)
     assert identify_data(".", with_validation=True) == identify_data(str(squad), with_validation=True)

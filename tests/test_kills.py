@@ -4,7 +4,6 @@ without a break.
 QA_LIB_KILLS=40 python -m pytest tests/test_kills.py  kills as often as that, where CI does it a handful of times.
 """
 
-import json
 import os
 import random
 import time
@@ -15,6 +14,7 @@ import pytest
 from qa_lib import record
 from tests import warm
 from tests.conftest import slow
+from tests.tiny import steps_of
 
 KILLS = int(os.environ.get("QA_LIB_KILLS", 3))
 SEED = 7  # of the moments
@@ -45,10 +45,11 @@ class Run:
 
     def found(self) -> tuple[dict, list[float], bytes, bytes]:
         """Of a run that has ended: the record, every step's loss, the weights, the n-best lists."""
-        lines = [json.loads(line) for line in self.path("steps.jsonl").read_text().splitlines()]
-        assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+        folder = self.path("record.json").parent
+        steps = steps_of(folder)
+        assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
         files = [self.path(name).read_bytes() for name in ("model/model.safetensors", "answers/nbest_predictions.json")]
-        return record.read_record(self.path("record.json").parent), [line["loss"] for line in lines], *files
+        return record.read_record(folder), [step["loss"] for step in steps], *files
 
 
 @pytest.mark.parametrize("kills", [1, slow(KILLS)])

@@ -1,14 +1,11 @@
 """Language modelling, the second task: text to tokens to windows, rows L on a CPU, perplexity held to plain sums."""
 
-import dataclasses
 import gzip
-import json
 import math
 import random
 import re
 import shutil
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,23 +35,25 @@ from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.score import perplexity
 from qa_lib.score.perplexity import total_nats, windows
-from qa_lib.spec import Machine, SpecError, resolve
+from qa_lib.spec import resolve
 from qa_lib.train.compile import LossOf
 from qa_lib.variants import VARIANTS, find_family
+from tests.material import SQUAD, edited, refused
+from tests.tiny import CPU, H200, losses_of, quiet, resized
 
-WIKITEXT = Path(__file__).resolve().parents[2] / "shared" / "wikitext"
-CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
-GPU = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90)
+WIKITEXT = SQUAD.parent / "wikitext"
 TINY = "gpt2:L2H64V400P80"
-QUIET = {"say": lambda _: None}
 
 
 def short(row="L1", data="synthetic:60", steps=3, model=TINY, **more):
     """A spec of few steps of two micro-batches of 4 windows, uncompiled."""
     (spec,) = plan([row], "lm-smoke", data=str(data), model=model, micro_batch=4, machine=CPU, **more)
-    preset = dataclasses.replace(spec.preset, steps=steps, batch_tokens=8 * spec.preset.max_length, measure_from=1)
-    settings = dataclasses.replace(spec.settings, compile="none")
-    return dataclasses.replace(spec, preset=preset, settings=settings)
+    return resized(spec, {"compile": "none"}, steps=steps, batch_tokens=8 * spec.preset.max_length, measure_from=1)
+
+
+def lengthened(variant, preset, length, **more):
+    """A spec of a GPU for windows of another length."""
+    return resolve(variant, preset, 0, H200, {}, {}, "", "", max_length=length, **more)
 
 
 def model_of(spec):
@@ -73,10 +72,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folder, tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("QA_LIB_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return learn_tokenizer(open_text(folder, "train"), 400)
+def tokenizer(folder):
+    return learn_tokenizer(open_text(folder, "train"), 400)
 
 
 # From text to tokens.
@@ -143,7 +140,7 @@ def test_wikitext_has_as_many_words_as_its_authors_count():
 def load(folder, tmp_path, **files):
     """load_text of a folder with the good files, some of them replaced."""
     tmp_path = tmp_path / "-".join(files)
-    tmp_path.mkdir()
+    tmp_path.mkdir(parents=True)
     for name in ("train.txt.gz", "validation.txt"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     for name, content in files.items():
@@ -153,15 +150,10 @@ def load(folder, tmp_path, **files):
     return load_text(short(data=tmp_path))
 
 
-def test_an_empty_text_is_refused(folder, tmp_path):
+def test_an_empty_text_is_refused_and_one_token_is_too_short_to_train_on_and_enough_to_score(folder, tmp_path):
     for split in ("train", "validation"):
-        with pytest.raises(UserError, match=f"{split}.txt: an empty text"):
-            load(folder, tmp_path, **{split: b""})
-
-
-def test_a_text_of_one_token_is_too_short_to_train_on_and_long_enough_to_score(folder, tmp_path):
-    with pytest.raises(UserError, match=r"train.txt: a text of 2 tokens, shorter than a window of 64"):
-        load(folder, tmp_path, train=b"a")
+        refused(f"{split}.txt: an empty text", load, folder, tmp_path / "empty", **{split: b""})
+    refused(r"train.txt: a text of 2 tokens, shorter than a window of 64", load, folder, tmp_path, train=b"a")
     data = load(folder, tmp_path, train=(b"the sea " * 20 + b"\n") * 9, validation=b"a")
     assert (data.n_eval, data.validation_samples.words, data.validation_samples.bytes) == (1, 1, 1)
     tokens_ = torch.from_numpy(data.validation_samples.tokens.astype("int64"))
@@ -180,8 +172,7 @@ def test_broken_text_is_named_by_its_line(folder, tmp_path):
         load(folder, tmp_path, validation=b"the\nsea\xff\n")
     path = tmp_path / "cut.txt.gz"
     path.write_bytes((folder / "train.txt.gz").read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"cut.txt.gz: cannot be read after line"):
-        list(open_text(path, "train").rows())
+    refused(r"cut.txt.gz: cannot be read after line", list, open_text(path, "train").rows())
 
 
 def test_what_is_no_text_is_refused(folder, tmp_path):
@@ -189,8 +180,7 @@ def test_what_is_no_text_is_refused(folder, tmp_path):
         (tmp_path, "none of train.txt, train.txt.gz"), (tmp_path / "gone.txt", "no such file"),
         (folder / "train.txt.gz", "one file has no text to validate on"), (__file__, "not one of .txt"),
     ):  # fmt: skip
-        with pytest.raises(DataError, match=re.escape(reason)):
-            open_text(source, "train" if reason[0] == "n" else "validation")
+        refused(re.escape(reason), open_text, source, "train" if reason[0] == "n" else "validation")
 
 
 def test_a_folder_whose_tokenizer_has_no_end_token_is_named(run, tmp_path):
@@ -198,19 +188,14 @@ def test_a_folder_whose_tokenizer_has_no_end_token_is_named(run, tmp_path):
     spec, runs = run
     shutil.copytree(runs / spec.run_path / "model", tmp_path / "endless")
     (tmp_path / "endless" / SUMS).unlink()
-    config = tmp_path / "endless" / "tokenizer_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token": None}))
+    edited(tmp_path / "endless" / "tokenizer_config.json", eos_token=None)
     with pytest.raises(UserError, match=r"endless: its tokenizer has no end token"):
         load_text(short(data=spec.data_source, model=str(tmp_path / "endless")))
 
 
 def test_a_context_above_the_models_positions_is_refused():
-    with pytest.raises(SpecError, match="has positions for 80 tokens and not for 128: give --model gpt2:L2H64V400P128"):
-        short(max_length=128)
-    spec = short()
-    longer = dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, max_length=128))
-    with pytest.raises(UserError, match=r"takes 80 tokens at most, and .* lm-smoke makes .* of 128"):
-        model_of(longer)
+    refused("has positions for 80 tokens and not for 128: give --model gpt2:L2H64V400P128", short, max_length=128)
+    refused(r"takes 80 tokens at most, and .* lm-smoke makes .* of 128", model_of, resized(short(), max_length=128))
 
 
 # Sizes, rows and presets.
@@ -227,16 +212,13 @@ def test_a_shape_is_a_model_by_its_sizes():
                  for name in ("gpt2:L4H64V4096", "gpt2:L12H768", "gpt2:L24H1024")]  # fmt: skip
     assert [round(size / 1e6, 1) for size in sizes] == [0.5, 124.5, 354.9]
     for wrong in ("gpt2:", "gpt2:L2H65", "gpt2:L0H64", "gpt2:L2H64V256", "gpt2:L2H64P0", "gpt2:l2h64", "gpt2:L²H64"):
-        with pytest.raises(SpecError, match="a shape is written like gpt2:L12H768"):
-            find_shape(wrong)
+        refused("a shape is written like gpt2:L12H768", find_shape, wrong)
     assert find_shape("gpt2") is None
 
 
 def test_rows_and_scales_belong_to_a_task():
-    with pytest.raises(SpecError, match="L1 is a variant of task lm, and preset 'smoke' of task qa"):
-        plan(["L1"], "smoke", machine=CPU)
-    with pytest.raises(SpecError, match="A1 is a variant of task qa"):
-        plan(["A1"], "lm-smoke", machine=CPU)
+    for row, preset, said in (("L1", "smoke", "lm, and preset 'smoke' of task qa"), ("A1", "lm-smoke", "qa")):
+        refused(f"{row} is a variant of task {said}", plan, [row], preset, machine=CPU)
     for name, row in VARIANTS.items():
         assert (row.settings.padding, row.settings.qkv) == ("max_length", "separate") or row.task == "qa", name
         assert not row.settings.cuda_graph or row.settings.padding == "packed" or row.task == "lm", name
@@ -245,16 +227,13 @@ def test_rows_and_scales_belong_to_a_task():
 def test_a_context_length_is_asked_for_and_keeps_the_tokens_of_a_step():
     specs = [short(model="gpt2:L2H64V400", max_length=length) for length in (None, 128, 256)]
     assert len({spec.hash for spec in specs}) == 3 and {spec.group for spec in specs} == {"cpu-lm-smoke"}
-    found = [resolve("L1", "lm-bench", 0, GPU, {}, {}, "", "", max_length=length) for length in (256, 1024)]
+    found = [lengthened("L1", "lm-bench", length) for length in (256, 1024)]
     assert [spec.micro_batches * spec.settings.micro_batch for spec in found] == [128, 32]
     for length in (1, 2, 2048):
-        with pytest.raises(SpecError, match="tokens are too few or too many"):
-            plan(["L1"], "lm-smoke", machine=CPU, max_length=length)
-    with pytest.raises(SpecError, match=r"1000 tokens do not make up the 32,768 .* take 512 or 1024 tokens"):
-        resolve("L1", "lm-bench", 0, GPU, {}, {}, "", "", max_length=1000)
-    with pytest.raises(SpecError, match=r"3 tokens do not make up the 1,024 .* take 4 tokens"):
-        plan(["L1"], "lm-smoke", machine=CPU, max_length=3)
-    assert resolve("L1", "lm-bench", 0, GPU, {}, {}, "", "", max_length=1000, batch=32).preset.batch == 32
+        refused("tokens are too few or too many", plan, ["L1"], "lm-smoke", machine=CPU, max_length=length)
+    refused(r"1000 tokens do not make up the 32,768 .* take 512 or 1024 tokens", lengthened, "L1", "lm-bench", 1000)
+    refused(r"3 tokens do not make up the 1,024 .* take 4 tokens", plan, ["L1"], "lm-smoke", machine=CPU, max_length=3)
+    assert lengthened("L1", "lm-bench", 1000, batch=32).preset.batch == 32
 
 
 def test_a_sweep_takes_the_rows_of_its_scales_task_and_hands_on_the_length(monkeypatch, tmp_path):
@@ -322,11 +301,8 @@ def test_fused_attention_is_told_causal_and_given_no_mask(monkeypatch):
 @pytest.fixture(scope="module")
 def run(folder, tmp_path_factory):
     """L1 over the small text, for as long as it takes to learn it."""
-    runs = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("QA_LIB_CACHE", str(tmp_path_factory.mktemp("cache")))
-        spec = short(data=folder, steps=40)
-        fit(spec, runs, **QUIET)
+    runs, spec = tmp_path_factory.mktemp("runs"), short(data=folder, steps=40)
+    fit(spec, runs, say=quiet)
     return spec, runs
 
 
@@ -363,8 +339,7 @@ def test_a_compiled_loss_has_no_gradient_of_logits():
 def test_a_model_that_has_diverged_ends_its_run_as_an_error(folder, tmp_path, monkeypatch):
     spec = short(data=folder)
     monkeypatch.setattr("qa_lib.score.perplexity.total_nats", lambda *_: math.nan)
-    with pytest.raises(DataError, match=r"text has nan nats \(the model has diverged\)"):
-        fit(spec, tmp_path, **QUIET)
+    refused(r"text has nan nats \(the model has diverged\)", fit, spec, tmp_path, say=quiet)
     entry = record.read_record(tmp_path / spec.run_path)
     assert (entry["status"], entry["error"]["kind"], entry["quality"]["nats"]) == ("error", "DataError", None)
 
@@ -373,32 +348,27 @@ def test_a_run_goes_on_from_a_checkpoint_and_its_tokenizer(run, tmp_path):
     spec, runs = run
     before = record.read_record(runs / spec.run_path)["quality"]
     again = short(data=spec.data_source, model=str(runs / spec.run_path / "model"), steps=2)
-    after = fit(again, tmp_path, **QUIET)["quality"]
+    after = fit(again, tmp_path, say=quiet)["quality"]
     assert after["n"] == before["n"] and after["nats"] < 1.5 * before["nats"]
-    (tmp_path / "bare").mkdir()
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "bare" / name).write_bytes((runs / spec.run_path / "model" / name).read_bytes())
-    with pytest.raises(UserError, match=r"no model.safetensors, and .* lm-smoke needs weights"):
-        model_of(short(model=str(tmp_path / "bare")))
+    bare = shutil.copytree(runs / spec.run_path / "model", tmp_path / "bare")
+    (bare / "model.safetensors").unlink()
+    refused(r"no model.safetensors, and .* lm-smoke needs weights", model_of, short(model=str(bare)))
 
 
 def test_a_model_of_the_other_task_is_refused(run):
     spec, runs = run
     with pytest.raises(UserError, match=r"of type 'gpt2'; this lab knows bert, roberta, electra for task qa"):
         plan(["A1"], "smoke", model=str(runs / spec.run_path / "model"), machine=CPU)
-    with pytest.raises(UserError, match=r"of type 'bert'; this lab knows gpt2 for task lm"):
-        short(model="tiny")
+    refused(r"of type 'bert'; this lab knows gpt2 for task lm", short, model="tiny")
 
 
-@pytest.mark.parametrize(
-    "row", ["L0", "L-sdpa", "L-adamw", "L-dropout", "L-recompute", "L-8bit", "L-lora", "L-qlora"], ids=lambda row: row
-)
+@pytest.mark.parametrize("row", "L0 L-sdpa L-adamw L-dropout L-recompute L-8bit L-lora L-qlora".split())
 def test_a_row_trains_what_it_says_and_saves_a_plain_model(row, tmp_path):
     spec = short(row)
     before = dict(model_of(spec).named_parameters())
-    entry = fit(spec, tmp_path, **QUIET)
+    entry = fit(spec, tmp_path, say=quiet)
     assert entry["status"] == "ok" and entry["quality"]["nats"] > 0
-    losses = [json.loads(line)["loss"] for line in (tmp_path / spec.run_path / "steps.jsonl").read_text().splitlines()]
+    losses = losses_of(tmp_path / spec.run_path)
     assert len(losses) == 3 and losses[0] == pytest.approx(math.log(448), abs=0.3)
     assert ("lora_A" in " ".join(before)) == (entry["model"]["params_trainable"] < entry["model"]["params_total"])
     path = tmp_path / spec.run_path / "model"
@@ -461,12 +431,10 @@ def test_a_model_of_few_positions_goes_on_with_what_it_has_room_for(positions, t
 
 def test_neighbours_of_a_short_length_share_a_third_of_it():
     """Of lengths for which the preset's own would be more than half; the others keep it, and their runs their names."""
-
-    def strides(variant, preset, *lengths):
-        return [resolve(variant, preset, 0, GPU, {}, {}, "", "", max_length=n).preset.stride for n in lengths]
-
-    assert strides("A1", "sizing", 128, 129, 255, 256, 512) == [42, 43, 85, 128, 128]
-    assert strides("L1", "lm-sizing", 96, 128, 16_384) == [32, 64, 64]
+    for length, stride in ((128, 42), (129, 43), (255, 85), (256, 128), (512, 128)):
+        assert lengthened("A1", "sizing", length).preset.stride == stride
+    for length, stride in ((96, 32), (128, 64), (16_384, 64)):
+        assert lengthened("L1", "lm-sizing", length).preset.stride == stride
 
 
 def test_a_word_without_end_is_learnt_from_in_pieces(tmp_path):

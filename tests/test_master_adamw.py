@@ -12,11 +12,6 @@ SHAPES = [(33, 17), (128,), (128,), (4, 5, 6)]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def bits(*values: int) -> torch.Tensor:
-    """The fp32 numbers that have these bits."""
-    return torch.tensor(values).to(torch.int32).view(torch.float32)
-
-
 def masters_of(optimizer: MasterAdamW) -> list[torch.Tensor]:
     parameters, states = zip(*optimizer.state.items(), strict=True)
     return masters(parameters, [state["low_bits"] for state in states])
@@ -248,8 +243,9 @@ def test_the_scale_of_the_loss_is_taken_off_and_an_overflow_changes_nothing():
 
 def test_what_is_not_a_number_stays_none():
     """GPUs make the one with all bits set, to which no rounding may be added."""
+    nans = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001], dtype=torch.int32).view(torch.float32)
     for addend in (0x8000, 0xFFFF):
-        assert upper(bits(0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001), addend).isnan().all()
+        assert upper(nans, addend).isnan().all()
 
 
 def drawn(value, step=1, first=0):

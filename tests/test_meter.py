@@ -59,16 +59,11 @@ def pretend(monkeypatch):
     meters._nvml.cache_clear()
 
 
-def test_the_own_gpu_is_asked_at_the_end_of_each_measured_stretch(pretend):
-    nvml = pretend(NVML())
-    meter = Meter(GPU, warm_up=1)
-    for _ in range(3):  # the first is the warm-up
-        meter.step(LENGTHS, LENGTHS)
-        meter.flush()
-        meter.resume()
-    assert meter.samples == [0.75, 0.75] and set(nvml.handles) == {"GPU-a-uuid"}
-    assert meter.speed(FREE, 1.0).gpu_busy == 0.75
-    assert meter.samples == [0.75, 0.75]
+def stretch(meter):
+    """A step, and a pause after it."""
+    meter.step(LENGTHS, LENGTHS)
+    meter.flush()
+    meter.resume()
 
 
 def test_pauses_between_steps_cost_no_energy(pretend):
@@ -97,23 +92,20 @@ def test_an_energy_counter_that_falls_silent_ends_the_energy_and_not_the_run(pre
     meter = Meter(GPU, warm_up=1)
     for energy in (1000.0, None, 5000.0):
         nvml.millijoules = energy
-        meter.step(LENGTHS, LENGTHS)
-        meter.flush()
-        meter.resume()
+        stretch(meter)
     assert meter.joules_per_sample() is None
 
 
-@pytest.mark.parametrize(("looks", "samples"), [(3, [0.75, 0.75]), (0, [])])
-def test_a_gpu_that_falls_silent_ends_the_samples_and_not_the_run(looks, samples, pretend):
+@pytest.mark.parametrize(("looks", "samples"), [(10**9, 4 * [0.75]), (3, 2 * [0.75]), (0, [])])
+def test_the_own_gpu_is_asked_after_each_measured_stretch_until_it_falls_silent(looks, samples, pretend):
     """The first look is to see whether it answers."""
-    pretend(NVML(looks))
+    nvml = pretend(NVML(looks))
     meter = Meter(GPU, warm_up=1)
-    for _ in range(5):
-        meter.step(LENGTHS, LENGTHS)
-        meter.flush()
-        meter.resume()
-    assert meter.samples == samples
+    for _ in range(5):  # the first is the warm-up
+        stretch(meter)
+    assert meter.samples == samples and set(nvml.handles) == {"GPU-a-uuid"}
     assert meter.speed(FREE, 1.0).gpu_busy == (0.75 if samples else None)
+    assert meter.samples == samples
 
 
 def test_masters_beside_the_model_are_memory_of_the_optimizer():

@@ -40,8 +40,12 @@ def layer(request):
     return nn.Linear(inputs, outputs, bias=request.param == "linear")
 
 
-def test_product_and_gradient_are_those_of_the_weight_that_the_bits_stand_for(layer):
-    small = NF4Linear(layer, torch.float32)
+@pytest.fixture
+def small(layer):
+    return NF4Linear(layer, torch.float32)
+
+
+def test_product_and_gradient_are_those_of_the_weight_that_the_bits_stand_for(layer, small):
     weight = small.wide()
     own = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
     assert weight.shape == own.shape == (160, 96)
@@ -59,10 +63,9 @@ def test_product_and_gradient_are_those_of_the_weight_that_the_bits_stand_for(la
     library.opcheck(torch.ops.qa_lib.nf4_linear.default, arguments)
 
 
-def test_its_bits_are_those_of_bitsandbytes_own_layer(layer):
+def test_its_bits_are_those_of_bitsandbytes_own_layer(layer, small):
     from bitsandbytes.nn import Params4bit
 
-    small = NF4Linear(layer, torch.float32)
     weight = (layer.weight.T if small.transposed else layer.weight).detach().contiguous()
     theirs = Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=False).to("cpu")
     assert torch.equal(theirs.data, small.weight)
@@ -97,8 +100,7 @@ def test_inputs_of_another_width_are_refused(width):
         small(torch.randn(2, width))
 
 
-def test_the_layer_of_before_comes_back(layer):
-    small = NF4Linear(layer, torch.float32)
+def test_the_layer_of_before_comes_back(layer, small):
     back, x = native(small), torch.randn(4, WIDTHS[0])
     assert type(back) is type(layer) and torch.allclose(back(x), small(x), atol=1e-5)
     delta = torch.randn(WIDTHS[1], WIDTHS[0])
@@ -115,9 +117,8 @@ def test_a_weight_takes_4_bits_and_its_share_of_a_scale(layer):
     assert torch.equal(small.half().wide(), before), "a model in half precision leaves the scales as they are"
 
 
-def test_only_bytes_are_kept_for_the_backward_pass(layer):
-    kept = []
-    small, x = NF4Linear(layer, torch.float32), torch.randn(2, WIDTHS[0], requires_grad=True)
+def test_only_bytes_are_kept_for_the_backward_pass(small):
+    kept, x = [], torch.randn(2, WIDTHS[0], requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         small(x)
     node = torch.ops.qa_lib.nf4_linear(x, small.weight, small.scales, WIDTHS[1]).grad_fn

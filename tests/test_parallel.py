@@ -22,34 +22,28 @@ from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.zero1 import ALIGN, FlatShard
 from tests import warm
 from tests.conftest import slow
-from tests.ranks import DEVICE, losses_of, trained
+from tests.ranks import DEVICE, trained
+from tests.tiny import losses_of
 
 # For rows that cut the model: four layers and heads, and four micro-batches a step.
 CUT = {"shape": {"num_hidden_layers": 4, "num_attention_heads": 4}, "parts": 4}
 UNCUT = CUT | {"row": "E-masters-eager", "world": 1}
 BF16 = {"precision": "bf16", "optimizer": "adamw-master"}
+UNPACKED = {"ddp": "P1", "fsdp": "P-fsdp"}
+PACKED = {"flat": "P-one-bucket", "overlap": "P-overlap", "sharded": "P-zero1", "best": "P-overlap-zero1"}
 # name -> (the case, the same in one process, relative tolerance of each step's loss)
-CASES = {
-    "ddp": ({"row": "P1"}, {"row": "A1", "world": 1}, 1e-4),
-    "ddp-accumulated": ({"row": "P1", "preset": {"effective_batch": 32}}, None, 1e-4),
+CASES = {name: ({"row": row}, {"row": "A1", "world": 1}, 1e-4) for name, row in UNPACKED.items()}
+CASES |= {name: ({"row": row}, {"row": "E-dropout", "world": 1}, 1e-4) for name, row in PACKED.items()}
+for name, row in (UNPACKED | PACKED).items():
+    CASES[f"{name}-accumulated"] = ({"row": row, "preset": {"effective_batch": 32}}, None, 1e-4)
+for name, row in PACKED.items():
+    CASES[f"{name}-unequal"] = ({"row": row, "unequal": True}, None, 1e-4)
+for name, parallel in (("ddp", "ddp"), ("fsdp", "fsdp2")):
+    CASES[f"{name}-unequal"] = (CASES["flat-unequal"][0] | {"settings": {"parallel": parallel}}, None, 1e-4)
+CASES |= {
     "ddp-bf16": ({"row": "P1-bf16"}, {"row": "A1", "world": 1}, 0.05),
-    "fsdp": ({"row": "P-fsdp"}, {"row": "A1", "world": 1}, 1e-4),
-    "fsdp-accumulated": ({"row": "P-fsdp", "preset": {"effective_batch": 32}}, None, 1e-4),
-    "flat": ({"row": "P-one-bucket"}, {"row": "E-dropout", "world": 1}, 1e-4),
-    "overlap": ({"row": "P-overlap"}, {"row": "E-dropout", "world": 1}, 1e-4),
-    "overlap-accumulated": ({"row": "P-overlap", "preset": {"effective_batch": 32}}, None, 1e-4),
-    "sharded": ({"row": "P-zero1"}, {"row": "E-dropout", "world": 1}, 1e-4),
-    "sharded-accumulated": ({"row": "P-zero1", "preset": {"effective_batch": 32}}, None, 1e-4),
-    "best": ({"row": "P-overlap-zero1"}, {"row": "E-dropout", "world": 1}, 1e-4),
-    "best-accumulated": ({"row": "P-overlap-zero1", "preset": {"effective_batch": 32}}, None, 1e-4),
-    "best-unequal": ({"row": "P-overlap-zero1", "unequal": True}, None, 1e-4),
     "best-masters": ({"row": "P-overlap-zero1", "settings": BF16}, {"row": "P-one-bucket", "settings": BF16}, 0.05),
     "sharded-masters": ({"row": "P-zero1", "settings": BF16}, {"row": "P-one-bucket", "settings": BF16}, 0.05),
-    "ddp-unequal": ({"row": "P-one-bucket", "unequal": True, "settings": {"parallel": "ddp"}}, None, 1e-4),
-    "flat-unequal": ({"row": "P-one-bucket", "unequal": True}, None, 1e-4),
-    "overlap-unequal": ({"row": "P-overlap", "unequal": True}, None, 1e-4),
-    "sharded-unequal": ({"row": "P-zero1", "unequal": True}, None, 1e-4),
-    "fsdp-unequal": ({"row": "P-one-bucket", "unequal": True, "settings": {"parallel": "fsdp2"}}, None, 1e-4),
     "gpipe": ({"row": "P-gpipe"} | CUT, UNCUT, 1e-4),
     "1f1b": ({"row": "P-1f1b"} | CUT, UNCUT, 1e-4),
     "interleaved": ({"row": "P-interleaved"} | CUT, UNCUT, 1e-4),
@@ -137,29 +131,26 @@ def shared(tmp_path_factory):
     return Launched(cases, lambda found, folder: launch(found, 2, folder), tmp_path_factory.mktemp("two"))
 
 
+WRAPPERS = {"ddp": "DistributedDataParallel", "trainer": "DistributedDataParallel", "deepspeed": "DeepSpeedEngine"}
+WRAPPERS |= {"flat": None, "fsdp": None}
+
+
 @pytest.mark.parametrize("name", tiers(CASES))
 def test_two_processes_make_the_steps_of_one(name, shared, by_one):
+    """With gradients as large as its, before they are clipped, whatever shares they are in, and equal ones of a model
+    in parts: neither AdamW nor clipping lets a loss show a common factor. The class that trained is named."""
     case, alone, tolerance = CASES[name]
     # Without another row for it, the same case: one process takes all of a step's micro-batches.
-    one = by_one(alone or case)
-    np.testing.assert_allclose(losses_of(shared[name]), losses_of(one), rtol=tolerance)
-    first, second = found_by_ranks(shared[name])
+    folder, one = shared[name], by_one(alone or case)
+    np.testing.assert_allclose(losses_of(folder), losses_of(one), rtol=tolerance)
+    first, second = found_by_ranks(folder)
     assert first["weights"] == second["weights"]
-
-
-WRAPPERS = {"ddp": "DistributedDataParallel", "trainer": "DistributedDataParallel", "deepspeed": "DeepSpeedEngine"}
-
-
-@pytest.mark.parametrize("name", tiers(name for name in CASES if name in (*WRAPPERS, "flat", "fsdp")))
-def test_the_class_that_trained_is_named(name, shared):
-    assert [rank["wrapper"] for rank in found_by_ranks(shared[name])] == 2 * [WRAPPERS.get(name)]
-
-
-@pytest.mark.parametrize("name", tiers(name for name, (case, _, _) in CASES.items() if "parts" in case))
-def test_a_model_in_parts_has_the_gradients_of_the_whole(name, shared, by_one):
-    """Each parameter's, before they are clipped: AdamW hides a gradient that is too large by a factor."""
-    _, alone, tolerance = CASES[name]
-    assert_gradients(shared[name], by_one(alone), tolerance)
+    if name in WRAPPERS:
+        assert first["wrapper"] == second["wrapper"] == WRAPPERS[name]
+    if name not in ("trainer", "deepspeed"):  # which have steps of their own
+        assert norm_in(folder) == pytest.approx(norm_in(one), rel=tolerance)
+    if "parts" in case:
+        assert_gradients(folder, one, tolerance)
 
 
 def assert_gradients(folder, whole, tolerance) -> None:
@@ -171,11 +162,9 @@ def assert_gradients(folder, whole, tolerance) -> None:
         torch.testing.assert_close(gradient, expected[number], rtol=tolerance, atol=tolerance * largest)
 
 
-@pytest.mark.parametrize("name", tiers(name for name in CASES if name not in ("trainer", "deepspeed")))
-def test_gradients_are_as_large_as_those_of_one_process(name, shared, by_one):
-    """The norm of all, whatever shares they are in: neither AdamW nor clipping lets a loss show a common factor."""
-    case, alone, tolerance = CASES[name]
-    assert norm_in(shared[name]) == pytest.approx(norm_in(by_one(alone or case)), rel=tolerance)
+def square_norms_in(folder) -> np.ndarray:
+    """What processes have noted of their gradients, a mean over them."""
+    return np.mean([rank["norms"] for rank in found_by_ranks(folder)], axis=0)
 
 
 def norm_in(folder) -> float:
@@ -199,10 +188,7 @@ def test_a_bubble_is_of_the_whole_step():
 
 def test_ways_to_reduce_see_one_noise_scale(shared):
     """Square norms of each process's gradient and of the mean of all, which the noise scale is made of."""
-    flat, overlap, sharded, ddp = (
-        np.mean([rank["norms"] for rank in found_by_ranks(shared[name])], axis=0)
-        for name in ("flat", "overlap", "sharded", "ddp")
-    )
+    flat, overlap, sharded, ddp = (square_norms_in(shared[name]) for name in ("flat", "overlap", "sharded", "ddp"))
     assert flat == pytest.approx(sharded, rel=1e-3)
     assert flat == pytest.approx(overlap, rel=1e-3)
     own, mean = flat
@@ -276,7 +262,4 @@ def test_two_pipelines_of_two_make_the_steps_of_one_process(resumed, shared, by_
     ranks = found_by_ranks(folder)
     assert len(ranks) == 4 and len({rank["weights"] for rank in ranks}) == 1
     # Each stage has a part of both square norms; in all they are those of two processes that have the whole model.
-    norms, flat = (
-        np.mean([rank["norms"] for rank in found_by_ranks(each)], axis=0) for each in (folder, shared["tensor-flat"])
-    )
-    assert 2 * norms == pytest.approx(flat, rel=1e-3)
+    assert 2 * square_norms_in(folder) == pytest.approx(square_norms_in(shared["tensor-flat"]), rel=1e-3)

@@ -6,38 +6,31 @@ import os
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
-from transformers import (
-    BertConfig,
-    BertForQuestionAnswering,
-    BertModel,
-    DistilBertConfig,
-    DistilBertForQuestionAnswering,
-    PreTrainedModel,
-)
+from transformers import BertConfig, BertForQuestionAnswering, BertModel, PreTrainedModel
 
 from qa_lib.cli import parser_of
 from qa_lib.data.load import load_data
 from qa_lib.data.squad import Example
 from qa_lib.data.windows import build_samples
-from qa_lib.errors import UserError
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.hf_checkpoint import INDEX, SUMS, find_folder, write_digests
 from qa_lib.model.load import check_tokenizer
-from qa_lib.run.plan import plan
+from qa_lib.run.plan import identify_model, plan
 from qa_lib.score.decode import decode
 from qa_lib.score.evaluate import evaluate, span_loss
 from qa_lib.score.predict import load_qa_model, main, predict_logits, window_lengths
-from qa_lib.spec import Machine
-from tests.material import document, question, trained_tokenizer, write
+from tests.material import document, edited, flip_a_bit, question, refused, trained_tokenizer, write
 from tests.test_windows import TEXT, Given
+from tests.tiny import CPU, resized
 
 EXAMPLES = [Example(f"q{i}", "Rivers", "where is it"[: i % 9], (TEXT * 2)[i : 9 * i + 3]) for i in range(40)]
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -108,7 +101,7 @@ def test_autocast(model, samples):
 @pytest.fixture(scope="module")
 def answered():
     """A model that has learnt nothing, its spec, and questions with answers."""
-    (spec,) = plan(["A1"], "smoke", data="synthetic:40", machine=Machine())
+    (spec,) = plan(["A1"], "smoke", data="synthetic:40", machine=CPU)
     torch.manual_seed(0)
     return build_model(spec).eval(), spec, load_data(spec)
 
@@ -124,7 +117,7 @@ def test_held_out_loss_is_what_training_computes_of_each_window(answered, tmp_pa
     assert 0 < (samples.end_positions > 0).sum() < len(samples)
     right = evaluate(model, data, spec, torch.device("cpu"), tmp_path)["loss"]
     assert right == pytest.approx(np.mean(losses), rel=1e-5)
-    wrong = replace(spec, settings=replace(spec.settings, fault="positional-join"))
+    wrong = resized(spec, {"fault": "positional-join"})
     assert evaluate(model, data, wrong, torch.device("cpu"), tmp_path)["loss"] == right, "the fault is of answers"
 
 
@@ -142,8 +135,7 @@ def test_batches_hold_what_they_may(samples):
 
     def model(input_ids, attention_mask, token_type_ids):
         seen.append(tuple(input_ids.shape))
-        logits = torch.zeros(input_ids.shape)
-        return type("Output", (), {"start_logits": logits, "end_logits": logits})
+        return SimpleNamespace(start_logits=torch.zeros(input_ids.shape), end_logits=torch.zeros(input_ids.shape))
 
     predict_logits(model, samples, batch_tokens=120)
     assert sum(n for n, _ in seen) == len(samples)
@@ -153,6 +145,12 @@ def test_batches_hold_what_they_may(samples):
 
 def run(*words):
     return main(parser_of("predict").parse_args([str(word) for word in words]))
+
+
+def asked(model, capsys, question="where", context=TEXT):
+    """What is printed to one question."""
+    assert run("--model", model, "--question", question, "--context", context) == 0
+    return json.loads(capsys.readouterr().out)
 
 
 DATA = document((TEXT, [question("q1", "where", ("Rotterdam", TEXT.index("Rotterdam"))), question("q2", "why?")]))
@@ -176,22 +174,18 @@ def test_questions_need_no_gold_answers_to_be_answered(folder, tmp_path):
     first, second = bare["data"][0]["paragraphs"][0]["qas"]
     del first["answers"], first["is_impossible"]
     second["answers"], second["is_impossible"] = [{"text": "nowhere to be found", "answer_start": 3}], False
-    data = tmp_path / "bare.json"
-    data.write_text(json.dumps(bare))
-    for file in (labelled, data):
+    for file in (labelled, write(tmp_path / "bare.json", bare)):
         assert run("--model", folder, file, "--out", tmp_path / file.stem) == 0
     answers = [[path.read_text() for path in sorted((tmp_path / name).iterdir())] for name in ("labelled", "bare")]
     assert answers[0] == answers[1]
 
 
 def test_a_question_is_answered(folder, capsys):
-    assert run("--model", folder, "--question", "  where", "--context", TEXT) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = asked(folder, capsys, "  where")
     assert list(found) == ["answer", "probability", "null_odds"]
     assert found["answer"] in TEXT and 0 < found["probability"] <= 1
     assert (found["null_odds"] > 0) == (found["answer"] == "")
-    assert run("--model", folder, "--question", "", "--context", "") == 0
-    assert json.loads(capsys.readouterr().out)["answer"] == ""
+    assert asked(folder, capsys, "", "")["answer"] == ""
 
 
 @pytest.fixture
@@ -211,21 +205,15 @@ def hub(folder, tmp_path, monkeypatch):
 
 
 def test_a_name_of_the_hub_answers_as_its_folder_does(hub, folder, capsys):
-    said = []
-    for name in ("lab/bert", folder):
-        assert run("--model", name, "--question", "where", "--context", TEXT) == 0
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1]
+    assert asked("lab/bert", capsys) == asked(folder, capsys)
     Path("lab/bert").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"lab/bert: no config\.json"):  # a folder of that name comes first
-        run("--model", "lab/bert", "--question", "where", "--context", TEXT)
+    refused(r"lab/bert: no config\.json", asked, "lab/bert", capsys)  # a folder of that name comes first
 
 
 @pytest.mark.parametrize("name", ["lab/none", "my-brt", "./my-bert", "/no/such/folder", "runs/x/y/"])
-def test_a_name_that_is_neither_a_folder_nor_a_hubs_is_one_line(hub, name):
-    with pytest.raises(UserError, match="no such folder") as caught:
-        run("--model", name, "--question", "where", "--context", TEXT)
-    assert "\n" not in str(caught.value) and name.strip("./") in str(caught.value) and len(str(caught.value)) < 220
+def test_a_name_that_is_neither_a_folder_nor_a_hubs_is_one_line(hub, name, capsys):
+    said = refused("no such folder", asked, name, capsys)
+    assert name.strip("./") in said and len(said) < 220
 
 
 def test_only_safetensors_and_texts_are_asked_of_the_hub(hub, monkeypatch):
@@ -236,41 +224,30 @@ def test_only_safetensors_and_texts_are_asked_of_the_hub(hub, monkeypatch):
     assert list(filter_repo_objects(f"{kept} {others}".split(), **asked)) == kept.split()
 
 
-@pytest.mark.parametrize(
-    "words", ["", "data.json", "--out x", "data.json --question x", "--question x", "--question q --context c --out x"]
-)
-def test_one_thing_or_the_other(words, folder):
-    with pytest.raises(UserError, match=r"either DATA\.json and --out, or"):
-        run("--model", folder, *words.split())
+def test_one_thing_or_the_other(folder):
+    incomplete = ["", "data.json", "--out x", "--question x"]
+    for words in [*incomplete, "data.json --question x", "--question q --context c --out x"]:
+        refused(r"either DATA\.json and --out, or", run, "--model", folder, *words.split())
 
 
 def test_bad_input_writes_nothing(folder, tmp_path, capsys):
     data, out = tmp_path / "data.json", tmp_path / "out"
     long = document((TEXT, [question("q1", "river " * 60)]))
-    bad = {
-        "data.json: not JSON": None,
-        "data.json: an empty data set": document(),
-        "data.json: article 'Rivers', question 'q1': its .* tokens leave 0 of 48": long,
-    }
-    for message, content in bad.items():
-        write(data, content) if content else data.write_text("{")
-        with pytest.raises(UserError, match=message) as caught:
-            run("--model", folder, data, "--out", out)
-        assert "\n" not in str(caught.value) and not out.exists()
-    with pytest.raises(UserError, match="a paragraph of 1,000,000 characters"):
-        run("--model", folder, "--question", "x", "--context", "word " * 200_000)
+    room = "article 'Rivers', question 'q1': its .* tokens leave 0 of 48"
+    empty = json.dumps(document())
+    for message, content in (("not JSON", "{"), ("an empty data set", empty), (room, json.dumps(long))):
+        data.write_text(content)
+        refused(f"data.json: {message}", run, "--model", folder, data, "--out", out)
+        assert not out.exists()
+    refused("a paragraph of 1,000,000 characters", asked, folder, capsys, "x", "word " * 200_000)
     out.write_text("mine")
-    with pytest.raises(UserError, match="out is no folder that can be written to"):
-        run("--model", folder, write(data, DATA), "--out", out)
+    refused("out is no folder that can be written to", run, "--model", folder, write(data, DATA), "--out", out)
     assert out.read_text() == "mine"
     assert capsys.readouterr().out == ""
 
 
 def spoil_config(**changes):
-    def spoil(folder):
-        write(folder / "config.json", json.loads((folder / "config.json").read_text()) | changes)
-
-    return spoil
+    return lambda folder: edited(folder / "config.json", **changes)
 
 
 def spoil_weights(change):
@@ -317,12 +294,10 @@ def replaced(name, by):
     return spoil
 
 
-def flip_a_bit(name):
+def flipped(name):
     def spoil(folder):
         write_digests(folder)
-        content = bytearray((folder / name).read_bytes())
-        content[-100] ^= 1
-        (folder / name).write_bytes(content)
+        flip_a_bit(folder / name)
 
     return spoil
 
@@ -334,7 +309,7 @@ def own_code(folder):
 
 
 ONE_TYPE = BertConfig(vocab_size=300, type_vocab_size=1, **SMALL)
-DISTILBERT = DistilBertConfig(vocab_size=300, dim=32, n_layers=1, n_heads=2, hidden_dim=32)
+DISTILBERT = transformers.DistilBertConfig(vocab_size=300, dim=32, n_layers=1, n_heads=2, hidden_dim=32)
 # What a folder is refused for wherever it is given: to answer with, and to train from ...
 REFUSED = {
     "no config.json": lambda folder: (folder / "config.json").unlink(),
@@ -343,7 +318,7 @@ REFUSED = {
     "config.json is neither": replaced("config.json", os.mkfifo),
     "special_tokens_map.json is neither": replaced("special_tokens_map.json", os.mkfifo),
     "cannot be loaded": lambda folder: (folder / "model.safetensors").write_bytes(b"noise"),
-    "a model of type .distilbert.": saved(DistilBertForQuestionAnswering, DISTILBERT),
+    "a model of type .distilbert.": saved(transformers.DistilBertForQuestionAnswering, DISTILBERT),
     "tokens in the tokenizer, 20 in the model": saved(BertForQuestionAnswering, BertConfig(vocab_size=20, **SMALL)),
     "1000000 layers in config.json, 2 in the weights": spoil_config(num_hidden_layers=10**6),
     "token_type_embeddings.weight is .*, .* by config.json": spoil_config(type_vocab_size=9),
@@ -360,8 +335,8 @@ REFUSED = {
         indexed(folder, "pipe.safetensors") and os.mkfifo(folder / "pipe.safetensors")
     ),
     "model.safetensors is neither a file nor": replaced("model.safetensors", lambda path: path.symlink_to("/dev/zero")),
-    "'model.safetensors' is not the file that was saved": flip_a_bit("model.safetensors"),
-    "'config.json' is not the file that was saved": flip_a_bit("config.json"),
+    "'model.safetensors' is not the file that was saved": flipped("model.safetensors"),
+    "'config.json' is not the file that was saved": flipped("config.json"),
 }
 # ... and for what an encoder need not have that is trained.
 REFUSED_TO_ANSWER = {
@@ -383,9 +358,8 @@ def test_model_folders_that_are_refused(folder, message, monkeypatch, capfd):
     (REFUSED | REFUSED_TO_ANSWER)[message](folder)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))  # whoever asks whether to trust code hears yes
     for use in (load_qa_model, train_from) if message in REFUSED else (load_qa_model,):
-        with pytest.raises(UserError, match=f"model.*: .*{message}") as caught:
-            use(folder)
-        assert "\n" not in str(caught.value) and not (folder.parent / "ran").exists()
+        refused(f"model.*: .*{message}", use, folder)
+        assert not (folder.parent / "ran").exists()
     assert "LOAD REPORT" not in capfd.readouterr().err
 
 
@@ -419,8 +393,8 @@ def test_a_record_that_says_nonsense_gives_the_recipes_windows(folder, model):
 
 def train_from(folder):
     """Plan a run from a folder and build what it trains, as `run` does before the first step."""
-    (spec,) = plan(["A2"], "local", data="synthetic:40", model=str(folder), machine=Machine("cpu"))
-    spec = replace(spec, preset=replace(spec.preset, max_length=40, stride=10))
+    (spec,) = plan(["A2"], "local", data="synthetic:40", model=str(folder), machine=CPU)
+    spec = resized(spec, max_length=40, stride=10)
     data, model = load_data(spec), build_model(spec)
     check_tokenizer(folder, data.tokenizer, model)
     return model
@@ -436,12 +410,9 @@ def test_training_takes_an_encoder_without_a_head_weights_in_parts_and_half_prec
     trained = train_from(folder)
     layer = "bert.encoder.layer.1.output.dense.weight"
     assert torch.equal(trained.get_parameter(layer), model.get_parameter(layer).half().float())
-    other = plan(["A2"], "local", data="synthetic:40", model=str(folder), machine=Machine("cpu"))[0].model["revision"]
-    flipped = bytearray((folder / "part-1.safetensors").read_bytes())
-    flipped[-5] ^= 1
-    (folder / "part-1.safetensors").write_bytes(flipped)
-    again = plan(["A2"], "local", data="synthetic:40", model=str(folder), machine=Machine("cpu"))[0].model["revision"]
-    assert again != other, "weights in parts count in a run's identity"
+    before = identify_model(str(folder))
+    flip_a_bit(folder / "part-1.safetensors", -5)
+    assert identify_model(str(folder)) != before, "weights in parts count in a run's identity"
 
 
 def test_a_kept_model_holds_digests_that_sha256sum_reads_and_is_replaced_whole(tmp_path, tokenizer):
@@ -454,5 +425,4 @@ def test_a_kept_model_holds_digests_that_sha256sum_reads_and_is_replaced_whole(t
     done = subprocess.run(["sha256sum", "-c", SUMS], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0 and "model.safetensors: OK" in done.stdout
     (folder / SUMS).write_text("../../../dev/zero  ../../../dev/zero\n")
-    with pytest.raises(UserError, match=r"config\.json was added after"):
-        load_qa_model(folder)
+    refused(r"config\.json was added after", load_qa_model, folder)

@@ -1,10 +1,11 @@
 """Models in 8 and 4 bits: what is trained on is what is saved, loaded and answered with. Most needs torchao."""
 
-import dataclasses
 import json
+import re
 import shutil
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,16 +25,13 @@ from qa_lib.run.quantize import quantize_run
 from qa_lib.score.choices import named, offered
 from qa_lib.score.predict import answering_device, load_qa_model
 from qa_lib.spec import Machine
-
-
-def quiet(_):
-    pass
+from tests.material import change_record, edited, refused, write
+from tests.tiny import quiet, resized
 
 
 def spec_of(variant):
     (spec,) = plan([variant], "smoke", data="synthetic:60", machine=Machine(torchao=True))
-    preset = dataclasses.replace(spec.preset, steps=4, measure_from=1, checkpoint_every=0)
-    return dataclasses.replace(spec, preset=preset)
+    return resized(spec, steps=4, measure_from=1, checkpoint_every=0)
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +73,7 @@ def test_rounding_in_training_gives_the_answers_of_the_rounded_model(width, tmp_
     trained = logits(model)
     model(torch.randint(5, 40, (3, 30))).start_logits.square().sum().backward()
     assert all(p.grad.abs().sum() > 0 for name, p in model.named_parameters() if name.endswith("query.weight"))
-
-    class NoTokenizer:
-        def save_pretrained(self, folder):
-            pass
-
-    save_model(model, NoTokenizer(), tmp_path / "model")
+    save_model(model, SimpleNamespace(save_pretrained=quiet), tmp_path / "model")
     plain = BertForQuestionAnswering.from_pretrained(tmp_path / "model")
     assert not torch.allclose(logits(plain), trained, atol=1e-4), "rounding changes something"
     quantize(plain, width)
@@ -97,11 +90,13 @@ def test_a_row_trains_and_its_f1_is_that_of_its_quantized_model(tmp_path):
 
 @pytest.mark.torchao
 @pytest.mark.parametrize("width", WIDTHS)
-def test_what_is_saved_is_what_is_loaded(width, run, monkeypatch):
+def test_what_is_saved_is_what_is_loaded_and_not_trained(width, run, monkeypatch):
     model, _ = load_qa_model(run / "model")
     quantize(model, width)
     loaded, _ = load_qa_model(run / f"model-{width}")
     assert torch.equal(logits(loaded), logits(model))
+    (spec,) = plan(["A1"], "local", data="synthetic:40", model=str(run / f"model-{width}"), machine=Machine())
+    refused("quantized, and train no more", build_model, spec)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert answering_device(loaded) == "cpu" and answering_device(load_qa_model(run / "model")[0]) == "cuda"
     found = document(run / f"model-{width}" / "quantized.json", QUANTIZED_SCHEMA)
@@ -131,8 +126,7 @@ def copied(folder, to, config=None, tensors=None):
     for path in folder.iterdir():
         if path.name != SUMS:
             (to / path.name).write_bytes(path.read_bytes())
-    if config:
-        (to / "config.json").write_text(json.dumps(json.loads((to / "config.json").read_text()) | config))
+    edited(to / "config.json", **config or {})
     if tensors:
         save_file({name: t.contiguous() for name, t in tensors(load_file(to / QUANTIZED)).items()}, to / QUANTIZED)
     return to
@@ -154,16 +148,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_folder_of_other_numbers_is_refused(fault, run, tmp_path):
     config, tensors, said = FAULTS[fault]
-    with pytest.raises(UserError) as refusal:
-        load_qa_model(copied(run / "model-int8", tmp_path / "model", config, tensors))
-    assert said in str(refusal.value)
-
-
-@pytest.mark.torchao
-def test_a_quantized_model_is_not_trained(run):
-    (spec,) = plan(["A1"], "local", data="synthetic:40", model=str(run / "model-int8"), machine=Machine())
-    with pytest.raises(UserError, match="quantized, and train no more"):
-        build_model(spec)
+    refused(re.escape(said), load_qa_model, copied(run / "model-int8", tmp_path / "model", config, tensors))
 
 
 @pytest.mark.torchao
@@ -171,28 +156,26 @@ def test_layers_that_cannot_be_quantized_are_named():
     with pytest.raises(UserError, match=r"GPT2LMHeadModel: its layers have no torch\.nn\.Linear"):
         quantize(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=40)), "int8")
     odd = BertConfig(hidden_size=24, num_attention_heads=1, num_hidden_layers=1, intermediate_size=32, vocab_size=40)
-    with pytest.raises(UserError, match="a linear layer of 24 inputs"):
-        quantize(BertForQuestionAnswering(odd), "int4")
+    refused("a linear layer of 24 inputs", quantize, BertForQuestionAnswering(odd), "int4")
 
 
 @pytest.mark.torchao
 def test_what_is_found_names_the_questions_without_the_folders_above_them(run, tmp_path):
     shutil.copytree(run / "model", tmp_path / "run" / "model")
     shutil.copy(run / "record.json", tmp_path / "run")
-    (tmp_path / "questions.json").write_text(json.dumps(synthetic_squad(20, 1)))
-    found = quantize_run(tmp_path / "run", "int8", str(tmp_path / "questions.json"), say=quiet)
+    questions = write(tmp_path / "questions.json", synthetic_squad(20, 1))
+    found = quantize_run(tmp_path / "run", "int8", str(questions), say=quiet)
     assert found["data"]["name"] == "questions.json"
 
 
 def test_other_questions_of_the_same_name_are_refused(run, tmp_path, monkeypatch):
     """A record has the last part of a path alone, which may be something else in the folder that this is called in."""
     shutil.copytree(run / "model", tmp_path / "run" / "model")
-    entry = json.loads((run / "record.json").read_text())
-    entry["data"]["name"] = "squad"
-    (tmp_path / "run" / "record.json").write_text(json.dumps(entry))
+    shutil.copy(run / "record.json", tmp_path / "run")
+    change_record(tmp_path / "run", data={"name": "squad"})
     (tmp_path / "squad").mkdir()
     for seed, name in enumerate(["train.json", "validation.json"]):
-        (tmp_path / "squad" / name).write_text(json.dumps(synthetic_squad(20, seed)))
+        write(tmp_path / "squad" / name, synthetic_squad(20, seed))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"'squad' is not the data of A1-fp32-s0-.* here: give --data"):
         quantize_run(tmp_path / "run", "int8", say=quiet)
@@ -202,20 +185,15 @@ def test_a_run_without_a_model_an_unknown_width_and_a_missing_package_are_one_li
     (tmp_path / "record.json").write_bytes((run / "record.json").read_bytes())
     assert main(["quantize", str(tmp_path)]) == 2
     assert "no model/ in it" in capsys.readouterr().err
-    entry = json.loads((run / "record.json").read_text())
-    entry["task"]["name"] = "lm"
-    entry["quality"] |= dict.fromkeys(SCORING["lm"].scores)
-    (tmp_path / "record.json").write_text(json.dumps(entry))
+    change_record(tmp_path, task={"name": "lm"}, quality=dict.fromkeys(SCORING["lm"].scores))
     assert main(["quantize", str(tmp_path)]) == 2
     assert "its task is 'lm'" in capsys.readouterr().err
-    with pytest.raises(UserError, match="weights of 'int3': int8 or int4 can be had"):
-        quantize_run(run, "int3")
+    refused("weights of 'int3': int8 or int4 can be had", quantize_run, run, "int3")
     for module in ("torchao", "torchao.quantization", "torchao.quantization.qat"):
         monkeypatch.setitem(sys.modules, module, None)
     assert main(["quantize", str(run)]) == 2
     assert "pip install torchao" in capsys.readouterr().err
-    with pytest.raises(UserError, match="pip install torchao"):
-        build_model(spec_of("A1-int8"))
+    refused("pip install torchao", build_model, spec_of("A1-int8"))
 
 
 @pytest.mark.torchao

@@ -18,16 +18,13 @@ from qa_lib import record
 from qa_lib.archive import read_runs, write_archive
 from qa_lib.cli import parser_of
 from qa_lib.report import cli, curves, figures, load, readme, recommend, scaling, stats, style
-from qa_lib.report.load import NotMeasured, ReportError, load_runs, select
+from qa_lib.report.load import NotMeasured, load_runs, select
 from qa_lib.report.summary import change, family_table, result_table, summary
-from qa_lib.spec import Machine, resolve
+from qa_lib.spec import resolve
 from qa_lib.variants import RECOMMENDED, VARIANTS, tagged
-from tests.material import committed
+from tests.material import ROOT, change_record, committed, refused
+from tests.tiny import CPU, H200
 
-ROOT = Path(__file__).parents[1]
-GPU = Machine("h200", gpus=1, sm=90, backends=("inductor", "aot_eager", "cudagraphs"), bitsandbytes=True, compiler=True)
-FOUR = dataclasses.replace(GPU, gpus=4)
-CPU = Machine("cpu", backends=("inductor", "aot_eager", "cudagraphs"), bitsandbytes=True, compiler=True)
 SPEEDS = {"A0": 95.0, "A1": 100.0, "A2": 120.0, "A3": 150.0, "A4-nb": 160.0, "A4": 200.0, "B1": 300.0, "C2": 80.0}
 
 
@@ -56,7 +53,7 @@ def make(
             entry["quality"] |= {"f1": f1, "best_f1": f1, "exact": f1, "n": 400}
         else:
             entry["quality"] |= {"perplexity": values.get("perplexity", 20.0)}
-        entry["memory"]["peak_alloc_mib"] = values.get("peak", 2000.0 if machine is GPU else None)
+        entry["memory"]["peak_alloc_mib"] = values.get("peak", 2000.0 if machine is H200 else None)
         entry["model"] |= {"params_total": 75_000, "params_trainable": 750 if variant == "B1" else 75_000}
     folder = runs / spec.run_path
     record.finish(folder, entry, status, error)
@@ -145,11 +142,8 @@ def test_a_row_without_a_result_stands_with_its_reason(runs):
 
 def test_the_newest_of_two_runs_counts_and_what_cannot_be_compared_is_refused(runs):
     folder = make(runs, "A2", speed=500.0)
-    entry = json.loads((folder / "record.json").read_text())
-    entry["data"]["sha256"] = "cd" * 32
-    (folder / "record.json").write_text(json.dumps(entry))
-    with pytest.raises(ReportError, match=r"mixes runs that cannot be compared: data\.sha256"):
-        select(load_runs(runs), "cpu-smoke")
+    change_record(folder, data={"sha256": "cd" * 32})
+    refused(r"mixes runs that cannot be compared: data\.sha256", select, load_runs(runs), "cpu-smoke")
     with pytest.raises(NotMeasured, match=r"group 'other' has no records \(groups with records: cpu-smoke"):
         select(load_runs(runs), "other")
 
@@ -161,10 +155,7 @@ def test_a_record_that_cannot_be_trusted_is_left_out_by_name(runs, capsys):
 
 
 def test_the_cost_is_that_of_a_run_which_found_nothing_compiled(runs):
-    folder = make(runs, "A3", seed=1)
-    entry = json.loads((folder / "record.json").read_text())
-    entry["time"] |= {"compile_s": 0.1, "wall_s": 1.0}
-    (folder / "record.json").write_text(json.dumps(entry))
+    change_record(make(runs, "A3", seed=1), time={"compile_s": 0.1, "wall_s": 1.0})
     make(runs, "A4", seed=2, resumed=100)
     assert lines_of(runs).loc[8].loc["A3", "compile_s"] == 1.5
     assert "resumed at step 100" in lines_of(runs).loc[8].loc["A4", "note"]
@@ -204,8 +195,8 @@ def test_a_variant_is_equal_where_its_whole_interval_lies_within_the_margin():
 
 
 def test_a_verdict_follows_from_the_whole_interval():
-    assert stats.between((1.0, 0.5), 0, 2) == "✓" and stats.between((1.0, 1.5), 0, 2) == "?"
-    assert stats.between((3.0, 0.5), 0, 2) == "✗" and stats.between((math.nan, 0), 0, 2) == "?"
+    intervals = (1.0, 0.5), (1.0, 1.5), (3.0, 0.5), (math.nan, 0)
+    assert [stats.between(interval, 0, 2) for interval in intervals] == ["✓", "?", "✗", "?"]
 
 
 # What to run.
@@ -248,7 +239,7 @@ def test_efficiencies_are_against_the_row_that_shares_nothing(tmp_path):
     for seed in range(3):
         for variant, world, batch, rate in RATES:
             values = {"world": world, "batch": batch, "speed": rate + seed, "peak": rate + seed}
-            make(tmp_path, variant, seed, machine=FOUR, preset="parallel", **values)
+            make(tmp_path, variant, seed, machine=dataclasses.replace(H200, gpus=4), preset="parallel", **values)
     runs = select(load_runs(tmp_path), "h200-parallel")
     runs["parallel.rank_peak_mib.3"] = 2 * runs["memory.peak_alloc_mib"].where(runs["world"] == 4)
     lines = scaling.scaling(runs)
@@ -295,7 +286,7 @@ def profile_beside(run, peak=23.0):
 
 def test_profiles_are_drawn_unless_their_code_took_other_memory(tmp_path):
     for variant, peak in (("A1", 23.0), ("A3", 23.0), ("C2", 90.0)):
-        profile_beside(make(tmp_path, variant, machine=GPU, peak=23.0), peak)
+        profile_beside(make(tmp_path, variant, machine=H200, peak=23.0), peak)
     runs = select(load_runs(tmp_path), "h200-smoke")
     assert style.title_of(figures.fig_timeline(runs)) == "A step takes 7.50 ms in A1, 7.50 ms in A3"
     bars = [label.get_text() for label in figures.fig_phases(runs).axes[0].get_yticklabels()]
@@ -369,12 +360,12 @@ def test_the_readme_is_made_of_committed_groups_and_checked(front, runs, capsys,
 
 def test_a_readme_without_markers_and_a_folder_without_git_are_clear_errors(front, runs):
     front.write_text("nothing")
-    with pytest.raises(ReportError, match="no page has a block between <!-- headline -->"):
-        call("--readme")
-    with pytest.raises(ReportError, match="no group 'x' below runs; there are cpu-smoke"):
-        call("--group", "x")
-    with pytest.raises(ReportError, match="no record below nowhere"):
-        call("--runs", "nowhere")
+    for words, said in (
+        (["--readme"], "no page has a block between <!-- headline -->"),
+        (["--group", "x"], "no group 'x' below runs; there are cpu-smoke"),
+        (["--runs", "nowhere"], "no record below nowhere"),
+    ):
+        refused(said, call, *words)
 
 
 def test_the_report_of_a_small_group_fits_a_terminal_and_draws_its_figures(runs, capsys):

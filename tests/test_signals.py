@@ -3,7 +3,6 @@
 And a driver that had no time to end anything leaves no run that goes on alone. All with real processes.
 """
 
-import dataclasses
 import os
 import pty
 import signal
@@ -17,24 +16,20 @@ from termios import TIOCSCTTY
 import psutil
 import pytest
 
-from qa_lib import record
 from qa_lib.errors import CTRL_C, SIGNALS
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.run.process import DRIVER_GONE
-from qa_lib.spec import Machine
 from tests.conftest import slow
+from tests.material import ROOT, end_of, wait_for
 from tests.small import FIT, environment, holders, write_notebook
+from tests.tiny import CPU, H200
 
-ROOT = Path(__file__).parent.parent
-CPU = Machine(backends=("inductor",), bitsandbytes=True, compiler=True)
-GPU = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90)  # what max-batch is told; its try then runs on the CPU
-SYNTHETIC = "--data synthetic:1600 --model tiny"
 WORDS = {
     "run": "run A1 --preset smoke",
     "sweep": "sweep --variants A1 --preset smoke",
     "tune": "tune A1 --preset smoke --learning-rate 1e-3 2e-3",
-    "max-batch": f"max-batch A1 --limit-gib 0.2 {SYNTHETIC}",
+    "max-batch": "max-batch A1-fp32 --limit-gib 0.2 --data synthetic:80 --model tiny",
 }
 SECONDS = 25 if "PYTEST_XDIST_WORKER" in os.environ else 5  # beside other tests it takes longer
 SLOW = "import time\nsay = lambda line: time.sleep(60)"  # at a tenth of the steps: long enough for any test
@@ -47,7 +42,8 @@ class Lab:
         self.runs, notebook, self.family = folder / "runs", folder / "notebook.ipynb", []
         write_notebook(notebook, before=SLOW, work=FIT)
         # Through papermill and its kernel: see test_sweep.
-        own = environment(notebook, GPU if verb == "max-batch" else CPU, plain=verb == "sweep")
+        machine = H200 if verb == "max-batch" else CPU  # what it is told; its try then runs on the CPU, in fp32
+        own = environment(notebook, machine, plain=verb == "sweep")
         self.process = subprocess.Popen(
             [*before, sys.executable, "-m", "tests.small", *WORDS[verb].split(), "--runs", str(self.runs)],
             cwd=ROOT, env=os.environ | own, text=True, start_new_session=True,
@@ -63,19 +59,18 @@ class Lab:
                 process.kill()
 
     def wait_for_steps(self) -> None:
-        """Wait until a run trains, and note the processes that are there then."""
-        self.wait_for(lambda: any(path.stat().st_size for path in self.runs.glob("*/*/steps.jsonl")), 150)
+        """Wait until a run trains, for as long as its driver lives, and note the processes that are there then."""
+        wait_for(lambda: self.process.poll() is not None or self.trains(), 400)
+        assert self.process.poll() is None
         runs = holders(self.runs) - {self.process.pid}  # which need not be below the driver
         self.family = [*psutil.Process(self.process.pid).children(recursive=True), *map(psutil.Process, runs)]
 
-    def wait_for(self, condition, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, self.process.poll()
-            time.sleep(0.05)
+    def trains(self) -> bool:
+        return any(log.stat().st_size for log in self.runs.glob("*/*/steps.jsonl"))
 
-    def records(self) -> list[dict]:
-        return [record.read_record(path.parent) for path in self.runs.glob("*/*/record.json")]
+    def ends(self) -> set[tuple]:
+        """The status of each run and what is said of it."""
+        return {end_of(path.parent) for path in self.runs.glob("*/*/record.json")}
 
     @property
     def alive(self) -> list[psutil.Process]:
@@ -98,20 +93,21 @@ def test_a_signal_ends_children_and_is_named_in_records_and_on_the_terminal(verb
         assert lab.process.returncode == 130
         assert err == f"stopped by {SIGNALS[number]}; finished runs are kept\n"
         who = "" if verb == "run" else "the driver was "
-        told = [(entry["status"], entry["error"]["message"]) for entry in lab.records()]
-        assert told and set(told) == {("killed", f"{who}stopped by {SIGNALS[number]}")}
-        lab.wait_for(lambda: not lab.alive, 2)  # what served the driver ends a moment after it
+        assert lab.ends() == {("killed", f"{who}stopped by {SIGNALS[number]}")}
+        wait_for(lambda: not lab.alive)  # what served the driver ends a moment after it
 
 
 @pytest.mark.slow
-def test_a_closing_terminal_reaches_all_processes_and_comes_twice(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT], ids=lambda number: number.name)
+def test_what_a_terminal_sends_reaches_all_processes_and_may_come_twice(number, tmp_path):
+    """When it closes, and for Ctrl-C: to the driver, to papermill and to the kernel."""
     with Lab(tmp_path, "tune") as lab:
         lab.wait_for_steps()
         for _ in range(2):
-            os.killpg(lab.process.pid, signal.SIGHUP)
-        assert lab.process.communicate(timeout=30)[1].count("\n") == 1
-        assert {entry["status"] for entry in lab.records()} == {"killed"}
-        lab.wait_for(lambda: not lab.alive, 2)  # what served the driver ends a moment after it
+            os.killpg(lab.process.pid, number)
+        assert lab.process.communicate(timeout=30)[1] == f"stopped by {SIGNALS[number]}; finished runs are kept\n"
+        assert {status for status, _ in lab.ends()} == {"killed"}
+        wait_for(lambda: not lab.alive)
 
 
 @pytest.mark.slow
@@ -121,8 +117,8 @@ def test_a_run_ends_with_the_terminal_that_closes(tmp_path):
         os.close(its)
         lab.wait_for_steps()
         os.close(terminal)
-        assert lab.process.wait(5) == 130
-        assert lab.records()[0]["error"]["message"] == f"stopped by {SIGNALS[signal.SIGHUP]}"
+        assert lab.process.wait(SECONDS) == 130
+        assert lab.ends() == {("killed", f"stopped by {SIGNALS[signal.SIGHUP]}")}
 
 
 @pytest.mark.slow
@@ -134,7 +130,7 @@ def test_nohup_keeps_a_run_from_sighup_but_not_from_sigterm(tmp_path):
         assert lab.process.poll() is None
         lab.process.terminate()
         lab.process.communicate(timeout=30)
-        assert lab.records()[0]["error"]["message"] == "stopped by SIGTERM"
+        assert lab.ends() == {("killed", "stopped by SIGTERM")}
 
 
 @pytest.mark.parametrize(("verb", "before"), [("sweep", ()), slow("tune", ("nohup",))])
@@ -144,9 +140,8 @@ def test_a_run_whose_driver_was_killed_ends_and_says_so(verb, before, tmp_path):
         lab.wait_for_steps()
         lab.process.kill()
         lab.process.communicate()
-        lab.wait_for(lambda: not lab.alive, 45)  # it takes three seconds, but for a busy machine
-        told = [(entry["status"], entry["error"]["message"]) for entry in lab.records()]
-        assert told and set(told) == {("killed", f"stopped by {DRIVER_GONE}")}
+        wait_for(lambda: not lab.alive)
+        assert lab.ends() == {("killed", f"stopped by {DRIVER_GONE}")}
 
 
 def test_ctrl_c_in_a_notebook_is_a_keyboard_interrupt_whose_record_says_killed(tmp_path):
@@ -156,5 +151,4 @@ def test_ctrl_c_in_a_notebook_is_a_keyboard_interrupt_whose_record_says_killed(t
     (spec,) = plan(["A1"], "smoke", data="synthetic:80", machine=CPU)
     with pytest.raises(KeyboardInterrupt):
         fit(spec, tmp_path, say=interrupt)
-    entry = record.read_record(tmp_path / spec.run_path)
-    assert (entry["status"], entry["error"]["message"]) == ("killed", f"stopped by {CTRL_C}")
+    assert end_of(tmp_path / spec.run_path) == ("killed", f"stopped by {CTRL_C}")

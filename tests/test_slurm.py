@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from qa_lib import record
 from qa_lib.__main__ import main
 from qa_lib.errors import UserError
 from qa_lib.run import launch
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
+from tests.material import end_of
+from tests.tiny import CPU
 
-# What a run leaves, without one: `python -c RUN HASH FOLDER SECONDS` goes on for that long.
+# What a run leaves, without one and its lock: `python -c RUN FOLDER SECONDS` goes on for that long.
 RUN = """
 import sys, time
 from pathlib import Path
@@ -30,7 +31,6 @@ entry["time"]["steps"] = entry["spec"]["planned_steps"]
 record.finish(run_dir, entry, "ok")
 print("the last word")
 """
-CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
 
 
 @pytest.fixture
@@ -76,8 +76,8 @@ def test_what_slurm_refuses_is_in_the_record(cluster, tmp_path):
 
 
 def test_a_job_over_its_limit_is_cancelled_and_the_queue_does_not_count(cluster, tmp_path):
-    (entry,) = launcher(tmp_path, seconds=30, time_limit_s=1).run_all(specs("A1"))
-    assert (entry["status"], entry["error"]["message"]) == ("killed", "over its time limit of 1 s")
+    launcher(tmp_path, seconds=30, time_limit_s=1).run_all(specs("A1"))
+    assert end_of(tmp_path / specs("A1")[0].run_path) == ("killed", "over its time limit of 1 s")
     assert len((cluster / "cancelled").read_text().splitlines()) == 2, "before it began, and at its end"
     patient = launcher(tmp_path, time_limit_s=1)
     patient.command = lambda spec, runs: ["sh", "-c", "sleep 2"]  # its record says `starting` all the while
@@ -95,8 +95,7 @@ def test_a_driver_that_is_stopped_cancels_its_job(cluster, tmp_path):
 
     with pytest.raises(Stopped):
         launcher(tmp_path, seconds=30).run_all(specs("A1"), look=look)
-    entry = record.read_record(tmp_path / specs("A1")[0].run_path)
-    assert (entry["status"], entry["error"]["message"]) == ("killed", "the driver was stopped by Stopped")
+    assert end_of(tmp_path / specs("A1")[0].run_path) == ("killed", "the driver was stopped by Stopped")
     assert not list(cluster.glob("job-*"))
 
 

@@ -10,18 +10,14 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 import types
-from pathlib import Path
 
 import pytest
 
 from qa_lib import record
 from qa_lib.__main__ import main
-from qa_lib.errors import CTRL_C, UserError
 from qa_lib.measure.hardware import this_machine
 from qa_lib.run import launch, sweep
 from qa_lib.run.plan import plan
@@ -30,9 +26,8 @@ from qa_lib.spec import Machine
 from qa_lib.variants import VARIANTS, Variant
 from tests import small, warm
 from tests.conftest import slow
+from tests.material import ROOT, change_record, refused, wait_for
 from tests.small import FIT, PRETEND, STEPS, write_notebook
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(params=["plain", slow("papermill")])
@@ -78,14 +73,14 @@ class Lab:
 
     def wait_for_step(self, variant, step):
         """Wait until that row's steps.jsonl has so many lines; the process that holds the run's lock."""
-        end = time.monotonic() + 90
-        while time.monotonic() < end:
-            for path in self.runs.glob(f"*/{variant}-s0-*/steps.jsonl"):
-                if path.read_bytes().count(b"\n") >= step:
-                    (process,) = small.holders(self.runs)
-                    return process
-            time.sleep(0.05)
-        raise AssertionError(f"{variant} never came to step {step}")
+
+        def done():
+            logs = self.runs.glob(f"*/{variant}-s0-*/steps.jsonl")
+            return any(log.read_bytes().count(b"\n") >= step for log in logs)
+
+        wait_for(done)
+        (process,) = small.holders(self.runs)
+        return process
 
 
 def kill_and_run_again(lab, hang, work, after):
@@ -147,26 +142,6 @@ def test_two_sweeps_share_the_work(lab):
     logs = "".join(path.read_text() for path in lab.runs.glob("*/*/steps.jsonl"))
     steps = [json.loads(line)["step"] for line in logs.splitlines()]
     assert sorted(steps) == sorted([*range(1, STEPS + 1)] * 2)
-
-
-@pytest.mark.slow
-@by_papermill
-def test_ctrl_c_keeps_what_is_finished(lab):
-    write_notebook(lab.notebook, before="pause = 30 if variant == 'A2' else 0")
-    process = lab.start("--variants", "A1,A2")
-    kernel = lab.wait_for_step("A2", 1)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the driver and to papermill
-    process.join(60)
-    assert process.exitcode == 130
-    assert lab.said().endswith(f"\nstopped by {CTRL_C}; finished runs are kept\n")
-    assert lab.statuses() == {"A1": "ok", "A2": "killed"}
-    assert lab.records()["A2"]["error"]["message"] == f"the driver was stopped by {CTRL_C}"
-    assert not Path(f"/proc/{kernel}").exists()
-    first = lab.records()["A1"]
-    write_notebook(lab.notebook)
-    assert lab.run("--variants", "A1,A2")[0] == 0
-    assert lab.statuses() == {"A1": "ok", "A2": "ok"}
-    assert lab.records()["A1"] == first
 
 
 def test_all_runs_are_ended_even_where_one_cannot_be_judged(tmp_path, monkeypatch):
@@ -234,21 +209,18 @@ def test_plan_says_what_would_run_and_runs_nothing(lab):
     assert code == 0
     assert out.splitlines()[0].split()[1] == "run"
     assert out.count("skip: this PyTorch has no torch.compile backend named 'nvfuser'") == 2
-    assert len(out.splitlines()) == 4
-    assert not lab.runs.exists()
+    assert len(out.splitlines()) == 4 and not lab.runs.exists()
 
 
 @by_papermill
-@pytest.mark.alone
+@pytest.mark.slow
 def test_a_run_costs_little_beyond_imports_and_a_record_of_an_unknown_schema_is_refused(lab):
-    """Kernel start, papermill and record together: what the notebook took beyond the run and the imports."""
-    begin = time.monotonic()
-    subprocess.run([sys.executable, "-c", "import papermill.cli, tests.small"], cwd=ROOT, check=True)
-    imports = time.monotonic() - begin
-    assert lab.run("--variants", "A1")[0] == 0
+    """Kernel start, papermill and record together: what the notebook took beyond the run, the quicker of two times, the
+    first of which waits for imports. It is 0.8 s, where nothing else is at work."""
+    assert lab.run("--variants", "A1", "--seeds", "0", "1")[0] == 0
+    runs = [record.read_record(path.parent) for path in lab.runs.glob("*/*/record.json")]
+    assert min(run["time"]["notebook_s"] - run["time"]["wall_s"] for run in runs) < 5.0
     done = lab.records()["A1"]
-    assert done["time"]["notebook_s"] - done["time"]["wall_s"] - imports < 5.0
-
     path = lab.runs / done["group"] / done["run_id"] / "record.json"
     path.write_text(path.read_text().replace(record.SCHEMA, "qa_lib/99"))
     before = path.read_bytes()
@@ -258,65 +230,60 @@ def test_a_run_costs_little_beyond_imports_and_a_record_of_an_unknown_schema_is_
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize(("visible", "gpu", "named"), [(None, 1, "1"), ("2,3", 1, "3"), ("GPU-5c", 0, "GPU-5c")])
-def test_a_card_is_counted_among_the_visible_ones(monkeypatch, visible, gpu, named):
+def test_a_card_is_counted_among_the_visible_ones(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible:
+    assert child_env((1,))["CUDA_VISIBLE_DEVICES"] == "1"
+    for visible, card, named in (("2,3", 1, "3"), ("GPU-5c", 0, "GPU-5c")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert child_env((gpu,))["CUDA_VISIBLE_DEVICES"] == named
+        assert child_env((card,))["CUDA_VISIBLE_DEVICES"] == named
 
 
 def test_runs_of_two_cards_get_pairs_and_never_one_card_twice(tmp_path):
     machine = Machine(gpus=4, sm=90, compiler=True)
     wide = [dataclasses.replace(spec, world=2) for spec in plan(["A1", "A2", "A3"], "smoke", machine=machine)]
-    seen = []
 
-    class Pairs(launch.Launcher):
-        def _work(self, spec, run_dir, cards):
-            seen.append(child_env(cards)["CUDA_VISIBLE_DEVICES"])
-            return record.finish(run_dir, record.new_record(spec, {}), "oom")
-
-    assert [e["status"] for e in Pairs(tmp_path, machine, {}, [0, 1, 2, 3]).run_all(wide)] == ["oom"] * 3
-    assert len(seen) == 3 and set(seen) <= {"0,1", "2,3"}
-
-    class Together(launch.Launcher):
+    class Noted(launch.Launcher):
         def _work(self, spec, run_dir, cards):
             seen.append(cards)
-            both.wait()  # until another is at work as well
+            together.wait()  # until so many are at work
             return record.finish(run_dir, record.new_record(spec, {}), "oom")
 
-    both = threading.Barrier(2, timeout=30)
-    mixed = [dataclasses.replace(spec, world=world) for spec, world in zip(wide, (1, 2, 3), strict=True)]
-    seen.clear()
-    Together(tmp_path / "mixed", machine, {}, [0, 1, 2]).run_all(mixed[:2])
-    assert sorted(seen) == [(0,), (1, 2)]
-    both = threading.Barrier(1)
-    Together(tmp_path / "more", machine, {}, [0, 1, 2]).run_all([mixed[2], mixed[0], mixed[1]])
-    assert sorted(seen[2]) == [0, 1, 2] and {*seen[3], *seen[4]} == {0, 1, 2}
+    def cards_of(specs, gpus, at_once=1):
+        """The cards that each run gets, in the order in which they begin."""
+        nonlocal together
+        together = threading.Barrier(at_once, timeout=30)
+        seen.clear()
+        entries = Noted(tmp_path / str(len(gpus)) / str(len(specs)), machine, {}, gpus).run_all(specs)
+        assert [entry["status"] for entry in entries] == ["oom"] * len(specs)
+        return [*seen]
+
+    seen, together = [], None
+    assert set(cards_of(wide, [0, 1, 2, 3])) <= {(0, 1), (2, 3)} and len(seen) == 3
+    one, two, three = (dataclasses.replace(spec, world=world) for spec, world in zip(wide, (1, 2, 3), strict=True))
+    assert sorted(cards_of([one, two], [0, 1, 2], at_once=2)) == [(0,), (1, 2)]
+    first, *others = cards_of([three, one, two], [0, 1, 2])
+    assert sorted(first) == [0, 1, 2] == sorted(sum(others, ()))
     for gpus in ([0], [0, 0]):
-        with pytest.raises(UserError, match="a run takes 2 different cards"):
-            Pairs(tmp_path, machine, {}, gpus).run_all(wide)
-    with pytest.raises(UserError, match="--gpus 4: this machine has 4 GPUs"):
-        Pairs(tmp_path, machine, {}, [4])
+        refused("a run takes 2 different cards", cards_of, wide, gpus)
+    refused("--gpus 4: this machine has 4 GPUs", cards_of, wide, [4])
 
 
-@pytest.mark.parametrize(
-    ("spoil", "said"),
-    [
-        (lambda entry: entry["time"].update(steps=399), "399 of 400 steps were trained"),
-        (lambda entry: entry["quality"].update(n=39), "39 of 40 questions were answered"),
-        (lambda entry: entry["spec"].update(hash="0" * 64), "the record is of another run"),
-    ],
-)
-def test_a_run_counts_when_its_record_is_whole(tmp_path, spoil, said):
+UNFINISHED = [
+    ({"time": {"steps": 399}}, "399 of 400 steps were trained"),
+    ({"quality": {"n": 39}}, "39 of 40 questions were answered"),
+    ({"spec": {"hash": "0" * 64}}, "the record is of another run"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), UNFINISHED)
+def test_a_run_counts_when_its_record_is_whole(tmp_path, changes, said):
     (spec,) = plan(["A1"], "smoke", data="synthetic:40", machine=Machine())
     entry, launcher = record.new_record(spec, {}), launch.Launcher(tmp_path, Machine(), {})
     entry["spec"] |= {"planned_steps": 400, "n_eval": 40}
     entry["time"]["steps"], entry["quality"]["n"] = 400, 40
     record.finish(tmp_path / spec.run_path, entry, "ok")
     assert launcher.is_finished(spec)
-    spoil(entry)
-    record.finish(tmp_path / spec.run_path, entry, "ok")
+    change_record(tmp_path / spec.run_path, **changes)
     assert not launcher.is_finished(spec)
     judged = launch.judge(spec, tmp_path / spec.run_path, None, 0, 1.0)
     assert (judged["status"], judged["error"]["kind"]) == ("error", "IncompleteRun")

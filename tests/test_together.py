@@ -23,29 +23,22 @@ from qa_lib.measure import hardware
 from qa_lib.run import torchrun
 from qa_lib.run.fit import fit, noting_faults, recording
 from qa_lib.run.plan import plan
-from qa_lib.run.process import kill
+from qa_lib.run.process import call, kill
 from qa_lib.run.torchrun import fault_path, first_fault, record_fault
-from qa_lib.spec import Machine
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.process_group import ProcessGroup
-from qa_lib.variants import SpecError
 from tests import faulty, warm
 from tests.conftest import slow
-from tests.ranks import losses_of
+from tests.material import end_of, refused, wait_for
+from tests.tiny import CPU, H200, losses_of, quiet, resized, steps_of
 
-CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
 PIPED = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 LIMIT_S = 120  # in which a failed run must have ended; 15 s on two free cores
 
 
 def short(variant="P1", **preset):
     (spec,) = plan([variant], "smoke", data="synthetic:120", machine=CPU)
-    preset = {"steps": 30, "measure_from": 5, "checkpoint_every": 10, "quality": False} | preset
-    return dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, **preset))
-
-
-def silent(_):
-    pass
+    return resized(spec, **{"steps": 30, "measure_from": 5, "checkpoint_every": 10, "quality": False} | preset)
 
 
 def left_of(runs) -> list[int]:
@@ -69,10 +62,9 @@ def test_the_record_is_of_all_processes_and_the_model_of_the_first(whole):
     assert set(entry["parallel"]["rank_step_ms"]) == {"0", "1"}
     assert entry["parallel"]["wrapper"] == "DistributedDataParallel"
     assert entry["parallel"]["rank_peak_mib"] is None, "not measured on a CPU"
-    steps = [json.loads(line)["step"] for line in (run_dir / "steps.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 31))
+    assert [step["step"] for step in steps_of(run_dir)] == list(range(1, 31))
     # Samples of all processes in the time of a step.
-    timed = [json.loads(line)["ms"] for line in (run_dir / "steps.jsonl").read_text().splitlines()][5:]
+    timed = [step["ms"] for step in steps_of(run_dir)][5:]
     assert entry["speed"]["samples_per_s"] == pytest.approx(16 * len(timed) / sum(timed) * 1e3, rel=0.4)
     assert (run_dir / "model" / "model.safetensors").exists()
     assert {path.name for path in run_dir.glob("fault*")} == set()
@@ -96,44 +88,31 @@ def test_torchrun_is_asked_for_as_many_processes_and_older_faults_are_gone(tmp_p
     assert first_fault(tmp_path / spec.run_path) is None
 
 
-FINISH = """
-import sys
-from pathlib import Path
-from qa_lib import record
-record.finish(Path(sys.argv[1]), record.read_record(Path(sys.argv[1])), "ok")
-print("done")
-"""
-
-
 def test_a_run_of_several_processes_returns_its_record_or_the_reason_why_there_is_none(tmp_path, monkeypatch):
     spec, said = short(), []
     run_dir = tmp_path / spec.run_path
-    commands = iter([[sys.executable, "-c", FINISH, str(run_dir)], ["true"]])
+    commands = iter([call("tests.small:pretend", spec, tmp_path), ["true"]])
     monkeypatch.setattr(torchrun, "call", lambda *_: next(commands))
     entry = fit(spec, tmp_path, say=said.append)
-    assert entry == record.read_record(run_dir) and (entry["status"], said) == ("ok", ["done"])
-    with pytest.raises(UserError, match="its processes ended before the run did"):
-        fit(spec, tmp_path, say=silent)
+    assert entry == record.read_record(run_dir) and (entry["status"], said) == ("ok", ["the last word"])
+    refused("its processes ended before the run did", fit, spec, tmp_path, say=quiet)
 
 
-@pytest.mark.parametrize(
-    ("fault", "status", "kind", "message"),
-    [
-        ({"rank": 1, "step": 15, "kind": "killed"}, "killed", "SIGKILL", "process 1 of 2 was ended by SIGKILL"),
-        slow({"rank": 1, "step": 15, "kind": "error"}, "error", "ValueError", "process 1 of 2: a fault"),
-        slow({"rank": 1, "step": 15, "kind": "oom"}, "oom", "OutOfMemoryError", "process 1 of 2: CUDA out of memory"),
-    ],
-    ids=["killed", "error", "oom"],
-)
-def test_one_process_fails_and_all_end_with_its_fault_in_the_record(
-    fault, status, kind, message, whole, tmp_path, monkeypatch
-):
-    spec = short()
+FAULTS = [
+    ("killed", "SIGKILL", "process 1 of 2 was ended by SIGKILL"),
+    slow("error", "ValueError", "process 1 of 2: a fault"),
+    slow("oom", "OutOfMemoryError", "process 1 of 2: CUDA out of memory"),
+]
+
+
+@pytest.mark.parametrize(("status", "kind", "message"), FAULTS)
+def test_one_process_fails_and_all_end_with_its_fault_told(status, kind, message, whole, tmp_path, monkeypatch):
+    spec, fault = short(), {"rank": 1, "step": 15, "kind": status}
     with monkeypatch.context() as patch:
         patch.setattr(torchrun, "call", lambda *words: faulty.call(*words, fault))
         begin = time.monotonic()
         with contextlib.nullcontext() if status == "oom" else pytest.raises(UserError, match=message):
-            fit(spec, tmp_path, say=silent)
+            fit(spec, tmp_path, say=quiet)
         assert time.monotonic() - begin < LIMIT_S
     assert left_of(tmp_path) == []
     entry = record.read_record(tmp_path / spec.run_path)
@@ -152,17 +131,13 @@ def test_ctrl_c_ends_all_processes(tmp_path):
     spec = short(steps=100_000)
     command = torchrun.call("qa_lib.run.fit:fit", spec, tmp_path)
     process = subprocess.Popen(command, start_new_session=True, **PIPED)
-    end = time.monotonic() + LIMIT_S
-    while not any(path.stat().st_size for path in tmp_path.glob("*/*/steps.jsonl")):
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_for(lambda: any(path.stat().st_size for path in tmp_path.glob("*/*/steps.jsonl")))
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 3  # torchrun and its two
     os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=LIMIT_S)
     assert psutil.wait_procs(family, timeout=10)[1] == []
-    entry = record.read_record(tmp_path / spec.run_path)
-    assert (entry["status"], entry["error"]["message"]) == ("killed", "stopped by SIGINT (Ctrl-C)")
+    assert end_of(tmp_path / spec.run_path) == ("killed", "stopped by SIGINT (Ctrl-C)")
 
 
 def test_copies_that_drift_apart_are_told_in_the_record(tmp_path):
@@ -174,8 +149,7 @@ def test_a_row_of_one_process_is_refused_by_several(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("torch.distributed.is_torchelastic_launched", lambda: True)
     (alone,) = plan(["A1"], "smoke", machine=CPU)
-    with pytest.raises(UserError, match="A1 trains in one process, and torchrun has started 2"):
-        fit(alone, tmp_path, say=silent)
+    refused("A1 trains in one process, and torchrun has started 2", fit, alone, tmp_path, say=quiet)
     assert not list(tmp_path.iterdir())
 
 
@@ -190,14 +164,13 @@ def test_the_first_fault_is_the_cause(tmp_path):
     left(0, 20.0, "ConnectionClosed")
     left(1, 19.5, "OutOfMemory")
     record_fault(spec, tmp_path, {0: 1, 1: 1})
-    assert record.read_record(tmp_path)["error"]["message"] == "process 1 of 2: OutOfMemory"
+    assert end_of(tmp_path) == ("error", "process 1 of 2: OutOfMemory")
     left(0, 20.0, "ConnectionClosed")
     record_fault(spec, tmp_path, {0: -signal.SIGTERM, 1: -signal.SIGSEGV})
-    assert record.read_record(tmp_path)["error"]["message"] == "process 1 of 2 was ended by SIGSEGV"
+    assert end_of(tmp_path) == ("killed", "process 1 of 2 was ended by SIGSEGV")
     left(0, 20.0, "OutOfMemory", "oom")
     record_fault(spec, tmp_path, {0: 1, 1: -signal.SIGKILL})  # which torchrun sends to one that waits in a kernel
-    again = record.read_record(tmp_path)
-    assert (again["status"], again["error"]["message"]) == ("oom", "process 0 of 2: OutOfMemory")
+    assert end_of(tmp_path) == ("oom", "process 0 of 2: OutOfMemory")
 
 
 AGES = (0, "error", "process 1 of 2: a fault"), (1e6, "killed", "stopped by SIGTERM")
@@ -206,12 +179,11 @@ AGES = (0, "error", "process 1 of 2: a fault"), (1e6, "killed", "stopped by SIGT
 @pytest.mark.parametrize(("age", "status", "message"), AGES)
 def test_a_process_that_torchrun_stops_tells_the_others_fault_and_no_older_one(age, status, message, tmp_path):
     error = {"kind": "ValueError", "message": "process 1 of 2: a fault", "step": 3}
-    with pytest.raises(Stopped), recording(short(), tmp_path, silent):
+    with pytest.raises(Stopped), recording(short(), tmp_path, quiet):
         fault = {"at": time.time() - age, "status": "error", "error": error}
         fault_path(tmp_path, 1).write_text(json.dumps(fault))
         raise Stopped("SIGTERM")
-    entry = record.read_record(tmp_path)
-    assert (entry["status"], entry["error"]["message"]) == (status, message)
+    assert end_of(tmp_path) == (status, message)
 
 
 @pytest.mark.parametrize(("shared", "status"), [(False, "oom"), (True, "error")])
@@ -224,41 +196,36 @@ def test_memory_that_other_runs_may_have_filled_is_an_error_of_any_process(share
 
 
 def test_more_gpus_than_there_are_skip_the_row_with_the_reason(tmp_path):
-    gpu = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90)
-    (spec,) = plan(["P-one-bucket"], "smoke", machine=gpu)
+    (spec,) = plan(["P-one-bucket"], "smoke", machine=H200)
     assert spec.skip == "needs 2 GPUs, and this machine has 1"
-    assert plan(["P-one-bucket"], "smoke", machine=gpu, world=1)[0].skip is None
-    assert plan(["P-one-bucket"], "smoke", machine=dataclasses.replace(gpu, gpus=2))[0].skip is None
-    assert fit(spec, tmp_path, say=silent)["status"] == "skipped"
+    assert plan(["P-one-bucket"], "smoke", machine=H200, world=1)[0].skip is None
+    assert plan(["P-one-bucket"], "smoke", machine=dataclasses.replace(H200, gpus=2))[0].skip is None
+    assert fit(spec, tmp_path, say=quiet)["status"] == "skipped"
 
 
-@pytest.mark.parametrize(
-    ("row", "counts", "said"),
-    [
-        ("A1", {"world": 2}, "A1 trains in one process, not in 2"),
-        ("P1", {"world": 4}, "4 processes do not divide the 2 micro-batches of a step at preset 'smoke', which are 16"),
-        ("P1", {"stages": 2}, "P1 is no pipeline"),
-        ("P-gpipe", {"world": 3, "stages": 2}, "3 processes do not make up pipelines of 2"),
-        ("P-1f1b", {"world": 4}, "1f1b takes at least as many micro-batches as the 4 stages, and a pipeline has 2"),
-        ("P-interleaved", {"micro_batch": 16}, "a multiple in micro-batches of the 2 stages, and a pipeline has 1"),
-    ],
-)
+UNSHARED = [
+    ("A1", {"world": 2}, "A1 trains in one process, not in 2"),
+    ("P1", {"world": 4}, "4 processes do not divide the 2 micro-batches of a step at preset 'smoke', which are 16"),
+    ("P1", {"stages": 2}, "P1 is no pipeline"),
+    ("P-gpipe", {"world": 3, "stages": 2}, "3 processes do not make up pipelines of 2"),
+    ("P-1f1b", {"world": 4}, "1f1b takes at least as many micro-batches as the 4 stages, and a pipeline has 2"),
+    ("P-interleaved", {"micro_batch": 16}, "a multiple in micro-batches of the 2 stages, and a pipeline has 1"),
+]
+
+
+@pytest.mark.parametrize(("row", "counts", "said"), UNSHARED)
 def test_processes_that_cannot_share_a_step_are_refused_before_anything_starts(row, counts, said):
-    with pytest.raises(SpecError, match=said):
-        plan([row], "smoke", machine=CPU, **counts)
+    refused(said, plan, [row], "smoke", machine=CPU, **counts)
 
 
-@pytest.mark.parametrize(
-    ("row", "world", "said"),
-    [
+def test_a_model_that_cannot_be_divided_skips_the_row_with_the_reason():
+    for row, world, said in (
         ("P-interleaved", 2, "a model of 2 layers has no 4 equal parts"),
         ("P-tensor", 4, "4 processes do not divide the 2 heads of attention"),
         ("P-gpipe", 2, None),
         ("P-tensor", 2, None),
-    ],
-)
-def test_a_model_that_cannot_be_divided_skips_the_row_with_the_reason(row, world, said):
-    assert plan([row], "smoke", machine=CPU, world=world)[0].skip == said
+    ):
+        assert plan([row], "smoke", machine=CPU, world=world)[0].skip == said
 
 
 def test_stages_are_part_of_the_identity():
@@ -270,9 +237,10 @@ def test_stages_are_part_of_the_identity():
     assert plan(["P-gpipe"], "smoke", machine=CPU, micro_batch=2, stages=4)[0].hash == four.hash
 
 
-@pytest.mark.parametrize(
-    ("visible", "said"), [("abc", "PIX"), ("cb", "NV18"), ("ca", "SYS"), ("b", None), ("ax", None)]
-)
+LINKS = {"abc": "PIX", "cb": "NV18", "ca": "SYS", "b": None, "ax": None}
+
+
+@pytest.mark.parametrize(("visible", "said"), LINKS.items())
 def test_the_link_is_that_of_the_first_two_gpus_that_the_process_sees(visible, said, monkeypatch):
     topology = (Path(__file__).parent / "topology.txt").read_text()
     answers = {"--query-gpu=uuid": "GPU-a\nGPU-b\nGPU-c\n", "topo": topology}
@@ -375,15 +343,11 @@ def test_a_host_goes_on_alone_when_the_other_is_lost(tmp_path):
     work = torchrun.call("qa_lib.run.fit:work_as_one", spec, tmp_path)[1:]
     conf = "join_timeout=40,last_call_timeout=3,keep_alive_interval=1"
     options = ("--nnodes", "1:2", "--rdzv-conf", conf, "--max-restarts", "1", *work)
-    endpoint, end = free_endpoint(), time.monotonic() + LIMIT_S
+    endpoint = free_endpoint()
     (head,) = agents(1, *options, endpoint=endpoint)
-    while not answers(endpoint):
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_for(lambda: answers(endpoint))
     (other,) = agents(1, *options, endpoint=endpoint)
-    while not Checkpoint.path_of(tmp_path / spec.run_path).exists():
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_for(Checkpoint.path_of(tmp_path / spec.run_path).exists)
     kill(other)
     said = head.communicate(timeout=LIMIT_S)[0]
     assert head.returncode == 0, said

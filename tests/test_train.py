@@ -1,6 +1,5 @@
 import dataclasses
 import gc
-import json
 import shutil
 import weakref
 from functools import partial
@@ -13,13 +12,9 @@ from safetensors.torch import save_file
 
 from qa_lib.data.batches import Batches
 from qa_lib.data.load import batches_of
-from qa_lib.data.squad import open_source
-from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.data.windows import build_samples
 from qa_lib.measure.meter import Meter
 from qa_lib.model.build import build_model
 from qa_lib.run.plan import plan
-from qa_lib.spec import Machine
 from qa_lib.train import checkpoint as checkpoints
 from qa_lib.train import compile as compilation
 from qa_lib.train.checkpoint import Checkpoint
@@ -30,26 +25,21 @@ from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.step_log import NonFiniteLoss, StepLog
 from qa_lib.variants import VARIANTS, Settings
 from tests.conftest import slow
-from tests.tiny import StopAfter
+from tests.material import flip_a_bit, refused
+from tests.tiny import CPU, StopAfter, losses_of, quiet, resized, samples_of, steps_of
 
-CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
 DEVICE = torch.device("cpu")
-
-
-def quiet(_):
-    pass
 
 
 @pytest.fixture(scope="module")
 def samples():
-    return build_samples(open_source("synthetic:120", "train"), build_tokenizer("tiny"), 96, 32)
+    return samples_of("synthetic:120")
 
 
 def spec_of(variant, micro_batch=None, machine=CPU, **preset):
     """A row at smoke preset, made smaller."""
     (spec,) = plan([variant], "smoke", data="synthetic:120", machine=machine, micro_batch=micro_batch)
-    preset = {"steps": 6, "checkpoint_every": 0, "measure_from": 2, "effective_batch": 16} | preset
-    return dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, **preset))
+    return resized(spec, **{"steps": 6, "checkpoint_every": 0, "measure_from": 2, "effective_batch": 16} | preset)
 
 
 def trained(spec, samples, run_dir, model=None):
@@ -121,24 +111,18 @@ def test_adapters_count_twice():
 
 ON_CPU = ("A1", DEVICE, 1e-5)
 # In half precision, and by graphs that write their gradients to the same place again and again.
-ON_GPU = pytest.param(
-    *("D1-cudagraphs", torch.device("cuda"), 1e-2),
-    marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-)
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+ON_GPU = pytest.param("D1-cudagraphs", torch.device("cuda"), 1e-2, marks=NEEDS_GPU)
 
 
 @pytest.mark.parametrize(("variant", "device", "tolerance"), [ON_CPU, ON_GPU])
-def test_accumulated_micro_batches_make_the_step_of_the_whole_batch(
-    variant, device, tolerance, samples, tmp_path, monkeypatch
-):
+def test_accumulated_micro_batches_are_the_whole_batch(variant, device, tolerance, samples, tmp_path, monkeypatch):
     def gradients(micro_batch):
         machine = CPU if device.type == "cpu" else None
         spec = spec_of(variant, micro_batch=micro_batch, machine=machine, steps=3)
         model, seen = without_dropout(build_model(spec)), []
         monkeypatch.setattr(
-            torch.nn.utils,
-            "clip_grads_with_norm_",
-            lambda parameters, *_: seen.extend(p.grad.clone() for p in parameters),
+            torch.nn.utils, "clip_grads_with_norm_", lambda own, *_: seen.extend(p.grad.clone() for p in own)
         )
         folder = tmp_path / str(micro_batch)
         folder.mkdir()
@@ -165,10 +149,8 @@ OTHERS = [slow(name) for name in ("A2", "B1", "B2", "C2", "E-adamw")]
 def test_resume_is_exact_from_any_checkpoint(variant, samples, tmp_path, monkeypatch):
     spec = spec_of(variant, checkpoint_every=1)
     if spec.asked.half_weights:  # a CPU would adjust it away, but can do it
-        half = dataclasses.replace(spec.settings, optimizer=spec.asked.optimizer, precision=spec.asked.precision)
-        spec = dataclasses.replace(spec, settings=half)
-    if spec.settings.compile != "none":  # the compiler is not what is tested here, and takes a minute
-        spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, compile="none"))
+        spec = resized(spec, {"optimizer": spec.asked.optimizer, "precision": spec.asked.precision})
+    spec = resized(spec, {"compile": "none"})  # the compiler is not what is tested here, and takes a minute
     whole = weights(trained(spec, samples, tmp_path / "whole")[0])
     for stop in (1, 3, 5):
         run_dir = stopped(spec, samples, tmp_path / f"stopped-at-{stop}", stop)
@@ -176,19 +158,15 @@ def test_resume_is_exact_from_any_checkpoint(variant, samples, tmp_path, monkeyp
         assert begin == stop and refused is None
         for name, tensor in weights(model).items():
             assert torch.equal(tensor, whole[name]), f"{name} differs after a resume at step {stop}"
-        steps = [json.loads(line)["step"] for line in (run_dir / "steps.jsonl").read_text().splitlines()]
-        assert steps == list(range(1, spec.preset.steps + 1))
+        assert [line["step"] for line in steps_of(run_dir)] == list(range(1, spec.preset.steps + 1))
 
 
-@pytest.mark.parametrize(
-    ("variant", "device", "started"),
-    [("E-dropout", "cuda", 1), ("E-regions", "cuda", 1), ("D1-cudagraphs", "cuda", 0), ("A4", "cpu", 0)],
-)
-def test_the_compilers_processes_start_where_a_gpus_kernels_are_compiled(variant, device, started, monkeypatch):
-    calls = []
-    monkeypatch.setattr("torch._inductor.async_compile.AsyncCompile.wakeup", lambda: calls.append(1))
-    start_compilers(VARIANTS[variant].settings, torch.device(device))
-    assert len(calls) == started
+def test_the_compilers_processes_start_where_a_gpus_kernels_are_compiled(monkeypatch):
+    started = []
+    monkeypatch.setattr("torch._inductor.async_compile.AsyncCompile.wakeup", lambda: started.append(variant))
+    for variant, device in (("E-dropout", "cuda"), ("E-regions", "cuda"), ("D1-cudagraphs", "cuda"), ("A4", "cpu")):
+        start_compilers(VARIANTS[variant].settings, torch.device(device))
+    assert started == ["E-dropout", "E-regions"]
 
 
 def test_elementwise_work_is_repeated_and_products_are_not(monkeypatch):
@@ -220,15 +198,8 @@ def test_a_checkpoint_of_another_run_is_not_taken(samples, tmp_path):
     assert (run_dir / "checkpoint.refused").exists()
 
 
-def flip(path):
-    """One bit of the last tensor."""
-    content = bytearray(path.read_bytes())
-    content[-1000] ^= 1
-    path.write_bytes(content)
-
-
 DAMAGE = {  # and whatever else: test_trust
-    "a flipped bit": (flip, "its digest is not that"),
+    "a flipped bit": (flip_a_bit, "its digest is not that"),
     "cut off": (lambda p: p.write_bytes(p.read_bytes()[:5000]), "cannot be read"),
     "with other metadata": (lambda p: save_file({"x": torch.ones(3)}, p, {"state": "{}"}), "cannot be read"),
 }
@@ -260,46 +231,35 @@ def test_a_checkpoint_of_other_code_is_not_gone_on_from(edited, samples, tmp_pat
 
 
 def test_a_full_disk_leaves_the_older_checkpoint(samples, tmp_path, monkeypatch):
-    import safetensors.torch
-
-    from qa_lib.record import RecordError
-
     spec = spec_of("A1", checkpoint_every=2)
-    (tmp_path / "run").mkdir()
-    real, calls = safetensors.torch.save_file, []
 
     def fills_up(tensors, path, metadata):
-        calls.append(path)
-        if len(calls) == 2:
+        if Checkpoint.path_of(tmp_path / "run").exists():
             path.write_bytes(b"half")
             raise OSError(28, "No space left on device")
-        real(tensors, path, metadata)
+        save_file(tensors, path, metadata)
 
-    monkeypatch.setattr(safetensors.torch, "save_file", fills_up)
-    with pytest.raises(RecordError, match=r"checkpoint\.safetensors.*No space left.*intact"):
-        trained(spec, samples, tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.torch.save_file", fills_up)
+        refused(r"checkpoint\.safetensors.*No space left.*intact", trained, spec, samples, tmp_path / "run")
     assert [p.name for p in (tmp_path / "run").glob("checkpoint*")] == ["checkpoint.safetensors"]
     assert trained(spec, samples, tmp_path / "run")[3] == 2
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_with_the_step(samples, tmp_path):
-    spec = spec_of("A1")
+def test_a_loss_that_is_not_finite_stops_the_run_with_the_step(samples, tmp_path, monkeypatch):
+    spec, calls = spec_of("A1"), []
     model = build_model(spec)
-    batches = Batches(samples, spec)
-    real = batches.collate
 
-    def poisoned(indices, device):
-        if list(indices) == list(batches.step(3)[0]):
-            with torch.no_grad():
-                model.qa_outputs.bias.fill_(float("nan"))
-        return real(indices, device)
+    def poison(*_):
+        calls.append(0)
+        if len(calls) == 3:
+            model.qa_outputs.bias.data.fill_(torch.nan)
 
-    batches.collate = poisoned
+    monkeypatch.setattr("qa_lib.train.loop.clip", poison)
     with pytest.raises(NonFiniteLoss, match="nan at step 4") as caught:
-        train(model, batches, spec, DEVICE, tmp_path, quiet)
+        train(model, batches_of(samples, spec), spec, DEVICE, tmp_path, quiet)
     assert caught.value.step == 4
-    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
-    assert [line["loss"] is None for line in lines[:4]] == [False, False, False, True]  # and as far as it had run
+    assert [loss is None for loss in losses_of(tmp_path)[:4]] == [False, False, False, True]  # and as far as it had run
 
 
 def test_the_8bit_optimizer_keeps_small_tensors_and_embeddings_in_32_bits(samples, tmp_path):
@@ -348,22 +308,10 @@ def test_the_time_for_inputs_is_of_the_host_and_of_the_measured_steps(samples, t
     assert Meter(DEVICE, warm_up=2).data_ms() is None
 
 
-class Scaler:
-    """A GradScaler as far as the log asks it."""
-
-    def __init__(self, scale):
-        self.scale = scale
-
-    def is_enabled(self):
-        return True
-
-    def get_scale(self):
-        return self.scale
-
-
 def test_an_overflow_is_excused_while_the_scaler_can_still_back_off(tmp_path):
     def write(losses, scale):
-        log = StepLog(tmp_path, spec_of("A1"), 20, 0, Scaler(scale), ProcessGroup(DEVICE), quiet)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        log = StepLog(tmp_path, spec_of("A1"), 20, 0, scaler, ProcessGroup(DEVICE), quiet)
         for loss in losses:
             log.add(torch.tensor(loss), 1e-3)
         log.write([0.01] * len(losses))

@@ -3,13 +3,10 @@
 How DeepSpeed trains is in test_parallel.py, where the package is installed.
 """
 
-import dataclasses
-
 import pytest
 import torch
 
 from qa_lib.data.load import batches_of, load_data
-from qa_lib.errors import UserError
 from qa_lib.measure import hardware
 from qa_lib.measure.meter import StepFlops
 from qa_lib.model.build import build_model
@@ -17,6 +14,8 @@ from qa_lib.run import fit as fitting
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 from qa_lib.train import trainer
+from tests.material import refused
+from tests.tiny import quiet, resized
 
 STEPS, WARM_UP = 5, 2
 # What nvidia-smi says of a host with two GPUs at each step: the mean is 0.1, 0.2, ...
@@ -27,8 +26,7 @@ def spec_of(variant: str):
     """A row at smoke scale, made smaller, in one process of a machine that has all it needs but a GPU."""
     here = Machine(deepspeed=True)
     (spec,) = plan([variant], "smoke", data="synthetic:60", machine=here, world=1)
-    size = {"steps": STEPS, "measure_from": WARM_UP, "effective_batch": 16, "warmup": 0.4}
-    return dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, quality=False, **size))
+    return resized(spec, steps=STEPS, measure_from=WARM_UP, effective_batch=16, warmup=0.4, quality=False)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +36,7 @@ def samples():
 
 def train(spec, samples, folder):
     model = build_model(spec)
-    _, meter, *_ = trainer.train(model, batches_of(samples, spec), spec, torch.device("cpu"), folder, lambda _: None)
+    _, meter, *_ = trainer.train(model, batches_of(samples, spec), spec, torch.device("cpu"), folder, quiet)
     return model, meter
 
 
@@ -47,9 +45,7 @@ def said(monkeypatch):
     """nvidia-smi, which answers with these lines and then no more."""
     lines, asked = list(SAID), []
     monkeypatch.setattr(hardware, "_nvidia_smi", lambda *words: (asked.append(words), lines.pop(0) if lines else "")[1])
-    monkeypatch.setattr(
-        trainer.ProcessGroup, "join", lambda self, spec: None
-    )  # which would leave a process group behind
+    monkeypatch.setattr(trainer.ProcessGroup, "join", lambda self, spec: None)  # or else a process group is left behind
     return asked
 
 
@@ -71,8 +67,7 @@ def test_without_the_setting_nobody_asks_and_the_steps_are_trained(said, samples
 @pytest.mark.parametrize("words", ["", "[N/A]\n"])
 def test_a_silent_nvidia_smi_is_named(words, monkeypatch):
     monkeypatch.setattr(hardware, "_nvidia_smi", lambda *_: words)
-    with pytest.raises(UserError, match="nvidia-smi does not tell the GPUs' utilisation"):
-        hardware.polled_utilisation()
+    refused("nvidia-smi does not tell the GPUs' utilisation", hardware.polled_utilisation)
 
 
 @pytest.mark.parametrize("variant", ["P0", "P0-deepspeed"])
@@ -90,10 +85,8 @@ def test_deepspeed_is_asked_for_zero_1_and_else_takes_the_arguments(variant, sai
     assert (asked["optim"], asked["max_grad_norm"]) == ("adamw_torch_fused", 1.0)
     spec = spec_of(variant)
     assert asked["warmup_steps"] == 2, "of five, at 0.4"
-    assert (asked["gradient_accumulation_steps"], asked["learning_rate"]) == (
-        spec.accumulation,
-        spec.preset.learning_rate,
-    )
+    assert asked["gradient_accumulation_steps"] == spec.accumulation
+    assert asked["learning_rate"] == spec.preset.learning_rate
     if variant == "P0":
         assert asked["deepspeed"] is None
     else:
@@ -120,12 +113,12 @@ def test_the_class_that_trained_is_what_the_trainer_has_called(wrapped, said, sa
         monkeypatch.setattr(trainer.Trainer, "_wrap_model", lambda self, model, *_: wrapped(model))
     ranks, spec = trainer.ProcessGroup(torch.device("cpu")), spec_of("P0")
     given = build_model(spec), batches_of(samples, spec), spec
-    trainer.train(*given, ranks.device, tmp_path, lambda _: None, ranks=ranks)
+    trainer.train(*given, ranks.device, tmp_path, quiet, ranks=ranks)
     assert ranks.wrapper == ("Engine" if wrapped else None)
 
 
 def test_deepspeed_is_launched_in_one_process_too(tmp_path, monkeypatch):
     launched = []
     monkeypatch.setattr(fitting, "run_processes", lambda spec, runs, say: launched.append(spec.variant))
-    fitting.fit(spec_of("P0-deepspeed"), tmp_path, say=lambda _: None)
+    fitting.fit(spec_of("P0-deepspeed"), tmp_path, say=quiet)
     assert launched == ["P0-deepspeed"]

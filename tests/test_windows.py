@@ -11,8 +11,17 @@ from tokenizers.processors import TemplateProcessing
 
 from qa_lib.data.squad import DataError, Example, open_source
 from qa_lib.data.windows import Samples, build_samples
-from qa_lib.errors import UserError
-from tests.material import SQUAD, best_of, document, needs_squad, question, real_tokenizer, trained_tokenizer, write
+from tests.material import (
+    SQUAD,
+    best_of,
+    document,
+    needs_squad,
+    question,
+    real_tokenizer,
+    refused,
+    trained_tokenizer,
+    write,
+)
 from tests.plain import overflow, plain_positions
 from tests.tiny import byte_level_tokenizer
 
@@ -101,9 +110,7 @@ def edges(longest: int) -> list[Example]:
 
 @pytest.mark.parametrize("max_length", [24, 40])
 def test_edge_cases(small, max_length):
-    examples = edges(20)
-    samples = check(examples, small, max_length, 9)
-    assert len(samples) > len(examples)
+    assert len(check(edges(20), small, max_length, 9)) > len(edges(20))
 
 
 @settings(max_examples=150, deadline=None)
@@ -131,20 +138,19 @@ def test_tokens_that_share_a_character_may_be_parted_by_a_windows_edge():
         check(examples, tokenizer, max_length, 7)
 
 
-@pytest.mark.parametrize(
-    ("words", "context", "refused"),
-    [(30, 1, True), (17, 1, True), (16, 1, False), (17, 0, False), (16, 2, True), (13, 4, False), (13, 5, True)],
-)
-def test_a_question_that_leaves_no_room_is_refused_where_the_tokenizer_refuses(small, words, context, refused):
+ROOM = [(30, 1, True), (17, 1, True), (16, 1, False), (17, 0, False), (16, 2, True), (13, 4, False), (13, 5, True)]
+
+
+@pytest.mark.parametrize(("words", "context", "crowded"), ROOM)
+def test_a_question_that_leaves_no_room_is_refused_where_the_tokenizer_refuses(small, words, context, crowded):
     """20 tokens with stride 4: 17 of them for question and context."""
     example = Example("q7", "Rivers", " ".join(["river"] * words), " ".join(["river"] * context))
-    if not refused:
+    if not crowded:
         check([example], small, 20, 4)
         return
     wanted = r"^given\.json: article 'Rivers', question 'q7': its \d+ tokens leave \d+ of 20 .* stride 4 \(1 such"
-    with pytest.raises(DataError, match=wanted) as caught:
-        build_samples(Given([Example("ok", "", "river", "river"), example]), small, 20, 4, cache=False)
-    assert "\n" not in str(caught.value)
+    both = Given([Example("ok", "", "river", "river"), example])
+    refused(wanted, build_samples, both, small, 20, 4, cache=False)
     with pytest.raises(BaseException):  # noqa: B017 - a panic of the tokenizer's is no Exception
         if len(overflow(small, [example.question], [example.context], 20, 4)["input_ids"][0]) > 20:
             raise ValueError("transformers only warns where it cannot cut")
@@ -186,9 +192,8 @@ def test_tokenizers_that_cannot_be_cut_at_blanks_give_the_same_as_their_own_over
         if change == "token":
             tokenizer.add_tokens([AddedToken("<b>", lstrip=True, rstrip=True)])
         elif change == "normalizer":
-            tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
-                [normalizers.Replace("h f", "hf"), normalizers.BertNormalizer()]
-            )
+            parts = [normalizers.Replace("h f", "hf"), normalizers.BertNormalizer()]
+            tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(parts)
         else:
             tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split("e", "isolated")
         check(examples, tokenizer, 50, 10)
@@ -198,16 +203,15 @@ def test_tokenizers_that_cannot_be_cut_at_blanks_give_the_same_as_their_own_over
 def test_windows_of_a_byte_level_tokenizer_are_its_own_overflow(add_prefix_space):
     """RoBERTa's: four special tokens, no token types, blanks that belong to words, several tokens for a character."""
     tokenizer = byte_level_tokenizer([TEXT] * 3, add_prefix_space=add_prefix_space)
-    examples = edges(8)
-    samples = check(examples, tokenizer, 60, 9)
-    assert len(samples) > len(examples)
+    samples = check(edges(8), tokenizer, 60, 9)
+    assert len(samples) > len(edges(8))
     assert (samples.tokens[samples.starts[:-1]] == tokenizer.cls_token_id).all()
     batch = samples.batch(np.array([0, len(samples) - 1]), 60)
     assert set(batch) == {"input_ids", "attention_mask", "start_positions", "end_positions"}
     assert batch["input_ids"][0, -1] == tokenizer.pad_token_id == 1
-    crowded = Example("q7", "Rivers", "river " * 30, "river")
-    with pytest.raises(DataError, match=r"question 'q7': its \d+ tokens leave 0 of 20 .* stride 4 \(1 such"):
-        build_samples(Given([crowded]), tokenizer, 20, 4, cache=False)
+    crowded = Given([Example("q7", "Rivers", "river " * 30, "river")])
+    said = r"question 'q7': its \d+ tokens leave 0 of 20 .* stride 4 \(1 such"
+    refused(said, build_samples, crowded, tokenizer, 20, 4, cache=False)
 
 
 def test_another_way_to_join_a_pair(small):
@@ -222,14 +226,11 @@ def test_another_way_to_join_a_pair(small):
 def test_tokenizers_and_lengths_that_cannot_work(small):
     source = Given([Example("q", "", "where", TEXT)])
     for lengths in ((3, 0), (20, 17), (20, -1)):
-        with pytest.raises(UserError, match="max_length"):
-            build_samples(source, small, *lengths, cache=False)
-    with pytest.raises(UserError, match="no fast tokenizer"):
-        build_samples(source, object(), cache=False)
+        refused("max_length", build_samples, source, small, *lengths, cache=False)
+    refused("no fast tokenizer", build_samples, source, object(), cache=False)
     bare = trained_tokenizer([TEXT] * 3, 300)
     bare.backend_tokenizer.post_processor = TemplateProcessing("$A", "$A [SEP] $B", [("[SEP]", bare.sep_token_id)])
-    with pytest.raises(UserError, match="does not join texts as a special token"):
-        build_samples(source, bare, cache=False)
+    refused("does not join texts as a special token", build_samples, source, bare, cache=False)
 
 
 def same(a: Samples, b: Samples) -> bool:
@@ -290,7 +291,7 @@ def test_where_the_cache_is(file, small, tmp_path, monkeypatch):
         monkeypatch.delenv(name)
 
 
-@pytest.mark.alone
+@pytest.mark.slow
 def test_a_cached_start_is_quick(tmp_path, small):
     paragraphs = [(f"{TEXT} {i}", [question(f"{i}-{k}", f"where {k}") for k in range(7)]) for i in range(2000)]
     file = write(tmp_path / "train.json", document(*paragraphs))

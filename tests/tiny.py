@@ -1,5 +1,6 @@
-"""Tiny checkpoints of every encoder in the table, with random weights and a tokenizer of their own kind."""
+"""Tiny checkpoints of every encoder in the table, with random weights and a tokenizer of their own kind; short runs."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,6 +11,11 @@ from transformers import AutoConfig, AutoModelForQuestionAnswering, RobertaToken
 from qa_lib.data.squad import open_source
 from qa_lib.data.synthetic import TINY_CONFIG
 from qa_lib.data.tokenize import build_tokenizer
+from qa_lib.data.windows import Samples, build_samples
+from qa_lib.spec import Machine, Spec
+
+CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
+H200 = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90)
 
 # What differs between the encoders: ELECTRA's embeddings may be narrower than its layers.
 ROBERTA = {"max_position_embeddings": 514, "type_vocab_size": 1}
@@ -37,6 +43,30 @@ def checkpoint(model_type: str, folder: Path) -> str:
     AutoModelForQuestionAnswering.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def samples_of(source: str) -> Samples:
+    """Short windows of synthetic questions."""
+    return build_samples(open_source(source, "train"), build_tokenizer("tiny"), 96, 32)
+
+
+def quiet(_) -> None:
+    """Say nothing."""
+
+
+def resized(spec: Spec, settings: dict | None = None, **preset) -> Spec:
+    """The spec with other settings, and with these values of its preset."""
+    settings = dataclasses.replace(spec.settings, **settings or {})
+    return dataclasses.replace(spec, settings=settings, preset=dataclasses.replace(spec.preset, **preset))
+
+
+def steps_of(run_dir: Path) -> list[dict]:
+    """What a run has logged of each step."""
+    return [json.loads(line) for line in (run_dir / "steps.jsonl").read_text().splitlines()]
+
+
+def losses_of(run_dir: Path) -> list[float]:
+    return [step["loss"] for step in steps_of(run_dir)]
 
 
 class StopAfter:
