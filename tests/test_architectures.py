@@ -158,7 +158,7 @@ def test_the_cost_of_a_step_is_what_pytorch_counts(kind, recipe, checkpointing, 
     vectors = sum(p.numel() for one in architectures.layers_of(model) for p in one.parameters() if p.ndim == 1)
     expected = cost.flops(tokens, rows * length**2, recompute=True)
     expected -= 2 * tokens * vectors * (1 + cost.passed + cost.recomputed)
-    if recipe != "all":
+    if recipe != "all" and kind != "modernbert":  # whose norm below these trains
         expected -= 2 * tokens * 3 * model.config.hidden_size**2
     if kind == "modernbert" and checkpointing:  # after a layer's last product comes a sum, which needs no input again
         expected -= 2 * tokens * cost.layers * model.config.intermediate_size * model.config.hidden_size

@@ -40,8 +40,8 @@ def byte_level_tokenizer(texts, size: int = 400, **options) -> RobertaTokenizer:
 
 
 def modern_tokenizer(texts, size: int = 400) -> PreTrainedTokenizerFast:
-    """A tokenizer in the parts of ModernBERT's (`[CLS] question [SEP] context [SEP]`, no token types, blanks that are in
-    words and in their offsets) learnt from `texts`."""
+    """A tokenizer in the parts of ModernBERT's (`[CLS] question [SEP] context [SEP]`, no token types, blanks that are
+    in words and in their offsets) learnt from `texts`."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     backend = Tokenizer(models.BPE(**learnt(texts, size, special)))
     backend.normalizer, backend.pre_tokenizer = normalizers.NFC(), pre_tokenizers.ByteLevel(add_prefix_space=False)
