@@ -26,8 +26,8 @@ class Encoder:
     layers: str
     embeddings: tuple[str, ...]  # modules that a configuration leaves out may be named
     head: str = "qa_outputs"
-    below_head: tuple[str, ...] = ()  # modules with weights between the layers and the head
     embeddings_dropout: str = ""  # where it is not `dropout` in the first of the embeddings
+    below_head: tuple[str, ...] = ()  # modules with weights between the layers and the head
     causal: bool = False  # a token sees those before it alone, and the head, which is the embeddings, predicts the next
     # In each layer. RECIPES of variants.py address adapters by the last part of these names.
     self_attention: str = "attention.self"
@@ -54,7 +54,7 @@ ENCODERS = {
         adapters={"query": "q_lin", "key": "k_lin", "value": "v_lin", "dense": "out_lin lin1 lin2"},
     ),
     "modernbert": Encoder(
-        "model.layers", ("model.embeddings",), "classifier", ("model.final_norm", "head"), "model.embeddings.drop",
+        "model.layers", ("model.embeddings",), "classifier", "model.embeddings.drop", ("model.final_norm", "head"),
         self_attention="attn", projections=("Wqkv",), attention_output="attn.Wo", linears=("mlp.Wi", "mlp.Wo"),
         activation="mlp.act", dropouts=("attn.out_drop", "mlp.drop"), memory_known=False,
         adapters={"query": "Wqkv", "key": "Wqkv", "value": "Wqkv", "dense": "Wo Wi"},
