@@ -136,9 +136,11 @@ def _encode(backend, texts: list[str]) -> Pieces:
 def _without_blank(text: str, offsets: np.ndarray) -> np.ndarray:
     """Offsets [tokens, 2] without the blank that a token begins with, and no answer should: RoBERTa's tokenizer leaves
     it out itself, and ModernBERT's does not."""
-    characters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    characters = np.frombuffer(
+        f"{text}.".encode("utf-32-le", "surrogatepass"), np.uint32
+    )  # a token may begin at the end
     begins, ends = offsets.T
-    blank = (ends - begins > 1) & (characters[np.minimum(begins, len(text) - 1)] == ord(" "))
+    blank = (ends - begins > 1) & (characters[begins] == ord(" "))
     return np.stack([begins + blank, ends], axis=1)
 
 
