@@ -136,9 +136,8 @@ def _encode(backend, texts: list[str]) -> Pieces:
 def _without_blank(text: str, offsets: np.ndarray) -> np.ndarray:
     """Offsets [tokens, 2] without the blank that a token begins with, and no answer should: RoBERTa's tokenizer leaves
     it out itself, and ModernBERT's does not."""
-    characters = np.frombuffer(
-        f"{text}.".encode("utf-32-le", "surrogatepass"), np.uint32
-    )  # a token may begin at the end
+    coded = f"{text}.".encode("utf-32-le", "surrogatepass")  # with a character after its end, where a token may begin
+    characters = np.frombuffer(coded, np.uint32)
     begins, ends = offsets.T
     blank = (ends - begins > 1) & (characters[begins] == ord(" "))
     return np.stack([begins + blank, ends], axis=1)
