@@ -292,6 +292,18 @@ def unmet(settings: Settings, machine) -> str | None:
     return None
 
 
+LACKS = _table("lacks.csv")  # settings `of` which a model of some `architectures` can have none, and why
+
+
+def lacking(settings: Settings, architecture: str) -> str | None:
+    """Why a model of that architecture, a model_type of transformers, cannot have these settings, in words; None if it
+    can."""
+    for lack in LACKS:
+        if architecture in lack["architectures"].split() and any(_matches(settings, one) for one in lack["of"].split()):
+            return f"{architecture}: {lack['why']}"
+    return None
+
+
 def since(settings: Settings) -> int | None:
     """The compute capability x 10 from which GPUs run these settings; None for every one that PyTorch has."""
     return max((int(need["sm"]) for need in needs(settings)), default=0) or None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from qa_lib.spec import Machine
 from qa_lib.variants import RECIPES
 from tests.conftest import slow
 from tests.test_train import without_dropout
-from tests.tiny import checkpoint
+from tests.tiny import checkpoint, having
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
 DEVICE = torch.device("cpu")
@@ -52,11 +53,15 @@ def spec_of(variant, folder, **settings):
     return dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, **settings), preset=preset)
 
 
-ROWS = [slow(name) for name in ("A2", "A4", "B3", "C2", "E-packed", "E-adamw")]
+def pairs(*variants: str, mark=lambda *pair: pair) -> list:
+    """Each variant with every encoder that can have it."""
+    return [mark(variant, kind) for variant in variants for kind in having(variant)]
 
 
-@pytest.mark.parametrize("variant", ["A0", "A1", "B1", "C1", "D1", "E-dropout", *ROWS])
-@pytest.mark.parametrize("kind", ENCODERS)
+SLOW = pairs("A2", "A4", "B3", "C2", "E-packed", "E-adamw", mark=slow)
+
+
+@pytest.mark.parametrize(("variant", "kind"), [*pairs("A0", "A1", "B1", "C1", "D1", "E-dropout"), *SLOW])
 def test_rows_train(kind, variant, folders, tmp_path):
     spec = spec_of(variant, folders[kind])
     data, model = load_data(spec), build_model(spec)
@@ -67,7 +72,7 @@ def test_rows_train(kind, variant, folders, tmp_path):
     for name, parameter in model.named_parameters():
         assert parameter.isfinite().all()
         # Full rows move every matrix but those of tokens and positions that the few steps do not meet.
-        if parameter.requires_grad and ".layer." in name and parameter.ndim > 1 and ".lora_A" not in name:
+        if parameter.requires_grad and re.search(r"\.layers?\.", name) and parameter.ndim > 1 and ".lora_A" not in name:
             assert not torch.equal(parameter, before[name]), name
         if not parameter.requires_grad:
             assert torch.equal(parameter, before[name]), name
@@ -97,8 +102,9 @@ class _Unpadded:
         return self.samples.batch(indices, int(self.samples.lengths[indices].max()))
 
 
-@pytest.mark.parametrize("variant", ["E-norm", "B1-all"])
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize(
+    ("variant", "kind"), [*pairs("E-norm", "B1-all"), ("E-packed", "distilbert"), ("E-packed", "modernbert")]
+)
 def test_what_is_saved_is_a_plain_checkpoint(kind, variant, folders, tmp_path):
     spec = spec_of(variant, folders[kind])
     data, model = load_data(spec), build_model(spec).eval()
@@ -121,7 +127,7 @@ def test_the_table_of_parameters_has_every_one_once(kind, folders):
     assert table.loc["all", "parameters"] == table["parameters"][:-1].sum() == model.num_parameters()
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", having("E-dropout"))
 def test_dropouts_and_products_are_the_tables(kind, folders):
     model = build_model(spec_of("E-dropout", folders[kind]))
     plain = {name for name, module in model.named_modules() if type(module) is torch.nn.Dropout}
@@ -141,19 +147,21 @@ def test_the_cost_of_a_step_is_what_pytorch_counts(kind, recipe, checkpointing, 
     layer's query, key and value need no gradient by their input."""
     spec = spec_of("A1", folders[kind], activation_checkpointing=checkpointing)
     model = apply_recipe(build_model(spec), RECIPES[recipe]).train()
-    rows, length = 3, 32
+    rows, length = 3, 16  # within ModernBERT's window, beyond which all that is masked is computed as well
     ids = torch.randint(5, 100, (rows, length))
     with FlopCounterMode(display=False) as counter:
         model(ids, start_positions=ids[:, 0] % length, end_positions=ids[:, 1] % length).loss.backward()
     found = counter.get_flop_counts().items()
-    counted = sum(sum(counts.values()) for name, counts in found if name.endswith(".encoder"))
+    layers = re.escape(architectures.encoder_of(model).layers)
+    counted = sum(sum(counts.values()) for name, counts in found if re.search(rf"\.{layers}\.\d+$", name))
     cost, tokens = StepFlops(model), rows * length
-    layer = architectures.layers_of(model)[0]
-    vectors = len(architectures.layers_of(model)) * sum(p.numel() for p in layer.parameters() if p.ndim == 1)
+    vectors = sum(p.numel() for one in architectures.layers_of(model) for p in one.parameters() if p.ndim == 1)
     expected = cost.flops(tokens, rows * length**2, recompute=True)
     expected -= 2 * tokens * vectors * (1 + cost.passed + cost.recomputed)
-    if recipe != "all":
+    if recipe != "all" and kind != "modernbert":  # whose norm below these trains
         expected -= 2 * tokens * 3 * model.config.hidden_size**2
+    if kind == "modernbert" and checkpointing:  # after a layer's last product comes a sum, which needs no input again
+        expected -= 2 * tokens * cost.layers * model.config.intermediate_size * model.config.hidden_size
     assert counted == expected
 
 

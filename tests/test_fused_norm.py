@@ -16,7 +16,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.kernels import fused_norm, gelu
 from qa_lib.kernels.common import sum_partials
-from qa_lib.model.architectures import ENCODERS
 from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, HashDropout, renew
 from qa_lib.model.packed import Packed
@@ -25,7 +24,7 @@ from qa_lib.spec import Machine
 from qa_lib.train.compile import LossOf, compiled
 from qa_lib.train.inductor_passes import OperatorFusion
 from qa_lib.variants import VARIANTS
-from tests.tiny import checkpoint
+from tests.tiny import checkpoint, having
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPS = 1e-5
@@ -179,7 +178,7 @@ def built(setting, **sources):
     return model, Packed(model, batches.limits), batches.collate(batches.step(0)[0], torch.device("cpu"))
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", having("E-gelu"))
 def test_every_encoder_has_it_with_the_loss_gradients_and_names_of_the_native_norms(kind, tmp_path):
     folder, results = checkpoint(kind, tmp_path), []
     for setting in ("native", "fused"):

@@ -357,7 +357,7 @@ def test_a_run_goes_on_from_a_checkpoint_and_its_tokenizer(run, tmp_path):
 
 def test_a_model_of_the_other_task_is_refused(run):
     spec, runs = run
-    with pytest.raises(UserError, match=r"of type 'gpt2'; this lab knows bert, roberta, electra for task qa"):
+    with pytest.raises(UserError, match=r"of type 'gpt2'; this lab knows bert, .* for task qa"):
         plan(["A1"], "smoke", model=str(runs / spec.run_path / "model"), machine=CPU)
     refused(r"of type 'bert'; this lab knows gpt2 for task lm", short, model="tiny")
 

@@ -309,7 +309,7 @@ def own_code(folder):
 
 
 ONE_TYPE = BertConfig(vocab_size=300, type_vocab_size=1, **SMALL)
-DISTILBERT = transformers.DistilBertConfig(vocab_size=300, dim=32, n_layers=1, n_heads=2, hidden_dim=32)
+DEBERTA = transformers.DebertaV2Config(vocab_size=300, **SMALL)
 # What a folder is refused for wherever it is given: to answer with, and to train from ...
 REFUSED = {
     "no config.json": lambda folder: (folder / "config.json").unlink(),
@@ -318,7 +318,7 @@ REFUSED = {
     "config.json is neither": replaced("config.json", os.mkfifo),
     "special_tokens_map.json is neither": replaced("special_tokens_map.json", os.mkfifo),
     "cannot be loaded": lambda folder: (folder / "model.safetensors").write_bytes(b"noise"),
-    "a model of type .distilbert.": saved(transformers.DistilBertForQuestionAnswering, DISTILBERT),
+    "a model of type .deberta-v2.: its disentangled": saved(transformers.DebertaV2ForQuestionAnswering, DEBERTA),
     "tokens in the tokenizer, 20 in the model": saved(BertForQuestionAnswering, BertConfig(vocab_size=20, **SMALL)),
     "1000000 layers in config.json, 2 in the weights": spoil_config(num_hidden_layers=10**6),
     "token_type_embeddings.weight is .*, .* by config.json": spoil_config(type_vocab_size=9),

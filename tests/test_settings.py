@@ -48,7 +48,8 @@ COMPANIONS = {("schedule", name): PIPELINE | {"parallel": "pipeline"} for name i
 COMPANIONS |= {("qat", width): {"precision": "fp32"} for width in ("int8", "int4")}
 for kernel in ("flash", "efficient", "block-diagonal", "triton-varlen"):
     COMPANIONS["attention", kernel] = {"padding": "packed"}
-for optimizer in ("adamw-master", "adamw-master-bf16", "adamw-master-8bit"):  # in fp16 the first step may find the loss scaled too much
+# In fp16 the first step may find the loss scaled too much.
+for optimizer in ("adamw-master", "adamw-master-bf16", "adamw-master-8bit"):
     COMPANIONS["optimizer", optimizer] = {"precision": "bf16"}
 COMPANIONS |= {
     ("padding", "packed"): {"attention": "sdpa"},

@@ -12,14 +12,14 @@ from torch import library
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.errors import UserError
 from qa_lib.kernels import varlen_attention as varlen
-from qa_lib.model.architectures import ENCODERS, layers_of
+from qa_lib.model.architectures import layers_of
 from qa_lib.model.attention import KERNELS, Segments, use_short_attention
 from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import HashDropout, renew
 from qa_lib.model.packed import Packed
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
-from tests.tiny import checkpoint
+from tests.tiny import checkpoint, having
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SCALE = 0.3
@@ -223,7 +223,7 @@ def test_dropped_shares_are_lost_and_the_others_grow():
 
 
 @pytest.mark.parametrize("qkv", ["fused", "separate"])
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", having("E-varlen"))
 def test_every_encoder_has_it(kind, qkv, tmp_path):
     """With the loss and gradients of another kernel, and with a seed of its own in every layer."""
     (spec,) = plan(["E-varlen"], "smoke", data="synthetic:40", model=checkpoint(kind, tmp_path), machine=Machine())

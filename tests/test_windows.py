@@ -23,7 +23,7 @@ from tests.material import (
     write,
 )
 from tests.plain import overflow, plain_positions
-from tests.tiny import byte_level_tokenizer
+from tests.tiny import byte_level_tokenizer, modern_tokenizer
 
 TEXT = (
     "The river Rhine, 1,233 km long, flows north through naïve cafés and e\u0301clairs; its mouth lies near Rotterdam. "
@@ -60,7 +60,8 @@ def check(examples: list[Example], tokenizer, max_length: int, stride: int) -> S
     assert samples.lengths.max() <= max_length
     assert np.array_equal(samples.tokens, flat(wanted["input_ids"]))
     assert np.array_equal(samples.example, wanted["overflow_to_sample_mapping"])
-    assert np.array_equal(samples.offsets, np.concatenate(wanted["offset_mapping"]))
+    places = [without_blanks(wanted, i, questions, examples) for i in range(n)]
+    assert np.array_equal(samples.offsets, np.concatenate(places))
     batch = samples.batch(np.arange(n), max_length)
     if "token_type_ids" in batch:
         types = batch["token_type_ids"][np.arange(max_length) < samples.lengths[:, None]]
@@ -69,11 +70,21 @@ def check(examples: list[Example], tokenizer, max_length: int, stride: int) -> S
         assert not any(map(any, wanted.get("token_type_ids", [])))
     spans = samples.context.tolist()
     for i in range(n):
-        offsets, (first, stop) = wanted["offset_mapping"][i], spans[i]
+        offsets, (first, stop) = places[i], spans[i]
         assert [place for place, text in enumerate(wanted.sequence_ids(i)) if text == 1] == list(range(first, stop))
         positions = plain_positions(offsets, first, stop - 1, examples[samples.example[i]].answers)
         assert (samples.start_positions[i], samples.end_positions[i]) == positions
     return samples
+
+
+def without_blanks(wanted, window: int, questions: list[str], examples: list[Example]) -> list[tuple[int, int]]:
+    """The offsets of a window's tokens, without a blank that a longer token begins with."""
+    number, found = wanted["overflow_to_sample_mapping"][window], []
+    texts = {None: "", 0: questions[number], 1: examples[number].context}
+    for (begin, end), whose in zip(wanted["offset_mapping"][window], wanted.sequence_ids(window), strict=True):
+        blank = end - begin > 1 and texts[whose][begin] == " "
+        found.append((begin + blank, end))
+    return found
 
 
 @needs_squad
@@ -212,6 +223,19 @@ def test_windows_of_a_byte_level_tokenizer_are_its_own_overflow(add_prefix_space
     crowded = Given([Example("q7", "Rivers", "river " * 30, "river")])
     said = r"question 'q7': its \d+ tokens leave 0 of 20 .* stride 4 \(1 such"
     refused(said, build_samples, crowded, tokenizer, 20, 4, cache=False)
+
+
+def test_windows_of_modernberts_kind_of_tokenizer_are_its_own_overflow_and_answers_begin_with_no_blank():
+    tokenizer = modern_tokenizer([TEXT] * 3)
+    examples = edges(8)
+    samples = check(examples, tokenizer, 60, 9)
+    assert len(samples) > len(examples)
+    assert set(samples.batch(np.array([0]), 60)) == {"input_ids", "attention_mask", "start_positions", "end_positions"}
+    word = TEXT.split()[3]
+    one = Example("q", "", "where", TEXT, ((word, TEXT.index(f" {word}") + 1),))
+    samples = check([one], tokenizer, 400, 9)
+    span = samples.characters(np.array([0]), samples.start_positions, samples.end_positions)
+    assert TEXT[span[0].item() : span[1].item()] == word
 
 
 def test_another_way_to_join_a_pair(small):

@@ -5,37 +5,65 @@ import json
 from pathlib import Path
 
 import torch
-from tokenizers import ByteLevelBPETokenizer
-from transformers import AutoConfig, AutoModelForQuestionAnswering, RobertaTokenizer
+from tokenizers import ByteLevelBPETokenizer, Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import AutoConfig, AutoModelForQuestionAnswering, PreTrainedTokenizerFast, RobertaTokenizer
 
 from qa_lib.data.squad import open_source
 from qa_lib.data.synthetic import TINY_CONFIG
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.data.windows import Samples, build_samples
+from qa_lib.model.architectures import ENCODERS
 from qa_lib.spec import Machine, Spec
+from qa_lib.variants import find_variant, lacking
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
 H200 = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90)
 
-# What differs between the encoders: ELECTRA's embeddings may be narrower than its layers.
+# What differs between the encoders: ELECTRA's embeddings may be narrower than its layers, and ModernBERT's second layer
+# looks at a window narrower than most samples.
 ROBERTA = {"max_position_embeddings": 514, "type_vocab_size": 1}
-SHAPES = {"bert": {}, "roberta": ROBERTA, "electra": {"embedding_size": 32}}
+SHAPES = {"bert": {}, "roberta": ROBERTA, "electra": {"embedding_size": 32}, "distilbert": {"hidden_dim": 128}}
+SHAPES |= {"modernbert": {"local_attention": 16}}
+BYTE_LEVEL = {"roberta", "modernbert"}  # those whose tokenizers split bytes
+
+
+def having(variant: str) -> list[str]:
+    """The encoders of the table that can have a variant's settings."""
+    return [kind for kind in ENCODERS if not lacking(find_variant(variant).settings, kind)]
+
+
+def learnt(texts, size: int, special: list[str]) -> dict:
+    """The vocabulary and merges that byte-level BPE learns from `texts`."""
+    learner = ByteLevelBPETokenizer()
+    learner.train_from_iterator(texts, vocab_size=size, special_tokens=special, show_progress=False)
+    model = json.loads(learner.to_str())["model"]
+    return {"vocab": model["vocab"], "merges": [tuple(pair) for pair in model["merges"]]}
 
 
 def byte_level_tokenizer(texts, size: int = 400, **options) -> RobertaTokenizer:
     """A RoBERTa tokenizer (`<s> question </s></s> context </s>`, blanks belong to words) learnt from `texts`."""
-    learner = ByteLevelBPETokenizer()
-    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    learner.train_from_iterator(texts, vocab_size=size, special_tokens=special, show_progress=False)
-    model = json.loads(learner.to_str())["model"]
-    return RobertaTokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]], **options)
+    return RobertaTokenizer(**learnt(texts, size, ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]), **options)
+
+
+def modern_tokenizer(texts, size: int = 400) -> PreTrainedTokenizerFast:
+    """A tokenizer in the parts of ModernBERT's (`[CLS] question [SEP] context [SEP]`, no token types, blanks that are
+    in words and in their offsets) learnt from `texts`."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    backend = Tokenizer(models.BPE(**learnt(texts, size, special)))
+    backend.normalizer, backend.pre_tokenizer = normalizers.NFC(), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    ends = [("[CLS]", 2), ("[SEP]", 3)]
+    backend.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", ends)
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True))
+    inputs = ["input_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=inputs, **names)
 
 
 def checkpoint(model_type: str, folder: Path) -> str:
     """Write the checkpoint of a tiny model of that type, with a tokenizer for the synthetic text; its folder."""
     tokenizer = build_tokenizer("tiny")
-    if model_type == "roberta":
-        tokenizer = byte_level_tokenizer(example.context for example in open_source("synthetic:60", "train").examples)
+    if model_type in BYTE_LEVEL:
+        learn = byte_level_tokenizer if model_type == "roberta" else modern_tokenizer
+        tokenizer = learn(example.context for example in open_source("synthetic:60", "train").examples)
     config = AutoConfig.for_model(
         model_type, **TINY_CONFIG | SHAPES[model_type], vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id
     )

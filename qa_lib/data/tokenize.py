@@ -125,11 +125,22 @@ def _encode(backend, texts: list[str]) -> Pieces:
     """What `tokenize` gives, by the tokenizer alone."""
     ids, offsets = [], []
     for first in range(0, len(texts), TEXTS_PER_CALL):
-        for encoding in backend.encode_batch(texts[first : first + TEXTS_PER_CALL], add_special_tokens=False):
+        part = texts[first : first + TEXTS_PER_CALL]
+        for text, encoding in zip(part, backend.encode_batch(part, add_special_tokens=False), strict=True):
             ids.append(np.array(encoding.ids, np.int32))
-            offsets.append(np.array(encoding.offsets, np.int32).reshape(-1, 2))
+            offsets.append(_without_blank(text, np.array(encoding.offsets, np.int32).reshape(-1, 2)))
     starts = np.cumsum([0, *map(len, ids)])
     return Pieces(np.concatenate(ids), starts, np.concatenate(offsets))
+
+
+def _without_blank(text: str, offsets: np.ndarray) -> np.ndarray:
+    """Offsets [tokens, 2] without the blank that a token begins with, and no answer should: RoBERTa's tokenizer leaves
+    it out itself, and ModernBERT's does not."""
+    coded = f"{text}.".encode("utf-32-le", "surrogatepass")  # with a character after its end, where a token may begin
+    characters = np.frombuffer(coded, np.uint32)
+    begins, ends = offsets.T
+    blank = (ends - begins > 1) & (characters[begins] == ord(" "))
+    return np.stack([begins + blank, ends], axis=1)
 
 
 def ranges(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from qa_lib.model.architectures import encoder_of, layers_of, layers_passed, param_counts
+from qa_lib.model.architectures import encoder_of, layers_of, layers_passed, local_layers, param_counts
 from qa_lib.record import Memory, Speed, StepTime
 
 MIB = 2**20
@@ -208,7 +208,8 @@ class StepFlops:
     4 x hidden x length^2 a layer forward and twice that backward. With all parameters training this is the usual
     6 x parameters x tokens + 12 x layers x hidden x sum of length^2 (Kaplan et al. 2020, PaLM's appendix B).
     Embeddings, the answer head and the adapters' own forward pass are not counted. A decoder's head is, a GEMM as
-    wide as the vocabulary; and of its attention half, since the other half of the scores is masked.
+    wide as the vocabulary; and of its attention half, since the other half of the scores is masked. Where a layer's
+    tokens see a window each, that counts, or all of shorter sequences: of lengths beside it, a little too much.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -221,6 +222,7 @@ class StepFlops:
         head = model.get_submodule(encoder.head).weight if encoder.causal else torch.empty(0)
         self.head, self.head_trains, self.attended = head.numel(), head.requires_grad, 0.5 if encoder.causal else 1.0
         self.layers, self.hidden = len(layers), model.config.hidden_size
+        self.local, self.window = local_layers(model.config)
         self.passed = layers_passed(model) / self.layers  # share of the layers that gradients pass through
         self.recomputed = any(getattr(m, "gradient_checkpointing", False) for m in model.modules()) * self.passed
 
@@ -230,6 +232,7 @@ class StepFlops:
         again = self.recomputed if recompute else 0.0
         linear = 2 * tokens * (self.parameters * (1 + self.passed + again) + self.trained)
         head = 2 * tokens * self.head * (2 + self.head_trains)
+        squares += self.local * min(0, self.window * tokens - squares)
         attention = 4 * self.layers * self.hidden * self.attended * squares * (1 + 2 * self.passed + again)
         return linear + head + attention
 

@@ -9,7 +9,8 @@ our own for short segments is in kernels/varlen_attention.py, variant E-varlen. 
 A1 and SDPA in A2, are transformers' and PyTorch's.
 
 Kernels here take query, key and value [tokens, heads, width], `Segments`, dropout and the scale of the scores; those
-for fused projections take the three as one tensor [tokens, 3, heads, width].
+for fused projections take the three as one tensor [tokens, 3, heads, width]. ModernBERT's local layers have a `window`
+as well: a token attends to so many tokens on either side of it, in its segment.
 """
 
 from itertools import groupby
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.models.modernbert.modeling_modernbert import ModernBertRotaryEmbedding
 
 from qa_lib.errors import UserError
 from qa_lib.kernels.varlen_attention import segment_of, varlen_attention
@@ -38,12 +40,13 @@ class Segments(NamedTuple):
     bias: torch.Tensor | None = None  # float32 [tokens], -inf where a segment is padded; for the kernel that wants that
 
 
-def flash(query, key, value, segments, dropout, scale):
+def flash(query, key, value, segments, dropout, scale, window=None):
     """FlashAttention by PyTorch's own op, for sm_80 and newer; fp16 or bf16."""
     ends, longest = segments.cu_seqlens, max(segments.limits)
     return torch.ops.aten._flash_attention_forward(
-        query, key, value, ends, ends, longest, longest, dropout, False, False, scale=scale
-    )[0]
+        query, key, value, ends, ends, longest, longest, dropout, False, False, scale=scale,
+        window_size_left=window, window_size_right=window,
+    )[0]  # fmt: skip
 
 
 def efficient(qkv, segments, dropout, scale):
@@ -159,22 +162,26 @@ def _backward(ctx, grad, *_):
 _efficient.register_autograd(_backward, setup_context=_setup_context)
 
 
-def blockmask(query, key, value, segments, dropout, scale):
+def blockmask(query, key, value, segments, dropout, scale, window=None):
     """SDPA under a mask [tokens, tokens] that is true within segments: any device and dtype, but quadratic."""
     segment = segment_of(segments.cu_seqlens, len(query))
     query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
     mask = segment[:, None] == segment
+    if window is not None:
+        place = torch.arange(len(segment), device=segment.device)
+        mask &= (place[:, None] - place).abs() <= window
     return F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale)[0].transpose(0, 1)
 
 
 def _interface(kernel):
     def attention(
         module, query, key, value, attention_mask, dropout=0.0, scaling=None, segments=None, qkv=None, bias=None,
-        **kwargs,
+        sliding_window=None, **kwargs,
     ):  # fmt: skip
         """An attention function of transformers: tensors [batch, heads, tokens, width] in, [batch, tokens, heads,
         width] out. A `bias` that is in `qkv` gets its gradient from varlen_attention, whose modules have a HashDropout.
-        Batches without segments, as in evaluation, are padded ones and go to SDPA."""
+        `sliding_window` counts the token itself and those on one side of it. Batches without segments, as in
+        evaluation, are padded ones and go to SDPA."""
         if segments is None:
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -185,7 +192,8 @@ def _interface(kernel):
         elif kernel is efficient:
             output = efficient(stack_qkv(query, key, value, qkv), segments, dropout, scaling)
         else:
-            output = kernel(*(t[0].transpose(0, 1) for t in (query, key, value)), segments, dropout, scaling)
+            window = None if sliding_window is None else sliding_window - 1
+            output = kernel(*(t[0].transpose(0, 1) for t in (query, key, value)), segments, dropout, scaling, window)
         return output[None], None
 
     return attention
@@ -209,6 +217,25 @@ for _name, _kernel in KERNELS.items():
 UNMASKED = "unmasked"
 AttentionInterface.register(UNMASKED, sdpa_attention_forward)
 AttentionMaskInterface.register(UNMASKED, lambda *_, **__: None)
+
+
+class ExactRotaryEmbedding(ModernBertRotaryEmbedding):
+    """The angles by which queries and keys are turned. Cast to half precision with the rest of a model, its frequencies
+    would be rounded, and a token's angle off by a whole radian some hundreds of tokens on; they stay fp32."""
+
+    def _apply(self, fn, recurse=True):
+        exact = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, moved in self.named_buffers():
+            setattr(self, name, exact[name].to(moved.device))
+        return self
+
+
+def keep_frequencies(model: nn.Module) -> None:
+    """Leave the frequencies of rotary embeddings in fp32 whatever the model is cast to, in place."""
+    for module in model.modules():
+        if isinstance(module, ModernBertRotaryEmbedding):
+            module.__class__ = ExactRotaryEmbedding
 
 
 def use_short_attention(model: nn.Module) -> None:

@@ -11,8 +11,8 @@ from transformers.pytorch_utils import Conv1D
 
 from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.errors import UserError
-from qa_lib.model.architectures import embeddings_of, encoder_of, layers_of, max_positions, param_counts
-from qa_lib.model.attention import UNMASKED, attention_name, use_short_attention
+from qa_lib.model.architectures import embeddings_of, encoder_of, heads_of, layers_of, max_positions, param_counts
+from qa_lib.model.attention import UNMASKED, attention_name, keep_frequencies, use_short_attention
 from qa_lib.model.fused_blocks import (
     Conv1DGelu,
     HashDropout,
@@ -29,7 +29,7 @@ from qa_lib.model.nf4 import NF4Linear, native, use_nf4
 from qa_lib.model.qat import is_rounding, use_rounding
 from qa_lib.presets import HEAD, find_shape
 from qa_lib.spec import Spec
-from qa_lib.variants import Recipe, Settings
+from qa_lib.variants import Recipe, Settings, lacking
 
 ALIGN = 64  # tokens of a vocabulary are made a multiple of this
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "pure-bf16": torch.bfloat16}
@@ -71,6 +71,7 @@ def build_model(spec: Spec) -> torch.nn.Module:
         model.loss_type = "ForCausalLM"  # what transformers takes for it, after a warning
     elif spec.settings.loss != "native":
         raise UserError(f"{spec.variant}: loss {spec.settings.loss!r} is that of a language model")
+    keep_frequencies(model)
     _transform(model, spec.settings)
     model = apply_recipe(model, spec.recipe)
     if spec.settings.dropout == "none":  # that of adapters as well
@@ -114,6 +115,8 @@ def _pretrained(spec: Spec) -> torch.nn.Module:
     source, task, attention = spec.model_source, spec.preset.task, spec.settings.attention
     head = head_of(task)
     config = model_config(source, task)
+    if why := lacking(spec.settings, config.model_type):  # of a model that was not here yet when the run was planned
+        raise UserError(f"{spec.variant}: {why}")
     if spec.settings.padding == "packed":
         attention = attention_name(attention)
     elif task == "lm" and attention in ("sdpa", "triton-causal") and spec.settings.engine == "loop":
@@ -136,7 +139,7 @@ def _pretrained(spec: Spec) -> torch.nn.Module:
 def apply_recipe(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
     """Leave gradients on for the recipe's parameters alone; an answer head, which is new, always trains."""
     encoder = encoder_of(model)
-    head = torch.nn.Module() if encoder.causal else model.get_submodule(encoder.head)
+    head = torch.nn.ModuleList([] if encoder.causal else heads_of(model))
     if recipe.kind == "lora":
         if any(isinstance(module, FusedDecoder | Conv1DGelu) for module in model.modules()):
             raise UserError("adapters of a decoder take norms 'native' and gelu 'exact'")
@@ -198,7 +201,7 @@ def trainable_summary(model: torch.nn.Module):
 
     parts = {"embeddings": embeddings_of(model)}
     parts |= {f"layer {number}": [layer] for number, layer in enumerate(layers_of(model))}
-    parts |= {"head": [model.get_submodule(encoder_of(model).head)], "all": [model]}
+    parts |= {"head": heads_of(model), "all": [model]}
     counts, rows = param_counts(model), {}
     for name, modules in parts.items():
         parameters = [p for module in modules for p in module.parameters()]

@@ -20,7 +20,10 @@ from qa_lib.model.qat import fill_quantized, quantize
 log = logging.getLogger(__name__)
 
 # Parts of a checkpoint that pretraining or an older transformers has left, and which no answer depends on.
-PRETRAINING = ("cls", "lm_head", "pooler", "discriminator_predictions", "generator_predictions", "generator_lm_head")
+PRETRAINING = (
+    "cls", "lm_head", "pooler", "discriminator_predictions", "generator_predictions", "generator_lm_head", "decoder",
+    "vocab_transform", "vocab_layer_norm", "vocab_projector",
+)  # fmt: skip
 CONSTANTS = ("masked_bias", "position_ids")
 one_at_a_time = threading.Lock()  # while it loads, transformers changes its classes; two threads may leave them so
 

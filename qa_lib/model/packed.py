@@ -28,6 +28,8 @@ class Packed(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, limits: list[int]):
         super().__init__()
         self.model, self.limits, self.first_position = model, limits, first_position(model.config)
+        # A model with several kinds of layers makes a mask for each, of all tokens by all, unless it is given them.
+        self.masks = dict.fromkeys(getattr(model.config, "layer_types", None) or ()) or None
 
     def forward(
         self, input_ids, position_ids, cu_seqlens, start_positions, end_positions, token_type_ids=None, **layout
@@ -37,6 +39,7 @@ class Packed(torch.nn.Module):
             input_ids=input_ids,
             token_type_ids=token_type_ids,
             position_ids=position_ids + self.first_position,
+            attention_mask=self.masks,
             segments=Segments(cu_seqlens, self.limits, **layout),
         )
         starts, ends = output.start_logits, output.end_logits

@@ -23,7 +23,7 @@ from qa_lib.data.packing import PackedBatches
 from qa_lib.errors import UserError
 from qa_lib.kernels.linear_cross_entropy import PART
 from qa_lib.measure.meter import MIB
-from qa_lib.model.architectures import embeddings_of, encoder_of, layers_of, layers_passed, trains
+from qa_lib.model.architectures import embeddings_of, encoder_of, find_encoder, layers_of, layers_passed, trains
 from qa_lib.model.build import apply_recipe, head_of, model_config
 from qa_lib.presets import Preset, find_preset, find_shape
 from qa_lib.run.plan import plan
@@ -41,7 +41,8 @@ QUANTILES = (
 QUESTION = 15  # of these tokens, about: a question and what stands around it, which every window repeats
 RECOMPUTED_ADAPTERS = 5.5  # measured: bytes that each layer with adapters keeps all the same, as layer_bytes has them
 SAME = 0.02  # by so much weights and optimizer state of one model and one code differ, measured and predicted
-ROUNDED = "what training on rounded weights keeps for its backward pass is not predicted"
+UNKNOWN = "what {} keeps for its backward pass is not predicted"  # is said of these:
+ROUNDED = "training on rounded weights"
 SMALL = 4096  # tensors of fewer elements keep 32-bit moments in the 8-bit optimizer
 
 
@@ -50,9 +51,7 @@ class StepMemory:
 
     def __init__(self, spec: Spec, tokens: int):
         self.spec, self.settings, self.causal, self.tokens = spec, spec.settings, spec.preset.task == "lm", tokens
-        # Its shapes are the defaults of transformers, which need no network.
-        source = spec.model_source
-        self.config = BertConfig() if source == "bert-base-uncased" else model_config(source, spec.preset.task)
+        self.config = _config_of(spec)
         with torch.device("meta"):
             self.model = apply_recipe(head_of(spec.preset.task).from_config(self.config), spec.recipe)
         layers = layers_of(self.model)
@@ -96,9 +95,9 @@ class StepMemory:
         """Bytes a layer keeps for its backward pass, per token and hidden width, without the attention scores;
         `trained` or only passed by gradients."""
         settings, recipe, causal, word = self.settings, self.spec.recipe, self.causal, self.word
-        # The inputs of the two layer norms and two dropout masks; query, key, value and the attention's output, which
+        # The inputs of the two layer norms and the dropouts' masks; query, key, value and the attention's output, which
         # is the input of the next linear layer; the input of GELU, four times as wide.
-        kept = 2 * self.element + 2 * 1 + 4 * word + 4 * word
+        kept = 2 * self.element + len(encoder_of(self.model).dropouts) * 1 + 4 * word + 4 * word
         if causal and not self.compiled:
             # GPT-2's GELU is an approximation, written out: its input, tanh of a polynomial, and 1 more than that in
             # fp32, and half of the input as it is.
@@ -193,6 +192,21 @@ class StepMemory:
         }
 
 
+def _config_of(spec: Spec):
+    """The configuration of a spec's model."""
+    # Its shapes are the defaults of transformers, which need no network.
+    source = spec.model_source
+    return BertConfig() if source == "bert-base-uncased" else model_config(source, spec.preset.task)
+
+
+def unpredicted(spec: Spec) -> str | None:
+    """Why the memory of a spec is not known, in words; None if it is."""
+    if spec.settings.qat != "none":
+        return UNKNOWN.format(ROUNDED)
+    kind = _config_of(spec).model_type
+    return None if find_encoder(kind, spec.model_source, spec.preset.task).memory_known else UNKNOWN.format(kind)
+
+
 def _elements(parameters) -> int:
     return sum(p.numel() for p in parameters)
 
@@ -201,12 +215,12 @@ def estimate(spec: Spec, samples=None) -> dict:
     """MiB of params, grads, optimizer, activations and workspace, the peak and its phase, and what is reserved.
 
     For a model that trains on a GPU. `samples` are the spec's own unless they are given. Raises UserError for a spec
-    without a GPU, and for one that trains on rounded weights.
+    without a GPU, and for what is `unpredicted`.
     """
     if spec.hardware == "cpu":
         raise UserError(f"{spec.variant}: the estimate is of GPU memory, and this one is planned for a CPU")
-    if spec.settings.qat != "none":
-        raise UserError(f"{spec.variant}: {ROUNDED}")
+    if why := unpredicted(spec):
+        raise UserError(f"{spec.variant}: {why}")
     step = StepMemory(spec, _tokens(spec, samples))
     kept, phases = step.activations()[0], step.phases()
     phase = max(phases, key=phases.get)
@@ -262,7 +276,7 @@ def predicted(runs: pd.DataFrame, model: str = "") -> pd.Series:
     peaks, estimates = {}, {}
     for index, run in runs["run"].items():
         spec = _spec_of(run.record, model)
-        if spec.hardware == "cpu" or spec.settings.qat != "none" or not spec.model_source:
+        if spec.hardware == "cpu" or not spec.model_source or unpredicted(spec):
             continue
         if (key := repr(spec)) not in estimates:
             generated = spec.data_source.startswith("synthetic:")
@@ -304,8 +318,8 @@ def main(args: argparse.Namespace) -> int:
     lines = []
     for spec in specs:
         line = {"variant": spec.variant, "length": spec.preset.max_length, "micro-batch": spec.settings.micro_batch}
-        if spec.skip or spec.settings.qat != "none":
-            print(f"{spec.variant}: {spec.skip or ROUNDED}")
+        if why := spec.skip or unpredicted(spec):
+            print(f"{spec.variant}: {why}")
             continue
         found = estimate(spec, SquadLengths(spec.preset.max_length, spec.preset.stride) if known else None)
         lines.append(line | {name.removesuffix("_mib"): size for name, size in found.items()})

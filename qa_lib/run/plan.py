@@ -16,7 +16,7 @@ from qa_lib.model.architectures import find_encoder
 from qa_lib.model.hf_checkpoint import checkpoint_files, commit_of, inspect_checkpoint
 from qa_lib.presets import HEAD, find_preset, find_shape, whole_number
 from qa_lib.spec import Machine, Spec, resolve, sha256_of_json, unshared
-from qa_lib.variants import SpecError, find_variant
+from qa_lib.variants import SpecError, find_variant, lacking
 
 SOURCES = {"qa": open_source, "lm": open_text}  # task -> what opens its data
 ANSWER_S = 5  # seconds in which the hub has to answer
@@ -79,7 +79,11 @@ def plan(
         find_encoder(config["model_type"], model, size.task)
     # 0, which everything divides, where it does not say.
     shape = {"layers": config.get("num_hidden_layers", 0), "heads": config.get("num_attention_heads", 0)}
-    return [dataclasses.replace(spec, **found, skip=spec.skip or unshared(spec, shape)) for spec in specs]
+    kind = config.get("model_type", "")
+    return [
+        dataclasses.replace(spec, **found, skip=spec.skip or lacking(spec.settings, kind) or unshared(spec, shape))
+        for spec in specs
+    ]
 
 
 def _list(name: str, values: object) -> list:

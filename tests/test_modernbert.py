@@ -1,0 +1,172 @@
+"""ModernBERT by itself: windows and angles in packed sequences, what it lacks, and what it is said to cost."""
+
+import dataclasses
+import json
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForQuestionAnswering, ModernBertForMaskedLM
+
+from qa_lib.data.load import batches_of, load_data
+from qa_lib.errors import UserError
+from qa_lib.measure.meter import StepFlops
+from qa_lib.model.architectures import ENCODERS, heads_of
+from qa_lib.model.attention import Segments, attention_name, blockmask, flash
+from qa_lib.model.build import build_model, save_model
+from qa_lib.model.packed import Packed
+from qa_lib.run.fit import train
+from qa_lib.run.memory_estimate import estimate, gpu_of
+from qa_lib.run.plan import plan
+from qa_lib.score.predict import ask
+from qa_lib.spec import Machine
+from qa_lib.variants import LACKS, VARIANTS, lacking
+from tests.tiny import checkpoint
+
+LENGTHS = (50, 7, 33, 80)  # of samples: within the window of a token, around it and several times as long
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return checkpoint("modernbert", tmp_path_factory.mktemp("modernbert"))
+
+
+def built(folder, attention: str, **changes):
+    """The model of a folder with more layers than it has, of every kind; its weights are random."""
+    config = AutoConfig.from_pretrained(folder)
+    config.num_hidden_layers, config.layer_types = 4, ["full_attention", *["sliding_attention"] * 2, "full_attention"]
+    for name, value in changes.items():
+        setattr(config, name, value)
+    torch.manual_seed(1)
+    return AutoModelForQuestionAnswering.from_config(config, attn_implementation=attention).eval()
+
+
+def packed_logits(model, samples):
+    """Start and end logits [2, tokens] of samples in one sequence."""
+    ends = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    inputs = torch.cat(samples)[None], torch.cat([torch.arange(n) for n in LENGTHS])[None], ends
+    found = Packed(model, [max(LENGTHS)] * len(LENGTHS))(*inputs, *torch.ones(2, len(LENGTHS), dtype=torch.int64))
+    return torch.cat([found.start_logits, found.end_logits])
+
+
+@pytest.mark.parametrize("other", ["eager", "sdpa"])
+def test_packed_logits_are_those_of_transformers_own_for_each_sample(other, folder):
+    samples = [torch.randint(5, 100, (n,)) for n in LENGTHS]
+    packed = packed_logits(built(folder, attention_name("block-diagonal")), samples)
+    own = built(folder, other)
+    alone = [own(sample[None]) for sample in samples]
+    wanted = torch.stack([torch.cat([one[name][0] for one in alone]) for name in ("start_logits", "end_logits")])
+    assert packed.std() > 0.1
+    torch.testing.assert_close(packed, wanted, atol=1e-5, rtol=0)
+    # A window of another size, other angles in either kind of layer, or none of both would have been seen.
+    angles = json.loads(json.dumps(own.config.rope_parameters))
+    angles["sliding_attention"]["rope_theta"] *= 4
+    for changes in ({"local_attention": 18}, {"local_attention": 1024}, {"rope_parameters": angles}):
+        with torch.no_grad():
+            changed = packed_logits(built(folder, attention_name("block-diagonal"), **changes), samples)
+        assert (changed - packed).abs().max() > 1e-3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashAttention takes a GPU")
+def test_flash_has_the_window_of_the_mask_in_both_passes():
+    ends = torch.tensor([0, *LENGTHS], dtype=torch.int32, device="cuda").cumsum(0, dtype=torch.int32)
+    segments = Segments(ends, [max(LENGTHS)] * len(LENGTHS))
+    query, key, value, grad = torch.randn(4, sum(LENGTHS), 2, 64, device="cuda", dtype=torch.bfloat16)
+    parts, results = [part.requires_grad_() for part in (query, key, value)], []
+    for kernel in (flash, blockmask):
+        output = kernel(*parts, segments, 0.0, 0.125, 8)
+        results.append([output, *torch.autograd.grad(output, parts, grad)])
+    torch.testing.assert_close(*results, atol=2e-2, rtol=2e-2)
+    assert (flash(*parts, segments, 0.0, 0.125) - results[0][0]).abs().max() > 0.1
+
+
+def test_frequencies_stay_exact_under_bf16_weights_over_masters(folder, tmp_path):
+    (spec,) = plan(["E-masters"], "smoke", data="synthetic:40", model=folder, machine=Machine())
+    # As a GPU has them, but for the graph and Inductor.
+    changes = {"precision": "bf16", "optimizer": "adamw-master", "compile": "none"}
+    preset = dataclasses.replace(spec.preset, steps=3, measure_from=1, checkpoint_every=0)
+    spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, **changes), preset=preset)
+    data, model = load_data(spec), build_model(spec)
+    exact = {name: buffer.clone() for name, buffer in model.model.rotary_emb.named_buffers()}
+    train(model, batches_of(data.samples, spec), spec, CPU, tmp_path, lambda _: None)
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert len(set(losses)) == 3 and np.isfinite(losses).all()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    for name, buffer in model.model.rotary_emb.named_buffers():
+        assert buffer.dtype == torch.float32 and torch.equal(buffer, exact[name])
+    save_model(model, data.tokenizer, tmp_path / "model")
+    again = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "model").eval()
+    ids = torch.randint(5, 100, (2, 60))
+    torch.testing.assert_close(again(ids).start_logits, model.eval()(ids).start_logits, atol=1e-5, rtol=1e-5)
+    assert ask(tmp_path / "model", "who came ?", "then alice baker came .")["nbest"]
+
+
+def test_what_pretraining_has_left_is_its_head_and_what_it_lacks_is_new(folder, tmp_path, caplog):
+    pretrained = ModernBertForMaskedLM(AutoConfig.from_pretrained(folder))
+    pretrained.save_pretrained(tmp_path)
+    (spec,) = plan(["B1"], "smoke", data="synthetic:40", model=str(tmp_path), machine=Machine())
+    model = build_model(spec)
+    assert torch.equal(model.head.dense.weight, pretrained.head.dense.weight)
+    assert not caplog.messages
+    assert all(parameter.requires_grad for module in heads_of(model) for parameter in module.parameters())
+    trained = {name.split(".lora_")[0].rpartition(".")[2] for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {"Wqkv", "weight", "bias"}, "adapters, and what is above the layers"
+
+
+GPU = dataclasses.replace(gpu_of(90), gpus=2, torchao=bool(find_spec("torchao")))
+# What neither may lack.
+NEEDED = "A0 A1 A2 A3 A4 B1 B1-all C1 C2 D1 E-packed E-adamw E-graph E-masters P1 P-fsdp".split()
+
+
+@pytest.mark.parametrize("kind", ["distilbert", "modernbert"])
+def test_every_variant_is_built_or_skipped_for_a_reason(kind, tmp_path):
+    names = [name for name, variant in VARIANTS.items() if variant.task == "qa"]
+    specs = plan(names, "smoke", data="synthetic:40", model=checkpoint(kind, tmp_path), machine=GPU)
+    for spec in specs:
+        if spec.skip is None:
+            build_model(spec)
+    skipped = {spec.variant: spec.skip for spec in specs}
+    assert not set(NEEDED) & {name for name, why in skipped.items() if why}
+    if kind == "modernbert":
+        assert skipped["B2"] == "modernbert: it has no biases to train"
+        assert skipped["E-qkv"] == "modernbert: its query, key and value are one linear layer already"
+        assert "a window around each token" in skipped["E-packed-efficient"]
+    else:
+        assert skipped["B2"] is None and skipped["E-packed-efficient"] is None
+    assert "the rivals are a BERT" in skipped["E-plain"]
+
+
+def test_a_model_that_was_not_here_when_it_was_planned_is_held_to_the_same(folder):
+    (spec,) = plan(["B2"], "smoke", data="synthetic:40", model="tiny", machine=Machine())
+    with pytest.raises(UserError, match="B2: modernbert: it has no biases to train"):
+        build_model(dataclasses.replace(spec, model_source=folder))
+
+
+def test_what_architectures_lack_is_of_those_in_the_table_and_of_settings_that_variants_have():
+    for lack in LACKS:
+        named = lack["architectures"].split()
+        assert named and set(named) <= set(ENCODERS)
+        assert all(any(lacking(variant.settings, kind) for variant in VARIANTS.values()) for kind in named)
+    assert not any(lacking(variant.settings, "bert") for variant in VARIANTS.values())
+
+
+def test_its_memory_is_said_to_be_unknown_and_distilberts_is_known(folder, tmp_path, capsys):
+    other = checkpoint("distilbert", tmp_path)
+    known, unknown = (
+        plan(["A3"], "smoke", data="synthetic:40", model=model, machine=gpu_of(80))[0] for model in (other, folder)
+    )
+    assert estimate(known)["peak_mib"] > 0
+    with pytest.raises(UserError, match="A3: what modernbert keeps for its backward pass is not predicted"):
+        estimate(unknown)
+
+
+def test_arithmetic_of_attention_counts_a_window_where_there_is_one(folder):
+    whole, local = (built(folder, "sdpa", local_attention=around) for around in (1024, 16))
+    for n in (8, 300):
+        place = torch.arange(n)
+        pairs = ((place[:, None] - place).abs() <= 8).sum().item()
+        full, seen = (StepFlops(model).flops(n, n**2) for model in (whole, local))
+        saved = 3 * 4 * 2 * 64 * (n**2 - pairs)  # of two layers of width 64, and twice as much in the backward pass
+        assert full - seen == pytest.approx(saved if n > 17 else 0, rel=0.01)
