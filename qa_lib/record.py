@@ -45,11 +45,12 @@ Plain = dict[str, str | StrictBool | Number]
 
 @dataclass
 class Error:
-    """Why a run did not end ok; `step` counts from 1."""
+    """Why a run did not end ok; `step` counts from 1. A `mistake` is the user's, not this machine's or the code's."""
 
     kind: str | None = None
     message: str | None = None
     step: Whole | None = None
+    mistake: StrictBool = False
 
 
 @dataclass
@@ -223,7 +224,8 @@ SCORING = {name: Scoring(name=name, **task["scoring"]) for name, task in TASKS.i
 
 @dataclass
 class Asked:
-    """What of the spec tables and figures rely on; `settings` and `preset` hold more than is named here."""
+    """What of the spec tables and figures rely on, and `chosen` (spec.Spec); `settings` and `preset` hold more than is
+    named here."""
 
     variant: str = ""
     seed: Annotated[Whole, Field(ge=0)] = 0
@@ -236,6 +238,7 @@ class Asked:
     preset: Plain = field(default_factory=dict)
     settings: Plain = field(default_factory=dict)
     adjusted: list[str] = field(default_factory=list)
+    chosen: list[str] = field(default_factory=list)
     planned_steps: Whole | None = None
     n_train: Whole | None = None
     n_eval: Whole | None = None
@@ -287,7 +290,7 @@ def duration(seconds: float) -> str:
 def new_record(spec: Spec, env: dict) -> dict:
     """A record of status `running`: what is known before the work begins, and null for everything else."""
     task = SCORING[spec.preset.task]
-    known = "variant seed hash hardware world stages search sm adjusted".split()
+    known = "variant seed hash hardware world stages search sm adjusted chosen".split()
     settings = {"preset": dataclasses.asdict(spec.preset), "settings": dataclasses.asdict(spec.asked)}
     record = Record(
         run_id=spec.run_id,
@@ -372,6 +375,14 @@ def finish(run_dir: Path, record: dict, status: str, error: dict | None = None) 
     record["time"]["ended"] = now()
     write_record(run_dir, record)
     return record
+
+
+def unable(record: dict) -> bool:
+    """Whether a run was more than its machine could do: out of memory in training; or an error in the first step or
+    before it, such as a kernel that does not compile, that was no mistake of the user's."""
+    status, error, trained = record["status"], record["error"], record["time"]["steps"] is not None
+    failed_early = status == "error" and error["step"] in (None, 1) and not error["mistake"]
+    return not trained and (status == "oom" or failed_early)
 
 
 def run_files(runs: Path, name: str) -> list[Path]:

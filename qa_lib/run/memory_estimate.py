@@ -10,14 +10,11 @@ A language model adds its logits, one for each token and word of the vocabulary.
 layers.
 """
 
-import argparse
-
 import numpy as np
 import pandas as pd
 import torch
-from transformers import BertConfig
+from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, BertConfig
 
-from qa_lib.cli import variants_of
 from qa_lib.data.load import load_data
 from qa_lib.data.packing import PackedBatches
 from qa_lib.errors import UserError
@@ -25,9 +22,7 @@ from qa_lib.kernels.linear_cross_entropy import PART
 from qa_lib.measure.meter import MIB
 from qa_lib.model.architectures import embeddings_of, encoder_of, layers_of, layers_passed, trains
 from qa_lib.model.build import apply_recipe, model_config
-from qa_lib.presets import Preset, find_preset, find_shape
-from qa_lib.run.fit import TASKS
-from qa_lib.run.plan import plan
+from qa_lib.presets import Preset, find_shape
 from qa_lib.spec import Machine, Spec, adjust
 from qa_lib.variants import Settings
 
@@ -54,8 +49,9 @@ class StepMemory:
         # Its shapes are the defaults of transformers, which need no network.
         source = spec.model_source
         self.config = BertConfig() if source == "bert-base-uncased" else model_config(source, spec.preset.task)
+        head = AutoModelForCausalLM if self.causal else AutoModelForQuestionAnswering
         with torch.device("meta"):
-            self.model = apply_recipe(TASKS[spec.preset.task].head.from_config(self.config), spec.recipe)
+            self.model = apply_recipe(head.from_config(self.config), spec.recipe)
         layers = layers_of(self.model)
         self.deep = layers_passed(self.model)
         self.passed, self.first = layers[-self.deep :], list(layers[0].parameters())
@@ -292,30 +288,3 @@ def _spec_of(entry: dict, model: str) -> Spec:
         hardware=given["hardware"], data=entry["data"], model=entry["model"], data_source=entry["data"]["name"],
         model_source=source, world=given["world"], stages=given["stages"] or 1,
     )  # fmt: skip
-
-
-def main(args: argparse.Namespace) -> int:
-    """Print the estimate of each variant for a GPU of that kind."""
-    preset = find_preset(args.preset)
-    known = not args.data and preset.data == "squad_v2"
-    data = "synthetic:1" if known or preset.task == "lm" else args.data  # nothing is fetched that is not asked for
-    gpu = gpu_of(args.compute_capability)
-    sources, sizes = (data, args.model, args.micro_batch, gpu), {"max_length": args.max_length, "batch": args.batch}
-    specs = plan(variants_of(args), args.preset, [0], *sources, **sizes)
-    lines = []
-    for spec in specs:
-        line = {"variant": spec.variant, "length": spec.preset.max_length, "micro-batch": spec.settings.micro_batch}
-        if spec.skip or spec.settings.qat != "none":
-            print(f"{spec.variant}: {spec.skip or ROUNDED}")
-            continue
-        found = estimate(spec, SquadLengths(spec.preset.max_length, spec.preset.stride) if known else None)
-        lines.append(line | {name.removesuffix("_mib"): size for name, size in found.items()})
-    if lines:
-        short = {"optimizer": "optim.", "activations": "activ.", "workspace": "rest"}  # to fit 100 columns
-        table = pd.DataFrame(lines).rename(columns=short)
-        phases = table.pop("phase")
-        print(table.to_string(index=False, float_format="{:,.0f}".format))
-        for phase in phases.unique():
-            print(f"peak in {phase}: {', '.join(table.loc[phases == phase, 'variant'].unique())}")
-        print("MiB of GPU memory; beside it a process has a CUDA context of 300 to 600 MiB.")
-    return 0
