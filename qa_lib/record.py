@@ -35,6 +35,8 @@ SCHEMA, PROFILE_SCHEMA, QUANTIZED_SCHEMA = "qa_lib/3", "qa_lib-profile/3", "qa_l
 STARTING = "starting"  # written by a driver; the run replaces it when it begins
 FINISHED = ("ok", "oom", "skipped")  # not run again
 TERMINAL = (*FINISHED, "error", "killed")
+# Kinds of errors that the user can mend: files, a hub that does not answer, and the UserErrors.
+MISTAKES = ("OSError", "UserError", "SpecError", "UnknownName", "DataError", "RecordError", "RunTaken")
 
 # What a column of a table can hold.
 FITS = Field(ge=-(2**63), lt=2**63)
@@ -45,12 +47,11 @@ Plain = dict[str, str | StrictBool | Number]
 
 @dataclass
 class Error:
-    """Why a run did not end ok; `step` counts from 1. A `mistake` is the user's, not this machine's or the code's."""
+    """Why a run did not end ok; `step` counts from 1."""
 
     kind: str | None = None
     message: str | None = None
     step: Whole | None = None
-    mistake: StrictBool = False
 
 
 @dataclass
@@ -224,8 +225,7 @@ SCORING = {name: Scoring(name=name, **task["scoring"]) for name, task in TASKS.i
 
 @dataclass
 class Asked:
-    """What of the spec tables and figures rely on, and `chosen` (spec.Spec); `settings` and `preset` hold more than is
-    named here."""
+    """What of the spec tables and figures rely on; `settings` and `preset` hold more than is named here."""
 
     variant: str = ""
     seed: Annotated[Whole, Field(ge=0)] = 0
@@ -238,7 +238,6 @@ class Asked:
     preset: Plain = field(default_factory=dict)
     settings: Plain = field(default_factory=dict)
     adjusted: list[str] = field(default_factory=list)
-    chosen: list[str] = field(default_factory=list)
     planned_steps: Whole | None = None
     n_train: Whole | None = None
     n_eval: Whole | None = None
@@ -290,7 +289,7 @@ def duration(seconds: float) -> str:
 def new_record(spec: Spec, env: dict) -> dict:
     """A record of status `running`: what is known before the work begins, and null for everything else."""
     task = SCORING[spec.preset.task]
-    known = "variant seed hash hardware world stages search sm adjusted chosen".split()
+    known = "variant seed hash hardware world stages search sm adjusted".split()
     settings = {"preset": dataclasses.asdict(spec.preset), "settings": dataclasses.asdict(spec.asked)}
     record = Record(
         run_id=spec.run_id,
@@ -379,10 +378,10 @@ def finish(run_dir: Path, record: dict, status: str, error: dict | None = None) 
 
 def unable(record: dict) -> bool:
     """Whether a run was more than its machine could do: out of memory in training; or an error in the first step or
-    before it, such as a kernel that does not compile, that was no mistake of the user's."""
+    before it, such as a kernel that does not compile, but none of MISTAKES."""
     status, error, trained = record["status"], record["error"], record["time"]["steps"] is not None
-    failed_early = status == "error" and error["step"] in (None, 1) and not error["mistake"]
-    return not trained and (status == "oom" or failed_early)
+    early = error["step"] in (None, 1) and error["kind"] not in MISTAKES
+    return not trained and (status == "oom" or (status == "error" and early))
 
 
 def run_files(runs: Path, name: str) -> list[Path]:

@@ -389,10 +389,9 @@ def outcome_of(problem: BaseException) -> dict:
     step = problem.step if isinstance(problem, StepFailed) else None
     if step is not None:
         problem = problem.__cause__ or problem
-    # In a step a file that is missing or cannot be written is the compiler's.
-    mistake = isinstance(problem, UserError) or (isinstance(problem, OSError) and step is None)
-    message = str(problem).split("\n")[0]
-    error = {"kind": type(problem).__name__, "message": message, "step": step, "mistake": mistake}
+    # Libraries have OSErrors of their own. In a step a file that is missing is the compiler's.
+    kind = "OSError" if isinstance(problem, OSError) and step is None else type(problem).__name__
+    error = {"kind": kind, "message": str(problem).split("\n")[0], "step": step}
     return {"status": status, "error": error}
 
 

@@ -278,8 +278,7 @@ def judge(spec: Spec, run_dir: Path, reason: str | None, code: int, seconds: flo
     if (run_dir / "notebook.ipynb").exists():
         entry["time"]["notebook_s"] = round(seconds, 3)
     if spec.chosen:  # a notebook is told the variant alone
-        said = dict.fromkeys([*spec.adjusted, *entry["spec"]["adjusted"]])
-        entry["spec"] |= {"chosen": spec.chosen, "adjusted": list(said)}
+        entry["spec"]["adjusted"] = list(dict.fromkeys([*spec.adjusted, *entry["spec"]["adjusted"]]))
     if entry["status"] not in record.TERMINAL:  # else it had its result before it was ended
         kind = NEVER_BEGAN if entry["status"] == record.STARTING and not reason else "killed"
         # A compiler that crashes takes the process with it: of a run that was recommended, this is told from a stop.
