@@ -132,6 +132,7 @@ def test_the_python_of_the_docs_runs(tmp_path, monkeypatch, capsys):
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "using.md").read_text(encoding="utf-8"), re.DOTALL)
     assert len(block.strip().splitlines()) <= 10
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # as if it were installed
     exec(block, {})
     assert capsys.readouterr().out.count("ok ") == 1
     assert AutoModelForQuestionAnswering.from_pretrained("my-answers").config.model_type == "bert"

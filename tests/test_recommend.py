@@ -131,7 +131,7 @@ def test_where_nothing_fits_one_line_says_what_to_do(models, tmp_path):
 
 
 def test_a_checkout_without_records_takes_the_largest_that_fits(tmp_path, monkeypatch):
-    monkeypatch.setattr(choosing, "ROOT", tmp_path)
+    monkeypatch.setattr(choosing, "COMMITTED", tmp_path / "no")
     assert chosen(T4, tmp_path / "none")[:2] == ("E-t4-norm", 32)
 
 

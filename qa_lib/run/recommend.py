@@ -14,11 +14,11 @@ import numpy as np
 from qa_lib import record
 from qa_lib.archive import read_runs
 from qa_lib.errors import UserError
-from qa_lib.run.launch import ROOT
 from qa_lib.run.memory_estimate import SquadLengths, estimate
 from qa_lib.spec import Machine, Spec, resolve
 from qa_lib.variants import TASKS, Settings
 
+COMMITTED = Path(__file__).parents[2] / "runs"  # records, where this is a checkout
 CONTEXT_GIB = 0.5  # a process takes this beside what PyTorch reserves
 ROOM = 0.9  # of the free memory that a run may take: the estimate is within a tenth of what was measured
 WORDS = 80  # letters of an error that are repeated
@@ -63,7 +63,7 @@ def _failed(spec: Spec, runs: str | Path) -> list[dict]:
 def _options(spec: Spec, machine: Machine) -> list[Spec]:
     """Every variant of the ladder at every micro-batch that is open, the one to prefer first."""
     task = TASKS[spec.preset.task]
-    committed = [run.record for run in read_runs(ROOT / "runs", task["reference"], left_out=lambda *_: None)]
+    committed = [run.record for run in read_runs(COMMITTED, task["reference"], left_out=lambda *_: None)]
     own = {name: value for name, value in spec.own.items() if name not in spec.chosen}
     sources = (spec.data, spec.model, spec.data_source, spec.model_source)
     found = []
