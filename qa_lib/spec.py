@@ -14,6 +14,8 @@ from pathlib import Path
 from qa_lib.presets import Preset, find_preset, find_shape, sized, whole_number
 from qa_lib.variants import AMPERE, VARIANTS, Recipe, Settings, SpecError, find_recipe, find_variant, since, unmet
 
+CONTEXT_GIB = 0.5  # a process takes this of a GPU beside what PyTorch reserves
+
 
 @dataclass(frozen=True)
 class Machine:

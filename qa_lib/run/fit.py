@@ -105,14 +105,12 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
 
 def _fit_recommended(spec: Spec, runs: Path, say) -> dict:
     """The record of a recommended spec, or of that which took its place. Raises UserError for a run that failed."""
-    with record.lock(runs / spec.run_path):
-        say(spec.adjusted[0])
-    launcher = Launcher(runs, hardware.this_machine(), hardware.environment(), aloud=True, time_limit_s=math.inf)
+    with record.lock(runs / spec.run_path):  # the launcher would wait for whoever has it
+        launcher = Launcher(runs, hardware.this_machine(), hardware.environment(), aloud=True, time_limit_s=math.inf)
     (spec,) = run_in_turn(launcher, [spec], say)
     entry = record.read_record(runs / spec.run_path)
     if entry["status"] not in record.FINISHED:
-        said = f"{spec.run_id}: {entry['status']}, {entry['error']['message']}"
-        raise UserError(f"{said} ({runs / spec.run_path / 'log.txt'} has more)")
+        raise UserError(f"{spec.run_path}: {entry['status']}, {entry['error']['message']} (its log.txt has more)")
     return entry
 
 

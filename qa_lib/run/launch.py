@@ -210,8 +210,8 @@ class Launcher:
         env |= {DRIVER: str((run_dir / DRIVER_LOCK).absolute())}
         if self.warm:
             return fork(self.command(spec, self.runs), env, log.name)
-        out = None if self.aloud else log
-        return subprocess.Popen(self.command(spec, self.runs), env=env, stdout=out, stderr=log)
+        words = self.command(spec, self.runs)
+        return subprocess.Popen(words, env=env, stdout=None if self.aloud else log, stderr=log)
 
     def _end(self, process: subprocess.Popen, run_dir: Path) -> None:
         """See that nothing of a run is at work any more."""
@@ -241,17 +241,18 @@ class Launcher:
 
 def run_in_turn(launcher: Launcher, specs: list[Spec], say, ended=lambda *_: None, look=lambda: None) -> list[Spec]:
     """`run_all` of what is not finished. Where a run that was `recommended` was more than its machine can do, the next
-    choice takes its place, until one works, and `say` is told which. Returns the specs that stand in the end. Raises
+    choice takes its place, until one works; `say` is told each choice. Returns the specs that stand in the end. Raises
     UserError where none is left."""
     todo = [spec for spec in specs if not launcher.is_finished(spec)]
     while todo:
+        for said in dict.fromkeys(spec.adjusted[0] for spec in todo if spec.chosen):
+            say(said)
         next_ones = {}
         for spec, entry in zip(todo, launcher.run_all(todo, ended, look), strict=True):
             if spec.chosen and record.unable(entry):
                 from qa_lib.run.recommend import choose  # imports torch
 
                 next_ones[spec.run_path] = choose(spec, launcher.machine, launcher.runs)
-                say(next_ones[spec.run_path].adjusted[0])
         specs = [next_ones.get(spec.run_path, spec) for spec in specs]
         todo = [spec for spec in next_ones.values() if not launcher.is_finished(spec)]
     return specs
@@ -285,8 +286,7 @@ def judge(spec: Spec, run_dir: Path, reason: str | None, code: int, seconds: flo
         steps = run_dir / "steps.jsonl"
         crashed = spec.chosen and kind == "killed" and not reason and not (steps.exists() and steps.stat().st_size)
         reason = reason or f"its process ended (exit code {code}) before the run did: {_last_words(run_dir)}"
-        status = "error" if crashed else "killed"
-        return record.finish(run_dir, entry, status, {"kind": kind, "message": reason})
+        return record.finish(run_dir, entry, "error" if crashed else "killed", {"kind": kind, "message": reason})
     if fault := _fault(entry, spec):
         return record.finish(run_dir, entry, "error", {"kind": "IncompleteRun", "message": fault})
     record.write_record(run_dir, entry)

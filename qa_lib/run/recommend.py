@@ -15,13 +15,11 @@ from qa_lib import record
 from qa_lib.archive import read_runs
 from qa_lib.errors import UserError
 from qa_lib.run.memory_estimate import SquadLengths, estimate
-from qa_lib.spec import Machine, Spec, resolve
+from qa_lib.spec import CONTEXT_GIB, Machine, Spec, resolve
 from qa_lib.variants import TASKS, Settings
 
 COMMITTED = Path(__file__).parents[2] / "runs"  # records, where this is a checkout
-CONTEXT_GIB = 0.5  # a process takes this beside what PyTorch reserves
 ROOM = 0.9  # of the free memory that a run may take: the estimate is within a tenth of what was measured
-WORDS = 80  # letters of an error that are repeated
 
 
 def choose(spec: Spec, machine: Machine, runs: str | Path) -> Spec:
@@ -51,25 +49,22 @@ def choose(spec: Spec, machine: Machine, runs: str | Path) -> Spec:
 def _failed(spec: Spec, runs: str | Path) -> list[dict]:
     """The records of what this kind of card could not do with this model at this length, whatever their preset and
     code; a search's are not among them, which go up to a limit."""
-    found, wanted = [], (spec.hardware, spec.model["name"], spec.preset.max_length, "")
-    for run in read_runs(runs, left_out=lambda *_: None):
-        asked, model = run.record["spec"], run.record["model"]["name"]
-        same = (asked["hardware"], model, asked["preset"]["max_length"], asked["search"]) == wanted
-        if same and record.unable(run.record):
-            found.append(run.record)
-    return found
+    found = [run.record for run in read_runs(runs, left_out=lambda *_: None) if record.unable(run.record)]
+    found = [entry for entry in found if (entry["spec"]["hardware"], entry["spec"]["search"]) == (spec.hardware, "")]
+    alike = (spec.model["name"], spec.preset.max_length)
+    return [entry for entry in found if (entry["model"]["name"], entry["spec"]["preset"]["max_length"]) == alike]
 
 
 def _options(spec: Spec, machine: Machine) -> list[Spec]:
     """Every variant of the ladder at every micro-batch that is open, the one to prefer first."""
     task = TASKS[spec.preset.task]
     committed = [run.record for run in read_runs(COMMITTED, task["reference"], left_out=lambda *_: None)]
-    own = {name: value for name, value in spec.own.items() if name not in spec.chosen}
+    own = {name: value for name, value in spec.own.items() if name != "micro_batch"}
     sources = (spec.data, spec.model, spec.data_source, spec.model_source)
     found = []
     for name in task["ladder" if machine.gpus else "on_cpu"]:
-        for own["micro_batch"] in _sizes(spec, [entry for entry in committed if entry["spec"]["variant"] == name]):
-            found.append(resolve(name, spec.preset.name, spec.seed, machine, *sources, **own))
+        for size in _sizes(spec, [entry for entry in committed if entry["spec"]["variant"] == name]):
+            found.append(resolve(name, spec.preset.name, spec.seed, machine, *sources, size, **own))
     return found
 
 
@@ -95,12 +90,12 @@ def _failure(option: Spec, failed: list[dict]) -> str | None:
         size, said = entry["spec"]["settings"]["micro_batch"], entry["error"]["message"] or entry["error"]["kind"]
         may_fit = entry["status"] == "oom" and option.settings.micro_batch < size
         if entry["spec"]["variant"] == option.variant and not may_fit:
-            return f"failed here at micro-batch {size} ({said[:WORDS]}; {entry['group']}/{entry['run_id']})"
+            return f"failed here at micro-batch {size} ({said[:80]}; {entry['group']}/{entry['run_id']})"
     return None
 
 
 def _needed_gib(spec: Spec) -> float:
     """GiB that a run is predicted to take of its GPU."""
-    known = spec.data_source == "squad_v2"  # else the data are read, which the run does as well
-    lengths = SquadLengths(spec.preset.max_length, spec.preset.stride) if known else None
+    # Other data are read, which the run does as well.
+    lengths = SquadLengths(spec.preset.max_length, spec.preset.stride) if spec.data_source == "squad_v2" else None
     return estimate(spec, lengths)["reserved_mib"] / 1024 + CONTEXT_GIB

@@ -184,8 +184,6 @@ def main(args: argparse.Namespace) -> int:
     sources, left_out = (args.data, args.model, args.micro_batch, machine), []
     specs = plan(names, args.preset, args.seeds, *sources, **own_of(args), left_out=left_out, runs=args.runs)
     print("".join(f"left out: {reason}\n" for reason in left_out), end="", file=sys.stderr, flush=True)
-    for said in dict.fromkeys(spec.adjusted[0] for spec in specs if spec.chosen):
-        print(said, flush=True)
     if args.plan:
         for spec in specs:
             state = "finished" if launcher.is_finished(spec) else f"skip: {spec.skip}" if spec.skip else "run"
