@@ -87,8 +87,10 @@ class Settings:
     base_quantization: Literal["none", "nf4"] = "none"
     # adamw: PyTorch's default | adamw-fused: one kernel, no wait for the device | adamw-8bit: moments in 8 bits |
     # adamw-master: weights and gradients in half precision, fp32 masters in the optimizer | adamw-master-bf16: and
-    # moments in bf16
-    optimizer: Literal["adamw", "adamw-fused", "adamw-8bit", "adamw-master", "adamw-master-bf16"] = "adamw"
+    # moments in bf16 | adamw-master-8bit: or in 8 bits
+    optimizer: Literal[
+        "adamw", "adamw-fused", "adamw-8bit", "adamw-master", "adamw-master-bf16", "adamw-master-8bit"
+    ] = "adamw"
     # the whole step replayed as one CUDA graph
     cuda_graph: Literal[False, True] = False
     # recompute activations in the backward pass: none | elementwise: what takes no GEMM, by the compiler | all of a
@@ -126,7 +128,7 @@ class Settings:
     @property
     def half_weights(self) -> bool:
         """Whether weights and gradients are kept in half precision."""
-        return self.optimizer in ("adamw-master", "adamw-master-bf16")
+        return self.optimizer.startswith("adamw-master")
 
     @property
     def chunks(self) -> int:

@@ -18,6 +18,7 @@ from qa_lib import variants
 from qa_lib.cli import VERBS, parser_of, variants_of
 from qa_lib.errors import UserError
 from qa_lib.run.plan import plan
+from qa_lib.run.process import use_compile_cache
 from qa_lib.spec import Machine
 from tests.conftest import slow
 
@@ -189,3 +190,16 @@ def test_run_says_what_was_measured_and_no_more(monkeypatch, capsys):
     first, second = capsys.readouterr().out.splitlines()
     assert first == "A1: ok, F1 81.50"
     assert re.fullmatch(r"runs/[a-z0-9-]+/A1-s0-[0-9a-f]{6}/record\.json", second)
+
+
+def test_what_compilers_keep_is_taken_from_a_folder_of_ones_own_alone(tmp_path, monkeypatch):
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "elsewhere")
+    use_compile_cache(None)
+    assert os.environ["TRITON_CACHE_DIR"] == "elsewhere"
+    use_compile_cache(tmp_path / "a" / "b")
+    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) == tmp_path / "a" / "b" / "inductor"
+    assert Path(os.environ["TRITON_CACHE_DIR"]).stat().st_mode & 0o777 == 0o700
+    (tmp_path / "a" / "b" / "triton").chmod(0o770)
+    with pytest.raises(UserError, match="triton is not yours alone to write to: chmod 700"):
+        use_compile_cache(tmp_path / "a" / "b")

@@ -1,9 +1,11 @@
 """Every source gives the same examples; every broken one a single line that names file, article and question."""
 
 import json
+import random
 import shutil
 
 import datasets
+import pandas
 import pytest
 
 from qa_lib.data.squad import DataError, Example, open_source
@@ -53,6 +55,30 @@ def test_saved_datasets(tmp_path):
     next((tmp_path / "copy").glob("*.arrow")).write_bytes(b"junk")
     with pytest.raises(DataError, match="copy"):
         open_source(tmp_path / "copy", "train").examples  # noqa: B018
+
+
+def test_the_flattened_layout_gives_what_the_nested_one_does(tmp_path):
+    """Flattened as the hub's squad_v2 is: a row a question, its answers a dict of lists, empty where there is none."""
+    draw, nested, rows = random.Random(4), {"version": "v2.0", "data": []}, []
+    for article in range(6):
+        paragraphs, title = [], f"Article_{article}"
+        for _ in range(draw.randint(1, 3)):
+            context = " ".join(draw.choice(["Rhône", "north", "🙂", "the", "1,000", "“sea”"]) for _ in range(20))
+            entries = []
+            for _ in range(draw.randint(1, 4)):
+                starts = sorted(draw.sample(range(len(context) - 8), draw.choice([0, 1, 1, 3])))
+                texts = [context[start : start + draw.randint(1, 8)] for start in starts]
+                key = f"q{len(rows)}"
+                entries.append(question(key, f"What is {key}?", *zip(texts, starts, strict=True)))
+                answers = {"text": texts, "answer_start": starts}
+                rows.append({"id": key, "title": title, "context": context, "question": f"What is {key}?"})
+                rows[-1]["answers"] = answers
+            paragraphs.append({"context": context, "qas": entries})
+        nested["data"].append({"title": title, "paragraphs": paragraphs})
+    datasets.Dataset.from_pandas(pandas.DataFrame(rows)).save_to_disk(tmp_path / "flat")
+    expected = open_source(write(tmp_path / "nested.json", nested), "train").examples
+    assert len(expected) == len(rows) and any(example.impossible for example in expected)
+    assert open_source(tmp_path / "flat", "train").examples == expected
 
 
 def test_hub_is_asked_for_data_and_never_for_code(monkeypatch):

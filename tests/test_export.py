@@ -1,6 +1,8 @@
-"""Records for other tools. TensorBoard and Weights & Biases are played by a class that notes what it is told."""
+"""Records for other tools. TensorBoard, Weights & Biases and trackio are played by a class that notes what it
+is told."""
 
 import json
+import os
 import sys
 
 import pandas as pd
@@ -8,6 +10,7 @@ import pytest
 
 from qa_lib import record
 from qa_lib.__main__ import main
+from qa_lib.run import export
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 
@@ -60,22 +63,72 @@ def test_tensorboard_gets_curves_and_figures(runs, tmp_path, monkeypatch):
     assert [name for name, _, _ in board.calls].count("SummaryWriter") == 2
 
 
-def test_weights_and_biases_gets_offline_runs(runs, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_weights_and_biases_and_trackio_get_runs(name, runs, tmp_path, monkeypatch):
+    lab = Noted()
+    lab.summary = lab
+    monkeypatch.setitem(sys.modules, name, lab)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("TRACKIO_DIR", "")
+    assert main(["export", "--runs", str(runs), "--group", "cpu-smoke", f"--{name}", str(tmp_path / "logs")]) == 0
+    begun = [named for called, _, named in lab.calls if called == "init"]
+    assert [named["project"] for named in begun] == ["cpu-smoke"] * 2 and begun[0]["config"]["variant"] == "A1"
+    assert ("log", ({"loss": 0.5, "lr": 1e-3, "ms": 4.0},), {"step": 2}) in lab.calls
+    assert [called for called, *_ in lab.calls].count("finish") == 2
+    if name == "wandb":
+        assert begun[0]["mode"] == "offline"
+        assert any(called == "update" and words[0]["quality/f1"] == 81.5 for called, words, _ in lab.calls)
+    else:
+        assert os.environ["TRACKIO_DIR"] == str(tmp_path / "logs") and begun[0]["auto_log_gpu"] is False
+        assert any(words[0].get("quality/f1") == 81.5 for called, words, _ in lab.calls if called == "log")
+
+
+def test_a_run_is_followed_while_it_trains(runs, tmp_path, monkeypatch, capsys):
+    """Each look sends what is new: a run that goes on, one that begins, is begun anew and ends."""
+    (folder,) = runs.glob("*/A1-*")
+    entry, log = record.read_record(folder), folder / "steps.jsonl"
     lab = Noted()
     lab.summary = lab
     monkeypatch.setitem(sys.modules, "wandb", lab)
-    assert main(["export", "--runs", str(runs), "--group", "cpu-smoke", "--wandb", str(tmp_path / "logs")]) == 0
-    begun = [named for name, _, named in lab.calls if name == "init"]
-    assert [named["mode"] for named in begun] == ["offline"] * 2 and begun[0]["config"]["variant"] == "A1"
-    assert ("log", ({"loss": 0.5, "lr": 1e-3, "ms": 4.0},), {"step": 2}) in lab.calls
-    assert [name for name, _, _ in lab.calls].count("finish") == 2
+    log.write_text("")
+
+    def steps(*numbers):
+        with log.open("a") as stream:
+            stream.writelines(f'{{"step": {number}, "loss": 1.0, "lr": 0.1, "ms": 2.0}}\n' for number in numbers)
+
+    def begin(at, status):
+        entry["time"]["started"] = at
+        record.write_record(folder, entry | {"status": status})
+
+    looks = [
+        lambda: begin("t1", "starting"),
+        lambda: begin("t2", "running"),
+        lambda: steps(1, 2),
+        lambda: None,
+        lambda: (steps(3), begin("t2", "killed")),
+        lambda: begin("t3", "running"),
+    ]
+
+    def look(_):
+        if not looks:
+            raise KeyboardInterrupt
+        looks.pop(0)()
+
+    monkeypatch.setattr(export.time, "sleep", look)
+    words = ["--runs", str(runs), "--wandb", str(tmp_path / "logs"), "--follow"]
+    assert main(["export", *words]) == 130
+    told = [name if name in ("init", "finish") else named["step"] for name, _, named in lab.calls if name != "update"]
+    skipped, first = ["init", "finish"], ["init", "finish"]  # what was there before it followed
+    assert told == [*first, *skipped, "init", 1, 2, 3, "finish", "init", 1, 2, 3, "finish"]
+    assert main(["export", "--runs", str(runs), "--csv", "x.csv", "--follow"]) == 2
+    assert "error: --follow goes with one of --tensorboard, --wandb, --trackio" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--tensorboard", "--wandb"])
-def test_a_package_that_is_not_installed_is_one_line(option, runs, tmp_path, monkeypatch, capsys):
-    for module in ("torch.utils.tensorboard", "wandb"):
+@pytest.mark.parametrize("option", ["--tensorboard", "--wandb", "--trackio"])
+def test_a_package_that_is_not_installed_is_one_line(option, tmp_path, monkeypatch, capsys):
+    for module in ("torch.utils.tensorboard", "wandb", "trackio"):
         monkeypatch.setitem(sys.modules, module, None)
-    assert main(["export", "--runs", str(runs), option, str(tmp_path)]) == 2
+    assert main(["export", "--runs", str(tmp_path / "none"), option, str(tmp_path), "--follow"]) == 2
     assert "error: this needs a package that is not installed: pip install" in capsys.readouterr().err
 
 

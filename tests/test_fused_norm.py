@@ -4,6 +4,7 @@ The kernels run on a GPU, or in Triton's interpreter where it is installed witho
 """
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -66,6 +67,31 @@ def assert_close(found, wanted, error):
 def test_the_kernel_is_the_reference(rows, width, dropout):
     drew = drawn(rows, width)
     assert_close(with_gradients(by_kernel, *drew, dropout), expected(*drew, dropout), 1e-5)
+
+
+def plain_norm(x, bias, residual, gamma, beta, kept, rate):
+    """Bias, dropout by a mask, residual and layer norm by their formulas, written for the tests alone."""
+    total = residual + (x + bias) * kept / (1 - rate)
+    centred = total - total.sum(-1, keepdim=True) / total.shape[-1]
+    variance = (centred * centred).sum(-1, keepdim=True) / total.shape[-1]
+    return gamma * centred / (variance + EPS) ** 0.5 + beta
+
+
+@pytest.mark.parametrize("function", [fused_norm.fused_norm, pytest.param(by_kernel, marks=pytest.mark.triton)])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (3, 5), (13, 129), (2, 1023), (3, 1025), (2, 3, 7)], ids=str)
+def test_shapes_of_odd_sizes_are_normed_by_the_formula(shape, function):
+    (x, bias, residual, gamma, beta), grad, seed = drawn(math.prod(shape[:-1]), shape[-1])
+    inputs = (x.view(shape), bias, residual.view(shape), gamma, beta)
+    kept = HashDropout(0.25).to(DEVICE)
+    kept.seed.copy_(seed)
+    kept = kept(torch.ones(shape, device=DEVICE)) != 0
+
+    def by_formula(*inputs):
+        return plain_norm(*inputs[:5], kept, 0.25)
+
+    wanted = with_gradients(by_formula, [value.double() for value in inputs], grad.view(shape).double(), seed, 0.25)
+    found = with_gradients(function, inputs, grad.view(shape), seed, 0.25)
+    torch.testing.assert_close([value.double() for value in found], list(wanted), atol=2e-3, rtol=1e-4)
 
 
 @pytest.mark.triton

@@ -58,7 +58,7 @@ def short(row="L1", data="synthetic:60", steps=3, model=TINY, **more):
 
 
 def model_of(spec):
-    return build_model(spec, AutoModelForCausalLM)
+    return build_model(spec)
 
 
 @pytest.fixture(scope="module")

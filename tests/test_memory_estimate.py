@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BertConfig
+from transformers import BertConfig
 
 from qa_lib import record
 from qa_lib.__main__ import main
@@ -133,7 +133,7 @@ def kept_by_autograd(layers, length, model="gpt2:L{}H128V512P128"):
     """Bytes that autograd keeps of one forward pass of two windows in fp32 with eager attention, here."""
     torch.manual_seed(0)
     spec = lm_spec("L1", length, 2, model.format(layers))
-    net = build_model(spec, AutoModelForCausalLM).train()
+    net = build_model(spec).train()
     own, kept = {p.untyped_storage().data_ptr() for p in net.parameters()}, {}
 
     def keep(tensor):

@@ -1,6 +1,7 @@
 """Profiles: a trace's events to phases and parts, Nsight Compute's pages to numbers, and a whole profile on a CPU."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,7 +142,7 @@ def test_what_gradients_take_is_not_taken_for_activations(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(held))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 600)
-    hooks = profile.MemoryHooks(1)
+    hooks = profile.MemoryHooks(1, Path("unused"))
     for phase in ("forward", "backward") * 2:
         with hooks.phase(phase):
             pass
@@ -150,7 +151,13 @@ def test_what_gradients_take_is_not_taken_for_activations(monkeypatch):
 
 def test_a_profile_of_a_row_on_this_machine(tmp_path):
     (spec,) = plan(["E-packed-efficient" if torch.cuda.is_available() else "A2"], "smoke", data="synthetic:200")
-    profile.profile(spec, tmp_path, lambda _: None)
+    said = []
+    profile.profile(spec, tmp_path, said.append)
+    snapshot = tmp_path / spec.run_path / profile.SNAPSHOT
+    if torch.cuda.is_available():
+        assert b"train/loop.py" in snapshot.read_bytes() and b"device_traces" in snapshot.read_bytes()
+    else:
+        assert not snapshot.exists() and "A2: no memory snapshot, which is of a GPU" in said[0]
     found = Run({}, tmp_path / spec.run_path).profile()
     time = found["time"]
     for phase, part in (("forward", "attention"), ("backward", "feed-forward"), ("optimizer", "optimizer")):

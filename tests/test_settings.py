@@ -53,6 +53,7 @@ COMPANIONS = {
     ("compile", "regional"): {"padding": "packed", "attention": "sdpa"},
     ("optimizer", "adamw-master"): {"precision": "bf16"},  # in fp16 the first step may find the loss scaled too much
     ("optimizer", "adamw-master-bf16"): {"precision": "bf16"},
+    ("optimizer", "adamw-master-8bit"): {"precision": "bf16"},
     ("activation_checkpointing", "elementwise"): {"compile": "inductor"},
     ("feed_forward", "fp8"): {"precision": "bf16", "optimizer": "adamw-master"},
     ("qat", "int8"): {"precision": "fp32"},
@@ -220,6 +221,7 @@ OPTIMIZERS = {
     "adamw-8bit": lambda optimizer: type(optimizer).__name__ == "AdamW8bit",
     "adamw-master": lambda optimizer: moments_of(optimizer) == torch.float32,
     "adamw-master-bf16": lambda optimizer: moments_of(optimizer) == torch.bfloat16,
+    "adamw-master-8bit": lambda optimizer: moments_of(optimizer) == torch.uint8,
 }
 
 

@@ -191,7 +191,8 @@ LAYERS = (
 ).split()
 ALONE = {"peers": [], "kernels": [], "serving": ["errors"], "report": [*LAYERS[:7], "measure.trace"]}
 TORCH_FREE = (
-    "errors variants spec record archive cli run.plan run.sweep run.launch run.process measure.trace report"
+    "errors variants spec record archive cli run.plan run.sweep run.launch run.process run.push run.model_card"
+    " measure.trace report"
 ).split()
 
 

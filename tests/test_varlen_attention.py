@@ -76,7 +76,7 @@ def test_the_kernel_is_the_reference(lengths, dropout):
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("tiles", [(64, 32, 64, 32), (128, 64, 128, 64), (32, 64, 64, 32)], ids=str)
+@pytest.mark.parametrize("tiles", [(64, 32, 64, 32), (128, 64, 128, 64), (64, 64, 32, 32)], ids=str)
 @pytest.mark.parametrize("lengths", [[96, 96], [1, 65, 130]], ids=str)
 def test_a_causal_kernel_is_the_reference(lengths, tiles, monkeypatch):
     for options, names in ((varlen.CAUSAL_FORWARD, ("QUERIES", "KEYS")), (varlen.CAUSAL_BACKWARD, ("BLOCK", "STEP"))):
@@ -92,6 +92,47 @@ def test_the_causal_reference_is_pytorchs():
     query, key, value = product.view(2, length, 3, 2, 16).permute(2, 0, 3, 1, 4)
     wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=SCALE)
     torch.testing.assert_close(found.view(2, length, 2, 16).transpose(1, 2), wanted)
+
+
+def plain_attention(product, ends, kept, rate, causal):
+    """Softmax attention of each segment and head by itself, whose shares `kept` [heads, tokens, tokens] leaves or
+    drops, written for the tests alone."""
+    outputs = []
+    for first, last in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        heads = []
+        for head, (query, key, value) in enumerate(product[first:last].permute(2, 1, 0, 3)):
+            exponentials = torch.exp(SCALE * torch.einsum("qw,kw->qk", query, key))
+            if causal:
+                exponentials = exponentials.tril()
+            shares = exponentials / exponentials.sum(1, keepdim=True)
+            heads.append((shares * kept[head, first:last, first:last] / (1 - rate)) @ value)
+        outputs.append(torch.stack(heads, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_given_dropout_mask_drops_those_shares_in_the_reference(causal, monkeypatch):
+    product, grad, ends, seed = drawn([1, 0, 37, 5], heads=3)
+    kept = torch.rand(3, len(product), len(product), device=DEVICE) >= 0.25
+    monkeypatch.setattr(varlen, "_dropout_mask", lambda *_: kept)
+    wanted = with_gradients(
+        lambda qkv, bias: plain_attention(qkv + bias.view(qkv.shape[1:]), ends, kept, 0.25, causal),
+        product.double(), grad.double(),
+    )  # fmt: skip
+    assert_close(expected(product, grad, ends, seed, 0.25, causal), wanted, 1e-12)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_kernel_is_plain_attention_with_the_mask_of_its_hash(causal):
+    product, grad, ends, seed = drawn([1, 0, 37, 65], heads=3)
+    places = torch.cat([torch.arange(length) for length in ends.diff().tolist()]).to(DEVICE, torch.int32)
+    kept = varlen._dropout_mask(places, 3, seed, 0.25)
+    wanted = with_gradients(
+        lambda qkv, bias: plain_attention(qkv + bias.view(qkv.shape[1:]), ends, kept, 0.25, causal),
+        product.double(), grad.double(),
+    )  # fmt: skip
+    assert_close(by_kernel(product, grad, ends, seed, 0.25, causal=causal), wanted, 1e-5)
 
 
 @pytest.mark.triton
@@ -159,13 +200,14 @@ def kept(seed, heads=4, length=384, rate=0.1):
 
 
 def test_dropout_keeps_its_rate_and_no_seed_head_query_or_key_repeats_another():
-    patterns = torch.stack([kept(seed).float() - 0.9 for seed in (3, 4, -(2**31))])
-    assert patterns.mean().abs() < 5 * (0.09 / patterns.numel()) ** 0.5
+    rate = 26 / 256  # the nearest to 0.1 for a byte
+    patterns = torch.stack([kept(seed).float() - 1 + rate for seed in (3, 4, -(2**31))])
+    assert patterns.mean().abs() < 5 * (rate * (1 - rate) / patterns.numel()) ** 0.5
     for dim in range(4):  # seeds, heads, queries (of both segments), keys
         size = patterns.shape[dim]
         for step in {1, 2, 8, 16, 384} & {*range(size)}:
             one, other = patterns.narrow(dim, step, size - step), patterns.narrow(dim, 0, size - step)
-            assert (one * other).mean().abs() / 0.09 < 5 / one.numel() ** 0.5, (dim, step)
+            assert (one * other).mean().abs() / (rate * (1 - rate)) < 5 / one.numel() ** 0.5, (dim, step)
     assert not kept(3, rate=0.5).all() and kept(3, rate=0.0).all()
 
 

@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+import transformers.utils
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from qa_lib.data.batches import Batches
@@ -15,6 +16,10 @@ from qa_lib.data.windows import Samples, build_samples
 from qa_lib.errors import UserError
 from qa_lib.presets import find_shape
 from qa_lib.spec import Spec
+
+# For one way of generating text, and for finding objects in pictures, transformers imports scikit-learn and SciPy: two
+# seconds on a slow host, before the first model.
+transformers.utils.is_sklearn_available = transformers.utils.is_scipy_available = lambda: False
 
 
 @dataclass

@@ -33,9 +33,13 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """The mean cross-entropy of hidden @ weight.T, fp32: hidden [tokens, width], weight [words, width] of the same
     type, targets int64 [tokens], IGNORED where a token does not count. In fp8 both are bf16, and on a GPU."""
-    if hidden.is_cuda:
-        return _loss(hidden, weight, targets, in_fp8)[0]
-    return reference(hidden, weight, targets)
+    if not hidden.is_cuda:
+        return reference(hidden, weight, targets)
+    if not in_fp8:
+        return _loss(hidden, weight, targets)[0]
+    # Converted here, where the compiler makes one kernel of it.
+    eighths = in_e4m3(hidden.detach(), ACTIVATION), in_e4m3(weight.detach(), WEIGHT)
+    return _loss(hidden, weight, targets, *eighths)[0]
 
 
 def reference(hidden, weight, targets):
@@ -45,10 +49,12 @@ def reference(hidden, weight, targets):
 
 @custom_op("qa_lib::linear_cross_entropy")
 def _loss(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, in_fp8: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss, and its gradients by hidden and weight."""
-    tokens, words = len(hidden), len(weight)
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, hidden8: torch.Tensor | None = None,
+    weight8: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The loss, and its gradients by hidden and weight; the GEMMs that need not be in bf16 in 8-bit floats where both
+    are given in e4m3."""
+    tokens, words, in_fp8 = len(hidden), len(weight), hidden8 is not None
     options = {"WORDS": words, "IGNORED": IGNORED, "FACTOR": FACTOR if in_fp8 else 0.0, **ROW}
     total, losses = hidden.new_empty((), dtype=torch.float32), hidden.new_empty(tokens, dtype=torch.float32)
     hidden_grad, weight_grad = torch.empty_like(hidden), torch.empty_like(weight)
@@ -58,9 +64,8 @@ def _loss(
         return total, hidden_grad, weight_grad
     scale = 1 / (targets != IGNORED).sum().float()
     weight_sum = torch.zeros_like(weight, dtype=torch.float32)
-    if in_fp8:
-        hidden8, weight8 = in_e4m3(hidden, ACTIVATION), in_e4m3(weight, WEIGHT)
-        across8 = weight8.t().contiguous().t()  # as a GEMM in 8-bit floats wants it for the gradient of hidden
+    # As a GEMM in 8-bit floats wants it for the gradient of hidden: transposed in memory.
+    across8 = weight8.t().contiguous().t() if in_fp8 else None
     for begin in range(0, tokens, PART):
         part = slice(begin, begin + PART)
         logits = scaled_mm(hidden8[part], weight8.t(), ACTIVATION * WEIGHT) if in_fp8 else hidden[part] @ weight.T
@@ -78,7 +83,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, grad, *_):
-    return *(factor * grad for factor in ctx.saved_tensors), None, None
+    return *(factor * grad for factor in ctx.saved_tensors), *(None,) * 3
 
 
 _loss.register_autograd(_backward, setup_context=_setup_context)

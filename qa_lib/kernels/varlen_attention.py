@@ -18,10 +18,11 @@ kernels clear, convert and copy. What is different here:
   program also leaves the partial sums of the gradient over its tokens: added up, they are the gradient of the
   projections' bias (common.py).
 - Dropout's bits are a hash (common.py) of seed, head, query and key, computed again in the backward pass. The
-  hash of seed, head and query seeds that of the keys. Tensor cores leave to one thread the keys j and j + 8 of every
-  16, and these two share a hash of 32 bits. A rate is thus a multiple of 2^-16.
-- Causal attention, a decoder's, leaves out the blocks of keys after the last query of a program, and masks what is
-  left. Its windows of text are segments of one length (variant L-attention).
+  hash of seed, head and query seeds that of the keys. Tensor cores leave to one thread the queries i and i + 8 of every
+  16, and the keys j and j + 8: these four scores share a hash of 32 bits. A rate is thus a multiple of 2^-8, as
+  FlashAttention's are, and 0.1 is 26/256.
+- Causal attention, a decoder's, leaves out the blocks of keys after the last query of a program. Only the blocks on the
+  diagonal are masked, in a loop of their own. Its windows of text are segments of one length (variant L-attention).
 - Triton's GEMMs are supported from compute capability 8.0 on, in bf16 and fp16.
 - Powers are of base 2, which the GPU has an instruction for; log2(e) is multiplied into the scale.
 
@@ -36,14 +37,13 @@ import torch
 from qa_lib.kernels.common import hash32, hash32_kernel, sum_partials
 from qa_lib.kernels.precompile import custom_op, jit, launch, tl
 
-HALF = 2**16  # values of half a hash
 # Tiles and threads. An H200's multiprocessor holds five programs of the first and three of the second at a time. For
 # heads 64 wide and with dropout no register spills (by the compiler's word).
 FORWARD = {"QUERIES": 64, "KEYS": 32, "num_warps": 4, "num_stages": 3}
 BACKWARD = {"BLOCK": 64, "STEP": 32, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
-# Of causal attention, whose segments are long.
-CAUSAL_FORWARD = {"QUERIES": 128, "KEYS": 64, "num_warps": 8, "num_stages": 3}
-CAUSAL_BACKWARD = {"BLOCK": 128, "STEP": 64, "num_warps": 8, "num_stages": 3}
+# Of causal attention, whose segments are long; KEYS divides QUERIES, and STEP divides BLOCK.
+CAUSAL_FORWARD = {"QUERIES": 64, "KEYS": 64, "num_warps": 4, "num_stages": 3}
+CAUSAL_BACKWARD = BACKWARD
 
 
 def varlen_attention(
@@ -92,27 +92,29 @@ def attach_bias_grad(qkv: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 
 def _dropout_mask(place, heads, seed, dropout):
     """Which scores are kept [heads, tokens, tokens], for the keys' places in their segments, int32 [tokens]."""
-    seeds = query_seed(torch.arange(heads * len(place), device=place.device, dtype=torch.int32), seed)
-    bits = hash32(place // 16 * 8 + place % 8, seeds.view(heads, -1, 1))
-    half = (bits >> (16 * (1 - place // 8 % 2))) & (HALF - 1)
-    return half >= _threshold(dropout)
+    pair, second = place // 16 * 8 + place % 8, place // 8 % 2
+    tokens = torch.arange(heads * len(place), device=place.device, dtype=torch.int32).view(heads, -1)
+    seeds = query_seed(tokens - place + pair, seed)
+    bits = hash32(pair, seeds[..., None])
+    byte = bits >> (24 - 16 * second[:, None] - 8 * second) & 255
+    return byte >= _threshold(dropout)
 
 
 def query_seed(numbers, seed):
-    """What seeds the hashes of a query's keys: half a hash of the query's number, since every thread has to compute it
-    for few keys. The golden ratio (Knuth 1973) puts neighbours far apart."""
+    """What seeds the hashes of the keys of a pair of queries: half a hash of the pair's number, since every thread has
+    to compute it for few keys. The golden ratio (Knuth 1973) puts neighbours far apart."""
     bits = numbers * (0x9E3779B1 - 2**32) + seed
     return (bits ^ ((bits >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
 
 
 def _threshold(dropout: float) -> int:
-    """Below it half a hash drops its score."""
-    return round(dropout * HALF)
+    """Below it a byte of a hash drops its score."""
+    return round(dropout * 2**8)
 
 
 def _dropout_scale(dropout: float) -> float:
     """What scores that are kept are multiplied with."""
-    return 1 / (1 - _threshold(dropout) / HALF)
+    return 1 / (1 - _threshold(dropout) / 2**8)
 
 
 @custom_op("qa_lib::varlen_attention")
@@ -175,30 +177,30 @@ _attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 @jit
-def query_seed_kernel(queries, head, tokens, seed):
-    """As query_seed, for these queries."""
-    bits = (head * tokens + queries).to(tl.uint32) * 0x9E3779B1 + tl.load(seed).to(tl.uint32, bitcast=True)
+def query_seed_kernel(pairs, head, tokens, seed):
+    """As query_seed, for these pairs of queries."""
+    bits = (head * tokens + pairs).to(tl.uint32) * 0x9E3779B1 + tl.load(seed).to(tl.uint32, bitcast=True)
     return (bits ^ (bits >> 15)) * 0x846CA68B
 
 
 @jit
-def pairs(KEYS: tl.constexpr):
-    """Keys eight apart share a hash: of KEYS keys the number of each pair, and by how many bits to shift its hash."""
-    EIGHTS: tl.constexpr = KEYS // 16
+def pairs(SIZE: tl.constexpr):
+    """Tokens eight apart are a pair: of SIZE tokens the number of each one's pair, and whether it is the second."""
+    EIGHTS: tl.constexpr = SIZE // 16
     number = 8 * tl.arange(0, EIGHTS)[:, None, None] + tl.arange(0, 8)
-    shift = 16 * tl.arange(0, 2)[None, :, None]
+    second = tl.arange(0, 2)[None, :, None]
     return (
-        tl.broadcast_to(number, (EIGHTS, 2, 8)).reshape(KEYS).to(tl.uint32),
-        tl.broadcast_to(shift, (EIGHTS, 2, 8)).reshape(KEYS),
+        tl.broadcast_to(number, (EIGHTS, 2, 8)).reshape(SIZE),
+        tl.broadcast_to(second, (EIGHTS, 2, 8)).reshape(SIZE),
     )
 
 
 @jit
-def dropout_factors(seeds, first, number, shift, threshold, keeps):
-    """What dropout multiplies probabilities with, `keeps` or 0: for the `seeds` of queries and pairs from key `first`
-    of the segment on, both of which broadcast."""
-    bits = hash32_kernel(first // 2 + number, seeds) << shift
-    return tl.where(bits >= (threshold << 16).to(tl.uint32), keeps, 0.0)
+def dropout_keeps(seeds, keys, shift, threshold):
+    """Which scores dropout keeps: for the `seeds` of pairs of queries, pairs of `keys`, and by how many bits to shift
+    a hash for each of the four scores that share it. All of them broadcast."""
+    bits = hash32_kernel(keys.to(tl.uint32), seeds) << shift
+    return bits >= (threshold << 24).to(tl.uint32)
 
 
 @jit
@@ -222,38 +224,65 @@ def varlen_attention_forward(
         return
     STRIDE: tl.constexpr = 3 * HEADS * WIDTH
     queries = block * QUERIES + tl.arange(0, QUERIES)
-    keys = tl.arange(0, KEYS)
     width = tl.arange(0, WIDTH)
-    seeds = query_seed_kernel(begin + queries, head, tokens, seed)
+    number, second = pairs(QUERIES)
+    seeds = query_seed_kernel(begin + block * (QUERIES // 2) + number, head, tokens, seed)
     here = qkv + begin * STRIDE + head * WIDTH
     query = tl.load(here + queries[:, None] * STRIDE + width, mask=queries[:, None] < length, other=0.0)
-    key_at = here + HEADS * WIDTH + keys[:, None] * STRIDE + width
+    key_at = here + HEADS * WIDTH + tl.arange(0, KEYS)[:, None] * STRIDE + width
 
-    number, shift = pairs(KEYS)
     m_i = tl.full([QUERIES], float("-inf"), tl.float32)
     l_i = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, WIDTH], tl.float32)
-    end = tl.minimum(length, (block + 1) * QUERIES) if CAUSAL else length
-    for first in range(0, end, KEYS):
-        inside = first + keys < length
-        key = tl.load(key_at, mask=inside[:, None], other=0.0)
-        value = tl.load(key_at + HEADS * WIDTH, mask=inside[:, None], other=0.0)
-        seen = first + keys <= queries[:, None] if CAUSAL else inside
-        scores = tl.where(seen, tl.dot(query, key.T, input_precision="ieee"), float("-inf"))
+    last = tl.minimum(length, (block + 1) * QUERIES) if CAUSAL else length
+    seen_by_all = block * QUERIES if CAUSAL else length
+    acc, l_i, m_i = attend(
+        acc, l_i, m_i, query, queries, key_at, seeds, second, 0, seen_by_all, length, scale, threshold,
+        STRIDE, HEADS * WIDTH, KEYS, DROPS, not CAUSAL, False,
+    )  # fmt: skip
+    if CAUSAL:
+        acc, l_i, m_i = attend(
+            acc, l_i, m_i, query, queries, key_at, seeds, second, seen_by_all, last, length, scale, threshold,
+            STRIDE, HEADS * WIDTH, KEYS, DROPS, True, True,
+        )  # fmt: skip
+    acc *= (keeps / l_i)[:, None]
+    inside = queries < length
+    out_at = output + (begin + queries[:, None]) * (HEADS * WIDTH) + head * WIDTH + width
+    tl.store(out_at, acc.to(output.dtype.element_ty), mask=inside[:, None])
+    tl.store(logsumexp + head * tokens + begin + queries, m_i + tl.log2(l_i), mask=inside)
+
+
+@jit
+def attend(
+    acc, l_i, m_i, query, queries, key_at, seeds, second, first, last, length, scale, threshold,
+    STRIDE: tl.constexpr, PART: tl.constexpr, KEYS: tl.constexpr, DROPS: tl.constexpr, ENDS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Take the keys from `first` to `last` into the output `acc`, the sums `l_i` and the maxima `m_i` of the queries.
+    With ENDS some may lie beyond the end, and if CAUSAL after a query."""
+    number, second_key = pairs(KEYS)
+    shift = 16 * second[:, None] + 8 * second_key[None, :]
+    for begin in tl.range(first, last, KEYS):
+        keys = begin + tl.arange(0, KEYS)
+        at = key_at + begin * STRIDE
+        if ENDS:
+            key = tl.load(at, mask=keys[:, None] < length, other=0.0)
+            value = tl.load(at + PART, mask=keys[:, None] < length, other=0.0)
+        else:
+            key, value = tl.load(at), tl.load(at + PART)
+        scores = tl.dot(query, key.T, input_precision="ieee")
+        if ENDS:
+            seen = keys <= queries[:, None] if CAUSAL else keys < length
+            scores = tl.where(seen, scores, float("-inf"))
         m_next = tl.maximum(m_i, tl.max(scores, 1) * scale)
         p = tl.exp2(scores * scale - m_next[:, None])
         alpha = tl.exp2(m_i - m_next)
         l_i = l_i * alpha + tl.sum(p, 1)
         if DROPS:
-            p *= dropout_factors(seeds[:, None], first, number[None, :], shift[None, :], threshold, keeps)
+            p = tl.where(dropout_keeps(seeds[:, None], begin // 2 + number[None, :], shift, threshold), p, 0.0)
         acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None], input_precision="ieee")
         m_i = m_next
-        key_at += KEYS * STRIDE
-    acc *= (1 / l_i)[:, None]
-    inside = queries < length
-    out_at = output + (begin + queries[:, None]) * (HEADS * WIDTH) + head * WIDTH + width
-    tl.store(out_at, acc.to(output.dtype.element_ty), mask=inside[:, None])
-    tl.store(logsumexp + head * tokens + begin + queries, m_i + tl.log2(l_i), mask=inside)
+    return acc, l_i, m_i
 
 
 @jit(do_not_specialize=["threshold"])
@@ -283,10 +312,12 @@ def varlen_attention_backward(
     dtype = qkv_grad.dtype.element_ty
     per_query = head * tokens + begin
 
+    scores_scale = scale * 1.4426950408889634  # log2(e)
     dk, dv = key_value_grads(
         own_at, others_at, grad_at, logsumexp + per_query, delta + per_query, seed, own, inside, block, head, begin,
-        length, tokens, scale, threshold, keeps, PART, WIDTH, BLOCK, STEP, DROPS, CAUSAL,
+        length, tokens, scores_scale, threshold, keeps, PART, WIDTH, BLOCK, STEP, DROPS, CAUSAL,
     )  # fmt: skip
+    dk *= scale
     # Computed here and not above, where it would hold registers that then spill.
     out_at = qkv_grad + begin * STRIDE + head * WIDTH + own[:, None] * STRIDE + width
     tl.store(out_at + PART, dk.to(dtype), mask=inside[:, None])
@@ -297,8 +328,9 @@ def varlen_attention_backward(
 
     dq = query_grads(
         own_at, others_at, grad_at, logsumexp + per_query, delta + per_query, seed, own, inside, block, head, begin,
-        length, tokens, scale, threshold, keeps, PART, WIDTH, BLOCK, STEP, DROPS, CAUSAL,
+        length, tokens, scores_scale, threshold, keeps, PART, WIDTH, BLOCK, STEP, DROPS, CAUSAL,
     )  # fmt: skip
+    dq *= scale
     tl.store(out_at, dq.to(dtype), mask=inside[:, None])
     if SUMS:
         tl.store(partials_at, tl.sum(dq, 0))
@@ -310,35 +342,57 @@ def key_value_grads(
     threshold, keeps, PART: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
     DROPS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV [BLOCK, WIDTH] of a block's `own` tokens, over all queries of the segment. Scores are [keys, queries]
-    here."""
-    number, shift = pairs(BLOCK)
+    """dK, but for the scale, and dV [BLOCK, WIDTH] of a block's `own` tokens, over all queries of the segment."""
     key = tl.load(own_at + PART, mask=inside[:, None], other=0.0)
     value = tl.load(own_at + 2 * PART, mask=inside[:, None], other=0.0)
     dk = tl.zeros([BLOCK, WIDTH], tl.float32)
     dv = tl.zeros([BLOCK, WIDTH], tl.float32)
-    for first in range(block * BLOCK if CAUSAL else 0, length, STEP):
-        queries = first + tl.arange(0, STEP)
+    seen_by_all = 0
+    if CAUSAL:
+        seen_by_all = tl.minimum((block + 1) * BLOCK, length)
+        dk, dv = add_queries(
+            dk, dv, key, value, others_at, grad_at, logsumexp, delta, seed, own, block, head, begin,
+            block * BLOCK, seen_by_all, length, tokens, scale, threshold, keeps, PART, BLOCK, STEP, DROPS, True,
+        )  # fmt: skip
+    dk, dv = add_queries(
+        dk, dv, key, value, others_at, grad_at, logsumexp, delta, seed, own, block, head, begin,
+        seen_by_all, length, length, tokens, scale, threshold, keeps, PART, BLOCK, STEP, DROPS, False,
+    )  # fmt: skip
+    return dk, dv * keeps
+
+
+@jit
+def add_queries(
+    dk, dv, key, value, others_at, grad_at, logsumexp, delta, seed, own, block, head, begin, first, last, length,
+    tokens, scale, threshold, keeps, PART: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    DROPS: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Add what the queries from `first` to `last` give to dK and dV. Scores are [keys, queries] here."""
+    pair, second = pairs(STEP)
+    key_pair, second_key = pairs(BLOCK)
+    shift = 16 * second[None, :] + 8 * second_key[:, None]
+    for at in tl.range(first, last, STEP):
+        queries = at + tl.arange(0, STEP)
         there = queries < length
-        query = tl.load(others_at + first * (3 * PART), mask=there[:, None], other=0.0)
+        query = tl.load(others_at + at * (3 * PART), mask=there[:, None], other=0.0)
         do = tl.load(grad_at + queries[:, None] * PART, mask=there[:, None], other=0.0)
         # A query beyond the end has zeros here, and so have its products: it adds nothing.
         lse = tl.load(logsumexp + queries, mask=there, other=0.0)
         d = tl.load(delta + queries, mask=there, other=0.0)
-        p = tl.exp2(tl.dot(key, query.T, input_precision="ieee") * (scale * 1.4426950408889634) - lse[None, :])
+        p = tl.exp2(tl.dot(key, query.T, input_precision="ieee") * scale - lse[None, :])
         if CAUSAL:
             p = tl.where(queries[None, :] >= own[:, None], p, 0.0)
         dp = tl.dot(value, do.T, input_precision="ieee")
         p_kept = p
         if DROPS:
-            seeds = query_seed_kernel(begin + queries, head, tokens, seed)
-            factors = dropout_factors(seeds[None, :], block * BLOCK, number[:, None], shift[:, None], threshold, keeps)
-            p_kept = p * factors
-            dp *= factors
+            seeds = query_seed_kernel(begin + at // 2 + pair, head, tokens, seed)
+            keep = dropout_keeps(seeds[None, :], block * (BLOCK // 2) + key_pair[:, None], shift, threshold)
+            p_kept = tl.where(keep, p, 0.0)
+            dp = tl.where(keep, dp * keeps, 0.0)
         dv = tl.dot(p_kept.to(query.dtype), do, dv, input_precision="ieee")
         ds = p * (dp - d[None, :])
         dk = tl.dot(ds.to(query.dtype), query, dk, input_precision="ieee")
-    return dk * scale, dv
+    return dk, dv
 
 
 @jit
@@ -347,26 +401,52 @@ def query_grads(
     threshold, keeps, PART: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
     DROPS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """dQ [BLOCK, WIDTH] of a block's `own` tokens, over all keys of the segment. Scores are [queries, keys] here."""
-    number, shift = pairs(STEP)
+    """dQ [BLOCK, WIDTH], but for the scale, of a block's `own` tokens, over all keys of the segment."""
     query = tl.load(own_at, mask=inside[:, None], other=0.0)
     do = tl.load(grad_at + own[:, None] * PART, mask=inside[:, None], other=0.0)
     lse = tl.load(logsumexp + own, mask=inside, other=0.0)
     d = tl.load(delta + own, mask=inside, other=0.0)
-    seeds = query_seed_kernel(begin + own, head, tokens, seed)
     dq = tl.zeros([BLOCK, WIDTH], tl.float32)
-    end = tl.minimum(length, (block + 1) * BLOCK) if CAUSAL else length
-    for first in range(0, end, STEP):
-        keys = first + tl.arange(0, STEP)
-        there = keys < length
-        key = tl.load(others_at + first * (3 * PART) + PART, mask=there[:, None], other=0.0)
-        value = tl.load(others_at + first * (3 * PART) + 2 * PART, mask=there[:, None], other=0.0)
-        seen = keys <= own[:, None] if CAUSAL else there
-        scores = tl.where(seen, tl.dot(query, key.T, input_precision="ieee"), float("-inf"))
-        p = tl.exp2(scores * (scale * 1.4426950408889634) - lse[:, None])
+    seen_by_all = length
+    if CAUSAL:
+        seen_by_all = block * BLOCK
+        dq = add_keys(
+            dq, query, do, lse, d, others_at, seed, own, block, head, begin, seen_by_all,
+            tl.minimum(length, seen_by_all + BLOCK), length, tokens, scale, threshold, keeps, PART, BLOCK, STEP, DROPS,
+            True, True,
+        )  # fmt: skip
+    return add_keys(
+        dq, query, do, lse, d, others_at, seed, own, block, head, begin, 0, seen_by_all, length, tokens, scale,
+        threshold, keeps, PART, BLOCK, STEP, DROPS, not CAUSAL, False,
+    )  # fmt: skip
+
+
+@jit
+def add_keys(
+    dq, query, do, lse, d, others_at, seed, own, block, head, begin, first, last, length, tokens, scale, threshold,
+    keeps, PART: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, DROPS: tl.constexpr, ENDS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Add what the keys from `first` to `last` give to dQ. Scores are [queries, keys] here. With ENDS some may lie
+    beyond the end, and if CAUSAL after a query."""
+    pair, second = pairs(BLOCK)
+    key_pair, second_key = pairs(STEP)
+    shift = 16 * second[:, None] + 8 * second_key[None, :]
+    seeds = query_seed_kernel(begin + block * (BLOCK // 2) + pair, head, tokens, seed)
+    for at in tl.range(first, last, STEP):
+        keys = at + tl.arange(0, STEP)
+        there = (keys < length)[:, None]
+        key = tl.load(others_at + at * (3 * PART) + PART, mask=there, other=0.0)
+        value = tl.load(others_at + at * (3 * PART) + 2 * PART, mask=there, other=0.0)
+        scores = tl.dot(query, key.T, input_precision="ieee")
+        if ENDS:
+            seen = keys <= own[:, None] if CAUSAL else keys < length
+            scores = tl.where(seen, scores, float("-inf"))
+        p = tl.exp2(scores * scale - lse[:, None])
         dp = tl.dot(do, value.T, input_precision="ieee")
         if DROPS:
-            dp *= dropout_factors(seeds[:, None], first, number[None, :], shift[None, :], threshold, keeps)
+            keep = dropout_keeps(seeds[:, None], at // 2 + key_pair[None, :], shift, threshold)
+            dp = tl.where(keep, dp * keeps, 0.0)
         ds = p * (dp - d[:, None])
         dq = tl.dot(ds.to(key.dtype), key, dq, input_precision="ieee")
-    return dq * scale
+    return dq

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from qa_lib.errors import UserError
-from qa_lib.measure.meter import MIB
+from qa_lib.measure.meter import MIB, Stopwatch, elapsed
 from qa_lib.spec import Machine, hardware_name
 from qa_lib.variants import AMPERE, VOLTA
 
@@ -170,7 +170,7 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     for each run, since a GPU at its power limit has not the same clock twice."""
     size = 8192 if device.type == "cuda" else 1024
     a, b, out = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(3))
-    seconds = _quickest(lambda: torch.matmul(a, b, out=out))
+    seconds = _quickest(lambda: torch.matmul(a, b, out=out), device)
     a = b = out = None  # and the memory goes back
     if device.type == "cuda":
         torch._C._cuda_clearCublasWorkspaces()  # of this stream, which a CUDA graph does not use
@@ -182,20 +182,23 @@ def copy_rate(device: torch.device) -> float:
     """Measured GB/s (10^9 bytes, read and written) of copying a tensor far larger than the caches."""
     source = torch.zeros(2**28 if device.type == "cuda" else 2**24, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _quickest(lambda: target.copy_(source)) / 1e9
+    return 2 * source.nbytes / _quickest(lambda: target.copy_(source), device) / 1e9
 
 
 def reduce_rate(device: torch.device) -> float:
     """Measured GB/s (10^9 bytes) of averaging gradients over the processes, all of which call this together: the bus
     bandwidth of nccl-tests, 2 (n - 1) / n times the bytes by the time, which does not depend on the number n."""
     gradients = torch.zeros(2**27 if device.type == "cuda" else 2**20, device=device, dtype=torch.bfloat16)
-    seconds = _quickest(lambda: dist.all_reduce(gradients))
+    seconds = _quickest(lambda: dist.all_reduce(gradients), device)
     return 2 * (1 - 1 / dist.get_world_size()) * gradients.nbytes / seconds / 1e9
 
 
-def _quickest(work: Callable[[], object]) -> float:
-    """Seconds that `work` takes: the least of three means over TIMES, each after a warm-up."""
-    from torch.utils.benchmark import Timer  # takes 0.15 s, and no other verb needs it
-
-    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
-    return min(timer.timeit(TIMES).mean for _ in range(3))
+def _quickest(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds that `work` takes: the least of three means over TIMES, after a warm-up."""
+    laps = []
+    for times in (1, TIMES, TIMES, TIMES):
+        watch = Stopwatch(device)
+        for _ in range(times):
+            work()
+        laps.append(elapsed(watch.lap()) / times)
+    return min(laps[1:])

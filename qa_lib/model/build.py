@@ -4,7 +4,8 @@ import warnings
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForQuestionAnswering, BertConfig, GPT2Config, PreTrainedConfig
+import transformers
+from transformers import BertConfig, GPT2Config, PreTrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.pytorch_utils import Conv1D
 
@@ -51,14 +52,19 @@ CHANGES = (  # setting, value, and what it does to a model; in this order, since
 )
 
 
-def build_model(spec: Spec, head: type = AutoModelForQuestionAnswering) -> torch.nn.Module:
+def head_of(task: str) -> type:
+    """transformers' class of the models for a task."""
+    return getattr(transformers, {"qa": "AutoModelForQuestionAnswering", "lm": "AutoModelForCausalLM"}[task])
+
+
+def build_model(spec: Spec) -> torch.nn.Module:
     """The spec's model on the CPU in fp32, seeded, ready to train; not compiled yet.
 
     A folder with a config but no model.safetensors gives random weights where the scale measures no quality, and
     UserError where it does; so does an encoder that is not in the table, or one for shorter samples.
     """
     torch.manual_seed(spec.seed)
-    model = _pretrained(spec, head)
+    model = _pretrained(spec)
     if encoder_of(model).causal or spec.settings.activation_checkpointing is True:
         model.config.use_cache = False  # which is for generating; with checkpointing it breaks the compiler's graph
     if encoder_of(model).causal:
@@ -104,8 +110,9 @@ def model_config(source: str, task: str = "qa") -> PreTrainedConfig:
     return read_config(source, task)
 
 
-def _pretrained(spec: Spec, head: type) -> torch.nn.Module:
+def _pretrained(spec: Spec) -> torch.nn.Module:
     source, task, attention = spec.model_source, spec.preset.task, spec.settings.attention
+    head = head_of(task)
     config = model_config(source, task)
     if spec.settings.padding == "packed":
         attention = attention_name(attention)

@@ -38,10 +38,9 @@ class FusedSelfAttention(nn.Module):
     def __init__(self, separate: nn.Module, names: tuple[str, ...]):
         super().__init__()
         parts = [separate.get_submodule(name) for name in names]
-        self.qkv = nn.Linear(parts[0].in_features, sum(part.out_features for part in parts))
-        with torch.no_grad():
-            self.qkv.weight.copy_(torch.cat([part.weight for part in parts]))
-            self.qkv.bias.copy_(torch.cat([part.bias for part in parts]))
+        self.qkv = nn.Linear(parts[0].in_features, sum(part.out_features for part in parts), device="meta")
+        self.qkv.weight = nn.Parameter(torch.cat([part.weight.detach() for part in parts]))
+        self.qkv.bias = nn.Parameter(torch.cat([part.bias.detach() for part in parts]))
         self.config, self.names = separate.config, names
         self.dropout, self.scaling, self.width = separate.dropout, separate.scaling, separate.attention_head_size
         self.is_causal = separate.is_causal

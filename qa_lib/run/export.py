@@ -1,35 +1,60 @@
-"""Records in the formats of other tools: a table, or each run's curves and figures for those that draw them."""
+"""Records in the formats of other tools: a table, or each run's curves and figures for those that draw them.
+
+With --follow such a tool gets runs while they train. That is a process of its own, which reads what runs write anyway:
+they are as fast as without it, and it may begin after them.
+"""
 
 import argparse
+import contextlib
+import contextvars
 import importlib
 import math
+import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
 
-from qa_lib.archive import read_runs
+from qa_lib import record
+from qa_lib.archive import Run, read_runs
 from qa_lib.errors import UserError
-from qa_lib.record import write_atomically
 
 STEP_VALUES = ("loss", "lr", "ms")  # of a line of steps.jsonl
+EVERY_S = 2.0  # seconds between two looks at the runs that are followed
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write what was asked for and say how many runs are in it."""
+    """Write what was asked for and say how many runs are in it; where it follows, go on until it is stopped."""
+    tracker = next((kind for name, kind in TRACKERS.items() if getattr(args, name)), None)
+    if args.follow and not tracker:
+        raise UserError(f"--follow goes with one of {', '.join(f'--{name}' for name in TRACKERS)}")
     found = read_runs(args.runs, args.group)
-    if not found:
+    if not found and not args.follow:
         raise UserError(f"no record of {args.group or 'any group'} below {args.runs}")
-    out = args.csv or args.tensorboard or args.wandb
-    if args.csv:
+    out = args.csv or args.tensorboard or args.wandb or args.trackio
+    if tracker:
+        with contextlib.closing(Export(tracker, out)) as export:
+            for run in found:
+                export.update(run)
+            while args.follow:
+                time.sleep(EVERY_S)
+                for run in runs_in_folders(args.runs, args.group):
+                    export.update(run)
+    else:
         beside = ("profile", "quantized")  # of a record, in an archive
         records = [{name: value for name, value in run.record.items() if name not in beside} for run in found]
-        write_atomically(out, pd.json_normalize(records).to_csv(index=False))
-    else:
-        write = to_tensorboard if args.tensorboard else to_wandb
-        for run in found:
-            write(run.record, run.steps().to_dict("records"), out)
+        record.write_atomically(out, pd.json_normalize(records).to_csv(index=False))
     print(f"{out}: {len(found)} runs")
     return 0
+
+
+def runs_in_folders(runs: Path, group: str | None) -> Iterator[Run]:
+    """The runs below `runs`, or those of one group, whose record can be read; none that is archived."""
+    for path in record.run_files(runs, "record.json"):
+        if group in (None, path.parent.parent.name):
+            with contextlib.suppress(record.RecordError):
+                yield Run(record.read_record(path.parent), path.parent)
 
 
 def figures_of(record: dict) -> dict[str, float]:
@@ -39,27 +64,91 @@ def figures_of(record: dict) -> dict[str, float]:
     return {name: value for name, value in values.items() if type(value) in (int, float) and value == value}
 
 
-def to_tensorboard(record: dict, steps: list[dict], folder: Path) -> None:
+class TensorBoard:
     """A run as a folder of event files: its steps as curves, its figures at its last step."""
-    tensorboard = package("torch.utils.tensorboard", "tensorboard")
-    with tensorboard.SummaryWriter(folder / record["group"] / record["run_id"]) as writer:
-        for line in steps:
-            for name in STEP_VALUES:
-                if not math.isnan(line[name]):
-                    writer.add_scalar(name, line[name], int(line["step"]))
-        for name, value in figures_of(record).items():
-            writer.add_scalar(name, value, record["time"]["steps"])
+
+    needs = "torch.utils.tensorboard", "tensorboard"
+
+    def __init__(self, module, record: dict, folder: Path):
+        self.writer = module.SummaryWriter(folder / record["group"] / record["run_id"], flush_secs=1)
+
+    def log(self, values: dict[str, float], step: int | None) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def finish(self, figures: dict[str, float], step: int | None) -> None:
+        self.log(figures, step)
+        self.writer.close()
 
 
-def to_wandb(record: dict, steps: list[dict], folder: Path) -> None:
-    """A run as an offline run of Weights & Biases: the spec as its config, its figures as its summary."""
-    folder.mkdir(parents=True, exist_ok=True)
-    names = {"project": record["group"], "name": record["run_id"]}
-    run = package("wandb", "wandb").init(**names, config=record["spec"], dir=folder, mode="offline")
-    for line in steps:
-        run.log({name: line[name] for name in STEP_VALUES if not math.isnan(line[name])}, step=int(line["step"]))
-    run.summary.update(figures_of(record))
-    run.finish()
+class WeightsAndBiases:
+    """A run of Weights & Biases, offline unless $WANDB_MODE says online: the spec is its config, the figures are its
+    summary."""
+
+    needs = "wandb", "wandb"
+
+    def __init__(self, module, record: dict, folder: Path):
+        folder.mkdir(parents=True, exist_ok=True)
+        names = {"project": record["group"], "name": record["run_id"], "config": record["spec"]}
+        # Runs that are followed are open at the same time.
+        self.run = module.init(**names, dir=folder, mode=os.environ.get("WANDB_MODE", "offline"), reinit="create_new")
+
+    def log(self, values: dict[str, float], step: int | None) -> None:
+        self.run.log(values, step=step)
+
+    def finish(self, figures: dict[str, float], step: int | None) -> None:
+        self.run.summary.update(figures)
+        self.run.finish()
+
+
+class Trackio(WeightsAndBiases):
+    """A run of trackio: the spec is its config, the figures stand at its last step."""
+
+    needs = "trackio", "trackio"
+
+    def __init__(self, module, record: dict, folder: Path):
+        names = {"project": record["group"], "name": record["run_id"], "config": record["spec"]}
+        # In a context of its own, or it would end the run that was opened before; without a dashboard in a notebook,
+        # and without the load of this process, which is not the run's.
+        self.run = contextvars.Context().run(module.init, **names, embed=False, auto_log_cpu=False, auto_log_gpu=False)
+
+    def finish(self, figures: dict[str, float], step: int | None) -> None:
+        self.log(figures, step)
+        self.run.finish()
+
+
+# By option. What each `needs` is a module, and the package that has it.
+TRACKERS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "trackio": Trackio}
+
+
+class Export:
+    """Runs on their way to a tracker of one kind, which keeps its files in `folder`. Raises UserError where it is not
+    installed."""
+
+    def __init__(self, kind: type, folder: Path):
+        os.environ["TRACKIO_DIR"] = str(folder)  # which trackio reads when it is imported
+        self.kind, self.module, self.folder = kind, package(*kind.needs), folder
+        self.open, self.sent = {}, {}  # by run: its tracker, and the last step that this has
+
+    def update(self, run: Run) -> None:
+        """Send what is new of a run; once it has ended, its figures as well."""
+        entry, steps = run.record, run.steps()
+        key = entry["group"], entry["run_id"], entry["time"]["started"]  # begun anew, it is another run there
+        if entry["status"] == record.STARTING or (key in self.sent and key not in self.open):
+            return  # a driver's record, before the run has written its own; or it has ended
+        if key not in self.sent:
+            self.open[key], self.sent[key] = self.kind(self.module, entry, self.folder), 0
+        for line in steps[steps["step"] > self.sent[key]].to_dict("records"):
+            values = {name: line[name] for name in STEP_VALUES if not math.isnan(line[name])}
+            self.open[key].log(values, int(line["step"]))
+            self.sent[key] = line["step"]
+        if entry["status"] in record.TERMINAL:
+            self.open.pop(key).finish(figures_of(entry), entry["time"]["steps"])
+
+    def close(self) -> None:
+        """Leave there what has not ended as far as it is."""
+        for tracker in self.open.values():
+            tracker.finish({}, None)
 
 
 def package(module: str, name: str):

@@ -23,7 +23,6 @@ import numpy as np
 import psutil
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering
 
 from qa_lib import record
 from qa_lib.cli import own_of
@@ -38,8 +37,9 @@ from qa_lib.model.load import check_tokenizer
 from qa_lib.model.qat import WIDTHS
 from qa_lib.record import Speed
 from qa_lib.run.launch import Launcher, run_in_turn
+from qa_lib.run.model_card import check_own, write_card
 from qa_lib.run.plan import check_planned, plan
-from qa_lib.run.process import SHARE, START, WARM, check_driver, follow_driver, with_driver
+from qa_lib.run.process import SHARE, START, WARM, check_driver, follow_driver, use_compile_cache, with_driver
 from qa_lib.run.torchrun import fault_path, faults, first_fault, run_processes
 from qa_lib.score import evaluate, perplexity
 from qa_lib.spec import Spec
@@ -54,20 +54,20 @@ from qa_lib.train.step_log import StepFailed
 
 @dataclass(frozen=True)
 class Task:
-    """`load(spec)` gives a run's data, and `head` is transformers' class for the model. `evaluate(model, data, spec,
-    device, run_dir)` gives the record's `quality`; record.SCORING says which of these scores compares variants."""
+    """`load(spec)` gives a run's data. `evaluate(model, data, spec, device, run_dir)` gives the record's `quality`;
+    record.SCORING says which of these scores compares variants."""
 
     load: Callable
-    head: type
     evaluate: Callable
 
 
 # Another task takes a loader in data/load.py, an evaluation in score/, a preset that names it, variants (Variant.task
-# says whose they are), and an entry here and in each of these: tasks.toml (its scores, and what variants are compared
-# by), plan.SOURCES (what opens its data), architectures.OF_TASK (the models that it trains).
+# says whose they are), and an entry here and in each of these: tasks.toml (its scores, what variants are compared by,
+# and words for a model's card), plan.SOURCES (what opens its data), architectures.OF_TASK (the models that it trains),
+# build.head_of (transformers' class of them).
 TASKS = {
-    "qa": Task(load_data, AutoModelForQuestionAnswering, evaluate.evaluate),
-    "lm": Task(load_text, AutoModelForCausalLM, perplexity.evaluate),
+    "qa": Task(load_data, evaluate.evaluate),
+    "lm": Task(load_text, perplexity.evaluate),
 }
 NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 served: list[str] = []  # the runs that this process has worked on
@@ -116,6 +116,7 @@ def _fit_recommended(spec: Spec, runs: Path, say) -> dict:
 
 def main(args: argparse.Namespace) -> int:
     """Run one variant here, whatever its record says, and print the record."""
+    use_compile_cache(args.compile_cache)
     sources = (args.data, args.model, args.micro_batch)
     (spec,) = plan([args.variant], args.preset, [args.seed], *sources, runs=args.runs, **own_of(args))
     entry = fit(spec, args.runs)
@@ -136,7 +137,7 @@ def prepare(spec: Spec, data: Data | None = None) -> tuple[Data, torch.nn.Module
     """
     task = TASKS[spec.preset.task]
     data = data or task.load(spec)
-    model = build_model(spec, task.head)
+    model = build_model(spec)
     check_tokenizer(spec.model_source, data.tokenizer, model)
     check_planned(spec, [source.sha256 for source in (data.source, data.validation) if source])
     return data, model, batches_of(data.samples, spec)
@@ -160,6 +161,7 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
     with _limits(spec, device), recorded as entry, noting_faults(run_dir, ranks):
         if spec.skip:
             return entry
+        check_own(run_dir / "model", spec.run_id)
         begin, first_run = time.perf_counter(), not served
         served.append(spec.run_id)
         start_compilers(spec.settings, device)
@@ -180,7 +182,7 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
                 optimizer, meter, done_before, note = train(model, batches, spec, device, run_dir, say, ranks=ranks)
                 _note_training(entry, spec, meter, done_before, note, ranks)
                 entry["memory"] = dataclasses.asdict(memory_use(model, optimizer, device))
-                model = gather_model(model, lambda: build_model(spec, task.head).to(device), ranks)
+                model = gather_model(model, lambda: build_model(spec).to(device), ranks)
                 several = ranks.world > 1
                 joules = _note_ranks(entry, spec, meter, model, ranks) if several else meter.joules_per_sample()
             if not ranks.first:
@@ -195,7 +197,7 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
             if spec.preset.quality:
                 entry["quality"] |= task.evaluate(model, data, spec, device, run_dir)
                 evaluated = time.perf_counter()
-                _save(model, data, run_dir / "model")
+                _save(model, data, run_dir / "model", entry)
         if shared:
             entry["spec"]["adjusted"].append("times: not recorded, others shared the GPU")
         else:
@@ -275,11 +277,12 @@ def _limits(spec: Spec, device: torch.device):
         yield
 
 
-def _save(model: torch.nn.Module, data: Data, folder: Path) -> None:
-    """Keep the trained model, and nothing that was made of the one before it. Raises RecordError when the disk is
-    full."""
+def _save(model: torch.nn.Module, data: Data, folder: Path, entry: dict) -> None:
+    """Keep the trained model with its card, and nothing that was made of the one before it. Raises RecordError when the
+    disk is full."""
     try:
         save_model(model, data.tokenizer, folder)
+        write_card(folder, entry)
         for width in WIDTHS:
             shutil.rmtree(folder.with_name(f"{folder.name}-{width}"), ignore_errors=True)
     except (OSError, SafetensorError) as problem:

@@ -13,7 +13,7 @@ layers.
 import numpy as np
 import pandas as pd
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, BertConfig
+from transformers import BertConfig
 
 from qa_lib.data.load import load_data
 from qa_lib.data.packing import PackedBatches
@@ -21,7 +21,7 @@ from qa_lib.errors import UserError
 from qa_lib.kernels.linear_cross_entropy import PART
 from qa_lib.measure.meter import MIB
 from qa_lib.model.architectures import embeddings_of, encoder_of, layers_of, layers_passed, trains
-from qa_lib.model.build import apply_recipe, model_config
+from qa_lib.model.build import apply_recipe, head_of, model_config
 from qa_lib.presets import Preset, find_shape
 from qa_lib.spec import Machine, Spec, adjust
 from qa_lib.variants import Settings
@@ -49,9 +49,8 @@ class StepMemory:
         # Its shapes are the defaults of transformers, which need no network.
         source = spec.model_source
         self.config = BertConfig() if source == "bert-base-uncased" else model_config(source, spec.preset.task)
-        head = AutoModelForCausalLM if self.causal else AutoModelForQuestionAnswering
         with torch.device("meta"):
-            self.model = apply_recipe(head.from_config(self.config), spec.recipe)
+            self.model = apply_recipe(head_of(spec.preset.task).from_config(self.config), spec.recipe)
         layers = layers_of(self.model)
         self.deep = layers_passed(self.model)
         self.passed, self.first = layers[-self.deep :], list(layers[0].parameters())
@@ -81,8 +80,8 @@ class StepMemory:
         if self.settings.optimizer == "adamw-8bit":
             wide = {m.weight for m in self.model.modules() if isinstance(m, torch.nn.Embedding)}
             return sum((8 if p.numel() < SMALL or p in wide else 2) * p.numel() for p in self.trained)
-        each = {"adamw-master": 10, "adamw-master-bf16": 6, "adamw": 2 * self.element}.get(self.settings.optimizer, 8)
-        return each * _elements(self.trained)
+        each = {"adamw-master": 10, "adamw-master-bf16": 6, "adamw-master-8bit": 4, "adamw": 2 * self.element}
+        return each.get(self.settings.optimizer, 8) * _elements(self.trained)
 
     def scores(self) -> int:
         """Elements of a layer's attention scores, where they are written to memory."""

@@ -31,6 +31,7 @@ from qa_lib.spec import Spec
 
 WARM, TIMED, PROFILED = 12, 20, 3  # steps: to settle, for the step's length, under the profiler
 os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # or the profiler writes a line when it starts and one when it stops
+SNAPSHOT = "memory_snapshot.pickle"
 POINTS = 400  # of the allocator's timeline
 SETTLED = 5  # steps before those that a notebook looks at: it is a picture, and nothing is timed by it
 
@@ -50,10 +51,11 @@ class TimeHooks(Hooks):
 
 
 class MemoryHooks(Hooks):
-    """Of step `at`: the GPU allocator's peak in each phase, the most that a forward pass left, and every change."""
+    """Of step `at`: the GPU allocator's peak in each phase, the most that a forward pass left, and every change, which
+    goes to the file `snapshot` with the lines of Python that have asked for it."""
 
-    def __init__(self, at: int):
-        self.at, self.steps = at, 0
+    def __init__(self, at: int, snapshot: Path):
+        self.at, self.snapshot, self.steps = at, snapshot, 0
         self.peaks, self.kept, self.timeline = {}, 0, []
 
     @contextlib.contextmanager
@@ -74,10 +76,12 @@ class MemoryHooks(Hooks):
         if steps == self.at - 1:
             torch.cuda.synchronize()
             self.base = torch.cuda.memory_allocated()
-            torch.cuda.memory._record_memory_history(context=None, max_entries=200_000)
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=200_000)
         elif steps == self.at:
             snapshot = torch.cuda.memory._snapshot()
             self.timeline = _timeline(snapshot["device_traces"][torch.cuda.current_device()], self.base)
+            # A pickle, as PyTorch's viewer takes it: nothing here ever reads one.
+            torch.cuda.memory._dump_snapshot(str(self.snapshot))
             torch.cuda.memory._record_memory_history(enabled=None)
             self.reserved = torch.cuda.memory_reserved()
 
@@ -103,7 +107,8 @@ def _train(spec: Spec, steps: int, data, device, hooks: Hooks):
 
 
 def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dict:
-    """Profile a spec and write profile.json and trace.json.gz into its run's folder; returns the profile.
+    """Profile a spec and write profile.json and trace.json.gz into its run's folder, with a GPU memory_snapshot.pickle
+    as well, which is for https://docs.pytorch.org/memory_viz; returns the profile.
 
     `count` asks for the GPU's counters as well, which take minutes; see `counters`. On failure nothing is written: an
     earlier profile stays whole. Raises UserError for a spec that cannot run here or takes several processes.
@@ -118,10 +123,12 @@ def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dic
     data = TASKS[spec.preset.task].load(spec)
     # The same kernels one by one, for what a graph hides: who launched them, and when memory was taken.
     open_spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, cuda_graph=False))
-    memory = None
+    memory = snapshot = None
     if device.type == "cuda" and spec.settings.engine == "loop":
         say(f"{spec.variant}: one step under the allocator's eyes")
-        memory = _memory(open_spec, data, device)  # first, while nothing else is allocated
+        memory, snapshot = _memory(open_spec, data, device)  # first, while nothing else is allocated
+    else:
+        say(f"{spec.variant}: no memory snapshot, which is of a GPU and of a step of train/loop.py")
     say(f"{spec.variant}: {WARM + TIMED} steps, then {PROFILED} under the profiler")
     found, events, step_ms, packed = _time(spec, data, device, WARM + TIMED)
     if spec.settings.cuda_graph:
@@ -143,6 +150,8 @@ def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dic
         },
         "ncu": counters(spec, say) if count else None,
     }  # fmt: skip
+    if snapshot:
+        record.write_atomically(run_dir / SNAPSHOT, snapshot)
     record.write_atomically(run_dir / "trace.json.gz", packed)
     record.write_atomically(run_dir / "profile.json", json.dumps(entry, allow_nan=False) + "\n")
     return entry
@@ -174,23 +183,26 @@ def _time(spec: Spec, data, device, warm: int) -> tuple:
     return found, events, 1e3 * statistics.median(meter.times[max(0, warm - TIMED) : warm]), packed
 
 
-def _memory(spec: Spec, data, device) -> dict:
-    """MiB by what it is for and by phase, and the allocator's timeline of a step.
+def _memory(spec: Spec, data, device) -> tuple[dict, bytes]:
+    """MiB by what it is for and by phase, and the allocator's timeline of a step; and the snapshot at its end.
 
     `activations` is what the step's forward pass left for its backward pass; `workspace` is the rest of the peak:
     gradients that are there already, buffers, temporaries. `fragmentation` is what is reserved above the peak.
     """
     gc.collect()
     torch.cuda.empty_cache()
-    hooks = MemoryHooks(6)
-    model, optimizer, _ = _train(spec, hooks.at, data, device, hooks)
+    torch.cuda.memory._record_memory_history("state", stacks="python")  # who allocates what is there before the step
+    with tempfile.TemporaryDirectory() as folder:
+        hooks = MemoryHooks(6, Path(folder, SNAPSHOT))
+        model, optimizer, _ = _train(spec, hooks.at, data, device, hooks)
+        snapshot = hooks.snapshot.read_bytes()
     lasting = dataclasses.asdict(memory_use(model, optimizer, device))
     activations, reserved = hooks.kept / MIB, hooks.reserved / MIB
     at_peak = max(hooks.peaks, key=hooks.peaks.get)
     peak = hooks.peaks[at_peak] / MIB
     # In the optimizer's phase the activations are gone and the gradients complete.
     held = lasting["grads_mib"] if at_peak == "optimizer" else activations
-    return {name: lasting[name] for name in ("params_mib", "optimizer_mib", "grads_mib")} | {
+    memory = {name: lasting[name] for name in ("params_mib", "optimizer_mib", "grads_mib")} | {
         "activations_mib": activations,
         "workspace_mib": max(0.0, peak - lasting["params_mib"] - lasting["optimizer_mib"] - held),
         "peak_mib": peak,
@@ -200,6 +212,7 @@ def _memory(spec: Spec, data, device) -> dict:
         "phases": {name: value / MIB for name, value in hooks.peaks.items()},
         "timeline": hooks.timeline,
     }
+    return memory, snapshot
 
 
 def counters(spec: Spec, say=print) -> list[dict] | None:
@@ -225,5 +238,6 @@ def main(args: argparse.Namespace) -> int:
         print(f"  {phase:10}" + ", ".join(f"{part} {ms:.2f} ms" for part, ms in parts.items()))
     if entry["memory"]:
         print("  peak MiB  " + ", ".join(f"{name} {mib:.0f}" for name, mib in entry["memory"]["phases"].items()))
+        print(args.runs / spec.run_path / SNAPSHOT, "is for https://docs.pytorch.org/memory_viz")
     print(args.runs / spec.run_path / "profile.json")
     return 0

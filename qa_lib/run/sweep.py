@@ -23,6 +23,7 @@ from qa_lib.presets import find_preset
 from qa_lib.record import duration
 from qa_lib.run.launch import ROOT, Launcher, SlurmLauncher, probe, probe_node, run_in_turn, say_idle
 from qa_lib.run.plan import plan
+from qa_lib.run.process import use_compile_cache
 from qa_lib.spec import Spec
 from qa_lib.variants import FAMILIES, VARIANTS, find_variant
 
@@ -168,6 +169,7 @@ def _line(spec: Spec, entry: dict) -> str:
 
 def main(args: argparse.Namespace) -> int:
     """Plan and run a sweep; exit code 1 when a run failed."""
+    use_compile_cache(args.compile_cache)
     # Before this machine is probed, which takes seconds: a wrong name is an error at once.
     task = find_preset(args.preset).task
     every = [variant.name for variant in VARIANTS.values() if variant.task == task]

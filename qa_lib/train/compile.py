@@ -67,13 +67,15 @@ def compiled(model: torch.nn.Module, settings: Settings):
     backend = "inductor" if settings.compile == "regional" else settings.compile
     # Read when the first forward pass is compiled.
     torch._functorch.config.ban_recompute_materialized_backward = settings.activation_checkpointing != "elementwise"
+    # Their forward and backward passes are parts of the traced graph, and so of its key.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     options = None
     if backend == "inductor" and settings.loss != "native":
-        from torch._inductor.lowering import make_fallback
+        from torch._inductor.lowering import make_fallback, require_contiguous
 
         # Inductor would do so itself, and first write a log line of all that leads to the operator: in PyTorch 2.11 it
         # takes twice as long for every layer, and hours for twelve.
-        make_fallback(torch.ops.qa_lib.linear_cross_entropy.default, warn=False)
+        make_fallback(torch.ops.qa_lib.linear_cross_entropy.default, require_contiguous, warn=False)
     if backend == "inductor" and settings.norms == "fused":
         from qa_lib.train.inductor_passes import OperatorFusion  # which imports Inductor, a second's work
 

@@ -25,7 +25,8 @@ moment, and no two numbers of bf16 are that close: rounded to nearest, the momen
 about twice as large as its root would raise it. Rounded up with the probability with which it lies near the next number
 (Gupta et al. 2015), it stands still in most steps, moves far enough in some, and is right on average. The random bits
 are a hash of step and of the element's number in the optimizer, as dropout's are (kernels/common.py): a run repeats, a
-CUDA graph rounds anew in each replay, and processes that make the same update agree.
+CUDA graph rounds anew in each replay, and processes that make the same update agree. Moments in
+8 bits (kernels/eight_bit.py, variant E-recompute-8bit) are rounded by the same random bits.
 
 An optimizer's step does little arithmetic on much memory. Written plainly it runs some ten kernels, each of which reads
 and writes every parameter. On a GPU it is one pass, by a Triton kernel of our own that takes many tensors in a call, as
@@ -38,16 +39,19 @@ for GPUs of compute capability 7.5 and newer; weights in bf16 want 8.0, those in
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
+from qa_lib.kernels import eight_bit
 from qa_lib.kernels.common import hash32, hash32_kernel
+from qa_lib.kernels.eight_bit import decode_kernel, encode_kernel
 from qa_lib.kernels.precompile import jit, launch, tl
 
 ALIGN = 16  # elements: the kernels read 16 bytes at a time where sizes and beginnings are multiples of so many
 FINER = 2.0**11  # times so much an fp16 weight's low bits are kept
-COLUMNS = ("low_bits", "exp_avg", "exp_avg_sq", "first")  # of a parameter's state, as the update takes them
+COLUMNS = ("low_bits", "exp_avg", "exp_avg_sq", "scales", "first")  # of a parameter's state, as the update takes them
 COUNT = 16  # tensors of a call
 NORM = {"BLOCK": 8192, "num_warps": 4}
-UPDATE = {"BLOCK": 1024, "num_warps": 4}
+UPDATE = {"BLOCK": eight_bit.BLOCK, "num_warps": 4}
 GOLDEN = 0x9E3779B1 - 2**32  # odd, and far from 0 as int32: seeds of neighbouring steps lie far apart
 
 
@@ -57,7 +61,8 @@ class MasterAdamW(torch.optim.Optimizer):
 
     A master begins as the parameter is when the optimizer is made, so with the bits that a cast to half precision has
     left. Nothing waits for the device: rate and step count are tensors on it. Gradients are taken as if clipped to the
-    norm `max_norm`, which saves clip_grad_norm_ its pass over them. `moments` is the type of both, fp32 or bf16.
+    norm `max_norm`, which saves clip_grad_norm_ its pass over them. `moments` is the type of both, fp32, bf16, or
+    uint8 for codes.
     Parameters are contiguous, and all in bf16 or all in fp16.
     """
 
@@ -73,10 +78,13 @@ class MasterAdamW(torch.optim.Optimizer):
         self.global_norm = lambda norm: norm  # of all gradients, where it has a share of them (train/data_parallel.py)
         parameters, elements = self.param_groups[0]["params"], 0
         for parameter in parameters:
+            blocks = -(-parameter.numel() // eight_bit.BLOCK) if moments == torch.uint8 else 0
             self.state[parameter] = {
                 "low_bits": torch.zeros_like(parameter, dtype=LOW_TYPES[parameter.dtype]),
                 "exp_avg": torch.zeros_like(parameter, dtype=moments),
                 "exp_avg_sq": torch.zeros_like(parameter, dtype=moments),
+                # Of moments in 8 bits: for each block that of the first moment, and that of the root of the second.
+                "scales": parameter.new_zeros(blocks, 2, dtype=torch.float32),
                 "step": torch.zeros((), device=parameter.device),
                 # The number of its first element in this optimizer, for random bits of its own.
                 "first": torch.tensor(elements, dtype=torch.int32, device=parameter.device),
@@ -182,12 +190,47 @@ def random_bits(values: list[torch.Tensor], firsts: list[torch.Tensor], step: to
     return [hash32(first + span, seed) for first, span in zip(firsts, spans, strict=True)]
 
 
-def update(parameters, gradients, lows, means, squares, firsts, step, factor, rate, growth, beta1, beta2, eps, skip):
+def read_moments(means, squares, scales) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Both moments in fp32, from what the optimizer keeps."""
+    if means[0].dtype != torch.uint8:
+        return [m.float() for m in means], [s.float() for s in squares]
+    found = []
+    for mean, square, scale in zip(means, squares, scales, strict=True):
+        codes, roots = blocks_of(mean).int(), blocks_of(square).int()
+        sizes = eight_bit.decode(codes & 127, scale[:, :1], eight_bit.MEAN_CUT)
+        both = torch.where(codes > 127, -sizes, sizes), eight_bit.decode(roots, scale[:, 1:], eight_bit.ROOT_CUT) ** 2
+        found.append([one.flatten()[: mean.numel()].view(mean.shape) for one in both])
+    return tuple(map(list, zip(*found, strict=True)))
+
+
+def blocks_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as [blocks, BLOCK], filled up with zeros."""
+    return F.pad(tensor.flatten(), (0, -tensor.numel() % eight_bit.BLOCK)).view(-1, eight_bit.BLOCK)
+
+
+def coded_moments(means, squares, bits) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """The codes of fp32 moments, int32, and their scales, by 32 random bits an element."""
+    found = []
+    for mean, square, both in zip(means, squares, bits, strict=True):
+        mean_blocks, random = blocks_of(mean), blocks_of(both)
+        codes, mean_scale = eight_bit.encode(mean_blocks.abs(), random & 0xFFFF, eight_bit.MEAN_CUT)
+        roots = blocks_of(square).sqrt()
+        root_codes, root_scale = eight_bit.encode(roots, (random >> 16) & 0xFFFF, eight_bit.ROOT_CUT)
+        codes = torch.where(mean_blocks < 0, codes + 128, codes), torch.where(roots > 0, root_codes.clamp(min=1), 0)
+        flat = [one.flatten()[: mean.numel()].view(mean.shape) for one in codes]
+        found.append([*flat, torch.cat([mean_scale, root_scale], 1)])
+    return tuple(map(list, zip(*found, strict=True)))
+
+
+def update(
+    parameters, gradients, lows, means, squares, scales, firsts, step, factor, rate, growth, beta1, beta2, eps, skip
+):  # fmt: skip
     """AdamW on lists of tensors, in place, for gradients times `factor`. `rate` is the learning rate over the means'
     correction, `growth` one over that of the squares. Where `skip` is a number other than 0, nothing changes."""
     gradients = [g.float() * factor for g in gradients]
-    new_means = torch._foreach_lerp([m.float() for m in means], gradients, 1 - beta1)
-    new_squares = torch._foreach_mul([s.float() for s in squares], beta2)
+    old_means, old_squares = read_moments(means, squares, scales)
+    new_means = torch._foreach_lerp(old_means, gradients, 1 - beta1)
+    new_squares = torch._foreach_mul(old_squares, beta2)
     new_squares = torch._foreach_addcmul(new_squares, gradients, gradients, 1 - beta2)
     roots = torch._foreach_add(torch._foreach_sqrt(torch._foreach_mul(new_squares, growth)), eps)
     moves = torch._foreach_mul(torch._foreach_div(new_means, roots), rate)
@@ -196,8 +239,12 @@ def update(parameters, gradients, lows, means, squares, firsts, step, factor, ra
         bits = random_bits(means, firsts, step)
         new_means = [upper(mean, low & 0xFFFF) for mean, low in zip(new_means, bits, strict=True)]
         new_squares = [upper(square, (high >> 16) & 0xFFFF) for square, high in zip(new_squares, bits, strict=True)]
+    new_scales = scales
+    if means[0].dtype == torch.uint8:
+        new_means, new_squares, new_scales = coded_moments(new_means, new_squares, random_bits(means, firsts, step))
     weights, new_lows = halves(new_masters, parameters[0].dtype)
-    for old, new in ((means, new_means), (squares, new_squares), (lows, new_lows), (parameters, weights)):
+    moments = (means, new_means), (squares, new_squares), (scales, new_scales)
+    for old, new in (*moments, (lows, new_lows), (parameters, weights)):
         if skip is not None:
             new = [torch.where(skip != 0, a, b) for a, b in zip(old, new, strict=True)]
         torch._foreach_copy_(old, new)
@@ -210,8 +257,8 @@ def _update_by_kernel(*lists_and_values) -> None:
         programs = sum(-(-size // UPDATE["BLOCK"]) for size in sizes)
         launch(
             adamw, (programs,), *tensors, sizes, step, factor, rate, growth, step if skip is None else skip,
-            BETA1=beta1, BETA2=beta2, EPS=eps, FINER=FINER, GOLDEN=GOLDEN, SKIPS=skip is not None, COUNT=len(sizes),
-            **UPDATE,
+            BETA1=beta1, BETA2=beta2, EPS=eps, FINER=FINER, GOLDEN=GOLDEN, SKIPS=skip is not None,
+            MEAN_CUT=eight_bit.MEAN_CUT, ROOT_CUT=eight_bit.ROOT_CUT, COUNT=len(sizes), **UPDATE,
         )  # fmt: skip
 
 
@@ -221,7 +268,8 @@ def _update_by_kernel(*lists_and_values) -> None:
 
 @jit
 def locate(sizes, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """What this program does: the number of its tensor, its elements, and which of these there are."""
+    """What this program does: the number of its tensor, that of its block there, its elements, and which of these
+    there are."""
     program = tl.program_id(0)
     number, begin, size = 0, 0, sizes[0]
     blocks = tl.cdiv(sizes[0], BLOCK)
@@ -230,7 +278,7 @@ def locate(sizes, COUNT: tl.constexpr, BLOCK: tl.constexpr):
             number, begin, size = other, blocks, sizes[other]
         blocks += tl.cdiv(sizes[other], BLOCK)
     element = (program - begin) * BLOCK + tl.arange(0, BLOCK)
-    return number, element, element < size
+    return number, program - begin, element, element < size
 
 
 @jit
@@ -246,7 +294,7 @@ def chosen(pointers, number, COUNT: tl.constexpr):
 @jit(do_not_specialize_on_alignment=["sums"])
 def square_sums(tensors, sizes, sums, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """The sum of the squares of each program's elements, `sums` [programs]."""
-    number, element, inside = locate(sizes, COUNT, BLOCK)
+    number, _, element, inside = locate(sizes, COUNT, BLOCK)
     value = tl.load(chosen(tensors, number, COUNT) + element, mask=inside, other=0.0).to(tl.float32)
     tl.store(sums + tl.program_id(0), tl.sum(value * value, 0))
 
@@ -260,24 +308,33 @@ def upper_kernel(value, addend):
 
 @jit
 def adamw(
-    weights, grads, lows, means, squares, firsts, sizes, step, factor, rate, growth, skip,
+    weights, grads, lows, means, squares, scales, firsts, sizes, step, factor, rate, growth, skip,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, FINER: tl.constexpr, GOLDEN: tl.constexpr,
-    SKIPS: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    SKIPS: tl.constexpr, MEAN_CUT: tl.constexpr, ROOT_CUT: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """As update; without SKIPS `skip` is not read."""
     if SKIPS:  # noqa: SIM102  known when it is compiled
         if tl.load(skip) != 0.0:
             return
-    number, element, inside = locate(sizes, COUNT, BLOCK)
+    number, block, element, inside = locate(sizes, COUNT, BLOCK)
     weight_at = chosen(weights, number, COUNT) + element
     low_at = chosen(lows, number, COUNT) + element
     mean_at = chosen(means, number, COUNT) + element
     square_at = chosen(squares, number, COUNT) + element
-    grad = tl.load(chosen(grads, number, COUNT) + element, mask=inside).to(tl.float32) * tl.load(factor)
+    scale_at = chosen(scales, number, COUNT) + 2 * block
+    CODED: tl.constexpr = means[0].dtype.element_ty == tl.uint8
+    grad = tl.load(chosen(grads, number, COUNT) + element, mask=inside, other=0.0).to(tl.float32) * tl.load(factor)
     weight = tl.load(weight_at, mask=inside).to(tl.float32)
     low = tl.load(low_at, mask=inside)
-    mean = tl.load(mean_at, mask=inside).to(tl.float32)
-    square = tl.load(square_at, mask=inside).to(tl.float32)
+    if CODED:
+        code = tl.load(mean_at, mask=inside, other=0).to(tl.int32)
+        mean = decode_kernel(code & 127, tl.load(scale_at), MEAN_CUT)
+        mean = tl.where(code > 127, -mean, mean)
+        root = decode_kernel(tl.load(square_at, mask=inside, other=0).to(tl.int32), tl.load(scale_at + 1), ROOT_CUT)
+        square = root * root
+    else:
+        mean = tl.load(mean_at, mask=inside).to(tl.float32)
+        square = tl.load(square_at, mask=inside).to(tl.float32)
 
     mean += (grad - mean) * (1 - BETA1)
     square = square * BETA2 + grad * grad * (1 - BETA2)
@@ -290,11 +347,20 @@ def adamw(
         master = weight + low.to(tl.float32) / FINER - move
         weight = master.to(tl.float16).to(tl.float32)
         low = ((master - weight) * FINER).to(tl.float16)
-    if means[0].dtype.element_ty == tl.bfloat16:
+    if CODED or means[0].dtype.element_ty == tl.bfloat16:
         seed = (tl.load(step).to(tl.int32) * GOLDEN).to(tl.uint32, bitcast=True)
         bits = hash32_kernel((tl.load(chosen(firsts, number, COUNT)) + element).to(tl.uint32), seed)
-        mean = upper_kernel(mean, (bits & 0xFFFF).to(tl.int32))
-        square = upper_kernel(square, (bits >> 16).to(tl.int32))
+        if CODED:
+            code, mean_scale = encode_kernel(tl.abs(mean), (bits & 0xFFFF).to(tl.int32), MEAN_CUT)
+            root = tl.sqrt_rn(square)
+            root_code, root_scale = encode_kernel(root, (bits >> 16).to(tl.int32), ROOT_CUT)
+            mean = tl.where(mean < 0, code + 128, code)
+            square = tl.where(root > 0, tl.maximum(root_code, 1), 0)
+            tl.store(scale_at, mean_scale)
+            tl.store(scale_at + 1, root_scale)
+        else:
+            mean = upper_kernel(mean, (bits & 0xFFFF).to(tl.int32))
+            square = upper_kernel(square, (bits >> 16).to(tl.int32))
 
     tl.store(weight_at, weight.to(weights[0].dtype.element_ty), mask=inside)
     tl.store(low_at, low, mask=inside)

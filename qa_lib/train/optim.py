@@ -88,6 +88,7 @@ def _adamw8bit(model, parameters, rate) -> torch.optim.Optimizer:
 
 OPTIMIZERS = {"adamw": _adamw, "adamw-fused": _fused, "adamw-8bit": _adamw8bit, "adamw-master": _master}
 OPTIMIZERS["adamw-master-bf16"] = partial(_master, moments=torch.bfloat16)
+OPTIMIZERS["adamw-master-8bit"] = partial(_master, moments=torch.uint8)
 
 
 def unscale(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
