@@ -151,11 +151,12 @@ def parser_of(name: str) -> Parser:
 
 
 def variants_of(args: argparse.Namespace) -> list[str]:
-    """The names of the variants that were asked for. Raises UnknownName, and UserError where none was."""
+    """The names of the variants that were asked for, `recommended` among them. Raises UnknownName, and UserError where
+    none was."""
     names = [*(args.variants or []), *(find_family(args.family) if args.family else [])]
     if not names:
         raise UserError("no variant is named: give some of `python -m qa_lib variants`, or a --family")
-    return [find_variant(name).name for name in names]
+    return [name if name == "recommended" else find_variant(name).name for name in names]
 
 
 def own_of(args: argparse.Namespace) -> dict:

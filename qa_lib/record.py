@@ -35,6 +35,8 @@ SCHEMA, PROFILE_SCHEMA, QUANTIZED_SCHEMA = "qa_lib/3", "qa_lib-profile/3", "qa_l
 STARTING = "starting"  # written by a driver; the run replaces it when it begins
 FINISHED = ("ok", "oom", "skipped")  # not run again
 TERMINAL = (*FINISHED, "error", "killed")
+# Kinds of errors that the user can mend: files, a hub that does not answer, and the UserErrors.
+MISTAKES = ("OSError", "UserError", "SpecError", "UnknownName", "DataError", "RecordError", "RunTaken")
 
 # What a column of a table can hold.
 FITS = Field(ge=-(2**63), lt=2**63)
@@ -372,6 +374,14 @@ def finish(run_dir: Path, record: dict, status: str, error: dict | None = None) 
     record["time"]["ended"] = now()
     write_record(run_dir, record)
     return record
+
+
+def unable(record: dict) -> bool:
+    """Whether a run was more than its machine could do: out of memory in training; or an error in the first step or
+    before it, such as a kernel that does not compile, but none of MISTAKES."""
+    status, error, trained = record["status"], record["error"], record["time"]["steps"] is not None
+    early = error["step"] in (None, 1) and error["kind"] not in MISTAKES
+    return not trained and (status == "oom" or (status == "error" and early))
 
 
 def run_files(runs: Path, name: str) -> list[Path]:

@@ -14,6 +14,8 @@ from pathlib import Path
 from qa_lib.presets import Preset, find_preset, find_shape, sized, whole_number
 from qa_lib.variants import AMPERE, VARIANTS, Recipe, Settings, SpecError, find_recipe, find_variant, since, unmet
 
+CONTEXT_GIB = 0.5  # a process takes this of a GPU beside what PyTorch reserves
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -22,6 +24,7 @@ class Machine:
     hardware: str = "cpu"  # first half of a group's name
     gpus: int = 0
     sm: int = 0  # CUDA compute capability x 10, 0 without a GPU
+    free_mib: int = 0  # of the first GPU's memory, 0 where that is not known
     backends: tuple[str, ...] = ()  # what torch.compile knows
     bitsandbytes: bool = False
     deepspeed: bool = False
@@ -81,7 +84,8 @@ class Spec:
     `data_source` and `model_source` say where to load from; paths differ between machines, so they are not hashed.
     `search` names the verb of whose search the run is a try ("tune", "max-batch"), and `sm` the compute capability x 10
     whose kernels that search allowed; "" and None otherwise. `own` is what was asked for in place of the variant's and
-    the preset's, by the names of plan's arguments.
+    the preset's, by the names of plan's arguments; of these `chosen` has what was left to this machine by `recommended`
+    (run/recommend.py): "variant", and "micro_batch" unless that was asked for.
     """
 
     variant: str
@@ -101,6 +105,7 @@ class Spec:
     search: str = ""
     sm: int | None = None
     own: dict = field(default_factory=dict, compare=False)
+    chosen: list[str] = field(default_factory=list, compare=False)
 
     @property
     def hash(self) -> str:
@@ -209,10 +214,14 @@ def resolve(
 
     `data` and `model` are identities and `*_source` where to load them from (see Spec). `micro_batch` replaces the
     variant's and `own` the preset's (see sized), unless they are 0 or None. Without `world` a parallel variant has
-    WORLD processes, and without `stages` a pipeline goes through all of them. Raises UnknownName, and SpecError for a
-    variant of another task and a number that cannot be.
+    WORLD processes, and without `stages` a pipeline goes through all of them. In the place of `recommended` stands the
+    baseline, until something is `chosen`. Raises UnknownName, and SpecError for a variant of another task and a number
+    that cannot be.
     """
-    named, size = find_variant(variant), sized(find_preset(preset), **own)
+    size = sized(find_preset(preset), **own)
+    named, chosen = find_variant(variant, size.task), []
+    if variant == "recommended":
+        chosen = ["variant"] if micro_batch else ["variant", "micro_batch"]
     counts = {"micro_batch": micro_batch, "world": world, "stages": stages}
     counts = {name: whole_number(name, value or 0, 0) for name, value in counts.items()}
     micro_batch, world, stages = counts.values()
@@ -248,7 +257,7 @@ def resolve(
     spec = Spec(
         variant=named.name, preset=size, seed=seed, asked=asked, settings=settings, adjusted=adjusted,
         skip=missing(settings, machine, world), hardware=machine.hardware, data=data, model=model,
-        data_source=data_source, model_source=model_source, world=world, stages=stages, own=given,
+        data_source=data_source, model_source=model_source, world=world, stages=stages, own=given, chosen=chosen,
     )  # fmt: skip
     replicas(spec, world)
     return spec

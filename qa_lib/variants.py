@@ -246,14 +246,15 @@ FAMILIES = {
     "P": "parallel",
     "L": "language",
 }  # family -> notebook
-RECOMMENDED = "E-moments"  # what `recommended` stands for, and sentences speak of
+RECOMMENDED = "E-moments"  # what sentences speak of; what `recommended` stands for depends on the machine
 TASKS = read_toml("tasks.toml")
 BASELINES = {name: task["baseline"] for name, task in TASKS.items()}
 
 
-def find_variant(name: str) -> Variant:
-    """The variant of that name, or the `recommended` one; UnknownName otherwise."""
-    name = RECOMMENDED if name == "recommended" else name
+def find_variant(name: str, task: str = "qa") -> Variant:
+    """The variant of that name; for `recommended`, until `plan` has chosen one, the baseline of the task. UnknownName
+    otherwise."""
+    name = BASELINES[task] if name == "recommended" else name
     if name not in VARIANTS:
         raise UnknownName(nearest("variant", name, [*VARIANTS, "recommended"]))
     return VARIANTS[name]

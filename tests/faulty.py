@@ -44,6 +44,19 @@ def break_step(fault: dict) -> None:
     loop.clip = broken
 
 
+def work_but_a4(spec, runs: str) -> None:
+    """The work of a run, whose first step fails if it is of A4."""
+    from qa_lib.run.fit import work
+    from qa_lib.train import loop
+
+    def broken(*_):
+        raise RuntimeError("no kernel image is available")
+
+    if spec.variant == "A4":
+        loop.OptimizerStep.__call__ = broken
+    work(spec, runs)
+
+
 if __name__ == "__main__":
     function, parts, runs, fault = *sys.argv[1:4], json.loads(sys.argv[4])
     torchrun.call = lambda function, spec, runs: call(function, spec, runs, fault)

@@ -184,6 +184,7 @@ def test_run_says_what_was_measured_and_no_more(monkeypatch, capsys):
 
     task = {"label": "F1", "metric": "f1"}
     entry = {"status": "ok", "task": task, "speed": {"samples_per_s": None}, "quality": {"f1": 81.5}}
+    entry |= {"spec": {"variant": "A1"}, "group": "cpu-smoke", "run_id": "A1-s0-0123ab"}
     monkeypatch.setattr(fit, "fit", lambda spec, runs: entry)
     assert main(["run", "A1", "--preset", "smoke"]) == 0
     first, second = capsys.readouterr().out.splitlines()

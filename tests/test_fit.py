@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qa_lib import record, variants
-from qa_lib.model.build import build_model
+from qa_lib.model.build import HEADS, build_model
 from qa_lib.run.fit import TASKS, _limits, fit, out_of_memory
 from qa_lib.run.plan import plan
 from qa_lib.train.step_log import StepFailed
@@ -26,6 +26,7 @@ def scored(spec, monkeypatch, quality):
     """The spec with a task of another metric, whose evaluation gives these scores."""
     task = record.Scoring(name="toy", metric="nats", label="nats a token", higher_is_better=False, scores=["nats", "n"])
     monkeypatch.setitem(record.SCORING, "toy", task)
+    monkeypatch.setitem(HEADS, "toy", HEADS["qa"])
     monkeypatch.setitem(variants.TASKS, "toy", {"card": variants.TASKS["qa"]["card"] | {"metrics": {}}})
     monkeypatch.setitem(TASKS, "toy", dataclasses.replace(TASKS["qa"], evaluate=lambda *_: quality))
     return resized(spec, task="toy", quality=True)

@@ -9,7 +9,6 @@ import torch
 from torch import library, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from qa_lib.measure.meter import StepFlops
@@ -26,7 +25,7 @@ def model_of(precision="bf16", row="L-qlora"):
     machine = gpu_of(90)
     (spec,) = plan([row], "lm-quality", [0], "synthetic:1", "gpt2:L2H128V512", 4, machine)
     settings = dataclasses.replace(spec.settings, precision=precision)
-    return build_model(dataclasses.replace(spec, settings=settings), AutoModelForCausalLM)
+    return build_model(dataclasses.replace(spec, settings=settings))
 
 
 @pytest.fixture(params=["linear", "conv1d", "no bias"])

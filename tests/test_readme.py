@@ -9,7 +9,6 @@ from pathlib import Path
 
 import nbformat
 import pytest
-import torch
 from nbconvert.exporters import get_exporter
 from traitlets.config import PyFileConfigLoader
 from transformers import AutoModelForQuestionAnswering
@@ -132,11 +131,12 @@ def test_the_python_of_the_docs_runs(tmp_path, monkeypatch, capsys):
         write(tmp_path / "squad" / f"{name}.json", document(("alice came to the harbour at nine", entries)))
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "using.md").read_text(encoding="utf-8"), re.DOTALL)
     assert len(block.strip().splitlines()) <= 10
-    with torch._dynamo.config.patch(disable=True):
-        exec(block, {})
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # as if it were installed
+    exec(block, {})
     assert capsys.readouterr().out.count("ok ") == 1
     assert AutoModelForQuestionAnswering.from_pretrained("my-answers").config.model_type == "bert"
-    assert "E-moments: " in Path("my-answers", "README.md").read_text()
+    assert "A4: " in Path("my-answers", "README.md").read_text()
 
 
 def test_the_package_imports_what_is_asked_of_it():

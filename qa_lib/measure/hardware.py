@@ -87,10 +87,19 @@ def this_machine() -> Machine:
         hardware=hardware_name(torch.cuda.get_device_name() if gpus else None),
         gpus=gpus,
         sm=sm,
+        free_mib=_free_mib() if gpus else 0,
         backends=tuple(torch._dynamo.list_backends(exclude_tags=())),
         **{package: _version(package) is not None for package in ("bitsandbytes", "deepspeed", "torchao")},
         compiler=_version("triton") is not None and sm >= VOLTA if gpus else compiler,
     )
+
+
+def _free_mib() -> int:
+    """MiB of the first GPU's memory that nobody holds; all of it where nvidia-smi does not say. CUDA would say so as
+    well, but take memory itself."""
+    gpu = torch.cuda.get_device_properties(0)
+    said = _nvidia_smi(f"--id=GPU-{gpu.uuid}", "--query-gpu=memory.free", "--format=csv,noheader,nounits").strip()
+    return int(said) if said.isdigit() else int(gpu.total_memory / MIB)
 
 
 def libraries() -> dict[str, str | None]:

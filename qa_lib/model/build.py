@@ -32,6 +32,7 @@ from qa_lib.spec import Spec
 from qa_lib.variants import Recipe, Settings, lacking
 
 ALIGN = 64  # tokens of a vocabulary are made a multiple of this
+HEADS = {"qa": "AutoModelForQuestionAnswering", "lm": "AutoModelForCausalLM"}  # of transformers
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "pure-bf16": torch.bfloat16}
 
 
@@ -54,7 +55,7 @@ CHANGES = (  # setting, value, and what it does to a model; in this order, since
 
 def head_of(task: str) -> type:
     """transformers' class of the models for a task."""
-    return getattr(transformers, {"qa": "AutoModelForQuestionAnswering", "lm": "AutoModelForCausalLM"}[task])
+    return getattr(transformers, HEADS[task])
 
 
 def build_model(spec: Spec) -> torch.nn.Module:

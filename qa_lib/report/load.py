@@ -12,9 +12,9 @@ import pandas as pd
 from qa_lib.archive import read_runs, say_left_out
 from qa_lib.errors import UserError
 from qa_lib.record import RecordError
-from qa_lib.variants import BASELINES, VARIANTS
+from qa_lib.variants import BASELINES, TASKS, VARIANTS
 
-REFERENCE = "h200-bench"  # the group that README.md and the advice for a card speak of, where it is there
+REFERENCE = TASKS["qa"]["reference"]  # the group that README.md and the advice for a card speak of, where it is there
 TASK = ["task.name", "task.metric", "task.label", "task.higher_is_better"]
 LENGTH, MICRO_BATCH = "spec.preset.max_length", "spec.settings.micro_batch"
 EPOCHS, RATE = "spec.preset.epochs", "spec.preset.learning_rate"

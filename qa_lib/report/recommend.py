@@ -9,14 +9,13 @@ from qa_lib.report.format import MISSING, gain, say
 from qa_lib.report.load import REFERENCE, NotMeasured, ReportError, numbers, select, usual
 from qa_lib.report.stats import BASELINE, MARGIN, equivalence
 from qa_lib.report.summary import DATA_SHEET_TFLOPS, summary
-from qa_lib.spec import Machine, missing
+from qa_lib.spec import CONTEXT_GIB, Machine, missing
 from qa_lib.variants import RECOMMENDED, VARIANTS, choices, find_recipe, tagged
 
 SIZES_GIB = (1, 1.5, 2, 3, 4, 6, 8, 12, 14.9, 24)  # 14.9: a T4
 GENERATIONS = {75: "T4, RTX 20", 80: "A100, RTX 30", 89: "L4, RTX 40", 90: "H100 and newer"}  # by sm
 # What may be recommended: by what trains, how many points of F1 a variant may have lost in the mean (the goals).
 ALLOWED = {"all": MARGIN, "lora": 2.0}  # in the order of preference, which is that of the alphabet
-CONTEXT_GIB = 0.5  # a process takes this beside what PyTorch reserves
 SCATTER = 0.06  # by so much a try's speed depends on the lengths that it draws, counted over 30 seeds
 PROJECTED = 32  # micro-batch
 

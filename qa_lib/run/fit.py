@@ -36,6 +36,7 @@ from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.load import check_tokenizer
 from qa_lib.model.qat import WIDTHS
 from qa_lib.record import Speed
+from qa_lib.run.launch import Launcher, run_in_turn
 from qa_lib.run.model_card import check_own, write_card
 from qa_lib.run.plan import check_planned, plan
 from qa_lib.run.process import SHARE, START, WARM, check_driver, follow_driver, use_compile_cache, with_driver
@@ -63,7 +64,7 @@ class Task:
 # Another task takes a loader in data/load.py, an evaluation in score/, a preset that names it, variants (Variant.task
 # says whose they are), and an entry here and in each of these: tasks.toml (its scores, what variants are compared by,
 # and words for a model's card), plan.SOURCES (what opens its data), architectures.OF_TASK (the models that it trains),
-# build.head_of (transformers' class of them).
+# build.HEADS (transformers' class of them).
 TASKS = {
     "qa": Task(load_data, evaluate.evaluate),
     "lm": Task(load_text, perplexity.evaluate),
@@ -83,7 +84,9 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
     recorded as `error` and raised. Raises RunTaken while another process has the run, and UserError for a folder that
     cannot be and for data and a model that are not those that the spec was planned with.
 
-    A spec of several processes is given to torchrun, which works on it in each of them; the first has the record.
+    A spec of several processes is given to torchrun, which works on it in each of them; the first has the record. A
+    `recommended` one has a process of its own, which loads the data anew and prints how far it is; where its first step
+    fails on this machine, the next choice has another. The record says which variant it was in the end.
     """
     if not isinstance(runs, str | os.PathLike) or not os.fspath(runs):
         raise UserError(f"runs is {runs!r}, and not a folder")
@@ -95,22 +98,35 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
     several = spec.world > 1 or spec.settings.parallel == "deepspeed"
     if several and not spec.skip and not torchrun:
         return run_processes(spec, runs, say)
+    if spec.chosen:
+        return _fit_recommended(spec, Path(runs), say)
     return work(spec, runs, data, say)
+
+
+def _fit_recommended(spec: Spec, runs: Path, say) -> dict:
+    """The record of a recommended spec, or of that which took its place. Raises UserError for a run that failed."""
+    with record.lock(runs / spec.run_path):  # the launcher would wait for whoever has it
+        launcher = Launcher(runs, hardware.this_machine(), hardware.environment(), aloud=True, time_limit_s=math.inf)
+    (spec,) = run_in_turn(launcher, [spec], say)
+    entry = record.read_record(runs / spec.run_path)
+    if entry["status"] not in record.FINISHED:
+        raise UserError(f"{spec.run_path}: {entry['status']}, {entry['error']['message']} (its log.txt has more)")
+    return entry
 
 
 def main(args: argparse.Namespace) -> int:
     """Run one variant here, whatever its record says, and print the record."""
     use_compile_cache(args.compile_cache)
     sources = (args.data, args.model, args.micro_batch)
-    (spec,) = plan([args.variant], args.preset, [args.seed], *sources, **own_of(args))
+    (spec,) = plan([args.variant], args.preset, [args.seed], *sources, runs=args.runs, **own_of(args))
     entry = fit(spec, args.runs)
     if entry["status"] == "running":  # one of torchrun's processes, and not the first
         return 0
     task = entry["task"]
     measured = {"samples/s": entry["speed"]["samples_per_s"], task["label"]: entry["quality"][task["metric"]]}
     figures = [f"{name} {value:.2f}" for name, value in measured.items() if value is not None]
-    print(", ".join([f"{spec.variant}: {entry['status']}", *figures]))
-    print(args.runs / spec.run_path / "record.json")
+    print(", ".join([f"{entry['spec']['variant']}: {entry['status']}", *figures]))
+    print(args.runs / entry["group"] / entry["run_id"] / "record.json")
     return 0
 
 
@@ -374,7 +390,9 @@ def outcome_of(problem: BaseException) -> dict:
     step = problem.step if isinstance(problem, StepFailed) else None
     if step is not None:
         problem = problem.__cause__ or problem
-    error = {"kind": type(problem).__name__, "message": str(problem).split("\n")[0], "step": step}
+    # Libraries have OSErrors of their own. In a step a file that is missing is the compiler's.
+    kind = "OSError" if isinstance(problem, OSError) and step is None else type(problem).__name__
+    error = {"kind": kind, "message": str(problem).split("\n")[0], "step": step}
     return {"status": status, "error": error}
 
 

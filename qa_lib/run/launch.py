@@ -5,7 +5,7 @@ may go on at a time has a thread. It takes the run's cards, starts the process a
 code nor papermill's metadata can tell a dead kernel, or a notebook that ran another variant, from success. A run counts
 when its record is where it must be, has the asked hash, is terminal and complete.
 
-This module never imports torch: a driver must hold no GPU.
+This module never imports torch, unless it has to choose again (run_in_turn): a driver must hold no GPU.
 """
 
 import hashlib
@@ -72,8 +72,9 @@ class Launcher:
 
     Runs on one card take turns in training, so that one prepares while another is timed; with `share` they train at
     once, and record no times. `force` drops finished records first. `command` makes the command of a run, and
-    `time_limit_s` replaces its preset's limit. With `warm` processes begin with PyTorch imported (run/warm.py). Raises
-    UserError for a card that the machine does not have.
+    `time_limit_s` replaces its preset's limit. With `warm` processes begin with PyTorch imported (run/warm.py). With
+    `aloud` runs are not passed over, and print here; log.txt has their errors. Raises UserError for a card that the
+    machine does not have.
     """
 
     runs: Path
@@ -85,6 +86,7 @@ class Launcher:
     command: Callable[[Spec, Path], list[str]] = plain_command
     time_limit_s: float | None = None
     warm: bool = False
+    aloud: bool = False
     active: list[Spec] = field(default_factory=list)  # whose processes are at work
     stopped: threading.Event = field(default_factory=threading.Event)
     why: str = ""  # it was stopped
@@ -97,7 +99,7 @@ class Launcher:
     def is_finished(self, spec: Spec) -> bool:
         """Whether this run may be passed over. One that was skipped is not finished once the machine can do it."""
         path = self.runs / spec.run_path
-        if self.force or not (path / "record.json").exists():
+        if self.force or self.aloud or not (path / "record.json").exists():
             return False
         entry = record.read_record(path)
         able = entry["status"] == "skipped" and not spec.skip
@@ -208,7 +210,8 @@ class Launcher:
         env |= {DRIVER: str((run_dir / DRIVER_LOCK).absolute())}
         if self.warm:
             return fork(self.command(spec, self.runs), env, log.name)
-        return subprocess.Popen(self.command(spec, self.runs), env=env, stdout=log, stderr=subprocess.STDOUT)
+        words = self.command(spec, self.runs)
+        return subprocess.Popen(words, env=env, stdout=None if self.aloud else log, stderr=log)
 
     def _end(self, process: subprocess.Popen, run_dir: Path) -> None:
         """See that nothing of a run is at work any more."""
@@ -236,6 +239,25 @@ class Launcher:
         return None
 
 
+def run_in_turn(launcher: Launcher, specs: list[Spec], say, ended=lambda *_: None, look=lambda: None) -> list[Spec]:
+    """`run_all` of what is not finished. Where a run that was `recommended` was more than its machine can do, the next
+    choice takes its place, until one works; `say` is told each choice. Returns the specs that stand in the end. Raises
+    UserError where none is left."""
+    todo = [spec for spec in specs if not launcher.is_finished(spec)]
+    while todo:
+        for said in dict.fromkeys(spec.adjusted[0] for spec in todo if spec.chosen):
+            say(said)
+        next_ones = {}
+        for spec, entry in zip(todo, launcher.run_all(todo, ended, look), strict=True):
+            if spec.chosen and record.unable(entry):
+                from qa_lib.run.recommend import choose  # imports torch
+
+                next_ones[spec.run_path] = choose(spec, launcher.machine, launcher.runs)
+        specs = [next_ones.get(spec.run_path, spec) for spec in specs]
+        todo = [spec for spec in next_ones.values() if not launcher.is_finished(spec)]
+    return specs
+
+
 def _first(free: list[int | None], world: int) -> list[int | None]:
     """What a run of so many processes takes of what is free: as many different cards, or one None; nothing where there
     are too few."""
@@ -256,10 +278,15 @@ def judge(spec: Spec, run_dir: Path, reason: str | None, code: int, seconds: flo
     entry = record.read_record(run_dir)
     if (run_dir / "notebook.ipynb").exists():
         entry["time"]["notebook_s"] = round(seconds, 3)
+    if spec.chosen:  # a notebook is told the variant alone
+        entry["spec"]["adjusted"] = list(dict.fromkeys([*spec.adjusted, *entry["spec"]["adjusted"]]))
     if entry["status"] not in record.TERMINAL:  # else it had its result before it was ended
         kind = NEVER_BEGAN if entry["status"] == record.STARTING and not reason else "killed"
+        # A compiler that crashes takes the process with it: of a run that was recommended, this is told from a stop.
+        steps = run_dir / "steps.jsonl"
+        crashed = spec.chosen and kind == "killed" and not reason and not (steps.exists() and steps.stat().st_size)
         reason = reason or f"its process ended (exit code {code}) before the run did: {_last_words(run_dir)}"
-        return record.finish(run_dir, entry, "killed", {"kind": kind, "message": reason})
+        return record.finish(run_dir, entry, "error" if crashed else "killed", {"kind": kind, "message": reason})
     if fault := _fault(entry, spec):
         return record.finish(run_dir, entry, "error", {"kind": "IncompleteRun", "message": fault})
     record.write_record(run_dir, entry)

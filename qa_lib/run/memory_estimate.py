@@ -10,14 +10,11 @@ A language model adds its logits, one for each token and word of the vocabulary.
 layers.
 """
 
-import argparse
-
 import numpy as np
 import pandas as pd
 import torch
 from transformers import BertConfig
 
-from qa_lib.cli import variants_of
 from qa_lib.data.load import load_data
 from qa_lib.data.packing import PackedBatches
 from qa_lib.errors import UserError
@@ -25,8 +22,7 @@ from qa_lib.kernels.linear_cross_entropy import PART
 from qa_lib.measure.meter import MIB
 from qa_lib.model.architectures import embeddings_of, encoder_of, find_encoder, layers_of, layers_passed, trains
 from qa_lib.model.build import apply_recipe, head_of, model_config
-from qa_lib.presets import Preset, find_preset, find_shape
-from qa_lib.run.plan import plan
+from qa_lib.presets import Preset, find_shape
 from qa_lib.spec import Machine, Spec, adjust
 from qa_lib.variants import Settings
 
@@ -51,7 +47,7 @@ class StepMemory:
 
     def __init__(self, spec: Spec, tokens: int):
         self.spec, self.settings, self.causal, self.tokens = spec, spec.settings, spec.preset.task == "lm", tokens
-        self.config = _config_of(spec)
+        self.config = config_of(spec)
         with torch.device("meta"):
             self.model = apply_recipe(head_of(spec.preset.task).from_config(self.config), spec.recipe)
         layers = layers_of(self.model)
@@ -192,7 +188,7 @@ class StepMemory:
         }
 
 
-def _config_of(spec: Spec):
+def config_of(spec: Spec):
     """The configuration of a spec's model."""
     # Its shapes are the defaults of transformers, which need no network.
     source = spec.model_source
@@ -203,7 +199,7 @@ def unpredicted(spec: Spec) -> str | None:
     """Why the memory of a spec is not known, in words; None if it is."""
     if spec.settings.qat != "none":
         return UNKNOWN.format(ROUNDED)
-    kind = _config_of(spec).model_type
+    kind = config_of(spec).model_type
     return None if find_encoder(kind, spec.model_source, spec.preset.task).memory_known else UNKNOWN.format(kind)
 
 
@@ -305,30 +301,3 @@ def _spec_of(entry: dict, model: str) -> Spec:
         hardware=given["hardware"], data=entry["data"], model=entry["model"], data_source=entry["data"]["name"],
         model_source=source, world=given["world"], stages=given["stages"] or 1,
     )  # fmt: skip
-
-
-def main(args: argparse.Namespace) -> int:
-    """Print the estimate of each variant for a GPU of that kind."""
-    preset = find_preset(args.preset)
-    known = not args.data and preset.data == "squad_v2"
-    data = "synthetic:1" if known or preset.task == "lm" else args.data  # nothing is fetched that is not asked for
-    gpu = gpu_of(args.compute_capability)
-    sources, sizes = (data, args.model, args.micro_batch, gpu), {"max_length": args.max_length, "batch": args.batch}
-    specs = plan(variants_of(args), args.preset, [0], *sources, **sizes)
-    lines = []
-    for spec in specs:
-        line = {"variant": spec.variant, "length": spec.preset.max_length, "micro-batch": spec.settings.micro_batch}
-        if why := spec.skip or unpredicted(spec):
-            print(f"{spec.variant}: {why}")
-            continue
-        found = estimate(spec, SquadLengths(spec.preset.max_length, spec.preset.stride) if known else None)
-        lines.append(line | {name.removesuffix("_mib"): size for name, size in found.items()})
-    if lines:
-        short = {"optimizer": "optim.", "activations": "activ.", "workspace": "rest"}  # to fit 100 columns
-        table = pd.DataFrame(lines).rename(columns=short)
-        phases = table.pop("phase")
-        print(table.to_string(index=False, float_format="{:,.0f}".format))
-        for phase in phases.unique():
-            print(f"peak in {phase}: {', '.join(table.loc[phases == phase, 'variant'].unique())}")
-        print("MiB of GPU memory; beside it a process has a CUDA context of 300 to 600 MiB.")
-    return 0

@@ -16,7 +16,7 @@ from qa_lib.model.architectures import find_encoder
 from qa_lib.model.hf_checkpoint import checkpoint_files, commit_of, inspect_checkpoint
 from qa_lib.presets import HEAD, find_preset, find_shape, whole_number
 from qa_lib.spec import Machine, Spec, resolve, sha256_of_json, unshared
-from qa_lib.variants import SpecError, find_variant, lacking
+from qa_lib.variants import SpecError, lacking
 
 SOURCES = {"qa": open_source, "lm": open_text}  # task -> what opens its data
 ANSWER_S = 5  # seconds in which the hub has to answer
@@ -35,6 +35,7 @@ def plan(
     max_length: Several = None,
     batch: Several = None,
     left_out: list[str] | None = None,
+    runs: str | os.PathLike = "runs",
     **own,
 ) -> list[Spec]:
     """The specs of variants x seeds at a preset: all variants with the first seed come first, each once. For instance
@@ -42,14 +43,15 @@ def plan(
 
     `data` and `model` (paths, or hub names) replace the preset's own, unless they are empty; `machine` is this one
     unless given. Sizes and what `own` may hold are arguments of `resolve`. A list in place of a size gives every
-    variant a spec for each, and several lists their product.
+    variant a spec for each, and several lists their product. `recommended` becomes the variant, and without
+    `micro_batch` the size, that suits the machine, by the records below `runs` too (run/recommend.py).
 
     Raises SpecError for a name or number that cannot be, before files and the hub are asked, and UserError for what is
     not to be had. Where `left_out` is given, it gets a sentence for sizes that do not go together, as long as their
     variant has others.
     """
     size = find_preset(preset)
-    variants = [find_variant(name).name for name in _list("variants", variants)]
+    variants = _list("variants", variants)
     seeds = [whole_number("seed", seed, 0, 2**63 - 1) for seed in _list("seeds", seeds)]
     data, model = _source("data", data, size.data), _source("model", model, size.model)
     for name, value in (("data", data), ("model", model)):
@@ -67,7 +69,7 @@ def plan(
             specs.append(resolve(variant, preset, seed, machine, {}, {}, data, model, **own, **one))
         except SpecError as problem:
             faults[f"{variant}: {problem}"] = variant, problem
-    planned = {spec.variant for spec in specs}
+    planned = {"recommended" if spec.chosen else spec.variant for spec in specs}
     for said, (variant, problem) in faults.items():
         if left_out is None or variant not in planned:
             raise problem
@@ -80,10 +82,16 @@ def plan(
     # 0, which everything divides, where it does not say.
     shape = {"layers": config.get("num_hidden_layers", 0), "heads": config.get("num_attention_heads", 0)}
     kind = config.get("model_type", "")
-    return [
+    specs = [
         dataclasses.replace(spec, **found, skip=spec.skip or lacking(spec.settings, kind) or unshared(spec, shape))
         for spec in specs
     ]
+    if "recommended" in variants:
+        from qa_lib.run.recommend import choose  # imports torch, too
+
+        specs = [choose(spec, machine, runs) if spec.chosen else spec for spec in specs]
+        specs = list({spec.run_path: spec for spec in specs}.values())  # it may be one of the others
+    return specs
 
 
 def _list(name: str, values: object) -> list:

@@ -26,8 +26,9 @@ from qa_lib.spec import Spec
 from qa_lib.variants import Settings
 
 SHARE = "QA_LIB_SHARE"  # an environment variable: where it is set, other runs train on this GPU at the same time
-# Warnings and redrawn bars would fill the notebooks and logs that the runs leave behind.
+# Warnings and redrawn bars would fill the notebooks and logs that the runs leave behind; each line is there at once.
 QUIET = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+QUIET["PYTHONUNBUFFERED"] = "1"
 START = "QA_LIB_START"  # an environment variable of a forked process (warm.py): WARM, or why it is cold all the same
 WARM = "warm"
 DRIVER = "QA_LIB_DRIVER"  # an environment variable of a run that has a driver: a file that the driver has locked

@@ -21,7 +21,7 @@ from qa_lib.cli import own_of, variants_of
 from qa_lib.errors import UserError, printable
 from qa_lib.presets import find_preset
 from qa_lib.record import duration
-from qa_lib.run.launch import ROOT, Launcher, SlurmLauncher, probe, probe_node, say_idle
+from qa_lib.run.launch import ROOT, Launcher, SlurmLauncher, probe, probe_node, run_in_turn, say_idle
 from qa_lib.run.plan import plan
 from qa_lib.run.process import use_compile_cache
 from qa_lib.spec import Spec
@@ -61,27 +61,28 @@ def _from_root(path: str | Path) -> str:
 
 
 def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -> list[dict]:
-    """Run what is not finished yet and return every spec's record, in order; see Launcher.
+    """Run what is not finished yet and return every spec's record, in order; see Launcher and run_in_turn.
 
     Says first what there is to do, then when each run starts and ends and how long is left, and at the end, however it
     ends, how every run stands. Last comes the command `on_finish`.
     """
-    todo = [spec for spec in specs if not launcher.is_finished(spec)]
-    done = before = len(specs) - len(todo)
-    print(f"sweep: {len(specs)} runs, {done} finished, {len(todo)} to run", flush=True)
+    every, done = len(specs), sum(map(launcher.is_finished, specs))
+    before = done
+    print(f"sweep: {every} runs, {done} finished, {every - done} to run", flush=True)
     begin, started = time.monotonic(), set()
-    bar = tqdm(total=len(specs), initial=done, unit="run", leave=False, disable=None)  # on a terminal alone
+    bar = tqdm(total=every, initial=done, unit="run", leave=False, disable=None)  # on a terminal alone
 
     def tell(line: str) -> None:
         bar.write(f"{time.strftime('%H:%M')} {line}")
         sys.stdout.flush()
 
     def ended(spec: Spec, entry: dict) -> None:
-        nonlocal done
+        nonlocal done, every
+        every += bool(spec.chosen) and record.unable(entry)  # another takes its place
         done += 1
         bar.update()
-        left = (time.monotonic() - begin) / (done - before) * (len(specs) - done)
-        tell(f"[{done}/{len(specs)}] {_line(spec, entry)}" + (f"; about {duration(left)} left" if left else ""))
+        left = (time.monotonic() - begin) / (done - before) * (every - done)
+        tell(f"[{done}/{every}] {_line(spec, entry)}" + (f"; about {duration(left)} left" if left else ""))
 
     def look() -> None:
         for spec in list(launcher.active):
@@ -93,7 +94,7 @@ def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -
             bar.set_postfix_str(", ".join(f"{name} {step}/{of}" for name, (step, of) in steps.items() if of))
 
     try:
-        launcher.run_all(todo, ended, look)
+        specs = run_in_turn(launcher, specs, tell, ended, look)
     finally:
         bar.close()
         summary, counts = _summary(specs, launcher.runs)
@@ -183,7 +184,7 @@ def main(args: argparse.Namespace) -> int:
     if not by_slurm:
         say_idle(machine, args.gpus)
     sources, left_out = (args.data, args.model, args.micro_batch, machine), []
-    specs = plan(names, args.preset, args.seeds, *sources, **own_of(args), left_out=left_out)
+    specs = plan(names, args.preset, args.seeds, *sources, **own_of(args), left_out=left_out, runs=args.runs)
     print("".join(f"left out: {reason}\n" for reason in left_out), end="", file=sys.stderr, flush=True)
     if args.plan:
         for spec in specs:

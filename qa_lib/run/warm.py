@@ -7,6 +7,7 @@ process begins anew, cold.
 """
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -18,7 +19,8 @@ from qa_lib.run.process import START, WARM
 
 COLD = "cold, since what is imported touches the GPU"
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["qa_lib.run.preload"])
+PRELOAD = "qa_lib.run.preload"  # of the server's processes alone
+SERVER.set_forkserver_preload([PRELOAD])
 
 
 class Forked:
@@ -61,12 +63,10 @@ def fork(command: list[str], env: dict[str, str], log: Path) -> Forked:
 
 def _become(command: list[str], env: dict[str, str], log: str, folder: str) -> None:
     """Be the command, in an environment and a folder."""
-    from qa_lib.run.preload import TOUCHED
-
     stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(stream, 1)
     os.dup2(stream, 2)
-    if TOUCHED:
+    if importlib.import_module(PRELOAD).TOUCHED:
         os.chdir(folder)
         os.execve(command[0], command, env | {START: COLD})
     _take_on(env | {START: WARM}, folder)

@@ -1,0 +1,353 @@
+"""`recommended`: what is chosen for made-up machines, and what takes the place of a choice that fails."""
+
+import dataclasses
+import importlib
+import json
+import math
+import pkgutil
+from functools import partial
+
+import pytest
+import torch
+from transformers import BertConfig
+
+import qa_lib
+from qa_lib import record
+from qa_lib.__main__ import main
+from qa_lib.data.squad import DataError
+from qa_lib.errors import UserError
+from qa_lib.measure import hardware
+from qa_lib.report import load, recommend
+from qa_lib.report.stats import MARGIN
+from qa_lib.run import fit, launch, process, sweep
+from qa_lib.run import recommend as choosing
+from qa_lib.run.fit import outcome_of
+from qa_lib.run.plan import plan
+from qa_lib.spec import Machine, resolve
+from qa_lib.train.step_log import StepFailed
+from qa_lib.variants import TASKS, VARIANTS, find_recipe
+from tests import small  # noqa: F401, which has the preset
+from tests.conftest import slow
+from tests.material import committed
+from tests.tiny import checkpoint
+
+BACKENDS = ("inductor", "aot_eager", "cudagraphs")
+CPU = Machine(backends=BACKENDS, bitsandbytes=True, compiler=True)
+LARGE = BertConfig(num_hidden_layers=24, hidden_size=1024, num_attention_heads=16, intermediate_size=4096)
+MINILM = BertConfig(num_hidden_layers=6, hidden_size=384, num_attention_heads=12, intermediate_size=1536)
+
+
+def card(name: str, sm: int, gib: float, **more) -> Machine:
+    return dataclasses.replace(CPU, hardware=name, gpus=1, sm=sm, free_mib=int(1024 * gib), **more)
+
+
+T4, A100, L4 = card("t4", 75, 14.6), card("a100-sxm4-40gb", 80, 39), card("l4", 89, 22)
+RTX, H100 = card("rtx-4090", 89, 23.5), card("h100-80gb-hbm3", 90, 79)
+
+
+@pytest.fixture
+def models(tmp_path):
+    """The models' folders, by name."""
+    for name, config in {"large": LARGE, "minilm": MINILM}.items():
+        config.save_pretrained(tmp_path / name)
+    return {"base": "bert-base-uncased"} | {name: str(tmp_path / name) for name in ("large", "minilm")}
+
+
+def unchosen(machine, model="bert-base-uncased", preset="full", **own):
+    """What `plan` hands on, without asking the hub for SQuAD."""
+    found = {"name": "squad_v2", "sha256": "0"}, {"name": model, "revision": "0"}
+    return resolve("recommended", preset, 0, machine, *found, "squad_v2", model, **own)
+
+
+def chosen(machine, runs, *model, **own):
+    found = choosing.choose(unchosen(machine, *model, **own), machine, runs)
+    return found.variant, found.settings.micro_batch, found.adjusted[0]
+
+
+def leave(spec, runs, status, kind=None, step=None):
+    """A record of a run of that spec that ended so."""
+    entry = record.new_record(spec, {})
+    error = {"kind": kind, "message": f"what {kind} says", "step": step}
+    return record.finish(runs / spec.run_path, entry, status, error)
+
+
+@pytest.mark.parametrize(
+    ("machine", "model", "variant", "size", "why"),
+    [
+        (T4, "base", "E-t4-norm", 32, "on t4, since E-moments needs a GPU of compute capability 8.0 or newer"),
+        (T4, "large", "E-t4-norm", 32, "of 14.6 GiB that are free"),
+        (T4, "minilm", "E-t4-norm", 32, "predicted: 1."),
+        (A100, "base", "E-moments", 32, "since E-fp8 needs a GPU of compute capability 8.9"),
+        (A100, "large", "E-moments", 32, "of 39.0 GiB"),
+        (L4, "base", "E-fp8", 32, "on l4, the quickest known; predicted: 3."),
+        (RTX, "large", "E-fp8", 32, "on rtx-4090, the quickest known"),
+        (H100, "base", "E-fp8", 32, "the quickest known"),
+        (dataclasses.replace(H100, free_mib=0), "base", "E-fp8", 32, "on h100-80gb-hbm3, the quickest known"),
+        (card("v100", 70, 15.7), "base", "E-t4", 32, "since E-masters needs"),
+        (card("h100", 90, 79, compiler=False), "base", "A2", 32, "since A4 torch.compile needs"),
+        (
+            card("p100", 60, 15.9, compiler=False),
+            "large",
+            "A2",
+            16,
+            "A2 at micro-batch 32 would take 18.0 of 15.9",
+        ),
+        (card("rtx-3050", 86, 2.5), "base", "E-moments", 8, "since E-moments at micro-batch 16 would take 2."),
+        (CPU, "large", "A4", 8, "on cpu, the quickest known"),
+        (dataclasses.replace(CPU, compiler=False), "base", "A2", 8, "since A4 torch.compile needs a C++ compiler"),
+    ],
+)
+def test_a_machine_gets_the_quickest_that_it_runs_and_that_fits(machine, model, variant, size, why, models, tmp_path):
+    name, micro_batch, said = chosen(machine, tmp_path, models[model])
+    assert (name, micro_batch) == (variant, size)
+    assert said.startswith(f"recommended: {variant} at micro-batch {size} on {machine.hardware}, ") and why in said
+    assert "\n" not in said
+
+
+def test_a_size_that_was_asked_for_stays_and_a_batch_of_ones_own_is_divided(models, tmp_path):
+    assert chosen(T4, tmp_path, micro_batch=8)[:2] == ("E-t4-norm", 8)
+    assert chosen(T4, tmp_path, batch=48)[:2] == ("E-t4-norm", 48)
+    tight = dataclasses.replace(A100, free_mib=2800)
+    assert chosen(tight, tmp_path, batch=48)[:2] == ("E-moments", 12)
+    with pytest.raises(UserError, match="E-moments at micro-batch 32 would take 3"):
+        chosen(tight, tmp_path, micro_batch=32)
+
+
+def test_the_size_that_was_measured_to_be_quickest_comes_first():
+    def entries(**speeds):
+        return [{"spec": {"settings": {"micro_batch": int(size[1:])}}, "speed": {"samples_per_s": speed}}
+                for size, speed in speeds.items()]  # fmt: skip
+
+    spec = unchosen(H100)
+    assert choosing._sizes(spec, []) == [32, 16, 8, 4, 2, 1]
+    assert choosing._sizes(spec, entries(_8=100.0, _32=90.0)) == [8, 16, 32, 4, 2, 1]
+
+
+def test_where_nothing_fits_one_line_says_what_to_do(models, tmp_path):
+    with pytest.raises(UserError) as refused:
+        chosen(card("gtx-1050", 61, 2, compiler=False), tmp_path, models["large"])
+    said = str(refused.value)
+    assert "on gtx-1050: A2 at micro-batch 1 would take" in said and "of 2.0 GiB that are free" in said
+    assert "--max-length" in said and "nvidia-smi" in said and "\n" not in said
+
+
+def test_a_checkout_without_records_takes_the_largest_that_fits(tmp_path, monkeypatch):
+    monkeypatch.setattr(choosing, "COMMITTED", tmp_path / "no")
+    assert chosen(T4, tmp_path / "none")[:2] == ("E-t4-norm", 32)
+
+
+def test_the_ladder_is_what_the_records_say():
+    """From quickest to slowest, each with the baseline's score; and what is there of a language model's."""
+    runs = committed()
+    own = load.usual(load.select(runs, load.REFERENCE))
+    speeds = own[own["micro_batch"] == 32].groupby("spec.variant")["speed.samples_per_s"].mean()
+    ladder = TASKS["qa"]["ladder"]
+    assert speeds[ladder].is_monotonic_decreasing
+    assert (recommend.worth(load.judging(runs, load.REFERENCE)).loc[ladder, "lost"] <= MARGIN).all()
+    text = load.select(runs, TASKS["lm"]["reference"]).groupby("spec.variant")["speed.samples_per_s"].mean()
+    on_any, on_old = TASKS["lm"]["ladder"][:3], TASKS["lm"]["ladder"][3:]
+    assert text[on_any].is_monotonic_decreasing and text[on_old].is_monotonic_decreasing
+    for name, task in TASKS.items():
+        for variant in {*task["ladder"], *task["on_cpu"]}:
+            assert VARIANTS[variant].task == name and find_recipe(VARIANTS[variant].settings.trainable).kind == "all"
+
+
+def test_plan_puts_it_in_the_place_of_the_name(tmp_path):
+    where = {"data": "synthetic:80", "machine": T4, "runs": tmp_path}
+    found = plan(["A1", "recommended"], "smoke", [0, 1], **where)
+    assert [(spec.variant, spec.seed) for spec in found] == [("A1", 0), ("E-t4-norm", 0), ("A1", 1), ("E-t4-norm", 1)]
+    spec = found[1]
+    assert spec.chosen == ["variant", "micro_batch"] and spec.own == {"micro_batch": 16} and found[0].chosen == []
+    (named,) = plan(["E-t4-norm"], "smoke", [0], micro_batch=16, **where)
+    assert spec == named and spec.run_path == named.run_path, "a recommended run is that run"
+    sizes = plan(["recommended"], "smoke", micro_batch=[8, 16], **where)
+    assert [(spec.settings.micro_batch, spec.chosen) for spec in sizes] == [(8, ["variant"]), (16, ["variant"])]
+    assert len(plan(["recommended", "E-t4-norm"], "smoke", micro_batch=16, **where)) == 1
+    with pytest.raises(UserError, match="does not divide"):
+        plan(["recommended"], "smoke", micro_batch=5, **where)
+    (text,) = plan(["recommended"], "lm-smoke", **where)
+    assert (text.variant, text.settings.micro_batch) == ("L-fp16", 16)
+
+
+def test_what_a_card_could_not_do_is_passed_over(tmp_path):
+    spec = choosing.choose(unchosen(H100), H100, tmp_path)
+    leave(spec, tmp_path, "oom", "OutOfMemoryError", step=7)
+    variant, size, said = chosen(H100, tmp_path)
+    assert (variant, size) == ("E-fp8", 16), "the next size, of what ran out of memory"
+    assert f"E-fp8 failed here at micro-batch 32 (what OutOfMemoryError says; {spec.group}/{spec.run_id})" in said
+    leave(choosing.choose(unchosen(H100), H100, tmp_path), tmp_path, "error", "CompilationError", step=1)
+    assert chosen(H100, tmp_path)[:2] == ("E-moments", 32)
+    assert chosen(H100, tmp_path, preset="bench")[0] == "E-moments", "whatever the preset"
+    for other in (dataclasses.replace(H100, hardware="h200"), L4):
+        assert chosen(other, tmp_path)[:2] == ("E-fp8", 32), "of another card nothing is known"
+    assert chosen(H100, tmp_path, max_length=256)[:2] == ("E-fp8", 32)
+    for _ in range(30):
+        with_all = choosing._failed(unchosen(H100), tmp_path)
+        try:
+            leave(choosing.choose(unchosen(H100), H100, tmp_path), tmp_path, "error", "RuntimeError")
+        except UserError as problem:
+            assert "no variant is known" in str(problem) and len(with_all) == 9
+            break
+    else:
+        raise AssertionError("it never ends")
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "step", "steps", "found"),
+    [
+        ("error", "CompilationError", 1, None, True),
+        ("error", "RuntimeError", None, None, True),
+        ("error", "FileNotFoundError", 1, None, True),  # a compiler's
+        ("oom", "OutOfMemoryError", 90, None, True),
+        ("error", "RuntimeError", 2, None, False),
+        ("error", "DataError", None, None, False),
+        ("error", "RuntimeError", None, 400, False),  # in scoring
+        ("oom", "OutOfMemoryError", None, 400, False),
+        ("killed", "killed", None, None, False),
+        ("ok", None, None, 400, False),
+    ],
+)
+def test_which_ends_are_the_machines(status, kind, step, steps, found):
+    error = {"kind": kind, "step": step}
+    assert record.unable({"status": status, "error": error, "time": {"steps": steps}}) is found
+
+
+def test_mistakes_are_told_by_their_kind():
+    def kind(problem):
+        return outcome_of(problem)["error"]["kind"]
+
+    def step_failed(problem):
+        failed = StepFailed(1)
+        failed.__cause__ = problem
+        return failed
+
+    class Unreachable(ConnectionError):
+        """As libraries have them."""
+
+    assert kind(Unreachable()) in record.MISTAKES and kind(DataError("x")) in record.MISTAKES
+    assert kind(step_failed(FileNotFoundError(2, "no ptxas"))) not in record.MISTAKES
+    assert kind(RuntimeError()) not in record.MISTAKES
+
+    for module in pkgutil.walk_packages(qa_lib.__path__, "qa_lib."):
+        if not module.name.startswith(("qa_lib.report", "qa_lib.kernels", "qa_lib.__main__", "qa_lib.app")):
+            importlib.import_module(module.name)
+    kinds, every = [UserError], set()
+    while kinds:
+        one = kinds.pop()
+        kinds += one.__subclasses__()
+        every.add(one)
+    raised = {one.__name__ for one in every if not one.__module__.startswith(("qa_lib.report", "tests"))}
+    assert raised <= set(record.MISTAKES)
+
+
+def cold(monkeypatch, folder):
+    """The C++ compiler does not work, which only the first step finds out."""
+    monkeypatch.setenv("CXX", "/bin/false")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+
+
+def warm(monkeypatch, folder):
+    """Processes are forked, and A4's first step fails by itself."""
+    command = partial(process.call, "tests.faulty:work_but_a4")
+    monkeypatch.setattr(fit, "Launcher", partial(launch.Launcher, warm=True, command=command))
+
+
+@pytest.mark.parametrize("plant", [warm, slow(cold)])
+def test_a_first_step_that_fails_gives_way_and_the_next_command_begins_there(plant, tmp_path, monkeypatch, capfd):
+    """Each try in a process of its own."""
+    plant(monkeypatch, tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    command = ["run", "recommended", "--preset", "test", "--runs", str(tmp_path / "runs")]
+    assert main(command) == 0
+    out, err = capfd.readouterr()
+    first, second = (line for line in out.splitlines() if line.startswith("recommended: "))
+    assert first == "recommended: A4 at micro-batch 8 on cpu, the quickest known"
+    assert second.startswith("recommended: A2 at micro-batch 8 on cpu, since A4 failed here at micro-batch 8 (")
+    assert "Traceback" not in out + err and "A2: ok" in out and (plant is warm or "step 40/40" in out)
+    entries = {path.name[:2]: record.read_record(path) for path in (tmp_path / "runs").glob("cpu-test/*")}
+    assert {name: entry["status"] for name, entry in entries.items()} == {"A4": "error", "A2": "ok"}
+    assert entries["A4"]["error"]["step"] == 1
+    assert entries["A2"]["spec"]["adjusted"][0] == second and entries["A4"]["spec"]["adjusted"][0] == first
+    (log,) = (tmp_path / "runs").glob("cpu-test/A4-*/log.txt")
+    assert "Traceback" in log.read_text()
+
+    assert main(command) == 0
+    out = capfd.readouterr().out
+    assert out.startswith(second) and "A4 seed" not in out and "A2: ok" in out
+    assert entries["A4"] == record.read_record(log.parent)
+
+
+def test_a_run_that_fails_later_or_by_a_mistake_is_not_replaced(tmp_path, monkeypatch):
+    """`fit` says so in one line; what failed would fail again."""
+
+    def run_all(self, specs, *_):
+        return [leave(spec, self.runs, "error", "DataError") for spec in specs]
+
+    monkeypatch.setattr(launch.Launcher, "run_all", run_all)
+    (spec,) = plan(["recommended"], "smoke", runs=tmp_path)
+    with pytest.raises(UserError, match=f"{spec.run_path}: error, what DataError says "):
+        qa_lib.fit(spec, tmp_path)
+
+
+def test_a_sweep_goes_on_with_the_next_and_counts_both(tmp_path, monkeypatch, capsys):
+    """The driver passes on what it has chosen, and says in the record why; its notebooks know the variant alone."""
+    monkeypatch.setattr(sweep, "probe", lambda: (CPU, {}))
+
+    def work(self, spec, run_dir, cards):
+        named = dataclasses.replace(spec, chosen=[], adjusted=[])
+        kind = "CppCompileError" if spec.variant == "A4" else None
+        entry = leave(named, self.runs, "error" if kind else "ok", kind, 1 if kind else None)
+        return launch.judge(spec, run_dir, None, 0, 1.0) | {"time": entry["time"]}
+
+    monkeypatch.setattr(launch.Launcher, "_work", work)
+    words = ["sweep", "--preset", "smoke", "--variants", "recommended,A1", "--runs", str(tmp_path)]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "sweep: 2 runs, 0 finished, 2 to run" in out and "[3/3]" in out and "sweep: 2 ok" in out
+    assert out.count("recommended: A4 at micro-batch 8") == 1 and "recommended: A2 at micro-batch 8" in out
+    (path,) = tmp_path.glob("cpu-smoke/A2-*")
+    assert record.read_record(path)["spec"]["adjusted"][0].startswith("recommended: A2")
+    assert main(words) == 0
+    assert "sweep: 2 runs, 2 finished, 0 to run" in capsys.readouterr().out
+
+
+def test_a_process_that_a_compiler_takes_with_it_is_told_from_one_that_was_stopped(tmp_path):
+    (spec,) = plan(["recommended"], "smoke", machine=CPU, runs=tmp_path)
+    run_dir = tmp_path / spec.run_path
+
+    def judged(one, reason=None):
+        record.write_record(run_dir, record.new_record(one, {}))
+        (run_dir / "log.txt").write_text("LLVM ERROR: Cannot select\n")
+        return launch.judge(one, run_dir, reason, -6, 1.0)
+
+    entry = judged(spec)
+    assert record.unable(entry) and "exit code -6" in entry["error"]["message"] and "LLVM" in entry["error"]["message"]
+    assert not record.unable(judged(spec, "the driver was stopped"))
+    assert not record.unable(judged(dataclasses.replace(spec, chosen=[]))), (
+        "a variant that was named is nobody's choice"
+    )
+    (run_dir / "steps.jsonl").write_text(json.dumps({"step": 1}) + "\n")
+    assert not record.unable(judged(spec))
+
+
+def test_free_memory_is_what_nvidia_smi_says_of_the_first_card(monkeypatch):
+    properties = type("Properties", (), {"uuid": "0-1", "total_memory": 16 * 2**30})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: properties)
+    asked = []
+    monkeypatch.setattr(hardware, "_nvidia_smi", lambda *words: asked.append(words) or "15109\n")
+    assert hardware._free_mib() == 15109 and asked[0][0] == "--id=GPU-0-1"
+    monkeypatch.setattr(hardware, "_nvidia_smi", lambda *words: "[N/A]")
+    assert hardware._free_mib() == 16 * 1024
+
+
+def test_memory_predicts_what_would_be_taken_on_such_a_card(tmp_path, capsys):
+    BertConfig().save_pretrained(tmp_path)
+    assert main(f"memory recommended --preset bench --compute-capability 7.5 --model {tmp_path}".split()) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["E-t4-norm", "384", "32"]
+    assert math.isfinite(choosing._needed_gib(unchosen(T4)))
+
+
+def test_an_encoder_gets_what_its_layers_allow(tmp_path):
+    model = checkpoint("modernbert", tmp_path)
+    (spec,) = plan(["recommended"], "smoke", model=model, machine=H100, runs=tmp_path)
+    assert spec.variant == "E-masters" and "since E-t4-norm" in spec.adjusted[0] and "predicted" not in spec.adjusted[0]
