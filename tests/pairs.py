@@ -4,7 +4,7 @@ import itertools
 import random
 from collections.abc import Callable
 
-TRIES = 30  # at a combination with a pair; where none succeeds, the pair is in none
+TRIES = 30  # at a combination with a pair; where none succeeds in ten times as many, the pair is in none
 
 
 def pairs_of(combination: dict) -> set[frozenset]:
@@ -20,8 +20,9 @@ def combinations(values: dict[str, tuple], clash: Callable[[tuple, tuple], bool]
     missing, chance, found = {frozenset(pair) for pair in couples} - clashes, random.Random(0), []
     for pair in map(frozenset, couples):
         if pair in missing:
-            drawn = [chosen for _ in range(TRIES) if (chosen := _drawn(pair, values, clashes, missing, chance))]
-            best = max(drawn, key=lambda chosen: len(missing & pairs_of(chosen)), default={})
+            tries = (_drawn(pair, values, clashes, missing, chance) for _ in range(10 * TRIES))
+            drawn = list(filter(None, itertools.islice(tries, TRIES))) or [next(filter(None, tries), {})]
+            best = max(drawn, key=lambda chosen: len(missing & pairs_of(chosen)))
             missing -= pairs_of(best) | {pair}
             found += [best] if best else []
     return found

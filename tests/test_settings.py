@@ -301,7 +301,7 @@ def says(pair: tuple, condition: str) -> bool:
 
 # What else does not go together here: the first step may find the loss scaled too much, so that no weight moves; and
 # what spec.resolve refuses.
-HERE = (("optimizer=adamw-master", "precision=fp16"), ("cuda_graph=True", "padding!=packed"))
+HERE = (("optimizer=adamw-master|adamw-master-8bit", "precision=fp16"), ("cuda_graph=True", "padding!=packed"))
 
 
 def clash(one: tuple, other: tuple) -> bool:
