@@ -434,6 +434,17 @@ def parsed(path: Path, text: str, known: str) -> dict:
     return found
 
 
+def read_steps(path: Path) -> list[dict]:
+    """The lines of a steps.jsonl, without those that a sudden end or a fault of the disk has spoilt."""
+    found = []
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError, RecursionError):
+            step = json.loads(line)
+            if isinstance(step, dict) and isinstance(step.get("step"), int):
+                found.append(step)
+    return found
+
+
 @contextlib.contextmanager
 def lock(run_dir: Path, name: str = ".lock"):
     """Hold the run's folder while working in it; RunTaken if another process does. Freed when the holder dies.

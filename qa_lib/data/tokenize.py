@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 TEXTS_PER_CALL = 2_000  # one call's encodings take some 150 bytes a token, so not all texts at once
-WORDS_PER_ROW = 256
 
 
 def bare(tokenizer) -> tokenizers.Tokenizer:
@@ -89,7 +88,7 @@ def tokenize(backend, texts: list[str]) -> Pieces:
         return _encode(backend, texts)
     words = np.array([text.count(" ") + 1 for text in texts])
     known, word = distinct(chain.from_iterable(text.split(" ") for text in texts))
-    ids, starts, offsets = _encode_words(backend, known)
+    ids, starts, offsets = _encode(backend, known)
 
     size = np.array([len(text) + 1 for text in known])[word]
     first_word = np.cumsum(words) - words
@@ -99,18 +98,6 @@ def tokenize(backend, texts: list[str]) -> Pieces:
     source = ranges(starts[word], lengths)
     text_starts = np.concatenate([[0], np.cumsum(lengths)])[np.append(first_word, len(word))]
     return Pieces(ids[source], text_starts, offsets[source] + np.repeat(begin.astype(np.int32), lengths)[:, None])
-
-
-def _encode_words(backend, words: list[str]) -> Pieces:
-    """As `_encode` for words without blanks: joined to rows, as a call costs more than a word, and told apart after."""
-    rows = [" ".join(words[first : first + WORDS_PER_ROW]) for first in range(0, len(words), WORDS_PER_ROW)]
-    ids, starts, offsets = _encode(backend, rows)
-    size = np.array([len(word) + 1 for word in words])
-    begin = np.cumsum(size) - size
-    row_begin = begin[::WORDS_PER_ROW]
-    word = np.searchsorted(begin, offsets[:, 0] + np.repeat(row_begin, np.diff(starts)), "right") - 1
-    offsets -= (begin - np.repeat(row_begin, WORDS_PER_ROW)[: len(words)])[word, None].astype(np.int32)
-    return Pieces(ids, np.searchsorted(word, np.arange(len(words) + 1)), offsets)
 
 
 def _splits_at_blanks(backend) -> bool:
