@@ -59,9 +59,12 @@ class Run:
         being written, or was cut off, is left out."""
         if self.folder is None:
             steps = _archived_steps(self.archive.with_suffix(".steps.parquet"))
-            return steps.get(self.record["run_id"], pd.DataFrame(columns=[*STEP_COLUMNS], dtype=float))
-        steps = pd.DataFrame(record.read_steps(self.folder / "steps.jsonl"), columns=[*STEP_COLUMNS])
-        return steps.apply(pd.to_numeric, errors="coerce").astype(float)
+            return steps.get(self.record["run_id"], _as_steps([]))
+        return _as_steps(record.read_steps(self.folder / "steps.jsonl"))
+
+
+def _as_steps(lines: list[dict]) -> pd.DataFrame:
+    return pd.DataFrame(lines, columns=[*STEP_COLUMNS], dtype=float)
 
 
 @lru_cache(maxsize=16)

@@ -13,6 +13,7 @@ import dataclasses
 import datetime
 import fcntl
 import json
+import math
 import os
 import re
 import stat
@@ -438,9 +439,9 @@ def read_steps(path: Path) -> list[dict]:
     """The lines of a steps.jsonl, without those that a sudden end or a fault of the disk has spoilt."""
     found = []
     for line in path.read_bytes().splitlines() if path.is_file() else []:
-        with contextlib.suppress(ValueError, RecursionError):
+        with contextlib.suppress(Exception):  # whatever a spoilt line leads to
             step = json.loads(line)
-            if isinstance(step, dict) and isinstance(step.get("step"), int):
+            if step["step"] > 0 and all(value is None or math.isfinite(value) for value in step.values()):
                 found.append(step)
     return found
 
