@@ -12,7 +12,7 @@ import pandas as pd
 from qa_lib.data.squad import open_source
 from qa_lib.record import write_atomically
 from qa_lib.report.figures import timed
-from qa_lib.report.format import factor, number, percent, points, terminal
+from qa_lib.report.format import SAYINGS, factor, number, percent, points, terminal
 from qa_lib.report.load import REFERENCE, load_runs, select
 from qa_lib.run.launch import ROOT, Launcher
 from qa_lib.run.plan import plan
@@ -22,13 +22,6 @@ from qa_lib.spec import Machine, Spec
 from qa_lib.variants import tagged
 
 PRESET, MICRO_BATCH, T4 = "smoke", 32, 75  # for memory and speed: samples in a forward pass; compute capability x 10
-NEXT = """What to type next
-  make app                                    ask this model, and others, in the browser
-  python -m qa_lib report                     these runs as an executed notebook, with figures
-  python -m qa_lib variants                   what each variant changes, and why
-  python -m qa_lib run recommended --preset full
-                                              on a GPU: BERT-base on SQuAD v2, three epochs
-  make matrix                                 every variant of the reference project, in some minutes"""
 
 
 def main(args: argparse.Namespace) -> int:
@@ -53,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
         notebook = args.runs / specs[-1].run_path / "notebook.ipynb"
         figure = os.path.relpath(ROOT / "figures" / REFERENCE / "ladder.png")  # a GPU's: a CPU's would rank the reverse
         files = f"Open\n  {notebook}\n  {figure}"
-        write_atomically(kept, "\n\n".join([table, answered, files, NEXT]) + "\n")
+        write_atomically(kept, "\n\n".join([table, answered, files, SAYINGS["next"].strip()]) + "\n")
     print(f"\n{kept.read_text(encoding='utf-8')}", end="")
     return 0
 

@@ -27,7 +27,13 @@ def short(variant, micro_batch=None):
 
 def scored(spec, monkeypatch, quality):
     """The spec with a task of another metric, whose evaluation gives these scores."""
-    task = record.Scoring(name="toy", metric="nats", label="nats a token", higher_is_better=False, scores=["nats", "n"])
+    task = {
+        "name": "toy",
+        "metric": "nats",
+        "label": "nats a token",
+        "higher_is_better": False,
+        "scores": ["nats", "n"],
+    }
     monkeypatch.setitem(record.SCORING, "toy", task)
     monkeypatch.setitem(TASKS, "toy", dataclasses.replace(TASKS["qa"], evaluate=lambda *_: quality))
     return dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, task="toy", quality=True))

@@ -204,7 +204,7 @@ def test_a_run_without_a_model_an_unknown_width_and_a_missing_package_are_one_li
     assert "no model/ in it" in capsys.readouterr().err
     entry = json.loads((run / "record.json").read_text())
     entry["task"]["name"] = "lm"
-    entry["quality"] |= dict.fromkeys(SCORING["lm"].scores)
+    entry["quality"] |= dict.fromkeys(SCORING["lm"]["scores"])
     (tmp_path / "record.json").write_text(json.dumps(entry))
     assert main(["quantize", str(tmp_path)]) == 2
     assert "its task is 'lm'" in capsys.readouterr().err
