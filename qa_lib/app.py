@@ -17,10 +17,11 @@ from pathlib import Path
 import gradio as gr
 import pandas as pd
 from starlette.applications import Starlette
+from tqdm import tqdm
 
 from qa_lib.data.squad import MAX_CONTEXT, open_source
 from qa_lib.errors import UserError, first_line
-from qa_lib.record import RecordError, duration, read_record, run_files
+from qa_lib.record import RecordError, read_record, run_files
 from qa_lib.report.load import load_runs, newest, searches, select
 from qa_lib.report.readme import source
 from qa_lib.report.style import figures_of
@@ -268,7 +269,7 @@ def running(runs: Path) -> str:
             continue
         step, planned = progress_of(path.parent)
         bar = f'<progress value="{step}" max="{planned}"></progress>step {step} of {planned}' if planned else ""
-        since = duration(max(0, time.time() - written))
+        since = tqdm.format_interval(max(0, time.time() - written))
         name = escape(f"{record['group']}/{record['run_id']} is {record['status']}")
         found.append(f"<p>{name} {bar}, last written {since} ago</p>")
     return "".join(found)

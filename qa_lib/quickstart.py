@@ -62,20 +62,18 @@ def _table(specs: list[Spec], entries: list[dict], peaks: dict[str, float]) -> s
     every = load_runs(ROOT / "runs")
     there = timed(select(every, REFERENCE)).set_index("variant") if REFERENCE in set(every["group"]) else pd.DataFrame()
     gpu = select(every, REFERENCE)["env.gpu"].iloc[0] if len(there) else "GPU"
-    lines = []
-    for spec, entry in zip(specs, entries, strict=True):
-        measured = there.loc[spec.variant] if spec.variant in there.index else {}
-        lines.append({
-            "variant": spec.variant,
-            "F1": points(entry["quality"]["f1"]),
-            "padding": percent(entry["speed"]["pad_fraction"]),
-            "T4: peak GiB": number(peaks[spec.variant] / 1024),
-            f"{gpu}: samples/s": number(measured.get("samples_per_s")),
-            "× A1": factor(measured.get("ratio")),
-        })  # fmt: skip
+    there = there.reindex(index=[spec.variant for spec in specs], columns=["samples_per_s", "ratio"])
+    table = pd.DataFrame({
+        "variant": there.index,
+        "F1": [points(entry["quality"]["f1"]) for entry in entries],
+        "padding": [percent(entry["speed"]["pad_fraction"]) for entry in entries],
+        "T4: peak GiB": [number(peaks[name] / 1024) for name in there.index],
+        f"{gpu}: samples/s": there["samples_per_s"].map(number).to_list(),
+        "× A1": there["ratio"].map(factor).to_list(),
+    })  # fmt: skip
     said = f"""F1 and padding: a tiny BERT on generated questions, trained here. Memory: BERT-base, as predicted
 for a T4. Speed: BERT-base, as measured ({REFERENCE}). Both with {MICRO_BATCH} samples in a forward pass."""
-    return f"{said}\n\n{terminal(pd.DataFrame(lines))}"
+    return f"{said}\n\n{terminal(table)}"
 
 
 def _peaks(names: list[str]) -> dict[str, float]:

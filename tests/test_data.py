@@ -103,8 +103,6 @@ def test_a_source_that_is_not_there(name, tmp_path, monkeypatch):
     (tmp_path / "tests").mkdir()
     with pytest.raises(DataError, match=r"no such file or folder$"):
         open_source(name, "train").examples  # noqa: B018
-    with pytest.raises(DataError, match="no split"):
-        open_source(name, "test")
 
 
 def test_hash_is_of_the_content_and_parses_nothing(tmp_path):

@@ -4,7 +4,6 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from qa_lib.data.batches import Batches
 from qa_lib.data.packing import PackedBatches
@@ -24,7 +23,7 @@ class Data:
     samples are Windows, and it is scored on a bare Text. What is of validation is None where the preset measures no
     quality."""
 
-    tokenizer: Tokenizer
+    tokenizer: object  # of transformers
     source: Source
     samples: Samples | Windows
     validation: Source | None

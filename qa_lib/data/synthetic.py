@@ -47,19 +47,13 @@ def _paragraph(draw: random.Random, name: str, n_questions: int) -> dict:
     for slot in range(slots):
         if slot in places:
             words = " ".join(draw.choice(pool) for pool in _PHRASES[places[slot]])
-            answers[places[slot]] = {"text": words, "answer_start": len(text)}
+            answers[places[slot]] = [{"text": words, "answer_start": len(text)}]
         else:
             words = draw.choice(_FILLER)
         text += words + (draw.choice([". ", ", "]) if draw.random() < 0.12 else " ")
-    return {
-        "context": text.rstrip(),
-        "qas": [
-            {
-                "id": f"{name}-{kind}",
-                "question": _QUESTIONS[kind],
-                "answers": [answers[kind]] if kind in answers else [],
-                "is_impossible": kind not in answers,
-            }
-            for kind in asked
-        ],
-    }
+    entries = []
+    for kind in asked:
+        found = answers.get(kind, [])
+        question = {"id": f"{name}-{kind}", "question": _QUESTIONS[kind]}
+        entries.append(question | {"answers": found, "is_impossible": not found})
+    return {"context": text.rstrip(), "qas": entries}

@@ -97,19 +97,13 @@ def _described(runs: pd.DataFrame) -> pd.DataFrame:
 
 def _note(runs: pd.DataFrame) -> str:
     """Why a variant's runs did not end ok, and which were resumed."""
-    reasons = {}
-    columns = ["status", "error.message", "time.resumed_from_step", "spec.seed"]
-    for run in runs[columns].to_dict("records"):
-        if run["status"] != "ok":
-            message = run["error.message"] if pd.notna(run["error.message"]) else "not finished"
-            text = textwrap.shorten(f"{run['status']}: {message}", 140, placeholder=" …")
-        elif pd.notna(run["time.resumed_from_step"]):
-            text = f"resumed at step {run['time.resumed_from_step']:.0f}, so no time of the whole run"
-        else:
-            continue
-        reasons.setdefault(text, []).append(str(run["spec.seed"]))
+    said = runs["status"] + ": " + runs["error.message"].astype(object).fillna("not finished")
+    said = said.map(lambda text: textwrap.shorten(text, 140, placeholder=" …"))
+    resumed = "resumed at step {:.0f}, so no time of the whole run"
+    resumed = runs["time.resumed_from_step"].map(resumed.format, na_action="ignore")
+    seeds_of = runs["spec.seed"].map(str).groupby(said.where(runs["status"] != "ok", resumed), sort=False).agg(list)
     return "; ".join(
-        text if len(seeds) == len(runs) else f"seed {', '.join(seeds)} {text}" for text, seeds in reasons.items()
+        text if len(seeds) == len(runs) else f"seed {', '.join(seeds)} {text}" for text, seeds in seeds_of.items()
     )
 
 

@@ -6,8 +6,9 @@ import time
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
-from qa_lib.record import RecordError, duration, read_steps
+from qa_lib.record import RecordError, read_steps
 from qa_lib.spec import Spec
 from qa_lib.train.grad_noise import noise_scale
 from qa_lib.train.process_group import ProcessGroup
@@ -90,10 +91,11 @@ class StepLog:
         tenth = self.written - self.said >= self.steps / 10
         if tenth or self.written == self.steps or self.looked - self.said_at >= SAY_EVERY_S:
             per_step = (self.looked - self.said_at) / (self.written - self.said)  # since the last line
-            left, taken = (self.steps - self.written) * per_step, self.looked - self.started
+            ahead = (self.steps - self.written) * per_step
+            taken, left = map(tqdm.format_interval, (self.looked - self.started, ahead))
             self.say(
                 f"{self.label}: step {self.written}/{self.steps}, loss {value:.3f}, "
-                f"{self.samples / per_step:.0f} samples/s, {duration(taken)} so far, {duration(left)} left"
+                f"{self.samples / per_step:.0f} samples/s, {taken} so far, {left} left"
             )
             self.said, self.said_at = self.written, self.looked
 
