@@ -71,7 +71,7 @@ def section(name: str, values: dict) -> type:
 
 SECTIONS = read_toml("record.toml")
 Record = section("Record", SECTIONS)
-Speed, Memory = (section(name.capitalize(), SECTIONS[name]) for name in ("speed", "memory"))
+Speed, Memory = section("Speed", SECTIONS["speed"]), section("Memory", SECTIONS["memory"])  # what meter.py measures
 StepTime, Noise = section("StepTime", SECTIONS["time"]["step_ms"]), section("Noise", SECTIONS["parallel"]["noise"])
 SCORING = {name: {"name": name} | task["scoring"] for name, task in TASKS.items()}  # as in a record's `task`
 
