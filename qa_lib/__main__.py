@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
 def _run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: python -m qa_lib VERB ...\n\nverbs:")
-        print("\n".join(f"  {name:11}{verb.text}" for name, verb in VERBS.items()))
+        print("\n".join(f"  {name:11}{verb['text']}" for name, verb in VERBS.items()))
         print("\nexample: python -m qa_lib sweep --help")
         return 0 if argv else 2
     for word in argv:
@@ -59,7 +59,7 @@ def _run(argv: list[str]) -> int:
         raise UserError(nearest("verb", verb, VERBS))
     args = parser_of(verb).parse_args(argv[1:])
     gc.disable()  # modules stay, and looking for garbage among them takes a fifth of the time of importing them
-    module = importlib.import_module(VERBS[verb].module)
+    module = importlib.import_module(VERBS[verb]["module"])
     gc.freeze()  # nor is any looked for among them later
     gc.enable()
     return module.main(args)

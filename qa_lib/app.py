@@ -13,15 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import NamedTuple
 
 import gradio as gr
 import pandas as pd
 from starlette.applications import Starlette
+from tqdm import tqdm
 
 from qa_lib.data.squad import MAX_CONTEXT, open_source
 from qa_lib.errors import UserError, first_line
-from qa_lib.record import RecordError, duration, read_record, run_files
+from qa_lib.record import RecordError, read_record, run_files
 from qa_lib.report.load import load_runs, newest, searches, select
 from qa_lib.report.readme import source
 from qa_lib.report.style import figures_of
@@ -214,12 +214,8 @@ def _dashboard_tab(demo: gr.Blocks, runs: Path, figures: Path) -> None:
     report = gr.HTML(elem_classes="shown")
 
     def shown(wanted: str | None) -> list:
-        page = dashboard(runs, figures, wanted or "")
-        parts = [f"<p>{escape(text)}</p>" for text in page.said]
-        parts += [html_table(page.table)] if len(page.table) else []
-        for title, png in page.figures:
-            parts.append(f'<img alt="{escape(title)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">')
-        return [gr.update(choices=page.names, value=page.shown), "".join(parts)]
+        names, name, page = dashboard(runs, figures, wanted or "")
+        return [gr.update(choices=names, value=name), page]
 
     def shown_running() -> dict:
         value = running(runs)
@@ -230,20 +226,11 @@ def _dashboard_tab(demo: gr.Blocks, runs: Path, figures: Path) -> None:
     gr.on([demo.load, gr.Timer(5).tick], shown_running, None, active, **QUIET)
 
 
-class Dashboard(NamedTuple):
-    """A group as the page shows it: `said` are sentences, `figures` (title, PNG)."""
-
-    names: list[str]
-    shown: str | None
-    said: list[str]
-    table: pd.DataFrame
-    figures: list[tuple[str, bytes]]
-
-
-def dashboard(runs_dir: Path, figures_dir: Path, wanted: str = "") -> Dashboard:
-    """The report of the `wanted` group, or else of the newest. What cannot be read or shown costs a sentence."""
+def dashboard(runs_dir: Path, figures_dir: Path, wanted: str = "") -> tuple[list[str], str | None, str]:
+    """The groups that there are, the `wanted` one or else the newest, and the report of that as HTML. What cannot be
+    read or shown costs a sentence."""
     broken: dict[str, list[str]] = {}
-    groups, name, said, table, figures = [], None, [], pd.DataFrame(), []
+    groups, name, said, shown = [], None, [], []
     try:
         runs = load_runs(runs_dir, broken)
         began = newest(runs)
@@ -251,17 +238,22 @@ def dashboard(runs_dir: Path, figures_dir: Path, wanted: str = "") -> Dashboard:
         name = wanted if wanted in groups else next(iter(groups), None)
         if name in began:
             chosen = select(runs, name)
-            table = result_table(summary(chosen), HEADINGS).astype(str).map(without_paths)
-            figures = figures_of(figures_dir / name)
+            shown = [html_table(result_table(summary(chosen), HEADINGS).astype(str).map(without_paths))]
+            shown += [picture(*figure) for figure in figures_of(figures_dir / name)]
             said = [source(chosen)]
-            if not figures:
+            if len(shown) == 1:
                 said.append(f"No figures yet: python -m qa_lib report --group {name} draws them.")
         elif not groups:
             said = ["There are no records yet: make quickstart makes some in minutes."]
     except Exception as problem:  # whatever a spoilt record leads to: the other groups are to be seen
         said = [f"This cannot be shown: {first_line(problem)}."]
     bad = [f"Cannot be read: {text.removeprefix(f'{runs_dir}/')}." for text in broken.get(name, [])]
-    return Dashboard(groups, name, [without_paths(text) for text in bad + said], table, figures)
+    return groups, name, "".join([*(f"<p>{escape(without_paths(text))}</p>" for text in bad + said), *shown])
+
+
+def picture(title: str, png: bytes) -> str:
+    """A figure as HTML that needs no file."""
+    return f'<img alt="{escape(title)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
 
 
 def running(runs: Path) -> str:
@@ -277,7 +269,7 @@ def running(runs: Path) -> str:
             continue
         step, planned = progress_of(path.parent)
         bar = f'<progress value="{step}" max="{planned}"></progress>step {step} of {planned}' if planned else ""
-        since = duration(max(0, time.time() - written))
+        since = tqdm.format_interval(max(0, time.time() - written))
         name = escape(f"{record['group']}/{record['run_id']} is {record['status']}")
         found.append(f"<p>{name} {bar}, last written {since} ago</p>")
     return "".join(found)

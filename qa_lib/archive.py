@@ -6,7 +6,6 @@ folder wins over a line of the same run. An archived run is evidence and nobody'
 """
 
 import argparse
-import contextlib
 import io
 import json
 import sys
@@ -61,17 +60,7 @@ class Run:
         if self.folder is None:
             steps = _archived_steps(self.archive.with_suffix(".steps.parquet"))
             return steps.get(self.record["run_id"], _as_steps([]))
-        lines, log = [], self.folder / "steps.jsonl"
-        for line in log.read_bytes().splitlines() if log.is_file() else []:
-            with contextlib.suppress(ValueError, RecursionError):
-                step = json.loads(line, parse_int=float)
-                if isinstance(step, dict) and isinstance(step.get("step"), float):
-                    lines.append({name: _number(step.get(name)) for name in STEP_COLUMNS})
-        return _as_steps(lines)
-
-
-def _number(value: object) -> float | None:
-    return value if isinstance(value, int | float) else None
+        return _as_steps(record.read_steps(self.folder / "steps.jsonl"))
 
 
 def _as_steps(lines: list[dict]) -> pd.DataFrame:

@@ -13,7 +13,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -113,37 +112,25 @@ OPTIONS = {name: _option(**table) for name, table in read_toml("options.toml").i
 OPTIONS["--preset"]["help"] = ", ".join(PRESETS)
 
 
-@dataclass(frozen=True)
-class Verb:
-    """What `python -m qa_lib NAME` does: the module that has its `main`, names of OPTIONS, and examples. Of `either`,
-    one option at most may be given, or exactly one where `required`."""
-
-    module: str
-    text: str
-    options: str
-    examples: str
-    either: str = ""
-    required: bool = False
-
-
-VERBS = {name: Verb(**table) for name, table in read_toml("verbs.toml").items()}
+VERBS = read_toml("verbs.toml")  # of `either` one option at most may be given, or exactly one where it is `required`
 
 
 def parser_of(name: str) -> Parser:
     """The parser of a verb's options."""
     verb = VERBS[name]
     lines = [f"  python -m qa_lib {line}" if line.split()[0] in VERBS else f"  {line}"
-             for line in verb.examples.splitlines()]  # fmt: skip
+             for line in verb["examples"].splitlines()]  # fmt: skip
     parser = Parser(
         prog=f"python -m qa_lib {name}",
-        description=f"{verb.text[0].upper()}{verb.text[1:]}.",
+        description=f"{verb['text'][0].upper()}{verb['text'][1:]}.",
         epilog="\n".join(["examples:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    places = [(parser, verb.options)]
-    if verb.either:
-        places.append((parser.add_mutually_exclusive_group(required=verb.required), verb.either))
+    places = [(parser, verb["options"])]
+    if "either" in verb:
+        either = parser.add_mutually_exclusive_group(required=verb.get("required", False))
+        places.append((either, verb["either"]))
     for place, names in places:
         for one in names.split():
             place.add_argument(one.partition("/")[0], **OPTIONS[one])

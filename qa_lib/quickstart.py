@@ -12,7 +12,7 @@ import pandas as pd
 from qa_lib.data.squad import open_source
 from qa_lib.record import write_atomically
 from qa_lib.report.figures import timed
-from qa_lib.report.format import factor, number, percent, points, terminal
+from qa_lib.report.format import SAYINGS, factor, number, percent, points, terminal
 from qa_lib.report.load import REFERENCE, load_runs, select
 from qa_lib.run.launch import ROOT, Launcher
 from qa_lib.run.plan import plan
@@ -22,13 +22,6 @@ from qa_lib.spec import Machine, Spec
 from qa_lib.variants import tagged
 
 PRESET, MICRO_BATCH, T4 = "smoke", 32, 75  # for memory and speed: samples in a forward pass; compute capability x 10
-NEXT = """What to type next
-  make app                                    ask this model, and others, in the browser
-  python -m qa_lib report                     these runs as an executed notebook, with figures
-  python -m qa_lib variants                   what each variant changes, and why
-  python -m qa_lib run recommended --preset full
-                                              on a GPU: BERT-base on SQuAD v2, three epochs
-  make matrix                                 every variant of the reference project, in some minutes"""
 
 
 def main(args: argparse.Namespace) -> int:
@@ -53,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
         notebook = args.runs / specs[-1].run_path / "notebook.ipynb"
         figure = os.path.relpath(ROOT / "figures" / REFERENCE / "ladder.png")  # a GPU's: a CPU's would rank the reverse
         files = f"Open\n  {notebook}\n  {figure}"
-        write_atomically(kept, "\n\n".join([table, answered, files, NEXT]) + "\n")
+        write_atomically(kept, "\n\n".join([table, answered, files, SAYINGS["next"].strip()]) + "\n")
     print(f"\n{kept.read_text(encoding='utf-8')}", end="")
     return 0
 
@@ -69,20 +62,18 @@ def _table(specs: list[Spec], entries: list[dict], peaks: dict[str, float]) -> s
     every = load_runs(ROOT / "runs")
     there = timed(select(every, REFERENCE)).set_index("variant") if REFERENCE in set(every["group"]) else pd.DataFrame()
     gpu = select(every, REFERENCE)["env.gpu"].iloc[0] if len(there) else "GPU"
-    lines = []
-    for spec, entry in zip(specs, entries, strict=True):
-        measured = there.loc[spec.variant] if spec.variant in there.index else {}
-        lines.append({
-            "variant": spec.variant,
-            "F1": points(entry["quality"]["f1"]),
-            "padding": percent(entry["speed"]["pad_fraction"]),
-            "T4: peak GiB": number(peaks[spec.variant] / 1024),
-            f"{gpu}: samples/s": number(measured.get("samples_per_s")),
-            "× A1": factor(measured.get("ratio")),
-        })  # fmt: skip
+    there = there.reindex(index=[spec.variant for spec in specs], columns=["samples_per_s", "ratio"])
+    table = pd.DataFrame({
+        "variant": there.index,
+        "F1": [points(entry["quality"]["f1"]) for entry in entries],
+        "padding": [percent(entry["speed"]["pad_fraction"]) for entry in entries],
+        "T4: peak GiB": [number(peaks[name] / 1024) for name in there.index],
+        f"{gpu}: samples/s": there["samples_per_s"].map(number).to_list(),
+        "× A1": there["ratio"].map(factor).to_list(),
+    })  # fmt: skip
     said = f"""F1 and padding: a tiny BERT on generated questions, trained here. Memory: BERT-base, as predicted
 for a T4. Speed: BERT-base, as measured ({REFERENCE}). Both with {MICRO_BATCH} samples in a forward pass."""
-    return f"{said}\n\n{terminal(pd.DataFrame(lines))}"
+    return f"{said}\n\n{terminal(table)}"
 
 
 def _peaks(names: list[str]) -> dict[str, float]:

@@ -4,8 +4,7 @@
 to wait for its GPU is `waiting` meanwhile. A number that was not measured is null, never 0. The notebook beside it is a
 log; nothing but the record counts as a result.
 
-In memory a record is the dict that its JSON says. The dataclasses below are its schema: the sections, their values and
-the types of these, by which pydantic checks whatever is read.
+In memory a record is the dict that its JSON says. record.toml has its sections, their values and what these mean.
 """
 
 import contextlib
@@ -13,15 +12,16 @@ import dataclasses
 import datetime
 import fcntl
 import json
+import math
 import os
 import re
 import stat
 import subprocess
 import tempfile
-from dataclasses import dataclass, field
 from functools import cache
 from glob import escape, glob
 from pathlib import Path
+from types import NoneType
 from typing import Annotated
 
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, TypeAdapter, ValidationError
@@ -29,7 +29,7 @@ from pydantic import Field, StrictBool, StrictFloat, StrictInt, TypeAdapter, Val
 from qa_lib.errors import UserError
 from qa_lib.presets import Preset, whole_number
 from qa_lib.spec import Spec
-from qa_lib.variants import TASKS, Settings, SpecError
+from qa_lib.variants import TASKS, Settings, SpecError, read_toml
 
 SCHEMA, PROFILE_SCHEMA, QUANTIZED_SCHEMA = "qa_lib/3", "qa_lib-profile/3", "qa_lib-quantized/3"
 STARTING = "starting"  # written by a driver; the run replaces it when it begins
@@ -42,228 +42,40 @@ MISTAKES = ("OSError", "UserError", "SpecError", "UnknownName", "DataError", "Re
 FITS = Field(ge=-(2**63), lt=2**63)
 Whole = Annotated[StrictInt, FITS]
 Number = Annotated[StrictInt | StrictFloat, FITS] | None
-Plain = dict[str, str | StrictBool | Number]
+Values = dict[str, str | StrictBool | Number]
+KINDS = {  # of a value of record.toml -> its type, and what makes that of a new record, where it is not to be given
+    "required": (str, dataclasses.MISSING),
+    "text": (str, str),
+    "text or null": (str | None, NoneType),
+    "flag": (StrictBool | None, NoneType),
+    "from 0": (Annotated[Whole, Field(ge=0)], int),
+    "count": (Whole | None, NoneType),
+    "number": (Number, NoneType),
+    "texts": (list[str], list),
+    "scores": (dict[str, Number], dict),
+    "values": (Values, dict),
+    "values or null": (Values | None, NoneType),
+}
 
 
-@dataclass
-class Error:
-    """Why a run did not end ok; `step` counts from 1."""
-
-    kind: str | None = None
-    message: str | None = None
-    step: Whole | None = None
-
-
-@dataclass
-class StepTime:
-    """Milliseconds of the `n` measured optimizer steps."""
-
-    n: Number = None
-    median: Number = None
-    p10: Number = None
-    p90: Number = None
+def section(name: str, values: dict) -> type:
+    """The dataclass of a section of record.toml, or of all of it, by which pydantic checks what is read."""
+    fields = []
+    for key, kind in values.items():
+        if isinstance(kind, dict):
+            part = section(key, kind)
+            type_, new = part, part
+        else:
+            type_, new = KINDS[kind]
+        fields.append((key, type_, dataclasses.field(default_factory=new)))
+    return dataclasses.make_dataclass(name, fields)
 
 
-@dataclass
-class Time:
-    """When, and how many seconds what took; `steps` that were trained, in all processes that worked on the run.
-
-    `first_step_s` is from the process's start to the end of its first training step, null where the process had served
-    another run. `prepare_s` ends before the first step: data, samples, model, the measured matrix rate, the compiler's
-    imports, and the start of its processes, which go on meanwhile. `compile_s` is a part of `train_s`
-    (Meter.compile_s). `wall_s` is all of these, `eval_s` and the writing of the model, and `notebook_s` its process's
-    imports as well.
-
-    `data_ms` is the host's time for the inputs of a measured step, the median, of the first process where there are
-    several. Most of it passes while the GPU computes, so that the GPU waits for data that long at most. Null where
-    transformers.Trainer fetches them.
-    """
-
-    started: str = ""
-    ended: str | None = None
-    prepare_s: Number = None
-    compile_s: Number = None
-    compile_cached: StrictBool | None = None
-    first_step_s: Number = None
-    train_s: Number = None
-    eval_s: Number = None
-    wall_s: Number = None
-    notebook_s: Number = None
-    data_ms: Number = None
-    steps: Whole | None = None
-    resumed_from_step: Whole | None = None
-    step_ms: StepTime = field(default_factory=StepTime)
-
-
-@dataclass
-class Speed:
-    """Rates over the measured steps. Of language models, and of questions too, `tokens_per_s` leaves out padding and
-    `tokens_per_s_padded` counts it.
-
-    `gemm_utilization` is the share of the matrix rate that the run measured itself (`gemm_tflops_measured`), by the
-    FLOPs of tokens without padding; `gemm_utilization_padded` by all that is computed, what is recomputed as well.
-    `mfu` is the first as a share of the rate in the card's data sheet. `gpu_busy` is the share of the time in which the
-    run's own GPU was busy, by NVML, the mean over the processes; `gpu_busy_polled` the mean of what nvidia-smi said
-    after each step, over all GPUs of the host (variant P0-polled).
-    """
-
-    samples_per_s: Number = None
-    tokens_per_s: Number = None
-    tokens_per_s_padded: Number = None
-    pad_fraction: Number = None
-    gemm_utilization: Number = None
-    gemm_utilization_padded: Number = None
-    mfu: Number = None
-    gemm_tflops_measured: Number = None
-    gpu_busy: Number = None
-    gpu_busy_polled: Number = None
-
-
-@dataclass
-class Memory:
-    """MiB of the GPU's memory, and the process's peak on the host."""
-
-    peak_alloc_mib: Number = None
-    peak_reserved_mib: Number = None
-    params_mib: Number = None
-    grads_mib: Number = None
-    optimizer_mib: Number = None
-    activations_mib: Number = None
-    host_rss_mib: Number = None
-
-
-@dataclass
-class Energy:
-    joules_per_sample: Number = None
-
-
-@dataclass
-class Code:
-    """The checkout that the run is of; see code_version."""
-
-    commit: str | None = None
-    dirty: StrictBool | None = None
-
-
-@dataclass
-class Data:
-    """The identity of questions or text, and how many there are."""
-
-    name: str = ""
-    sha256: str = ""
-    n: Number = None
-
-
-@dataclass
-class Model:
-    """The model's identity, its parameters, and how many layers it has."""
-
-    name: str = ""
-    revision: str = ""
-    params_total: Number = None
-    params_trainable: Number = None
-    layers: Whole | None = None
-
-
-@dataclass
-class Scoring:
-    """What a run is scored by: `metric` names the score in `quality` that variants are compared by, `label` is how
-    people write it, and `scores` are all that `quality` holds."""
-
-    name: str = "qa"
-    metric: str = "f1"
-    label: str = "F1"
-    higher_is_better: StrictBool = True
-    scores: list[str] = field(default_factory=list)
-
-
-@dataclass
-class Noise:
-    """Of the gradient over all data the square norm, and the variance that a sample adds (train/grad_noise.py); means
-    over the last 32,000 samples or so of `steps`."""
-
-    sqr: Number = None
-    var: Number = None
-    steps: Whole | None = None
-
-
-@dataclass
-class Parallel:
-    """How several processes shared a run, `world` of them at its end, which have `replicas` models; null for a run
-    of one, but for its wrapper and what its noise says. `wrapper` is the class that PyTorch or DeepSpeed has put
-    around the model, DistributedDataParallel or DeepSpeedEngine. A pipeline has `stages`, a `schedule` and a
-    `bubble`, the share of a step in which the process that waits most does so, beside what the formula says
-    (train/pipeline.py); `rank_computing_ms` is how long each computes in a step, and says whether stages are balanced.
-    `interconnect` is how the GPUs are connected (measure/hardware.py); `rank_*` have a value for each process, by its
-    rank; `allreduce_gbs` is the bus bandwidth of one reduction; of a step, `busy_ms` is how long a GPU computes and
-    `exposed_ms` how long it only communicates, means over the processes (measure/comm.py); `goodput` is samples a
-    second times `efficiency` (train/grad_noise.py)."""
-
-    world: Whole | None = None
-    replicas: Whole | None = None
-    wrapper: str | None = None
-    stages: Whole | None = None
-    schedule: str | None = None
-    bubble: Number = None
-    bubble_formula: Number = None
-    backend: str | None = None
-    interconnect: str | None = None
-    allreduce_gbs: Number = None
-    busy_ms: Number = None
-    exposed_ms: Number = None
-    rank_peak_mib: Plain | None = None
-    rank_step_ms: Plain | None = None
-    rank_computing_ms: Plain | None = None
-    weights_equal: StrictBool | None = None
-    noise: Noise = field(default_factory=Noise)
-    efficiency: Number = None
-    goodput: Number = None
-
-
-SCORING = {name: Scoring(name=name, **task["scoring"]) for name, task in TASKS.items()}
-
-
-@dataclass
-class Asked:
-    """What of the spec tables and figures rely on; `settings` and `preset` hold more than is named here."""
-
-    variant: str = ""
-    seed: Annotated[Whole, Field(ge=0)] = 0
-    hash: str = ""
-    hardware: str = ""
-    world: Whole = 1
-    stages: Whole | None = None
-    search: str = ""
-    sm: Whole | None = None
-    preset: Plain = field(default_factory=dict)
-    settings: Plain = field(default_factory=dict)
-    adjusted: list[str] = field(default_factory=list)
-    planned_steps: Whole | None = None
-    n_train: Whole | None = None
-    n_eval: Whole | None = None
-
-
-@dataclass
-class Record:
-    """A whole record; `env` and `quality` are dicts of plain values."""
-
-    run_id: str
-    group: str
-    status: str
-    schema: str = SCHEMA
-    spec: Asked = field(default_factory=Asked)
-    code: Code = field(default_factory=Code)
-    env: Plain = field(default_factory=dict)
-    data: Data = field(default_factory=Data)
-    model: Model = field(default_factory=Model)
-    task: Scoring = field(default_factory=Scoring)
-    error: Error = field(default_factory=Error)
-    time: Time = field(default_factory=Time)
-    speed: Speed = field(default_factory=Speed)
-    memory: Memory = field(default_factory=Memory)
-    energy: Energy = field(default_factory=Energy)
-    parallel: Parallel = field(default_factory=Parallel)
-    quality: dict[str, Number] = field(default_factory=dict)
+SECTIONS = read_toml("record.toml")
+Record = section("Record", SECTIONS)
+Speed, Memory = section("Speed", SECTIONS["speed"]), section("Memory", SECTIONS["memory"])  # what meter.py measures
+StepTime, Noise = section("StepTime", SECTIONS["time"]["step_ms"]), section("Noise", SECTIONS["parallel"]["noise"])
+SCORING = {name: {"name": name} | task["scoring"] for name, task in TASKS.items()}  # as in a record's `task`
 
 
 class RecordError(UserError):
@@ -278,33 +90,20 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def duration(seconds: float) -> str:
-    """'42 s', '12 min', '3 h 05 min'."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
-
-
 def new_record(spec: Spec, env: dict) -> dict:
     """A record of status `running`: what is known before the work begins, and null for everything else."""
     task = SCORING[spec.preset.task]
     known = "variant seed hash hardware world stages search sm adjusted".split()
-    settings = {"preset": dataclasses.asdict(spec.preset), "settings": dataclasses.asdict(spec.asked)}
-    record = Record(
-        run_id=spec.run_id,
-        group=spec.group,
-        status="running",
-        spec=Asked(**{name: getattr(spec, name) for name in known}, **settings),
-        code=Code(**code_version()),
-        env=env,
-        data=Data(**spec.data),
-        model=Model(spec.model["name"], spec.model["revision"]),
-        task=task,
-        time=Time(started=now()),
-        quality=dict.fromkeys(task.scores),
-    )
-    return dataclasses.asdict(record)
+    quality = dict.fromkeys(task["scores"])
+    found = Record(spec.run_id, spec.group, "running", schema=SCHEMA, env=env, task=task, quality=quality)
+    record = dataclasses.asdict(found)
+    record["spec"] |= {name: getattr(spec, name) for name in known}
+    record["spec"] |= {"preset": dataclasses.asdict(spec.preset), "settings": dataclasses.asdict(spec.asked)}
+    record["code"] = code_version()
+    record["data"] |= spec.data
+    record["model"] |= spec.model
+    record["time"]["started"] = now()
+    return record
 
 
 def code_version() -> dict:
@@ -321,10 +120,8 @@ def code_version() -> dict:
         return {"commit": named, "dirty": None}
     try:
         # Runs and figures are what the code writes; only a change of the code itself makes a checkout dirty.
-        return {
-            "commit": git("rev-parse", "HEAD"),
-            "dirty": bool(git("status", "--porcelain", "--", ":/qa_lib", ":/notebooks", ":/requirements.txt")),
-        }
+        changed = git("status", "--porcelain", "--", ":/qa_lib", ":/notebooks", ":/requirements.txt")
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed)}
     except (OSError, subprocess.SubprocessError):
         return {"commit": None, "dirty": None}
 
@@ -413,8 +210,8 @@ def checked(path: Path, record: dict, kind: type = Record) -> dict:
         raise RecordError(f"{path}: {way} is {str(first['input'])[:40]!r}") from None
     except SpecError as problem:
         raise RecordError(f"{path}: {problem}") from None
-    known = SCORING.get(found["task"]["name"], Scoring())  # with scores that came after the record
-    for name in [*found["task"]["scores"], *known.scores]:
+    known = SCORING.get(found["task"]["name"], SCORING["qa"])  # with scores that came after the record
+    for name in [*found["task"]["scores"], *known["scores"]]:
         found["quality"].setdefault(name)
     return found
 
@@ -441,6 +238,17 @@ def parsed(path: Path, text: str, known: str) -> dict:
     schema = found.get("schema") if isinstance(found, dict) else None
     if schema != known:
         raise RecordError(f"{path}: schema {schema!r} is not known to this version, which reads {known!r}")
+    return found
+
+
+def read_steps(path: Path) -> list[dict]:
+    """The lines of a steps.jsonl, without those that a sudden end or a fault of the disk has spoilt."""
+    found = []
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        with contextlib.suppress(Exception):  # whatever a spoilt line leads to
+            step = json.loads(line)
+            if step["step"] > 0 and all(value is None or math.isfinite(value) for value in step.values()):
+                found.append(step)
     return found
 
 

@@ -39,7 +39,7 @@ def test_every_verb_and_option_explains_itself_with_an_example(verb, capsys):
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_has_the_options_that_its_module_reads(verb):
     """A name that argparse does not know would be an AttributeError, hours later."""
-    source = Path(importlib.import_module(VERBS[verb].module).__file__).read_text()
+    source = Path(importlib.import_module(VERBS[verb]["module"]).__file__).read_text()
     known = {action.dest for action in parser_of(verb)._actions}
     assert set(re.findall(r"\bargs\.(\w+)", source)) <= known
 

@@ -125,7 +125,6 @@ def test_a_source_that_is_not_there(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tests").mkdir()
     refused(r"no such file or folder$", examples_of, name)
-    refused("no split", open_source, name, "test")
 
 
 def test_hash_is_of_the_content_and_parses_nothing(tmp_path):

@@ -24,7 +24,13 @@ def short(variant, micro_batch=None):
 
 def scored(spec, monkeypatch, quality):
     """The spec with a task of another metric, whose evaluation gives these scores."""
-    task = record.Scoring(name="toy", metric="nats", label="nats a token", higher_is_better=False, scores=["nats", "n"])
+    task = {
+        "name": "toy",
+        "metric": "nats",
+        "label": "nats a token",
+        "higher_is_better": False,
+        "scores": ["nats", "n"],
+    }
     monkeypatch.setitem(record.SCORING, "toy", task)
     monkeypatch.setitem(HEADS, "toy", HEADS["qa"])
     monkeypatch.setitem(variants.TASKS, "toy", {"card": variants.TASKS["qa"]["card"] | {"metrics": {}}})

@@ -185,7 +185,7 @@ def test_a_run_without_a_model_an_unknown_width_and_a_missing_package_are_one_li
     (tmp_path / "record.json").write_bytes((run / "record.json").read_bytes())
     assert main(["quantize", str(tmp_path)]) == 2
     assert "no model/ in it" in capsys.readouterr().err
-    change_record(tmp_path, task={"name": "lm"}, quality=dict.fromkeys(SCORING["lm"].scores))
+    change_record(tmp_path, task={"name": "lm"}, quality=dict.fromkeys(SCORING["lm"]["scores"]))
     assert main(["quantize", str(tmp_path)]) == 2
     assert "its task is 'lm'" in capsys.readouterr().err
     refused("weights of 'int3': int8 or int4 can be had", quantize_run, run, "int3")

@@ -326,8 +326,8 @@ def test_a_figure_is_kept_with_its_title_and_what_it_was_drawn_from(runs, tmp_pa
 
 def test_what_cannot_be_shown_is_a_sentence(runs):
     own = select(load_runs(runs), "cpu-smoke")
-    assert style.show(figures.fig_timeline, own).data.startswith("*No figure: no run of this group has a profile")
-    assert style.show_table(lambda: {}["x"]).data.startswith("*No table: KeyError")
+    assert style.show(figures.fig_timeline, own).data.startswith("*Not shown: no run of this group has a profile")
+    assert style.show(lambda: {}["x"]).data.startswith("*Not shown: KeyError")
 
 
 # README.md and the command.
@@ -375,7 +375,7 @@ def test_the_report_of_a_small_group_fits_a_terminal_and_draws_its_figures(runs,
     folder = Path("figures/cpu-smoke")
     assert (folder / "ladder.png").is_file() and "![On a CPU: A4 trains" in (folder / "report.md").read_text()
     text = (folder / "report.md").read_text()
-    assert all(f"| {variant} |" in text for variant in ("A1", "D1-nvfuser")) and "*No figure: " in text
+    assert all(f"| {variant} |" in text for variant in ("A1", "D1-nvfuser")) and "*Not shown: " in text
     assert re.findall(r"\*No (?:figure|table): \w+Error.*", text) == []
 
 

@@ -332,7 +332,7 @@ def test_the_time_left_does_not_count_compilation(tmp_path, monkeypatch):
         log.write([1.0])
     compiling, progress = said
     assert "compiling" in compiling
-    assert "step 2/10" in progress and "86 s so far, 16 s left" in progress
+    assert "step 2/10" in progress and "01:26 so far, 00:16 left" in progress
 
 
 def test_a_spoilt_log_is_gone_on_with_and_loses_only_what_cannot_be_read(tmp_path):

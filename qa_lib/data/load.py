@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import transformers.utils
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from qa_lib.data.batches import Batches
 from qa_lib.data.packing import PackedBatches
@@ -29,7 +28,7 @@ class Data:
     samples are Windows, and it is scored on a bare Text. What is of validation is None where the preset measures no
     quality."""
 
-    tokenizer: Tokenizer
+    tokenizer: object  # of transformers
     source: Source
     samples: Samples | Windows
     validation: Source | None

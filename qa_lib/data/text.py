@@ -11,8 +11,6 @@ given, a byte-level BPE (Sennrich et al. 2016, Radford et al. 2019) is learnt fr
 arrays are cached by the content that they were made of, and arrays are memory-mapped from there.
 """
 
-from __future__ import annotations
-
 import gzip
 import os
 import re
@@ -23,7 +21,6 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import tokenizers
@@ -33,9 +30,6 @@ from qa_lib.data.squad import DataError, Source, find_file, generated, hub_table
 from qa_lib.data.tokenize import bare
 from qa_lib.data.windows import cached
 from qa_lib.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 ENDINGS = (".txt", ".txt.gz", ".tokens")
 # In a folder: by the name of the split, or as WikiText-103 comes.
@@ -135,19 +129,15 @@ class Windows:
         return {"input_ids": ids, "labels": ids}
 
 
-def learn_tokenizer(source: Source, size: int) -> PreTrainedTokenizerBase:
-    """A byte-level BPE of at most `size` tokens, learnt from the text or found in the cache. The end token has the
-    number 0."""
+def learn_tokenizer(source: Source, size: int):
+    """A fast tokenizer of transformers: a byte-level BPE of at most `size` tokens, learnt from the text or found in the
+    cache. The end token has the number 0."""
     parts = ["bpe", CACHE_VERSION, tokenizers.__version__, source.sha256, size]
     learnt = cached(parts, SimpleNamespace, lambda: SimpleNamespace(content=_learn(source, size)))
     from transformers import PreTrainedTokenizerFast  # a second, for which drivers do not wait
 
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(learnt.content),
-        bos_token=END,
-        eos_token=END,
-        model_input_names=["input_ids", "attention_mask"],
-    )
+    known = {"bos_token": END, "eos_token": END, "model_input_names": ["input_ids", "attention_mask"]}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(learnt.content), **known)
 
 
 def _learn(source: Source, size: int) -> str:
@@ -165,7 +155,7 @@ def _pieces(line: str) -> list[str]:
     return [line] if whole else re.findall(rf"\s{{0,{LONGEST}}}\S{{1,{LONGEST}}}|\s{{1,{LONGEST}}}", line)
 
 
-def tokenize_text(source: Source, tokenizer: PreTrainedTokenizerBase) -> Text:
+def tokenize_text(source: Source, tokenizer) -> Text:
     """The tokens of a text, made once and memory-mapped from the cache. Raises UserError for a text of nothing, and for
     a tokenizer that is not fast or has no end token."""
     end, backend = tokenizer.eos_token_id, bare(tokenizer)

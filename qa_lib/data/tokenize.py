@@ -7,8 +7,6 @@ to where the word is. Tokenizers for which that does not hold take each text who
 about itself: how it joins a question and a context, and whether it gives token types. All variants share this.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict
@@ -16,16 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tokenizers
 
 from qa_lib.data.synthetic import vocabulary
 from qa_lib.errors import UserError, first_line
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 TEXTS_PER_CALL = 2_000  # one call's encodings take some 150 bytes a token, so not all texts at once
 WORDS_PER_ROW = 256
@@ -156,7 +151,7 @@ def distinct(texts: Iterable[str]) -> tuple[list[str], np.ndarray]:
     return list(index), which
 
 
-def build_tokenizer(source: str | Path) -> Tokenizer:
+def build_tokenizer(source: str | Path):
     """The tokenizer of a run: of the synthetic text for "tiny", else of a folder or hub name. Never remote code. Raises
     UserError where there is none, or one that transformers cannot read."""
     from transformers import AutoTokenizer, BertTokenizer  # a second, for which drivers do not wait

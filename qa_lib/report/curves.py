@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pandas as pd
 
-from qa_lib.report.format import factor
+from qa_lib.report.format import factor, say
 from qa_lib.report.load import BATCH_TOKENS, NotMeasured, commits, in_order, numbers
 from qa_lib.report.summary import average
 from qa_lib.variants import VARIANTS
@@ -96,7 +96,4 @@ def lead_by_batch(runs: pd.DataFrame) -> str:
         raise NotMeasured("no two micro-batches have a speed of both the visible loop and the Trainer")
     said = [f"{factor(times)} at {size}" for size, times in factors.items()]
     said[0] = said[0].replace(" at", f" as fast as {peer} at") + " samples in a forward pass"
-    return (
-        f"The lead depends on the batch: {variant} trains {', '.join(said)} "
-        f"(group {runs['group'].iloc[0]}, code {commits(runs)})."
-    )
+    return say("lead", variant=variant, factors=", ".join(said), group=runs["group"].iloc[0], code=commits(runs))

@@ -70,11 +70,7 @@ def speed_finding(lines: pd.DataFrame) -> str:
 def fig_ladder(runs: pd.DataFrame) -> Figure:
     """Training speed rung by rung, with its factors to the baseline and to the variant that it changes; then that of
     the Trainer and of plain PyTorch."""
-    groups = {
-        "this library": ("ladder", BLUE),
-        "the Trainer": ("peer", GREY),
-        "plain PyTorch": ("plain", ORANGE),
-    }
+    groups = {"this library": ("ladder", BLUE), "the Trainer": ("peer", GREY), "plain PyTorch": ("plain", ORANGE)}
     order, lines = [name for tag, _ in groups.values() for name in tagged(tag)], timed(runs)
     shown = lines[lines["variant"].isin(order)].sort_values("variant", key=lambda names: names.map(order.index))
     if len(shown) < 2:

@@ -105,11 +105,8 @@ def headline(runs: pd.DataFrame, group: str, figures: Path) -> str:
         delta=gain(judged["delta"], judged["delta±"]), best=gain(judged["best_delta"], judged["best_delta±"]),
     )  # fmt: skip
     together = say("together", variant=RECOMMENDED, ratio=number(speed[RECOMMENDED] / speed[BASELINE]))
-    gains = [
-        f"- {factor(speed[name] / speed[VARIANTS[name].parent])} **{name}**: {VARIANTS[name].why}"
-        for name in tagged("technique")
-        if {name, VARIANTS[name].parent} <= set(speed.index)
-    ]
+    gaining = [VARIANTS[name] for name in tagged("technique") if {name, VARIANTS[name].parent} <= set(speed.index)]
+    gains = [f"- {factor(speed[one.name] / speed[one.parent])} **{one.name}**: {one.why}" for one in gaining]
     return "\n\n".join([result(said), evidence, said["not_shown"], together, "\n".join(gains)])
 
 

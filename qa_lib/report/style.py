@@ -139,37 +139,29 @@ def png(figure: Figure, dpi: int = DPI, **more: str) -> bytes:
     return stream.getvalue()
 
 
-def show(figure_of: Callable[..., Figure], *sources, save: str | Path = "", name: str = ""):
-    """For a notebook: figure_of(*sources) as an image, or the sentence that says why there is none.
+def show(made_of: Callable, *sources, save: str | Path = "", name: str = ""):
+    """For a notebook: made_of(*sources), a figure, a table of text or Markdown, or the sentence that says why there is
+    none.
 
-    With `save`, a folder, the figure is kept as <save>/<group>/<name>.png, by default by the name of the function
-    without `fig_`; the first of the sources are then the runs of that group.
+    With `save`, a folder, a figure is kept as <save>/<group>/<name>.png, by default by the name of the function without
+    `fig_`; the first of the sources are then the runs of that group.
     """
     from IPython import display  # notebooks have it; the command line need not
 
     try:
         with style():
-            figure = figure_of(*sources)
-        title, kept = title_of(figure), {}
+            made = made_of(*sources)
+        if not isinstance(made, Figure):
+            return display.Markdown(made if isinstance(made, str) else markdown(made))
+        kept = {}
         if save:
             runs = sources[0]
-            path = Path(save, runs["group"].iloc[0], f"{name or figure_of.__name__.removeprefix('fig_')}.png")
-            write_atomically(path, png(figure, Records=digest(runs)))
+            path = Path(save, runs["group"].iloc[0], f"{name or made_of.__name__.removeprefix('fig_')}.png")
+            write_atomically(path, png(made, Records=digest(runs)))
             kept = {"file": path.as_posix()}
-        return display.Image(png(figure, 100), width=round(100 * WIDTH), alt=title, metadata=kept)
+        return display.Image(png(made, 100), width=round(100 * WIDTH), alt=title_of(made), metadata=kept)
     except SPOILT as problem:
-        return display.Markdown(f"*No figure: {reason(problem)}.*")
-
-
-def show_table(table_of: Callable, *sources):
-    """For a notebook: table_of(*sources), a table of text or Markdown, or the sentence that says why there is none."""
-    from IPython.display import Markdown
-
-    try:
-        found = table_of(*sources)
-        return Markdown(found if isinstance(found, str) else markdown(found))
-    except SPOILT as problem:
-        return Markdown(f"*No table: {reason(problem)}.*")
+        return display.Markdown(f"*Not shown: {reason(problem)}.*")
 
 
 def reason(problem: Exception) -> str:

@@ -97,19 +97,13 @@ def _described(runs: pd.DataFrame) -> pd.DataFrame:
 
 def _note(runs: pd.DataFrame) -> str:
     """Why a variant's runs did not end ok, and which were resumed."""
-    reasons = {}
-    columns = ["status", "error.message", "time.resumed_from_step", "spec.seed"]
-    for run in runs[columns].to_dict("records"):
-        if run["status"] != "ok":
-            message = run["error.message"] if pd.notna(run["error.message"]) else "not finished"
-            text = textwrap.shorten(f"{run['status']}: {message}", 140, placeholder=" …")
-        elif pd.notna(run["time.resumed_from_step"]):
-            text = f"resumed at step {run['time.resumed_from_step']:.0f}, so no time of the whole run"
-        else:
-            continue
-        reasons.setdefault(text, []).append(str(run["spec.seed"]))
+    said = runs["status"] + ": " + runs["error.message"].astype(object).fillna("not finished")
+    said = said.map(lambda text: textwrap.shorten(text, 140, placeholder=" …"))
+    resumed = "resumed at step {:.0f}, so no time of the whole run"
+    resumed = runs["time.resumed_from_step"].map(resumed.format, na_action="ignore")
+    seeds_of = runs["spec.seed"].map(str).groupby(said.where(runs["status"] != "ok", resumed), sort=False).agg(list)
     return "; ".join(
-        text if len(seeds) == len(runs) else f"seed {', '.join(seeds)} {text}" for text, seeds in reasons.items()
+        text if len(seeds) == len(runs) else f"seed {', '.join(seeds)} {text}" for text, seeds in seeds_of.items()
     )
 
 
@@ -130,50 +124,38 @@ def change(variant: str, ancestor: str | None = None) -> str:
     return f"baseline ({said})" if variant in BASELINES.values() else said
 
 
-def _step(lines: pd.DataFrame) -> pd.Series:
-    median, low, high = (lines[name].map(number) for name in ("step_ms", "step_p10_ms", "step_p90_ms"))
-    return (median + " [" + low + "–" + high + "]").where(median != MISSING, MISSING)
-
-
-def _tokens(lines: pd.DataFrame) -> list[str]:
-    """What a language model's speed is told in; of questions, tokens are half padding."""
-    of_text = lines["tokens_per_s"].where(lines["task.name"] == "lm")
-    return written(number, lines.assign(tokens_per_s=of_text), "tokens_per_s")
-
-
-COLUMNS = {  # heading, in which {score} stands for the score's label and {base} for the baseline -> texts of lines
-    "variant": lambda lines: lines["variant"],
-    "what it changes": lambda lines: lines["change"],
-    **{label: lambda lines, name=name: lines[name].map(str) for name, label in AXES.items()},
-    "status": lambda lines: lines["status"],
-    "n": lambda lines: lines["n"].map(str),
-    "samples/s": lambda lines: written(number, lines, "samples_per_s"),
-    "tokens/s": _tokens,
-    "× {base}": lambda lines: written(number, lines, "ratio"),
-    "step ms [p10–p90]": _step,
-    "waits for data, at most": lambda lines: (lines["data_ms"] / lines["step_ms"]).map(percent),
-    "GPU busy": lambda lines: lines["busy"].map(percent),
-    "of matrix rate": lambda lines: lines["matrix_share"].map(percent),
-    "MFU": lambda lines: lines["mfu"].map(percent),
-    "peak MiB": lambda lines: lines["peak_mib"].map(number),
-    "J/sample": lambda lines: lines["joules"].map(number),
-    "{score}": lambda lines: written(points, lines, "score"),
-    "Δ{score} vs {base}": lambda lines: written(gain, lines, "delta"),
-    "trainable": lambda lines: lines["trainable"].map(count),
-    "compile s": lambda lines: lines["compile_s"].map(number),
-    "break-even step": lambda lines: lines["break_even"].map(number).replace("inf", "never"),
-    "wall s": lambda lines: lines["wall_s"].map(number),
-    "note": lambda lines: lines["note"].replace("", MISSING),
+COLUMNS = {  # heading, in which {score} stands for the score's label and {base} for the baseline -> column of lines
+    "variant": "variant", "what it changes": "change", **{label: name for name, label in AXES.items()},
+    "status": "status", "n": "n", "samples/s": "samples_per_s", "tokens/s": "tokens_per_s", "× {base}": "ratio",
+    "step ms [p10–p90]": "step", "waits for data, at most": "waits", "GPU busy": "busy",
+    "of matrix rate": "matrix_share", "MFU": "mfu", "peak MiB": "peak_mib", "J/sample": "joules", "{score}": "score",
+    "Δ{score} vs {base}": "delta", "trainable": "trainable", "compile s": "compile_s", "break-even step": "break_even",
+    "wall s": "wall_s", "note": "note",
 }  # fmt: skip
+FORMS = dict.fromkeys(("waits", "busy", "matrix_share", "mfu"), percent)  # others are written by `number`
+FORMS |= {"score": points, "delta": gain, "trainable": count}
+WITH_INTERVAL = ("samples_per_s", "tokens_per_s", "ratio", "score", "delta")
 
 
 def result_table(lines: pd.DataFrame, headings: Iterable[str] = COLUMNS) -> pd.DataFrame:
     """`summary` as text under these of COLUMNS; without those that say nothing: no value, an axis at one, all ok."""
     constant = [label for name, label in AXES.items() if lines[name].nunique(dropna=False) == 1]
     constant += ["status"] if lines["status"].eq("ok").all() else []
-    table = pd.DataFrame({name: list(COLUMNS[name](lines)) for name in headings if name not in constant})
+    step, low, high = (lines[name].map(number) for name in ("step_ms", "step_p10_ms", "step_p90_ms"))
+    lines = lines.assign(
+        step=(step + " [" + low + "–" + high + "]").where(step != MISSING, MISSING),
+        waits=lines["data_ms"] / lines["step_ms"],
+        tokens_per_s=lines["tokens_per_s"].where(lines["task.name"] == "lm"),  # of questions, half are padding
+        break_even=lines["break_even"].map(number).replace("inf", "never"),
+        note=lines["note"].replace("", MISSING),
+    )
+    table = {}
+    for heading in (heading for heading in headings if heading not in constant):
+        name = COLUMNS[heading]
+        form = FORMS.get(name, number if pd.api.types.is_float_dtype(lines[name]) else str)
+        table[heading] = written(form, lines, name) if name in WITH_INTERVAL else list(lines[name].map(form))
     names = {"score": lines["task.label"].iloc[0], "base": baseline(lines)}
-    return compact(table).rename(columns=lambda name: name.format(**names))
+    return compact(pd.DataFrame(table)).rename(columns=lambda name: name.format(**names))
 
 
 def family_table(runs: pd.DataFrame, group: str, variant: str) -> pd.DataFrame:

@@ -19,11 +19,10 @@ from functools import cache, partial
 from pathlib import Path
 
 import psutil
+from pydantic import TypeAdapter
 
 from qa_lib.errors import SIGNALS, UserError, stoppable
-from qa_lib.presets import Preset
 from qa_lib.spec import Spec
-from qa_lib.variants import Settings
 
 SHARE = "QA_LIB_SHARE"  # an environment variable: where it is set, other runs train on this GPU at the same time
 # Warnings and redrawn bars would fill the notebooks and logs that the runs leave behind; each line is there at once.
@@ -45,9 +44,7 @@ def call(function: str, spec: Spec, *words) -> list[str]:
 
 def spec_from(written: str) -> Spec:
     """The spec that `call` wrote as JSON."""
-    values = json.loads(written)
-    kinds = {"preset": Preset, "asked": Settings, "settings": Settings}
-    return Spec(**values | {name: kind(**values[name]) for name, kind in kinds.items()})
+    return TypeAdapter(Spec).validate_json(written)
 
 
 plain_command = partial(call, "qa_lib.run.fit:work")  # (spec, runs) -> the command of such a run

@@ -85,12 +85,8 @@ def scored(loaded: Model, folder: Path, source: Source) -> dict[str, float]:
     loaded.model.to("cpu")
     answers = decode(samples, source.examples, *logits)
     found = score(source.examples, answers.texts, answers.null_odds, 0.0)
-    return {
-        "f1": found["f1"],
-        "best_f1": found["best_f1"],
-        "best_f1_threshold": found["best_f1_thresh"],
-        "weights_bytes": sum(path.stat().st_size for path in inspect_checkpoint(folder)[1]),
-    }
+    scores = {"f1": found["f1"], "best_f1": found["best_f1"], "best_f1_threshold": found["best_f1_thresh"]}
+    return scores | {"weights_bytes": sum(path.stat().st_size for path in inspect_checkpoint(folder)[1])}
 
 
 def latencies(models: list[Model], source: Source) -> list[float]:

@@ -20,7 +20,6 @@ from qa_lib import record
 from qa_lib.cli import own_of, variants_of
 from qa_lib.errors import UserError, printable
 from qa_lib.presets import find_preset
-from qa_lib.record import duration
 from qa_lib.run.launch import ROOT, Launcher, SlurmLauncher, probe, probe_node, run_in_turn, say_idle
 from qa_lib.run.plan import plan
 from qa_lib.run.process import use_compile_cache
@@ -82,7 +81,8 @@ def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -
         done += 1
         bar.update()
         left = (time.monotonic() - begin) / (done - before) * (every - done)
-        tell(f"[{done}/{every}] {_line(spec, entry)}" + (f"; about {duration(left)} left" if left else ""))
+        ahead = f"; about {tqdm.format_interval(left)} left" if done < every else ""
+        tell(f"[{done}/{every}] {_line(spec, entry)}{ahead}")
 
     def look() -> None:
         for spec in list(launcher.active):

@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
         if means.empty:
             print(f"{variant}: no point was measured with every seed")
         else:
-            best = means.idxmax() if SCORING[preset.task].higher_is_better else means.idxmin()
+            best = means.idxmax() if SCORING[preset.task]["higher_is_better"] else means.idxmin()
             print(f"{variant}, best: {best}, {label} {means[best]:.2f}")
     # A rate too high for one point says nothing about the others.
     return 0 if all(entry["status"] in FINISHED for entry in entries) else 1

@@ -12,8 +12,6 @@ one sort ranks what is left. Ties go to what the loop finds first, so that both 
 answers, and the app's, come from here.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -13,16 +13,7 @@ from qa_lib.score.decode import decode
 from qa_lib.score.f1 import score
 from qa_lib.score.predict import predict_logits
 from qa_lib.spec import Spec
-
-# The record's scores that the official script calls otherwise.
-OFFICIAL = {
-    "has_answer_exact": "HasAns_exact",
-    "has_answer_f1": "HasAns_f1",
-    "no_answer_f1": "NoAns_f1",
-    "best_exact_threshold": "best_exact_thresh",
-    "best_f1_threshold": "best_f1_thresh",
-    "n": "total",
-}
+from qa_lib.variants import TASKS
 
 
 def evaluate(model: torch.nn.Module, data: Data, spec: Spec, device: torch.device, run_dir: Path) -> dict:
@@ -41,7 +32,8 @@ def evaluate(model: torch.nn.Module, data: Data, spec: Spec, device: torch.devic
     found = score(examples, answers.texts, answers.null_odds, 0.0)
     found["loss"] = loss
     found["always_null_f1"] = score(examples, dict.fromkeys(answers.texts, ""))["f1"]
-    return {name: found.get(OFFICIAL.get(name, name)) for name in SCORING["qa"].scores}
+    official = TASKS["qa"]["official"]
+    return {name: found.get(official.get(name, name)) for name in SCORING["qa"]["scores"]}
 
 
 def span_loss(samples: Samples, ids: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> float | None:

@@ -11,8 +11,6 @@ Python's `sum`, and scores are int or float where that script has them so (from 
 Every variant's quality is measured here.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

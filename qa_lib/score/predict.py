@@ -10,8 +10,6 @@ A checkpoint is a folder that somebody else may have written; model/hf_checkpoin
 The app asks one question at a time (`ask`): a checkpoint is loaded once, and kept with a few others.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -191,14 +189,11 @@ def answer(loaded: Model, question: str, context: str) -> dict:
     nbest = answers.entries(0)
     clock.append(time.perf_counter())
     odds = answers.null_odds[example.id]
+    margin = odds if odds < -LOWEST else None
     ms = [1000 * (end - begin) for begin, end in pairwise(clock)]
-    return {
-        "margin": odds if odds < -LOWEST else None,
-        "nbest": nbest,
-        "windows": len(samples),
-        "window_tokens": loaded.max_length,
-        "ms": dict(zip(("tokenize", "model", "decode"), ms, strict=True)),
-    }
+    times = dict(zip(("tokenize", "model", "decode"), ms, strict=True))
+    read = {"windows": len(samples), "window_tokens": loaded.max_length}
+    return {"margin": margin, "nbest": nbest, **read, "ms": times}
 
 
 def main(args: argparse.Namespace) -> int:

@@ -64,9 +64,8 @@ class Pipeline(OneBucketDDP):
         size, rest = divmod(len(layers), self.count)
         if rest:
             raise SpecError(f"a model of {len(layers)} layers has no {self.count} equal parts")
-        mesh = dist.init_device_mesh(
-            ranks.device.type, (ranks.replicas, ranks.stages), mesh_dim_names=("replica", "stage")
-        )
+        kind, axes = ranks.device.type, ("replica", "stage")
+        mesh = dist.init_device_mesh(kind, (ranks.replicas, ranks.stages), mesh_dim_names=axes)
         self.peers, self.line = mesh.get_group("replica"), mesh.get_group("stage")
         self.numbers = range(mesh.get_local_rank("stage"), self.count, ranks.stages)  # of the parts that are here
         names = [name for name, _ in model.named_parameters()]

@@ -58,15 +58,10 @@ class ProcessGroup(AbstractContextManager):
         self.parts = self.replicas if self.replicas > 1 else spec.micro_batches
         self.batch = spec.micro_batches * spec.settings.micro_batch
         if spec.settings.parallel != "none" and not dist.is_initialized():
-            dist.init_process_group(
-                self.backend,
-                store=self.store or dist.HashStore(),
-                rank=self.rank,
-                world_size=self.world,
-                timeout=SILENCE,
-                # So that NCCL connects now: it could not while a graph is captured.
-                device_id=self.device if self.backend == "nccl" else None,
-            )
+            place = {"store": self.store or dist.HashStore(), "rank": self.rank, "world_size": self.world}
+            # With a device NCCL connects now: it could not while a graph is captured.
+            device = self.device if self.backend == "nccl" else None
+            dist.init_process_group(self.backend, timeout=SILENCE, device_id=device, **place)
 
     def __exit__(self, kind, *_) -> None:
         if dist.is_initialized() and kind is None:  # after an error the others may never come to the end

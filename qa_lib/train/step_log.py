@@ -1,14 +1,14 @@
 """steps.jsonl: what a run says of itself while it runs, and what ends it early."""
 
-import contextlib
 import json
 import math
 import time
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
-from qa_lib.record import RecordError, duration
+from qa_lib.record import RecordError, read_steps
 from qa_lib.spec import Spec
 from qa_lib.train.grad_noise import noise_scale
 from qa_lib.train.process_group import ProcessGroup
@@ -50,7 +50,7 @@ class StepLog:
         self.compiling = spec.settings.compile != "none"
         if self.compiling:
             self.say(f"{self.label}: compiling, then {steps - begin} steps")
-        self._append("".join(_whole_lines(self.path, begin)), mode="w")
+        self._append([line for line in read_steps(self.path) if line["step"] <= begin], mode="w")
 
     def add(self, loss: torch.Tensor, rate: float) -> None:
         """Note a step's mean loss (a scalar on the device, not read yet) and its learning rate."""
@@ -80,7 +80,7 @@ class StepLog:
                 broken = broken or NonFiniteLoss(self.written, f"loss is {value}")
         if phi := noise_scale(self.ranks.stats.noise(self.written - self.begin)):
             lines[-1]["phi"] = round(phi, 2)
-        self._append("".join(json.dumps(line) + "\n" for line in lines))
+        self._append(lines)
         self.pending.clear()
         if broken:
             raise broken
@@ -91,28 +91,19 @@ class StepLog:
         tenth = self.written - self.said >= self.steps / 10
         if tenth or self.written == self.steps or self.looked - self.said_at >= SAY_EVERY_S:
             per_step = (self.looked - self.said_at) / (self.written - self.said)  # since the last line
-            left, taken = (self.steps - self.written) * per_step, self.looked - self.started
+            ahead = (self.steps - self.written) * per_step
+            taken, left = map(tqdm.format_interval, (self.looked - self.started, ahead))
             self.say(
                 f"{self.label}: step {self.written}/{self.steps}, loss {value:.3f}, "
-                f"{self.samples / per_step:.0f} samples/s, {duration(taken)} so far, {duration(left)} left"
+                f"{self.samples / per_step:.0f} samples/s, {taken} so far, {left} left"
             )
             self.said, self.said_at = self.written, self.looked
 
-    def _append(self, text: str, mode: str = "a") -> None:
+    def _append(self, lines: list[dict], mode: str = "a") -> None:
         if not self.ranks.first:
             return
         try:
             with self.path.open(mode) as stream:
-                stream.write(text)
+                stream.writelines(json.dumps(line) + "\n" for line in lines)
         except OSError as problem:
             raise RecordError(f"cannot write {self.path}: {problem.strerror}") from problem
-
-
-def _whole_lines(path: Path, last: int) -> list[str]:
-    """The lines of a log up to that step, without those that a sudden end or a fault of the disk has spoilt."""
-    found = []
-    for line in path.read_bytes().split(b"\n") if path.exists() else []:
-        with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
-            if json.loads(line)["step"] <= last:
-                found.append(line.decode() + "\n")
-    return found

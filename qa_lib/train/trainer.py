@@ -25,16 +25,8 @@ from qa_lib.train.optim import CLIP, peak_rate
 from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.step_log import StepLog
 
-# "auto" is what the TrainingArguments say. The optimizer is the Trainer's own, so that DeepSpeed compiles none.
-DEEPSPEED = {
-    "zero_optimization": {"stage": 1},
-    "fp16": {"enabled": "auto"},
-    "bf16": {"enabled": "auto"},
-    "gradient_clipping": "auto",
-    "gradient_accumulation_steps": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "train_batch_size": "auto",
-}
+# Its "auto" is what the TrainingArguments say. The optimizer is the Trainer's own, so that DeepSpeed compiles none.
+DEEPSPEED = str(Path(__file__).with_name("deepspeed.json"))
 
 
 def train(
