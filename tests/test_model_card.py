@@ -76,7 +76,7 @@ def test_a_card_says_what_was_trained_how(kept):
     scores = {result.metric_type: result.metric_value for result in card.data.eval_results}
     assert scores == {"exact_match": 77.5, "f1": 81.25}
     assert card.data.base_model is None and card.data.datasets is None  # tiny and synthetic:40 are not of the hub
-    for words in ("LoRA r=32", "1 × NVIDIA H200", "2 min", "0.25 J", "57,474 were", "generated"):
+    for words in ("LoRA r=32", "1 × NVIDIA H200", "1.9 min of training", "0.25 J", "57,474 were", "generated"):
         assert words in card.text
 
 

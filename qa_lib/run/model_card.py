@@ -8,7 +8,6 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 from huggingface_hub.utils import yaml_dump
-from tqdm import tqdm
 
 from qa_lib.errors import UserError
 from qa_lib.model.hf_checkpoint import SUMS
@@ -79,5 +78,5 @@ def model_card(entry: dict, results: list[EvalResult]) -> ModelCard:
     )
     variant = VARIANTS.get(entry["spec"]["variant"])
     names = {"entry": entry, "base": entry["model"]["name"], "data": entry["data"]["name"], **card}
-    names |= {"why": variant.why if variant else "of another version", "interval": tqdm.format_interval}
+    names |= {"why": variant.why if variant else "of another version"}
     return ModelCard.from_template(metadata, template_str=TEMPLATE.read_text(encoding="utf-8"), **names)
