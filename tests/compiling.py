@@ -10,7 +10,7 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 
-from qa_lib.kernels import fused_norm, gelu, linear_cross_entropy, precompile, varlen_attention
+from qa_lib.kernels import fp8, fused_norm, gelu, linear_cross_entropy, precompile, varlen_attention
 from qa_lib.train.master_adamw import MasterAdamW
 
 
@@ -50,8 +50,10 @@ def call_all(capability: int) -> None:
         gelu._gelu_backward(drawn(tokens, inner), drawn(tokens, inner), drawn(inner), factor)
     if capability >= 80:
         for kind in (None, torch.float8_e4m3fn) if capability >= 89 else (None,):
-            eighths = [drawn(*shape, dtype=kind) for shape in ((tokens, width), (50_304, width)) if kind]
-            linear_cross_entropy._loss(hidden, drawn(50_304, width), drawn(tokens, dtype=torch.int64), *eighths)
+            eighth = drawn(tokens, width, dtype=kind) if kind else None
+            linear_cross_entropy._loss(hidden, drawn(50_304, width), drawn(tokens, dtype=torch.int64), eighth)
+        if capability >= 89:
+            fp8._weight_in_e4m3(drawn(width, inner))
         qkv, delta, ends = drawn(tokens, 3, heads, 64), drawn(heads, tokens, dtype=torch.float32), whole(33)
         for added, causal in ((None, False), (drawn(3 * width), False), (drawn(3 * width), True)):
             varlen_attention._attention(qkv, added, ends, whole(), 384, 0.1, 0.125, causal)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from qa_lib.kernels import fp8
 from qa_lib.model.architectures import layers_of
 from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import Float8Linear, LinearWithoutBias
@@ -74,3 +75,33 @@ def test_with_norms_and_gelu_of_our_own_a_layer_is_close_to_that_in_bf16_and_add
     for name in ("intermediate.dense", "output.dense"):
         layer.set_submodule(name, linear_as(LinearWithoutBias, layer.get_submodule(name)))
     assert len(eighths) == 2 and 0 < relative(found, layer.feed_forward_chunk(x)) < 0.05
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("shape", [(64, 64), (70, 3), (1, 200)], ids=str)
+def test_one_kernel_makes_both_copies_of_a_weight(shape):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    weight = torch.randn(shape, device=device).bfloat16() * 5  # of which some saturate
+    if device.type == "cpu":  # the interpreter rounds to 8 bits wrongly; what has 8 bits already stays as it is
+        weight = fp8.in_e4m3(weight, fp8.WEIGHT).bfloat16() / fp8.WEIGHT
+        weight[:, ::2] *= 64
+    else:
+        weight[0, 0] = torch.nan
+    found, across = fp8._weight_in_e4m3(weight)
+    wanted = fp8.in_e4m3(weight, fp8.WEIGHT)
+    assert across.is_contiguous() and across.shape == shape[::-1]
+    for one in (found, across.t()):
+        assert torch.equal(one.float().nan_to_num(9999), wanted.float().nan_to_num(9999))
+    assert wanted.float().abs().eq(fp8.E4M3_MAX).any()
+
+
+def test_a_weight_that_is_transposed_in_memory_gives_the_same_product(pair):
+    x, native, _ = pair
+    grad = torch.randn(2, 32, 128).bfloat16() * 1e-4
+    found = []
+    for weight in (native.weight, native.weight.t().contiguous().t()):
+        own, weight = x.clone().requires_grad_(), weight.detach().requires_grad_()
+        y = fp8.fp8_linear(own, weight, native.bias)
+        y.backward(grad)
+        found.append((y.detach(), own.grad, weight.grad))
+    assert all(map(torch.equal, *found))

@@ -5,15 +5,22 @@ thirds of a layer's multiplications. An 8-bit float has 2 or 3 bits of mantissa 
 scaled into it first (Micikevicius et al. 2022): e4m3 (4 bits of exponent, 3 of mantissa) holds activations and weights,
 and e5m2, with more range, gradients. Sums are taken in fp32, and the result is bf16. The gradient of the weight stays
 in bf16: it is summed over thousands of tokens, and its error would go straight into the update.
+
+A GEMM in 8-bit floats wants its second operand transposed in memory. The forward pass multiplies by the weight and the
+backward pass by its transpose, so that either wants another copy. One kernel of our own makes both in tiles, of one
+read of the weight; the compiler's and PyTorch's transposing copies take six times as long.
 """
 
 import torch
+
+from qa_lib.kernels.precompile import custom_op, jit, launch, tl
 
 # Powers of two that move values into the range of their format; fixed, since finding each tensor's maximum costs as
 # much as the GEMM saves. Layer norm and GELU keep activations within ±28, weights stay within ±7; gradients of a
 # mean loss get what GradScaler gives them in fp16, whose exponents e5m2 has.
 ACTIVATION, WEIGHT, GRADIENT = 2.0**4, 2.0**6, 2.0**16
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0  # beyond which a value saturates, since the formats make it NaN or infinite
+TILE = {"SIZE": 64, "num_warps": 4}  # of weight_in_e4m3
 
 
 def fp8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -28,17 +35,20 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
         rows = x.reshape(-1, x.shape[-1])
-        weight8 = in_e4m3(weight, WEIGHT).contiguous()
-        ctx.save_for_backward(rows, weight8)
+        if weight.is_contiguous():
+            weight8, across8 = weight_in_e4m3(weight)
+        else:
+            across8, weight8 = weight_in_e4m3(weight.t())
+        ctx.save_for_backward(rows, across8)
         ctx.has_bias = bias is not None
         y = scaled_mm(in_e4m3(rows, ACTIVATION), weight8.t(), ACTIVATION * WEIGHT, bias)
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, grad):
-        rows, weight8 = ctx.saved_tensors
+        rows, across8 = ctx.saved_tensors
         flat = grad.reshape(-1, grad.shape[-1])
-        x_grad = scaled_mm(in_e5m2(flat, GRADIENT), weight8.t().contiguous().t(), GRADIENT * WEIGHT)
+        x_grad = scaled_mm(in_e5m2(flat, GRADIENT), across8.t(), GRADIENT * WEIGHT)
         return x_grad.view(*grad.shape[:-1], -1), flat.t() @ rows, flat.sum(0) if ctx.has_bias else None
 
 
@@ -51,6 +61,39 @@ def in_e5m2(x: torch.Tensor, factor: float) -> torch.Tensor:
 def in_e4m3(x: torch.Tensor, factor: float) -> torch.Tensor:
     """A tensor times a factor in e4m3, saturated."""
     return (x * factor).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def weight_in_e4m3(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A contiguous weight [rows, columns] times WEIGHT in e4m3, saturated, as it is and as its transpose, both
+    contiguous."""
+    if weight.is_cuda:
+        return _weight_in_e4m3(weight)
+    weight8 = in_e4m3(weight, WEIGHT)
+    return weight8, weight8.t().contiguous()
+
+
+@custom_op("qa_lib::weight_in_e4m3")
+def _weight_in_e4m3(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = weight.shape
+    weight8 = weight.new_empty(rows, columns, dtype=torch.float8_e4m3fn)
+    across8 = weight.new_empty(columns, rows, dtype=torch.float8_e4m3fn)
+    grid = (-(-rows // TILE["SIZE"]), -(-columns // TILE["SIZE"]))
+    launch(weight_in_e4m3_kernel, grid, weight, weight8, across8, rows, columns, FACTOR=WEIGHT, MAX=E4M3_MAX, **TILE)
+    return weight8, across8
+
+
+@jit
+def weight_in_e4m3_kernel(
+    weight, weight8, across8, rows, columns, FACTOR: tl.constexpr, MAX: tl.constexpr, SIZE: tl.constexpr
+):
+    """One tile, SIZE by SIZE, of the contiguous `weight` [rows, columns]."""
+    row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)[:, None]
+    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)[None, :]
+    inside = (row < rows) & (column < columns)
+    value = tl.load(weight + row * columns + column, mask=inside, other=0.0).to(tl.float32) * FACTOR
+    value = tl.clamp(value, -MAX, MAX, tl.PropagateNan.ALL).to(weight8.dtype.element_ty)
+    tl.store(weight8 + row * columns + column, value, mask=inside)
+    tl.store(across8 + column * rows + row, value, mask=inside)
 
 
 def scaled_mm(a, b, scale: float, bias: torch.Tensor | None = None, factor: torch.Tensor | None = None):

@@ -19,7 +19,7 @@ On a CPU plain PyTorch takes its place. The kernel is for GPUs of compute capabi
 import torch
 from torch.nn import functional as F
 
-from qa_lib.kernels.fp8 import ACTIVATION, WEIGHT, in_e4m3, scaled_mm
+from qa_lib.kernels.fp8 import ACTIVATION, WEIGHT, in_e4m3, scaled_mm, weight_in_e4m3
 from qa_lib.kernels.precompile import custom_op, is_fake, jit, launch, tl
 
 FACTOR = 2.0**14  # gradients by logits, before the mean, lie within ±1, and e5m2 ends at 57,344
@@ -38,8 +38,7 @@ def linear_cross_entropy(
     if not in_fp8:
         return _loss(hidden, weight, targets)[0]
     # Converted here, where the compiler makes one kernel of it.
-    eighths = in_e4m3(hidden.detach(), ACTIVATION), in_e4m3(weight.detach(), WEIGHT)
-    return _loss(hidden, weight, targets, *eighths)[0]
+    return _loss(hidden, weight, targets, in_e4m3(hidden.detach(), ACTIVATION))[0]
 
 
 def reference(hidden, weight, targets):
@@ -50,10 +49,9 @@ def reference(hidden, weight, targets):
 @custom_op("qa_lib::linear_cross_entropy")
 def _loss(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, hidden8: torch.Tensor | None = None,
-    weight8: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The loss, and its gradients by hidden and weight; the GEMMs that need not be in bf16 in 8-bit floats where both
-    are given in e4m3."""
+    """The loss, and its gradients by hidden and weight; the GEMMs that need not be in bf16 in 8-bit floats where
+    hidden is given in e4m3, too."""
     tokens, words, in_fp8 = len(hidden), len(weight), hidden8 is not None
     options = {"WORDS": words, "IGNORED": IGNORED, "FACTOR": FACTOR if in_fp8 else 0.0, **ROW}
     total, losses = hidden.new_empty((), dtype=torch.float32), hidden.new_empty(tokens, dtype=torch.float32)
@@ -64,14 +62,13 @@ def _loss(
         return total, hidden_grad, weight_grad
     scale = 1 / (targets != IGNORED).sum().float()
     weight_sum = torch.zeros_like(weight, dtype=torch.float32)
-    # As a GEMM in 8-bit floats wants it for the gradient of hidden: transposed in memory.
-    across8 = weight8.t().contiguous().t() if in_fp8 else None
+    weight8, across8 = weight_in_e4m3(weight) if in_fp8 else (None, None)
     for begin in range(0, tokens, PART):
         part = slice(begin, begin + PART)
         logits = scaled_mm(hidden8[part], weight8.t(), ACTIVATION * WEIGHT) if in_fp8 else hidden[part] @ weight.T
         launch(loss_kernel, (len(logits),), logits, grads8, targets[part], scale, losses[part], **options)
         if in_fp8:
-            hidden_grad[part] = scaled_mm(grads8[: len(logits)], across8, FACTOR * WEIGHT, factor=scale)
+            hidden_grad[part] = scaled_mm(grads8[: len(logits)], across8.t(), FACTOR * WEIGHT, factor=scale)
         else:
             torch.mm(logits, weight, out=hidden_grad[part])
         torch.addmm(weight_sum, logits.T, hidden[part], out_dtype=torch.float32, out=weight_sum)
@@ -83,7 +80,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, grad, *_):
-    return *(factor * grad for factor in ctx.saved_tensors), *(None,) * 3
+    return *(factor * grad for factor in ctx.saved_tensors), *(None,) * 2
 
 
 _loss.register_autograd(_backward, setup_context=_setup_context)
