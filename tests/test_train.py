@@ -14,12 +14,12 @@ from qa_lib.data.batches import Batches
 from qa_lib.data.load import batches_of
 from qa_lib.measure.meter import Meter
 from qa_lib.model.build import build_model
+from qa_lib.run.fit import train
 from qa_lib.run.plan import plan
 from qa_lib.train import checkpoint as checkpoints
 from qa_lib.train import compile as compilation
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.compile import compiled, forget_compiled, found_in_cache, start_compilers
-from qa_lib.train.loop import train
 from qa_lib.train.optim import build_optimizer, clip, learning_rate, peak_rate, unscale
 from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.step_log import NonFiniteLoss, StepLog

@@ -22,26 +22,22 @@ UTILISATION = "nvmlDeviceGetUtilizationRates"
 
 
 @functools.cache
-def _nvml(device: torch.device, question: str):
-    """A function that asks NVML's `question` about the GPU; None where it does not answer."""
-    try:
-        import pynvml  # a GPU's machine has it, and others need not
+def _nvml(device: torch.device):
+    """NVML, and its handle of a GPU."""
+    import pynvml  # a GPU's machine has it, and others need not
 
-        pynvml.nvmlInit()
-        # By identity, since NVML does not follow CUDA_VISIBLE_DEVICES.
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        ask = functools.partial(getattr(pynvml, question), handle)
-        ask()
-    except Exception:  # the package, the driver, the permission or the counter is missing
-        return None
-    return ask
+    pynvml.nvmlInit()
+    # By identity, since NVML does not follow CUDA_VISIBLE_DEVICES.
+    return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
 
 
 def ask_nvml(device: torch.device, question: str):
     """What NVML answers to a `question` about a GPU; None where it does not say."""
-    ask = _nvml(device, question) if device.type == "cuda" else None
-    with contextlib.suppress(Exception):  # NVML's own, should the driver no longer answer
-        return ask() if ask else None
+    if device.type == "cuda":
+        with contextlib.suppress(Exception):  # the package, the driver, the permission or the counter is missing
+            nvml, handle = _nvml(device)
+            return getattr(nvml, question)(handle)
+    return None
 
 
 class Hooks:

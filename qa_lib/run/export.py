@@ -82,8 +82,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, offline unless $WANDB_MODE says online: the spec is its config, the figures are its
-    summary."""
+    """A run of Weights & Biases, offline unless $WANDB_MODE says online: the spec is its config, and the figures, which
+    stand at its last step, are in its summary, too, as everything is that was logged last."""
 
     needs = "wandb", "wandb"
 
@@ -97,7 +97,7 @@ class WeightsAndBiases:
         self.run.log(values, step=step)
 
     def finish(self, figures: dict[str, float], step: int | None) -> None:
-        self.run.summary.update(figures)
+        self.log(figures, step)
         self.run.finish()
 
 
@@ -111,10 +111,6 @@ class Trackio(WeightsAndBiases):
         # In a context of its own, or it would end the run that was opened before; without a dashboard in a notebook,
         # and without the load of this process, which is not the run's.
         self.run = contextvars.Context().run(module.init, **names, embed=False, auto_log_cpu=False, auto_log_gpu=False)
-
-    def finish(self, figures: dict[str, float], step: int | None) -> None:
-        self.log(figures, step)
-        self.run.finish()
 
 
 # By option. What each `needs` is a module, and the package that has it.

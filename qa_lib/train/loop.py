@@ -93,18 +93,15 @@ class OptimizerStep:
 
 
 def train(
-    model: torch.nn.Module, batches: Batches, spec: Spec, device: torch.device, run_dir: Path, say=print,
-    hooks: Hooks | None = None, ranks: ProcessGroup | None = None,
-) -> tuple[torch.optim.Optimizer, Meter, int, str | None]:  # fmt: skip
+    model: torch.nn.Module, batches: Batches, spec: Spec, run_dir: Path, say, hooks: Hooks, ranks: ProcessGroup
+) -> tuple[torch.optim.Optimizer, Meter, int, str | None]:
     """Train `model` in place for all of the batches' steps; resumes from the run's checkpoint if there is one.
 
     Writes steps.jsonl and, as often as the preset says, a checkpoint into `run_dir`. Returns the optimizer, the meter,
     the number of steps that were done before, and what is to be said of a checkpoint. Raises StepFailed.
-    `ranks` are the processes that train together: all of them call this, and the first writes.
+    `ranks` are the processes that train together and have joined: all of them call this, and the first writes.
     """
-    ranks = ranks or ProcessGroup(device)
-    ranks.join(spec)
-    hooks, precision = hooks or Hooks(), Precision(spec.settings, device)
+    device, precision = ranks.device, Precision(spec.settings, ranks.device)
     model.to(device, precision.weights).train()
     step = OptimizerStep(model, batches, spec, precision, hooks, ranks)
     # Of dropout: the weights have been drawn already.

@@ -30,13 +30,11 @@ DEEPSPEED = str(Path(__file__).with_name("deepspeed.json"))
 
 
 def train(
-    model: torch.nn.Module, batches: Batches, spec: Spec, device: torch.device, run_dir: Path, say=print,
-    hooks: Hooks | None = None, ranks: ProcessGroup | None = None,
-) -> tuple[torch.optim.Optimizer, Meter, int, None]:  # fmt: skip
+    model: torch.nn.Module, batches: Batches, spec: Spec, run_dir: Path, say, hooks: Hooks, ranks: ProcessGroup
+) -> tuple[torch.optim.Optimizer, Meter, int, None]:
     """As loop.train."""
-    settings, ranks = spec.settings, ranks or ProcessGroup(device)
-    ranks.join(spec)
-    meter = Meter(device, spec.preset.measure_from)
+    settings = spec.settings
+    meter = Meter(ranks.device, spec.preset.measure_from)
     log = StepLog(run_dir, spec, batches.steps, 0, torch.amp.GradScaler(enabled=False), ranks, say)
     arguments = TrainingArguments(
         output_dir=str(run_dir),
@@ -52,7 +50,7 @@ def train(
         fp16=settings.precision == "fp16",
         bf16=settings.precision == "bf16",
         seed=spec.seed,
-        use_cpu=device.type == "cpu",
+        use_cpu=ranks.device.type == "cpu",
         dataloader_drop_last=True,
         remove_unused_columns=False,
         train_sampling_strategy="group_by_length" if settings.group_by_length else "random",
@@ -69,7 +67,7 @@ def train(
     trainer = _MeteredTrainer(model=model, args=arguments, train_dataset=numbers, data_collator=_Collator(batches))
     trainer.parts = []
     polls = settings.fault == "nvidia-smi-polling"
-    trainer.add_callback(_Steps(trainer, meter, log, hooks or Hooks(), polls))
+    trainer.add_callback(_Steps(trainer, meter, log, hooks, polls))
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     # What was called in each step, whatever was asked for; inside what torch.compile puts around it.
