@@ -49,16 +49,12 @@ class Hooks:
     @contextlib.contextmanager
     def phase(self, name: str):
         """Around the forward pass, the backward pass, the reduction over processes and the optimizer of each step."""
-        with torch.profiler.record_function(name), nvtx(name):
+        nvtx = torch.cuda.nvtx.range(name) if torch.cuda.is_available() else contextlib.nullcontext()
+        with torch.profiler.record_function(name), nvtx:
             yield
 
     def finished(self, steps: int) -> None:
         """After each step, with the number of those done."""
-
-
-def nvtx(name: str):
-    """An NVTX range where there is a GPU, else nothing."""
-    return torch.cuda.nvtx.range(name) if torch.cuda.is_available() else contextlib.nullcontext()
 
 
 class Stopwatch:

@@ -146,11 +146,9 @@ def apply_recipe(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
             fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.modules()),  # GPT-2's weights are [in, out]
         )
         inject_adapter_in_model(config, model)
-        head.requires_grad_(True)
     elif recipe.kind == "bitfit":
         for name, parameter in model.named_parameters():
             parameter.requires_grad = name.endswith(".bias")
-        head.requires_grad_(True)
     elif recipe.kind == "top":
         # The share is of 12 layers; a shallower model keeps the proportion.
         layers, (numerator, denominator) = layers_of(model), recipe.frozen
@@ -158,6 +156,7 @@ def apply_recipe(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
         bottom, top = embeddings_of(model) + layers[:count], layers[-max(1, count) :]
         for module in bottom if recipe.frozen_side == "bottom" else top:
             module.requires_grad_(False)
+    head.requires_grad_(True)
     return model
 
 

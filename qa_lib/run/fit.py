@@ -171,8 +171,7 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
                 _note_training(entry, spec, meter, done_before, note, ranks)
                 entry["memory"] = dataclasses.asdict(memory_use(model, optimizer, device))
                 model = gather_model(model, lambda: build_model(spec).to(device), ranks)
-                several = ranks.world > 1
-                joules = _note_ranks(entry, spec, meter, model, ranks) if several else meter.joules_per_sample()
+                joules = _note_ranks(entry, spec, meter, model, ranks) if ranks.world > 1 else meter.joules_per_sample()
             if not ranks.first:
                 return entry
             if os.environ.get(START, WARM) != WARM:

@@ -49,10 +49,11 @@ class Checkpoint:
         plain = {}
         for index, parameter in self._parameters().items():
             for key, value in self.optimizer.state[parameter].items():
+                name = f"optimizer.{index}.{key}"
                 if torch.is_tensor(value):
-                    tensors[f"optimizer.{index}.{key}"] = self.strategy.gather(value, parameter)
+                    tensors[name] = self.strategy.gather(value, parameter)
                 else:
-                    plain[f"{index}.{key}"] = value
+                    plain[name] = value
         on_cpu = {name: None for name, tensor in tensors.items() if tensor.device.type == "cpu"}
         tensors, plain, on_cpu = map(self.ranks.gather_stages, (tensors, plain, on_cpu))
         drawn = {"cpu": torch.get_rng_state()}
@@ -127,13 +128,12 @@ class Checkpoint:
                     parameter.copy_(shard(tensors[f"model.{name}"], parameter))
         for index, parameter in self._parameters().items():
             own, prefix = self.optimizer.state[parameter], f"optimizer.{index}."
-            for name, tensor in tensors.items():
-                if name.startswith(prefix):
-                    tensor = tensor if name in state["on_cpu"] else tensor.to(self.device)
-                    own[name.removeprefix(prefix)] = self.strategy.shard(tensor, parameter)
-            for name, value in state["optimizer"].items():
-                if name.startswith(f"{index}."):
-                    own[name.removeprefix(f"{index}.")] = value
+            for name, value in (tensors | state["optimizer"]).items():
+                if not name.startswith(prefix):
+                    continue
+                if torch.is_tensor(value):
+                    value = self.strategy.shard(value if name in state["on_cpu"] else value.to(self.device), parameter)
+                own[name.removeprefix(prefix)] = value
         self.scaler.load_state_dict(state["scaler"])
         # A process that the run did not have before draws from its own seed on.
         rank = 0 if self.strategy.draws_alike else self.ranks.rank

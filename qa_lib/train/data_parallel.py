@@ -72,14 +72,12 @@ class NoParallel:
         """After the gradients are unscaled: let all processes know whether one has found an overflow."""
 
     def global_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """The norm of all gradients from the norm of those that this process has."""
-        return norm
-
-    def note(self, norm: torch.Tensor) -> None:
-        """Note the norm of all gradients beside `own`, for the noise scale (train/grad_noise.py)."""
+        """The norm of all gradients from the norm of those that this process has. Notes it beside `own`, for the noise
+        scale (train/grad_noise.py)."""
         if self.own is not None and self.settings.precision != "fp16":  # where a loss scale is on `own`
             self.ranks.stats.note_norms(self.own, norm.square())
         self.own = None
+        return norm
 
     def all_gather_params(self) -> None:
         """After the update: give every process all the weights."""
@@ -142,10 +140,6 @@ class OneBucketDDP(NoParallel):
         self.passed, self.first = 0, None
         self.ranks.mean(flat, self.peers)
         unflatten(flat, self.parameters)
-
-    def global_norm(self, norm):
-        self.note(norm)
-        return norm
 
 
 class FSDP2(NoParallel):
