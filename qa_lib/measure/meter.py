@@ -37,7 +37,6 @@ def ask_nvml(device: torch.device, question: str):
         with contextlib.suppress(Exception):  # the package, the driver, the permission or the counter is missing
             nvml, handle = _nvml(device)
             return getattr(nvml, question)(handle)
-    return None
 
 
 class Hooks:

@@ -76,8 +76,7 @@ class TensorBoard:
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
 
-    def finish(self, figures: dict[str, float], step: int | None) -> None:
-        self.log(figures, step)
+    def finish(self) -> None:
         self.writer.close()
 
 
@@ -96,8 +95,7 @@ class WeightsAndBiases:
     def log(self, values: dict[str, float], step: int | None) -> None:
         self.run.log(values, step=step)
 
-    def finish(self, figures: dict[str, float], step: int | None) -> None:
-        self.log(figures, step)
+    def finish(self) -> None:
         self.run.finish()
 
 
@@ -139,12 +137,14 @@ class Export:
             self.open[key].log(values, int(line["step"]))
             self.sent[key] = line["step"]
         if entry["status"] in record.TERMINAL:
-            self.open.pop(key).finish(figures_of(entry), entry["time"]["steps"])
+            tracker = self.open.pop(key)
+            tracker.log(figures_of(entry), entry["time"]["steps"])
+            tracker.finish()
 
     def close(self) -> None:
         """Leave there what has not ended as far as it is."""
         for tracker in self.open.values():
-            tracker.finish({}, None)
+            tracker.finish()
 
 
 def package(module: str, name: str):

@@ -42,7 +42,7 @@ from qa_lib.run.process import SHARE, START, WARM, check_driver, follow_driver, 
 from qa_lib.run.torchrun import fault_path, faults, first_fault, run_processes
 from qa_lib.score import evaluate, perplexity
 from qa_lib.spec import Spec
-from qa_lib.train.checkpoint import Checkpoint, digest_of
+from qa_lib.train.checkpoint import CHECKPOINT, digest_of
 from qa_lib.train.compile import forget_compiled, found_in_cache, start_compilers
 from qa_lib.train.data_parallel import gather_model
 from qa_lib.train.grad_noise import efficiency
@@ -222,7 +222,7 @@ def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
                 return
             record.finish(run_dir, entry, "ok")
             # Checkpoints not believed or not written to their end, and faults of processes that were restarted.
-            kept = [Checkpoint.path_of(run_dir).with_suffix(end) for end in (".safetensors", ".refused", ".partial")]
+            kept = [(run_dir / CHECKPOINT).with_suffix(end) for end in (".safetensors", ".refused", ".partial")]
             for old in [*kept, *faults(run_dir)]:
                 old.unlink(missing_ok=True)
         except (Exception, KeyboardInterrupt) as problem:
@@ -288,13 +288,11 @@ def _note_sizes(entry: dict, data: Data, model: torch.nn.Module, steps: int) -> 
     }
 
 
-def _note_training(
-    entry: dict, spec: Spec, meter: Meter, done_before: int, note: str | None, ranks: ProcessGroup
-) -> None:
+def _note_training(entry: dict, spec: Spec, meter: Meter, begin: int, note: str | None, ranks: ProcessGroup) -> None:
     """Put into a record how many steps were trained and in which processes, what became of an earlier process's, and
     the gradient noise scale, where the variant sees its gradients in one piece; all processes call this together."""
     noise = ranks.stats.noise(len(meter.times))
-    entry["time"] |= {"steps": done_before + len(meter.times), "resumed_from_step": done_before or None}
+    entry["time"] |= {"steps": begin + len(meter.times), "resumed_from_step": begin or None}
     entry["parallel"] |= {
         "wrapper": ranks.wrapper,
         "noise": dataclasses.asdict(noise),

@@ -16,6 +16,7 @@ from qa_lib.record import RecordError, code_version, regular
 from qa_lib.spec import Spec
 from qa_lib.train.data_parallel import NoParallel, gather, shard
 
+CHECKPOINT = "checkpoint.safetensors"  # in the folder of a run that is unfinished
 # What decides how a training goes on. A run that is resumed by other code would be neither the one nor the other.
 CODE = ("data", "kernels", "model", "train", "variants.py", "presets.py", "spec.py")
 
@@ -34,7 +35,7 @@ class Checkpoint:
 
     def __init__(self, run_dir: Path, spec: Spec, model, optimizer, scaler, strategy: NoParallel):
         """`strategy` is the way in which the processes of the run share it."""
-        self.path, self.hash, self.every = self.path_of(run_dir), spec.hash, spec.preset.checkpoint_every
+        self.path, self.hash, self.every = run_dir / CHECKPOINT, spec.hash, spec.preset.checkpoint_every
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.strategy, self.ranks, self.device = strategy, strategy.ranks, strategy.ranks.device
 
@@ -148,11 +149,6 @@ class Checkpoint:
         state_dict, whose form bitsandbytes changes."""
         parameters = (p for group in self.optimizer.param_groups for p in group["params"])
         return {self.strategy.place(number): parameter for number, parameter in enumerate(parameters)}
-
-    @staticmethod
-    def path_of(run_dir: Path) -> Path:
-        """Where a run's checkpoint lies while it is unfinished."""
-        return run_dir / "checkpoint.safetensors"
 
 
 def _changed(before: dict[str, str | None]) -> str | None:

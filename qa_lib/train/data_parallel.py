@@ -121,10 +121,7 @@ class OneBucketDDP(NoParallel):
     """All gradients flattened into one tensor, averaged by one call, whose parts are the gradients from then on."""
 
     peers = None  # the group of processes that have these parameters; all
-
-    def __init__(self, model, ranks, settings):
-        super().__init__(model, ranks, settings)
-        self.passed, self.first = 0, None  # backward passes of the step; the first one's square norm, if alone
+    passed, first = 0, None  # backward passes of the step; the first one's square norm, if alone
 
     @contextlib.contextmanager
     def micro_batch(self, last):

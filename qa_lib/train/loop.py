@@ -128,14 +128,11 @@ def train(
             loss = take_step(inputs, parts)
         except Exception as problem:
             raise StepFailed(number) from problem
-        meter.step(*batches.tokens(micro_batches))
-        log.add(loss, rate)
         saves = checkpoint.is_due(number, batches.steps)
-        if log.due or saves or number == batches.steps:
-            log.write(meter.flush())
-            if saves:
-                step.strategy.finish()
-                checkpoint.save(number)
+        log.step(meter, batches.tokens(micro_batches), loss, rate, write=saves)
+        if saves:
+            step.strategy.finish()
+            checkpoint.save(number)
             meter.resume()
         hooks.finished(number)
     if ranks.world > 1 and not spec.preset.quality and begin < batches.steps:  # else they would change what is scored

@@ -102,9 +102,7 @@ class MasterAdamW(torch.optim.Optimizer):
             number = torch.empty((), device=parameters[0].device)
             skip = number if parameters[0].dtype == torch.float16 else None  # whose loss has a scale
             _norm_by_kernel(columns[1])
-            _update_by_kernel(
-                *columns, number, number, number, number, *self.defaults["betas"], self.defaults["eps"], skip
-            )
+            _update_by_kernel(*columns, *[number] * 4, *self.defaults["betas"], self.defaults["eps"], skip)
 
     @torch.no_grad()
     def step(self, closure=None) -> None:

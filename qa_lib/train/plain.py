@@ -39,11 +39,7 @@ def train(
         rate, micro_batches = learning_rate(spec, number - 1, batches.steps), batches.step(number - 1)
         set_rate(step.optimizer, rate)
         loss = step([batches.collate(samples, device) for samples in micro_batches])
-        meter.step(*batches.tokens(micro_batches))
-        log.add(loss, rate)
-        if log.due or number == batches.steps:
-            log.write(meter.flush())
-            meter.resume()
+        log.step(meter, batches.tokens(micro_batches), loss, rate)
         hooks.finished(number)
     model.to(device, peer.norm.weight.dtype)
     _copy((other, own) for own, other in peer.pairs(model))

@@ -66,8 +66,7 @@ def train(
     numbers = Dataset.from_dict({"sample": range(len(lengths)), "length": lengths})
     trainer = _MeteredTrainer(model=model, args=arguments, train_dataset=numbers, data_collator=_Collator(batches))
     trainer.parts = []
-    polls = settings.fault == "nvidia-smi-polling"
-    trainer.add_callback(_Steps(trainer, meter, log, hooks, polls))
+    trainer.add_callback(_Steps(trainer, meter, log, hooks, polls=settings.fault == "nvidia-smi-polling"))
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     # What was called in each step, whatever was asked for; inside what torch.compile puts around it.
@@ -111,10 +110,6 @@ class _Steps(TrainerCallback):
             self.meter.polled.append(polled_utilisation())
         collator, parts = self.trainer.data_collator, self.trainer.parts
         micro_batches = [collator.seen.pop(0) for _ in parts]
-        self.meter.step(*collator.batches.tokens(micro_batches))
-        self.log.add(sum(parts), self.trainer.rate)
+        self.log.step(self.meter, collator.batches.tokens(micro_batches), sum(parts), self.trainer.rate)
         parts.clear()
-        if self.log.due or state.global_step == args.max_steps:
-            self.log.write(self.meter.flush())
-            self.meter.resume()
         self.hooks.finished(state.global_step)
