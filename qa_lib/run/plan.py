@@ -183,7 +183,7 @@ def identify_model(source: str) -> dict:
 
 
 def _inspect_model(source: str) -> tuple[dict, dict]:
-    """A model's identity, and what its config.json says; nothing for a model of the hub that is not on this machine."""
+    """A model's identity, and what its config.json says; nothing for a model of the hub that cannot be had now."""
     if source == "tiny":
         revision, config = sha256_of_json([TINY_CONFIG, vocabulary()]), {"model_type": "bert", **TINY_CONFIG}
     elif shape := find_shape(source):
