@@ -42,10 +42,11 @@ def call_all(capability: int) -> None:
 
     hidden, bias, statistics = drawn(tokens, width), drawn(width), drawn(2, tokens, dtype=torch.float32)
     fused_norm._norm(hidden, bias, hidden, bias, bias, whole(), 0.1, 1e-12)
+    rest = (bias, hidden, bias, whole(), statistics, 0.1, hidden.dtype)
     for other in (None, hidden):
-        fused_norm._norm_backward(hidden, other, hidden, bias, hidden, bias, whole(), statistics, 0.1)
-    total, *_ = fused_norm._add_norm(hidden, bias, hidden, bias, bias, whole(), 0.1, 1e-12)
-    fused_norm._add_norm_backward(hidden, hidden, total, bias, bias, whole(), statistics, 0.1, hidden.dtype)
+        fused_norm._norm_backward(hidden, other, hidden, *rest)
+    fused_norm._norm(hidden, bias, hidden, bias, bias, whole(), 0.1, 1e-12, keeps=True)
+    fused_norm._norm_backward(hidden, hidden, None, *rest)
     for factor in (0.0, 2.0**16) if capability >= 89 else (0.0,):
         gelu._gelu_backward(drawn(tokens, inner), drawn(tokens, inner), drawn(inner), factor)
     if capability >= 80:

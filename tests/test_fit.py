@@ -1,7 +1,6 @@
 """One run after another in one process, as in a notebook's kernel: each must be as it would be alone."""
 
 import contextlib
-import dataclasses
 import math
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 
 from qa_lib import record, variants
 from qa_lib.model.build import HEADS, build_model
-from qa_lib.run.fit import TASKS, _limits, fit, out_of_memory
+from qa_lib.run.fit import EVALUATIONS, LOADERS, _limits, fit, out_of_memory
 from qa_lib.run.plan import plan
 from qa_lib.train.step_log import StepFailed
 from tests.material import end_of, refused
@@ -34,7 +33,8 @@ def scored(spec, monkeypatch, quality):
     monkeypatch.setitem(record.SCORING, "toy", task)
     monkeypatch.setitem(HEADS, "toy", HEADS["qa"])
     monkeypatch.setitem(variants.TASKS, "toy", {"card": variants.TASKS["qa"]["card"] | {"metrics": {}}})
-    monkeypatch.setitem(TASKS, "toy", dataclasses.replace(TASKS["qa"], evaluate=lambda *_: quality))
+    monkeypatch.setitem(LOADERS, "toy", LOADERS["qa"])
+    monkeypatch.setitem(EVALUATIONS, "toy", lambda *_: quality)
     return resized(spec, task="toy", quality=True)
 
 

@@ -51,8 +51,12 @@ def by_kernel(*inputs):
     return fused_norm._norm(*inputs)[0]
 
 
+def by_plain(*inputs):
+    return fused_norm.reference(*inputs)[1]
+
+
 def expected(inputs, grad, seed, dropout):
-    return with_gradients(fused_norm.reference, [x.double() for x in inputs], grad.double(), seed, dropout)
+    return with_gradients(by_plain, [x.double() for x in inputs], grad.double(), seed, dropout)
 
 
 def assert_close(found, wanted, error):
@@ -143,7 +147,8 @@ def test_the_operators_are_what_the_compiler_takes_them_for():
     inputs, _, seed = drawn(4, 32)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     arguments = (*(x.requires_grad_() for x in inputs), seed, 0.1, EPS)
-    library.opcheck(fused_norm._norm, arguments, test_utils=checks, atol=1e-5, rtol=1e-4)
+    for keeps in (False, True):
+        library.opcheck(fused_norm._norm, (*arguments, keeps), test_utils=checks, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU captures no graph")
@@ -163,7 +168,7 @@ def test_replays_of_a_captured_graph_drop_out_by_the_seed_of_the_time():
 def test_the_reference_is_differentiated_as_finite_differences_have_it():
     inputs, _, seed = drawn(3, 5)
     inputs = [x.double().requires_grad_() for x in inputs]
-    assert torch.autograd.gradcheck(lambda *x: fused_norm.reference(*x, seed, 0.3, EPS), inputs)
+    assert torch.autograd.gradcheck(lambda *x: by_plain(*x, seed, 0.3, EPS), inputs)
 
 
 def built(setting, **sources):
@@ -211,7 +216,7 @@ def test_the_model_trains_by_the_kernels_as_without_them_and_they_add_up_gradien
     for setting in ("native", "fused"):
         model, packed, inputs = built(setting)
         if setting == "fused":
-            monkeypatch.setattr(fused_norm, "reference", by_kernel)
+            monkeypatch.setattr(fused_norm, "reference", lambda *inputs: (None, by_kernel(*inputs)))
             monkeypatch.setattr(gelu, "reference", lambda *inputs: gelu._gelu_backward(*inputs, 0.0)[:2])
             for module in (fused_norm, gelu):
                 monkeypatch.setattr(module, "PROGRAMS", 2)
@@ -237,7 +242,9 @@ def test_a_sum_that_is_used_again_scaled_or_broadcast_is_left_alone():
             return *fused_norm._norm_backward(added, None, *rest), added.sum() if total is used_again else None
 
         inputs, grad, seed = drawn(4, 8)
-        return make_fx(run, tracing_mode="fake")(grad, grad[:1], *inputs[:4], seed, torch.ones(2, 4), 0.1).graph
+        return make_fx(run, tracing_mode="fake")(
+            grad, grad[:1], *inputs[:4], seed, torch.ones(2, 4), 0.1, grad.dtype
+        ).graph
 
     def used_again(grad, other):
         return grad + grad
@@ -247,6 +254,18 @@ def test_a_sum_that_is_used_again_scaled_or_broadcast_is_left_alone():
         OperatorFusion()(graph)
         (call,) = graph.find_nodes(op="call_function", target=torch.ops.qa_lib.norm_backward.default)
         assert call.args[1] is None and call.args[0].target is torch.ops.aten.add.Tensor
+
+
+def test_a_norm_that_takes_the_residual_streams_gradient_keeps_it():
+    def run(grad, stream, *rest):
+        return fused_norm._norm_backward(grad + grad, stream, None, *rest)
+
+    inputs, grad, seed = drawn(4, 8)
+    rest = (*inputs[1:4], seed, torch.ones(2, 4), 0.1, grad.dtype)
+    graph = make_fx(run, tracing_mode="fake")(grad, grad + 1, *rest).graph
+    OperatorFusion()(graph)
+    (call,) = graph.find_nodes(op="call_function", target=torch.ops.qa_lib.norm_backward.default)
+    assert call.args[0].target is torch.ops.aten.add.Tensor and call.args[1].op == "placeholder"
 
 
 @pytest.mark.parametrize(("variant", "passes"), [("E-varlen", {None}), ("E-norm", {OperatorFusion})])
@@ -266,10 +285,15 @@ def test_dynamo_traces_the_whole_model():
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
+def by_kernel_with_sum(*inputs):
+    output, _, total = fused_norm._norm(*inputs, keeps=True)
+    return total, output
+
+
 def with_stream_gradients(run, inputs, grad, seed, dropout):
     """The sum, its norm and the gradients of the five inputs."""
     inputs = [x.detach().requires_grad_() for x in inputs]
-    total, normed = run(*inputs, seed, dropout, EPS)[:2]
+    total, normed = run(*inputs, seed, dropout, EPS)
     gradients = torch.autograd.grad((total, normed), inputs, (grad.flip(0), grad))
     return total.detach(), normed.detach(), *gradients
 
@@ -283,5 +307,5 @@ def test_the_kernel_gives_the_residual_stream_and_its_norm(rows, width, dropout)
     wanted = with_stream_gradients(
         fused_norm.fused_add_norm, [x.cpu() for x in wide], grad.double().cpu(), seed.cpu(), dropout
     )
-    found = with_stream_gradients(fused_norm._add_norm, inputs, grad, seed, dropout)
+    found = with_stream_gradients(by_kernel_with_sum, inputs, grad, seed, dropout)
     assert_close([x.cpu() for x in found], wanted, 1e-5)

@@ -1,7 +1,6 @@
 """A run is of the model and the data that were planned: what is opened decides its identity, what is loaded is compared
 with it, and what was made of another model does not stay beside the new one."""
 
-import dataclasses
 import gzip
 import json
 import os
@@ -25,7 +24,7 @@ from qa_lib.model.hf_checkpoint import SUMS, checkpoint_files, replacing, write_
 from qa_lib.record import read_record
 from qa_lib.run import fit as fitting
 from qa_lib.run import sweep
-from qa_lib.run.fit import TASKS, fit, prepare
+from qa_lib.run.fit import LOADERS, fit, prepare
 from qa_lib.run.plan import identify_data, identify_model, plan
 from qa_lib.score.predict import load_qa_model, window_lengths
 from qa_lib.spec import Machine
@@ -134,7 +133,7 @@ def test_a_file_that_changes_after_the_plan_ends_the_run_and_is_named(squad, mod
     if when == "before":
         change(path, content)
     else:
-        monkeypatch.setitem(TASKS, "qa", dataclasses.replace(TASKS["qa"], load=load_and_change))
+        monkeypatch.setitem(LOADERS, "qa", load_and_change)
     if when == "meanwhile" and path.parent == squad:  # what was loaded is what was planned
         assert fit(spec, tmp_path / "runs", say=quiet)["status"] == "ok"
         return

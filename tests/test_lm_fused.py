@@ -14,9 +14,9 @@ from qa_lib.model.fused_blocks import use_hash_dropout, use_sigmoid_gelu
 from qa_lib.model.fused_decoder import check_fused_decoder, use_causal_attention, use_fused_decoder
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.gpt2 import GPT2
+from qa_lib.run.fit import train
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
-from qa_lib.train import plain
 from qa_lib.train.compile import ChunkedLossOf, LossOf
 from qa_lib.train.plain import PlainStep
 from qa_lib.variants import VARIANTS, Settings, find_recipe
@@ -171,6 +171,4 @@ def test_a_model_without_a_rival_is_told(tmp_path):
     (spec,) = plan(["E-plain"], "smoke", machine=Machine(gpus=1, sm=90, compiler=True))
     roberta = types.SimpleNamespace(config=types.SimpleNamespace(model_type="roberta"))
     with pytest.raises(UserError, match="a BERT and a GPT-2, and this model is a roberta"):
-        plain.train(
-            roberta, None, spec, torch.device("cpu"), tmp_path, ranks=types.SimpleNamespace(join=lambda _: None)
-        )
+        train(roberta, None, spec, torch.device("cpu"), tmp_path)

@@ -5,7 +5,7 @@ import torch
 
 from qa_lib.kernels import eight_bit
 from qa_lib.train import master_adamw as module
-from qa_lib.train.master_adamw import MasterAdamW, halves, masters, random_bits, update, upper
+from qa_lib.train.master_adamw import MasterAdamW, halves, master_of, random_bits, update, upper
 from qa_lib.train.optim import unscale
 
 SHAPES = [(33, 17), (128,), (128,), (4, 5, 6)]
@@ -13,8 +13,14 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def masters_of(optimizer: MasterAdamW) -> list[torch.Tensor]:
-    parameters, states = zip(*optimizer.state.items(), strict=True)
-    return masters(parameters, [state["low_bits"] for state in states])
+    return [master_of(parameter, state["low_bits"]) for parameter, state in optimizer.state.items()]
+
+
+def update_all(*lists_and_values):
+    """As `_update_by_kernel`, by the plain update."""
+    columns, values = lists_and_values[:7], lists_and_values[7:]
+    for tensors in zip(*columns, strict=True):
+        update(*tensors, *values)
 
 
 def train(moments, steps=20, dtype=torch.bfloat16):
@@ -79,10 +85,10 @@ def test_the_kernel_is_the_plain_update(moments, dtype, skips):
     scalars = [torch.tensor(value, device=DEVICE) for value in (3.0, 0.7, 1e-2, 1.5)]
     skip = None if skips is None else torch.tensor(float(skips), device=DEVICE)
     before, found, wanted = (drawn_state(moments, dtype, MANY) for _ in range(3))
-    for run, columns in ((module._update_by_kernel, found), (update, wanted)):
+    for run, columns in ((module._update_by_kernel, found), (update_all, wanted)):
         run(*columns, *scalars, 0.9, 0.999, 1e-8, skip)
-    for one, other in zip(masters(found[0], found[2]), masters(wanted[0], wanted[2]), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    one, other = (list(map(master_of, state[0], state[2])) for state in (found, wanted))
+    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
     ours, plain = (torch.cat([t.flatten() for t in state[3] + state[4]]) for state in (found, wanted))
     if moments == CODES:  # one code away, in few places, and scales that are equal but for their last bit
         assert (ours.int() - plain.int()).abs().max() <= 1
@@ -105,7 +111,7 @@ def test_the_kernel_rounds_as_the_plain_update_does():
     rest = (master.view(torch.int32) - nearest.view(torch.int32)).to(torch.int16)
     zeros = torch.zeros_like(master)
     found = []
-    for run in (module._update_by_kernel, update):
+    for run in (module._update_by_kernel, update_all):
         state = [t.clone().to(DEVICE) for t in (nearest.bfloat16(), zeros.bfloat16(), rest, zeros, zeros)]
         state[1][0] = torch.nan
         scalars = [torch.tensor(value, device=DEVICE) for value in (3.0, 1.0, 1e-2, 1.5)]
@@ -197,7 +203,7 @@ def test_weight_and_rest_are_the_master_for_every_weight():
     nearest = upper(master, 0x8000)
     weight, distance = nearest.bfloat16(), master.view(torch.int32) - nearest.view(torch.int32)
     assert torch.equal(weight.float(), nearest) and distance.abs().max() == 2**15
-    (again,) = masters([weight], [distance.to(torch.int16)])
+    again = master_of(weight, distance.to(torch.int16))
     assert torch.equal(again.view(torch.int32), master.view(torch.int32))
     # Where two weights are equally near, it is the larger one.
     tie = master.view(torch.int32) & 0xFFFF == 0x8000
@@ -207,8 +213,8 @@ def test_weight_and_rest_are_the_master_for_every_weight():
 
 def test_fp16_and_its_rest_have_22_bits_of_the_master():
     master = torch.randn(100_000) * 10.0 ** torch.randint(-6, 3, (100_000,))
-    (weight,), (rest,) = halves([master], torch.float16)
-    (again,) = masters([weight.half()], [rest.half()])
+    weight, rest = halves(master, torch.float16)
+    again = master_of(weight.half(), rest.half())
     assert ((again - master).abs() <= 2**-22 * master.abs() + 2**-36).all()
 
 
@@ -250,7 +256,7 @@ def test_what_is_not_a_number_stays_none():
 
 def drawn(value, step=1, first=0):
     """Both halves of the random bits for a tensor."""
-    (found,) = random_bits([value], [torch.tensor(first, dtype=torch.int32)], torch.tensor(float(step)))
+    found = random_bits(value, torch.tensor(first, dtype=torch.int32), torch.tensor(float(step)))
     return found & 0xFFFF, found >> 16 & 0xFFFF
 
 

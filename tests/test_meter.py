@@ -96,9 +96,8 @@ def test_an_energy_counter_that_falls_silent_ends_the_energy_and_not_the_run(pre
     assert meter.joules_per_sample() is None
 
 
-@pytest.mark.parametrize(("looks", "samples"), [(10**9, 4 * [0.75]), (3, 2 * [0.75]), (0, [])])
+@pytest.mark.parametrize(("looks", "samples"), [(10**9, 4 * [0.75]), (2, 2 * [0.75]), (0, [])])
 def test_the_own_gpu_is_asked_after_each_measured_stretch_until_it_falls_silent(looks, samples, pretend):
-    """The first look is to see whether it answers."""
     nvml = pretend(NVML(looks))
     meter = Meter(GPU, warm_up=1)
     for _ in range(5):  # the first is the warm-up

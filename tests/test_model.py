@@ -12,9 +12,9 @@ from qa_lib.data.load import load_data
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.errors import UserError
 from qa_lib.model.build import apply_recipe, build_model, save_model
+from qa_lib.run.fit import train
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
-from qa_lib.train import loop
 from qa_lib.variants import RECIPES
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
@@ -98,7 +98,7 @@ def test_dynamic_padding_compiles_symbolic_shapes_once(tmp_path, monkeypatch):
     spec = spec_of("A4")
     spec = dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, steps=6, checkpoint_every=0))
     batches = Batches(load_data(spec).samples, spec)
-    loop.train(build_model(spec), batches, spec, torch.device("cpu"), tmp_path, lambda _: None)
+    train(build_model(spec), batches, spec, torch.device("cpu"), tmp_path, lambda _: None)
     assert counter.frame_count == 1
 
 

@@ -15,7 +15,7 @@ from qa_lib.data.packing import CALLS, PackedBatches, deal, few_limits
 from qa_lib.model.attention import KERNELS, Segments
 from qa_lib.model.build import build_model
 from qa_lib.model.packed import Packed, RegionalModel, regions_of
-from qa_lib.run.fit import fit
+from qa_lib.run.fit import fit, train
 from qa_lib.run.plan import plan
 from qa_lib.spec import Spec
 from qa_lib.train.compile import LossOf
@@ -386,7 +386,6 @@ def test_beyond_rows_run_and_end_to_end(tmp_path):
 @pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"optimizer": "adamw-master"}], ids=str)
 def test_a_captured_step_is_the_eager_step(samples, changes, tmp_path):
     """Ten steps without dropout, three of them eager and seven replayed, against ten eager ones."""
-    from qa_lib.train.loop import train
 
     def weights(captured):
         spec = spec_of("E-graph", machine=H200, steps=10, checkpoint_every=0, measure_from=2)

@@ -163,7 +163,7 @@ def test_a_profile_of_a_row_on_this_machine(tmp_path):
     for phase, part in (("forward", "attention"), ("backward", "feed-forward"), ("optimizer", "optimizer")):
         assert time["parts"][phase][part] > 0
     assert time["busy_ms"] == pytest.approx(sum(sum(parts.values()) for parts in time["parts"].values()))
-    events = trace.read(tmp_path / spec.run_path / "trace.json.gz")
+    events = trace.read((tmp_path / spec.run_path / "trace.json.gz").read_bytes())
     steps = {event["name"] for event in events if event.get("name", "").startswith("ProfilerStep#")}
     assert len(steps) == profile.PROFILED == trace.work(events, trace.Widths(1, 2, 3))["step"].nunique()
 

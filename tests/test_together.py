@@ -25,7 +25,7 @@ from qa_lib.run.fit import fit, noting_faults, recording
 from qa_lib.run.plan import plan
 from qa_lib.run.process import call, kill
 from qa_lib.run.torchrun import fault_path, first_fault, record_fault
-from qa_lib.train.checkpoint import Checkpoint
+from qa_lib.train.checkpoint import CHECKPOINT
 from qa_lib.train.process_group import ProcessGroup
 from tests import faulty, warm
 from tests.conftest import slow
@@ -347,7 +347,7 @@ def test_a_host_goes_on_alone_when_the_other_is_lost(tmp_path):
     (head,) = agents(1, *options, endpoint=endpoint)
     wait_for(lambda: answers(endpoint))
     (other,) = agents(1, *options, endpoint=endpoint)
-    wait_for(Checkpoint.path_of(tmp_path / spec.run_path).exists)
+    wait_for((tmp_path / spec.run_path / CHECKPOINT).exists)
     kill(other)
     said = head.communicate(timeout=LIMIT_S)[0]
     assert head.returncode == 0, said

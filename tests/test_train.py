@@ -14,12 +14,12 @@ from qa_lib.data.batches import Batches
 from qa_lib.data.load import batches_of
 from qa_lib.measure.meter import Meter
 from qa_lib.model.build import build_model
+from qa_lib.run.fit import train
 from qa_lib.run.plan import plan
 from qa_lib.train import checkpoint as checkpoints
 from qa_lib.train import compile as compilation
-from qa_lib.train.checkpoint import Checkpoint
+from qa_lib.train.checkpoint import CHECKPOINT
 from qa_lib.train.compile import compiled, forget_compiled, found_in_cache, start_compilers
-from qa_lib.train.loop import train
 from qa_lib.train.optim import build_optimizer, clip, learning_rate, peak_rate, unscale
 from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.step_log import NonFiniteLoss, StepLog
@@ -192,7 +192,7 @@ def test_elementwise_work_is_repeated_and_products_are_not(monkeypatch):
 def test_a_checkpoint_of_another_run_is_not_taken(samples, tmp_path):
     spec = spec_of("A1", checkpoint_every=2)
     run_dir = stopped(spec, samples, tmp_path / "run")
-    assert Checkpoint.path_of(run_dir).exists()
+    assert (run_dir / CHECKPOINT).exists()
     other = dataclasses.replace(spec, seed=1)
     assert trained(other, samples, run_dir)[3:] == (0, "began anew, since its checkpoint is of another run")
     assert (run_dir / "checkpoint.refused").exists()
@@ -210,7 +210,7 @@ def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_run_begins_anew(dam
     spec = spec_of("A1", checkpoint_every=2)
     run_dir = stopped(spec, samples, tmp_path / "run")
     spoil, said = DAMAGE[damage]
-    spoil(Checkpoint.path_of(run_dir))
+    spoil(run_dir / CHECKPOINT)
     whole = weights(trained(spec, samples, tmp_path / "whole")[0])
     model, _, _, begin, refused = trained(spec, samples, run_dir)
     assert begin == 0 and said in refused and (run_dir / "checkpoint.refused").exists()
@@ -234,7 +234,7 @@ def test_a_full_disk_leaves_the_older_checkpoint(samples, tmp_path, monkeypatch)
     spec = spec_of("A1", checkpoint_every=2)
 
     def fills_up(tensors, path, metadata):
-        if Checkpoint.path_of(tmp_path / "run").exists():
+        if (tmp_path / "run" / CHECKPOINT).exists():
             path.write_bytes(b"half")
             raise OSError(28, "No space left on device")
         save_file(tensors, path, metadata)
@@ -312,8 +312,7 @@ def test_an_overflow_is_excused_while_the_scaler_can_still_back_off(tmp_path):
     def write(losses, scale):
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         log = StepLog(tmp_path, spec_of("A1"), 20, 0, scaler, ProcessGroup(DEVICE), quiet)
-        for loss in losses:
-            log.add(torch.tensor(loss), 1e-3)
+        log.pending += [(torch.tensor(loss), 1e-3) for loss in losses]
         log.write([0.01] * len(losses))
 
     write([1.0, float("inf"), 1.0], scale=2.0**15)
@@ -328,7 +327,7 @@ def test_the_time_left_does_not_count_compilation(tmp_path, monkeypatch):
     log = StepLog(tmp_path, spec_of("A3"), 10, 0, scaler, ProcessGroup(DEVICE), said.append)
     for clock in (84.0, 86.0):  # the first step compiles
         now[0] = clock
-        log.add(torch.tensor(1.0), 0.1)
+        log.pending.append((torch.tensor(1.0), 0.1))
         log.write([1.0])
     compiling, progress = said
     assert "compiling" in compiling

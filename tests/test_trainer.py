@@ -39,7 +39,7 @@ def samples():
 
 def train(spec, samples, folder):
     model = build_model(spec)
-    _, meter, *_ = trainer.train(model, batches_of(samples, spec), spec, torch.device("cpu"), folder, quiet)
+    _, meter, *_ = fitting.train(model, batches_of(samples, spec), spec, torch.device("cpu"), folder, quiet)
     return model, meter
 
 
@@ -48,7 +48,7 @@ def said(monkeypatch):
     """nvidia-smi, which answers with these lines and then no more."""
     lines, asked = list(SAID), []
     monkeypatch.setattr(hardware, "_nvidia_smi", lambda *words: (asked.append(words), lines.pop(0) if lines else "")[1])
-    monkeypatch.setattr(trainer.ProcessGroup, "join", lambda self, spec: None)  # or else a process group is left behind
+    monkeypatch.setattr(fitting.ProcessGroup, "join", lambda self, spec: None)  # or else a process group is left behind
     return asked
 
 
@@ -114,9 +114,9 @@ class Engine(torch.nn.Module):
 def test_the_class_that_trained_is_what_the_trainer_has_called(wrapped, said, samples, tmp_path, monkeypatch):
     if wrapped:
         monkeypatch.setattr(trainer.Trainer, "_wrap_model", lambda self, model, *_: wrapped(model))
-    ranks, spec = trainer.ProcessGroup(torch.device("cpu")), spec_of("P0")
+    ranks, spec = fitting.ProcessGroup(torch.device("cpu")), spec_of("P0")
     given = build_model(spec), batches_of(samples, spec), spec
-    trainer.train(*given, ranks.device, tmp_path, quiet, ranks=ranks)
+    fitting.train(*given, ranks.device, tmp_path, quiet, ranks=ranks)
     assert ranks.wrapper == ("Engine" if wrapped else None)
 
 

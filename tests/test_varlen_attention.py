@@ -79,7 +79,7 @@ def test_the_kernel_is_the_reference(lengths, dropout):
 @pytest.mark.parametrize("tiles", [(64, 32, 64, 32), (128, 64, 128, 64), (64, 64, 32, 32)], ids=str)
 @pytest.mark.parametrize("lengths", [[96, 96], [1, 65, 130]], ids=str)
 def test_a_causal_kernel_is_the_reference(lengths, tiles, monkeypatch):
-    for options, names in ((varlen.CAUSAL_FORWARD, ("QUERIES", "KEYS")), (varlen.CAUSAL_BACKWARD, ("BLOCK", "STEP"))):
+    for options, names in ((varlen.CAUSAL_FORWARD, ("QUERIES", "KEYS")), (varlen.BACKWARD, ("BLOCK", "STEP"))):
         for name, size in zip(names, tiles[:2] if names[0] == "QUERIES" else tiles[2:], strict=True):
             monkeypatch.setitem(options, name, size)
     inputs = drawn(lengths)

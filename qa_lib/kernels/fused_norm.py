@@ -41,20 +41,20 @@ def fused_norm(x, bias, residual, gamma, beta, seed, dropout: float, eps: float)
     and beta [width]. `seed`, an int32 on the device, decides what is dropped out."""
     if residual.is_cuda:
         return _norm(x, bias, residual, gamma, beta, seed, dropout, eps)[0]
-    return reference(x, bias, residual, gamma, beta, seed, dropout, eps)
-
-
-def reference(x, bias, residual, gamma, beta, seed, dropout, eps):
-    """As fused_norm in plain PyTorch."""
-    x = hash_dropout(x + bias, seed, dropout) if dropout else x + bias
-    return F.layer_norm(residual + x, gamma.shape, gamma, beta, eps)
+    return reference(x, bias, residual, gamma, beta, seed, dropout, eps)[1]
 
 
 def fused_add_norm(x, bias, residual, gamma, beta, seed, dropout: float, eps: float):
     """residual + dropout(x + bias) and its norm, for tensors as fused_norm takes them; both of the residual's shape and
     type."""
-    if residual.is_cuda:
-        return _add_norm(x, bias, residual, gamma, beta, seed, dropout, eps)[:2]
+    if not residual.is_cuda:
+        return reference(x, bias, residual, gamma, beta, seed, dropout, eps)
+    output, _, total = _norm(x, bias, residual, gamma, beta, seed, dropout, eps, keeps=True)
+    return total, output
+
+
+def reference(x, bias, residual, gamma, beta, seed, dropout, eps):
+    """As fused_add_norm in plain PyTorch."""
     x = hash_dropout(x + bias, seed, dropout) if dropout else x + bias
     total = residual + x
     return total, F.layer_norm(total, gamma.shape, gamma, beta, eps)
@@ -63,56 +63,30 @@ def fused_add_norm(x, bias, residual, gamma, beta, seed, dropout: float, eps: fl
 @custom_op("qa_lib::norm")
 def _norm(
     x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor,
-    seed: torch.Tensor, dropout: float, eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The output, of the residual's shape and type, and each row's mean and inverse deviation, fp32 [2, rows]."""
-    return _forward(None, x, bias, residual, gamma, beta, seed, dropout, eps)
-
-
-@custom_op("qa_lib::add_norm")
-def _add_norm(
-    x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor,
-    seed: torch.Tensor, dropout: float, eps: float,
+    seed: torch.Tensor, dropout: float, eps: float, keeps: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The sum, and what `_norm` gives."""
-    total = residual.new_empty(residual.shape)
-    return total, *_forward(total, x, bias, residual, gamma, beta, seed, dropout, eps)
-
-
-def _forward(total, x, bias, residual, gamma, beta, seed, dropout, eps):
-    """What `_norm` gives; into `total`, if there is one, goes what was normed."""
+    """The output, of the residual's shape and type; each row's mean and inverse deviation, fp32 [2, rows]; and what was
+    normed, which is empty unless the caller `keeps` it."""
     *_, width = x.shape
     rows = x.numel() // width
     output, statistics = residual.new_empty(residual.shape), x.new_empty(2, rows, dtype=torch.float32)
+    total = residual.new_empty(residual.shape if keeps else 0)
     launch(
         norm_forward_kernel, (-(-rows // FORWARD["ROWS"]),), x.contiguous(), bias, residual.contiguous(), gamma, beta,
-        seed, total, output, statistics, rows, eps, threshold_of(dropout), 1 / (1 - dropout), WIDTH=width,
-        BLOCK=_power_of_2(width), DROPS=dropout > 0, KEEPS=total is not None, **FORWARD,
+        seed, total if keeps else None, output, statistics, rows, eps, threshold_of(dropout), 1 / (1 - dropout),
+        WIDTH=width, BLOCK=_power_of_2(width), DROPS=dropout > 0, KEEPS=keeps, **FORWARD,
     )  # fmt: skip
-    return output, statistics
+    return output, statistics, total
 
 
 @custom_op("qa_lib::norm_backward")
 def _norm_backward(
-    grad: torch.Tensor, other: torch.Tensor | None, x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor,
-    gamma: torch.Tensor, seed: torch.Tensor, statistics: torch.Tensor, dropout: float,
+    grad: torch.Tensor, other: torch.Tensor | None, x: torch.Tensor | None, bias: torch.Tensor, residual: torch.Tensor,
+    gamma: torch.Tensor, seed: torch.Tensor, statistics: torch.Tensor, dropout: float, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The gradients of x and residual, and those of bias, gamma and beta [3, width], of the bias's type. The output's
-    gradient is `grad`, plus `other` if there is one (train/inductor_passes.py)."""
-    return _run_backward(grad, other, x, bias, residual, gamma, seed, statistics, dropout, x.dtype)
-
-
-@custom_op("qa_lib::add_norm_backward")
-def _add_norm_backward(
-    total_grad: torch.Tensor, grad: torch.Tensor, total: torch.Tensor, bias: torch.Tensor, gamma: torch.Tensor,
-    seed: torch.Tensor, statistics: torch.Tensor, dropout: float, dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """As `_norm_backward`, for the gradients of the sum and of its norm, and an x of that `dtype`."""
-    return _run_backward(grad, total_grad, None, bias, total, gamma, seed, statistics, dropout, dtype)
-
-
-def _run_backward(grad, other, x, bias, residual, gamma, seed, statistics, dropout, dtype):
-    """Launch the kernel. Without `x`, `residual` is the sum that was normed, and `other` its gradient."""
+    """The gradients of x, of type `dtype`, and residual, and those of bias, gamma and beta [3, width], of the bias's
+    type. The output's gradient is `grad`, plus `other` if there is one (train/inductor_passes.py). Without `x`,
+    `residual` is the sum that was normed, and `other` its gradient."""
     *_, width = residual.shape
     rows = residual.numel() // width
     x_grad, residual_grad = residual.new_empty(residual.shape, dtype=dtype), residual.new_empty(residual.shape)
@@ -127,34 +101,22 @@ def _run_backward(grad, other, x, bias, residual, gamma, seed, statistics, dropo
 
 
 def _setup_context(ctx, inputs, output):
-    x, bias, residual, gamma, _, seed, ctx.dropout, _ = inputs
-    ctx.save_for_backward(x, bias, residual, gamma, seed, output[1])
+    x, bias, residual, gamma, _, seed, ctx.dropout, _, ctx.keeps = inputs
+    _, statistics, total = output
+    ctx.dtype = x.dtype
+    if ctx.keeps:  # then the backward pass does without x
+        x, residual = None, total
+    ctx.save_for_backward(x, bias, residual, gamma, seed, statistics)
 
 
-def _backward(ctx, grad, _):
-    x_grad, residual_grad, weights_grad = _norm_backward(grad, None, *ctx.saved_tensors, ctx.dropout)
+def _backward(ctx, grad, _, total_grad):
+    other = total_grad if ctx.keeps else None
+    x_grad, residual_grad, weights_grad = _norm_backward(grad, other, *ctx.saved_tensors, ctx.dropout, ctx.dtype)
     bias_grad, gamma_grad, beta_grad = weights_grad
-    return x_grad, bias_grad, residual_grad, gamma_grad, beta_grad, None, None, None
+    return x_grad, bias_grad, residual_grad, gamma_grad, beta_grad, *(None,) * 4
 
 
 _norm.register_autograd(_backward, setup_context=_setup_context)
-
-
-def _setup_add_context(ctx, inputs, output):
-    x, bias, _, gamma, _, seed, ctx.dropout, _ = inputs
-    (total, _, statistics), ctx.dtype = output, x.dtype
-    ctx.save_for_backward(total, bias, gamma, seed, statistics)
-
-
-def _add_backward(ctx, total_grad, grad, _):
-    x_grad, residual_grad, weights_grad = _add_norm_backward(
-        total_grad, grad, *ctx.saved_tensors, ctx.dropout, ctx.dtype
-    )
-    bias_grad, gamma_grad, beta_grad = weights_grad
-    return x_grad, bias_grad, residual_grad, gamma_grad, beta_grad, None, None, None
-
-
-_add_norm.register_autograd(_add_backward, setup_context=_setup_add_context)
 
 
 def _power_of_2(size: int) -> int:

@@ -41,9 +41,8 @@ from qa_lib.kernels.precompile import custom_op, jit, launch, tl
 # heads 64 wide and with dropout no register spills (by the compiler's word).
 FORWARD = {"QUERIES": 64, "KEYS": 32, "num_warps": 4, "num_stages": 3}
 BACKWARD = {"BLOCK": 64, "STEP": 32, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
-# Of causal attention, whose segments are long; KEYS divides QUERIES, and STEP divides BLOCK.
+# Of causal attention, whose segments are long: KEYS divides QUERIES, and above STEP divides BLOCK.
 CAUSAL_FORWARD = {"QUERIES": 64, "KEYS": 64, "num_warps": 4, "num_stages": 3}
-CAUSAL_BACKWARD = BACKWARD
 
 
 def varlen_attention(
@@ -141,14 +140,13 @@ def _attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of `qkv` and of the bias in it; the latter is empty where there is none."""
     tokens, _, heads, width = qkv.shape
-    options = CAUSAL_BACKWARD if causal else BACKWARD
-    blocks, segments = -(-longest // options["BLOCK"]), len(cu_seqlens) - 1
+    blocks, segments = -(-longest // BACKWARD["BLOCK"]), len(cu_seqlens) - 1
     qkv_grad = qkv.new_empty(qkv.shape)
     partials = qkv.new_empty(segments * blocks, 0 if bias is None else len(bias), dtype=torch.float32)
     launch(
         varlen_attention_backward, (blocks, heads, segments), grad.contiguous(), qkv.contiguous(), delta.contiguous(),
         logsumexp, cu_seqlens, seed, qkv_grad, partials, tokens, scale, _threshold(dropout), _dropout_scale(dropout),
-        HEADS=heads, WIDTH=width, DROPS=dropout > 0, SUMS=bias is not None, CAUSAL=causal, **options,
+        HEADS=heads, WIDTH=width, DROPS=dropout > 0, SUMS=bias is not None, CAUSAL=causal, **BACKWARD,
     )  # fmt: skip
     return qkv_grad, qkv.new_empty(0) if bias is None else sum_partials(partials, bias.dtype)
 

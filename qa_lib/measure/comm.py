@@ -4,9 +4,7 @@ A reduction that runs beside the backward pass costs nothing but the memory band
 the exposed part. A GPU that waits for another one counts as communicating, since NCCL's kernels wait by spinning.
 """
 
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -27,10 +25,7 @@ def overlap(step: Callable[[], object], device: torch.device) -> dict[str, float
             step()
             torch.cuda.synchronize()
             profiler.step()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json.gz")
-        profiler.export_chrome_trace(str(path))
-        busy, exposed = busy_and_exposed(trace.read(path))
+    busy, exposed = busy_and_exposed(trace.read(trace.export(profiler)))
     return {"busy_ms": busy / STEPS, "exposed_ms": exposed / STEPS}
 
 

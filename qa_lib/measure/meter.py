@@ -22,26 +22,21 @@ UTILISATION = "nvmlDeviceGetUtilizationRates"
 
 
 @functools.cache
-def _nvml(device: torch.device, question: str):
-    """A function that asks NVML's `question` about the GPU; None where it does not answer."""
-    try:
-        import pynvml  # a GPU's machine has it, and others need not
+def _nvml(device: torch.device):
+    """NVML, and its handle of a GPU."""
+    import pynvml  # a GPU's machine has it, and others need not
 
-        pynvml.nvmlInit()
-        # By identity, since NVML does not follow CUDA_VISIBLE_DEVICES.
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        ask = functools.partial(getattr(pynvml, question), handle)
-        ask()
-    except Exception:  # the package, the driver, the permission or the counter is missing
-        return None
-    return ask
+    pynvml.nvmlInit()
+    # By identity, since NVML does not follow CUDA_VISIBLE_DEVICES.
+    return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
 
 
 def ask_nvml(device: torch.device, question: str):
     """What NVML answers to a `question` about a GPU; None where it does not say."""
-    ask = _nvml(device, question) if device.type == "cuda" else None
-    with contextlib.suppress(Exception):  # NVML's own, should the driver no longer answer
-        return ask() if ask else None
+    if device.type == "cuda":
+        with contextlib.suppress(Exception):  # the package, the driver, the permission or the counter is missing
+            nvml, handle = _nvml(device)
+            return getattr(nvml, question)(handle)
 
 
 class Hooks:
@@ -53,16 +48,12 @@ class Hooks:
     @contextlib.contextmanager
     def phase(self, name: str):
         """Around the forward pass, the backward pass, the reduction over processes and the optimizer of each step."""
-        with torch.profiler.record_function(name), nvtx(name):
+        nvtx = torch.cuda.nvtx.range(name) if torch.cuda.is_available() else contextlib.nullcontext()
+        with torch.profiler.record_function(name), nvtx:
             yield
 
     def finished(self, steps: int) -> None:
         """After each step, with the number of those done."""
-
-
-def nvtx(name: str):
-    """An NVTX range where there is a GPU, else nothing."""
-    return torch.cuda.nvtx.range(name) if torch.cuda.is_available() else contextlib.nullcontext()
 
 
 class Stopwatch:

@@ -8,6 +8,7 @@ import bisect
 import difflib
 import gzip
 import json
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,10 +36,17 @@ class Widths(NamedTuple):
     outputs: int
 
 
-def read(path: Path) -> list[dict]:
-    """The events of a trace file, which is gzipped."""
-    with gzip.open(path, "rt", encoding="utf-8") as stream:
-        return json.load(stream)["traceEvents"]
+def export(profiler) -> bytes:
+    """The trace of a torch.profiler as a file, gzipped."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json.gz")
+        profiler.export_chrome_trace(str(path))
+        return path.read_bytes()
+
+
+def read(packed: bytes) -> list[dict]:
+    """The events of a trace file."""
+    return json.loads(gzip.decompress(packed))["traceEvents"]
 
 
 def part_of(kernel: str, op: str, sizes: list[tuple[int, ...]], phase: str, widths: Widths) -> str:

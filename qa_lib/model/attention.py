@@ -28,7 +28,7 @@ from qa_lib.errors import UserError
 from qa_lib.kernels.varlen_attention import segment_of, varlen_attention
 from qa_lib.model.architectures import encoder_of, layers_of
 from qa_lib.model.fused_blocks import HashDropout
-from qa_lib.model.fused_qkv import BiasDeferredLinear, FusedSelfAttention, linear_as
+from qa_lib.model.fused_qkv import BiasDeferredLinear, FusedSelfAttention
 
 
 class Segments(NamedTuple):
@@ -248,4 +248,4 @@ def use_short_attention(model: nn.Module) -> None:
         owner = layer.get_submodule(encoder_of(model).self_attention)
         owner.dropout = HashDropout(owner.dropout.p)
         if isinstance(owner, FusedSelfAttention):
-            owner.qkv = linear_as(BiasDeferredLinear, owner.qkv)
+            owner.qkv.__class__ = BiasDeferredLinear

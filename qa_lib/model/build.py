@@ -4,23 +4,15 @@ import warnings
 from pathlib import Path
 
 import torch
-import transformers
-from transformers import BertConfig, GPT2Config, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, BertConfig, GPT2Config, PreTrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.pytorch_utils import Conv1D
 
 from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.errors import UserError
+from qa_lib.model import fused_blocks
 from qa_lib.model.architectures import embeddings_of, encoder_of, heads_of, layers_of, max_positions, param_counts
 from qa_lib.model.attention import UNMASKED, attention_name, keep_frequencies, use_short_attention
-from qa_lib.model.fused_blocks import (
-    Conv1DGelu,
-    HashDropout,
-    use_float8,
-    use_fused_norms,
-    use_hash_dropout,
-    use_sigmoid_gelu,
-)
 from qa_lib.model.fused_decoder import FusedDecoder, check_fused_decoder, use_causal_attention, use_fused_decoder
 from qa_lib.model.fused_qkv import fuse_projections, split_projections
 from qa_lib.model.hf_checkpoint import find_folder, inspect_checkpoint, replacing
@@ -32,30 +24,26 @@ from qa_lib.spec import Spec
 from qa_lib.variants import Recipe, Settings, lacking
 
 ALIGN = 64  # tokens of a vocabulary are made a multiple of this
-HEADS = {"qa": "AutoModelForQuestionAnswering", "lm": "AutoModelForCausalLM"}  # of transformers
+HEADS = {"qa": AutoModelForQuestionAnswering, "lm": AutoModelForCausalLM}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "pure-bf16": torch.bfloat16}
 
 
 def fuse_norms(model: torch.nn.Module) -> None:
     """Fuse norms with what is before them, in place: layer by layer, or a decoder's training pass as a whole."""
-    (use_fused_decoder if encoder_of(model).causal else use_fused_norms)(model)
+    (use_fused_decoder if encoder_of(model).causal else fused_blocks.use_fused_norms)(model)
 
 
 CHANGES = (  # setting, value, and what it does to a model; in this order, since some build on what others have left
     ("qkv", "fused", fuse_projections),
     ("attention", "triton-varlen", use_short_attention),  # leaves itself the bias of the fused projections
-    ("dropout", "hash", use_hash_dropout),
-    ("dropout", "none", use_hash_dropout),  # at a rate of 0: fused norms know no other
+    ("dropout", "hash", fused_blocks.use_hash_dropout),
+    ("dropout", "none", fused_blocks.use_hash_dropout),  # at a rate of 0: fused norms know no other
     ("norms", "fused", fuse_norms),  # computes the bits of that dropout itself
     ("attention", "triton-causal", use_causal_attention),  # which the fused decoder calls
-    ("gelu", "sigmoid", use_sigmoid_gelu),
-    ("feed_forward", "fp8", use_float8),  # takes linear layers as the two before have left them: with or without a bias
+    ("gelu", "sigmoid", fused_blocks.use_sigmoid_gelu),
+    # Takes linear layers as the two before have left them: with or without a bias.
+    ("feed_forward", "fp8", fused_blocks.use_float8),
 )
-
-
-def head_of(task: str) -> type:
-    """transformers' class of the models for a task."""
-    return getattr(transformers, HEADS[task])
 
 
 def build_model(spec: Spec) -> torch.nn.Module:
@@ -77,7 +65,7 @@ def build_model(spec: Spec) -> torch.nn.Module:
     model = apply_recipe(model, spec.recipe)
     if spec.settings.dropout == "none":  # that of adapters as well
         for module in model.modules():
-            if isinstance(module, torch.nn.Dropout | HashDropout):
+            if isinstance(module, torch.nn.Dropout | fused_blocks.HashDropout):
                 module.p = 0.0
     return model
 
@@ -114,8 +102,7 @@ def model_config(source: str, task: str = "qa") -> PreTrainedConfig:
 
 def _pretrained(spec: Spec) -> torch.nn.Module:
     source, task, attention = spec.model_source, spec.preset.task, spec.settings.attention
-    head = head_of(task)
-    config = model_config(source, task)
+    head, config = HEADS[task], model_config(source, task)
     if why := lacking(spec.settings, config.model_type):  # of a model that was not here yet when the run was planned
         raise UserError(f"{spec.variant}: {why}")
     if spec.settings.padding == "packed":
@@ -142,7 +129,7 @@ def apply_recipe(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
     encoder = encoder_of(model)
     head = torch.nn.ModuleList([] if encoder.causal else heads_of(model))
     if recipe.kind == "lora":
-        if any(isinstance(module, FusedDecoder | Conv1DGelu) for module in model.modules()):
+        if any(isinstance(module, FusedDecoder | fused_blocks.Conv1DGelu) for module in model.modules()):
             raise UserError("adapters of a decoder take norms 'native' and gelu 'exact'")
         # peft asks transformers by a name that transformers 5.23 deprecates.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
@@ -159,11 +146,9 @@ def apply_recipe(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
             fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.modules()),  # GPT-2's weights are [in, out]
         )
         inject_adapter_in_model(config, model)
-        head.requires_grad_(True)
     elif recipe.kind == "bitfit":
         for name, parameter in model.named_parameters():
             parameter.requires_grad = name.endswith(".bias")
-        head.requires_grad_(True)
     elif recipe.kind == "top":
         # The share is of 12 layers; a shallower model keeps the proportion.
         layers, (numerator, denominator) = layers_of(model), recipe.frozen
@@ -171,6 +156,7 @@ def apply_recipe(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
         bottom, top = embeddings_of(model) + layers[:count], layers[-max(1, count) :]
         for module in bottom if recipe.frozen_side == "bottom" else top:
             module.requires_grad_(False)
+    head.requires_grad_(True)
     return model
 
 

@@ -27,7 +27,6 @@ from qa_lib.kernels.fp8 import fp8_linear
 from qa_lib.kernels.fused_norm import fused_norm
 from qa_lib.kernels.gelu import gelu
 from qa_lib.model.architectures import encoder_of, layers_of
-from qa_lib.model.fused_qkv import linear_as
 
 
 class HashDropout(nn.Module):
@@ -54,8 +53,8 @@ class FusedOutput(nn.Module):
 
     def __init__(self, native: nn.Module):
         super().__init__()
-        self.dense, self.dropout = linear_as(LinearWithoutBias, native.dense), native.dropout
-        self.LayerNorm = native.LayerNorm
+        self.dense, self.dropout, self.LayerNorm = native.dense, native.dropout, native.LayerNorm
+        self.dense.__class__ = LinearWithoutBias
 
     def forward(self, hidden_states, input_tensor):
         """As the original's forward: hidden_states [..., inner], the residual and the output [..., width]."""
@@ -82,23 +81,17 @@ class FusedIntermediate(nn.Module):
 
     def __init__(self, native: nn.Linear):
         super().__init__()
-        self.dense = linear_as(LinearWithoutBias, native)
+        self.dense = native
+        self.dense.__class__ = LinearWithoutBias
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return gelu(self.dense(hidden_states), self.dense.bias)
 
 
 class Float8Linear(nn.Linear):
-    """nn.Linear for bf16 inputs and weights whose GEMMs are in 8-bit floats."""
+    """nn.Linear for bf16 inputs and weights whose GEMMs are in 8-bit floats; not `adds_bias` as LinearWithoutBias."""
 
     adds_bias = True
-
-    @classmethod
-    def of(cls, native: nn.Linear) -> "Float8Linear":
-        """The 8-bit form of `native`, on its own weights; the bias of a LinearWithoutBias is not added here either."""
-        linear = linear_as(cls, native)
-        linear.adds_bias = not isinstance(native, LinearWithoutBias)
-        return linear
 
     def forward(self, x):
         return fp8_linear(x, self.weight, self.bias if self.adds_bias else None)
@@ -156,7 +149,9 @@ def use_float8(model: nn.Module) -> None:
     have its fused training pass and GELU, which alone ask."""
     for layer in layers_of(model):
         for name in encoder_of(model).linears:
+            linear = layer.get_submodule(name)
             if encoder_of(model).causal:
-                layer.get_submodule(name).float8 = True
-                continue
-            layer.set_submodule(name, Float8Linear.of(layer.get_submodule(name)))
+                linear.float8 = True
+            else:
+                linear.adds_bias = not isinstance(linear, LinearWithoutBias)
+                linear.__class__ = Float8Linear

@@ -24,13 +24,6 @@ class BiasDeferredLinear(nn.Linear):
         return F.linear(x, self.weight, self.bias.detach())
 
 
-def linear_as(kind: type[nn.Linear], native: nn.Linear) -> nn.Linear:
-    """A linear layer of that `kind` on the weights of `native`."""
-    linear = kind(native.in_features, native.out_features, device="meta")
-    linear.weight, linear.bias = native.weight, native.bias
-    return linear
-
-
 class FusedSelfAttention(nn.Module):
     """The self-attention of a BERT-like encoder with one linear layer for the three projections `names`; `split` gives
     the original back."""

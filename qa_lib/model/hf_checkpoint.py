@@ -49,16 +49,6 @@ def find_folder(name: str | Path) -> Path:
         raise UserError(f"{name}: no such folder, and no model that the hub gives ({reason:.120})") from None
 
 
-def commit_of(name: str) -> str:
-    """The commit of a model of the hub that is loaded now; "main" where neither the hub nor its cache can say."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["config.json"])).name
-    except Exception:  # of the hub, the network or the disk
-        return "main"
-
-
 def inspect_checkpoint(folder: Path) -> tuple[dict, list[Path]]:
     """The folder's config, and its safetensors: none where it has no weights. Raises UserError for a folder that has no
     config, is not what SHA256SUMS says, or asks for pickles, code or other folders' files."""

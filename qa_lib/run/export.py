@@ -76,14 +76,13 @@ class TensorBoard:
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
 
-    def finish(self, figures: dict[str, float], step: int | None) -> None:
-        self.log(figures, step)
+    def finish(self) -> None:
         self.writer.close()
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, offline unless $WANDB_MODE says online: the spec is its config, the figures are its
-    summary."""
+    """A run of Weights & Biases, offline unless $WANDB_MODE says online: the spec is its config, and the figures, which
+    stand at its last step, are in its summary, too, as everything is that was logged last."""
 
     needs = "wandb", "wandb"
 
@@ -96,8 +95,7 @@ class WeightsAndBiases:
     def log(self, values: dict[str, float], step: int | None) -> None:
         self.run.log(values, step=step)
 
-    def finish(self, figures: dict[str, float], step: int | None) -> None:
-        self.run.summary.update(figures)
+    def finish(self) -> None:
         self.run.finish()
 
 
@@ -111,10 +109,6 @@ class Trackio(WeightsAndBiases):
         # In a context of its own, or it would end the run that was opened before; without a dashboard in a notebook,
         # and without the load of this process, which is not the run's.
         self.run = contextvars.Context().run(module.init, **names, embed=False, auto_log_cpu=False, auto_log_gpu=False)
-
-    def finish(self, figures: dict[str, float], step: int | None) -> None:
-        self.log(figures, step)
-        self.run.finish()
 
 
 # By option. What each `needs` is a module, and the package that has it.
@@ -143,12 +137,14 @@ class Export:
             self.open[key].log(values, int(line["step"]))
             self.sent[key] = line["step"]
         if entry["status"] in record.TERMINAL:
-            self.open.pop(key).finish(figures_of(entry), entry["time"]["steps"])
+            tracker = self.open.pop(key)
+            tracker.log(figures_of(entry), entry["time"]["steps"])
+            tracker.finish()
 
     def close(self) -> None:
         """Leave there what has not ended as far as it is."""
         for tracker in self.open.values():
-            tracker.finish({}, None)
+            tracker.finish()
 
 
 def package(module: str, name: str):

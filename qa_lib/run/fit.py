@@ -15,8 +15,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,7 @@ from qa_lib.data.batches import Batches
 from qa_lib.data.load import Data, batches_of, load_data, load_text
 from qa_lib.errors import UserError, first_line, stoppable, stopped_by
 from qa_lib.measure import hardware
-from qa_lib.measure.meter import Meter, StepFlops, memory_use
+from qa_lib.measure.meter import Hooks, Meter, StepFlops, memory_use
 from qa_lib.model.architectures import param_counts
 from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.load import check_tokenizer
@@ -43,7 +42,7 @@ from qa_lib.run.process import SHARE, START, WARM, check_driver, follow_driver, 
 from qa_lib.run.torchrun import fault_path, faults, first_fault, run_processes
 from qa_lib.score import evaluate, perplexity
 from qa_lib.spec import Spec
-from qa_lib.train.checkpoint import Checkpoint, digest_of
+from qa_lib.train.checkpoint import CHECKPOINT, digest_of
 from qa_lib.train.compile import forget_compiled, found_in_cache, start_compilers
 from qa_lib.train.data_parallel import gather_model
 from qa_lib.train.grad_noise import efficiency
@@ -51,24 +50,13 @@ from qa_lib.train.pipeline import bubble, measured_bubble
 from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.step_log import StepFailed
 
-
-@dataclass(frozen=True)
-class Task:
-    """`load(spec)` gives a run's data. `evaluate(model, data, spec, device, run_dir)` gives the record's `quality`;
-    record.SCORING says which of these scores compares variants."""
-
-    load: Callable
-    evaluate: Callable
-
-
 # Another task takes a loader in data/load.py, an evaluation in score/, a preset that names it, variants (Variant.task
-# says whose they are), and an entry here and in each of these: tasks.toml (its scores, what variants are compared by,
-# and words for a model's card), plan.SOURCES (what opens its data), architectures.OF_TASK (the models that it trains),
-# build.HEADS (transformers' class of them).
-TASKS = {
-    "qa": Task(load_data, evaluate.evaluate),
-    "lm": Task(load_text, perplexity.evaluate),
-}
+# says whose they are), and an entry in both of these, by task, and in each of those: tasks.toml (its scores, what
+# variants are compared by, and words for a model's card), plan.SOURCES (what opens its data), architectures.OF_TASK
+# (the models that it trains), build.HEADS (transformers' class of them).
+LOADERS = {"qa": load_data, "lm": load_text}  # (spec) -> a run's data
+# (model, data, spec, device, run_dir) -> the record's `quality`; record.SCORING says by which score variants compare.
+EVALUATIONS = {"qa": evaluate.evaluate, "lm": perplexity.evaluate}
 NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 served: list[str] = []  # the runs that this process has worked on
 # Imported when it is used: that of the Trainer takes seconds, and only the A0 variants need it.
@@ -79,7 +67,7 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
     """Train, measure and evaluate one spec; write its run folder below `runs` and return the record, as in
     fit(spec)["quality"]["f1"].
 
-    `data` is what the task's `load` returns, for callers that have it already. A spec that cannot run here ends as
+    `data` is what the task's loader returns, for callers that have it already. A spec that cannot run here ends as
     `skipped`, one that runs out of memory as `oom`: both are results and return normally. Anything else that fails is
     recorded as `error` and raised. Raises RunTaken while another process has the run, and UserError for a folder that
     cannot be and for data and a model that are not those that the spec was planned with.
@@ -135,8 +123,7 @@ def prepare(spec: Spec, data: Data | None = None) -> tuple[Data, torch.nn.Module
 
     Raises UserError where they do not go together, or are not those that the spec was planned with.
     """
-    task = TASKS[spec.preset.task]
-    data = data or task.load(spec)
+    data = data or LOADERS[spec.preset.task](spec)
     model = build_model(spec)
     check_tokenizer(spec.model_source, data.tokenizer, model)
     check_planned(spec, [source.sha256 for source in (data.source, data.validation) if source])
@@ -148,12 +135,13 @@ def train(model, batches, spec: Spec, device: torch.device, run_dir: Path, say=p
     forget_compiled()
     engine = importlib.import_module(ENGINES[spec.settings.engine])
     with contextlib.nullcontext(ranks) if ranks else ProcessGroup(device) as ranks:
-        return engine.train(model, batches, spec, device, run_dir, say, hooks, ranks)
+        ranks.join(spec)
+        return engine.train(model, batches, spec, run_dir, say, hooks or Hooks(), ranks)
 
 
 def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> dict:
     """Train, measure and evaluate a spec in this process, one of torchrun's where it has several; see fit.fit."""
-    run_dir, task, device = Path(runs) / spec.run_path, TASKS[spec.preset.task], hardware.train_device()
+    run_dir, device = Path(runs) / spec.run_path, hardware.train_device()
     check_driver(run_dir)
     ranks = ProcessGroup(device)
     # The first process has the record, and the others a copy that goes nowhere.
@@ -183,8 +171,7 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
                 _note_training(entry, spec, meter, done_before, note, ranks)
                 entry["memory"] = dataclasses.asdict(memory_use(model, optimizer, device))
                 model = gather_model(model, lambda: build_model(spec).to(device), ranks)
-                several = ranks.world > 1
-                joules = _note_ranks(entry, spec, meter, model, ranks) if several else meter.joules_per_sample()
+                joules = _note_ranks(entry, spec, meter, model, ranks) if ranks.world > 1 else meter.joules_per_sample()
             if not ranks.first:
                 return entry
             if os.environ.get(START, WARM) != WARM:
@@ -195,7 +182,7 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
                 _note_times(entry, spec, meter, joules, meter.speed(StepFlops(model), matrix_tflops, ranks.world))
             trained = time.perf_counter()
             if spec.preset.quality:
-                entry["quality"] |= task.evaluate(model, data, spec, device, run_dir)
+                entry["quality"] |= EVALUATIONS[spec.preset.task](model, data, spec, device, run_dir)
                 evaluated = time.perf_counter()
                 _save(model, data, run_dir / "model", entry)
         if shared:
@@ -235,7 +222,7 @@ def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
                 return
             record.finish(run_dir, entry, "ok")
             # Checkpoints not believed or not written to their end, and faults of processes that were restarted.
-            kept = [Checkpoint.path_of(run_dir).with_suffix(end) for end in (".safetensors", ".refused", ".partial")]
+            kept = [(run_dir / CHECKPOINT).with_suffix(end) for end in (".safetensors", ".refused", ".partial")]
             for old in [*kept, *faults(run_dir)]:
                 old.unlink(missing_ok=True)
         except (Exception, KeyboardInterrupt) as problem:
@@ -301,13 +288,11 @@ def _note_sizes(entry: dict, data: Data, model: torch.nn.Module, steps: int) -> 
     }
 
 
-def _note_training(
-    entry: dict, spec: Spec, meter: Meter, done_before: int, note: str | None, ranks: ProcessGroup
-) -> None:
+def _note_training(entry: dict, spec: Spec, meter: Meter, begin: int, note: str | None, ranks: ProcessGroup) -> None:
     """Put into a record how many steps were trained and in which processes, what became of an earlier process's, and
     the gradient noise scale, where the variant sees its gradients in one piece; all processes call this together."""
     noise = ranks.stats.noise(len(meter.times))
-    entry["time"] |= {"steps": done_before + len(meter.times), "resumed_from_step": done_before or None}
+    entry["time"] |= {"steps": begin + len(meter.times), "resumed_from_step": begin or None}
     entry["parallel"] |= {
         "wrapper": ranks.wrapper,
         "noise": dataclasses.asdict(noise),

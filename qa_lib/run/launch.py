@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -375,13 +376,9 @@ def probe_node(runs: Path, world: int | None) -> tuple[Machine, dict]:
     partition = ["--partition", name] if (name := os.environ.get("SBATCH_PARTITION")) else []
     kinds = subprocess.run(["sinfo", "--noheader", "--format=%G", *partition], capture_output=True, text=True).stdout
     runs.mkdir(parents=True, exist_ok=True)
-    output = runs.absolute() / f".probe-{os.getpid()}.txt"
     asked = {"gpus": 1} if "gpu" in kinds else {}
-    try:
-        words = sbatch([sys.executable, "-c", PROBE], output, time=SPARE_MIN, **asked)
+    with tempfile.NamedTemporaryFile(dir=runs.absolute(), prefix=".probe-") as output:
+        words = sbatch([sys.executable, "-c", PROBE], Path(output.name), time=SPARE_MIN, **asked)
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-        said = output.read_text() if output.exists() else done.stderr
-        machine, env = probed("a node", done.returncode, said)
-    finally:
-        output.unlink(missing_ok=True)
+        machine, env = probed("a node", done.returncode, Path(output.name).read_text() or done.stderr)
     return replace(machine, gpus=machine.gpus and (world or WORLD)), env

@@ -21,7 +21,7 @@ from qa_lib.errors import UserError
 from qa_lib.kernels.linear_cross_entropy import PART
 from qa_lib.measure.meter import MIB
 from qa_lib.model.architectures import embeddings_of, encoder_of, find_encoder, layers_of, layers_passed, trains
-from qa_lib.model.build import apply_recipe, head_of, model_config
+from qa_lib.model.build import HEADS, apply_recipe, model_config
 from qa_lib.presets import Preset, find_shape
 from qa_lib.spec import Machine, Spec, adjust
 from qa_lib.variants import Settings
@@ -38,7 +38,6 @@ QUESTION = 15  # of these tokens, about: a question and what stands around it, w
 RECOMPUTED_ADAPTERS = 5.5  # measured: bytes that each layer with adapters keeps all the same, as layer_bytes has them
 SAME = 0.02  # by so much weights and optimizer state of one model and one code differ, measured and predicted
 UNKNOWN = "what {} keeps for its backward pass is not predicted"  # is said of these:
-ROUNDED = "training on rounded weights"
 SMALL = 4096  # tensors of fewer elements keep 32-bit moments in the 8-bit optimizer
 
 
@@ -49,7 +48,7 @@ class StepMemory:
         self.spec, self.settings, self.causal, self.tokens = spec, spec.settings, spec.preset.task == "lm", tokens
         self.config = config_of(spec)
         with torch.device("meta"):
-            self.model = apply_recipe(head_of(spec.preset.task).from_config(self.config), spec.recipe)
+            self.model = apply_recipe(HEADS[spec.preset.task].from_config(self.config), spec.recipe)
         layers = layers_of(self.model)
         self.deep = layers_passed(self.model)
         self.passed, self.first = layers[-self.deep :], list(layers[0].parameters())
@@ -198,7 +197,7 @@ def config_of(spec: Spec):
 def unpredicted(spec: Spec) -> str | None:
     """Why the memory of a spec is not known, in words; None if it is."""
     if spec.settings.qat != "none":
-        return UNKNOWN.format(ROUNDED)
+        return UNKNOWN.format("training on rounded weights")
     kind = config_of(spec).model_type
     return None if find_encoder(kind, spec.model_source, spec.preset.task).memory_known else UNKNOWN.format(kind)
 

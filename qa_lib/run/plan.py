@@ -13,7 +13,7 @@ from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.data.text import open_text
 from qa_lib.errors import UserError
 from qa_lib.model.architectures import find_encoder
-from qa_lib.model.hf_checkpoint import checkpoint_files, commit_of, inspect_checkpoint
+from qa_lib.model.hf_checkpoint import checkpoint_files, inspect_checkpoint
 from qa_lib.presets import HEAD, find_preset, find_shape, whole_number
 from qa_lib.spec import Machine, Spec, resolve, sha256_of_json, unshared
 from qa_lib.variants import SpecError, lacking
@@ -183,7 +183,7 @@ def identify_model(source: str) -> dict:
 
 
 def _inspect_model(source: str) -> tuple[dict, dict]:
-    """A model's identity, and what its config.json says; nothing for a model of the hub that is not on this machine."""
+    """A model's identity, and what its config.json says; nothing for a model of the hub that cannot be had now."""
     if source == "tiny":
         revision, config = sha256_of_json([TINY_CONFIG, vocabulary()]), {"model_type": "bert", **TINY_CONFIG}
     elif shape := find_shape(source):
@@ -197,7 +197,9 @@ def _inspect_model(source: str) -> tuple[dict, dict]:
 
 
 def _inspect_hub(source: str) -> tuple[dict, dict]:
-    from huggingface_hub import try_to_load_from_cache
+    """The same of a model of the hub. Its revision is the commit that is loaded now, "main" where neither the hub nor
+    its cache can say."""
+    from huggingface_hub import snapshot_download
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
@@ -206,5 +208,9 @@ def _inspect_hub(source: str) -> tuple[dict, dict]:
         validate_repo_id(source)
     except HFValidationError as error:
         raise UserError(f"model {source!r} is neither a folder nor a name of the hub: {error}") from None
-    path = try_to_load_from_cache(source, "config.json")  # a path, None, or a mark that the hub has no such file
-    return {"name": source, "revision": commit_of(source)}, read_json(path) if isinstance(path, str | Path) else {}
+    try:
+        snapshot = Path(snapshot_download(source, allow_patterns=["config.json"]))
+    except Exception:  # of the hub, the network or the disk
+        return {"name": source, "revision": "main"}, {}
+    config = snapshot / "config.json"
+    return {"name": source, "revision": snapshot.name}, read_json(config) if config.exists() else {}

@@ -24,7 +24,7 @@ from qa_lib.measure import hardware, ncu, trace
 from qa_lib.measure.meter import MIB, Hooks, memory_use
 from qa_lib.model.architectures import encoder_of
 from qa_lib.model.build import DTYPES
-from qa_lib.run.fit import TASKS, prepare, shares_gpu, train
+from qa_lib.run.fit import LOADERS, prepare, shares_gpu, train
 from qa_lib.run.plan import plan
 from qa_lib.run.process import call, child_env
 from qa_lib.spec import Spec
@@ -120,7 +120,7 @@ def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dic
     if spec.preset.threads:
         torch.set_num_threads(spec.preset.threads)
     device, run_dir = hardware.train_device(), Path(runs) / spec.run_path
-    data = TASKS[spec.preset.task].load(spec)
+    data = LOADERS[spec.preset.task](spec)
     # The same kernels one by one, for what a graph hides: who launched them, and when memory was taken.
     open_spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, cuda_graph=False))
     memory = snapshot = None
@@ -172,10 +172,8 @@ def _time(spec: Spec, data, device, warm: int) -> tuple:
     hooks = TimeHooks(warm)
     with hooks.profiler:
         model, _, meter = _train(spec, hooks.steps, data, device, hooks)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json.gz")
-        hooks.profiler.export_chrome_trace(str(path))
-        events, packed = trace.read(path), path.read_bytes()
+    packed = trace.export(hooks.profiler)
+    events = trace.read(packed)
     config = model.config
     outputs = config.vocab_size if encoder_of(model).causal else 2
     widths = trace.Widths(config.hidden_size, getattr(config, "intermediate_size", 4 * config.hidden_size), outputs)
@@ -223,7 +221,7 @@ def counters(spec: Spec, say=print) -> list[dict] | None:
 def count_one_step(spec: Spec) -> None:
     """What runs under Nsight Compute."""
     hooks = ncu.OneStep()
-    _train(spec, hooks.at, TASKS[spec.preset.task].load(spec), hardware.train_device(), hooks)
+    _train(spec, hooks.at, LOADERS[spec.preset.task](spec), hardware.train_device(), hooks)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -58,7 +58,6 @@ def run_processes(spec: Spec, runs: str | Path, say=print) -> dict:
         record.write_record(run_dir, record.new_record(spec, environment()) | {"status": record.STARTING})
     threads = spec.preset.threads or max(1, (os.cpu_count() or 1) // spec.world)
     command, env = call("qa_lib.run.torchrun:supervise", spec, runs), child_env(threads=threads)
-    env["PYTHONUNBUFFERED"] = "1"
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     reason = "its processes ended before the run did"
     try:
@@ -75,19 +74,13 @@ def run_processes(spec: Spec, runs: str | Path, say=print) -> dict:
         raise
     finally:
         kill(process)
-        entry = _ended(run_dir, reason)
+        with record.lock(run_dir):
+            entry = record.read_record(run_dir)
+            # They were stopped, or have left it as it was.
+            if entry["status"] not in record.TERMINAL or entry["error"]["kind"] == STOPPED:
+                record.finish(run_dir, entry, "killed", {"kind": STOPPED, "message": reason})
     if entry["status"] not in record.FINISHED:
         raise UserError(f"{spec.run_id}: {entry['status']}, {entry['error']['message']}")
-    return entry
-
-
-def _ended(run_dir: Path, reason: str) -> dict:
-    """The record of a run whose processes have ended; where they were stopped, or have left it as it was, with that
-    reason."""
-    with record.lock(run_dir):
-        entry = record.read_record(run_dir)
-        if entry["status"] not in record.TERMINAL or entry["error"]["kind"] == STOPPED:
-            record.finish(run_dir, entry, "killed", {"kind": STOPPED, "message": reason})
     return entry
 
 

@@ -16,6 +16,7 @@ from qa_lib.record import RecordError, code_version, regular
 from qa_lib.spec import Spec
 from qa_lib.train.data_parallel import NoParallel, gather, shard
 
+CHECKPOINT = "checkpoint.safetensors"  # in the folder of a run that is unfinished
 # What decides how a training goes on. A run that is resumed by other code would be neither the one nor the other.
 CODE = ("data", "kernels", "model", "train", "variants.py", "presets.py", "spec.py")
 
@@ -34,7 +35,7 @@ class Checkpoint:
 
     def __init__(self, run_dir: Path, spec: Spec, model, optimizer, scaler, strategy: NoParallel):
         """`strategy` is the way in which the processes of the run share it."""
-        self.path, self.hash, self.every = self.path_of(run_dir), spec.hash, spec.preset.checkpoint_every
+        self.path, self.hash, self.every = run_dir / CHECKPOINT, spec.hash, spec.preset.checkpoint_every
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.strategy, self.ranks, self.device = strategy, strategy.ranks, strategy.ranks.device
 
@@ -49,10 +50,11 @@ class Checkpoint:
         plain = {}
         for index, parameter in self._parameters().items():
             for key, value in self.optimizer.state[parameter].items():
+                name = f"optimizer.{index}.{key}"
                 if torch.is_tensor(value):
-                    tensors[f"optimizer.{index}.{key}"] = self.strategy.gather(value, parameter)
+                    tensors[name] = self.strategy.gather(value, parameter)
                 else:
-                    plain[f"{index}.{key}"] = value
+                    plain[name] = value
         on_cpu = {name: None for name, tensor in tensors.items() if tensor.device.type == "cpu"}
         tensors, plain, on_cpu = map(self.ranks.gather_stages, (tensors, plain, on_cpu))
         drawn = {"cpu": torch.get_rng_state()}
@@ -127,13 +129,12 @@ class Checkpoint:
                     parameter.copy_(shard(tensors[f"model.{name}"], parameter))
         for index, parameter in self._parameters().items():
             own, prefix = self.optimizer.state[parameter], f"optimizer.{index}."
-            for name, tensor in tensors.items():
-                if name.startswith(prefix):
-                    tensor = tensor if name in state["on_cpu"] else tensor.to(self.device)
-                    own[name.removeprefix(prefix)] = self.strategy.shard(tensor, parameter)
-            for name, value in state["optimizer"].items():
-                if name.startswith(f"{index}."):
-                    own[name.removeprefix(f"{index}.")] = value
+            for name, value in (tensors | state["optimizer"]).items():
+                if not name.startswith(prefix):
+                    continue
+                if torch.is_tensor(value):
+                    value = self.strategy.shard(value if name in state["on_cpu"] else value.to(self.device), parameter)
+                own[name.removeprefix(prefix)] = value
         self.scaler.load_state_dict(state["scaler"])
         # A process that the run did not have before draws from its own seed on.
         rank = 0 if self.strategy.draws_alike else self.ranks.rank
@@ -148,11 +149,6 @@ class Checkpoint:
         state_dict, whose form bitsandbytes changes."""
         parameters = (p for group in self.optimizer.param_groups for p in group["params"])
         return {self.strategy.place(number): parameter for number, parameter in enumerate(parameters)}
-
-    @staticmethod
-    def path_of(run_dir: Path) -> Path:
-        """Where a run's checkpoint lies while it is unfinished."""
-        return run_dir / "checkpoint.safetensors"
 
 
 def _changed(before: dict[str, str | None]) -> str | None:

@@ -72,14 +72,12 @@ class NoParallel:
         """After the gradients are unscaled: let all processes know whether one has found an overflow."""
 
     def global_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """The norm of all gradients from the norm of those that this process has."""
-        return norm
-
-    def note(self, norm: torch.Tensor) -> None:
-        """Note the norm of all gradients beside `own`, for the noise scale (train/grad_noise.py)."""
+        """The norm of all gradients from the norm of those that this process has. Notes it beside `own`, for the noise
+        scale (train/grad_noise.py)."""
         if self.own is not None and self.settings.precision != "fp16":  # where a loss scale is on `own`
             self.ranks.stats.note_norms(self.own, norm.square())
         self.own = None
+        return norm
 
     def all_gather_params(self) -> None:
         """After the update: give every process all the weights."""
@@ -123,10 +121,7 @@ class OneBucketDDP(NoParallel):
     """All gradients flattened into one tensor, averaged by one call, whose parts are the gradients from then on."""
 
     peers = None  # the group of processes that have these parameters; all
-
-    def __init__(self, model, ranks, settings):
-        super().__init__(model, ranks, settings)
-        self.passed, self.first = 0, None  # backward passes of the step; the first one's square norm, if alone
+    passed, first = 0, None  # backward passes of the step; the first one's square norm, if alone
 
     @contextlib.contextmanager
     def micro_batch(self, last):
@@ -142,10 +137,6 @@ class OneBucketDDP(NoParallel):
         self.passed, self.first = 0, None
         self.ranks.mean(flat, self.peers)
         unflatten(flat, self.parameters)
-
-    def global_norm(self, norm):
-        self.note(norm)
-        return norm
 
 
 class FSDP2(NoParallel):

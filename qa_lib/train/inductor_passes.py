@@ -41,10 +41,10 @@ class OperatorFusion(CustomGraphPass):
 
 
 def _fold_sums(graph: Graph) -> None:
-    """Give every norm_backward the two addends of its gradient, where nothing else takes their sum."""
+    """Give every norm_backward that takes one gradient the two addends of it, where nothing else takes their sum."""
     for node in graph.find_nodes(op="call_function", target=ours.norm_backward.default):
-        added = node.args[0]
-        if added.target is aten.add.Tensor and len(added.users) == 1 and _plain(added):
+        added, other, *_ = node.args
+        if other is None and added.target is aten.add.Tensor and len(added.users) == 1 and _plain(added):
             node.args = (*added.args, *node.args[2:])
             graph.erase_node(added)
 

@@ -80,11 +80,11 @@ class OptimizerStep:
 
     def forward_backward(self, micro_batches, parts) -> torch.Tensor:
         """Forward and backward pass of one micro-batch after the other; the mean loss."""
-        mean_loss = torch.zeros((), device=self.precision.device)
+        mean_loss = torch.zeros((), device=self.strategy.ranks.device)
         for number, (inputs, part) in enumerate(zip(micro_batches, parts, strict=True), 1):
             renew(self.model)
             with self.strategy.micro_batch(last=number == len(parts)):
-                with self.hooks.phase("forward"), self.precision.autocast():
+                with self.hooks.phase("forward"), self.precision.autocast:
                     loss = self.forward(**inputs) / part
                 with self.hooks.phase("backward"):
                     self.precision.scaler.scale(loss).backward()
@@ -93,18 +93,15 @@ class OptimizerStep:
 
 
 def train(
-    model: torch.nn.Module, batches: Batches, spec: Spec, device: torch.device, run_dir: Path, say=print,
-    hooks: Hooks | None = None, ranks: ProcessGroup | None = None,
-) -> tuple[torch.optim.Optimizer, Meter, int, str | None]:  # fmt: skip
+    model: torch.nn.Module, batches: Batches, spec: Spec, run_dir: Path, say, hooks: Hooks, ranks: ProcessGroup
+) -> tuple[torch.optim.Optimizer, Meter, int, str | None]:
     """Train `model` in place for all of the batches' steps; resumes from the run's checkpoint if there is one.
 
     Writes steps.jsonl and, as often as the preset says, a checkpoint into `run_dir`. Returns the optimizer, the meter,
     the number of steps that were done before, and what is to be said of a checkpoint. Raises StepFailed.
-    `ranks` are the processes that train together: all of them call this, and the first writes.
+    `ranks` are the processes that train together and have joined: all of them call this, and the first writes.
     """
-    ranks = ranks or ProcessGroup(device)
-    ranks.join(spec)
-    hooks, precision = hooks or Hooks(), Precision(spec.settings, device)
+    device, precision = ranks.device, Precision(spec.settings, ranks.device)
     model.to(device, precision.weights).train()
     step = OptimizerStep(model, batches, spec, precision, hooks, ranks)
     # Of dropout: the weights have been drawn already.
@@ -131,14 +128,11 @@ def train(
             loss = take_step(inputs, parts)
         except Exception as problem:
             raise StepFailed(number) from problem
-        meter.step(*batches.tokens(micro_batches))
-        log.add(loss, rate)
         saves = checkpoint.is_due(number, batches.steps)
-        if log.due or saves or number == batches.steps:
-            log.write(meter.flush())
-            if saves:
-                step.strategy.finish()
-                checkpoint.save(number)
+        log.step(meter, batches.tokens(micro_batches), loss, rate, write=saves)
+        if saves:
+            step.strategy.finish()
+            checkpoint.save(number)
             meter.resume()
         hooks.finished(number)
     if ranks.world > 1 and not spec.preset.quality and begin < batches.steps:  # else they would change what is scored

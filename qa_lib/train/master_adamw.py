@@ -102,9 +102,7 @@ class MasterAdamW(torch.optim.Optimizer):
             number = torch.empty((), device=parameters[0].device)
             skip = number if parameters[0].dtype == torch.float16 else None  # whose loss has a scale
             _norm_by_kernel(columns[1])
-            _update_by_kernel(
-                *columns, number, number, number, number, *self.defaults["betas"], self.defaults["eps"], skip
-            )
+            _update_by_kernel(*columns, *[number] * 4, *self.defaults["betas"], self.defaults["eps"], skip)
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
@@ -127,8 +125,12 @@ class MasterAdamW(torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         rate, growth = group["lr"] / (1 - torch.pow(beta1, step)), 1 / (1 - torch.pow(beta2, step))
         columns = [[self.state[p][name] for p in parameters] for name in COLUMNS]
-        run = _update_by_kernel if on_gpu else update
-        run(parameters, gradients, *columns, step, factor, rate, growth, beta1, beta2, group["eps"], skip)
+        values = step, factor, rate, growth, beta1, beta2, group["eps"], skip
+        if on_gpu:
+            _update_by_kernel(parameters, gradients, *columns, *values)
+        else:
+            for tensors in zip(parameters, gradients, *columns, strict=True):
+                update(*tensors, *values)
 
 
 def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -158,21 +160,20 @@ def _calls(*columns: list[torch.Tensor]):
 LOW_TYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float16}  # the type of a weight's low bits
 
 
-def masters(parameters: list[torch.Tensor], lows: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The fp32 masters of parameters in half precision."""
-    pairs = zip(parameters, lows, strict=True)
-    if parameters[0].dtype == torch.float16:
-        return [p.float() + low.float() / FINER for p, low in pairs]
-    return [(p.float().view(torch.int32) + low.int()).view(torch.float32) for p, low in pairs]
+def master_of(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """The fp32 master of a weight in half precision."""
+    if weight.dtype == torch.float16:
+        return weight.float() + low.float() / FINER
+    return (weight.float().view(torch.int32) + low.int()).view(torch.float32)
 
 
-def halves(masters: list[torch.Tensor], dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """fp32 masters as their roundings to half precision, in fp32 still, and the low bits."""
+def halves(master: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """An fp32 master as its rounding to half precision, in fp32 still, and the low bits."""
     if dtype == torch.float16:
-        weights = [master.half().float() for master in masters]
-        return weights, [(m - weight) * FINER for m, weight in zip(masters, weights, strict=True)]
-    weights = [upper(master, 0x8000) for master in masters]
-    return weights, [m.view(torch.int32) - weight.view(torch.int32) for m, weight in zip(masters, weights, strict=True)]
+        weight = master.half().float()
+        return weight, (master - weight) * FINER
+    weight = upper(master, 0x8000)
+    return weight, master.view(torch.int32) - weight.view(torch.int32)
 
 
 def upper(value: torch.Tensor, addend: int | torch.Tensor) -> torch.Tensor:
@@ -182,25 +183,21 @@ def upper(value: torch.Tensor, addend: int | torch.Tensor) -> torch.Tensor:
     return torch.where(value.isnan(), value, cut)  # the sum turns the NaN that GPUs make into zero
 
 
-def random_bits(values: list[torch.Tensor], firsts: list[torch.Tensor], step: torch.Tensor) -> list[torch.Tensor]:
-    """int32 tensors in the shapes of `values`: 32 random bits for each element, of which the step and the element's
-    number in the optimizer decide. `firsts` are the numbers of the first elements."""
-    seed = step.int() * GOLDEN
-    spans = [torch.arange(v.numel(), device=v.device, dtype=torch.int32).view(v.shape) for v in values]
-    return [hash32(first + span, seed) for first, span in zip(firsts, spans, strict=True)]
+def random_bits(value: torch.Tensor, first: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """int32 in the shape of `value`: 32 random bits for each element, of which the step and the element's number in the
+    optimizer decide. `first` is the number of the first element."""
+    span = torch.arange(value.numel(), device=value.device, dtype=torch.int32).view(value.shape)
+    return hash32(first + span, step.int() * GOLDEN)
 
 
-def read_moments(means, squares, scales) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def read_moments(mean, square, scale) -> tuple[torch.Tensor, torch.Tensor]:
     """Both moments in fp32, from what the optimizer keeps."""
-    if means[0].dtype != torch.uint8:
-        return [m.float() for m in means], [s.float() for s in squares]
-    found = []
-    for mean, square, scale in zip(means, squares, scales, strict=True):
-        codes, roots = blocks_of(mean).int(), blocks_of(square).int()
-        sizes = eight_bit.decode(codes & 127, scale[:, :1], eight_bit.MEAN_CUT)
-        both = torch.where(codes > 127, -sizes, sizes), eight_bit.decode(roots, scale[:, 1:], eight_bit.ROOT_CUT) ** 2
-        found.append([one.flatten()[: mean.numel()].view(mean.shape) for one in both])
-    return tuple(map(list, zip(*found, strict=True)))
+    if mean.dtype != torch.uint8:
+        return mean.float(), square.float()
+    codes, roots = blocks_of(mean).int(), blocks_of(square).int()
+    sizes = eight_bit.decode(codes & 127, scale[:, :1], eight_bit.MEAN_CUT)
+    squares = eight_bit.decode(roots, scale[:, 1:], eight_bit.ROOT_CUT) ** 2
+    return elements_of(torch.where(codes > 127, -sizes, sizes), mean), elements_of(squares, mean)
 
 
 def blocks_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -208,50 +205,45 @@ def blocks_of(tensor: torch.Tensor) -> torch.Tensor:
     return F.pad(tensor.flatten(), (0, -tensor.numel() % eight_bit.BLOCK)).view(-1, eight_bit.BLOCK)
 
 
-def coded_moments(means, squares, bits) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+def elements_of(blocks: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The reverse of `blocks_of`, in the shape of another tensor."""
+    return blocks.flatten()[: like.numel()].view(like.shape)
+
+
+def coded_moments(mean, square, bits) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The codes of fp32 moments, int32, and their scales, by 32 random bits an element."""
-    found = []
-    for mean, square, both in zip(means, squares, bits, strict=True):
-        mean_blocks, random = blocks_of(mean), blocks_of(both)
-        codes, mean_scale = eight_bit.encode(mean_blocks.abs(), random & 0xFFFF, eight_bit.MEAN_CUT)
-        roots = blocks_of(square).sqrt()
-        root_codes, root_scale = eight_bit.encode(roots, (random >> 16) & 0xFFFF, eight_bit.ROOT_CUT)
-        codes = torch.where(mean_blocks < 0, codes + 128, codes), torch.where(roots > 0, root_codes.clamp(min=1), 0)
-        flat = [one.flatten()[: mean.numel()].view(mean.shape) for one in codes]
-        found.append([*flat, torch.cat([mean_scale, root_scale], 1)])
-    return tuple(map(list, zip(*found, strict=True)))
+    means, roots, random = blocks_of(mean), blocks_of(square).sqrt(), blocks_of(bits)
+    codes, mean_scale = eight_bit.encode(means.abs(), random & 0xFFFF, eight_bit.MEAN_CUT)
+    root_codes, root_scale = eight_bit.encode(roots, (random >> 16) & 0xFFFF, eight_bit.ROOT_CUT)
+    codes = torch.where(means < 0, codes + 128, codes)
+    root_codes = torch.where(roots > 0, root_codes.clamp(min=1), 0)
+    return elements_of(codes, mean), elements_of(root_codes, mean), torch.cat([mean_scale, root_scale], 1)
 
 
 def update(
-    parameters, gradients, lows, means, squares, scales, firsts, step, factor, rate, growth, beta1, beta2, eps, skip
+    weight, gradient, low, mean, square, scale, first, step, factor, rate, growth, beta1, beta2, eps, skip
 ):  # fmt: skip
-    """AdamW on lists of tensors, in place, for gradients times `factor`. `rate` is the learning rate over the means'
-    correction, `growth` one over that of the squares. Where `skip` is a number other than 0, nothing changes."""
-    gradients = [g.float() * factor for g in gradients]
-    old_means, old_squares = read_moments(means, squares, scales)
-    new_means = torch._foreach_lerp(old_means, gradients, 1 - beta1)
-    new_squares = torch._foreach_mul(old_squares, beta2)
-    new_squares = torch._foreach_addcmul(new_squares, gradients, gradients, 1 - beta2)
-    roots = torch._foreach_add(torch._foreach_sqrt(torch._foreach_mul(new_squares, growth)), eps)
-    moves = torch._foreach_mul(torch._foreach_div(new_means, roots), rate)
-    new_masters = torch._foreach_sub(masters(parameters, lows), moves)
-    if means[0].dtype == torch.bfloat16:
-        bits = random_bits(means, firsts, step)
-        new_means = [upper(mean, low & 0xFFFF) for mean, low in zip(new_means, bits, strict=True)]
-        new_squares = [upper(square, (high >> 16) & 0xFFFF) for square, high in zip(new_squares, bits, strict=True)]
-    new_scales = scales
-    if means[0].dtype == torch.uint8:
-        new_means, new_squares, new_scales = coded_moments(new_means, new_squares, random_bits(means, firsts, step))
-    weights, new_lows = halves(new_masters, parameters[0].dtype)
-    moments = (means, new_means), (squares, new_squares), (scales, new_scales)
-    for old, new in (*moments, (lows, new_lows), (parameters, weights)):
-        if skip is not None:
-            new = [torch.where(skip != 0, a, b) for a, b in zip(old, new, strict=True)]
-        torch._foreach_copy_(old, new)
+    """AdamW on tensors of one parameter, in place, for its gradient times `factor`. `rate` is the learning rate over
+    the mean's correction, `growth` one over that of the square. Where `skip` is a number other than 0, nothing
+    changes."""
+    gradient = gradient.float() * factor
+    old_mean, old_square = read_moments(mean, square, scale)
+    new_mean, new_scale = old_mean.lerp(gradient, 1 - beta1), scale
+    new_square = (old_square * beta2).addcmul(gradient, gradient, value=1 - beta2)
+    move = new_mean / ((new_square * growth).sqrt() + eps) * rate
+    new_weight, new_low = halves(master_of(weight, low) - move, weight.dtype)
+    if mean.dtype == torch.bfloat16:
+        bits = random_bits(mean, first, step)
+        new_mean, new_square = upper(new_mean, bits & 0xFFFF), upper(new_square, (bits >> 16) & 0xFFFF)
+    elif mean.dtype == torch.uint8:
+        new_mean, new_square, new_scale = coded_moments(new_mean, new_square, random_bits(mean, first, step))
+    changes = (mean, new_mean), (square, new_square), (scale, new_scale), (low, new_low), (weight, new_weight)
+    for old, new in changes:
+        old.copy_(new if skip is None else torch.where(skip != 0, old, new))
 
 
 def _update_by_kernel(*lists_and_values) -> None:
-    """As `update`."""
+    """As `update`, for lists of tensors."""
     *columns, step, factor, rate, growth, beta1, beta2, eps, skip = lists_and_values
     for tensors, sizes in _calls(*columns):
         programs = sum(-(-size // UPDATE["BLOCK"]) for size in sizes)

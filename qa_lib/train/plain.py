@@ -21,12 +21,10 @@ from qa_lib.train.step_log import StepLog
 
 
 def train(
-    model: torch.nn.Module, batches: Batches, spec: Spec, device: torch.device, run_dir: Path, say=print,
-    hooks: Hooks | None = None, ranks: ProcessGroup | None = None,
-) -> tuple[torch.optim.Optimizer, Meter, int, None]:  # fmt: skip
+    model: torch.nn.Module, batches: Batches, spec: Spec, run_dir: Path, say, hooks: Hooks, ranks: ProcessGroup
+) -> tuple[torch.optim.Optimizer, Meter, int, None]:
     """As loop.train, for a model that stays as it is until the end."""
-    settings, hooks, ranks = spec.settings, hooks or Hooks(), ranks or ProcessGroup(device)
-    ranks.join(spec)
+    settings, device = spec.settings, ranks.device
     if (kind := model.config.model_type) not in ("bert", "gpt2"):
         raise UserError(f"{spec.variant}: the rivals are a BERT and a GPT-2, and this model is a {kind}")
     dropout = 0.0 if settings.dropout == "none" else 0.1
@@ -41,11 +39,7 @@ def train(
         rate, micro_batches = learning_rate(spec, number - 1, batches.steps), batches.step(number - 1)
         set_rate(step.optimizer, rate)
         loss = step([batches.collate(samples, device) for samples in micro_batches])
-        meter.step(*batches.tokens(micro_batches))
-        log.add(loss, rate)
-        if log.due or number == batches.steps:
-            log.write(meter.flush())
-            meter.resume()
+        log.step(meter, batches.tokens(micro_batches), loss, rate)
         hooks.finished(number)
     model.to(device, peer.norm.weight.dtype)
     _copy((other, own) for own, other in peer.pairs(model))

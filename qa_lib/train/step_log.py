@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from qa_lib.measure.meter import Meter
 from qa_lib.record import RecordError, read_steps
 from qa_lib.spec import Spec
 from qa_lib.train.grad_noise import noise_scale
@@ -52,13 +53,19 @@ class StepLog:
             self.say(f"{self.label}: compiling, then {steps - begin} steps")
         self._append([line for line in read_steps(self.path) if line["step"] <= begin], mode="w")
 
-    def add(self, loss: torch.Tensor, rate: float) -> None:
-        """Note a step's mean loss (a scalar on the device, not read yet) and its learning rate."""
+    def step(self, meter: Meter, tokens: tuple, loss: torch.Tensor, rate: float, write: bool = False) -> None:
+        """One optimizer step is done, of so many `tokens`, as Meter.step takes them: note it in the meter, and its mean
+        loss (a scalar on the device, not read yet) and learning rate here. Writes what was noted when it is time, after
+        the last step, and if told to `write`; the next step's clock starts after that."""
+        meter.step(*tokens)
         self.pending.append((loss, rate))
+        if write or self.due or self.written + len(self.pending) == self.steps:
+            self.write(meter.flush())
+            meter.resume()
 
     @property
     def due(self) -> bool:
-        """Whether it is time for `write`; the last step is for the caller to know."""
+        """Whether it is time for `write`."""
         if self.ranks.world > 1:
             return len(self.pending) >= LOOK_EVERY
         return time.monotonic() - self.looked >= LOOK_EVERY_S

@@ -30,13 +30,11 @@ DEEPSPEED = str(Path(__file__).with_name("deepspeed.json"))
 
 
 def train(
-    model: torch.nn.Module, batches: Batches, spec: Spec, device: torch.device, run_dir: Path, say=print,
-    hooks: Hooks | None = None, ranks: ProcessGroup | None = None,
-) -> tuple[torch.optim.Optimizer, Meter, int, None]:  # fmt: skip
+    model: torch.nn.Module, batches: Batches, spec: Spec, run_dir: Path, say, hooks: Hooks, ranks: ProcessGroup
+) -> tuple[torch.optim.Optimizer, Meter, int, None]:
     """As loop.train."""
-    settings, ranks = spec.settings, ranks or ProcessGroup(device)
-    ranks.join(spec)
-    meter = Meter(device, spec.preset.measure_from)
+    settings = spec.settings
+    meter = Meter(ranks.device, spec.preset.measure_from)
     log = StepLog(run_dir, spec, batches.steps, 0, torch.amp.GradScaler(enabled=False), ranks, say)
     arguments = TrainingArguments(
         output_dir=str(run_dir),
@@ -52,7 +50,7 @@ def train(
         fp16=settings.precision == "fp16",
         bf16=settings.precision == "bf16",
         seed=spec.seed,
-        use_cpu=device.type == "cpu",
+        use_cpu=ranks.device.type == "cpu",
         dataloader_drop_last=True,
         remove_unused_columns=False,
         train_sampling_strategy="group_by_length" if settings.group_by_length else "random",
@@ -68,8 +66,7 @@ def train(
     numbers = Dataset.from_dict({"sample": range(len(lengths)), "length": lengths})
     trainer = _MeteredTrainer(model=model, args=arguments, train_dataset=numbers, data_collator=_Collator(batches))
     trainer.parts = []
-    polls = settings.fault == "nvidia-smi-polling"
-    trainer.add_callback(_Steps(trainer, meter, log, hooks or Hooks(), polls))
+    trainer.add_callback(_Steps(trainer, meter, log, hooks, polls=settings.fault == "nvidia-smi-polling"))
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     # What was called in each step, whatever was asked for; inside what torch.compile puts around it.
@@ -113,10 +110,6 @@ class _Steps(TrainerCallback):
             self.meter.polled.append(polled_utilisation())
         collator, parts = self.trainer.data_collator, self.trainer.parts
         micro_batches = [collator.seen.pop(0) for _ in parts]
-        self.meter.step(*collator.batches.tokens(micro_batches))
-        self.log.add(sum(parts), self.trainer.rate)
+        self.log.step(self.meter, collator.batches.tokens(micro_batches), sum(parts), self.trainer.rate)
         parts.clear()
-        if self.log.due or state.global_step == args.max_steps:
-            self.log.write(self.meter.flush())
-            self.meter.resume()
         self.hooks.finished(state.global_step)

@@ -91,9 +91,7 @@ class Zero1(NoParallel):
                 dist.all_reduce(found, dist.ReduceOp.MAX)
 
     def global_norm(self, norm):
-        norm = total_norm(norm)
-        self.note(norm)
-        return norm
+        return super().global_norm(total_norm(norm))
 
     def all_gather_params(self):
         for share in self.flat_shards:
