@@ -109,11 +109,10 @@ def _pretrained(spec: Spec) -> torch.nn.Module:
         attention = attention_name(attention)
     elif task == "lm" and attention in ("sdpa", "triton-causal") and spec.settings.engine == "loop":
         attention = UNMASKED
-    if spec.preset.max_length > max_positions(config):
-        raise UserError(
-            f"{source} takes {max_positions(config)} tokens at most, and preset {spec.preset.name} "
-            f"makes samples of {spec.preset.max_length}"
-        )
+    length, most = spec.preset.max_length, max_positions(config)
+    if length > most:
+        preset = spec.preset.name
+        raise UserError(f"{source} takes {most} tokens at most, and preset {preset} makes samples of {length}")
     if source != "tiny" and not find_shape(source):
         folder = find_folder(source)
         if inspect_checkpoint(folder)[1]:

@@ -69,9 +69,8 @@ def check_fused_decoder(settings: Settings) -> None:
     }
     for name, values in allowed.items():
         if (value := getattr(settings, name)) not in values:
-            raise UserError(
-                f"norms 'fused' of a decoder take {name} {' or '.join(map(repr, values))}, and not {value!r}"
-            )
+            known = " or ".join(map(repr, values))
+            raise UserError(f"norms 'fused' of a decoder take {name} {known}, and not {value!r}")
 
 
 def use_fused_decoder(model: torch.nn.Module) -> None:

@@ -80,11 +80,11 @@ class OptimizerStep:
 
     def forward_backward(self, micro_batches, parts) -> torch.Tensor:
         """Forward and backward pass of one micro-batch after the other; the mean loss."""
-        mean_loss = torch.zeros((), device=self.strategy.ranks.device)
+        mean_loss = torch.zeros((), device=self.precision.device)
         for number, (inputs, part) in enumerate(zip(micro_batches, parts, strict=True), 1):
             renew(self.model)
             with self.strategy.micro_batch(last=number == len(parts)):
-                with self.hooks.phase("forward"), self.precision.autocast:
+                with self.hooks.phase("forward"), self.precision.autocast():
                     loss = self.forward(**inputs) / part
                 with self.hooks.phase("backward"):
                     self.precision.scaler.scale(loss).backward()

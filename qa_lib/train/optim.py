@@ -25,14 +25,16 @@ CLIP = 1.0  # norm of the gradients
 
 class Precision:
     """What the settings' number format means on a device: `weights`, the type the model is cast to (None: as it is), an
-    `autocast` context for the forward pass, and the `scaler` of the loss, which does nothing where none is needed."""
+    `autocast()` context for the forward pass, and the `scaler` of the loss, which does nothing where none is needed."""
 
     def __init__(self, settings: Settings, device: torch.device):
-        dtype = DTYPES[settings.precision]
-        self.weights = dtype if settings.half_weights else None
-        mixed = settings.precision != "fp32" and not settings.half_weights
-        self.autocast = torch.autocast(device.type, dtype, enabled=mixed)
+        self.dtype, self.device = DTYPES[settings.precision], device
+        self.weights = self.dtype if settings.half_weights else None
+        self.mixed = settings.precision != "fp32" and not settings.half_weights
         self.scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, self.dtype, enabled=self.mixed)
 
 
 def build_optimizer(model: torch.nn.Module, spec: Spec, parameters: list | None = None) -> torch.optim.Optimizer:

@@ -144,7 +144,7 @@ class Stage(PipelineStage):
 
     def forward_one_chunk(self, number, args, kwargs=None, *rest, **options):
         clock = Stopwatch(self.device)
-        with self.autocast:
+        with self.autocast():
             output = super().forward_one_chunk(number, args, self.micro_batches[number], *rest, **options)
         self.laps.append(clock.lap())
         return output
