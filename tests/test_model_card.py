@@ -128,7 +128,7 @@ def test_a_model_folder_of_something_else_is_not_replaced(run_dir, tmp_path, mon
     (model / "README.md").unlink()  # as an older version left it
     check_own(model, run_dir.name)
     (model / "README.md").write_text("run A1-s0-000000")
-    with pytest.raises(UserError, match=r"model holds what run .* has not saved, .*: move it elsewhere"):
+    with pytest.raises(UserError, match=r"model does not name run .*: move it elsewhere"):
         check_own(model, run_dir.name)
 
     (spec,) = plan(["A1"], "smoke", data="synthetic:40", machine=CPU)
@@ -138,9 +138,12 @@ def test_a_model_folder_of_something_else_is_not_replaced(run_dir, tmp_path, mon
     folder.mkdir(parents=True)
     (folder / "model").symlink_to(theirs)
     monkeypatch.setattr(fit, "prepare", lambda *_: pytest.fail("it was not told before the work"))
-    with pytest.raises(UserError, match="has not saved"):
+    record.finish(folder, record.new_record(spec, {}), "ok")
+    before = (folder / "record.json").read_bytes()
+    with pytest.raises(UserError, match="does not name run"):
         fit.fit(spec, tmp_path / "runs")
     assert (theirs / "config.json").read_text() == "{}"
+    assert (folder / "record.json").read_bytes() == before, "what has ended well stays so"
 
 
 class Hub(ThreadingHTTPServer):
@@ -264,7 +267,7 @@ def test_what_keeps_a_push_from_the_hub_is_one_line(run_dir, hub, tmp_path, caps
         return said
 
     assert "'bert' is no name of the hub with its owner" in told(run_dir, "bert")
-    assert "me/a b: not uploaded: HFValidationError" in told(run_dir, "me/a b")
+    assert "'me/a b' is no name of the hub" in told(run_dir, "me/a b")
     assert "no record" in told(tmp_path / "nothing", "me/bert")
     monkeypatch.setenv("HF_TOKEN", "hf_other")
     assert "the hub refuses the token: type `hf auth login`" in told(run_dir, "me/bert")

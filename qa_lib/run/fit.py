@@ -143,13 +143,14 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
     """Train, measure and evaluate a spec in this process, one of torchrun's where it has several; see fit.fit."""
     run_dir, device = Path(runs) / spec.run_path, hardware.train_device()
     check_driver(run_dir)
+    if spec.preset.quality and not spec.skip:
+        check_own(run_dir / "model", spec.run_id)  # before its record changes, which may be that of a finished run
     ranks = ProcessGroup(device)
     # The first process has the record, and the others a copy that goes nowhere.
     recorded = recording(spec, run_dir, say) if ranks.first else contextlib.nullcontext(record.new_record(spec, {}))
     with _limits(spec, device), recorded as entry, noting_faults(run_dir, ranks):
         if spec.skip:
             return entry
-        check_own(run_dir / "model", spec.run_id)
         begin, first_run = time.perf_counter(), not served
         served.append(spec.run_id)
         start_compilers(spec.settings, device)

@@ -21,6 +21,8 @@ def main(args: argparse.Namespace) -> int:
     lines = []
     for spec in specs:
         line = {"variant": spec.variant, "length": spec.preset.max_length, "micro-batch": spec.settings.micro_batch}
+        if spec.chosen:
+            print(spec.adjusted[0])
         if why := spec.skip or unpredicted(spec):
             print(f"{spec.variant}: {why}")
             continue

@@ -19,12 +19,15 @@ TEMPLATE = Path(__file__).with_suffix(".md")
 
 
 def check_own(folder: Path, run_id: str) -> None:
-    """Raises UserError where saving the run's model into `folder` would replace what that run has not saved."""
+    """Raises UserError where saving the run's model into `folder` would replace what does not say that it is that
+    run's."""
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     card = folder / CARD  # models of an older version have none
     if not (folder / SUMS).is_file() or (card.is_file() and run_id not in card.read_text(errors="replace")):
-        raise UserError(f"{folder} holds what run {run_id} has not saved, and would be replaced: move it elsewhere")
+        raise UserError(
+            f"{folder} does not say that run {run_id} has saved it, and would be replaced: move it elsewhere"
+        )
 
 
 def write_card(folder: Path, entry: dict) -> None:

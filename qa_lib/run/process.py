@@ -74,8 +74,8 @@ def use_compile_cache(folder: Path | None) -> None:
         return
     for name, part in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
         own = folder.absolute() / part
-        own.mkdir(mode=0o700, parents=True, exist_ok=True)
         for place in (folder, own):
+            place.mkdir(mode=0o700, parents=place == folder, exist_ok=True)
             found = place.stat()
             if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise UserError(f"{place} is not yours alone to write to: chmod 700 it, or name another folder")

@@ -4,7 +4,8 @@ import argparse
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from qa_lib import record
 from qa_lib.errors import UserError, first_line
@@ -24,7 +25,12 @@ def push(run_dir: Path, repo: str, public: bool = False, add: bool = False) -> s
         raise UserError(f"{run_dir}: no model/ in it; a run keeps its model at a preset that measures quality")
     if entry["status"] != "ok":
         raise UserError(f"{run_dir}: it has ended as {entry['status']!r}; its model is not that of a whole run")
-    if repo.count("/") != 1:
+    try:
+        validate_repo_id(repo)
+        owned = "/" in repo
+    except HFValidationError:
+        owned = False
+    if not owned:
         raise UserError(f"{repo!r} is no name of the hub with its owner, as in me/bert-squad")
     if not get_token():
         raise UserError("no token for the hub: type `hf auth login`, or set HF_TOKEN to one that may write")

@@ -188,8 +188,9 @@ def main(args: argparse.Namespace) -> int:
     print("".join(f"left out: {reason}\n" for reason in left_out), end="", file=sys.stderr, flush=True)
     if args.plan:
         for spec in specs:
-            state = "finished" if launcher.is_finished(spec) else f"skip: {spec.skip}" if spec.skip else "run"
-            line = f"{spec.group}/{spec.run_id:24} {', '.join([state, *_own_words(spec)])}"
+            state = f"skip: {spec.skip}" if spec.skip else "finished" if launcher.is_finished(spec) else "run"
+            words = [state, *_own_words(spec), *(spec.adjusted[:1] if spec.chosen else [])]
+            line = f"{spec.group}/{spec.run_id:24} {', '.join(words)}"
             print(textwrap.fill(line, 100, subsequent_indent="    ", break_on_hyphens=False))
         return 0
     entries = sweep(specs, launcher, args.on_finish)
