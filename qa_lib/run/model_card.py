@@ -26,7 +26,7 @@ def check_own(folder: Path, run_id: str) -> None:
     card = folder / CARD  # models of an older version have none
     if not (folder / SUMS).is_file() or (card.is_file() and run_id not in card.read_text(errors="replace")):
         raise UserError(
-            f"{folder} does not say that run {run_id} has saved it, and would be replaced: move it elsewhere"
+            f"{folder} does not name run {run_id}, and would be replaced by what it saves: move it elsewhere"
         )
 
 
