@@ -27,11 +27,10 @@ from qa_lib.run import sweep
 from qa_lib.run.fit import LOADERS, fit, prepare
 from qa_lib.run.plan import identify_data, identify_model, plan
 from qa_lib.score.predict import load_qa_model, window_lengths
-from qa_lib.spec import Machine
 from qa_lib.train import checkpoint as checkpoints
 from tests.conftest import slow
 from tests.material import document, edited, hub_row, question, refused, write
-from tests.tiny import CPU, StopAfter, checkpoint, quiet, resized
+from tests.tiny import CPU, H200, StopAfter, checkpoint, quiet, resized
 
 TEXT = "The river Rhine rises in the Alps and ends near Rotterdam, which is a port."
 OPENED: set[str] | None = None
@@ -240,7 +239,7 @@ def test_a_models_configuration_is_read_inside_one_guard_in_every_verb(model, sq
     for value in SPOILT[name]:
         edited(model / "config.json", **{name: value})
         asks = [lambda: load_qa_model(model), lambda: trained_two_steps(squad, model)]
-        for ask in [*asks, lambda: plan(["P-tensor"], "bench", data=str(squad), model=str(model), machine=Machine())]:
+        for ask in [*asks, lambda: plan(["P-tensor"], "bench", data=str(squad), model=str(model), machine=H200)]:
             try:
                 ask()
             except UserError as problem:

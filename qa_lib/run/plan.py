@@ -79,8 +79,9 @@ def plan(
     found = {"model": identity, "data": identify_data(data, size.quality, size.task)}
     if "model_type" in config:
         find_encoder(config["model_type"], model, size.task)
-    # 0, which everything divides, where it does not say.
-    shape = {"layers": config.get("num_hidden_layers", 0), "heads": config.get("num_attention_heads", 0)}
+    # 0, which everything divides, where it does not say, or not by a number: then loading it says so.
+    sizes = {"layers": config.get("num_hidden_layers"), "heads": config.get("num_attention_heads")}
+    shape = {name: size if type(size) is int else 0 for name, size in sizes.items()}
     kind = config.get("model_type", "")
     specs = [
         dataclasses.replace(spec, **found, skip=spec.skip or lacking(spec.settings, kind) or unshared(spec, shape))
