@@ -72,7 +72,8 @@ def run_dir(kept, tmp_path):
 
 def test_a_card_says_what_was_trained_how(kept):
     card = ModelCard.load(kept[0] / "model" / "README.md")
-    assert card.data.pipeline_tag == "question-answering" and card.data.library_name == "transformers"
+    metadata = card.data.to_dict()
+    assert (metadata["pipeline_tag"], metadata["library_name"]) == ("question-answering", "transformers")
     scores = {result.metric_type: result.metric_value for result in card.data.eval_results}
     assert scores == {"exact_match": 77.5, "f1": 81.25}
     assert card.data.base_model is None and card.data.datasets is None  # tiny and synthetic:40 are not of the hub
