@@ -90,12 +90,13 @@ def read_runs(
     """Every run below `runs`, or those of one group, by group and id. `left_out` is told of records that cannot be
     trusted, by their group."""
     found = {}
-    for run in [*_archived(Path(runs), group, left_out), *_in_folders(Path(runs), group, left_out)]:
+    for run in [*_archived(Path(runs), group, left_out), *runs_in_folders(Path(runs), group, left_out)]:
         found[run.record["group"], run.record["run_id"]] = run
     return [found[key] for key in sorted(found)]
 
 
-def _in_folders(runs: Path, group: str | None, left_out: Callable) -> Iterator[Run]:
+def runs_in_folders(runs: Path, group: str | None, left_out: Callable) -> Iterator[Run]:
+    """As read_runs, without those that are archived, in no order."""
     for path in record.run_files(runs, "record.json"):
         run_dir = path.parent
         if group not in (None, run_dir.parent.name):

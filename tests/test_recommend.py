@@ -330,13 +330,14 @@ def test_a_process_that_a_compiler_takes_with_it_is_told_from_one_that_was_stopp
     assert not record.unable(judged(spec))
 
 
-def test_free_memory_is_what_nvidia_smi_says_of_the_first_card(monkeypatch):
-    properties = type("Properties", (), {"uuid": "0-1", "total_memory": 16 * 2**30})
+def test_free_memory_is_what_nvml_says_of_the_first_card(monkeypatch):
+    properties = type("Properties", (), {"total_memory": 16 * 2**30})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: properties)
     asked = []
-    monkeypatch.setattr(hardware, "_nvidia_smi", lambda *words: asked.append(words) or "15109\n")
-    assert hardware._free_mib() == 15109 and asked[0][0] == "--id=GPU-0-1"
-    monkeypatch.setattr(hardware, "_nvidia_smi", lambda *words: "[N/A]")
+    answer = type("Memory", (), {"total": 16 * 2**30, "used": 2**30, "free": 15 * 2**30})
+    monkeypatch.setattr(hardware, "ask_nvml", lambda *words: asked.append(words) or answer)
+    assert hardware._free_mib() == 15 * 1024 and asked == [(torch.device("cuda", 0), "nvmlDeviceGetMemoryInfo")]
+    monkeypatch.setattr(hardware, "ask_nvml", lambda *words: None)
     assert hardware._free_mib() == 16 * 1024
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from qa_lib.errors import UserError
-from qa_lib.measure.meter import MIB, Stopwatch, elapsed
+from qa_lib.measure.meter import MIB, Stopwatch, ask_nvml, elapsed
 from qa_lib.spec import Machine, hardware_name
 from qa_lib.variants import AMPERE, VOLTA
 
@@ -95,11 +95,9 @@ def this_machine() -> Machine:
 
 
 def _free_mib() -> int:
-    """MiB of the first GPU's memory that nobody holds; all of it where nvidia-smi does not say. CUDA would say so as
-    well, but take memory itself."""
-    gpu = torch.cuda.get_device_properties(0)
-    said = _nvidia_smi(f"--id=GPU-{gpu.uuid}", "--query-gpu=memory.free", "--format=csv,noheader,nounits").strip()
-    return int(said) if said.isdigit() else int(gpu.total_memory / MIB)
+    """MiB of the first GPU's memory that nobody holds; all of it where NVML does not say."""
+    found = ask_nvml(torch.device("cuda", 0), "nvmlDeviceGetMemoryInfo")
+    return int((found.free if found else torch.cuda.get_device_properties(0).total_memory) / MIB)
 
 
 def libraries() -> dict[str, str | None]:

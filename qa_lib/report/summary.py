@@ -125,13 +125,29 @@ def change(variant: str, ancestor: str | None = None) -> str:
 
 
 COLUMNS = {  # heading, in which {score} stands for the score's label and {base} for the baseline -> column of lines
-    "variant": "variant", "what it changes": "change", **{label: name for name, label in AXES.items()},
-    "status": "status", "n": "n", "samples/s": "samples_per_s", "tokens/s": "tokens_per_s", "× {base}": "ratio",
-    "step ms [p10–p90]": "step", "waits for data, at most": "waits", "GPU busy": "busy",
-    "of matrix rate": "matrix_share", "MFU": "mfu", "peak MiB": "peak_mib", "J/sample": "joules", "{score}": "score",
-    "Δ{score} vs {base}": "delta", "trainable": "trainable", "compile s": "compile_s", "break-even step": "break_even",
-    "wall s": "wall_s", "note": "note",
-}  # fmt: skip
+    "variant": "variant",
+    "what it changes": "change",
+    **{label: name for name, label in AXES.items()},
+    "status": "status",
+    "n": "n",
+    "samples/s": "samples_per_s",
+    "tokens/s": "tokens_per_s",
+    "× {base}": "ratio",
+    "step ms [p10–p90]": "step",
+    "waits for data, at most": "waits",
+    "GPU busy": "busy",
+    "of matrix rate": "matrix_share",
+    "MFU": "mfu",
+    "peak MiB": "peak_mib",
+    "J/sample": "joules",
+    "{score}": "score",
+    "Δ{score} vs {base}": "delta",
+    "trainable": "trainable",
+    "compile s": "compile_s",
+    "break-even step": "break_even",
+    "wall s": "wall_s",
+    "note": "note",
+}
 FORMS = dict.fromkeys(("waits", "busy", "matrix_share", "mfu"), percent)  # others are written by `number`
 FORMS |= {"score": points, "delta": gain, "trainable": count}
 WITH_INTERVAL = ("samples_per_s", "tokens_per_s", "ratio", "score", "delta")

@@ -11,13 +11,12 @@ import importlib
 import math
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
 
 from qa_lib import record
-from qa_lib.archive import Run, read_runs
+from qa_lib.archive import Run, read_runs, runs_in_folders
 from qa_lib.errors import UserError
 
 STEP_VALUES = ("loss", "lr", "ms")  # of a line of steps.jsonl
@@ -39,7 +38,7 @@ def main(args: argparse.Namespace) -> int:
                 export.update(run)
             while args.follow:
                 time.sleep(EVERY_S)
-                for run in runs_in_folders(args.runs, args.group):
+                for run in runs_in_folders(args.runs, args.group, left_out=lambda *_: None):
                     export.update(run)
     else:
         beside = ("profile", "quantized")  # of a record, in an archive
@@ -47,14 +46,6 @@ def main(args: argparse.Namespace) -> int:
         record.write_atomically(out, pd.json_normalize(records).to_csv(index=False))
     print(f"{out}: {len(found)} runs")
     return 0
-
-
-def runs_in_folders(runs: Path, group: str | None) -> Iterator[Run]:
-    """The runs below `runs`, or those of one group, whose record can be read; none that is archived."""
-    for path in record.run_files(runs, "record.json"):
-        if group in (None, path.parent.parent.name):
-            with contextlib.suppress(record.RecordError):
-                yield Run(record.read_record(path.parent), path.parent)
 
 
 def figures_of(record: dict) -> dict[str, float]:

@@ -170,6 +170,6 @@ def digest_of(tensors: dict[str, torch.Tensor], metadata: dict | None = None) ->
 
 @cache
 def code_digest(package: Path = Path(__file__).parents[1]) -> str:
-    """SHA-256 (hex) over the sources in CODE."""
+    """SHA-256 (hex) over the sources in CODE, and the data files beside them."""
     paths = (package / name for name in CODE)
-    return hash_files(source for path in paths for source in ([path] if path.is_file() else sorted(path.glob("*.py"))))
+    return hash_files(source for path in paths for source in ([path] if path.is_file() else sorted(path.glob("*.*"))))
