@@ -1,7 +1,7 @@
 """A decoder's fused training pass, its loss in parts and the plain rivals: transformers' model is the reference."""
 
+import dataclasses
 import itertools
-import types
 
 import pytest
 import torch
@@ -9,17 +9,17 @@ from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, Be
 
 from qa_lib.errors import UserError
 from qa_lib.kernels.linear_cross_entropy import linear_cross_entropy
-from qa_lib.model.build import apply_recipe
+from qa_lib.model.build import apply_recipe, build_model
 from qa_lib.model.fused_blocks import use_hash_dropout, use_sigmoid_gelu
 from qa_lib.model.fused_decoder import check_fused_decoder, use_causal_attention, use_fused_decoder
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.gpt2 import GPT2
-from qa_lib.run.fit import train
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 from qa_lib.train.compile import ChunkedLossOf, LossOf
 from qa_lib.train.plain import PlainStep
 from qa_lib.variants import VARIANTS, Settings, find_recipe
+from tests.tiny import checkpoint
 
 
 def decoder(dropout=0.0, seed=0):
@@ -169,6 +169,6 @@ def test_the_plain_bert_is_transformers_own_one_sample_at_a_time():
 
 def test_a_model_without_a_rival_is_told(tmp_path):
     (spec,) = plan(["E-plain"], "smoke", machine=Machine(gpus=1, sm=90, compiler=True))
-    roberta = types.SimpleNamespace(config=types.SimpleNamespace(model_type="roberta"))
-    with pytest.raises(UserError, match="a BERT and a GPT-2, and this model is a roberta"):
-        train(roberta, None, spec, torch.device("cpu"), tmp_path)
+    spec = dataclasses.replace(spec, model_source=checkpoint("roberta", tmp_path))
+    with pytest.raises(UserError, match="roberta: the rivals are a BERT and a GPT-2"):
+        build_model(spec)

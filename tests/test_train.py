@@ -217,7 +217,7 @@ def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_run_begins_anew(dam
     assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(model).items())
 
 
-@pytest.mark.parametrize("edited", ["kernels/fused_norm.py", "train/loop.py"])
+@pytest.mark.parametrize("edited", ["kernels/fused_norm.py", "train/loop.py", "train/deepspeed.json"])
 def test_a_checkpoint_of_other_code_is_not_gone_on_from(edited, samples, tmp_path, monkeypatch):
     package = Path(checkpoints.__file__).parents[1]
     copy = shutil.copytree(package, tmp_path / "qa_lib", ignore=shutil.ignore_patterns("__pycache__", "report"))

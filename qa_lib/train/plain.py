@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from qa_lib.data.batches import Batches
-from qa_lib.errors import UserError
 from qa_lib.measure.meter import Hooks, Meter
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.gpt2 import GPT2
@@ -25,10 +24,8 @@ def train(
 ) -> tuple[torch.optim.Optimizer, Meter, int, None]:
     """As loop.train, for a model that stays as it is until the end."""
     settings, device = spec.settings, ranks.device
-    if (kind := model.config.model_type) not in ("bert", "gpt2"):
-        raise UserError(f"{spec.variant}: the rivals are a BERT and a GPT-2, and this model is a {kind}")
     dropout = 0.0 if settings.dropout == "none" else 0.1
-    peer = GPT2(model, dropout) if kind == "gpt2" else Bert(model, dropout, max(batches.limits))
+    peer = GPT2(model, dropout) if spec.preset.task == "lm" else Bert(model, dropout, max(batches.limits))
     _copy((own, other) for own, other in peer.pairs(model))
     peer.to(device, torch.bfloat16 if settings.precision == "pure-bf16" else None).train()
     step = PlainStep(peer, settings.precision, settings.compile, peak_rate(spec))
