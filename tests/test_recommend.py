@@ -77,12 +77,12 @@ def leave(spec, runs, status, kind=None, step=None):
         (T4, "base", "E-t4-norm", 32, "on t4, since E-moments needs a GPU of compute capability 8.0 or newer"),
         (T4, "large", "E-t4-norm", 32, "of 14.6 GiB that are free"),
         (T4, "minilm", "E-t4-norm", 32, "predicted: 1."),
-        (A100, "base", "E-moments", 32, "on a100-sxm4-40gb, the quickest known"),
+        (A100, "base", "E-moments", 32, "on a100-sxm4-40gb, since E-fp8 needs a GPU of compute capability 8.9 or newer"),
         (A100, "large", "E-moments", 32, "of 39.0 GiB"),
-        (L4, "base", "E-moments", 32, "on l4, the quickest known; predicted: 3."),
-        (RTX, "large", "E-moments", 32, "on rtx-4090, the quickest known"),
-        (H100, "base", "E-moments", 32, "the quickest known"),
-        (dataclasses.replace(H100, free_mib=0), "base", "E-moments", 32, "on h100-80gb-hbm3, the quickest known"),
+        (L4, "base", "E-fp8", 32, "on l4, the quickest known; predicted: 3."),
+        (RTX, "large", "E-fp8", 32, "on rtx-4090, the quickest known"),
+        (H100, "base", "E-fp8", 32, "the quickest known"),
+        (dataclasses.replace(H100, free_mib=0), "base", "E-fp8", 32, "on h100-80gb-hbm3, the quickest known"),
         (card("v100", 70, 15.7), "base", "E-t4", 32, "since E-masters needs"),
         (card("h100", 90, 79, compiler=False), "base", "A2", 32, "since A4 torch.compile needs"),
         (
@@ -173,20 +173,20 @@ def test_what_a_card_could_not_do_is_passed_over(tmp_path):
     spec = choosing.choose(unchosen(H100), H100, tmp_path)
     leave(spec, tmp_path, "oom", "OutOfMemoryError", step=7)
     variant, size, said = chosen(H100, tmp_path)
-    assert (variant, size) == ("E-moments", 16), "the next size, of what ran out of memory"
-    assert f"E-moments failed here at micro-batch 32 (what OutOfMemoryError says; {spec.group}/{spec.run_id})" in said
+    assert (variant, size) == ("E-fp8", 16), "the next size, of what ran out of memory"
+    assert f"E-fp8 failed here at micro-batch 32 (what OutOfMemoryError says; {spec.group}/{spec.run_id})" in said
     leave(choosing.choose(unchosen(H100), H100, tmp_path), tmp_path, "error", "CompilationError", step=1)
-    assert chosen(H100, tmp_path)[:2] == ("E-t4-norm", 32)
-    assert chosen(H100, tmp_path, preset="bench")[0] == "E-t4-norm", "whatever the preset"
+    assert chosen(H100, tmp_path)[:2] == ("E-moments", 32)
+    assert chosen(H100, tmp_path, preset="bench")[0] == "E-moments", "whatever the preset"
     for other in (dataclasses.replace(H100, hardware="h200"), L4):
-        assert chosen(other, tmp_path)[:2] == ("E-moments", 32), "of another card nothing is known"
-    assert chosen(H100, tmp_path, max_length=256)[:2] == ("E-moments", 32)
+        assert chosen(other, tmp_path)[:2] == ("E-fp8", 32), "of another card nothing is known"
+    assert chosen(H100, tmp_path, max_length=256)[:2] == ("E-fp8", 32)
     for _ in range(30):
         with_all = choosing._failed(unchosen(H100), tmp_path)
         try:
             leave(choosing.choose(unchosen(H100), H100, tmp_path), tmp_path, "error", "RuntimeError")
         except UserError as problem:
-            assert "no variant is known" in str(problem) and len(with_all) == 8
+            assert "no variant is known" in str(problem) and len(with_all) == 9
             break
     else:
         raise AssertionError("it never ends")
