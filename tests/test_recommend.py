@@ -77,7 +77,7 @@ def leave(spec, runs, status, kind=None, step=None):
         (T4, "base", "E-t4-norm", 32, "on t4, since E-moments needs a GPU of compute capability 8.0 or newer"),
         (T4, "large", "E-t4-norm", 32, "of 14.6 GiB that are free"),
         (T4, "minilm", "E-t4-norm", 32, "predicted: 1."),
-        (A100, "base", "E-moments", 32, "on a100-sxm4-40gb, since E-fp8 needs a GPU of compute capability 8.9 or newer"),
+        (A100, "base", "E-moments", 32, "on a100-sxm4-40gb, since E-fp8 needs a GPU of compute capability 8.9"),
         (A100, "large", "E-moments", 32, "of 39.0 GiB"),
         (L4, "base", "E-fp8", 32, "on l4, the quickest known; predicted: 3."),
         (RTX, "large", "E-fp8", 32, "on rtx-4090, the quickest known"),
