@@ -29,6 +29,9 @@ test-slow: .venv/ready  ## what `make test` leaves out
 extras: .venv/extras  ## tests of kernels, without a GPU, and of quantized weights: 300 MB to fetch
 	PYTHONPATH=.venv/extras $(BIN)/python -m pytest -n $(WORKERS) -m "triton or torchao"
 
+links:  ## the checkout's own address on GitHub in its links to Colab and in the clone command, from its git remote
+	@$(PYTHON) notebooks/links.py
+
 lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -44,4 +47,4 @@ lint: .venv/ready
 .venv/extras: .venv/ready
 	$(BIN)/python -m pip install -q --no-deps --target $@ triton==3.9.0 torchao==0.18.0
 
-.PHONY: quickstart matrix app test test-all test-slow extras lint
+.PHONY: quickstart matrix app test test-all test-slow extras links lint

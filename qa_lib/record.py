@@ -106,6 +106,10 @@ def new_record(spec: Spec, env: dict) -> dict:
     return record
 
 
+# A line of a notebook that `make links` writes: the address to clone from, or a link to Colab or GitHub.
+LINK = r"(REPOSITORY = .*|\]\()https://([a-z.]+/)?github"
+
+
 def code_version() -> dict:
     """{commit, dirty} of the checkout this package lies in; or the commit that $QA_LIB_COMMIT names, where the code was
     copied without its history, or onto an older one. Raises RecordError for a name that is no hash."""
@@ -120,8 +124,10 @@ def code_version() -> dict:
         return {"commit": named, "dirty": None}
     try:
         # Runs and figures are what the code writes; only a change of the code itself makes a checkout dirty.
-        changed = git("status", "--porcelain", "--", ":/qa_lib", ":/notebooks", ":/requirements.txt")
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed)}
+        code = ("--", ":/qa_lib", ":/notebooks", ":/requirements.txt")
+        changed = git("diff", "--no-ext-diff", "--ignore-matching-lines", LINK, "HEAD", *code)
+        added = git("ls-files", "--others", "--exclude-standard", *code)
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed or added)}
     except (OSError, subprocess.SubprocessError):
         return {"commit": None, "dirty": None}
 

@@ -2,6 +2,7 @@ import functools
 import operator
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from qa_lib import record
 from qa_lib.archive import read_runs
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
-from tests.material import refused
+from tests.material import ROOT, refused
 
 ENV = {"python": "3", "gpu": None}
 
@@ -107,6 +108,56 @@ def test_records_name_the_code_they_come_from():
     version = record.code_version()
     inside = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=os.path.dirname(__file__))
     assert version["commit"] == (inside.stdout.strip() if inside.returncode == 0 else None)
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A commit of a few of this repository's files, of which `record` takes itself to be one."""
+    monkeypatch.delenv("QA_LIB_COMMIT", raising=False)
+    for name in ("CITATION.cff", "README.md", "requirements.txt", "notebooks", "qa_lib/record.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    author = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    for words in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "first"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    monkeypatch.setattr(record, "__file__", str(tmp_path / "qa_lib" / "record.py"))
+    return tmp_path
+
+
+def links(folder: Path, remote: str) -> subprocess.CompletedProcess:
+    """What `make links` does in a checkout of that remote; no remote where it is empty."""
+    subprocess.run(["git", "remote", "remove", "origin"], cwd=folder, capture_output=True)
+    if remote:
+        subprocess.run(["git", "remote", "add", "origin", remote], cwd=folder, check=True)
+    return subprocess.run([sys.executable, "notebooks/links.py"], cwd=folder, capture_output=True, text=True)
+
+
+def test_links_lead_to_the_remote_and_make_no_checkout_dirty(checkout):
+    for remote in ("https://github.com/some-one/a.lab.git", "git@github.com:another/lab", "https://github.com/b/lab/"):
+        name = re.search(r"[\w-]+/[\w.]+?(?=(\.git)?/?$)", remote)[0]
+        done = links(checkout, remote)
+        assert done.returncode == 0 and name in done.stdout, done.stderr
+        assert f"repository-code: https://github.com/{name}\n" in (checkout / "CITATION.cff").read_text()
+        for path in checkout.glob("notebooks/*.ipynb"):
+            assert set(re.findall(r"github(?:\.com)?/([\w-]+/[\w.-]*\w)", path.read_text())) == {name}, path
+        assert record.code_version()["dirty"] is False
+
+
+def test_links_without_a_remote_on_github_say_what_to_type(checkout):
+    for remote in ("", "https://example.org/a/b"):
+        done = links(checkout, remote)
+        assert done.returncode == 1 and "git remote add origin" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "name", ["qa_lib/record.py", "notebooks/systems.ipynb", "notebooks/install.py", "qa_lib/new.py"]
+)
+def test_a_change_or_a_new_file_of_the_code_makes_a_checkout_dirty(checkout, name):
+    links(checkout, "https://github.com/some-one/lab")
+    with open(checkout / name, "a") as stream:
+        stream.write("x = 1\n")
+    assert record.code_version()["dirty"] is True
 
 
 def test_a_commit_that_is_named_is_a_whole_hash(monkeypatch):
