@@ -124,10 +124,10 @@ def code_version() -> dict:
         return {"commit": named, "dirty": None}
     try:
         # Runs and figures are what the code writes; only a change of the code itself makes a checkout dirty.
-        code = ("--", ":/qa_lib", ":/notebooks", ":/requirements.txt")
-        changed = git("diff", "--no-ext-diff", "--ignore-matching-lines", LINK, "HEAD", *code)
-        added = git("ls-files", "--others", "--exclude-standard", *code)
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed or added)}
+        changed = git("status", "--porcelain", "--", ":/qa_lib", ":/requirements.txt")
+        changed += git("diff", "--no-ext-diff", "--ignore-matching-lines", LINK, "HEAD", "--", ":/notebooks")
+        changed += git("ls-files", "--others", "--exclude-standard", ":/notebooks")
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed)}
     except (OSError, subprocess.SubprocessError):
         return {"commit": None, "dirty": None}
 
