@@ -22,6 +22,7 @@ from tests.tiny import checkpoint
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "log").glob("*.md"))]
 LONG = ["findings.md"]  # of docs/; the log beside it is no page
 README = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 
@@ -107,9 +108,7 @@ def test_the_readme_names_every_scale_and_every_notebook():
         assert f"`{path.stem}`" in README
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES, ROOT / "CONTRIBUTING.md", *(ROOT / "docs" / "log").glob("*.md")], ids=lambda page: str(page.relative_to(ROOT))
-)
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_links_to_is_there(page):
     for target in re.findall(r"\]\((?!https?:)([^)]+)", page.read_text(encoding="utf-8")):
         path, _, anchor = target.partition("#")
