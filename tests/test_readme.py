@@ -21,7 +21,9 @@ from tests.material import document, question, write
 from tests.tiny import checkpoint
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "log").glob("*.md"))]
+LONG = ["findings.md"]  # of docs/; the log beside it is no page
 README = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 
 
@@ -108,10 +110,26 @@ def test_the_readme_names_every_scale_and_every_notebook():
         assert f"`{path.stem}`" in README
 
 
-def test_links_and_pictures_of_the_readme_are_there():
-    for page in PAGES:
-        targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8"))
-        assert [target for target in targets if not (page.parent / target).exists()] == [], page
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_links_to_is_there(page):
+    for target in re.findall(r"\]\((?!https?:)([^)]+)", page.read_text(encoding="utf-8")):
+        path, _, anchor = target.partition("#")
+        other = page.parent / path if path else page
+        assert other.exists() and (not anchor or anchor in anchors(other)), target
+
+
+def anchors(page):
+    """What GitHub calls a page's headings."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), re.M)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def test_the_pages_of_the_docs_are_short_and_listed():
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    for page in PAGES[1:]:
+        words = page.read_text(encoding="utf-8").replace("|", " ").split()
+        assert len(words) < 800 or page.name in LONG, page
+        assert f"({page.name})" in index or page.name == "README.md", page
 
 
 def test_the_readme_is_short():
@@ -131,9 +149,8 @@ def test_the_python_of_the_docs_runs(tmp_path, monkeypatch, capsys):
     for name in ("train", "validation"):
         entries = [question(f"{name}{i}", "who came?", ("alice", 0)) for i in range(40)]
         write(tmp_path / "squad" / f"{name}.json", document(("alice came to the harbour at nine", entries)))
-    (block,) = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / "own-model.md").read_text(encoding="utf-8"), re.DOTALL
-    )
+    page = (ROOT / "docs" / "own-model.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(block.strip().splitlines()) <= 10
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # as if it were installed
