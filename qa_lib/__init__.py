@@ -1,6 +1,6 @@
 """Fine-tuning for question answering, fast and lean: one change at a time, each measured.
 
-`plan` makes specs of runs, `fit` trains and scores one, `ask` puts a question to what it has kept (docs/using.md).
+`plan` makes specs of runs, `fit` trains and scores one, `ask` puts a question to what it has kept (docs/own-model.md).
 """
 
 import importlib

@@ -179,7 +179,7 @@ class Recipe:
 RECIPES = {
     "all": Recipe("all"),
     "lora-qv": Recipe("lora", targets=("query", "value")),
-    # Rank and rate by `tune`: rank 8 at this rate, and ranks above 32, end one to three F1 lower (LOG.md).
+    # Rank and rate by `tune`: rank 8 at this rate, and ranks above 32, end one to three F1 lower (docs/log/).
     "lora-all": Recipe("lora", lr_factor=5.0, targets=("query", "key", "value", "dense"), rank=32),
     "bitfit": Recipe("bitfit", lr_factor=30.0),
     "freeze-bottom-10": Recipe("top", frozen=(10, 12)),

@@ -8,7 +8,6 @@ import math
 import numpy as np
 import pandas as pd
 
-from qa_lib.report.format import factor, say
 from qa_lib.report.load import BATCH_TOKENS, NotMeasured, commits, in_order, numbers
 from qa_lib.report.summary import average
 from qa_lib.variants import VARIANTS
@@ -87,13 +86,3 @@ def lead(part: pd.DataFrame) -> tuple[str, str, pd.Series]:
     if factors.empty:
         raise NotMeasured(f"{loop} and {peer} have no micro-batch in common")
     return loop, peer, factors
-
-
-def lead_by_batch(runs: pd.DataFrame) -> str:
-    """The lead over the Trainer at every micro-batch of a group's runs, in a sentence. Raises NotMeasured."""
-    variant, peer, factors = lead(along(points(runs), "micro_batch")[1])
-    if len(factors) < 2:
-        raise NotMeasured("no two micro-batches have a speed of both the visible loop and the Trainer")
-    said = [f"{factor(times)} at {size}" for size, times in factors.items()]
-    said[0] = said[0].replace(" at", f" as fast as {peer} at") + " samples in a forward pass"
-    return say("lead", variant=variant, factors=", ".join(said), group=runs["group"].iloc[0], code=commits(runs))

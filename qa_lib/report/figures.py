@@ -76,9 +76,8 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
     if len(shown) < 2:
         raise NotMeasured("the ladder has one rung")
     shown = shown.reset_index(drop=True)
-    note = (
-        f"micro-batch {shown['micro_batch'].iloc[0]} · whiskers: {LEVEL} % intervals where n ≥ 3 · code {commits(runs)}"
-    )
+    note = f"Micro-batch {shown['micro_batch'].iloc[0]}. Whiskers are {LEVEL} % intervals over three seeds or more. "
+    note += f"Code {commits(runs)}"
     figure = style.group_figure(runs, speed_finding(lines), note, 0.34 * len(shown) + 1.75)
     axis, speed = figure.subplots(), shown["samples_per_s"]
     for label, (tag, color) in groups.items():
@@ -157,7 +156,7 @@ def profile_figure(title: str, shown: dict[str, dict], height: float) -> Figure:
     return style.new_figure(title, note, height)
 
 
-def fig_timeline(runs: pd.DataFrame) -> Figure:
+def fig_step(runs: pd.DataFrame) -> Figure:
     """A step of the baseline and one of the recommended variant, or else of the quickest profiled one, at the largest
     micro-batch at which both were profiled."""
     first, found = baseline(runs), profiles(runs)
@@ -168,39 +167,32 @@ def fig_timeline(runs: pd.DataFrame) -> Figure:
     shown = found[found["micro_batch"] == both.max()].set_index("variant")["profile"].to_dict()
     others = [name for name in shown if name != first]
     best = RECOMMENDED if RECOMMENDED in shown else min(others, key=lambda name: shown[name]["time"]["step_ms"])
-    return timeline({first: shown[first], best: shown[best]})
+    return step({first: shown[first], best: shown[best]})
 
 
-def timeline(shown: dict[str, dict]) -> Figure:
-    """A step of each of some profiles {name: profile} as it was without the profiler, one phase after the other; of a
-    phase its parts with their times summed, since layers take turns."""
+def step(shown: dict[str, dict]) -> Figure:
+    """What a step of each of some profiles {name: profile} spends its time on: a bar a phase, a block a part of the
+    model; as it was without the profiler."""
     title = "A step takes " + ", ".join(f"{number(shown[name]['time']['step_ms'])} ms in {name}" for name in shown)
-    figure = profile_figure(title, shown, 1.4 + 1.5 * len(shown))
-    longest = max(profile["time"]["step_ms"] for profile in shown.values())
-    wide = longest / 30  # a block that has room for its number; of the narrower ones those that count stand beside
+    figure = profile_figure(title, shown, 1.4 + 1.3 * len(shown))
+    longest = max(profile["time"]["busy_ms"] for profile in shown.values())
     axes = figure.subplots(len(shown), squeeze=False, sharex=True)[:, 0]
     for axis, (name, profile) in zip(axes, shown.items(), strict=True):
         time = profile["time"]
         table = pd.DataFrame(time["parts"]).T.reindex([*PHASES, "waiting"], columns=[*PARTS, "waiting"]).fillna(0.0)
         table.loc["waiting", "waiting"] = max(0.0, time["step_ms"] - time["busy_ms"])
-        took = table.sum(axis="columns")
-        begins = took.cumsum() - took
-        style.stack(axis, pd.concat([begins.rename("_before"), table], axis=1), {"_before": "none"} | PART_COLORS)
-        for blocks in axis.containers[1:]:
-            axis.bar_label(blocks, fmt=lambda ms: number(ms) if ms > wide else "", label_type="center", fontsize=7)
-        for height, (phase, begin) in enumerate(begins.items()):
-            narrow = table.loc[phase].where(lambda ms: (ms > wide / 4) & (ms <= wide)).dropna()
-            said = " · ".join(f"{part} {number(ms)}" for part, ms in narrow.items())
-            end = begin + took[phase]
-            x, side = (end, "left") if begin < longest - end else (begin, "right")
-            axis.text(x, height, f" {said} ", ha=side, va="center", fontsize=7)
-        style.columns(axis, {"ms": took.map(number)})
-        said = f"{name}: {number(time['step_ms'])} ms a step, {percent(time['busy_share'])} busy"
+        style.stack(axis, table, PART_COLORS)
+        for blocks in axis.containers:
+            axis.bar_label(
+                blocks, fmt=lambda ms: number(ms) if ms > longest / 40 else "", label_type="center", fontsize=7
+            )
+        style.columns(axis, {"ms": table.sum(axis="columns").map(number)})
+        said = f"{name}: {number(time['step_ms'])} ms a step, the GPU busy for {percent(time['busy_share'])}"
         if time["launches_per_step"] is not None:
             said += f", {time['launches_per_step']:,.0f} launches"
         axis.set_title(said, loc="left", fontsize=10)
-        axis.set_xlim(0, longest)
-    axis.set_xlabel("ms since the step began")
+    axes[0].set_xlim(0, None)
+    axes[-1].set_xlabel("ms")
     style.legend(axes[0], 1.2)
     return figure
 

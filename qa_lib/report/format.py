@@ -9,7 +9,7 @@ import pandas as pd
 
 MISSING = "–"
 # Columns of words, which are set to the left.
-WORDS = {"variant", "what it changes", "what it is", "group", "hardware", "you have at least", "model", "precision",
+WORDS = {"variant", "what it changes", "what it is", "group", "hardware", "card", "over", "model", "precision",
          "status", "note", "one process", "arithmetic", "their claim", "of it", "holds", "measured here",
          "question", "answer", "gold", "paragraph", "text", "prompt", "continuation", "hypothesis", "their experiment",
          "one GPU", "N is", "law", "of those tried", "off is"}  # fmt: skip

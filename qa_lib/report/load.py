@@ -169,9 +169,14 @@ def sibling(runs: pd.DataFrame, group: str, preset: str) -> pd.DataFrame:
 
 def judging(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     """Of all records those that say what the variants of a group are worth: of preset `quality` on the same hardware,
-    or else the group's own."""
-    found = sibling(runs, group, "quality")
-    return select(runs, group) if found.empty else found
+    or else the group's own, or where these have no score, of `quality` on the hardware that has most of it."""
+    found, own = sibling(runs, group, "quality"), select(runs, group)
+    if len(found):
+        return found
+    scores = numbers(own, {"score": f"quality.{own['task.metric'].iloc[0]}"})["score"]
+    others = runs[(runs["spec.preset.name"] == "quality") & runs["spec.search"].eq("")]
+    others = others[others["task.name"].isin(own["task.name"])]
+    return own if scores.notna().any() or others.empty else select(others, others["group"].mode()[0])
 
 
 def usual(table: pd.DataFrame) -> pd.DataFrame:

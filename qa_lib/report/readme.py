@@ -12,35 +12,44 @@ from pathlib import Path
 import pandas as pd
 from PIL import Image
 
-from qa_lib.report import curves, load, recommend, scaling
+from qa_lib.report import load, recommend, scaling
 from qa_lib.report.figures import speed_finding, timed
-from qa_lib.report.format import MISSING, digits, factor, gain, markdown, number, points, render, say
-from qa_lib.report.load import REFERENCE, NotMeasured, ReportError, commits, select, sibling, usual
-from qa_lib.report.stats import BASELINE, LEVEL, MARGIN, VERDICTS, compare, equivalence
+from qa_lib.report.format import MISSING, factor, gain, markdown, number, points, render, say
+from qa_lib.report.load import REFERENCE, NotMeasured, ReportError, commits, numbers, select, sibling, usual
+from qa_lib.report.stats import BASELINE, LEVEL, MARGIN, VERDICTS, equivalence
 from qa_lib.report.summary import summary
 from qa_lib.variants import RECOMMENDED, VARIANTS, tagged
 
-PAGES = [Path("README.md"), *map(Path, ("docs/several-gpus.md", "docs/language-model.md", "docs/presets.md"))]
+TECHNIQUES = {  # the variant that adds one: what it is compared with, in words, and its code
+    "A3": ("A2", "fused attention, not compiled", "qa_lib/train/compile.py"),
+    "E-packed": ("A4", "batches of like length", "qa_lib/data/packing.py"),
+    "E-graph": ("E-adamw", "compiled, packed, fused AdamW", "qa_lib/train/cuda_graph.py"),
+    "E-masters": ("E-bf16", "autocast to bf16", "qa_lib/train/master_adamw.py"),
+    "E-varlen": ("E-regions", "FlashAttention", "qa_lib/kernels/varlen_attention.py"),
+    "E-norm": ("E-varlen", "what Inductor fuses", "qa_lib/kernels/fused_norm.py"),
+}
 NOTHING = "No reference runs are committed yet; `make quickstart` makes a set of your own below `runs/`."
 
 
 def with_results(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> dict[Path, tuple[str, str]]:
-    """The text of each of PAGES, and the same with its BLOCKS made anew. Raises ReportError where README.md or a block
-    is missing."""
+    """The text of README.md and of each page of docs/ with one of BLOCKS, and the same with these made anew. Raises
+    ReportError where README.md or a block is missing."""
     runs = runs[runs["group"].isin(load.committed(runs_dir))] if runs_dir.is_dir() else runs[:0]
     groups = sorted(set(runs["group"]) - load.searches(runs))
     group = REFERENCE if REFERENCE in groups else groups[0] if groups else None
+    pages = [Path("README.md"), *sorted(Path("docs").glob("*.md"))]
     try:
-        before = {page: page.read_text(encoding="utf-8") for page in PAGES if page.exists() or page == PAGES[0]}
+        before = {page: page.read_text(encoding="utf-8") for page in pages}
     except OSError as problem:
         raise ReportError(f"cannot read {problem.filename} in this folder: {problem.strerror}") from problem
+    before = {page: text for page, text in before.items() if "<!-- /" in text or page == pages[0]}
     after = dict(before)
     for name, block in BLOCKS.items():
         begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
         found = {page: re.search(f"(?s){begin}.*?{end}", text) for page, text in after.items()}
         page = next((page for page, part in found.items() if part), None)
         if page is None:
-            raise ReportError(f"no page has a block between {begin} and {end}: {', '.join(map(str, PAGES))}")
+            raise ReportError(f"no page has a block between {begin} and {end}: {', '.join(map(str, before))}")
         try:
             content = block(runs, group, figures) if group else NOTHING
         except NotMeasured as reason:
@@ -51,63 +60,102 @@ def with_results(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> dict[Path
     return {page: (before[page], after[page]) for page in before}
 
 
-def facts(runs: pd.DataFrame, group: str) -> dict:
-    """What the first sentences of README.md and of the report say of a bench group. Raises NotMeasured.
-
-    lines (of the largest micro-batch, by variant), minutes (of recommend.projected), the names of the plain Trainer,
-    the best one, the recommended variant and the leanest full training; judged, the recommended variant's line of
-    stats.equivalence with its model's params; not_shown, a sentence.
-    """
+def headline(runs: pd.DataFrame, group: str, figures: Path = Path()) -> str:
+    """The result in minutes, what it costs, whether F1 is kept, what was not shown; and the picture of the ladder.
+    Raises NotMeasured."""
     own = select(runs, group)
-    every, lines = summary(own), timed(own).set_index("variant", drop=False)
-    minutes = recommend.projected(every)
-    peers = [name for name in tagged("peer") if name in minutes.index]
-    plain = next((name for name in peers if VARIANTS[name].change == {"engine": "trainer"}), None)
+    lines = timed(own).set_index("variant", drop=False)
     full = lines[load.trains_all(lines["variant"])]
-    if plain is None or len(peers) < 2 or RECOMMENDED not in minutes.index or full["peak_mib"].isna().all():
-        raise NotMeasured(f"the Trainer, {RECOMMENDED} and their memory have not all been measured in {group}")
+    if RECOMMENDED not in lines.index or full["peak_mib"].isna().all():
+        raise NotMeasured(f"{RECOMMENDED} and its memory have not been measured in {group}")
+    gib, stack = (lines["peak_mib"] / 1024).map(number), lines.loc[RECOMMENDED]
+    costs = say(
+        "costs", finding=speed_finding(lines), base=BASELINE, variant=RECOMMENDED, before=gib[BASELINE],
+        after=gib[RECOMMENDED],
+        lean=gib[full["peak_mib"].idxmin()], compile_s=number(stack["compile_s"]), steps=number(stack["break_even"]),
+    )  # fmt: skip
+    said = [_minutes(runs, own), f"{costs} {_kept(runs, group)}", _not_shown(runs, own)]
+    return "\n\n".join([*said, *_picture(figures / group / "ladder.png")])
+
+
+def _minutes(runs: pd.DataFrame, own: pd.DataFrame) -> str:
+    """The minutes of a whole training, where the stack and the plain Trainer were measured so; else projected ones."""
+    whole, gpu = _whole(runs, own), own["env.gpu"].iloc[0]
+    minutes = whole.groupby("spec.variant")["minutes"].mean()
+    if RECOMMENDED in minutes and (rivals := _rivals(minutes)):
+        first = whole.iloc[0]
+        return say("whole", best=minutes[RECOMMENDED], gpu=gpu, rivals=rivals, epochs=first[load.EPOCHS],
+                   samples=first["spec.n_train"], group=first["group"], code=commits(whole))  # fmt: skip
+    table = recommend.projected(summary(own))
+    minutes = table["minutes"]
+    if RECOMMENDED not in minutes or not (rivals := _rivals(minutes)):
+        raise NotMeasured(f"{RECOMMENDED} and the Trainer have not both been timed in {own['group'].iloc[0]}")
+    peer = table.loc[minutes.index.intersection(tagged("peer")), "speed"].idxmax()
+    caveat = "" if table.loc[peer, "cold"] else say("partly_cached", variant=peer, **table.loc[peer])
+    return say("projection", best=minutes[RECOMMENDED], gpu=gpu, rivals=rivals, caveat=caveat)
+
+
+def _whole(runs: pd.DataFrame, own: pd.DataFrame) -> pd.DataFrame:
+    """The runs that trained and scored the model of the group `own` on its hardware, with nothing compiled before; on
+    the most samples that any had, and with their minutes."""
+    params = own.loc[own["spec.variant"] == BASELINE, "model.params_total"]
+    alike = runs["spec.hardware"].isin(own["spec.hardware"]) & runs["model.params_total"].isin(params)
+    scored = runs["status"].eq("ok") & runs["quality.f1"].notna() & runs["spec.search"].eq("")
+    done = runs[alike & scored & runs["time.resumed_from_step"].isna() & ~load.found_compiled(runs)]
+    seconds = numbers(done, {"process": "time.notebook_s", "run": "time.wall_s"})
+    done = done.assign(minutes=seconds["process"].fillna(seconds["run"]) / 60).dropna(subset="minutes")
+    return usual(done[done["spec.n_train"] == done["spec.n_train"].max()])
+
+
+def _rivals(minutes: pd.Series) -> str:
+    """What a training takes the Trainer as it comes, the Trainer at its best and plain PyTorch at its best, of those
+    that have minutes; nothing without the first."""
+    peers = minutes.index.intersection(tagged("peer"))
+    as_it_comes = [name for name in peers if VARIANTS[name].change == {"engine": "trainer"}]
+    ways = {
+        "`transformers.Trainer` takes {:.1f} as it comes": as_it_comes,
+        "{:.1f} with everything it offers": peers.drop(as_it_comes),
+        "plain PyTorch {:.1f} at its best": minutes.index.intersection(tagged("plain")),
+    }
+    said = [words.format(minutes[names].min()) for words, names in ways.items() if len(names)]
+    return " and ".join([", ".join(said[:-1]), said[-1]] if len(said) > 1 else said) if as_it_comes else ""
+
+
+def _kept(runs: pd.DataFrame, group: str) -> str:
     judged = usual(load.judging(runs, group))
     tested = equivalence(judged)
     if RECOMMENDED not in tested.index:
         raise NotMeasured(f"{RECOMMENDED} has no score")
-    params = judged.loc[judged["spec.variant"] == RECOMMENDED, "model.params_total"].iloc[0]
-    return {
-        "gpu": own["env.gpu"].iloc[0], "lines": lines, "minutes": minutes, "plain": plain,
-        "peer": minutes.loc[peers, "speed"].idxmax(), "lean": full["peak_mib"].idxmin(),
-        "judged": tested.loc[RECOMMENDED].to_dict() | {"params": params}, "not_shown": _not_shown(runs, own),
-    }  # fmt: skip
+    line, own = tested.loc[RECOMMENDED], judged[judged["spec.variant"] == RECOMMENDED].iloc[0]
+    kept = "stays within {:g} point of" if line["verdict"] == "within" else "does not fall {:g} point below"
+    if line["verdict"] in ("open", "beyond"):
+        kept = "is not shown to stay within {:g} point of"
+    delta, best = gain(line["delta"], line["delta±"]), gain(line["best_delta"], line["best_delta±"])
+    return say("kept", kept=kept.format(MARGIN), params=own["model.params_total"] / 1e6, n=line["n"], level=LEVEL,
+               delta=delta, best=best)  # fmt: skip
 
 
 def _not_shown(runs: pd.DataFrame, own: pd.DataFrame) -> str:
     said, gpus = "**Not shown:**", sorted(set(runs["env.gpu"].dropna()))
-    if own["model.name"].iloc[0] not in set(runs.loc[runs["quality.f1"].notna(), "model.name"]):
+    if not runs.loc[runs["quality.f1"].notna(), "model.params_total"].isin(own["model.params_total"]).any():
         said += " the F1 of BERT-base itself, which no run here has measured; and"
     said += f" anything on any card but the {' and '.join(gpus)}"
     return said + ("." if "Tesla T4" in gpus else ": no T4 has run anything.")
 
 
-def result(said: dict) -> str:
-    """The result in minutes on named hardware, of `facts`."""
-    best, plain, peer = (said["minutes"].loc[name, "minutes"] for name in (RECOMMENDED, said["plain"], said["peer"]))
-    return say("result", best=best, plain=plain, peer=peer, gpu=said["gpu"])
-
-
-def headline(runs: pd.DataFrame, group: str, figures: Path) -> str:
-    """The result in minutes, with what was not shown; and the techniques with what each gains over its parent."""
-    said = facts(runs, group)
-    lines, judged, peer = said["lines"], said["judged"], said["minutes"].loc[said["peer"]]
-    gib, speed = (lines["peak_mib"] / 1024).map(number), lines["samples_per_s"]
-    kept = "stays within {:g} point of" if judged["verdict"] == "within" else "does not fall {:g} point below"
-    evidence = say(
-        "evidence", before=gib[BASELINE], after=gib[RECOMMENDED], lean=gib[said["lean"]], n=judged["n"],
-        caveat="" if peer["cold"] else say("partly_cached", **peer), params=judged["params"] / 1e6, level=LEVEL,
-        kept=kept.format(MARGIN),
-        delta=gain(judged["delta"], judged["delta±"]), best=gain(judged["best_delta"], judged["best_delta±"]),
-    )  # fmt: skip
-    together = say("together", variant=RECOMMENDED, ratio=number(speed[RECOMMENDED] / speed[BASELINE]))
-    gaining = [VARIANTS[name] for name in tagged("technique") if {name, VARIANTS[name].parent} <= set(speed.index)]
-    gains = [f"- {factor(speed[one.name] / speed[one.parent])} **{one.name}**: {one.why}" for one in gaining]
-    return "\n\n".join([result(said), evidence, said["not_shown"], together, "\n".join(gains)])
+def techniques(runs: pd.DataFrame, group: str, figures: Path) -> str:
+    """What each of TECHNIQUES gains over what a practitioner would have, with its code."""
+    speed = timed(select(runs, group)).set_index("variant")["samples_per_s"].dropna()
+    table = [
+        {
+            "gain": factor(speed[name] / speed[other]),
+            "what it is": f"**[{name}]({file})**: {VARIANTS[name].why}",
+            "over": f"{other}: {words}",
+        }
+        for name, (other, words, file) in TECHNIQUES.items()
+        if {name, other} <= set(speed.index)
+    ]
+    return markdown(pd.DataFrame(table))
 
 
 def headline_table(runs: pd.DataFrame, judged: pd.DataFrame) -> pd.DataFrame:
@@ -128,145 +176,93 @@ def headline_table(runs: pd.DataFrame, judged: pd.DataFrame) -> pd.DataFrame:
     return render(lines, heads, gain="best_delta")
 
 
-def source(runs: pd.DataFrame, counts: str = "n") -> str:
+def source(runs: pd.DataFrame) -> str:
     """Where the speed and memory of `headline_table` come from, in a sentence."""
     shown = load.largest_batch(runs)
     first, others = shown.iloc[0], load.other_days(shown)
     where = "a CPU" if load.on_cpu(runs) else f"one {first['env.gpu']}"
     said = say("source", group=first["group"], code=commits(runs), where=where, micro_batch=first["micro_batch"],
-               counts=counts, level=LEVEL)  # fmt: skip
+               level=LEVEL)  # fmt: skip
+    others = [name for name in others if name in tagged("headline")]
     days = f" {', '.join(others)} ran on another day than {load.baseline(runs)}, on another host."
     return said + days * bool(others)
 
 
 def variants(runs: pd.DataFrame, group: str, figures: Path) -> str:
-    """The headline variants as a table with where its numbers come from, and two pictures."""
+    """The headline variants as a table, and where its numbers come from."""
     own, judged = select(runs, group), usual(load.judging(runs, group))
-    table = headline_table(own, judged)
-    said = source(own, _range(table.pop("n").astype(int)))
-    table = table.drop(columns=f"within {MARGIN:g} F1", errors="ignore")
-    parts = [markdown(table), f"{said} {_judged(judged)} {lead(runs, group)}"]
-    return "\n\n".join([*parts, *_pictures(figures / group, {
-        "ladder": "Bar chart of training speed, a bar a variant of the table in the report.",
-        "timeline": "One training step as a timeline, coloured by part of the model.",
-    })])  # fmt: skip
+    table = headline_table(own, judged).drop(columns=f"within {MARGIN:g} F1", errors="ignore")
+    said = f"{source(own)} {_judged(judged)} {lead(runs, group)}"
+    return f"{markdown(table)}\n\n{said}"
 
 
 def lead(runs: pd.DataFrame, group: str) -> str:
-    """How the recommended variant's lead over the Trainer at its best changes with the batch, by the group's own runs
-    or those of preset `fit` on that hardware, if one of them tells."""
-    peers = [name for name in tagged("peer") if VARIANTS[name].settings.compile != "none"]
-    for found in (runs[runs["group"] == group], sibling(runs, group, "sizing")):
-        with contextlib.suppress(NotMeasured):
-            return curves.lead_by_batch(found[found["spec.variant"].isin([*peers, RECOMMENDED])])
-    return say("lead_unknown")
-
-
-def _range(counts: pd.Series) -> str:
-    """From the least to the most of some counts, '1–3'; one number where they are equal."""
-    return "–".join(dict.fromkeys(map(str, (counts.min(), counts.max()))))
+    """How the lead of the recommended variant over the best of the Trainer and plain PyTorch changes with the batch, in
+    a sentence. Raises NotMeasured."""
+    own = select(runs, group)
+    speeds = usual(summary(own)).pivot(index="micro_batch", columns="variant", values="samples_per_s")
+    rivals = speeds.columns.intersection([*tagged("peer"), *tagged("plain")])
+    if rivals.empty or RECOMMENDED not in speeds:
+        raise NotMeasured(f"{group} has no speed of {RECOMMENDED} beside the Trainer's")
+    rival = speeds[rivals].max().idxmax()
+    leads = (speeds[RECOMMENDED] / speeds[rival]).dropna()
+    said = ", ".join(f"{factor(times)} at {size}" for size, times in leads.items())
+    return say("lead", rival=rival, leads=said, group=group, code=commits(own))
 
 
 def _judged(judged: pd.DataFrame) -> str:
     """Where the table's differences in quality come from."""
-    try:
-        tested = equivalence(judged).dropna(subset="delta±")
-    except NotMeasured as reason:
-        return f"What is missing here is not known: {reason}."
-    counts = tested.loc[tested.index.isin(tagged("headline")), "n"]
     base = judged[(judged["spec.variant"] == BASELINE) & (judged["status"] == "ok")]
     means = base.filter(like="quality.").mean(numeric_only=True)
+    if "quality.best_f1" not in means:
+        raise NotMeasured(f"{BASELINE} has no F1")
     return say(
         "judged", base=BASELINE, group=judged["group"].iloc[0], code=commits(judged),
         model=judged["model.name"].iloc[0], n_train=judged["spec.n_train"].max(), n_eval=base["quality.n"].max(),
-        best=points(means["quality.best_f1"]),
-        silent=points(means["quality.always_null_f1"]), seeds=_range(counts), level=LEVEL,
+        best=points(means["quality.best_f1"]), silent=points(means["quality.always_null_f1"]),
     )  # fmt: skip
 
 
 def several(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """What several GPUs of the group's kind come to, with its picture."""
     own = sibling(runs, group, "parallel")
-    finding, found = scaling.speed_finding(scaling.scaling(own)), scaling.projection(own)
-    spoken = {re.search(r"\((.*)\)", finding)[1], found["variant"]}
-    spoken |= {scaling.one_gpu(name) for name in spoken - {found["variant"]}}
-    code, name = commits(own[own["spec.variant"].isin(spoken)]), own["group"].iloc[0]
-    said = [say("several", finding=finding, group=name, code=code), scaling.projected_words(found)]
-    with contextlib.suppress(NotMeasured, KeyError):
-        line = scaling.batch_worth(scaling.logs_of(sibling(runs, group, "critical-batch")))[0].loc[found["batch"]]
-        measured, predicted = points(line["measured"], line["measured±"]), points(line["predicted"])
-        known = {"measured": measured, "predicted": predicted, "reference": scaling.REFERENCE}
-        said.append(say("teaches", batch=found["batch"], **known))
-    pictures = {"scaling": "Two line charts of samples a second against the number of GPUs."}
-    parts = [" ".join(said), *_pictures(figures / name, pictures)]
-    return scaling.worded("\n\n".join(parts), own)
+    finding, name = scaling.speed_finding(scaling.scaling(own)), own["group"].iloc[0]
+    said = [say("several", finding=finding, group=name, code=commits(own))]
+    said = [" ".join([*said, scaling.projected_words(scaling.projection(own))])]
+    return scaling.worded("\n\n".join([*said, *_picture(figures / name / "scaling.png")]), own)
 
 
 def language(runs: pd.DataFrame, group: str, figures: Path) -> str:
-    """What the same techniques give on a language model, on the group's hardware."""
+    """What the same techniques give on a language model, on the group's hardware, with its picture."""
     own = sibling(runs, group, "lm-bench")
     if own.empty:
         raise NotMeasured("no language model was timed on this hardware")
     lines = load.largest_batch(summary(own)).set_index("variant", drop=False)
     ratios = lines["ratio"].dropna()
     climbed, peers = (ratios[ratios.index.isin(tagged(tag))] for tag in ("ladder", "peer"))
-    mixed = next((name for name in climbed.index if VARIANTS[name].change == {"precision": "bf16"}), None)
-    if mixed is None or peers.empty:
-        raise NotMeasured("no language model was timed with mixed precision and by the Trainer")
-    best, peer = lines.loc[climbed.index[-1]], lines.loc[peers.idxmax()]
-    ratio = factor(best["samples_per_s"] / lines.loc[mixed, "samples_per_s"])
+    if climbed.empty or peers.empty:
+        raise NotMeasured("no language model was timed by this library and by the Trainer")
+    best, peer, first = lines.loc[climbed.index[-1]], lines.loc[peers.idxmax()], own.iloc[0]
     said = say(
-        "language", finding=speed_finding(lines), ratio=ratio, mixed=mixed, model=own["model.name"].iloc[0],
-        tokens=number(best["tokens_per_s"], best["tokens_per_s±"]), length=own["length"].iloc[0],
-        code=commits(own),
-        gib=number(best["peak_mib"] / 1024), peer_gib=number(peer["peak_mib"] / 1024), group=own["group"].iloc[0],
+        "language", finding=speed_finding(lines), model=first["model.name"], length=first["length"],
+        tokens=number(best["tokens_per_s"], best["tokens_per_s±"]), gib=number(best["peak_mib"] / 1024),
+        peer_gib=number(peer["peak_mib"] / 1024), group=first["group"], code=commits(own),
     )  # fmt: skip
-    try:
-        said += f" {apart(sibling(runs, group, 'lm-quality'), best['variant'], peer['variant'])}"
-    except NotMeasured:
-        said += " **Not shown:** that these variants end at one perplexity."
-    fits = sibling(runs, group, "lm-sizing")
-    with contextlib.suppress(NotMeasured):
-        said += " " + curves.lead_by_batch(fits[fits["spec.variant"].isin([best["variant"], peer["variant"]])])
-    pictures = {"ladder": "Bar chart of training speed, a bar a variant of the table in the report."}
-    return "\n\n".join([said, *_pictures(figures / own["group"].iloc[0], pictures)])
+    return "\n\n".join([said, *_picture(figures / first["group"] / "ladder.png")])
 
 
-def apart(runs: pd.DataFrame, variant: str, other: str) -> str:
-    """How far two language models end from each other where they were trained alike, in a sentence. Raises
-    NotMeasured."""
-    scored = runs[(runs["status"] == "ok") & runs["spec.variant"].isin([variant, other])]
-    most = usual(scored[scored["model"].isin(scored.loc[scored["spec.variant"] == other, "model"])])
-    column = "quality.bits_per_byte"
-    difference = compare(most, variant, other, column)
-    both = most.groupby("spec.seed").filter(lambda part: part["spec.variant"].nunique() == 2)
-    ends, first = both.groupby("spec.variant")[column].mean().astype(float).map(digits), most.iloc[0]
-    return say("apart", model=first["model.name"], training=first["training"], end=ends[variant], variant=variant,
-               other_end=ends[other], other=other, difference=digits(*difference, sign="+"), group=first["group"],
-               n=both["spec.seed"].nunique(), code=commits(most))  # fmt: skip
-
-
-def _pictures(folder: Path, wanted: dict[str, str]) -> list[str]:
-    """Those of a group's figures that were drawn, {name: what it shows}, each with that and its title in words."""
-    found = []
-    for name, words in wanted.items():
-        path = folder / f"{name}.png"
-        if path.is_file():
-            with Image.open(path) as image:
-                title = image.text.get("Title", name)
-            found.append(f"![{words} {title}]({Path(os.path.relpath(path)).as_posix()})")
-    return found
+def _picture(path: Path) -> list[str]:
+    """A figure as Markdown with its title in words, if it was drawn."""
+    if not path.is_file():
+        return []
+    with Image.open(path) as image:
+        return [f"![{image.text.get('Title', path.stem)}]({Path(os.path.relpath(path)).as_posix()})"]
 
 
 def cards(runs: pd.DataFrame, group: str, figures: Path) -> str:
-    """Which variant to take, by a card's memory and generation; and what may be expected of a T4."""
-    own, t4 = select(runs, group), recommend.best_for(runs, group, 14.9, 75).variant
-    table = recommend.generation_table(own, load.judging(runs, group))
-    minutes = recommend.estimated_minutes(runs, group, t4, "Tesla T4", 75)
-    theirs, gpu = load.published().loc[BASELINE, "train_s"] / 60, own["env.gpu"].iloc[0]
-    said = say("cards", recommended=RECOMMENDED, scatter=100 * recommend.SCATTER, context=recommend.CONTEXT_GIB,
-               gpu=gpu, theirs=theirs, variant=t4, minutes=minutes)  # fmt: skip
-    return f"{markdown(table)}\n\n{said}"
+    """What `recommended` takes on cards that people have."""
+    gpu = select(runs, group)["env.gpu"].iloc[0]
+    return f"{markdown(recommend.cards_table())}\n\n{say('cards', gpu=gpu)}"
 
 
 def groups(runs: pd.DataFrame, group: str, figures: Path) -> str:
@@ -290,4 +286,4 @@ def groups(runs: pd.DataFrame, group: str, figures: Path) -> str:
     return f"{markdown(pd.DataFrame(table))}\n\n{say('groups')}"
 
 
-BLOCKS = {block.__name__: block for block in (headline, variants, several, language, cards, groups)}
+BLOCKS = {block.__name__: block for block in (headline, techniques, variants, several, language, cards, groups)}

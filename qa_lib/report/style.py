@@ -55,7 +55,7 @@ def new_figure(title: str, note: str, height: float) -> Figure:
 def group_figure(runs: pd.DataFrame, title: str, note: str, height: float) -> Figure:
     """As new_figure, of a group's runs: a CPU's say so, and the caption ends with group and GPU."""
     where = [f"Group {runs['group'].iloc[0]}", *(sorted(set(runs["env.gpu"].dropna())) or [CPU_CAVEAT])]
-    return new_figure("On a CPU: " * on_cpu(runs) + title, " · ".join(filter(None, [note, *where])) + ".", height)
+    return new_figure("On a CPU: " * on_cpu(runs) + title, ". ".join(filter(None, [note, *where])) + ".", height)
 
 
 def legend(axis: Axes, height: float = 1.0) -> None:
