@@ -113,7 +113,8 @@ def test_links_and_pictures_of_the_readme_are_there():
 
 
 def test_the_readme_is_short():
-    assert len(PAGES[0].read_text(encoding="utf-8").split()) <= 1400
+    """Rules of tables are no words."""
+    assert len([word for word in PAGES[0].read_text(encoding="utf-8").split() if re.search(r"\w", word)]) <= 1000
 
 
 def test_the_results_in_the_readme_and_the_figures_are_those_of_the_committed_records(monkeypatch, capsys):
@@ -121,7 +122,7 @@ def test_the_results_in_the_readme_and_the_figures_are_those_of_the_committed_re
     assert main(["report", "--check"]) == 0, capsys.readouterr().out
 
 
-def test_the_python_of_the_docs_runs(tmp_path, monkeypatch, capsys):
+def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     """In a folder with a model and data of one's own; without the compiler, which takes half a minute here."""
     monkeypatch.chdir(tmp_path)
     checkpoint("bert", tmp_path / "my-bert")
@@ -129,7 +130,7 @@ def test_the_python_of_the_docs_runs(tmp_path, monkeypatch, capsys):
     for name in ("train", "validation"):
         entries = [question(f"{name}{i}", "who came?", ("alice", 0)) for i in range(40)]
         write(tmp_path / "squad" / f"{name}.json", document(("alice came to the harbour at nine", entries)))
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "using.md").read_text(encoding="utf-8"), re.DOTALL)
+    (block,) = re.findall(r"```python\n(.*?)```", PAGES[0].read_text(encoding="utf-8"), re.DOTALL)
     assert len(block.strip().splitlines()) <= 10
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # as if it were installed
