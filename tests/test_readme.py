@@ -133,7 +133,8 @@ def test_the_pages_of_the_docs_are_short_and_listed():
 
 
 def test_the_readme_is_short():
-    assert len(PAGES[0].read_text(encoding="utf-8").split()) <= 1400
+    """Rules of tables are no words."""
+    assert len([word for word in PAGES[0].read_text(encoding="utf-8").split() if re.search(r"\w", word)]) <= 1000
 
 
 def test_the_results_in_the_readme_and_the_figures_are_those_of_the_committed_records(monkeypatch, capsys):
@@ -141,7 +142,7 @@ def test_the_results_in_the_readme_and_the_figures_are_those_of_the_committed_re
     assert main(["report", "--check"]) == 0, capsys.readouterr().out
 
 
-def test_the_python_of_the_docs_runs(tmp_path, monkeypatch, capsys):
+def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     """In a folder with a model and data of one's own; without the compiler, which takes half a minute here."""
     monkeypatch.chdir(tmp_path)
     checkpoint("bert", tmp_path / "my-bert")

@@ -17,11 +17,13 @@ from scipy.stats import t as student
 from qa_lib import record
 from qa_lib.archive import read_runs, write_archive
 from qa_lib.cli import parser_of
+from qa_lib.measure import hardware
 from qa_lib.report import cli, curves, figures, load, readme, recommend, scaling, stats, style
 from qa_lib.report.load import NotMeasured, load_runs, select
 from qa_lib.report.summary import change, family_table, result_table, summary
+from qa_lib.run.memory_estimate import gpu_of
 from qa_lib.spec import resolve
-from qa_lib.variants import RECOMMENDED, VARIANTS, tagged
+from qa_lib.variants import RECOMMENDED, TASKS, VARIANTS, tagged
 from tests.material import ROOT, change_record, committed, refused
 from tests.tiny import CPU, H200
 
@@ -202,31 +204,47 @@ def test_a_verdict_follows_from_the_whole_interval():
 # What to run.
 
 
-def test_the_quickest_that_fits_and_keeps_its_score_is_recommended():
-    runs = committed()
-    own, quality = select(runs, load.REFERENCE), load.judging(runs, load.REFERENCE)
-    ranked = recommend.best_first(own, recommend.worth(quality))
-    assert recommend.quickest_on(ranked, 80, 90).variant == RECOMMENDED
-    assert recommend.quickest_on(ranked, 0.5, 90) is None
-    for gib, sm in ((4, 75), (1.5, 90), (24, 80)):
-        found = recommend.quickest_on(ranked, gib, sm)
-        assert found.reserved / 1024 + 0.5 <= gib and recommend.runs_on(found.variant, sm)
-    table = recommend.generation_table(own, quality)
-    t4 = recommend.best_for(runs, load.REFERENCE, 14.9, 75).variant
-    assert table.iloc[-1].tolist() == ["4 GiB", f"{t4} at 32", *["E-moments at 32"] * 3]
+def test_cards_that_people_have_get_what_recommended_takes():
+    table = recommend.cards_table().set_index("card")
+    assert table.loc["T4", ["variant", "micro-batch"]].tolist() == ["E-t4-norm", "32"]
+    assert set(table.drop(index="T4")["variant"]) <= set(TASKS["qa"]["ladder"][:2])
+    assert set(table["micro-batch"][:-1]) == {"32"} and int(table["micro-batch"].iloc[-1]) < 32
 
 
-def test_a_card_is_named_with_a_row_and_a_time(tmp_path, monkeypatch):
+def test_a_card_is_named_with_what_it_takes_and_a_time(tmp_path, monkeypatch):
     def said(gpu, gib, sm):
-        return recommend.advice({"gpu": gpu, "gpu_mem_mib": gib * 1024, "sm": sm}, tmp_path)
+        machine = dataclasses.replace(gpu_of(sm), free_mib=int(gib * 1024))
+        monkeypatch.setattr(hardware, "this_machine", lambda: machine)
+        return recommend.advice({"gpu": gpu, "gpu_mem_mib": gib * 1024}, tmp_path)
 
-    assert "is not known: group" in said("Tesla T4", 14.6, 75)
-    monkeypatch.setattr(load, "load_runs", lambda _: committed())
     t4 = said("Tesla T4", 14.6, 75)
-    assert 'Tesla T4, 14.6 GiB. Take `variant = "E-t4-norm"` and `micro_batch = 32`' in t4 and "an estimate" in t4
-    assert "projected from its measured speed" in said("NVIDIA H200", 140, 90)
-    assert "How long it takes on such a card is not known" in said("NVIDIA RTX A2000", 12, 86)
+    assert 'Tesla T4, 14.6 GiB. Take `variant = "E-t4-norm"` and `micro_batch = 32`' in t4
+    assert "How long it takes on such a card is not known" in t4
+    monkeypatch.setattr(load, "load_runs", lambda _: committed())
+    assert "minutes, projected from its measured speed" in said("NVIDIA H200", 140, 90)
     assert "No GPU here" in recommend.advice({"gpu": None})
+
+
+def test_a_training_that_was_measured_whole_takes_the_place_of_a_projection():
+    every = committed()
+    assert readme.headline(every, load.REFERENCE).startswith("**Projected from measured speed: three epochs")
+    own = select(every, load.REFERENCE)
+    whole = own[own["spec.variant"].isin(["A0", RECOMMENDED]) & own["micro_batch"].eq(32)]
+    whole = whole.assign(group="h200-local", **{"quality.f1": 80.0, "time.compile_cached": False, "spec.n_train": 1000})
+    minutes = whole["spec.variant"].map({"A0": 900.0, RECOMMENDED: 150.0})
+    whole = whole.assign(**{"spec.preset.name": "local", "spec.preset.epochs": 2.0, "time.notebook_s": minutes})
+    said = readme.headline(pd.concat([every, whole], ignore_index=True), load.REFERENCE)
+    assert "**2 epochs of 1,000 samples of SQuAD v2 train and score BERT-base in 2.5 minutes on one NVIDIA H200" in said
+    assert "`transformers.Trainer` takes 15.0 as it comes.**" in said and "Projected" not in said
+
+
+def test_plain_pytorch_stands_beside_the_trainer_where_it_ran():
+    minutes = pd.Series({"A0": 12.0, "A0-compile": 5.8, "E-plain": 3.0, "E-plain-graphs": 2.9, RECOMMENDED: 1.9})
+    said = (
+        "`transformers.Trainer` takes 12.0 as it comes, 5.8 with everything it offers and plain PyTorch 2.9 at its best"
+    )
+    assert readme._rivals(minutes) == said
+    assert readme._rivals(minutes[["E-plain"]]) == ""
 
 
 # Several GPUs, curves, profiles.
@@ -288,7 +306,7 @@ def test_profiles_are_drawn_unless_their_code_took_other_memory(tmp_path):
     for variant, peak in (("A1", 23.0), ("A3", 23.0), ("C2", 90.0)):
         profile_beside(make(tmp_path, variant, machine=H200, peak=23.0), peak)
     runs = select(load_runs(tmp_path), "h200-smoke")
-    assert style.title_of(figures.fig_timeline(runs)) == "A step takes 7.50 ms in A1, 7.50 ms in A3"
+    assert style.title_of(figures.fig_step(runs)) == "A step takes 7.50 ms in A1, 7.50 ms in A3"
     bars = [label.get_text() for label in figures.fig_phases(runs).axes[0].get_yticklabels()]
     assert bars == ["A1", "A3"]
 
@@ -326,7 +344,7 @@ def test_a_figure_is_kept_with_its_title_and_what_it_was_drawn_from(runs, tmp_pa
 
 def test_what_cannot_be_shown_is_a_sentence(runs):
     own = select(load_runs(runs), "cpu-smoke")
-    assert style.show(figures.fig_timeline, own).data.startswith("*Not shown: no run of this group has a profile")
+    assert style.show(figures.fig_step, own).data.startswith("*Not shown: no run of this group has a profile")
     assert style.show(lambda: {}["x"]).data.startswith("*Not shown: KeyError")
 
 
@@ -334,9 +352,8 @@ def test_what_cannot_be_shown_is_a_sentence(runs):
 
 
 @pytest.fixture
-def front(runs, monkeypatch):
+def front(runs):
     """README.md as the only page, with empty blocks, and the runs, archived, in git's index."""
-    monkeypatch.setattr(readme, "PAGES", [Path("README.md")])
     blocks = "\n\n".join(f"<!-- {name} -->\n<!-- /{name} -->" for name in readme.BLOCKS)
     Path("README.md").write_text(f"# Title\n\n{blocks}\n\ntail\n")
     write_archive(Path("runs/cpu-smoke.jsonl"), read_runs("runs", "cpu-smoke"))
@@ -388,7 +405,7 @@ def test_the_printed_table_has_no_cpu_speeds_and_the_speeds_of_the_reference_bes
 
 
 def test_every_tag_is_one_that_the_report_knows():
-    known = {"ladder", "peer", "plain", "headline", "technique", "quickstart"}
+    known = {"ladder", "peer", "plain", "headline", "quickstart"}
     assert {tag for variant in VARIANTS.values() for tag in variant.tags} == known
     assert RECOMMENDED in tagged("ladder") and RECOMMENDED in tagged("headline")
 

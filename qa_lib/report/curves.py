@@ -10,7 +10,7 @@ import pandas as pd
 
 from qa_lib.report.load import BATCH_TOKENS, NotMeasured, commits, in_order, numbers
 from qa_lib.report.summary import average
-from qa_lib.variants import VARIANTS
+from qa_lib.variants import VARIANTS, Settings
 
 SIZES = ("length", "batch", "micro_batch")
 COLUMNS = {
@@ -72,17 +72,17 @@ def fit(part: pd.DataFrame) -> tuple[float, float, float]:
 
 def lead(part: pd.DataFrame) -> tuple[str, str, pd.Series]:
     """Of the variants of the visible loop the one that is quickest at any micro-batch, of transformers.Trainer's with
-    the compiler the same, and by what factor the first is quicker, by micro-batch. Raises NotMeasured where no
-    micro-batch has both: a lead over the Trainer as it comes would be the larger one."""
+    the compiler and plain PyTorch's the same, and by what factor the first is quicker, by micro-batch. Raises
+    NotMeasured where no micro-batch has both: a lead over the Trainer as it comes would be the larger one."""
     speeds = part.pivot(index="micro_batch", columns="variant", values="speed").dropna(axis="columns", how="all")
     speeds = speeds[speeds.index > 1]  # a pass of one sample waits for the host, whatever the variant
-    of_trainer = {name for name in speeds if VARIANTS[name].settings.engine == "trainer"}
-    peers = [name for name in of_trainer if VARIANTS[name].settings.compile != "none"]
-    others = speeds.columns.difference(of_trainer)
-    if not peers or others.empty:
+    settings = {name: VARIANTS[name].settings for name in speeds}
+    others = [name for name, own in settings.items() if own.engine == Settings.engine]
+    rivals = [name for name in settings if name not in others and settings[name].compile != "none"]
+    if not rivals or not others:
         raise NotMeasured("no speed of both the visible loop and the Trainer with the compiler")
-    loop, peer = (speeds[chosen].max().idxmax() for chosen in (others, peers))
-    factors = (speeds[loop] / speeds[peer]).dropna()
+    loop, rival = (speeds[chosen].max().idxmax() for chosen in (others, rivals))
+    factors = (speeds[loop] / speeds[rival]).dropna()
     if factors.empty:
-        raise NotMeasured(f"{loop} and {peer} have no micro-batch in common")
-    return loop, peer, factors
+        raise NotMeasured(f"{loop} and {rival} have no micro-batch in common")
+    return loop, rival, factors

@@ -147,12 +147,12 @@ def profile_figure(title: str, shown: dict[str, dict], height: float) -> Figure:
     code = sorted({str(profile["code"]["commit"])[:7] for profile in shown.values()})
     sizes = sorted({profile["spec"]["micro_batch"] for profile in shown.values()})
     profile = next(iter(shown.values()))
-    note = f"Group {profile['group']}, profiled apart from its timed runs · micro-batch {', '.join(map(str, sizes))}"
-    note += f" · code {', '.join(code)}"
+    note = f"Group {profile['group']}, profiled apart from its timed runs, micro-batch {', '.join(map(str, sizes))}. "
+    note += f"Code {', '.join(code)}. "
     if profile["env"]["gpu"]:
-        note += f" · {profile['env']['gpu']}, host {profile['env']['cpu']}."
+        note += f"{profile['env']['gpu']}, host {profile['env']['cpu']}."
     else:
-        note += " · on a CPU: operators' own times under the profiler, which proves the plumbing only."
+        note += "On a CPU: operators' own times under the profiler, which proves the plumbing only."
     return style.new_figure(title, note, height)
 
 
@@ -175,23 +175,24 @@ def step(shown: dict[str, dict]) -> Figure:
     model; as it was without the profiler."""
     title = "A step takes " + ", ".join(f"{number(shown[name]['time']['step_ms'])} ms in {name}" for name in shown)
     figure = profile_figure(title, shown, 1.4 + 1.3 * len(shown))
-    longest = max(profile["time"]["busy_ms"] for profile in shown.values())
-    axes = figure.subplots(len(shown), squeeze=False, sharex=True)[:, 0]
+    axes = figure.subplots(len(shown), squeeze=False)[:, 0]
     for axis, (name, profile) in zip(axes, shown.items(), strict=True):
         time = profile["time"]
         table = pd.DataFrame(time["parts"]).T.reindex([*PHASES, "waiting"], columns=[*PARTS, "waiting"]).fillna(0.0)
         table.loc["waiting", "waiting"] = max(0.0, time["step_ms"] - time["busy_ms"])
         style.stack(axis, table, PART_COLORS)
-        for blocks in axis.containers:
-            axis.bar_label(
-                blocks, fmt=lambda ms: number(ms) if ms > longest / 40 else "", label_type="center", fontsize=7
-            )
         style.columns(axis, {"ms": table.sum(axis="columns").map(number)})
         said = f"{name}: {number(time['step_ms'])} ms a step, the GPU busy for {percent(time['busy_share'])}"
         if time["launches_per_step"] is not None:
             said += f", {time['launches_per_step']:,.0f} launches"
         axis.set_title(said, loc="left", fontsize=10)
-    axes[0].set_xlim(0, None)
+    longest = max(axis.get_xlim()[1] for axis in axes)
+    for axis in axes:
+        axis.set_xlim(0, longest)
+        for blocks in axis.containers:
+            axis.bar_label(
+                blocks, fmt=lambda ms: number(ms) if ms > longest / 25 else "", label_type="center", fontsize=7
+            )
     axes[-1].set_xlabel("ms")
     style.legend(axes[0], 1.2)
     return figure

@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 from PIL import Image
 
-from qa_lib.report import load, recommend, scaling
+from qa_lib.report import curves, load, recommend, scaling
 from qa_lib.report.figures import speed_finding, timed
 from qa_lib.report.format import MISSING, factor, gain, markdown, number, points, render, say
 from qa_lib.report.load import REFERENCE, NotMeasured, ReportError, commits, numbers, select, sibling, usual
@@ -192,20 +192,19 @@ def variants(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """The headline variants as a table, and where its numbers come from."""
     own, judged = select(runs, group), usual(load.judging(runs, group))
     table = headline_table(own, judged).drop(columns=f"within {MARGIN:g} F1", errors="ignore")
-    said = f"{source(own)} {_judged(judged)} {lead(runs, group)}"
-    return f"{markdown(table)}\n\n{said}"
+    said = [source(own)]
+    for sentence, sources in ((_judged, [judged]), (lead, [runs, group])):
+        with contextlib.suppress(NotMeasured):  # of a group without scores or without the Trainer the table is there
+            said.append(sentence(*sources))
+    return f"{markdown(table)}\n\n{' '.join(said)}"
 
 
 def lead(runs: pd.DataFrame, group: str) -> str:
     """How the lead of the recommended variant over the best of the Trainer and plain PyTorch changes with the batch, in
     a sentence. Raises NotMeasured."""
     own = select(runs, group)
-    speeds = usual(summary(own)).pivot(index="micro_batch", columns="variant", values="samples_per_s")
-    rivals = speeds.columns.intersection([*tagged("peer"), *tagged("plain")])
-    if rivals.empty or RECOMMENDED not in speeds:
-        raise NotMeasured(f"{group} has no speed of {RECOMMENDED} beside the Trainer's")
-    rival = speeds[rivals].max().idxmax()
-    leads = (speeds[RECOMMENDED] / speeds[rival]).dropna()
+    lines = usual(summary(own)).rename(columns={"samples_per_s": "speed"})
+    _, rival, leads = curves.lead(lines[lines["variant"].isin([RECOMMENDED, *tagged("peer"), *tagged("plain")])])
     said = ", ".join(f"{factor(times)} at {size}" for size, times in leads.items())
     return say("lead", rival=rival, leads=said, group=group, code=commits(own))
 
@@ -213,13 +212,14 @@ def lead(runs: pd.DataFrame, group: str) -> str:
 def _judged(judged: pd.DataFrame) -> str:
     """Where the table's differences in quality come from."""
     base = judged[(judged["spec.variant"] == BASELINE) & (judged["status"] == "ok")]
-    means = base.filter(like="quality.").mean(numeric_only=True)
-    if "quality.best_f1" not in means:
+    columns = {"best": "quality.best_f1", "silent": "quality.always_null_f1", "n_eval": "quality.n"}
+    means = numbers(base, columns).mean()
+    if means.isna().any():
         raise NotMeasured(f"{BASELINE} has no F1")
     return say(
-        "judged", base=BASELINE, group=judged["group"].iloc[0], code=commits(judged),
-        model=judged["model.name"].iloc[0], n_train=judged["spec.n_train"].max(), n_eval=base["quality.n"].max(),
-        best=points(means["quality.best_f1"]), silent=points(means["quality.always_null_f1"]),
+        "judged", base=BASELINE, group=judged["group"].iloc[0], model=judged["model.name"].iloc[0],
+        n_train=judged["spec.n_train"].max(), n_eval=means["n_eval"], best=points(means["best"]),
+        silent=points(means["silent"]),
     )  # fmt: skip
 
 
@@ -237,18 +237,8 @@ def language(runs: pd.DataFrame, group: str, figures: Path) -> str:
     own = sibling(runs, group, "lm-bench")
     if own.empty:
         raise NotMeasured("no language model was timed on this hardware")
-    lines = load.largest_batch(summary(own)).set_index("variant", drop=False)
-    ratios = lines["ratio"].dropna()
-    climbed, peers = (ratios[ratios.index.isin(tagged(tag))] for tag in ("ladder", "peer"))
-    if climbed.empty or peers.empty:
-        raise NotMeasured("no language model was timed by this library and by the Trainer")
-    best, peer, first = lines.loc[climbed.index[-1]], lines.loc[peers.idxmax()], own.iloc[0]
-    said = say(
-        "language", finding=speed_finding(lines), model=first["model.name"], length=first["length"],
-        tokens=number(best["tokens_per_s"], best["tokens_per_s±"]), gib=number(best["peak_mib"] / 1024),
-        peer_gib=number(peer["peak_mib"] / 1024), group=first["group"], code=commits(own),
-    )  # fmt: skip
-    return "\n\n".join([said, *_picture(figures / first["group"] / "ladder.png")])
+    picture = _picture(figures / own["group"].iloc[0] / "ladder.png")
+    return "\n\n".join([f"**{speed_finding(timed(own))}.** {source(own)}", *picture])
 
 
 def _picture(path: Path) -> list[str]:
@@ -271,15 +261,14 @@ def groups(runs: pd.DataFrame, group: str, figures: Path) -> str:
     for name, part in runs.groupby("group"):
         seconds = part["time.notebook_s"].astype(float).dropna()
         first, names = part.iloc[0], sorted(set(part["model.name"]))
-        threads = part.reindex(columns=["env.cpu_count"])["env.cpu_count"].dropna().astype(int)
-        hardware = [f"{' or '.join(map(str, sorted(set(threads))))} CPU threads"] if len(threads) else []
-        if pd.notna(first["env.gpu"]):
-            hardware.insert(0, f"{first['env.gpu']} ({first['env.gpu_mem_mib'] / 1024:.0f} GiB)")
+        hardware = "a CPU"
+        if not load.on_cpu(part):
+            hardware = f"{first['env.gpu']} ({first['env.gpu_mem_mib'] / 1024:.0f} GiB)"
         took = f"{number(seconds.median())} s ({number(seconds.min())}–{number(seconds.max())})"
         table.append({
             "group": f"`{name}`",
             "model": ", ".join(names) if len(names) < 3 else f"{len(names)} models",
-            "hardware": ", ".join(hardware) or "not recorded",
+            "hardware": hardware,
             "runs": str(len(part)),
             "one run": took if len(seconds) else MISSING,
         })  # fmt: skip

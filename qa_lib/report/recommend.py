@@ -53,7 +53,7 @@ def advice(env: dict, runs: str = "runs") -> str:
     said = say("advice", gpu=env["gpu"], gib=env["gpu_mem_mib"] / 1024, why=found.adjusted[0], variant=found.variant,
                size=found.settings.micro_batch)  # fmt: skip
     own = load.group_or_none(load.load_runs(runs), REFERENCE)
-    if env["gpu"] not in set(own["env.gpu"]):
+    if own.empty or own["env.gpu"].iloc[0] != env["gpu"]:
         return f"{said} How long it takes on such a card is not known."
     minutes = projected(summary(own), [found.variant])["minutes"]
     return f"{said} {say('takes', minutes=number(minutes.get(found.variant)))}"
