@@ -238,6 +238,16 @@ def test_a_training_that_was_measured_whole_takes_the_place_of_a_projection():
     assert "`transformers.Trainer` takes 15.0 as it comes.**" in said and "Projected" not in said
 
 
+def test_the_blocks_are_made_where_the_reference_group_is_alone_on_its_card():
+    """Scores, several GPUs and the language model are then those of the card that has them."""
+    every = committed()
+    own = every[every["group"] == load.REFERENCE]
+    own = own.assign(group="new-bench", **{"spec.hardware": "new", "env.gpu": "NEW"})
+    every = pd.concat([every, own], ignore_index=True)
+    said = [block(every, "new-bench", Path("figures")) for block in readme.BLOCKS.values()]
+    assert "on one NEW" in said[0] and "12 seeds" in said[0] and "4 GPUs train" in "".join(said)
+
+
 def test_plain_pytorch_stands_beside_the_trainer_where_it_ran():
     minutes = pd.Series({"A0": 12.0, "A0-compile": 5.8, "E-plain": 3.0, "E-plain-graphs": 2.9, RECOMMENDED: 1.9})
     said = (

@@ -167,16 +167,21 @@ def sibling(runs: pd.DataFrame, group: str, preset: str) -> pd.DataFrame:
     return found if found.empty else select(found, found["group"].iloc[0])
 
 
+def nearest(runs: pd.DataFrame, group: str, preset: str) -> pd.DataFrame:
+    """As `sibling`, and where that has none, of the hardware that has most runs at the preset."""
+    found = sibling(runs, group, preset)
+    others = runs[(runs["spec.preset.name"] == preset) & (runs["spec.search"] == "")]
+    return select(others, others["group"].mode()[0]) if found.empty and len(others) else found
+
+
 def judging(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     """Of all records those that say what the variants of a group are worth: of preset `quality` on the same hardware,
-    or else the group's own, or where these have no score, of `quality` on the hardware that has most of it."""
-    found, own = sibling(runs, group, "quality"), select(runs, group)
-    if len(found):
-        return found
+    or else the group's own, or where these have no score, of `quality` on other hardware."""
+    own = select(runs, group)
     scores = numbers(own, {"score": f"quality.{own['task.metric'].iloc[0]}"})["score"]
-    others = runs[(runs["spec.preset.name"] == "quality") & runs["spec.search"].eq("")]
-    others = others[others["task.name"].isin(own["task.name"])]
-    return own if scores.notna().any() or others.empty else select(others, others["group"].mode()[0])
+    find = sibling if scores.notna().any() or own["task.name"].iloc[0] != "qa" else nearest
+    found = find(runs, group, "quality")
+    return own if found.empty else found
 
 
 def usual(table: pd.DataFrame) -> pd.DataFrame:

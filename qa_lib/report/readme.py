@@ -15,7 +15,7 @@ from PIL import Image
 from qa_lib.report import curves, load, recommend, scaling
 from qa_lib.report.figures import speed_finding, timed
 from qa_lib.report.format import MISSING, factor, gain, markdown, number, points, render, say
-from qa_lib.report.load import REFERENCE, NotMeasured, ReportError, commits, numbers, select, sibling, usual
+from qa_lib.report.load import REFERENCE, NotMeasured, ReportError, commits, nearest, numbers, select, usual
 from qa_lib.report.stats import BASELINE, LEVEL, MARGIN, VERDICTS, equivalence
 from qa_lib.report.summary import summary
 from qa_lib.variants import RECOMMENDED, VARIANTS, tagged
@@ -205,6 +205,8 @@ def lead(runs: pd.DataFrame, group: str) -> str:
     own = select(runs, group)
     lines = usual(summary(own)).rename(columns={"samples_per_s": "speed"})
     _, rival, leads = curves.lead(lines[lines["variant"].isin([RECOMMENDED, *tagged("peer"), *tagged("plain")])])
+    if len(leads) < 2:
+        raise NotMeasured(f"{rival} has a speed at one micro-batch alone")
     said = ", ".join(f"{factor(times)} at {size}" for size, times in leads.items())
     return say("lead", rival=rival, leads=said, group=group, code=commits(own))
 
@@ -224,19 +226,19 @@ def _judged(judged: pd.DataFrame) -> str:
 
 
 def several(runs: pd.DataFrame, group: str, figures: Path) -> str:
-    """What several GPUs of the group's kind come to, with its picture."""
-    own = sibling(runs, group, "parallel")
+    """What several GPUs come to, of the group's kind where that has run, with its picture."""
+    own = nearest(runs, group, "parallel")
     finding, name = scaling.speed_finding(scaling.scaling(own)), own["group"].iloc[0]
-    said = [say("several", finding=finding, group=name, code=commits(own))]
+    said = [say("several", finding=finding, group=name, code=commits(own), gpu=own["env.gpu"].iloc[0])]
     said = [" ".join([*said, scaling.projected_words(scaling.projection(own))])]
     return scaling.worded("\n\n".join([*said, *_picture(figures / name / "scaling.png")]), own)
 
 
 def language(runs: pd.DataFrame, group: str, figures: Path) -> str:
-    """What the same techniques give on a language model, on the group's hardware, with its picture."""
-    own = sibling(runs, group, "lm-bench")
+    """What the same techniques give on a language model, on the group's hardware where it has run, with its picture."""
+    own = nearest(runs, group, "lm-bench")
     if own.empty:
-        raise NotMeasured("no language model was timed on this hardware")
+        raise NotMeasured("no language model was timed ")
     picture = _picture(figures / own["group"].iloc[0] / "ladder.png")
     return "\n\n".join([f"**{speed_finding(timed(own))}.** {source(own)}", *picture])
 
