@@ -190,7 +190,7 @@ LAYERS = (
     " app quickstart __main__"
 ).split()
 ALONE = {"peers": [], "kernels": [], "serving": ["errors"], "report": [*LAYERS[:7], "measure.trace"]}
-ALONE["report"] += ["measure.hardware", "run.recommend", "run.memory_estimate"]  # what `recommended` takes
+ALONE["report"] += ["run.recommend", "run.memory_estimate"]  # what `recommended` takes
 TORCH_FREE = (
     "errors variants spec record archive cli run.plan run.sweep run.launch run.process run.push run.model_card"
     " measure.trace report"

@@ -187,12 +187,11 @@ def step(shown: dict[str, dict]) -> Figure:
             said += f", {time['launches_per_step']:,.0f} launches"
         axis.set_title(said, loc="left", fontsize=10)
     longest = max(axis.get_xlim()[1] for axis in axes)
+    wide = longest / 25  # a block that has room for its number
     for axis in axes:
         axis.set_xlim(0, longest)
         for blocks in axis.containers:
-            axis.bar_label(
-                blocks, fmt=lambda ms: number(ms) if ms > longest / 25 else "", label_type="center", fontsize=7
-            )
+            axis.bar_label(blocks, fmt=lambda ms: number(ms) if ms > wide else "", label_type="center", fontsize=7)
     axes[-1].set_xlabel("ms")
     style.legend(axes[0], 1.2)
     return figure

@@ -229,16 +229,16 @@ def several(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """What several GPUs come to, of the group's kind where that has run, with its picture."""
     own = nearest(runs, group, "parallel")
     finding, name = scaling.speed_finding(scaling.scaling(own)), own["group"].iloc[0]
-    said = [say("several", finding=finding, group=name, code=commits(own), gpu=own["env.gpu"].iloc[0])]
-    said = [" ".join([*said, scaling.projected_words(scaling.projection(own))])]
-    return scaling.worded("\n\n".join([*said, *_picture(figures / name / "scaling.png")]), own)
+    measured = say("several", finding=finding, group=name, code=commits(own), gpu=own["env.gpu"].iloc[0])
+    said = f"{measured} {scaling.projected_words(scaling.projection(own))}"
+    return scaling.worded("\n\n".join([said, *_picture(figures / name / "scaling.png")]), own)
 
 
 def language(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """What the same techniques give on a language model, on the group's hardware where it has run, with its picture."""
     own = nearest(runs, group, "lm-bench")
     if own.empty:
-        raise NotMeasured("no language model was timed ")
+        raise NotMeasured("no language model was timed")
     picture = _picture(figures / own["group"].iloc[0] / "ladder.png")
     return "\n\n".join([f"**{speed_finding(timed(own))}.** {source(own)}", *picture])
 

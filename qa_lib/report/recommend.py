@@ -8,9 +8,8 @@ import pandas as pd
 
 from qa_lib.report import load
 from qa_lib.report.format import number, say
-from qa_lib.report.load import REFERENCE, NotMeasured, usual
-from qa_lib.report.summary import summary
-from qa_lib.spec import Machine, Spec, resolve
+from qa_lib.report.load import NotMeasured, usual
+from qa_lib.spec import resolve
 from qa_lib.variants import VARIANTS, tagged
 
 # Cards that README.md names: compute capability (x 10), and GiB that are free on one at rest.
@@ -21,42 +20,25 @@ CARDS = {
 PROJECTED = 32  # micro-batch
 
 
-def picked(machine: Machine, runs: str = os.devnull) -> Spec:
-    """What `recommended` takes for BERT-base on SQuAD v2 on a machine, and by what it
-    could not do, which is recorded below `runs`. Imports torch, which predicts the memory."""
+def cards_table() -> pd.DataFrame:
+    """As text, what `recommended` takes on each of CARDS for BERT-base on SQuAD v2, with everything installed. Imports
+    torch, which predicts the memory."""
+    from qa_lib.run.memory_estimate import gpu_of
     from qa_lib.run.recommend import choose
 
     data, model = {"name": "squad_v2", "sha256": ""}, {"name": "bert-base-uncased", "revision": ""}
-    asked = resolve("recommended", "full", 0, machine, data, model, data["name"], model["name"])
-    return choose(asked, machine, runs)
-
-
-def cards_table() -> pd.DataFrame:
-    """As text, what `recommended` takes on each of CARDS, with everything installed."""
-    from qa_lib.run.memory_estimate import gpu_of
-
     lines = []
     for card, (sm, gib) in CARDS.items():
-        found = picked(dataclasses.replace(gpu_of(sm), hardware=card, free_mib=round(1024 * gib)))
+        machine = dataclasses.replace(gpu_of(sm), hardware=card, free_mib=round(1024 * gib))
+        asked = resolve("recommended", "full", 0, machine, data, model, data["name"], model["name"])
+        found = choose(asked, machine, os.devnull)  # where no card has failed
         lines.append((card, number(gib), found.variant, str(found.settings.micro_batch)))
     return pd.DataFrame(lines, columns=["card", "GiB free", "variant", "micro-batch"])
 
 
-def advice(env: dict, runs: str = "runs") -> str:
-    """As Markdown: which card this is, what `recommended` takes on it and why, and about how long three epochs take if
-    the reference group below `runs` is of such a card. `env` is a record's."""
-    from qa_lib.measure.hardware import this_machine
-
-    if not env["gpu"]:
-        return say("no_gpu")
-    found = picked(this_machine(), runs)
-    said = say("advice", gpu=env["gpu"], gib=env["gpu_mem_mib"] / 1024, why=found.adjusted[0], variant=found.variant,
-               size=found.settings.micro_batch)  # fmt: skip
-    own = load.group_or_none(load.load_runs(runs), REFERENCE)
-    if own.empty or own["env.gpu"].iloc[0] != env["gpu"]:
-        return f"{said} How long it takes on such a card is not known."
-    minutes = projected(summary(own), [found.variant])["minutes"]
-    return f"{said} {say('takes', minutes=number(minutes.get(found.variant)))}"
+def advice(env: dict) -> str:
+    """As Markdown: which card this is, and how to train with what suits it. `env` is a record's."""
+    return say("advice", gpu=env["gpu"], gib=env["gpu_mem_mib"] / 1024) if env["gpu"] else say("no_gpu")
 
 
 def projected(lines: pd.DataFrame, variants=()) -> pd.DataFrame:

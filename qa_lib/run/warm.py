@@ -97,7 +97,8 @@ def _fork_kernel() -> None:
     theirs.close()
 
     def launch(command: list[str], env: dict[str, str], cwd: str | None = None, **_) -> Forked:
-        ours.send((command[2:], env | {"JPY_PARENT_PID": str(os.getpid())}, cwd))
+        # Where papermill is by now: it has changed folder since the kernel was forked.
+        ours.send((command[2:], env | {"JPY_PARENT_PID": str(os.getpid())}, cwd or os.getcwd()))
         return kernel
 
     local_provisioner.launch_kernel = launch
