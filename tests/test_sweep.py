@@ -10,6 +10,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -365,3 +367,11 @@ def test_a_folder_that_is_removed_or_spoilt_costs_one_run(tmp_path, monkeypatch,
     entries = launch.Launcher(tmp_path, Machine(), {}, command=command).run_all(specs, look=look)
     assert [entry["status"] for entry in entries] == ["ok", "killed", "ok"]
     assert entries[1]["error"]["kind"] == "RecordLost" and "removed or spoilt" in entries[1]["error"]["message"]
+
+
+@pytest.mark.slow
+def test_a_sweep_from_outside_the_checkout_runs_its_notebooks(tmp_path):
+    words = [sys.executable, "-m", "qa_lib", "sweep", "--preset", "smoke", "--variants", "A1"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert "sweep: 1 ok" in done.stdout, done.stdout + done.stderr
