@@ -48,6 +48,7 @@ def call_all(capability: int) -> None:
     fused_norm._norm(hidden, bias, hidden, bias, bias, whole(), 0.1, 1e-12, keeps=True)
     fused_norm._norm_backward(hidden, hidden, None, *rest)
     for factor in (0.0, 2.0**16) if capability >= 89 else (0.0,):
+        gelu._gelu_forward(drawn(tokens, inner), drawn(inner), factor)
         gelu._gelu_backward(drawn(tokens, inner), drawn(tokens, inner), drawn(inner), factor)
     if capability >= 80:
         for kind in (None, torch.float8_e4m3fn) if capability >= 89 else (None,):
@@ -55,12 +56,13 @@ def call_all(capability: int) -> None:
             linear_cross_entropy._loss(hidden, drawn(50_304, width), drawn(tokens, dtype=torch.int64), eighth)
         if capability >= 89:
             fp8._weight_in_e4m3(drawn(width, inner))
-        qkv, delta, ends = drawn(tokens, 3, heads, 64), drawn(heads, tokens, dtype=torch.float32), whole(33)
+            fp8.in_e4m3(hidden, fp8.ACTIVATION), fp8.in_e5m2(hidden, fp8.GRADIENT)
+        qkv, sums, ends = drawn(tokens, 3, heads, 64), drawn(heads, tokens, dtype=torch.float32), whole(33)
         for added, causal in ((None, False), (drawn(3 * width), False), (drawn(3 * width), True)):
             varlen_attention._attention(qkv, added, ends, whole(), 384, 0.1, 0.125, causal)
             grad = drawn(tokens, heads, 64)
             options = (384, 0.1, 0.125, causal)
-            varlen_attention._attention_backward(grad, qkv, added, delta, delta, ends, whole(), *options)
+            varlen_attention._attention_backward(grad, qkv, added, grad, sums, ends, whole(), *options)
     for moments in (torch.float32, torch.bfloat16, torch.uint8):
         weights = [torch.nn.Parameter(drawn(*shape)) for shape in [(width, inner), (width,), (2,)]]
         MasterAdamW(weights, torch.empty((), device="cuda"), 1.0, moments)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from qa_lib.kernels import fp8
+from qa_lib.kernels.gelu import gelu
 from qa_lib.model.architectures import layers_of
 from qa_lib.model.build import build_model
-from qa_lib.model.fused_blocks import Float8Linear, LinearWithoutBias
+from qa_lib.model.fused_blocks import Float8Linear, FusedIntermediate, LinearWithoutBias
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 
@@ -76,6 +77,40 @@ def test_with_norms_and_gelu_of_our_own_a_layer_is_close_to_that_in_bf16_and_add
     for name in ("intermediate.dense", "output.dense"):
         layer.get_submodule(name).__class__ = LinearWithoutBias
     assert len(eighths) == 2 and 0 < relative(found, layer.feed_forward_chunk(x)) < 0.05
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_feed_forward_block_hands_on_what_it_has_in_8_bits(pair, backend):
+    """From GELU to the second linear layer, and its gradient to the first; as if either converted it by itself."""
+    x, _, first = pair
+    second = Float8Linear(128, 64).bfloat16()
+    first.adds_bias = second.adds_bias = False
+    first.__class__ = LinearWithoutBias
+    block = FusedIntermediate(first)
+    first.__class__ = Float8Linear
+    grad = torch.randn(2, 32, 64).bfloat16() * 1e-4
+
+    def by_itself(x):
+        return second(gelu(first(x), first.bias))
+
+    found = []
+    for run in (by_itself, torch.compile(lambda x: second(block(x)), backend=backend, fullgraph=True)):
+        own = x.clone().requires_grad_()
+        weights = (own, first.weight, first.bias, second.weight)
+        y = run(own)
+        found.append([y.detach(), *torch.autograd.grad(y, weights, grad)])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(("most", "dtype"), [(fp8.E4M3_MAX, torch.float8_e4m3fn), (fp8.E5M2_MAX, torch.float8_e5m2)])
+def test_one_kernel_converts_to_8_bits(most, dtype):
+    x = torch.randn(3, 700, device="cuda" if torch.cuda.is_available() else "cpu").bfloat16() * 100
+    found, wanted = (convert(x, 2.0**10, most, dtype).float() for convert in (fp8._cast, fp8._in_8_bits))
+    if x.is_cuda:
+        wanted = fp8._in_8_bits(x.cpu(), 2.0**10, most, dtype).float().cuda()
+    # Triton's interpreter rounds some numbers to another neighbour.
+    assert found.abs().max() == most and (found == wanted).float().mean() >= (1 if x.is_cuda else 0.9)
 
 
 @pytest.mark.triton

@@ -7,15 +7,12 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import library, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.decomposition import select_decomp_table
-from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, GPT2Config
 
 from qa_lib.kernels import gelu as gelus
-from qa_lib.kernels.fp8 import E5M2_MAX, in_e5m2
+from qa_lib.kernels.fp8 import E4M3_MAX, E5M2_MAX, in_e4m3, in_e5m2
 from qa_lib.kernels.gelu import gelu
 from qa_lib.model.fused_blocks import FusedIntermediate, use_sigmoid_gelu
-from qa_lib.train.inductor_passes import OperatorFusion
 from tests.material import refused
 from tests.tiny import checkpoint, having
 
@@ -111,65 +108,34 @@ def test_the_backward_kernel_is_the_derivative(rows, width, dtype, error, monkey
 @pytest.mark.triton
 def test_its_operator_is_what_the_compiler_takes_it_for():
     for factor in (0.0, 2.0**10):
-        library.opcheck(gelus._gelu_backward, (*drawn(4, 32), factor), test_utils=("test_schema", "test_faketensor"))
-
-
-def small_and_large(convert, factor, *inputs):
-    """The gradient of a product before GELU as a product in 8-bit floats takes it, and as another takes it."""
-    gradient, by_bias, _ = gelus._gelu_backward(*inputs, 0.0)
-    flat = gradient.reshape(-1, gradient.shape[-1])
-    return convert(flat, factor), flat.clone(), by_bias
-
-
-def folded(run, *inputs):
-    """The graph of a function as Inductor has it after the pass, and the factors of its gelu_backward."""
-    graph = make_fx(run, select_decomp_table(), tracing_mode="fake")(*inputs)
-    OperatorFusion()(graph.graph)
-    graph.recompile()
-    calls = graph.graph.find_nodes(op="call_function", target=torch.ops.qa_lib.gelu_backward.default)
-    return graph, [call.args[3] for call in calls]
+        for call, inputs in ((gelus._gelu_forward, drawn(4, 32)[1:]), (gelus._gelu_backward, drawn(4, 32))):
+            library.opcheck(call, (*inputs, factor), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.triton
-def test_a_gradient_is_written_in_8_bits_beside_and_the_same():
-    grad, *rest = [x[None] if x.dim() == 2 else x for x in drawn(4, 32, torch.bfloat16)]
-    grad[0, 1] = 1000.0  # which would be infinite in e5m2
-    inputs = (grad, *rest)
-    run = functools.partial(small_and_large, in_e5m2, 2.0**10)
-    graph, factors = folded(run, *inputs)
-    assert factors == [2.0**10]
-    conversions = graph.graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default)
-    assert torch.float8_e5m2 not in [node.args[1] for node in conversions]
-    small, *others = graph(*inputs)
-    assert small.float().abs().max() == E5M2_MAX
-    for found, wanted in zip((small, *others), run(*inputs), strict=True):
-        equal = (found.float() == wanted.float()).float().mean()
-        # Triton's interpreter rounds some numbers to another neighbour.
-        assert found.dtype == wanted.dtype and equal >= (0.9 if DEVICE.type == "cpu" else 1)
+@pytest.mark.parametrize(("rows", "width"), [(1, 3072), (11, 100), (6, 1)])
+@pytest.mark.parametrize(("dtype", "error"), ERRORS.items(), ids=str)
+@pytest.mark.parametrize("tanh", [False, True])
+def test_the_forward_kernel_is_gelu(rows, width, dtype, error, tanh):
+    _, *inputs = drawn(rows, width, dtype)
+    found, eighth = gelus._gelu_forward(*inputs, 0.0, tanh)
+    wanted = gelu(*(x.cpu().double() for x in inputs), tanh).to(DEVICE)
+    assert eighth.numel() == 0 and found.dtype == dtype
+    assert (found - wanted).norm() < error * wanted.norm()
 
 
-def test_other_conversions_are_left_alone():
-    def in_e4m3(x, factor):
-        return (x.float() * factor).clamp(-E5M2_MAX, E5M2_MAX).to(torch.float8_e4m3fn)
-
-    def of_the_grad(grad, *rest):
-        return in_e5m2(grad, 2.0), gelus._gelu_backward(grad, *rest, 0.0)
-
-    def of_the_bias(*inputs):
-        return in_e5m2(gelus._gelu_backward(*inputs, 0.0)[1], 2.0)
-
-    def without_saturation(*inputs):
-        return (gelus._gelu_backward(*inputs, 0.0)[0].float() * 2.0).to(torch.float8_e5m2)
-
-    for run, factors in (
-        (functools.partial(small_and_large, in_e5m2, 2.0), [2.0]),
-        (functools.partial(small_and_large, in_e4m3, 2.0), [0.0]),
-        (lambda *inputs: small_and_large(in_e5m2, inputs[1], *inputs)[0], [0.0]),
-        (of_the_grad, [0.0]),
-        (of_the_bias, [0.0]),
-        (without_saturation, [0.0]),
-    ):
-        assert folded(run, *drawn(4, 32, torch.bfloat16))[1] == factors
+@pytest.mark.triton
+@pytest.mark.parametrize("call", [gelus._gelu_forward, gelus._gelu_backward], ids=["forward", "backward"])
+def test_either_kernel_also_writes_its_result_in_8_bits(call):
+    grad, *inputs = drawn(4, 32, torch.bfloat16)
+    grad[0, 1] = inputs[0][0, 1] = 1000.0  # which would be infinite in 8 bits
+    inputs = inputs if call is gelus._gelu_forward else (grad, *inputs)
+    result, *_, eighth = call(*inputs, 2.0**10)
+    convert, most = (in_e4m3, E4M3_MAX) if call is gelus._gelu_forward else (in_e5m2, E5M2_MAX)
+    wanted = convert(result, 2.0**10)
+    assert eighth.dtype == wanted.dtype and eighth.float().abs().max() == most
+    # Triton's interpreter rounds some numbers to another neighbour.
+    assert (eighth.float() == wanted.float()).float().mean() >= (0.9 if DEVICE.type == "cpu" else 1)
 
 
 def test_it_is_differentiated_as_finite_differences_have_it():

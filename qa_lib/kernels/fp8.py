@@ -11,6 +11,8 @@ backward pass by its transpose, so that either wants another copy. One kernel of
 read of the weight; the compiler's and PyTorch's transposing copies take six times as long.
 """
 
+from functools import lru_cache
+
 import torch
 
 from qa_lib.kernels.precompile import custom_op, jit, launch, tl
@@ -21,27 +23,27 @@ from qa_lib.kernels.precompile import custom_op, jit, launch, tl
 ACTIVATION, WEIGHT, GRADIENT = 2.0**4, 2.0**6, 2.0**16
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0  # beyond which a value saturates, since the formats make it NaN or infinite
 TILE = {"SIZE": 64, "num_warps": 4}  # of weight_in_e4m3
+CAST = {"ELEMENTS": 1024, "num_warps": 4}
 
 
-def fp8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def fp8_linear(x, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x W^T + b for bf16 x [..., in], W [out, in], transposed in memory or not, and b [out] or None: [..., out] in
-    bf16."""
-    return _Fp8Linear.apply(x, weight, bias)
+    bf16. `x` may be a pair of it and of the same in e4m3 [rows, in], as gelu.fp8_linear_gelu gives them."""
+    x, x8 = x if isinstance(x, tuple) else (x, None)
+    return _Fp8Linear.apply(x, x8, weight, bias)
 
 
 class _Fp8Linear(torch.autograd.Function):
     """Both operands are in e4m3 and, for the gradient of x, in e5m2 and e4m3; for that of W they stay in bf16."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias):
+    def forward(ctx, x, x8, weight, bias):
         rows = x.reshape(-1, x.shape[-1])
-        if weight.is_contiguous():
-            weight8, across8 = weight_in_e4m3(weight)
-        else:
-            across8, weight8 = weight_in_e4m3(weight.t())
+        weight8, across8 = weight_in_e4m3(weight)
         ctx.save_for_backward(rows, across8)
         ctx.has_bias = bias is not None
-        y = scaled_mm(in_e4m3(rows, ACTIVATION), weight8.t(), ACTIVATION * WEIGHT, bias)
+        x8 = in_e4m3(rows, ACTIVATION) if x8 is None else x8
+        y = scaled_mm(x8, weight8.t(), ACTIVATION * WEIGHT, bias)
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -49,23 +51,47 @@ class _Fp8Linear(torch.autograd.Function):
         rows, across8 = ctx.saved_tensors
         flat = grad.reshape(-1, grad.shape[-1])
         x_grad = scaled_mm(in_e5m2(flat, GRADIENT), across8.t(), GRADIENT * WEIGHT)
-        return x_grad.view(*grad.shape[:-1], -1), flat.t() @ rows, flat.sum(0) if ctx.has_bias else None
+        return x_grad.view(*grad.shape[:-1], -1), None, flat.t() @ rows, flat.sum(0) if ctx.has_bias else None
 
 
 def in_e5m2(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """A tensor times a factor in e5m2, saturated. In fp32, as the kernel does it that may take this over
-    (train/inductor_passes.py, which knows it by these operators)."""
-    return (x.float() * factor).clamp(-E5M2_MAX, E5M2_MAX).to(torch.float8_e5m2)
+    """A tensor times a factor in e5m2, saturated."""
+    return _in_8_bits(x, factor, E5M2_MAX, torch.float8_e5m2)
 
 
 def in_e4m3(x: torch.Tensor, factor: float) -> torch.Tensor:
     """A tensor times a factor in e4m3, saturated."""
-    return (x * factor).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return _in_8_bits(x, factor, E4M3_MAX, torch.float8_e4m3fn)
+
+
+def _in_8_bits(x: torch.Tensor, factor: float, most: float, dtype: torch.dtype) -> torch.Tensor:
+    # The compiler makes one kernel of it, and may join it with others; without it these are four.
+    if torch.compiler.is_compiling() or not x.is_cuda:
+        return (x.float() * factor).clamp(-most, most).to(dtype)
+    return _cast(x, factor, most, dtype)
+
+
+def _cast(x: torch.Tensor, factor: float, most: float, dtype: torch.dtype) -> torch.Tensor:
+    """As _in_8_bits, by the kernel."""
+    x8 = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    grid = (-(-x.numel() // CAST["ELEMENTS"]),)
+    launch(cast_kernel, grid, x.contiguous(), x8, x.numel(), FACTOR=factor, MAX=most, **CAST)
+    return x8
+
+
+@jit
+def cast_kernel(x, x8, size, FACTOR: tl.constexpr, MAX: tl.constexpr, ELEMENTS: tl.constexpr):
+    """ELEMENTS of a contiguous tensor of `size`, as _in_8_bits has them."""
+    at = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
+    value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32) * FACTOR
+    tl.store(x8 + at, tl.clamp(value, -MAX, MAX, tl.PropagateNan.ALL).to(x8.dtype.element_ty), mask=at < size)
 
 
 def weight_in_e4m3(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A contiguous weight [rows, columns] times WEIGHT in e4m3, saturated, as it is and as its transpose, both
-    contiguous."""
+    """A weight [rows, columns], which may be transposed in memory, times WEIGHT in e4m3, saturated, as it is and as its
+    transpose, both contiguous."""
+    if not weight.is_contiguous():
+        return weight_in_e4m3(weight.t())[::-1]
     if weight.is_cuda:
         return _weight_in_e4m3(weight)
     weight8 = in_e4m3(weight, WEIGHT)
@@ -99,6 +125,16 @@ def weight_in_e4m3_kernel(
 def scaled_mm(a, b, scale: float, bias: torch.Tensor | None = None, factor: torch.Tensor | None = None):
     """a b / scale + bias in bf16, for a [m, k] and b [k, n] in 8-bit floats, b transposed in memory; the product times
     a `factor`, fp32 on the device, if there is one."""
-    inverse = torch.full((), 1 / scale, device=a.device)
-    factor = torch.ones_like(inverse) if factor is None else factor
+    factor = _scalar(1.0, a.device) if factor is None else factor
+    inverse = _scalar(1 / scale, a.device)
     return torch._scaled_mm(a, b, factor, inverse, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def _scalar(value: float, device: torch.device) -> torch.Tensor:
+    return torch.full((), value, device=device) if torch.compiler.is_compiling() else _kept_scalar(value, device)
+
+
+@lru_cache
+def _kept_scalar(value: float, device: torch.device) -> torch.Tensor:
+    # Made anew for each GEMM, it would be a kernel of a captured step.
+    return torch.full((), value, device=device)

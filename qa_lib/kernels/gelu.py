@@ -8,9 +8,10 @@ instructions and 31. (Instructions counted in Triton's code for sm_90.)
 On a T4 the same kernel waits for its memory, whose rate is a fifteenth of an H200's: there is nothing to gain there.
 It compiles for one, though: for compute capability 7.5 and newer.
 
-The bias of the linear layer before it is added here too. Forward, the compiler makes one kernel of all. Backward, a
-Triton kernel of our own writes the gradient of the layer's output and sums it over the tokens in registers, which is
-the bias's gradient; the compiler would read it once more for that.
+The bias of the linear layer before it is added here too, and the forward pass is one kernel. The backward kernel
+writes the gradient of the layer's output and sums it over the tokens in registers, which is the bias's gradient; the
+compiler would read it once more for that. Where the linear layers on both sides are in 8-bit floats (kernels/fp8.py),
+either kernel also writes what it gives in 8 bits, as the next GEMM takes it, instead of one more reading it for that.
 
 The polynomial was fitted to GELU's values v. They are off by a fifth of half a step of bf16 at most, that is of
 2^-9 |v| + 1e-5; the gradients g by a fifth of 2^-9 |g| + 1e-3. A test holds both to that. Rounding to bf16 alone is off
@@ -24,9 +25,11 @@ import torch
 
 from qa_lib.kernels import fp8
 from qa_lib.kernels.common import sum_partials
+from qa_lib.kernels.fp8 import ACTIVATION, GRADIENT, WEIGHT
 from qa_lib.kernels.precompile import custom_op, jit, launch, tl
 
 PROGRAMS = 264  # backward: two for each multiprocessor of an H200
+FORWARD = {"ELEMENTS": 1024, "num_warps": 4}
 # Rows that a program has at a time, columns, how far ahead of its arithmetic it reads, and threads.
 BACKWARD = {"ROWS": 1, "COLUMNS": 1024, "STAGES": 3, "num_warps": 4}
 
@@ -35,12 +38,17 @@ TERMS = (1.59422507, 7.46130176e-2, -7.83352601e-4)
 # Of the approximation by tanh, z = sqrt(2 / pi) (x + 0.044715 x^3).
 TANH_TERMS = (1.59576912, 7.13548163e-2, 0.0)
 LAST = 40.0  # the square of the largest x that the polynomial is for; further out, the cdf is 0 or 1 all the same
-E5M2_MAX = tl.constexpr(fp8.E5M2_MAX)
 
 
 def gelu(x: torch.Tensor, bias: torch.Tensor, tanh: bool = False) -> torch.Tensor:
     """GELU of x + bias, or its approximation by tanh, for x [..., width] and bias [width], of the type of x."""
     return _Gelu.apply(x, bias, tanh)
+
+
+def fp8_linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, tanh: bool = False):
+    """gelu(x W^T + bias) for bf16 x [..., in] and W [out, in], transposed in memory or not, by a GEMM in 8-bit floats:
+    [..., out] in bf16, and the same in e4m3, [rows, out], as `fp8_linear` takes it."""
+    return _Fp8LinearGelu.apply(x, weight, bias, tanh)
 
 
 class _Gelu(torch.autograd.Function):
@@ -49,16 +57,49 @@ class _Gelu(torch.autograd.Function):
     def forward(ctx, x, bias, tanh):
         ctx.save_for_backward(x, bias)
         ctx.tanh = tanh
-        biased = _wide(x) + bias
-        cdf, _ = _cdf(biased, tanh)
-        return (biased * cdf).to(x.dtype)
+        return _forward(x, bias, 0.0, tanh)[0]
 
     @staticmethod
     def backward(ctx, grad):
-        x, bias = ctx.saved_tensors
-        if x.is_cuda:
-            return *_gelu_backward(grad, x, bias, 0.0, ctx.tanh)[:2], None
-        return *reference(grad, x, bias, ctx.tanh), None
+        return *_backward(grad, *ctx.saved_tensors, 0.0, ctx.tanh)[:2], None
+
+
+class _Fp8LinearGelu(torch.autograd.Function):
+    # One function, so that the gradient in 8 bits goes from GELU to the GEMM: autograd hands on one for each tensor.
+    @staticmethod
+    def forward(ctx, x, weight, bias, tanh):
+        rows = x.reshape(-1, x.shape[-1])
+        weight8, across8 = fp8.weight_in_e4m3(weight)
+        y = fp8.scaled_mm(fp8.in_e4m3(rows, ACTIVATION), weight8.t(), ACTIVATION * WEIGHT)
+        ctx.save_for_backward(rows, across8, y, bias)
+        ctx.tanh = tanh
+        output, output8 = _forward(y, bias, ACTIVATION, tanh)
+        ctx.mark_non_differentiable(output8)
+        return output.view(*x.shape[:-1], -1), output8
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        rows, across8, y, bias = ctx.saved_tensors
+        y_grad, bias_grad, y_grad8 = _backward(grad.reshape(y.shape), y, bias, GRADIENT, ctx.tanh)
+        x_grad = fp8.scaled_mm(y_grad8, across8.t(), GRADIENT * WEIGHT)
+        return x_grad.view(*grad.shape[:-1], -1), y_grad.t() @ rows, bias_grad, None
+
+
+def _forward(x, bias, factor: float, tanh: bool):
+    """GELU of x + bias; and the same in e4m3 times `factor`, which is empty where that is 0."""
+    if x.is_cuda:
+        return _gelu_forward(x, bias, factor, tanh)
+    biased = _wide(x) + bias
+    y = (biased * _cdf(biased, tanh)[0]).to(x.dtype)
+    return y, fp8.in_e4m3(y, factor) if factor else y.new_empty(0, dtype=torch.float8_e4m3fn)
+
+
+def _backward(grad, x, bias, factor: float, tanh: bool):
+    """The gradients of x and bias; and the former in e5m2 times `factor`, which is empty where that is 0."""
+    if x.is_cuda:
+        return _gelu_backward(grad, x, bias, factor, tanh)
+    x_grad, bias_grad = reference(grad, x, bias, tanh)
+    return x_grad, bias_grad, fp8.in_e5m2(x_grad, factor) if factor else x_grad.new_empty(0, dtype=torch.float8_e5m2)
 
 
 def reference(grad, x, bias, tanh=False):
@@ -82,30 +123,63 @@ def _cdf(x: torch.Tensor, tanh: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return cdf, first + square * (3 * second + square * (5 * third))
 
 
+@custom_op("qa_lib::gelu_forward")
+def _gelu_forward(
+    x: torch.Tensor, bias: torch.Tensor, factor: float, tanh: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As _forward, by the kernel."""
+    y = x.new_empty(x.shape)
+    y8 = x.new_empty(x.shape if factor else 0, dtype=torch.float8_e4m3fn)
+    launch(
+        gelu_forward_kernel, (-(-x.numel() // FORWARD["ELEMENTS"]),), x.contiguous(), bias, y, y8 if factor else None,
+        x.numel(), *(TANH_TERMS if tanh else TERMS), LAST, FACTOR=factor, MAX=fp8.E4M3_MAX, WIDTH=len(bias), **FORWARD,
+    )  # fmt: skip
+    return y, y8
+
+
 @custom_op("qa_lib::gelu_backward")
 def _gelu_backward(
     grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, factor: float, tanh: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of x and bias; and that of x in e5m2, times `factor` [rows, width], saturated as in fp8.py: empty
-    where the factor is 0 (train/inductor_passes.py)."""
+    """As _backward, by the kernel."""
     width = len(bias)
     rows = x.numel() // width
     x_grad = x.new_empty(x.shape)
-    x_grad8 = x.new_empty((rows, width) if factor else 0, dtype=torch.float8_e5m2)
+    x_grad8 = x.new_empty(x.shape if factor else 0, dtype=torch.float8_e5m2)
     partials = x.new_empty(min(rows, PROGRAMS), width, dtype=torch.float32)
     launch(
         gelu_backward_kernel, (len(partials), -(-width // BACKWARD["COLUMNS"])), grad.contiguous(), x.contiguous(),
         bias, x_grad, x_grad8 if factor else None, partials, rows, *(TANH_TERMS if tanh else TERMS), LAST,
-        FACTOR=factor, WIDTH=width, **BACKWARD,
+        FACTOR=factor, MAX=fp8.E5M2_MAX, WIDTH=width, **BACKWARD,
     )  # fmt: skip
     return x_grad, sum_partials(partials, bias.dtype), x_grad8
+
+
+@jit
+def gelu_forward_kernel(
+    gemm_out, bias, output, output8, size,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, LAST: tl.constexpr, FACTOR: tl.constexpr,
+    MAX: tl.constexpr, WIDTH: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """Of ELEMENTS of `gemm_out`, which has `size` in rows of WIDTH: GELU with the bias added. With a FACTOR, that times
+    it is in `output8`, too. All tensors are contiguous."""
+    at = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
+    inside = at < size
+    x = tl.load(gemm_out + at, mask=inside, other=0.0).to(tl.float32)
+    x += tl.load(bias + at % WIDTH, mask=inside, other=0.0).to(tl.float32)
+    square = tl.minimum(x * x, LAST)
+    rounded = (x * tl.sigmoid(x * (FIRST + square * (SECOND + square * THIRD)))).to(output.dtype.element_ty)
+    tl.store(output + at, rounded, mask=inside)
+    if FACTOR != 0.0:
+        scaled = tl.clamp(rounded.to(tl.float32) * FACTOR, -MAX, MAX, tl.PropagateNan.ALL)
+        tl.store(output8 + at, scaled.to(output8.dtype.element_ty), mask=inside)
 
 
 @jit
 def gelu_backward_kernel(
     grad, gemm_out, bias, gemm_grad, gemm_grad8, partials, rows,
     FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, LAST: tl.constexpr, FACTOR: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    MAX: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Of COLUMNS columns of every so many rows: the gradient of `gemm_out`, as `reference` has it, and the program's
     part of the gradient of the bias, in `partials` [programs, WIDTH]. With a FACTOR, the former times that is in
@@ -128,7 +202,7 @@ def gelu_backward_kernel(
         rounded = x_grad.to(gemm_grad.dtype.element_ty)
         tl.store(gemm_grad + at, rounded, mask=inside)
         if FACTOR != 0.0:
-            scaled = tl.clamp(rounded.to(tl.float32) * FACTOR, -E5M2_MAX, E5M2_MAX, tl.PropagateNan.ALL)
+            scaled = tl.clamp(rounded.to(tl.float32) * FACTOR, -MAX, MAX, tl.PropagateNan.ALL)
             tl.store(gemm_grad8 + at, scaled.to(gemm_grad8.dtype.element_ty), mask=inside)
         bias_sum += x_grad
     tl.store(partials + program * WIDTH + column, tl.sum(bias_sum, 0), mask=in_width)

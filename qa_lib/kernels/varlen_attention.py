@@ -12,8 +12,7 @@ kernels clear, convert and copy. What is different here:
   for dQ of its queries, over all keys. That is 7 products where FlashAttention takes 5, but nothing is added up by
   several programs: no atomic additions, no fp32 gradients in memory, and equal results in every run.
 - For output O with gradient dO and the softmax P of the scores, dS = P * (dP - delta) with delta = rowsum(dO * O), and
-  dropout in dP. delta is left to PyTorch, whose compiler makes one small kernel of it; within ours, every block of keys
-  would compute it again.
+  dropout in dP. delta is a small kernel of its own; within the other, every block of keys would compute it again.
 - Query, key and value are one tensor, the fused projections' output, and so is their gradient: nothing is copied. Each
   program also leaves the partial sums of the gradient over its tokens: added up, they are the gradient of the
   projections' bias (common.py).
@@ -41,6 +40,7 @@ from qa_lib.kernels.precompile import custom_op, jit, launch, tl
 # heads 64 wide and with dropout no register spills (by the compiler's word).
 FORWARD = {"QUERIES": 64, "KEYS": 32, "num_warps": 4, "num_stages": 3}
 BACKWARD = {"BLOCK": 64, "STEP": 32, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
+DELTA = {"TOKENS": 64, "num_warps": 4}
 # Of causal attention, whose segments are long: KEYS divides QUERIES, and above STEP divides BLOCK.
 CAUSAL_FORWARD = {"QUERIES": 64, "KEYS": 64, "num_warps": 4, "num_stages": 3}
 
@@ -135,7 +135,7 @@ def _attention(
 
 @custom_op("qa_lib::varlen_attention_backward")
 def _attention_backward(
-    grad: torch.Tensor, qkv: torch.Tensor, bias: torch.Tensor | None, delta: torch.Tensor, logsumexp: torch.Tensor,
+    grad: torch.Tensor, qkv: torch.Tensor, bias: torch.Tensor | None, output: torch.Tensor, logsumexp: torch.Tensor,
     cu_seqlens: torch.Tensor, seed: torch.Tensor, longest: int, dropout: float, scale: float, causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of `qkv` and of the bias in it; the latter is empty where there is none."""
@@ -143,9 +143,12 @@ def _attention_backward(
     blocks, segments = -(-longest // BACKWARD["BLOCK"]), len(cu_seqlens) - 1
     qkv_grad = qkv.new_empty(qkv.shape)
     partials = qkv.new_empty(segments * blocks, 0 if bias is None else len(bias), dtype=torch.float32)
+    grad, delta = grad.contiguous(), torch.empty_like(logsumexp)
+    grid = (-(-tokens // DELTA["TOKENS"]), heads)
+    launch(delta_kernel, grid, grad, output.contiguous(), delta, tokens, HEADS=heads, WIDTH=width, **DELTA)
     launch(
-        varlen_attention_backward, (blocks, heads, segments), grad.contiguous(), qkv.contiguous(), delta.contiguous(),
-        logsumexp, cu_seqlens, seed, qkv_grad, partials, tokens, scale, _threshold(dropout), _dropout_scale(dropout),
+        varlen_attention_backward, (blocks, heads, segments), grad, qkv.contiguous(), delta, logsumexp,
+        cu_seqlens, seed, qkv_grad, partials, tokens, scale, _threshold(dropout), _dropout_scale(dropout),
         HEADS=heads, WIDTH=width, DROPS=dropout > 0, SUMS=bias is not None, CAUSAL=causal, **BACKWARD,
     )  # fmt: skip
     return qkv_grad, qkv.new_empty(0) if bias is None else sum_partials(partials, bias.dtype)
@@ -158,9 +161,8 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, grad, _):
     qkv, bias, output, logsumexp, cu_seqlens, seed = ctx.saved_tensors
-    delta = (grad.float() * output.float()).sum(-1).T.contiguous()
     needed = ctx.needs_input_grad[1]
-    grads = _attention_backward(grad, qkv, bias if needed else None, delta, logsumexp, cu_seqlens, seed, *ctx.options)
+    grads = _attention_backward(grad, qkv, bias if needed else None, output, logsumexp, cu_seqlens, seed, *ctx.options)
     return grads[0], grads[1] if needed else None, *(None,) * 6
 
 
@@ -172,6 +174,17 @@ _attention.register_autograd(_backward, setup_context=_setup_context)
 # contiguous tensors: qkv and its gradient [tokens, 3, HEADS, WIDTH], query, key and value beside each other; output and
 # its gradient [tokens, HEADS, WIDTH]; logsumexp and delta [HEADS, tokens]; cu_seqlens [segments + 1]; partials
 # [segments, blocks, 3, HEADS, WIDTH]. `keeps` is 1 / (1 - rate).
+
+
+@jit
+def delta_kernel(grad, output, delta, tokens, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr):
+    """Of TOKENS tokens of one head: rowsum(dO * O). Its grid is (parts of the tokens, heads)."""
+    token, head = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
+    at = (token[:, None] * HEADS + head) * WIDTH + tl.arange(0, WIDTH)
+    inside = token[:, None] < tokens
+    product = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+    product *= tl.load(output + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(delta + head * tokens + token, tl.sum(product, 1), mask=token < tokens)
 
 
 @jit

@@ -25,7 +25,7 @@ from qa_lib.errors import UserError
 from qa_lib.kernels.common import hash_dropout
 from qa_lib.kernels.fp8 import fp8_linear
 from qa_lib.kernels.fused_norm import fused_norm
-from qa_lib.kernels.gelu import gelu
+from qa_lib.kernels.gelu import fp8_linear_gelu, gelu
 from qa_lib.model.architectures import encoder_of, layers_of
 
 
@@ -38,7 +38,11 @@ class HashDropout(nn.Module):
         self.register_buffer("seed", torch.zeros((), dtype=torch.int32), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return hash_dropout(x, self.seed, self.p) if self.training and self.p else x
+        if not self.training or not self.p:
+            return x
+        if x.is_cuda and not torch.compiler.is_compiling():
+            return F.dropout(x, self.p)  # one kernel, where the hash is one only if a compiler makes it
+        return hash_dropout(x, self.seed, self.p)
 
 
 class LinearWithoutBias(nn.Linear):
@@ -63,8 +67,9 @@ class FusedOutput(nn.Module):
         return fused_norm(x, bias, input_tensor, norm.weight, norm.bias, self.dropout.seed, rate, norm.eps)
 
 
-def conv1d_without_bias(linear: Conv1D, x: torch.Tensor) -> torch.Tensor:
-    """GPT-2's linear layer, whose weight is [in, out], without its bias; in 8-bit floats after use_float8."""
+def conv1d_without_bias(linear: Conv1D, x) -> torch.Tensor:
+    """GPT-2's linear layer, whose weight is [in, out], without its bias; in 8-bit floats after use_float8, where x is
+    what fp8_linear takes."""
     return fp8_linear(x, linear.weight.t(), None) if hasattr(linear, "float8") else x @ linear.weight
 
 
@@ -72,19 +77,24 @@ class Conv1DGelu(Conv1D):
     """A linear layer of GPT-2 with its bias and the approximation of GELU by tanh."""
 
     def forward(self, x):
+        if hasattr(self, "float8"):
+            return fp8_linear_gelu(x, self.weight.t(), self.bias, tanh=True)
         return gelu(conv1d_without_bias(self, x), self.bias, tanh=True)
 
 
 class FusedIntermediate(nn.Module):
     """What transformers calls a layer's intermediate, with `dense` by the same name: the first linear layer of a
-    feed-forward block, its bias and GELU, to a fraction of half precision's rounding."""
+    feed-forward block, its bias and GELU, to a fraction of half precision's rounding. After use_float8 it gives the
+    next linear layer a pair of the output and the same in 8 bits."""
 
     def __init__(self, native: nn.Linear):
         super().__init__()
         self.dense = native
         self.dense.__class__ = LinearWithoutBias
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor):
+        if isinstance(self.dense, Float8Linear):
+            return fp8_linear_gelu(hidden_states, self.dense.weight, self.dense.bias)
         return gelu(self.dense(hidden_states), self.dense.bias)
 
 
