@@ -17,11 +17,11 @@ from qa_lib.data.load import batches_of, load_data
 from qa_lib.kernels import fused_norm, gelu
 from qa_lib.kernels.common import sum_partials
 from qa_lib.model.build import build_model
-from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, HashDropout, renew
+from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, HashDropout, _Lookup, renew
 from qa_lib.model.packed import Packed
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
-from qa_lib.train.compile import LossOf, compiled
+from qa_lib.train.compile import LossOf, compile_kernels, compiled
 from qa_lib.train.inductor_passes import OperatorFusion
 from qa_lib.variants import VARIANTS
 from tests.tiny import checkpoint, having
@@ -274,6 +274,41 @@ def test_the_compiler_gets_the_pass_with_the_setting(variant, passes, monkeypatc
     monkeypatch.setattr(torch, "compile", lambda _, options, **other: given.append(options))
     compiled(LossOf(built("fused")[1]), VARIANTS[variant].settings)
     assert {options and type(*options.values()) for options in given} == passes
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("used", ["first", "second", "both"])
+def test_a_norm_that_goes_two_ways_adds_up_both_gradients(used):
+    inputs, grad, seed = drawn(7, 32)
+    found = []
+    for run in (fused_norm._BothWays.apply, lambda *inputs: (by_kernel(*inputs),) * 2):
+        own = [x.detach().clone().requires_grad_() for x in inputs]
+        outputs = run(*own, seed, 0.1, 1e-5)
+        used_ones = {"first": outputs[:1], "second": outputs[1:], "both": outputs}[used]
+        loss = sum((output * grad * number).sum() for number, output in enumerate(used_ones, 1))
+        found.append([outputs[0].detach(), *torch.autograd.grad(loss, own)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_an_embedding_adds_up_its_gradient_as_pytorchs_own_does():
+    native = torch.nn.Embedding(20, 8, padding_idx=3)
+    ids, grad = torch.randint(0, 20, (2, 50)), torch.randn(2, 50, 8)
+    found = []
+    for run in (native, lambda ids: _Lookup.apply(ids, native.weight, native.padding_idx)):
+        y = run(ids)
+        found.append((y.detach(), *torch.autograd.grad(y, native.weight, grad)))
+    assert (ids == 3).any() and torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1])
+
+
+def test_kernels_are_compiled_among_fake_tensors_and_leave_no_trace():
+    """Neither in the model's gradients nor in the generator that draws dropout."""
+    model, packed, inputs = built("fused")
+    state = torch.get_rng_state()
+    compile_kernels(lambda: packed(**inputs).loss, model)
+    assert all(p.grad is None for p in model.parameters()) and torch.equal(state, torch.get_rng_state())
+    assert packed(**inputs).loss.isfinite()
 
 
 def test_dynamo_traces_the_whole_model():

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import torch
 
-from qa_lib.kernels.precompile import custom_op, jit, launch, tl
+from qa_lib.kernels.precompile import custom_op, is_fake, jit, launch, tl
 
 # Powers of two that move values into the range of their format; fixed, since finding each tensor's maximum costs as
 # much as the GEMM saves. Layer norm and GELU keep activations within ±28, weights stay within ±7; gradients of a
@@ -41,7 +41,7 @@ class _Fp8Linear(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         weight8, across8 = weight_in_e4m3(weight)
         ctx.save_for_backward(rows, across8)
-        ctx.has_bias = bias is not None
+        ctx.has_bias, ctx.across = bias is not None, not weight.is_contiguous()
         x8 = in_e4m3(rows, ACTIVATION) if x8 is None else x8
         y = scaled_mm(x8, weight8.t(), ACTIVATION * WEIGHT, bias)
         return y.view(*x.shape[:-1], -1)
@@ -51,7 +51,14 @@ class _Fp8Linear(torch.autograd.Function):
         rows, across8 = ctx.saved_tensors
         flat = grad.reshape(-1, grad.shape[-1])
         x_grad = scaled_mm(in_e5m2(flat, GRADIENT), across8.t(), GRADIENT * WEIGHT)
-        return x_grad.view(*grad.shape[:-1], -1), None, flat.t() @ rows, flat.sum(0) if ctx.has_bias else None
+        bias_grad = flat.sum(0) if ctx.has_bias else None
+        return x_grad.view(*grad.shape[:-1], -1), None, weight_grad(flat, rows, ctx.across), bias_grad
+
+
+def weight_grad(grad: torch.Tensor, rows: torch.Tensor, across: bool) -> torch.Tensor:
+    """The gradient [out, in] of a linear layer's weight from those of its output [rows, out] and its input [rows, in];
+    `across`: transposed in memory, as the weight is, lest it be copied for that."""
+    return (rows.t() @ grad).t() if across else grad.t() @ rows
 
 
 def in_e5m2(x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -125,13 +132,15 @@ def weight_in_e4m3_kernel(
 def scaled_mm(a, b, scale: float, bias: torch.Tensor | None = None, factor: torch.Tensor | None = None):
     """a b / scale + bias in bf16, for a [m, k] and b [k, n] in 8-bit floats, b transposed in memory; the product times
     a `factor`, fp32 on the device, if there is one."""
-    factor = _scalar(1.0, a.device) if factor is None else factor
-    inverse = _scalar(1 / scale, a.device)
+    factor = _scalar(1.0, a) if factor is None else factor
+    inverse = _scalar(1 / scale, a)
     return torch._scaled_mm(a, b, factor, inverse, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
-def _scalar(value: float, device: torch.device) -> torch.Tensor:
-    return torch.full((), value, device=device) if torch.compiler.is_compiling() else _kept_scalar(value, device)
+def _scalar(value: float, like: torch.Tensor) -> torch.Tensor:
+    if torch.compiler.is_compiling() or is_fake(like):
+        return torch.full((), value, device=like.device)
+    return _kept_scalar(value, like.device)
 
 
 @lru_cache

@@ -44,6 +44,30 @@ def fused_norm(x, bias, residual, gamma, beta, seed, dropout: float, eps: float)
     return reference(x, bias, residual, gamma, beta, seed, dropout, eps)[1]
 
 
+def fused_norm_both_ways(x, bias, residual, gamma, beta, seed, dropout: float, eps: float):
+    """fused_norm twice, in the same memory: for the next linear layer, and for the norm after it, as its residual. Of
+    two tensors the backward pass gets both gradients; of one it would get their sum, by a kernel that reads and writes
+    all of it once more."""
+    if residual.is_cuda and not torch.compiler.is_compiling():
+        return _BothWays.apply(x, bias, residual, gamma, beta, seed, dropout, eps)
+    output = fused_norm(x, bias, residual, gamma, beta, seed, dropout, eps)
+    return output, output
+
+
+class _BothWays(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        output, statistics, total = _norm(*inputs)
+        _setup_context(ctx, (*inputs, False), (output, statistics, total))
+        return output, output.new_empty(0).set_(output)  # no view, which autograd would look through
+
+    @staticmethod
+    def backward(ctx, grad, other):
+        grad, other = (other, None) if grad is None else (grad, other)
+        x_grad, residual_grad, weights_grad = _norm_backward(grad, other, *ctx.saved_tensors, ctx.dropout, ctx.dtype)
+        return x_grad, weights_grad[0], residual_grad, *weights_grad[1:], *(None,) * 3
+
+
 def fused_add_norm(x, bias, residual, gamma, beta, seed, dropout: float, eps: float):
     """residual + dropout(x + bias) and its norm, for tensors as fused_norm takes them; both of the residual's shape and
     type."""
@@ -107,6 +131,7 @@ def _setup_context(ctx, inputs, output):
     if ctx.keeps:  # then the backward pass does without x
         x, residual = None, total
     ctx.save_for_backward(x, bias, residual, gamma, seed, statistics)
+    ctx.set_materialize_grads(False)  # of the statistics: zeros, by a kernel
 
 
 def _backward(ctx, grad, _, total_grad):

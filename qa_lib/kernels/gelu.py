@@ -72,9 +72,10 @@ class _Fp8LinearGelu(torch.autograd.Function):
         weight8, across8 = fp8.weight_in_e4m3(weight)
         y = fp8.scaled_mm(fp8.in_e4m3(rows, ACTIVATION), weight8.t(), ACTIVATION * WEIGHT)
         ctx.save_for_backward(rows, across8, y, bias)
-        ctx.tanh = tanh
+        ctx.tanh, ctx.across = tanh, not weight.is_contiguous()
         output, output8 = _forward(y, bias, ACTIVATION, tanh)
         ctx.mark_non_differentiable(output8)
+        ctx.set_materialize_grads(False)  # of output8: zeros, by a kernel
         return output.view(*x.shape[:-1], -1), output8
 
     @staticmethod
@@ -82,7 +83,7 @@ class _Fp8LinearGelu(torch.autograd.Function):
         rows, across8, y, bias = ctx.saved_tensors
         y_grad, bias_grad, y_grad8 = _backward(grad.reshape(y.shape), y, bias, GRADIENT, ctx.tanh)
         x_grad = fp8.scaled_mm(y_grad8, across8.t(), GRADIENT * WEIGHT)
-        return x_grad.view(*grad.shape[:-1], -1), y_grad.t() @ rows, bias_grad, None
+        return x_grad.view(*grad.shape[:-1], -1), fp8.weight_grad(y_grad, rows, ctx.across), bias_grad, None
 
 
 def _forward(x, bias, factor: float, tanh: bool):

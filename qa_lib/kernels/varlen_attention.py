@@ -157,6 +157,7 @@ def _attention_backward(
 def _setup_context(ctx, inputs, output):
     qkv, bias, cu_seqlens, seed, *ctx.options = inputs
     ctx.save_for_backward(qkv, bias, *output, cu_seqlens, seed)
+    ctx.set_materialize_grads(False)  # of the logarithms: zeros, by a kernel
 
 
 def _backward(ctx, grad, _):

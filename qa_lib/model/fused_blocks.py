@@ -24,9 +24,9 @@ from transformers.pytorch_utils import Conv1D
 from qa_lib.errors import UserError
 from qa_lib.kernels.common import hash_dropout
 from qa_lib.kernels.fp8 import fp8_linear
-from qa_lib.kernels.fused_norm import fused_norm
+from qa_lib.kernels.fused_norm import fused_norm_both_ways
 from qa_lib.kernels.gelu import fp8_linear_gelu, gelu
-from qa_lib.model.architectures import encoder_of, layers_of
+from qa_lib.model.architectures import embeddings_of, encoder_of, layers_of
 
 
 class HashDropout(nn.Module):
@@ -64,7 +64,39 @@ class FusedOutput(nn.Module):
         """As the original's forward: hidden_states [..., inner], the residual and the output [..., width]."""
         norm, rate = self.LayerNorm, self.dropout.p if self.training else 0.0
         x, bias = self.dense(hidden_states), self.dense.bias
-        return fused_norm(x, bias, input_tensor, norm.weight, norm.bias, self.dropout.seed, rate, norm.eps)
+        residual = getattr(input_tensor, "residual", input_tensor)
+        output, past = fused_norm_both_ways(
+            x, bias, residual, norm.weight, norm.bias, self.dropout.seed, rate, norm.eps
+        )
+        if past is not output:  # transformers' layer hands on one tensor, and the second with it
+            output.residual = past
+        return output
+
+
+class AddedEmbedding(nn.Embedding):
+    """nn.Embedding whose gradient is a sum by atomic additions in fp32, as the compiler has it. PyTorch's own kernels
+    sort the ids first, in a dozen launches a table."""
+
+    def forward(self, ids):
+        if torch.compiler.is_compiling() or not ids.is_cuda:
+            return super().forward(ids)
+        return _Lookup.apply(ids, self.weight, self.padding_idx)
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, ids, weight, padding):
+        ctx.save_for_backward(ids)
+        ctx.words, ctx.padding = len(weight), padding
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        total = grad.new_zeros(ctx.words, grad.shape[-1], dtype=torch.float32)
+        total.index_add_(0, ctx.saved_tensors[0].flatten(), grad.flatten(0, -2).float())
+        if ctx.padding is not None:
+            total[ctx.padding] = 0.0
+        return None, total.to(grad.dtype), None
 
 
 def conv1d_without_bias(linear: Conv1D, x) -> torch.Tensor:
@@ -77,7 +109,7 @@ class Conv1DGelu(Conv1D):
     """A linear layer of GPT-2 with its bias and the approximation of GELU by tanh."""
 
     def forward(self, x):
-        if hasattr(self, "float8"):
+        if hasattr(self, "float8") and self.training:  # else the next layer is transformers' own
             return fp8_linear_gelu(x, self.weight.t(), self.bias, tanh=True)
         return gelu(conv1d_without_bias(self, x), self.bias, tanh=True)
 
@@ -130,8 +162,12 @@ def renew(model: nn.Module) -> None:
 
 def use_fused_norms(model: nn.Module) -> None:
     """Replace what follows the linear layers of every layer that end in a norm, in place, for a model with hash
-    dropout. Of a decoder, whose norms come before its linear layers, see fused_decoder.py."""
+    dropout; and its embeddings. Of a decoder, whose norms come before its linear layers, see fused_decoder.py."""
     encoder = encoder_of(model)
+    for module in embeddings_of(model):
+        for embedding in module.modules():
+            if isinstance(embedding, nn.Embedding):
+                embedding.__class__ = AddedEmbedding
     for layer in layers_of(model):
         for name in encoder.dropouts:
             owner = name.rpartition(".")[0]

@@ -124,5 +124,6 @@ def segment_loss(logits: torch.Tensor, positions: torch.Tensor, cu_seqlens: torc
     n = len(positions)
     begin, end = cu_seqlens[:n, None], cu_seqlens[1 : n + 1, None]
     index = begin + torch.arange(longest, device=logits.device)
-    rows = logits[index.clamp(max=len(logits) - 1)].float().masked_fill(index >= end, -torch.inf)
+    # Its backward pass adds where `logits[index]` would sort: no logit is in two segments.
+    rows = logits.take(index.clamp(max=len(logits) - 1)).float().masked_fill(index >= end, -torch.inf)
     return F.cross_entropy(rows, positions)

@@ -15,10 +15,12 @@ again from other values that are kept, it leaves out, unless a GEMM needs it as 
 layer norms, a third of all that BERT keeps. Variant E-recompute-elementwise leaves these out as well: each is written
 once more, and no GEMM is repeated, as it is where whole layers are recomputed (variant C2)."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch._functorch.config
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from qa_lib.kernels.linear_cross_entropy import IGNORED, linear_cross_entropy
@@ -96,6 +98,13 @@ def start_compilers(settings: Settings, device: torch.device) -> None:
 
         AsyncCompile.wakeup()
         import torch._inductor.compile_fx  # noqa: F401
+
+
+def compile_kernels(forward: Callable[[], torch.Tensor], model: torch.nn.Module) -> None:
+    """Have Triton compile the kernels of a step at once, where no compiler of the model asks for them before the first
+    one runs (kernels/precompile.py): by a forward and a backward pass among fake tensors. `forward` gives the loss."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        torch.autograd.grad(forward(), [p for p in model.parameters() if p.requires_grad], allow_unused=True)
 
 
 _compiled_before = False  # whether this process has compiled for an earlier run, which leaves more than Dynamo forgets

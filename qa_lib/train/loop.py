@@ -14,7 +14,7 @@ from qa_lib.model.fused_blocks import renew
 from qa_lib.model.packed import Packed
 from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint
-from qa_lib.train.compile import ChunkedLossOf, LossOf
+from qa_lib.train.compile import ChunkedLossOf, LossOf, compile_kernels
 from qa_lib.train.cuda_graph import GraphedStep
 from qa_lib.train.data_parallel import DDP, FSDP2, NoParallel, OneBucketDDP
 from qa_lib.train.optim import Precision, build_optimizer, clip, learning_rate, set_rate, trained, unscale
@@ -112,6 +112,10 @@ def train(
     log = StepLog(run_dir, spec, batches.steps, begin, precision.scaler, ranks, say)
     # The step after which compilation allocates no more. The cudagraphs backend records its graphs in the first, and a
     # replay allocates nothing that would be seen.
+    if device.type == "cuda" and (spec.settings.compile, spec.settings.norms) == ("none", "fused"):
+        inputs = batches.collate(ranks.local_micro_batches(batches.step(0))[0], device)
+        with precision.autocast():
+            compile_kernels(lambda: step.forward(**inputs), model)
     meter = Meter(device, spec.preset.measure_from, 0 if spec.settings.compile == "cudagraphs" else PEAK_FROM)
 
     for number in range(begin + 1, batches.steps + 1):
