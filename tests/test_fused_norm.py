@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from qa_lib.data.load import batches_of, load_data
-from qa_lib.kernels import fused_norm, gelu
+from qa_lib.kernels import common, fused_norm, gelu
 from qa_lib.kernels.common import sum_partials
 from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, HashDropout, _Lookup, renew
@@ -122,6 +122,18 @@ def test_in_half_precision_it_is_as_near_as_that_allows(types, error):
     found = with_gradients(by_kernel, *drew, 0.1)
     assert_close(found, expected(*drew, 0.1), error)
     assert [x.dtype for x in found] == [types[1], *(x.dtype for x in drew[0])]
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_kernel_of_its_own_drops_the_same_and_the_same_gradients(dtype):
+    x, grad = torch.randn(2, 5, 333, device=DEVICE).to(dtype)
+    seed = torch.tensor(77, dtype=torch.int32, device=DEVICE)
+    own = x.clone().requires_grad_()
+    y = common._HashDropout.apply(own, seed, 0.1)
+    y.backward(grad)
+    assert torch.equal(y.cpu(), common.hash_dropout(x.cpu(), seed.cpu(), 0.1))
+    assert torch.equal(own.grad.cpu(), common.hash_dropout(grad.cpu(), seed.cpu(), 0.1))
 
 
 @pytest.mark.triton

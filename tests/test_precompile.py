@@ -86,7 +86,7 @@ def test_every_kernel_compiles_for_gpus_that_are_not_there(capability, tmp_path)
         assert done.returncode == 0, done.stderr
         said.append(done.stdout.splitlines())
     assert (said[0].pop(), said[1].pop()) == ("found False", "found True"), "the second has the first one's cache"
-    everywhere = {f"{name}_kernel" for name in ("norm_forward", "norm_backward", "sum_partials")}
+    everywhere = {f"{name}_kernel" for name in ("norm_forward", "norm_backward", "sum_partials", "dropout")}
     everywhere |= {"gelu_forward_kernel", "gelu_backward_kernel", "square_sums", "adamw"}
     newer = {"varlen_attention_forward", "varlen_attention_backward", "delta_kernel", "loss_kernel"}
     newer |= {"weight_in_e4m3_kernel", "cast_kernel"}

@@ -16,6 +16,7 @@ import torch
 from qa_lib.kernels.precompile import jit, launch, tl
 
 TILE = {"ROWS": 128, "COLUMNS": 8, "num_warps": 4}  # of sum_partials
+DROPOUT = {"ELEMENTS": 1024, "num_warps": 4}
 
 
 def hash32(numbers: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
@@ -36,8 +37,33 @@ def threshold_of(p: float) -> int:
 
 def hash_dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
     """Dropout with rate `p` of a tensor of fewer than 2^31 elements."""
+    if x.is_cuda and not torch.compiler.is_compiling():
+        return _HashDropout.apply(x, seed, p)  # one kernel, where the compiler would make one of what follows
     bits = hash32(torch.arange(x.numel(), device=x.device, dtype=torch.int32).view(x.shape), seed) & 0x7FFFFFFF
     return torch.where(bits >= threshold_of(p), x * (1 / (1 - p)), 0.0)
+
+
+class _HashDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seed, p):
+        ctx.save_for_backward(seed)
+        ctx.p, y = p, torch.empty_like(x, memory_format=torch.contiguous_format)
+        grid = (-(-x.numel() // DROPOUT["ELEMENTS"]),)
+        launch(dropout_kernel, grid, x.contiguous(), y, seed, x.numel(), threshold_of(p), 1 / (1 - p), **DROPOUT)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _HashDropout.apply(grad, *ctx.saved_tensors, ctx.p), None, None
+
+
+@jit(do_not_specialize=["threshold"])
+def dropout_kernel(x, y, seed, size, threshold, keeps, ELEMENTS: tl.constexpr):
+    """ELEMENTS of a contiguous tensor of `size`, as hash_dropout has them; `keeps` is 1 / (1 - rate)."""
+    at = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
+    value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32) * keeps
+    keep = keep_mask(at, tl.load(seed).to(tl.uint32, bitcast=True), threshold)
+    tl.store(y + at, tl.where(keep, value, 0.0).to(y.dtype.element_ty), mask=at < size)
 
 
 @jit
