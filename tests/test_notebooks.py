@@ -155,39 +155,42 @@ def test_a_family_notebook_begins_with_a_row_of_its_family(family):
 
 
 def bootstrap(folder, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", tagged(NOTEBOOKS[0], "bootstrap")[0] + "\nprint(os.getcwd())"],
-        cwd=folder, env=os.environ | environment, capture_output=True, text=True,
-    )  # fmt: skip
+    program = f"{tagged(NOTEBOOKS[0], 'bootstrap')[0]}\nimport os\nprint(os.getcwd())"
+    command = [sys.executable, "-m", "IPython", "--no-banner", "--simple-prompt", "--colors=NoColor", "-c", program]
+    return subprocess.run(command, cwd=folder, env=os.environ | environment, capture_output=True, text=True)
 
 
-def test_the_bootstrap_finds_the_repository():
-    for folder in (ROOT, ROOT / "notebooks"):
-        assert bootstrap(folder).stdout == f"{ROOT}\n"
-
-
-def test_the_bootstrap_outside_the_repository_says_what_to_do(tmp_path):
-    done = bootstrap(tmp_path)
-    assert done.returncode == 1 and "checkout" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_the_bootstrap_in_colab_clones(tmp_path):
-    """With a git of our own that only makes the folder."""
-    program = tmp_path / "bin" / "git"
+def own_git(folder, script):
+    """The PATH with a git of our own in front."""
+    program = folder / "bin" / "git"
     program.parent.mkdir()
-    files = "lab/requirements.txt lab/notebooks/install.py"
-    program.write_text(f'#!/bin/sh\necho "$@"\nmkdir -p lab/qa_lib lab/notebooks\ntouch {files}\n')
+    program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
-    (tmp_path / "google").mkdir()
-    (tmp_path / "google" / "colab.py").touch()
-    (tmp_path / "sitecustomize.py").write_text("import google.colab")
-    done = bootstrap(tmp_path, PYTHONPATH=str(tmp_path), PATH=f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    return f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+
+
+def test_the_bootstrap_finds_the_repository(tmp_path):
+    path = own_git(tmp_path, 'echo git "$@"')
+    for folder in (ROOT, ROOT / "notebooks"):
+        assert bootstrap(folder, PATH=path).stdout == f"{ROOT}\n"
+
+
+def test_the_bootstrap_outside_the_repository_clones(tmp_path):
+    """As in Colab, with a git of our own that only makes the folder."""
+    files = f"mkdir -p lab/notebooks; touch lab/requirements.txt; cp {ROOT}/notebooks/install.py lab/notebooks"
+    done = bootstrap(tmp_path, PATH=own_git(tmp_path, f'echo "$@"; {files}'))
     address, folder = re.fullmatch(r"clone -q --depth 1 (https://github\.com/\S+) lab\n(.*)\n", done.stdout).groups()
     assert folder == str(tmp_path / "lab") and address in tagged(NOTEBOOKS[0], "bootstrap")[0]
 
 
+def test_the_bootstrap_that_cannot_clone_says_what_to_do(tmp_path):
+    done = bootstrap(tmp_path, PATH=own_git(tmp_path, "echo no network >&2; exit 128"))
+    said = done.stdout + done.stderr
+    assert done.returncode == 1 and "no network" in said and "open this notebook in a checkout" in said
+
+
 def test_the_bootstrap_installs_what_is_missing_or_old_and_leaves_torch_alone(tmp_path):
-    """As in Colab, with a pip of our own that only notes what it is asked for."""
+    """With a pip of our own that only notes what it is asked for."""
     (tmp_path / "qa_lib").mkdir()
     (tmp_path / "pip").mkdir()
     (tmp_path / "pip" / "__init__.py").touch()
