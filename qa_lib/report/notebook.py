@@ -34,9 +34,8 @@ def check_parameters(cells: Sequence[str]) -> None:
     for parameters, injected in pairwise(cells):
         if injected.startswith("# Parameters\n"):
             known, given = (re.findall(r"(?m)^(\w+) = ", cell) for cell in (parameters, injected))
-            for name in given:
-                if name not in known:
-                    raise UnknownName(nearest("parameter", name, known))
+            if unknown := [name for name in given if name not in known]:
+                raise UnknownName(nearest("parameter", unknown[0], known))
 
 
 def family(letter: str) -> str:
@@ -50,10 +49,7 @@ def describe(spec: Spec) -> str:
     """What a variant changes, why and by what code, what it trains, what this machine cannot do as asked, and what it
     does best."""
     variant, preset = VARIANTS[spec.variant], spec.preset
-    said = f"**{variant.name}**: {variant.why}"
-    for name, value in variant.change.items():
-        before = getattr(VARIANTS[variant.parent].settings, name)
-        said += f" It is {variant.parent} with **{name} {value}** in place of {before}."
+    said = f"**{variant.name} = {change(variant.name)}**. {variant.why}"
     length = f"{preset.steps:,} steps" if preset.steps else f"{preset.epochs:g} epochs"
     size = f"{preset.batch or spec.settings.micro_batch} samples of at most {preset.max_length} tokens"
     trains = f"{spec.model['name']} on {spec.data['name']}, {length} of {size}; learning rate {preset.learning_rate:g}"
@@ -69,8 +65,7 @@ def describe(spec: Spec) -> str:
 def technique(variant: str) -> str:
     """How a variant's change works, in two sentences, and the code that does it, from its file."""
     changed = ",".join(f"{name}={value}" for name, value in VARIANTS[variant].change.items())
-    table = readme.TECHNIQUES.itertuples()
-    line = next(line for line in table if any(fnmatchcase(changed, of) for of in line.of.split("|")))
+    line = next(line for line in readme.TECHNIQUES.itertuples() if fnmatchcase(changed, line.of))
     said = [line.says]
     for place in line.code.split():
         module, _, name = place.partition(":")
@@ -99,12 +94,8 @@ def answers(records: Sequence[dict], runs: str | Path, questions) -> str:
         if record["status"] == "ok" and shown:
             given = json.loads(path.read_text(encoding="utf-8"))
             table[record["spec"]["variant"]] = [given[example.id] or NONE for example in shown]
-    return markdown(table.assign(gold=list(map(gold, shown))), {*table, "gold"})
-
-
-def gold(example) -> str:
-    """The first gold answer of a data.squad.Example, or that there is none."""
-    return example.answers[0][0] if example.answers else NONE
+    table["gold"] = [example.answers[0][0] if example.answers else NONE for example in shown]
+    return markdown(table, set(table))
 
 
 def family_table(runs: pd.DataFrame, records: Sequence[dict]) -> pd.DataFrame:

@@ -21,8 +21,8 @@ from qa_lib.report.stats import BASELINE, LEVEL, MARGIN, VERDICTS, equivalence
 from qa_lib.report.summary import summary
 from qa_lib.variants import RECOMMENDED, VARIANTS, tagged
 
-# Of changes of settings (`of`): the code, as module:name, and how it works. README.md names some by the variant that
-# `adds` one, what that gains `over` another, and what this is, in words (`than`).
+# Of changes of settings (`of`, the first that matches): the code, as module:name, and how it works. README.md names
+# some by the variant that `adds` one, what that gains `over` another, and what this is, in words (`than`).
 TECHNIQUES = pd.read_csv(Path(__file__).with_name("techniques.csv"), keep_default_na=False)
 NOTHING = "No reference runs are committed yet; `make quickstart` makes a set of your own below `runs/`."
 
