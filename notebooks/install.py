@@ -1,6 +1,7 @@
-"""Installs what notebooks need and is missing or of another version; a torch that is there is left alone. Run by the
-first cell of each notebook, from the repository's root."""
+"""Imported by the first cell of each notebook: goes to the repository's root, and installs what notebooks need and is
+missing or of another version; a torch that is there is left alone."""
 
+import os
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -21,5 +22,7 @@ def lacks(needed: Requirement) -> bool:
     return needed.name != "torch" and not fits
 
 
+os.chdir(Path(__file__).resolve().parents[1])
+sys.path[:] = [folder for folder in sys.path if folder not in ("..", "lab")]  # which lead elsewhere from here
 if wanted := [line for line in Path("requirements.txt").read_text().split() if lacks(Requirement(line))]:
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", *wanted], check=True)

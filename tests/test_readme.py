@@ -163,4 +163,4 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
 def test_the_package_imports_what_is_asked_of_it():
     code = "import qa_lib, sys; print('torch' in sys.modules, qa_lib.__all__); qa_lib.lora"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "False ['plan', 'fit', 'ask']\n" and "it has plan, fit, ask" in done.stderr
+    assert done.stdout == "False ['plan', 'fit', 'ask', 'load_data']\n" and "it has plan, fit, ask, load" in done.stderr
