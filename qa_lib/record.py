@@ -107,7 +107,7 @@ def new_record(spec: Spec, env: dict) -> dict:
 
 
 # A line of a notebook that `make links` writes: the address to clone from, or a link to Colab or GitHub.
-LINK = r"(REPOSITORY = .*|\]\()https://([a-z.]+/)?github"
+LINK = r"(git clone .*|\]\()https://([a-z.]+/)?github"
 
 
 def code_version() -> dict:
