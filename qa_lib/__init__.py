@@ -1,6 +1,7 @@
 """Fine-tuning for question answering, fast and lean: one change at a time, each measured.
 
-`plan` makes specs of runs, `fit` trains and scores one, `ask` puts a question to what it has kept (docs/own-model.md).
+`plan` makes specs of runs, `load_data` reads what one trains on, `fit` trains and scores it, `ask` puts a question to
+what it has kept (docs/own-model.md).
 """
 
 import importlib
@@ -10,7 +11,7 @@ import logging
 for package in ("bitsandbytes", "torchao"):
     logging.getLogger(package).setLevel(logging.ERROR)
 
-_HOMES = {"plan": "qa_lib.run.plan", "fit": "qa_lib.run.fit", "ask": "qa_lib.score.predict"}
+_HOMES = {"plan": "run.plan", "fit": "run.fit", "ask": "score.predict", "load_data": "data.load"}
 __all__ = list(_HOMES)
 
 
@@ -18,4 +19,4 @@ def __getattr__(name: str):
     """A name of __all__, imported when it is asked for: PyTorch takes seconds."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_HOMES)}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(f"qa_lib.{_HOMES[name]}"), name)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from qa_lib.presets import Preset, find_preset, find_shape, sized, whole_number
-from qa_lib.variants import AMPERE, VARIANTS, Recipe, Settings, SpecError, find_recipe, find_variant, since, unmet
+from qa_lib.variants import AMPERE, Recipe, Settings, SpecError, find_recipe, find_variant, unmet
 
 CONTEXT_GIB = 0.5  # a process takes this of a GPU beside what PyTorch reserves
 
@@ -261,26 +261,3 @@ def resolve(
     )  # fmt: skip
     replicas(spec, world)
     return spec
-
-
-def describe(spec: Spec) -> str:
-    """What a notebook shows of its variant, as Markdown: why it exists, how its settings differ from its parent's."""
-    variant, preset = VARIANTS[spec.variant], spec.preset
-    base = dataclasses.asdict(VARIANTS[variant.parent].settings) if variant.parent else {}
-    length = f"{preset.steps:,} steps" if preset.steps else f"{preset.epochs:g} epochs"
-    batch = preset.batch or spec.settings.micro_batch
-    lines = [
-        f"**{variant.name}** at preset **{preset.name}**, seed {spec.seed}. {variant.why}\n",
-        f"Model {spec.model['name']} on {spec.data['name']}: {length} of {batch} samples, each of {preset.max_length} "
-        f"tokens at most, of which neighbours share {preset.stride}; learning rate {preset.learning_rate:g}.\n",
-        f"| setting | {variant.parent or '–'} | {variant.name} |",
-        "|---|---|---|",
-    ]
-    for key, value in dataclasses.asdict(spec.asked).items():
-        before = base.get(key, "–")
-        mark = "**" if base and before != value else ""
-        lines.append(f"| {key} | {before} | {mark}{value}{mark} |")
-    if newer := since(spec.settings):
-        lines.append(f"\nOn a GPU it takes compute capability {newer / 10} or newer.")
-    lines += [f"\nAdjusted to this machine: {note}." for note in spec.adjusted]
-    return "\n".join([*lines, f"\n**Skipped here**: {spec.skip}."] if spec.skip else lines)

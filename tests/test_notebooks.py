@@ -19,6 +19,7 @@ from IPython.display import display
 from IPython.utils.capture import capture_output
 from matplotlib import pyplot as plt
 from nbconvert import HTMLExporter
+from papermill import inspect_notebook
 from traitlets.config import PyFileConfigLoader
 
 from qa_lib import record
@@ -26,13 +27,13 @@ from qa_lib.__main__ import main
 from qa_lib.data.squad import open_source
 from qa_lib.presets import PRESETS
 from qa_lib.report import cli
-from qa_lib.report.notebook import check_parameters, result
+from qa_lib.report.notebook import answers, check_parameters, committed, finished, technique
 from qa_lib.run.plan import plan
-from qa_lib.variants import FAMILIES, find_variant
+from qa_lib.variants import FAMILIES, VARIANTS, find_variant
 from tests.conftest import slow
 from tests.material import ROOT, document, question, refused, write
 from tests.test_report import make
-from tests.tiny import steps_of
+from tests.tiny import CPU, steps_of
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ROWS = {"A1": 2, "B3": 2, "C2-8": 2, "D1": 2, "E-packed": 2}  # a quick row of each family, and its notebook's pictures
@@ -40,6 +41,8 @@ FIGURES = 1  # of the report without a GPU, and of one seed: the ladder
 MAX_LINES = 40  # of a cell, which fits on a screen
 MOST_LINES = 1_500  # of all notebooks together
 MAX_BYTES = 500_000
+FAMILY_NOTEBOOKS = {*FAMILIES.values(), "profiling"}
+MOST_CELLS, MOST_PLUMBING = 12, 6  # code cells of a family's notebook; lines that find, install and import
 
 
 def read(path):
@@ -132,23 +135,61 @@ def test_pages_have_no_code_and_nothing_that_only_prepares(name):
     assert [words for words in ("Setting up:", "check_parameters", "nbconvert --config") if words in html] == []
 
 
+@every_notebook
+def test_what_only_prepares_is_at_most_six_lines_and_folded(path):
+    """In notebooks that train; those of pages are read without their code."""
+    if path.stem in FAMILY_NOTEBOOKS:
+        folded = [cell for cell in code_cells(path) if cell.metadata.get("cellView") == "form"]
+        assert [cell.source.splitlines()[0] for cell in folded] == ["# @title Setup", "# @title Imports"]
+        assert sum(len(lines_of(cell)) for cell in folded) <= MOST_PLUMBING + (path.stem in ("language", "profiling"))
+        assert len(code_cells(path)) <= MOST_CELLS
+
+
+@every_notebook
+def test_a_notebooks_links_into_the_repository_are_relative(path):
+    text = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
+    targets = [target for target in re.findall(r"\]\((.*?)\)", text) if "colab.research.google.com" not in target]
+    assert [target for target in targets if "github.com" in target] == []
+    files = [target.partition("#")[0] for target in targets if not target.startswith("https://")]
+    assert [target for target in files if not (path.parent / target).is_file()] == []
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_notebook_begins_with_a_row_of_its_family(family):
     values = {}
     path = ROOT / "notebooks" / f"{FAMILIES[family]}.ipynb"
-    exec(tagged(path, "parameters")[0], values)
-    assert find_variant(values["variant"]).family == family
-    task = find_variant(values["variant"]).task
+    (source,) = tagged(path, "parameters")
+    exec(source, values)
+    variant = find_variant(values["variant"])
+    assert variant.family == family and values["compare_with"] in VARIANTS and variant.change
     driven = {"variant", "preset", "seed", "data", "model", "runs", "micro_batch", "batch", "epochs", "learning_rate"}
-    assert driven | {"max_length"} <= values.keys(), "what a sweep passes; papermill would only warn, and run defaults"
-    assert values["preset"] == {"qa": "smoke", "lm": "lm-smoke"}[task]
-    (said,) = (cell.source for cell in read(path).cells if cell.source.startswith("What to run."))
-    named = re.findall("`(.+?)`", said)
-    assert named[0] == f"!python -m qa_lib variants --family {family}"
+    driven |= {"max_length", "compare_with"}
+    assert driven <= values.keys(), "what a sweep passes; papermill would only warn, and run defaults"
+    assert values["preset"] == {"qa": "smoke", "lm": "lm-smoke"}[variant.task]
+    helps = {name: parameter["help"] for name, parameter in inspect_notebook(str(path)).items()}
+    assert [name for name in values if name != "__builtins__" and not helps[name]] == [], "what papermill shows"
     told = {"smoke", "local", "bench", "quality", "full"}
-    if task == "lm":
+    if variant.task == "lm":
         told = {name for name, scale in PRESETS.items() if scale.task == "lm"}
-    assert set(PRESETS) & set(named) == told
+    assert set(PRESETS) & set(re.findall(r"[\w-]+", helps["preset"])) == told
+    assert f'notebook.family, "{family}"' in "".join(cell.source for cell in code_cells(path))
+
+
+def test_each_variant_has_the_code_of_what_it_changes(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for name in VARIANTS:
+        said = technique(name)
+        (path, line), *_ = re.findall(r"\]\(\.\./(.+?)#L(\d+)\)", said)
+        code = said.split("```python\n")[1].split("\n")[0]
+        assert (ROOT / path).read_text().splitlines()[int(line) - 1].strip() == code.strip(), name
+        assert said.count("\n") < 60 and said.split("\n")[0].count(". ") >= 1, name
+    for name, code in (
+        ("A3", "def compiled("),
+        ("P1", "class DDP("),
+        ("E-packed", "def deal("),
+        ("A1", "mean_loss = "),
+    ):
+        assert code in technique(name)
 
 
 # The bootstrap cell, as a program in folders of its own.
@@ -302,23 +343,40 @@ def test_a_misspelt_parameter_stops_the_run():
     check_parameters([*cells[:3], '# Parameters\nvariant = "A3"\n', "check_parameters(In)"])
 
 
-def test_a_result_shows_what_was_measured_and_some_answers(tmp_path):
-    record = {
-        "run_id": "A1-s0-x", "group": "cpu-smoke", "status": "ok",
-        "task": {"name": "qa", "label": "F1", "metric": "f1"},
-        "quality": {"f1": 98.5}, "speed": {"samples_per_s": 120.0}, "memory": {"peak_alloc_mib": None},
-        "time": {"step_ms": {"median": None}, "wall_s": 9.0},
-    }  # fmt: skip
+def test_answers_of_runs_stand_beside_the_gold_ones(tmp_path):
     examples = [SimpleNamespace(id="a", question="who ?", answers=(("alice", 3),)),
                 *(SimpleNamespace(id=str(n), question="what ?", answers=()) for n in range(9))]  # fmt: skip
-    assert result(record, tmp_path, examples) == "A1-s0-x: **98.50** F1 · **120** samples/s · **9.00** s in all"
-    folder = tmp_path / "cpu-smoke" / "A1-s0-x" / "answers"
-    folder.mkdir(parents=True)
-    (folder / "predictions.json").write_text(json.dumps({example.id: "" for example in examples} | {"a": "bob"}))
-    text = result(record, tmp_path, examples)
-    assert "| who ? | bob | alice |" in text and text.count("| (no answer) | (no answer) |") == 4
-    oom = record | {"status": "oom", "error": {"message": "out of memory"}}
-    assert result(oom, tmp_path, examples) == "*A1-s0-x is oom: out of memory.*"
+    data = SimpleNamespace(validation=SimpleNamespace(examples=examples))
+    records = []
+    for variant, given in (("A4", "bob"), ("A1", "")):
+        records.append({"run_id": f"{variant}-s0-x", "group": "g", "status": "ok", "spec": {"variant": variant}})
+        folder = tmp_path / "g" / f"{variant}-s0-x" / "answers"
+        folder.mkdir(parents=True)
+        (folder / "predictions.json").write_text(json.dumps({example.id: "" for example in examples} | {"a": given}))
+    text = answers(records, tmp_path, data)
+    assert "| question | A4 | A1 | gold |" in text and "| who ? | bob | (no answer) | alice |" in text
+    assert text.count("| what ? |") == 4
+    assert "| A4 |" not in answers([records[0] | {"status": "oom"}], tmp_path, data)
+    assert answers(records, tmp_path, SimpleNamespace(validation=None)) == "*Nothing of this table has been run.*"
+
+
+def test_what_a_variant_is_compared_with_is_not_run_again(tmp_path):
+    (spec,) = plan(["A1"], "smoke", machine=CPU)
+    assert finished(spec, tmp_path) is None
+    folder = make(tmp_path, "A1")
+    (tmp_path / spec.run_path).parent.mkdir(parents=True, exist_ok=True)
+    folder.rename(tmp_path / spec.run_path)
+    assert finished(spec, tmp_path)["status"] == "ok"
+    record.write_record(tmp_path / spec.run_path, finished(spec, tmp_path) | {"status": "killed"})
+    assert finished(spec, tmp_path) is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_familys_committed_runs_are_a_table_of_a_gpu(family, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = committed(family)
+    assert "nan" not in text and re.search(r"\| samples/s \|", text) and re.search(r"on (one|\d) \w+ \w+, 32", text)
+    assert find_variant({"L": "L-dropout", "P": "P1", "E": "E-moments"}.get(family, f"{family}1")).name in text
 
 
 def test_the_model_of_a_run_answers_a_question(swept, capsys):

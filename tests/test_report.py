@@ -19,7 +19,8 @@ from qa_lib.archive import read_runs, write_archive
 from qa_lib.cli import parser_of
 from qa_lib.report import cli, curves, figures, load, readme, recommend, scaling, stats, style
 from qa_lib.report.load import NotMeasured, load_runs, select
-from qa_lib.report.summary import change, family_table, result_table, summary
+from qa_lib.report.notebook import family_table
+from qa_lib.report.summary import change, result_table, summary
 from qa_lib.spec import resolve
 from qa_lib.variants import RECOMMENDED, TASKS, VARIANTS, tagged
 from tests.material import ROOT, change_record, committed, refused
@@ -210,9 +211,9 @@ def test_cards_that_people_have_get_what_recommended_takes():
 
 
 def test_a_card_is_named_with_what_suits_it():
-    t4 = recommend.advice({"gpu": "Tesla T4", "gpu_mem_mib": 14.6 * 1024})
-    assert 'Tesla T4, 14.6 GiB. `variant = "recommended"` takes what suits it' in t4
-    assert "No GPU here" in recommend.advice({"gpu": None})
+    t4 = recommend.advice("t4")
+    assert 'This card:** T4. `variant = "recommended"` takes what suits it' in t4
+    assert "No GPU here" in recommend.advice("cpu")
 
 
 def test_a_training_that_was_measured_whole_takes_the_place_of_a_projection():

@@ -12,9 +12,10 @@ from qa_lib import variants
 from qa_lib.__main__ import main
 from qa_lib.archive import read_runs
 from qa_lib.presets import PRESETS, Preset
+from qa_lib.report.notebook import describe
 from qa_lib.run import sweep
 from qa_lib.run.plan import plan
-from qa_lib.spec import Machine, Spec, describe, missing
+from qa_lib.spec import Machine, Spec, missing
 from qa_lib.variants import FAMILIES, RECIPES, VARIANTS, Settings, SpecError, Variant
 from tests.material import REFUSING
 

@@ -16,12 +16,12 @@ from PIL import Image
 from qa_lib.errors import printable
 from qa_lib.record import write_atomically
 from qa_lib.report import load
-from qa_lib.report.figures import timed
-from qa_lib.report.format import number, terminal
+from qa_lib.report.format import terminal
 from qa_lib.report.load import ReportError, select
+from qa_lib.report.notebook import brief
 from qa_lib.report.readme import with_results
 from qa_lib.report.style import SPOILT, digest, reason
-from qa_lib.report.summary import result_table, summary
+from qa_lib.report.summary import summary
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = "notebooks/report.ipynb"
@@ -72,15 +72,7 @@ def overview(runs: pd.DataFrame, group: str) -> str:
     """A group's table in few lines: scores and speeds, of a CPU's runs the speeds of the reference group instead."""
     own = select(runs, group)
     lines = load.largest_batch(summary(own))
-    headings = ["variant", "what it changes", "n", "{score}", "samples/s", "× {base}", "peak MiB", "status", "note"]
-    if load.on_cpu(own):
-        headings = ["variant", "what it changes", "n", "{score}", "status", "note"]
-    table = result_table(lines, headings)
-    if load.on_cpu(own) and load.REFERENCE in set(runs["group"]):
-        there = select(runs, load.REFERENCE)
-        ratios = timed(there).set_index("variant")["ratio"].reindex(lines["variant"])
-        head = f"speed × {load.baseline(there)} on one {there['env.gpu'].iloc[0]}"
-        table.insert(min(4, table.shape[1]), head, list(map(number, ratios)))
+    table = brief(lines, own, runs)
     said = [f"Group {group}: {len(own)} runs, micro-batch {lines['micro_batch'].iloc[0]}", "", terminal(table[:SHOWN])]
     if len(table) > SHOWN:
         said.append(f"and {len(table) - SHOWN} more in the report")

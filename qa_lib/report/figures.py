@@ -104,20 +104,23 @@ def _gains(shown: pd.DataFrame) -> list[str]:
     return [ratio if parent == above or ratio == MISSING else f"{ratio} ({parent})" for ratio, parent, above in found]
 
 
-def fig_run(record: dict, runs: str | Path) -> Figure:
-    """One run below the folder `runs` as it went: loss and duration of each optimizer step, with the step from which it
-    was timed. Raises NotMeasured for a run that took no step."""
-    steps = Run(record, Path(runs, record["group"], record["run_id"])).steps().dropna(subset="loss")
-    if record["status"] != "ok" or steps.empty:
-        raise NotMeasured(f"{record['run_id']} is {record['status']}: {record['error']['message']}")
-    title = f"{record['run_id']}: loss {steps['loss'].iloc[-20:].mean():.2f} at the end"
-    figure = style.new_figure(title, "", 3.2)
-    begin = record["spec"]["preset"]["measure_from"]
-    for axis, column, name in zip(figure.subplots(1, 2), ("loss", "ms"), ("training loss", "step in ms"), strict=True):
-        axis.plot(steps["step"], steps[column], color=BLUE, linewidth=1)
-        axis.axvline(begin, color="0.4", linestyle="--", linewidth=1)
-        axis.set(xlabel="optimizer step (timed right of the dashed line)", ylabel=name)
-    axis.set_yscale("log")
+def fig_run(records: list[dict], runs: str | Path) -> Figure:
+    """Runs below the folder `runs` as they went: loss, its mean over 20 optimizer steps, and duration of each step,
+    with the step from which it was timed. Raises NotMeasured for runs that took no step."""
+    logs = {record["spec"]["variant"]: Run(record, Path(runs, record["group"], record["run_id"])) for record in records}
+    steps = {name: run.steps().dropna(subset="loss") for name, run in logs.items() if run.record["status"] == "ok"}
+    if not steps or any(log.empty for log in steps.values()):
+        raise NotMeasured("; ".join(f"{record['run_id']} is {record['status']}" for record in records))
+    ends = [f"{log['loss'].iloc[-20:].mean():.2f} in {name}" for name, log in steps.items()]
+    figure = style.new_figure(f"Training loss at the end: {', '.join(ends)}", "", 3.2)
+    left, right = figure.subplots(1, 2)
+    for name, log in steps.items():
+        left.plot(log["step"], log["loss"].rolling(20, min_periods=1).mean(), linewidth=1, label=name)
+        right.plot(log["step"], log["ms"], linewidth=1)
+    right.axvline(records[0]["spec"]["preset"]["measure_from"], color="0.4", linestyle="--", linewidth=1)
+    left.set(xlabel="optimizer step", ylabel="training loss, mean of 20 steps")
+    right.set(xlabel="optimizer step (timed right of the dashed line)", ylabel="step in ms", yscale="log")
+    left.legend(fontsize=8)
     return figure
 
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -83,14 +84,15 @@ def compact(table: pd.DataFrame) -> pd.DataFrame:
     return table.loc[:, (table.fillna(MISSING) != MISSING).any()].fillna(MISSING)
 
 
-def markdown(table: pd.DataFrame) -> str:
-    """A table of text as a Markdown table, numbers to the right; a sentence if it has no lines."""
+def markdown(table: pd.DataFrame, words: Iterable[str] = WORDS) -> str:
+    """A table of text as a Markdown table, numbers to the right and columns of `words` to the left; a sentence if it
+    has no lines."""
     if table.empty:
         return "*Nothing of this table has been run.*"
     text = table.astype(str).map(lambda cell: cell.replace("|", "\\|").replace("\n", "↵"))
-    for name in set(text) - WORDS:
+    for name in set(text).difference(words):
         text[name] = text[name].str.replace(" ", "\u00a0")  # "609 ± 6" stays in one line
-    rule = ["---" if name in WORDS else "---:" for name in text]
+    rule = ["---" if name in words else "---:" for name in text]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [list(text), rule, *text.to_numpy().tolist()])
 
 

@@ -1,17 +1,31 @@
-"""What the notebooks over one run say: a misspelt parameter, and what the run came to."""
+"""What the notebooks say: a misspelt parameter, a variant and the code that does it, what runs came to, and what the
+committed records have of a family. Text is Markdown."""
 
+import contextlib
+import inspect
 import json
+import os
 import re
+import textwrap
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from importlib import import_module
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 
 import pandas as pd
 
-from qa_lib.report.format import MISSING, markdown, number, points
-from qa_lib.variants import UnknownName, nearest
+from qa_lib.record import RecordError, read_record
+from qa_lib.report import load, readme, recommend
+from qa_lib.report.figures import timed
+from qa_lib.report.format import markdown, number
+from qa_lib.report.load import AXES, select
+from qa_lib.report.summary import change, result_table, summary
+from qa_lib.spec import Spec
+from qa_lib.variants import BASELINES, TASKS, VARIANTS, UnknownName, find_family, nearest, since
 
-SHOWN = 5  # questions
+SHOWN, NONE = 5, "(no answer)"  # questions, and what stands for no answer
 
 
 def check_parameters(cells: Sequence[str]) -> None:
@@ -25,42 +39,114 @@ def check_parameters(cells: Sequence[str]) -> None:
                     raise UnknownName(nearest("parameter", name, known))
 
 
-def result(record: dict, runs: str | Path, examples: Sequence = ()) -> str:
-    """As Markdown: the score, speed and memory of the run that `record` is of, below the folder `runs`; and its answers
-    to the first of the validation questions `examples`, where it answered any, or how it continued a text."""
-    if record["status"] != "ok":
-        return f"*{record['run_id']} is {record['status']}: {record['error']['message']}.*"
-    task, quality, time = record["task"], record["quality"], record["time"]
-    measured = {
-        task["label"]: points(quality[task["metric"]]),
-        "samples/s": number(record["speed"]["samples_per_s"]),
-        "tokens/s": number(record["speed"]["tokens_per_s"] if task["name"] == "lm" else None),
-        "ms a step": number(time["step_ms"]["median"]),
-        "MiB of GPU memory at the peak": number(record["memory"]["peak_alloc_mib"]),
-        "s in all": number(time["wall_s"]),
-    }
-    said = f"{record['run_id']}: "
-    said += " · ".join(f"**{value}** {name}" for name, value in measured.items() if value != MISSING)
-    folder = Path(runs, record["group"], record["run_id"], "answers")
-    answers, written = folder / "predictions.json", folder / "continuations.json"
-    if written.exists():
-        return f"{said}\n\n{markdown(pd.DataFrame(json.loads(written.read_text(encoding='utf-8'))))}"
-    if not examples or not answers.exists():
-        return said
-    given = json.loads(answers.read_text(encoding="utf-8"))
-    shown, none = examples[:SHOWN], "(no answer)"
+def family(letter: str) -> str:
+    """A family's variants, folded: what each changes, and why."""
+    lines = [(name, change(name), VARIANTS[name].why) for name in find_family(letter)]
+    table = markdown(pd.DataFrame(lines, columns=["variant", "what it changes", "what it is"]))
+    return f"<details><summary>The {len(lines)} variants of this notebook</summary>\n\n{table}\n\n</details>"
+
+
+def describe(spec: Spec) -> str:
+    """What a variant changes, why and by what code, what it trains, what this machine cannot do as asked, and what it
+    does best."""
+    variant, preset = VARIANTS[spec.variant], spec.preset
+    said = f"**{variant.name}**: {variant.why}"
+    for name, value in variant.change.items():
+        before = getattr(VARIANTS[variant.parent].settings, name)
+        said += f" It is {variant.parent} with **{name} {value}** in place of {before}."
+    length = f"{preset.steps:,} steps" if preset.steps else f"{preset.epochs:g} epochs"
+    size = f"{preset.batch or spec.settings.micro_batch} samples of at most {preset.max_length} tokens"
+    trains = f"{spec.model['name']} on {spec.data['name']}, {length} of {size}; learning rate {preset.learning_rate:g}"
+    notes = [f"Preset {preset.name}, seed {spec.seed}: {trains}."]
+    if newer := since(spec.settings):
+        notes.append(f"On a GPU it takes compute capability {newer / 10} or newer.")
+    notes += [f"Adjusted to this machine: {note}." for note in spec.adjusted]
+    notes += [f"**Skipped here**: {spec.skip}."] if spec.skip else []
+    advice = [recommend.advice(spec.hardware)] if preset.task == "qa" else []
+    return "\n\n".join([said, technique(variant.name), " ".join(notes), *advice])
+
+
+def technique(variant: str) -> str:
+    """How a variant's change works, in two sentences, and the code that does it, from its file."""
+    changed = ",".join(f"{name}={value}" for name, value in VARIANTS[variant].change.items())
+    table = readme.TECHNIQUES.itertuples()
+    line = next(line for line in table if any(fnmatchcase(changed, of) for of in line.of.split("|")))
+    said = [line.says]
+    for place in line.code.split():
+        module, _, name = place.partition(":")
+        found = attrgetter(name)(import_module(module))
+        for wrapped in ("fn", "_init_fn"):  # of a Triton kernel, and of a custom operator
+            found = getattr(found, wrapped, found)
+        path, (code, first) = os.path.relpath(inspect.getsourcefile(found)), inspect.getsourcelines(found)
+        said.append(f"[{path}](../{path}#L{first}):\n\n```python\n{textwrap.dedent(''.join(code))}```")
+    return "\n\n".join(said)
+
+
+def finished(spec: Spec, runs: str | Path) -> dict | None:
+    """The record of a run that has ended well below the folder `runs`; None without one."""
+    with contextlib.suppress(RecordError):
+        record = read_record(Path(runs) / spec.run_path)
+        return record if record["status"] == "ok" else None
+
+
+def answers(records: Sequence[dict], runs: str | Path, questions) -> str:
+    """What runs below the folder `runs` answered to the first validation questions of a data.load.Data, beside the gold
+    answers."""
+    shown = questions.validation.examples[:SHOWN] if questions.validation else []
     table = pd.DataFrame({"question": [example.question for example in shown]})
-    table["answer"] = [given[example.id] or none for example in shown]
-    table["gold"] = [example.answers[0][0] if example.answers else none for example in shown]
-    return f"{said}\n\n{markdown(table)}"
+    for record in records:
+        path = Path(runs, record["group"], record["run_id"], "answers", "predictions.json")
+        if record["status"] == "ok" and shown:
+            given = json.loads(path.read_text(encoding="utf-8"))
+            table[record["spec"]["variant"]] = [given[example.id] or NONE for example in shown]
+    return markdown(table.assign(gold=list(map(gold, shown))), {*table, "gold"})
 
 
-def first_window(questions) -> str:
-    """As text: how many training windows there are, and the first that holds its answer, with it."""
-    samples = questions.samples
-    first = (samples.end_positions > 0).argmax()
-    sample = samples.batch([first], samples.lengths[first])
-    tokens = questions.tokenizer.convert_ids_to_tokens(sample["input_ids"][0])
-    answer = tokens[sample["start_positions"][0] : sample["end_positions"][0] + 1]
-    count = f"{len(samples)} training windows, mean length {samples.lengths.mean():.0f} tokens"
-    return f"{count}\n{' '.join(tokens)}\nanswer: {' '.join(answer)}"
+def gold(example) -> str:
+    """The first gold answer of a data.squad.Example, or that there is none."""
+    return example.answers[0][0] if example.answers else NONE
+
+
+def family_table(runs: pd.DataFrame, records: Sequence[dict]) -> pd.DataFrame:
+    """As text: the variants of some records of one group, and all others of `relatives` of the first. Only of the
+    model, length and training that this had: a search or a scaling group has many."""
+    chosen, first = select(runs, records[0]["group"]), records[0]["spec"]["variant"]
+    own = chosen[chosen["run_id"] == records[0]["run_id"]]
+    for axis in ("model", "length", "training"):
+        chosen = chosen[chosen[axis].isin(own[axis])]
+    names = relatives(first).union(record["spec"]["variant"] for record in records)
+    chosen = chosen[chosen["spec.variant"].isin(names)]
+    return brief(summary(chosen), chosen, runs, "trainable", "compile s")
+
+
+def relatives(variant: str) -> set[str]:
+    """The variants of a variant's family, those that they change, and the baseline."""
+    family = find_family(VARIANTS[variant].family)
+    return {*family, *(VARIANTS[name].parent for name in family), BASELINES[VARIANTS[variant].task]}
+
+
+def brief(lines: pd.DataFrame, own: pd.DataFrame, runs: pd.DataFrame, *more: str) -> pd.DataFrame:
+    """`lines` of a group's runs `own` as text in few columns, and `more` of summary.COLUMNS. A CPU's speeds, which rank
+    nothing, give way to those of the task's reference group in `runs`."""
+    columns = ["variant", "what it changes", *AXES.values(), "n", "{score}"]
+    if not load.on_cpu(own):
+        return result_table(lines, [*columns, "samples/s", "× {base}", "peak MiB", *more, "status", "note"])
+    table = result_table(lines, [*columns, "status", "note"])
+    reference = TASKS[lines["task.name"].iloc[0]]["reference"]
+    if reference in set(runs["group"]):
+        there = select(runs, reference)
+        ratios = timed(there).set_index("variant")["ratio"].reindex(lines["variant"])
+        head = f"speed × {load.baseline(there)} on one {there['env.gpu'].iloc[0]}"
+        table.insert(min(4, table.shape[1]), head, list(map(number, ratios)))
+    return table
+
+
+def committed(letter: str) -> str:
+    """What the committed records have of a family's variants on a GPU. Raises NotMeasured."""
+    every = load.load_runs()
+    own = load.nearest(every, load.REFERENCE, {"P": "parallel", "L": "lm-bench"}.get(letter, "bench"))
+    own = own[own["spec.variant"].isin(relatives(find_family(letter)[0]))]
+    if own.empty:
+        raise load.NotMeasured(f"no committed group has family {letter}")
+    judged = load.judging(every, own["group"].iloc[0])
+    return f"{markdown(readme.headline_table(own, judged, own['spec.variant']))}\n\n{readme.source(own)}"

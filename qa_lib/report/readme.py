@@ -7,6 +7,7 @@ Each of BLOCKS is a part of one page. Where a record is missing, the reason stan
 import contextlib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
@@ -20,14 +21,9 @@ from qa_lib.report.stats import BASELINE, LEVEL, MARGIN, VERDICTS, equivalence
 from qa_lib.report.summary import summary
 from qa_lib.variants import RECOMMENDED, VARIANTS, tagged
 
-TECHNIQUES = {  # the variant that adds one: what it is compared with, in words, and its code
-    "A3": ("A2", "fused attention, not compiled", "qa_lib/train/compile.py"),
-    "E-packed": ("A4", "batches of like length", "qa_lib/data/packing.py"),
-    "E-graph": ("E-adamw", "compiled, packed, fused AdamW", "qa_lib/train/cuda_graph.py"),
-    "E-masters": ("E-bf16", "autocast to bf16", "qa_lib/train/master_adamw.py"),
-    "E-varlen": ("E-regions", "FlashAttention", "qa_lib/kernels/varlen_attention.py"),
-    "E-norm": ("E-varlen", "what Inductor fuses", "qa_lib/kernels/fused_norm.py"),
-}
+# Of changes of settings (`of`): the code, as module:name, and how it works. README.md names some by the variant that
+# `adds` one, what that gains `over` another, and what this is, in words (`than`).
+TECHNIQUES = pd.read_csv(Path(__file__).with_name("techniques.csv"), keep_default_na=False)
 NOTHING = "No reference runs are committed yet; `make quickstart` makes a set of your own below `runs/`."
 
 
@@ -148,30 +144,31 @@ def techniques(runs: pd.DataFrame, group: str, figures: Path) -> str:
     speed = timed(select(runs, group)).set_index("variant")["samples_per_s"].dropna()
     table = [
         {
-            "gain": factor(speed[name] / speed[other]),
-            "what it is": f"**[{name}]({file})**: {VARIANTS[name].why}",
-            "over": f"{other}: {words}",
+            "gain": factor(speed[one.adds] / speed[one.over]),
+            "what it is": f"**[{one.adds}]({one.code.split(':')[0].replace('.', '/')}.py)**: {VARIANTS[one.adds].why}",
+            "over": f"{one.over}: {one.than}",
         }
-        for name, (other, words, file) in TECHNIQUES.items()
-        if {name, other} <= set(speed.index)
+        for one in TECHNIQUES.itertuples()
+        if {one.adds, one.over} <= set(speed.index)
     ]
     return markdown(pd.DataFrame(table))
 
 
-def headline_table(runs: pd.DataFrame, judged: pd.DataFrame) -> pd.DataFrame:
+def headline_table(runs: pd.DataFrame, judged: pd.DataFrame, names: Iterable[str] = ()) -> pd.DataFrame:
     """The variants of a group at its largest micro-batch as text: what each is, n, speed, memory (the most of all
-    seeds), and the score at the best threshold against the baseline's by the runs `judged`. Those with the tag
-    `headline`, or all where none of these ran."""
+    seeds), and the score at the best threshold against the baseline's by the runs `judged`. Of the variants these
+    `names`, or those with the tag `headline`; all where none of them ran."""
+    names = [*names] or tagged("headline")
     lines = load.largest_batch(summary(runs)).set_index("variant", drop=False)
-    if lines["variant"].isin(tagged("headline")).any():
-        lines = lines[lines["variant"].isin(tagged("headline"))]
+    if lines["variant"].isin(names).any():
+        lines = lines[lines["variant"].isin(names)]
     reserved = load.largest_batch(runs).groupby("spec.variant")["memory.peak_reserved_mib"].max().astype(float) / 1024
     words = lines["variant"].map({name: variant.why for name, variant in VARIANTS.items()})
     lines = lines.drop(columns="ratio±").assign(gib=reserved.reindex(lines.index), why=words)
     heads = f"variant, why=what it is, n, samples_per_s=samples/s, ratio=× {load.baseline(lines)}, gib=GiB reserved"
     with contextlib.suppress(NotMeasured):  # the columns are left out, and the table of quality says why
         lines = lines.join(equivalence(usual(judged)).dropna(subset="delta±")[["best_delta", "best_delta±", "verdict"]])
-        lines["verdict"] = lines["verdict"].map(VERDICTS)
+        lines["verdict"] = lines["verdict"].map(VERDICTS).fillna(MISSING)
         heads += f", best_delta=ΔF1, verdict=within {MARGIN:g} F1"
     return render(lines, heads, gain="best_delta")
 
@@ -180,7 +177,8 @@ def source(runs: pd.DataFrame) -> str:
     """Where the speed and memory of `headline_table` come from, in a sentence."""
     shown = load.largest_batch(runs)
     first, others = shown.iloc[0], load.other_days(shown)
-    where = "a CPU" if load.on_cpu(runs) else f"one {first['env.gpu']}"
+    count = "one" if first["world"] == 1 else first["world"]
+    where = "a CPU" if load.on_cpu(runs) else f"{count} {first['env.gpu']}"
     said = say("source", group=first["group"], code=commits(runs), where=where, micro_batch=first["micro_batch"],
                level=LEVEL)  # fmt: skip
     others = [name for name in others if name in tagged("headline")]

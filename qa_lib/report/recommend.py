@@ -36,9 +36,9 @@ def cards_table() -> pd.DataFrame:
     return pd.DataFrame(lines, columns=["card", "GiB free", "variant", "micro-batch"])
 
 
-def advice(env: dict) -> str:
-    """As Markdown: which card this is, and how to train with what suits it. `env` is a record's."""
-    return say("advice", gpu=env["gpu"], gib=env["gpu_mem_mib"] / 1024) if env["gpu"] else say("no_gpu")
+def advice(hardware: str) -> str:
+    """As Markdown: how to train with what suits a machine; `hardware` is a spec's."""
+    return say("no_gpu") if hardware == "cpu" else say("advice", card=hardware.upper())
 
 
 def projected(lines: pd.DataFrame, variants=()) -> pd.DataFrame:

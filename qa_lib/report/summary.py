@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import pandas as pd
 
 from qa_lib.report.format import MISSING, compact, count, gain, number, percent, points, written
-from qa_lib.report.load import AXES, TASK, baseline, found_compiled, numbers, place, select
+from qa_lib.report.load import AXES, TASK, baseline, found_compiled, numbers, place
 from qa_lib.report.stats import interval
 from qa_lib.variants import BASELINES, VARIANTS
 
@@ -172,17 +172,3 @@ def result_table(lines: pd.DataFrame, headings: Iterable[str] = COLUMNS) -> pd.D
         table[heading] = written(form, lines, name) if name in WITH_INTERVAL else list(lines[name].map(form))
     names = {"score": lines["task.label"].iloc[0], "base": baseline(lines)}
     return compact(pd.DataFrame(table)).rename(columns=lambda name: name.format(**names))
-
-
-def family_table(runs: pd.DataFrame, group: str, variant: str) -> pd.DataFrame:
-    """For a notebook: the variants of a variant's family in its group, above them the baseline and those that the
-    family changes. Only of the model, length and training that the variant's newest run had: a search or a scaling
-    group has many."""
-    chosen = select(runs, group)
-    own = chosen[chosen["spec.variant"] == variant].tail(1)  # select has sorted by time
-    for axis in ("model", "length", "training"):
-        chosen = chosen[chosen[axis].isin(own[axis])] if len(own) else chosen
-    lines = summary(chosen)
-    family = set(lines.loc[lines["family"] == VARIANTS[variant].family, "variant"])
-    parents = {VARIANTS[name].parent for name in family if name in VARIANTS}
-    return result_table(lines[lines["variant"].isin(family | parents | {baseline(lines)})])
