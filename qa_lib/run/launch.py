@@ -313,6 +313,25 @@ def _fault(entry: dict, spec: Spec) -> str | None:
     return None
 
 
+def run_cold(spec: Spec, runs: str | Path) -> dict:
+    """The record of a run by the command `python -m qa_lib run`, which finds nothing cached by this library, Inductor
+    and Triton; its `notebook_s` is what the command takes from its start to its end. Raises CalledProcessError where
+    the command fails, which has said why."""
+    options = spec.own | {"preset": spec.preset.name, "seed": spec.seed, "runs": runs}
+    options |= {"data": spec.data_source, "model": spec.model_source}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    with tempfile.TemporaryDirectory() as empty:
+        names = ("QA_LIB_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+        env = os.environ | {name: os.path.join(empty, name) for name in names}
+        begin, command = time.monotonic(), [sys.executable, "-m", "qa_lib", "run", spec.variant, *words]
+        subprocess.run(command, env=env, check=True)
+        seconds = time.monotonic() - begin
+    entry = record.read_record(Path(runs, spec.run_path))
+    entry["time"]["notebook_s"] = round(seconds, 3)
+    record.write_record(Path(runs, spec.run_path), entry)
+    return entry
+
+
 class SlurmLauncher(Launcher):
     """Runs specs as jobs of Slurm, at most AT_A_TIME in its queue, on any host that has `sbatch`; see Launcher.
 

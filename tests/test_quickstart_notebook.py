@@ -1,0 +1,82 @@
+"""notebooks/quickstart.ipynb: the same minutes for two variants, and their answers side by side."""
+
+import dataclasses
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+from qa_lib.presets import PRESETS
+from qa_lib.record import read_record, run_files
+from tests.material import ROOT, document, question, write
+from tests.test_notebooks import code_cells, lines_of, run_here
+from tests.tiny import checkpoint
+
+NOTEBOOK = ROOT / "notebooks" / "quickstart.ipynb"
+TEXT = "alice came to the harbour at nine"
+
+
+def test_the_quickstart_is_short():
+    cells = code_cells(NOTEBOOK)
+    assert len(cells) <= 12
+    assert sum(len(lines_of(cell)) for cell in cells) <= 60
+
+
+@pytest.fixture
+def quickstart(tmp_path, monkeypatch):
+    """Runs the notebook with parameters, without the compiler; what it shows as text, and how many pictures."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+
+    def run(**parameters) -> tuple[str, int]:
+        shown = run_here(NOTEBOOK, runs=str(tmp_path / "runs"), **parameters)
+        texts = [data.get("text/markdown") or data.get("text/html") or "" for data in shown]
+        return "\n".join(texts), sum("image/png" in data for data in shown)
+
+    return run
+
+
+def names():
+    """What the notebook's cells have left."""
+    return InteractiveShell.instance().user_ns
+
+
+def records_of(runs):
+    return [read_record(path.parent) for path in run_files(runs, "record.json")]
+
+
+def test_without_a_gpu_it_trains_both_at_smoke_size_and_ranks_no_speed(tmp_path, quickstart):
+    shown, pictures = quickstart()
+    found = {entry["spec"]["variant"]: entry for entry in records_of(tmp_path / "runs")}
+    assert {name: (entry["status"], entry["time"]["steps"]) for name, entry in found.items()} == {
+        "A0": ("ok", 400), "A4": ("ok", 400)
+    }  # fmt: skip
+    assert "recommended: A4 at micro-batch 16 on cpu" in shown
+    assert "| A0 | 400 |" in shown and "| A4 | 400 |" in shown
+    assert pictures == 1
+    assert "samples/s" not in shown and names()["progress"]  # which has speeds, and is not printed
+    assert "| question | A0 | A4 | gold |" in shown
+    assert "# tiny for question answering" in shown
+    assert (names()["folder"] / "model" / "model.safetensors").exists()
+    assert names()["best"]["text"]
+
+
+def test_both_get_the_steps_that_fit_into_the_minutes(tmp_path, quickstart, monkeypatch):
+    """As on a GPU, by the speed of a short run each; here of fewer steps and tokens."""
+    for name, sizes in {"sizing": {"steps": 12, "measure_from": 4}, "quality": {"measure_from": 4}}.items():
+        short = dataclasses.replace(PRESETS[name], max_length=64, stride=16, **sizes)
+        monkeypatch.setitem(PRESETS, name, short)
+    checkpoint("bert", tmp_path / "my-bert")
+    (tmp_path / "squad").mkdir()
+    for split in ("train", "validation"):
+        entries = [question(f"{split}{i}", "who came?", ("alice", 0)) for i in range(40)]
+        write(tmp_path / "squad" / f"{split}.json", document((TEXT, entries)))
+    sources = {"data": str(tmp_path / "squad"), "model": str(tmp_path / "my-bert")}
+    quickstart(preset="quality", variant="A2", minutes=0.05, **sources)
+    of = {"sizing": {}, "quality": {}}
+    for entry in records_of(tmp_path / "runs"):
+        of[entry["spec"]["preset"]["name"]][entry["spec"]["variant"]] = entry
+    assert of["sizing"].keys() == of["quality"].keys() == {"A0", "A2"}
+    for name, entry in of["quality"].items():
+        steps = 3 * of["sizing"][name]["speed"]["samples_per_s"] / 32
+        assert entry["time"]["steps"] == entry["spec"]["preset"]["steps"] == int(steps)
+    assert names()["best"]["text"] == "alice"
