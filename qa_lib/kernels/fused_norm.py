@@ -11,7 +11,7 @@ reads everything from memory, and small kernels follow that finish the columns' 
 - For rows x with mean m and inverse deviation r, normed n = (x - m) r, the gradient g of n (that of the output, times
   gamma) gives that of x as r (g - mean(g) - n mean(g n)) (Ba et al. 2016, differentiated). Means are over the row.
 - The output of a norm goes two ways, into the next linear layer and past it. The kernel adds up the two gradients that
-  come back (train/inductor_passes.py).
+  come back (fused_norm; where the compiler is at work, train/inductor_passes.py).
 - Between the passes are kept the GEMM's output, the residual, which is there anyway, and m and r: two numbers a row.
 - Dropout is that of common.py, its bits computed again from each element's number; all else is in fp32.
 
@@ -36,36 +36,31 @@ FORWARD = {"ROWS": 1, "num_warps": 1}
 BACKWARD = {"ROWS": 1, "STAGES": 4, "num_warps": 4}
 
 
-def fused_norm(x, bias, residual, gamma, beta, seed, dropout: float, eps: float) -> torch.Tensor:
-    """norm(residual + dropout(x + bias)), of the residual's shape [..., width] and type; x [..., width], bias, gamma
-    and beta [width]. `seed`, an int32 on the device, decides what is dropped out."""
-    if residual.is_cuda:
-        return _norm(x, bias, residual, gamma, beta, seed, dropout, eps)[0]
-    return reference(x, bias, residual, gamma, beta, seed, dropout, eps)[1]
+def fused_norm(x, bias, residual, gamma, beta, seed, dropout: float, eps: float):
+    """norm(residual + dropout(x + bias)) twice, of the residual's shape [..., width] and type; x [..., width], bias,
+    gamma and beta [width]. `seed`, an int32 on the device, decides what is dropped out.
 
-
-def fused_norm_both_ways(x, bias, residual, gamma, beta, seed, dropout: float, eps: float):
-    """fused_norm twice, in the same memory: for the next linear layer, and for the norm after it, as its residual. Of
-    two tensors the backward pass gets both gradients; of one it would get their sum, by a kernel that reads and writes
-    all of it once more."""
+    The first is for the next linear layer, the second for the norm after it, as its residual. Without a compiler they
+    are two tensors of one memory, so that the backward pass gets both gradients; of one it would get their sum, by a
+    kernel that reads and writes all of it once more. Else they are one.
+    """
+    inputs = (x, bias, residual, gamma, beta, seed, dropout, eps)
     if residual.is_cuda and not torch.compiler.is_compiling():
-        return _BothWays.apply(x, bias, residual, gamma, beta, seed, dropout, eps)
-    output = fused_norm(x, bias, residual, gamma, beta, seed, dropout, eps)
+        return _BothWays.apply(*inputs)
+    output = _norm(*inputs)[0] if residual.is_cuda else reference(*inputs)[1]
     return output, output
 
 
 class _BothWays(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
-        output, statistics, total = _norm(*inputs)
-        _setup_context(ctx, (*inputs, False), (output, statistics, total))
+        output, *rest = _norm(*inputs)
+        _setup_context(ctx, (*inputs, False), (output, *rest))
         return output, output.new_empty(0).set_(output)  # no view, which autograd would look through
 
     @staticmethod
     def backward(ctx, grad, other):
-        grad, other = (other, None) if grad is None else (grad, other)
-        x_grad, residual_grad, weights_grad = _norm_backward(grad, other, *ctx.saved_tensors, ctx.dropout, ctx.dtype)
-        return x_grad, weights_grad[0], residual_grad, *weights_grad[1:], *(None,) * 3
+        return *(_gradients(ctx, other, None) if grad is None else _gradients(ctx, grad, other)), *(None,) * 3
 
 
 def fused_add_norm(x, bias, residual, gamma, beta, seed, dropout: float, eps: float):
@@ -135,10 +130,13 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, grad, _, total_grad):
-    other = total_grad if ctx.keeps else None
+    return *_gradients(ctx, grad, total_grad if ctx.keeps else None), *(None,) * 4
+
+
+def _gradients(ctx, grad, other):
     x_grad, residual_grad, weights_grad = _norm_backward(grad, other, *ctx.saved_tensors, ctx.dropout, ctx.dtype)
     bias_grad, gamma_grad, beta_grad = weights_grad
-    return x_grad, bias_grad, residual_grad, gamma_grad, beta_grad, *(None,) * 4
+    return x_grad, bias_grad, residual_grad, gamma_grad, beta_grad
 
 
 _norm.register_autograd(_backward, setup_context=_setup_context)

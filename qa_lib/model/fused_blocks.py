@@ -4,8 +4,8 @@ Dropout (Srivastava et al. 2014) needs a random bit for every element of the hid
 Philox (Salmon et al. 2011), ten rounds of multiplications for each. Compiled, dropout is fused into a kernel with a
 layer norm, calls Philox for every element and uses one result in four: more time than the norm itself. A 32-bit hash of
 the element's number and a seed is as good for this purpose at a tenth of the instructions, and the backward pass
-computes it again rather than read a mask from memory. It pays where a compiler makes one kernel of it, so on GPUs that
-Triton writes for, of compute capability 7.0 and newer.
+computes it again rather than read a mask from memory. It pays where one kernel does it all, the compiler's or our
+own, so on GPUs that Triton writes for, of compute capability 7.0 and newer.
 
 Seeds are drawn anew before each forward pass, from PyTorch's generator on the device, so that a run stays a function
 of its seed and a captured graph draws other patterns in each replay.
@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from qa_lib.errors import UserError
 from qa_lib.kernels.common import hash_dropout
 from qa_lib.kernels.fp8 import fp8_linear
-from qa_lib.kernels.fused_norm import fused_norm_both_ways
+from qa_lib.kernels.fused_norm import fused_norm
 from qa_lib.kernels.gelu import fp8_linear_gelu, gelu
 from qa_lib.model.architectures import embeddings_of, encoder_of, layers_of
 
@@ -61,9 +61,7 @@ class FusedOutput(nn.Module):
         norm, rate = self.LayerNorm, self.dropout.p if self.training else 0.0
         x, bias = self.dense(hidden_states), self.dense.bias
         residual = getattr(input_tensor, "residual", input_tensor)
-        output, past = fused_norm_both_ways(
-            x, bias, residual, norm.weight, norm.bias, self.dropout.seed, rate, norm.eps
-        )
+        output, past = fused_norm(x, bias, residual, norm.weight, norm.bias, self.dropout.seed, rate, norm.eps)
         if past is not output:  # transformers' layer hands on one tensor, and the second with it
             output.residual = past
         return output
