@@ -11,7 +11,7 @@ reads everything from memory, and small kernels follow that finish the columns' 
 - For rows x with mean m and inverse deviation r, normed n = (x - m) r, the gradient g of n (that of the output, times
   gamma) gives that of x as r (g - mean(g) - n mean(g n)) (Ba et al. 2016, differentiated). Means are over the row.
 - The output of a norm goes two ways, into the next linear layer and past it. The kernel adds up the two gradients that
-  come back (fused_norm; where the compiler is at work, train/inductor_passes.py).
+  come back (fused_norm).
 - Between the passes are kept the GEMM's output, the residual, which is there anyway, and m and r: two numbers a row.
 - Dropout is that of common.py, its bits computed again from each element's number; all else is in fp32.
 
@@ -42,7 +42,7 @@ def fused_norm(x, bias, residual, gamma, beta, seed, dropout: float, eps: float)
 
     The first is for the next linear layer, the second for the norm after it, as its residual. Without a compiler they
     are two tensors of one memory, so that the backward pass gets both gradients; of one it would get their sum, by a
-    kernel that reads and writes all of it once more. Else they are one.
+    kernel that reads and writes all of it once more. The compiler writes that kernel: there they are one tensor.
     """
     inputs = (x, bias, residual, gamma, beta, seed, dropout, eps)
     if residual.is_cuda and not torch.compiler.is_compiling():
@@ -104,8 +104,8 @@ def _norm_backward(
     gamma: torch.Tensor, seed: torch.Tensor, statistics: torch.Tensor, dropout: float, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of x, of type `dtype`, and residual, and those of bias, gamma and beta [3, width], of the bias's
-    type. The output's gradient is `grad`, plus `other` if there is one (train/inductor_passes.py). Without `x`,
-    `residual` is the sum that was normed, and `other` its gradient."""
+    type. The output's gradient is `grad`, plus `other` if there is one. Without `x`, `residual` is the sum
+    that was normed, and `other` its gradient."""
     *_, width = residual.shape
     rows = residual.numel() // width
     x_grad, residual_grad = residual.new_empty(residual.shape, dtype=dtype), residual.new_empty(residual.shape)

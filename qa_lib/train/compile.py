@@ -71,18 +71,13 @@ def compiled(model: torch.nn.Module, settings: Settings):
     torch._functorch.config.ban_recompute_materialized_backward = settings.activation_checkpointing != "elementwise"
     # Their forward and backward passes are parts of the traced graph, and so of its key.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    options = None
     if backend == "inductor" and settings.loss != "native":
         from torch._inductor.lowering import make_fallback, require_contiguous
 
         # Inductor would do so itself, and first write a log line of all that leads to the operator: in PyTorch 2.11 it
         # takes twice as long for every layer, and hours for twelve.
         make_fallback(torch.ops.qa_lib.linear_cross_entropy.default, require_contiguous, warn=False)
-    if backend == "inductor" and settings.norms == "fused":
-        from qa_lib.train.inductor_passes import OperatorFusion  # which imports Inductor, a second's work
-
-        options = {"post_grad_custom_pre_pass": OperatorFusion()}
-    by_backend = partial(torch.compile, backend=backend, dynamic=settings.padding == "longest", options=options)
+    by_backend = partial(torch.compile, backend=backend, dynamic=settings.padding == "longest")
     return RegionalModel(model.model, by_backend) if settings.compile == "regional" else by_backend(model)
 
 
