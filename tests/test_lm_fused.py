@@ -130,7 +130,7 @@ def test_a_rivals_step_takes_the_mean_of_its_micro_batches(windows, monkeypatch)
     loss, wanted = losses_and_gradients(peer, peer, windows)
     peer.zero_grad()
     step = PlainStep(peer, "fp32", "none", rate=0.0)
-    monkeypatch.setattr(step.optimizer, "zero_grad", lambda: None)
+    monkeypatch.setattr(step.optimizer, "zero_grad", lambda **_: None)
     parts = [{name: ids[row : row + 1] for name, ids in windows.items()} for row in range(3)]
     assert step(parts).item() == pytest.approx(loss, rel=1e-5)
     for name, parameter in peer.named_parameters():

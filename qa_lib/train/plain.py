@@ -59,6 +59,9 @@ class PlainStep:
     def __call__(self, micro_batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
         """The mean loss, which stays on the device; model inputs are on it."""
         total = torch.zeros((), device=self.device)
+        if len(micro_batches) > 1:  # else the first one's gradients are in a CUDA graph's memory, which the next takes
+            for weight in self.model.parameters():
+                weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
         for inputs in micro_batches:
             with self.autocast:
                 loss = self.forward(**inputs) / len(micro_batches)
@@ -66,7 +69,7 @@ class PlainStep:
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=len(micro_batches) == 1)
         return total
 
 
