@@ -15,7 +15,7 @@ from PIL import Image
 
 from qa_lib.report import curves, load, recommend, scaling
 from qa_lib.report.figures import speed_finding, timed
-from qa_lib.report.format import MISSING, factor, gain, markdown, number, points, render, say
+from qa_lib.report.format import MISSING, factor, gain, markdown, number, percent, points, render, say
 from qa_lib.report.load import REFERENCE, NotMeasured, ReportError, commits, nearest, numbers, select, usual
 from qa_lib.report.stats import BASELINE, LEVEL, MARGIN, VERDICTS, equivalence
 from qa_lib.report.summary import summary
@@ -79,9 +79,12 @@ def _minutes(runs: pd.DataFrame, own: pd.DataFrame) -> str:
     whole, gpu = _whole(runs, own), own["env.gpu"].iloc[0]
     minutes = whole.groupby("spec.variant")["minutes"].mean()
     if RECOMMENDED in minutes and (rivals := _rivals(minutes)):
-        first = whole.iloc[0]
-        return say("whole", best=minutes[RECOMMENDED], gpu=gpu, rivals=rivals, epochs=first[load.EPOCHS],
-                   samples=first["spec.n_train"], group=first["group"], code=commits(whole))  # fmt: skip
+        first, short = whole.iloc[0], whole.loc[whole["times"] > 1, "spec.variant"].unique()
+        until = "the score" if whole["quality.f1"].notna().all() else "the last step"
+        times = "".join(f"; {name} for one epoch, times {load.FULL_EPOCHS}" for name in short)
+        return say("whole", best=minutes[RECOMMENDED], gpu=gpu, rivals=rivals, until=until, times=times,
+                   samples=first["spec.n_train"], data=first["data.name"], group=first["group"],
+                   code=commits(whole))  # fmt: skip
     table = recommend.projected(summary(own))
     minutes = table["minutes"]
     if RECOMMENDED not in minutes or not (rivals := _rivals(minutes)):
@@ -92,15 +95,17 @@ def _minutes(runs: pd.DataFrame, own: pd.DataFrame) -> str:
 
 
 def _whole(runs: pd.DataFrame, own: pd.DataFrame) -> pd.DataFrame:
-    """The runs that trained and scored the model of the group `own` on its hardware, with nothing compiled before; on
-    the most samples that any had, and with their minutes."""
+    """The runs that trained the model of the group `own` on its hardware for FULL_EPOCHS, or for one, which stands for
+    as many `times`, with nothing compiled before; on the most samples that any had, and with their minutes."""
     params = own.loc[own["spec.variant"] == BASELINE, "model.params_total"]
     alike = runs["spec.hardware"].isin(own["spec.hardware"]) & runs["model.params_total"].isin(params)
-    scored = runs["status"].eq("ok") & runs["quality.f1"].notna() & runs["spec.search"].eq("")
-    done = runs[alike & scored & runs["time.resumed_from_step"].isna() & ~load.found_compiled(runs)]
+    whole = runs["status"].eq("ok") & runs[load.EPOCHS].isin([1, load.FULL_EPOCHS]) & runs["spec.search"].eq("")
+    done = runs[alike & whole & runs["time.resumed_from_step"].isna() & ~load.found_compiled(runs)]
     seconds = numbers(done, {"process": "time.notebook_s", "run": "time.wall_s"})
-    done = done.assign(minutes=seconds["process"].fillna(seconds["run"]) / 60).dropna(subset="minutes")
-    return usual(done[done["spec.n_train"] == done["spec.n_train"].max()])
+    times = load.FULL_EPOCHS / done[load.EPOCHS].astype(float)
+    done = done.assign(times=times, minutes=times * seconds["process"].fillna(seconds["run"]) / 60, training="")
+    done = done.dropna(subset="minutes")
+    return load.largest_batch(done[done["spec.n_train"] == done["spec.n_train"].max()])
 
 
 def _rivals(minutes: pd.Series) -> str:
@@ -219,7 +224,7 @@ def _judged(judged: pd.DataFrame) -> str:
     return say(
         "judged", base=BASELINE, group=judged["group"].iloc[0], model=judged["model.name"].iloc[0],
         n_train=judged["spec.n_train"].max(), n_eval=means["n_eval"], best=points(means["best"]),
-        silent=points(means["silent"]),
+        silent=points(means["silent"]), share=percent(1 / (means["best"] - means["silent"])),
     )  # fmt: skip
 
 
