@@ -117,7 +117,7 @@ def relatives(variant: str) -> set[str]:
 
 
 def brief(lines: pd.DataFrame, own: pd.DataFrame, runs: pd.DataFrame, *more: str) -> pd.DataFrame:
-    """`lines` of a group's runs `own` as text in few columns, and `more` of summary.COLUMNS. A CPU's speeds, which rank
+    """`lines` of a group's runs `own` as text in few columns, and `more` headings. A CPU's speeds, which rank
     nothing, give way to those of the task's reference group in `runs`."""
     columns = ["variant", "what it changes", *AXES.values(), "n", "{score}"]
     if not load.on_cpu(own):

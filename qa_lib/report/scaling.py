@@ -25,12 +25,6 @@ from qa_lib.variants import VARIANTS, tagged
 REFERENCE = Preset.effective_batch  # samples of the batch whose efficiency is 1, as in train/grad_noise.py
 WHERE = ["variant", "world", "stages"]  # a variant, and the GPUs that it ran on
 KEYS = [*WHERE, "batch", "micro_batch"]  # what tells lines apart
-MEASURES = {  # name in lines -> column of runs
-    "rate": "speed.samples_per_s", "step_ms": "time.step_ms.median", "utilisation": "speed.gpu_busy",
-    "busy_ms": "parallel.busy_ms", "exposed_ms": "parallel.exposed_ms", "allreduce_gbs": "parallel.allreduce_gbs",
-    "bubble": "parallel.bubble", "bubble_formula": "parallel.bubble_formula",
-    "learnt": "parallel.efficiency", "goodput": "parallel.goodput",
-}  # fmt: skip
 SPREADS = {"apart": r"parallel\.rank_step_ms\.\d+", "unbalanced": r"parallel\.rank_computing_ms\.\d+"}
 PEAKS = r"memory\.peak_alloc_mib|parallel\.rank_peak_mib\.\d+"
 
@@ -44,20 +38,21 @@ def one_gpu(variant: str) -> str:
 def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     """A group's runs that ended ok, averaged over seeds: a line for each of KEYS, in the order of the variants table.
 
-    Columns: KEYS, n, MEASURES (`rate`: samples/s of all GPUs) with intervals (`rate±`), peak_mib (of the process with
-    the most), apart (the share by which the median step of the slowest process is longer than that of the fastest),
-    unbalanced (the same of how long a pipeline's processes compute in a step), waiting_ms (a step's milliseconds in
-    which a GPU only communicates, or a pipeline's bubble; NaN where neither was measured), `strong`, `strong±`, `weak`,
-    `weak±` (shares; ± over equal seeds where both variants have the same ones) and reference, the variant that was the
-    one GPU, or two if that of `weak` was another, each with "of another day" where it ran by other code. Of the model,
-    precision, length and training of most runs. Raises NotMeasured for runs without any for several GPUs.
+    Columns: KEYS, n, those of measures.csv (`rate`: samples/s of all GPUs) with intervals (`rate±`), peak_mib (of the
+    process with the most), apart (the share by which the median step of the slowest process is longer than that of the
+    fastest), unbalanced (the same of how long a pipeline's processes compute in a step), waiting_ms (a step's
+    milliseconds in which a GPU only communicates, or a pipeline's bubble; NaN where neither was measured), `strong`,
+    `strong±`, `weak`, `weak±` (shares; ± over equal seeds where both variants have the same ones) and reference, the
+    variant that was the one GPU, or two if that of `weak` was another, each with "of another day" where it ran by other
+    code. Of the model, precision, length and training of most runs. Raises NotMeasured for runs without any for several
+    GPUs.
     """
     done = runs[(runs["status"] == "ok") & runs["spec.variant"].isin(VARIANTS)]
     alike = [part for _, part in done.groupby(["model", "precision", "length", "training"], dropna=False)]
     done = max(alike, key=len, default=done)
     if not is_parallel(done["spec.variant"]).any():
         raise NotMeasured("no run of a variant for several GPUs (family P) has ended ok")
-    values = numbers(done, MEASURES)
+    values = numbers(done, load.measures("scaling"))
     values["peak_mib"] = done.filter(regex=f"^({PEAKS})$").astype(float).max(axis="columns")
     for name, pattern in SPREADS.items():
         of_ranks = done.filter(regex=f"^{pattern}$").astype(float)
