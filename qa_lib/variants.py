@@ -12,7 +12,7 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
@@ -170,21 +170,13 @@ class Recipe:
 
     kind: Literal["all", "lora", "bitfit", "top"]
     lr_factor: float = 1.0
-    targets: str | tuple[str, ...] = ()  # lora: peft's target_modules
+    targets: Sequence[str] = ()  # lora: peft's target_modules
     rank: int = 8  # lora: r; alpha is 2 r
-    frozen: tuple[int, int] = (0, 12)  # top: this share of the layers is frozen ...
+    frozen: Sequence[int] = (0, 12)  # top: this share of the layers is frozen ...
     frozen_side: str = "bottom"  # ... counted from the bottom (with the embeddings) or from the top
 
 
-RECIPES = {
-    "all": Recipe("all"),
-    "lora-qv": Recipe("lora", targets=("query", "value")),
-    # Rank and rate by `tune`: rank 8 at this rate, and ranks above 32, end one to three F1 lower (docs/log/).
-    "lora-all": Recipe("lora", lr_factor=5.0, targets=("query", "key", "value", "dense"), rank=32),
-    "bitfit": Recipe("bitfit", lr_factor=30.0),
-    "freeze-bottom-10": Recipe("top", frozen=(10, 12)),
-    "freeze-last-4": Recipe("top", frozen=(4, 12), frozen_side="top"),
-}
+RECIPES = {name: Recipe(**values) for name, values in read_toml("recipes.toml").items()}
 
 
 def find_recipe(name: str) -> Recipe:
@@ -221,7 +213,7 @@ class Variant:
     @property
     def task(self) -> str:
         """The task that the variant is for, a name of run/fit.py."""
-        return "lm" if self.family == "L" else "qa"
+        return next(name for name, task in TASKS.items() if self.family in task["families"])
 
     @cached_property
     def settings(self) -> Settings:
@@ -237,17 +229,9 @@ def _variant(name: str, parent: str, change: str, tags: str, why: str) -> Varian
 
 
 VARIANTS = {line["name"]: _variant(**line) for line in _table("variants.csv")}
-FAMILIES = {
-    "A": "systems",
-    "B": "peft",
-    "C": "memory",
-    "D": "backends",
-    "E": "beyond",
-    "P": "parallel",
-    "L": "language",
-}  # family -> notebook
 RECOMMENDED = "E-moments"  # what sentences speak of; what `recommended` stands for depends on the machine
 TASKS = read_toml("tasks.toml")
+FAMILIES = {letter: name for task in TASKS.values() for letter, name in task["families"].items()}  # -> notebook
 BASELINES = {name: task["baseline"] for name, task in TASKS.items()}
 
 
