@@ -151,6 +151,11 @@ def _matches(settings: Settings, condition: str) -> bool:
     return any(fnmatchcase(value, pattern) for pattern in patterns.split("|")) != bool(negated)
 
 
+def meets(settings: Settings, conditions: str) -> bool:
+    """Whether settings meet all of some conditions, with blanks between them."""
+    return all(_matches(settings, condition) for condition in conditions.split())
+
+
 def _table(name: str) -> list[dict[str, str]]:
     """The lines of a CSV file beside this one."""
     return list(csv.DictReader(Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()))
@@ -221,11 +226,16 @@ class Variant:
         return dataclasses.replace(base, **self.change)
 
 
+def value_of(setting: str, written: str) -> object:
+    """The value of a setting that a table has as text."""
+    return next((value for value in choices().get(setting, ()) if str(value) == written), written)
+
+
 def _variant(name: str, parent: str, change: str, tags: str, why: str) -> Variant:
     """A line of variants.csv, whose `change` is written as setting=value."""
     setting, _, written = change.partition("=")
-    value = next((value for value in choices().get(setting, ()) if str(value) == written), written)
-    return Variant(name, parent or None, {setting: value} if setting else {}, why, tuple(tags.split()))
+    changed = {setting: value_of(setting, written)} if setting else {}
+    return Variant(name, parent or None, changed, why, tuple(tags.split()))
 
 
 VARIANTS = {line["name"]: _variant(**line) for line in _table("variants.csv")}
@@ -277,6 +287,9 @@ def unmet(settings: Settings, machine) -> str | None:
     return None
 
 
+# What settings that meet all of the conditions `of` become on a machine, a `value` of one `setting`, from one compute
+# capability x 10 (`sm`) to `below` another; a CPU has 0.
+ADJUSTMENTS = _table("adjustments.csv")
 LACKS = _table("lacks.csv")  # settings `of` which a model of some `architectures` can have none, and why
 
 
