@@ -25,11 +25,9 @@ from qa_lib.report.summary import summary
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = "notebooks/report.ipynb"
-PAGES = {  # the notebooks that only read records -> the page that each is kept as
-    NOTEBOOK: "runs/h200-report.ipynb",
-    "notebooks/multi_gpu.ipynb": "runs/h200-multi-gpu.ipynb",
-    "notebooks/scaling.ipynb": "runs/h200-scaling.ipynb",
-}
+READERS = ("report", "multi_gpu", "scaling")
+# The notebooks that only read records -> the page that each is kept as.
+PAGES = {f"notebooks/{name}.ipynb": f"runs/h200-{name.replace('_', '-')}.ipynb" for name in READERS}
 SHOWN = 18  # lines of the table in the terminal
 
 
