@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import get_type_hints
 
-from qa_lib.variants import SpecError, UnknownName, nearest, read_toml
+from qa_lib.variants import SpecError, find, read_toml
 
 MOST = 2**31 - 1  # of what is counted here
 
@@ -82,9 +82,7 @@ PRESETS = {name: _preset(name, values) for name, values in read_toml("presets.to
 
 def find_preset(name: str) -> Preset:
     """The preset of that name; UnknownName otherwise."""
-    if name not in PRESETS:
-        raise UnknownName(nearest("preset", name, PRESETS))
-    return PRESETS[name]
+    return find("preset", name, PRESETS)
 
 
 def sized(

@@ -12,7 +12,7 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
@@ -36,6 +36,13 @@ def nearest(kind: str, name: str, known: Iterable[str]) -> str:
     close = [folded[word] for word in difflib.get_close_matches(str(name).casefold(), folded, 1, 0.3)]
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"unknown {kind} {name!r}{hint} (known: {', '.join(folded.values())})"
+
+
+def find(kind: str, name: str, table: Mapping):
+    """What has that name in a table; UnknownName otherwise."""
+    if name not in table:
+        raise UnknownName(nearest(kind, name, table))
+    return table[name]
 
 
 DataParallel = Literal["ddp", "ddp-bf16", "ddp-one-bucket", "ddp-overlap", "zero1", "zero1-overlap", "fsdp2"]
@@ -191,9 +198,7 @@ def find_recipe(name: str) -> Recipe:
         family, rank = found.groups()
         if family in RECIPES:
             return dataclasses.replace(RECIPES[family], rank=int(rank), lr_factor=1.0)
-    if name not in RECIPES:
-        raise UnknownName(nearest("trainable", name, RECIPES))
-    return RECIPES[name]
+    return find("trainable", name, RECIPES)
 
 
 @dataclass(frozen=True)
@@ -248,10 +253,7 @@ BASELINES = {name: task["baseline"] for name, task in TASKS.items()}
 def find_variant(name: str, task: str = "qa") -> Variant:
     """The variant of that name; for `recommended`, until `plan` has chosen one, the baseline of the task. UnknownName
     otherwise."""
-    name = BASELINES[task] if name == "recommended" else name
-    if name not in VARIANTS:
-        raise UnknownName(nearest("variant", name, [*VARIANTS, "recommended"]))
-    return VARIANTS[name]
+    return find("variant", name, VARIANTS | {"recommended": VARIANTS[BASELINES[task]]})
 
 
 def tagged(tag: str) -> list[str]:
@@ -261,8 +263,7 @@ def tagged(tag: str) -> list[str]:
 
 def find_family(letter: str) -> list[str]:
     """The names of a family's variants, in table order; UnknownName for a letter that no family has."""
-    if letter not in FAMILIES:
-        raise UnknownName(nearest("family", letter, FAMILIES))
+    find("family", letter, FAMILIES)
     return [variant.name for variant in VARIANTS.values() if variant.family == letter]
 
 
@@ -273,14 +274,14 @@ VOLTA, AMPERE = 70, 80  # compute capability x 10: of a V100, an A100; a T4 has 
 NEEDS = _table("needs.csv")
 
 
-def needs(settings: Settings) -> list[dict[str, str]]:
-    """The lines of NEEDS that are about these settings."""
-    return [need for need in NEEDS if any(_matches(settings, condition) for condition in need["of"].split())]
+def about(settings: Settings, table: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The lines of a table, NEEDS or LACKS, one of whose conditions these settings meet."""
+    return [line for line in table if any(_matches(settings, condition) for condition in line["of"].split())]
 
 
 def unmet(settings: Settings, machine) -> str | None:
     """The first of the needs that a spec.Machine does not meet, in words; None if it meets all."""
-    for need in needs(settings):
+    for need in about(settings, NEEDS):
         names = need["has"].split() + (need["on_gpu"].split() if machine.gpus else [])
         if not all(getattr(machine, name) for name in names) or (machine.gpus and machine.sm < int(need["sm"])):
             return need["why"]
@@ -296,15 +297,13 @@ LACKS = _table("lacks.csv")  # settings `of` which a model of some `architecture
 def lacking(settings: Settings, architecture: str) -> str | None:
     """Why a model of that architecture, a model_type of transformers, cannot have these settings, in words; None if it
     can."""
-    for lack in LACKS:
-        if architecture in lack["architectures"].split() and any(_matches(settings, one) for one in lack["of"].split()):
-            return f"{architecture}: {lack['why']}"
-    return None
+    found = (lack["why"] for lack in about(settings, LACKS) if architecture in lack["architectures"].split())
+    return next((f"{architecture}: {why}" for why in found), None)
 
 
 def since(settings: Settings) -> int | None:
     """The compute capability x 10 from which GPUs run these settings; None for every one that PyTorch has."""
-    return max((int(need["sm"]) for need in needs(settings)), default=0) or None
+    return max((int(need["sm"]) for need in about(settings, NEEDS)), default=0) or None
 
 
 def main(args: argparse.Namespace) -> int:
@@ -323,5 +322,5 @@ def main(args: argparse.Namespace) -> int:
 def _as_json(variant: Variant) -> dict:
     settings = variant.settings
     own = {"family": variant.family, "settings": dataclasses.asdict(settings)}
-    needed = {"needs": [need["why"] for need in needs(settings)], "since": since(settings)}
+    needed = {"needs": [need["why"] for need in about(settings, NEEDS)], "since": since(settings)}
     return dataclasses.asdict(variant) | own | needed
