@@ -3,7 +3,6 @@
 import dataclasses
 import numbers
 import re
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import get_type_hints
 
@@ -26,7 +25,7 @@ def stride_of(max_length: int, usual: int) -> int:
     return usual if 2 * usual <= max_length else max_length // 3
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Preset:
     """How much work, on what. Learning-rate schedule and effective batch belong here, so that variants stay
     comparable."""
@@ -126,7 +125,7 @@ def sized(
 HEAD, BYTES = 64, 256  # width of a head; tokens that a byte-level vocabulary has before it merges any
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Shape:
     """A GPT-2 of one's own size, with random weights: heads are 64 wide, as in GPT-2 itself, whose small model is
     'gpt2:L12H768' and whose vocabulary and positions are the defaults."""

@@ -8,7 +8,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from qa_lib.presets import Preset, find_preset, find_shape, sized, whole_number
@@ -17,7 +16,7 @@ from qa_lib.variants import ADJUSTMENTS, Recipe, Settings, SpecError, find_recip
 CONTEXT_GIB = 0.5  # a process takes this of a GPU beside what PyTorch reserves
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Machine:
     """What decides whether a variant can run here. Filled by measure/hardware.py; kept free of torch for the driver."""
 
@@ -62,7 +61,7 @@ IDENTITY = 1  # the version of what a run's hash covers, and of the names in it
 WORLD = 2  # processes of a parallel variant that is asked for without a number
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Spec:
     """One run, completely. `data` and `model` are identities: {name, sha256} and {name, revision}.
 
@@ -79,7 +78,7 @@ class Spec:
     seed: int
     asked: Settings
     settings: Settings
-    adjusted: list[str] = field(compare=False)
+    adjusted: list[str] = dataclasses.field(compare=False)
     skip: str | None
     hardware: str
     data: dict
@@ -90,8 +89,8 @@ class Spec:
     stages: int = 1  # processes that a micro-batch passes through, where they make up pipelines
     search: str = ""
     sm: int | None = None
-    own: dict = field(default_factory=dict, compare=False)
-    chosen: list[str] = field(default_factory=list, compare=False)
+    own: dict = dataclasses.field(default_factory=dict, compare=False)
+    chosen: list[str] = dataclasses.field(default_factory=list, compare=False)
 
     @property
     def hash(self) -> str:

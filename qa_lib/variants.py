@@ -13,7 +13,6 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
 from pathlib import Path
@@ -48,7 +47,7 @@ def find(kind: str, name: str, table: Mapping):
 DataParallel = Literal["ddp", "ddp-bf16", "ddp-one-bucket", "ddp-overlap", "zero1", "zero1-overlap", "fsdp2"]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Settings:
     """Every knob of a run; the defaults are variant A1, the baseline of the reference project.
 
@@ -176,7 +175,7 @@ def read_toml(name: str) -> dict[str, dict]:
 CONFLICTS = [tuple(line.values()) for line in _table("conflicts.csv")]  # two settings that do not go together, and why
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Recipe:
     """Which parameters train. `lr_factor` multiplies the preset's learning rate, since PEFT wants a larger one."""
 
@@ -201,7 +200,7 @@ def find_recipe(name: str) -> Recipe:
     return find("trainable", name, RECIPES)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Variant:
     """What is compared: `change` holds at most one field of Settings, the difference to `parent`.
 

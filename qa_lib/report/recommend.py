@@ -8,7 +8,6 @@ import pandas as pd
 
 from qa_lib.report import load
 from qa_lib.report.format import number, say
-from qa_lib.report.load import NotMeasured, usual
 from qa_lib.spec import resolve
 from qa_lib.variants import VARIANTS, tagged
 
@@ -44,11 +43,11 @@ def projected(lines: pd.DataFrame, variants=()) -> pd.DataFrame:
     nothing compiled; minutes of training and compilation. Data and scoring are not counted. Raises NotMeasured.
     """
     if len(lines) and lines["task.name"].iloc[0] != "qa":
-        raise NotMeasured("the projection is to SQuAD v2's training questions, and this is another task")
-    part = usual(lines)
+        raise load.NotMeasured("the projection is to SQuAD v2's training questions, and this is another task")
+    part = load.usual(lines)
     part = part[(part["micro_batch"] == PROJECTED) & part["samples_per_s"].notna()].set_index("variant")
     if load.baseline(lines) not in part.index:
-        raise NotMeasured(f"the baseline has no measured speed at micro-batch {PROJECTED} to project from")
+        raise load.NotMeasured(f"the baseline has no measured speed at micro-batch {PROJECTED} to project from")
     part = part.loc[[name for name in variants or tagged("headline") if name in part.index]]
     cold = part["compile_s"].astype(float)
     eager = pd.Series([VARIANTS[name].settings.compile == "none" for name in part.index], part.index)

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 import pandas as pd
 
 from qa_lib.report import format as forms
-from qa_lib.report.format import MISSING, compact, number, written
 from qa_lib.report.load import AXES, CARDS, COLUMNS, TASK, baseline, found_compiled, measures, numbers, place
 from qa_lib.report.stats import interval
 from qa_lib.variants import BASELINES, VARIANTS
@@ -104,7 +103,7 @@ def change(variant: str, ancestor: str | None = None) -> str:
     given, as that and every setting between them."""
     found = VARIANTS.get(variant)
     if found is None or found.parent is None:
-        return MISSING if found is None else "baseline"
+        return forms.MISSING if found is None else "baseline"
     changed = dict(found.change)
     ancestor = ancestor or found.parent
     while found.parent != ancestor:
@@ -121,19 +120,19 @@ def result_table(lines: pd.DataFrame, headings: Iterable[str] = HEADINGS.index) 
     all ok."""
     constant = [label for name, label in AXES.items() if lines[name].nunique(dropna=False) == 1]
     constant += ["status"] if lines["status"].eq("ok").all() else []
-    step, low, high = (lines[name].map(number) for name in ("step_ms", "step_p10_ms", "step_p90_ms"))
+    step, low, high = (lines[name].map(forms.number) for name in ("step_ms", "step_p10_ms", "step_p90_ms"))
     lines = lines.assign(
-        step=(step + " [" + low + "–" + high + "]").where(step != MISSING, MISSING),
+        step=(step + " [" + low + "–" + high + "]").where(step != forms.MISSING, forms.MISSING),
         waits=lines["data_ms"] / lines["step_ms"],
         tokens_per_s=lines["tokens_per_s"].where(lines["task.name"] == "lm"),  # of questions, half are padding
-        break_even=lines["break_even"].map(number).replace("inf", "never"),
-        note=lines["note"].replace("", MISSING),
+        break_even=lines["break_even"].map(forms.number).replace("inf", "never"),
+        note=lines["note"].replace("", forms.MISSING),
     )
     table = {}
     for heading in (heading for heading in headings if heading not in constant):
         column = HEADINGS.loc[heading]
-        name, plain = column["name"], number if pd.api.types.is_float_dtype(lines[column["name"]]) else str
+        name, plain = column["name"], forms.number if pd.api.types.is_float_dtype(lines[column["name"]]) else str
         form = getattr(forms, str(column["form"]), plain)
-        table[heading] = written(form, lines, name) if column["kind"] == "±" else list(lines[name].map(form))
+        table[heading] = forms.written(form, lines, name) if column["kind"] == "±" else list(lines[name].map(form))
     names = {"score": lines["task.label"].iloc[0], "base": baseline(lines)}
-    return compact(pd.DataFrame(table)).rename(columns=lambda name: name.format(**names))
+    return forms.compact(pd.DataFrame(table)).rename(columns=lambda name: name.format(**names))

@@ -34,7 +34,6 @@ from qa_lib.model.architectures import param_counts
 from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.load import check_tokenizer
 from qa_lib.model.qat import WIDTHS
-from qa_lib.record import Speed
 from qa_lib.run.launch import Launcher, run_in_turn
 from qa_lib.run.model_card import check_own, write_card
 from qa_lib.run.plan import check_planned, plan
@@ -352,7 +351,7 @@ def _note_ranks(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module, r
     return None if None in joules else sum(joules) / ranks.replicas  # each has worked on as many samples
 
 
-def _note_times(entry: dict, spec: Spec, meter: Meter, joules: float | None, speed: Speed) -> None:
+def _note_times(entry: dict, spec: Spec, meter: Meter, joules: float | None, speed: record.Speed) -> None:
     """Put into a record what was timed: speed, step times, compilation, energy."""
     entry["speed"] = dataclasses.asdict(speed)
     entry["time"] |= {"step_ms": dataclasses.asdict(meter.step_ms()), "train_s": sum(meter.times)}
