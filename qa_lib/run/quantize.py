@@ -52,11 +52,8 @@ def quantize_run(run_dir: Path, width: str, data: str | None = None, say=print) 
         before, after = (Model(each, tokenizer, *lengths) for each in (model, small))
         say(f"{entry['run_id']}: {len(source.examples)} questions, twice")
         found = {
-            "schema": record.QUANTIZED_SCHEMA,
-            "run_id": entry["run_id"],
-            "group": entry["group"],
+            **record.beside(record.QUANTIZED_SCHEMA, entry["run_id"], entry["group"]),
             "width": width,
-            "code": record.code_version(),
             "env": environment(),
             "data": {"name": without_folders(source.name), "sha256": source.sha256, "n": len(source.examples)},
             "before": scored(before, plain, source),
