@@ -93,10 +93,6 @@ def sized(
 ) -> Preset:
     """The preset with these in place of its own, unless they are 0 or None; `batch` is in samples of an optimizer step.
     Raises SpecError for numbers that cannot be, and for windows that do not make up the tokens of a step."""
-    epochs, max_length, batch = (
-        whole_number(name, number or 0, 0)
-        for name, number in (("epochs", epochs), ("max_length", max_length), ("batch", batch))
-    )
     changes = {"steps": None, "epochs": epochs} if epochs else {}
     if learning_rate:
         number = isinstance(learning_rate, numbers.Real) and not isinstance(learning_rate, bool)

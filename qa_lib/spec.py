@@ -203,6 +203,7 @@ def resolve(
     baseline, until something is `chosen`. Raises UnknownName, and SpecError for a variant of another task and a number
     that cannot be.
     """
+    own = {name: value if name == "learning_rate" else whole_number(name, value or 0, 0) for name, value in own.items()}
     size = sized(find_preset(preset), **own)
     named, chosen = find_variant(variant, size.task), []
     if variant == "recommended":

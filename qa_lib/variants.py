@@ -44,6 +44,8 @@ def find(kind: str, name: str, table: Mapping):
     return table[name]
 
 
+Attention = Literal["eager", "sdpa", "flash", "efficient", "block-diagonal", "triton-varlen", "triton-causal"]
+Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "adamw-master", "adamw-master-bf16", "adamw-master-8bit"]
 DataParallel = Literal["ddp", "ddp-bf16", "ddp-one-bucket", "ddp-overlap", "zero1", "zero1-overlap", "fsdp2"]
 
 
@@ -60,9 +62,7 @@ class Settings:
     precision: Literal["fp16", "bf16", "fp32", "pure-bf16"] = "fp16"
     # For padded sequences eager | sdpa; for packed ones flash | efficient | block-diagonal, where sdpa takes what the
     # GPU has | triton-varlen, a kernel of our own | triton-causal, the same for windows of text
-    attention: Literal["eager", "sdpa", "flash", "efficient", "block-diagonal", "triton-varlen", "triton-causal"] = (
-        "eager"
-    )
+    attention: Attention = "eager"
     # query, key and value: separate linear layers | fused into one
     qkv: Literal["separate", "fused"] = "separate"
     # random bits of the hidden states' dropout: philox, PyTorch's generator | hash of the element's number | none: no
@@ -94,9 +94,7 @@ class Settings:
     # adamw: PyTorch's default | adamw-fused: one kernel, no wait for the device | adamw-8bit: moments in 8 bits |
     # adamw-master: weights and gradients in half precision, fp32 masters in the optimizer | adamw-master-bf16: and
     # moments in bf16 | adamw-master-8bit: or in 8 bits
-    optimizer: Literal[
-        "adamw", "adamw-fused", "adamw-8bit", "adamw-master", "adamw-master-bf16", "adamw-master-8bit"
-    ] = "adamw"
+    optimizer: Optimizer = "adamw"
     # the whole step replayed as one CUDA graph
     cuda_graph: Literal[False, True] = False
     # recompute activations in the backward pass: none | elementwise: what takes no GEMM, by the compiler | all of a
