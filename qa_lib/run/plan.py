@@ -191,7 +191,8 @@ def _inspect_model(source: str) -> tuple[dict, dict]:
         revision, heads = sha256_of_json(dataclasses.asdict(shape)), shape.hidden // HEAD
         config = {"model_type": "gpt2", "num_hidden_layers": shape.layers, "num_attention_heads": heads}
     elif Path(source).is_dir():
-        revision, config = hash_files(checkpoint_files(Path(source))), inspect_checkpoint(Path(source))[0]
+        config, weights = inspect_checkpoint(Path(source))
+        revision = hash_files(checkpoint_files(Path(source), weights))
     else:
         return _inspect_hub(source)
     return {"name": without_folders(source), "revision": revision[:12]}, config
