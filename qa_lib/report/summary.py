@@ -52,8 +52,7 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     lines.loc[lines.index.get_level_values("variant") == baseline(runs), ["ratio±", "delta±"]] = math.nan
     saved = (of_base["step_ms"] - lines["step_ms"]) / 1e3
     lines["break_even"] = (lines["compile_s"] / saved).mask(saved <= 0, math.inf).where(lines["compile_s"].notna())
-    described = _described(runs)
-    found = described.join(lines.drop(columns=["paired", "paired±"])).fillna({"n": 0}).astype({"n": int})
+    found = _described(runs).join(lines.drop(columns=["paired", "paired±"])).fillna({"n": 0}).astype({"n": int})
     found = found.reset_index().sort_values(
         ["cell", "variant"], key=lambda keys: place(keys) if keys.name == "variant" else keys
     )

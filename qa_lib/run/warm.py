@@ -68,11 +68,10 @@ def _become(command: list[str], env: dict[str, str], log: str, folder: str) -> N
     _run_module(command[2:])
 
 
-def _take_on(env: dict[str, str], folder: str | None) -> None:
+def _take_on(env: dict[str, str], folder: str) -> None:
     os.environ.clear()
     os.environ.update(env)
-    if folder:
-        os.chdir(folder)
+    os.chdir(folder)
 
 
 def _run_module(words: list[str]) -> None:
