@@ -192,9 +192,7 @@ def judging(runs: pd.DataFrame, group: str) -> pd.DataFrame:
 def usual(table: pd.DataFrame) -> pd.DataFrame:
     """Of runs or lines those that agree with the most others in all axes but the micro-batch."""
     axes = [name for name in AXES if name in table and name != "micro_batch"]
-    if table.empty or not axes:
-        return table
-    return max((part for _, part in table.groupby(axes, dropna=False)), key=len)
+    return max((part for _, part in table.groupby(axes, dropna=False)), key=len, default=table)
 
 
 def largest_batch(table: pd.DataFrame) -> pd.DataFrame:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import pandas as pd
 
 from qa_lib.report import format as forms
-from qa_lib.report.load import AXES, CARDS, COLUMNS, TASK, baseline, found_compiled, measures, numbers, place
+from qa_lib.report.load import AXES, CARDS, COLUMNS, TASK, baseline, found_compiled, in_order, measures, numbers
 from qa_lib.report.stats import interval
 from qa_lib.variants import BASELINES, VARIANTS
 
@@ -53,10 +53,8 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     saved = (of_base["step_ms"] - lines["step_ms"]) / 1e3
     lines["break_even"] = (lines["compile_s"] / saved).mask(saved <= 0, math.inf).where(lines["compile_s"].notna())
     found = _described(runs).join(lines.drop(columns=["paired", "paired±"])).fillna({"n": 0}).astype({"n": int})
-    found = found.reset_index().sort_values(
-        ["cell", "variant"], key=lambda keys: place(keys) if keys.name == "variant" else keys
-    )
-    return found.drop(columns="cell").reset_index(drop=True)
+    found = in_order(found.reset_index("cell")).sort_values("cell", kind="stable")
+    return found.drop(columns="cell").reset_index()
 
 
 def _measured(runs: pd.DataFrame) -> pd.DataFrame:
