@@ -191,10 +191,9 @@ RECIPES = {name: Recipe(**values) for name, values in read_toml("recipes.toml").
 def find_recipe(name: str) -> Recipe:
     """A recipe of RECIPES; or LoRA of any rank on the same targets, named like 'lora-all-r32', at the preset's own
     learning rate. UnknownName otherwise."""
-    if found := re.fullmatch(r"(lora-[a-z]+)-r([1-9]\d*)", name):
-        family, rank = found.groups()
-        if family in RECIPES:
-            return dataclasses.replace(RECIPES[family], rank=int(rank), lr_factor=1.0)
+    found = re.fullmatch(r"(lora-[a-z]+)-r([1-9]\d*)", name)
+    if found and found[1] in RECIPES:
+        return dataclasses.replace(RECIPES[found[1]], rank=int(found[2]), lr_factor=1.0)
     return find("trainable", name, RECIPES)
 
 

@@ -377,16 +377,13 @@ def outcome_of(problem: BaseException) -> dict:
         problem = problem.__cause__ or problem
     # Libraries have OSErrors of their own. In a step a file that is missing is the compiler's.
     kind = "OSError" if isinstance(problem, OSError) and step is None else type(problem).__name__
-    error = {"kind": kind, "message": str(problem).split("\n")[0], "step": step}
-    return {"status": status, "error": error}
+    return {"status": status, "error": {"kind": kind, "message": str(problem).split("\n")[0], "step": step}}
 
 
 def out_of_memory(problem: BaseException | None) -> bool:
     """PyTorch has a class for what its GPU allocator is refused, and only messages for the host's memory, the driver's,
     cuBLAS's and Triton's. The end of a failed graph capture raises an error of its own over it."""
-    if problem is None:
-        return False
-    return (
+    return problem is not None and (
         isinstance(problem, torch.OutOfMemoryError | MemoryError)
         or (isinstance(problem, RuntimeError) and any(words in str(problem) for words in NO_MEMORY))
         or out_of_memory(problem.__context__)

@@ -123,8 +123,7 @@ def _product(**sizes: Several) -> list[dict]:
 def go_offline_without_network(*sources: str) -> None:
     """Where one of the sources is a name of the hub and the hub does not answer, let its library look into its cache
     alone, here and in the processes started from here: it would ask again for half a minute."""
-    own = ("tiny", "synthetic:", "gpt2:")
-    if all(source.startswith(own) or Path(source).exists() for source in sources):
+    if all(source.startswith(("tiny", "synthetic:", "gpt2:")) or Path(source).exists() for source in sources):
         return
     from huggingface_hub import constants, get_session
 
