@@ -218,7 +218,7 @@ class Variant:
 
     @property
     def task(self) -> str:
-        """The task that the variant is for, a name of run/fit.py."""
+        """The task that the variant is for, by tasks.toml."""
         return next(name for name, task in TASKS.items() if self.family in task["families"])
 
     @cached_property

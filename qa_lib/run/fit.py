@@ -49,10 +49,10 @@ from qa_lib.train.pipeline import bubble, measured_bubble
 from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.step_log import StepFailed
 
-# Another task takes a loader in data/load.py, an evaluation in score/, a preset that names it, variants (Variant.task
-# says whose they are), and an entry in both of these, by task, and in each of those: tasks.toml (its scores, what
-# variants are compared by, and words for a model's card), plan.SOURCES (what opens its data), architectures.OF_TASK
-# (the models that it trains), build.HEADS (transformers' class of them).
+# Another task takes a loader in data/load.py, an evaluation in score/, a preset that names it, variants, and an entry
+# in both of these, by task, and in each of those: tasks.toml (its families of variants, its scores, what variants are
+# compared by, and words for a model's card), plan.SOURCES (what opens its data), architectures.OF_TASK (the models that
+# it trains), build.HEADS (transformers' class of them).
 LOADERS = {"qa": load_data, "lm": load_text}  # (spec) -> a run's data
 # (model, data, spec, device, run_dir) -> the record's `quality`; record.SCORING says by which score variants compare.
 EVALUATIONS = {"qa": evaluate.evaluate, "lm": perplexity.evaluate}
