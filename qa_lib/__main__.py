@@ -9,7 +9,7 @@ import sys
 
 from qa_lib.cli import VERBS, parser_of
 from qa_lib.errors import UserError, first_line, printable, stoppable, stopped_by
-from qa_lib.variants import nearest
+from qa_lib.variants import find
 
 STOPPED = 130  # exit code of a verb that a signal ended
 
@@ -54,12 +54,10 @@ def _run(argv: list[str]) -> int:
     for word in argv:
         if any(0xD800 <= ord(letter) < 0xE000 for letter in word):  # how Python holds bytes that are no UTF-8
             raise UserError(f"{word!a} is not UTF-8, which names of files and everything else have to be here")
-    verb = argv[0]
-    if verb not in VERBS:
-        raise UserError(nearest("verb", verb, VERBS))
-    args = parser_of(verb).parse_args(argv[1:])
+    verb = find("verb", argv[0], VERBS)
+    args = parser_of(argv[0]).parse_args(argv[1:])
     gc.disable()  # modules stay, and looking for garbage among them takes a fifth of the time of importing them
-    module = importlib.import_module(VERBS[verb]["module"])
+    module = importlib.import_module(verb["module"])
     gc.freeze()  # nor is any looked for among them later
     gc.enable()
     return module.main(args)

@@ -118,19 +118,14 @@ def _archived(runs: Path, group: str | None, left_out: Callable) -> Iterator[Run
             left_out(path.stem, RecordError(f"{path}: not readable ({problem})"))
             continue
         for number, line in enumerate(lines, 1):
+            place = Path(f"{path}:{number}")
             try:
-                yield Run(_line(path, number, line), archive=path)
+                entry = record.checked(place, record.parsed(place, line, record.SCHEMA), Archived)
+                if entry["group"] != path.stem:
+                    raise RecordError(f"{place}: a record of group {entry['group'][:40]!r}")
+                yield Run(entry, archive=path)
             except RecordError as problem:
                 left_out(path.stem, problem)
-
-
-def _line(path: Path, number: int, line: str) -> dict:
-    """The record in a line of an archive. Raises RecordError."""
-    place = Path(f"{path}:{number}")
-    entry = record.checked(place, record.parsed(place, line, record.SCHEMA), Archived)
-    if entry["group"] != path.stem:
-        raise RecordError(f"{place}: a record of group {entry['group'][:40]!r}")
-    return entry
 
 
 def main(args: argparse.Namespace) -> int:

@@ -3,11 +3,10 @@
 import dataclasses
 import numbers
 import re
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import get_type_hints
 
-from qa_lib.variants import SpecError, UnknownName, nearest, read_toml
+from qa_lib.variants import SpecError, find, read_toml
 
 MOST = 2**31 - 1  # of what is counted here
 
@@ -26,7 +25,7 @@ def stride_of(max_length: int, usual: int) -> int:
     return usual if 2 * usual <= max_length else max_length // 3
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Preset:
     """How much work, on what. Learning-rate schedule and effective batch belong here, so that variants stay
     comparable."""
@@ -82,9 +81,7 @@ PRESETS = {name: _preset(name, values) for name, values in read_toml("presets.to
 
 def find_preset(name: str) -> Preset:
     """The preset of that name; UnknownName otherwise."""
-    if name not in PRESETS:
-        raise UnknownName(nearest("preset", name, PRESETS))
-    return PRESETS[name]
+    return find("preset", name, PRESETS)
 
 
 def sized(
@@ -96,10 +93,6 @@ def sized(
 ) -> Preset:
     """The preset with these in place of its own, unless they are 0 or None; `batch` is in samples of an optimizer step.
     Raises SpecError for numbers that cannot be, and for windows that do not make up the tokens of a step."""
-    epochs, max_length, batch = (
-        whole_number(name, number or 0, 0)
-        for name, number in (("epochs", epochs), ("max_length", max_length), ("batch", batch))
-    )
     changes = {"steps": None, "epochs": epochs} if epochs else {}
     if learning_rate:
         number = isinstance(learning_rate, numbers.Real) and not isinstance(learning_rate, bool)
@@ -128,7 +121,7 @@ def sized(
 HEAD, BYTES = 64, 256  # width of a head; tokens that a byte-level vocabulary has before it merges any
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Shape:
     """A GPT-2 of one's own size, with random weights: heads are 64 wide, as in GPT-2 itself, whose small model is
     'gpt2:L12H768' and whose vocabulary and positions are the defaults."""

@@ -62,11 +62,8 @@ def section(name: str, values: dict) -> type:
     """The dataclass of a section of record.toml, or of all of it, by which pydantic checks what is read."""
     fields = []
     for key, kind in values.items():
-        if isinstance(kind, dict):
-            part = section(key, kind)
-            type_, new = part, part
-        else:
-            type_, new = KINDS[kind]
+        # A section is what makes its own values.
+        type_, new = [section(key, kind)] * 2 if isinstance(kind, dict) else KINDS[kind]
         fields.append((key, type_, dataclasses.field(default_factory=new)))
     return dataclasses.make_dataclass(name, fields)
 
@@ -104,6 +101,11 @@ def new_record(spec: Spec, env: dict) -> dict:
     record["model"] |= spec.model
     record["time"]["started"] = now()
     return record
+
+
+def beside(schema: str, run_id: str, group: str) -> dict:
+    """What begins a document that lies beside a run's record: its schema, the run, and the code that made it."""
+    return {"schema": schema, "run_id": run_id, "group": group, "code": code_version()}
 
 
 # A line of a notebook that `make links` writes: the address to clone from, or a link to Colab or GitHub.

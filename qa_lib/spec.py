@@ -8,16 +8,15 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from qa_lib.presets import Preset, find_preset, find_shape, sized, whole_number
-from qa_lib.variants import AMPERE, Recipe, Settings, SpecError, find_recipe, find_variant, unmet
+from qa_lib.variants import ADJUSTMENTS, Recipe, Settings, SpecError, find_recipe, find_variant, meets, unmet, value_of
 
 CONTEXT_GIB = 0.5  # a process takes this of a GPU beside what PyTorch reserves
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Machine:
     """What decides whether a variant can run here. Filled by measure/hardware.py; kept free of torch for the driver."""
 
@@ -51,32 +50,18 @@ def missing(settings: Settings, machine: Machine, world: int = 1) -> str | None:
 
 def adjust(settings: Settings, machine: Machine) -> tuple[Settings, list[str]]:
     """The settings as this machine runs them, and a sentence for each that had to change."""
-    found = []  # (setting, value, why)
-    gpu_alone = settings.feed_forward == "fp8" or settings.attention in ("flash", "efficient")
-    if not machine.gpus and not gpu_alone:
-        if settings.precision != "fp32":
-            found.append(("precision", "fp32", f"since {settings.precision} autocast needs a GPU"))
-        if settings.half_weights:
-            found.append(("optimizer", "adamw-fused", "since fp32 weights need no masters"))
-        if settings.loss != "native":
-            found.append(("loss", "native", "since chunks of logits are for weights in half precision"))
-        if settings.cuda_graph:
-            found.append(("cuda_graph", False, "since it needs a GPU"))
-    if settings.engine == "trainer" and settings.optimizer != "adamw-fused":
-        found.append(("optimizer", "adamw-fused", "which transformers.Trainer takes by itself"))
-    if settings.padding == "packed" and settings.attention == "sdpa":
-        on_gpu = "flash" if machine.sm >= AMPERE else "efficient"
-        kernel = on_gpu if machine.gpus else "block-diagonal"
-        found.append(("attention", kernel, "the kernel for packed sequences here"))
-    said = [f"{name}: {value}, {why}" for name, value, why in found]
-    return dataclasses.replace(settings, **{name: value for name, value, _ in found}), said
+    sm = max(1, machine.sm) if machine.gpus else 0
+    found = [line for line in ADJUSTMENTS if int(line["sm"]) <= sm < int(line["below"]) and meets(settings, line["of"])]
+    said = [f"{line['setting']}: {line['value']}, {line['why'].format(**vars(settings))}" for line in found]
+    values = {line["setting"]: value_of(line["setting"], line["value"]) for line in found}
+    return dataclasses.replace(settings, **values), said
 
 
 IDENTITY = 1  # the version of what a run's hash covers, and of the names in it
 WORLD = 2  # processes of a parallel variant that is asked for without a number
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Spec:
     """One run, completely. `data` and `model` are identities: {name, sha256} and {name, revision}.
 
@@ -93,7 +78,7 @@ class Spec:
     seed: int
     asked: Settings
     settings: Settings
-    adjusted: list[str] = field(compare=False)
+    adjusted: list[str] = dataclasses.field(compare=False)
     skip: str | None
     hardware: str
     data: dict
@@ -104,8 +89,8 @@ class Spec:
     stages: int = 1  # processes that a micro-batch passes through, where they make up pipelines
     search: str = ""
     sm: int | None = None
-    own: dict = field(default_factory=dict, compare=False)
-    chosen: list[str] = field(default_factory=list, compare=False)
+    own: dict = dataclasses.field(default_factory=dict, compare=False)
+    chosen: list[str] = dataclasses.field(default_factory=list, compare=False)
 
     @property
     def hash(self) -> str:
@@ -218,6 +203,7 @@ def resolve(
     baseline, until something is `chosen`. Raises UnknownName, and SpecError for a variant of another task and a number
     that cannot be.
     """
+    own = {name: value if name == "learning_rate" else whole_number(name, value or 0, 0) for name, value in own.items()}
     size = sized(find_preset(preset), **own)
     named, chosen = find_variant(variant, size.task), []
     if variant == "recommended":

@@ -12,8 +12,7 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
 from pathlib import Path
@@ -38,10 +37,19 @@ def nearest(kind: str, name: str, known: Iterable[str]) -> str:
     return f"unknown {kind} {name!r}{hint} (known: {', '.join(folded.values())})"
 
 
+def find(kind: str, name: str, table: Mapping):
+    """What has that name in a table; UnknownName otherwise."""
+    if name not in table:
+        raise UnknownName(nearest(kind, name, table))
+    return table[name]
+
+
+Attention = Literal["eager", "sdpa", "flash", "efficient", "block-diagonal", "triton-varlen", "triton-causal"]
+Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "adamw-master", "adamw-master-bf16", "adamw-master-8bit"]
 DataParallel = Literal["ddp", "ddp-bf16", "ddp-one-bucket", "ddp-overlap", "zero1", "zero1-overlap", "fsdp2"]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Settings:
     """Every knob of a run; the defaults are variant A1, the baseline of the reference project.
 
@@ -54,9 +62,7 @@ class Settings:
     precision: Literal["fp16", "bf16", "fp32", "pure-bf16"] = "fp16"
     # For padded sequences eager | sdpa; for packed ones flash | efficient | block-diagonal, where sdpa takes what the
     # GPU has | triton-varlen, a kernel of our own | triton-causal, the same for windows of text
-    attention: Literal["eager", "sdpa", "flash", "efficient", "block-diagonal", "triton-varlen", "triton-causal"] = (
-        "eager"
-    )
+    attention: Attention = "eager"
     # query, key and value: separate linear layers | fused into one
     qkv: Literal["separate", "fused"] = "separate"
     # random bits of the hidden states' dropout: philox, PyTorch's generator | hash of the element's number | none: no
@@ -88,9 +94,7 @@ class Settings:
     # adamw: PyTorch's default | adamw-fused: one kernel, no wait for the device | adamw-8bit: moments in 8 bits |
     # adamw-master: weights and gradients in half precision, fp32 masters in the optimizer | adamw-master-bf16: and
     # moments in bf16 | adamw-master-8bit: or in 8 bits
-    optimizer: Literal[
-        "adamw", "adamw-fused", "adamw-8bit", "adamw-master", "adamw-master-bf16", "adamw-master-8bit"
-    ] = "adamw"
+    optimizer: Optimizer = "adamw"
     # the whole step replayed as one CUDA graph
     cuda_graph: Literal[False, True] = False
     # recompute activations in the backward pass: none | elementwise: what takes no GEMM, by the compiler | all of a
@@ -151,6 +155,11 @@ def _matches(settings: Settings, condition: str) -> bool:
     return any(fnmatchcase(value, pattern) for pattern in patterns.split("|")) != bool(negated)
 
 
+def meets(settings: Settings, conditions: str) -> bool:
+    """Whether settings meet all of some conditions, with blanks between them."""
+    return all(_matches(settings, condition) for condition in conditions.split())
+
+
 def _table(name: str) -> list[dict[str, str]]:
     """The lines of a CSV file beside this one."""
     return list(csv.DictReader(Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()))
@@ -164,42 +173,31 @@ def read_toml(name: str) -> dict[str, dict]:
 CONFLICTS = [tuple(line.values()) for line in _table("conflicts.csv")]  # two settings that do not go together, and why
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Recipe:
     """Which parameters train. `lr_factor` multiplies the preset's learning rate, since PEFT wants a larger one."""
 
     kind: Literal["all", "lora", "bitfit", "top"]
     lr_factor: float = 1.0
-    targets: str | tuple[str, ...] = ()  # lora: peft's target_modules
+    targets: Sequence[str] = ()  # lora: peft's target_modules
     rank: int = 8  # lora: r; alpha is 2 r
-    frozen: tuple[int, int] = (0, 12)  # top: this share of the layers is frozen ...
+    frozen: Sequence[int] = (0, 12)  # top: this share of the layers is frozen ...
     frozen_side: str = "bottom"  # ... counted from the bottom (with the embeddings) or from the top
 
 
-RECIPES = {
-    "all": Recipe("all"),
-    "lora-qv": Recipe("lora", targets=("query", "value")),
-    # Rank and rate by `tune`: rank 8 at this rate, and ranks above 32, end one to three F1 lower (docs/log/).
-    "lora-all": Recipe("lora", lr_factor=5.0, targets=("query", "key", "value", "dense"), rank=32),
-    "bitfit": Recipe("bitfit", lr_factor=30.0),
-    "freeze-bottom-10": Recipe("top", frozen=(10, 12)),
-    "freeze-last-4": Recipe("top", frozen=(4, 12), frozen_side="top"),
-}
+RECIPES = {name: Recipe(**values) for name, values in read_toml("recipes.toml").items()}
 
 
 def find_recipe(name: str) -> Recipe:
     """A recipe of RECIPES; or LoRA of any rank on the same targets, named like 'lora-all-r32', at the preset's own
     learning rate. UnknownName otherwise."""
-    if found := re.fullmatch(r"(lora-[a-z]+)-r([1-9]\d*)", name):
-        family, rank = found.groups()
-        if family in RECIPES:
-            return dataclasses.replace(RECIPES[family], rank=int(rank), lr_factor=1.0)
-    if name not in RECIPES:
-        raise UnknownName(nearest("trainable", name, RECIPES))
-    return RECIPES[name]
+    found = re.fullmatch(r"(lora-[a-z]+)-r([1-9]\d*)", name)
+    if found and found[1] in RECIPES:
+        return dataclasses.replace(RECIPES[found[1]], rank=int(found[2]), lr_factor=1.0)
+    return find("trainable", name, RECIPES)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Variant:
     """What is compared: `change` holds at most one field of Settings, the difference to `parent`.
 
@@ -220,8 +218,8 @@ class Variant:
 
     @property
     def task(self) -> str:
-        """The task that the variant is for, a name of run/fit.py."""
-        return "lm" if self.family == "L" else "qa"
+        """The task that the variant is for, by tasks.toml."""
+        return next(name for name, task in TASKS.items() if self.family in task["families"])
 
     @cached_property
     def settings(self) -> Settings:
@@ -229,35 +227,29 @@ class Variant:
         return dataclasses.replace(base, **self.change)
 
 
+def value_of(setting: str, written: str) -> object:
+    """The value of a setting that a table has as text."""
+    return next((value for value in choices().get(setting, ()) if str(value) == written), written)
+
+
 def _variant(name: str, parent: str, change: str, tags: str, why: str) -> Variant:
     """A line of variants.csv, whose `change` is written as setting=value."""
     setting, _, written = change.partition("=")
-    value = next((value for value in choices().get(setting, ()) if str(value) == written), written)
-    return Variant(name, parent or None, {setting: value} if setting else {}, why, tuple(tags.split()))
+    changed = {setting: value_of(setting, written)} if setting else {}
+    return Variant(name, parent or None, changed, why, tuple(tags.split()))
 
 
 VARIANTS = {line["name"]: _variant(**line) for line in _table("variants.csv")}
-FAMILIES = {
-    "A": "systems",
-    "B": "peft",
-    "C": "memory",
-    "D": "backends",
-    "E": "beyond",
-    "P": "parallel",
-    "L": "language",
-}  # family -> notebook
 RECOMMENDED = "E-moments"  # what sentences speak of; what `recommended` stands for depends on the machine
 TASKS = read_toml("tasks.toml")
+FAMILIES = {letter: name for task in TASKS.values() for letter, name in task["families"].items()}  # -> notebook
 BASELINES = {name: task["baseline"] for name, task in TASKS.items()}
 
 
 def find_variant(name: str, task: str = "qa") -> Variant:
     """The variant of that name; for `recommended`, until `plan` has chosen one, the baseline of the task. UnknownName
     otherwise."""
-    name = BASELINES[task] if name == "recommended" else name
-    if name not in VARIANTS:
-        raise UnknownName(nearest("variant", name, [*VARIANTS, "recommended"]))
-    return VARIANTS[name]
+    return find("variant", name, VARIANTS | {"recommended": VARIANTS[BASELINES[task]]})
 
 
 def tagged(tag: str) -> list[str]:
@@ -267,8 +259,7 @@ def tagged(tag: str) -> list[str]:
 
 def find_family(letter: str) -> list[str]:
     """The names of a family's variants, in table order; UnknownName for a letter that no family has."""
-    if letter not in FAMILIES:
-        raise UnknownName(nearest("family", letter, FAMILIES))
+    find("family", letter, FAMILIES)
     return [variant.name for variant in VARIANTS.values() if variant.family == letter]
 
 
@@ -279,35 +270,36 @@ VOLTA, AMPERE = 70, 80  # compute capability x 10: of a V100, an A100; a T4 has 
 NEEDS = _table("needs.csv")
 
 
-def needs(settings: Settings) -> list[dict[str, str]]:
-    """The lines of NEEDS that are about these settings."""
-    return [need for need in NEEDS if any(_matches(settings, condition) for condition in need["of"].split())]
+def about(settings: Settings, table: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The lines of a table, NEEDS or LACKS, one of whose conditions these settings meet."""
+    return [line for line in table if any(_matches(settings, condition) for condition in line["of"].split())]
 
 
 def unmet(settings: Settings, machine) -> str | None:
     """The first of the needs that a spec.Machine does not meet, in words; None if it meets all."""
-    for need in needs(settings):
+    for need in about(settings, NEEDS):
         names = need["has"].split() + (need["on_gpu"].split() if machine.gpus else [])
         if not all(getattr(machine, name) for name in names) or (machine.gpus and machine.sm < int(need["sm"])):
             return need["why"]
     return None
 
 
+# What settings that meet all of the conditions `of` become on a machine, a `value` of one `setting`, from one compute
+# capability x 10 (`sm`) to `below` another; a CPU has 0.
+ADJUSTMENTS = _table("adjustments.csv")
 LACKS = _table("lacks.csv")  # settings `of` which a model of some `architectures` can have none, and why
 
 
 def lacking(settings: Settings, architecture: str) -> str | None:
     """Why a model of that architecture, a model_type of transformers, cannot have these settings, in words; None if it
     can."""
-    for lack in LACKS:
-        if architecture in lack["architectures"].split() and any(_matches(settings, one) for one in lack["of"].split()):
-            return f"{architecture}: {lack['why']}"
-    return None
+    found = (lack["why"] for lack in about(settings, LACKS) if architecture in lack["architectures"].split())
+    return next((f"{architecture}: {why}" for why in found), None)
 
 
 def since(settings: Settings) -> int | None:
     """The compute capability x 10 from which GPUs run these settings; None for every one that PyTorch has."""
-    return max((int(need["sm"]) for need in needs(settings)), default=0) or None
+    return max((int(need["sm"]) for need in about(settings, NEEDS)), default=0) or None
 
 
 def main(args: argparse.Namespace) -> int:
@@ -326,5 +318,5 @@ def main(args: argparse.Namespace) -> int:
 def _as_json(variant: Variant) -> dict:
     settings = variant.settings
     own = {"family": variant.family, "settings": dataclasses.asdict(settings)}
-    needed = {"needs": [need["why"] for need in needs(settings)], "since": since(settings)}
+    needed = {"needs": [need["why"] for need in about(settings, NEEDS)], "since": since(settings)}
     return dataclasses.asdict(variant) | own | needed

@@ -24,7 +24,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import tokenizers
-from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 from qa_lib.data.squad import DataError, Source, find_file, generated, hub_table, is_hub_name, sha256_of
 from qa_lib.data.tokenize import bare
@@ -137,11 +136,11 @@ def learn_tokenizer(source: Source, size: int):
     from transformers import PreTrainedTokenizerFast  # a second, for which drivers do not wait
 
     known = {"bos_token": END, "eos_token": END, "model_input_names": ["input_ids", "attention_mask"]}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(learnt.content), **known)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(learnt.content), **known)
 
 
 def _learn(source: Source, size: int) -> str:
-    tokenizer = ByteLevelBPETokenizer()
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
     pieces = chain.from_iterable(map(_pieces, source.read()))
     options = {"vocab_size": size, "min_frequency": 0, "special_tokens": [END], "show_progress": False}
     tokenizer.train_from_iterator(pieces, **options)
@@ -166,7 +165,7 @@ def tokenize_text(source: Source, tokenizer) -> Text:
     return cached(parts, Text, lambda: _tokenize(source, backend, end))
 
 
-def _tokenize(source: Source, backend: Tokenizer, end: int) -> Text:
+def _tokenize(source: Source, backend: tokenizers.Tokenizer, end: int) -> Text:
     dtype = np.uint16 if backend.get_vocab_size() <= 2**16 else np.uint32
     pieces, words, size, lines_of = [np.array([end], dtype)], 0, 0, source.read()
     backend.encode_special_tokens = True  # a text may speak of end tokens; transformers puts it back at its next call

@@ -72,10 +72,8 @@ def gpu_lock(device: torch.device, shared: bool = False, waits: Callable[[], Non
 
 
 def _version(package: str) -> str | None:
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def this_machine() -> Machine:
@@ -151,10 +149,9 @@ def polled_utilisation() -> float:
 
 def _nvidia_smi(*words: str) -> str:
     """What nvidia-smi prints; nothing where it is not there or fails."""
-    try:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, check=True, timeout=20).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    return ""
 
 
 def _cpu_name() -> str | None:

@@ -67,17 +67,12 @@ def inspect_checkpoint(folder: Path) -> tuple[dict, list[Path]]:
     if (folder / "adapter_config.json").exists():  # transformers would load it, and its base from wherever it says
         raise UserError(f"{folder}: adapter_config.json; merge the adapter into the weights, and save those alone")
     weights = _weights(folder)
-    _check_digests(folder, _read_of(folder, weights))
+    _check_digests(folder, checkpoint_files(folder, weights))
     return config, weights
 
 
-def checkpoint_files(folder: Path) -> list[Path]:
-    """The files of a folder that decide a model and its tokens. Raises UserError as inspect_checkpoint does."""
-    return _read_of(folder, inspect_checkpoint(folder)[1])
-
-
-def _read_of(folder: Path, weights: list[Path]) -> list[Path]:
-    """What READ names of a folder, and these weights."""
+def checkpoint_files(folder: Path, weights: list[Path]) -> list[Path]:
+    """The files of a folder that decide a model and its tokens: what READ names, and its weights."""
     found = {path for pattern in (*READ, INDEX) for path in folder.glob(pattern) if path.is_file()}
     return sorted({*found, *weights})
 

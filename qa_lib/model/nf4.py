@@ -21,7 +21,6 @@ bits are right.
 
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from qa_lib.kernels.precompile import custom_op
@@ -81,7 +80,7 @@ def _wide(packed: torch.Tensor, scales: torch.Tensor, rows: int, columns: int, d
 def _linear(inputs: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, out: int) -> torch.Tensor:
     """[..., in] -> [..., out], without a bias, in the inputs' type."""
     with torch.autocast(inputs.device.type, enabled=False):
-        return functional.linear(inputs, _wide(packed, scales, out, inputs.shape[-1], inputs.dtype))
+        return nn.functional.linear(inputs, _wide(packed, scales, out, inputs.shape[-1], inputs.dtype))
 
 
 @custom_op("qa_lib::nf4_linear_backward")

@@ -17,7 +17,6 @@ from qa_lib.errors import printable
 from qa_lib.record import write_atomically
 from qa_lib.report import load
 from qa_lib.report.format import terminal
-from qa_lib.report.load import ReportError, select
 from qa_lib.report.notebook import brief
 from qa_lib.report.readme import with_results
 from qa_lib.report.style import SPOILT, digest, reason
@@ -25,11 +24,9 @@ from qa_lib.report.summary import summary
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = "notebooks/report.ipynb"
-PAGES = {  # the notebooks that only read records -> the page that each is kept as
-    NOTEBOOK: "runs/h200-report.ipynb",
-    "notebooks/multi_gpu.ipynb": "runs/h200-multi-gpu.ipynb",
-    "notebooks/scaling.ipynb": "runs/h200-scaling.ipynb",
-}
+READERS = ("report", "multi_gpu", "scaling")
+# The notebooks that only read records -> the page that each is kept as.
+PAGES = {f"notebooks/{name}.ipynb": f"runs/h200-{name.replace('_', '-')}.ipynb" for name in READERS}
 SHOWN = 18  # lines of the table in the terminal
 
 
@@ -53,16 +50,16 @@ def main(args: argparse.Namespace) -> int:
         return 0
     began = load.newest(runs)
     if not began:
-        raise ReportError(f"no record below {args.runs}: run something first, for example make quickstart")
+        raise load.ReportError(f"no record below {args.runs}: run something first, for example make quickstart")
     group = args.group or [*began][-1]
     if group not in set(runs["group"]):
-        raise ReportError(f"no group {group!r} below {args.runs}; there are {', '.join(began)}")
+        raise load.ReportError(f"no group {group!r} below {args.runs}; there are {', '.join(began)}")
     page = args.figures / group / "report.ipynb"
     given_paths = {name: os.path.relpath(getattr(args, name).absolute(), ROOT) for name in ("runs", "figures")}
     try:
         said = printable(overview(runs, group))
     except SPOILT as problem:
-        raise ReportError(f"group {group!r} cannot be shown: {reason(problem)}") from None
+        raise load.ReportError(f"group {group!r} cannot be shown: {reason(problem)}") from None
     execute(NOTEBOOK, page, {"group": group} | given_paths)
     print(f"{said}\n\nOpen {page}\nor   {page.with_suffix('.md')}, with the figures beside it")
     return 0
@@ -70,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
 
 def overview(runs: pd.DataFrame, group: str) -> str:
     """A group's table in few lines: scores and speeds, of a CPU's runs the speeds of the reference group instead."""
-    own = select(runs, group)
+    own = load.select(runs, group)
     lines = load.largest_batch(summary(own))
     table = brief(lines, own, runs)
     said = [f"Group {group}: {len(own)} runs, micro-batch {lines['micro_batch'].iloc[0]}", "", terminal(table[:SHOWN])]
@@ -96,7 +93,7 @@ def execute(notebook: str, page: Path, parameters: dict) -> None:
         try:
             papermill.execute_notebook(ROOT / notebook, out, parameters, cwd=ROOT, **own)
         except papermill.PapermillExecutionError as problem:
-            raise ReportError(f"{notebook} stopped: {problem.ename}, {problem.evalue}") from None
+            raise load.ReportError(f"{notebook} stopped: {problem.ename}, {problem.evalue}") from None
         found = nbformat.read(out, as_version=4)
     source = nbformat.read(ROOT / notebook, as_version=4)
     found.metadata = source.metadata
@@ -130,7 +127,7 @@ def check(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> list[str]:
 
     problems = []
     for group in load.committed(runs_dir):
-        now = digest(select(runs, group))
+        now = digest(load.select(runs, group))
         for drawn in sorted((figures / group).glob("*.png")):
             with Image.open(drawn) as image:
                 if image.text.get("Records") != now:

@@ -8,15 +8,11 @@ import math
 import numpy as np
 import pandas as pd
 
-from qa_lib.report.load import BATCH_TOKENS, NotMeasured, commits, in_order, numbers
+from qa_lib.report.load import BATCH_TOKENS, NotMeasured, commits, in_order, measures, numbers
 from qa_lib.report.summary import average
 from qa_lib.variants import VARIANTS, Settings
 
 SIZES = ("length", "batch", "micro_batch")
-COLUMNS = {
-    "gib": "memory.peak_alloc_mib", "speed": "speed.samples_per_s", "tokens": "speed.tokens_per_s_padded",
-    "params": "memory.params_mib", "grads": "memory.grads_mib", "optimizer": "memory.optimizer_mib",
-}  # fmt: skip
 STRAIGHT = 0.05  # a fit that misses no point by more is a straight line
 
 
@@ -31,7 +27,7 @@ def points(runs: pd.DataFrame, predicted: pd.Series | float = math.nan) -> pd.Da
     if runs.empty:
         raise NotMeasured("no run of these has ended ok or out of memory")
     by_tokens = runs.reindex(columns=[BATCH_TOKENS])[BATCH_TOKENS].notna()
-    found = numbers(runs, COLUMNS | {"predicted": "predicted"})
+    found = numbers(runs, measures("curves") | {"predicted": "predicted"})
     # A variant that pads to the longest of a batch peaks at one of full length; a packed one has what it computes.
     packed = found["tokens"] / found["speed"] * runs["micro_batch"]
     found["tokens"] = packed.where(runs["spec.settings.padding"] == "packed", runs["micro_batch"] * runs["length"])

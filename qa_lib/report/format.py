@@ -9,14 +9,8 @@ from pathlib import Path
 import pandas as pd
 
 MISSING = "–"
-# Columns of words, which are set to the left.
-WORDS = {"variant", "what it changes", "what it is", "group", "hardware", "card", "over", "model", "precision",
-         "status", "note", "one process", "arithmetic", "their claim", "of it", "holds", "measured here",
-         "question", "answer", "gold", "paragraph", "text", "prompt", "continuation", "hypothesis", "their experiment",
-         "one GPU", "N is", "law", "of those tried", "off is"}  # fmt: skip
-
-
 SAYINGS = dict(re.findall(r"(?ms)^## (\w+)\n(.*?)(?=^## |\Z)", Path(__file__).with_name("words.md").read_text("utf-8")))
+WORDS = set(SAYINGS["left"].replace("\n", " ").strip().split(", "))  # columns of words, which are set to the left
 
 
 def say(name: str, **values) -> str:

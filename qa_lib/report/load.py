@@ -19,16 +19,16 @@ TASK = ["task.name", "task.metric", "task.label", "task.higher_is_better"]
 LENGTH, MICRO_BATCH = "spec.preset.max_length", "spec.settings.micro_batch"
 EPOCHS, RATE = "spec.preset.epochs", "spec.preset.learning_rate"
 BATCH, BATCH_TOKENS = "spec.preset.effective_batch", "spec.preset.batch_tokens"
-AXES = {  # what may differ within a group, as columns of the frame -> the name for people
-    "model": "model",
-    "world": "world size",
-    "stages": "stages",
-    "batch": "effective batch",
-    "precision": "precision",
-    "length": "length",
-    "training": "training",
-    "micro_batch": "micro-batch",
-}
+
+
+def read_table(name: str) -> pd.DataFrame:
+    """A CSV file beside this one; what is empty is NaN."""
+    return pd.read_csv(Path(__file__).with_name(f"{name}.csv"), comment="#")
+
+
+COLUMNS, MEASURES, CARDS = map(read_table, ("columns", "measures", "cards"))
+# What may differ within a group, as columns of the frame -> the name for people.
+AXES = COLUMNS[COLUMNS["kind"] == "axis"].set_index("name")["heading"].to_dict()
 # What must be equal within a group, or a ratio would compare different work; but for what the axes hold.
 IDENTITY = ("spec.hardware", "spec.preset.", "spec.search", "spec.sm", "data.name", "data.sha256", *TASK[:2])
 OF_AXES = (LENGTH, "spec.preset.stride", EPOCHS, RATE, BATCH, BATCH_TOKENS)  # the stride follows from the length
@@ -77,6 +77,11 @@ def with_axes(runs: pd.DataFrame) -> pd.DataFrame:
         training=epochs.fillna("") + runs[RATE].map("{:g}".format),
         micro_batch=runs[MICRO_BATCH],
     )
+
+
+def measures(of: str) -> dict[str, str]:
+    """What a module of the report averages over seeds: name in its lines -> column of runs."""
+    return MEASURES[MEASURES["of"] == of].set_index("name")["column"].to_dict()
 
 
 def numbers(runs: pd.DataFrame, columns: dict[str, str]) -> pd.DataFrame:
@@ -187,9 +192,7 @@ def judging(runs: pd.DataFrame, group: str) -> pd.DataFrame:
 def usual(table: pd.DataFrame) -> pd.DataFrame:
     """Of runs or lines those that agree with the most others in all axes but the micro-batch."""
     axes = [name for name in AXES if name in table and name != "micro_batch"]
-    if table.empty or not axes:
-        return table
-    return max((part for _, part in table.groupby(axes, dropna=False)), key=len)
+    return max((part for _, part in table.groupby(axes, dropna=False)), key=len, default=table)
 
 
 def largest_batch(table: pd.DataFrame) -> pd.DataFrame:
@@ -226,8 +229,7 @@ def published() -> pd.DataFrame:
     Beside them its own names.
     """
     names = {"f1": "score", "train_samples_per_s": "samples_per_s", "peak_alloc_mib": "peak_mib"}
-    table = pd.read_csv(Path(__file__).with_name("published.csv"), comment="#").rename(columns=names)
-    table = table.set_index("variant")
+    table = read_table("published").rename(columns=names).set_index("variant")
     base = table.loc[BASELINES["qa"]]
     return table.assign(ratio=table["samples_per_s"] / base["samples_per_s"], delta=table["score"] - base["score"])
 

@@ -20,7 +20,6 @@ from qa_lib.record import RecordError, read_record
 from qa_lib.report import load, readme, recommend
 from qa_lib.report.figures import timed
 from qa_lib.report.format import markdown, number
-from qa_lib.report.load import AXES, select
 from qa_lib.report.summary import change, result_table, summary
 from qa_lib.spec import Spec
 from qa_lib.variants import BASELINES, TASKS, VARIANTS, UnknownName, find_family, nearest, since
@@ -101,7 +100,7 @@ def answers(records: Sequence[dict], runs: str | Path, questions) -> str:
 def family_table(runs: pd.DataFrame, records: Sequence[dict]) -> pd.DataFrame:
     """As text: the variants of some records of one group, and all others of `relatives` of the first. Only of the
     model, length and training that this had: a search or a scaling group has many."""
-    chosen, first = select(runs, records[0]["group"]), records[0]["spec"]["variant"]
+    chosen, first = load.select(runs, records[0]["group"]), records[0]["spec"]["variant"]
     own = chosen[chosen["run_id"] == records[0]["run_id"]]
     for axis in ("model", "length", "training"):
         chosen = chosen[chosen[axis].isin(own[axis])]
@@ -117,15 +116,15 @@ def relatives(variant: str) -> set[str]:
 
 
 def brief(lines: pd.DataFrame, own: pd.DataFrame, runs: pd.DataFrame, *more: str) -> pd.DataFrame:
-    """`lines` of a group's runs `own` as text in few columns, and `more` of summary.COLUMNS. A CPU's speeds, which rank
+    """`lines` of a group's runs `own` as text in few columns, and `more` headings. A CPU's speeds, which rank
     nothing, give way to those of the task's reference group in `runs`."""
-    columns = ["variant", "what it changes", *AXES.values(), "n", "{score}"]
+    columns = ["variant", "what it changes", *load.AXES.values(), "n", "{score}"]
     if not load.on_cpu(own):
         return result_table(lines, [*columns, "samples/s", "× {base}", "peak MiB", *more, "status", "note"])
     table = result_table(lines, [*columns, "status", "note"])
     reference = TASKS[lines["task.name"].iloc[0]]["reference"]
     if reference in set(runs["group"]):
-        there = select(runs, reference)
+        there = load.select(runs, reference)
         ratios = timed(there).set_index("variant")["ratio"].reindex(lines["variant"])
         head = f"speed × {load.baseline(there)} on one {there['env.gpu'].iloc[0]}"
         table.insert(min(4, table.shape[1]), head, list(map(number, ratios)))

@@ -16,7 +16,6 @@ from PIL import Image
 from qa_lib.report import curves, load, recommend, scaling
 from qa_lib.report.figures import speed_finding, timed
 from qa_lib.report.format import MISSING, factor, gain, markdown, number, percent, points, render, say
-from qa_lib.report.load import REFERENCE, NotMeasured, ReportError, commits, nearest, numbers, select, usual
 from qa_lib.report.stats import BASELINE, LEVEL, MARGIN, VERDICTS, equivalence
 from qa_lib.report.summary import summary
 from qa_lib.variants import RECOMMENDED, VARIANTS, tagged
@@ -32,12 +31,12 @@ def with_results(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> dict[Path
     ReportError where README.md or a block is missing."""
     runs = runs[runs["group"].isin(load.committed(runs_dir))] if runs_dir.is_dir() else runs[:0]
     groups = sorted(set(runs["group"]) - load.searches(runs))
-    group = REFERENCE if REFERENCE in groups else groups[0] if groups else None
+    group = load.REFERENCE if load.REFERENCE in groups else groups[0] if groups else None
     pages = [Path("README.md"), *sorted(Path("docs").glob("*.md"))]
     try:
         before = {page: page.read_text(encoding="utf-8") for page in pages}
     except OSError as problem:
-        raise ReportError(f"cannot read {problem.filename} in this folder: {problem.strerror}") from problem
+        raise load.ReportError(f"cannot read {problem.filename} in this folder: {problem.strerror}") from problem
     before = {page: text for page, text in before.items() if "<!-- /" in text or page == pages[0]}
     after = dict(before)
     for name, block in BLOCKS.items():
@@ -45,10 +44,10 @@ def with_results(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> dict[Path
         found = {page: re.search(f"(?s){begin}.*?{end}", text) for page, text in after.items()}
         page = next((page for page, part in found.items() if part), None)
         if page is None:
-            raise ReportError(f"no page has a block between {begin} and {end}: {', '.join(map(str, before))}")
+            raise load.ReportError(f"no page has a block between {begin} and {end}: {', '.join(map(str, before))}")
         try:
             content = block(runs, group, figures) if group else NOTHING
-        except NotMeasured as reason:
+        except load.NotMeasured as reason:
             content = f"What is missing here is not known: {reason}."
         if page.parent.name:  # links are from the page
             content = re.sub(r"\]\((figures|runs)/", r"](../\1/", content)
@@ -59,11 +58,11 @@ def with_results(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> dict[Path
 def headline(runs: pd.DataFrame, group: str, figures: Path = Path()) -> str:
     """The result in minutes, what it costs, whether F1 is kept, what was not shown; and the picture of the ladder.
     Raises NotMeasured."""
-    own = select(runs, group)
+    own = load.select(runs, group)
     lines = timed(own).set_index("variant", drop=False)
     full = lines[load.trains_all(lines["variant"])]
     if RECOMMENDED not in lines.index or full["peak_mib"].isna().all():
-        raise NotMeasured(f"{RECOMMENDED} and its memory have not been measured in {group}")
+        raise load.NotMeasured(f"{RECOMMENDED} and its memory have not been measured in {group}")
     gib, stack = (lines["peak_mib"] / 1024).map(number), lines.loc[RECOMMENDED]
     costs = say(
         "costs", finding=speed_finding(lines), base=BASELINE, variant=RECOMMENDED, before=gib[BASELINE],
@@ -84,11 +83,11 @@ def _minutes(runs: pd.DataFrame, own: pd.DataFrame) -> str:
         times = "".join(f"; {name} for one epoch, times {load.FULL_EPOCHS}" for name in short)
         return say("whole", best=minutes[RECOMMENDED], gpu=gpu, rivals=rivals, until=until, times=times,
                    samples=first["spec.n_train"], data=first["data.name"], group=first["group"],
-                   code=commits(whole))  # fmt: skip
+                   code=load.commits(whole))  # fmt: skip
     table = recommend.projected(summary(own))
     minutes = table["minutes"]
     if RECOMMENDED not in minutes or not (rivals := _rivals(minutes)):
-        raise NotMeasured(f"{RECOMMENDED} and the Trainer have not both been timed in {own['group'].iloc[0]}")
+        raise load.NotMeasured(f"{RECOMMENDED} and the Trainer have not both been timed in {own['group'].iloc[0]}")
     peer = table.loc[minutes.index.intersection(tagged("peer")), "speed"].idxmax()
     caveat = "" if table.loc[peer, "cold"] else say("partly_cached", variant=peer, **table.loc[peer])
     return say("projection", best=minutes[RECOMMENDED], gpu=gpu, rivals=rivals, caveat=caveat)
@@ -101,7 +100,7 @@ def _whole(runs: pd.DataFrame, own: pd.DataFrame) -> pd.DataFrame:
     alike = runs["spec.hardware"].isin(own["spec.hardware"]) & runs["model.params_total"].isin(params)
     whole = runs["status"].eq("ok") & runs[load.EPOCHS].isin([1, load.FULL_EPOCHS]) & runs["spec.search"].eq("")
     done = runs[alike & whole & runs["time.resumed_from_step"].isna() & ~load.found_compiled(runs)]
-    seconds = numbers(done, {"process": "time.notebook_s", "run": "time.wall_s"})
+    seconds = load.numbers(done, {"process": "time.notebook_s", "run": "time.wall_s"})
     times = load.FULL_EPOCHS / done[load.EPOCHS].astype(float)
     done = done.assign(times=times, minutes=times * seconds["process"].fillna(seconds["run"]) / 60, training="")
     done = done.dropna(subset="minutes")
@@ -123,10 +122,10 @@ def _rivals(minutes: pd.Series) -> str:
 
 
 def _kept(runs: pd.DataFrame, group: str) -> str:
-    judged = usual(load.judging(runs, group))
+    judged = load.usual(load.judging(runs, group))
     tested = equivalence(judged)
     if RECOMMENDED not in tested.index:
-        raise NotMeasured(f"{RECOMMENDED} has no score")
+        raise load.NotMeasured(f"{RECOMMENDED} has no score")
     line, own = tested.loc[RECOMMENDED], judged[judged["spec.variant"] == RECOMMENDED].iloc[0]
     kept = "stays within {:g} point of" if line["verdict"] == "within" else "does not fall {:g} point below"
     if line["verdict"] in ("open", "beyond"):
@@ -146,7 +145,7 @@ def _not_shown(runs: pd.DataFrame, own: pd.DataFrame) -> str:
 
 def techniques(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """What each of TECHNIQUES gains over what a practitioner would have, with its code."""
-    speed = timed(select(runs, group)).set_index("variant")["samples_per_s"].dropna()
+    speed = timed(load.select(runs, group)).set_index("variant")["samples_per_s"].dropna()
     table = [
         {
             "gain": factor(speed[one.adds] / speed[one.over]),
@@ -171,8 +170,9 @@ def headline_table(runs: pd.DataFrame, judged: pd.DataFrame, names: Iterable[str
     words = lines["variant"].map({name: variant.why for name, variant in VARIANTS.items()})
     lines = lines.drop(columns="ratio±").assign(gib=reserved.reindex(lines.index), why=words)
     heads = f"variant, why=what it is, n, samples_per_s=samples/s, ratio=× {load.baseline(lines)}, gib=GiB reserved"
-    with contextlib.suppress(NotMeasured):  # the columns are left out, and the table of quality says why
-        lines = lines.join(equivalence(usual(judged)).dropna(subset="delta±")[["best_delta", "best_delta±", "verdict"]])
+    with contextlib.suppress(load.NotMeasured):  # the columns are left out, and the table of quality says why
+        tested = equivalence(load.usual(judged)).dropna(subset="delta±")
+        lines = lines.join(tested[["best_delta", "best_delta±", "verdict"]])
         lines["verdict"] = lines["verdict"].map(VERDICTS).fillna(MISSING)
         heads += f", best_delta=ΔF1, verdict=within {MARGIN:g} F1"
     return render(lines, heads, gain="best_delta")
@@ -184,7 +184,7 @@ def source(runs: pd.DataFrame) -> str:
     first, others = shown.iloc[0], load.other_days(shown)
     count = "one" if first["world"] == 1 else first["world"]
     where = "a CPU" if load.on_cpu(runs) else f"{count} {first['env.gpu']}"
-    said = say("source", group=first["group"], code=commits(runs), where=where, micro_batch=first["micro_batch"],
+    said = say("source", group=first["group"], code=load.commits(runs), where=where, micro_batch=first["micro_batch"],
                level=LEVEL)  # fmt: skip
     others = [name for name in others if name in tagged("headline")]
     days = f" {', '.join(others)} ran on another day than {load.baseline(runs)}, on another host."
@@ -193,11 +193,11 @@ def source(runs: pd.DataFrame) -> str:
 
 def variants(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """The headline variants as a table, and where its numbers come from."""
-    own, judged = select(runs, group), usual(load.judging(runs, group))
+    own, judged = load.select(runs, group), load.usual(load.judging(runs, group))
     table = headline_table(own, judged).drop(columns=f"within {MARGIN:g} F1", errors="ignore")
     said = [source(own)]
     for sentence, sources in ((_judged, [judged]), (lead, [runs, group])):
-        with contextlib.suppress(NotMeasured):  # of a group without scores or without the Trainer the table is there
+        with contextlib.suppress(load.NotMeasured):  # the table is there without scores and without the Trainer
             said.append(sentence(*sources))
     return f"{markdown(table)}\n\n{' '.join(said)}"
 
@@ -205,22 +205,22 @@ def variants(runs: pd.DataFrame, group: str, figures: Path) -> str:
 def lead(runs: pd.DataFrame, group: str) -> str:
     """How the lead of the recommended variant over the best of the Trainer and plain PyTorch changes with the batch, in
     a sentence. Raises NotMeasured."""
-    own = select(runs, group)
-    lines = usual(summary(own)).rename(columns={"samples_per_s": "speed"})
+    own = load.select(runs, group)
+    lines = load.usual(summary(own)).rename(columns={"samples_per_s": "speed"})
     _, rival, leads = curves.lead(lines[lines["variant"].isin([RECOMMENDED, *tagged("peer"), *tagged("plain")])])
     if len(leads) < 2:
-        raise NotMeasured(f"{rival} has a speed at one micro-batch alone")
+        raise load.NotMeasured(f"{rival} has a speed at one micro-batch alone")
     said = ", ".join(f"{factor(times)} at {size}" for size, times in leads.items())
-    return say("lead", rival=rival, leads=said, group=group, code=commits(own))
+    return say("lead", rival=rival, leads=said, group=group, code=load.commits(own))
 
 
 def _judged(judged: pd.DataFrame) -> str:
     """Where the table's differences in quality come from."""
     base = judged[(judged["spec.variant"] == BASELINE) & (judged["status"] == "ok")]
     columns = {"best": "quality.best_f1", "silent": "quality.always_null_f1", "n_eval": "quality.n"}
-    means = numbers(base, columns).mean()
+    means = load.numbers(base, columns).mean()
     if means.isna().any():
-        raise NotMeasured(f"{BASELINE} has no F1")
+        raise load.NotMeasured(f"{BASELINE} has no F1")
     return say(
         "judged", base=BASELINE, group=judged["group"].iloc[0], model=judged["model.name"].iloc[0],
         n_train=judged["spec.n_train"].max(), n_eval=means["n_eval"], best=points(means["best"]),
@@ -230,18 +230,18 @@ def _judged(judged: pd.DataFrame) -> str:
 
 def several(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """What several GPUs come to, of the group's kind where that has run, with its picture."""
-    own = nearest(runs, group, "parallel")
+    own = load.nearest(runs, group, "parallel")
     finding, name = scaling.speed_finding(scaling.scaling(own)), own["group"].iloc[0]
-    measured = say("several", finding=finding, group=name, code=commits(own), gpu=own["env.gpu"].iloc[0])
+    measured = say("several", finding=finding, group=name, code=load.commits(own), gpu=own["env.gpu"].iloc[0])
     said = f"{measured} {scaling.projected_words(scaling.projection(own))}"
     return scaling.worded("\n\n".join([said, *_picture(figures / name / "scaling.png")]), own)
 
 
 def language(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """What the same techniques give on a language model, on the group's hardware where it has run, with its picture."""
-    own = nearest(runs, group, "lm-bench")
+    own = load.nearest(runs, group, "lm-bench")
     if own.empty:
-        raise NotMeasured("no language model was timed")
+        raise load.NotMeasured("no language model was timed")
     picture = _picture(figures / own["group"].iloc[0] / "ladder.png")
     return "\n\n".join([f"**{speed_finding(timed(own))}.** {source(own)}", *picture])
 
@@ -256,7 +256,7 @@ def _picture(path: Path) -> list[str]:
 
 def cards(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """What `recommended` takes on cards that people have."""
-    gpu = select(runs, group)["env.gpu"].iloc[0]
+    gpu = load.select(runs, group)["env.gpu"].iloc[0]
     return f"{markdown(recommend.cards_table())}\n\n{say('cards', gpu=gpu)}"
 
 

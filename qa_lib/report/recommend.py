@@ -8,27 +8,21 @@ import pandas as pd
 
 from qa_lib.report import load
 from qa_lib.report.format import number, say
-from qa_lib.report.load import NotMeasured, usual
 from qa_lib.spec import resolve
 from qa_lib.variants import VARIANTS, tagged
 
-# Cards that README.md names: compute capability (x 10), and GiB that are free on one at rest.
-CARDS = {
-    "T4": (75, 14.6), "A100, 40 GB": (80, 39.0), "L4": (89, 22.0), "RTX 4090": (89, 23.5), "H100": (90, 79.0),
-    "RTX 3050, other work beside": (86, 2.5),
-}  # fmt: skip
 PROJECTED = 32  # micro-batch
 
 
 def cards_table() -> pd.DataFrame:
-    """As text, what `recommended` takes on each of CARDS for BERT-base on SQuAD v2, with everything installed. Imports
-    torch, which predicts the memory."""
+    """As text, what `recommended` takes for BERT-base on SQuAD v2 on each card that README.md names, with everything
+    installed. Imports torch, which predicts the memory."""
     from qa_lib.run.memory_estimate import gpu_of
     from qa_lib.run.recommend import choose
 
     data, model = {"name": "squad_v2", "sha256": ""}, {"name": "bert-base-uncased", "revision": ""}
     lines = []
-    for card, (sm, gib) in CARDS.items():
+    for card, sm, gib in load.CARDS.dropna(subset="card")[["card", "sm", "gib"]].itertuples(index=False):
         machine = dataclasses.replace(gpu_of(sm), hardware=card, free_mib=round(1024 * gib))
         asked = resolve("recommended", "full", 0, machine, data, model, data["name"], model["name"])
         found = choose(asked, machine, os.devnull)  # where no card has failed
@@ -49,11 +43,11 @@ def projected(lines: pd.DataFrame, variants=()) -> pd.DataFrame:
     nothing compiled; minutes of training and compilation. Data and scoring are not counted. Raises NotMeasured.
     """
     if len(lines) and lines["task.name"].iloc[0] != "qa":
-        raise NotMeasured("the projection is to SQuAD v2's training questions, and this is another task")
-    part = usual(lines)
+        raise load.NotMeasured("the projection is to SQuAD v2's training questions, and this is another task")
+    part = load.usual(lines)
     part = part[(part["micro_batch"] == PROJECTED) & part["samples_per_s"].notna()].set_index("variant")
     if load.baseline(lines) not in part.index:
-        raise NotMeasured(f"the baseline has no measured speed at micro-batch {PROJECTED} to project from")
+        raise load.NotMeasured(f"the baseline has no measured speed at micro-batch {PROJECTED} to project from")
     part = part.loc[[name for name in variants or tagged("headline") if name in part.index]]
     cold = part["compile_s"].astype(float)
     eager = pd.Series([VARIANTS[name].settings.compile == "none" for name in part.index], part.index)

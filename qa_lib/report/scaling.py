@@ -17,7 +17,6 @@ import pandas as pd
 from qa_lib.presets import Preset
 from qa_lib.report import load
 from qa_lib.report.format import factor, number, say
-from qa_lib.report.load import NotMeasured, is_parallel, numbers, on_cpu
 from qa_lib.report.stats import interval
 from qa_lib.report.summary import average
 from qa_lib.variants import VARIANTS, tagged
@@ -25,12 +24,6 @@ from qa_lib.variants import VARIANTS, tagged
 REFERENCE = Preset.effective_batch  # samples of the batch whose efficiency is 1, as in train/grad_noise.py
 WHERE = ["variant", "world", "stages"]  # a variant, and the GPUs that it ran on
 KEYS = [*WHERE, "batch", "micro_batch"]  # what tells lines apart
-MEASURES = {  # name in lines -> column of runs
-    "rate": "speed.samples_per_s", "step_ms": "time.step_ms.median", "utilisation": "speed.gpu_busy",
-    "busy_ms": "parallel.busy_ms", "exposed_ms": "parallel.exposed_ms", "allreduce_gbs": "parallel.allreduce_gbs",
-    "bubble": "parallel.bubble", "bubble_formula": "parallel.bubble_formula",
-    "learnt": "parallel.efficiency", "goodput": "parallel.goodput",
-}  # fmt: skip
 SPREADS = {"apart": r"parallel\.rank_step_ms\.\d+", "unbalanced": r"parallel\.rank_computing_ms\.\d+"}
 PEAKS = r"memory\.peak_alloc_mib|parallel\.rank_peak_mib\.\d+"
 
@@ -44,20 +37,21 @@ def one_gpu(variant: str) -> str:
 def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     """A group's runs that ended ok, averaged over seeds: a line for each of KEYS, in the order of the variants table.
 
-    Columns: KEYS, n, MEASURES (`rate`: samples/s of all GPUs) with intervals (`rate±`), peak_mib (of the process with
-    the most), apart (the share by which the median step of the slowest process is longer than that of the fastest),
-    unbalanced (the same of how long a pipeline's processes compute in a step), waiting_ms (a step's milliseconds in
-    which a GPU only communicates, or a pipeline's bubble; NaN where neither was measured), `strong`, `strong±`, `weak`,
-    `weak±` (shares; ± over equal seeds where both variants have the same ones) and reference, the variant that was the
-    one GPU, or two if that of `weak` was another, each with "of another day" where it ran by other code. Of the model,
-    precision, length and training of most runs. Raises NotMeasured for runs without any for several GPUs.
+    Columns: KEYS, n, those of measures.csv (`rate`: samples/s of all GPUs) with intervals (`rate±`), peak_mib (of the
+    process with the most), apart (the share by which the median step of the slowest process is longer than that of the
+    fastest), unbalanced (the same of how long a pipeline's processes compute in a step), waiting_ms (a step's
+    milliseconds in which a GPU only communicates, or a pipeline's bubble; NaN where neither was measured), `strong`,
+    `strong±`, `weak`, `weak±` (shares; ± over equal seeds where both variants have the same ones) and reference, the
+    variant that was the one GPU, or two if that of `weak` was another, each with "of another day" where it ran by other
+    code. Of the model, precision, length and training of most runs. Raises NotMeasured for runs without any for several
+    GPUs.
     """
     done = runs[(runs["status"] == "ok") & runs["spec.variant"].isin(VARIANTS)]
     alike = [part for _, part in done.groupby(["model", "precision", "length", "training"], dropna=False)]
     done = max(alike, key=len, default=done)
-    if not is_parallel(done["spec.variant"]).any():
-        raise NotMeasured("no run of a variant for several GPUs (family P) has ended ok")
-    values = numbers(done, MEASURES)
+    if not load.is_parallel(done["spec.variant"]).any():
+        raise load.NotMeasured("no run of a variant for several GPUs (family P) has ended ok")
+    values = load.numbers(done, load.measures("scaling"))
     values["peak_mib"] = done.filter(regex=f"^({PEAKS})$").astype(float).max(axis="columns")
     for name, pattern in SPREADS.items():
         of_ranks = done.filter(regex=f"^{pattern}$").astype(float)
@@ -100,7 +94,7 @@ def _alone(timed: pd.DataFrame, variant: str, batch: float) -> tuple[str | None,
 
 def worded(text: str, runs: pd.DataFrame) -> str:
     """A text about GPUs: on a CPU, where each would be, is a process."""
-    return text.replace("GPUs", "processes").replace("GPU", "process") if on_cpu(runs) else text
+    return text.replace("GPUs", "processes").replace("GPU", "process") if load.on_cpu(runs) else text
 
 
 def common(lines: pd.DataFrame, kind: str) -> list[int]:
@@ -128,7 +122,7 @@ def speed_finding(lines: pd.DataFrame) -> str:
         found[kind] = chosen[(chosen["world"] > 1) & chosen[kind].notna()].sort_values(["world", "rate"])
     every = pd.concat(found.values())
     if every.empty:
-        raise NotMeasured("no variant was run on one GPU and on several at one batch, or at one batch a GPU")
+        raise load.NotMeasured("no variant was run on one GPU and on several at one batch, or at one batch a GPU")
     tried = every[every["variant"].isin(tagged("headline"))]
     shown = (tried if len(tried) else every).sort_values("rate")["variant"].iloc[-1]
     last = {kind: own.iloc[-1] for kind, part in found.items() if len(own := part[part["variant"] == shown])}
@@ -149,11 +143,11 @@ def projection(runs: pd.DataFrame) -> dict:
     lines = scaling(runs)
     sizes = common(lines, "weak")
     if not sizes:
-        raise NotMeasured("no variant has a speed on several GPUs beside its own on one")
+        raise load.NotMeasured("no variant has a speed on several GPUs beside its own on one")
     line = at(lines, "weak", sizes[0]).sort_values(["world", "rate"]).iloc[-1]
     done = runs[runs["status"] == "ok"].rename(columns={"spec.variant": "variant"})
     own = done[(done[KEYS] == line[KEYS]).all(axis="columns")]
-    compile_s = numbers(own, {"compile_s": "time.compile_s"})["compile_s"].fillna(0.0)
+    compile_s = load.numbers(own, {"compile_s": "time.compile_s"})["compile_s"].fillna(0.0)
     cold = bool(not load.found_compiled(own)[compile_s.idxmax()])
     seconds = load.FULL_SAMPLES * load.FULL_EPOCHS / line["rate"] + compile_s.max()
     found = line[["variant", "world", "batch", "rate"]].to_dict()
@@ -182,7 +176,7 @@ def logs_of(runs: pd.DataFrame) -> pd.DataFrame:
 def most_batches(logs: pd.DataFrame) -> pd.DataFrame:
     """Of logs those of the variant that was run at the most batches. Raises NotMeasured without logs."""
     if logs.empty:
-        raise NotMeasured("no run has a steps.jsonl of more than 100 steps beside its record")
+        raise load.NotMeasured("no run has a steps.jsonl of more than 100 steps beside its record")
     return logs[logs["variant"] == logs.groupby("variant")["batch"].nunique().idxmax()]
 
 
@@ -196,7 +190,7 @@ def noise_scales(logs: pd.DataFrame) -> pd.DataFrame:
     found = pd.concat(parts).dropna()
     found = found[found["phi"] > 0].reset_index(drop=True)  # noise may hide the gradient, and phi then is no number
     if found.empty:
-        raise NotMeasured("no log has a noise scale (phi)")
+        raise load.NotMeasured("no log has a noise scale (phi)")
     return found
 
 
@@ -221,7 +215,7 @@ def batch_worth(logs: pd.DataFrame) -> tuple[pd.DataFrame, float]:
     batch were not both run."""
     logs = most_batches(logs)
     if REFERENCE not in set(logs["batch"]) or logs["batch"].max() == REFERENCE:
-        raise NotMeasured(f"no variant was run at batch {REFERENCE} and at a larger one")
+        raise load.NotMeasured(f"no variant was run at batch {REFERENCE} and at a larger one")
     curves = [_smoothed(log) for log in logs["log"]]
     loss = max(curve.min() for curve in curves)
     last = [log["step"].max() * batch for log, batch in zip(logs["log"], logs["batch"], strict=True)]

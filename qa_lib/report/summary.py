@@ -10,24 +10,13 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from qa_lib.report.format import MISSING, compact, count, gain, number, percent, points, written
-from qa_lib.report.load import AXES, TASK, baseline, found_compiled, numbers, place
+from qa_lib.report import format as forms
+from qa_lib.report.load import AXES, CARDS, COLUMNS, TASK, baseline, found_compiled, in_order, measures, numbers
 from qa_lib.report.stats import interval
 from qa_lib.variants import BASELINES, VARIANTS
 
-MEASURES = {  # name in lines -> column of runs; beside them `score`, the one that the task names
-    "samples_per_s": "speed.samples_per_s", "tokens_per_s": "speed.tokens_per_s", "data_ms": "time.data_ms",
-    "step_ms": "time.step_ms.median", "step_p10_ms": "time.step_ms.p10", "step_p90_ms": "time.step_ms.p90",
-    "busy": "speed.gpu_busy", "matrix_share": "speed.gemm_utilization", "joules": "energy.joules_per_sample",
-    "peak_mib": "memory.peak_alloc_mib", "trainable": "model.params_trainable", "compile_s": "time.compile_s",
-    "wall_s": "time.wall_s",
-}  # fmt: skip
-# Dense TFLOP/s of fp16 and bf16 by NVIDIA's data sheets (H100 and H200: half of their 1,979 with sparsity), which MFU
-# is a share of. Cards by PyTorch's name for them; the PCIe cards of a name clock lower and are left out.
-DATA_SHEET_TFLOPS = {
-    "NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100-SXM4-40GB": 312,
-    "NVIDIA L4": 121, "Tesla T4": 65,
-}  # fmt: skip
+HEADINGS = COLUMNS.set_index("heading")
+DATA_SHEET_TFLOPS = CARDS.dropna(subset="gpu").set_index("gpu")["tflops"]
 
 
 def average(values: pd.DataFrame, keys: Iterable) -> pd.DataFrame:
@@ -41,10 +30,11 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     """A group's runs, averaged over seeds: a line for each variant and value of the AXES, in the order of the variants
     table.
 
-    Columns: AXES, TASK, variant, family, change, status, note, n (runs that ended ok) and, over these, MEASURES, mfu
-    and `score` with their intervals (`<name>±`). Against the baseline under the same values: ratio, of samples/s, with
-    `ratio±` over equal seeds where both have the same ones; delta, the score minus the baseline's, with `delta±` over
-    the seeds that both have; break_even (optimizer steps after which compilation is made up for; inf: never).
+    Columns: AXES, TASK, variant, family, change, status, note, n (runs that ended ok) and, over these, those of
+    measures.csv, mfu and `score` with their intervals (`<name>±`). Against the baseline under the same values: ratio,
+    of samples/s, with `ratio±` over equal seeds where both have the same ones; delta, the score minus the baseline's,
+    with `delta±` over the seeds that both have; break_even (optimizer steps after which compilation is made up for;
+    inf: never).
     """
     runs = runs.assign(cell=runs.groupby([*AXES], dropna=False).ngroup(), variant=runs["spec.variant"])
     done = runs[runs["status"] == "ok"]
@@ -62,19 +52,17 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     lines.loc[lines.index.get_level_values("variant") == baseline(runs), ["ratio±", "delta±"]] = math.nan
     saved = (of_base["step_ms"] - lines["step_ms"]) / 1e3
     lines["break_even"] = (lines["compile_s"] / saved).mask(saved <= 0, math.inf).where(lines["compile_s"].notna())
-    described = _described(runs)
-    found = described.join(lines.drop(columns=["paired", "paired±"])).fillna({"n": 0}).astype({"n": int})
-    found = found.reset_index().sort_values(
-        ["cell", "variant"], key=lambda keys: place(keys) if keys.name == "variant" else keys
-    )
-    return found.drop(columns="cell").reset_index(drop=True)
+    found = _described(runs).join(lines.drop(columns=["paired", "paired±"])).fillna({"n": 0}).astype({"n": int})
+    found = in_order(found.reset_index("cell")).sort_values("cell", kind="stable")
+    return found.drop(columns="cell").reset_index()
 
 
 def _measured(runs: pd.DataFrame) -> pd.DataFrame:
-    """MEASURES, score and mfu of runs that ended ok. compile_s is of those that found nothing compiled (what an earlier
-    run has compiled is not this one's price), warm_compile_s of the others; a resumed run timed only its last part."""
+    """What measures.csv has, score and mfu of runs that ended ok. compile_s is of those that found nothing compiled
+    (what an earlier run has compiled is not this one's price), warm_compile_s of the others; a resumed run timed only
+    its last part."""
     metric = f"quality.{runs['task.metric'].iloc[0]}" if len(runs) else "quality.f1"
-    values = numbers(runs, MEASURES | {"score": metric})
+    values = numbers(runs, measures("summary") | {"score": metric})
     peak = runs["env.gpu"].map(DATA_SHEET_TFLOPS).astype(float).where(runs["spec.settings.precision"] != "fp32")
     values["mfu"] = values["matrix_share"] * runs["speed.gemm_tflops_measured"].astype(float) / peak
     values.loc[runs["time.resumed_from_step"].notna(), ["compile_s", "wall_s"]] = math.nan
@@ -112,7 +100,7 @@ def change(variant: str, ancestor: str | None = None) -> str:
     given, as that and every setting between them."""
     found = VARIANTS.get(variant)
     if found is None or found.parent is None:
-        return MISSING if found is None else "baseline"
+        return forms.MISSING if found is None else "baseline"
     changed = dict(found.change)
     ancestor = ancestor or found.parent
     while found.parent != ancestor:
@@ -124,51 +112,24 @@ def change(variant: str, ancestor: str | None = None) -> str:
     return f"baseline ({said})" if variant in BASELINES.values() else said
 
 
-COLUMNS = {  # heading, in which {score} stands for the score's label and {base} for the baseline -> column of lines
-    "variant": "variant",
-    "what it changes": "change",
-    **{label: name for name, label in AXES.items()},
-    "status": "status",
-    "n": "n",
-    "samples/s": "samples_per_s",
-    "tokens/s": "tokens_per_s",
-    "× {base}": "ratio",
-    "step ms [p10–p90]": "step",
-    "waits for data, at most": "waits",
-    "GPU busy": "busy",
-    "of matrix rate": "matrix_share",
-    "MFU": "mfu",
-    "peak MiB": "peak_mib",
-    "J/sample": "joules",
-    "{score}": "score",
-    "Δ{score} vs {base}": "delta",
-    "trainable": "trainable",
-    "compile s": "compile_s",
-    "break-even step": "break_even",
-    "wall s": "wall_s",
-    "note": "note",
-}
-FORMS = dict.fromkeys(("waits", "busy", "matrix_share", "mfu"), percent)  # others are written by `number`
-FORMS |= {"score": points, "delta": gain, "trainable": count}
-WITH_INTERVAL = ("samples_per_s", "tokens_per_s", "ratio", "score", "delta")
-
-
-def result_table(lines: pd.DataFrame, headings: Iterable[str] = COLUMNS) -> pd.DataFrame:
-    """`summary` as text under these of COLUMNS; without those that say nothing: no value, an axis at one, all ok."""
+def result_table(lines: pd.DataFrame, headings: Iterable[str] = HEADINGS.index) -> pd.DataFrame:
+    """`summary` as text under these headings of columns.csv; without those that say nothing: no value, an axis at one,
+    all ok."""
     constant = [label for name, label in AXES.items() if lines[name].nunique(dropna=False) == 1]
     constant += ["status"] if lines["status"].eq("ok").all() else []
-    step, low, high = (lines[name].map(number) for name in ("step_ms", "step_p10_ms", "step_p90_ms"))
+    step, low, high = (lines[name].map(forms.number) for name in ("step_ms", "step_p10_ms", "step_p90_ms"))
     lines = lines.assign(
-        step=(step + " [" + low + "–" + high + "]").where(step != MISSING, MISSING),
+        step=(step + " [" + low + "–" + high + "]").where(step != forms.MISSING, forms.MISSING),
         waits=lines["data_ms"] / lines["step_ms"],
         tokens_per_s=lines["tokens_per_s"].where(lines["task.name"] == "lm"),  # of questions, half are padding
-        break_even=lines["break_even"].map(number).replace("inf", "never"),
-        note=lines["note"].replace("", MISSING),
+        break_even=lines["break_even"].map(forms.number).replace("inf", "never"),
+        note=lines["note"].replace("", forms.MISSING),
     )
     table = {}
     for heading in (heading for heading in headings if heading not in constant):
-        name = COLUMNS[heading]
-        form = FORMS.get(name, number if pd.api.types.is_float_dtype(lines[name]) else str)
-        table[heading] = written(form, lines, name) if name in WITH_INTERVAL else list(lines[name].map(form))
+        column = HEADINGS.loc[heading]
+        name, plain = column["name"], forms.number if pd.api.types.is_float_dtype(lines[column["name"]]) else str
+        form = getattr(forms, str(column["form"]), plain)
+        table[heading] = forms.written(form, lines, name) if column["kind"] == "±" else list(lines[name].map(form))
     names = {"score": lines["task.label"].iloc[0], "base": baseline(lines)}
-    return compact(pd.DataFrame(table)).rename(columns=lambda name: name.format(**names))
+    return forms.compact(pd.DataFrame(table)).rename(columns=lambda name: name.format(**names))

@@ -11,6 +11,7 @@ import importlib
 import math
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -25,7 +26,7 @@ EVERY_S = 2.0  # seconds between two looks at the runs that are followed
 
 def main(args: argparse.Namespace) -> int:
     """Write what was asked for and say how many runs are in it; where it follows, go on until it is stopped."""
-    tracker = next((kind for name, kind in TRACKERS.items() if getattr(args, name)), None)
+    tracker = next(filter(vars(args).get, TRACKERS), None)
     if args.follow and not tracker:
         raise UserError(f"--follow goes with one of {', '.join(f'--{name}' for name in TRACKERS)}")
     found = read_runs(args.runs, args.group)
@@ -58,10 +59,8 @@ def figures_of(record: dict) -> dict[str, float]:
 class TensorBoard:
     """A run as a folder of event files: its steps as curves, its figures at its last step."""
 
-    needs = "torch.utils.tensorboard", "tensorboard"
-
-    def __init__(self, module, record: dict, folder: Path):
-        self.writer = module.SummaryWriter(folder / record["group"] / record["run_id"], flush_secs=1)
+    def __init__(self, module, folder: Path, project: str, name: str, **_):
+        self.writer = module.SummaryWriter(folder / project / name, flush_secs=1)
 
     def log(self, values: dict[str, float], step: int | None) -> None:
         for name, value in values.items():
@@ -71,48 +70,37 @@ class TensorBoard:
         self.writer.close()
 
 
-class WeightsAndBiases:
+def wandb(module, folder: Path, **names):
     """A run of Weights & Biases, offline unless $WANDB_MODE says online: the spec is its config, and the figures, which
     stand at its last step, are in its summary, too, as everything is that was logged last."""
-
-    needs = "wandb", "wandb"
-
-    def __init__(self, module, record: dict, folder: Path):
-        folder.mkdir(parents=True, exist_ok=True)
-        names = {"project": record["group"], "name": record["run_id"], "config": record["spec"]}
-        # Runs that are followed are open at the same time.
-        self.run = module.init(**names, dir=folder, mode=os.environ.get("WANDB_MODE", "offline"), reinit="create_new")
-
-    def log(self, values: dict[str, float], step: int | None) -> None:
-        self.run.log(values, step=step)
-
-    def finish(self) -> None:
-        self.run.finish()
+    folder.mkdir(parents=True, exist_ok=True)
+    # Runs that are followed are open at the same time.
+    return module.init(**names, dir=folder, mode=os.environ.get("WANDB_MODE", "offline"), reinit="create_new")
 
 
-class Trackio(WeightsAndBiases):
+def trackio(module, folder: Path, **names):
     """A run of trackio: the spec is its config, the figures stand at its last step."""
-
-    needs = "trackio", "trackio"
-
-    def __init__(self, module, record: dict, folder: Path):
-        names = {"project": record["group"], "name": record["run_id"], "config": record["spec"]}
-        # In a context of its own, or it would end the run that was opened before; without a dashboard in a notebook,
-        # and without the load of this process, which is not the run's.
-        self.run = contextvars.Context().run(module.init, **names, embed=False, auto_log_cpu=False, auto_log_gpu=False)
+    # In a context of its own, or it would end the run that was opened before; without a dashboard in a notebook, and
+    # without the load of this process, which is not the run's.
+    return contextvars.Context().run(module.init, **names, embed=False, auto_log_cpu=False, auto_log_gpu=False)
 
 
-# By option. What each `needs` is a module, and the package that has it.
-TRACKERS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "trackio": Trackio}
+# By option, which is the name of the package, too: what opens a run with its module. A run has `log` and `finish`.
+TRACKERS = {"tensorboard": TensorBoard, "wandb": wandb, "trackio": trackio}
+MODULES = {"tensorboard": "torch.utils.tensorboard"}  # where it is not that of the package
 
 
 class Export:
-    """Runs on their way to a tracker of one kind, which keeps its files in `folder`. Raises UserError where it is not
-    installed."""
+    """Runs on their way to one of TRACKERS, which keeps its files in `folder`. Raises UserError where its package is
+    not installed."""
 
-    def __init__(self, kind: type, folder: Path):
+    def __init__(self, tracker: str, folder: Path):
         os.environ["TRACKIO_DIR"] = str(folder)  # which trackio reads when it is imported
-        self.kind, self.module, self.folder = kind, package(*kind.needs), folder
+        try:
+            module = importlib.import_module(MODULES.get(tracker, tracker))
+        except ImportError:
+            raise UserError(f"this needs a package that is not installed: pip install {tracker}") from None
+        self.begin = partial(TRACKERS[tracker], module, folder)
         self.open, self.sent = {}, {}  # by run: its tracker, and the last step that this has
 
     def update(self, run: Run) -> None:
@@ -122,25 +110,18 @@ class Export:
         if entry["status"] == record.STARTING or (key in self.sent and key not in self.open):
             return  # a driver's record, before the run has written its own; or it has ended
         if key not in self.sent:
-            self.open[key], self.sent[key] = self.kind(self.module, entry, self.folder), 0
+            names = {"project": entry["group"], "name": entry["run_id"], "config": entry["spec"]}
+            self.open[key], self.sent[key] = self.begin(**names), 0
         for line in steps[steps["step"] > self.sent[key]].to_dict("records"):
             values = {name: line[name] for name in STEP_VALUES if not math.isnan(line[name])}
-            self.open[key].log(values, int(line["step"]))
+            self.open[key].log(values, step=int(line["step"]))
             self.sent[key] = line["step"]
         if entry["status"] in record.TERMINAL:
             tracker = self.open.pop(key)
-            tracker.log(figures_of(entry), entry["time"]["steps"])
+            tracker.log(figures_of(entry), step=entry["time"]["steps"])
             tracker.finish()
 
     def close(self) -> None:
         """Leave there what has not ended as far as it is."""
         for tracker in self.open.values():
             tracker.finish()
-
-
-def package(module: str, name: str):
-    """A module of a package that is no requirement. Raises UserError where it is not installed."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise UserError(f"this needs a package that is not installed: pip install {name}") from None

@@ -34,7 +34,6 @@ from qa_lib.model.architectures import param_counts
 from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.load import check_tokenizer
 from qa_lib.model.qat import WIDTHS
-from qa_lib.record import Speed
 from qa_lib.run.launch import Launcher, run_in_turn
 from qa_lib.run.model_card import check_own, write_card
 from qa_lib.run.plan import check_planned, plan
@@ -50,10 +49,10 @@ from qa_lib.train.pipeline import bubble, measured_bubble
 from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.step_log import StepFailed
 
-# Another task takes a loader in data/load.py, an evaluation in score/, a preset that names it, variants (Variant.task
-# says whose they are), and an entry in both of these, by task, and in each of those: tasks.toml (its scores, what
-# variants are compared by, and words for a model's card), plan.SOURCES (what opens its data), architectures.OF_TASK
-# (the models that it trains), build.HEADS (transformers' class of them).
+# Another task takes a loader in data/load.py, an evaluation in score/, a preset that names it, variants, and an entry
+# in both of these, by task, and in each of those: tasks.toml (its families of variants, its scores, what variants are
+# compared by, and words for a model's card), plan.SOURCES (what opens its data), architectures.OF_TASK (the models that
+# it trains), build.HEADS (transformers' class of them).
 LOADERS = {"qa": load_data, "lm": load_text}  # (spec) -> a run's data
 # (model, data, spec, device, run_dir) -> the record's `quality`; record.SCORING says by which score variants compare.
 EVALUATIONS = {"qa": evaluate.evaluate, "lm": perplexity.evaluate}
@@ -352,7 +351,7 @@ def _note_ranks(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module, r
     return None if None in joules else sum(joules) / ranks.replicas  # each has worked on as many samples
 
 
-def _note_times(entry: dict, spec: Spec, meter: Meter, joules: float | None, speed: Speed) -> None:
+def _note_times(entry: dict, spec: Spec, meter: Meter, joules: float | None, speed: record.Speed) -> None:
     """Put into a record what was timed: speed, step times, compilation, energy."""
     entry["speed"] = dataclasses.asdict(speed)
     entry["time"] |= {"step_ms": dataclasses.asdict(meter.step_ms()), "train_s": sum(meter.times)}
@@ -378,16 +377,13 @@ def outcome_of(problem: BaseException) -> dict:
         problem = problem.__cause__ or problem
     # Libraries have OSErrors of their own. In a step a file that is missing is the compiler's.
     kind = "OSError" if isinstance(problem, OSError) and step is None else type(problem).__name__
-    error = {"kind": kind, "message": str(problem).split("\n")[0], "step": step}
-    return {"status": status, "error": error}
+    return {"status": status, "error": {"kind": kind, "message": str(problem).split("\n")[0], "step": step}}
 
 
 def out_of_memory(problem: BaseException | None) -> bool:
     """PyTorch has a class for what its GPU allocator is refused, and only messages for the host's memory, the driver's,
     cuBLAS's and Triton's. The end of a failed graph capture raises an error of its own over it."""
-    if problem is None:
-        return False
-    return (
+    return problem is not None and (
         isinstance(problem, torch.OutOfMemoryError | MemoryError)
         or (isinstance(problem, RuntimeError) and any(words in str(problem) for words in NO_MEMORY))
         or out_of_memory(problem.__context__)

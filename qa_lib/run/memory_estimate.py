@@ -10,6 +10,8 @@ A language model adds its logits, one for each token and word of the vocabulary.
 layers.
 """
 
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import torch
@@ -28,12 +30,7 @@ from qa_lib.variants import Settings
 
 LIBRARIES_MIB = 100  # measured on one H200: workspaces of cuBLAS, and inputs
 RESERVED = 1.05  # measured on one H200: what the allocator reserves over its peak, 3 to 8 % more
-# Tokens of a sample: the 33 quantiles, from least to most, of the 19,273 samples of 19,017 questions of SQuAD v2
-# (mostly of its training set; CC BY-SA 4.0) in BERT's uncased vocabulary at 384/128.
-QUANTILES = (
-    37, 78, 96, 107, 114, 119, 124, 128, 132, 135, 139, 142, 146, 150, 154, 157, 161,
-    166, 171, 176, 180, 186, 192, 199, 206, 214, 223, 236, 250, 266, 290, 329, 384,
-)  # fmt: skip
+QUANTILES = np.loadtxt(Path(__file__).with_name("squad_lengths.csv"))  # of the tokens of a sample
 QUESTION = 15  # of these tokens, about: a question and what stands around it, which every window repeats
 RECOMPUTED_ADAPTERS = 5.5  # measured: bytes that each layer with adapters keeps all the same, as layer_bytes has them
 SAME = 0.02  # by so much weights and optimizer state of one model and one code differ, measured and predicted

@@ -123,8 +123,7 @@ def _product(**sizes: Several) -> list[dict]:
 def go_offline_without_network(*sources: str) -> None:
     """Where one of the sources is a name of the hub and the hub does not answer, let its library look into its cache
     alone, here and in the processes started from here: it would ask again for half a minute."""
-    own = ("tiny", "synthetic:", "gpt2:")
-    if all(source.startswith(own) or Path(source).exists() for source in sources):
+    if all(source.startswith(("tiny", "synthetic:", "gpt2:")) or Path(source).exists() for source in sources):
         return
     from huggingface_hub import constants, get_session
 
@@ -191,7 +190,8 @@ def _inspect_model(source: str) -> tuple[dict, dict]:
         revision, heads = sha256_of_json(dataclasses.asdict(shape)), shape.hidden // HEAD
         config = {"model_type": "gpt2", "num_hidden_layers": shape.layers, "num_attention_heads": heads}
     elif Path(source).is_dir():
-        revision, config = hash_files(checkpoint_files(Path(source))), inspect_checkpoint(Path(source))[0]
+        config, weights = inspect_checkpoint(Path(source))
+        revision = hash_files(checkpoint_files(Path(source), weights))
     else:
         return _inspect_hub(source)
     return {"name": without_folders(source), "revision": revision[:12]}, config

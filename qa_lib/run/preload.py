@@ -1,5 +1,6 @@
 """What a warm process has imported (see warm.py), and whether that has touched the GPU."""
 
+import contextlib
 import ctypes
 
 import ipykernel.kernelapp  # noqa: F401
@@ -10,14 +11,6 @@ import seaborn  # noqa: F401
 import qa_lib.run.fit  # noqa: F401
 
 NOT_INITIALIZED = 3  # CUresult
-
-
-def cuda_initialized() -> bool:
-    """Whether this process has initialized CUDA's driver, after which no process forked from it can use a GPU."""
-    try:
-        return ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != NOT_INITIALIZED
-    except OSError:  # there is no driver
-        return False
-
-
-TOUCHED = cuda_initialized()
+TOUCHED = False  # whether CUDA's driver is initialized, after which no process forked from this one can use a GPU
+with contextlib.suppress(OSError):  # there is no driver
+    TOUCHED = ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != NOT_INITIALIZED

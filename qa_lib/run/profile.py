@@ -135,12 +135,9 @@ def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dic
         say(f"{spec.variant}: the same kernels one by one, to name them")
         found = trace.label_like(found, _time(open_spec, data, device, 4)[0])
     entry = {
-        "schema": record.PROFILE_SCHEMA,
-        "run_id": spec.run_id,
-        "group": spec.group,
+        **record.beside(record.PROFILE_SCHEMA, spec.run_id, spec.group),
         "spec": {"variant": spec.variant, "preset": spec.preset.name, "seed": spec.seed, "hash": spec.hash,
                  "micro_batch": spec.settings.micro_batch, "adjusted": spec.adjusted},
-        "code": record.code_version(),
         "env": hardware.environment(),
         "time": trace.summary(found, events, step_ms),
         "memory": memory,

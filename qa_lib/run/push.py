@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from qa_lib import record
@@ -27,11 +27,9 @@ def push(run_dir: Path, repo: str, public: bool = False, add: bool = False) -> s
         raise UserError(f"{run_dir}: it has ended as {entry['status']!r}; its model is not that of a whole run")
     try:
         validate_repo_id(repo)
-        owned = "/" in repo
-    except HFValidationError:
-        owned = False
-    if not owned:
-        raise UserError(f"{repo!r} is no name of the hub with its owner, as in me/bert-squad")
+        _, _ = repo.split("/")
+    except ValueError:  # as the hub's own error is, and that of too few parts
+        raise UserError(f"{repo!r} is no name of the hub with its owner, as in me/bert-squad") from None
     if not get_token():
         raise UserError("no token for the hub: type `hf auth login`, or set HF_TOKEN to one that may write")
     with record.lock(run_dir):  # or a run that is done again might replace the model meanwhile

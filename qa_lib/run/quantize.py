@@ -14,15 +14,13 @@ import torch
 
 from qa_lib import record
 from qa_lib.data.squad import Source, open_source
-from qa_lib.data.windows import build_samples
 from qa_lib.errors import UserError
 from qa_lib.measure.hardware import environment
 from qa_lib.model.hf_checkpoint import inspect_checkpoint
 from qa_lib.model.qat import quantize, save_quantized
 from qa_lib.run.plan import identify_data, without_folders
-from qa_lib.score.decode import decode
 from qa_lib.score.f1 import score
-from qa_lib.score.predict import Model, answer, load_qa_model, predict_logits, window_lengths
+from qa_lib.score.predict import Model, answer, answers_to, load_qa_model, window_lengths
 
 ASKED, REPEATS = 10, 5  # questions that are timed, one at a time, and how often
 
@@ -52,11 +50,8 @@ def quantize_run(run_dir: Path, width: str, data: str | None = None, say=print) 
         before, after = (Model(each, tokenizer, *lengths) for each in (model, small))
         say(f"{entry['run_id']}: {len(source.examples)} questions, twice")
         found = {
-            "schema": record.QUANTIZED_SCHEMA,
-            "run_id": entry["run_id"],
-            "group": entry["group"],
+            **record.beside(record.QUANTIZED_SCHEMA, entry["run_id"], entry["group"]),
             "width": width,
-            "code": record.code_version(),
             "env": environment(),
             "data": {"name": without_folders(source.name), "sha256": source.sha256, "n": len(source.examples)},
             "before": scored(before, plain, source),
@@ -79,11 +74,9 @@ def _own_questions(entry: dict) -> Source:
 def scored(loaded: Model, folder: Path, source: Source) -> dict[str, float]:
     """F1 of the answers of a folder's model, the best that a threshold gives, and the bytes of its weights. The model
     is on the CPU, before and after."""
-    samples = build_samples(source, loaded.tokenizer, loaded.max_length, loaded.stride)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    logits = predict_logits(loaded.model.to(device), samples, device)
+    loaded.model.to("cuda" if torch.cuda.is_available() else "cpu")
+    answers = answers_to(source, loaded)
     loaded.model.to("cpu")
-    answers = decode(samples, source.examples, *logits)
     found = score(source.examples, answers.texts, answers.null_odds, 0.0)
     scores = {"f1": found["f1"], "best_f1": found["best_f1"], "best_f1_threshold": found["best_f1_thresh"]}
     return scores | {"weights_bytes": sum(path.stat().st_size for path in inspect_checkpoint(folder)[1])}

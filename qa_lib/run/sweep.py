@@ -138,13 +138,12 @@ def _summary(specs: list[Spec], runs: Path) -> tuple[str, dict[str, int]]:
 
 def progress_of(run_dir: Path) -> tuple[int, int | None]:
     """Steps done and planned, as far as the run's files tell."""
-    try:
+    with contextlib.suppress(record.RecordError, OSError, ArithmeticError, ValueError, LookupError, TypeError):
         planned = record.read_record(run_dir)["spec"]["planned_steps"]
         with open(run_dir / "steps.jsonl", "rb") as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - 400))
             return int(json.loads(stream.read().splitlines()[-1])["step"]), planned
-    except (record.RecordError, OSError, ArithmeticError, ValueError, LookupError, TypeError):
-        return 0, None
+    return 0, None
 
 
 def _own_words(spec: Spec) -> list[str]:

@@ -96,11 +96,9 @@ def supervise(spec: Spec, runs: str) -> None:
     work = call("qa_lib.run.fit:work_as_one", spec, runs)[1:]  # without the Python
     try:
         torchrun(["--standalone", "--nproc-per-node", str(spec.world), *work])
-    except ChildFailedError as failed:
-        exit_codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-        record_fault(spec, run_dir, exit_codes)
-        sys.exit(1)
-    except SignalException:  # from run_processes, which says so in the record
+    except (ChildFailedError, SignalException) as ended:
+        if isinstance(ended, ChildFailedError):  # a signal is from run_processes, which says so in the record
+            record_fault(spec, run_dir, {rank: failure.exitcode for rank, failure in ended.failures.items()})
         sys.exit(1)
 
 

@@ -31,26 +31,19 @@ class Forked:
     def __init__(self, process: multiprocessing.process.BaseProcess):
         process.start()
         self._process, self.pid = process, process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
+        self.terminate, self.kill = process.terminate, process.kill
 
     def poll(self) -> int | None:
         return self._process.exitcode
 
+    returncode = property(poll)
+
     def wait(self) -> int | None:
         self._process.join()
-        return self._process.exitcode
+        return self.returncode
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self._process.terminate()
-
-    def kill(self) -> None:
-        self._process.kill()
 
 
 def fork(command: list[str], env: dict[str, str], log: Path) -> Forked:
@@ -75,11 +68,10 @@ def _become(command: list[str], env: dict[str, str], log: str, folder: str) -> N
     _run_module(command[2:])
 
 
-def _take_on(env: dict[str, str], folder: str | None) -> None:
+def _take_on(env: dict[str, str], folder: str) -> None:
     os.environ.clear()
     os.environ.update(env)
-    if folder:
-        os.chdir(folder)
+    os.chdir(folder)
 
 
 def _run_module(words: list[str]) -> None:

@@ -29,8 +29,7 @@ def evaluate(model: torch.nn.Module, data: Data, spec: Spec, device: torch.devic
     examples = data.validation.examples
     answers = decode(data.validation_samples, examples, *rows)
     answers.write(run_dir / "answers")
-    found = score(examples, answers.texts, answers.null_odds, 0.0)
-    found["loss"] = loss
+    found = score(examples, answers.texts, answers.null_odds, 0.0) | {"loss": loss}
     found["always_null_f1"] = score(examples, dict.fromkeys(answers.texts, ""))["f1"]
     official = TASKS["qa"]["official"]
     return {name: found.get(official.get(name, name)) for name in SCORING["qa"]["scores"]}

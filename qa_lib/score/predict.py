@@ -34,7 +34,7 @@ from qa_lib.model.hf_checkpoint import find_folder, inspect_checkpoint
 from qa_lib.model.load import check_tokenizer, load
 from qa_lib.presets import stride_of
 from qa_lib.record import read_record
-from qa_lib.score.decode import LOWEST, decode
+from qa_lib.score.decode import LOWEST, Answers, decode
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 # Without cuDNN's, which is prepared anew for each batch's shape, for longer than the batch then takes.
@@ -196,6 +196,13 @@ def answer(loaded: Model, question: str, context: str) -> dict:
     return {"margin": margin, "nbest": nbest, **read, "ms": times}
 
 
+def answers_to(source: Source, loaded: Model, cache=None, progress: bool = False) -> Answers:
+    """The answers to a source's questions, by a model where it is; `cache` is that of build_samples."""
+    samples = build_samples(source, loaded.tokenizer, loaded.max_length, loaded.stride, cache)
+    logits = predict_logits(loaded.model, samples, loaded.model.device, progress=progress)
+    return decode(samples, source.examples, *logits)
+
+
 def main(args: argparse.Namespace) -> int:
     """Write the four prediction files, or print the answer to one question as JSON (an empty one: no answer)."""
     given = [value is not None for value in (args.data, args.out, args.question, args.context)]
@@ -203,12 +210,9 @@ def main(args: argparse.Namespace) -> int:
     if not file and given != [False, False, True, True]:
         raise UserError("predict takes either DATA.json and --out, or --question and --context")
     source = open_source(args.data, "validation", labelled=False) if file else asked(args.question, args.context)
-    examples = source.examples  # bad data is told before the model takes its seconds to load
+    _ = source.examples  # bad data is told before the model takes its seconds to load
     loaded = load_answerer(find_folder(args.model))
-    cache = None if file else False
-    samples = build_samples(source, loaded.tokenizer, loaded.max_length, loaded.stride, cache)
-    logits = predict_logits(loaded.model, samples, loaded.model.device, progress=file and sys.stderr.isatty())
-    answers = decode(samples, examples, *logits)
+    answers = answers_to(source, loaded, None if file else False, progress=file and sys.stderr.isatty())
     if file:
         print("\n".join(map(str, answers.write(args.out))))
     else:
