@@ -18,7 +18,7 @@ from qa_lib.report import style
 from qa_lib.report.format import MISSING, number, percent
 from qa_lib.report.load import NotMeasured, baseline, commits, place, usual
 from qa_lib.report.stats import LEVEL
-from qa_lib.report.style import BLUE, GREY, ORANGE
+from qa_lib.report.style import BLUE, GREEN, GREY, ORANGE
 from qa_lib.report.summary import summary
 from qa_lib.variants import RECOMMENDED, VARIANTS, tagged
 
@@ -70,24 +70,25 @@ def speed_finding(lines: pd.DataFrame) -> str:
 def fig_ladder(runs: pd.DataFrame) -> Figure:
     """Training speed rung by rung, with its factors to the baseline and to the variant that it changes; then that of
     the Trainer and of plain PyTorch."""
-    groups = {"this library": ("ladder", BLUE), "the Trainer": ("peer", GREY), "plain PyTorch": ("plain", ORANGE)}
-    order, lines = [name for tag, _ in groups.values() for name in tagged(tag)], timed(runs)
-    shown = lines[lines["variant"].isin(order)].sort_values("variant", key=lambda names: names.map(order.index))
+    base, lines = baseline(runs), timed(runs)
+    ours = [name for name in tagged("ladder") if name != base]
+    groups = {"baseline": [base], "this library": ours, "the Trainer": tagged("peer"), "plain PyTorch": tagged("plain")}
+    order = [name for names in groups.values() for name in names]
+    shown = lines[lines["variant"].isin(order)]
+    shown = shown.sort_values("variant", key=lambda names: names.map(order.index), ignore_index=True)
     if len(shown) < 2:
         raise NotMeasured("the ladder has one rung")
-    shown = shown.reset_index(drop=True)
-    note = f"Micro-batch {shown['micro_batch'].iloc[0]}. Whiskers are {LEVEL} % intervals over three seeds or more. "
-    note += f"Code {commits(runs)}"
+    note = f"Micro-batch {shown['micro_batch'].iloc[0]}. Whiskers are {LEVEL} % intervals. {style.code(commits(runs))}"
     figure = style.group_figure(runs, speed_finding(lines), note, 0.34 * len(shown) + 1.75)
     axis, speed = figure.subplots(), shown["samples_per_s"]
-    for label, (tag, color) in groups.items():
-        chosen = shown["variant"].isin(tagged(tag))
+    for color, (label, names) in zip((GREEN, BLUE, GREY, ORANGE), groups.items(), strict=True):
+        chosen = shown["variant"].isin(names)
         if chosen.any():  # the legend gives bars that are none a colour of their own
             axis.barh(shown.index[chosen], speed[chosen], color=color, label=label, height=0.7)
     axis.errorbar(speed, shown.index, xerr=shown["samples_per_s±"], fmt="none", color="black", capsize=3, linewidth=1)
     for height, note in shown.loc[speed.isna(), "note"].items():
         axis.text(0, height, " " + textwrap.shorten(note or "not measured", 60), va="center", fontsize=8)
-    factors = {f"× {baseline(runs)}": shown["ratio"].map(number), "× variant above": _gains(shown)}
+    factors = {f"× {base}": shown["ratio"].map(number), "× variant above": _gains(shown)}
     style.columns(axis, {"samples/s": speed.map(number)} | factors | {"n": shown["n"].map(str)})
     style.name_bars(axis, [style.wrap(f"{name}: {VARIANTS[name].why}", 48) for name in shown["variant"]])
     axis.set(xlabel="samples/s in training (longer is faster)", xlim=(0, 1.05 * speed.max()))
@@ -150,12 +151,10 @@ def profile_figure(title: str, shown: dict[str, dict], height: float) -> Figure:
     code = sorted({str(profile["code"]["commit"])[:7] for profile in shown.values()})
     sizes = sorted({profile["spec"]["micro_batch"] for profile in shown.values()})
     profile = next(iter(shown.values()))
+    env = profile["env"]
     note = f"Group {profile['group']}, profiled apart from its timed runs, micro-batch {', '.join(map(str, sizes))}. "
-    note += f"Code {', '.join(code)}. "
-    if profile["env"]["gpu"]:
-        note += f"{profile['env']['gpu']}, host {profile['env']['cpu']}."
-    else:
-        note += "On a CPU: operators' own times under the profiler, which proves the plumbing only."
+    note += f"{style.code(', '.join(code))}. "
+    note += f"{env['gpu']}, host {env['cpu']}." if env["gpu"] else f"Operators' own times. {style.CPU_CAVEAT}."
     return style.new_figure(title, note, height)
 
 
@@ -176,11 +175,15 @@ def fig_step(runs: pd.DataFrame) -> Figure:
 def step(shown: dict[str, dict]) -> Figure:
     """What a step of each of some profiles {name: profile} spends its time on: a bar a phase, a block a part of the
     model; as it was without the profiler."""
+    times = [profile["time"] for profile in shown.values()]
     title = "A step takes " + ", ".join(f"{number(shown[name]['time']['step_ms'])} ms in {name}" for name in shown)
+    if times[-1]["step_ms"] < times[0]["step_ms"]:
+        before, after = (pd.DataFrame(times[at]["parts"]).sum(axis="columns") for at in (0, -1))
+        parts = before.sub(after, fill_value=0.0).nlargest(2).index
+        title += f"; {' + '.join(parts)}: {number(before[parts].sum())} → {number(after.reindex(parts).sum())} ms"
     figure = profile_figure(title, shown, 1.4 + 1.3 * len(shown))
     axes = figure.subplots(len(shown), squeeze=False)[:, 0]
-    for axis, (name, profile) in zip(axes, shown.items(), strict=True):
-        time = profile["time"]
+    for axis, name, time in zip(axes, shown, times, strict=True):
         table = pd.DataFrame(time["parts"]).T.reindex([*PHASES, "waiting"], columns=[*PARTS, "waiting"]).fillna(0.0)
         table.loc["waiting", "waiting"] = max(0.0, time["step_ms"] - time["busy_ms"])
         style.stack(axis, table, PART_COLORS)
@@ -190,11 +193,10 @@ def step(shown: dict[str, dict]) -> Figure:
             said += f", {time['launches_per_step']:,.0f} launches"
         axis.set_title(said, loc="left", fontsize=10)
     longest = max(axis.get_xlim()[1] for axis in axes)
-    wide = longest / 25  # a block that has room for its number
     for axis in axes:
         axis.set_xlim(0, longest)
-        for blocks in axis.containers:
-            axis.bar_label(blocks, fmt=lambda ms: number(ms) if ms > wide else "", label_type="center", fontsize=7)
+        for blocks in axis.containers:  # a wide block has room for its number
+            axis.bar_label(blocks, fmt=lambda ms: number(ms) if ms > longest / 25 else "", label_type="center", fontsize=7)
     axes[-1].set_xlabel("ms")
     style.legend(axes[0], 1.2)
     return figure
@@ -217,11 +219,11 @@ def phases(shown: dict[str, dict]) -> Figure:
     table.loc[ended, "gradients and workspace"] += memory["grads_mib"].astype(float) / 1024
     table.loc[ended, "activations"] = 0.0
     peaks = memory["peak_mib"].astype(float)
-    least, most = peaks.idxmin(), peaks.idxmax()
+    most, other = peaks.idxmax(), RECOMMENDED if RECOMMENDED in peaks else peaks.idxmin()
     largest = table.loc[most].idxmax()
-    title = f"{largest.capitalize()} fill {percent(1024 * table.loc[most, largest] / peaks[most])} of {most}'s peak"
-    if least != most:
-        title += f"; of these variants {least} peaks lowest, at {percent(peaks[least] / peaks[most])}"
+    shares = (1024 * table[largest] / peaks).map(percent)
+    title = f"{largest.capitalize()} fill {shares[most]} of the peak in {most}"
+    title += f", {shares[other]} in {other}" if other != most else ""
     figure = profile_figure(title, shown, 1.4 + 0.3 * len(shown))
     axis = figure.subplots()
     style.stack(axis, table, HELD_COLORS)

@@ -16,6 +16,7 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
 from PIL import Image
 
 from qa_lib.errors import first_line
@@ -28,6 +29,7 @@ DPI = 150  # of files; a notebook shows 100
 COLORBLIND = sns.color_palette("colorblind")  # safe for the common colour-vision deficiencies
 BLUE, ORANGE, GREEN, RED, *_ = COLORBLIND
 GREY = "0.6"
+THOUSANDS = "{x:,g}"  # numbers on axes, as tables have them
 SPOILT = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)  # of a spoilt record
 CPU_CAVEAT = "CPU speeds prove the plumbing only and say nothing about GPUs"
 
@@ -56,6 +58,12 @@ def group_figure(runs: pd.DataFrame, title: str, note: str, height: float) -> Fi
     """As new_figure, of a group's runs: a CPU's say so, and the caption ends with group and GPU."""
     where = [f"Group {runs['group'].iloc[0]}", *(sorted(set(runs["env.gpu"].dropna())) or [CPU_CAVEAT])]
     return new_figure("On a CPU: " * on_cpu(runs) + title, ". ".join(filter(None, [note, *where])) + ".", height)
+
+
+def code(versions: str) -> str:
+    """For a caption: the versions of the code that load.commits names, or two of them and how many more there are."""
+    named = versions.split(", ")
+    return "Code " + ", ".join([*named[:2], *[f"and {len(named) - 2} more"] * (len(named) > 2)])
 
 
 def legend(axis: Axes, height: float = 1.0) -> None:
@@ -133,6 +141,9 @@ def digest(runs: pd.DataFrame) -> str:
 def png(figure: Figure, dpi: int = DPI, **more: str) -> bytes:
     """A figure as PNG with its title, and `more`, in the file; without date and software version, so that equal figures
     are equal bytes."""
+    for side in (side for axis in figure.axes for side in (axis.xaxis, axis.yaxis)):
+        if isinstance(side.get_major_formatter(), ScalarFormatter):
+            side.set_major_formatter(THOUSANDS)
     stream = io.BytesIO()
     with style():
         figure.savefig(stream, format="png", dpi=dpi, metadata={"Software": None, "Title": title_of(figure)} | more)
