@@ -192,11 +192,11 @@ def step(shown: dict[str, dict]) -> Figure:
         if time["launches_per_step"] is not None:
             said += f", {time['launches_per_step']:,.0f} launches"
         axis.set_title(said, loc="left", fontsize=10)
-    longest = max(axis.get_xlim()[1] for axis in axes)
+    reach = max(axis.get_xlim()[1] for axis in axes)
     for axis in axes:
-        axis.set_xlim(0, longest)
-        for blocks in axis.containers:  # a wide block has room for its number
-            axis.bar_label(blocks, fmt=lambda ms: number(ms) if ms > longest / 25 else "", label_type="center", fontsize=7)
+        axis.set_xlim(0, reach)
+        for bars in axis.containers:  # a wide one has room for its number
+            axis.bar_label(bars, fmt=lambda ms: number(ms) if ms > reach / 25 else "", label_type="center", fontsize=7)
     axes[-1].set_xlabel("ms")
     style.legend(axes[0], 1.2)
     return figure
