@@ -52,7 +52,7 @@ def along(table: pd.DataFrame, size: str) -> tuple[str, pd.DataFrame]:
     if part[size].nunique() < 2:
         raise NotMeasured(f"no two runs differ in {size.replace('_', '-')} alone")
     given = zip(others, values, strict=True)
-    return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in given if value), part
+    return ", ".join(f"{name.replace('_', '-')} {value:,}" for name, value in given if value), part
 
 
 def fit(part: pd.DataFrame) -> tuple[float, float, float]:
