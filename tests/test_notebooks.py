@@ -329,7 +329,8 @@ def test_the_report_and_explore_notebooks_run_in_any_process(tmp_path, monkeypat
     monkeypatch.chdir(ROOT)
     for variant in ROWS:
         make(tmp_path, variant)
-    report = run_here("notebooks/report.ipynb", runs=str(tmp_path), group="cpu-smoke")
+    own = {"runs": str(tmp_path), "figures": str(tmp_path / "figures")}
+    report = run_here("notebooks/report.ipynb", group="cpu-smoke", **own)
     shown = "".join(data.get("text/markdown", "") for data in report)
     assert all(variant in shown for variant in ROWS)
     assert sum("image/png" in data for data in report) == FIGURES

@@ -355,6 +355,30 @@ def test_a_figure_is_kept_with_its_title_and_what_it_was_drawn_from(runs, tmp_pa
     assert style.figures_of(Path("figures/cpu-smoke")) == [(title, png)]
 
 
+def test_a_step_that_got_shorter_says_what_shrank():
+    """Here with the time of one part that is as long as before and of two that are not."""
+    profile = next(filter(None, (one.profile() for one in read_runs(ROOT / "runs", load.REFERENCE))))
+    parts = {"attention": 4.0, "copies": 3.0, "norms and elementwise": 9.0}
+    times = {"A1": parts, "A3": parts | {"copies": 1.0, "norms and elementwise": 0.5}}
+    shown = {
+        name: profile | {"time": profile["time"] | {"step_ms": sum(own.values()), "parts": {"forward": own}}}
+        for name, own in times.items()
+    }
+    title = "A step takes 16.0 ms in A1, 5.50 ms in A3; norms and elementwise + copies: 12.0 → 1.50 ms"
+    assert style.title_of(figures.step(shown)) == title
+    assert style.title_of(figures.step({"A1": shown["A1"]})) == "A step takes 16.0 ms in A1"
+
+
+def test_axes_write_thousands_and_captions_two_versions_as_tables_do():
+    figure = style.new_figure("Title", "", 3.0)
+    axis = figure.subplots()
+    axis.set(xlim=(0, 12_000), ylim=(0, 1.2))
+    style.png(figure)
+    assert "12,000" in [label.get_text() for label in axis.get_xticklabels()]
+    assert "1.0" in [label.get_text() for label in axis.get_yticklabels()]
+    assert style.code("a, b") == "Code a, b" and style.code("a, b, c, d") == "Code a, b, and 2 more"
+
+
 def test_what_cannot_be_shown_is_a_sentence(runs):
     own = select(load_runs(runs), "cpu-smoke")
     assert style.show(figures.fig_step, own).data.startswith("*Not shown: no run of this group has a profile")

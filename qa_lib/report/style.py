@@ -142,7 +142,7 @@ def png(figure: Figure, dpi: int = DPI, **more: str) -> bytes:
     """A figure as PNG with its title, and `more`, in the file; without date and software version, so that equal figures
     are equal bytes."""
     for side in (side for axis in figure.axes for side in (axis.xaxis, axis.yaxis)):
-        if isinstance(side.get_major_formatter(), ScalarFormatter):
+        if isinstance(side.get_major_formatter(), ScalarFormatter) and max(side.get_view_interval()) >= 1000:
             side.set_major_formatter(THOUSANDS)
     stream = io.BytesIO()
     with style():
