@@ -307,11 +307,12 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([_as_json(variant) for variant in VARIANTS.values()], indent=1))
         return 0
+    print(f"{'variant':25}{'parent':25}{'GPU':5}change, and why below it")
     for variant in VARIANTS.values():
         change = ", ".join(f"{key} = {value}" for key, value in variant.change.items()) or "baseline"
         newer = f"{capability / 10}" if (capability := since(variant.settings)) else "-"
-        print(f"{variant.name:26}{variant.parent or '-':18}{newer:5}{change}\n    {variant.why}")
-    print("The number is the compute capability from which GPUs run it: a T4 has 7.5, an A100 8.0, an H100 9.0.")
+        print(f"{variant.name:25}{variant.parent or '-':25}{newer:5}{change}\n    {variant.why}")
+    print("GPU: the compute capability from which GPUs run it: a T4 has 7.5, an A100 8.0, an H100 9.0.")
     return 0
 
 
