@@ -202,8 +202,8 @@ class Variant:
     """What is compared: `change` holds at most one field of Settings, the difference to `parent`.
 
     `tags` say where the report shows it: on the `ladder` of figures, beside it as a `peer` (transformers.Trainer) or
-    `plain` (PyTorch), in tables of few variants (`headline`), as a `technique` of the README; and whether `quickstart`
-    trains it. What has no tag stands in the whole tables.
+    `plain` (PyTorch), in tables of few variants (`headline`), as what the Trainer is by `default`; and whether
+    `quickstart` trains it. What has no tag stands in the whole tables.
     """
 
     name: str
@@ -307,11 +307,12 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([_as_json(variant) for variant in VARIANTS.values()], indent=1))
         return 0
+    print(f"{'variant':25}{'parent':25}{'GPU':5}change, and why below it")
     for variant in VARIANTS.values():
         change = ", ".join(f"{key} = {value}" for key, value in variant.change.items()) or "baseline"
         newer = f"{capability / 10}" if (capability := since(variant.settings)) else "-"
-        print(f"{variant.name:26}{variant.parent or '-':18}{newer:5}{change}\n    {variant.why}")
-    print("The number is the compute capability from which GPUs run it: a T4 has 7.5, an A100 8.0, an H100 9.0.")
+        print(f"{variant.name:25}{variant.parent or '-':25}{newer:5}{change}\n    {variant.why}")
+    print("GPU: the compute capability from which GPUs run it: a T4 has 7.5, an A100 8.0, an H100 9.0.")
     return 0
 
 

@@ -100,7 +100,7 @@ def test_hub_is_asked_for_data_and_never_for_code(monkeypatch):
         raise ConnectionError("no network\nat all")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    refused(r"^'squad_v2': no such file .*no network\): --data takes a file or a folder", examples_of, "squad_v2")
+    refused(r"^'squad_v2': no such file .*no network\): give --data FOLDER, a folder", examples_of, "squad_v2")
 
 
 def test_flat_data_of_another_kind_is_refused(tmp_path):

@@ -43,13 +43,14 @@ def commands():
 def test_the_readme_has_commands_of_every_kind():
     found = commands()
     assert len(found) >= 8
-    assert {words[0] for words in found} == {"make", "python", "papermill", "jupyter", "pip", "git"}
+    assert {words[0] for words in found} == {"make", "python", "papermill", "jupyter", "pip", "git", "."}
     assert {words[3] for words in found if words[0] == "python"} == set(VERBS)
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_a_command_of_the_readme_is_one_that_exists(words):
     known = {"make": make, "python": python, "papermill": papermill, "jupyter": jupyter, "pip": pip, "git": git}
+    known |= {".": activate}
     known[words[0]](words)
 
 
@@ -93,6 +94,11 @@ def pip(words):
 
 def git(words):
     assert words[1] == "clone"
+
+
+def activate(words):
+    """The environment that make has made."""
+    assert words == [".", ".venv/bin/activate"]
 
 
 def test_the_repository_has_one_address():

@@ -149,4 +149,4 @@ def test_the_page_has_the_records_that_are_committed():
     runs = committed()
     groups = set(runs.loc[runs["spec.preset.name"] == "speedrun", "group"])
     assert [group for group in groups if f"runs/{group}.jsonl" not in PAGE] == []
-    assert ("No record yet." in PAGE) == (not groups)
+    assert ("No entry yet." in PAGE) == (not groups)

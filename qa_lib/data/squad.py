@@ -111,7 +111,7 @@ def open_source(source: str | os.PathLike, split: str, fix_spans: bool = False, 
         name = str(Path(name))
         content = _saved(Path(name), split)
     elif not local and is_hub_name(name):
-        digest, table = hub_table(name, split, "a file or a folder in SQuAD's format")
+        digest, table = hub_table(name, split, "train.json and validation.json in SQuAD's format")
         content = digest, lambda: flat_rows(table(), name)
     else:
         raise DataError(f"{name!r}: no such file or folder")
@@ -250,9 +250,9 @@ def _saved(folder: Path, split: str) -> tuple[Callable[[], str], Callable]:
     return digest, lambda: flat_rows(load(), str(folder))
 
 
-def hub_table(name: str, split: str, instead: str) -> tuple[Callable[[], str], Callable]:
+def hub_table(name: str, split: str, files: str) -> tuple[Callable[[], str], Callable]:
     """What hashes, and what loads, a data set of the hub, once and never with remote code. Both raise DataError, which
-    says what --data takes `instead`."""
+    says what `files` a folder may have in its place."""
 
     @cache
     def table():
@@ -263,7 +263,8 @@ def hub_table(name: str, split: str, instead: str) -> tuple[Callable[[], str], C
         except Exception as error:  # offline, unknown, gated, a script: the library says which
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise DataError(
-                f"{name!r}: no such file or folder, nor to be had from the hub ({reason}): --data takes {instead}"
+                f"{name!r}: no such file or folder, nor to be had from the hub ({reason}): "
+                f"give --data FOLDER, a folder with {files}"
             ) from None
 
     return lambda: hashlib.sha256(f"{name} {split} {table()._fingerprint}".encode()).hexdigest(), table

@@ -64,7 +64,7 @@ def open_text(source: str | os.PathLike, split: str) -> Source:
     if path:
         return Source(str(path), partial(sha256_of, path), partial(_lines, path))
     if is_hub_name(name) and not name.endswith(ENDINGS):
-        digest, table = hub_table(name, split, "a text file, or a folder with train.txt and validation.txt")
+        digest, table = hub_table(name, split, "train.txt and validation.txt")
         return Source(name, digest, partial(_rows, table, name))
     raise DataError(f"{name!r}: no such file or folder")
 

@@ -8,6 +8,7 @@ import argparse
 import itertools
 import os
 import tempfile
+import textwrap
 from pathlib import Path
 
 import pandas as pd
@@ -75,7 +76,7 @@ def overview(runs: pd.DataFrame, group: str) -> str:
         said.append(f"and {len(table) - SHOWN} more in the report")
     others = [name for name in load.newest(runs) if name != group]
     if others:
-        said += ["", f"Other groups (--group): {', '.join(others)}"[:100]]
+        said += ["", textwrap.shorten(f"Other groups (--group): {', '.join(others)}", 100, placeholder=" …")]
     return "\n".join(said)
 
 
@@ -105,10 +106,11 @@ def execute(notebook: str, page: Path, parameters: dict) -> None:
 
 
 def as_markdown(found, page: Path) -> str:
-    """An executed notebook as Markdown without its code, its pictures those that were saved as files."""
+    """An executed notebook as Markdown without its code, and without the sentences that lead to
+    code alone (tag `setup`); its pictures are those that were saved as files."""
     parts = []
     for cell in found.cells:
-        if cell.cell_type == "markdown":
+        if cell.cell_type == "markdown" and "setup" not in cell.metadata.get("tags", []):
             parts.append(cell.source)
         for output in cell.get("outputs", []):
             picture = output.get("metadata", {}).get("image/png", {})

@@ -60,15 +60,13 @@ def headline(runs: pd.DataFrame, group: str, figures: Path = Path()) -> str:
     Raises NotMeasured."""
     own = load.select(runs, group)
     lines = timed(own).set_index("variant", drop=False)
-    full = lines[load.trains_all(lines["variant"])]
-    if RECOMMENDED not in lines.index or full["peak_mib"].isna().all():
+    gib = _reserved(own).reindex(lines.index)
+    full = gib[load.trains_all(lines["variant"])]
+    if RECOMMENDED not in lines.index or full.isna().all():
         raise load.NotMeasured(f"{RECOMMENDED} and its memory have not been measured in {group}")
-    gib, stack = (lines["peak_mib"] / 1024).map(number), lines.loc[RECOMMENDED]
-    costs = say(
-        "costs", finding=speed_finding(lines), base=BASELINE, variant=RECOMMENDED, before=gib[BASELINE],
-        after=gib[RECOMMENDED],
-        lean=gib[full["peak_mib"].idxmin()], compile_s=number(stack["compile_s"]), steps=number(stack["break_even"]),
-    )  # fmt: skip
+    stack, (before, after, lean) = lines.loc[RECOMMENDED], map(number, (*gib[[BASELINE, RECOMMENDED]], full.min()))
+    costs = say("costs", finding=speed_finding(lines), base=BASELINE, variant=RECOMMENDED, before=before, after=after,
+                lean=lean, compile_s=number(stack["compile_s"]), steps=number(stack["break_even"]))  # fmt: skip
     said = [_minutes(runs, own), f"{costs} {_kept(runs, group)}", _not_shown(runs, own)]
     return "\n\n".join([*said, *_picture(figures / group / "ladder.png")])
 
@@ -110,15 +108,14 @@ def _whole(runs: pd.DataFrame, own: pd.DataFrame) -> pd.DataFrame:
 def _rivals(minutes: pd.Series) -> str:
     """What a training takes the Trainer as it comes, the Trainer at its best and plain PyTorch at its best, of those
     that have minutes; nothing without the first."""
-    peers = minutes.index.intersection(tagged("peer"))
-    as_it_comes = [name for name in peers if VARIANTS[name].change == {"engine": "trainer"}]
+    peers, as_it_comes = (minutes.index.intersection(tagged(tag)) for tag in ("peer", "default"))
     ways = {
         "`transformers.Trainer` takes {:.1f} as it comes": as_it_comes,
         "{:.1f} with everything it offers": peers.drop(as_it_comes),
         "plain PyTorch {:.1f} at its best": minutes.index.intersection(tagged("plain")),
     }
     said = [words.format(minutes[names].min()) for words, names in ways.items() if len(names)]
-    return " and ".join([", ".join(said[:-1]), said[-1]] if len(said) > 1 else said) if as_it_comes else ""
+    return " and ".join([", ".join(said[:-1]), said[-1]] if len(said) > 1 else said) if len(as_it_comes) else ""
 
 
 def _kept(runs: pd.DataFrame, group: str) -> str:
@@ -166,9 +163,8 @@ def headline_table(runs: pd.DataFrame, judged: pd.DataFrame, names: Iterable[str
     lines = load.largest_batch(summary(runs)).set_index("variant", drop=False)
     if lines["variant"].isin(names).any():
         lines = lines[lines["variant"].isin(names)]
-    reserved = load.largest_batch(runs).groupby("spec.variant")["memory.peak_reserved_mib"].max().astype(float) / 1024
     words = lines["variant"].map({name: variant.why for name, variant in VARIANTS.items()})
-    lines = lines.drop(columns="ratio±").assign(gib=reserved.reindex(lines.index), why=words)
+    lines = lines.drop(columns="ratio±").assign(gib=_reserved(runs).reindex(lines.index), why=words)
     heads = f"variant, why=what it is, n, samples_per_s=samples/s, ratio=× {load.baseline(lines)}, gib=GiB reserved"
     with contextlib.suppress(load.NotMeasured):  # the columns are left out, and the table of quality says why
         tested = equivalence(load.usual(judged)).dropna(subset="delta±")
@@ -176,6 +172,12 @@ def headline_table(runs: pd.DataFrame, judged: pd.DataFrame, names: Iterable[str
         lines["verdict"] = lines["verdict"].map(VERDICTS).fillna(MISSING)
         heads += f", best_delta=ΔF1, verdict=within {MARGIN:g} F1"
     return render(lines, heads, gain="best_delta")
+
+
+def _reserved(runs: pd.DataFrame) -> pd.Series:
+    """GiB that PyTorch took from the card at most for each variant, at the largest micro-batch: the most of all seeds.
+    What is allocated of it leaves out the memory of torch.compile's own CUDA graphs."""
+    return load.largest_batch(runs).groupby("spec.variant")["memory.peak_reserved_mib"].max().astype(float) / 1024
 
 
 def source(runs: pd.DataFrame) -> str:

@@ -81,7 +81,7 @@ def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -
         done += 1
         bar.update()
         left = (time.monotonic() - begin) / (done - before) * (every - done)
-        ahead = f"; about {tqdm.format_interval(left)} left" if done < every else ""
+        ahead = f"; about {max(1, round(left / 60))} min left" if done < every else ""
         tell(f"[{done}/{every}] {_line(spec, entry)}{ahead}")
 
     def look() -> None:
