@@ -48,13 +48,13 @@ def test_without_a_gpu_it_trains_both_at_smoke_size_and_ranks_no_speed(tmp_path,
     shown, pictures = quickstart()
     found = {entry["spec"]["variant"]: entry for entry in records_of(tmp_path / "runs")}
     assert {name: (entry["status"], entry["time"]["steps"]) for name, entry in found.items()} == {
-        "A0": ("ok", 400), "A4": ("ok", 400)
+        "A0-longest": ("ok", 400), "A4": ("ok", 400)
     }  # fmt: skip
     assert "recommended: A4 at micro-batch 16 on cpu" in shown
-    assert "| A0 | 400 |" in shown and "| A4 | 400 |" in shown
+    assert "| A0-longest | 400 |" in shown and "| A4 | 400 |" in shown
     assert pictures == 1
     assert "samples/s" not in shown and names()["progress"]  # which has speeds, and is not printed
-    assert "| question | A0 | A4 | gold |" in shown
+    assert "| question | A0-longest | A4 | gold |" in shown
     assert "# tiny for question answering" in shown
     assert (names()["folder"] / "model" / "model.safetensors").exists()
     assert names()["best"]["text"]
@@ -75,7 +75,7 @@ def test_both_get_the_steps_that_fit_into_the_minutes(tmp_path, quickstart, monk
     of = {"sizing": {}, "quality": {}}
     for entry in records_of(tmp_path / "runs"):
         of[entry["spec"]["preset"]["name"]][entry["spec"]["variant"]] = entry
-    assert of["sizing"].keys() == of["quality"].keys() == {"A0", "A2"}
+    assert of["sizing"].keys() == of["quality"].keys() == {"A0-longest", "A2"}
     for name, entry in of["quality"].items():
         steps = 3 * of["sizing"][name]["speed"]["samples_per_s"] / 32
         assert entry["time"]["steps"] == entry["spec"]["preset"]["steps"] == int(steps)

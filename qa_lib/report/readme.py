@@ -64,9 +64,9 @@ def headline(runs: pd.DataFrame, group: str, figures: Path = Path()) -> str:
     full = gib[load.trains_all(lines["variant"])]
     if RECOMMENDED not in lines.index or full.isna().all():
         raise load.NotMeasured(f"{RECOMMENDED} and its memory have not been measured in {group}")
-    stack, (before, after, lean) = lines.loc[RECOMMENDED], map(number, (*gib[[BASELINE, RECOMMENDED]], full.min()))
-    costs = say("costs", finding=speed_finding(lines), base=BASELINE, variant=RECOMMENDED, before=before, after=after,
-                lean=lean, compile_s=number(stack["compile_s"]), steps=number(stack["break_even"]))  # fmt: skip
+    before, after, lean = map(number, (*gib[[BASELINE, RECOMMENDED]], full.min()))
+    finding = speed_finding(lines)
+    costs = say("costs", finding=finding, base=BASELINE, variant=RECOMMENDED, before=before, after=after, lean=lean)
     said = [_minutes(runs, own), f"{costs} {_kept(runs, group)}", _not_shown(runs, own)]
     return "\n\n".join([*said, *_picture(figures / group / "ladder.png")])
 
@@ -135,7 +135,7 @@ def _kept(runs: pd.DataFrame, group: str) -> str:
 def _not_shown(runs: pd.DataFrame, own: pd.DataFrame) -> str:
     said, gpus = "**Not shown:**", sorted(set(runs["env.gpu"].dropna()))
     if not runs.loc[runs["quality.f1"].notna(), "model.params_total"].isin(own["model.params_total"]).any():
-        said += " the F1 of BERT-base itself, which no run here has measured; and"
+        said += " the F1 of BERT-base itself; and"
     said += f" anything on any card but the {' and '.join(gpus)}"
     return said + ("." if "Tesla T4" in gpus else ": no T4 has run anything.")
 
