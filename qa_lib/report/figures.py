@@ -167,9 +167,9 @@ def fig_step(runs: pd.DataFrame) -> Figure:
     if both.empty:
         raise NotMeasured(f"no profile of {first} beside another variant's at the same micro-batch")
     shown = found[found["micro_batch"] == both.max()].set_index("variant")["profile"].to_dict()
-    others = [name for name in shown if name != first]
-    best = RECOMMENDED if RECOMMENDED in shown else min(others, key=lambda name: shown[name]["time"]["step_ms"])
-    return step({first: shown[first], best: shown[best]})
+    base = shown.pop(first)
+    best = RECOMMENDED if RECOMMENDED in shown else min(shown, key=lambda name: shown[name]["time"]["step_ms"])
+    return step({first: base, best: shown[best]})
 
 
 def step(shown: dict[str, dict]) -> Figure:

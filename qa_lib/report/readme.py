@@ -122,11 +122,10 @@ def _kept(runs: pd.DataFrame, group: str) -> str:
     judged = load.usual(load.judging(runs, group))
     tested = equivalence(judged)
     if RECOMMENDED not in tested.index:
-        raise load.NotMeasured(f"{RECOMMENDED} has no score")
+        return f"The F1 of {RECOMMENDED} has not been measured."
     line, own = tested.loc[RECOMMENDED], judged[judged["spec.variant"] == RECOMMENDED].iloc[0]
-    kept = "stays within {:g} point of" if line["verdict"] == "within" else "does not fall {:g} point below"
-    if line["verdict"] in ("open", "beyond"):
-        kept = "is not shown to stay within {:g} point of"
+    known = {"within": "stays within {:g} point of", "no worse": "does not fall {:g} point below"}
+    kept = known.get(line["verdict"], "is not shown to stay within {:g} point of")
     delta, best = gain(line["delta"], line["delta±"]), gain(line["best_delta"], line["best_delta±"])
     return say("kept", kept=kept.format(MARGIN), params=own["model.params_total"] / 1e6, n=line["n"], level=LEVEL,
                delta=delta, best=best)  # fmt: skip
