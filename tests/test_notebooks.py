@@ -227,7 +227,7 @@ def test_the_bootstrap_outside_the_repository_clones(tmp_path):
 def test_the_bootstrap_that_cannot_clone_says_what_to_do(tmp_path):
     done = bootstrap(tmp_path, PATH=own_git(tmp_path, "echo no network >&2; exit 128"))
     said = done.stdout + done.stderr
-    assert done.returncode == 1 and "no network" in said and "open this notebook in a checkout" in said
+    assert done.returncode == 1 and "no network" in said and "Open this notebook in a checkout" in said
 
 
 def test_the_bootstrap_installs_what_is_missing_or_old_and_leaves_torch_alone(tmp_path):
