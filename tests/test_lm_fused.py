@@ -137,6 +137,18 @@ def test_a_rivals_step_takes_the_mean_of_its_micro_batches(windows, monkeypatch)
         torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-4, atol=1e-6)
 
 
+def test_a_rivals_gradients_of_several_micro_batches_have_memory_of_their_own(windows):
+    """Which no replay of a CUDA graph writes over; of one micro-batch they are given back after each step."""
+    peer = GPT2(decoder(), 0.0)
+    step = PlainStep(peer, "fp32", "none", rate=0.0)
+    step([windows])
+    assert all(weight.grad is None for weight in peer.parameters())
+    step([windows, windows])
+    kept = [weight.grad.data_ptr() for weight in peer.parameters()]
+    step([windows, windows])
+    assert [weight.grad.data_ptr() for weight in peer.parameters()] == kept
+
+
 def reader(seed=0):
     torch.manual_seed(seed)
     config = BertConfig(

@@ -104,8 +104,8 @@ def _norm_backward(
     gamma: torch.Tensor, seed: torch.Tensor, statistics: torch.Tensor, dropout: float, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of x, of type `dtype`, and residual, and those of bias, gamma and beta [3, width], of the bias's
-    type. The output's gradient is `grad`, plus `other` if there is one. Without `x`, `residual` is the sum
-    that was normed, and `other` its gradient."""
+    type. The output's gradient is `grad`, plus `other` if there is one. Without `x`, `residual` is the sum that was
+    normed, and `other` its gradient."""
     *_, width = residual.shape
     rows = residual.numel() // width
     x_grad, residual_grad = residual.new_empty(residual.shape, dtype=dtype), residual.new_empty(residual.shape)

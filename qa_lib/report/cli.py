@@ -106,8 +106,8 @@ def execute(notebook: str, page: Path, parameters: dict) -> None:
 
 
 def as_markdown(found, page: Path) -> str:
-    """An executed notebook as Markdown without its code, and without the sentences that lead to
-    code alone (tag `setup`); its pictures are those that were saved as files."""
+    """An executed notebook as Markdown without its code and the sentences that lead to code alone (tag `setup`). Its
+    pictures are those that were saved as files."""
     parts = []
     for cell in found.cells:
         if cell.cell_type == "markdown" and "setup" not in cell.metadata.get("tags", []):
