@@ -18,7 +18,6 @@ from qa_lib.report import style
 from qa_lib.report.format import MISSING, number, percent
 from qa_lib.report.load import NotMeasured, baseline, commits, place, usual
 from qa_lib.report.stats import LEVEL
-from qa_lib.report.style import BLUE, GREEN, GREY, ORANGE
 from qa_lib.report.summary import summary
 from qa_lib.variants import RECOMMENDED, VARIANTS, tagged
 
@@ -71,9 +70,7 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
     """Training speed rung by rung, with its factors to the baseline and to the variant that it changes; then that of
     the Trainer and of plain PyTorch."""
     base, lines = baseline(runs), timed(runs)
-    ours = [name for name in tagged("ladder") if name != base]
-    groups = {"baseline": [base], "this library": ours, "the Trainer": tagged("peer"), "plain PyTorch": tagged("plain")}
-    order = [name for names in groups.values() for name in names]
+    order = [*dict.fromkeys([base, *tagged("ladder"), *tagged("peer"), *tagged("plain")])]
     shown = lines[lines["variant"].isin(order)]
     shown = shown.sort_values("variant", key=lambda names: names.map(order.index), ignore_index=True)
     if len(shown) < 2:
@@ -81,10 +78,8 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
     note = f"Micro-batch {shown['micro_batch'].iloc[0]}. Whiskers are {LEVEL} % intervals. {style.code(commits(runs))}"
     figure = style.group_figure(runs, speed_finding(lines), note, 0.34 * len(shown) + 1.75)
     axis, speed = figure.subplots(), shown["samples_per_s"]
-    for color, (label, names) in zip((GREEN, BLUE, GREY, ORANGE), groups.items(), strict=True):
-        chosen = shown["variant"].isin(names)
-        if chosen.any():  # the legend gives bars that are none a colour of their own
-            axis.barh(shown.index[chosen], speed[chosen], color=color, label=label, height=0.7)
+    for kind, part in speed.groupby(style.kinds(shown["variant"], base), sort=False):
+        axis.barh(part.index, part, color=style.KINDS[kind], label=kind, height=0.7)
     axis.errorbar(speed, shown.index, xerr=shown["samples_per_s±"], fmt="none", color="black", capsize=3, linewidth=1)
     for height, note in shown.loc[speed.isna(), "note"].items():
         axis.text(0, height, " " + textwrap.shorten(note or "not measured", 60), va="center", fontsize=8)

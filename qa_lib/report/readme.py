@@ -60,7 +60,7 @@ def headline(runs: pd.DataFrame, group: str, figures: Path = Path()) -> str:
     Raises NotMeasured."""
     own = load.select(runs, group)
     lines = timed(own).set_index("variant", drop=False)
-    gib = _reserved(own).reindex(lines.index)
+    gib = lines["reserved_mib"] / 1024
     full = gib[load.trains_all(lines["variant"])]
     if RECOMMENDED not in lines.index or full.isna().all():
         raise load.NotMeasured(f"{RECOMMENDED} and its memory have not been measured in {group}")
@@ -155,15 +155,16 @@ def techniques(runs: pd.DataFrame, group: str, figures: Path) -> str:
 
 
 def headline_table(runs: pd.DataFrame, judged: pd.DataFrame, names: Iterable[str] = ()) -> pd.DataFrame:
-    """The variants of a group at its largest micro-batch as text: what each is, n, speed, memory (the most of all
-    seeds), and the score at the best threshold against the baseline's by the runs `judged`. Of the variants these
-    `names`, or those with the tag `headline`; all where none of them ran."""
+    """The variants of a group at its largest micro-batch as text: what each is, n, speed, memory and the score at the
+    best threshold against the baseline's by the runs `judged`. Of the variants these `names`, or those with the tag
+    `headline`; all where none of them ran. The memory is what PyTorch reserved: what it counts as allocated leaves out
+    that of torch.compile's own CUDA graphs."""
     names = [*names] or tagged("headline")
     lines = load.largest_batch(summary(runs)).set_index("variant", drop=False)
     if lines["variant"].isin(names).any():
         lines = lines[lines["variant"].isin(names)]
     words = lines["variant"].map({name: variant.why for name, variant in VARIANTS.items()})
-    lines = lines.drop(columns="ratio±").assign(gib=_reserved(runs).reindex(lines.index), why=words)
+    lines = lines.drop(columns="ratio±").assign(gib=lines["reserved_mib"] / 1024, why=words)
     heads = f"variant, why=what it is, n, samples_per_s=samples/s, ratio=× {load.baseline(lines)}, gib=GiB reserved"
     with contextlib.suppress(load.NotMeasured):  # the columns are left out, and the table of quality says why
         tested = equivalence(load.usual(judged)).dropna(subset="delta±")
@@ -171,12 +172,6 @@ def headline_table(runs: pd.DataFrame, judged: pd.DataFrame, names: Iterable[str
         lines["verdict"] = lines["verdict"].map(VERDICTS).fillna(MISSING)
         heads += f", best_delta=ΔF1, verdict=within {MARGIN:g} F1"
     return render(lines, heads, gain="best_delta")
-
-
-def _reserved(runs: pd.DataFrame) -> pd.Series:
-    """GiB that PyTorch took from the card at most for each variant, at the largest micro-batch: the most of all seeds.
-    What is allocated of it leaves out the memory of torch.compile's own CUDA graphs."""
-    return load.largest_batch(runs).groupby("spec.variant")["memory.peak_reserved_mib"].max().astype(float) / 1024
 
 
 def source(runs: pd.DataFrame) -> str:

@@ -23,14 +23,17 @@ from qa_lib.errors import first_line
 from qa_lib.record import RecordError, write_atomically
 from qa_lib.report.format import markdown
 from qa_lib.report.load import ReportError, on_cpu
+from qa_lib.variants import VARIANTS
 
 WIDTH = 9.0  # inches: 900 px at 100 dpi, the width of a README
 DPI = 150  # of files; a notebook shows 100
 COLORBLIND = sns.color_palette("colorblind")  # safe for the common colour-vision deficiencies
 BLUE, ORANGE, GREEN, RED, *_ = COLORBLIND
 GREY = "0.6"
+KINDS = {"baseline": GREEN, "this library": BLUE, "the Trainer": GREY, "plain PyTorch": ORANGE}  # of variants
 THOUSANDS = "{x:,g}"  # numbers on axes, as tables have them
 SPOILT = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)  # of a spoilt record
+ENGINES = {"loop": "this library", "trainer": "the Trainer", "plain": "plain PyTorch"}
 CPU_CAVEAT = "CPU speeds prove the plumbing only and say nothing about GPUs"
 
 
@@ -38,6 +41,12 @@ def style():
     """The context in which all figures are made and saved; a user's own matplotlibrc has no say in it."""
     theme = sns.axes_style("whitegrid") | {"font.family": "DejaVu Sans", "axes.spines.right": False}
     return matplotlib.style.context(["default", theme | {"font.size": 10, "axes.labelsize": 10}])
+
+
+def kinds(variants: pd.Series, baseline: str) -> pd.Series:
+    """Which of KINDS each variant is."""
+    by_engine = {name: ENGINES[variant.settings.engine] for name, variant in VARIANTS.items()}
+    return variants.map(by_engine | {baseline: "baseline"})
 
 
 def wrap(text: str, width: int) -> str:
@@ -67,9 +76,9 @@ def code(versions: str) -> str:
 
 
 def legend(axis: Axes, height: float = 1.0) -> None:
-    """The legend in one line above the axis, where nothing is drawn."""
+    """The legend in one line above the axis, where nothing is drawn; above the heads of `columns` as well."""
     axis.legend(loc="lower left", bbox_to_anchor=(-0.01, height), ncols=9, fontsize=8, frameon=False,
-                columnspacing=1.2, handletextpad=0.5)  # fmt: skip
+                columnspacing=1.2, handletextpad=0.5, borderaxespad=1.8 if axis.texts else 0.5)  # fmt: skip
 
 
 def name_bars(axis: Axes, names: Sequence[str]) -> None:

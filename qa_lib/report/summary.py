@@ -32,9 +32,9 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
 
     Columns: AXES, TASK, variant, family, change, status, note, n (runs that ended ok) and, over these, those of
     measures.csv, mfu and `score` with their intervals (`<name>±`). Against the baseline under the same values: ratio,
-    of samples/s, with `ratio±` over equal seeds where both have the same ones; delta, the score minus the baseline's,
-    with `delta±` over the seeds that both have; break_even (optimizer steps after which compilation is made up for;
-    inf: never).
+    of samples/s, with `ratio±` over equal seeds where the baseline has all of them; delta, the score minus the
+    baseline's, with `delta±` over the seeds that both have; break_even (optimizer steps after which compilation is made
+    up for; inf: never).
     """
     runs = runs.assign(cell=runs.groupby([*AXES], dropna=False).ngroup(), variant=runs["spec.variant"])
     done = runs[runs["status"] == "ok"]
@@ -47,7 +47,7 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     lines = average(values, ["cell", "variant"])
     of_base = average(base, ["cell"]).reindex(lines.index, level="cell")
     lines["ratio"] = lines["samples_per_s"] / of_base["samples_per_s"]
-    lines["ratio±"] = lines["ratio±"].where((lines["paired"] == 1) & (lines["n"] == of_base["n"]))
+    lines["ratio±"] = lines["ratio±"].where(lines["paired"] == 1)
     lines["warm_compile_s"] = values["warm_compile_s"].groupby(level=["cell", "variant"]).max()  # without a cache
     lines.loc[lines.index.get_level_values("variant") == baseline(runs), ["ratio±", "delta±"]] = math.nan
     saved = (of_base["step_ms"] - lines["step_ms"]) / 1e3
