@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOK = "notebooks/report.ipynb"
 READERS = ("report", "multi_gpu", "scaling")
 # The notebooks that only read records -> the page that each is kept as.
-PAGES = {f"notebooks/{name}.ipynb": f"runs/h200-{name.replace('_', '-')}.ipynb" for name in READERS}
+PAGES = {f"notebooks/{name}.ipynb": f"runs/{name.replace('_', '-')}.ipynb" for name in READERS}
 SHOWN = 18  # lines of the table in the terminal
 
 

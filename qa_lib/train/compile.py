@@ -71,6 +71,8 @@ def compiled(model: torch.nn.Module, settings: Settings):
     torch._functorch.config.ban_recompute_materialized_backward = settings.activation_checkpointing != "elementwise"
     # Their forward and backward passes are parts of the traced graph, and so of its key.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    # Where shapes are symbolic, the rates of dropout would be as well at first, and all would be traced a second time.
+    torch._dynamo.config.specialize_float = True
     if backend == "inductor" and settings.loss != "native":
         from torch._inductor.lowering import make_fallback, require_contiguous
 
