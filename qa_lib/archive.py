@@ -129,15 +129,22 @@ def _archived(runs: Path, group: str | None, left_out: Callable) -> Iterator[Run
 
 
 def main(args: argparse.Namespace) -> int:
-    """Put a group's runs, archived ones and those in folders, into one file, and their steps into another."""
+    """Put a group's runs, archived ones and those in folders, into one file, and their steps into another. Writes
+    nothing where a record cannot be read, which would be lost."""
     if Path(args.group).name != args.group:
         raise UserError(f"{args.group!r} is not the name of a group")
-    found = [run for run in read_runs(args.runs, args.group) if run.record["status"] in record.TERMINAL]
+    problems: list[RecordError] = []
+    every = read_runs(args.runs, args.group, lambda _, problem: problems.append(problem))
+    if problems:
+        raise UserError(f"nothing is written, since a record would be lost: {problems[0]}")
+    found = [run for run in every if run.record["status"] in record.TERMINAL]
     if not found:
         raise UserError(f"no finished run of group {args.group} below {args.runs}")
     path = args.runs / f"{args.group}.jsonl"
     write_archive(path, found)
     print(f"{path}: {len(found)} runs, and beside it their steps")
+    if len(found) < len(every):
+        print(f"not finished, and left out: {len(every) - len(found)}, which are in their folders alone")
     return 0
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from qa_lib.errors import UserError
-from qa_lib.presets import MOST, PRESETS
-from qa_lib.variants import find_family, find_variant, read_toml
+from qa_lib.presets import MOST, PRESETS, find_preset
+from qa_lib.variants import UnknownName, find_family, find_variant, read_toml
 
 
 class Parser(argparse.ArgumentParser):
@@ -82,8 +82,22 @@ class Joined(argparse.Action):
         setattr(namespace, self.dest, list(itertools.chain(*lists)))
 
 
+def named(find: Callable[[str], object], also: str = "") -> Callable[[str], str]:
+    """The kind of a name that `find` knows, or `also`."""
+
+    def kind(text: str) -> str:
+        try:
+            return text if text == also else find(text).name
+        except UnknownName as problem:
+            raise argparse.ArgumentTypeError(str(problem)) from None
+
+    return kind
+
+
 KINDS = {
     "text": given,
+    "variant": named(find_variant, "recommended"),
+    "preset": named(find_preset),
     "path": path,
     "folder": folder,
     "count": whole(1, MOST),
@@ -138,12 +152,11 @@ def parser_of(name: str) -> Parser:
 
 
 def variants_of(args: argparse.Namespace) -> list[str]:
-    """The names of the variants that were asked for, `recommended` among them. Raises UnknownName, and UserError where
-    none was."""
+    """The names of the variants that were asked for, `recommended` among them. Raises UserError where none was."""
     names = [*(args.variants or []), *(find_family(args.family) if args.family else [])]
     if not names:
         raise UserError("no variant is named: give some of `python -m qa_lib variants`, or a --family")
-    return [name if name == "recommended" else find_variant(name).name for name in names]
+    return names
 
 
 def own_of(args: argparse.Namespace) -> dict:

@@ -33,8 +33,8 @@ def nearest(kind: str, name: str, known: Iterable[str]) -> str:
     """The message of an UnknownName: what was asked for, what may have been meant, and what there is."""
     folded = {word.casefold(): word for word in known}
     close = [folded[word] for word in difflib.get_close_matches(str(name).casefold(), folded, 1, 0.3)]
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"unknown {kind} {name!r}{hint} (known: {', '.join(folded.values())})"
+    hint, listed = f"; did you mean {close[0]!r}?" if close else "", ", ".join(folded.values())
+    return f"unknown {kind} {name!r}{hint}" + f" (known: {listed})" * (not close or len(listed) < 80)
 
 
 def find(kind: str, name: str, table: Mapping):

@@ -111,6 +111,8 @@ def test_a_broken_line_costs_itself_and_is_named(runs, specs, spoil, said):
     found, (problem,) = told(runs)
     assert [run.record["spec"]["variant"] for run in found] == ["A1", "A3"] and len(found[0].steps()) == 2
     assert problem.startswith(f"{path}:2: {said}"), problem
+    spoilt = path.read_bytes()
+    assert archive(runs, GROUP) == 2 and path.read_bytes() == spoilt, "a newer version may read what this one cannot"
 
 
 def test_steps_that_are_no_parquet_are_named(runs, specs):

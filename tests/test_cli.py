@@ -56,12 +56,15 @@ def test_help_lists_the_verbs_quickly():
     ("words", "message"),
     [
         (["swep"], "unknown verb 'swep'; did you mean 'sweep'?"),
-        (["run", "A9", "--preset", "smoke"], "unknown variant 'A9'"),
-        (["run", "A1", "--preset", "smok"], "unknown preset 'smok'; did you mean 'smoke'?"),
+        (["run", "A9", "--preset", "smoke"], "argument VARIANT: unknown variant 'A9'"),
+        (["run", "A1", "--preset", "smok"], "argument --preset: unknown preset 'smok'; did you mean 'smoke'?"),
         (["run", "A1", "--preset", "local"], "preset 'local' has no data of its own: give --data (a path)"),
         (["run", "A1", "--preset", "smoke", "--micro-batch", "5"], "micro-batch 5 does not divide"),
         (["report", "--runs", "nowhere"], "no record below nowhere"),
-        (["run", "e-mments", "--preset", "smoke"], "unknown variant 'e-mments'; did you mean 'E-moments'?"),
+        (
+            ["run", "e-mments", "--preset", "smoke"],
+            "argument VARIANT: unknown variant 'e-mments'; did you mean 'E-moments'?",
+        ),
         (["sweep", "--variants", "", "--preset", "smoke"], "argument --variants: it is empty"),
         (["memory", "--preset", "bench"], "no variant is named"),
         (["tune", "--family", "Z", "--preset", "smoke"], "unknown family 'Z'"),

@@ -209,7 +209,7 @@ def test_misplaced_answers_are_counted_listed_and_repaired_where_they_occur_once
     twice, never = question("twice", "x", ("flows", 2)), question("never", "x", ("west", 4))
     file = write(tmp_path / "data.json", document((CONTEXT, [once, twice, never])))
     said = refused("3 answers", examples_of, file)
-    assert "1 occur exactly once, which `python -m qa_lib score --fix-spans` goes by" in said
+    assert "1 occur exactly once: `score --fix-spans` takes them there, training does not" in said
     assert all(f"question '{key}'" in said for key in ("once", "twice", "never"))
     said = refused("2 answers", examples_of, file, fix_spans=True)
     assert "'once'" not in said and "--fix-spans" not in said

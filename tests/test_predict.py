@@ -20,6 +20,7 @@ from transformers import BertConfig, BertForQuestionAnswering, BertModel, PreTra
 from qa_lib.cli import parser_of
 from qa_lib.data.load import load_data
 from qa_lib.data.squad import Example
+from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.data.windows import build_samples
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.hf_checkpoint import INDEX, SUMS, find_folder, write_digests
@@ -386,9 +387,19 @@ def test_no_kernel_is_fetched_for_a_config_that_asks_for_one(folder, key, monkey
     assert loaded.config._attn_implementation == "sdpa"
 
 
-def test_a_record_that_says_nonsense_gives_the_recipes_windows(folder, model):
-    write(folder.parent / "record.json", {"schema": "qa_lib/1", "spec": {"preset": {"max_length": "abc", "stride": 1}}})
-    assert window_lengths(folder, model) == (48, 16)
+def test_a_folder_without_a_tokenizer_trains_nothing(folder):
+    for path in (*folder.glob("tokenizer*"), *folder.glob("vocab*")):
+        path.unlink()
+    with pytest.raises(ValueError, match="it has no words"):
+        build_tokenizer(folder)
+
+
+def test_windows_are_as_long_as_the_models_config_says_and_its_positions_allow(model):
+    assert window_lengths(model) == (48, 16), "384 and 128, of a model with 48 positions"
+    for tokens, stride, found in ((40, 10, (40, 10)), (96, 32, (48, 16)), ("abc", 1, (48, 16)), (8, 9, (48, 16))):
+        model.config.update({"window_tokens": tokens, "window_stride": stride})
+        assert window_lengths(model) == found
+    del model.config.window_tokens, model.config.window_stride
 
 
 def train_from(folder):

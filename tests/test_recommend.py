@@ -274,7 +274,7 @@ def test_a_first_step_that_fails_gives_way_and_the_next_command_begins_there(pla
 
     assert main(command) == 0
     out = capfd.readouterr().out
-    assert out.startswith(second) and "A4 seed" not in out and "A2: ok" in out
+    assert out.startswith(second) and "A4 seed" not in out and "\nfinished on " in out and "A2: ok" in out
     assert entries["A4"] == record.read_record(log.parent)
 
 

@@ -133,6 +133,16 @@ def test_what_differs_within_a_group_is_an_axis(runs):
     assert len(lines) == 5 and sorted(lines["ratio"].dropna()) == [2.0]
 
 
+def test_a_good_run_is_not_replaced_by_a_failed_one(runs):
+    every = load_runs(runs)
+    failed = every[every["spec.variant"] == "A4"].assign(status="killed", **{"time.started": "2999-01-01T00:00:00"})
+    chosen = select(pd.concat([every, failed], ignore_index=True), "cpu-smoke")
+    assert chosen.loc[chosen["spec.variant"] == "A4", "status"].tolist() == ["ok"]
+    other = failed.assign(status="ok", **{"data.sha256": "f" * 64})
+    with pytest.raises(load.ReportError, match="mixes runs that cannot be compared"):
+        select(pd.concat([every, other], ignore_index=True), "cpu-smoke")
+
+
 def test_a_row_without_a_result_stands_with_its_reason(runs):
     make(runs, "A3", seed=1, status="error", error={"kind": "ValueError", "message": "no luck"})
     table = result_table(summary(select(load_runs(runs), "cpu-smoke"))).set_index("variant")

@@ -50,7 +50,10 @@ def load_data(spec: Spec) -> Data:
     if held_out and held_out.examples_sha256 == samples.examples_sha256:
         raise UserError(f"{validation.name}: has the questions of {source.name}, by which it would be scored")
     if validation:
-        _ = validation.examples  # the answers, while a file that has changed costs no training
+        examples = validation.examples  # the answers, while a file that has changed costs no training
+        silent = next((example.id for example in examples if example.impossible), None)
+        if spec.preset.name == "answerable" and silent is not None:
+            raise UserError(f"{validation.name}: question {silent} has no answer, and preset answerable is for others")
     seconds, n_eval = time.perf_counter() - begin, held_out.n_examples if held_out else None
     return Data(tokenizer, source, samples, validation, held_out, seconds, samples.n_examples, n_eval)
 

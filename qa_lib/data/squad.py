@@ -194,7 +194,7 @@ def _misplaced_message(misplaced: list[tuple[str, bool]], name: str) -> str:
     once = sum(fixable for _, fixable in misplaced)
     shown = "; ".join(text for text, _ in misplaced[:MAX_LISTED])
     more = f"; and {len(misplaced) - MAX_LISTED} more" if len(misplaced) > MAX_LISTED else ""
-    hint = f" ({once} occur exactly once, which `python -m qa_lib score --fix-spans` goes by)" if once else ""
+    hint = f" ({once} occur exactly once: `score --fix-spans` takes them there, training does not)" if once else ""
     return f"{name}: {len(misplaced)} answers are not the text at their answer_start{hint}: {shown}{more}"
 
 

@@ -161,6 +161,8 @@ def build_tokenizer(source: str | Path):
     try:
         found = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=Path(source).is_dir())
         found("a word")  # some of what is in its files is only looked at when it is used
+        if len(found) <= len(found.all_special_ids):  # what transformers makes of a folder without one
+            raise ValueError("it has no words; tokenizer.json or vocab.txt is missing")
         return found
     except Exception as error:  # whatever the libraries make of a damaged folder
         raise UserError(f"{source}: its tokenizer cannot be loaded: {first_line(error)}") from None

@@ -90,7 +90,8 @@ def numbers(runs: pd.DataFrame, columns: dict[str, str]) -> pd.DataFrame:
 
 
 def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
-    """The runs of one group that count: of each variant, seed and value of the axes the newest.
+    """The runs of one group that count: of each variant, seed, data and value of the axes the newest that ended ok, or
+    else the newest.
 
     Raises NotMeasured for a group without records, and ReportError for one whose runs differ in what they should share.
     """
@@ -98,8 +99,8 @@ def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     if chosen.empty:
         known = ", ".join(sorted(set(runs["group"]))) or "none; make quickstart makes cpu-smoke"
         raise NotMeasured(f"group {group!r} has no records (groups with records: {known})")
-    chosen = chosen.sort_values(["time.started", "run_id"])
-    chosen = chosen.drop_duplicates(["spec.variant", "spec.seed", *AXES], keep="last")
+    chosen = chosen.assign(done=chosen["status"] == "ok").sort_values(["done", "time.started", "run_id"])
+    chosen = chosen.drop_duplicates(["spec.variant", "spec.seed", "data.sha256", *AXES], keep="last")
     for column in (name for name in chosen if name.startswith(IDENTITY) and name not in OF_AXES):
         if len(chosen[column].unique()) > 1:
             one, other, *_ = chosen.drop_duplicates(column)[["run_id", column]].to_numpy()
@@ -107,7 +108,7 @@ def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
                 f"group {group!r} mixes runs that cannot be compared: {column} is {one[1]!r} in {one[0]} and "
                 f"{other[1]!r} in {other[0]}; move the older runs away"
             )
-    return chosen.reset_index(drop=True)
+    return chosen.drop(columns="done").sort_values(["time.started", "run_id"], ignore_index=True)
 
 
 def group_or_none(runs: pd.DataFrame, group: str) -> pd.DataFrame:

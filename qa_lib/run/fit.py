@@ -40,6 +40,7 @@ from qa_lib.run.plan import check_planned, plan
 from qa_lib.run.process import SHARE, START, WARM, check_driver, follow_driver, use_compile_cache, with_driver
 from qa_lib.run.torchrun import fault_path, faults, first_fault, run_processes
 from qa_lib.score import evaluate, perplexity
+from qa_lib.score.predict import WINDOW
 from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import CHECKPOINT, digest_of
 from qa_lib.train.compile import forget_compiled, found_in_cache, start_compilers
@@ -102,16 +103,26 @@ def _fit_recommended(spec: Spec, runs: Path, say) -> dict:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run one variant here, whatever its record says, and print the record."""
+    """Run one variant here, unless it is finished, and print the record."""
     use_compile_cache(args.compile_cache)
     sources = (args.data, args.model, args.micro_batch)
     (spec,) = plan([args.variant], args.preset, [args.seed], *sources, runs=args.runs, **own_of(args))
-    entry = fit(spec, args.runs)
+    folder = args.runs / spec.run_path
+    if Launcher(args.runs, hardware.this_machine(), {}).is_finished(spec):
+        entry = record.read_record(folder)
+        if spec.chosen:
+            print(spec.adjusted[0])
+        print(f"finished on {entry['time']['started'][:10]}; to train it anew, remove {folder}")
+    else:
+        entry = fit(spec, args.runs)
     if entry["status"] == "running":  # one of torchrun's processes, and not the first
         return 0
     task = entry["task"]
     measured = {"samples/s": entry["speed"]["samples_per_s"], task["label"]: entry["quality"][task["metric"]]}
     figures = [f"{name} {value:.2f}" for name, value in measured.items() if value is not None]
+    f1, silent = (entry["quality"].get(name) for name in ("f1", "always_null_f1"))
+    if f1 is not None and silent is not None and f1 < silent:
+        figures.append(f"never answering {silent:.2f}")
     print(", ".join([f"{entry['spec']['variant']}: {entry['status']}", *figures]))
     print(args.runs / entry["group"] / entry["run_id"] / "record.json")
     return 0
@@ -265,8 +276,11 @@ def _limits(spec: Spec, device: torch.device):
 
 
 def _save(model: torch.nn.Module, data: Data, folder: Path, entry: dict) -> None:
-    """Keep the trained model with its card, and nothing that was made of the one before it. Raises RecordError when the
-    disk is full."""
+    """Keep the trained model with its card, and nothing that was made of the one before it. Its config says how long
+    its windows are, so that a copy answers alike. Raises RecordError when the disk is full."""
+    preset = entry["spec"]["preset"]
+    if entry["task"]["name"] == "qa":
+        model.config.update(dict(zip(WINDOW, (preset["max_length"], preset["stride"]), strict=True)))
     try:
         save_model(model, data.tokenizer, folder)
         write_card(folder, entry)

@@ -320,6 +320,7 @@ def run_cold(spec: Spec, runs: str | Path) -> dict:
     options = spec.own | {"preset": spec.preset.name, "seed": spec.seed, "runs": runs}
     options |= {"data": spec.data_source, "model": spec.model_source}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    Path(runs, spec.run_path, "record.json").unlink(missing_ok=True)  # a finished run would be left alone
     with tempfile.TemporaryDirectory() as empty:
         names = ("QA_LIB_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
         env = os.environ | {name: os.path.join(empty, name) for name in names}

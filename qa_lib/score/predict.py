@@ -14,7 +14,6 @@ import argparse
 import json
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -33,13 +32,13 @@ from qa_lib.model.architectures import max_positions
 from qa_lib.model.hf_checkpoint import find_folder, inspect_checkpoint
 from qa_lib.model.load import check_tokenizer, load
 from qa_lib.presets import stride_of
-from qa_lib.record import read_record
 from qa_lib.score.decode import LOWEST, Answers, decode
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 # Without cuDNN's, which is prepared anew for each batch's shape, for longer than the batch then takes.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 LOADED = 4  # models kept in memory
+WINDOW = ("window_tokens", "window_stride")  # of a trained model's config: how long its windows were, and overlapped
 MOST_WINDOWS = 2_000  # of a question; the longest paragraph and a question of a sentence take some 400
 BATCH_TOKENS = 1_024  # on two cores BERT-base answers the quicker, the more alike the windows of a forward pass are
 THREADS = torch.get_num_threads()
@@ -108,13 +107,12 @@ def answering_device(model) -> str:
     return "cuda" if torch.cuda.is_available() and not hasattr(model.config, "quantized") else "cpu"
 
 
-def window_lengths(folder: str | Path, model) -> tuple[int, int]:
-    """Tokens of a window and of its overlap for a model of `folder`: those of the run beside whose record it lies,
-    or else the reference script's 384 and 128; or what a model with fewer positions allows."""
-    max_length, stride = 384, 128
-    with suppress(ValueError, KeyError, TypeError):  # no record, or one that says something else
-        scale = read_record(Path(folder).absolute().parent)["spec"]["preset"]
-        max_length, stride = int(scale["max_length"]), int(scale["stride"])
+def window_lengths(model) -> tuple[int, int]:
+    """Tokens of a window and of its overlap: those that the model was trained with, where its config says so, or else
+    the reference script's 384 and 128; or what a model with fewer positions allows."""
+    max_length, stride = (getattr(model.config, name, None) for name in WINDOW)
+    if not (type(max_length) is type(stride) is int and 0 <= stride < max_length):
+        max_length, stride = 384, 128
     max_length = min(max_length, max_positions(model.config))
     return max_length, stride_of(max_length, stride)
 
@@ -138,7 +136,7 @@ class Model:
 def load_answerer(folder: Path) -> Model:
     """The checkpoint in `folder` on the device that it answers on. Raises UserError as load_qa_model does."""
     model, tokenizer = load_qa_model(folder)
-    return Model(model.to(answering_device(model)), tokenizer, *window_lengths(folder, model))
+    return Model(model.to(answering_device(model)), tokenizer, *window_lengths(model))
 
 
 def ask(folder: str | Path, question: str, context: str) -> dict:
@@ -147,7 +145,7 @@ def ask(folder: str | Path, question: str, context: str) -> dict:
 
     Raises UserError for what load_qa_model refuses, and what `answer` raises.
     """
-    folder = Path(folder)
+    folder = find_folder(folder)
     loaded = _loaded(folder, max((path.stat().st_mtime_ns for path in folder.glob("*.safetensors")), default=0))
     # Beside busy cores the tiny model took 175 ms with two threads and 2 with one.
     torch.set_num_threads(1 if loaded.model.num_parameters() < 10_000_000 else THREADS)
