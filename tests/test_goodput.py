@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from qa_lib.measure.comm import busy_and_exposed
+from qa_lib.measure.trace import busy_and_exposed
 from qa_lib.record import Noise
 from qa_lib.train import zero1
 from qa_lib.train.data_parallel import OneBucketDDP, square_norm
@@ -137,6 +137,6 @@ def test_more_steps_for_the_overlap_change_nothing_that_is_recorded(ranks, monke
         ranks.stats.waits.append(([], (0.0, 1.0)))
 
     found = {"busy_ms": 1.0, "exposed_ms": 0.5}
-    monkeypatch.setattr("qa_lib.measure.comm.overlap", lambda step, device: step() or found)
+    monkeypatch.setattr("qa_lib.measure.trace.overlap", lambda step, device: step() or found)
     ranks.stats.note_overlap(step)
     assert (ranks.stats.noise(steps=1), len(ranks.stats.waits), ranks.stats.overlap["busy_ms"]) == (before, 0, 1.0)

@@ -1,7 +1,11 @@
 """What a profiler's trace says about a training step: every piece of work with its phase and its part of the model.
 
 A trace is the JSON of torch.profiler, which Perfetto opens as well. On a GPU the work is its kernels and copies, on a
-CPU the operators' own time. Needs no torch.
+CPU the operators' own time. Reading one needs no torch.
+
+It also says what communication costs a step (variants of family P). A reduction that runs beside the backward pass
+costs nothing but the memory bandwidth it takes; what counts is the rest, the exposed part, in which a GPU runs nothing
+else. A GPU that waits for another one counts as communicating, since NCCL's kernels wait by spinning.
 """
 
 import bisect
@@ -9,6 +13,7 @@ import difflib
 import gzip
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +30,7 @@ _LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMem
 _GEMM_OPS = ("mm", "linear", "matmul", "dot")  # in operators' names
 _GEMM_KERNELS = ("gemm", "nvjet", "splitkreduce", "cublas", "cutlass")
 _COPIES = {"aten::copy_", "aten::_to_copy", "aten::to", "aten::clone", "aten::contiguous", "aten::fill_", "aten::zero_"}
+OVERLAP_STEPS = 3  # that `overlap` profiles, after one in which the processes wait for each other's profiler
 
 
 class Widths(NamedTuple):
@@ -207,3 +213,39 @@ def summary(work: pd.DataFrame, events: list[dict], step_ms: float) -> dict:
             for (name, phase, part), total, count in kernels.head(25).itertuples()
         ],
     }
+
+
+def overlap(step: Callable[[], object], device) -> dict[str, float | None]:
+    """Milliseconds of a step in which the GPU computes (`busy_ms`) and in which it only communicates (`exposed_ms`), by
+    the profiler; None on a CPU, as `device` (torch.device) says. The processes call this together, with a `step` that
+    they make together."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile, schedule
+
+    if device.type != "cuda":
+        return {"busy_ms": None, "exposed_ms": None}
+    steps = schedule(wait=0, warmup=1, active=OVERLAP_STEPS, repeat=1)
+    with profile(activities=[ProfilerActivity.CUDA], schedule=steps) as profiler:
+        for _ in range(1 + OVERLAP_STEPS):
+            step()
+            torch.cuda.synchronize()
+            profiler.step()
+    busy, exposed = busy_and_exposed(read(export(profiler)))
+    return {"busy_ms": busy / OVERLAP_STEPS, "exposed_ms": exposed / OVERLAP_STEPS}
+
+
+def busy_and_exposed(events: list[dict]) -> tuple[float, float]:
+    """Milliseconds of a trace in which any kernel or copy ran that does not communicate, and in which only those did
+    that do."""
+    every = [e for e in events if e.get("cat") in ON_GPU]
+    busy = _covered([e for e in every if not e["name"].lower().startswith("nccl")])
+    return busy / 1e3, (_covered(every) - busy) / 1e3
+
+
+def _covered(events: list[dict]) -> float:
+    """Microseconds in which at least one of some events ran."""
+    covered, last = 0.0, 0.0
+    for begin, end in sorted((e["ts"], e["ts"] + e["dur"]) for e in events):
+        covered += max(0.0, end - max(begin, last))
+        last = max(last, end)
+    return covered

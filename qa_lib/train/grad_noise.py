@@ -58,7 +58,7 @@ class StepStats:
     """What one process of a run has measured of its steps; `ranks` is the ProcessGroup that owns it.
 
     `norms` are note_norms' running means, and `waits` the stopwatches of a pipeline: for each step its laps of
-    computing, and the passes as a whole. `overlap` is what measure/comm.py has found, empty where nothing was asked.
+    computing, and the passes as a whole. `overlap` is what measure/trace.py has found, empty where nothing was asked.
     """
 
     def __init__(self, ranks):
@@ -96,7 +96,7 @@ class StepStats:
 
     def note_overlap(self, step: Callable[[], object]) -> None:
         """Measure what communication costs a step, by some more of them, which all processes make together."""
-        from qa_lib.measure.comm import overlap  # which imports pandas, and no other run needs it
+        from qa_lib.measure.trace import overlap  # which imports pandas, and no other run needs it
 
         waits, norms = self.waits.copy(), self.norms.clone()
         self.overlap = overlap(step, self.ranks.device)
