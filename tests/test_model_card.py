@@ -24,7 +24,7 @@ from qa_lib.errors import UserError
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.hf_checkpoint import inspect_checkpoint
 from qa_lib.run import fit
-from qa_lib.run.model_card import check_own, write_card
+from qa_lib.run.hub import check_own, write_card
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 from tests.material import ROOT

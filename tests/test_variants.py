@@ -193,8 +193,7 @@ LAYERS = (
 ALONE = {"peers": [], "kernels": [], "serving": ["errors"], "report": [*LAYERS[:7], "measure.trace"]}
 ALONE["report"] += ["run.recommend", "run.memory_estimate"]  # what `recommended` takes
 TORCH_FREE = (
-    "errors variants spec record archive cli run.plan run.sweep run.launch run.process run.push run.model_card"
-    " measure.trace report"
+    "errors variants spec record archive cli run.plan run.sweep run.launch run.process run.hub measure.trace report"
 ).split()
 
 
