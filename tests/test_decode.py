@@ -16,7 +16,7 @@ from qa_lib.data.squad import DataError, Example, open_source
 from qa_lib.data.windows import build_samples
 from qa_lib.run.plan import plan
 from qa_lib.score.decode import decode
-from qa_lib.score.evaluate import evaluate, joined_by_position
+from qa_lib.score.evaluate import evaluate_answers, joined_by_position
 from qa_lib.score.f1 import score
 from qa_lib.score.predict import predict_logits
 from qa_lib.spec import Machine
@@ -101,7 +101,7 @@ def test_a_model_that_answers_too_rarely_has_a_better_threshold_above_zero(monke
     start[:, 0] += 30
     rows = torch.arange(len(samples)), start, end
     monkeypatch.setattr("qa_lib.score.evaluate.predict_logits", lambda *_, **__: rows)
-    found = evaluate(torch.nn.Identity(), questions, spec, torch.device("cpu"), tmp_path)
+    found = evaluate_answers(torch.nn.Identity(), questions, spec, torch.device("cpu"), tmp_path)
     assert found["f1"] == found["always_null_f1"] < found["best_f1"] and found["best_f1_threshold"] > 0
 
 

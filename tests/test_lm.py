@@ -33,8 +33,8 @@ from qa_lib.presets import PRESETS, find_shape
 from qa_lib.run import sweep
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
-from qa_lib.score import perplexity
-from qa_lib.score.perplexity import total_nats, windows
+from qa_lib.score import evaluate
+from qa_lib.score.evaluate import total_nats, windows
 from qa_lib.spec import resolve
 from qa_lib.train.compile import LossOf
 from qa_lib.variants import VARIANTS, find_family
@@ -338,7 +338,7 @@ def test_a_compiled_loss_has_no_gradient_of_logits():
 
 def test_a_model_that_has_diverged_ends_its_run_as_an_error(folder, tmp_path, monkeypatch):
     spec = short(data=folder)
-    monkeypatch.setattr("qa_lib.score.perplexity.total_nats", lambda *_: math.nan)
+    monkeypatch.setattr("qa_lib.score.evaluate.total_nats", lambda *_: math.nan)
     refused(r"text has nan nats \(the model has diverged\)", fit, spec, tmp_path, say=quiet)
     entry = record.read_record(tmp_path / spec.run_path)
     assert (entry["status"], entry["error"]["kind"], entry["quality"]["nats"]) == ("error", "DataError", None)
@@ -397,7 +397,7 @@ def test_each_token_is_scored_once_from_enough_context():
 def test_nats_of_a_model_in_fp32_are_summed_in_double_precision(monkeypatch):
     """And the perplexity per word that comes of them, too: to 1e-9 that of a plain loop over the same logits."""
     torch.manual_seed(1)
-    monkeypatch.setattr(perplexity, "BATCH_TOKENS", 1)  # products of several windows at once round otherwise
+    monkeypatch.setattr(evaluate, "BATCH_TOKENS", 1)  # products of several windows at once round otherwise
     model, text = model_of(short()).eval(), torch.randint(0, 400, (150,))
     total, done = 0.0, 1
     with torch.no_grad():
@@ -409,12 +409,12 @@ def test_nats_of_a_model_in_fp32_are_summed_in_double_precision(monkeypatch):
             done = begin + 64
         nats = total_nats(model, text, 64, 32)
     assert nats == pytest.approx(total, rel=1e-12)
-    assert perplexity._perplexity(nats, 70) == pytest.approx(math.exp(total / 70), rel=1e-9)
+    assert evaluate._perplexity(nats, 70) == pytest.approx(math.exp(total / 70), rel=1e-9)
 
 
 def test_a_perplexity_that_no_float_holds_is_none():
-    assert perplexity._perplexity(800.0, 1) is None and perplexity._perplexity(1.0, 0) is None
-    assert perplexity._perplexity(690.0, 1) == pytest.approx(math.exp(690))
+    assert evaluate._perplexity(800.0, 1) is None and evaluate._perplexity(1.0, 0) is None
+    assert evaluate._perplexity(690.0, 1) == pytest.approx(math.exp(690))
 
 
 @pytest.mark.parametrize("positions", [4, 16, 24, 25, 80])
@@ -422,7 +422,7 @@ def test_a_model_of_few_positions_goes_on_with_what_it_has_room_for(positions, t
     """A prompt of more tokens than positions is cut, and what is written fits behind it."""
     model = model_of(short(model=f"gpt2:L2H64V400P{positions}", max_length=4)).eval()
     with torch.no_grad():
-        (said,) = perplexity.continuations(model, tokenizer, [("the river runs " * 30, "to the sea")])
+        (said,) = evaluate.continuations(model, tokenizer, [("the river runs " * 30, "to the sea")])
     assert said["text"] == "to the sea" and isinstance(said["continuation"], str)
 
 

@@ -27,7 +27,7 @@ from qa_lib.model.hf_checkpoint import INDEX, SUMS, find_folder, write_digests
 from qa_lib.model.load import check_tokenizer
 from qa_lib.run.plan import identify_model, plan
 from qa_lib.score.decode import decode
-from qa_lib.score.evaluate import evaluate, span_loss
+from qa_lib.score.evaluate import evaluate_answers, span_loss
 from qa_lib.score.predict import load_qa_model, main, predict_logits, window_lengths
 from tests.material import document, edited, flip_a_bit, question, refused, trained_tokenizer, write
 from tests.test_windows import TEXT, Given
@@ -116,10 +116,12 @@ def test_held_out_loss_is_what_training_computes_of_each_window(answered, tmp_pa
             inputs = {name: torch.from_numpy(array) for name, array in samples.batch([number], length).items()}
             losses.append(model(**inputs).loss.item())
     assert 0 < (samples.end_positions > 0).sum() < len(samples)
-    right = evaluate(model, data, spec, torch.device("cpu"), tmp_path)["loss"]
+    right = evaluate_answers(model, data, spec, torch.device("cpu"), tmp_path)["loss"]
     assert right == pytest.approx(np.mean(losses), rel=1e-5)
     wrong = resized(spec, {"fault": "positional-join"})
-    assert evaluate(model, data, wrong, torch.device("cpu"), tmp_path)["loss"] == right, "the fault is of answers"
+    assert evaluate_answers(model, data, wrong, torch.device("cpu"), tmp_path)["loss"] == right, (
+        "the fault is of answers"
+    )
 
 
 def test_an_infinite_held_out_loss_is_null(answered):

@@ -39,7 +39,7 @@ from qa_lib.run.launch import Launcher, run_in_turn
 from qa_lib.run.plan import check_planned, plan
 from qa_lib.run.process import SHARE, START, WARM, check_driver, follow_driver, use_compile_cache, with_driver
 from qa_lib.run.torchrun import fault_path, faults, first_fault, run_processes
-from qa_lib.score import evaluate, perplexity
+from qa_lib.score.evaluate import evaluate_answers, evaluate_text
 from qa_lib.score.predict import WINDOW
 from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import CHECKPOINT, digest_of
@@ -50,13 +50,13 @@ from qa_lib.train.pipeline import bubble, measured_bubble
 from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.step_log import StepFailed
 
-# Another task takes a loader in data/load.py, an evaluation in score/, a preset that names it, variants, and an entry
-# in both of these, by task, and in each of those: tasks.toml (its families of variants, its scores, what variants are
-# compared by, and words for a model's card), plan.SOURCES (what opens its data), architectures.OF_TASK (the models that
-# it trains), build.HEADS (transformers' class of them).
+# Another task takes a loader in data/load.py, an evaluation in score/evaluate.py, a preset that names it, variants, and
+# an entry in both of these, by task, and in each of those: tasks.toml (its families of variants, its scores, what
+# variants are compared by, and words for a model's card), plan.SOURCES (what opens its data), architectures.OF_TASK
+# (the models that it trains), build.HEADS (transformers' class of them).
 LOADERS = {"qa": load_data, "lm": load_text}  # (spec) -> a run's data
 # (model, data, spec, device, run_dir) -> the record's `quality`; record.SCORING says by which score variants compare.
-EVALUATIONS = {"qa": evaluate.evaluate, "lm": perplexity.evaluate}
+EVALUATIONS = {"qa": evaluate_answers, "lm": evaluate_text}
 NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 served: list[str] = []  # the runs that this process has worked on
 # Imported when it is used: that of the Trainer takes seconds, and only the A0 variants need it.
