@@ -10,8 +10,13 @@ from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, Be
 from qa_lib.errors import UserError
 from qa_lib.kernels.linear_cross_entropy import linear_cross_entropy
 from qa_lib.model.build import apply_recipe, build_model
-from qa_lib.model.fused_blocks import use_hash_dropout, use_sigmoid_gelu
-from qa_lib.model.fused_decoder import check_fused_decoder, use_causal_attention, use_fused_decoder
+from qa_lib.model.fused_blocks import (
+    check_fused_decoder,
+    use_causal_attention,
+    use_fused_decoder,
+    use_hash_dropout,
+    use_sigmoid_gelu,
+)
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.gpt2 import GPT2
 from qa_lib.run.plan import plan

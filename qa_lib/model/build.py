@@ -13,7 +13,6 @@ from qa_lib.errors import UserError
 from qa_lib.model import fused_blocks
 from qa_lib.model.architectures import embeddings_of, encoder_of, heads_of, layers_of, max_positions, param_counts
 from qa_lib.model.attention import UNMASKED, attention_name, keep_frequencies, use_short_attention
-from qa_lib.model.fused_decoder import FusedDecoder, check_fused_decoder, use_causal_attention, use_fused_decoder
 from qa_lib.model.fused_qkv import fuse_projections, split_projections
 from qa_lib.model.hf_checkpoint import find_folder, inspect_checkpoint, replacing
 from qa_lib.model.load import as_user_error, load, read_config
@@ -30,7 +29,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, 
 
 def fuse_norms(model: torch.nn.Module) -> None:
     """Fuse norms with what is before them, in place: layer by layer, or a decoder's training pass as a whole."""
-    (use_fused_decoder if encoder_of(model).causal else fused_blocks.use_fused_norms)(model)
+    (fused_blocks.use_fused_decoder if encoder_of(model).causal else fused_blocks.use_fused_norms)(model)
 
 
 CHANGES = (  # setting, value, and what it does to a model; in this order, since some build on what others have left
@@ -39,7 +38,7 @@ CHANGES = (  # setting, value, and what it does to a model; in this order, since
     ("dropout", "hash", fused_blocks.use_hash_dropout),
     ("dropout", "none", fused_blocks.use_hash_dropout),  # at a rate of 0: fused norms know no other
     ("norms", "fused", fuse_norms),  # computes the bits of that dropout itself
-    ("attention", "triton-causal", use_causal_attention),  # which the fused decoder calls
+    ("attention", "triton-causal", fused_blocks.use_causal_attention),  # which the fused decoder calls
     ("gelu", "sigmoid", fused_blocks.use_sigmoid_gelu),
     # Takes linear layers as the two before have left them: with or without a bias.
     ("feed_forward", "fp8", fused_blocks.use_float8),
@@ -77,7 +76,7 @@ def _transform(model: torch.nn.Module, settings: Settings) -> None:
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     if encoder_of(model).causal and settings.norms == "fused":
-        check_fused_decoder(settings)
+        fused_blocks.check_fused_decoder(settings)
     for name, value, change in CHANGES:
         if getattr(settings, name) == value:
             change(model)
@@ -128,7 +127,7 @@ def apply_recipe(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
     encoder = encoder_of(model)
     head = torch.nn.ModuleList([] if encoder.causal else heads_of(model))
     if recipe.kind == "lora":
-        if any(isinstance(module, FusedDecoder | fused_blocks.Conv1DGelu) for module in model.modules()):
+        if any(isinstance(module, fused_blocks.FusedDecoder | fused_blocks.Conv1DGelu) for module in model.modules()):
             raise UserError("adapters of a decoder take norms 'native' and gelu 'exact'")
         # peft asks transformers by a name that transformers 5.23 deprecates.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
