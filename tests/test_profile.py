@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qa_lib.archive import Run
-from qa_lib.measure import ncu, trace
+from qa_lib.measure import trace
 from qa_lib.record import RecordError
 from qa_lib.run import fit, profile
 from qa_lib.run.plan import plan
@@ -123,10 +123,10 @@ PAGE = """==PROF== Connected to process 7
 
 
 def test_nsight_computes_page_is_summed_by_kernel():
-    gemm, norm = ncu.parse(PAGE)
+    gemm, norm = profile.parse_counters(PAGE)
     assert (gemm["name"], gemm["count"], gemm["us"], gemm["dram_bytes"]) == ("gemm", 2, 8.0, 4e6)
     assert norm["dram_bytes"] is None and gemm["fp8_ops"] is None
-    assert ncu.parse("==ERROR== ERR_NVGPUCTRPERM\n") == []
+    assert profile.parse_counters("==ERROR== ERR_NVGPUCTRPERM\n") == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")

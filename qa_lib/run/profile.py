@@ -1,16 +1,21 @@
 """Where one variant's step spends its time and memory: a profile of a few steady steps, kept beside the run's record.
 
 A run that is timed is not profiled and a profile is not timed, so that neither disturbs the other: the profile trains
-a few steps of its own, and takes the step's length from those before the profiler starts.
+a few steps of its own, and takes the step's length from those before the profiler starts. Hardware counters are read by
+Nsight Compute, of one step more, where it is installed and may read them.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import gc
+import io
 import json
 import os
+import re
+import shutil
 import statistics
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -20,7 +25,7 @@ import torch
 
 from qa_lib import record
 from qa_lib.errors import UserError
-from qa_lib.measure import hardware, ncu, trace
+from qa_lib.measure import hardware, trace
 from qa_lib.measure.meter import MIB, Hooks, memory_use
 from qa_lib.model.architectures import encoder_of
 from qa_lib.model.build import DTYPES
@@ -34,6 +39,14 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # or the profiler writes a line 
 SNAPSHOT = "memory_snapshot.pickle"
 POINTS = 400  # of the allocator's timeline
 SETTLED = 5  # steps before those that a notebook looks at: it is a picture, and nothing is timed by it
+UNCOUNTED = 5  # steps before the one whose kernels Nsight Compute counts
+METRICS = {  # our name -> Nsight Compute's
+    "us": "gpu__time_duration.sum",
+    "dram_bytes": "dram__bytes.sum",
+    "fp16_ops": "sm__ops_path_tensor_src_fp16.sum",
+    "bf16_ops": "sm__ops_path_tensor_src_bf16_dst_fp32.sum",
+    "fp8_ops": "sm__ops_path_tensor_src_fp8.sum",
+}
 
 
 class TimeHooks(Hooks):
@@ -84,6 +97,19 @@ class MemoryHooks(Hooks):
             torch.cuda.memory._dump_snapshot(str(self.snapshot))
             torch.cuda.memory._record_memory_history(enabled=None)
             self.reserved = torch.cuda.memory_reserved()
+
+
+class CounterHooks(Hooks):
+    """Opens Nsight Compute's window for the step after UNCOUNTED others."""
+
+    at = UNCOUNTED + 1
+
+    def finished(self, steps: int) -> None:
+        torch.cuda.synchronize()
+        if steps == UNCOUNTED:
+            torch.cuda.cudart().cudaProfilerStart()
+        elif steps == self.at:
+            torch.cuda.cudart().cudaProfilerStop()
 
 
 def _timeline(entries: list[dict], base: int) -> list[tuple[float, float]]:
@@ -211,13 +237,47 @@ def _memory(spec: Spec, data, device) -> tuple[dict, bytes]:
 
 
 def counters(spec: Spec, say=print) -> list[dict] | None:
-    """What Nsight Compute reads of one step of the spec, in a process of its own; see ncu.measure."""
-    return ncu.measure(call("qa_lib.run.profile:count_one_step", spec), child_env(), say)
+    """What Nsight Compute reads of one step of the spec, in a process of its own: the heaviest kernels with METRICS,
+    the longest in sum first; None, with a line why, where it is not installed or may not read them. A graph's kernels
+    are counted one by one."""
+    if not torch.cuda.is_available():
+        say("no GPU here, so no hardware counters")
+        return None
+    if not shutil.which("ncu"):
+        say("no `ncu` here, so no hardware counters. It is Nsight Compute's, part of the CUDA toolkit")
+        return None
+    options = f"--csv --page raw --print-units base --clock-control none --metrics {','.join(METRICS.values())}"
+    options += " --profile-from-start off --target-processes application-only --graph-profiling node"
+    say("Nsight Compute runs every kernel of a step several times; this takes minutes")
+    command = call("qa_lib.run.profile:count_one_step", spec)
+    done = subprocess.run(["ncu", *options.split(), *command], capture_output=True, text=True, env=child_env())
+    kernels = parse_counters(done.stdout)
+    if not kernels:
+        words = [line for line in (done.stdout + done.stderr).splitlines() if "ERROR" in line or "Error" in line]
+        say(f"Nsight Compute read no counters: {(words or ['it saw no kernel'])[-1].strip()[:200]}")
+        return None
+    return kernels
+
+
+def parse_counters(text: str) -> list[dict]:
+    """Nsight Compute's raw CSV page, in base units, to a dict a kernel name: count, and METRICS summed; the longest
+    first. A metric that was not read is None."""
+    begin = re.search('^"ID"', text, re.MULTILINE)
+    if not begin:
+        return []
+    page = pd.read_csv(io.StringIO(text[begin.start() :]), thousands=",", skiprows=[1])  # a line of units
+    read = page.reindex(columns=METRICS.values()).apply(pd.to_numeric, errors="coerce").set_axis([*METRICS], axis=1)
+    read["us"] /= 1e3  # time comes in nanoseconds
+    names = page["Kernel Name"].str[:160].rename("name")
+    found = read.groupby(names, sort=False).sum(min_count=1)
+    found.insert(0, "count", names.value_counts())
+    found = found.sort_values("us", ascending=False, kind="stable").head(40)
+    return found.astype(object).where(found.notna(), None).reset_index().to_dict("records")
 
 
 def count_one_step(spec: Spec) -> None:
     """What runs under Nsight Compute."""
-    hooks = ncu.OneStep()
+    hooks = CounterHooks()
     _train(spec, hooks.at, LOADERS[spec.preset.task](spec), hardware.train_device(), hooks)
 
 
