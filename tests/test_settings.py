@@ -20,10 +20,10 @@ from torch._functorch import config as functorch_config
 from transformers import Trainer
 
 from qa_lib.data.load import batches_of, load_data
+from qa_lib.model.attention import FusedSelfAttention
 from qa_lib.model.build import DTYPES as DTYPES_OF
 from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, HashDropout
-from qa_lib.model.fused_qkv import FusedSelfAttention
 from qa_lib.model.nf4 import NF4Linear
 from qa_lib.model.qat import is_rounding
 from qa_lib.run import fit

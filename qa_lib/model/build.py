@@ -12,8 +12,14 @@ from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.errors import UserError
 from qa_lib.model import fused_blocks
 from qa_lib.model.architectures import embeddings_of, encoder_of, heads_of, layers_of, max_positions, param_counts
-from qa_lib.model.attention import UNMASKED, attention_name, keep_frequencies, use_short_attention
-from qa_lib.model.fused_qkv import fuse_projections, split_projections
+from qa_lib.model.attention import (
+    UNMASKED,
+    attention_name,
+    fuse_projections,
+    keep_frequencies,
+    split_projections,
+    use_short_attention,
+)
 from qa_lib.model.hf_checkpoint import find_folder, inspect_checkpoint, replacing
 from qa_lib.model.load import as_user_error, load, read_config
 from qa_lib.model.nf4 import NF4Linear, native, use_nf4
