@@ -10,7 +10,7 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 
-from qa_lib.kernels import fp8, fused_norm, gelu, linear_cross_entropy, precompile, varlen_attention
+from qa_lib.kernels import common, fp8, fused_norm, gelu, linear_cross_entropy, varlen_attention
 from qa_lib.kernels.common import hash_dropout
 from qa_lib.train.master_adamw import MasterAdamW
 
@@ -73,14 +73,14 @@ def call_all(capability: int) -> None:
 def main() -> None:
     capability = int(sys.argv[1].replace(".", ""))
     triton.runtime.driver.set_active(Driver(capability))
-    precompile._compile = lambda kernel, likes, options, _: precompile._warmup(kernel, likes, options)
+    common._compile = lambda kernel, likes, options, _: common._warmup(kernel, likes, options)
     with FakeTensorMode():
         call_all(capability)
-    for (_, likes, *_), future in precompile._compiling.items():
+    for (_, likes, *_), future in common._compiling.items():
         program = future.result()
         assert f"sm_{capability}" in program.asm["ptx"] and program.asm["cubin"]
         print(program.metadata.name, likes[0])
-    print("found", precompile.found_compiled())
+    print("found", common.found_compiled())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 from torch import library
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from qa_lib.kernels import precompile
+from qa_lib.kernels import common
 
 
 class Kernel:
@@ -32,8 +32,8 @@ def compiled(monkeypatch):
         assert gate.wait(10)
         found.append((likes, options, device.type))
 
-    monkeypatch.setattr(precompile, "_compile", compile_later)
-    monkeypatch.setattr(precompile, "_compiling", {})
+    monkeypatch.setattr(common, "_compile", compile_later)
+    monkeypatch.setattr(common, "_compiling", {})
     yield found, gate
     gate.set()
 
@@ -44,11 +44,11 @@ def test_fake_tensors_start_nothing_and_have_each_kind_compiled_once(compiled):
     with FakeTensorMode():
         for rows in (3, 3, 5):
             x = torch.empty(rows, device="cuda")
-            precompile.launch(kernel, (1,), (x, x.half()), None, rows, BLOCK=8)
-        precompile.launch(kernel, (1,), (torch.empty(3), torch.empty(3)), None, 3, BLOCK=8)  # of a CPU
-    precompile.launch(kernel, (1,), torch.empty(3, device="meta"), 3)
+            common.launch(kernel, (1,), (x, x.half()), None, rows, BLOCK=8)
+        common.launch(kernel, (1,), (torch.empty(3), torch.empty(3)), None, 3, BLOCK=8)  # of a CPU
+    common.launch(kernel, (1,), torch.empty(3, device="meta"), 3)
     gate.set()
-    precompile.wait(precompile._compiling.values())
+    common.wait(common._compiling.values())
     types = (torch.float32, torch.float16)
     assert sorted(found, key=str) == [((types, None, rows), {"BLOCK": 8}, "cuda") for rows in (3, 5)]
     assert not kernel.started
@@ -58,14 +58,14 @@ def test_what_is_started_waits_for_what_is_being_compiled(compiled):
     found, gate = compiled
     kernel, x = Kernel(), torch.ones(2)
     with FakeTensorMode():
-        precompile.launch(kernel, (1,), torch.empty(2, device="cuda"))
+        common.launch(kernel, (1,), torch.empty(2, device="cuda"))
     threading.Timer(0.1, gate.set).start()
-    precompile.launch(kernel, (7,), x, BLOCK=8)
+    common.launch(kernel, (7,), x, BLOCK=8)
     assert found and kernel.started == [((7,), (x,), {"BLOCK": 8})]
 
 
 def test_an_operator_tells_shapes_by_what_it_does():
-    @precompile.custom_op("qa_lib_tests::doubled")
+    @common.custom_op("qa_lib_tests::doubled")
     def doubled(x: torch.Tensor) -> torch.Tensor:
         return x.new_empty(2 * len(x)) if isinstance(x, torch._subclasses.FakeTensor) else torch.cat([x, x])
 

@@ -16,7 +16,7 @@ The functions of PyTorch are for the CPU and for tests; a kernel has its block i
 
 import torch
 
-from qa_lib.kernels.precompile import jit, tl
+from qa_lib.kernels.common import jit, tl
 
 BLOCK = 1024  # elements that share a scale
 MEAN_CUT, ROOT_CUT = 20, 19  # of fp32's bits so many are cut off: what stays is sign, exponent and 3 or 4 of mantissa

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import torch
 
-from qa_lib.kernels.precompile import custom_op, is_fake, jit, launch, tl
+from qa_lib.kernels.common import custom_op, is_fake, jit, launch, tl
 
 # Powers of two that move values into the range of their format; fixed, since finding each tensor's maximum costs as
 # much as the GEMM saves. Layer norm and GELU keep activations within ±28, weights stay within ±7; gradients of a

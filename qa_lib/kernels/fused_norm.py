@@ -27,8 +27,7 @@ of compute capability 7.5 and newer; on a T4, which has 7.5, they compile, and n
 import torch
 from torch.nn import functional as F
 
-from qa_lib.kernels.common import hash_dropout, keep_mask, sum_partials, threshold_of
-from qa_lib.kernels.precompile import custom_op, jit, launch, tl
+from qa_lib.kernels.common import custom_op, hash_dropout, jit, keep_mask, launch, sum_partials, threshold_of, tl
 
 PROGRAMS = 528  # backward: four for each multiprocessor of an H200
 # Rows that a program has at a time, how far ahead of its arithmetic it reads, and threads.

@@ -24,9 +24,8 @@ terms give it exactly.
 import torch
 
 from qa_lib.kernels import fp8
-from qa_lib.kernels.common import sum_partials
+from qa_lib.kernels.common import custom_op, jit, launch, sum_partials, tl
 from qa_lib.kernels.fp8 import ACTIVATION, GRADIENT, WEIGHT
-from qa_lib.kernels.precompile import custom_op, jit, launch, tl
 
 PROGRAMS = 264  # backward: two for each multiprocessor of an H200
 FORWARD = {"ELEMENTS": 1024, "num_warps": 4}

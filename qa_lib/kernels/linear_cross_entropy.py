@@ -19,8 +19,8 @@ On a CPU plain PyTorch takes its place. The kernel is for GPUs of compute capabi
 import torch
 from torch.nn import functional as F
 
+from qa_lib.kernels.common import custom_op, is_fake, jit, launch, tl
 from qa_lib.kernels.fp8 import ACTIVATION, WEIGHT, in_e4m3, scaled_mm, weight_in_e4m3
-from qa_lib.kernels.precompile import custom_op, is_fake, jit, launch, tl
 
 FACTOR = 2.0**14  # gradients by logits, before the mean, lie within ±1, and e5m2 ends at 57,344
 IGNORED = -100  # the target of a token that does not count

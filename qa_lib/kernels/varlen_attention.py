@@ -33,8 +33,7 @@ import math
 
 import torch
 
-from qa_lib.kernels.common import hash32, hash32_kernel, sum_partials
-from qa_lib.kernels.precompile import custom_op, jit, launch, tl
+from qa_lib.kernels.common import custom_op, hash32, hash32_kernel, jit, launch, sum_partials, tl
 
 # Tiles and threads. An H200's multiprocessor holds five programs of the first and three of the second at a time. For
 # heads 64 wide and with dropout no register spills (by the compiler's word).

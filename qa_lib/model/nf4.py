@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from qa_lib.kernels.precompile import custom_op
+from qa_lib.kernels.common import custom_op
 from qa_lib.model.architectures import layers_of
 
 BLOCK = 64  # weights that share a scale

@@ -23,8 +23,8 @@ import torch._functorch.config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from qa_lib.kernels.common import found_compiled
 from qa_lib.kernels.linear_cross_entropy import IGNORED, linear_cross_entropy
-from qa_lib.kernels.precompile import found_compiled
 from qa_lib.model.packed import RegionalModel
 from qa_lib.variants import Settings
 
@@ -99,7 +99,7 @@ def start_compilers(settings: Settings, device: torch.device) -> None:
 
 def compile_kernels(forward: Callable[[], torch.Tensor], model: torch.nn.Module) -> None:
     """Have Triton compile the kernels of a step at once, where no compiler of the model asks for them before the first
-    one runs (kernels/precompile.py): by a forward and a backward pass among fake tensors. `forward` gives the loss."""
+    one runs (kernels/common.py): by a forward and a backward pass among fake tensors. `forward` gives the loss."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         torch.autograd.grad(forward(), [p for p in model.parameters() if p.requires_grad], allow_unused=True)
 

@@ -42,9 +42,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from qa_lib.kernels import eight_bit
-from qa_lib.kernels.common import hash32, hash32_kernel
+from qa_lib.kernels.common import hash32, hash32_kernel, jit, launch, tl
 from qa_lib.kernels.eight_bit import decode_kernel, encode_kernel
-from qa_lib.kernels.precompile import jit, launch, tl
 
 ALIGN = 16  # elements: the kernels read 16 bytes at a time where sizes and beginnings are multiples of so many
 FINER = 2.0**11  # times so much an fp16 weight's low bits are kept
@@ -94,7 +93,7 @@ class MasterAdamW(torch.optim.Optimizer):
             self._compile_kernels(parameters)
 
     def _compile_kernels(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Have the kernels compiled for what they will work on (kernels/precompile.py)."""
+        """Have the kernels compiled for what they will work on (kernels/common.py)."""
         with FakeTensorMode() as mode:
             columns = [[mode.from_tensor(p) for p in parameters]] * 2  # a gradient is like its parameter
             for name in COLUMNS:
