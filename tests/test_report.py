@@ -17,9 +17,9 @@ from scipy.stats import t as student
 from qa_lib import record
 from qa_lib.archive import read_runs, write_archive
 from qa_lib.cli import parser_of
-from qa_lib.report import cli, curves, figures, load, readme, recommend, scaling, stats, style
+from qa_lib.report import cli, figures, load, readme, scaling, stats, style
 from qa_lib.report.load import NotMeasured, load_runs, select
-from qa_lib.report.notebook import family_table
+from qa_lib.report.notebook import advice, family_table
 from qa_lib.report.summary import change, result_table, summary
 from qa_lib.spec import resolve
 from qa_lib.variants import RECOMMENDED, TASKS, VARIANTS, tagged
@@ -222,16 +222,16 @@ def test_a_verdict_follows_from_the_whole_interval():
 
 
 def test_cards_that_people_have_get_what_recommended_takes():
-    table = recommend.cards_table().set_index("card")
+    table = readme.cards_table().set_index("card")
     assert table.loc["T4", ["variant", "micro-batch"]].tolist() == ["E-t4-norm", "32"]
     assert set(table.drop(index="T4")["variant"]) <= set(TASKS["qa"]["ladder"][:2])
     assert set(table["micro-batch"][:-1]) == {"32"} and int(table["micro-batch"].iloc[-1]) < 32
 
 
 def test_a_card_is_named_with_what_suits_it():
-    t4 = recommend.advice("t4")
+    t4 = advice("t4")
     assert 'This card:** T4. `variant = "recommended"` takes what suits it' in t4
-    assert "No GPU here" in recommend.advice("cpu")
+    assert "No GPU here" in advice("cpu")
 
 
 def test_a_training_that_was_measured_whole_takes_the_place_of_a_projection():
@@ -304,17 +304,17 @@ def test_the_noise_scale_predicts_what_a_batch_teaches():
 
 def test_memory_is_a_fixed_cost_and_one_a_token():
     part = pd.DataFrame({"gib": [1.5, 2.0, 3.0], "tokens": [1024, 2048, 4096]})
-    assert curves.fit(part) == pytest.approx((1.0, 512.0, 0.0), abs=1e-9)
-    assert math.isnan(curves.fit(part[:2])[0])
+    assert scaling.fit(part) == pytest.approx((1.0, 512.0, 0.0), abs=1e-9)
+    assert math.isnan(scaling.fit(part[:2])[0])
 
 
 def test_the_lead_is_over_the_compiled_trainer_at_equal_batches():
     peers, own = [("A0-compile", 8, 10), ("A0-compile", 32, 20)], [("E-moments", 8, 40), ("E-moments", 32, 60)]
     table = pd.DataFrame([*peers, *own, ("A0", 8, 1)], columns=["variant", "micro_batch", "speed"])
-    variant, peer, factors = curves.lead(table)
+    variant, peer, factors = scaling.lead(table)
     assert (variant, peer, factors.to_dict()) == ("E-moments", "A0-compile", {8: 4.0, 32: 3.0})
     with pytest.raises(NotMeasured):
-        curves.lead(table.query("variant != 'A0-compile'"))
+        scaling.lead(table.query("variant != 'A0-compile'"))
 
 
 def profile_beside(run, peak=23.0):

@@ -17,9 +17,9 @@ from pathlib import Path
 import pandas as pd
 
 from qa_lib.record import RecordError, read_record
-from qa_lib.report import load, readme, recommend
+from qa_lib.report import load, readme
 from qa_lib.report.figures import timed
-from qa_lib.report.format import markdown, number
+from qa_lib.report.format import markdown, number, say
 from qa_lib.report.summary import change, result_table, summary
 from qa_lib.spec import Spec
 from qa_lib.variants import BASELINES, TASKS, VARIANTS, UnknownName, find_family, nearest, since
@@ -57,8 +57,13 @@ def describe(spec: Spec) -> str:
         notes.append(f"On a GPU it takes compute capability {newer / 10} or newer.")
     notes += [f"Adjusted to this machine: {note}." for note in spec.adjusted]
     notes += [f"**Skipped here**: {spec.skip}."] if spec.skip else []
-    advice = [recommend.advice(spec.hardware)] if preset.task == "qa" else []
-    return "\n\n".join([said, technique(variant.name), " ".join(notes), *advice])
+    what_to_run = [advice(spec.hardware)] if preset.task == "qa" else []
+    return "\n\n".join([said, technique(variant.name), " ".join(notes), *what_to_run])
+
+
+def advice(hardware: str) -> str:
+    """As Markdown: how to train with what suits a machine; `hardware` is a spec's."""
+    return say("no_gpu") if hardware == "cpu" else say("advice", card=hardware.upper())
 
 
 def technique(variant: str) -> str:

@@ -5,6 +5,7 @@ Each of BLOCKS is a part of one page. Where a record is missing, the reason stan
 """
 
 import contextlib
+import dataclasses
 import os
 import re
 from collections.abc import Iterable
@@ -13,16 +14,18 @@ from pathlib import Path
 import pandas as pd
 from PIL import Image
 
-from qa_lib.report import curves, load, recommend, scaling
+from qa_lib.report import load, scaling
 from qa_lib.report.figures import speed_finding, timed
 from qa_lib.report.format import MISSING, factor, gain, markdown, number, percent, points, render, say
 from qa_lib.report.stats import BASELINE, LEVEL, MARGIN, VERDICTS, equivalence
 from qa_lib.report.summary import summary
+from qa_lib.spec import resolve
 from qa_lib.variants import RECOMMENDED, VARIANTS, tagged
 
 # Of changes of settings (`of`, the first that matches): the code, as module:name, and how it works. README.md names
 # some by the variant that `adds` one, what that gains `over` another, and what this is, in words (`than`).
 TECHNIQUES = pd.read_csv(Path(__file__).with_name("techniques.csv"), keep_default_na=False)
+PROJECTED = 32  # the micro-batch at whose speed a full training is projected
 NOTHING = "No reference runs are committed yet; `make quickstart` makes a set of your own below `runs/`."
 
 
@@ -82,13 +85,35 @@ def _minutes(runs: pd.DataFrame, own: pd.DataFrame) -> str:
         return say("whole", best=minutes[RECOMMENDED], gpu=gpu, rivals=rivals, until=until, times=times,
                    samples=first["spec.n_train"], data=first["data.name"], group=first["group"],
                    code=load.commits(whole))  # fmt: skip
-    table = recommend.projected(summary(own))
+    table = projected(summary(own))
     minutes = table["minutes"]
     if RECOMMENDED not in minutes or not (rivals := _rivals(minutes)):
         raise load.NotMeasured(f"{RECOMMENDED} and the Trainer have not both been timed in {own['group'].iloc[0]}")
     peer = table.loc[minutes.index.intersection(tagged("peer")), "speed"].idxmax()
     caveat = "" if table.loc[peer, "cold"] else say("partly_cached", variant=peer, **table.loc[peer])
     return say("projection", best=minutes[RECOMMENDED], gpu=gpu, rivals=rivals, caveat=caveat)
+
+
+def projected(lines: pd.DataFrame) -> pd.DataFrame:
+    """Minutes of training on the full data set at a bench group's speeds (`lines` of summary), indexed by variant: of
+    the headline ones.
+
+    Columns: speed (samples/s); compile_s, NaN where it was not measured; cold, whether compile_s is of runs that found
+    nothing compiled; minutes of training and compilation. Data and scoring are not counted. Raises NotMeasured.
+    """
+    if len(lines) and lines["task.name"].iloc[0] != "qa":
+        raise load.NotMeasured("the projection is to SQuAD v2's training questions, and this is another task")
+    part = load.usual(lines)
+    part = part[(part["micro_batch"] == PROJECTED) & part["samples_per_s"].notna()].set_index("variant")
+    if load.baseline(lines) not in part.index:
+        raise load.NotMeasured(f"the baseline has no measured speed at micro-batch {PROJECTED} to project from")
+    part = part.loc[[name for name in tagged("headline") if name in part.index]]
+    cold = part["compile_s"].astype(float)
+    eager = pd.Series([VARIANTS[name].settings.compile == "none" for name in part.index], part.index)
+    compile_s = cold.fillna(part["warm_compile_s"].astype(float)).mask(eager, 0.0)
+    table = pd.DataFrame({"speed": part["samples_per_s"], "compile_s": compile_s, "cold": eager | cold.notna()})
+    table["minutes"] = (load.FULL_SAMPLES * load.FULL_EPOCHS / table["speed"] + compile_s.fillna(0.0)) / 60
+    return table
 
 
 def _whole(runs: pd.DataFrame, own: pd.DataFrame) -> pd.DataFrame:
@@ -203,7 +228,7 @@ def lead(runs: pd.DataFrame, group: str) -> str:
     a sentence. Raises NotMeasured."""
     own = load.select(runs, group)
     lines = load.usual(summary(own)).rename(columns={"samples_per_s": "speed"})
-    _, rival, leads = curves.lead(lines[lines["variant"].isin([RECOMMENDED, *tagged("peer"), *tagged("plain")])])
+    _, rival, leads = scaling.lead(lines[lines["variant"].isin([RECOMMENDED, *tagged("peer"), *tagged("plain")])])
     if len(leads) < 2:
         raise load.NotMeasured(f"{rival} has a speed at one micro-batch alone")
     said = ", ".join(f"{factor(times)} at {size}" for size, times in leads.items())
@@ -253,7 +278,23 @@ def _picture(path: Path) -> list[str]:
 def cards(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """What `recommended` takes on cards that people have."""
     gpu = load.select(runs, group)["env.gpu"].iloc[0]
-    return f"{markdown(recommend.cards_table())}\n\n{say('cards', gpu=gpu)}"
+    return f"{markdown(cards_table())}\n\n{say('cards', gpu=gpu)}"
+
+
+def cards_table() -> pd.DataFrame:
+    """As text, what `recommended` takes for BERT-base on SQuAD v2 (run/recommend.py) on each card that README.md names,
+    with everything installed. Imports torch, which predicts the memory."""
+    from qa_lib.run.memory_estimate import gpu_of
+    from qa_lib.run.recommend import choose
+
+    data, model = {"name": "squad_v2", "sha256": ""}, {"name": "bert-base-uncased", "revision": ""}
+    lines = []
+    for card, sm, gib in load.CARDS.dropna(subset="card")[["card", "sm", "gib"]].itertuples(index=False):
+        machine = dataclasses.replace(gpu_of(sm), hardware=card, free_mib=round(1024 * gib))
+        asked = resolve("recommended", "full", 0, machine, data, model, data["name"], model["name"])
+        found = choose(asked, machine, os.devnull)  # where no card has failed
+        lines.append((card, number(gib), found.variant, str(found.settings.micro_batch)))
+    return pd.DataFrame(lines, columns=["card", "GiB free", "variant", "micro-batch"])
 
 
 def groups(runs: pd.DataFrame, group: str, figures: Path) -> str:

@@ -1,4 +1,7 @@
-"""What several GPUs come to: speed against one GPU, and what it costs in waiting and memory.
+"""How speed and memory scale: with GPUs (notebooks/multi_gpu.ipynb), with context length and batch (scaling.ipynb).
+
+Memory is a fixed cost (weights, gradients, optimizer state) and a cost for each token of a micro-batch, which the
+backward pass keeps. Both are fitted here to what was measured.
 
 Two questions may be asked of n GPUs. *Strong* scaling keeps the effective batch and asks how much sooner it is done;
 the share of each GPU shrinks, and with it its matrix products. *Weak* scaling keeps what a GPU does in a step, so that
@@ -12,6 +15,7 @@ it is quickest, since nobody would take a slower one. Where that has no record, 
 import math
 from collections.abc import Iterable
 
+import numpy as np
 import pandas as pd
 
 from qa_lib.presets import Preset
@@ -19,12 +23,14 @@ from qa_lib.report import load
 from qa_lib.report.format import factor, number, say
 from qa_lib.report.stats import interval
 from qa_lib.report.summary import average
-from qa_lib.variants import VARIANTS, tagged
+from qa_lib.variants import VARIANTS, Settings, tagged
 
 REFERENCE = Preset.effective_batch  # samples of the batch whose efficiency is 1, as in train/grad_noise.py
 WHERE = ["variant", "world", "stages"]  # a variant, and the GPUs that it ran on
 KEYS = [*WHERE, "batch", "micro_batch"]  # what tells lines apart
 SPREADS = {"apart": r"parallel\.rank_step_ms\.\d+", "unbalanced": r"parallel\.rank_computing_ms\.\d+"}
+SIZES = ("length", "batch", "micro_batch")
+STRAIGHT = 0.05  # a fit that misses no point by more is a straight line
 PEAKS = r"memory\.peak_alloc_mib|parallel\.rank_peak_mib\.\d+"
 
 
@@ -230,3 +236,71 @@ def _smoothed(log: pd.DataFrame) -> pd.Series:
     """The mean loss around each step, over a tenth of the training; by the share of the training that is done."""
     loss = log["loss"].rolling(max(1, round(0.1 * len(log))), center=True).mean()
     return loss.set_axis(log["step"] / log["step"].max()).dropna()
+
+
+def points(runs: pd.DataFrame, predicted: pd.Series | float = math.nan) -> pd.DataFrame:
+    """The points of a group's runs that ended ok or out of memory, means over seeds, in table order.
+
+    Columns: variant; length, batch (0 where a step is one micro-batch, or so many tokens) and micro_batch; gib, speed,
+    states (GiB of weights, gradients and optimizer), tokens (computed in a micro-batch), predicted (GiB, where
+    run.memory_estimate.predicted is given), oom, whether every seed ran out of memory, and code (commits). Raises
+    NotMeasured where there is none."""
+    runs = runs.assign(predicted=predicted)[runs["status"].isin(["ok", "oom"])]
+    if runs.empty:
+        raise load.NotMeasured("no run of these has ended ok or out of memory")
+    by_tokens = runs.reindex(columns=[load.BATCH_TOKENS])[load.BATCH_TOKENS].notna()
+    found = load.numbers(runs, load.measures("points") | {"predicted": "predicted"})
+    # A variant that pads to the longest of a batch peaks at one of full length; a packed one has what it computes.
+    packed = found["tokens"] / found["speed"] * runs["micro_batch"]
+    found["tokens"] = packed.where(runs["spec.settings.padding"] == "packed", runs["micro_batch"] * runs["length"])
+    found["states"] = found[["params", "grads", "optimizer"]].sum(axis="columns", skipna=False)
+    found[["gib", "predicted", "states"]] /= 1024
+    found["oom"] = (runs["status"] == "oom").astype(float)
+    batch = runs["batch"].mask(by_tokens | (runs["batch"] == runs["micro_batch"]), 0)
+    keys = [runs["spec.variant"].rename("variant"), runs["length"], batch, runs["micro_batch"]]
+    found = average(found, keys).assign(code=runs.groupby(keys).apply(load.commits))
+    found = load.in_order(found.sort_index().reset_index().set_index("variant")).reset_index()
+    return found.assign(oom=found["oom"] == 1)
+
+
+def along(table: pd.DataFrame, size: str) -> tuple[str, pd.DataFrame]:
+    """Of `points` those that a curve over one of SIZES shows, with the others at the values that have most of them, and
+    those values in words. Raises NotMeasured where the size does not vary."""
+    others = [name for name in SIZES if name != size]
+    groups = table.groupby(others)
+    if not len(groups):
+        raise load.NotMeasured("the group has no runs of these variants")
+    values, part = max(groups, key=lambda group: (group[1][size].nunique(), len(group[1]), group[0]))
+    if part[size].nunique() < 2:
+        raise load.NotMeasured(f"no two runs differ in {size.replace('_', '-')} alone")
+    given = zip(others, values, strict=True)
+    return ", ".join(f"{name.replace('_', '-')} {value:,}" for name, value in given if value), part
+
+
+def fit(part: pd.DataFrame) -> tuple[float, float, float]:
+    """Fixed GiB, KiB a token and the largest relative miss of the straight line through a variant's peaks over its
+    tokens, by least squares of relative misses; NaN where fewer than three points tell."""
+    part = part.dropna(subset=["gib", "tokens"])
+    if part["tokens"].nunique() < 3:
+        return math.nan, math.nan, math.nan
+    each, fixed = np.polyfit(part["tokens"], part["gib"], 1, w=1 / part["gib"])
+    miss = ((fixed + each * part["tokens"]) / part["gib"] - 1).abs().max()
+    return float(fixed), float(each * 2**20), float(miss)
+
+
+def lead(part: pd.DataFrame) -> tuple[str, str, pd.Series]:
+    """Of the variants of the visible loop the one that is quickest at any micro-batch, of transformers.Trainer's with
+    the compiler and plain PyTorch's the same, and by what factor the first is quicker, by micro-batch. Raises
+    NotMeasured where no micro-batch has both: a lead over the Trainer as it comes would be the larger one."""
+    speeds = part.pivot(index="micro_batch", columns="variant", values="speed").dropna(axis="columns", how="all")
+    speeds = speeds[speeds.index > 1]  # a pass of one sample waits for the host, whatever the variant
+    settings = {name: VARIANTS[name].settings for name in speeds}
+    others = [name for name, own in settings.items() if own.engine == Settings.engine]
+    rivals = [name for name in settings if name not in others and settings[name].compile != "none"]
+    if not rivals or not others:
+        raise load.NotMeasured("no speed of both the visible loop and the Trainer with the compiler")
+    loop, rival = (speeds[chosen].max().idxmax() for chosen in (others, rivals))
+    factors = (speeds[loop] / speeds[rival]).dropna()
+    if factors.empty:
+        raise load.NotMeasured(f"{loop} and {rival} have no micro-batch in common")
+    return loop, rival, factors

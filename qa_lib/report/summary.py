@@ -1,7 +1,7 @@
 """From runs to lines: means over seeds with their intervals, ratios to the baseline, and these as tables of text.
 
-`average` is the one place where seeds are averaged. `summary` uses it for a group's variants; curves.py, scaling.py and
-the notebooks for what they compare. What was not measured is NaN.
+`average` is the one place where seeds are averaged. `summary` uses it for a group's variants; scaling.py and the
+notebooks for what they compare. What was not measured is NaN.
 """
 
 import math
