@@ -82,7 +82,7 @@ class Joined(argparse.Action):
         setattr(namespace, self.dest, list(itertools.chain(*lists)))
 
 
-def named(find: Callable[[str], object], also: str = "") -> Callable[[str], str]:
+def named(find: Callable[[str], object], also: str | None = None) -> Callable[[str], str]:
     """The kind of a name that `find` knows, or `also`."""
 
     def kind(text: str) -> str:

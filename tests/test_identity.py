@@ -330,7 +330,7 @@ def test_a_run_again_leaves_nothing_of_the_first_ones_model_and_what_is_ones_own
     assert not {path.name for path in folder.iterdir()} & {"model-int8", "model-int4"}, "of the older model"
     assert not (folder / "model" / "stale.json").exists()
     assert (tmp_path / "disk" / "model.safetensors").stat().st_mtime_ns > before
-    assert window_lengths(folder / "model", load_qa_model(folder / "model")[0])[0] == 48, "the run's, not the default"
+    assert window_lengths(load_qa_model(folder / "model")[0])[0] == 48, "the run's, not the default"
 
 
 def test_data_of_another_plan_are_refused(squad, model, tmp_path):

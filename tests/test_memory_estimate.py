@@ -8,6 +8,7 @@ from transformers import BertConfig
 
 from qa_lib import record
 from qa_lib.__main__ import main
+from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.errors import UserError
 from qa_lib.measure.hardware import restrict_sdpa
 from qa_lib.model.build import build_model
@@ -26,6 +27,7 @@ TOKENS = {8: 1472, 32: 5632, 64: 11200, 128: 22400}
 def bert_base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bert-base", numbered=False)
     BertConfig().save_pretrained(folder)
+    build_tokenizer("tiny").save_pretrained(folder)
     return str(folder)
 
 

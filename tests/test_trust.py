@@ -380,7 +380,7 @@ def test_a_plan_is_of_values_that_can_be_or_one_line(monkeypatch, tmp_path):
     for _ in range(5 * TIMES):
         given = {name: chance.choice(GIVEN) for name in chance.sample(NAMES, chance.choice([1, 1, 2, 3]))}
         rest = {"variants": ["A1"], "preset": "smoke", "machine": CPU}
-        specs = one_line(lambda: plan(**rest | given), " ".join([*NAMES, "micro-batch", "seed", "rate", "A1"]))  # noqa: B023
+        specs = one_line(lambda: plan(**rest | given), " ".join([*NAMES, "micro-batch", "seed", "rate", "variant"]))  # noqa: B023
         for spec in specs or ():
             sizes = spec.seed, spec.world, spec.stages, spec.asked.micro_batch, spec.preset.max_length
             assert all(type(size) is int for size in sizes) and 0 < spec.preset.learning_rate < 1, given
