@@ -6,8 +6,8 @@ Of task "lm" a text is predicted, and what the model writes by itself is kept be
 of the mean negative log-likelihood. Per token it depends on the tokenizer, so that variants are compared by the one per
 word: the nats of all tokens over the words and line ends of the source, whatever the tokenizer made of them. Bits per
 byte are the same nats over the bytes. A text is longer than a model's context, so that a window slides over it, and
-each token is predicted once, from at least as many tokens as neighbouring windows share (the preset's `stride`), or from
-all there are.
+each token is predicted once, from at least as many tokens as neighbouring windows share (`stride` of the preset), or
+from all there are.
 """
 
 import json
