@@ -181,10 +181,11 @@ def test_how_a_verb_may_end(problem, code, message, monkeypatch, capsys):
     assert capsys.readouterr().err == message
 
 
-def test_run_says_what_was_measured_and_no_more(monkeypatch, capsys):
+def test_run_says_what_was_measured_and_no_more(monkeypatch, tmp_path, capsys):
     from qa_lib.__main__ import main
     from qa_lib.run import fit
 
+    monkeypatch.chdir(tmp_path)  # where nothing is finished yet
     task = {"label": "F1", "metric": "f1"}
     entry = {"status": "ok", "task": task, "speed": {"samples_per_s": None}, "quality": {"f1": 81.5}}
     entry |= {"spec": {"variant": "A1"}, "group": "cpu-smoke", "run_id": "A1-s0-0123ab"}
