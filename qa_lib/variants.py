@@ -34,7 +34,8 @@ def nearest(kind: str, name: str, known: Iterable[str]) -> str:
     folded = {word.casefold(): word for word in known}
     close = [folded[word] for word in difflib.get_close_matches(str(name).casefold(), folded, 1, 0.3)]
     hint, listed = f"; did you mean {close[0]!r}?" if close else "", ", ".join(folded.values())
-    return f"unknown {kind} {name!r}{hint}" + f" (known: {listed})" * (not close or len(listed) < 80)
+    known = f" (known: {listed})" if not close or len(listed) < 80 else ""
+    return f"unknown {kind} {name!r}{hint}{known}"
 
 
 def find(kind: str, name: str, table: Mapping):

@@ -61,6 +61,7 @@ def test_help_lists_the_verbs_quickly():
         (["run", "A1", "--preset", "local"], "preset 'local' has no data of its own: give --data (a path)"),
         (["run", "A1", "--preset", "smoke", "--micro-batch", "5"], "micro-batch 5 does not divide"),
         (["report", "--runs", "nowhere"], "no record below nowhere"),
+        (["score", "a.json", "b.json", "--na-threshold", "0"], "--na-threshold is for the probabilities of --na-prob"),
         (
             ["run", "e-mments", "--preset", "smoke"],
             "argument VARIANT: unknown variant 'e-mments'; did you mean 'E-moments'?",
@@ -187,12 +188,17 @@ def test_run_says_what_was_measured_and_no_more(monkeypatch, tmp_path, capsys):
 
     monkeypatch.chdir(tmp_path)  # where nothing is finished yet
     task = {"label": "F1", "metric": "f1"}
-    entry = {"status": "ok", "task": task, "speed": {"samples_per_s": None}, "quality": {"f1": 81.5}}
+    entry = {
+        "status": "ok",
+        "task": task,
+        "speed": {"samples_per_s": None},
+        "quality": {"f1": 81.5, "always_null_f1": 90.0},
+    }
     entry |= {"spec": {"variant": "A1"}, "group": "cpu-smoke", "run_id": "A1-s0-0123ab"}
     monkeypatch.setattr(fit, "fit", lambda spec, runs: entry)
     assert main(["run", "A1", "--preset", "smoke"]) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert first == "A1: ok, F1 81.50"
+    assert first == "A1: ok, F1 81.50, never answering 90.00"
     assert re.fullmatch(r"runs/[a-z0-9-]+/A1-s0-[0-9a-f]{6}/record\.json", second)
 
 

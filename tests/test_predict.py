@@ -396,12 +396,18 @@ def test_a_folder_without_a_tokenizer_trains_nothing(folder):
         build_tokenizer(folder)
 
 
-def test_windows_are_as_long_as_the_models_config_says_and_its_positions_allow(model):
+def test_preset_answerable_takes_no_question_without_an_answer():
+    (spec,) = plan(["A1"], "answerable", data="synthetic:100", model="tiny", machine=CPU)
+    with pytest.raises(ValueError, match=r"question \S+ has no answer"):
+        load_data(spec)
+
+
+def test_windows_are_as_long_as_the_models_config_says_and_its_positions_allow(model, monkeypatch):
     assert window_lengths(model) == (48, 16), "384 and 128, of a model with 48 positions"
     for tokens, stride, found in ((40, 10, (40, 10)), (96, 32, (48, 16)), ("abc", 1, (48, 16)), (8, 9, (48, 16))):
-        model.config.update({"window_tokens": tokens, "window_stride": stride})
+        monkeypatch.setattr(model.config, "window_tokens", tokens, raising=False)
+        monkeypatch.setattr(model.config, "window_stride", stride, raising=False)
         assert window_lengths(model) == found
-    del model.config.window_tokens, model.config.window_stride
 
 
 def train_from(folder):

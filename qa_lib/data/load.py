@@ -51,9 +51,8 @@ def load_data(spec: Spec) -> Data:
         raise UserError(f"{validation.name}: has the questions of {source.name}, by which it would be scored")
     if validation:
         examples = validation.examples  # the answers, while a file that has changed costs no training
-        silent = next((example.id for example in examples if example.impossible), None)
-        if spec.preset.name == "answerable" and silent is not None:
-            raise UserError(f"{validation.name}: question {silent} has no answer, and preset answerable is for others")
+        if spec.preset.name == "answerable" and (silent := [each.id for each in examples if each.impossible]):
+            raise UserError(f"{validation.name}: question {silent[0]} has no answer; in preset answerable all have one")
     seconds, n_eval = time.perf_counter() - begin, held_out.n_examples if held_out else None
     return Data(tokenizer, source, samples, validation, held_out, seconds, samples.n_examples, n_eval)
 

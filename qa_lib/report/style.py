@@ -31,9 +31,9 @@ COLORBLIND = sns.color_palette("colorblind")  # safe for the common colour-visio
 BLUE, ORANGE, GREEN, RED, *_ = COLORBLIND
 GREY = "0.6"
 KINDS = {"baseline": GREEN, "this library": BLUE, "the Trainer": GREY, "plain PyTorch": ORANGE}  # of variants
+ENGINES = {"loop": "this library", "trainer": "the Trainer", "plain": "plain PyTorch"}  # without the baseline
 THOUSANDS = "{x:,g}"  # numbers on axes, as tables have them
 SPOILT = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)  # of a spoilt record
-ENGINES = {"loop": "this library", "trainer": "the Trainer", "plain": "plain PyTorch"}
 CPU_CAVEAT = "CPU speeds prove the plumbing only and say nothing about GPUs"
 
 

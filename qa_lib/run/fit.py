@@ -35,7 +35,7 @@ from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.load import check_tokenizer
 from qa_lib.model.qat import WIDTHS
 from qa_lib.run.hub import check_own, write_card
-from qa_lib.run.launch import Launcher, run_in_turn
+from qa_lib.run.launch import Launcher, is_finished, run_in_turn
 from qa_lib.run.plan import check_planned, plan
 from qa_lib.run.process import SHARE, START, WARM, check_driver, follow_driver, use_compile_cache, with_driver
 from qa_lib.run.torchrun import fault_path, faults, first_fault, run_processes
@@ -108,7 +108,7 @@ def main(args: argparse.Namespace) -> int:
     sources = (args.data, args.model, args.micro_batch)
     (spec,) = plan([args.variant], args.preset, [args.seed], *sources, runs=args.runs, **own_of(args))
     folder = args.runs / spec.run_path
-    if Launcher(args.runs, hardware.this_machine(), {}).is_finished(spec):
+    if is_finished(args.runs, spec):
         entry = record.read_record(folder)
         if spec.chosen:
             print(spec.adjusted[0])

@@ -98,13 +98,8 @@ class Launcher:
             raise UserError(f"--gpus {absent[0]}: this machine has {self.machine.gpus} GPUs")
 
     def is_finished(self, spec: Spec) -> bool:
-        """Whether this run may be passed over. One that was skipped is not finished once the machine can do it."""
-        path = self.runs / spec.run_path
-        if self.force or self.aloud or not (path / "record.json").exists():
-            return False
-        entry = record.read_record(path)
-        able = entry["status"] == "skipped" and not spec.skip
-        return entry["status"] in record.FINISHED and not able and _fault(entry, spec) is None
+        """Whether this run may be passed over."""
+        return not (self.force or self.aloud) and is_finished(self.runs, spec)
 
     def run_all(self, specs: list[Spec], ended=lambda spec, entry: None, look=lambda: None) -> list[dict]:
         """Run what is not finished and return every spec's record, in order.
@@ -297,6 +292,16 @@ def judge(spec: Spec, run_dir: Path, reason: str | None, code: int, seconds: flo
 def _last_words(run_dir: Path) -> str:
     lines = (run_dir / "log.txt").read_text(errors="replace").split("\n")
     return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "no word in log.txt")
+
+
+def is_finished(runs: Path, spec: Spec) -> bool:
+    """Whether a run's record has its result. One that was skipped is not finished once the machine can do it."""
+    path = runs / spec.run_path
+    if not (path / "record.json").exists():
+        return False
+    entry = record.read_record(path)
+    able = entry["status"] == "skipped" and not spec.skip
+    return entry["status"] in record.FINISHED and not able and _fault(entry, spec) is None
 
 
 def _fault(entry: dict, spec: Spec) -> str | None:

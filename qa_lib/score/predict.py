@@ -140,7 +140,7 @@ def load_answerer(folder: Path) -> Model:
 
 
 def ask(folder: str | Path, question: str, context: str) -> dict:
-    """What `answer` gives, by the checkpoint in `folder`, which is loaded if it is not in memory as it is now:
+    """What `answer` gives, by the checkpoint in `folder`, or of the run there, loaded if it is not in memory as it is:
     ask("my-model", "Who came?", "Alice came.")["nbest"][0]["text"].
 
     Raises UserError for what load_qa_model refuses, and what `answer` raises.
