@@ -21,6 +21,7 @@ from qa_lib.run.plan import plan
 from qa_lib.run.process import use_compile_cache
 from qa_lib.spec import Machine
 from tests.conftest import slow
+from tests.material import refused
 
 ROOT = Path(__file__).parent.parent
 
@@ -136,8 +137,7 @@ def test_without_the_hub_a_data_set_of_it_is_one_line_and_no_retries(no_hub, cap
 
 def test_the_hub_is_not_asked_for_what_is_here_nor_before_the_arithmetic(no_hub, tmp_path):
     plan(["A1"], "smoke", machine=Machine())
-    with pytest.raises(UserError, match="does not divide"):
-        plan(["A1"], "full", micro_batch=24, machine=Machine())
+    refused("does not divide", plan, ["A1"], "full", micro_batch=24, machine=Machine())
     assert not no_hub
 
 
@@ -211,5 +211,4 @@ def test_what_compilers_keep_is_taken_from_a_folder_of_ones_own_alone(tmp_path, 
     assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) == tmp_path / "a" / "b" / "inductor"
     assert Path(os.environ["TRITON_CACHE_DIR"]).stat().st_mode & 0o777 == 0o700
     (tmp_path / "a" / "b" / "triton").chmod(0o770)
-    with pytest.raises(UserError, match="triton is not yours alone to write to: chmod 700"):
-        use_compile_cache(tmp_path / "a" / "b")
+    refused("triton is not yours alone to write to: chmod 700", use_compile_cache, tmp_path / "a" / "b")

@@ -337,8 +337,14 @@ def test_data_of_another_plan_are_refused(squad, model, tmp_path):
     spec, other = planned(squad, model), planned(shutil.copytree(squad, tmp_path / "other"), model)
     assert fit(spec, tmp_path / "runs", data=load_data(other), say=quiet)["status"] == "ok", "the same questions"
     write(squad / "train.json", document((TEXT, [question("q", "who?")])))
-    with pytest.raises(UserError, match="other is not what the run was planned with"):
-        fit(other, tmp_path / "runs", data=load_data(planned(squad, model)), say=quiet)
+    refused(
+        "other is not what the run was planned with",
+        fit,
+        other,
+        tmp_path / "runs",
+        data=load_data(planned(squad, model)),
+        say=quiet,
+    )
 
 
 @pytest.mark.parametrize("kind", ["spaces", "line ends", "compressed"])

@@ -23,9 +23,7 @@ from qa_lib.__main__ import main
 from qa_lib.data import text as tokens
 from qa_lib.data.batches import Batches
 from qa_lib.data.load import load_text
-from qa_lib.data.squad import DataError
 from qa_lib.data.text import learn_tokenizer, open_text, tokenize_text
-from qa_lib.errors import UserError
 from qa_lib.measure.meter import StepFlops
 from qa_lib.model.build import build_model, model_config
 from qa_lib.model.hf_checkpoint import SUMS
@@ -168,8 +166,9 @@ def test_windows_line_ends_are_line_ends(folder, tmp_path, tokenizer):
 
 
 def test_broken_text_is_named_by_its_line(folder, tmp_path):
-    with pytest.raises(DataError, match=r"validation.txt: line 2 is not UTF-8: .* at byte 3 of it"):
-        load(folder, tmp_path, validation=b"the\nsea\xff\n")
+    refused(
+        r"validation.txt: line 2 is not UTF-8: .* at byte 3 of it", load, folder, tmp_path, validation=b"the\nsea\xff\n"
+    )
     path = tmp_path / "cut.txt.gz"
     path.write_bytes((folder / "train.txt.gz").read_bytes()[:-20])
     refused(r"cut.txt.gz: cannot be read after line", list, open_text(path, "train").rows())
@@ -189,8 +188,11 @@ def test_a_folder_whose_tokenizer_has_no_end_token_is_named(run, tmp_path):
     shutil.copytree(runs / spec.run_path / "model", tmp_path / "endless")
     (tmp_path / "endless" / SUMS).unlink()
     edited(tmp_path / "endless" / "tokenizer_config.json", eos_token=None)
-    with pytest.raises(UserError, match=r"endless: its tokenizer has no end token"):
-        load_text(short(data=spec.data_source, model=str(tmp_path / "endless")))
+    refused(
+        r"endless: its tokenizer has no end token",
+        load_text,
+        short(data=spec.data_source, model=str(tmp_path / "endless")),
+    )
 
 
 def test_a_context_above_the_models_positions_is_refused():
@@ -357,8 +359,14 @@ def test_a_run_goes_on_from_a_checkpoint_and_its_tokenizer(run, tmp_path):
 
 def test_a_model_of_the_other_task_is_refused(run):
     spec, runs = run
-    with pytest.raises(UserError, match=r"of type 'gpt2'; this lab knows bert, .* for task qa"):
-        plan(["A1"], "smoke", model=str(runs / spec.run_path / "model"), machine=CPU)
+    refused(
+        r"of type 'gpt2'; this lab knows bert, .* for task qa",
+        plan,
+        ["A1"],
+        "smoke",
+        model=str(runs / spec.run_path / "model"),
+        machine=CPU,
+    )
     refused(r"of type 'bert'; this lab knows gpt2 for task lm", short, model="tiny")
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, BertConfig, GPT2Config
 
-from qa_lib.errors import UserError
 from qa_lib.kernels.linear_cross_entropy import linear_cross_entropy
 from qa_lib.model.build import apply_recipe, build_model
 from qa_lib.model.fused_blocks import (
@@ -24,6 +23,7 @@ from qa_lib.spec import Machine
 from qa_lib.train.compile import ChunkedLossOf, LossOf
 from qa_lib.train.plain import PlainStep
 from qa_lib.variants import VARIANTS, Settings, find_recipe
+from tests.material import refused
 from tests.tiny import checkpoint
 
 
@@ -89,15 +89,13 @@ def test_the_fused_pass_drops_out_and_by_new_bits_of_another_seed(windows, varia
     ("changed", "named"), [({"attention": "eager"}, "attention"), ({"parallel": "fsdp2"}, "parallel")]
 )
 def test_what_calls_layers_one_by_one_is_refused(changed, named):
-    with pytest.raises(UserError, match=f"take {named} 'sdpa|take {named} 'none"):
-        check_fused_decoder(Settings(**{"attention": "sdpa", **changed}))
+    refused(f"take {named} 'sdpa|take {named} 'none", check_fused_decoder, Settings(**{"attention": "sdpa", **changed}))
 
 
 def test_adapters_are_refused_where_their_linear_layers_are_fused():
     model = decoder()
     use_sigmoid_gelu(model)
-    with pytest.raises(UserError, match="gelu 'exact'"):
-        apply_recipe(model, find_recipe("lora-all"))
+    refused("gelu 'exact'", apply_recipe, model, find_recipe("lora-all"))
 
 
 def test_the_mean_leaves_out_what_does_not_count():
@@ -187,5 +185,4 @@ def test_the_plain_bert_is_transformers_own_one_sample_at_a_time():
 def test_a_model_without_a_rival_is_told(tmp_path):
     (spec,) = plan(["E-plain"], "smoke", machine=Machine(gpus=1, sm=90, compiler=True))
     spec = dataclasses.replace(spec, model_source=checkpoint("roberta", tmp_path))
-    with pytest.raises(UserError, match="roberta: the rivals are a BERT and a GPT-2"):
-        build_model(spec)
+    refused("roberta: the rivals are a BERT and a GPT-2", build_model, spec)

@@ -9,7 +9,6 @@ from transformers import BertConfig
 from qa_lib import record
 from qa_lib.__main__ import main
 from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.errors import UserError
 from qa_lib.measure.hardware import restrict_sdpa
 from qa_lib.model.build import build_model
 from qa_lib.run import max_batch, memory_estimate
@@ -17,7 +16,7 @@ from qa_lib.run.max_batch import CLOSE, STEP, largest
 from qa_lib.run.memory_estimate import StepMemory, estimate, gpu_of
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
-from tests.material import committed
+from tests.material import committed, refused
 
 # In a packed micro-batch, which the lengths of SQuAD v2's samples decide.
 TOKENS = {8: 1472, 32: 5632, 64: 11200, 128: 22400}
@@ -50,11 +49,9 @@ def test_the_verb_prints_rows_and_skips_and_refuses_a_cpu(bert_base, capsys):
     printed = capsys.readouterr().out
     assert "A1" in printed and "forward and backward" in printed and "8.0 or newer" in printed
     assert "A1-int8: what training on rounded weights keeps" in printed
-    with pytest.raises(UserError, match="A1-int8: what training on rounded weights keeps"):
-        estimate(spec_of("A1-int8", bert_base, 8))
+    refused("A1-int8: what training on rounded weights keeps", estimate, spec_of("A1-int8", bert_base, 8))
     (spec,) = plan(["A1"], "bench", [0], "synthetic:100", bert_base, machine=Machine())
-    with pytest.raises(UserError, match="planned for a CPU"):
-        estimate(spec)
+    refused("planned for a CPU", estimate, spec)
 
 
 def test_without_data_rows_are_packed_by_the_lengths_of_squad(bert_base, monkeypatch, capsys):
@@ -209,6 +206,5 @@ def test_lengths_of_shorter_windows_are_cut_from_those_that_are_known():
 
 
 def test_windows_that_a_question_fills_are_refused():
-    with pytest.raises(UserError, match="22 tokens are too few for a question and the 7"):
-        memory_estimate.SquadLengths(22, 7)
+    refused("22 tokens are too few for a question and the 7", memory_estimate.SquadLengths, 22, 7)
     assert memory_estimate.SquadLengths(23, 7).lengths.max() == 23

@@ -10,12 +10,12 @@ from transformers import BertConfig, BertForQuestionAnswering
 from qa_lib.data.batches import Batches
 from qa_lib.data.load import load_data
 from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.errors import UserError
 from qa_lib.model.build import apply_recipe, build_model, save_model
 from qa_lib.run.fit import train
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 from qa_lib.variants import RECIPES
+from tests.material import refused
 
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
 
@@ -120,5 +120,4 @@ def test_a_folder_without_weights_is_random_for_speed_and_refused_for_quality(tm
         return plan(["A2"], scale, data="synthetic:40", model=str(tmp_path / "bare"), machine=CPU)[0]
 
     assert build_model(spec("bench")).config.hidden_size == 64
-    with pytest.raises(UserError, match=r"no model\.safetensors"):
-        build_model(spec("local"))
+    refused(r"no model\.safetensors", build_model, spec("local"))

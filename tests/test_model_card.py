@@ -20,14 +20,13 @@ from transformers import AutoModelForQuestionAnswering
 from qa_lib import record
 from qa_lib.__main__ import main
 from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.errors import UserError
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.hf_checkpoint import inspect_checkpoint
 from qa_lib.run import fit
 from qa_lib.run.hub import check_own, write_card
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
-from tests.material import ROOT
+from tests.material import ROOT, refused
 
 CPU = Machine(backends=("inductor", "aot_eager"), compiler=True)
 TOKEN = "hf_of_this_test"
@@ -119,8 +118,7 @@ def test_a_card_may_be_changed_and_the_weights_may_not(run_dir):
     (run_dir / "model" / "README.md").write_text("Mine.")
     inspect_checkpoint(run_dir / "model")
     (run_dir / "model" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="is not the file that was saved"):
-        inspect_checkpoint(run_dir / "model")
+    refused("is not the file that was saved", inspect_checkpoint, run_dir / "model")
 
 
 def test_a_model_folder_of_something_else_is_not_replaced(run_dir, tmp_path, monkeypatch):
@@ -129,8 +127,7 @@ def test_a_model_folder_of_something_else_is_not_replaced(run_dir, tmp_path, mon
     (model / "README.md").unlink()  # as an older version left it
     check_own(model, run_dir.name)
     (model / "README.md").write_text("run A1-s0-000000")
-    with pytest.raises(UserError, match=r"model does not name run .*: move it elsewhere"):
-        check_own(model, run_dir.name)
+    refused(r"model does not name run .*: move it elsewhere", check_own, model, run_dir.name)
 
     (spec,) = plan(["A1"], "smoke", data="synthetic:40", machine=CPU)
     theirs, folder = tmp_path / "my-bert", tmp_path / "runs" / spec.run_path
@@ -141,8 +138,7 @@ def test_a_model_folder_of_something_else_is_not_replaced(run_dir, tmp_path, mon
     monkeypatch.setattr(fit, "prepare", lambda *_: pytest.fail("it was not told before the work"))
     record.finish(folder, record.new_record(spec, {}), "ok")
     before = (folder / "record.json").read_bytes()
-    with pytest.raises(UserError, match="does not name run"):
-        fit.fit(spec, tmp_path / "runs")
+    refused("does not name run", fit.fit, spec, tmp_path / "runs")
     assert (theirs / "config.json").read_text() == "{}"
     assert (folder / "record.json").read_bytes() == before, "what has ended well stays so"
 

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoConfig, AutoModelForQuestionAnswering, ModernBertForMaskedLM
 
 from qa_lib.data.load import batches_of, load_data
-from qa_lib.errors import UserError
 from qa_lib.measure.meter import StepFlops
 from qa_lib.model.architectures import ENCODERS, heads_of
 from qa_lib.model.attention import Segments, attention_name, blockmask, flash
@@ -22,6 +21,7 @@ from qa_lib.run.plan import plan
 from qa_lib.score.predict import ask
 from qa_lib.spec import Machine
 from qa_lib.variants import LACKS, VARIANTS, lacking
+from tests.material import refused
 from tests.tiny import checkpoint
 
 LENGTHS = (50, 7, 33, 80)  # of samples: within the window of a token, around it and several times as long
@@ -140,8 +140,7 @@ def test_every_variant_is_built_or_skipped_for_a_reason(kind, tmp_path):
 
 def test_a_model_that_was_not_here_when_it_was_planned_is_held_to_the_same(folder):
     (spec,) = plan(["B2"], "smoke", data="synthetic:40", model="tiny", machine=Machine())
-    with pytest.raises(UserError, match="B2: modernbert: it has no biases to train"):
-        build_model(dataclasses.replace(spec, model_source=folder))
+    refused("B2: modernbert: it has no biases to train", build_model, dataclasses.replace(spec, model_source=folder))
 
 
 def test_what_architectures_lack_is_of_those_in_the_table_and_of_settings_that_variants_have():
@@ -158,8 +157,7 @@ def test_its_memory_is_said_to_be_unknown_and_distilberts_is_known(folder, tmp_p
         plan(["A3"], "smoke", data="synthetic:40", model=model, machine=gpu_of(80))[0] for model in (other, folder)
     )
     assert estimate(known)["peak_mib"] > 0
-    with pytest.raises(UserError, match="A3: what modernbert keeps for its backward pass is not predicted"):
-        estimate(unknown)
+    refused("A3: what modernbert keeps for its backward pass is not predicted", estimate, unknown)
 
 
 def test_arithmetic_of_attention_counts_a_window_where_there_is_one(folder):

@@ -8,10 +8,10 @@ import torch
 
 from qa_lib.archive import Run
 from qa_lib.measure import trace
-from qa_lib.record import RecordError
 from qa_lib.run import fit, profile
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
+from tests.material import refused
 
 HIDDEN, WIDE = 768, 3072
 WIDTHS = trace.Widths(HIDDEN, WIDE, outputs=2)
@@ -177,8 +177,6 @@ def test_a_profile_that_fails_leaves_the_older_one_whole(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="no model"):
         profile.profile(spec, tmp_path, lambda _: None)
     assert [(p.name, p.read_text()) for p in folder.iterdir()] == [("profile.json", "older")]
-    with pytest.raises(RecordError, match=r"profile\.json: not readable"):
-        Run({}, folder).profile()
+    refused(r"profile\.json: not readable", Run({}, folder).profile)
     (folder / "profile.json").write_text(json.dumps({"schema": "other"}))
-    with pytest.raises(RecordError, match="schema 'other' is not known"):
-        Run({}, folder).profile()
+    refused("schema 'other' is not known", Run({}, folder).profile)

@@ -14,7 +14,6 @@ from transformers import BertConfig, BertForQuestionAnswering, GPT2Config, GPT2L
 
 from qa_lib.__main__ import main
 from qa_lib.data.synthetic import synthetic_squad
-from qa_lib.errors import UserError
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.hf_checkpoint import QUANTIZED, SUMS
 from qa_lib.model.qat import WIDTHS, _pack, _unpack, is_rounding, quantize
@@ -153,8 +152,12 @@ def test_a_folder_of_other_numbers_is_refused(fault, run, tmp_path):
 
 @pytest.mark.torchao
 def test_layers_that_cannot_be_quantized_are_named():
-    with pytest.raises(UserError, match=r"GPT2LMHeadModel: its layers have no torch\.nn\.Linear"):
-        quantize(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=40)), "int8")
+    refused(
+        r"GPT2LMHeadModel: its layers have no torch\.nn\.Linear",
+        quantize,
+        GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=40)),
+        "int8",
+    )
     odd = BertConfig(hidden_size=24, num_attention_heads=1, num_hidden_layers=1, intermediate_size=32, vocab_size=40)
     refused("a linear layer of 24 inputs", quantize, BertForQuestionAnswering(odd), "int4")
 
@@ -177,8 +180,9 @@ def test_other_questions_of_the_same_name_are_refused(run, tmp_path, monkeypatch
     for seed, name in enumerate(["train.json", "validation.json"]):
         write(tmp_path / "squad" / name, synthetic_squad(20, seed))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"'squad' is not the data of A1-fp32-s0-.* here: give --data"):
-        quantize_run(tmp_path / "run", "int8", say=quiet)
+    refused(
+        r"'squad' is not the data of A1-fp32-s0-.* here: give --data", quantize_run, tmp_path / "run", "int8", say=quiet
+    )
 
 
 def test_a_run_without_a_model_an_unknown_width_and_a_missing_package_are_one_line(run, tmp_path, monkeypatch, capsys):

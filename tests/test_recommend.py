@@ -28,7 +28,7 @@ from qa_lib.train.step_log import StepFailed
 from qa_lib.variants import TASKS, VARIANTS, find_recipe
 from tests import small  # noqa: F401, which has the preset
 from tests.conftest import slow
-from tests.material import committed
+from tests.material import committed, refused
 from tests.tiny import checkpoint
 
 BACKENDS = ("inductor", "aot_eager", "cudagraphs")
@@ -109,8 +109,7 @@ def test_a_size_that_was_asked_for_stays_and_a_batch_of_ones_own_is_divided(mode
     assert chosen(T4, tmp_path, batch=48)[:2] == ("E-t4-norm", 48)
     tight = dataclasses.replace(A100, free_mib=2800)
     assert chosen(tight, tmp_path, batch=48)[:2] == ("E-moments", 12)
-    with pytest.raises(UserError, match="E-moments at micro-batch 32 would take 3"):
-        chosen(tight, tmp_path, micro_batch=32)
+    refused("E-moments at micro-batch 32 would take 3", chosen, tight, tmp_path, micro_batch=32)
 
 
 def test_the_size_that_was_measured_to_be_quickest_comes_first():
@@ -164,8 +163,7 @@ def test_plan_puts_it_in_the_place_of_the_name(tmp_path):
     sizes = plan(["recommended"], "smoke", micro_batch=[8, 16], **where)
     assert [(spec.settings.micro_batch, spec.chosen) for spec in sizes] == [(8, ["variant"]), (16, ["variant"])]
     assert len(plan(["recommended", "E-t4-norm"], "smoke", micro_batch=16, **where)) == 1
-    with pytest.raises(UserError, match="does not divide"):
-        plan(["recommended"], "smoke", micro_batch=5, **where)
+    refused("does not divide", plan, ["recommended"], "smoke", micro_batch=5, **where)
     (text,) = plan(["recommended"], "lm-smoke", **where)
     assert (text.variant, text.settings.micro_batch) == ("L-fp16", 16)
 
@@ -286,8 +284,7 @@ def test_a_run_that_fails_later_or_by_a_mistake_is_not_replaced(tmp_path, monkey
 
     monkeypatch.setattr(launch.Launcher, "run_all", run_all)
     (spec,) = plan(["recommended"], "smoke", runs=tmp_path)
-    with pytest.raises(UserError, match=f"{spec.run_path}: error, what DataError says "):
-        qa_lib.fit(spec, tmp_path)
+    refused(f"{spec.run_path}: error, what DataError says ", qa_lib.fit, spec, tmp_path)
 
 
 def test_a_sweep_goes_on_with_the_next_and_counts_both(tmp_path, monkeypatch, capsys):

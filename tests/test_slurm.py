@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from qa_lib.__main__ import main
-from qa_lib.errors import UserError
 from qa_lib.run import launch
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
-from tests.material import end_of
+from tests.material import end_of, refused
 from tests.tiny import CPU
 
 # What a run leaves, without one and its lock: `python -c RUN FOLDER SECONDS` goes on for that long.
@@ -114,8 +113,12 @@ def test_a_node_is_asked_what_it_is_in_a_job_of_its_kind(cluster, tmp_path, monk
     assert (machine.hardware, machine.gpus, env) == ("h100", 4, {"gpu": "NVIDIA H100"})
     assert "--gpus=1 " in asked(cluster)[0] and not list((tmp_path / "runs").iterdir())
     monkeypatch.setattr(launch, "PROBE", "import nothing_of_the_kind")
-    with pytest.raises(UserError, match=r"a node cannot load the lab: ModuleNotFoundError.*nothing_of_the_kind"):
-        launch.probe_node(tmp_path / "runs", None)
+    refused(
+        r"a node cannot load the lab: ModuleNotFoundError.*nothing_of_the_kind",
+        launch.probe_node,
+        tmp_path / "runs",
+        None,
+    )
 
 
 def test_a_host_without_slurm_and_cards_of_this_machine_are_refused_in_one_line(tmp_path, monkeypatch, capsys):

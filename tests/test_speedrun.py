@@ -15,10 +15,10 @@ from qa_lib.__main__ import main
 from qa_lib.data.squad import open_source
 from qa_lib.record import read_record, run_files
 from qa_lib.report import load
-from qa_lib.report.load import NotMeasured, load_runs
+from qa_lib.report.load import load_runs
 from qa_lib.run import launch
 from qa_lib.run.plan import plan
-from tests.material import ROOT, change_record, committed, document, question, write
+from tests.material import ROOT, change_record, committed, document, question, refused, write
 from tests.test_notebooks import code_cells, lines_of, run_here
 from tests.test_report import make
 from tests.tiny import H200
@@ -77,13 +77,11 @@ def test_there_is_no_verdict_by_other_rules(shown, tmp_path):
     _, names, _ = shown
     scored(tmp_path, "speedrun", "A2", 70.0, 14.0)
     without_target = load_runs(tmp_path)
-    with pytest.raises(NotMeasured, match="no target yet, for lack of A1's seeds 0 to 4"):
-        names["verdict"](without_target, without_target)
+    refused("no target yet, for lack of A1's seeds 0 to 4", names["verdict"], without_target, without_target)
     for column, value in {"quality.n": 6_078, "model.layers": 12, "spec.seed": 7, "spec.preset.name": "local"}.items():
         other = without_target.copy()
         other.loc[other["spec.seed"] == 3, column] = value
-        with pytest.raises(NotMeasured, match="a record takes preset speedrun"):
-            names["verdict"](other, without_target)
+        refused("a record takes preset speedrun", names["verdict"], other, without_target)
 
 
 def test_the_history_has_a_line_a_recipe_of_the_archived_records(shown, tmp_path):
