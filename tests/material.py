@@ -136,7 +136,7 @@ def python(*words, cwd: Path = ROOT, code: int = 0, **environment: str) -> subpr
     return done
 
 
-def leave(runs: Path, spec, status: str = "ok", error: dict | None = None, env: dict | None = None, **sections) -> Path:
+def leave(runs: Path, spec, /, status: str = "ok", error: dict | None = None, env=None, **sections) -> Path:
     """The folder of a run that has ended so, with a record that has these values in its sections."""
     entry = new_record(spec, env or {"gpu": None})
     for name, values in sections.items():

@@ -209,7 +209,7 @@ def test_every_encoder_has_it(kind, qkv, tmp_path):
     """With the loss and gradients of another kernel, and with a seed of its own in every layer."""
     folder, results = checkpoint(kind, tmp_path), []
     for attention in ("triton-varlen", "block-diagonal"):
-        model, packed, inputs = packed_model(varlen_spec({"attention": attention, "qkv": qkv}, model=folder))
+        model, packed, inputs = packed_model(varlen_spec(settings={"attention": attention, "qkv": qkv}, model=folder))
         loss = packed.eval()(**inputs).loss
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
