@@ -1,5 +1,6 @@
 """What several tests and the benchmarks share: tokenizers, real data where there is any, and small SQuAD files."""
 
+import csv
 import functools
 import json
 import os
@@ -37,6 +38,12 @@ sys.meta_path.insert(0, Refused())
 def committed():
     """The committed records, read once a process; not to be changed."""
     return load_runs(ROOT / "runs")
+
+
+def table(name: str) -> list[list[str]]:
+    """The rows of a table beside the tests."""
+    with (ROOT / "tests" / f"{name}.csv").open(encoding="utf-8", newline="") as stream:
+        return [*csv.reader(stream)][1:]
 
 
 def wait_for(condition, most: float = 120) -> None:

@@ -10,8 +10,8 @@ from qa_lib.archive import Run
 from qa_lib.measure import trace
 from qa_lib.run import fit, profile
 from qa_lib.run.plan import plan
-from qa_lib.spec import Machine
-from tests.material import refused
+from tests.material import refused, table
+from tests.tiny import planned
 
 HIDDEN, WIDE = 768, 3072
 WIDTHS = trace.Widths(HIDDEN, WIDE, outputs=2)
@@ -30,24 +30,25 @@ def launched(name, ts, dur, at, call, number=None, graph=False):
     yield {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur, "tid": 7, "args": args}
 
 
+KERNELS = [
+    ("nvjet_tst", 25, "aten::addmm", (HIDDEN,), (64, WIDE), (WIDE, HIDDEN)),
+    ("nvjet_ntt", 1025, "aten::mm", (64, HIDDEN), (HIDDEN, HIDDEN)),
+    ("norm_kernel", 45, "aten::native_layer_norm", (64, HIDDEN)),
+    ("adam", 2025, "aten::mul", WIDTHS),
+]
+
+
 def gpu_trace():
     """Two steps of four kernels each; the device runs 1,000 us behind the host."""
     events = []
     for step in (0, 1):
         base, call = 5000 * step, 10 * step
-        events += [
-            cpu(f"ProfilerStep#{step + 5}", base, 4000, cat="user_annotation"),
-            cpu("forward", base + 10, 900, cat="user_annotation"),
-            cpu("backward", base + 1000, 900, cat="user_annotation"),
-            cpu("optimizer", base + 2000, 900, cat="user_annotation"),
-            cpu("aten::addmm", base + 20, 10, [(HIDDEN,), (64, WIDE), (WIDE, HIDDEN)], call),
-            cpu("aten::mm", base + 1020, 10, [(64, HIDDEN), (HIDDEN, HIDDEN)], call + 1),
-            cpu("aten::native_layer_norm", base + 40, 10, [(64, HIDDEN)], call + 2),
-            cpu("aten::mul", base + 2020, 10, [(WIDTHS)], call + 3),
-        ]
-        kernels = ("nvjet_tst", 25, 0), ("nvjet_ntt", 1025, 1), ("norm_kernel", 45, 2), ("adam", 2025, 3)
-        for kernel, at, offset in kernels:
-            events += launched(kernel, base + at + 1000, 100, base + at, call + offset, call + offset)
+        events.append(cpu(f"ProfilerStep#{step + 5}", base, 4000, cat="user_annotation"))
+        for number, phase in enumerate(("forward", "backward", "optimizer")):
+            events.append(cpu(phase, base + max(10, 1000 * number), 900, cat="user_annotation"))
+        for number, (kernel, at, op, *sizes) in enumerate(KERNELS):
+            events.append(cpu(op, base + at - 5, 10, sizes, call + number))
+            events += launched(kernel, base + at + 1000, 100, base + at, call + number, call + number)
     return events
 
 
@@ -81,25 +82,9 @@ def test_kernels_of_a_graph_take_the_labels_of_those_launched_one_by_one():
     assert trace.summary(labelled, events, 1.0)["launches_per_step"] == 5  # one call each, in this made-up trace
 
 
-@pytest.mark.parametrize(
-    ("kernel", "op", "sizes", "phase", "part"),
-    [
-        ("void pytorch_flash::flash_fwd_kernel", "aten::_flash_attention_forward", [], "forward", "attention"),
-        ("cutlass_80_gemm", "aten::bmm", [(96, 384, 64), (96, 64, 384)], "backward", "attention"),
-        ("triton_per_fused_add_native_dropout_native_layer_norm_5", "", [], "forward", "norms and elementwise"),
-        ("triton_poi_fused_gelu_2", "", [], "forward", "norms and elementwise"),
-        (*["triton_poi_fused_addmm_gelu_2"] * 2, [(64, WIDE)], "forward", "norms and elementwise"),
-        ("vectorized_elementwise_kernel", "aten::copy_", [(WIDE, HIDDEN)], "forward", "copies"),
-        ("Memcpy HtoD", "", [], "forward", "copies"),
-        ("triton_per_fused_add_embedding_native_layer_norm_0", "", [], "forward", "embeddings"),
-        ("GammaBetaBackwardCUDAKernel", "aten::native_layer_norm_backward", [], "backward", "norms and elementwise"),
-        ("sort", "aten::embedding_dense_backward", [(64, HIDDEN)], "backward", "embeddings"),
-        ("nll_loss_forward", "aten::nll_loss_forward", [(8, 384)], "forward", "loss"),
-        ("splitKreduce_kernel", "aten::addmm", [(2,), (64, HIDDEN), (HIDDEN, 2)], "forward", "loss"),
-        ("multi_tensor_apply_kernel", "aten::_foreach_norm", [], "optimizer", "optimizer"),
-    ],
-)
+@pytest.mark.parametrize(("kernel", "op", "sizes", "phase", "part"), table("parts"))
 def test_parts(kernel, op, sizes, phase, part):
+    sizes = [tuple(map(int, size.split("x"))) for size in sizes.split()]
     assert trace.part_of(kernel, op, sizes, phase, WIDTHS) == part
 
 
@@ -132,8 +117,7 @@ def test_nsight_computes_page_is_summed_by_kernel():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 def test_without_a_gpu_counters_are_refused_in_one_line():
     said = []
-    (spec,) = plan(["A1"], "smoke", data="synthetic:200", machine=Machine())
-    assert profile.counters(spec, said.append) is None
+    assert profile.counters(planned(), said.append) is None
     assert len(said) == 1 and "no GPU" in said[0]
 
 
