@@ -2,14 +2,12 @@ import ast
 import dataclasses
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from qa_lib import variants
-from qa_lib.__main__ import main
 from qa_lib.archive import read_runs
 from qa_lib.presets import PRESETS, Preset
 from qa_lib.report.notebook import describe
@@ -17,12 +15,14 @@ from qa_lib.run import sweep
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, Spec, missing
 from qa_lib.variants import FAMILIES, RECIPES, VARIANTS, Settings, Variant
-from tests.material import REFUSING, refused
+from tests.material import REFUSING, python, refused, table
 
 PACKAGE = Path(variants.__file__).parent
 CPU = Machine(backends=("inductor", "aot_eager", "cudagraphs"), bitsandbytes=True, compiler=True)
 GPU = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90)
-GPU_PAIR = dataclasses.replace(GPU, gpus=2)
+PAIR = dataclasses.replace(GPU, gpus=2)
+MACHINES = {"cpu": CPU, "gpu": GPU, "pair": PAIR, "deepspeed": dataclasses.replace(PAIR, deepspeed=True)}
+MACHINES["bare"] = Machine()
 
 
 @pytest.mark.parametrize("row", VARIANTS.values(), ids=lambda row: row.name)
@@ -73,17 +73,15 @@ def test_a_rate_and_a_number_of_epochs_of_ones_own_are_part_of_the_run():
 
 def spec_of_record(entry: dict) -> Spec:
     """The spec that a committed run's record was made of, its settings from the table of today."""
-    asked, preset = entry["spec"]["settings"], entry["spec"]["preset"]
-    row = dataclasses.replace(VARIANTS[entry["spec"]["variant"]].settings, micro_batch=asked["micro_batch"])
-    if entry["spec"]["search"] == "tune":
-        row = dataclasses.replace(row, trainable=asked["trainable"])
-    return Spec(
-        variant=entry["spec"]["variant"], preset=Preset(**preset), seed=entry["spec"]["seed"], asked=row, settings=row,
-        adjusted=[], skip=None, hardware=entry["spec"]["hardware"], world=entry["spec"]["world"],
-        stages=entry["spec"]["stages"] or 1,
-        data={key: entry["data"][key] for key in ("name", "sha256")},
-        model={key: entry["model"][key] for key in ("name", "revision")}, data_source="", model_source="",
-    )  # fmt: skip
+    kept, asked = entry["spec"], entry["spec"]["settings"]
+    own = {"micro_batch": asked["micro_batch"]}
+    own |= {"trainable": asked["trainable"]} if kept["search"] == "tune" else {}
+    row = dataclasses.replace(VARIANTS[kept["variant"]].settings, **own)
+    same = {name: kept[name] for name in ("variant", "seed", "hardware", "world")}
+    same |= {"data": {key: entry["data"][key] for key in ("name", "sha256")}, "data_source": "", "model_source": ""}
+    model = {key: entry["model"][key] for key in ("name", "revision")}
+    settings = {"asked": row, "settings": row, "adjusted": [], "skip": None}
+    return Spec(**same, **settings, preset=Preset(**kept["preset"]), stages=kept["stages"] or 1, model=model)
 
 
 @pytest.fixture(scope="module")
@@ -122,31 +120,11 @@ def test_a_new_field_whose_default_means_what_was_before_renames_no_committed_ru
     assert len({today.hash, *(other.hash for other in others), dataclasses.replace(today, world=2).hash}) == 4
 
 
-@pytest.mark.parametrize(
-    ("variant", "machine", "reason"),
-    [
-        ("D1-cudagraphs", CPU, "CUDA"),
-        ("D1-cudagraphs", GPU, None),
-        ("D1-nvfuser", GPU, "nvfuser"),
-        ("D1", CPU, None),
-        ("A4", dataclasses.replace(CPU, compiler=False), "C++ compiler"),
-        ("C1", dataclasses.replace(CPU, bitsandbytes=False), "bitsandbytes"),
-        ("P0-deepspeed", GPU_PAIR, "needs the package deepspeed"),
-        ("P0-deepspeed", dataclasses.replace(GPU_PAIR, deepspeed=True), None),
-        ("P0-polled", CPU, "CUDA"),
-        ("P0-polled", GPU_PAIR, None),
-        ("A2", Machine(), None),
-        ("E-varlen", dataclasses.replace(GPU, sm=75), "8.0 or newer"),
-        ("E-norm", dataclasses.replace(GPU, compiler=False), "Triton"),
-        ("E-t4-norm", dataclasses.replace(GPU, sm=70), "7.5 or newer"),
-        ("E-t4-norm", dataclasses.replace(GPU, sm=75), None),
-        ("E-packed-efficient", CPU, "CUDA"),
-        ("E-graph", CPU, None),
-    ],
-)
-def test_what_a_machine_lacks_skips_the_row_with_the_reason(variant, machine, reason):
-    (spec,) = plan([variant], "smoke", machine=machine)
-    assert spec.skip is None if reason is None else reason in spec.skip
+@pytest.mark.parametrize(("variant", "machine", "without", "capability", "reason"), table("skipped"))
+def test_what_a_machine_lacks_skips_the_row_with_the_reason(variant, machine, without, capability, reason):
+    changes = dict.fromkeys(without.split(), False) | ({"sm": int(capability)} if capability else {})
+    (spec,) = plan([variant], "smoke", machine=dataclasses.replace(MACHINES[machine], **changes))
+    assert reason in spec.skip if reason else spec.skip is None
 
 
 def test_a_row_says_from_which_generation_it_runs():
@@ -168,20 +146,18 @@ def test_scales_are_sound():
         assert 0 < preset.stride < preset.max_length <= {"qa": 512, "lm": 1024}[preset.task]
 
 
-def test_a_new_variant_is_a_line_of_the_table(monkeypatch, tmp_path, capsys):
+def test_a_new_variant_is_a_line_of_the_table(monkeypatch, tmp_path, typed):
     """It is listed, planned and swept; what a test of settings makes of its values, test_settings says."""
     mine = Variant("E-mine", "E-moments", {"activation_checkpointing": True}, "Least memory.")
     monkeypatch.setitem(VARIANTS, mine.name, mine)
     monkeypatch.setattr(sweep, "probe", lambda: (GPU, {}))
-    assert main(["variants"]) == 0
     line = r"\nE-mine +E-moments +8.0 +activation_checkpointing = True\n    Least memory"
-    assert re.search(line, capsys.readouterr().out)
-    assert main(["variants", "--json"]) == 0
-    listed = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert re.search(line, typed("variants"))
+    listed = {row["name"]: row for row in json.loads(typed("variants --json"))}
     assert list(listed) == list(VARIANTS) and listed["E-mine"]["settings"]["optimizer"] == "adamw-master-bf16"
-    for words in ([], ["--family", "E"]):
-        assert main(["sweep", "--plan", "--preset", "smoke", "--runs", str(tmp_path), *words]) == 0
-        assert re.search(r"\nh200-smoke/E-mine-s0-\w{6} +run\n", capsys.readouterr().out)
+    for words in ("", "--family E"):
+        said = typed(f"sweep --plan --preset smoke --runs {tmp_path} {words}")
+        assert re.search(r"\nh200-smoke/E-mine-s0-\w{6} +run\n", said)
 
 
 # A module or package imports those that stand before it alone; of some, these alone.
@@ -215,19 +191,20 @@ def test_imports_point_one_way():
             wrong += [f"{path}: its package has a file, too"] * (bool(path.read_text()) and path.parent != PACKAGE)
             continue
         allowed = tuple(f"qa_lib.{name}." for name in [room, *ALONE.get(room, LAYERS[: LAYERS.index(room)])])
-        wrong += [
-            f"{path}:{line} imports {name}"
-            for line, name in imports_of(path)
-            if name.startswith("qa_lib") and not f"{name}.".startswith(allowed)
-        ]
+        own = [(line, name) for line, name in imports_of(path) if name.startswith("qa_lib")]
+        wrong += [f"{path}:{line} imports {name}" for line, name in own if not f"{name}.".startswith(allowed)]
     assert not wrong
 
 
+MODULES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+
+
 def test_no_module_imports_itself_by_a_detour():
-    modules = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
     # Of "qa_lib.a.b.name" the module is qa_lib.a.b; inside functions as well.
-    wanted = {name: {known for _, found in imports_of(path) for known in (found, found.rpartition(".")[0])
-                     if known in modules and known != name} for name, path in modules.items()}  # fmt: skip
+    wanted = {}
+    for name, path in MODULES.items():
+        found = {known for _, one in imports_of(path) for known in (one, one.rpartition(".")[0])}
+        wanted[name] = found & MODULES.keys() - {name}
     while leaves := [name for name, needed in wanted.items() if not needed & wanted.keys()]:
         for name in leaves:
             del wanted[name]
@@ -242,15 +219,9 @@ def test_what_a_run_is_needs_the_standard_library_alone(module):
 
 def test_specs_driver_and_report_do_without_torch():
     """Every torch-free module, imported where torch cannot be."""
-    names = [
-        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-        for path in PACKAGE.rglob("*.py")
-        if path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".").startswith(tuple(TORCH_FREE))
-    ]
+    names = [name for name in MODULES if name.removeprefix("qa_lib.").startswith(tuple(TORCH_FREE))]
     assert len(names) > 15
-    code = f"{REFUSING}\nimport {', '.join(names)}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    python("-c", f"{REFUSING}\nimport {', '.join(names)}")
 
 
 # Several sizes of a row, as a sweep takes them.
