@@ -20,21 +20,15 @@ class NVML(types.SimpleNamespace):
     """pynvml as far as the meter asks it: a GPU that is 75 % busy; it is lost after so many looks."""
 
     def __init__(self, looks=10**9):
-        super().__init__(looks=looks, handles=[], millijoules=1000.0)
-
-    def nvmlInit(self):
-        pass
+        super().__init__(looks=looks, handles=[], millijoules=1000.0, nvmlInit=lambda: None)
 
     def nvmlDeviceGetHandleByUUID(self, uuid):
         self.handles.append(uuid)
-        return uuid
 
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
-        if self.millijoules is None:
-            raise RuntimeError("GPU is lost")
-        return self.millijoules
+    def nvmlDeviceGetTotalEnergyConsumption(self, _):
+        return self.millijoules / 1  # an error where it is None
 
-    def nvmlDeviceGetUtilizationRates(self, handle):
+    def nvmlDeviceGetUtilizationRates(self, _):
         self.looks -= 1
         if self.looks < 0:
             raise RuntimeError("GPU is lost")
