@@ -134,11 +134,8 @@ def test_what_the_page_has_to_type_holds_articles_out_and_names_the_data(tmp_pat
         return subprocess.run(block, **shell, capture_output=True, text=True, check=True).stdout
 
     sh(typed("mkdir tuning"))
-    ids = {
-        split: [each.id for each in open_source(tmp_path / "tuning", split).examples]
-        for split in ("train", "validation")
-    }
-    assert ids["validation"] == ["q0", "q10", "q20"] and len(ids["train"]) == 22
+    train, validation = (open_source(tmp_path / "tuning", split).examples for split in ("train", "validation"))
+    assert [each.id for each in validation] == ["q0", "q10", "q20"] and len(train) == 22
     whole = "\n".join(sorted(f"q{i}" for i in range(25)))
     assert sh(typed("hashlib")) == f"25 {hashlib.sha256(whole.encode()).hexdigest()}\n"
 

@@ -15,7 +15,6 @@ from qa_lib.data.load import batches_of
 from qa_lib.measure.meter import Meter
 from qa_lib.model.build import build_model
 from qa_lib.run.fit import train
-from qa_lib.run.plan import plan
 from qa_lib.train import checkpoint as checkpoints
 from qa_lib.train import compile as compilation
 from qa_lib.train.checkpoint import CHECKPOINT
@@ -26,7 +25,18 @@ from qa_lib.train.step_log import NonFiniteLoss, StepLog
 from qa_lib.variants import VARIANTS, Settings
 from tests.conftest import slow
 from tests.material import flip_a_bit, refused
-from tests.tiny import CPU, StopAfter, losses_of, quiet, resized, samples_of, steps_of
+from tests.tiny import (
+    CPU,
+    StopAfter,
+    losses_of,
+    planned,
+    quiet,
+    resized,
+    samples_of,
+    steps_of,
+    trained,
+    without_dropout,
+)
 
 DEVICE = torch.device("cpu")
 
@@ -36,16 +46,10 @@ def samples():
     return samples_of("synthetic:120")
 
 
-def spec_of(variant, micro_batch=None, machine=CPU, **preset):
+def spec_of(row, settings=None, machine=CPU, micro_batch=None, **sizes):
     """A row at smoke preset, made smaller."""
-    (spec,) = plan([variant], "smoke", data="synthetic:120", machine=machine, micro_batch=micro_batch)
-    return resized(spec, **{"steps": 6, "checkpoint_every": 0, "measure_from": 2, "effective_batch": 16} | preset)
-
-
-def trained(spec, samples, run_dir, model=None):
-    run_dir.mkdir(exist_ok=True)
-    model = model or build_model(spec)
-    return model, *train(model, batches_of(samples, spec), spec, DEVICE, run_dir, quiet)
+    sizes = {"steps": 6, "checkpoint_every": 0, "measure_from": 2, "effective_batch": 16} | sizes
+    return planned(row, settings=settings, sizes=sizes, data="synthetic:120", machine=machine, micro_batch=micro_batch)
 
 
 def stopped(spec, samples, run_dir, step=4):
@@ -58,6 +62,10 @@ def stopped(spec, samples, run_dir, step=4):
 
 def weights(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(one, other):
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def test_the_learning_rate_rises_to_its_peak_and_no_step_has_a_rate_of_zero():
@@ -117,17 +125,16 @@ ON_GPU = pytest.param("D1-cudagraphs", torch.device("cuda"), 1e-2, marks=NEEDS_G
 
 @pytest.mark.parametrize(("variant", "device", "tolerance"), [ON_CPU, ON_GPU])
 def test_accumulated_micro_batches_are_the_whole_batch(variant, device, tolerance, samples, tmp_path, monkeypatch):
+    # So that every step has the same weights.
+    monkeypatch.setattr("qa_lib.train.loop.learning_rate", lambda *_: 0.0)
+
     def gradients(micro_batch):
-        machine = CPU if device.type == "cpu" else None
-        spec = spec_of(variant, micro_batch=micro_batch, machine=machine, steps=3)
+        spec = spec_of(variant, machine=CPU if device.type == "cpu" else None, micro_batch=micro_batch, steps=3)
         model, seen = without_dropout(build_model(spec)), []
-        monkeypatch.setattr(
-            torch.nn.utils, "clip_grads_with_norm_", lambda own, *_: seen.extend(p.grad.clone() for p in own)
-        )
+        note = lambda own, *_: seen.extend(p.grad.clone() for p in own)  # noqa: E731
+        monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", note)
         folder = tmp_path / str(micro_batch)
         folder.mkdir()
-        # So that every step has the same weights.
-        monkeypatch.setattr("qa_lib.train.loop.learning_rate", lambda *_: 0.0)
         train(model, batches_of(samples, spec), spec, device, folder, quiet)
         return seen
 
@@ -135,29 +142,20 @@ def test_accumulated_micro_batches_are_the_whole_batch(variant, device, toleranc
         assert (whole - parts).norm() <= tolerance * whole.norm() + 1e-6
 
 
-def without_dropout(model):
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    return model
-
-
 OTHERS = [slow(name) for name in ("A2", "B1", "B2", "C2", "E-adamw")]
 
 
 @pytest.mark.parametrize("variant", ["C1", "E-dropout-moments", "E-packed-lora-masters", *OTHERS])
 def test_resume_is_exact_from_any_checkpoint(variant, samples, tmp_path, monkeypatch):
-    spec = spec_of(variant, checkpoint_every=1)
+    spec = spec_of(variant, {"compile": "none"}, checkpoint_every=1)  # compiling would take a minute
     if spec.asked.half_weights:  # a CPU would adjust it away, but can do it
         spec = resized(spec, {"optimizer": spec.asked.optimizer, "precision": spec.asked.precision})
-    spec = resized(spec, {"compile": "none"})  # the compiler is not what is tested here, and takes a minute
     whole = weights(trained(spec, samples, tmp_path / "whole")[0])
     for stop in (1, 3, 5):
         run_dir = stopped(spec, samples, tmp_path / f"stopped-at-{stop}", stop)
         model, _, _, begin, refused = trained(spec, samples, run_dir)
         assert begin == stop and refused is None
-        for name, tensor in weights(model).items():
-            assert torch.equal(tensor, whole[name]), f"{name} differs after a resume at step {stop}"
+        assert same(weights(model), whole), f"after a resume at step {stop}"
         assert [line["step"] for line in steps_of(run_dir)] == list(range(1, spec.preset.steps + 1))
 
 
@@ -214,7 +212,7 @@ def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_run_begins_anew(dam
     whole = weights(trained(spec, samples, tmp_path / "whole")[0])
     model, _, _, begin, refused = trained(spec, samples, run_dir)
     assert begin == 0 and said in refused and (run_dir / "checkpoint.refused").exists()
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(model).items())
+    assert same(weights(model), whole)
 
 
 @pytest.mark.parametrize("edited", ["kernels/fused_norm.py", "train/loop.py", "train/deepspeed.json"])
@@ -257,7 +255,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_the_step(samples, tmp_path
 
     monkeypatch.setattr("qa_lib.train.loop.clip", poison)
     with pytest.raises(NonFiniteLoss, match="nan at step 4") as caught:
-        train(model, batches_of(samples, spec), spec, DEVICE, tmp_path, quiet)
+        trained(spec, samples, tmp_path, model)
     assert caught.value.step == 4
     assert [loss is None for loss in losses_of(tmp_path)[:4]] == [False, False, False, True]  # and as far as it had run
 
@@ -277,7 +275,7 @@ def test_the_8bit_optimizer_keeps_small_tensors_and_embeddings_in_32_bits(sample
     del model, optimizer, names, parameter
     gc.collect()
     assert kept() is None
-    (lora,) = plan(["E-packed-lora"], "smoke", data="synthetic:120", machine=CPU)
+    lora = spec_of("E-packed-lora")
     model = build_model(lora)
     optimizer = build_optimizer(model, lora)
     manager = type(optimizer.mng).get_instance()
@@ -308,10 +306,14 @@ def test_the_time_for_inputs_is_of_the_host_and_of_the_measured_steps(samples, t
     assert Meter(DEVICE, warm_up=2).data_ms() is None
 
 
+def step_log(folder, steps, begin=0, variant="A1", say=quiet, **scale):
+    scaler = torch.amp.GradScaler("cpu", **scale or {"enabled": False})
+    return StepLog(folder, spec_of(variant), steps, begin, scaler, ProcessGroup(DEVICE), say)
+
+
 def test_an_overflow_is_excused_while_the_scaler_can_still_back_off(tmp_path):
     def write(losses, scale):
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        log = StepLog(tmp_path, spec_of("A1"), 20, 0, scaler, ProcessGroup(DEVICE), quiet)
+        log = step_log(tmp_path, 20, init_scale=scale)
         log.pending += [(torch.tensor(loss), 1e-3) for loss in losses]
         log.write([0.01] * len(losses))
 
@@ -323,8 +325,7 @@ def test_an_overflow_is_excused_while_the_scaler_can_still_back_off(tmp_path):
 def test_the_time_left_does_not_count_compilation(tmp_path, monkeypatch):
     now, said = [0.0], []
     monkeypatch.setattr("qa_lib.train.step_log.time.monotonic", lambda: now[0])
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    log = StepLog(tmp_path, spec_of("A3"), 10, 0, scaler, ProcessGroup(DEVICE), said.append)
+    log = step_log(tmp_path, 10, variant="A3", say=said.append)
     for clock in (84.0, 86.0):  # the first step compiles
         now[0] = clock
         log.pending.append((torch.tensor(1.0), 0.1))
@@ -338,7 +339,7 @@ def test_a_spoilt_log_is_gone_on_with_and_loses_only_what_cannot_be_read(tmp_pat
     """Of the steps before the checkpoint, which was the third; what came after them is trained once more."""
     spoilt = b'{"step": 1}\n{"st\xff\n[2]\n{"loss": 2}\n{"step": "2"}\n{"step": 3}\n{"step": 4}\n{"ste'
     (tmp_path / "steps.jsonl").write_bytes(spoilt)
-    StepLog(tmp_path, spec_of("A1"), 5, 3, torch.amp.GradScaler("cpu", enabled=False), ProcessGroup(DEVICE), quiet)
+    step_log(tmp_path, 5, begin=3)
     assert (tmp_path / "steps.jsonl").read_text() == '{"step": 1}\n{"step": 3}\n'
 
 
