@@ -21,7 +21,6 @@ from qa_lib.cli import parser_of
 from qa_lib.data.load import load_data
 from qa_lib.data.squad import Example
 from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.data.windows import build_samples
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.hf_checkpoint import INDEX, SUMS, find_folder, write_digests
 from qa_lib.model.load import check_tokenizer
@@ -30,7 +29,7 @@ from qa_lib.score.decode import decode
 from qa_lib.score.evaluate import evaluate_answers, span_loss
 from qa_lib.score.predict import load_qa_model, main, predict_logits, window_lengths
 from tests.material import document, edited, flip_a_bit, question, refused, trained_tokenizer, write
-from tests.test_windows import TEXT, Given
+from tests.test_windows import TEXT, built
 from tests.tiny import CPU, resized
 
 EXAMPLES = [Example(f"q{i}", "Rivers", "where is it"[: i % 9], (TEXT * 2)[i : 9 * i + 3]) for i in range(40)]
@@ -46,15 +45,15 @@ def tokenizer():
 def model(tokenizer):
     torch.manual_seed(0)
     config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=48, **SMALL)
-    built = BertForQuestionAnswering(config)
+    made = BertForQuestionAnswering(config)
     with torch.no_grad():
-        built.qa_outputs.weight *= 50  # a fresh model's logits nearly tie
-    return built.eval()
+        made.qa_outputs.weight *= 50  # a fresh model's logits nearly tie
+    return made.eval()
 
 
 @pytest.fixture(scope="module")
 def samples(tokenizer):
-    return build_samples(Given(EXAMPLES), tokenizer, 40, 10, cache=False)
+    return built(EXAMPLES, tokenizer, 40, 10)
 
 
 @pytest.fixture
