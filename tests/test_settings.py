@@ -27,13 +27,13 @@ from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, HashDropou
 from qa_lib.model.nf4 import NF4Linear
 from qa_lib.model.qat import is_rounding
 from qa_lib.run import fit
-from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, adjust, missing
 from qa_lib.train import data_parallel, loop, optim, overlap, pipeline, tensor, trainer, zero1
 from qa_lib.train.master_adamw import MasterAdamW
 from qa_lib.variants import CONFLICTS, VARIANTS, Settings, SpecError, _matches, choices, find_recipe
 from tests.material import refused
 from tests.pairs import combinations, pairs_of
+from tests.tiny import planned, trained
 
 TORCHAO = find_spec("torchao") is not None
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, torchao=TORCHAO, compiler=True)
@@ -46,11 +46,10 @@ VALUES |= {"trainable": RECIPES, "micro_batch": (8, 4)}
 PIPELINE = {"padding": "packed", "attention": "sdpa", "precision": "bf16"}
 COMPANIONS = {("schedule", name): PIPELINE | {"parallel": "pipeline"} for name in ("1f1b", "interleaved")}
 COMPANIONS |= {("qat", width): {"precision": "fp32"} for width in ("int8", "int4")}
-for kernel in ("flash", "efficient", "block-diagonal", "triton-varlen"):
-    COMPANIONS["attention", kernel] = {"padding": "packed"}
+KERNELS, MASTERS = "flash efficient block-diagonal triton-varlen", "adamw-master adamw-master-bf16 adamw-master-8bit"
+COMPANIONS |= {("attention", kernel): {"padding": "packed"} for kernel in KERNELS.split()}
 # In fp16 the first step may find the loss scaled too much.
-for optimizer in ("adamw-master", "adamw-master-bf16", "adamw-master-8bit"):
-    COMPANIONS["optimizer", optimizer] = {"precision": "bf16"}
+COMPANIONS |= {("optimizer", name): {"precision": "bf16"} for name in MASTERS.split()}
 COMPANIONS |= {
     ("padding", "packed"): {"attention": "sdpa"},
     ("norms", "fused"): {"dropout": "hash"},
@@ -75,8 +74,7 @@ def asked_for(**values) -> Settings:
 
 @pytest.fixture(scope="module")
 def data():
-    (spec,) = plan(["A1"], "smoke", data="synthetic:60", machine=CPU)
-    return load_data(spec)
+    return load_data(planned(data="synthetic:60"))
 
 
 def here(asked: Settings) -> tuple[Settings, str | None]:
@@ -94,9 +92,8 @@ class Seen:
     """One training step under these settings, and what was seen of it."""
 
     def __init__(self, settings: Settings, asked: Settings, data, folder, monkeypatch):
-        (spec,) = plan(["A1"], "smoke", data="synthetic:60", machine=CPU)
-        preset = dataclasses.replace(spec.preset, steps=1, effective_batch=8, measure_from=0, checkpoint_every=0)
-        self.spec = spec = dataclasses.replace(spec, preset=preset, asked=asked, settings=settings)
+        sizes = {"steps": 1, "effective_batch": 8, "measure_from": 0, "checkpoint_every": 0}
+        self.spec = spec = dataclasses.replace(planned(sizes=sizes), asked=asked, settings=settings)
         self.compiled, self.shapes, self.autocast, self.trainer_order = [], [], set(), None
         self.engines, self.repeats = [], []
         train_ = Trainer.train
@@ -119,7 +116,7 @@ class Seen:
         before = {name: p.detach().clone() for name, p in build_model(spec).to("cpu").named_parameters()}
         self.model, self.batches = build_model(spec), batches_of(data.samples, spec)
         self.model.get_input_embeddings().register_forward_hook(self._look)
-        self.optimizer = fit.train(self.model, self.batches, spec, torch.device("cpu"), folder, lambda _: None)[0]
+        _, self.optimizer, *_ = trained(spec, data.samples, folder, self.model)
         after = dict(self.model.named_parameters())
         now = {name: data_parallel.gather(p.detach()) for name, p in after.items()}
         self.moved = {name for name, p in now.items() if not torch.equal(p, before[name].to(p.dtype))}
