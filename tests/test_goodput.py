@@ -53,6 +53,17 @@ def test_efficiency_is_1_at_the_reference_and_falls_to_the_share_of_it():
     assert efficiency(Noise(), 64) is None
 
 
+def one_step(kind, ranks):
+    """A strategy that has had the gradient of one micro-batch."""
+    model = torch.nn.Linear(3, 1)
+    strategy = kind(model, ranks, Settings(precision="fp32"))
+    with strategy.micro_batch(last=True):
+        model(torch.randn(2, 3)).square().mean().backward()
+    strategy.reduce_grads()
+    strategy.global_norm(strategy.parameters[0].grad.norm())
+    return ranks.stats.noise(steps=1)
+
+
 def test_a_process_alone_compares_its_first_micro_batch_with_all(ranks):
     model = torch.nn.Linear(3, 1)
     strategy, micro_batches = OneBucketDDP(model, ranks, Settings(precision="fp32")), torch.randn(4, 2, 3)
@@ -85,13 +96,7 @@ def test_the_means_reach_back_over_as_many_features_whatever_the_batch(batch, ra
 
 
 def test_a_process_alone_with_one_micro_batch_says_nothing():
-    model, ranks = torch.nn.Linear(3, 1), ProcessGroup(torch.device("cpu"))
-    strategy = OneBucketDDP(model, ranks, Settings(precision="fp32"))
-    with strategy.micro_batch(last=True):
-        model(torch.randn(2, 3)).square().mean().backward()
-    strategy.reduce_grads()
-    strategy.global_norm(torch.ones(()))
-    assert ranks.stats.noise(steps=1) == Noise()
+    assert one_step(OneBucketDDP, ProcessGroup(torch.device("cpu"))) == Noise()
 
 
 def test_what_a_gpu_only_communicates_is_exposed():
@@ -115,12 +120,7 @@ def test_what_a_gpu_only_communicates_is_exposed():
 def test_a_sharded_row_alone_says_nothing_of_noise(ranks, monkeypatch):
     monkeypatch.setattr(zero1, "reduce_scatter", lambda out, given, op: out.copy_(given))
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: None)
-    model = torch.nn.Linear(3, 1)
-    strategy = Zero1(model, ranks, Settings(precision="fp32"))
-    model(torch.randn(2, 3)).square().mean().backward()
-    strategy.reduce_grads()
-    strategy.global_norm(strategy.parameters[0].grad.norm())
-    assert ranks.stats.noise(steps=1) == Noise()
+    assert one_step(Zero1, ranks) == Noise()
 
 
 def test_gradients_that_are_not_finite_leave_no_noise_scale(ranks):

@@ -11,9 +11,8 @@ import pytest
 
 from qa_lib import record
 from qa_lib.archive import read_runs
-from qa_lib.run.plan import plan
-from qa_lib.spec import Machine
-from tests.material import ROOT, refused
+from tests.material import ROOT, leave, refused
+from tests.tiny import planned
 
 ENV = {"python": "3", "gpu": None}
 
@@ -45,7 +44,7 @@ def started(code: str, folder: Path) -> subprocess.Popen:
 
 @pytest.fixture
 def spec():
-    return plan(["A1"], "smoke", data="synthetic:40", machine=Machine())[0]
+    return planned()
 
 
 def test_an_older_record_has_null_for_a_score_that_came_later(spec, tmp_path):
@@ -63,9 +62,9 @@ def test_an_older_record_has_null_for_a_score_that_came_later(spec, tmp_path):
 
 
 def test_an_older_record_has_the_default_of_what_could_be_chosen_later(spec, tmp_path):
-    entry = record.new_record(spec, ENV)
+    entry = record.read_record(leave(tmp_path, spec))
     del entry["spec"]["settings"]["norms"], entry["spec"]["preset"]["warmup"]
-    record.finish(tmp_path / spec.run_path, entry, "ok")
+    record.write_record(tmp_path / spec.run_path, entry)
     (found,) = (run.record["spec"] for run in read_runs(tmp_path))
     assert (found["settings"]["norms"], found["preset"]["warmup"]) == ("native", 0.1)
 
@@ -105,9 +104,8 @@ def test_a_reader_never_sees_a_torn_record(spec, tmp_path):
 
 
 def test_records_name_the_code_they_come_from():
-    version = record.code_version()
-    inside = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=os.path.dirname(__file__))
-    assert version["commit"] == (inside.stdout.strip() if inside.returncode == 0 else None)
+    inside = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+    assert record.code_version()["commit"] == (inside.stdout.strip() if inside.returncode == 0 else None)
 
 
 @pytest.fixture
@@ -150,9 +148,10 @@ def test_links_without_a_remote_on_github_say_what_to_type(checkout):
         assert done.returncode == 1 and "git remote add origin" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    "name", ["qa_lib/record.py", "notebooks/systems.ipynb", "notebooks/install.py", "qa_lib/new.py"]
-)
+CODE = ["qa_lib/record.py", "notebooks/systems.ipynb", "notebooks/install.py", "qa_lib/new.py"]
+
+
+@pytest.mark.parametrize("name", CODE)
 def test_a_change_or_a_new_file_of_the_code_makes_a_checkout_dirty(checkout, name):
     links(checkout, "https://github.com/some-one/lab")
     with open(checkout / name, "a") as stream:
@@ -168,18 +167,16 @@ def test_a_commit_that_is_named_is_a_whole_hash(monkeypatch):
         refused(r"QA_LIB_COMMIT=.*whole hash", record.code_version)
 
 
-@pytest.mark.parametrize("kind", ["device", "pipe", "folder", "link to a device"])
-def test_only_regular_files_are_ever_replaced(kind, tmp_path):
-    path = {"device": Path("/dev/null"), "link to a device": tmp_path / "link"}.get(kind, tmp_path / "there")
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    elif kind == "link to a device":
-        path.symlink_to("/dev/null")
-    before = path.lstat().st_mode, sorted(tmp_path.iterdir())
-    refused("not a regular file", record.write_atomically, path, "text")
-    assert (path.lstat().st_mode, sorted(tmp_path.iterdir())) == before
+OTHERS = {"device": lambda path: path.symlink_to("/dev/null"), "pipe": os.mkfifo, "folder": Path.mkdir}
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
+def test_only_regular_files_are_ever_replaced(make, tmp_path):
+    make(tmp_path / "there")
+    before = (tmp_path / "there").lstat().st_mode
+    refused("not a regular file", record.write_atomically, tmp_path / "there", "text")
+    assert [path.lstat().st_mode for path in tmp_path.iterdir()] == [before]
+    refused("not a regular file", record.write_atomically, Path("/dev/null"), "text")
 
 
 def test_a_link_to_a_file_stays_a_link(tmp_path):
