@@ -46,6 +46,11 @@ def table(name: str) -> list[list[str]]:
         return [*csv.reader(stream)][1:]
 
 
+def cases(name: str) -> list | dict:
+    """The cases of a test that are data alone."""
+    return json.loads((ROOT / "tests" / "cases.json").read_text(encoding="utf-8"))[name]
+
+
 def wait_for(condition, most: float = 120) -> None:
     """Wait for what takes seconds, or longer beside other work; the limit (s) is for what never comes."""
     end = time.monotonic() + most

@@ -10,7 +10,7 @@ import pandas
 import pytest
 
 from qa_lib.data.squad import Example, open_source
-from tests.material import SQUAD, document, hub_row, needs_squad, question, refused, write
+from tests.material import SQUAD, cases, document, hub_row, needs_squad, question, refused, write
 
 CONTEXT = "The Rhine flows north. The Rhône flows south. 🙂 Both rise in the Alps."
 GOLD = ("north", CONTEXT.index("north"))
@@ -136,40 +136,10 @@ def test_what_is_odd_but_fine(tmp_path):
     assert [e.question for e in examples_of(file)] == ["", "  x"]
 
 
-ONE = "article 0 'Rivers', question 'q1'"
-NO_START = question("q1", "x", answers=[{"text": "The"}], is_impossible=False)
-# The one entry of a paragraph, and what is said of it ...
-BAD_ENTRIES = {
-    "no entry": (17, "article 0 'Rivers': .*no text under 'id'"),
-    "id no text": (question(7, "x"), "article 0 'Rivers': .*no text under 'id'"),
-    "no question": (question("q1", None), f"{ONE}: .*no text under 'question'"),
-    "answers no list": (question("q1", "x", answers={}), f"{ONE}: .*no list under 'answers'"),
-    "no start": (NO_START, f"{ONE}: .*no whole number under 'answer_start'"),
-    "true start": (question("q1", "x", ("h", True)), f"{ONE}: .*no whole number under 'answer_start'"),
-    "empty answer": (question("q1", "x", ("", 3)), f"{ONE}: '' at 3"),
-    "answers": (question("q1", "x", GOLD, is_impossible=True), f"{ONE}: 1 answers, and is_impossible is true"),
-    "without": (question("q1", "x", is_impossible=False), f"{ONE}: 0 answers, and is_impossible is false"),
-    "impossible": (question("q1", "x", is_impossible="no"), f"{ONE}: .*no true or false under 'is_impossible'"),
-    "misplaced": (question("q1", "x", ("north", 3)), f"1 answers are not .*{ONE}: 'north' at 3"),
-    "from the end": (question("q1", "x", ("Alps.", -5)), f"{ONE}: 'Alps.' at -5"),
-    "past the end": (question("q1", "x", ("Alps.", 10**30)), f"{ONE}: 'Alps.' at 1000"),
-    "half a character": (question("q1", "x \ud83d"), f"{ONE}: the question holds half"),
-}
-# ... and a whole file.
-ASKED = [question("q1", "x")]
-BAD = {name: (document((CONTEXT, [entry])), said) for name, (entry, said) in BAD_ENTRIES.items()} | {
-    "no context": (document((None, ASKED)), "article 0 'Rivers': .*no text under 'context'"),
-    "double id": (document((CONTEXT, ASKED), ("Other.", ASKED)), f"{ONE}: the same id"),
-    "half in the context": (document(("a \udc80", ASKED)), "article 0 'Rivers': the context holds half"),
-    "1 MB paragraph": (document(("word " * 200_000, ASKED)), "a paragraph of 1,000,000 characters"),
-    "empty": (document(), "an empty data set"),
-    "no questions": (document((CONTEXT, [])), "an empty data set"),
-    "list": ([], "no list under 'data'"),
-    "data no list": ({"data": {}}, "no list under 'data'"),
-    "flat JSON": ({"data": [{"id": "q1", "question": "x", "context": "y"}]}, "article 0: .*no list under 'paragraphs'"),
-    "no qas": ({"data": [{"title": "A", "paragraphs": [{"context": "x"}]}]}, "'A', paragraph 0: .*under 'qas'"),
-    "title no text": ({"data": [{"title": 3, "paragraphs": []}]}, "article 0: .*no text under 'title'"),
-}
+# The one entry of a paragraph, and what is said of it; and a whole file.
+BAD = {name: (document((CONTEXT, [entry])), said) for name, (entry, said) in cases("bad entries").items()}
+BAD |= cases("bad files")
+BAD["1 MB paragraph"] = (document(("word " * 200_000, [question("q1", "x")])), "a paragraph of 1,000,000 characters")
 
 
 @pytest.mark.parametrize("name", BAD)

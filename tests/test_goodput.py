@@ -15,6 +15,7 @@ from qa_lib.train.grad_noise import REFERENCE, SMOOTHING, efficiency, noise
 from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.zero1 import Zero1
 from qa_lib.variants import Settings
+from tests.material import cases
 
 SIZE, LENGTH, SPREAD = 200, 3.0, 0.7  # elements of a gradient, norm of the true one, noise of an element
 PHI = SIZE * SPREAD**2 / LENGTH**2
@@ -100,19 +101,9 @@ def test_a_process_alone_with_one_micro_batch_says_nothing():
 
 
 def test_what_a_gpu_only_communicates_is_exposed():
-    def kernel(name: str, begin: float, length: float) -> dict:
-        return {"cat": "kernel", "name": name, "ts": begin, "dur": length}
-
-    events = [
-        kernel("ncclDevKernel_AllReduce", 0, 1000),  # alone for its first half
-        kernel("gemm", 500, 700),
-        kernel("gelu", 600, 100),  # beside another kernel on a second stream
-        kernel("ncclDevKernel_SendRecv", 2000, 300),  # after a while in which nothing runs
-        kernel("ncclDevKernel_SendRecv", 2100, 400),
-        {"cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 2400, "dur": 50},
-        {"cat": "gpu_user_annotation", "name": "forward", "ts": 0, "dur": 9000},
-        {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9000},
-    ]
+    """The first call is alone for half of its time; a kernel runs beside another one on a second stream; the calls at
+    the end come after a while in which nothing runs."""
+    events = cases("a trace of a GPU that communicates")
     assert busy_and_exposed(events) == (pytest.approx(0.75), pytest.approx(0.95))
     assert busy_and_exposed([]) == (0, 0)
 

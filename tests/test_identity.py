@@ -27,7 +27,7 @@ from qa_lib.run.plan import identify_data, identify_model, plan
 from qa_lib.score.predict import load_qa_model, window_lengths
 from qa_lib.train import checkpoint as checkpoints
 from tests.conftest import slow
-from tests.material import document, edited, end_of, hub_row, python, question, refused, squad_folder, write
+from tests.material import cases, document, edited, end_of, hub_row, python, question, refused, squad_folder, write
 from tests.tiny import CPU, H200, StopAfter, checkpoint, planned, quiet
 
 TEXT = "The river Rhine rises in the Alps and ends near Rotterdam, which is a port."
@@ -204,7 +204,7 @@ def test_adapters_and_added_files_are_refused(model, capsys):
 
 
 # Values of a model's configuration: each ends in a sentence, by whichever verb, or changes no answer.
-SPOILT = json.loads(Path(__file__).with_name("spoilt_configs.json").read_text())
+SPOILT = cases("spoilt configurations")
 
 
 @pytest.mark.parametrize("name", SPOILT)

@@ -28,7 +28,7 @@ from qa_lib.train.step_log import StepFailed
 from qa_lib.variants import TASKS, VARIANTS, find_recipe
 from tests import small  # noqa: F401, which has the preset
 from tests.conftest import slow
-from tests.material import committed, leave, refused, table
+from tests.material import cases, committed, leave, refused, table
 from tests.tiny import checkpoint
 
 BACKENDS = ("inductor", "aot_eager", "cudagraphs")
@@ -160,18 +160,11 @@ def test_what_a_card_could_not_do_is_passed_over(tmp_path):
     assert len(choosing._failed(unchosen(H100), tmp_path)) == 9
 
 
-# Status, kind of the error, its step, and the steps that were trained.
-OF_THE_MACHINE = [("error", "CompilationError", 1, None), ("error", "RuntimeError", None, None)]
-OF_THE_MACHINE += [("error", "FileNotFoundError", 1, None), ("oom", "OutOfMemoryError", 90, None)]  # a compiler's
-OTHERS = [("error", "RuntimeError", 2, None), ("error", "DataError", None, None), ("killed", "killed", None, None)]
-OTHERS += [("error", "RuntimeError", None, 400), ("oom", "OutOfMemoryError", None, 400), ("ok", None, None, 400)]
-
-
-@pytest.mark.parametrize(("status", "kind", "step", "steps"), OF_THE_MACHINE + OTHERS)
-def test_which_ends_are_the_machines(status, kind, step, steps):
+@pytest.mark.parametrize(("status", "kind", "step", "steps", "found"), cases("ends that are the machine's"))
+def test_which_ends_are_the_machines(status, kind, step, steps, found):
+    """A file that is not found in the first step is a compiler's; what fails after all steps fails in scoring."""
     error = {"kind": kind, "step": step}
-    found = record.unable({"status": status, "error": error, "time": {"steps": steps}})
-    assert found is ((status, kind, step, steps) in OF_THE_MACHINE)
+    assert record.unable({"status": status, "error": error, "time": {"steps": steps}}) is found
 
 
 def test_mistakes_are_told_by_their_kind():

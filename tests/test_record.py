@@ -11,7 +11,7 @@ import pytest
 
 from qa_lib import record
 from qa_lib.archive import read_runs
-from tests.material import ROOT, leave, refused
+from tests.material import ROOT, cases, leave, refused
 from tests.tiny import planned
 
 ENV = {"python": "3", "gpu": None}
@@ -195,13 +195,7 @@ def test_a_lock_empties_no_file_that_it_is_a_link_to(tmp_path):
     assert (tmp_path / "mine").read_text() == "text"
 
 
-NO_NUMBERS = [("spec.preset.max_length", True), ("spec.preset.max_length", 0), ("spec.preset.epochs", -1),
-              ("spec.seed", True), ("spec.preset.effective_batch", 0), ("spec.settings.micro_batch", 0),
-              ("spec.settings.micro_batch", True), ("speed.samples_per_s", True),
-              ("spec.preset.learning_rate", "fast"), ("time.steps", False)]  # fmt: skip
-
-
-@pytest.mark.parametrize(("way", "value"), NO_NUMBERS)
+@pytest.mark.parametrize(("way", "value"), cases("no numbers"))
 def test_a_number_is_no_truth_value_and_a_size_is_above_0(spec, tmp_path, way, value):
     entry, (*above, last) = record.new_record(spec, ENV), way.split(".")
     functools.reduce(operator.getitem, above, entry)[last] = value

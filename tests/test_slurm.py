@@ -109,12 +109,8 @@ def test_a_node_is_asked_what_it_is_in_a_job_of_its_kind(cluster, tmp_path, monk
     assert (machine.hardware, machine.gpus, env) == ("h100", 4, {"gpu": "NVIDIA H100"})
     assert "--gpus=1 " in asked(cluster)[0] and not list((tmp_path / "runs").iterdir())
     monkeypatch.setattr(launch, "PROBE", "import nothing_of_the_kind")
-    refused(
-        r"a node cannot load the lab: ModuleNotFoundError.*nothing_of_the_kind",
-        launch.probe_node,
-        tmp_path / "runs",
-        None,
-    )
+    said = r"a node cannot load the lab: ModuleNotFoundError.*nothing_of_the_kind"
+    refused(said, launch.probe_node, tmp_path / "runs", None)
 
 
 def test_a_host_without_slurm_and_cards_of_this_machine_are_refused_in_one_line(tmp_path, monkeypatch, typed):

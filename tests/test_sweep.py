@@ -26,7 +26,7 @@ from qa_lib.spec import Machine
 from qa_lib.variants import VARIANTS, Variant
 from tests import small, warm
 from tests.conftest import slow
-from tests.material import ROOT, change_record, leave, python, refused, wait_for
+from tests.material import ROOT, cases, change_record, leave, python, refused, wait_for
 from tests.small import FIT, PRETEND, STEPS, write_notebook
 from tests.tiny import planned
 
@@ -265,14 +265,7 @@ def test_runs_of_two_cards_get_pairs_and_never_one_card_twice(tmp_path):
     refused("--gpus 4: this machine has 4 GPUs", cards_of, wide, [4])
 
 
-UNFINISHED = [
-    ({"time": {"steps": 399}}, "399 of 400 steps were trained"),
-    ({"quality": {"n": 39}}, "39 of 40 questions were answered"),
-    ({"spec": {"hash": "0" * 64}}, "the record is of another run"),
-]
-
-
-@pytest.mark.parametrize(("changes", "said"), UNFINISHED)
+@pytest.mark.parametrize(("changes", "said"), cases("unfinished runs"))
 def test_a_run_counts_when_its_record_is_whole(tmp_path, changes, said):
     spec, launcher = planned(), launch.Launcher(tmp_path, Machine(), {})
     whole = {"spec": {"planned_steps": 400, "n_eval": 40}, "time": {"steps": 400}, "quality": {"n": 40}}

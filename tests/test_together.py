@@ -28,7 +28,7 @@ from qa_lib.train.checkpoint import CHECKPOINT
 from qa_lib.train.process_group import ProcessGroup
 from tests import faulty, warm
 from tests.conftest import slow
-from tests.material import end_of, python, refused, wait_for, write
+from tests.material import cases, end_of, python, refused, wait_for, write
 from tests.tiny import H200, losses_of, planned, quiet, steps_of
 
 PIPED = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -201,30 +201,12 @@ def test_more_gpus_than_there_are_skip_the_row_with_the_reason(tmp_path):
     assert fit(spec, tmp_path, say=quiet)["status"] == "skipped"
 
 
-UNSHARED = [
-    ("A1", {"world": 2}, "A1 trains in one process, not in 2"),
-    ("P1", {"world": 4}, "4 processes do not divide the 2 micro-batches of a step at preset 'smoke', which are 16"),
-    ("P1", {"stages": 2}, "P1 is no pipeline"),
-    ("P-gpipe", {"world": 3, "stages": 2}, "3 processes do not make up pipelines of 2"),
-    ("P-1f1b", {"world": 4}, "1f1b takes at least as many micro-batches as the 4 stages, and a pipeline has 2"),
-    ("P-interleaved", {"micro_batch": 16}, "a multiple in micro-batches of the 2 stages, and a pipeline has 1"),
-]
-
-
-@pytest.mark.parametrize(("row", "counts", "said"), UNSHARED)
+@pytest.mark.parametrize(("row", "counts", "said"), cases("processes that cannot share a step"))
 def test_processes_that_cannot_share_a_step_are_refused_before_anything_starts(row, counts, said):
     refused(said, planned, row, **counts)
 
 
-UNDIVIDED = [
-    ("P-interleaved", 2, "a model of 2 layers has no 4 equal parts"),
-    ("P-tensor", 4, "4 processes do not divide the 2 heads of attention"),
-    ("P-gpipe", 2, None),
-    ("P-tensor", 2, None),
-]
-
-
-@pytest.mark.parametrize(("row", "world", "said"), UNDIVIDED)
+@pytest.mark.parametrize(("row", "world", "said"), cases("models that cannot be divided"))
 def test_a_model_that_cannot_be_divided_skips_the_row_with_the_reason(row, world, said):
     assert planned(row, world=world).skip == said
 
