@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,10 +11,10 @@ from qa_lib.archive import Run
 from qa_lib.measure import trace
 from qa_lib.run import fit, profile
 from qa_lib.run.plan import plan
-from tests.material import refused, table
+from tests.material import cases, refused, table
 from tests.tiny import planned
 
-HIDDEN, WIDE = 768, 3072
+HIDDEN, WIDE = 768, 3072  # as in parts.csv and cases.json
 WIDTHS = trace.Widths(HIDDEN, WIDE, outputs=2)
 
 
@@ -30,12 +31,7 @@ def launched(name, ts, dur, at, call, number=None, graph=False):
     yield {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur, "tid": 7, "args": args}
 
 
-KERNELS = [
-    ("nvjet_tst", 25, "aten::addmm", (HIDDEN,), (64, WIDE), (WIDE, HIDDEN)),
-    ("nvjet_ntt", 1025, "aten::mm", (64, HIDDEN), (HIDDEN, HIDDEN)),
-    ("norm_kernel", 45, "aten::native_layer_norm", (64, HIDDEN)),
-    ("adam", 2025, "aten::mul", WIDTHS),
-]
+KERNELS = cases("kernels of a step")
 
 
 def gpu_trace():
@@ -46,7 +42,7 @@ def gpu_trace():
         events.append(cpu(f"ProfilerStep#{step + 5}", base, 4000, cat="user_annotation"))
         for number, phase in enumerate(("forward", "backward", "optimizer")):
             events.append(cpu(phase, base + max(10, 1000 * number), 900, cat="user_annotation"))
-        for number, (kernel, at, op, *sizes) in enumerate(KERNELS):
+        for number, (kernel, at, op, sizes, *_) in enumerate(KERNELS):
             events.append(cpu(op, base + at - 5, 10, sizes, call + number))
             events += launched(kernel, base + at + 1000, 100, base + at, call + number, call + number)
     return events
@@ -55,12 +51,7 @@ def gpu_trace():
 def test_a_kernel_belongs_to_the_phase_and_part_that_launched_it():
     work = trace.work(gpu_trace(), WIDTHS)
     found = {(row.name, row.phase, row.part) for row in work.itertuples()}
-    assert found == {
-        ("nvjet_tst", "forward", "feed-forward"),
-        ("nvjet_ntt", "backward", "attention"),
-        ("norm_kernel", "forward", "norms and elementwise"),
-        ("adam", "optimizer", "optimizer"),
-    }
+    assert found == {(kernel, phase, part) for kernel, *_, phase, part in KERNELS}
     assert list(work["step"]) == [0] * 4 + [1] * 4
     assert work["start_ms"].tolist()[:2] == pytest.approx([0.0, 0.02])
     summary = trace.summary(work, gpu_trace(), step_ms=0.5)
@@ -122,8 +113,8 @@ def test_without_a_gpu_counters_are_refused_in_one_line():
 
 
 def test_what_gradients_take_is_not_taken_for_activations(monkeypatch):
-    held = iter((100, 160, 160, 575, 575, 635, 635, 540))  # MiB before and after: two micro-batches
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(held))
+    held = (100, 160, 160, 575, 575, 635, 635, 540)  # MiB before and after: two micro-batches
+    monkeypatch.setattr(torch.cuda, "memory_allocated", Mock(side_effect=held))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 600)
     hooks = profile.MemoryHooks(1, Path("unused"))
@@ -153,11 +144,11 @@ def test_a_profile_of_a_row_on_this_machine(tmp_path):
 
 
 def test_a_profile_that_fails_leaves_the_older_one_whole(tmp_path, monkeypatch):
-    (spec,) = plan(["A2"], "smoke", data="synthetic:200")
+    spec = planned("A2")
     folder = tmp_path / spec.run_path
     folder.mkdir(parents=True)
     (folder / "profile.json").write_text("older")
-    monkeypatch.setattr(fit, "build_model", lambda *_: (_ for _ in ()).throw(RuntimeError("no model")))
+    monkeypatch.setattr(fit, "build_model", Mock(side_effect=RuntimeError("no model")))
     with pytest.raises(RuntimeError, match="no model"):
         profile.profile(spec, tmp_path, lambda _: None)
     assert [(p.name, p.read_text()) for p in folder.iterdir()] == [("profile.json", "older")]
