@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoModelForQuestionAnswering
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.measure.meter import StepFlops
 from qa_lib.model import architectures
-from qa_lib.model.architectures import ENCODERS
 from qa_lib.model.build import apply_recipe, build_model, save_model, trainable_summary
 from qa_lib.model.fused_blocks import Float8Linear, HashDropout, use_float8
 from qa_lib.model.packed import Packed
@@ -24,7 +23,7 @@ DEVICE = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {kind: checkpoint(kind, tmp_path_factory.mktemp(kind)) for kind in ENCODERS}
+    return {kind: checkpoint(kind, tmp_path_factory.mktemp(kind)) for kind in architectures.ENCODERS}
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +67,7 @@ def test_rows_train(kind, variant, folders, tmp_path):
             assert torch.equal(parameter, before[name]), name
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", architectures.ENCODERS)
 def test_a_packed_row_has_the_loss_of_padded_ones(kind, folders):
     spec = spec_of("E-packed", folders[kind])
     samples = load_data(spec).samples
@@ -100,7 +99,7 @@ def test_what_is_saved_is_a_plain_checkpoint(kind, variant, folders, tmp_path):
     assert torch.allclose(again.eval()(**batch).start_logits, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", architectures.ENCODERS)
 def test_the_table_of_parameters_has_every_one_once(kind, folders):
     model = build_model(spec_of("A1", folders[kind]))
     table = trainable_summary(model)
@@ -120,7 +119,7 @@ def test_dropouts_and_products_are_the_tables(kind, folders):
 
 
 @pytest.mark.parametrize(("recipe", "checkpointing"), [("all", False), ("all", True), ("freeze-bottom-10", False)])
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", architectures.ENCODERS)
 def test_the_cost_of_a_step_is_what_pytorch_counts(kind, recipe, checkpointing, folders):
     """Of the layers' products and of attention. The count has no biases and norms, which the usual formula takes for
     weights; and where layers are frozen, autograd leaves out one product that the formula has: the lowest trained

@@ -8,7 +8,6 @@ import pytest
 from qa_lib import record
 from qa_lib.__main__ import main
 from qa_lib.archive import STEP_COLUMNS, read_runs
-from qa_lib.record import PROFILE_SCHEMA, QUANTIZED_SCHEMA
 from qa_lib.run.launch import Launcher
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
@@ -31,9 +30,9 @@ def runs(tmp_path, specs):
         leave(tmp_path, spec, status, quality={"f1": 81.5, "n": 40}, spec={"n_eval": 40})
     folder = tmp_path / specs[0].run_path
     (folder / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES) + '{"step": 3, "lo')
-    write(folder / "profile.json", {"schema": PROFILE_SCHEMA, "time": {"busy_ms": 1.0}})
+    write(folder / "profile.json", {"schema": record.PROFILE_SCHEMA, "time": {"busy_ms": 1.0}})
     (folder / "model-int8").mkdir()
-    own = {"schema": QUANTIZED_SCHEMA, "run_id": folder.name, "group": GROUP, "width": "int8"}
+    own = {"schema": record.QUANTIZED_SCHEMA, "run_id": folder.name, "group": GROUP, "width": "int8"}
     own |= {"code": {}, "env": {}, "data": {}, "before": QUALITY, "after": QUALITY}
     write(folder / "model-int8" / "quantized.json", own)
     return tmp_path

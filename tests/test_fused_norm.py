@@ -4,10 +4,8 @@ import math
 
 import pytest
 import torch
-from torch import library
 
 from qa_lib.kernels import common, fused_norm, gelu
-from qa_lib.kernels.common import sum_partials
 from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, HashDropout, _Lookup, renew
 from qa_lib.spec import Machine
 from qa_lib.train.compile import compile_kernels
@@ -119,7 +117,7 @@ def test_the_operators_are_what_the_compiler_takes_them_for():
     inputs, _, seed = drawn(4, 32)
     arguments = (*(x.requires_grad_() for x in inputs), seed, 0.1, EPS)
     for keeps in (False, True):
-        library.opcheck(fused_norm._norm, (*arguments, keeps), test_utils=CHECKS, atol=1e-5, rtol=1e-4)
+        torch.library.opcheck(fused_norm._norm, (*arguments, keeps), test_utils=CHECKS, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU captures no graph")
@@ -185,7 +183,7 @@ def test_the_model_trains_by_the_kernels_as_without_them(monkeypatch):
 @pytest.mark.parametrize(("programs", "width"), [(1, 768), (128, 3), (129, 17), (264, 2304)])
 def test_what_the_programs_found_is_added_up(programs, width):
     sums = torch.randn(programs, width, device=DEVICE)
-    torch.testing.assert_close(sum_partials(sums, torch.float32), sums.sum(0), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(common.sum_partials(sums, torch.float32), sums.sum(0), atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.triton

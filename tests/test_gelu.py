@@ -5,7 +5,6 @@ import functools
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch import library, nn
 from torch._dynamo.backends.common import aot_autograd
 from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, GPT2Config
 
@@ -54,7 +53,7 @@ def test_the_compiler_keeps_input_and_output_and_nothing_else():
         bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
         partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
     )
-    block = nn.Sequential(FusedIntermediate(nn.Linear(16, 64)), nn.Linear(64, 16)).bfloat16()
+    block = torch.nn.Sequential(FusedIntermediate(torch.nn.Linear(16, 64)), torch.nn.Linear(64, 16)).bfloat16()
     x = torch.randn(100, 16, dtype=torch.bfloat16, requires_grad=True)
     torch.compile(block.forward, backend=backend)(x).sum().backward()
     assert [value.dtype for value in kept if value.shape == (100, 64)] == [torch.bfloat16] * 2
@@ -106,7 +105,7 @@ def test_the_kernels_are_gelu_and_its_derivative(rows, width, dtype, error, tanh
 def test_its_operator_is_what_the_compiler_takes_it_for():
     for factor in (0.0, 2.0**10):
         for call, inputs in ((gelus._gelu_forward, drawn(4, 32)[1:]), (gelus._gelu_backward, drawn(4, 32))):
-            library.opcheck(call, (*inputs, factor), test_utils=("test_schema", "test_faketensor"))
+            torch.library.opcheck(call, (*inputs, factor), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.triton

@@ -13,7 +13,6 @@ from qa_lib.train import zero1
 from qa_lib.train.data_parallel import OneBucketDDP, square_norm
 from qa_lib.train.grad_noise import REFERENCE, SMOOTHING, efficiency, noise
 from qa_lib.train.process_group import ProcessGroup
-from qa_lib.train.zero1 import Zero1
 from qa_lib.variants import Settings
 from tests.material import cases
 
@@ -111,7 +110,7 @@ def test_what_a_gpu_only_communicates_is_exposed():
 def test_a_sharded_row_alone_says_nothing_of_noise(ranks, monkeypatch):
     monkeypatch.setattr(zero1, "reduce_scatter", lambda out, given, op: out.copy_(given))
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: None)
-    assert one_step(Zero1, ranks) == Noise()
+    assert one_step(zero1.Zero1, ranks) == Noise()
 
 
 def test_gradients_that_are_not_finite_leave_no_noise_scale(ranks):

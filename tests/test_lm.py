@@ -33,7 +33,6 @@ from qa_lib.run import sweep
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.score import evaluate
-from qa_lib.score.evaluate import total_nats, windows
 from qa_lib.spec import resolve
 from qa_lib.train.compile import LossOf
 from qa_lib.variants import VARIANTS, find_family
@@ -145,7 +144,7 @@ def test_an_empty_text_is_refused_and_one_token_is_too_short_to_train_on_and_eno
     data = load(folder, tmp_path, train=(b"the sea " * 20 + b"\n") * 9, validation=b"a")
     assert (data.n_eval, data.validation_samples.words, data.validation_samples.bytes) == (1, 1, 1)
     tokens_ = torch.from_numpy(data.validation_samples.tokens.astype("int64"))
-    assert 0 < total_nats(build_model(short()).eval(), tokens_, 64, 32) < 20
+    assert 0 < evaluate.total_nats(build_model(short()).eval(), tokens_, 64, 32) < 20
 
 
 def test_windows_line_ends_are_line_ends(folder, tmp_path, tokenizer):
@@ -364,7 +363,7 @@ def test_a_row_trains_what_it_says_and_saves_a_plain_model(row, tmp_path):
     adapters = sum(parameter.numel() for name, parameter in before.items() if ".lora_" in name)
     assert entry["model"]["params_total"] == plain.num_parameters() + adapters, "also of weights that it held in 4 bits"
     text = tokenize_text(open_text(spec.data_source, "validation"), AutoTokenizer.from_pretrained(path))
-    nats = total_nats(plain.eval(), torch.from_numpy(text.tokens.astype("int64")), 64, 32)
+    nats = evaluate.total_nats(plain.eval(), torch.from_numpy(text.tokens.astype("int64")), 64, 32)
     assert nats == pytest.approx(entry["quality"]["nats"], rel=1e-6)
 
 
@@ -377,7 +376,7 @@ SIZES = (2, 8, 4), (8, 8, 4), (9, 8, 4), (100, 8, 1), (101, 8, 7), (1000, 64, 32
 @pytest.mark.parametrize(("count", "length", "shared"), SIZES)
 def test_each_token_is_scored_once_from_enough_context(count, length, shared):
     seen = []
-    for begin, scored in windows(count, length, shared):
+    for begin, scored in evaluate.windows(count, length, shared):
         assert scored - begin >= (shared if begin else 1)
         seen += range(scored, min(begin + length, count))
     assert seen == list(range(1, count))
@@ -396,7 +395,7 @@ def test_nats_of_a_model_in_fp32_are_summed_in_double_precision(monkeypatch):
                 row = logits[place - 1]
                 total += math.log(math.fsum(map(math.exp, row))) - row[text[begin + place]]
             done = begin + 64
-        nats = total_nats(model, text, 64, 32)
+        nats = evaluate.total_nats(model, text, 64, 32)
     assert nats == pytest.approx(total, rel=1e-12)
     assert evaluate._perplexity(nats, 70) == pytest.approx(math.exp(total / 70), rel=1e-9)
 

@@ -11,7 +11,6 @@ from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.measure.hardware import restrict_sdpa
 from qa_lib.model.build import build_model
 from qa_lib.run import max_batch, memory_estimate
-from qa_lib.run.max_batch import CLOSE, STEP, largest
 from qa_lib.run.memory_estimate import StepMemory, estimate, gpu_of
 from qa_lib.spec import Machine
 from tests.material import committed, refused
@@ -76,9 +75,9 @@ def test_the_search_finds_the_largest_that_fits_in_few_tries(limit):
         tries.append(size)
         return size <= limit
 
-    found = largest(fits)
-    best = min(limit // STEP * STEP, 4096)
-    assert found <= best and best - found <= max(STEP, CLOSE * found)
+    found = max_batch.largest(fits)
+    best = min(limit // max_batch.STEP * max_batch.STEP, 4096)
+    assert found <= best and best - found <= max(max_batch.STEP, max_batch.CLOSE * found)
     assert len(tries) == len(set(tries)) and len(tries) <= 10
     assert found == 0 or found in tries
 

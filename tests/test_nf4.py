@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from torch import library, nn
 from torch._subclasses import FakeTensorMode
-from torch.nn import functional
+from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from qa_lib.measure.meter import StepFlops
@@ -30,9 +29,9 @@ def layer(request):
     inputs, outputs = WIDTHS
     if request.param == "conv1d":
         made = Conv1D(outputs, inputs)
-        nn.init.normal_(made.bias)
+        torch.nn.init.normal_(made.bias)
         return made
-    return nn.Linear(inputs, outputs, bias=request.param == "linear")
+    return torch.nn.Linear(inputs, outputs, bias=request.param == "linear")
 
 
 @pytest.fixture
@@ -48,10 +47,10 @@ def test_product_and_gradient_are_those_of_the_weight_that_the_bits_stand_for(la
     assert 0 < error < 0.16, "16 values between -1 and 1: half of the widest gap is 0.152"
 
     x, grad = torch.randn(3, 5, WIDTHS[0]), torch.randn(3, 5, WIDTHS[1])
-    wanted = with_gradients(lambda x: functional.linear(x, weight, layer.bias), [x], grad)
+    wanted = with_gradients(lambda x: F.linear(x, weight, layer.bias), [x], grad)
     torch.testing.assert_close(with_gradients(small, [x], grad), wanted, atol=1e-5, rtol=1e-5)
     arguments = (x.requires_grad_(), small.weight, small.scales, WIDTHS[1])
-    library.opcheck(torch.ops.qa_lib.nf4_linear.default, arguments)
+    torch.library.opcheck(torch.ops.qa_lib.nf4_linear.default, arguments)
 
 
 def test_its_bits_are_those_of_bitsandbytes_own_layer(layer, small):
@@ -69,7 +68,7 @@ def test_both_passes_are_in_the_type_that_it_computes_in(layer, compute):
     x, grad = torch.randn(3, 5, WIDTHS[0]), torch.randn(3, 5, WIDTHS[1]).to(compute)
     bias = 0 if layer.bias is None else layer.bias.to(compute)
     weight = small.wide().to(compute)
-    expected, wanted = with_gradients(lambda half: functional.linear(half, weight) + bias, [x.to(compute)], grad)
+    expected, wanted = with_gradients(lambda half: F.linear(half, weight) + bias, [x.to(compute)], grad)
     found, got = with_gradients(small, [x], grad)
     assert found.dtype == compute and torch.equal(found, expected)
     assert got.dtype == torch.float32 and torch.equal(got, wanted.float())
@@ -80,7 +79,7 @@ def test_both_passes_are_in_the_type_that_it_computes_in(layer, compute):
 @pytest.mark.parametrize("width", [WIDTHS[0] // 2, 2 * WIDTHS[0]])
 def test_inputs_of_another_width_are_refused(width):
     """On a GPU bitsandbytes would read on, or stop short."""
-    small = NF4Linear(nn.Linear(*WIDTHS), torch.float32)
+    small = NF4Linear(torch.nn.Linear(*WIDTHS), torch.float32)
     with pytest.raises(RuntimeError, match=f"7680 bytes of weights in 4 bits are no matrix of 160 x {width}"):
         small(torch.randn(2, width))
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match="no matrix of"):
@@ -135,8 +134,8 @@ def test_on_a_cpu_weights_are_widened_without_the_kernel_of_bitsandbytes(monkeyp
     places = torch.randint(0, 16, (240, nf4.BLOCK))
     places[:, 0] = 15  # so that each block's scale is its largest weight
     weight = (get_4bit_type("nf4", "cpu")[places] * torch.linspace(0.1, 2, 240)[:, None]).view(160, 96)
-    layer = nn.Linear(96, 160)
-    layer.weight = nn.Parameter(weight)
+    layer = torch.nn.Linear(96, 160)
+    layer.weight = torch.nn.Parameter(weight)
     small = NF4Linear(layer, torch.float32)
     monkeypatch.setattr(torch.ops.bitsandbytes, "dequantize_4bit", lambda *_: pytest.fail("its kernel was called"))
     assert torch.allclose(small.wide(), weight, atol=1e-6)

@@ -21,7 +21,6 @@ from qa_lib.report import load
 from qa_lib.report.stats import BASELINE, MARGIN, equivalence
 from qa_lib.run import fit, launch, process, sweep
 from qa_lib.run import recommend as choosing
-from qa_lib.run.fit import outcome_of
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, resolve
 from qa_lib.train.step_log import StepFailed
@@ -169,7 +168,7 @@ def test_which_ends_are_the_machines(status, kind, step, steps, found):
 
 def test_mistakes_are_told_by_their_kind():
     def is_mistake(problem):
-        return outcome_of(problem)["error"]["kind"] in record.MISTAKES
+        return fit.outcome_of(problem)["error"]["kind"] in record.MISTAKES
 
     class Unreachable(ConnectionError):
         """As libraries have them."""

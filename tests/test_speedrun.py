@@ -15,7 +15,6 @@ from qa_lib.__main__ import main
 from qa_lib.data.squad import open_source
 from qa_lib.record import read_record, run_files
 from qa_lib.report import load
-from qa_lib.report.load import load_runs
 from qa_lib.run import launch
 from qa_lib.run.plan import plan
 from tests.material import ROOT, change_record, committed, document, question, refused, write
@@ -69,14 +68,14 @@ def test_the_verdict_is_by_the_mean_of_five_seeds(shown, tmp_path, f1, said):
     _, names, _ = shown
     scored(tmp_path, "quality", "A1", 67.5, 25.0)
     scored(tmp_path, "speedrun", "A2", f1, 14.0)
-    runs = load_runs(tmp_path)
+    runs = load.load_runs(tmp_path)
     assert f"**The target is {said}**: best F1 {f1:.2f}, wanted 67.00." == names["verdict"](runs, runs)
 
 
 def test_there_is_no_verdict_by_other_rules(shown, tmp_path):
     _, names, _ = shown
     scored(tmp_path, "speedrun", "A2", 70.0, 14.0)
-    without_target = load_runs(tmp_path)
+    without_target = load.load_runs(tmp_path)
     refused("no target yet, for lack of A1's seeds 0 to 4", names["verdict"], without_target, without_target)
     for column, value in {"quality.n": 6_078, "model.layers": 12, "spec.seed": 7, "spec.preset.name": "local"}.items():
         other = without_target.copy()
@@ -92,7 +91,7 @@ def test_the_history_has_a_line_a_recipe_of_the_archived_records(shown, tmp_path
     archived = tmp_path / "archived"
     archived.mkdir()
     (tmp_path / "h100-speedrun.jsonl").rename(archived / "h100-speedrun.jsonl")
-    table = names["recipes"](load_runs(archived))
+    table = names["recipes"](load.load_runs(archived))
     assert list(table["micro-batch"]) == ["8", "32"] and list(table["seeds"]) == ["5", "5"]
     assert list(table["training s"]) == ["20.0 ± 0.0", "10.0 ± 0.0"]
     assert list(table["prompt to score s"]) == ["42.0 ± 0.0", "32.0 ± 0.0"]

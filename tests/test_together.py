@@ -23,7 +23,6 @@ from qa_lib.measure import hardware
 from qa_lib.run import torchrun
 from qa_lib.run.fit import fit, noting_faults, recording
 from qa_lib.run.process import call, kill
-from qa_lib.run.torchrun import fault_path, first_fault, record_fault
 from qa_lib.train.checkpoint import CHECKPOINT
 from qa_lib.train.process_group import ProcessGroup
 from tests import faulty, warm
@@ -81,10 +80,10 @@ def test_torchrun_is_asked_for_as_many_processes_and_older_faults_are_gone(tmp_p
     spec, asked = short(), []
     monkeypatch.setattr("torch.distributed.run.main", asked.extend)
     (tmp_path / spec.run_path).mkdir(parents=True)
-    fault_path(tmp_path / spec.run_path, 1).write_text("{}")
+    torchrun.fault_path(tmp_path / spec.run_path, 1).write_text("{}")
     torchrun.supervise(spec, str(tmp_path))
     assert asked[:3] == ["--standalone", "--nproc-per-node", "2"] and "qa_lib.run.fit:work_as_one" in asked
-    assert first_fault(tmp_path / spec.run_path) is None
+    assert torchrun.first_fault(tmp_path / spec.run_path) is None
 
 
 def test_a_run_of_several_processes_returns_its_record_or_the_reason_why_there_is_none(tmp_path, monkeypatch):
@@ -167,8 +166,8 @@ def test_the_first_fault_is_the_cause(faults, codes, status, said, tmp_path):
     record.write_record(tmp_path, record.new_record(spec, {}))
     for rank, (at, kind, each) in enumerate(faults):
         error = {"kind": kind, "message": f"process {rank} of 2: {kind}", "step": 3}
-        write(fault_path(tmp_path, rank), {"at": at, "status": each, "error": error})
-    record_fault(spec, tmp_path, dict(enumerate(codes)))
+        write(torchrun.fault_path(tmp_path, rank), {"at": at, "status": each, "error": error})
+    torchrun.record_fault(spec, tmp_path, dict(enumerate(codes)))
     assert end_of(tmp_path) == (status, f"process {said}")
 
 
@@ -179,7 +178,7 @@ AGES = (0, "error", "process 1 of 2: a fault"), (1e6, "killed", "stopped by SIGT
 def test_a_process_that_torchrun_stops_tells_the_others_fault_and_no_older_one(age, status, message, tmp_path):
     error = {"kind": "ValueError", "message": "process 1 of 2: a fault", "step": 3}
     with pytest.raises(Stopped), recording(short(), tmp_path, quiet):
-        write(fault_path(tmp_path, 1), {"at": time.time() - age, "status": "error", "error": error})
+        write(torchrun.fault_path(tmp_path, 1), {"at": time.time() - age, "status": "error", "error": error})
         raise Stopped("SIGTERM")
     assert end_of(tmp_path) == (status, message)
 
@@ -190,7 +189,7 @@ def test_memory_that_other_runs_may_have_filled_is_an_error_of_any_process(share
     second = types.SimpleNamespace(store=True, rank=1, world=2)
     with pytest.raises(MemoryError), noting_faults(tmp_path, second):
         raise MemoryError
-    assert first_fault(tmp_path)["status"] == status
+    assert torchrun.first_fault(tmp_path)["status"] == status
 
 
 def test_more_gpus_than_there_are_skip_the_row_with_the_reason(tmp_path):

@@ -17,8 +17,6 @@ from qa_lib.model.build import build_model
 from qa_lib.run.fit import train
 from qa_lib.train import checkpoint as checkpoints
 from qa_lib.train import compile as compilation
-from qa_lib.train.checkpoint import CHECKPOINT
-from qa_lib.train.compile import compiled, forget_compiled, found_in_cache, start_compilers
 from qa_lib.train.optim import build_optimizer, clip, learning_rate, peak_rate, unscale
 from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.step_log import NonFiniteLoss, StepLog
@@ -163,7 +161,7 @@ def test_the_compilers_processes_start_where_a_gpus_kernels_are_compiled(monkeyp
     started = []
     monkeypatch.setattr("torch._inductor.async_compile.AsyncCompile.wakeup", lambda: started.append(variant))
     for variant, device in (("E-dropout", "cuda"), ("E-regions", "cuda"), ("D1-cudagraphs", "cuda"), ("A4", "cpu")):
-        start_compilers(VARIANTS[variant].settings, torch.device(device))
+        compilation.start_compilers(VARIANTS[variant].settings, torch.device(device))
     assert started == ["E-dropout", "E-regions"]
 
 
@@ -177,7 +175,7 @@ def test_elementwise_work_is_repeated_and_products_are_not(monkeypatch):
     x, kept, gradients = torch.randn(32, 16), {}, {}
     for checkpointing in (False, "elementwise"):
         saved = kept.setdefault(checkpointing, [])
-        forward = compiled(block, Settings(compile="inductor", activation_checkpointing=checkpointing))
+        forward = compilation.compiled(block, Settings(compile="inductor", activation_checkpointing=checkpointing))
         with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
             loss = forward(x).square().sum()
         gradients[checkpointing] = torch.autograd.grad(loss, block.parameters())
@@ -190,7 +188,7 @@ def test_elementwise_work_is_repeated_and_products_are_not(monkeypatch):
 def test_a_checkpoint_of_another_run_is_not_taken(samples, tmp_path):
     spec = spec_of("A1", checkpoint_every=2)
     run_dir = stopped(spec, samples, tmp_path / "run")
-    assert (run_dir / CHECKPOINT).exists()
+    assert (run_dir / checkpoints.CHECKPOINT).exists()
     other = dataclasses.replace(spec, seed=1)
     assert trained(other, samples, run_dir)[3:] == (0, "began anew, since its checkpoint is of another run")
     assert (run_dir / "checkpoint.refused").exists()
@@ -208,7 +206,7 @@ def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_run_begins_anew(dam
     spec = spec_of("A1", checkpoint_every=2)
     run_dir = stopped(spec, samples, tmp_path / "run")
     spoil, said = DAMAGE[damage]
-    spoil(run_dir / CHECKPOINT)
+    spoil(run_dir / checkpoints.CHECKPOINT)
     whole = weights(trained(spec, samples, tmp_path / "whole")[0])
     model, _, _, begin, refused = trained(spec, samples, run_dir)
     assert begin == 0 and said in refused and (run_dir / "checkpoint.refused").exists()
@@ -232,7 +230,7 @@ def test_a_full_disk_leaves_the_older_checkpoint(samples, tmp_path, monkeypatch)
     spec = spec_of("A1", checkpoint_every=2)
 
     def fills_up(tensors, path, metadata):
-        if (tmp_path / "run" / CHECKPOINT).exists():
+        if (tmp_path / "run" / checkpoints.CHECKPOINT).exists():
             path.write_bytes(b"half")
             raise OSError(28, "No space left on device")
         save_file(tensors, path, metadata)
@@ -344,9 +342,9 @@ def test_a_spoilt_log_is_gone_on_with_and_loses_only_what_cannot_be_read(tmp_pat
 
 
 def test_what_this_process_compiled_for_an_earlier_run_counts_as_found(monkeypatch):
-    forget_compiled()
+    compilation.forget_compiled()
     monkeypatch.setattr(compilation, "_compiled_before", False)
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
-    assert not found_in_cache(), "of the run itself"
-    forget_compiled()
-    assert found_in_cache()
+    assert not compilation.found_in_cache(), "of the run itself"
+    compilation.forget_compiled()
+    assert compilation.found_in_cache()

@@ -12,7 +12,6 @@ from qa_lib import record
 from qa_lib.__main__ import main
 from qa_lib.data.load import load_data
 from qa_lib.measure import hardware
-from qa_lib.measure.hardware import gpu_lock
 from qa_lib.run import fit, launch, tune
 from qa_lib.run.plan import plan
 from qa_lib.run.process import SHARE, child_env
@@ -99,12 +98,12 @@ def test_runs_on_one_gpu_take_turns(monkeypatch, tmp_path):
     gpu, said, waited = types.SimpleNamespace(type="cuda"), [], []
 
     def second():
-        with gpu_lock(gpu, waits=lambda: said.append(0)) as seconds:
+        with hardware.gpu_lock(gpu, waits=lambda: said.append(0)) as seconds:
             waited.append(seconds)
 
-    with gpu_lock(gpu, shared=True) as _, gpu_lock(gpu, shared=True) as seconds:
+    with hardware.gpu_lock(gpu, shared=True) as _, hardware.gpu_lock(gpu, shared=True) as seconds:
         assert seconds < 0.1, "those that are not timed do not wait for each other"
-    with gpu_lock(gpu, waits=lambda: said.append(0)) as seconds:
+    with hardware.gpu_lock(gpu, waits=lambda: said.append(0)) as seconds:
         assert seconds < 0.1
         other = threading.Thread(target=second)
         other.start()
@@ -112,7 +111,7 @@ def test_runs_on_one_gpu_take_turns(monkeypatch, tmp_path):
         assert not waited
     other.join()
     assert waited[0] >= 0.4 and len(said) == 1
-    with gpu_lock(torch.device("cpu"), waits=lambda: said.append(0)) as seconds:
+    with hardware.gpu_lock(torch.device("cpu"), waits=lambda: said.append(0)) as seconds:
         assert seconds == 0.0
 
 
