@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 from qa_lib.data.load import load_data
 from qa_lib.data.squad import Example, open_source
 from qa_lib.data.windows import build_samples
-from qa_lib.run.plan import plan
 from qa_lib.score.decode import decode
 from qa_lib.score.evaluate import evaluate_answers, joined_by_position
 from qa_lib.score.f1 import score
 from qa_lib.score.predict import predict_logits
-from qa_lib.spec import Machine
 from tests.material import SQUAD, best_of, needs_squad, refused, trained_tokenizer
 from tests.plain import plain_answers
 from tests.test_windows import EDGES, TEXT, built
+from tests.tiny import planned
 
 EXAMPLES = [Example(f"q{i}", "Rivers", "where is it", (TEXT * 2)[i : 9 * i + 3]) for i in range(40)]
 EXAMPLES += [Example(f"e{i}", "Rivers", "x", text) for i, text in enumerate(EDGES)]
@@ -100,7 +99,7 @@ def peaked(samples, seed=0):
 
 
 def test_a_model_that_answers_too_rarely_has_a_better_threshold_above_zero(monkeypatch, tmp_path):
-    (spec,) = plan(["A1"], "smoke", data="synthetic:200", machine=Machine())
+    spec = planned(data="synthetic:200")
     questions = load_data(spec)
     samples = questions.validation_samples
     start, end = peaked(samples)

@@ -10,7 +10,7 @@ import torch
 from qa_lib.archive import Run
 from qa_lib.measure import trace
 from qa_lib.run import fit, profile
-from qa_lib.run.plan import plan
+from tests.kernels import DEVICE
 from tests.material import cases, refused, table
 from tests.tiny import planned
 
@@ -125,20 +125,21 @@ def test_what_gradients_take_is_not_taken_for_activations(monkeypatch):
 
 
 def test_a_profile_of_a_row_on_this_machine(tmp_path):
-    (spec,) = plan(["E-packed-efficient" if torch.cuda.is_available() else "A2"], "smoke", data="synthetic:200")
-    said = []
+    spec, said = (
+        planned("E-packed-efficient" if DEVICE.type == "cuda" else "A2", data="synthetic:200", machine=None),
+        [],
+    )
     profile.profile(spec, tmp_path, said.append)
-    snapshot = tmp_path / spec.run_path / profile.SNAPSHOT
-    if torch.cuda.is_available():
+    folder = tmp_path / spec.run_path
+    snapshot, time = folder / profile.SNAPSHOT, Run({}, folder).profile()["time"]
+    if DEVICE.type == "cuda":
         assert b"train/loop.py" in snapshot.read_bytes() and b"device_traces" in snapshot.read_bytes()
     else:
         assert not snapshot.exists() and "A2: no memory snapshot, which is of a GPU" in said[0]
-    found = Run({}, tmp_path / spec.run_path).profile()
-    time = found["time"]
     for phase, part in (("forward", "attention"), ("backward", "feed-forward"), ("optimizer", "optimizer")):
         assert time["parts"][phase][part] > 0
     assert time["busy_ms"] == pytest.approx(sum(sum(parts.values()) for parts in time["parts"].values()))
-    events = trace.read((tmp_path / spec.run_path / "trace.json.gz").read_bytes())
+    events = trace.read((folder / "trace.json.gz").read_bytes())
     steps = {event["name"] for event in events if event.get("name", "").startswith("ProfilerStep#")}
     assert len(steps) == profile.PROFILED == trace.work(events, trace.Widths(1, 2, 3))["step"].nunique()
 

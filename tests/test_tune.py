@@ -4,6 +4,7 @@ import dataclasses
 import threading
 import time
 import types
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from qa_lib.__main__ import main
 from qa_lib.data.load import load_data
 from qa_lib.measure import hardware
 from qa_lib.run import fit, launch, tune
-from qa_lib.run.plan import plan
 from qa_lib.run.process import SHARE, child_env
 from tests.material import refused
 from tests.tiny import CPU, H200, planned, quiet
@@ -42,12 +42,13 @@ def tried(monkeypatch, tmp_path):
 
 
 def test_every_point_is_a_run_of_its_own_in_a_group_of_tries():
-    (spec,) = plan(["B1-all"], "smoke", machine=CPU)
+    spec = planned("B1-all")
     points = tune.points([spec], [1e-3, 2e-3], ["lora-all-r8", "lora-qv-r32"])
     assert len({point.hash for point in points} | {spec.hash}) == 5
     assert {point.group for point in points} == {"cpu-tune"}
-    assert [(p.preset.learning_rate, p.asked.trainable, p.recipe.rank, p.recipe.lr_factor) for p in points][:2] == [
-        (1e-3, "lora-all-r8", 8, 1.0), (1e-3, "lora-qv-r32", 32, 1.0)]  # fmt: skip
+    for point, (name, rank) in zip(points, (("lora-all-r8", 8), ("lora-qv-r32", 32)), strict=False):
+        assert (point.preset.learning_rate, point.asked.trainable) == (1e-3, name)
+        assert (point.recipe.rank, point.recipe.lr_factor) == (rank, 1.0)
     assert spec.recipe.lr_factor > 1, "a tried rank trains at the rate that was asked for"
     assert [p.asked.trainable for p in tune.points([spec], [], [])] == ["lora-all"]
     refused("lora-any-r8", tune.points, [spec], [], ["lora-any-r8"])
@@ -95,23 +96,23 @@ def test_bad_searches_are_refused_by_name(tried, typed):
 def test_runs_on_one_gpu_take_turns(monkeypatch, tmp_path):
     monkeypatch.setattr(hardware.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid="GPU-1"))
-    gpu, said, waited = types.SimpleNamespace(type="cuda"), [], []
+    gpu, waits, waited = types.SimpleNamespace(type="cuda"), Mock(), []
 
     def second():
-        with hardware.gpu_lock(gpu, waits=lambda: said.append(0)) as seconds:
+        with hardware.gpu_lock(gpu, waits=waits) as seconds:
             waited.append(seconds)
 
     with hardware.gpu_lock(gpu, shared=True) as _, hardware.gpu_lock(gpu, shared=True) as seconds:
         assert seconds < 0.1, "those that are not timed do not wait for each other"
-    with hardware.gpu_lock(gpu, waits=lambda: said.append(0)) as seconds:
+    with hardware.gpu_lock(gpu, waits=waits) as seconds:
         assert seconds < 0.1
         other = threading.Thread(target=second)
         other.start()
         time.sleep(0.5)
         assert not waited
     other.join()
-    assert waited[0] >= 0.4 and len(said) == 1
-    with hardware.gpu_lock(torch.device("cpu"), waits=lambda: said.append(0)) as seconds:
+    assert waited[0] >= 0.4 and waits.call_count == 1
+    with hardware.gpu_lock(torch.device("cpu"), waits=waits) as seconds:
         assert seconds == 0.0
 
 

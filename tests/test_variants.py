@@ -1,5 +1,6 @@
 import ast
 import dataclasses
+import functools
 import json
 import re
 import sys
@@ -16,6 +17,7 @@ from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, Spec, missing
 from qa_lib.variants import FAMILIES, RECIPES, VARIANTS, Settings, Variant
 from tests.material import REFUSING, python, refused, table
+from tests.tiny import planned
 
 PACKAGE = Path(variants.__file__).parent
 CPU = Machine(backends=("inductor", "aot_eager", "cudagraphs"), bitsandbytes=True, compiler=True)
@@ -59,9 +61,7 @@ def test_hash_follows_everything_that_defines_a_run_and_nothing_else(monkeypatch
 
 
 def test_a_rate_and_a_number_of_epochs_of_ones_own_are_part_of_the_run():
-    def spec(**own):
-        return plan(["A1"], "smoke", machine=CPU, **own)[0]
-
+    spec = functools.partial(planned, machine=CPU)
     usual = spec(learning_rate=PRESETS["smoke"].learning_rate)
     assert spec(epochs=0, learning_rate=0.0).hash == usual.hash == spec().hash
     own = [spec(), spec(epochs=2), spec(learning_rate=1e-3), spec(epochs=2, learning_rate=1e-3)]
@@ -123,15 +123,15 @@ def test_a_new_field_whose_default_means_what_was_before_renames_no_committed_ru
 @pytest.mark.parametrize(("variant", "machine", "without", "capability", "reason"), table("skipped"))
 def test_what_a_machine_lacks_skips_the_row_with_the_reason(variant, machine, without, capability, reason):
     changes = dict.fromkeys(without.split(), False) | ({"sm": int(capability)} if capability else {})
-    (spec,) = plan([variant], "smoke", machine=dataclasses.replace(MACHINES[machine], **changes))
-    assert reason in spec.skip if reason else spec.skip is None
+    said = planned(variant, machine=dataclasses.replace(MACHINES[machine], **changes)).skip
+    assert reason in said if reason else said is None
 
 
 def test_a_row_says_from_which_generation_it_runs():
     found = {"A1": None, "A3": 70, "E-t4-masters": 75, "E-dropout": 80, "E-dropout-fp8": 89}
     assert {name: variants.since(VARIANTS[name].settings) for name in found} == found
-    (spec,) = plan(["E-varlen"], "smoke", machine=GPU)
-    assert "On a GPU it takes compute capability 8.0 or newer." in describe(spec)
+    said = describe(planned("E-varlen", machine=GPU))
+    assert "On a GPU it takes compute capability 8.0 or newer." in said
     for name, since in found.items():
         older = dataclasses.replace(GPU, sm=(since or 80) - 1, compiler=(since or 80) > 70)
         assert bool(missing(VARIANTS[name].settings, older)) == bool(since), name
