@@ -14,13 +14,13 @@ from tokenizers import BertWordPieceTokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from qa_lib.data.squad import Example, open_source
 from qa_lib.errors import UserError
 from qa_lib.record import finish, new_record, read_record
 from qa_lib.report.load import load_runs
 
 ROOT = Path(__file__).parent.parent
 SQUAD = Path(__file__).resolve().parents[2] / "shared" / "squad"
-needs_squad = pytest.mark.skipif(not SQUAD.is_dir(), reason="no ../shared/squad beside the repository")
 
 
 # The begin of a program in which these cannot be imported.
@@ -67,6 +67,13 @@ def best_of(times: int, call):
         result = call()
         seconds.append(time.process_time() - begin)
     return min(seconds), result
+
+
+def real_squad(split: str) -> list[Example]:
+    """The questions of SQuAD's own files, or a skipped test."""
+    if not SQUAD.is_dir():
+        pytest.skip("no ../shared/squad beside the repository")
+    return open_source(SQUAD, split).examples
 
 
 def real_tokenizer():

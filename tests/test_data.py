@@ -10,7 +10,7 @@ import pandas
 import pytest
 
 from qa_lib.data.squad import Example, open_source
-from tests.material import SQUAD, cases, document, hub_row, needs_squad, question, refused, write
+from tests.material import cases, document, hub_row, question, real_squad, refused, write
 
 CONTEXT = "The Rhine flows north. The Rhône flows south. 🙂 Both rise in the Alps."
 GOLD = ("north", CONTEXT.index("north"))
@@ -180,9 +180,8 @@ def test_many_misplaced_answers_stay_one_readable_line(tmp_path):
     assert len(refused(r"500 answers .*; and 480 more$", examples_of, file)) < 3_000
 
 
-@needs_squad
 def test_real_files_hold_what_their_readme_says():
-    train, validation = (open_source(SQUAD, split).examples for split in ("train", "validation"))
+    train, validation = (real_squad(split) for split in ("train", "validation"))
     assert [len(part) for part in (train, validation)] == [19_017, 6_078]
     assert [sum(e.impossible for e in part) for part in (train, validation)] == [4_929, 3_168]
     assert [len({id(e.context) for e in part}) for part in (train, validation)] == [3_093, 646]

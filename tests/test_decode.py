@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from qa_lib.data.load import load_data
 from qa_lib.data.squad import Example, open_source
-from qa_lib.data.windows import build_samples
 from qa_lib.score.decode import decode
 from qa_lib.score.evaluate import evaluate_answers, joined_by_position
 from qa_lib.score.f1 import score
 from qa_lib.score.predict import predict_logits
-from tests.material import SQUAD, best_of, needs_squad, refused, trained_tokenizer
+from tests.material import best_of, real_squad, refused, trained_tokenizer
 from tests.plain import plain_answers
 from tests.test_windows import EDGES, TEXT, built
 from tests.tiny import planned
@@ -81,9 +80,8 @@ def test_same_as_the_double_loop(samples, seed, kind, n_best, longest, threshold
         assert 0 < sum(text == "" for text in found.predictions.values()) < len(EXAMPLES)
 
 
-@needs_squad
 def test_same_as_the_double_loop_on_real_paragraphs():
-    examples = open_source(SQUAD, "validation").examples[:1500]
+    examples = real_squad("validation")[:1500]
     tokenizer = trained_tokenizer({example.context for example in examples}, 3000)
     samples = built(examples, tokenizer, 200, 64)
     assert_same_as_the_loop(samples, examples, *logits(samples))
@@ -226,11 +224,9 @@ SEEDS = {"exact": 25.82, "f1": 26.87, "loss": 0.794}
 @pytest.fixture(scope="module", params=["synthetic", "real"])
 def lab(request):
     """Examples, samples, and a model that knows nearly all answers: it looks them up by the tokens it is shown."""
-    if request.param == "real" and not SQUAD.is_dir():
-        pytest.skip("no ../shared/squad beside the repository")
-    source = open_source("synthetic:2000" if request.param == "synthetic" else SQUAD, "validation")
-    tokenizer = trained_tokenizer({example.context for example in source.examples}, 3000)
-    samples = build_samples(source, tokenizer, 384, 128, cache=False)
+    real = request.param == "real"
+    examples = real_squad("validation") if real else open_source("synthetic:2000", "validation").examples
+    samples = built(examples, trained_tokenizer({example.context for example in examples}, 3000))
     labels = dict(zip(map(bytes, windows(samples)), labels_of(samples), strict=True))
     draw = torch.Generator().manual_seed(0)
 
@@ -242,7 +238,7 @@ def lab(request):
                 logits[side, row, position] += 10
         return SimpleNamespace(start_logits=logits[0], end_logits=logits[1])
 
-    return SimpleNamespace(examples=source.examples, samples=samples, model=model)
+    return SimpleNamespace(examples=examples, samples=samples, model=model)
 
 
 def windows(samples):

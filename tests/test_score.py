@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from qa_lib.cli import parser_of
-from qa_lib.data.squad import Example, open_source
+from qa_lib.data.squad import Example
 from qa_lib.score.f1 import f1, main, normalise, score, squad_metric
-from tests.material import SQUAD, document, hub_row, needs_squad, python, question, refused, write
+from tests.material import document, hub_row, python, question, real_squad, refused, write
 
 EXAMPLES = [
     Example("one", "A", "", "", (("the Rhine", 0), ("Rhine river", 4), ("Rhine", 4))),
@@ -123,9 +123,8 @@ def noisy(examples):
     return texts
 
 
-@needs_squad
 def test_sums_run_in_the_datas_order():
-    examples = open_source(SQUAD, "validation").examples
+    examples = real_squad("validation")
     texts, values = noisy(examples), []
     for example in examples:
         golds = [words for text, _ in example.answers if (words := normalise(text).split())] or [[]]

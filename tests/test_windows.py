@@ -11,17 +11,7 @@ from tokenizers.processors import TemplateProcessing
 
 from qa_lib.data.squad import Example, open_source
 from qa_lib.data.windows import Samples, build_samples
-from tests.material import (
-    SQUAD,
-    best_of,
-    document,
-    needs_squad,
-    question,
-    real_tokenizer,
-    refused,
-    trained_tokenizer,
-    write,
-)
+from tests.material import best_of, document, question, real_squad, real_tokenizer, refused, trained_tokenizer, write
 from tests.plain import overflow, plain_positions
 from tests.tiny import byte_level_tokenizer, modern_tokenizer
 
@@ -91,17 +81,15 @@ def without_blanks(wanted, window: int, questions: list[str], examples: list[Exa
     return found
 
 
-@needs_squad
 @pytest.mark.parametrize(("max_length", "stride"), [(384, 128), (128, 40)])
 def test_all_of_the_real_data_with_the_real_vocabulary(max_length, stride):
     tokenizer = real_tokenizer()
     for split in ("train", "validation"):
-        check(open_source(SQUAD, split).examples, tokenizer, max_length, stride)
+        check(real_squad(split), tokenizer, max_length, stride)
 
 
-@needs_squad
 def test_real_data_with_a_vocabulary_of_its_own():
-    examples = open_source(SQUAD, "validation").examples
+    examples = real_squad("validation")
     tokenizer = trained_tokenizer({example.context for example in examples}, 4000)
     samples = check(examples, tokenizer, 160, 48)
     answered = sum(not example.impossible for example in examples)
