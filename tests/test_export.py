@@ -99,8 +99,12 @@ def test_a_run_is_followed_while_it_trains(runs, tmp_path, lab, typed, monkeypat
 
     monkeypatch.setattr(export.time, "sleep", look)
     typed("export --follow --runs", runs, "--wandb", tmp_path / "logs", code=130)
-    told = [named["step"] if name == "log" else name for name, words, named in lab.mock_calls
-            if name in ("init", "finish") or (name == "log" and "loss" in words[0])]  # fmt: skip
+    told = []
+    for name, words, named in lab.mock_calls:
+        if name in ("init", "finish"):
+            told.append(name)
+        elif name == "log" and "loss" in words[0]:
+            told.append(named["step"])
     skipped, first = ["init", "finish"], ["init", "finish"]  # what was there before it followed
     assert told == [*first, *skipped, "init", 1, 2, 3, "finish", "init", 1, 2, 3, "finish"]
     said = typed("export --csv x.csv --follow --runs", runs, code=2)

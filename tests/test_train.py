@@ -128,12 +128,14 @@ def test_accumulated_micro_batches_are_the_whole_batch(variant, device, toleranc
 
     def gradients(micro_batch):
         spec = spec_of(variant, machine=CPU if device.type == "cpu" else None, micro_batch=micro_batch, steps=3)
-        model, seen = without_dropout(build_model(spec)), []
-        note = lambda own, *_: seen.extend(p.grad.clone() for p in own)  # noqa: E731
+        seen, folder = [], tmp_path / str(micro_batch)
+
+        def note(own, *_):
+            seen.extend(parameter.grad.clone() for parameter in own)
+
         monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", note)
-        folder = tmp_path / str(micro_batch)
         folder.mkdir()
-        train(model, batches_of(samples, spec), spec, device, folder, quiet)
+        train(without_dropout(build_model(spec)), batches_of(samples, spec), spec, device, folder, quiet)
         return seen
 
     for whole, parts in zip(gradients(16), gradients(4), strict=True):
