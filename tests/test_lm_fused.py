@@ -164,13 +164,10 @@ def test_the_plain_bert_is_transformers_own_one_sample_at_a_time():
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     starts, stops = torch.tensor([0, 4, 6]), torch.tensor([8, 0, 6])
     found = peer(ids, positions, types, ends, starts, stops)
-    one_by_one = [
-        native(
-            input_ids=ids[:, begin:end], token_type_ids=types[:, begin:end],
-            start_positions=starts[i : i + 1], end_positions=stops[i : i + 1],
-        ).loss
-        for i, (begin, end) in enumerate(itertools.pairwise(ends))
-    ]  # fmt: skip
+    one_by_one = []
+    for i, (begin, end) in enumerate(itertools.pairwise(ends)):
+        own = {"start_positions": starts[i : i + 1], "end_positions": stops[i : i + 1]}
+        one_by_one.append(native(ids[:, begin:end], token_type_ids=types[:, begin:end], **own).loss)
     torch.testing.assert_close(found, torch.stack(one_by_one).mean(), rtol=1e-5, atol=1e-6)
     round_trip(peer, native, reader(1))
 

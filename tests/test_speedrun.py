@@ -18,17 +18,13 @@ from qa_lib.report import load
 from qa_lib.run import launch
 from qa_lib.run.plan import plan
 from tests.material import ROOT, change_record, committed, document, question, refused, write
-from tests.test_notebooks import code_cells, lines_of, run_here
+from tests.test_notebooks import run_here
 from tests.test_report import make
 from tests.tiny import H200
 
 NOTEBOOK = ROOT / "notebooks" / "speedrun.ipynb"
 PAGE = (ROOT / "docs" / "speedrun.md").read_text(encoding="utf-8")
 H100 = dataclasses.replace(H200, hardware="h100")
-
-
-def test_the_speedrun_is_short():
-    assert sum(len(lines_of(cell)) for cell in code_cells(NOTEBOOK)) <= 60
 
 
 def scored(runs, preset, variant, f1, train_s, day=1, **asked):
