@@ -16,7 +16,7 @@ from qa_lib.run import sweep
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, Spec, missing
 from qa_lib.variants import FAMILIES, RECIPES, VARIANTS, Settings, Variant
-from tests.material import REFUSING, python, refused, table
+from tests.material import REFUSING, cases, python, refused, table
 from tests.tiny import planned
 
 PACKAGE = Path(variants.__file__).parent
@@ -160,16 +160,8 @@ def test_a_new_variant_is_a_line_of_the_table(monkeypatch, tmp_path, typed):
         assert re.search(r"\nh200-smoke/E-mine-s0-\w{6} +run\n", said)
 
 
-# A module or package imports those that stand before it alone; of some, these alone.
-LAYERS = (
-    "errors variants presets spec record cli archive peers data kernels model measure train score run report serving"
-    " app quickstart __main__"
-).split()
-ALONE = {"peers": [], "kernels": [], "serving": ["errors"], "report": [*LAYERS[:7], "measure.trace"]}
-ALONE["report"] += ["run.recommend", "run.memory_estimate"]  # what `recommended` takes
-TORCH_FREE = (
-    "errors variants spec record archive cli run.plan run.sweep run.launch run.process run.hub measure.trace report"
-).split()
+# A module or package imports those that stand before it alone; of some, those beside their name alone.
+LAYERS, ALONE, TORCH_FREE = cases("layers of the package").values()
 
 
 def imports_of(module: Path) -> list[tuple[int, str]]:
