@@ -11,7 +11,7 @@ from qa_lib.archive import Run
 from qa_lib.measure import trace
 from qa_lib.run import fit, profile
 from tests.kernels import DEVICE
-from tests.material import cases, refused, table
+from tests.material import ROOT, cases, refused, table
 from tests.tiny import planned
 
 HIDDEN, WIDE = 768, 3072  # as in parts.csv and cases.json
@@ -89,17 +89,8 @@ def test_on_a_cpu_an_operator_is_charged_its_own_time_alone():
     assert trace.work(events, WIDTHS)["ms"].tolist() == pytest.approx([0.1, 0.2])
 
 
-PAGE = """==PROF== Connected to process 7
-"ID","Process ID","Kernel Name","gpu__time_duration.sum","sm__throughput","dram__bytes.sum"
-"","","","nsecond","%","byte"
-"0","7","gemm","2,000","90.0","1,000,000"
-"1","7","gemm","6,000","50.0","3,000,000"
-"2","7","norm","1,000","10.0","n/a"
-"""
-
-
 def test_nsight_computes_page_is_summed_by_kernel():
-    gemm, norm = profile.parse_counters(PAGE)
+    gemm, norm = profile.parse_counters((ROOT / "tests" / "nsight.csv").read_text())
     assert (gemm["name"], gemm["count"], gemm["us"], gemm["dram_bytes"]) == ("gemm", 2, 8.0, 4e6)
     assert norm["dram_bytes"] is None and gemm["fp8_ops"] is None
     assert profile.parse_counters("==ERROR== ERR_NVGPUCTRPERM\n") == []
