@@ -2,44 +2,22 @@ import functools
 import operator
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from qa_lib import record
 from qa_lib.archive import read_runs
+from qa_lib.run.warm import SERVER
 from tests.material import ROOT, cases, leave, refused
 from tests.tiny import planned
 
 ENV = {"python": "3", "gpu": None}
-
-
-# What a process of its own does to the record in a folder.
-BEGIN = """
-import pathlib, resource, sys, time
-from qa_lib import record
-folder = pathlib.Path(sys.argv[1])
-entry = record.read_record(folder)
-"""
-FILL_UP = """
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-entry["error"]["message"] = "x" * 100_000
-record.write_record(folder, entry)
-"""
-WRITE = """
-end = time.monotonic() + 2
-while time.monotonic() < end:
-    for length in (10, 100_000):
-        entry["error"]["message"] = "x" * length
-        record.write_record(folder, entry)
-"""
-
-
-def started(code: str, folder: Path) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", BEGIN + code, str(folder)], stderr=subprocess.PIPE, text=True)
 
 
 @pytest.fixture
@@ -83,23 +61,37 @@ def test_a_record_that_cannot_be_trusted_is_refused_by_name(content, message, tm
 
 
 def test_a_full_disk_keeps_the_old_record_and_says_so(spec, tmp_path):
-    """In a real process that may write no file beyond 4 KiB: the kernel refuses the write as a full disk does."""
-    record.write_record(tmp_path, record.new_record(spec, ENV))
+    """By a limit of 4 KiB for every file: the kernel refuses the write as a full disk does."""
+    entry, (own, most) = record.new_record(spec, ENV), resource.getrlimit(resource.RLIMIT_FSIZE)
+    record.write_record(tmp_path, entry)
     before = (tmp_path / "record.json").read_bytes()
-    said = started(FILL_UP, tmp_path).communicate()[1]
-    assert "RecordError: cannot write" in said and "what was there before is intact" in said
+    entry["error"]["message"] = "x" * 100_000
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))
+    try:
+        refused("cannot write.*what was there before is intact", record.write_record, tmp_path, entry)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (own, most))
     assert (tmp_path / "record.json").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
 
 
+def rewrite(folder: Path) -> None:
+    """Replace the record in a folder without pause for two seconds."""
+    entry, end = record.read_record(folder), time.monotonic() + 2
+    while time.monotonic() < end:
+        for length in (10, 100_000):
+            entry["error"]["message"] = "x" * length
+            record.write_record(folder, entry)
+
+
 def test_a_reader_never_sees_a_torn_record(spec, tmp_path):
-    """A writer in another process replaces the record without pause while this one reads."""
+    """A writer in another process replaces the record while this one reads."""
     record.write_record(tmp_path, record.new_record(spec, ENV))
-    writer = started(WRITE, tmp_path)
-    lengths = set()
-    while writer.poll() is None:
+    writer, lengths = SERVER.Process(target=rewrite, args=(tmp_path,)), set()
+    writer.start()
+    while writer.is_alive():
         lengths.add(len(record.read_record(tmp_path)["error"]["message"] or ""))
-    assert writer.returncode == 0
+    assert writer.exitcode == 0
     assert {10, 100_000} <= lengths <= {0, 10, 100_000}
 
 
