@@ -28,10 +28,8 @@ from qa_lib.variants import TASKS, VARIANTS, find_recipe
 from tests import small  # noqa: F401, which has the preset
 from tests.conftest import slow
 from tests.material import cases, committed, leave, refused, table
-from tests.tiny import checkpoint
+from tests.tiny import CPU, checkpoint
 
-BACKENDS = ("inductor", "aot_eager", "cudagraphs")
-CPU = Machine(backends=BACKENDS, bitsandbytes=True, compiler=True)
 LARGE = BertConfig(num_hidden_layers=24, hidden_size=1024, num_attention_heads=16, intermediate_size=4096)
 MINILM = BertConfig(num_hidden_layers=6, hidden_size=384, num_attention_heads=12, intermediate_size=1536)
 
