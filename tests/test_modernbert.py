@@ -130,8 +130,8 @@ def test_every_variant_is_built_or_skipped_for_a_reason(kind, tmp_path):
     skipped = {spec.variant: spec.skip for spec in specs}
     assert not set(NEEDED) & {name for name, why in skipped.items() if why}
     if kind == "modernbert":
-        assert skipped["B2"] == "modernbert: it has no biases to train"
-        assert skipped["E-qkv"] == "modernbert: its query, key and value are one linear layer already"
+        assert skipped["B2"] == "does not fit modernbert: it has no biases to train"
+        assert skipped["E-qkv"] == "does not fit modernbert: its query, key and value are one linear layer already"
         assert "a window around each token" in skipped["E-packed-efficient"]
     else:
         assert skipped["B2"] is None and skipped["E-packed-efficient"] is None
@@ -140,7 +140,7 @@ def test_every_variant_is_built_or_skipped_for_a_reason(kind, tmp_path):
 
 def test_a_model_that_was_not_here_when_it_was_planned_is_held_to_the_same(folder):
     (spec,) = plan(["B2"], "smoke", data="synthetic:40", model="tiny", machine=Machine())
-    with pytest.raises(UserError, match="B2: modernbert: it has no biases to train"):
+    with pytest.raises(UserError, match="B2 does not fit modernbert: it has no biases to train"):
         build_model(dataclasses.replace(spec, model_source=folder))
 
 
