@@ -205,9 +205,9 @@ def read_record(run_dir: Path) -> dict:
 def checked(path: Path, record: dict, kind: type = Record) -> dict:
     """A record read from `path`, with the defaults of fields that came after it. Raises RecordError."""
     try:
-        found = dataclasses.asdict(_adapter(kind).validate_python(record))
-        for name, unnamed in (("settings", Settings()), ("preset", Preset(name=""))):  # as in the hash of a run
-            found["spec"][name] = dataclasses.asdict(unnamed) | found["spec"][name]
+        found = _adapter(kind).dump_python(_adapter(kind).validate_python(record))
+        for name, values in _defaults().items():  # as in the hash of a run
+            found["spec"][name] = values | found["spec"][name]
         known = {field.name for field in dataclasses.fields(Preset)}
         Preset(**{name: value for name, value in found["spec"]["preset"].items() if name in known})  # checks them
         whole_number("spec.settings.micro_batch", found["spec"]["settings"]["micro_batch"], 1)
@@ -225,6 +225,11 @@ def checked(path: Path, record: dict, kind: type = Record) -> dict:
 
 
 _adapter = cache(TypeAdapter)
+
+
+@cache
+def _defaults() -> dict[str, dict]:
+    return {"settings": dataclasses.asdict(Settings()), "preset": dataclasses.asdict(Preset(name=""))}
 
 
 def document(path: Path, known: str) -> dict:

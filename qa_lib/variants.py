@@ -295,7 +295,7 @@ def lacking(settings: Settings, architecture: str) -> str | None:
     """Why a model of that architecture, a model_type of transformers, cannot have these settings, in words; None if it
     can."""
     found = (lack["why"] for lack in about(settings, LACKS) if architecture in lack["architectures"].split())
-    return next((f"{architecture}: {why}" for why in found), None)
+    return next((f"does not fit {architecture}: {why}" for why in found), None)
 
 
 def since(settings: Settings) -> int | None:

@@ -124,8 +124,8 @@ def test_every_variant_is_built_or_skipped_for_a_reason(kind, tmp_path):
     skipped = {spec.variant: spec.skip for spec in specs}
     assert not set(NEEDED) & {name for name, why in skipped.items() if why}
     if kind == "modernbert":
-        assert skipped["B2"] == "modernbert: it has no biases to train"
-        assert skipped["E-qkv"] == "modernbert: its query, key and value are one linear layer already"
+        assert skipped["B2"] == "does not fit modernbert: it has no biases to train"
+        assert skipped["E-qkv"] == "does not fit modernbert: its query, key and value are one linear layer already"
         assert "a window around each token" in skipped["E-packed-efficient"]
     else:
         assert skipped["B2"] is None and skipped["E-packed-efficient"] is None
@@ -134,7 +134,7 @@ def test_every_variant_is_built_or_skipped_for_a_reason(kind, tmp_path):
 
 def test_a_model_that_was_not_here_when_it_was_planned_is_held_to_the_same(folder):
     spec = dataclasses.replace(planned("B2"), model_source=folder)
-    refused("B2: modernbert: it has no biases to train", build_model, spec)
+    refused("B2 does not fit modernbert: it has no biases to train", build_model, spec)
 
 
 def test_what_architectures_lack_is_of_those_in_the_table_and_of_settings_that_variants_have():

@@ -109,7 +109,7 @@ def _pretrained(spec: Spec) -> torch.nn.Module:
     source, task, attention = spec.model_source, spec.preset.task, spec.settings.attention
     head, config = HEADS[task], model_config(source, task)
     if why := lacking(spec.settings, config.model_type):  # of a model that was not here yet when the run was planned
-        raise UserError(f"{spec.variant}: {why}")
+        raise UserError(f"{spec.variant} {why}")
     if spec.settings.padding == "packed":
         attention = attention_name(attention)
     elif task == "lm" and attention in ("sdpa", "triton-causal") and spec.settings.engine == "loop":

@@ -18,6 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from qa_lib.errors import first_line
 from qa_lib.record import RecordError, write_atomically
@@ -149,13 +150,16 @@ def digest(runs: pd.DataFrame) -> str:
 
 def png(figure: Figure, dpi: int = DPI, **more: str) -> bytes:
     """A figure as PNG with its title, and `more`, in the file; without date and software version, so that equal figures
-    are equal bytes."""
+    are equal bytes. 256 colours, which no eye tells from the drawn ones, make it a third as large."""
     for side in (side for axis in figure.axes for side in (axis.xaxis, axis.yaxis)):
         if isinstance(side.get_major_formatter(), ScalarFormatter) and max(side.get_view_interval()) >= 1000:
             side.set_major_formatter(THOUSANDS)
-    stream = io.BytesIO()
+    drawn, stream, said = io.BytesIO(), io.BytesIO(), PngInfo()
+    for key, text in {"Title": title_of(figure), **more}.items():
+        said.add_text(key, text)
     with style():
-        figure.savefig(stream, format="png", dpi=dpi, metadata={"Software": None, "Title": title_of(figure)} | more)
+        figure.savefig(drawn, format="png", dpi=dpi)
+    Image.open(drawn).convert("RGB").quantize(256).save(stream, "PNG", pnginfo=said, optimize=True)
     return stream.getvalue()
 
 
