@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 
 from qa_lib.kernels import common, fp8, fused_norm, gelu, linear_cross_entropy, varlen_attention
-from qa_lib.kernels.common import hash_dropout
 from qa_lib.train.master_adamw import MasterAdamW
 
 
@@ -42,7 +41,7 @@ def call_all(capability: int) -> None:
         return drawn(*shape, dtype=torch.int32)
 
     hidden, bias, statistics = drawn(tokens, width), drawn(width), drawn(2, tokens, dtype=torch.float32)
-    hash_dropout(hidden, whole(), 0.1)
+    common.hash_dropout(hidden, whole(), 0.1)
     fused_norm._norm(hidden, bias, hidden, bias, bias, whole(), 0.1, 1e-12)
     rest = (bias, hidden, bias, whole(), statistics, 0.1, hidden.dtype)
     for other in (None, hidden):

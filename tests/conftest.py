@@ -34,6 +34,19 @@ def cache(tmp_path_factory):
         yield
 
 
+@pytest.fixture
+def typed(capsys):
+    """Types a command line in this process, which ends with that exit code: what it prints, or its error."""
+    from qa_lib.__main__ import main
+
+    def call(words: str, *more, code: int = 0) -> str:
+        assert main([*words.split(), *map(str, more)]) == code
+        out, err = capsys.readouterr()
+        return err if code else out
+
+    return call
+
+
 class Swept:
     """A runs folder and how to call the command line on it, offline."""
 

@@ -1,8 +1,11 @@
 """What several tests and the benchmarks share: tokenizers, real data where there is any, and small SQuAD files."""
 
+import csv
 import functools
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,13 +14,13 @@ from tokenizers import BertWordPieceTokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from qa_lib.data.squad import Example, open_source
 from qa_lib.errors import UserError
-from qa_lib.record import read_record
+from qa_lib.record import finish, new_record, read_record
 from qa_lib.report.load import load_runs
 
 ROOT = Path(__file__).parent.parent
 SQUAD = Path(__file__).resolve().parents[2] / "shared" / "squad"
-needs_squad = pytest.mark.skipif(not SQUAD.is_dir(), reason="no ../shared/squad beside the repository")
 
 
 # The begin of a program in which these cannot be imported.
@@ -37,6 +40,17 @@ def committed():
     return load_runs(ROOT / "runs")
 
 
+def table(name: str) -> list[list[str]]:
+    """The rows of a table beside the tests."""
+    with (ROOT / "tests" / f"{name}.csv").open(encoding="utf-8", newline="") as stream:
+        return [*csv.reader(stream)][1:]
+
+
+def cases(name: str) -> list | dict:
+    """The cases of a test that are data alone."""
+    return json.loads((ROOT / "tests" / "cases.json").read_text(encoding="utf-8"))[name]
+
+
 def wait_for(condition, most: float = 120) -> None:
     """Wait for what takes seconds, or longer beside other work; the limit (s) is for what never comes."""
     end = time.monotonic() + most
@@ -53,6 +67,13 @@ def best_of(times: int, call):
         result = call()
         seconds.append(time.process_time() - begin)
     return min(seconds), result
+
+
+def real_squad(split: str) -> list[Example]:
+    """The questions of SQuAD's own files, or a skipped test."""
+    if not SQUAD.is_dir():
+        pytest.skip("no ../shared/squad beside the repository")
+    return open_source(SQUAD, split).examples
 
 
 def real_tokenizer():
@@ -86,6 +107,16 @@ def document(*paragraphs: tuple[str, list[dict]], title: str = "Rivers") -> dict
     return {"version": "v2.0", "data": [{"title": title, "paragraphs": body}]}
 
 
+def squad_folder(folder: Path, text: str, answer: str, asked: str = "who came?") -> Path:
+    """A folder of 40 questions of one answer to train on, and as many to validate on; `asked` may have a {number}."""
+    folder.mkdir()
+    for split in ("train", "validation"):
+        gold = (answer, text.index(answer))
+        entries = [question(f"{split}{number}", asked.format(number=number), gold) for number in range(40)]
+        write(folder / f"{split}.json", document((text, entries)))
+    return folder
+
+
 def hub_row(key: str, title: str, text: str, context: str, *answers: tuple[str, int]) -> dict:
     """A question in the hub's layout, whose answers are in columns."""
     columns = {"text": [answer for answer, _ in answers], "answer_start": [start for _, start in answers]}
@@ -114,6 +145,23 @@ def refused(said: str, call, /, *words, **more) -> str:
         call(*words, **more)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def python(*words, cwd: Path = ROOT, code: int = 0, **environment: str) -> subprocess.CompletedProcess:
+    """What a Python of its own has said, which must end with that exit code."""
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def leave(runs: Path, spec, /, status: str = "ok", error: dict | None = None, env=None, **sections) -> Path:
+    """The folder of a run that has ended so, with a record that has these values in its sections."""
+    entry = new_record(spec, env or {"gpu": None})
+    for name, values in sections.items():
+        entry[name] |= values
+    finish(runs / spec.run_path, entry, status, error)
+    return runs / spec.run_path
 
 
 def end_of(folder: Path) -> tuple[str, str | None]:

@@ -66,13 +66,8 @@ def plain_answers(features, examples, start_logits, end_logits, n_best=20, max_a
             entries.append(null)
         scores = np.array([span["score"] for span in entries], np.float64)
         weights = np.exp(scores - scores.max())
-        lists[example.id] = [
-            {
-                "text": span["text"],
-                "probability": float(weight),
-                "start_logit": float(span["start_logit"]),
-                "end_logit": float(span["end_logit"]),
-            }
-            for span, weight in zip(entries, weights / weights.sum(), strict=True)
-        ]
+        lists[example.id] = []
+        for span, weight in zip(entries, weights / weights.sum(), strict=True):
+            sides = {name: float(span[name]) for name in ("start_logit", "end_logit")}
+            lists[example.id].append({"text": span["text"], "probability": float(weight)} | sides)
     return predictions, odds, lists

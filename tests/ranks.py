@@ -11,12 +11,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch.nn import Dropout
 
 from qa_lib.data.load import batches_of
 from qa_lib.data.synthetic import TINY_CONFIG
 from qa_lib.model.build import build_model
-from qa_lib.model.fused_blocks import HashDropout
 from qa_lib.run.fit import train
 from qa_lib.run.plan import plan
 from qa_lib.train import loop
@@ -24,7 +22,7 @@ from qa_lib.train.checkpoint import digest_of
 from qa_lib.train.data_parallel import gather_model
 from qa_lib.train.optim import clip
 from qa_lib.train.process_group import ProcessGroup
-from tests.tiny import CPU, StopAfter, quiet, resized, samples_of
+from tests.tiny import CPU, StopAfter, quiet, resized, samples_of, without_dropout
 
 DEVICE = torch.device("cpu")
 STEPS = 6
@@ -72,10 +70,7 @@ def trained(case: dict, run_dir: Path, ranks: ProcessGroup) -> dict:
     batches = batches_of(samples_of("synthetic:120"), spec)
     batches = Unequal(batches) if case.get("unequal") else batches
     batches = StopAfter(batches, case["stop"]) if "stop" in case else batches
-    model = build_model(spec)
-    for module in model.modules():
-        if isinstance(module, Dropout | HashDropout):
-            module.p = 0.0
+    model = without_dropout(build_model(spec))
     if "rounds" in case:  # as kernels do that sum in another order in each process
         for parameter in model.parameters():
             parameter.register_hook(lambda gradient: gradient * (1 + case["rounds"] * ranks.rank))

@@ -13,6 +13,7 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from unittest.mock import Mock
 
 import httpx
 import psutil
@@ -25,18 +26,19 @@ from qa_lib.__main__ import main
 from qa_lib.app import Choices, answer, app, dashboard, decided, running
 from qa_lib.data.squad import MAX_CONTEXT, open_source
 from qa_lib.model.hf_checkpoint import write_digests
-from qa_lib.record import finish, new_record, write_record
+from qa_lib.record import new_record, write_record
 from qa_lib.run.plan import plan
 from qa_lib.run.warm import SERVER
 from qa_lib.score import predict
 from qa_lib.score.choices import named, offered
 from qa_lib.spec import Machine
 from tests.conftest import slow
-from tests.material import change_record, refused, wait_for, write
+from tests.material import change_record, leave, refused, wait_for, write
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 HEAD = "qa_outputs.weight"
 SECONDS = 3  # of serving.SECONDS, in the server of these tests
+JOIN = "/gradio_api/queue/join"
 EVIL = '<img src=x onerror="alert(1)"><script>alert(2)</script>${alert(3)}{{alert(4)}}![x](http://evil.example/x.png)'
 
 
@@ -100,7 +102,7 @@ class Server:
     def __call__(self, *question):
         """What was found, and the first card's updates."""
         body = self.question(*question)
-        self.client.post("/gradio_api/queue/join", json=body).raise_for_status()
+        self.client.post(JOIN, json=body).raise_for_status()
         lines = self.client.get(f"/gradio_api/queue/data?session_hash={body['session_hash']}").text.splitlines()
         said = [json.loads(line.removeprefix("data: ")) for line in lines if line]
         (message,) = (one for one in said if one["msg"] == "process_completed")
@@ -176,8 +178,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("question", "context", "said"), REFUSED)
 def test_what_cannot_be_asked_is_said_in_place_of_the_answer(server, runs, question, context, said):
-    found, card = server(key_of(runs), question, context)
-    assert found is None and said in card[1]["value"] and card[2]["visible"] is False
+    found, (_, answer, marked, *_) = server(key_of(runs), question, context)
+    assert found is None and said in answer["value"] and marked["visible"] is False
 
 
 def test_every_paragraph_within_the_limit_is_answered(server, runs):
@@ -196,23 +198,20 @@ def test_models_are_called_by_run_and_never_by_path(server, runs, tmp_path):
     assert str(runs.parent) not in server.client.get("/").text
 
 
-def test_hostile_model_folders_are_refused_in_a_clear_sentence(runs, tmp_path, capsys):
+def test_hostile_model_folders_are_refused_in_a_clear_sentence(runs, tmp_path, typed):
     run = shutil.copytree(folder_of(runs).parent, tmp_path / "cpu-smoke" / "A1-s0-aaaaaa")
     choices = Choices([], tmp_path)
     (choice,) = choices.listed()
     (run / "model" / "config.json").write_text('{"architectures": ["X"], "auto_map": {"AutoModel": "evil.Model"}}')
     assert str(tmp_path) not in refused("cannot be asked", answer, choice, "who ?", "text")
     (run / "model" / "model.safetensors").rename(run / "model" / "pytorch_model.bin")
-    assert main(["app", "--model", str(run / "model"), "--port", "0"]) == 2
-    assert "error: " in capsys.readouterr().err and choices.listed() == []
+    assert "error: " in typed("app --port 0 --model", run / "model", code=2) and choices.listed() == []
 
 
 def test_no_place_on_this_machine_is_told(runs, monkeypatch):
-    def fail(folder, *_):
-        raise OSError(f"{folder}/model.safetensors and /secret/place/of/mine.bin cannot be read")
-
-    monkeypatch.setattr("qa_lib.app._ask", fail)
     (choice, *_) = Choices([], runs).listed()
+    problem = OSError(f"{runs}/model.safetensors and /secret/place/of/mine.bin cannot be read")
+    monkeypatch.setattr("qa_lib.app._ask", Mock(side_effect=problem))
     said = refused("…/mine.bin cannot be read", answer, choice, "who ?", "text")
     assert str(runs) not in said and "secret" not in said
 
@@ -268,17 +267,16 @@ def test_only_what_the_page_asks_for_is_served(server, runs):
         assert server.client.get(f"/gradio_api/{path}").status_code == 404
     for path in ("/monitoring", "/static/../../routes.py", "/assets/%2e%2e/%2e%2e/%2e%2e/routes.py"):
         assert server.client.get(path).status_code in (403, 404)
-    assert server.client.options("/gradio_api/queue/join").status_code == 404
+    assert server.client.options(JOIN).status_code == 404
     assert server.client.get("/").status_code == server.client.get("/config").status_code == 200
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "8.8.8.8"])
 def test_foreign_hosts_and_pages_are_refused(server, host):
-    for path in ("/", "/config", "/gradio_api/queue/join"):
+    for path in ("/", "/config", JOIN):
         assert server.client.get(path, headers={"Host": host}).status_code == 400
-    join = f"{server.address}/gradio_api/queue/join"
-    assert httpx.post(join, content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
-    policy = httpx.get(server.address).headers["content-security-policy"]
+    assert server.client.post(JOIN, content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
+    policy = server.client.get("/").headers["content-security-policy"]
     assert "default-src 'self'" in policy and policy.endswith("frame-ancestors 'none'")
 
 
@@ -290,8 +288,7 @@ def test_other_names_are_answered_only_where_others_reach_it():
 
 def test_heads_and_bodies_that_are_too_large_are_refused(server):
     headers = {"Content-Type": "application/json"}
-    join = f"{server.address}/gradio_api/queue/join"
-    assert httpx.post(join, content=b"x" * (serving.MAX_BODY + 1), headers=headers).status_code == 413
+    assert server.client.post(JOIN, content=b"x" * (serving.MAX_BODY + 1), headers=headers).status_code == 413
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nX: " + b"x" * serving.MAX_HEAD)
         assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
@@ -338,13 +335,12 @@ def test_a_hundred_askers_get_their_own_answers(server, runs, questions):
     """Of paragraphs of any length, all at once and once more."""
     texts = [" ".join(e.context for e in questions[i : i + (1, 1, 1, 4, 30)[i % 5]]) for i in range(100)]
     asked = [(key_of(runs), e.question, text) for e, text in zip(questions[:100], texts, strict=True)]
-    alone = [server(*one)[0]["nbest"][0]["text"] for one in asked]
+    wanted = [(server(*one)[0]["nbest"][0]["text"], text) for one, text in zip(asked, texts, strict=True)]
     process, sizes = psutil.Process(server.process.pid), []
     with ThreadPoolExecutor(100) as pool:
         for _ in range(2):
             found = [each for each, _ in pool.map(lambda one: server(*one), asked)]
-            assert [each["nbest"][0]["text"] for each in found] == alone
-            assert [each["context"] for each in found] == texts
+            assert [(each["nbest"][0]["text"], each["context"]) for each in found] == wanted
             sizes.append(process.memory_info().rss / 2**20)
     assert sizes[1] - sizes[0] < 50
 
@@ -358,10 +354,9 @@ def test_it_opens_on_this_machine_alone(server):
     assert {c.laddr.ip for c in listening} == {"127.0.0.1"}
 
 
-def test_an_empty_host_and_a_taken_port_are_said_in_one_line(server, capsys):
-    assert main(["app", "--host", "", "--port", "0"]) == main(["app", "--port", str(server.port)]) == 2
-    empty, taken = capsys.readouterr().err.splitlines()
-    assert "--host is empty" in empty and "--port takes another" in taken
+def test_an_empty_host_and_a_taken_port_are_said_in_one_line(server, typed):
+    assert "--host is empty" in typed("app --port 0 --host", "", code=2)
+    assert "--port takes another" in typed("app --port", server.port, code=2)
 
 
 def test_a_notebook_shows_it_without_a_public_link_and_asks_nobody(runs, monkeypatch):
@@ -394,9 +389,7 @@ def test_the_dashboard_opens_on_the_newest_group(tmp_path):
     names = ["h200-smoke", "cpu-smoke"]
     for day, group in enumerate(reversed(names), 1):
         (spec,) = plan(["A1"], "smoke", machine=Machine(group.removesuffix("-smoke")))
-        entry = new_record(spec, {"gpu": None})
-        entry["time"]["started"] = f"2026-01-0{day}T00:00:00+00:00"
-        finish(tmp_path / spec.run_path, entry, "ok")
+        leave(tmp_path, spec, time={"started": f"2026-01-0{day}T00:00:00+00:00"})
     for wanted, shown in (("", names[0]), (names[1], names[1]), ("../..", names[0])):
         assert dashboard(tmp_path, tmp_path, wanted)[:2] == (names, shown)
     assert dashboard(tmp_path / "none", tmp_path)[2].startswith("<p>There are no records yet")

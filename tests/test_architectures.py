@@ -1,37 +1,29 @@
 """Every encoder of the table does what BERT does: trains every kind of row, packs, saves, and costs what is counted."""
 
-import dataclasses
-import json
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForQuestionAnswering
 
-from qa_lib.data.batches import Batches
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.measure.meter import StepFlops
 from qa_lib.model import architectures
-from qa_lib.model.architectures import ENCODERS
 from qa_lib.model.build import apply_recipe, build_model, save_model, trainable_summary
 from qa_lib.model.fused_blocks import Float8Linear, HashDropout, use_float8
 from qa_lib.model.packed import Packed
-from qa_lib.run.fit import train
-from qa_lib.run.plan import plan
-from qa_lib.spec import Machine
 from qa_lib.variants import RECIPES
 from tests.conftest import slow
-from tests.test_train import without_dropout
-from tests.tiny import checkpoint, having
+from tests.tiny import checkpoint, having, losses_of, planned, resized, trained, without_dropout
 
-CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, compiler=True)
 DEVICE = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {kind: checkpoint(kind, tmp_path_factory.mktemp(kind)) for kind in ENCODERS}
+    return {kind: checkpoint(kind, tmp_path_factory.mktemp(kind)) for kind in architectures.ENCODERS}
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +37,9 @@ def one_thread():
 
 def spec_of(variant, folder, **settings):
     """A row at the smoke scale with three steps; without Inductor, which is slow: D1 stands for compiled rows."""
-    (spec,) = plan([variant], "smoke", [0], "synthetic:40", folder, machine=CPU)
+    spec = planned(variant, sizes={"steps": 3, "measure_from": 1, "checkpoint_every": 0}, model=folder)
     assert spec.skip is None
-    if spec.settings.compile == "inductor":
-        settings = {"compile": "none"} | settings
-    preset = dataclasses.replace(spec.preset, steps=3, measure_from=1, checkpoint_every=0)
-    return dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, **settings), preset=preset)
+    return resized(spec, {"compile": spec.settings.compile.replace("inductor", "none")} | settings)
 
 
 def pairs(*variants: str, mark=lambda *pair: pair) -> list:
@@ -64,11 +53,11 @@ SLOW = pairs("A2", "A4", "B3", "C2", "E-packed", "E-adamw", mark=slow)
 @pytest.mark.parametrize(("variant", "kind"), [*pairs("A0", "A1", "B1", "C1", "D1", "E-dropout"), *SLOW])
 def test_rows_train(kind, variant, folders, tmp_path):
     spec = spec_of(variant, folders[kind])
-    data, model = load_data(spec), build_model(spec)
+    model = build_model(spec)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    train(model, batches_of(data.samples, spec), spec, DEVICE, tmp_path, lambda _: None)
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
-    assert len(losses) == 3 and all(map(torch.isfinite, torch.tensor(losses))) and len(set(losses)) == 3
+    trained(spec, load_data(spec).samples, tmp_path, model)
+    losses = losses_of(tmp_path)
+    assert len(set(losses)) == 3 and np.isfinite(losses).all()
     for name, parameter in model.named_parameters():
         assert parameter.isfinite().all()
         # Full rows move every matrix but those of tokens and positions that the few steps do not meet.
@@ -78,33 +67,23 @@ def test_rows_train(kind, variant, folders, tmp_path):
             assert torch.equal(parameter, before[name]), name
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", architectures.ENCODERS)
 def test_a_packed_row_has_the_loss_of_padded_ones(kind, folders):
     spec = spec_of("E-packed", folders[kind])
     samples = load_data(spec).samples
-    batches = batches_of(samples, spec)
+    batches, model = batches_of(samples, spec), without_dropout(build_model(spec)).train()
     indices = batches.step(0)[0]
-    model = without_dropout(build_model(spec)).train()
     packed = Packed(model, batches.limits)(**batches.collate(indices, DEVICE)).loss
     # Row by row and without padding, where the model's own softmax is over the question's own tokens.
-    unpadded = _Unpadded(samples)
-    padded = [model(**Batches.collate(unpadded, indices[i : i + 1], DEVICE)).loss for i in range(len(indices))]
+    rows = [samples.batch([index], int(samples.lengths[index])) for index in indices]
+    padded = [model(**{name: torch.from_numpy(array) for name, array in row.items()}).loss for row in rows]
     assert packed.item() == pytest.approx(torch.stack(padded).mean().item(), rel=1e-5)
 
 
-class _Unpadded:
-    """As much of Batches as its `collate` asks for."""
-
-    def __init__(self, samples):
-        self.samples = samples
-
-    def arrays(self, indices):
-        return self.samples.batch(indices, int(self.samples.lengths[indices].max()))
+SAVED = [*pairs("E-norm", "B1-all"), ("E-packed", "distilbert"), ("E-packed", "modernbert")]
 
 
-@pytest.mark.parametrize(
-    ("variant", "kind"), [*pairs("E-norm", "B1-all"), ("E-packed", "distilbert"), ("E-packed", "modernbert")]
-)
+@pytest.mark.parametrize(("variant", "kind"), SAVED)
 def test_what_is_saved_is_a_plain_checkpoint(kind, variant, folders, tmp_path):
     spec = spec_of(variant, folders[kind])
     data, model = load_data(spec), build_model(spec).eval()
@@ -120,7 +99,7 @@ def test_what_is_saved_is_a_plain_checkpoint(kind, variant, folders, tmp_path):
     assert torch.allclose(again.eval()(**batch).start_logits, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", architectures.ENCODERS)
 def test_the_table_of_parameters_has_every_one_once(kind, folders):
     model = build_model(spec_of("A1", folders[kind]))
     table = trainable_summary(model)
@@ -140,7 +119,7 @@ def test_dropouts_and_products_are_the_tables(kind, folders):
 
 
 @pytest.mark.parametrize(("recipe", "checkpointing"), [("all", False), ("all", True), ("freeze-bottom-10", False)])
-@pytest.mark.parametrize("kind", ENCODERS)
+@pytest.mark.parametrize("kind", architectures.ENCODERS)
 def test_the_cost_of_a_step_is_what_pytorch_counts(kind, recipe, checkpointing, folders):
     """Of the layers' products and of attention. The count has no biases and norms, which the usual formula takes for
     weights; and where layers are frozen, autograd leaves out one product that the formula has: the lowest trained

@@ -8,11 +8,10 @@ import pytest
 from qa_lib import record
 from qa_lib.__main__ import main
 from qa_lib.archive import STEP_COLUMNS, read_runs
-from qa_lib.record import PROFILE_SCHEMA, QUANTIZED_SCHEMA
 from qa_lib.run.launch import Launcher
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
-from tests.material import refused, write
+from tests.material import leave, refused, write
 
 GROUP = "cpu-smoke"
 LINES = [{"step": 1, "loss": None, "lr": 1e-3, "ms": 5.0}, {"step": 2, "loss": 0.5, "lr": 1e-3, "ms": 4.0, "phi": 70.0}]
@@ -28,15 +27,12 @@ def specs():
 def runs(tmp_path, specs):
     """A1 with a log, a profile and a quantized model; A2, and A3 that ran out of memory; A4 is still at work."""
     for spec, status in zip(specs, ("ok", "ok", "oom", "running"), strict=True):
-        entry = record.new_record(spec, {"gpu": None})
-        entry["quality"] |= {"f1": 81.5, "n": 40}
-        entry["spec"]["n_eval"] = 40
-        record.finish(tmp_path / spec.run_path, entry, status)
+        leave(tmp_path, spec, status, quality={"f1": 81.5, "n": 40}, spec={"n_eval": 40})
     folder = tmp_path / specs[0].run_path
     (folder / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES) + '{"step": 3, "lo')
-    write(folder / "profile.json", {"schema": PROFILE_SCHEMA, "time": {"busy_ms": 1.0}})
+    write(folder / "profile.json", {"schema": record.PROFILE_SCHEMA, "time": {"busy_ms": 1.0}})
     (folder / "model-int8").mkdir()
-    own = {"schema": QUANTIZED_SCHEMA, "run_id": folder.name, "group": GROUP, "width": "int8"}
+    own = {"schema": record.QUANTIZED_SCHEMA, "run_id": folder.name, "group": GROUP, "width": "int8"}
     own |= {"code": {}, "env": {}, "data": {}, "before": QUALITY, "after": QUALITY}
     write(folder / "model-int8" / "quantized.json", own)
     return tmp_path
@@ -74,10 +70,7 @@ def test_an_archive_says_what_the_folders_said(runs, specs, capsys):
 
 def test_a_folder_wins_over_its_line_and_a_second_archive_keeps_all(runs, specs, capsys):
     archived(runs, specs)
-    again = record.new_record(specs[1], {"gpu": None})
-    again["quality"]["f1"] = 12.5
-    record.finish(runs / specs[1].run_path, again, "ok")
-    write(runs / specs[1].run_path / "steps.jsonl", LINES[1])
+    write(leave(runs, specs[1], quality={"f1": 12.5}) / "steps.jsonl", LINES[1])
     first, second, _ = read_runs(runs, GROUP)
     assert (first.folder, second.folder) == (None, runs / specs[1].run_path)
     assert archive(runs) == 0

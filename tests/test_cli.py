@@ -3,12 +3,14 @@
 import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
 import venv
 from importlib.metadata import distributions
 from pathlib import Path
+from unittest.mock import Mock
 
 import huggingface_hub as hub
 import pytest
@@ -17,12 +19,12 @@ from qa_lib import __main__ as cli
 from qa_lib import variants
 from qa_lib.cli import VERBS, parser_of, variants_of
 from qa_lib.errors import UserError
+from qa_lib.run import fit
 from qa_lib.run.plan import plan
 from qa_lib.run.process import use_compile_cache
 from qa_lib.spec import Machine
 from tests.conftest import slow
-
-ROOT = Path(__file__).parent.parent
+from tests.material import ROOT, python, refused, table
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -47,58 +49,27 @@ def test_a_verb_has_the_options_that_its_module_reads(verb):
 def test_help_lists_the_verbs_quickly():
     """In a real process, and without torch or pandas."""
     code = "import sys, qa_lib.__main__ as m; m.main(['--help']); sys.exit(len({'torch', 'pandas'} & {*sys.modules}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0
-    assert all(f"\n  {verb} " in done.stdout for verb in VERBS)
+    said = python("-c", code).stdout
+    assert all(f"\n  {verb} " in said for verb in VERBS)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["swep"], "unknown verb 'swep'; did you mean 'sweep'?"),
-        (["run", "A9", "--preset", "smoke"], "argument VARIANT: unknown variant 'A9'"),
-        (["run", "A1", "--preset", "smok"], "argument --preset: unknown preset 'smok'; did you mean 'smoke'?"),
-        (["run", "A1", "--preset", "local"], "preset 'local' has no data of its own: give --data (a path)"),
-        (["run", "A1", "--preset", "smoke", "--micro-batch", "5"], "micro-batch 5 does not divide"),
-        (["report", "--runs", "nowhere"], "no record below nowhere"),
-        (["score", "a.json", "b.json", "--na-threshold", "0"], "--na-threshold is for the probabilities of --na-prob"),
-        (
-            ["run", "e-mments", "--preset", "smoke"],
-            "argument VARIANT: unknown variant 'e-mments'; did you mean 'E-moments'?",
-        ),
-        (["sweep", "--variants", "", "--preset", "smoke"], "argument --variants: it is empty"),
-        (["memory", "--preset", "bench"], "no variant is named"),
-        (["tune", "--family", "Z", "--preset", "smoke"], "unknown family 'Z'"),
-        (["run", "A1", "--preset", "smoke", "--learning-rate", "1"], "argument --learning-rate: '1' is not a learning"),
-        (["run", "E-dropout", "--preset", "full", "--micro-batch", "24"], "micro-batch 24 does not divide"),
-        (["run", "A1", "--preset", "smoke", "--micro-batch=0"], "argument --micro-batch: '0' is not a whole"),
-        (["sweep", "--preset", "smoke", "--micro-batch=1.5"], "argument --micro-batch: '1.5' is not a whole number"),
-        (
-            ["run", "A1", "--preset", "quality", "--data", "nowhere.json", "--model", "no/such/model", "--seed", "-1"],
-            "argument --seed: '-1' is not a whole number from 0 to",
-        ),
-        (
-            ["run", "A1", "--preset", "smoke", "--seed", "99999999999999999999"],
-            "argument --seed: '99999999999999999999' is not a whole number from 0 to 9223372036854775807",
-        ),
-        (["run", "A1", "--preset", "smoke", "--runs", "a\udcff"], "'a\\udcff' is not UTF-8"),
-        (["report", "--group", "a\udcff"], "'a\\udcff' is not UTF-8"),
-        (["run", "A1", "--preset", "smoke", "--data", "nowhere.json", "--micro-batch", "5"], "micro-batch 5 does not"),
-    ],
-    ids=lambda value: value[-1] if isinstance(value, list) else "",
-)
+MISTAKES = table("mistakes") + [
+    (f"{words} a\udcff", "'a\\udcff' is not UTF-8") for words in ("run A1 --preset smoke --runs", "report --group")
+]
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES)
 def test_a_mistake_is_one_line(words, message, capsys):
-    assert cli.main(words) == 2
+    assert cli.main(shlex.split(words)) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith(f"error: {message}")
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused_where_it_is_the_default(tmp_path, monkeypatch, capsys):
+def test_a_folder_that_cannot_be_written_to_is_refused_where_it_is_the_default(tmp_path, monkeypatch, typed):
     (tmp_path / "runs").write_text("a file")
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["run", "A1", "--preset", "smoke"]) == 2
-    assert "is no folder that can be written to" in capsys.readouterr().err
+    assert "is no folder that can be written to" in typed("run A1 --preset smoke", code=2)
 
 
 @pytest.mark.parametrize("words", [["A1,A4", "0,1"], ["A1 A4", "0 1"], ["A1, A4", "0 ,1"]])
@@ -127,17 +98,15 @@ def no_hub(monkeypatch):
     return tries
 
 
-def test_without_the_hub_a_data_set_of_it_is_one_line_and_no_retries(no_hub, capsys):
-    assert cli.main(["run", "A1", "--preset", "bench"]) == 2
-    err = capsys.readouterr().err
+def test_without_the_hub_a_data_set_of_it_is_one_line_and_no_retries(no_hub, typed):
+    err = typed("run A1 --preset bench", code=2)
     assert err.count("\n") == 1 and "'squad_v2': no such file or folder, nor to be had from the hub" in err
     assert len(no_hub) == 1 and hub.constants.HF_HUB_OFFLINE
 
 
 def test_the_hub_is_not_asked_for_what_is_here_nor_before_the_arithmetic(no_hub, tmp_path):
     plan(["A1"], "smoke", machine=Machine())
-    with pytest.raises(UserError, match="does not divide"):
-        plan(["A1"], "full", micro_batch=24, machine=Machine())
+    refused("does not divide", plan, ["A1"], "full", micro_batch=24, machine=Machine())
     assert not no_hub
 
 
@@ -165,39 +134,26 @@ def test_output_that_nobody_reads_or_no_disk_takes_is_no_traceback(words):
     assert (done.returncode, done.stderr) == (2, "error: No space left on device\n")
 
 
-@pytest.mark.parametrize(
-    ("problem", "code", "message"),
-    [
-        (UserError("no such thing"), 2, "error: no such thing\n"),
-        (KeyboardInterrupt(), 130, "stopped by SIGINT (Ctrl-C); finished runs are kept\n"),
-        (PermissionError(13, "Permission denied", "runs/x"), 2, "error: runs/x: Permission denied\n"),
-    ],
-)
-def test_how_a_verb_may_end(problem, code, message, monkeypatch, capsys):
-    def fails(args):
-        raise problem
-
-    monkeypatch.setattr(variants, "main", fails)
-    assert cli.main(["variants"]) == code
-    assert capsys.readouterr().err == message
+ENDS = [
+    (UserError("no such thing"), 2, "error: no such thing\n"),
+    (KeyboardInterrupt(), 130, "stopped by SIGINT (Ctrl-C); finished runs are kept\n"),
+    (PermissionError(13, "Permission denied", "runs/x"), 2, "error: runs/x: Permission denied\n"),
+]
 
 
-def test_run_says_what_was_measured_and_no_more(monkeypatch, tmp_path, capsys):
-    from qa_lib.__main__ import main
-    from qa_lib.run import fit
+@pytest.mark.parametrize(("problem", "code", "message"), ENDS)
+def test_how_a_verb_may_end(problem, code, message, monkeypatch, typed):
+    monkeypatch.setattr(variants, "main", Mock(side_effect=problem))
+    assert typed("variants", code=code) == message
 
+
+def test_run_says_what_was_measured_and_no_more(monkeypatch, tmp_path, typed):
     monkeypatch.chdir(tmp_path)  # where nothing is finished yet
-    task = {"label": "F1", "metric": "f1"}
-    entry = {
-        "status": "ok",
-        "task": task,
-        "speed": {"samples_per_s": None},
-        "quality": {"f1": 81.5, "always_null_f1": 90.0},
-    }
+    entry = {"status": "ok", "task": {"label": "F1", "metric": "f1"}, "speed": {"samples_per_s": None}}
+    entry |= {"quality": {"f1": 81.5, "always_null_f1": 90.0}}
     entry |= {"spec": {"variant": "A1"}, "group": "cpu-smoke", "run_id": "A1-s0-0123ab"}
     monkeypatch.setattr(fit, "fit", lambda spec, runs: entry)
-    assert main(["run", "A1", "--preset", "smoke"]) == 0
-    first, second = capsys.readouterr().out.splitlines()
+    first, second = typed("run A1 --preset smoke").splitlines()
     assert first == "A1: ok, F1 81.50, never answering 90.00"
     assert re.fullmatch(r"runs/[a-z0-9-]+/A1-s0-[0-9a-f]{6}/record\.json", second)
 
@@ -211,5 +167,4 @@ def test_what_compilers_keep_is_taken_from_a_folder_of_ones_own_alone(tmp_path, 
     assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) == tmp_path / "a" / "b" / "inductor"
     assert Path(os.environ["TRITON_CACHE_DIR"]).stat().st_mode & 0o777 == 0o700
     (tmp_path / "a" / "b" / "triton").chmod(0o770)
-    with pytest.raises(UserError, match="triton is not yours alone to write to: chmod 700"):
-        use_compile_cache(tmp_path / "a" / "b")
+    refused("triton is not yours alone to write to: chmod 700", use_compile_cache, tmp_path / "a" / "b")

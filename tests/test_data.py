@@ -3,13 +3,14 @@
 import json
 import random
 import shutil
+from unittest.mock import Mock
 
 import datasets
 import pandas
 import pytest
 
 from qa_lib.data.squad import Example, open_source
-from tests.material import SQUAD, document, hub_row, needs_squad, question, refused, write
+from tests.material import cases, document, hub_row, question, real_squad, refused, write
 
 CONTEXT = "The Rhine flows north. The Rhône flows south. 🙂 Both rise in the Alps."
 GOLD = ("north", CONTEXT.index("north"))
@@ -31,36 +32,32 @@ def examples_of(source, split="train", **more) -> list[Example]:
     return open_source(source, split, **more).examples
 
 
-@pytest.mark.parametrize("split", ["train", "validation"])
-def test_files_and_folders_in_the_nested_layout(tmp_path, split):
-    file = write(tmp_path / "any.json", GOOD)
-    assert open_source(file, split).examples == EXPECTED
-    for name in {"train": ("train.json", "train-v2.0.json"), "validation": ("validation.json", "dev-v2.0.json")}[split]:
-        folder = tmp_path / name.removesuffix(".json")
-        folder.mkdir()
-        write(folder / name, GOOD)
-        assert open_source(str(folder), split).examples == EXPECTED
-        other = "validation" if split == "train" else "train"
-        refused(r"no (validation|train)\.json or .* in this folder", open_source, folder, other)
+SPLITS = [("train", "train.json"), ("train", "train-v2.0.json"), ("validation", "validation.json")]
+
+
+@pytest.mark.parametrize(("split", "name"), [*SPLITS, ("validation", "dev-v2.0.json")])
+def test_files_and_folders_in_the_nested_layout(tmp_path, split, name):
+    file = write(tmp_path / name, GOOD)
+    assert examples_of(file, split) == examples_of(str(tmp_path), split) == EXPECTED
+    other = "validation" if split == "train" else "train"
+    refused(r"no (validation|train)\.json or .* in this folder", open_source, tmp_path, other)
 
 
 def test_saved_datasets(tmp_path):
     flat().save_to_disk(tmp_path / "both")
     flat()["train"].save_to_disk(tmp_path / "one")
-    assert open_source(tmp_path / "both", "validation").examples == EXPECTED
-    assert open_source(tmp_path / "one", "validation").examples == EXPECTED
+    assert examples_of(tmp_path / "both", "validation") == examples_of(tmp_path / "one", "validation") == EXPECTED
     flat(("train",)).save_to_disk(tmp_path / "train-only")
     refused("no data set of save_to_disk with a split 'validation'", open_source, tmp_path / "train-only", "validation")
-    source = open_source(tmp_path / "one", "train")
-    shutil.copytree(tmp_path / "one", tmp_path / "copy")
-    assert source.sha256 == open_source(tmp_path / "copy", "train").sha256
-    next((tmp_path / "copy").glob("*.arrow")).write_bytes(b"junk")
-    refused("copy", examples_of, tmp_path / "copy")
+    copy = shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    assert open_source(tmp_path / "one", "train").sha256 == open_source(copy, "train").sha256
+    next(copy.glob("*.arrow")).write_bytes(b"junk")
+    refused("copy", examples_of, copy)
 
 
 def test_the_flattened_layout_gives_what_the_nested_one_does(tmp_path):
     """Flattened as the hub's squad_v2 is: a row a question, its answers a dict of lists, empty where there is none."""
-    draw, nested, rows = random.Random(4), {"version": "v2.0", "data": []}, []
+    draw, articles, rows = random.Random(4), [], []
     for article in range(6):
         paragraphs, title = [], f"Article_{article}"
         for _ in range(draw.randint(1, 3)):
@@ -68,38 +65,27 @@ def test_the_flattened_layout_gives_what_the_nested_one_does(tmp_path):
             entries = []
             for _ in range(draw.randint(1, 4)):
                 starts = sorted(draw.sample(range(len(context) - 8), draw.choice([0, 1, 1, 3])))
-                texts = [context[start : start + draw.randint(1, 8)] for start in starts]
-                key = f"q{len(rows)}"
-                entries.append(question(key, f"What is {key}?", *zip(texts, starts, strict=True)))
-                answers = {"text": texts, "answer_start": starts}
-                rows.append({"id": key, "title": title, "context": context, "question": f"What is {key}?"})
-                rows[-1]["answers"] = answers
-            paragraphs.append({"context": context, "qas": entries})
-        nested["data"].append({"title": title, "paragraphs": paragraphs})
+                golds = [(context[start : start + draw.randint(1, 8)], start) for start in starts]
+                key, asked = f"q{len(rows)}", f"What is q{len(rows)}?"
+                entries.append(question(key, asked, *golds))
+                rows.append(hub_row(key, title, asked, context, *golds))
+            paragraphs.append((context, entries))
+        articles += document(*paragraphs, title=title)["data"]
     datasets.Dataset.from_pandas(pandas.DataFrame(rows)).save_to_disk(tmp_path / "flat")
-    expected = open_source(write(tmp_path / "nested.json", nested), "train").examples
+    expected = examples_of(write(tmp_path / "nested.json", {"version": "v2.0", "data": articles}))
     assert len(expected) == len(rows) and any(example.impossible for example in expected)
-    assert open_source(tmp_path / "flat", "train").examples == expected
+    assert examples_of(tmp_path / "flat") == expected
 
 
 def test_hub_is_asked_for_data_and_never_for_code(monkeypatch):
-    asked = []
-
-    def load(name, **options):
-        asked.append((name, options))
-        return flat()[options["split"]]
-
+    load = Mock(side_effect=lambda name, split: flat()[split])
     monkeypatch.setattr(datasets, "load_dataset", load)
     source = open_source("squad_v2", "validation")
-    assert asked == []
+    assert not load.called
     assert source.examples == EXPECTED and len(source.sha256) == 64
-    assert asked == [("squad_v2", {"split": "validation"})]
-    assert open_source("someone/squad", "train").examples == EXPECTED
-
-    def fail(name, **options):
-        raise ConnectionError("no network\nat all")
-
-    monkeypatch.setattr(datasets, "load_dataset", fail)
+    load.assert_called_once_with("squad_v2", split="validation")
+    assert examples_of("someone/squad") == EXPECTED
+    load.side_effect = ConnectionError("no network\nat all")
     refused(r"^'squad_v2': no such file .*no network\): give --data FOLDER, a folder", examples_of, "squad_v2")
 
 
@@ -139,7 +125,7 @@ def test_version_1_has_no_is_impossible(tmp_path):
     entry = question("q1", "Where?", GOLD)
     del entry["is_impossible"]
     old = document((CONTEXT, [entry])) | {"version": "1.1"}
-    (example,) = open_source(write(tmp_path / "a.json", old), "train").examples
+    (example,) = examples_of(write(tmp_path / "a.json", old))
     assert example.answers == (GOLD,) and not example.impossible
 
 
@@ -147,52 +133,20 @@ def test_what_is_odd_but_fine(tmp_path):
     empty = document(("", [question("a", "")]), (CONTEXT, []), ("  ", [question("b", "  x", id="b")]))
     file = tmp_path / "bom.json"
     file.write_bytes(b"\xef\xbb\xbf" + json.dumps(empty).encode())
-    assert [e.question for e in open_source(file, "train").examples] == ["", "  x"]
+    assert [e.question for e in examples_of(file)] == ["", "  x"]
 
 
-ONE = "article 0 'Rivers', question 'q1'"
-NO_START = question("q1", "x", answers=[{"text": "The"}], is_impossible=False)
-# The one entry of a paragraph, and what is said of it ...
-BAD_ENTRIES = {
-    "no entry": (17, "article 0 'Rivers': .*no text under 'id'"),
-    "id no text": (question(7, "x"), "article 0 'Rivers': .*no text under 'id'"),
-    "no question": (question("q1", None), f"{ONE}: .*no text under 'question'"),
-    "answers no list": (question("q1", "x", answers={}), f"{ONE}: .*no list under 'answers'"),
-    "no start": (NO_START, f"{ONE}: .*no whole number under 'answer_start'"),
-    "true start": (question("q1", "x", ("h", True)), f"{ONE}: .*no whole number under 'answer_start'"),
-    "empty answer": (question("q1", "x", ("", 3)), f"{ONE}: '' at 3"),
-    "answers": (question("q1", "x", GOLD, is_impossible=True), f"{ONE}: 1 answers, and is_impossible is true"),
-    "without": (question("q1", "x", is_impossible=False), f"{ONE}: 0 answers, and is_impossible is false"),
-    "impossible": (question("q1", "x", is_impossible="no"), f"{ONE}: .*no true or false under 'is_impossible'"),
-    "misplaced": (question("q1", "x", ("north", 3)), f"1 answers are not .*{ONE}: 'north' at 3"),
-    "from the end": (question("q1", "x", ("Alps.", -5)), f"{ONE}: 'Alps.' at -5"),
-    "past the end": (question("q1", "x", ("Alps.", 10**30)), f"{ONE}: 'Alps.' at 1000"),
-    "half a character": (question("q1", "x \ud83d"), f"{ONE}: the question holds half"),
-}
-# ... and a whole file.
-ASKED = [question("q1", "x")]
-BAD = {name: (document((CONTEXT, [entry])), said) for name, (entry, said) in BAD_ENTRIES.items()} | {
-    "no context": (document((None, ASKED)), "article 0 'Rivers': .*no text under 'context'"),
-    "double id": (document((CONTEXT, ASKED), ("Other.", ASKED)), f"{ONE}: the same id"),
-    "half in the context": (document(("a \udc80", ASKED)), "article 0 'Rivers': the context holds half"),
-    "1 MB paragraph": (document(("word " * 200_000, ASKED)), "a paragraph of 1,000,000 characters"),
-    "empty": (document(), "an empty data set"),
-    "no questions": (document((CONTEXT, [])), "an empty data set"),
-    "list": ([], "no list under 'data'"),
-    "data no list": ({"data": {}}, "no list under 'data'"),
-    "flat JSON": ({"data": [{"id": "q1", "question": "x", "context": "y"}]}, "article 0: .*no list under 'paragraphs'"),
-    "no qas": ({"data": [{"title": "A", "paragraphs": [{"context": "x"}]}]}, "'A', paragraph 0: .*under 'qas'"),
-    "title no text": ({"data": [{"title": 3, "paragraphs": []}]}, "article 0: .*no text under 'title'"),
-}
+# The one entry of a paragraph, and what is said of it; and a whole file.
+BAD = {name: (document((CONTEXT, [entry])), said) for name, (entry, said) in cases("bad entries").items()}
+BAD |= cases("bad files")
+BAD["1 MB paragraph"] = (document(("word " * 200_000, [question("q1", "x")])), "a paragraph of 1,000,000 characters")
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_layout_is_one_line_that_names_the_place(tmp_path, name):
     content, message = BAD[name]
     file = write(tmp_path / "data.json", content)
-    said = refused(message, examples_of, file)
-    assert said.startswith(f"{file}: ")
-    said.encode()
+    assert refused(message, examples_of, file).encode().startswith(f"{file}: ".encode())
 
 
 def test_broken_json(tmp_path):
@@ -215,7 +169,7 @@ def test_misplaced_answers_are_counted_listed_and_repaired_where_they_occur_once
     assert "'once'" not in said and "--fix-spans" not in said
 
     file = write(tmp_path / "data.json", document((CONTEXT, [once])))
-    (example,) = open_source(file, "train", fix_spans=True).examples
+    (example,) = examples_of(file, fix_spans=True)
     assert example.answers == (("south", start), GOLD)
     assert "moved 1 answers" in caplog.text
 
@@ -226,9 +180,8 @@ def test_many_misplaced_answers_stay_one_readable_line(tmp_path):
     assert len(refused(r"500 answers .*; and 480 more$", examples_of, file)) < 3_000
 
 
-@needs_squad
 def test_real_files_hold_what_their_readme_says():
-    train, validation = (open_source(SQUAD, split).examples for split in ("train", "validation"))
+    train, validation = (real_squad(split) for split in ("train", "validation"))
     assert [len(part) for part in (train, validation)] == [19_017, 6_078]
     assert [sum(e.impossible for e in part) for part in (train, validation)] == [4_929, 3_168]
     assert [len({id(e.context) for e in part}) for part in (train, validation)] == [3_093, 646]

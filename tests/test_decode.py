@@ -2,7 +2,6 @@
 joined wrongly."""
 
 import json
-import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,17 +11,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from qa_lib.data.load import load_data
-from qa_lib.data.squad import DataError, Example, open_source
-from qa_lib.data.windows import build_samples
-from qa_lib.run.plan import plan
+from qa_lib.data.squad import Example, open_source
 from qa_lib.score.decode import decode
 from qa_lib.score.evaluate import evaluate_answers, joined_by_position
 from qa_lib.score.f1 import score
 from qa_lib.score.predict import predict_logits
-from qa_lib.spec import Machine
-from tests.material import SQUAD, best_of, needs_squad, refused, trained_tokenizer
+from tests.material import best_of, real_squad, refused, trained_tokenizer
 from tests.plain import plain_answers
-from tests.test_windows import EDGES, TEXT, Given
+from tests.test_windows import EDGES, TEXT, built
+from tests.tiny import planned
 
 EXAMPLES = [Example(f"q{i}", "Rivers", "where is it", (TEXT * 2)[i : 9 * i + 3]) for i in range(40)]
 EXAMPLES += [Example(f"e{i}", "Rivers", "x", text) for i, text in enumerate(EDGES)]
@@ -30,9 +27,9 @@ EXAMPLES += [Example(f"e{i}", "Rivers", "x", text) for i, text in enumerate(EDGE
 
 @pytest.fixture(scope="module")
 def samples():
-    built = build_samples(Given(EXAMPLES), trained_tokenizer([TEXT] * 3, 300), 24, 6, cache=False)
-    assert len(built) > len(EXAMPLES) + 20
-    return built
+    found = built(EXAMPLES, trained_tokenizer([TEXT] * 3, 300), 24, 6)
+    assert len(found) > len(EXAMPLES) + 20
+    return found
 
 
 def logits(samples, seed=0, width=0, kind=torch.float32, scale=3.0):
@@ -42,16 +39,23 @@ def logits(samples, seed=0, width=0, kind=torch.float32, scale=3.0):
     return (torch.randn(shape, generator=draw) * scale).to(kind)
 
 
+def in_order(samples, start_and_end):
+    """The logits of all windows as `predict_logits` gives them, in the samples' order."""
+    return torch.arange(len(samples)), *start_and_end
+
+
 def assert_same_as_the_loop(samples, examples, start, end, **options):
-    found = decode(samples, examples, torch.arange(len(samples)), start, end, **options)
-    plain = plain_answers(samples, examples, start.float().numpy(), end.float().numpy(), **options)
-    assert found.predictions == plain[0]
-    assert found.null_odds == plain[1]
-    assert list(found.nbest) == list(plain[2])
-    for key, wanted in plain[2].items():
+    found = decode(samples, examples, *in_order(samples, (start, end)), **options)
+    predictions, odds, nbest = plain_answers(samples, examples, start.float().numpy(), end.float().numpy(), **options)
+    assert (found.predictions, found.null_odds, list(found.nbest)) == (predictions, odds, list(nbest))
+    for key, wanted in nbest.items():
         got = [entry | {"probability": pytest.approx(entry["probability"], abs=1e-6)} for entry in found.nbest[key]]
         assert wanted == got, key
     return found
+
+
+def everything(found):
+    return found.predictions, found.null_odds, found.nbest
 
 
 # Half precision and whole numbers give equal logits, and equal sums of unequal ones, by the dozen: ties go to what the
@@ -76,11 +80,10 @@ def test_same_as_the_double_loop(samples, seed, kind, n_best, longest, threshold
         assert 0 < sum(text == "" for text in found.predictions.values()) < len(EXAMPLES)
 
 
-@needs_squad
 def test_same_as_the_double_loop_on_real_paragraphs():
-    examples = open_source(SQUAD, "validation").examples[:1500]
+    examples = real_squad("validation")[:1500]
     tokenizer = trained_tokenizer({example.context for example in examples}, 3000)
-    samples = build_samples(Given(examples), tokenizer, 200, 64, cache=False)
+    samples = built(examples, tokenizer, 200, 64)
     assert_same_as_the_loop(samples, examples, *logits(samples))
 
 
@@ -94,13 +97,12 @@ def peaked(samples, seed=0):
 
 
 def test_a_model_that_answers_too_rarely_has_a_better_threshold_above_zero(monkeypatch, tmp_path):
-    (spec,) = plan(["A1"], "smoke", data="synthetic:200", machine=Machine())
+    spec = planned(data="synthetic:200")
     questions = load_data(spec)
     samples = questions.validation_samples
     start, end = peaked(samples)
     start[:, 0] += 30
-    rows = torch.arange(len(samples)), start, end
-    monkeypatch.setattr("qa_lib.score.evaluate.predict_logits", lambda *_, **__: rows)
+    monkeypatch.setattr("qa_lib.score.evaluate.predict_logits", lambda *_, **__: in_order(samples, (start, end)))
     found = evaluate_answers(torch.nn.Identity(), questions, spec, torch.device("cpu"), tmp_path)
     assert found["f1"] == found["always_null_f1"] < found["best_f1"] and found["best_f1_threshold"] > 0
 
@@ -108,7 +110,7 @@ def test_a_model_that_answers_too_rarely_has_a_better_threshold_above_zero(monke
 def test_padding_is_never_looked_at_rows_are_joined_by_id_and_the_callers_logits_left_alone(samples):
     start, end = logits(samples)
     before, threads = (start.clone(), end.clone()), torch.get_num_threads()
-    wanted = decode(samples, EXAMPLES, torch.arange(len(samples)), start, end)
+    wanted = everything(decode(samples, EXAMPLES, *in_order(samples, (start, end))))
     assert torch.equal(before[0], start) and torch.equal(before[1], end) and torch.get_num_threads() == threads
     for seed, junk in enumerate((float("nan"), float("inf"), 1e9, -100.0)):
         wide = logits(samples, width=9)
@@ -116,32 +118,31 @@ def test_padding_is_never_looked_at_rows_are_joined_by_id_and_the_callers_logits
         for row, length in enumerate(samples.lengths):
             wide[0, row, :length], wide[1, row, :length] = start[row, :length], end[row, :length]
         order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))
-        found = decode(samples, EXAMPLES, order, *wide[:, order])
-        assert (found.predictions, found.null_odds) == (wanted.predictions, wanted.null_odds)
-        assert found.nbest == wanted.nbest
+        assert everything(decode(samples, EXAMPLES, order, *wide[:, order])) == wanted
 
 
-@pytest.mark.parametrize("spoil", ["missing", "double", "unknown", "negative", "shape"])
+@pytest.mark.parametrize("spoil", ["missing", "double", "unknown", "negative", "shape", "logits"])
 def test_ids_that_are_not_each_window_once_are_refused(samples, spoil):
-    start, end = logits(samples)
-    ids = torch.arange(len(samples))
+    ids, start, end = in_order(samples, logits(samples))
     if spoil == "missing":
         ids, start, end = ids[1:], start[1:], end[1:]
     elif spoil == "shape":
         ids = ids[:, None]
+    elif spoil == "logits":
+        start, end = start[:, :-1], end[:, :-1]
     else:
         ids[3] = {"double": 4, "unknown": len(samples), "negative": -1}[spoil]
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="logits of shape" if spoil == "logits" else None):
         decode(samples, EXAMPLES, ids, start, end)
-    with pytest.raises(ValueError, match="logits of shape"):
-        decode(samples, EXAMPLES, torch.arange(len(samples)), *logits(samples)[:, :, :-1])
 
 
-def test_other_examples_than_the_features_are_refused(samples):
-    rows = torch.arange(len(samples)), *logits(samples)
-    for wrong in (EXAMPLES[::-1], EXAMPLES[1:], [*EXAMPLES[:-1], Example("other", "", "x", EDGES[-1])]):
-        with pytest.raises(ValueError, match="these examples are not the ones"):
-            decode(samples, wrong, *rows)
+OTHERS = EXAMPLES[::-1], EXAMPLES[1:], [*EXAMPLES[:-1], Example("other", "", "x", EDGES[-1])]
+
+
+@pytest.mark.parametrize("wrong", OTHERS, ids=["turned", "shorter", "another"])
+def test_other_examples_than_the_features_are_refused(samples, wrong):
+    with pytest.raises(ValueError, match="these examples are not the ones"):
+        decode(samples, wrong, *in_order(samples, logits(samples)))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -151,36 +152,31 @@ def test_nan_inside_a_window_names_the_question(samples, value):
     end[row, samples.lengths[row] - 1] = value
     key = EXAMPLES[samples.example[row]].id
     said = f"^article 'Rivers', question '{key}': NaN or infinite logits in window {row} "
-    refused(said, decode, samples, EXAMPLES, torch.arange(len(samples)), start, end)
+    refused(said, decode, samples, EXAMPLES, *in_order(samples, (start, end)))
 
 
 def test_minus_infinity_is_a_logit_like_any_other(samples):
     start, end = logits(samples)
     start[:, 1::2] = -torch.inf
     start[::3] = -torch.inf
-    found = decode(samples, EXAMPLES, torch.arange(len(samples)), start, end)
+    found = decode(samples, EXAMPLES, *in_order(samples, (start, end)))
     assert np.isfinite(list(found.null_odds.values())).all()
     json.dumps(found.nbest, allow_nan=False)
 
 
 def test_files(samples, tmp_path):
-    found = decode(samples, EXAMPLES, torch.arange(len(samples)), *logits(samples))
-    paths = found.write(tmp_path / "new" / "out")
+    found, folder = decode(samples, EXAMPLES, *in_order(samples, logits(samples))), tmp_path / "new" / "out"
+    paths = found.write(folder)
     names = "predictions texts nbest_predictions null_odds".split()
-    assert [path.stem for path in paths] == names and {path.suffix for path in paths} == {".json"}
-    assert sorted(os.listdir(tmp_path / "new" / "out")) == sorted(path.name for path in paths)
+    assert [path.name for path in paths] == [f"{name}.json" for name in names] and {*folder.iterdir()} == {*paths}
     read = [json.loads(path.read_text()) for path in paths]
     assert read == [found.predictions, found.texts, found.nbest, found.null_odds]
     assert list(read[2]["q9"][0]) == ["text", "probability", "start_logit", "end_logit"]
     for entries in read[2].values():
         assert sum(entry["probability"] for entry in entries) == pytest.approx(1)
     before = [path.read_bytes() for path in paths]
-    found.write(tmp_path / "new" / "out")
+    found.write(folder)
     assert [path.read_bytes() for path in paths] == before
-
-
-def test_where_nothing_can_be_written_is_named(samples, tmp_path):
-    found = decode(samples, EXAMPLES, torch.arange(len(samples)), *logits(samples))
     (tmp_path / "file").write_text("")
     refused(r"cannot write .*file", found.write, tmp_path / "file")
 
@@ -188,10 +184,9 @@ def test_where_nothing_can_be_written_is_named(samples, tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_same_on_the_gpu(samples):
     for kind in (torch.float32, torch.bfloat16):
-        start, end = logits(samples, kind=kind)
-        here = decode(samples, EXAMPLES, torch.arange(len(samples)), start, end)
-        there = decode(samples, EXAMPLES, torch.arange(len(samples)).cuda(), start.cuda(), end.cuda())
-        assert (here.predictions, here.null_odds, here.nbest) == (there.predictions, there.null_odds, there.nbest)
+        rows = in_order(samples, logits(samples, kind=kind))
+        here, there = (decode(samples, EXAMPLES, *given) for given in (rows, [part.cuda() for part in rows]))
+        assert everything(here) == everything(there)
 
 
 @pytest.mark.slow
@@ -199,9 +194,9 @@ def test_as_many_windows_as_squads_validation_set_has_take_a_second():
     words = TEXT.split()
     contexts = [" ".join(words[(i + k) % len(words)] for k in range(100)) for i in range(len(words))]
     examples = [Example(str(i), "", "where is it", contexts[i % len(contexts)]) for i in range(3000)]
-    samples = build_samples(Given(examples), trained_tokenizer([TEXT] * 3, 300), cache=False)
-    start, end = logits(samples)
-    ours, _ = best_of(7, lambda: decode(samples, examples, torch.arange(len(samples)), start, end))
+    samples = built(examples, trained_tokenizer([TEXT] * 3, 300))
+    rows = in_order(samples, logits(samples))
+    ours, _ = best_of(7, lambda: decode(samples, examples, *rows))
     assert ours * 12_000 / len(samples) < 1.5
 
 
@@ -229,11 +224,9 @@ SEEDS = {"exact": 25.82, "f1": 26.87, "loss": 0.794}
 @pytest.fixture(scope="module", params=["synthetic", "real"])
 def lab(request):
     """Examples, samples, and a model that knows nearly all answers: it looks them up by the tokens it is shown."""
-    if request.param == "real" and not SQUAD.is_dir():
-        pytest.skip("no ../shared/squad beside the repository")
-    source = open_source("synthetic:2000" if request.param == "synthetic" else SQUAD, "validation")
-    tokenizer = trained_tokenizer({example.context for example in source.examples}, 3000)
-    samples = build_samples(source, tokenizer, 384, 128, cache=False)
+    real = request.param == "real"
+    examples = real_squad("validation") if real else open_source("synthetic:2000", "validation").examples
+    samples = built(examples, trained_tokenizer({example.context for example in examples}, 3000))
     labels = dict(zip(map(bytes, windows(samples)), labels_of(samples), strict=True))
     draw = torch.Generator().manual_seed(0)
 
@@ -245,7 +238,7 @@ def lab(request):
                 logits[side, row, position] += 10
         return SimpleNamespace(start_logits=logits[0], end_logits=logits[1])
 
-    return SimpleNamespace(examples=source.examples, samples=samples, model=model)
+    return SimpleNamespace(examples=examples, samples=samples, model=model)
 
 
 def windows(samples):
@@ -287,7 +280,7 @@ def test_wrong_labels_give_another_signature(lab):
     with np.errstate(divide="ignore"):
         logits = [torch.from_numpy(np.log(share)).float().expand(len(lab.samples), width) for share in shares]
     loss = np.mean([-(share[share > 0] * np.log(share[share > 0])).sum() for share in shares])
-    found, nulls = evaluated(lab, (torch.arange(len(lab.samples)), *logits))
+    found, nulls = evaluated(lab, in_order(lab.samples, logits))
     assert nulls == 1
     assert found["exact"] == found["f1"] == pytest.approx(100 * no_answer(lab))
     assert loss > 2 * SEEDS["loss"]
@@ -296,8 +289,8 @@ def test_wrong_labels_give_another_signature(lab):
 def test_the_guard_refuses_the_fault(lab):
     """Rows that claim to be in the samples' order, or any other wrong one, do not pass."""
     ids, start, end = predict_logits(lab.model, lab.samples)
-    with pytest.raises(DataError, match=r"question '.*': NaN .* given to other windows"):
-        decode(lab.samples, lab.examples, torch.arange(len(ids)), start, end)
+    given = lab.samples, lab.examples
+    refused(r"question '.*': NaN .* given to other windows", decode, *given, torch.arange(len(ids)), start, end)
     for seed in range(5):
         wrong = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))]
-        refused("given to other windows", decode, lab.samples, lab.examples, wrong, start, end)
+        refused("given to other windows", decode, *given, wrong, start, end)

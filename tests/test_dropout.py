@@ -1,14 +1,11 @@
 """Dropout by a hash keeps the rate, scales what it keeps, and draws anew when told to."""
 
-import dataclasses
-
 import pytest
 import torch
 
 from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import HashDropout, renew
-from qa_lib.run.plan import plan
-from qa_lib.spec import Machine
+from tests.tiny import planned
 
 P = 0.1
 
@@ -55,22 +52,16 @@ def test_gradients_pass_where_values_do_and_evaluation_drops_nothing():
 
 
 def test_every_layer_has_its_own_and_renewal_changes_all_reproducibly():
-    (spec,) = plan(["E-packed"], "smoke", machine=Machine(backends=("inductor",), compiler=True))
-    model = build_model(dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, dropout="hash")))
+    model = build_model(planned("E-packed", settings={"dropout": "hash"})).to(torch.bfloat16)
     found = [module for module in model.modules() if isinstance(module, HashDropout)]
-    assert len(found) == 1 + 2 * model.config.num_hidden_layers
-    model.to(torch.bfloat16)
-    assert found[0].seed.dtype == torch.int32
+    assert len(found) == 1 + 2 * model.config.num_hidden_layers and found[0].seed.dtype == torch.int32
 
-    def seeds():
+    def renewed(seed=None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        renew(model)
         return torch.stack([module.seed for module in found])
 
-    torch.manual_seed(0)
-    renew(model)
-    first = seeds()
+    first = renewed(0)
     assert len(set(first.tolist())) == len(found)
-    renew(model)
-    assert not (seeds() == first).any()
-    torch.manual_seed(0)
-    renew(model)
-    assert torch.equal(seeds(), first)
+    assert not (renewed() == first).any() and torch.equal(renewed(0), first)

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,38 +10,31 @@ import torch
 from qa_lib import record, variants
 from qa_lib.model.build import HEADS, build_model
 from qa_lib.run.fit import EVALUATIONS, LOADERS, _limits, fit, out_of_memory
-from qa_lib.run.plan import plan
 from qa_lib.train.step_log import StepFailed
 from tests.material import end_of, refused
-from tests.tiny import CPU, losses_of, quiet, resized
+from tests.tiny import losses_of, planned, quiet
 
 
-def short(variant, micro_batch=None):
+def short(variant="A1", settings=None, micro_batch=None, **sizes):
     """A row at smoke preset with few steps and no quality, so that nothing is saved."""
-    (spec,) = plan([variant], "smoke", data="synthetic:40", machine=CPU, micro_batch=micro_batch)
-    return resized(spec, steps=3, measure_from=1, checkpoint_every=0, quality=False)
+    sizes = {"steps": 3, "measure_from": 1, "checkpoint_every": 0, "quality": False} | sizes
+    return planned(variant, settings=settings, sizes=sizes, micro_batch=micro_batch)
 
 
-def scored(spec, monkeypatch, quality):
-    """The spec with a task of another metric, whose evaluation gives these scores."""
-    task = {
-        "name": "toy",
-        "metric": "nats",
-        "label": "nats a token",
-        "higher_is_better": False,
-        "scores": ["nats", "n"],
-    }
+def scored(monkeypatch, quality):
+    """A spec with a task of another metric, whose evaluation gives these scores."""
+    task = {"name": "toy", "metric": "nats", "label": "nats a token", "higher_is_better": False, "scores": [*quality]}
     monkeypatch.setitem(record.SCORING, "toy", task)
     monkeypatch.setitem(HEADS, "toy", HEADS["qa"])
     monkeypatch.setitem(variants.TASKS, "toy", {"card": variants.TASKS["qa"]["card"] | {"metrics": {}}})
     monkeypatch.setitem(LOADERS, "toy", LOADERS["qa"])
     monkeypatch.setitem(EVALUATIONS, "toy", lambda *_: quality)
-    return resized(spec, task="toy", quality=True)
+    return short(task="toy", quality=True)
 
 
 @pytest.mark.parametrize("trainable", ["all", "lora-qv"])
 def test_a_cell_that_is_run_again_trains_a_new_model(trainable, tmp_path):
-    spec = resized(short("A1"), {"trainable": trainable})
+    spec = short(settings={"trainable": trainable})
     fit(spec, tmp_path, say=quiet)
     first = losses_of(tmp_path / spec.run_path)
     entry = fit(spec, tmp_path, say=quiet)
@@ -54,23 +48,22 @@ def test_a_cell_that_is_run_again_trains_a_new_model(trainable, tmp_path):
 @torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True)
 def test_every_model_of_a_process_is_compiled(tmp_path):
     for micro_batch in (4, 8):
-        assert fit(short("D1", micro_batch), tmp_path, say=quiet)["status"] == "ok"
+        assert fit(short("D1", micro_batch=micro_batch), tmp_path, say=quiet)["status"] == "ok"
+
+
+WORDS = ["CUDA error: out of memory", "Triton Error [CUDA]: out of memory"]
+WORDS += ["CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"]
+WORDS += ["DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"]
 
 
 def test_memory_runs_out_in_many_words():
-    for words in (
-        "CUDA error: out of memory",
-        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-        "Triton Error [CUDA]: out of memory",
-        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes",
-    ):
-        assert out_of_memory(RuntimeError(words)), words
-    for other in (RuntimeError("out of resource: shared memory"), ValueError("out of memory")):
-        assert not out_of_memory(other)
+    assert all(out_of_memory(RuntimeError(words)) for words in WORDS)
+    assert not out_of_memory(RuntimeError("out of resource: shared memory"))
+    assert not out_of_memory(ValueError("out of memory"))
 
 
 def test_a_score_that_json_has_not_makes_the_run_an_error(tmp_path, monkeypatch):
-    spec = scored(short("A1"), monkeypatch, {"nats": math.nan, "n": 20})
+    spec = scored(monkeypatch, {"nats": math.nan, "n": 20})
     with pytest.raises(ValueError, match="not JSON compliant"):
         fit(spec, tmp_path, say=quiet)
     entry = record.read_record(tmp_path / spec.run_path)
@@ -81,11 +74,8 @@ def test_a_score_that_json_has_not_makes_the_run_an_error(tmp_path, monkeypatch)
 def test_a_disk_that_fills_while_the_model_is_saved_is_one_line(tmp_path, monkeypatch):
     """A record on a full disk is in test_record, a checkpoint in test_train."""
 
-    def fills_up(*_):
-        raise OSError(28, "No space left on device")
-
-    spec = scored(short("A1"), monkeypatch, {"nats": 1.0, "n": 20})
-    monkeypatch.setattr("qa_lib.run.fit.save_model", fills_up)
+    spec = scored(monkeypatch, {"nats": 1.0, "n": 20})
+    monkeypatch.setattr("qa_lib.run.fit.save_model", Mock(side_effect=OSError(28, "No space left on device")))
     refused(r"^cannot write .*/model: .*No space left on device$", fit, spec, tmp_path, say=quiet)
     assert end_of(tmp_path / spec.run_path)[0] == "error"
 
@@ -94,7 +84,7 @@ def test_a_run_has_the_threads_of_its_record_and_leaves_those_of_its_process(tmp
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        entry = fit(short("A1"), tmp_path, say=quiet)
+        entry = fit(short(), tmp_path, say=quiet)
         assert (entry["env"]["threads"], entry["spec"]["preset"]["threads"], torch.get_num_threads()) == (1, 1, 3)
     finally:
         torch.set_num_threads(threads)
@@ -104,7 +94,7 @@ def test_a_limit_of_memory_ends_with_its_run(monkeypatch):
     limits = []
     monkeypatch.setattr("qa_lib.measure.hardware.limit_memory", limits.append)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
-    for each in (resized(short("A1"), limit_gib=4.0), short("A1")):
+    for each in (short(limit_gib=4.0), short()):
         with contextlib.suppress(MemoryError), _limits(each, torch.device("cuda")):
             raise MemoryError
     assert limits == [4.0, math.inf]
@@ -119,7 +109,7 @@ def test_a_run_that_waits_says_so_in_its_record(tmp_path, monkeypatch):
         seen.append(record.read_record(tmp_path / spec.run_path)["status"])
         yield 1000.0
 
-    spec = short("A1")
+    spec = short()
     monkeypatch.setattr("qa_lib.measure.hardware.gpu_lock", busy)
     entry = fit(spec, tmp_path, say=quiet)
     assert seen == ["waiting"] and entry["status"] == "ok"
@@ -128,7 +118,7 @@ def test_a_run_that_waits_says_so_in_its_record(tmp_path, monkeypatch):
 
 def test_a_run_beside_others_records_no_times(tmp_path, monkeypatch):
     monkeypatch.setattr("qa_lib.run.fit.shares_gpu", lambda device: True)
-    entry = fit(short("A1"), tmp_path, say=quiet)
+    entry = fit(short(), tmp_path, say=quiet)
     assert set(entry["speed"].values()) == set(entry["energy"].values()) == {None}
     known = {name for name, value in entry["time"].items() if value is not None} - {"step_ms"}
     assert known == {"started", "ended", "steps"} and set(entry["time"]["step_ms"].values()) == {None}
@@ -140,15 +130,8 @@ FAULTS = (torch.OutOfMemoryError("CUDA out of memory"), "oom"), (ValueError("a f
 
 @pytest.mark.parametrize(("problem", "status"), FAULTS)
 def test_what_ends_a_run_is_in_its_record(problem, status, tmp_path, monkeypatch):
-    calls = []
-
-    def broken(optimizer, global_norm):
-        calls.append(optimizer)
-        if len(calls) == 2:
-            raise problem
-
-    monkeypatch.setattr("qa_lib.train.loop.clip", broken)
-    spec = short("A1")
+    monkeypatch.setattr("qa_lib.train.loop.clip", Mock(side_effect=[None, problem]))
+    spec = short()
     with contextlib.nullcontext() if status == "oom" else pytest.raises(StepFailed):
         fit(spec, tmp_path, say=quiet)
     entry = record.read_record(tmp_path / spec.run_path)

@@ -10,8 +10,8 @@ from qa_lib.kernels.gelu import gelu
 from qa_lib.model.architectures import layers_of
 from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import Float8Linear, FusedIntermediate, LinearWithoutBias
-from qa_lib.run.plan import plan
-from qa_lib.spec import Machine
+from tests.kernels import DEVICE, with_gradients
+from tests.tiny import planned
 
 
 def relative(a, b):
@@ -67,8 +67,8 @@ def test_of_a_product_that_leaves_its_bias_to_others_it_leaves_it_too(pair):
 
 
 def test_with_norms_and_gelu_of_our_own_a_layer_is_close_to_that_in_bf16_and_adds_biases_once():
-    (spec,) = plan(["E-fp8"], "smoke", machine=Machine())
-    layer = layers_of(build_model(spec).eval())[0].bfloat16()
+
+    layer = layers_of(build_model(planned("E-fp8")).eval())[0].bfloat16()
     eighths = [module for module in layer.modules() if isinstance(module, Float8Linear)]
     for module in eighths:
         torch.nn.init.normal_(module.bias)
@@ -96,16 +96,15 @@ def test_a_feed_forward_block_hands_on_what_it_has_in_8_bits(pair, backend):
     found = []
     for run in (by_itself, torch.compile(lambda x: second(block(x)), backend=backend, fullgraph=True)):
         own = x.clone().requires_grad_()
-        weights = (own, first.weight, first.bias, second.weight)
         y = run(own)
-        found.append([y.detach(), *torch.autograd.grad(y, weights, grad)])
+        found.append([y.detach(), *torch.autograd.grad(y, (own, first.weight, first.bias, second.weight), grad)])
     assert all(map(torch.equal, *found))
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize(("most", "dtype"), [(fp8.E4M3_MAX, torch.float8_e4m3fn), (fp8.E5M2_MAX, torch.float8_e5m2)])
 def test_one_kernel_converts_to_8_bits(most, dtype):
-    x = torch.randn(3, 700, device="cuda" if torch.cuda.is_available() else "cpu").bfloat16() * 100
+    x = torch.randn(3, 700, device=DEVICE).bfloat16() * 100
     found, wanted = (convert(x, 2.0**10, most, dtype).float() for convert in (fp8._cast, fp8._in_8_bits))
     if x.is_cuda:
         wanted = fp8._in_8_bits(x.cpu(), 2.0**10, most, dtype).float().cuda()
@@ -116,9 +115,8 @@ def test_one_kernel_converts_to_8_bits(most, dtype):
 @pytest.mark.triton
 @pytest.mark.parametrize("shape", [(64, 64), (70, 3), (1, 200)], ids=str)
 def test_one_kernel_makes_both_copies_of_a_weight(shape):
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    weight = torch.randn(shape, device=device).bfloat16() * 5  # of which some saturate
-    if device.type == "cpu":  # the interpreter rounds to 8 bits wrongly; what has 8 bits already stays as it is
+    weight = torch.randn(shape, device=DEVICE).bfloat16() * 5  # of which some saturate
+    if DEVICE.type == "cpu":  # the interpreter rounds to 8 bits wrongly; what has 8 bits already stays as it is
         weight = fp8.in_e4m3(weight, fp8.WEIGHT).bfloat16() / fp8.WEIGHT
         weight[:, ::2] *= 64
     else:
@@ -133,11 +131,6 @@ def test_one_kernel_makes_both_copies_of_a_weight(shape):
 
 def test_a_weight_that_is_transposed_in_memory_gives_the_same_product(pair):
     x, native, _ = pair
-    grad = torch.randn(2, 32, 128).bfloat16() * 1e-4
-    found = []
-    for weight in (native.weight, native.weight.t().contiguous().t()):
-        own, weight = x.clone().requires_grad_(), weight.detach().requires_grad_()
-        y = fp8.fp8_linear(own, weight, native.bias)
-        y.backward(grad)
-        found.append((y.detach(), own.grad, weight.grad))
+    grad, weights = torch.randn(2, 32, 128).bfloat16() * 1e-4, (native.weight, native.weight.t().contiguous().t())
+    found = [with_gradients(lambda *a: fp8.fp8_linear(*a, native.bias), [x, weight], grad) for weight in weights]
     assert all(map(torch.equal, *found))

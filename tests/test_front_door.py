@@ -3,23 +3,19 @@
 import os
 import re
 import resource
-import subprocess
-import sys
 
 import psutil
 import pytest
 
-from qa_lib.__main__ import main
 from qa_lib.cli import VERBS
 from qa_lib.record import read_record, run_files
-from tests.material import ROOT, wait_for
+from tests.material import python, wait_for
 
 HELP_S = 1.0  # of a busy processor, until a command has told its options; 0.3 of a quiet one
 
 
-def run(*words, **env):
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=os.environ | env)
-    assert done.returncode == 0, done.stdout + done.stderr
+def run(*words, **environment):
+    done = python(*words, **environment)
     return done.stdout + done.stderr
 
 
@@ -48,16 +44,16 @@ def test_a_command_imports_what_it_needs_and_fits_the_terminal(words, tmp_path):
         (tmp_path / f"{name}.py").write_text("raise ImportError(__name__)\n")
     before = child_seconds()
     words = [word.replace("OUT", str(tmp_path / "out")) for word in words]
-    said = run(sys.executable, "-m", "qa_lib", *words, PYTHONPATH=str(tmp_path))
+    said = run("-m", "qa_lib", *words, PYTHONPATH=str(tmp_path))
     seconds = child_seconds() - before
     assert said and max(map(len, said.splitlines())) <= 100 + len(str(tmp_path))
     if "--help" in words:
         assert seconds < HELP_S
 
 
-def test_the_table_of_memory_fits_the_terminal(capsys):
-    assert main("memory --family E --preset bench --micro-batch 32".split()) == 0
-    assert max(map(len, capsys.readouterr().out.split("\npeak in")[0].splitlines())) <= 100
+def test_the_table_of_memory_fits_the_terminal(typed):
+    said = typed("memory --family E --preset bench --micro-batch 32")
+    assert max(map(len, said.split("\npeak in")[0].splitlines())) <= 100
 
 
 def test_a_run_is_forked_and_leaves_nothing(swept):
@@ -75,14 +71,13 @@ sys.modules["qa_lib.run.preload"] = types.SimpleNamespace(TOUCHED=True)
 from qa_lib.run.warm import _become
 _become([sys.executable, "-c", "import os; print(os.environ['QA_LIB_START'])"], dict(os.environ), sys.argv[1], ".")
 """
-    run(sys.executable, "-c", script, str(tmp_path / "log"))
+    run("-c", script, tmp_path / "log")
     assert (tmp_path / "log").read_text() == "cold, since what is imported touches the GPU\n"
 
 
 @pytest.mark.slow
 def test_the_quickstart_fits_one_screen_and_runs_nothing_twice(tmp_path):
-    words = [sys.executable, "-m", "qa_lib", "quickstart"]
-    words += ["--runs", str(tmp_path / "runs"), "--figures", str(tmp_path / "figures")]
+    words = ["-m", "qa_lib", "quickstart", "--runs", tmp_path / "runs", "--figures", tmp_path / "figures"]
     first = run(*words)
     lines = first.splitlines()
     assert len(lines) <= 80 and max(map(len, lines)) <= 100 + len(str(tmp_path))

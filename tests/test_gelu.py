@@ -5,7 +5,6 @@ import functools
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch import library, nn
 from torch._dynamo.backends.common import aot_autograd
 from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, GPT2Config
 
@@ -13,11 +12,9 @@ from qa_lib.kernels import gelu as gelus
 from qa_lib.kernels.fp8 import E4M3_MAX, E5M2_MAX, in_e4m3, in_e5m2
 from qa_lib.kernels.gelu import gelu
 from qa_lib.model.fused_blocks import FusedIntermediate, use_sigmoid_gelu
+from tests.kernels import DEVICE, assert_close, with_gradients
 from tests.material import refused
 from tests.tiny import checkpoint, having
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
 
 ERRORS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
@@ -56,7 +53,7 @@ def test_the_compiler_keeps_input_and_output_and_nothing_else():
         bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
         partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
     )
-    block = nn.Sequential(FusedIntermediate(nn.Linear(16, 64)), nn.Linear(64, 16)).bfloat16()
+    block = torch.nn.Sequential(FusedIntermediate(torch.nn.Linear(16, 64)), torch.nn.Linear(64, 16)).bfloat16()
     x = torch.randn(100, 16, dtype=torch.bfloat16, requires_grad=True)
     torch.compile(block.forward, backend=backend)(x).sum().backward()
     assert [value.dtype for value in kept if value.shape == (100, 64)] == [torch.bfloat16] * 2
@@ -75,15 +72,11 @@ def test_every_encoder_takes_it_and_gives_nearly_the_same(kind, tmp_path):
 
 
 def test_the_approximation_by_tanh_is_a_sigmoid_of_two_terms():
-    x = torch.linspace(-9, 9, 2001, dtype=torch.float64)[:, None].requires_grad_()
-    bias = torch.tensor([0.25], dtype=torch.float64, requires_grad=True)
-    grad = torch.linspace(-1, 2, 2001, dtype=torch.float64)[:, None]
-    wanted = torch.nn.functional.gelu(x + bias, approximate="tanh")
-    found = gelu(x, bias, tanh=True)
-    torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
-    pairs = zip(*(torch.autograd.grad(value, (x, bias), grad) for value in (found, wanted)), strict=True)
-    for one, other in pairs:
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+    x, grad = torch.linspace(-9, 9, 2001).double()[:, None], torch.linspace(-1, 2, 2001).double()[:, None]
+    inputs = x, torch.tensor([0.25], dtype=torch.float64)
+    wanted = with_gradients(lambda x, bias: torch.nn.functional.gelu(x + bias, approximate="tanh"), inputs, grad)
+    found = with_gradients(lambda x, bias: gelu(x, bias, tanh=True), inputs, grad)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-8)
 
 
 def test_another_activation_is_refused_by_name():
@@ -94,34 +87,25 @@ def test_another_activation_is_refused_by_name():
 @pytest.mark.triton
 @pytest.mark.parametrize(("rows", "width"), [(1, 3072), (11, 100), (6, 1)])
 @pytest.mark.parametrize(("dtype", "error"), ERRORS.items(), ids=str)
-def test_the_backward_kernel_is_the_derivative(rows, width, dtype, error, monkeypatch):
+@pytest.mark.parametrize("tanh", [False, True])
+def test_the_kernels_are_gelu_and_its_derivative(rows, width, dtype, error, tanh, monkeypatch):
     monkeypatch.setattr(gelus, "PROGRAMS", 2)
     grad, *inputs = drawn(rows, width, dtype)
-    wide = [x.double().requires_grad_() for x in inputs]
-    wanted = torch.autograd.grad(gelu(*wide), wide, grad.double())
-    *found, eighth = gelus._gelu_backward(grad, *inputs, 0.0)
-    assert eighth.numel() == 0
-    for one, other in zip(found, wanted, strict=True):
-        assert one.dtype == dtype and (one - other).norm() < error * other.norm()
+    wide = [x.cpu().double() for x in inputs]
+    value, *slopes = with_gradients(lambda *x: gelu(*x, tanh), wide, grad.cpu().double())
+    found = [(gelus._gelu_forward(*inputs, 0.0, tanh), [value])]
+    if not tanh:
+        found.append((gelus._gelu_backward(grad, *inputs, 0.0), slopes))
+    for (*results, eighth), wanted in found:
+        assert eighth.numel() == 0 and {one.dtype for one in results} == {dtype}
+        assert_close([one.cpu() for one in results], wanted, error)
 
 
 @pytest.mark.triton
 def test_its_operator_is_what_the_compiler_takes_it_for():
     for factor in (0.0, 2.0**10):
         for call, inputs in ((gelus._gelu_forward, drawn(4, 32)[1:]), (gelus._gelu_backward, drawn(4, 32))):
-            library.opcheck(call, (*inputs, factor), test_utils=("test_schema", "test_faketensor"))
-
-
-@pytest.mark.triton
-@pytest.mark.parametrize(("rows", "width"), [(1, 3072), (11, 100), (6, 1)])
-@pytest.mark.parametrize(("dtype", "error"), ERRORS.items(), ids=str)
-@pytest.mark.parametrize("tanh", [False, True])
-def test_the_forward_kernel_is_gelu(rows, width, dtype, error, tanh):
-    _, *inputs = drawn(rows, width, dtype)
-    found, eighth = gelus._gelu_forward(*inputs, 0.0, tanh)
-    wanted = gelu(*(x.cpu().double() for x in inputs), tanh).to(DEVICE)
-    assert eighth.numel() == 0 and found.dtype == dtype
-    assert (found - wanted).norm() < error * wanted.norm()
+            torch.library.opcheck(call, (*inputs, factor), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.triton

@@ -13,8 +13,8 @@ from qa_lib.train import zero1
 from qa_lib.train.data_parallel import OneBucketDDP, square_norm
 from qa_lib.train.grad_noise import REFERENCE, SMOOTHING, efficiency, noise
 from qa_lib.train.process_group import ProcessGroup
-from qa_lib.train.zero1 import Zero1
 from qa_lib.variants import Settings
+from tests.material import cases
 
 SIZE, LENGTH, SPREAD = 200, 3.0, 0.7  # elements of a gradient, norm of the true one, noise of an element
 PHI = SIZE * SPREAD**2 / LENGTH**2
@@ -53,6 +53,17 @@ def test_efficiency_is_1_at_the_reference_and_falls_to_the_share_of_it():
     assert efficiency(Noise(), 64) is None
 
 
+def one_step(kind, ranks):
+    """A strategy that has had the gradient of one micro-batch."""
+    model = torch.nn.Linear(3, 1)
+    strategy = kind(model, ranks, Settings(precision="fp32"))
+    with strategy.micro_batch(last=True):
+        model(torch.randn(2, 3)).square().mean().backward()
+    strategy.reduce_grads()
+    strategy.global_norm(strategy.parameters[0].grad.norm())
+    return ranks.stats.noise(steps=1)
+
+
 def test_a_process_alone_compares_its_first_micro_batch_with_all(ranks):
     model = torch.nn.Linear(3, 1)
     strategy, micro_batches = OneBucketDDP(model, ranks, Settings(precision="fp32")), torch.randn(4, 2, 3)
@@ -85,29 +96,13 @@ def test_the_means_reach_back_over_as_many_features_whatever_the_batch(batch, ra
 
 
 def test_a_process_alone_with_one_micro_batch_says_nothing():
-    model, ranks = torch.nn.Linear(3, 1), ProcessGroup(torch.device("cpu"))
-    strategy = OneBucketDDP(model, ranks, Settings(precision="fp32"))
-    with strategy.micro_batch(last=True):
-        model(torch.randn(2, 3)).square().mean().backward()
-    strategy.reduce_grads()
-    strategy.global_norm(torch.ones(()))
-    assert ranks.stats.noise(steps=1) == Noise()
+    assert one_step(OneBucketDDP, ProcessGroup(torch.device("cpu"))) == Noise()
 
 
 def test_what_a_gpu_only_communicates_is_exposed():
-    def kernel(name: str, begin: float, length: float) -> dict:
-        return {"cat": "kernel", "name": name, "ts": begin, "dur": length}
-
-    events = [
-        kernel("ncclDevKernel_AllReduce", 0, 1000),  # alone for its first half
-        kernel("gemm", 500, 700),
-        kernel("gelu", 600, 100),  # beside another kernel on a second stream
-        kernel("ncclDevKernel_SendRecv", 2000, 300),  # after a while in which nothing runs
-        kernel("ncclDevKernel_SendRecv", 2100, 400),
-        {"cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 2400, "dur": 50},
-        {"cat": "gpu_user_annotation", "name": "forward", "ts": 0, "dur": 9000},
-        {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9000},
-    ]
+    """The first call is alone for half of its time; a kernel runs beside another one on a second stream; the calls at
+    the end come after a while in which nothing runs."""
+    events = cases("a trace of a GPU that communicates")
     assert busy_and_exposed(events) == (pytest.approx(0.75), pytest.approx(0.95))
     assert busy_and_exposed([]) == (0, 0)
 
@@ -115,12 +110,7 @@ def test_what_a_gpu_only_communicates_is_exposed():
 def test_a_sharded_row_alone_says_nothing_of_noise(ranks, monkeypatch):
     monkeypatch.setattr(zero1, "reduce_scatter", lambda out, given, op: out.copy_(given))
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: None)
-    model = torch.nn.Linear(3, 1)
-    strategy = Zero1(model, ranks, Settings(precision="fp32"))
-    model(torch.randn(2, 3)).square().mean().backward()
-    strategy.reduce_grads()
-    strategy.global_norm(strategy.parameters[0].grad.norm())
-    assert ranks.stats.noise(steps=1) == Noise()
+    assert one_step(zero1.Zero1, ranks) == Noise()
 
 
 def test_gradients_that_are_not_finite_leave_no_noise_scale(ranks):

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from qa_lib.kernels import linear_cross_entropy as lce
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+from tests.kernels import DEVICE
 
 
 def drawn(tokens, words, dtype=torch.float32):

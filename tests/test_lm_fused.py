@@ -7,24 +7,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, BertConfig, GPT2Config
 
-from qa_lib.errors import UserError
 from qa_lib.kernels.linear_cross_entropy import linear_cross_entropy
+from qa_lib.model import fused_blocks as blocks
 from qa_lib.model.build import apply_recipe, build_model
-from qa_lib.model.fused_blocks import (
-    check_fused_decoder,
-    use_causal_attention,
-    use_fused_decoder,
-    use_hash_dropout,
-    use_sigmoid_gelu,
-)
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.gpt2 import GPT2
-from qa_lib.run.plan import plan
-from qa_lib.spec import Machine
 from qa_lib.train.compile import ChunkedLossOf, LossOf
 from qa_lib.train.plain import PlainStep
 from qa_lib.variants import VARIANTS, Settings, find_recipe
-from tests.tiny import checkpoint
+from tests.material import refused
+from tests.tiny import H200, checkpoint, planned
 
 
 def decoder(dropout=0.0, seed=0):
@@ -39,10 +31,10 @@ def decoder(dropout=0.0, seed=0):
 
 
 def with_fused_pass(model, variant):
-    use_hash_dropout(model)
-    use_fused_decoder(model)
+    blocks.use_hash_dropout(model)
+    blocks.use_fused_decoder(model)
     if VARIANTS[variant].settings.attention == "triton-causal":
-        use_causal_attention(model)
+        blocks.use_causal_attention(model)
     return model
 
 
@@ -61,7 +53,7 @@ def windows():
 @pytest.mark.parametrize("variant", ["L-norm", "L-attention"])
 def test_the_fused_pass_is_transformers_own(windows, variant):
     native, fused = decoder(), with_fused_pass(decoder(), variant)
-    use_sigmoid_gelu(fused)
+    blocks.use_sigmoid_gelu(fused)
     wanted, found = (losses_and_gradients(LossOf(model), model, windows) for model in (native, fused))
     in_parts = losses_and_gradients(ChunkedLossOf(other := decoder()), other, windows)
     for loss, gradients in (found, in_parts):
@@ -75,29 +67,28 @@ def test_the_fused_pass_is_transformers_own(windows, variant):
 
 @pytest.mark.parametrize("variant", ["L-norm", "L-attention"])
 def test_the_fused_pass_drops_out_and_by_new_bits_of_another_seed(windows, variant):
-    fused = with_fused_pass(decoder(0.5), variant)
-    torch.manual_seed(0)
-    first, again = (torch.manual_seed(0) and LossOf(fused)(**windows).item() for _ in range(2))
-    for module in fused.modules():
-        if hasattr(module, "seed"):
-            module.seed += 1
-    torch.manual_seed(0)
-    assert first == again != LossOf(fused)(**windows).item()
+    fused, losses = with_fused_pass(decoder(0.5), variant), []
+    for added in (0, 0, 1):
+        for module in fused.modules():
+            if hasattr(module, "seed"):
+                module.seed += added
+        torch.manual_seed(0)
+        losses.append(LossOf(fused)(**windows).item())
+    assert losses[0] == losses[1] != losses[2]
 
 
-@pytest.mark.parametrize(
-    ("changed", "named"), [({"attention": "eager"}, "attention"), ({"parallel": "fsdp2"}, "parallel")]
-)
-def test_what_calls_layers_one_by_one_is_refused(changed, named):
-    with pytest.raises(UserError, match=f"take {named} 'sdpa|take {named} 'none"):
-        check_fused_decoder(Settings(**{"attention": "sdpa", **changed}))
+CALLING = [({"attention": "eager"}, "take attention 'sdpa"), ({"parallel": "fsdp2"}, "take parallel 'none")]
+
+
+@pytest.mark.parametrize(("changed", "said"), CALLING)
+def test_what_calls_layers_one_by_one_is_refused(changed, said):
+    refused(said, blocks.check_fused_decoder, Settings(**{"attention": "sdpa"} | changed))
 
 
 def test_adapters_are_refused_where_their_linear_layers_are_fused():
     model = decoder()
-    use_sigmoid_gelu(model)
-    with pytest.raises(UserError, match="gelu 'exact'"):
-        apply_recipe(model, find_recipe("lora-all"))
+    blocks.use_sigmoid_gelu(model)
+    refused("gelu 'exact'", apply_recipe, model, find_recipe("lora-all"))
 
 
 def test_the_mean_leaves_out_what_does_not_count():
@@ -173,19 +164,14 @@ def test_the_plain_bert_is_transformers_own_one_sample_at_a_time():
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     starts, stops = torch.tensor([0, 4, 6]), torch.tensor([8, 0, 6])
     found = peer(ids, positions, types, ends, starts, stops)
-    one_by_one = [
-        native(
-            input_ids=ids[:, begin:end], token_type_ids=types[:, begin:end],
-            start_positions=starts[i : i + 1], end_positions=stops[i : i + 1],
-        ).loss
-        for i, (begin, end) in enumerate(itertools.pairwise(ends))
-    ]  # fmt: skip
+    one_by_one = []
+    for i, (begin, end) in enumerate(itertools.pairwise(ends)):
+        own = {"start_positions": starts[i : i + 1], "end_positions": stops[i : i + 1]}
+        one_by_one.append(native(ids[:, begin:end], token_type_ids=types[:, begin:end], **own).loss)
     torch.testing.assert_close(found, torch.stack(one_by_one).mean(), rtol=1e-5, atol=1e-6)
     round_trip(peer, native, reader(1))
 
 
 def test_a_model_without_a_rival_is_told(tmp_path):
-    (spec,) = plan(["E-plain"], "smoke", machine=Machine(gpus=1, sm=90, compiler=True))
-    spec = dataclasses.replace(spec, model_source=checkpoint("roberta", tmp_path))
-    with pytest.raises(UserError, match="roberta: the rivals are a BERT and a GPT-2"):
-        build_model(spec)
+    spec = dataclasses.replace(planned("E-plain", machine=H200), model_source=checkpoint("roberta", tmp_path))
+    refused("roberta: the rivals are a BERT and a GPT-2", build_model, spec)

@@ -7,9 +7,9 @@ from qa_lib.kernels import eight_bit
 from qa_lib.train import master_adamw as module
 from qa_lib.train.master_adamw import MasterAdamW, halves, master_of, random_bits, update, upper
 from qa_lib.train.optim import unscale
+from tests.kernels import DEVICE
 
 SHAPES = [(33, 17), (128,), (128,), (4, 5, 6)]
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def masters_of(optimizer: MasterAdamW) -> list[torch.Tensor]:

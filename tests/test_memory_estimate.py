@@ -7,17 +7,14 @@ import torch
 from transformers import BertConfig
 
 from qa_lib import record
-from qa_lib.__main__ import main
 from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.errors import UserError
 from qa_lib.measure.hardware import restrict_sdpa
 from qa_lib.model.build import build_model
 from qa_lib.run import max_batch, memory_estimate
-from qa_lib.run.max_batch import CLOSE, STEP, largest
 from qa_lib.run.memory_estimate import StepMemory, estimate, gpu_of
-from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
-from tests.material import committed
+from tests.material import committed, refused
+from tests.tiny import planned
 
 # In a packed micro-batch, which the lengths of SQuAD v2's samples decide.
 TOKENS = {8: 1472, 32: 5632, 64: 11200, 128: 22400}
@@ -32,8 +29,8 @@ def bert_base(tmp_path_factory):
 
 
 def spec_of(variant, bert_base, micro_batch, batch=None):
-    (spec,) = plan([variant], "bench", [0], "synthetic:100", bert_base, micro_batch, gpu_of(90), batch=batch)
-    return spec
+    words = {"data": "synthetic:100", "micro_batch": micro_batch, "machine": gpu_of(90), "batch": batch}
+    return planned(variant, "bench", model=bert_base, **words)
 
 
 def test_optimizer_state_is_that_of_the_shapes(bert_base):
@@ -44,29 +41,23 @@ def test_optimizer_state_is_that_of_the_shapes(bert_base):
     assert state["A1"] == pytest.approx(831, abs=1) and state["C1"] == pytest.approx(347, abs=3) and state["B1"] < 3
 
 
-def test_the_verb_prints_rows_and_skips_and_refuses_a_cpu(bert_base, capsys):
+def test_the_verb_prints_rows_and_skips_and_refuses_a_cpu(bert_base, typed):
     words = f"A1 E-dropout A1-int8 --preset bench --data synthetic:100 --model {bert_base} --compute-capability 7.5"
-    assert main(["memory", *words.split()]) == 0
-    printed = capsys.readouterr().out
+    printed = typed(f"memory {words}")
     assert "A1" in printed and "forward and backward" in printed and "8.0 or newer" in printed
     assert "A1-int8: what training on rounded weights keeps" in printed
-    with pytest.raises(UserError, match="A1-int8: what training on rounded weights keeps"):
-        estimate(spec_of("A1-int8", bert_base, 8))
-    (spec,) = plan(["A1"], "bench", [0], "synthetic:100", bert_base, machine=Machine())
-    with pytest.raises(UserError, match="planned for a CPU"):
-        estimate(spec)
+    refused("A1-int8: what training on rounded weights keeps", estimate, spec_of("A1-int8", bert_base, 8))
+    refused("planned for a CPU", estimate, planned("A1", "bench", model=bert_base, machine=Machine()))
 
 
-def test_without_data_rows_are_packed_by_the_lengths_of_squad(bert_base, monkeypatch, capsys):
+def test_without_data_rows_are_packed_by_the_lengths_of_squad(bert_base, monkeypatch, typed):
     """As the data themselves decided it; the verb reads none."""
     for size, tokens in TOKENS.items():
         packed = dataclasses.replace(spec_of("E-dropout", bert_base, size, max(size, 32)), data_source="nowhere")
         assert abs(memory_estimate._tokens(packed, memory_estimate.SquadLengths(384, 128)) - tokens) <= 64
     monkeypatch.setattr(memory_estimate, "load_data", None)
-    words = "memory E-graph --preset bench --micro-batch 32 --model".split()
-    assert main([*words, bert_base]) == 0
-    row = capsys.readouterr().out.splitlines()[1].split()
-    assert row[:3] == ["E-graph", "384", "32"]
+    said = typed("memory E-graph --preset bench --micro-batch 32 --model", bert_base)
+    assert said.splitlines()[1].split()[:3] == ["E-graph", "384", "32"]
 
 
 def test_a_record_of_an_older_optimizer_is_not_held_against_todays_prediction():
@@ -84,14 +75,14 @@ def test_the_search_finds_the_largest_that_fits_in_few_tries(limit):
         tries.append(size)
         return size <= limit
 
-    found = largest(fits)
-    best = min(limit // STEP * STEP, 4096)
-    assert found <= best and best - found <= max(STEP, CLOSE * found)
+    found = max_batch.largest(fits)
+    best = min(limit // max_batch.STEP * max_batch.STEP, 4096)
+    assert found <= best and best - found <= max(max_batch.STEP, max_batch.CLOSE * found)
     assert len(tries) == len(set(tries)) and len(tries) <= 10
     assert found == 0 or found in tries
 
 
-def test_close_to_the_limit_a_smaller_batch_is_tried_for_speed(monkeypatch, tmp_path, capsys):
+def test_close_to_the_limit_a_smaller_batch_is_tried_for_speed(monkeypatch, tmp_path, typed):
     def run_all(self, specs):
         (spec,) = specs
         entry, size = record.new_record(spec, {}), spec.settings.micro_batch
@@ -104,61 +95,56 @@ def test_close_to_the_limit_a_smaller_batch_is_tried_for_speed(monkeypatch, tmp_
 
     monkeypatch.setattr(max_batch.Launcher, "run_all", run_all)
     monkeypatch.setattr(max_batch, "probe", lambda: (Machine(hardware="h200", gpus=1, sm=90, compiler=True), {}))
-    where = ["--data", "synthetic:80", "--model", "tiny", "--runs", str(tmp_path)]
-    assert main(["max-batch", "A3,E-bf16", "--limit-gib", "14.9", "--compute-capability", "7.5", *where]) == 0
-    out = capsys.readouterr().out
+    words = f"A3,E-bf16 --limit-gib 14.9 --compute-capability 7.5 --data synthetic:80 --model tiny --runs {tmp_path}"
+    out = typed(f"max-batch {words}")
     assert "A3 micro-batch 208: out of memory" in out and "E-bf16: skipped, needs a GPU" in out
     assert "A3: largest micro-batch 200, best 1600 " in out
 
 
 def test_an_older_gpu_is_left_the_attention_kernels_that_it_has():
-    switches = torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.cudnn_sdp_enabled
+    switches = torch.backends.cuda
     try:
         restrict_sdpa(80)
-        assert all(enabled() for enabled in switches)
+        assert switches.flash_sdp_enabled() and switches.cudnn_sdp_enabled()
         restrict_sdpa(75)
-        assert not any(enabled() for enabled in switches) and torch.backends.cuda.mem_efficient_sdp_enabled()
+        assert not switches.flash_sdp_enabled() and not switches.cudnn_sdp_enabled()
+        assert switches.mem_efficient_sdp_enabled()
     finally:
-        torch.backends.cuda.enable_flash_sdp(True)
-        torch.backends.cuda.enable_cudnn_sdp(True)
+        switches.enable_flash_sdp(True)
+        switches.enable_cudnn_sdp(True)
 
 
 # Language models: what is derived is held against autograd and the shapes, and all of it against what a GPU measured.
 
 
 def lm_spec(variant, length=1024, size=1, model="gpt2:L12H768P16384"):
-    (spec,) = plan([variant], "lm-sizing", [0], "synthetic:1", model, size, gpu_of(90), max_length=length)
-    return spec
+    words = {"data": "synthetic:1", "micro_batch": size, "machine": gpu_of(90), "max_length": length}
+    return planned(variant, "lm-sizing", model=model, **words)
 
 
-def kept_by_autograd(layers, length, model="gpt2:L{}H128V512P128"):
+def kept_by_autograd(layers, length):
     """Bytes that autograd keeps of one forward pass of two windows in fp32 with eager attention, here."""
-    torch.manual_seed(0)
-    spec = lm_spec("L1", length, 2, model.format(layers))
-    net = build_model(spec).train()
+    net = build_model(lm_spec("L1", length, 2, f"gpt2:L{layers}H128V512P128")).train()
     own, kept = {p.untyped_storage().data_ptr() for p in net.parameters()}, {}
 
     def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage  # held, so that no other takes its place
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()  # so that no other takes its place
         return tensor
 
     ids = torch.zeros((2, length), dtype=torch.long)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         net(input_ids=ids, labels=ids)
-    return sum(storage.nbytes() for storage in kept.values())
+    return sum(storage.nbytes() for place, storage in kept.items() if place not in own)
 
 
-def test_a_layer_keeps_what_autograd_keeps():
+@pytest.mark.parametrize("length", [64, 128])
+def test_a_layer_keeps_what_autograd_keeps(length):
     """The difference of two layers and one; a CPU's dropout masks take 4 bytes an element instead of 1."""
-    for length in (64, 128):
-        found = kept_by_autograd(2, length) - kept_by_autograd(1, length)
-        tokens, hidden, heads = 2 * length, 128, 2
-        wanted = (StepMemory(lm_spec("L1"), 1).layer_bytes() + 2 * 3) * tokens * hidden + (
-            4 + 4 + 1 + 3
-        ) * tokens * heads * length
-        assert found == pytest.approx(wanted, rel=0.01)
+    found = kept_by_autograd(2, length) - kept_by_autograd(1, length)
+    tokens, hidden, heads = 2 * length, 128, 2
+    wanted = (StepMemory(lm_spec("L1"), 1).layer_bytes() + 2 * 3) * tokens * hidden
+    wanted += (4 + 4 + 1 + 3) * tokens * heads * length
+    assert found == pytest.approx(wanted, rel=0.01)
 
 
 def test_weights_of_a_language_model_by_row():
@@ -194,10 +180,9 @@ def test_every_point_of_the_profiles_is_predicted_within_a_tenth(group):
     assert (peaks[out_of_memory] > runs["env.gpu_mem_mib"][out_of_memory].astype(float)).all()
 
 
-def test_the_verb_takes_several_sizes_of_a_language_model(capsys):
-    words = "L1,L-dropout --preset lm-sizing --micro-batch 1 4 --max-length 1024 16384"
-    assert main(["memory", *words.split()]) == 0
-    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[1:-2]]
+def test_the_verb_takes_several_sizes_of_a_language_model(typed):
+    said = typed("memory L1,L-dropout --preset lm-sizing --micro-batch 1 4 --max-length 1024 16384")
+    rows = [line.split()[:3] for line in said.splitlines()[1:-2]]
     assert rows[:2] == [["L1", "1024", "1"], ["L-dropout", "1024", "1"]] and len(rows) == 8
 
 
@@ -209,6 +194,5 @@ def test_lengths_of_shorter_windows_are_cut_from_those_that_are_known():
 
 
 def test_windows_that_a_question_fills_are_refused():
-    with pytest.raises(UserError, match="22 tokens are too few for a question and the 7"):
-        memory_estimate.SquadLengths(22, 7)
+    refused("22 tokens are too few for a question and the 7", memory_estimate.SquadLengths, 22, 7)
     assert memory_estimate.SquadLengths(23, 7).lengths.max() == 23

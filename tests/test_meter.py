@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from qa_lib.measure import meter as meters
-from qa_lib.measure.meter import Meter, memory_use
 
 GPU = torch.device("cuda", 1)
 LENGTHS = np.array([8, 8])
@@ -20,21 +19,15 @@ class NVML(types.SimpleNamespace):
     """pynvml as far as the meter asks it: a GPU that is 75 % busy; it is lost after so many looks."""
 
     def __init__(self, looks=10**9):
-        super().__init__(looks=looks, handles=[], millijoules=1000.0)
-
-    def nvmlInit(self):
-        pass
+        super().__init__(looks=looks, handles=[], millijoules=1000.0, nvmlInit=lambda: None)
 
     def nvmlDeviceGetHandleByUUID(self, uuid):
         self.handles.append(uuid)
-        return uuid
 
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
-        if self.millijoules is None:
-            raise RuntimeError("GPU is lost")
-        return self.millijoules
+    def nvmlDeviceGetTotalEnergyConsumption(self, _):
+        return self.millijoules / 1  # an error where it is None
 
-    def nvmlDeviceGetUtilizationRates(self, handle):
+    def nvmlDeviceGetUtilizationRates(self, _):
         self.looks -= 1
         if self.looks < 0:
             raise RuntimeError("GPU is lost")
@@ -69,7 +62,7 @@ def stretch(meter):
 def test_pauses_between_steps_cost_no_energy(pretend):
     """A checkpoint, say, between `flush` and `resume`."""
     nvml = pretend(NVML())
-    meter = Meter(GPU, warm_up=1)
+    meter = meters.Meter(GPU, warm_up=1)
 
     def spend(millijoules):
         nvml.millijoules += millijoules
@@ -89,7 +82,7 @@ def test_pauses_between_steps_cost_no_energy(pretend):
 
 def test_an_energy_counter_that_falls_silent_ends_the_energy_and_not_the_run(pretend):
     nvml = pretend(NVML())
-    meter = Meter(GPU, warm_up=1)
+    meter = meters.Meter(GPU, warm_up=1)
     for energy in (1000.0, None, 5000.0):
         nvml.millijoules = energy
         stretch(meter)
@@ -99,7 +92,7 @@ def test_an_energy_counter_that_falls_silent_ends_the_energy_and_not_the_run(pre
 @pytest.mark.parametrize(("looks", "samples"), [(10**9, 4 * [0.75]), (2, 2 * [0.75]), (0, [])])
 def test_the_own_gpu_is_asked_after_each_measured_stretch_until_it_falls_silent(looks, samples, pretend):
     nvml = pretend(NVML(looks))
-    meter = Meter(GPU, warm_up=1)
+    meter = meters.Meter(GPU, warm_up=1)
     for _ in range(5):  # the first is the warm-up
         stretch(meter)
     assert meter.samples == samples and set(nvml.handles) == {"GPU-a-uuid"}
@@ -112,12 +105,14 @@ def test_masters_beside_the_model_are_memory_of_the_optimizer():
     model = torch.nn.Linear(1024, 1024, bias=False).bfloat16()
     own, copied = (torch.optim.SGD([p]) for p in (model.weight, model.weight.detach().float()))
     view = torch.optim.SGD([torch.nn.Parameter(model.weight.detach()[:512])])  # a share, as P-zero1 has it
-    found = [memory_use(model, optimizer, torch.device("cpu")).optimizer_mib for optimizer in (own, view, copied)]
+    found = [
+        meters.memory_use(model, optimizer, torch.device("cpu")).optimizer_mib for optimizer in (own, view, copied)
+    ]
     assert found == [0.0, 0.0, 4.0]
 
 
 def test_the_peak_on_the_host_is_in_mib():
     model = torch.nn.Linear(2, 2)
-    found = memory_use(model, torch.optim.SGD(model.parameters()), torch.device("cpu")).host_rss_mib
+    found = meters.memory_use(model, torch.optim.SGD(model.parameters()), torch.device("cpu")).host_rss_mib
     now = psutil.Process().memory_info().rss / 2**20
     assert 0.9 * now < found < 100 * now

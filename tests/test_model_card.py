@@ -1,53 +1,48 @@
-"""What a kept model leaves with: its card, and the way to the hub, whose API a server on 127.0.0.1 plays."""
+"""What a kept model leaves with: its card, and the way to the hub, whose API a class here plays."""
 
 import base64
 import contextlib
 import io
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import httpx2
 import pytest
 import torch
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import ModelCard, constants, set_client_factory
+from huggingface_hub.utils._http import default_client_factory
 from transformers import AutoModelForQuestionAnswering
 
 from qa_lib import record
-from qa_lib.__main__ import main
 from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.errors import UserError
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.hf_checkpoint import inspect_checkpoint
 from qa_lib.run import fit
 from qa_lib.run.hub import check_own, write_card
-from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
-from tests.material import ROOT
+from tests.material import refused
+from tests.tiny import planned
 
-CPU = Machine(backends=("inductor", "aot_eager"), compiler=True)
 TOKEN = "hf_of_this_test"
 
 
-def finished(spec, quality=81.25) -> dict:
-    """The record of a spec that has run."""
+def finished(row="A1", preset="smoke", **quality) -> tuple:
+    """A spec, and the record of it that has run."""
+    spec = planned(row, preset, machine=Machine(backends=("inductor", "aot_eager"), compiler=True))
     entry = record.new_record(spec, {"gpu": "NVIDIA H200", "torch": "2.13.0", "transformers": "5.23.0"})
-    entry["quality"] |= {"exact": 77.5, "f1": quality, "n": 40}
+    entry["quality"] |= quality or {"exact": 77.5, "f1": 81.25, "n": 40}
     entry["time"] |= {"steps": 1200, "train_s": 114.0}
     entry["energy"]["joules_per_sample"] = 0.25
     entry["spec"]["n_train"] = 131_000
     entry["model"] |= {"params_total": 108_893_186, "params_trainable": 57_474}
-    return entry
+    return spec, entry
 
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
     """The folder of a run with adapters, and what its model gives before it is saved."""
-    (spec,) = plan(["B1-all"], "smoke", data="synthetic:40", machine=CPU)
+    spec, entry = finished("B1-all")
     torch.manual_seed(3)
     model = build_model(spec).eval()
     with torch.no_grad():
@@ -58,7 +53,6 @@ def kept(tmp_path_factory):
     logits, run_dir = model(ids).start_logits, tmp_path_factory.mktemp("runs") / spec.run_path
     run_dir.mkdir(parents=True)
     save_model(model, build_tokenizer("tiny"), run_dir / "model")
-    entry = finished(spec)
     write_card(run_dir / "model", entry)
     record.finish(run_dir, entry, "ok")
     return run_dir, ids, logits
@@ -82,8 +76,7 @@ def test_a_card_says_what_was_trained_how(kept):
 
 
 def test_names_of_the_hub_are_in_its_metadata(tmp_path):
-    (spec,) = plan(["A1"], "smoke", data="synthetic:40", machine=CPU)
-    entry = finished(spec)
+    _, entry = finished()
     entry["model"] |= {"name": "google/bert", "revision": "a1" * 20}
     entry["data"]["name"] = "rajpurkar/squad_v2"
     write_card(tmp_path, entry)
@@ -94,10 +87,7 @@ def test_names_of_the_hub_are_in_its_metadata(tmp_path):
 
 
 def test_a_language_models_card_has_its_own_words(tmp_path):
-    (spec,) = plan(["L1"], "lm-smoke", data="synthetic:40", machine=CPU)
-    entry = record.new_record(spec, {}) | {"model": finished(spec)["model"], "time": finished(spec)["time"]}
-    entry["spec"]["n_train"], entry["quality"]["word_perplexity"] = 10, 31.5
-    write_card(tmp_path, entry)
+    write_card(tmp_path, finished("L1", "lm-smoke", word_perplexity=31.5)[1])
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.pipeline_tag == "text-generation" and "AutoModelForCausalLM" in card.text
     assert [result.metric_type for result in card.data.eval_results] == ["perplexity"]
@@ -119,8 +109,7 @@ def test_a_card_may_be_changed_and_the_weights_may_not(run_dir):
     (run_dir / "model" / "README.md").write_text("Mine.")
     inspect_checkpoint(run_dir / "model")
     (run_dir / "model" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="is not the file that was saved"):
-        inspect_checkpoint(run_dir / "model")
+    refused("is not the file that was saved", inspect_checkpoint, run_dir / "model")
 
 
 def test_a_model_folder_of_something_else_is_not_replaced(run_dir, tmp_path, monkeypatch):
@@ -129,141 +118,120 @@ def test_a_model_folder_of_something_else_is_not_replaced(run_dir, tmp_path, mon
     (model / "README.md").unlink()  # as an older version left it
     check_own(model, run_dir.name)
     (model / "README.md").write_text("run A1-s0-000000")
-    with pytest.raises(UserError, match=r"model does not name run .*: move it elsewhere"):
-        check_own(model, run_dir.name)
+    refused(r"model does not name run .*: move it elsewhere", check_own, model, run_dir.name)
 
-    (spec,) = plan(["A1"], "smoke", data="synthetic:40", machine=CPU)
+    spec, entry = finished()
     theirs, folder = tmp_path / "my-bert", tmp_path / "runs" / spec.run_path
     theirs.mkdir()
     (theirs / "config.json").write_text("{}")
     folder.mkdir(parents=True)
     (folder / "model").symlink_to(theirs)
     monkeypatch.setattr(fit, "prepare", lambda *_: pytest.fail("it was not told before the work"))
-    record.finish(folder, record.new_record(spec, {}), "ok")
+    record.finish(folder, entry, "ok")
     before = (folder / "record.json").read_bytes()
-    with pytest.raises(UserError, match="does not name run"):
-        fit.fit(spec, tmp_path / "runs")
+    refused("does not name run", fit.fit, spec, tmp_path / "runs")
     assert (theirs / "config.json").read_text() == "{}"
     assert (folder / "record.json").read_bytes() == before, "what has ended well stays so"
 
 
-class Hub(ThreadingHTTPServer):
+class Hub:
     """As much of the hub's API as an upload takes: repositories with `private`, and the files that came."""
 
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), Request)
-        self.repos, self.blobs = {}, {}
-        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.repos, self.blobs, self.url = {}, {}, "http://hub.of.this.test"
 
+    def __call__(self, request):
+        if request.url.host not in self.url:
+            raise httpx2.ConnectError("nobody is there")
+        status, content = getattr(self, request.method)(request, request.url.path)
+        return httpx2.Response(status, json=content)
 
-class Request(BaseHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
+    def PUT(self, request, path):
+        self.blobs[path.rpartition("/")[2]] = request.content
+        return 200, {}
 
-    def answer(self, content, status=200):
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+    def GET(self, request, path):
+        name = path.removeprefix("/api/models/")
+        if name not in self.repos:
+            return 404, {}  # what else its library asks on its own
+        return 200, {"id": name, "private": self.repos[name]["private"], "siblings": []}
 
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            return self.answer({"error": "Invalid credentials"}, 401)
-        if self.path == "/api/repos/create":
-            return self.create(json.loads(body))
-        if self.path == "/api/validate-yaml":
-            bad = [] if json.loads(body)["content"].startswith("---\n") else [{"message": "no metadata"}]
-            return self.answer({"errors": bad, "warnings": []}, 400 if bad else 200)
-        repo = re.search(r"^/(?:api/models/)?(\w+/[\w-]+)", self.path)[1]
-        if "/preupload/" in self.path:
-            files = [file["path"] for file in json.loads(body)["files"]]
-            modes = {path: "lfs" if path.endswith(".safetensors") else "regular" for path in files}
-            return self.answer(
-                {"files": [{"path": p, "uploadMode": m, "shouldIgnore": False} for p, m in modes.items()]}
-            )
-        if self.path.endswith("/info/lfs/objects/batch"):
-            found = [
-                one | {"actions": {"upload": {"href": f"{self.server.url}/blob/{one['oid']}"}}}
-                for one in json.loads(body)["objects"]
-            ]
-            return self.answer({"transfer": "basic", "objects": found})
-        for line in map(json.loads, body.splitlines()):
-            value = line["value"]
-            if line["key"] == "file":
-                self.server.repos[repo]["files"][value["path"]] = base64.b64decode(value["content"])
-            elif line["key"] == "lfsFile":
-                self.server.repos[repo]["files"][value["path"]] = self.server.blobs[value["oid"]]
-        self.answer({"commitUrl": f"{self.server.url}/{repo}/commit/{'a' * 40}", "commitOid": "a" * 40})
+    def POST(self, request, path):
+        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return 401, {"error": "Invalid credentials"}
+        lines = [json.loads(line) for line in request.content.splitlines()]
+        calls = {"create": self.create, "validate-yaml": self.validate, "main": self.commit}
+        calls |= {"preupload": self.preupload, "batch": self.batch}
+        name = path.removesuffix("/main") if "/preupload/" in path else path
+        repo = re.search(r"^/(?:api/models/)?(\w+/[\w-]+)", path)[1]
+        return calls[name.rpartition("/")[2]](repo, *lines)
 
-    def create(self, asked):
+    def create(self, _, asked):
         name = f"{asked['organization']}/{asked['name']}"
-        if name in self.server.repos:
-            return self.answer({"error": "You already created this model repo", "url": name}, 409)
+        if name in self.repos:
+            return 409, {"error": "You already created this model repo", "url": name}
         private = asked.get("private", asked.get("visibility") == "private")
-        self.server.repos[name] = {"private": private, "files": {}}
-        self.answer({"url": f"{self.server.url}/{name}"})
+        self.repos[name] = {"private": private, "files": {}}
+        return 200, {"url": f"{self.url}/{name}"}
 
-    def do_PUT(self):
-        self.server.blobs[self.path.rpartition("/")[2]] = self.rfile.read(int(self.headers["Content-Length"]))
-        self.answer({})
+    def validate(self, _, asked):
+        bad = [] if asked["content"].startswith("---\n") else [{"message": "no metadata"}]
+        return (400 if bad else 200), {"errors": bad, "warnings": []}
 
-    def do_GET(self):
-        if not (found := re.search(r"^/api/models/(\w+/[\w-]+)", self.path)):
-            return self.answer({}, 404)  # what else its library asks on its own
-        name = found[1]
-        self.answer({"id": name, "private": self.server.repos[name]["private"], "siblings": []})
+    def preupload(self, _, asked):
+        modes = {f["path"]: "lfs" if f["path"].endswith(".safetensors") else "regular" for f in asked["files"]}
+        return 200, {"files": [{"path": p, "uploadMode": m, "shouldIgnore": False} for p, m in modes.items()]}
+
+    def batch(self, _, asked):
+        actions = [{"upload": {"href": f"{self.url}/blob/{each['oid']}"}} for each in asked["objects"]]
+        found = [each | {"actions": own} for each, own in zip(asked["objects"], actions, strict=True)]
+        return 200, {"transfer": "basic", "objects": found}
+
+    def commit(self, repo, *lines):
+        for kind, value in (line.values() for line in lines):
+            if kind == "file":
+                self.repos[repo]["files"][value["path"]] = base64.b64decode(value["content"])
+            elif kind == "lfsFile":
+                self.repos[repo]["files"][value["path"]] = self.blobs[value["oid"]]
+        return 200, {"commitUrl": f"{self.url}/{repo}/commit/{'a' * 40}", "commitOid": "a" * 40}
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    server = Hub()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    hub = Hub()
+    set_client_factory(lambda: httpx2.Client(transport=httpx2.MockTransport(hub)))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    for name, value in (("ENDPOINT", server.url), ("HF_HUB_OFFLINE", False), ("HF_HUB_DISABLE_XET", True)):
+    for name, value in (("ENDPOINT", hub.url), ("HF_HUB_OFFLINE", False), ("HF_HUB_DISABLE_XET", True)):
         monkeypatch.setattr(constants, name, value)
-    yield server
-    server.shutdown()
-    server.server_close()
+    yield hub
+    set_client_factory(default_client_factory)
 
 
-def test_a_push_from_the_command_line_brings_every_file(kept, hub):
-    settings = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
-    words = [sys.executable, "-m", "qa_lib", "push", str(kept[0]), "me/bert-squad"]
-    done = subprocess.run(words, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{hub.url}/me/bert-squad\n"
+def test_a_push_brings_every_file(kept, hub, typed):
+    assert typed("push", kept[0], "me/bert-squad") == f"{hub.url}/me/bert-squad\n"
     repo, folder = hub.repos["me/bert-squad"], kept[0] / "model"
     assert repo["private"] and repo["files"] == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def push(run_dir, *words):
-    return main(["push", str(run_dir), *words])
-
-
-def test_nothing_is_public_and_nothing_is_replaced_unless_it_is_said(run_dir, hub, capsys):
+def test_nothing_is_public_and_nothing_is_replaced_unless_it_is_said(run_dir, hub, typed):
     (run_dir / "model" / "README.md").unlink()
-    assert push(run_dir, "me/one") == 0
+    typed("push", run_dir, "me/one")
     assert "README.md" in hub.repos["me/one"]["files"]
-    assert push(run_dir, "me/one") == 2
-    assert "error: me/one is there already: give another name, or --add" in capsys.readouterr().err
-    assert push(run_dir, "me/one", "--add") == 0
-    assert push(run_dir, "me/two", "--public") == 0
+    said = typed("push", run_dir, "me/one", code=2)
+    assert "error: me/one is there already: give another name, or --add" in said
+    typed("push --add", run_dir, "me/one")
+    typed("push --public", run_dir, "me/two")
     assert [hub.repos[name]["private"] for name in ("me/one", "me/two")] == [True, False]
     (run_dir / "model" / "new.txt").write_text("new")
-    assert push(run_dir, "me/two", "--add") == 2
-    assert "error: me/two is public: --add --public" in capsys.readouterr().err
+    assert "error: me/two is public: --add --public" in typed("push --add", run_dir, "me/two", code=2)
     assert "new.txt" not in hub.repos["me/two"]["files"]
-    assert push(run_dir, "me/two", "--add", "--public") == 0
+    typed("push --add --public", run_dir, "me/two")
     assert "new.txt" in hub.repos["me/two"]["files"]
 
 
-def test_what_keeps_a_push_from_the_hub_is_one_line(run_dir, hub, tmp_path, capsys, monkeypatch):
+def test_what_keeps_a_push_from_the_hub_is_one_line(run_dir, hub, tmp_path, typed, monkeypatch):
     def told(*words):
-        assert push(*words) == 2
-        said = capsys.readouterr().err
+        said = typed("push", *words, code=2)
         assert said.count("\n") == 1 and not hub.repos
         return said
 
@@ -281,8 +249,9 @@ def test_what_keeps_a_push_from_the_hub_is_one_line(run_dir, hub, tmp_path, caps
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     card = (run_dir / "model" / "README.md").read_text()
     (run_dir / "model" / "README.md").write_text("Mine.")
-    assert push(run_dir, "me/begun") == 2 and list(hub.repos.pop("me/begun")["files"]) == []
-    assert "me/begun: not uploaded: ValueError: Invalid metadata in README.md" in capsys.readouterr().err
+    said = typed("push", run_dir, "me/begun", code=2)
+    assert "me/begun: not uploaded: ValueError: Invalid metadata in README.md" in said
+    assert list(hub.repos.pop("me/begun")["files"]) == []
     (run_dir / "model" / "README.md").write_text(card)
     (run_dir / "model" / "config.json").write_text("{}")
     assert "is not the file that was saved" in told(run_dir, "me/bert")

@@ -9,23 +9,20 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForQuestionAnswering, ModernBertForMaskedLM
 
-from qa_lib.data.load import batches_of, load_data
-from qa_lib.errors import UserError
+from qa_lib.data.load import load_data
 from qa_lib.measure.meter import StepFlops
 from qa_lib.model.architectures import ENCODERS, heads_of
 from qa_lib.model.attention import Segments, attention_name, blockmask, flash
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.packed import Packed
-from qa_lib.run.fit import train
 from qa_lib.run.memory_estimate import estimate, gpu_of
 from qa_lib.run.plan import plan
 from qa_lib.score.predict import ask
-from qa_lib.spec import Machine
 from qa_lib.variants import LACKS, VARIANTS, lacking
-from tests.tiny import checkpoint
+from tests.material import refused
+from tests.tiny import checkpoint, losses_of, planned, trained
 
 LENGTHS = (50, 7, 33, 80)  # of samples: within the window of a token, around it and several times as long
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -83,16 +80,14 @@ def test_flash_has_the_window_of_the_mask_in_both_passes():
 
 
 def test_frequencies_stay_exact_under_bf16_weights_over_masters(folder, tmp_path):
-    (spec,) = plan(["E-masters"], "smoke", data="synthetic:40", model=folder, machine=Machine())
     # As a GPU has them, but for the graph and Inductor.
     changes = {"precision": "bf16", "optimizer": "adamw-master", "compile": "none"}
-    preset = dataclasses.replace(spec.preset, steps=3, measure_from=1, checkpoint_every=0)
-    spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, **changes), preset=preset)
+    sizes = {"steps": 3, "measure_from": 1, "checkpoint_every": 0}
+    spec = planned("E-masters", settings=changes, sizes=sizes, model=folder)
     data, model = load_data(spec), build_model(spec)
     exact = {name: buffer.clone() for name, buffer in model.model.rotary_emb.named_buffers()}
-    train(model, batches_of(data.samples, spec), spec, CPU, tmp_path, lambda _: None)
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
-    assert len(set(losses)) == 3 and np.isfinite(losses).all()
+    trained(spec, data.samples, tmp_path, model)
+    assert len(set(losses_of(tmp_path))) == 3 and np.isfinite(losses_of(tmp_path)).all()
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     for name, buffer in model.model.rotary_emb.named_buffers():
         assert buffer.dtype == torch.float32 and torch.equal(buffer, exact[name])
@@ -106,8 +101,7 @@ def test_frequencies_stay_exact_under_bf16_weights_over_masters(folder, tmp_path
 def test_what_pretraining_has_left_is_its_head_and_what_it_lacks_is_new(folder, tmp_path, caplog):
     pretrained = ModernBertForMaskedLM(AutoConfig.from_pretrained(folder))
     pretrained.save_pretrained(tmp_path)
-    (spec,) = plan(["B1"], "smoke", data="synthetic:40", model=str(tmp_path), machine=Machine())
-    model = build_model(spec)
+    model = build_model(planned("B1", model=str(tmp_path)))
     assert torch.equal(model.head.dense.weight, pretrained.head.dense.weight)
     assert not caplog.messages
     assert all(parameter.requires_grad for module in heads_of(model) for parameter in module.parameters())
@@ -139,9 +133,8 @@ def test_every_variant_is_built_or_skipped_for_a_reason(kind, tmp_path):
 
 
 def test_a_model_that_was_not_here_when_it_was_planned_is_held_to_the_same(folder):
-    (spec,) = plan(["B2"], "smoke", data="synthetic:40", model="tiny", machine=Machine())
-    with pytest.raises(UserError, match="B2 does not fit modernbert: it has no biases to train"):
-        build_model(dataclasses.replace(spec, model_source=folder))
+    spec = dataclasses.replace(planned("B2"), model_source=folder)
+    refused("B2 does not fit modernbert: it has no biases to train", build_model, spec)
 
 
 def test_what_architectures_lack_is_of_those_in_the_table_and_of_settings_that_variants_have():
@@ -152,14 +145,11 @@ def test_what_architectures_lack_is_of_those_in_the_table_and_of_settings_that_v
     assert not any(lacking(variant.settings, "bert") for variant in VARIANTS.values())
 
 
-def test_its_memory_is_said_to_be_unknown_and_distilberts_is_known(folder, tmp_path, capsys):
+def test_its_memory_is_said_to_be_unknown_and_distilberts_is_known(folder, tmp_path):
     other = checkpoint("distilbert", tmp_path)
-    known, unknown = (
-        plan(["A3"], "smoke", data="synthetic:40", model=model, machine=gpu_of(80))[0] for model in (other, folder)
-    )
+    known, unknown = (planned("A3", model=model, machine=gpu_of(80)) for model in (other, folder))
     assert estimate(known)["peak_mib"] > 0
-    with pytest.raises(UserError, match="A3: what modernbert keeps for its backward pass is not predicted"):
-        estimate(unknown)
+    refused("A3: what modernbert keeps for its backward pass is not predicted", estimate, unknown)
 
 
 def test_arithmetic_of_attention_counts_a_window_where_there_is_one(folder):

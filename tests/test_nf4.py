@@ -1,14 +1,9 @@
 """Frozen weights in 4 bits: the product against the weight that they stand for, and what trains beside them."""
 
-import dataclasses
-import subprocess
-import sys
-
 import pytest
 import torch
-from torch import library, nn
 from torch._subclasses import FakeTensorMode
-from torch.nn import functional
+from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from qa_lib.measure.meter import StepFlops
@@ -16,16 +11,16 @@ from qa_lib.model import nf4
 from qa_lib.model.build import DTYPES, build_model, trainable_summary
 from qa_lib.model.nf4 import NF4Linear, native
 from qa_lib.run.memory_estimate import gpu_of
-from qa_lib.run.plan import plan
+from tests.kernels import with_gradients
+from tests.material import python
+from tests.tiny import planned
 
 WIDTHS = 96, 160  # of inputs and outputs; neither is a power of 2
 
 
 def model_of(precision="bf16", row="L-qlora"):
-    machine = gpu_of(90)
-    (spec,) = plan([row], "lm-quality", [0], "synthetic:1", "gpt2:L2H128V512", 4, machine)
-    settings = dataclasses.replace(spec.settings, precision=precision)
-    return build_model(dataclasses.replace(spec, settings=settings))
+    words = {"data": "synthetic:1", "model": "gpt2:L2H128V512", "micro_batch": 4, "machine": gpu_of(90)}
+    return build_model(planned(row, "lm-quality", {"precision": precision}, **words))
 
 
 @pytest.fixture(params=["linear", "conv1d", "no bias"])
@@ -34,9 +29,9 @@ def layer(request):
     inputs, outputs = WIDTHS
     if request.param == "conv1d":
         made = Conv1D(outputs, inputs)
-        nn.init.normal_(made.bias)
+        torch.nn.init.normal_(made.bias)
         return made
-    return nn.Linear(inputs, outputs, bias=request.param == "linear")
+    return torch.nn.Linear(inputs, outputs, bias=request.param == "linear")
 
 
 @pytest.fixture
@@ -51,15 +46,11 @@ def test_product_and_gradient_are_those_of_the_weight_that_the_bits_stand_for(la
     error = (weight - own).abs().max() / own.abs().max()
     assert 0 < error < 0.16, "16 values between -1 and 1: half of the widest gap is 0.152"
 
-    x = torch.randn(3, 5, WIDTHS[0], requires_grad=True)
-    grad = torch.randn(3, 5, WIDTHS[1])
-    expected = functional.linear(x, weight, layer.bias)
-    assert torch.allclose(small(x), expected, atol=1e-5)
-    (wanted,) = torch.autograd.grad(expected, x, grad)
-    (found,) = torch.autograd.grad(small(x), x, grad)
-    assert torch.allclose(found, wanted, atol=1e-5)
-    arguments = (x.detach().requires_grad_(), small.weight, small.scales, WIDTHS[1])
-    library.opcheck(torch.ops.qa_lib.nf4_linear.default, arguments)
+    x, grad = torch.randn(3, 5, WIDTHS[0]), torch.randn(3, 5, WIDTHS[1])
+    wanted = with_gradients(lambda x: F.linear(x, weight, layer.bias), [x], grad)
+    torch.testing.assert_close(with_gradients(small, [x], grad), wanted, atol=1e-5, rtol=1e-5)
+    arguments = (x.requires_grad_(), small.weight, small.scales, WIDTHS[1])
+    torch.library.opcheck(torch.ops.qa_lib.nf4_linear.default, arguments)
 
 
 def test_its_bits_are_those_of_bitsandbytes_own_layer(layer, small):
@@ -74,16 +65,12 @@ def test_its_bits_are_those_of_bitsandbytes_own_layer(layer, small):
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16], ids=str)
 def test_both_passes_are_in_the_type_that_it_computes_in(layer, compute):
     small = NF4Linear(layer, compute)
-    x = torch.randn(3, 5, WIDTHS[0], requires_grad=True)
-    grad = torch.randn(3, 5, WIDTHS[1]).to(compute)
-    half = x.detach().to(compute).requires_grad_()
-    expected = functional.linear(half, small.wide().to(compute))
-    if layer.bias is not None:
-        expected = expected + layer.bias.to(compute)
-    found = small(x)
+    x, grad = torch.randn(3, 5, WIDTHS[0]), torch.randn(3, 5, WIDTHS[1]).to(compute)
+    bias = 0 if layer.bias is None else layer.bias.to(compute)
+    weight = small.wide().to(compute)
+    expected, wanted = with_gradients(lambda half: F.linear(half, weight) + bias, [x.to(compute)], grad)
+    found, got = with_gradients(small, [x], grad)
     assert found.dtype == compute and torch.equal(found, expected)
-    (wanted,) = torch.autograd.grad(expected, half, grad)
-    (got,) = torch.autograd.grad(found, x, grad)
     assert got.dtype == torch.float32 and torch.equal(got, wanted.float())
     with torch.autocast("cpu", torch.bfloat16 if compute == torch.float16 else torch.float16):
         assert torch.equal(small(x), expected), "whatever a surrounding autocast says"
@@ -92,7 +79,7 @@ def test_both_passes_are_in_the_type_that_it_computes_in(layer, compute):
 @pytest.mark.parametrize("width", [WIDTHS[0] // 2, 2 * WIDTHS[0]])
 def test_inputs_of_another_width_are_refused(width):
     """On a GPU bitsandbytes would read on, or stop short."""
-    small = NF4Linear(nn.Linear(*WIDTHS), torch.float32)
+    small = NF4Linear(torch.nn.Linear(*WIDTHS), torch.float32)
     with pytest.raises(RuntimeError, match=f"7680 bytes of weights in 4 bits are no matrix of 160 x {width}"):
         small(torch.randn(2, width))
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match="no matrix of"):
@@ -147,8 +134,8 @@ def test_on_a_cpu_weights_are_widened_without_the_kernel_of_bitsandbytes(monkeyp
     places = torch.randint(0, 16, (240, nf4.BLOCK))
     places[:, 0] = 15  # so that each block's scale is its largest weight
     weight = (get_4bit_type("nf4", "cpu")[places] * torch.linspace(0.1, 2, 240)[:, None]).view(160, 96)
-    layer = nn.Linear(96, 160)
-    layer.weight = nn.Parameter(weight)
+    layer = torch.nn.Linear(96, 160)
+    layer.weight = torch.nn.Parameter(weight)
     small = NF4Linear(layer, torch.float32)
     monkeypatch.setattr(torch.ops.bitsandbytes, "dequantize_4bit", lambda *_: pytest.fail("its kernel was called"))
     assert torch.allclose(small.wide(), weight, atol=1e-6)
@@ -158,8 +145,8 @@ def test_on_a_cpu_weights_are_widened_without_the_kernel_of_bitsandbytes(monkeyp
 def test_bitsandbytes_prints_no_lines_of_its_own():
     """On processors with AVX512-BF16 it warns on import, of a package that nothing here uses."""
     code = "import qa_lib; from bitsandbytes.backends.cpu import ops; ops.logger.warning('Failed to load')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    done = python("-c", code)
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_weights_in_4_bits_count_as_weights():

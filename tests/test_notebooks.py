@@ -23,7 +23,6 @@ from papermill import inspect_notebook
 from traitlets.config import PyFileConfigLoader
 
 from qa_lib import record
-from qa_lib.__main__ import main
 from qa_lib.data.squad import open_source
 from qa_lib.presets import PRESETS
 from qa_lib.report import cli
@@ -31,15 +30,15 @@ from qa_lib.report.notebook import answers, check_parameters, committed, finishe
 from qa_lib.run.plan import plan
 from qa_lib.variants import FAMILIES, VARIANTS, find_variant
 from tests.conftest import slow
-from tests.material import ROOT, document, question, refused, write
+from tests.material import ROOT, document, leave, question, refused, write
 from tests.test_report import make
-from tests.tiny import CPU, steps_of
+from tests.tiny import planned, steps_of
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ROWS = {"A1": 2, "B3": 2, "C2-8": 2, "D1": 2, "E-packed": 2}  # a quick row of each family, and its notebook's pictures
 FIGURES = 1  # of the report without a GPU, and of one seed: the ladder
 MAX_LINES = 40  # of a cell, which fits on a screen
-MOST_LINES = 1_500  # of all notebooks together
+MOST_LINES, MOST_LINES_FIRST = 1_500, 60  # of all notebooks together; of the quickstart and of the speedrun
 MAX_BYTES = 500_000
 FAMILY_NOTEBOOKS = {*FAMILIES.values(), "profiling"}
 MOST_CELLS, MOST_PLUMBING = 12, 6  # code cells of a family's notebook; lines that find, install and import
@@ -65,10 +64,6 @@ def tagged(path, tag):
 def images(path):
     outputs = [output for cell in code_cells(path) for output in cell.outputs]
     return sum("image/png" in output.get("data", {}) for output in outputs)
-
-
-def test_every_family_has_its_notebook():
-    assert {f"{name}.ipynb" for name in (*FAMILIES.values(), "explore", "report")} <= {p.name for p in NOTEBOOKS}
 
 
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -108,8 +103,10 @@ def test_a_notebook_reads_as_prose_and_its_cells_fit_on_a_screen(path):
             assert len(lines_of(cell)) <= MAX_LINES, cell.id
 
 
-def test_all_notebooks_together_stay_short():
-    assert sum(len(lines_of(cell)) for path in NOTEBOOKS for cell in code_cells(path)) <= MOST_LINES
+def test_all_notebooks_together_stay_short_and_so_do_those_that_are_read_first():
+    lines = {path.stem: sum(len(lines_of(cell)) for cell in code_cells(path)) for path in NOTEBOOKS}
+    assert sum(lines.values()) <= MOST_LINES and max(lines["quickstart"], lines["speedrun"]) <= MOST_LINES_FIRST
+    assert len(code_cells(ROOT / "notebooks" / "quickstart.ipynb")) <= MOST_CELLS
 
 
 @every_notebook
@@ -168,10 +165,9 @@ def test_a_family_notebook_begins_with_a_row_of_its_family(family):
     assert values["preset"] == {"qa": "smoke", "lm": "lm-smoke"}[variant.task]
     helps = {name: parameter["help"] for name, parameter in inspect_notebook(str(path)).items()}
     assert [name for name in values if name != "__builtins__" and not helps[name]] == [], "what papermill shows"
-    told = {"smoke", "local", "bench", "quality", "full"}
-    if variant.task == "lm":
-        told = {name for name, scale in PRESETS.items() if scale.task == "lm"}
-    assert set(PRESETS) & set(re.findall(r"[\w-]+", helps["preset"])) == told
+    told = {"qa": {"smoke", "local", "bench", "quality", "full"}}
+    told["lm"] = {name for name, scale in PRESETS.items() if scale.task == "lm"}
+    assert set(PRESETS) & set(re.findall(r"[\w-]+", helps["preset"])) == told[variant.task]
     assert f'notebook.family, "{family}"' in "".join(cell.source for cell in code_cells(path))
 
 
@@ -183,13 +179,8 @@ def test_each_variant_has_the_code_of_what_it_changes(monkeypatch):
         code = said.split("```python\n")[1].split("\n")[0]
         assert (ROOT / path).read_text().splitlines()[int(line) - 1].strip() == code.strip(), name
         assert said.count("\n") < 60 and said.split("\n")[0].count(". ") >= 1, name
-    for name, code in (
-        ("A3", "def compiled("),
-        ("P1", "class DDP("),
-        ("E-packed", "def deal("),
-        ("A1", "mean_loss = "),
-    ):
-        assert code in technique(name)
+    known = {"A3": "def compiled(", "P1": "class DDP(", "E-packed": "def deal(", "A1": "mean_loss = "}
+    assert all(code in technique(name) for name, code in known.items())
 
 
 # The bootstrap cell, as a program in folders of its own.
@@ -232,11 +223,10 @@ def test_the_bootstrap_that_cannot_clone_says_what_to_do(tmp_path):
 
 def test_the_bootstrap_installs_what_is_missing_or_old_and_leaves_torch_alone(tmp_path):
     """With a pip of our own that only notes what it is asked for."""
-    (tmp_path / "qa_lib").mkdir()
-    (tmp_path / "pip").mkdir()
+    for name in ("qa_lib", "pip", "notebooks"):
+        (tmp_path / name).mkdir()
     (tmp_path / "pip" / "__init__.py").touch()
     (tmp_path / "pip" / "__main__.py").write_text("import sys; print('pip', *sys.argv[1:])")
-    (tmp_path / "notebooks").mkdir()
     shutil.copy(ROOT / "notebooks" / "install.py", tmp_path / "notebooks")
     (tmp_path / "requirements.txt").write_text("torch>=99\nnot_there>=1.0,<2\nnumpy>=1\npandas<0.1\nneither-there>=3\n")
     done = bootstrap(tmp_path, PYTHONPATH=str(tmp_path))
@@ -353,7 +343,7 @@ def test_answers_of_runs_stand_beside_the_gold_ones(tmp_path):
         records.append({"run_id": f"{variant}-s0-x", "group": "g", "status": "ok", "spec": {"variant": variant}})
         folder = tmp_path / "g" / f"{variant}-s0-x" / "answers"
         folder.mkdir(parents=True)
-        (folder / "predictions.json").write_text(json.dumps({example.id: "" for example in examples} | {"a": given}))
+        write(folder / "predictions.json", {example.id: "" for example in examples} | {"a": given})
     text = answers(records, tmp_path, data)
     assert "| question | A4 | A1 | gold |" in text and "| who ? | bob | (no answer) | alice |" in text
     assert text.count("| what ? |") == 4
@@ -362,13 +352,12 @@ def test_answers_of_runs_stand_beside_the_gold_ones(tmp_path):
 
 
 def test_what_a_variant_is_compared_with_is_not_run_again(tmp_path):
-    (spec,) = plan(["A1"], "smoke", machine=CPU)
+    spec = planned()
     assert finished(spec, tmp_path) is None
-    folder = make(tmp_path, "A1")
-    (tmp_path / spec.run_path).parent.mkdir(parents=True, exist_ok=True)
-    folder.rename(tmp_path / spec.run_path)
-    assert finished(spec, tmp_path)["status"] == "ok"
-    record.write_record(tmp_path / spec.run_path, finished(spec, tmp_path) | {"status": "killed"})
+    leave(tmp_path, spec, time={"steps": 400}, spec={"planned_steps": 400})
+    entry = finished(spec, tmp_path)
+    assert entry["status"] == "ok"
+    record.write_record(tmp_path / spec.run_path, entry | {"status": "killed"})
     assert finished(spec, tmp_path) is None
 
 
@@ -380,11 +369,10 @@ def test_a_familys_committed_runs_are_a_table_of_a_gpu(family, monkeypatch):
     assert find_variant({"L": "L-dropout", "P": "P1", "E": "E-moments"}.get(family, f"{family}1")).name in text
 
 
-def test_the_model_of_a_run_answers_a_question(swept, capsys):
-    model = str(swept.folder_of("A1") / "model")
+def test_the_model_of_a_run_answers_a_question(swept, typed):
     words = ["--question", "who came ?", "--context", "then alice baker came ."]
-    assert main(["predict", "--model", model, *words]) == 0
-    assert json.loads(capsys.readouterr().out)["answer"] == "alice baker"
+    said = typed("predict --model", swept.folder_of("A1") / "model", *words)
+    assert json.loads(said)["answer"] == "alice baker"
 
 
 # `explore` on data that lacks one kind of question.

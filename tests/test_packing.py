@@ -7,7 +7,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torch import library
 from torch.utils.checkpoint import checkpoint
 
 from qa_lib.data.batches import Batches
@@ -16,15 +15,13 @@ from qa_lib.model.attention import KERNELS, Segments
 from qa_lib.model.build import build_model
 from qa_lib.model.packed import Packed, RegionalModel, regions_of
 from qa_lib.run.fit import fit, train
-from qa_lib.run.plan import plan
 from qa_lib.spec import Spec
 from qa_lib.train.compile import LossOf
+from tests.kernels import DEVICE, with_gradients
 from tests.material import refused
-from tests.test_train import without_dropout
-from tests.tiny import CPU, H200, quiet, resized, samples_of
+from tests.tiny import CPU, H200, planned, quiet, resized, samples_of, without_dropout
 
 T4 = dataclasses.replace(H200, hardware="t4", sm=75)
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Each kernel here with its floating-point type and the relative error that the type allows.
 KINDS = [("block-diagonal", torch.float32, 1e-5), ("efficient", torch.float32, 1e-5)]
 if DEVICE.type == "cuda":
@@ -60,7 +57,7 @@ def gpu_ops_without_a_gpu():
         slope = share * ((grad @ value.mT) * kept - (grad * out).sum(-1, keepdim=True)) * scale
         return *map(laid, (slope @ key, slope.mT @ query, (share * kept).mT @ grad)), bias.new_empty(0)
 
-    stand_ins = library.Library("aten", "IMPL")
+    stand_ins = torch.library.Library("aten", "IMPL")
     stand_ins.impl("_scaled_dot_product_efficient_attention", forward, "CPU")
     stand_ins.impl("_scaled_dot_product_efficient_attention_backward", backward, "CPU")
     yield
@@ -72,12 +69,11 @@ def samples():
     return samples_of("synthetic:200")
 
 
-def spec_of(variant="E-packed", machine=CPU, attention=None, **work) -> Spec:
-    (spec,) = plan([variant], "smoke", data="synthetic:200", machine=machine)
+def spec_of(variant="E-packed", attention=None, settings=None, **sizes) -> Spec:
     own = {"attention": attention} if attention else {}
-    if attention == "flash":
-        own["precision"] = "bf16"
-    return resized(spec, {"compile": "none"} | own, **{"steps": 8} | work)
+    own |= {"precision": "bf16"} if attention == "flash" else {}
+    settings = {"compile": "none"} | own | (settings or {})
+    return planned(variant, settings=settings, sizes={"steps": 8} | sizes, data="synthetic:200")
 
 
 def segments(kind, lengths, limits) -> Segments:
@@ -117,12 +113,11 @@ def test_dealing_balances_and_loses_nothing():
 
 def test_every_row_has_one_shape_and_nearly_no_padding(samples):
     batches = PackedBatches(samples, spec_of())
-    rows = [batches.arrays(m) for m in micro_batches(batches, 8)]
-    shapes = {tuple((name, array.shape) for name, array in row.items()) for row in rows}
-    assert len(shapes) == 1
+    dealt = micro_batches(batches, 8)
+    rows = [batches.arrays(m) for m in dealt]
+    assert len({tuple((name, array.shape) for name, array in row.items()) for row in rows}) == 1
     assert rows[0]["input_ids"].shape == (1, batches.budget)
-    real = sum(samples.lengths[m].sum() for m in micro_batches(batches, 8))
-    assert real / (len(rows) * batches.budget) > 0.8
+    assert sum(samples.lengths[m].sum() for m in dealt) / (len(rows) * batches.budget) > 0.8
     for row in rows:
         assert row["cu_seqlens"][-1] == batches.budget
         assert set(np.diff(row["cu_seqlens"])) <= {*range(97)}
@@ -172,14 +167,14 @@ def test_an_epoch_sees_each_feature_once_and_the_next_in_another_order(samples):
     assert np.array_equal(first, PackedBatches(samples, spec_of())._epoch(0))
 
 
-def packed_and_padded(samples, kind, dtype, device=DEVICE, qkv="separate"):
+def packed_and_padded(samples, kind, dtype, qkv="separate"):
     """A model, one micro-batch both ways, and its lengths: on the device, without dropout, in training mode."""
-    spec = resized(spec_of(attention=kind), {"qkv": qkv})
+    spec = spec_of(attention=kind, settings={"qkv": qkv})
     batches = PackedBatches(samples, spec)
     indices = batches.step(0)[0]
-    model = without_dropout(build_model(spec)).to(device, dtype).train()
-    padded = Batches(samples, resized(spec, {"padding": "max_length", "attention": "sdpa"})).collate(indices, device)
-    return Packed(model, batches.limits), batches.collate(indices, device), padded, samples.lengths[indices]
+    model = without_dropout(build_model(spec)).to(DEVICE, dtype).train()
+    padded = Batches(samples, resized(spec, {"padding": "max_length", "attention": "sdpa"})).collate(indices, DEVICE)
+    return Packed(model, batches.limits), batches.collate(indices, DEVICE), padded, samples.lengths[indices]
 
 
 def padded_loss(model, inputs, lengths):
@@ -253,7 +248,6 @@ def test_a_long_tail_leaks_nothing(samples, kind, dtype, error):
         return [p.grad.clone() for p in model.parameters()]
 
     for near, far in zip(gradients(0), gradients(128 * 8), strict=True):
-        assert torch.isfinite(far).all()
         assert (near - far).norm() <= error * near.norm() + 1e-6
 
 
@@ -261,16 +255,12 @@ def test_a_long_tail_leaks_nothing(samples, kind, dtype, error):
 def test_attention_dropout_keeps_its_rate(kind, dtype, error):
     """With values of one, the output is the share of attention that is kept, over the share that should be."""
     torch.manual_seed(0)
-    tokens, heads = 960, 4
-    query, key = (torch.randn(tokens, heads, 32, device=DEVICE, dtype=dtype) for _ in range(2))
-    ones = torch.ones(tokens, heads, 32, device=DEVICE, dtype=dtype)
-    cut = segments(kind, [96] * 10, 96)
-    kept = attend(kind, query, key, ones, cut, 0.1, 0.2).float()
+    query, key, ones = torch.randn(3, 960, 4, 32, device=DEVICE, dtype=dtype)
+    cut, ones = segments(kind, [96] * 10, 96), torch.ones_like(ones)
+    kept, again, whole = (attend(kind, query, key, ones, cut, rate, 0.2).float() for rate in (0.1, 0.1, 0.0))
     assert kept.mean().item() == pytest.approx(1.0, abs=0.01)
-    assert kept.std() > 0.01
-    again = attend(kind, query, key, ones, cut, 0.1, 0.2).float()
-    assert not torch.equal(kept, again)
-    assert torch.allclose(attend(kind, query, key, ones, cut, 0.0, 0.2).float(), torch.ones_like(kept), atol=1e-3)
+    assert kept.std() > 0.01 and not torch.equal(kept, again)
+    assert torch.allclose(whole, torch.ones_like(kept), atol=1e-3)
 
 
 def plainly(step):
@@ -299,12 +289,10 @@ def test_the_backward_pass_drops_what_the_forward_pass_dropped(kind, dtype, erro
     lengths = [80, 54, 80, 80, 26, 80]
     cut = segments(kind, lengths, limits)
     tokens = int(cut.cu_seqlens[-1])
-    query, key, value, grad = (torch.randn(tokens, 4, 32, device=DEVICE, dtype=dtype) for _ in range(4))
+    query, key, value, grad = torch.randn(4, tokens, 4, 32, device=DEVICE, dtype=dtype)
     if kind == "efficient":
         grad[cut.bias < 0] = 0  # as in training, where nothing depends on padding
-    value.requires_grad_()
-    output = way(lambda v: attend(kind, query, key, v, cut, 0.5, 0.2))(value)
-    (back,) = torch.autograd.grad(output, value, grad)
+    output, back = with_gradients(way(lambda v: attend(kind, query, key, v, cut, 0.5, 0.2)), [value], grad)
     for segment, (begin, length) in enumerate(zip(cut.cu_seqlens, lengths, strict=False)):
         part = slice(begin, begin + length)
         there = (grad[part].float() * output[part].float()).sum((0, 2))
@@ -316,13 +304,11 @@ def test_the_backward_pass_drops_what_the_forward_pass_dropped(kind, dtype, erro
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA GPU")
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS[1:])
 def test_a_captured_step_drops_anew_and_alike_in_both_passes(kind, dtype, error):
-    query, key, value, grad = (torch.randn(480, 4, 32, device=DEVICE, dtype=dtype) for _ in range(4))
+    query, key, value, grad = torch.randn(4, 480, 4, 32, device=DEVICE, dtype=dtype)
     cut = segments(kind, [96] * 5, 96)
-    value.requires_grad_()
 
     def step():
-        output = attend(kind, query, key, value, cut, 0.5, 0.2)
-        return output.detach(), *torch.autograd.grad(output, value, grad)
+        return with_gradients(lambda v: attend(kind, query, key, v, cut, 0.5, 0.2), [value], grad)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -341,15 +327,12 @@ def test_a_captured_step_drops_anew_and_alike_in_both_passes(kind, dtype, error)
 def test_with_dropout_all_gradients_are_those_of_the_pattern_that_was_drawn(kind, dtype, error):
     """The pattern is read off the output for values that are the identity: one segment of as many tokens as a head is
     wide."""
-    query, key, grad = (torch.randn(64, 1, 64, device=DEVICE, dtype=dtype).requires_grad_() for _ in range(3))
-    value = torch.eye(64, device=DEVICE, dtype=dtype)[:, None].requires_grad_()
-    cut = segments(kind, [64], 64)
-    output = attend(kind, query, key, value, cut, 0.5, 0.1)
-    found = torch.autograd.grad(output, (query, key, value), grad)
-    kept = (output[:, 0] != 0).double() / 0.5
-    q, k, v = (t.detach()[:, 0].double().requires_grad_() for t in (query, key, value))
-    expected = torch.autograd.grad((torch.softmax(q @ k.T * 0.1, -1) * kept) @ v, (q, k, v), grad[:, 0].double())
-    for one, other in zip(found, expected, strict=True):
+    query, key, grad = torch.randn(3, 64, 1, 64, device=DEVICE, dtype=dtype)
+    inputs, cut = (query, key, torch.eye(64, device=DEVICE, dtype=dtype)[:, None]), segments(kind, [64], 64)
+    output, *found = with_gradients(lambda *parts: attend(kind, *parts, cut, 0.5, 0.1), inputs, grad)
+    kept, wide = (output[:, 0] != 0).double() / 0.5, [x[:, 0].double() for x in inputs]
+    plain = with_gradients(lambda q, k, v: (torch.softmax(q @ k.T * 0.1, -1) * kept) @ v, wide, grad[:, 0].double())
+    for one, other in zip(found, plain[1:], strict=True):
         assert relative(one[:, 0].double(), other) < 10 * error
 
 
@@ -364,15 +347,11 @@ def test_no_two_heads_or_segments_drop_by_one_pattern(kind, dtype, error):
 
 
 def test_the_kernel_is_chosen_by_capability_and_named():
-    def kernel(variant, machine):
-        (spec,) = plan([variant], "smoke", data="synthetic:40", machine=machine)
-        return spec.settings.attention, spec.skip, " ".join(spec.adjusted)
-
-    assert kernel("E-packed", CPU)[:2] == ("block-diagonal", None)
-    assert kernel("E-packed", T4)[:2] == ("efficient", None)
-    assert kernel("E-packed", H200)[:2] == ("flash", None)
-    assert "flash" in kernel("E-packed", H200)[2]
-    assert "cuda_graph: False" in kernel("E-graph", CPU)[2]
+    for machine, kernel in ((CPU, "block-diagonal"), (T4, "efficient"), (H200, "flash")):
+        spec = planned("E-packed", machine=machine)
+        assert (spec.settings.attention, spec.skip) == (kernel, None)
+    assert "flash" in " ".join(spec.adjusted)
+    assert "cuda_graph: False" in " ".join(planned("E-graph").adjusted)
 
 
 def test_beyond_rows_run_and_end_to_end(tmp_path):
@@ -388,9 +367,10 @@ def test_a_captured_step_is_the_eager_step(samples, changes, tmp_path):
     """Ten steps without dropout, three of them eager and seven replayed, against ten eager ones."""
 
     def weights(captured):
-        spec = spec_of("E-graph", machine=H200, steps=10, checkpoint_every=0, measure_from=2)
-        spec, folder = resized(spec, {"cuda_graph": captured} | changes), tmp_path / str(captured)
-        model = without_dropout(build_model(spec))
+        sizes = {"steps": 10, "checkpoint_every": 0, "measure_from": 2}
+        spec = planned("E-graph", sizes=sizes, data="synthetic:200", machine=H200)
+        spec = resized(spec, {"compile": "none", "cuda_graph": captured} | changes)
+        folder, model = tmp_path / str(captured), without_dropout(build_model(spec))
         folder.mkdir()
         train(model, PackedBatches(samples, spec), spec, DEVICE, folder, quiet)
         return torch.cat([p.detach().flatten().float() for p in model.parameters()])

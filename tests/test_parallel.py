@@ -7,6 +7,7 @@ the tolerances below are relative and many times what was seen.
 import functools
 import gc
 import json
+import operator
 import types
 import weakref
 from importlib.util import find_spec
@@ -22,6 +23,7 @@ from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.zero1 import ALIGN, FlatShard
 from tests import warm
 from tests.conftest import slow
+from tests.material import table
 from tests.ranks import DEVICE, trained
 from tests.tiny import losses_of
 
@@ -29,35 +31,25 @@ from tests.tiny import losses_of
 CUT = {"shape": {"num_hidden_layers": 4, "num_attention_heads": 4}, "parts": 4}
 UNCUT = CUT | {"row": "E-masters-eager", "world": 1}
 BF16 = {"precision": "bf16", "optimizer": "adamw-master"}
-UNPACKED = {"ddp": "P1", "fsdp": "P-fsdp"}
-PACKED = {"flat": "P-one-bucket", "overlap": "P-overlap", "sharded": "P-zero1", "best": "P-overlap-zero1"}
-# name -> (the case, the same in one process, relative tolerance of each step's loss)
-CASES = {name: ({"row": row}, {"row": "A1", "world": 1}, 1e-4) for name, row in UNPACKED.items()}
-CASES |= {name: ({"row": row}, {"row": "E-dropout", "world": 1}, 1e-4) for name, row in PACKED.items()}
-for name, row in (UNPACKED | PACKED).items():
-    CASES[f"{name}-accumulated"] = ({"row": row, "preset": {"effective_batch": 32}}, None, 1e-4)
-for name, row in PACKED.items():
-    CASES[f"{name}-unequal"] = ({"row": row, "unequal": True}, None, 1e-4)
-for name, parallel in (("ddp", "ddp"), ("fsdp", "fsdp2")):
-    CASES[f"{name}-unequal"] = (CASES["flat-unequal"][0] | {"settings": {"parallel": parallel}}, None, 1e-4)
-CASES |= {
-    "ddp-bf16": ({"row": "P1-bf16"}, {"row": "A1", "world": 1}, 0.05),
-    "best-masters": ({"row": "P-overlap-zero1", "settings": BF16}, {"row": "P-one-bucket", "settings": BF16}, 0.05),
-    "sharded-masters": ({"row": "P-zero1", "settings": BF16}, {"row": "P-one-bucket", "settings": BF16}, 0.05),
-    "gpipe": ({"row": "P-gpipe"} | CUT, UNCUT, 1e-4),
-    "1f1b": ({"row": "P-1f1b"} | CUT, UNCUT, 1e-4),
-    "interleaved": ({"row": "P-interleaved"} | CUT, UNCUT, 1e-4),
-    "interleaved-unequal": ({"row": "P-interleaved", "unequal": True} | CUT, UNCUT | {"unequal": True}, 1e-4),
-    "1f1b-masters": ({"row": "P-1f1b", "settings": BF16} | CUT, UNCUT | {"settings": BF16}, 0.05),
-    "tensor": ({"row": "P-tensor"} | CUT, UNCUT, 1e-4),
-    "tensor-flat": ({"row": "P-tensor", "settings": {"parallel": "ddp-one-bucket"}} | CUT, UNCUT, 1e-4),
-    "tensor-unequal": ({"row": "P-tensor", "unequal": True} | CUT, UNCUT | {"unequal": True}, 1e-4),
-    "tensor-rounds": ({"row": "P-tensor", "rounds": 1e-6} | CUT, UNCUT, 1e-4),
-    # Within an epoch: at its end the Trainer leaves out more samples with more processes.
-    "trainer": ({"row": "P0", "preset": {"steps": 5}}, {"row": "A0", "world": 1, "preset": {"steps": 5}}, 1e-4),
-}
-if find_spec("deepspeed"):  # the last one, since a Trainer after it would take DeepSpeed, too
-    CASES["deepspeed"] = ({"row": "P0-deepspeed", "preset": {"steps": 5}}, {"row": "P0", "preset": {"steps": 5}}, 1e-4)
+OPTIONS = {"cut": CUT, "masters": {"settings": BF16}, "unequal": {"unequal": True}, "rounds": {"rounds": 1e-6}}
+OPTIONS |= {"accumulated": {"preset": {"effective_batch": 32}}}
+# Within an epoch: at its end the Trainer leaves out more samples with more processes.
+OPTIONS |= {"brief": {"preset": {"steps": 5}}}
+ONE_SETTING = ("ddp", "fsdp2", "ddp-one-bucket")
+OPTIONS |= {f"parallel={name}": {"settings": {"parallel": name}} for name in ONE_SETTING}
+
+
+def case_of(name: str, row: str, alone: str, tolerance: str, options: str) -> tuple[dict, dict | None, float]:
+    """The case, the same in one process, and the relative tolerance of each step's loss. Without another row for it the
+    case itself is trained by one process; what parts of a row alone have is of the case alone."""
+    words, several = options.split(), alone.startswith("P")
+    own = functools.reduce(operator.or_, (OPTIONS[word] for word in words), {"row": row})
+    shared = [OPTIONS[word] for word in words if word != "rounds" and "=" not in word]
+    other = functools.reduce(operator.or_, shared, {"row": alone} | ({} if several else {"world": 1}))
+    return own, other if alone else None, float(tolerance)
+
+
+CASES = {line[0]: case_of(*line) for line in table("together") if line[0] != "deepspeed" or find_spec("deepspeed")}
 
 
 # One of each kind is in the default tier.

@@ -1,26 +1,20 @@
 """Among fake tensors a kernel is compiled, once for each kind of arguments; what is really started waits for that."""
 
-import os
-import subprocess
-import sys
 import threading
+from unittest.mock import MagicMock
 
 import pytest
 import torch
-from torch import library
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qa_lib.kernels import common
+from tests.material import python
 
 
-class Kernel:
-    """Notes what it is started with."""
-
-    def __init__(self):
-        self.started = []
-
-    def __getitem__(self, grid):
-        return lambda *arguments, **options: self.started.append((grid, arguments, options))
+def started(kernel: MagicMock) -> list[tuple]:
+    """What a kernel was started with."""
+    grids = [each.args[0] for each in kernel.__getitem__.call_args_list]
+    return [(grid, each.args, each.kwargs) for grid, each in zip(grids, kernel[...].call_args_list, strict=True)]
 
 
 @pytest.fixture
@@ -40,7 +34,7 @@ def compiled(monkeypatch):
 
 def test_fake_tensors_start_nothing_and_have_each_kind_compiled_once(compiled):
     found, gate = compiled
-    kernel = Kernel()
+    kernel = MagicMock()
     with FakeTensorMode():
         for rows in (3, 3, 5):
             x = torch.empty(rows, device="cuda")
@@ -51,17 +45,17 @@ def test_fake_tensors_start_nothing_and_have_each_kind_compiled_once(compiled):
     common.wait(common._compiling.values())
     types = (torch.float32, torch.float16)
     assert sorted(found, key=str) == [((types, None, rows), {"BLOCK": 8}, "cuda") for rows in (3, 5)]
-    assert not kernel.started
+    assert not started(kernel)
 
 
 def test_what_is_started_waits_for_what_is_being_compiled(compiled):
     found, gate = compiled
-    kernel, x = Kernel(), torch.ones(2)
+    kernel, x = MagicMock(), torch.ones(2)
     with FakeTensorMode():
         common.launch(kernel, (1,), torch.empty(2, device="cuda"))
     threading.Timer(0.1, gate.set).start()
     common.launch(kernel, (7,), x, BLOCK=8)
-    assert found and kernel.started == [((7,), (x,), {"BLOCK": 8})]
+    assert found and started(kernel) == [((7,), (x,), {"BLOCK": 8})]
 
 
 def test_an_operator_tells_shapes_by_what_it_does():
@@ -69,7 +63,7 @@ def test_an_operator_tells_shapes_by_what_it_does():
     def doubled(x: torch.Tensor) -> torch.Tensor:
         return x.new_empty(2 * len(x)) if isinstance(x, torch._subclasses.FakeTensor) else torch.cat([x, x])
 
-    library.opcheck(doubled, (torch.ones(3),), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(doubled, (torch.ones(3),), test_utils=("test_schema", "test_faketensor"))
     assert torch.compile(doubled, backend="aot_eager", fullgraph=True)(torch.ones(3)).tolist() == [1.0] * 6
 
 
@@ -77,14 +71,8 @@ def test_an_operator_tells_shapes_by_what_it_does():
 @pytest.mark.parametrize("capability", ["9.0", "7.5"])  # the latter without attention and 8-bit floats
 def test_every_kernel_compiles_for_gpus_that_are_not_there(capability, tmp_path):
     """Triton's interpreter takes what its compiler does not: a float as a condition, for one."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    words = [sys.executable, "-m", "tests.compiling", capability]
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    said = []
-    for _ in range(2):
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        said.append(done.stdout.splitlines())
+    environment, words = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}, ("-m", "tests.compiling")
+    said = [python(*words, capability, **environment).stdout.splitlines() for _ in range(2)]
     assert (said[0].pop(), said[1].pop()) == ("found False", "found True"), "the second has the first one's cache"
     everywhere = {f"{name}_kernel" for name in ("norm_forward", "norm_backward", "sum_partials", "dropout")}
     everywhere |= {"gelu_forward_kernel", "gelu_backward_kernel", "square_sums", "adamw"}

@@ -1,8 +1,10 @@
 """Logits that do not depend on batching, model folders that are refused, and the command line."""
 
 import io
+import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -17,21 +19,20 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForQuestionAnswering, BertModel, PreTrainedModel
 
-from qa_lib.cli import parser_of
+from qa_lib.__main__ import main
 from qa_lib.data.load import load_data
 from qa_lib.data.squad import Example
 from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.data.windows import build_samples
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.hf_checkpoint import INDEX, SUMS, find_folder, write_digests
 from qa_lib.model.load import check_tokenizer
-from qa_lib.run.plan import identify_model, plan
+from qa_lib.run.plan import identify_model
 from qa_lib.score.decode import decode
 from qa_lib.score.evaluate import evaluate_answers, span_loss
-from qa_lib.score.predict import load_qa_model, main, predict_logits, window_lengths
-from tests.material import document, edited, flip_a_bit, question, refused, trained_tokenizer, write
-from tests.test_windows import TEXT, Given
-from tests.tiny import CPU, resized
+from qa_lib.score.predict import load_qa_model, predict_logits, window_lengths
+from tests.material import cases, document, edited, flip_a_bit, question, refused, trained_tokenizer, write
+from tests.test_windows import TEXT, built
+from tests.tiny import planned, resized
 
 EXAMPLES = [Example(f"q{i}", "Rivers", "where is it"[: i % 9], (TEXT * 2)[i : 9 * i + 3]) for i in range(40)]
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -42,19 +43,22 @@ def tokenizer():
     return trained_tokenizer([TEXT] * 3, 300)
 
 
+def bert(**more):
+    return BertConfig(**{"vocab_size": 300} | SMALL | more)
+
+
 @pytest.fixture(scope="module")
 def model(tokenizer):
     torch.manual_seed(0)
-    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=48, **SMALL)
-    built = BertForQuestionAnswering(config)
+    made = BertForQuestionAnswering(bert(vocab_size=len(tokenizer), max_position_embeddings=48))
     with torch.no_grad():
-        built.qa_outputs.weight *= 50  # a fresh model's logits nearly tie
-    return built.eval()
+        made.qa_outputs.weight *= 50  # a fresh model's logits nearly tie
+    return made.eval()
 
 
 @pytest.fixture(scope="module")
 def samples(tokenizer):
-    return build_samples(Given(EXAMPLES), tokenizer, 40, 10, cache=False)
+    return built(EXAMPLES, tokenizer, 40, 10)
 
 
 @pytest.fixture
@@ -102,7 +106,7 @@ def test_autocast(model, samples):
 @pytest.fixture(scope="module")
 def answered():
     """A model that has learnt nothing, its spec, and questions with answers."""
-    (spec,) = plan(["A1"], "smoke", data="synthetic:40", machine=CPU)
+    spec = planned()
     torch.manual_seed(0)
     return build_model(spec).eval(), spec, load_data(spec)
 
@@ -116,12 +120,9 @@ def test_held_out_loss_is_what_training_computes_of_each_window(answered, tmp_pa
             inputs = {name: torch.from_numpy(array) for name, array in samples.batch([number], length).items()}
             losses.append(model(**inputs).loss.item())
     assert 0 < (samples.end_positions > 0).sum() < len(samples)
-    right = evaluate_answers(model, data, spec, torch.device("cpu"), tmp_path)["loss"]
-    assert right == pytest.approx(np.mean(losses), rel=1e-5)
-    wrong = resized(spec, {"fault": "positional-join"})
-    assert evaluate_answers(model, data, wrong, torch.device("cpu"), tmp_path)["loss"] == right, (
-        "the fault is of answers"
-    )
+    wrong = resized(spec, {"fault": "positional-join"})  # of answers alone
+    found = [evaluate_answers(model, data, each, torch.device("cpu"), tmp_path)["loss"] for each in (spec, wrong)]
+    assert found == pytest.approx([np.mean(losses)] * 2, rel=1e-5)
 
 
 def test_an_infinite_held_out_loss_is_null(answered):
@@ -147,13 +148,17 @@ def test_batches_hold_what_they_may(samples):
 
 
 def run(*words):
-    return main(parser_of("predict").parse_args([str(word) for word in words]))
+    return main(["predict", *map(str, words)])
 
 
-def asked(model, capsys, question="where", context=TEXT):
+@pytest.fixture
+def asked(typed):
     """What is printed to one question."""
-    assert run("--model", model, "--question", question, "--context", context) == 0
-    return json.loads(capsys.readouterr().out)
+
+    def ask(model, question="where", context=TEXT):
+        return json.loads(typed("predict --model", model, "--question", question, "--context", context))
+
+    return ask
 
 
 DATA = document((TEXT, [question("q1", "where", ("Rotterdam", TEXT.index("Rotterdam"))), question("q2", "why?")]))
@@ -183,12 +188,12 @@ def test_questions_need_no_gold_answers_to_be_answered(folder, tmp_path):
     assert answers[0] == answers[1]
 
 
-def test_a_question_is_answered(folder, capsys):
-    found = asked(folder, capsys, "  where")
+def test_a_question_is_answered(folder, asked):
+    found = asked(folder, "  where")
     assert list(found) == ["answer", "probability", "null_odds"]
     assert found["answer"] in TEXT and 0 < found["probability"] <= 1
     assert (found["null_odds"] > 0) == (found["answer"] == "")
-    assert asked(folder, capsys, "", "")["answer"] == ""
+    assert asked(folder, "", "")["answer"] == ""
 
 
 @pytest.fixture
@@ -207,16 +212,16 @@ def hub(folder, tmp_path, monkeypatch):
     return snapshot
 
 
-def test_a_name_of_the_hub_answers_as_its_folder_does(hub, folder, capsys):
-    assert asked("lab/bert", capsys) == asked(folder, capsys)
+def test_a_name_of_the_hub_answers_as_its_folder_does(hub, folder, asked):
+    assert asked("lab/bert") == asked(folder)
     Path("lab/bert").mkdir(parents=True)
-    refused(r"lab/bert: no config\.json", asked, "lab/bert", capsys)  # a folder of that name comes first
+    refused(r"lab/bert: no config\.json", load_qa_model, "lab/bert")  # a folder of that name comes first
 
 
 @pytest.mark.parametrize("name", ["lab/none", "my-brt", "./my-bert", "/no/such/folder", "runs/x/y/"])
-def test_a_name_that_is_neither_a_folder_nor_a_hubs_is_one_line(hub, name, capsys):
-    said = refused("no such folder", asked, name, capsys)
-    assert name.strip("./") in said and len(said) < 220
+def test_a_name_that_is_neither_a_folder_nor_a_hubs_is_one_line(hub, name, typed):
+    said = typed("predict --question where --context there --model", name, code=2)
+    assert "no such folder" in said and name.strip("./") in said and said.count("\n") == 1 and len(said) < 230
 
 
 def test_only_safetensors_and_texts_are_asked_of_the_hub(hub, monkeypatch):
@@ -227,36 +232,38 @@ def test_only_safetensors_and_texts_are_asked_of_the_hub(hub, monkeypatch):
     assert list(filter_repo_objects(f"{kept} {others}".split(), **asked)) == kept.split()
 
 
-def test_one_thing_or_the_other(folder):
-    incomplete = ["", "data.json", "--out x", "--question x"]
-    for words in [*incomplete, "data.json --question x", "--question q --context c --out x"]:
-        refused(r"either DATA\.json and --out, or", run, "--model", folder, *words.split())
+INCOMPLETE = ["", "data.json", "--out x", "--question x", "data.json --question x", "--question q --context c --out x"]
 
 
-def test_bad_input_writes_nothing(folder, tmp_path, capsys):
+@pytest.mark.parametrize("words", INCOMPLETE)
+def test_one_thing_or_the_other(folder, words, typed):
+    assert "either DATA.json and --out, or" in typed(f"predict --model {folder} {words}", code=2)
+
+
+def test_bad_input_writes_nothing(folder, tmp_path, typed):
     data, out = tmp_path / "data.json", tmp_path / "out"
     long = document((TEXT, [question("q1", "river " * 60)]))
     room = "article 'Rivers', question 'q1': its .* tokens leave 0 of 48"
     empty = json.dumps(document())
-    for message, content in (("not JSON", "{"), ("an empty data set", empty), (room, json.dumps(long))):
+    for said, content in (("not JSON", "{"), ("an empty data set", empty), (room, json.dumps(long))):
         data.write_text(content)
-        refused(f"data.json: {message}", run, "--model", folder, data, "--out", out)
-        assert not out.exists()
-    refused("a paragraph of 1,000,000 characters", asked, folder, capsys, "x", "word " * 200_000)
+        found = typed("predict --model", folder, data, "--out", out, code=2)
+        assert re.search(f"data.json: {said}", found) and not out.exists()
+    words = ["--question", "x", "--context", "word " * 200_000]
+    assert "a paragraph of 1,000,000 characters" in typed("predict --model", folder, *words, code=2)
     out.write_text("mine")
-    refused("out is no folder that can be written to", run, "--model", folder, write(data, DATA), "--out", out)
-    assert out.read_text() == "mine"
-    assert capsys.readouterr().out == ""
+    said = typed("predict --model", folder, write(data, DATA), "--out", out, code=2)
+    assert "out is no folder that can be written to" in said and out.read_text() == "mine"
 
 
-def spoil_config(**changes):
+def config(**changes):
     return lambda folder: edited(folder / "config.json", **changes)
 
 
-def spoil_weights(change):
+def weights(change):
     def spoil(folder):
-        weights = load_file(folder / "model.safetensors")
-        save_file(change(weights), folder / "model.safetensors", {"format": "pt"})
+        found = load_file(folder / "model.safetensors")
+        save_file(change(found), folder / "model.safetensors", {"format": "pt"})
 
     return spoil
 
@@ -271,20 +278,30 @@ def saved(kind, config):
 
 def only_pickle(folder):
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
+    without_files("model.safetensors")(folder)
 
 
-def drop_tokenizer(folder):
-    for path in folder.glob("tokenizer*"):
-        path.unlink()
+def without_files(*patterns):
+    def spoil(folder):
+        for path in itertools.chain.from_iterable(map(folder.glob, patterns)):
+            path.unlink()
+
+    return spoil
 
 
 def indexed(folder, target):
     """Weights found through an index, which names `target`."""
-    weights = load_file(folder / "model.safetensors")
+    found = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    write(folder / INDEX, {"metadata": {}, "weight_map": dict.fromkeys(weights, target)})
-    return weights
+    write(folder / INDEX, {"metadata": {}, "weight_map": dict.fromkeys(found, target)})
+    return found
+
+
+def in_one_part(name):
+    def spoil(folder):
+        save_file(indexed(folder, name), folder / name, {"format": "pt"})
+
+    return spoil
 
 
 def replaced(name, by):
@@ -308,50 +325,41 @@ def flipped(name):
 def own_code(folder):
     (folder / "evil.py").write_text("open('ran', 'w')")
     auto = {"AutoModelForQuestionAnswering": "evil.Model", "AutoConfig": "evil.Config"}
-    spoil_config(model_type="evil", auto_map=auto)(folder)
+    config(model_type="evil", auto_map=auto)(folder)
 
 
-ONE_TYPE = BertConfig(vocab_size=300, type_vocab_size=1, **SMALL)
 DEBERTA = transformers.DebertaV2Config(vocab_size=300, **SMALL)
 # What a folder is refused for wherever it is given: to answer with, and to train from ...
 REFUSED = {
-    "no config.json": lambda folder: (folder / "config.json").unlink(),
+    "no config.json": without_files("config.json"),
     "not JSON": lambda folder: (folder / "config.json").write_text("{"),
     "config.json is no JSON object": lambda folder: (folder / "config.json").write_text("[]"),
     "config.json is neither": replaced("config.json", os.mkfifo),
     "special_tokens_map.json is neither": replaced("special_tokens_map.json", os.mkfifo),
     "cannot be loaded": lambda folder: (folder / "model.safetensors").write_bytes(b"noise"),
     "a model of type .deberta-v2.: its disentangled": saved(transformers.DebertaV2ForQuestionAnswering, DEBERTA),
-    "tokens in the tokenizer, 20 in the model": saved(BertForQuestionAnswering, BertConfig(vocab_size=20, **SMALL)),
-    "1000000 layers in config.json, 2 in the weights": spoil_config(num_hidden_layers=10**6),
-    "token_type_embeddings.weight is .*, .* by config.json": spoil_config(type_vocab_size=9),
-    "word_embeddings.weight is .*, .* by config.json": spoil_config(vocab_size=10**7),
-    "config.json has quantization_config": spoil_config(quantization_config={"load_in_8bit": 1}),
-    "config.json has transformers_weights": spoil_config(transformers_weights="x.bin"),
-    "embeddings.weight holds I32": spoil_weights(lambda weights: {name: t.int() for name, t in weights.items()}),
-    "the weights lack": spoil_weights(without("bert.encoder.layer.1.output.dense.bias")),
+    "tokens in the tokenizer, 20 in the model": saved(BertForQuestionAnswering, bert(vocab_size=20)),
+    "embeddings.weight holds I32": weights(lambda weights: {name: t.int() for name, t in weights.items()}),
+    "the weights lack": weights(without("bert.encoder.layer.1.output.dense.bias")),
     "names 'x.bin', which is no safetensors": lambda folder: torch.save(indexed(folder, "x.bin"), folder / "x.bin"),
-    "names '../outside.safetensors'": lambda folder: save_file(
-        indexed(folder, "../outside.safetensors"), folder.parent / "outside.safetensors", {"format": "pt"}
-    ),
-    "pipe.safetensors is neither": lambda folder: (
-        indexed(folder, "pipe.safetensors") and os.mkfifo(folder / "pipe.safetensors")
-    ),
+    "names '../outside.safetensors'": in_one_part("../outside.safetensors"),
+    "pipe.safetensors is neither": lambda f: indexed(f, "pipe.safetensors") and os.mkfifo(f / "pipe.safetensors"),
     "model.safetensors is neither a file nor": replaced("model.safetensors", lambda path: path.symlink_to("/dev/zero")),
     "'model.safetensors' is not the file that was saved": flipped("model.safetensors"),
     "'config.json' is not the file that was saved": flipped("config.json"),
 }
+REFUSED |= {said: config(**changes) for said, changes in cases("configurations that no verb takes").items()}
 # ... and for what an encoder need not have that is trained.
 REFUSED_TO_ANSWER = {
-    "no such folder": lambda folder: shutil.rmtree(folder),
-    r"not a question-answering model \(architectures: \['BertM": saved(BertModel, BertConfig(vocab_size=300, **SMALL)),
-    r"not a question-answering model \(architectures: None\)": spoil_config(architectures=None),
+    "no such folder": shutil.rmtree,
+    r"not a question-answering model \(architectures: \['BertM": saved(BertModel, bert()),
+    r"not a question-answering model \(architectures: None\)": config(architectures=None),
     "cannot be loaded: .*": own_code,
     "no weights in safetensors; a pickle": only_pickle,
-    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
-    r"no tokenizer \(": drop_tokenizer,
-    "the weights lack qa_outputs.bias": spoil_weights(without("qa_outputs.bias")),
-    "the model has one token type": saved(BertForQuestionAnswering, ONE_TYPE),
+    "no weights": without_files("model.safetensors"),
+    r"no tokenizer \(": without_files("tokenizer*"),
+    "the weights lack qa_outputs.bias": weights(without("qa_outputs.bias")),
+    "the model has one token type": saved(BertForQuestionAnswering, bert(type_vocab_size=1)),
 }
 
 
@@ -367,8 +375,7 @@ def test_model_folders_that_are_refused(folder, message, monkeypatch, capfd):
 
 
 def test_weights_in_parts_are_loaded(folder, model):
-    weights = indexed(folder, "part-1.safetensors")
-    save_file(weights, folder / "part-1.safetensors", {"format": "pt"})
+    in_one_part("part-1.safetensors")(folder)
     loaded, _ = load_qa_model(folder)
     assert torch.equal(loaded.qa_outputs.weight, model.qa_outputs.weight)
 
@@ -383,23 +390,20 @@ def test_models_that_are_loaded_at_one_time_leave_transformers_as_it_was(folder)
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
 def test_no_kernel_is_fetched_for_a_config_that_asks_for_one(folder, key, monkeypatch):
-    spoil_config(**{key: "kernels-community/flash-attn2@main"})(folder)
+    config(**{key: "kernels-community/flash-attn2@main"})(folder)
     monkeypatch.setattr("transformers.integrations.hub_kernels.get_kernel", lambda *_, **__: pytest.fail("fetched"))
     loaded, _ = load_qa_model(folder)
     assert loaded.config._attn_implementation == "sdpa"
 
 
 def test_a_folder_without_a_tokenizer_trains_nothing(folder):
-    for path in (*folder.glob("tokenizer*"), *folder.glob("vocab*")):
-        path.unlink()
-    with pytest.raises(ValueError, match="it has no words"):
-        build_tokenizer(folder)
+    without_files("tokenizer*", "vocab*")(folder)
+    refused("it has no words", build_tokenizer, folder)
 
 
 def test_preset_answerable_takes_no_question_without_an_answer():
-    (spec,) = plan(["A1"], "answerable", data="synthetic:100", model="tiny", machine=CPU)
-    with pytest.raises(ValueError, match=r"question \S+ has no answer"):
-        load_data(spec)
+    spec = planned("A1", "answerable", data="synthetic:100", model="tiny")
+    refused(r"question \S+ has no answer", load_data, spec)
 
 
 def test_windows_are_as_long_as_the_models_config_says_and_its_positions_allow(model, monkeypatch):
@@ -412,8 +416,7 @@ def test_windows_are_as_long_as_the_models_config_says_and_its_positions_allow(m
 
 def train_from(folder):
     """Plan a run from a folder and build what it trains, as `run` does before the first step."""
-    (spec,) = plan(["A2"], "local", data="synthetic:40", model=str(folder), machine=CPU)
-    spec = resized(spec, max_length=40, stride=10)
+    spec = planned("A2", "local", sizes={"max_length": 40, "stride": 10}, model=str(folder))
     data, model = load_data(spec), build_model(spec)
     check_tokenizer(folder, data.tokenizer, model)
     return model
@@ -421,11 +424,8 @@ def train_from(folder):
 
 def test_training_takes_an_encoder_without_a_head_weights_in_parts_and_half_precision(folder, model):
     encoder = {name: value.half() for name, value in model.state_dict().items() if "qa" not in name}
-    weights = {name.removeprefix("bert."): value for name, value in encoder.items()}
-    for path in folder.glob("model*"):
-        path.unlink()
-    save_file(weights, folder / "part-1.safetensors", {"format": "pt"})
-    write(folder / INDEX, {"metadata": {}, "weight_map": dict.fromkeys(weights, "part-1.safetensors")})
+    weights(lambda _: {name.removeprefix("bert."): value for name, value in encoder.items()})(folder)
+    in_one_part("part-1.safetensors")(folder)
     trained = train_from(folder)
     layer = "bert.encoder.layer.1.output.dense.weight"
     assert torch.equal(trained.get_parameter(layer), model.get_parameter(layer).half().float())
@@ -438,8 +438,8 @@ def test_a_kept_model_holds_digests_that_sha256sum_reads_and_is_replaced_whole(t
     folder = tmp_path / "model"
     for seed in (0, 1):
         torch.manual_seed(seed)
-        config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=48, **SMALL)
-        save_model(BertForQuestionAnswering(config), tokenizer, folder)
+        made = BertForQuestionAnswering(bert(vocab_size=len(tokenizer), max_position_embeddings=48))
+        save_model(made, tokenizer, folder)
         load_qa_model(folder)
     done = subprocess.run(["sha256sum", "-c", SUMS], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0 and "model.safetensors: OK" in done.stdout

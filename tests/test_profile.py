@@ -2,18 +2,19 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from qa_lib.archive import Run
 from qa_lib.measure import trace
-from qa_lib.record import RecordError
 from qa_lib.run import fit, profile
-from qa_lib.run.plan import plan
-from qa_lib.spec import Machine
+from tests.kernels import DEVICE
+from tests.material import ROOT, cases, refused, table
+from tests.tiny import planned
 
-HIDDEN, WIDE = 768, 3072
+HIDDEN, WIDE = 768, 3072  # as in parts.csv and cases.json
 WIDTHS = trace.Widths(HIDDEN, WIDE, outputs=2)
 
 
@@ -30,36 +31,27 @@ def launched(name, ts, dur, at, call, number=None, graph=False):
     yield {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur, "tid": 7, "args": args}
 
 
+KERNELS = cases("kernels of a step")
+
+
 def gpu_trace():
     """Two steps of four kernels each; the device runs 1,000 us behind the host."""
     events = []
     for step in (0, 1):
         base, call = 5000 * step, 10 * step
-        events += [
-            cpu(f"ProfilerStep#{step + 5}", base, 4000, cat="user_annotation"),
-            cpu("forward", base + 10, 900, cat="user_annotation"),
-            cpu("backward", base + 1000, 900, cat="user_annotation"),
-            cpu("optimizer", base + 2000, 900, cat="user_annotation"),
-            cpu("aten::addmm", base + 20, 10, [(HIDDEN,), (64, WIDE), (WIDE, HIDDEN)], call),
-            cpu("aten::mm", base + 1020, 10, [(64, HIDDEN), (HIDDEN, HIDDEN)], call + 1),
-            cpu("aten::native_layer_norm", base + 40, 10, [(64, HIDDEN)], call + 2),
-            cpu("aten::mul", base + 2020, 10, [(WIDTHS)], call + 3),
-        ]
-        kernels = ("nvjet_tst", 25, 0), ("nvjet_ntt", 1025, 1), ("norm_kernel", 45, 2), ("adam", 2025, 3)
-        for kernel, at, offset in kernels:
-            events += launched(kernel, base + at + 1000, 100, base + at, call + offset, call + offset)
+        events.append(cpu(f"ProfilerStep#{step + 5}", base, 4000, cat="user_annotation"))
+        for number, phase in enumerate(("forward", "backward", "optimizer")):
+            events.append(cpu(phase, base + max(10, 1000 * number), 900, cat="user_annotation"))
+        for number, (kernel, at, op, sizes, *_) in enumerate(KERNELS):
+            events.append(cpu(op, base + at - 5, 10, sizes, call + number))
+            events += launched(kernel, base + at + 1000, 100, base + at, call + number, call + number)
     return events
 
 
 def test_a_kernel_belongs_to_the_phase_and_part_that_launched_it():
     work = trace.work(gpu_trace(), WIDTHS)
     found = {(row.name, row.phase, row.part) for row in work.itertuples()}
-    assert found == {
-        ("nvjet_tst", "forward", "feed-forward"),
-        ("nvjet_ntt", "backward", "attention"),
-        ("norm_kernel", "forward", "norms and elementwise"),
-        ("adam", "optimizer", "optimizer"),
-    }
+    assert found == {(kernel, phase, part) for kernel, *_, phase, part in KERNELS}
     assert list(work["step"]) == [0] * 4 + [1] * 4
     assert work["start_ms"].tolist()[:2] == pytest.approx([0.0, 0.02])
     summary = trace.summary(work, gpu_trace(), step_ms=0.5)
@@ -81,25 +73,9 @@ def test_kernels_of_a_graph_take_the_labels_of_those_launched_one_by_one():
     assert trace.summary(labelled, events, 1.0)["launches_per_step"] == 5  # one call each, in this made-up trace
 
 
-@pytest.mark.parametrize(
-    ("kernel", "op", "sizes", "phase", "part"),
-    [
-        ("void pytorch_flash::flash_fwd_kernel", "aten::_flash_attention_forward", [], "forward", "attention"),
-        ("cutlass_80_gemm", "aten::bmm", [(96, 384, 64), (96, 64, 384)], "backward", "attention"),
-        ("triton_per_fused_add_native_dropout_native_layer_norm_5", "", [], "forward", "norms and elementwise"),
-        ("triton_poi_fused_gelu_2", "", [], "forward", "norms and elementwise"),
-        (*["triton_poi_fused_addmm_gelu_2"] * 2, [(64, WIDE)], "forward", "norms and elementwise"),
-        ("vectorized_elementwise_kernel", "aten::copy_", [(WIDE, HIDDEN)], "forward", "copies"),
-        ("Memcpy HtoD", "", [], "forward", "copies"),
-        ("triton_per_fused_add_embedding_native_layer_norm_0", "", [], "forward", "embeddings"),
-        ("GammaBetaBackwardCUDAKernel", "aten::native_layer_norm_backward", [], "backward", "norms and elementwise"),
-        ("sort", "aten::embedding_dense_backward", [(64, HIDDEN)], "backward", "embeddings"),
-        ("nll_loss_forward", "aten::nll_loss_forward", [(8, 384)], "forward", "loss"),
-        ("splitKreduce_kernel", "aten::addmm", [(2,), (64, HIDDEN), (HIDDEN, 2)], "forward", "loss"),
-        ("multi_tensor_apply_kernel", "aten::_foreach_norm", [], "optimizer", "optimizer"),
-    ],
-)
+@pytest.mark.parametrize(("kernel", "op", "sizes", "phase", "part"), table("parts"))
 def test_parts(kernel, op, sizes, phase, part):
+    sizes = [tuple(map(int, size.split("x"))) for size in sizes.split()]
     assert trace.part_of(kernel, op, sizes, phase, WIDTHS) == part
 
 
@@ -113,17 +89,8 @@ def test_on_a_cpu_an_operator_is_charged_its_own_time_alone():
     assert trace.work(events, WIDTHS)["ms"].tolist() == pytest.approx([0.1, 0.2])
 
 
-PAGE = """==PROF== Connected to process 7
-"ID","Process ID","Kernel Name","gpu__time_duration.sum","sm__throughput","dram__bytes.sum"
-"","","","nsecond","%","byte"
-"0","7","gemm","2,000","90.0","1,000,000"
-"1","7","gemm","6,000","50.0","3,000,000"
-"2","7","norm","1,000","10.0","n/a"
-"""
-
-
 def test_nsight_computes_page_is_summed_by_kernel():
-    gemm, norm = profile.parse_counters(PAGE)
+    gemm, norm = profile.parse_counters((ROOT / "tests" / "nsight.csv").read_text())
     assert (gemm["name"], gemm["count"], gemm["us"], gemm["dram_bytes"]) == ("gemm", 2, 8.0, 4e6)
     assert norm["dram_bytes"] is None and gemm["fp8_ops"] is None
     assert profile.parse_counters("==ERROR== ERR_NVGPUCTRPERM\n") == []
@@ -132,14 +99,13 @@ def test_nsight_computes_page_is_summed_by_kernel():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 def test_without_a_gpu_counters_are_refused_in_one_line():
     said = []
-    (spec,) = plan(["A1"], "smoke", data="synthetic:200", machine=Machine())
-    assert profile.counters(spec, said.append) is None
+    assert profile.counters(planned(), said.append) is None
     assert len(said) == 1 and "no GPU" in said[0]
 
 
 def test_what_gradients_take_is_not_taken_for_activations(monkeypatch):
-    held = iter((100, 160, 160, 575, 575, 635, 635, 540))  # MiB before and after: two micro-batches
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(held))
+    held = (100, 160, 160, 575, 575, 635, 635, 540)  # MiB before and after: two micro-batches
+    monkeypatch.setattr(torch.cuda, "memory_allocated", Mock(side_effect=held))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 600)
     hooks = profile.MemoryHooks(1, Path("unused"))
@@ -150,35 +116,34 @@ def test_what_gradients_take_is_not_taken_for_activations(monkeypatch):
 
 
 def test_a_profile_of_a_row_on_this_machine(tmp_path):
-    (spec,) = plan(["E-packed-efficient" if torch.cuda.is_available() else "A2"], "smoke", data="synthetic:200")
-    said = []
+    spec, said = (
+        planned("E-packed-efficient" if DEVICE.type == "cuda" else "A2", data="synthetic:200", machine=None),
+        [],
+    )
     profile.profile(spec, tmp_path, said.append)
-    snapshot = tmp_path / spec.run_path / profile.SNAPSHOT
-    if torch.cuda.is_available():
+    folder = tmp_path / spec.run_path
+    snapshot, time = folder / profile.SNAPSHOT, Run({}, folder).profile()["time"]
+    if DEVICE.type == "cuda":
         assert b"train/loop.py" in snapshot.read_bytes() and b"device_traces" in snapshot.read_bytes()
     else:
         assert not snapshot.exists() and "A2: no memory snapshot, which is of a GPU" in said[0]
-    found = Run({}, tmp_path / spec.run_path).profile()
-    time = found["time"]
     for phase, part in (("forward", "attention"), ("backward", "feed-forward"), ("optimizer", "optimizer")):
         assert time["parts"][phase][part] > 0
     assert time["busy_ms"] == pytest.approx(sum(sum(parts.values()) for parts in time["parts"].values()))
-    events = trace.read((tmp_path / spec.run_path / "trace.json.gz").read_bytes())
+    events = trace.read((folder / "trace.json.gz").read_bytes())
     steps = {event["name"] for event in events if event.get("name", "").startswith("ProfilerStep#")}
     assert len(steps) == profile.PROFILED == trace.work(events, trace.Widths(1, 2, 3))["step"].nunique()
 
 
 def test_a_profile_that_fails_leaves_the_older_one_whole(tmp_path, monkeypatch):
-    (spec,) = plan(["A2"], "smoke", data="synthetic:200")
+    spec = planned("A2")
     folder = tmp_path / spec.run_path
     folder.mkdir(parents=True)
     (folder / "profile.json").write_text("older")
-    monkeypatch.setattr(fit, "build_model", lambda *_: (_ for _ in ()).throw(RuntimeError("no model")))
+    monkeypatch.setattr(fit, "build_model", Mock(side_effect=RuntimeError("no model")))
     with pytest.raises(RuntimeError, match="no model"):
         profile.profile(spec, tmp_path, lambda _: None)
     assert [(p.name, p.read_text()) for p in folder.iterdir()] == [("profile.json", "older")]
-    with pytest.raises(RecordError, match=r"profile\.json: not readable"):
-        Run({}, folder).profile()
+    refused(r"profile\.json: not readable", Run({}, folder).profile)
     (folder / "profile.json").write_text(json.dumps({"schema": "other"}))
-    with pytest.raises(RecordError, match="schema 'other' is not known"):
-        Run({}, folder).profile()
+    refused("schema 'other' is not known", Run({}, folder).profile)

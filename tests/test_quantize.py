@@ -12,26 +12,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForQuestionAnswering, GPT2Config, GPT2LMHeadModel
 
-from qa_lib.__main__ import main
 from qa_lib.data.synthetic import synthetic_squad
-from qa_lib.errors import UserError
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.hf_checkpoint import QUANTIZED, SUMS
 from qa_lib.model.qat import WIDTHS, _pack, _unpack, is_rounding, quantize
 from qa_lib.record import QUANTIZED_SCHEMA, SCORING, RunTaken, document, lock
 from qa_lib.run.fit import fit
-from qa_lib.run.plan import plan
 from qa_lib.run.quantize import quantize_run
 from qa_lib.score.choices import named, offered
 from qa_lib.score.predict import answering_device, load_qa_model
 from qa_lib.spec import Machine
 from tests.material import change_record, edited, refused, write
-from tests.tiny import quiet, resized
+from tests.tiny import planned, quiet
 
 
 def spec_of(variant):
-    (spec,) = plan([variant], "smoke", data="synthetic:60", machine=Machine(torchao=True))
-    return resized(spec, steps=4, measure_from=1, checkpoint_every=0)
+    sizes = {"steps": 4, "measure_from": 1, "checkpoint_every": 0}
+    return planned(variant, sizes=sizes, data="synthetic:60", machine=Machine(torchao=True))
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +92,7 @@ def test_what_is_saved_is_what_is_loaded_and_not_trained(width, run, monkeypatch
     quantize(model, width)
     loaded, _ = load_qa_model(run / f"model-{width}")
     assert torch.equal(logits(loaded), logits(model))
-    (spec,) = plan(["A1"], "local", data="synthetic:40", model=str(run / f"model-{width}"), machine=Machine())
-    refused("quantized, and train no more", build_model, spec)
+    refused("quantized, and train no more", build_model, planned("A1", "local", model=str(run / f"model-{width}")))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert answering_device(loaded) == "cpu" and answering_device(load_qa_model(run / "model")[0]) == "cuda"
     found = document(run / f"model-{width}" / "quantized.json", QUANTIZED_SCHEMA)
@@ -108,10 +104,9 @@ def test_what_is_saved_is_what_is_loaded_and_not_trained(width, run, monkeypatch
 
 
 @pytest.mark.torchao
-def test_predict_and_the_app_take_it(runs, run, capsys):
+def test_predict_and_the_app_take_it(runs, run, typed):
     asked = ["--question", "who wrote it", "--context", "it was written by ada"]
-    assert main(["predict", "--model", str(run / "model-int8"), *asked]) == 0
-    assert "answer" in json.loads(capsys.readouterr().out)
+    assert "answer" in json.loads(typed("predict --model", run / "model-int8", *asked))
     choices = {choice.key: choice for choice in offered(runs)}
     assert [key.rpartition("/")[2] for key in sorted(choices)] == [run.name, "model-int4", "model-int8"]
     eighth = choices[f"{run.parent.name}/{run.name}/model-int8"]
@@ -122,10 +117,7 @@ def test_predict_and_the_app_take_it(runs, run, capsys):
 
 def copied(folder, to, config=None, tensors=None):
     """A quantized folder with another config or other tensors, and without digests, as somebody might write it."""
-    to.mkdir()
-    for path in folder.iterdir():
-        if path.name != SUMS:
-            (to / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(folder, to, ignore=shutil.ignore_patterns(SUMS))
     edited(to / "config.json", **config or {})
     if tensors:
         save_file({name: t.contiguous() for name, t in tensors(load_file(to / QUANTIZED)).items()}, to / QUANTIZED)
@@ -153,46 +145,43 @@ def test_a_folder_of_other_numbers_is_refused(fault, run, tmp_path):
 
 @pytest.mark.torchao
 def test_layers_that_cannot_be_quantized_are_named():
-    with pytest.raises(UserError, match=r"GPT2LMHeadModel: its layers have no torch\.nn\.Linear"):
-        quantize(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=40)), "int8")
+    conv = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=40))
+    refused(r"GPT2LMHeadModel: its layers have no torch\.nn\.Linear", quantize, conv, "int8")
     odd = BertConfig(hidden_size=24, num_attention_heads=1, num_hidden_layers=1, intermediate_size=32, vocab_size=40)
     refused("a linear layer of 24 inputs", quantize, BertForQuestionAnswering(odd), "int4")
 
 
+@pytest.fixture
+def again(run, tmp_path):
+    """The run without quantized models, in another folder."""
+    return shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("model-int*"))
+
+
 @pytest.mark.torchao
-def test_what_is_found_names_the_questions_without_the_folders_above_them(run, tmp_path):
-    shutil.copytree(run / "model", tmp_path / "run" / "model")
-    shutil.copy(run / "record.json", tmp_path / "run")
+def test_what_is_found_names_the_questions_without_the_folders_above_them(again, tmp_path):
     questions = write(tmp_path / "questions.json", synthetic_squad(20, 1))
-    found = quantize_run(tmp_path / "run", "int8", str(questions), say=quiet)
-    assert found["data"]["name"] == "questions.json"
+    assert quantize_run(again, "int8", str(questions), say=quiet)["data"]["name"] == "questions.json"
 
 
-def test_other_questions_of_the_same_name_are_refused(run, tmp_path, monkeypatch):
+def test_other_questions_of_the_same_name_are_refused(again, tmp_path, monkeypatch):
     """A record has the last part of a path alone, which may be something else in the folder that this is called in."""
-    shutil.copytree(run / "model", tmp_path / "run" / "model")
-    shutil.copy(run / "record.json", tmp_path / "run")
-    change_record(tmp_path / "run", data={"name": "squad"})
+    change_record(again, data={"name": "squad"})
     (tmp_path / "squad").mkdir()
     for seed, name in enumerate(["train.json", "validation.json"]):
         write(tmp_path / "squad" / name, synthetic_squad(20, seed))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"'squad' is not the data of A1-fp32-s0-.* here: give --data"):
-        quantize_run(tmp_path / "run", "int8", say=quiet)
+    refused(r"'squad' is not the data of A1-fp32-s0-.* here: give --data", quantize_run, again, "int8", say=quiet)
 
 
-def test_a_run_without_a_model_an_unknown_width_and_a_missing_package_are_one_line(run, tmp_path, monkeypatch, capsys):
+def test_a_run_without_a_model_an_unknown_width_and_a_missing_package_are_one_line(run, tmp_path, monkeypatch, typed):
     (tmp_path / "record.json").write_bytes((run / "record.json").read_bytes())
-    assert main(["quantize", str(tmp_path)]) == 2
-    assert "no model/ in it" in capsys.readouterr().err
+    assert "no model/ in it" in typed("quantize", tmp_path, code=2)
     change_record(tmp_path, task={"name": "lm"}, quality=dict.fromkeys(SCORING["lm"]["scores"]))
-    assert main(["quantize", str(tmp_path)]) == 2
-    assert "its task is 'lm'" in capsys.readouterr().err
+    assert "its task is 'lm'" in typed("quantize", tmp_path, code=2)
     refused("weights of 'int3': int8 or int4 can be had", quantize_run, run, "int3")
     for module in ("torchao", "torchao.quantization", "torchao.quantization.qat"):
         monkeypatch.setitem(sys.modules, module, None)
-    assert main(["quantize", str(run)]) == 2
-    assert "pip install torchao" in capsys.readouterr().err
+    assert "pip install torchao" in typed("quantize", run, code=2)
     refused("pip install torchao", build_model, spec_of("A1-int8"))
 
 

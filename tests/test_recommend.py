@@ -21,28 +21,25 @@ from qa_lib.report import load
 from qa_lib.report.stats import BASELINE, MARGIN, equivalence
 from qa_lib.run import fit, launch, process, sweep
 from qa_lib.run import recommend as choosing
-from qa_lib.run.fit import outcome_of
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, resolve
 from qa_lib.train.step_log import StepFailed
 from qa_lib.variants import TASKS, VARIANTS, find_recipe
 from tests import small  # noqa: F401, which has the preset
 from tests.conftest import slow
-from tests.material import committed
-from tests.tiny import checkpoint
+from tests.material import cases, committed, leave, refused, table
+from tests.tiny import CPU, checkpoint
 
-BACKENDS = ("inductor", "aot_eager", "cudagraphs")
-CPU = Machine(backends=BACKENDS, bitsandbytes=True, compiler=True)
 LARGE = BertConfig(num_hidden_layers=24, hidden_size=1024, num_attention_heads=16, intermediate_size=4096)
 MINILM = BertConfig(num_hidden_layers=6, hidden_size=384, num_attention_heads=12, intermediate_size=1536)
 
 
-def card(name: str, sm: int, gib: float, **more) -> Machine:
-    return dataclasses.replace(CPU, hardware=name, gpus=1, sm=sm, free_mib=int(1024 * gib), **more)
+def card(name: str, sm: int, gib: float, gpus: int = 1, **more) -> Machine:
+    return dataclasses.replace(CPU, hardware=name, gpus=gpus, sm=sm, free_mib=int(1024 * gib), **more)
 
 
 T4, A100, L4 = card("t4", 75, 14.6), card("a100-sxm4-40gb", 80, 39), card("l4", 89, 22)
-RTX, H100 = card("rtx-4090", 89, 23.5), card("h100-80gb-hbm3", 90, 79)
+H100 = card("h100-80gb-hbm3", 90, 79)
 
 
 @pytest.fixture
@@ -64,43 +61,19 @@ def chosen(machine, runs, *model, **own):
     return found.variant, found.settings.micro_batch, found.adjusted[0]
 
 
-def leave(spec, runs, status, kind=None, step=None):
+def fails(spec, runs, status, kind=None, step=None):
     """A record of a run of that spec that ended so."""
-    entry = record.new_record(spec, {})
-    error = {"kind": kind, "message": f"what {kind} says", "step": step}
-    return record.finish(runs / spec.run_path, entry, status, error)
+    return record.read_record(leave(runs, spec, status, {"kind": kind, "message": f"what {kind} says", "step": step}))
 
 
-@pytest.mark.parametrize(
-    ("machine", "model", "variant", "size", "why"),
-    [
-        (T4, "base", "E-t4-norm", 32, "on t4, since E-moments needs a GPU of compute capability 8.0 or newer"),
-        (T4, "large", "E-t4-norm", 32, "of 14.6 GiB that are free"),
-        (T4, "minilm", "E-t4-norm", 32, "predicted: 1."),
-        (A100, "base", "E-moments", 32, "on a100-sxm4-40gb, since E-fp8 needs a GPU of compute capability 8.9"),
-        (A100, "large", "E-moments", 32, "of 39.0 GiB"),
-        (L4, "base", "E-fp8", 32, "on l4, the quickest known; predicted: 3."),
-        (RTX, "large", "E-fp8", 32, "on rtx-4090, the quickest known"),
-        (H100, "base", "E-fp8", 32, "the quickest known"),
-        (dataclasses.replace(H100, free_mib=0), "base", "E-fp8", 32, "on h100-80gb-hbm3, the quickest known"),
-        (card("v100", 70, 15.7), "base", "E-t4", 32, "since E-masters needs"),
-        (card("h100", 90, 79, compiler=False), "base", "A2", 32, "since A4 torch.compile needs"),
-        (
-            card("p100", 60, 15.9, compiler=False),
-            "large",
-            "A2",
-            16,
-            "A2 at micro-batch 32 would take 18.0 of 15.9",
-        ),
-        (card("rtx-3050", 86, 2.5), "base", "E-moments", 8, "since E-moments at micro-batch 16 would take 2."),
-        (CPU, "large", "A4", 8, "on cpu, the quickest known"),
-        (dataclasses.replace(CPU, compiler=False), "base", "A2", 8, "since A4 torch.compile needs a C++ compiler"),
-    ],
-)
-def test_a_machine_gets_the_quickest_that_it_runs_and_that_fits(machine, model, variant, size, why, models, tmp_path):
-    name, micro_batch, said = chosen(machine, tmp_path, models[model])
-    assert (name, micro_batch) == (variant, size)
-    assert said.startswith(f"recommended: {variant} at micro-batch {size} on {machine.hardware}, ") and why in said
+@pytest.mark.parametrize(("name", "sm", "gib", "compiler", "model", "variant", "size", "why"), table("recommended"))
+def test_a_machine_gets_the_quickest_that_it_runs_and_that_fits(
+    name, sm, gib, compiler, model, variant, size, why, models, tmp_path
+):
+    machine = card(name, int(sm), float(gib), compiler=compiler == "yes", gpus=int(name != "cpu"))
+    *found, said = chosen(machine, tmp_path, models[model])
+    assert found == [variant, int(size)]
+    assert said.startswith(f"recommended: {variant} at micro-batch {size} on {name}, ") and why in said
     assert "\n" not in said
 
 
@@ -109,8 +82,7 @@ def test_a_size_that_was_asked_for_stays_and_a_batch_of_ones_own_is_divided(mode
     assert chosen(T4, tmp_path, batch=48)[:2] == ("E-t4-norm", 48)
     tight = dataclasses.replace(A100, free_mib=2800)
     assert chosen(tight, tmp_path, batch=48)[:2] == ("E-moments", 12)
-    with pytest.raises(UserError, match="E-moments at micro-batch 32 would take 3"):
-        chosen(tight, tmp_path, micro_batch=32)
+    refused("E-moments at micro-batch 32 would take 3", chosen, tight, tmp_path, micro_batch=32)
 
 
 def test_the_size_that_was_measured_to_be_quickest_comes_first():
@@ -124,11 +96,9 @@ def test_the_size_that_was_measured_to_be_quickest_comes_first():
 
 
 def test_where_nothing_fits_one_line_says_what_to_do(models, tmp_path):
-    with pytest.raises(UserError) as refused:
-        chosen(card("gtx-1050", 61, 2, compiler=False), tmp_path, models["large"])
-    said = str(refused.value)
-    assert "on gtx-1050: A2 at micro-batch 1 would take" in said and "of 2.0 GiB that are free" in said
-    assert "--max-length" in said and "nvidia-smi" in said and "\n" not in said
+    small_card = card("gtx-1050", 61, 2, compiler=False)
+    said = refused("on gtx-1050: A2 at micro-batch 1 would take", chosen, small_card, tmp_path, models["large"])
+    assert "of 2.0 GiB that are free" in said and "--max-length" in said and "nvidia-smi" in said
 
 
 def test_a_checkout_without_records_takes_the_largest_that_fits(tmp_path, monkeypatch):
@@ -164,70 +134,46 @@ def test_plan_puts_it_in_the_place_of_the_name(tmp_path):
     sizes = plan(["recommended"], "smoke", micro_batch=[8, 16], **where)
     assert [(spec.settings.micro_batch, spec.chosen) for spec in sizes] == [(8, ["variant"]), (16, ["variant"])]
     assert len(plan(["recommended", "E-t4-norm"], "smoke", micro_batch=16, **where)) == 1
-    with pytest.raises(UserError, match="does not divide"):
-        plan(["recommended"], "smoke", micro_batch=5, **where)
+    refused("does not divide", plan, ["recommended"], "smoke", micro_batch=5, **where)
     (text,) = plan(["recommended"], "lm-smoke", **where)
     assert (text.variant, text.settings.micro_batch) == ("L-fp16", 16)
 
 
 def test_what_a_card_could_not_do_is_passed_over(tmp_path):
     spec = choosing.choose(unchosen(H100), H100, tmp_path)
-    leave(spec, tmp_path, "oom", "OutOfMemoryError", step=7)
+    fails(spec, tmp_path, "oom", "OutOfMemoryError", step=7)
     variant, size, said = chosen(H100, tmp_path)
     assert (variant, size) == ("E-fp8", 16), "the next size, of what ran out of memory"
     assert f"E-fp8 failed here at micro-batch 32 (what OutOfMemoryError says; {spec.group}/{spec.run_id})" in said
-    leave(choosing.choose(unchosen(H100), H100, tmp_path), tmp_path, "error", "CompilationError", step=1)
+    fails(choosing.choose(unchosen(H100), H100, tmp_path), tmp_path, "error", "CompilationError", step=1)
     assert chosen(H100, tmp_path)[:2] == ("E-moments", 32)
     assert chosen(H100, tmp_path, preset="bench")[0] == "E-moments", "whatever the preset"
     for other in (dataclasses.replace(H100, hardware="h200"), L4):
         assert chosen(other, tmp_path)[:2] == ("E-fp8", 32), "of another card nothing is known"
     assert chosen(H100, tmp_path, max_length=256)[:2] == ("E-fp8", 32)
-    for _ in range(30):
-        with_all = choosing._failed(unchosen(H100), tmp_path)
-        try:
-            leave(choosing.choose(unchosen(H100), H100, tmp_path), tmp_path, "error", "RuntimeError")
-        except UserError as problem:
-            assert "no variant is known" in str(problem) and len(with_all) == 9
-            break
-    else:
-        raise AssertionError("it never ends")
+    with pytest.raises(UserError, match="no variant is known"):
+        for _ in range(30):
+            fails(choosing.choose(unchosen(H100), H100, tmp_path), tmp_path, "error", "RuntimeError")
+    assert len(choosing._failed(unchosen(H100), tmp_path)) == len(TASKS["qa"]["ladder"]) + 1, "two sizes of the first"
 
 
-@pytest.mark.parametrize(
-    ("status", "kind", "step", "steps", "found"),
-    [
-        ("error", "CompilationError", 1, None, True),
-        ("error", "RuntimeError", None, None, True),
-        ("error", "FileNotFoundError", 1, None, True),  # a compiler's
-        ("oom", "OutOfMemoryError", 90, None, True),
-        ("error", "RuntimeError", 2, None, False),
-        ("error", "DataError", None, None, False),
-        ("error", "RuntimeError", None, 400, False),  # in scoring
-        ("oom", "OutOfMemoryError", None, 400, False),
-        ("killed", "killed", None, None, False),
-        ("ok", None, None, 400, False),
-    ],
-)
+@pytest.mark.parametrize(("status", "kind", "step", "steps", "found"), cases("ends that are the machine's"))
 def test_which_ends_are_the_machines(status, kind, step, steps, found):
+    """A file that is not found in the first step is a compiler's; what fails after all steps fails in scoring."""
     error = {"kind": kind, "step": step}
     assert record.unable({"status": status, "error": error, "time": {"steps": steps}}) is found
 
 
 def test_mistakes_are_told_by_their_kind():
-    def kind(problem):
-        return outcome_of(problem)["error"]["kind"]
-
-    def step_failed(problem):
-        failed = StepFailed(1)
-        failed.__cause__ = problem
-        return failed
+    def is_mistake(problem):
+        return fit.outcome_of(problem)["error"]["kind"] in record.MISTAKES
 
     class Unreachable(ConnectionError):
         """As libraries have them."""
 
-    assert kind(Unreachable()) in record.MISTAKES and kind(DataError("x")) in record.MISTAKES
-    assert kind(step_failed(FileNotFoundError(2, "no ptxas"))) not in record.MISTAKES
-    assert kind(RuntimeError()) not in record.MISTAKES
+    failed = StepFailed(1)
+    failed.__cause__ = FileNotFoundError(2, "no ptxas")
+    assert list(map(is_mistake, (Unreachable(), DataError("x"), failed, RuntimeError()))) == [True, True, False, False]
 
     for module in pkgutil.walk_packages(qa_lib.__path__, "qa_lib."):
         if not module.name.startswith(("qa_lib.report", "qa_lib.kernels", "qa_lib.__main__", "qa_lib.app")):
@@ -282,34 +228,31 @@ def test_a_run_that_fails_later_or_by_a_mistake_is_not_replaced(tmp_path, monkey
     """`fit` says so in one line; what failed would fail again."""
 
     def run_all(self, specs, *_):
-        return [leave(spec, self.runs, "error", "DataError") for spec in specs]
+        return [fails(spec, self.runs, "error", "DataError") for spec in specs]
 
     monkeypatch.setattr(launch.Launcher, "run_all", run_all)
     (spec,) = plan(["recommended"], "smoke", runs=tmp_path)
-    with pytest.raises(UserError, match=f"{spec.run_path}: error, what DataError says "):
-        qa_lib.fit(spec, tmp_path)
+    refused(f"{spec.run_path}: error, what DataError says ", qa_lib.fit, spec, tmp_path)
 
 
-def test_a_sweep_goes_on_with_the_next_and_counts_both(tmp_path, monkeypatch, capsys):
+def test_a_sweep_goes_on_with_the_next_and_counts_both(tmp_path, monkeypatch, typed):
     """The driver passes on what it has chosen, and says in the record why; its notebooks know the variant alone."""
     monkeypatch.setattr(sweep, "probe", lambda: (CPU, {}))
 
     def work(self, spec, run_dir, cards):
         named = dataclasses.replace(spec, chosen=[], adjusted=[])
         kind = "CppCompileError" if spec.variant == "A4" else None
-        entry = leave(named, self.runs, "error" if kind else "ok", kind, 1 if kind else None)
+        entry = fails(named, self.runs, "error" if kind else "ok", kind, 1 if kind else None)
         return launch.judge(spec, run_dir, None, 0, 1.0) | {"time": entry["time"]}
 
     monkeypatch.setattr(launch.Launcher, "_work", work)
-    words = ["sweep", "--preset", "smoke", "--variants", "recommended,A1", "--runs", str(tmp_path)]
-    assert main(words) == 0
-    out = capsys.readouterr().out
+    command = f"sweep --preset smoke --variants recommended,A1 --runs {tmp_path}"
+    out = typed(command)
     assert "sweep: 2 runs, 0 finished, 2 to run" in out and "[3/3]" in out and "sweep: 2 ok" in out
     assert out.count("recommended: A4 at micro-batch 8") == 1 and "recommended: A2 at micro-batch 8" in out
     (path,) = tmp_path.glob("cpu-smoke/A2-*")
     assert record.read_record(path)["spec"]["adjusted"][0].startswith("recommended: A2")
-    assert main(words) == 0
-    assert "sweep: 2 runs, 2 finished, 0 to run" in capsys.readouterr().out
+    assert "sweep: 2 runs, 2 finished, 0 to run" in typed(command)
 
 
 def test_a_process_that_a_compiler_takes_with_it_is_told_from_one_that_was_stopped(tmp_path):
@@ -324,9 +267,7 @@ def test_a_process_that_a_compiler_takes_with_it_is_told_from_one_that_was_stopp
     entry = judged(spec)
     assert record.unable(entry) and "exit code -6" in entry["error"]["message"] and "LLVM" in entry["error"]["message"]
     assert not record.unable(judged(spec, "the driver was stopped"))
-    assert not record.unable(judged(dataclasses.replace(spec, chosen=[]))), (
-        "a variant that was named is nobody's choice"
-    )
+    assert not record.unable(judged(dataclasses.replace(spec, chosen=[]))), "a named variant is nobody's choice"
     (run_dir / "steps.jsonl").write_text(json.dumps({"step": 1}) + "\n")
     assert not record.unable(judged(spec))
 
@@ -342,10 +283,10 @@ def test_free_memory_is_what_nvml_says_of_the_first_card(monkeypatch):
     assert hardware._free_mib() == 16 * 1024
 
 
-def test_memory_predicts_what_would_be_taken_on_such_a_card(tmp_path, capsys):
+def test_memory_predicts_what_would_be_taken_on_such_a_card(tmp_path, typed):
     BertConfig().save_pretrained(tmp_path)
-    assert main(f"memory recommended --preset bench --compute-capability 7.5 --model {tmp_path}".split()) == 0
-    said, _, line = capsys.readouterr().out.splitlines()[:3]
+    command = f"memory recommended --preset bench --compute-capability 7.5 --model {tmp_path}"
+    said, _, line = typed(command).splitlines()[:3]
     assert said.startswith("recommended: E-t4-norm") and line.split()[:3] == ["E-t4-norm", "384", "32"]
     assert math.isfinite(choosing._needed_gib(unchosen(T4)))
 

@@ -2,50 +2,27 @@ import functools
 import operator
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from qa_lib import record
 from qa_lib.archive import read_runs
-from qa_lib.run.plan import plan
-from qa_lib.spec import Machine
-from tests.material import ROOT, refused
+from qa_lib.run.warm import SERVER
+from tests.material import ROOT, cases, leave, refused
+from tests.tiny import planned
 
 ENV = {"python": "3", "gpu": None}
 
 
-# What a process of its own does to the record in a folder.
-BEGIN = """
-import pathlib, resource, sys, time
-from qa_lib import record
-folder = pathlib.Path(sys.argv[1])
-entry = record.read_record(folder)
-"""
-FILL_UP = """
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-entry["error"]["message"] = "x" * 100_000
-record.write_record(folder, entry)
-"""
-WRITE = """
-end = time.monotonic() + 2
-while time.monotonic() < end:
-    for length in (10, 100_000):
-        entry["error"]["message"] = "x" * length
-        record.write_record(folder, entry)
-"""
-
-
-def started(code: str, folder: Path) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", BEGIN + code, str(folder)], stderr=subprocess.PIPE, text=True)
-
-
 @pytest.fixture
 def spec():
-    return plan(["A1"], "smoke", data="synthetic:40", machine=Machine())[0]
+    return planned()
 
 
 def test_an_older_record_has_null_for_a_score_that_came_later(spec, tmp_path):
@@ -63,9 +40,9 @@ def test_an_older_record_has_null_for_a_score_that_came_later(spec, tmp_path):
 
 
 def test_an_older_record_has_the_default_of_what_could_be_chosen_later(spec, tmp_path):
-    entry = record.new_record(spec, ENV)
+    entry = record.read_record(leave(tmp_path, spec))
     del entry["spec"]["settings"]["norms"], entry["spec"]["preset"]["warmup"]
-    record.finish(tmp_path / spec.run_path, entry, "ok")
+    record.write_record(tmp_path / spec.run_path, entry)
     (found,) = (run.record["spec"] for run in read_runs(tmp_path))
     assert (found["settings"]["norms"], found["preset"]["warmup"]) == ("native", 0.1)
 
@@ -84,30 +61,43 @@ def test_a_record_that_cannot_be_trusted_is_refused_by_name(content, message, tm
 
 
 def test_a_full_disk_keeps_the_old_record_and_says_so(spec, tmp_path):
-    """In a real process that may write no file beyond 4 KiB: the kernel refuses the write as a full disk does."""
-    record.write_record(tmp_path, record.new_record(spec, ENV))
+    """By a limit of 4 KiB for every file: the kernel refuses the write as a full disk does."""
+    entry, (own, most) = record.new_record(spec, ENV), resource.getrlimit(resource.RLIMIT_FSIZE)
+    record.write_record(tmp_path, entry)
     before = (tmp_path / "record.json").read_bytes()
-    said = started(FILL_UP, tmp_path).communicate()[1]
-    assert "RecordError: cannot write" in said and "what was there before is intact" in said
+    entry["error"]["message"] = "x" * 100_000
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))
+    try:
+        refused("cannot write.*what was there before is intact", record.write_record, tmp_path, entry)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (own, most))
     assert (tmp_path / "record.json").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
 
 
+def rewrite(folder: Path) -> None:
+    """Replace the record in a folder without pause for two seconds."""
+    entry, end = record.read_record(folder), time.monotonic() + 2
+    while time.monotonic() < end:
+        for length in (10, 100_000):
+            entry["error"]["message"] = "x" * length
+            record.write_record(folder, entry)
+
+
 def test_a_reader_never_sees_a_torn_record(spec, tmp_path):
-    """A writer in another process replaces the record without pause while this one reads."""
+    """A writer in another process replaces the record while this one reads."""
     record.write_record(tmp_path, record.new_record(spec, ENV))
-    writer = started(WRITE, tmp_path)
-    lengths = set()
-    while writer.poll() is None:
+    writer, lengths = SERVER.Process(target=rewrite, args=(tmp_path,)), set()
+    writer.start()
+    while writer.is_alive():
         lengths.add(len(record.read_record(tmp_path)["error"]["message"] or ""))
-    assert writer.returncode == 0
+    assert writer.exitcode == 0
     assert {10, 100_000} <= lengths <= {0, 10, 100_000}
 
 
 def test_records_name_the_code_they_come_from():
-    version = record.code_version()
-    inside = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=os.path.dirname(__file__))
-    assert version["commit"] == (inside.stdout.strip() if inside.returncode == 0 else None)
+    inside = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+    assert record.code_version()["commit"] == (inside.stdout.strip() if inside.returncode == 0 else None)
 
 
 @pytest.fixture
@@ -150,9 +140,10 @@ def test_links_without_a_remote_on_github_say_what_to_type(checkout):
         assert done.returncode == 1 and "git remote add origin" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    "name", ["qa_lib/record.py", "notebooks/systems.ipynb", "notebooks/install.py", "qa_lib/new.py"]
-)
+CODE = ["qa_lib/record.py", "notebooks/systems.ipynb", "notebooks/install.py", "qa_lib/new.py"]
+
+
+@pytest.mark.parametrize("name", CODE)
 def test_a_change_or_a_new_file_of_the_code_makes_a_checkout_dirty(checkout, name):
     links(checkout, "https://github.com/some-one/lab")
     with open(checkout / name, "a") as stream:
@@ -168,18 +159,17 @@ def test_a_commit_that_is_named_is_a_whole_hash(monkeypatch):
         refused(r"QA_LIB_COMMIT=.*whole hash", record.code_version)
 
 
-@pytest.mark.parametrize("kind", ["device", "pipe", "folder", "link to a device"])
-def test_only_regular_files_are_ever_replaced(kind, tmp_path):
-    path = {"device": Path("/dev/null"), "link to a device": tmp_path / "link"}.get(kind, tmp_path / "there")
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    elif kind == "link to a device":
-        path.symlink_to("/dev/null")
-    before = path.lstat().st_mode, sorted(tmp_path.iterdir())
-    refused("not a regular file", record.write_atomically, path, "text")
-    assert (path.lstat().st_mode, sorted(tmp_path.iterdir())) == before
+OTHERS = {"device": lambda path: path.symlink_to("/dev/null"), "pipe": os.mkfifo, "folder": Path.mkdir}
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
+def test_only_regular_files_are_ever_replaced(make, tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "replace")  # for where they are not refused: /dev/null is the whole machine's
+    make(tmp_path / "there")
+    before = (tmp_path / "there").lstat().st_mode
+    refused("not a regular file", record.write_atomically, tmp_path / "there", "text")
+    assert [path.lstat().st_mode for path in tmp_path.iterdir()] == [before]
+    refused("not a regular file", record.write_atomically, Path("/dev/null"), "text")
 
 
 def test_a_link_to_a_file_stays_a_link(tmp_path):
@@ -198,13 +188,7 @@ def test_a_lock_empties_no_file_that_it_is_a_link_to(tmp_path):
     assert (tmp_path / "mine").read_text() == "text"
 
 
-NO_NUMBERS = [("spec.preset.max_length", True), ("spec.preset.max_length", 0), ("spec.preset.epochs", -1),
-              ("spec.seed", True), ("spec.preset.effective_batch", 0), ("spec.settings.micro_batch", 0),
-              ("spec.settings.micro_batch", True), ("speed.samples_per_s", True),
-              ("spec.preset.learning_rate", "fast"), ("time.steps", False)]  # fmt: skip
-
-
-@pytest.mark.parametrize(("way", "value"), NO_NUMBERS)
+@pytest.mark.parametrize(("way", "value"), cases("no numbers"))
 def test_a_number_is_no_truth_value_and_a_size_is_above_0(spec, tmp_path, way, value):
     entry, (*above, last) = record.new_record(spec, ENV), way.split(".")
     functools.reduce(operator.getitem, above, entry)[last] = value

@@ -12,18 +12,18 @@ import numpy as np
 import pandas as pd
 import pytest
 from PIL import Image
+from scipy.optimize import curve_fit
 from scipy.stats import t as student
 
-from qa_lib import record
+from qa_lib.__main__ import main
 from qa_lib.archive import read_runs, write_archive
-from qa_lib.cli import parser_of
 from qa_lib.report import cli, figures, load, readme, scaling, stats, style
 from qa_lib.report.load import NotMeasured, load_runs, select
 from qa_lib.report.notebook import advice, family_table
 from qa_lib.report.summary import change, result_table, summary
 from qa_lib.spec import resolve
 from qa_lib.variants import RECOMMENDED, TASKS, VARIANTS, tagged
-from tests.material import ROOT, change_record, committed, refused
+from tests.material import ROOT, change_record, committed, leave, refused, write
 from tests.tiny import CPU, H200
 
 SPEEDS = {"A0": 95.0, "A1": 100.0, "A2": 120.0, "A3": 150.0, "A4-nb": 160.0, "A4": 200.0, "B1": 300.0, "C2": 80.0}
@@ -31,42 +31,35 @@ SPEEDS = {"A0": 95.0, "A1": 100.0, "A2": 120.0, "A3": 150.0, "A4-nb": 160.0, "A4
 
 def make(
     runs, variant, seed=0, *, machine=CPU, preset="smoke", status="ok", error=None, micro_batch=8, model="tiny",
-    length=None, world=1, batch=None, precision=None, task="qa", **values,
+    length=None, world=1, batch=None, precision=None, **values,
 ):  # fmt: skip
     """Write one record as fit would; `values` replace numbers by name, None for not measured. Returns its folder."""
     data, identity = {"name": "synthetic:1600", "sha256": "ab" * 32}, {"name": model, "revision": "1"}
     own = {"world": world, "batch": batch} if batch else {}
     spec = resolve(variant, preset, seed, machine, data, identity, "synthetic:1600", "tiny", micro_batch, **own)
-    size = dataclasses.replace(spec.preset, task=task, max_length=length or spec.preset.max_length)
+    size = dataclasses.replace(spec.preset, max_length=length or spec.preset.max_length)
     asked = dataclasses.replace(spec.asked, precision=precision or spec.asked.precision)
     spec = dataclasses.replace(spec, preset=size, asked=asked, world=world)
-    entry = record.new_record(spec, {"python": "3.11", "gpu": None})
-    entry["code"] = {"commit": "0123456789abcdef0123456789abcdef01234567", "dirty": False}
+    sections = {"code": {"commit": "0123456789abcdef0123456789abcdef01234567", "dirty": False}}
     if status == "ok":
         speed = values.get("speed", SPEEDS.get(variant, 110.0))
-        step = 32e3 / speed
-        entry["speed"]["samples_per_s"] = speed
-        entry["time"] |= {"train_s": values.get("train_s", 9600 / speed), "compile_s": 1.5, "eval_s": 1.0}
-        entry["time"] |= {"wall_s": 9600 / speed + 4.0, "resumed_from_step": values.get("resumed")}
-        entry["time"]["step_ms"] = {"n": 270, "median": step, "p10": 0.9 * step, "p90": 1.2 * step}
+        steps = {"n": 270, "median": 32e3 / speed, "p10": 0.9 * 32e3 / speed, "p90": 1.2 * 32e3 / speed}
+        sections["time"] = {"train_s": 9600 / speed, "compile_s": 1.5, "eval_s": 1.0, "wall_s": 9600 / speed + 4.0}
+        sections["time"] |= {"resumed_from_step": values.get("resumed"), "step_ms": steps}
         f1 = values.get("f1", 30.0 if variant == "A4-b" else 95.0)
-        if task == "qa":
-            entry["quality"] |= {"f1": f1, "best_f1": f1, "exact": f1, "n": 400}
-        else:
-            entry["quality"] |= {"perplexity": values.get("perplexity", 20.0)}
-        entry["memory"]["peak_alloc_mib"] = values.get("peak", 2000.0 if machine is H200 else None)
-        entry["model"] |= {"params_total": 75_000, "params_trainable": 750 if variant == "B1" else 75_000}
-    folder = runs / spec.run_path
-    record.finish(folder, entry, status, error)
-    return folder
+        sections["quality"] = {"f1": f1, "best_f1": f1, "exact": f1, "n": 400}
+        sections["speed"] = {"samples_per_s": speed}
+        sections["memory"] = {"peak_alloc_mib": values.get("peak", 2000.0 if machine is H200 else None)}
+        sections["model"] = {"params_total": 75_000, "params_trainable": 750 if variant == "B1" else 75_000}
+    return leave(runs, spec, status, error, {"python": "3.11", "gpu": None}, **sections)
 
 
 def lines_of(runs, group="cpu-smoke"):
     return summary(select(load_runs(runs), group)).set_index(["micro_batch", "variant"])
 
 
-def call(*words):
-    return cli.main(parser_of("report").parse_args(list(words)))
+def check():
+    return main(["report", "--check"])
 
 
 @pytest.fixture
@@ -79,6 +72,12 @@ def runs(tmp_path, monkeypatch):
     make(folder, "D1-nvfuser", status="skipped", error={"kind": "skipped", "message": "no backend named 'nvfuser'"})
     make(folder, "C1", status="oom", error={"kind": "OutOfMemoryError", "message": "CUDA out of memory", "step": 3})
     return folder
+
+
+@pytest.fixture
+def own(runs):
+    """The runs, as the report reads them."""
+    return select(load_runs(runs), "cpu-smoke")
 
 
 # Records to lines.
@@ -138,9 +137,6 @@ def test_a_good_run_is_not_replaced_by_a_failed_one(runs):
     failed = every[every["spec.variant"] == "A4"].assign(status="killed", **{"time.started": "2999-01-01T00:00:00"})
     chosen = select(pd.concat([every, failed], ignore_index=True), "cpu-smoke")
     assert chosen.loc[chosen["spec.variant"] == "A4", "status"].tolist() == ["ok"]
-    other = failed.assign(status="ok", **{"data.sha256": "f" * 64})
-    with pytest.raises(load.ReportError, match="mixes runs that cannot be compared"):
-        select(pd.concat([every, other], ignore_index=True), "cpu-smoke")
 
 
 def test_a_row_without_a_result_stands_with_its_reason(runs):
@@ -155,8 +151,7 @@ def test_the_newest_of_two_runs_counts_and_what_cannot_be_compared_is_refused(ru
     folder = make(runs, "A2", speed=500.0)
     change_record(folder, data={"sha256": "cd" * 32})
     refused(r"mixes runs that cannot be compared: data\.sha256", select, load_runs(runs), "cpu-smoke")
-    with pytest.raises(NotMeasured, match=r"group 'other' has no records \(groups with records: cpu-smoke"):
-        select(load_runs(runs), "other")
+    refused(r"group 'other' has no records \(groups with records: cpu-smoke", select, load_runs(runs), "other")
 
 
 def test_a_record_that_cannot_be_trusted_is_left_out_by_name(runs, capsys):
@@ -174,14 +169,12 @@ def test_the_cost_is_that_of_a_run_which_found_nothing_compiled(runs):
 
 def test_a_familys_table_has_the_baseline_and_what_its_rows_change(runs):
     every = load_runs(runs)
-    own, other = (
-        select(every, "cpu-smoke").set_index("spec.variant").loc[[name], "run"].iloc[0].record for name in ("B1", "A4")
-    )
+    by_variant = select(every, "cpu-smoke").set_index("spec.variant")["run"]
+    own, other = (by_variant.loc[[name]].iloc[0].record for name in ("B1", "A4"))
     assert list(family_table(every, [own])["variant"]) == ["A1", "A3", "B1"]
     shown = family_table(every, [own, other])
-    assert list(shown["variant"]) == ["A1", "A3", "A4", "B1"] and "samples/s" not in shown, (
-        "a CPU's speeds rank nothing"
-    )
+    assert list(shown["variant"]) == ["A1", "A3", "A4", "B1"]
+    assert "samples/s" not in shown, "a CPU's speeds rank nothing"
     assert change("A4") == "A4-nb + group_by_length: True" and change("A1") == "baseline"
     assert change("A4", "A2") == "A2 + compile: inductor + padding: longest + group_by_length: True"
 
@@ -197,20 +190,16 @@ def test_published_training_times_agree_with_published_throughput():
 
 def judged(**scores):
     """Runs of some variants with F1 by seed, at both thresholds."""
-    table = [
-        {"spec.variant": variant.replace("_", "-"), "spec.seed": seed, "status": "ok", "quality.f1": f1,
-         "quality.best_f1": f1, "task.name": "qa"}
-        for variant, values in scores.items() for seed, f1 in enumerate(values)
-    ]  # fmt: skip
-    return pd.DataFrame(table)
+    found = [(name, seed, f1, f1) for name, values in scores.items() for seed, f1 in enumerate(values)]
+    table = pd.DataFrame(found, columns=["spec.variant", "spec.seed", "quality.f1", "quality.best_f1"])
+    return table.assign(status="ok", **{"task.name": "qa"})
 
 
 def test_a_variant_is_equal_where_its_whole_interval_lies_within_the_margin():
     runs = judged(A1=[60, 61, 62], A2=[60, 61, 62], A3=[57, 58, 59.5], A4=[61.9, 62.4, 63], C1=[58, 61.5, 64], B2=[60])
     found = stats.equivalence(runs)["verdict"].to_dict()
     assert found == {"A2": "within", "A3": "beyond", "A4": "no worse", "C1": "open", "B2": "open"}
-    with pytest.raises(NotMeasured, match="three seeds"):
-        stats.equivalence(judged(A1=[60, 61], A2=[60, 61]))
+    refused("three seeds", stats.equivalence, judged(A1=[60, 61], A2=[60, 61]))
 
 
 def test_a_verdict_follows_from_the_whole_interval():
@@ -264,10 +253,8 @@ def test_the_blocks_are_made_where_the_reference_group_is_alone_on_its_card():
 def test_plain_pytorch_stands_beside_the_trainer_where_it_ran():
     minutes = {"A0-longest": 12.0, "A0-compile": 5.8, "E-plain": 3.0, "E-plain-graphs": 2.9, RECOMMENDED: 1.9}
     minutes = pd.Series(minutes)
-    said = (
-        "`transformers.Trainer` takes 12.0 as it comes, 5.8 with everything it offers and plain PyTorch 2.9 at its best"
-    )
-    assert readme._rivals(minutes) == said
+    trainer = "`transformers.Trainer` takes 12.0 as it comes, 5.8 with everything it offers"
+    assert readme._rivals(minutes) == f"{trainer} and plain PyTorch 2.9 at its best"
     assert readme._rivals(minutes[["E-plain"]]) == ""
 
 
@@ -317,13 +304,17 @@ def test_the_lead_is_over_the_compiled_trainer_at_equal_batches():
         scaling.lead(table.query("variant != 'A0-compile'"))
 
 
+def a_profile():
+    """The first of the committed profiles."""
+    return next(filter(None, (one.profile() for one in read_runs(ROOT / "runs", load.REFERENCE))))
+
+
 def profile_beside(run, peak=23.0):
     """A committed profile beside another run, as of a step of 7.5 ms."""
-    profile = next(filter(None, (one.profile() for one in read_runs(ROOT / "runs", load.REFERENCE))))
-    profile |= {"run_id": run.name, "group": run.parent.name}
+    profile = a_profile() | {"run_id": run.name, "group": run.parent.name}
     profile["spec"] |= {"variant": run.name.split("-s0")[0], "micro_batch": 8}
     profile["time"]["step_ms"], profile["memory"]["peak_mib"] = 7.5, peak
-    (run / "profile.json").write_text(json.dumps(profile))
+    write(run / "profile.json", profile)
 
 
 def test_profiles_are_drawn_unless_their_code_took_other_memory(tmp_path):
@@ -338,22 +329,18 @@ def test_profiles_are_drawn_unless_their_code_took_other_memory(tmp_path):
 # Figures.
 
 
-def test_the_ladder_says_how_far_it_reaches(runs):
-    own = select(load_runs(runs), "cpu-smoke")
+def test_the_ladder_says_how_far_it_reaches(own):
     title = style.title_of(figures.fig_ladder(own))
     assert title == "On a CPU: A4 trains 2.00× as fast as A1, 2.11× as fast as the plain Trainer (A0)"
     words = [text.get_text() for text in figures.fig_ladder(own).axes[0].texts]
     assert {"samples/s", "× A1", "× variant above", "1.25", "0.95 (A1)"} <= set(words)
 
 
-def test_a_few_timed_runs_do_not_stand_for_a_group_that_shared_the_gpu(runs):
-    own = select(load_runs(runs), "cpu-smoke").assign(**{"time.wall_s": math.nan})
-    with pytest.raises(NotMeasured, match="shared the GPU"):
-        figures.timed(own)
+def test_a_few_timed_runs_do_not_stand_for_a_group_that_shared_the_gpu(own):
+    refused("shared the GPU", figures.timed, own.assign(**{"time.wall_s": math.nan}))
 
 
-def test_a_figure_is_kept_with_its_title_and_what_it_was_drawn_from(runs, tmp_path):
-    own = select(load_runs(runs), "cpu-smoke")
+def test_a_figure_is_kept_with_its_title_and_what_it_was_drawn_from(own, tmp_path):
     shown = style.show(figures.fig_ladder, own, save="figures")
     ((title, png),) = style.figures_of(Path("figures/cpu-smoke"))
     with Image.open("figures/cpu-smoke/ladder.png") as image:
@@ -368,13 +355,11 @@ def test_a_figure_is_kept_with_its_title_and_what_it_was_drawn_from(runs, tmp_pa
 
 def test_a_step_that_got_shorter_says_what_shrank():
     """Here with the time of one part that is as long as before and of two that are not."""
-    profile = next(filter(None, (one.profile() for one in read_runs(ROOT / "runs", load.REFERENCE))))
-    parts = {"attention": 4.0, "copies": 3.0, "norms and elementwise": 9.0}
-    times = {"A1": parts, "A3": parts | {"copies": 1.0, "norms and elementwise": 0.5}}
-    shown = {
-        name: profile | {"time": profile["time"] | {"step_ms": sum(own.values()), "parts": {"forward": own}}}
-        for name, own in times.items()
-    }
+    profile, parts = a_profile(), {"attention": 4.0, "copies": 3.0, "norms and elementwise": 9.0}
+    shown = {}
+    for name, own in (("A1", parts), ("A3", parts | {"copies": 1.0, "norms and elementwise": 0.5})):
+        times = profile["time"] | {"step_ms": sum(own.values()), "parts": {"forward": own}}
+        shown[name] = profile | {"time": times}
     title = "A step takes 16.0 ms in A1, 5.50 ms in A3; norms and elementwise + copies: 12.0 → 1.50 ms"
     assert style.title_of(figures.step(shown)) == title
     assert style.title_of(figures.step({"A1": shown["A1"]})) == "A step takes 16.0 ms in A1"
@@ -390,8 +375,7 @@ def test_axes_write_thousands_and_captions_two_versions_as_tables_do():
     assert style.code("a, b") == "Code a, b" and style.code("a, b, c, d") == "Code a, b, and 2 more"
 
 
-def test_what_cannot_be_shown_is_a_sentence(runs):
-    own = select(load_runs(runs), "cpu-smoke")
+def test_what_cannot_be_shown_is_a_sentence(own):
     assert style.show(figures.fig_step, own).data.startswith("*Not shown: no run of this group has a profile")
     assert style.show(lambda: {}["x"]).data.startswith("*Not shown: KeyError")
 
@@ -413,33 +397,29 @@ def front(runs):
 def test_the_readme_is_made_of_committed_groups_and_checked(front, runs, capsys, monkeypatch):
     monkeypatch.setattr(cli, "PAGES", {})
     make(runs, "A1", preset="local")
-    assert call("--check") == 1
-    assert call("--readme") == 0
+    assert check() == 1
+    assert main(["report", "--readme"]) == 0
     text = front.read_text()
     assert "| A1 | " in text and "`cpu-smoke`" in text and "cpu-local" not in text and text.endswith("tail\n")
     assert "What is missing here is not known" in text
-    assert call("--check") == 0
+    assert check() == 0
     front.write_text(text.replace("| A1 |", "| A9 |"))
-    assert call("--check") == 1 and "README.md is not up to date" in capsys.readouterr().out
+    assert check() == 1 and "README.md is not up to date" in capsys.readouterr().out
 
 
-def test_a_readme_without_markers_and_a_folder_without_git_are_clear_errors(front, runs):
+def test_a_readme_without_markers_and_a_folder_without_git_are_clear_errors(front, typed):
     front.write_text("nothing")
-    for words, said in (
-        (["--readme"], "no page has a block between <!-- headline -->"),
-        (["--group", "x"], "no group 'x' below runs; there are cpu-smoke"),
-        (["--runs", "nowhere"], "no record below nowhere"),
-    ):
-        refused(said, call, *words)
+    assert "no page has a block between <!-- headline -->" in typed("report --readme", code=2)
+    assert "no group 'x' below runs; there are cpu-smoke" in typed("report --group x", code=2)
+    assert "no record below nowhere" in typed("report --runs nowhere", code=2)
 
 
-def test_the_report_of_a_small_group_fits_a_terminal_and_draws_its_figures(runs, capsys):
-    assert call() == 0
-    said = capsys.readouterr().out.splitlines()
+def test_the_report_of_a_small_group_fits_a_terminal_and_draws_its_figures(runs, typed):
+    said = typed("report").splitlines()
     assert len(said) <= 30 and max(map(len, said)) <= 100 and said[0] == "Group cpu-smoke: 11 runs, micro-batch 8"
     folder = Path("figures/cpu-smoke")
-    assert (folder / "ladder.png").is_file() and "![On a CPU: A4 trains" in (folder / "report.md").read_text()
     text = (folder / "report.md").read_text()
+    assert (folder / "ladder.png").is_file() and "![On a CPU: A4 trains" in text
     assert all(f"| {variant} |" in text for variant in ("A1", "D1-nvfuser")) and "*Not shown: " in text
     assert re.findall(r"\*No (?:figure|table): \w+Error.*", text) == []
 
@@ -467,7 +447,7 @@ def cell_of(notebook, name):
 
 
 def test_the_fitted_law_is_the_one_that_made_the_losses():
-    space = {"np": np, "math": math, "pd": pd, "curve_fit": __import__("scipy.optimize").optimize.curve_fit}
+    space = {"np": np, "math": math, "pd": pd, "curve_fit": curve_fit}
     exec(cell_of("scaling", "scaling-laws"), space)
     sizes = np.array([1e6, 4e6, 1.6e7, 6.4e7, 2.56e8])
     for constants, c in ((2, 0.0), (3, 0.7)):
@@ -477,7 +457,7 @@ def test_the_fitted_law_is_the_one_that_made_the_losses():
 
 
 def test_the_slides_formula_falls_where_losses_are_told_again():
-    space = {"np": np, "pd": pd, "scaling": None, "learnt": None, "math": math}
+    space = {"np": np, "pd": pd}
     exec(cell_of("multi_gpu", "artefact").split("own, ok, inf")[0], space)
     loss = pd.Series(np.tile([1.0, 2.0], 100))
     assert space["formula"](loss, 10) == pytest.approx(0.1)

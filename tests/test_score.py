@@ -4,18 +4,15 @@ import json
 import random
 import re
 import string
-import subprocess
-import sys
 from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
 
 from qa_lib.cli import parser_of
-from qa_lib.data.squad import DataError, Example, open_source
-from qa_lib.errors import UserError
+from qa_lib.data.squad import Example
 from qa_lib.score.f1 import f1, main, normalise, score, squad_metric
-from tests.material import SQUAD, document, hub_row, needs_squad, question, write
+from tests.material import document, hub_row, python, question, real_squad, refused, write
 
 EXAMPLES = [
     Example("one", "A", "", "", (("the Rhine", 0), ("Rhine river", 4), ("Rhine", 4))),
@@ -27,17 +24,11 @@ EXAMPLES = [
 PREDICTIONS = {"one": "The Rhine.", "two": "b d d x", "bare": "", "none": "", "void": "something"}
 
 
-@pytest.mark.parametrize(
-    ("text", "plain"),
-    [
-        ("The  Quick,\tbrown-FOX!", "quick brownfox"),
-        ("a an the A An THE", ""),
-        ("theatre an-other a.b", "theatre another ab"),
-        ("U.S. $1,000", "us 1000"),
-        ("“Café” – ½\u00a0the", "“café” – ½"),
-        ("", ""),
-    ],
-)
+NORMAL = {"The  Quick,\tbrown-FOX!": "quick brownfox", "a an the A An THE": "", "U.S. $1,000": "us 1000", "": ""}
+NORMAL |= {"theatre an-other a.b": "theatre another ab", "“Café” – ½\u00a0the": "“café” – ½"}
+
+
+@pytest.mark.parametrize(("text", "plain"), NORMAL.items())
 def test_normalise(text, plain):
     assert normalise(text) == plain
 
@@ -88,19 +79,22 @@ def test_groups_that_are_empty_are_left_out():
     assert not any(key.startswith("HasAns") for key in score(EXAMPLES[3:], {e.id: "" for e in EXAMPLES[3:]}))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"two": ...}, "no prediction for 1 of 5 questions, the first: article 'A', question 'two'"),
-        ({"other": "x"}, "a prediction for 1 questions that the data does not have, the first: 'other'"),
-        ({"none": None}, "article 'B', question 'none': None is no prediction"),
-        ({"none": ["x"]}, "is no prediction"),
-    ],
-)
+UNFIT = [
+    ({"two": ...}, "no prediction for 1 of 5 questions, the first: article 'A', question 'two'"),
+    ({"other": "x"}, "a prediction for 1 questions that the data does not have, the first: 'other'"),
+    ({"none": None}, "article 'B', question 'none': None is no prediction"),
+    ({"none": ["x"]}, "is no prediction"),
+]
+
+
+def changed(values, change):
+    """With other values, and without those that are `...` in the change."""
+    return {key: value for key, value in (values | change).items() if value is not ...}
+
+
+@pytest.mark.parametrize(("change", "message"), UNFIT)
 def test_predictions_that_do_not_fit(change, message):
-    given = {key: value for key, value in (PREDICTIONS | change).items() if value is not ...}
-    with pytest.raises(DataError, match=message):
-        score(EXAMPLES, given)
+    refused(message, score, EXAMPLES, changed(PREDICTIONS, change))
 
 
 WRONG = (..., "0.5", float("nan"), float("inf"), -float("inf"), True)
@@ -108,11 +102,9 @@ WRONG = (..., "0.5", float("nan"), float("inf"), -float("inf"), True)
 
 @pytest.mark.parametrize("change", [{"other": 0.5}, *({"two": value} for value in WRONG)])
 def test_probabilities_that_do_not_fit(change):
-    given = {key: value for key, value in (dict.fromkeys(PREDICTIONS, 0.5) | change).items() if value is not ...}
-    with pytest.raises(DataError, match="no-answer probability"):
-        score(EXAMPLES, PREDICTIONS, given)
-    with pytest.raises(DataError, match="no questions"):
-        score([], {})
+    given = changed(dict.fromkeys(PREDICTIONS, 0.5), change)
+    refused("no-answer probability", score, EXAMPLES, PREDICTIONS, given)
+    refused("no questions", score, [], {})
 
 
 def test_a_number_of_any_size_is_one():
@@ -131,16 +123,14 @@ def noisy(examples):
     return texts
 
 
-@needs_squad
 def test_sums_run_in_the_datas_order():
-    examples = open_source(SQUAD, "validation").examples
+    examples = real_squad("validation")
     texts, values = noisy(examples), []
     for example in examples:
         golds = [words for text, _ in example.answers if (words := normalise(text).split())] or [[]]
         values.append(max(f1(gold, normalise(texts[example.id]).split()) for gold in golds))
-    total = sum(values)
-    assert score(examples, texts)["f1"] == 100.0 * total / len(examples)
-    assert abs(total - float(sum(map(Fraction, values)))) < 1e-6
+    assert score(examples, texts)["f1"] == 100.0 * sum(values) / len(examples)
+    assert abs(sum(values) - float(sum(map(Fraction, values)))) < 1e-6
 
 
 def official_normal(text: str) -> str:
@@ -173,11 +163,7 @@ def official(examples, texts, odds, threshold) -> dict[str, float]:
         raw["exact"][example.id] = max(float(official_normal(gold) == official_normal(said)) for gold in golds)
         raw["f1"][example.id] = max(official_f1(gold, said) for gold in golds)
     has = {example.id: bool(example.answers) for example in examples}
-    groups = {
-        "": list(has),
-        "HasAns_": [key for key in has if has[key]],
-        "NoAns_": [key for key in has if not has[key]],
-    }
+    groups = {"": [*has], "HasAns_": [key for key in has if has[key]], "NoAns_": [key for key in has if not has[key]]}
     for prefix, group in groups.items():
         for name, values in raw.items():
             # Above the threshold it counts as silent, which is right where there is no answer.
@@ -224,6 +210,14 @@ def test_fuzzed_predictions_have_the_figures_of_the_official_rules():
         assert found == pytest.approx(wanted, abs=1e-9), seed
 
 
+def as_the_hub_has_it(examples, texts, odds) -> dict:
+    """Predictions and references, as the hub's metric takes them."""
+    rows = [hub_row(e.id, e.title, e.question, e.context, *e.answers) for e in examples]
+    names = ("id", "prediction_text", "no_answer_probability")
+    given = [dict(zip(names, (key, text, odds[key]), strict=True)) for key, text in texts.items()]
+    return {"predictions": given, "references": [{"id": row["id"], "answers": row["answers"]} for row in rows]}
+
+
 def test_the_hubs_own_metric_agrees():
     """Where its script is in the cache: tests ask no network."""
     import evaluate
@@ -234,11 +228,7 @@ def test_the_hubs_own_metric_agrees():
         pytest.skip(f"evaluate has no squad_v2 here ({type(problem).__name__})")
     for seed in range(100):
         examples, texts, odds = fuzzed(seed)
-        rows = [hub_row(e.id, e.title, e.question, e.context, *e.answers) for e in examples]
-        references = [{"id": row["id"], "answers": row["answers"]} for row in rows]
-        names = ("id", "prediction_text", "no_answer_probability")
-        predictions = [dict(zip(names, (key, texts[key], odds[key]), strict=True)) for key in texts]
-        wanted = metric.compute(predictions=predictions, references=references, no_answer_threshold=0.5)
+        wanted = metric.compute(**as_the_hub_has_it(examples, texts, odds), no_answer_threshold=0.5)
         assert score(examples, texts, odds, 0.5) == pytest.approx(wanted, abs=1e-9), seed
 
 
@@ -276,45 +266,35 @@ def test_command_line_errors_name_the_file(files):
         ({"q1": "", "q2": "", "q3": ""}, "predictions.json for .*'q3'"),
         (["q1"], "predictions.json: not an object"),
     ):
-        write(files.texts, content)
-        with pytest.raises(UserError, match=message):
-            run(files.data, files.texts)
-    for path, message in ((files.folder / "none.json", "none.json: No such file"), (files.folder, "Is a directory")):
-        with pytest.raises(UserError, match=message):
-            run(files.data, path)
+        refused(message, run, files.data, write(files.texts, content))
+    refused("none.json: No such file", run, files.data, files.folder / "none.json")
+    refused("Is a directory", run, files.data, files.folder)
     files.odds.write_text('{"q1": Infinity, "q2": 0}')
     write(files.texts, {"q1": "", "q2": ""})
-    with pytest.raises(UserError, match="question 'q1': inf is no no-answer probability"):
-        run(files.data, files.texts, "--na-prob", files.odds)
+    refused("question 'q1': inf is no no-answer probability", run, files.data, files.texts, "--na-prob", files.odds)
     files.texts.write_text('{"q1": ')
-    with pytest.raises(UserError, match=r"predictions\.json: not JSON"):
-        run(files.data, files.texts)
+    refused(r"predictions\.json: not JSON", run, files.data, files.texts)
 
 
 def test_misplaced_golds_can_be_scored_after_the_fix(files, capsys):
     write(files.data, document(("The Rhine flows", [question("q1", "x", ("Rhine", 0)), question("q2", "y")])))
-    with pytest.raises(UserError, match="--fix-spans"):
-        run(files.data, files.texts)
+    refused("--fix-spans", run, files.data, files.texts)
     assert run(files.data, files.texts, "--fix-spans") == 0
     assert json.loads(capsys.readouterr().out)["HasAns_exact"] == 100.0
 
 
 def test_metric_needs_no_network():
-    rows = [hub_row(e.id, e.title, e.question, e.context, *e.answers) for e in EXAMPLES]
-    references = [{"id": row["id"], "answers": row["answers"]} for row in rows]
     odds = {"one": 0.25, "two": 0.75, "bare": 0.125, "none": 0.625, "void": 0.5}
-    names = ("id", "prediction_text", "no_answer_probability")
-    texts = [dict(zip(names, (key, text, odds[key]), strict=True)) for key, text in PREDICTIONS.items()]
-    metric = squad_metric()
-    assert metric.compute(predictions=texts, references=references) == score(EXAMPLES, PREDICTIONS, odds)
+    given, metric = as_the_hub_has_it(EXAMPLES, PREDICTIONS, odds), squad_metric()
+    assert metric.compute(**given) == score(EXAMPLES, PREDICTIONS, odds)
+    texts, references = given.values()
     for text, reference in zip(texts, references, strict=True):
         metric.add(prediction=text, reference=reference)
     assert metric.compute(no_answer_threshold=0.3) == score(EXAMPLES, PREDICTIONS, odds, 0.3)
-    with pytest.raises(DataError, match="no prediction for 1 of 5"):
-        metric.compute(predictions=[*texts[1:], texts[1]], references=references)
+    refused("no prediction for 1 of 5", metric.compute, predictions=[*texts[1:], texts[1]], references=references)
 
 
 def test_scoring_imports_neither_evaluate_nor_torch():
     heavy = "'evaluate', 'datasets', 'torch', 'numpy'"
     code = f"import sys, qa_lib.score.f1; print([m for m in ({heavy}) if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+    assert python("-c", code).stdout.strip() == "[]"

@@ -27,13 +27,13 @@ from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, HashDropou
 from qa_lib.model.nf4 import NF4Linear
 from qa_lib.model.qat import is_rounding
 from qa_lib.run import fit
-from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, adjust, missing
 from qa_lib.train import data_parallel, loop, optim, overlap, pipeline, tensor, trainer, zero1
 from qa_lib.train.master_adamw import MasterAdamW
 from qa_lib.variants import CONFLICTS, VARIANTS, Settings, SpecError, _matches, choices, find_recipe
-from tests.material import refused
+from tests.material import cases, refused
 from tests.pairs import combinations, pairs_of
+from tests.tiny import planned, trained
 
 TORCHAO = find_spec("torchao") is not None
 CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, torchao=TORCHAO, compiler=True)
@@ -43,26 +43,8 @@ ELSEWHERE = {"plain", "pure-bf16", "reduce-overhead", "triton-causal", "chunked"
 VALUES = {name: tuple(value for value in values if value not in ELSEWHERE) for name, values in choices().items()}
 VALUES |= {"trainable": RECIPES, "micro_batch": (8, 4)}
 # What a value needs of other settings; where the pair under test does not set them itself, these are set with it.
-PIPELINE = {"padding": "packed", "attention": "sdpa", "precision": "bf16"}
-COMPANIONS = {("schedule", name): PIPELINE | {"parallel": "pipeline"} for name in ("1f1b", "interleaved")}
-COMPANIONS |= {("qat", width): {"precision": "fp32"} for width in ("int8", "int4")}
-for kernel in ("flash", "efficient", "block-diagonal", "triton-varlen"):
-    COMPANIONS["attention", kernel] = {"padding": "packed"}
-# In fp16 the first step may find the loss scaled too much.
-for optimizer in ("adamw-master", "adamw-master-bf16", "adamw-master-8bit"):
-    COMPANIONS["optimizer", optimizer] = {"precision": "bf16"}
-COMPANIONS |= {
-    ("padding", "packed"): {"attention": "sdpa"},
-    ("norms", "fused"): {"dropout": "hash"},
-    ("compile", "regional"): {"padding": "packed", "attention": "sdpa"},
-    ("activation_checkpointing", "elementwise"): {"compile": "inductor"},
-    ("feed_forward", "fp8"): {"precision": "bf16", "optimizer": "adamw-master"},
-    ("base_quantization", "nf4"): {"trainable": "lora-all-r4"},
-    ("cuda_graph", True): {"optimizer": "adamw-fused", "padding": "packed", "attention": "sdpa"},
-    ("parallel", "pipeline"): PIPELINE,
-    ("parallel", "deepspeed"): {"engine": "trainer"},
-    ("fault", "nvidia-smi-polling"): {"engine": "trainer"},
-}
+# Of optimizers that hold masters: in fp16 the first step may find the loss scaled too much.
+COMPANIONS = {(name, value): needed for name, value, needed in cases("companions of a setting")}
 
 
 def asked_for(**values) -> Settings:
@@ -75,8 +57,7 @@ def asked_for(**values) -> Settings:
 
 @pytest.fixture(scope="module")
 def data():
-    (spec,) = plan(["A1"], "smoke", data="synthetic:60", machine=CPU)
-    return load_data(spec)
+    return load_data(planned(data="synthetic:60"))
 
 
 def here(asked: Settings) -> tuple[Settings, str | None]:
@@ -94,9 +75,8 @@ class Seen:
     """One training step under these settings, and what was seen of it."""
 
     def __init__(self, settings: Settings, asked: Settings, data, folder, monkeypatch):
-        (spec,) = plan(["A1"], "smoke", data="synthetic:60", machine=CPU)
-        preset = dataclasses.replace(spec.preset, steps=1, effective_batch=8, measure_from=0, checkpoint_every=0)
-        self.spec = spec = dataclasses.replace(spec, preset=preset, asked=asked, settings=settings)
+        sizes = {"steps": 1, "effective_batch": 8, "measure_from": 0, "checkpoint_every": 0}
+        self.spec = spec = dataclasses.replace(planned(sizes=sizes), asked=asked, settings=settings)
         self.compiled, self.shapes, self.autocast, self.trainer_order = [], [], set(), None
         self.engines, self.repeats = [], []
         train_ = Trainer.train
@@ -119,7 +99,7 @@ class Seen:
         before = {name: p.detach().clone() for name, p in build_model(spec).to("cpu").named_parameters()}
         self.model, self.batches = build_model(spec), batches_of(data.samples, spec)
         self.model.get_input_embeddings().register_forward_hook(self._look)
-        self.optimizer = fit.train(self.model, self.batches, spec, torch.device("cpu"), folder, lambda _: None)[0]
+        _, self.optimizer, *_ = trained(spec, data.samples, folder, self.model)
         after = dict(self.model.named_parameters())
         now = {name: data_parallel.gather(p.detach()) for name, p in after.items()}
         self.moved = {name for name, p in now.items() if not torch.equal(p, before[name].to(p.dtype))}
@@ -225,18 +205,7 @@ def compiles(seen, value: str) -> bool:
     return seen.compiled == [value.replace("regional", "inductor")] * parts * (value != "none")
 
 
-SHARED = {
-    "none": set(),
-    "ddp": {"DistributedDataParallel"},
-    "ddp-bf16": {"DistributedDataParallel", "bf16_compress_hook"},
-    "ddp-one-bucket": {"reduce_grads"},
-    "ddp-overlap": {"reduce_grads", "regions_of"},
-    "zero1": {"reduce_scatter", "all_gather_params"},
-    "zero1-overlap": {"reduce_scatter", "all_gather_params", "regions_of"},
-    "fsdp2": {"fully_shard"},
-    "pipeline": {"forward_backward"},
-    "tensor": {"parallelize_module"},
-}
+SHARED = {name: set(calls) for name, calls in cases("calls of a shared step").items()}
 DTYPES = {"bf16": torch.bfloat16, "fp32": None}
 DROPOUTS = (torch.nn.Dropout, HashDropout)
 EFFECTS = {  # setting -> whether its value was seen at work
@@ -352,19 +321,7 @@ def test_a_value_that_does_not_train_here_says_why():
         assert HERE_ALONE[name] and all(re.match("needs |.*no torch.compile backend", why) for why in skipped)
 
 
-REFUSED = [
-    ({"optimizer": "lion"}, ["unknown optimizer 'lion'"]),
-    ({"attention": "SDPA"}, ["unknown attention 'SDPA'; did you mean 'sdpa'?"]),
-    ({"trainable": "lora-vq"}, ["unknown trainable 'lora-vq'; did you mean 'lora-qv'?"]),
-    ({"micro_batch": 0}, ["micro_batch 0 is not a whole number"]),
-    ({"engine": "trainer", "optimizer": "adamw-8bit"}, ["engine 'trainer'", "optimizer 'adamw-8bit'", "fused"]),
-    ({"qkv": "fused", "trainable": "lora-all"}, ["qkv 'fused'", "trainable 'lora-all'", "away"]),
-    ({"feed_forward": "fp8", "precision": "bf16"}, ["feed_forward 'fp8'", "optimizer 'adamw'", "weights in bf16"]),
-    ({"optimizer": "adamw-master-bf16"}, ["optimizer 'adamw-master-bf16'", "precision 'fp16'"]),
-]
-
-
-@pytest.mark.parametrize(("change", "words"), REFUSED)
+@pytest.mark.parametrize(("change", "words"), cases("refused settings"))
 def test_an_unknown_value_or_a_conflict_is_refused_with_the_nearest_or_the_reason(change, words):
     said = refused(re.escape(words[0]), Settings, **change)
     assert all(word in said for word in words), said

@@ -12,25 +12,20 @@ import time
 from fcntl import ioctl
 from pathlib import Path
 from termios import TIOCSCTTY
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
 from qa_lib.errors import CTRL_C, SIGNALS
 from qa_lib.run.fit import fit
-from qa_lib.run.plan import plan
 from qa_lib.run.process import DRIVER_GONE
 from tests.conftest import slow
-from tests.material import ROOT, end_of, wait_for
+from tests.material import ROOT, cases, end_of, wait_for
 from tests.small import FIT, environment, holders, write_notebook
-from tests.tiny import CPU, H200
+from tests.tiny import CPU, H200, planned
 
-WORDS = {
-    "run": "run A1 --preset smoke",
-    "sweep": "sweep --variants A1 --preset smoke",
-    "tune": "tune A1 --preset smoke --learning-rate 1e-3 2e-3",
-    "max-batch": "max-batch A1-fp32 --limit-gib 0.2 --data synthetic:80 --model tiny",
-}
+WORDS = cases("commands that are stopped")
 SECONDS = 25 if "PYTEST_XDIST_WORKER" in os.environ else 5  # beside other tests it takes longer
 SLOW = "import time\nsay = lambda line: time.sleep(60)"  # at a tenth of the steps: long enough for any test
 
@@ -145,10 +140,7 @@ def test_a_run_whose_driver_was_killed_ends_and_says_so(verb, before, tmp_path):
 
 
 def test_ctrl_c_in_a_notebook_is_a_keyboard_interrupt_whose_record_says_killed(tmp_path):
-    def interrupt(line: str) -> None:
-        raise KeyboardInterrupt
-
-    (spec,) = plan(["A1"], "smoke", data="synthetic:80", machine=CPU)
+    spec = planned()
     with pytest.raises(KeyboardInterrupt):
-        fit(spec, tmp_path, say=interrupt)
+        fit(spec, tmp_path, say=Mock(side_effect=KeyboardInterrupt))
     assert end_of(tmp_path / spec.run_path) == ("killed", f"stopped by {CTRL_C}")

@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from qa_lib.__main__ import main
-from qa_lib.errors import UserError
 from qa_lib.run import launch
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
-from tests.material import end_of
+from tests.material import end_of, refused
 from tests.tiny import CPU
 
 # What a run leaves, without one and its lock: `python -c RUN FOLDER SECONDS` goes on for that long.
@@ -86,16 +84,13 @@ def test_a_job_over_its_limit_is_cancelled_and_the_queue_does_not_count(cluster,
 
 
 def test_a_driver_that_is_stopped_cancels_its_job(cluster, tmp_path):
-    class Stopped(Exception):
-        pass
-
     def look():
         if any(json.loads(path.read_text())["status"] == "running" for path in tmp_path.glob("*/*/record.json")):
-            raise Stopped
+            raise ZeroDivisionError
 
-    with pytest.raises(Stopped):
+    with pytest.raises(ZeroDivisionError):
         launcher(tmp_path, seconds=30).run_all(specs("A1"), look=look)
-    assert end_of(tmp_path / specs("A1")[0].run_path) == ("killed", "the driver was stopped by Stopped")
+    assert end_of(tmp_path / specs("A1")[0].run_path) == ("killed", "the driver was stopped by ZeroDivisionError")
     assert not list(cluster.glob("job-*"))
 
 
@@ -114,13 +109,12 @@ def test_a_node_is_asked_what_it_is_in_a_job_of_its_kind(cluster, tmp_path, monk
     assert (machine.hardware, machine.gpus, env) == ("h100", 4, {"gpu": "NVIDIA H100"})
     assert "--gpus=1 " in asked(cluster)[0] and not list((tmp_path / "runs").iterdir())
     monkeypatch.setattr(launch, "PROBE", "import nothing_of_the_kind")
-    with pytest.raises(UserError, match=r"a node cannot load the lab: ModuleNotFoundError.*nothing_of_the_kind"):
-        launch.probe_node(tmp_path / "runs", None)
+    said = r"a node cannot load the lab: ModuleNotFoundError.*nothing_of_the_kind"
+    refused(said, launch.probe_node, tmp_path / "runs", None)
 
 
-def test_a_host_without_slurm_and_cards_of_this_machine_are_refused_in_one_line(tmp_path, monkeypatch, capsys):
+def test_a_host_without_slurm_and_cards_of_this_machine_are_refused_in_one_line(tmp_path, monkeypatch, typed):
     monkeypatch.setenv("PATH", str(tmp_path))
-    words = f"sweep --launcher slurm --preset smoke --runs {tmp_path}".split()
-    assert main(words) == 2 and capsys.readouterr().err == "error: sinfo: No such file or directory\n"
-    assert main([*words, "--gpus", "0"]) == 2
-    assert capsys.readouterr().err.startswith("error: --gpus and --shared-gpu are")
+    words = f"sweep --launcher slurm --preset smoke --runs {tmp_path}"
+    assert typed(words, code=2) == "error: sinfo: No such file or directory\n"
+    assert typed(f"{words} --gpus 0", code=2).startswith("error: --gpus and --shared-gpu are")

@@ -15,21 +15,16 @@ from qa_lib.__main__ import main
 from qa_lib.data.squad import open_source
 from qa_lib.record import read_record, run_files
 from qa_lib.report import load
-from qa_lib.report.load import NotMeasured, load_runs
 from qa_lib.run import launch
 from qa_lib.run.plan import plan
-from tests.material import ROOT, change_record, committed, document, question, write
-from tests.test_notebooks import code_cells, lines_of, run_here
+from tests.material import ROOT, change_record, committed, document, question, refused, write
+from tests.test_notebooks import run_here
 from tests.test_report import make
 from tests.tiny import H200
 
 NOTEBOOK = ROOT / "notebooks" / "speedrun.ipynb"
 PAGE = (ROOT / "docs" / "speedrun.md").read_text(encoding="utf-8")
 H100 = dataclasses.replace(H200, hardware="h100")
-
-
-def test_the_speedrun_is_short():
-    assert sum(len(lines_of(cell)) for cell in code_cells(NOTEBOOK)) <= 60
 
 
 def scored(runs, preset, variant, f1, train_s, day=1, **asked):
@@ -69,21 +64,19 @@ def test_the_verdict_is_by_the_mean_of_five_seeds(shown, tmp_path, f1, said):
     _, names, _ = shown
     scored(tmp_path, "quality", "A1", 67.5, 25.0)
     scored(tmp_path, "speedrun", "A2", f1, 14.0)
-    runs = load_runs(tmp_path)
+    runs = load.load_runs(tmp_path)
     assert f"**The target is {said}**: best F1 {f1:.2f}, wanted 67.00." == names["verdict"](runs, runs)
 
 
 def test_there_is_no_verdict_by_other_rules(shown, tmp_path):
     _, names, _ = shown
     scored(tmp_path, "speedrun", "A2", 70.0, 14.0)
-    without_target = load_runs(tmp_path)
-    with pytest.raises(NotMeasured, match="no target yet, for lack of A1's seeds 0 to 4"):
-        names["verdict"](without_target, without_target)
+    without_target = load.load_runs(tmp_path)
+    refused("no target yet, for lack of A1's seeds 0 to 4", names["verdict"], without_target, without_target)
     for column, value in {"quality.n": 6_078, "model.layers": 12, "spec.seed": 7, "spec.preset.name": "local"}.items():
         other = without_target.copy()
         other.loc[other["spec.seed"] == 3, column] = value
-        with pytest.raises(NotMeasured, match="a record takes preset speedrun"):
-            names["verdict"](other, without_target)
+        refused("a record takes preset speedrun", names["verdict"], other, without_target)
 
 
 def test_the_history_has_a_line_a_recipe_of_the_archived_records(shown, tmp_path):
@@ -94,7 +87,7 @@ def test_the_history_has_a_line_a_recipe_of_the_archived_records(shown, tmp_path
     archived = tmp_path / "archived"
     archived.mkdir()
     (tmp_path / "h100-speedrun.jsonl").rename(archived / "h100-speedrun.jsonl")
-    table = names["recipes"](load_runs(archived))
+    table = names["recipes"](load.load_runs(archived))
     assert list(table["micro-batch"]) == ["8", "32"] and list(table["seeds"]) == ["5", "5"]
     assert list(table["training s"]) == ["20.0 ± 0.0", "10.0 ± 0.0"]
     assert list(table["prompt to score s"]) == ["42.0 ± 0.0", "32.0 ± 0.0"]
@@ -136,11 +129,8 @@ def test_what_the_page_has_to_type_holds_articles_out_and_names_the_data(tmp_pat
         return subprocess.run(block, **shell, capture_output=True, text=True, check=True).stdout
 
     sh(typed("mkdir tuning"))
-    ids = {
-        split: [each.id for each in open_source(tmp_path / "tuning", split).examples]
-        for split in ("train", "validation")
-    }
-    assert ids["validation"] == ["q0", "q10", "q20"] and len(ids["train"]) == 22
+    train, validation = (open_source(tmp_path / "tuning", split).examples for split in ("train", "validation"))
+    assert [each.id for each in validation] == ["q0", "q10", "q20"] and len(train) == 22
     whole = "\n".join(sorted(f"q{i}" for i in range(25)))
     assert sh(typed("hashlib")) == f"25 {hashlib.sha256(whole.encode()).hexdigest()}\n"
 

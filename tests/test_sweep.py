@@ -10,11 +10,9 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
-import types
+from unittest.mock import Mock
 
 import pytest
 
@@ -28,8 +26,9 @@ from qa_lib.spec import Machine
 from qa_lib.variants import VARIANTS, Variant
 from tests import small, warm
 from tests.conftest import slow
-from tests.material import ROOT, change_record, refused, wait_for
+from tests.material import ROOT, cases, change_record, leave, python, refused, wait_for
 from tests.small import FIT, PRETEND, STEPS, write_notebook
+from tests.tiny import planned
 
 
 @pytest.fixture(params=["plain", slow("papermill")])
@@ -123,10 +122,9 @@ def test_what_a_sweep_writes_into_a_file_can_be_read_the_next_morning(lab):
     code, out, _ = lab.run("--variants", "A1,A2,D1-nvfuser", "--seeds", "0")
     lines = out.splitlines()
     assert lines[0] == "sweep: 3 runs, 1 finished, 2 to run"
-    told = [line for line in lines if re.match(r"\d\d:\d\d ", line)]
-    assert sum("A1 seed 0 starts" in line for line in told) == 1
-    assert sum(bool(re.search(r"\[\d/3\] A1 seed 0: ok, \d+ s", line)) for line in told) == 1
-    assert sum("left" in line for line in told) == 1, "after the first of two"
+    told = "\n".join(line for line in lines if re.match(r"\d\d:\d\d ", line))
+    assert told.count("A1 seed 0 starts") == len(re.findall(r"\[\d/3\] A1 seed 0: ok, \d+ s", told)) == 1
+    assert told.count("left") == 1, "after the first of two"
     table = lines[lines.index("") + 1 :]
     assert table[0].split()[1:3] == ["seed", "status"]
     rows = [line.split()[:3] for line in table[1:4]]
@@ -152,7 +150,7 @@ def test_all_runs_are_ended_even_where_one_cannot_be_judged(tmp_path, monkeypatc
 
     def start(command, **_):
         variant = spec_from(command[4]).variant
-        return types.SimpleNamespace(variant=variant, poll=lambda: 1 if variant == "A1" else None, returncode=1)
+        return Mock(variant=variant, poll=lambda: 1 if variant == "A1" else None, returncode=1)
 
     def judge(spec, run_dir, reason, *_):
         if spec.variant == "A1":
@@ -160,7 +158,7 @@ def test_all_runs_are_ended_even_where_one_cannot_be_judged(tmp_path, monkeypatc
         done.append(f"judge {spec.variant}: {reason}")
         return record.read_record(run_dir)
 
-    monkeypatch.setattr(launch, "subprocess", types.SimpleNamespace(Popen=start, STDOUT=None))
+    monkeypatch.setattr(launch, "subprocess", Mock(Popen=start))
     monkeypatch.setattr(launch, "kill", lambda process: done.append(f"kill {process.variant}"))
     monkeypatch.setattr(launch, "judge", judge)
     machine = Machine(gpus=2, sm=90, compiler=True)
@@ -179,18 +177,16 @@ def test_a_run_over_its_time_limit_is_killed_with_the_limit_named(lab):
 
 def test_what_is_waited_for_the_gpu_is_no_part_of_the_limit(tmp_path, monkeypatch):
     """The clock goes on by 50 s a look; a run of 300 s may be running for six looks, and waiting for any number."""
-    (spec,) = plan(["A1"], "smoke", machine=Machine())
+    spec = planned()
     monkeypatch.setattr(launch.time, "monotonic", iter(range(0, 100_000, 50)).__next__)
     monkeypatch.setattr(launch, "POLL_S", 0)
-    entry, looks = record.new_record(spec, {}), []
+    entry = record.new_record(spec, {})
 
     def hung(statuses):
         """How often a process that does not end by itself was looked at, and why it had to be ended."""
-        looks.clear()
-        process = types.SimpleNamespace(poll=lambda: looks.append(0))
-        left = iter(statuses)
-        monkeypatch.setattr(record, "read_record", lambda _: entry | {"status": next(left)})
-        return launch.Launcher(tmp_path, Machine(), {})._watch(process, spec), len(looks)
+        process, found = Mock(poll=Mock(return_value=None)), [entry | {"status": status} for status in statuses]
+        monkeypatch.setattr(record, "read_record", Mock(side_effect=found))
+        return launch.Launcher(tmp_path, Machine(), {})._watch(process, spec), process.poll.call_count
 
     late = "over its time limit of 300 s"
     assert hung(["starting"] * 2 + ["running"] * 9) == (late, 7)
@@ -198,9 +194,8 @@ def test_what_is_waited_for_the_gpu_is_no_part_of_the_limit(tmp_path, monkeypatc
 
 
 def test_what_was_skipped_is_run_once_the_machine_can(tmp_path):
-    without, able = (plan(["C2-8"], "smoke", machine=Machine(bitsandbytes=has))[0] for has in (False, True))
-    entry = record.new_record(without, {})
-    record.finish(tmp_path / without.run_path, entry, "skipped", {"kind": "skipped", "message": without.skip})
+    without, able = (planned("C2-8", machine=Machine(bitsandbytes=has)) for has in (False, True))
+    leave(tmp_path, without, "skipped", {"kind": "skipped", "message": without.skip})
     assert without.hash == able.hash
     launcher = launch.Launcher(tmp_path, Machine(), {})
     assert launcher.is_finished(without) and not launcher.is_finished(able)
@@ -270,24 +265,15 @@ def test_runs_of_two_cards_get_pairs_and_never_one_card_twice(tmp_path):
     refused("--gpus 4: this machine has 4 GPUs", cards_of, wide, [4])
 
 
-UNFINISHED = [
-    ({"time": {"steps": 399}}, "399 of 400 steps were trained"),
-    ({"quality": {"n": 39}}, "39 of 40 questions were answered"),
-    ({"spec": {"hash": "0" * 64}}, "the record is of another run"),
-]
-
-
-@pytest.mark.parametrize(("changes", "said"), UNFINISHED)
+@pytest.mark.parametrize(("changes", "said"), cases("unfinished runs"))
 def test_a_run_counts_when_its_record_is_whole(tmp_path, changes, said):
-    (spec,) = plan(["A1"], "smoke", data="synthetic:40", machine=Machine())
-    entry, launcher = record.new_record(spec, {}), launch.Launcher(tmp_path, Machine(), {})
-    entry["spec"] |= {"planned_steps": 400, "n_eval": 40}
-    entry["time"]["steps"], entry["quality"]["n"] = 400, 40
-    record.finish(tmp_path / spec.run_path, entry, "ok")
+    spec, launcher = planned(), launch.Launcher(tmp_path, Machine(), {})
+    whole = {"spec": {"planned_steps": 400, "n_eval": 40}, "time": {"steps": 400}, "quality": {"n": 40}}
+    folder = leave(tmp_path, spec, **whole)
     assert launcher.is_finished(spec)
-    change_record(tmp_path / spec.run_path, **changes)
+    change_record(folder, **changes)
     assert not launcher.is_finished(spec)
-    judged = launch.judge(spec, tmp_path / spec.run_path, None, 0, 1.0)
+    judged = launch.judge(spec, folder, None, 0, 1.0)
     assert (judged["status"], judged["error"]["kind"]) == ("error", "IncompleteRun")
     assert said in judged["error"]["message"]
 
@@ -295,14 +281,13 @@ def test_a_run_counts_when_its_record_is_whole(tmp_path, changes, said):
 def test_a_new_variant_is_in_the_table_that_a_sweep_prints(tmp_path, monkeypatch, capsys):
     mine = Variant("D-mine", "D1-nvfuser", {"attention": "eager"}, "To be seen.")
     monkeypatch.setitem(VARIANTS, mine.name, mine)
-    specs = plan(["D-mine"], "smoke", data="synthetic:40", machine=Machine())
-    sweep.sweep(specs, launch.Launcher(tmp_path, Machine(), {}))
+    sweep.sweep([planned("D-mine")], launch.Launcher(tmp_path, Machine(), {}))
     assert re.search(r"\n *D-mine +0 +skipped\nsweep: 1 skipped\n", capsys.readouterr().out)
 
 
 def test_the_command_at_the_end_is_told_the_counts_and_its_failure_is_said(tmp_path, capfd):
     specs = plan(["A1", "D1-nvfuser"], "smoke", data="synthetic:40", machine=Machine())
-    record.finish(tmp_path / specs[0].run_path, record.new_record(specs[0], {}), "oom")
+    leave(tmp_path, specs[0], "oom")
     command = "echo told $QA_LIB_OOM $QA_LIB_SKIPPED $QA_LIB_OK $QA_LIB_NOT_BEGUN; exit 3"
     entries = sweep.sweep(specs, launch.Launcher(tmp_path, Machine(), {}), command)
     assert [entry["status"] for entry in entries] == ["oom", "skipped"]
@@ -318,9 +303,8 @@ def test_gpus_that_stay_idle_are_named(capsys):
 
 
 def test_a_rate_of_ones_own_reaches_the_notebook(tmp_path):
-    (usual,), (own,) = (plan(["A1"], "smoke", machine=Machine(), **more) for more in ({}, {"learning_rate": 1e-3}))
-    given = [sweep.notebook_parameters(spec, tmp_path) for spec in (usual, own)]
-    assert "learning_rate" not in given[0] and given[1] == given[0] | {"learning_rate": 1e-3}
+    usual, own = (sweep.notebook_parameters(planned(**more), tmp_path) for more in ({}, {"learning_rate": 1e-3}))
+    assert "learning_rate" not in usual and own == usual | {"learning_rate": 1e-3}
 
 
 @pytest.mark.parametrize(("deaths", "status"), [(1, "ok"), (2, "killed")])
@@ -339,7 +323,7 @@ if lives.stat().st_size <= {deaths}:
 
 
 def test_a_line_of_the_sweep_says_what_became_of_a_checkpoint_and_holds_no_escapes():
-    spec = plan(["A1"], "smoke", data="synthetic:40", machine=Machine())[0]
+    spec = planned()
     entry = record.new_record(spec, {}) | {"status": "ok", "error": {"message": "\x1b[2Jodd"}}
     entry["spec"]["adjusted"] = ["precision: fp32", "checkpoint: began anew, since its checkpoint is damaged"]
     line = sweep._line(spec, entry)
@@ -371,7 +355,5 @@ def test_a_folder_that_is_removed_or_spoilt_costs_one_run(tmp_path, monkeypatch,
 
 @pytest.mark.slow
 def test_a_sweep_from_outside_the_checkout_runs_its_notebooks(tmp_path):
-    words = [sys.executable, "-m", "qa_lib", "sweep", "--preset", "smoke", "--variants", "A1"]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert "sweep: 1 ok" in done.stdout, done.stdout + done.stderr
+    words = "-m qa_lib sweep --preset smoke --variants A1".split()
+    assert "sweep: 1 ok" in python(*words, cwd=tmp_path, PYTHONPATH=str(ROOT)).stdout

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import socket
@@ -11,6 +10,7 @@ import sys
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -22,23 +22,21 @@ from qa_lib.errors import Stopped, UserError
 from qa_lib.measure import hardware
 from qa_lib.run import torchrun
 from qa_lib.run.fit import fit, noting_faults, recording
-from qa_lib.run.plan import plan
 from qa_lib.run.process import call, kill
-from qa_lib.run.torchrun import fault_path, first_fault, record_fault
 from qa_lib.train.checkpoint import CHECKPOINT
 from qa_lib.train.process_group import ProcessGroup
 from tests import faulty, warm
 from tests.conftest import slow
-from tests.material import end_of, refused, wait_for
-from tests.tiny import CPU, H200, losses_of, quiet, resized, steps_of
+from tests.material import cases, end_of, python, refused, wait_for, write
+from tests.tiny import H200, losses_of, planned, quiet, steps_of
 
 PIPED = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 LIMIT_S = 120  # in which a failed run must have ended; 15 s on two free cores
 
 
-def short(variant="P1", **preset):
-    (spec,) = plan([variant], "smoke", data="synthetic:120", machine=CPU)
-    return resized(spec, **{"steps": 30, "measure_from": 5, "checkpoint_every": 10, "quality": False} | preset)
+def short(variant="P1", **sizes):
+    sizes = {"steps": 30, "measure_from": 5, "checkpoint_every": 10, "quality": False} | sizes
+    return planned(variant, sizes=sizes, data="synthetic:120")
 
 
 def left_of(runs) -> list[int]:
@@ -82,10 +80,10 @@ def test_torchrun_is_asked_for_as_many_processes_and_older_faults_are_gone(tmp_p
     spec, asked = short(), []
     monkeypatch.setattr("torch.distributed.run.main", asked.extend)
     (tmp_path / spec.run_path).mkdir(parents=True)
-    fault_path(tmp_path / spec.run_path, 1).write_text("{}")
+    torchrun.fault_path(tmp_path / spec.run_path, 1).write_text("{}")
     torchrun.supervise(spec, str(tmp_path))
     assert asked[:3] == ["--standalone", "--nproc-per-node", "2"] and "qa_lib.run.fit:work_as_one" in asked
-    assert first_fault(tmp_path / spec.run_path) is None
+    assert torchrun.first_fault(tmp_path / spec.run_path) is None
 
 
 def test_a_run_of_several_processes_returns_its_record_or_the_reason_why_there_is_none(tmp_path, monkeypatch):
@@ -148,29 +146,29 @@ def test_copies_that_drift_apart_are_told_in_the_record(tmp_path):
 def test_a_row_of_one_process_is_refused_by_several(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("torch.distributed.is_torchelastic_launched", lambda: True)
-    (alone,) = plan(["A1"], "smoke", machine=CPU)
-    refused("A1 trains in one process, and torchrun has started 2", fit, alone, tmp_path, say=quiet)
+    refused("A1 trains in one process, and torchrun has started 2", fit, planned(), tmp_path, say=quiet)
     assert not list(tmp_path.iterdir())
 
 
-def test_the_first_fault_is_the_cause(tmp_path):
+TERM, SEGV, KILL = (-number for number in (signal.SIGTERM, signal.SIGSEGV, signal.SIGKILL))
+# When each process has failed, by what and with which status; their exit codes; what the record says.
+CAUSES = [
+    ([(20.0, "ConnectionClosed", "error"), (19.5, "OutOfMemory", "error")], (1, 1), "error", "1 of 2: OutOfMemory"),
+    ([(20.0, "ConnectionClosed", "error")], (TERM, SEGV), "killed", "1 of 2 was ended by SIGSEGV"),
+    # SIGKILL is what torchrun sends to one that waits in a kernel.
+    ([(20.0, "OutOfMemory", "oom")], (1, KILL), "oom", "0 of 2: OutOfMemory"),
+]
+
+
+@pytest.mark.parametrize(("faults", "codes", "status", "said"), CAUSES)
+def test_the_first_fault_is_the_cause(faults, codes, status, said, tmp_path):
     spec = short()
     record.write_record(tmp_path, record.new_record(spec, {}))
-
-    def left(rank, at, kind, status="error"):
+    for rank, (at, kind, each) in enumerate(faults):
         error = {"kind": kind, "message": f"process {rank} of 2: {kind}", "step": 3}
-        fault_path(tmp_path, rank).write_text(json.dumps({"at": at, "status": status, "error": error}))
-
-    left(0, 20.0, "ConnectionClosed")
-    left(1, 19.5, "OutOfMemory")
-    record_fault(spec, tmp_path, {0: 1, 1: 1})
-    assert end_of(tmp_path) == ("error", "process 1 of 2: OutOfMemory")
-    left(0, 20.0, "ConnectionClosed")
-    record_fault(spec, tmp_path, {0: -signal.SIGTERM, 1: -signal.SIGSEGV})
-    assert end_of(tmp_path) == ("killed", "process 1 of 2 was ended by SIGSEGV")
-    left(0, 20.0, "OutOfMemory", "oom")
-    record_fault(spec, tmp_path, {0: 1, 1: -signal.SIGKILL})  # which torchrun sends to one that waits in a kernel
-    assert end_of(tmp_path) == ("oom", "process 0 of 2: OutOfMemory")
+        write(torchrun.fault_path(tmp_path, rank), {"at": at, "status": each, "error": error})
+    torchrun.record_fault(spec, tmp_path, dict(enumerate(codes)))
+    assert end_of(tmp_path) == (status, f"process {said}")
 
 
 AGES = (0, "error", "process 1 of 2: a fault"), (1e6, "killed", "stopped by SIGTERM")
@@ -180,8 +178,7 @@ AGES = (0, "error", "process 1 of 2: a fault"), (1e6, "killed", "stopped by SIGT
 def test_a_process_that_torchrun_stops_tells_the_others_fault_and_no_older_one(age, status, message, tmp_path):
     error = {"kind": "ValueError", "message": "process 1 of 2: a fault", "step": 3}
     with pytest.raises(Stopped), recording(short(), tmp_path, quiet):
-        fault = {"at": time.time() - age, "status": "error", "error": error}
-        fault_path(tmp_path, 1).write_text(json.dumps(fault))
+        write(torchrun.fault_path(tmp_path, 1), {"at": time.time() - age, "status": "error", "error": error})
         raise Stopped("SIGTERM")
     assert end_of(tmp_path) == (status, message)
 
@@ -192,49 +189,32 @@ def test_memory_that_other_runs_may_have_filled_is_an_error_of_any_process(share
     second = types.SimpleNamespace(store=True, rank=1, world=2)
     with pytest.raises(MemoryError), noting_faults(tmp_path, second):
         raise MemoryError
-    assert first_fault(tmp_path)["status"] == status
+    assert torchrun.first_fault(tmp_path)["status"] == status
 
 
 def test_more_gpus_than_there_are_skip_the_row_with_the_reason(tmp_path):
-    (spec,) = plan(["P-one-bucket"], "smoke", machine=H200)
+    spec = planned("P-one-bucket", machine=H200)
     assert spec.skip == "needs 2 GPUs, and this machine has 1"
-    assert plan(["P-one-bucket"], "smoke", machine=H200, world=1)[0].skip is None
-    assert plan(["P-one-bucket"], "smoke", machine=dataclasses.replace(H200, gpus=2))[0].skip is None
+    assert planned("P-one-bucket", machine=H200, world=1).skip is None
+    assert planned("P-one-bucket", machine=dataclasses.replace(H200, gpus=2)).skip is None
     assert fit(spec, tmp_path, say=quiet)["status"] == "skipped"
 
 
-UNSHARED = [
-    ("A1", {"world": 2}, "A1 trains in one process, not in 2"),
-    ("P1", {"world": 4}, "4 processes do not divide the 2 micro-batches of a step at preset 'smoke', which are 16"),
-    ("P1", {"stages": 2}, "P1 is no pipeline"),
-    ("P-gpipe", {"world": 3, "stages": 2}, "3 processes do not make up pipelines of 2"),
-    ("P-1f1b", {"world": 4}, "1f1b takes at least as many micro-batches as the 4 stages, and a pipeline has 2"),
-    ("P-interleaved", {"micro_batch": 16}, "a multiple in micro-batches of the 2 stages, and a pipeline has 1"),
-]
-
-
-@pytest.mark.parametrize(("row", "counts", "said"), UNSHARED)
+@pytest.mark.parametrize(("row", "counts", "said"), cases("processes that cannot share a step"))
 def test_processes_that_cannot_share_a_step_are_refused_before_anything_starts(row, counts, said):
-    refused(said, plan, [row], "smoke", machine=CPU, **counts)
+    refused(said, planned, row, **counts)
 
 
-def test_a_model_that_cannot_be_divided_skips_the_row_with_the_reason():
-    for row, world, said in (
-        ("P-interleaved", 2, "a model of 2 layers has no 4 equal parts"),
-        ("P-tensor", 4, "4 processes do not divide the 2 heads of attention"),
-        ("P-gpipe", 2, None),
-        ("P-tensor", 2, None),
-    ):
-        assert plan([row], "smoke", machine=CPU, world=world)[0].skip == said
+@pytest.mark.parametrize(("row", "world", "said"), cases("models that cannot be divided"))
+def test_a_model_that_cannot_be_divided_skips_the_row_with_the_reason(row, world, said):
+    assert planned(row, world=world).skip == said
 
 
 def test_stages_are_part_of_the_identity():
     """Two pipelines of two, and one of four, whatever was asked for by a number and what by its absence."""
-    more = {"machine": CPU, "micro_batch": 2, "world": 4}
-    two, four, same = (plan(["P-gpipe"], "smoke", stages=stages, **more)[0] for stages in (2, 4, None))
+    two, four, same = (planned("P-gpipe", micro_batch=2, world=4, stages=stages) for stages in (2, 4, None))
     assert (two.stages, two.accumulation, four.accumulation) == (2, 4, 8)
-    assert two.hash != four.hash == same.hash
-    assert plan(["P-gpipe"], "smoke", machine=CPU, micro_batch=2, stages=4)[0].hash == four.hash
+    assert two.hash != four.hash == same.hash == planned("P-gpipe", micro_batch=2, stages=4).hash
 
 
 LINKS = {"abc": "PIX", "cb": "NV18", "ca": "SYS", "b": None, "ax": None}
@@ -278,17 +258,15 @@ def test_the_first_process_takes_all_cards_in_one_order_whatever_order_they_are_
 
 
 def test_the_others_wait_until_the_first_has_its_turn():
-    store = torch.distributed.HashStore()
     first, second = ProcessGroup(torch.device("cpu")), ProcessGroup(torch.device("cpu"))
-    first.store = second.store = store
+    first.store = second.store = torch.distributed.HashStore()
     second.rank, second.first = 1, False
-    waiting = threading.Thread(target=second.start)
-    waiting.start()
-    time.sleep(0.3)
-    assert waiting.is_alive()
-    first.start()
-    waiting.join(timeout=10)
-    assert not waiting.is_alive()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(second.start)
+        time.sleep(0.3)
+        assert not waiting.done()
+        first.start()
+        waiting.result(timeout=10)
 
 
 def free_endpoint() -> str:
@@ -328,9 +306,7 @@ def test_two_hosts_go_on_together_when_one_has_lost_its_process(tmp_path):
 @pytest.mark.slow
 def test_run_starts_the_processes_by_itself(tmp_path):
     words = f"run P1 --preset smoke --world 2 --data synthetic:80 --runs {tmp_path}".split()
-    done = subprocess.run([sys.executable, "-m", "qa_lib", *words], capture_output=True, text=True, timeout=2 * LIMIT_S)
-    assert done.returncode == 0, done.stderr
-    assert "P1: ok, samples/s" in done.stdout
+    assert "P1: ok, samples/s" in python("-m", "qa_lib", *words).stdout
     (path,) = tmp_path.glob("cpu-smoke/P1-*/record.json")
     assert record.read_record(path.parent)["parallel"]["weights_equal"] is True
 

@@ -15,18 +15,26 @@ from qa_lib.data.load import batches_of
 from qa_lib.measure.meter import Meter
 from qa_lib.model.build import build_model
 from qa_lib.run.fit import train
-from qa_lib.run.plan import plan
 from qa_lib.train import checkpoint as checkpoints
 from qa_lib.train import compile as compilation
-from qa_lib.train.checkpoint import CHECKPOINT
-from qa_lib.train.compile import compiled, forget_compiled, found_in_cache, start_compilers
 from qa_lib.train.optim import build_optimizer, clip, learning_rate, peak_rate, unscale
 from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.step_log import NonFiniteLoss, StepLog
 from qa_lib.variants import VARIANTS, Settings
 from tests.conftest import slow
 from tests.material import flip_a_bit, refused
-from tests.tiny import CPU, StopAfter, losses_of, quiet, resized, samples_of, steps_of
+from tests.tiny import (
+    CPU,
+    StopAfter,
+    losses_of,
+    planned,
+    quiet,
+    resized,
+    samples_of,
+    steps_of,
+    trained,
+    without_dropout,
+)
 
 DEVICE = torch.device("cpu")
 
@@ -36,16 +44,10 @@ def samples():
     return samples_of("synthetic:120")
 
 
-def spec_of(variant, micro_batch=None, machine=CPU, **preset):
+def spec_of(row, settings=None, machine=CPU, micro_batch=None, **sizes):
     """A row at smoke preset, made smaller."""
-    (spec,) = plan([variant], "smoke", data="synthetic:120", machine=machine, micro_batch=micro_batch)
-    return resized(spec, **{"steps": 6, "checkpoint_every": 0, "measure_from": 2, "effective_batch": 16} | preset)
-
-
-def trained(spec, samples, run_dir, model=None):
-    run_dir.mkdir(exist_ok=True)
-    model = model or build_model(spec)
-    return model, *train(model, batches_of(samples, spec), spec, DEVICE, run_dir, quiet)
+    sizes = {"steps": 6, "checkpoint_every": 0, "measure_from": 2, "effective_batch": 16} | sizes
+    return planned(row, settings=settings, sizes=sizes, data="synthetic:120", machine=machine, micro_batch=micro_batch)
 
 
 def stopped(spec, samples, run_dir, step=4):
@@ -58,6 +60,10 @@ def stopped(spec, samples, run_dir, step=4):
 
 def weights(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(one, other):
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def test_the_learning_rate_rises_to_its_peak_and_no_step_has_a_rate_of_zero():
@@ -117,29 +123,23 @@ ON_GPU = pytest.param("D1-cudagraphs", torch.device("cuda"), 1e-2, marks=NEEDS_G
 
 @pytest.mark.parametrize(("variant", "device", "tolerance"), [ON_CPU, ON_GPU])
 def test_accumulated_micro_batches_are_the_whole_batch(variant, device, tolerance, samples, tmp_path, monkeypatch):
+    # So that every step has the same weights.
+    monkeypatch.setattr("qa_lib.train.loop.learning_rate", lambda *_: 0.0)
+
     def gradients(micro_batch):
-        machine = CPU if device.type == "cpu" else None
-        spec = spec_of(variant, micro_batch=micro_batch, machine=machine, steps=3)
-        model, seen = without_dropout(build_model(spec)), []
-        monkeypatch.setattr(
-            torch.nn.utils, "clip_grads_with_norm_", lambda own, *_: seen.extend(p.grad.clone() for p in own)
-        )
-        folder = tmp_path / str(micro_batch)
+        spec = spec_of(variant, machine=CPU if device.type == "cpu" else None, micro_batch=micro_batch, steps=3)
+        seen, folder = [], tmp_path / str(micro_batch)
+
+        def note(own, *_):
+            seen.extend(parameter.grad.clone() for parameter in own)
+
+        monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", note)
         folder.mkdir()
-        # So that every step has the same weights.
-        monkeypatch.setattr("qa_lib.train.loop.learning_rate", lambda *_: 0.0)
-        train(model, batches_of(samples, spec), spec, device, folder, quiet)
+        train(without_dropout(build_model(spec)), batches_of(samples, spec), spec, device, folder, quiet)
         return seen
 
     for whole, parts in zip(gradients(16), gradients(4), strict=True):
         assert (whole - parts).norm() <= tolerance * whole.norm() + 1e-6
-
-
-def without_dropout(model):
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    return model
 
 
 OTHERS = [slow(name) for name in ("A2", "B1", "B2", "C2", "E-adamw")]
@@ -147,17 +147,15 @@ OTHERS = [slow(name) for name in ("A2", "B1", "B2", "C2", "E-adamw")]
 
 @pytest.mark.parametrize("variant", ["C1", "E-dropout-moments", "E-packed-lora-masters", *OTHERS])
 def test_resume_is_exact_from_any_checkpoint(variant, samples, tmp_path, monkeypatch):
-    spec = spec_of(variant, checkpoint_every=1)
+    spec = spec_of(variant, {"compile": "none"}, checkpoint_every=1)  # compiling would take a minute
     if spec.asked.half_weights:  # a CPU would adjust it away, but can do it
         spec = resized(spec, {"optimizer": spec.asked.optimizer, "precision": spec.asked.precision})
-    spec = resized(spec, {"compile": "none"})  # the compiler is not what is tested here, and takes a minute
     whole = weights(trained(spec, samples, tmp_path / "whole")[0])
     for stop in (1, 3, 5):
         run_dir = stopped(spec, samples, tmp_path / f"stopped-at-{stop}", stop)
         model, _, _, begin, refused = trained(spec, samples, run_dir)
         assert begin == stop and refused is None
-        for name, tensor in weights(model).items():
-            assert torch.equal(tensor, whole[name]), f"{name} differs after a resume at step {stop}"
+        assert same(weights(model), whole), f"after a resume at step {stop}"
         assert [line["step"] for line in steps_of(run_dir)] == list(range(1, spec.preset.steps + 1))
 
 
@@ -165,7 +163,7 @@ def test_the_compilers_processes_start_where_a_gpus_kernels_are_compiled(monkeyp
     started = []
     monkeypatch.setattr("torch._inductor.async_compile.AsyncCompile.wakeup", lambda: started.append(variant))
     for variant, device in (("E-dropout", "cuda"), ("E-regions", "cuda"), ("D1-cudagraphs", "cuda"), ("A4", "cpu")):
-        start_compilers(VARIANTS[variant].settings, torch.device(device))
+        compilation.start_compilers(VARIANTS[variant].settings, torch.device(device))
     assert started == ["E-dropout", "E-regions"]
 
 
@@ -179,7 +177,7 @@ def test_elementwise_work_is_repeated_and_products_are_not(monkeypatch):
     x, kept, gradients = torch.randn(32, 16), {}, {}
     for checkpointing in (False, "elementwise"):
         saved = kept.setdefault(checkpointing, [])
-        forward = compiled(block, Settings(compile="inductor", activation_checkpointing=checkpointing))
+        forward = compilation.compiled(block, Settings(compile="inductor", activation_checkpointing=checkpointing))
         with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
             loss = forward(x).square().sum()
         gradients[checkpointing] = torch.autograd.grad(loss, block.parameters())
@@ -192,7 +190,7 @@ def test_elementwise_work_is_repeated_and_products_are_not(monkeypatch):
 def test_a_checkpoint_of_another_run_is_not_taken(samples, tmp_path):
     spec = spec_of("A1", checkpoint_every=2)
     run_dir = stopped(spec, samples, tmp_path / "run")
-    assert (run_dir / CHECKPOINT).exists()
+    assert (run_dir / checkpoints.CHECKPOINT).exists()
     other = dataclasses.replace(spec, seed=1)
     assert trained(other, samples, run_dir)[3:] == (0, "began anew, since its checkpoint is of another run")
     assert (run_dir / "checkpoint.refused").exists()
@@ -210,11 +208,11 @@ def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_run_begins_anew(dam
     spec = spec_of("A1", checkpoint_every=2)
     run_dir = stopped(spec, samples, tmp_path / "run")
     spoil, said = DAMAGE[damage]
-    spoil(run_dir / CHECKPOINT)
+    spoil(run_dir / checkpoints.CHECKPOINT)
     whole = weights(trained(spec, samples, tmp_path / "whole")[0])
     model, _, _, begin, refused = trained(spec, samples, run_dir)
     assert begin == 0 and said in refused and (run_dir / "checkpoint.refused").exists()
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(model).items())
+    assert same(weights(model), whole)
 
 
 @pytest.mark.parametrize("edited", ["kernels/fused_norm.py", "train/loop.py", "train/deepspeed.json"])
@@ -234,7 +232,7 @@ def test_a_full_disk_leaves_the_older_checkpoint(samples, tmp_path, monkeypatch)
     spec = spec_of("A1", checkpoint_every=2)
 
     def fills_up(tensors, path, metadata):
-        if (tmp_path / "run" / CHECKPOINT).exists():
+        if (tmp_path / "run" / checkpoints.CHECKPOINT).exists():
             path.write_bytes(b"half")
             raise OSError(28, "No space left on device")
         save_file(tensors, path, metadata)
@@ -257,7 +255,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_the_step(samples, tmp_path
 
     monkeypatch.setattr("qa_lib.train.loop.clip", poison)
     with pytest.raises(NonFiniteLoss, match="nan at step 4") as caught:
-        train(model, batches_of(samples, spec), spec, DEVICE, tmp_path, quiet)
+        trained(spec, samples, tmp_path, model)
     assert caught.value.step == 4
     assert [loss is None for loss in losses_of(tmp_path)[:4]] == [False, False, False, True]  # and as far as it had run
 
@@ -277,7 +275,7 @@ def test_the_8bit_optimizer_keeps_small_tensors_and_embeddings_in_32_bits(sample
     del model, optimizer, names, parameter
     gc.collect()
     assert kept() is None
-    (lora,) = plan(["E-packed-lora"], "smoke", data="synthetic:120", machine=CPU)
+    lora = spec_of("E-packed-lora")
     model = build_model(lora)
     optimizer = build_optimizer(model, lora)
     manager = type(optimizer.mng).get_instance()
@@ -308,10 +306,14 @@ def test_the_time_for_inputs_is_of_the_host_and_of_the_measured_steps(samples, t
     assert Meter(DEVICE, warm_up=2).data_ms() is None
 
 
+def step_log(folder, steps, begin=0, variant="A1", say=quiet, **scale):
+    scaler = torch.amp.GradScaler("cpu", **scale or {"enabled": False})
+    return StepLog(folder, spec_of(variant), steps, begin, scaler, ProcessGroup(DEVICE), say)
+
+
 def test_an_overflow_is_excused_while_the_scaler_can_still_back_off(tmp_path):
     def write(losses, scale):
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        log = StepLog(tmp_path, spec_of("A1"), 20, 0, scaler, ProcessGroup(DEVICE), quiet)
+        log = step_log(tmp_path, 20, init_scale=scale)
         log.pending += [(torch.tensor(loss), 1e-3) for loss in losses]
         log.write([0.01] * len(losses))
 
@@ -323,8 +325,7 @@ def test_an_overflow_is_excused_while_the_scaler_can_still_back_off(tmp_path):
 def test_the_time_left_does_not_count_compilation(tmp_path, monkeypatch):
     now, said = [0.0], []
     monkeypatch.setattr("qa_lib.train.step_log.time.monotonic", lambda: now[0])
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    log = StepLog(tmp_path, spec_of("A3"), 10, 0, scaler, ProcessGroup(DEVICE), said.append)
+    log = step_log(tmp_path, 10, variant="A3", say=said.append)
     for clock in (84.0, 86.0):  # the first step compiles
         now[0] = clock
         log.pending.append((torch.tensor(1.0), 0.1))
@@ -338,14 +339,14 @@ def test_a_spoilt_log_is_gone_on_with_and_loses_only_what_cannot_be_read(tmp_pat
     """Of the steps before the checkpoint, which was the third; what came after them is trained once more."""
     spoilt = b'{"step": 1}\n{"st\xff\n[2]\n{"loss": 2}\n{"step": "2"}\n{"step": 3}\n{"step": 4}\n{"ste'
     (tmp_path / "steps.jsonl").write_bytes(spoilt)
-    StepLog(tmp_path, spec_of("A1"), 5, 3, torch.amp.GradScaler("cpu", enabled=False), ProcessGroup(DEVICE), quiet)
+    step_log(tmp_path, 5, begin=3)
     assert (tmp_path / "steps.jsonl").read_text() == '{"step": 1}\n{"step": 3}\n'
 
 
 def test_what_this_process_compiled_for_an_earlier_run_counts_as_found(monkeypatch):
-    forget_compiled()
+    compilation.forget_compiled()
     monkeypatch.setattr(compilation, "_compiled_before", False)
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
-    assert not found_in_cache(), "of the run itself"
-    forget_compiled()
-    assert found_in_cache()
+    assert not compilation.found_in_cache(), "of the run itself"
+    compilation.forget_compiled()
+    assert compilation.found_in_cache()

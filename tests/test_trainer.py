@@ -5,6 +5,7 @@ How DeepSpeed trains is in test_parallel.py, where the package is installed.
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,11 +15,10 @@ from qa_lib.measure import hardware
 from qa_lib.measure.meter import StepFlops
 from qa_lib.model.build import build_model
 from qa_lib.run import fit as fitting
-from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 from qa_lib.train import trainer
 from tests.material import refused
-from tests.tiny import quiet, resized
+from tests.tiny import planned, quiet, trained
 
 STEPS, WARM_UP = 5, 2
 # What nvidia-smi says of a host with two GPUs at each step: the mean is 0.1, 0.2, ...
@@ -27,9 +27,8 @@ SAID = [f"{10 * step}\n{30 * step}\n" for step in range(1, STEPS + 1)]
 
 def spec_of(variant: str):
     """A row at smoke scale, made smaller, in one process of a machine that has all it needs but a GPU."""
-    here = Machine(deepspeed=True)
-    (spec,) = plan([variant], "smoke", data="synthetic:60", machine=here, world=1)
-    return resized(spec, steps=STEPS, measure_from=WARM_UP, effective_batch=16, warmup=0.4, quality=False)
+    sizes = {"steps": STEPS, "measure_from": WARM_UP, "effective_batch": 16, "warmup": 0.4, "quality": False}
+    return planned(variant, sizes=sizes, data="synthetic:60", machine=Machine(deepspeed=True), world=1)
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +37,7 @@ def samples():
 
 
 def train(spec, samples, folder):
-    model = build_model(spec)
-    _, meter, *_ = fitting.train(model, batches_of(samples, spec), spec, torch.device("cpu"), folder, quiet)
+    model, _, meter, *_ = trained(spec, samples, folder)
     return model, meter
 
 
@@ -75,18 +73,12 @@ def test_a_silent_nvidia_smi_is_named(words, monkeypatch):
 
 @pytest.mark.parametrize("variant", ["P0", "P0-deepspeed"])
 def test_deepspeed_is_asked_for_zero_1_and_else_takes_the_arguments(variant, said, samples, tmp_path, monkeypatch):
-    class Asked(Exception):
-        pass
-
-    def arguments(**asked):
-        raise Asked(asked)
-
+    arguments, spec = Mock(side_effect=ZeroDivisionError), spec_of(variant)
     monkeypatch.setattr(trainer, "TrainingArguments", arguments)
-    with pytest.raises(Asked) as caught:
-        train(spec_of(variant), samples, tmp_path)
-    asked = caught.value.args[0]
+    with pytest.raises(ZeroDivisionError):
+        train(spec, samples, tmp_path)
+    asked = arguments.call_args.kwargs
     assert (asked["optim"], asked["max_grad_norm"]) == ("adamw_torch_fused", 1.0)
-    spec = spec_of(variant)
     assert asked["warmup_steps"] == 2, "of five, at 0.4"
     assert asked["gradient_accumulation_steps"] == spec.accumulation
     assert asked["learning_rate"] == spec.preset.learning_rate

@@ -34,16 +34,15 @@ from qa_lib.run.launch import Launcher, judge
 from qa_lib.run.plan import identify_data, identify_model, plan
 from qa_lib.run.sweep import progress_of
 from qa_lib.score.predict import load_qa_model
-from qa_lib.spec import resolve
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.data_parallel import NoParallel
 from qa_lib.train.process_group import ProcessGroup
-from tests.material import document, hub_row, question, trained_tokenizer, write
-from tests.tiny import CPU, checkpoint
+from tests.material import document, hub_row, leave, question, trained_tokenizer, write
+from tests.tiny import CPU, checkpoint, planned
 
 TIMES = int(os.environ.get("QA_LIB_MUTATIONS", "40"))  # mutations of each kind
 SECONDS = 20  # that any of them may take
-DATA, MODEL = {"name": "synthetic:1600", "sha256": "ab" * 32}, {"name": "tiny", "revision": "1"}
+
 TEXT = "The river Rhine rises in the Alps and ends near Rotterdam, which is a port."
 ENTRIES = [question("q1", "where", ("Rotterdam", TEXT.index("Rotterdam"))), question("q2", "why?")]
 
@@ -71,18 +70,19 @@ class Lab:
         for name in ("x", "x.png", "lab/x", "lab/x.png", "keep/record.json"):
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             (place / name).write_text("mine")
-        self.specs = [resolve(name, "smoke", 0, CPU, DATA, MODEL, "", "") for name in ("A1", "A2", "A3")]
+        self.specs = plan(["A1", "A2", "A3"], "smoke", data="synthetic:40", machine=CPU)
         for spec in self.specs:
-            folder = self.runs / spec.run_path
-            record.finish(folder, record.new_record(spec, {"gpu": "NVIDIA H200"}), "ok")
+            folder = leave(self.runs, spec, env={"gpu": "NVIDIA H200"})
             write(folder / "profile.json", {"schema": record.PROFILE_SCHEMA, "time": {"busy_ms": 1.0}})
             (folder / "steps.jsonl").write_text('{"step": 1, "loss": 2.0, "lr": 0.1, "ms": 3.0}\n' * 3)
         assert main(["archive", "cpu-smoke", "--runs", str(self.runs)]) == 0
         shutil.rmtree(self.runs / self.specs[2].run_path)
         run = self.runs / self.specs[1].run_path
-        self.files = [run / name for name in ("record.json", "profile.json", "steps.jsonl")]
-        self.files.append(self.runs / "cpu-smoke.jsonl")
-        self.kept = {path: path.read_bytes() for path in self.place.rglob("*") if path.is_file()}
+        names = "record.json", "profile.json", "steps.jsonl"
+        self.files, self.kept = [*map(run.joinpath, names), self.runs / "cpu-smoke.jsonl"], self.content()
+
+    def content(self) -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in self.place.rglob("*") if path.is_file()}
 
     def use(self) -> None:
         """All that reads such files. Only UserErrors may come of it, and only of those that have one thing to read."""
@@ -103,8 +103,7 @@ class Lab:
 
     def check_and_restore(self, changed: Path) -> None:
         """Nothing but the file that was changed is other than it was."""
-        found = {path: path.read_bytes() for path in self.place.rglob("*") if path.is_file()}
-        assert found | {changed: b""} == self.kept | {changed: b""}
+        assert self.content() | {changed: b""} == self.kept | {changed: b""}
         changed.write_bytes(self.kept[changed])
 
 
@@ -248,7 +247,7 @@ def test_a_model_folder_may_hold_anything(model, tmp_path, digests):
 
 def test_a_checkpoint_may_hold_anything(tmp_path):
     """One that is changed anywhere is set aside, or says the same."""
-    spec = resolve("A1", "smoke", 0, CPU, {"name": "d"}, {"name": "m"}, "synthetic:40", "tiny")
+    spec = planned()
 
     def fresh():
         torch.manual_seed(0)
@@ -331,14 +330,13 @@ def test_a_damaged_cache_is_made_anew_with_a_line(tmp_path, caplog):
         (entry,) = cache.iterdir()
         path = chance.choice(sorted(entry.iterdir()))
         before = path.read_bytes()
-        differs = change(path, chance)
+        change(path, chance)
         if chance.random() < 0.1:
             path.unlink()
-            differs = True
         elif path.suffix == ".npy" and chance.random() < 0.5:
             path.unlink()
             np.save(path, np.zeros_like(np.load(io.BytesIO(before))))
-            differs = path.read_bytes() != before
+        differs = not path.exists() or path.read_bytes() != before
         found = samples()
         assert all(np.array_equal(getattr(found, name), getattr(whole, name)) for name in FIELDS), path
         assert differs or not caplog.text

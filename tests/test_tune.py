@@ -4,24 +4,19 @@ import dataclasses
 import threading
 import time
 import types
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from qa_lib import record
-from qa_lib.cli import parser_of
+from qa_lib.__main__ import main
 from qa_lib.data.load import load_data
 from qa_lib.measure import hardware
-from qa_lib.measure.hardware import gpu_lock
 from qa_lib.run import fit, launch, tune
-from qa_lib.run.plan import plan
 from qa_lib.run.process import SHARE, child_env
 from tests.material import refused
-from tests.tiny import CPU, H200, quiet, resized
-
-
-def call(*words):
-    return tune.main(parser_of("tune").parse_args(list(words)))
+from tests.tiny import CPU, H200, planned, quiet
 
 
 @pytest.fixture
@@ -47,84 +42,82 @@ def tried(monkeypatch, tmp_path):
 
 
 def test_every_point_is_a_run_of_its_own_in_a_group_of_tries():
-    (spec,) = plan(["B1-all"], "smoke", machine=CPU)
+    spec = planned("B1-all")
     points = tune.points([spec], [1e-3, 2e-3], ["lora-all-r8", "lora-qv-r32"])
     assert len({point.hash for point in points} | {spec.hash}) == 5
     assert {point.group for point in points} == {"cpu-tune"}
-    assert [(p.preset.learning_rate, p.asked.trainable, p.recipe.rank, p.recipe.lr_factor) for p in points][:2] == [
-        (1e-3, "lora-all-r8", 8, 1.0), (1e-3, "lora-qv-r32", 32, 1.0)]  # fmt: skip
+    for point, (name, rank) in zip(points, (("lora-all-r8", 8), ("lora-qv-r32", 32)), strict=False):
+        assert (point.preset.learning_rate, point.asked.trainable) == (1e-3, name)
+        assert (point.recipe.rank, point.recipe.lr_factor) == (rank, 1.0)
     assert spec.recipe.lr_factor > 1, "a tried rank trains at the rate that was asked for"
     assert [p.asked.trainable for p in tune.points([spec], [], [])] == ["lora-all"]
     refused("lora-any-r8", tune.points, [spec], [], ["lora-any-r8"])
 
 
-def test_the_best_point_is_named(tried, capsys):
-    rates = ("--learning-rate", "1e-3", "2e-3", "4e-3")
-    assert call("B1-all", "--preset", "smoke", "--trainable", "lora-all-r8", "lora-all-r32", *rates) == 0
-    out = capsys.readouterr().out.splitlines()
+def test_the_best_point_is_named(tried, typed):
+    words = "--preset smoke --trainable lora-all-r8 lora-all-r32 --learning-rate 1e-3 2e-3 4e-3"
+    out = typed(f"tune B1-all {words}").splitlines()
     assert len(out) == 7
     assert out[-1] == "B1-all, best: lora-all-r8, learning rate 0.002, F1 at the best threshold 82.00"
     assert [cards for _, *cards in tried] == [[None]] * 6
 
 
 def test_a_point_that_fails_ends_no_search_and_is_not_the_best(tried, capsys):
-    rates = ("--learning-rate", "4e-3", "1e-3", "--seeds", "0", "1")
-    assert call("B1-all", "--preset", "smoke", "--trainable", "lora-all-r8", *rates) == 1
+    words = "--preset smoke --trainable lora-all-r8 --learning-rate 4e-3 1e-3 --seeds 0 1"
+    assert main(f"tune B1-all {words}".split()) == 1
     out = capsys.readouterr().out
     assert "loss is nan at step 12" in out and len(tried) == 4
     assert out.splitlines()[-1] == "B1-all, best: lora-all-r8, learning rate 0.001, F1 at the best threshold 72.00"
 
 
-def test_a_language_model_is_tuned_to_the_least_perplexity(tried, capsys):
-    assert call("L1", "L-lora", "--preset", "lm-smoke", "--learning-rate", "1e-3", "2e-3", "3e-3") == 0
-    out = capsys.readouterr().out.splitlines()
+def test_a_language_model_is_tuned_to_the_least_perplexity(tried, typed):
+    out = typed("tune L1 L-lora --preset lm-smoke --learning-rate 1e-3 2e-3 3e-3").splitlines()
     assert out[-2] == "L1, best: all, learning rate 0.002, perplexity 28.00"
     assert out[-1] == "L-lora, best: lora-all, learning rate 0.002, perplexity 52.00", "its recipe has no rate here"
     assert {spec.group for spec, *_ in tried} == {"cpu-tune-lm"}
 
 
-def test_a_card_that_is_named_twice_is_shared(tried, monkeypatch):
+def test_a_card_that_is_named_twice_is_shared(tried, typed, monkeypatch):
     monkeypatch.setattr(tune, "probe", lambda: (H200, {}))
-    call("A1", "--preset", "smoke", "--learning-rate", "1e-3", "2e-3", "--gpus", "0", "0")
+    typed("tune A1 --preset smoke --learning-rate 1e-3 2e-3 --gpus 0 0")
     assert {(gpu, shared) for _, gpu, shared in tried} == {(0, "1")}
     tried.clear()
     monkeypatch.setattr(tune, "probe", lambda: (dataclasses.replace(H200, gpus=2), {}))
-    call(*"A1 --preset smoke --learning-rate 1e-3 2e-3 3e-3 --seeds 0 2 --gpus 0 0 1".split())
+    typed("tune A1 --preset smoke --learning-rate 1e-3 2e-3 3e-3 --seeds 0 2 --gpus 0 0 1")
     assert {(gpu, shared) for _, gpu, shared in tried} == {(0, "1"), (1, None)}, "one run at a time on the second card"
 
 
-def test_bad_searches_are_refused_by_name(tried):
-    refused("--gpus 5: this machine has", call, *"A1 --preset smoke --gpus 5".split())
-    refused("no quality", call, *"A1 --preset bench --data synthetic:80 --model tiny".split())
+def test_bad_searches_are_refused_by_name(tried, typed):
+    assert "--gpus 5: this machine has" in typed("tune A1 --preset smoke --gpus 5", code=2)
+    assert "no quality" in typed("tune A1 --preset bench --data synthetic:80 --model tiny", code=2)
     assert not tried
 
 
 def test_runs_on_one_gpu_take_turns(monkeypatch, tmp_path):
     monkeypatch.setattr(hardware.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid="GPU-1"))
-    gpu, said, waited = types.SimpleNamespace(type="cuda"), [], []
+    gpu, waits, waited = types.SimpleNamespace(type="cuda"), Mock(), []
 
     def second():
-        with gpu_lock(gpu, waits=lambda: said.append(0)) as seconds:
+        with hardware.gpu_lock(gpu, waits=waits) as seconds:
             waited.append(seconds)
 
-    with gpu_lock(gpu, shared=True) as _, gpu_lock(gpu, shared=True) as seconds:
+    with hardware.gpu_lock(gpu, shared=True) as _, hardware.gpu_lock(gpu, shared=True) as seconds:
         assert seconds < 0.1, "those that are not timed do not wait for each other"
-    with gpu_lock(gpu, waits=lambda: said.append(0)) as seconds:
+    with hardware.gpu_lock(gpu, waits=waits) as seconds:
         assert seconds < 0.1
         other = threading.Thread(target=second)
         other.start()
         time.sleep(0.5)
         assert not waited
     other.join()
-    assert waited[0] >= 0.4 and len(said) == 1
-    with gpu_lock(torch.device("cpu"), waits=lambda: said.append(0)) as seconds:
+    assert waited[0] >= 0.4 and waits.call_count == 1
+    with hardware.gpu_lock(torch.device("cpu"), waits=waits) as seconds:
         assert seconds == 0.0
 
 
 def test_data_that_were_loaded_before_count_as_time_of_the_run(tmp_path):
-    (spec,) = plan(["A1"], "smoke", machine=CPU, data="synthetic:80")
-    spec = resized(spec, steps=2, measure_from=1)
+    spec = planned(sizes={"steps": 2, "measure_from": 1})
     data = load_data(spec)
     assert data.load_s > 0
     data.load_s = 100.0

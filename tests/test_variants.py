@@ -1,28 +1,30 @@
 import ast
 import dataclasses
+import functools
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from qa_lib import variants
-from qa_lib.__main__ import main
 from qa_lib.archive import read_runs
 from qa_lib.presets import PRESETS, Preset
 from qa_lib.report.notebook import describe
 from qa_lib.run import sweep
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, Spec, missing
-from qa_lib.variants import FAMILIES, RECIPES, VARIANTS, Settings, SpecError, Variant
-from tests.material import REFUSING
+from qa_lib.variants import FAMILIES, RECIPES, VARIANTS, Settings, Variant
+from tests.material import REFUSING, cases, python, refused, table
+from tests.tiny import planned
 
 PACKAGE = Path(variants.__file__).parent
 CPU = Machine(backends=("inductor", "aot_eager", "cudagraphs"), bitsandbytes=True, compiler=True)
 GPU = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90)
-GPU_PAIR = dataclasses.replace(GPU, gpus=2)
+PAIR = dataclasses.replace(GPU, gpus=2)
+MACHINES = {"cpu": CPU, "gpu": GPU, "pair": PAIR, "deepspeed": dataclasses.replace(PAIR, deepspeed=True)}
+MACHINES["bare"] = Machine()
 
 
 @pytest.mark.parametrize("row", VARIANTS.values(), ids=lambda row: row.name)
@@ -59,32 +61,27 @@ def test_hash_follows_everything_that_defines_a_run_and_nothing_else(monkeypatch
 
 
 def test_a_rate_and_a_number_of_epochs_of_ones_own_are_part_of_the_run():
-    def spec(**own):
-        return plan(["A1"], "smoke", machine=CPU, **own)[0]
-
+    spec = functools.partial(planned, machine=CPU)
     usual = spec(learning_rate=PRESETS["smoke"].learning_rate)
     assert spec(epochs=0, learning_rate=0.0).hash == usual.hash == spec().hash
     own = [spec(), spec(epochs=2), spec(learning_rate=1e-3), spec(epochs=2, learning_rate=1e-3)]
     assert len({each.hash for each in own}) == 4
     assert (own[1].preset.steps, own[1].preset.epochs) == (None, 2)
     for rate in (-1.0, 1.0, float("nan")):
-        with pytest.raises(SpecError, match="is not between 0 and 1"):
-            spec(learning_rate=rate)
+        refused("is not between 0 and 1", spec, learning_rate=rate)
 
 
 def spec_of_record(entry: dict) -> Spec:
     """The spec that a committed run's record was made of, its settings from the table of today."""
-    asked, preset = entry["spec"]["settings"], entry["spec"]["preset"]
-    row = dataclasses.replace(VARIANTS[entry["spec"]["variant"]].settings, micro_batch=asked["micro_batch"])
-    if entry["spec"]["search"] == "tune":
-        row = dataclasses.replace(row, trainable=asked["trainable"])
-    return Spec(
-        variant=entry["spec"]["variant"], preset=Preset(**preset), seed=entry["spec"]["seed"], asked=row, settings=row,
-        adjusted=[], skip=None, hardware=entry["spec"]["hardware"], world=entry["spec"]["world"],
-        stages=entry["spec"]["stages"] or 1,
-        data={key: entry["data"][key] for key in ("name", "sha256")},
-        model={key: entry["model"][key] for key in ("name", "revision")}, data_source="", model_source="",
-    )  # fmt: skip
+    kept, asked = entry["spec"], entry["spec"]["settings"]
+    own = {"micro_batch": asked["micro_batch"]}
+    own |= {"trainable": asked["trainable"]} if kept["search"] == "tune" else {}
+    row = dataclasses.replace(VARIANTS[kept["variant"]].settings, **own)
+    same = {name: kept[name] for name in ("variant", "seed", "hardware", "world")}
+    same |= {"data": {key: entry["data"][key] for key in ("name", "sha256")}, "data_source": "", "model_source": ""}
+    model = {key: entry["model"][key] for key in ("name", "revision")}
+    settings = {"asked": row, "settings": row, "adjusted": [], "skip": None}
+    return Spec(**same, **settings, preset=Preset(**kept["preset"]), stages=kept["stages"] or 1, model=model)
 
 
 @pytest.fixture(scope="module")
@@ -123,38 +120,18 @@ def test_a_new_field_whose_default_means_what_was_before_renames_no_committed_ru
     assert len({today.hash, *(other.hash for other in others), dataclasses.replace(today, world=2).hash}) == 4
 
 
-@pytest.mark.parametrize(
-    ("variant", "machine", "reason"),
-    [
-        ("D1-cudagraphs", CPU, "CUDA"),
-        ("D1-cudagraphs", GPU, None),
-        ("D1-nvfuser", GPU, "nvfuser"),
-        ("D1", CPU, None),
-        ("A4", dataclasses.replace(CPU, compiler=False), "C++ compiler"),
-        ("C1", dataclasses.replace(CPU, bitsandbytes=False), "bitsandbytes"),
-        ("P0-deepspeed", GPU_PAIR, "needs the package deepspeed"),
-        ("P0-deepspeed", dataclasses.replace(GPU_PAIR, deepspeed=True), None),
-        ("P0-polled", CPU, "CUDA"),
-        ("P0-polled", GPU_PAIR, None),
-        ("A2", Machine(), None),
-        ("E-varlen", dataclasses.replace(GPU, sm=75), "8.0 or newer"),
-        ("E-norm", dataclasses.replace(GPU, compiler=False), "Triton"),
-        ("E-t4-norm", dataclasses.replace(GPU, sm=70), "7.5 or newer"),
-        ("E-t4-norm", dataclasses.replace(GPU, sm=75), None),
-        ("E-packed-efficient", CPU, "CUDA"),
-        ("E-graph", CPU, None),
-    ],
-)
-def test_what_a_machine_lacks_skips_the_row_with_the_reason(variant, machine, reason):
-    (spec,) = plan([variant], "smoke", machine=machine)
-    assert spec.skip is None if reason is None else reason in spec.skip
+@pytest.mark.parametrize(("variant", "machine", "without", "capability", "reason"), table("skipped"))
+def test_what_a_machine_lacks_skips_the_row_with_the_reason(variant, machine, without, capability, reason):
+    changes = dict.fromkeys(without.split(), False) | ({"sm": int(capability)} if capability else {})
+    said = planned(variant, machine=dataclasses.replace(MACHINES[machine], **changes)).skip
+    assert reason in said if reason else said is None
 
 
 def test_a_row_says_from_which_generation_it_runs():
     found = {"A1": None, "A3": 70, "E-t4-masters": 75, "E-dropout": 80, "E-dropout-fp8": 89}
     assert {name: variants.since(VARIANTS[name].settings) for name in found} == found
-    (spec,) = plan(["E-varlen"], "smoke", machine=GPU)
-    assert "On a GPU it takes compute capability 8.0 or newer." in describe(spec)
+    said = describe(planned("E-varlen", machine=GPU))
+    assert "On a GPU it takes compute capability 8.0 or newer." in said
     for name, since in found.items():
         older = dataclasses.replace(GPU, sm=(since or 80) - 1, compiler=(since or 80) > 70)
         assert bool(missing(VARIANTS[name].settings, older)) == bool(since), name
@@ -169,32 +146,22 @@ def test_scales_are_sound():
         assert 0 < preset.stride < preset.max_length <= {"qa": 512, "lm": 1024}[preset.task]
 
 
-def test_a_new_variant_is_a_line_of_the_table(monkeypatch, tmp_path, capsys):
+def test_a_new_variant_is_a_line_of_the_table(monkeypatch, tmp_path, typed):
     """It is listed, planned and swept; what a test of settings makes of its values, test_settings says."""
     mine = Variant("E-mine", "E-moments", {"activation_checkpointing": True}, "Least memory.")
     monkeypatch.setitem(VARIANTS, mine.name, mine)
     monkeypatch.setattr(sweep, "probe", lambda: (GPU, {}))
-    assert main(["variants"]) == 0
     line = r"\nE-mine +E-moments +8.0 +activation_checkpointing = True\n    Least memory"
-    assert re.search(line, capsys.readouterr().out)
-    assert main(["variants", "--json"]) == 0
-    listed = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert re.search(line, typed("variants"))
+    listed = {row["name"]: row for row in json.loads(typed("variants --json"))}
     assert list(listed) == list(VARIANTS) and listed["E-mine"]["settings"]["optimizer"] == "adamw-master-bf16"
-    for words in ([], ["--family", "E"]):
-        assert main(["sweep", "--plan", "--preset", "smoke", "--runs", str(tmp_path), *words]) == 0
-        assert re.search(r"\nh200-smoke/E-mine-s0-\w{6} +run\n", capsys.readouterr().out)
+    for words in ("", "--family E"):
+        said = typed(f"sweep --plan --preset smoke --runs {tmp_path} {words}")
+        assert re.search(r"\nh200-smoke/E-mine-s0-\w{6} +run\n", said)
 
 
-# A module or package imports those that stand before it alone; of some, these alone.
-LAYERS = (
-    "errors variants presets spec record cli archive peers data kernels model measure train score run report serving"
-    " app quickstart __main__"
-).split()
-ALONE = {"peers": [], "kernels": [], "serving": ["errors"], "report": [*LAYERS[:7], "measure.trace"]}
-ALONE["report"] += ["run.recommend", "run.memory_estimate"]  # what `recommended` takes
-TORCH_FREE = (
-    "errors variants spec record archive cli run.plan run.sweep run.launch run.process run.hub measure.trace report"
-).split()
+# A module or package imports those that stand before it alone; of some, those beside their name alone.
+LAYERS, ALONE, TORCH_FREE = cases("layers of the package").values()
 
 
 def imports_of(module: Path) -> list[tuple[int, str]]:
@@ -216,19 +183,20 @@ def test_imports_point_one_way():
             wrong += [f"{path}: its package has a file, too"] * (bool(path.read_text()) and path.parent != PACKAGE)
             continue
         allowed = tuple(f"qa_lib.{name}." for name in [room, *ALONE.get(room, LAYERS[: LAYERS.index(room)])])
-        wrong += [
-            f"{path}:{line} imports {name}"
-            for line, name in imports_of(path)
-            if name.startswith("qa_lib") and not f"{name}.".startswith(allowed)
-        ]
+        own = [(line, name) for line, name in imports_of(path) if name.startswith("qa_lib")]
+        wrong += [f"{path}:{line} imports {name}" for line, name in own if not f"{name}.".startswith(allowed)]
     assert not wrong
 
 
+MODULES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+
+
 def test_no_module_imports_itself_by_a_detour():
-    modules = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
     # Of "qa_lib.a.b.name" the module is qa_lib.a.b; inside functions as well.
-    wanted = {name: {known for _, found in imports_of(path) for known in (found, found.rpartition(".")[0])
-                     if known in modules and known != name} for name, path in modules.items()}  # fmt: skip
+    wanted = {}
+    for name, path in MODULES.items():
+        found = {known for _, one in imports_of(path) for known in (one, one.rpartition(".")[0])}
+        wanted[name] = found & MODULES.keys() - {name}
     while leaves := [name for name, needed in wanted.items() if not needed & wanted.keys()]:
         for name in leaves:
             del wanted[name]
@@ -243,15 +211,9 @@ def test_what_a_run_is_needs_the_standard_library_alone(module):
 
 def test_specs_driver_and_report_do_without_torch():
     """Every torch-free module, imported where torch cannot be."""
-    names = [
-        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-        for path in PACKAGE.rglob("*.py")
-        if path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".").startswith(tuple(TORCH_FREE))
-    ]
+    names = [name for name in MODULES if name.removeprefix("qa_lib.").startswith(tuple(TORCH_FREE))]
     assert len(names) > 15
-    code = f"{REFUSING}\nimport {', '.join(names)}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    python("-c", f"{REFUSING}\nimport {', '.join(names)}")
 
 
 # Several sizes of a row, as a sweep takes them.
@@ -272,7 +234,5 @@ def test_sizes_that_do_not_go_together_are_left_out_where_others_remain():
     found = plan(["A1"], "smoke", **sizes)
     assert [(spec.asked.micro_batch, spec.preset.batch) for spec in found] == [(8, 8), (8, 32), (16, 32)]
     assert len(left_out) == 2 and "A1: micro-batch 16 does not divide the effective batch 8" in left_out[1]
-    with pytest.raises(SpecError, match="micro-batch 5 does not divide"):
-        plan(["A1", "A2"], "smoke", micro_batch=[5, 7], machine=CPU, left_out=[])
-    with pytest.raises(SpecError, match="micro-batch 5 does not divide"):
-        plan(["A1"], "smoke", micro_batch=[5, 8], machine=CPU)
+    refused("micro-batch 5 does not divide", plan, ["A1", "A2"], "smoke", micro_batch=[5, 7], machine=CPU, left_out=[])
+    refused("micro-batch 5 does not divide", plan, ["A1"], "smoke", micro_batch=[5, 8], machine=CPU)

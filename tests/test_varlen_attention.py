@@ -1,27 +1,20 @@
-"""Attention for short segments: the kernel against plain PyTorch in float64, dropout and gradients included.
+"""Attention for short segments: the kernel against plain PyTorch in float64, dropout and gradients included."""
 
-The kernels run on a GPU, or in Triton's interpreter where it is installed without one (conftest.py asks for it).
-"""
-
-import dataclasses
+import functools
 
 import pytest
 import torch
-from torch import library
 
-from qa_lib.data.load import batches_of, load_data
-from qa_lib.errors import UserError
 from qa_lib.kernels import varlen_attention as varlen
 from qa_lib.model.architectures import layers_of
 from qa_lib.model.attention import KERNELS, Segments, use_short_attention
 from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import HashDropout, renew
-from qa_lib.model.packed import Packed
-from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
-from tests.tiny import checkpoint, having
+from tests.kernels import CHECKS, DEVICE, assert_close, close_to_plain, replayed, with_gradients
+from tests.material import refused
+from tests.tiny import checkpoint, having, packed_model, planned
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SCALE = 0.3
 HALVES = [(torch.float16, 2e-3)]
 if DEVICE.type == "cuda":  # the interpreter multiplies the bits of bf16 as whole numbers
@@ -40,50 +33,43 @@ def drawn(lengths=LENGTHS, heads=2, width=16, dtype=torch.float32):
     return product.to(DEVICE, dtype), grad.to(DEVICE, dtype), ends.to(DEVICE), seed.to(DEVICE)
 
 
-def with_gradients(attention, product, grad):
-    """What `attention` makes of a product, and the gradients of product and bias."""
-    product = product.detach().requires_grad_()
-    bias = product.new_zeros(product[0].numel(), requires_grad=True)
-    output = attention(product, bias)
-    return output.detach(), *torch.autograd.grad(output, (product, bias), grad)
+def with_bias(product):
+    """A product, and a bias of zeros."""
+    return product, product.new_zeros(product[0].numel())
 
 
-def expected(product, grad, ends, seed, dropout, causal=False):
-    def attention(*inputs):
-        return varlen.reference(*inputs, ends, seed, dropout, SCALE, causal)
-
-    return with_gradients(attention, product.double(), grad.double())
+def by_plain(ends, seed, dropout, causal=False):
+    return lambda product, bias: varlen.reference(product, bias, ends, seed, dropout, SCALE, causal)
 
 
-def by_kernel(product, grad, ends, seed, dropout, longest=None, causal=False):
+def by_kernel(ends, seed, dropout, longest=None, causal=False):
     longest = longest or int(ends.diff().max())
-    return with_gradients(
-        lambda *p: varlen._attention(*p, ends, seed, longest, dropout, SCALE, causal)[0], product, grad
-    )
+    return lambda *inputs: varlen._attention(*inputs, ends, seed, longest, dropout, SCALE, causal)[0]
 
 
-def assert_close(found, wanted, error):
-    for one, other in zip(found, wanted, strict=True):
-        assert (one.double() - other).norm() < error * other.norm()
+def close(drew, dropout, error, longest=None, causal=False):
+    """The kernel is near to the reference."""
+    product, grad, *rest = drew
+    kernel, plain = by_kernel(*rest, dropout, longest, causal), by_plain(*rest, dropout, causal)
+    close_to_plain(kernel, plain, with_bias(product), [grad], error)
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("lengths", [LENGTHS, [130, 3], [1], [5, 20, 0, 0], [384], [1, 383, 0]], ids=str)
 def test_the_kernel_is_the_reference(lengths, dropout):
-    inputs = drawn(lengths)
-    assert_close(by_kernel(*inputs, dropout), expected(*inputs, dropout), 1e-5)
+    close(drawn(lengths), dropout, 1e-5)
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("tiles", [(64, 32, 64, 32), (128, 64, 128, 64), (64, 64, 32, 32)], ids=str)
 @pytest.mark.parametrize("lengths", [[96, 96], [1, 65, 130]], ids=str)
 def test_a_causal_kernel_is_the_reference(lengths, tiles, monkeypatch):
-    for options, names in ((varlen.CAUSAL_FORWARD, ("QUERIES", "KEYS")), (varlen.BACKWARD, ("BLOCK", "STEP"))):
-        for name, size in zip(names, tiles[:2] if names[0] == "QUERIES" else tiles[2:], strict=True):
-            monkeypatch.setitem(options, name, size)
-    inputs = drawn(lengths)
-    assert_close(by_kernel(*inputs, 0.1, causal=True), expected(*inputs, 0.1, causal=True), 1e-5)
+    options = [(varlen.CAUSAL_FORWARD, name) for name in ("QUERIES", "KEYS")]
+    options += [(varlen.BACKWARD, name) for name in ("BLOCK", "STEP")]
+    for (own, name), size in zip(options, tiles, strict=True):
+        monkeypatch.setitem(own, name, size)
+    close(drawn(lengths), 0.1, 1e-5, causal=True)
 
 
 def test_the_causal_reference_is_pytorchs():
@@ -94,20 +80,25 @@ def test_the_causal_reference_is_pytorchs():
     torch.testing.assert_close(found.view(2, length, 2, 16).transpose(1, 2), wanted)
 
 
-def plain_attention(product, ends, kept, rate, causal):
+def plain_attention(ends, kept, rate, causal):
     """Softmax attention of each segment and head by itself, whose shares `kept` [heads, tokens, tokens] leaves or
     drops, written for the tests alone."""
-    outputs = []
-    for first, last in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
-        heads = []
-        for head, (query, key, value) in enumerate(product[first:last].permute(2, 1, 0, 3)):
-            exponentials = torch.exp(SCALE * torch.einsum("qw,kw->qk", query, key))
-            if causal:
-                exponentials = exponentials.tril()
-            shares = exponentials / exponentials.sum(1, keepdim=True)
-            heads.append((shares * kept[head, first:last, first:last] / (1 - rate)) @ value)
-        outputs.append(torch.stack(heads, 1))
-    return torch.cat(outputs)
+
+    def attention(product, bias):
+        outputs = []
+        product = product + bias.view(product.shape[1:])
+        for first, last in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+            heads = []
+            for head, (query, key, value) in enumerate(product[first:last].permute(2, 1, 0, 3)):
+                exponentials = torch.exp(SCALE * torch.einsum("qw,kw->qk", query, key))
+                if causal:
+                    exponentials = exponentials.tril()
+                shares = exponentials / exponentials.sum(1, keepdim=True)
+                heads.append((shares * kept[head, first:last, first:last] / (1 - rate)) @ value)
+            outputs.append(torch.stack(heads, 1))
+        return torch.cat(outputs)
+
+    return attention
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -115,11 +106,8 @@ def test_a_given_dropout_mask_drops_those_shares_in_the_reference(causal, monkey
     product, grad, ends, seed = drawn([1, 0, 37, 5], heads=3)
     kept = torch.rand(3, len(product), len(product), device=DEVICE) >= 0.25
     monkeypatch.setattr(varlen, "_dropout_mask", lambda *_: kept)
-    wanted = with_gradients(
-        lambda qkv, bias: plain_attention(qkv + bias.view(qkv.shape[1:]), ends, kept, 0.25, causal),
-        product.double(), grad.double(),
-    )  # fmt: skip
-    assert_close(expected(product, grad, ends, seed, 0.25, causal), wanted, 1e-12)
+    own, plain = by_plain(ends, seed, 0.25, causal), plain_attention(ends, kept, 0.25, causal)
+    close_to_plain(own, plain, with_bias(product.double()), [grad.double()], 1e-12)
 
 
 @pytest.mark.triton
@@ -127,26 +115,20 @@ def test_a_given_dropout_mask_drops_those_shares_in_the_reference(causal, monkey
 def test_the_kernel_is_plain_attention_with_the_mask_of_its_hash(causal):
     product, grad, ends, seed = drawn([1, 0, 37, 65], heads=3)
     places = torch.cat([torch.arange(length) for length in ends.diff().tolist()]).to(DEVICE, torch.int32)
-    kept = varlen._dropout_mask(places, 3, seed, 0.25)
-    wanted = with_gradients(
-        lambda qkv, bias: plain_attention(qkv + bias.view(qkv.shape[1:]), ends, kept, 0.25, causal),
-        product.double(), grad.double(),
-    )  # fmt: skip
-    assert_close(by_kernel(product, grad, ends, seed, 0.25, causal=causal), wanted, 1e-5)
+    plain = plain_attention(ends, varlen._dropout_mask(places, 3, seed, 0.25), 0.25, causal)
+    close_to_plain(by_kernel(ends, seed, 0.25, causal=causal), plain, with_bias(product), [grad], 1e-5)
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize(("heads", "width"), [(1, 32), (12, 64), (3, 128)])
 def test_heads_of_every_number_and_width_are_the_references(heads, width):
-    inputs = drawn([70, 1, 9], heads, width)
-    assert_close(by_kernel(*inputs, 0.1), expected(*inputs, 0.1), 1e-5)
+    close(drawn([70, 1, 9], heads, width), 0.1, 1e-5)
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize(("dtype", "error"), HALVES, ids=str)
 def test_in_half_precision_it_is_as_near_as_that_allows(dtype, error):
-    inputs = drawn([70, 9], dtype=dtype)
-    assert_close(by_kernel(*inputs, 0.1), expected(*inputs, 0.1), error)
+    close(drawn([70, 9], dtype=dtype), 0.1, error)
 
 
 @pytest.mark.triton
@@ -154,37 +136,32 @@ def test_limits_beyond_the_longest_segment_and_extreme_scores_change_nothing():
     product, *rest = drawn([70, 9])
     product[:, :2] *= 30  # powers of 2 with these exponents are beyond fp32
     # Scores of thousands are rounded to some 1e-4 in fp32, by which weights then differ, as a processor's sums do.
-    assert_close(by_kernel(product, *rest, 0.1, longest=256), expected(product, *rest, 0.1), 1e-3)
+    close((product, *rest), 0.1, 1e-3, longest=256)
 
 
 @pytest.mark.triton
 def test_keys_beyond_the_end_count_nothing_even_where_all_others_score_far_less_than_their_0():
     product, *rest = drawn([70, 9])
     product[:, 0], product[:, 1] = product[:, 0] - 30, 1 + product[:, 1] / 10
-    assert_close(by_kernel(product, *rest, 0.1), expected(product, *rest, 0.1), 1e-4)
+    close((product, *rest), 0.1, 1e-4)
 
 
 @pytest.mark.triton
 def test_the_operators_are_what_the_compiler_takes_them_for():
     product, _, ends, seed = drawn([20, 3])
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+
     for bias in (None, torch.zeros(96, device=DEVICE, requires_grad=True)):
         arguments = (product.requires_grad_(), bias, ends, seed, 64, 0.1, SCALE)
-        library.opcheck(varlen._attention, arguments, test_utils=checks, atol=1e-5, rtol=1e-4)
+        torch.library.opcheck(varlen._attention, arguments, test_utils=CHECKS, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU captures no graph")
 def test_replays_of_a_captured_graph_drop_out_by_the_seed_of_the_time():
-    inputs = drawn([70, 9], dtype=torch.bfloat16)
-    by_kernel(*inputs, 0.1, longest=70)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = by_kernel(*inputs, 0.1, longest=70)
-    for seed in (5, -6):
-        inputs[-1].fill_(seed)
-        graph.replay()
-        assert_close(found, expected(*inputs, 0.1), 2e-2)
+    product, grad, ends, seed = drawn([70, 9], dtype=torch.bfloat16)
+    kernel = by_kernel(ends, seed, 0.1, longest=70)
+    for found in replayed(lambda: with_gradients(kernel, with_bias(product), grad), seed):
+        wide = with_bias(product.double())
+        assert_close(found, with_gradients(by_plain(ends, seed, 0.1), wide, grad.double()), 2e-2)
 
 
 def test_without_dropout_the_reference_is_attention_within_segments():
@@ -222,42 +199,35 @@ def test_dropped_shares_are_lost_and_the_others_grow():
     assert 0.6 < mask.float().mean() < 0.9
 
 
+varlen_spec = functools.partial(planned, "E-varlen", machine=Machine())
+
+
 @pytest.mark.parametrize("qkv", ["fused", "separate"])
 @pytest.mark.parametrize("kind", having("E-varlen"))
 def test_every_encoder_has_it(kind, qkv, tmp_path):
     """With the loss and gradients of another kernel, and with a seed of its own in every layer."""
-    (spec,) = plan(["E-varlen"], "smoke", data="synthetic:40", model=checkpoint(kind, tmp_path), machine=Machine())
-    results = []
+    folder, results = checkpoint(kind, tmp_path), []
     for attention in ("triton-varlen", "block-diagonal"):
-        settings = dataclasses.replace(spec.settings, attention=attention, qkv=qkv)
-        spec = dataclasses.replace(spec, settings=settings)
-        batches = batches_of(load_data(spec).samples, spec)
-        model = build_model(spec).eval()
-        loss = Packed(model, batches.limits)(**batches.collate(batches.step(0)[0], torch.device("cpu"))).loss
+        model, packed, inputs = packed_model(varlen_spec(settings={"attention": attention, "qkv": qkv}, model=folder))
+        loss = packed.eval()(**inputs).loss
         loss.backward()
-        gradients = [p.grad for p in model.parameters()]
-        results.append([loss.detach(), *gradients])
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
         seeds = {name for name, m in model.named_modules() if isinstance(m, HashDropout) and ".self." in name}
         assert len(seeds) == (attention == "triton-varlen") * len(layers_of(model))
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-3)
 
 
 def test_padded_rows_leave_no_bias_without_its_gradient():
-    (spec,) = plan(["E-varlen"], "smoke", data="synthetic:40", machine=Machine())
-    model = build_model(spec).eval()
-    outputs = model(torch.randint(5, 100, (2, 20)))
-    outputs.start_logits.sum().backward()
+    model = build_model(varlen_spec()).eval()
+    model(torch.randint(5, 100, (2, 20))).start_logits.sum().backward()
     assert all(p.grad is not None for name, p in model.named_parameters() if ".layer." in name)
 
 
 def test_its_dropout_is_renewed_and_trains_with_it():
-    (spec,) = plan(["E-varlen"], "smoke", data="synthetic:40", machine=Machine())
-    batches = batches_of(load_data(spec).samples, spec)
-    model = build_model(spec).train()
+    model, packed, inputs = packed_model(varlen_spec())
     for name, module in model.named_modules():
         if isinstance(module, HashDropout) and name != "bert.encoder.layer.0.attention.self.dropout":
             module.p = 0.0
-    packed, inputs = Packed(model, batches.limits), batches.collate(batches.step(0)[0], torch.device("cpu"))
     first, again = packed(**inputs).loss, packed(**inputs).loss
     renew(model)
     assert first == again != packed(**inputs).loss
@@ -267,19 +237,15 @@ def test_layers_are_computed_twice_without_a_generator():
     """So that a captured step can do it: the gradients are those of one computation, and no random number is drawn."""
     found = []
     for variant in ("E-varlen", "E-recompute"):
-        (spec,) = plan([variant], "smoke", data="synthetic:40", machine=Machine())
-        batches = batches_of(load_data(spec).samples, spec)
-        model, inputs = build_model(spec).train(), batches.collate(batches.step(0)[0], torch.device("cpu"))
+        model, packed, inputs = packed_model(planned(variant, machine=Machine()))
         before = torch.get_rng_state()
-        torch.compile(Packed(model, batches.limits), backend="aot_eager", fullgraph=True)(**inputs).loss.backward()
+        torch.compile(packed, backend="aot_eager", fullgraph=True)(**inputs).loss.backward()
         assert torch.equal(torch.get_rng_state(), before)
         found.append([p.grad for p in model.parameters()])
     torch.testing.assert_close(*found)
 
 
 def test_a_width_that_it_does_not_take_is_told():
-    (spec,) = plan(["E-varlen"], "smoke", data="synthetic:40", machine=Machine())
-    model = build_model(spec)
+    model = build_model(varlen_spec())
     model.config.num_attention_heads = 64
-    with pytest.raises(UserError, match="power of 2, 16 or more, and not 1"):
-        use_short_attention(model)
+    refused("power of 2, 16 or more, and not 1", use_short_attention, model)

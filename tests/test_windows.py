@@ -9,19 +9,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from qa_lib.data.squad import DataError, Example, open_source
+from qa_lib.data.squad import Example, open_source
 from qa_lib.data.windows import Samples, build_samples
-from tests.material import (
-    SQUAD,
-    best_of,
-    document,
-    needs_squad,
-    question,
-    real_tokenizer,
-    refused,
-    trained_tokenizer,
-    write,
-)
+from tests.material import best_of, document, question, real_squad, real_tokenizer, refused, trained_tokenizer, write
 from tests.plain import overflow, plain_positions
 from tests.tiny import byte_level_tokenizer, modern_tokenizer
 
@@ -49,9 +39,13 @@ def flat(lists, kind=np.int64):
     return np.fromiter(itertools.chain.from_iterable(lists), kind)
 
 
+def built(examples, tokenizer, max_length=384, stride=128) -> Samples:
+    return build_samples(Given(examples), tokenizer, max_length, stride, cache=False)
+
+
 def check(examples: list[Example], tokenizer, max_length: int, stride: int) -> Samples:
     """The samples of `examples`, all of whose arrays are held against the tokenizer's overflow and a plain search."""
-    samples = build_samples(Given(examples), tokenizer, max_length, stride, cache=False)
+    samples = built(examples, tokenizer, max_length, stride)
     questions = [example.question.lstrip() for example in examples]
     wanted = overflow(tokenizer, questions, [example.context for example in examples], max_length, stride)
     n = len(wanted["input_ids"])
@@ -87,17 +81,15 @@ def without_blanks(wanted, window: int, questions: list[str], examples: list[Exa
     return found
 
 
-@needs_squad
 @pytest.mark.parametrize(("max_length", "stride"), [(384, 128), (128, 40)])
 def test_all_of_the_real_data_with_the_real_vocabulary(max_length, stride):
     tokenizer = real_tokenizer()
     for split in ("train", "validation"):
-        check(open_source(SQUAD, split).examples, tokenizer, max_length, stride)
+        check(real_squad(split), tokenizer, max_length, stride)
 
 
-@needs_squad
 def test_real_data_with_a_vocabulary_of_its_own():
-    examples = open_source(SQUAD, "validation").examples
+    examples = real_squad("validation")
     tokenizer = trained_tokenizer({example.context for example in examples}, 4000)
     samples = check(examples, tokenizer, 160, 48)
     answered = sum(not example.impossible for example in examples)
@@ -160,8 +152,8 @@ def test_a_question_that_leaves_no_room_is_refused_where_the_tokenizer_refuses(s
         check([example], small, 20, 4)
         return
     wanted = r"^given\.json: article 'Rivers', question 'q7': its \d+ tokens leave \d+ of 20 .* stride 4 \(1 such"
-    both = Given([Example("ok", "", "river", "river"), example])
-    refused(wanted, build_samples, both, small, 20, 4, cache=False)
+    both = [Example("ok", "", "river", "river"), example]
+    refused(wanted, built, both, small, 20, 4)
     with pytest.raises(BaseException):  # noqa: B017 - a panic of the tokenizer's is no Exception
         if len(overflow(small, [example.question], [example.context], 20, 4)["input_ids"][0]) > 20:
             raise ValueError("transformers only warns where it cannot cut")
@@ -169,14 +161,14 @@ def test_a_question_that_leaves_no_room_is_refused_where_the_tokenizer_refuses(s
 
 def test_batches(small):
     examples = [Example(str(i), "", "where", TEXT[: 7 * i]) for i in range(30)]
-    samples = build_samples(Given(examples), small, 30, 10, cache=False)
+    samples = built(examples, small, 30, 10)
     assert len(samples) > 31
     rows = np.array([31, 0, 5, 5])
     batch = samples.batch(rows, 56)
-    assert {name: (array.dtype, array.shape) for name, array in batch.items()} == {
-        **dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), (np.int64, (4, 56))),
-        **dict.fromkeys(("start_positions", "end_positions"), (np.int64, (4,))),
-    }
+    assert {array.dtype for array in batch.values()} == {np.dtype(np.int64)}
+    shapes = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), (4, 56))
+    shapes |= dict.fromkeys(("start_positions", "end_positions"), (4,))
+    assert {name: array.shape for name, array in batch.items()} == shapes
     for i, row in enumerate(rows):
         length, (first, stop) = samples.lengths[row], samples.context[row]
         ids = samples.tokens[samples.starts[row] : samples.starts[row + 1]]
@@ -192,22 +184,22 @@ def test_what_a_tokenizers_file_says_of_truncation_and_padding_does_not_count(sm
     inner = small.backend_tokenizer
     inner.enable_truncation(9, stride=2)
     inner.enable_padding(length=11)
-    assert build_samples(Given([Example("q", "", "where", TEXT)]), small, 200, 10, cache=False).lengths[0] > 11
+    assert built([Example("q", "", "where", TEXT)], small, 200, 10).lengths[0] > 11
 
 
-def test_tokenizers_that_cannot_be_cut_at_blanks_give_the_same_as_their_own_overflow(small):
+@pytest.mark.parametrize("change", ["token", "normalizer", "splitter"])
+def test_tokenizers_that_cannot_be_cut_at_blanks_give_the_same_as_their_own_overflow(change):
     """An added token that swallows blanks, another normaliser, another splitter: words depend on their neighbours."""
     examples = [Example("q", "", "where  <b> is", TEXT + " <b> x"), Example("r", "", "  é", "a  b " * 30)]
-    for change in ("token", "normalizer", "splitter"):
-        tokenizer = trained_tokenizer([TEXT] * 3, 300)
-        if change == "token":
-            tokenizer.add_tokens([AddedToken("<b>", lstrip=True, rstrip=True)])
-        elif change == "normalizer":
-            parts = [normalizers.Replace("h f", "hf"), normalizers.BertNormalizer()]
-            tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(parts)
-        else:
-            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split("e", "isolated")
-        check(examples, tokenizer, 50, 10)
+    tokenizer = trained_tokenizer([TEXT] * 3, 300)
+    if change == "token":
+        tokenizer.add_tokens([AddedToken("<b>", lstrip=True, rstrip=True)])
+    elif change == "normalizer":
+        parts = [normalizers.Replace("h f", "hf"), normalizers.BertNormalizer()]
+        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(parts)
+    else:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split("e", "isolated")
+    check(examples, tokenizer, 50, 10)
 
 
 @pytest.mark.parametrize("add_prefix_space", [False, True])
@@ -220,9 +212,8 @@ def test_windows_of_a_byte_level_tokenizer_are_its_own_overflow(add_prefix_space
     batch = samples.batch(np.array([0, len(samples) - 1]), 60)
     assert set(batch) == {"input_ids", "attention_mask", "start_positions", "end_positions"}
     assert batch["input_ids"][0, -1] == tokenizer.pad_token_id == 1
-    crowded = Given([Example("q7", "Rivers", "river " * 30, "river")])
-    said = r"question 'q7': its \d+ tokens leave 0 of 20 .* stride 4 \(1 such"
-    refused(said, build_samples, crowded, tokenizer, 20, 4, cache=False)
+    crowded = [Example("q7", "Rivers", "river " * 30, "river")]
+    refused(r"question 'q7': its \d+ tokens leave 0 of 20 .* stride 4 \(1 such", built, crowded, tokenizer, 20, 4)
 
 
 def test_windows_of_modernberts_kind_of_tokenizer_are_its_own_overflow_and_answers_begin_with_no_blank():
@@ -248,13 +239,13 @@ def test_another_way_to_join_a_pair(small):
 
 
 def test_tokenizers_and_lengths_that_cannot_work(small):
-    source = Given([Example("q", "", "where", TEXT)])
+    examples = [Example("q", "", "where", TEXT)]
     for lengths in ((3, 0), (20, 17), (20, -1)):
-        refused("max_length", build_samples, source, small, *lengths, cache=False)
-    refused("no fast tokenizer", build_samples, source, object(), cache=False)
+        refused("max_length", built, examples, small, *lengths)
+    refused("no fast tokenizer", built, examples, object())
     bare = trained_tokenizer([TEXT] * 3, 300)
     bare.backend_tokenizer.post_processor = TemplateProcessing("$A", "$A [SEP] $B", [("[SEP]", bare.sep_token_id)])
-    refused("does not join texts as a special token", build_samples, source, bare, cache=False)
+    refused("does not join texts as a special token", built, examples, bare)
 
 
 def same(a: Samples, b: Samples) -> bool:
@@ -267,10 +258,20 @@ def file(tmp_path):
     return write(tmp_path / "a.json", document((TEXT, [question("q", "where", golds), question("r", "")])))
 
 
-def test_the_second_call_reads_the_cache_and_no_data(file, tmp_path, small):
+@pytest.fixture
+def cached(file, tmp_path, small):
+    """Builds samples of a file, cached; and the folder of the cache."""
+
+    def build(source=file, tokenizer=small, max_length=64, stride=16, **more):
+        return build_samples(open_source(source, "train", **more), tokenizer, max_length, stride, cache=store)
+
     store = tmp_path / "store"
-    first = build_samples(open_source(file, "train"), small, 64, 16, cache=store)
-    again = open_source(file, "validation")
+    return build, store
+
+
+def test_the_second_call_reads_the_cache_and_no_data(cached, file, small):
+    build, store = cached
+    first, again = build(), open_source(file, "validation")
     second = build_samples(again, small, 64, 16, cache=store)
     assert "examples" not in vars(again)
     assert same(first, second)
@@ -280,30 +281,27 @@ def test_the_second_call_reads_the_cache_and_no_data(file, tmp_path, small):
         second.tokens[0] = 1  # mapped read-only
 
 
-def test_an_entry_for_each_thing_that_matters(file, tmp_path, small):
-    store = tmp_path / "store"
-    other = trained_tokenizer([TEXT] * 3, 290)
+def test_an_entry_for_each_thing_that_matters(cached, file):
+    build, store = cached
     cased = trained_tokenizer([TEXT] * 3, 300)
     cased.backend_tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
-    build_samples(open_source(file, "train"), small, 64, 16, cache=store)
-    build_samples(open_source(file, "train", fix_spans=True), small, 64, 16, cache=store)
-    for tokenizer, max_length, stride in ((small, 65, 16), (small, 64, 17), (other, 64, 16), (cased, 64, 16)):
-        build_samples(open_source(file, "train"), tokenizer, max_length, stride, cache=store)
+    other = {"fix_spans": True}, {"max_length": 65}, {"stride": 17}, {"tokenizer": cased}
+    for more in ({}, *other, {"tokenizer": trained_tokenizer([TEXT] * 3, 290)}):
+        build(**more)
     file.write_text(file.read_text().replace("where", "which"))
-    build_samples(open_source(file, "train"), small, 64, 16, cache=store)
+    build()
     assert len(list(store.iterdir())) == 7
 
 
-def test_without_a_place_to_write_features_are_still_built(file, tmp_path, small, caplog):
-    (tmp_path / "taken").write_text("a file where the folder should be")
-    samples = build_samples(open_source(file, "train"), small, 64, 16, cache=tmp_path / "taken")
-    assert len(samples) and "not cached" in caplog.text
+def test_without_a_place_to_write_features_are_still_built(cached, caplog):
+    build, store = cached
+    store.write_text("a file where the folder should be")
+    assert len(build()) and "not cached" in caplog.text
 
 
-def test_bad_data_leaves_nothing_in_the_cache(tmp_path, small):
-    file, store = write(tmp_path / "a.json", document()), tmp_path / "store"
-    with pytest.raises(DataError):
-        build_samples(open_source(file, "train"), small, 64, 16, cache=store)
+def test_bad_data_leaves_nothing_in_the_cache(cached, tmp_path):
+    build, store = cached
+    refused("empty", build, write(tmp_path / "a.json", document()))
     assert not store.exists() or not list(store.iterdir())
 
 
@@ -316,9 +314,9 @@ def test_where_the_cache_is(file, small, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_cached_start_is_quick(tmp_path, small):
+def test_a_cached_start_is_quick(cached, tmp_path):
     paragraphs = [(f"{TEXT} {i}", [question(f"{i}-{k}", f"where {k}") for k in range(7)]) for i in range(2000)]
-    file = write(tmp_path / "train.json", document(*paragraphs))
-    build_samples(open_source(file, "train"), small, cache=tmp_path / "store")
-    seconds, _ = best_of(3, lambda: build_samples(open_source(file, "train"), small, cache=tmp_path / "store"))
+    file, build = write(tmp_path / "train.json", document(*paragraphs)), cached[0]
+    build(file, max_length=384, stride=128)
+    seconds, _ = best_of(3, lambda: build(file, max_length=384, stride=128))
     assert seconds < 1

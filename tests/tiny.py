@@ -8,11 +8,17 @@ import torch
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForQuestionAnswering, PreTrainedTokenizerFast, RobertaTokenizer
 
+from qa_lib.data.load import batches_of, load_data
 from qa_lib.data.squad import open_source
 from qa_lib.data.synthetic import TINY_CONFIG
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.data.windows import Samples, build_samples
 from qa_lib.model.architectures import ENCODERS
+from qa_lib.model.build import build_model
+from qa_lib.model.fused_blocks import HashDropout
+from qa_lib.model.packed import Packed
+from qa_lib.run.fit import train
+from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, Spec
 from qa_lib.variants import find_variant, lacking
 
@@ -86,6 +92,32 @@ def resized(spec: Spec, settings: dict | None = None, **preset) -> Spec:
     """The spec with other settings, and with these values of its preset."""
     settings = dataclasses.replace(spec.settings, **settings or {})
     return dataclasses.replace(spec, settings=settings, preset=dataclasses.replace(spec.preset, **preset))
+
+
+def planned(row: str = "A1", preset: str = "smoke", settings: dict | None = None, sizes: dict | None = None, **words):
+    """The spec of a row over few questions on this CPU, with other settings, and with these values of its preset."""
+    (spec,) = plan([row], preset, **{"data": "synthetic:40", "machine": CPU} | words)
+    return resized(spec, settings, **sizes or {})
+
+
+def trained(spec: Spec, samples: Samples, run_dir: Path, model=None) -> tuple:
+    """A model that was trained, and what `train` returns."""
+    run_dir.mkdir(exist_ok=True)
+    model = model or build_model(spec)
+    return model, *train(model, batches_of(samples, spec), spec, torch.device("cpu"), run_dir, quiet)
+
+
+def packed_model(spec: Spec) -> tuple:
+    """A model in training mode, the same for packed rows, and the first of its micro-batches."""
+    batches, model = batches_of(load_data(spec).samples, spec), build_model(spec).train()
+    return model, Packed(model, batches.limits), batches.collate(batches.step(0)[0], torch.device("cpu"))
+
+
+def without_dropout(model):
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout | HashDropout):
+            module.p = 0.0
+    return model
 
 
 def steps_of(run_dir: Path) -> list[dict]:
