@@ -37,14 +37,16 @@ def records_of(runs):
     return [read_record(path.parent) for path in run_files(runs, "record.json")]
 
 
-def test_without_a_gpu_it_trains_both_at_smoke_size_and_ranks_no_speed(tmp_path, quickstart):
+def test_without_a_gpu_it_trains_both_at_smoke_size_and_ranks_no_speed(tmp_path, quickstart, monkeypatch):
+    """Here for fewer steps."""
+    monkeypatch.setitem(PRESETS, "smoke", dataclasses.replace(PRESETS["smoke"], steps=120))
     shown, pictures = quickstart()
     found = {entry["spec"]["variant"]: entry for entry in records_of(tmp_path / "runs")}
     assert {name: (entry["status"], entry["time"]["steps"]) for name, entry in found.items()} == {
-        "A0-longest": ("ok", 400), "A4": ("ok", 400)
+        "A0-longest": ("ok", 120), "A4": ("ok", 120)
     }  # fmt: skip
     assert "recommended: A4 at micro-batch 16 on cpu" in shown
-    assert "| A0-longest | 400 |" in shown and "| A4 | 400 |" in shown
+    assert "| A0-longest | 120 |" in shown and "| A4 | 120 |" in shown
     assert pictures == 1
     assert "samples/s" not in shown and names()["progress"]  # which has speeds, and is not printed
     assert "| question | A0-longest | A4 | gold |" in shown

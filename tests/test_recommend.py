@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import BertConfig
+from transformers import BertConfig, DistilBertConfig
 
 import qa_lib
 from qa_lib import record
@@ -45,9 +45,10 @@ H100 = card("h100-80gb-hbm3", 90, 79)
 @pytest.fixture
 def models(tmp_path):
     """The models' folders, by name."""
-    for name, config in {"large": LARGE, "minilm": MINILM}.items():
+    configs = {"large": LARGE, "minilm": MINILM, "distilbert": DistilBertConfig()}
+    for name, config in configs.items():
         config.save_pretrained(tmp_path / name)
-    return {"base": "bert-base-uncased"} | {name: str(tmp_path / name) for name in ("large", "minilm")}
+    return {"base": "bert-base-uncased"} | {name: str(tmp_path / name) for name in configs}
 
 
 def unchosen(machine, model="bert-base-uncased", preset="full", **own):
