@@ -357,3 +357,20 @@ def test_a_folder_that_is_removed_or_spoilt_costs_one_run(tmp_path, monkeypatch,
 def test_a_sweep_from_outside_the_checkout_runs_its_notebooks(tmp_path):
     words = "-m qa_lib sweep --preset smoke --variants A1".split()
     assert "sweep: 1 ok" in python(*words, cwd=tmp_path, PYTHONPATH=str(ROOT)).stdout
+
+
+def test_the_time_left_counts_the_parts_of_runs_at_work(tmp_path, monkeypatch, capsys):
+    """After three minutes one run of three has ended and another is half done: three more are left, and not six."""
+    specs = plan(["A1"], "smoke", [0, 1, 2], machine=Machine())
+
+    def run_all(launcher, specs, ended, look):
+        first, second, third = (leave(tmp_path, spec, spec={"planned_steps": 100}) for spec in specs)
+        (second / "steps.jsonl").write_text('{"step": 50}\n')
+        launcher.active = specs[1:]
+        ended(specs[0], record.read_record(first))
+        return [record.read_record(folder) for folder in (first, second, third)]
+
+    monkeypatch.setattr(launch.Launcher, "run_all", run_all)
+    monkeypatch.setattr(sweep.time, "monotonic", Mock(side_effect=[0.0, 180.0]))
+    sweep.sweep(specs, launch.Launcher(tmp_path, Machine(), {}))
+    assert "[1/3] A1 seed 0: ok; about 3 min left" in capsys.readouterr().out

@@ -66,9 +66,8 @@ def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -
     ends, how every run stands. Last comes the command `on_finish`.
     """
     every, done = len(specs), sum(map(launcher.is_finished, specs))
-    before = done
     print(f"sweep: {every} runs, {done} finished, {every - done} to run", flush=True)
-    begin, started = time.monotonic(), set()
+    before, begin, started = done, time.monotonic(), set()
     bar = tqdm(total=every, initial=done, unit="run", leave=False, disable=None)  # on a terminal alone
 
     def tell(line: str) -> None:
@@ -80,7 +79,9 @@ def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -
         every += bool(spec.chosen) and record.unable(entry)  # another takes its place
         done += 1
         bar.update()
-        left = (time.monotonic() - begin) / (done - before) * (every - done)
+        beside = [progress_of(launcher.runs / other.run_path) for other in list(launcher.active)]
+        whole = done + sum(step / of for step, of in beside if of)  # runs, with parts of those at work
+        left = (time.monotonic() - begin) / (whole - before) * (every - whole)
         ahead = f"; about {max(1, round(left / 60))} min left" if done < every else ""
         tell(f"[{done}/{every}] {_line(spec, entry)}{ahead}")
 
