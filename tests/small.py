@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from qa_lib import record
-from qa_lib.__main__ import main
+from qa_lib.__main__ import STOPPED, main
 from qa_lib.presets import PRESETS
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, Spec
@@ -130,4 +130,7 @@ if __name__ == "__main__":
     stand_in()
     if sys.version_info < (3, 14):  # whose servers ask for a key
         warm.share(os.environ["SMALL_SERVER"])
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if code == STOPPED:
+        os._exit(code)  # as `python -m qa_lib` ends: Python's own way out fails where the terminal is gone
+    sys.exit(code)
