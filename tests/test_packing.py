@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch import library
 from torch.utils.checkpoint import checkpoint
 
 from qa_lib.data.batches import Batches
@@ -57,7 +58,7 @@ def gpu_ops_without_a_gpu():
         slope = share * ((grad @ value.mT) * kept - (grad * out).sum(-1, keepdim=True)) * scale
         return *map(laid, (slope @ key, slope.mT @ query, (share * kept).mT @ grad)), bias.new_empty(0)
 
-    stand_ins = torch.library.Library("aten", "IMPL")
+    stand_ins = library.Library("aten", "IMPL")
     stand_ins.impl("_scaled_dot_product_efficient_attention", forward, "CPU")
     stand_ins.impl("_scaled_dot_product_efficient_attention_backward", backward, "CPU")
     yield

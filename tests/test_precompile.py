@@ -5,6 +5,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch import library
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qa_lib.kernels import common
@@ -63,7 +64,7 @@ def test_an_operator_tells_shapes_by_what_it_does():
     def doubled(x: torch.Tensor) -> torch.Tensor:
         return x.new_empty(2 * len(x)) if isinstance(x, torch._subclasses.FakeTensor) else torch.cat([x, x])
 
-    torch.library.opcheck(doubled, (torch.ones(3),), test_utils=("test_schema", "test_faketensor"))
+    library.opcheck(doubled, (torch.ones(3),), test_utils=("test_schema", "test_faketensor"))
     assert torch.compile(doubled, backend="aot_eager", fullgraph=True)(torch.ones(3)).tolist() == [1.0] * 6
 
 

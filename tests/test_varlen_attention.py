@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from torch import library
 
 from qa_lib.kernels import varlen_attention as varlen
 from qa_lib.model.architectures import layers_of
@@ -152,7 +153,7 @@ def test_the_operators_are_what_the_compiler_takes_them_for():
 
     for bias in (None, torch.zeros(96, device=DEVICE, requires_grad=True)):
         arguments = (product.requires_grad_(), bias, ends, seed, 64, 0.1, SCALE)
-        torch.library.opcheck(varlen._attention, arguments, test_utils=CHECKS, atol=1e-5, rtol=1e-4)
+        library.opcheck(varlen._attention, arguments, test_utils=CHECKS, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU captures no graph")
