@@ -34,8 +34,8 @@ def nearest(kind: str, name: str, known: Iterable[str]) -> str:
     folded = {word.casefold(): word for word in known}
     close = [folded[word] for word in difflib.get_close_matches(str(name).casefold(), folded, 1, 0.3)]
     hint, listed = f"; did you mean {close[0]!r}?" if close else "", ", ".join(folded.values())
-    known = f" (known: {listed})" if not close or len(listed) < 80 else ""
-    return f"unknown {kind} {name!r}{hint}{known}"
+    others = f" (known: {listed})" if not close or len(listed) < 80 else ""
+    return f"unknown {kind} {name!r}{hint}{others}"
 
 
 def find(kind: str, name: str, table: Mapping):

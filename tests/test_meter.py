@@ -25,7 +25,9 @@ class NVML(types.SimpleNamespace):
         self.handles.append(uuid)
 
     def nvmlDeviceGetTotalEnergyConsumption(self, _):
-        return self.millijoules / 1  # an error where it is None
+        if self.millijoules is None:
+            raise RuntimeError("GPU is lost")
+        return self.millijoules
 
     def nvmlDeviceGetUtilizationRates(self, _):
         self.looks -= 1

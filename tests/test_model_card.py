@@ -2,12 +2,12 @@
 
 import base64
 import contextlib
+import importlib
 import io
 import json
 import re
 import shutil
 
-import httpx2
 import pytest
 import torch
 from huggingface_hub import ModelCard, constants, set_client_factory
@@ -25,6 +25,8 @@ from tests.material import refused
 from tests.tiny import planned
 
 TOKEN = "hf_of_this_test"
+# The client's package, which differs between versions of the hub's library.
+httpx = importlib.import_module(type(default_client_factory()).__module__.partition(".")[0])
 
 
 def finished(row="A1", preset="smoke", **quality) -> tuple:
@@ -142,9 +144,9 @@ class Hub:
 
     def __call__(self, request):
         if request.url.host not in self.url:
-            raise httpx2.ConnectError("nobody is there")
+            raise httpx.ConnectError("nobody is there")
         status, content = getattr(self, request.method)(request, request.url.path)
-        return httpx2.Response(status, json=content)
+        return httpx.Response(status, json=content)
 
     def PUT(self, request, path):
         self.blobs[path.rpartition("/")[2]] = request.content
@@ -199,7 +201,7 @@ class Hub:
 @pytest.fixture
 def hub(monkeypatch):
     hub = Hub()
-    set_client_factory(lambda: httpx2.Client(transport=httpx2.MockTransport(hub)))
+    set_client_factory(lambda: httpx.Client(transport=httpx.MockTransport(hub)))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     for name, value in (("ENDPOINT", hub.url), ("HF_HUB_OFFLINE", False), ("HF_HUB_DISABLE_XET", True)):
         monkeypatch.setattr(constants, name, value)

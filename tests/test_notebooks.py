@@ -166,7 +166,7 @@ def test_a_family_notebook_begins_with_a_row_of_its_family(family):
     helps = {name: parameter["help"] for name, parameter in inspect_notebook(str(path)).items()}
     assert [name for name in values if name != "__builtins__" and not helps[name]] == [], "what papermill shows"
     told = {"qa": {"smoke", "local", "bench", "quality", "full"}}
-    told["lm"] = {name for name, scale in PRESETS.items() if scale.task == "lm"}
+    told["lm"] = {name for name, preset in PRESETS.items() if preset.task == "lm"}
     assert set(PRESETS) & set(re.findall(r"[\w-]+", helps["preset"])) == told[variant.task]
     assert f'notebook.family, "{family}"' in "".join(cell.source for cell in code_cells(path))
 

@@ -154,12 +154,12 @@ def png(figure: Figure, dpi: int = DPI, **more: str) -> bytes:
     for side in (side for axis in figure.axes for side in (axis.xaxis, axis.yaxis)):
         if isinstance(side.get_major_formatter(), ScalarFormatter) and max(side.get_view_interval()) >= 1000:
             side.set_major_formatter(THOUSANDS)
-    drawn, stream, said = io.BytesIO(), io.BytesIO(), PngInfo()
+    drawn, stream, info = io.BytesIO(), io.BytesIO(), PngInfo()
     for key, text in {"Title": title_of(figure), **more}.items():
-        said.add_text(key, text)
+        info.add_text(key, text)
     with style():
         figure.savefig(drawn, format="png", dpi=dpi)
-    Image.open(drawn).convert("RGB").quantize(256).save(stream, "PNG", pnginfo=said, optimize=True)
+    Image.open(drawn).convert("RGB").quantize(256).save(stream, "PNG", pnginfo=info, optimize=True)
     return stream.getvalue()
 
 
