@@ -116,10 +116,8 @@ def test_what_gradients_take_is_not_taken_for_activations(monkeypatch):
 
 
 def test_a_profile_of_a_row_on_this_machine(tmp_path):
-    spec, said = (
-        planned("E-packed-efficient" if DEVICE.type == "cuda" else "A2", data="synthetic:200", machine=None),
-        [],
-    )
+    variant = "E-packed-efficient" if DEVICE.type == "cuda" else "A2"
+    spec, said = planned(variant, data="synthetic:200", machine=None), []
     profile.profile(spec, tmp_path, said.append)
     folder = tmp_path / spec.run_path
     snapshot, time = folder / profile.SNAPSHOT, Run({}, folder).profile()["time"]
