@@ -159,12 +159,6 @@ def on_cpu(runs: pd.DataFrame) -> bool:
     return len(runs) > 0 and bool(runs["spec.hardware"].eq("cpu").all())
 
 
-def neighbours(runs: pd.DataFrame, group: str) -> pd.DataFrame:
-    """All runs that share hardware and task with a group, whatever their preset."""
-    own = runs[runs["group"] == group]
-    return runs[runs["spec.hardware"].isin(own["spec.hardware"]) & runs["task.name"].isin(own["task.name"])]
-
-
 def sibling(runs: pd.DataFrame, group: str, preset: str) -> pd.DataFrame:
     """The runs that count of a group's hardware at another preset, which may be of another task; or none."""
     hardware = runs.loc[runs["group"] == group, "spec.hardware"]
@@ -174,10 +168,11 @@ def sibling(runs: pd.DataFrame, group: str, preset: str) -> pd.DataFrame:
 
 
 def nearest(runs: pd.DataFrame, group: str, preset: str) -> pd.DataFrame:
-    """As `sibling`, and where that has none, of the hardware that has most runs at the preset."""
-    found = sibling(runs, group, preset)
+    """As `sibling`, and where that has none, of the reference group's hardware, or of that with most such runs."""
+    found = [sibling(runs, name, preset) for name in (group, REFERENCE)]
     others = runs[(runs["spec.preset.name"] == preset) & (runs["spec.search"] == "")]
-    return select(others, others["group"].mode()[0]) if found.empty and len(others) else found
+    found.append(select(others, others["group"].mode()[0]) if len(others) else others)
+    return next((part for part in found if len(part)), others)
 
 
 def judging(runs: pd.DataFrame, group: str) -> pd.DataFrame:

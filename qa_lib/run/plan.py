@@ -39,7 +39,7 @@ def plan(
     **own,
 ) -> list[Spec]:
     """The specs of variants x seeds at a preset: all variants with the first seed come first, each once. For instance
-    plan(["A1", "E-moments"], "local", [0, 1], data="squad/", model="my-bert/", epochs=2).
+    plan(["A1", "E-uncompiled"], "local", [0, 1], data="squad/", model="my-bert/", epochs=2).
 
     `data` and `model` (paths, or hub names) replace the preset's own, unless they are empty; `machine` is this one
     unless given. Sizes and what `own` may hold are arguments of `resolve`. A list in place of a size gives every
