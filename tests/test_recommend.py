@@ -145,7 +145,8 @@ def test_what_a_card_could_not_do_is_passed_over(tmp_path):
     fails(spec, tmp_path, "oom", "OutOfMemoryError", step=7)
     variant, size, said = chosen(H100, tmp_path)
     assert (variant, size) == ("E-fp8-uncompiled", 16), "the next size, of what ran out of memory"
-    assert f"E-fp8-uncompiled failed here at micro-batch 32 (what OutOfMemoryError says; {spec.group}/{spec.run_id})" in said
+    why = f"what OutOfMemoryError says; {spec.group}/{spec.run_id}"
+    assert f"E-fp8-uncompiled failed here at micro-batch 32 ({why})" in said
     fails(choosing.choose(unchosen(H100), H100, tmp_path), tmp_path, "error", "CompilationError", step=1)
     assert chosen(H100, tmp_path)[:2] == ("E-uncompiled", 32)
     assert chosen(H100, tmp_path, preset="bench")[0] == "E-uncompiled", "whatever the preset"
