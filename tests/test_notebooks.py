@@ -348,7 +348,7 @@ def test_answers_of_runs_stand_beside_the_gold_ones(tmp_path):
     assert "| question | A4 | A1 | gold |" in text and "| who ? | bob | (no answer) | alice |" in text
     assert text.count("| what ? |") == 4
     assert "| A4 |" not in answers([records[0] | {"status": "oom"}], tmp_path, data)
-    assert answers(records, tmp_path, SimpleNamespace(validation=None)) == "*Nothing of this table has been run.*"
+    assert answers(records, tmp_path, SimpleNamespace(validation=None)) == "*Nothing of this table was measured.*"
 
 
 def test_what_a_variant_is_compared_with_is_not_run_again(tmp_path):

@@ -82,7 +82,7 @@ def markdown(table: pd.DataFrame, words: Iterable[str] = WORDS) -> str:
     """A table of text as a Markdown table, numbers to the right and columns of `words` to the left; a sentence if it
     has no lines."""
     if table.empty:
-        return "*Nothing of this table has been run.*"
+        return "*Nothing of this table was measured.*"
     text = table.astype(str).map(lambda cell: cell.replace("|", "\\|").replace("\n", "↵"))
     for name in set(text).difference(words):
         text[name] = text[name].str.replace(" ", "\u00a0")  # "609 ± 6" stays in one line

@@ -83,8 +83,8 @@ def _minutes(runs: pd.DataFrame, own: pd.DataFrame) -> str:
         until = "the score" if whole["quality.f1"].notna().all() else "the last step"
         times = "".join(f"; {name} for one epoch, times {load.FULL_EPOCHS}" for name in short)
         return say("whole", best=minutes[RECOMMENDED], gpu=gpu, rivals=rivals, until=until, times=times,
-                   n=whole.value_counts("spec.variant").min(), samples=first["spec.n_train"], data=first["data.name"],
-                   group=first["group"], code=load.commits(whole))  # fmt: skip
+                   n=whole.value_counts("spec.variant").min(), samples=first["spec.n_train"], full=load.FULL_SAMPLES,
+                   data=first["data.name"], group=first["group"], code=load.commits(whole))  # fmt: skip
     table = projected(summary(own))
     minutes = table["minutes"]
     if RECOMMENDED not in minutes or not (rivals := _rivals(minutes)):
@@ -131,12 +131,12 @@ def _whole(runs: pd.DataFrame, own: pd.DataFrame) -> pd.DataFrame:
 
 
 def _rivals(minutes: pd.Series) -> str:
-    """What a training takes the Trainer as it comes, the Trainer at its best and plain PyTorch at its best, of those
+    """What a training takes the Trainer as it comes, the Trainer tuned and plain PyTorch at its best, of those
     that have minutes; nothing without a Trainer."""
     peers, as_it_comes = (minutes.index.intersection(tagged(tag)) for tag in ("peer", "default"))
     ways = {
         "{:.1f} as it comes": as_it_comes,
-        "{:.1f} with everything it offers": peers.drop(as_it_comes, errors="ignore"),
+        "{:.1f} with torch.compile": peers.drop(as_it_comes, errors="ignore"),
         "plain PyTorch {:.1f} at its best": minutes.index.intersection(tagged("plain")),
     }
     said = [words.format(minutes[names].min()) for words, names in ways.items() if len(names)]
