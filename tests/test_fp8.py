@@ -81,7 +81,8 @@ def test_with_norms_and_gelu_of_our_own_a_layer_is_close_to_that_in_bf16_and_add
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_feed_forward_block_hands_on_what_it_has_in_8_bits(pair, backend):
-    """From GELU to the second linear layer, and its gradient to the first; as if either converted it by itself."""
+    """From GELU to the second linear layer, and its gradient to the first; as if either converted it by itself. GELU's
+    output is not kept."""
     x, _, first = pair
     second = Float8Linear(128, 64).bfloat16()
     first.adds_bias = second.adds_bias = False
@@ -99,6 +100,10 @@ def test_a_feed_forward_block_hands_on_what_it_has_in_8_bits(pair, backend):
         y = run(own)
         found.append([y.detach(), *torch.autograd.grad(y, (own, first.weight, first.bias, second.weight), grad)])
     assert all(map(torch.equal, *found))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, id):
+        second(block(x))
+    assert [one.shape for one in kept if one.dtype == torch.bfloat16 and 128 in one.shape] == [(64, 128), (128,)]
 
 
 @pytest.mark.triton

@@ -26,24 +26,22 @@ TILE = {"SIZE": 64, "num_warps": 4}  # of weight_in_e4m3
 CAST = {"ELEMENTS": 1024, "num_warps": 4}
 
 
-def fp8_linear(x, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def fp8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x W^T + b for bf16 x [..., in], W [out, in], transposed in memory or not, and b [out] or None: [..., out] in
-    bf16. `x` may be a pair of it and of the same in e4m3 [rows, in], as gelu.fp8_linear_gelu gives them."""
-    x, x8 = x if isinstance(x, tuple) else (x, None)
-    return _Fp8Linear.apply(x, x8, weight, bias)
+    bf16."""
+    return _Fp8Linear.apply(x, weight, bias)
 
 
 class _Fp8Linear(torch.autograd.Function):
     """Both operands are in e4m3 and, for the gradient of x, in e5m2 and e4m3; for that of W they stay in bf16."""
 
     @staticmethod
-    def forward(ctx, x, x8, weight, bias):
+    def forward(ctx, x, weight, bias):
         rows = x.reshape(-1, x.shape[-1])
         weight8, across8 = weight_in_e4m3(weight)
         ctx.save_for_backward(rows, across8)
         ctx.has_bias, ctx.across = bias is not None, not weight.is_contiguous()
-        x8 = in_e4m3(rows, ACTIVATION) if x8 is None else x8
-        y = scaled_mm(x8, weight8.t(), ACTIVATION * WEIGHT, bias)
+        y = scaled_mm(in_e4m3(rows, ACTIVATION), weight8.t(), ACTIVATION * WEIGHT, bias)
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -52,7 +50,7 @@ class _Fp8Linear(torch.autograd.Function):
         flat = grad.reshape(-1, grad.shape[-1])
         x_grad = scaled_mm(in_e5m2(flat, GRADIENT), across8.t(), GRADIENT * WEIGHT)
         bias_grad = flat.sum(0) if ctx.has_bias else None
-        return x_grad.view(*grad.shape[:-1], -1), None, weight_grad(flat, rows, ctx.across), bias_grad
+        return x_grad.view(*grad.shape[:-1], -1), weight_grad(flat, rows, ctx.across), bias_grad
 
 
 def weight_grad(grad: torch.Tensor, rows: torch.Tensor, across: bool) -> torch.Tensor:

@@ -35,7 +35,7 @@ from qa_lib.errors import UserError
 from qa_lib.kernels.common import hash_dropout
 from qa_lib.kernels.fp8 import fp8_linear
 from qa_lib.kernels.fused_norm import fused_add_norm, fused_norm
-from qa_lib.kernels.gelu import fp8_linear_gelu, gelu
+from qa_lib.kernels.gelu import fp8_feed_forward, gelu
 from qa_lib.kernels.varlen_attention import varlen_attention
 from qa_lib.model.architectures import embeddings_of, encoder_of, layers_of
 from qa_lib.variants import Settings
@@ -105,10 +105,14 @@ class _Lookup(torch.autograd.Function):
         return None, total.to(grad.dtype), None
 
 
+def float8_linear(x, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """fp8_linear; or all of a feed-forward block, where the first of its linear layers has left its arguments as x."""
+    return fp8_feed_forward(*x, weight, bias) if isinstance(x, tuple) else fp8_linear(x, weight, bias)
+
+
 def conv1d_without_bias(linear: Conv1D, x) -> torch.Tensor:
-    """GPT-2's linear layer, whose weight is [in, out], without its bias; in 8-bit floats after use_float8, where x is
-    what fp8_linear takes."""
-    return fp8_linear(x, linear.weight.t(), None) if hasattr(linear, "float8") else x @ linear.weight
+    """GPT-2's linear layer, whose weight is [in, out], without its bias; as float8_linear after use_float8."""
+    return float8_linear(x, linear.weight.t()) if hasattr(linear, "float8") else x @ linear.weight
 
 
 class Conv1DGelu(Conv1D):
@@ -116,14 +120,14 @@ class Conv1DGelu(Conv1D):
 
     def forward(self, x):
         if hasattr(self, "float8") and self.training:  # else the next layer is transformers' own
-            return fp8_linear_gelu(x, self.weight.t(), self.bias, tanh=True)
+            return x, self.weight.t(), self.bias, True
         return gelu(conv1d_without_bias(self, x), self.bias, tanh=True)
 
 
 class FusedIntermediate(nn.Module):
     """What transformers calls a layer's intermediate, with `dense` by the same name: the first linear layer of a
-    feed-forward block, its bias and GELU, to a fraction of half precision's rounding. After use_float8 it gives the
-    next linear layer a pair of the output and the same in 8 bits."""
+    feed-forward block, its bias and GELU, to a fraction of half precision's rounding. After use_float8 it leaves all of
+    that to the next linear layer."""
 
     def __init__(self, native: nn.Linear):
         super().__init__()
@@ -132,7 +136,7 @@ class FusedIntermediate(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor):
         if isinstance(self.dense, Float8Linear):
-            return fp8_linear_gelu(hidden_states, self.dense.weight, self.dense.bias)
+            return hidden_states, self.dense.weight, self.dense.bias, False
         return gelu(self.dense(hidden_states), self.dense.bias)
 
 
@@ -142,7 +146,7 @@ class Float8Linear(nn.Linear):
     adds_bias = True
 
     def forward(self, x):
-        return fp8_linear(x, self.weight, self.bias if self.adds_bias else None)
+        return float8_linear(x, self.weight, self.bias if self.adds_bias else None)
 
 
 class FusedDecoder(GPT2Model):
