@@ -109,10 +109,12 @@ def test_the_scale_of_the_loss_is_off_the_gradients_before_they_are_clipped():
     assert parameter.grad.tolist() == [0.125] * 4
 
 
-def test_adapters_count_twice():
-    """alpha / rank is 2, whatever the rank."""
-    adapted = [m for m in build_model(spec_of("B1")).modules() if hasattr(m, "get_base_layer")]
-    assert {module.scaling["default"] for module in adapted} == {2.0}
+@pytest.mark.parametrize(("variant", "modules", "rank"), [("B1", 2, 8), ("B1-all", 6, 32)])
+def test_adapters_have_their_rank_and_count_twice(variant, modules, rank):
+    """alpha / rank is 2, whatever the rank; which train, test_settings says."""
+    adapted = [m for m in build_model(spec_of(variant)).modules() if hasattr(m, "get_base_layer")]
+    assert len(adapted) == 2 * modules, "two layers"
+    assert {(module.r["default"], module.scaling["default"]) for module in adapted} == {(rank, 2.0)}
 
 
 ON_CPU = ("A1", DEVICE, 1e-5)
