@@ -23,18 +23,7 @@ from qa_lib.train.step_log import NonFiniteLoss, StepLog
 from qa_lib.variants import VARIANTS, Settings
 from tests.conftest import slow
 from tests.material import flip_a_bit, refused
-from tests.tiny import (
-    CPU,
-    StopAfter,
-    losses_of,
-    planned,
-    quiet,
-    resized,
-    samples_of,
-    steps_of,
-    trained,
-    without_dropout,
-)
+from tests.tiny import StopAfter, losses_of, planned, quiet, resized, samples_of, steps_of, trained, without_dropout
 
 DEVICE = torch.device("cpu")
 
@@ -44,10 +33,11 @@ def samples():
     return samples_of("synthetic:120")
 
 
-def spec_of(row, settings=None, machine=CPU, micro_batch=None, **sizes):
-    """A row at smoke preset, made smaller."""
+def spec_of(row, settings=None, micro_batch=None, gpu=False, **sizes):
+    """A row at smoke preset, made smaller, on a CPU or for the GPU that is here."""
     sizes = {"steps": 6, "checkpoint_every": 0, "measure_from": 2, "effective_batch": 16} | sizes
-    return planned(row, settings=settings, sizes=sizes, data="synthetic:120", machine=machine, micro_batch=micro_batch)
+    words = {"data": "synthetic:120", "micro_batch": micro_batch} | ({"machine": None} if gpu else {})
+    return planned(row, settings=settings, sizes=sizes, **words)
 
 
 def stopped(spec, samples, run_dir, step=4):
@@ -129,7 +119,7 @@ def test_accumulated_micro_batches_are_the_whole_batch(variant, device, toleranc
     monkeypatch.setattr("qa_lib.train.loop.learning_rate", lambda *_: 0.0)
 
     def gradients(micro_batch):
-        spec = spec_of(variant, machine=CPU if device.type == "cpu" else None, micro_batch=micro_batch, steps=3)
+        spec = spec_of(variant, micro_batch=micro_batch, gpu=device.type == "cuda", steps=3)
         seen, folder = [], tmp_path / str(micro_batch)
 
         def note(own, *_):
