@@ -150,18 +150,10 @@ def test_a_row_of_one_process_is_refused_by_several(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-TERM, SEGV, KILL = (-number for number in (signal.SIGTERM, signal.SIGSEGV, signal.SIGKILL))
-# When each process has failed, by what and with which status; their exit codes; what the record says.
-CAUSES = [
-    ([(20.0, "ConnectionClosed", "error"), (19.5, "OutOfMemory", "error")], (1, 1), "error", "1 of 2: OutOfMemory"),
-    ([(20.0, "ConnectionClosed", "error")], (TERM, SEGV), "killed", "1 of 2 was ended by SIGSEGV"),
-    # SIGKILL is what torchrun sends to one that waits in a kernel.
-    ([(20.0, "OutOfMemory", "oom")], (1, KILL), "oom", "0 of 2: OutOfMemory"),
-]
-
-
-@pytest.mark.parametrize(("faults", "codes", "status", "said"), CAUSES)
+@pytest.mark.parametrize(("faults", "codes", "status", "said"), cases("causes of a failed run"))
 def test_the_first_fault_is_the_cause(faults, codes, status, said, tmp_path):
+    """By when each process has failed, by what and with which status, and by their exit codes: SIGTERM is -15, SIGSEGV
+    -11, and SIGKILL, -9, is what torchrun sends to one that waits in a kernel."""
     spec = short()
     record.write_record(tmp_path, record.new_record(spec, {}))
     for rank, (at, kind, each) in enumerate(faults):
