@@ -4,7 +4,6 @@ import json
 import random
 import re
 import string
-from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
@@ -65,25 +64,16 @@ def test_a_number_of_any_size_is_one():
     assert score(EXAMPLES, PREDICTIONS, huge) == score(EXAMPLES, PREDICTIONS, huge | {"two": 1e300})
 
 
-def noisy(examples):
-    """Predictions from right to wrong to empty, in an order of their own."""
-    draw, texts = random.Random(0), {}
-    for example in draw.sample(examples, len(examples)):
-        words = example.context.split() or [""]
-        at = draw.randrange(len(words))
-        gold = draw.choice(example.answers)[0] if example.answers else ""
-        texts[example.id] = draw.choice(["", gold, f"{gold} {words[at]}", " ".join(words[at : at + 4])])
-    return texts
-
-
 def test_sums_run_in_the_datas_order():
-    examples = real_squad("validation")
-    texts, values = noisy(examples), []
+    """Of predictions from right to wrong to empty, in an order of their own."""
+    examples, texts, values = real_squad("validation"), {}, []
+    for number, example in enumerate(reversed(examples)):
+        gold = [text for text, _ in example.answers[:1]]
+        texts[example.id] = " ".join([*gold, *example.context.split()[: number % 5]])
     for example in examples:
         golds = [words for text, _ in example.answers if (words := normalise(text).split())] or [[]]
         values.append(max(f1(gold, normalise(texts[example.id]).split()) for gold in golds))
     assert score(examples, texts)["f1"] == 100.0 * sum(values) / len(examples)
-    assert abs(sum(values) - float(sum(map(Fraction, values)))) < 1e-6
 
 
 def official_normal(text: str) -> str:
