@@ -9,7 +9,7 @@ import pytest
 
 from qa_lib.cli import VERBS
 from qa_lib.record import read_record, run_files
-from tests.material import python, wait_for
+from tests.material import python, wait_for, without_torch
 
 HELP_S = 1.0  # of a busy processor, until a command has told its options; 0.3 of a quiet one
 
@@ -40,11 +40,9 @@ COMMANDS += [["report", "--group", "h200-vram", "--figures", "OUT"]]
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_a_command_imports_what_it_needs_and_fits_the_terminal(words, tmp_path):
     """`memory`, `profile`, `quantize`, `run` and `predict` need torch, and a sweep in a child."""
-    for name in ("torch", "transformers", "datasets"):
-        (tmp_path / f"{name}.py").write_text("raise ImportError(__name__)\n")
     before = child_seconds()
     words = [word.replace("OUT", str(tmp_path / "out")) for word in words]
-    said = run("-m", "qa_lib", *words, PYTHONPATH=str(tmp_path))
+    said = without_torch(tmp_path, "-m", "qa_lib", *words)
     seconds = child_seconds() - before
     assert said and max(map(len, said.splitlines())) <= 100 + len(str(tmp_path))
     if "--help" in words:

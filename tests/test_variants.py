@@ -16,7 +16,7 @@ from qa_lib.run import sweep
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, Spec, missing
 from qa_lib.variants import FAMILIES, RECIPES, VARIANTS, Settings, Variant
-from tests.material import REFUSING, cases, python, refused, table
+from tests.material import cases, refused, table, without_torch
 from tests.tiny import planned
 
 PACKAGE = Path(variants.__file__).parent
@@ -209,11 +209,11 @@ def test_what_a_run_is_needs_the_standard_library_alone(module):
     assert roots <= set(sys.stdlib_module_names)
 
 
-def test_specs_driver_and_report_do_without_torch():
+def test_specs_driver_and_report_do_without_torch(tmp_path):
     """Every torch-free module, imported where torch cannot be."""
     names = [name for name in MODULES if name.removeprefix("qa_lib.").startswith(tuple(TORCH_FREE))]
     assert len(names) > 15
-    python("-c", f"{REFUSING}\nimport {', '.join(names)}")
+    without_torch(tmp_path, "-c", f"import {', '.join(names)}")
 
 
 # Several sizes of a row, as a sweep takes them.
