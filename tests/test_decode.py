@@ -87,20 +87,13 @@ def test_same_as_the_double_loop_on_real_paragraphs():
     assert_same_as_the_loop(samples, examples, *logits(samples))
 
 
-def peaked(samples, seed=0):
-    """Logits as of a model: low everywhere, high around the first gold answer or at [CLS]."""
-    start, end = logits(samples, seed, scale=0.5) - 6
-    rows = torch.arange(len(samples))
-    start[rows, torch.tensor(samples.start_positions).long()] += 10
-    end[rows, torch.tensor(samples.end_positions).long()] += 10
-    return start, end
-
-
 def test_a_model_that_answers_too_rarely_has_a_better_threshold_above_zero(monkeypatch, tmp_path):
     spec = planned(data="synthetic:200")
     questions = load_data(spec)
     samples = questions.validation_samples
-    start, end = peaked(samples)
+    start, end = logits(samples, scale=0.5)
+    for side, positions in ((start, samples.start_positions), (end, samples.end_positions)):
+        side[torch.arange(len(samples)), torch.tensor(positions).long()] += 10  # of the first gold answer, or at [CLS]
     start[:, 0] += 30
     monkeypatch.setattr("qa_lib.score.evaluate.predict_logits", lambda *_, **__: in_order(samples, (start, end)))
     found = evaluate_answers(torch.nn.Identity(), questions, spec, torch.device("cpu"), tmp_path)

@@ -16,7 +16,7 @@ from qa_lib.train.compile import ChunkedLossOf, LossOf
 from qa_lib.train.plain import PlainStep
 from qa_lib.variants import VARIANTS, Settings, find_recipe
 from tests.material import refused
-from tests.tiny import H200, checkpoint, planned
+from tests.tiny import H200, TINY_CONFIG, checkpoint, planned, without_dropout
 
 
 def decoder(dropout=0.0, seed=0):
@@ -147,11 +147,7 @@ def test_a_rivals_gradients_of_several_micro_batches_have_memory_of_their_own(wi
 
 def reader(seed=0):
     torch.manual_seed(seed)
-    config = BertConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return AutoModelForQuestionAnswering.from_config(config)
+    return without_dropout(AutoModelForQuestionAnswering.from_config(BertConfig(**TINY_CONFIG, vocab_size=50)))
 
 
 def test_the_plain_bert_is_transformers_own_one_sample_at_a_time():

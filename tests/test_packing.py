@@ -264,23 +264,16 @@ def test_attention_dropout_keeps_its_rate(kind, dtype, error):
     assert torch.allclose(whole, torch.ones_like(kept), atol=1e-3)
 
 
-def plainly(step):
-    return step
-
-
 def recomputed(step):
     """As under gradient checkpointing, compiled."""
     return torch.compile(lambda v: checkpoint(step, v * 1.0, use_reentrant=False), backend="aot_eager", fullgraph=True)
 
 
-def by_inductor(step):
-    return torch.compile(step, fullgraph=True)
+WAYS = {"plainly": lambda step: step, "recomputed": recomputed}
+WAYS |= {"by Inductor": partial(torch.compile, fullgraph=True)} if DEVICE.type == "cuda" else {}
 
 
-WAYS = [plainly, recomputed] + ([by_inductor] if DEVICE.type == "cuda" else [])
-
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("limits", [96, 80, [80, 64, 80, 80, 32, 80]])
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
 def test_the_backward_pass_drops_what_the_forward_pass_dropped(kind, dtype, error, limits, way):

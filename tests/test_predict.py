@@ -147,10 +147,6 @@ def test_batches_hold_what_they_may(samples):
     assert seen == sorted(seen, key=lambda shape: -shape[1]) and {width % 8 for _, width in seen} == {0}
 
 
-def run(*words):
-    return main(["predict", *map(str, words)])
-
-
 @pytest.fixture
 def asked(typed):
     """What is printed to one question."""
@@ -166,7 +162,7 @@ DATA = document((TEXT, [question("q1", "where", ("Rotterdam", TEXT.index("Rotter
 
 def test_a_file_is_answered(folder, tmp_path, capsys):
     data = write(tmp_path / "data.json", DATA)
-    assert run("--model", folder, data, "--out", tmp_path / "out") == 0
+    assert main(["predict", "--model", str(folder), str(data), "--out", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr()
     names = ["predictions.json", "texts.json", "nbest_predictions.json", "null_odds.json"]
     assert shown.out.split() == [str(tmp_path / "out" / name) for name in names]
@@ -176,14 +172,14 @@ def test_a_file_is_answered(folder, tmp_path, capsys):
     assert all(text in TEXT for text in read[0].values())
 
 
-def test_questions_need_no_gold_answers_to_be_answered(folder, tmp_path):
+def test_questions_need_no_gold_answers_to_be_answered(folder, tmp_path, typed):
     labelled = write(tmp_path / "labelled.json", DATA)
     bare = json.loads(labelled.read_text())
     first, second = bare["data"][0]["paragraphs"][0]["qas"]
     del first["answers"], first["is_impossible"]
     second["answers"], second["is_impossible"] = [{"text": "nowhere to be found", "answer_start": 3}], False
     for file in (labelled, write(tmp_path / "bare.json", bare)):
-        assert run("--model", folder, file, "--out", tmp_path / file.stem) == 0
+        typed("predict --model", folder, file, "--out", tmp_path / file.stem)
     answers = [[path.read_text() for path in sorted((tmp_path / name).iterdir())] for name in ("labelled", "bare")]
     assert answers[0] == answers[1]
 

@@ -58,10 +58,6 @@ def lines_of(runs, group="cpu-smoke"):
     return summary(select(load_runs(runs), group)).set_index(["micro_batch", "variant"])
 
 
-def check():
-    return main(["report", "--check"])
-
-
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
     """A runs folder with one variant of each kind, in a folder of its own that the test works in."""
@@ -311,17 +307,14 @@ def a_profile():
     return next(filter(None, (one.profile() for one in read_runs(ROOT / "runs", "h200-bench"))))
 
 
-def profile_beside(run, peak=23.0):
-    """A committed profile beside another run, as of a step of 7.5 ms."""
-    profile = a_profile() | {"run_id": run.name, "group": run.parent.name}
-    profile["spec"] |= {"variant": run.name.split("-s0")[0], "micro_batch": 8}
-    profile["time"]["step_ms"], profile["memory"]["peak_mib"] = 7.5, peak
-    write(run / "profile.json", profile)
-
-
 def test_profiles_are_drawn_unless_their_code_took_other_memory(tmp_path):
+    """A committed profile beside each of three runs, as of a step of 7.5 ms."""
     for variant, peak in (("A1", 23.0), ("A3", 23.0), ("C2", 90.0)):
-        profile_beside(make(tmp_path, variant, machine=H200, peak=23.0), peak)
+        run = make(tmp_path, variant, machine=H200, peak=23.0)
+        profile = a_profile() | {"run_id": run.name, "group": run.parent.name}
+        profile["spec"] |= {"variant": variant, "micro_batch": 8}
+        profile["time"]["step_ms"], profile["memory"]["peak_mib"] = 7.5, peak
+        write(run / "profile.json", profile)
     runs = select(load_runs(tmp_path), "h200-smoke")
     assert style.title_of(figures.fig_step(runs)) == "A step takes 7.50 ms in A1, 7.50 ms in A3"
     bars = [label.get_text() for label in figures.fig_phases(runs).axes[0].get_yticklabels()]
@@ -399,14 +392,14 @@ def front(runs):
 def test_the_readme_is_made_of_committed_groups_and_checked(front, runs, capsys, monkeypatch):
     monkeypatch.setattr(cli, "PAGES", {})
     make(runs, "A1", preset="local")
-    assert check() == 1
+    assert main(["report", "--check"]) == 1
     assert main(["report", "--readme"]) == 0
     text = front.read_text()
     assert "| A1 | " in text and "`cpu-smoke`" in text and "cpu-local" not in text and text.endswith("tail\n")
     assert "What is missing here is not known" in text
-    assert check() == 0
+    assert main(["report", "--check"]) == 0
     front.write_text(text.replace("| A1 |", "| A9 |"))
-    assert check() == 1 and "README.md is not up to date" in capsys.readouterr().out
+    assert main(["report", "--check"]) == 1 and "README.md is not up to date" in capsys.readouterr().out
 
 
 def test_a_readme_without_markers_and_a_folder_without_git_are_clear_errors(front, typed):
