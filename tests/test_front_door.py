@@ -24,14 +24,6 @@ def child_seconds() -> float:
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
 
 
-def environment(process) -> dict[str, str]:
-    """What a process was started with, as what it forks has it, too; nothing of one that has ended."""
-    try:
-        return process.environ()
-    except psutil.Error:
-        return {}
-
-
 COMMANDS = [[verb, "--help"] for verb in VERBS]
 COMMANDS += [["variants"], ["export", "--csv", "OUT/table.csv", "--group", "h200-vram"]]
 COMMANDS += [["report", "--group", "h200-vram", "--figures", "OUT"]]
@@ -58,8 +50,8 @@ def test_a_run_is_forked_and_leaves_nothing(swept):
     """In a process of its own that knows that it is warm; nothing of it is there afterwards."""
     entry = read_record(swept.folder_of("A1"))
     assert entry["status"] == "ok" and entry["time"]["first_step_s"] is None and entry["time"]["notebook_s"]
-    # The server ends once its driver has.
-    wait_for(lambda: not any(environment(each).get("SWEPT") for each in psutil.process_iter()))
+    # The server ends once its driver has. What a process was started with, what it forks has, too.
+    wait_for(lambda: not any("SWEPT" in (each.info["environ"] or {}) for each in psutil.process_iter(["environ"])))
 
 
 def test_a_process_is_cold_where_the_imports_have_touched_the_gpu(tmp_path):

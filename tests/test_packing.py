@@ -18,7 +18,7 @@ from qa_lib.model.packed import Packed, RegionalModel, regions_of
 from qa_lib.run.fit import fit, train
 from qa_lib.spec import Spec
 from qa_lib.train.compile import LossOf
-from tests.kernels import DEVICE, with_gradients
+from tests.kernels import DEVICE, replayed, with_gradients
 from tests.material import refused
 from tests.tiny import CPU, H200, planned, quiet, resized, samples_of, without_dropout
 
@@ -304,13 +304,8 @@ def test_a_captured_step_drops_anew_and_alike_in_both_passes(kind, dtype, error)
     def step():
         return with_gradients(lambda v: attend(kind, query, key, v, cut, 0.5, 0.2), [value], grad)
 
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output, back = step()
     seen = []
-    for _ in range(2):
-        graph.replay()
+    for output, back in replayed(step, torch.zeros((), device=DEVICE)):
         there, again = (grad.float() * output.float()).sum(), (back.float() * value.float()).sum()
         assert (there - again).abs() <= 20 * error * (grad.float() * output.float()).norm()
         seen.append(output.clone())
