@@ -272,11 +272,6 @@ def saved(kind, config):
     return lambda folder: kind(config).save_pretrained(folder)
 
 
-def only_pickle(folder):
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    without_files("model.safetensors")(folder)
-
-
 def without_files(*patterns):
     def spoil(folder):
         for path in itertools.chain.from_iterable(map(folder.glob, patterns)):
@@ -351,7 +346,7 @@ REFUSED_TO_ANSWER = {
     r"not a question-answering model \(architectures: \['BertM": saved(BertModel, bert()),
     r"not a question-answering model \(architectures: None\)": config(architectures=None),
     "cannot be loaded: .*": own_code,
-    "no weights in safetensors; a pickle": only_pickle,
+    "no weights in safetensors; a pickle": lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
     "no weights": without_files("model.safetensors"),
     r"no tokenizer \(": without_files("tokenizer*"),
     "the weights lack qa_outputs.bias": weights(without("qa_outputs.bias")),
