@@ -1,6 +1,7 @@
 """Windows equal, one by one, to those of the tokenizer's own overflow and of the reference recipe's search."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -201,26 +202,22 @@ def test_tokenizers_that_cannot_be_cut_at_blanks_give_the_same_as_their_own_over
     check(examples, tokenizer, 50, 10)
 
 
-@pytest.mark.parametrize("add_prefix_space", [False, True])
-def test_windows_of_a_byte_level_tokenizer_are_its_own_overflow(add_prefix_space):
-    """RoBERTa's: four special tokens, no token types, blanks that belong to words, several tokens for a character."""
-    tokenizer = byte_level_tokenizer([TEXT] * 3, add_prefix_space=add_prefix_space)
+# Of RoBERTa's kind, with four special tokens, and of ModernBERT's.
+SPLITTING_BYTES = [byte_level_tokenizer, partial(byte_level_tokenizer, add_prefix_space=True), modern_tokenizer]
+
+
+@pytest.mark.parametrize("learn", SPLITTING_BYTES, ids=["RoBERTa", "RoBERTa's with a blank in front", "ModernBERT"])
+def test_windows_of_tokenizers_that_split_bytes_are_their_own_overflow_and_answers_begin_with_no_blank(learn):
+    """No token types, blanks that belong to words, several tokens for a character."""
+    tokenizer = learn([TEXT] * 3)
     samples = check(edges(8), tokenizer, 60, 9)
     assert len(samples) > len(edges(8))
     assert (samples.tokens[samples.starts[:-1]] == tokenizer.cls_token_id).all()
     batch = samples.batch(np.array([0, len(samples) - 1]), 60)
     assert set(batch) == {"input_ids", "attention_mask", "start_positions", "end_positions"}
-    assert batch["input_ids"][0, -1] == tokenizer.pad_token_id == 1
+    assert batch["input_ids"][0, -1] == tokenizer.pad_token_id
     crowded = [Example("q7", "Rivers", "river " * 30, "river")]
     refused(r"question 'q7': its \d+ tokens leave 0 of 20 .* stride 4 \(1 such", built, crowded, tokenizer, 20, 4)
-
-
-def test_windows_of_modernberts_kind_of_tokenizer_are_its_own_overflow_and_answers_begin_with_no_blank():
-    tokenizer = modern_tokenizer([TEXT] * 3)
-    examples = edges(8)
-    samples = check(examples, tokenizer, 60, 9)
-    assert len(samples) > len(examples)
-    assert set(samples.batch(np.array([0]), 60)) == {"input_ids", "attention_mask", "start_positions", "end_positions"}
     word = TEXT.split()[3]
     one = Example("q", "", "where", TEXT, ((word, TEXT.index(f" {word}") + 1),))
     samples = check([one], tokenizer, 400, 9)
