@@ -94,22 +94,15 @@ def test_a_mean_over_seeds_is_what_ratios_compare(runs):
     assert line["score"] == 96.0 and line["delta"] == 0.0, "A1 has the first seed alone"
 
 
-def test_intervals_need_three_seeds_and_are_those_of_students_t(runs):
-    for seed, speed in ((1, 110.0), (2, 130.0)):
-        make(runs, "A1", seed=seed, speed=speed)
-    speeds = [100.0, 110.0, 130.0]
-    line = lines_of(runs).loc[8]
-    assert line.loc["A1", "samples_per_s±"] == pytest.approx(student.ppf(0.95, 2) * np.std(speeds, ddof=1) / 3**0.5)
-    assert math.isnan(line.loc["A1", "ratio±"]) and math.isnan(line.loc["A4", "samples_per_s±"])
-
-
-def test_the_difference_of_scores_is_over_equal_seeds(runs):
-    for seed, base, own in ((1, 90.0, 91.0), (2, 80.0, 83.0)):
-        make(runs, "A1", seed=seed, f1=base)
+def test_intervals_need_three_seeds_and_are_those_of_students_t_and_of_scores_over_equal_seeds(runs):
+    for seed, speed, base, own in ((1, 110.0, 90.0, 91.0), (2, 130.0, 80.0, 83.0)):
+        make(runs, "A1", seed=seed, speed=speed, f1=base)
         make(runs, "A2", seed=seed, f1=own)
-    line = lines_of(runs).loc[8, "A2"]
-    assert line["delta"] == pytest.approx(4 / 3)
-    assert line["delta±"] == pytest.approx(student.ppf(0.95, 2) * np.std([0.0, 1.0, 3.0], ddof=1) / 3**0.5)
+    line, of_three = lines_of(runs).loc[8], student.ppf(0.95, 2) / 3**0.5
+    assert line.loc["A1", "samples_per_s±"] == pytest.approx(of_three * np.std([100.0, 110.0, 130.0], ddof=1))
+    assert math.isnan(line.loc["A1", "ratio±"]) and math.isnan(line.loc["A4", "samples_per_s±"])
+    assert line.loc["A2", "delta"] == pytest.approx(4 / 3)
+    assert line.loc["A2", "delta±"] == pytest.approx(of_three * np.std([0.0, 1.0, 3.0], ddof=1))
 
 
 @pytest.mark.parametrize("status", [None, "error", "oom"])
