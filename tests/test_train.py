@@ -3,7 +3,6 @@ import gc
 import shutil
 import weakref
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,8 +21,8 @@ from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.step_log import NonFiniteLoss, StepLog
 from qa_lib.variants import VARIANTS, Settings
 from tests.conftest import slow
-from tests.material import flip_a_bit, refused
-from tests.tiny import StopAfter, losses_of, planned, quiet, resized, samples_of, steps_of, trained, without_dropout
+from tests.material import ROOT, flip_a_bit, refused
+from tests.tiny import losses_of, planned, quiet, resized, samples_of, steps_of, stop_after, trained, without_dropout
 
 DEVICE = torch.device("cpu")
 
@@ -44,7 +43,7 @@ def stopped(spec, samples, run_dir, step=4):
     """The folder of a run that was broken off after `step`."""
     run_dir.mkdir()
     with pytest.raises(KeyboardInterrupt):
-        train(build_model(spec), StopAfter(batches_of(samples, spec), step), spec, DEVICE, run_dir, quiet)
+        train(build_model(spec), stop_after(batches_of(samples, spec), step), spec, DEVICE, run_dir, quiet)
     return run_dir
 
 
@@ -209,8 +208,7 @@ def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_run_begins_anew(dam
 
 @pytest.mark.parametrize("edited", ["kernels/fused_norm.py", "train/loop.py", "train/deepspeed.json"])
 def test_a_checkpoint_of_other_code_is_not_gone_on_from(edited, samples, tmp_path, monkeypatch):
-    package = Path(checkpoints.__file__).parents[1]
-    copy = shutil.copytree(package, tmp_path / "qa_lib", ignore=shutil.ignore_patterns("__pycache__", "report"))
+    copy = shutil.copytree(ROOT / "qa_lib", tmp_path / "qa_lib", ignore=shutil.ignore_patterns("__pycache__", "report"))
     assert checkpoints.code_digest.__wrapped__(copy) == checkpoints.code_digest()
     (copy / edited).write_text(f"{(copy / edited).read_text()}# another line\n")
     spec = spec_of("A1", checkpoint_every=2)
