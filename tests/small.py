@@ -73,7 +73,7 @@ def pretend(spec: Spec, runs: str, pause: float = 0.0, status: str = "ok") -> No
     with record.lock(run_dir):
         entry = record.new_record(spec, {})
         entry["spec"] |= {"planned_steps": STEPS, "n_train": 80, "n_eval": 80}
-        record.write_record(run_dir, entry | {"status": "running"})
+        record.write_record(run_dir, entry)
         for step in range(1, STEPS + 1):
             with (run_dir / "steps.jsonl").open("a") as stream:
                 stream.write(json.dumps({"step": step}) + "\n")

@@ -1,6 +1,5 @@
 """Every source gives the same examples; every broken one a single line that names file, article and question."""
 
-import json
 import shutil
 from unittest.mock import Mock
 
@@ -109,8 +108,8 @@ def test_version_1_has_no_is_impossible(tmp_path):
 
 def test_what_is_odd_but_fine(tmp_path):
     empty = document(("", [question("a", "")]), (CONTEXT, []), ("  ", [question("b", "  x", id="b")]))
-    file = tmp_path / "bom.json"
-    file.write_bytes(b"\xef\xbb\xbf" + json.dumps(empty).encode())
+    file = write(tmp_path / "bom.json", empty)
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
     assert [e.question for e in examples_of(file)] == ["", "  x"]
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -336,7 +335,7 @@ def test_a_figure_is_kept_with_its_title_and_what_it_was_drawn_from(own, tmp_pat
     style.show(figures.fig_ladder, own, save="figures")
     assert Path("figures/cpu-smoke/ladder.png").read_bytes() == png
     assert style.digest(own[1:]) != style.digest(own)
-    os.symlink(tmp_path / "figures/cpu-smoke/ladder.png", "figures/cpu-smoke/link.png")
+    Path("figures/cpu-smoke/link.png").symlink_to(tmp_path / "figures/cpu-smoke/ladder.png")
     Path("figures/cpu-smoke/text.png").write_text("no picture")
     assert style.figures_of(Path("figures/cpu-smoke")) == [(title, png)]
 

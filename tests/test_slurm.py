@@ -4,17 +4,30 @@ import dataclasses
 import json
 import os
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from qa_lib.run import launch
 from qa_lib.run.plan import plan
-from qa_lib.run.process import call
 from qa_lib.spec import Machine
 from tests.material import ROOT, end_of, refused
-from tests.small import STEPS
 from tests.tiny import CPU
+
+# What a run leaves, without one and its lock: `python -c RUN FOLDER SECONDS` goes on for that long.
+RUN = """
+import sys, time
+from pathlib import Path
+from qa_lib import record
+run_dir = Path(sys.argv[1])
+entry = record.read_record(run_dir)
+record.write_record(run_dir, entry | {"status": "running"})
+time.sleep(float(sys.argv[2]))
+entry["time"]["steps"] = entry["spec"]["planned_steps"]
+record.finish(run_dir, entry, "ok")
+print("the last word")
+"""
 
 
 @pytest.fixture
@@ -26,10 +39,8 @@ def cluster(tmp_path, monkeypatch):
 
 
 def launcher(runs, seconds=0.0, **more):
-    """Its runs write what a run leaves, for that long."""
-
     def command(spec, runs):
-        return call("tests.small:pretend", spec, runs, seconds / STEPS)
+        return [sys.executable, "-c", RUN, str(runs / spec.run_path), str(seconds)]
 
     return launch.SlurmLauncher(runs, CPU, {}, command=command, **more)
 

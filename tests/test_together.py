@@ -11,7 +11,6 @@ import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import psutil
 import pytest
@@ -27,7 +26,7 @@ from qa_lib.train.checkpoint import CHECKPOINT
 from qa_lib.train.process_group import ProcessGroup
 from tests import faulty, warm
 from tests.conftest import slow
-from tests.material import cases, end_of, python, refused, wait_for, write
+from tests.material import ROOT, cases, end_of, python, refused, wait_for, write
 from tests.tiny import H200, losses_of, planned, quiet, steps_of
 
 PIPED = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -214,7 +213,7 @@ LINKS = {"abc": "PIX", "cb": "NV18", "ca": "SYS", "b": None, "ax": None}
 
 @pytest.mark.parametrize(("visible", "said"), LINKS.items())
 def test_the_link_is_that_of_the_first_two_gpus_that_the_process_sees(visible, said, monkeypatch):
-    topology = (Path(__file__).parent / "topology.txt").read_text()
+    topology = (ROOT / "tests" / "topology.txt").read_text()
     answers = {"--query-gpu=uuid": "GPU-a\nGPU-b\nGPU-c\n", "topo": topology}
     monkeypatch.setattr(hardware, "_nvidia_smi", lambda first, *_: answers[first])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))

@@ -1,6 +1,5 @@
 import ast
 import dataclasses
-import functools
 import json
 import re
 import sys
@@ -61,14 +60,13 @@ def test_hash_follows_everything_that_defines_a_run_and_nothing_else(monkeypatch
 
 
 def test_a_rate_and_a_number_of_epochs_of_ones_own_are_part_of_the_run():
-    spec = functools.partial(planned, machine=CPU)
-    usual = spec(learning_rate=PRESETS["smoke"].learning_rate)
-    assert spec(epochs=0, learning_rate=0.0).hash == usual.hash == spec().hash
-    own = [spec(), spec(epochs=2), spec(learning_rate=1e-3), spec(epochs=2, learning_rate=1e-3)]
+    usual = planned(learning_rate=PRESETS["smoke"].learning_rate)
+    assert planned(epochs=0, learning_rate=0.0).hash == usual.hash == planned().hash
+    own = [planned(), planned(epochs=2), planned(learning_rate=1e-3), planned(epochs=2, learning_rate=1e-3)]
     assert len({each.hash for each in own}) == 4
     assert (own[1].preset.steps, own[1].preset.epochs) == (None, 2)
     for rate in (-1.0, 1.0, float("nan")):
-        refused("is not between 0 and 1", spec, learning_rate=rate)
+        refused("is not between 0 and 1", planned, learning_rate=rate)
 
 
 def spec_of_record(entry: dict) -> Spec:
