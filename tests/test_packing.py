@@ -16,9 +16,8 @@ from qa_lib.model.attention import KERNELS, Segments
 from qa_lib.model.build import build_model
 from qa_lib.model.packed import Packed, RegionalModel, regions_of
 from qa_lib.run.fit import fit, train
-from qa_lib.spec import Spec
 from qa_lib.train.compile import LossOf
-from tests.kernels import DEVICE, replayed, with_gradients
+from tests.kernels import DEVICE, relative, replayed, with_gradients
 from tests.material import refused
 from tests.tiny import CPU, H200, planned, quiet, resized, samples_of, without_dropout
 
@@ -70,7 +69,7 @@ def samples():
     return samples_of("synthetic:200")
 
 
-def spec_of(variant="E-packed", attention=None, settings=None, **sizes) -> Spec:
+def spec_of(variant="E-packed", attention=None, settings=None, **sizes):
     own = {"attention": attention} if attention else {}
     own |= {"precision": "bf16"} if attention == "flash" else {}
     settings = {"compile": "none"} | own | (settings or {})
@@ -95,10 +94,6 @@ def attend(kind, query, key, value, *rest):
 
 def micro_batches(batches, steps) -> list:
     return [*itertools.chain.from_iterable(map(batches.step, range(steps)))]
-
-
-def relative(a, b):
-    return ((a - b).norm() / b.norm()).item()
 
 
 def test_dealing_balances_and_loses_nothing():
