@@ -161,7 +161,8 @@ def test_a_question_that_leaves_no_room_is_refused_where_the_tokenizer_refuses(s
 
 
 def test_batches(small):
-    examples = [Example(str(i), "", "where", TEXT[: 7 * i]) for i in range(30)]
+    gold = (TEXT[4:9], 4)
+    examples = [Example(str(i), "", "where", TEXT[: 7 * i], (gold,) if i > 1 else ()) for i in range(30)]
     samples = built(examples, small, 30, 10)
     assert len(samples) > 31
     rows = np.array([31, 0, 5, 5])
