@@ -263,6 +263,11 @@ def run_here(path, **parameters):
     return [output.data for output in captured.outputs]
 
 
+def names() -> dict:
+    """What the cells of the notebooks that were run here have left."""
+    return InteractiveShell.instance().user_ns
+
+
 @every_row
 def test_a_row_through_its_notebook_leaves_the_record_that_was_asked_for(variant, lab, request):
     swept = request.getfixturevalue(lab)
@@ -394,5 +399,5 @@ def test_explore_takes_questions_of_one_kind_alone(tmp_path, monkeypatch, kind, 
         write(tmp_path / f"{split}.json", document((TEXT, entries(split, kind))))
     monkeypatch.chdir(ROOT)
     run_here("notebooks/explore.ipynb", preset="smoke", data=str(tmp_path), model="tiny")
-    scores = InteractiveShell.instance().user_ns["scores"]
+    scores = names()["scores"]
     assert scores[absent].isna().all() and scores.loc["the gold answers", "F1"] == 100

@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-from IPython.core.interactiveshell import InteractiveShell
 
 from qa_lib.__main__ import main
 from qa_lib.data.squad import open_source
@@ -17,7 +16,7 @@ from qa_lib.report import load
 from qa_lib.run import launch
 from qa_lib.run.plan import plan
 from tests.material import ROOT, change_record, committed, document, question, refused, write
-from tests.test_notebooks import run_here
+from tests.test_notebooks import names, run_here
 from tests.test_report import make
 from tests.tiny import H200
 
@@ -45,7 +44,7 @@ def shown(tmp_path_factory):
         patch.setattr(load, "load_runs", lambda: committed()[:0])
         data = run_here(NOTEBOOK, variant="A2", seeds="0", runs=str(runs))
     texts = "\n".join(each.get("text/markdown", "") for each in data)
-    return texts, dict(InteractiveShell.instance().user_ns), runs
+    return texts, dict(names()), runs
 
 
 def test_at_smoke_size_it_shows_both_clocks_and_no_verdict(shown):
