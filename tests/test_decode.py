@@ -220,7 +220,8 @@ def lab(request):
     real = request.param == "real"
     examples = real_squad("validation") if real else open_source("synthetic:2000", "validation").examples
     samples = built(examples, trained_tokenizer({example.context for example in examples}, 3000))
-    labels = dict(zip(map(bytes, windows(samples)), labels_of(samples), strict=True))
+    windows = np.split(samples.tokens, samples.starts[1:-1])
+    labels = dict(zip(map(bytes, windows), labels_of(samples), strict=True))
     draw = torch.Generator().manual_seed(0)
 
     def model(input_ids, attention_mask, token_type_ids):
@@ -232,10 +233,6 @@ def lab(request):
         return SimpleNamespace(start_logits=logits[0], end_logits=logits[1])
 
     return SimpleNamespace(examples=examples, samples=samples, model=model)
-
-
-def windows(samples):
-    return [samples.tokens[a:b] for a, b in zip(samples.starts[:-1], samples.starts[1:], strict=True)]
 
 
 def labels_of(samples):

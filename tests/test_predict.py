@@ -67,10 +67,6 @@ def folder(tmp_path, model, tokenizer):
     return tmp_path / "model"
 
 
-def answers(model, samples, examples, **options):
-    return decode(samples, examples, *predict_logits(model, samples, **options))
-
-
 def test_shape_and_join(model, samples):
     ids, start, end = predict_logits(model, samples)
     assert start.shape == end.shape == (len(samples), samples.lengths.max())
@@ -89,7 +85,8 @@ def test_shape_and_join(model, samples):
 
 @pytest.mark.parametrize("batch_tokens", [1, 77, 100])
 def test_batch_size_and_padding_change_nothing(model, samples, batch_tokens):
-    one, other = answers(model, samples, EXAMPLES), answers(model, samples, EXAMPLES, batch_tokens=batch_tokens)
+    both = predict_logits(model, samples), predict_logits(model, samples, batch_tokens=batch_tokens)
+    one, other = (decode(samples, EXAMPLES, *rows) for rows in both)
     assert one.predictions == other.predictions
     assert list(one.null_odds.values()) == pytest.approx(list(other.null_odds.values()), abs=1e-3)
 
