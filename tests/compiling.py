@@ -4,6 +4,7 @@ python -m tests.compiling 9.0
 """
 
 import sys
+from unittest.mock import Mock
 
 import torch
 import triton
@@ -12,22 +13,6 @@ from triton.backends.compiler import GPUTarget
 
 from qa_lib.kernels import common, fp8, fused_norm, gelu, linear_cross_entropy, varlen_attention
 from qa_lib.train.master_adamw import MasterAdamW
-
-
-class Driver:
-    """What Triton asks of a GPU before it compiles for it."""
-
-    def __init__(self, capability: int):
-        self.capability = capability
-
-    def get_current_target(self):
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
 
 
 def call_all(capability: int) -> None:
@@ -71,7 +56,9 @@ def call_all(capability: int) -> None:
 
 def main() -> None:
     capability = int(sys.argv[1].replace(".", ""))
-    triton.runtime.driver.set_active(Driver(capability))
+    gpu = Mock(**{f"get_current_{name}.return_value": 0 for name in ("device", "stream")})
+    gpu.get_current_target.return_value = GPUTarget("cuda", capability, 32)
+    triton.runtime.driver.set_active(gpu)  # what it asks of a GPU before it compiles for it
     common._compile = lambda kernel, likes, options, _: common._warmup(kernel, likes, options)
     with FakeTensorMode():
         call_all(capability)

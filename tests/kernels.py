@@ -23,6 +23,11 @@ def assert_close(found, wanted, error: float) -> None:
         assert (one.double() - other).norm() < error * other.norm(), number
 
 
+def relative(one, other) -> float:
+    """How far a tensor is from another one, as a share of that one's norm."""
+    return ((one - other).float().norm() / other.float().norm()).item()
+
+
 def close_to_plain(fused, plain, inputs, grads, error: float) -> list[torch.Tensor]:
     """What `fused` gives with its gradients, which must be near to what `plain` gives in float64."""
     found = with_gradients(fused, inputs, *grads)

@@ -23,17 +23,6 @@ ROOT = Path(__file__).parent.parent
 SQUAD = Path(__file__).resolve().parents[2] / "shared" / "squad"
 
 
-# The begin of a program in which these cannot be imported.
-REFUSING = """
-import importlib.abc, sys
-class Refused(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "transformers", "datasets"):
-            raise ImportError(name)
-sys.meta_path.insert(0, Refused())
-"""
-
-
 @functools.cache
 def committed():
     """The committed records, read once a process; not to be changed."""
@@ -153,6 +142,14 @@ def python(*words, cwd: Path = ROOT, code: int = 0, **environment: str) -> subpr
     done = subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True)
     assert done.returncode == code, done.stdout + done.stderr
     return done
+
+
+def without_torch(folder: Path, *words: str) -> str:
+    """What a Python says in which neither torch nor what takes it can be imported, both streams together."""
+    for name in ("torch", "transformers", "datasets"):
+        (folder / f"{name}.py").write_text("raise ImportError(__name__)\n")
+    done = python(*words, PYTHONPATH=str(folder))
+    return done.stdout + done.stderr
 
 
 def leave(runs: Path, spec, /, status: str = "ok", error: dict | None = None, env=None, **sections) -> Path:

@@ -22,7 +22,7 @@ from qa_lib.train.checkpoint import digest_of
 from qa_lib.train.data_parallel import gather_model
 from qa_lib.train.optim import clip
 from qa_lib.train.process_group import ProcessGroup
-from tests.tiny import CPU, StopAfter, quiet, resized, samples_of, without_dropout
+from tests.tiny import CPU, quiet, resized, samples_of, stop_after, without_dropout
 
 DEVICE = torch.device("cpu")
 STEPS = 6
@@ -38,18 +38,16 @@ def spec_of(case: dict):
     return resized(spec, {"compile": "none"} | case.get("settings", {}), **preset | case.get("preset", {}))
 
 
-class Unequal:
-    """Batches whose first micro-batch of each step lacks three samples."""
+def unequal(batches):
+    """Let the first micro-batch of each step lack three samples."""
+    real = batches.step
 
-    def __init__(self, batches):
-        self.batches = batches
-
-    def step(self, step):
-        first, *others = self.batches.step(step)
+    def step(number):
+        first, *others = real(number)
         return [first[3:], *others]
 
-    def __getattr__(self, name):
-        return getattr(self.batches, name)
+    batches.step = step
+    return batches
 
 
 class FirstGradients(dict):
@@ -68,8 +66,8 @@ def trained(case: dict, run_dir: Path, ranks: ProcessGroup) -> dict:
     run_dir.mkdir(exist_ok=True, parents=True)
     spec = spec_of(case)
     batches = batches_of(samples_of("synthetic:120"), spec)
-    batches = Unequal(batches) if case.get("unequal") else batches
-    batches = StopAfter(batches, case["stop"]) if "stop" in case else batches
+    batches = unequal(batches) if case.get("unequal") else batches
+    batches = stop_after(batches, case["stop"]) if "stop" in case else batches
     model = without_dropout(build_model(spec))
     if "rounds" in case:  # as kernels do that sum in another order in each process
         for parameter in model.parameters():

@@ -1,6 +1,5 @@
 """The demo as its page asks it, over HTTP, and in a real browser: tests that skip where no Chromium is installed."""
 
-import functools
 import html
 import json
 import os
@@ -8,9 +7,7 @@ import re
 import shutil
 import signal
 import socket
-import sys
 import time
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from unittest.mock import Mock
@@ -96,7 +93,7 @@ class Server:
 
     def question(self, model, question, context, other=""):
         """The body that asks, as the page sends it."""
-        session = uuid.uuid4().hex[:10]
+        session = os.urandom(5).hex()
         return {"fn_index": self.ask["id"], "session_hash": session, "data": [model, other, context, question]}
 
     def __call__(self, *question):
@@ -143,14 +140,13 @@ ODD += ["a\r\n\n\t  {}\u00a0\x00 .", "<b>&amp; {} $&"]
 
 @pytest.mark.parametrize("frame", ODD)
 def test_answers_and_their_places_are_those_of_the_paragraph_as_it_was_typed(server, runs, questions, frame):
-    ask = functools.partial(predict.ask, folder_of(runs))
     for example in questions[:4]:
         context = frame.format(example.context) + " " + frame.format("x")
         found, card = server(key_of(runs), example.question, context)
         best = next(entry for entry in found["nbest"] if entry["text"])
         begin, end, margin = best["begin"], best["end"], found["margin"]
         assert best["text"] == context[begin:end]
-        assert margin == pytest.approx(ask(example.question, context)["margin"], abs=1e-3)
+        assert margin == pytest.approx(predict.ask(folder_of(runs), example.question, context)["margin"], abs=1e-3)
         pieces = re.fullmatch(r'<div class="text">(.*)<mark>(.*)</mark>(.*)</div>', decided(found, 1e9)[1], re.DOTALL)
         assert [html.unescape(part) for part in pieces.groups()] == [context[:begin], context[begin:end], context[end:]]
         assert card[1]["value"] == ("No answer" if margin > card[3]["value"] else context[begin:end])
@@ -361,7 +357,7 @@ def test_an_empty_host_and_a_taken_port_are_said_in_one_line(server, typed):
 
 def test_a_notebook_shows_it_without_a_public_link_and_asks_nobody(runs, monkeypatch):
     called, connect = [], socket.socket.connect
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)  # as in a notebook, where launching does not wait
+    monkeypatch.setattr("sys.ps1", ">>> ", raising=False)  # as in a notebook, where launching does not wait
     monkeypatch.setenv("GRADIO_SHARE", "True")
     monkeypatch.setattr(socket.socket, "connect", lambda self, to: called.append(to) or connect(self, to))
     monkeypatch.setattr("gradio.networking.setup_tunnel", lambda *_, **__: called.append(("a public link",)))

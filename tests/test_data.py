@@ -1,12 +1,9 @@
 """Every source gives the same examples; every broken one a single line that names file, article and question."""
 
-import json
-import random
 import shutil
 from unittest.mock import Mock
 
 import datasets
-import pandas
 import pytest
 
 from qa_lib.data.squad import Example, open_source
@@ -14,9 +11,11 @@ from tests.material import cases, document, hub_row, question, real_squad, refus
 
 CONTEXT = "The Rhine flows north. The Rhône flows south. 🙂 Both rise in the Alps."
 GOLD = ("north", CONTEXT.index("north"))
-GOOD = document((CONTEXT, [question("q1", "Where does the Rhine flow?", GOLD), question("q2", "Why?")]))
+OTHER, GOLDS = "🙂 “sea” 1,000 the Rhône sea", (("“sea”", 2), ("🙂", 0), ("sea", 24))
+SECOND = (OTHER, [question("q3", "What?", *GOLDS)])
+GOOD = document((CONTEXT, [question("q1", "Where does the Rhine flow?", GOLD), question("q2", "Why?")]), SECOND)
 FIRST = Example("q1", "Rivers", "Where does the Rhine flow?", CONTEXT, (GOLD,))
-EXPECTED = [FIRST, Example("q2", "Rivers", "Why?", CONTEXT)]
+EXPECTED = [FIRST, Example("q2", "Rivers", "Why?", CONTEXT), Example("q3", "Rivers", "What?", OTHER, GOLDS)]
 
 
 def flat(splits=("train", "validation")):
@@ -53,28 +52,6 @@ def test_saved_datasets(tmp_path):
     assert open_source(tmp_path / "one", "train").sha256 == open_source(copy, "train").sha256
     next(copy.glob("*.arrow")).write_bytes(b"junk")
     refused("copy", examples_of, copy)
-
-
-def test_the_flattened_layout_gives_what_the_nested_one_does(tmp_path):
-    """Flattened as the hub's squad_v2 is: a row a question, its answers a dict of lists, empty where there is none."""
-    draw, articles, rows = random.Random(4), [], []
-    for article in range(6):
-        paragraphs, title = [], f"Article_{article}"
-        for _ in range(draw.randint(1, 3)):
-            context = " ".join(draw.choice(["Rhône", "north", "🙂", "the", "1,000", "“sea”"]) for _ in range(20))
-            entries = []
-            for _ in range(draw.randint(1, 4)):
-                starts = sorted(draw.sample(range(len(context) - 8), draw.choice([0, 1, 1, 3])))
-                golds = [(context[start : start + draw.randint(1, 8)], start) for start in starts]
-                key, asked = f"q{len(rows)}", f"What is q{len(rows)}?"
-                entries.append(question(key, asked, *golds))
-                rows.append(hub_row(key, title, asked, context, *golds))
-            paragraphs.append((context, entries))
-        articles += document(*paragraphs, title=title)["data"]
-    datasets.Dataset.from_pandas(pandas.DataFrame(rows)).save_to_disk(tmp_path / "flat")
-    expected = examples_of(write(tmp_path / "nested.json", {"version": "v2.0", "data": articles}))
-    assert len(expected) == len(rows) and any(example.impossible for example in expected)
-    assert examples_of(tmp_path / "flat") == expected
 
 
 def test_hub_is_asked_for_data_and_never_for_code(monkeypatch):
@@ -131,8 +108,8 @@ def test_version_1_has_no_is_impossible(tmp_path):
 
 def test_what_is_odd_but_fine(tmp_path):
     empty = document(("", [question("a", "")]), (CONTEXT, []), ("  ", [question("b", "  x", id="b")]))
-    file = tmp_path / "bom.json"
-    file.write_bytes(b"\xef\xbb\xbf" + json.dumps(empty).encode())
+    file = write(tmp_path / "bom.json", empty)
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
     assert [e.question for e in examples_of(file)] == ["", "  x"]
 
 

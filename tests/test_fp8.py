@@ -10,12 +10,8 @@ from qa_lib.kernels.gelu import gelu
 from qa_lib.model.architectures import layers_of
 from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import Float8Linear, FusedIntermediate, LinearWithoutBias
-from tests.kernels import DEVICE, with_gradients
+from tests.kernels import DEVICE, relative, with_gradients
 from tests.tiny import planned
-
-
-def relative(a, b):
-    return ((a - b).float().norm() / b.float().norm()).item()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from qa_lib.cli import VERBS
 from qa_lib.record import read_record, run_files
-from tests.material import python, wait_for
+from tests.material import python, wait_for, without_torch
 
 HELP_S = 1.0  # of a busy processor, until a command has told its options; 0.3 of a quiet one
 
@@ -24,14 +24,6 @@ def child_seconds() -> float:
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
 
 
-def environment(process) -> dict[str, str]:
-    """What a process was started with, as what it forks has it, too; nothing of one that has ended."""
-    try:
-        return process.environ()
-    except psutil.Error:
-        return {}
-
-
 COMMANDS = [[verb, "--help"] for verb in VERBS]
 COMMANDS += [["variants"], ["export", "--csv", "OUT/table.csv", "--group", "h200-vram"]]
 COMMANDS += [["report", "--group", "h200-vram", "--figures", "OUT"]]
@@ -40,11 +32,9 @@ COMMANDS += [["report", "--group", "h200-vram", "--figures", "OUT"]]
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_a_command_imports_what_it_needs_and_fits_the_terminal(words, tmp_path):
     """`memory`, `profile`, `quantize`, `run` and `predict` need torch, and a sweep in a child."""
-    for name in ("torch", "transformers", "datasets"):
-        (tmp_path / f"{name}.py").write_text("raise ImportError(__name__)\n")
     before = child_seconds()
     words = [word.replace("OUT", str(tmp_path / "out")) for word in words]
-    said = run("-m", "qa_lib", *words, PYTHONPATH=str(tmp_path))
+    said = without_torch(tmp_path, "-m", "qa_lib", *words)
     seconds = child_seconds() - before
     assert said and max(map(len, said.splitlines())) <= 100 + len(str(tmp_path))
     if "--help" in words:
@@ -60,8 +50,8 @@ def test_a_run_is_forked_and_leaves_nothing(swept):
     """In a process of its own that knows that it is warm; nothing of it is there afterwards."""
     entry = read_record(swept.folder_of("A1"))
     assert entry["status"] == "ok" and entry["time"]["first_step_s"] is None and entry["time"]["notebook_s"]
-    # The server ends once its driver has.
-    wait_for(lambda: not any(environment(each).get("SWEPT") for each in psutil.process_iter()))
+    # The server ends once its driver has. What a process was started with, what it forks has, too.
+    wait_for(lambda: not any("SWEPT" in (each.info["environ"] or {}) for each in psutil.process_iter(["environ"])))
 
 
 def test_a_process_is_cold_where_the_imports_have_touched_the_gpu(tmp_path):

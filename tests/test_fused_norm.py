@@ -1,12 +1,12 @@
-"""Bias, dropout, residual and norm in one kernel: against plain PyTorch in float64, all gradients included."""
-
-import math
+"""Bias, dropout, residual and norm in one kernel: against plain PyTorch in float64, all gradients included. And dropout
+by a hash alone, which keeps the rate, scales what it keeps, and draws anew when told to."""
 
 import pytest
 import torch
 from torch import library
 
 from qa_lib.kernels import common, fused_norm, gelu
+from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, HashDropout, _Lookup, renew
 from qa_lib.spec import Machine
 from qa_lib.train.compile import compile_kernels
@@ -62,7 +62,7 @@ NORMS = [fused_norm.fused_norm, pytest.param(fused_norm._norm, marks=pytest.mark
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2), (3, 5), (13, 129), (2, 1023), (3, 1025), (2, 3, 7)], ids=str)
 def test_shapes_of_odd_sizes_are_normed_by_the_formula(shape, norm):
     """With what HashDropout drops, which the gradient of the product shows too."""
-    inputs, grad, seed = drawn(math.prod(shape[:-1]), shape[-1])
+    inputs, grad, seed = drawn(torch.Size(shape[:-1]).numel(), shape[-1])
     inputs, grad = [x.view(shape) if x.ndim == 2 else x for x in inputs], grad.view(shape)
     dropout = HashDropout(0.25).to(DEVICE)
     dropout.seed.copy_(seed)
@@ -239,3 +239,60 @@ def test_the_kernel_gives_the_residual_stream_and_its_norm(rows, width, dropout)
         return tuple(x.to(DEVICE) for x in found)
 
     close_to_plain(by_kernel_with_sum, by_plain_with_sum, inputs, (grad.flip(0), grad), 1e-5)
+
+
+# Dropout by a hash, by itself.
+
+P = 0.1
+
+
+def dropout_of(seed: int) -> HashDropout:
+    dropout = HashDropout(P)
+    dropout.seed.fill_(seed)
+    return dropout
+
+
+def test_rate_and_scale():
+    values = torch.randn(512, 768) + 3
+    dropped = dropout_of(7)(values)
+    kept = dropped != 0
+    assert 1 - kept.float().mean().item() == pytest.approx(P, abs=0.002)  # 4 standard deviations
+    assert torch.allclose(dropped[kept], values[kept] / (1 - P))
+
+
+def test_patterns_of_seeds_neighbours_rows_and_columns_are_unrelated():
+    found = [dropout_of(seed)(torch.ones(1024, 768)) != 0 for seed in (5, 6, 99, 5 + 768, 2**31 - 1)]
+    kept = torch.stack(found).flatten(1).float() - (1 - P)
+    noise = 1 / kept.shape[1] ** 0.5
+    related = kept @ kept.T / kept.shape[1] / (P * (1 - P))
+    assert (related - torch.eye(len(kept))).abs().max() < 5 * noise
+    for distance in (1, 2, 64, 768, 1536):
+        assert (kept[0, distance:] * kept[0, :-distance]).mean().abs() / (P * (1 - P)) < 5 * noise
+    one = kept[0].view(1024, 768)
+    for axis, n in ((0, 1024), (1, 768)):
+        assert one.mean(axis).std().item() == pytest.approx((P * (1 - P) / n) ** 0.5, rel=0.15)
+
+
+def test_gradients_pass_where_values_do_and_evaluation_drops_nothing():
+    dropout = dropout_of(3)
+    x = torch.ones(64, 64, requires_grad=True)
+    y = dropout(x)
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach())
+    assert dropout.eval()(x) is x
+
+
+def test_every_layer_has_its_own_and_renewal_changes_all_reproducibly():
+    model = build_model(planned("E-packed", settings={"dropout": "hash"})).to(torch.bfloat16)
+    found = [module for module in model.modules() if isinstance(module, HashDropout)]
+    assert len(found) == 1 + 2 * model.config.num_hidden_layers and found[0].seed.dtype == torch.int32
+
+    def renewed(seed=None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        renew(model)
+        return torch.stack([module.seed for module in found])
+
+    first = renewed(0)
+    assert len(set(first.tolist())) == len(found)
+    assert not (renewed() == first).any() and torch.equal(renewed(0), first)

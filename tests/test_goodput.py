@@ -1,11 +1,8 @@
 """Noise scale and efficiency on a problem whose noise scale is known: gradients that are a vector plus normal noise."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from qa_lib.measure.trace import busy_and_exposed
 from qa_lib.record import Noise
@@ -89,7 +86,7 @@ def test_the_means_reach_back_over_as_many_features_whatever_the_batch(batch, ra
     old, new = torch.tensor([9.0, 3.0]), torch.tensor([5.0, 4.0])
     for number in range(2 * steps):
         ranks.stats.note_norms(*(old if number < steps else new))
-    share = 1 / (1 + math.exp(-1))
+    share = 1 / (1 + np.exp(-1))
     expected = noise(*(share * new + (1 - share) * old).tolist(), 4, batch // 4)
     found = ranks.stats.noise(2 * steps)
     assert (found.sqr, found.var) == (pytest.approx(expected.sqr, rel=0.01), pytest.approx(expected.var, rel=0.01))
@@ -109,7 +106,7 @@ def test_what_a_gpu_only_communicates_is_exposed():
 
 def test_a_sharded_row_alone_says_nothing_of_noise(ranks, monkeypatch):
     monkeypatch.setattr(zero1, "reduce_scatter", lambda out, given, op: out.copy_(given))
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: None)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, group=None: None)
     assert one_step(zero1.Zero1, ranks) == Noise()
 
 

@@ -3,7 +3,6 @@ with it, and what was made of another model does not stay beside the new one."""
 
 import gzip
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -28,7 +27,7 @@ from qa_lib.score.predict import load_qa_model, window_lengths
 from qa_lib.train import checkpoint as checkpoints
 from tests.conftest import slow
 from tests.material import cases, document, edited, end_of, hub_row, python, question, refused, squad_folder, write
-from tests.tiny import CPU, H200, StopAfter, checkpoint, planned, quiet
+from tests.tiny import CPU, H200, checkpoint, planned, quiet, stop_after
 
 TEXT = "The river Rhine rises in the Alps and ends near Rotterdam, which is a port."
 OPENED: set[str] | None = None
@@ -36,7 +35,7 @@ OPENED: set[str] | None = None
 
 def note(event, arguments):
     if OPENED is not None and event == "open" and isinstance(arguments[0], str):
-        OPENED.add(os.path.basename(arguments[0]))
+        OPENED.add(Path(arguments[0]).name)
 
 
 sys.addaudithook(note)
@@ -170,7 +169,7 @@ def test_a_saved_data_set_is_what_its_state_lists(tmp_path):
 def test_a_run_that_goes_on_under_other_libraries_says_which(squad, model, tmp_path, monkeypatch):
     spec = local(squad, model, steps=6, every=2)
     usual = fitting.batches_of
-    monkeypatch.setattr(fitting, "batches_of", lambda *of: StopAfter(usual(*of), 4))
+    monkeypatch.setattr(fitting, "batches_of", lambda *of: stop_after(usual(*of), 4))
     with pytest.raises(KeyboardInterrupt):
         fit(spec, tmp_path / "runs", say=quiet)
     monkeypatch.undo()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, BertConfig, GPT2Config
 
-from qa_lib.kernels.linear_cross_entropy import linear_cross_entropy
+from qa_lib.kernels import linear_cross_entropy as lce
 from qa_lib.model import fused_blocks as blocks
 from qa_lib.model.build import apply_recipe, build_model
 from qa_lib.peers.bert import Bert
@@ -15,8 +15,9 @@ from qa_lib.peers.gpt2 import GPT2
 from qa_lib.train.compile import ChunkedLossOf, LossOf
 from qa_lib.train.plain import PlainStep
 from qa_lib.variants import VARIANTS, Settings, find_recipe
+from tests.kernels import DEVICE
 from tests.material import refused
-from tests.tiny import H200, checkpoint, planned
+from tests.tiny import H200, TINY_CONFIG, checkpoint, planned, without_dropout
 
 
 def decoder(dropout=0.0, seed=0):
@@ -91,11 +92,36 @@ def test_adapters_are_refused_where_their_linear_layers_are_fused():
     refused("gelu 'exact'", apply_recipe, model, find_recipe("lora-all"))
 
 
+def drawn(tokens, words, dtype=torch.float32):
+    torch.manual_seed(0)
+    targets = torch.randint(words, (tokens,), device=DEVICE)
+    targets[::3] = lce.IGNORED
+    targets[1], targets[-1] = 0, words - 1
+    return 3 * torch.randn(tokens, words, device=DEVICE, dtype=dtype), targets
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(("tokens", "words", "block"), [(5, 7, 16), (4, 64, 16), (6, 100, 32)])
+def test_the_kernel_leaves_the_gradient_in_place_of_the_logits(tokens, words, block):
+    logits, targets = drawn(tokens, words)
+    wide = logits.double().requires_grad_()
+    loss = torch.nn.functional.cross_entropy(wide, targets, ignore_index=lce.IGNORED, reduction="none")
+    (wanted,) = torch.autograd.grad(loss.sum() * 0.25, wide)
+    losses, scale = torch.empty(tokens, device=DEVICE), torch.tensor(0.25, device=DEVICE)
+    scaled = torch.empty_like(logits)  # in place of what is in 8-bit floats
+    lce.loss_kernel[(tokens,)](
+        logits, scaled, targets, scale, losses, WORDS=words, IGNORED=lce.IGNORED, FACTOR=8.0, BLOCK=block, num_warps=1
+    )
+    torch.testing.assert_close(losses.double(), loss.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits.double(), wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(scaled * 0.25, 8 * logits, rtol=1e-5, atol=1e-6)
+
+
 def test_the_mean_leaves_out_what_does_not_count():
     hidden, weight = torch.randn(4, 8), torch.randn(16, 8)
     targets = torch.tensor([3, -100, 15, -100])
     wanted = torch.nn.functional.cross_entropy((hidden @ weight.T)[::2], targets[::2])
-    torch.testing.assert_close(linear_cross_entropy(hidden, weight, targets), wanted)
+    torch.testing.assert_close(lce.linear_cross_entropy(hidden, weight, targets), wanted)
 
 
 def copied(pairs):
@@ -147,11 +173,7 @@ def test_a_rivals_gradients_of_several_micro_batches_have_memory_of_their_own(wi
 
 def reader(seed=0):
     torch.manual_seed(seed)
-    config = BertConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return AutoModelForQuestionAnswering.from_config(config)
+    return without_dropout(AutoModelForQuestionAnswering.from_config(BertConfig(**TINY_CONFIG, vocab_size=50)))
 
 
 def test_the_plain_bert_is_transformers_own_one_sample_at_a_time():

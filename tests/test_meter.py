@@ -2,6 +2,7 @@
 
 import sys
 import types
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -15,42 +16,22 @@ LENGTHS = np.array([8, 8])
 FREE = types.SimpleNamespace(flops=lambda *_, **__: 0.0)  # the cost of a step
 
 
-class NVML(types.SimpleNamespace):
-    """pynvml as far as the meter asks it: a GPU that is 75 % busy; it is lost after so many looks."""
-
-    def __init__(self, looks=10**9):
-        super().__init__(looks=looks, handles=[], millijoules=1000.0, nvmlInit=lambda: None)
-
-    def nvmlDeviceGetHandleByUUID(self, uuid):
-        self.handles.append(uuid)
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, _):
-        if self.millijoules is None:
-            raise RuntimeError("GPU is lost")
-        return self.millijoules
-
-    def nvmlDeviceGetUtilizationRates(self, _):
-        self.looks -= 1
-        if self.looks < 0:
-            raise RuntimeError("GPU is lost")
-        return types.SimpleNamespace(gpu=75, memory=20)
+BUSY, LOST = types.SimpleNamespace(gpu=75, memory=20), RuntimeError("GPU is lost")
 
 
 @pytest.fixture
-def pretend(monkeypatch):
-    """A GPU without one: NVML answers, and CUDA's clock is the host's."""
-
-    def as_gpu(nvml):
-        monkeypatch.setitem(sys.modules, "pynvml", nvml)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid="a-uuid"))
-        for name in ("synchronize", "reset_peak_memory_stats"):
-            monkeypatch.setattr(torch.cuda, name, lambda: None)
-        clock = meters.Stopwatch
-        monkeypatch.setattr(meters, "Stopwatch", lambda _: clock(torch.device("cpu")))
-        meters._nvml.cache_clear()
-        return nvml
-
-    yield as_gpu
+def nvml(monkeypatch):
+    """A GPU without one: NVML answers, that it is 75 % busy, and CUDA's clock is the host's."""
+    nvml, clock = Mock(), meters.Stopwatch
+    nvml.nvmlDeviceGetTotalEnergyConsumption.return_value = 1000.0
+    nvml.nvmlDeviceGetUtilizationRates.return_value = BUSY
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid="a-uuid"))
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(meters, "Stopwatch", lambda _: clock(torch.device("cpu")))
+    meters._nvml.cache_clear()
+    yield nvml
     meters._nvml.cache_clear()
 
 
@@ -61,13 +42,12 @@ def stretch(meter):
     meter.resume()
 
 
-def test_pauses_between_steps_cost_no_energy(pretend):
+def test_pauses_between_steps_cost_no_energy(nvml):
     """A checkpoint, say, between `flush` and `resume`."""
-    nvml = pretend(NVML())
     meter = meters.Meter(GPU, warm_up=1)
 
     def spend(millijoules):
-        nvml.millijoules += millijoules
+        nvml.nvmlDeviceGetTotalEnergyConsumption.return_value += millijoules
 
     for used, paused in ((1000, 0), (300, 5000), (500, 7000)):  # the first is the warm-up
         spend(used)
@@ -82,22 +62,22 @@ def test_pauses_between_steps_cost_no_energy(pretend):
     assert meter.joules_per_sample() == pytest.approx(0.8 / 4)
 
 
-def test_an_energy_counter_that_falls_silent_ends_the_energy_and_not_the_run(pretend):
-    nvml = pretend(NVML())
+def test_an_energy_counter_that_falls_silent_ends_the_energy_and_not_the_run(nvml):
     meter = meters.Meter(GPU, warm_up=1)
-    for energy in (1000.0, None, 5000.0):
-        nvml.millijoules = energy
+    for problem in (None, LOST, None):
+        nvml.nvmlDeviceGetTotalEnergyConsumption.side_effect = problem
         stretch(meter)
     assert meter.joules_per_sample() is None
 
 
-@pytest.mark.parametrize(("looks", "samples"), [(10**9, 4 * [0.75]), (2, 2 * [0.75]), (0, [])])
-def test_the_own_gpu_is_asked_after_each_measured_stretch_until_it_falls_silent(looks, samples, pretend):
-    nvml = pretend(NVML(looks))
+@pytest.mark.parametrize(("looks", "samples"), [(9, 4 * [0.75]), (2, 2 * [0.75]), (0, [])])
+def test_the_own_gpu_is_asked_after_each_measured_stretch_until_it_falls_silent(looks, samples, nvml):
+    nvml.nvmlDeviceGetUtilizationRates.side_effect = [BUSY] * looks + [LOST] * 9
     meter = meters.Meter(GPU, warm_up=1)
     for _ in range(5):  # the first is the warm-up
         stretch(meter)
-    assert meter.samples == samples and set(nvml.handles) == {"GPU-a-uuid"}
+    assert meter.samples == samples
+    nvml.nvmlDeviceGetHandleByUUID.assert_called_with("GPU-a-uuid")
     assert meter.speed(FREE, 1.0).gpu_busy == (0.75 if samples else None)
     assert meter.samples == samples
 

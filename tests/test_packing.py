@@ -16,9 +16,8 @@ from qa_lib.model.attention import KERNELS, Segments
 from qa_lib.model.build import build_model
 from qa_lib.model.packed import Packed, RegionalModel, regions_of
 from qa_lib.run.fit import fit, train
-from qa_lib.spec import Spec
 from qa_lib.train.compile import LossOf
-from tests.kernels import DEVICE, with_gradients
+from tests.kernels import DEVICE, relative, replayed, with_gradients
 from tests.material import refused
 from tests.tiny import CPU, H200, planned, quiet, resized, samples_of, without_dropout
 
@@ -70,7 +69,7 @@ def samples():
     return samples_of("synthetic:200")
 
 
-def spec_of(variant="E-packed", attention=None, settings=None, **sizes) -> Spec:
+def spec_of(variant="E-packed", attention=None, settings=None, **sizes):
     own = {"attention": attention} if attention else {}
     own |= {"precision": "bf16"} if attention == "flash" else {}
     settings = {"compile": "none"} | own | (settings or {})
@@ -97,10 +96,6 @@ def micro_batches(batches, steps) -> list:
     return [*itertools.chain.from_iterable(map(batches.step, range(steps)))]
 
 
-def relative(a, b):
-    return ((a - b).norm() / b.norm()).item()
-
-
 def test_dealing_balances_and_loses_nothing():
     draw = np.random.default_rng(0)
     lengths = draw.integers(20, 385, 32 * 100)
@@ -112,9 +107,9 @@ def test_dealing_balances_and_loses_nothing():
     assert totals.max() - totals.min() < 20 < random_totals.max() - random_totals.min()
 
 
-def test_every_row_has_one_shape_and_nearly_no_padding(samples):
+def test_every_row_has_one_shape_nearly_no_padding_and_segments_within_their_limits(samples):
     batches = PackedBatches(samples, spec_of())
-    dealt = micro_batches(batches, 8)
+    dealt = micro_batches(batches, batches.steps)
     rows = [batches.arrays(m) for m in dealt]
     assert len({tuple((name, array.shape) for name, array in row.items()) for row in rows}) == 1
     assert rows[0]["input_ids"].shape == (1, batches.budget)
@@ -122,11 +117,7 @@ def test_every_row_has_one_shape_and_nearly_no_padding(samples):
     for row in rows:
         assert row["cu_seqlens"][-1] == batches.budget
         assert set(np.diff(row["cu_seqlens"])) <= {*range(97)}
-
-
-def test_each_segment_has_a_limit_that_holds_in_every_row(samples):
-    batches = PackedBatches(samples, spec_of())
-    lengths = [np.diff(batches.arrays(m)["cu_seqlens"]) for m in micro_batches(batches, batches.steps)]
+    lengths = [np.diff(row["cu_seqlens"]) for row in rows]
     assert (lengths <= np.array(batches.limits)).all()
     assert (batches.limits - np.max(lengths, axis=0)).max() < 64, "no limit is an alignment too high"
 
@@ -264,23 +255,16 @@ def test_attention_dropout_keeps_its_rate(kind, dtype, error):
     assert torch.allclose(whole, torch.ones_like(kept), atol=1e-3)
 
 
-def plainly(step):
-    return step
-
-
 def recomputed(step):
     """As under gradient checkpointing, compiled."""
     return torch.compile(lambda v: checkpoint(step, v * 1.0, use_reentrant=False), backend="aot_eager", fullgraph=True)
 
 
-def by_inductor(step):
-    return torch.compile(step, fullgraph=True)
+WAYS = {"plainly": lambda step: step, "recomputed": recomputed}
+WAYS |= {"by Inductor": partial(torch.compile, fullgraph=True)} if DEVICE.type == "cuda" else {}
 
 
-WAYS = [plainly, recomputed] + ([by_inductor] if DEVICE.type == "cuda" else [])
-
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("limits", [96, 80, [80, 64, 80, 80, 32, 80]])
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
 def test_the_backward_pass_drops_what_the_forward_pass_dropped(kind, dtype, error, limits, way):
@@ -311,13 +295,8 @@ def test_a_captured_step_drops_anew_and_alike_in_both_passes(kind, dtype, error)
     def step():
         return with_gradients(lambda v: attend(kind, query, key, v, cut, 0.5, 0.2), [value], grad)
 
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output, back = step()
     seen = []
-    for _ in range(2):
-        graph.replay()
+    for output, back in replayed(step, torch.zeros((), device=DEVICE)):
         there, again = (grad.float() * output.float()).sum(), (back.float() * value.float()).sum()
         assert (there - again).abs() <= 20 * error * (grad.float() * output.float()).norm()
         seen.append(output.clone())

@@ -23,20 +23,15 @@ from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.zero1 import ALIGN, FlatShard
 from tests import warm
 from tests.conftest import slow
-from tests.material import table
+from tests.material import cases, table
 from tests.ranks import DEVICE, trained
 from tests.tiny import losses_of
 
+# "brief" is within an epoch, at whose end the Trainer leaves out more samples with more processes.
+OPTIONS = cases("options of parallel cases")
 # For rows that cut the model: four layers and heads, and four micro-batches a step.
-CUT = {"shape": {"num_hidden_layers": 4, "num_attention_heads": 4}, "parts": 4}
+CUT = OPTIONS["cut"]
 UNCUT = CUT | {"row": "E-masters-eager", "world": 1}
-BF16 = {"precision": "bf16", "optimizer": "adamw-master"}
-OPTIONS = {"cut": CUT, "masters": {"settings": BF16}, "unequal": {"unequal": True}, "rounds": {"rounds": 1e-6}}
-OPTIONS |= {"accumulated": {"preset": {"effective_batch": 32}}}
-# Within an epoch: at its end the Trainer leaves out more samples with more processes.
-OPTIONS |= {"brief": {"preset": {"steps": 5}}}
-ONE_SETTING = ("ddp", "fsdp2", "ddp-one-bucket")
-OPTIONS |= {f"parallel={name}": {"settings": {"parallel": name}} for name in ONE_SETTING}
 
 
 def case_of(name: str, row: str, alone: str, tolerance: str, options: str) -> tuple[dict, dict | None, float]:
@@ -52,10 +47,8 @@ def case_of(name: str, row: str, alone: str, tolerance: str, options: str) -> tu
 CASES = {line[0]: case_of(*line) for line in table("together") if line[0] != "deepspeed" or find_spec("deepspeed")}
 
 
-# One of each kind is in the default tier.
-QUICK = {"ddp", "fsdp", "flat", "overlap", "sharded", "best-accumulated", "sharded-unequal", "best-masters", "1f1b"}
-QUICK |= {"interleaved-unequal", "tensor", "tensor-flat", "trainer", "deepspeed", "grid"}
-QUICK |= {"P-fsdp", "P-1f1b", "P-zero1-masters"}
+# One of each kind.
+QUICK = set(cases("parallel cases of the default tier"))
 
 
 def tiers(names) -> list:
@@ -206,11 +199,7 @@ def test_a_sharded_optimizer_is_half_of_it(shared):
 
 BREAK = 4
 BEGUN = {"world": 4, "preset": {"checkpoint_every": 2}}
-FOUR = {row: BEGUN | {"row": row} for row in ("P1", "P-zero1", "P-overlap-zero1", "P-fsdp")}
-FOUR |= {row: BEGUN | CUT | {"row": row} for row in ("P-1f1b", "P-tensor")}
-FOUR["P-1f1b"]["stages"] = 2
-FOUR["P-zero1-masters"] = FOUR["P-zero1"] | {"settings": BF16 | {"optimizer": "adamw-master-bf16"}}
-FOUR["P-tensor-masters"] = FOUR["P-tensor"] | {"settings": BF16}
+FOUR = {name: BEGUN | case for name, case in cases("runs that four processes begin").items()}
 GRID = CUT | {"row": "P-1f1b", "world": 4, "stages": 2, "name": "grid"}  # two pipelines of two
 
 

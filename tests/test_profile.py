@@ -1,7 +1,5 @@
 """Profiles: a trace's events to phases and parts, Nsight Compute's pages to numbers, and a whole profile on a CPU."""
 
-import json
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -11,7 +9,7 @@ from qa_lib.archive import Run
 from qa_lib.measure import trace
 from qa_lib.run import fit, profile
 from tests.kernels import DEVICE
-from tests.material import ROOT, cases, refused, table
+from tests.material import ROOT, cases, refused, table, write
 from tests.tiny import planned
 
 HIDDEN, WIDE = 768, 3072  # as in parts.csv and cases.json
@@ -103,12 +101,12 @@ def test_without_a_gpu_counters_are_refused_in_one_line():
     assert len(said) == 1 and "no GPU" in said[0]
 
 
-def test_what_gradients_take_is_not_taken_for_activations(monkeypatch):
+def test_what_gradients_take_is_not_taken_for_activations(tmp_path, monkeypatch):
     held = (100, 160, 160, 575, 575, 635, 635, 540)  # MiB before and after: two micro-batches
     monkeypatch.setattr(torch.cuda, "memory_allocated", Mock(side_effect=held))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 600)
-    hooks = profile.MemoryHooks(1, Path("unused"))
+    hooks = profile.MemoryHooks(1, tmp_path)
     for phase in ("forward", "backward") * 2:
         with hooks.phase(phase):
             pass
@@ -143,5 +141,5 @@ def test_a_profile_that_fails_leaves_the_older_one_whole(tmp_path, monkeypatch):
         profile.profile(spec, tmp_path, lambda _: None)
     assert [(p.name, p.read_text()) for p in folder.iterdir()] == [("profile.json", "older")]
     refused(r"profile\.json: not readable", Run({}, folder).profile)
-    (folder / "profile.json").write_text(json.dumps({"schema": "other"}))
+    write(folder / "profile.json", {"schema": "other"})
     refused("schema 'other' is not known", Run({}, folder).profile)

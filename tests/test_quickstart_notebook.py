@@ -3,12 +3,11 @@
 import dataclasses
 
 import pytest
-from IPython.core.interactiveshell import InteractiveShell
 
 from qa_lib.presets import PRESETS
 from qa_lib.record import read_record, run_files
 from tests.material import ROOT, squad_folder
-from tests.test_notebooks import run_here
+from tests.test_notebooks import names, run_here
 from tests.tiny import checkpoint
 
 NOTEBOOK = ROOT / "notebooks" / "quickstart.ipynb"
@@ -26,11 +25,6 @@ def quickstart(tmp_path, monkeypatch):
         return "\n".join(texts), sum("image/png" in data for data in shown)
 
     return run
-
-
-def names():
-    """What the notebook's cells have left."""
-    return InteractiveShell.instance().user_ns
 
 
 def records_of(runs):

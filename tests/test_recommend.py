@@ -2,8 +2,6 @@
 
 import dataclasses
 import importlib
-import json
-import math
 import pkgutil
 from functools import partial
 
@@ -27,7 +25,7 @@ from qa_lib.train.step_log import StepFailed
 from qa_lib.variants import TASKS, VARIANTS, find_recipe
 from tests import small  # noqa: F401, which has the preset
 from tests.conftest import slow
-from tests.material import cases, committed, leave, refused, table
+from tests.material import cases, committed, leave, refused, table, write
 from tests.tiny import CPU, checkpoint
 
 LARGE = BertConfig(num_hidden_layers=24, hidden_size=1024, num_attention_heads=16, intermediate_size=4096)
@@ -270,7 +268,7 @@ def test_a_process_that_a_compiler_takes_with_it_is_told_from_one_that_was_stopp
     assert record.unable(entry) and "exit code -6" in entry["error"]["message"] and "LLVM" in entry["error"]["message"]
     assert not record.unable(judged(spec, "the driver was stopped"))
     assert not record.unable(judged(dataclasses.replace(spec, chosen=[]))), "a named variant is nobody's choice"
-    (run_dir / "steps.jsonl").write_text(json.dumps({"step": 1}) + "\n")
+    write(run_dir / "steps.jsonl", {"step": 1})
     assert not record.unable(judged(spec))
 
 
@@ -290,7 +288,7 @@ def test_memory_predicts_what_would_be_taken_on_such_a_card(tmp_path, typed):
     command = f"memory recommended --preset bench --compute-capability 7.5 --model {tmp_path}"
     said, _, line = typed(command).splitlines()[:3]
     assert said.startswith("recommended: E-t4-norm") and line.split()[:3] == ["E-t4-norm", "384", "32"]
-    assert math.isfinite(choosing._needed_gib(unchosen(T4)))
+    assert 1 < choosing._needed_gib(unchosen(T4)) < 14.6
 
 
 def test_an_encoder_gets_what_its_layers_allow(tmp_path):

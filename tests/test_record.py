@@ -5,7 +5,6 @@ import re
 import resource
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 from qa_lib import record
 from qa_lib.archive import read_runs
 from qa_lib.run.warm import SERVER
-from tests.material import ROOT, cases, leave, refused
+from tests.material import ROOT, cases, leave, python, refused
 from tests.tiny import planned
 
 ENV = {"python": "3", "gpu": None}
@@ -115,19 +114,18 @@ def checkout(tmp_path, monkeypatch):
     return tmp_path
 
 
-def links(folder: Path, remote: str) -> subprocess.CompletedProcess:
+def links(folder: Path, remote: str, code: int = 0) -> subprocess.CompletedProcess:
     """What `make links` does in a checkout of that remote; no remote where it is empty."""
     subprocess.run(["git", "remote", "remove", "origin"], cwd=folder, capture_output=True)
     if remote:
         subprocess.run(["git", "remote", "add", "origin", remote], cwd=folder, check=True)
-    return subprocess.run([sys.executable, "notebooks/links.py"], cwd=folder, capture_output=True, text=True)
+    return python("notebooks/links.py", cwd=folder, code=code)
 
 
 def test_links_lead_to_the_remote_and_make_no_checkout_dirty(checkout):
     for remote in ("https://github.com/some-one/a.lab.git", "git@github.com:another/lab", "https://github.com/b/lab/"):
         name = re.search(r"[\w-]+/[\w.]+?(?=(\.git)?/?$)", remote)[0]
-        done = links(checkout, remote)
-        assert done.returncode == 0 and name in done.stdout, done.stderr
+        assert name in links(checkout, remote).stdout
         assert f"repository-code: https://github.com/{name}\n" in (checkout / "CITATION.cff").read_text()
         for path in checkout.glob("notebooks/*.ipynb"):
             assert set(re.findall(r"github(?:\.com)?/([\w-]+/[\w.-]*\w)", path.read_text())) == {name}, path
@@ -136,8 +134,8 @@ def test_links_lead_to_the_remote_and_make_no_checkout_dirty(checkout):
 
 def test_links_without_a_remote_on_github_say_what_to_type(checkout):
     for remote in ("", "https://example.org/a/b"):
-        done = links(checkout, remote)
-        assert done.returncode == 1 and "git remote add origin" in done.stderr and "Traceback" not in done.stderr
+        said = links(checkout, remote, code=1).stderr
+        assert "git remote add origin" in said and "Traceback" not in said
 
 
 CODE = ["qa_lib/record.py", "notebooks/systems.ipynb", "notebooks/install.py", "qa_lib/new.py"]

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -58,10 +57,6 @@ def lines_of(runs, group="cpu-smoke"):
     return summary(select(load_runs(runs), group)).set_index(["micro_batch", "variant"])
 
 
-def check():
-    return main(["report", "--check"])
-
-
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
     """A runs folder with one variant of each kind, in a folder of its own that the test works in."""
@@ -98,22 +93,15 @@ def test_a_mean_over_seeds_is_what_ratios_compare(runs):
     assert line["score"] == 96.0 and line["delta"] == 0.0, "A1 has the first seed alone"
 
 
-def test_intervals_need_three_seeds_and_are_those_of_students_t(runs):
-    for seed, speed in ((1, 110.0), (2, 130.0)):
-        make(runs, "A1", seed=seed, speed=speed)
-    speeds = [100.0, 110.0, 130.0]
-    line = lines_of(runs).loc[8]
-    assert line.loc["A1", "samples_per_s±"] == pytest.approx(student.ppf(0.95, 2) * np.std(speeds, ddof=1) / 3**0.5)
-    assert math.isnan(line.loc["A1", "ratio±"]) and math.isnan(line.loc["A4", "samples_per_s±"])
-
-
-def test_the_difference_of_scores_is_over_equal_seeds(runs):
-    for seed, base, own in ((1, 90.0, 91.0), (2, 80.0, 83.0)):
-        make(runs, "A1", seed=seed, f1=base)
+def test_intervals_need_three_seeds_and_are_those_of_students_t_and_of_scores_over_equal_seeds(runs):
+    for seed, speed, base, own in ((1, 110.0, 90.0, 91.0), (2, 130.0, 80.0, 83.0)):
+        make(runs, "A1", seed=seed, speed=speed, f1=base)
         make(runs, "A2", seed=seed, f1=own)
-    line = lines_of(runs).loc[8, "A2"]
-    assert line["delta"] == pytest.approx(4 / 3)
-    assert line["delta±"] == pytest.approx(student.ppf(0.95, 2) * np.std([0.0, 1.0, 3.0], ddof=1) / 3**0.5)
+    line, of_three = lines_of(runs).loc[8], student.ppf(0.95, 2) / 3**0.5
+    assert line.loc["A1", "samples_per_s±"] == pytest.approx(of_three * np.std([100.0, 110.0, 130.0], ddof=1))
+    assert math.isnan(line.loc["A1", "ratio±"]) and math.isnan(line.loc["A4", "samples_per_s±"])
+    assert line.loc["A2", "delta"] == pytest.approx(4 / 3)
+    assert line.loc["A2", "delta±"] == pytest.approx(of_three * np.std([0.0, 1.0, 3.0], ddof=1))
 
 
 @pytest.mark.parametrize("status", [None, "error", "oom"])
@@ -311,17 +299,14 @@ def a_profile():
     return next(filter(None, (one.profile() for one in read_runs(ROOT / "runs", "h200-bench"))))
 
 
-def profile_beside(run, peak=23.0):
-    """A committed profile beside another run, as of a step of 7.5 ms."""
-    profile = a_profile() | {"run_id": run.name, "group": run.parent.name}
-    profile["spec"] |= {"variant": run.name.split("-s0")[0], "micro_batch": 8}
-    profile["time"]["step_ms"], profile["memory"]["peak_mib"] = 7.5, peak
-    write(run / "profile.json", profile)
-
-
 def test_profiles_are_drawn_unless_their_code_took_other_memory(tmp_path):
+    """A committed profile beside each of three runs, as of a step of 7.5 ms."""
     for variant, peak in (("A1", 23.0), ("A3", 23.0), ("C2", 90.0)):
-        profile_beside(make(tmp_path, variant, machine=H200, peak=23.0), peak)
+        run = make(tmp_path, variant, machine=H200, peak=23.0)
+        profile = a_profile() | {"run_id": run.name, "group": run.parent.name}
+        profile["spec"] |= {"variant": variant, "micro_batch": 8}
+        profile["time"]["step_ms"], profile["memory"]["peak_mib"] = 7.5, peak
+        write(run / "profile.json", profile)
     runs = select(load_runs(tmp_path), "h200-smoke")
     assert style.title_of(figures.fig_step(runs)) == "A step takes 7.50 ms in A1, 7.50 ms in A3"
     bars = [label.get_text() for label in figures.fig_phases(runs).axes[0].get_yticklabels()]
@@ -350,7 +335,7 @@ def test_a_figure_is_kept_with_its_title_and_what_it_was_drawn_from(own, tmp_pat
     style.show(figures.fig_ladder, own, save="figures")
     assert Path("figures/cpu-smoke/ladder.png").read_bytes() == png
     assert style.digest(own[1:]) != style.digest(own)
-    os.symlink(tmp_path / "figures/cpu-smoke/ladder.png", "figures/cpu-smoke/link.png")
+    Path("figures/cpu-smoke/link.png").symlink_to(tmp_path / "figures/cpu-smoke/ladder.png")
     Path("figures/cpu-smoke/text.png").write_text("no picture")
     assert style.figures_of(Path("figures/cpu-smoke")) == [(title, png)]
 
@@ -399,14 +384,14 @@ def front(runs):
 def test_the_readme_is_made_of_committed_groups_and_checked(front, runs, capsys, monkeypatch):
     monkeypatch.setattr(cli, "PAGES", {})
     make(runs, "A1", preset="local")
-    assert check() == 1
+    assert main(["report", "--check"]) == 1
     assert main(["report", "--readme"]) == 0
     text = front.read_text()
     assert "| A1 | " in text and "`cpu-smoke`" in text and "cpu-local" not in text and text.endswith("tail\n")
     assert "What is missing here is not known" in text
-    assert check() == 0
+    assert main(["report", "--check"]) == 0
     front.write_text(text.replace("| A1 |", "| A9 |"))
-    assert check() == 1 and "README.md is not up to date" in capsys.readouterr().out
+    assert main(["report", "--check"]) == 1 and "README.md is not up to date" in capsys.readouterr().out
 
 
 def test_a_readme_without_markers_and_a_folder_without_git_are_clear_errors(front, typed):

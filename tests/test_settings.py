@@ -27,16 +27,16 @@ from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, HashDropou
 from qa_lib.model.nf4 import NF4Linear
 from qa_lib.model.qat import is_rounding
 from qa_lib.run import fit
-from qa_lib.spec import Machine, adjust, missing
+from qa_lib.spec import adjust, missing
 from qa_lib.train import data_parallel, loop, optim, overlap, pipeline, tensor, trainer, zero1
 from qa_lib.train.master_adamw import MasterAdamW
 from qa_lib.variants import CONFLICTS, VARIANTS, Settings, SpecError, _matches, choices, find_recipe
+from tests import tiny
 from tests.material import cases, refused
 from tests.pairs import combinations, pairs_of
 from tests.tiny import planned, trained
 
-TORCHAO = find_spec("torchao") is not None
-CPU = Machine(backends=("inductor", "aot_eager"), bitsandbytes=True, torchao=TORCHAO, compiler=True)
+CPU = dataclasses.replace(tiny.CPU, torchao=find_spec("torchao") is not None)
 RECIPES = ("all", "lora-qv", "lora-all-r4", "bitfit", "freeze-bottom-10", "freeze-last-4")
 # What rivals and language models alone have: see test_lm_fused.py.
 ELSEWHERE = {"plain", "pure-bf16", "reduce-overhead", "triton-causal", "chunked", "chunked-fp8"}

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from fcntl import ioctl
-from pathlib import Path
 from termios import TIOCSCTTY
 from unittest.mock import Mock
 
@@ -33,7 +32,7 @@ SLOW = "import time\nsay = lambda line: time.sleep(60)"  # at a tenth of the ste
 class Lab:
     """A verb at work in a session of its own, as in a terminal of its own."""
 
-    def __init__(self, folder: Path, verb: str, before: tuple[str, ...] = (), **streams):
+    def __init__(self, folder, verb: str, before: tuple[str, ...] = (), **streams):
         self.runs, notebook, self.family = folder / "runs", folder / "notebook.ipynb", []
         write_notebook(notebook, before=SLOW, work=FIT)
         # Through papermill and its kernel: see test_sweep.

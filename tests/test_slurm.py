@@ -6,14 +6,13 @@ import os
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from qa_lib.run import launch
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
-from tests.material import end_of, refused
+from tests.material import ROOT, end_of, refused
 from tests.tiny import CPU
 
 # What a run leaves, without one and its lock: `python -c RUN FOLDER SECONDS` goes on for that long.
@@ -34,7 +33,7 @@ print("the last word")
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
     """The folder of a stand-in for Slurm, whose commands are the only ones found before the system's."""
-    folder = shutil.copytree(Path(__file__).parent / "slurm", tmp_path / "bin")
+    folder = shutil.copytree(ROOT / "tests" / "slurm", tmp_path / "bin")
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return folder
 

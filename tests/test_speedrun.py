@@ -6,10 +6,8 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from IPython.core.interactiveshell import InteractiveShell
 
 from qa_lib.__main__ import main
 from qa_lib.data.squad import open_source
@@ -18,7 +16,7 @@ from qa_lib.report import load
 from qa_lib.run import launch
 from qa_lib.run.plan import plan
 from tests.material import ROOT, change_record, committed, document, question, refused, write
-from tests.test_notebooks import run_here
+from tests.test_notebooks import names, run_here
 from tests.test_report import make
 from tests.tiny import H200
 
@@ -46,7 +44,7 @@ def shown(tmp_path_factory):
         patch.setattr(load, "load_runs", lambda: committed()[:0])
         data = run_here(NOTEBOOK, variant="A2", seeds="0", runs=str(runs))
     texts = "\n".join(each.get("text/markdown", "") for each in data)
-    return texts, dict(InteractiveShell.instance().user_ns), runs
+    return texts, dict(names()), runs
 
 
 def test_at_smoke_size_it_shows_both_clocks_and_no_verdict(shown):
@@ -99,8 +97,8 @@ def test_a_cold_run_finds_nothing_cached_and_is_timed_whole(tmp_path, monkeypatc
     made = make(tmp_path, "A1")
 
     def run(command, env, check):
-        folders = [Path(env[name]) for name in ("QA_LIB_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")]
-        assert len(set(folders)) == 3 and not any(folder.exists() for folder in folders)
+        folders = [env[name] for name in ("QA_LIB_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")]
+        assert len(set(folders)) == 3 and not any(map(os.path.exists, folders))
         words = " ".join(command)
         assert f"-m qa_lib run {spec.variant} " in words and "--seed=3" in words and "--data=synthetic:1600" in words
         assert f"--micro-batch={spec.asked.micro_batch}" in words, "which was chosen for this machine"

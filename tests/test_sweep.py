@@ -6,7 +6,6 @@ same faults in the slow tier.
 """
 
 import dataclasses
-import json
 import os
 import re
 import signal
@@ -28,7 +27,7 @@ from tests import small, warm
 from tests.conftest import slow
 from tests.material import ROOT, cases, change_record, leave, python, refused, wait_for
 from tests.small import FIT, PRETEND, STEPS, write_notebook
-from tests.tiny import planned
+from tests.tiny import planned, steps_of
 
 
 @pytest.fixture(params=["plain", slow("papermill")])
@@ -139,8 +138,7 @@ def test_two_sweeps_share_the_work(lab):
         process.join(240)
     assert [process.exitcode for process in sweeps] == [0, 0], lab.said()
     assert lab.statuses() == {"A1": "ok", "A2": "ok", "D1-nvfuser": "skipped"}
-    logs = "".join(path.read_text() for path in lab.runs.glob("*/*/steps.jsonl"))
-    steps = [json.loads(line)["step"] for line in logs.splitlines()]
+    steps = [step["step"] for path in lab.runs.glob("*/*/steps.jsonl") for step in steps_of(path.parent)]
     assert sorted(steps) == sorted([*range(1, STEPS + 1)] * 2)
 
 

@@ -11,7 +11,6 @@ import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import psutil
 import pytest
@@ -27,7 +26,7 @@ from qa_lib.train.checkpoint import CHECKPOINT
 from qa_lib.train.process_group import ProcessGroup
 from tests import faulty, warm
 from tests.conftest import slow
-from tests.material import cases, end_of, python, refused, wait_for, write
+from tests.material import ROOT, cases, end_of, python, refused, wait_for, write
 from tests.tiny import H200, losses_of, planned, quiet, steps_of
 
 PIPED = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -150,18 +149,10 @@ def test_a_row_of_one_process_is_refused_by_several(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-TERM, SEGV, KILL = (-number for number in (signal.SIGTERM, signal.SIGSEGV, signal.SIGKILL))
-# When each process has failed, by what and with which status; their exit codes; what the record says.
-CAUSES = [
-    ([(20.0, "ConnectionClosed", "error"), (19.5, "OutOfMemory", "error")], (1, 1), "error", "1 of 2: OutOfMemory"),
-    ([(20.0, "ConnectionClosed", "error")], (TERM, SEGV), "killed", "1 of 2 was ended by SIGSEGV"),
-    # SIGKILL is what torchrun sends to one that waits in a kernel.
-    ([(20.0, "OutOfMemory", "oom")], (1, KILL), "oom", "0 of 2: OutOfMemory"),
-]
-
-
-@pytest.mark.parametrize(("faults", "codes", "status", "said"), CAUSES)
+@pytest.mark.parametrize(("faults", "codes", "status", "said"), cases("causes of a failed run"))
 def test_the_first_fault_is_the_cause(faults, codes, status, said, tmp_path):
+    """By when each process has failed, by what and with which status, and by their exit codes: SIGTERM is -15, SIGSEGV
+    -11, and SIGKILL, -9, is what torchrun sends to one that waits in a kernel."""
     spec = short()
     record.write_record(tmp_path, record.new_record(spec, {}))
     for rank, (at, kind, each) in enumerate(faults):
@@ -222,7 +213,7 @@ LINKS = {"abc": "PIX", "cb": "NV18", "ca": "SYS", "b": None, "ax": None}
 
 @pytest.mark.parametrize(("visible", "said"), LINKS.items())
 def test_the_link_is_that_of_the_first_two_gpus_that_the_process_sees(visible, said, monkeypatch):
-    topology = (Path(__file__).parent / "topology.txt").read_text()
+    topology = (ROOT / "tests" / "topology.txt").read_text()
     answers = {"--query-gpu=uuid": "GPU-a\nGPU-b\nGPU-c\n", "topo": topology}
     monkeypatch.setattr(hardware, "_nvidia_smi", lambda first, *_: answers[first])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))

@@ -3,7 +3,6 @@ import gc
 import shutil
 import weakref
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,19 +21,8 @@ from qa_lib.train.process_group import ProcessGroup
 from qa_lib.train.step_log import NonFiniteLoss, StepLog
 from qa_lib.variants import VARIANTS, Settings
 from tests.conftest import slow
-from tests.material import flip_a_bit, refused
-from tests.tiny import (
-    CPU,
-    StopAfter,
-    losses_of,
-    planned,
-    quiet,
-    resized,
-    samples_of,
-    steps_of,
-    trained,
-    without_dropout,
-)
+from tests.material import ROOT, flip_a_bit, refused
+from tests.tiny import losses_of, planned, quiet, resized, samples_of, steps_of, stop_after, trained, without_dropout
 
 DEVICE = torch.device("cpu")
 
@@ -44,17 +32,18 @@ def samples():
     return samples_of("synthetic:120")
 
 
-def spec_of(row, settings=None, machine=CPU, micro_batch=None, **sizes):
-    """A row at smoke preset, made smaller."""
+def spec_of(row, settings=None, micro_batch=None, gpu=False, **sizes):
+    """A row at smoke preset, made smaller, on a CPU or for the GPU that is here."""
     sizes = {"steps": 6, "checkpoint_every": 0, "measure_from": 2, "effective_batch": 16} | sizes
-    return planned(row, settings=settings, sizes=sizes, data="synthetic:120", machine=machine, micro_batch=micro_batch)
+    words = {"data": "synthetic:120", "micro_batch": micro_batch} | ({"machine": None} if gpu else {})
+    return planned(row, settings=settings, sizes=sizes, **words)
 
 
 def stopped(spec, samples, run_dir, step=4):
     """The folder of a run that was broken off after `step`."""
     run_dir.mkdir()
     with pytest.raises(KeyboardInterrupt):
-        train(build_model(spec), StopAfter(batches_of(samples, spec), step), spec, DEVICE, run_dir, quiet)
+        train(build_model(spec), stop_after(batches_of(samples, spec), step), spec, DEVICE, run_dir, quiet)
     return run_dir
 
 
@@ -109,10 +98,12 @@ def test_the_scale_of_the_loss_is_off_the_gradients_before_they_are_clipped():
     assert parameter.grad.tolist() == [0.125] * 4
 
 
-def test_adapters_count_twice():
-    """alpha / rank is 2, whatever the rank."""
-    adapted = [m for m in build_model(spec_of("B1")).modules() if hasattr(m, "get_base_layer")]
-    assert {module.scaling["default"] for module in adapted} == {2.0}
+@pytest.mark.parametrize(("variant", "modules", "rank"), [("B1", 2, 8), ("B1-all", 6, 32)])
+def test_adapters_have_their_rank_and_count_twice(variant, modules, rank):
+    """alpha / rank is 2, whatever the rank; which train, test_settings says."""
+    adapted = [m for m in build_model(spec_of(variant)).modules() if hasattr(m, "get_base_layer")]
+    assert len(adapted) == 2 * modules, "two layers"
+    assert {(module.r["default"], module.scaling["default"]) for module in adapted} == {(rank, 2.0)}
 
 
 ON_CPU = ("A1", DEVICE, 1e-5)
@@ -127,7 +118,7 @@ def test_accumulated_micro_batches_are_the_whole_batch(variant, device, toleranc
     monkeypatch.setattr("qa_lib.train.loop.learning_rate", lambda *_: 0.0)
 
     def gradients(micro_batch):
-        spec = spec_of(variant, machine=CPU if device.type == "cpu" else None, micro_batch=micro_batch, steps=3)
+        spec = spec_of(variant, micro_batch=micro_batch, gpu=device.type == "cuda", steps=3)
         seen, folder = [], tmp_path / str(micro_batch)
 
         def note(own, *_):
@@ -217,8 +208,7 @@ def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_run_begins_anew(dam
 
 @pytest.mark.parametrize("edited", ["kernels/fused_norm.py", "train/loop.py", "train/deepspeed.json"])
 def test_a_checkpoint_of_other_code_is_not_gone_on_from(edited, samples, tmp_path, monkeypatch):
-    package = Path(checkpoints.__file__).parents[1]
-    copy = shutil.copytree(package, tmp_path / "qa_lib", ignore=shutil.ignore_patterns("__pycache__", "report"))
+    copy = shutil.copytree(ROOT / "qa_lib", tmp_path / "qa_lib", ignore=shutil.ignore_patterns("__pycache__", "report"))
     assert checkpoints.code_digest.__wrapped__(copy) == checkpoints.code_digest()
     (copy / edited).write_text(f"{(copy / edited).read_text()}# another line\n")
     spec = spec_of("A1", checkpoint_every=2)

@@ -37,7 +37,7 @@ from qa_lib.score.predict import load_qa_model
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.data_parallel import NoParallel
 from qa_lib.train.process_group import ProcessGroup
-from tests.material import document, hub_row, leave, question, trained_tokenizer, write
+from tests.material import cases, document, hub_row, leave, question, trained_tokenizer, write
 from tests.tiny import CPU, checkpoint, planned
 
 TIMES = int(os.environ.get("QA_LIB_MUTATIONS", "40"))  # mutations of each kind
@@ -345,9 +345,7 @@ def test_a_damaged_cache_is_made_anew_with_a_line(tmp_path, caplog):
         assert not caplog.text
 
 
-WORDS = ["", " ", ",", "nan", "inf", "-inf", "-1", "0", "1", "1.5", "1e400", "0x10", "9" * 19, "9" * 30, "-" + "9" * 30,
-         "٣", "x", "1_0", "+1", "\x00", "\x1b[2J", "a b", "1,,2", "3e-5", "True", "None", "tiny", "/", "..", "-",
-         "gpt2:L1H64", "gpt2:L99999999999H64", "synthetic:0", "synthetic:99999999999"]  # fmt: skip
+WORDS = cases("typed words")
 
 
 @pytest.mark.parametrize("verb", VERBS)

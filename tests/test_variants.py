@@ -1,6 +1,5 @@
 import ast
 import dataclasses
-import functools
 import json
 import re
 import sys
@@ -16,7 +15,7 @@ from qa_lib.run import sweep
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, Spec, missing
 from qa_lib.variants import FAMILIES, RECIPES, VARIANTS, Settings, Variant
-from tests.material import REFUSING, cases, python, refused, table
+from tests.material import cases, refused, table, without_torch
 from tests.tiny import planned
 
 PACKAGE = Path(variants.__file__).parent
@@ -61,14 +60,13 @@ def test_hash_follows_everything_that_defines_a_run_and_nothing_else(monkeypatch
 
 
 def test_a_rate_and_a_number_of_epochs_of_ones_own_are_part_of_the_run():
-    spec = functools.partial(planned, machine=CPU)
-    usual = spec(learning_rate=PRESETS["smoke"].learning_rate)
-    assert spec(epochs=0, learning_rate=0.0).hash == usual.hash == spec().hash
-    own = [spec(), spec(epochs=2), spec(learning_rate=1e-3), spec(epochs=2, learning_rate=1e-3)]
+    usual = planned(learning_rate=PRESETS["smoke"].learning_rate)
+    assert planned(epochs=0, learning_rate=0.0).hash == usual.hash == planned().hash
+    own = [planned(), planned(epochs=2), planned(learning_rate=1e-3), planned(epochs=2, learning_rate=1e-3)]
     assert len({each.hash for each in own}) == 4
     assert (own[1].preset.steps, own[1].preset.epochs) == (None, 2)
     for rate in (-1.0, 1.0, float("nan")):
-        refused("is not between 0 and 1", spec, learning_rate=rate)
+        refused("is not between 0 and 1", planned, learning_rate=rate)
 
 
 def spec_of_record(entry: dict) -> Spec:
@@ -209,11 +207,11 @@ def test_what_a_run_is_needs_the_standard_library_alone(module):
     assert roots <= set(sys.stdlib_module_names)
 
 
-def test_specs_driver_and_report_do_without_torch():
+def test_specs_driver_and_report_do_without_torch(tmp_path):
     """Every torch-free module, imported where torch cannot be."""
     names = [name for name in MODULES if name.removeprefix("qa_lib.").startswith(tuple(TORCH_FREE))]
     assert len(names) > 15
-    python("-c", f"{REFUSING}\nimport {', '.join(names)}")
+    without_torch(tmp_path, "-c", f"import {', '.join(names)}")
 
 
 # Several sizes of a row, as a sweep takes them.

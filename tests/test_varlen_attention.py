@@ -8,7 +8,7 @@ from torch import library
 
 from qa_lib.kernels import varlen_attention as varlen
 from qa_lib.model.architectures import layers_of
-from qa_lib.model.attention import KERNELS, Segments, use_short_attention
+from qa_lib.model.attention import use_short_attention
 from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import HashDropout, renew
 from qa_lib.spec import Machine
@@ -71,14 +71,6 @@ def test_a_causal_kernel_is_the_reference(lengths, tiles, monkeypatch):
     for (own, name), size in zip(options, tiles, strict=True):
         monkeypatch.setitem(own, name, size)
     close(drawn(lengths), 0.1, 1e-5, causal=True)
-
-
-def test_the_causal_reference_is_pytorchs():
-    (product, _grad, ends, seed), length = drawn([20, 20]), 20
-    found = varlen.reference(product, None, ends, seed, 0.0, SCALE, causal=True)
-    query, key, value = product.view(2, length, 3, 2, 16).permute(2, 0, 3, 1, 4)
-    wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=SCALE)
-    torch.testing.assert_close(found.view(2, length, 2, 16).transpose(1, 2), wanted)
 
 
 def plain_attention(ends, kept, rate, causal):
@@ -163,13 +155,6 @@ def test_replays_of_a_captured_graph_drop_out_by_the_seed_of_the_time():
     for found in replayed(lambda: with_gradients(kernel, with_bias(product), grad), seed):
         wide = with_bias(product.double())
         assert_close(found, with_gradients(by_plain(ends, seed, 0.1), wide, grad.double()), 2e-2)
-
-
-def test_without_dropout_the_reference_is_attention_within_segments():
-    product, _, ends, seed = drawn()
-    query, key, value = product.unbind(1)
-    masked = KERNELS["block-diagonal"](query, key, value, Segments(ends, [65]), 0.0, SCALE)
-    assert torch.allclose(varlen.reference(product, None, ends, seed, 0.0, SCALE), masked, atol=1e-6)
 
 
 def kept(seed, heads=4, length=384, rate=0.1):

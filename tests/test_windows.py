@@ -1,6 +1,7 @@
 """Windows equal, one by one, to those of the tokenizer's own overflow and of the reference recipe's search."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -160,18 +161,18 @@ def test_a_question_that_leaves_no_room_is_refused_where_the_tokenizer_refuses(s
 
 
 def test_batches(small):
-    examples = [Example(str(i), "", "where", TEXT[: 7 * i]) for i in range(30)]
+    gold = (TEXT[4:9], 4)
+    examples = [Example(str(i), "", "where", TEXT[: 7 * i], (gold,) if i > 1 else ()) for i in range(30)]
     samples = built(examples, small, 30, 10)
     assert len(samples) > 31
     rows = np.array([31, 0, 5, 5])
     batch = samples.batch(rows, 56)
     assert {array.dtype for array in batch.values()} == {np.dtype(np.int64)}
-    shapes = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), (4, 56))
-    shapes |= dict.fromkeys(("start_positions", "end_positions"), (4,))
-    assert {name: array.shape for name, array in batch.items()} == shapes
+    assert set(batch) == {"input_ids", "attention_mask", "token_type_ids", "start_positions", "end_positions"}
     for i, row in enumerate(rows):
         length, (first, stop) = samples.lengths[row], samples.context[row]
         ids = samples.tokens[samples.starts[row] : samples.starts[row + 1]]
+        assert batch["start_positions"][i] == samples.start_positions[row]
         assert batch["input_ids"][i].tolist() == [*ids, *[small.pad_token_id] * (56 - length)]
         assert batch["attention_mask"][i].tolist() == [1] * length + [0] * (56 - length)
         assert batch["token_type_ids"][i].tolist() == [0] * first + [1] * (stop + 1 - first) + [0] * (56 - length)
@@ -202,40 +203,27 @@ def test_tokenizers_that_cannot_be_cut_at_blanks_give_the_same_as_their_own_over
     check(examples, tokenizer, 50, 10)
 
 
-@pytest.mark.parametrize("add_prefix_space", [False, True])
-def test_windows_of_a_byte_level_tokenizer_are_its_own_overflow(add_prefix_space):
-    """RoBERTa's: four special tokens, no token types, blanks that belong to words, several tokens for a character."""
-    tokenizer = byte_level_tokenizer([TEXT] * 3, add_prefix_space=add_prefix_space)
+# Of RoBERTa's kind, with four special tokens, and of ModernBERT's.
+SPLITTING_BYTES = [byte_level_tokenizer, partial(byte_level_tokenizer, add_prefix_space=True), modern_tokenizer]
+
+
+@pytest.mark.parametrize("learn", SPLITTING_BYTES, ids=["RoBERTa", "RoBERTa's with a blank in front", "ModernBERT"])
+def test_windows_of_tokenizers_that_split_bytes_are_their_own_overflow_and_answers_begin_with_no_blank(learn):
+    """No token types, blanks that belong to words, several tokens for a character."""
+    tokenizer = learn([TEXT] * 3)
     samples = check(edges(8), tokenizer, 60, 9)
     assert len(samples) > len(edges(8))
     assert (samples.tokens[samples.starts[:-1]] == tokenizer.cls_token_id).all()
     batch = samples.batch(np.array([0, len(samples) - 1]), 60)
     assert set(batch) == {"input_ids", "attention_mask", "start_positions", "end_positions"}
-    assert batch["input_ids"][0, -1] == tokenizer.pad_token_id == 1
+    assert batch["input_ids"][0, -1] == tokenizer.pad_token_id
     crowded = [Example("q7", "Rivers", "river " * 30, "river")]
     refused(r"question 'q7': its \d+ tokens leave 0 of 20 .* stride 4 \(1 such", built, crowded, tokenizer, 20, 4)
-
-
-def test_windows_of_modernberts_kind_of_tokenizer_are_its_own_overflow_and_answers_begin_with_no_blank():
-    tokenizer = modern_tokenizer([TEXT] * 3)
-    examples = edges(8)
-    samples = check(examples, tokenizer, 60, 9)
-    assert len(samples) > len(examples)
-    assert set(samples.batch(np.array([0]), 60)) == {"input_ids", "attention_mask", "start_positions", "end_positions"}
     word = TEXT.split()[3]
     one = Example("q", "", "where", TEXT, ((word, TEXT.index(f" {word}") + 1),))
     samples = check([one], tokenizer, 400, 9)
     span = samples.characters(np.array([0]), samples.start_positions, samples.end_positions)
     assert TEXT[span[0].item() : span[1].item()] == word
-
-
-def test_another_way_to_join_a_pair(small):
-    tokenizer = trained_tokenizer([TEXT] * 3, 300)
-    ends = [("[CLS]", tokenizer.cls_token_id), ("[SEP]", tokenizer.sep_token_id)]
-    template = TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] [SEP] $B [SEP]", ends)
-    tokenizer.backend_tokenizer.post_processor = template
-    samples = check([Example("q", "", "where", TEXT, ((TEXT[20:30], 20),))], tokenizer, 50, 10)
-    assert "token_type_ids" not in samples.batch(np.array([0]), 50)
 
 
 def test_tokenizers_and_lengths_that_cannot_work(small):

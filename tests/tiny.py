@@ -129,16 +129,14 @@ def losses_of(run_dir: Path) -> list[float]:
     return [step["loss"] for step in steps_of(run_dir)]
 
 
-class StopAfter:
-    """Batches that stop the run when the step after `steps` asks for its micro-batches."""
+def stop_after(batches, steps: int):
+    """Let the batches stop the run when the step after `steps` asks for its micro-batches."""
+    real = batches.step
 
-    def __init__(self, batches, steps):
-        self.batches, self.last = batches, steps
-
-    def step(self, step):
-        if step == self.last:
+    def step(number):
+        if number == steps:
             raise KeyboardInterrupt
-        return self.batches.step(step)
+        return real(number)
 
-    def __getattr__(self, name):
-        return getattr(self.batches, name)
+    batches.step = step
+    return batches
