@@ -1,6 +1,8 @@
 """Bias, dropout, residual and norm in one kernel: against plain PyTorch in float64, all gradients included. And dropout
 by a hash alone, which keeps the rate, scales what it keeps, and draws anew when told to."""
 
+import math
+
 import pytest
 import torch
 from torch import library
@@ -62,7 +64,7 @@ NORMS = [fused_norm.fused_norm, pytest.param(fused_norm._norm, marks=pytest.mark
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2), (3, 5), (13, 129), (2, 1023), (3, 1025), (2, 3, 7)], ids=str)
 def test_shapes_of_odd_sizes_are_normed_by_the_formula(shape, norm):
     """With what HashDropout drops, which the gradient of the product shows too."""
-    inputs, grad, seed = drawn(torch.Size(shape[:-1]).numel(), shape[-1])
+    inputs, grad, seed = drawn(math.prod(shape[:-1]), shape[-1])
     inputs, grad = [x.view(shape) if x.ndim == 2 else x for x in inputs], grad.view(shape)
     dropout = HashDropout(0.25).to(DEVICE)
     dropout.seed.copy_(seed)

@@ -246,6 +246,7 @@ def test_plain_pytorch_stands_beside_the_trainer_where_it_ran():
     assert readme._rivals(minutes) == f"12.0 as it comes, {rivals}"
     assert readme._rivals(minutes.drop("A0-longest")) == rivals
     assert readme._rivals(minutes[["E-plain"]]) == ""
+    assert readme._rivals(pd.Series({"A0": 12.0, "E-plain": 3.0})) == "", "of the Trainer's ways A0 is neither"
 
 
 # Several GPUs, curves, profiles.

@@ -25,8 +25,8 @@ from qa_lib.report.summary import summary
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = "notebooks/report.ipynb"
-# Each page that is kept -> the notebook that it is of, which only reads records, and its parameters.
-READERS = ("report", "multi_gpu", "scaling")
+READERS = ("report", "multi_gpu", "scaling")  # notebooks that only read records
+# Each page that is kept -> the notebook that it is of, and its parameters.
 PAGES = {f"runs/{name.replace('_', '-')}.ipynb": (f"notebooks/{name}.ipynb", {}) for name in READERS}
 PAGES["runs/report-h200.ipynb"] = NOTEBOOK, {"group": "h200-bench"}  # a second card
 SHOWN = 18  # lines of the table in the terminal

@@ -131,16 +131,15 @@ def _whole(runs: pd.DataFrame, own: pd.DataFrame) -> pd.DataFrame:
 
 
 def _rivals(minutes: pd.Series) -> str:
-    """What a training takes the Trainer as it comes, the Trainer tuned and plain PyTorch at its best, of those
-    that have minutes; nothing without a Trainer."""
-    peers, as_it_comes = (minutes.index.intersection(tagged(tag)) for tag in ("peer", "default"))
-    ways = {
-        "{:.1f} as it comes": as_it_comes,
-        "{:.1f} with torch.compile": peers.drop(as_it_comes, errors="ignore"),
-        "plain PyTorch {:.1f} at its best": minutes.index.intersection(tagged("plain")),
-    }
-    said = [words.format(minutes[names].min()) for words, names in ways.items() if len(names)]
-    return " and ".join([", ".join(said[:-1]), said[-1]] if len(said) > 1 else said) if len(peers) else ""
+    """What a training takes the Trainer as it comes, the Trainer with its compiler and plain PyTorch at its
+    best, of those that have minutes; nothing without a Trainer."""
+    tuned = [name for name in tagged("peer") if VARIANTS[name].settings.compile != "none"]
+    ways = {"{:.1f} as it comes": tagged("default"), "{:.1f} with torch.compile": tuned}
+    ways["plain PyTorch {:.1f} at its best"] = tagged("plain")
+    found = {words: minutes.reindex(names).min() for words, names in ways.items()}
+    said = [words.format(least) for words, least in found.items() if pd.notna(least)]
+    trainer = minutes.index.isin([*tagged("default"), *tuned]).any()
+    return " and ".join([", ".join(said[:-1]), said[-1]] if len(said) > 1 else said) if trainer else ""
 
 
 def _kept(runs: pd.DataFrame, group: str) -> str:
@@ -153,7 +152,7 @@ def _kept(runs: pd.DataFrame, group: str) -> str:
     kept = known.get(line["verdict"], "is not shown to stay within {:g} point of")
     delta, best = gain(line["delta"], line["delta±"]), gain(line["best_delta"], line["best_delta±"])
     return say("kept", kept=kept.format(MARGIN), params=own["model.params_total"] / 1e6, n=line["n"], level=LEVEL,
-               delta=delta, best=best)  # fmt: skip
+               delta=delta, best=best, base=BASELINE)  # fmt: skip
 
 
 def _not_shown(runs: pd.DataFrame, own: pd.DataFrame) -> str:
