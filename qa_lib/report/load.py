@@ -168,7 +168,10 @@ def sibling(runs: pd.DataFrame, group: str, preset: str) -> pd.DataFrame:
 
 
 def nearest(runs: pd.DataFrame, group: str, preset: str) -> pd.DataFrame:
-    """As `sibling`, and where that has none, of the reference group's hardware, or of that with most such runs."""
+    """As `sibling`, and where that has none, of the reference group's hardware, or of that with most such runs. Other
+    groups than the given one count where their baseline has run, since all ratios are to it."""
+    based = runs["spec.variant"].isin(BASELINES.values()).groupby(runs["group"]).transform("any")
+    runs = runs[based | (runs["group"] == group)]
     found = [sibling(runs, name, preset) for name in (group, REFERENCE)]
     others = runs[(runs["spec.preset.name"] == preset) & (runs["spec.search"] == "")]
     found.append(select(others, others["group"].mode()[0]) if len(others) else others)
