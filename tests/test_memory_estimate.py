@@ -165,15 +165,27 @@ def test_runs_are_predicted_from_their_records():
     assert memory_estimate.predicted(runs[runs["status"] == "ok"], model="tiny").isna().all(), "of another model"
 
 
-@pytest.mark.parametrize("group", ["h200-bench", "h200-sizing", "h200-lm-sizing", "h200-lm-bench"])
+GROUPS = [
+    "h200-bench",
+    "h200-sizing",
+    "h200-lm-sizing",
+    "h200-lm-bench",
+    "h100-80gb-hbm3-bench",
+    "h100-80gb-hbm3-lm-bench",
+]
+
+
+@pytest.mark.parametrize("group", GROUPS)
 def test_every_point_of_the_profiles_is_predicted_within_a_tenth(group):
     """The goal for both tasks. One term, the logits of a compiled language model, was set by such points. Not predicted
-    are rounded weights, and three records whose optimizer had another state."""
+    are rounded weights, the plain rivals, and three records whose optimizer had another state. Blocks in 8 bits kept
+    more before 575be9b."""
     runs = committed().query("group == @group")
-    runs = runs[runs["status"].isin(["ok", "oom"])]
+    now = (runs["spec.settings.feed_forward"] != "fp8") | runs["code.commit"].str.startswith("575be9b")
+    runs = runs[runs["status"].isin(["ok", "oom"]) & now]
     peaks = memory_estimate.predicted(runs)
-    unknown = runs["spec.variant"].isin(["A1-int8", "A1-int4"]).sum() + 3 * (group == "h200-bench")
-    assert len(runs) > 15 and peaks.isna().sum() <= unknown
+    plain = runs["spec.settings.engine"].eq("plain") | runs["spec.variant"].isin(["A1-int8", "A1-int4"])
+    assert len(runs) > 15 and peaks[~plain].isna().sum() == 3 * (group == "h200-bench")
     measured = runs["memory.peak_alloc_mib"].astype(float)
     assert ((peaks / measured).dropna() - 1).abs().max() < 0.1
     out_of_memory = runs["status"] == "oom"

@@ -46,7 +46,7 @@ def timed(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def speed_finding(lines: pd.DataFrame) -> str:
-    """How far the ladder reaches in lines of one micro-batch, which the baseline has run, and the quickest of the Trainer
+    """How far the ladder reaches in lines of one micro-batch that have the baseline's, and the quickest of the Trainer
     and plain PyTorch beside it."""
     base = baseline(lines)
     ratios = lines.set_index("variant")["ratio"].dropna()

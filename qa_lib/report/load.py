@@ -179,12 +179,12 @@ def nearest(runs: pd.DataFrame, group: str, preset: str) -> pd.DataFrame:
 
 
 def judging(runs: pd.DataFrame, group: str) -> pd.DataFrame:
-    """Of all records those that say what the variants of a group are worth: of preset `quality` on the same hardware,
-    or else the group's own, or where these have no score, of `quality` on other hardware."""
+    """Of all records of its task those that say what the variants of a group are worth: of preset `quality` on the same
+    hardware, or else the group's own, or where these have no score, of `quality` on other hardware."""
     own = select(runs, group)
     scores = numbers(own, {"score": f"quality.{own['task.metric'].iloc[0]}"})["score"]
-    find = sibling if scores.notna().any() or own["task.name"].iloc[0] != "qa" else nearest
-    found = find(runs, group, "quality")
+    find = sibling if scores.notna().any() else nearest
+    found = find(runs[runs["task.name"] == own["task.name"].iloc[0]], group, "quality")
     return own if found.empty else found
 
 

@@ -49,7 +49,7 @@ def describe(spec: Spec) -> str:
     does best."""
     variant, preset = VARIANTS[spec.variant], spec.preset
     said = f"**{variant.name} = {change(variant.name)}**. {variant.why}"
-    length = f"{preset.steps:,} steps" if preset.steps else f"{preset.epochs:g} epochs"
+    length = f"{preset.steps:,} steps" if preset.steps else f"epochs: {preset.epochs:g}, steps"
     size = f"{preset.batch or spec.settings.micro_batch} samples of at most {preset.max_length} tokens"
     trains = f"{spec.model['name']} on {spec.data['name']}, {length} of {size}; learning rate {preset.learning_rate:g}"
     notes = [f"Preset {preset.name}, seed {spec.seed}: {trains}."]
@@ -143,5 +143,5 @@ def committed(letter: str) -> str:
     own = own[own["spec.variant"].isin(relatives(find_family(letter)[0]))]
     if own.empty:
         raise load.NotMeasured(f"no committed group has family {letter}")
-    judged = load.judging(every, own["group"].iloc[0])
-    return f"{markdown(readme.headline_table(own, judged, own['spec.variant']))}\n\n{readme.source(own)}"
+    judged = load.usual(load.judging(every, own["group"].iloc[0]))
+    return f"{markdown(readme.headline_table(own, judged, own['spec.variant']))}\n\n{readme.source(own, judged)}"

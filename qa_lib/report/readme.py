@@ -17,7 +17,7 @@ from PIL import Image
 from qa_lib.report import load, scaling
 from qa_lib.report.figures import speed_finding, timed
 from qa_lib.report.format import MISSING, factor, gain, markdown, number, percent, points, render, say
-from qa_lib.report.stats import BASELINE, LEVEL, MARGIN, VERDICTS, equivalence
+from qa_lib.report.stats import BASELINE, LEVEL, MARGIN, equivalence
 from qa_lib.report.summary import summary
 from qa_lib.spec import resolve
 from qa_lib.variants import RECOMMENDED, VARIANTS, tagged
@@ -192,14 +192,13 @@ def headline_table(runs: pd.DataFrame, judged: pd.DataFrame, names: Iterable[str
     heads = f"variant, why=what it is, n, samples_per_s=samples/s, ratio=× {load.baseline(lines)}, gib=GiB reserved"
     with contextlib.suppress(load.NotMeasured):  # the columns are left out, and the table of quality says why
         tested = equivalence(load.usual(judged)).dropna(subset="delta±")
-        lines = lines.join(tested[["best_delta", "best_delta±", "verdict"]])
-        lines["verdict"] = lines["verdict"].map(VERDICTS).fillna(MISSING)
-        heads += f", best_delta=ΔF1, verdict=within {MARGIN:g} F1"
+        lines = lines.join(tested[["best_delta", "best_delta±"]])
+        heads += ", best_delta=ΔF1"
     return render(lines, heads, gain="best_delta")
 
 
-def source(runs: pd.DataFrame) -> str:
-    """Where the speed and memory of `headline_table` come from, in a sentence."""
+def source(runs: pd.DataFrame, judged: pd.DataFrame) -> str:
+    """Where the numbers of `headline_table` come from."""
     shown = load.largest_batch(runs)
     first, others = shown.iloc[0], load.other_days(shown)
     count = "one" if first["world"] == 1 else first["world"]
@@ -208,18 +207,18 @@ def source(runs: pd.DataFrame) -> str:
                level=LEVEL)  # fmt: skip
     others = [name for name in others if name in tagged("headline")]
     days = f" {', '.join(others)} ran on another day than {load.baseline(runs)}, on another host."
+    with contextlib.suppress(load.NotMeasured):  # the table is there without scores
+        return f"{said}{days * bool(others)} {_judged(judged)}"
     return said + days * bool(others)
 
 
 def variants(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """The headline variants as a table, and where its numbers come from."""
     own, judged = load.select(runs, group), load.usual(load.judging(runs, group))
-    table = headline_table(own, judged).drop(columns=f"within {MARGIN:g} F1", errors="ignore")
-    said = [source(own)]
-    for sentence, sources in ((_judged, [judged]), (lead, [runs, group])):
-        with contextlib.suppress(load.NotMeasured):  # the table is there without scores and without the Trainer
-            said.append(sentence(*sources))
-    return f"{markdown(table)}\n\n{' '.join(said)}"
+    said = source(own, judged)
+    with contextlib.suppress(load.NotMeasured):  # the table is there without the Trainer
+        said += f" {lead(runs, group)}"
+    return f"{markdown(headline_table(own, judged))}\n\n{said}"
 
 
 def lead(runs: pd.DataFrame, group: str) -> str:
@@ -263,7 +262,7 @@ def language(runs: pd.DataFrame, group: str, figures: Path) -> str:
     if own.empty:
         raise load.NotMeasured("no language model was timed")
     picture = _picture(figures / own["group"].iloc[0] / "ladder.png")
-    return "\n\n".join([f"**{speed_finding(timed(own))}.** {source(own)}", *picture])
+    return "\n\n".join([f"**{speed_finding(timed(own))}.** {source(own, own)}", *picture])
 
 
 def _picture(path: Path) -> list[str]:

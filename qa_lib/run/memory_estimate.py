@@ -54,8 +54,8 @@ class StepMemory:
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.unit = tokens * self.config.hidden_size
         self.word = 4 if self.settings.precision == "fp32" else 2  # bytes of an element that a GEMM gives
-        # Whether a compiler decides what is kept; the cudagraphs backend runs PyTorch's own kernels.
-        self.compiled = self.settings.compile not in ("none", "cudagraphs")
+        # Whether a compiler decides what is kept, or kernels of our own; the cudagraphs backend runs PyTorch's own.
+        self.compiled = self.settings.compile not in ("none", "cudagraphs") or self.settings.norms == "fused"
         # Bytes of an element of a weight, and of the residual stream: autocast's norms give fp32.
         pure = self.settings.precision == "pure-bf16"
         self.element = 2 if self.settings.half_weights or pure else 4
@@ -98,9 +98,9 @@ class StepMemory:
         if recipe.kind in ("all", "top") and trained and settings.activation_checkpointing != "elementwise":
             # The inputs of the linear layers, for the gradients of weights: of query, key and value (without a compiler
             # each has its own half-precision copy, unless they are one layer), of the feed-forward's first layer, and
-            # of its second, GELU's output.
+            # of its second, GELU's output, which a block in 8 bits computes again (kernels/gelu.py).
             shared = self.compiled or causal or settings.precision == "fp32"
-            kept += (1 if shared else 3) * word + word + 4 * word
+            kept += (1 if shared else 3) * word + word + 4 * word * (settings.feed_forward != "fp8")
         if recipe.kind == "lora":
             # Each adapter drops out on a copy of its input of its own: 2 bytes and a mask, for a width of 1 or 4.
             inputs = {"query": 1, "key": 1, "value": 1, "dense": 1 + 1 + 4}
