@@ -450,3 +450,11 @@ def test_the_slides_formula_falls_where_losses_are_told_again():
     loss = pd.Series(np.tile([1.0, 2.0], 100))
     assert space["formula"](loss, 10) == pytest.approx(0.1)
     assert space["formula"](space["repeated"](loss), 10) == 0.0
+
+
+def test_a_group_of_another_task_judges_none_and_one_without_its_baseline_is_not_quoted():
+    """All ratios are to the baseline; a language model has no F1."""
+    every = committed()
+    assert set(load.judging(every, "h100-80gb-hbm3-lm-bench")["group"]) == {"h100-80gb-hbm3-lm-bench"}
+    assert "L1" in set(load.nearest(every, load.REFERENCE, "lm-bench")["spec.variant"])
+    assert load.nearest(every[every["spec.variant"] != "L1"], load.REFERENCE, "lm-bench").empty
