@@ -240,7 +240,7 @@ def dashboard(runs_dir: Path, figures_dir: Path, wanted: str = "") -> tuple[list
             chosen = select(runs, name)
             shown = [html_table(result_table(summary(chosen), HEADINGS).astype(str).map(without_paths))]
             shown += [picture(*figure) for figure in figures_of(figures_dir / name)]
-            said = [source(chosen, chosen)]
+            said = [source(chosen)]
             if len(shown) == 1:
                 said.append(f"No figures yet: python -m qa_lib report --group {name} draws them.")
         elif not groups:

@@ -144,4 +144,4 @@ def committed(letter: str) -> str:
     if own.empty:
         raise load.NotMeasured(f"no committed group has family {letter}")
     judged = load.usual(load.judging(every, own["group"].iloc[0]))
-    return f"{markdown(readme.headline_table(own, judged, own['spec.variant']))}\n\n{readme.source(own, judged)}"
+    return f"{markdown(readme.headline_table(own, judged, own['spec.variant']))}\n\n{readme.caption(own, judged)}"

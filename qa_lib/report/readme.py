@@ -197,8 +197,8 @@ def headline_table(runs: pd.DataFrame, judged: pd.DataFrame, names: Iterable[str
     return render(lines, heads, gain="best_delta")
 
 
-def source(runs: pd.DataFrame, judged: pd.DataFrame) -> str:
-    """Where the numbers of `headline_table` come from."""
+def source(runs: pd.DataFrame) -> str:
+    """Where the speed and memory of `headline_table` come from, in a sentence."""
     shown = load.largest_batch(runs)
     first, others = shown.iloc[0], load.other_days(shown)
     count = "one" if first["world"] == 1 else first["world"]
@@ -207,15 +207,20 @@ def source(runs: pd.DataFrame, judged: pd.DataFrame) -> str:
                level=LEVEL)  # fmt: skip
     others = [name for name in others if name in tagged("headline")]
     days = f" {', '.join(others)} ran on another day than {load.baseline(runs)}, on another host."
-    with contextlib.suppress(load.NotMeasured):  # the table is there without scores
-        return f"{said}{days * bool(others)} {_judged(judged)}"
     return said + days * bool(others)
+
+
+def caption(runs: pd.DataFrame, judged: pd.DataFrame) -> str:
+    """Where all numbers of `headline_table` come from."""
+    with contextlib.suppress(load.NotMeasured):  # the table is there without scores
+        return f"{source(runs)} {_judged(judged)}"
+    return source(runs)
 
 
 def variants(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """The headline variants as a table, and where its numbers come from."""
     own, judged = load.select(runs, group), load.usual(load.judging(runs, group))
-    said = source(own, judged)
+    said = caption(own, judged)
     with contextlib.suppress(load.NotMeasured):  # the table is there without the Trainer
         said += f" {lead(runs, group)}"
     return f"{markdown(headline_table(own, judged))}\n\n{said}"
@@ -262,7 +267,7 @@ def language(runs: pd.DataFrame, group: str, figures: Path) -> str:
     if own.empty:
         raise load.NotMeasured("no language model was timed")
     picture = _picture(figures / own["group"].iloc[0] / "ladder.png")
-    return "\n\n".join([f"**{speed_finding(timed(own))}.** {source(own, own)}", *picture])
+    return "\n\n".join([f"**{speed_finding(timed(own))}.** {source(own)}", *picture])
 
 
 def _picture(path: Path) -> list[str]:

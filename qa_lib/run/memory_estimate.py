@@ -54,8 +54,8 @@ class StepMemory:
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.unit = tokens * self.config.hidden_size
         self.word = 4 if self.settings.precision == "fp32" else 2  # bytes of an element that a GEMM gives
-        # Whether a compiler decides what is kept, or kernels of our own; the cudagraphs backend runs PyTorch's own.
-        self.compiled = self.settings.compile not in ("none", "cudagraphs") or self.settings.norms == "fused"
+        # Whether elementwise work is fused, by a compiler or in kernels of our own, and little of it kept.
+        self.fused = self.settings.compile not in ("none", "cudagraphs") or self.settings.norms == "fused"
         # Bytes of an element of a weight, and of the residual stream: autocast's norms give fp32.
         pure = self.settings.precision == "pure-bf16"
         self.element = 2 if self.settings.half_weights or pure else 4
@@ -90,7 +90,7 @@ class StepMemory:
         # The inputs of the two layer norms and the dropouts' masks; query, key, value and the attention's output, which
         # is the input of the next linear layer; the input of GELU, four times as wide.
         kept = 2 * self.element + len(encoder_of(self.model).dropouts) * 1 + 4 * word + 4 * word
-        if causal and not self.compiled:
+        if causal and not self.fused:
             # GPT-2's GELU is an approximation, written out: its input, tanh of a polynomial, and 1 more than that in
             # fp32, and half of the input as it is.
             kept += 4 * 3 * 4
@@ -99,7 +99,7 @@ class StepMemory:
             # The inputs of the linear layers, for the gradients of weights: of query, key and value (without a compiler
             # each has its own half-precision copy, unless they are one layer), of the feed-forward's first layer, and
             # of its second, GELU's output, which a block in 8 bits computes again (kernels/gelu.py).
-            shared = self.compiled or causal or settings.precision == "fp32"
+            shared = self.fused or causal or settings.precision == "fp32"
             kept += (1 if shared else 3) * word + word + 4 * word * (settings.feed_forward != "fp8")
         if recipe.kind == "lora":
             # Each adapter drops out on a copy of its input of its own: 2 bytes and a mask, for a width of 1 or 4.
@@ -124,12 +124,12 @@ class StepMemory:
     def temporary(self) -> int:
         """What the start of the backward pass takes beside all that is kept.
 
-        Compiled: the gradients of GELU's input and of the residual, and measured, twice as much in a layer that is
+        Fused: the gradients of GELU's input and of the residual, and measured, twice as much in a layer that is
         recomputed, or GELU's output again. Eager: measured in half precision, about three times as much and the
         gradients of the scores. Weights in 4 bits are made whole anew for every GEMM, one at a time.
         """
         repeated = {False: 0, "elementwise": 8, True: 12}[self.settings.activation_checkpointing]
-        taken = (12 + repeated) * self.unit if self.compiled else 34 * self.unit + 2 * self.scores()
+        taken = (12 + repeated) * self.unit if self.fused else 34 * self.unit + 2 * self.scores()
         return taken + self.word * max((p.numel() for p in self.first if p in self.in_nf4), default=0)
 
     def casts(self) -> int:
@@ -158,7 +158,7 @@ class StepMemory:
             logits = each * min(PART, self.tokens) * self.config.vocab_size
             return logits + (4 + self.element) * self.words().numel() + (self.element + 2 * self.word) * self.unit
         copies = 3 if self.settings.engine == "trainer" else 1
-        logits = copies * self.word if self.compiled else 3 * 4
+        logits = copies * self.word if self.fused else 3 * 4
         return logits * self.tokens * self.config.vocab_size + (self.element + self.word) * self.unit
 
     def backward_begins(self) -> float:
@@ -179,7 +179,7 @@ class StepMemory:
         return {
             "forward and backward": lasting + self.casts() + self.backward_begins() + again * gradients,
             # A compiled backward pass returns its gradients beside those that it adds to.
-            "end of backward": lasting + gradients + tied + (gradients if again and self.compiled else 0),
+            "end of backward": lasting + gradients + tied + (gradients if again and self.fused else 0),
             "optimizer": lasting + gradients + (4 * _elements(self.trained) if foreach else 0),
         }
 
