@@ -98,8 +98,6 @@ def open_source(source: str | os.PathLike, split: str, fix_spans: bool = False, 
     Raises `DataError` if there is no such data set, and on first use of the result if its content is bad.
     """
     name = os.fspath(source)
-    # A misspelt file in a folder that is there should not go looking for a data set of that name on the hub.
-    local = name.endswith(".json") or ("/" in name and os.path.isdir(os.path.dirname(name)))
     path = find_file(name, OFFICIAL_NAMES[split])
     if name.startswith("synthetic:"):
         digest, document = generated(name, split)
@@ -110,7 +108,8 @@ def open_source(source: str | os.PathLike, split: str, fix_spans: bool = False, 
     elif os.path.isdir(name):
         name = str(Path(name))
         content = _saved(Path(name), split)
-    elif not local and is_hub_name(name):
+    # A misspelt file in a folder that is there should not go looking for a data set of that name on the hub.
+    elif is_hub_name(name) and not (name.endswith(".json") or os.path.isdir(os.path.dirname(name))):
         digest, table = hub_table(name, split, "train.json and validation.json in SQuAD's format")
         content = digest, lambda: flat_rows(table(), name)
     else:
@@ -259,12 +258,13 @@ def hub_table(name: str, split: str, files: str) -> tuple[Callable[[], str], Cal
         import datasets
 
         try:
+            if Path(datasets.__file__).with_name("packaged_modules").joinpath(name.split(":")[0]).is_dir():
+                raise ValueError("a format's name, by which datasets reads the files of the working directory")
             return datasets.load_dataset(*name.split(":"), split=split)
         except Exception as error:  # offline, unknown, gated, a script: the library says which
-            reason = f"{type(error).__name__}: {first_line(error)}"
             raise DataError(
-                f"{name!r}: no such file or folder, nor to be had from the hub ({reason}): "
-                f"give --data FOLDER, a folder with {files}"
+                f"{name!r}: no such file or folder, nor to be had from the hub ({type(error).__name__}: "
+                f"{first_line(error)}): give --data FOLDER, a folder with {files}"
             ) from None
 
     return lambda: hashlib.sha256(f"{name} {split} {table()._fingerprint}".encode()).hexdigest(), table
