@@ -23,7 +23,7 @@ from qa_lib.__main__ import main
 from qa_lib.app import Choices, answer, app, dashboard, decided, running
 from qa_lib.data.squad import MAX_CONTEXT, open_source
 from qa_lib.model.hf_checkpoint import write_digests
-from qa_lib.record import new_record, write_record
+from qa_lib.record import new_record
 from qa_lib.run.plan import plan
 from qa_lib.run.warm import SERVER
 from qa_lib.score import predict
@@ -58,11 +58,8 @@ def runs(tmp_path_factory, swept):
     broken = folder / "cpu-smoke" / "A3-s0-abcdef"
     broken.mkdir()
     (broken / "record.json").write_text('{"schema": "qa_lib/1", "status":')
-    entry = new_record(running, entry["env"])
-    entry["spec"]["planned_steps"] = 400
-    entry["error"]["message"] = EVIL
-    write_record(folder / running.run_path, entry)
-    write(folder / running.run_path / "steps.jsonl", {"step": 7, "loss": 1.0, "lr": 0.1, "ms": 1.0})
+    began = leave(folder, running, "running", {"message": EVIL}, entry["env"], spec={"planned_steps": 400})
+    write(began / "steps.jsonl", {"step": 7, "loss": 1.0, "lr": 0.1, "ms": 1.0})
     figure = folder.parent / "figures" / "cpu-smoke" / "ladder.png"
     figure.parent.mkdir(parents=True)
     Image.new("RGB", (9, 9)).save(figure)
@@ -213,12 +210,12 @@ def test_no_place_on_this_machine_is_told(runs, monkeypatch):
 
 
 def test_a_checkpoint_that_is_written_again_is_loaded_again(runs, tmp_path):
-    folder = shutil.copytree(folder_of(runs, "A1"), tmp_path / "model")
-    before = predict.ask(folder, "who", "it was she")["margin"]
-    shutil.rmtree(folder)  # weights in memory are those of the file, which is not to be written over
-    shutil.copytree(folder_of(runs, "A2"), folder)
-    after, other = (predict.ask(each, "who", "it was she")["margin"] for each in (folder, folder_of(runs, "A2")))
-    assert after == other != before
+    margins = []
+    for variant in ("A1", "A2"):
+        folder = shutil.copytree(folder_of(runs, variant), tmp_path / "model")
+        margins.append(predict.ask(folder, "who", "it was she")["margin"])
+        shutil.rmtree(folder)  # weights in memory are those of the file, which is not to be written over
+    assert margins[0] != margins[1] == predict.ask(folder_of(runs, "A2"), "who", "it was she")["margin"]
 
 
 def test_a_question_that_would_cut_its_paragraph_into_very_many_pieces_is_refused(runs):
@@ -231,8 +228,7 @@ def test_the_best_model_comes_first_and_those_of_synthetic_text_last(runs, tmp_p
     for variant in ("A1", "A2"):
         shutil.copytree(folder_of(runs, variant).parent, tmp_path / key_of(runs, variant))
     real = shutil.copytree(folder_of(runs).parent, tmp_path / "h200-local" / "E-packed-s2-aaaaaa")
-    own = {"data": {"name": "squad"}, "spec": {"variant": "E-packed", "seed": 2}}
-    change_record(real, quality={"best_f1": 76.0}, **own)
+    change_record(real, quality={"best_f1": 76.0}, data={"name": "squad"}, spec={"variant": "E-packed", "seed": 2})
     found = offered(tmp_path)
     assert [choice.name for choice in found[:2]] == ["E-packed-s2 · smoke · F1 76.0", "A2-s0 · smoke · F1 99.9"]
     assert [choice.synthetic for choice in found] == [False, True, True] and found[1].threshold == 3.25
@@ -245,9 +241,7 @@ def test_named_models_have_their_runs_threshold_and_names_of_their_own(runs, tmp
     run = folder_of(runs, "A2").parent
     (choice,), (other,) = named([run]), named([str(run / "model")])
     assert choice == other and choice.threshold == 3.25 and len(Choices([choice], runs).listed()) == 2
-    for name in ("one/bert", "other/bert"):
-        shutil.copytree(run / "model", tmp_path / name)
-    given = named([tmp_path / "one/bert", tmp_path / "other/bert"])
+    given = named([shutil.copytree(run / "model", tmp_path / name) for name in ("one/bert", "other/bert")])
     assert [c.name for c in Choices(given, tmp_path).listed()] == ["bert (model 1)", "bert (model 2)"]
 
 
@@ -392,23 +386,20 @@ def test_the_dashboard_opens_on_the_newest_group(tmp_path):
 
 
 def test_runs_may_come_and_go_while_they_are_looked_at(runs, tmp_path):
-    source, over = folder_of(runs).parent / "record.json", []
+    source, folder = folder_of(runs).parent / "record.json", tmp_path / "group" / "A1-s0-aaaaaa"
 
-    def churn():
-        while not over:
-            folder = tmp_path / "group" / "A1-s0-aaaaaa"
+    def look():
+        for _ in range(50):
+            running(tmp_path)
+            dashboard(tmp_path, tmp_path)
+
+    with ThreadPoolExecutor() as pool:
+        looking = pool.submit(look)
+        while not looking.done():
             folder.mkdir(parents=True)
             (folder / "record.json").write_text(source.read_text().replace('"status": "ok"', '"status": "running"'))
             shutil.rmtree(folder.parent)
-
-    with ThreadPoolExecutor() as pool:
-        pool.submit(churn)
-        try:
-            for _ in range(50):
-                running(tmp_path)
-                dashboard(tmp_path, tmp_path)
-        finally:
-            over.append(True)
+    looking.result()
 
 
 # In a browser.
