@@ -34,18 +34,11 @@ def spec_of(variant, bert_base, micro_batch, batch=None):
     return planned(variant, "bench", model=bert_base, **words)
 
 
-def test_optimizer_state_is_that_of_the_shapes(bert_base):
-    wanted = {"A1": 831, "C1": 347, "B1": 2, "E-dropout": 831 / 8 * 10, "E-dropout-moments": 831 / 8 * 6}
-    found = {name: estimate(spec_of(name, bert_base, 8))["optimizer_mib"] for name in wanted}
-    assert found == pytest.approx(wanted, abs=3)
-
-
 def test_the_verb_prints_rows_and_skips_and_refuses_a_cpu(bert_base, typed):
     words = f"A1 E-dropout A1-int8 --preset bench --data synthetic:100 --model {bert_base} --compute-capability 7.5"
     printed = typed(f"memory {words}")
     assert "A1" in printed and "forward and backward" in printed and "8.0 or newer" in printed
     assert "A1-int8: what training on rounded weights keeps" in printed
-    refused("A1-int8: what training on rounded weights keeps", estimate, spec_of("A1-int8", bert_base, 8))
     refused("planned for a CPU", estimate, planned("A1", "bench", model=bert_base, machine=Machine()))
 
 
@@ -127,15 +120,6 @@ def test_a_layer_keeps_what_autograd_keeps(length):
     assert found == pytest.approx(wanted, rel=0.01)
 
 
-def test_weights_of_a_language_model_by_row():
-    found = {name: estimate(lm_spec(name)) for name in ("L-compile", "L-masters", "L-8bit", "L-lora", "L-qlora")}
-    mib, state = ({name: one[key] for name, one in found.items()} for key in ("params_mib", "optimizer_mib"))
-    assert mib["L-masters"] == pytest.approx(mib["L-compile"] / 2) and mib["L-lora"] > mib["L-compile"]
-    layers = 12 * 12 * 768**2 / 2**20  # elements of their products, in units of 2^20
-    assert mib["L-lora"] - mib["L-qlora"] == pytest.approx((4 - 0.5625) * layers, rel=0.01)
-    assert found["L-lora"]["grads_mib"] < 20 and state["L-8bit"] < state["L-compile"] / 1.8
-
-
 def test_runs_are_predicted_from_their_records():
     """Every try of the search, at sizes far above those that the terms were measured at."""
     runs = committed().query("group == 'h200-max-batch-14.9gib-sm75' and `spec.variant` in ('A2', 'E-graph', 'C2')")
@@ -158,7 +142,8 @@ def test_every_point_of_the_profiles_is_predicted_within_a_tenth(group):
     runs = runs[runs["status"].isin(["ok", "oom"]) & now]
     peaks = memory_estimate.predicted(runs)
     unknown = runs["spec.settings.engine"].eq("plain") | runs["spec.variant"].isin(["A1-int8", "A1-int4"])
-    assert len(runs) > 15 and peaks[~unknown].isna().sum() == 3 * (group == "h200-bench")
+    older = ["E-dropout", "E-dropout-freeze", "E-masters-lora-all"] * (group == "h200-bench")
+    assert len(runs) > 15 and sorted(runs["spec.variant"][peaks.isna() & ~unknown]) == older
     measured = runs["memory.peak_alloc_mib"].astype(float)
     assert ((peaks / measured).dropna() - 1).abs().max() < 0.1
     out_of_memory = runs["status"] == "oom"
