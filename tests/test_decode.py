@@ -134,7 +134,7 @@ def test_nan_inside_a_window_names_the_question(samples, value):
     both, row = logits(samples), len(samples) // 2
     both[1, row, samples.lengths[row] - 1] = value
     key = EXAMPLES[samples.example[row]].id
-    said = f"^article 'Rivers', question '{key}': NaN or infinite logits in window {row} "
+    said = rf"^article 'Rivers', question '{key}': NaN or infinite logits in window {row} \(.* given to other windows\)"
     refused(said, decode, samples, EXAMPLES, *in_order(samples, both))
 
 
@@ -251,13 +251,3 @@ def test_wrong_labels_give_another_signature(lab):
     found, nulls = evaluated(lab, in_order(lab.samples, logits))
     assert nulls == 1 and found["exact"] == found["f1"] == pytest.approx(100 * lab.no_answer)
     assert loss > 2 * 0.794, "the seeds' loss"
-
-
-def test_the_guard_refuses_the_fault(lab):
-    """Rows that claim to be in the samples' order, or any other wrong one, do not pass."""
-    ids, start, end = predict_logits(lab.model, lab.samples)
-    given = lab.samples, lab.examples
-    refused(r"question '.*': NaN .* given to other windows", decode, *given, torch.arange(len(ids)), start, end)
-    for seed in range(5):
-        wrong = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))]
-        refused("given to other windows", decode, *given, wrong, start, end)
