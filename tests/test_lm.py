@@ -15,7 +15,6 @@ from datasets import Dataset
 from functorch.compile import make_boxed_func
 from tokenizers import Tokenizer
 from torch._dynamo.backends.common import aot_autograd
-from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -126,10 +125,9 @@ def test_wikitext_has_as_many_words_as_its_authors_count():
 
 def load(folder, tmp_path, **files):
     """load_text of a folder with the good files, some of them replaced."""
-    place = shutil.copytree(folder, tmp_path / "-".join(files))
+    others = shutil.ignore_patterns(*(f"{name}.*" for name in files))
+    place = shutil.copytree(folder, tmp_path / "-".join(files), ignore=others)
     for name, content in files.items():
-        for old in place.glob(f"{name}.*"):
-            old.unlink()
         (place / f"{name}.txt").write_bytes(content)
     return load_text(short(data=place))
 
@@ -253,7 +251,7 @@ def test_the_arithmetic_of_a_step_is_that_of_its_products():
 
 def test_fused_attention_is_told_causal_and_given_no_mask(monkeypatch):
     """Eager and compiled: with a mask PyTorch would not take FlashAttention. The sums are those of eager attention."""
-    seen, real = [], F.scaled_dot_product_attention
+    seen, real = [], torch.nn.functional.scaled_dot_product_attention
 
     def spy(*inputs, attn_mask=None, is_causal=False, **more):
         seen.append((attn_mask, is_causal))
@@ -263,7 +261,7 @@ def test_fused_attention_is_told_causal_and_given_no_mask(monkeypatch):
     with torch.no_grad():
         expected = build_model(short("L-bf16")).eval()(ids).logits
         model = build_model(short("L-sdpa")).eval()
-        monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
         for forward in (model, torch.compile(model, backend="eager")):
             assert torch.allclose(forward(ids).logits, expected, atol=1e-5)
         how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
