@@ -79,11 +79,10 @@ def test_a_disk_that_fills_while_the_model_is_saved_is_one_line(tmp_path, monkey
 
 
 def test_a_run_has_the_threads_of_its_record_and_leaves_those_of_its_process(tmp_path):
-    before = torch.get_num_threads()
-    more = before + 1
-    entry = fit(short(threads=more), tmp_path, say=quiet)
+    threads = torch.get_num_threads()
+    entry = fit(short(threads=threads + 1), tmp_path, say=quiet)
     found = entry["env"]["threads"], entry["spec"]["preset"]["threads"], torch.get_num_threads()
-    assert found == (more, more, before)
+    assert found == (threads + 1, threads + 1, threads)
 
 
 def test_a_limit_of_memory_ends_with_its_run(monkeypatch):
