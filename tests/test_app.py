@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from unittest.mock import Mock
 
 import httpx
@@ -23,19 +23,18 @@ from qa_lib.__main__ import main
 from qa_lib.app import Choices, answer, app, dashboard, decided, running
 from qa_lib.data.squad import MAX_CONTEXT, open_source
 from qa_lib.model.hf_checkpoint import write_digests
-from qa_lib.record import new_record, write_record
+from qa_lib.record import new_record
 from qa_lib.run.plan import plan
 from qa_lib.run.warm import SERVER
 from qa_lib.score import predict
 from qa_lib.score.choices import named, offered
 from qa_lib.spec import Machine
 from tests.conftest import slow
-from tests.material import change_record, leave, refused, wait_for, write
+from tests.material import cases, change_record, leave, refused, wait_for, write
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 HEAD = "qa_outputs.weight"
 SECONDS = 3  # of serving.SECONDS, in the server of these tests
-JOIN = "/gradio_api/queue/join"
 EVIL = '<img src=x onerror="alert(1)"><script>alert(2)</script>${alert(3)}{{alert(4)}}![x](http://evil.example/x.png)'
 
 
@@ -58,11 +57,8 @@ def runs(tmp_path_factory, swept):
     broken = folder / "cpu-smoke" / "A3-s0-abcdef"
     broken.mkdir()
     (broken / "record.json").write_text('{"schema": "qa_lib/1", "status":')
-    entry = new_record(running, entry["env"])
-    entry["spec"]["planned_steps"] = 400
-    entry["error"]["message"] = EVIL
-    write_record(folder / running.run_path, entry)
-    write(folder / running.run_path / "steps.jsonl", {"step": 7, "loss": 1.0, "lr": 0.1, "ms": 1.0})
+    began = leave(folder, running, "running", {"message": EVIL}, entry["env"], spec={"planned_steps": 400})
+    write(began / "steps.jsonl", {"step": 7, "loss": 1.0, "lr": 0.1, "ms": 1.0})
     figure = folder.parent / "figures" / "cpu-smoke" / "ladder.png"
     figure.parent.mkdir(parents=True)
     Image.new("RGB", (9, 9)).save(figure)
@@ -85,8 +81,8 @@ class Server:
         self.process.start()
         wait_for(lambda: not self.process.is_alive() or (self.log.exists() and "\n" in self.log.read_text()))
         self.address = re.search(r"http://127\.0\.0\.1:\d+", self.log.read_text()).group()
-        self.port = int(self.address.rpartition(":")[2])
         self.client = httpx.Client(timeout=60, base_url=self.address)
+        self.port = self.client.base_url.port
         self.config = self.client.get("/config").json()
         (button,) = (part["id"] for part in self.config["components"] if part["props"].get("elem_id") == "ask")
         (self.ask,) = (event for event in self.config["dependencies"] if [button, "click"] in event["targets"])
@@ -99,7 +95,7 @@ class Server:
     def __call__(self, *question):
         """What was found, and the first card's updates."""
         body = self.question(*question)
-        self.client.post(JOIN, json=body).raise_for_status()
+        self.client.post(serving.JOIN, json=body).raise_for_status()
         lines = self.client.get(f"/gradio_api/queue/data?session_hash={body['session_hash']}").text.splitlines()
         said = [json.loads(line.removeprefix("data: ")) for line in lines if line]
         (message,) = (one for one in said if one["msg"] == "process_completed")
@@ -163,18 +159,9 @@ def test_answers_are_right_and_long_paragraphs_windowed(server, runs, questions)
     assert all(f"{part} " in card[4]["value"] for part in ("tokenize", "model", "decode"))
 
 
-REFUSED = [
-    ("  ", "text", "Write or paste a question."),
-    ("who ?", "\n", "Write or paste a paragraph."),
-    ("who ?", "a" * (MAX_CONTEXT + 1), "The paragraph is longer than 100,000 characters, the limit."),
-    ("w" * 1_001, "text", "The question is longer than 1,000 characters, the limit."),
-    ("who " * 200, "text", "too long for this model, which reads"),
-]
-
-
-@pytest.mark.parametrize(("question", "context", "said"), REFUSED)
-def test_what_cannot_be_asked_is_said_in_place_of_the_answer(server, runs, question, context, said):
-    found, (_, answer, marked, *_) = server(key_of(runs), question, context)
+@pytest.mark.parametrize(("question", "times", "context", "as_often", "said"), cases("questions that are refused"))
+def test_what_cannot_be_asked_is_said_in_place_of_the_answer(server, runs, question, times, context, as_often, said):
+    found, (_, answer, marked, *_) = server(key_of(runs), question * times, context * as_often)
     assert found is None and said in answer["value"] and marked["visible"] is False
 
 
@@ -213,12 +200,12 @@ def test_no_place_on_this_machine_is_told(runs, monkeypatch):
 
 
 def test_a_checkpoint_that_is_written_again_is_loaded_again(runs, tmp_path):
-    folder = shutil.copytree(folder_of(runs, "A1"), tmp_path / "model")
-    before = predict.ask(folder, "who", "it was she")["margin"]
-    shutil.rmtree(folder)  # weights in memory are those of the file, which is not to be written over
-    shutil.copytree(folder_of(runs, "A2"), folder)
-    after, other = (predict.ask(each, "who", "it was she")["margin"] for each in (folder, folder_of(runs, "A2")))
-    assert after == other != before
+    margins = []
+    for variant in ("A1", "A2"):
+        folder = shutil.copytree(folder_of(runs, variant), tmp_path / "model")
+        margins.append(predict.ask(folder, "who", "it was she")["margin"])
+        shutil.rmtree(folder)  # weights in memory are those of the file, which is not to be written over
+    assert margins[0] != margins[1] == predict.ask(folder_of(runs, "A2"), "who", "it was she")["margin"]
 
 
 def test_a_question_that_would_cut_its_paragraph_into_very_many_pieces_is_refused(runs):
@@ -231,8 +218,7 @@ def test_the_best_model_comes_first_and_those_of_synthetic_text_last(runs, tmp_p
     for variant in ("A1", "A2"):
         shutil.copytree(folder_of(runs, variant).parent, tmp_path / key_of(runs, variant))
     real = shutil.copytree(folder_of(runs).parent, tmp_path / "h200-local" / "E-packed-s2-aaaaaa")
-    own = {"data": {"name": "squad"}, "spec": {"variant": "E-packed", "seed": 2}}
-    change_record(real, quality={"best_f1": 76.0}, **own)
+    change_record(real, quality={"best_f1": 76.0}, data={"name": "squad"}, spec={"variant": "E-packed", "seed": 2})
     found = offered(tmp_path)
     assert [choice.name for choice in found[:2]] == ["E-packed-s2 · smoke · F1 76.0", "A2-s0 · smoke · F1 99.9"]
     assert [choice.synthetic for choice in found] == [False, True, True] and found[1].threshold == 3.25
@@ -245,9 +231,7 @@ def test_named_models_have_their_runs_threshold_and_names_of_their_own(runs, tmp
     run = folder_of(runs, "A2").parent
     (choice,), (other,) = named([run]), named([str(run / "model")])
     assert choice == other and choice.threshold == 3.25 and len(Choices([choice], runs).listed()) == 2
-    for name in ("one/bert", "other/bert"):
-        shutil.copytree(run / "model", tmp_path / name)
-    given = named([tmp_path / "one/bert", tmp_path / "other/bert"])
+    given = named([shutil.copytree(run / "model", tmp_path / name) for name in ("one/bert", "other/bert")])
     assert [c.name for c in Choices(given, tmp_path).listed()] == ["bert (model 1)", "bert (model 2)"]
 
 
@@ -263,28 +247,27 @@ def test_only_what_the_page_asks_for_is_served(server, runs):
         assert server.client.get(f"/gradio_api/{path}").status_code == 404
     for path in ("/monitoring", "/static/../../routes.py", "/assets/%2e%2e/%2e%2e/%2e%2e/routes.py"):
         assert server.client.get(path).status_code in (403, 404)
-    assert server.client.options(JOIN).status_code == 404
+    assert server.client.options(serving.JOIN).status_code == 404
     assert server.client.get("/").status_code == server.client.get("/config").status_code == 200
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "8.8.8.8"])
 def test_foreign_hosts_and_pages_are_refused(server, host):
-    for path in ("/", "/config", JOIN):
+    for path in ("/", "/config", serving.JOIN):
         assert server.client.get(path, headers={"Host": host}).status_code == 400
-    assert server.client.post(JOIN, content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
+    assert server.client.post(serving.JOIN, content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
     policy = server.client.get("/").headers["content-security-policy"]
     assert "default-src 'self'" in policy and policy.endswith("frame-ancestors 'none'")
 
 
 def test_other_names_are_answered_only_where_others_reach_it():
     assert "*" in serving.names("lab", "10.0.0.7")
-    for host, address in (("::1", "::1"), ("localhost", "127.0.0.1")):
-        assert "*" not in serving.names(host, address)
+    assert "*" not in serving.names("::1", "::1") + serving.names("localhost", "127.0.0.1")
 
 
 def test_heads_and_bodies_that_are_too_large_are_refused(server):
     headers = {"Content-Type": "application/json"}
-    assert server.client.post(JOIN, content=b"x" * (serving.MAX_BODY + 1), headers=headers).status_code == 413
+    assert server.client.post(serving.JOIN, content=b"x" * (serving.MAX_BODY + 1), headers=headers).status_code == 413
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nX: " + b"x" * serving.MAX_HEAD)
         assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
@@ -361,15 +344,12 @@ def test_a_notebook_shows_it_without_a_public_link_and_asks_nobody(runs, monkeyp
     monkeypatch.setenv("GRADIO_SHARE", "True")
     monkeypatch.setattr(socket.socket, "connect", lambda self, to: called.append(to) or connect(self, to))
     monkeypatch.setattr("gradio.networking.setup_tunnel", lambda *_, **__: called.append(("a public link",)))
-    demo = app(runs=runs)
-    try:
+    with closing(app(runs=runs)) as demo:
         assert httpx.get(demo.local_url).status_code == 200 and demo.share_url is None
         assert httpx.post(f"{demo.local_url}gradio_api/upload", files={"files": b"x"}).status_code == 404
         assert httpx.get(demo.local_url, headers={"Host": "evil.example"}).status_code == 400
         time.sleep(0.5)  # what would be asked in the background
         assert {to[0] for to in called} <= {"127.0.0.1", "localhost"}
-    finally:
-        demo.close()
 
 
 # The dashboard.
@@ -392,23 +372,20 @@ def test_the_dashboard_opens_on_the_newest_group(tmp_path):
 
 
 def test_runs_may_come_and_go_while_they_are_looked_at(runs, tmp_path):
-    source, over = folder_of(runs).parent / "record.json", []
+    source, folder = folder_of(runs).parent / "record.json", tmp_path / "group" / "A1-s0-aaaaaa"
 
-    def churn():
-        while not over:
-            folder = tmp_path / "group" / "A1-s0-aaaaaa"
+    def look():
+        for _ in range(50):
+            running(tmp_path)
+            dashboard(tmp_path, tmp_path)
+
+    with ThreadPoolExecutor() as pool:
+        looking = pool.submit(look)
+        while not looking.done():
             folder.mkdir(parents=True)
             (folder / "record.json").write_text(source.read_text().replace('"status": "ok"', '"status": "running"'))
             shutil.rmtree(folder.parent)
-
-    with ThreadPoolExecutor() as pool:
-        pool.submit(churn)
-        try:
-            for _ in range(50):
-                running(tmp_path)
-                dashboard(tmp_path, tmp_path)
-        finally:
-            over.append(True)
+    looking.result()
 
 
 # In a browser.
@@ -421,9 +398,7 @@ def browser():
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+        yield playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
 
 
 @pytest.fixture(params=[1280, slow(390)])
@@ -454,13 +429,6 @@ def fits(page):
     return page.evaluate("document.scrollingElement.scrollWidth <= innerWidth") and page.evaluate(CUT_OFF) == []
 
 
-def put(page, question, context):
-    page.get_by_label("Paragraph").fill(context)
-    page.get_by_label("Question").fill(question)
-    page.locator("#ask").click()
-    page.wait_for_function("text => document.querySelector('.paragraph .text')?.textContent === text", arg=context)
-
-
 def test_browser_one_click_shows_the_answer_in_the_window(page):
     page.locator("#ask").click()
     mark = page.locator("mark")
@@ -476,7 +444,10 @@ def test_browser_one_click_shows_the_answer_in_the_window(page):
 def test_browser_marks_the_answer_and_the_threshold_decides_again(page, server, questions):
     example = next(example for example in questions if example.answers)
     context = f"😀  {EVIL}\n\n {example.context} \t<b>\u200b"
-    put(page, example.question, context)
+    page.get_by_label("Paragraph").fill(context)
+    page.get_by_label("Question").fill(example.question)
+    page.locator("#ask").click()
+    page.wait_for_function("text => document.querySelector('.paragraph .text')?.textContent === text", arg=context)
     best = page.locator("mark").text_content()
     slider, joined = page.locator("input[type=range]:visible"), []
     assert page.locator("input[type=number]:visible").input_value() == "3.25"

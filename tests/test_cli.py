@@ -19,6 +19,7 @@ from qa_lib import __main__ as cli
 from qa_lib import variants
 from qa_lib.cli import VERBS, parser_of, variants_of
 from qa_lib.errors import UserError
+from qa_lib.record import new_record
 from qa_lib.run import fit
 from qa_lib.run.plan import plan
 from qa_lib.run.process import use_compile_cache
@@ -28,22 +29,16 @@ from tests.material import ROOT, python, refused, table
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_and_option_explains_itself_with_an_example(verb, capsys):
-    with pytest.raises(SystemExit) as ended:
+def test_every_verb_and_option_explains_itself_with_an_example_and_is_what_its_module_reads(verb, capsys):
+    with pytest.raises(SystemExit, match="0"):
         cli.main([verb, "--help"])
-    assert ended.value.code == 0
     out = capsys.readouterr().out
     assert out.startswith(f"usage: python -m qa_lib {verb}")
     assert f"python -m qa_lib {verb} " in out[out.index("example") :]
-    assert [action.dest for action in parser_of(verb)._actions if not action.help] == []
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_verb_has_the_options_that_its_module_reads(verb):
-    """A name that argparse does not know would be an AttributeError, hours later."""
+    # A name that argparse does not know would be an AttributeError, hours later.
+    options = {action.dest: action.help for action in parser_of(verb)._actions}
     source = Path(importlib.import_module(VERBS[verb]["module"]).__file__).read_text()
-    known = {action.dest for action in parser_of(verb)._actions}
-    assert set(re.findall(r"\bargs\.(\w+)", source)) <= known
+    assert set(re.findall(r"\bargs\.(\w+)", source)) <= set(options) and all(options.values())
 
 
 def test_help_lists_the_verbs_quickly():
@@ -62,8 +57,7 @@ MISTAKES = table("mistakes") + [
 def test_a_mistake_is_one_line(words, message, capsys):
     assert cli.main(shlex.split(words)) == 2
     out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith(f"error: {message}")
+    assert (out, err.count("\n")) == ("", 1) and err.startswith(f"error: {message}")
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_where_it_is_the_default(tmp_path, monkeypatch, typed):
@@ -74,9 +68,9 @@ def test_a_folder_that_cannot_be_written_to_is_refused_where_it_is_the_default(t
 
 @pytest.mark.parametrize("words", [["A1,A4", "0,1"], ["A1 A4", "0 1"], ["A1, A4", "0 ,1"]])
 def test_a_list_takes_commas_and_spaces(words):
-    parser = parser_of("sweep")
     variants, seeds = (text.split(" ") for text in words)
-    args = parser.parse_args(["--preset", "smoke", "--variants", *variants, "--seeds", *seeds, "--micro-batch", "1,8"])
+    words = ["--preset", "smoke", "--variants", *variants, "--seeds", *seeds, "--micro-batch", "1,8"]
+    args = parser_of("sweep").parse_args(words)
     assert (args.variants, args.seeds, args.micro_batch) == (["A1", "A4"], [0, 1], [1, 8])
 
 
@@ -116,46 +110,41 @@ def test_the_hub_is_not_asked_for_what_is_here_nor_before_the_arithmetic(no_hub,
 def test_an_installed_checkout_works_from_any_folder(tmp_path):
     """Without network: in an environment of its own, with the setuptools that is here."""
     venv.create(tmp_path / "venv", system_site_packages=True)
-    python = str(tmp_path / "venv" / "bin" / "python")
     environment = os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")}
-    install = ["--no-deps", "--no-build-isolation", "-q", "-e", str(ROOT)]
-    subprocess.run([python, "-m", "pip", "install", *install], env=environment, check=True)
-    command = [python, "-m", "qa_lib", "variants"]
-    done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.split()[0]) == (0, "variant"), done.stderr
+    for words in (f"pip install --no-deps --no-build-isolation -q -e {ROOT}", "qa_lib variants"):
+        command = [tmp_path / "venv" / "bin" / "python", "-m", *words.split()]
+        done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("variant ")
 
 
 @pytest.mark.parametrize("words", [slow(""), slow("--help"), slow("sweep --help"), "variants"])
 def test_output_that_nobody_reads_or_no_disk_takes_is_no_traceback(words):
-    command = f"{sys.executable} -m qa_lib {words}"
-    done = subprocess.run(["bash", "-c", f"{command} | true"], cwd=ROOT, capture_output=True, text=True)
-    assert done.stderr == ""
-    done = subprocess.run(["bash", "-c", f"{command} > /dev/full"], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, "error: No space left on device\n")
+    for end, code, said in (("| true", 0, ""), ("> /dev/full", 2, "error: No space left on device\n")):
+        command = f"{sys.executable} -m qa_lib {words} {end}"
+        done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (code, said)
 
 
-ENDS = [
-    (UserError("no such thing"), 2, "error: no such thing\n"),
-    (KeyboardInterrupt(), 130, "stopped by SIGINT (Ctrl-C); finished runs are kept\n"),
-    (PermissionError(13, "Permission denied", "runs/x"), 2, "error: runs/x: Permission denied\n"),
-]
-
-
-@pytest.mark.parametrize(("problem", "code", "message"), ENDS)
-def test_how_a_verb_may_end(problem, code, message, monkeypatch, typed):
-    monkeypatch.setattr(variants, "main", Mock(side_effect=problem))
-    assert typed("variants", code=code) == message
+def test_how_a_verb_may_end(monkeypatch, typed):
+    denied = PermissionError(13, "Permission denied", "runs/x")
+    monkeypatch.setattr(variants, "main", Mock(side_effect=[UserError("no such thing"), denied, KeyboardInterrupt]))
+    assert typed("variants", code=2) == "error: no such thing\n"
+    assert typed("variants", code=2) == "error: runs/x: Permission denied\n"
+    assert typed("variants", code=130) == "stopped by SIGINT (Ctrl-C); finished runs are kept\n"
 
 
 def test_run_says_what_was_measured_and_no_more(monkeypatch, tmp_path, typed):
     monkeypatch.chdir(tmp_path)  # where nothing is finished yet
-    entry = {"status": "ok", "task": {"label": "F1", "metric": "f1"}, "speed": {"samples_per_s": None}}
-    entry |= {"quality": {"f1": 81.5, "always_null_f1": 90.0}}
-    entry |= {"spec": {"variant": "A1"}, "group": "cpu-smoke", "run_id": "A1-s0-0123ab"}
-    monkeypatch.setattr(fit, "fit", lambda spec, runs: entry)
-    first, second = typed("run A1 --preset smoke").splitlines()
-    assert first == "A1: ok, F1 81.50, never answering 90.00"
-    assert re.fullmatch(r"runs/[a-z0-9-]+/A1-s0-[0-9a-f]{6}/record\.json", second)
+
+    def trained(spec, runs):
+        entry = new_record(spec, {}) | {"status": "ok"}
+        entry["quality"] |= {"f1": 81.5, "always_null_f1": 90.0}
+        return entry
+
+    monkeypatch.setattr(fit, "fit", trained)
+    said = r"A1: ok, F1 81\.50, never answering 90\.00\nruns/[a-z0-9-]+/A1-s0-[0-9a-f]{6}/record\.json\n"
+    assert re.fullmatch(said, typed("run A1 --preset smoke"))
 
 
 def test_what_compilers_keep_is_taken_from_a_folder_of_ones_own_alone(tmp_path, monkeypatch):
@@ -163,8 +152,9 @@ def test_what_compilers_keep_is_taken_from_a_folder_of_ones_own_alone(tmp_path, 
         monkeypatch.setenv(name, "elsewhere")
     use_compile_cache(None)
     assert os.environ["TRITON_CACHE_DIR"] == "elsewhere"
-    use_compile_cache(tmp_path / "a" / "b")
-    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) == tmp_path / "a" / "b" / "inductor"
-    assert Path(os.environ["TRITON_CACHE_DIR"]).stat().st_mode & 0o777 == 0o700
-    (tmp_path / "a" / "b" / "triton").chmod(0o770)
-    refused("triton is not yours alone to write to: chmod 700", use_compile_cache, tmp_path / "a" / "b")
+    own = tmp_path / "a" / "b"
+    use_compile_cache(own)
+    for name, folder in (("TORCHINDUCTOR_CACHE_DIR", own / "inductor"), ("TRITON_CACHE_DIR", own / "triton")):
+        assert os.environ[name] == str(folder) and folder.stat().st_mode & 0o777 == 0o700
+    (own / "triton").chmod(0o770)
+    refused("triton is not yours alone to write to: chmod 700", use_compile_cache, own)

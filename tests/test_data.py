@@ -31,22 +31,18 @@ def examples_of(source, split="train", **more) -> list[Example]:
     return open_source(source, split, **more).examples
 
 
-SPLITS = [("train", "train.json"), ("train", "train-v2.0.json"), ("validation", "validation.json")]
-
-
-@pytest.mark.parametrize(("split", "name"), [*SPLITS, ("validation", "dev-v2.0.json")])
-def test_files_and_folders_in_the_nested_layout(tmp_path, split, name):
+@pytest.mark.parametrize("name", "train.json train-v2.0.json validation.json dev-v2.0.json".split())
+def test_files_and_folders_in_the_nested_layout(tmp_path, name):
+    split, other = ("train", "validation") if name.startswith("train") else ("validation", "train")
     file = write(tmp_path / name, GOOD)
     assert examples_of(file, split) == examples_of(str(tmp_path), split) == EXPECTED
-    other = "validation" if split == "train" else "train"
-    refused(r"no (validation|train)\.json or .* in this folder", open_source, tmp_path, other)
+    refused(rf"no {other}\.json or .* in this folder", open_source, tmp_path, other)
 
 
 def test_saved_datasets(tmp_path):
-    flat().save_to_disk(tmp_path / "both")
-    flat()["train"].save_to_disk(tmp_path / "one")
+    for name, data in (("both", flat()), ("one", flat()["train"]), ("train-only", flat(("train",)))):
+        data.save_to_disk(tmp_path / name)
     assert examples_of(tmp_path / "both", "validation") == examples_of(tmp_path / "one", "validation") == EXPECTED
-    flat(("train",)).save_to_disk(tmp_path / "train-only")
     refused("no data set of save_to_disk with a split 'validation'", open_source, tmp_path / "train-only", "validation")
     copy = shutil.copytree(tmp_path / "one", tmp_path / "copy")
     assert open_source(tmp_path / "one", "train").sha256 == open_source(copy, "train").sha256
@@ -67,10 +63,9 @@ def test_hub_is_asked_for_data_and_never_for_code(monkeypatch):
 
 
 def test_flat_data_of_another_kind_is_refused(tmp_path):
-    flat()["train"].remove_columns("answers").save_to_disk(tmp_path / "poor")
-    odd = [{"id": "a", "question": "b", "context": "c", "answers": "d"}]
-    datasets.Dataset.from_list(odd).save_to_disk(tmp_path / "odd")
-    for name in ("poor", "odd"):
+    row = {"id": "a", "question": "b", "context": "c"}
+    for name, odd in (("poor", row), ("odd", row | {"answers": "d"})):
+        datasets.Dataset.from_list([odd]).save_to_disk(tmp_path / name)
         refused(rf"{name}: article .*not the SQuAD layout, no object under .answers", examples_of, tmp_path / name)
 
 
@@ -79,8 +74,8 @@ def test_synthetic_source():
     assert len(train.examples) == len(validation.examples) == 50
     assert train.examples != validation.examples and train.sha256 != validation.sha256
     assert train.sha256 == open_source("synthetic:50", "train").sha256 != open_source("synthetic:51", "train").sha256
-    for wrong in ("synthetic:", "synthetic:0", "synthetic:-1", "synthetic:x", "synthetic:" + "9" * 5000):
-        refused("synthetic:2000", open_source, wrong, "train")
+    for wrong in ("", "0", "-1", "x", "9" * 5000):
+        refused("synthetic:2000", open_source, f"synthetic:{wrong}", "train")
 
 
 @pytest.mark.parametrize("name", ["missing.json", "a/b/c", "/no/such/folder", "tests/mistyped", "", "\0", "x" * 5000])
@@ -98,19 +93,13 @@ def test_hash_is_of_the_content_and_parses_nothing(tmp_path):
     assert open_source(tmp_path / "b.json", "train").sha256 != source.sha256
 
 
-def test_version_1_has_no_is_impossible(tmp_path):
-    entry = question("q1", "Where?", GOLD)
-    del entry["is_impossible"]
-    old = document((CONTEXT, [entry])) | {"version": "1.1"}
-    (example,) = examples_of(write(tmp_path / "a.json", old))
-    assert example.answers == (GOLD,) and not example.impossible
-
-
 def test_what_is_odd_but_fine(tmp_path):
-    empty = document(("", [question("a", "")]), (CONTEXT, []), ("  ", [question("b", "  x", id="b")]))
-    file = write(tmp_path / "bom.json", empty)
+    """Of version 1, for one, which has no is_impossible."""
+    old = {"id": "c", "question": "old", "answers": [{"text": GOLD[0], "answer_start": GOLD[1]}]}
+    odd = document(("", [question("a", "")]), (CONTEXT, [old]), ("x", []), ("  ", [question("b", "  x", id="b")]))
+    file = write(tmp_path / "bom.json", odd)
     file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
-    assert [e.question for e in examples_of(file)] == ["", "  x"]
+    assert {e.question: e.answers for e in examples_of(file)} == {"": (), "old": (GOLD,), "  x": ()}
 
 
 # The one entry of a paragraph, and what is said of it; and a whole file.
@@ -128,8 +117,7 @@ def test_bad_layout_is_one_line_that_names_the_place(tmp_path, name):
 
 def test_broken_json(tmp_path):
     file = tmp_path / "data.json"
-    bytes_ = [b"\xff\xfe\xfa", b"\x80", b'{"data": "\xc3("}']
-    for content in [b"", b"{", b'{"data": [}', b"[" * 200_000, b"1" * 5000, *bytes_]:
+    for content in (b"", b"{", b'{"data": [}', b"[" * 200_000, b"1" * 5000, b"\xff\xfe\xfa", b"\x80", b'"\xc3("'):
         file.write_bytes(content)
         refused(r"data\.json: not JSON", examples_of, file)
 
@@ -144,11 +132,8 @@ def test_misplaced_answers_are_counted_listed_and_repaired_where_they_occur_once
     assert all(f"question '{key}'" in said for key in ("once", "twice", "never"))
     said = refused("2 answers", examples_of, file, fix_spans=True)
     assert "'once'" not in said and "--fix-spans" not in said
-
-    file = write(tmp_path / "data.json", document((CONTEXT, [once])))
-    (example,) = examples_of(file, fix_spans=True)
-    assert example.answers == (("south", start), GOLD)
-    assert "moved 1 answers" in caplog.text
+    (example,) = examples_of(write(file, document((CONTEXT, [once]))), fix_spans=True)
+    assert example.answers == (("south", start), GOLD) and "moved 1 answers" in caplog.text
 
 
 def test_many_misplaced_answers_stay_one_readable_line(tmp_path):

@@ -1,9 +1,8 @@
 """Records for other tools. TensorBoard, Weights & Biases and trackio are played by mocks."""
 
-import json
 import os
 import sys
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import pandas as pd
 import pytest
@@ -14,6 +13,10 @@ from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 from tests.material import leave
 
+LOG = """{"step": 1, "loss": null, "lr": 1e-3, "ms": 5.0}
+{"step": 2, "loss": 0.5, "lr": 1e-3, "ms": 4.0}
+{"step": 3, "lo"""
+
 
 @pytest.fixture
 def runs(tmp_path):
@@ -21,9 +24,7 @@ def runs(tmp_path):
     skipped and has no step log."""
     done, skipped = plan(["A1", "D1-nvfuser"], "smoke", data="synthetic:40", machine=Machine())
     folder = leave(tmp_path, done, quality={"f1": 81.5}, time={"steps": 2})
-    lines = [{"step": 1, "loss": None, "lr": 1e-3, "ms": 5.0}, {"step": 2, "loss": 0.5, "lr": 1e-3, "ms": 4.0}]
-    log = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "lo'
-    (folder / "steps.jsonl").write_text(log)
+    (folder / "steps.jsonl").write_text(LOG)
     leave(tmp_path, skipped, "skipped")
     return tmp_path
 
@@ -83,21 +84,16 @@ def test_a_run_is_followed_while_it_trains(runs, tmp_path, lab, typed, monkeypat
         entry["time"]["started"] = at
         record.write_record(folder, entry | {"status": status})
 
-    looks = [
-        lambda: begin("t1", "starting"),
-        lambda: begin("t2", "running"),
-        lambda: steps(1, 2),
-        lambda: None,
-        lambda: (steps(3), begin("t2", "killed")),
-        lambda: begin("t3", "running"),
-    ]
+    def changes():
+        yield begin("t1", "starting")
+        yield begin("t2", "running")
+        yield steps(1, 2)
+        yield None
+        yield steps(3), begin("t2", "killed")
+        yield begin("t3", "running")
+        yield KeyboardInterrupt  # which a mock raises
 
-    def look(_):
-        if not looks:
-            raise KeyboardInterrupt
-        looks.pop(0)()
-
-    monkeypatch.setattr(export.time, "sleep", look)
+    monkeypatch.setattr(export.time, "sleep", Mock(side_effect=changes()))
     typed("export --follow --runs", runs, "--wandb", tmp_path / "logs", code=130)
     told = []
     for name, words, named in lab.mock_calls:
@@ -107,8 +103,6 @@ def test_a_run_is_followed_while_it_trains(runs, tmp_path, lab, typed, monkeypat
             told.append(named["step"])
     skipped, first = ["init", "finish"], ["init", "finish"]  # what was there before it followed
     assert told == [*first, *skipped, "init", 1, 2, 3, "finish", "init", 1, 2, 3, "finish"]
-    said = typed("export --csv x.csv --follow --runs", runs, code=2)
-    assert "error: --follow goes with one of --tensorboard, --wandb, --trackio" in said
 
 
 @pytest.mark.parametrize("option", ["--tensorboard", "--wandb", "--trackio"])
@@ -119,6 +113,8 @@ def test_a_package_that_is_not_installed_is_one_line(option, tmp_path, monkeypat
     assert "error: this needs a package that is not installed: pip install" in said
 
 
-def test_no_record_is_one_line(tmp_path, typed):
+def test_no_record_and_following_into_a_table_are_one_line(tmp_path, typed):
     said = typed("export --group h100-full --csv x.csv --runs", tmp_path, code=2)
     assert said == f"error: no record of h100-full below {tmp_path}\n"
+    said = typed("export --csv x.csv --follow --runs", tmp_path, code=2)
+    assert said == "error: --follow goes with one of --tensorboard, --wandb, --trackio\n"

@@ -25,10 +25,9 @@ def scored(monkeypatch, quality):
     """A spec with a task of another metric, whose evaluation gives these scores."""
     task = {"name": "toy", "metric": "nats", "label": "nats a token", "higher_is_better": False, "scores": [*quality]}
     monkeypatch.setitem(record.SCORING, "toy", task)
-    monkeypatch.setitem(HEADS, "toy", HEADS["qa"])
     monkeypatch.setitem(variants.TASKS, "toy", {"card": variants.TASKS["qa"]["card"] | {"metrics": {}}})
-    monkeypatch.setitem(LOADERS, "toy", LOADERS["qa"])
-    monkeypatch.setitem(EVALUATIONS, "toy", lambda *_: quality)
+    for table, own in ((HEADS, HEADS["qa"]), (LOADERS, LOADERS["qa"]), (EVALUATIONS, lambda *_: quality)):
+        monkeypatch.setitem(table, "toy", own)
     return short(task="toy", quality=True)
 
 
@@ -51,15 +50,15 @@ def test_every_model_of_a_process_is_compiled(tmp_path):
         assert fit(short("D1", micro_batch=micro_batch), tmp_path, say=quiet)["status"] == "ok"
 
 
-WORDS = ["CUDA error: out of memory", "Triton Error [CUDA]: out of memory"]
-WORDS += ["CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"]
-WORDS += ["DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"]
+WORDS = """CUDA error: out of memory
+Triton Error [CUDA]: out of memory
+CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`
+DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"""
 
 
 def test_memory_runs_out_in_many_words():
-    assert all(out_of_memory(RuntimeError(words)) for words in WORDS)
-    assert not out_of_memory(RuntimeError("out of resource: shared memory"))
-    assert not out_of_memory(ValueError("out of memory"))
+    assert all(out_of_memory(RuntimeError(words)) for words in WORDS.splitlines())
+    assert not any(map(out_of_memory, (RuntimeError("out of resource: shared memory"), ValueError("out of memory"))))
 
 
 def test_a_score_that_json_has_not_makes_the_run_an_error(tmp_path, monkeypatch):
@@ -73,7 +72,6 @@ def test_a_score_that_json_has_not_makes_the_run_an_error(tmp_path, monkeypatch)
 
 def test_a_disk_that_fills_while_the_model_is_saved_is_one_line(tmp_path, monkeypatch):
     """A record on a full disk is in test_record, a checkpoint in test_train."""
-
     spec = scored(monkeypatch, {"nats": 1.0, "n": 20})
     monkeypatch.setattr("qa_lib.run.fit.save_model", Mock(side_effect=OSError(28, "No space left on device")))
     refused(r"^cannot write .*/model: .*No space left on device$", fit, spec, tmp_path, say=quiet)
@@ -82,12 +80,9 @@ def test_a_disk_that_fills_while_the_model_is_saved_is_one_line(tmp_path, monkey
 
 def test_a_run_has_the_threads_of_its_record_and_leaves_those_of_its_process(tmp_path):
     threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        entry = fit(short(), tmp_path, say=quiet)
-        assert (entry["env"]["threads"], entry["spec"]["preset"]["threads"], torch.get_num_threads()) == (1, 1, 3)
-    finally:
-        torch.set_num_threads(threads)
+    entry = fit(short(threads=threads + 1), tmp_path, say=quiet)
+    found = entry["env"]["threads"], entry["spec"]["preset"]["threads"], torch.get_num_threads()
+    assert found == (threads + 1, threads + 1, threads)
 
 
 def test_a_limit_of_memory_ends_with_its_run(monkeypatch):
@@ -101,19 +96,17 @@ def test_a_limit_of_memory_ends_with_its_run(monkeypatch):
 
 
 def test_a_run_that_waits_says_so_in_its_record(tmp_path, monkeypatch):
-    seen = []
+    spec = short()
 
     @contextlib.contextmanager
     def busy(device, shared, waits):
         waits()
-        seen.append(record.read_record(tmp_path / spec.run_path)["status"])
+        assert record.read_record(tmp_path / spec.run_path)["status"] == "waiting"
         yield 1000.0
 
-    spec = short()
     monkeypatch.setattr("qa_lib.measure.hardware.gpu_lock", busy)
     entry = fit(spec, tmp_path, say=quiet)
-    assert seen == ["waiting"] and entry["status"] == "ok"
-    assert entry["time"]["wall_s"] < 0, "what was waited is no time of the run"
+    assert entry["status"] == "ok" and entry["time"]["wall_s"] < 0, "what was waited is no time of the run"
 
 
 def test_a_run_beside_others_records_no_times(tmp_path, monkeypatch):
@@ -135,5 +128,5 @@ def test_what_ends_a_run_is_in_its_record(problem, status, tmp_path, monkeypatch
     with contextlib.nullcontext() if status == "oom" else pytest.raises(StepFailed):
         fit(spec, tmp_path, say=quiet)
     entry = record.read_record(tmp_path / spec.run_path)
-    assert entry["status"] == status
-    assert entry["error"] == {"kind": type(problem).__name__, "message": str(problem).split("\n")[0], "step": 2}
+    error = {"kind": type(problem).__name__, "message": str(problem).split("\n")[0], "step": 2}
+    assert (entry["status"], entry["error"]) == (status, error)

@@ -15,14 +15,14 @@ from tests.tiny import planned
 
 
 @pytest.fixture
-def pair():
+def drawn():
+    """Inputs, the outputs' gradient, a linear layer and the same in 8 bits."""
     torch.manual_seed(0)
-    x = torch.randn(2, 32, 64).bfloat16()
-    native = torch.nn.Linear(64, 128).bfloat16()
+    x, grad = torch.randn(2, 32, 64).bfloat16(), torch.randn(2, 32, 128).bfloat16() * 1e-4
+    native, eighth = torch.nn.Linear(64, 128).bfloat16(), Float8Linear(64, 128).bfloat16()
     torch.nn.init.normal_(native.weight, std=0.02)  # as in BERT
-    eighth = Float8Linear(64, 128).bfloat16()
     eighth.load_state_dict(native.state_dict())
-    return x, native, eighth
+    return x, grad, native, eighth
 
 
 def run(layer, x, grad):
@@ -32,9 +32,8 @@ def run(layer, x, grad):
     return y.detach(), x.grad, layer.weight.grad, layer.bias.grad
 
 
-def test_values_and_gradients_are_close_to_those_in_bf16(pair):
-    x, native, eighth = pair
-    grad = torch.randn(2, 32, 128).bfloat16() * 1e-4
+def test_values_and_gradients_are_close_to_those_in_bf16(drawn):
+    x, grad, native, eighth = drawn
     values, by_x, by_weight, by_bias = zip(run(eighth, x, grad), run(native, x, grad), strict=True)
     assert 0.005 < relative(*values) < 0.05  # e4m3 keeps 4 bits: it is not the same product
     assert 0.005 < relative(*by_x) < 0.08  # e5m2 keeps 3
@@ -42,28 +41,23 @@ def test_values_and_gradients_are_close_to_those_in_bf16(pair):
     assert relative(*by_bias) < 0.01
 
 
-def test_values_beyond_the_range_saturate(pair):
-    x, _, eighth = pair
-    assert eighth(x * 1000).isfinite().all()
-    grad = torch.zeros(2, 32, 128).bfloat16()
+def test_values_beyond_the_range_saturate(drawn):
+    x, grad, _, eighth = drawn
     grad[:, :, 0] = 10.0  # 11 times what e5m2 holds of gradients as they are scaled
-    _, by_x, *_ = run(eighth, x, grad)
-    assert by_x.isfinite().all() and by_x.abs().max() > 0
+    y, by_x, *_ = run(eighth, x * 1000, grad)
+    assert y.isfinite().all() and by_x.isfinite().all() and by_x.abs().max() > 0
 
 
-def test_of_a_product_that_leaves_its_bias_to_others_it_leaves_it_too(pair):
-    x, native, eighth = pair
+def test_of_a_product_that_leaves_its_bias_to_others_it_leaves_it_too(drawn):
+    x, grad, native, eighth = drawn
     bare = copy.deepcopy(eighth)
     bare.adds_bias = False
-    grad = torch.randn(2, 32, 128).bfloat16() * 1e-4
-    y, by_x, by_weight, by_bias = run(bare, x, grad)
-    assert by_bias is None
-    torch.testing.assert_close(y + native.bias, eighth(x), atol=0.02, rtol=0.02)
-    assert all(map(torch.equal, (by_x, by_weight), run(eighth, x, grad)[1:3]))
+    found, wanted = run(bare, x, grad), run(eighth, x, grad)
+    assert found[3] is None and all(map(torch.equal, found[1:3], wanted[1:3]))
+    torch.testing.assert_close(found[0] + native.bias, wanted[0], atol=0.02, rtol=0.02)
 
 
 def test_with_norms_and_gelu_of_our_own_a_layer_is_close_to_that_in_bf16_and_adds_biases_once():
-
     layer = layers_of(build_model(planned("E-fp8")).eval())[0].bfloat16()
     eighths = [module for module in layer.modules() if isinstance(module, Float8Linear)]
     for module in eighths:
@@ -76,25 +70,21 @@ def test_with_norms_and_gelu_of_our_own_a_layer_is_close_to_that_in_bf16_and_add
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_feed_forward_block_hands_on_what_it_has_in_8_bits(pair, backend):
+def test_a_feed_forward_block_hands_on_what_it_has_in_8_bits(drawn, backend):
     """From GELU to the second linear layer, and its gradient to the first; as if either converted it by itself. GELU's
     output is not kept."""
-    x, _, first = pair
+    x, *_, first = drawn
     second = Float8Linear(128, 64).bfloat16()
     first.adds_bias = second.adds_bias = False
     first.__class__ = LinearWithoutBias
     block = FusedIntermediate(first)
     first.__class__ = Float8Linear
-    grad = torch.randn(2, 32, 64).bfloat16() * 1e-4
-
-    def by_itself(x):
-        return second(gelu(first(x), first.bias))
-
-    found = []
-    for run in (by_itself, torch.compile(lambda x: second(block(x)), backend=backend, fullgraph=True)):
+    weights, found = (first.weight, first.bias, second.weight), []
+    handing_on = torch.compile(lambda x: second(block(x)), backend=backend, fullgraph=True)
+    for run in (lambda x: second(gelu(first(x), first.bias)), handing_on):
         own = x.clone().requires_grad_()
         y = run(own)
-        found.append([y.detach(), *torch.autograd.grad(y, (own, first.weight, first.bias, second.weight), grad)])
+        found.append([y.detach(), *torch.autograd.grad(y, (own, *weights), x * 1e-4)])
     assert all(map(torch.equal, *found))
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(kept.append, id):
@@ -130,8 +120,8 @@ def test_one_kernel_makes_both_copies_of_a_weight(shape):
     assert wanted.float().abs().eq(fp8.E4M3_MAX).any()
 
 
-def test_a_weight_that_is_transposed_in_memory_gives_the_same_product(pair):
-    x, native, _ = pair
-    grad, weights = torch.randn(2, 32, 128).bfloat16() * 1e-4, (native.weight, native.weight.t().contiguous().t())
+def test_a_weight_that_is_transposed_in_memory_gives_the_same_product(drawn):
+    x, grad, native, _ = drawn
+    weights = native.weight, native.weight.t().contiguous().t()
     found = [with_gradients(lambda *a: fp8.fp8_linear(*a, native.bias), [x, weight], grad) for weight in weights]
     assert all(map(torch.equal, *found))

@@ -5,9 +5,8 @@ import functools
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch import library
 from torch._dynamo.backends.common import aot_autograd
-from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from qa_lib.kernels import gelu as gelus
 from qa_lib.kernels.fp8 import E4M3_MAX, E5M2_MAX, in_e4m3, in_e5m2
@@ -15,7 +14,6 @@ from qa_lib.kernels.gelu import gelu
 from qa_lib.model.fused_blocks import FusedIntermediate, use_sigmoid_gelu
 from tests.kernels import DEVICE, assert_close, with_gradients
 from tests.material import refused
-from tests.tiny import checkpoint, having
 
 ERRORS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
@@ -60,18 +58,6 @@ def test_the_compiler_keeps_input_and_output_and_nothing_else():
     assert [value.dtype for value in kept if value.shape == (100, 64)] == [torch.bfloat16] * 2
 
 
-@pytest.mark.parametrize("kind", having("E-gelu"))
-def test_every_encoder_takes_it_and_gives_nearly_the_same(kind, tmp_path):
-    model = AutoModelForQuestionAnswering.from_pretrained(checkpoint(kind, tmp_path)).eval()
-    ids = torch.randint(5, 100, (2, 20))
-    before = model(ids).start_logits
-    use_sigmoid_gelu(model)
-    assert sum(isinstance(module, FusedIntermediate) for module in model.modules()) == model.config.num_hidden_layers
-    after = model(ids).start_logits
-    assert not torch.equal(before, after)
-    torch.testing.assert_close(before, after, atol=1e-3, rtol=1e-3)
-
-
 def test_the_approximation_by_tanh_is_a_sigmoid_of_two_terms():
     x, grad = torch.linspace(-9, 9, 2001).double()[:, None], torch.linspace(-1, 2, 2001).double()[:, None]
     inputs = x, torch.tensor([0.25], dtype=torch.float64)
@@ -104,7 +90,7 @@ def test_the_kernels_are_gelu_and_its_derivative(rows, width, dtype, error, tanh
 def test_its_operator_is_what_the_compiler_takes_it_for():
     for factor in (0.0, 2.0**10):
         for call, inputs in ((gelus._gelu_forward, drawn(4, 32)[1:]), (gelus._gelu_backward, drawn(4, 32))):
-            library.opcheck(call, (*inputs, factor), test_utils=("test_schema", "test_faketensor"))
+            torch.library.opcheck(call, (*inputs, factor), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.triton
@@ -122,8 +108,3 @@ def test_either_kernel_writes_its_result_in_8_bits_and_the_second_that_of_the_fi
     assert eighth.dtype == wanted.dtype and eighth.float().abs().max() == most
     # Triton's interpreter rounds some numbers to another neighbour.
     assert (eighth.float() == wanted.float()).float().mean() >= (0.9 if DEVICE.type == "cpu" else 1)
-
-
-def test_it_is_differentiated_as_finite_differences_have_it():
-    _, *inputs = drawn(4, 5)  # on a CPU: the kernel computes in float32, too coarse for differences
-    assert torch.autograd.gradcheck(gelu, [x.cpu().double().requires_grad_() for x in inputs])

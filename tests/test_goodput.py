@@ -50,32 +50,27 @@ def test_efficiency_is_1_at_the_reference_and_falls_to_the_share_of_it():
     assert efficiency(Noise(), 64) is None
 
 
-def one_step(kind, ranks):
-    """A strategy that has had the gradient of one micro-batch."""
-    model = torch.nn.Linear(3, 1)
+def one_step(kind, ranks, micro_batches):
+    """The square norm of the gradient after a step of a strategy, and what it says of noise."""
+    torch.manual_seed(0)
+    model, last = torch.nn.Linear(3, 1), len(micro_batches)
     strategy = kind(model, ranks, Settings(precision="fp32"))
-    with strategy.micro_batch(last=True):
-        model(torch.randn(2, 3)).square().mean().backward()
-    strategy.reduce_grads()
-    strategy.global_norm(strategy.parameters[0].grad.norm())
-    return ranks.stats.noise(steps=1)
-
-
-def test_a_process_alone_compares_its_first_micro_batch_with_all(ranks):
-    model = torch.nn.Linear(3, 1)
-    strategy, micro_batches = OneBucketDDP(model, ranks, Settings(precision="fp32")), torch.randn(4, 2, 3)
     for number, inputs in enumerate(micro_batches, 1):
-        with strategy.micro_batch(last=number == 4):
-            (model(inputs).square().mean() / 4).backward()
+        with strategy.micro_batch(last=number == last):
+            (model(inputs).square().mean() / last).backward()
     whole = square_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
     strategy.reduce_grads()
     strategy.global_norm(whole.sqrt())
-    model.zero_grad()
-    model(micro_batches[0]).square().mean().backward()
-    first = square_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    return whole, ranks.stats.noise(steps=1)
+
+
+def test_a_process_alone_compares_its_first_micro_batch_with_all(ranks):
+    micro_batches = torch.randn(4, 2, 3)
+    whole, found = one_step(OneBucketDDP, ranks, micro_batches)
+    first, _ = one_step(OneBucketDDP, ProcessGroup(torch.device("cpu")), micro_batches[:1])
     weight = 1 - SMOOTHING ** (8 / REFERENCE)
     torch.testing.assert_close(ranks.stats.norms, weight * torch.stack([first, whole]))
-    found, expected = ranks.stats.noise(steps=1), noise(float(first), float(whole), 4, 2)
+    expected = noise(float(first), float(whole), 4, 2)
     assert (found.sqr, found.var, found.steps) == (pytest.approx(expected.sqr), pytest.approx(expected.var), 1)
 
 
@@ -83,17 +78,17 @@ def test_a_process_alone_compares_its_first_micro_batch_with_all(ranks):
 def test_the_means_reach_back_over_as_many_features_whatever_the_batch(batch, ranks):
     """Of norms that change halfway through 64,000 samples, the old ones weigh 1/e times as much as the new ones."""
     ranks.batch, steps = batch, 32_000 // batch
-    old, new = torch.tensor([9.0, 3.0]), torch.tensor([5.0, 4.0])
-    for number in range(2 * steps):
-        ranks.stats.note_norms(*(old if number < steps else new))
+    old, new = torch.tensor([[9.0, 3.0], [5.0, 4.0]])
+    for norms in [old] * steps + [new] * steps:
+        ranks.stats.note_norms(*norms)
     share = 1 / (1 + np.exp(-1))
     expected = noise(*(share * new + (1 - share) * old).tolist(), 4, batch // 4)
     found = ranks.stats.noise(2 * steps)
-    assert (found.sqr, found.var) == (pytest.approx(expected.sqr, rel=0.01), pytest.approx(expected.var, rel=0.01))
+    assert (found.sqr, found.var) == pytest.approx((expected.sqr, expected.var), rel=0.01)
 
 
 def test_a_process_alone_with_one_micro_batch_says_nothing():
-    assert one_step(OneBucketDDP, ProcessGroup(torch.device("cpu"))) == Noise()
+    assert one_step(OneBucketDDP, ProcessGroup(torch.device("cpu")), torch.randn(1, 2, 3))[1] == Noise()
 
 
 def test_what_a_gpu_only_communicates_is_exposed():
@@ -107,20 +102,20 @@ def test_what_a_gpu_only_communicates_is_exposed():
 def test_a_sharded_row_alone_says_nothing_of_noise(ranks, monkeypatch):
     monkeypatch.setattr(zero1, "reduce_scatter", lambda out, given, op: out.copy_(given))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, group=None: None)
-    assert one_step(zero1.Zero1, ranks) == Noise()
+    assert one_step(zero1.Zero1, ranks, torch.randn(1, 2, 3))[1] == Noise()
 
 
 def test_gradients_that_are_not_finite_leave_no_noise_scale(ranks):
-    ranks.stats.note_norms(torch.tensor(torch.nan), torch.tensor(1.0))
+    ranks.stats.note_norms(*torch.tensor([torch.nan, 1.0]))
     assert ranks.stats.noise(steps=1) == Noise()
 
 
 def test_more_steps_for_the_overlap_change_nothing_that_is_recorded(ranks, monkeypatch):
-    ranks.stats.note_norms(torch.tensor(2.0), torch.tensor(1.0))
+    ranks.stats.note_norms(*torch.tensor([2.0, 1.0]))
     before = ranks.stats.noise(steps=1)
 
     def step():
-        ranks.stats.note_norms(torch.tensor(9.0), torch.tensor(3.0))
+        ranks.stats.note_norms(*torch.tensor([9.0, 3.0]))
         ranks.stats.waits.append(([], (0.0, 1.0)))
 
     found = {"busy_ms": 1.0, "exposed_ms": 0.5}

@@ -17,7 +17,6 @@ from tests.conftest import slow
 from tests.tiny import steps_of
 
 KILLS = int(os.environ.get("QA_LIB_KILLS", 3))
-SEED = 7  # of the moments
 
 
 def start(folder: Path):
@@ -47,7 +46,7 @@ def found(folder: Path) -> tuple[dict, list[float], bytes, bytes]:
 
 @pytest.mark.parametrize("kills", [1, slow(KILLS)])
 def test_random_kills_leave_no_trace(kills, swept, tmp_path):
-    chance, folder, at_steps = random.Random(SEED), tmp_path, []
+    chance, folder, at_steps = random.Random(7), tmp_path, []
     while len(at_steps) < kills:
         process, before = start(folder), logged(folder)
         while logged(folder) <= before and process.is_alive():  # until it trains, or else most kills meet imports

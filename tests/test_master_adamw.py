@@ -23,15 +23,21 @@ def update_all(*lists_and_values):
         update(*tensors, *values)
 
 
-def train(moments, steps=20, dtype=torch.bfloat16):
-    """Masters after steps on fixed gradients, and the weights of PyTorch's AdamW in fp32 after the same. The norm of
+# The type of both moments and of the weights.
+BF16, FP16, FP32, CODES = torch.bfloat16, torch.float16, torch.float32, torch.uint8
+TYPES = [(FP32, BF16, 1e-6), (FP32, FP16, 1e-5), (BF16, BF16, 4e-3), (CODES, BF16, 0.1)]
+
+
+@pytest.mark.parametrize(("moments", "dtype", "tolerance"), TYPES)
+def test_it_is_adamw_with_clipping(moments, dtype, tolerance):
+    """In each of 20 steps of a hundredth, a moment in bf16 is wrong by 1/256 at most, and in 8 bits by 1/8. The norm of
     the gradients falls from 28 to 1.4, so that a limit of 3 clips the first half of the steps."""
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(shape).to(DEVICE, dtype)) for shape in SHAPES]
     copies = [torch.nn.Parameter(p.detach().float()) for p in parameters]
     ours = MasterAdamW(parameters, lr=torch.tensor(1e-2, device=DEVICE), max_norm=3.0, moments=moments)
     theirs = torch.optim.AdamW(copies, lr=1e-2, weight_decay=0.0)
-    for step in range(steps):
+    for step in range(20):
         torch.manual_seed(step)
         for parameter, copy in zip(parameters, copies, strict=True):
             parameter.grad = torch.randn(parameter.shape).to(DEVICE, dtype) / (step + 1)
@@ -39,22 +45,9 @@ def train(moments, steps=20, dtype=torch.bfloat16):
         torch.nn.utils.clip_grad_norm_(copies, 3.0)
         ours.step()
         theirs.step()
-    return parameters, masters_of(ours), [copy.detach() for copy in copies]
-
-
-# The type of both moments and of the weights.
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-CODES = torch.uint8
-TYPES = [(FP32, BF16, 1e-6), (FP32, FP16, 1e-5), (BF16, BF16, 4e-3), (CODES, BF16, 0.1)]
-
-
-@pytest.mark.parametrize(("moments", "dtype", "tolerance"), TYPES)
-def test_it_is_adamw_with_clipping(moments, dtype, tolerance):
-    """In each of 20 steps of a hundredth, a moment in bf16 is wrong by 1/256 at most, and in 8 bits by 1/8."""
-    weights, ours, theirs = train(moments, dtype=dtype)
-    for weight, a, b in zip(weights, ours, theirs, strict=True):
-        assert torch.allclose(a, b, rtol=1e-5, atol=tolerance)
-        assert torch.equal(weight, a.to(dtype)), "no tie among these"
+    masters = masters_of(ours)
+    torch.testing.assert_close(masters, [copy.detach() for copy in copies], rtol=1e-5, atol=tolerance)
+    assert all(map(torch.equal, parameters, (one.to(dtype) for one in masters))), "no tie among these"
 
 
 def drawn_state(moments, dtype, shapes):
@@ -74,6 +67,7 @@ def drawn_state(moments, dtype, shapes):
 
 # More tensors than a call takes; one element, a block, one more, several.
 MANY = [*SHAPES, *[(3, 5)] * 15, (1,), (1024,), (1025,), (4097,)]
+SCALARS = [torch.tensor(value, device=DEVICE) for value in (3.0, 0.7, 1e-2, 1.5)]  # of a step
 
 
 @pytest.mark.triton
@@ -82,11 +76,10 @@ MANY = [*SHAPES, *[(3, 5)] * 15, (1,), (1024,), (1025,), (4097,)]
 def test_the_kernel_is_the_plain_update(moments, dtype, skips):
     """Masters and moments of one step. The bits that are drawn at random are the same, so that a moment in bf16 is at
     most one number away, and in few places."""
-    scalars = [torch.tensor(value, device=DEVICE) for value in (3.0, 0.7, 1e-2, 1.5)]
     skip = None if skips is None else torch.tensor(float(skips), device=DEVICE)
     before, found, wanted = (drawn_state(moments, dtype, MANY) for _ in range(3))
     for run, columns in ((module._update_by_kernel, found), (update_all, wanted)):
-        run(*columns, *scalars, 0.9, 0.999, 1e-8, skip)
+        run(*columns, *SCALARS, 0.9, 0.999, 1e-8, skip)
     one, other = (list(map(master_of, state[0], state[2])) for state in (found, wanted))
     torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
     ours, plain = (torch.cat([t.flatten() for t in state[3] + state[4]]) for state in (found, wanted))
@@ -96,8 +89,7 @@ def test_the_kernel_is_the_plain_update(moments, dtype, skips):
     else:
         torch.testing.assert_close(ours, plain, rtol=1e-6 if moments == torch.float32 else 2**-7, atol=1e-7)
     assert moments == torch.float32 or (ours != plain).float().mean() < 0.02
-    changed = not all(torch.equal(one, other) for one, other in zip(found[0], before[0], strict=True))
-    assert changed == (not skips)
+    assert all(map(torch.equal, found[0], before[0])) == bool(skips)
 
 
 @pytest.mark.triton
@@ -114,12 +106,11 @@ def test_the_kernel_rounds_as_the_plain_update_does():
     for run in (module._update_by_kernel, update_all):
         state = [t.clone().to(DEVICE) for t in (nearest.bfloat16(), zeros.bfloat16(), rest, zeros, zeros)]
         state[1][0] = torch.nan
-        scalars = [torch.tensor(value, device=DEVICE) for value in (3.0, 1.0, 1e-2, 1.5)]
-        first = torch.tensor(0, dtype=torch.int32, device=DEVICE)
-        run(*[[t] for t in state], [zeros[:0].to(DEVICE)], [first], *scalars, 0.9, 0.999, 1e-8, None)
+        state += [zeros[:0].to(DEVICE), torch.tensor(0, dtype=torch.int32, device=DEVICE)]
+        run(*[[t] for t in state], *SCALARS, 0.9, 0.999, 1e-8, None)
         assert state[0][0].isnan() and state[3][0].isnan()
         found.append([state[0][1:], state[2][1:]])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.triton
@@ -139,9 +130,8 @@ def test_what_is_compiled_ahead_is_what_is_started(dtype, monkeypatch):
     MasterAdamW(parameters, torch.tensor(1e-3, device=DEVICE), 1.0, torch.bfloat16)._compile_kernels(parameters)
     ahead = started[-4:]
     started.clear()
-    number = torch.tensor(1.0, device=DEVICE)
     module._norm_by_kernel(list(columns[1]))
-    module._update_by_kernel(*columns, *[number] * 4, 0.9, 0.999, 1e-8, number if dtype == torch.float16 else None)
+    module._update_by_kernel(*columns, *SCALARS, 0.9, 0.999, 1e-8, SCALARS[0] if dtype == torch.float16 else None)
     assert ahead == started and len(started) == 4
 
 
@@ -150,6 +140,15 @@ def test_the_kernels_norm_is_that_of_all_elements():
     tensors = drawn_state(torch.float32, torch.bfloat16, MANY)[1]
     wanted = torch.cat([tensor.double().flatten() for tensor in tensors]).norm()
     assert module._norm_by_kernel(tensors).item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def scaled_step(optimizer, scaler, grads):
+    """A step on gradients that were scaled."""
+    for parameter, grad in zip(optimizer.state, grads, strict=True):
+        parameter.grad = grad
+    unscale(optimizer, scaler)
+    scaler.step(optimizer)
+    scaler.update()
 
 
 def after_steps(grads, captures):
@@ -163,11 +162,7 @@ def after_steps(grads, captures):
     inputs, graph = [torch.empty_like(p) for p in parameters], torch.cuda.CUDAGraph()
 
     def step():
-        for parameter, one in zip(parameters, inputs, strict=True):
-            parameter.grad = one * 1
-        unscale(optimizer, scaler)
-        scaler.step(optimizer)
-        scaler.update()
+        scaled_step(optimizer, scaler, [one * 1 for one in inputs])
 
     for number, given in enumerate(grads):
         torch._foreach_copy_(inputs, given)
@@ -213,9 +208,8 @@ def test_weight_and_rest_are_the_master_for_every_weight():
 
 def test_fp16_and_its_rest_have_22_bits_of_the_master():
     master = torch.randn(100_000) * 10.0 ** torch.randint(-6, 3, (100_000,))
-    weight, rest = halves(master, torch.float16)
-    again = master_of(weight.half(), rest.half())
-    assert ((again - master).abs() <= 2**-22 * master.abs() + 2**-36).all()
+    again = master_of(*(half.half() for half in halves(master, torch.float16)))
+    torch.testing.assert_close(again, master, rtol=2**-22, atol=2**-36)
 
 
 def test_the_scale_of_the_loss_is_taken_off_and_an_overflow_changes_nothing():
@@ -229,10 +223,7 @@ def test_the_scale_of_the_loss_is_taken_off_and_an_overflow_changes_nothing():
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for number, grad in enumerate(grads):
             for times in ([torch.inf] if overflows and number == 1 else []) + [1.0]:
-                parameter.grad = (grad * scaler.scale(torch.tensor(times))).half()
-                unscale(optimizer, scaler)
-                scaler.step(optimizer)
-                scaler.update()
+                scaled_step(optimizer, scaler, [(grad * scaler.scale(torch.tensor(times))).half()])
                 assert optimizer.grad_scale is None
         assert scaler.get_scale() == (512.0 if overflows else 1024.0)
         assert optimizer.state[parameter]["step"] == 3
@@ -313,8 +304,7 @@ def test_codes_of_8_bits_are_right_on_average_over_sixteen_octaves(cut):
 def test_a_root_of_8_bits_is_never_rounded_to_zero():
     parameter = torch.nn.Parameter(torch.zeros(2000, dtype=torch.bfloat16))
     optimizer = MasterAdamW([parameter], lr=torch.tensor(1e-3), max_norm=torch.inf, moments=torch.uint8)
-    parameter.grad = torch.full_like(parameter, 1e-7)
-    parameter.grad[0], parameter.grad[1] = 1.0, 0.0
+    parameter.grad = torch.tensor([1.0, 0.0] + [1e-7] * 1998).bfloat16()
     for _ in range(20):
         optimizer.step()
     roots = optimizer.state[parameter]["exp_avg_sq"]

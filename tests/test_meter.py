@@ -58,8 +58,7 @@ def test_pauses_between_steps_cost_no_energy(nvml):
             meter.resume()
     meter.flush()
     spend(9000)
-    assert meter.step_ms().n == 2
-    assert meter.joules_per_sample() == pytest.approx(0.8 / 4)
+    assert meter.step_ms().n == 2 and meter.joules_per_sample() == pytest.approx(0.8 / 4)
 
 
 def test_an_energy_counter_that_falls_silent_ends_the_energy_and_not_the_run(nvml):
@@ -87,14 +86,7 @@ def test_masters_beside_the_model_are_memory_of_the_optimizer():
     model = torch.nn.Linear(1024, 1024, bias=False).bfloat16()
     own, copied = (torch.optim.SGD([p]) for p in (model.weight, model.weight.detach().float()))
     view = torch.optim.SGD([torch.nn.Parameter(model.weight.detach()[:512])])  # a share, as P-zero1 has it
-    found = [
-        meters.memory_use(model, optimizer, torch.device("cpu")).optimizer_mib for optimizer in (own, view, copied)
-    ]
-    assert found == [0.0, 0.0, 4.0]
-
-
-def test_the_peak_on_the_host_is_in_mib():
-    model = torch.nn.Linear(2, 2)
-    found = meters.memory_use(model, torch.optim.SGD(model.parameters()), torch.device("cpu")).host_rss_mib
+    found = [meters.memory_use(model, each, torch.device("cpu")) for each in (own, view, copied)]
+    assert [each.optimizer_mib for each in found] == [0.0, 0.0, 4.0]
     now = psutil.Process().memory_info().rss / 2**20
-    assert 0.9 * now < found < 100 * now
+    assert 0.9 * now < found[0].host_rss_mib < 100 * now, "the peak on the host is in MiB, too"

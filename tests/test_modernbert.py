@@ -1,7 +1,7 @@
 """ModernBERT by itself: windows and angles in packed sequences, what it lacks, and what it is said to cost."""
 
+import copy
 import dataclasses
-import json
 from importlib.util import find_spec
 
 import pytest
@@ -18,10 +18,12 @@ from qa_lib.run.memory_estimate import estimate, gpu_of
 from qa_lib.run.plan import plan
 from qa_lib.score.predict import ask
 from qa_lib.variants import LACKS, VARIANTS, lacking
+from tests.kernels import with_gradients
 from tests.material import refused
 from tests.tiny import checkpoint, losses_of, planned, trained
 
 LENGTHS = (50, 7, 33, 80)  # of samples: within the window of a token, around it and several times as long
+ENDS = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
 @pytest.fixture(scope="module")
@@ -33,31 +35,28 @@ def built(folder, attention: str, **changes):
     """The model of a folder with more layers than it has, of every kind; its weights are random."""
     config = AutoConfig.from_pretrained(folder)
     config.num_hidden_layers, config.layer_types = 4, ["full_attention", *["sliding_attention"] * 2, "full_attention"]
-    for name, value in changes.items():
-        setattr(config, name, value)
+    config.update(changes)
     torch.manual_seed(1)
     return AutoModelForQuestionAnswering.from_config(config, attn_implementation=attention).eval()
 
 
 def packed_logits(model, samples):
     """Start and end logits [2, tokens] of samples in one sequence."""
-    ends = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    inputs = torch.cat(samples)[None], torch.cat([torch.arange(n) for n in LENGTHS])[None], ends
+    inputs = torch.cat(samples)[None], torch.cat([torch.arange(n) for n in LENGTHS])[None], ENDS
     found = Packed(model, [max(LENGTHS)] * len(LENGTHS))(*inputs, *torch.ones(2, len(LENGTHS), dtype=torch.int64))
     return torch.cat([found.start_logits, found.end_logits])
 
 
 @pytest.mark.parametrize("other", ["eager", "sdpa"])
 def test_packed_logits_are_those_of_transformers_own_for_each_sample(other, folder):
-    samples = [torch.randint(5, 100, (n,)) for n in LENGTHS]
+    samples, own = [torch.randint(5, 100, (n,)) for n in LENGTHS], built(folder, other)
     packed = packed_logits(built(folder, attention_name("block-diagonal")), samples)
-    own = built(folder, other)
     alone = [own(sample[None]) for sample in samples]
     wanted = torch.stack([torch.cat([one[name][0] for one in alone]) for name in ("start_logits", "end_logits")])
     assert packed.std() > 0.1
     torch.testing.assert_close(packed, wanted, atol=1e-5, rtol=0)
     # A window of another size, other angles in either kind of layer, or none of both would have been seen.
-    angles = json.loads(json.dumps(own.config.rope_parameters))
+    angles = copy.deepcopy(own.config.rope_parameters)
     angles["sliding_attention"]["rope_theta"] *= 4
     for changes in ({"local_attention": 18}, {"local_attention": 1024}, {"rope_parameters": angles}):
         with torch.no_grad():
@@ -67,15 +66,12 @@ def test_packed_logits_are_those_of_transformers_own_for_each_sample(other, fold
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashAttention takes a GPU")
 def test_flash_has_the_window_of_the_mask_in_both_passes():
-    ends = torch.tensor([0, *LENGTHS], dtype=torch.int32, device="cuda").cumsum(0, dtype=torch.int32)
-    segments = Segments(ends, [max(LENGTHS)] * len(LENGTHS))
-    query, key, value, grad = torch.randn(4, sum(LENGTHS), 2, 64, device="cuda", dtype=torch.bfloat16)
-    parts, results = [part.requires_grad_() for part in (query, key, value)], []
-    for kernel in (flash, blockmask):
-        output = kernel(*parts, segments, 0.0, 0.125, 8)
-        results.append([output, *torch.autograd.grad(output, parts, grad)])
-    torch.testing.assert_close(*results, atol=2e-2, rtol=2e-2)
-    assert (flash(*parts, segments, 0.0, 0.125) - results[0][0]).abs().max() > 0.1
+    segments = Segments(ENDS.cuda(), [max(LENGTHS)] * len(LENGTHS))
+    *parts, grad = torch.randn(4, sum(LENGTHS), 2, 64, device="cuda", dtype=torch.bfloat16)
+    found = with_gradients(lambda *own: flash(*own, segments, 0.0, 0.125, 8), parts, grad)
+    wanted = with_gradients(lambda *own: blockmask(*own, segments, 0.0, 0.125, 8), parts, grad)
+    torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
+    assert (flash(*parts, segments, 0.0, 0.125) - found[0]).abs().max() > 0.1
 
 
 def test_frequencies_stay_exact_under_bf16_weights_over_masters(folder, tmp_path):
@@ -84,12 +80,11 @@ def test_frequencies_stay_exact_under_bf16_weights_over_masters(folder, tmp_path
     sizes = {"steps": 3, "measure_from": 1, "checkpoint_every": 0}
     spec = planned("E-masters", settings=changes, sizes=sizes, model=folder)
     data, model = load_data(spec), build_model(spec)
-    exact = {name: buffer.clone() for name, buffer in model.model.rotary_emb.named_buffers()}
+    exact = copy.deepcopy(dict(model.model.rotary_emb.named_buffers()))
     trained(spec, data.samples, tmp_path, model)
     assert len(set(losses_of(tmp_path))) == 3 and torch.tensor(losses_of(tmp_path)).isfinite().all()
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    for name, buffer in model.model.rotary_emb.named_buffers():
-        assert buffer.dtype == torch.float32 and torch.equal(buffer, exact[name])
+    torch.testing.assert_close(dict(model.model.rotary_emb.named_buffers()), exact, atol=0, rtol=0)
     save_model(model, data.tokenizer, tmp_path / "model")
     again = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "model").eval()
     ids = torch.randint(5, 100, (2, 60))
@@ -120,14 +115,14 @@ def test_every_variant_is_built_or_skipped_for_a_reason(kind, tmp_path):
     for spec in specs:
         if spec.skip is None:
             build_model(spec)
-    skipped = {spec.variant: spec.skip for spec in specs}
-    assert not set(NEEDED) & {name for name, why in skipped.items() if why}
+    skipped = {spec.variant: spec.skip or "" for spec in specs}
+    assert not any(skipped[name] for name in NEEDED)
     if kind == "modernbert":
         assert skipped["B2"] == "does not fit modernbert: it has no biases to train"
         assert skipped["E-qkv"] == "does not fit modernbert: its query, key and value are one linear layer already"
         assert "a window around each token" in skipped["E-packed-efficient"]
     else:
-        assert skipped["B2"] is None and skipped["E-packed-efficient"] is None
+        assert skipped["B2"] == skipped["E-packed-efficient"] == ""
     assert "the rivals are a BERT" in skipped["E-plain"]
 
 
@@ -137,16 +132,14 @@ def test_a_model_that_was_not_here_when_it_was_planned_is_held_to_the_same(folde
 
 
 def test_what_architectures_lack_is_of_those_in_the_table_and_of_settings_that_variants_have():
-    for lack in LACKS:
-        named = lack["architectures"].split()
-        assert named and set(named) <= set(ENCODERS)
-        assert all(any(lacking(variant.settings, kind) for variant in VARIANTS.values()) for kind in named)
-    assert not any(lacking(variant.settings, "bert") for variant in VARIANTS.values())
+    named = {kind for lack in LACKS for kind in lack["architectures"].split()}
+    assert named == {kind for kind in ENCODERS if any(lacking(row.settings, kind) for row in VARIANTS.values())}
+    assert all(lack["architectures"] for lack in LACKS) and "bert" not in named
 
 
 def test_its_memory_is_said_to_be_unknown_and_distilberts_is_known(folder, tmp_path):
-    other = checkpoint("distilbert", tmp_path)
-    known, unknown = (planned("A3", model=model, machine=gpu_of(80)) for model in (other, folder))
+    known = planned("A3", model=checkpoint("distilbert", tmp_path), machine=gpu_of(80))
+    unknown = planned("A3", model=folder, machine=gpu_of(80))
     assert estimate(known)["peak_mib"] > 0
     refused("A3: what modernbert keeps for its backward pass is not predicted", estimate, unknown)
 

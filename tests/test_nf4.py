@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import library
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
@@ -27,12 +26,11 @@ def model_of(precision="bf16", row="L-qlora"):
 @pytest.fixture(params=["linear", "conv1d", "no bias"])
 def layer(request):
     torch.manual_seed(0)
-    inputs, outputs = WIDTHS
-    if request.param == "conv1d":
-        made = Conv1D(outputs, inputs)
-        torch.nn.init.normal_(made.bias)
-        return made
-    return torch.nn.Linear(inputs, outputs, bias=request.param == "linear")
+    if request.param != "conv1d":
+        return torch.nn.Linear(*WIDTHS, bias=request.param == "linear")
+    made = Conv1D(*reversed(WIDTHS))
+    torch.nn.init.normal_(made.bias)
+    return made
 
 
 @pytest.fixture
@@ -51,7 +49,7 @@ def test_product_and_gradient_are_those_of_the_weight_that_the_bits_stand_for(la
     wanted = with_gradients(lambda x: F.linear(x, weight, layer.bias), [x], grad)
     torch.testing.assert_close(with_gradients(small, [x], grad), wanted, atol=1e-5, rtol=1e-5)
     arguments = (x.requires_grad_(), small.weight, small.scales, WIDTHS[1])
-    library.opcheck(torch.ops.qa_lib.nf4_linear.default, arguments)
+    torch.library.opcheck(torch.ops.qa_lib.nf4_linear.default, arguments)
 
 
 def test_its_bits_are_those_of_bitsandbytes_own_layer(layer, small):
@@ -70,9 +68,7 @@ def test_both_passes_are_in_the_type_that_it_computes_in(layer, compute):
     bias = 0 if layer.bias is None else layer.bias.to(compute)
     weight = small.wide().to(compute)
     expected, wanted = with_gradients(lambda half: F.linear(half, weight) + bias, [x.to(compute)], grad)
-    found, got = with_gradients(small, [x], grad)
-    assert found.dtype == compute and torch.equal(found, expected)
-    assert got.dtype == torch.float32 and torch.equal(got, wanted.float())
+    torch.testing.assert_close(with_gradients(small, [x], grad), [expected, wanted.float()], atol=0, rtol=0)
     with torch.autocast("cpu", torch.bfloat16 if compute == torch.float16 else torch.float16):
         assert torch.equal(small(x), expected), "whatever a surrounding autocast says"
 
@@ -97,8 +93,7 @@ def test_the_layer_of_before_comes_back(layer, small):
 
 def test_a_weight_takes_4_bits_and_its_share_of_a_scale(layer):
     small = NF4Linear(layer, torch.bfloat16)
-    size = sum(p.numel() * p.element_size() for p in (small.weight, small.scales))
-    assert size * 8 / (WIDTHS[0] * WIDTHS[1]) == pytest.approx(4 + 32 / 64)
+    assert (small.weight.nbytes + small.scales.nbytes) * 8 / (WIDTHS[0] * WIDTHS[1]) == pytest.approx(4 + 32 / 64)
     assert not small.weight.requires_grad and not small.scales.requires_grad
     before = small.wide()
     assert torch.equal(small.half().wide(), before), "a model in half precision leaves the scales as they are"
@@ -118,8 +113,8 @@ def test_adapters_train_in_fp32(precision):
     """peft makes adapters of bitsandbytes' own layer in the type that this computes in."""
     model = model_of(precision)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
-    products = [module for module in model.modules() if isinstance(module, NF4Linear)]
-    assert len(products) == 2 * 4 and {module.compute for module in products} == {DTYPES[precision]}
+    products = [module.compute for module in model.modules() if isinstance(module, NF4Linear)]
+    assert products == [DTYPES[precision]] * 2 * 4
 
 
 def test_the_compiler_sees_one_graph():
@@ -136,7 +131,7 @@ def test_on_a_cpu_weights_are_widened_without_the_kernel_of_bitsandbytes(monkeyp
     places[:, 0] = 15  # so that each block's scale is its largest weight
     weight = (get_4bit_type("nf4", "cpu")[places] * torch.linspace(0.1, 2, 240)[:, None]).view(160, 96)
     layer = torch.nn.Linear(96, 160)
-    layer.weight = torch.nn.Parameter(weight)
+    layer.weight.data = weight
     small = NF4Linear(layer, torch.float32)
     monkeypatch.setattr(torch.ops.bitsandbytes, "dequantize_4bit", lambda *_: pytest.fail("its kernel was called"))
     assert torch.allclose(small.wide(), weight, atol=1e-6)
