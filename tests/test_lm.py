@@ -162,6 +162,8 @@ def test_what_is_no_text_is_refused(folder, tmp_path):
     refused("no such file", open_text, tmp_path / "gone.txt", "train")
     refused("one file has no text to validate on", open_text, folder / "train.txt.gz", "validation")
     refused("not one of .txt", open_text, __file__, "train")
+    for name in ("text", "json:all"):  # would be read by datasets' own builders, out of the working directory
+        refused("a format's name, by which datasets reads", open_text(name, "train").digest)
 
 
 def test_a_folder_whose_tokenizer_has_no_end_token_is_named(run, folder, tmp_path):
