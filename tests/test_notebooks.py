@@ -319,8 +319,7 @@ def test_the_report_and_explore_notebooks_run_in_any_process(tmp_path, monkeypat
     monkeypatch.chdir(ROOT)
     for variant in ROWS:
         make(tmp_path, variant)
-    own = {"runs": str(tmp_path), "figures": str(tmp_path / "figures")}
-    report = run_here("notebooks/report.ipynb", group="cpu-smoke", **own)
+    report = run_here("notebooks/report.ipynb", group="cpu-smoke", runs=str(tmp_path), figures=str(tmp_path / "drawn"))
     shown = "".join(data.get("text/markdown", "") for data in report)
     assert all(variant in shown for variant in ROWS)
     assert sum("image/png" in data for data in report) == 1, "of one seed without a GPU: the ladder"

@@ -346,11 +346,6 @@ def test_model_folders_that_are_refused(folder, message, monkeypatch, capfd):
     assert "LOAD REPORT" not in capfd.readouterr().err
 
 
-def test_weights_in_parts_are_loaded(folder, model):
-    in_one_part("part-1.safetensors")(folder)
-    assert torch.equal(load_qa_model(folder)[0].qa_outputs.weight, model.qa_outputs.weight)
-
-
 def test_models_that_are_loaded_at_one_time_leave_transformers_as_it_was(folder):
     """It ties no weights while it loads, which two threads could make permanent."""
     before = PreTrainedModel.tie_weights

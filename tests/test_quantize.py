@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForQuestionAnswering, GPT2Config, GPT2LMHeadModel
 
-from qa_lib.data.synthetic import synthetic_squad
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.hf_checkpoint import QUANTIZED, SUMS
 from qa_lib.model.qat import WIDTHS, _pack, _unpack, is_rounding, quantize
@@ -22,7 +21,7 @@ from qa_lib.run.quantize import quantize_run
 from qa_lib.score.choices import named, offered
 from qa_lib.score.predict import answering_device, load_qa_model
 from qa_lib.spec import Machine
-from tests.material import change_record, edited, refused, squad_folder, write
+from tests.material import change_record, edited, refused, squad_folder
 from tests.tiny import planned, quiet
 
 
@@ -153,8 +152,8 @@ def again(run, tmp_path):
 
 @pytest.mark.torchao
 def test_what_is_found_names_the_questions_without_the_folders_above_them(again, tmp_path):
-    questions = write(tmp_path / "questions.json", synthetic_squad(20, 1))
-    assert quantize_run(again, "int8", str(questions), say=quiet)["data"]["name"] == "questions.json"
+    questions = squad_folder(tmp_path / "squad", "alice came to the harbour at nine", "alice") / "train.json"
+    assert quantize_run(again, "int8", str(questions), say=quiet)["data"]["name"] == "train.json"
 
 
 def test_other_questions_of_the_same_name_are_refused(again, tmp_path, monkeypatch):

@@ -330,8 +330,7 @@ def test_a_figure_is_kept_with_its_title_and_what_it_was_drawn_from(own, tmp_pat
 
 def test_a_step_that_got_shorter_says_what_shrank():
     """Here with the time of one part that is as long as before and of two that are not."""
-    profile, parts = a_profile(), {"attention": 4.0, "copies": 3.0, "norms and elementwise": 9.0}
-    shown = {}
+    profile, shown, parts = a_profile(), {}, {"attention": 4.0, "copies": 3.0, "norms and elementwise": 9.0}
     for name, own in (("A1", parts), ("A3", parts | {"copies": 1.0, "norms and elementwise": 0.5})):
         times = profile["time"] | {"step_ms": sum(own.values()), "parts": {"forward": own}}
         shown[name] = profile | {"time": times}

@@ -1,7 +1,6 @@
 """The official SQuAD v2.0 figures, to the last digit."""
 
 import json
-import math
 import random
 import re
 import string
@@ -191,7 +190,7 @@ WRONG[" for .*data.json: a prediction for 1 questions that .*: 'q3'"] = '{"q1": 
 def test_command_line_errors_name_the_file(files):
     refused("none.json: No such file", run, files.data, files.data.with_name("none.json"))
     refused("Is a directory", run, files.data, files.data.parent)
-    words = "--na-prob", write(files.odds, {"q1": math.inf, "q2": 0})
+    words = "--na-prob", write(files.odds, {"q1": float("inf"), "q2": 0})
     refused("question 'q1': inf is no no-answer probability", run, files.data, files.predictions, *words)
     for said, text in WRONG.items():
         files.predictions.write_text(text)

@@ -134,11 +134,6 @@ class Seen:
     def has(self, kind) -> bool:
         return any(isinstance(module, kind) for module in self.model.modules())
 
-    def spread(self) -> float:
-        """Mean difference of lengths within a micro-batch, over an epoch."""
-        lengths, steps = self.batches.samples.lengths, range(self.batches.per_epoch // self.spec.accumulation)
-        return float(np.mean([np.ptp(lengths[m]) for step in steps for m in self.batches.step(step)]))
-
 
 def trains_as_named(seen: Seen, recipe: str) -> bool:
     names = seen.trains
@@ -170,7 +165,9 @@ def pads(seen: Seen, padding: str) -> bool:
 def grouped(seen: Seen, value: bool) -> bool:
     if seen.spec.settings.engine == "trainer":
         return seen.trainer_order == ("group_by_length" if value else "random")
-    return (seen.spread() < 15) == value
+    lengths, steps = seen.batches.samples.lengths, range(seen.batches.per_epoch // seen.spec.accumulation)
+    spread = np.mean([np.ptp(lengths[m]) for step in steps for m in seen.batches.step(step)])
+    return (spread < 15) == value
 
 
 def rounds(seen: Seen, width: str) -> bool:
@@ -214,9 +211,8 @@ EFFECTS = {  # setting -> whether its value was seen at work
         and (value != "hash" or any(m.seed for m in seen.model.modules() if isinstance(m, HashDropout)))
         and (value == "none") == all(m.p == 0 for m in seen.model.modules() if isinstance(m, DROPOUTS))
     ),
-    "loss": lambda seen, value: value == "native",
+    **dict.fromkeys(("loss", "feed_forward"), lambda seen, value: value == "native"),
     "norms": lambda seen, value: seen.has(FusedOutput) == (value == "fused"),
-    "feed_forward": lambda seen, value: value == "native",
     "gelu": lambda seen, value: seen.has(FusedIntermediate) == (value == "sigmoid"),
     "qat": rounds,
     "compile": compiles,

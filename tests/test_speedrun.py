@@ -1,12 +1,12 @@
 """notebooks/speedrun.ipynb and docs/speedrun.md: clocks, verdict, history, and what the page has to type."""
 
-import dataclasses
 import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,13 +23,12 @@ from tests.tiny import H200
 
 NOTEBOOK = ROOT / "notebooks" / "speedrun.ipynb"
 PAGE = (ROOT / "docs" / "speedrun.md").read_text(encoding="utf-8")
-H100 = dataclasses.replace(H200, hardware="h100")
 
 
 def scored(runs, preset, variant, f1, train_s, day=1, **asked):
     """Runs on the official dev set of five seeds, whose F1 is that in the mean."""
     for seed in range(5):
-        folder = make(runs, variant, seed, machine=H100, preset=preset, **asked)
+        folder = make(runs, variant, seed, machine=H200, preset=preset, **asked)
         time = {"train_s": train_s, "compile_s": 2.0, "notebook_s": train_s + 20.0}
         time["started"] = f"2026-12-0{day}T00:00:0{seed}+00:00"
         quality = {"best_f1": f1 + 0.1 * (seed - 2), "n": 11_873}
@@ -45,12 +44,11 @@ def shown(tmp_path_factory):
         patch.setattr(load, "load_runs", lambda: committed()[:0])
         data = run_here(NOTEBOOK, variant="A2", seeds="0", runs=str(runs))
     texts = "\n".join(each.get("text/markdown", "") for each in data)
-    return texts, dict(names()), runs
+    return SimpleNamespace(texts=texts, runs=runs, **{name: names()[name] for name in ("verdict", "recipes")})
 
 
 def test_at_smoke_size_it_shows_both_clocks_and_no_verdict(shown):
-    texts, _, runs = shown
-    (path,) = run_files(runs, "record.json")
+    (path,), texts = run_files(shown.runs, "record.json"), shown.texts
     entry = read_record(path.parent)
     assert entry["status"] == "ok" and entry["time"]["notebook_s"] > entry["time"]["wall_s"]
     assert "| cpu-smoke | A2 |" in texts and "prompt to score s" in texts and "*Not shown: no record yet.*" in texts
@@ -59,31 +57,28 @@ def test_at_smoke_size_it_shows_both_clocks_and_no_verdict(shown):
 
 @pytest.mark.parametrize(("f1", "said"), [(67.2, "met by 0.20"), (66.9, "missed by 0.10")])
 def test_the_verdict_is_by_the_mean_of_five_seeds(shown, tmp_path, f1, said):
-    _, names, _ = shown
     scored(tmp_path, "quality", "A1", 67.5, 25.0)
     scored(tmp_path, "speedrun", "A2", f1, 14.0)
     runs = load.load_runs(tmp_path)
-    assert f"**The target is {said}**: best F1 {f1:.2f}, wanted 67.00." == names["verdict"](runs, runs)
+    assert f"**The target is {said}**: best F1 {f1:.2f}, wanted 67.00." == shown.verdict(runs, runs)
 
 
 def test_there_is_no_verdict_by_other_rules(shown, tmp_path):
-    _, names, _ = shown
     scored(tmp_path, "speedrun", "A2", 70.0, 14.0)
     without_target = load.load_runs(tmp_path)
-    refused("no target yet, for lack of A1's seeds 0 to 4", names["verdict"], without_target, without_target)
+    refused("no target yet, for lack of A1's seeds 0 to 4", shown.verdict, without_target, without_target)
     for column, value in {"quality.n": 6_078, "model.layers": 12, "spec.seed": 7, "spec.preset.name": "local"}.items():
         other = without_target.copy()
         other.loc[other["spec.seed"] == 3, column] = value
-        refused("a record takes preset speedrun", names["verdict"], other, without_target)
+        refused("a record takes preset speedrun", shown.verdict, other, without_target)
 
 
 def test_the_history_has_a_line_a_recipe_of_the_archived_records(shown, tmp_path):
-    _, names, _ = shown
     scored(tmp_path, "speedrun", "A2", 67.2, 22.0)
     scored(tmp_path, "speedrun", "A2", 67.3, 12.0, day=2, micro_batch=32)
-    assert main(["archive", "h100-speedrun", "--runs", str(tmp_path)]) == 0
-    shutil.rmtree(tmp_path / "h100-speedrun")
-    table = names["recipes"](load.load_runs(tmp_path))
+    assert main(["archive", "h200-speedrun", "--runs", str(tmp_path)]) == 0
+    shutil.rmtree(tmp_path / "h200-speedrun")
+    table = shown.recipes(load.load_runs(tmp_path))
     columns = ["micro-batch", "seeds", "training s", "prompt to score s", "× line above"]
     first, second = table[columns].values.tolist()
     assert first == ["8", "5", "20.0 ± 0.0", "42.0 ± 0.0", "–"]

@@ -23,7 +23,6 @@ from qa_lib.run import launch, sweep
 from qa_lib.run.plan import plan
 from qa_lib.run.process import call, child_env, spec_from
 from qa_lib.spec import Machine
-from qa_lib.variants import VARIANTS, Variant
 from tests import small, warm
 from tests.conftest import slow
 from tests.material import ROOT, cases, change_record, edited, leave, python, refused, wait_for
@@ -225,19 +224,18 @@ def test_runs_of_two_cards_get_pairs_and_never_one_card_twice(tmp_path):
     class Noted(launch.Launcher):
         def _work(self, spec, run_dir, cards):
             seen.append(cards)
-            together.wait()  # until so many are at work
+            self.together.wait()  # until so many are at work
             return record.finish(run_dir, record.new_record(spec, {}), "oom")
 
     def cards_of(specs, gpus, at_once=1):
         """The cards that each run gets, in the order in which they begin."""
-        nonlocal together
-        together = threading.Barrier(at_once, timeout=30)
+        Noted.together = threading.Barrier(at_once, timeout=30)
         seen.clear()
         entries = Noted(tmp_path / str(len(gpus)) / str(len(specs)), machine, {}, gpus).run_all(specs)
         assert [entry["status"] for entry in entries] == ["oom"] * len(specs)
         return [*seen]
 
-    seen, together = [], None
+    seen = []
     assert set(cards_of(wide, [0, 1, 2, 3])) <= {(0, 1), (2, 3)} and len(seen) == 3
     one, two, three = (dataclasses.replace(spec, world=world) for spec, world in zip(wide, (1, 2, 3), strict=True))
     assert sorted(cards_of([one, two], [0, 1, 2], at_once=2)) == [(0,), (1, 2)]
@@ -261,13 +259,6 @@ def test_a_run_counts_when_its_record_is_whole(tmp_path, changes, said):
     assert said in judged["error"]["message"]
 
 
-def test_a_new_variant_is_in_the_table_that_a_sweep_prints(tmp_path, monkeypatch, capsys):
-    mine = Variant("D-mine", "D1-nvfuser", {"attention": "eager"}, "To be seen.")
-    monkeypatch.setitem(VARIANTS, mine.name, mine)
-    sweep.sweep([planned("D-mine")], launch.Launcher(tmp_path, Machine(), {}))
-    assert re.search(r"\n *D-mine +0 +skipped\nsweep: 1 skipped\n", capsys.readouterr().out)
-
-
 def test_the_command_at_the_end_is_told_the_counts_and_its_failure_is_said(tmp_path, capfd):
     specs = plan(["A1", "D1-nvfuser"], "smoke", data="synthetic:40", machine=Machine())
     leave(tmp_path, specs[0], "oom")
@@ -279,9 +270,8 @@ def test_the_command_at_the_end_is_told_the_counts_and_its_failure_is_said(tmp_p
 
 
 def test_gpus_that_stay_idle_are_named(capsys):
-    for gpus in (None, [0]):
-        launch.say_idle(Machine(gpus=3), gpus)
-    launch.say_idle(Machine(gpus=1), None)
+    for most, gpus in ((3, None), (3, [0]), (1, None)):
+        launch.say_idle(Machine(gpus=most), gpus)
     assert re.fullmatch("one of 3 GPUs .*--gpus 0 1 2 uses all\n", capsys.readouterr().out)
 
 

@@ -13,6 +13,7 @@ import signal
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import datasets
 import numpy as np
@@ -52,11 +53,7 @@ ENTRIES = [question("q1", "where", ("Rotterdam", TEXT.index("Rotterdam"))), ques
 @contextmanager
 def limited():
     """An error instead of a hang."""
-
-    def stop(*_):
-        raise TimeoutError(f"no end within {SECONDS} s")
-
-    signal.signal(signal.SIGALRM, stop)
+    signal.signal(signal.SIGALRM, Mock(side_effect=TimeoutError(f"no end within {SECONDS} s")))
     signal.alarm(SECONDS)
     try:
         yield
@@ -109,11 +106,10 @@ class Lab:
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
+    made = Lab(tmp_path_factory.mktemp("trust"))
     with pytest.MonkeyPatch.context() as patch:
-        place = tmp_path_factory.mktemp("trust")
-        (place / "lab").mkdir()
-        patch.chdir(place / "lab")
-        yield Lab(place)
+        patch.chdir(made.place / "lab")
+        yield made
 
 
 def read(path: Path) -> list | dict:
@@ -168,12 +164,9 @@ def mutated(path: Path, chance: random.Random) -> None:
         document = read(path)
         way = chance.choice([way for way in spots(document) if way[-1] == (kind == "key")])
         written(path, changed(document, way, GONE if kind == "gone" else chance.choice(VALUES)))
-    elif kind == "deep":
-        path.write_bytes(b"[" * 100_000)
-    elif kind == "huge":
-        path.write_bytes(bytes(content).replace(b"0", b"1e999", 1))
     else:
-        path.write_bytes(spoilt(content, chance, kind))
+        others = {"deep": b"[" * 100_000, "huge": content.replace(b"0", b"1e999", 1)}
+        path.write_bytes(others.get(kind) or spoilt(content, chance, kind))
 
 
 def spoilt(content: bytearray, chance: random.Random, kind: str) -> bytes:

@@ -1,7 +1,6 @@
 """Searches: the points they try; how runs share a GPU or take turns on it, and which times they record."""
 
 import dataclasses
-import itertools
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -44,11 +43,11 @@ def tried(monkeypatch, tmp_path):
 
 def test_every_point_is_a_run_of_its_own_in_a_group_of_tries():
     spec = planned("B1-all")
-    points = tune.points([spec], [1e-3, 2e-3], ["lora-all-r8", "lora-qv-r32"])
+    recipes = ("lora-all-r8", 8), ("lora-qv-r32", 32)
+    points = tune.points([spec], [1e-3, 2e-3], [name for name, _ in recipes])
     assert len({point.hash for point in points} | {spec.hash}) == 5
     found = [(p.group, p.preset.learning_rate, p.asked.trainable, p.recipe.rank) for p in points]
-    tried = itertools.product((1e-3, 2e-3), (("lora-all-r8", 8), ("lora-qv-r32", 32)))
-    assert found == [("cpu-tune", rate, *recipe) for rate, recipe in tried]
+    assert found == [("cpu-tune", rate, *recipe) for rate in (1e-3, 2e-3) for recipe in recipes]
     assert {p.recipe.lr_factor for p in points} == {1.0} and spec.recipe.lr_factor > 1, "at the rate that was asked for"
     assert [p.asked.trainable for p in tune.points([spec], [], [])] == ["lora-all"]
     refused("lora-any-r8", tune.points, [spec], [], ["lora-any-r8"])

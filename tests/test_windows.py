@@ -36,10 +36,6 @@ def small():
     return trained_tokenizer([TEXT] * 3, 300)
 
 
-def flat(lists, kind=np.int64):
-    return np.fromiter(itertools.chain.from_iterable(lists), kind)
-
-
 def built(examples, tokenizer, max_length=384, stride=128) -> Samples:
     return build_samples(Given(examples), tokenizer, max_length, stride, cache=False)
 
@@ -51,14 +47,14 @@ def check(examples: list[Example], tokenizer, max_length: int, stride: int) -> S
     wanted = overflow(tokenizer, questions, [example.context for example in examples], max_length, stride)
     n = len(wanted["input_ids"])
     assert samples.lengths.tolist() == list(map(len, wanted["input_ids"])) and samples.lengths.max() <= max_length
-    assert np.array_equal(samples.tokens, flat(wanted["input_ids"]))
+    assert np.array_equal(samples.tokens, np.concatenate(wanted["input_ids"]))
     assert np.array_equal(samples.example, wanted["overflow_to_sample_mapping"])
     places = [without_blanks(wanted, i, questions, examples) for i in range(n)]
     assert np.array_equal(samples.offsets, np.concatenate(places))
     batch = samples.batch(np.arange(n), max_length)
     if "token_type_ids" in batch:
         types = batch["token_type_ids"][np.arange(max_length) < samples.lengths[:, None]]
-        assert np.array_equal(types, flat(wanted["token_type_ids"]))
+        assert np.array_equal(types, np.concatenate(wanted["token_type_ids"]))
     else:  # models take all types for 0 where there are none
         assert not any(map(any, wanted.get("token_type_ids", [])))
     for i, (first, stop) in enumerate(samples.context.tolist()):
