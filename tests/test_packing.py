@@ -70,10 +70,9 @@ def samples():
 
 
 def spec_of(variant="E-packed", attention=None, settings=None, **sizes):
-    own = {"attention": attention} if attention else {}
+    own = {"compile": "none"} | ({"attention": attention} if attention else {})
     own |= {"precision": "bf16"} if attention == "flash" else {}
-    settings = {"compile": "none"} | own | (settings or {})
-    return planned(variant, settings=settings, sizes={"steps": 8} | sizes, data="synthetic:200")
+    return planned(variant, settings=own | (settings or {}), sizes={"steps": 8} | sizes, data="synthetic:200")
 
 
 def segments(kind, lengths, limits) -> Segments:
@@ -100,11 +99,8 @@ def test_dealing_balances_and_loses_nothing():
     draw = np.random.default_rng(0)
     lengths = draw.integers(20, 385, 32 * 100)
     groups = deal(draw.permutation(len(lengths)), lengths, 32)
-    assert groups.shape == (100, 32)
-    assert sorted(groups.ravel()) == list(range(len(lengths)))
-    totals = lengths[groups].sum(1)
-    random_totals = lengths.reshape(100, 32).sum(1)
-    assert totals.max() - totals.min() < 20 < random_totals.max() - random_totals.min()
+    assert groups.shape == (100, 32) and sorted(groups.ravel()) == list(range(len(lengths)))
+    assert np.ptp(lengths[groups].sum(1)) < 20 < np.ptp(lengths.reshape(100, 32).sum(1))
 
 
 def test_every_row_has_one_shape_nearly_no_padding_and_segments_within_their_limits(samples):
@@ -114,12 +110,10 @@ def test_every_row_has_one_shape_nearly_no_padding_and_segments_within_their_lim
     assert len({tuple((name, array.shape) for name, array in row.items()) for row in rows}) == 1
     assert rows[0]["input_ids"].shape == (1, batches.budget)
     assert sum(samples.lengths[m].sum() for m in dealt) / (len(rows) * batches.budget) > 0.8
-    for row in rows:
-        assert row["cu_seqlens"][-1] == batches.budget
-        assert set(np.diff(row["cu_seqlens"])) <= {*range(97)}
-    lengths = [np.diff(row["cu_seqlens"]) for row in rows]
-    assert (lengths <= np.array(batches.limits)).all()
-    assert (batches.limits - np.max(lengths, axis=0)).max() < 64, "no limit is an alignment too high"
+    lengths = np.diff([row["cu_seqlens"] for row in rows])
+    assert {*lengths.sum(1)} == {batches.budget} and {*lengths.ravel()} <= {*range(97)}
+    room = batches.limits - np.max(lengths, axis=0)
+    assert room.min() >= 0 and room.max() < 64, "no limit is an alignment too high"
 
 
 def test_each_feature_has_a_place_that_is_the_same_in_every_row(samples):
@@ -128,8 +122,8 @@ def test_each_feature_has_a_place_that_is_the_same_in_every_row(samples):
     assert batches.limits == sorted(batches.limits, reverse=True), "equal ones are neighbours"
     for indices in micro_batches(batches, batches.steps):
         row, plain = batches.arrays(indices), Batches(samples, batches.spec).arrays(indices)
-        assert list(np.diff(row["cu_seqlens"])) == batches.limits
-        assert (row["bias"] == 0).sum() == samples.lengths[indices].sum()
+        tokens = samples.lengths[indices].sum()
+        assert (list(np.diff(row["cu_seqlens"])), (row["bias"] == 0).sum()) == (batches.limits, tokens)
         for number, (begin, length) in enumerate(zip(row["cu_seqlens"], samples.lengths[indices], strict=False)):
             place = slice(begin, begin + length)
             assert (row["bias"][place] == 0).all() and list(row["position_ids"][0, place]) == list(range(length))
@@ -146,17 +140,16 @@ def test_few_limits_are_the_best_few():
     for most in (2, 3, 4):
         found = few_limits(lengths, most)
         assert (found >= lengths).all() and len(set(found)) == most
-        values = itertools.combinations(range(32, 384, 16), most - 1)
-        tried = (np.array([*chosen, 384]) for chosen in values)
+        tried = (np.array([*chosen, 384]) for chosen in itertools.combinations(range(32, 384, 16), most - 1))
         assert sum(found) == min(some[np.searchsorted(some, lengths)].sum() for some in tried)
 
 
 def test_an_epoch_sees_each_feature_once_and_the_next_in_another_order(samples):
     batches = PackedBatches(samples, spec_of())
-    first, second = batches._epoch(0), batches._epoch(1)
+    first = batches._epoch(0)
     assert len(np.unique(first)) == first.size == len(samples) // 8 * 8
-    assert not np.array_equal(first, second)
     assert np.array_equal(first, PackedBatches(samples, spec_of())._epoch(0))
+    assert not np.array_equal(first, batches._epoch(1))
 
 
 def packed_and_padded(samples, kind, dtype, qkv="separate"):
@@ -171,12 +164,11 @@ def packed_and_padded(samples, kind, dtype, qkv="separate"):
 
 def padded_loss(model, inputs, lengths):
     """The padded row's loss with its softmax over the question's own tokens."""
-    output = model(**{k: v for k, v in inputs.items() if not k.endswith("_positions")})
+    output, loss = model(**{k: v for k, v in inputs.items() if not k.endswith("_positions")}), 0
     inside = torch.arange(output.start_logits.shape[1], device=DEVICE) < torch.tensor(lengths, device=DEVICE)[:, None]
-    loss = 0
-    for logits, name in ((output.start_logits, "start_positions"), (output.end_logits, "end_positions")):
-        own = logits.float().masked_fill(~inside, -torch.inf)
-        loss += torch.nn.functional.cross_entropy(own, inputs[name]) / 2
+    for name in ("start", "end"):
+        own = output[f"{name}_logits"].float().masked_fill(~inside, -torch.inf)
+        loss += torch.nn.functional.cross_entropy(own, inputs[f"{name}_positions"]) / 2
     return loss, output, inside
 
 
@@ -191,8 +183,8 @@ def test_logits_loss_and_gradients_are_those_of_padded_rows(samples, kind, dtype
     found = model(**packed)
     found.loss.backward()
     real = packed["bias"] == 0 if kind == "efficient" else torch.arange(found.start_logits.shape[1]) < lengths.sum()
-    assert relative(found.start_logits[0, real].float(), output.start_logits[inside].float()) < error
-    assert relative(found.end_logits[0, real].float(), output.end_logits[inside].float()) < error
+    for name in ("start_logits", "end_logits"):
+        assert relative(found[name][0, real].float(), output[name][inside].float()) < error, name
     assert found.loss.item() == pytest.approx(loss.item(), rel=error)
     largest = max(g.norm() for g in expected.values())
     for name, p in model.named_parameters():
@@ -204,10 +196,9 @@ def test_a_model_in_regions_is_the_model(samples):
     """Loss and gradients, traced whole or not, and every parameter in one region alone; each is announced before it
     runs."""
     packed, inputs, *_ = packed_and_padded(samples, "block-diagonal", torch.float32)
-    parts = []
+    parts, found, announced = [], [], []
     regions = RegionalModel(packed, lambda part: parts.append(part) or part)
     assert len(parts) == len(regions_of(packed.model)) == 3, "embeddings, two layers, head"
-    found, announced = [], []
     regions.before = announced.append
     traced = RegionalModel(packed, partial(torch.compile, backend="aot_eager", fullgraph=True))
     for forward in (LossOf(packed), regions, traced):
@@ -273,17 +264,15 @@ def test_the_backward_pass_drops_what_the_forward_pass_dropped(kind, dtype, erro
     PyTorch's memory-efficient kernel breaks this where it is given cu_seqlens, and models then fail to train."""
     lengths = [80, 54, 80, 80, 26, 80]
     cut = segments(kind, lengths, limits)
-    tokens = int(cut.cu_seqlens[-1])
-    query, key, value, grad = torch.randn(4, tokens, 4, 32, device=DEVICE, dtype=dtype)
+    query, key, value, grad = torch.randn(4, int(cut.cu_seqlens[-1]), 4, 32, device=DEVICE, dtype=dtype)
     if kind == "efficient":
         grad[cut.bias < 0] = 0  # as in training, where nothing depends on padding
     output, back = with_gradients(way(lambda v: attend(kind, query, key, v, cut, 0.5, 0.2)), [value], grad)
     for segment, (begin, length) in enumerate(zip(cut.cu_seqlens, lengths, strict=False)):
         part = slice(begin, begin + length)
-        there = (grad[part].float() * output[part].float()).sum((0, 2))
-        again = (back[part].float() * value[part].float()).sum((0, 2))
-        noise = (grad[part].float() * output[part].float()).norm()
-        assert ((there - again).abs() <= 20 * error * noise + 1e-6).all(), segment
+        there, again = grad[part].float() * output[part].float(), back[part].float() * value[part].float()
+        difference = (there - again).sum((0, 2)).abs()
+        assert (difference <= 20 * error * there.norm() + 1e-6).all(), segment
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA GPU")
@@ -297,8 +286,8 @@ def test_a_captured_step_drops_anew_and_alike_in_both_passes(kind, dtype, error)
 
     seen = []
     for output, back in replayed(step, torch.zeros((), device=DEVICE)):
-        there, again = (grad.float() * output.float()).sum(), (back.float() * value.float()).sum()
-        assert (there - again).abs() <= 20 * error * (grad.float() * output.float()).norm()
+        there, again = grad.float() * output.float(), back.float() * value.float()
+        assert (there.sum() - again.sum()).abs() <= 20 * error * there.norm()
         seen.append(output.clone())
     assert not torch.equal(*seen)
 
@@ -319,19 +308,16 @@ def test_with_dropout_all_gradients_are_those_of_the_pattern_that_was_drawn(kind
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
 def test_no_two_heads_or_segments_drop_by_one_pattern(kind, dtype, error):
     even = torch.zeros(480, 4, 32, device=DEVICE, dtype=dtype)  # equal scores: the output is the share that is kept
-    cut = segments(kind, [96] * 5, 96)
-    kept = attend(kind, even, even, torch.ones_like(even), cut, 0.5, 0.2)[:, :, 0].float()
+    kept = attend(kind, even, even, torch.ones_like(even), segments(kind, [96] * 5, 96), 0.5, 0.2)[:, :, 0].float()
     patterns = kept.view(5, 96, 4).transpose(1, 2).reshape(20, 96)
-    close = torch.corrcoef(patterns) - torch.eye(20, device=DEVICE)
-    assert close.abs().max() < 0.6
+    assert (torch.corrcoef(patterns) - torch.eye(20, device=DEVICE)).abs().max() < 0.6
 
 
 def test_the_kernel_is_chosen_by_capability_and_named():
     for machine, kernel in ((CPU, "block-diagonal"), (T4, "efficient"), (H200, "flash")):
         spec = planned("E-packed", machine=machine)
         assert (spec.settings.attention, spec.skip) == (kernel, None)
-    assert "flash" in " ".join(spec.adjusted)
-    assert "cuda_graph: False" in " ".join(planned("E-graph").adjusted)
+    assert "flash" in " ".join(spec.adjusted) and "cuda_graph: False" in " ".join(planned("E-graph").adjusted)
 
 
 def test_beyond_rows_run_and_end_to_end(tmp_path):

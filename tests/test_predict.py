@@ -68,19 +68,17 @@ def folder(tmp_path, model, tokenizer):
 
 
 def test_shape_and_join(model, samples):
-    ids, start, end = predict_logits(model, samples)
-    assert start.shape == end.shape == (len(samples), samples.lengths.max())
+    ids, *both = predict_logits(model, samples)
+    assert both[0].shape == both[1].shape == (len(samples), samples.lengths.max())
     assert sorted(ids.tolist()) == list(range(len(samples))) != ids.tolist()
     lengths = samples.lengths[ids.numpy()]
     assert (np.diff(lengths) <= 0).all() and lengths[0] > lengths[-1]
     for row, length in enumerate(lengths):
-        assert start[row, :length].isfinite().all() and start[row, length:].isnan().all()
-    batch = samples.batch([7], 40)
-    names = ("input_ids", "attention_mask", "token_type_ids")
-    wanted = model(**{name: torch.from_numpy(batch[name]) for name in names})
-    row, length = ids.tolist().index(7), samples.lengths[7]
-    assert torch.allclose(start[row, :length], wanted.start_logits[0, :length], atol=1e-4)
-    assert torch.allclose(end[row, :length], wanted.end_logits[0, :length], atol=1e-4)
+        assert both[0][row, :length].isfinite().all() and both[0][row, length:].isnan().all()
+    inputs = {name: torch.from_numpy(array) for name, array in samples.batch([7], 40).items()}
+    wanted, row, length = model(**inputs), ids.tolist().index(7), samples.lengths[7]
+    for found, logits in zip(both, (wanted.start_logits, wanted.end_logits), strict=True):
+        assert torch.allclose(found[row, :length], logits[0, :length], atol=1e-4)
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 77, 100])
@@ -108,10 +106,9 @@ def answered():
 
 
 def test_held_out_loss_is_what_training_computes_of_each_window(answered, tmp_path):
-    model, spec, data = answered
+    (model, spec, data), losses = answered, []
     samples = data.validation_samples
     with torch.no_grad():
-        losses = []
         for number, length in enumerate(samples.lengths):
             inputs = {name: torch.from_numpy(array) for name, array in samples.batch([number], length).items()}
             losses.append(model(**inputs).loss.item())
@@ -122,8 +119,7 @@ def test_held_out_loss_is_what_training_computes_of_each_window(answered, tmp_pa
 
 
 def test_an_infinite_held_out_loss_is_null(answered):
-    _, _, data = answered
-    samples = data.validation_samples
+    samples = answered[2].validation_samples
     ids, start, end = torch.arange(len(samples)), *torch.zeros(2, len(samples), samples.lengths.max())
     assert span_loss(samples, ids, start, end) == pytest.approx(np.log(samples.lengths.max()))
     start[3, samples.start_positions[3]] = -torch.inf
@@ -138,8 +134,7 @@ def test_batches_hold_what_they_may(samples):
         return SimpleNamespace(start_logits=torch.zeros(input_ids.shape), end_logits=torch.zeros(input_ids.shape))
 
     predict_logits(model, samples, batch_tokens=120)
-    assert sum(n for n, _ in seen) == len(samples)
-    assert max(n * width for n, width in seen) <= 120
+    assert sum(n for n, _ in seen) == len(samples) and max(n * width for n, width in seen) <= 120
     assert seen == sorted(seen, key=lambda shape: -shape[1]) and {width % 8 for _, width in seen} == {0}
 
 
@@ -159,13 +154,12 @@ DATA = document((TEXT, [question("q1", "where", ("Rotterdam", TEXT.index("Rotter
 def test_a_file_is_answered(folder, tmp_path, capsys):
     data = write(tmp_path / "data.json", DATA)
     assert main(["predict", "--model", str(folder), str(data), "--out", str(tmp_path / "out")]) == 0
-    shown = capsys.readouterr()
     names = ["predictions.json", "texts.json", "nbest_predictions.json", "null_odds.json"]
-    assert shown.out.split() == [str(tmp_path / "out" / name) for name in names]
-    assert shown.err == ""  # no terminal, no bar
-    read = [json.loads((tmp_path / "out" / name).read_text()) for name in names]
-    assert all(list(part) == ["q1", "q2"] for part in read)
-    assert all(text in TEXT for text in read[0].values())
+    paths = [tmp_path / "out" / name for name in names]
+    shown = capsys.readouterr()
+    assert (shown.out.split(), shown.err) == ([*map(str, paths)], ""), "no terminal, no bar"
+    read = [json.loads(path.read_text()) for path in paths]
+    assert all(list(part) == ["q1", "q2"] for part in read) and all(text in TEXT for text in read[0].values())
 
 
 def test_questions_need_no_gold_answers_to_be_answered(folder, tmp_path, typed):
@@ -193,10 +187,10 @@ def hub(folder, tmp_path, monkeypatch):
     """A cache of the hub that holds the folder's model as lab/bert, as the hub's client keeps it: by links."""
     repository = tmp_path / "cache" / "models--lab--bert"
     snapshot = repository / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("abc")
     shutil.copytree(folder, repository / "blobs")
+    for made in (snapshot, repository / "refs"):
+        made.mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
     for path in (repository / "blobs").iterdir():
         (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -234,12 +228,10 @@ def test_one_thing_or_the_other(folder, words, typed):
 
 def test_bad_input_writes_nothing(folder, tmp_path, typed):
     data, out = tmp_path / "data.json", tmp_path / "out"
-    long = document((TEXT, [question("q1", "river " * 60)]))
     room = "article 'Rivers', question 'q1': its .* tokens leave 0 of 48"
-    empty = json.dumps(document())
-    for said, content in (("not JSON", "{"), ("an empty data set", empty), (room, json.dumps(long))):
-        data.write_text(content)
-        found = typed("predict --model", folder, data, "--out", out, code=2)
+    long = document((TEXT, [question("q1", "river " * 60)]))
+    for said, content in (("not the SQuAD layout", []), ("an empty data set", document()), (room, long)):
+        found = typed("predict --model", folder, write(data, content), "--out", out, code=2)
         assert re.search(f"data.json: {said}", found) and not out.exists()
     words = ["--question", "x", "--context", "word " * 200_000]
     assert "a paragraph of 1,000,000 characters" in typed("predict --model", folder, *words, code=2)
@@ -252,14 +244,6 @@ def config(**changes):
     return lambda folder: edited(folder / "config.json", **changes)
 
 
-def weights(change):
-    def spoil(folder):
-        found = load_file(folder / "model.safetensors")
-        save_file(change(found), folder / "model.safetensors", {"format": "pt"})
-
-    return spoil
-
-
 def without(name):
     return lambda weights: {other: value for other, value in weights.items() if other != name}
 
@@ -268,12 +252,20 @@ def saved(kind, config):
     return lambda folder: kind(config).save_pretrained(folder)
 
 
-def without_files(*patterns):
-    def spoil(folder):
-        for path in itertools.chain.from_iterable(map(folder.glob, patterns)):
-            path.unlink()
+def of_a_folder(change):
+    """Takes the words of a change first, and then the folder."""
+    return lambda *words: lambda folder: change(folder, *words)
 
-    return spoil
+
+@of_a_folder
+def weights(folder, change):
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
+
+
+@of_a_folder
+def without_files(folder, *patterns):
+    for path in itertools.chain.from_iterable(map(folder.glob, patterns)):
+        path.unlink()
 
 
 def indexed(folder, target):
@@ -284,35 +276,28 @@ def indexed(folder, target):
     return found
 
 
-def in_one_part(name):
-    def spoil(folder):
-        save_file(indexed(folder, name), folder / name, {"format": "pt"})
-
-    return spoil
+@of_a_folder
+def in_one_part(folder, name):
+    save_file(indexed(folder, name), folder / name, {"format": "pt"})
 
 
-def replaced(name, by):
+@of_a_folder
+def replaced(folder, name, by):
     """A file's place taken by something else."""
-
-    def spoil(folder):
-        (folder / name).unlink(missing_ok=True)
-        by(folder / name)
-
-    return spoil
+    (folder / name).unlink(missing_ok=True)
+    by(folder / name)
 
 
-def flipped(name):
-    def spoil(folder):
-        write_digests(folder)
-        flip_a_bit(folder / name)
-
-    return spoil
+@of_a_folder
+def flipped(folder, name):
+    write_digests(folder)
+    flip_a_bit(folder / name)
 
 
 def own_code(folder):
     (folder / "evil.py").write_text("open('ran', 'w')")
     auto = {"AutoModelForQuestionAnswering": "evil.Model", "AutoConfig": "evil.Config"}
-    config(model_type="evil", auto_map=auto)(folder)
+    edited(folder / "config.json", model_type="evil", auto_map=auto)
 
 
 DEBERTA = transformers.DebertaV2Config(vocab_size=300, **SMALL)
@@ -361,12 +346,6 @@ def test_model_folders_that_are_refused(folder, message, monkeypatch, capfd):
     assert "LOAD REPORT" not in capfd.readouterr().err
 
 
-def test_weights_in_parts_are_loaded(folder, model):
-    in_one_part("part-1.safetensors")(folder)
-    loaded, _ = load_qa_model(folder)
-    assert torch.equal(loaded.qa_outputs.weight, model.qa_outputs.weight)
-
-
 def test_models_that_are_loaded_at_one_time_leave_transformers_as_it_was(folder):
     """It ties no weights while it loads, which two threads could make permanent."""
     before = PreTrainedModel.tie_weights
@@ -379,8 +358,7 @@ def test_models_that_are_loaded_at_one_time_leave_transformers_as_it_was(folder)
 def test_no_kernel_is_fetched_for_a_config_that_asks_for_one(folder, key, monkeypatch):
     config(**{key: "kernels-community/flash-attn2@main"})(folder)
     monkeypatch.setattr("transformers.integrations.hub_kernels.get_kernel", lambda *_, **__: pytest.fail("fetched"))
-    loaded, _ = load_qa_model(folder)
-    assert loaded.config._attn_implementation == "sdpa"
+    assert load_qa_model(folder)[0].config._attn_implementation == "sdpa"
 
 
 def test_a_folder_without_a_tokenizer_trains_nothing(folder):
@@ -389,16 +367,14 @@ def test_a_folder_without_a_tokenizer_trains_nothing(folder):
 
 
 def test_preset_answerable_takes_no_question_without_an_answer():
-    spec = planned("A1", "answerable", data="synthetic:100", model="tiny")
-    refused(r"question \S+ has no answer", load_data, spec)
+    refused(r"question \S+ has no answer", load_data, planned("A1", "answerable", data="synthetic:100", model="tiny"))
 
 
-def test_windows_are_as_long_as_the_models_config_says_and_its_positions_allow(model, monkeypatch):
+def test_windows_are_as_long_as_the_models_config_says_and_its_positions_allow(model):
     assert window_lengths(model) == (48, 16), "384 and 128, of a model with 48 positions"
     for tokens, stride, found in ((40, 10, (40, 10)), (96, 32, (48, 16)), ("abc", 1, (48, 16)), (8, 9, (48, 16))):
-        monkeypatch.setattr(model.config, "window_tokens", tokens, raising=False)
-        monkeypatch.setattr(model.config, "window_stride", stride, raising=False)
-        assert window_lengths(model) == found
+        own = bert(max_position_embeddings=48, window_tokens=tokens, window_stride=stride)
+        assert window_lengths(SimpleNamespace(config=own)) == found
 
 
 def train_from(folder):
@@ -410,12 +386,11 @@ def train_from(folder):
 
 
 def test_training_takes_an_encoder_without_a_head_weights_in_parts_and_half_precision(folder, model):
-    encoder = {name: value.half() for name, value in model.state_dict().items() if "qa" not in name}
-    weights(lambda _: {name.removeprefix("bert."): value for name, value in encoder.items()})(folder)
+    kept = {name.removeprefix("bert."): value.half() for name, value in model.state_dict().items() if "qa" not in name}
+    weights(lambda _: kept)(folder)
     in_one_part("part-1.safetensors")(folder)
-    trained = train_from(folder)
     layer = "bert.encoder.layer.1.output.dense.weight"
-    assert torch.equal(trained.get_parameter(layer), model.get_parameter(layer).half().float())
+    assert torch.equal(train_from(folder).get_parameter(layer), model.get_parameter(layer).half().float())
     before = identify_model(str(folder))
     flip_a_bit(folder / "part-1.safetensors", -5)
     assert identify_model(str(folder)) != before, "weights in parts count in a run's identity"

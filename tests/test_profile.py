@@ -10,7 +10,7 @@ from qa_lib.measure import trace
 from qa_lib.run import fit, profile
 from tests.kernels import DEVICE
 from tests.material import ROOT, cases, refused, table, write
-from tests.tiny import planned
+from tests.tiny import planned, quiet
 
 HIDDEN, WIDE = 768, 3072  # as in parts.csv and cases.json
 WIDTHS = trace.Widths(HIDDEN, WIDE, outputs=2)
@@ -21,11 +21,11 @@ def cpu(name, ts, dur, sizes=(), number=None, cat="cpu_op"):
     return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": 1, "args": args}
 
 
-def launched(name, ts, dur, at, call, number=None, graph=False):
+def launched(name, ts, dur, at, call, number=None, runtime="cudaLaunchKernel"):
     """A runtime call at time `at` and the kernel that it launched, which ran from ts on."""
-    runtime = "cudaGraphLaunch" if graph else "cudaLaunchKernel"
-    own, args = {"correlation": call}, {"correlation": call, "External id": number}
+    own = {"correlation": call}
     yield {"ph": "X", "cat": "cuda_runtime", "name": runtime, "ts": at, "dur": 1, "tid": 1, "args": own}
+    args = own | {"External id": number}
     yield {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur, "tid": 7, "args": args}
 
 
@@ -53,8 +53,8 @@ def test_a_kernel_belongs_to_the_phase_and_part_that_launched_it():
     assert list(work["step"]) == [0] * 4 + [1] * 4
     assert work["start_ms"].tolist()[:2] == pytest.approx([0.0, 0.02])
     summary = trace.summary(work, gpu_trace(), step_ms=0.5)
-    assert summary["launches_per_step"] == summary["kernels_per_step"] == 4
-    assert summary["busy_ms"] == pytest.approx(0.4) and summary["busy_share"] == pytest.approx(0.8)
+    wanted = {"launches_per_step": 4, "kernels_per_step": 4, "busy_ms": 0.4, "busy_share": 0.8}
+    assert {name: summary[name] for name in wanted} == pytest.approx(wanted)
     assert summary["parts"]["forward"] == pytest.approx({"feed-forward": 0.1, "norms and elementwise": 0.1})
 
 
@@ -62,11 +62,10 @@ def test_kernels_of_a_graph_take_the_labels_of_those_launched_one_by_one():
     known = trace.work(gpu_trace(), WIDTHS)
     events = [cpu("ProfilerStep#5", 0, 4000, cat="user_annotation")]
     for index, name in enumerate([*known["name"][:4], "unknown"]):
-        events += launched(name, 1000 + 100 * index, 50, 100, 1, graph=True)
+        events += launched(name, 1000 + 100 * index, 50, 100, 1, runtime="cudaGraphLaunch")
     replayed = trace.work(events, WIDTHS)
-    assert set(replayed["phase"]) == {""}
     labelled = trace.label_like(replayed, known)
-    assert labelled["part"].tolist()[:4] == known["part"].tolist()[:4]
+    assert set(replayed["phase"]) == {""} and labelled["part"].tolist()[:4] == known["part"].tolist()[:4]
     assert labelled["phase"].tolist() == [*known["phase"][:4], "optimizer"]
     assert trace.summary(labelled, events, 1.0)["launches_per_step"] == 5  # one call each, in this made-up trace
 
@@ -78,12 +77,9 @@ def test_parts(kernel, op, sizes, phase, part):
 
 
 def test_on_a_cpu_an_operator_is_charged_its_own_time_alone():
-    events = [
-        cpu("ProfilerStep#5", 0, 1000, cat="user_annotation"),
-        cpu("forward", 0, 1000, cat="user_annotation"),
-        cpu("aten::linear", 100, 300, [(64, HIDDEN), (HIDDEN, HIDDEN)]),
-        cpu("aten::addmm", 150, 200, [(64, HIDDEN), (HIDDEN, HIDDEN)]),
-    ]
+    events = [cpu(name, 0, 1000, cat="user_annotation") for name in ("ProfilerStep#5", "forward")]
+    for name, ts, dur in (("aten::linear", 100, 300), ("aten::addmm", 150, 200)):
+        events.append(cpu(name, ts, dur, [(64, HIDDEN), (HIDDEN, HIDDEN)]))
     assert trace.work(events, WIDTHS)["ms"].tolist() == pytest.approx([0.1, 0.2])
 
 
@@ -97,8 +93,7 @@ def test_nsight_computes_page_is_summed_by_kernel():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 def test_without_a_gpu_counters_are_refused_in_one_line():
     said = []
-    assert profile.counters(planned(), said.append) is None
-    assert len(said) == 1 and "no GPU" in said[0]
+    assert profile.counters(planned(), said.append) is None and len(said) == 1 and "no GPU" in said[0]
 
 
 def test_what_gradients_take_is_not_taken_for_activations(tmp_path, monkeypatch):
@@ -110,7 +105,7 @@ def test_what_gradients_take_is_not_taken_for_activations(tmp_path, monkeypatch)
     for phase in ("forward", "backward") * 2:
         with hooks.phase(phase):
             pass
-    assert hooks.kept == 60 and hooks.peaks == {"forward": 600, "backward": 600}
+    assert (hooks.kept, hooks.peaks) == (60, {"forward": 600, "backward": 600})
 
 
 def test_a_profile_of_a_row_on_this_machine(tmp_path):
@@ -138,7 +133,7 @@ def test_a_profile_that_fails_leaves_the_older_one_whole(tmp_path, monkeypatch):
     (folder / "profile.json").write_text("older")
     monkeypatch.setattr(fit, "build_model", Mock(side_effect=RuntimeError("no model")))
     with pytest.raises(RuntimeError, match="no model"):
-        profile.profile(spec, tmp_path, lambda _: None)
+        profile.profile(spec, tmp_path, quiet)
     assert [(p.name, p.read_text()) for p in folder.iterdir()] == [("profile.json", "older")]
     refused(r"profile\.json: not readable", Run({}, folder).profile)
     write(folder / "profile.json", {"schema": "other"})

@@ -12,17 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForQuestionAnswering, GPT2Config, GPT2LMHeadModel
 
-from qa_lib.data.synthetic import synthetic_squad
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.hf_checkpoint import QUANTIZED, SUMS
 from qa_lib.model.qat import WIDTHS, _pack, _unpack, is_rounding, quantize
-from qa_lib.record import QUANTIZED_SCHEMA, SCORING, RunTaken, document, lock
+from qa_lib.record import QUANTIZED_SCHEMA, SCORING, RunTaken, document, lock, read_record
 from qa_lib.run.fit import fit
 from qa_lib.run.quantize import quantize_run
 from qa_lib.score.choices import named, offered
 from qa_lib.score.predict import answering_device, load_qa_model
 from qa_lib.spec import Machine
-from tests.material import change_record, edited, refused, write
+from tests.material import change_record, edited, refused, squad_folder
 from tests.tiny import planned, quiet
 
 
@@ -34,8 +33,7 @@ def spec_of(variant):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """A run in fp32 that has its model, and was quantized to both widths where that can be."""
-    folder = tmp_path_factory.mktemp("runs")
-    spec = spec_of("A1-fp32")
+    folder, spec = tmp_path_factory.mktemp("runs"), spec_of("A1-fp32")
     fit(spec, folder, say=quiet)
     for width in WIDTHS if find_spec("torchao") else ():
         quantize_run(folder / spec.run_path, width, say=quiet)
@@ -96,11 +94,10 @@ def test_what_is_saved_is_what_is_loaded_and_not_trained(width, run, monkeypatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert answering_device(loaded) == "cpu" and answering_device(load_qa_model(run / "model")[0]) == "cuda"
     found = document(run / f"model-{width}" / "quantized.json", QUANTIZED_SCHEMA)
-    assert found["width"] == width and found["data"]["n"] == 60
-    assert found["after"]["weights_bytes"] == (run / f"model-{width}" / QUANTIZED).stat().st_size
-    assert found["after"]["weights_bytes"] < 0.6 * found["before"]["weights_bytes"], "embeddings keep their 32 bits"
-    assert found["before"]["f1"] == json.loads((run / "record.json").read_text())["quality"]["f1"]
-    assert min(found[when]["latency_ms"] for when in ("before", "after")) > 0
+    before, after, size = found["before"], found["after"], (run / f"model-{width}" / QUANTIZED).stat().st_size
+    assert (found["width"], found["data"]["n"], after["weights_bytes"]) == (width, 60, size)
+    assert size < 0.6 * before["weights_bytes"], "embeddings keep their 32 bits"
+    assert before["f1"] == read_record(run)["quality"]["f1"] and min(before["latency_ms"], after["latency_ms"]) > 0
 
 
 @pytest.mark.torchao
@@ -115,32 +112,28 @@ def test_predict_and_the_app_take_it(runs, run, typed):
     assert named([run / "model-int8"])[0].name == eighth.name
 
 
-def copied(folder, to, config=None, tensors=None):
-    """A quantized folder with another config or other tensors, and without digests, as somebody might write it."""
-    shutil.copytree(folder, to, ignore=shutil.ignore_patterns(SUMS))
-    edited(to / "config.json", **config or {})
-    if tensors:
-        save_file({name: t.contiguous() for name, t in tensors(load_file(to / QUANTIZED)).items()}, to / QUANTIZED)
-    return to
-
-
 NAME = "bert.encoder.layer.0.output.dense.weight"
 FAULTS = {
-    "another width": ({"quantized": "int2"}, None, "weights of 'int2': int8 or int4 can be had"),
-    "no width": ({"quantized": None}, None, "weights of None"),
-    "the other width": ({"quantized": "int4"}, None, "query.weight.scale of [64, 2]"),
-    "a tensor missing": (None, lambda t: {k: v for k, v in t.items() if k != f"{NAME}.scale"}, f"no {NAME}.scale"),
-    "a tensor more": (None, lambda t: t | {"more": torch.ones(1)}, "has more, which the model"),
-    "another shape": (None, lambda t: t | {f"{NAME}.scale": torch.ones(3, 1)}, f"no {NAME}.scale"),
-    "another type": (None, lambda t: t | {f"{NAME}.qdata": t[f"{NAME}.qdata"].float()}, f"no {NAME}.qdata"),
+    "another width": ("int2", None, "weights of 'int2': int8 or int4 can be had"),
+    "no width": (None, None, "weights of None"),
+    "the other width": ("int4", None, "query.weight.scale of [64, 2]"),
+    "a tensor missing": ("int8", lambda t: {k: v for k, v in t.items() if k != f"{NAME}.scale"}, f"no {NAME}.scale"),
+    "a tensor more": ("int8", lambda t: t | {"more": torch.ones(1)}, "has more, which the model"),
+    "another shape": ("int8", lambda t: t | {f"{NAME}.scale": torch.ones(3, 1)}, f"no {NAME}.scale"),
+    "another type": ("int8", lambda t: t | {f"{NAME}.qdata": t[f"{NAME}.qdata"].float()}, f"no {NAME}.qdata"),
 }
 
 
 @pytest.mark.torchao
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_folder_of_other_numbers_is_refused(fault, run, tmp_path):
-    config, tensors, said = FAULTS[fault]
-    refused(re.escape(said), load_qa_model, copied(run / "model-int8", tmp_path / "model", config, tensors))
+    """And without digests, as somebody might write it."""
+    width, tensors, said = FAULTS[fault]
+    folder = shutil.copytree(run / "model-int8", tmp_path / "model", ignore=shutil.ignore_patterns(SUMS))
+    edited(folder / "config.json", quantized=width)
+    if tensors:
+        save_file(tensors(load_file(folder / QUANTIZED)), folder / QUANTIZED)
+    refused(re.escape(said), load_qa_model, folder)
 
 
 @pytest.mark.torchao
@@ -154,27 +147,25 @@ def test_layers_that_cannot_be_quantized_are_named():
 @pytest.fixture
 def again(run, tmp_path):
     """The run without quantized models, in another folder."""
-    return shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("model-int*"))
+    return shutil.copytree(run, tmp_path / "cpu-smoke" / run.name, ignore=shutil.ignore_patterns("model-int*"))
 
 
 @pytest.mark.torchao
 def test_what_is_found_names_the_questions_without_the_folders_above_them(again, tmp_path):
-    questions = write(tmp_path / "questions.json", synthetic_squad(20, 1))
-    assert quantize_run(again, "int8", str(questions), say=quiet)["data"]["name"] == "questions.json"
+    questions = squad_folder(tmp_path / "squad", "alice came to the harbour at nine", "alice") / "train.json"
+    assert quantize_run(again, "int8", str(questions), say=quiet)["data"]["name"] == "train.json"
 
 
 def test_other_questions_of_the_same_name_are_refused(again, tmp_path, monkeypatch):
     """A record has the last part of a path alone, which may be something else in the folder that this is called in."""
     change_record(again, data={"name": "squad"})
-    (tmp_path / "squad").mkdir()
-    for seed, name in enumerate(["train.json", "validation.json"]):
-        write(tmp_path / "squad" / name, synthetic_squad(20, seed))
+    squad_folder(tmp_path / "squad", "alice came to the harbour at nine", "alice")
     monkeypatch.chdir(tmp_path)
     refused(r"'squad' is not the data of A1-fp32-s0-.* here: give --data", quantize_run, again, "int8", say=quiet)
 
 
 def test_a_run_without_a_model_an_unknown_width_and_a_missing_package_are_one_line(run, tmp_path, monkeypatch, typed):
-    (tmp_path / "record.json").write_bytes((run / "record.json").read_bytes())
+    shutil.copy(run / "record.json", tmp_path)
     assert "no model/ in it" in typed("quantize", tmp_path, code=2)
     change_record(tmp_path, task={"name": "lm"}, quality=dict.fromkeys(SCORING["lm"]["scores"]))
     assert "its task is 'lm'" in typed("quantize", tmp_path, code=2)
@@ -186,12 +177,11 @@ def test_a_run_without_a_model_an_unknown_width_and_a_missing_package_are_one_li
 
 
 @pytest.mark.torchao
-def test_a_second_time_gives_a_model_that_can_be_used(run, tmp_path):
-    again = shutil.copytree(run, tmp_path / "cpu-smoke" / run.name)
+def test_a_second_time_gives_a_model_that_can_be_used(again):
     for _ in range(2):
         quantize_run(again, "int8", say=quiet)
         load_qa_model(again / "model-int8")
-    assert sorted(path.name for path in again.glob("model*")) == ["model", "model-int4", "model-int8"]
+    assert sorted(path.name for path in again.glob("model*")) == ["model", "model-int8"]
 
 
 @pytest.mark.torchao

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import pkgutil
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -65,15 +66,13 @@ def fails(spec, runs, status, kind=None, step=None):
     return record.read_record(leave(runs, spec, status, {"kind": kind, "message": f"what {kind} says", "step": step}))
 
 
-@pytest.mark.parametrize(("name", "sm", "gib", "compiler", "model", "variant", "size", "why"), table("recommended"))
-def test_a_machine_gets_the_quickest_that_it_runs_and_that_fits(
-    name, sm, gib, compiler, model, variant, size, why, models, tmp_path
-):
+@pytest.mark.parametrize("row", table("recommended"), ids=" ".join)
+def test_a_machine_gets_the_quickest_that_it_runs_and_that_fits(row, models, tmp_path):
+    name, sm, gib, compiler, model, variant, size, why = row
     machine = card(name, int(sm), float(gib), compiler=compiler == "yes", gpus=int(name != "cpu"))
     *found, said = chosen(machine, tmp_path, models[model])
-    assert found == [variant, int(size)]
-    assert said.startswith(f"recommended: {variant} at micro-batch {size} on {name}, ") and why in said
-    assert "\n" not in said
+    assert found == [variant, int(size)] and why in said and "\n" not in said
+    assert said.startswith(f"recommended: {variant} at micro-batch {size} on {name}, ")
 
 
 def test_a_size_that_was_asked_for_stays_and_a_batch_of_ones_own_is_divided(models, tmp_path):
@@ -85,18 +84,16 @@ def test_a_size_that_was_asked_for_stays_and_a_batch_of_ones_own_is_divided(mode
 
 
 def test_the_size_that_was_measured_to_be_quickest_comes_first():
-    def entries(**speeds):
-        return [{"spec": {"settings": {"micro_batch": int(size[1:])}}, "speed": {"samples_per_s": speed}}
-                for size, speed in speeds.items()]  # fmt: skip
+    def entry(size, speed):
+        return {"spec": {"settings": {"micro_batch": size}}, "speed": {"samples_per_s": speed}}
 
-    spec = unchosen(H100)
-    assert choosing._sizes(spec, []) == [32, 16, 8, 4, 2, 1]
-    assert choosing._sizes(spec, entries(_8=100.0, _32=90.0)) == [8, 16, 32, 4, 2, 1]
+    assert choosing._sizes(unchosen(H100), []) == [32, 16, 8, 4, 2, 1]
+    assert choosing._sizes(unchosen(H100), [entry(8, 100.0), entry(32, 90.0)]) == [8, 16, 32, 4, 2, 1]
 
 
 def test_where_nothing_fits_one_line_says_what_to_do(models, tmp_path):
-    small_card = card("gtx-1050", 61, 2, compiler=False)
-    said = refused("on gtx-1050: A2 at micro-batch 1 would take", chosen, small_card, tmp_path, models["large"])
+    words = card("gtx-1050", 61, 2, compiler=False), tmp_path, models["large"]
+    said = refused("on gtx-1050: A2 at micro-batch 1 would take", chosen, *words)
     assert "of 2.0 GiB that are free" in said and "--max-length" in said and "nvidia-smi" in said
 
 
@@ -107,10 +104,9 @@ def test_a_checkout_without_records_takes_the_largest_that_fits(tmp_path, monkey
 
 def test_the_ladder_is_what_the_records_say():
     """From quickest to slowest, each with the baseline's score; and what is there of a language model's."""
-    runs = committed()
+    runs, ladder = committed(), TASKS["qa"]["ladder"]
     own = load.usual(load.select(runs, load.REFERENCE))
     speeds = own[own["micro_batch"] == 32].groupby("spec.variant")["speed.samples_per_s"].mean()
-    ladder = TASKS["qa"]["ladder"]
     assert speeds[ladder].is_monotonic_decreasing
     tested = equivalence(load.usual(load.judging(runs, load.REFERENCE))).reindex(ladder).drop(index=BASELINE)
     assert (tested["best_delta"] >= -MARGIN).all()
@@ -124,10 +120,10 @@ def test_the_ladder_is_what_the_records_say():
 
 def test_plan_puts_it_in_the_place_of_the_name(tmp_path):
     where = {"data": "synthetic:80", "machine": T4, "runs": tmp_path}
-    found = plan(["A1", "recommended"], "smoke", [0, 1], **where)
-    assert [(spec.variant, spec.seed) for spec in found] == [("A1", 0), ("E-t4-norm", 0), ("A1", 1), ("E-t4-norm", 1)]
-    spec = found[1]
-    assert spec.chosen == ["variant", "micro_batch"] and spec.own == {"micro_batch": 16} and found[0].chosen == []
+    usual, spec, *others = plan(["A1", "recommended"], "smoke", [0, 1], **where)
+    found = [(each.variant, each.seed) for each in (usual, spec, *others)]
+    assert found == [("A1", 0), ("E-t4-norm", 0), ("A1", 1), ("E-t4-norm", 1)]
+    assert (spec.chosen, spec.own, usual.chosen) == (["variant", "micro_batch"], {"micro_batch": 16}, [])
     (named,) = plan(["E-t4-norm"], "smoke", [0], micro_batch=16, **where)
     assert spec == named and spec.run_path == named.run_path, "a recommended run is that run"
     sizes = plan(["recommended"], "smoke", micro_batch=[8, 16], **where)
@@ -141,16 +137,14 @@ def test_plan_puts_it_in_the_place_of_the_name(tmp_path):
 def test_what_a_card_could_not_do_is_passed_over(tmp_path):
     spec = choosing.choose(unchosen(H100), H100, tmp_path)
     fails(spec, tmp_path, "oom", "OutOfMemoryError", step=7)
-    variant, size, said = chosen(H100, tmp_path)
-    assert (variant, size) == ("E-fp8-uncompiled", 16), "the next size, of what ran out of memory"
-    why = f"what OutOfMemoryError says; {spec.group}/{spec.run_id}"
-    assert f"E-fp8-uncompiled failed here at micro-batch 32 ({why})" in said
+    *found, said = chosen(H100, tmp_path)
+    assert found == ["E-fp8-uncompiled", 16], "the next size, of what ran out of memory"
+    assert f"failed here at micro-batch 32 (what OutOfMemoryError says; {spec.group}/{spec.run_id})" in said
     fails(choosing.choose(unchosen(H100), H100, tmp_path), tmp_path, "error", "CompilationError", step=1)
     assert chosen(H100, tmp_path)[:2] == ("E-uncompiled", 32)
     assert chosen(H100, tmp_path, preset="bench")[0] == "E-uncompiled", "whatever the preset"
-    for other in (dataclasses.replace(H100, hardware="h200"), L4):
-        assert chosen(other, tmp_path)[:2] == ("E-fp8-uncompiled", 32), "of another card nothing is known"
-    assert chosen(H100, tmp_path, max_length=256)[:2] == ("E-fp8-uncompiled", 32)
+    for other, length in ((dataclasses.replace(H100, hardware="h200"), None), (L4, None), (H100, 256)):
+        assert chosen(other, tmp_path, max_length=length)[:2] == ("E-fp8-uncompiled", 32), "nothing is known of that"
     with pytest.raises(UserError, match="no variant is known"):
         for _ in range(30):
             fails(choosing.choose(unchosen(H100), H100, tmp_path), tmp_path, "error", "RuntimeError")
@@ -165,26 +159,21 @@ def test_which_ends_are_the_machines(status, kind, step, steps, found):
 
 
 def test_mistakes_are_told_by_their_kind():
-    def is_mistake(problem):
-        return fit.outcome_of(problem)["error"]["kind"] in record.MISTAKES
-
     class Unreachable(ConnectionError):
         """As libraries have them."""
 
     failed = StepFailed(1)
     failed.__cause__ = FileNotFoundError(2, "no ptxas")
-    assert list(map(is_mistake, (Unreachable(), DataError("x"), failed, RuntimeError()))) == [True, True, False, False]
+    for problem, mistake in ((Unreachable(), True), (DataError("x"), True), (failed, False), (RuntimeError(), False)):
+        assert (fit.outcome_of(problem)["error"]["kind"] in record.MISTAKES) is mistake, problem
 
     for module in pkgutil.walk_packages(qa_lib.__path__, "qa_lib."):
         if not module.name.startswith(("qa_lib.report", "qa_lib.kernels", "qa_lib.__main__", "qa_lib.app")):
             importlib.import_module(module.name)
-    kinds, every = [UserError], set()
-    while kinds:
-        one = kinds.pop()
+    kinds = [UserError]
+    for one in kinds:
         kinds += one.__subclasses__()
-        every.add(one)
-    raised = {one.__name__ for one in every if not one.__module__.startswith(("qa_lib.report", "tests"))}
-    assert raised <= set(record.MISTAKES)
+        assert one.__module__.startswith(("qa_lib.report", "tests")) or one.__name__ in record.MISTAKES
 
 
 def cold(monkeypatch, folder):
@@ -212,9 +201,8 @@ def test_a_first_step_that_fails_gives_way_and_the_next_command_begins_there(pla
     assert second.startswith("recommended: A2 at micro-batch 8 on cpu, since A4 failed here at micro-batch 8 (")
     assert "Traceback" not in out + err and "A2: ok" in out and (plant is warm or "step 40/40" in out)
     entries = {path.name[:2]: record.read_record(path) for path in (tmp_path / "runs").glob("cpu-test/*")}
-    assert {name: entry["status"] for name, entry in entries.items()} == {"A4": "error", "A2": "ok"}
-    assert entries["A4"]["error"]["step"] == 1
-    assert entries["A2"]["spec"]["adjusted"][0] == second and entries["A4"]["spec"]["adjusted"][0] == first
+    ends = {name: (entry["status"], entry["spec"]["adjusted"][0]) for name, entry in entries.items()}
+    assert ends == {"A4": ("error", first), "A2": ("ok", second)} and entries["A4"]["error"]["step"] == 1
     (log,) = (tmp_path / "runs").glob("cpu-test/A4-*/log.txt")
     assert "Traceback" in log.read_text()
 
@@ -227,9 +215,7 @@ def test_a_first_step_that_fails_gives_way_and_the_next_command_begins_there(pla
 def test_a_run_that_fails_later_or_by_a_mistake_is_not_replaced(tmp_path, monkeypatch):
     """`fit` says so in one line; what failed would fail again."""
 
-    def run_all(self, specs, *_):
-        return [fails(spec, self.runs, "error", "DataError") for spec in specs]
-
+    run_all = Mock(side_effect=lambda specs, *_: [fails(spec, tmp_path, "error", "DataError") for spec in specs])
     monkeypatch.setattr(launch.Launcher, "run_all", run_all)
     (spec,) = plan(["recommended"], "smoke", runs=tmp_path)
     refused(f"{spec.run_path}: error, what DataError says ", qa_lib.fit, spec, tmp_path)
@@ -241,8 +227,8 @@ def test_a_sweep_goes_on_with_the_next_and_counts_both(tmp_path, monkeypatch, ty
 
     def work(self, spec, run_dir, cards):
         named = dataclasses.replace(spec, chosen=[], adjusted=[])
-        kind = "CppCompileError" if spec.variant == "A4" else None
-        entry = fails(named, self.runs, "error" if kind else "ok", kind, 1 if kind else None)
+        ends = ("error", "CppCompileError", 1) if spec.variant == "A4" else ("ok",)
+        entry = fails(named, self.runs, *ends)
         return launch.judge(spec, run_dir, None, 0, 1.0) | {"time": entry["time"]}
 
     monkeypatch.setattr(launch.Launcher, "_work", work)
@@ -273,14 +259,11 @@ def test_a_process_that_a_compiler_takes_with_it_is_told_from_one_that_was_stopp
 
 
 def test_free_memory_is_what_nvml_says_of_the_first_card(monkeypatch):
-    properties = type("Properties", (), {"total_memory": 16 * 2**30})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: properties)
-    asked = []
-    answer = type("Memory", (), {"total": 16 * 2**30, "used": 2**30, "free": 15 * 2**30})
-    monkeypatch.setattr(hardware, "ask_nvml", lambda *words: asked.append(words) or answer)
-    assert hardware._free_mib() == 15 * 1024 and asked == [(torch.device("cuda", 0), "nvmlDeviceGetMemoryInfo")]
-    monkeypatch.setattr(hardware, "ask_nvml", lambda *words: None)
-    assert hardware._free_mib() == 16 * 1024
+    ask = Mock(side_effect=[Mock(total=16 * 2**30, used=2**30, free=15 * 2**30), None])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", Mock(return_value=Mock(total_memory=16 * 2**30)))
+    monkeypatch.setattr(hardware, "ask_nvml", ask)
+    assert (hardware._free_mib(), hardware._free_mib()) == (15 * 1024, 16 * 1024)
+    ask.assert_called_with(torch.device("cuda", 0), "nvmlDeviceGetMemoryInfo")
 
 
 def test_memory_predicts_what_would_be_taken_on_such_a_card(tmp_path, typed):
@@ -292,6 +275,5 @@ def test_memory_predicts_what_would_be_taken_on_such_a_card(tmp_path, typed):
 
 
 def test_an_encoder_gets_what_its_layers_allow(tmp_path):
-    model = checkpoint("modernbert", tmp_path)
-    (spec,) = plan(["recommended"], "smoke", model=model, machine=H100, runs=tmp_path)
+    (spec,) = plan(["recommended"], "smoke", model=checkpoint("modernbert", tmp_path), machine=H100, runs=tmp_path)
     assert spec.variant == "E-masters" and "since E-t4-norm" in spec.adjusted[0] and "predicted" not in spec.adjusted[0]

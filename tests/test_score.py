@@ -13,49 +13,33 @@ from qa_lib.data.squad import Example
 from qa_lib.score.f1 import f1, main, normalise, score, squad_metric
 from tests.material import document, hub_row, python, question, real_squad, refused, write
 
-EXAMPLES = [
-    Example("one", "A", "", "", (("the Rhine", 0), ("Rhine river", 4), ("Rhine", 4))),
-    Example("two", "A", "", "", (("a b c d", 0),)),
-    Example("bare", "A", "", "", (("The", 0), ("--", 0))),
-    Example("none", "B", "", ""),
-    Example("void", "B", "", ""),
-]
+
+def asked(key: str, *golds: str) -> Example:
+    """A question with these gold answers, as scoring sees it."""
+    return Example(key, "A", "", "", tuple((gold, 0) for gold in golds))
+
+
+EXAMPLES = [asked("one", "the Rhine", "Rhine river", "Rhine"), asked("two", "a b c d"), asked("bare", "The", "--")]
+EXAMPLES += [asked("none"), asked("void")]
 PREDICTIONS = {"one": "The Rhine.", "two": "b d d x", "bare": "", "none": "", "void": "something"}
 
 
 def test_ties_of_probabilities_keep_their_files_order():
-    yes, also = (Example(key, "", "", "", ((text, 0),)) for key, text in (("yes", "x"), ("also", "y")))
-    examples = [yes, Example("no", "", "", ""), also]
-    texts = {"yes": "x", "no": "z", "also": "y"}
+    examples, texts = [asked("yes", "x"), asked("no"), asked("also", "y")], {"yes": "x", "no": "z", "also": "y"}
     for order, best in ((["yes", "also", "no"], 300.0 / 3), (["no", "yes", "also"], 200.0 / 3)):
         assert score(examples, texts, dict.fromkeys(order, 0.5))["best_exact"] == best
 
 
-UNFIT = [
-    ({"two": ...}, "no prediction for 1 of 5 questions, the first: article 'A', question 'two'"),
-    ({"other": "x"}, "a prediction for 1 questions that the data does not have, the first: 'other'"),
-    ({"none": None}, "article 'B', question 'none': None is no prediction"),
-    ({"none": ["x"]}, "is no prediction"),
-]
+@pytest.mark.parametrize("value", [None, ["x"]])
+def test_predictions_that_are_no_text(value):
+    said = f"article 'A', question 'none': {re.escape(repr(value))} is no prediction"
+    refused(said, score, EXAMPLES, PREDICTIONS | {"none": value})
 
 
-def changed(values, change):
-    """With other values, and without those that are `...` in the change."""
-    return {key: value for key, value in (values | change).items() if value is not ...}
-
-
-@pytest.mark.parametrize(("change", "message"), UNFIT)
-def test_predictions_that_do_not_fit(change, message):
-    refused(message, score, EXAMPLES, changed(PREDICTIONS, change))
-
-
-WRONG = (..., "0.5", float("nan"), float("inf"), -float("inf"), True)
-
-
-@pytest.mark.parametrize("change", [{"other": 0.5}, *({"two": value} for value in WRONG)])
-def test_probabilities_that_do_not_fit(change):
-    given = changed(dict.fromkeys(PREDICTIONS, 0.5), change)
-    refused("no-answer probability", score, EXAMPLES, PREDICTIONS, given)
+@pytest.mark.parametrize("value", ["0.5", float("nan"), float("inf"), -float("inf"), True])
+def test_probabilities_that_are_no_finite_numbers(value):
+    given = dict.fromkeys(PREDICTIONS, 0.5) | {"two": value}
+    refused("is no no-answer probability", score, EXAMPLES, PREDICTIONS, given)
     refused("no questions", score, [], {})
 
 
@@ -137,9 +121,9 @@ def fuzzed(seed: int) -> tuple[list[Example], dict[str, str], dict[str, float]]:
 
     examples, texts = [], {}
     for number in range(draw.randint(1, 12)):
-        golds = tuple((text(4), 0) for _ in range(draw.choice([0, 0, 1, 2, 3])))
-        examples.append(Example(str(number), "", "", "", golds))
-        near = draw.choice(golds)[0] if golds else ""
+        golds = [text(4) for _ in range(draw.choice([0, 0, 1, 2, 3]))]
+        examples.append(asked(str(number), *golds))
+        near = draw.choice(golds) if golds else ""
         texts[str(number)] = draw.choice(["", near, near.upper(), f"{near} {text(2)}", text(3)])
     odds = draw.sample(range(-40, 40), len(examples))
     return examples, texts, {key: value / 8 for key, value in zip(texts, odds, strict=True)}
@@ -156,10 +140,10 @@ def test_fuzzed_predictions_have_the_figures_of_the_official_rules():
 
 def as_the_hub_has_it(examples, texts, odds) -> dict:
     """Predictions and references, as the hub's metric takes them."""
-    rows = [hub_row(e.id, e.title, e.question, e.context, *e.answers) for e in examples]
     names = ("id", "prediction_text", "no_answer_probability")
     given = [dict(zip(names, (key, text, odds[key]), strict=True)) for key, text in texts.items()]
-    return {"predictions": given, "references": [{"id": row["id"], "answers": row["answers"]} for row in rows]}
+    rows = [hub_row(e.id, e.title, e.question, e.context, *e.answers) for e in examples]
+    return {"predictions": given, "references": [{name: row[name] for name in ("id", "answers")} for row in rows]}
 
 
 def test_the_hubs_own_metric_agrees():
@@ -182,49 +166,41 @@ def run(*words):
 
 @pytest.fixture
 def files(tmp_path):
-    text = "The Rhine flows"
-    data = document((text, [question("q1", "x", ("Rhine", 4)), question("q2", "y")]))
-    return SimpleNamespace(
-        data=write(tmp_path / "data.json", data),
-        texts=write(tmp_path / "predictions.json", {"q1": "the Rhine", "q2": "north"}),
-        odds=write(tmp_path / "odds.json", {"q1": -3, "q2": 4.5}),
-        folder=tmp_path,
-    )
+    data = document(("The Rhine flows", [question("q1", "x", ("Rhine", 4)), question("q2", "y")]))
+    contents = {"data": data, "predictions": {"q1": "the Rhine", "q2": "north"}, "odds": {"q1": -3, "q2": 4.5}}
+    return SimpleNamespace(**{name: write(tmp_path / f"{name}.json", content) for name, content in contents.items()})
 
 
 def test_command_line(files, capsys):
-    assert run(files.data, files.texts) == 0
-    expected = {
-        **{"exact": 50.0, "f1": 50.0, "total": 2, "HasAns_exact": 100.0, "HasAns_f1": 100.0, "HasAns_total": 1},
-        **{"NoAns_exact": 0.0, "NoAns_f1": 0.0, "NoAns_total": 1},
-    }
+    assert run(files.data, files.predictions) == 0
+    expected = {"exact": 50.0, "f1": 50.0, "total": 2, "HasAns_exact": 100.0, "HasAns_f1": 100.0, "HasAns_total": 1}
+    expected |= {"NoAns_exact": 0.0, "NoAns_f1": 0.0, "NoAns_total": 1}
     assert [*json.loads(capsys.readouterr().out).items()] == [*expected.items()], "in that order"
-    assert run(files.data, files.texts, "--na-prob", files.odds, "--na-threshold", "4") == 0
+    assert run(files.data, files.predictions, "--na-prob", files.odds, "--na-threshold", "4") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["exact"], found["best_f1"], found["best_f1_thresh"]) == (100.0, 100.0, -3)
     assert list(found)[-4:] == ["best_exact", "best_exact_thresh", "best_f1", "best_f1_thresh"]
 
 
+WRONG = {": not an object": '["q1"]', ": not JSON": '{"q1": '}
+WRONG[" for .*data.json: no prediction for 1 of 2 questions, .*: article 'Rivers', question 'q2'"] = '{"q1": ""}'
+WRONG[" for .*data.json: a prediction for 1 questions that .*: 'q3'"] = '{"q1": "", "q2": "", "q3": ""}'
+
+
 def test_command_line_errors_name_the_file(files):
-    for content, message in (
-        ({"q1": ""}, "predictions.json for .*data.json: no prediction for 1 .*question 'q2'"),
-        ({"q1": "", "q2": "", "q3": ""}, "predictions.json for .*'q3'"),
-        (["q1"], "predictions.json: not an object"),
-    ):
-        refused(message, run, files.data, write(files.texts, content))
-    refused("none.json: No such file", run, files.data, files.folder / "none.json")
-    refused("Is a directory", run, files.data, files.folder)
-    files.odds.write_text('{"q1": Infinity, "q2": 0}')
-    write(files.texts, {"q1": "", "q2": ""})
-    refused("question 'q1': inf is no no-answer probability", run, files.data, files.texts, "--na-prob", files.odds)
-    files.texts.write_text('{"q1": ')
-    refused(r"predictions\.json: not JSON", run, files.data, files.texts)
+    refused("none.json: No such file", run, files.data, files.data.with_name("none.json"))
+    refused("Is a directory", run, files.data, files.data.parent)
+    words = "--na-prob", write(files.odds, {"q1": float("inf"), "q2": 0})
+    refused("question 'q1': inf is no no-answer probability", run, files.data, files.predictions, *words)
+    for said, text in WRONG.items():
+        files.predictions.write_text(text)
+        refused(rf"predictions\.json{said}", run, files.data, files.predictions)
 
 
 def test_misplaced_golds_can_be_scored_after_the_fix(files, capsys):
     write(files.data, document(("The Rhine flows", [question("q1", "x", ("Rhine", 0)), question("q2", "y")])))
-    refused("--fix-spans", run, files.data, files.texts)
-    assert run(files.data, files.texts, "--fix-spans") == 0
+    refused("--fix-spans", run, files.data, files.predictions)
+    assert run(files.data, files.predictions, "--fix-spans") == 0
     assert json.loads(capsys.readouterr().out)["HasAns_exact"] == 100.0
 
 

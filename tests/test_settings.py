@@ -71,6 +71,28 @@ def here(asked: Settings) -> tuple[Settings, str | None]:
     return settings, skip
 
 
+def noting(note, name: str, real):
+    """Does what `real` does, and notes each call by that name."""
+    return lambda *words, **more: (note(name), real(*words, **more))[1]
+
+
+SHARING = (
+    (data_parallel, "DistributedDataParallel"), (data_parallel, "bf16_compress_hook"), (data_parallel, "fully_shard"),
+    (data_parallel.OneBucketDDP, "reduce_grads"), (zero1, "reduce_scatter"), (pipeline.Pipeline, "forward_backward"),
+    (overlap, "regions_of"), (zero1.FlatShard, "all_gather_params"), (tensor, "parallelize_module"),
+)  # fmt: skip
+
+
+def noted_sharing(monkeypatch) -> set[str]:
+    """The calls by which processes share a step, as they are made."""
+    calls = set()
+    for owner, name in SHARING:
+        monkeypatch.setattr(owner, name, noting(calls.add, name, getattr(owner, name)))
+    for name, real in pipeline.SCHEDULES.items():
+        monkeypatch.setitem(pipeline.SCHEDULES, name, noting(calls.add, name, real))
+    return calls
+
+
 class Seen:
     """One training step under these settings, and what was seen of it."""
 
@@ -92,9 +114,9 @@ class Seen:
 
         monkeypatch.setattr(torch, "compile", spy_compile)
         monkeypatch.setattr(Trainer, "train", spy_train)
-        self.shared = self._noted_sharing(monkeypatch)
+        self.shared = noted_sharing(monkeypatch)
         for name, module in (("loop", loop), ("trainer", trainer)):
-            monkeypatch.setattr(module, "train", self._noting(name, module.train))
+            monkeypatch.setattr(module, "train", noting(self.engines.append, name, module.train))
         # Weights are rounded to 4 bits when they are moved.
         before = {name: p.detach().clone() for name, p in build_model(spec).to("cpu").named_parameters()}
         self.model, self.batches = build_model(spec), batches_of(data.samples, spec)
@@ -105,43 +127,12 @@ class Seen:
         self.moved = {name for name, p in now.items() if not torch.equal(p, before[name].to(p.dtype))}
         self.trains = {name for name, p in after.items() if p.requires_grad}
 
-    def _noting(self, name, train):
-        def noted(*arguments):
-            self.engines.append(name)
-            return train(*arguments)
-
-        return noted
-
-    def _noted_sharing(self, monkeypatch):
-        """The calls by which processes share a step, as they are made."""
-        calls = set()
-
-        def noting(name, real):
-            return lambda *words, **more: (calls.add(name), real(*words, **more))[1]
-
-        for owner, name in (
-            (data_parallel, "DistributedDataParallel"), (data_parallel, "bf16_compress_hook"),
-            (data_parallel, "fully_shard"), (data_parallel.OneBucketDDP, "reduce_grads"), (zero1, "reduce_scatter"),
-            (pipeline.Pipeline, "forward_backward"), (overlap, "regions_of"), (zero1.FlatShard, "all_gather_params"),
-            (tensor, "parallelize_module"),
-        ):  # fmt: skip
-            monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
-        for name, real in pipeline.SCHEDULES.items():
-            monkeypatch.setitem(pipeline.SCHEDULES, name, noting(name, real))
-        return calls
-
     def _look(self, module, inputs, output):
         self.shapes.append(tuple(inputs[0].shape))
         self.autocast.add(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
 
     def has(self, kind) -> bool:
         return any(isinstance(module, kind) for module in self.model.modules())
-
-    def spread(self) -> float:
-        """Mean difference of lengths within a micro-batch, over an epoch."""
-        epoch = range(self.batches.per_epoch // self.spec.accumulation)
-        micro_batches = [m for step in epoch for m in self.batches.step(step)]
-        return float(np.mean([np.ptp(self.batches.samples.lengths[m]) for m in micro_batches]))
 
 
 def trains_as_named(seen: Seen, recipe: str) -> bool:
@@ -174,12 +165,14 @@ def pads(seen: Seen, padding: str) -> bool:
 def grouped(seen: Seen, value: bool) -> bool:
     if seen.spec.settings.engine == "trainer":
         return seen.trainer_order == ("group_by_length" if value else "random")
-    return (seen.spread() < 15) == value
+    lengths, steps = seen.batches.samples.lengths, range(seen.batches.per_epoch // seen.spec.accumulation)
+    spread = np.mean([np.ptp(lengths[m]) for step in steps for m in seen.batches.step(step)])
+    return (spread < 15) == value
 
 
 def rounds(seen: Seen, width: str) -> bool:
     types = {module.weight_fake_quantizer.config.dtype for module in seen.model.modules() if is_rounding(module)}
-    return types == {"none": set(), "int8": {torch.int8}, "int4": {torch.int4}}[width]
+    return types == (set() if width == "none" else {getattr(torch, width)})
 
 
 def moments_of(optimizer) -> torch.dtype | None:
@@ -218,9 +211,8 @@ EFFECTS = {  # setting -> whether its value was seen at work
         and (value != "hash" or any(m.seed for m in seen.model.modules() if isinstance(m, HashDropout)))
         and (value == "none") == all(m.p == 0 for m in seen.model.modules() if isinstance(m, DROPOUTS))
     ),
-    "loss": lambda seen, value: value == "native",
+    **dict.fromkeys(("loss", "feed_forward"), lambda seen, value: value == "native"),
     "norms": lambda seen, value: seen.has(FusedOutput) == (value == "fused"),
-    "feed_forward": lambda seen, value: value == "native",
     "gelu": lambda seen, value: seen.has(FusedIntermediate) == (value == "sigmoid"),
     "qat": rounds,
     "compile": compiles,
@@ -242,16 +234,13 @@ EFFECTS = {  # setting -> whether its value was seen at work
 
 
 def test_every_setting_has_values_and_an_effect_to_look_for():
-    fields = {field.name for field in dataclasses.fields(Settings)}
-    assert set(VALUES) == set(EFFECTS) == fields
+    assert set(VALUES) == set(EFFECTS) == {field.name for field in dataclasses.fields(Settings)}
 
 
 def test_tables_of_the_code_have_every_value_of_their_setting():
     tables = {"optimizer": optim.OPTIMIZERS, "schedule": pipeline.SCHEDULES, "engine": fit.ENGINES}
-    tables["precision"] = DTYPES_OF
-    tables["parallel"] = loop.STRATEGIES | {"deepspeed": None}  # which transformers.Trainer has
-    for name, table in tables.items():
-        assert {*table} == {*choices()[name]}, name
+    tables |= {"precision": DTYPES_OF, "parallel": [*loop.STRATEGIES, "deepspeed"]}  # which transformers.Trainer has
+    assert {name: {*table} for name, table in tables.items()} == {name: {*choices()[name]} for name in tables}
 
 
 def test_a_variant_is_of_values_that_the_combinations_hold():

@@ -37,12 +37,10 @@ class Lab:
         write_notebook(notebook, before=SLOW, work=FIT)
         # Through papermill and its kernel: see test_sweep.
         machine = H200 if verb == "max-batch" else CPU  # what it is told; its try then runs on the CPU, in fp32
-        own = environment(notebook, machine, plain=verb == "sweep")
-        self.process = subprocess.Popen(
-            [*before, sys.executable, "-m", "tests.small", *WORDS[verb].split(), "--runs", str(self.runs)],
-            cwd=ROOT, env=os.environ | own, text=True, start_new_session=True,
-            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams,
-        )  # fmt: skip
+        streams = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE) | {"cwd": ROOT, "text": True} | streams
+        streams["env"] = os.environ | environment(notebook, machine, plain=verb == "sweep")
+        words = [*before, sys.executable, "-m", "tests.small", *WORDS[verb].split(), "--runs", str(self.runs)]
+        self.process = subprocess.Popen(words, start_new_session=True, **streams)
 
     def __enter__(self):
         return self
@@ -84,8 +82,7 @@ def test_a_signal_ends_children_and_is_named_in_records_and_on_the_terminal(verb
         lab.process.send_signal(number)  # to the driver alone, as batch systems do
         _, err = lab.process.communicate(timeout=30)
         assert time.monotonic() - begin < SECONDS
-        assert lab.process.returncode == 130
-        assert err == f"stopped by {SIGNALS[number]}; finished runs are kept\n"
+        assert (lab.process.returncode, err) == (130, f"stopped by {SIGNALS[number]}; finished runs are kept\n")
         who = "" if verb == "run" else "the driver was "
         assert lab.ends() == {("killed", f"{who}stopped by {SIGNALS[number]}")}
         wait_for(lambda: not lab.alive)  # what served the driver ends a moment after it
@@ -111,8 +108,8 @@ def test_a_run_ends_with_the_terminal_that_closes(tmp_path):
         os.close(its)
         lab.wait_for_steps()
         os.close(terminal)
-        assert lab.process.wait(SECONDS) == 130
-        assert lab.ends() == {("killed", f"stopped by {SIGNALS[signal.SIGHUP]}")}
+        wanted = {("killed", f"stopped by {SIGNALS[signal.SIGHUP]}")}
+        assert (lab.process.wait(SECONDS), lab.ends()) == (130, wanted)
 
 
 @pytest.mark.slow

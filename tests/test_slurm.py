@@ -78,8 +78,7 @@ def test_a_job_over_its_limit_is_cancelled_and_the_queue_does_not_count(cluster,
     assert len((cluster / "cancelled").read_text().splitlines()) == 2, "before it began, and at its end"
     patient = launcher(tmp_path, time_limit_s=1)
     patient.command = lambda spec, runs: ["sh", "-c", "sleep 2"]  # its record says `starting` all the while
-    (entry,) = patient.run_all(specs("A2"))
-    assert "before the run did" in entry["error"]["message"]
+    assert "before the run did" in patient.run_all(specs("A2"))[0]["error"]["message"]
 
 
 def test_a_driver_that_is_stopped_cancels_its_job(cluster, tmp_path):
@@ -102,14 +101,12 @@ def test_two_drivers_of_one_folder_submit_each_run_once(cluster, tmp_path):
 
 
 def test_a_node_is_asked_what_it_is_in_a_job_of_its_kind(cluster, tmp_path, monkeypatch):
-    said = [dataclasses.asdict(Machine("h100", gpus=1, sm=90)), {"gpu": "NVIDIA H100"}]
+    said = dataclasses.asdict(Machine("h100", gpus=1, sm=90)), {"gpu": "NVIDIA H100"}
     monkeypatch.setattr(launch, "PROBE", f"print({json.dumps(said)!r})")
-    machine, env = launch.probe_node(tmp_path / "runs", 4)
-    assert (machine.hardware, machine.gpus, env) == ("h100", 4, {"gpu": "NVIDIA H100"})
+    assert launch.probe_node(tmp_path / "runs", 4) == (Machine("h100", gpus=4, sm=90), {"gpu": "NVIDIA H100"})
     assert "--gpus=1 " in asked(cluster)[0] and not list((tmp_path / "runs").iterdir())
-    monkeypatch.setattr(launch, "PROBE", "import nothing_of_the_kind")
-    said = r"a node cannot load the lab: ModuleNotFoundError.*nothing_of_the_kind"
-    refused(said, launch.probe_node, tmp_path / "runs", None)
+    monkeypatch.setattr(launch, "PROBE", "import nothing")
+    refused("a node cannot load the lab: ModuleNotFoundError.*'nothing'", launch.probe_node, tmp_path / "runs", None)
 
 
 def test_a_host_without_slurm_and_cards_of_this_machine_are_refused_in_one_line(tmp_path, monkeypatch, typed):

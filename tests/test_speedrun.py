@@ -1,11 +1,12 @@
 """notebooks/speedrun.ipynb and docs/speedrun.md: clocks, verdict, history, and what the page has to type."""
 
-import dataclasses
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,17 +23,16 @@ from tests.tiny import H200
 
 NOTEBOOK = ROOT / "notebooks" / "speedrun.ipynb"
 PAGE = (ROOT / "docs" / "speedrun.md").read_text(encoding="utf-8")
-H100 = dataclasses.replace(H200, hardware="h100")
 
 
 def scored(runs, preset, variant, f1, train_s, day=1, **asked):
     """Runs on the official dev set of five seeds, whose F1 is that in the mean."""
     for seed in range(5):
-        folder = make(runs, variant, seed, machine=H100, preset=preset, **asked)
-        score = f1 + 0.1 * (seed - 2)
+        folder = make(runs, variant, seed, machine=H200, preset=preset, **asked)
         time = {"train_s": train_s, "compile_s": 2.0, "notebook_s": train_s + 20.0}
         time["started"] = f"2026-12-0{day}T00:00:0{seed}+00:00"
-        change_record(folder, quality={"best_f1": score, "n": 11_873}, model={"layers": 6}, time=time)
+        quality = {"best_f1": f1 + 0.1 * (seed - 2), "n": 11_873}
+        change_record(folder, quality=quality, model={"layers": 6}, time=time)
 
 
 @pytest.fixture(scope="module")
@@ -44,52 +44,45 @@ def shown(tmp_path_factory):
         patch.setattr(load, "load_runs", lambda: committed()[:0])
         data = run_here(NOTEBOOK, variant="A2", seeds="0", runs=str(runs))
     texts = "\n".join(each.get("text/markdown", "") for each in data)
-    return texts, dict(names()), runs
+    return SimpleNamespace(texts=texts, runs=runs, **{name: names()[name] for name in ("verdict", "recipes")})
 
 
 def test_at_smoke_size_it_shows_both_clocks_and_no_verdict(shown):
-    texts, _, runs = shown
-    (path,) = run_files(runs, "record.json")
+    (path,), texts = run_files(shown.runs, "record.json"), shown.texts
     entry = read_record(path.parent)
     assert entry["status"] == "ok" and entry["time"]["notebook_s"] > entry["time"]["wall_s"]
-    assert "| cpu-smoke | A2 |" in texts and "prompt to score s" in texts
-    assert "*Not shown: no record yet.*" in texts
+    assert "| cpu-smoke | A2 |" in texts and "prompt to score s" in texts and "*Not shown: no record yet.*" in texts
     assert "*Not shown: a record takes preset speedrun, 6 layers, seeds 0 to 4" in texts
 
 
 @pytest.mark.parametrize(("f1", "said"), [(67.2, "met by 0.20"), (66.9, "missed by 0.10")])
 def test_the_verdict_is_by_the_mean_of_five_seeds(shown, tmp_path, f1, said):
-    _, names, _ = shown
     scored(tmp_path, "quality", "A1", 67.5, 25.0)
     scored(tmp_path, "speedrun", "A2", f1, 14.0)
     runs = load.load_runs(tmp_path)
-    assert f"**The target is {said}**: best F1 {f1:.2f}, wanted 67.00." == names["verdict"](runs, runs)
+    assert f"**The target is {said}**: best F1 {f1:.2f}, wanted 67.00." == shown.verdict(runs, runs)
 
 
 def test_there_is_no_verdict_by_other_rules(shown, tmp_path):
-    _, names, _ = shown
     scored(tmp_path, "speedrun", "A2", 70.0, 14.0)
     without_target = load.load_runs(tmp_path)
-    refused("no target yet, for lack of A1's seeds 0 to 4", names["verdict"], without_target, without_target)
+    refused("no target yet, for lack of A1's seeds 0 to 4", shown.verdict, without_target, without_target)
     for column, value in {"quality.n": 6_078, "model.layers": 12, "spec.seed": 7, "spec.preset.name": "local"}.items():
         other = without_target.copy()
         other.loc[other["spec.seed"] == 3, column] = value
-        refused("a record takes preset speedrun", names["verdict"], other, without_target)
+        refused("a record takes preset speedrun", shown.verdict, other, without_target)
 
 
 def test_the_history_has_a_line_a_recipe_of_the_archived_records(shown, tmp_path):
-    _, names, _ = shown
     scored(tmp_path, "speedrun", "A2", 67.2, 22.0)
     scored(tmp_path, "speedrun", "A2", 67.3, 12.0, day=2, micro_batch=32)
-    assert main(["archive", "h100-speedrun", "--runs", str(tmp_path)]) == 0
-    archived = tmp_path / "archived"
-    archived.mkdir()
-    (tmp_path / "h100-speedrun.jsonl").rename(archived / "h100-speedrun.jsonl")
-    table = names["recipes"](load.load_runs(archived))
-    assert list(table["micro-batch"]) == ["8", "32"] and list(table["seeds"]) == ["5", "5"]
-    assert list(table["training s"]) == ["20.0 ± 0.0", "10.0 ± 0.0"]
-    assert list(table["prompt to score s"]) == ["42.0 ± 0.0", "32.0 ± 0.0"]
-    assert list(table["× line above"]) == ["–", "×2.00"]
+    assert main(["archive", "h200-speedrun", "--runs", str(tmp_path)]) == 0
+    shutil.rmtree(tmp_path / "h200-speedrun")
+    table = shown.recipes(load.load_runs(tmp_path))
+    columns = ["micro-batch", "seeds", "training s", "prompt to score s", "× line above"]
+    first, second = table[columns].values.tolist()
+    assert first == ["8", "5", "20.0 ± 0.0", "42.0 ± 0.0", "–"]
+    assert second == ["32", "5", "10.0 ± 0.0", "32.0 ± 0.0", "×2.00"]
 
 
 def test_a_cold_run_finds_nothing_cached_and_is_timed_whole(tmp_path, monkeypatch):
@@ -97,17 +90,15 @@ def test_a_cold_run_finds_nothing_cached_and_is_timed_whole(tmp_path, monkeypatc
     made = make(tmp_path, "A1")
 
     def run(command, env, check):
-        folders = [env[name] for name in ("QA_LIB_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")]
-        assert len(set(folders)) == 3 and not any(map(os.path.exists, folders))
-        words = " ".join(command)
-        assert f"-m qa_lib run {spec.variant} " in words and "--seed=3" in words and "--data=synthetic:1600" in words
-        assert f"--micro-batch={spec.asked.micro_batch}" in words, "which was chosen for this machine"
+        folders = {env[name] for name in ("QA_LIB_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+        assert len(folders) == 3 and not any(map(os.path.exists, folders))
+        chosen = f"--micro-batch={spec.asked.micro_batch}"  # for this machine
+        assert {"run", spec.variant, "--seed=3", "--data=synthetic:1600", chosen} <= {*command}
         made.rename(tmp_path / spec.run_path)
 
     monkeypatch.setattr(launch.subprocess, "run", run)
     entry = launch.run_cold(spec, tmp_path)
-    assert entry == read_record(tmp_path / spec.run_path)
-    assert entry["time"]["notebook_s"] is not None
+    assert entry == read_record(tmp_path / spec.run_path) and entry["time"]["notebook_s"] is not None
 
 
 def typed(beginning):
@@ -120,10 +111,9 @@ def test_what_the_page_has_to_type_holds_articles_out_and_names_the_data(tmp_pat
     articles = [document((f"alice {i}", [question(f"q{i}", "who?", ("alice", 0))]))["data"][0] for i in range(25)]
     (tmp_path / "squad").mkdir()
     write(tmp_path / "squad" / "train.json", {"data": articles})
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
 
     def sh(block):
-        shell = {"shell": True, "cwd": tmp_path, "env": environment}
+        shell = {"shell": True, "cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
         return subprocess.run(block, **shell, capture_output=True, text=True, check=True).stdout
 
     sh(typed("mkdir tuning"))

@@ -11,6 +11,7 @@ import re
 import signal
 import threading
 import time
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -22,10 +23,9 @@ from qa_lib.run import launch, sweep
 from qa_lib.run.plan import plan
 from qa_lib.run.process import call, child_env, spec_from
 from qa_lib.spec import Machine
-from qa_lib.variants import VARIANTS, Variant
 from tests import small, warm
 from tests.conftest import slow
-from tests.material import ROOT, cases, change_record, leave, python, refused, wait_for
+from tests.material import ROOT, cases, change_record, edited, leave, python, refused, wait_for
 from tests.small import FIT, PRETEND, STEPS, write_notebook
 from tests.tiny import planned, steps_of
 
@@ -73,12 +73,8 @@ class Lab:
 
     def wait_for_step(self, variant, step):
         """Wait until that row's steps.jsonl has so many lines; the process that holds the run's lock."""
-
-        def done():
-            logs = self.runs.glob(f"*/{variant}-s0-*/steps.jsonl")
-            return any(log.read_bytes().count(b"\n") >= step for log in logs)
-
-        wait_for(done)
+        logs = partial(self.runs.glob, f"*/{variant}-s0-*/steps.jsonl")
+        wait_for(lambda: any(log.read_bytes().count(b"\n") >= step for log in logs()))
         (process,) = small.holders(self.runs)
         return process
 
@@ -89,16 +85,13 @@ def kill_and_run_again(lab, hang, work, after):
     process = lab.start("--variants", "A1,A2")
     os.kill(lab.wait_for_step("A1", after), signal.SIGKILL)
     process.join(120)
-    assert process.exitcode == 1
-    assert lab.statuses() == {"A1": "killed", "A2": "ok"}
+    assert (process.exitcode, lab.statuses()) == (1, {"A1": "killed", "A2": "ok"})
     assert re.search(r"A1-s0-\w+: killed, its process ended", lab.said())
     kept = lab.records()["A2"]
     write_notebook(lab.notebook, work=PRETEND if work == PRETEND else FIT)
     code, out, _ = lab.run("--variants", "A1,A2")
-    assert code == 0
-    assert lab.statuses() == {"A1": "ok", "A2": "ok"}
+    assert (code, lab.statuses(), out.count("seed 0: ok")) == (0, {"A1": "ok", "A2": "ok"}, 1)
     assert lab.records()["A2"] == kept
-    assert out.count("seed 0: ok") == 1
 
 
 def test_a_killed_kernel_is_a_row_and_only_it_runs_again(lab):
@@ -124,11 +117,9 @@ def test_what_a_sweep_writes_into_a_file_can_be_read_the_next_morning(lab):
     told = "\n".join(line for line in lines if re.match(r"\d\d:\d\d ", line))
     assert told.count("A1 seed 0 starts") == len(re.findall(r"\[\d/3\] A1 seed 0: ok, \d+ s", told)) == 1
     assert told.count("left") == 1, "after the first of two"
-    table = lines[lines.index("") + 1 :]
-    assert table[0].split()[1:3] == ["seed", "status"]
-    rows = [line.split()[:3] for line in table[1:4]]
-    assert rows == [["A1", "0", "ok"], ["A2", "0", "ok"], ["D1-nvfuser", "0", "skipped"]]
-    assert (table[4:], code) == (["sweep: 2 ok, 1 skipped"], 0)
+    rows = [" ".join(line.split()[:3]) for line in lines[lines.index("") + 1 :]]
+    assert rows == ["variant seed status", "A1 0 ok", "A2 0 ok", "D1-nvfuser 0 skipped", "sweep: 2 ok,"]
+    assert (lines[-1], code) == ("sweep: 2 ok, 1 skipped", 0)
 
 
 def test_two_sweeps_share_the_work(lab):
@@ -168,8 +159,7 @@ def test_all_runs_are_ended_even_where_one_cannot_be_judged(tmp_path, monkeypatc
 def test_a_run_over_its_time_limit_is_killed_with_the_limit_named(lab):
     write_notebook(lab.notebook, before="import time\ntime.sleep(300)")
     begin = time.monotonic()
-    assert lab.run("--variants", "A1", "--time-limit", "3")[0] == 1
-    assert time.monotonic() - begin < 60
+    assert lab.run("--variants", "A1", "--time-limit", "3")[0] == 1 and time.monotonic() - begin < 60
     assert lab.records()["A1"]["error"]["message"] == "over its time limit of 3 s"
 
 
@@ -186,25 +176,22 @@ def test_what_is_waited_for_the_gpu_is_no_part_of_the_limit(tmp_path, monkeypatc
         monkeypatch.setattr(record, "read_record", Mock(side_effect=found))
         return launch.Launcher(tmp_path, Machine(), {})._watch(process, spec), process.poll.call_count
 
-    late = "over its time limit of 300 s"
-    assert hung(["starting"] * 2 + ["running"] * 9) == (late, 7)
-    assert hung(["running"] * 3 + ["waiting"] * 50 + ["running"] * 9) == (late, 57)
+    for looks, statuses in ((7, ["starting"] * 2), (57, ["running"] * 3 + ["waiting"] * 50)):
+        assert hung([*statuses, *["running"] * 9]) == ("over its time limit of 300 s", looks)
 
 
 def test_what_was_skipped_is_run_once_the_machine_can(tmp_path):
     without, able = (planned("C2-8", machine=Machine(bitsandbytes=has)) for has in (False, True))
     leave(tmp_path, without, "skipped", {"kind": "skipped", "message": without.skip})
-    assert without.hash == able.hash
     launcher = launch.Launcher(tmp_path, Machine(), {})
-    assert launcher.is_finished(without) and not launcher.is_finished(able)
+    assert without.hash == able.hash and launcher.is_finished(without) and not launcher.is_finished(able)
 
 
 def test_plan_says_what_would_run_and_runs_nothing(lab):
     code, out, _ = lab.run("--plan", "--variants", "A1,D1-nvfuser,A1", "--seeds", "0", "1", "0")
-    assert code == 0
-    assert out.splitlines()[0].split()[1] == "run"
-    assert out.count("skip: this PyTorch has no torch.compile backend named 'nvfuser'") == 2
-    assert len(out.splitlines()) == 4 and not lab.runs.exists()
+    said = [line.split(maxsplit=1)[1].strip() for line in out.splitlines()]
+    assert said == ["run", "skip: this PyTorch has no torch.compile backend named 'nvfuser'"] * 2
+    assert code == 0 and not lab.runs.exists()
 
 
 @by_papermill
@@ -215,21 +202,18 @@ def test_a_run_costs_little_beyond_imports_and_a_record_of_an_unknown_schema_is_
     assert lab.run("--variants", "A1", "--seeds", "0", "1")[0] == 0
     runs = [record.read_record(path.parent) for path in lab.runs.glob("*/*/record.json")]
     assert min(run["time"]["notebook_s"] - run["time"]["wall_s"] for run in runs) < 5.0
-    done = lab.records()["A1"]
-    path = lab.runs / done["group"] / done["run_id"] / "record.json"
-    path.write_text(path.read_text().replace(record.SCHEMA, "qa_lib/99"))
-    before = path.read_bytes()
+    (folder,) = lab.runs.glob("*/A1-s0-*")
+    before = edited(folder / "record.json", schema="qa_lib/99").read_bytes()
     code, _, err = lab.run("--variants", "A1")
-    assert code == 2
     assert re.fullmatch(r"error: .*/record\.json: schema 'qa_lib/99' is not known .*\n", err)
-    assert path.read_bytes() == before
+    assert (code, (folder / "record.json").read_bytes()) == (2, before)
 
 
 def test_a_card_is_counted_among_the_visible_ones(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert child_env((1,))["CUDA_VISIBLE_DEVICES"] == "1"
-    for visible, card, named in (("2,3", 1, "3"), ("GPU-5c", 0, "GPU-5c")):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    for visible, card, named in ((None, 1, "1"), ("2,3", 1, "3"), ("GPU-5c", 0, "GPU-5c")):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert child_env((card,))["CUDA_VISIBLE_DEVICES"] == named
 
 
@@ -240,19 +224,18 @@ def test_runs_of_two_cards_get_pairs_and_never_one_card_twice(tmp_path):
     class Noted(launch.Launcher):
         def _work(self, spec, run_dir, cards):
             seen.append(cards)
-            together.wait()  # until so many are at work
+            self.together.wait()  # until so many are at work
             return record.finish(run_dir, record.new_record(spec, {}), "oom")
 
     def cards_of(specs, gpus, at_once=1):
         """The cards that each run gets, in the order in which they begin."""
-        nonlocal together
-        together = threading.Barrier(at_once, timeout=30)
+        Noted.together = threading.Barrier(at_once, timeout=30)
         seen.clear()
         entries = Noted(tmp_path / str(len(gpus)) / str(len(specs)), machine, {}, gpus).run_all(specs)
         assert [entry["status"] for entry in entries] == ["oom"] * len(specs)
         return [*seen]
 
-    seen, together = [], None
+    seen = []
     assert set(cards_of(wide, [0, 1, 2, 3])) <= {(0, 1), (2, 3)} and len(seen) == 3
     one, two, three = (dataclasses.replace(spec, world=world) for spec, world in zip(wide, (1, 2, 3), strict=True))
     assert sorted(cards_of([one, two], [0, 1, 2], at_once=2)) == [(0,), (1, 2)]
@@ -276,13 +259,6 @@ def test_a_run_counts_when_its_record_is_whole(tmp_path, changes, said):
     assert said in judged["error"]["message"]
 
 
-def test_a_new_variant_is_in_the_table_that_a_sweep_prints(tmp_path, monkeypatch, capsys):
-    mine = Variant("D-mine", "D1-nvfuser", {"attention": "eager"}, "To be seen.")
-    monkeypatch.setitem(VARIANTS, mine.name, mine)
-    sweep.sweep([planned("D-mine")], launch.Launcher(tmp_path, Machine(), {}))
-    assert re.search(r"\n *D-mine +0 +skipped\nsweep: 1 skipped\n", capsys.readouterr().out)
-
-
 def test_the_command_at_the_end_is_told_the_counts_and_its_failure_is_said(tmp_path, capfd):
     specs = plan(["A1", "D1-nvfuser"], "smoke", data="synthetic:40", machine=Machine())
     leave(tmp_path, specs[0], "oom")
@@ -294,9 +270,8 @@ def test_the_command_at_the_end_is_told_the_counts_and_its_failure_is_said(tmp_p
 
 
 def test_gpus_that_stay_idle_are_named(capsys):
-    for gpus in (None, [0]):
-        launch.say_idle(Machine(gpus=3), gpus)
-    launch.say_idle(Machine(gpus=1), None)
+    for most, gpus in ((3, None), (3, [0]), (1, None)):
+        launch.say_idle(Machine(gpus=most), gpus)
     assert re.fullmatch("one of 3 GPUs .*--gpus 0 1 2 uses all\n", capsys.readouterr().out)
 
 
@@ -308,14 +283,8 @@ def test_a_rate_of_ones_own_reaches_the_notebook(tmp_path):
 @pytest.mark.parametrize(("deaths", "status"), [(1, "ok"), (2, "killed")])
 def test_a_kernel_that_dies_before_its_run_begins_is_given_one_more_life(lab, tmp_path, deaths, status):
     lives = tmp_path / "lives"
-    die = f"""
-from pathlib import Path
-import os, signal
-lives = Path({str(lives)!r})
-lives.open("a").write("1")
-if lives.stat().st_size <= {deaths}:
-    os.kill(os.getpid(), signal.SIGKILL)"""
-    write_notebook(lab.notebook, before=die)
+    die = f"lives.open('a').write('1')\nif lives.stat().st_size <= {deaths}:\n    os.kill(os.getpid(), 9)"
+    write_notebook(lab.notebook, before=f"from pathlib import Path\nimport os\nlives = Path({str(lives)!r})\n{die}")
     assert lab.run("--variants", "A1")[0] == (status != "ok")
     assert lab.statuses() == {"A1": status} and lives.read_text() == "11"
 
@@ -323,9 +292,9 @@ if lives.stat().st_size <= {deaths}:
 def test_a_line_of_the_sweep_says_what_became_of_a_checkpoint_and_holds_no_escapes():
     spec = planned()
     entry = record.new_record(spec, {}) | {"status": "ok", "error": {"message": "\x1b[2Jodd"}}
-    entry["spec"]["adjusted"] = ["precision: fp32", "checkpoint: began anew, since its checkpoint is damaged"]
-    line = sweep._line(spec, entry)
-    assert line == "A1 seed 0: ok, checkpoint: began anew, since its checkpoint is damaged, [2Jodd"
+    anew = "checkpoint: began anew, since its checkpoint is damaged"
+    entry["spec"]["adjusted"] = ["precision: fp32", anew]
+    assert sweep._line(spec, entry) == f"A1 seed 0: ok, {anew}, [2Jodd"
 
 
 @pytest.mark.parametrize("fault", ["removed", "spoilt"])
@@ -362,11 +331,12 @@ def test_the_time_left_counts_the_parts_of_runs_at_work(tmp_path, monkeypatch, c
     specs = plan(["A1"], "smoke", [0, 1, 2], machine=Machine())
 
     def run_all(launcher, specs, ended, look):
-        first, second, third = (leave(tmp_path, spec, spec={"planned_steps": 100}) for spec in specs)
-        (second / "steps.jsonl").write_text('{"step": 50}\n')
+        folders = [leave(tmp_path, spec, spec={"planned_steps": 100}) for spec in specs]
+        (folders[1] / "steps.jsonl").write_text('{"step": 50}\n')
         launcher.active = specs[1:]
-        ended(specs[0], record.read_record(first))
-        return [record.read_record(folder) for folder in (first, second, third)]
+        entries = [*map(record.read_record, folders)]
+        ended(specs[0], entries[0])
+        return entries
 
     monkeypatch.setattr(launch.Launcher, "run_all", run_all)
     monkeypatch.setattr(sweep.time, "monotonic", Mock(side_effect=[0.0, 180.0]))

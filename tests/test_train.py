@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 
 from qa_lib.data.batches import Batches
 from qa_lib.data.load import batches_of
-from qa_lib.measure.meter import Meter
 from qa_lib.model.build import build_model
 from qa_lib.run.fit import train
 from qa_lib.train import checkpoint as checkpoints
@@ -48,24 +47,20 @@ def stopped(spec, samples, run_dir, step=4):
 
 
 def weights(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def same(one, other):
-    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    """All of them in a row, of a type that holds each."""
+    return torch.cat([p.detach().flatten().float() for p in model.parameters()])
 
 
 def test_the_learning_rate_rises_to_its_peak_and_no_step_has_a_rate_of_zero():
     spec = spec_of("A1", warmup=0.1)
+    rate = spec.preset.learning_rate
     rates = [learning_rate(spec, step, 100) for step in range(100)]
-    assert rates[0] == pytest.approx(spec.preset.learning_rate / 10)
-    assert max(rates) == rates[9] == rates[10] == peak_rate(spec) == spec.preset.learning_rate
-    assert np.allclose(np.diff(rates[10:]), -spec.preset.learning_rate / 90)
-    assert rates[-1] == pytest.approx(spec.preset.learning_rate / 90)
-    lora = spec_of("B1-all", warmup=0.0)
-    assert learning_rate(lora, 0, 100) == peak_rate(lora) == spec.preset.learning_rate
-    pretrained = spec_of("B1-all", warmup=0.0, recipe_rates=True)
-    assert learning_rate(pretrained, 0, 100) == peak_rate(pretrained) == 5 * spec.preset.learning_rate
+    assert max(rates) == rates[9] == rates[10] == peak_rate(spec) == rate
+    assert (rates[0], rates[-1]) == pytest.approx((rate / 10, rate / 90))
+    assert np.allclose(np.diff(rates[10:]), -rate / 90)
+    for pretrained, factor in ((False, 1), (True, 5)):
+        lora = spec_of("B1-all", warmup=0.0, recipe_rates=pretrained)
+        assert learning_rate(lora, 0, 100) == peak_rate(lora) == factor * rate
 
 
 def test_padding_is_to_the_limit_the_longest_or_among_equals(samples):
@@ -73,29 +68,23 @@ def test_padding_is_to_the_limit_the_longest_or_among_equals(samples):
         batches = Batches(samples, spec_of(variant, micro_batch=8))
         micro_batches = [m for step in range(20) for m in batches.step(step)]
         shapes = [batches.collate(m, DEVICE)["input_ids"].shape for m in micro_batches]
-        longest = [samples.lengths[m].max() for m in micro_batches]
-        assert all(shape == (8, batches.padded_length(m)) for shape, m in zip(shapes, micro_batches, strict=True))
-        return np.array([shape[1] for shape in shapes]), np.array(longest)
+        assert shapes == [(8, batches.padded_length(m)) for m in micro_batches]
+        return np.array([shape[1] for shape in shapes]), np.array([samples.lengths[m].max() for m in micro_batches])
 
     assert set(padded("A3")[0]) == {96}
     lengths, longest = padded("A4-nb")
-    assert np.all((lengths >= longest) & (lengths < longest + 32) & (lengths % 32 == 0))
-    assert len(set(lengths)) > 1
+    assert np.all((lengths >= longest) & (lengths < longest + 32) & (lengths % 32 == 0)) and len(set(lengths)) > 1
     assert padded("A4")[0].sum() < 0.8 * lengths.sum()
 
 
-def test_gradients_are_scaled_down_to_a_norm_of_1():
-    parameter = torch.nn.Parameter(torch.zeros(4))
-    parameter.grad = torch.full((4,), 3.0)
-    clip(torch.optim.SGD([parameter]), lambda norm: norm)
-    assert parameter.grad.tolist() == pytest.approx([0.5] * 4)
-
-
-def test_the_scale_of_the_loss_is_off_the_gradients_before_they_are_clipped():
+def test_the_scale_of_the_loss_is_off_the_gradients_before_they_are_scaled_down_to_a_norm_of_1():
     parameter, scaler = torch.nn.Parameter(torch.zeros(4)), torch.amp.GradScaler("cpu", init_scale=64.0)
-    scaler.scale((0.125 * parameter).sum()).backward()
-    unscale(torch.optim.SGD([parameter]), scaler)
-    assert parameter.grad.tolist() == [0.125] * 4
+    optimizer = torch.optim.SGD([parameter])
+    scaler.scale((3.0 * parameter).sum()).backward()
+    unscale(optimizer, scaler)
+    assert parameter.grad.tolist() == [3.0] * 4
+    clip(optimizer, lambda norm: norm)
+    assert parameter.grad.tolist() == pytest.approx([0.5] * 4)
 
 
 @pytest.mark.parametrize(("variant", "modules", "rank"), [("B1", 2, 8), ("B1-all", 6, 32)])
@@ -106,13 +95,12 @@ def test_adapters_have_their_rank_and_count_twice(variant, modules, rank):
     assert {(module.r["default"], module.scaling["default"]) for module in adapted} == {(rank, 2.0)}
 
 
-ON_CPU = ("A1", DEVICE, 1e-5)
 # In half precision, and by graphs that write their gradients to the same place again and again.
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ON_GPU = pytest.param("D1-cudagraphs", torch.device("cuda"), 1e-2, marks=NEEDS_GPU)
 
 
-@pytest.mark.parametrize(("variant", "device", "tolerance"), [ON_CPU, ON_GPU])
+@pytest.mark.parametrize(("variant", "device", "tolerance"), [("A1", DEVICE, 1e-5), ON_GPU])
 def test_accumulated_micro_batches_are_the_whole_batch(variant, device, tolerance, samples, tmp_path, monkeypatch):
     # So that every step has the same weights.
     monkeypatch.setattr("qa_lib.train.loop.learning_rate", lambda *_: 0.0)
@@ -146,7 +134,7 @@ def test_resume_is_exact_from_any_checkpoint(variant, samples, tmp_path, monkeyp
         run_dir = stopped(spec, samples, tmp_path / f"stopped-at-{stop}", stop)
         model, _, _, begin, refused = trained(spec, samples, run_dir)
         assert begin == stop and refused is None
-        assert same(weights(model), whole), f"after a resume at step {stop}"
+        assert torch.equal(weights(model), whole), f"after a resume at step {stop}"
         assert [line["step"] for line in steps_of(run_dir)] == list(range(1, spec.preset.steps + 1))
 
 
@@ -173,37 +161,29 @@ def test_elementwise_work_is_repeated_and_products_are_not(monkeypatch):
             loss = forward(x).square().sum()
         gradients[checkpointing] = torch.autograd.grad(loss, block.parameters())
         torch._dynamo.reset()
-    wide = [sum(tuple(t.shape) == (32, 64) for t in saved) for saved in kept.values()]
-    assert wide == [2, 1]
+    assert [sum(tuple(t.shape) == (32, 64) for t in saved) for saved in kept.values()] == [2, 1], "the wide ones"
     assert all(map(torch.equal, *gradients.values()))
 
 
-def test_a_checkpoint_of_another_run_is_not_taken(samples, tmp_path):
-    spec = spec_of("A1", checkpoint_every=2)
-    run_dir = stopped(spec, samples, tmp_path / "run")
-    assert (run_dir / checkpoints.CHECKPOINT).exists()
-    other = dataclasses.replace(spec, seed=1)
-    assert trained(other, samples, run_dir)[3:] == (0, "began anew, since its checkpoint is of another run")
-    assert (run_dir / "checkpoint.refused").exists()
-
-
-DAMAGE = {  # and whatever else: test_trust
-    "a flipped bit": (flip_a_bit, "its digest is not that"),
-    "cut off": (lambda p: p.write_bytes(p.read_bytes()[:5000]), "cannot be read"),
-    "with other metadata": (lambda p: save_file({"x": torch.ones(3)}, p, {"state": "{}"}), "cannot be read"),
+DAMAGE = {  # seed of the run that goes on; and whatever else: test_trust
+    "a flipped bit": (flip_a_bit, 0, "its digest is not that"),
+    "cut off": (lambda p: p.write_bytes(p.read_bytes()[:5000]), 0, "cannot be read"),
+    "with other metadata": (lambda p: save_file({"x": torch.ones(3)}, p, {"state": "{}"}), 0, "cannot be read"),
+    "of another run": (quiet, 1, "began anew, since its checkpoint is of another run"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_run_begins_anew(damage, samples, tmp_path):
+def test_a_wrong_checkpoint_is_named_and_set_aside_and_the_run_begins_anew(damage, samples, tmp_path):
     spec = spec_of("A1", checkpoint_every=2)
     run_dir = stopped(spec, samples, tmp_path / "run")
-    spoil, said = DAMAGE[damage]
+    spoil, seed, said = DAMAGE[damage]
     spoil(run_dir / checkpoints.CHECKPOINT)
+    spec = dataclasses.replace(spec, seed=seed)
     whole = weights(trained(spec, samples, tmp_path / "whole")[0])
     model, _, _, begin, refused = trained(spec, samples, run_dir)
     assert begin == 0 and said in refused and (run_dir / "checkpoint.refused").exists()
-    assert same(weights(model), whole)
+    assert torch.equal(weights(model), whole)
 
 
 @pytest.mark.parametrize("edited", ["kernels/fused_norm.py", "train/loop.py", "train/deepspeed.json"])
@@ -253,22 +233,19 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_the_step(samples, tmp_path
 def test_the_8bit_optimizer_keeps_small_tensors_and_embeddings_in_32_bits(samples, tmp_path):
     spec = spec_of("C2-8", steps=2)
     model, optimizer, *_ = trained(spec, samples, tmp_path)
-    names = {p: name for name, p in model.named_parameters()}
-    dtypes = {names[p]: state["state1"].dtype for p, state in optimizer.state.items()}
-    assert set(dtypes) == {name for name, p in model.named_parameters() if p.requires_grad}
+    dtypes = {name: optimizer.state[p]["state1"].dtype for name, p in model.named_parameters() if p.requires_grad}
+    assert len(dtypes) == len(optimizer.state) and torch.uint8 in dtypes.values()
     for name, parameter in model.named_parameters():
         small = parameter.numel() < 4096 or "embeddings" in name
         assert dtypes[name] == (torch.float32 if small else torch.uint8), name
-    assert torch.uint8 in dtypes.values()
     # Of the next model another parameter is in each place, and nothing keeps this one alive.
     kept = weakref.ref(model.bert.embeddings.word_embeddings)
-    del model, optimizer, names, parameter
+    del model, optimizer, parameter
     gc.collect()
     assert kept() is None
     lora = spec_of("E-packed-lora")
     model = build_model(lora)
-    optimizer = build_optimizer(model, lora)
-    manager = type(optimizer.mng).get_instance()
+    manager = type(build_optimizer(model, lora).mng).get_instance()
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     assert set(manager.pid2config) <= embeddings and not manager.index2config, "frozen embeddings have no place"
     assert isinstance(build_optimizer(build_model(spec_of("A1")), spec_of("A1")), torch.optim.AdamW)
@@ -291,9 +268,7 @@ def test_the_time_for_inputs_is_of_the_host_and_of_the_measured_steps(samples, t
     batches.step = slow(batches.step, lambda: chosen.append(0) or 2.0)
     batches.collate = slow(batches.collate, lambda: 3.0 if len(chosen) > spec.preset.measure_from else 300.0)
     meter = train(build_model(spec), batches, spec, DEVICE, tmp_path, quiet)[1]
-    assert meter.data_s == [602.0, 602.0, 8.0, 8.0]
-    assert meter.data_ms() == 8000.0
-    assert Meter(DEVICE, warm_up=2).data_ms() is None
+    assert (meter.data_s, meter.data_ms()) == ([602.0, 602.0, 8.0, 8.0], 8000.0)
 
 
 def step_log(folder, steps, begin=0, variant="A1", say=quiet, **scale):
@@ -321,8 +296,7 @@ def test_the_time_left_does_not_count_compilation(tmp_path, monkeypatch):
         log.pending.append((torch.tensor(1.0), 0.1))
         log.write([1.0])
     compiling, progress = said
-    assert "compiling" in compiling
-    assert "step 2/10" in progress and "01:26 so far, 00:16 left" in progress
+    assert "compiling" in compiling and "step 2/10" in progress and "01:26 so far, 00:16 left" in progress
 
 
 def test_a_spoilt_log_is_gone_on_with_and_loses_only_what_cannot_be_read(tmp_path):

@@ -1,9 +1,9 @@
 """Searches: the points they try; how runs share a GPU or take turns on it, and which times they record."""
 
 import dataclasses
-import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import pytest
@@ -43,13 +43,12 @@ def tried(monkeypatch, tmp_path):
 
 def test_every_point_is_a_run_of_its_own_in_a_group_of_tries():
     spec = planned("B1-all")
-    points = tune.points([spec], [1e-3, 2e-3], ["lora-all-r8", "lora-qv-r32"])
+    recipes = ("lora-all-r8", 8), ("lora-qv-r32", 32)
+    points = tune.points([spec], [1e-3, 2e-3], [name for name, _ in recipes])
     assert len({point.hash for point in points} | {spec.hash}) == 5
-    assert {point.group for point in points} == {"cpu-tune"}
-    for point, (name, rank) in zip(points, (("lora-all-r8", 8), ("lora-qv-r32", 32)), strict=False):
-        assert (point.preset.learning_rate, point.asked.trainable) == (1e-3, name)
-        assert (point.recipe.rank, point.recipe.lr_factor) == (rank, 1.0)
-    assert spec.recipe.lr_factor > 1, "a tried rank trains at the rate that was asked for"
+    found = [(p.group, p.preset.learning_rate, p.asked.trainable, p.recipe.rank) for p in points]
+    assert found == [("cpu-tune", rate, *recipe) for rate in (1e-3, 2e-3) for recipe in recipes]
+    assert {p.recipe.lr_factor for p in points} == {1.0} and spec.recipe.lr_factor > 1, "at the rate that was asked for"
     assert [p.asked.trainable for p in tune.points([spec], [], [])] == ["lora-all"]
     refused("lora-any-r8", tune.points, [spec], [], ["lora-any-r8"])
 
@@ -57,8 +56,7 @@ def test_every_point_is_a_run_of_its_own_in_a_group_of_tries():
 def test_the_best_point_is_named(tried, typed):
     words = "--preset smoke --trainable lora-all-r8 lora-all-r32 --learning-rate 1e-3 2e-3 4e-3"
     out = typed(f"tune B1-all {words}").splitlines()
-    assert len(out) == 7
-    assert out[-1] == "B1-all, best: lora-all-r8, learning rate 0.002, F1 at the best threshold 82.00"
+    assert out[6:] == ["B1-all, best: lora-all-r8, learning rate 0.002, F1 at the best threshold 82.00"]
     assert [cards for _, *cards in tried] == [[None]] * 6
 
 
@@ -72,19 +70,19 @@ def test_a_point_that_fails_ends_no_search_and_is_not_the_best(tried, capsys):
 
 def test_a_language_model_is_tuned_to_the_least_perplexity(tried, typed):
     out = typed("tune L1 L-lora --preset lm-smoke --learning-rate 1e-3 2e-3 3e-3").splitlines()
-    assert out[-2] == "L1, best: all, learning rate 0.002, perplexity 28.00"
-    assert out[-1] == "L-lora, best: lora-all, learning rate 0.002, perplexity 52.00", "its recipe has no rate here"
+    best = [("L1", "all", 28), ("L-lora", "lora-all", 52)]  # whose recipe has no rate here
+    assert out[-2:] == [
+        f"{row}, best: {recipe}, learning rate 0.002, perplexity {least}.00" for row, recipe, least in best
+    ]
     assert {spec.group for spec, *_ in tried} == {"cpu-tune-lm"}
 
 
 def test_a_card_that_is_named_twice_is_shared(tried, typed, monkeypatch):
-    monkeypatch.setattr(tune, "probe", lambda: (H200, {}))
-    typed("tune A1 --preset smoke --learning-rate 1e-3 2e-3 --gpus 0 0")
-    assert {(gpu, shared) for _, gpu, shared in tried} == {(0, "1")}
-    tried.clear()
-    monkeypatch.setattr(tune, "probe", lambda: (dataclasses.replace(H200, gpus=2), {}))
-    typed("tune A1 --preset smoke --learning-rate 1e-3 2e-3 3e-3 --seeds 0 2 --gpus 0 0 1")
-    assert {(gpu, shared) for _, gpu, shared in tried} == {(0, "1"), (1, None)}, "one run at a time on the second card"
+    for cards, rates, found in (("0 0", "1e-3 2e-3", {(0, "1")}), ("0 0 1", "1e-3 2e-3 3e-3", {(0, "1"), (1, None)})):
+        monkeypatch.setattr(tune, "probe", lambda: (dataclasses.replace(H200, gpus=2), {}))
+        typed(f"tune A1 --preset smoke --learning-rate {rates} --seeds 0 2 --gpus {cards}")
+        assert {(gpu, shared) for _, gpu, shared in tried} == found, "one run at a time on the second card"
+        tried.clear()
 
 
 def test_bad_searches_are_refused_by_name(tried, typed):
@@ -96,24 +94,21 @@ def test_bad_searches_are_refused_by_name(tried, typed):
 def test_runs_on_one_gpu_take_turns(monkeypatch, tmp_path):
     monkeypatch.setattr(hardware.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid="GPU-1"))
-    gpu, waits, waited = types.SimpleNamespace(type="cuda"), Mock(), []
+    gpu, waits = types.SimpleNamespace(type="cuda"), Mock()
 
-    def second():
-        with hardware.gpu_lock(gpu, waits=waits) as seconds:
-            waited.append(seconds)
+    def waited(device=gpu):
+        with hardware.gpu_lock(device, waits=waits) as seconds:
+            return seconds
 
     with hardware.gpu_lock(gpu, shared=True) as _, hardware.gpu_lock(gpu, shared=True) as seconds:
         assert seconds < 0.1, "those that are not timed do not wait for each other"
-    with hardware.gpu_lock(gpu, waits=waits) as seconds:
-        assert seconds < 0.1
-        other = threading.Thread(target=second)
-        other.start()
-        time.sleep(0.5)
-        assert not waited
-    other.join()
-    assert waited[0] >= 0.4 and waits.call_count == 1
-    with hardware.gpu_lock(torch.device("cpu"), waits=waits) as seconds:
-        assert seconds == 0.0
+    with ThreadPoolExecutor(1) as pool:
+        with hardware.gpu_lock(gpu, waits=waits) as seconds:
+            second = pool.submit(waited)
+            time.sleep(0.5)
+            assert seconds < 0.1 and not second.done()
+        assert second.result() >= 0.4 and waits.call_count == 1
+    assert waited(torch.device("cpu")) == 0.0
 
 
 def test_data_that_were_loaded_before_count_as_time_of_the_run(tmp_path):
@@ -121,5 +116,5 @@ def test_data_that_were_loaded_before_count_as_time_of_the_run(tmp_path):
     data = load_data(spec)
     assert data.load_s > 0
     data.load_s = 100.0
-    entry = fit.fit(spec, tmp_path, data=data, say=quiet)
-    assert entry["time"]["prepare_s"] > 100 and entry["time"]["wall_s"] > entry["time"]["prepare_s"]
+    times = fit.fit(spec, tmp_path, data=data, say=quiet)["time"]
+    assert times["wall_s"] > times["prepare_s"] > 100

@@ -18,8 +18,8 @@ from tests.tiny import byte_level_tokenizer, modern_tokenizer
 
 TEXT = (
     "The river Rhine, 1,233 km long, flows north through naïve cafés and e\u0301clairs; its mouth lies near Rotterdam. "
-    "日本語の川 and ½ of São Paulo 🙂👩‍👩‍👧 drink   from\tit.\n\nWhere? There!"
 )
+TEXT += "日本語の川 and ½ of São Paulo 🙂👩‍👩‍👧 drink   from\tit.\n\nWhere? There!"
 
 
 class Given:
@@ -36,10 +36,6 @@ def small():
     return trained_tokenizer([TEXT] * 3, 300)
 
 
-def flat(lists, kind=np.int64):
-    return np.fromiter(itertools.chain.from_iterable(lists), kind)
-
-
 def built(examples, tokenizer, max_length=384, stride=128) -> Samples:
     return build_samples(Given(examples), tokenizer, max_length, stride, cache=False)
 
@@ -50,24 +46,20 @@ def check(examples: list[Example], tokenizer, max_length: int, stride: int) -> S
     questions = [example.question.lstrip() for example in examples]
     wanted = overflow(tokenizer, questions, [example.context for example in examples], max_length, stride)
     n = len(wanted["input_ids"])
-    assert len(samples) == n
-    assert samples.lengths.tolist() == list(map(len, wanted["input_ids"]))
-    assert samples.lengths.max() <= max_length
-    assert np.array_equal(samples.tokens, flat(wanted["input_ids"]))
+    assert samples.lengths.tolist() == list(map(len, wanted["input_ids"])) and samples.lengths.max() <= max_length
+    assert np.array_equal(samples.tokens, np.concatenate(wanted["input_ids"]))
     assert np.array_equal(samples.example, wanted["overflow_to_sample_mapping"])
     places = [without_blanks(wanted, i, questions, examples) for i in range(n)]
     assert np.array_equal(samples.offsets, np.concatenate(places))
     batch = samples.batch(np.arange(n), max_length)
     if "token_type_ids" in batch:
         types = batch["token_type_ids"][np.arange(max_length) < samples.lengths[:, None]]
-        assert np.array_equal(types, flat(wanted["token_type_ids"]))
+        assert np.array_equal(types, np.concatenate(wanted["token_type_ids"]))
     else:  # models take all types for 0 where there are none
         assert not any(map(any, wanted.get("token_type_ids", [])))
-    spans = samples.context.tolist()
-    for i in range(n):
-        offsets, (first, stop) = places[i], spans[i]
+    for i, (first, stop) in enumerate(samples.context.tolist()):
         assert [place for place, text in enumerate(wanted.sequence_ids(i)) if text == 1] == list(range(first, stop))
-        positions = plain_positions(offsets, first, stop - 1, examples[samples.example[i]].answers)
+        positions = plain_positions(places[i], first, stop - 1, examples[samples.example[i]].answers)
         assert (samples.start_positions[i], samples.end_positions[i]) == positions
     return samples
 
@@ -163,12 +155,10 @@ def test_a_question_that_leaves_no_room_is_refused_where_the_tokenizer_refuses(s
 def test_batches(small):
     gold = (TEXT[4:9], 4)
     examples = [Example(str(i), "", "where", TEXT[: 7 * i], (gold,) if i > 1 else ()) for i in range(30)]
-    samples = built(examples, small, 30, 10)
-    assert len(samples) > 31
-    rows = np.array([31, 0, 5, 5])
+    samples, rows = built(examples, small, 30, 10), np.array([31, 0, 5, 5])
     batch = samples.batch(rows, 56)
-    assert {array.dtype for array in batch.values()} == {np.dtype(np.int64)}
-    assert set(batch) == {"input_ids", "attention_mask", "token_type_ids", "start_positions", "end_positions"}
+    names = "input_ids attention_mask token_type_ids start_positions end_positions"
+    assert {name: array.dtype for name, array in batch.items()} == dict.fromkeys(names.split(), np.int64)
     for i, row in enumerate(rows):
         length, (first, stop) = samples.lengths[row], samples.context[row]
         ids = samples.tokens[samples.starts[row] : samples.starts[row + 1]]
@@ -182,9 +172,8 @@ def test_batches(small):
 
 
 def test_what_a_tokenizers_file_says_of_truncation_and_padding_does_not_count(small):
-    inner = small.backend_tokenizer
-    inner.enable_truncation(9, stride=2)
-    inner.enable_padding(length=11)
+    small.backend_tokenizer.enable_truncation(9, stride=2)
+    small.backend_tokenizer.enable_padding(length=11)
     assert built([Example("q", "", "where", TEXT)], small, 200, 10).lengths[0] > 11
 
 
@@ -192,12 +181,11 @@ def test_what_a_tokenizers_file_says_of_truncation_and_padding_does_not_count(sm
 def test_tokenizers_that_cannot_be_cut_at_blanks_give_the_same_as_their_own_overflow(change):
     """An added token that swallows blanks, another normaliser, another splitter: words depend on their neighbours."""
     examples = [Example("q", "", "where  <b> is", TEXT + " <b> x"), Example("r", "", "  é", "a  b " * 30)]
-    tokenizer = trained_tokenizer([TEXT] * 3, 300)
+    tokenizer, parts = trained_tokenizer([TEXT] * 3, 300), [normalizers.Replace("h f", "hf")]
     if change == "token":
         tokenizer.add_tokens([AddedToken("<b>", lstrip=True, rstrip=True)])
     elif change == "normalizer":
-        parts = [normalizers.Replace("h f", "hf"), normalizers.BertNormalizer()]
-        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(parts)
+        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([*parts, normalizers.BertNormalizer()])
     else:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split("e", "isolated")
     check(examples, tokenizer, 50, 10)
@@ -212,18 +200,16 @@ def test_windows_of_tokenizers_that_split_bytes_are_their_own_overflow_and_answe
     """No token types, blanks that belong to words, several tokens for a character."""
     tokenizer = learn([TEXT] * 3)
     samples = check(edges(8), tokenizer, 60, 9)
-    assert len(samples) > len(edges(8))
-    assert (samples.tokens[samples.starts[:-1]] == tokenizer.cls_token_id).all()
+    assert len(samples) > len(edges(8)) and {*samples.tokens[samples.starts[:-1]]} == {tokenizer.cls_token_id}
     batch = samples.batch(np.array([0, len(samples) - 1]), 60)
-    assert set(batch) == {"input_ids", "attention_mask", "start_positions", "end_positions"}
+    assert {*batch} == {"input_ids", "attention_mask", "start_positions", "end_positions"}
     assert batch["input_ids"][0, -1] == tokenizer.pad_token_id
     crowded = [Example("q7", "Rivers", "river " * 30, "river")]
     refused(r"question 'q7': its \d+ tokens leave 0 of 20 .* stride 4 \(1 such", built, crowded, tokenizer, 20, 4)
     word = TEXT.split()[3]
-    one = Example("q", "", "where", TEXT, ((word, TEXT.index(f" {word}") + 1),))
-    samples = check([one], tokenizer, 400, 9)
-    span = samples.characters(np.array([0]), samples.start_positions, samples.end_positions)
-    assert TEXT[span[0].item() : span[1].item()] == word
+    samples = check([Example("q", "", "where", TEXT, ((word, TEXT.index(f" {word}") + 1),))], tokenizer, 400, 9)
+    start, end = samples.characters(np.array([0]), samples.start_positions, samples.end_positions)
+    assert TEXT[start.item() : end.item()] == word
 
 
 def test_tokenizers_and_lengths_that_cannot_work(small):
@@ -261,10 +247,8 @@ def test_the_second_call_reads_the_cache_and_no_data(cached, file, small):
     build, store = cached
     first, again = build(), open_source(file, "validation")
     second = build_samples(again, small, 64, 16, cache=store)
-    assert "examples" not in vars(again)
-    assert same(first, second)
-    assert same(first, build_samples(again, small, 64, 16, cache=False))
-    assert len(list(store.iterdir())) == 1
+    assert "examples" not in vars(again) and len(list(store.iterdir())) == 1
+    assert same(first, second) and same(first, build_samples(again, small, 64, 16, cache=False))
     with pytest.raises(ValueError):
         second.tokens[0] = 1  # mapped read-only
 
