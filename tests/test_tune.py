@@ -26,6 +26,7 @@ def tried(monkeypatch, tmp_path):
     specs = []
 
     def work(self, spec, run_dir, cards):
+        time.sleep(0.05)  # so that each card gets one
         specs.append((spec, *cards, child_env(cards, self._shares(cards)).get(SHARE)))
         rate, entry = spec.preset.learning_rate, record.new_record(spec, {})
         if (rate, spec.seed) == (4e-3, 1):
@@ -78,7 +79,7 @@ def test_a_language_model_is_tuned_to_the_least_perplexity(tried, typed):
 
 
 def test_a_card_that_is_named_twice_is_shared(tried, typed, monkeypatch):
-    for cards, rates, found in (("0 0", "1e-3 2e-3", {(0, "1")}), ("0 0 1", "1e-3 2e-3 3e-3", {(0, "1"), (1, None)})):
+    for cards, rates, found in (("0 0", "1e-3 2e-3", {(0, "1")}), ("0 0 1", "3e-3 5e-3 6e-3", {(0, "1"), (1, None)})):
         monkeypatch.setattr(tune, "probe", lambda: (dataclasses.replace(H200, gpus=2), {}))
         typed(f"tune A1 --preset smoke --learning-rate {rates} --seeds 0 2 --gpus {cards}")
         assert {(gpu, shared) for _, gpu, shared in tried} == found, "one run at a time on the second card"
