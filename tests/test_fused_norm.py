@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch import library
 
 from qa_lib.kernels import common, fused_norm, gelu
 from qa_lib.model.build import build_model
@@ -111,7 +112,7 @@ def test_the_operators_are_what_the_compiler_takes_them_for():
     inputs, _, seed = drawn(4, 32)
     arguments = (*(x.requires_grad_() for x in inputs), seed, 0.1, EPS)
     for keeps in (False, True):
-        torch.library.opcheck(fused_norm._norm, (*arguments, keeps), test_utils=CHECKS, atol=1e-5, rtol=1e-4)
+        library.opcheck(fused_norm._norm, (*arguments, keeps), test_utils=CHECKS, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU captures no graph")

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import library
 from torch._dynamo.backends.common import aot_autograd
 from transformers import AutoModelForCausalLM, GPT2Config
 
@@ -90,7 +91,7 @@ def test_the_kernels_are_gelu_and_its_derivative(rows, width, dtype, error, tanh
 def test_its_operator_is_what_the_compiler_takes_it_for():
     for factor in (0.0, 2.0**10):
         for call, inputs in ((gelus._gelu_forward, drawn(4, 32)[1:]), (gelus._gelu_backward, drawn(4, 32))):
-            torch.library.opcheck(call, (*inputs, factor), test_utils=("test_schema", "test_faketensor"))
+            library.opcheck(call, (*inputs, factor), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.triton

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import library
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
@@ -49,7 +50,7 @@ def test_product_and_gradient_are_those_of_the_weight_that_the_bits_stand_for(la
     wanted = with_gradients(lambda x: F.linear(x, weight, layer.bias), [x], grad)
     torch.testing.assert_close(with_gradients(small, [x], grad), wanted, atol=1e-5, rtol=1e-5)
     arguments = (x.requires_grad_(), small.weight, small.scales, WIDTHS[1])
-    torch.library.opcheck(torch.ops.qa_lib.nf4_linear.default, arguments)
+    library.opcheck(torch.ops.qa_lib.nf4_linear.default, arguments)
 
 
 def test_its_bits_are_those_of_bitsandbytes_own_layer(layer, small):
