@@ -32,10 +32,8 @@ SPEEDS = {"A0": 95.0, "A1": 100.0, "A2": 120.0, "A3": 150.0, "A4-nb": 160.0, "A4
 def make(runs, variant, seed=0, *, machine=CPU, preset="smoke", status="ok", error=None, micro_batch=8, **values):
     """Write one record as fit would; `values` replace sizes and numbers by name, None for not measured. Returns its
     folder."""
-    data, model = (
-        {"name": "synthetic:1600", "sha256": "ab" * 32},
-        {"name": values.get("model", "tiny"), "revision": "1"},
-    )
+    data = {"name": "synthetic:1600", "sha256": "ab" * 32}
+    model = {"name": values.get("model", "tiny"), "revision": "1"}
     own = {name: values[name] for name in ("world", "batch") if "batch" in values}
     spec = resolve(variant, preset, seed, machine, data, model, "synthetic:1600", "tiny", micro_batch, **own)
     size = dataclasses.replace(spec.preset, max_length=values.get("length", spec.preset.max_length))
