@@ -15,7 +15,7 @@ from qa_lib.peers.gpt2 import GPT2
 from qa_lib.train.compile import ChunkedLossOf, LossOf
 from qa_lib.train.plain import PlainStep
 from qa_lib.variants import VARIANTS, Settings, find_recipe
-from tests.kernels import DEVICE
+from tests.kernels import DEVICE, relative, with_gradients
 from tests.material import refused
 from tests.tiny import H200, TINY_CONFIG, checkpoint, planned, without_dropout
 
@@ -102,6 +102,18 @@ def test_the_kernel_leaves_the_gradient_in_place_of_the_logits(tokens, words, bl
     torch.testing.assert_close(losses.double(), loss.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits.double(), wanted, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(scaled * 0.25, 8 * logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU has no sums of 14 bits")
+def test_in_8_bits_the_small_terms_of_a_hidden_states_gradient_are_not_lost():
+    torch.manual_seed(0)
+    weight = torch.randn(16384, 64, device=DEVICE).mul(0.02).add(0.01).bfloat16()
+    hidden, targets = torch.randn(256, 64, device=DEVICE).bfloat16() / 64, torch.randint(16384, (256,), device=DEVICE)
+    (_, found), (_, wanted) = (
+        with_gradients(lambda x, eighth=eighth: lce.linear_cross_entropy(x, weight, targets, eighth), [hidden], None)
+        for eighth in (True, False)
+    )
+    assert relative(found.float().mean(0), wanted.float().mean(0)) < 0.2  # of fast sums it is above 1
 
 
 @torch.no_grad()
