@@ -227,7 +227,7 @@ def test_the_blocks_are_made_where_the_reference_group_is_alone_on_its_card():
     own = {"group": "new-bench", "spec.hardware": "new", "env.gpu": "NEW"}
     every = pd.concat([every, every[every["group"] == load.REFERENCE].assign(**own)], ignore_index=True)
     said = [block(every, "new-bench", Path("figures")) for block in readme.BLOCKS.values()]
-    assert "on one NEW" in said[0] and "4 seeds" in said[0] and "4 GPUs train" in "".join(said)
+    assert "on one NEW" in said[0] and "8 seeds" in said[0] and "4 GPUs train" in "".join(said)
 
 
 def test_plain_pytorch_stands_beside_the_trainer_where_it_ran():
