@@ -12,8 +12,8 @@ The weight's gradient is a sum over the parts. It is summed in fp32.
 
 In 8-bit floats (variant L-fp8-head; kernels/fp8.py says which and why) are the GEMMs that make the logits and the
 gradient of the hidden states. That of the weight stays in bf16. The gradient of a hidden state is a sum over all words
-of one large term, the true word's, and thousands of small ones, which fast sums of 14 bits would drop. So this GEMM
-takes its sums in fp32.
+of one large term, the true word's, and thousands of small ones, which fast sums of about 14 bits would drop. So this
+GEMM adds up its partial sums in fp32.
 
 On a CPU plain PyTorch takes its place. The kernel is for GPUs of compute capability 8.0 and newer.
 """
@@ -70,7 +70,7 @@ def _loss(
         logits = scaled_mm(hidden8[part], weight8.t(), ACTIVATION * WEIGHT) if in_fp8 else hidden[part] @ weight.T
         launch(loss_kernel, (len(logits),), logits, grads8, targets[part], scale, losses[part], **options)
         if in_fp8:
-            hidden_grad[part] = scaled_mm(grads8[: len(logits)], across8.t(), FACTOR * WEIGHT, None, scale, fast=False)
+            hidden_grad[part] = scaled_mm(grads8[: len(logits)], across8.t(), FACTOR * WEIGHT, factor=scale, fast=False)
         else:
             torch.mm(logits, weight, out=hidden_grad[part])
         torch.addmm(weight_sum, logits.T, hidden[part], out_dtype=torch.float32, out=weight_sum)

@@ -81,7 +81,7 @@ def equivalence(runs: pd.DataFrame) -> pd.DataFrame:
     faulty = [name for name, variant in VARIANTS.items() if variant.settings.fault == "positional-join"]
     table = in_order(table.drop([BASELINE, *faulty], errors="ignore").rename_axis("variant"))
     if not table["delta±"].notna().any():
-        raise NotMeasured(f"an interval takes three seeds of a variant and of {BASELINE} in {runs['group'].iloc[0]}")
+        raise NotMeasured(f"no variant of {runs['group'].iloc[0]} shares three seeds with {BASELINE}")
     both = zip(table[["delta", "delta±"]].to_numpy(), table[["best_delta", "best_delta±"]].to_numpy(), strict=True)
     told = [min(verdict(one), verdict(other), key=list(VERDICTS).index) for one, other in both]
     return table.assign(verdict=told)
