@@ -3,9 +3,9 @@
 Tensor cores multiply 8-bit floats at twice the rate of bf16, and the feed-forward block's two linear layers are two
 thirds of a layer's multiplications. An 8-bit float has 2 or 3 bits of mantissa and little range, so that operands are
 scaled into it first (Micikevicius et al. 2022): e4m3 (4 bits of exponent, 3 of mantissa) holds activations and weights,
-and e5m2, with more range, gradients. Sums are fast ones, which keep about 14 bits (DeepSeek-V3, 2024, section 3.3.2),
-but for one GEMM (kernels/linear_cross_entropy.py), and the result is bf16. The gradient of the weight stays in bf16: it
-is summed over thousands of tokens, and its error would go straight into the update.
+and e5m2, with more range, gradients. All GEMMs but one (kernels/linear_cross_entropy.py) take fast sums, which keep
+about 14 bits (DeepSeek-V3, 2024, section 3.3.2). The result is bf16. The gradient of the weight stays in bf16: it is
+summed over thousands of tokens, and its error would go straight into the update.
 
 A GEMM in 8-bit floats wants its second operand transposed in memory. The forward pass multiplies by the weight and the
 backward pass by its transpose, so that either wants another copy. One kernel of our own makes both in tiles, of one
