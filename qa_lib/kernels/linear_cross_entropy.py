@@ -8,7 +8,12 @@ their own gradients in place by one kernel of our own, and multiplies these at o
 states. What is left are the gradients of both, and the memory of one part. The backward pass only scales them. Three
 GEMMs, as before, and no logits to remember (Hsu et al. 2024, "Liger Kernel", have the same idea).
 
-The weight's gradient is a sum over the parts. It is summed in fp32.
+The weight's gradient is a sum over the parts. It is summed in fp32, and each part reads and writes that sum once: in
+parts of 8,192 tokens instead of 4,096 the whole loss of such a batch took 0.7 ms less of 13.6 on an H100.
+
+The kernel reads a token's logits twice. They come from memory once if the cache keeps them in between: 16 warps a row
+leave few rows under way at a time, and each load and store says whether its data is wanted again. With fewer
+instructions a word it then took 0.36 ms for 4,096 tokens instead of 0.56, next to 0.29 of a plain copy.
 
 In 8-bit floats (variant L-fp8-head; kernels/fp8.py says which and why) are the GEMMs that make the logits and the
 gradient of the hidden states. That of the weight stays in bf16. The gradient of a hidden state is a sum over all words
@@ -26,8 +31,8 @@ from qa_lib.kernels.fp8 import ACTIVATION, WEIGHT, in_e4m3, scaled_mm, weight_in
 
 FACTOR = 2.0**14  # gradients by logits, before the mean, lie within ±1, and e5m2 ends at 57,344
 IGNORED = -100  # the target of a token that does not count
-PART = 4096  # tokens at a time
-ROW = {"BLOCK": 8192, "num_warps": 8}
+PART = 8192  # tokens at a time
+ROW = {"BLOCK": 4096, "num_warps": 16}
 
 
 def linear_cross_entropy(
@@ -57,14 +62,14 @@ def _loss(
     tokens, words, in_fp8 = len(hidden), len(weight), hidden8 is not None
     options = {"WORDS": words, "IGNORED": IGNORED, "FACTOR": FACTOR if in_fp8 else 0.0, **ROW}
     total, losses = hidden.new_empty((), dtype=torch.float32), hidden.new_empty(tokens, dtype=torch.float32)
-    hidden_grad, weight_grad = torch.empty_like(hidden), torch.empty_like(weight)
-    grads8 = hidden.new_empty(PART, words, dtype=torch.float8_e5m2) if in_fp8 else None
+    hidden_grad = torch.empty_like(hidden)
+    grads8 = hidden.new_empty(min(PART, tokens), words, dtype=torch.float8_e5m2) if in_fp8 else None
     if is_fake(hidden):  # there is nothing to multiply, and the kernel is compiled
         launch(loss_kernel, (1,), hidden.new_empty(PART, words), grads8, targets, total, losses, **options)
-        return total, hidden_grad, weight_grad
+        return total, hidden_grad, torch.empty_like(weight)
     scale = 1 / (targets != IGNORED).sum().float()
-    weight_sum = torch.zeros_like(weight, dtype=torch.float32)
     weight8, across8 = weight_in_e4m3(weight) if in_fp8 else (None, None)
+    weight_grad = None
     for begin in range(0, tokens, PART):
         part = slice(begin, begin + PART)
         logits = scaled_mm(hidden8[part], weight8.t(), ACTIVATION * WEIGHT) if in_fp8 else hidden[part] @ weight.T
@@ -73,8 +78,13 @@ def _loss(
             hidden_grad[part] = scaled_mm(grads8[: len(logits)], across8.t(), FACTOR * WEIGHT, factor=scale, fast=False)
         else:
             torch.mm(logits, weight, out=hidden_grad[part])
-        torch.addmm(weight_sum, logits.T, hidden[part], out_dtype=torch.float32, out=weight_sum)
-    return losses.sum() * scale, hidden_grad, weight_grad.copy_(weight_sum)
+        if weight_grad is None:
+            sums = torch.float32 if tokens > PART else weight.dtype
+            weight_grad = torch.mm(logits.T, hidden[part], out_dtype=sums)
+        else:
+            torch.addmm(weight_grad, logits.T, hidden[part], out_dtype=torch.float32, out=weight_grad)
+        del logits  # before the next part's are there
+    return losses.sum() * scale, hidden_grad, weight_grad.to(weight.dtype)
 
 
 def _setup_context(ctx, inputs, output):
@@ -95,30 +105,46 @@ def loss_kernel(
 ):  # fmt: skip
     """Of one token: its loss, and in place of its `logits` [tokens, WORDS] their gradient times `scale`; with a FACTOR,
     the gradient times that is in `grads8`, too. A row is read twice, the second time from the cache: first for its
-    maximum and the sum of its exponentials (online softmax; Milakov and Gimelshein 2018)."""
+    maximum and the sum of its exponentials (online softmax; Milakov and Gimelshein 2018), which each lane takes four
+    words at a time, so that it scales its sum anew only once. Exponents are of 2, which the hardware has."""
+    log2e = 1.4426950408889634
     row = tl.program_id(0)
     begin_of_row = row.to(tl.int64) * WORDS
     logits += begin_of_row
     target = tl.load(targets + row)
+    counts = target != IGNORED
+    # Before the sums over the row, for which all warps wait: later another warp may have written over it.
+    chosen = tl.load(logits + target, mask=counts, other=0.0).to(tl.float32)
+    lane = tl.arange(0, BLOCK)
     most = tl.full([BLOCK], -1e30, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    for begin in range(0, WORDS, BLOCK):
-        word = begin + tl.arange(0, BLOCK)
-        x = tl.load(logits + word, mask=word < WORDS, other=-float("inf")).to(tl.float32)
-        higher = tl.maximum(most, x)
-        total = total * tl.exp(most - higher) + tl.exp(x - higher)
+    for begin in range(0, WORDS, 4 * BLOCK):
+        x0, x1 = _read(logits, begin + lane, WORDS), _read(logits, begin + BLOCK + lane, WORDS)
+        x2, x3 = _read(logits, begin + 2 * BLOCK + lane, WORDS), _read(logits, begin + 3 * BLOCK + lane, WORDS)
+        higher = tl.maximum(most, tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)))
+        at = higher * log2e
+        total = total * tl.exp2(most * log2e - at) + tl.exp2(x0 * log2e - at) + tl.exp2(x1 * log2e - at)
+        total += tl.exp2(x2 * log2e - at) + tl.exp2(x3 * log2e - at)
         most = higher
     highest = tl.max(most, 0)
-    logsum = highest + tl.log(tl.sum(total * tl.exp(most - highest), 0))
-    counts = target != IGNORED
-    chosen = tl.load(logits + target, mask=counts, other=0.0).to(tl.float32)
-    tl.store(losses + row, tl.where(counts, logsum - chosen, 0.0))
-    counted = tl.where(counts, 1.0, 0.0)
-    factor = tl.load(scale)
+    logsum = highest * log2e + tl.log2(tl.sum(total * tl.exp2((most - highest) * log2e), 0))
+    tl.store(losses + row, tl.where(counts, logsum / log2e - chosen, 0.0))
+    factor, factor8 = tl.where(counts, tl.load(scale), 0.0), tl.where(counts, FACTOR, 0.0)
     for begin in range(0, WORDS, BLOCK):
-        word = begin + tl.arange(0, BLOCK)
-        x = tl.load(logits + word, mask=word < WORDS, other=0.0).to(tl.float32)
-        grad = (tl.exp(x - logsum) - tl.where(word == target, 1.0, 0.0)) * counted
-        tl.store(logits + word, (grad * factor).to(logits.dtype.element_ty), mask=word < WORDS)
+        word = begin + lane
+        x = tl.load(logits + word, mask=word < WORDS, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        grad = tl.exp2(x * log2e - logsum)
+        if (target >= begin) & (target < begin + BLOCK):
+            grad -= tl.where(word == target, 1.0, 0.0)
+        at = logits + word
+        tl.store(at, (grad * factor).to(at.dtype.element_ty), mask=word < WORDS, eviction_policy="evict_first")
         if FACTOR != 0.0:
-            tl.store(grads8 + begin_of_row + word, (grad * FACTOR).to(grads8.dtype.element_ty), mask=word < WORDS)
+            at = grads8 + begin_of_row + word
+            grad = (grad * factor8).to(at.dtype.element_ty)
+            tl.store(at, grad, mask=word < WORDS, eviction_policy="evict_first")
+
+
+@jit
+def _read(logits, word, WORDS: tl.constexpr):
+    """Logits that are wanted again, in fp32."""
+    return tl.load(logits + word, mask=word < WORDS, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
