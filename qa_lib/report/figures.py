@@ -16,7 +16,7 @@ from qa_lib.archive import Run
 from qa_lib.measure.trace import PARTS, PHASES
 from qa_lib.report import style
 from qa_lib.report.format import MISSING, number, percent
-from qa_lib.report.load import NotMeasured, baseline, commits, place, usual
+from qa_lib.report.load import NotMeasured, baseline, commits, largest_batch, place, usual
 from qa_lib.report.stats import LEVEL
 from qa_lib.report.summary import summary
 from qa_lib.variants import RECOMMENDED, VARIANTS, tagged
@@ -73,7 +73,8 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
     shown = shown.sort_values("variant", key=lambda names: names.map(order.index), ignore_index=True)
     if len(shown) < 2:
         raise NotMeasured("the ladder has one rung")
-    note = f"Micro-batch {shown['micro_batch'].iloc[0]}. Whiskers are {LEVEL} % intervals. {style.code(commits(runs))}"
+    code = style.code(commits(largest_batch(runs)))
+    note = f"Micro-batch {shown['micro_batch'].iloc[0]}. Whiskers are {LEVEL} % intervals. {code}"
     figure = style.group_figure(runs, speed_finding(lines), note, 0.34 * len(shown) + 1.75)
     axis, speed = figure.subplots(), shown["samples_per_s"]
     for kind, part in speed.groupby(style.kinds(shown["variant"], base), sort=False):

@@ -203,7 +203,7 @@ def source(runs: pd.DataFrame) -> str:
     first, others = shown.iloc[0], load.other_days(shown)
     count = "one" if first["world"] == 1 else first["world"]
     where = "a CPU" if load.on_cpu(runs) else f"{count} {first['env.gpu']}"
-    said = say("source", group=first["group"], code=load.commits(runs), where=where, micro_batch=first["micro_batch"],
+    said = say("source", group=first["group"], code=load.commits(shown), where=where, micro_batch=first["micro_batch"],
                level=LEVEL)  # fmt: skip
     others = [name for name in others if name in tagged("headline")]
     days = f" {', '.join(others)} ran on another day than {load.baseline(runs)}, on another host."
