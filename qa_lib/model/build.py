@@ -10,16 +10,8 @@ from transformers.pytorch_utils import Conv1D
 
 from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.errors import UserError
-from qa_lib.model import fused_blocks
+from qa_lib.model import attention, fused_blocks
 from qa_lib.model.architectures import embeddings_of, encoder_of, heads_of, layers_of, max_positions, param_counts
-from qa_lib.model.attention import (
-    UNMASKED,
-    attention_name,
-    fuse_projections,
-    keep_frequencies,
-    split_projections,
-    use_short_attention,
-)
 from qa_lib.model.hf_checkpoint import find_folder, inspect_checkpoint, replacing
 from qa_lib.model.load import as_user_error, load, read_config
 from qa_lib.model.nf4 import NF4Linear, native, use_nf4
@@ -39,8 +31,8 @@ def fuse_norms(model: torch.nn.Module) -> None:
 
 
 CHANGES = (  # setting, value, and what it does to a model; in this order, since some build on what others have left
-    ("qkv", "fused", fuse_projections),
-    ("attention", "triton-varlen", use_short_attention),  # leaves itself the bias of the fused projections
+    ("qkv", "fused", attention.fuse_projections),
+    ("attention", "triton-varlen", attention.use_short_attention),  # leaves itself the bias of the fused projections
     ("dropout", "hash", fused_blocks.use_hash_dropout),
     ("dropout", "none", fused_blocks.use_hash_dropout),  # at a rate of 0: fused norms know no other
     ("norms", "fused", fuse_norms),  # computes the bits of that dropout itself
@@ -65,7 +57,7 @@ def build_model(spec: Spec) -> torch.nn.Module:
         model.loss_type = "ForCausalLM"  # what transformers takes for it, after a warning
     elif spec.settings.loss != "native":
         raise UserError(f"{spec.variant}: loss {spec.settings.loss!r} is that of a language model")
-    keep_frequencies(model)
+    attention.keep_frequencies(model)
     _transform(model, spec.settings)
     model = apply_recipe(model, spec.recipe)
     if spec.settings.dropout == "none":  # that of adapters as well
@@ -106,14 +98,14 @@ def model_config(source: str, task: str = "qa") -> PreTrainedConfig:
 
 
 def _pretrained(spec: Spec) -> torch.nn.Module:
-    source, task, attention = spec.model_source, spec.preset.task, spec.settings.attention
+    source, task, kernel = spec.model_source, spec.preset.task, spec.settings.attention
     head, config = HEADS[task], model_config(source, task)
     if why := lacking(spec.settings, config.model_type):  # of a model that was not here yet when the run was planned
         raise UserError(f"{spec.variant} {why}")
     if spec.settings.padding == "packed":
-        attention = attention_name(attention)
-    elif task == "lm" and attention in ("sdpa", "triton-causal") and spec.settings.engine == "loop":
-        attention = UNMASKED
+        kernel = attention.attention_name(kernel)
+    elif task == "lm" and kernel in ("sdpa", "triton-causal") and spec.settings.engine == "loop":
+        kernel = attention.UNMASKED
     length, most = spec.preset.max_length, max_positions(config)
     if length > most:
         preset = spec.preset.name
@@ -121,11 +113,11 @@ def _pretrained(spec: Spec) -> torch.nn.Module:
     if source != "tiny" and not find_shape(source):
         folder = find_folder(source)
         if inspect_checkpoint(folder)[1]:
-            return load(folder, head, attention, new_head=True, task=task, dtype=torch.float32)
+            return load(folder, head, kernel, new_head=True, task=task, dtype=torch.float32)
         if spec.preset.quality:
             raise UserError(f"{folder} holds no model.safetensors, and preset {spec.preset.name} needs weights")
     with as_user_error(source):
-        return head.from_config(config, attn_implementation=attention)
+        return head.from_config(config, attn_implementation=kernel)
 
 
 def apply_recipe(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
@@ -180,7 +172,7 @@ def save_model(model: torch.nn.Module, tokenizer: Tokenizer, folder: Path) -> No
             model.set_submodule(name, native(module))
         if is_rounding(module):
             model.set_submodule(name, module.to_linear())
-    split_projections(model)
+    attention.split_projections(model)
     with replacing(folder) as work:
         model.save_pretrained(work)
         tokenizer.save_pretrained(work)
