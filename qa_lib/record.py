@@ -72,6 +72,7 @@ SECTIONS = read_toml("record.toml")
 Record = section("Record", SECTIONS)
 Speed, Memory = section("Speed", SECTIONS["speed"]), section("Memory", SECTIONS["memory"])  # what meter.py measures
 StepTime, Noise = section("StepTime", SECTIONS["time"]["step_ms"]), section("Noise", SECTIONS["parallel"]["noise"])
+DEFAULTS = {"settings": dataclasses.asdict(Settings()), "preset": dataclasses.asdict(Preset(name=""))}
 SCORING = {name: {"name": name} | task["scoring"] for name, task in TASKS.items()}  # as in a record's `task`
 
 
@@ -181,6 +182,13 @@ def finish(run_dir: Path, record: dict, status: str, error: dict | None = None) 
     return record
 
 
+def with_result(record: dict, hint: str = "") -> dict:
+    """The record of a run that has its result. Raises UserError, with the hint, for one that failed."""
+    if record["status"] not in FINISHED:
+        raise UserError(f"{record['group']}/{record['run_id']}: {record['status']}, {record['error']['message']}{hint}")
+    return record
+
+
 def unable(record: dict) -> bool:
     """Whether a run was more than its machine could do: out of memory in training; or an error in the first step or
     before it, such as a kernel that does not compile, but none of MISTAKES."""
@@ -206,10 +214,9 @@ def checked(path: Path, record: dict, kind: type = Record) -> dict:
     """A record read from `path`, with the defaults of fields that came after it. Raises RecordError."""
     try:
         found = _adapter(kind).dump_python(_adapter(kind).validate_python(record))
-        for name, values in _defaults().items():  # as in the hash of a run
+        for name, values in DEFAULTS.items():  # as in the hash of a run
             found["spec"][name] = values | found["spec"][name]
-        known = {field.name for field in dataclasses.fields(Preset)}
-        Preset(**{name: value for name, value in found["spec"]["preset"].items() if name in known})  # checks them
+        Preset(**{name: found["spec"]["preset"][name] for name in DEFAULTS["preset"]})  # checks them
         whole_number("spec.settings.micro_batch", found["spec"]["settings"]["micro_batch"], 1)
     except ValidationError as problem:
         first = problem.errors()[0]
@@ -225,11 +232,6 @@ def checked(path: Path, record: dict, kind: type = Record) -> dict:
 
 
 _adapter = cache(TypeAdapter)
-
-
-@cache
-def _defaults() -> dict[str, dict]:
-    return {"settings": dataclasses.asdict(Settings()), "preset": dataclasses.asdict(Preset(name=""))}
 
 
 def document(path: Path, known: str) -> dict:

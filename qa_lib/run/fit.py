@@ -96,10 +96,7 @@ def _fit_recommended(spec: Spec, runs: Path, say) -> dict:
     with record.lock(runs / spec.run_path):  # the launcher would wait for whoever has it
         launcher = Launcher(runs, hardware.this_machine(), hardware.environment(), aloud=True, time_limit_s=math.inf)
     (spec,) = run_in_turn(launcher, [spec], say)
-    entry = record.read_record(runs / spec.run_path)
-    if entry["status"] not in record.FINISHED:
-        raise UserError(f"{spec.run_path}: {entry['status']}, {entry['error']['message']} (its log.txt has more)")
-    return entry
+    return record.with_result(record.read_record(runs / spec.run_path), " (its log.txt has more)")
 
 
 def main(args: argparse.Namespace) -> int:

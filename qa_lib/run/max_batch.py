@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from qa_lib.cli import variants_of
 from qa_lib.errors import UserError
-from qa_lib.record import FINISHED
+from qa_lib.record import with_result
 from qa_lib.run.launch import Launcher, probe
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, Spec
@@ -67,9 +67,7 @@ def search(first: Spec, launcher: Launcher) -> str:
     def fits(size: int) -> bool:
         asked, settings = (dataclasses.replace(each, micro_batch=size) for each in (first.asked, first.settings))
         spec = dataclasses.replace(first, asked=asked, settings=settings)
-        (entry,) = launcher.run_all([spec])
-        if entry["status"] not in FINISHED:
-            raise UserError(f"{spec.run_id}: {entry['status']}, {entry['error']['message']}")
+        (entry,) = map(with_result, launcher.run_all([spec]))
         result = "out of memory"
         if entry["status"] == "ok":
             speeds.append(entry["speed"]["samples_per_s"])

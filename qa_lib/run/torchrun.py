@@ -37,7 +37,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from qa_lib import record
-from qa_lib.errors import UserError, stopped_by
+from qa_lib.errors import stopped_by
 from qa_lib.measure.hardware import environment
 from qa_lib.run.process import call, child_env, follow_driver, kill, with_driver
 from qa_lib.spec import Spec
@@ -79,9 +79,7 @@ def run_processes(spec: Spec, runs: str | Path, say=print) -> dict:
             # They were stopped, or have left it as it was.
             if entry["status"] not in record.TERMINAL or entry["error"]["kind"] == STOPPED:
                 record.finish(run_dir, entry, "killed", {"kind": STOPPED, "message": reason})
-    if entry["status"] not in record.FINISHED:
-        raise UserError(f"{spec.run_id}: {entry['status']}, {entry['error']['message']}")
-    return entry
+    return record.with_result(entry)
 
 
 def supervise(spec: Spec, runs: str) -> None:
