@@ -26,6 +26,7 @@ _PHASES_OF_THE_LOOP = {name: name for name in PHASES} | {"reduce": "optimizer"}
 _PHASES_OF_PYTORCH = {"Optimizer.step": "optimizer", "autograd::engine::evaluate_function": "backward"}
 PARTS = ("embeddings", "attention", "feed-forward", "norms and elementwise", "loss", "optimizer", "copies")
 ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
+BY_HOST = {"cuda_runtime", "cuda_driver"}
 _LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset")
 _GEMM_OPS = ("mm", "linear", "matmul", "dot")  # in operators' names
 _GEMM_KERNELS = ("gemm", "nvjet", "splitkreduce", "cublas", "cutlass")
@@ -75,9 +76,8 @@ def part_of(kernel: str, op: str, sizes: list[tuple[int, ...]], phase: str, widt
     if "embedding" in name + caller:
         return "embeddings"
     # What the compiler fused bears the names of GEMMs it follows.
-    if not name.startswith("triton") and (
-        any(word in name for word in _GEMM_KERNELS) or any(word in caller.split("::")[-1] for word in _GEMM_OPS)
-    ):
+    gemm = any(word in name for word in _GEMM_KERNELS) or any(word in caller.split("::")[-1] for word in _GEMM_OPS)
+    if gemm and not name.startswith("triton"):
         if widths.intermediate in found:
             return "feed-forward"
         return "loss" if {widths.hidden, widths.outputs} <= found else "attention"
@@ -137,9 +137,7 @@ def _on_gpu(events: list[dict]) -> bool:
 def _kernels(events, ops):
     """Of all work on the GPU: begin in us, ms, name, the launching operator's name and input shapes (of a graph's the
     runtime call and none), and when it was launched."""
-    calls = {
-        e["args"]["correlation"]: e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver") and "args" in e
-    }
+    calls = {e["args"]["correlation"]: e for e in events if e.get("cat") in BY_HOST and "args" in e}
     by_id = {e["args"]["External id"]: e for e in ops if "External id" in e.get("args", {})}
     for e in sorted((e for e in events if e.get("cat") in ON_GPU), key=lambda e: e["ts"]):
         call = calls.get(e["args"].get("correlation"))
@@ -193,10 +191,10 @@ def summary(work: pd.DataFrame, events: list[dict], step_ms: float) -> dict:
     """Means over the steps: busy_ms, busy_share of `step_ms` (which was timed without a profiler), launches_per_step
     (calls by the host, None on a CPU), kernels_per_step, parts {phase: {part: ms}} and the heaviest kernels."""
     steps, gpu = max(1, work["step"].nunique()), _on_gpu(events)
-    parts = work.groupby(["phase", "part"])["ms"].sum() / steps
+    parts = (work.groupby(["phase", "part"])["ms"].sum() / steps).to_dict()
     kernels = work.groupby(["name", "phase", "part"])["ms"].agg(["sum", "count"]).sort_values("sum", ascending=False)
     spans = _spans(events, STEP)
-    calls = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver") and e["name"].startswith(_LAUNCHES)]
+    calls = [e for e in events if e.get("cat") in BY_HOST and e["name"].startswith(_LAUNCHES)]
     launches = sum(_inside(spans, e["ts"]) is not None for e in calls)
     busy = float(work["ms"].sum() / steps)
     return {
@@ -205,9 +203,7 @@ def summary(work: pd.DataFrame, events: list[dict], step_ms: float) -> dict:
         "busy_share": min(1.0, busy / step_ms),
         "launches_per_step": launches / steps if gpu else None,
         "kernels_per_step": len(work) / steps if gpu else None,
-        "parts": {
-            phase: {part: float(parts[phase, part]) for part in PARTS if parts.get((phase, part))} for phase in PHASES
-        },
+        "parts": {phase: {part: parts[phase, part] for part in PARTS if parts.get((phase, part))} for phase in PHASES},
         "kernels": [
             {"name": name[:160], "phase": phase, "part": part, "ms": total / steps, "count": count / steps}
             for (name, phase, part), total, count in kernels.head(25).itertuples()
