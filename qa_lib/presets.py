@@ -3,7 +3,6 @@
 import dataclasses
 import numbers
 import re
-from functools import cache, partial
 from typing import get_type_hints
 
 from qa_lib.variants import SpecError, find, read_toml
@@ -51,13 +50,12 @@ class Preset:
     limit_gib: float | None = None  # GPU memory that the run may take; None: all there is
 
     def __post_init__(self):
-        for name, kind in _preset_types().items():
+        for name, kind in _TYPES.items():
             value = getattr(self, name)
+            fits = kind | int if kind in (float, float | None) else kind
             if kind in (int, int | None) and value is not None:
                 whole_number(name, value, 0 if name in ("stride", "measure_from", "checkpoint_every") else 1)
-            elif not isinstance(value, kind | int if kind in (float, float | None) else kind) or (
-                isinstance(value, bool) and kind is not bool
-            ):
+            elif not isinstance(value, fits) or (isinstance(value, bool) and kind is not bool):
                 raise SpecError(f"{name} is {str(value)[:40]!r}")
         if not 0 < self.learning_rate < 1:
             raise SpecError(f"learning rate {self.learning_rate:g} is not between 0 and 1")
@@ -68,7 +66,7 @@ class Preset:
         return self.batch_tokens // self.max_length if self.batch_tokens else self.effective_batch
 
 
-_preset_types = cache(partial(get_type_hints, Preset))
+_TYPES = get_type_hints(Preset)
 
 
 def _preset(name: str, values: dict) -> Preset:

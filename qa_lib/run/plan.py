@@ -14,7 +14,7 @@ from qa_lib.data.text import open_text
 from qa_lib.errors import UserError
 from qa_lib.model.architectures import find_encoder
 from qa_lib.model.hf_checkpoint import checkpoint_files, inspect_checkpoint
-from qa_lib.presets import HEAD, find_preset, find_shape, whole_number
+from qa_lib.presets import HEAD, Preset, find_preset, find_shape, whole_number
 from qa_lib.spec import Machine, Spec, resolve, sha256_of_json, unshared
 from qa_lib.variants import SpecError, lacking
 
@@ -53,10 +53,7 @@ def plan(
     size = find_preset(preset)
     variants = _list("variants", variants)
     seeds = [whole_number("seed", seed, 0, 2**63 - 1) for seed in _list("seeds", seeds)]
-    data, model = _source("data", data, size.data), _source("model", model, size.model)
-    for name, value in (("data", data), ("model", model)):
-        if not value:
-            raise UserError(f"preset {preset!r} has no {name} of its own: give --{name} (a path)")
+    data, model = _source("data", data, size), _source("model", model, size)
     if machine is None:
         from qa_lib.measure.hardware import this_machine  # imports torch, which a driver does without
 
@@ -101,9 +98,11 @@ def _list(name: str, values: object) -> list:
     return found
 
 
-def _source(name: str, value: object, usual: str) -> str:
-    """A path or name as a text; without one, the `usual`."""
-    value = usual if value is None or value == "" else value
+def _source(name: str, value: object, preset: Preset) -> str:
+    """A path or name as a text; without one, the preset's own. Raises SpecError, and UserError where it has none."""
+    value = getattr(preset, name) if value is None or value == "" else value
+    if value == "":
+        raise UserError(f"preset {preset.name!r} has no {name} of its own: give --{name} (a path)")
     if isinstance(value, str | os.PathLike):
         with contextlib.suppress(OSError, ValueError):  # of a path that is too long, or has a null byte
             Path(value).exists()
