@@ -89,9 +89,8 @@ def read_runs(
 ) -> list[Run]:
     """Every run below `runs`, or those of one group, by group and id. `left_out` is told of records that cannot be
     trusted, by their group."""
-    found = {}
-    for run in [*_archived(Path(runs), group, left_out), *runs_in_folders(Path(runs), group, left_out)]:
-        found[run.record["group"], run.record["run_id"]] = run
+    every = [*_archived(Path(runs), group, left_out), *runs_in_folders(Path(runs), group, left_out)]
+    found = {(run.record["group"], run.record["run_id"]): run for run in every}
     return [found[key] for key in sorted(found)]
 
 

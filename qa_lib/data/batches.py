@@ -46,9 +46,8 @@ class Batches:
         All of them, whichever process works on which: the same step of one process or of many.
         """
         first = step * self.spec.micro_batches
-        return [
-            self._epoch(i // self.per_epoch)[i % self.per_epoch] for i in range(first, first + self.spec.micro_batches)
-        ]
+        numbers = range(first, first + self.spec.micro_batches)
+        return [self._epoch(number // self.per_epoch)[number % self.per_epoch] for number in numbers]
 
     def padded_length(self, indices: np.ndarray) -> int:
         """Tokens to which these samples are padded: the limit, or the longest rounded up to one of few lengths."""

@@ -81,9 +81,8 @@ def load(folder: Path, head: type, attention: str, new_head: bool = False, task:
             fill_quantized(model, folder)
             return model
         options |= {"local_files_only": True, "trust_remote_code": False, "attn_implementation": attention}
-        model, loading = head.from_pretrained(
-            folder, config=config, use_safetensors=True, output_loading_info=True, **options
-        )
+        options |= {"use_safetensors": True, "output_loading_info": True}
+        model, loading = head.from_pretrained(folder, config=config, **options)
     _check_names(folder, model, new_head, **loading)
     return model
 

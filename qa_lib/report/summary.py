@@ -90,9 +90,8 @@ def _note(runs: pd.DataFrame) -> str:
     resumed = "resumed at step {:.0f}, so no time of the whole run"
     resumed = runs["time.resumed_from_step"].map(resumed.format, na_action="ignore")
     seeds_of = runs["spec.seed"].map(str).groupby(said.where(runs["status"] != "ok", resumed), sort=False).agg(list)
-    return "; ".join(
-        text if len(seeds) == len(runs) else f"seed {', '.join(seeds)} {text}" for text, seeds in seeds_of.items()
-    )
+    notes = [text if len(seeds) == len(runs) else f"seed {', '.join(seeds)} {text}" for text, seeds in seeds_of.items()]
+    return "; ".join(notes)
 
 
 def change(variant: str, ancestor: str | None = None) -> str:

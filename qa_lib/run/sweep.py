@@ -47,11 +47,10 @@ def notebook_command(spec: Spec, runs: Path) -> list[str]:
 
 def notebook_parameters(spec: Spec, runs: Path) -> dict:
     """What the driver passes to a notebook's parameters cell. Each variant has its own, and none is compared in it."""
-    data, model = (
-        _from_root(source) if Path(source).exists() else source for source in (spec.data_source, spec.model_source)
-    )
+    sources = {"data": spec.data_source, "model": spec.model_source}
+    sources = {name: _from_root(source) if Path(source).exists() else source for name, source in sources.items()}
     named = {"variant": spec.variant, "compare_with": "", "preset": spec.preset.name, "seed": spec.seed}
-    return named | {"data": data, "model": model} | spec.own | {"runs": _from_root(runs)}
+    return named | sources | spec.own | {"runs": _from_root(runs)}
 
 
 def _from_root(path: str | Path) -> str:

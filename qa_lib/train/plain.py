@@ -26,7 +26,7 @@ def train(
     settings, device = spec.settings, ranks.device
     dropout = 0.0 if settings.dropout == "none" else 0.1
     peer = GPT2(model, dropout) if spec.preset.task == "lm" else Bert(model, dropout, max(batches.limits))
-    _copy((own, other) for own, other in peer.pairs(model))
+    _copy(peer.pairs(model))
     peer.to(device, torch.bfloat16 if settings.precision == "pure-bf16" else None).train()
     step = PlainStep(peer, settings.precision, settings.compile, peak_rate(spec))
     torch.manual_seed(spec.seed)
