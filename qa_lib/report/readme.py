@@ -229,13 +229,13 @@ def variants(runs: pd.DataFrame, group: str, figures: Path) -> str:
 def lead(runs: pd.DataFrame, group: str) -> str:
     """How the lead of the recommended variant over the best of the Trainer and plain PyTorch changes with the batch, in
     a sentence. Raises NotMeasured."""
-    own = load.select(runs, group)
-    lines = load.usual(summary(own)).rename(columns={"samples_per_s": "speed"})
-    _, rival, leads = scaling.lead(lines[lines["variant"].isin([RECOMMENDED, *tagged("peer"), *tagged("plain")])])
+    lines = summary(load.select(runs, group)).rename(columns={"samples_per_s": "speed"})
+    lines = load.usual(lines.drop(columns="batch")).drop_duplicates(["variant", "micro_batch"])
+    name, rival, leads = scaling.lead(lines[lines["variant"].isin([RECOMMENDED, *tagged("peer"), *tagged("plain")])])
     if len(leads) < 2:
         raise load.NotMeasured(f"{rival} has a speed at one micro-batch alone")
     said = ", ".join(f"{factor(times)} at {size}" for size, times in leads.items())
-    return say("lead", rival=rival, leads=said, group=group, code=load.commits(own))
+    return say("lead", variant=name, rival=rival, leads=said)
 
 
 def _judged(judged: pd.DataFrame) -> str:
