@@ -9,6 +9,7 @@ import pytest
 
 from qa_lib.cli import VERBS
 from qa_lib.record import read_record, run_files
+from tests.conftest import slow
 from tests.material import python, wait_for, without_torch
 
 
@@ -24,7 +25,7 @@ def child_seconds() -> float:
 
 COMMANDS = [[verb, "--help"] for verb in VERBS]
 COMMANDS += [["variants"], ["export", "--csv", "OUT/table.csv", "--group", "h200-vram"]]
-COMMANDS += [["report", "--group", "h200-vram", "--figures", "OUT"]]
+COMMANDS += [slow(["report", "--group", "h200-vram", "--figures", "OUT"])]
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)

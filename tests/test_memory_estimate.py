@@ -14,6 +14,7 @@ from qa_lib.model.build import build_model
 from qa_lib.run import max_batch, memory_estimate
 from qa_lib.run.memory_estimate import SquadLengths, StepMemory, estimate, gpu_of
 from qa_lib.spec import Machine
+from tests.conftest import slow
 from tests.material import committed, refused
 from tests.tiny import planned
 
@@ -129,10 +130,10 @@ def test_runs_are_predicted_from_their_records():
     assert memory_estimate.predicted(runs[runs["status"] == "ok"], model="tiny").isna().all(), "of another model"
 
 
-GROUPS = "h200-bench h200-sizing h200-lm-sizing h200-lm-bench h100-80gb-hbm3-bench h100-80gb-hbm3-lm-bench"
+GROUPS = "h200-lm-sizing", "h200-lm-bench", "h100-80gb-hbm3-bench"
 
 
-@pytest.mark.parametrize("group", GROUPS.split())
+@pytest.mark.parametrize("group", [*GROUPS, *map(slow, ("h200-bench", "h200-sizing", "h100-80gb-hbm3-lm-bench"))])
 def test_every_point_of_the_profiles_is_predicted_within_a_tenth(group):
     """The goal for both tasks. One term, the logits of a compiled language model, was set by such points. Not predicted
     are rounded weights, the plain rivals, and three records whose optimizer had another state. Blocks in 8 bits kept

@@ -37,24 +37,43 @@ def scored(runs, preset, variant, f1, train_s, day=1, **asked):
         change_record(folder, quality=quality, model={"layers": 6}, time=time)
 
 
-@pytest.fixture(scope="module")
-def shown(tmp_path_factory):
-    """The notebook at smoke size, with no records; what it shows, its names, and where its runs are."""
-    runs, read = tmp_path_factory.mktemp("smoke"), load.load_runs
+def run_at_smoke_size(runs):
+    """The texts that the notebook shows of A2, one seed, with no records committed."""
+    read = load.load_runs
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         patch.setattr(load, "load_runs", lambda *own: read(*own) if own else committed()[:0])
         data = run_here(NOTEBOOK, variant="A2", seeds="0", runs=str(runs))
-    texts = "\n".join(each.get("text/markdown", "") for each in data)
-    return SimpleNamespace(texts=texts, runs=runs, **{name: names()[name] for name in ("verdict", "recipes")})
+    return "\n".join(each.get("text/markdown", "") for each in data)
 
 
-def test_at_smoke_size_it_shows_both_clocks_and_no_verdict(shown):
-    (path,), texts = run_files(shown.runs, "record.json"), shown.texts
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """What the notebook shows of a run that has been made up, and its names."""
+    runs = tmp_path_factory.mktemp("smoke")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "run_cold", lambda spec, runs: read_record(make(runs, spec.variant)))
+        texts = run_at_smoke_size(runs)
+    return SimpleNamespace(texts=texts, **{name: names()[name] for name in ("verdict", "recipes")})
+
+
+def check_texts(texts):
+    assert "| cpu-smoke | A2 |" in texts and "*Not shown: no record yet.*" in texts
+    assert "*Not shown: a record takes preset speedrun, 6 layers, seeds 0 to 4" in texts
+
+
+def test_it_shows_a_line_a_recipe_and_no_verdict_at_smoke_size(shown):
+    check_texts(shown.texts)
+
+
+@pytest.mark.slow
+def test_at_smoke_size_it_trains_and_shows_both_clocks(tmp_path):
+    texts = run_at_smoke_size(tmp_path)
+    (path,) = run_files(tmp_path, "record.json")
     entry = read_record(path.parent)
     assert entry["status"] == "ok" and entry["time"]["notebook_s"] > entry["time"]["wall_s"]
-    assert "| cpu-smoke | A2 |" in texts and "prompt to score s" in texts and "*Not shown: no record yet.*" in texts
-    assert "*Not shown: a record takes preset speedrun, 6 layers, seeds 0 to 4" in texts
+    assert "training s | prompt to score s" in texts
+    check_texts(texts)
 
 
 @pytest.mark.parametrize(("f1", "said"), [(67.2, "met by 0.20"), (66.9, "missed by 0.10")])

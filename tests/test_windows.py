@@ -81,6 +81,7 @@ def test_all_of_the_real_data_with_the_real_vocabulary(max_length, stride):
         check(real_squad(split), tokenizer, max_length, stride)
 
 
+@pytest.mark.slow
 def test_real_data_with_a_vocabulary_of_its_own():
     examples = real_squad("validation")
     tokenizer = trained_tokenizer({example.context for example in examples}, 4000)
