@@ -25,6 +25,7 @@ from qa_lib.variants import RECOMMENDED, VARIANTS, tagged
 # Of changes of settings (`of`, the first that matches): the code, as module:name, and how it works. README.md names
 # some by the variant that `adds` one, what that gains `over` another, and what this is, in words (`than`).
 TECHNIQUES = pd.read_csv(Path(__file__).with_name("techniques.csv"), keep_default_na=False)
+STEADY = 0.05  # of a speed, half of its interval at most
 PROJECTED = 32  # the micro-batch at whose speed a full training is projected
 NOTHING = "No reference runs are committed yet; `make quickstart` makes a set of your own below `runs/`."
 
@@ -206,7 +207,7 @@ def source(runs: pd.DataFrame) -> str:
     said = say("source", group=first["group"], code=load.commits(shown), where=where, micro_batch=first["micro_batch"],
                level=LEVEL)  # fmt: skip
     others = [name for name in others if name in tagged("headline")]
-    days = f" {', '.join(others)} ran on another day than {load.baseline(runs)}, on another host."
+    days = f" {', '.join(others)} ran in another sitting than {load.baseline(runs)}, on another host."
     return said + days * bool(others)
 
 
@@ -228,9 +229,10 @@ def variants(runs: pd.DataFrame, group: str, figures: Path) -> str:
 
 def lead(runs: pd.DataFrame, group: str) -> str:
     """How the lead of the recommended variant over the best of the Trainer and plain PyTorch changes with the batch, in
-    a sentence. Raises NotMeasured."""
+    a sentence. Speeds that scatter by more than STEADY, as a busy host makes them, are left out. Raises NotMeasured."""
     lines = summary(load.select(runs, group)).rename(columns={"samples_per_s": "speed"})
     lines = load.usual(lines.drop(columns="batch")).drop_duplicates(["variant", "micro_batch"])
+    lines = lines[lines["samples_per_s±"] < STEADY * lines["speed"]]
     name, rival, leads = scaling.lead(lines[lines["variant"].isin([RECOMMENDED, *tagged("peer"), *tagged("plain")])])
     if len(leads) < 2:
         raise load.NotMeasured(f"{rival} has a speed at one micro-batch alone")
