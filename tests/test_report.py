@@ -273,6 +273,14 @@ def test_memory_is_a_fixed_cost_and_one_a_token():
     assert math.isnan(scaling.fit(part[:2])[0])
 
 
+def test_a_speed_that_scatters_has_no_part_in_the_lead(tmp_path):
+    speeds = ("E-uncompiled", 200.0), ("E-plain-graphs", 100.0)
+    for seed, size, (variant, speed) in itertools.product(range(3), (8, 32, 64), speeds):
+        sizes = {"micro_batch": size, "batch": max(size, 32), "world": 1, "speed": speed + 40.0 * seed * (size == 8)}
+        make(tmp_path, variant, seed, machine=H200, preset="bench", **sizes)
+    assert readme.lead(load_runs(tmp_path), "h200-bench").endswith(" by ×2.00 at 32, ×2.00 at 64 samples a pass.")
+
+
 def test_the_lead_is_over_the_compiled_trainer_at_equal_batches():
     peers, own = [("A0-compile", 8, 10), ("A0-compile", 32, 20)], [("E-uncompiled", 8, 40), ("E-uncompiled", 32, 60)]
     table = pd.DataFrame([*peers, *own, ("A0", 8, 1)], columns=["variant", "micro_batch", "speed"])

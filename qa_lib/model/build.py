@@ -98,14 +98,14 @@ def model_config(source: str, task: str = "qa") -> PreTrainedConfig:
 
 
 def _pretrained(spec: Spec) -> torch.nn.Module:
-    source, task, kernel = spec.model_source, spec.preset.task, spec.settings.attention
+    source, task, implementation = spec.model_source, spec.preset.task, spec.settings.attention
     head, config = HEADS[task], model_config(source, task)
     if why := lacking(spec.settings, config.model_type):  # of a model that was not here yet when the run was planned
         raise UserError(f"{spec.variant} {why}")
     if spec.settings.padding == "packed":
-        kernel = attention.attention_name(kernel)
-    elif task == "lm" and kernel in ("sdpa", "triton-causal") and spec.settings.engine == "loop":
-        kernel = attention.UNMASKED
+        implementation = attention.attention_name(implementation)
+    elif task == "lm" and implementation in ("sdpa", "triton-causal") and spec.settings.engine == "loop":
+        implementation = attention.UNMASKED
     length, most = spec.preset.max_length, max_positions(config)
     if length > most:
         preset = spec.preset.name
@@ -113,11 +113,11 @@ def _pretrained(spec: Spec) -> torch.nn.Module:
     if source != "tiny" and not find_shape(source):
         folder = find_folder(source)
         if inspect_checkpoint(folder)[1]:
-            return load(folder, head, kernel, new_head=True, task=task, dtype=torch.float32)
+            return load(folder, head, implementation, new_head=True, task=task, dtype=torch.float32)
         if spec.preset.quality:
             raise UserError(f"{folder} holds no model.safetensors, and preset {spec.preset.name} needs weights")
     with as_user_error(source):
-        return head.from_config(config, attn_implementation=kernel)
+        return head.from_config(config, attn_implementation=implementation)
 
 
 def apply_recipe(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:

@@ -232,7 +232,7 @@ def lead(runs: pd.DataFrame, group: str) -> str:
     a sentence. Speeds that scatter by more than STEADY, as a busy host makes them, are left out. Raises NotMeasured."""
     lines = summary(load.select(runs, group)).rename(columns={"samples_per_s": "speed"})
     lines = load.usual(lines.drop(columns="batch")).drop_duplicates(["variant", "micro_batch"])
-    lines = lines[lines["samples_per_s±"] < STEADY * lines["speed"]]
+    lines = lines[~(lines["samples_per_s±"] > STEADY * lines["speed"])]
     name, rival, leads = scaling.lead(lines[lines["variant"].isin([RECOMMENDED, *tagged("peer"), *tagged("plain")])])
     if len(leads) < 2:
         raise load.NotMeasured(f"{rival} has a speed at one micro-batch alone")

@@ -67,7 +67,8 @@ def search(first: Spec, launcher: Launcher) -> str:
     def fits(size: int) -> bool:
         asked, settings = (dataclasses.replace(each, micro_batch=size) for each in (first.asked, first.settings))
         spec = dataclasses.replace(first, asked=asked, settings=settings)
-        (entry,) = map(with_result, launcher.run_all([spec]))
+        (entry,) = launcher.run_all([spec])
+        with_result(entry)
         result = "out of memory"
         if entry["status"] == "ok":
             speeds.append(entry["speed"]["samples_per_s"])
