@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 from qa_lib.presets import Preset, find_preset, find_shape, sized, whole_number
 from qa_lib.variants import ADJUSTMENTS, Recipe, Settings, SpecError, find_recipe, find_variant, meets, unmet, value_of
@@ -24,7 +25,7 @@ class Machine:
     gpus: int = 0
     sm: int = 0  # CUDA compute capability x 10, 0 without a GPU
     free_mib: int = 0  # of the first GPU's memory, 0 where that is not known
-    backends: tuple[str, ...] = ()  # what torch.compile knows
+    nvfuser: ClassVar = False  # torch.compile had this backend until PyTorch 2.2
     bitsandbytes: bool = False
     deepspeed: bool = False
     torchao: bool = False
@@ -42,9 +43,6 @@ def missing(settings: Settings, machine: Machine, world: int = 1) -> str | None:
     """Why these settings cannot run on the machine in `world` processes, in one sentence; None if they can."""
     if machine.gpus and world > machine.gpus:
         return f"needs {world} GPUs, and this machine has {machine.gpus}"
-    of_inductor = ("none", "inductor", "regional", "reduce-overhead")
-    if (backend := settings.compile) not in of_inductor and backend not in machine.backends:
-        return f"this PyTorch has no torch.compile backend named {backend!r}"
     return unmet(settings, machine)
 
 

@@ -11,7 +11,7 @@ from qa_lib import record, variants
 from qa_lib.model.build import HEADS, build_model
 from qa_lib.run.fit import EVALUATIONS, LOADERS, _limits, fit, out_of_memory
 from qa_lib.train.step_log import StepFailed
-from tests.material import end_of, refused
+from tests.material import end_of, python, refused
 from tests.tiny import losses_of, planned, quiet
 
 
@@ -42,6 +42,13 @@ def test_a_cell_that_is_run_again_trains_a_new_model(trainable, tmp_path):
     assert 0 < entry["time"]["data_ms"] < entry["time"]["step_ms"]["p90"]
     trains = sum(p.numel() for p in build_model(spec).parameters() if p.requires_grad)
     assert (entry["model"]["params_trainable"], entry["model"]["layers"]) == (trains, 2)
+
+
+def test_a_run_without_a_compiler_does_not_import_inductor():
+    """Which takes seconds. Where there is a GPU, Dynamo's reset would."""
+    code = "import sys, torch; from qa_lib.run.fit import forget_compiled; torch.cuda.is_available = lambda: True;"
+    code += "forget_compiled(); print('torch._inductor.compile_fx' in sys.modules)"
+    assert python("-c", code).stdout == "False\n"
 
 
 @torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True)

@@ -21,7 +21,7 @@ from tests.material import cases, refused, table, without_torch
 from tests.tiny import planned
 
 PACKAGE = Path(variants.__file__).parent
-CPU = Machine(backends=("inductor", "aot_eager", "cudagraphs"), bitsandbytes=True, compiler=True)
+CPU = Machine(bitsandbytes=True, compiler=True)
 GPU = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90)
 PAIR = dataclasses.replace(GPU, gpus=2)
 MACHINES = {"cpu": CPU, "gpu": GPU, "pair": PAIR, "deepspeed": dataclasses.replace(PAIR, deepspeed=True)}

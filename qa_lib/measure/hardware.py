@@ -86,7 +86,6 @@ def this_machine() -> Machine:
         gpus=gpus,
         sm=sm,
         free_mib=_free_mib() if gpus else 0,
-        backends=tuple(torch._dynamo.list_backends(exclude_tags=())),
         **{package: _version(package) is not None for package in ("bitsandbytes", "deepspeed", "torchao")},
         compiler=_version("triton") is not None and sm >= VOLTA if gpus else compiler,
     )

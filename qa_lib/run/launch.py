@@ -64,7 +64,7 @@ def probed(who: str, code: int, said: str) -> tuple[Machine, dict]:
     if code:
         raise UserError(f"{who} cannot load the lab: {(said.strip() or 'it says nothing').splitlines()[-1]}")
     machine, env = json.loads(said.splitlines()[-1])
-    return Machine(**machine | {"backends": tuple(machine["backends"])}), env
+    return Machine(**machine), env
 
 
 @dataclass

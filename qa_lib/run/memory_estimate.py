@@ -256,9 +256,8 @@ def _tokens(spec: Spec, samples) -> int:
 
 def gpu_of(sm: int) -> Machine:
     """A GPU of that compute capability with everything installed, for plans made where there is none."""
-    backends = ("inductor", "aot_eager", "cudagraphs")
     installed = dict.fromkeys(("bitsandbytes", "deepspeed", "torchao", "compiler"), True)
-    return Machine("gpu", gpus=1, sm=sm, backends=backends, **installed)
+    return Machine("gpu", gpus=1, sm=sm, **installed)
 
 
 def predicted(runs: pd.DataFrame, model: str = "") -> pd.Series:

@@ -110,9 +110,10 @@ _compiled_before = False  # whether this process has compiled for an earlier run
 def forget_compiled() -> None:
     """Start as in a new process: Dynamo counts what it compiled for all models, and soon leaves the rest uncompiled."""
     global _compiled_before
-    _compiled_before |= torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+    if counters := torch._dynamo.utils.counters:  # or else there is nothing, and `reset` would import Inductor
+        _compiled_before |= counters["stats"]["unique_graphs"] > 0
+        torch._dynamo.reset()
+        counters.clear()
 
 
 def found_in_cache() -> bool:
