@@ -174,14 +174,14 @@ def judged(**scores):
     """Runs of some variants with F1 by seed, at both thresholds."""
     found = [(name, seed, f1, f1, "ok", "qa") for name, values in scores.items() for seed, f1 in enumerate(values)]
     columns = "spec.variant spec.seed quality.f1 quality.best_f1 status task.name".split()
-    return pd.DataFrame(found, columns=columns).assign(group="h200-quality")
+    return pd.DataFrame(found, columns=columns).assign(group="h100-80gb-hbm3-quality")
 
 
 def test_a_variant_is_equal_where_its_whole_interval_lies_within_the_margin():
     runs = judged(A1=[60, 61, 62], A2=[60, 61, 62], A3=[57, 58, 59.5], A4=[61.9, 62.4, 63], C1=[58, 61.5, 64], B2=[60])
     found = stats.equivalence(runs)["verdict"].to_dict()
     assert found == {"A2": "within", "A3": "beyond", "A4": "no worse", "C1": "open", "B2": "open"}
-    refused("h200-quality shares three seeds", stats.equivalence, judged(A1=[60, 61], A2=[60, 61]))
+    refused("hbm3-quality shares three seeds", stats.equivalence, judged(A1=[60, 61], A2=[60, 61]))
 
 
 def test_a_verdict_follows_from_the_whole_interval():
