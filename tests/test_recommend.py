@@ -104,17 +104,17 @@ def test_a_checkout_without_records_takes_the_largest_that_fits(tmp_path, monkey
 
 def test_the_ladder_is_what_the_records_say():
     """From quickest to slowest, each with the baseline's score; and what is there of a language model's."""
-    runs, ladder = committed(), TASKS["qa"]["ladder"]
+    runs, ladder = committed(), TASKS["qa"]["on_gpu"]
     own = load.usual(load.select(runs, load.REFERENCE))
     speeds = own[own["micro_batch"] == 32].groupby("spec.variant")["speed.samples_per_s"].mean()
     assert speeds[ladder].is_monotonic_decreasing
     tested = equivalence(load.usual(load.judging(runs, load.REFERENCE))).reindex(ladder).drop(index=BASELINE)
     assert (tested["best_delta"] >= -MARGIN).all()
     text = load.select(runs, TASKS["lm"]["reference"]).groupby("spec.variant")["speed.samples_per_s"].mean()
-    on_any, on_old = TASKS["lm"]["ladder"][:3], TASKS["lm"]["ladder"][3:]
+    on_any, on_old = TASKS["lm"]["on_gpu"][:3], TASKS["lm"]["on_gpu"][3:]
     assert text[on_any].is_monotonic_decreasing and text[on_old].is_monotonic_decreasing
     for name, task in TASKS.items():
-        for variant in {*task["ladder"], *task["on_cpu"]}:
+        for variant in {*task["on_gpu"], *task["on_cpu"]}:
             assert VARIANTS[variant].task == name and find_recipe(VARIANTS[variant].settings.trainable).kind == "all"
 
 
@@ -148,7 +148,7 @@ def test_what_a_card_could_not_do_is_passed_over(tmp_path):
     with pytest.raises(UserError, match="no variant is known"):
         for _ in range(30):
             fails(choosing.choose(unchosen(H100), H100, tmp_path), tmp_path, "error", "RuntimeError")
-    assert len(choosing._failed(unchosen(H100), tmp_path)) == len(TASKS["qa"]["ladder"]) + 1, "two sizes of the first"
+    assert len(choosing._failed(unchosen(H100), tmp_path)) == len(TASKS["qa"]["on_gpu"]) + 1, "two sizes of the first"
 
 
 @pytest.mark.parametrize(("status", "kind", "step", "steps", "found"), cases("ends that are the machine's"))

@@ -195,7 +195,7 @@ def test_a_verdict_follows_from_the_whole_interval():
 def test_cards_that_people_have_get_what_recommended_takes():
     table = readme.cards_table().set_index("card")
     assert table.loc["T4", ["variant", "micro-batch"]].tolist() == ["E-t4-norm", "32"]
-    assert set(table.drop(index="T4")["variant"]) <= set(TASKS["qa"]["ladder"][:2])
+    assert set(table.drop(index="T4")["variant"]) <= set(TASKS["qa"]["on_gpu"][:2])
     assert set(table["micro-batch"][:-1]) == {"32"} and int(table["micro-batch"].iloc[-1]) < 32
 
 

@@ -63,7 +63,7 @@ def test_without_the_setting_nobody_asks_and_the_steps_are_trained(said, samples
 @pytest.mark.parametrize("words", ["", "[N/A]\n"])
 def test_a_silent_nvidia_smi_is_named(words, monkeypatch):
     monkeypatch.setattr(hardware, "_nvidia_smi", lambda *_: words)
-    refused("nvidia-smi does not tell the GPUs' utilisation", hardware.polled_utilisation)
+    refused("nvidia-smi does not tell the GPUs' utilization", hardware.polled_utilization)
 
 
 @pytest.mark.parametrize("variant", ["P0", "P0-deepspeed"])

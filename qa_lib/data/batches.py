@@ -16,7 +16,7 @@ class Batches:
     """The micro-batches of every optimizer step of a run.
 
     Each epoch is a permutation of the samples, cut into full micro-batches (the remainder is left out, another one
-    each epoch), so that every micro-batch has as many samples. With `order` bucketed, spans of BUCKET
+    each epoch), so that every micro-batch has as many samples. With `group_by_length`, spans of BUCKET
     micro-batches are sorted by length before the cut and all micro-batches shuffled after it.
     """
 

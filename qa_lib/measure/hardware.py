@@ -135,7 +135,7 @@ def interconnect() -> str | None:
     return named[f"GPU{first}"][second] if f"GPU{first}" in named else None
 
 
-def polled_utilisation() -> float:
+def polled_utilization() -> float:
     """The share of its last sampling period in which a GPU was busy, the mean over all GPUs of this host, whoever uses
     them: what one call of nvidia-smi says, which starts a program and takes its time. Raises UserError where it does
     not say."""
@@ -143,7 +143,7 @@ def polled_utilisation() -> float:
     try:
         return statistics.mean(map(int, said)) / 100
     except ValueError:
-        raise UserError(f"nvidia-smi does not tell the GPUs' utilisation (it says {' '.join(said)[:80]!r})") from None
+        raise UserError(f"nvidia-smi does not tell the GPUs' utilization (it says {' '.join(said)[:80]!r})") from None
 
 
 def _nvidia_smi(*words: str) -> str:

@@ -46,7 +46,7 @@ CHANGES = (  # setting, value, and what it does to a model; in this order, since
 def build_model(spec: Spec) -> torch.nn.Module:
     """The spec's model on the CPU in fp32, seeded, ready to train; not compiled yet.
 
-    A folder with a config but no model.safetensors gives random weights where the scale measures no quality, and
+    A folder with a config but no model.safetensors gives random weights where the preset measures no quality, and
     UserError where it does; so does an encoder that is not in the table, or one for shorter samples.
     """
     torch.manual_seed(spec.seed)

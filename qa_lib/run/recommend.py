@@ -1,8 +1,9 @@
-"""What `recommended` stands for on a machine: a variant of its task's ladder (tasks.toml), at a micro-batch.
+"""What `recommended` stands for on a machine: one of its task's variants `on_gpu` or `on_cpu` (tasks.toml), at a
+micro-batch.
 
-Of the ladder, which has the quickest first, the first is taken that finds its kernels on the GPU and whose predicted
-memory fits into what is free, at the micro-batch that is quickest by the committed records. What this card could not do
-before, by the records below `runs`, is passed over.
+Of these, the quickest first, the first is taken that finds its kernels on the GPU and whose predicted memory fits into
+what is free, at the micro-batch that is quickest by the committed records. What this card could not do before, by the
+records below `runs`, is passed over.
 """
 
 import dataclasses
@@ -56,13 +57,13 @@ def _failed(spec: Spec, runs: str | Path) -> list[dict]:
 
 
 def _options(spec: Spec, machine: Machine) -> list[Spec]:
-    """Every variant of the ladder at every micro-batch that is open, the one to prefer first."""
+    """Each of those variants at every micro-batch that is open, the one to prefer first."""
     task = TASKS[spec.preset.task]
     committed = [run.record for run in read_runs(COMMITTED, task["reference"], left_out=lambda *_: None)]
     own = {name: value for name, value in spec.own.items() if name != "micro_batch"}
     sources = (spec.data, spec.model, spec.data_source, spec.model_source)
     found = []
-    for name in task["ladder" if machine.gpus else "on_cpu"]:
+    for name in task["on_gpu" if machine.gpus else "on_cpu"]:
         for size in _sizes(spec, [entry for entry in committed if entry["spec"]["variant"] == name]):
             found.append(resolve(name, spec.preset.name, spec.seed, machine, *sources, size, **own))
     return found

@@ -77,9 +77,9 @@ def joined_by_position(ids: torch.Tensor, start: torch.Tensor, end: torch.Tensor
     """The fault of variant A4-b, kept on purpose: row r of logits that are sorted by length goes to window r of the
     data.
 
-    The seeds' Trainer returned its predictions in the order in which it had grouped them by length, and the notebook
-    read them in the order of the questions. What lies beyond a row's own window is -100, the Trainer's filling of
-    batches of unequal width, since the NaN that stands there otherwise would give the fault away.
+    The reference project's Trainer returned its predictions in the order in which it had grouped them by length, and
+    its notebook read them in the order of the questions. What lies beyond a row's own window is -100, the Trainer's
+    filling of batches of unequal width, since the NaN that stands there otherwise would give the fault away.
     """
     return torch.arange(len(ids)), start.nan_to_num(-100.0), end.nan_to_num(-100.0)
 

@@ -1,4 +1,5 @@
-"""The training loop. Every variant but A0 runs through `train`; what a variant changes is in the technique's own file.
+"""The training loop. `train` runs the variants, but those of the Trainer (trainer.py) and of plain PyTorch (plain.py);
+what a variant changes is in the technique's own file.
 
 `OptimizerStep` is the step that textbooks show, forward, backward, clip, step; `train` repeats it and keeps books.
 """
@@ -110,12 +111,12 @@ def train(
     checkpoint = Checkpoint(run_dir, spec, model, step.optimizer, precision.scaler, step.strategy)
     begin, note = checkpoint.load()
     log = StepLog(run_dir, spec, batches.steps, begin, precision.scaler, ranks, say)
-    # The step after which compilation allocates no more. The cudagraphs backend records its graphs in the first, and a
-    # replay allocates nothing that would be seen.
     if device.type == "cuda" and (spec.settings.compile, spec.settings.norms) == ("none", "fused"):
         inputs = batches.collate(ranks.local_micro_batches(batches.step(0))[0], device)
         with precision.autocast():
             compile_kernels(lambda: step.forward(**inputs), model)
+    # From the step after which compilation allocates no more. The cudagraphs backend records its graphs in the first,
+    # and a replay allocates nothing that would be seen.
     meter = Meter(device, spec.preset.measure_from, 0 if spec.settings.compile == "cudagraphs" else PEAK_FROM)
 
     for number in range(begin + 1, batches.steps + 1):

@@ -18,7 +18,7 @@ from datasets import Dataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from qa_lib.data.batches import Batches
-from qa_lib.measure.hardware import polled_utilisation
+from qa_lib.measure.hardware import polled_utilization
 from qa_lib.measure.meter import Hooks, Meter
 from qa_lib.spec import Spec
 from qa_lib.train.optim import CLIP, peak_rate
@@ -107,7 +107,7 @@ class _Steps(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.polls:
-            self.meter.polled.append(polled_utilisation())
+            self.meter.polled.append(polled_utilization())
         collator, parts = self.trainer.data_collator, self.trainer.parts
         micro_batches = [collator.seen.pop(0) for _ in parts]
         self.log.step(self.meter, collator.batches.tokens(micro_batches), sum(parts), self.trainer.rate)
