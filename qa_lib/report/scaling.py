@@ -43,7 +43,7 @@ def one_gpu(variant: str) -> str:
 def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     """A group's runs that ended ok, averaged over seeds: a line for each of KEYS, in the order of the variants table.
 
-    Columns: KEYS, n, those of measures.csv (`rate`: samples/s of all GPUs) with intervals (`rate±`), peak_mib (of the
+    Columns: KEYS, n, those of measures.csv (`speed`: samples/s of all GPUs) with intervals (`speed±`), peak_mib (of the
     process with the most), apart (the share by which the median step of the slowest process is longer than that of the
     fastest), unbalanced (the same of how long a pipeline's processes compute in a step), waiting_ms (a step's
     milliseconds in which a GPU only communicates, or a pipeline's bubble; NaN where neither was measured), `strong`,
@@ -68,7 +68,7 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     lines = load.in_order(lines.sort_index().reset_index().set_index("variant")).reset_index()
     exposed = lines["exposed_ms"].where(lines["world"] > 1, 0.0)
     lines["waiting_ms"] = (lines["bubble"] * lines["step_ms"]).fillna(exposed)
-    return lines.join(pd.DataFrame([_compared(values[["rate", "code"]], line) for line in lines.itertuples()]))
+    return lines.join(pd.DataFrame([_compared(values[["speed", "code"]], line) for line in lines.itertuples()]))
 
 
 def _compared(timed: pd.DataFrame, line) -> dict:
@@ -77,10 +77,10 @@ def _compared(timed: pd.DataFrame, line) -> dict:
     own, found, names = timed.loc[tuple(getattr(line, key) for key in KEYS)], {}, []
     for name, batch in (("strong", line.batch), ("weak", line.batch / line.world)):
         reference, alone = _alone(timed, line.variant, batch)
-        ideal, together = line.world * alone["rate"], set(own["code"]) == set(alone["code"])
-        found |= {name: own["rate"].mean() / ideal.mean(), f"{name}±": math.nan}
+        ideal, together = line.world * alone["speed"], set(own["code"]) == set(alone["code"])
+        found |= {name: own["speed"].mean() / ideal.mean(), f"{name}±": math.nan}
         if together and own.index.equals(alone.index):
-            found[f"{name}±"] = float(interval(own["rate"] / ideal))
+            found[f"{name}±"] = float(interval(own["speed"] / ideal))
         names += [reference if together else f"{reference} of another day"] if reference else []
     return found | {"reference": ", ".join(dict.fromkeys(names))}
 
@@ -88,12 +88,12 @@ def _compared(timed: pd.DataFrame, line) -> dict:
 def _alone(timed: pd.DataFrame, variant: str, batch: float) -> tuple[str | None, pd.DataFrame]:
     """The variant that is another's one GPU at that batch, and its samples/s and code by seed; without any if nothing
     was run, or if the variant is none for several GPUs."""
-    timed = timed.dropna(subset="rate")
+    timed = timed.dropna(subset="speed")
     alone = timed[(timed.index.get_level_values("world") == 1) & (timed.index.get_level_values("batch") == batch)]
     for name in (one_gpu(variant), variant) if one_gpu(variant) != variant else ():
         if name in alone.index.get_level_values("variant"):
             sizes = alone.loc[name]
-            quickest = sizes["rate"].groupby(level="micro_batch").mean().idxmax()
+            quickest = sizes["speed"].groupby(level="micro_batch").mean().idxmax()
             return name, sizes.xs(quickest, level="micro_batch").droplevel(["world", "stages", "batch"])
     return None, timed[:0].droplevel(KEYS)
 
@@ -114,8 +114,8 @@ def common(lines: pd.DataFrame, kind: str) -> list[int]:
 def at(lines: pd.DataFrame, kind: str, size: int) -> pd.DataFrame:
     """The timed lines of an effective batch (`strong`), or of so many samples a GPU (`weak`); of each variant, world
     and stages the quickest."""
-    chosen = lines[lines["batch"] == (size if kind == "strong" else size * lines["world"])].dropna(subset=["rate"])
-    return chosen.loc[sorted(chosen.groupby(WHERE)["rate"].idxmax())]
+    chosen = lines[lines["batch"] == (size if kind == "strong" else size * lines["world"])].dropna(subset=["speed"])
+    return chosen.loc[sorted(chosen.groupby(WHERE)["speed"].idxmax())]
 
 
 def speed_finding(lines: pd.DataFrame) -> str:
@@ -125,12 +125,12 @@ def speed_finding(lines: pd.DataFrame) -> str:
     for kind in ("weak", "strong"):
         sizes = common(lines, kind)
         chosen = at(lines, kind, sizes[0]) if sizes else lines[:0]
-        found[kind] = chosen[(chosen["world"] > 1) & chosen[kind].notna()].sort_values(["world", "rate"])
+        found[kind] = chosen[(chosen["world"] > 1) & chosen[kind].notna()].sort_values(["world", "speed"])
     every = pd.concat(found.values())
     if every.empty:
         raise load.NotMeasured("no variant was run on one GPU and on several at one batch, or at one batch a GPU")
     tried = every[every["variant"].isin(tagged("headline"))]
-    shown = (tried if len(tried) else every).sort_values("rate")["variant"].iloc[-1]
+    shown = (tried if len(tried) else every).sort_values("speed")["variant"].iloc[-1]
     last = {kind: own.iloc[-1] for kind, part in found.items() if len(own := part[part["variant"] == shown])}
     said = [
         f"{factor(line[kind] * line['world'])} as fast as one at "
@@ -143,20 +143,20 @@ def speed_finding(lines: pd.DataFrame) -> str:
 
 def projection(runs: pd.DataFrame) -> dict:
     """Seconds that three epochs of all of SQuAD v2 would take on the most GPUs, by the quickest variant with as many
-    samples a GPU as most have: seconds, with rate, compile_s (the longest of its runs, 0 without a compiler) and cold,
+    samples a GPU as most have: seconds, with speed, compile_s (the longest of its runs, 0 without a compiler) and cold,
     whether that found nothing compiled; variant, world and batch. Data and scoring are not counted. Raises
     NotMeasured."""
     lines = scaling(runs)
     sizes = common(lines, "weak")
     if not sizes:
         raise load.NotMeasured("no variant has a speed on several GPUs beside its own on one")
-    line = at(lines, "weak", sizes[0]).sort_values(["world", "rate"]).iloc[-1]
+    line = at(lines, "weak", sizes[0]).sort_values(["world", "speed"]).iloc[-1]
     done = runs[runs["status"] == "ok"].rename(columns={"spec.variant": "variant"})
     own = done[(done[KEYS] == line[KEYS]).all(axis="columns")]
     compile_s = load.numbers(own, {"compile_s": "time.compile_s"})["compile_s"].fillna(0.0)
     cold = bool(not load.found_compiled(own)[compile_s.idxmax()])
-    seconds = load.FULL_SAMPLES * load.FULL_EPOCHS / line["rate"] + compile_s.max()
-    found = line[["variant", "world", "batch", "rate"]].to_dict()
+    seconds = load.FULL_SAMPLES * load.FULL_EPOCHS / line["speed"] + compile_s.max()
+    found = line[["variant", "world", "batch", "speed"]].to_dict()
     return found | {"seconds": seconds, "compile_s": compile_s.max(), "cold": cold}
 
 
@@ -164,8 +164,8 @@ def projected_words(found: dict) -> str:
     """`projection` as a sentence, with the arithmetic."""
     compiled = f" + {number(found['compile_s'])} s of compilation" if found["compile_s"] else ""
     compiled += "" if found["cold"] or not compiled else ", which found a part of the code compiled"
-    samples, seconds, rate = load.FULL_SAMPLES * load.FULL_EPOCHS, number(found["seconds"]), number(found["rate"])
-    return say("projected", **found | {"samples": samples, "seconds": seconds, "rate": rate, "compiled": compiled})
+    samples, seconds, speed = load.FULL_SAMPLES * load.FULL_EPOCHS, number(found["seconds"]), number(found["speed"])
+    return say("projected", **found | {"samples": samples, "seconds": seconds, "speed": speed, "compiled": compiled})
 
 
 def logs_of(runs: pd.DataFrame) -> pd.DataFrame:

@@ -64,7 +64,7 @@ def _measured(runs: pd.DataFrame) -> pd.DataFrame:
     metric = f"quality.{runs['task.metric'].iloc[0]}" if len(runs) else "quality.f1"
     values = numbers(runs, measures("summary") | {"score": metric})
     peak = runs["env.gpu"].map(DATA_SHEET_TFLOPS).astype(float).where(runs["spec.settings.precision"] != "fp32")
-    values["mfu"] = values["matrix_share"] * runs["speed.gemm_tflops_measured"].astype(float) / peak
+    values["mfu"] = values["gemm_utilization"] * runs["speed.gemm_tflops_measured"].astype(float) / peak
     values.loc[runs["time.resumed_from_step"].notna(), ["compile_s", "wall_s"]] = math.nan
     cached = found_compiled(runs)
     values["warm_compile_s"] = values["compile_s"].where(cached)
