@@ -202,8 +202,8 @@ def find_recipe(name: str) -> Recipe:
 class Variant:
     """What is compared: `change` holds at most one field of Settings, the difference to `parent`.
 
-    `tags` say where the report shows it: on the `ladder` of figures, beside it as a `peer` (transformers.Trainer) or
-    `plain` (PyTorch), in tables of few variants (`headline`), as what the Trainer is by `default`; and whether
+    `tags` say where the report shows it: on the `ladder` of figures, beside it as transformers' `trainer` or `plain`
+    PyTorch, in tables of few variants (`headline`), as what the Trainer is by `default`; and whether
     `quickstart` trains it. What has no tag stands in the whole tables.
     """
 

@@ -408,7 +408,7 @@ def test_the_printed_table_has_no_cpu_speeds_and_the_speeds_of_the_reference_bes
 
 
 def test_every_tag_is_one_that_the_report_knows():
-    known = {"ladder", "peer", "plain", "default", "headline", "quickstart"}
+    known = {"ladder", "trainer", "plain", "default", "headline", "quickstart"}
     assert {tag for variant in VARIANTS.values() for tag in variant.tags} == known
     assert {"ladder", "headline"} <= {*VARIANTS[RECOMMENDED].tags}
 

@@ -55,7 +55,7 @@ def speed_finding(lines: pd.DataFrame) -> str:
         return f"No variant beside {base} has a speed here"
     top = RECOMMENDED if RECOMMENDED in climbed else climbed[-1]
     said = f"{top} trains {number(ratios[top])}× as fast as {base}"
-    peers = ratios[ratios.index.isin([*tagged("peer"), *tagged("plain")])]
+    peers = ratios[ratios.index.isin([*tagged("trainer"), *tagged("plain")])]
     if len(peers):
         peer = peers.idxmax()
         whose = "plain PyTorch" if peer in tagged("plain") else "the best Trainer"
@@ -68,7 +68,7 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
     """Training speed rung by rung, with its factors to the baseline and to the variant that it changes; then that of
     the Trainer and of plain PyTorch."""
     base, lines = baseline(runs), timed(runs)
-    order = [*dict.fromkeys([base, *tagged("ladder"), *tagged("peer"), *tagged("plain")])]
+    order = [*dict.fromkeys([base, *tagged("ladder"), *tagged("trainer"), *tagged("plain")])]
     shown = lines[lines["variant"].isin(order)]
     shown = shown.sort_values("variant", key=lambda names: names.map(order.index), ignore_index=True)
     if len(shown) < 2:

@@ -90,7 +90,7 @@ def _minutes(runs: pd.DataFrame, own: pd.DataFrame) -> str:
     minutes = table["minutes"]
     if RECOMMENDED not in minutes or not (rivals := _rivals(minutes)):
         raise load.NotMeasured(f"{RECOMMENDED} and the Trainer have not both been timed in {own['group'].iloc[0]}")
-    peer = table.loc[minutes.index.intersection(tagged("peer")), "speed"].idxmax()
+    peer = table.loc[minutes.index.intersection(tagged("trainer")), "speed"].idxmax()
     caveat = "" if table.loc[peer, "cold"] else say("partly_cached", variant=peer, **table.loc[peer])
     return say("projection", best=minutes[RECOMMENDED], gpu=gpu, rivals=rivals, caveat=caveat)
 
@@ -134,7 +134,7 @@ def _whole(runs: pd.DataFrame, own: pd.DataFrame) -> pd.DataFrame:
 def _rivals(minutes: pd.Series) -> str:
     """What a training takes the Trainer as it comes, the Trainer with its compiler and plain PyTorch at its
     best, of those that have minutes; nothing without a Trainer."""
-    tuned = [name for name in tagged("peer") if VARIANTS[name].settings.compile != "none"]
+    tuned = [name for name in tagged("trainer") if VARIANTS[name].settings.compile != "none"]
     ways = {"{:.1f} as it comes": tagged("default"), "{:.1f} with torch.compile": tuned}
     ways["plain PyTorch {:.1f} at its best"] = tagged("plain")
     found = {words: minutes.reindex(names).min() for words, names in ways.items()}
@@ -233,7 +233,7 @@ def lead(runs: pd.DataFrame, group: str) -> str:
     lines = summary(load.select(runs, group)).rename(columns={"samples_per_s": "speed"})
     lines = load.usual(lines.drop(columns="batch")).drop_duplicates(["variant", "micro_batch"])
     lines = lines[~(lines["samples_per_s±"] > STEADY * lines["speed"])]
-    name, rival, leads = scaling.lead(lines[lines["variant"].isin([RECOMMENDED, *tagged("peer"), *tagged("plain")])])
+    name, rival, leads = scaling.lead(lines[lines["variant"].isin([RECOMMENDED, *tagged("trainer"), *tagged("plain")])])
     if len(leads) < 2:
         raise load.NotMeasured(f"{rival} has a speed at one micro-batch alone")
     said = ", ".join(f"{factor(times)} at {size}" for size, times in leads.items())

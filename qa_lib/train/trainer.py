@@ -1,6 +1,6 @@
 """The A0 and P0 variants: the same training through transformers.Trainer, timed by the same meter.
 
-This is the peer that the loop is measured against: what most people would run, with its own order of the data, its own
+This is what the loop is measured against: what most people would run, with its own order of the data, its own
 optimizer (fused AdamW) and its own schedule. Its variants take what the Trainer offers and no more; what it has not,
 packed sequences or a CUDA graph, is refused by variants.CONFLICTS. It does not resume.
 
